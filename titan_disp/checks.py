@@ -1,0 +1,131 @@
+"""What cannot work is refused here, before anything is allocated: one message, with what to change."""
+
+import math
+
+from torchtitan.config import JobConfig
+
+from titan_disp import cpu
+from titan_disp.data.shards import check_data
+from titan_disp.data.tokenizer import check_vocabulary, load_tokenizer
+from titan_disp.dispersion.pairwise import check_parameters
+from titan_disp.errors import ConfigError
+from titan_disp.qwen3.flavors import block_indices, flavors
+
+
+def check_config(job_config: JobConfig, world_size: int) -> None:
+    """Everything that can be known from the config and the number of ranks.
+
+    Raises:
+        ConfigError: the first thing that cannot work.
+    """
+    if not hasattr(job_config, "dispersion"):
+        raise ConfigError('the config has no [dispersion] section: add custom_config_module = "titan_disp.job_config" to [job]')
+    if job_config.model.name != "qwen3_disp":
+        raise ConfigError(f'model.name is {job_config.model.name!r}, expected "qwen3_disp"')
+    check_model(job_config)
+    check_mesh(job_config, world_size)
+    check_batch(job_config, world_size)
+
+
+def check_inputs(job_config: JobConfig) -> None:
+    """What the config names on disk: tokenizer and data.
+
+    Raises:
+        ConfigError: missing, unreadable, or a tokenizer that the model's vocabulary cannot hold.
+    """
+    flavor = job_config.model.flavor
+    check_vocabulary(load_tokenizer(job_config.model.hf_assets_path), flavors[flavor].vocab_size, flavor)
+    check_data(job_config.training.dataset, job_config.training.dataset_path)
+    if job_config.validation.enable:
+        check_data(job_config.validation.dataset, job_config.validation.dataset_path, key="validation")
+
+
+def check_model(job_config: JobConfig) -> None:
+    """The flavor and the [dispersion] section."""
+    args = flavors[job_config.model.flavor]
+    dispersion = job_config.dispersion  # type: ignore[attr-defined]
+    if not (math.isfinite(dispersion.coeff) and dispersion.coeff >= 0):
+        raise ConfigError(f"dispersion.coeff is {dispersion.coeff}, expected a number ≥ 0")
+    try:
+        check_parameters(dispersion.tau, dispersion.clamp, dispersion.norm_eps)
+    except ValueError as error:
+        raise ConfigError(f"dispersion.{error}") from error
+    block_indices(dispersion.layers, args.n_layers)
+    training = job_config.training
+    if training.seq_len < 1 + dispersion.enabled:
+        raise ConfigError(f"training.seq_len is {training.seq_len}, expected at least {1 + dispersion.enabled}")
+    if training.steps < 1:
+        raise ConfigError(f"training.steps is {training.steps}, expected at least 1")
+
+
+def _dp_shard(job_config: JobConfig, world_size: int) -> int:
+    p = job_config.parallelism
+    if p.data_parallel_shard_degree != -1:
+        return p.data_parallel_shard_degree
+    return max(1, world_size // (p.data_parallel_replicate_degree * p.context_parallel_degree * p.tensor_parallel_degree))
+
+
+def check_mesh(job_config: JobConfig, world_size: int) -> None:
+    """Parallelism: degrees, and combinations that TorchTitan 0.2.2 or this plugin cannot train correctly."""
+    p, args = job_config.parallelism, flavors[job_config.model.flavor]
+    tp, cp, replicate = p.tensor_parallel_degree, p.context_parallel_degree, p.data_parallel_replicate_degree
+    if p.pipeline_parallel_degree > 1:
+        raise ConfigError(
+            f"parallelism.pipeline_parallel_degree is {p.pipeline_parallel_degree}, expected 1: pipeline stages pass on one "
+            "tensor, while dispersion needs every block's output at the loss. Use FSDP, HSDP, TP or CP"
+        )
+    if p.expert_parallel_degree > 1 or p.expert_tensor_parallel_degree > 1:
+        raise ConfigError("parallelism.expert_parallel_degree and expert_tensor_parallel_degree must be 1: the model is dense")
+    for name, degree in (("tensor", tp), ("context", cp), ("data", replicate)):
+        if degree < 1:
+            key = "data_parallel_replicate_degree" if name == "data" else f"{name}_parallel_degree"
+            raise ConfigError(f"parallelism.{key} is {degree}, expected at least 1")
+    shard = _dp_shard(job_config, world_size)
+    if shard < 1 or replicate * shard * cp * tp != world_size:
+        raise ConfigError(
+            f"data_parallel_replicate_degree {replicate} × data_parallel_shard_degree {shard} × "
+            f"context_parallel_degree {cp} × tensor_parallel_degree {tp} = {replicate * shard * cp * tp}, but there are "
+            f"{world_size} ranks: make the product equal the ranks (data_parallel_shard_degree = -1 takes what is left)"
+        )
+    if replicate > 1 and shard * cp == 1:
+        raise ConfigError(
+            f"pure data parallelism (data_parallel_replicate_degree {replicate}, data_parallel_shard_degree 1) is refused: "
+            "TorchTitan 0.2.2 averages its gradients a second time, which makes them too small. "
+            "Set data_parallel_replicate_degree = 1 (FSDP) or data_parallel_shard_degree ≥ 2 (HSDP)"
+        )
+    for name, heads in (("attention heads", args.n_heads), ("key/value heads", args.n_kv_heads)):
+        if heads % tp:
+            raise ConfigError(f"tensor_parallel_degree {tp} does not divide the {heads} {name} of {job_config.model.flavor!r}")
+    if cp > 1 and cpu.active():
+        raise ConfigError(f"context_parallel_degree is {cp}, expected 1 on a CPU: ring attention needs a GPU's attention kernels")
+    if cp > 1 and job_config.validation.enable:
+        raise ConfigError(
+            "validation with context_parallel_degree > 1 fails in TorchTitan 0.2.2 (it reads freqs_cis, which Qwen3 has not): "
+            "set validation.enable = false or context_parallel_degree = 1"
+        )
+    if p.enable_async_tensor_parallel and not (job_config.compile.enable and "model" in job_config.compile.components):
+        raise ConfigError("parallelism.enable_async_tensor_parallel needs compile.enable = true with component model")
+    if job_config.fault_tolerance.enable:
+        raise ConfigError("fault_tolerance.enable (torchft) is not supported: set it to false")
+    if job_config.comm.mode == "local_tensor":
+        raise ConfigError('comm.mode = "local_tensor" is not supported: use "default" or "fake_backend"')
+    sequence = tp * (2 * cp if cp > 1 else 1)
+    if job_config.training.seq_len % sequence:
+        raise ConfigError(
+            f"training.seq_len {job_config.training.seq_len} is not divisible by {sequence} "
+            f"(tensor_parallel_degree {tp}{f' × 2 × context_parallel_degree {cp}' if cp > 1 else ''}): each rank holds an equal "
+            "part of the sequence"
+        )
+
+
+def check_batch(job_config: JobConfig, world_size: int) -> None:
+    """The global batch divides into equal microbatches over the data-parallel ranks."""
+    t, p = job_config.training, job_config.parallelism
+    if t.local_batch_size < 1:
+        raise ConfigError(f"training.local_batch_size is {t.local_batch_size}, expected at least 1")
+    dp = world_size // (p.context_parallel_degree * p.tensor_parallel_degree)
+    if t.global_batch_size != -1 and (t.global_batch_size < 1 or t.global_batch_size % (t.local_batch_size * dp)):
+        raise ConfigError(
+            f"training.global_batch_size {t.global_batch_size} is not a positive multiple of local_batch_size "
+            f"{t.local_batch_size} × {dp} data-parallel ranks = {t.local_batch_size * dp}"
+        )

@@ -1,0 +1,1 @@
+"""How condensed embeddings are. Imports torch only."""

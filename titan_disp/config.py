@@ -1,0 +1,87 @@
+"""Read a TOML config and command-line overrides through TorchTitan's ConfigManager, with errors a user can act on."""
+
+import dataclasses
+import difflib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import tomli
+import typeguard
+from torchtitan.config import ConfigManager, JobConfig
+
+from titan_disp.errors import ConfigError
+
+MODULE = "titan_disp.job_config"
+
+
+def _option(argv: Sequence[str], *names: str) -> str | None:
+    """The value of ``--name value`` or ``--name=value``; hyphens and underscores are the same, as in tyro."""
+    for i, arg in enumerate(argv):
+        key, equals, value = arg.partition("=")
+        if key.replace("-", "_") in {f"__{name}" for name in names}:
+            return value if equals else (argv[i + 1] if i + 1 < len(argv) else None)
+    return None
+
+
+def _read_toml(path: str) -> dict[str, Any]:
+    try:
+        with open(path, "rb") as file:
+            return tomli.load(file)
+    except OSError as error:
+        raise ConfigError(f"cannot read the config {path!r}: {error.strerror}") from error
+    except tomli.TOMLDecodeError as error:
+        raise ConfigError(f"the config {path!r} is not valid TOML: {error}") from error
+
+
+def _unknown_keys(toml: dict[str, Any], default: Any, prefix: str = "") -> Iterator[str]:
+    known = {f.name for f in dataclasses.fields(default)}
+    for key, value in toml.items():
+        if key not in known:
+            close = difflib.get_close_matches(key, known, n=1)
+            yield f"{prefix}{key}" + (f" (did you mean {prefix}{close[0]}?)" if close else "")
+        elif dataclasses.is_dataclass(getattr(default, key)):
+            if isinstance(value, dict):
+                yield from _unknown_keys(value, getattr(default, key), f"{prefix}{key}.")
+            else:
+                yield f"{prefix}{key} (a section, written [{prefix}{key}])"
+
+
+def _check_types(config: Any, prefix: str = "") -> None:
+    for f in dataclasses.fields(config):
+        value = getattr(config, f.name)
+        if dataclasses.is_dataclass(value):
+            _check_types(value, f"{prefix}{f.name}.")
+            continue
+        try:
+            typeguard.check_type(value, f.type)
+        except typeguard.TypeCheckError as error:
+            raise ConfigError(f"{prefix}{f.name} is {value!r}: {error}") from error
+        if isinstance(value, bool) and f.type in (int, float):
+            raise ConfigError(f"{prefix}{f.name} is {value!r}, expected a number")
+
+
+def load_config(argv: Sequence[str]) -> JobConfig:
+    """The merged config: command line over TOML over defaults.
+
+    Args:
+        argv: TorchTitan's arguments, ``--job.config_file X`` among them. The [dispersion] section is known whether or not
+            the TOML names ``job.custom_config_module``.
+
+    Raises:
+        ConfigError: no such file, invalid TOML, unknown keys, values of the wrong type.
+        SystemExit: bad command-line option; tyro has printed what it expected.
+    """
+    argv = list(argv)
+    path = _option(argv, "job.config_file")
+    toml = _read_toml(path) if path else {}
+    if not _option(argv, "job.custom_config_module") and "custom_config_module" not in toml.get("job", {}):
+        argv += ["--job.custom_config_module", MODULE]
+    known = ConfigManager().parse_args(["--job.custom_config_module", _option(argv, "job.custom_config_module") or toml["job"]["custom_config_module"]])
+    if unknown := list(_unknown_keys(toml, known)):
+        raise ConfigError(f"unknown key in {path!r}: {', '.join(unknown)}")
+    try:
+        config = ConfigManager().parse_args(argv)
+    except ValueError as error:
+        raise ConfigError(f"bad value in the config: {error}") from error
+    _check_types(config)
+    return config

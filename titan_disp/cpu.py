@@ -1,0 +1,106 @@
+"""Everything TorchTitan 0.2.2 needs to run where there is no accelerator, and why. A no-op where there is one.
+
+- The device type falls back to "cuda" without a GPU, and modules copy it at import.
+- ``torch.cpu`` lacks the memory statistics and device properties that the metrics read.
+- FSDP2 reduces gradients with PREMUL_SUM, which gloo does not have.
+- Scaled-dot-product attention has no sharding strategy for CPU DTensors.
+- MFU needs a peak, and TorchTitan would take an A100's.
+"""
+
+import os
+import sys
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import Shard
+from torch.distributed.tensor.experimental import local_map
+
+
+def active() -> bool:
+    """Whether this process has no accelerator."""
+    return not torch.accelerator.is_available()
+
+
+class _CpuModule(ModuleType):
+    """``torch.cpu`` plus what TorchTitan asks of a device module."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch.cpu, name)
+
+    @staticmethod
+    def current_device() -> int:
+        return 0  # torch.cpu says "cpu", but barrier(device_ids=[…]) wants an index
+
+    @staticmethod
+    def get_device_name(device: Any = None) -> str:
+        return "CPU"
+
+    @staticmethod
+    def get_device_properties(device: Any = None) -> SimpleNamespace:
+        return SimpleNamespace(total_memory=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+
+    @staticmethod
+    def memory_stats(device: Any = None) -> dict[str, int]:
+        """Resident memory of this process; Linux tells the current value cheaply, elsewhere it is left out."""
+        try:
+            with open("/proc/self/statm") as f:
+                resident = int(f.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+        except OSError:
+            return {"num_alloc_retries": 0, "num_ooms": 0}
+        return {
+            "active_bytes.all.peak": resident,
+            "reserved_bytes.all.peak": resident,
+            "num_alloc_retries": 0,
+            "num_ooms": 0,
+        }
+
+    @staticmethod
+    def reset_peak_memory_stats(device: Any = None) -> None:
+        pass
+
+    @staticmethod
+    def empty_cache() -> None:
+        pass
+
+
+def install() -> None:
+    """Make TorchTitan's modules, imported or yet to be, see the CPU as their device."""
+    if not active():
+        return
+    import torchtitan.tools.utils as titan_utils
+
+    module = _CpuModule("titan_disp_cpu_device")
+    for name, loaded in list(sys.modules.items()):
+        if name.startswith("torchtitan") and hasattr(loaded, "device_type"):
+            loaded.device_type = "cpu"  # type: ignore[attr-defined]
+            if hasattr(loaded, "device_module"):
+                loaded.device_module = module  # type: ignore[attr-defined]
+    titan_utils.get_peak_flops = lambda device_name: float("nan")  # "mfu: nan%" is the truth on a CPU
+
+
+def adapt(model: nn.Module, tp_mesh: DeviceMesh | None) -> None:
+    """Mend a model that has been parallelized, before its first step.
+
+    Args:
+        model: with blocks in ``model.layers``, after TP and FSDP.
+        tp_mesh: the tensor-parallel mesh, or None.
+    """
+    if not active():
+        return
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_force_sum_reduction_for_comms(True)
+    if tp_mesh is not None:
+        for block in model.get_submodule("layers").children():
+            attention = block.attention.inner_attention
+            # [B, heads, N, head_dim], sharded over heads: attention needs no communication.
+            attention.forward = local_map(
+                attention.forward,
+                out_placements=[Shard(1)],
+                in_placements=([Shard(1)], [Shard(1)], [Shard(1)]),
+                device_mesh=tp_mesh,
+            )

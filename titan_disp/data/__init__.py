@@ -1,0 +1,1 @@
+"""C4 → documents → sequences."""

@@ -1,0 +1,146 @@
+"""A C4-shaped sample corpus from English prose that every Python installation carries, and a tokenizer for it.
+
+Layout and fields are those of allenai/c4 on the hub, so that the same code reads both: ``en/c4-train.*-of-*.json.gz`` with one
+JSON object a line (text, timestamp, url), a validation shard, and a dataset card that names the splits.
+"""
+
+import ast
+import gzip
+import hashlib
+import inspect
+import io
+import json
+import os
+import shutil
+import sysconfig
+import tempfile
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import sentencepiece
+from pydoc_data import topics
+
+TRAIN_FILES = 8
+VALIDATION_SHARE = 32  # one document in 32
+MIN_CHARACTERS = 200
+# No document says when it was written; a constant keeps the files the same on every run.
+TIMESTAMP = "2019-04-25T12:57:54Z"
+
+CARD = """---
+configs:
+- config_name: en
+  data_files:
+  - split: train
+    path: en/c4-train.*.json.gz
+  - split: validation
+    path: en/c4-validation.*.json.gz
+---
+Documentation of the Python language and standard library, in the shape of allenai/c4. Written by `titan-disp sample-data`.
+"""
+
+
+def prose() -> Iterator[tuple[str, str]]:
+    """(url, text) of every document, in a fixed order: the language reference's topics, then docstrings of the standard
+    library. Only the running Python version decides what they say."""
+    for name, text in sorted(topics.topics.items()):
+        yield f"python:topics/{name}", text
+    library = Path(sysconfig.get_path("stdlib"))
+    for file in sorted(library.rglob("*.py")):
+        relative = file.relative_to(library)
+        if {"site-packages", "test", "tests", "idle_test", "lib2to3", "__pycache__"} & set(relative.parts):
+            continue
+        try:
+            tree = ast.parse(file.read_text(encoding="utf-8"))
+        except (SyntaxError, UnicodeDecodeError, OSError):
+            continue  # a few library files are templates
+        for node in ast.walk(tree):
+            if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
+                text = ast.get_docstring(node)
+                if text:
+                    name = getattr(node, "name", "")
+                    yield f"python:stdlib/{relative.as_posix()}#{name}:{getattr(node, 'lineno', 0)}", text
+
+
+def documents() -> list[dict[str, str]]:
+    """C4 records of all documents long enough, each text once, in an order fixed by their hashes."""
+    records = {}
+    for url, text in prose():
+        text = inspect.cleandoc(text)
+        if len(text) >= MIN_CHARACTERS:
+            key = hashlib.sha256(text.encode()).hexdigest()
+            records.setdefault(key, {"text": text, "timestamp": TIMESTAMP, "url": url})
+    return [records[key] for key in sorted(records)]
+
+
+def _write_shard(path: Path, records: Iterable[dict[str, str]]) -> None:
+    with open(path, "wb") as raw, gzip.GzipFile(filename="", mode="wb", fileobj=raw, mtime=0) as file:
+        for record in records:
+            file.write((json.dumps(record) + "\n").encode())
+
+
+def _train_tokenizer(folder: Path, texts: Iterable[str], vocab_size: int) -> None:
+    model = io.BytesIO()
+    # Bytes in and out: the model file would otherwise name paths of this machine. One thread: the same model every time.
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=(line for text in texts for line in text.splitlines() if line.strip()),
+        model_writer=model,
+        vocab_size=vocab_size,
+        model_type="bpe",
+        character_coverage=1.0,
+        byte_fallback=True,
+        normalization_rule_name="identity",
+        remove_extra_whitespaces=False,
+        allow_whitespace_only_pieces=True,
+        user_defined_symbols=["\n"],
+        pad_id=-1,
+        bos_id=-1,
+        eos_id=1,
+        unk_id=0,
+        num_threads=1,
+        minloglevel=2,
+    )
+    folder.mkdir()
+    (folder / "sample.model").write_bytes(model.getvalue())
+
+
+def is_complete(folder: Path) -> bool:
+    """Whether ``write_sample`` has finished there; the card is written last."""
+    return (folder / "README.md").is_file() and (folder / "README.md").read_text() == CARD
+
+
+def write_sample(folder: str | Path, vocab_size: int = 2048) -> dict[str, int]:
+    """Write the corpus and train its tokenizer: ``folder/en/*.json.gz`` and ``folder/tokenizer/sample.model``.
+
+    Args:
+        folder: must not exist, be empty, or hold an earlier sample, which is kept as it is.
+        vocab_size: pieces of the SentencePiece model.
+
+    Returns:
+        Number of train and validation documents and of characters.
+
+    Raises:
+        FileExistsError: the folder holds something else.
+    """
+    folder = Path(folder)
+    if folder.exists() and any(folder.iterdir()) and not is_complete(folder):
+        raise FileExistsError(f"{folder} exists and is not a sample corpus: choose another folder or remove it")
+    records = documents()
+    validation, train = records[::VALIDATION_SHARE], [r for i, r in enumerate(records) if i % VALIDATION_SHARE]
+    if not is_complete(folder):
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        partial = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+        try:
+            (partial / "en").mkdir()
+            for i in range(TRAIN_FILES):
+                name = f"c4-train.{i:05d}-of-{TRAIN_FILES:05d}.json.gz"
+                _write_shard(partial / "en" / name, train[i::TRAIN_FILES])
+            _write_shard(partial / "en" / "c4-validation.00000-of-00001.json.gz", validation)
+            _train_tokenizer(partial / "tokenizer", (r["text"] for r in train), vocab_size)
+            (partial / "README.md").write_text(CARD)
+            partial.chmod(0o755)  # mkdtemp's folders are private
+            if folder.exists():
+                folder.rmdir()
+            os.replace(partial, folder)  # readers see all of it or nothing
+        finally:
+            shutil.rmtree(partial, ignore_errors=True)
+    return {"train": len(train), "validation": len(validation), "characters": sum(len(r["text"]) for r in records)}

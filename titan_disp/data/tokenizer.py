@@ -1,0 +1,89 @@
+"""Tokenizers by what ``model.hf_assets_path`` holds: a Hugging Face folder or a SentencePiece model."""
+
+from pathlib import Path
+
+from sentencepiece import SentencePieceProcessor
+from torchtitan.components.tokenizer import BaseTokenizer, HuggingFaceTokenizer
+
+from titan_disp.errors import ConfigError
+
+HUGGING_FACE_FILES = ("tokenizer.json", "vocab.json", "vocab.txt")
+
+
+class SentencePieceTokenizer(BaseTokenizer):
+    """A SentencePiece model behind TorchTitan's tokenizer protocol.
+
+    Attributes:
+        bos_id, eos_id: None where the model has no such token.
+    """
+
+    def __init__(self, model_file: str | Path) -> None:
+        super().__init__()
+        self.processor = SentencePieceProcessor(model_file=str(model_file))
+        self.bos_id = self._special(self.processor.bos_id())
+        self.eos_id = self._special(self.processor.eos_id())
+
+    @staticmethod
+    def _special(token_id: int) -> int | None:
+        return token_id if token_id >= 0 else None
+
+    def encode(self, text: str, add_bos: bool = False, add_eos: bool = False) -> list[int]:  # type: ignore[override]
+        """Token ids, with bos and eos where asked for and the model has them."""
+        ids = self.processor.encode(text)
+        if add_bos and self.bos_id is not None:
+            ids.insert(0, self.bos_id)
+        if add_eos and self.eos_id is not None:
+            ids.append(self.eos_id)
+        return ids
+
+    def decode(self, token_ids: list[int]) -> str:  # type: ignore[override]
+        return self.processor.decode(token_ids)
+
+    def get_vocab_size(self) -> int:
+        return self.processor.get_piece_size()
+
+
+def find_tokenizer(folder: str | Path) -> Path:
+    """The tokenizer's file in an assets folder; a Hugging Face tokenizer goes before a SentencePiece model.
+
+    Raises:
+        ConfigError: no folder, no tokenizer in it, or several SentencePiece models.
+    """
+    folder = Path(folder)
+    expected = "a folder with a Hugging Face tokenizer (tokenizer.json) or a SentencePiece model (*.model)"
+    if not folder.is_dir():
+        raise ConfigError(
+            f"model.hf_assets_path is {str(folder)!r}, which is not a folder; expected {expected}. "
+            "For the sample corpus: titan-disp sample-data DIR, then DIR/tokenizer"
+        )
+    for name in HUGGING_FACE_FILES:
+        if (folder / name).is_file():
+            return folder / name
+    models = sorted(folder.glob("*.model"))
+    if len(models) != 1:
+        found = ", ".join(p.name for p in models) or "no tokenizer file"
+        raise ConfigError(f"model.hf_assets_path {str(folder)!r} holds {found}; expected {expected}")
+    return models[0]
+
+
+def load_tokenizer(folder: str | Path) -> BaseTokenizer:
+    """Load the tokenizer that ``find_tokenizer`` finds.
+
+    Raises:
+        ConfigError: missing or unreadable.
+    """
+    file = find_tokenizer(folder)
+    try:
+        return SentencePieceTokenizer(file) if file.suffix == ".model" else HuggingFaceTokenizer(str(folder))
+    except Exception as error:  # sentencepiece and tokenizers raise bare RuntimeError and Exception
+        raise ConfigError(f"cannot load the tokenizer {str(file)!r}: {error}") from error
+
+
+def check_vocabulary(tokenizer: BaseTokenizer, vocab_size: int, flavor: str) -> None:
+    """Raise ConfigError where the tokenizer can give ids that the model's embedding does not have."""
+    tokens = tokenizer.get_vocab_size()
+    if tokens > vocab_size:
+        raise ConfigError(
+            f"the tokenizer has {tokens} tokens, but model.flavor {flavor!r} has a vocabulary of {vocab_size}: "
+            "choose a flavor with a larger vocabulary or a smaller tokenizer"
+        )

@@ -1,0 +1,109 @@
+"""CE + λ · dispersion, in the scale that a sum-reduced trainer needs.
+
+TorchTitan 0.2.2 sums CE over the local tokens, divides by the *global* number of valid tokens, and sums gradients over
+ranks and microbatches. A mean auxiliary loss added naively would therefore be multiplied by ranks × accumulation steps.
+Here each sequence's dispersion is weighted by its number of valid labels (over the whole sequence), so that the same
+division makes it the mean over sequences, for any mesh and any accumulation.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from titan_disp.dispersion.sharded import Group, dispersion_losses, process_group
+
+
+class LossLedger:
+    """Running sums of the terms since the last reset, on the device: adding never waits for the GPU.
+
+    ``ce`` and ``dispersion`` are sums over valid tokens (unscaled: no λ), ``tokens`` counts them.
+    """
+
+    def __init__(self) -> None:
+        self._sums: Tensor | None = None
+
+    def add(self, ce: Tensor, dispersion: Tensor, tokens: Tensor) -> None:
+        terms = torch.stack([ce.detach().double(), dispersion.detach().double(), tokens.double()])
+        self._sums = terms if self._sums is None else self._sums + terms
+
+    def reset(self) -> None:
+        self._sums = None
+
+    def mean(self, mesh: DeviceMesh | None) -> dict[str, float] | None:
+        """Means over the valid tokens of all ranks of ``mesh`` (a collective call), or None before any add."""
+        if self._sums is None:
+            return None
+        sums = self._sums.clone()
+        if mesh is not None:
+            dist.all_reduce(sums, group=mesh.get_group())
+        ce, dispersion, tokens = sums.tolist()
+        return {"ce": ce / tokens, "dispersion": dispersion / tokens}
+
+
+@dataclass
+class DispersionObjective:
+    """TorchTitan's ``loss_fn(predictions, labels)``.
+
+    Attributes:
+        cross_entropy: (logits [B, N, V], labels [B, N]) → CE summed over the valid tokens.
+        coeff: λ. tau, clamp, norm_eps: see ``dispersion_losses``.
+        group: over which the sequence of the activations is sharded (TP, CP, or CP×TP flattened).
+        cp_group: over which the labels are sharded too (CP).
+        ledger: receives the terms apart, in training only.
+        ignore_index: labels that do not count.
+    """
+
+    cross_entropy: Callable[[Tensor, Tensor], Tensor]
+    coeff: float
+    tau: float
+    clamp: float
+    norm_eps: float
+    group: Group = None
+    cp_group: Group = None
+    ledger: LossLedger | None = None
+    ignore_index: int = -100
+
+    def __call__(self, predictions: Tensor | tuple[Tensor, Sequence[Tensor]], labels: Tensor) -> Tensor:
+        """Loss summed over the valid tokens, to be divided by their global number.
+
+        Args:
+            predictions: logits, or (logits, activations) with one [B, N/p, F] tensor per layer.
+            labels: [B, N] token ids, or this CP rank's [B, N/cp].
+
+        Returns:
+            Scalar. Its value summed over DP and CP ranks is the global sum; each rank's backward holds the complete
+            gradient of its own shard exactly once.
+        """
+        logits, activations = predictions if isinstance(predictions, tuple) else (predictions, None)
+        ce = self.cross_entropy(logits, labels)
+        if isinstance(ce, DTensor):  # loss parallel: the sum below would mix DTensor and Tensor
+            ce = ce.to_local()
+        weights = (labels != self.ignore_index).sum(1)
+        local_tokens = weights.sum()
+        if not activations:
+            self._record(ce, ce.new_zeros(()), local_tokens)
+            return ce
+        cp_group = process_group(self.cp_group)
+        if cp_group is not None:
+            weights = weights.clone()
+            dist.all_reduce(weights, group=cp_group)
+        per_layer = dispersion_losses(
+            activations, tau=self.tau, clamp=self.clamp, norm_eps=self.norm_eps, group=self.group
+        )
+        dispersion = (weights * per_layer.mean(0)).sum()
+        value = dispersion.detach()
+        if cp_group is not None:
+            # The trainer sums values over CP ranks, which all hold the same full value; gradients stay undivided.
+            value = value / dist.get_world_size(cp_group)
+            dispersion = dispersion - dispersion.detach() + value
+        self._record(ce, value, local_tokens)
+        return ce + self.coeff * dispersion
+
+    def _record(self, ce: Tensor, dispersion: Tensor, tokens: Tensor) -> None:
+        if self.ledger is not None and torch.is_grad_enabled():
+            self.ledger.add(ce, dispersion, tokens)

@@ -1,0 +1,51 @@
+"""torchrun on one machine, for ``titan-disp train``."""
+
+import os
+import sys
+
+import torch
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+from titan_disp.checks import check_config, check_inputs
+from titan_disp.config import load_config
+
+
+def launch(config: str, overrides: list[str], nproc: int | None) -> int:
+    """Check everything in this process, where one message is enough, then start ``nproc`` ranks.
+
+    Args:
+        config: TOML file.
+        overrides: TorchTitan's command-line options.
+        nproc: ranks; default: one per GPU, or 1 without.
+
+    Returns:
+        The exit status of the first rank that failed, else 0.
+
+    Raises:
+        ConfigError: from the checks, before any rank starts.
+    """
+    argv = ["--job.config_file", config, *overrides]
+    job_config = load_config(argv)
+    nproc = nproc or torch.accelerator.device_count() or 1
+    fake = job_config.comm.mode != "default"
+    check_config(job_config, int(os.environ.get("NGPU", "1")) if fake else nproc)
+    check_inputs(job_config)
+    # As torchrun does, but with the machine's cores shared out rather than one thread a rank.
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // nproc)))
+    settings = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=nproc,
+        run_id=f"titan-disp-{os.getpid()}",
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        max_restarts=0,
+    )
+    try:
+        elastic_launch(settings, sys.executable)("-m", "titan_disp.train", *argv)
+    except ChildFailedError as error:
+        rank, failure = error.get_first_failure()
+        print(f"titan-disp: rank {rank} failed with exit status {failure.exitcode}", file=sys.stderr)
+        return failure.exitcode if 0 < failure.exitcode < 256 else 1
+    return 0

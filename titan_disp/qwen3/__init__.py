@@ -1,0 +1,1 @@
+"""Qwen3 that returns intermediate activations, and its parallelization."""

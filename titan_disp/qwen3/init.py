@@ -1,0 +1,63 @@
+"""Initial weights that depend on the seed and the parameter's name only: not on the mesh, nor on the device.
+
+DTensor's random initialisation gives that on GPUs but not on a CPU mesh, and a CPU and a GPU draw different numbers.
+Every rank draws the whole parameter on the CPU (for 0.6B a few seconds, once) and keeps its shard.
+"""
+
+import hashlib
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from titan_disp.qwen3.flavors import Qwen3DispModelArgs
+
+# Wrappers of activation checkpointing and torch.compile show up in parameter names.
+_WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
+
+
+def canonical_name(name: str) -> str:
+    """A parameter's name without the wrappers of activation checkpointing and torch.compile."""
+    for wrapper in _WRAPPERS:
+        name = name.replace(wrapper, "")
+    return name
+
+
+def distribution(name: str, args: Qwen3DispModelArgs) -> tuple[float, float]:
+    """Standard deviation and absolute cut-off of the truncated normal, as in TorchTitan 0.2.2's Qwen3.
+
+    Args:
+        name: canonical parameter name of a matrix.
+    """
+    if name in ("tok_embeddings.weight", "output.weight"):
+        if name == "tok_embeddings.weight" and not args.enable_weight_tying:
+            return 1.0, float("inf")
+        std = args.dim**-0.5
+        return std, 3 * std
+    layer = int(name.split(".")[1]) if args.depth_init else args.n_layers - 1
+    if name.endswith(("wo.weight", "w2.weight", "w3.weight")):
+        return 0.02 / (2 * (layer + 1)) ** 0.5, 2.0
+    return 0.02, 2.0
+
+
+def draw(name: str, shape: torch.Size, args: Qwen3DispModelArgs, seed: int) -> Tensor:
+    """The whole initial parameter, float32 on the CPU."""
+    if len(shape) == 1:
+        return torch.ones(shape)  # every vector in Qwen3 is an RMSNorm weight
+    digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little", signed=True))
+    std, cut = distribution(name, args)
+    return nn.init.trunc_normal_(torch.empty(shape), 0.0, std, -cut, cut, generator=generator)
+
+
+@torch.no_grad()
+def init_parameters(model: nn.Module, args: Qwen3DispModelArgs, seed: int) -> None:
+    """Fill all parameters of a materialised, possibly sharded model in place."""
+    for name, param in model.named_parameters():
+        full = draw(canonical_name(name), param.shape, args, seed).to(param.dtype)
+        if isinstance(param, DTensor):
+            # src_data_rank=None: every rank has the same full tensor, so nothing is sent.
+            full = full.to(param.to_local().device)
+            param.copy_(distribute_tensor(full, param.device_mesh, param.placements, src_data_rank=None))
+        else:
+            param.copy_(full)

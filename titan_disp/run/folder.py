@@ -1,0 +1,131 @@
+"""config.json, environment.json, events.jsonl and the lock of a run's folder. Written by rank 0 only.
+
+Reports, exports and tests read these files, not console text.
+"""
+
+import contextlib
+import fcntl
+import json
+import os
+import platform
+import socket
+from datetime import datetime, timezone
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+from torchtitan.config import JobConfig
+from torchtitan.tools.logging import logger
+
+from titan_disp.errors import ConfigError
+
+PACKAGES = ("titan-disp", "torch", "torchtitan", "datasets", "tokenizers", "sentencepiece", "triton")
+
+
+def environment(world_size: int) -> dict[str, Any]:
+    """What a run ran on: versions, machine, accelerators, SLURM's job."""
+    versions = {}
+    for name in PACKAGES:
+        with contextlib.suppress(PackageNotFoundError):
+            versions[name] = version(name)
+    gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    return {
+        "python": platform.python_version(),
+        "packages": versions,
+        "platform": platform.platform(),
+        "host": socket.gethostname(),
+        "cpus": os.cpu_count(),
+        "accelerators": gpus,
+        "cuda": torch.version.cuda,
+        "hip": torch.version.hip,
+        "world_size": world_size,
+        "slurm": {k: v for k, v in os.environ.items() if k.startswith("SLURM_JOB_") or k == "SLURM_NNODES"},
+    }
+
+
+def append_json(path: Path, record: dict[str, Any]) -> None:
+    """Append one line. A single write, so that a killed process leaves at most one broken line at the end."""
+    with open(path, "a") as file:
+        file.write(json.dumps(record) + "\n")
+
+
+def read_json_lines(path: str | Path) -> list[dict[str, Any]]:
+    """All complete lines of a .jsonl file; a last line that a killed process left unfinished is dropped."""
+    records = []
+    for line in Path(path).read_text().splitlines():
+        with contextlib.suppress(json.JSONDecodeError):
+            records.append(json.loads(line))
+    return records
+
+
+def read_metrics(run: str | Path) -> dict[int, dict[str, Any]]:
+    """metrics.jsonl by step. Steps repeated after a resume: the last line counts."""
+    return dict(sorted((r["step"], r) for r in read_json_lines(Path(run) / "metrics.jsonl")))
+
+
+def _differences(old: Any, new: Any, prefix: str = "") -> dict[str, list[Any]]:
+    if isinstance(old, dict) and isinstance(new, dict):
+        changed = {}
+        for key in sorted(old.keys() | new.keys()):
+            changed.update(_differences(old.get(key), new.get(key), f"{prefix}.{key}" if prefix else key))
+        return changed
+    return {} if old == new else {prefix: [old, new]}
+
+
+class RunFolder:
+    """An open run folder; the lock is held until ``close``."""
+
+    def __init__(self, job_config: JobConfig, world_size: int) -> None:
+        """Create the folder, take its lock, write config.json and environment.json.
+
+        Raises:
+            ConfigError: not writable, or another job holds the lock.
+        """
+        self.path = Path(job_config.job.dump_folder)
+        self._lock: IO[str] | None = None
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            self._take_lock()
+            config = json.loads(json.dumps(job_config.to_dict()))
+            file = self.path / "config.json"
+            previous = json.loads(file.read_text()) if file.exists() else config
+            self.config_changes = _differences(previous, config)
+            _write_json(file, config)
+            _write_json(self.path / "environment.json", environment(world_size))
+        except OSError as error:
+            raise ConfigError(f"job.dump_folder {str(self.path)!r} is not writable: {error}") from error
+
+    def _take_lock(self) -> None:
+        lock = open(self.path / ".lock", "a+")  # noqa: SIM115 — held for the life of the run
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            lock.seek(0)
+            holder = lock.read().strip()
+            raise ConfigError(
+                f"job.dump_folder {str(self.path)!r} is in use by another job ({holder}): two jobs in one run folder would "
+                "corrupt it. Stop the other, or set another --job.dump_folder"
+            ) from error
+        except OSError as error:  # some network file systems have no locks
+            logger.warning(f"cannot lock {self.path}: {error}. Make sure that no second job uses this run folder")
+        lock.truncate(0)
+        lock.write(f"host {socket.gethostname()}, pid {os.getpid()}, SLURM job {os.environ.get('SLURM_JOB_ID', 'none')}")
+        lock.flush()
+        self._lock = lock
+
+    def event(self, name: str, step: int, **details: Any) -> None:
+        """Append to events.jsonl."""
+        time = datetime.now(timezone.utc).isoformat(timespec="milliseconds")
+        append_json(self.path / "events.jsonl", {"time": time, "event": name, "step": step, **details})
+
+    def close(self) -> None:
+        if self._lock is not None:
+            self._lock.close()
+            self._lock = None
+
+
+def _write_json(path: Path, content: Any) -> None:
+    partial = path.with_name(f".{path.name}.partial")
+    partial.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n")
+    os.replace(partial, path)

@@ -1,0 +1,116 @@
+"""TorchTitan's metrics, with the loss terms apart, in a stable TensorBoard folder and in metrics.jsonl.
+
+Works under the stock trainer too: everything hangs on ``should_log``, which the trainer calls every step on every rank,
+and on ``log``, which it calls on every rank when a step is logged.
+"""
+
+import copy
+import dataclasses
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils.tensorboard import SummaryWriter
+from torchtitan.components.metrics import BaseLogger, LoggerContainer, MetricsProcessor
+from torchtitan.config import JobConfig
+from torchtitan.distributed import ParallelDims
+from torchtitan.tools.logging import logger
+
+from titan_disp.dispersion import LossLedger
+from titan_disp.run.folder import append_json
+
+
+class TensorBoardFolder(BaseLogger):
+    """One TensorBoard run per run folder, across requeues.
+
+    TorchTitan's own folder is named by the date. The writer opens at the first log, when the step is known: ``purge_step``
+    hides what a killed job wrote beyond the checkpoint that this one resumed from.
+    """
+
+    def __init__(self, folder: str) -> None:
+        self.folder = folder
+        self._writer: SummaryWriter | None = None
+
+    def log(self, metrics: dict[str, Any], step: int) -> None:
+        if self._writer is None:
+            self._writer = SummaryWriter(self.folder, max_queue=1000, purge_step=step)
+        for name, value in metrics.items():
+            self._writer.add_scalar(name, value, step)
+
+    def close(self) -> None:
+        if self._writer is not None:
+            self._writer.close()
+
+
+class DispersionMetrics(MetricsProcessor):
+    """Adds cross-entropy, dispersion and exact tokens seen to console, TensorBoard (W&B) and metrics.jsonl."""
+
+    def __init__(self, job_config: JobConfig, parallel_dims: ParallelDims, ledger: LossLedger, tag: str | None = None) -> None:
+        stock = copy.copy(job_config)
+        stock.metrics = dataclasses.replace(job_config.metrics, enable_tensorboard=False)
+        super().__init__(stock, parallel_dims, tag)
+        self.job_config = job_config
+        self.ledger = ledger
+        rank = torch.distributed.get_rank()
+        self._jsonl = Path(job_config.job.dump_folder) / "metrics.jsonl" if rank == 0 else None
+        if self._jsonl is not None:
+            self._jsonl.parent.mkdir(parents=True, exist_ok=True)
+        self.tensorboard_folder = os.path.join(job_config.job.dump_folder, job_config.metrics.save_tb_folder)
+        if job_config.metrics.enable_tensorboard and (rank == 0 or job_config.metrics.save_for_all_ranks):
+            if job_config.metrics.save_for_all_ranks:
+                self.tensorboard_folder = os.path.join(self.tensorboard_folder, f"rank_{rank}")
+            both = LoggerContainer()
+            both.add_logger(self.logger)
+            both.add_logger(TensorBoardFolder(self.tensorboard_folder))
+            self.logger = both
+
+    def tokens_seen(self, step: int) -> int:
+        """Tokens trained on after ``step`` steps. TorchTitan's own count counts every CP rank."""
+        training, dims = self.job_config.training, self.parallel_dims
+        batch = training.global_batch_size
+        if batch < 0:
+            batch = training.local_batch_size * dims.dp_replicate * dims.dp_shard
+        return step * batch * training.seq_len
+
+    def should_log(self, step: int) -> bool:
+        if super().should_log(step):
+            return True
+        self.ledger.reset()  # the next logged step reports its own terms only
+        return False
+
+    def log(
+        self,
+        step: int,
+        global_avg_loss: float,
+        global_max_loss: float,
+        grad_norm: float,
+        extra_metrics: dict[str, Any] | None = None,
+    ) -> None:
+        terms = self.ledger.mean(self.parallel_dims.get_optional_mesh("loss")) or {"ce": global_avg_loss, "dispersion": 0.0}
+        self.ledger.reset()
+        extra = dict(extra_metrics or {})
+        extra["n_tokens_seen"] = tokens = self.tokens_seen(step)
+        extra["loss_metrics/cross_entropy"] = terms["ce"]
+        extra["loss_metrics/dispersion"] = terms["dispersion"]
+        seconds = time.perf_counter() - self.time_last_log
+        tps = self.ntokens_since_last_log / (seconds * self.parallel_dims.non_data_parallel_size)
+        super().log(step, global_avg_loss, global_max_loss, grad_norm, extra)
+        color = self.color
+        logger.info(
+            f"{color.red}step: {step:2}  {color.green}ce: {terms['ce']:8.5f}  "
+            f"{color.magenta}dispersion: {terms['dispersion']:8.5f}  {color.blue}tokens: {tokens:,}{color.reset}"
+        )
+        if self._jsonl is not None:
+            record = {
+                "step": step,
+                "time": time.time(),
+                "loss": global_avg_loss,
+                **terms,
+                "grad_norm": grad_norm,
+                "lr": extra.get("lr"),
+                "tokens": tokens,
+                "tps": tps,
+            }
+            append_json(self._jsonl, record)

@@ -1,0 +1,90 @@
+"""The TrainSpec on one page: which part plugs in where."""
+
+import torch.distributed as dist
+import torchtitan.protocols.train_spec as titan
+from torch.distributed.device_mesh import DeviceMesh
+from torchtitan.components.loss import IGNORE_INDEX, build_cross_entropy_loss
+from torchtitan.components.lr_scheduler import build_lr_schedulers
+from torchtitan.components.optimizer import build_optimizers
+from torchtitan.components.tokenizer import BaseTokenizer
+from torchtitan.components.validate import build_validator
+from torchtitan.config import JobConfig
+from torchtitan.distributed import ParallelDims
+from torchtitan.models.qwen3.model.state_dict_adapter import Qwen3StateDictAdapter
+from torchtitan.protocols.model import BaseModelArgs
+
+from titan_disp.checks import check_config
+from titan_disp.data.loader import build_dataloader
+from titan_disp.data.tokenizer import check_vocabulary, load_tokenizer
+from titan_disp.dispersion import DispersionObjective, LossLedger
+from titan_disp.qwen3.flavors import flavors
+from titan_disp.qwen3.model import Qwen3DispModel
+from titan_disp.qwen3.parallelize import parallelize
+from titan_disp.run.metrics import DispersionMetrics
+
+NAME = "qwen3_disp"
+
+
+def sequence_mesh(parallel_dims: ParallelDims) -> DeviceMesh | None:
+    """The 1-D mesh over which block outputs are sharded along the sequence: TP, CP, or CP×TP flattened."""
+    names = [name for name in ("cp", "tp") if parallel_dims.get_optional_mesh(name) is not None]
+    if not names:
+        return None
+    mesh = parallel_dims.get_mesh(names if len(names) > 1 else names[0])
+    return mesh if mesh.ndim == 1 else mesh._flatten("sequence")
+
+
+def build_tokenizer(job_config: JobConfig) -> BaseTokenizer:
+    """The first hook that sees the config under the stock trainer: what cannot work is refused here."""
+    check_config(job_config, dist.get_world_size())
+    tokenizer = load_tokenizer(job_config.model.hf_assets_path)
+    flavor = job_config.model.flavor
+    check_vocabulary(tokenizer, flavors[flavor].vocab_size, flavor)
+    return tokenizer
+
+
+def train_spec() -> titan.TrainSpec:
+    ledger = LossLedger()  # the loss fills it, the metrics empty it
+
+    def build_loss(job_config: JobConfig, parallel_dims: ParallelDims) -> DispersionObjective:
+        dispersion = job_config.dispersion  # type: ignore[attr-defined]
+        return DispersionObjective(
+            cross_entropy=build_cross_entropy_loss(job_config),
+            coeff=dispersion.coeff,
+            tau=dispersion.tau,
+            clamp=dispersion.clamp,
+            norm_eps=dispersion.norm_eps,
+            group=sequence_mesh(parallel_dims),
+            cp_group=parallel_dims.get_optional_mesh("cp"),
+            ledger=ledger,
+            ignore_index=IGNORE_INDEX,
+        )
+
+    def build_metrics(
+        job_config: JobConfig,
+        parallel_dims: ParallelDims,
+        model_args: BaseModelArgs | None = None,
+        tag: str | None = None,
+    ) -> DispersionMetrics:
+        return DispersionMetrics(job_config, parallel_dims, ledger, tag)
+
+    return titan.TrainSpec(
+        model_cls=Qwen3DispModel,
+        model_args=flavors,
+        parallelize_fn=parallelize,
+        pipelining_fn=None,
+        build_optimizers_fn=build_optimizers,
+        build_lr_schedulers_fn=build_lr_schedulers,
+        build_dataloader_fn=build_dataloader,
+        build_tokenizer_fn=build_tokenizer,
+        build_loss_fn=build_loss,
+        build_validator_fn=build_validator,
+        build_metrics_processor_fn=build_metrics,
+        state_dict_adapter=Qwen3StateDictAdapter,
+    )
+
+
+def register() -> None:
+    """Register ``qwen3_disp``; a second import is no error."""
+    if NAME not in titan._extra_train_specs:
+        titan.register_train_spec(NAME, train_spec())

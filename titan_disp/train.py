@@ -1,0 +1,138 @@
+"""``torchrun … -m titan_disp.train --job.config_file X [overrides]``: TorchTitan's trainer and a run folder around it."""
+
+import os
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torchtitan.config import JobConfig
+from torchtitan.tools.logging import init_logger, logger
+from torchtitan.train import Trainer
+
+from titan_disp.checks import check_config, check_inputs
+from titan_disp.condensation.measure import mean_cosine
+from titan_disp.config import load_config
+from titan_disp.data.loader import held_out_sequences
+from titan_disp.errors import EXIT_CODE, ConfigError
+from titan_disp.run.folder import RunFolder
+
+
+def world_size_from_environment(job_config: JobConfig) -> int:
+    """Ranks of this job: torchrun's WORLD_SIZE, or NGPU when the communication is fake."""
+    return int(os.environ.get("WORLD_SIZE" if job_config.comm.mode == "default" else "NGPU", "1"))
+
+
+class DispTrainer(Trainer):
+    """Overrides hooks of TorchTitan's Trainer; copies nothing of it."""
+
+    run_folder: RunFolder | None = None
+    _start_step = 0
+
+    def __init__(self, job_config: JobConfig) -> None:
+        """Check the config, open the run folder, build everything.
+
+        Raises:
+            ConfigError: on every rank alike, before anything is allocated.
+        """
+        world_size = world_size_from_environment(job_config)
+        check_config(job_config, world_size)
+        check_inputs(job_config)
+        if int(os.environ.get("RANK", "0")) == 0:
+            self.run_folder = RunFolder(job_config, world_size)
+        super().__init__(job_config)
+
+    def batch_generator(self, data_iterable: Iterable[Any]) -> Iterator[Any]:
+        """Called once, after a checkpoint was loaded: the first moment at which the step is known."""
+        self._start_step = self.step
+        if self.run_folder is not None:
+            details = {"config_changes": self.run_folder.config_changes} if self.step else {}
+            self.run_folder.event("resume" if self.step else "start", self.step, **details)
+        return super().batch_generator(data_iterable)
+
+    def train(self) -> None:
+        super().train()
+        steps = self.job_config.training.steps
+        if self._start_step >= steps:
+            logger.info(f"This run was complete already: step {self.step} of {steps}. Nothing was trained")
+        if self.run_folder is not None and self.step > self._start_step:
+            self.run_folder.event("complete" if self.step >= steps else "stop", self.step)
+        self.report()
+
+    def report(self) -> None:
+        """Where things are, and how condensed the embeddings are at the end. A collective call."""
+        cosines = self.mean_cosines()
+        job = self.job_config
+        logger.info(f"Step {self.step} of {job.training.steps}. Run folder: {job.job.dump_folder}")
+        if job.checkpoint.enable:
+            logger.info(f"Checkpoints: {os.path.join(job.job.dump_folder, job.checkpoint.folder)}")
+        if job.metrics.enable_tensorboard:
+            logger.info(f"TensorBoard: tensorboard --logdir {self.metrics_processor.tensorboard_folder}")  # type: ignore[attr-defined]
+        if cosines is not None:
+            shown = "  ".join(f"{i}: {c:.3f}" for i, c in enumerate(cosines))
+            logger.info(f"Mean pairwise cosine on held-out text by layer (0 = embedding): {shown}")
+
+    @torch.no_grad()
+    def mean_cosines(self) -> list[float] | None:
+        """Mean pairwise cosine of held-out tokens, for the embedding's output and each block's (n_layers + 1 numbers).
+
+        None without a local validation split, or where communication is fake and numbers mean nothing.
+        """
+        job = self.job_config
+        if job.comm.mode != "default":
+            return None
+        assert self.tokenizer is not None
+        inputs = held_out_sequences(job, self.tokenizer, job.training.local_batch_size)
+        if inputs is None:
+            return None
+        inputs = inputs.to(self.device)
+        inputs, _, _, kwargs = self.post_dataloading_process({"input": inputs}, inputs)
+        model = self.model_parts[0]
+        model.eval()
+        with self.train_context(), self.maybe_enable_amp:
+            layers = range(self.model_args.n_layers + 1)  # type: ignore[attr-defined]
+            _, activations = model(inputs, **kwargs, return_activations=layers)
+        model.train()
+        return [mean_cosine(z, self.loss_fn.group).mean().item() for z in activations]  # type: ignore[attr-defined]
+
+    def close(self) -> None:
+        super().close()
+        if self.run_folder is not None:
+            self.run_folder.close()
+
+
+def exit_with(error: ConfigError) -> None:
+    """Print a user's error once per job, without a traceback, and exit."""
+    if int(os.environ.get("RANK", "0")) == 0:
+        print(f"titan-disp: error: {error}", file=sys.stderr, flush=True)
+    sys.exit(EXIT_CODE)
+
+
+def run(job_config: JobConfig) -> None:
+    """Train from a checked config in this process; the process group is destroyed at the end."""
+    trainer: DispTrainer | None = None
+    try:
+        trainer = DispTrainer(job_config)
+        if job_config.checkpoint.create_seed_checkpoint:
+            trainer.checkpointer.save(curr_step=0, last_step=True)
+        else:
+            trainer.train()
+    finally:
+        if trainer is not None:
+            trainer.close()
+    # Ranks that leave while others still talk make gloo abort after correct results.
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    init_logger()
+    try:
+        run(load_config(sys.argv[1:] if argv is None else argv))
+    except ConfigError as error:
+        exit_with(error)
+
+
+if __name__ == "__main__":
+    main()
