@@ -19,7 +19,9 @@ def check_config(job_config: JobConfig, world_size: int) -> None:
         ConfigError: the first thing that cannot work.
     """
     if not hasattr(job_config, "dispersion"):
-        raise ConfigError('the config has no [dispersion] section: add custom_config_module = "titan_disp.job_config" to [job]')
+        raise ConfigError(
+            'the config has no [dispersion] section: add custom_config_module = "titan_disp.job_config" to [job]'
+        )
     if job_config.model.name != "qwen3_disp":
         raise ConfigError(f'model.name is {job_config.model.name!r}, expected "qwen3_disp"')
     check_model(job_config)
@@ -62,7 +64,9 @@ def _dp_shard(job_config: JobConfig, world_size: int) -> int:
     p = job_config.parallelism
     if p.data_parallel_shard_degree != -1:
         return p.data_parallel_shard_degree
-    return max(1, world_size // (p.data_parallel_replicate_degree * p.context_parallel_degree * p.tensor_parallel_degree))
+    return max(
+        1, world_size // (p.data_parallel_replicate_degree * p.context_parallel_degree * p.tensor_parallel_degree)
+    )
 
 
 def check_mesh(job_config: JobConfig, world_size: int) -> None:
@@ -75,7 +79,9 @@ def check_mesh(job_config: JobConfig, world_size: int) -> None:
             "tensor, while dispersion needs every block's output at the loss. Use FSDP, HSDP, TP or CP"
         )
     if p.expert_parallel_degree > 1 or p.expert_tensor_parallel_degree > 1:
-        raise ConfigError("parallelism.expert_parallel_degree and expert_tensor_parallel_degree must be 1: the model is dense")
+        raise ConfigError(
+            "parallelism.expert_parallel_degree and expert_tensor_parallel_degree must be 1: the model is dense"
+        )
     for name, degree in (("tensor", tp), ("context", cp), ("data", replicate)):
         if degree < 1:
             key = "data_parallel_replicate_degree" if name == "data" else f"{name}_parallel_degree"
@@ -95,9 +101,13 @@ def check_mesh(job_config: JobConfig, world_size: int) -> None:
         )
     for name, heads in (("attention heads", args.n_heads), ("key/value heads", args.n_kv_heads)):
         if heads % tp:
-            raise ConfigError(f"tensor_parallel_degree {tp} does not divide the {heads} {name} of {job_config.model.flavor!r}")
+            raise ConfigError(
+                f"tensor_parallel_degree {tp} does not divide the {heads} {name} of {job_config.model.flavor!r}"
+            )
     if cp > 1 and cpu.active():
-        raise ConfigError(f"context_parallel_degree is {cp}, expected 1 on a CPU: ring attention needs a GPU's attention kernels")
+        raise ConfigError(
+            f"context_parallel_degree is {cp}, expected 1 on a CPU: ring attention needs a GPU's attention kernels"
+        )
     if cp > 1 and job_config.validation.enable:
         raise ConfigError(
             "validation with context_parallel_degree > 1 fails in TorchTitan 0.2.2 (it reads freqs_cis, which Qwen3 has not): "

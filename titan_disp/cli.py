@@ -1,6 +1,5 @@
 """``titan-disp …``: thin; each subcommand calls one function of a room."""
 
-import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -55,20 +54,17 @@ def train(
 
 
 def _split_overrides(argv: Sequence[str]) -> list[str]:
-    """Everything dotted is TorchTitan's: moved behind ``--`` so that tyro takes it as it stands."""
+    """Everything dotted is TorchTitan's: moved behind ``--`` so that tyro takes it as it stands.
+
+    A word that is no option (``0.5``, ``-1``) belongs to the option before it.
+    """
     own: list[str] = []
     theirs: list[str] = []
-    rest = iter(argv)
-    for arg in rest:
-        if arg.startswith("--") and "." in arg.partition("=")[0]:
-            theirs.append(arg)
-            in_override = True
-        elif arg.startswith("-"):
-            own.append(arg)
-            in_override = False
-        else:
-            # A bare word belongs to the option before it.
-            (theirs if theirs and in_override else own).append(arg)
+    current = own
+    for arg in argv:
+        if arg.startswith("--"):
+            current = theirs if "." in arg.partition("=")[0] else own
+        current.append(arg)
     return [*own, *(["--", *theirs] if theirs else [])]
 
 
@@ -76,7 +72,6 @@ def main() -> None:
     argv = sys.argv[1:]
     if argv[:1] == ["train"]:
         argv = _split_overrides(argv)
-    os.environ.setdefault("TQDM_MININTERVAL", "1")
     try:
         app.cli(prog="titan-disp", args=argv)
     except ConfigError as error:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import difflib
+import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -76,11 +77,14 @@ def load_config(argv: Sequence[str]) -> JobConfig:
     toml = _read_toml(path) if path else {}
     if not _option(argv, "job.custom_config_module") and "custom_config_module" not in toml.get("job", {}):
         argv += ["--job.custom_config_module", MODULE]
-    known = ConfigManager().parse_args(["--job.custom_config_module", _option(argv, "job.custom_config_module") or toml["job"]["custom_config_module"]])
+    module = _option(argv, "job.custom_config_module") or toml["job"]["custom_config_module"]
+    known = ConfigManager().parse_args(["--job.custom_config_module", module])
     if unknown := list(_unknown_keys(toml, known)):
         raise ConfigError(f"unknown key in {path!r}: {', '.join(unknown)}")
     try:
-        config = ConfigManager().parse_args(argv)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # tyro's, about types that _check_types refuses below
+            config = ConfigManager().parse_args(argv)
     except ValueError as error:
         raise ConfigError(f"bad value in the config: {error}") from error
     _check_types(config)

@@ -9,15 +9,15 @@
 
 import os
 import sys
+from collections.abc import Callable
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import Shard
-from torch.distributed.tensor.experimental import local_map
+from torch.distributed.tensor import DTensor
 
 
 def active() -> bool:
@@ -96,11 +96,15 @@ def adapt(model: nn.Module, tp_mesh: DeviceMesh | None) -> None:
             module.set_force_sum_reduction_for_comms(True)
     if tp_mesh is not None:
         for block in model.get_submodule("layers").children():
-            attention = block.attention.inner_attention
-            # [B, heads, N, head_dim], sharded over heads: attention needs no communication.
-            attention.forward = local_map(
-                attention.forward,
-                out_placements=[Shard(1)],
-                in_placements=([Shard(1)], [Shard(1)], [Shard(1)]),
-                device_mesh=tp_mesh,
-            )
+            attention: Any = block.get_submodule("attention.inner_attention")
+            attention.forward = _on_local_heads(attention.forward)
+
+
+def _on_local_heads(attention: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """[B, heads, N, head_dim] sharded over heads: attention needs no communication, so each rank does its own."""
+
+    def forward(q: DTensor, k: DTensor, v: DTensor, **kwargs: Any) -> DTensor:
+        out = attention(q.to_local(), k.to_local(), v.to_local(), **kwargs)
+        return DTensor.from_local(out, q.device_mesh, q.placements, run_check=False)
+
+    return forward

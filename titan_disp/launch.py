@@ -4,6 +4,7 @@ import os
 import sys
 
 import torch
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
@@ -33,7 +34,10 @@ def launch(config: str, overrides: list[str], nproc: int | None) -> int:
     check_inputs(job_config)
     # As torchrun does, but with the machine's cores shared out rather than one thread a rank.
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // nproc)))
+    logs = os.path.join(job_config.job.dump_folder, "logs")
     settings = LaunchConfig(
+        role="rank",  # lines on the console begin with [rank0]
+        logs_specs=DefaultLogsSpecs(log_dir=logs, tee=Std.ALL, local_ranks_filter={0}),
         min_nodes=1,
         max_nodes=1,
         nproc_per_node=nproc,
@@ -46,6 +50,9 @@ def launch(config: str, overrides: list[str], nproc: int | None) -> int:
         elastic_launch(settings, sys.executable)("-m", "titan_disp.train", *argv)
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
-        print(f"titan-disp: rank {rank} failed with exit status {failure.exitcode}", file=sys.stderr)
+        print(
+            f"titan-disp: rank {rank} failed with exit status {failure.exitcode}; logs of all ranks: {logs}",
+            file=sys.stderr,
+        )
         return failure.exitcode if 0 < failure.exitcode < 256 else 1
     return 0

@@ -3,7 +3,7 @@
 import torch.distributed as dist
 import torchtitan.protocols.train_spec as titan
 from torch.distributed.device_mesh import DeviceMesh
-from torchtitan.components.loss import IGNORE_INDEX, build_cross_entropy_loss
+from torchtitan.components.loss import IGNORE_INDEX, LossFunction, build_cross_entropy_loss, cross_entropy_loss
 from torchtitan.components.lr_scheduler import build_lr_schedulers
 from torchtitan.components.optimizer import build_optimizers
 from torchtitan.components.tokenizer import BaseTokenizer
@@ -12,6 +12,7 @@ from torchtitan.config import JobConfig
 from torchtitan.distributed import ParallelDims
 from torchtitan.models.qwen3.model.state_dict_adapter import Qwen3StateDictAdapter
 from torchtitan.protocols.model import BaseModelArgs
+from torchtitan.tools.logging import logger
 
 from titan_disp.checks import check_config
 from titan_disp.data.loader import build_dataloader
@@ -43,13 +44,24 @@ def build_tokenizer(job_config: JobConfig) -> BaseTokenizer:
     return tokenizer
 
 
+def build_cross_entropy(job_config: JobConfig, parallel_dims: ParallelDims) -> LossFunction:
+    """TorchTitan's cross-entropy; compiled where the config says so and the gradient stays right."""
+    loss_parallel = parallel_dims.tp_enabled and not job_config.parallelism.disable_loss_parallel
+    if loss_parallel and job_config.compile.enable and "loss" in job_config.compile.components:
+        # Inductor on torch 2.13 (CPU) returned wrong gradients for vocabulary-sharded logits, without an error;
+        # eager loss parallel holds a part of the vocabulary per rank, so little memory is lost.
+        logger.warning("compile.components: the loss stays eager, as its logits are sharded by loss parallel")
+        return cross_entropy_loss
+    return build_cross_entropy_loss(job_config)
+
+
 def train_spec() -> titan.TrainSpec:
     ledger = LossLedger()  # the loss fills it, the metrics empty it
 
     def build_loss(job_config: JobConfig, parallel_dims: ParallelDims) -> DispersionObjective:
         dispersion = job_config.dispersion  # type: ignore[attr-defined]
         return DispersionObjective(
-            cross_entropy=build_cross_entropy_loss(job_config),
+            cross_entropy=build_cross_entropy(job_config, parallel_dims),
             coeff=dispersion.coeff,
             tau=dispersion.tau,
             clamp=dispersion.clamp,

@@ -16,9 +16,9 @@ import sysconfig
 import tempfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from pydoc_data import topics
 
 import sentencepiece
-from pydoc_data import topics
 
 TRAIN_FILES = 8
 VALIDATION_SHARE = 32  # one document in 32
@@ -55,15 +55,15 @@ def prose() -> Iterator[tuple[str, str]]:
             continue  # a few library files are templates
         for node in ast.walk(tree):
             if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
-                text = ast.get_docstring(node)
-                if text:
+                docstring = ast.get_docstring(node)
+                if docstring:
                     name = getattr(node, "name", "")
-                    yield f"python:stdlib/{relative.as_posix()}#{name}:{getattr(node, 'lineno', 0)}", text
+                    yield f"python:stdlib/{relative.as_posix()}#{name}:{getattr(node, 'lineno', 0)}", docstring
 
 
 def documents() -> list[dict[str, str]]:
     """C4 records of all documents long enough, each text once, in an order fixed by their hashes."""
-    records = {}
+    records: dict[str, dict[str, str]] = {}
     for url, text in prose():
         text = inspect.cleandoc(text)
         if len(text) >= MIN_CHARACTERS:

@@ -87,12 +87,12 @@ def tile_size(batch: int) -> int:
     return max(16, min(MAX_TILE, side // 16 * 16))
 
 
-def _tile(rows: Tensor, cols: Tensor, tau: float, clamp: float, diagonal: int | None) -> tuple[Tensor, Tensor]:
+def _tile(rows: Tensor, cols: Tensor, tau: float, clamp: float, diagonal: bool) -> tuple[Tensor, Tensor]:
     """w and r for one tile of pairs.
 
     Args:
         rows, cols: [B, m, F] and [B, n, F] normalised tokens.
-        diagonal: offset d such that entry (i, i + d) pairs a token with itself, or None where the tile has no such entry.
+        diagonal: rows and cols are the same tokens, so that entry (i, i) pairs a token with itself.
 
     Returns:
         w, r: [B, m, n] each, 0 where a token meets itself.
@@ -103,9 +103,9 @@ def _tile(rows: Tensor, cols: Tensor, tau: float, clamp: float, diagonal: int | 
     w = torch.acos(c).mul_(-k).exp_()
     # 1 − c² as (1 − c)(1 + c): near the bound the square would lose the digits that matter.
     r = ((1.0 - c) * (1.0 + c)).rsqrt_().mul_(k).mul_(w)
-    if diagonal is not None:
-        w.diagonal(diagonal, dim1=1, dim2=2).zero_()
-        r.diagonal(diagonal, dim1=1, dim2=2).zero_()
+    if diagonal:
+        w.diagonal(dim1=1, dim2=2).zero_()
+        r.diagonal(dim1=1, dim2=2).zero_()
     return w, r
 
 
@@ -125,38 +125,37 @@ def all_pairs(u: Tensor, tau: float, clamp: float, tile: int | None = None) -> t
     v = torch.zeros_like(u)
     for i in range(0, n, tile):
         rows = u[:, i : i + tile]
-        w, r = _tile(rows, rows, tau, clamp, diagonal=0)
+        w, r = _tile(rows, rows, tau, clamp, diagonal=True)
         s += w.sum((1, 2))
         v[:, i : i + tile].baddbmm_(r, rows)
         for j in range(i + tile, n, tile):
             cols = u[:, j : j + tile]
-            w, r = _tile(rows, cols, tau, clamp, diagonal=None)
+            w, r = _tile(rows, cols, tau, clamp, diagonal=False)
             s += 2 * w.sum((1, 2))
             v[:, i : i + tile].baddbmm_(r, cols)
             v[:, j : j + tile].baddbmm_(r.transpose(1, 2), rows)
     return s, v
 
 
-def rows_against(rows: Tensor, cols: Tensor, tau: float, clamp: float, same: bool, tile: int | None = None) -> tuple[Tensor, Tensor]:
-    """S and V of one shard's tokens against another shard's (or, with ``same``, against themselves).
+def add_rows_against(
+    rows: Tensor, cols: Tensor, v: Tensor, tau: float, clamp: float, tile: int | None = None
+) -> Tensor:
+    """S of one shard's tokens against another shard's; their part of V is added to ``v`` in place.
 
     Args:
-        rows, cols: [B, n, F] and [B, m, F] normalised tokens.
-        same: rows and cols are the same tokens, so that i = j is left out.
+        rows, cols: [B, n, F] and [B, m, F] normalised tokens, no token in both.
+        v: [B, n, F], V of the rows so far.
 
     Returns:
-        S [B], the sum of w over all (row, column) pairs, and V [B, n, F] = Σ_cols r · u_col.
+        S [B], the sum of w over all (row, column) pairs.
     """
-    if same:
-        return all_pairs(rows, tau, clamp, tile)
     batch, n, _ = rows.shape
     tile = tile or tile_size(batch)
     s = rows.new_zeros(batch)
-    v = torch.zeros_like(rows)
     for i in range(0, n, tile):
         for j in range(0, cols.shape[1], tile):
             c = cols[:, j : j + tile]
-            w, r = _tile(rows[:, i : i + tile], c, tau, clamp, diagonal=None)
+            w, r = _tile(rows[:, i : i + tile], c, tau, clamp, diagonal=False)
             s += w.sum((1, 2))
             v[:, i : i + tile].baddbmm_(r, c)
-    return s, v
+    return s

@@ -17,6 +17,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from titan_disp.dispersion import pairwise
 
+# torch 2.13 renamed it and warns about the old name.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
 Group = dist.ProcessGroup | DeviceMesh | None
 
 
@@ -61,15 +64,15 @@ def _gathered_pairs(
     z: Tensor, u: Tensor, tau: float, clamp: float, norm_eps: float, group: dist.ProcessGroup
 ) -> tuple[Tensor, Tensor]:
     world, rank = dist.get_world_size(group), dist.get_rank(group)
-    gathered = z.new_empty((world, *z.shape))
+    batch, n, features = z.shape
+    gathered = z.new_empty((world * batch, n, features))
     # Normalising locally and gathering u would cost fp32 traffic; z travels in its own dtype and loses nothing.
-    dist.all_gather_into_tensor(gathered, z.detach().contiguous(), group=group)
-    s, v = pairwise.rows_against(u, u, tau, clamp, same=True)
-    for other in range(world):
+    _all_gather(gathered, z.detach().contiguous(), group=group)
+    s, v = pairwise.all_pairs(u, tau, clamp)
+    for other, shard in enumerate(gathered.chunk(world)):
         if other != rank:
-            cols, _ = pairwise.normalize(gathered[other], norm_eps)
-            s_other, v_other = pairwise.rows_against(u, cols, tau, clamp, same=False)
-            s, v = s + s_other, v.add_(v_other)
+            cols, _ = pairwise.normalize(shard, norm_eps)
+            s += pairwise.add_rows_against(u, cols, v, tau, clamp)
     return s, v
 
 

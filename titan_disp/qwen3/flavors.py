@@ -29,7 +29,9 @@ def block_indices(layers: str | list[int], n_layers: int) -> tuple[int, ...]:
     }
     if isinstance(layers, str):
         if layers not in named:
-            raise ConfigError(f"dispersion.layers is {layers!r}, expected {', '.join(named)} or a list of block indices")
+            raise ConfigError(
+                f"dispersion.layers is {layers!r}, expected {', '.join(named)} or a list of block indices"
+            )
         chosen = list(named[layers])
     else:
         chosen = sorted(layers)

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torchtitan.models.qwen3.model.model import Qwen3Model
 from torchtitan.protocols.model import AttentionMasksType
 
@@ -16,6 +17,7 @@ class Qwen3DispModel(Qwen3Model):
     on blocks would fire again when activation checkpointing recomputes them."""
 
     model_args: Qwen3DispModelArgs
+    rope_cache: Tensor
 
     def forward(  # type: ignore[override]
         self,
@@ -46,6 +48,9 @@ class Qwen3DispModel(Qwen3Model):
             raise ValueError(f"return_activations is {sorted(wanted)}, expected indices from 0 to {self.n_layers}")
         activations = []
         h = self.tok_embeddings(tokens)
+        if isinstance(h, AsyncCollectiveTensor):
+            # TP's reduce-scatter is still in flight, and a compiled block drops the gradient of such an input (torch 2.13).
+            h = h.clone()
         if 0 in wanted:
             activations.append(h)
         for i, layer in enumerate(self.layers.values(), start=1):

@@ -45,9 +45,11 @@ def environment(world_size: int) -> dict[str, Any]:
 
 
 def append_json(path: Path, record: dict[str, Any]) -> None:
-    """Append one line. A single write, so that a killed process leaves at most one broken line at the end."""
-    with open(path, "a") as file:
-        file.write(json.dumps(record) + "\n")
+    """Append one line. A line that a killed process left unfinished is closed first, so that it spoils itself only."""
+    with open(path, "ab+") as file:
+        if file.tell() and (file.seek(-1, os.SEEK_END), file.read(1))[1] != b"\n":
+            file.write(b"\n")
+        file.write(json.dumps(record).encode() + b"\n")
 
 
 def read_json_lines(path: str | Path) -> list[dict[str, Any]]:
@@ -61,7 +63,8 @@ def read_json_lines(path: str | Path) -> list[dict[str, Any]]:
 
 def read_metrics(run: str | Path) -> dict[int, dict[str, Any]]:
     """metrics.jsonl by step. Steps repeated after a resume: the last line counts."""
-    return dict(sorted((r["step"], r) for r in read_json_lines(Path(run) / "metrics.jsonl")))
+    by_step = {record["step"]: record for record in read_json_lines(Path(run) / "metrics.jsonl")}
+    return dict(sorted(by_step.items()))
 
 
 def _differences(old: Any, new: Any, prefix: str = "") -> dict[str, list[Any]]:
@@ -110,7 +113,9 @@ class RunFolder:
         except OSError as error:  # some network file systems have no locks
             logger.warning(f"cannot lock {self.path}: {error}. Make sure that no second job uses this run folder")
         lock.truncate(0)
-        lock.write(f"host {socket.gethostname()}, pid {os.getpid()}, SLURM job {os.environ.get('SLURM_JOB_ID', 'none')}")
+        lock.write(
+            f"host {socket.gethostname()}, pid {os.getpid()}, SLURM job {os.environ.get('SLURM_JOB_ID', 'none')}"
+        )
         lock.flush()
         self._lock = lock
 

@@ -47,7 +47,11 @@ class TensorBoardFolder(BaseLogger):
 class DispersionMetrics(MetricsProcessor):
     """Adds cross-entropy, dispersion and exact tokens seen to console, TensorBoard (W&B) and metrics.jsonl."""
 
-    def __init__(self, job_config: JobConfig, parallel_dims: ParallelDims, ledger: LossLedger, tag: str | None = None) -> None:
+    logger: BaseLogger
+
+    def __init__(
+        self, job_config: JobConfig, parallel_dims: ParallelDims, ledger: LossLedger, tag: str | None = None
+    ) -> None:
         stock = copy.copy(job_config)
         stock.metrics = dataclasses.replace(job_config.metrics, enable_tensorboard=False)
         super().__init__(stock, parallel_dims, tag)
@@ -88,7 +92,10 @@ class DispersionMetrics(MetricsProcessor):
         grad_norm: float,
         extra_metrics: dict[str, Any] | None = None,
     ) -> None:
-        terms = self.ledger.mean(self.parallel_dims.get_optional_mesh("loss")) or {"ce": global_avg_loss, "dispersion": 0.0}
+        terms = self.ledger.mean(self.parallel_dims.get_optional_mesh("loss")) or {
+            "ce": global_avg_loss,
+            "dispersion": 0.0,
+        }
         self.ledger.reset()
         extra = dict(extra_metrics or {})
         extra["n_tokens_seen"] = tokens = self.tokens_seen(step)

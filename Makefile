@@ -1,0 +1,47 @@
+# make demo and make test do all set-up on a fresh machine; PYTHON chooses the interpreter to build .venv with.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+NPROC ?= 2
+DATA := data/sample
+
+.PHONY: setup demo test test-fast lint format clean
+
+setup: $(VENV)/.ready
+
+# Where the interpreter has torch already (a GPU image, a cluster's module), that torch is used and never replaced.
+# Where it has none, a pinned one is installed first: an open range would fetch the newest build with gigabytes of CUDA.
+$(VENV)/.ready: pyproject.toml
+	@if $(PYTHON) -c "import torch" 2>/dev/null; then \
+	  $(PYTHON) -m venv --system-site-packages $(VENV); \
+	else \
+	  $(PYTHON) -m venv $(VENV) && $(BIN)/python -m pip install --quiet "torch==2.13.0"; \
+	fi
+	$(BIN)/python -m pip install --quiet -e ".[all]"
+	@# torchtitan imports triton, which the CPU build of torch does not bring; GPU builds bring their own.
+	$(BIN)/python -c "import triton" 2>/dev/null || $(BIN)/python -m pip install --quiet -e ".[cpu]"
+	@touch $@
+
+$(DATA)/README.md: | setup
+	$(BIN)/titan-disp sample-data $(DATA)
+
+demo: setup $(DATA)/README.md
+	$(BIN)/titan-disp train train_configs/demo_cpu.toml --nproc $(NPROC)
+
+test: setup
+	$(BIN)/python -m pytest
+
+test-fast: setup
+	$(BIN)/python -m pytest -m "not slow"
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: setup
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache

@@ -1,0 +1,111 @@
+"""One training step of the real trainer on a given mesh, with its whole gradients saved for comparison."""
+
+import dataclasses
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+GLOBAL_BATCH, SEQ_LEN, VOCAB = 8, 32, 2048
+
+
+def global_batch():
+    """[8, 33] token ids, with labels of unequal numbers of valid tokens per sequence."""
+    tokens = torch.randint(VOCAB, (GLOBAL_BATCH, SEQ_LEN + 1), generator=torch.Generator().manual_seed(7))
+    labels = tokens[:, 1:].clone()
+    labels[0, :20] = -100
+    labels[5, 3] = -100
+    return tokens[:, :-1], labels
+
+
+def full(tensor):
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def canonical(model):
+    from titan_disp.qwen3.init import canonical_name
+
+    return {canonical_name(name): p for name, p in model.named_parameters()}
+
+
+def assert_tied(model):
+    assert model.output.weight is model.tok_embeddings.weight, "tied embeddings became two parameters"
+    assert "output.weight" not in canonical(model)
+
+
+def build(sample, run_folder, *options):
+    from titan_disp.config import load_config
+    from titan_disp.train import DispTrainer
+
+    config = load_config(
+        [
+            *("--model.name", "qwen3_disp", "--model.flavor", "nano"),
+            *("--model.hf_assets_path", f"{sample}/tokenizer", "--job.dump_folder", str(run_folder)),
+            *("--training.dataset", "c4", "--training.dataset_path", str(sample)),
+            *("--training.seq_len", str(SEQ_LEN), "--training.local_batch_size", "2"),
+            *("--training.global_batch_size", str(GLOBAL_BATCH), "--training.mixed_precision_param", "float32"),
+            *("--training.max_norm", "1e9", "--training.steps", "100", "--debug.seed", "11"),
+            *("--dispersion.enabled", "--dispersion.coeff", "1.0", "--optimizer.implementation", "foreach"),
+            *("--optimizer.weight_decay", "0.0"),
+            *("--activation_checkpoint.mode", "none", "--lr_scheduler.warmup_steps", "0", "--checkpoint.interval", "1"),
+            *options,
+        ]
+    )
+    return DispTrainer(config)
+
+
+def mutate(objective, mutation):
+    """Break the objective's scale, as a naive one would be broken."""
+    if mutation == "dropped":
+        return dataclasses.replace(objective, coeff=0.0)
+    if mutation.startswith("times"):
+        return dataclasses.replace(objective, coeff=objective.coeff * int(mutation.removeprefix("times")))
+    return objective
+
+
+def step(trainer):
+    """One step on the fixed batch; returns the gradients as the optimizer saw them."""
+    dims = trainer.parallel_dims
+    dp_rank = dims.get_mesh("batch").get_local_rank() if dims.dp_enabled else 0
+    dp = dims.dp_replicate * dims.dp_shard
+    inputs, labels = (x.chunk(dp)[dp_rank] for x in global_batch())
+    size = trainer.job_config.training.local_batch_size
+    gradients = {}
+
+    def keep(optimizer, args, kwargs):
+        gradients.update({name: full(p.grad).clone() for name, p in canonical(trainer.model_parts[0]).items()})
+
+    hook = trainer.optimizers.optimizers[0].register_step_pre_hook(keep)
+    trainer.step += 1
+    trainer.ntokens_seen += GLOBAL_BATCH * SEQ_LEN
+    trainer.metrics_processor.ntokens_since_last_log += 1
+    trainer.metrics_processor.data_loading_times.append(0.0)
+    trainer.train_step(({"input": i}, label) for i, label in zip(inputs.split(size), labels.split(size), strict=True))
+    hook.remove()
+    return gradients
+
+
+def run_cases(sample, folder, cases, checkpoint):
+    """For every case: build, step, save gradients and updated weights to ``folder/name.pt`` (rank 0)."""
+    for name, (options, mutation) in cases.items():
+        options = [*options, *(("--checkpoint.enable",) if checkpoint else ())]
+        trainer = build(sample, Path(folder) / f"run_{name}", *options)
+        model = trainer.model_parts[0]
+        assert_tied(model)
+        before = {n: full(p.detach()).clone() for n, p in canonical(model).items()}
+        trainer.loss_fn = mutate(trainer.loss_fn, mutation)
+        gradients = step(trainer)
+        assert_tied(model)
+        after = {n: full(p.detach()).clone() for n, p in canonical(model).items()}
+        if checkpoint:
+            trainer.checkpointer.save(trainer.step)
+            step(trainer)  # moves on, so that loading has something to undo
+            trainer.checkpointer.load()
+            assert_tied(model)
+            for n, p in canonical(model).items():
+                assert torch.equal(full(p.detach()), after[n]), f"{n} changed through save and load"
+        trainer.close()
+        if dist.get_rank() == 0:
+            torch.save({"gradients": gradients, "before": before, "after": after}, Path(folder) / f"{name}.pt")
+        dist.barrier()

@@ -1,0 +1,182 @@
+"""Every mistake of a user gives one message that says what was found and what to change, before any rank starts."""
+
+import subprocess
+import sys
+
+import pytest
+
+from tests.cluster_of_one import DEMO, ROOT, command, environment, rank_environment
+from titan_disp.config import load_config
+from titan_disp.errors import ConfigError
+from titan_disp.launch import launch
+
+CONFIGS = sorted((ROOT / "train_configs").glob("*.toml"))
+
+
+def options(sample):
+    return ["--model.hf_assets_path", f"{sample}/tokenizer", "--training.dataset_path", str(sample)]
+
+
+@pytest.mark.parametrize(
+    ("nproc", "change", "message"),
+    [
+        (1, ["--dispersion.coeff", "-0.1"], r"dispersion.coeff is -0.1, expected a number ≥ 0"),
+        (1, ["--dispersion.tau", "0"], r"dispersion.tau is 0.0, expected"),
+        (1, ["--dispersion.clamp", "1.0"], r"dispersion.clamp is 1.0, expected a number in \[0, 1\)"),
+        (1, ["--dispersion.clamp", "-0.5"], r"dispersion.clamp is -0.5"),
+        (1, ["--dispersion.norm_eps", "0"], r"dispersion.norm_eps is 0.0"),
+        (1, ["--dispersion.layers", "0", "6"], r"dispersion.layers is \[0, 6\], but the model has 6 blocks"),
+        (1, ["--dispersion.layers", "2", "2"], r"dispersion.layers is \[2, 2\].*none of them twice"),
+        (1, ["--model.hf_assets_path", "/nowhere"], r"'/nowhere', which is not a folder"),
+        (1, ["--training.dataset_path", "/nowhere"], r"training.dataset_path is '/nowhere', which is not a folder"),
+        (1, ["--training.dataset", "pile"], r"training.dataset is 'pile', expected one of c4"),
+        (
+            1,
+            ["--training.global_batch_size", "6"],
+            r"global_batch_size 6 is not a positive multiple of local_batch_size 4 × 1",
+        ),
+        (2, ["--training.global_batch_size", "12"], r"12 is not a positive multiple of local_batch_size 4 × 2"),
+        (1, ["--training.local_batch_size", "0"], r"local_batch_size is 0"),
+        (
+            2,
+            ["--training.seq_len", "129", "--parallelism.tensor_parallel_degree", "2"],
+            r"seq_len 129 is not divisible by 2",
+        ),
+        (1, ["--training.seq_len", "1"], r"seq_len is 1, expected at least 2"),
+        (1, ["--training.steps", "0"], r"training.steps is 0"),
+        (2, ["--parallelism.context_parallel_degree", "2"], r"context_parallel_degree is 2, expected 1 on a CPU"),
+        (2, ["--parallelism.pipeline_parallel_degree", "2"], r"pipeline_parallel_degree is 2, expected 1"),
+        (2, ["--parallelism.data_parallel_replicate_degree", "2"], r"pure data parallelism .* is refused"),
+        (2, ["--parallelism.data_parallel_shard_degree", "4"], r"= 4, but there are 2 ranks"),
+        (
+            3,
+            ["--parallelism.tensor_parallel_degree", "3"],
+            r"tensor_parallel_degree 3 does not divide the 4 attention heads",
+        ),
+        (4, ["--parallelism.tensor_parallel_degree", "4"], r"4 does not divide the 2 key/value heads"),
+        (2, ["--parallelism.expert_parallel_degree", "2"], r"expert_parallel_degree"),
+        (1, ["--model.flavor", "8B"], r"model.flavor is '8B', expected one of nano, debugmodel, 0.6B"),
+        (1, ["--model.name", "llama3"], r"model.name is 'llama3', expected \"qwen3_disp\""),
+        (1, ["--comm.mode", "local_tensor"], r"local_tensor"),
+        (1, ["--fault_tolerance.enable"], r"fault_tolerance"),
+    ],
+)
+def test_refused(sample, tmp_path, nproc, change, message):
+    with pytest.raises(ConfigError, match=message):
+        launch(str(DEMO), [*options(sample), "--job.dump_folder", str(tmp_path / "run"), *change], nproc)
+    assert not (tmp_path / "run").exists(), "a refused run left something behind"
+
+
+def write(path, text):
+    path.write_text(text)
+    return ["--job.config_file", str(path)]
+
+
+@pytest.mark.parametrize(
+    ("toml", "message"),
+    [
+        ("[dispersion]\nlambda = 1.0", r"unknown key .*dispersion.lambda"),
+        ("[dispersion]\ncoef = 1.0", r"dispersion.coef \(did you mean dispersion.coeff\?\)"),
+        ("[trainig]\nsteps = 1", r"trainig \(did you mean training\?\)"),
+        ("[training]\nstep = 1", r"training.step \(did you mean training.steps\?\)"),
+        ("training = 3", r"training \(a section, written \[training\]\)"),
+        ("[dispersion]\ncoeff = 'much'", r"dispersion.coeff is 'much'"),
+        ("[training]\nsteps = 'many'", r"training.steps is 'many'"),
+        ("[training]\nsteps = true", r"training.steps is True, expected a number"),
+        ("[dispersion]\nlayers = 'middle'", r"dispersion.layers is 'middle'"),
+        ("[dispersion", r"not valid TOML"),
+    ],
+)
+def test_toml(tmp_path, toml, message):
+    with pytest.raises(ConfigError, match=message):
+        load_config(write(tmp_path / "c.toml", toml))
+
+
+def test_missing_config():
+    with pytest.raises(ConfigError, match="cannot read the config 'nowhere.toml'"):
+        load_config(["--job.config_file", "nowhere.toml"])
+
+
+@pytest.mark.parametrize("layers", ["all", "last", "early_half", "late_half", "[0, 3]"])
+def test_layers_from_toml(tmp_path, layers):
+    value = layers if layers.startswith("[") else f'"{layers}"'
+    config = load_config(write(tmp_path / "c.toml", f"[dispersion]\nlayers = {value}"))
+    assert config.dispersion.layers == ([0, 3] if layers.startswith("[") else layers)
+
+
+def test_command_line_goes_before_toml():
+    argv = [
+        "--job.config_file",
+        str(DEMO),
+        "--dispersion.no-enabled",
+        "--dispersion.coeff",
+        "0.5",
+        "--dispersion.layers",
+        "1",
+        "2",
+    ]
+    dispersion = load_config(argv).dispersion
+    assert (dispersion.enabled, dispersion.coeff, dispersion.layers) == (False, 0.5, [1, 2])
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda p: p.name)
+def test_shipped_configs_are_valid(config):
+    from titan_disp.checks import check_config
+
+    ranks = 640 if "c4" in config.name else 1
+    check_config(load_config(["--job.config_file", str(config)]), ranks)
+
+
+@pytest.mark.parametrize("ranks", [8, 16, 32, 64, 96, 128, 160, 192, 240, 320, 384, 480, 640, 960, 1920])
+def test_gpu_counts_that_the_paper_config_names(ranks):
+    from titan_disp.checks import check_config
+
+    replicas = ["--parallelism.data_parallel_replicate_degree", str(ranks // 8)]
+    check_config(
+        load_config(["--job.config_file", str(ROOT / "train_configs" / "qwen3_0.6b_c4.toml"), *replicas]), ranks
+    )
+
+
+def test_tokenizer_larger_than_the_vocabulary(sample, tmp_path):
+    from titan_disp.data.sample import write_sample
+
+    write_sample(tmp_path / "big", vocab_size=3000)
+    with pytest.raises(
+        ConfigError, match="tokenizer has 3000 tokens, but model.flavor 'nano' has a vocabulary of 2048"
+    ):
+        launch(str(DEMO), [*options(sample), "--model.hf_assets_path", str(tmp_path / "big" / "tokenizer")], 1)
+
+
+def test_console_shows_one_message_and_no_traceback(sample, tmp_path):
+    done = subprocess.run(
+        command(DEMO, sample, tmp_path / "run", "--dispersion.coeff", "-1", nproc=2),
+        cwd=ROOT,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[-1] == "titan-disp: error: dispersion.coeff is -1.0, expected a number ≥ 0"
+    assert "Traceback" not in done.stdout + done.stderr
+
+
+def test_ranks_started_by_torchrun_print_it_once(sample):
+    """Started without the launcher: rank 0 says it, the others exit with the same status in silence."""
+    arguments = ["--job.config_file", str(DEMO), *options(sample), "--dispersion.tau", "0"]
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-m", "titan_disp.train", *arguments],
+            cwd=ROOT,
+            env=rank_environment(int(r), 2),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for r in "01"
+    ]
+    texts = [rank.communicate(timeout=100) for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [2, 2]
+    assert "titan-disp: error: dispersion.tau is 0.0" in texts[0][1]
+    assert "titan-disp: error" not in texts[1][1]
+    assert not any("Traceback" in out + err for out, err in texts)

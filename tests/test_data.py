@@ -1,0 +1,104 @@
+import gzip
+import json
+
+import pytest
+from datasets import load_dataset
+
+from titan_disp.data.sample import TRAIN_FILES, documents, is_complete, write_sample
+from titan_disp.data.shards import check_data
+from titan_disp.data.tokenizer import check_vocabulary, find_tokenizer, load_tokenizer
+from titan_disp.errors import ConfigError
+
+TEXT = "Return a list of lines,\n\n    keepends: bool  — naïve 中"
+
+
+def records(folder, pattern):
+    found = []
+    for file in sorted(folder.glob(pattern)):
+        with gzip.open(file, "rt", encoding="utf-8") as lines:
+            found += [json.loads(line) for line in lines]
+    return found
+
+
+def test_shape_of_c4(sample):
+    train_names = {f"c4-train.{i:05d}-of-{TRAIN_FILES:05d}.json.gz" for i in range(TRAIN_FILES)}
+    assert {p.name for p in (sample / "en").iterdir()} == {*train_names, "c4-validation.00000-of-00001.json.gz"}
+    train, validation = records(sample / "en", "c4-train*"), records(sample / "en", "c4-validation*")
+    assert all(set(r) == {"text", "timestamp", "url"} for r in train + validation)
+    assert len(train) > 1000
+    assert len(validation) > 30
+    texts = [r["text"] for r in train + validation]
+    assert len(texts) == len(set(texts)) == len(documents()), "a document is lost, doubled, or in both splits"
+
+
+def test_deterministic(sample, tmp_path):
+    write_sample(tmp_path / "again")
+    files = [p.relative_to(sample) for p in sample.rglob("*") if p.is_file()]
+    assert len(files) == TRAIN_FILES + 3
+    for file in files:
+        assert (tmp_path / "again" / file).read_bytes() == (sample / file).read_bytes(), file
+
+
+def test_names_no_path_of_this_machine(sample):
+    assert str(sample).encode() not in (sample / "tokenizer" / "sample.model").read_bytes()
+
+
+def test_read_by_datasets_as_the_hub_is(sample):
+    """TorchTitan's own c4 loader asks for name="en", streaming, by split."""
+    train = load_dataset(str(sample), name="en", split="train", streaming=True)
+    assert train.num_shards == TRAIN_FILES
+    assert next(iter(train))["text"]
+    validation = load_dataset(str(sample), name="en", split="validation", streaming=True)
+    assert len(list(validation)) == len(records(sample / "en", "c4-validation*"))
+
+
+def test_an_existing_folder_is_kept(sample, tmp_path):
+    assert is_complete(sample)
+    (tmp_path / "mine.txt").write_text("precious")
+    with pytest.raises(FileExistsError, match="not a sample corpus"):
+        write_sample(tmp_path)
+    assert (tmp_path / "mine.txt").read_text() == "precious"
+    assert not is_complete(tmp_path)
+
+
+@pytest.mark.parametrize("kind", ["sentencepiece", "hugging face"])
+def test_tokenizer_protocol(sample, hf_tokenizer, kind):
+    tokenizer = load_tokenizer(sample / "tokenizer" if kind == "sentencepiece" else hf_tokenizer)
+    ids = tokenizer.encode(TEXT)
+    assert tokenizer.decode(ids) == TEXT
+    assert tokenizer.get_vocab_size() == 2048
+    assert all(0 <= i < 2048 for i in ids)
+    # Neither has a bos token, as Qwen's and T5's have none: asking for one adds nothing.
+    assert tokenizer.encode(TEXT, add_bos=True, add_eos=True) == [*ids, tokenizer.eos_id]
+    assert tokenizer.encode("", add_bos=False, add_eos=True) == [tokenizer.eos_id]
+
+
+def test_a_folder_with_both_uses_hugging_face(sample, hf_tokenizer, tmp_path):
+    (tmp_path / "tokenizer.json").write_bytes((hf_tokenizer / "tokenizer.json").read_bytes())
+    (tmp_path / "sample.model").write_bytes((sample / "tokenizer" / "sample.model").read_bytes())
+    assert find_tokenizer(tmp_path).name == "tokenizer.json"
+
+
+def test_bad_tokenizers(sample, tmp_path):
+    with pytest.raises(ConfigError, match="is not a folder"):
+        load_tokenizer(sample / "tokenizer" / "sample.model")
+    with pytest.raises(ConfigError, match="holds no tokenizer file"):
+        load_tokenizer(tmp_path)
+    (tmp_path / "a.model").write_bytes(b"nonsense")
+    with pytest.raises(ConfigError, match="cannot load the tokenizer"):
+        load_tokenizer(tmp_path)
+    (tmp_path / "b.model").write_bytes(b"nonsense")
+    with pytest.raises(ConfigError, match=r"holds a\.model, b\.model"):
+        load_tokenizer(tmp_path)
+    with pytest.raises(ConfigError, match="2048 tokens, but model.flavor 'tiny' has a vocabulary of 100"):
+        check_vocabulary(load_tokenizer(sample / "tokenizer"), 100, "tiny")
+
+
+def test_bad_data(sample, tmp_path):
+    check_data("c4", str(sample))
+    check_data("c4_validation", str(sample))
+    check_data("c4", None)  # the hub: only reached when training starts
+    with pytest.raises(ConfigError, match="holds no en/c4-train"):
+        check_data("c4", str(tmp_path))
+    with pytest.raises(ConfigError, match=r"validation\.dataset_path .* holds no en/c4-validation"):
+        check_data("c4_validation", str(tmp_path), key="validation")

@@ -1,0 +1,56 @@
+import pytest
+from torchtitan.config import JobConfig
+
+from titan_disp.errors import ConfigError
+from titan_disp.run.folder import RunFolder, append_json, read_json_lines, read_metrics
+
+
+def job_config(folder, **training):
+    config = JobConfig()
+    config.job.dump_folder = str(folder)
+    for key, value in training.items():
+        setattr(config.training, key, value)
+    return config
+
+
+def test_a_line_cut_by_a_kill_spoils_itself_only(tmp_path):
+    file = tmp_path / "metrics.jsonl"
+    append_json(file, {"step": 1, "loss": 3.0})
+    append_json(file, {"step": 2, "loss": 2.5})
+    with open(file, "ab+") as f:
+        f.truncate(f.tell() - 6)
+    append_json(file, {"step": 2, "loss": 2.25})
+    append_json(file, {"step": 3, "loss": 2.0})
+    assert [r["step"] for r in read_json_lines(file)] == [1, 2, 3]
+    assert read_metrics(tmp_path)[2]["loss"] == 2.25
+
+
+def test_repeated_steps_the_last_counts(tmp_path):
+    for step, loss in ((1, 5.0), (2, 4.0), (3, 3.0), (2, 4.5)):
+        append_json(tmp_path / "metrics.jsonl", {"step": step, "loss": loss})
+    metrics = read_metrics(tmp_path)
+    assert list(metrics) == [1, 2, 3]
+    assert metrics[2]["loss"] == 4.5
+
+
+def test_second_job_is_refused_and_the_first_unharmed(tmp_path):
+    first = RunFolder(job_config(tmp_path), world_size=1)
+    before = (tmp_path / "config.json").read_bytes()
+    with pytest.raises(ConfigError, match="in use by another job.*pid"):
+        RunFolder(job_config(tmp_path, steps=7), world_size=1)
+    assert (tmp_path / "config.json").read_bytes() == before
+    first.close()
+    RunFolder(job_config(tmp_path), world_size=1).close()
+
+
+def test_config_changes_are_named(tmp_path):
+    RunFolder(job_config(tmp_path, steps=5), world_size=1).close()
+    again = RunFolder(job_config(tmp_path, steps=9), world_size=1)
+    assert again.config_changes == {"training.steps": [5, 9]}
+    again.close()
+
+
+def test_unwritable_folder(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="not writable"):
+        RunFolder(job_config(tmp_path / "file" / "run"), world_size=1)

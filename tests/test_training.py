@@ -1,0 +1,195 @@
+"""Whole runs through the command line, in processes of their own."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from tests.cluster_of_one import DEMO, ROOT, environment, rank_environment, train, train_and_kill
+from titan_disp.run.folder import read_json_lines, read_metrics
+
+SHORT = ("--training.seq_len", "64", "--metrics.log_freq", "1", "--lr_scheduler.warmup_steps", "2")
+pytestmark = pytest.mark.slow
+
+
+def terms(metrics, *names):
+    return {step: tuple(record[name] for name in names) for step, record in metrics.items()}
+
+
+def test_demo(sample, tmp_path):
+    """Two ranks: the loss falls, both terms are logged apart, the folder is complete, a second run says so."""
+    run = tmp_path / "run"
+    options = ("--training.steps", "40", "--lr_scheduler.warmup_steps", "4", "--training.seq_len", "128")
+    done = train(DEMO, sample, run, *options, nproc=2)
+    metrics = read_metrics(run)
+    assert list(metrics) == [1, 10, 20, 30, 40]
+    assert metrics[40]["ce"] < metrics[1]["ce"] - 1
+    for step, record in metrics.items():
+        assert record["loss"] == pytest.approx(record["ce"] + 0.1 * record["dispersion"], abs=1e-5)
+        assert record["tokens"] == step * 16 * 128
+        assert record["grad_norm"] > 0
+    config = json.loads((run / "config.json").read_text())
+    assert config["dispersion"]["enabled"]
+    assert config["training"]["steps"] == 40
+    assert json.loads((run / "environment.json").read_text())["world_size"] == 2
+    assert [e["event"] for e in read_json_lines(run / "events.jsonl")] == ["start", "complete"]
+    assert (run / "checkpoint" / "step-40" / ".metadata").is_file()
+    assert f"Checkpoints: {run}/checkpoint" in done.stdout
+    assert f"tensorboard --logdir {run}/tb" in done.stdout
+    cosines = done.stdout.split("by layer (0 = embedding): ")[1].splitlines()[0].split("  ")
+    assert [c.split(":")[0] for c in cosines] == [str(i) for i in range(7)]
+
+    again = train(DEMO, sample, run, *options, nproc=2)
+    assert "complete already: step 40 of 40" in again.stdout
+    assert read_metrics(run) == metrics
+
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    board = EventAccumulator(str(run / "tb")).Reload()
+    assert {
+        "loss_metrics/cross_entropy",
+        "loss_metrics/dispersion",
+        "loss_metrics/global_avg_loss",
+        "grad_norm",
+    } <= set(board.Tags()["scalars"])
+    assert [e.step for e in board.Scalars("n_tokens_seen")] == [1, 10, 20, 30, 40]
+    assert board.Scalars("n_tokens_seen")[-1].value == 40 * 16 * 128
+
+
+def test_killed_twice_equals_uninterrupted(sample, tmp_path):
+    """Save, kill -9, resume, twice: metrics.jsonl equals an uninterrupted run's, bit for bit."""
+    options = (*SHORT, "--training.steps", "14", "--checkpoint.interval", "4")
+    train(DEMO, sample, tmp_path / "whole", *options, nproc=2)
+    expected = terms(read_metrics(tmp_path / "whole"), "loss", "ce", "dispersion", "grad_norm", "lr")
+    run = tmp_path / "killed"
+    train_and_kill(DEMO, sample, run, 6, *options, nproc=2)
+    train_and_kill(DEMO, sample, run, 10, *options, nproc=2)
+    train(DEMO, sample, run, *options, nproc=2)
+    assert terms(read_metrics(run), "loss", "ce", "dispersion", "grad_norm", "lr") == expected
+    assert len(expected) == 14
+    events = [(e["event"], e["step"]) for e in read_json_lines(run / "events.jsonl")]
+    assert [name for name, _ in events] == ["start", "resume", "resume", "complete"]
+    # Killed after step 6 was logged: step 4 is on disk, and a later one only if it was saved before the kill came.
+    assert events[1][1] >= 4
+    assert events[2][1] >= 8
+
+
+def test_dispersion_off_is_stock_torchtitan(sample, hf_tokenizer, tmp_path):
+    """TorchTitan's own registered Qwen3, in its own process without this plugin's spec, from the same weights and data."""
+    common = (
+        *("--model.flavor", "debugmodel", "--model.hf_assets_path", str(hf_tokenizer), *SHORT),
+        *("--training.steps", "4", "--training.global_batch_size", "4", "--checkpoint.interval", "100"),
+    )
+    off = ("--dispersion.no-enabled",)
+    ours = tmp_path / "ours"
+    seed = tmp_path / "seed"
+    train(DEMO, sample, seed, *common, *off, "--checkpoint.create_seed_checkpoint")
+    train(DEMO, sample, ours, *common, *off)
+    stock = tmp_path / "stock"
+    script = """
+import json, runpy, sys
+import titan_disp  # the CPU's device type, and the spec that this run does not use
+import torchtitan.train as train
+original = train.Trainer.forward_backward_step
+losses = []
+def recorded(self, **kwargs):
+    loss = original(self, **kwargs)
+    losses.append((self.step, loss.item()))
+    return loss
+class Recorder(train.Trainer):
+    forward_backward_step = recorded
+train.main(Recorder)
+json.dump({"losses": losses}, open(sys.argv[-1] + ".json", "w"))
+"""
+    result = tmp_path / "stock"
+    environ = rank_environment()
+    arguments = [
+        *("--job.config_file", str(DEMO), "--training.dataset_path", str(sample), "--model.name", "qwen3", *common),
+        *("--checkpoint.initial_load_path", str(seed / "checkpoint" / "step-0"), "--job.dump_folder", str(result)),
+    ]
+    done = subprocess.run(
+        [sys.executable, "-c", script, *arguments], cwd=ROOT, env=environ, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    stock_losses: dict[int, float] = {}
+    for step, loss in json.loads((tmp_path / "stock.json").read_text())["losses"]:
+        stock_losses[step] = stock_losses.get(step, 0.0) + loss
+    assert stock.is_dir()
+    for step, record in read_metrics(ours).items():
+        assert record["loss"] == pytest.approx(stock_losses[step], abs=1e-6)
+        assert record["dispersion"] == 0
+    assert len(stock_losses) == 4
+
+
+def test_stock_trainer_loads_the_plugin(sample, tmp_path):
+    """python -m torchtitan.train with custom_import: model, loss and separate terms work there too."""
+    environ = rank_environment()
+    arguments = [
+        "--job.config_file",
+        str(DEMO),
+        "--training.dataset_path",
+        str(sample),
+        *SHORT,
+        "--training.steps",
+        "2",
+    ]
+    arguments += ["--model.hf_assets_path", f"{sample}/tokenizer", "--job.dump_folder", str(tmp_path)]
+    done = subprocess.run(
+        [sys.executable, "-m", "torchtitan.train", *arguments],
+        cwd=ROOT,
+        env=environ,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    assert "dispersion: -0." in done.stdout
+    metrics = read_metrics(tmp_path)
+    assert metrics[2]["loss"] == pytest.approx(metrics[2]["ce"] + 0.1 * metrics[2]["dispersion"], abs=1e-5)
+    assert any((tmp_path / "tb").iterdir())
+
+
+def test_demo_config_on_four_ranks_with_tp(sample, tmp_path):
+    """The demo's config unchanged on FSDP2 × TP 2 follows the same curve as on FSDP2."""
+    options = (*SHORT, "--training.steps", "2", "--checkpoint.no-enable")
+    train(DEMO, sample, tmp_path / "fsdp", *options, nproc=2)
+    train(DEMO, sample, tmp_path / "fsdp_tp", *options, "--parallelism.tensor_parallel_degree", "2", nproc=4)
+    for name in ("loss", "ce", "dispersion", "grad_norm"):
+        values = [[r[name] for r in read_metrics(tmp_path / run).values()] for run in ("fsdp", "fsdp_tp")]
+        # fp32 in another order of summation, two steps: 1e-5 relative leaves room; a wrong scale would be far off.
+        assert values[0] == pytest.approx(values[1], rel=1e-5)
+
+
+def test_one_step_of_the_full_model(sample, tmp_path):
+    """Qwen3-0.6B itself, one rank, a short sequence."""
+    options = ("--model.flavor", "0.6B", "--training.steps", "1", "--training.seq_len", "32", "--checkpoint.no-enable")
+    train(DEMO, sample, tmp_path, *options, "--training.local_batch_size", "1", "--training.global_batch_size", "1")
+    (record,) = read_metrics(tmp_path).values()
+    assert abs(record["ce"] - torch.tensor(151936.0).log()) < 1  # an untrained model guesses
+    assert -0.8 < record["dispersion"] < -0.2  # D/τ lies between arccos(0.75)/π and 1 − that
+
+
+def test_640_fake_ranks(sample, tmp_path):
+    """The paper's mesh (HSDP 80 × 8) on the nano model, rank 0 of 640, with fake communication."""
+    arguments = [
+        *("--job.config_file", str(ROOT / "train_configs" / "qwen3_0.6b_c4.toml"), "--model.flavor", "nano"),
+        *("--model.hf_assets_path", f"{sample}/tokenizer", "--training.dataset_path", str(sample)),
+        *("--comm.mode", "fake_backend", "--training.steps", "1", "--training.seq_len", "128", "--compile.no-enable"),
+        *("--checkpoint.no-enable", "--job.dump_folder", str(tmp_path), "--optimizer.implementation", "foreach"),
+    ]
+    done = subprocess.run(
+        [sys.executable, "-m", "titan_disp.train", *arguments],
+        cwd=ROOT,
+        env=environment() | {"NGPU": "640", "LOCAL_RANK": "0"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    assert "dp_replicate=80, dp_shard=8" in done.stdout
+    assert "Applied HSDP" in done.stdout
+    assert read_metrics(tmp_path)[1]["tokens"] == 1920 * 128
+    assert os.path.isfile(tmp_path / "config.json")
