@@ -28,8 +28,8 @@ def options(sample):
         (1, ["--dispersion.layers", "0", "6"], r"dispersion.layers is \[0, 6\], but the model has 6 blocks"),
         (1, ["--dispersion.layers", "2", "2"], r"dispersion.layers is \[2, 2\].*none of them twice"),
         (1, ["--model.hf_assets_path", "/nowhere"], r"'/nowhere', which is not a folder"),
-        (1, ["--training.dataset_path", "/nowhere"], r"training.dataset_path is '/nowhere', which is not a folder"),
-        (1, ["--training.dataset", "pile"], r"training.dataset is 'pile', expected one of c4"),
+        (1, ["--training.dataset_path", "/nowhere"], r"training.dataset_path is '/nowhere', which does not exist"),
+        (1, ["--training.dataset", "pile"], r"training.dataset is 'pile', expected c4 or"),
         (
             1,
             ["--training.global_batch_size", "6"],
@@ -59,6 +59,17 @@ def options(sample):
         (1, ["--model.name", "llama3"], r"model.name is 'llama3', expected \"qwen3_disp\""),
         (1, ["--comm.mode", "local_tensor"], r"local_tensor"),
         (1, ["--fault_tolerance.enable"], r"fault_tolerance"),
+        (1, ["--stream.slots", "5"], r"stream.slots is 5; expected a divisor of the global batch 16"),
+        (2, ["--stream.slots", "1"], r"stream.slots is 1; .* multiple of the 2 data-parallel ranks"),
+        (1, ["--stream.prefetch", "-1"], r"stream.prefetch is -1"),
+        (1, ["--stream.max_skipped_fraction", "2"], r"max_skipped_fraction is 2.0"),
+        (1, ["--stream.max_document_mb", "0"], r"max_document_mb is 0.0"),
+        (1, ["--validation.enable", "--validation.steps", "-1"], r"validation.steps is -1"),
+        (
+            1,
+            ["--validation.enable", "--stream.validation_sequences", "12"],
+            r"validation_sequences is 12, expected a multiple",
+        ),
     ],
 )
 def test_refused(sample, tmp_path, nproc, change, message):

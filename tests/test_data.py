@@ -5,7 +5,7 @@ import pytest
 from datasets import load_dataset
 
 from titan_disp.data.sample import TRAIN_FILES, documents, is_complete, write_sample
-from titan_disp.data.shards import check_data
+from titan_disp.data.shards import check_data, list_files
 from titan_disp.data.tokenizer import check_vocabulary, find_tokenizer, load_tokenizer
 from titan_disp.errors import ConfigError
 
@@ -98,7 +98,25 @@ def test_bad_data(sample, tmp_path):
     check_data("c4", str(sample))
     check_data("c4_validation", str(sample))
     check_data("c4", None)  # the hub: only reached when training starts
-    with pytest.raises(ConfigError, match="holds no en/c4-train"):
+    with pytest.raises(ConfigError, match="holds no train data; expected files such as en/c4-train"):
         check_data("c4", str(tmp_path))
-    with pytest.raises(ConfigError, match=r"validation\.dataset_path .* holds no en/c4-validation"):
+    with pytest.raises(ConfigError, match=r"validation\.dataset_path .* holds no validation data"):
         check_data("c4_validation", str(tmp_path), key="validation")
+    with pytest.raises(ConfigError, match="matches no file"):
+        check_data("c4", f"{tmp_path}/*.json.gz")
+    (tmp_path / "x.txt").write_text("x")
+    with pytest.raises(ConfigError, match=r"x.txt'; expected a name that ends in .json.gz"):
+        check_data("c4", f"{tmp_path}/x.txt")
+
+
+def test_local_layouts(sample, tmp_path):
+    hub = [(f.name, f.size) for f in list_files("c4", str(sample))]
+    assert [name for name, _ in hub] == [f"c4-train.{i:05d}-of-{TRAIN_FILES:05d}.json.gz" for i in range(TRAIN_FILES)]
+    for path in (sample / "en", f"{sample}/en/c4-train*", f"{sample}/**/c4-train.*.json.gz"):
+        assert [(f.name, f.size) for f in list_files("c4", str(path))] == hub
+    assert len(list_files("c4_validation", str(sample))) == 1
+    assert len(list_files("c4", f"{sample}/en/c4-train.00003-of-00008.json.gz")) == 1
+    # A folder whose names say no split is training data; hidden files are not looked at.
+    for name in ("a.jsonl", "b.parquet", ".hidden.jsonl", "c.txt"):
+        (tmp_path / name).write_text("")
+    assert [f.name for f in list_files("c4", str(tmp_path))] == ["a.jsonl", "b.parquet"]

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 
@@ -90,9 +91,14 @@ def test_dispersion_off_is_stock_torchtitan(sample, hf_tokenizer, tmp_path):
     train(DEMO, sample, ours, *common, *off)
     stock = tmp_path / "stock"
     script = """
-import json, runpy, sys
+import json, sys
+import dataclasses
 import titan_disp  # the CPU's device type, and the spec that this run does not use
 import torchtitan.train as train
+from titan_disp.data.loader import build_dataloader
+from torchtitan.protocols.train_spec import get_train_spec, register_train_spec
+# TorchTitan's own spec, but for the data, which must be the same in both runs.
+register_train_spec("qwen3", dataclasses.replace(get_train_spec("qwen3"), build_dataloader_fn=build_dataloader))
 original = train.Trainer.forward_backward_step
 losses = []
 def recorded(self, **kwargs):
@@ -193,3 +199,64 @@ def test_640_fake_ranks(sample, tmp_path):
     assert "Applied HSDP" in done.stdout
     assert read_metrics(tmp_path)[1]["tokens"] == 1920 * 128
     assert os.path.isfile(tmp_path / "config.json")
+
+
+def test_elastic_resume(sample, tmp_path):
+    """4 ranks → checkpoint → 2 ranks → checkpoint → 1 rank: the same batches and losses as one uninterrupted run."""
+    options = (
+        *SHORT,
+        "--checkpoint.interval",
+        "3",
+        "--training.local_batch_size",
+        "2",
+        "--lr_scheduler.total_steps",
+        "9",
+    )
+    train(DEMO, sample, tmp_path / "whole", *options, "--training.steps", "9", nproc=2)
+    run = tmp_path / "elastic"
+    for nproc, steps in ((4, "3"), (2, "6"), (1, "9")):
+        train(DEMO, sample, run, *options, "--training.steps", steps, nproc=nproc)
+    expected, got = read_metrics(tmp_path / "whole"), read_metrics(run)
+    assert list(got) == list(range(1, 10))
+    for step, record in got.items():
+        # The same batches exactly; losses to fp32 in another order of summation, which Adam's first steps amplify.
+        counters = ("documents", "text_bytes", "epoch")
+        assert {k: record["data"][k] for k in counters} == {k: expected[step]["data"][k] for k in counters}
+        assert record["ce"] == pytest.approx(expected[step]["ce"], rel=1e-4)
+        assert record["dispersion"] == pytest.approx(expected[step]["dispersion"], abs=1e-3)
+        assert record["tokens"] == step * 16 * 64
+    resumes = [e for e in read_json_lines(run / "events.jsonl") if e["event"] == "resume"]
+    assert [e["step"] for e in resumes] == [3, 6]
+    assert resumes[0]["config_changes"]["training.steps"] == [3, 6]
+
+
+def test_resume_with_other_data(sample, tmp_path):
+    """Refused by name on every rank; with the switch, streams begin a new epoch and tokens seen are kept."""
+    options = (*SHORT, "--checkpoint.interval", "2", "--training.steps")
+    run = tmp_path / "run"
+    train(DEMO, sample, run, *options, "2")
+    other = ("--training.seq_len", "32")
+    refused = train(DEMO, sample, run, *options, "4", *other, check=False)
+    assert refused.returncode == 2
+    assert "titan-disp: error: the checkpoint was written with other data: seq_len: 64 then, 32 now" in refused.stderr
+    assert "Traceback" not in refused.stdout + refused.stderr
+    train(DEMO, sample, run, *options, "4", *other, "--stream.on_mismatch", "restart", nproc=2)
+    metrics = read_metrics(run)
+    assert list(metrics) == [1, 2, 3, 4]
+    assert metrics[3]["data"]["epoch"] == 1
+    assert "streams_restarted" in [e["event"] for e in read_json_lines(run / "events.jsonl")]
+
+
+def test_bad_data_stops_all_ranks(sample, tmp_path):
+    """on_bad_data = "fail" on one rank's file: both ranks end, with the reason and without a hang."""
+    broken = tmp_path / "broken"
+    shutil.copytree(sample, broken)
+    for shard in sorted((broken / "en").glob("c4-train*")):
+        shard.write_bytes(shard.read_bytes()[: shard.stat().st_size // 2])
+    run = tmp_path / "run"
+    options = (*SHORT, "--training.steps", "200", "--checkpoint.no-enable", "--training.seq_len", "512")
+    done = train(DEMO, broken, run, *options, "--stream.on_bad_data", "fail", nproc=2, check=False)
+    assert done.returncode == 2
+    logs = "".join(p.read_text() for p in run.rglob("stderr.log"))
+    assert "is damaged and ends early: EOFError" in logs + done.stderr
+    assert "Traceback" not in done.stderr

@@ -7,6 +7,7 @@ from torchtitan.config import JobConfig
 from titan_disp import cpu
 from titan_disp.data.shards import check_data
 from titan_disp.data.tokenizer import check_vocabulary, load_tokenizer
+from titan_disp.data.validation import validation_sequences
 from titan_disp.dispersion.pairwise import check_parameters
 from titan_disp.errors import ConfigError
 from titan_disp.qwen3.flavors import block_indices, flavors
@@ -27,6 +28,7 @@ def check_config(job_config: JobConfig, world_size: int) -> None:
     check_model(job_config)
     check_mesh(job_config, world_size)
     check_batch(job_config, world_size)
+    check_stream(job_config, world_size)
 
 
 def check_inputs(job_config: JobConfig) -> None:
@@ -139,3 +141,24 @@ def check_batch(job_config: JobConfig, world_size: int) -> None:
             f"training.global_batch_size {t.global_batch_size} is not a positive multiple of local_batch_size "
             f"{t.local_batch_size} × {dp} data-parallel ranks = {t.local_batch_size * dp}"
         )
+
+
+def check_stream(job_config: JobConfig, world_size: int) -> None:
+    """[stream], and the numbers of validation sequences."""
+    stream, t, p = job_config.stream, job_config.training, job_config.parallelism  # type: ignore[attr-defined]
+    dp = world_size // (p.context_parallel_degree * p.tensor_parallel_degree)
+    batch = t.global_batch_size if t.global_batch_size > 0 else t.local_batch_size * dp
+    slots = stream.slots or batch
+    if slots < 1 or batch % slots or slots % dp:
+        raise ConfigError(
+            f"stream.slots is {slots}; expected a divisor of the global batch {batch} that is a multiple of the {dp} "
+            "data-parallel ranks"
+        )
+    if stream.prefetch < 0:
+        raise ConfigError(f"stream.prefetch is {stream.prefetch}, expected 0 or more microbatches")
+    if not 0 <= stream.max_skipped_fraction <= 1:
+        raise ConfigError(f"stream.max_skipped_fraction is {stream.max_skipped_fraction}, expected a number in [0, 1]")
+    if not stream.max_document_mb > 0:
+        raise ConfigError(f"stream.max_document_mb is {stream.max_document_mb}, expected a number > 0")
+    if job_config.validation.enable:
+        validation_sequences(job_config, dp)

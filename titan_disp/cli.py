@@ -35,6 +35,58 @@ def sample_data(folder: Annotated[Path, tyro.conf.Positional], vocab_size: int =
     )
 
 
+data = tyro.extras.SubcommandApp()
+app.command(data, name="data", help="Look into the data stream; fetch data.")
+
+
+@data.command(name="digest")
+def data_digest(
+    config: Annotated[str, tyro.conf.Positional],
+    overrides: Annotated[tuple[str, ...], tyro.conf.Positional] = (),
+    steps: int = 10,
+    ranks: int = 1,
+    resume_at: tuple[int, ...] = (),
+    resume_ranks: tuple[int, ...] = (),
+    json: bool = False,
+) -> None:
+    """Drive the real loaders of N ranks without a model and print one sha256 per global batch.
+
+    Args:
+        config: TOML file.
+        overrides: TorchTitan's options, such as --training.dataset_path DIR --stream.prefetch 0.
+        steps: global batches.
+        ranks: data-parallel ranks.
+        resume_at: steps at which all ranks stop and others resume from their positions.
+        resume_ranks: how many, at each of them.
+        json: print one JSON object (hashes, bytes_read, files_read, read_amplification, counters) and nothing else.
+    """
+    import dataclasses
+    from json import dumps
+
+    from titan_disp.config import load_config
+    from titan_disp.data.digest import digest
+
+    if (
+        len(resume_at) != len(resume_ranks)
+        or list(resume_at) != sorted(set(resume_at))
+        or any(j > steps for j in resume_at)
+    ):
+        raise ConfigError(
+            "--resume-at and --resume-ranks need as many numbers, the steps ascending and at most --steps"
+        )
+    job_config = load_config(["--job.config_file", config, *overrides])
+    result = digest(job_config, steps, [(0, ranks), *zip(resume_at, resume_ranks, strict=True)])
+    if json:
+        print(dumps(dataclasses.asdict(result)))
+        return
+    for step, sha256 in enumerate(result.hashes, start=1):
+        print(f"{step:6}  {sha256}")
+    for rank, (files, count) in enumerate(zip(result.files_read, result.bytes_read, strict=True)):
+        print(f"rank {rank}: {files} files, {count:,} bytes")
+    print(f"read amplification {result.read_amplification:.3f}")
+    print("  ".join(f"{name}: {value:,g}" for name, value in result.counters.items()))
+
+
 @app.command
 def train(
     config: Annotated[str, tyro.conf.Positional],
@@ -70,7 +122,7 @@ def _split_overrides(argv: Sequence[str]) -> list[str]:
 
 def main() -> None:
     argv = sys.argv[1:]
-    if argv[:1] == ["train"]:
+    if argv[:1] == ["train"] or argv[:2] == ["data", "digest"]:
         argv = _split_overrides(argv)
     try:
         app.cli(prog="titan-disp", args=argv)

@@ -29,6 +29,51 @@ class Dispersion:
 
 
 @dataclass
+class Stream:
+    slots: int = 0
+    """
+    Document streams of the run, fixed for its life; 0: training.global_batch_size. The global batch must be a multiple of
+    them, and they of the data-parallel ranks.
+    """
+
+    seed: int = 0
+    """Decides the order of files in every epoch."""
+
+    prefetch: int = 4
+    """Microbatches that a worker process prepares ahead; 0: in the training process, when they are needed."""
+
+    on_bad_data: Literal["skip", "fail"] = "skip"
+    """
+    Documents that are malformed, empty or too long, and the rest of damaged files: pass over them, named in the log and
+    counted, or stop.
+    """
+
+    max_skipped_fraction: float = 0.01
+    """A rank that has to skip a larger part of its documents (after the first 1000) stops the run: the data is broken."""
+
+    max_document_mb: float = 16.0
+    """Documents of more than this many MiB, as stored, count as bad."""
+
+    validation_sequences: int = 0
+    """
+    Sequences of every validation, over all ranks: the same ones on any mesh. 0: validation.steps × local_batch_size ×
+    data-parallel ranks.
+    """
+
+    retry_seconds: float = 60.0
+    """
+    How long a read from the hub that fails is tried again, with growing pauses; at most 60 % of
+    comm.train_timeout_seconds, as the other ranks wait meanwhile.
+    """
+
+    on_mismatch: Literal["fail", "restart"] = "fail"
+    """
+    A checkpoint written with other data, tokenizer, seq_len, seed or slots: stop and name the difference, or go on with
+    streams that begin a new epoch; steps and tokens seen are kept.
+    """
+
+
+@dataclass
 class Checkpoint:
     last_save_model_only: bool = False
     """
@@ -40,4 +85,5 @@ class Checkpoint:
 @dataclass
 class JobConfig:
     dispersion: Dispersion = field(default_factory=Dispersion)
+    stream: Stream = field(default_factory=Stream)
     checkpoint: Checkpoint = field(default_factory=Checkpoint)

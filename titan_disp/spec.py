@@ -1,13 +1,15 @@
 """The TrainSpec on one page: which part plugs in where."""
 
+from dataclasses import dataclass, field
+
 import torch.distributed as dist
 import torchtitan.protocols.train_spec as titan
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torchtitan.components.loss import IGNORE_INDEX, LossFunction, build_cross_entropy_loss, cross_entropy_loss
 from torchtitan.components.lr_scheduler import build_lr_schedulers
 from torchtitan.components.optimizer import build_optimizers
 from torchtitan.components.tokenizer import BaseTokenizer
-from torchtitan.components.validate import build_validator
 from torchtitan.config import JobConfig
 from torchtitan.distributed import ParallelDims
 from torchtitan.models.qwen3.model.state_dict_adapter import Qwen3StateDictAdapter
@@ -15,8 +17,9 @@ from torchtitan.protocols.model import BaseModelArgs
 from torchtitan.tools.logging import logger
 
 from titan_disp.checks import check_config
-from titan_disp.data.loader import build_dataloader
+from titan_disp.data.loader import StreamLoader, build_dataloader
 from titan_disp.data.tokenizer import check_vocabulary, load_tokenizer
+from titan_disp.data.validation import build_validator
 from titan_disp.dispersion import DispersionObjective, LossLedger
 from titan_disp.qwen3.flavors import flavors
 from titan_disp.qwen3.model import Qwen3DispModel
@@ -55,8 +58,25 @@ def build_cross_entropy(job_config: JobConfig, parallel_dims: ParallelDims) -> L
     return build_cross_entropy_loss(job_config)
 
 
+@dataclass
+class _Shared:
+    """What parts of one spec hand to each other; TorchTitan's builders do not know of one another."""
+
+    ledger: LossLedger = field(default_factory=LossLedger)  # the loss fills it, the metrics empty it
+    loader: StreamLoader | None = None  # the metrics read its counters; its positions are sharded like the batch
+
+
 def train_spec() -> titan.TrainSpec:
-    ledger = LossLedger()  # the loss fills it, the metrics empty it
+    shared = _Shared()
+
+    def build_data(dp_world_size: int, dp_rank: int, tokenizer: BaseTokenizer, job_config: JobConfig) -> StreamLoader:
+        shared.loader = build_dataloader(dp_world_size, dp_rank, tokenizer, job_config)
+        return shared.loader
+
+    def parallelize_model(model: Qwen3DispModel, parallel_dims: ParallelDims, job_config: JobConfig) -> nn.Module:
+        if shared.loader is not None:  # the first hook after the data that sees the meshes
+            shared.loader.mesh = parallel_dims.get_optional_mesh("batch")
+        return parallelize(model, parallel_dims, job_config)
 
     def build_loss(job_config: JobConfig, parallel_dims: ParallelDims) -> DispersionObjective:
         dispersion = job_config.dispersion  # type: ignore[attr-defined]
@@ -68,7 +88,7 @@ def train_spec() -> titan.TrainSpec:
             norm_eps=dispersion.norm_eps,
             group=sequence_mesh(parallel_dims),
             cp_group=parallel_dims.get_optional_mesh("cp"),
-            ledger=ledger,
+            ledger=shared.ledger,
             ignore_index=IGNORE_INDEX,
         )
 
@@ -78,16 +98,17 @@ def train_spec() -> titan.TrainSpec:
         model_args: BaseModelArgs | None = None,
         tag: str | None = None,
     ) -> DispersionMetrics:
-        return DispersionMetrics(job_config, parallel_dims, ledger, tag)
+        counters = shared.loader.counters if shared.loader is not None else None
+        return DispersionMetrics(job_config, parallel_dims, shared.ledger, counters, tag)
 
     return titan.TrainSpec(
         model_cls=Qwen3DispModel,
         model_args=flavors,
-        parallelize_fn=parallelize,
+        parallelize_fn=parallelize_model,
         pipelining_fn=None,
         build_optimizers_fn=build_optimizers,
         build_lr_schedulers_fn=build_lr_schedulers,
-        build_dataloader_fn=build_dataloader,
+        build_dataloader_fn=build_data,
         build_tokenizer_fn=build_tokenizer,
         build_loss_fn=build_loss,
         build_validator_fn=build_validator,

@@ -3,7 +3,7 @@
 import os
 import sys
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -11,10 +11,12 @@ from torchtitan.config import JobConfig
 from torchtitan.tools.logging import init_logger, logger
 from torchtitan.train import Trainer
 
-from titan_disp.checks import check_config, check_inputs
+from titan_disp.checks import check_config
 from titan_disp.condensation.measure import mean_cosine
 from titan_disp.config import load_config
-from titan_disp.data.loader import held_out_sequences
+from titan_disp.data.loader import StreamLoader, check_fingerprint, read_data_state
+from titan_disp.data.shards import on_rank_0
+from titan_disp.data.validation import held_out_sequences
 from titan_disp.errors import EXIT_CODE, ConfigError
 from titan_disp.run.folder import RunFolder
 
@@ -38,7 +40,6 @@ class DispTrainer(Trainer):
         """
         world_size = world_size_from_environment(job_config)
         check_config(job_config, world_size)
-        check_inputs(job_config)
         if int(os.environ.get("RANK", "0")) == 0:
             self.run_folder = RunFolder(job_config, world_size)
         super().__init__(job_config)
@@ -51,7 +52,33 @@ class DispTrainer(Trainer):
             self.run_folder.event("resume" if self.step else "start", self.step, **details)
         return super().batch_generator(data_iterable)
 
+    def check_resume(self) -> None:
+        """Compare the data of the checkpoint that will be loaded with this run's, before DCP meets tensors of another size.
+
+        Raises:
+            ConfigError: on every rank; unless stream.on_mismatch = "restart", which begins a new epoch instead.
+        """
+        checkpoint = self.job_config.checkpoint
+        if not checkpoint.enable:
+            return
+        step = checkpoint.load_step if checkpoint.load_step != -1 else self.checkpointer._find_load_step()
+        if step < 1 or "dataloader" in checkpoint.exclude_from_loading:
+            return
+        loader = cast(StreamLoader, self.dataloader)
+        saved, epoch = on_rank_0(read_data_state, self.checkpointer._create_checkpoint_id(step))
+        try:
+            check_fingerprint(saved, loader.fingerprint)
+        except ConfigError as error:
+            if self.job_config.stream.on_mismatch != "restart":  # type: ignore[attr-defined]
+                raise
+            logger.warning(f"streams begin epoch {epoch + 1} anew: {error}")
+            self.checkpointer.exclude_from_loading = [*checkpoint.exclude_from_loading, "dataloader"]
+            loader.restart(epoch + 1)
+            if self.run_folder is not None:
+                self.run_folder.event("streams_restarted", step, epoch=epoch + 1, reason=str(error))
+
     def train(self) -> None:
+        self.check_resume()
         super().train()
         steps = self.job_config.training.steps
         if self._start_step >= steps:

@@ -1,51 +1,304 @@
-"""Batches for training and held-out sequences for measuring, through TorchTitan's streaming loader."""
+"""The stream as TorchTitan's dataloader: prefetch, position in the checkpoint, metrics.
 
-from itertools import islice
+Sequences of global batch t come in the same slots whatever the number of ranks or the accumulation: a rank owns contiguous
+slots and yields their sequences round by round, cut into microbatches.
+"""
 
+import hashlib
+import json
+import signal
+import time
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import Tensor
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.utils.data import DataLoader, IterableDataset
 from torchtitan.components.dataloader import BaseDataLoader
 from torchtitan.components.tokenizer import BaseTokenizer
 from torchtitan.config import JobConfig
-from torchtitan.hf_datasets.text_datasets import HuggingFaceTextDataset, build_text_dataloader
 
-from titan_disp.data.shards import check_data
+from titan_disp.data.plan import Plan
+from titan_disp.data.shards import DataFile, list_files, on_rank_0
+from titan_disp.data.stream import Field, RankStreams, StreamOptions
+from titan_disp.data.tokenizer import find_tokenizer
 from titan_disp.errors import ConfigError
 
+Batch = tuple[dict[str, Tensor], Tensor]
 
-def build_dataloader(
-    dp_world_size: int, dp_rank: int, tokenizer: BaseTokenizer, job_config: JobConfig
-) -> BaseDataLoader:
-    """TorchTitan's loader, with errors that say what to change.
+
+def encoder(tokenizer: BaseTokenizer) -> Any:
+    """text → token ids, ending in EOS (and beginning with BOS where the tokenizer has one, as TorchTitan does)."""
+    if tokenizer.eos_id is None:
+        raise ConfigError(
+            "the tokenizer has no EOS token, which must separate documents: name one in tokenizer_config.json"
+        )
+
+    def encode(text: str) -> list[int]:
+        return tokenizer.encode(text, add_bos=True, add_eos=True)
+
+    return encode
+
+
+def tokenizer_hash(folder: str) -> str:
+    """sha256 of the tokenizer's files."""
+    file = find_tokenizer(folder)
+    digest = hashlib.sha256(file.read_bytes())
+    for name in ("tokenizer_config.json", "merges.txt"):
+        other = Path(folder) / name
+        if file.suffix != ".model" and other.is_file():
+            digest.update(other.read_bytes())
+    return digest.hexdigest()
+
+
+def fingerprint(files: list[DataFile], tokenizer_folder: str, seq_len: int, seed: int, slots: int) -> dict[str, Any]:
+    """Everything that decides which tokens come in which slot; a resume under another one would not continue the run."""
+    return {
+        "files": [[file.name, file.size] for file in files],
+        "tokenizer": tokenizer_hash(tokenizer_folder),
+        "seq_len": seq_len,
+        "seed": seed,
+        "slots": slots,
+    }
+
+
+def differences(saved: dict[str, Any], now: dict[str, Any]) -> list[str]:
+    """What differs between two fingerprints, in words."""
+    found = []
+    if saved.get("files") != now["files"]:
+        old, new = dict(map(tuple, saved.get("files", []))), dict(map(tuple, now["files"]))
+        changed = sorted(name for name in old.keys() | new.keys() if old.get(name) != new.get(name))
+        first = changed[0]
+        found.append(
+            f"data: {len(old)} files then, {len(new)} now, {len(changed)} differ; first {first} "
+            f"({old.get(first, 'missing')} bytes then, {new.get(first, 'missing')} now)"
+        )
+    for key in ("tokenizer", "seq_len", "seed", "slots"):
+        if saved.get(key) != now[key]:
+            found.append(f"{key}: {saved.get(key)} then, {now[key]} now")
+    return found
+
+
+class _Sequences(IterableDataset):
+    """Runs in the prefetch worker: (tokens [b, seq_len + 1], positions [b, k], bytes read by (epoch, file)), or a ConfigError."""
+
+    def __init__(self, make: Any, batch: int) -> None:
+        self.make, self.batch = make, batch
+
+    def __iter__(self) -> Iterator[Any]:
+        streams: RankStreams | None = None
+        try:
+            streams = self.make()
+            slots = list(streams.slots.values())
+            turn = 0
+            while True:
+                tokens, positions = [], []
+                for _ in range(self.batch):
+                    slot = slots[turn]
+                    tokens.append(slot.sequence())
+                    positions.append(slot.position.copy())
+                    turn = (turn + 1) % len(slots)
+                yield torch.from_numpy(np.stack(tokens)), torch.from_numpy(np.stack(positions)), streams.bytes_read()
+        except ConfigError as error:
+            yield error  # raised by the consumer: a worker's traceback would bury the message
+        finally:
+            if streams is not None:
+                streams.close()
+
+
+def _ignore_signals(worker: int) -> None:
+    # The rank saves a checkpoint on these; a worker that died of them would take the batch in flight with it.
+    for name in ("SIGTERM", "SIGUSR1", "SIGUSR2", "SIGINT"):
+        signal.signal(getattr(signal, name), signal.SIG_IGN)
+    torch.set_num_threads(1)
+
+
+class StreamLoader(BaseDataLoader):
+    """One rank's part of the stream.
+
+    Attributes:
+        positions: [own slots, k] int64, of the sequences handed out, not of those prefetched.
+        mesh: the data-parallel mesh, or None on one data-parallel rank; the positions are sharded over it in a checkpoint.
+        seconds_waited: time that the consumer waited for data, since the start.
+        bytes_read: stored bytes read so far, by (epoch, file).
+    """
+
+    def __init__(
+        self,
+        files: list[DataFile],
+        tokenizer: BaseTokenizer,
+        tokenizer_folder: str,
+        options: StreamOptions,
+        *,
+        slots: int,
+        local_batch_size: int,
+        dp_rank: int,
+        dp_world_size: int,
+        prefetch: int,
+        pin_memory: bool = False,
+    ) -> None:
+        if slots % dp_world_size:
+            raise ConfigError(
+                f"{slots} slots cannot be divided among {dp_world_size} data-parallel ranks: see stream.slots"
+            )
+        self.files, self.options, self.plan = files, options, Plan([f.name for f in files], slots, options.seed)
+        self.encode = encoder(tokenizer)
+        own = slots // dp_world_size
+        self.slots = range(dp_rank * own, (dp_rank + 1) * own)
+        self.local_batch_size, self.prefetch, self.pin_memory = local_batch_size, prefetch, pin_memory
+        self.fingerprint = fingerprint(files, tokenizer_folder, options.seq_len, options.seed, slots)
+        self.positions = torch.zeros(own, len(Field), dtype=torch.int64)
+        self.mesh: DeviceMesh | None = None
+        self.seconds_waited = 0.0
+        self.bytes_read: Counter[tuple[int, int]] = Counter()
+        self._iterator: Iterator[Any] | None = None
+
+    def _make(self) -> RankStreams:
+        return RankStreams(self.files, self.slots, self.positions.numpy(), self.plan, self.encode, self.options)
+
+    def __iter__(self) -> Iterator[Batch]:
+        sequences = _Sequences(self._make, self.local_batch_size)
+        workers = (
+            {"num_workers": 1, "prefetch_factor": self.prefetch, "worker_init_fn": _ignore_signals}
+            if self.prefetch
+            else {}
+        )
+        batches = iter(DataLoader(sequences, batch_size=None, pin_memory=self.pin_memory, **workers))  # type: ignore[arg-type]
+        turn, own = 0, len(self.slots)
+        while True:
+            start = time.perf_counter()
+            got = next(batches)
+            self.seconds_waited += time.perf_counter() - start
+            if isinstance(got, ConfigError):
+                raise got
+            tokens, positions, self.bytes_read = got
+            for row in positions:
+                self.positions[turn] = row
+                turn = (turn + 1) % own
+            yield {"input": tokens[:, :-1]}, tokens[:, 1:]
+
+    def counters(self) -> dict[str, float]:
+        """This rank's totals since the start of the run, of sequences handed out; seconds_waited since this process's start."""
+        columns = self.positions.sum(0).tolist()
+        return {
+            "documents": columns[Field.DOCUMENTS],
+            "text_bytes": columns[Field.BYTES],
+            "skipped_documents": columns[Field.SKIPPED],
+            "skipped_files": columns[Field.SKIPPED_FILES],
+            "epoch": self.positions[:, Field.EPOCH].max().item(),
+            "seconds_waited": self.seconds_waited,
+        }
+
+    def state_dict(self) -> dict[str, Any]:
+        """The fingerprint and a copy of the positions, [S, k] over all ranks."""
+        positions: Tensor = self.positions.clone()
+        if self.mesh is not None:
+            positions = DTensor.from_local(positions, self.mesh, [Shard(0)], run_check=False)
+        return {"fingerprint": json.dumps(self.fingerprint), "positions": positions}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue where a checkpoint was taken, on any number of ranks.
+
+        Raises:
+            ConfigError: the checkpoint belongs to other data, another tokenizer, seq_len, seed or number of slots.
+        """
+        if not state_dict:
+            return
+        check_fingerprint(json.loads(state_dict["fingerprint"]), self.fingerprint)
+        positions = state_dict["positions"]
+        if isinstance(positions, DTensor):
+            positions = positions.to_local()
+        self.positions.copy_(positions)
+
+    def restart(self, epoch: int) -> None:
+        """Begin all streams anew at an epoch that has not been read yet."""
+        self.positions.zero_()
+        self.positions[:, Field.EPOCH] = epoch
+
+
+def check_fingerprint(saved: dict[str, Any], now: dict[str, Any]) -> None:
+    """Raise ConfigError where a checkpoint's data is not this run's data."""
+    if found := differences(saved, now):
+        hint = ""
+        if saved.get("slots") != now["slots"]:
+            hint = (
+                " The slots are training.global_batch_size unless stream.slots is set; global_batch_size = -1 ties them to the "
+                "number of ranks, so that such a run cannot resume on another number."
+            )
+        raise ConfigError(
+            f"the checkpoint was written with other data: {'; '.join(found)}.{hint} Restore what it was, or set "
+            'stream.on_mismatch = "restart" to go on with streams that begin a new epoch'
+        )
+
+
+def read_data_state(checkpoint: str) -> tuple[dict[str, Any], int]:
+    """The fingerprint in a checkpoint folder, and the last epoch that its streams have begun.
 
     Raises:
-        ConfigError: the data cannot be found or reached.
+        ConfigError: the checkpoint holds no position of this loader, or cannot be read.
+    """
+    try:
+        metadata = FileSystemReader(checkpoint).read_metadata().state_dict_metadata
+        if "dataloader.fingerprint" not in metadata:
+            raise ConfigError(
+                f"{checkpoint} holds no data position of titan-disp: it was written by another loader. Set "
+                "checkpoint.exclude_from_loading = ['dataloader'] to begin the data anew"
+            )
+        stored = cast(TensorStorageMetadata, metadata["dataloader.positions"])
+        state: dict[str, Any] = {"fingerprint": "", "positions": torch.empty(stored.size, dtype=torch.int64)}
+        dcp.load({"dataloader": state}, checkpoint_id=checkpoint, no_dist=True)
+    except (OSError, CheckpointException) as error:
+        raise ConfigError(f"cannot read the data position in {checkpoint}: {error}") from error
+    return json.loads(state["fingerprint"]), int(state["positions"][:, Field.EPOCH].max())
+
+
+def slot_count(job_config: JobConfig, dp_world_size: int) -> int:
+    """S: stream.slots, or the global batch."""
+    t = job_config.training
+    batch = t.global_batch_size if t.global_batch_size > 0 else t.local_batch_size * dp_world_size
+    return job_config.stream.slots or batch  # type: ignore[attr-defined]
+
+
+def stream_options(job_config: JobConfig, seq_len: int | None = None) -> StreamOptions:
+    """[stream] and [training] as the stream needs them."""
+    stream = job_config.stream  # type: ignore[attr-defined]
+    return StreamOptions(
+        seq_len=seq_len or job_config.training.seq_len,
+        seed=stream.seed,
+        on_bad_data=stream.on_bad_data,
+        max_skipped_fraction=stream.max_skipped_fraction,
+        max_document_bytes=int(stream.max_document_mb * 2**20),
+        # One rank that tries longer than the others wait would look like a hang.
+        retry_seconds=min(stream.retry_seconds, 0.6 * job_config.comm.train_timeout_seconds),
+    )
+
+
+def build_dataloader(dp_world_size: int, dp_rank: int, tokenizer: BaseTokenizer, job_config: JobConfig) -> StreamLoader:
+    """TorchTitan's ``build_dataloader_fn``. Files are listed on rank 0.
+
+    Raises:
+        ConfigError: on all ranks alike: no data, no hub, slots that do not fit the ranks.
     """
     training = job_config.training
-    check_data(training.dataset, training.dataset_path)
-    try:
-        return build_text_dataloader(dp_world_size, dp_rank, tokenizer, job_config)
-    except (OSError, ValueError) as error:  # datasets: ConnectionError, DatasetNotFoundError, bad data files
-        source = training.dataset_path or "the Hugging Face hub"
-        raise ConfigError(
-            f"cannot open training.dataset {training.dataset!r} from {source}: {error}. "
-            "Without internet, set training.dataset_path to a local copy"
-        ) from error
-
-
-def held_out_sequences(job_config: JobConfig, tokenizer: BaseTokenizer, count: int) -> Tensor | None:
-    """The first sequences of the validation split beside the training data: the same on every rank and in every run.
-
-    Returns:
-        [≤ count, seq_len] token ids, or None where there is no local validation split.
-    """
-    training = job_config.training
-    if training.dataset != "c4" or training.dataset_path is None:
-        return None
-    try:
-        check_data("c4_validation", training.dataset_path)
-    except ConfigError:
-        return None
-    dataset = HuggingFaceTextDataset("c4_validation", training.dataset_path, tokenizer, training.seq_len)
-    sequences = [inputs["input"] for inputs, _ in islice(dataset, count)]
-    return torch.stack(sequences) if sequences else None
+    files = on_rank_0(list_files, training.dataset, training.dataset_path)
+    return StreamLoader(
+        files,
+        tokenizer,
+        job_config.model.hf_assets_path,
+        stream_options(job_config),
+        slots=slot_count(job_config, dp_world_size),
+        local_batch_size=training.local_batch_size,
+        dp_rank=dp_rank,
+        dp_world_size=dp_world_size,
+        prefetch=job_config.stream.prefetch,  # type: ignore[attr-defined]
+        pin_memory=training.dataloader.pin_memory,
+    )

@@ -1,31 +1,150 @@
-"""Where C4 is, and whether it is there."""
+"""Where the data is: files on the hub or on disk, listed once on rank 0 and told to all ranks."""
 
-from pathlib import Path
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from glob import glob
+from pathlib import Path, PurePosixPath
+from typing import Any, TypeVar, cast
 
-from torchtitan.hf_datasets.text_datasets import DATASETS
+import torch.distributed as dist
 
 from titan_disp.errors import ConfigError
 
+HUB_DATASET = "allenai/c4"
+SUFFIXES = (".json.gz", ".jsonl.gz", ".json", ".jsonl", ".json.zst", ".jsonl.zst", ".parquet")
+T = TypeVar("T")
 
-def check_data(dataset: str, dataset_path: str | None, key: str = "training") -> None:
-    """Raise ConfigError where a local dataset cannot be read; a dataset on the hub is only checked by name.
+
+@dataclass(frozen=True)
+class DataFile:
+    """One file of documents.
+
+    Attributes:
+        name: path relative to the folder that holds all files of the split: the same on the hub and in a mirror.
+        url: what to open: a local path, or ``hf://datasets/…``.
+        size: bytes, as stored.
+    """
+
+    name: str
+    url: str
+    size: int
+
+
+def split_of(dataset: str, key: str) -> str:
+    """The split that a TorchTitan dataset name means."""
+    names = {"c4": "train", "c4_validation": "validation"}
+    if dataset not in names:
+        raise ConfigError(
+            f"{key}.dataset is {dataset!r}, expected {' or '.join(names)}; dataset_path may name any local copy"
+        )
+    return names[dataset]
+
+
+def list_files(dataset: str, dataset_path: str | None, key: str = "training") -> list[DataFile]:
+    """The files of a split, sorted by name.
 
     Args:
-        dataset: a name that TorchTitan knows: c4, c4_validation, c4_test, or one registered by the user.
-        dataset_path: a folder laid out as allenai/c4 on the hub (``en/c4-train.*.json.gz``), or None for the hub.
-        key: the config section, for the message.
+        dataset: c4 (train split) or c4_validation.
+        dataset_path: a folder (searched recursively; laid out as on the hub or not), a glob, one file, or None for the hub.
+        key: config section, for messages.
+
+    Raises:
+        ConfigError: nothing there, not readable, or no hub.
     """
-    if dataset not in DATASETS:
-        raise ConfigError(f"{key}.dataset is {dataset!r}, expected one of {', '.join(DATASETS)}")
-    if dataset_path is None or not dataset.startswith("c4") or dataset == "c4_test":
-        return
-    split = "validation" if dataset == "c4_validation" else "train"
-    pattern = f"en/c4-{split}.*.json.gz"
-    folder = Path(dataset_path)
-    if not folder.is_dir():
+    split = split_of(dataset, key)
+    if dataset_path is None:
+        return _list_hub(split, key)
+    return _relative([(path, path, os.path.getsize(path)) for path in _list_local(dataset_path, split, key)])
+
+
+def _relative(found: list[tuple[str, str, int]]) -> list[DataFile]:
+    """(path, url, size) → DataFile, named from the deepest folder that holds them all."""
+    root = os.path.commonpath([os.path.dirname(path) for path, _, _ in found])
+    files = [DataFile(PurePosixPath(os.path.relpath(path, root)).as_posix(), url, size) for path, url, size in found]
+    return sorted(files, key=lambda file: file.name)
+
+
+def _list_local(dataset_path: str, split: str, key: str) -> list[str]:
+    where = f"{key}.dataset_path is {dataset_path!r}"
+    if any(c in dataset_path for c in "*?["):
+        paths = [p for p in glob(dataset_path, recursive=True) if p.endswith(SUFFIXES) and os.path.isfile(p)]
+        if not paths:
+            raise ConfigError(f"{where}, which matches no file named {', '.join('*' + s for s in SUFFIXES)}")
+    elif os.path.isfile(dataset_path):
+        if not dataset_path.endswith(SUFFIXES):
+            raise ConfigError(f"{where}; expected a name that ends in {', '.join(SUFFIXES)}")
+        paths = [dataset_path]
+    elif os.path.isdir(dataset_path):
+        paths = [str(p) for p in Path(dataset_path).rglob("*") if p.name.endswith(SUFFIXES) and p.is_file()]
+        paths = [p for p in paths if not any(part.startswith(".") for part in Path(p).relative_to(dataset_path).parts)]
+        paths = _of_split(paths, split)
+        if not paths:
+            raise ConfigError(
+                f"{where}, which holds no {split} data; expected files such as en/c4-{split}.00000-of-01024.json.gz. "
+                "For a sample corpus: titan-disp sample-data DIR"
+            )
+    else:
         raise ConfigError(
-            f"{key}.dataset_path is {dataset_path!r}, which is not a folder; expected one that holds {pattern}. "
+            f"{where}, which does not exist; expected a folder, file or glob of {', '.join(SUFFIXES)}. "
             "For a sample corpus: titan-disp sample-data DIR"
         )
-    if not any(folder.glob(pattern)):
-        raise ConfigError(f"{key}.dataset_path {dataset_path!r} holds no {pattern}")
+    for path in paths:
+        if not os.access(path, os.R_OK):
+            raise ConfigError(f"{where}, but {path!r} is not readable")
+    return paths
+
+
+def _of_split(paths: list[str], split: str) -> list[str]:
+    """Files whose own name says the split; where no name says any split, all of them are training data."""
+    marks = {"train": ("train",), "validation": ("validation", "valid"), "test": ("test",)}
+    names = {p: os.path.basename(p) for p in paths}
+    named = [p for p in paths if any(mark in names[p] for mark in marks[split])]
+    if named or split != "train":
+        return named
+    others = [mark for other in ("validation", "test") for mark in marks[other]]
+    return [p for p in paths if not any(mark in names[p] for mark in others)]
+
+
+def _list_hub(split: str, key: str) -> list[DataFile]:
+    from huggingface_hub import HfApi, HfFileSystem
+
+    try:
+        # A commit, not a branch: all ranks and all restarts within this job read the same files.
+        revision = HfApi().dataset_info(HUB_DATASET).sha
+        pattern = f"datasets/{HUB_DATASET}@{revision}/en/c4-{split}.*.json.gz"
+        found = cast(dict[str, Any], HfFileSystem().glob(pattern, detail=True))
+    except Exception as error:  # huggingface_hub, httpx and OSError each raise their own
+        raise ConfigError(
+            f"cannot list {HUB_DATASET} on the Hugging Face hub ({type(error).__name__}: {error}). Without internet, "
+            f"set {key}.dataset_path to a local copy (titan-disp data fetch DIR makes one where there is internet)"
+        ) from error
+    if not found:
+        raise ConfigError(f"{HUB_DATASET} on the hub holds no en/c4-{split}.*.json.gz")
+    return _relative([(path, f"hf://{path}", info["size"]) for path, info in found.items()])
+
+
+def on_rank_0(function: Callable[..., T], *args: Any) -> T:
+    """Run on rank 0 only and broadcast the result, or the ConfigError, which then every rank raises.
+
+    Hundreds of ranks that each list the files are answered 429 by the hub and hammer a shared file system.
+    """
+    if not dist.is_initialized() or dist.get_world_size() == 1 or dist.get_backend() == "fake":
+        return function(*args)
+    box: list[Any] = [None]
+    if dist.get_rank() == 0:
+        try:
+            box = [function(*args)]
+        except ConfigError as error:
+            box = [error]
+    dist.broadcast_object_list(box, src=0)
+    if isinstance(box[0], ConfigError):
+        raise box[0]
+    return box[0]
+
+
+def check_data(dataset: str, dataset_path: str | None, key: str = "training") -> None:
+    """Raise ConfigError where local data is missing. The hub is reached only when training starts."""
+    split_of(dataset, key)
+    if dataset_path is not None:
+        list_files(dataset, dataset_path, key)

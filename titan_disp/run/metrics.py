@@ -8,15 +8,18 @@ import copy
 import dataclasses
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.utils.tensorboard import SummaryWriter
 from torchtitan.components.metrics import BaseLogger, LoggerContainer, MetricsProcessor
 from torchtitan.config import JobConfig
 from torchtitan.distributed import ParallelDims
 from torchtitan.tools.logging import logger
+from torchtitan.tools.utils import device_type
 
 from titan_disp.dispersion import LossLedger
 from titan_disp.run.folder import append_json
@@ -50,14 +53,20 @@ class DispersionMetrics(MetricsProcessor):
     logger: BaseLogger
 
     def __init__(
-        self, job_config: JobConfig, parallel_dims: ParallelDims, ledger: LossLedger, tag: str | None = None
+        self,
+        job_config: JobConfig,
+        parallel_dims: ParallelDims,
+        ledger: LossLedger,
+        data_counters: Callable[[], dict[str, float]] | None = None,
+        tag: str | None = None,
     ) -> None:
         stock = copy.copy(job_config)
         stock.metrics = dataclasses.replace(job_config.metrics, enable_tensorboard=False)
         super().__init__(stock, parallel_dims, tag)
         self.job_config = job_config
         self.ledger = ledger
-        rank = torch.distributed.get_rank()
+        self._data_counters = data_counters
+        rank = dist.get_rank()
         self._jsonl = Path(job_config.job.dump_folder) / "metrics.jsonl" if rank == 0 else None
         if self._jsonl is not None:
             self._jsonl.parent.mkdir(parents=True, exist_ok=True)
@@ -77,6 +86,24 @@ class DispersionMetrics(MetricsProcessor):
         if batch < 0:
             batch = training.local_batch_size * dims.dp_replicate * dims.dp_shard
         return step * batch * training.seq_len
+
+    def data_metrics(self) -> dict[str, float]:
+        """The loader's counters over all ranks: sums, but for the latest epoch and the longest wait. A collective call."""
+        if self._data_counters is None:
+            return {}
+        counters = self._data_counters()
+        mesh = self.parallel_dims.get_optional_mesh("batch")
+        if mesh is None:
+            return counters
+        largest = ("epoch", "seconds_waited")
+        values = torch.tensor(list(counters.values()), dtype=torch.float64, device=device_type)
+        summed, most = values.clone(), values.clone()
+        dist.all_reduce(summed, group=mesh.get_group())
+        dist.all_reduce(most, op=dist.ReduceOp.MAX, group=mesh.get_group())
+        return {
+            name: (m if name in largest else s)
+            for name, s, m in zip(counters, summed.tolist(), most.tolist(), strict=True)
+        }
 
     def should_log(self, step: int) -> bool:
         if super().should_log(step):
@@ -101,6 +128,8 @@ class DispersionMetrics(MetricsProcessor):
         extra["n_tokens_seen"] = tokens = self.tokens_seen(step)
         extra["loss_metrics/cross_entropy"] = terms["ce"]
         extra["loss_metrics/dispersion"] = terms["dispersion"]
+        data = self.data_metrics()
+        extra.update({f"data/{name}": value for name, value in data.items()})
         seconds = time.perf_counter() - self.time_last_log
         tps = self.ntokens_since_last_log / (seconds * self.parallel_dims.non_data_parallel_size)
         super().log(step, global_avg_loss, global_max_loss, grad_norm, extra)
@@ -119,5 +148,6 @@ class DispersionMetrics(MetricsProcessor):
                 "lr": extra.get("lr"),
                 "tokens": tokens,
                 "tps": tps,
+                "data": data,
             }
             append_json(self._jsonl, record)

@@ -1,0 +1,408 @@
+"""The stream: every document once an epoch, the same batches on any ranks, through any stops, with bad data."""
+
+import gzip
+import json
+import math
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import strategies as st
+
+from titan_disp.config import load_config
+from titan_disp.data.digest import digest
+from titan_disp.data.documents import Documents
+from titan_disp.data.loader import StreamLoader, differences
+from titan_disp.data.plan import Plan
+from titan_disp.data.shards import DataFile, list_files
+from titan_disp.data.stream import Field, RankStreams, StreamOptions
+from titan_disp.errors import ConfigError
+
+EOS = 0
+
+
+def encode(text):
+    """Tokens that say which document they come from: the number in the text, once per word, then EOS."""
+    return [int(word) for word in text.split()] + [EOS]
+
+
+def write_files(folder, counts, words=lambda i: 1 + i % 5):
+    """Files of JSON lines; the document with number i holds words(i) times the word i. Numbers begin at 1."""
+    folder.mkdir(parents=True, exist_ok=True)
+    number = 0
+    for f, count in enumerate(counts):
+        with gzip.open(folder / f"c4-train.{f:05d}-of-{len(counts):05d}.json.gz", "wt", compresslevel=1) as file:
+            for _ in range(count):
+                number += 1
+                file.write(json.dumps({"text": " ".join([str(number)] * words(number))}) + "\n")
+    return list_files("c4", str(folder))
+
+
+def streams_of(files, slots, ranks, seq_len=7, positions=None, **options):
+    plan = Plan([f.name for f in files], slots, seed=0)
+    positions = np.zeros((slots, len(Field)), dtype=np.int64) if positions is None else positions
+    own = slots // ranks
+    return [
+        RankStreams(
+            files,
+            range(r * own, (r + 1) * own),
+            positions[r * own : (r + 1) * own],
+            plan,
+            encode,
+            StreamOptions(seq_len=seq_len, **options),
+        )
+        for r in range(ranks)
+    ]
+
+
+def batches(ranks, steps):
+    """[steps, slots, seq_len + 1], and the positions [slots, k] after them."""
+    out = [np.stack([slot.sequence() for rank in ranks for slot in rank.slots.values()]) for _ in range(steps)]
+    return np.stack(out), np.stack([slot.position for rank in ranks for slot in rank.slots.values()])
+
+
+def documents_in(tokens):
+    """Numbers of the documents whose EOS is in these tokens of one slot, in order."""
+    flat = tokens.reshape(-1)
+    ends = np.flatnonzero(flat == EOS)
+    return [int(flat[i - 1]) for i in ends if i]
+
+
+class TestPlan:
+    @settings(max_examples=200, deadline=None)
+    @given(files=st.integers(1, 60), slots=st.integers(1, 60), epoch=st.integers(0, 3))
+    def test_every_pair_has_one_owner(self, files, slots, epoch):
+        plan = Plan([f"f{i}" for i in range(files)], slots, seed=1)
+        owned = Counter()
+        for slot in range(slots):
+            run = plan.run(slot, epoch)
+            segments = [s for s in (run.head, *run.body, run.tail) if s]
+            assert sum(s.width for s in segments) == plan.pairs_per_slot
+            assert all(s.width == plan.classes for s in run.body)
+            owned.update((s.file, c) for s in segments for c in range(s.low, s.high))
+        assert owned == Counter({(f, c): 1 for f in range(files) for c in range(plan.classes)})
+
+    def test_order_differs_by_epoch_and_seed(self):
+        names = [f"f{i}" for i in range(50)]
+        orders = [tuple(Plan(names, 5, seed).order(epoch)) for seed in (0, 1) for epoch in (0, 1)]
+        assert len(set(orders)) == 4
+        assert all(sorted(order) == list(range(50)) for order in orders)
+
+    @pytest.mark.parametrize(
+        ("files", "slots", "ranks"),
+        [
+            (1024, 640, 640),
+            (1023, 640, 640),
+            (1000, 640, 640),
+            (1024, 1200, 600),
+            (1024, 1920, 640),
+            (64, 40, 40),
+            (7, 12, 4),
+            (3, 64, 64),
+        ],
+    )
+    def test_reads_per_epoch(self, files, slots, ranks):
+        plan = Plan([f"f{i}" for i in range(files)], slots, seed=0)
+        own = slots // ranks
+        reads = sum(len(plan.files_of(range(r * own, (r + 1) * own), 0)) for r in range(ranks))
+        assert reads <= files + ranks
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    counts=st.lists(st.integers(4, 30), min_size=1, max_size=7),
+    slots=st.sampled_from([1, 2, 3, 4, 6, 8, 12]),
+    seq_len=st.integers(1, 40),
+    data=st.data(),
+)
+def test_same_batches_on_any_ranks_through_any_stops(tmp_path_factory, counts, slots, seq_len, data):
+    files = write_files(tmp_path_factory.mktemp("files"), counts)
+    divisors = [r for r in range(1, slots + 1) if slots % r == 0]
+    # A slot whose classes are all empty is an error, tested elsewhere.
+    assume(min(counts) >= slots // math.gcd(len(counts), slots))
+    steps = data.draw(st.integers(2, 12))
+    expected, end = batches(streams_of(files, slots, 1, seq_len), steps)
+    stops = sorted(data.draw(st.sets(st.integers(1, steps - 1), max_size=3)))
+    positions, got, begin = None, [], 0
+    for stop in [*stops, steps]:
+        ranks = streams_of(files, slots, data.draw(st.sampled_from(divisors)), seq_len, positions)
+        part, positions = batches(ranks, stop - begin)
+        got.append(part)
+        begin = stop
+    assert np.array_equal(np.concatenate(got), expected)
+    assert np.array_equal(positions, end)
+
+
+@pytest.mark.parametrize(("files", "slots", "ranks"), [(8, 4, 2), (5, 12, 4), (12, 5, 5), (7, 7, 1), (1, 6, 3)])
+def test_every_document_once_an_epoch(tmp_path, files, slots, ranks):
+    listed = write_files(tmp_path, [60 + 3 * i for i in range(files)])
+    total = sum(60 + 3 * i for i in range(files))
+    seen: Counter = Counter()
+    for rank in streams_of(listed, slots, ranks, seq_len=1):
+        for slot in rank.slots.values():
+            # Two whole epochs of this slot; a sequence of two tokens keeps document ends apart.
+            tokens = []
+            while slot.position[Field.EPOCH] < 2:
+                tokens.append(slot.sequence())
+            seen.update(documents_in(np.concatenate(tokens)))
+    # Each document twice in two epochs; the few that a slot had begun of the third may come a third time.
+    assert set(seen) == set(range(1, total + 1))
+    assert min(seen.values()) >= 2
+    assert sum(count - 2 for count in seen.values()) <= 2 * slots
+
+
+def test_one_epoch_is_exact(tmp_path):
+    """Count by position rather than by tokens: documents used in the first epoch, over all slots, are all documents."""
+    counts = [40, 33, 51, 20, 47]
+    files = write_files(tmp_path, counts)
+    good = 0
+    for rank in streams_of(files, 6, 3, seq_len=3):
+        for slot in rank.slots.values():
+            while slot.position[Field.EPOCH] == 0:
+                slot.sequence()
+            # A sequence of four tokens ends at most one epoch: documents of the second are counted apart.
+            good += int(slot.position[Field.DOCUMENTS]) - int(slot.position[Field.GOOD])
+    assert good == sum(counts)
+
+
+def test_slots_of_a_rank_share_one_pass(tmp_path):
+    """Read amplification measured in bytes over one epoch, with files that several slots share."""
+    files = write_files(tmp_path, [400] * 16, words=lambda i: 20 + i % 7)
+    size = sum(f.size for f in files)
+    for slots, ranks in ((12, 3), (12, 12), (16, 4), (10, 5), (24, 2)):
+        read = 0
+        for rank in streams_of(files, slots, ranks, seq_len=63):
+            while any(slot.position[Field.EPOCH] == 0 for slot in rank.slots.values()):
+                for slot in rank.slots.values():
+                    slot.sequence()
+            read += sum(count for (epoch, _), count in rank.bytes_read().items() if epoch == 0)
+        assert read / size <= 1 + ranks / len(files), (slots, ranks)
+
+
+def test_a_slot_far_behind_rereads_rather_than_fill_memory(tmp_path):
+    files = write_files(
+        tmp_path, [300] * 3, words=lambda i: 1 + (i % 3 == 0) * 200
+    )  # one class is far longer than the others
+    expected, _ = batches(streams_of(files, 9, 9, seq_len=15), 60)
+    (rank,) = streams_of(files, 9, 1, seq_len=15, queue_bytes=2000)
+    got, _ = batches([rank], 60)
+    assert np.array_equal(got, expected)
+    largest = max(len(line) for f in files for line in gzip.decompress(Path(f.url).read_bytes()).splitlines())
+    for passes in rank.passes.values():
+        for one in passes:
+            assert one.queued <= 2000 + 9 * largest
+
+
+def test_sequences_are_documents_joined_by_eos(tmp_path):
+    files = write_files(tmp_path, [30])
+    tokens, _ = batches(streams_of(files, 1, 1, seq_len=9), 8)
+    expected = [t for i in range(1, 31) for t in encode(" ".join([str(i)] * (1 + i % 5)))]
+    assert tokens.reshape(-1).tolist() == expected[: tokens.size]
+
+
+@pytest.mark.parametrize("suffix", ["json", "jsonl", "json.gz", "json.zst", "parquet"])
+def test_formats(tmp_path, suffix):
+    import pyarrow
+    import pyarrow.parquet
+
+    texts = [f"text {i} é\n" * (1 + i % 3) for i in range(700)]
+    path = tmp_path / f"train.{suffix}"
+    lines = "".join(json.dumps({"text": t}, ensure_ascii=False) + "\n" for t in texts).encode()
+    if suffix == "parquet":
+        pyarrow.parquet.write_table(pyarrow.table({"id": list(range(700)), "text": texts}), path, row_group_size=100)
+    elif suffix == "json.gz":
+        path.write_bytes(gzip.compress(lines))
+    elif suffix == "json.zst":
+        with pyarrow.CompressedOutputStream(str(path), "zstd") as out:
+            out.write(lines)
+    else:
+        path.write_bytes(lines)
+    (file,) = list_files("c4", str(tmp_path))
+    for start in (0, 1, 333, 699):
+        documents = Documents(file, 1 << 20, start=start)
+        got = []
+        while (raw := documents.read()) is not None:
+            got.append(raw if isinstance(raw, str) else json.loads(raw)["text"])
+        assert got == texts[start:]
+        assert documents.bytes_read > 0
+    assert Documents(file, 1 << 20, start=700).read() is None
+
+
+class TestBadData:
+    @pytest.fixture
+    def files(self, tmp_path):
+        """Three files: malformed documents in the first, a truncated second, a sound third."""
+        sound = [json.dumps({"text": f"{i} {i}"}).encode() for i in range(1, 91)]
+        bad = [
+            b"{not json",
+            b'{"url": "no text"}',
+            b'{"text": 3}',
+            b'{"text": "  "}',
+            b'{"text": "\xff\xfe"}',
+            b"[1]",
+            b"null",
+        ]
+        first = sound[:10] + bad + sound[10:30] + [b'{"text": "' + b"9 " * 40000 + b'"}']
+        (tmp_path / "a.json.gz").write_bytes(gzip.compress(b"\n".join(first) + b"\n"))
+        whole = gzip.compress(b"\n".join(json.dumps({"text": f"{i} " * 20}).encode() for i in range(31, 400)) + b"\n")
+        (tmp_path / "b.json.gz").write_bytes(whole[: len(whole) // 2])
+        (tmp_path / "c.json.gz").write_bytes(gzip.compress(b"\n".join(sound[60:90]) + b"\n"))
+        return list_files("c4", str(tmp_path))
+
+    OPTIONS = {"seq_len": 3, "max_document_bytes": 1 << 16, "max_skipped_fraction": 1.0}
+
+    def test_skipped_named_counted_and_the_same_on_resume(self, files, caplog):
+        with caplog.at_level("WARNING"):
+            expected, end = batches(streams_of(files, 3, 1, **self.OPTIONS), 4000)
+        assert (end[:, Field.EPOCH] >= 1).all()
+        text = caplog.text
+        for reason in ("malformed JSON", 'no field "text"', "empty text", "invalid UTF-8", "max_document_mb"):
+            assert reason in text
+        assert "a.json.gz, document 10: malformed JSON" in text
+        assert "b.json.gz is damaged and ends early: EOFError" in text
+        assert (end[:, Field.SKIPPED].sum() % 8, end[:, Field.SKIPPED_FILES].sum() >= 1) == (0, True)
+        positions, got = None, []
+        for ranks, steps in ((3, 37), (1, 1500), (3, 2463)):
+            part, positions = batches(streams_of(files, 3, ranks, positions=positions, **self.OPTIONS), steps)
+            got.append(part)
+        assert np.array_equal(np.concatenate(got), expected)
+        assert np.array_equal(positions, end)
+
+    def test_fail(self, files):
+        with pytest.raises(ConfigError, match=r'a\.json\.gz, document 10: malformed JSON.*on_bad_data = "skip"'):
+            batches(streams_of(files, 1, 1, on_bad_data="fail", **self.OPTIONS), 500)
+        with pytest.raises(ConfigError, match=r"b\.json\.gz is damaged"):
+            batches(streams_of(files[1:2], 1, 1, on_bad_data="fail", **self.OPTIONS), 100000)
+
+    def test_too_much_skipped(self, tmp_path):
+        lines = [json.dumps({"text": "1"}) if i % 10 else "broken" for i in range(5000)]
+        (tmp_path / "x.json").write_text("\n".join(lines))
+        options = {"seq_len": 3, "max_skipped_fraction": 0.05}
+        with pytest.raises(
+            ConfigError, match=r"documents could not be used, more than stream.max_skipped_fraction 0.05"
+        ):
+            batches(streams_of(list_files("c4", str(tmp_path)), 1, 1, **options), 2000)
+        batches(streams_of(list_files("c4", str(tmp_path)), 1, 1, **(options | {"max_skipped_fraction": 0.2})), 2000)
+
+    def test_all_bad(self, tmp_path):
+        (tmp_path / "x.json").write_text("broken\n" * 20)
+        with pytest.raises(ConfigError, match="found no usable document in a whole epoch"):
+            batches(streams_of(list_files("c4", str(tmp_path)), 1, 1, max_skipped_fraction=1.0), 1)
+
+    def test_slot_without_documents(self, tmp_path):
+        files = write_files(tmp_path, [3])
+        with pytest.raises(ConfigError, match=r"slot \d of 8 found no usable document.*use fewer slots"):
+            batches(streams_of(files, 8, 1), 3)
+
+    def test_damaged_kinds(self, tmp_path):
+        sound = gzip.compress(b'{"text": "1"}\n' * 50)
+        for name, content in (("not gzip", b"plain text"), ("flipped", sound[:20] + b"\x00\x00\x00" + sound[23:])):
+            (tmp_path / "x.json.gz").write_bytes(content)
+            with pytest.raises(ConfigError, match=r"x\.json\.gz is damaged|document"):
+                batches(streams_of(list_files("c4", str(tmp_path)), 1, 1, on_bad_data="fail"), 50)
+            assert name
+
+
+def loader(files, sample, rank=0, ranks=1, prefetch=0, slots=8, **options):
+    from titan_disp.data.tokenizer import load_tokenizer
+
+    folder = f"{sample}/tokenizer"
+    return StreamLoader(
+        files,
+        load_tokenizer(folder),
+        folder,
+        StreamOptions(**({"seq_len": 32} | options)),
+        slots=slots,
+        local_batch_size=2,
+        dp_rank=rank,
+        dp_world_size=ranks,
+        prefetch=prefetch,
+    )
+
+
+def test_position_is_of_batches_consumed_not_prefetched(sample):
+    files = list_files("c4", str(sample))
+    ahead, plain = loader(files, sample, prefetch=4), loader(files, sample)
+    a, b = iter(ahead), iter(plain)
+    for _ in range(8):
+        (x, labels), (y, _) = next(a), next(b)
+        assert torch.equal(x["input"], y["input"])
+        assert torch.equal(x["input"][:, 1:], labels[:, :-1])
+    saved = ahead.state_dict()
+    assert torch.equal(saved["positions"], plain.state_dict()["positions"])
+    before = saved["positions"].clone()
+    expected = next(b)[0]["input"]
+    next(a)
+    assert torch.equal(saved["positions"], before), "state_dict must return a copy"
+    again = loader(files, sample, prefetch=2)
+    again.load_state_dict(saved)
+    assert torch.equal(next(iter(again))[0]["input"], expected)
+
+
+def test_mismatch_is_named(sample, tmp_path):
+    files = list_files("c4", str(sample))
+    saved = loader(files, sample).state_dict()
+    with pytest.raises(ConfigError, match=r"seq_len: 32 then, 64 now.*on_mismatch"):
+        loader(files, sample, seq_len=64).load_state_dict(saved)
+    with pytest.raises(ConfigError, match=r"slots: 8 then, 4 now.*global_batch_size = -1 ties"):
+        loader(files, sample, slots=4).load_state_dict(saved)
+    with pytest.raises(ConfigError, match=r"seed: 0 then, 3 now"):
+        loader(files, sample, seed=3).load_state_dict(saved)
+    changed = [DataFile(files[0].name, files[0].url, files[0].size + 1), *files[1:]]
+    with pytest.raises(ConfigError, match=r"8 files then, 8 now, 1 differ; first c4-train.00000-of-00008.json.gz"):
+        loader(changed, sample).load_state_dict(saved)
+    # From the hub to a mirror is no change: names are relative to the folder that holds the files.
+    mirror = tmp_path / "mirror" / "c4" / "en"
+    mirror.parent.mkdir(parents=True)
+    mirror.symlink_to(sample / "en")
+    assert (
+        differences(json.loads(saved["fingerprint"]), loader(list_files("c4", str(mirror)), sample).fingerprint) == []
+    )
+
+
+def config(sample, *options):
+    argv = ["--job.config_file", "train_configs/demo_cpu.toml", "--training.dataset_path", str(sample)]
+    argv += ["--model.hf_assets_path", f"{sample}/tokenizer", "--training.seq_len", "32", "--stream.prefetch", "0"]
+    return load_config([*argv, *options])
+
+
+def test_digest(sample):
+    """The real loaders: the same hashes for 1, 2, 4, 8 and 40 ranks, resumed twice, across an epoch, prefetch on or off."""
+    options = ("--training.global_batch_size", "80", "--training.local_batch_size", "1", "--training.seq_len", "256")
+    job = config(sample, *options)
+    steps = 60  # 1.2 M tokens: two epochs
+    expected = digest(job, steps, [(0, 1)])
+    assert expected.counters["epoch"] >= 1
+    assert len(set(expected.hashes)) == steps
+    for phases in ([(0, 8)], [(0, 2), (20, 40), (45, 4)], [(0, 40), (1, 1), (30, 2)]):
+        assert digest(job, steps, phases).hashes == expected.hashes, phases
+    prefetched = config(sample, *options, "--stream.prefetch", "3")
+    assert digest(prefetched, 20, [(0, 2), (7, 1)]).hashes == expected.hashes[:20]
+    # Fewer slots than sequences, and another accumulation: another stream, equally independent of the ranks.
+    few = config(sample, *options, "--stream.slots", "16", "--training.local_batch_size", "5")
+    assert digest(few, 10, [(0, 1)]).hashes == digest(few, 10, [(0, 8), (4, 16)]).hashes != expected.hashes[:10]
+
+
+@pytest.mark.parametrize(
+    ("files", "slots", "ranks"), [(1024, 640, 640), (1023, 640, 640), (1000, 640, 640), (1024, 1200, 600)]
+)
+@pytest.mark.slow
+def test_read_amplification_measured(tmp_path, files, slots, ranks):
+    """Tiny files, one whole epoch, bytes counted."""
+    classes = slots // math.gcd(files, slots)
+    # Enough documents that every class of a small file has some; fewer classes than that need no more.
+    listed = write_files(tmp_path, [max(8, 2 * min(classes, 150))] * files)
+    size = sum(f.size for f in listed)
+    read = 0
+    for rank in streams_of(listed, slots, ranks, seq_len=15):
+        while any(slot.position[Field.EPOCH] == 0 for slot in rank.slots.values()):
+            for slot in rank.slots.values():
+                if slot.position[Field.EPOCH] == 0:
+                    slot.sequence()
+        read += sum(count for (epoch, _), count in rank.bytes_read().items() if epoch == 0)
+        rank.close()
+    assert read / size <= 1 + ranks / files
+    print(f"{files} files, {slots} slots, {ranks} ranks: read amplification {read / size:.3f}")

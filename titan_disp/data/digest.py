@@ -1,0 +1,126 @@
+"""Drive the real loaders of N ranks in one process, without a model: what is in every global batch, and what it costs to read."""
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torchtitan.config import JobConfig
+
+from titan_disp.data.loader import StreamLoader, slot_count, stream_options
+from titan_disp.data.shards import list_files
+from titan_disp.data.stream import Field
+from titan_disp.data.tokenizer import load_tokenizer
+from titan_disp.errors import ConfigError
+
+
+@dataclass
+class Digest:
+    """Attributes:
+    hashes: sha256 of every global batch's token ids (little-endian int64 [batch, seq_len + 1], rows by round and slot).
+    bytes_read: stored bytes that each rank has read; after a resume, of the ranks that there were then, one after another.
+    files_read: files that each of them has opened.
+    read_amplification: stored bytes that all ranks together read in one epoch, over the bytes of all files; measured when the
+        first phase reached the end of its first epoch everywhere, else what its plan says.
+    counters: documents, bytes of text, skipped documents and files, epoch.
+    """
+
+    hashes: list[str] = field(default_factory=list)
+    bytes_read: list[int] = field(default_factory=list)
+    files_read: list[int] = field(default_factory=list)
+    read_amplification: float = 1.0
+    counters: dict[str, float] = field(default_factory=dict)
+
+
+def global_batch(iterators: Sequence[Any], job_config: JobConfig, batch: int, slots: int) -> torch.Tensor:
+    """The next global batch [batch, seq_len + 1], rows by round and slot, from the loaders of all ranks."""
+    ranks = len(iterators)
+    own: list[torch.Tensor] = []
+    for iterator in iterators:
+        microbatches = [next(iterator) for _ in range(batch // ranks // job_config.training.local_batch_size)]
+        rows = [torch.cat([inputs["input"], labels[:, -1:]], dim=1) for inputs, labels in microbatches]
+        own.append(torch.cat(rows).view(batch // slots, slots // ranks, -1))
+    return torch.cat(own, dim=1).view(batch, -1)
+
+
+def digest(job_config: JobConfig, steps: int, phases: Sequence[tuple[int, int]]) -> Digest:
+    """Hash every global batch.
+
+    Args:
+        job_config: with data, tokenizer and batch sizes.
+        steps: global batches in all.
+        phases: (step at which it begins, data-parallel ranks); the first begins at 0. Between phases the positions go
+            through ``state_dict`` and ``load_state_dict``, as through a checkpoint.
+
+    Raises:
+        ConfigError: the batch does not divide among the ranks, or bad data.
+    """
+    t = job_config.training
+    if t.global_batch_size < 1 and len({ranks for _, ranks in phases}) > 1:
+        raise ConfigError(
+            "training.global_batch_size = -1 ties the slots to the ranks: set it to resume on another number"
+        )
+    files = list_files(t.dataset, t.dataset_path)
+    tokenizer = load_tokenizer(job_config.model.hf_assets_path)
+    result = Digest()
+    state: dict[str, Any] | None = None
+    ends = [begin for begin, _ in phases[1:]] + [steps]
+    for (begin, ranks), end in zip(phases, ends, strict=True):
+        batch = t.global_batch_size if t.global_batch_size > 0 else t.local_batch_size * ranks
+        slots = slot_count(job_config, ranks)
+        if batch % (ranks * t.local_batch_size) or batch % slots or slots % ranks:
+            raise ConfigError(
+                f"{ranks} ranks: the global batch {batch} must be a multiple of ranks × local_batch_size {t.local_batch_size}, "
+                f"and the slots {slots} must divide it and be a multiple of the ranks"
+            )
+        loaders = [
+            StreamLoader(
+                files,
+                tokenizer,
+                job_config.model.hf_assets_path,
+                stream_options(job_config),
+                slots=slots,
+                local_batch_size=t.local_batch_size,
+                dp_rank=rank,
+                dp_world_size=ranks,
+                prefetch=job_config.stream.prefetch,  # type: ignore[attr-defined]
+            )
+            for rank in range(ranks)
+        ]
+        if state is not None:
+            for loader in loaders:
+                own = slice(loader.slots.start, loader.slots.stop)
+                loader.load_state_dict({"fingerprint": state["fingerprint"], "positions": state["positions"][own]})
+        iterators = [iter(loader) for loader in loaders]
+        for _ in range(begin, end):
+            rows = global_batch(iterators, job_config, batch, slots)
+            result.hashes.append(hashlib.sha256(rows.numpy().tobytes()).hexdigest())
+        states = [loader.state_dict() for loader in loaders]
+        state = {"fingerprint": states[0]["fingerprint"], "positions": torch.cat([s["positions"] for s in states])}
+        for loader in loaders:
+            result.bytes_read.append(sum(loader.bytes_read.values()))
+            result.files_read.append(len({file for _, file in loader.bytes_read}))
+        if begin == 0:
+            result.read_amplification = epoch_amplification(loaders)
+        every = [loader.counters() for loader in loaders]
+        result.counters = {
+            name: (max if name in ("epoch", "seconds_waited") else sum)(c[name] for c in every) for name in every[0]
+        }
+        for iterator in iterators:
+            iterator.close()  # type: ignore[attr-defined]
+    return result
+
+
+def epoch_amplification(loaders: Sequence[StreamLoader]) -> float:
+    """Stored bytes that all ranks read in the first epoch, over the size of all files.
+
+    Measured where every slot is past that epoch; before, what the plan says: buffers that hold more than was asked for
+    would make a number from the middle of small files mean nothing.
+    """
+    files = loaders[0].files
+    if all((loader.positions[:, Field.EPOCH] > 0).all() for loader in loaders):
+        read = sum(count for loader in loaders for (epoch, _), count in loader.bytes_read.items() if epoch == 0)
+    else:
+        read = sum(files[f].size for loader in loaders for f in loader.plan.files_of(loader.slots, 0))
+    return read / max(1, sum(file.size for file in files))

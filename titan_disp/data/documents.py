@@ -1,0 +1,194 @@
+"""The documents of one file, one after the other: JSON lines (plain, gzip, zstd) and Parquet.
+
+Documents that a reader does not want are passed over without being parsed.
+"""
+
+import gzip
+import io
+import json
+import time
+import zlib
+from collections import deque
+from collections.abc import Iterator
+from itertools import islice
+from typing import IO, Any
+
+from titan_disp.data.shards import DataFile
+
+DRAIN = 1 << 20
+
+
+class BadDocument(Exception):
+    """One document that cannot be used; the message says why."""
+
+
+class DamagedFile(Exception):
+    """The rest of a file that cannot be read; the message says why."""
+
+
+class _CountingFile(io.RawIOBase):
+    """A raw file that counts what is read from it: compressed bytes, as they cross the network or the disk."""
+
+    def __init__(self, raw: IO[bytes]) -> None:
+        self.raw = raw
+        self.count = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return self.raw.seekable()
+
+    def seek(self, offset: int, whence: int = 0) -> int:
+        return self.raw.seek(offset, whence)
+
+    def tell(self) -> int:
+        return self.raw.tell()
+
+    def readinto(self, buffer: Any) -> int:
+        data = self.raw.read(len(buffer))
+        buffer[: len(data)] = data
+        self.count += len(data)
+        return len(data)
+
+    def close(self) -> None:
+        self.raw.close()
+        super().close()
+
+
+def _open(url: str) -> _CountingFile:
+    if url.startswith("hf://"):
+        from huggingface_hub import HfFileSystem
+
+        return _CountingFile(HfFileSystem().open(url.removeprefix("hf://"), "rb", block_size=8 << 20))
+    return _CountingFile(open(url, "rb", buffering=0))  # noqa: SIM115 — closed by the owner
+
+
+def text_of(raw: bytes | str) -> str:
+    """The text of a document.
+
+    Args:
+        raw: a JSON line, or the text itself (Parquet).
+
+    Raises:
+        BadDocument: invalid UTF-8, malformed JSON, no text, empty text.
+    """
+    if isinstance(raw, bytes):
+        try:
+            record = json.loads(raw)
+        except UnicodeDecodeError as error:
+            raise BadDocument(f"invalid UTF-8: {error.reason} at byte {error.start}") from error
+        except ValueError as error:
+            raise BadDocument(f"malformed JSON: {error}") from error
+        if not isinstance(record, dict) or not isinstance(record.get("text"), str):
+            raise BadDocument('no field "text"')
+        text: str = record["text"]
+    else:
+        text = raw
+    if not text.strip():
+        raise BadDocument("empty text")
+    return text
+
+
+class Documents:
+    """Sequential reader of one file.
+
+    Attributes:
+        position: index of the next document.
+    """
+
+    def __init__(self, file: DataFile, max_bytes: int, retry_seconds: float = 60.0, start: int = 0) -> None:
+        """Open lazily, at the first read.
+
+        Args:
+            file: what to read.
+            max_bytes: longer documents are bad.
+            retry_seconds: how long a remote file that fails is tried again, with growing pauses, before the failure counts.
+            start: index of the first document to read; those before it are passed over unparsed.
+        """
+        self.file = file
+        self.max_bytes = max_bytes
+        self.retry_seconds = retry_seconds
+        self.position = start
+        self._earlier_bytes = 0
+        self._raw: _CountingFile | None = None
+        self._records: Iterator[bytes | str | BadDocument] = iter(())
+
+    @property
+    def bytes_read(self) -> int:
+        """Stored (compressed) bytes read so far."""
+        return self._earlier_bytes + (self._raw.count if self._raw else 0)
+
+    def read(self) -> bytes | str | BadDocument | None:
+        """The next document, unparsed; a BadDocument in its place; None at the end.
+
+        Raises:
+            DamagedFile: truncated or corrupt from here on, or unreachable for ``retry_seconds``.
+        """
+        deadline, pause = time.monotonic() + self.retry_seconds, 1.0
+        while True:
+            try:
+                if self._raw is None:
+                    self._start()
+                record = next(self._records, None)
+                self.position += record is not None
+                return record
+            except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+                raise DamagedFile(f"{type(error).__name__}: {error}") from error
+            except Exception as error:  # pyarrow, httpx and fsspec raise their own
+                self.close()
+                if not self.file.url.startswith("hf://") or time.monotonic() + pause > deadline:
+                    raise DamagedFile(f"{type(error).__name__}: {error}") from error
+                time.sleep(pause)
+                pause = min(2 * pause, 15.0)
+
+    def _start(self) -> None:
+        """Open, and pass over the documents before ``position``."""
+        self._raw = _open(self.file.url)
+        self._records = self._parquet() if self.file.name.endswith(".parquet") else self._lines()
+        deque(islice(self._records, self.position), maxlen=0)
+
+    def _lines(self) -> Iterator[bytes | BadDocument]:
+        assert self._raw is not None
+        stored = io.BufferedReader(self._raw, 1 << 18)
+        lines: Any
+        if self.file.name.endswith(".gz"):
+            lines = gzip.GzipFile(fileobj=stored, mode="rb")
+        elif self.file.name.endswith(".zst"):
+            import pyarrow
+
+            lines = io.BufferedReader(pyarrow.CompressedInputStream(pyarrow.PythonFile(stored, "r"), "zstd"), 1 << 18)
+        else:
+            lines = stored
+        while line := lines.readline(self.max_bytes + 1):
+            if len(line) > self.max_bytes and not line.endswith(b"\n"):
+                size = len(line)
+                while (rest := lines.readline(DRAIN)) and not rest.endswith(b"\n"):
+                    size += len(rest)
+                yield BadDocument(f"{size + len(rest):,} bytes, more than stream.max_document_mb allows")
+            else:
+                yield line
+
+    def _parquet(self) -> Iterator[str | BadDocument]:
+        import pyarrow.parquet
+
+        assert self._raw is not None
+        with pyarrow.parquet.ParquetFile(pyarrow.PythonFile(io.BufferedReader(self._raw), "r")) as table:
+            if "text" not in table.schema_arrow.names:
+                raise DamagedFile(f'no column "text", only {", ".join(table.schema_arrow.names)}')
+            for batch in table.iter_batches(batch_size=256, columns=["text"]):
+                for value in batch.column(0):
+                    text = value.as_py()
+                    if not isinstance(text, str):
+                        yield BadDocument("text is null or not a string")
+                    elif len(text) > self.max_bytes:
+                        yield BadDocument(f"{len(text):,} characters, more than stream.max_document_mb allows")
+                    else:
+                        yield text
+
+    def close(self) -> None:
+        """Close the file; ``read`` would open it again and go on."""
+        if self._raw is not None:
+            self._earlier_bytes += self._raw.count
+            raw, self._raw = self._raw, None
+            raw.close()

@@ -1,0 +1,126 @@
+"""Validation on the first sequences of the validation split: the same in every run and on any mesh."""
+
+import os
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torchtitan.components.loss import LossFunction
+from torchtitan.components.metrics import MetricsProcessor
+from torchtitan.components.tokenizer import BaseTokenizer
+from torchtitan.components.validate import BaseValidator, ValidationContext, Validator
+from torchtitan.config import JobConfig
+from torchtitan.distributed import ParallelDims
+
+from titan_disp.data.loader import encoder, stream_options
+from titan_disp.data.plan import Plan
+from titan_disp.data.shards import DataFile, list_files, on_rank_0
+from titan_disp.data.stream import Field, RankStreams
+from titan_disp.errors import ConfigError
+
+
+def validation_sequences(job_config: JobConfig, dp_world_size: int) -> int:
+    """Number of validation sequences over all ranks.
+
+    Raises:
+        ConfigError: not a multiple of what the ranks take in one step, or "all of the data" (validation.steps = −1).
+    """
+    v, wanted = job_config.validation, job_config.stream.validation_sequences  # type: ignore[attr-defined]
+    step = v.local_batch_size * dp_world_size
+    if not wanted:
+        if v.steps < 1:
+            raise ConfigError(f"validation.steps is {v.steps}; set it to 1 or more, or set stream.validation_sequences")
+        return v.steps * step
+    if wanted < 1 or wanted % step:
+        raise ConfigError(
+            f"stream.validation_sequences is {wanted}, expected a multiple of validation.local_batch_size {v.local_batch_size} × "
+            f"{dp_world_size} data-parallel ranks = {step}"
+        )
+    return wanted
+
+
+def first_sequences(
+    files: list[DataFile], tokenizer: BaseTokenizer, job_config: JobConfig, seq_len: int, count: int
+) -> Tensor:
+    """[count, seq_len + 1] token ids from the beginning of a split, int64, read as one stream."""
+    streams = RankStreams(
+        files,
+        range(1),
+        np.zeros((1, len(Field)), dtype=np.int64),
+        Plan([file.name for file in files], slots=1, seed=0),
+        encoder(tokenizer),
+        stream_options(job_config, seq_len),
+    )
+    try:
+        return torch.from_numpy(np.stack([streams.slots[0].sequence() for _ in range(count)]))
+    finally:
+        streams.close()
+
+
+def held_out_sequences(job_config: JobConfig, tokenizer: BaseTokenizer, count: int) -> Tensor | None:
+    """The first sequences of the validation split beside the training data: the same on every rank and in every run.
+
+    Returns:
+        [count, seq_len] token ids, or None where there is no local validation split.
+    """
+    training = job_config.training
+    if training.dataset_path is None or not os.path.isdir(training.dataset_path):
+        return None
+    try:
+        files = list_files("c4_validation", training.dataset_path)
+    except ConfigError:
+        return None
+    return first_sequences(files, tokenizer, job_config, training.seq_len, count)[:, :-1]
+
+
+class _ValidationSet:
+    """Iterates over this rank's batches; the sequences are read once, at the first validation, and kept (int32)."""
+
+    def __init__(self, job_config: JobConfig, tokenizer: BaseTokenizer, dp_world_size: int, dp_rank: int) -> None:
+        v = job_config.validation
+        self.files = on_rank_0(list_files, v.dataset, v.dataset_path, "validation")
+        self.job_config, self.tokenizer, self.rank, self.ranks = job_config, tokenizer, dp_rank, dp_world_size
+        self.batch, self.count = v.local_batch_size, validation_sequences(job_config, dp_world_size)
+        self._own: Tensor | None = None
+
+    def __iter__(self) -> Iterator[tuple[dict[str, Tensor], Tensor]]:
+        if self._own is None:
+            seq_len = self.job_config.validation.seq_len
+            every = first_sequences(self.files, self.tokenizer, self.job_config, seq_len, self.count).int()
+            self._own = every.view(-1, self.ranks, self.batch, seq_len + 1)[:, self.rank].clone()
+        for tokens in self._own.long():
+            yield {"input": tokens[:, :-1]}, tokens[:, 1:]
+
+
+class StreamValidator(Validator):
+    """TorchTitan's validation loop on our data; its own __init__ would build the stock loader."""
+
+    def __init__(
+        self,
+        job_config: JobConfig,
+        dp_world_size: int,
+        dp_rank: int,
+        tokenizer: BaseTokenizer,
+        parallel_dims: ParallelDims,
+        loss_fn: LossFunction,
+        validation_context: ValidationContext,
+        maybe_enable_amp: AbstractContextManager[None],
+        metrics_processor: MetricsProcessor,
+    ) -> None:
+        BaseValidator.__init__(self, job_config)
+        self.tokenizer = tokenizer
+        self.parallel_dims = parallel_dims
+        self.loss_fn = loss_fn
+        self.validation_context = validation_context
+        self.maybe_enable_amp = maybe_enable_amp
+        self.metrics_processor = metrics_processor
+        self.pp_schedule = self.pp_has_first_stage = self.pp_has_last_stage = None
+        self.validation_dataloader = _ValidationSet(job_config, tokenizer, dp_world_size, dp_rank)  # type: ignore[assignment]
+
+
+def build_validator(**kwargs: Any) -> StreamValidator:
+    """TorchTitan's ``build_validator_fn``; the pipeline's arguments are dropped, as there is none."""
+    return StreamValidator(**{k: v for k, v in kwargs.items() if not k.startswith("pp_")})
