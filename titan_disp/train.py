@@ -17,7 +17,7 @@ from titan_disp.config import load_config
 from titan_disp.data.loader import StreamLoader, check_fingerprint, read_data_state
 from titan_disp.data.shards import on_rank_0
 from titan_disp.data.validation import held_out_sequences
-from titan_disp.errors import EXIT_CODE, ConfigError
+from titan_disp.errors import EXIT_CODE, ConfigError, DataError
 from titan_disp.run.folder import RunFolder
 
 
@@ -125,13 +125,15 @@ class DispTrainer(Trainer):
 
     def close(self) -> None:
         super().close()
+        if getattr(self, "dataloader", None) is not None:
+            cast(StreamLoader, self.dataloader).close()
         if self.run_folder is not None:
             self.run_folder.close()
 
 
 def exit_with(error: ConfigError) -> None:
     """Print a user's error once per job, without a traceback, and exit."""
-    if int(os.environ.get("RANK", "0")) == 0:
+    if int(os.environ.get("RANK", "0")) == 0 or isinstance(error, DataError):
         print(f"titan-disp: error: {error}", file=sys.stderr, flush=True)
     sys.exit(EXIT_CODE)
 

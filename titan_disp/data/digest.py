@@ -107,8 +107,8 @@ def digest(job_config: JobConfig, steps: int, phases: Sequence[tuple[int, int]])
         result.counters = {
             name: (max if name in ("epoch", "seconds_waited") else sum)(c[name] for c in every) for name in every[0]
         }
-        for iterator in iterators:
-            iterator.close()  # type: ignore[attr-defined]
+        for loader in loaders:
+            loader.close()
     return result
 
 

@@ -16,6 +16,7 @@ from typing import IO, Any
 from titan_disp.data.shards import DataFile
 
 DRAIN = 1 << 20
+BUFFER = 1 << 16  # a rank may hold two thousand files open
 
 
 class BadDocument(Exception):
@@ -150,7 +151,7 @@ class Documents:
 
     def _lines(self) -> Iterator[bytes | BadDocument]:
         assert self._raw is not None
-        stored = io.BufferedReader(self._raw, 1 << 18)
+        stored = io.BufferedReader(self._raw, BUFFER)
         lines: Any
         if self.file.name.endswith(".gz"):
             lines = gzip.GzipFile(fileobj=stored, mode="rb")

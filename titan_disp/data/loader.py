@@ -6,10 +6,13 @@ slots and yields their sequences round by round, cut into microbatches.
 
 import hashlib
 import json
+import os
+import resource
 import signal
+import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any, cast
 
@@ -88,6 +91,11 @@ def differences(saved: dict[str, Any], now: dict[str, Any]) -> list[str]:
     return found
 
 
+def _as_it_is(batch: Any) -> Any:
+    """DataLoader would make tensors of arrays already in the worker."""
+    return batch
+
+
 class _Sequences(IterableDataset):
     """Runs in the prefetch worker: (tokens [b, seq_len + 1], positions [b, k], bytes read by (epoch, file)), or a ConfigError."""
 
@@ -96,6 +104,7 @@ class _Sequences(IterableDataset):
 
     def __iter__(self) -> Iterator[Any]:
         streams: RankStreams | None = None
+        _allow_many_files()
         try:
             streams = self.make()
             slots = list(streams.slots.values())
@@ -107,7 +116,8 @@ class _Sequences(IterableDataset):
                     tokens.append(slot.sequence())
                     positions.append(slot.position.copy())
                     turn = (turn + 1) % len(slots)
-                yield torch.from_numpy(np.stack(tokens)), torch.from_numpy(np.stack(positions)), streams.bytes_read()
+                # Small arrays travel through the worker's pipe faster than tensors, which would go through shared memory.
+                yield np.stack(tokens).astype(np.int32), np.stack(positions), streams.bytes_read()
         except ConfigError as error:
             yield error  # raised by the consumer: a worker's traceback would bury the message
         finally:
@@ -115,10 +125,29 @@ class _Sequences(IterableDataset):
                 streams.close()
 
 
-def _ignore_signals(worker: int) -> None:
-    # The rank saves a checkpoint on these; a worker that died of them would take the batch in flight with it.
-    for name in ("SIGTERM", "SIGUSR1", "SIGUSR2", "SIGINT"):
+def _allow_many_files() -> None:
+    """A rank of many slots holds a file open for each: raise the soft limit (often 1024) to the hard one."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+def _worker_signals(worker: int) -> None:
+    """Ignore what asks the *rank* to stop: it will save a checkpoint first, and a dead worker would fail its next step.
+
+    SIGTERM from the rank itself still ends the worker: multiprocessing sends it when Python exits, and then waits.
+    """
+    for name in ("SIGUSR1", "SIGUSR2", "SIGINT"):
         signal.signal(getattr(signal, name), signal.SIG_IGN)
+    rank = os.getppid()
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+
+    def wait() -> None:
+        while signal.sigwaitinfo({signal.SIGTERM}).si_pid != rank:
+            pass
+        os._exit(0)
+
+    threading.Thread(target=wait, daemon=True).start()
     torch.set_num_threads(1)
 
 
@@ -160,31 +189,48 @@ class StreamLoader(BaseDataLoader):
         self.mesh: DeviceMesh | None = None
         self.seconds_waited = 0.0
         self.bytes_read: Counter[tuple[int, int]] = Counter()
-        self._iterator: Iterator[Any] | None = None
+        self._running: Generator[Batch, None, None] | None = None
 
     def _make(self) -> RankStreams:
         return RankStreams(self.files, self.slots, self.positions.numpy(), self.plan, self.encode, self.options)
 
     def __iter__(self) -> Iterator[Batch]:
+        self.close()
+        self._running = self._batches()
+        return self._running
+
+    def close(self) -> None:
+        """End the prefetch worker. Iterating again begins at ``positions``."""
+        if self._running is not None:
+            self._running.close()
+            self._running = None
+
+    def _batches(self) -> Generator[Batch, None, None]:
         sequences = _Sequences(self._make, self.local_batch_size)
         workers = (
-            {"num_workers": 1, "prefetch_factor": self.prefetch, "worker_init_fn": _ignore_signals}
+            {"num_workers": 1, "prefetch_factor": self.prefetch, "worker_init_fn": _worker_signals}
             if self.prefetch
             else {}
         )
-        batches = iter(DataLoader(sequences, batch_size=None, pin_memory=self.pin_memory, **workers))  # type: ignore[arg-type]
+        batches = iter(DataLoader(sequences, batch_size=None, collate_fn=_as_it_is, **workers))  # type: ignore[arg-type]
         turn, own = 0, len(self.slots)
-        while True:
-            start = time.perf_counter()
-            got = next(batches)
-            self.seconds_waited += time.perf_counter() - start
-            if isinstance(got, ConfigError):
-                raise got
-            tokens, positions, self.bytes_read = got
-            for row in positions:
-                self.positions[turn] = row
-                turn = (turn + 1) % own
-            yield {"input": tokens[:, :-1]}, tokens[:, 1:]
+        try:
+            while True:
+                start = time.perf_counter()
+                got = next(batches)
+                self.seconds_waited += time.perf_counter() - start
+                if isinstance(got, ConfigError):
+                    raise got
+                array, positions, self.bytes_read = got
+                for row in torch.from_numpy(positions):
+                    self.positions[turn] = row
+                    turn = (turn + 1) % own
+                tokens = torch.from_numpy(array).long()
+                if self.pin_memory:
+                    tokens = tokens.pin_memory()
+                yield {"input": tokens[:, :-1]}, tokens[:, 1:]
+        finally:
+            del batches  # DataLoader ends its worker when its iterator goes
 
     def counters(self) -> dict[str, float]:
         """This rank's totals since the start of the run, of sequences handed out; seconds_waited since this process's start."""

@@ -17,7 +17,7 @@ from torchtitan.tools.logging import logger
 from titan_disp.data.documents import BadDocument, DamagedFile, Documents, text_of
 from titan_disp.data.plan import Plan, Run, Segment
 from titan_disp.data.shards import DataFile
-from titan_disp.errors import ConfigError
+from titan_disp.errors import DataError
 
 
 class Field(IntEnum):
@@ -194,7 +194,7 @@ class RankStreams:
         name = self.files[file].name
         text = f"{name}, document {index}: {reason}" if index >= 0 else f"{name} is damaged and ends early: {reason}"
         if self.options.on_bad_data == "fail":
-            raise ConfigError(f'{text}. stream.on_bad_data = "skip" would pass over it')
+            raise DataError(f'{text}. stream.on_bad_data = "skip" would pass over it')
         if (file, index) not in self._told and len(self._told) < 1000:
             self._told.add((file, index))
             logger.warning(f"skipped: {text}")
@@ -205,7 +205,7 @@ class RankStreams:
         skipped, good = int(fields[:, Field.SKIPPED].sum()), int(fields[:, Field.DOCUMENTS].sum())
         limit = self.options.max_skipped_fraction
         if skipped + good >= 1000 and skipped > limit * (skipped + good):
-            raise ConfigError(
+            raise DataError(
                 f"{skipped} of {skipped + good} documents could not be used, more than stream.max_skipped_fraction {limit} "
                 "allows: the reasons are in the log above"
             )
@@ -334,7 +334,7 @@ class Slot:
         p = self.position
         if p[Field.GOOD] == 0:
             names = {self.streams.files[s.file].name for s in (self.run().head, *self.run().body, self.run().tail) if s}
-            raise ConfigError(
+            raise DataError(
                 f"slot {self.index} of {self.streams.plan.slots} found no usable document in a whole epoch "
                 f"({', '.join(sorted(names)[:4])}): use fewer slots (stream.slots, or training.global_batch_size) or more data"
             )
