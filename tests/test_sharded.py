@@ -94,6 +94,28 @@ def check_context_parallel_objective():
     assert abs(terms["ce"] - ce(z @ head, labels).item() / weights.sum().item()) < 1e-12
 
 
+def check_mesh_of_context_and_tensor_parallel():
+    """CP × TP is one flattened group over the whole sequence."""
+    from torchtitan.distributed import ParallelDims
+
+    from titan_disp.spec import sequence_mesh
+
+    def dims(**degrees):
+        every = {"dp_replicate": 1, "dp_shard": 1, "cp": 1, "tp": 1, "pp": 1, "ep": 1, "etp": 1} | degrees
+        return ParallelDims(**every, world_size=4)
+
+    both = sequence_mesh(dims(cp=2, tp=2))
+    assert (both.ndim, both.size()) == (1, 4)
+    assert sequence_mesh(dims(dp_shard=2, tp=2)).size() == 2
+    assert sequence_mesh(dims(dp_shard=2, cp=2)).size() == 2
+    assert sequence_mesh(dims(dp_shard=4)) is None
+    # The two halves of a rank's sequence, sharded over both, give the whole loss.
+    z = full_tokens()
+    positions = torch.arange(N).chunk(4)[dist.get_rank()]
+    loss = dispersion_loss(z[:, positions], group=both, **PARAMETERS)
+    torch.testing.assert_close(loss, dispersion_loss(z, **PARAMETERS), rtol=0, atol=4e-6)
+
+
 def run_all():
     check_shards()
     check_context_parallel_objective()
@@ -105,3 +127,7 @@ def test_two_ranks():
 
 def test_four_ranks():
     spawn(4, run_all)
+
+
+def test_context_and_tensor_parallel_group():
+    spawn(4, check_mesh_of_context_and_tensor_parallel)

@@ -395,6 +395,44 @@ def config(sample, *options):
     return load_config([*argv, *options])
 
 
+def test_validation_is_the_same_on_any_ranks(sample):
+    from titan_disp.data.tokenizer import load_tokenizer
+    from titan_disp.data.validation import _ValidationSet
+
+    options = ("--validation.enable", "--validation.local_batch_size", "2", "--stream.validation_sequences", "16")
+    job = config(sample, *options, "--validation.dataset_path", str(sample), "--validation.seq_len", "64")
+    tokenizer = load_tokenizer(sample / "tokenizer")
+    union = {}
+    for ranks in (1, 2, 4, 8):
+        sets = [_ValidationSet(job, tokenizer, ranks, rank) for rank in range(ranks)]
+        batches = [[inputs["input"] for inputs, _ in one] for one in sets]
+        assert {len(b) for b in batches} == {16 // ranks // 2}
+        union[ranks] = sorted(tuple(row.tolist()) for b in batches for x in b for row in x)
+        # A second validation gives the same again.
+        assert torch.equal(next(iter(sets[0]))[0]["input"], batches[0][0])
+    assert len(set(union[1])) == 16
+    assert all(rows == union[1] for rows in union.values())
+
+
+def test_a_document_of_many_megabytes_does_not_fill_memory(tmp_path):
+    import tracemalloc
+
+    with open(tmp_path / "train.json", "wb") as file:
+        file.write(b'{"text": "first"}\n{"text": "')
+        for _ in range(50):
+            file.write(b"x" * (1 << 20))
+        file.write(b'"}\n{"text": "last"}\n')
+    (file,) = list_files("c4", str(tmp_path))
+    documents = Documents(file, max_bytes=1 << 20)
+    tracemalloc.start()
+    got = [documents.read() for _ in range(4)]
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert (got[0], got[2], got[3]) == (b'{"text": "first"}\n', b'{"text": "last"}\n', None)
+    assert "52,428,813 bytes, more than stream.max_document_mb" in str(got[1])
+    assert peak < 8 << 20
+
+
 def test_digest(sample):
     """The real loaders: the same hashes for 1, 2, 4, 8 and 40 ranks, resumed twice, across an epoch, prefetch on or off."""
     options = ("--training.global_batch_size", "80", "--training.local_batch_size", "1", "--training.seq_len", "256")

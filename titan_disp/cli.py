@@ -3,7 +3,7 @@
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import tyro
 
@@ -85,6 +85,32 @@ def data_digest(
         print(f"rank {rank}: {files} files, {count:,} bytes")
     print(f"read amplification {result.read_amplification:.3f}")
     print("  ".join(f"{name}: {value:,g}" for name, value in result.counters.items()))
+
+
+@data.command(name="fetch")
+def data_fetch(
+    folder: Annotated[Path, tyro.conf.Positional],
+    shards: str | None = None,
+    split: Literal["both", "train", "validation"] = "both",
+    workers: int = 4,
+) -> None:
+    """Mirror C4 from the Hugging Face hub, with resume and a check of every file's size and sha256.
+
+    Args:
+        folder: root of the mirror: training.dataset_path of later runs.
+        shards: of the train files, such as 0-63 or 0-3,17; default: all 1024 (about 327 GB).
+        split: which files.
+        workers: downloads at a time.
+    """
+    from titan_disp.data.hub import fetch, parse_shards
+
+    left = []
+    for one in ("validation", "train") if split == "both" else (split,):
+        left += fetch(folder, one, parse_shards(shards) if one == "train" else None, workers)
+    if left:
+        print("\n".join(left), file=sys.stderr)
+        raise ConfigError(f"{len(left)} files are missing or damaged; the same command goes on where this one stopped")
+    print(f"{folder} is complete: training.dataset_path = {str(folder)!r}")
 
 
 @app.command

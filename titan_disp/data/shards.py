@@ -5,13 +5,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from glob import glob
 from pathlib import Path, PurePosixPath
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
+from titan_disp.data.hub import DATASET, hub_files
 from titan_disp.errors import ConfigError
 
-HUB_DATASET = "allenai/c4"
 SUFFIXES = (".json.gz", ".jsonl.gz", ".json", ".jsonl", ".json.zst", ".jsonl.zst", ".parquet")
 T = TypeVar("T")
 
@@ -54,7 +54,7 @@ def list_files(dataset: str, dataset_path: str | None, key: str = "training") ->
     """
     split = split_of(dataset, key)
     if dataset_path is None:
-        return _list_hub(split, key)
+        return _list_hub(split)
     return _relative([(path, path, os.path.getsize(path)) for path in _list_local(dataset_path, split, key)])
 
 
@@ -106,22 +106,9 @@ def _of_split(paths: list[str], split: str) -> list[str]:
     return [p for p in paths if not any(mark in names[p] for mark in others)]
 
 
-def _list_hub(split: str, key: str) -> list[DataFile]:
-    from huggingface_hub import HfApi, HfFileSystem
-
-    try:
-        # A commit, not a branch: all ranks and all restarts within this job read the same files.
-        revision = HfApi().dataset_info(HUB_DATASET).sha
-        pattern = f"datasets/{HUB_DATASET}@{revision}/en/c4-{split}.*.json.gz"
-        found = cast(dict[str, Any], HfFileSystem().glob(pattern, detail=True))
-    except Exception as error:  # huggingface_hub, httpx and OSError each raise their own
-        raise ConfigError(
-            f"cannot list {HUB_DATASET} on the Hugging Face hub ({type(error).__name__}: {error}). Without internet, "
-            f"set {key}.dataset_path to a local copy (titan-disp data fetch DIR makes one where there is internet)"
-        ) from error
-    if not found:
-        raise ConfigError(f"{HUB_DATASET} on the hub holds no en/c4-{split}.*.json.gz")
-    return _relative([(path, f"hf://{path}", info["size"]) for path, info in found.items()])
+def _list_hub(split: str) -> list[DataFile]:
+    commit, files = hub_files(split)
+    return _relative([(f.path, f"hf://datasets/{DATASET}@{commit}/{f.path}", f.size) for f in files])
 
 
 def on_rank_0(function: Callable[..., T], *args: Any) -> T:

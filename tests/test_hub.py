@@ -1,0 +1,92 @@
+"""Listing, streaming and mirroring from the hub, against a stand-in on loopback that speaks the hub's protocol."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from tests.cluster_of_one import DEMO, ROOT
+from tests.fake_hub import FakeHub
+from titan_disp.data.hub import parse_shards
+from titan_disp.errors import ConfigError
+
+
+@pytest.fixture
+def hub(sample):
+    server = FakeHub(sample)
+    yield server
+    server.close()
+
+
+def titan_disp(hub, tmp_path, *arguments):
+    environ = {**os.environ, "HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "hf"), "HF_HUB_DISABLE_TELEMETRY": "1"}
+    environ.pop("HF_HUB_OFFLINE", None)
+    return subprocess.run(
+        [sys.executable, "-m", "titan_disp.cli", *arguments],
+        cwd=ROOT,
+        env=environ,
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+
+
+def test_stream_from_the_hub_is_the_mirrors(hub, sample, tmp_path):
+    """Without dataset_path the hub is streamed, through failing requests, and gives the batches of the local copy."""
+    config = tmp_path / "hub.toml"
+    config.write_text("\n".join(line for line in DEMO.read_text().splitlines() if not line.startswith("dataset_path")))
+    options = ("--json", "--steps", "20", "--model.hf_assets_path", f"{sample}/tokenizer", "--stream.prefetch", "0")
+    hub.fail_every = 5
+    streamed = titan_disp(hub, tmp_path, "data", "digest", str(config), *options)
+    assert streamed.returncode == 0, streamed.stderr[-3000:]
+    assert hub.requests["content"] > 8
+    local = titan_disp(hub, tmp_path, "data", "digest", str(config), *options, "--training.dataset_path", str(sample))
+    assert json.loads(streamed.stdout)["hashes"] == json.loads(local.stdout)["hashes"]
+    assert json.loads(streamed.stdout)["counters"]["skipped_files"] == 0
+
+
+def test_fetch(hub, sample, tmp_path):
+    mirror = tmp_path / "mirror"
+    done = titan_disp(hub, tmp_path, "data", "fetch", str(mirror), "--shards", "0-2,5")
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "is complete" in done.stdout
+    names = sorted(p.name for p in (mirror / "en").iterdir())
+    expected = [f"c4-train.{i:05d}-of-00008.json.gz" for i in (0, 1, 2, 5)] + ["c4-validation.00000-of-00001.json.gz"]
+    assert names == expected
+    for name in names:
+        assert (mirror / "en" / name).read_bytes() == (sample / "en" / name).read_bytes()
+
+    # Again, with one file cut and one of the right size but wrong: only these are fetched.
+    cut, wrong = mirror / "en" / names[0], mirror / "en" / names[1]
+    cut.write_bytes(cut.read_bytes()[:1000])
+    wrong.write_bytes(b"x" * wrong.stat().st_size)
+    hub.requests.clear()
+    assert titan_disp(hub, tmp_path, "data", "fetch", str(mirror), "--shards", "0-2,5").returncode == 0
+    assert cut.read_bytes() == (sample / "en" / cut.name).read_bytes()
+    assert wrong.read_bytes() == (sample / "en" / wrong.name).read_bytes()
+    assert hub.requests["content"] <= 6
+
+    # A file that arrives damaged every time: named, and not a success.
+    hub.damaged = {"en/c4-train.00007-of-00008.json.gz"}
+    failed = titan_disp(hub, tmp_path, "data", "fetch", str(mirror), "--shards", "6-7", "--split", "train")
+    assert failed.returncode == 2
+    assert "en/c4-train.00007-of-00008.json.gz: its sha256 differs from the hub's" in failed.stderr
+    assert "titan-disp: error: 1 files are missing or damaged" in failed.stderr
+    assert "Traceback" not in failed.stderr
+
+
+def test_no_hub(hub, tmp_path):
+    hub.close()
+    failed = titan_disp(hub, tmp_path, "data", "fetch", str(tmp_path / "mirror"))
+    assert failed.returncode == 2
+    assert "titan-disp: error: cannot list allenai/c4 on the Hugging Face hub" in failed.stderr
+    assert "Traceback" not in failed.stderr
+
+
+def test_parse_shards():
+    assert parse_shards("0-63, 100") == [range(64), range(100, 101)]
+    assert parse_shards(None) is None
+    with pytest.raises(ConfigError, match="expected numbers and ranges"):
+        parse_shards("0..3")
