@@ -73,6 +73,30 @@ def test_tokenizer_protocol(sample, hf_tokenizer, kind):
     assert tokenizer.encode("", add_bos=False, add_eos=True) == [tokenizer.eos_id]
 
 
+@pytest.mark.parametrize("bos", [False, True])
+@pytest.mark.parametrize("template", [False, True])
+def test_encoder_agrees_with_torchtitans_tokenizer(hf_tokenizer, tmp_path, bos, template):
+    """The faster call gives the same ids, whether TorchTitan or the tokenizer itself adds bos and eos."""
+    from tokenizers import Tokenizer, processors
+
+    from titan_disp.data.loader import encoder
+
+    tokenizer = Tokenizer.from_file(str(hf_tokenizer / "tokenizer.json"))
+    tokenizer.add_special_tokens(["<s>"])
+    if template:
+        ids = [("<s>", tokenizer.token_to_id("<s>")), ("<|endoftext|>", tokenizer.token_to_id("<|endoftext|>"))]
+        single = "<s> $A <|endoftext|>" if bos else "$A <|endoftext|>"
+        tokenizer.post_processor = processors.TemplateProcessing(single=single, special_tokens=ids)
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    config = {"eos_token": "<|endoftext|>"} | ({"bos_token": "<s>"} if bos else {})
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    loaded = load_tokenizer(tmp_path)
+    for text in (TEXT, "", "plain"):
+        assert encoder(loaded)(text) == loaded.encode(text, add_bos=True, add_eos=True)
+    assert encoder(loaded)(TEXT)[-1] == loaded.eos_id
+    assert (encoder(loaded)(TEXT)[0] == loaded.bos_id) == bos
+
+
 def test_a_folder_with_both_uses_hugging_face(sample, hf_tokenizer, tmp_path):
     (tmp_path / "tokenizer.json").write_bytes((hf_tokenizer / "tokenizer.json").read_bytes())
     (tmp_path / "sample.model").write_bytes((sample / "tokenizer" / "sample.model").read_bytes())

@@ -12,7 +12,7 @@ import signal
 import threading
 import time
 from collections import Counter
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import Any, cast
 
@@ -27,7 +27,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.utils.data import DataLoader, IterableDataset
 from torchtitan.components.dataloader import BaseDataLoader
-from torchtitan.components.tokenizer import BaseTokenizer
+from torchtitan.components.tokenizer import BaseTokenizer, HuggingFaceTokenizer
 from torchtitan.config import JobConfig
 
 from titan_disp.data.plan import Plan
@@ -39,17 +39,19 @@ from titan_disp.errors import ConfigError
 Batch = tuple[dict[str, Tensor], Tensor]
 
 
-def encoder(tokenizer: BaseTokenizer) -> Any:
+def encoder(tokenizer: BaseTokenizer) -> Callable[[str], list[int]]:
     """text → token ids, ending in EOS (and beginning with BOS where the tokenizer has one, as TorchTitan does)."""
     if tokenizer.eos_id is None:
         raise ConfigError(
             "the tokenizer has no EOS token, which must separate documents: name one in tokenizer_config.json"
         )
-
-    def encode(text: str) -> list[int]:
-        return tokenizer.encode(text, add_bos=True, add_eos=True)
-
-    return encode
+    if isinstance(tokenizer, HuggingFaceTokenizer):
+        # Without offsets, which nobody here needs: a third faster than Tokenizer.encode.
+        fast = tokenizer.tokenizer.encode_batch_fast
+        begin = [tokenizer.bos_id] if tokenizer.bos_id is not None and not tokenizer.hf_adds_bos else []
+        end = [] if tokenizer.hf_adds_eos else [tokenizer.eos_id]
+        return lambda text: [*begin, *fast([text])[0].ids, *end]
+    return lambda text: tokenizer.encode(text, add_bos=True, add_eos=True)
 
 
 def tokenizer_hash(folder: str) -> str:
