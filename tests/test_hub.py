@@ -47,6 +47,18 @@ def test_stream_from_the_hub_is_the_mirrors(hub, sample, tmp_path):
     assert json.loads(streamed.stdout)["counters"]["skipped_files"] == 0
 
 
+def test_a_hub_that_stays_away_stops_the_run(hub, sample, tmp_path):
+    """Its files may be sound: they are not skipped, whatever on_bad_data says."""
+    config = tmp_path / "hub.toml"
+    config.write_text("\n".join(line for line in DEMO.read_text().splitlines() if not line.startswith("dataset_path")))
+    hub.fail_every = 1
+    options = ("--steps", "2", "--model.hf_assets_path", f"{sample}/tokenizer", "--stream.retry_seconds", "1")
+    failed = titan_disp(hub, tmp_path, "data", "digest", str(config), *options)
+    assert failed.returncode == 2
+    assert "titan-disp: error: cannot read hf://datasets/allenai/c4@" in failed.stderr
+    assert "for 1 s (stream.retry_seconds)" in failed.stderr
+
+
 def test_fetch(hub, sample, tmp_path):
     mirror = tmp_path / "mirror"
     done = titan_disp(hub, tmp_path, "data", "fetch", str(mirror), "--shards", "0-2,5")

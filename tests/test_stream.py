@@ -299,6 +299,28 @@ class TestBadData:
         with pytest.raises(ConfigError, match=r"slot \d of 8 found no usable document.*use fewer slots"):
             batches(streams_of(files, 8, 1), 3)
 
+    @pytest.mark.parametrize("on_bad_data", ["skip", "fail"])
+    def test_a_file_that_went_away_is_not_skipped(self, tmp_path, on_bad_data):
+        files = write_files(tmp_path, [20, 20])
+        Path(files[1].url).unlink()
+        with pytest.raises(ConfigError, match=r"cannot read .*c4-train.0000\d-of-00002.json.gz: FileNotFoundError"):
+            batches(streams_of(files, 2, 1, on_bad_data=on_bad_data), 50)
+
+    def test_truncated_zstd(self, tmp_path):
+        import pyarrow
+
+        path = tmp_path / "train.json.zst"
+        lines = [
+            json.dumps({"text": str(np.random.default_rng(i).integers(0, 10**9, 50).tolist())}) for i in range(3000)
+        ]
+        with pyarrow.CompressedOutputStream(str(path), "zstd") as out:
+            out.write("\n".join(lines).encode())
+        path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+        streams = streams_of(list_files("c4", str(tmp_path)), 1, 1, on_bad_data="fail")
+        streams[0].encode = lambda text: [1] * 50
+        with pytest.raises(ConfigError, match=r"train\.json\.zst is damaged and ends early|document \d+: malformed"):
+            batches(streams, 100000)
+
     def test_damaged_kinds(self, tmp_path):
         sound = gzip.compress(b'{"text": "1"}\n' * 50)
         for name, content in (("not gzip", b"plain text"), ("flipped", sound[:20] + b"\x00\x00\x00" + sound[23:])):

@@ -14,6 +14,7 @@ from itertools import islice
 from typing import IO, Any
 
 from titan_disp.data.shards import DataFile
+from titan_disp.errors import DataError
 
 DRAIN = 1 << 20
 BUFFER = 1 << 16  # a rank may hold two thousand files open
@@ -124,7 +125,9 @@ class Documents:
         """The next document, unparsed; a BadDocument in its place; None at the end.
 
         Raises:
-            DamagedFile: truncated or corrupt from here on, or unreachable for ``retry_seconds``.
+            DamagedFile: truncated or corrupt from here on.
+            DataError: missing, not permitted, a failing disk, or a hub that did not answer for ``retry_seconds``: the file may
+                be sound, so that passing over it would lose data.
         """
         deadline, pause = time.monotonic() + self.retry_seconds, 1.0
         while True:
@@ -138,8 +141,13 @@ class Documents:
                 raise DamagedFile(f"{type(error).__name__}: {error}") from error
             except Exception as error:  # pyarrow, httpx and fsspec raise their own
                 self.close()
-                if not self.file.url.startswith("hf://") or time.monotonic() + pause > deadline:
+                remote = self.file.url.startswith("hf://")
+                # Decoders raise OSError too, but only the operating system gives it a number.
+                if not remote and not (isinstance(error, OSError) and error.errno is not None):
                     raise DamagedFile(f"{type(error).__name__}: {error}") from error
+                if not remote or time.monotonic() + pause > deadline:
+                    tried = f" for {self.retry_seconds:g} s (stream.retry_seconds)" if remote else ""
+                    raise DataError(f"cannot read {self.file.url}{tried}: {type(error).__name__}: {error}") from error
                 time.sleep(pause)
                 pause = min(2 * pause, 15.0)
 
