@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from titan_disp.config import load_config
 from titan_disp.data.digest import digest
-from titan_disp.data.documents import Documents
+from titan_disp.data.documents import BadDocument, Documents, text_of
 from titan_disp.data.loader import StreamLoader, differences
 from titan_disp.data.plan import Plan
 from titan_disp.data.shards import DataFile, list_files
@@ -305,6 +305,11 @@ class TestBadData:
         Path(files[1].url).unlink()
         with pytest.raises(ConfigError, match=r"cannot read .*c4-train.0000\d-of-00002.json.gz: FileNotFoundError"):
             batches(streams_of(files, 2, 1, on_bad_data=on_bad_data), 50)
+
+    def test_half_a_surrogate_pair_is_a_bad_document(self):
+        with pytest.raises(BadDocument, match="invalid Unicode: surrogates not allowed at character 2"):
+            text_of(b'{"text": "ab\\ud800"}')
+        assert text_of(b'{"text": "\\ud83d\\ude00"}') == "\U0001f600"
 
     def test_truncated_zstd(self, tmp_path):
         import pyarrow

@@ -89,6 +89,10 @@ def text_of(raw: bytes | str) -> str:
         text = raw
     if not text.strip():
         raise BadDocument("empty text")
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:  # JSON may escape half of a surrogate pair, which no tokenizer takes
+        raise BadDocument(f"invalid Unicode: {error.reason} at character {error.start}") from error
     return text
 
 
