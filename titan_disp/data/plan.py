@@ -44,6 +44,11 @@ class Run:
     tail: Segment | None
 
     @property
+    def segments(self) -> tuple[Segment, ...]:
+        """Head, body and tail, as far as there are."""
+        return tuple(s for s in (self.head, *self.body, self.tail) if s is not None)
+
+    @property
     def weights(self) -> tuple[int, int, int]:
         """Classes of head, body and tail: their shares in the interleaving."""
         return (
@@ -86,5 +91,4 @@ class Plan:
 
     def files_of(self, slots: range, epoch: int) -> set[int]:
         """The files that a rank with these slots reads in an epoch."""
-        runs = [self.run(slot, epoch) for slot in slots]
-        return {segment.file for run in runs for segment in (run.head, *run.body, run.tail) if segment is not None}
+        return {segment.file for slot in slots for segment in self.run(slot, epoch).segments}

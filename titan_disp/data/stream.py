@@ -333,7 +333,7 @@ class Slot:
     def _next_epoch(self) -> None:
         p = self.position
         if p[Field.GOOD] == 0:
-            names = {self.streams.files[s.file].name for s in (self.run().head, *self.run().body, self.run().tail) if s}
+            names = {self.streams.files[segment.file].name for segment in self.run().segments}
             raise DataError(
                 f"slot {self.index} of {self.streams.plan.slots} found no usable document in a whole epoch "
                 f"({', '.join(sorted(names)[:4])}): use fewer slots (stream.slots, or training.global_batch_size) or more data"
