@@ -1,14 +1,16 @@
 """Tokens per second and rank of the data stream, beside TorchTitan's stock loader on the same files, in one run.
 
-    python benchmarks/data.py            # a table
-    python benchmarks/data.py --json     # an object with "rows" and nothing else
+    python benchmarks/data.py            # tables
+    python benchmarks/data.py --json     # an object with "rows", "bounds", "deep_resume" and nothing else
 
 One rank is driven in one process: rank 0 of 64 and of 40, on 64 files. Every rank of a real job does the same at the same
-time, so this is what one rank gets from its own core(s), with files in the page cache.
+time, so this is what one rank gets from its own cores, with files in the page cache. Texts have C4's mean length (2.2 kB) and
+spread. Rows "reading" have a tokenizer that costs nothing: what is left is the loaders' own work.
 """
 
 import gzip
 import json
+import math
 import os
 import subprocess
 import sys
@@ -16,14 +18,18 @@ import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import tyro
+from torchtitan.components.tokenizer import BaseTokenizer
 
 import titan_disp  # noqa: F401 — device type
 from titan_disp.config import load_config
+from titan_disp.data.cursor import Field
 from titan_disp.data.documents import Documents
-from titan_disp.data.loader import StreamLoader, stream_options
-from titan_disp.data.sample import CARD, documents
+from titan_disp.data.loader import StreamLoader, default_threads, open_stream
+from titan_disp.data.sample import CARD, documents, write_sample
 from titan_disp.data.shards import list_files
 from titan_disp.data.tokenizer import load_tokenizer
 
@@ -35,28 +41,36 @@ class Options:
     files: int = 64
     """Files of the corpus."""
     documents: int = 1500
-    """Documents per file."""
+    """Documents per file: about 3.3 MB of text."""
     seq_len: int = 2048
-    seconds: float = 8.0
+    seconds: float = 6.0
     """Measured time of each row, after the first batch."""
-    slots: int = 2048
-    """Slots of the row that measures memory and open files on one rank."""
+    many_files: int = 1024
+    """Files (names for the same 64) of the rows with many slots."""
+    seed: int = 0
+    """Of the texts."""
     json: bool = False
     """Print one JSON object and nothing else."""
 
 
 def write_corpus(folder: Path, options: Options) -> None:
-    """C4's layout, texts of the sample corpus in rotation with a number in front, and a Hugging Face tokenizer beside it."""
+    """C4's layout and lengths of documents, of the sample corpus' text, and a Hugging Face tokenizer beside it."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     texts = [d["text"] for d in documents()]
+    words = " ".join(texts).split(" ")
+    rng = np.random.default_rng(options.seed)
+    # Lognormal with a mean of 2.2 kB, most below 1.2 kB: about 370 words of 6 characters.
+    lengths = rng.lognormal(math.log(370) - 0.6, 1.1, (options.files, options.documents)).astype(int) + 10
+    starts = rng.integers(0, len(words), lengths.shape)
     (folder / "en").mkdir()
     for f in range(options.files):
         name = f"c4-train.{f:05d}-of-{options.files:05d}.json.gz"
-        with gzip.open(folder / "en" / name, "wt", compresslevel=1) as file:
-            for i in range(options.documents):
-                text = f"{f} {i} {texts[(f * 37 + i) % len(texts)]}"
-                file.write(json.dumps({"text": text, "timestamp": "", "url": ""}) + "\n")
+        with gzip.open(folder / "en" / name, "wt", compresslevel=6) as file:
+            for i, (start, length) in enumerate(zip(starts[f], lengths[f], strict=True)):
+                text = " ".join((words[start : start + length] * (1 + length // len(words)))[:length])
+                url = f"https://www.example.org/{f}/{i}"
+                file.write(json.dumps({"text": text, "timestamp": "2019-04-25T12:57:54Z", "url": url}) + "\n")
     (folder / "README.md").write_text(CARD.replace("  - split: validation\n    path: en/c4-validation.*.json.gz\n", ""))
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -73,69 +87,181 @@ def write_corpus(folder: Path, options: Options) -> None:
     (folder / "hf" / "tokenizer_config.json").write_text('{"eos_token": "<|endoftext|>"}')
 
 
-def job_config(folder: Path, tokenizer: str, options: Options, prefetch: int):
+class Free(BaseTokenizer):
+    """A token every four characters, at no cost."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bos_id, self.eos_id, self._ids = None, 0, [1] * (1 << 20)
+
+    def encode(self, text: str, **_: bool) -> list[int]:  # type: ignore[override]
+        return self._ids[: 1 + len(text) // 4]
+
+    def decode(self, token_ids: list[int]) -> str:  # type: ignore[override]
+        raise NotImplementedError
+
+    def get_vocab_size(self) -> int:
+        return 2
+
+
+def job_config(folder: Path, tokenizer: str, seq_len: int, prefetch: int):
     return load_config(
         [
             *("--training.dataset", "c4", "--training.dataset_path", str(folder), "--training.local_batch_size", "1"),
-            *("--training.seq_len", str(options.seq_len), "--model.hf_assets_path", tokenizer),
+            *("--training.seq_len", str(seq_len), "--model.hf_assets_path", tokenizer),
             *("--stream.prefetch", str(prefetch), "--model.name", "qwen3_disp", "--model.flavor", "nano"),
         ]
     )
 
 
-def ours(job, ranks: int, slots: int) -> StreamLoader:
-    return StreamLoader(
-        list_files("c4", job.training.dataset_path),
-        load_tokenizer(job.model.hf_assets_path),
-        job.model.hf_assets_path,
-        stream_options(job),
-        slots=slots,
-        local_batch_size=1,
-        dp_rank=0,
-        dp_world_size=ranks,
-        prefetch=job.stream.prefetch,
-    )
+def tokenizer_of(job, free: bool) -> BaseTokenizer:
+    return Free() if free else load_tokenizer(job.model.hf_assets_path)
 
 
-def stock(job, ranks: int):
+def ours(job, ranks: int, slots: int, free: bool = False) -> StreamLoader:
+    job.stream.slots = slots
+    return open_stream(job, list_files("c4", job.training.dataset_path), tokenizer_of(job, free), ranks, 0)
+
+
+def stock(job, ranks: int, free: bool):
     from torchtitan.hf_datasets.text_datasets import build_text_dataloader
 
-    return build_text_dataloader(ranks, 0, load_tokenizer(job.model.hf_assets_path), job)
+    return build_text_dataloader(ranks, 0, tokenizer_of(job, free), job)
 
 
-def tokens_per_second(loader, options: Options) -> tuple[float, float]:
-    """(tokens/s after the first batch, seconds to the first batch)."""
+def read_by_this_process() -> int:
+    """Bytes that this process has read by system calls."""
+    return int(Path("/proc/self/io").read_text().split()[1])
+
+
+def measure(loader, options: Options) -> dict[str, float | None]:
+    """Tokens/s after the first batch, seconds to the first batch, stored bytes read per token (without a worker process)."""
     start = time.perf_counter()
     batches = iter(loader)
     next(batches)
     first = time.perf_counter() - start
-    start, count = time.perf_counter(), 0
+    start, count, read = time.perf_counter(), 0, read_by_this_process()
     while time.perf_counter() - start < options.seconds:
         count += next(batches)[1].numel()
-    return count / (time.perf_counter() - start), first
+    seconds = time.perf_counter() - start
+    read = read_by_this_process() - read
+    if isinstance(loader, StreamLoader):
+        loader.close()
+    worker = isinstance(loader, StreamLoader) and loader.prefetch > 0
+    return {
+        "tokens_per_second": count / seconds,
+        "seconds_to_first_batch": first,
+        "bytes_read_per_token": None if worker else read / count,
+    }
 
 
-def resident() -> int:
-    """Bytes of memory that this process holds now."""
-    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+def speed(folder: Path, tokenizers: dict[str, str], options: Options) -> list[dict[str, Any]]:
+    rows = []
+    for kind, path in tokenizers.items():
+        free = kind == "reading"
+        for ranks in (64, 40):
+            cases = {
+                "titan-disp": lambda p=path, r=ranks, f=free: ours(
+                    job_config(folder, p, options.seq_len, 4), r, 2 * r, f
+                ),
+                "titan-disp, prefetch = 0": lambda p=path, r=ranks, f=free: ours(
+                    job_config(folder, p, options.seq_len, 0), r, 2 * r, f
+                ),
+                "TorchTitan": lambda p=path, r=ranks, f=free: stock(job_config(folder, p, options.seq_len, 0), r, f),
+            }
+            group = []
+            for loader_name, make in cases.items():
+                row = {"loader": loader_name, "tokenizer": kind, "files": options.files, "ranks": ranks}
+                group.append({**row, **measure(make(), options)})
+            rows += [{**r, "ratio": r["tokens_per_second"] / group[-1]["tokens_per_second"]} for r in group]
+    return rows
 
 
-def many_slots(folder: Path, options: Options) -> None:
-    """In a process of its own: all slots on one rank; prints memory held, open files and seconds to a batch of each slot."""
-    loader = ours(job_config(folder, str(folder / "hf"), options, 0), ranks=1, slots=options.slots)
+def resident(kind: str = "VmRSS") -> int:
+    """Bytes of memory that this process holds now (VmRSS), or has held at most (VmHWM)."""
+    line = next(x for x in Path("/proc/self/status").read_text().splitlines() if x.startswith(kind))
+    return int(line.split()[1]) * 1024
+
+
+def bounds(job, slots: int, rounds: int, skip: int) -> dict[str, Any]:
+    """All slots on one rank, in this process: memory, open files, time to a sequence of every slot.
+
+    Args:
+        rounds: sequences of each slot. skip: documents of every slot to begin after, as at a resume.
+    """
+    loader = ours(job, 1, slots)
+    loader.positions[:, [Field.BODY, Field.BODY_DOCUMENT]] = skip
+    if loader.plan.classes > 1:  # slots share files: their part is a head, or a tail
+        loader.positions[:, [Field.BODY, Field.BODY_DOCUMENT]] = 0
+        loader.positions[:, [Field.HEAD, Field.TAIL]] = skip
     before = resident()
     start, batches = time.perf_counter(), iter(loader)
-    for _ in range(options.slots):
+    next(batches)
+    first = time.perf_counter() - start
+    for _ in range(slots * rounds - 1):
         next(batches)
     seconds = time.perf_counter() - start
-    used = resident() - before
-    print(json.dumps({"seconds": seconds, "resident_bytes": used, "open_files": len(os.listdir("/proc/self/fd"))}))
+    fds = len(os.listdir("/proc/self/fd"))
+    loader.close()
+    return {
+        "slots": slots,
+        "files": len(loader.files),
+        "resumed_at_document": skip * loader.plan.classes,
+        "seconds_to_first_batch": first,
+        "seconds": seconds,
+        "sequences": slots * rounds,
+        "peak_bytes": resident("VmHWM") - before,
+        "open_files": fds,
+    }
+
+
+def write_many(folder: Path, options: Options) -> None:
+    """The corpus again under more names."""
+    (folder / "many").mkdir()
+    files = sorted((folder / "en").glob("*.gz"))
+    for i in range(options.many_files):
+        os.link(files[i % len(files)], folder / "many" / f"c4-train.{i:05d}-of-{options.many_files:05d}.json.gz")
+
+
+def write_large(folder: Path) -> None:
+    """One file with 40 documents of 2 kB, one of 50 MB, and 40 more, sixteen times."""
+    text = " ".join(d["text"] for d in documents())
+    (folder / "large").mkdir()
+    for i in range(16):
+        with gzip.open(folder / "large" / f"{i:02d}.json.gz", "wt", compresslevel=1) as file:
+            for k in range(80):
+                size = (50 << 20) if i == 3 and k == 40 else 2000
+                file.write(json.dumps({"text": (text * (1 + size // len(text)))[:size]}) + "\n")
+
+
+def in_a_fresh_process(case: str, folder: Path, options: Options) -> dict[str, Any]:
+    """Peak memory is a process's high-water mark, so every case has a process of its own."""
+    argv = [sys.executable, __file__, "--many-files", str(options.many_files), "--documents", str(options.documents)]
+    done = subprocess.run(argv, env={**os.environ, "CASE": case, "FOLDER": str(folder)}, capture_output=True, text=True)
+    if done.returncode:
+        raise SystemExit(done.stderr)
+    return {"case": case, **json.loads(done.stdout.splitlines()[-1])}
+
+
+def one_case(case: str, folder: Path, options: Options) -> dict[str, Any]:
+    slots, source, rounds, skip, max_mb, seq_len = {
+        "2,048 slots": (2048, "many", 1, 0, 16.0, 2048),
+        "2,048 slots, resumed": (2048, "many", 1, options.documents // 4, 16.0, 2048),
+        "16 slots": (16, "large", 8, 0, 16.0, 2048),
+        "16 slots, a document of 50 MB": (16, "large", 24, 0, 64.0, 2048),
+    }[case]
+    job = job_config(folder / source, str(folder / "sample" / "tokenizer"), seq_len, 0)
+    job.stream.max_document_mb = max_mb
+    return bounds(job, slots, rounds, skip)
+
+
+CASES = ("2,048 slots", "2,048 slots, resumed", "16 slots", "16 slots, a document of 50 MB")
 
 
 def deep_resume(folder: Path) -> dict[str, float]:
     """Seconds to the last document of one large gzip file, those before it being passed over unparsed."""
     texts = [d["text"] for d in documents()]
-    path = folder / "large" / "train.json.gz"
+    path = folder / "deep" / "train.json.gz"
     path.parent.mkdir()
     count, size = 0, 0
     with gzip.open(path, "wb", compresslevel=6) as file:
@@ -151,58 +277,47 @@ def deep_resume(folder: Path) -> dict[str, float]:
 
 
 def main(options: Options) -> None:
-    rows = []
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         write_corpus(folder, options)
-        from titan_disp.data.sample import write_sample
-
+        write_many(folder, options)
+        write_large(folder)
         write_sample(folder / "sample")
-        tokenizers = {"SentencePiece": str(folder / "sample" / "tokenizer"), "Hugging Face": str(folder / "hf")}
-        for kind, path in tokenizers.items():
-            for ranks in (64, 40):
-                cases = {
-                    "titan-disp, prefetch": lambda p=path, r=ranks: ours(job_config(folder, p, options, 4), r, 2 * r),
-                    "titan-disp": lambda p=path, r=ranks: ours(job_config(folder, p, options, 0), r, 2 * r),
-                    "TorchTitan": lambda p=path, r=ranks: stock(job_config(folder, p, options, 0), r),
-                }
-                for loader_name, make in cases.items():
-                    speed, first = tokens_per_second(make(), options)
-                    row = {"loader": loader_name, "tokenizer": kind, "files": options.files, "ranks": ranks}
-                    rows.append({**row, "tokens_per_second": speed, "seconds_to_first_batch": first})
-        argv = [sys.executable, __file__, "--slots", str(options.slots), "--seq-len", "64"]
-        done = subprocess.run(argv, env={**os.environ, "MANY_SLOTS": name}, capture_output=True, text=True, check=True)
-        deep = deep_resume(folder)
-        slots_row = {
-            "slots": options.slots,
-            "ranks": 1,
-            "files": options.files,
-            **json.loads(done.stdout.splitlines()[-1]),
+        tokenizers = {
+            "SentencePiece": str(folder / "sample" / "tokenizer"),
+            "Hugging Face": str(folder / "hf"),
+            "reading": str(folder / "hf"),
         }
+        rows = speed(folder, tokenizers, options)
+        cases = [in_a_fresh_process(case, folder, options) for case in CASES]
+        deep = deep_resume(folder)
     if options.json:
-        print(json.dumps({"rows": rows, "many_slots": slots_row, "deep_resume": deep}))
+        print(json.dumps({"rows": rows, "bounds": cases, "deep_resume": deep, "threads": default_threads()}))
         return
-    print(f"{'loader':22}{'tokenizer':16}{'ranks':>6}{'tokens/s':>12}{'vs TorchTitan':>15}{'first batch':>13}")
-    base = {(r["tokenizer"], r["ranks"]): r["tokens_per_second"] for r in rows if r["loader"] == "TorchTitan"}
+    print(f"{default_threads()} threads tokenize; {options.files} files")
+    print(f"{'loader':26}{'tokenizer':16}{'ranks':>6}{'tokens/s':>12}{'vs TorchTitan':>15}{'read per token':>16}")
     for r in rows:
-        ratio = r["tokens_per_second"] / base[r["tokenizer"], r["ranks"]]
+        read = "" if r["bytes_read_per_token"] is None else f"{r['bytes_read_per_token']:.1f} B"
         print(
-            f"{r['loader']:22}{r['tokenizer']:16}{r['ranks']:6}{r['tokens_per_second']:12,.0f}{ratio:14.1f}×"
-            f"{r['seconds_to_first_batch']:11.2f} s"
+            f"{r['loader']:26}{r['tokenizer']:16}{r['ranks']:6}{r['tokens_per_second']:12,.0f}{r['ratio']:14.1f}×{read:>16}"
         )
     print(
-        f"{slots_row['slots']} slots on one rank, {options.files} files: {slots_row['resident_bytes'] / 2**20:.0f} MiB, "
-        f"{slots_row['open_files']} open files, {slots_row['seconds']:.1f} s to one sequence of each slot"
+        f"\n{'on one rank':32}{'files':>7}{'peak memory':>13}{'open files':>12}{'first batch':>13}{'sequences/s':>13}"
     )
+    for c in cases:
+        print(
+            f"{c['case']:32}{c['files']:7}{c['peak_bytes'] / 2**20:9.0f} MiB{c['open_files']:12}"
+            f"{c['seconds_to_first_batch']:11.2f} s{c['sequences'] / c['seconds']:13.0f}"
+        )
     print(
-        f"resume at document {deep['documents']:,} of a gzip file of {deep['bytes'] / 1e6:.0f} MB of text: "
+        f"\nresume at document {deep['documents']:,} of a gzip file of {deep['bytes'] / 1e6:.0f} MB of text: "
         f"{deep['seconds']:.1f} s, {deep['megabytes_per_second']:.0f} MB/s"
     )
 
 
 if __name__ == "__main__":
     chosen = tyro.cli(Options, description=__doc__)
-    if "MANY_SLOTS" in os.environ:
-        many_slots(Path(os.environ["MANY_SLOTS"]), chosen)
+    if "CASE" in os.environ:
+        print(json.dumps(one_case(os.environ["CASE"], Path(os.environ["FOLDER"]), chosen)))
     else:
         main(chosen)

@@ -5,6 +5,8 @@ import json
 import math
 import subprocess
 import sys
+import threading
+import time
 from collections import Counter
 from pathlib import Path
 
@@ -15,12 +17,13 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from titan_disp.config import load_config
+from titan_disp.data.cursor import Field
 from titan_disp.data.digest import digest
 from titan_disp.data.documents import BadDocument, Documents, text_of
 from titan_disp.data.loader import StreamLoader, differences
 from titan_disp.data.plan import Plan
 from titan_disp.data.shards import DataFile, list_files
-from titan_disp.data.stream import Field, RankStreams, StreamOptions
+from titan_disp.data.stream import RankStreams, StreamOptions
 from titan_disp.errors import ConfigError
 
 EOS = 0
@@ -193,7 +196,7 @@ def test_a_slot_far_behind_rereads_rather_than_fill_memory(tmp_path):
     got, _ = batches([rank], 60)
     assert np.array_equal(got, expected)
     largest = max(len(line) for f in files for line in gzip.decompress(Path(f.url).read_bytes()).splitlines())
-    for passes in rank.passes.values():
+    for passes in rank.passes._open.values():
         for one in passes:
             assert one.queued <= 2000 + 9 * largest
 
@@ -203,6 +206,41 @@ def test_sequences_are_documents_joined_by_eos(tmp_path):
     tokens, _ = batches(streams_of(files, 1, 1, seq_len=9), 8)
     expected = [t for i in range(1, 31) for t in encode(" ".join([str(i)] * (1 + i % 5)))]
     assert tokens.reshape(-1).tolist() == expected[: tokens.size]
+
+
+def test_threads_and_read_ahead_decide_nothing(tmp_path, monkeypatch):
+    """Nor do files whose place is found in parallel after a resume, here all of them, with its progress in the log."""
+    files = write_files(tmp_path, [60] * 7, words=lambda i: 1 + i % 23)
+    expected, _ = batches(streams_of(files, 6, 1), 90)
+    first, positions = batches(streams_of(files, 6, 2, tokenizer_threads=3), 41)
+    assert np.array_equal(first, expected[:41])
+    monkeypatch.setattr("titan_disp.data.stream.AHEAD_SEQUENCES", 100)
+    second, _ = batches(streams_of(files, 6, 3, positions=positions, tokenizer_threads=3), 49)
+    assert np.array_equal(second, expected[41:])
+
+
+def test_seeks_run_together_and_say_how_far_they_are(tmp_path, monkeypatch, caplog):
+    files = write_files(tmp_path, [60] * 4)
+    _, positions = batches(streams_of(files, 4, 1), 9)
+    running, most, lock = 0, 0, threading.Lock()
+    seek = Documents.seek
+
+    def slow(self):
+        nonlocal running, most
+        with lock:
+            running += 1
+            most = max(most, running)
+        time.sleep(0.3)
+        seek(self)
+        with lock:
+            running -= 1
+
+    monkeypatch.setattr(Documents, "seek", slow)
+    monkeypatch.setattr("titan_disp.data.passes.PROGRESS_SECONDS", 0.05)
+    with caplog.at_level("INFO"):
+        streams_of(files, 4, 1, positions=positions, tokenizer_threads=4)
+    assert most == 4
+    assert "finding the place in 4 files: 0 done" in caplog.text
 
 
 @pytest.mark.parametrize("suffix", ["json", "jsonl", "json.gz", "json.zst", "parquet"])

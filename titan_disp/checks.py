@@ -5,6 +5,7 @@ import math
 from torchtitan.config import JobConfig
 
 from titan_disp import cpu
+from titan_disp.batch import data_parallel_degree, global_batch_size, slot_count
 from titan_disp.data.shards import check_data
 from titan_disp.data.tokenizer import check_vocabulary, load_tokenizer
 from titan_disp.data.validation import validation_sequences
@@ -132,10 +133,10 @@ def check_mesh(job_config: JobConfig, world_size: int) -> None:
 
 def check_batch(job_config: JobConfig, world_size: int) -> None:
     """The global batch divides into equal microbatches over the data-parallel ranks."""
-    t, p = job_config.training, job_config.parallelism
+    t = job_config.training
     if t.local_batch_size < 1:
         raise ConfigError(f"training.local_batch_size is {t.local_batch_size}, expected at least 1")
-    dp = world_size // (p.context_parallel_degree * p.tensor_parallel_degree)
+    dp = data_parallel_degree(job_config, world_size)
     if t.global_batch_size != -1 and (t.global_batch_size < 1 or t.global_batch_size % (t.local_batch_size * dp)):
         raise ConfigError(
             f"training.global_batch_size {t.global_batch_size} is not a positive multiple of local_batch_size "
@@ -145,10 +146,9 @@ def check_batch(job_config: JobConfig, world_size: int) -> None:
 
 def check_stream(job_config: JobConfig, world_size: int) -> None:
     """[stream], and the numbers of validation sequences."""
-    stream, t, p = job_config.stream, job_config.training, job_config.parallelism  # type: ignore[attr-defined]
-    dp = world_size // (p.context_parallel_degree * p.tensor_parallel_degree)
-    batch = t.global_batch_size if t.global_batch_size > 0 else t.local_batch_size * dp
-    slots = stream.slots or batch
+    stream = job_config.stream  # type: ignore[attr-defined]
+    dp = data_parallel_degree(job_config, world_size)
+    batch, slots = global_batch_size(job_config, dp), slot_count(job_config, dp)
     if slots < 1 or batch % slots or slots % dp:
         raise ConfigError(
             f"stream.slots is {slots}; expected a divisor of the global batch {batch} that is a multiple of the {dp} "
@@ -156,6 +156,8 @@ def check_stream(job_config: JobConfig, world_size: int) -> None:
         )
     if stream.prefetch < 0:
         raise ConfigError(f"stream.prefetch is {stream.prefetch}, expected 0 or more microbatches")
+    if stream.tokenizer_threads < 0:
+        raise ConfigError(f"stream.tokenizer_threads is {stream.tokenizer_threads}, expected 0 or more")
     if not 0 <= stream.max_skipped_fraction <= 1:
         raise ConfigError(f"stream.max_skipped_fraction is {stream.max_skipped_fraction}, expected a number in [0, 1]")
     if not stream.max_document_mb > 0:

@@ -42,6 +42,9 @@ class Stream:
     prefetch: int = 4
     """Microbatches that a worker process prepares ahead; 0: in the training process, when they are needed."""
 
+    tokenizer_threads: int = 0
+    """Threads that tokenize ahead, per rank; 0: the cores of the node divided among its ranks, at most 4."""
+
     on_bad_data: Literal["skip", "fail"] = "skip"
     """
     Documents that are malformed, empty or too long, and the rest of damaged files: pass over them, named in the log and

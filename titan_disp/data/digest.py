@@ -8,9 +8,10 @@ from typing import Any
 import torch
 from torchtitan.config import JobConfig
 
-from titan_disp.data.loader import StreamLoader, slot_count, stream_options
+from titan_disp.batch import global_batch_size, slot_count
+from titan_disp.data.cursor import Field
+from titan_disp.data.loader import LARGEST, StreamLoader, open_stream
 from titan_disp.data.shards import list_files
-from titan_disp.data.stream import Field
 from titan_disp.data.tokenizer import load_tokenizer
 from titan_disp.errors import ConfigError
 
@@ -67,27 +68,14 @@ def digest(job_config: JobConfig, steps: int, phases: Sequence[tuple[int, int]])
     state: dict[str, Any] | None = None
     ends = [begin for begin, _ in phases[1:]] + [steps]
     for (begin, ranks), end in zip(phases, ends, strict=True):
-        batch = t.global_batch_size if t.global_batch_size > 0 else t.local_batch_size * ranks
+        batch = global_batch_size(job_config, ranks)
         slots = slot_count(job_config, ranks)
         if batch % (ranks * t.local_batch_size) or batch % slots or slots % ranks:
             raise ConfigError(
                 f"{ranks} ranks: the global batch {batch} must be a multiple of ranks × local_batch_size {t.local_batch_size}, "
                 f"and the slots {slots} must divide it and be a multiple of the ranks"
             )
-        loaders = [
-            StreamLoader(
-                files,
-                tokenizer,
-                job_config.model.hf_assets_path,
-                stream_options(job_config),
-                slots=slots,
-                local_batch_size=t.local_batch_size,
-                dp_rank=rank,
-                dp_world_size=ranks,
-                prefetch=job_config.stream.prefetch,  # type: ignore[attr-defined]
-            )
-            for rank in range(ranks)
-        ]
+        loaders = [open_stream(job_config, files, tokenizer, ranks, rank) for rank in range(ranks)]
         if state is not None:
             for loader in loaders:
                 own = slice(loader.slots.start, loader.slots.stop)
@@ -104,9 +92,7 @@ def digest(job_config: JobConfig, steps: int, phases: Sequence[tuple[int, int]])
         if begin == 0:
             result.read_amplification = epoch_amplification(loaders)
         every = [loader.counters() for loader in loaders]
-        result.counters = {
-            name: (max if name in ("epoch", "seconds_waited") else sum)(c[name] for c in every) for name in every[0]
-        }
+        result.counters = {name: (max if name in LARGEST else sum)(c[name] for c in every) for name in every[0]}
         for loader in loaders:
             loader.close()
     return result

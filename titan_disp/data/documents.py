@@ -13,6 +13,8 @@ from collections.abc import Iterator
 from itertools import islice
 from typing import IO, Any
 
+from isal import igzip, isal_zlib
+
 from titan_disp.data.shards import DataFile
 from titan_disp.errors import DataError
 
@@ -141,7 +143,7 @@ class Documents:
                 record = next(self._records, None)
                 self.position += record is not None
                 return record
-            except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+            except (EOFError, zlib.error, isal_zlib.error, gzip.BadGzipFile) as error:  # type: ignore[misc]  # isal's stub
                 raise DamagedFile(f"{type(error).__name__}: {error}") from error
             except Exception as error:  # pyarrow, httpx and fsspec raise their own
                 self.close()
@@ -155,6 +157,13 @@ class Documents:
                 time.sleep(pause)
                 pause = min(2 * pause, 15.0)
 
+    def seek(self) -> None:
+        """Open the file and pass over what comes before the first document wanted; an error is left for ``read`` to find."""
+        try:
+            self._start()
+        except Exception:
+            self.close()
+
     def _start(self) -> None:
         """Open, and pass over the documents before ``position``."""
         self._raw = _open(self.file.url)
@@ -166,7 +175,7 @@ class Documents:
         stored = io.BufferedReader(self._raw, BUFFER)
         lines: Any
         if self.file.name.endswith(".gz"):
-            lines = gzip.GzipFile(fileobj=stored, mode="rb")
+            lines = igzip.IGzipFile(fileobj=stored, mode="rb")
         elif self.file.name.endswith(".zst"):
             import pyarrow
 

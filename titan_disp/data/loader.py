@@ -30,13 +30,16 @@ from torchtitan.components.dataloader import BaseDataLoader
 from torchtitan.components.tokenizer import BaseTokenizer, HuggingFaceTokenizer
 from torchtitan.config import JobConfig
 
+from titan_disp.batch import slot_count
+from titan_disp.data.cursor import Field
 from titan_disp.data.plan import Plan
 from titan_disp.data.shards import DataFile, list_files, on_rank_0
-from titan_disp.data.stream import Field, RankStreams, StreamOptions
+from titan_disp.data.stream import RankStreams, StreamOptions
 from titan_disp.data.tokenizer import find_tokenizer
 from titan_disp.errors import ConfigError
 
 Batch = tuple[dict[str, Tensor], Tensor]
+LARGEST = ("epoch", "seconds_waited")  # counters that are the largest of the ranks', not their sum
 
 
 def encoder(tokenizer: BaseTokenizer) -> Callable[[str], list[int]]:
@@ -45,6 +48,8 @@ def encoder(tokenizer: BaseTokenizer) -> Callable[[str], list[int]]:
         raise ConfigError(
             "the tokenizer has no EOS token, which must separate documents: name one in tokenizer_config.json"
         )
+    # The stream has threads of its own, so many as were asked for; the tokenizer's would be one for every core of the node.
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     if isinstance(tokenizer, HuggingFaceTokenizer):
         # Without offsets, which nobody here needs: a third faster than Tokenizer.encode.
         fast = tokenizer.tokenizer.encode_batch_fast
@@ -119,7 +124,7 @@ class _Sequences(IterableDataset):
                     positions.append(slot.position.copy())
                     turn = (turn + 1) % len(slots)
                 # Small arrays travel through the worker's pipe faster than tensors, which would go through shared memory.
-                yield np.stack(tokens).astype(np.int32), np.stack(positions), streams.bytes_read()
+                yield np.stack(tokens), np.stack(positions), streams.bytes_read()
         except ConfigError as error:
             yield error  # raised by the consumer: a worker's traceback would bury the message
         finally:
@@ -216,6 +221,7 @@ class StreamLoader(BaseDataLoader):
         )
         batches = iter(DataLoader(sequences, batch_size=None, collate_fn=_as_it_is, **workers))  # type: ignore[arg-type]
         turn, own = 0, len(self.slots)
+        mine = self.positions.numpy()
         try:
             while True:
                 start = time.perf_counter()
@@ -224,8 +230,8 @@ class StreamLoader(BaseDataLoader):
                 if isinstance(got, ConfigError):
                     raise got
                 array, positions, self.bytes_read = got
-                for row in torch.from_numpy(positions):
-                    self.positions[turn] = row
+                for row in positions:
+                    mine[turn] = row
                     turn = (turn + 1) % own
                 tokens = torch.from_numpy(array).long()
                 if self.pin_memory:
@@ -309,13 +315,6 @@ def read_data_state(checkpoint: str) -> tuple[dict[str, Any], int]:
     return json.loads(state["fingerprint"]), int(state["positions"][:, Field.EPOCH].max())
 
 
-def slot_count(job_config: JobConfig, dp_world_size: int) -> int:
-    """S: stream.slots, or the global batch."""
-    t = job_config.training
-    batch = t.global_batch_size if t.global_batch_size > 0 else t.local_batch_size * dp_world_size
-    return job_config.stream.slots or batch  # type: ignore[attr-defined]
-
-
 def stream_options(job_config: JobConfig, seq_len: int | None = None) -> StreamOptions:
     """[stream] and [training] as the stream needs them."""
     stream = job_config.stream  # type: ignore[attr-defined]
@@ -327,6 +326,36 @@ def stream_options(job_config: JobConfig, seq_len: int | None = None) -> StreamO
         max_document_bytes=int(stream.max_document_mb * 2**20),
         # One rank that tries longer than the others wait would look like a hang.
         retry_seconds=min(stream.retry_seconds, 0.6 * job_config.comm.train_timeout_seconds),
+        tokenizer_threads=stream.tokenizer_threads or default_threads(),
+    )
+
+
+def default_threads() -> int:
+    """Cores that this process may use, divided among the ranks of the node; 4 are plenty for any GPU."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, min(4, cores // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
+
+
+def open_stream(
+    job_config: JobConfig,
+    files: list[DataFile],
+    tokenizer: BaseTokenizer,
+    dp_world_size: int,
+    dp_rank: int,
+    pin_memory: bool = False,
+) -> StreamLoader:
+    """One rank's loader, as a config describes it."""
+    return StreamLoader(
+        files,
+        tokenizer,
+        job_config.model.hf_assets_path,
+        stream_options(job_config),
+        slots=slot_count(job_config, dp_world_size),
+        local_batch_size=job_config.training.local_batch_size,
+        dp_rank=dp_rank,
+        dp_world_size=dp_world_size,
+        prefetch=job_config.stream.prefetch,  # type: ignore[attr-defined]
+        pin_memory=pin_memory,
     )
 
 
@@ -338,15 +367,4 @@ def build_dataloader(dp_world_size: int, dp_rank: int, tokenizer: BaseTokenizer,
     """
     training = job_config.training
     files = on_rank_0(list_files, training.dataset, training.dataset_path)
-    return StreamLoader(
-        files,
-        tokenizer,
-        job_config.model.hf_assets_path,
-        stream_options(job_config),
-        slots=slot_count(job_config, dp_world_size),
-        local_batch_size=training.local_batch_size,
-        dp_rank=dp_rank,
-        dp_world_size=dp_world_size,
-        prefetch=job_config.stream.prefetch,  # type: ignore[attr-defined]
-        pin_memory=training.dataloader.pin_memory,
-    )
+    return open_stream(job_config, files, tokenizer, dp_world_size, dp_rank, training.dataloader.pin_memory)

@@ -15,10 +15,11 @@ from torchtitan.components.validate import BaseValidator, ValidationContext, Val
 from torchtitan.config import JobConfig
 from torchtitan.distributed import ParallelDims
 
+from titan_disp.data.cursor import Field
 from titan_disp.data.loader import encoder, stream_options
 from titan_disp.data.plan import Plan
 from titan_disp.data.shards import DataFile, list_files, on_rank_0
-from titan_disp.data.stream import Field, RankStreams
+from titan_disp.data.stream import RankStreams
 from titan_disp.errors import ConfigError
 
 
@@ -55,7 +56,7 @@ def first_sequences(
         stream_options(job_config, seq_len),
     )
     try:
-        return torch.from_numpy(np.stack([streams.slots[0].sequence() for _ in range(count)]))
+        return torch.from_numpy(np.stack([streams.slots[0].sequence() for _ in range(count)])).long()
     finally:
         streams.close()
 

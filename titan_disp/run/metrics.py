@@ -21,6 +21,8 @@ from torchtitan.distributed import ParallelDims
 from torchtitan.tools.logging import logger
 from torchtitan.tools.utils import device_type
 
+from titan_disp.batch import tokens_per_step
+from titan_disp.data.loader import LARGEST
 from titan_disp.dispersion import LossLedger
 from titan_disp.run.folder import append_json
 
@@ -81,11 +83,8 @@ class DispersionMetrics(MetricsProcessor):
 
     def tokens_seen(self, step: int) -> int:
         """Tokens trained on after ``step`` steps. TorchTitan's own count counts every CP rank."""
-        training, dims = self.job_config.training, self.parallel_dims
-        batch = training.global_batch_size
-        if batch < 0:
-            batch = training.local_batch_size * dims.dp_replicate * dims.dp_shard
-        return step * batch * training.seq_len
+        dims = self.parallel_dims
+        return step * tokens_per_step(self.job_config, dims.dp_replicate * dims.dp_shard)
 
     def data_metrics(self) -> dict[str, float]:
         """The loader's counters over all ranks: sums, but for the latest epoch and the longest wait. A collective call."""
@@ -95,13 +94,12 @@ class DispersionMetrics(MetricsProcessor):
         mesh = self.parallel_dims.get_optional_mesh("batch")
         if mesh is None:
             return counters
-        largest = ("epoch", "seconds_waited")
         values = torch.tensor(list(counters.values()), dtype=torch.float64, device=device_type)
         summed, most = values.clone(), values.clone()
         dist.all_reduce(summed, group=mesh.get_group())
         dist.all_reduce(most, op=dist.ReduceOp.MAX, group=mesh.get_group())
         return {
-            name: (m if name in largest else s)
+            name: (m if name in LARGEST else s)
             for name, s, m in zip(counters, summed.tolist(), most.tolist(), strict=True)
         }
 

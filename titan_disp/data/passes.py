@@ -1,0 +1,182 @@
+"""Files of a rank, each read once an epoch for all of its slots."""
+
+import concurrent.futures as futures
+import time
+from collections import Counter, deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from torchtitan.tools.logging import logger
+
+from titan_disp.data.documents import BadDocument, DamagedFile, Documents
+from titan_disp.data.plan import Segment
+from titan_disp.data.shards import DataFile
+
+PROGRESS_SECONDS = 10.0
+
+
+class Reader(Protocol):
+    """One slot, as a pass sees it."""
+
+    index: int
+
+    def wants(self, file: int, epoch: int) -> tuple[Segment, int] | None:
+        """(segment, index of the first document still wanted) of a shared file in an epoch that is not over for this slot."""
+
+    def upcoming(self) -> list[tuple[Segment, int]]:
+        """(segment, index of the next document) of the files that the slot reads from now."""
+
+
+@dataclass
+class _Queue:
+    """Documents of a shared file that one slot has yet to take."""
+
+    segment: Segment
+    start: int
+    documents: deque = field(default_factory=deque)
+    bytes: int = 0
+    fed: bool = True
+
+
+class _Pass:
+    """One sequential read of a file for all slots of this rank that own documents of it."""
+
+    def __init__(self, epoch: int, documents: Documents, queues: dict[int, _Queue], queue_bytes: int) -> None:
+        self.epoch = epoch
+        self.documents = documents
+        self.queues = queues
+        self.queue_bytes = queue_bytes
+        self.queued = 0  # bytes in all queues
+        self.ended = False
+        self.damage: str | None = None
+        classes = next(iter(queues.values())).segment.classes
+        self.by_class: list[list[int]] = [[] for _ in range(classes)]
+        for slot, queue in queues.items():
+            for c in range(queue.segment.low, queue.segment.high):
+                self.by_class[c].append(slot)
+
+    def advance(self, asking: int) -> None:
+        """Read one document and hand it to the slot that owns it."""
+        index = self.documents.position
+        try:
+            document = self.documents.read()
+        except DamagedFile as error:
+            self.damage = str(error)
+            document = None
+        if document is None:
+            self.ended = True
+            self.documents.close()
+            return
+        for slot in self.by_class[index % len(self.by_class)]:
+            queue = self.queues.get(slot)
+            if queue is not None and queue.fed and index >= queue.start:
+                queue.documents.append((index, document))
+                size = 0 if isinstance(document, BadDocument) else len(document)
+                queue.bytes += size
+                self.queued += size
+        if self.queued > self.queue_bytes:
+            # A slot far behind keeps what it has and will read the rest by itself: memory stays bounded.
+            others = {s: q for s, q in self.queues.items() if s != asking and q.fed}
+            if others:
+                others[max(others, key=lambda s: others[s].bytes)].fed = False
+
+
+class Passes:
+    """The files that a rank has open, and what it has read."""
+
+    def __init__(
+        self, files: Sequence[DataFile], max_document_bytes: int, retry_seconds: float, queue_bytes: int
+    ) -> None:
+        self.files = files
+        self.max_document_bytes, self.retry_seconds, self.queue_bytes = max_document_bytes, retry_seconds, queue_bytes
+        self.readers: dict[int, Reader] = {}
+        self._open: dict[int, list[_Pass]] = {}
+        self._closed_bytes: Counter[tuple[int, int]] = Counter()
+
+    def bytes_read(self) -> Counter[tuple[int, int]]:
+        """Stored bytes read so far, by (epoch, file)."""
+        total = self._closed_bytes.copy()
+        for file, passes in self._open.items():
+            for one in passes:
+                total[one.epoch, file] += one.documents.bytes_read
+        return total
+
+    def fetch(
+        self, slot: int, epoch: int, segment: Segment, index: int
+    ) -> tuple[bytes | str | BadDocument | None, str | None]:
+        """Document ``index`` of a file, unparsed, or (None, damage) at its end. Indices of a slot only grow."""
+        mine = self._pass(slot, epoch, segment.file) or self._begin(slot, epoch, segment, index)
+        queue = mine.queues[slot]
+        while True:
+            while queue.documents:
+                found, document = queue.documents.popleft()
+                size = 0 if isinstance(document, BadDocument) else len(document)
+                queue.bytes -= size
+                mine.queued -= size
+                if found == index:
+                    return document, None
+            if not queue.fed:
+                self._leave(slot, segment.file, mine)
+                return self.fetch(slot, epoch, segment, index)
+            if mine.ended:
+                self._leave(slot, segment.file, mine)
+                return None, mine.damage
+            mine.advance(slot)
+
+    def seek(self, epochs: Iterable[tuple[int, int]], executor: futures.Executor) -> None:
+        """After a resume: pass over what was read before, in all files at once.
+
+        Args:
+            epochs: (slot, its epoch). executor: threads to seek with; decompression releases the GIL.
+        """
+        waiting: set[futures.Future[None]] = set()
+        for slot, epoch in epochs:
+            for segment, index in self.readers[slot].upcoming():
+                if self._pass(slot, epoch, segment.file) is None:
+                    new = self._begin(slot, epoch, segment, index)
+                    if new.documents.position:
+                        waiting.add(executor.submit(new.documents.seek))
+        every, start = len(waiting), time.monotonic()
+        while waiting:
+            _, waiting = futures.wait(waiting, timeout=PROGRESS_SECONDS)
+            if waiting:
+                done, seconds = every - len(waiting), time.monotonic() - start
+                left = f", about {seconds * len(waiting) / done:.0f} s left" if done else ""
+                logger.info(f"data: finding the place in {every} files: {done} done in {seconds:.0f} s{left}")
+
+    def _pass(self, slot: int, epoch: int, file: int) -> _Pass | None:
+        """The pass over a file that feeds this slot in this epoch. (Another slot may be an epoch ahead, in the same file.)"""
+        return next((p for p in self._open.get(file, ()) if p.epoch == epoch and slot in p.queues), None)
+
+    def _begin(self, slot: int, epoch: int, segment: Segment, index: int) -> _Pass:
+        """A new pass over a file, for this slot and for every other slot of the rank that will want it in this epoch."""
+        queues = {slot: _Queue(segment, index)}
+        for other in self.readers.values():
+            if other.index != slot and self._pass(other.index, epoch, segment.file) is None:
+                wanted = other.wants(segment.file, epoch)
+                if wanted is not None:
+                    queues[other.index] = _Queue(*wanted)
+        documents = Documents(
+            self.files[segment.file],
+            self.max_document_bytes,
+            self.retry_seconds,
+            start=min(queue.start for queue in queues.values()),
+        )
+        new = _Pass(epoch, documents, queues, self.queue_bytes)
+        self._open.setdefault(segment.file, []).append(new)
+        return new
+
+    def _leave(self, slot: int, file: int, left: _Pass) -> None:
+        left.queued -= left.queues.pop(slot).bytes
+        if not left.queues:
+            left.documents.close()
+            self._open[file].remove(left)
+            self._closed_bytes[left.epoch, file] += left.documents.bytes_read
+            if not self._open[file]:
+                del self._open[file]
+
+    def close(self) -> None:
+        for passes in self._open.values():
+            for one in passes:
+                one.documents.close()
