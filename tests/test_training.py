@@ -183,7 +183,17 @@ def test_640_fake_ranks(sample, tmp_path):
     arguments = [
         *("--job.config_file", str(ROOT / "train_configs" / "qwen3_0.6b_c4.toml"), "--model.flavor", "nano"),
         *("--model.hf_assets_path", f"{sample}/tokenizer", "--training.dataset_path", str(sample)),
-        *("--comm.mode", "fake_backend", "--training.steps", "1", "--training.seq_len", "128", "--compile.no-enable"),
+        *(
+            "--comm.mode",
+            "fake_backend",
+            "--training.steps",
+            "1",
+            "--budget.tokens",
+            "0",
+            "--training.seq_len",
+            "128",
+            "--compile.no-enable",
+        ),
         *("--checkpoint.no-enable", "--job.dump_folder", str(tmp_path), "--optimizer.implementation", "foreach"),
     ]
     done = subprocess.run(

@@ -6,6 +6,7 @@ from torchtitan.config import JobConfig
 
 from titan_disp import cpu
 from titan_disp.batch import data_parallel_degree, global_batch_size, slot_count
+from titan_disp.budget import resolve_steps
 from titan_disp.data.shards import check_data
 from titan_disp.data.tokenizer import check_vocabulary, load_tokenizer
 from titan_disp.data.validation import validation_sequences
@@ -15,7 +16,7 @@ from titan_disp.qwen3.flavors import block_indices, flavors
 
 
 def check_config(job_config: JobConfig, world_size: int) -> None:
-    """Everything that can be known from the config and the number of ranks.
+    """Everything that can be known from the config and the number of ranks. Sets training.steps from budget.tokens.
 
     Raises:
         ConfigError: the first thing that cannot work.
@@ -26,10 +27,12 @@ def check_config(job_config: JobConfig, world_size: int) -> None:
         )
     if job_config.model.name != "qwen3_disp":
         raise ConfigError(f'model.name is {job_config.model.name!r}, expected "qwen3_disp"')
-    check_model(job_config)
     check_mesh(job_config, world_size)
     check_batch(job_config, world_size)
+    resolve_steps(job_config, world_size)
+    check_model(job_config)
     check_stream(job_config, world_size)
+    check_operations(job_config)
 
 
 def check_inputs(job_config: JobConfig) -> None:
@@ -164,3 +167,20 @@ def check_stream(job_config: JobConfig, world_size: int) -> None:
         raise ConfigError(f"stream.max_document_mb is {stream.max_document_mb}, expected a number > 0")
     if job_config.validation.enable:
         validation_sequences(job_config, dp)
+
+
+def check_operations(job_config: JobConfig) -> None:
+    """[guard], [checkpoint] and what they need of the optimizer."""
+    guard, checkpoint = job_config.guard, job_config.checkpoint  # type: ignore[attr-defined]
+    if guard.max_skipped_steps < 1:
+        raise ConfigError(f"guard.max_skipped_steps is {guard.max_skipped_steps}, expected at least 1")
+    if job_config.optimizer.early_step_in_backward:
+        raise ConfigError(
+            "optimizer.early_step_in_backward applies gradients before all ranks can agree that they are finite: set it to false"
+        )
+    if checkpoint.enable and checkpoint.interval < 1:
+        raise ConfigError(f"checkpoint.interval is {checkpoint.interval}, expected at least 1")
+    if checkpoint.enable and checkpoint.keep_latest_k == 1:
+        raise ConfigError(
+            "checkpoint.keep_latest_k is 1, expected 0 (keep all) or at least 2: a damaged newest one must have one before it"
+        )

@@ -14,3 +14,11 @@ class DataError(ConfigError):
 
 
 EXIT_CODE = 2
+
+
+class NonFiniteError(ConfigError):
+    """Too many steps in a row without a finite loss or gradient."""
+
+
+class CheckpointError(ConfigError):
+    """A checkpoint that cannot be saved, or none that can be loaded."""

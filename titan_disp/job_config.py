@@ -77,6 +77,29 @@ class Stream:
 
 
 @dataclass
+class Training:
+    steps: int = -1
+    """Optimizer steps of the whole run, which the learning-rate schedule follows. −1: from budget.tokens."""
+
+
+@dataclass
+class Budget:
+    tokens: int = 0
+    """Tokens to train on, of which training.steps follows: ceil(tokens / (global batch × seq_len)). 0: training.steps counts."""
+
+    stop_at_tokens: int = 0
+    """End (with a checkpoint) after so many tokens; the schedule stays that of the whole budget. 0: no early end."""
+
+
+@dataclass
+class Guard:
+    max_skipped_steps: int = 10
+    """
+    A step whose loss or gradient norm is not finite changes no weights, on any rank. After so many in a row all ranks stop.
+    """
+
+
+@dataclass
 class Checkpoint:
     last_save_model_only: bool = False
     """
@@ -89,4 +112,7 @@ class Checkpoint:
 class JobConfig:
     dispersion: Dispersion = field(default_factory=Dispersion)
     stream: Stream = field(default_factory=Stream)
+    training: Training = field(default_factory=Training)
+    budget: Budget = field(default_factory=Budget)
+    guard: Guard = field(default_factory=Guard)
     checkpoint: Checkpoint = field(default_factory=Checkpoint)

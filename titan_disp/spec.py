@@ -6,11 +6,13 @@ import torch.distributed as dist
 import torchtitan.protocols.train_spec as titan
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torchtitan.components.ft import FTManager
 from torchtitan.components.loss import IGNORE_INDEX, LossFunction, build_cross_entropy_loss, cross_entropy_loss
 from torchtitan.components.lr_scheduler import build_lr_schedulers
 from torchtitan.components.optimizer import build_optimizers
 from torchtitan.components.tokenizer import BaseTokenizer
 from torchtitan.config import JobConfig
+from torchtitan.config.job_config import Optimizer
 from torchtitan.distributed import ParallelDims
 from torchtitan.models.qwen3.model.state_dict_adapter import Qwen3StateDictAdapter
 from torchtitan.protocols.model import BaseModelArgs
@@ -24,6 +26,7 @@ from titan_disp.dispersion import DispersionObjective, LossLedger
 from titan_disp.qwen3.flavors import flavors
 from titan_disp.qwen3.model import Qwen3DispModel
 from titan_disp.qwen3.parallelize import parallelize
+from titan_disp.run.guard import GuardedOptimizers
 from titan_disp.run.metrics import DispersionMetrics
 
 NAME = "qwen3_disp"
@@ -63,6 +66,7 @@ class _Shared:
     """What parts of one spec hand to each other; TorchTitan's builders do not know of one another."""
 
     ledger: LossLedger = field(default_factory=LossLedger)  # the loss fills it, the metrics empty it
+    max_skipped_steps: int = 10  # the optimizers' builder sees no more than [optimizer]
     loader: StreamLoader | None = None  # the metrics read its counters; its positions are sharded like the batch
 
 
@@ -70,6 +74,7 @@ def train_spec() -> titan.TrainSpec:
     shared = _Shared()
 
     def build_data(dp_world_size: int, dp_rank: int, tokenizer: BaseTokenizer, job_config: JobConfig) -> StreamLoader:
+        shared.max_skipped_steps = job_config.guard.max_skipped_steps  # type: ignore[attr-defined]
         shared.loader = build_dataloader(dp_world_size, dp_rank, tokenizer, job_config)
         return shared.loader
 
@@ -92,6 +97,15 @@ def train_spec() -> titan.TrainSpec:
             ignore_index=IGNORE_INDEX,
         )
 
+    def build_guarded_optimizers(
+        model_parts: list[nn.Module],
+        optimizer_config: Optimizer,
+        parallel_dims: ParallelDims,
+        ft_manager: FTManager | None = None,
+    ) -> GuardedOptimizers:
+        inner = build_optimizers(model_parts, optimizer_config, parallel_dims, ft_manager)
+        return GuardedOptimizers(inner, shared.ledger.non_finite, shared.max_skipped_steps)
+
     def build_metrics(
         job_config: JobConfig,
         parallel_dims: ParallelDims,
@@ -106,7 +120,7 @@ def train_spec() -> titan.TrainSpec:
         model_args=flavors,
         parallelize_fn=parallelize_model,
         pipelining_fn=None,
-        build_optimizers_fn=build_optimizers,
+        build_optimizers_fn=build_guarded_optimizers,
         build_lr_schedulers_fn=build_lr_schedulers,
         build_dataloader_fn=build_data,
         build_tokenizer_fn=build_tokenizer,

@@ -3,22 +3,31 @@
 import os
 import sys
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
+from torch.distributed.elastic.multiprocessing.errors import record
 from torchtitan.config import JobConfig
+from torchtitan.distributed.utils import set_pg_timeouts
 from torchtitan.tools.logging import init_logger, logger
 from torchtitan.train import Trainer
 
+from titan_disp.batch import data_parallel_degree
+from titan_disp.budget import last_step
 from titan_disp.checks import check_config
+from titan_disp.cluster.preemption import StopRequest
 from titan_disp.condensation.measure import mean_cosine
 from titan_disp.config import load_config
 from titan_disp.data.loader import StreamLoader, check_fingerprint, read_data_state
 from titan_disp.data.shards import on_rank_0
 from titan_disp.data.validation import held_out_sequences
-from titan_disp.errors import EXIT_CODE, ConfigError, DataError
+from titan_disp.errors import EXIT_CODE, CheckpointError, ConfigError, DataError
+from titan_disp.run.checkpoint import DispCheckpointManager
 from titan_disp.run.folder import RunFolder
+from titan_disp.run.guard import GuardedOptimizers
 
 
 def world_size_from_environment(job_config: JobConfig) -> int:
@@ -30,7 +39,11 @@ class DispTrainer(Trainer):
     """Overrides hooks of TorchTitan's Trainer; copies nothing of it."""
 
     run_folder: RunFolder | None = None
+    checkpointer: DispCheckpointManager
+    optimizers: GuardedOptimizers
     _start_step = 0
+    _stopping = False
+    _timeouts_set = False
 
     def __init__(self, job_config: JobConfig) -> None:
         """Check the config, open the run folder, build everything.
@@ -42,26 +55,53 @@ class DispTrainer(Trainer):
         check_config(job_config, world_size)
         if int(os.environ.get("RANK", "0")) == 0:
             self.run_folder = RunFolder(job_config, world_size)
-        super().__init__(job_config)
+        self.last_step = last_step(job_config, data_parallel_degree(job_config, world_size))
+        # TorchTitan builds its own checkpoint manager, which is no part of the spec: off, and ours afterwards.
+        with _disabled(job_config.checkpoint):
+            super().__init__(job_config)
+        self.checkpointer = self._build_checkpointer()
+        self.stop_request = StopRequest(self.run_folder.path if self.run_folder is not None else None)
+        self.optimizers.flags["stop"] = self.stop_request
+        self.optimizers.flags["save_failed"] = self.checkpointer.save_has_failed
+
+    def _build_checkpointer(self) -> DispCheckpointManager:
+        adapter = self.train_spec.state_dict_adapter
+        manager = DispCheckpointManager(
+            dataloader=self.dataloader,
+            model_parts=self.model_parts,
+            optimizers=self.optimizers,
+            lr_schedulers=self.lr_schedulers,
+            states={"train_state": self},
+            checkpoint_config=self.job_config.checkpoint,
+            sd_adapter=adapter(self.model_args, self.job_config.model.hf_assets_path) if adapter else None,  # type: ignore[arg-type]
+            base_folder=self.job_config.job.dump_folder,
+        )
+        manager.before_load = self.check_resume
+        manager.healthy = lambda: self.optimizers.in_a_row == 0
+        manager.on_event = self.event
+        return manager
+
+    def event(self, name: str, step: int, **details: Any) -> None:
+        """Into events.jsonl, from rank 0."""
+        if self.run_folder is not None:
+            self.run_folder.event(name, step, **details)
 
     def batch_generator(self, data_iterable: Iterable[Any]) -> Iterator[Any]:
         """Called once, after a checkpoint was loaded: the first moment at which the step is known."""
         self._start_step = self.step
         if self.run_folder is not None:
             details = {"config_changes": self.run_folder.config_changes} if self.step else {}
-            self.run_folder.event("resume" if self.step else "start", self.step, **details)
+            self.event("resume" if self.step else "start", self.step, **details)
         return super().batch_generator(data_iterable)
 
-    def check_resume(self) -> None:
+    def check_resume(self, step: int) -> None:
         """Compare the data of the checkpoint that will be loaded with this run's, before DCP meets tensors of another size.
 
         Raises:
             ConfigError: on every rank; unless stream.on_mismatch = "restart", which begins a new epoch instead.
+            CheckpointError: it cannot be read.
         """
         checkpoint = self.job_config.checkpoint
-        if not checkpoint.enable:
-            return
-        step = checkpoint.load_step if checkpoint.load_step != -1 else self.checkpointer._find_load_step()
         if step < 1 or "dataloader" in checkpoint.exclude_from_loading:
             return
         loader = cast(StreamLoader, self.dataloader)
@@ -74,18 +114,56 @@ class DispTrainer(Trainer):
             logger.warning(f"streams begin epoch {epoch + 1} anew: {error}")
             self.checkpointer.exclude_from_loading = [*checkpoint.exclude_from_loading, "dataloader"]
             loader.restart(epoch + 1)
-            if self.run_folder is not None:
-                self.run_folder.event("streams_restarted", step, epoch=epoch + 1, reason=str(error))
+            self.event("streams_restarted", step, epoch=epoch + 1, reason=str(error))
+
+    def train_step(self, data_iterator: Iterator[Any]) -> None:
+        """TorchTitan's step, and what all ranks agreed on in it (see ``GuardedOptimizers``)."""
+        super().train_step(data_iterator)
+        if not self._timeouts_set:
+            self._set_timeouts()
+        if self.optimizers.bad_terms:
+            self.event("skip", self.step, terms=self.optimizers.bad_terms, in_a_row=self.optimizers.in_a_row)
+        if self.optimizers.agreed["save_failed"]:
+            self.checkpointer.wait()
+            raise CheckpointError(f"step {self.step}: an asynchronous save failed on another rank; its log says why")
+        if self.optimizers.agreed["stop"] or self.step >= self.last_step:
+            self._stopping = True
+            self.checkpointer.force()
+
+    def _set_timeouts(self) -> None:
+        """Shorter time-outs once compilation is over; TorchTitan sets them after step 1 only, so never after a resume."""
+        self._timeouts_set = True
+        if self.step != 1 and self.job_config.comm.mode == "default":
+            seconds = self.job_config.comm.train_timeout_seconds
+            set_pg_timeouts(timeout=timedelta(seconds=seconds), parallel_dims=self.parallel_dims)
+
+    def should_continue_training(self) -> bool:
+        return self.step < self.last_step and not self._stopping
 
     def train(self) -> None:
-        self.check_resume()
         super().train()
+        self.checkpointer.wait()
         steps = self.job_config.training.steps
-        if self._start_step >= steps:
+        if self.step > self._start_step:
+            self._end()
+        elif self.step >= steps:
             logger.info(f"This run was complete already: step {self.step} of {steps}. Nothing was trained")
-        if self.run_folder is not None and self.step > self._start_step:
-            self.run_folder.event("complete" if self.step >= steps else "stop", self.step)
+        else:
+            logger.info(f"budget.stop_at_tokens was reached already: step {self.step} of {steps}. Nothing was trained")
+            self.event("stop", self.step, reason="budget.stop_at_tokens")
         self.report()
+
+    def _end(self) -> None:
+        """Say why training ended, once everything is saved."""
+        if self.step >= self.job_config.training.steps:
+            self.event("complete", self.step)
+        elif self.optimizers.agreed["stop"]:
+            reason = self.stop_request.reason or "another rank was asked to stop"
+            logger.info(f"Stopped after step {self.step}, saved: {reason}")
+            self.event("stop", self.step, reason=reason)
+        else:
+            self.event("stop", self.step, reason="budget.stop_at_tokens")
+        self.stop_request.done()
 
     def report(self) -> None:
         """Where things are, and how condensed the embeddings are at the end. A collective call."""
@@ -124,11 +202,22 @@ class DispTrainer(Trainer):
         return [mean_cosine(z, self.loss_fn.group).mean().item() for z in activations]  # type: ignore[attr-defined]
 
     def close(self) -> None:
+        if getattr(self, "stop_request", None) is not None:
+            self.stop_request.close()
         super().close()
         if getattr(self, "dataloader", None) is not None:
             cast(StreamLoader, self.dataloader).close()
         if self.run_folder is not None:
             self.run_folder.close()
+
+
+@contextmanager
+def _disabled(section: Any) -> Iterator[None]:
+    enable, section.enable = section.enable, False
+    try:
+        yield
+    finally:
+        section.enable = enable
 
 
 def exit_with(error: ConfigError) -> None:
@@ -138,11 +227,11 @@ def exit_with(error: ConfigError) -> None:
     sys.exit(EXIT_CODE)
 
 
-def run(job_config: JobConfig) -> None:
+def run(job_config: JobConfig, trainer_class: type[DispTrainer] = DispTrainer) -> None:
     """Train from a checked config in this process; the process group is destroyed at the end."""
     trainer: DispTrainer | None = None
     try:
-        trainer = DispTrainer(job_config)
+        trainer = trainer_class(job_config)
         if job_config.checkpoint.create_seed_checkpoint:
             trainer.checkpointer.save(curr_step=0, last_step=True)
         else:
@@ -155,10 +244,11 @@ def run(job_config: JobConfig) -> None:
     dist.destroy_process_group()
 
 
-def main(argv: Sequence[str] | None = None) -> None:
+@record  # torchrun names the first rank that failed, and why, by the file that this writes
+def main(argv: Sequence[str] | None = None, trainer_class: type[DispTrainer] = DispTrainer) -> None:
     init_logger()
     try:
-        run(load_config(sys.argv[1:] if argv is None else argv))
+        run(load_config(sys.argv[1:] if argv is None else argv), trainer_class)
     except ConfigError as error:
         exit_with(error)
 

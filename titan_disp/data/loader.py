@@ -36,7 +36,7 @@ from titan_disp.data.plan import Plan
 from titan_disp.data.shards import DataFile, list_files, on_rank_0
 from titan_disp.data.stream import RankStreams, StreamOptions
 from titan_disp.data.tokenizer import find_tokenizer
-from titan_disp.errors import ConfigError
+from titan_disp.errors import CheckpointError, ConfigError
 
 Batch = tuple[dict[str, Tensor], Tensor]
 LARGEST = ("epoch", "seconds_waited")  # counters that are the largest of the ranks', not their sum
@@ -298,7 +298,7 @@ def read_data_state(checkpoint: str) -> tuple[dict[str, Any], int]:
     """The fingerprint in a checkpoint folder, and the last epoch that its streams have begun.
 
     Raises:
-        ConfigError: the checkpoint holds no position of this loader, or cannot be read.
+        ConfigError: the checkpoint holds no position of this loader. CheckpointError: it cannot be read.
     """
     try:
         metadata = FileSystemReader(checkpoint).read_metadata().state_dict_metadata
@@ -311,7 +311,7 @@ def read_data_state(checkpoint: str) -> tuple[dict[str, Any], int]:
         state: dict[str, Any] = {"fingerprint": "", "positions": torch.empty(stored.size, dtype=torch.int64)}
         dcp.load({"dataloader": state}, checkpoint_id=checkpoint, no_dist=True)
     except (OSError, CheckpointException) as error:
-        raise ConfigError(f"cannot read the data position in {checkpoint}: {error}") from error
+        raise CheckpointError(f"cannot read the data position in {checkpoint}: {error}") from error
     return json.loads(state["fingerprint"]), int(state["positions"][:, Field.EPOCH].max())
 
 

@@ -31,6 +31,10 @@ class LossLedger:
         terms = torch.stack([ce.detach().double(), dispersion.detach().double(), tokens.double()])
         self._sums = terms if self._sums is None else self._sums + terms
 
+    def non_finite(self) -> Tensor | None:
+        """[2] bool on the device: whether this rank's cross-entropy and dispersion are not finite; None before any add."""
+        return None if self._sums is None else ~self._sums[:2].isfinite()
+
     def reset(self) -> None:
         self._sums = None
 

@@ -9,6 +9,7 @@ import dataclasses
 import os
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from torchtitan.tools.logging import logger
 from torchtitan.tools.utils import device_type
 
 from titan_disp.batch import tokens_per_step
+from titan_disp.budget import last_step
 from titan_disp.data.loader import LARGEST
 from titan_disp.dispersion import LossLedger
 from titan_disp.run.folder import append_json
@@ -68,6 +70,7 @@ class DispersionMetrics(MetricsProcessor):
         self.job_config = job_config
         self.ledger = ledger
         self._data_counters = data_counters
+        self._first_log: tuple[float, int] | None = None  # (time, tokens)
         rank = dist.get_rank()
         self._jsonl = Path(job_config.job.dump_folder) / "metrics.jsonl" if rank == 0 else None
         if self._jsonl is not None:
@@ -85,6 +88,22 @@ class DispersionMetrics(MetricsProcessor):
         """Tokens trained on after ``step`` steps. TorchTitan's own count counts every CP rank."""
         dims = self.parallel_dims
         return step * tokens_per_step(self.job_config, dims.dp_replicate * dims.dp_shard)
+
+    @property
+    def total_tokens(self) -> int:
+        """Tokens that this job will have seen at its end."""
+        dims = self.parallel_dims
+        return self.tokens_seen(last_step(self.job_config, dims.dp_replicate * dims.dp_shard))
+
+    def time_left(self, tokens: int) -> str:
+        """ ", 3:10:00 left" at the pace since this job's first log, or nothing before there is one."""
+        now = time.monotonic()
+        if self._first_log is None:
+            self._first_log = (now, tokens)
+            return ""
+        since, then = self._first_log
+        pace = (tokens - then) / (now - since)
+        return f", {timedelta(seconds=round((self.total_tokens - tokens) / pace))} left"
 
     def data_metrics(self) -> dict[str, float]:
         """The loader's counters over all ranks: sums, but for the latest epoch and the longest wait. A collective call."""
@@ -132,9 +151,10 @@ class DispersionMetrics(MetricsProcessor):
         tps = self.ntokens_since_last_log / (seconds * self.parallel_dims.non_data_parallel_size)
         super().log(step, global_avg_loss, global_max_loss, grad_norm, extra)
         color = self.color
+        of_budget = f" of {self.total_tokens:,} ({tokens / self.total_tokens:.1%}{self.time_left(tokens)})"
         logger.info(
             f"{color.red}step: {step:2}  {color.green}ce: {terms['ce']:8.5f}  "
-            f"{color.magenta}dispersion: {terms['dispersion']:8.5f}  {color.blue}tokens: {tokens:,}{color.reset}"
+            f"{color.magenta}dispersion: {terms['dispersion']:8.5f}  {color.blue}tokens: {tokens:,}{of_budget}{color.reset}"
         )
         if self._jsonl is not None:
             record = {

@@ -1,0 +1,83 @@
+"""``python -m tests.faulty_train``: the trainer with faults, asked for by the environment variable FAULTS.
+
+FAULTS="nan_loss:3@1,inf_gradient:5@0": at step 3 the cross-entropy of rank 1 is NaN, at step 5 rank 0 has an infinite gradient.
+Others: crash (an exception), hang (SIGSTOP of itself), kill (SIGKILL of itself), nospace (the file system is full from then on),
+slow (every step from then on takes half a second more). "crash:0@0" crashes before anything is built.
+"nan_loss:3-9@0" lasts from step 3 to 9. FAULTS_ONCE names a file: faults happen only until it exists, and create it.
+"""
+
+import math
+import os
+import signal
+import time
+from pathlib import Path
+
+import torch
+from torch.distributed.checkpoint.filesystem import FileSystem
+from torch.distributed.tensor import DTensor
+
+from titan_disp.train import DispTrainer, main
+
+
+def faults():
+    for text in filter(None, os.environ.get("FAULTS", "").split(",")):
+        name, _, where = text.partition(":")
+        steps, _, rank = where.partition("@")
+        first, _, last = steps.partition("-")
+        yield name, range(int(first), int(last or first) + 1), int(rank)
+
+
+def active(name, step):
+    """Whether a fault is due at this step on this rank."""
+    once = os.environ.get("FAULTS_ONCE")
+    for fault, steps, rank in faults():
+        if fault == name and step in steps and rank == int(os.environ.get("RANK", "0")):
+            if once and Path(once).exists():
+                return False
+            if once:
+                Path(once).touch()
+            return True
+    return False
+
+
+class FaultyTrainer(DispTrainer):
+    def __init__(self, job_config):
+        if active("crash", 0):
+            raise RuntimeError("crashed on purpose at the start")
+        super().__init__(job_config)
+        cross_entropy = self.loss_fn.cross_entropy
+
+        def broken(logits, labels):
+            ce = cross_entropy(logits, labels)
+            return ce * math.nan if active("nan_loss", self.step) else ce
+
+        self.loss_fn.cross_entropy = broken
+
+    def forward_backward_step(self, **kwargs):
+        loss = super().forward_backward_step(**kwargs)
+        if active("inf_gradient", self.step):
+            gradient = next(p.grad for p in self.model_parts[0].parameters() if p.grad is not None)
+            local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
+            local.view(-1)[0] = torch.inf
+        return loss
+
+    def train_step(self, data_iterator):
+        if active("crash", self.step):
+            raise RuntimeError(f"crashed on purpose at step {self.step}")
+        if active("hang", self.step):
+            os.kill(os.getpid(), signal.SIGSTOP)
+        if active("kill", self.step):
+            os.kill(os.getpid(), signal.SIGKILL)
+        if active("slow", self.step):
+            time.sleep(0.5)
+        if active("nospace", self.step):
+            FileSystem.create_stream = _no_space
+        super().train_step(data_iterator)
+
+
+def _no_space(self, path, mode):
+    raise OSError(28, "No space left on device", str(path))
+
+
+if __name__ == "__main__":
+    main(trainer_class=FaultyTrainer)

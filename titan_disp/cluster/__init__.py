@@ -1,0 +1,1 @@
+"""The operations around a long run: plan, preflight, preemption."""

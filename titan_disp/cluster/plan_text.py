@@ -1,0 +1,86 @@
+"""A plan for human readers."""
+
+from titan_disp.cluster.hardware import GPUS
+from titan_disp.cluster.plan import MAX_NODES, Plan
+
+_SHOWN = 24  # node counts on the line
+
+
+def _duration(days: float) -> str:
+    if days >= 2:
+        return f"{days:.1f} days"
+    return f"{days * 24:.1f} hours" if days * 24 >= 2 else f"{days * 1440:.0f} minutes"
+
+
+def _size(count: float) -> str:
+    """Bytes; 1 GB = 1e9 bytes."""
+    return f"{count / 1e9:.2f} GB" if count >= 1e7 else f"{count / 1e6:.2f} MB"
+
+
+def _node_counts(plan: Plan) -> str:
+    counts = plan.node_counts
+    regular = all(c.replicate == c.nodes for c in counts)
+    shown = [str(c.nodes) if regular else f"{c.nodes} ({c.replicate})" for c in counts]
+    if len(shown) > _SHOWN:
+        shown[_SHOWN - 1 : -1] = ["…"]
+    degree = "= nodes" if regular else "in brackets"
+    return f"{', '.join(shown)}; data_parallel_replicate_degree {degree} (tried up to {MAX_NODES})"
+
+
+def render(plan: Plan) -> str:
+    """The plan in some 30 lines of text, warnings last."""
+    m, gpu = plan.memory, GPUS[plan.gpu]
+    world = plan.nodes * plan.gpus_per_node
+    share = plan.dispersion_flops_per_step / plan.flops_per_step
+    rows = [
+        ("plan", plan.config),
+        ("machine", f"{plan.nodes} nodes × {plan.gpus_per_node} {plan.gpu} = {world:,} GPUs"),
+        (
+            "mesh",
+            f"replicate {plan.replicate} × shard {plan.shard} × context {plan.context_parallel} × "
+            f"tensor {plan.tensor_parallel}; {plan.data_parallel:,} data-parallel ranks",
+        ),
+        (
+            "batch",
+            f"{plan.global_batch_size:,} sequences of {plan.seq_len:,} tokens = {plan.local_batch_size} × "
+            f"{plan.data_parallel:,} ranks × {plan.accumulation_steps} accumulation steps",
+        ),
+        (
+            "steps",
+            f"{plan.steps:,} of {plan.tokens_per_step:,} tokens = {plan.total_tokens / 1e9:,.3f} billion tokens",
+        ),
+        ("parameters", f"{plan.parameters:,}; {plan.parameters_non_embedding:,} without embedding and output"),
+        (
+            "memory",
+            f"{_size(plan.memory_total)} of {plan.gpu_memory / 1e9:.0f} GB per GPU, estimated (1 GB = 1e9 bytes)",
+        ),
+        ("  weights", _size(m.weights)),
+        ("  gradients", _size(m.gradients)),
+        ("  optimizer", _size(m.optimizer)),
+        ("  unsharded", f"{_size(m.unsharded)} of gathered weights and their gradients"),
+        ("  activations", _size(m.activations)),
+        ("  dispersion", f"{_size(m.dispersion)} of saved gradients"),
+        ("  logits", _size(m.logits)),
+        ("checkpoint", _size(plan.checkpoint_bytes)),
+        (
+            "  over the run",
+            f"{plan.checkpoints} saved, {plan.checkpoints_kept} kept; at most {_size(plan.checkpoint_disk_bytes)} on disk",
+        ),
+        (
+            "FLOPs",
+            f"{plan.flops_per_step:.3e} a step, {plan.total_flops:.3e} in all; dispersion adds "
+            f"{plan.dispersion_flops_per_step:.3e} and {plan.total_dispersion_flops:.3e} ({share:.1%})",
+        ),
+        (
+            "time",
+            f"{_duration(plan.days)} at {plan.mfu:.0%} of the bf16 peak, {gpu.bf16_flops / 1e12:g} TFLOP/s a GPU",
+        ),
+    ]
+    if share:
+        rows += [
+            ("  without", f"{_duration(plan.days_without_dispersion)} with dispersion off"),
+            ("  fp32", f"{_duration(plan.days_fp32_dispersion)} with dispersion's products in fp32 without TF32"),
+        ]
+    rows.append(("node counts", _node_counts(plan)))
+    lines = [f"{name:<15} {text}" for name, text in rows]
+    return "\n".join(lines + [f"warning: {warning}" for warning in plan.warnings])

@@ -1,0 +1,60 @@
+"""Asked to stop: by a signal, or by a file in the run folder.
+
+A SLURM job is told some minutes before its end. The batch script cannot signal the ranks through torchrun (USR1 kills its
+agent), so it writes its id into the file RUN/stop; a user may touch that file, and a rank may be signalled itself. Whichever
+rank knows, the training loop makes all ranks agree, save and end.
+"""
+
+import os
+import signal
+import threading
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from torchtitan.tools.logging import logger
+
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+STOP_FILE = "stop"
+
+
+class StopRequest:
+    """Attributes:
+    reason: why this rank was asked to stop; None while it was not.
+    """
+
+    def __init__(self, run: Path | None) -> None:
+        """Listen to SIGTERM and SIGUSR1. Args: run: the folder whose stop file this rank looks for; None: it does not."""
+        self.file = run / STOP_FILE if run is not None else None
+        self.reason: str | None = None
+        if self.file is not None and self.file.exists() and self.file.read_text().strip() != job_id():
+            logger.info(f"{self.file} is from before this job and was removed")
+            self.file.unlink()
+        self._previous: dict[int, Any] = {}
+        if threading.current_thread() is threading.main_thread():
+            self._previous = {number: signal.signal(number, self._heard) for number in SIGNALS}
+
+    def _heard(self, number: int, frame: FrameType | None) -> None:
+        self.reason = signal.Signals(number).name
+
+    def __call__(self) -> bool:
+        if self.reason is None and self.file is not None and self.file.exists():
+            self.reason = f"the file {self.file}"
+        return self.reason is not None
+
+    def done(self) -> None:
+        """The request was obeyed: take the file away, so that the next start is not stopped by it."""
+        if self.file is not None:
+            self.file.unlink(missing_ok=True)
+
+    def close(self) -> None:
+        """Give the signals back."""
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+        self._previous = {}
+
+
+def job_id() -> str:
+    """This start of this SLURM job, as the batch script writes it into the stop file; empty without SLURM."""
+    job = os.environ.get("SLURM_JOB_ID")
+    return f"{job}.{os.environ.get('SLURM_RESTART_COUNT', '0')}" if job else ""

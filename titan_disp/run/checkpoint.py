@@ -1,0 +1,300 @@
+"""TorchTitan's checkpoint manager, made to survive the night.
+
+- A checkpoint is *complete* when DCP's ``.metadata``, which is written last, is there and all its files have the length that
+  it says. Only complete ones are resumed from and counted by the retention.
+- Resume takes the newest complete one that loads. One that does not is moved aside (nothing is deleted), loudly.
+- A failed load or save is known to all ranks, which stop together.
+"""
+
+import contextlib
+import os
+import pickle
+import re
+import shutil
+from collections import defaultdict
+from collections.abc import Callable
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.metadata import Metadata
+from torchtitan.components.checkpoint import CheckpointManager
+from torchtitan.tools.logging import logger
+from torchtitan.tools.utils import device_type
+
+from titan_disp.data.shards import on_rank_0
+from titan_disp.errors import CheckpointError, ConfigError
+
+
+def problem(folder: str | Path) -> str | None:
+    """What is wrong with a DCP checkpoint, without loading it; None where its files are there in full length."""
+    folder = Path(folder)
+    try:
+        with open(folder / ".metadata", "rb") as file:
+            metadata: Metadata = pickle.load(file)
+    except FileNotFoundError:
+        return "it is incomplete: the save did not end (no .metadata)"
+    except Exception as error:  # a damaged pickle raises anything
+        return f".metadata cannot be read: {type(error).__name__}: {error}"
+    length: dict[str, int] = defaultdict(int)
+    for info in (metadata.storage_data or {}).values():
+        length[info.relative_path] = max(length[info.relative_path], info.offset + info.length)
+    for name, needed in sorted(length.items()):
+        try:
+            found = (folder / name).stat().st_size
+        except OSError as error:
+            return f"{name}: {error.strerror}"
+        if found < needed:
+            return f"{name} has {found:,} bytes, expected {needed:,}"
+    return None
+
+
+def is_model_only(folder: str | Path) -> bool:
+    """Whether a complete checkpoint holds the model without the optimizer."""
+    with open(Path(folder) / ".metadata", "rb") as file:
+        metadata: Metadata = pickle.load(file)
+    return not any(key.startswith("optimizer.") for key in metadata.state_dict_metadata)
+
+
+def checkpoints(folder: str | Path) -> list[int]:
+    """Steps of the complete checkpoints in a folder, ascending. Those in Hugging Face's format are none to resume from."""
+    try:
+        names = os.listdir(folder)
+    except FileNotFoundError:
+        return []
+    steps = [int(m.group(1)) for m in (re.fullmatch(r"step-(\d+)", name) for name in names) if m]
+    return sorted(s for s in steps if os.path.isfile(os.path.join(folder, f"step-{s}", ".metadata")))
+
+
+class DispCheckpointManager(CheckpointManager):
+    """Attributes:
+    before_load: called with the step, before anything of it is loaded; raises ConfigError to refuse it.
+    healthy: whether the model's state is worth keeping now.
+    on_event: (name, step, details) for events.jsonl.
+    """
+
+    folder: str
+    save_future: Any  # a Future of an asynchronous save, or None
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.before_load: Callable[[int], None] = lambda step: None
+        self.healthy: Callable[[], bool] = lambda: True
+        self.on_event: Callable[..., None] = lambda name, step, **details: None
+        self._forced = False
+        self._due = False
+        self._saving: int | None = None  # step of an asynchronous save under way
+
+    # ---- save
+
+    def force(self) -> None:
+        """Save at the next call of ``save``, whatever the interval."""
+        self._forced = True
+
+    def _should_save(self, curr_step: int, last_step: bool = False) -> bool:
+        if not self.enable or self.load_only:
+            return False
+        wanted = self._forced or self._due or super()._should_save(curr_step, last_step)
+        if wanted and not self.healthy():
+            self._due = True
+            logger.warning(
+                f"step {curr_step}: no checkpoint while steps are being skipped; the next good step saves one"
+            )
+            return False
+        return wanted
+
+    def save(self, curr_step: int, last_step: bool = False) -> None:
+        """As TorchTitan's.
+
+        Raises:
+            CheckpointError: on all ranks: this save failed, or the asynchronous one before it.
+        """
+        if not self._should_save(curr_step, last_step):
+            return
+        try:
+            self.wait()
+            self._make_room(curr_step)
+            super().save(curr_step, last_step)
+        except CheckpointError:
+            raise
+        except BaseException as error:  # DCP's CheckpointException is no Exception; it is raised on all ranks
+            raise self._failed(curr_step, error) from error
+        self._forced = self._due = False
+        if self.save_future is not None and not last_step:
+            self._saving = curr_step
+        else:
+            self._saved(curr_step)
+
+    def _make_room(self, step: int) -> None:
+        """An unfinished folder of this step may hold files of another number of ranks."""
+        folder = self._create_checkpoint_id(step)
+        if dist.get_rank() == 0 and os.path.isdir(folder) and not _finished(folder):
+            shutil.rmtree(folder, ignore_errors=True)
+        if dist.get_backend() != "fake":
+            dist.barrier()
+
+    def _failed(self, step: int, error: BaseException) -> CheckpointError:
+        reason = " ".join(str(error).split())[-600:] or type(error).__name__
+        kept = checkpoints(self.folder)
+        self.on_event("save_failed", step, error=reason)
+        return CheckpointError(
+            f"the checkpoint of step {step} could not be saved in {self.folder}: {reason}. "
+            + (f"The last good one is step {kept[-1]}. " if kept else "")
+            + "Make room or mend the file system, then start the run again"
+        )
+
+    def _saved(self, step: int) -> None:
+        self._saving = None
+        self.on_event("checkpoint", step)
+        self._purge_stale_checkpoints()
+
+    def save_has_failed(self) -> bool:
+        """Whether an asynchronous save has ended with an error on this rank; never waits."""
+        future: Future[Any] | None = self.save_future if self.enable else None
+        if future is None or not future.done():
+            return False
+        if future.exception() is not None:
+            return True
+        if self._saving is not None:
+            self._saved(self._saving)
+        return False
+
+    def wait(self) -> None:
+        """Wait for an asynchronous save.
+
+        Raises:
+            CheckpointError: it failed; on all ranks.
+        """
+        if not self.enable or self.save_future is None:
+            return
+        step = self._saving
+        try:
+            self.save_future.result()
+        except BaseException as error:
+            self.save_future = None
+            raise self._failed(step if step is not None else -1, error) from error
+        self.save_future = None
+        if step is not None:
+            self._saved(step)
+
+    def _purge_stale_checkpoints(self) -> None:
+        """Keep the newest ``keep_latest_k`` complete checkpoints; what is unfinished neither counts nor is touched."""
+        if self.keep_latest_k <= 0 or dist.get_rank() != 0 or self.load_only:
+            return
+        for step in checkpoints(self.folder)[: -self.keep_latest_k]:
+            path = self._create_checkpoint_id(step)
+            with contextlib.suppress(FileNotFoundError):  # first: killed half-way, the rest must not look complete
+                os.remove(os.path.join(path, ".metadata"))
+            self.purge_queue.put(path)
+
+    # ---- load
+
+    def _find_load_step(self, folder: str = "") -> int:
+        steps = checkpoints(folder or self.folder)
+        return steps[-1] if steps else -1
+
+    def load(self, step: int = -1) -> bool:
+        """Load ``step``, or the newest checkpoint that loads. A collective call.
+
+        Raises:
+            ConfigError, CheckpointError: on all ranks: refused by ``before_load``, damaged (with an explicit step), newer ones in
+                the way, or none of the checkpoints loads.
+        """
+        if not self.enable:
+            return False
+        steps = on_rank_0(checkpoints, self.folder)
+        if step != -1:
+            return self._load_explicit(step, steps)
+        failed: dict[int, str] = {}
+        for candidate in reversed(steps):
+            reason = self._try(candidate)
+            if reason is None:
+                # Only now: where none loads, the config is likelier to be wrong than all of the checkpoints.
+                for other, why in failed.items():
+                    self._set_aside(other, why)
+                return True
+            failed[candidate] = reason
+            logger.error(f"the checkpoint {self._create_checkpoint_id(candidate)} cannot be loaded: {reason}")
+        if failed:
+            raise CheckpointError(
+                f"none of the {len(failed)} checkpoints in {self.folder} can be loaded; the newest: {failed[steps[-1]]}. Nothing "
+                "was trained: make the config what it was (config.json in the run folder), or start a new run in another "
+                "--job.dump_folder"
+            )
+        # TorchTitan looks for initial_load_path only where the folder does not exist; ours may hold unfinished saves.
+        folder, self.folder = self.folder, os.path.join(self.folder, ".none")
+        try:
+            return super().load(-1)
+        finally:
+            self.folder = folder
+
+    def _load_explicit(self, step: int, steps: list[int]) -> bool:
+        if step not in steps:
+            raise CheckpointError(
+                f"checkpoint.load_step is {step}, but {self.folder} holds "
+                + (f"the steps {', '.join(map(str, steps))}" if steps else "no checkpoint")
+            )
+        newer = [s for s in steps if s > step]
+        if newer and not self.load_only:
+            raise CheckpointError(
+                f"checkpoint.load_step is {step}, but {self.folder} holds newer checkpoints ({', '.join(map(str, newer))}), "
+                "which training on would overwrite: move them away, or copy this one into another --job.dump_folder"
+            )
+        reason = self._try(step)
+        if reason is not None:
+            raise CheckpointError(f"the checkpoint {self._create_checkpoint_id(step)} cannot be loaded: {reason}")
+        return True
+
+    def _try(self, step: int) -> str | None:
+        """Load a step on all ranks; the reason if any of them could not."""
+        folder = self._create_checkpoint_id(step)
+        reason = on_rank_0(problem, folder)
+        if reason is not None:
+            return reason
+        if step > 0 and on_rank_0(is_model_only, folder):
+            raise CheckpointError(
+                f"{folder} holds the model only (checkpoint.last_save_model_only): the run ended there and cannot be continued. "
+                "Start a new one in another --job.dump_folder, with --checkpoint.initial_load_path for these weights"
+            )
+        try:
+            self.before_load(step)
+            super().load(step)
+        except CheckpointError as error:
+            reason = str(error)
+        except (KeyboardInterrupt, SystemExit, ConfigError):
+            raise
+        except BaseException as error:  # DCP's CheckpointException is no Exception
+            reason = " ".join(f"{type(error).__name__}: {error}".split())[:600]
+        return _first(reason)
+
+    def _set_aside(self, step: int, reason: str) -> None:
+        folder = self._create_checkpoint_id(step)
+        self.on_event("checkpoint_damaged", step, reason=reason)
+        if dist.get_rank() == 0:
+            aside = os.path.join(self.folder, f"damaged-{step}")
+            while os.path.exists(aside):
+                aside += "x"
+            try:
+                os.rename(folder, aside)
+                logger.error(f"{folder} is damaged and was moved to {aside}; the run goes on from the one before it")
+            except OSError as error:
+                logger.error(f"cannot move the damaged {folder} to {aside}: {error}")
+
+
+def _finished(folder: str) -> bool:
+    return any(os.path.isfile(os.path.join(folder, name)) for name in (".metadata", "model.safetensors.index.json"))
+
+
+def _first(reason: str | None) -> str | None:
+    """The reason of any rank that has one, on all ranks. A collective call."""
+    if not dist.is_initialized() or dist.get_backend() == "fake":
+        return reason
+    failed = torch.tensor(float(reason is not None), device=device_type)
+    dist.all_reduce(failed, op=dist.ReduceOp.MAX)
+    if not failed.item():
+        return None
+    reasons: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(reasons, reason)
+    return next((r for r in reasons if r is not None), reason)

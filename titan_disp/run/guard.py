@@ -1,0 +1,112 @@
+"""Non-finite steps are skipped on all ranks alike; and what one rank knows, all ranks learn, once a step.
+
+TorchTitan 0.2.2 goes on after a NaN. A check of each rank's own gradients would not do: after clipping by an infinite norm
+one rank holds NaN while the others hold zeros. So the verdict is all-reduced, in one small message that also carries other
+flags (asked to stop, a save that failed). Reading it waits for the GPU once more in a step, after the backward, where only
+the optimizer is still to be launched; TorchTitan waits once itself, for the number of valid tokens.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torchtitan.components.optimizer import OptimizersContainer
+from torchtitan.tools.logging import logger
+
+from titan_disp.errors import NonFiniteError
+
+Terms = Callable[[], Tensor | None]
+
+
+class GuardedOptimizers(OptimizersContainer):
+    """TorchTitan's optimizers, stepped only where loss and gradients of all ranks are finite.
+
+    Attributes:
+        skipped: steps skipped since the start of the run. in_a_row: up to now. bad_terms: of the last step; empty if it was good.
+        flags: name → what this rank has to say, asked once a step. agreed: name → whether any rank said so in the last step.
+    """
+
+    def __init__(self, inner: OptimizersContainer, non_finite_terms: Terms, max_skipped_steps: int) -> None:
+        """Args:
+        inner: what TorchTitan built. non_finite_terms: → [2] bool on the device, whether this step's local cross-entropy and
+            dispersion are not finite; None where there was no loss. max_skipped_steps: in a row.
+        """
+        self.inner, self.non_finite_terms, self.max_skipped_steps = inner, non_finite_terms, max_skipped_steps
+        self.optimizers, self.model_parts = inner.optimizers, inner.model_parts
+        self._post_init([p for group in inner.param_groups for p in group["params"]], inner.defaults)
+        self._counts = torch.zeros(3, dtype=torch.int64)  # steps, skipped, in a row; in the checkpoint
+        self.bad_terms: list[str] = []
+        self.flags: dict[str, Callable[[], bool]] = {}
+        self.agreed: dict[str, bool] = {}
+
+    @property
+    def skipped(self) -> int:
+        return int(self._counts[1])
+
+    @property
+    def in_a_row(self) -> int:
+        return int(self._counts[2])
+
+    def _gradients(self) -> list[Tensor]:
+        gradients = [p.grad for model in self.model_parts for p in model.parameters() if p.grad is not None]
+        local = [g.to_local() if isinstance(g, DTensor) else g for g in gradients]
+        return [g for g in local if g.numel()]
+
+    def _verdict(self) -> None:
+        gradients = self._gradients()
+        device = next(self.model_parts[0].parameters()).device
+        norms = torch.stack(torch._foreach_norm(gradients)) if gradients else torch.zeros(1, device=device)
+        terms = self.non_finite_terms()
+        said = [ask() for ask in self.flags.values()]
+        message = torch.stack([~norms.isfinite().all(), norms.ne(0).any()])
+        message = torch.cat([message, torch.zeros(2, dtype=torch.bool, device=device) if terms is None else terms])
+        message = torch.cat([message, torch.tensor(said, dtype=torch.bool, device=device)]).float()
+        if dist.is_initialized():
+            dist.all_reduce(message, op=dist.ReduceOp.MAX)
+        bad_gradient, any_gradient, bad_ce, bad_dispersion, *agreed = map(bool, message.tolist())
+        self.agreed = dict(zip(self.flags, agreed, strict=True))
+        # Clipping by a norm that overflowed, of finite gradients, leaves zeros everywhere.
+        verdicts = {
+            "cross-entropy": bad_ce,
+            "dispersion": bad_dispersion,
+            "gradient norm": bad_gradient or not any_gradient,
+        }
+        self.bad_terms = [name for name, bad in verdicts.items() if bad]
+
+    def step(self, *args: Any, **kwargs: Any) -> None:
+        """Step, or skip, on all ranks alike. A collective call.
+
+        Raises:
+            NonFiniteError: on all ranks, after ``max_skipped_steps`` in a row.
+        """
+        self._verdict()
+        self._counts[0] += 1
+        if not self.bad_terms:
+            self._counts[2] = 0
+            self.inner.step(*args, **kwargs)
+            return
+        self._counts[1:] += 1
+        step, terms = int(self._counts[0]), " and ".join(self.bad_terms)
+        logger.warning(f"step {step} is skipped on all ranks: {terms} not finite ({self.in_a_row} in a row)")
+        if self.in_a_row >= self.max_skipped_steps:
+            raise NonFiniteError(
+                f"step {step}: {terms} not finite, {self.in_a_row} steps in a row (guard.max_skipped_steps). No weights were "
+                "changed and no checkpoint was written since. Try a lower learning rate or longer warmup, or look at the data "
+                "of these steps (titan-disp data digest)"
+            )
+
+    def zero_grad(self, *args: Any, **kwargs: Any) -> None:
+        self.inner.zero_grad(*args, **kwargs)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**self.inner.state_dict(), "guard": self._counts}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.inner.load_state_dict({key: value for key, value in state_dict.items() if key != "guard"})
+        self._counts = state_dict["guard"].clone()
+
+    def init_cache_state_dict(self) -> None:
+        self.inner.init_cache_state_dict()
