@@ -244,11 +244,11 @@ def run(job_config: JobConfig, trainer_class: type[DispTrainer] = DispTrainer) -
     dist.destroy_process_group()
 
 
-@record  # torchrun names the first rank that failed, and why, by the file that this writes
 def main(argv: Sequence[str] | None = None, trainer_class: type[DispTrainer] = DispTrainer) -> None:
     init_logger()
     try:
-        run(load_config(sys.argv[1:] if argv is None else argv), trainer_class)
+        # Recorded: torchrun names the first rank that failed, and why, by the file that this writes.
+        record(run)(load_config(sys.argv[1:] if argv is None else argv), trainer_class)
     except ConfigError as error:
         exit_with(error)
 

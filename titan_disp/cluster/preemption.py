@@ -5,7 +5,6 @@ agent), so it writes its id into the file RUN/stop; a user may touch that file, 
 rank knows, the training loop makes all ranks agree, save and end.
 """
 
-import os
 import signal
 import threading
 from pathlib import Path
@@ -13,6 +12,8 @@ from types import FrameType
 from typing import Any
 
 from torchtitan.tools.logging import logger
+
+from titan_disp.run.folder import job_id
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 STOP_FILE = "stop"
@@ -52,9 +53,3 @@ class StopRequest:
         for number, handler in self._previous.items():
             signal.signal(number, handler)
         self._previous = {}
-
-
-def job_id() -> str:
-    """This start of this SLURM job, as the batch script writes it into the stop file; empty without SLURM."""
-    job = os.environ.get("SLURM_JOB_ID")
-    return f"{job}.{os.environ.get('SLURM_RESTART_COUNT', '0')}" if job else ""

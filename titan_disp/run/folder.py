@@ -44,6 +44,12 @@ def environment(world_size: int) -> dict[str, Any]:
     }
 
 
+def job_id() -> str:
+    """This start of this SLURM job, JOB.RESTARTS, as the batch script writes it too; empty without SLURM."""
+    job = os.environ.get("SLURM_JOB_ID")
+    return f"{job}.{os.environ.get('SLURM_RESTART_COUNT', '0')}" if job else ""
+
+
 def append_json(path: Path, record: dict[str, Any]) -> None:
     """Append one line. A line that a killed process left unfinished is closed first, so that it spoils itself only."""
     with open(path, "ab+") as file:
@@ -76,6 +82,28 @@ def _differences(old: Any, new: Any, prefix: str = "") -> dict[str, list[Any]]:
     return {} if old == new else {prefix: [old, new]}
 
 
+def lock_folder(path: Path) -> IO[str]:
+    """An open file that holds the folder's lock until it is closed.
+
+    Raises:
+        ConfigError: another job holds it.
+    """
+    lock = open(path / ".lock", "a+")  # noqa: SIM115 — held for the life of the run
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        lock.seek(0)
+        holder = lock.read().strip()
+        lock.close()
+        raise ConfigError(
+            f"job.dump_folder {str(path)!r} is in use by another job ({holder}): two jobs in one run folder would "
+            "corrupt it. Stop the other, or set another --job.dump_folder"
+        ) from error
+    except OSError as error:  # some network file systems have no locks
+        logger.warning(f"cannot lock {path}: {error}. Make sure that no second job uses this run folder")
+    return lock
+
+
 class RunFolder:
     """An open run folder; the lock is held until ``close``."""
 
@@ -100,29 +128,21 @@ class RunFolder:
             raise ConfigError(f"job.dump_folder {str(self.path)!r} is not writable: {error}") from error
 
     def _take_lock(self) -> None:
-        lock = open(self.path / ".lock", "a+")  # noqa: SIM115 — held for the life of the run
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            lock.seek(0)
-            holder = lock.read().strip()
-            raise ConfigError(
-                f"job.dump_folder {str(self.path)!r} is in use by another job ({holder}): two jobs in one run folder would "
-                "corrupt it. Stop the other, or set another --job.dump_folder"
-            ) from error
-        except OSError as error:  # some network file systems have no locks
-            logger.warning(f"cannot lock {self.path}: {error}. Make sure that no second job uses this run folder")
+        lock = lock_folder(self.path)
         lock.truncate(0)
         lock.write(
             f"host {socket.gethostname()}, pid {os.getpid()}, SLURM job {os.environ.get('SLURM_JOB_ID', 'none')}"
         )
         lock.flush()
         self._lock = lock
+        # The data's prefetch worker is a fork: outliving a killed rank by some seconds, it would keep the lock for as long.
+        os.register_at_fork(after_in_child=lock.close)
 
     def event(self, name: str, step: int, **details: Any) -> None:
         """Append to events.jsonl."""
         time = datetime.now(timezone.utc).isoformat(timespec="milliseconds")
-        append_json(self.path / "events.jsonl", {"time": time, "event": name, "step": step, **details})
+        job = {"job": job_id()} if job_id() else {}
+        append_json(self.path / "events.jsonl", {"time": time, "event": name, "step": step, **job, **details})
 
     def close(self) -> None:
         if self._lock is not None:
