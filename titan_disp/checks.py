@@ -35,6 +35,19 @@ def check_config(job_config: JobConfig, world_size: int) -> None:
     check_operations(job_config)
 
 
+def check_device(job_config: JobConfig) -> None:
+    """What this machine's kind of device cannot do.
+
+    Raises:
+        ConfigError: context parallelism on a CPU.
+    """
+    cp = job_config.parallelism.context_parallel_degree
+    if cp > 1 and cpu.active():
+        raise ConfigError(
+            f"context_parallel_degree is {cp}, expected 1 on a CPU: ring attention needs a GPU's attention kernels"
+        )
+
+
 def check_inputs(job_config: JobConfig) -> None:
     """What the config names on disk: tokenizer and data.
 
@@ -110,10 +123,6 @@ def check_mesh(job_config: JobConfig, world_size: int) -> None:
             raise ConfigError(
                 f"tensor_parallel_degree {tp} does not divide the {heads} {name} of {job_config.model.flavor!r}"
             )
-    if cp > 1 and cpu.active():
-        raise ConfigError(
-            f"context_parallel_degree is {cp}, expected 1 on a CPU: ring attention needs a GPU's attention kernels"
-        )
     if cp > 1 and job_config.validation.enable:
         raise ConfigError(
             "validation with context_parallel_degree > 1 fails in TorchTitan 0.2.2 (it reads freqs_cis, which Qwen3 has not): "
@@ -171,6 +180,11 @@ def check_stream(job_config: JobConfig, world_size: int) -> None:
 
 def check_operations(job_config: JobConfig) -> None:
     """[guard], [checkpoint] and what they need of the optimizer."""
+    option = job_config.activation_checkpoint.selective_ac_option
+    if job_config.activation_checkpoint.mode == "selective" and option != "op" and not option.isdigit():
+        raise ConfigError(
+            f'activation_checkpoint.selective_ac_option is {option!r}, expected "op" or a number of layers'
+        )
     guard, checkpoint = job_config.guard, job_config.checkpoint  # type: ignore[attr-defined]
     if guard.max_skipped_steps < 1:
         raise ConfigError(f"guard.max_skipped_steps is {guard.max_skipped_steps}, expected at least 1")

@@ -131,6 +131,69 @@ def train(
     raise SystemExit(launch(config, list(overrides), nproc))
 
 
+@app.command
+def plan(
+    config: Annotated[str, tyro.conf.Positional],
+    overrides: Annotated[tuple[str, ...], tyro.conf.Positional] = (),
+    nodes: int = 1,
+    gpus_per_node: int = 8,
+    gpu: str = "H100",
+    mfu: float = 0.4,
+    strict: bool = False,
+    json: bool = False,
+) -> None:
+    """What a run will be, before it is queued: mesh, batches, steps, bytes, FLOPs, days. Needs no data, tokenizer or GPU.
+
+    Args:
+        config: TOML file.
+        overrides: TorchTitan's options, such as --parallelism.data_parallel_replicate_degree 4.
+        nodes: of the cluster.
+        gpus_per_node: ranks per node; on MI250X, one per GCD.
+        gpu: A100, H100, H200, MI250X-GCD or MI300X.
+        mfu: fraction of the GPU's bf16 peak that training reaches.
+        strict: missing data or tokenizer is an error, not a warning.
+        json: print one JSON object and nothing else.
+    """
+    import dataclasses
+    from json import dumps
+
+    from titan_disp.cluster.plan import make_plan
+    from titan_disp.cluster.plan_text import render
+    from titan_disp.config import load_config
+
+    job_config = load_config(["--job.config_file", config, *overrides])
+    made = make_plan(job_config, nodes, gpus_per_node, gpu, mfu, strict=strict)
+    print(dumps(dataclasses.asdict(made)) if json else render(made))
+
+
+@app.command
+def submit(
+    config: Annotated[str, tyro.conf.Positional],
+    overrides: Annotated[tuple[str, ...], tyro.conf.Positional] = (),
+    nodes: int = 1,
+    gpus_per_node: int = 8,
+    gpu: str = "H100",
+    site: str = "generic",
+    sbatch: tuple[str, ...] = (),
+    dry_run: bool = False,
+) -> None:
+    """Print the plan, then submit slurm/pretrain.sbatch (or print the command).
+
+    Args:
+        config: TOML file.
+        overrides: TorchTitan's options.
+        nodes: of the job.
+        gpus_per_node: GPUs of each, asked of SLURM; 0: ask for none (nodes without GPUs).
+        gpu: for the plan's days and memory, see titan-disp plan.
+        site: file of slurm/sites, without .sh, or a path.
+        sbatch: further options for sbatch without their dashes, such as --sbatch time=24:00:00 account=abc partition=gpu.
+        dry_run: print the command instead of running it.
+    """
+    from titan_disp.cluster.submit import submit as run
+
+    raise SystemExit(run(config, list(overrides), nodes, gpus_per_node, gpu, site, list(sbatch), dry_run))
+
+
 def _split_overrides(argv: Sequence[str]) -> list[str]:
     """Everything dotted is TorchTitan's: moved behind ``--`` so that tyro takes it as it stands.
 
@@ -148,7 +211,7 @@ def _split_overrides(argv: Sequence[str]) -> list[str]:
 
 def main() -> None:
     argv = sys.argv[1:]
-    if argv[:1] == ["train"] or argv[:2] == ["data", "digest"]:
+    if argv[:1] in (["train"], ["plan"], ["submit"], ["preflight"]) or argv[:2] == ["data", "digest"]:
         argv = _split_overrides(argv)
     try:
         app.cli(prog="titan-disp", args=argv)

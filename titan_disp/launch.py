@@ -9,7 +9,7 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from titan_disp.checks import check_config, check_inputs
+from titan_disp.checks import check_config, check_device, check_inputs
 from titan_disp.config import load_config
 
 
@@ -32,6 +32,7 @@ def launch(config: str, overrides: list[str], nproc: int | None) -> int:
     nproc = nproc or torch.accelerator.device_count() or 1
     fake = job_config.comm.mode != "default"
     check_config(job_config, int(os.environ.get("NGPU", "1")) if fake else nproc)
+    check_device(job_config)
     check_inputs(job_config)
     # As torchrun does, but with the machine's cores shared out rather than one thread a rank.
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // nproc)))

@@ -18,7 +18,7 @@ from torchtitan.models.qwen3.model.state_dict_adapter import Qwen3StateDictAdapt
 from torchtitan.protocols.model import BaseModelArgs
 from torchtitan.tools.logging import logger
 
-from titan_disp.checks import check_config
+from titan_disp.checks import check_config, check_device
 from titan_disp.data.loader import StreamLoader, build_dataloader
 from titan_disp.data.tokenizer import check_vocabulary, load_tokenizer
 from titan_disp.data.validation import build_validator
@@ -44,6 +44,7 @@ def sequence_mesh(parallel_dims: ParallelDims) -> DeviceMesh | None:
 def build_tokenizer(job_config: JobConfig) -> BaseTokenizer:
     """The first hook that sees the config under the stock trainer: what cannot work is refused here."""
     check_config(job_config, dist.get_world_size())
+    check_device(job_config)
     tokenizer = load_tokenizer(job_config.model.hf_assets_path)
     flavor = job_config.model.flavor
     check_vocabulary(tokenizer, flavors[flavor].vocab_size, flavor)

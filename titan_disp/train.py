@@ -17,7 +17,7 @@ from torchtitan.train import Trainer
 
 from titan_disp.batch import data_parallel_degree
 from titan_disp.budget import last_step
-from titan_disp.checks import check_config
+from titan_disp.checks import check_config, check_device
 from titan_disp.cluster.preemption import StopRequest
 from titan_disp.condensation.measure import mean_cosine
 from titan_disp.config import load_config
@@ -53,6 +53,7 @@ class DispTrainer(Trainer):
         """
         world_size = world_size_from_environment(job_config)
         check_config(job_config, world_size)
+        check_device(job_config)
         if int(os.environ.get("RANK", "0")) == 0:
             self.run_folder = RunFolder(job_config, world_size)
         self.last_step = last_step(job_config, data_parallel_degree(job_config, world_size))

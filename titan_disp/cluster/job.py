@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from titan_disp.checks import check_config, check_inputs
+from titan_disp.checks import check_config, check_device, check_inputs
 from titan_disp.config import load_config
 from titan_disp.errors import EXIT_CODE, ConfigError
 from titan_disp.run.folder import lock_folder
@@ -35,6 +35,7 @@ def prepare(argv: Sequence[str], nodes: int, nproc: str) -> Path:
             "number of ranks per node for a run on CPUs"
         )
     check_config(job_config, nodes * per_node)
+    check_device(job_config)
     check_inputs(job_config)
     run = Path(job_config.job.dump_folder).absolute()
     try:

@@ -19,11 +19,14 @@ def _size(count: float) -> str:
 
 def _node_counts(plan: Plan) -> str:
     counts = plan.node_counts
-    regular = all(c.replicate == c.nodes for c in counts)
-    shown = [str(c.nodes) if regular else f"{c.nodes} ({c.replicate})" for c in counts]
+    degrees = {c.replicate for c in counts}
+    if all(c.replicate == c.nodes for c in counts):
+        degree = "= nodes"
+    else:
+        degree = f"= {degrees.pop()}" if len(degrees) == 1 else "in brackets"
+    shown = [f"{c.nodes} ({c.replicate})" if degree == "in brackets" else str(c.nodes) for c in counts]
     if len(shown) > _SHOWN:
         shown[_SHOWN - 1 : -1] = ["…"]
-    degree = "= nodes" if regular else "in brackets"
     return f"{', '.join(shown)}; data_parallel_replicate_degree {degree} (tried up to {MAX_NODES})"
 
 
@@ -34,7 +37,7 @@ def render(plan: Plan) -> str:
     share = plan.dispersion_flops_per_step / plan.flops_per_step
     rows = [
         ("plan", plan.config),
-        ("machine", f"{plan.nodes} nodes × {plan.gpus_per_node} {plan.gpu} = {world:,} GPUs"),
+        ("machine", f"{plan.nodes} node{'s'[: plan.nodes > 1]} × {plan.gpus_per_node} {plan.gpu} = {world:,} GPUs"),
         (
             "mesh",
             f"replicate {plan.replicate} × shard {plan.shard} × context {plan.context_parallel} × "
@@ -47,7 +50,7 @@ def render(plan: Plan) -> str:
         ),
         (
             "steps",
-            f"{plan.steps:,} of {plan.tokens_per_step:,} tokens = {plan.total_tokens / 1e9:,.3f} billion tokens",
+            f"{plan.steps:,} of {plan.tokens_per_step:,} tokens = {plan.total_tokens:,} tokens",
         ),
         ("parameters", f"{plan.parameters:,}; {plan.parameters_non_embedding:,} without embedding and output"),
         (

@@ -1,0 +1,321 @@
+"""The plan's numbers against hand computation and against what the real model, optimizer and autograd hold."""
+
+import dataclasses
+import gc
+import json
+import weakref
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torchtitan.components.loss import cross_entropy_loss
+from torchtitan.components.optimizer import OptimizersContainer
+from torchtitan.config import ActivationCheckpoint
+from torchtitan.distributed.activation_checkpoint import apply_ac
+from torchtitan.models.qwen3.infra.parallelize import _op_sac_save_list
+
+from tests.cluster_of_one import DEMO, ROOT
+from titan_disp import cpu
+from titan_disp.cluster import memory
+from titan_disp.cluster.plan import NodeCount, make_plan
+from titan_disp.cluster.plan_text import render
+from titan_disp.config import load_config
+from titan_disp.dispersion import DispersionObjective
+from titan_disp.errors import ConfigError
+from titan_disp.qwen3.flavors import flavors
+from titan_disp.qwen3.model import Qwen3DispModel
+
+PAPER = ROOT / "train_configs" / "qwen3_0.6b_c4.toml"
+
+
+def config(path, *overrides):
+    return load_config(["--job.config_file", str(path), *overrides])
+
+
+def paper(replicas=80, *overrides):
+    return config(PAPER, "--parallelism.data_parallel_replicate_degree", str(replicas), *overrides)
+
+
+def demo(sample, *overrides):
+    return config(
+        DEMO, "--model.hf_assets_path", f"{sample}/tokenizer", "--training.dataset_path", str(sample), *overrides
+    )
+
+
+def test_the_papers_run():
+    plan = make_plan(config(PAPER), 80, 8)
+    assert plan.parameters == 596_049_920
+    assert plan.parameters_non_embedding == 596_049_920 - 151_936 * 1024
+    assert (plan.replicate, plan.shard, plan.context_parallel, plan.tensor_parallel) == (80, 8, 1, 1)
+    assert (plan.global_batch_size, plan.accumulation_steps, plan.tokens_per_step) == (1920, 3, 1920 * 2048)
+    assert 156e9 <= plan.total_tokens < 156e9 + plan.tokens_per_step
+    assert plan.steps == 39_673
+    assert (plan.checkpoints, plan.checkpoints_kept) == (80, 5)
+    assert plan.checkpoint_disk_bytes == 6 * plan.checkpoint_bytes
+
+
+def test_flops_and_days_by_hand():
+    plan = make_plan(config(PAPER), 80, 8, "MI250X-GCD", mfu=0.5)
+    # Forward and backward: 6 per weight that multiplies (the tied embedding does, as output), and attention's two products.
+    per_token = 6 * 596_049_920 + 28 * 6 * 2 * (16 * 128) * 2048
+    assert plan.flops_per_step == per_token * 1920 * 2048
+    assert plan.dispersion_flops_per_step == 1920 * 28 * 3 * 2048 * 2048 * 1024
+    seconds = (plan.total_flops + plan.total_dispersion_flops) / (640 * 191.5e12 * 0.5)
+    assert plan.days == pytest.approx(seconds / 86400)
+    assert plan.days_without_dispersion < plan.days < plan.days_fp32_dispersion
+
+
+@pytest.mark.parametrize(
+    ("overrides", "factor"),
+    [
+        (["--dispersion.layers", "1", "5"], 3 * 2),
+        (["--dispersion.layers", "last", "--parallelism.tensor_parallel_degree", "2"], 4),
+        (["--dispersion.no-enabled"], 0),
+    ],
+)
+def test_dispersion_flops(sample, overrides, factor):
+    plan = make_plan(demo(sample, "--training.seq_len", "32", *overrides), 1, 2)
+    assert plan.dispersion_flops_per_step == plan.global_batch_size * factor * 32 * 32 * 64
+    assert (plan.memory.dispersion > 0) == (factor > 0)
+
+
+def test_a_checkpoint_of_the_real_model_and_optimizer(sample):
+    """What TorchTitan's checkpoint manager would hand to DCP: ModelWrapper's and the optimizers' state dicts."""
+    from torch.distributed.checkpoint.state_dict import get_model_state_dict
+
+    model = Qwen3DispModel(flavors["nano"])
+    model.init_weights()
+    optimizers = OptimizersContainer([model], torch.optim.AdamW, {"lr": 1e-3})
+    model(torch.zeros(1, 8, dtype=torch.long)).sum().backward()
+    optimizers.step()
+    states = {**get_model_state_dict(model), **optimizers.state_dict()}
+    assert {"tok_embeddings.weight", "output.weight"} <= states.keys()
+    # Without the optimizer's step counters, which are scalars.
+    tensors = [v for v in states.values() if isinstance(v, torch.Tensor) and v.ndim]
+    assert make_plan(demo(sample), 1, 1).checkpoint_bytes == sum(v.nbytes for v in tensors)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        ([], (4, 4, 4)),  # 30, 60, 90, 100
+        (["--checkpoint.interval", "50", "--checkpoint.keep_latest_k", "3"], (2, 2, 2)),
+        (["--checkpoint.keep_latest_k", "2"], (4, 2, 3)),
+        (["--checkpoint.enable_first_step_checkpoint"], (5, 5, 5)),
+        (["--checkpoint.keep_latest_k", "0"], (4, 4, 4)),
+        (["--checkpoint.no-enable"], (0, 0, 0)),
+    ],
+)
+def test_checkpoint_counts(sample, overrides, expected):
+    base = [
+        "--training.steps",
+        "100",
+        "--checkpoint.enable",
+        "--checkpoint.interval",
+        "30",
+        "--checkpoint.keep_latest_k",
+        "9",
+    ]
+    assert memory.checkpoint_counts(demo(sample, *base, *overrides)) == expected
+
+
+@pytest.mark.parametrize(
+    ("nodes", "replicas", "message"),
+    [
+        (7, 7, "not a positive multiple"),
+        (79, 80, "but there are 632 ranks"),
+        (0, 1, "at least 1"),
+        (80, 640, "refused"),
+    ],
+)
+def test_bad_node_counts(nodes, replicas, message):
+    with pytest.raises(ConfigError, match=message):
+        make_plan(paper(replicas), nodes, 8)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [({"gpu": "P100"}, "expected one of A100"), ({"mfu": 0.0}, "mfu is 0.0"), ({"mfu": 40}, "mfu is 40")],
+)
+def test_bad_options(options, message):
+    with pytest.raises(ConfigError, match=message):
+        make_plan(config(PAPER), 80, 8, **options)
+
+
+def test_missing_inputs_are_warned_about_one_by_one(sample):
+    complete = demo(sample)
+    assert make_plan(complete, 1, 1, strict=True).warnings == []
+    complete.model.hf_assets_path = "/nowhere/tokenizer"
+    complete.training.dataset_path = "/nowhere/data"
+    tokenizer, data = make_plan(complete, 1, 1).warnings
+    assert "model.hf_assets_path is '/nowhere/tokenizer'" in tokenizer
+    assert "training.dataset_path is '/nowhere/data'" in data
+    with pytest.raises(ConfigError, match="/nowhere/tokenizer"):
+        make_plan(complete, 1, 1, strict=True)
+    complete.training.dataset_path = None  # the hub is not asked
+    assert make_plan(complete, 1, 1).warnings == [tokenizer]
+
+
+def test_inputs_that_cannot_work_are_errors(sample):
+    with pytest.raises(ConfigError, match="training.dataset is 'pile'"):
+        make_plan(demo(sample, "--training.dataset", "pile"), 1, 1)
+
+
+def test_node_counts():
+    counts = make_plan(config(PAPER), 80, 8).node_counts
+    assert [c.nodes for c in counts] == [n for n in range(1, 1025) if 1920 % (8 * n) == 0]
+    assert {1, 80} <= {c.nodes for c in counts}
+    assert 7 not in {c.nodes for c in counts}
+    assert all(c.replicate == c.nodes for c in counts)
+    for nodes in (1, 240):
+        assert make_plan(paper(nodes), nodes, 8).node_counts == counts
+    slots = make_plan(paper(80, "--stream.slots", "640"), 80, 8).node_counts
+    assert [c.nodes for c in slots] == [n for n in range(1, 1025) if 640 % (8 * n) == 0]
+
+
+def test_node_counts_of_a_mesh_wider_than_a_node():
+    """32 shards are four nodes of 8: any other number works with the config as it is, whose shard degree is what is left."""
+    plan = make_plan(paper(1), 4, 8)
+    assert plan.shard == 32
+    assert plan.node_counts == [NodeCount(n, 1) for n in range(1, 1025) if 1920 % (8 * n) == 0]
+    fixed = make_plan(paper(1, "--parallelism.data_parallel_shard_degree", "32"), 4, 8)
+    assert fixed.node_counts == [NodeCount(n, n // 4) for n in range(4, 1025, 4) if 1920 % (8 * n) == 0]
+    assert "4 (1), 8 (2), 12 (3)" in render(fixed)
+
+
+def test_a_batch_that_grows_with_the_ranks(sample):
+    """The token budget then makes another number of steps on every node count; none disagrees with the steps of another."""
+    job_config = demo(sample, "--training.global_batch_size", "-1", "--training.local_batch_size", "2")
+    job_config.training.steps, job_config.budget.tokens = -1, 10_000_000
+    plan = make_plan(job_config, 3, 4)
+    assert plan.global_batch_size == 24
+    assert [c.nodes for c in plan.node_counts] == list(range(1, 1025))
+    assert 10_000_000 <= plan.total_tokens < 10_000_000 + plan.tokens_per_step
+    assert job_config.training.steps == -1, "make_plan changed the config it was given"
+    assert len(next(line for line in render(plan).splitlines() if line.startswith("node counts"))) < 250
+
+
+def test_context_and_tensor_parallel(monkeypatch):
+    monkeypatch.setattr(cpu, "active", lambda: False)
+    sharding = ["--parallelism.context_parallel_degree", "2", "--parallelism.tensor_parallel_degree", "2"]
+    whole, parts = make_plan(paper(10), 10, 8), make_plan(paper(10, *sharding), 10, 8)
+    assert (parts.shard, parts.data_parallel, parts.accumulation_steps) == (2, 20, 96)
+    assert parts.dispersion_flops_per_step == whole.dispersion_flops_per_step * 4 / 3
+    assert parts.memory.dispersion == whole.memory.dispersion // 4
+    # FSDP shards over CP too: 4 × TP 2 = 8 parts as before, but for the norms, which TP does not shard.
+    assert whole.memory.weights <= parts.memory.weights < 1.001 * whole.memory.weights
+    # Loss parallel: half of the tokens and of the vocabulary, and eager (12 bytes) where it was compiled (4 bytes).
+    assert parts.memory.logits == whole.memory.logits * 3 // 4
+    assert all(c.replicate == c.nodes for c in parts.node_counts)
+
+
+def test_memory_that_does_not_fit():
+    warnings = make_plan(paper(80, "--training.local_batch_size", "3"), 80, 8).warnings
+    assert not any("GPU would need" in w for w in warnings)
+    huge = paper(1, "--training.local_batch_size", "240")
+    assert any(
+        "GPU would need about" in w and "MI250X-GCD has 64 GB" in w
+        for w in make_plan(huge, 1, 8, "MI250X-GCD").warnings
+    )
+
+
+def test_json_and_text():
+    plan = make_plan(config(PAPER), 80, 8)
+    assert json.loads(json.dumps(dataclasses.asdict(plan))) == dataclasses.asdict(plan)
+    assert sum(dataclasses.asdict(plan.memory).values()) == plan.memory_total
+    text = render(plan)
+    assert len(text.splitlines()) <= 35
+    assert text.splitlines()[-1] == f"warning: {plan.warnings[-1]}"
+    assert "596,049,920" in text
+    assert "1, 2, 3, 4, 5, 6, 8," in text
+
+
+class LiveBytes(TorchDispatchMode):
+    """Bytes of storages made under this mode: alive now, and at the most."""
+
+    def __init__(self):
+        super().__init__()
+        self.now = self.peak = 0
+        self.known = weakref.WeakSet()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        def storages(tree):
+            return [x.untyped_storage() for x in tree_leaves(tree) if isinstance(x, torch.Tensor)]
+
+        inputs = {s._cdata for s in storages((args, kwargs))}
+        result = func(*args, **(kwargs or {}))
+        for storage in storages(result):
+            if storage._cdata not in inputs and storage not in self.known:
+                self.known.add(storage)
+                self.now += storage.nbytes()
+                weakref.finalize(storage, self.free, storage.nbytes())
+        self.peak = max(self.peak, self.now)
+        return result
+
+    def free(self, size):
+        self.now -= size
+
+
+class FusedNorm(torch.autograd.Function):
+    """What the GPU's RMSNorm saves; on a CPU it is made of small operations that save much more."""
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x, weight, x.new_empty(x.shape[:-1], dtype=torch.float32))
+        return torch.empty_like(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, weight, _ = ctx.saved_tensors
+        return torch.empty_like(x), torch.empty_like(weight)
+
+
+def live_bytes(monkeypatch, mode, layers, tokens):
+    """After the loss, and at the peak of backward: a bf16 step of the 0.6B shape with dispersion, on fake tensors."""
+    monkeypatch.setattr(torch.nn.RMSNorm, "forward", lambda norm, x: FusedNorm.apply(x, norm.weight))
+    args = flavors["0.6B"]
+    args.n_layers, args.activations = layers, tuple(range(1, layers + 1))
+    flash_on_cpu = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+    with FakeTensorMode():
+        torch.set_default_dtype(torch.bfloat16)
+        try:
+            model = Qwen3DispModel(args)
+        finally:
+            torch.set_default_dtype(torch.float32)
+        if mode != "none":
+            ac = ActivationCheckpoint(mode="selective" if mode == "op" else mode, selective_ac_option="op")
+            apply_ac(model, ac, op_sac_save_list=_op_sac_save_list | {flash_on_cpu})
+        for p in model.parameters():
+            p.grad = torch.zeros_like(p)
+        inputs = torch.zeros(1, tokens, dtype=torch.long)
+        objective = DispersionObjective(cross_entropy_loss, 0.1, 1.0, 0.25, 1e-2)
+        with LiveBytes() as live:
+            predictions = model(inputs)
+            loss = objective(predictions, inputs)
+            del predictions  # as the trainer does
+            gc.collect()
+            saved = live.now
+            loss.backward()
+        return saved, live.peak
+
+
+@pytest.mark.parametrize("mode", ["none", "op", "full"])
+def test_memory_against_live_storages(monkeypatch, mode):
+    tokens, args = 1024, flavors["0.6B"]
+    (saved_2, _), (saved_4, peak) = (live_bytes(monkeypatch, mode, layers, tokens) for layers in (2, 4))
+    dispersion = tokens * args.dim * 2
+    block = memory.saved_elements(args, tp=1)[mode] * tokens * 2
+    # Left out: RMSNorm's and attention's row statistics, and the rotations' cosines and sines in bf16.
+    assert (saved_4 - saved_2) / 2 == pytest.approx(block + dispersion, rel=0.015)
+    head = 2 * args.dim * tokens * 2
+    logits = 12 * args.vocab_size * tokens  # eager
+    assert peak == pytest.approx(4 * (block + dispersion) + head + logits, rel=0.01)
+    # The estimate's parts are these, and one block's recomputation, which peaks at another time.
+    job_config = paper(8, "--training.seq_len", str(tokens), "--compile.no-enable")
+    job_config.activation_checkpoint.mode = "selective" if mode == "op" else mode
+    plan = make_plan(job_config, 8, 8).memory
+    recomputed = 0 if mode == "none" else memory.saved_elements(args, 1)["none"] * tokens * 2
+    assert plan.activations == 28 * block + head + recomputed
+    assert (plan.dispersion, plan.logits) == (28 * dispersion, logits)

@@ -1,0 +1,70 @@
+"""sbatch with a look at the plan before."""
+
+import os
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+from titan_disp.cluster.plan import make_plan
+from titan_disp.cluster.plan_text import render
+from titan_disp.config import load_config
+from titan_disp.errors import ConfigError
+
+SCRIPT = Path("slurm") / "pretrain.sbatch"
+
+
+def find_script() -> Path:
+    """slurm/pretrain.sbatch of the checkout that this package runs from, or of the current folder.
+
+    Raises:
+        ConfigError: an installed package without its checkout, elsewhere.
+    """
+    for root in (Path(__file__).parents[2], Path.cwd()):
+        if (root / SCRIPT).is_file():
+            return root / SCRIPT
+    raise ConfigError(f"{SCRIPT} is not here: run this in a checkout of titan-disp, which holds the SLURM scripts")
+
+
+def command(
+    config: str, overrides: list[str], nodes: int, gpus_per_node: int, site: str, options: list[str]
+) -> list[str]:
+    """The sbatch command line.
+
+    Args:
+        options: of sbatch, without dashes, NAME=VALUE or NAME.
+    """
+    given = [f"--{option.lstrip('-')}" for option in options]
+    gpus = [f"--gpus-per-node={gpus_per_node}"] if gpus_per_node else []
+    return [
+        *("sbatch", f"--nodes={nodes}", *gpus, *given),
+        *(f"--export=ALL,TITAN_DISP_SITE={site},TITAN_DISP_PYTHON={sys.executable}", str(find_script())),
+        *(config, *overrides),
+    ]
+
+
+def submit(
+    config: str,
+    overrides: list[str],
+    nodes: int,
+    gpus_per_node: int,
+    gpu: str,
+    site: str,
+    options: list[str],
+    dry_run: bool,
+) -> int:
+    """Print the plan and submit; returns sbatch's exit status.
+
+    Raises:
+        ConfigError: what would fail at the start, no sbatch here, or no scripts.
+    """
+    job_config = load_config(["--job.config_file", config, *overrides])
+    print(render(make_plan(job_config, nodes, max(1, gpus_per_node), gpu)), flush=True)
+    line = command(config, overrides, nodes, gpus_per_node, site, options)
+    print(f"\n{shlex.join(line)}", flush=True)
+    if dry_run:
+        return 0
+    try:
+        return subprocess.run(line, env=os.environ).returncode
+    except FileNotFoundError as error:
+        raise ConfigError("there is no sbatch on this machine: submit from a login node, or use --dry-run") from error
