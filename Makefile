@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 NPROC ?= 2
 DATA := data/sample
 
-.PHONY: setup demo test test-fast lint format clean
+.PHONY: setup demo test test-fast slurm-test lint format clean
 
 setup: $(VENV)/.ready
 
@@ -33,6 +33,10 @@ test: setup
 
 test-fast: setup
 	$(BIN)/python -m pytest -m "not slow"
+
+# A real SLURM of four nodes on this machine: installed where it is missing (Debian or Ubuntu, root), stopped afterwards.
+slurm-test: setup
+	$(BIN)/python -m pytest --override-ini addopts="-ra --strict-markers" tests/slurm
 
 lint: setup
 	$(BIN)/ruff check .

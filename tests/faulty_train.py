@@ -1,9 +1,10 @@
 """``python -m tests.faulty_train``: the trainer with faults, asked for by the environment variable FAULTS.
 
-FAULTS="nan_loss:3@1,inf_gradient:5@0": at step 3 the cross-entropy of rank 1 is NaN, at step 5 rank 0 has an infinite gradient.
-Others: crash (an exception), hang (SIGSTOP of itself), kill (SIGKILL of itself), nospace (the file system is full from then on),
-slow (every step from then on takes half a second more). "crash:0@0" crashes before anything is built.
-"nan_loss:3-9@0" lasts from step 3 to 9. FAULTS_ONCE names a file: faults happen only until it exists, and create it.
+FAULTS="nan_loss:3@1,inf_gradient:5@0": at step 3 the cross-entropy of rank 1 is NaN, at step 5 rank 0 has an infinite
+gradient. "nan_loss:3-9@0" lasts from step 3 to 9. Others: crash (an exception; "crash:0@0" before anything is built), hang
+(SIGSTOP of itself), kill (SIGKILL of itself), kill_in_save (when it next writes a checkpoint), nospace (the file system is full
+from then on), slow (SLOW seconds more a step, by default half of one). FAULTS_ONCE names a file: faults happen only until it
+exists, and create it.
 """
 
 import math
@@ -69,7 +70,9 @@ class FaultyTrainer(DispTrainer):
         if active("kill", self.step):
             os.kill(os.getpid(), signal.SIGKILL)
         if active("slow", self.step):
-            time.sleep(0.5)
+            time.sleep(float(os.environ.get("SLOW", "0.5")))
+        if active("kill_in_save", self.step):
+            FileSystem.create_stream = _killed
         if active("nospace", self.step):
             FileSystem.create_stream = _no_space
         super().train_step(data_iterator)
@@ -77,6 +80,10 @@ class FaultyTrainer(DispTrainer):
 
 def _no_space(self, path, mode):
     raise OSError(28, "No space left on device", str(path))
+
+
+def _killed(self, path, mode):
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 if __name__ == "__main__":

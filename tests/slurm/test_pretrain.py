@@ -1,0 +1,281 @@
+"""Two-node jobs of the demo model on a real local SLURM, each with one thing that goes wrong at night.
+
+Unless a test says otherwise, metrics.jsonl must equal an uninterrupted run's at full precision: same mesh, same batches.
+"""
+
+import json
+import os
+import re
+import shutil
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.cluster_of_one import DEMO, ROOT, train
+from tests.slurm.local import LocalSlurm
+from titan_disp.run.checkpoint import checkpoints, problem
+from titan_disp.run.folder import read_json_lines, read_metrics
+
+pytestmark = [pytest.mark.slurm, pytest.mark.timeout(900)]
+STEPS, INTERVAL = 16, 4
+OPTIONS = (
+    *("--training.seq_len", "32", "--training.steps", str(STEPS), "--lr_scheduler.warmup_steps", "2"),
+    *("--metrics.log_freq", "1", "--checkpoint.interval", str(INTERVAL), "--checkpoint.keep_latest_k", "0"),
+)
+KEYS = ("loss", "ce", "dispersion", "grad_norm", "lr", "tokens")
+
+
+@pytest.fixture(scope="module")
+def slurm(tmp_path_factory):
+    with LocalSlurm(tmp_path_factory.mktemp("slurm")) as cluster:
+        yield cluster
+
+
+@pytest.fixture(scope="module")
+def whole(sample, tmp_path_factory):
+    """An uninterrupted run of two ranks, without SLURM."""
+    run = tmp_path_factory.mktemp("whole") / "run"
+    train(DEMO, sample, run, *OPTIONS, nproc=2)
+    return run
+
+
+class Jobs:
+    def __init__(self, slurm, sample, folder):
+        self.slurm, self.sample, self.folder = slurm, sample, folder
+
+    def submit(self, run, *options, sbatch=(), faults="", once=False, config=DEMO, **env):
+        environment = {
+            "TITAN_DISP_SITE": "local_cpu",
+            "TITAN_DISP_PYTHON": sys.executable,
+            "TITAN_DISP_MODULE": "tests.faulty_train",
+            "TITAN_DISP_CHECK_NODES": "0",
+            "TITAN_DISP_LOCAL": str(self.folder),
+            "FAULTS": faults,
+            "FAULTS_ONCE": str(self.folder / "once") if once else "",
+            **env,
+        }
+        return self.slurm.sbatch(
+            *("--nodes=2", "--time=15", f"--output={self.folder}/%j.out", *sbatch, ROOT / "slurm" / "pretrain.sbatch"),
+            *(config, *OPTIONS, "--job.dump_folder", run, "--model.hf_assets_path", f"{self.sample}/tokenizer"),
+            *("--training.dataset_path", self.sample, *options),
+            env=environment,
+            cwd=ROOT,
+        )
+
+    def until_step(self, job, run, step):
+        """Wait until a job has logged a step."""
+        deadline = time.monotonic() + 200
+        while not (run / "metrics.jsonl").exists() or max(read_metrics(run), default=0) < step:
+            state = self.slurm.job(job)["JobState"]
+            assert state in ("PENDING", "CONFIGURING", "RUNNING"), self.slurm.log(job)[-5000:]
+            assert time.monotonic() < deadline, self.slurm.log(job)[-5000:]
+            time.sleep(0.1)
+
+    def completed(self, job, restarts):
+        fields = self.slurm.wait(job, "COMPLETED", timeout=300, restarts=restarts)
+        assert int(fields["Restarts"]) == restarts, self.slurm.log(job)
+        return self.slurm.log(job)
+
+
+@pytest.fixture
+def jobs(slurm, sample, tmp_path):
+    return Jobs(slurm, sample, tmp_path)
+
+
+def values(run):
+    return {step: tuple(record[key] for key in KEYS) for step, record in read_metrics(run).items()}
+
+
+def events(run, *names):
+    return [(e["event"], e["step"]) for e in read_json_lines(run / "events.jsonl") if not names or e["event"] in names]
+
+
+def part_of(whole, run, steps):
+    """A run folder as it was after these checkpoints."""
+    shutil.copytree(whole, run, ignore=lambda folder, names: [n for n in names if n in ("logs", "tb")])
+    for step in set(checkpoints(run / "checkpoint")) - set(steps):
+        shutil.rmtree(run / "checkpoint" / f"step-{step}")
+    lines = [json.dumps(r) for s, r in read_metrics(run).items() if s <= max(steps)]
+    (run / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+    (run / "events.jsonl").unlink()
+    return run
+
+
+def test_completes_and_refuses_a_second_job(jobs, whole, tmp_path):
+    """With the check of the nodes, and a budget in tokens; a second job on the same run folder leaves the first unharmed."""
+    run = tmp_path / "run"
+    tokens = ("--training.steps", "-1", "--budget.tokens", str(STEPS * 16 * 32))
+    first = jobs.submit(run, *tokens, faults=f"slow:1-{STEPS}@0", TITAN_DISP_CHECK_NODES="1")
+    jobs.until_step(first, run, 2)
+    second = jobs.submit(run, *tokens)
+    refused = jobs.slurm.wait(second, "FAILED", timeout=120)
+    assert refused["Restarts"] == "0"
+    log = jobs.slurm.log(second)
+    assert re.search(r"titan-disp: error: job.dump_folder .* is in use by another job \(host .*SLURM job \d+\)", log)
+    log = jobs.completed(first, restarts=0)
+    assert f"the run is complete: step {STEPS}" in log
+    assert f"tokens: {STEPS * 512:,} of {STEPS * 512:,} (100.0%" in log
+    assert values(run) == values(whole)
+    assert {p.name for p in (run / "nodes" / f"{first}.0").iterdir()} == {"n1.json", "n2.json"}
+    assert len(list((run / "logs" / f"{first}.0").glob("node-[01]/*/attempt_0/0/std*.log"))) == 4
+
+
+def test_preempted(jobs, whole, tmp_path):
+    """USR1 to the batch script, as --signal=B:USR1@300 sends it: saves, requeues itself, completes."""
+    run = tmp_path / "run"
+    job = jobs.submit(run, faults=f"slow:1-{STEPS}@0")
+    jobs.until_step(job, run, 6)
+    jobs.slurm.signal(job, "USR1")
+    log = jobs.completed(job, restarts=1)
+    (stop,) = events(run, "stop")
+    assert 6 <= stop[1] < STEPS
+    assert events(run, "resume") == [("resume", stop[1])]  # nothing was repeated
+    assert "USR1 received: asking all ranks to save and stop" in log
+    assert values(run) == values(whole)
+
+
+def test_time_limit(jobs, whole, tmp_path):
+    """SLURM's own signal before the limit; the requeued job has the limit anew."""
+    run = tmp_path / "run"
+    job = jobs.submit(run, faults="slow:1-4@0,slow:5-200@1", sbatch=("--time=2", "--signal=B:USR1@70"), SLOW="4")
+    log = jobs.completed(job, restarts=1)
+    assert "USR1 received" in log
+    ((_, step),) = events(run, "stop")
+    assert events(run, "resume") == [("resume", step)]
+    assert values(run) == values(whole)
+
+
+def test_killed_rank(jobs, whole, tmp_path):
+    """kill -9 of one rank: requeued, completes, at most one checkpoint interval repeated."""
+    run = tmp_path / "run"
+    job = jobs.submit(run, faults="kill:7@1", once=True)
+    log = jobs.completed(job, restarts=1)
+    assert events(run, "resume") == [("resume", 4)]
+    assert "failure 1 of at most 3 retries" in log
+    assert values(run) == values(whole)
+
+
+def test_killed_while_saving(jobs, whole, tmp_path):
+    """kill -9 in an asynchronous save: the unfinished folder is neither resumed from nor counted."""
+    run = tmp_path / "run"
+    options = ("--checkpoint.async_mode", "async", "--checkpoint.keep_latest_k", "2")
+    job = jobs.submit(run, *options, faults="kill_in_save:8@1", once=True)
+    deadline = time.monotonic() + 200
+    while int(jobs.slurm.job(job)["Restarts"]) == 0:
+        assert time.monotonic() < deadline, jobs.slurm.log(job)
+        time.sleep(0.2)
+    assert checkpoints(run / "checkpoint") == [4]
+    assert problem(run / "checkpoint" / "step-8").startswith("it is incomplete")
+    jobs.completed(job, restarts=1)
+    assert events(run, "resume") == [("resume", 4)]
+    assert checkpoints(run / "checkpoint") == [12, 16]
+    assert values(run) == values(whole)
+
+
+def test_node_down(jobs, whole, tmp_path):
+    """The job restarts on other nodes, by SLURM's own requeue."""
+    run = tmp_path / "run"
+    job = jobs.submit(run, faults=f"slow:1-{STEPS}@0", sbatch=("--nodelist=n[1-2]",))
+    jobs.until_step(job, run, 6)
+    jobs.slurm.set_node("n2", "DOWN")
+    try:
+        # The list of nodes was for the first start only, so that the test knows which node to take down.
+        jobs.slurm._client("scontrol", "update", f"JobId={job}", "ReqNodeList=")
+        jobs.completed(job, restarts=1)
+    finally:
+        jobs.slurm.set_node("n2", "RESUME")
+    ((_, step),) = events(run, "resume")
+    assert step >= 4
+    assert values(run) == values(whole)
+
+
+def test_one_node_instead_of_two(jobs, whole, tmp_path):
+    """The same batches; losses to fp32 in another order of summation."""
+    run = part_of(whole, tmp_path / "run", [4, 8])
+    jobs.completed(jobs.submit(run, sbatch=("--nodes=1",)), restarts=0)
+    assert events(run, "resume") == [("resume", 8)]
+    expected, got = read_metrics(whole), read_metrics(run)
+    assert list(got) == list(expected)
+    for step, record in got.items():
+        for counter in ("documents", "text_bytes", "epoch"):
+            assert record["data"][counter] == expected[step]["data"][counter]
+        assert record["ce"] == pytest.approx(expected[step]["ce"], rel=1e-4)
+    assert json.loads((run / "environment.json").read_text())["world_size"] == 1
+
+
+def test_truncated_checkpoint(jobs, whole, tmp_path):
+    """Falls back to the one before, and says so."""
+    run = part_of(whole, tmp_path / "run", [4, 8])
+    file = next((run / "checkpoint" / "step-8").glob("__1_*.distcp"))
+    os.truncate(file, file.stat().st_size - 100)
+    log = jobs.completed(jobs.submit(run), restarts=0)
+    assert re.search(r"step-8 cannot be loaded: __1_0.distcp has [\d,]+ bytes, expected [\d,]+", log)
+    assert events(run, "checkpoint_damaged", "resume") == [("checkpoint_damaged", 8), ("resume", 4)]
+    assert (run / "checkpoint" / "damaged-8").is_dir()
+    assert values(run) == values(whole)
+
+
+def test_crash_at_once(jobs, tmp_path):
+    """Stops after the cap, with the reason on top of the log."""
+    run = tmp_path / "run"
+    job = jobs.submit(run, faults="crash:0@1", TITAN_DISP_MAX_RETRIES="1")
+    fields = jobs.slurm.wait(job, "FAILED", timeout=200, restarts=1)
+    assert fields["Restarts"] == "1"
+    top = jobs.slurm.log(job).splitlines()[0]
+    assert top.startswith("titan-disp: GIVEN UP after 2 failures in a row without a new checkpoint (no checkpoint yet)")
+    assert "RuntimeError: crashed on purpose at the start" in top
+
+    wrong = jobs.submit(run, "--training.global_batch_size", "3")  # not even started: one message
+    jobs.slurm.wait(wrong, "FAILED", timeout=60)
+    log = jobs.slurm.log(wrong)
+    assert "titan-disp: error: training.global_batch_size 3 is not a positive multiple" in log
+    assert "mend the config" in log
+    assert "Traceback" not in log
+
+
+def test_not_finite(jobs, tmp_path):
+    """Skipped on all ranks alike; too many in a row: all ranks stop, with step and term on top of the log."""
+    run = tmp_path / "run"
+    faults = "nan_loss:3@1,inf_gradient:5@0,nan_loss:9-16@0"
+    job = jobs.submit(run, "--guard.max_skipped_steps", "3", faults=faults, TITAN_DISP_MAX_RETRIES="0")
+    jobs.slurm.wait(job, "FAILED", timeout=200)
+    assert events(run, "skip") == [("skip", 3), ("skip", 5), ("skip", 9), ("skip", 10)]
+    top = jobs.slurm.log(job).splitlines()[0]
+    assert "NonFiniteError: step 11: cross-entropy and gradient norm not finite, 3 steps in a row" in top
+    for node in (0, 1):
+        (log,) = (run / "logs" / f"{job}.0").glob(f"node-{node}/*/attempt_0/0/std*.log".replace("std*", "stdout"))
+        assert [s for s in range(1, 17) if f"step {s} is skipped on all ranks" in log.read_text()] == [3, 5, 9, 10, 11]
+    assert checkpoints(run / "checkpoint") == [4, 8]
+
+
+def test_hang(jobs, whole, tmp_path):
+    """A rank that stops answering runs into the time-out of the others; requeued, completes."""
+    run = tmp_path / "run"
+    job = jobs.submit(run, "--comm.train_timeout_seconds", "10", faults="hang:7@1", once=True)
+    jobs.completed(job, restarts=1)
+    assert events(run, "resume") == [("resume", 4)]
+    assert values(run) == values(whole)
+
+
+def test_cancelled(jobs, tmp_path):
+    """scancel means it."""
+    run = tmp_path / "run"
+    job = jobs.submit(run, faults="slow:1-200@0")
+    jobs.until_step(job, run, 2)
+    jobs.slurm.cancel(job)
+    jobs.slurm.wait(job, "CANCELLED", timeout=60)
+    time.sleep(5)
+    assert jobs.slurm.job(job)["JobState"] == "CANCELLED"
+    assert jobs.slurm.job(job)["Restarts"] == "0"
+
+
+def test_scripts_are_clean():
+    import subprocess
+
+    scripts = [*Path(ROOT / "slurm").glob("*.sh"), *Path(ROOT / "slurm").glob("*.sbatch")]
+    scripts += Path(ROOT / "slurm" / "sites").glob("*.sh")
+    assert len(scripts) >= 8
+    done = subprocess.run(["shellcheck", *map(str, scripts)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
