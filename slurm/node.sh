@@ -8,9 +8,6 @@ export TORCHINDUCTOR_CACHE_DIR=${TORCHINDUCTOR_CACHE_DIR:-$cache/inductor}
 export TRITON_CACHE_DIR=${TRITON_CACHE_DIR:-$cache/triton}
 mkdir -p "$TORCHINDUCTOR_CACHE_DIR" "$TRITON_CACHE_DIR"
 export PYTHONUNBUFFERED=1
-# The C10D rendezvous and NCCL's own timeouts end a hang; this makes them say which collective it was.
-export TORCH_NCCL_DUMP_ON_TIMEOUT=${TORCH_NCCL_DUMP_ON_TIMEOUT:-1}
-export TORCH_NCCL_TRACE_BUFFER_SIZE=${TORCH_NCCL_TRACE_BUFFER_SIZE:-2000}
 read -ra prefix <<<"${TITAN_DISP_PREFIX:-}"
 
 what=$1
