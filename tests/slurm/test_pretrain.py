@@ -259,6 +259,19 @@ def test_hang(jobs, whole, tmp_path):
     assert values(run) == values(whole)
 
 
+def test_bad_node_is_excluded(jobs, tmp_path):
+    """A node that fails its check twice is not asked again."""
+    run = tmp_path / "run"
+    wrapper = tmp_path / "wrapper"
+    wrapper.write_text('[[ ${SLURMD_NODENAME:-} != n2 || "$*" != *nodecheck* ]] || exit 1\nexec "$@"\n')
+    options = ("--training.steps", "2", "--lr_scheduler.warmup_steps", "1")
+    job = jobs.submit(run, *options, TITAN_DISP_CHECK_NODES="1", TITAN_DISP_PREFIX=f"bash {wrapper}")
+    log = jobs.completed(job, restarts=2)
+    assert log.count("nodes that cannot train: node n2: it did not answer") == 2
+    assert jobs.slurm.job(job)["NodeList"] == "n[1,3]"
+    assert events(run, "complete") == [("complete", 2)]
+
+
 def test_cancelled(jobs, tmp_path):
     """scancel means it."""
     run = tmp_path / "run"
