@@ -153,6 +153,7 @@ def test_stock_trainer_loads_the_plugin(sample, tmp_path):
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     assert "dispersion: -0." in done.stdout
+    assert "this is TorchTitan's own trainer" in done.stdout
     metrics = read_metrics(tmp_path)
     assert metrics[2]["loss"] == pytest.approx(metrics[2]["ce"] + 0.1 * metrics[2]["dispersion"], abs=1e-5)
     assert any((tmp_path / "tb").iterdir())

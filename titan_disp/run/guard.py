@@ -41,6 +41,7 @@ class GuardedOptimizers(OptimizersContainer):
         self.bad_terms: list[str] = []
         self.flags: dict[str, Callable[[], bool]] = {}
         self.agreed: dict[str, bool] = {}
+        self._told = False
 
     @property
     def skipped(self) -> int:
@@ -82,6 +83,12 @@ class GuardedOptimizers(OptimizersContainer):
         Raises:
             NonFiniteError: on all ranks, after ``max_skipped_steps`` in a row.
         """
+        if not self.flags and not self._told:
+            self._told = True
+            logger.warning(
+                "this is TorchTitan's own trainer: stopping together on a signal, budget.stop_at_tokens, falling back from "
+                "damaged checkpoints and counting only complete ones need titan_disp.train"
+            )
         self._verdict()
         self._counts[0] += 1
         if not self.bad_terms:
