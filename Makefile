@@ -36,7 +36,7 @@ test-fast: setup
 
 # A real SLURM of four nodes on this machine: installed where it is missing (Debian or Ubuntu, root), stopped afterwards.
 slurm-test: setup
-	$(BIN)/python -m pytest --override-ini addopts="-ra --strict-markers" tests/slurm
+	$(BIN)/python -m pytest tests/slurm
 
 lint: setup
 	$(BIN)/ruff check .

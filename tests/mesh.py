@@ -58,9 +58,10 @@ def build(sample, run_folder, *options):
 def mutate(objective, mutation):
     """Break the objective's scale, as a naive one would be broken."""
     if mutation == "dropped":
-        return dataclasses.replace(objective, coeff=0.0)
+        return dataclasses.replace(objective, coeff=lambda step: 0.0)
     if mutation.startswith("times"):
-        return dataclasses.replace(objective, coeff=objective.coeff * int(mutation.removeprefix("times")))
+        factor = int(mutation.removeprefix("times"))
+        return dataclasses.replace(objective, coeff=lambda step: factor * objective.coeff(step))
     return objective
 
 

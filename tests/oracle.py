@@ -29,3 +29,42 @@ def dispersion_oracle(z: Tensor, tau: float, clamp: float, norm_eps: float) -> T
     d = StraightThroughClamp.apply(u @ u.transpose(1, 2), 1 - clamp) / math.pi
     off_diagonal = ~torch.eye(n, dtype=torch.bool)
     return torch.logsumexp(-d[:, off_diagonal] / tau, dim=1) - math.log(n * (n - 1))
+
+
+def _pairs(x: Tensor) -> Tensor:
+    """[B, N, N] → [B, N(N−1)], without the diagonal."""
+    return x[:, ~torch.eye(x.shape[1], dtype=torch.bool)]
+
+
+def orthogonalization_oracle(z: Tensor, clamp: float, norm_eps: float) -> Tensor:
+    """mean over i≠j of max(0, ½ − D)²; [B, N, F] → [B] float64."""
+    z = z.double()
+    u = z / (torch.linalg.vector_norm(z, dim=-1, keepdim=True) + norm_eps)
+    d = StraightThroughClamp.apply(u @ u.transpose(1, 2), 1 - clamp) / math.pi
+    return _pairs((0.5 - d).clamp_min(0) ** 2).mean(1)
+
+
+def decorrelation_oracle(z: Tensor) -> Tensor:
+    """mean over i≠j of squared correlations, σ unbiased; [B, N, F] → [B] float64."""
+    z = z.double()
+    y = (z - z.mean(-1, keepdim=True)) / z.std(-1, keepdim=True)
+    return _pairs((y @ y.transpose(1, 2) / (z.shape[-1] - 1)) ** 2).mean(1)
+
+
+def l2_repel_oracle(z: Tensor, tau: float, norm_coeff: float) -> Tensor:
+    """log mean over i≠j of exp(−‖z_i − z_j‖²/τ), + λ_norm mean(z²); [B, N, F] → [B] float64."""
+    z = z.double()
+    n = z.shape[1]
+    d = (z[:, :, None] - z[:, None]).square().sum(-1)
+    return torch.logsumexp(_pairs(-d / tau), 1) - math.log(n * (n - 1)) + norm_coeff * z.square().mean((1, 2))
+
+
+def oracle(
+    variant: str, z: Tensor, tau: float = 1.0, clamp: float = 0.25, norm_eps: float = 1e-2, norm_coeff: float = 0.1
+):
+    """Any variant, [B, N, F] → [B] float64."""
+    if variant == "angular":
+        return dispersion_oracle(z, tau, clamp, norm_eps)
+    if variant == "orthogonalization":
+        return orthogonalization_oracle(z, clamp, norm_eps)
+    return decorrelation_oracle(z) if variant == "decorrelation" else l2_repel_oracle(z, tau, norm_coeff)

@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from tests.oracle import dispersion_oracle
-from titan_disp.dispersion import DispersionObjective, LossLedger
+from titan_disp.dispersion import DispersionLoss, DispersionObjective, LossLedger
 
 PARAMETERS = {"tau": 1.0, "clamp": 0.25, "norm_eps": 1e-2}
 
@@ -23,7 +23,7 @@ def batch():
 
 def test_mean_over_valid_tokens_whatever_the_accumulation(batch):
     logits, layers, labels = batch
-    objective = DispersionObjective(cross_entropy, coeff=0.5, **PARAMETERS)
+    objective = DispersionObjective(cross_entropy, DispersionLoss(**PARAMETERS), lambda step: 0.5)
     valid = (labels != -100).sum(1)
     per_sequence = torch.stack([dispersion_oracle(z, **PARAMETERS) for z in layers]).mean(0)
     expected = cross_entropy(logits, labels) / valid.sum() + 0.5 * (valid * per_sequence).sum() / valid.sum()
@@ -37,14 +37,14 @@ def test_mean_over_valid_tokens_whatever_the_accumulation(batch):
 
 def test_plain_logits_give_cross_entropy(batch):
     logits, _, labels = batch
-    objective = DispersionObjective(cross_entropy, coeff=0.5, **PARAMETERS)
+    objective = DispersionObjective(cross_entropy, DispersionLoss(**PARAMETERS), lambda step: 0.5)
     assert torch.equal(objective(logits, labels), cross_entropy(logits, labels))
 
 
 def test_ledger_keeps_terms_apart_and_unscaled(batch):
     logits, layers, labels = batch
     ledger = LossLedger()
-    objective = DispersionObjective(cross_entropy, coeff=0.5, ledger=ledger, **PARAMETERS)
+    objective = DispersionObjective(cross_entropy, DispersionLoss(**PARAMETERS), lambda step: 0.5, ledger=ledger)
     assert ledger.mean(None) is None
     with torch.no_grad():  # validation must not show in the training curves
         objective(logits, labels)

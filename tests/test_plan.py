@@ -22,7 +22,7 @@ from titan_disp.cluster import memory
 from titan_disp.cluster.plan import NodeCount, make_plan
 from titan_disp.cluster.plan_text import render
 from titan_disp.config import load_config
-from titan_disp.dispersion import DispersionObjective
+from titan_disp.dispersion import DispersionLoss, DispersionObjective
 from titan_disp.errors import ConfigError
 from titan_disp.qwen3.flavors import flavors
 from titan_disp.qwen3.model import Qwen3DispModel
@@ -290,7 +290,7 @@ def live_bytes(monkeypatch, mode, layers, tokens):
         for p in model.parameters():
             p.grad = torch.zeros_like(p)
         inputs = torch.zeros(1, tokens, dtype=torch.long)
-        objective = DispersionObjective(cross_entropy_loss, 0.1, 1.0, 0.25, 1e-2)
+        objective = DispersionObjective(cross_entropy_loss, DispersionLoss(), lambda step: 0.1)
         with LiveBytes() as live:
             predictions = model(inputs)
             loss = objective(predictions, inputs)

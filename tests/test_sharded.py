@@ -5,7 +5,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from tests.distributed import spawn
 from tests.oracle import dispersion_oracle
 from titan_disp.condensation.measure import mean_cosine
-from titan_disp.dispersion import DispersionObjective, LossLedger, dispersion_loss
+from titan_disp.dispersion import DispersionLoss, DispersionObjective, LossLedger, dispersion_loss
 
 B, N, F = 3, 48, 16
 PARAMETERS = {"tau": 0.5, "clamp": 0.25, "norm_eps": 1e-2}
@@ -71,14 +71,16 @@ def check_context_parallel_objective():
         return torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
 
     whole = z.clone().requires_grad_(True)
-    alone = DispersionObjective(ce, coeff=2.0, **PARAMETERS)
+    alone = DispersionObjective(ce, DispersionLoss(**PARAMETERS), lambda step: 2.0)
     expected = alone((whole @ head, [whole, 2 * whole]), labels)
     expected.backward()
 
     positions = torch.arange(N).chunk(world)[world - 1 - rank]
     mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("cp",))
     ledger = LossLedger()
-    objective = DispersionObjective(ce, coeff=2.0, group=mesh, cp_group=mesh, ledger=ledger, **PARAMETERS)
+    objective = DispersionObjective(
+        ce, DispersionLoss(**PARAMETERS), lambda step: 2.0, group=mesh, cp_group=mesh, ledger=ledger
+    )
     local = z[:, positions].clone().requires_grad_(True)
     loss = objective((local @ head, [local, 2 * local]), labels[:, positions])
     loss.backward()

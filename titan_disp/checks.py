@@ -1,7 +1,5 @@
 """What cannot work is refused here, before anything is allocated: one message, with what to change."""
 
-import math
-
 from torchtitan.config import JobConfig
 
 from titan_disp import cpu
@@ -10,7 +8,7 @@ from titan_disp.budget import resolve_steps
 from titan_disp.data.shards import check_data
 from titan_disp.data.tokenizer import check_vocabulary, load_tokenizer
 from titan_disp.data.validation import validation_sequences
-from titan_disp.dispersion.pairwise import check_parameters
+from titan_disp.dispersion import CoeffSchedule, DispersionLoss
 from titan_disp.errors import ConfigError
 from titan_disp.qwen3.flavors import block_indices, flavors
 
@@ -65,18 +63,33 @@ def check_model(job_config: JobConfig) -> None:
     """The flavor and the [dispersion] section."""
     args = flavors[job_config.model.flavor]
     dispersion = job_config.dispersion  # type: ignore[attr-defined]
-    if not (math.isfinite(dispersion.coeff) and dispersion.coeff >= 0):
-        raise ConfigError(f"dispersion.coeff is {dispersion.coeff}, expected a number ≥ 0")
-    try:
-        check_parameters(dispersion.tau, dispersion.clamp, dispersion.norm_eps)
-    except ValueError as error:
-        raise ConfigError(f"dispersion.{error}") from error
-    block_indices(dispersion.layers, args.n_layers)
     training = job_config.training
     if training.seq_len < 1 + dispersion.enabled:
         raise ConfigError(f"training.seq_len is {training.seq_len}, expected at least {1 + dispersion.enabled}")
     if training.steps < 1:
         raise ConfigError(f"training.steps is {training.steps}, expected at least 1")
+    dispersion_loss(job_config)
+    coeff_schedule(job_config)
+    block_indices(dispersion.layers, args.n_layers)
+
+
+def dispersion_loss(job_config: JobConfig) -> DispersionLoss:
+    """The loss that [dispersion] describes."""
+    names = ("variant", "estimator", "tau", "clamp", "norm_eps", "norm_coeff", "max_tokens")
+    try:
+        section = job_config.dispersion  # type: ignore[attr-defined]
+        return DispersionLoss(**{name: getattr(section, name) for name in names}, seed=job_config.debug.seed or 0)
+    except ValueError as error:
+        raise ConfigError(f"dispersion.{error}") from error
+
+
+def coeff_schedule(job_config: JobConfig) -> CoeffSchedule:
+    """λ over the run as [dispersion] describes it; training.steps must be known."""
+    d = job_config.dispersion  # type: ignore[attr-defined]
+    try:
+        return CoeffSchedule(d.coeff, d.warmup_steps, d.decay, d.final_coeff, job_config.training.steps)
+    except ValueError as error:
+        raise ConfigError(f"dispersion.{error}") from error
 
 
 def _dp_shard(job_config: JobConfig, world_size: int) -> int:

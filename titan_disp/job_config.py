@@ -27,6 +27,30 @@ class Dispersion:
     norm_eps: float = 1e-2
     """ε added to token norms. 1e-2 is what the authors' released code uses."""
 
+    variant: Literal["angular", "decorrelation", "l2_repel", "orthogonalization"] = "angular"
+    """Of the paper's Table 1. tau serves angular and l2_repel; clamp and norm_eps angular and orthogonalization."""
+
+    estimator: Literal["exact", "moments", "sampled"] = "exact"
+    """
+    exact: all pairs of tokens. moments: all pairs, in time linear in the sequence (angular only). sampled: the pairs of
+    max_tokens positions per sequence.
+    """
+
+    max_tokens: int = 256
+    """Positions per sequence of the sampled estimator, drawn anew for every step and layer. The paper: 256."""
+
+    norm_coeff: float = 0.1
+    """λ_norm of l2_repel, on the mean square of the activations. The paper: 0.1."""
+
+    warmup_steps: int = 0
+    """coeff grows linearly from 0 over so many steps."""
+
+    decay: Literal["constant", "linear", "cosine"] = "constant"
+    """How coeff goes to final_coeff between warm-up and the last step."""
+
+    final_coeff: float = 0.0
+    """λ of the last step, unless decay is constant."""
+
 
 @dataclass
 class Stream:

@@ -8,17 +8,17 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torchtitan.components.ft import FTManager
 from torchtitan.components.loss import IGNORE_INDEX, LossFunction, build_cross_entropy_loss, cross_entropy_loss
-from torchtitan.components.lr_scheduler import build_lr_schedulers
-from torchtitan.components.optimizer import build_optimizers
+from torchtitan.components.lr_scheduler import LRSchedulersContainer, build_lr_schedulers
+from torchtitan.components.optimizer import OptimizersContainer, build_optimizers
 from torchtitan.components.tokenizer import BaseTokenizer
 from torchtitan.config import JobConfig
-from torchtitan.config.job_config import Optimizer
+from torchtitan.config.job_config import LRScheduler, Optimizer
 from torchtitan.distributed import ParallelDims
 from torchtitan.models.qwen3.model.state_dict_adapter import Qwen3StateDictAdapter
 from torchtitan.protocols.model import BaseModelArgs
 from torchtitan.tools.logging import logger
 
-from titan_disp.checks import check_config, check_device
+from titan_disp.checks import check_config, check_device, coeff_schedule, dispersion_loss
 from titan_disp.data.loader import StreamLoader, build_dataloader
 from titan_disp.data.tokenizer import check_vocabulary, load_tokenizer
 from titan_disp.data.validation import build_validator
@@ -69,6 +69,11 @@ class _Shared:
     ledger: LossLedger = field(default_factory=LossLedger)  # the loss fills it, the metrics empty it
     max_skipped_steps: int = 10  # the optimizers' builder sees no more than [optimizer]
     loader: StreamLoader | None = None  # the metrics read its counters; its positions are sharded like the batch
+    schedulers: LRSchedulersContainer | None = None  # know the step, which the loss function does not see
+
+    def steps_completed(self) -> int:
+        """From the checkpoint on, as the learning rate's schedule counts them."""
+        return self.schedulers.schedulers[0].last_epoch if self.schedulers is not None else 0
 
 
 def train_spec() -> titan.TrainSpec:
@@ -85,13 +90,11 @@ def train_spec() -> titan.TrainSpec:
         return parallelize(model, parallel_dims, job_config)
 
     def build_loss(job_config: JobConfig, parallel_dims: ParallelDims) -> DispersionObjective:
-        dispersion = job_config.dispersion  # type: ignore[attr-defined]
         return DispersionObjective(
             cross_entropy=build_cross_entropy(job_config, parallel_dims),
-            coeff=dispersion.coeff,
-            tau=dispersion.tau,
-            clamp=dispersion.clamp,
-            norm_eps=dispersion.norm_eps,
+            loss=dispersion_loss(job_config),
+            coeff=coeff_schedule(job_config),
+            step=shared.steps_completed,
             group=sequence_mesh(parallel_dims),
             cp_group=parallel_dims.get_optional_mesh("cp"),
             ledger=shared.ledger,
@@ -106,6 +109,10 @@ def train_spec() -> titan.TrainSpec:
     ) -> GuardedOptimizers:
         inner = build_optimizers(model_parts, optimizer_config, parallel_dims, ft_manager)
         return GuardedOptimizers(inner, shared.ledger.non_finite, shared.max_skipped_steps)
+
+    def build_schedulers(optimizers: OptimizersContainer, config: LRScheduler, steps: int) -> LRSchedulersContainer:
+        shared.schedulers = build_lr_schedulers(optimizers, config, steps)
+        return shared.schedulers
 
     def build_metrics(
         job_config: JobConfig,
@@ -122,7 +129,7 @@ def train_spec() -> titan.TrainSpec:
         parallelize_fn=parallelize_model,
         pipelining_fn=None,
         build_optimizers_fn=build_guarded_optimizers,
-        build_lr_schedulers_fn=build_lr_schedulers,
+        build_lr_schedulers_fn=build_schedulers,
         build_dataloader_fn=build_data,
         build_tokenizer_fn=build_tokenizer,
         build_loss_fn=build_loss,

@@ -19,18 +19,19 @@ import subprocess
 import tempfile
 import time
 from collections import deque
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
 PACKAGES = ("munge", "slurm-wlm", "slurm-client", "slurmctld", "slurmd", "shellcheck")
 COMMANDS = ("munged", "slurmctld", "slurmd", "sbatch", "shellcheck")
+PATH = os.environ.get("PATH", os.defpath) + ":/usr/sbin:/sbin"  # where the daemons are
 ENDED = {"BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "TIMEOUT"}
-PATH = os.pathsep.join([os.environ.get("PATH", os.defpath), "/usr/sbin", "/sbin"])  # the daemons are in sbin
 
-# cred_expire: a requeued job may start when its old credential is void, 120 s by default. KillWait: from SIGTERM to
-# SIGKILL. MinJobAge: how long `scontrol show job` knows a finished job. config_overrides: believe CPUs=2, whatever
-# the host has.
+# cred_expire: a requeued job starts 1 s after its old credential is void; 5 s is the least, a lower value means 120 s.
+# sched_interval, bf_interval: seconds between looks at the queue. KillWait: from SIGTERM to SIGKILL.
+# MinJobAge: how long `scontrol show job` knows a finished job. config_overrides: believe CPUs=2, whatever the host has.
+# ReturnToService: with 2, a node set DOWN whose slurmd lives is idle again within 0.1 s.
 CONFIG = """\
 ClusterName={name}
 SlurmctldHost={host}(127.0.0.1)
@@ -62,26 +63,25 @@ PartitionName=debug Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 
 
 def install() -> None:
-    """Install SLURM, munge and shellcheck from Debian's or Ubuntu's archive where they are missing; needs root."""
-    missing = [command for command in COMMANDS if shutil.which(command, path=PATH) is None]
+    """Install SLURM, munge and shellcheck from the distribution's archive, where one of them is missing."""
+    missing = ", ".join(command for command in COMMANDS if shutil.which(command, path=PATH) is None)
     if not missing:
         return
     if os.geteuid() != 0 or shutil.which("apt-get") is None:
         raise RuntimeError(
-            f"{', '.join(missing)} not found. Installing needs Debian/Ubuntu and root; see {__file__}, or as root: "
+            f"{missing} not found; installing them needs Debian/Ubuntu and root; see {__file__}, or as root: "
             f"apt-get install --no-install-recommends {' '.join(PACKAGES)}"
         )
-    print(f"{', '.join(missing)} not found: installing {' '.join(PACKAGES)} with apt-get", flush=True)
-    apt = ["apt-get", "-qq", "-o", "DPkg::Lock::Timeout=300", "-o", "Dpkg::Use-Pty=0"]
+    print(f"{missing} not found: installing {' '.join(PACKAGES)} with apt-get", flush=True)
     environment = {**os.environ, "DEBIAN_FRONTEND": "noninteractive", "PATH": PATH}
     policy = Path("/usr/sbin/policy-rc.d")  # exit 101: packages start no service. One that is there stays as it is.
     with ExitStack() as stack:
         if not policy.exists():
+            stack.callback(policy.unlink, missing_ok=True)
             policy.write_text("#!/bin/sh\nexit 101\n")
             policy.chmod(0o755)
-            stack.callback(policy.unlink)
         for command in (["update"], ["install", "--yes", "--no-install-recommends", *PACKAGES]):
-            _run(*apt, *command, env=environment, timeout=900)
+            _run("apt-get", "-qq", "-o", "DPkg::Lock::Timeout=300", *command, env=environment, timeout=900)
 
 
 class LocalSlurm:
@@ -96,7 +96,8 @@ class LocalSlurm:
         if len(str(self.folder)) > 80:
             raise ValueError(f"{self.folder} is too long for the sockets in it: give a folder of up to 80 characters")
         self.nodes = [f"n{i + 1}" for i in range(nodes)]
-        self.environment = {k: v for k, v in os.environ.items() if not re.match("SLURM|SBATCH|SRUN|SALLOC|SCANCEL", k)}
+        own = re.compile("S(LURMD?|BATCH|RUN|ALLOC|CANCEL|QUEUE|INFO)_")  # they would act as options
+        self.environment = {key: value for key, value in os.environ.items() if not own.match(key)}
         self.environment |= {"SLURM_CONF": str(self.folder / "slurm.conf"), "PATH": PATH}
         self._daemons: dict[str, subprocess.Popen[bytes]] = {}
 
@@ -111,19 +112,19 @@ class LocalSlurm:
     def __exit__(self, *exception: object) -> None:
         self._stop()
 
-    def sbatch(self, *args: str | Path, env: dict[str, str] | None = None, cwd: str | Path | None = None) -> int:
-        """Submit a job, with the variables of ``env`` added to its environment; returns its id."""
+    def sbatch(self, *args: object, env: Mapping[str, str] | None = None, cwd: str | Path | None = None) -> int:
+        """Submit a job, with the variables of ``env`` added to ``environment``; returns its id."""
         return int(self._client("sbatch", "--parsable", *args, env=env, cwd=cwd).split(";")[0])
 
     def job(self, id: int) -> dict[str, str]:
         """The fields of ``scontrol show job``: JobState, Reason, Restarts, ExitCode, NodeList, StdOut, …"""
-        text = self._client("scontrol", "show", "job", "--oneliner", str(id)).strip()
-        return dict(re.findall(r"(?:^| )([A-Z][\w:/]*)=(.*?)(?= [A-Z][\w:/]*=|$)", text))
+        line = self._client("scontrol", "show", "job", "--oneliner", id).strip()
+        return dict(re.findall(r"(?:^| )([A-Z][\w:/]*)=(.*?)(?= [A-Z][\w:/]*=|$)", line))
 
-    def wait(self, id: int, states: str | Collection[str], timeout: float = 60, restarts: int = 0) -> dict[str, str]:
-        """Wait until the job is in one of ``states``, requeued ``restarts`` times or more; returns its fields.
+    def wait(self, id: int, states: Collection[str], timeout: float = 60, restarts: int = 0) -> dict[str, str]:
+        """Wait until the job is in the state, or one of the states, requeued ``restarts`` times or more.
 
-        Raises where the time is up, or at once where the job has ended in another state.
+        Returns its fields. Raises TimeoutError, or RuntimeError at once where the job has ended in another state.
         """
         states = {states} if isinstance(states, str) else set(states)
         deadline = time.monotonic() + timeout
@@ -134,22 +135,22 @@ class LocalSlurm:
             ended = job["JobState"] in ENDED
             if ended or time.monotonic() > deadline:
                 fields = "\n".join(f"  {key}={value}" for key, value in job.items())
-                raise TimeoutError(
-                    f"job {id} is {job['JobState']} after {job['Restarts']} restarts, expected {' or '.join(states)} "
-                    f"after {restarts} or more{'' if ended else f' within {timeout:g} s'}\n{fields}\n"
+                raise (RuntimeError if ended else TimeoutError)(
+                    f"job {id} is {job['JobState']} after {job['Restarts']} restarts; expected within {timeout:g} s: "
+                    f"{' or '.join(sorted(states))} after {restarts} restarts or more\n{fields}\n"
                     f"the end of {job['StdOut']}:\n{_tail(Path(job['StdOut']))}"
                 )
             time.sleep(0.5)
 
     def signal(self, id: int, name: str) -> None:
         """Signal the batch shell alone, as ``sbatch --signal=B:…`` does."""
-        self._client("scancel", f"--signal={name}", "--batch", str(id))
+        self._client("scancel", f"--signal={name}", "--batch", id)
 
     def requeue(self, id: int) -> None:
-        self._client("scontrol", "requeue", str(id))
+        self._client("scontrol", "requeue", id)
 
     def cancel(self, id: int) -> None:
-        self._client("scancel", str(id))
+        self._client("scancel", id)
 
     def set_node(self, name: str, state: str) -> None:
         """``DOWN`` ends the node's jobs, or requeues them; ``RESUME`` brings it back."""
@@ -161,21 +162,17 @@ class LocalSlurm:
         return path.read_text(errors="replace") if path.exists() else ""
 
     def _client(
-        self,
-        *command: str | Path,
-        env: dict[str, str] | None = None,
-        cwd: str | Path | None = None,
-        timeout: float = 60,
+        self, *command: object, env: Mapping[str, str] | None = None, cwd: str | Path | None = None, timeout: float = 60
     ) -> str:
-        return _run(*map(str, command), env=self.environment | (env or {}), cwd=cwd, timeout=timeout)
+        return _run(*command, env={**self.environment, **(env or {})}, cwd=cwd, timeout=timeout)
 
     def _start(self) -> None:
         install()
         _kill(lambda owner, name: not Path(f"/proc/{owner}").exists())  # what a killed Python has left
-        self.folder.mkdir(parents=True, exist_ok=True)
-        (self.folder / "state").mkdir(exist_ok=True)
+        shutil.rmtree(self.folder / "state", ignore_errors=True)  # of a former cluster in this folder, as the socket
+        (self.folder / "munge.socket").unlink(missing_ok=True)
+        (self.folder / "state").mkdir(parents=True)
         key = self.folder / "munge.key"
-        key.unlink(missing_ok=True)
         key.touch(0o600)
         key.write_bytes(os.urandom(1024))
         port, *ports = _free_ports(1 + len(self.nodes))
@@ -183,26 +180,26 @@ class LocalSlurm:
         self.name = f"titan{os.getpid()}x{port}"
         host = socket.gethostname().split(".")[0]
         user = pwd.getpwuid(os.geteuid()).pw_name
-        lines = [
-            f"NodeName={node} NodeHostname={host} NodeAddr=127.0.0.1 Port={p} CPUs=2 State=UNKNOWN\n"
-            for node, p in zip(self.nodes, ports, strict=True)
-        ]
         config = CONFIG.format(name=self.name, host=host, port=port, user=user, folder=self.folder)
-        (self.folder / "slurm.conf").write_text(config + "".join(lines))
+        for node, port in zip(self.nodes, ports, strict=True):
+            config += f"NodeName={node} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} CPUs=2 State=UNKNOWN\n"
+        (self.folder / "slurm.conf").write_text(config)
+        # slurmd loads a cgroup plugin though nothing here uses it, and v2's fails where no systemd runs.
+        (self.folder / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\n")
 
-        files = {f"--{kind}-file={self.folder}/munge.{kind}" for kind in ("key", "pid", "seed")}
-        munge_socket = self.folder / "munge.socket"
-        # --force: sockets in a folder that is not open to all, as a test's temporary one, are an error without it.
-        self._daemon("munged", "--foreground", "--force", f"--socket={munge_socket}", *files)
-        self._until(munge_socket.is_socket, "munged")
+        munge = {kind: f"{self.folder}/munge.{kind}" for kind in ("socket", "key", "pid", "seed")}
+        files = [f"--{kind}-file={munge[kind]}" for kind in ("key", "pid", "seed")]
+        # --force: without it, a socket in a folder that is not open to all, as a test's is, is an error.
+        self._daemon("munged", "--foreground", "--force", f"--socket={munge['socket']}", *files)
+        self._until(Path(munge["socket"]).is_socket, "munged")
         self._daemon("slurmctld", "-D", "-c")
         for node in self.nodes:
             self._daemon("slurmd", "-D", "-c", "-N", node, log=node)
         self._until(lambda: self._node_states() == ["idle"] * len(self.nodes), "the nodes")
 
     def _node_states(self) -> list[str]:
-        with suppress(RuntimeError):  # slurmctld does not answer yet
-            return self._client("sinfo", "--noheader", "--Node", "--format=%T").split()
+        with suppress(RuntimeError, subprocess.TimeoutExpired):  # slurmctld does not answer yet
+            return self._client("sinfo", "--noheader", "--Node", "--format=%T", timeout=5).split()
         return []
 
     def _daemon(self, *command: str, log: str | None = None) -> None:
@@ -230,14 +227,13 @@ class LocalSlurm:
 
     def _stop(self) -> None:
         try:
-            controller = self._daemons.get("slurmctld")
-            if controller and controller.poll() is None:
+            if "slurmctld" in self._daemons and self._daemons["slurmctld"].poll() is None:
                 self._client("scancel", "--me", timeout=10)
-                deadline = time.monotonic() + 10  # more than KillWait
+                deadline = time.monotonic() + 10  # KillWait and more
                 while self._client("squeue", "--noheader", timeout=10) and time.monotonic() < deadline:
                     time.sleep(0.2)
         except (RuntimeError, subprocess.TimeoutExpired) as error:
-            print(f"jobs not cancelled, killed instead: {error}")
+            print(f"jobs could not be cancelled and are killed: {error}")
         finally:
             for daemon in reversed(self._daemons.values()):
                 daemon.terminate()
@@ -250,10 +246,11 @@ class LocalSlurm:
             self._daemons.clear()
 
 
-def _run(*command: str, env: dict[str, str], cwd: str | Path | None = None, timeout: float) -> str:
-    done = subprocess.run(command, env=env, cwd=cwd, timeout=timeout, capture_output=True, text=True)
+def _run(*command: object, env: Mapping[str, str], timeout: float, cwd: str | Path | None = None) -> str:
+    args = [str(each) for each in command]
+    done = subprocess.run(args, env=env, cwd=cwd, timeout=timeout, capture_output=True, text=True)
     if done.returncode:
-        raise RuntimeError(f"{' '.join(command)}: exit status {done.returncode}\n{done.stdout}{done.stderr}")
+        raise RuntimeError(f"{' '.join(args)}: exit status {done.returncode}\n{done.stdout}{done.stderr}")
     return done.stdout
 
 
@@ -274,29 +271,24 @@ def _free_ports(count: int) -> list[int]:
 
 def _kill(chosen: Callable[[int, str], bool]) -> None:
     """SIGKILL every process of the clusters ``chosen(owner's pid, cluster's name)``, also one that left its parent."""
-    while True:
+    for _ in range(100):
         pids = []
         for folder in Path("/proc").glob("[0-9]*"):
             with suppress(OSError):  # ended, or another user's
-                name = re.search(rb"(?:^|\0)SLURM_CLUSTER_NAME=(titan(\d+)x\d+)\0", (folder / "environ").read_bytes())
+                name = re.search(rb"\bSLURM_CLUSTER_NAME=(titan(\d+)x\d+)\0", (folder / "environ").read_bytes())
                 if name and chosen(int(name[2]), name[1].decode()):
                     pids.append(int(folder.name))
+                    os.kill(pids[-1], signal.SIGKILL)
         if not pids:
             return
-        for pid in pids:
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
         time.sleep(0.1)
+    raise RuntimeError(f"processes {pids} survive SIGKILL")
 
 
 def main() -> None:
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    with (
-        tempfile.TemporaryDirectory(prefix="slurm-") as folder,
-        LocalSlurm(folder) as slurm,
-        suppress(KeyboardInterrupt),
-    ):
-        print(f"export SLURM_CONF={slurm.environment['SLURM_CONF']}\nCtrl-C stops the cluster.", flush=True)
+    with suppress(KeyboardInterrupt), tempfile.TemporaryDirectory(prefix="slurm-") as folder, LocalSlurm(folder):
+        print(f"export SLURM_CONF={folder}/slurm.conf\nCtrl-C stops the cluster.", flush=True)
         signal.pause()
 
 

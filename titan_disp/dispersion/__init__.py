@@ -4,7 +4,15 @@ Liu et al., "Dispersion loss counteracts embedding condensation and improves gen
 language models" (ICML 2026, arXiv 2602.00217).
 """
 
+from titan_disp.dispersion.loss import DispersionLoss, dispersion_loss, dispersion_losses
 from titan_disp.dispersion.objective import DispersionObjective, LossLedger
-from titan_disp.dispersion.sharded import dispersion_loss, dispersion_losses
+from titan_disp.dispersion.schedule import CoeffSchedule
 
-__all__ = ["DispersionObjective", "LossLedger", "dispersion_loss", "dispersion_losses"]
+__all__ = [
+    "CoeffSchedule",
+    "DispersionLoss",
+    "DispersionObjective",
+    "LossLedger",
+    "dispersion_loss",
+    "dispersion_losses",
+]

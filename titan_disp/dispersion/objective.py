@@ -15,7 +15,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from titan_disp.dispersion.sharded import Group, dispersion_losses, process_group
+from titan_disp.dispersion.collectives import Group, process_group
+from titan_disp.dispersion.loss import DispersionLoss
 
 
 class LossLedger:
@@ -26,6 +27,7 @@ class LossLedger:
 
     def __init__(self) -> None:
         self._sums: Tensor | None = None
+        self._worst_fit: Tensor | None = None
 
     def add(self, ce: Tensor, dispersion: Tensor, tokens: Tensor) -> None:
         terms = torch.stack([ce.detach().double(), dispersion.detach().double(), tokens.double()])
@@ -35,8 +37,22 @@ class LossLedger:
         """[2] bool on the device: whether this rank's cross-entropy and dispersion are not finite; None before any add."""
         return None if self._sums is None else ~self._sums[:2].isfinite()
 
+    def add_fit_errors(self, errors: Tensor) -> None:
+        """Relative errors of the moments' fits, any shape: the worst is kept."""
+        worst = errors.detach().max()
+        self._worst_fit = worst if self._worst_fit is None else torch.maximum(self._worst_fit, worst)
+
+    def worst_fit(self, mesh: DeviceMesh | None) -> float | None:
+        """The largest error of all ranks of ``mesh`` (a collective call), or None where nothing was fitted."""
+        if self._worst_fit is None:
+            return None
+        worst = self._worst_fit.clone()
+        if mesh is not None:
+            dist.all_reduce(worst, op=dist.ReduceOp.MAX, group=mesh.get_group())
+        return worst.item()
+
     def reset(self) -> None:
-        self._sums = None
+        self._sums = self._worst_fit = None
 
     def mean(self, mesh: DeviceMesh | None) -> dict[str, float] | None:
         """Means over the valid tokens of all ranks of ``mesh`` (a collective call), or None before any add."""
@@ -55,7 +71,8 @@ class DispersionObjective:
 
     Attributes:
         cross_entropy: (logits [B, N, V], labels [B, N]) → CE summed over the valid tokens.
-        coeff: λ. tau, clamp, norm_eps: see ``dispersion_losses``.
+        loss: the variant and its estimator.
+        coeff: λ, by the number of steps completed. step: → that number; it also decides which tokens are sampled.
         group: over which the sequence of the activations is sharded (TP, CP, or CP×TP flattened).
         cp_group: over which the labels are sharded too (CP).
         ledger: receives the terms apart, in training only.
@@ -63,10 +80,9 @@ class DispersionObjective:
     """
 
     cross_entropy: Callable[[Tensor, Tensor], Tensor]
-    coeff: float
-    tau: float
-    clamp: float
-    norm_eps: float
+    loss: DispersionLoss
+    coeff: Callable[[int], float]
+    step: Callable[[], int] = lambda: 0
     group: Group = None
     cp_group: Group = None
     ledger: LossLedger | None = None
@@ -96,9 +112,9 @@ class DispersionObjective:
         if cp_group is not None:
             weights = weights.clone()
             dist.all_reduce(weights, group=cp_group)
-        per_layer = dispersion_losses(
-            activations, tau=self.tau, clamp=self.clamp, norm_eps=self.norm_eps, group=self.group
-        )
+        step = self.step()
+        fit_errors: list[Tensor] = []
+        per_layer = self.loss(activations, self.group, step, fit_errors)
         dispersion = (weights * per_layer.mean(0)).sum()
         value = dispersion.detach()
         if cp_group is not None:
@@ -106,7 +122,9 @@ class DispersionObjective:
             value = value / dist.get_world_size(cp_group)
             dispersion = dispersion - dispersion.detach() + value
         self._record(ce, value, local_tokens)
-        return ce + self.coeff * dispersion
+        if self.ledger is not None and fit_errors and torch.is_grad_enabled():
+            self.ledger.add_fit_errors(torch.stack(fit_errors))
+        return ce + self.coeff(step) * dispersion
 
     def _record(self, ce: Tensor, dispersion: Tensor, tokens: Tensor) -> None:
         if self.ledger is not None and torch.is_grad_enabled():

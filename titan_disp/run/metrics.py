@@ -140,11 +140,14 @@ class DispersionMetrics(MetricsProcessor):
             "ce": global_avg_loss,
             "dispersion": 0.0,
         }
+        fit_error = self.ledger.worst_fit(self.parallel_dims.get_optional_mesh("loss"))
         self.ledger.reset()
         extra = dict(extra_metrics or {})
         extra["n_tokens_seen"] = tokens = self.tokens_seen(step)
         extra["loss_metrics/cross_entropy"] = terms["ce"]
         extra["loss_metrics/dispersion"] = terms["dispersion"]
+        if fit_error is not None:
+            extra["loss_metrics/dispersion_fit_error"] = fit_error
         data = self.data_metrics()
         extra.update({f"data/{name}": value for name, value in data.items()})
         seconds = time.perf_counter() - self.time_last_log
@@ -162,6 +165,7 @@ class DispersionMetrics(MetricsProcessor):
                 "time": time.time(),
                 "loss": global_avg_loss,
                 **terms,
+                **({} if fit_error is None else {"dispersion_fit_error": fit_error}),
                 "grad_norm": grad_norm,
                 "lr": extra.get("lr"),
                 "tokens": tokens,

@@ -1,0 +1,233 @@
+"""The loss family against plain float64 autograd: four variants, three estimators, whole and sharded."""
+
+import math
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.distributed import spawn
+from tests.oracle import oracle
+from titan_disp.dispersion import CoeffSchedule, DispersionLoss, dispersion_loss, pairwise
+from titan_disp.dispersion.sampled import positions
+
+VARIANTS = ("angular", "decorrelation", "l2_repel", "orthogonalization")
+ALLOWED = [(v, e) for v in VARIANTS for e in ("exact", "sampled")] + [("angular", "moments")]
+# fp32 keeps about 1e-7 a product; sums over tiles in any order, and differences of distances for ℓ2, take more.
+TOLERANCE = {torch.float64: 1e-11, torch.float32: 3e-5, torch.bfloat16: 2e-2}
+
+
+def tokens(b, n, f, seed=0, shift=0.3):
+    return torch.randn(b, n, f, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) + shift
+
+
+def both(variant, z, dtype=torch.float64, **options):
+    """(value, gradient) of ours on z in dtype, and of the oracle on the same values."""
+    ours = z.to(dtype).requires_grad_(True)
+    weights = torch.linspace(1, 2, z.shape[0], dtype=torch.float64)
+    value = dispersion_loss(ours, variant=variant, **options)
+    (value * weights).sum().backward()
+    reference = ours.detach().double().requires_grad_(True)
+    known = {k: v for k, v in options.items() if k in ("tau", "clamp", "norm_eps", "norm_coeff")}
+    expected = oracle(variant, reference, **known)
+    (expected * weights).sum().backward()
+    return value.detach().double(), ours.grad.double(), expected.detach(), reference.grad
+
+
+def relative(a, b):
+    return ((a - b).norm() / b.norm().clamp_min(1e-30)).item()
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("shape", [(2, 3, 5), (1, 2, 3), (3, 33, 17), (2, 40, 64), (1, 130, 16)])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_exact_equals_the_oracle(variant, shape, dtype, monkeypatch):
+    """Odd shapes, several tiles, both forms of decorrelation (F < N and F ≥ N)."""
+    monkeypatch.setattr(pairwise, "TILE_ELEMENTS", shape[0] * 48 * 48)
+    value, grad, expected, expected_grad = both(
+        variant, tokens(*shape), dtype, tau=0.7 if variant != "l2_repel" else 9.0
+    )
+    tolerance = TOLERANCE[dtype]
+    assert (value - expected).abs().max() <= tolerance * max(1.0, expected.abs().max())
+    assert relative(grad, expected_grad) <= tolerance
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("case", ["identical", "zero", "antiparallel", "far", "constant features", "fp16"])
+def test_never_nan(variant, case):
+    z = tokens(1, 12, 8).float()
+    if case == "identical":
+        z = z[:, :1].expand(1, 12, 8).clone()
+    elif case == "zero":
+        z[:, 3:6] = 0
+    elif case == "antiparallel":
+        z[:, 6:] = -z[:, :6]
+    elif case == "far":
+        z[:, 0] *= 1e4  # ℓ2's exponents lie far below fp32's smallest
+        z[:, 1] -= 1e3
+    elif case == "constant features":
+        z[:, 2] = 5.0
+    elif case == "fp16":
+        z = z.half()
+    for estimator in ("exact", "sampled") if variant != "angular" else ("exact", "sampled", "moments"):
+        ours = z.clone().requires_grad_(True)
+        value = dispersion_loss(ours, variant=variant, estimator=estimator, max_tokens=5)
+        value.sum().backward()
+        assert value.isfinite().all(), (estimator, value)
+        assert ours.grad.isfinite().all(), estimator
+
+
+def test_l2_is_accurate_far_from_the_origin():
+    """‖a‖² + ‖b‖² − 2ab in fp32 would lose all digits here."""
+    z = (tokens(1, 50, 16) + 1000.0).float()
+    value, grad, expected, expected_grad = both("l2_repel", z.double(), torch.float32, tau=20.0, norm_coeff=0.0)
+    assert (value - expected).abs().max() <= 1e-5
+    assert relative(grad, expected_grad) <= 1e-4
+
+
+def test_repelling_forces_point_away():
+    """A step against the gradient spreads the tokens, whatever the variant."""
+    for variant in VARIANTS:
+        z = tokens(1, 20, 8, shift=1.0).requires_grad_(True)
+        before = dispersion_loss(z, variant=variant, norm_coeff=0.0)
+        before.sum().backward()
+        after = dispersion_loss((z - 0.1 * z.grad / z.grad.abs().max()).detach(), variant=variant, norm_coeff=0.0)
+        assert after.item() < before.item()
+
+
+class TestMoments:
+    def activations(self, condensation, n=512, f=64):
+        """Tokens with a common direction of growing strength and a spectrum that decays, as in a model in training."""
+        spectrum = torch.arange(1, f + 1, dtype=torch.float64) ** -0.5
+        z = tokens(2, n, f, seed=3, shift=0.0) * spectrum
+        common = torch.zeros(f, dtype=torch.float64)
+        common[0] = condensation
+        return z + common
+
+    @pytest.mark.parametrize("condensation", [0.0, 0.5, 2.0, 8.0, 50.0])
+    def test_close_to_exact(self, condensation):
+        z = self.activations(condensation).float()
+        grads, values = [], []
+        for estimator in ("exact", "moments"):
+            one = z.clone().requires_grad_(True)
+            value = dispersion_loss(one, estimator=estimator)
+            value.sum().backward()
+            grads.append(one.grad.flatten())
+            values.append(value.detach())
+        assert torch.nn.functional.cosine_similarity(*grads, dim=0) >= 0.99
+        assert abs(grads[1].norm() / grads[0].norm() - 1) <= 0.05
+        assert (values[0] - values[1]).abs().max() <= 5e-3
+
+    def test_exact_where_w_is_quadratic(self):
+        """With a quadratic w the fit and the collapsed sums are exact."""
+        from titan_disp.dispersion.moments import fit, quadratic_sum
+
+        u = torch.nn.functional.normalize(tokens(2, 60, 10), dim=-1).requires_grad_(True)
+        a = torch.tensor([0.3, -0.7, 1.1], dtype=torch.float64)
+        coefficients, error = fit(u.detach(), lambda c: (a[0] + a[1] * c + a[2] * c**2, a[1] + 2 * a[2] * c))
+        assert (error <= 1e-4).all()  # the ridge
+        c = u @ u.transpose(1, 2)
+        off = ~torch.eye(60, dtype=torch.bool)
+        expected = (a[0] + a[1] * c + a[2] * c**2)[:, off].sum(1)
+        expected.sum().backward()
+        value, grad = quadratic_sum(u.detach(), a.expand(2, 3), 60, None)
+        torch.testing.assert_close(value, expected.detach())
+        torch.testing.assert_close(grad, u.grad)
+        torch.testing.assert_close(coefficients, a.expand(2, 3), rtol=1e-3, atol=1e-3)
+
+    def test_fit_error_is_reported(self):
+        errors = []
+        DispersionLoss(estimator="moments")([self.activations(1.0).float()] * 3, fit_errors=errors)
+        assert len(errors) == 3
+        assert all(0 < e < 0.2 for e in torch.stack(errors).flatten().tolist())
+
+
+class TestSampled:
+    def test_is_exact_of_the_drawn_tokens(self):
+        z = tokens(2, 50, 8)
+        for variant in VARIANTS:
+            one = z.clone().requires_grad_(True)
+            value = dispersion_loss(one, variant=variant, estimator="sampled", max_tokens=10, seed=4, step=7)
+            value.sum().backward()
+            chosen = positions(50, 10, 4, 7, 0)
+            two = z[:, chosen].clone().requires_grad_(True)
+            expected = oracle(variant, two)
+            expected.sum().backward()
+            torch.testing.assert_close(value.detach(), expected.detach())
+            torch.testing.assert_close(one.grad[:, chosen], two.grad)
+            rest = torch.ones(50, dtype=torch.bool)
+            rest[chosen] = False
+            assert not one.grad[:, rest].any()
+
+    def test_drawn_from_seed_step_and_layer(self):
+        drawn = {
+            (s, t, layer): tuple(positions(4096, 256, s, t, layer).tolist())
+            for s in (0, 1)
+            for t in (0, 1)
+            for layer in (0, 1)
+        }
+        assert len(set(drawn.values())) == 8
+        for chosen in drawn.values():
+            assert len(set(chosen)) == 256
+            assert 0 <= min(chosen) <= max(chosen) < 4096
+        assert tuple(positions(4096, 256, 1, 1, 0).tolist()) == drawn[1, 1, 0]
+
+    def test_all_tokens_where_there_are_no_more(self):
+        z = tokens(1, 20, 8)
+        assert torch.equal(dispersion_loss(z, estimator="sampled", max_tokens=20), dispersion_loss(z))
+
+
+def check_sharded():
+    """Values and gradients of every allowed combination equal one process's, contiguous and permuted shards."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    # 256 tokens: the moments' fit then takes the same ones on every mesh.
+    for variant, estimator in ALLOWED:
+        for features in (8, 300):  # decorrelation's linear and its pairwise form
+            z = tokens(2, 256, features, seed=1) / math.sqrt(features)
+            options = {"variant": variant, "estimator": estimator, "max_tokens": 40, "tau": 0.8}
+            whole = z.clone().requires_grad_(True)
+            expected = dispersion_loss(whole, **options)
+            (expected * torch.tensor([1.0, 3.0])).sum().backward()
+            own = torch.arange(256).chunk(world)[rank]
+            local = z[:, own].clone().requires_grad_(True)
+            value = dispersion_loss(local, group=dist.group.WORLD, **options)
+            (value * torch.tensor([1.0, 3.0])).sum().backward()
+            torch.testing.assert_close(value, expected, msg=lambda m, o=options: f"{o}: {m}")
+            torch.testing.assert_close(local.grad, whole.grad[:, own], msg=lambda m, o=options: f"{o}: {m}")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world", [2, 4])
+def test_sharded(world):
+    spawn(world, check_sharded)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"variant": "angle"}, "variant is 'angle', expected one of angular, decorrelation"),
+        ({"estimator": "fast"}, "estimator is 'fast', expected one of exact, moments, sampled"),
+        ({"variant": "l2_repel", "estimator": "moments"}, "which variant 'l2_repel' has not"),
+        ({"variant": "decorrelation", "estimator": "moments"}, "linear in the tokens already"),
+        ({"max_tokens": 1}, "max_tokens is 1, expected at least 2"),
+        ({"norm_coeff": -1.0}, "norm_coeff is -1.0"),
+    ],
+)
+def test_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        DispersionLoss(**options)
+
+
+def test_schedule():
+    constant = CoeffSchedule(0.1, total_steps=100)
+    assert {constant(s) for s in range(100)} == {0.1}
+    warm = CoeffSchedule(0.1, warmup_steps=10, total_steps=100)
+    assert [round(warm(s), 3) for s in (0, 4, 9, 10, 99)] == [0.01, 0.05, 0.1, 0.1, 0.1]
+    linear = CoeffSchedule(1.0, 0, "linear", 0.0, 11)
+    assert [linear(s) for s in (0, 5, 10)] == pytest.approx([1.0, 0.5, 0.0])
+    cosine = CoeffSchedule(1.0, 10, "cosine", 0.2, 111)
+    assert [cosine(s) for s in (10, 60, 110)] == pytest.approx([1.0, 0.6, 0.2])
+    assert cosine(35) == pytest.approx(0.2 + 0.8 * 0.5 * (1 + math.cos(math.pi / 4)))
+    for bad in ({"coeff": -1.0}, {"coeff": 1.0, "warmup_steps": 5}, {"coeff": 1.0, "decay": "step"}):
+        with pytest.raises(ValueError, match="expected"):
+            CoeffSchedule(**bad, total_steps=3)

@@ -1,0 +1,71 @@
+"""ℓ2-repel (arXiv 2602.00217, Table 1): log-mean-exp over i ≠ j of −‖z_i − z_j‖²/τ, in one pass and O(N·F) memory.
+
+Distances are unbounded, so that the exponents need a running maximum, kept per sequence. With e_ij = −‖z_i − z_j‖²/τ, the maximum
+M, and w_ij = exp(e_ij − M):
+
+    A = log Σ_{i≠j} exp(e_ij) = M + log Σ w_ij        ∂A/∂z_i = −4/(τ Σw) Σ_{j≠i} w_ij (z_i − z_j)
+
+(own rows × all columns: the pair's other half lies with the other rank).
+"""
+
+import torch
+from torch import Tensor
+
+from titan_disp.dispersion.pairwise import tile_size
+
+
+class PairExponents:
+    """The running state of one pass: M [B], Σw [B], Σ_j w_ij [B, n, 1] and Σ_j w_ij z_j [B, n, F] of the rows.
+
+    All tokens are taken relative to the rows' mean, which changes no difference: else ‖a‖² + ‖b‖² − 2ab, and the gradient's
+    difference of sums, would lose what tokens far from the origin share.
+    """
+
+    def __init__(self, rows: Tensor, tau: float) -> None:
+        """Args: rows: [B, n, F] in the accumulation dtype."""
+        self.centre = rows.mean(1, keepdim=True)
+        self.rows, self.tau = rows - self.centre, tau
+        self.maximum = rows.new_full((rows.shape[0],), -torch.inf)
+        self.total = rows.new_zeros(rows.shape[0])
+        self.weights = rows.new_zeros(*rows.shape[:2], 1)
+        self.vectors = torch.zeros_like(rows)
+
+    def add(self, cols: Tensor | None = None, tile: int | None = None) -> None:
+        """All pairs of the rows with ``cols`` [B, m, F], or with each other, i = j left out."""
+        same = cols is None
+        cols = self.rows if cols is None else cols - self.centre
+        batch, n, _ = self.rows.shape
+        tile = tile or tile_size(batch)
+        for i in range(0, n, tile):
+            rows = self.rows[:, i : i + tile]
+            for j in range(0, cols.shape[1], tile):
+                some = cols[:, j : j + tile]
+                e = _exponents(rows, some, self.tau)
+                if same and i == j:
+                    e.diagonal(dim1=1, dim2=2).fill_(-torch.inf)
+                self._raise_maximum(e.amax((1, 2)))
+                w = e.sub_(self.maximum[:, None, None]).exp_()
+                self.total += w.sum((1, 2))
+                self.weights[:, i : i + tile] += w.sum(-1, keepdim=True)
+                self.vectors[:, i : i + tile].baddbmm_(w, some)
+
+    def _raise_maximum(self, found: Tensor) -> None:
+        # A tile of one token with itself has no pair, and its maximum is −inf: nothing is rescaled by it.
+        new = torch.maximum(self.maximum, found)
+        scale = torch.where(new > self.maximum, (self.maximum - new).exp(), 1.0)
+        self.maximum = torch.where(new.isneginf(), torch.full_like(new, torch.finfo(new.dtype).min), new)
+        self.total *= scale
+        self.weights *= scale[:, None, None]
+        self.vectors *= scale[:, None, None]
+
+    def result(self) -> tuple[Tensor, Tensor]:
+        """A [B], and ∂A/∂z [B, n, F] of the rows, in which only their own rank's Σw counts."""
+        a = self.maximum + self.total.log()
+        grad = self.rows * self.weights - self.vectors
+        return a, grad.mul_((-4.0 / (self.tau * self.total))[:, None, None])
+
+
+def _exponents(rows: Tensor, cols: Tensor, tau: float) -> Tensor:
+    """−‖z_i − z_j‖²/τ, [B, m, n], at most 0."""
+    e = torch.baddbmm(rows.square().sum(-1, keepdim=True), rows, cols.transpose(1, 2), alpha=-2.0)
+    return e.add_(cols.square().sum(-1)[:, None]).clamp_min_(0.0).mul_(-1.0 / tau)
