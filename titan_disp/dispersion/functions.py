@@ -11,7 +11,6 @@ exponent lies in [−1/τ, 0] and no running maximum is needed. ℓ2-repel is no
 
 import math
 
-import torch
 from torch import Tensor
 
 from titan_disp.dispersion.pairwise import PairFunction
@@ -40,8 +39,9 @@ def check_parameters(tau: float, clamp: float, norm_eps: float) -> None:
 
 
 def _slope(c: Tensor) -> Tensor:
-    """1/√(1 − c²) as (1 − c)(1 + c): near the bound the square would lose the digits that matter."""
-    return ((1.0 - c) * (1.0 + c)).rsqrt_()
+    """1/√(1 − c²), of (1 − c)(1 + c) = t + tc with t = 1 − c: near the bound the square would lose the digits that matter."""
+    t = 1.0 - c
+    return t.addcmul_(t, c).rsqrt_()
 
 
 def angular(tau: float, clamp: float) -> PairFunction:
@@ -49,9 +49,9 @@ def angular(tau: float, clamp: float) -> PairFunction:
     k, bound = 1.0 / (math.pi * tau), 1.0 - max(clamp, MIN_CLAMP)
 
     def pair(c: Tensor) -> tuple[Tensor, Tensor]:
-        c = c.clamp_(-bound, bound)
-        w = torch.acos(c).mul_(-k).exp_()
-        return w, _slope(c).mul_(k).mul_(w)
+        slope = _slope(c.clamp_(-bound, bound))
+        w = c.acos_().mul_(-k).exp_()
+        return w, slope.mul_(k).mul_(w)
 
     return pair
 
@@ -61,9 +61,10 @@ def orthogonalization(clamp: float) -> PairFunction:
     bound = 1.0 - max(clamp, MIN_CLAMP)
 
     def pair(c: Tensor) -> tuple[Tensor, Tensor]:
-        c = c.clamp_(-bound, bound)
-        near = torch.acos(c).mul_(-1.0 / math.pi).add_(0.5).clamp_min_(0.0)
-        return near.square(), _slope(c).mul_(2.0 / math.pi).mul_(near)
+        slope = _slope(c.clamp_(-bound, bound))
+        near = c.acos_().mul_(-1.0 / math.pi).add_(0.5).clamp_min_(0.0)
+        r = slope.mul_(2.0 / math.pi).mul_(near)
+        return near.square_(), r
 
     return pair
 

@@ -11,15 +11,15 @@ from torch import Tensor
 
 from titan_disp.dispersion import functions, sampled
 from titan_disp.dispersion.collectives import Group, process_group
-from titan_disp.dispersion.moments import fit, quadratic_sum, sample
+from titan_disp.dispersion.moments import fit, quadratic_sum_, sample
 from titan_disp.dispersion.pairwise import PairFunction
 from titan_disp.dispersion.sharded import LogSumExpOverGroup, Node, SumOverGroup, pair_exponents, pair_sums
 from titan_disp.dispersion.vectors import (
     accumulation_dtype,
     normalize,
-    normalize_backward,
+    normalize_backward_,
     standardize,
-    standardize_backward,
+    standardize_backward_,
 )
 
 VARIANTS = ("angular", "decorrelation", "l2_repel", "orthogonalization")
@@ -141,11 +141,11 @@ class DispersionLoss:
         if self.variant == "decorrelation":
             u, norm = standardize(z)
             s, v = pair_sums(z, u, lambda shard: standardize(shard)[0], self._pair(), group)
-            return s, standardize_backward(u, norm, v.mul_(2))
+            return s, standardize_backward_(u, norm, v.mul_(2))
         u, norm = normalize(z, self.norm_eps)
         s, v = pair_sums(z, u, lambda shard: normalize(shard, self.norm_eps)[0], self._pair(), group)
         del u  # N·F numbers less at the peak
-        return s, normalize_backward(z, norm, v.mul_(2), self.norm_eps)
+        return s, normalize_backward_(z, norm, v.mul_(2), self.norm_eps)
 
     def _linear(
         self, z: Tensor, tokens: int, group: dist.ProcessGroup | None, fit_errors: list[Tensor] | None
@@ -154,15 +154,14 @@ class DispersionLoss:
         if self.variant == "decorrelation":
             u, norm = standardize(z)
             coefficients = u.new_tensor([0.0, 0.0, 1.0]).expand(u.shape[0], 3)
-            s, grad = quadratic_sum(u, coefficients, tokens, group)
-            return s, standardize_backward(u, norm, grad)
+            s, grad = quadratic_sum_(u.clone(), coefficients, tokens, group)
+            return s, standardize_backward_(u, norm, grad)
         u, norm = normalize(z, self.norm_eps)
         coefficients, error = fit(sample(u, tokens, group), self._pair())
         if fit_errors is not None:
             fit_errors.append(error)
-        s, grad = quadratic_sum(u, coefficients, tokens, group)
-        del u
-        return s, normalize_backward(z, norm, grad, self.norm_eps)
+        s, grad = quadratic_sum_(u, coefficients, tokens, group)
+        return s, normalize_backward_(z, norm, grad, self.norm_eps)
 
 
 class _Chosen(torch.autograd.Function):

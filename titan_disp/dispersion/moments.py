@@ -13,51 +13,57 @@ from torch import Tensor
 
 from titan_disp.dispersion.collectives import all_gather
 from titan_disp.dispersion.pairwise import PairFunction
+from titan_disp.dispersion.vectors import row_blocks
 
 FIT_TOKENS = 128  # of a sequence, evenly spaced
+GRAM_BLOCK = 256  # features
 RIDGE = 1e-6  # on the variance of the cosines: identical tokens have none
 
 
-def moments(u: Tensor, group: dist.ProcessGroup | None) -> tuple[Tensor, Tensor, Tensor]:
-    """s [B, F], M [B, F, F] and Σ‖u‖², Σ‖u‖⁴ [B, 2] over the whole sequence: one all-reduce where it is sharded.
-
-    Args:
-        u: [B, N/p, F].
-    """
+def gram(u: Tensor) -> Tensor:
+    """UᵀU [B, F, F] of u [B, n, F]. It is symmetric: blocks below the diagonal are copies."""
     batch, _, f = u.shape
-    flat = u.new_empty(batch, f * f + f + 2)
-    torch.bmm(u.transpose(1, 2), u, out=flat[:, : f * f].view(batch, f, f))
-    torch.sum(u, 1, out=flat[:, f * f : f * f + f])
-    squares = u.square().sum(-1)
-    flat[:, -2], flat[:, -1] = squares.sum(-1), squares.square().sum(-1)
-    if group is not None:
-        dist.all_reduce(flat, group=group)
-    return flat[:, f * f : f * f + f], flat[:, : f * f].view(batch, f, f), flat[:, -2:]
+    m = u.new_empty(batch, f, f)
+    for i in range(0, f, GRAM_BLOCK):
+        left = u[:, :, i : i + GRAM_BLOCK].transpose(1, 2)
+        block = torch.bmm(left, u[:, :, i:])
+        m[:, i : i + GRAM_BLOCK, i:] = block
+        m[:, i:, i : i + GRAM_BLOCK] = block.transpose(1, 2)
+    return m
 
 
-def quadratic_sum(
+def quadratic_sum_(
     u: Tensor, coefficients: Tensor, tokens: int, group: dist.ProcessGroup | None
 ) -> tuple[Tensor, Tensor]:
-    """Σ_{i≠j} (a0 + a1 c + a2 c²) over the whole sequence, and ∂/∂u of it for these tokens.
+    """Σ_{i≠j} (a0 + a1 c + a2 c²) over the whole sequence, and ∂/∂u of it for these tokens, in u's memory.
 
     Args:
-        u: [B, N/p, F]. coefficients: [B, 3], a0, a1, a2. tokens: N.
+        u: [B, n, F]. coefficients: [B, 3], a0, a1, a2. tokens: N of the whole sequence.
 
     Returns:
-        [B], the same on every rank of the group; [B, N/p, F].
+        [B], the same on every rank of the group; [B, n, F].
     """
-    s, m, norms = moments(u, group)
+    squares = torch.linalg.vector_norm(u, dim=-1, keepdim=True).square_()
+    parts = [gram(u), u.sum(1), torch.stack([squares.sum((1, 2)), squares.square().sum((1, 2))], dim=-1)]
+    if group is not None:
+        sizes = [part[0].numel() for part in parts]
+        flat = torch.cat([part.flatten(1) for part in parts], dim=1)  # one all-reduce
+        dist.all_reduce(flat, group=group)
+        parts = [flat_part.view_as(part) for flat_part, part in zip(flat.split(sizes, dim=1), parts, strict=True)]
+    m, s, norms = parts
     a0, a1, a2 = coefficients.unbind(-1)
     total = (
         a0 * (tokens * (tokens - 1))
         + a1 * (s.square().sum(-1) - norms[:, 0])
-        + a2 * (m.square().sum((1, 2)) - norms[:, 1])
+        + a2 * (torch.linalg.vector_norm(m, dim=(1, 2)).square() - norms[:, 1])
     )
     a1, a2 = a1[:, None, None], a2[:, None, None]
-    # u M + … in one buffer: 4 a2 u (M − ‖u‖²) + 2 a1 (s − u)
-    grad = torch.bmm(u, m.mul(4 * a2))
-    grad.addcmul_(u, u.square().sum(-1, keepdim=True).mul_(-4 * a2).sub_(2 * a1))
-    return total, grad.add_(2 * a1 * s[:, None])
+    # 4 a2 u M − (4 a2 ‖u‖² + 2 a1) u + 2 a1 s, block by block: u is read for the last time.
+    m, s, own = m.mul_(4 * a2), (2 * a1) * s[:, None], squares.mul_(-4 * a2).sub_(2 * a1)
+    for rows in row_blocks(u):
+        some = u[:, rows]
+        some.copy_(torch.baddbmm(s, some, m).addcmul_(some, own[:, rows]))
+    return total, u
 
 
 def sample(u: Tensor, tokens: int, group: dist.ProcessGroup | None) -> Tensor:

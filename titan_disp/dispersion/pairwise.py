@@ -18,7 +18,7 @@ PairFunction = Callable[[Tensor], tuple[Tensor, Tensor]]  # cosines [B, m, n], w
 
 # Elements of one tile of c, all sequences of the batch together: 64 MiB in fp32, independent of N.
 TILE_ELEMENTS = 1 << 24
-MAX_TILE = 1024
+MAX_TILE = 768  # on 2 cores 3 % slower than 1024, and 20 MiB less at the peak of N = 4096, F = 1024
 
 
 def tile_size(batch: int) -> int:

@@ -3,6 +3,8 @@
 import torch
 from torch import Tensor
 
+BLOCK_ELEMENTS = 1 << 18  # of z, per block of rows: 1 MiB in fp32
+
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     """float64 stays float64 (for reference computations); everything else is computed in float32."""
@@ -23,19 +25,27 @@ def normalize(z: Tensor, norm_eps: float) -> tuple[Tensor, Tensor]:
     return z / (norm + norm_eps), norm
 
 
-def normalize_backward(z: Tensor, norm: Tensor, grad_u: Tensor, norm_eps: float) -> Tensor:
-    """∂/∂z of a function of u, given ∂/∂u. At z = 0 the derivative of ‖z‖ is taken as 0, as autograd does.
+def row_blocks(x: Tensor) -> list[slice]:
+    """Rows [B, n, F] in blocks that stay in a core's cache, and whose temporaries cost no memory to speak of."""
+    rows = max(1, BLOCK_ELEMENTS // max(1, x.shape[0] * x.shape[2]))
+    return [slice(i, i + rows) for i in range(0, x.shape[1], rows)]
+
+
+def normalize_backward_(z: Tensor, norm: Tensor, grad_u: Tensor, norm_eps: float) -> Tensor:
+    """∂/∂z of a function of u, given ∂/∂u, whose memory is used. At z = 0 the derivative of ‖z‖ is taken as 0, as autograd does.
 
     Args:
-        z: [..., F]; norm: [..., 1]; grad_u: [..., F] in the accumulation dtype.
+        z: [B, n, F]; norm: [B, n, 1]; grad_u: [B, n, F] in the accumulation dtype.
 
     Returns:
-        [..., F] in the accumulation dtype.
+        [B, n, F] in the accumulation dtype.
     """
-    z = z.to(grad_u.dtype)
-    scale = norm + norm_eps
-    radial = (z * grad_u).sum(-1, keepdim=True) / (norm.clamp_min(torch.finfo(norm.dtype).tiny) * scale)
-    return (grad_u - z * radial) / scale
+    for rows in row_blocks(grad_u):
+        some, g, length = z[:, rows].to(grad_u.dtype), grad_u[:, rows], norm[:, rows]
+        scale = length + norm_eps
+        radial = (some * g).sum(-1, keepdim=True) / (length.clamp_min(torch.finfo(norm.dtype).tiny) * scale)
+        g.addcmul_(some, radial, value=-1).div_(scale)
+    return grad_u
 
 
 def standardize(z: Tensor) -> tuple[Tensor, Tensor]:
@@ -57,11 +67,15 @@ def standardize(z: Tensor) -> tuple[Tensor, Tensor]:
     return torch.where(norm > floor, centred / norm, 0.0), norm
 
 
-def standardize_backward(u: Tensor, norm: Tensor, grad_u: Tensor) -> Tensor:
-    """∂/∂z of a function of u = ``standardize(z)``, given ∂/∂u; 0 where u is 0.
+def standardize_backward_(u: Tensor, norm: Tensor, grad_u: Tensor) -> Tensor:
+    """∂/∂z of a function of u = ``standardize(z)``, given ∂/∂u, whose memory is used; 0 where u is 0.
 
     Args:
-        u, grad_u: [..., F]; norm: [..., 1]; all in the accumulation dtype.
+        u, grad_u: [B, n, F]; norm: [B, n, 1]; all in the accumulation dtype.
     """
-    tangent = grad_u - grad_u.mean(-1, keepdim=True) - u * (u * grad_u).sum(-1, keepdim=True)
-    return torch.where(u.square().sum(-1, keepdim=True) > 0, tangent / norm, 0.0)
+    for rows in row_blocks(grad_u):
+        some, g, length = u[:, rows], grad_u[:, rows], norm[:, rows]
+        g.sub_(g.mean(-1, keepdim=True)).addcmul_(some, (some * g).sum(-1, keepdim=True), value=-1)
+        direction = some.square().sum(-1, keepdim=True) > 0
+        g.mul_(torch.where(direction, 1.0 / length, 0.0))
+    return grad_u

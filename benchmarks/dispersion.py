@@ -1,0 +1,208 @@
+"""Time and peak extra memory of the dispersion loss, forward and backward, by estimator.
+
+    python benchmarks/dispersion.py                                   # a table
+    python benchmarks/dispersion.py --n 4096 --f 1024 --b 1 --json    # an object with "rows" and nothing else
+
+naive is plain autograd in the same dtype: normalise, one N×N product, clamp, arccos, mask, logsumexp. floor is the bare products
+that all pairs need (3 N²F multiply-adds' worth of FLOPs: each tile above the diagonal once for the cosines, twice for the
+gradient) without anything between them. Times are the least of --repeat rounds, in which the estimators take turns, in one
+process. Memory is measured in a fresh process each: on a CPU the process's high-water mark less what it held before the call
+(resident pages, so what libraries keep for themselves counts), on a GPU the allocator's peak less what was allocated.
+"""
+
+import json
+import math
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import tyro
+from torch import Tensor
+
+from titan_disp.dispersion import DispersionLoss
+from titan_disp.dispersion.pairwise import tile_size
+
+ESTIMATORS = ("naive", "floor", "exact", "moments", "sampled")
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+@dataclass
+class Options:
+    n: list[int] = field(default_factory=lambda: [1024, 2048, 4096, 8192])
+    """Tokens per sequence."""
+    f: int = 1024
+    """Features."""
+    b: int = 1
+    """Sequences."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    variant: str = "angular"
+    """Of exact, moments and sampled; naive and floor are angular."""
+    estimators: list[str] = field(default_factory=lambda: list(ESTIMATORS))
+    device: str = "cuda" if torch.cuda.is_available() else "cpu"
+    repeat: int = 3
+    json: bool = False
+    """Print one JSON object and nothing else."""
+
+
+def tokens(options: Options, n: int) -> Tensor:
+    """[B, N, F] with a common direction and a decaying spectrum, as the activations of a model in training."""
+    generator = torch.Generator().manual_seed(0)
+    spectrum = torch.arange(1, options.f + 1) ** -0.5
+    z = torch.randn(options.b, n, options.f, generator=generator) * spectrum
+    z[..., 0] += 1.0
+    return z.to(options.device, DTYPES[options.dtype])
+
+
+def naive(z: Tensor) -> Tensor:
+    n = z.shape[1]
+    u = z / (torch.linalg.vector_norm(z, dim=-1, keepdim=True) + 1e-2)
+    d = torch.acos((u @ u.transpose(1, 2)).clamp(-0.75, 0.75)) / math.pi
+    mask = torch.eye(n, dtype=torch.bool, device=z.device)
+    return torch.logsumexp((-d).masked_fill(mask, -math.inf).flatten(1), dim=1) - math.log(n * (n - 1))
+
+
+def floor(z: Tensor) -> None:
+    tile, n = tile_size(z.shape[0]), z.shape[1]
+    v = torch.zeros_like(z)
+    for i in range(0, n, tile):
+        rows = z[:, i : i + tile]
+        c = torch.bmm(rows, rows.transpose(1, 2))
+        v[:, i : i + tile].baddbmm_(c, rows)
+        for j in range(i + tile, n, tile):
+            cols = z[:, j : j + tile]
+            c = torch.bmm(rows, cols.transpose(1, 2))
+            v[:, i : i + tile].baddbmm_(c, cols)
+            v[:, j : j + tile].baddbmm_(c.transpose(1, 2), rows)
+
+
+def call(estimator: str, options: Options) -> Callable[[Tensor], Tensor | None]:
+    """z → ∂(sum of losses)/∂z, or None for floor."""
+    if estimator == "floor":
+        return lambda z: floor(z)
+    loss = None if estimator == "naive" else DispersionLoss(options.variant, estimator)
+
+    def forward_and_backward(z: Tensor) -> Tensor:
+        z = z.detach().requires_grad_(True)
+        value = naive(z) if loss is None else loss([z])[0]
+        value.sum().backward()
+        assert z.grad is not None
+        return z.grad
+
+    return forward_and_backward
+
+
+def synchronize(options: Options) -> None:
+    if options.device == "cuda":
+        torch.cuda.synchronize()
+
+
+def times(options: Options, n: int) -> dict[str, float]:
+    z = tokens(options, n)
+    calls = {name: call(name, options) for name in options.estimators}
+    best = dict.fromkeys(calls, math.inf)
+    for round_ in range(options.repeat + 1):  # the first warms up
+        for name, function in calls.items():
+            synchronize(options)
+            start = time.perf_counter()
+            function(z)
+            synchronize(options)
+            if round_:
+                best[name] = min(best[name], time.perf_counter() - start)
+    return best
+
+
+def agreement(options: Options, n: int) -> dict[str, dict[str, float]]:
+    """Cosine and relative error of each gradient to exact's."""
+    z = tokens(options, n)
+    exact = call("exact", options)(z).double().flatten()
+    found = {}
+    for name in options.estimators:
+        if name in ("floor", "exact"):
+            continue
+        grad = call(name, options)(z).double().flatten()
+        found[name] = {
+            "gradient_cosine": torch.nn.functional.cosine_similarity(grad, exact, dim=0).item(),
+            "gradient_relative_error": ((grad - exact).norm() / exact.norm()).item(),
+        }
+    return found
+
+
+def status(key: str) -> int:
+    line = next(x for x in Path("/proc/self/status").read_text().splitlines() if x.startswith(key))
+    return int(line.split()[1]) * 1024
+
+
+def peak_bytes(options: Options, n: int, estimator: str) -> int:
+    """In this process: peak memory of one call beyond what was held before, after a call on little data."""
+    small = Options(**{**vars(options), "n": [32]})
+    function = call(estimator, options)
+    function(tokens(small, 32))  # thread pools, kernels' workspaces
+    z = tokens(options, n)
+    if options.device == "cuda":
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        function(z)
+        torch.cuda.synchronize()
+        return torch.cuda.max_memory_allocated() - before
+    Path("/proc/self/clear_refs").write_text("5")  # the high-water mark starts anew
+    before = status("VmRSS")
+    function(z)
+    return status("VmHWM") - before
+
+
+def in_a_fresh_process(options: Options, n: int, estimator: str) -> int:
+    argv = [sys.executable, __file__, "--n", str(n), "--f", str(options.f), "--b", str(options.b)]
+    argv += ["--dtype", options.dtype, "--variant", options.variant, "--device", options.device]
+    done = subprocess.run(argv, env={**os.environ, "PEAK_OF": estimator}, capture_output=True, text=True)
+    if done.returncode:
+        raise SystemExit(done.stderr)
+    return int(done.stdout.split()[-1])
+
+
+def rows(options: Options) -> list[dict[str, Any]]:
+    found = []
+    for n in options.n:
+        seconds, closeness = times(options, n), agreement(options, n)
+        for name in options.estimators:
+            found.append(
+                {
+                    "estimator": name,
+                    **{"n": n, "f": options.f, "b": options.b, "dtype": options.dtype, "variant": options.variant},
+                    **{"device": options.device, "seconds": seconds[name]},
+                    "peak_bytes": in_a_fresh_process(options, n, name),
+                    **closeness.get(name, {}),
+                }
+            )
+    return found
+
+
+def main(options: Options) -> None:
+    found = rows(options)
+    if options.json:
+        print(json.dumps({"rows": found}))
+        return
+    print(f"B = {options.b}, F = {options.f}, {options.dtype}, {options.device}, {torch.get_num_threads()} threads")
+    print(f"{'N':>6} {'estimator':10}{'seconds':>10}{'/ exact':>9}{'peak extra':>14}{'cosine':>10}{'rel. error':>12}")
+    exact = {r["n"]: r["seconds"] for r in found if r["estimator"] == "exact"}
+    for r in found:
+        ratio = f"{r['seconds'] / exact[r['n']]:.2f}" if r["n"] in exact else ""
+        cosine, error = r.get("gradient_cosine"), r.get("gradient_relative_error")
+        closeness = "" if cosine is None else f"{cosine:10.4f}{error:12.1e}"
+        print(
+            f"{r['n']:6} {r['estimator']:10}{r['seconds']:10.4f}{ratio:>9}{r['peak_bytes'] / 2**20:10.1f} MiB{closeness}"
+        )
+
+
+if __name__ == "__main__":
+    chosen = tyro.cli(Options, description=__doc__)
+    if "PEAK_OF" in os.environ:
+        print(peak_bytes(chosen, chosen.n[0], os.environ["PEAK_OF"]))
+    else:
+        main(chosen)
