@@ -167,6 +167,30 @@ def plan(
 
 
 @app.command
+def preflight(
+    config: Annotated[str, tyro.conf.Positional],
+    overrides: Annotated[tuple[str, ...], tyro.conf.Positional] = (),
+    ranks: int = 1,
+    flavor: str | None = None,
+    seq_len: int | None = None,
+) -> None:
+    """One real step of rank 0 of the config's mesh, here, with fake communication and synthetic tokens.
+
+    Without a GPU the model and the sequence are small; what was reduced is said. On a cluster, slurm/preflight.sbatch checks nodes.
+
+    Args:
+        config: TOML file.
+        overrides: TorchTitan's options.
+        ranks: of the whole job.
+        flavor: of the model; default: the config's on a GPU, a small one without.
+        seq_len: tokens per sequence; default: the config's on a GPU, 128 without.
+    """
+    from titan_disp.cluster.preflight import preflight as run
+
+    print("\n".join(run(["--job.config_file", config, *overrides], ranks, flavor, seq_len).lines()))
+
+
+@app.command
 def submit(
     config: Annotated[str, tyro.conf.Positional],
     overrides: Annotated[tuple[str, ...], tyro.conf.Positional] = (),

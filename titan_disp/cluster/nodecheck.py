@@ -1,6 +1,7 @@
-"""``python -m titan_disp.cluster.nodecheck``: can this node train? Started once per node before training.
+"""``python -m titan_disp.cluster.nodecheck``: can this node train? Started once per node, before training or by preflight.sbatch.
 
-Writes one JSON file per node, {"node", "gpus", "free_bytes", "clock", "problems"}; whoever started it compares them.
+Writes one JSON file per node, see ``check_node``; whoever started it compares them. With TorchTitan's arguments
+(``--job.config_file CONFIG …``) also what the config names is looked at from this node.
 """
 
 import argparse
@@ -10,13 +11,31 @@ import shutil
 import socket
 import tempfile
 import time
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from torchtitan.config import JobConfig
+
+from titan_disp.config import load_config
+from titan_disp.data.shards import list_files
+from titan_disp.data.tokenizer import check_vocabulary, load_tokenizer
+from titan_disp.errors import ConfigError
+from titan_disp.qwen3.flavors import flavors
 
 MINIMUM_DISK = 2 << 30  # bytes on the node's own disk: compiled kernels take some hundred MB, an environment some GB
 BUSY = 0.9  # a GPU with less of its memory free than this has another user, or a dead one's leftovers
+
+
+def node_name() -> str:
+    """As SLURM calls it; several nodes may be one host."""
+    return os.environ.get("SLURMD_NODENAME", socket.gethostname())
+
+
+def in_order(nodes: Iterable[str]) -> list[str]:
+    """n2 before n10."""
+    return sorted(nodes, key=lambda name: (len(name), name))
 
 
 def writable(folder: str) -> str | None:
@@ -32,54 +51,111 @@ def writable(folder: str) -> str | None:
     return None
 
 
-def check_gpu(index: int) -> str | None:
-    """Why a GPU cannot be used, or None: its memory is taken, or it computes nonsense."""
+def check_gpu(index: int) -> tuple[int, str | None]:
+    """Bytes free on a GPU (0: it does not compute), and why it cannot be used, or None."""
     try:
         free, total = torch.cuda.mem_get_info(index)
         if free < BUSY * total:
-            return f"GPU {index} has {free / 1e9:.0f} of {total / 1e9:.0f} GB free"
+            return free, f"GPU {index} has {free / 1e9:.0f} of {total / 1e9:.0f} GB free"
         ones = torch.ones(1024, 1024, device=f"cuda:{index}")
         if not torch.equal((ones @ ones).cpu(), torch.full((1024, 1024), 1024.0)):
-            return f"GPU {index} multiplies wrongly"
+            return 0, f"GPU {index} multiplies wrongly"
     except RuntimeError as error:
-        return f"GPU {index}: {str(error).splitlines()[0]}"
-    return None
+        return 0, f"GPU {index}: {str(error).splitlines()[0]}"
+    return free, None
 
 
-def check_node(local: str, shared: list[str], readable: list[str], gpus: int | None) -> dict[str, Any]:
-    """This node's report.
+def input_problems(job_config: JobConfig) -> list[str]:
+    """Why tokenizer or data cannot be read from this node. Data on the hub is asked for, which needs internet."""
+    flavor, training, validation = job_config.model.flavor, job_config.training, job_config.validation
+
+    def tokenizer() -> None:
+        check_vocabulary(load_tokenizer(job_config.model.hf_assets_path), flavors[flavor].vocab_size, flavor)
+
+    checks: list[Callable[[], None]] = [tokenizer, lambda: _read_data(training.dataset, training.dataset_path)]
+    if validation.enable:
+        checks.append(lambda: _read_data(validation.dataset, validation.dataset_path, "validation"))
+    problems = []
+    for check in checks:
+        try:
+            check()
+        except ConfigError as error:
+            problems.append(str(error))
+        except OSError as error:
+            problems.append(f"{error.filename} is not readable: {error.strerror}")
+    return problems
+
+
+def _read_data(dataset: str, dataset_path: str | None, key: str = "training") -> None:
+    files = list_files(dataset, dataset_path, key)
+    if dataset_path is not None:  # a file system may list what it cannot read
+        with open(files[0].url, "rb") as file:
+            file.read(1)
+
+
+def check_node(
+    local: str,
+    shared: Sequence[str],
+    readable: Sequence[str],
+    gpus: int | None,
+    job_config: JobConfig | None = None,
+) -> dict[str, Any]:
+    """This node's report: node; gpus: their names; free_gpu_bytes: of the fullest, 0 where one cannot compute; free_bytes: on
+    ``local``; run_free_bytes: in the run folder; clock: when it was written, by this node; problems: in words.
 
     Args:
         local: folder on its own disk. shared: folders that must be writable. readable: files and folders that must be there.
         gpus: expected number; None: any.
+        job_config: whose run folder must be writable, and whose data and tokenizer readable.
     """
+    shared = list(shared)
+    if job_config is not None:
+        run = job_config.job.dump_folder
+        checkpoints = os.path.join(run, job_config.checkpoint.folder)
+        # An empty one that this made would change how the run starts.
+        shared += [run, checkpoints] if os.path.isdir(checkpoints) else [run]
     problems = [problem for folder in (local, *shared) if (problem := writable(folder))]
     problems += [f"{path} is missing or not readable" for path in readable if not os.access(path, os.R_OK)]
-    free = shutil.disk_usage(local).free if os.path.isdir(local) else 0
+    free = _free_disk(local)
     if free < MINIMUM_DISK:
         problems.append(f"{local} has {free / 1e9:.1f} GB free, expected {MINIMUM_DISK / 1e9:.1f}")
     count = torch.cuda.device_count()
     if gpus is not None and count != gpus:
         problems.append(f"{count} GPUs are visible, expected {gpus}")
-    problems += [problem for i in range(count) if (problem := check_gpu(i))]
+    checked = [check_gpu(i) for i in range(count)]
+    problems += [problem for _, problem in checked if problem]
+    if job_config is not None:
+        problems += input_problems(job_config)
     return {
-        "node": os.environ.get("SLURMD_NODENAME", socket.gethostname()),
+        "node": node_name(),
         "gpus": [torch.cuda.get_device_name(i) for i in range(count)],
+        "free_gpu_bytes": min((free for free, _ in checked), default=0),
         "free_bytes": free,
+        "run_free_bytes": _free_disk(job_config.job.dump_folder) if job_config is not None else 0,
         "clock": time.time(),
         "problems": problems,
     }
 
 
+def _free_disk(folder: str) -> int:
+    return shutil.disk_usage(folder).free if os.path.isdir(folder) else 0
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser()
+    parser = argparse.ArgumentParser(allow_abbrev=False)
     parser.add_argument("--out", required=True, help="folder for the report, on a shared file system")
     parser.add_argument("--local", required=True, help="folder on the node's own disk")
     parser.add_argument("--writable", action="append", default=[])
     parser.add_argument("--readable", action="append", default=[])
     parser.add_argument("--gpus", type=int)
-    args = parser.parse_args()
-    report = check_node(args.local, args.writable, args.readable, args.gpus)
+    args, titan = parser.parse_known_args()
+    job_config, unreadable = None, []
+    try:
+        job_config = load_config(titan) if titan else None
+    except ConfigError as error:
+        unreadable = [str(error)]
+    report = check_node(args.local, args.writable, args.readable, args.gpus, job_config)
+    report["problems"] += unreadable
     out = Path(args.out)
     out.mkdir(parents=True, exist_ok=True)
     partial = out / f".{report['node']}.partial"

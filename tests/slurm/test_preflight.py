@@ -1,0 +1,87 @@
+"""slurm/preflight.sbatch on two nodes of a real local SLURM."""
+
+import json
+import sys
+
+import pytest
+
+from tests.cluster_of_one import DEMO, ROOT
+from tests.slurm.local import LocalSlurm
+
+pytestmark = [pytest.mark.slurm, pytest.mark.timeout(600)]
+
+
+@pytest.fixture(scope="module")
+def slurm(tmp_path_factory):
+    with LocalSlurm(tmp_path_factory.mktemp("slurm"), nodes=3) as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def preflight(slurm, sample, tmp_path):
+    """(options) → state, log and report.json of a job on two nodes; its run folder is ``tmp_path / "run"``."""
+    run = tmp_path / "run"
+
+    def submit(*options, sbatch=("--nodes=2",), **env):
+        job = slurm.sbatch(
+            *(*sbatch, f"--output={tmp_path}/%j.out", ROOT / "slurm" / "preflight.sbatch", DEMO),
+            *("--job.dump_folder", run, "--model.hf_assets_path", f"{sample}/tokenizer"),
+            *("--training.dataset_path", sample, *options),
+            env={"TITAN_DISP_SITE": "local_cpu", "TITAN_DISP_PYTHON": sys.executable, **env},
+            cwd=ROOT,
+        )
+        state = slurm.wait(job, {"COMPLETED", "FAILED"}, timeout=300)["JobState"]
+        report = run / "preflight" / f"{job}.0" / "report.json"
+        return state, slurm.log(job), json.loads(report.read_text()) if report.exists() else None
+
+    return submit
+
+
+def test_good_nodes(preflight):
+    state, log, report = preflight()
+    assert state == "COMPLETED", log
+    assert report["problems"] == {}
+    assert list(report["nodes"]) == ["n1", "n2"]
+    assert report["bandwidth"]["ranks"] == 2
+    assert report["bandwidth"]["backend"] == "gloo"
+    ((a, b, bandwidth),) = report["bandwidth"]["pairs"]
+    assert (a, b) == ("n1", "n2")
+    assert bandwidth > 1e6
+    # One host and one clock: what is left is how late a rank reads it on busy cores.
+    assert all(abs(skew) < 1 for skew in report["bandwidth"]["clock_skew"].values())
+    (row,) = [line for line in log.splitlines() if line.startswith("n1 ")]
+    assert row.endswith("ok")
+    assert "n2 " in row
+    assert "all-reduce of 4 MiB over 2 ranks of 2 nodes" in log
+
+
+def test_unreadable_data(preflight, tmp_path):
+    """Named once for both nodes; the bandwidth is measured all the same."""
+    state, log, report = preflight("--training.dataset_path", str(tmp_path / "nowhere"))
+    assert state == "FAILED"
+    assert "problem: n1, n2: training.dataset_path is" in log
+    assert [len(report["problems"][node]) for node in ("n1", "n2")] == [1, 1]
+    assert report["bandwidth"]["pairs"]
+
+
+def test_a_node_that_does_not_answer(preflight, tmp_path):
+    """The other two are measured, and told from the one that is not."""
+    python = tmp_path / "python"
+    python.write_text(
+        '#!/bin/bash\n[[ "$SLURMD_NODENAME $*" != "n2 "*nodecheck* ]] || exit 1\n' + f'exec {sys.executable} "$@"\n'
+    )
+    python.chmod(0o755)
+    mesh = ("--parallelism.data_parallel_replicate_degree", "2")
+    state, log, report = preflight(*mesh, sbatch=("--nodes=3",), TITAN_DISP_PYTHON=str(python))
+    assert state == "FAILED"
+    assert "problem: n2: it did not answer" in log
+    assert "problem: the config: data_parallel_replicate_degree 2 × data_parallel_shard_degree 1" in log
+    assert "note: not in the bandwidth test: n2" in log
+    assert [pair[:2] for pair in report["bandwidth"]["pairs"]] == [["n1", "n3"]]
+
+
+def test_a_config_that_cannot_be_read(preflight):
+    state, log, report = preflight("--job.dump_folder", "/dev/null/run")
+    assert state == "FAILED"
+    assert "titan-disp: error: job.dump_folder: /dev/null/run is not writable: Not a directory" in log
+    assert report is None

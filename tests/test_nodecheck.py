@@ -1,0 +1,247 @@
+"""What is wrong with a node, and which of the nodes it is."""
+
+import json
+import os
+import sys
+import time
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.cluster_of_one import DEMO
+from tests.distributed import spawn
+from titan_disp.cluster import bandwidth, nodecheck, nodes
+from titan_disp.cluster.bandwidth import clock_skews, pair_bandwidths, rounds, slow_links, slow_nodes
+
+H100, H200 = "NVIDIA H100 80GB HBM3", "NVIDIA H200"
+
+
+def ring(count, **slow):
+    """Pairs of n1 … n{count} at 40 GB/s; ``n2=8``: at most 8 GB/s with n2."""
+    names = [f"n{i + 1}" for i in range(count)]
+    pairs = [(names[i], names[j]) for round in rounds(count) for i, j in round]
+    return [(a, b, min(slow.get(a, 40), slow.get(b, 40)) * 1e9) for a, b in pairs]
+
+
+@pytest.mark.parametrize("count", range(13))
+def test_rounds(count):
+    """Every node is with two others (with one, of two), and in one pair of a round at most."""
+    partners = {i: set() for i in range(count)}
+    for pairs in rounds(count):
+        busy = [node for pair in pairs for node in pair]
+        assert len(busy) == len(set(busy))
+        for a, b in pairs:
+            partners[a].add(b)
+            partners[b].add(a)
+    assert all(len(others) == min(2, count - 1) for others in partners.values())
+    assert len(rounds(count)) <= 3
+
+
+@pytest.mark.parametrize("count", [3, 4, 5, 80])
+@pytest.mark.parametrize("node", ["n1", "n2", "n3"])
+def test_the_slow_node_is_named(count, node):
+    pairs = ring(count, **{node: 8})
+    assert slow_nodes(pairs) == {node: 8e9}
+    assert slow_links(pairs) == []
+
+
+def test_slow_neighbours_and_links():
+    assert slow_nodes(ring(8)) == {}
+    assert slow_nodes(ring(8, n4=8, n5=8)) == {"n4": 8e9, "n5": 8e9}
+    assert slow_nodes(ring(4, n2=8, n3=8)) == {"n2": 8e9, "n3": 8e9}
+    assert slow_nodes(ring(8, n4=21)) == {}  # not below half
+    assert slow_nodes(ring(2, n1=8)) == {}  # of two it cannot be told
+    pairs = [(a, b, 8e9 if (a, b) == ("n3", "n4") else speed) for a, b, speed in ring(8)]
+    assert slow_nodes(pairs) == {}
+    assert slow_links(pairs) == [("n3", "n4", 8e9)]
+    assert slow_nodes([]) == {}
+
+
+def test_pair_bandwidths():
+    """Two ranks a node send 100 bytes each at the same time; the slowest of the four takes 4 s."""
+    times = [("n2", {"n10": 1.0}), ("n2", {"n10": 2.0}), ("n10", {"n2": 4.0}), ("n10", {"n2": 1.0})]
+    assert pair_bandwidths(times, 100) == [("n2", "n10", 50.0)]
+
+
+def test_clock_skews():
+    """n3 is 5 s ahead; n1 was late to read once, which makes n3's clock the median of that reading."""
+    readings = {"n1": [100.0, 109.0, 102.0], "n2": [100.1, 101.1, 102.1], "n3": [105.0, 106.0, 107.0]}
+    skews = clock_skews(readings)
+    assert skews["n3"] == pytest.approx(4.9, abs=0.11)
+    assert abs(skews["n1"]) <= 0.11
+    assert abs(skews["n2"]) <= 0.11
+    found = nodes.bandwidth_problems({"pairs": [], "clock_skew": {"n1": 0.1, "n2": -7.25, "n3": 3.0}})
+    assert found == {"n2": ["its clock is 7.2 s behind the others'"], "n3": ["its clock is 3.0 s ahead of the others'"]}
+
+
+def node_report(gpus=(H100,) * 8, free=79e9, problems=()):
+    numbers = {"free_gpu_bytes": free if gpus else 0, "free_bytes": 2e12, "run_free_bytes": 9e13, "clock": 0.0}
+    return {"gpus": list(gpus), **numbers, "problems": list(problems)}
+
+
+def test_gpus_unlike_the_other_nodes():
+    reports = {f"n{i}": node_report() for i in (1, 2, 3)}
+    assert nodes.gpu_problems(reports, "gpu") == {}
+    assert nodes.gpu_problems(reports, "8") == {}
+    assert nodes.gpu_problems({}, "gpu") == {}
+    assert nodes.gpu_problems(reports, "9")["n1"] == ["8 GPUs are visible for 9 ranks per node"]
+    reports |= {"n4": node_report([H100] * 7), "n5": node_report([H200] * 8), "n6": node_report([])}
+    reports |= {"n7": node_report(free=0)}
+    most = f"those of most nodes 8 × {H100}"
+    assert nodes.gpu_problems(reports, "gpu") == {
+        "n4": [f"its GPUs are 7 × {H100}, {most}"],
+        "n5": [f"its GPUs are 8 × {H200}, {most}"],
+        "n6": ["no GPU is visible", f"its GPUs are none, {most}"],
+    }
+    assert nodes.able_nodes(reports, "gpu") == ["n1", "n2", "n3"]  # n7's GPU does not compute
+    mixed = nodes.gpu_problems({"n1": node_report([H100, H200])}, "gpu")
+    assert mixed == {"n1": [f"its GPUs are of different kinds: 1 × {H100}, 1 × {H200}"]}
+    assert nodes.able_nodes({"n1": node_report([])}, "4") == ["n1"]  # ranks on CPUs
+
+
+def test_report(tmp_path):
+    """Three nodes: one slow with a taken GPU, one that did not answer, all without data."""
+    (tmp_path / "nodes").mkdir()
+    data = "data: not readable"
+    for node, problems in (
+        ("n1", [data]),
+        ("n2", ["GPU 3 has 9 of 80 GB free", data]),
+        ("n4", [data]),
+        ("n10", [data]),
+    ):
+        (tmp_path / "nodes" / f"{node}.json").write_text(json.dumps(node_report(problems=problems)))
+    measured = {
+        "ranks": 32,
+        "backend": "nccl",
+        "all_reduce": {"bytes": 256 << 20, "seconds": 0.01, "bus_bandwidth": 52e9},
+        "pairs": [["n1", "n2", 9e9], ["n2", "n4", 8e9], ["n4", "n10", 44e9], ["n1", "n10", 45e9]],
+        "clock_skew": {"n1": 0.0, "n2": -3.5, "n4": 0.01, "n10": 0.0},
+    }
+    (tmp_path / "bandwidth.json").write_text(json.dumps(measured))
+    expected = ["n10", "n1", "n2", "n3", "n4"]
+    report = nodes.make_report(tmp_path, expected, "gpu", ["--job.config_file", str(DEMO)])
+    assert list(report["nodes"]) == ["n1", "n2", "n4", "n10"]
+    assert len(report["problems"]["n2"]) == 4
+    assert report["problems"]["n1"] == [data]
+    assert "the config" in report["problems"]  # 40 ranks do not divide the demo's 16 sequences
+    lines = nodes.render(report, expected)
+    assert [line.split()[0] for line in lines[:6]] == ["node", "n1", "n2", "n3", "n4", "n10"]
+    assert lines[2].split("  ")[-1] == "4 problems"
+    assert "-3.5 s" in lines[2]
+    assert "n1 9.00, n4 8.00" in lines[2]
+    assert "n4 44.00, n1 45.00" in lines[5]
+    assert "all-reduce of 256 MiB over 32 ranks of 4 nodes: 10.0 ms, bus bandwidth 52.00 GB/s (nccl)" in lines
+    assert "note: not in the bandwidth test: n3" in lines
+    assert "problem: n1, n2, n4, n10: data: not readable" in lines
+    assert "problem: n2: slow: 9.00 GB/s at most with its neighbours, most nodes reach 45.00" in lines
+    assert any(line.startswith("problem: n3: it did not answer") for line in lines)
+
+    (tmp_path / "bandwidth.json").unlink()
+    report = nodes.make_report(tmp_path, expected, "gpu", ["--job.config_file", str(DEMO)])
+    assert "bandwidth" in report["problems"]
+    assert nodes.render(report, expected)
+
+
+@pytest.mark.parametrize(
+    ("free", "expected"),
+    [
+        ((10e9, 80e9), (10e9, "GPU 3 has 10 of 80 GB free")),
+        (RuntimeError("CUDA error: uncorrectable ECC error\nmore"), (0, "GPU 3: CUDA error: uncorrectable ECC error")),
+    ],
+)
+def test_gpu(monkeypatch, free, expected):
+    def mem_get_info(index):
+        if isinstance(free, Exception):
+            raise free
+        return free
+
+    monkeypatch.setattr(torch.cuda, "mem_get_info", mem_get_info)
+    assert nodecheck.check_gpu(3) == expected
+
+
+def check(monkeypatch, out, *arguments):
+    """The report that this machine's nodecheck writes."""
+    monkeypatch.setenv("SLURMD_NODENAME", "n7")
+    monkeypatch.setattr(sys, "argv", ["nodecheck", "--out", str(out), "--local", str(out), *map(str, arguments)])
+    nodecheck.main()
+    assert [path.name for path in out.glob("*.json")] == ["n7.json"]
+    return json.loads((out / "n7.json").read_text())
+
+
+def test_nodecheck_as_pretrain_starts_it(monkeypatch, tmp_path):
+    report = check(monkeypatch, tmp_path / "out", "--readable", tmp_path / "nowhere")
+    assert report["node"] == "n7"
+    assert report["problems"] == [f"{tmp_path}/nowhere is missing or not readable"]
+    assert report["free_bytes"] > 0
+
+
+def test_nodecheck_with_a_config(monkeypatch, sample, tmp_path):
+    """Good; then no tokenizer, no data and a run folder that is a file, all told at once; then no config."""
+    options = ("--job.config_file", DEMO, "--model.hf_assets_path", sample / "tokenizer", "--job.dump_folder")
+    data = ("--training.dataset_path", sample)
+    run, out = tmp_path / "run", tmp_path / "out"
+    report = check(monkeypatch, out, *options, run, *data)
+    assert report["problems"] == []
+    assert report["run_free_bytes"] > 0
+    assert list(run.iterdir()) == []  # no checkpoint folder, which would change how the run starts
+
+    file = tmp_path / "file"
+    file.touch()
+    bad = ("--job.config_file", DEMO, "--model.hf_assets_path", tmp_path, "--training.dataset_path", tmp_path / "no")
+    problems = check(monkeypatch, out, *bad, "--job.dump_folder", file)["problems"]
+    assert [text.split(" ")[0] for text in problems] == [str(file), "model.hf_assets_path", "training.dataset_path"]
+
+    (problem,) = check(monkeypatch, out, "--job.config_file", tmp_path / "no.toml")["problems"]
+    assert "cannot read the config" in problem
+
+
+def _measure():
+    """Four nodes of which the third is slow and the second's clock 10 s ahead; then two nodes of two ranks."""
+    rank = dist.get_rank()
+    exchange = bandwidth._exchange
+    if rank == 2:
+        bandwidth._exchange = lambda *args: (time.sleep(0.3), exchange(*args))
+    if rank == 1:
+        bandwidth.time = SimpleNamespace(time=lambda: time.time() + 10, perf_counter=time.perf_counter)
+    cpu = torch.device("cpu")
+    measured = bandwidth.measure(f"n{rank + 1}", 0, cpu, 1 << 20)
+    assert measured["ranks"] == 4
+    assert measured["all_reduce"]["bus_bandwidth"] == pytest.approx(1.5 * (1 << 20) / measured["all_reduce"]["seconds"])
+    assert {(a, b) for a, b, _ in measured["pairs"]} == {("n1", "n2"), ("n2", "n3"), ("n3", "n4"), ("n1", "n4")}
+    # Four ranks on two cores: the others' bandwidths differ too, but not by as much as 0.3 s for a MiB.
+    assert min(slow_nodes(measured["pairs"]), key=slow_nodes(measured["pairs"]).get) == "n3", measured["pairs"]
+    assert all(("n3" in (a, b)) == (speed < 4e6) for a, b, speed in measured["pairs"])
+    assert measured["clock_skew"]["n2"] == pytest.approx(10, abs=1)  # one host; a second for busy cores
+    assert max(abs(measured["clock_skew"][node]) for node in ("n1", "n3", "n4")) < 1
+
+    bandwidth._exchange = exchange
+    measured = bandwidth.measure(f"n{rank // 2 + 1}", rank % 2, cpu, 1 << 20)
+    ((a, b, speed),) = measured["pairs"]
+    assert (a, b) == ("n1", "n2")
+    assert speed > 0
+    assert list(measured["clock_skew"]) == ["n1", "n2"]
+
+
+def test_measuring_on_four_ranks():
+    spawn(4, _measure)
+
+
+def test_one_node_has_no_neighbours():
+    """As on a node of its own: an all-reduce, no pairs."""
+    spawn(1, _measure_alone)
+
+
+def _measure_alone():
+    measured = bandwidth.measure("n1", 0, torch.device("cpu"), 1 << 16)
+    assert measured["pairs"] == []
+    assert measured["clock_skew"] == {"n1": 0.0}
+    report = {
+        "nodes": {"n1": node_report([])},
+        "bandwidth": measured | {"backend": "gloo"},
+        "problems": {},
+        "notes": [],
+    }
+    assert nodes.render(report, ["n1"])[1].endswith("ok")
+    assert os.environ["WORLD_SIZE"] == "1"

@@ -1,0 +1,113 @@
+"""One step of rank 0 of hundreds, in a process of its own."""
+
+import json
+
+import pytest
+
+from tests.cluster_of_one import ROOT
+from titan_disp import cpu
+from titan_disp.cluster.preflight import Report, preflight, prepare
+from titan_disp.errors import ConfigError
+
+PAPER = ("--job.config_file", str(ROOT / "train_configs" / "qwen3_0.6b_c4.toml"))
+TP2 = ("--parallelism.tensor_parallel_degree", "2", "--parallelism.data_parallel_replicate_degree", "40")
+
+
+@pytest.mark.slow
+def test_the_papers_run():
+    """HSDP 80 × 8 with accumulation 3, as on 640 GPUs; small without one."""
+    report = preflight(PAPER, 640)
+    assert report.mesh == {"batch": 640, "loss": 640, "dp_replicate": 80, "fsdp": 8}
+    assert report.accumulation == 3
+    assert report.own_parameters * 8 == report.parameters
+    assert report.seconds > 0
+    assert report.peak_bytes > 1e7
+    lines = report.lines()
+    assert lines[-1] == "passed      the step ran; collectives are fake: no numbers are judged"
+    if cpu.active():
+        assert "training.seq_len 2048 → 128" in report.reduced
+        assert "model.flavor 0.6B → nano" in report.reduced
+        assert "optimizer.implementation fused → foreach" in report.reduced
+        assert any("high-water mark of the whole process" in line for line in lines)
+
+
+@pytest.mark.slow
+def test_tensor_parallel():
+    report = preflight((*PAPER, *TP2), 640, flavor="debugmodel", seq_len=64)
+    assert (report.mesh["dp_replicate"], report.mesh["fsdp"], report.mesh["tp"]) == (40, 8, 2)
+    assert (report.flavor, report.seq_len, report.accumulation) == ("debugmodel", 64, 6)
+    assert report.own_parameters < report.parameters / 15  # the norms are not sharded by TP
+
+
+@pytest.mark.slow
+def test_a_step_that_fails():
+    with pytest.raises(ConfigError) as caught:
+        preflight((*PAPER, "--experimental.custom_import", "no_such_plugin"), 640)
+    assert "the step of rank 0 of 640 failed (exit status 1)" in str(caught.value)
+    assert "No module named 'no_such_plugin'" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("options", "reduction", "message"),
+    [
+        (("--parallelism.data_parallel_replicate_degree", "79"), {}, "= 632, but there are 640 ranks"),
+        (TP2, {"seq_len": 63}, "seq_len 63 is not divisible by 2"),
+        ((), {"flavor": "0.7B"}, "model.flavor is '0.7B'"),
+        ((), {"seq_len": 0}, "training.seq_len is 0"),
+    ],
+)
+def test_errors_come_before_the_step(options, reduction, message):
+    with pytest.raises(ConfigError, match=message):
+        preflight((*PAPER, *options), 640, **reduction)
+
+
+def test_errors_of_the_config_itself(monkeypatch):
+    """What the small model would do without: block 27 is there in the config's model, block 28 in none."""
+    monkeypatch.setattr(cpu, "active", lambda: True)
+    _, reduced = prepare((*PAPER, "--dispersion.layers", "27"), 640, None, None)
+    assert reduced.job_config.dispersion.layers == "all"
+    with pytest.raises(ConfigError, match="has 28 blocks"):
+        prepare((*PAPER, "--dispersion.layers", "28"), 640, None, None)
+
+
+def test_what_a_cpu_leaves_out(monkeypatch):
+    """Context parallelism becomes sharding over as many ranks; TP 8 needs more heads than the smallest flavor has."""
+    monkeypatch.setattr(cpu, "active", lambda: True)
+    mesh = {"tensor": 8, "context": 2, "data_parallel_shard": 2, "data_parallel_replicate": 2}
+    degrees = [
+        (f"--parallelism.{k if k.startswith('data') else k + '_parallel'}_degree", str(v)) for k, v in mesh.items()
+    ]
+    options = [word for pair in degrees for word in pair]
+    job, reduced = prepare((*PAPER, *options, "--training.global_batch_size", "8"), 64, None, None)
+    small = reduced.job_config
+    assert job.parallelism.context_parallel_degree == 2
+    assert small.parallelism.context_parallel_degree == 1
+    assert small.parallelism.data_parallel_shard_degree == 4
+    assert small.training.global_batch_size == 16
+    assert small.model.flavor == "debugmodel"
+    assert small.lr_scheduler.total_steps == job.training.steps > 1
+    assert not small.checkpoint.enable
+    assert not small.compile.enable
+
+
+def test_an_accelerator_leaves_out_nothing_but_files(monkeypatch):
+    monkeypatch.setattr(cpu, "active", lambda: False)
+    job, reduced = prepare((*PAPER, "--validation.enable", "--validation.steps", "1"), 640, None, None)
+    small = reduced.job_config
+    assert reduced.changes == [
+        "checkpoint.enable true → false",
+        "validation.enable true → false",
+        "metrics.enable_tensorboard true → false",
+    ]
+    for section in ("model", "optimizer", "parallelism", "compile", "activation_checkpoint", "dispersion"):
+        assert getattr(small, section) == getattr(job, section)
+    assert small.training.seq_len == 2048
+
+
+def test_lines_without_a_cpu():
+    fields = {"config": "c", "ranks": 8, "reduced": [], "device": "H200", "flavor": "0.6B", "local_batch_size": 1}
+    numbers = {"accumulation": 1, "parameters": 8, "own_parameters": 1, "seconds": 2.0, "peak_bytes": 3_000_000_000}
+    report = Report(**fields, seq_len=2048, mesh={"fsdp": 8}, **numbers)
+    text = "\n".join(report.lines())
+    assert "3.00 GB: allocated, without the GPU's context and buffers of communication" in text
+    assert json.dumps(vars(report))

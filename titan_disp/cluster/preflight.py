@@ -1,0 +1,246 @@
+"""One real step of rank 0 of the whole mesh, in one process, before hundreds of GPUs are asked for.
+
+TorchTitan's trainer builds the mesh of all ranks and shards, computes, clips and steps as rank 0 would. Only the
+communication is fake (``comm.mode = "fake_backend"``: collectives return at once, with this rank's values), so that no
+loss or norm means anything and none is judged. Neither data nor tokenizer is needed. The checkpoints and the run folder
+of ``titan_disp.train`` take no part.
+
+The step runs as ``python -m titan_disp.cluster.preflight``: a process group in the caller's process would stay there.
+"""
+
+import argparse
+import json
+import os
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torchtitan.components.dataloader import BaseDataLoader
+from torchtitan.config import JobConfig
+from torchtitan.protocols.train_spec import get_train_spec
+from torchtitan.tools.logging import init_logger
+from torchtitan.train import Trainer
+
+from titan_disp import cpu
+from titan_disp.checks import check_config
+from titan_disp.cluster.reduced import Reduced, reduce
+from titan_disp.config import load_config
+from titan_disp.errors import ConfigError
+from titan_disp.qwen3.flavors import flavors
+
+TIMEOUT = 1800  # seconds; compiling the full model takes minutes
+LAST_LINES = 15  # of a failed step's stderr
+
+
+@dataclass(frozen=True)
+class Report:
+    """One step of rank 0.
+
+    Attributes:
+        reduced: what was left out of the config, as "key old → new".
+        device: its name, or CPU.
+        mesh: ranks along every dimension that TorchTitan built with more than one.
+        accumulation: microbatches of the step.
+        parameters: of the model, a tied embedding once. own_parameters: elements of them that rank 0 holds.
+        seconds: of the step; compilation, where it is on, included.
+        peak_bytes: allocated on the GPU, at any time up to the end of the step; on a CPU, the process's high-water mark.
+    """
+
+    config: str
+    ranks: int
+    reduced: list[str]
+    device: str
+    flavor: str
+    local_batch_size: int
+    seq_len: int
+    mesh: dict[str, int]
+    accumulation: int
+    parameters: int
+    own_parameters: int
+    seconds: float
+    peak_bytes: int
+
+    def lines(self) -> list[str]:
+        """For human readers."""
+        on_cpu = self.device == "CPU"
+        memory = (
+            "high-water mark of the whole process, Python and PyTorch included"
+            if on_cpu
+            else "allocated, without the GPU's context and buffers of communication"
+        )
+        tokens = f"{self.local_batch_size} × {self.seq_len:,} tokens"
+        rows = [
+            ("preflight", f"{self.config}, one step of rank 0 of {self.ranks:,} on {self.device}"),
+            ("mesh", ", ".join(f"{name} {size}" for name, size in self.mesh.items()) or "one rank"),
+            ("step", f"{self.accumulation} microbatches of {tokens}, {self.flavor}, in {self.seconds:.1f} s"),
+            ("parameters", f"{self.parameters:,}, of which rank 0 holds {self.own_parameters:,}"),
+            ("memory", f"{self.peak_bytes / 1e9:.2f} GB: {memory}"),
+            *(("reduced" if i == 0 else "", change) for i, change in enumerate(self.reduced)),
+            ("passed", "the step ran; collectives are fake: no numbers are judged"),
+        ]
+        return [f"{name:<11} {text}" for name, text in rows]
+
+
+def preflight(argv: Sequence[str], ranks: int, flavor: str | None = None, seq_len: int | None = None) -> Report:
+    """Check a config for ``ranks`` ranks, then run one step of rank 0 in a process of its own.
+
+    Args:
+        argv: TorchTitan's arguments.
+        flavor, seq_len: run the step with these; default: the config's on an accelerator, without one the smallest flavor
+            that the mesh admits and some 128 tokens.
+
+    Raises:
+        ConfigError: the config cannot work on so many ranks (checked unreduced), or the step fails; then with its last lines.
+    """
+    _, reduced = prepare(argv, ranks, flavor, seq_len)
+    with tempfile.TemporaryDirectory(prefix="titan-disp-preflight-") as folder:
+        measured = _run(list(argv), ranks, flavor, seq_len, Path(folder))
+    job = reduced.job_config
+    return Report(
+        config=job.job.config_file or "the config",
+        ranks=ranks,
+        reduced=reduced.changes,
+        flavor=job.model.flavor,
+        local_batch_size=job.training.local_batch_size,
+        seq_len=job.training.seq_len,
+        **measured,
+    )
+
+
+def prepare(argv: Sequence[str], ranks: int, flavor: str | None, seq_len: int | None) -> tuple[JobConfig, Reduced]:
+    """The checked config, and what of it one step runs with, checked too.
+
+    Raises:
+        ConfigError: either cannot work.
+    """
+    job_config = load_config(argv)
+    check_config(job_config, ranks)
+    reduced = reduce(job_config, flavor, seq_len)
+    check_config(reduced.job_config, ranks)
+    return job_config, reduced
+
+
+def _run(argv: list[str], ranks: int, flavor: str | None, seq_len: int | None, folder: Path) -> dict[str, Any]:
+    """What ``one_step`` measured."""
+    command = [sys.executable, "-m", "titan_disp.cluster.preflight", "--ranks", str(ranks), "--folder", str(folder)]
+    command += ["--flavor", flavor] if flavor is not None else []
+    command += ["--seq-len", str(seq_len)] if seq_len is not None else []
+    # Inside a torchrun or a SLURM step this process is still rank 0 of the fake ranks.
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("TORCHELASTIC_")}
+    environment |= {"NGPU": str(ranks), "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(ranks)}
+    try:
+        done = subprocess.run(command + argv, env=environment, capture_output=True, text=True, timeout=TIMEOUT)
+    except subprocess.TimeoutExpired as error:
+        raise ConfigError(f"preflight: the step did not end within {TIMEOUT} s") from error
+    if done.returncode:
+        end = "\n".join(f"  {line}" for line in done.stderr.strip().splitlines()[-LAST_LINES:])
+        how = f"signal {-done.returncode}" if done.returncode < 0 else f"exit status {done.returncode}"
+        raise ConfigError(f"preflight: the step of rank 0 of {ranks:,} failed ({how}):\n{end}")
+    return json.loads((folder / "measured.json").read_text())
+
+
+class RandomTokens(BaseDataLoader):
+    """Endless microbatches in the real loader's form: ({"input": [local_batch, seq_len]}, labels), int64, the same each time."""
+
+    def __init__(self, vocab_size: int, local_batch_size: int, seq_len: int) -> None:
+        generator = torch.Generator().manual_seed(0)
+        self.tokens = torch.randint(vocab_size, (local_batch_size, seq_len + 1), generator=generator)
+
+    def __iter__(self) -> Iterator[tuple[dict[str, Tensor], Tensor]]:
+        while True:
+            yield {"input": self.tokens[:, :-1]}, self.tokens[:, 1:]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        pass
+
+
+@contextmanager
+def synthetic_inputs(job_config: JobConfig) -> Iterator[None]:
+    """The registered spec without a tokenizer, and with random tokens for data."""
+    spec = get_train_spec(job_config.model.name)
+    before = spec.build_tokenizer_fn, spec.build_dataloader_fn
+    training, vocab_size = job_config.training, flavors[job_config.model.flavor].vocab_size
+
+    def build_data(**kwargs: Any) -> RandomTokens:
+        return RandomTokens(vocab_size, training.local_batch_size, training.seq_len)
+
+    spec.build_tokenizer_fn, spec.build_dataloader_fn = None, build_data
+    try:
+        yield
+    finally:
+        spec.build_tokenizer_fn, spec.build_dataloader_fn = before
+
+
+def one_step(job_config: JobConfig) -> dict[str, Any]:
+    """Build everything and step once, in this process; the fields of ``Report`` that this measures."""
+    with synthetic_inputs(job_config):
+        trainer = Trainer(job_config)
+    monitor = trainer.metrics_processor.device_memory_monitor
+    monitor.reset_peak_stats = lambda: None  # type: ignore[method-assign] # at the end of every step's log
+    trainer.step = 1
+    start = time.perf_counter()
+    trainer.train_step(trainer.batch_generator(trainer.dataloader))
+    optimizers: Any = trainer.optimizers
+    if optimizers.bad_terms:  # fake communication made something infinite; Adam's memory is to be seen all the same
+        optimizers.inner.step()
+    if not cpu.active():
+        torch.accelerator.synchronize()
+    seconds = time.perf_counter() - start
+    (model,) = trainer.model_parts
+    weights = list(model.parameters())
+    local = [getattr(w, "to_local", lambda w=w: w)() for w in weights]
+    meshes = trainer.parallel_dims.get_all_one_dimensional_meshes()
+    measured = {
+        "device": monitor.device_name,
+        "mesh": {
+            name: mesh.size() for name, mesh in meshes.items() if name != "efsdp"
+        },  # of experts, which there are none
+        "accumulation": trainer.gradient_accumulation_steps,
+        "parameters": sum(w.numel() for w in weights),
+        "own_parameters": sum(w.numel() for w in local),
+        "seconds": seconds,
+        "peak_bytes": high_water_mark() if cpu.active() else torch.accelerator.max_memory_allocated(),
+    }
+    trainer.close()
+    dist.destroy_process_group()
+    return measured
+
+
+def high_water_mark() -> int:
+    """Bytes of memory that this process has held at most. Linux' ru_maxrss would know the parent's as well."""
+    try:
+        with open("/proc/self/status") as file:
+            return next(int(line.split()[1]) * 1024 for line in file if line.startswith("VmHWM:"))
+    except OSError:
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # macOS counts in bytes
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    parser.add_argument("--ranks", type=int, required=True)
+    parser.add_argument("--folder", type=Path, required=True, help="for measured.json and what the step writes")
+    parser.add_argument("--flavor")
+    parser.add_argument("--seq-len", type=int)
+    args, rest = parser.parse_known_args()
+    init_logger()
+    _, reduced = prepare(rest, args.ranks, args.flavor, args.seq_len)
+    reduced.job_config.job.dump_folder = str(args.folder / "run")
+    measured = one_step(reduced.job_config)
+    (args.folder / "measured.json").write_text(json.dumps(measured))
+
+
+if __name__ == "__main__":
+    main()
