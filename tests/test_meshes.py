@@ -47,6 +47,26 @@ FOUR_RANKS = {
     "fsdp_tp": (TP, ""),
     "hsdp_times_ranks": (HSDP, "times4"),
 }
+# Every other variant × estimator: one process, and FSDP2 × TP.
+FAMILY = {
+    f"{variant}_{estimator}": (
+        "--dispersion.variant",
+        variant,
+        "--dispersion.estimator",
+        estimator,
+        "--dispersion.max_tokens",
+        "10",
+    )
+    for variant, estimator in (
+        ("angular", "moments"),
+        ("angular", "sampled"),
+        *((v, e) for v in ("decorrelation", "l2_repel", "orthogonalization") for e in ("exact", "sampled")),
+    )
+}
+FAMILY_ALONE = {
+    f"{name}_alone": ((*options, "--training.local_batch_size", "8"), "") for name, options in FAMILY.items()
+}
+FAMILY_SHARDED = {f"{name}_fsdp_tp": ((*options, *TP), "") for name, options in FAMILY.items()}
 BROKEN = {name for cases in (ONE_RANK, TWO_RANKS, FOUR_RANKS) for name, (_, mutation) in cases.items() if mutation}
 CASES = [*ONE_RANK, *TWO_RANKS, *FOUR_RANKS]
 
@@ -60,7 +80,9 @@ def results(sample, tmp_path_factory):
     spawn(1, run_cases, sample, folder, ONE_RANK, False)
     spawn(2, run_cases, sample, folder, TWO_RANKS, True)
     spawn(4, run_cases, sample, folder, FOUR_RANKS, True)
-    return {name: torch.load(folder / f"{name}.pt") for name in CASES}
+    spawn(1, run_cases, sample, folder, FAMILY_ALONE, False)
+    spawn(4, run_cases, sample, folder, FAMILY_SHARDED, False)
+    return {name: torch.load(folder / f"{name}.pt") for name in (*CASES, *FAMILY_ALONE, *FAMILY_SHARDED)}
 
 
 def errors(gradients, reference):
@@ -74,6 +96,18 @@ def test_gradients_equal_one_process(results, name):
     error = errors(results[name]["gradients"], results["reference"]["gradients"])
     worst = max(error, key=error.get)
     assert error[worst] <= TOLERANCE, f"{worst}: {error[worst]:.1e}"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FAMILY)
+def test_gradients_of_every_variant_and_estimator(results, name):
+    """On FSDP2 × TP with accumulation as in one process; and the term is there, and another than angular exact's."""
+    error = errors(results[f"{name}_fsdp_tp"]["gradients"], results[f"{name}_alone"]["gradients"])
+    worst = max(error, key=error.get)
+    assert error[worst] <= TOLERANCE, f"{worst}: {error[worst]:.1e}"
+    alone = results[f"{name}_alone"]["gradients"]
+    assert max(errors(alone, results["dropped"]["gradients"]).values()) > 100 * TOLERANCE
+    assert max(errors(alone, results["reference"]["gradients"]).values()) > 10 * TOLERANCE  # moments are close to exact
 
 
 @pytest.mark.slow

@@ -176,7 +176,7 @@ def preflight(
 ) -> None:
     """One real step of rank 0 of the config's mesh, here, with fake communication and synthetic tokens.
 
-    Without a GPU the model and the sequence are small; what was reduced is said. On a cluster, slurm/preflight.sbatch checks nodes.
+    Without a GPU the model and the sequence are small; what was reduced is said. For nodes: slurm/preflight.sbatch.
 
     Args:
         config: TOML file.
