@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 NPROC ?= 2
 DATA := data/sample
 
-.PHONY: setup demo test test-fast slurm-test lint format clean
+.PHONY: setup demo test test-fast test-night slurm-test lint format clean
 
 setup: $(VENV)/.ready
 
@@ -29,10 +29,14 @@ demo: setup $(DATA)/README.md
 	$(BIN)/titan-disp train train_configs/demo_cpu.toml --nproc $(NPROC)
 
 test: setup
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -m "not night"
 
 test-fast: setup
 	$(BIN)/python -m pytest -m "not slow"
+
+# Whole runs with NaN, full disks, damaged checkpoints and signals.
+test-night: setup
+	$(BIN)/python -m pytest -m night
 
 # A real SLURM of four nodes on this machine: installed where it is missing (Debian or Ubuntu, root), stopped afterwards.
 slurm-test: setup

@@ -19,7 +19,7 @@ from titan_disp.run.checkpoint import checkpoints, problem
 from titan_disp.run.folder import read_json_lines, read_metrics
 
 SHORT = ("--training.seq_len", "32", "--metrics.log_freq", "1", "--lr_scheduler.warmup_steps", "2")
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.night]
 
 
 def torchrun(sample, run, *options, faults="", nproc=2, check=True, timeout=200):
@@ -89,16 +89,6 @@ def load_key(folder, key, like):
     state = {key: like}
     dcp.load(state, checkpoint_id=str(folder), no_dist=True)
     return state[key]
-
-
-def test_too_many_skipped_steps_stop_all_ranks(sample, tmp_path):
-    run = tmp_path / "run"
-    options = ("--training.steps", "20", "--checkpoint.interval", "2", "--guard.max_skipped_steps", "3")
-    code, text = torchrun(sample, run, *options, faults="nan_loss:5-20@1", check=False)
-    assert code != 0
-    assert "titan-disp: error: step 7: cross-entropy and gradient norm not finite, 3 steps in a row" in text
-    assert "Traceback" not in text.split("titan-disp: error")[0]
-    assert checkpoints(run / "checkpoint") == [2, 4]
 
 
 def test_full_disk_during_an_asynchronous_save(sample, tmp_path):
@@ -213,7 +203,7 @@ def test_retention(sample, tmp_path):
     spawn(2, retention, str(sample), str(tmp_path))
 
 
-@pytest.mark.parametrize("how", ["USR1 to one rank", "stop file", "TERM to the launcher"])
+@pytest.mark.parametrize("how", ["USR1 to one rank", "stop file"])
 def test_asked_to_stop(sample, tmp_path, how):
     """All ranks save at the same step and end with status 0; the next start continues, bit for bit."""
     options = (*SHORT, "--training.steps", "14", "--checkpoint.interval", "100")
@@ -241,8 +231,6 @@ def test_asked_to_stop(sample, tmp_path, how):
         time.sleep(0.05)
     if how == "stop file":
         (run / "stop").touch()
-    elif how == "TERM to the launcher":
-        job.terminate()
     else:
         children = Path(f"/proc/{job.pid}/task/{job.pid}/children").read_text().split()
         os.kill(int(children[-1]), signal.SIGUSR1)
@@ -251,8 +239,7 @@ def test_asked_to_stop(sample, tmp_path, how):
     assert 3 <= stopped["step"] < 14, text[-3000:]
     assert checkpoints(run / "checkpoint") == [stopped["step"]]
     assert not (run / "stop").exists()
-    if how != "TERM to the launcher":  # torchrun itself ends with an error when it is terminated
-        assert job.returncode == 0, text[-3000:]
+    assert job.returncode == 0, text[-3000:]
     if how == "USR1 to one rank":
         train(DEMO, sample, run, *options, nproc=2)
         train(DEMO, sample, tmp_path / "whole", *options, nproc=2)
@@ -264,7 +251,7 @@ def test_asked_to_stop(sample, tmp_path, how):
 
 
 def test_budget(sample, tmp_path):
-    """Tokens decide the steps and the schedule; stop_at_tokens ends early and changes neither."""
+    """Tokens decide the steps and the schedule; stop_at_tokens ends early and changes neither. (In tests/slurm too.)"""
     run = tmp_path / "run"
     options = (
         *SHORT,

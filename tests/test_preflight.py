@@ -13,7 +13,7 @@ PAPER = ("--job.config_file", str(ROOT / "train_configs" / "qwen3_0.6b_c4.toml")
 TP2 = ("--parallelism.tensor_parallel_degree", "2", "--parallelism.data_parallel_replicate_degree", "40")
 
 
-@pytest.mark.slow
+@pytest.mark.night
 def test_the_papers_run():
     """HSDP 80 × 8 with accumulation 3, as on 640 GPUs; small without one."""
     report = preflight(PAPER, 640)
@@ -31,7 +31,7 @@ def test_the_papers_run():
         assert any("high-water mark of the whole process" in line for line in lines)
 
 
-@pytest.mark.slow
+@pytest.mark.night
 def test_tensor_parallel():
     report = preflight((*PAPER, *TP2), 640, flavor="debugmodel", seq_len=64)
     assert (report.mesh["dp_replicate"], report.mesh["fsdp"], report.mesh["tp"]) == (40, 8, 2)
@@ -39,7 +39,7 @@ def test_tensor_parallel():
     assert report.own_parameters < report.parameters / 15  # the norms are not sharded by TP
 
 
-@pytest.mark.slow
+@pytest.mark.night
 def test_a_step_that_fails():
     with pytest.raises(ConfigError) as caught:
         preflight((*PAPER, "--experimental.custom_import", "no_such_plugin"), 640)

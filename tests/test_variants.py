@@ -231,3 +231,47 @@ def test_schedule():
     for bad in ({"coeff": -1.0}, {"coeff": 1.0, "warmup_steps": 5}, {"coeff": 1.0, "decay": "step"}):
         with pytest.raises(ValueError, match="expected"):
             CoeffSchedule(**bad, total_steps=3)
+
+
+def moments_during_training(sample, folder):
+    """Gradients of moments against exact, on all layers' activations, at several moments of a run without dispersion."""
+    from pathlib import Path
+
+    from tests.mesh import build
+
+    trainer = build(
+        sample,
+        Path(folder) / "run",
+        *("--dispersion.no-enabled", "--training.seq_len", "256", "--training.steps", "40", "--optimizer.lr", "4e-3"),
+        *("--training.max_norm", "1.0", "--lr_scheduler.warmup_steps", "5", "--stream.prefetch", "0"),
+    )
+    batches = trainer.batch_generator(trainer.dataloader)
+    inputs = next(batches)[0]["input"]
+    model = trainer.model_parts[0]
+    condensed = []
+    for step in range(41):
+        if step in (0, 5, 15, 40):
+            with torch.no_grad():
+                _, layers = model(inputs, return_activations=range(7))
+            for z in layers:
+                grads = []
+                for estimator in ("exact", "moments"):
+                    one = z.float().clone().requires_grad_(True)
+                    dispersion_loss(one, estimator=estimator).sum().backward()
+                    grads.append(one.grad.flatten())
+                cosine = torch.nn.functional.cosine_similarity(*grads, dim=0)
+                assert cosine >= 0.99, (step, cosine)
+                assert abs(grads[1].norm() / grads[0].norm() - 1) <= 0.05, step
+            u = torch.nn.functional.normalize(layers[-1].float(), dim=-1)
+            condensed.append((u @ u.transpose(1, 2)).mean().item())
+        trainer.step += 1
+        trainer.train_step(batches)
+    # The runs' embeddings pass through what the fit must bear: nearly isotropic at first, then a narrow cone.
+    assert min(condensed) < 0.2
+    assert max(condensed) > 0.8
+    trainer.close()
+
+
+@pytest.mark.slow
+def test_moments_on_a_model_in_training(sample, tmp_path):
+    spawn(1, moments_during_training, str(sample), str(tmp_path))
