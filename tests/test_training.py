@@ -213,7 +213,7 @@ def test_640_fake_ranks(sample, tmp_path):
 
 
 def test_elastic_resume(sample, tmp_path):
-    """4 ranks → checkpoint → 2 ranks → checkpoint → 1 rank: the same batches and losses as one uninterrupted run."""
+    """4 ranks (HSDP 2×2) → checkpoint → 2 (TP) → checkpoint → 1: the same batches and losses as one uninterrupted run (FSDP)."""
     options = (
         *SHORT,
         "--checkpoint.interval",
@@ -225,8 +225,9 @@ def test_elastic_resume(sample, tmp_path):
     )
     train(DEMO, sample, tmp_path / "whole", *options, "--training.steps", "9", nproc=2)
     run = tmp_path / "elastic"
-    for nproc, steps in ((4, "3"), (2, "6"), (1, "9")):
-        train(DEMO, sample, run, *options, "--training.steps", steps, nproc=nproc)
+    hsdp, tp = ("--parallelism.data_parallel_replicate_degree", "2"), ("--parallelism.tensor_parallel_degree", "2")
+    for nproc, steps, mesh in ((4, "3", hsdp), (2, "6", tp), (1, "9", ())):
+        train(DEMO, sample, run, *options, "--training.steps", steps, *mesh, nproc=nproc)
     expected, got = read_metrics(tmp_path / "whole"), read_metrics(run)
     assert list(got) == list(range(1, 10))
     for step, record in got.items():

@@ -112,7 +112,7 @@ def _list_hub(split: str) -> list[DataFile]:
 
 
 def on_rank_0(function: Callable[..., T], *args: Any) -> T:
-    """Run on rank 0 only and broadcast the result, or the ConfigError, which then every rank raises.
+    """Run on rank 0 only and broadcast the result, or the error, which then every rank raises: none is left waiting.
 
     Hundreds of ranks that each list the files are answered 429 by the hub and hammer a shared file system.
     """
@@ -124,8 +124,10 @@ def on_rank_0(function: Callable[..., T], *args: Any) -> T:
             box = [function(*args)]
         except ConfigError as error:
             box = [error]
+        except Exception as error:  # not every exception can be pickled
+            box = [RuntimeError(f"rank 0: {type(error).__name__}: {error}")]
     dist.broadcast_object_list(box, src=0)
-    if isinstance(box[0], ConfigError):
+    if isinstance(box[0], Exception):
         raise box[0]
     return box[0]
 

@@ -1,0 +1,135 @@
+"""A training step with dispersion off, exact, moments and sampled: tokens per second, overhead, peak memory.
+
+    python benchmarks/step.py                                              # the demo's model on a CPU, the 0.6B on a GPU
+    python benchmarks/step.py --config train_configs/debug.toml --json     # an object with "rows" and nothing else
+    python benchmarks/step.py --overrides --training.local_batch_size 2
+
+One rank with TorchTitan's trainer, random tokens, no data. Every estimator and sequence length has a process of its own,
+the estimators in turns: --rounds times over, of which the fastest median step counts.
+"""
+
+import json
+import os
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import tyro
+
+ROOT = Path(__file__).parent.parent
+ESTIMATORS = ("off", "exact", "moments", "sampled")
+
+
+@dataclass
+class Options:
+    config: str = str(ROOT / "train_configs" / ("debug.toml" if torch.cuda.is_available() else "demo_cpu.toml"))
+    """TOML file."""
+    flavor: str = "0.6B" if torch.cuda.is_available() else "nano"
+    seq_len: list[int] = field(default_factory=lambda: [2048, 4096] if torch.cuda.is_available() else [256, 1024])
+    estimators: list[str] = field(default_factory=lambda: list(ESTIMATORS))
+    steps: int = 10
+    """Measured steps of every process, after two that warm up (and compile)."""
+    rounds: int = 2
+    overrides: Annotated[list[str], tyro.conf.UseAppendAction] = field(default_factory=list)
+    """TorchTitan's options, each as --overrides=--section.key=value."""
+    json: bool = False
+    """Print one JSON object and nothing else."""
+
+
+def dispersion(estimator: str) -> list[str]:
+    if estimator == "off":
+        return ["--dispersion.no-enabled"]
+    return ["--dispersion.enabled", "--dispersion.estimator", estimator]
+
+
+def measure(argv: list[str], steps: int) -> dict[str, Any]:
+    """Median seconds of a step and peak memory, in this process."""
+    from torchtitan.tools.logging import init_logger
+    from torchtitan.train import Trainer
+
+    import titan_disp  # noqa: F401 — device type
+    from titan_disp.batch import tokens_per_step
+    from titan_disp.cluster.preflight import high_water_mark, synthetic_inputs
+    from titan_disp.config import load_config
+
+    init_logger()
+    job_config = load_config(argv)
+    with synthetic_inputs(job_config):
+        trainer = Trainer(job_config)
+    batches = trainer.batch_generator(trainer.dataloader)
+    seconds = []
+    for step in range(steps + 2):
+        if step == 2 and torch.cuda.is_available():
+            torch.cuda.reset_peak_memory_stats()
+        start = time.perf_counter()
+        trainer.step += 1
+        trainer.train_step(batches)
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - start)
+    peak = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else high_water_mark()
+    return {"seconds": statistics.median(seconds[2:]), "tokens": tokens_per_step(job_config, 1), "peak_bytes": peak}
+
+
+def in_a_fresh_process(options: Options, seq_len: int, estimator: str) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as folder:
+        argv = [
+            *("--job.config_file", options.config, "--job.dump_folder", folder, "--model.flavor", options.flavor),
+            *("--training.seq_len", str(seq_len), "--training.steps", "10000", "--checkpoint.no-enable"),
+            *("--metrics.no-enable_tensorboard", "--metrics.log_freq", "1000000", *dispersion(estimator)),
+            *options.overrides,
+        ]
+        with socket.socket() as s:
+            s.bind(("127.0.0.1", 0))
+            port = str(s.getsockname()[1])
+        rank = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        environment = {**os.environ, **rank, "MEASURE": json.dumps([argv, options.steps])}
+        done = subprocess.run([sys.executable, __file__], env=environment, capture_output=True, text=True, cwd=ROOT)
+    if done.returncode:
+        raise SystemExit(done.stderr)
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def main(options: Options) -> None:
+    rows = []
+    for seq_len in options.seq_len:
+        best: dict[str, dict[str, Any]] = {}
+        for _ in range(options.rounds):
+            for estimator in options.estimators:
+                found = in_a_fresh_process(options, seq_len, estimator)
+                if estimator not in best or found["seconds"] < best[estimator]["seconds"]:
+                    best[estimator] = found
+        off = best.get("off")
+        for estimator, found in best.items():
+            rows.append(
+                {
+                    **{"estimator": estimator, "flavor": options.flavor, "seq_len": seq_len, **found},
+                    "tokens_per_second": found["tokens"] / found["seconds"],
+                    "overhead": None if off is None else found["seconds"] / off["seconds"] - 1,
+                }
+            )
+    if options.json:
+        print(json.dumps({"rows": rows}))
+        return
+    print(f"{'flavor':12}{'seq_len':>8} {'estimator':10}{'tokens/s':>10}{'overhead':>10}{'peak memory':>14}")
+    for r in rows:
+        overhead = "" if r["overhead"] is None else f"{r['overhead']:+.1%}"
+        print(
+            f"{r['flavor']:12}{r['seq_len']:8} {r['estimator']:10}{r['tokens_per_second']:10,.0f}{overhead:>10}"
+            f"{r['peak_bytes'] / 2**30:10.2f} GiB"
+        )
+
+
+if __name__ == "__main__":
+    if "MEASURE" in os.environ:
+        arguments, count = json.loads(os.environ["MEASURE"])
+        print(json.dumps(measure(arguments, count)))
+    else:
+        main(tyro.cli(Options, description=__doc__))
