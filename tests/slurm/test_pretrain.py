@@ -122,12 +122,16 @@ def test_completes_and_refuses_a_second_job(jobs, whole, tmp_path):
 
 
 def test_preempted(jobs, whole, tmp_path):
-    """USR1 to the batch script, as --signal=B:USR1@300 sends it: saves, requeues itself, completes."""
+    """USR1 to the batch script, as --signal=B:USR1@300 sends it: saves, requeues itself, completes. So too before training."""
     run = tmp_path / "run"
     job = jobs.submit(run, faults=f"slow:1-{STEPS}@0")
+    jobs.slurm.wait(job, "RUNNING")
+    time.sleep(3)  # it checks the config
+    jobs.slurm.signal(job, "USR1")
+    jobs.slurm.wait(job, "RUNNING", timeout=90, restarts=1)
     jobs.until_step(job, run, 6)
     jobs.slurm.signal(job, "USR1")
-    log = jobs.completed(job, restarts=1)
+    log = jobs.completed(job, restarts=2)
     (stop,) = events(run, "stop")
     assert 6 <= stop[1] < STEPS
     assert events(run, "resume") == [("resume", stop[1])]  # nothing was repeated
