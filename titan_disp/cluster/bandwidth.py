@@ -6,7 +6,6 @@ writes FILE, see ``measure``.
 """
 
 import argparse
-import json
 import os
 import statistics
 import time
@@ -21,6 +20,7 @@ import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from titan_disp.cluster.nodecheck import in_order, node_name
+from titan_disp.run.folder import write_json
 
 GPU_BYTES = 256 << 20  # about what FSDP over 8 GPUs reduces of the 0.6B model: 2.4 GB of fp32 gradients in 8 shards
 CPU_BYTES = 4 << 20
@@ -195,9 +195,7 @@ def main() -> None:
     result = measure(node_name(), local_rank, device, CPU_BYTES if device.type == "cpu" else GPU_BYTES)
     result["backend"] = dist.get_backend()
     if dist.get_rank() == 0:
-        partial = args.out.with_suffix(".partial")
-        partial.write_text(json.dumps(result))
-        os.replace(partial, args.out)
+        write_json(args.out, result)
     dist.barrier()
     dist.destroy_process_group()
 

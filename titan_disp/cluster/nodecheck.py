@@ -5,7 +5,6 @@ Writes one JSON file per node, see ``check_node``; whoever started it compares t
 """
 
 import argparse
-import json
 import os
 import shutil
 import socket
@@ -23,6 +22,7 @@ from titan_disp.data.shards import list_files
 from titan_disp.data.tokenizer import check_vocabulary, load_tokenizer
 from titan_disp.errors import ConfigError
 from titan_disp.qwen3.flavors import flavors
+from titan_disp.run.folder import write_json
 
 MINIMUM_DISK = 2 << 30  # bytes on the node's own disk: compiled kernels take some hundred MB, an environment some GB
 BUSY = 0.9  # a GPU with less of its memory free than this has another user, or a dead one's leftovers
@@ -158,9 +158,7 @@ def main() -> None:
     report["problems"] += unreadable
     out = Path(args.out)
     out.mkdir(parents=True, exist_ok=True)
-    partial = out / f".{report['node']}.partial"
-    partial.write_text(json.dumps(report))
-    os.replace(partial, out / f"{report['node']}.json")
+    write_json(out / f"{report['node']}.json", report)
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -205,39 +206,11 @@ def _check(zs: Sequence[Tensor], world: int) -> int:
     return tokens
 
 
-def dispersion_losses(
-    zs: Sequence[Tensor],
-    *,
-    tau: float = 1.0,
-    clamp: float = 0.25,
-    norm_eps: float = 1e-2,
-    group: Group = None,
-    variant: str = "angular",
-    estimator: str = "exact",
-    norm_coeff: float = 0.1,
-    max_tokens: int = 256,
-    seed: int = 0,
-    step: int = 0,
-) -> Tensor:
-    """Loss per layer and sequence, [len(zs), B]: see ``DispersionLoss``, of which this makes and calls one."""
-    loss = DispersionLoss(variant, estimator, tau, clamp, norm_eps, norm_coeff, max_tokens, seed)
-    return loss(zs, group, step)
+def dispersion_losses(zs: Sequence[Tensor], *, group: Group = None, step: int = 0, **options: Any) -> Tensor:
+    """Loss per layer and sequence, [len(zs), B]. ``options`` are ``DispersionLoss``'s attributes; see there."""
+    return DispersionLoss(**options)(zs, group, step)
 
 
-def dispersion_loss(
-    z: Tensor,
-    *,
-    tau: float = 1.0,
-    clamp: float = 0.25,
-    norm_eps: float = 1e-2,
-    group: Group = None,
-    variant: str = "angular",
-    estimator: str = "exact",
-    norm_coeff: float = 0.1,
-    max_tokens: int = 256,
-    seed: int = 0,
-    step: int = 0,
-) -> Tensor:
-    """Loss of one layer, [B]: see ``DispersionLoss``."""
-    loss = DispersionLoss(variant, estimator, tau, clamp, norm_eps, norm_coeff, max_tokens, seed)
-    return loss([z], group, step)[0]
+def dispersion_loss(z: Tensor, *, group: Group = None, step: int = 0, **options: Any) -> Tensor:
+    """Loss of one layer, [B]: ``dispersion_losses([z], …)[0]``; see there."""
+    return dispersion_losses([z], group=group, step=step, **options)[0]

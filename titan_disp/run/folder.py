@@ -122,8 +122,8 @@ class RunFolder:
             file = self.path / "config.json"
             previous = json.loads(file.read_text()) if file.exists() else config
             self.config_changes = _differences(previous, config)
-            _write_json(file, config)
-            _write_json(self.path / "environment.json", environment(world_size))
+            write_json(file, config)
+            write_json(self.path / "environment.json", environment(world_size))
         except OSError as error:
             raise ConfigError(f"job.dump_folder {str(self.path)!r} is not writable: {error}") from error
 
@@ -150,7 +150,8 @@ class RunFolder:
             self._lock = None
 
 
-def _write_json(path: Path, content: Any) -> None:
+def write_json(path: Path, content: Any) -> None:
+    """The whole file or none: readers on other nodes never meet half of it."""
     partial = path.with_name(f".{path.name}.partial")
     partial.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n")
     os.replace(partial, path)
