@@ -4,10 +4,12 @@ import json
 import pytest
 from datasets import load_dataset
 
+from titan_disp.data.fast_tokenizer import fast_encoder
+from titan_disp.data.loader import encoder
 from titan_disp.data.sample import TRAIN_FILES, documents, is_complete, write_sample
 from titan_disp.data.shards import check_data, list_files
 from titan_disp.data.tokenizer import check_vocabulary, find_tokenizer, load_tokenizer
-from titan_disp.errors import ConfigError
+from titan_disp.errors import ConfigError, DataError
 
 TEXT = "Return a list of lines,\n\n    keepends: bool  — naïve 中"
 
@@ -79,8 +81,6 @@ def test_encoder_agrees_with_torchtitans_tokenizer(hf_tokenizer, tmp_path, bos, 
     """The faster call gives the same ids, whether TorchTitan or the tokenizer itself adds bos and eos."""
     from tokenizers import Tokenizer, processors
 
-    from titan_disp.data.loader import encoder
-
     tokenizer = Tokenizer.from_file(str(hf_tokenizer / "tokenizer.json"))
     tokenizer.add_special_tokens(["<s>"])
     if template:
@@ -95,6 +95,39 @@ def test_encoder_agrees_with_torchtitans_tokenizer(hf_tokenizer, tmp_path, bos, 
         assert encoder(loaded)(text) == loaded.encode(text, add_bos=True, add_eos=True)
     assert encoder(loaded)(TEXT)[-1] == loaded.eos_id
     assert (encoder(loaded)(TEXT)[0] == loaded.bos_id) == bos
+    fast = fast_encoder(loaded, str(tmp_path), encoder(loaded))
+    for text in (TEXT, "", "plain", *(d["text"] for d in documents()[:200])):
+        assert fast(text).tolist() == encoder(loaded)(text)
+
+
+def test_fast_tokenizer_is_not_trusted(sample, hf_tokenizer, monkeypatch):
+    import gigatoken
+
+    from titan_disp.data import fast_tokenizer
+
+    spm = load_tokenizer(sample / "tokenizer")
+    with pytest.raises(ConfigError, match="needs a Hugging Face tokenizer.json"):
+        fast_encoder(spm, str(sample / "tokenizer"), encoder(spm))
+
+    class Wrong(gigatoken.Tokenizer):
+        """Knows one character less, or one word."""
+
+        unknown = "\u4e2d"
+
+        def encode(self, text):
+            return super().encode(text.replace(self.unknown, ""))
+
+    monkeypatch.setattr(gigatoken, "Tokenizer", Wrong)
+    loaded = load_tokenizer(hf_tokenizer)
+    with pytest.raises(ConfigError, match="other ids"):
+        fast_encoder(loaded, str(hf_tokenizer), encoder(loaded))
+    Wrong.unknown = "dispersion"
+    monkeypatch.setattr(fast_tokenizer, "CHECK_EVERY", 3)
+    fast = fast_encoder(loaded, str(hf_tokenizer), encoder(loaded))
+    fast("dispersion")
+    fast("condensation")
+    with pytest.raises(DataError, match="set stream.fast_tokenizer = false"):
+        fast("dispersion")
 
 
 def test_a_folder_with_both_uses_hugging_face(sample, hf_tokenizer, tmp_path):

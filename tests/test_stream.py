@@ -515,6 +515,20 @@ def test_digest(sample):
     assert digest(few, 10, [(0, 1)]).hashes == digest(few, 10, [(0, 8), (4, 16)]).hashes != expected.hashes[:10]
 
 
+def test_fast_tokenizer_gives_the_same_batches(sample, hf_tokenizer):
+    options = (
+        "--training.global_batch_size",
+        "16",
+        "--training.seq_len",
+        "256",
+        "--model.hf_assets_path",
+        str(hf_tokenizer),
+    )
+    hashes = digest(config(sample, *options), 40, [(0, 2)]).hashes
+    fast = config(sample, *options, "--stream.fast_tokenizer")
+    assert digest(fast, 40, [(0, 1), (15, 4)]).hashes == hashes
+
+
 @pytest.mark.parametrize(
     ("files", "slots", "ranks"), [(1024, 640, 640), (1023, 640, 640), (1000, 640, 640), (1024, 1200, 600)]
 )

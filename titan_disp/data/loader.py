@@ -32,6 +32,7 @@ from torchtitan.config import JobConfig
 
 from titan_disp.batch import slot_count
 from titan_disp.data.cursor import Field
+from titan_disp.data.fast_tokenizer import fast_encoder
 from titan_disp.data.plan import Plan
 from titan_disp.data.shards import DataFile, list_files, on_rank_0
 from titan_disp.data.stream import RankStreams, StreamOptions
@@ -124,7 +125,8 @@ class _Sequences(IterableDataset):
                     positions.append(slot.position.copy())
                     turn = (turn + 1) % len(slots)
                 # Small arrays travel through the worker's pipe faster than tensors, which would go through shared memory.
-                yield np.stack(tokens), np.stack(positions), streams.bytes_read()
+                # int64 already here, as the model wants it: this process has the time.
+                yield np.stack(tokens, dtype=np.int64), np.stack(positions), streams.bytes_read()
         except ConfigError as error:
             yield error  # raised by the consumer: a worker's traceback would bury the message
         finally:
@@ -187,7 +189,9 @@ class StreamLoader(BaseDataLoader):
                 f"{slots} slots cannot be divided among {dp_world_size} data-parallel ranks: see stream.slots"
             )
         self.files, self.options, self.plan = files, options, Plan([f.name for f in files], slots, options.seed)
-        self.encode = encoder(tokenizer)
+        self.encode: Callable[[str], list[int] | np.ndarray] = encoder(tokenizer)
+        if options.fast_tokenizer:
+            self.encode = fast_encoder(tokenizer, tokenizer_folder, encoder(tokenizer))
         own = slots // dp_world_size
         self.slots = range(dp_rank * own, (dp_rank + 1) * own)
         self.local_batch_size, self.prefetch, self.pin_memory = local_batch_size, prefetch, pin_memory
@@ -214,11 +218,11 @@ class StreamLoader(BaseDataLoader):
 
     def _batches(self) -> Generator[Batch, None, None]:
         sequences = _Sequences(self._make, self.local_batch_size)
-        workers = (
-            {"num_workers": 1, "prefetch_factor": self.prefetch, "worker_init_fn": _worker_signals}
-            if self.prefetch
-            else {}
-        )
+        workers: dict[str, Any] = {}
+        if self.prefetch:
+            # Forked, also where another start is the default (Python 3.14): the tokenizer is there already.
+            workers = {"num_workers": 1, "prefetch_factor": self.prefetch, "multiprocessing_context": "fork"}
+            workers["worker_init_fn"] = _worker_signals
         batches = iter(DataLoader(sequences, batch_size=None, collate_fn=_as_it_is, **workers))  # type: ignore[arg-type]
         turn, own = 0, len(self.slots)
         mine = self.positions.numpy()
@@ -233,7 +237,7 @@ class StreamLoader(BaseDataLoader):
                 for row in positions:
                     mine[turn] = row
                     turn = (turn + 1) % own
-                tokens = torch.from_numpy(array).long()
+                tokens = torch.from_numpy(array)
                 if self.pin_memory:
                     tokens = tokens.pin_memory()
                 yield {"input": tokens[:, :-1]}, tokens[:, 1:]
@@ -327,6 +331,7 @@ def stream_options(job_config: JobConfig, seq_len: int | None = None) -> StreamO
         # One rank that tries longer than the others wait would look like a hang.
         retry_seconds=min(stream.retry_seconds, 0.6 * job_config.comm.train_timeout_seconds),
         tokenizer_threads=stream.tokenizer_threads or default_threads(),
+        fast_tokenizer=stream.fast_tokenizer,
     )
 
 

@@ -14,7 +14,7 @@ pass over a file serves all slots of a rank.
 import hashlib
 import math
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Run:
         """Head, body and tail, as far as there are."""
         return tuple(s for s in (self.head, *self.body, self.tail) if s is not None)
 
-    @property
+    @cached_property
     def weights(self) -> tuple[int, int, int]:
         """Classes of head, body and tail: their shares in the interleaving."""
         return (

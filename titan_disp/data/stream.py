@@ -37,6 +37,7 @@ class StreamOptions:
     retry_seconds: float = 60.0
     queue_bytes: int = 32 << 20
     tokenizer_threads: int = 1
+    fast_tokenizer: bool = False
 
 
 class RankStreams:
@@ -48,7 +49,7 @@ class RankStreams:
         slots: range,
         positions: np.ndarray,
         plan: Plan,
-        encode: Callable[[str], list[int]],
+        encode: Callable[[str], Sequence[int] | np.ndarray],
         options: StreamOptions,
     ) -> None:
         """Args:
@@ -127,7 +128,7 @@ class Slot:
             self._bytes += total
 
     def _tokenize(self, texts: list[str]) -> list[np.ndarray]:
-        return [np.array(self.streams.encode(text), dtype=np.int32) for text in texts]
+        return [np.asarray(self.streams.encode(text), dtype=np.int32) for text in texts]
 
     def sequence(self) -> np.ndarray:
         """The next seq_len + 1 tokens, int32; the position moves with them."""

@@ -14,6 +14,7 @@ from torchtitan.components.tokenizer import BaseTokenizer
 from torchtitan.components.validate import BaseValidator, ValidationContext, Validator
 from torchtitan.config import JobConfig
 from torchtitan.distributed import ParallelDims
+from torchtitan.tools.logging import logger
 
 from titan_disp.data.cursor import Field
 from titan_disp.data.loader import encoder, stream_options
@@ -62,19 +63,29 @@ def first_sequences(
 
 
 def held_out_sequences(job_config: JobConfig, tokenizer: BaseTokenizer, count: int) -> Tensor | None:
-    """The first sequences of the validation split beside the training data: the same on every rank and in every run.
+    """The first sequences of the validation split: the same on every rank and in every run. A collective call.
+
+    The split is [validation]'s where it is enabled, else the one beside the training data.
 
     Returns:
-        [count, seq_len] token ids, or None where there is no local validation split.
+        [count, training.seq_len] token ids, int64, or None where there is no validation split.
     """
-    training = job_config.training
-    if training.dataset_path is None or not os.path.isdir(training.dataset_path):
+    v, dataset_path = job_config.validation, job_config.training.dataset_path
+    if not v.enable and dataset_path is not None and not os.path.isdir(dataset_path):
         return None
-    try:
-        files = list_files("c4_validation", training.dataset_path)
-    except ConfigError:
-        return None
-    return first_sequences(files, tokenizer, job_config, training.seq_len, count)[:, :-1]
+    dataset = v.dataset if v.enable else "c4_validation"
+    path = v.dataset_path if v.enable else dataset_path
+
+    def read() -> np.ndarray | None:  # by one rank: hundreds of them would ask the hub for the same documents
+        try:
+            files = list_files(dataset, path, "validation")
+        except ConfigError as error:
+            logger.warning(f"no validation split: {error}")
+            return None
+        return first_sequences(files, tokenizer, job_config, job_config.training.seq_len, count)[:, :-1].int().numpy()
+
+    tokens = on_rank_0(read)
+    return None if tokens is None else torch.from_numpy(tokens).long()
 
 
 class _ValidationSet:

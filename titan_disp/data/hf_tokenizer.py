@@ -1,0 +1,162 @@
+"""The tokenizer of an export: a Hugging Face one copied, a SentencePiece one converted; both checked against training's."""
+
+import itertools
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from torchtitan.components.tokenizer import BaseTokenizer, HuggingFaceTokenizer
+
+from titan_disp.data.documents import BadDocument, DamagedFile, Documents, text_of
+from titan_disp.data.shards import list_files
+from titan_disp.data.tokenizer import find_tokenizer
+from titan_disp.errors import ConfigError
+
+COPIED = (
+    *(
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "special_tokens_map.json",
+        "added_tokens.json",
+        "vocab.json",
+        "vocab.txt",
+    ),
+    *("merges.txt", "chat_template.jinja", "chat_template.json"),
+)
+DOCUMENTS = 100
+
+PROBES = (
+    *("", " ", "   ", "\n", "\n\n\n", "\t", "a", " a", "a ", "  two  spaces   three  ", "\n the", " \n x"),
+    *("Hello,  world!\n\tA tab\there.\n\n", "if x == 1:\n    return  {'y': 3.14e-10}\r\n", " " * 37 + "x" + " " * 21),
+    *("It's the dog's; they'LL don't…", "1234567890", "e\u0301 u\u0308\u0304 \u00e9", "naïve café Zürich ½ ① ﬁ ＡＢＣ"),
+    *("日本語のテキスト。中文 한국어 ไทย", "مرحبا שלום Привет हिन्दी", "😀👍🏽 👨‍👩‍👧 🇩🇪", "‘quotes’ “double” — – …"),
+    *(
+        "\x00\x01\x7f\x1b[0m",
+        "zero\u200bwidth\u00a0no-break\u3000ideographic\ufeff",
+        "\U0010ffff\ue000",
+        "<0x0A><0x41>",
+    ),
+    *("▁literal▁ underscore", "https://example.org/a?b=c&d=%20#e", "MixedCASE_snake-kebab.dot"),
+)
+"""Texts in which tokenizers differ. Special tokens' own names are no part: the two libraries differ in them by design."""
+
+
+def local_documents(path: str | None) -> Iterator[str]:
+    """The first documents of a run's validation data, else of its training data; none where they are not on this disk.
+
+    Args:
+        path: training.dataset_path.
+    """
+    for dataset in ("c4_validation", "c4"):
+        try:
+            file = list_files(dataset, path)[0] if path and os.path.exists(path) else None
+        except ConfigError:
+            continue
+        if file is None:
+            return
+        documents = Documents(file, max_bytes=1 << 24)
+        try:
+            for _ in range(DOCUMENTS):
+                raw = documents.read()
+                if raw is None:
+                    return
+                if not isinstance(raw, BadDocument):
+                    yield text_of(raw)
+        except (BadDocument, DamagedFile, ConfigError):  # training says so; here other texts are enough
+            return
+        finally:
+            documents.close()
+        return
+
+
+def check_same_ids(ours: Callable[[str], list[int]], theirs: Callable[[str], list[int]], texts: Iterable[str]) -> None:
+    """Compare two tokenizers.
+
+    Raises:
+        ConfigError: the first text of which they give other ids.
+    """
+    for text in texts:
+        expected, got = ours(text), theirs(text)
+        if expected == got:
+            continue
+        at = next(i for i, (a, b) in enumerate(itertools.zip_longest(expected, got)) if a != b)
+        shown = text if len(text) <= 200 else text[:200] + "…"
+        raise ConfigError(
+            f"the exported tokenizer gives other ids than the run's for {shown!r}: {got[at : at + 8]} instead of "
+            f"{expected[at : at + 8]} from token {at} on. Nothing was exported: name a Hugging Face tokenizer that agrees with "
+            "--tokenizer DIR"
+        )
+
+
+def write_tokenizer(
+    source: Path, tokenizer: BaseTokenizer, dest: Path, seq_len: int, documents: Iterable[str] = ()
+) -> None:
+    """Write what ``AutoTokenizer.from_pretrained`` needs, and check that it gives the ids that training saw.
+
+    Args:
+        source: the tokenizer's folder.
+        tokenizer: of that folder.
+        dest: a folder that has config.json already, which decides the tokenizer's class.
+        seq_len: tokens of the longest input.
+        documents: further texts to compare.
+
+    Raises:
+        ConfigError: a SentencePiece model that cannot be converted, or other ids.
+    """
+    from transformers import AutoTokenizer  # seconds to import, which training need not wait for
+
+    from titan_disp.data.sentencepiece_to_hf import convert, is_unigram
+
+    file = find_tokenizer(source)
+    if file.suffix == ".model":
+        unigram = is_unigram(file)
+        converted, special = convert(file)
+        # to_str: save() says that a disk is full by a bare Exception.
+        (dest / "tokenizer.json").write_text(converted.to_str(pretty=True))
+        # split_special_tokens: SentencePiece never makes a control symbol of text that spells one.
+        _write_config(dest, special | {"split_special_tokens": True, "clean_up_tokenization_spaces": False}, seq_len)
+    else:
+        unigram = False
+        _copy(source, tokenizer, dest, seq_len)
+    written = AutoTokenizer.from_pretrained(dest)
+    encode = _plain_encode(tokenizer)
+    # Segmentations of a run of one character that are equally probable come in an order that rounding decides: float32 in
+    # SentencePiece, float64 in tokenizers.
+    arranged: Callable[[list[int]], list[int]] = sorted if unigram else list
+    check_same_ids(
+        lambda text: arranged(encode(text)),
+        lambda text: arranged(written(text, add_special_tokens=False, verbose=False).input_ids),
+        itertools.chain(PROBES, documents),
+    )
+
+
+def _plain_encode(tokenizer: BaseTokenizer) -> Callable[[str], list[int]]:
+    """text → ids without BOS and EOS."""
+    if isinstance(tokenizer, HuggingFaceTokenizer):
+        return lambda text: tokenizer.tokenizer.encode(text, add_special_tokens=False).ids
+    return lambda text: tokenizer.encode(text)
+
+
+def _copy(source: Path, tokenizer: BaseTokenizer, dest: Path, seq_len: int) -> None:
+    for name in COPIED:
+        if (source / name).is_file():
+            shutil.copyfile(source / name, dest / name)
+    if not (dest / "tokenizer.json").is_file():
+        assert isinstance(tokenizer, HuggingFaceTokenizer)
+        (dest / "tokenizer.json").write_text(tokenizer.tokenizer.to_str(pretty=True))
+    config = dest / "tokenizer_config.json"
+    stated = json.loads(config.read_text()) if config.is_file() else {}
+    if "tokenizer_class" not in stated:  # or else transformers takes Qwen2Tokenizer, with Qwen's own pre-tokenizer
+        _write_config(dest, stated, seq_len)
+
+
+def _write_config(dest: Path, stated: dict[str, Any], seq_len: int) -> None:
+    content = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "model_input_names": ["input_ids", "attention_mask"],  # transformers 4 would add token_type_ids
+        "model_max_length": seq_len,
+    } | stated
+    (dest / "tokenizer_config.json").write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n")

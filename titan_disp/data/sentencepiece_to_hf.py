@@ -1,0 +1,174 @@
+"""A SentencePiece model as a ``tokenizers.Tokenizer`` that gives the same ids.
+
+The normalizer runs over the whole text before anything splits it, as SentencePiece's does. User-defined symbols are
+therefore split off by a pre-tokenizer, not registered as added tokens: ``tokenizers`` cuts text at added tokens first, and would
+put the dummy prefix, and strip spaces, around each piece of it.
+"""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+from sentencepiece import sentencepiece_model_pb2
+from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
+
+from titan_disp.errors import ConfigError
+
+SPACE = "▁"
+protobuf: Any = sentencepiece_model_pb2  # generated code without types
+Piece = protobuf.ModelProto.SentencePiece
+_TYPES = (protobuf.TrainerSpec.UNIGRAM, protobuf.TrainerSpec.BPE)
+
+
+def read_model(file: str | Path) -> Any:
+    """A SentencePiece model as protobuf's ModelProto.
+
+    Raises:
+        ConfigError: it uses what ``tokenizers`` cannot express.
+    """
+    model = protobuf.ModelProto()
+    model.ParseFromString(Path(file).read_bytes())
+    trainer, normalizer = model.trainer_spec, model.normalizer_spec
+    unsupported = [
+        name
+        for name, used in (
+            (f"model type {protobuf.TrainerSpec.ModelType.Name(trainer.model_type)}", trainer.model_type not in _TYPES),
+            ("treat_whitespace_as_suffix", trainer.treat_whitespace_as_suffix),
+            ("escape_whitespaces = false", not normalizer.escape_whitespaces),
+            ("a denormalizer", bool(model.denormalizer_spec.precompiled_charsmap)),
+            ("user-defined symbols with spaces", any(" " in s for s in _texts(model, Piece.USER_DEFINED))),
+            ("unused pieces", any(p.type == Piece.UNUSED for p in model.pieces)),
+        )
+        if used
+    ]
+    if unsupported:
+        raise ConfigError(
+            f"the SentencePiece model {str(file)!r} has {', '.join(unsupported)}, which a Hugging Face tokenizer cannot express; "
+            "name a Hugging Face tokenizer with the same ids (a folder with tokenizer.json) with --tokenizer DIR"
+        )
+    return model
+
+
+def _texts(model: Any, *types: int) -> list[str]:
+    return [p.piece for p in model.pieces if p.type in types]
+
+
+def _merges(model: Any) -> list[tuple[str, str]]:
+    """SentencePiece merges the neighbours whose concatenation is the piece of the highest score, leftmost first.
+
+    All ways to split a piece have its rank there, but one each here; the longer left part first is what "leftmost first"
+    makes of a run of one character.
+    """
+    scores = {p.piece: p.score for p in model.pieces if p.type == Piece.NORMAL}
+    ranked = [
+        (-score, -cut, piece)
+        for piece, score in scores.items()
+        for cut in range(1, len(piece))
+        if piece[:cut] in scores and piece[cut:] in scores
+    ]
+    return [(piece[:-cut], piece[-cut:]) for _, cut, piece in sorted(ranked)]
+
+
+def _scores(model: Any) -> list[tuple[str, float]]:
+    """Pieces and scores. Text that spells a control symbol or a byte (``<0x41>``) must not become it: spelling it out in
+    ordinary pieces, one per character at worst, scores better."""
+    never = min(p.score for p in model.pieces) * 100 - 100
+    spelled = (Piece.NORMAL, Piece.USER_DEFINED)
+    return [(p.piece, p.score if p.type in spelled else never) for p in model.pieces]
+
+
+def _model(model: Any) -> models.Model:
+    fallback = model.trainer_spec.byte_fallback
+    unknown = model.trainer_spec.unk_id
+    if model.trainer_spec.model_type == protobuf.TrainerSpec.UNIGRAM:
+        return models.Unigram(_scores(model), unk_id=unknown, byte_fallback=fallback)
+    symbols = _texts(model, Piece.USER_DEFINED)
+    return models.BPE(
+        {p.piece: i for i, p in enumerate(model.pieces)},
+        _merges(model),
+        unk_token=model.pieces[unknown].piece,
+        fuse_unk=True,
+        byte_fallback=fallback,
+        # A user-defined symbol of several characters is split off whole, and taken whole, as no merges build it.
+        ignore_merges=any(len(s) > 1 for s in symbols),
+    )
+
+
+def _normalizer(model: Any) -> normalizers.Normalizer:
+    spec = model.normalizer_spec
+    steps: list[normalizers.Normalizer] = []
+    if spec.precompiled_charsmap:
+        charsmap = normalizers.Precompiled(spec.precompiled_charsmap)
+        change = charsmap.normalize_str
+        # SentencePiece passes over user-defined symbols. Those that the map would change hide behind noncharacters meanwhile.
+        hidden = {
+            symbol: chr(0x10FFFF - i)
+            for i, symbol in enumerate(_longest_first(_texts(model, Piece.USER_DEFINED)))
+            if change(symbol) != symbol
+        }
+        steps += [normalizers.Replace(symbol, mark) for symbol, mark in hidden.items()]
+        # Precompiled looks characters up that a reader sees as one: "\\r\\n" is one, and so is a letter with two marks.
+        if change("e\N{COMBINING ACUTE ACCENT}") == "\N{LATIN SMALL LETTER E WITH ACUTE}":
+            steps.append(normalizers.NFC())
+        steps.append(normalizers.Replace("\r\n", change("\r") + change("\n")))
+        steps.append(charsmap)
+        steps += [normalizers.Replace(mark, symbol) for symbol, mark in hidden.items()]
+    if spec.remove_extra_whitespaces:
+        steps.append(normalizers.Replace(Regex(rf"\A +|[ {SPACE}]+\z"), ""))
+        steps.append(normalizers.Replace(Regex(" {2,}"), " "))
+    if spec.add_dummy_prefix:
+        steps.append(normalizers.Prepend(SPACE))
+    steps.append(normalizers.Replace(" ", SPACE))
+    return normalizers.Sequence(steps)
+
+
+def _longest_first(symbols: list[str]) -> list[str]:
+    return sorted(symbols, key=len, reverse=True)
+
+
+def _decoder(model: Any) -> decoders.Decoder:
+    steps = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+    if model.normalizer_spec.add_dummy_prefix or model.normalizer_spec.remove_extra_whitespaces:
+        steps.append(decoders.Strip(" ", 1, 0))
+    return decoders.Sequence(steps)
+
+
+def is_unigram(file: str | Path) -> bool:
+    """Whether a SentencePiece model chooses the most probable segmentation, rather than merges in order."""
+    return read_model(file).trainer_spec.model_type == protobuf.TrainerSpec.UNIGRAM
+
+
+def convert(file: str | Path) -> tuple[tokenizers.Tokenizer, dict[str, str]]:
+    """Convert a SentencePiece model.
+
+    Returns:
+        The tokenizer, which begins every text with BOS where the model has one, as training does, and the names of its special
+        tokens as tokenizer_config.json has them (bos_token, …).
+
+    Raises:
+        ConfigError: it uses what ``tokenizers`` cannot express.
+    """
+    model = read_model(file)
+    trainer = model.trainer_spec
+    tokenizer = tokenizers.Tokenizer(_model(model))
+    tokenizer.normalizer = _normalizer(model)
+    tokenizer.decoder = _decoder(model)
+    if symbols := _longest_first(_texts(model, Piece.USER_DEFINED)):
+        tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("|".join(map(re.escape, symbols))), "isolated")
+    special = _texts(model, Piece.CONTROL, Piece.UNKNOWN)
+    tokenizer.add_special_tokens([AddedToken(piece, normalized=False, special=True) for piece in special])
+    # SentencePiece never makes a control symbol of text that spells it.
+    tokenizer.encode_special_tokens = True
+    names = {
+        "unk_token": trainer.unk_id,
+        "bos_token": trainer.bos_id,
+        "eos_token": trainer.eos_id,
+        "pad_token": trainer.pad_id,
+    }
+    if trainer.bos_id >= 0:
+        bos = model.pieces[trainer.bos_id].piece
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single=f"{bos} $A", pair=f"{bos} $A {bos} $B", special_tokens=[(bos, trainer.bos_id)]
+        )
+    return tokenizer, {name: model.pieces[i].piece for name, i in names.items() if i >= 0}
