@@ -28,6 +28,7 @@ def test_a_line_cut_by_a_kill_spoils_itself_only(tmp_path):
 def test_repeated_steps_the_last_counts(tmp_path):
     for step, loss in ((1, 5.0), (2, 4.0), (3, 3.0), (2, 4.5)):
         append_json(tmp_path / "metrics.jsonl", {"step": step, "loss": loss})
+    append_json(tmp_path / "metrics.jsonl", {"step": 2, "condensation": {}})  # no training step
     metrics = read_metrics(tmp_path)
     assert list(metrics) == [1, 2, 3]
     assert metrics[2]["loss"] == 4.5

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from tests.cluster_of_one import DEMO, ROOT, environment, rank_environment, train, train_and_kill
+from titan_disp.condensation.record import load_steps
 from titan_disp.run.folder import read_json_lines, read_metrics
 
 SHORT = ("--training.seq_len", "64", "--metrics.log_freq", "1", "--lr_scheduler.warmup_steps", "2")
@@ -40,8 +41,10 @@ def test_demo(sample, tmp_path):
     assert (run / "checkpoint" / "step-40" / ".metadata").is_file()
     assert f"Checkpoints: {run}/checkpoint" in done.stdout
     assert f"tensorboard --logdir {run}/tb" in done.stdout
-    cosines = done.stdout.split("by layer (0 = embedding): ")[1].splitlines()[0].split("  ")
-    assert [c.split(":")[0] for c in cosines] == [str(i) for i in range(7)]
+    cosines = done.stdout.split("embedding → last block: ")[-1].split("  ")[0].split()
+    measured = load_steps(run / "condensation")
+    assert list(measured) == [0, 40]
+    assert cosines == [f"{c:.2f}" for c in measured[40].mean_cosine]
 
     again = train(DEMO, sample, run, *options, nproc=2)
     assert "complete already: step 40 of 40" in again.stdout

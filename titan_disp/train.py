@@ -2,9 +2,11 @@
 
 import os
 import sys
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import cached_property
 from typing import Any, cast
 
 import torch
@@ -19,15 +21,17 @@ from titan_disp.batch import data_parallel_degree
 from titan_disp.budget import last_step
 from titan_disp.checks import check_config, check_device
 from titan_disp.cluster.preemption import StopRequest
-from titan_disp.condensation.measure import mean_cosine
+from titan_disp.condensation.monitor import Monitor
 from titan_disp.config import load_config
 from titan_disp.data.loader import StreamLoader, check_fingerprint, read_data_state
 from titan_disp.data.shards import on_rank_0
 from titan_disp.data.validation import held_out_sequences
+from titan_disp.dispersion.collectives import process_group
 from titan_disp.errors import EXIT_CODE, CheckpointError, ConfigError, DataError
 from titan_disp.run.checkpoint import DispCheckpointManager
 from titan_disp.run.folder import RunFolder
 from titan_disp.run.guard import GuardedOptimizers
+from titan_disp.run.metrics import DispersionMetrics
 
 
 def world_size_from_environment(job_config: JobConfig) -> int:
@@ -93,6 +97,8 @@ class DispTrainer(Trainer):
         if self.run_folder is not None:
             details = {"config_changes": self.run_folder.config_changes} if self.step else {}
             self.event("resume" if self.step else "start", self.step, **details)
+        if self.step == 0:
+            self.measure_condensation()
         return super().batch_generator(data_iterable)
 
     def check_resume(self, step: int) -> None:
@@ -130,6 +136,9 @@ class DispTrainer(Trainer):
         if self.optimizers.agreed["stop"] or self.step >= self.last_step:
             self._stopping = True
             self.checkpointer.force()
+        interval = self.job_config.condensation.interval  # type: ignore[attr-defined]
+        if interval and self.step % interval == 0 and not self._stopping:
+            self.measure_condensation()
 
     def _set_timeouts(self) -> None:
         """Shorter time-outs once compilation is over; TorchTitan sets them after step 1 only, so never after a resume."""
@@ -146,6 +155,8 @@ class DispTrainer(Trainer):
         self.checkpointer.wait()
         steps = self.job_config.training.steps
         if self.step > self._start_step:
+            if not self.optimizers.agreed["stop"]:  # nobody waits for this job to end
+                self.measure_condensation()
             self._end()
         elif self.step >= steps:
             logger.info(f"This run was complete already: step {self.step} of {steps}. Nothing was trained")
@@ -167,40 +178,53 @@ class DispTrainer(Trainer):
         self.stop_request.done()
 
     def report(self) -> None:
-        """Where things are, and how condensed the embeddings are at the end. A collective call."""
-        cosines = self.mean_cosines()
+        """Where things are."""
         job = self.job_config
         logger.info(f"Step {self.step} of {job.training.steps}. Run folder: {job.job.dump_folder}")
         if job.checkpoint.enable:
             logger.info(f"Checkpoints: {os.path.join(job.job.dump_folder, job.checkpoint.folder)}")
         if job.metrics.enable_tensorboard:
             logger.info(f"TensorBoard: tensorboard --logdir {self.metrics_processor.tensorboard_folder}")  # type: ignore[attr-defined]
-        if cosines is not None:
-            shown = "  ".join(f"{i}: {c:.3f}" for i, c in enumerate(cosines))
-            logger.info(f"Mean pairwise cosine on held-out text by layer (0 = embedding): {shown}")
 
-    @torch.no_grad()
-    def mean_cosines(self) -> list[float] | None:
-        """Mean pairwise cosine of held-out tokens, for the embedding's output and each block's (n_layers + 1 numbers).
-
-        None without a local validation split, or where communication is fake and numbers mean nothing.
-        """
-        job = self.job_config
-        if job.comm.mode != "default":
+    @cached_property
+    def monitor(self) -> Monitor | None:
+        """None where condensation is not measured. The first access is a collective call."""
+        job, section = self.job_config, self.job_config.condensation  # type: ignore[attr-defined]
+        if not section.interval or job.comm.mode != "default":
             return None
         assert self.tokenizer is not None
-        inputs = held_out_sequences(job, self.tokenizer, job.training.local_batch_size)
-        if inputs is None:
+        sequences = held_out_sequences(job, self.tokenizer, section.sequences)
+        if sequences is None:
+            logger.warning("condensation is not measured: there is no validation split beside the training data")
             return None
-        inputs = inputs.to(self.device)
-        inputs, _, _, kwargs = self.post_dataloading_process({"input": inputs}, inputs)
+        mesh = self.parallel_dims.get_optional_mesh("batch")
+        return Monitor(
+            sequences.to(self.device),
+            job.training.local_batch_size,
+            section.max_tokens,
+            (mesh.get_local_rank(), mesh.size()) if mesh is not None else (0, 1),
+            mesh.get_group() if mesh is not None else None,
+            process_group(self.loss_fn.group),  # type: ignore[attr-defined]
+        )
+
+    def measure_condensation(self) -> None:
+        """On held-out text, into the run's metrics. A collective call; weights, random numbers and data stay as they are."""
+        start = time.perf_counter()
+        if self.monitor is None:
+            return
         model = self.model_parts[0]
+        layers = range(self.model_args.n_layers + 1)  # type: ignore[attr-defined]
+
+        def forward(tokens: torch.Tensor) -> Sequence[torch.Tensor]:
+            inputs, _, _, kwargs = self.post_dataloading_process({"input": tokens}, tokens)
+            with self.train_context(), self.maybe_enable_amp:
+                return model(inputs, **kwargs, return_activations=layers)[1]
+
         model.eval()
-        with self.train_context(), self.maybe_enable_amp:
-            layers = range(self.model_args.n_layers + 1)  # type: ignore[attr-defined]
-            _, activations = model(inputs, **kwargs, return_activations=layers)
+        found = self.monitor.measure(forward)
         model.train()
-        return [mean_cosine(z, self.loss_fn.group).mean().item() for z in activations]  # type: ignore[attr-defined]
+        metrics = cast(DispersionMetrics, self.metrics_processor)
+        metrics.log_condensation(self.step, found, time.perf_counter() - start)
 
     def close(self) -> None:
         if getattr(self, "stop_request", None) is not None:

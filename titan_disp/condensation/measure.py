@@ -1,28 +1,80 @@
-"""Mean pairwise cosine of a layer's token embeddings (arXiv 2602.00217, §3.1), in linear time."""
+"""How condensed the token embeddings of each layer are: cosines of all pairs of tokens of a sequence (arXiv 2602.00217, §3.1).
+
+Everything in float64: it is off the hot path, and arccos near 1 loses half the digits.
+"""
+
+import math
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
+
+from titan_disp.condensation.record import BINS, Condensation
+
+_ROWS = 1024  # of the N×N matrix at a time
+SCALARS = 4  # before the histogram in a row of statistics
 
 
-def mean_cosine(z: Tensor, group: dist.ProcessGroup | DeviceMesh | None = None) -> Tensor:
-    """Mean of all N² pairwise cosines, the N of a token with itself included, as the paper defines it.
+def _statistics(z: Tensor) -> Tensor:
+    """[4 + BINS] float64 of one sequence [N, F]: mean cosine, mean squared cosine, mean angle, effective rank, histogram.
 
-    Σ_ij u_i·u_j = ‖Σ_i u_i‖², so that no N×N matrix is needed.
-
-    Args:
-        z: [B, N, F], or this rank's [B, N/p, F] shard of the sequence when ``group`` is given.
-        group: process group or 1-D mesh over which the sequence is sharded.
-
-    Returns:
-        [B] float64, the same on every rank of ``group``. An all-zero token counts as cosine 0 to every other.
+    Mean, square and histogram are over all N² pairs, the N of a token with itself included, as the paper defines them;
+    the angle arccos(c)/π is over the N(N−1) pairs of different tokens. An all-zero token has cosine 0 to every other.
     """
-    u = torch.nn.functional.normalize(z.double(), dim=-1)
-    total, n = u.sum(1), z.shape[1]
-    if isinstance(group, DeviceMesh):
-        group = group.get_group()
-    if group is not None:
-        dist.all_reduce(total, group=group)
-        n *= dist.get_world_size(group)
-    return total.square().sum(-1) / n**2
+    u = torch.nn.functional.normalize(z.double(), dim=-1, eps=torch.finfo(torch.float64).tiny)
+    n = u.shape[0]
+    histogram = u.new_zeros(BINS)
+    angles = u.new_zeros(())
+    for start in range(0, n, _ROWS):
+        c = (u[start : start + _ROWS] @ u.T).clamp_(-1, 1)
+        # torch.histc has no deterministic form on CUDA; bincount of integers is exact everywhere.
+        bins = ((c + 1) * (BINS / 2)).long().clamp_(max=BINS - 1)
+        histogram += torch.bincount(bins.flatten(), minlength=BINS)
+        c.diagonal(start).fill_(1)  # a token's angle to itself is 0, which rounding makes 1e-8
+        angles += c.arccos_().sum()
+    gram = u @ u.T if n <= u.shape[1] else u.T @ u
+    # ‖UᵀU‖²_F = ΣΣ c²; ‖Σu‖² = ΣΣ c
+    scalars = [u.sum(0).square().sum() / n**2, gram.square().sum() / n**2, angles / (math.pi * n * (n - 1))]
+    return torch.cat([torch.stack([*scalars, _effective_rank(gram)]), histogram / n**2])
+
+
+def _effective_rank(gram: Tensor) -> Tensor:
+    """exp of the entropy of the normalised singular values (Roy & Vetterli 2007) of a matrix, from its Gram matrix."""
+    squares = torch.linalg.eigvalsh(gram)
+    noise = len(squares) * torch.finfo(gram.dtype).eps * squares[-1]
+    p = torch.where(squares > noise, squares, 0).sqrt()
+    p = p / p.sum().clamp_min(torch.finfo(p.dtype).tiny)  # all tokens zero: rank 1
+    return torch.special.entr(p).sum().exp()
+
+
+class Accumulator:
+    """Averages over sequences, which count alike; sums of several ranks can be added up.
+
+    Attributes:
+        sums: [layers + 1, 4 + BINS] float64: rows of statistics, and a last row that holds the number of sequences.
+    """
+
+    def __init__(self, layers: int, device: torch.device | str = "cpu") -> None:
+        self.sums = torch.zeros(layers + 1, SCALARS + BINS, dtype=torch.float64, device=device)
+
+    @torch.no_grad()
+    def add(self, layer: int, z: Tensor) -> None:
+        """Take in one layer's activations, [B, N, F] with N ≥ 2, whole sequences."""
+        for sequence in z:
+            self.sums[layer] += _statistics(sequence)
+        if layer == 0:
+            self.sums[-1] += len(z)
+
+    def result(self, tokens: int) -> Condensation:
+        """The averages; ``tokens`` is N."""
+        sums = self.sums.cpu().numpy()
+        rows, sequences = sums[:-1] / sums[-1, 0], int(sums[-1, 0])
+        mean, square, angle, rank = rows[:, :SCALARS].T
+        return Condensation(
+            mean_cosine=mean,
+            std_cosine=(square - mean**2).clip(0) ** 0.5,
+            angular_distance=0.5 - angle,
+            effective_rank=rank,
+            histogram=rows[:, SCALARS:],
+            tokens=tokens,
+            sequences=sequences,
+        )

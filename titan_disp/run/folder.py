@@ -68,8 +68,9 @@ def read_json_lines(path: str | Path) -> list[dict[str, Any]]:
 
 
 def read_metrics(run: str | Path) -> dict[int, dict[str, Any]]:
-    """metrics.jsonl by step. Steps repeated after a resume: the last line counts."""
-    by_step = {record["step"]: record for record in read_json_lines(Path(run) / "metrics.jsonl")}
+    """The training steps in metrics.jsonl, by step. Steps repeated after a resume: the last line counts."""
+    records = read_json_lines(Path(run) / "metrics.jsonl")
+    by_step = {record["step"]: record for record in records if "condensation" not in record}
     return dict(sorted(by_step.items()))
 
 

@@ -24,6 +24,7 @@ from torchtitan.tools.utils import device_type
 
 from titan_disp.batch import tokens_per_step
 from titan_disp.budget import last_step
+from titan_disp.condensation.record import Condensation
 from titan_disp.data.loader import LARGEST
 from titan_disp.dispersion import LossLedger
 from titan_disp.run.folder import append_json
@@ -40,11 +41,20 @@ class TensorBoardFolder(BaseLogger):
         self.folder = folder
         self._writer: SummaryWriter | None = None
 
-    def log(self, metrics: dict[str, Any], step: int) -> None:
+    def _open(self, step: int) -> SummaryWriter:
         if self._writer is None:
             self._writer = SummaryWriter(self.folder, max_queue=1000, purge_step=step)
+        return self._writer
+
+    def log(self, metrics: dict[str, Any], step: int) -> None:
+        writer = self._open(step)
         for name, value in metrics.items():
-            self._writer.add_scalar(name, value, step)
+            writer.add_scalar(name, value, step)
+
+    def log_heatmap(self, found: Condensation, step: int) -> None:
+        from titan_disp.condensation.plot import heatmap  # matplotlib: rank 0 alone pays for its import
+
+        self._open(step).add_figure("condensation/heatmap", heatmap(found, f"step {step}"), step)
 
     def close(self) -> None:
         if self._writer is not None:
@@ -75,13 +85,15 @@ class DispersionMetrics(MetricsProcessor):
         self._jsonl = Path(job_config.job.dump_folder) / "metrics.jsonl" if rank == 0 else None
         if self._jsonl is not None:
             self._jsonl.parent.mkdir(parents=True, exist_ok=True)
+        self._tensorboard: TensorBoardFolder | None = None
         self.tensorboard_folder = os.path.join(job_config.job.dump_folder, job_config.metrics.save_tb_folder)
         if job_config.metrics.enable_tensorboard and (rank == 0 or job_config.metrics.save_for_all_ranks):
             if job_config.metrics.save_for_all_ranks:
                 self.tensorboard_folder = os.path.join(self.tensorboard_folder, f"rank_{rank}")
             both = LoggerContainer()
             both.add_logger(self.logger)
-            both.add_logger(TensorBoardFolder(self.tensorboard_folder))
+            self._tensorboard = TensorBoardFolder(self.tensorboard_folder)
+            both.add_logger(self._tensorboard)
             self.logger = both
 
     def tokens_seen(self, step: int) -> int:
@@ -173,3 +185,37 @@ class DispersionMetrics(MetricsProcessor):
                 "data": data,
             }
             append_json(self._jsonl, record)
+
+    def log_condensation(self, step: int, found: Condensation, seconds: float) -> None:
+        """Console, TensorBoard (W&B), metrics.jsonl, and RUN/condensation/step-N.npz with the histograms, from rank 0.
+
+        Args:
+            found: on held-out text, after ``step`` steps.
+            seconds: that it took; they do not count as training's in the throughput.
+        """
+        self.time_last_log += seconds
+        if self._jsonl is None:
+            return
+        scalars = {
+            f"condensation_{name}/layer_{i:02}": value
+            for name, values in found.by_layer().items()
+            for i, value in enumerate(values)
+        }
+        scalars |= {"condensation/spearman": found.spearman, "condensation/kendall": found.kendall}
+        self.logger.log(scalars, step)
+        try:
+            if self._tensorboard is not None:
+                self._tensorboard.log_heatmap(found, step)
+            found.save(self._jsonl.parent / "condensation" / f"step-{step}.npz")
+        except Exception as error:  # a picture must not end a run: matplotlib, or a full disk
+            logger.warning(
+                f"step {step}: the histograms of condensation could not be kept: {type(error).__name__}: {error}"
+            )
+        append_json(
+            self._jsonl, {"step": step, "time": time.time(), "condensation": found.to_json(), "seconds": seconds}
+        )
+        cosines = " ".join(f"{c:.2f}" for c in found.mean_cosine)
+        logger.info(
+            f"{self.color.cyan}step: {step:2}  mean cosine on held-out text, embedding → last block: {cosines}  "
+            f"over depth: ρ {found.spearman:.2f} τ {found.kendall:.2f}  ({seconds:.1f} s){self.color.reset}"
+        )

@@ -1,0 +1,158 @@
+"""Pictures of condensation: cosine histograms by layer as in arXiv 2602.00217 (Figures 2, 4 and 6), and what they sum up to.
+
+Figures are made without pyplot, which keeps all of them in a global: safe in threads and in a process that trains.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import cycle, islice
+from textwrap import fill
+from typing import Any
+
+import numpy as np
+from matplotlib import colormaps
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.colors import LogNorm
+from matplotlib.figure import Figure, FigureBase
+from matplotlib.patheffects import withStroke
+from matplotlib.ticker import MaxNLocator
+
+from titan_disp.condensation.record import Condensation
+
+LAST_BLOCK = "last block"  # what the last layer is: a block's output as it leaves it
+MEAN_COSINE = "mean pairwise cosine"
+COLUMNS = 3  # of heatmaps
+# Okabe & Ito's colours, which colour-blind readers tell apart, without their yellow, which is faint on white.
+OKABE_ITO = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
+LINES = ("-", "--", "-.", ":")
+
+
+def new_figure(width: float, height: float) -> Figure:
+    """Size in inches: 8 of them are the width of a README."""
+    figure = Figure(figsize=(width, height), dpi=100, layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure
+
+
+def draw_heatmaps(figure: FigureBase, rows: Sequence[Mapping[str, Condensation]], last: str = LAST_BLOCK) -> None:
+    """Measurements by title, in rows, with shared axes and one colour scale.
+
+    A layer is a column of 128 bins of the cosine, and the line is its mean. The scale is logarithmic from 10⁻⁴ to 1, so
+    that a layer whose pairs fill a single bin and one whose pairs fill a hundred are both readable; emptier bins are blank.
+    """
+    alike = len({len(found.mean_cosine) for row in rows for found in row.values()}) == 1
+    grid = figure.subplots(len(rows), max(map(len, rows)), sharex=alike, sharey=True, squeeze=False)
+    least = 1e-4
+    for axes_row, row in zip(grid, rows, strict=True):
+        for axes in axes_row[len(row) :]:
+            axes.set_axis_off()
+        for axes, (title, found) in zip(axes_row, row.items(), strict=False):
+            layers = len(found.mean_cosine)
+            image = axes.imshow(
+                np.ma.masked_less(found.histogram.T, least),
+                origin="lower",
+                extent=(-0.5, layers - 0.5, -1, 1),
+                aspect="auto",
+                interpolation="nearest",
+                cmap="magma_r",
+                norm=LogNorm(least, 1),
+            )
+            outline = [withStroke(linewidth=3, foreground="black")]
+            axes.plot(range(layers), found.mean_cosine, "o-", color="white", markersize=2.5, path_effects=outline)
+            axes.set_title(fill(title, 24), fontsize=10)
+            axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=8))
+            axes.set_yticks([-1, -0.5, 0, 0.5, 1])
+            axes.set_ylim(-1.05, 1.05)  # a condensed layer fills the last bin alone, which the frame would hide
+    figure.supxlabel(f"layer (0: embedding, last: {last})", fontsize=11)
+    figure.supylabel("cosine of two tokens (line: mean)", fontsize=11)
+    figure.colorbar(image, ax=grid, label="fraction of pairs", fraction=0.05, aspect=30)
+
+
+def heatmap(found: Condensation, title: str, last: str = LAST_BLOCK) -> Figure:
+    """One measurement: the paper's picture, layer against cosine."""
+    figure = new_figure(6, 4)
+    draw_heatmaps(figure, [{title: found}], last)
+    return figure
+
+
+def side_by_side(found: Mapping[str, Condensation], last: str = LAST_BLOCK) -> Figure:
+    """Heatmaps of several measurements by name."""
+    items = iter(found.items())
+    rows = list(iter(lambda: dict(islice(items, COLUMNS)), {}))
+    figure = new_figure(max(6, 1.1 + 2.3 * len(rows[0])), 0.9 + 2.7 * len(rows))
+    draw_heatmaps(figure, rows, last)
+    return figure
+
+
+def _styles() -> Iterator[dict[str, Any]]:
+    """Lines that differ in colour, marker and dashes, so that none of these is needed to tell them apart."""
+    for color, marker, line in zip(cycle(OKABE_ITO), cycle(MARKERS), cycle(LINES), strict=False):
+        yield {"color": color, "marker": marker, "linestyle": line}
+
+
+def _depths(found: Sequence[Condensation], axes: Axes, last: str) -> list[np.ndarray]:
+    """Horizontal positions of the layers: their indices, or where models differ in depth, from 0 to 1."""
+    counts = [len(one.mean_cosine) for one in found]
+    if len(set(counts)) == 1:
+        axes.set_xlabel(f"layer (0: embedding, last: {last})", fontsize=11)
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        return [np.arange(count) for count in counts]
+    axes.set_xlabel(f"relative depth (0: embedding, 1: {last})", fontsize=11)
+    return [np.linspace(0, 1, count) for count in counts]
+
+
+def mean_cosine_by_layer(found: Mapping[str, Condensation], last: str = LAST_BLOCK) -> Figure:
+    """One line for each measurement."""
+    figure = new_figure(8, 4 + 0.22 * len(found))
+    axes = figure.subplots()
+    depths = _depths(list(found.values()), axes, last)
+    for (name, one), depth, style in zip(found.items(), depths, _styles(), strict=False):
+        axes.plot(depth, one.mean_cosine, label=name, markersize=5, **style)
+    axes.set_ylabel(MEAN_COSINE, fontsize=11)
+    axes.grid(alpha=0.3)
+    figure.legend(loc="outside lower center", ncols=1 if max(map(len, found)) > 36 else 2)
+    return figure
+
+
+def depth_bars(found: Mapping[str, Condensation]) -> Figure:
+    """Spearman's ρ and Kendall's τ of the mean cosine against depth: 1 where it grows with every layer."""
+    figure = new_figure(8, 1.3 + 0.55 * len(found))
+    axes = figure.subplots()
+    place = np.arange(len(found))
+    named = {
+        "Spearman's ρ": [one.spearman for one in found.values()],
+        "Kendall's τ": [one.kendall for one in found.values()],
+    }
+    for (label, values), color, hatch, offset in zip(named.items(), OKABE_ITO, ("", "//"), (-0.19, 0.19), strict=False):
+        bars = axes.barh(
+            place + offset, np.nan_to_num(values), 0.36, label=label, color=color, hatch=hatch, edgecolor="white"
+        )
+        axes.bar_label(bars, ["undefined" if np.isnan(v) else f"{v:+.2f}" for v in values], padding=4)
+    axes.set_yticks(place, [fill(name, 34) for name in found])
+    axes.invert_yaxis()
+    axes.set_xlim(-1.25, 1.25)
+    axes.set_xticks([-1, -0.5, 0, 0.5, 1])
+    axes.axvline(0, color="black", linewidth=0.8)
+    axes.set_xlabel("rank correlation of the mean cosine with depth", fontsize=11)
+    figure.legend(loc="outside upper center", ncols=2)
+    return figure
+
+
+def over_training(runs: Mapping[str, Mapping[int, Condensation]], last: str = LAST_BLOCK) -> Figure:
+    """Mean cosine by layer at several steps: a panel for each run, a line for each step, the same colour for the same step."""
+    figure = new_figure(max(7, 1.5 + 3.2 * len(runs)), 4.2)
+    grid = figure.subplots(1, len(runs), sharey=True, squeeze=False)[0]
+    steps = sorted({step for by_step in runs.values() for step in by_step})
+    colors = dict(zip(steps, colormaps["viridis"](np.linspace(0, 0.93, len(steps))), strict=True))
+    lines = {}
+    for axes, (name, by_step) in zip(grid, runs.items(), strict=True):
+        depths = _depths(list(by_step.values()), axes, last)
+        for (step, one), depth, marker in zip(by_step.items(), depths, cycle(MARKERS), strict=False):
+            (lines[step],) = axes.plot(depth, one.mean_cosine, color=colors[step], marker=marker, markersize=4)
+        axes.set_title(fill(name, 34), fontsize=11)
+        axes.grid(alpha=0.3)
+    grid[0].set_ylabel(MEAN_COSINE, fontsize=11)
+    ordered = sorted(lines)
+    figure.legend([lines[s] for s in ordered], [f"{s:,}" for s in ordered], title="step", loc="outside right center")
+    return figure

@@ -1,0 +1,192 @@
+"""A run's saved models, read back on a CPU from a checkpoint of any mesh, without its optimizer."""
+
+import json
+import re
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file
+from torchtitan.components.tokenizer import BaseTokenizer
+from torchtitan.models.qwen3.model.state_dict_adapter import Qwen3StateDictAdapter
+
+from titan_disp.data.tokenizer import load_tokenizer
+from titan_disp.errors import CheckpointError, ConfigError
+from titan_disp.qwen3.flavors import Qwen3DispModelArgs, flavors
+from titan_disp.qwen3.model import Qwen3DispModel
+from titan_disp.run.checkpoint import is_complete, problem
+
+
+@dataclass(frozen=True)
+class SavedModel:
+    """One checkpoint of a run.
+
+    Attributes:
+        run: the run's folder (``job.dump_folder``).
+        step: optimizer steps done.
+        folder: of the checkpoint: DCP's format, or safetensors (``checkpoint.last_save_in_hf``).
+        config: the run's resolved config, as in config.json.
+    """
+
+    run: Path
+    step: int
+    folder: Path
+    config: dict[str, Any]
+
+    @property
+    def name(self) -> str:
+        return f"{self.run.resolve().name}/step-{self.step}"
+
+    @property
+    def in_hf_format(self) -> bool:
+        return not (self.folder / ".metadata").is_file()
+
+    def model_args(self) -> Qwen3DispModelArgs:
+        """The flavor's arguments with the sequence length that the run trained with."""
+        args = flavors[self.config["model"]["flavor"]]
+        args.max_seq_len = self.config["training"]["seq_len"]
+        return args
+
+    def tokenizer_folder(self, override: str | Path | None = None) -> Path:
+        """``model.hf_assets_path``, or ``override``. Relative paths of a config are relative to where the run was started.
+
+        Raises:
+            ConfigError: it is not there.
+        """
+        folder = Path(override or self.config["model"]["hf_assets_path"])
+        if not folder.is_dir():
+            raise ConfigError(
+                f"{self.name}: the tokenizer's folder {str(folder)!r} does not exist here; run this where the training was "
+                "started, or name the folder with --tokenizer DIR"
+            )
+        return folder
+
+    def tokenizer(self, override: str | Path | None = None) -> BaseTokenizer:
+        """The tokenizer that the run trained with.
+
+        Raises:
+            ConfigError: missing, unreadable, or with more tokens than the model's vocabulary.
+        """
+        folder = self.tokenizer_folder(override)
+        tokenizer, args = load_tokenizer(folder), self.model_args()
+        if tokenizer.get_vocab_size() > args.vocab_size:
+            raise ConfigError(
+                f"the tokenizer in {str(folder)!r} has {tokenizer.get_vocab_size()} tokens, but {self.name} has a vocabulary "
+                f"of {args.vocab_size}: it is not the tokenizer of this run"
+            )
+        return tokenizer
+
+
+def is_run(path: str | Path) -> bool:
+    """Whether a path is a run's folder."""
+    return (Path(path) / "config.json").is_file() and (Path(path) / "metrics.jsonl").is_file()
+
+
+def _steps(folder: Path) -> Iterator[tuple[int, Path]]:
+    for path in folder.glob("step-*"):
+        matched = re.fullmatch(r"step-(\d+)", path.name)
+        if matched and is_complete(path):
+            yield int(matched.group(1)), path
+
+
+def saved_models(run: str | Path) -> list[SavedModel]:
+    """All complete checkpoints of a run, ascending by step. Step 0 counts (``checkpoint.create_seed_checkpoint``).
+
+    Raises:
+        ConfigError: not a run's folder, or none in it.
+    """
+    run = Path(run)
+    if not is_run(run):
+        what = "does not exist" if not run.exists() else "is not a run's folder (config.json and metrics.jsonl)"
+        raise ConfigError(
+            f"{str(run)!r} {what}; expected a run's job.dump_folder, or RUN/STEP for one of its checkpoints"
+        )
+    config = json.loads((run / "config.json").read_text())
+    if config["model"]["name"] != "qwen3_disp":
+        raise ConfigError(f"{str(run)!r} trained the model {config['model']['name']!r}, expected 'qwen3_disp'")
+    folder = run / config["checkpoint"]["folder"]
+    found = [SavedModel(run, step, path, config) for step, path in sorted(_steps(folder))]
+    if not found:
+        raise ConfigError(
+            f"{str(folder)!r} holds no complete checkpoint: the run has not saved one (checkpoint.enable?)"
+        )
+    return found
+
+
+def find_saved(target: str | Path) -> SavedModel:
+    """The checkpoint that ``RUN`` (the newest), ``RUN/300``, ``RUN/step-300`` or ``RUN/checkpoint/step-300`` names.
+
+    Raises:
+        ConfigError: no such run or step; it says which there are.
+    """
+    path = Path(target)
+    matched = re.fullmatch(r"(?:step-)?(\d+)", path.name)
+    if is_run(path) or not matched:
+        return saved_models(path)[-1]
+    run = next((p for p in (path.parent, path.parent.parent) if is_run(p)), path.parent)
+    every, step = saved_models(run), int(matched.group(1))
+    for saved in every:
+        if saved.step == step:
+            return saved
+    raise ConfigError(f"{str(run)!r} has no checkpoint of step {step}; it has {', '.join(str(s.step) for s in every)}")
+
+
+def load_weights(saved: SavedModel) -> dict[str, torch.Tensor]:
+    """The model's weights under TorchTitan's names, float32 on the CPU; ``output.weight`` only where it is not tied.
+
+    Raises:
+        CheckpointError: damaged, or without a model.
+    """
+    args = saved.model_args()
+    if saved.in_hf_format:
+        hf: dict[str, torch.Tensor] = {}
+        for file in sorted(saved.folder.glob("*.safetensors")):
+            hf |= load_file(file)
+        weights = {k: v.float() for k, v in Qwen3StateDictAdapter(args, None).from_hf(hf).items()}
+        return {k: v for k, v in weights.items() if k != "output.weight" or not args.enable_weight_tying}
+    if reason := problem(saved.folder):
+        raise CheckpointError(f"the checkpoint {str(saved.folder)!r} cannot be read: {reason}")
+    with torch.device("meta"):
+        wanted = Qwen3DispModel(args).state_dict()
+    if args.enable_weight_tying:
+        wanted.pop("output.weight")
+    in_checkpoint = dcp.FileSystemReader(saved.folder).read_metadata().state_dict_metadata
+    if missing := sorted(wanted.keys() - in_checkpoint.keys()):
+        raise CheckpointError(
+            f"the checkpoint {str(saved.folder)!r} holds no model of flavor {saved.config['model']['flavor']!r}: "
+            f"{len(missing)} of {len(wanted)} weights are missing, {missing[0]!r} first"
+        )
+    weights = {name: torch.empty(like.shape, dtype=torch.float32) for name, like in wanted.items()}
+    for name, like in weights.items():
+        if (size := in_checkpoint[name].size) != like.shape:  # type: ignore[union-attr]
+            raise CheckpointError(
+                f"the checkpoint {str(saved.folder)!r} has {name} of shape {tuple(size)}, expected {tuple(like.shape)} "
+                f"for flavor {saved.config['model']['flavor']!r}"
+            )
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "torch.distributed is disabled")  # as it should be here
+            dcp.load(weights, checkpoint_id=saved.folder, no_dist=True)
+    except BaseException as error:  # DCP's CheckpointException is no Exception
+        if isinstance(error, (KeyboardInterrupt, SystemExit)):
+            raise
+        raise CheckpointError(
+            f"the checkpoint {str(saved.folder)!r} cannot be read: {' '.join(str(error).split())[-400:]}"
+        ) from error
+    return weights
+
+
+def load_model(saved: SavedModel) -> Qwen3DispModel:
+    """The model in float32 on the CPU, in eval mode: plain logits, or activations through ``return_activations``."""
+    with torch.device("meta"):
+        model = Qwen3DispModel(saved.model_args())
+    model.to_empty(device="cpu")
+    model.tie_weights()
+    model.rope_cache = model._precompute_rope_cache()
+    weights = load_weights(saved)
+    model.load_state_dict(weights, strict=False, assign=False)
+    return model.eval()
