@@ -130,7 +130,7 @@ class TestMoments:
         off = ~torch.eye(60, dtype=torch.bool)
         expected = (a[0] + a[1] * c + a[2] * c**2)[:, off].sum(1)
         expected.sum().backward()
-        value, grad = quadratic_sum_(u.detach().clone(), a.expand(2, 3), 60, None)
+        value, grad = quadratic_sum_(u.detach().clone(), a.expand(2, 3), 60, None, u.dtype)
         torch.testing.assert_close(value, expected.detach())
         torch.testing.assert_close(grad, u.grad)
         torch.testing.assert_close(coefficients, a.expand(2, 3), rtol=1e-3, atol=1e-3)

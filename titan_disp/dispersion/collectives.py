@@ -21,9 +21,15 @@ def process_group(group: Group) -> dist.ProcessGroup | None:
     return group
 
 
-def other_shards(z: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
-    """The other ranks' [B, N/p, F], in z's own dtype: gathering normalised fp32 would cost more traffic and gain nothing."""
-    world, rank = dist.get_world_size(group), dist.get_rank(group)
-    gathered = z.new_empty((world * z.shape[0], *z.shape[1:]))
-    all_gather(gathered, z.contiguous(), group=group)
-    return [shard for other, shard in enumerate(gathered.chunk(world)) if other != rank]
+class Gathering:
+    """An all-gather of z [B, N/p, F] under way, in z's own dtype: normalised fp32 would cost more traffic and gain nothing."""
+
+    def __init__(self, z: Tensor, group: dist.ProcessGroup) -> None:
+        self.world, self.rank = dist.get_world_size(group), dist.get_rank(group)
+        self.gathered = z.new_empty((self.world * z.shape[0], *z.shape[1:]))
+        self.work = all_gather(self.gathered, z.contiguous(), group=group, async_op=True)
+
+    def other_shards(self) -> list[Tensor]:
+        """The other ranks' [B, N/p, F], once they are here."""
+        self.work.wait()
+        return [shard for other, shard in enumerate(self.gathered.chunk(self.world)) if other != self.rank]

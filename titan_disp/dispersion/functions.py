@@ -9,6 +9,7 @@ bound, because a hard clamp would zero the gradient exactly where tokens have co
 exponent lies in [−1/τ, 0] and no running maximum is needed. ℓ2-repel is no function of cosines: see ``l2_repel``.
 """
 
+import functools
 import math
 
 from torch import Tensor
@@ -44,6 +45,7 @@ def _slope(c: Tensor) -> Tensor:
     return t.addcmul_(t, c).rsqrt_()
 
 
+@functools.cache  # one function per parameters, so that what is compiled of it is found again
 def angular(tau: float, clamp: float) -> PairFunction:
     """w = exp(−D/τ); r = w / (πτ √(1 − c̃²))."""
     k, bound = 1.0 / (math.pi * tau), 1.0 - max(clamp, MIN_CLAMP)
@@ -56,6 +58,7 @@ def angular(tau: float, clamp: float) -> PairFunction:
     return pair
 
 
+@functools.cache
 def orthogonalization(clamp: float) -> PairFunction:
     """w = max(0, ½ − D)²; r = 2 max(0, ½ − D) / (π √(1 − c̃²))."""
     bound = 1.0 - max(clamp, MIN_CLAMP)

@@ -12,16 +12,18 @@ from torch import Tensor
 
 from titan_disp.dispersion import functions, sampled
 from titan_disp.dispersion.collectives import Group, process_group
+from titan_disp.dispersion.kernels import accumulation_dtype, operand_dtype
 from titan_disp.dispersion.moments import fit, quadratic_sum_, sample
 from titan_disp.dispersion.pairwise import PairFunction
-from titan_disp.dispersion.sharded import LogSumExpOverGroup, Node, SumOverGroup, pair_exponents, pair_sums
-from titan_disp.dispersion.vectors import (
-    accumulation_dtype,
-    normalize,
-    normalize_backward_,
-    standardize,
-    standardize_backward_,
+from titan_disp.dispersion.sharded import (
+    LogSumExpOverGroup,
+    Node,
+    SumOverGroup,
+    a_few_at_a_time,
+    pair_exponents,
+    pair_sums,
 )
+from titan_disp.dispersion.vectors import normalize_backward_, norms, standardize, standardize_backward_
 
 VARIANTS = ("angular", "decorrelation", "l2_repel", "orthogonalization")
 ESTIMATORS = ("exact", "moments", "sampled")
@@ -94,8 +96,8 @@ class DispersionLoss:
             if self.estimator == "sampled" and self.max_tokens < tokens:
                 return self._sampled(zs, tokens, pg, step)
             linear = self.estimator == "moments" or (self.variant == "decorrelation" and zs[0].shape[2] < tokens)
-            compute = partial(self._linear, tokens=tokens, group=pg, fit_errors=fit_errors) if linear else None
-            values = torch.stack([Node.apply(z, compute or partial(self._exact, group=pg)) for z in zs])
+            compute = partial(self._layer, linear=linear, tokens=tokens, group=pg, fit_errors=fit_errors)
+            values = torch.stack([Node.apply(z, compute) for z in zs])
             if pg is not None and not linear:  # the linear forms' values are whole already
                 over_group = LogSumExpOverGroup if self.variant == "l2_repel" else SumOverGroup
                 values = over_group.apply(values, pg)
@@ -135,33 +137,46 @@ class DispersionLoss:
             return functions.orthogonalization(self.clamp)
         return functions.square
 
+    def _layer(
+        self, z: Tensor, linear: bool, tokens: int, group: dist.ProcessGroup | None, fit_errors: list[Tensor] | None
+    ) -> Result:
+        errors: list[Tensor] = []
+
+        def compute(some: Tensor) -> Result:
+            return self._linear(some, tokens, group, errors) if linear else self._exact(some, group)
+
+        # In a group, each part of the batch would cost one more collective call, and shards are small.
+        result = a_few_at_a_time(z, compute) if group is None else compute(z)
+        if fit_errors is not None and errors:
+            fit_errors.append(torch.cat(errors))
+        return result
+
     def _exact(self, z: Tensor, group: dist.ProcessGroup | None) -> Result:
         """This rank's part of the sum over all pairs."""
         if self.variant == "l2_repel":
             return pair_exponents(z, self.tau, group)
         if self.variant == "decorrelation":
             u, norm = standardize(z)
-            s, v = pair_sums(z, u, lambda shard: standardize(shard)[0], self._pair(), group)
-            return s, standardize_backward_(u, norm, v.mul_(2))
-        u, norm = normalize(z, self.norm_eps)
-        s, v = pair_sums(z, u, lambda shard: normalize(shard, self.norm_eps)[0], self._pair(), group)
-        del u  # N·F numbers less at the peak
-        return s, normalize_backward_(z, norm, v.mul_(2), self.norm_eps)
+            x, one = _standardized(z, u)
+            s, w = pair_sums(x, one, z, lambda shard: _standardized(shard, standardize(shard)[0]), self._pair(), group)
+            return s, standardize_backward_(u, norm, w.mul_(2))
+        norm = norms(z)
+        scale = 1 / (norm + self.norm_eps)
+        s, w = pair_sums(z, scale, z, lambda shard: (shard, 1 / (norms(shard) + self.norm_eps)), self._pair(), group)
+        return s, normalize_backward_(z, norm, w.mul_(2 / scale), self.norm_eps)
 
-    def _linear(
-        self, z: Tensor, tokens: int, group: dist.ProcessGroup | None, fit_errors: list[Tensor] | None
-    ) -> Result:
+    def _linear(self, z: Tensor, tokens: int, group: dist.ProcessGroup | None, fit_errors: list[Tensor]) -> Result:
         """The whole sequence's sum."""
         if self.variant == "decorrelation":
             u, norm = standardize(z)
             coefficients = u.new_tensor([0.0, 0.0, 1.0]).expand(u.shape[0], 3)
-            s, grad = quadratic_sum_(u.clone(), coefficients, tokens, group)
+            s, grad = quadratic_sum_(u.clone(), coefficients, tokens, group, operand_dtype(z))
             return s, standardize_backward_(u, norm, grad)
-        u, norm = normalize(z, self.norm_eps)
+        norm = norms(z)
+        u = z / (norm + self.norm_eps)
         coefficients, error = fit(sample(u, tokens, group), self._pair())
-        if fit_errors is not None:
-            fit_errors.append(error)
-        s, grad = quadratic_sum_(u, coefficients, tokens, group)
+        fit_errors.append(error)
+        s, grad = quadratic_sum_(u, coefficients, tokens, group, operand_dtype(z))
         return s, normalize_backward_(z, norm, grad, self.norm_eps)
 
 
@@ -182,6 +197,11 @@ class _Chosen(torch.autograd.Function):
         grad = torch.zeros(ctx.shape, dtype=ctx.dtype, device=rows.device)
         grad[:, local] = (rows * grad_value[:, None, None]).to(ctx.dtype)
         return grad, None, None, None
+
+
+def _standardized(z: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
+    """Standardised tokens u of z as ``pairwise`` takes them: in the dtype of z's products, with scales of 1."""
+    return u.to(operand_dtype(z)), torch.ones_like(u[..., :1])
 
 
 def _mean_square(z: Tensor) -> Result:

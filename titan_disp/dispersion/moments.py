@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from titan_disp.dispersion.collectives import all_gather
+from titan_disp.dispersion.kernels import accumulation_dtype, fused, product
 from titan_disp.dispersion.pairwise import PairFunction
 from titan_disp.dispersion.vectors import row_blocks
 
@@ -21,30 +22,33 @@ RIDGE = 1e-6  # on the variance of the cosines: identical tokens have none
 
 
 def gram(u: Tensor) -> Tensor:
-    """UᵀU [B, F, F] of u [B, n, F]. It is symmetric: blocks below the diagonal are copies."""
+    """UᵀU [B, F, F] of u [B, n, F], in the accumulation dtype. It is symmetric: blocks below the diagonal are copies."""
     batch, _, f = u.shape
-    m = u.new_empty(batch, f, f)
+    if u.device.type != "cpu":
+        return product(u.transpose(1, 2), u)  # too small for its cores as it is
+    m = u.new_empty((batch, f, f), dtype=accumulation_dtype(u.dtype))
     for i in range(0, f, GRAM_BLOCK):
-        left = u[:, :, i : i + GRAM_BLOCK].transpose(1, 2)
-        block = torch.bmm(left, u[:, :, i:])
+        block = product(u[:, :, i : i + GRAM_BLOCK].transpose(1, 2), u[:, :, i:])
         m[:, i : i + GRAM_BLOCK, i:] = block
         m[:, i:, i : i + GRAM_BLOCK] = block.transpose(1, 2)
     return m
 
 
 def quadratic_sum_(
-    u: Tensor, coefficients: Tensor, tokens: int, group: dist.ProcessGroup | None
+    u: Tensor, coefficients: Tensor, tokens: int, group: dist.ProcessGroup | None, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
     """Σ_{i≠j} (a0 + a1 c + a2 c²) over the whole sequence, and ∂/∂u of it for these tokens, in u's memory.
 
     Args:
-        u: [B, n, F]. coefficients: [B, 3], a0, a1, a2. tokens: N of the whole sequence.
+        u: [B, n, F], in the accumulation dtype. coefficients: [B, 3], a0, a1, a2. tokens: N of the whole sequence.
+        dtype: of the operands of products.
 
     Returns:
         [B], the same on every rank of the group; [B, n, F].
     """
     squares = torch.linalg.vector_norm(u, dim=-1, keepdim=True).square_()
-    parts = [gram(u), u.sum(1), torch.stack([squares.sum((1, 2)), squares.square().sum((1, 2))], dim=-1)]
+    x = u.to(dtype)
+    parts = [gram(x), u.sum(1), torch.stack([squares.sum((1, 2)), squares.square().sum((1, 2))], dim=-1)]
     if group is not None:
         sizes = [part[0].numel() for part in parts]
         flat = torch.cat([part.flatten(1) for part in parts], dim=1)  # one all-reduce
@@ -59,11 +63,15 @@ def quadratic_sum_(
     )
     a1, a2 = a1[:, None, None], a2[:, None, None]
     # 4 a2 u M − (4 a2 ‖u‖² + 2 a1) u + 2 a1 s, block by block: u is read for the last time.
-    m, s, own = m.mul_(4 * a2), (2 * a1) * s[:, None], squares.mul_(-4 * a2).sub_(2 * a1)
+    m, s, own = m.mul_(4 * a2).to(dtype), (2 * a1) * s[:, None], squares.mul_(-4 * a2).sub_(2 * a1)
     for rows in row_blocks(u):
-        some = u[:, rows]
-        some.copy_(torch.baddbmm(s, some, m).addcmul_(some, own[:, rows]))
+        _combine_(u[:, rows], product(x[:, rows], m), own[:, rows], s)
     return total, u
+
+
+@fused
+def _combine_(u: Tensor, um: Tensor, own: Tensor, s: Tensor) -> None:
+    u.mul_(own).add_(um).add_(s)
 
 
 def sample(u: Tensor, tokens: int, group: dist.ProcessGroup | None) -> Tensor:
@@ -88,8 +96,9 @@ def fit(some: Tensor, pair: PairFunction) -> tuple[Tensor, Tensor]:
         some: [B, m, F] unit vectors.
     """
     c = torch.bmm(some, some.transpose(1, 2))
-    off = ~torch.eye(c.shape[1], dtype=torch.bool, device=c.device)
-    c = c[:, off]
+    m = c.shape[1]
+    # All but the diagonal, by shape alone: a mask would make the host wait for the GPU to count.
+    c = c.flatten(1)[:, 1:].view(-1, m - 1, m + 1)[:, :, :-1].flatten(1)
     w, r = pair(c.clone())
     mean_c, mean_r = c.mean(-1, keepdim=True), r.mean(-1, keepdim=True)
     centred = c - mean_c

@@ -2,90 +2,124 @@
 
 A variant is a function of cosines, summed over pairs (arXiv 2602.00217, Table 1):
 
-    u_i = unit vectors     c_ij = u_i·u_j     S = Σ_{i≠j} w(c_ij)     r = dw/dc     V_i = Σ_{j≠i} r(c_ij) u_j     ∂S/∂u_i = 2 V_i
+    u_i = s_i x_i     c_ij = u_i·u_j     S = Σ_{i≠j} w(c_ij)     r = dw/dc     V_i = Σ_{j≠i} r(c_ij) u_j     ∂S/∂u_i = 2 V_i
 
 so one walk over tiles of c yields both S and ∂S/∂z. Forward saves ∂S/∂z; backward only scales it. ``functions`` has w and r of
-every variant.
+every variant. Unit vectors are never stored: products are formed of x itself (which is z, exact in its own dtype), c is the
+product times s_i s_j, and with the symmetric q_ij = s_i r_ij s_j
+
+    W_i = Σ_{j≠i} q_ij x_j = s_i V_i
 """
 
+import functools
 import math
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
+from titan_disp.dispersion.kernels import accumulation_dtype, add_product_, fused, operand_dtype, product
+
 PairFunction = Callable[[Tensor], tuple[Tensor, Tensor]]  # cosines [B, m, n], which it may overwrite → w and r = dw/dc
 
-# Elements of one tile of c, all sequences of the batch together: 64 MiB in fp32, independent of N.
-TILE_ELEMENTS = 1 << 24
-MAX_TILE = 768  # on 2 cores 3 % slower than 1024, and 20 MiB less at the peak of N = 4096, F = 1024
+# On 2 cores, 768 is 3 % slower than 1024 and takes 20 MiB less at the peak of N = 4096, F = 1024. A GPU needs larger
+# products to fill its cores (2048² is two waves of 128² tiles on 132 of them).
+MAX_TILE = {"cpu": 768}
+GPU_TILE = 2048
+TILE_ELEMENTS = 1 << 24  # of one tile of c, all sequences of the batch together: 64 MiB in fp32, independent of N
 
 
-def tile_size(batch: int) -> int:
+def tile_size(batch: int, device: str = "cpu") -> int:
     """Rows (= columns) of a tile such that ``batch`` tiles hold at most TILE_ELEMENTS elements."""
     side = math.isqrt(max(1, TILE_ELEMENTS // max(1, batch)))
-    return max(16, min(MAX_TILE, side // 16 * 16))
+    return max(16, min(MAX_TILE.get(device, GPU_TILE), side // 16 * 16))
 
 
-def _tile(rows: Tensor, cols: Tensor, pair: PairFunction, diagonal: bool) -> tuple[Tensor, Tensor]:
-    """Σ w [B] and r [B, m, n] for one tile of pairs.
+@functools.cache
+def _epilogue(pair: PairFunction) -> Callable[..., tuple[Tensor, Tensor]]:
+    """What happens to a tile of products: → Σ w [B], q [B, m, n]. One per pair function, as compiling it takes seconds."""
+
+    def epilogue(
+        c: Tensor, s_rows: Tensor, s_cols: Tensor, diagonal: bool, dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor]:
+        w, r = pair((c * s_rows).mul_(s_cols))  # not in c's memory: a kernel would have to write it back
+        q = r.mul_(s_rows).mul_(s_cols).to(dtype)
+        if diagonal:  # a token with itself is no pair
+            index = torch.arange(c.shape[1], device=c.device)
+            same = index[:, None] == index
+            w.masked_fill_(same, 0.0)
+            q.masked_fill_(same, 0.0)
+        return w.sum(-1).sum(-1), q
+
+    return fused(epilogue)
+
+
+class Tiles:
+    """Tokens x [B, n, F] with scales s [B, n, 1], taken a tile at a time in the dtype of the products."""
+
+    def __init__(self, x: Tensor, scale: Tensor, tile: int | None = None) -> None:
+        self.x, self.scale = x, scale
+        self.dtype = operand_dtype(x)
+        side = tile or tile_size(x.shape[0], x.device.type)
+        self.slices = [slice(i, i + side) for i in range(0, x.shape[1], side)]
+
+    def __getitem__(self, where: slice) -> Tensor:
+        return self.x[:, where].to(self.dtype)
+
+    def pairs(
+        self, rows: Tensor, i: slice, other: "Tiles", cols: Tensor, j: slice, pair: PairFunction, diagonal: bool
+    ) -> tuple[Tensor, Tensor]:
+        """Σ w [B] and q [B, m, n] of own tokens i and the other's tokens j."""
+        s_cols = other.scale[:, j].transpose(1, 2)
+        return _epilogue(pair)(product(rows, cols.transpose(1, 2)), self.scale[:, i], s_cols, diagonal, self.dtype)
+
+
+def all_pairs(x: Tensor, scale: Tensor, pair: PairFunction, tile: int | None = None) -> tuple[Tensor, Tensor]:
+    """S and W over all ordered pairs i ≠ j of one set of tokens. Each tile above the diagonal serves both sides.
 
     Args:
-        rows, cols: [B, m, F] and [B, n, F] unit vectors.
-        diagonal: rows and cols are the same tokens, so that entry (i, i) pairs a token with itself.
-    """
-    w, r = pair(torch.bmm(rows, cols.transpose(1, 2)))
-    if diagonal:
-        w.diagonal(dim1=1, dim2=2).zero_()
-        r.diagonal(dim1=1, dim2=2).zero_()
-    return w.sum((1, 2)), r
-
-
-def all_pairs(u: Tensor, pair: PairFunction, tile: int | None = None) -> tuple[Tensor, Tensor]:
-    """S and V over all ordered pairs i ≠ j of one set of tokens. Each tile above the diagonal serves both sides.
-
-    Args:
-        u: [B, N, F] unit vectors.
+        x: [B, N, F], any float dtype. scale: [B, N, 1] s, in the accumulation dtype.
         tile: rows per tile; by default as many as TILE_ELEMENTS allows.
 
     Returns:
-        S [B] and V [B, N, F], in u's dtype.
+        S [B] and W [B, N, F], in the accumulation dtype.
     """
-    batch, n, _ = u.shape
-    tile = tile or tile_size(batch)
-    s = u.new_zeros(batch)
-    v = torch.zeros_like(u)
-    for i in range(0, n, tile):
-        rows = u[:, i : i + tile]
-        w, r = _tile(rows, rows, pair, diagonal=True)
-        s += w
-        v[:, i : i + tile].baddbmm_(r, rows)
-        for j in range(i + tile, n, tile):
-            cols = u[:, j : j + tile]
-            w, r = _tile(rows, cols, pair, diagonal=False)
-            s += 2 * w
-            v[:, i : i + tile].baddbmm_(r, cols)
-            v[:, j : j + tile].baddbmm_(r.transpose(1, 2), rows)
-    return s, v
+    tiles = Tiles(x, scale, tile)
+    s = scale.new_zeros(x.shape[0])
+    w = torch.zeros_like(x, dtype=accumulation_dtype(x.dtype))
+    for k, i in enumerate(tiles.slices):
+        rows = tiles[i]
+        own, q = tiles.pairs(rows, i, tiles, rows, i, pair, diagonal=True)
+        s += own
+        add_product_(w[:, i], q, rows)
+        for j in tiles.slices[k + 1 :]:
+            cols = tiles[j]
+            other, q = tiles.pairs(rows, i, tiles, cols, j, pair, diagonal=False)
+            s += 2 * other
+            add_product_(w[:, i], q, cols)
+            add_product_(w[:, j], q.transpose(1, 2), rows)
+    return s, w
 
 
-def add_rows_against(rows: Tensor, cols: Tensor, v: Tensor, pair: PairFunction, tile: int | None = None) -> Tensor:
-    """S of one shard's tokens against another shard's; their part of V is added to ``v`` in place.
+def add_rows_against(
+    rows: tuple[Tensor, Tensor], cols: tuple[Tensor, Tensor], w: Tensor, pair: PairFunction, tile: int | None = None
+) -> Tensor:
+    """S of one shard's tokens against another shard's; their part of W is added to ``w`` in place.
 
     Args:
-        rows, cols: [B, n, F] and [B, m, F] unit vectors, no token in both.
-        v: [B, n, F], V of the rows so far.
+        rows, cols: (x [B, n, F], scale [B, n, 1]) each, no token in both.
+        w: [B, n, F], W of the rows so far.
 
     Returns:
         S [B], the sum of w over all (row, column) pairs.
     """
-    batch, n, _ = rows.shape
-    tile = tile or tile_size(batch)
-    s = rows.new_zeros(batch)
-    for i in range(0, n, tile):
-        for j in range(0, cols.shape[1], tile):
-            c = cols[:, j : j + tile]
-            w, r = _tile(rows[:, i : i + tile], c, pair, diagonal=False)
-            s += w
-            v[:, i : i + tile].baddbmm_(r, c)
+    own, other = Tiles(*rows, tile), Tiles(*cols, tile)
+    s = w.new_zeros(w.shape[0])
+    for i in own.slices:
+        some = own[i]
+        for j in other.slices:
+            against = other[j]
+            sums, q = own.pairs(some, i, other, against, j, pair, diagonal=False)
+            s += sums
+            add_product_(w[:, i], q, against)
     return s

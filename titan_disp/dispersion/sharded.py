@@ -1,9 +1,9 @@
 """The dispersion loss of whole or sequence-sharded activations (tensor parallel, context parallel, or both).
 
-Exact and sharded: all-gather z in its own dtype along the sequence, compute own rows × all columns, all-reduce S. The rows' own
-gradient is then complete, so backward needs no communication. One autograd node per layer returns its partial sum and
-saves the gradient; one stacked all-reduce serves all layers, and its backward is the identity. Moments need no gather, but one
-all-reduce of F×F numbers a layer; sampled tokens one of m×F.
+Exact and sharded: all-gather z in its own dtype along the sequence, meanwhile compute own rows × own columns, then × the
+others', all-reduce S. The rows' own gradient is then complete, so backward needs no communication. One autograd node per layer
+returns its partial sum and saves the gradient; one stacked all-reduce serves all layers, and its backward is the identity.
+Moments need no gather, but one all-reduce of F×F numbers a layer; sampled tokens one of m×F.
 
 Convention: with a group, every rank gets the full L, and backward returns grad_output · ∂L/∂z_local.
 """
@@ -16,58 +16,85 @@ import torch.distributed as dist
 from torch import Tensor
 
 from titan_disp.dispersion import pairwise
-from titan_disp.dispersion.collectives import all_gather, other_shards
+from titan_disp.dispersion.collectives import Gathering, all_gather
+from titan_disp.dispersion.kernels import accumulation_dtype
 from titan_disp.dispersion.l2_repel import PairExponents
 from titan_disp.dispersion.pairwise import PairFunction
-from titan_disp.dispersion.vectors import accumulation_dtype
 
-Units = Callable[[Tensor], Tensor]  # z [B, n, F] → unit vectors
+Units = Callable[[Tensor], tuple[Tensor, Tensor]]
+Compute = Callable[[Tensor], tuple[Tensor, Tensor]]  # z [B, n, F] → value [B], ∂value/∂z [B, n, F]
+
+GROUP_ELEMENTS = 1 << 23  # of z, whose float32 sums are in memory at a time: 32 MiB, whatever the batch
 
 
 class Node(torch.autograd.Function):
     """A number per sequence whose gradient is computed with it: ``compute(z)`` → value [B], ∂value/∂z [B, n, F].
 
-    Forward saves the gradient in z's dtype; backward scales it.
+    Forward saves the gradient in z's dtype; backward scales it, in its own memory unless the graph is retained.
     """
 
     @staticmethod
-    def forward(ctx: Any, z: Tensor, compute: Callable[[Tensor], tuple[Tensor, Tensor]]) -> Tensor:  # type: ignore[override]
+    def forward(ctx: Any, z: Tensor, compute: Compute) -> Tensor:  # type: ignore[override]
         value, grad = compute(z.detach())
         if ctx.needs_input_grad[0]:
-            # fp16 could overflow: ∂S/∂z grows with N. bf16 has fp32's range.
-            ctx.save_for_backward(grad.to(torch.float32 if z.dtype == torch.float16 else z.dtype))
+            ctx.save_for_backward(grad.to(saved_dtype(z.dtype)))
             ctx.dtype = z.dtype
         return value
 
     @staticmethod
     def backward(ctx: Any, grad_value: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
         (grad,) = ctx.saved_tensors
-        return (grad.to(grad_value.dtype) * grad_value[:, None, None]).to(ctx.dtype), None
+        scale = grad_value[:, None, None]
+        out = torch.empty_like(grad) if _graph_is_retained() else grad
+        return torch.mul(grad, scale, out=out).to(ctx.dtype), None
+
+
+# Private, but what AOTAutograd asks too; where it is missing, memory is not reused.
+_graph_is_retained = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", lambda: True)
+
+
+def saved_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Of a saved gradient: z's own, but fp16 could overflow, as ∂S/∂z grows with N. bf16 has fp32's range."""
+    return torch.float32 if dtype == torch.float16 else dtype
+
+
+def a_few_at_a_time(z: Tensor, compute: Compute) -> tuple[Tensor, Tensor]:
+    """``compute(z)``, for some sequences after the others, so that its temporaries do not grow with the batch."""
+    few = max(1, GROUP_ELEMENTS // (z.shape[1] * z.shape[2]))
+    if few >= len(z):
+        return compute(z)
+    grad = torch.empty_like(z, dtype=saved_dtype(z.dtype))
+    values = []
+    for i in range(0, len(z), few):
+        value, part = compute(z[i : i + few])
+        values.append(value)
+        grad[i : i + few] = part
+    return torch.cat(values), grad
 
 
 def pair_sums(
-    z: Tensor, u: Tensor, units: Units, pair: PairFunction, group: dist.ProcessGroup | None
+    x: Tensor, scale: Tensor, z: Tensor, units: Units, pair: PairFunction, group: dist.ProcessGroup | None
 ) -> tuple[Tensor, Tensor]:
-    """This rank's part of S [B], and V [B, n, F] of its rows; see ``pairwise``.
+    """This rank's part of S [B], and W [B, n, F] of its rows; see ``pairwise``.
 
     Args:
-        z: [B, n, F]; u: its unit vectors. units: z → unit vectors, for the other ranks' shards.
+        x, scale: ``units(z)``. units: z [B, n, F] → x [B, n, F] and scales [B, n, 1], for the other ranks' shards.
     """
-    s, v = pairwise.all_pairs(u, pair)
-    if group is not None:
-        for shard in other_shards(z, group):
-            s += pairwise.add_rows_against(u, units(shard), v, pair)
-    return s, v
+    gathering = Gathering(z, group) if group is not None else None
+    s, w = pairwise.all_pairs(x, scale, pair)
+    for shard in gathering.other_shards() if gathering is not None else ():
+        s += pairwise.add_rows_against((x, scale), units(shard), w, pair)
+    return s, w
 
 
 def pair_exponents(z: Tensor, tau: float, group: dist.ProcessGroup | None) -> tuple[Tensor, Tensor]:
     """This rank's part of A = log Σ exp(−‖z_i − z_j‖²/τ) [B], and its gradient; see ``l2_repel``."""
     dtype = accumulation_dtype(z.dtype)
+    gathering = Gathering(z, group) if group is not None else None
     rows = PairExponents(z.to(dtype), tau)
     rows.add()
-    if group is not None:
-        for shard in other_shards(z, group):
-            rows.add(shard.to(dtype))
+    for shard in gathering.other_shards() if gathering is not None else ():
+        rows.add(shard.to(dtype))
     return rows.result()
 
 

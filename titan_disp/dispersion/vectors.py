@@ -3,30 +3,23 @@
 import torch
 from torch import Tensor
 
+from titan_disp.dispersion.kernels import accumulation_dtype, fused
+
 BLOCK_ELEMENTS = 1 << 18  # of z, per block of rows: 1 MiB in fp32
 
 
-def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """float64 stays float64 (for reference computations); everything else is computed in float32."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
-
-
-def normalize(z: Tensor, norm_eps: float) -> tuple[Tensor, Tensor]:
-    """u = z / (‖z‖ + ε) over the last dimension.
-
-    Args:
-        z: [..., F], any float dtype.
-
-    Returns:
-        u [..., F] and the norms ‖z‖ [..., 1], both in the accumulation dtype.
-    """
-    z = z.to(accumulation_dtype(z.dtype))
-    norm = torch.linalg.vector_norm(z, dim=-1, keepdim=True)
-    return z / (norm + norm_eps), norm
+def norms(z: Tensor) -> Tensor:
+    """‖z‖ over the last dimension, [..., 1], in the accumulation dtype."""
+    return torch.linalg.vector_norm(z, dim=-1, keepdim=True, dtype=accumulation_dtype(z.dtype))
 
 
 def row_blocks(x: Tensor) -> list[slice]:
-    """Rows [B, n, F] in blocks that stay in a core's cache, and whose temporaries cost no memory to speak of."""
+    """Rows [B, n, F] in blocks that stay in a core's cache, and whose temporaries cost no memory to speak of.
+
+    All in one on a GPU, where what is done with them is one kernel without temporaries.
+    """
+    if x.device.type != "cpu":
+        return [slice(None)]
     rows = max(1, BLOCK_ELEMENTS // max(1, x.shape[0] * x.shape[2]))
     return [slice(i, i + rows) for i in range(0, x.shape[1], rows)]
 
@@ -41,11 +34,15 @@ def normalize_backward_(z: Tensor, norm: Tensor, grad_u: Tensor, norm_eps: float
         [B, n, F] in the accumulation dtype.
     """
     for rows in row_blocks(grad_u):
-        some, g, length = z[:, rows].to(grad_u.dtype), grad_u[:, rows], norm[:, rows]
-        scale = length + norm_eps
-        radial = (some * g).sum(-1, keepdim=True) / (length.clamp_min(torch.finfo(norm.dtype).tiny) * scale)
-        g.addcmul_(some, radial, value=-1).div_(scale)
+        _normalize_backward_(grad_u[:, rows], z[:, rows], norm[:, rows], norm_eps)
     return grad_u
+
+
+@fused
+def _normalize_backward_(g: Tensor, z: Tensor, norm: Tensor, norm_eps: float) -> None:
+    z, scale = z.to(g.dtype), norm + norm_eps
+    radial = (z * g).sum(-1, keepdim=True) / (norm.clamp_min(torch.finfo(norm.dtype).tiny) * scale)
+    g.addcmul_(z, radial, value=-1).div_(scale)
 
 
 def standardize(z: Tensor) -> tuple[Tensor, Tensor]:

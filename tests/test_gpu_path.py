@@ -1,0 +1,116 @@
+"""What a GPU runs, as far as a CPU can tell: bf16 products, fused epilogues by Inductor, and no waiting of the host."""
+
+import contextlib
+
+import pytest
+import torch
+from torch._inductor.utils import run_and_get_code
+
+from tests.oracle import dispersion_oracle
+from titan_disp.dispersion import DispersionLoss, dispersion_loss, functions, kernels, moments, pairwise, sharded
+
+CASES = [
+    ("angular", "exact"),
+    ("angular", "moments"),
+    ("angular", "sampled"),
+    *((v, e) for v in ("decorrelation", "l2_repel", "orthogonalization") for e in ("exact", "sampled")),
+]
+
+
+def tokens(b, n, f, mean=0.3):
+    return torch.randn(b, n, f, generator=torch.Generator().manual_seed(0)) + mean
+
+
+def loss_and_gradient(function, z, **options):
+    z = z.clone().requires_grad_(True)
+    loss = function(z, **options)
+    loss.sum().backward()
+    return loss.detach().double(), z.grad.double()
+
+
+@pytest.fixture
+def bf16_products(monkeypatch):
+    """The choice that a GPU makes; the CPU's bf16 products are rounded to bf16, as on a GPU that cannot write float32."""
+    for module in (kernels, pairwise):
+        monkeypatch.setattr(module, "operand_dtype", lambda x: x.dtype)
+    monkeypatch.setattr("titan_disp.dispersion.loss.operand_dtype", lambda x: x.dtype)
+
+
+@pytest.mark.parametrize("mean", [0.0, 0.3, 3.0])
+def test_bf16_products(bf16_products, mean):
+    """Cosines rounded to bf16 (2^-9): the slope of w, 1/(πτ√(1 − c²)) < ½, carries that to the loss; of r, to the gradient."""
+    z = tokens(2, 300, 64, mean).bfloat16()
+    options = {"tau": 1.0, "clamp": 0.25, "norm_eps": 1e-2}
+    expected, expected_grad = loss_and_gradient(dispersion_oracle, z.double(), **options)
+    loss, grad = loss_and_gradient(dispersion_loss, z, **options)
+    assert (loss - expected).abs().max() < 1e-3
+    assert torch.nn.functional.cosine_similarity(grad.flatten(), expected_grad.flatten(), dim=0) > 0.9999
+    assert abs(grad.norm() / expected_grad.norm() - 1) < 2**-8
+    moments_loss, moments_grad = loss_and_gradient(dispersion_loss, z, estimator="moments", **options)
+    assert (moments_loss - expected).abs().max() < 5e-3
+    assert torch.nn.functional.cosine_similarity(moments_grad.flatten(), expected_grad.flatten(), dim=0) > 0.99
+
+
+@pytest.mark.parametrize("name", ["angular", "orthogonalization", "decorrelation"])
+@pytest.mark.parametrize("diagonal", [True, False])
+def test_epilogue_compiles_to_one_kernel(name, diagonal):
+    """Inductor's result is eager's, from one kernel."""
+    pair = {
+        "angular": functions.angular(0.5, 0.25),
+        "orthogonalization": functions.orthogonalization(0.25),
+        "decorrelation": functions.square,
+    }[name]
+    u = torch.nn.functional.normalize(tokens(2, 96, 32), dim=-1)
+    scale = torch.rand(2, 96, 1, generator=torch.Generator().manual_seed(1)) + 0.5
+    arguments = (scale, scale.transpose(1, 2), diagonal, torch.bfloat16)
+    eager = pairwise._epilogue(pair)
+    products = u @ u.transpose(1, 2)
+    expected = eager(products.clone(), *arguments)
+    torch._dynamo.reset()
+    found, (code,) = run_and_get_code(torch.compile(eager.__wrapped__), products.clone(), *arguments)
+    torch.testing.assert_close(found[0], expected[0], rtol=1e-5, atol=1e-3)
+    torch.testing.assert_close(found[1], expected[1], rtol=2**-7, atol=1e-5)  # bf16
+    assert code.count("void  kernel(") == 1
+
+
+@pytest.mark.parametrize(("variant", "estimator"), CASES)
+def test_the_host_never_waits(monkeypatch, variant, estimator):
+    """Tensors without data, on no CPU: whatever would have to look at a value raises, and so does a copy to the host."""
+    monkeypatch.setattr(torch, "compile", lambda function: function)
+    monkeypatch.setattr(torch, "autocast", lambda device, enabled: contextlib.nullcontext())  # unknown to such tensors
+    loss = DispersionLoss(variant, estimator, max_tokens=16)
+    monkeypatch.setattr(pairwise, "GPU_TILE", 48)  # several tiles
+    z = torch.empty(3, 128, 64, device="meta", dtype=torch.bfloat16, requires_grad=True)
+    with pytest.raises((RuntimeError, NotImplementedError)):
+        z.nonzero()
+    values = loss([z, z], step=3)
+    values.mean().backward()
+    assert (values.shape, values.device) == ((2, 3), z.device)
+    assert (z.grad.shape, z.grad.dtype, z.grad.device) == (z.shape, z.dtype, z.device)
+
+
+def test_a_batch_in_parts_is_the_same(monkeypatch):
+    z = tokens(5, 40, 16)
+    for estimator in ("exact", "moments"):
+        fit_errors = []
+        function = DispersionLoss(estimator=estimator)
+        whole = loss_and_gradient(lambda z, f=function: f([z])[0], z)
+        monkeypatch.setattr(sharded, "GROUP_ELEMENTS", 2 * 40 * 16)
+        parts = loss_and_gradient(lambda z, f=function, e=fit_errors: f([z], fit_errors=e)[0], z)
+        monkeypatch.undo()
+        for one, other in zip(whole, parts, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-7)
+        assert [len(e) for e in fit_errors] == ([5] if estimator == "moments" else [])
+
+
+def test_a_retained_graph_gives_the_same_gradient_twice():
+    z = tokens(2, 40, 16).requires_grad_(True)
+    value = dispersion_loss(z).sum()
+    first = torch.autograd.grad(value, z, torch.tensor(2.0), retain_graph=True)[0]
+    torch.testing.assert_close(torch.autograd.grad(value, z)[0], first / 2)
+
+
+def test_gram_is_symmetric_whole_or_in_blocks(monkeypatch):
+    u = tokens(2, 30, 20)
+    monkeypatch.setattr(moments, "GRAM_BLOCK", 8)
+    torch.testing.assert_close(moments.gram(u), u.transpose(1, 2) @ u)
