@@ -39,7 +39,7 @@ class Plan:
         checkpoint_disk_bytes: the most at any time: one more than are kept, as the oldest goes after the newest is complete.
         flops_per_step, total_flops: the model's. dispersion_…: what dispersion adds.
         days: of computing at ``mfu``, dispersion included, all products counted at the bf16 peak.
-        days_fp32_dispersion: the same with dispersion's products at the fp32 peak, as they are unless TF32 is allowed.
+        days_fp32_dispersion: the same with dispersion's products at the fp32 peak: of fp32 activations, and of l2_repel.
         node_counts: up to MAX_NODES, with the GPUs per node as they are.
     """
 

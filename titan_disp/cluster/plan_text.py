@@ -82,7 +82,10 @@ def render(plan: Plan) -> str:
     if share:
         rows += [
             ("  without", f"{_duration(plan.days_without_dispersion)} with dispersion off"),
-            ("  fp32", f"{_duration(plan.days_fp32_dispersion)} with dispersion's products in fp32 without TF32"),
+            (
+                "  fp32",
+                f"{_duration(plan.days_fp32_dispersion)} with dispersion's products in fp32 (activations in fp32, or l2_repel)",
+            ),
         ]
     rows.append(("node counts", _node_counts(plan)))
     lines = [f"{name:<15} {text}" for name, text in rows]
