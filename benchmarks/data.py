@@ -4,9 +4,8 @@
     python benchmarks/data.py --json     # an object with "rows", "bounds", "deep_resume" and nothing else
 
 One rank is driven in one process: rank 0 of 64 and of 40, on 64 files. Every rank of a real job does the same at the same
-time, so this is what one rank gets from its own cores, with files in the page cache. fast_tokenizer (Hugging Face's only) has
-a prefetch worker too. Texts have C4's mean length (2.2 kB) and
-spread. Rows "reading" have a tokenizer that costs nothing: what is left is the loaders' own work.
+time, so this is what one rank gets from its own cores, with files in the page cache. fast_tokenizer has a prefetch
+worker too. Texts have C4's mean length (2.2 kB) and spread. Rows "reading" have a tokenizer that costs nothing: what is left is the loaders' own work.
 """
 
 import gzip
@@ -30,7 +29,7 @@ from titan_disp.config import load_config
 from titan_disp.data.cursor import Field
 from titan_disp.data.documents import Documents
 from titan_disp.data.loader import StreamLoader, default_threads, open_stream
-from titan_disp.data.sample import CARD, documents, write_sample
+from titan_disp.data.sample import CARD, documents, train_tokenizer, write_sample
 from titan_disp.data.shards import list_files
 from titan_disp.data.tokenizer import load_tokenizer
 
@@ -55,7 +54,7 @@ class Options:
 
 
 def write_corpus(folder: Path, options: Options) -> None:
-    """C4's layout and lengths of documents, of the sample corpus' text, and a Hugging Face tokenizer beside it."""
+    """C4's layout and lengths of documents, of the sample corpus' text, and tokenizers of both kinds beside it."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     texts = [d["text"] for d in documents()]
@@ -83,6 +82,9 @@ def write_corpus(folder: Path, options: Options) -> None:
         show_progress=False,
     )
     tokenizer.train_from_iterator(texts, trainer)
+    (folder / "spm").mkdir()
+    # Without user-defined symbols, which gigatoken takes otherwise than SentencePiece.
+    (folder / "spm" / "spm.model").write_bytes(train_tokenizer(texts, 2048, user_defined_symbols=()))
     (folder / "hf").mkdir()
     tokenizer.save(str(folder / "hf" / "tokenizer.json"))
     (folder / "hf" / "tokenizer_config.json").write_text('{"eos_token": "<|endoftext|>"}')
@@ -175,7 +177,7 @@ def speed(folder: Path, tokenizers: dict[str, str], options: Options) -> list[di
                             job_config(folder, p, options.seq_len, 4, "--stream.fast_tokenizer"), r, 2 * r
                         )
                     }
-                    if kind == "Hugging Face"
+                    if not free
                     else {}
                 ),
                 "TorchTitan": lambda p=path, r=ranks, f=free: stock(job_config(folder, p, options.seq_len, 0), r, f),
@@ -295,7 +297,7 @@ def main(options: Options) -> None:
         write_large(folder)
         write_sample(folder / "sample")
         tokenizers = {
-            "SentencePiece": str(folder / "sample" / "tokenizer"),
+            "SentencePiece": str(folder / "spm"),
             "Hugging Face": str(folder / "hf"),
             "reading": str(folder / "hf"),
         }

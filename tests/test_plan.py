@@ -273,7 +273,7 @@ class FusedNorm(torch.autograd.Function):
 
 
 def live_bytes(monkeypatch, mode, layers, tokens, estimator="exact"):
-    """After the loss, and at the peak of backward: a bf16 step of the 0.6B shape, on fake tensors. Estimator "": no dispersion."""
+    """After the loss, and at the peak of backward: a bf16 step of the 0.6B shape on fake tensors. Estimator "": no dispersion."""
     monkeypatch.setattr(torch.nn.RMSNorm, "forward", lambda norm, x: FusedNorm.apply(x, norm.weight))
     args = flavors["0.6B"]
     args.n_layers, args.activations = layers, tuple(range(1, layers + 1)) if estimator else ()

@@ -71,8 +71,8 @@ class Stream:
 
     fast_tokenizer: bool = False
     """
-    Tokenize with gigatoken (pip install 'titan-disp[fast]') in the place of Hugging Face's library: a hundred times as fast,
-    the same ids. That is checked at the start and for one document in a thousand; where they differ, the run stops.
+    Tokenize with gigatoken (pip install 'titan-disp[fast]') in the place of the tokenizer's own library: many times as fast, the
+    same ids. That is checked at the start and for one document in a thousand; where they differ, the run stops.
     """
 
     on_bad_data: Literal["skip", "fail"] = "skip"

@@ -78,7 +78,8 @@ def _write_shard(path: Path, records: Iterable[dict[str, str]]) -> None:
             file.write((json.dumps(record) + "\n").encode())
 
 
-def _train_tokenizer(folder: Path, texts: Iterable[str], vocab_size: int) -> None:
+def train_tokenizer(texts: Iterable[str], vocab_size: int, user_defined_symbols: Iterable[str] = ("\n",)) -> bytes:
+    """A SentencePiece model (BPE with byte fallback) of ``vocab_size`` pieces."""
     model = io.BytesIO()
     # Bytes in and out: the model file would otherwise name paths of this machine. One thread: the same model every time.
     sentencepiece.SentencePieceTrainer.train(
@@ -91,7 +92,7 @@ def _train_tokenizer(folder: Path, texts: Iterable[str], vocab_size: int) -> Non
         normalization_rule_name="identity",
         remove_extra_whitespaces=False,
         allow_whitespace_only_pieces=True,
-        user_defined_symbols=["\n"],
+        user_defined_symbols=list(user_defined_symbols),
         pad_id=-1,
         bos_id=-1,
         eos_id=1,
@@ -99,8 +100,7 @@ def _train_tokenizer(folder: Path, texts: Iterable[str], vocab_size: int) -> Non
         num_threads=1,
         minloglevel=2,
     )
-    folder.mkdir()
-    (folder / "sample.model").write_bytes(model.getvalue())
+    return model.getvalue()
 
 
 def is_complete(folder: Path) -> bool:
@@ -135,7 +135,9 @@ def write_sample(folder: str | Path, vocab_size: int = 2048) -> dict[str, int]:
                 name = f"c4-train.{i:05d}-of-{TRAIN_FILES:05d}.json.gz"
                 _write_shard(partial / "en" / name, train[i::TRAIN_FILES])
             _write_shard(partial / "en" / "c4-validation.00000-of-00001.json.gz", validation)
-            _train_tokenizer(partial / "tokenizer", (r["text"] for r in train), vocab_size)
+            (partial / "tokenizer").mkdir()
+            model = train_tokenizer((r["text"] for r in train), vocab_size)
+            (partial / "tokenizer" / "sample.model").write_bytes(model)
             (partial / "README.md").write_text(CARD)
             partial.chmod(0o755)  # mkdtemp's folders are private
             if folder.exists():
