@@ -1,0 +1,432 @@
+import csv
+import json
+import shutil
+import sys
+import time
+import weakref
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from scipy import stats
+
+from titan_disp.cli import main
+from titan_disp.errors import ConfigError
+from titan_disp.evaluate import evaluation
+from titan_disp.evaluate.compare import Scores, compare, paired_difference, scaled_values
+from titan_disp.evaluate.evaluation import evaluate
+from titan_disp.evaluate.tasks import PAPER, Row, build_suite
+
+pytest.importorskip("lm_eval")
+import datasets  # noqa: E402
+import lm_eval.tasks  # noqa: E402
+from huggingface_hub import constants  # noqa: E402
+
+ACCURACY = {"metric": "acc", "aggregation": "mean", "higher_is_better": True}
+PERPLEXITY = {"metric": "perplexity", "aggregation": "perplexity", "higher_is_better": False}
+
+
+@cache
+def load_plainly(folder: Path):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    return AutoModelForCausalLM.from_pretrained(folder).eval(), AutoTokenizer.from_pretrained(folder)
+
+
+def log_probabilities(folder: Path, context: str, continuation: str) -> tuple[float, bool]:
+    """Of a continuation, and whether each of its tokens is the most likely, by transformers alone; tokens are bytes."""
+    model, tokenizer = load_plainly(folder)
+    tokens = torch.tensor(tokenizer(context + continuation)["input_ids"])
+    n = len(tokenizer(continuation)["input_ids"])
+    with torch.no_grad():
+        log_p = model(tokens[None]).logits[0, -n - 1 : -1].double().log_softmax(-1)
+    return log_p.gather(1, tokens[-n:, None]).sum().item(), bool((log_p.argmax(-1) == tokens[-n:]).all())
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    """a/hf and b/hf: a Qwen3 and a GPT-2 with random weights, large ones, for answers that depend on the question."""
+    from tokenizers import Tokenizer, decoders
+    from tokenizers.models import BPE
+    from tokenizers.pre_tokenizers import ByteLevel
+    from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+    vocabulary = {token: i for i, token in enumerate([*sorted(ByteLevel.alphabet()), "<|end|>"])}
+    tokenizer = Tokenizer(BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer, tokenizer.decoder = (
+        ByteLevel(add_prefix_space=False, use_regex=False),
+        decoders.ByteLevel(),
+    )
+    torch.manual_seed(0)
+    qwen3 = Qwen3Config(
+        vocab_size=257,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=8,
+        max_position_embeddings=4096,
+        initializer_range=0.5,
+    )
+    gpt2 = GPT2Config(vocab_size=257, n_embd=16, n_layer=2, n_head=2, n_positions=4096, initializer_range=0.5)
+    root = tmp_path_factory.mktemp("models")
+    for name, model in (("a", Qwen3ForCausalLM(qwen3)), ("b", GPT2LMHeadModel(gpt2))):
+        model.save_pretrained(root / name / "hf")
+        PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|end|>").save_pretrained(root / name / "hf")
+    return root / "a/hf", root / "b/hf"
+
+
+@pytest.fixture(scope="module")
+def own(tmp_path_factory, models):
+    """Task files on local documents: "choice" among 4, "word" (like LAMBADA), and the group "both", whose tasks count alike."""
+    folder = tmp_path_factory.mktemp("tasks")
+    rng = np.random.default_rng(0)
+    words = ["tree", "stone", "a river", "sky", "old house", "bread"]
+    choice = [
+        {"text": f"What is number {i}?", "choices": rng.permutation(words)[:4].tolist(), "last": int(rng.integers(4))}
+        for i in range(20)
+    ]
+    texts = [f"{rng.integers(1000)} {rng.permutation(words)[0]}"[:-1] for _ in range(12)]
+    # Every other document ends with what the first model says, so that it knows some of them.
+    likely = [next((c for c in map(chr, range(32, 127)) if log_probabilities(models[0], t, c)[1]), "e") for t in texts]
+    word = [{"text": text, "last": c if i % 2 else "e"} for i, (text, c) in enumerate(zip(texts, likely, strict=True))]
+    for name, documents in (("choice", choice), ("word", word)):
+        (folder / f"{name}.jsonl").write_text("\n".join(map(json.dumps, documents)))
+    common = {"dataset_path": "json", "test_split": "test", "doc_to_text": "{{text}}"}
+    of_choice = {"output_type": "multiple_choice", "doc_to_choice": "{{choices}}", "doc_to_target": "{{last}}"}
+    of_word = {"output_type": "loglikelihood", "doc_to_target": "{{last}}"}
+    for name, file, more, metrics in (
+        ("choice", "choice", of_choice, [ACCURACY, ACCURACY | {"metric": "acc_norm"}]),
+        ("word", "word", of_word, [PERPLEXITY, ACCURACY]),
+        ("perplexity_alone", "word", of_word, [PERPLEXITY]),
+        ("no_file", "nowhere", of_word, [ACCURACY]),
+    ):
+        data = {"dataset_kwargs": {"data_files": {"test": str(folder / f"{file}.jsonl")}}}
+        (folder / f"{name}.yaml").write_text(json.dumps(common | more | data | {"task": name, "metric_list": metrics}))
+    group = {
+        "group": "both",
+        "task": ["choice", "word"],
+        "aggregate_metric_list": [{"metric": "acc", "weight_by_size": False}],
+    }
+    (folder / "both.yaml").write_text(json.dumps(group))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def manager(own):
+    return lm_eval.tasks.TaskManager(include_path=str(own))
+
+
+@pytest.fixture(autouse=True)
+def include_paths(manager, monkeypatch):
+    """The harness reads its task files, for seconds, once for all tests; here are the include paths that were asked for."""
+    asked = []
+    monkeypatch.setattr(lm_eval.tasks, "TaskManager", lambda include_path: asked.append(include_path) or manager)
+    return asked
+
+
+def documents(own, name):
+    return [json.loads(line) for line in (own / f"{name}.jsonl").read_text().splitlines()]
+
+
+def by_hand(folder, own):
+    """Whether each document is answered rightly, by task and metric."""
+    choice = [
+        [log_probabilities(folder, d["text"], f" {c}")[0] for c in d["choices"]] for d in documents(own, "choice")
+    ]
+    right = [d["last"] for d in documents(own, "choice")]
+    lengths = [[len(c) for c in d["choices"]] for d in documents(own, "choice")]
+    return {
+        "choice": np.equal(np.argmax(choice, 1), right),
+        "choice, normalised": np.equal(np.argmax(np.divide(choice, lengths), 1), right),
+        "word": np.array([log_probabilities(folder, d["text"], d["last"])[1] for d in documents(own, "word")]),
+    }
+
+
+def test_end_to_end_against_plain_transformers(models, own, tmp_path, include_paths, monkeypatch, capsys):
+    out = tmp_path / "new" / "folder"
+    loaded, load = [], evaluation.run_model.__globals__["load_model"]
+
+    def load_alone(*args):
+        assert all(model() is None for model in loaded), "a model is still in memory when the next is loaded"
+        model = load(*args)
+        loaded.append(weakref.ref(model))
+        return model
+
+    monkeypatch.setitem(evaluation.run_model.__globals__, "load_model", load_alone)
+    argv = ["titan-disp", "evaluate", *map(str, models), "--tasks", "choice", "word", "--include-path", str(own)]
+    monkeypatch.setattr("sys.argv", [*argv, "--batch-size", "3", "--out", str(out)])
+    main()
+    assert len(loaded) == 2
+    assert include_paths == [str(own)]
+
+    a, b = (by_hand(folder, own) for folder in models)
+    # Otherwise the test would see nothing.
+    assert 0 < a["choice"].mean() != b["choice"].mean()
+    assert 0 < a["word"].mean() < 1
+    found = json.loads((out / "results.json").read_text())
+    comparison, harness = found["comparison"], {name: model["harness"] for name, model in found["models"].items()}
+    assert list(harness) == ["a-hf", "b-hf"]
+    for name, expected in (("a-hf", a), ("b-hf", b)):
+        results = harness[name]["results"]
+        assert results["choice"]["acc_norm,none"] == expected["choice, normalised"].mean()
+        assert results["word"]["perplexity,none"] > 1
+        for task in comparison["tasks"]:
+            right = expected[task["task"]]
+            assert task["scores"][name] == right.mean()
+            assert task["documents"] == len(right)
+            assert task["standard_errors"][name] == pytest.approx(stats.sem(right))
+        assert comparison["mean"][name] == pytest.approx((expected["choice"].mean() + expected["word"].mean()) / 2)
+    samples = [json.loads(line) for line in (out / "samples.jsonl").read_text().splitlines()]
+    assert [s["acc"] for s in samples if s["model"] == "b-hf" and s["task"] == "choice"] == b["choice"].tolist()
+    for task in comparison["tasks"]:
+        difference, test = task["differences"]["b-hf"], stats.ttest_rel(b[task["task"]] * 1.0, a[task["task"]] * 1.0)
+        assert difference["p_value"] == pytest.approx(test.pvalue)
+        assert (difference["low"], difference["high"]) == pytest.approx(tuple(test.confidence_interval()))
+
+    assert found["settings"]["batch_size"] == 3
+    assert found["versions"].keys() == {"titan-disp", "lm_eval", "transformers", "torch", "datasets"}
+    table, printed = (out / "table.md").read_text(), capsys.readouterr().out
+    assert table.strip() in printed
+    assert f"{a['choice'].mean():.4f}" in next(line for line in table.splitlines() if "choice" in line)
+    rows = list(csv.DictReader((out / "table.csv").read_text().splitlines()))
+    assert [row["task"] for row in rows] == ["choice", "word", "mean"]
+    assert float(rows[0]["b-hf - a-hf"]) == b["choice"].mean() - a["choice"].mean()
+
+    with pytest.raises(ConfigError, match="holds an evaluation already"):
+        evaluate(models, ["word"], include_path=own, out=out)
+
+
+def test_group_whose_tasks_count_alike(models, own, tmp_path):
+    """And a limit, and one model alone."""
+    a = by_hand(models[0], own)
+    expected = (a["choice"].mean() + a["word"].mean()) / 2
+    comparison = evaluate(models[:1], ["both"], include_path=own, out=tmp_path / "all")
+    (task,) = comparison.tasks
+    assert (task.task, task.documents, task.scores["hf"]) == ("both", 32, pytest.approx(expected))
+    assert comparison.mean_difference == {}
+    assert "mean rank" not in (tmp_path / "all/table.md").read_text()
+    comparison = evaluate(models[:1], ["choice"], limit=1, include_path=own, out=tmp_path / "one")
+    assert comparison.tasks[0].documents == 1
+    assert comparison.tasks[0].standard_errors == {"hf": None}
+
+
+def test_paired_difference_against_the_plain_formula():
+    rng = np.random.default_rng(0)
+    baseline = rng.integers(0, 2, 300).astype(float)
+    values = np.where(rng.random(300) < 0.8, baseline, 1.0)  # mostly the same answers: far smaller than unpaired
+    found, d = paired_difference(values, baseline), values - baseline
+    error = d.std(ddof=1) / np.sqrt(len(d))
+    assert found.mean == pytest.approx(d.mean())
+    assert found.standard_error == pytest.approx(error)
+    assert found.p_value == pytest.approx(stats.ttest_rel(values, baseline).pvalue)
+    t = stats.t.ppf(0.975, len(d) - 1)
+    assert (found.low, found.high) == pytest.approx((d.mean() - t * error, d.mean() + t * error))
+    assert error < 0.7 * np.hypot(stats.sem(values), stats.sem(baseline))
+    same = paired_difference(baseline, baseline)
+    assert (same.mean, same.p_value) == (0, None)
+    assert paired_difference(np.ones(1), np.zeros(1)).standard_error is None
+
+
+def test_ranks_and_means():
+    rng = np.random.default_rng(1)
+    answers = {name: rng.integers(0, 2, (3, 40)).astype(float) for name in ("off", "on", "other")}
+    answers["other"][0] = answers["on"][0][::-1]  # the same score by other documents: a tie
+    rows = [Row(name, "acc", (name,)) for name in ("x", "y", "z")]
+    scores = {
+        model: {row.name: Scores(v.mean(), None, 0, v) for row, v in zip(rows, values, strict=True)}
+        for model, values in answers.items()
+    }
+    found = compare(rows, scores)
+    means = np.array([v.mean(1) for v in answers.values()])
+    ranks = stats.rankdata(-means, axis=0)
+    assert ranks[1, 0] == ranks[2, 0]
+    np.testing.assert_allclose(list(found.mean_rank.values()), ranks.mean(1))
+    np.testing.assert_allclose(list(found.mean.values()), means.mean(1))
+    d = answers["on"] - answers["off"]
+    on = found.mean_difference["on"]
+    assert on.mean == pytest.approx(d.mean())
+    assert on.standard_error_documents == pytest.approx(np.sqrt((d.var(1, ddof=1) / 40).sum()) / 3)
+    assert on.standard_error_tasks == pytest.approx(stats.sem(d.mean(1)))
+
+
+def test_documents_of_a_group_are_pooled_as_it_averages():
+    values = [np.array([1.0, 0, 1, 1]), np.array([0.0, 1])]
+    assert scaled_values(values, weight_by_size=True).mean() == pytest.approx(4 / 6)
+    assert scaled_values(values, weight_by_size=False).mean() == pytest.approx((3 / 4 + 1 / 2) / 2)
+
+
+CHOICES = {"text": ["red", "a green one"], "label": ["A", "B"]}
+HUB = {
+    "facebook/anli": {"premise": "It rains.", "hypothesis": "It is wet.", "label": 0},
+    "EleutherAI/lambada_openai": {"text": "she said that she knew"},
+    "allenai/openbookqa": {"question_stem": "Grass is", "choices": CHOICES, "answerKey": "B"},
+    "baber/piqa": {"goal": "To eat", "sol1": "use a fork", "sol2": "use a rock", "label": 0},
+    "truthfulqa/truthful_qa": {
+        "question": "Is it so?",
+        "mc1_targets": {"choices": ["no", "yes"], "labels": [1, 0]},
+        "mc2_targets": {"choices": ["no", "hardly", "yes"], "labels": [1, 1, 0]},
+    },
+    "allenai/winogrande": {"sentence": "The _ is big.", "option1": "cup", "option2": "house", "answer": "2"},
+    "allenai/ai2_arc": {"question": "Ice is", "choices": CHOICES, "answerKey": "A"},
+    "openlifescienceai/medmcqa": {"question": "Which?", "opa": "w", "opb": "x", "opc": "y", "opd": "z", "cop": 2},
+    "cais/mmlu": {"question": "How many?", "subject": "s", "choices": ["0", "1", "2", "3"], "answer": 3},
+}
+
+
+def small_hub(path, name=None, **_):
+    """datasets.load_dataset of what the paper's tasks read; 1 or 2 documents, by the length of the name."""
+    return of_length(path, 1 + len(name or path) % 2)
+
+
+@cache
+def of_length(path, count):
+    texts = HUB[path].keys() & {"premise", "text", "question_stem", "goal", "question", "sentence"}
+    examples = datasets.Dataset.from_list([HUB[path] | {c: f"{i}. {HUB[path][c]}" for c in texts} for i in range(6)])
+    scored = examples.select(range(count))
+    splits = dict.fromkeys(("train", "dev", "train_r2", "dev_r2"), examples)
+    return datasets.DatasetDict(splits | dict.fromkeys(("validation", "test", "test_r2"), scored))
+
+
+def test_the_ten_of_the_paper(models, tmp_path, monkeypatch):
+    """All are in the installed harness, with plain accuracy and the paper's numbers of examples; MMLU is pooled."""
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(datasets, "load_dataset", small_hub)
+    comparison = evaluate(models, ["paper"], batch_size=64, out=tmp_path / "out")
+    assert [task.task for task in comparison.tasks] == list(PAPER)
+    assert len(PAPER) == 10
+    assert {task.metric for task in comparison.tasks} == {"acc"}
+    assert {task.task: task.num_fewshot for task in comparison.tasks} == PAPER
+    assert all(0 <= score <= 1 for task in comparison.tasks for score in task.scores.values())
+    harness = json.loads((tmp_path / "out/results.json").read_text())["models"]["a-hf"]["harness"]
+    subjects = {
+        name: r for name, r in harness["results"].items() if name.startswith("mmlu_") and name in harness["configs"]
+    }
+    assert len(subjects) == 57
+    mmlu = comparison.tasks[-1]
+    assert mmlu.documents == sum(r["sample_len"] for r in subjects.values())
+    right = sum(r["acc,none"] * r["sample_len"] for r in subjects.values())
+    assert mmlu.scores["a-hf"] == pytest.approx(right / mmlu.documents)
+    # In the same order for both models, and one document for each.
+    samples = [json.loads(line) for line in (tmp_path / "out/samples.jsonl").read_text().splitlines()]
+    prompts = [[(s["task"], s["prompt_hash"]) for s in samples if s["model"] == m] for m in ("a-hf", "b-hf")]
+    assert prompts[0] == prompts[1]
+    values = [
+        np.array([s["acc"] for s in samples if s["model"] == m and "mmlu" in s["task"]]) for m in ("a-hf", "b-hf")
+    ]
+    assert mmlu.scores["a-hf"] == pytest.approx(values[0].mean())
+    difference = mmlu.differences["b-hf"]
+    assert difference.mean == pytest.approx(mmlu.scores["b-hf"] - mmlu.scores["a-hf"])
+    assert difference.standard_error == pytest.approx(stats.sem(values[1] - values[0]))
+
+
+def test_number_of_examples(monkeypatch):
+    """A user's, but for TruthfulQA, which fixes it."""
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(datasets, "load_dataset", small_hub)
+    names = ["anli_r2", "arc_easy", "truthfulqa_mc2"]
+    for asked, expected in ((None, [0, 5, 0]), (2, [2, 2, 0]), (0, [0, 0, 0])):
+        items = build_suite(names, num_fewshot=asked).items
+        assert [item.get_config("num_fewshot") for item in items] == expected
+
+
+def test_without_internet_all_missing_data_are_named_at_once(models, tmp_path, monkeypatch):
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+    monkeypatch.setattr(
+        evaluation, "run_model", lambda *_: pytest.fail("a model was evaluated before its data were there")
+    )
+    monkeypatch.setenv("HF_HOME", str(tmp_path))
+    start = time.monotonic()
+    with pytest.raises(ConfigError) as error:
+        evaluate(models, ["openbookqa", "mmlu", "piqa"], out=tmp_path / "out")
+    # 24 s for each data set where the hub is asked again and again, before the first is found missing.
+    assert time.monotonic() - start < 40
+    for word in (
+        "openbookqa: ",
+        "allenai/openbookqa",
+        "cais/mmlu",
+        "baber/piqa",
+        "HF_HOME",
+        "HF_HUB_OFFLINE=1",
+        "TaskManager",
+    ):
+        assert word in str(error.value)
+    assert not constants.HF_HUB_OFFLINE
+    assert not datasets.config.HF_HUB_OFFLINE
+
+
+def test_tasks_are_refused(own, monkeypatch):
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    for names, message in (
+        (["arc_chalenge"], "no task 'arc_chalenge'; did you mean arc_challenge"),
+        ([], "--tasks is empty"),
+        (["papers"], "did you mean paper "),
+        (["no_file"], "nowhere.jsonl"),
+        (["perplexity_alone"], "has no metric that is a mean over documents"),
+        (["both", "choice"], "Duplicate task 'choice'.*name one of them"),
+    ):
+        with pytest.raises(ConfigError, match=message) as error:
+            build_suite(names, own)
+        assert "TaskManager" not in str(error.value), "a fetch does not help here"
+    with pytest.raises(ConfigError, match="is no folder"):
+        build_suite(["word"], own / "no")
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"limit": 0}, "--limit is 0"),
+        ({"num_fewshot": -1}, "--num-fewshot is -1"),
+        ({"batch_size": 0}, "--batch-size is 0"),
+        ({"device": "gpu"}, "--device 'gpu' cannot be used"),
+        ({"folders": []}, "no model is given"),
+        ({"out": Path("file/inside")}, "no folder to write into"),
+    ],
+)
+def test_arguments_are_refused(models, tmp_path, monkeypatch, changed, message):
+    monkeypatch.chdir(tmp_path)
+    Path("file").touch()
+    with pytest.raises(ConfigError, match=message):
+        evaluate(**{"folders": models, "tasks": ["word"]} | changed)
+
+
+def test_folders_are_refused(models, tmp_path):
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "config.json").write_text("{}")
+    (run / "metrics.jsonl").touch()
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    for folders, message in (
+        ([run], "export it first: titan-disp export"),
+        ([run / "300"], "export it first: titan-disp export .*/run/300 DEST"),
+        ([models[0], empty], "has no config.json; expected a Hugging Face model"),
+        ([tmp_path / "nothing"], "does not exist"),
+        ([models[0], models[0]], "given twice"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            evaluate(folders, ["word"], out=tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_weights_that_are_missing(models, own, tmp_path):
+    """transformers would take random ones."""
+    from safetensors.torch import load_file, save_file
+
+    broken = tmp_path / "broken"
+    shutil.copytree(models[1], broken)
+    weights = load_file(broken / "model.safetensors")
+    weights.pop("transformer.ln_f.weight")
+    save_file(weights, broken / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ConfigError, match="1 weights are missing, 'transformer.ln_f.weight'"):
+        evaluate([models[0], broken], ["word"], include_path=own, out=tmp_path / "out")
+    assert list(json.loads((tmp_path / "out/results.json").read_text())["models"]) == ["hf"], "the first is kept"
+
+
+def test_harness_not_installed(models, monkeypatch):
+    monkeypatch.setitem(sys.modules, "lm_eval.models.huggingface", None)
+    with pytest.raises(ConfigError, match=r"pip install 'titan-disp\[eval\]'"):
+        evaluate(models)

@@ -1,0 +1,1 @@
+"""Hugging Face models on the tasks of lm-evaluation-harness, compared document by document: ``titan-disp evaluate``."""

@@ -1,0 +1,135 @@
+"""One model through lm-evaluation-harness."""
+
+import gc
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+
+from titan_disp.errors import ConfigError
+from titan_disp.evaluate.compare import Scores, scaled_values
+from titan_disp.evaluate.tasks import Row, Suite
+
+Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+CPU_BATCH = 8  # the harness finds the largest batch by running out of memory, which on a CPU kills the process
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Of an evaluation; the same for all its models.
+
+    Attributes:
+        limit: documents per task, the first ones; None: all.
+        batch_size: "auto" is the largest that fits on a GPU, 8 on a CPU.
+        device: such as "cpu" or "cuda:0".
+        dtype: of the weights; "auto": as they were saved.
+        seed: of the choice of examples, and of everything else that is random.
+    """
+
+    limit: int | None
+    batch_size: int | Literal["auto"]
+    device: str
+    dtype: Dtype
+    seed: int
+
+
+@dataclass(frozen=True)
+class Result:
+    """What the harness found of one model.
+
+    Attributes:
+        harness: all its numbers, task configs and versions, fit for JSON, without documents.
+        samples: for every document its task, doc_id, hashes of document and prompt, filter, and every metric.
+        scores: by row of the table.
+    """
+
+    harness: dict[str, Any]
+    samples: list[dict[str, Any]]
+    scores: dict[str, Scores]
+
+
+def run_model(folder: Path, suite: Suite, settings: Settings) -> Result:
+    """Load a Hugging Face causal language model, run all tasks, and free it.
+
+    Raises:
+        ConfigError: weights are missing or cannot be read.
+    """
+    from lm_eval import simple_evaluate
+    from lm_eval.models.huggingface import HFLM
+    from lm_eval.utils import handle_non_serializable
+    from transformers import AutoTokenizer
+
+    on_cpu = torch.device(settings.device).type == "cpu"
+    batch_size = CPU_BATCH if on_cpu and settings.batch_size == "auto" else settings.batch_size
+    model = HFLM(
+        pretrained=load_model(folder, settings.device, settings.dtype),
+        tokenizer=AutoTokenizer.from_pretrained(folder, local_files_only=True),
+        batch_size=batch_size,
+    )
+    try:
+        found = simple_evaluate(
+            model=model,
+            tasks=suite.items,
+            task_manager=suite.manager,
+            limit=settings.limit,
+            batch_size=batch_size,
+            device=settings.device,
+            bootstrap_iters=1000,  # for LAMBADA's perplexity; accuracies have closed forms
+            random_seed=settings.seed,
+            numpy_random_seed=settings.seed,
+            torch_random_seed=settings.seed,
+            fewshot_random_seed=settings.seed,
+        )
+    finally:
+        del model
+        gc.collect()
+        torch.cuda.empty_cache()
+    found = json.loads(json.dumps(found, default=handle_non_serializable))
+    by_task = found.pop("samples")
+    samples = [_compact(task, sample) for task, of_task in by_task.items() for sample in of_task]
+    return Result(found, samples, {row.name: _scores(row, found, by_task) for row in suite.rows})
+
+
+def load_model(folder: Path, device: str, dtype: Dtype) -> torch.nn.Module:
+    """The model itself, not its name, for the harness: given a name it does not say which weights were missing.
+
+    Raises:
+        ConfigError: weights are missing, which transformers would make up, or cannot be read.
+    """
+    from transformers import AutoModelForCausalLM
+
+    try:
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            folder, torch_dtype=dtype, local_files_only=True, output_loading_info=True
+        )
+    except Exception as error:  # OSError, ValueError, RuntimeError, and safetensors' own
+        raise ConfigError(f"transformers cannot load the model {str(folder)!r}: {error}") from error
+    model, loading = loaded
+    if missing := sorted(loading["missing_keys"]):
+        raise ConfigError(
+            f"{str(folder)!r} holds no whole causal language model: {len(missing)} weights are missing, {missing[0]!r} first"
+        )
+    return model.eval().to(device)
+
+
+def _compact(task: str, sample: dict[str, Any]) -> dict[str, Any]:
+    kept = ("doc_id", "doc_hash", "prompt_hash", "filter", *sample["metrics"])
+    return {"task": task, **{name: sample[name] for name in kept}}
+
+
+def _scores(row: Row, found: dict[str, Any], by_task: dict[str, list[dict[str, Any]]]) -> Scores:
+    """Where a task has several filters of a model's answer, its first counts."""
+    first = by_task[row.tasks[0]][0]["filter"]
+    values = [np.array([s[row.metric] for s in by_task[task] if s["filter"] == first], float) for task in row.tasks]
+    result = found["results"][row.name]
+    error = result.get(f"{row.metric}_stderr,{first}")
+    shots = {found["n-shot"][task] for task in row.tasks}
+    return Scores(
+        score=result[f"{row.metric},{first}"],
+        standard_error=error if isinstance(error, float) else None,  # "N/A" for a single document
+        num_fewshot=shots.pop() if len(shots) == 1 else "mixed",
+        values=scaled_values(values, row.weight_by_size),
+    )

@@ -1,0 +1,198 @@
+"""The tasks: the paper's ten or any of the harness's, built, with their data, before a model is loaded."""
+
+import difflib
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from titan_disp.errors import ConfigError
+
+PAPER = {
+    "anli_r2": 0,
+    "lambada_openai": 0,
+    "openbookqa": 0,
+    "piqa": 0,
+    "truthfulqa_mc2": 0,
+    "winogrande": 0,
+    "arc_easy": 5,
+    "arc_challenge": 5,
+    "medmcqa": 5,
+    "mmlu": 5,
+}
+"""The ten tasks of arXiv 2602.00217 and their numbers of few-shot examples.
+
+The numbers, and TruthfulQA as MC2 (the probability of the true answers), are those of the authors' published code
+(github.com/KrishnaswamyLab/LM-Dispersion). The metric is ``acc`` for all ten, as there, also where the harness has an
+``acc_norm``, which is in results.json.
+"""
+
+
+@dataclass(frozen=True)
+class Row:
+    """A line of the table: one task, or a group whose tasks are averaged, such as MMLU.
+
+    Attributes:
+        name: the harness's.
+        metric: a mean over documents of which more is better.
+        tasks: names of the tasks that are averaged; one, but for a group.
+        weight_by_size: of a group: all documents count alike. Otherwise all tasks do.
+    """
+
+    name: str
+    metric: str
+    tasks: tuple[str, ...]
+    weight_by_size: bool = True
+
+
+@dataclass(frozen=True)
+class Suite:
+    """The tasks of one evaluation. The same objects serve every model, so that all see the same documents and prompts."""
+
+    rows: tuple[Row, ...]
+    items: list[Any]  # the harness's Task and Group objects
+    manager: Any
+
+
+def build_suite(names: Sequence[str], include_path: Path | None = None, num_fewshot: int | None = None) -> Suite:
+    """Find the tasks and load their data sets: from the cache alone where the Hugging Face hub does not answer.
+
+    Args:
+        names: of tasks, groups or tags of the harness; ``paper`` stands for the ten of ``PAPER``.
+        include_path: folder with further task files.
+        num_fewshot: examples in every prompt, but for tasks that fix their number; None: those of ``PAPER`` for its ten,
+            each task's own for others.
+
+    Raises:
+        ConfigError: no such task, no data, tasks that overlap, or one without a metric that can be compared.
+    """
+    from lm_eval.tasks import TaskManager
+
+    if not names:
+        raise ConfigError("--tasks is empty; expected paper, or names of tasks")
+    if include_path is not None and not include_path.is_dir():
+        raise ConfigError(f"--include-path {str(include_path)!r} is no folder; expected one with task files (*.yaml)")
+    manager = TaskManager(include_path=None if include_path is None else str(include_path))
+    wanted = list(dict.fromkeys(one for name in names for one in (PAPER if name == "paper" else [name])))
+    for name in wanted:
+        if name not in manager.all_tasks:
+            close = difflib.get_close_matches(name, ["paper", *manager.all_tasks], n=5)
+            raise ConfigError(
+                f"lm-evaluation-harness has no task {name!r}"
+                + (f"; did you mean {' or '.join(close)}?" if close else "; lm-eval ls tasks lists them")
+            )
+    with _offline_if_unreachable() as reachable:
+        built = _load(manager, wanted, reachable, include_path)
+    items = {name: item for loaded in built for name, item in _outermost(loaded).items()}
+    try:
+        manager.load(list(items.values()))
+    except ValueError as error:
+        raise ConfigError(f"--tasks: {error}; name one of them") from error
+    for name, item in items.items():
+        shots = PAPER.get(name) if num_fewshot is None else num_fewshot
+        for task in manager.load(item)["tasks"].values():
+            if shots is not None and task.get_config("num_fewshot") != 0:  # 0 is fixed: TruthfulQA's prompt has its own
+                task.set_config("num_fewshot", shots)
+    rows = {row.name: row for item in items.values() for row in _rows(item)}
+    return Suite(tuple(rows.values()), list(items.values()), manager)
+
+
+def _outermost(loaded: Any) -> dict[str, Any]:
+    """What the manager has loaded, without members of groups."""
+    inside = {child for group in loaded["groups"].values() for child in group.child_names}
+    return {name: item for name, item in (loaded["groups"] | loaded["tasks"]).items() if name not in inside}
+
+
+def _rows(item: Any) -> Iterator[Row]:
+    """Of a task or a group; a group that its authors do not average is a row for each member."""
+    from lm_eval.api.group import Group
+
+    if not isinstance(item, Group):
+        yield Row(item.task_name, _metrics(item)[0], (item.task_name,))
+    elif not item.aggregate_metric_list:
+        for member in item:
+            yield from _rows(member)
+    else:
+        tasks, averaged = item.get_all_tasks(), item.aggregate_metric_list[0]
+        for task in tasks:
+            if averaged.metric not in _metrics(task):
+                raise ConfigError(
+                    f"the group {item.name!r} averages {averaged.metric!r}, which {task.task_name!r} does not have as a mean "
+                    f"over documents; name its tasks instead: {', '.join(item.child_names)}"
+                )
+        yield Row(item.name, averaged.metric, tuple(t.task_name for t in tasks), bool(averaged.weight_by_size))
+
+
+def _metrics(task: Any) -> list[str]:
+    """Those that are a mean over documents of which more is better: what a difference and a rank make sense of.
+
+    Raises:
+        ConfigError: the task has none.
+    """
+    from lm_eval.api.metrics import mean
+
+    better = task.higher_is_better()
+    found = [name for name, aggregate in task.aggregation().items() if aggregate is mean and better[name]]
+    if not found:
+        raise ConfigError(
+            f"the task {task.task_name!r} has no metric that is a mean over documents and better when it is higher (it has "
+            f"{', '.join(better)}), so models cannot be compared on it document by document; leave it out of --tasks"
+        )
+    return found
+
+
+def _load(manager: Any, names: Sequence[str], reachable: bool, include_path: Path | None) -> list[Any]:
+    """What the manager loads for each name; all that fail are named at once, for one fetch to mend."""
+    loaded, failed = [], {}
+    for name in names:
+        try:
+            loaded.append(manager.load(name))
+        except Exception as error:  # datasets, its file readers, jinja2 and yaml each raise their own
+            failed[name] = error
+    if not failed:
+        return loaded
+    lines = [f"{name}: {type(error).__name__}: {str(error).strip()}" for name, error in failed.items()]
+    message = "these tasks cannot be loaded:\n  " + "\n  ".join(lines)
+    missing = [name for name, error in failed.items() if isinstance(error, (ConnectionError, ValueError))]
+    if missing and not reachable:
+        where = "" if include_path is None else f"include_path={str(include_path)!r}"
+        message += (
+            "\nThe Hugging Face hub does not answer here, and the data are not in its cache. Fetch them where there is internet, "
+            "into a folder that this machine sees,\n  HF_HOME=DIR python -c "
+            f'"from lm_eval.tasks import TaskManager; TaskManager({where}).load({missing})"\n'
+            "and set HF_HOME=DIR and HF_HUB_OFFLINE=1 here"
+        )
+    raise ConfigError(message)
+
+
+@contextmanager
+def _offline_if_unreachable() -> Iterator[bool]:
+    """One request decides: where the hub does not answer, a data set would be asked for six times, cached or not (24 s each)."""
+    import datasets
+    from huggingface_hub import constants
+
+    if reachable := _hub_answers():
+        yield reachable
+        return
+    print("offline, or the Hugging Face hub does not answer: data sets are taken from its cache", file=sys.stderr)
+    before = constants.HF_HUB_OFFLINE, datasets.config.HF_HUB_OFFLINE
+    constants.HF_HUB_OFFLINE = datasets.config.HF_HUB_OFFLINE = True
+    try:
+        yield reachable
+    finally:
+        constants.HF_HUB_OFFLINE, datasets.config.HF_HUB_OFFLINE = before
+
+
+def _hub_answers(timeout: float = 5.0) -> bool:
+    import datasets
+    from huggingface_hub import constants
+    from huggingface_hub.utils import get_session
+
+    if constants.HF_HUB_OFFLINE or datasets.config.HF_HUB_OFFLINE:
+        return False
+    try:
+        return get_session().head(constants.ENDPOINT, timeout=timeout).status_code < 500
+    except Exception:  # of requests, httpx or httpx2, by the hub's version
+        return False
