@@ -1,0 +1,415 @@
+"""The run report: what it says of synthetic runs and of a real one, and what a real browser makes of it."""
+
+import base64
+import errno
+import html
+import json
+import re
+from datetime import datetime, timezone
+
+import numpy as np
+import pytest
+from markupsafe import escape
+from PIL import Image
+
+from tests.browser import find_browser, open_page
+from tests.cluster_of_one import DEMO, train
+from titan_disp import cli
+from titan_disp.condensation.record import BINS as COSINE_BINS
+from titan_disp.condensation.record import Condensation
+from titan_disp.errors import EXIT_CODE, ConfigError
+from titan_disp.report.attempts import downtimes, repeated_steps
+from titan_disp.report.charts import BINS, binned
+from titan_disp.report.configs import defaults
+from titan_disp.report.gather import gather
+from titan_disp.report.page import render, write_report
+from titan_disp.report.state import duration, state
+
+T0 = datetime(2026, 3, 1, tzinfo=timezone.utc).timestamp()
+SECTIONS = ("runs", "numbers", "losses", "optimization", "condensation", "history", "data", "config", "environment")
+
+
+def row(step, time, **changes):
+    data = {"documents": 3.0 * step, "skipped_documents": float(step // 10), "epoch": 0.0}
+    numbers = {"loss": 5.0, "ce": 9 - step / 100, "dispersion": -0.3, "grad_norm": 1.0, "lr": 1e-3, "tps": 500.0}
+    return {"step": step, "time": time, **numbers, "tokens": step * 4096, "data": data, **changes}
+
+
+def event(name, step, time, **details):
+    iso = datetime.fromtimestamp(time, timezone.utc).isoformat(timespec="milliseconds")
+    return {"time": iso, "event": name, "step": step, **details}
+
+
+def measurement(level, layers=7):
+    histogram = np.full((layers, COSINE_BINS), 1 / COSINE_BINS)
+    ramp = level * np.linspace(0.1, 1, layers)
+    return Condensation(ramp, ramp / 3, ramp / 2, 40 - 30 * ramp, histogram, tokens=64, sequences=4)
+
+
+def write_run(folder, rows=(), events=(), measured=(), steps=100, **sections):
+    """A run's folder; ``sections`` change the default config; ``measured``: (step, mean cosine of the last layer)."""
+    folder.mkdir(parents=True)
+    config = {}
+    for key, value in (defaults() | {"model.name": "qwen3_disp", "model.flavor": "nano"}).items():
+        *path, name = key.split(".")
+        section = config
+        for part in path:
+            section = section.setdefault(part, {})
+        section[name] = value
+    config["training"]["steps"] = steps
+    for section, changes in sections.items():
+        config[section] |= changes
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "environment.json").write_text(json.dumps({"packages": {"torch": "2.13.0"}, "world_size": 2}))
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
+    if events:
+        (folder / "events.jsonl").write_text("".join(json.dumps(e) + "\n" for e in events))
+    for step, level in measured:
+        measurement(level).save(folder / "condensation" / f"step-{step}.npz")
+    return folder
+
+
+def whole(steps=100):
+    """Rows and events of a run without faults, a step every 10 s."""
+    rows = [row(s, T0 + 10 * s) for s in range(1, steps + 1)]
+    return rows, [event("start", 0, T0), event("complete", steps, T0 + 10 * steps + 5)]
+
+
+def faulty():
+    """Killed after step 40, resumed from 30 with a damaged newest checkpoint, stopped at 60, complete at 100."""
+    rows = [row(s, T0 + 10 * s) for s in range(1, 41)]
+    rows += [row(s, T0 + 1000 + 10 * (s - 30), ce=2.0) for s in range(31, 61)]
+    rows += [row(s, T0 + 2000 + 10 * (s - 60)) for s in range(61, 101)]
+    events = [
+        event("start", 0, T0, job="7.0"),
+        *(event("checkpoint", s, T0 + 10 * s, job="7.0") for s in (10, 20, 30, 40)),
+        event("checkpoint_damaged", 40, T0 + 995, reason="too short", job="7.1"),
+        event("resume", 30, T0 + 1000, config_changes={"training.local_batch_size": [8, 4]}, job="7.1"),
+        event("skip", 35, T0 + 1050, terms=["grad_norm"], in_a_row=1, job="7.1"),
+        event("checkpoint", 60, T0 + 1300, job="7.1"),
+        event("stop", 60, T0 + 1301, reason="SIGUSR1", job="7.1"),
+        event("resume", 60, T0 + 2000, config_changes={}, job="7.2"),
+        event("complete", 100, T0 + 2400, job="7.2"),
+    ]
+    return rows, events
+
+
+def cells(page, heading):
+    """Texts of a table's row."""
+    found = re.search(rf'<th scope="row">{re.escape(escape(heading))}</th>(.*?)</tr>', page)
+    assert found, f"no row {heading!r}"
+    return [html.unescape(cell) for cell in re.findall(r"<td>(.*?)</td>", found.group(1))]
+
+
+def pictures(page):
+    """The SVGs of the page."""
+    return [base64.b64decode(uri).decode() for uri in re.findall(r'src="data:image/svg\+xml;base64,([^"]+)"', page)]
+
+
+@pytest.fixture(scope="module")
+def compared(tmp_path_factory):
+    """The page about a run with faults and dispersion, and one without either; hostile names and texts."""
+    folder = tmp_path_factory.mktemp("runs")
+    script = "<script>document.title = 'broken'</script>"
+    on = write_run(
+        folder / "_on$1$2",
+        *faulty(),
+        measured=[(0, 0.1), (50, 0.2), (100, 0.3)],
+        dispersion={"enabled": True},
+        job={"description": script},
+    )
+    off = write_run(folder / "off", *whole(90), [(0, 0.1), (90, 0.9)], steps=90, job={"description": script})
+    return write_report([on, off], folder / "report.html")
+
+
+def test_numbers(compared):
+    page = compared.read_text()
+    assert cells(page, "state") == ["complete: all 100 steps are done", "complete: all 90 steps are done"]
+    assert cells(page, "tokens seen") == [f"{100 * 4096:,}", f"{90 * 4096:,}"]
+    assert cells(page, "parameters") == ["427,008"] * 2  # of nano
+    assert cells(page, "cross-entropy, last row") == ["8", "8.1"]
+    assert cells(page, "cross-entropy at step 90, the latest of all runs") == ["8.1", "8.1"]
+    assert cells(page, "dispersion loss, last row") == ["-0.3", "–"]
+    assert cells(page, "mean cosine of the last block, last") == ["0.3", "0.9"]
+    assert cells(page, "Spearman's ρ of mean cosine and depth, last") == ["1", "1"]
+    assert cells(page, "skipped documents") == ["10", "9"]
+    assert cells(page, "packages.torch") == ['"2.13.0"'] * 2
+
+
+def test_configs_are_compared(compared, tmp_path):
+    page = compared.read_text()
+    assert cells(page, "dispersion.enabled") == ["false", "true", "false"]
+    differing, shared = page.split("What the runs share")
+    assert cells(shared, "model.flavor") == ['"debugmodel"', '"nano"', '"nano"']
+    assert "model.flavor" not in differing.split('id="config"')[1]
+    one = render(gather([write_run(tmp_path / "one", training={"seq_len": 77})]), T0)
+    assert cells(one, "training.seq_len") == ["2048", "77"]
+    assert "dispersion.tau</th>" not in one
+
+
+def test_history(compared):
+    """Killed, resumed and stopped: what was lost is said, and a checkpoint that a start found damaged is no end of its own."""
+    run = gather([compared.parent / "_on$1$2"])[0]
+    found = run.attempts
+    assert [(a.job, a.first_step, a.last_step, a.how()) for a in found] == [
+        ("7.0", 0, 40, "without a word"),
+        ("7.1", 30, 60, "stop: SIGUSR1"),
+        ("7.2", 60, 100, "complete"),
+    ]
+    assert repeated_steps(found) == [10, 0]
+    assert downtimes(found) == pytest.approx([600, 699])
+    page = compared.read_text()
+    assert "checkpoint × 4" in page
+    assert "training.local_batch_size" in page
+    assert "checkpoint damaged" in page
+    # Repeated steps count once, as they were done last.
+    assert run.series("ce")[34] == 2.0
+    assert len(run.rows) == 100
+
+
+def test_only_what_counts_after_a_resume(tmp_path):
+    """A run that was killed at step 40 and is at step 33 again has no rows or measurements beyond it."""
+    rows, events = faulty()
+    rows = rows[:43]
+    condensed = {"step": 0, "time": T0 + 1, "condensation": {"mean_cosine": [0.1]}, "seconds": 1.0}
+    run = write_run(tmp_path / "run", [condensed, *rows], events[:7], measured=[(0, 0.1), (32, 0.2), (40, 0.3)])
+    with open(run / "metrics.jsonl", "a") as file:
+        file.write('{"step": 34, "ti')
+    found = gather([run])[0]
+    assert found.step == 33
+    assert len(found.written) == 43
+    assert [r["step"] for r in found.rows] == list(range(1, 34))
+    assert list(found.condensation) == [0, 32]
+    assert state(found, T0 + 1040)[0] == "running"
+    assert state(found, T0 + 5000)[0] == "interrupted"
+    page = render([found], T0 + 1040)
+    assert "not yet" in page
+    assert cells(page, "step") == ["33 of 100"]
+
+
+def test_states(tmp_path):
+    rows, events = faulty()
+    late = T0 + 1e6
+    stopped = gather([write_run(tmp_path / "stopped", rows[:70], events[:10])])[0]
+    assert state(stopped, late) == ("stopped", "stop: SIGUSR1, after step 60")
+    again = gather([write_run(tmp_path / "again", rows, [*events, event("resume", 100, T0 + 9000)])])[0]
+    assert state(again, late)[0] == "complete"  # started once more, and had nothing to do
+    failed = [*events[:5], event("save_failed", 40, T0 + 410, error="no space")]
+    failed = gather([write_run(tmp_path / "failed", rows[:40], failed)])[0]
+    assert state(failed, T0 + 420) == ("interrupted", "it ended save failed: no space after step 40")
+    assert state(gather([write_run(tmp_path / "empty")])[0], late)[0] == "empty"
+
+
+def test_bare_and_damaged_runs(tmp_path):
+    """No events, measurements, environment; no rows at all; None, NaN and missing numbers; a garbled .npz."""
+    rows = [row(s, T0 + s, ce=None if s == 3 else float("nan") if s == 4 else 5.0, grad_norm=None) for s in range(1, 9)]
+    del rows[5]["lr"], rows[5]["data"]
+    bare = write_run(tmp_path / "bare", rows)
+    (bare / "environment.json").unlink()
+    page = render(gather([bare]), T0)
+    assert len(pictures(page)) == 4  # CE, learning rate, throughput, history
+    for said in ("Condensation was not measured", "There is no events.jsonl", "There is no environment.json"):
+        assert said in page
+    assert cells(page, "cross-entropy, last row") == ["5"]
+    assert "gradient norm" not in page
+
+    page = render(gather([write_run(tmp_path / "empty"), bare]), T0)
+    assert cells(page, "cross-entropy, last row") == ["–", "5"]
+    page = render(gather([tmp_path / "empty"]), T0)
+    assert pictures(page) == []
+    assert page.count("No training step was logged yet.") == 3
+    assert cells(page, "state") == ["empty: nothing was logged yet"]
+
+    garbled = write_run(tmp_path / "garbled", *whole(), measured=[(0, 0.1)])
+    (garbled / "condensation" / "step-0.npz").write_bytes(b"PK\3\4nonsense")
+    assert "cannot be read" in cells(render(gather([garbled]), T0), "not readable")[0]
+
+
+def test_models_of_different_depth_and_one_measurement(tmp_path):
+    deep = write_run(tmp_path / "deep", *whole(), model={"flavor": "of another version"})
+    for step in (0, 100):
+        measurement(0.5, layers=29).save(deep / "condensation" / f"step-{step}.npz")
+    once = write_run(tmp_path / "once", *whole(), measured=[(100, 0.2)])
+    page = render(gather([deep, once]), T0)
+    assert cells(page, "parameters") == ["–", "427,008"]
+    assert len(pictures(page)) == 4 + 5 + 1 + 2 + 2
+
+
+def test_requeue_failures_are_told(tmp_path):
+    run = write_run(tmp_path / "run", *whole())
+    (run / "requeue.json").write_text(json.dumps({"failures": 2, "step": 30, "reason": "node n3 <died>"}))
+    page = render(gather([run]), T0)
+    assert cells(page, "failures without a new checkpoint") == ["2 in a row; the last: node n3 <died>"]
+
+
+def test_bins_keep_extremes():
+    rng = np.random.default_rng(0)
+    x, y = np.arange(40000.0), rng.standard_normal(40000)
+    y[[5, 6]] = np.nan, np.inf
+    y[12345] = 99
+    a, mean, low, high = binned(x, y)
+    finite = y[np.isfinite(y)]
+    assert len(a) == len(mean) == len(low) == len(high) == BINS
+    assert (low.min(), high.max()) == (finite.min(), 99)
+    assert (low <= mean).all()
+    assert (mean <= high).all()
+    # 80 points a bin, 78 in the first
+    weights = np.histogram(x[np.isfinite(y)], BINS)[0]
+    assert np.average(mean, weights=weights) == pytest.approx(finite.mean())
+    few = binned(x[:9], y[:9])
+    assert len(few[0]) == 7
+    assert few[1] is few[2] is few[3]
+
+
+def test_a_long_run_makes_a_small_page(tmp_path):
+    rng = np.random.default_rng(0)
+    noise = rng.standard_normal(40000)
+    rows = [row(s, T0 + s, ce=4 + e, grad_norm=float(np.exp(e)), tps=500 + e) for s, e in enumerate(noise, start=1)]
+    events = [event("start", 0, T0), *(event("checkpoint", s, T0 + s) for s in range(500, 40001, 500))]
+    run = write_run(tmp_path / "run", rows, events, [(s, s / 5e4) for s in range(0, 40001, 1000)], steps=40000)
+    out = write_report([run], tmp_path / "report.html")
+    assert out.stat().st_size < 1.5e6
+    assert "checkpoint × 80" in out.read_text()
+
+
+def test_nothing_is_markup_or_fetched(compared):
+    page = compared.read_text()
+    assert "<script" not in page
+    assert page.count("&lt;script&gt;") >= 2
+    for address in re.findall(r'(?:src|href)\s*=\s*"([^"]*)"', page) + re.findall(r"url\(([^)]*)\)", page):
+        assert address.startswith(("data:image/svg+xml;base64,", "#")) or address == "https://arxiv.org/abs/2602.00217"
+    assert "@import" not in page
+    assert "default-src 'none'" in html.unescape(page)
+    svgs = pictures(page)
+    assert "_on$1$2" in svgs[0]  # in the legend; no mathematics
+    for svg in svgs:
+        for address in re.findall(r'(?:href|src)="([^"]*)"', svg):
+            assert address.startswith(("#", "data:"))
+
+
+def full_disk(*_):
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_errors(tmp_path, monkeypatch, capsys):
+    run = write_run(tmp_path / "run", *whole(20))
+    (tmp_path / "folder").mkdir()
+    out = tmp_path / "report.html"
+    out.write_text("before")
+    for paths, target, reason in (
+        ([], out, "no run"),
+        ([tmp_path / "nowhere"], out, "nowhere' does not exist"),
+        ([run, tmp_path / "folder"], out, "folder' lacks config.json"),
+        ([run, tmp_path / "folder" / ".." / "run"], out, "named twice"),
+        ([run], tmp_path / "folder", "is a folder"),
+        ([run], tmp_path / "missing" / "report.html", "does not exist"),
+        ([run], tmp_path / ("x" * 250 + ".html"), "File name too long"),
+    ):
+        with pytest.raises(ConfigError, match=reason):
+            write_report(paths, target)
+    (tmp_path / "torn").mkdir()
+    for name in ("config.json", "metrics.jsonl"):
+        (tmp_path / "torn" / name).write_text("{")
+    with pytest.raises(ConfigError, match="torn' cannot be read"):
+        write_report([tmp_path / "torn"], out)
+    with monkeypatch.context() as patch:
+        patch.setattr("os.replace", full_disk)
+        with pytest.raises(ConfigError, match="No space left"):
+            write_report([run], out)
+    assert out.read_text() == "before"
+    assert not list(tmp_path.glob(".*"))
+
+    monkeypatch.setattr("sys.argv", ["titan-disp", "report", str(tmp_path / "nowhere"), "--out", str(out)])
+    with pytest.raises(SystemExit) as exit:
+        cli.main()
+    assert exit.value.code == EXIT_CODE
+    monkeypatch.setattr("sys.argv", ["titan-disp", "report", str(run), "--out", str(out)])
+    cli.main()
+    assert "1 run," in capsys.readouterr().out
+    assert out.read_text().startswith("<!doctype html>")
+
+
+def test_runs_of_the_same_name_are_told_apart(tmp_path):
+    runs = [write_run(tmp_path / parent / "run", *whole(20)) for parent in ("a", "b")]
+    assert [run.name for run in gather(runs)] == [str(run) for run in runs]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "words"), [(0.2, "0 s"), (59.6, "1 min 0 s"), (7260, "2 h 1 min"), (200000, "2 d 7 h")]
+)
+def test_duration(seconds, words):
+    assert duration(seconds) == words
+
+
+MEASURE = """<script>addEventListener("load", () => {
+  const pictures = [...document.images];
+  parent.postMessage(JSON.stringify({
+    width: document.scrollingElement.scrollWidth,
+    window: innerWidth,
+    drawn: pictures.filter(p => p.naturalWidth > 0 && p.width > 200 && p.alt).length,
+    cut: pictures.filter(p => p.width > p.parentElement.clientWidth && p.parentElement.className != "wide").length,
+    scripts: document.scripts.length,
+    sections: [...document.querySelectorAll("section")].filter(s => s.offsetHeight > 50).map(s => s.id),
+  }), "*")
+})</script>"""
+
+# In a frame: Chromium's windows are no narrower than 500 pixels.
+FRAME = """<!doctype html><title></title><script>addEventListener("message", e => { document.title = e.data })</script>
+<iframe src="copy.html" style="border: 0" width="WIDTH" height="800"></iframe>"""
+
+
+@pytest.fixture(scope="module")
+def browser():
+    try:
+        return find_browser()
+    except RuntimeError as error:
+        pytest.skip(f"no browser: {error}")
+
+
+@pytest.mark.parametrize("width", [390, 1200])
+def test_in_a_browser(browser, compared, tmp_path, width):
+    """All is drawn, nothing is wider than the window, and no text of a run is executed even where scripts may be."""
+    page = compared.read_text()
+    copy = re.sub(r"<meta http-equiv[^>]*>", "", page).replace("</body>", MEASURE + "</body>")
+    (tmp_path / "copy.html").write_text(copy)
+    (tmp_path / "frame.html").write_text(FRAME.replace("WIDTH", str(width)))
+    dom = open_page(browser, tmp_path / "frame.html", 1300, 900)
+    found = json.loads(html.unescape(re.search(r"<title>(.*?)</title>", dom).group(1)))
+    assert found["window"] == width
+    assert found["width"] <= width
+    assert found["cut"] == 0
+    assert found["scripts"] == 1
+    assert found["sections"] == list(SECTIONS)
+    assert found["drawn"] == len(pictures(page)) == 16
+
+
+def test_screenshot(browser, compared, tmp_path):
+    """The page as it is, under its own policy: styled, and with its pictures."""
+    shot = tmp_path / "page.png"
+    open_page(browser, compared, 1200, 5000, shot)
+    image = np.asarray(Image.open(shot).convert("RGB"))
+    assert image.shape[:2] == (5000, 1200)
+    assert 0.05 < (image < 250).any(-1).mean() < 0.6
+    assert len(np.unique(image.reshape(-1, 3), axis=0)) > 500  # colour maps, not text alone
+
+
+@pytest.mark.slow
+def test_a_real_run(sample, tmp_path):
+    """Files as training writes them: rows, events, validation, measurements."""
+    run = tmp_path / "run"
+    options = (
+        *("--training.seq_len", "64", "--metrics.log_freq", "1", "--lr_scheduler.warmup_steps", "2"),
+        *("--condensation.interval", "2", "--validation.enable", "--validation.dataset", "c4_validation"),
+        *("--validation.dataset_path", f"{sample}", "--validation.seq_len", "64", "--validation.steps", "1"),
+        *("--validation.freq", "2", "--validation.local_batch_size", "4"),
+    )
+    train(DEMO, sample, run, *options, "--training.steps", "4")
+    found = gather([run])[0]
+    assert [r["step"] for r in found.rows] == list(range(1, 5))
+    assert list(found.condensation) == [0, 2, 4]
+    assert found.validation[4] == pytest.approx(found.rows[-1]["ce"], abs=1)  # of other text
+    assert [a.how() for a in found.attempts] == ["complete"]
+    page = write_report([run], tmp_path / "report.html").read_text()
+    assert cells(page, "step") == ["4 of 4"]
+    assert cells(page, "ranks") == ["1"]
+    assert len(pictures(page)) == 3 + 3 + 5 + 1 + 2 + 1

@@ -1,0 +1,1 @@
+"""One or several runs as one HTML page that needs nothing else: ``titan-disp report``."""

@@ -1,0 +1,77 @@
+"""The starts of a run: what ended each of them, and what was lost between them."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+BEGIN = ("start", "resume")
+END = ("complete", "stop", "save_failed")
+WHILE_LOADING = ("checkpoint_damaged", "streams_restarted")  # of a start whose resume event comes after them
+FAULTS = ("skip", "save_failed", *WHILE_LOADING)
+
+
+@dataclass
+class Attempt:
+    """One start of the training processes, seen through what it wrote.
+
+    Attributes:
+        began: time of its start or resume event.
+        job: SLURM's JOB.RESTARTS; empty without SLURM.
+        first_step: steps done at its begin.
+        times, steps: of its signs of life in order, the begin included.
+        end: its event of ``END``; None where it has none.
+    """
+
+    began: float
+    job: str
+    first_step: int
+    times: list[float]
+    steps: list[int]
+    end: Mapping[str, Any] | None = None
+
+    @property
+    def ended(self) -> float:
+        return self.times[-1]
+
+    @property
+    def last_step(self) -> int:
+        return max(self.steps)
+
+    def how(self) -> str:
+        """What ended it, by its events."""
+        if self.end is None:
+            return "without a word"
+        reason = self.end.get("reason") or self.end.get("error")
+        return self.end["event"].replace("_", " ") + (f": {reason}" if reason else "")
+
+
+def attempts(written: Sequence[Mapping[str, Any]], events: Sequence[Mapping[str, Any]]) -> list[Attempt]:
+    """In order of time; one where there are no events.
+
+    Args:
+        written: training rows of metrics.jsonl, all of them.
+        events: of events.jsonl, with times in seconds as the rows have them.
+    """
+    signs = [e for e in events if e["event"] not in WHILE_LOADING]
+    records = sorted([*written, *signs], key=lambda record: record["time"])
+    found: list[Attempt] = []
+    for record in records:
+        name = record.get("event")
+        if name in BEGIN or not found:
+            found.append(Attempt(record["time"], record.get("job", ""), record["step"], [], []))
+        current = found[-1]
+        current.times.append(record["time"])
+        current.steps.append(record["step"])
+        if name in END:
+            current.end = record
+    return found
+
+
+def repeated_steps(found: Sequence[Attempt]) -> list[int]:
+    """Steps after each attempt that the next one had to do again; they were lost with it."""
+    return [max(0, a.last_step - b.first_step) for a, b in zip(found, found[1:], strict=False)]
+
+
+def downtimes(found: Sequence[Attempt]) -> list[float]:
+    """Seconds from the last sign of each attempt to the begin of the next."""
+    return [b.began - a.ended for a, b in zip(found, found[1:], strict=False)]

@@ -1,0 +1,193 @@
+"""Charts of training: few points whatever the length of the run, and the same colour and dashes for a run in all of them."""
+
+import base64
+import io
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import matplotlib
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.dates import AutoDateLocator, ConciseDateFormatter
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, MaxNLocator
+from scipy.stats import binned_statistic
+
+from titan_disp.condensation.plot import LINES, MEAN_COSINE, OKABE_ITO, new_figure
+from titan_disp.condensation.record import Condensation
+from titan_disp.report.attempts import FAULTS, Attempt
+
+BINS = 500  # points of a line at most: two pixels each where a chart is widest
+SIZE = (5.6, 3.3)  # inches, of one column on a laptop; shrunk to a phone's width its letters can still be read
+BEGINNING = 0.05  # of a run, in which the loss falls from so high that the rest would look flat
+
+
+def drawing() -> AbstractContextManager[None]:
+    """Figures are made and written within it: text stays text, and the same figure has the same bytes."""
+    return matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "titan-disp", "font.size": 9.5})
+
+
+def to_uri(figure: Figure) -> str:
+    """An SVG picture as a data URI."""
+    file = io.BytesIO()
+    figure.savefig(file, format="svg", metadata={"Date": None})
+    return "data:image/svg+xml;base64," + base64.b64encode(file.getvalue()).decode()
+
+
+def plain(name: str) -> str:
+    """A run's name for matplotlib, which takes $…$ for mathematics and leaves out of legends what begins with _."""
+    return (" " if name.startswith("_") else "") + name.replace("$", r"\$")
+
+
+@dataclass(frozen=True)
+class Line:
+    """One run in a chart.
+
+    Attributes:
+        name: the run's.
+        x, y: [n] numbers; points where one of them is not finite are left out.
+        place: of the run in the report, which gives it its colour and dashes.
+        resumes: x where the run resumed, marked on the axis.
+    """
+
+    name: str
+    x: np.ndarray
+    y: np.ndarray
+    place: int
+    resumes: Sequence[float] = ()
+
+    @property
+    def style(self) -> dict[str, Any]:
+        return {"color": OKABE_ITO[self.place % len(OKABE_ITO)], "linestyle": LINES[self.place % len(LINES)]}
+
+
+def binned(x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """Means of x and y, least and greatest y, in at most ``BINS`` bins of equal width in x; all finite."""
+    finite = np.isfinite(x) & np.isfinite(y)
+    x, y = x[finite], y[finite]
+    if len(x) <= BINS:
+        return x, y, y, y
+    means, _, place = binned_statistic(x, [x, y], "mean", BINS)
+    low, high = (binned_statistic(x, y, name, BINS).statistic for name in ("min", "max"))
+    filled = np.unique(place) - 1
+    return means[0][filled], means[1][filled], low[filled], high[filled]
+
+
+Scale = Callable[[Axes, Sequence[Line]], None]
+
+
+def as_it_is(axes: Axes, lines: Sequence[Line]) -> None:
+    """Axis y over all of the values."""
+
+
+def from_zero(axes: Axes, lines: Sequence[Line]) -> None:
+    """Axis y from 0, for numbers whose ratios count."""
+    axes.set_ylim(bottom=0)
+    axes.yaxis.set_major_formatter(FuncFormatter(_short))
+
+
+def correlation(axes: Axes, lines: Sequence[Line]) -> None:
+    """Axis y over all that a correlation can be."""
+    axes.set_ylim(-1.05, 1.05)
+
+
+def by_factors(axes: Axes, lines: Sequence[Line]) -> None:
+    """Axis y logarithmic, where the values spread over more than a factor of 30."""
+    y = np.concatenate([line.y[np.isfinite(line.y)] for line in lines])
+    if y.min() > 0 and y.max() > 30 * y.min():
+        axes.set_yscale("log")
+
+
+def without_the_beginning(axes: Axes, lines: Sequence[Line]) -> None:
+    """Axis y over the values after the ``BEGINNING`` of the longest run."""
+    start = BEGINNING * max(np.nanmax(line.x) for line in lines)
+    later = np.concatenate([line.y[np.isfinite(line.y) & (line.x > start)] for line in lines])
+    if len(later) > 30 * len(lines):
+        margin = 0.05 * np.ptp(later) + 1e-9
+        axes.set_ylim(later.min() - margin, later.max() + margin)
+
+
+def curves(lines: Sequence[Line], xlabel: str, ylabel: str, scale: Scale) -> Figure:
+    """A line for each run; where points were put together, a line of means in a band from least to greatest."""
+    figure = new_figure(*SIZE)
+    axes = figure.subplots()
+    for line in lines:
+        x, y, low, high = binned(line.x, line.y)
+        if len(x) == BINS:
+            axes.fill_between(x, low, high, color=line.style["color"], alpha=0.2, linewidth=0)
+        marker = "o" if len(x) <= 30 else None
+        axes.plot(x, y, label=plain(line.name), linewidth=1.5, marker=marker, markersize=3, **line.style)
+        on_axis = axes.get_xaxis_transform()
+        heights = [0.025] * len(line.resumes)
+        axes.plot(line.resumes, heights, "^", color=line.style["color"], markersize=5, transform=on_axis)
+    axes.set_xlabel(xlabel)
+    axes.set_ylabel(ylabel)
+    axes.xaxis.set_major_formatter(FuncFormatter(_short))
+    scale(axes, lines)
+    axes.grid(alpha=0.3)
+    longest = max(len(line.name) for line in lines)
+    figure.legend(loc="outside upper center", ncols=1 if longest > 24 else 3)
+    return figure
+
+
+def _short(value: float, _: int) -> str:
+    """For ticks: 1.5 B, 20 M, 4 k. B: a thousand millions, in which tokens are counted."""
+    for size, letter in ((1e12, " T"), (1e9, " B"), (1e6, " M"), (1e3, " k")):
+        if abs(value) >= size:
+            return f"{value / size:g}{letter}"
+    return f"{value:g}"
+
+
+def layer_map(by_step: Mapping[int, Condensation], name: str) -> Figure:
+    """Mean cosine by layer and step of a run with two measurements or more; one colour scale for all runs."""
+    figure = new_figure(*SIZE)
+    axes = figure.subplots()
+    values = np.array([found.mean_cosine for found in by_step.values()]).T
+    layers = np.arange(len(values))
+    mesh = axes.pcolormesh(
+        list(by_step), layers, values, shading="nearest", cmap="magma_r", vmin=0, vmax=1, rasterized=True
+    )
+    axes.set_xlim(left=min(by_step))
+    axes.set_title(plain(name), fontsize=10)
+    axes.set_xlabel("step")
+    axes.set_ylabel("layer (0: embedding)")
+    axes.xaxis.set_major_formatter(FuncFormatter(_short))
+    axes.yaxis.set_major_locator(MaxNLocator(integer=True))
+    figure.colorbar(mesh, label=MEAN_COSINE)
+    return figure
+
+
+def _dates(seconds: Sequence[float] | np.ndarray) -> np.ndarray:
+    return (np.asarray(seconds, dtype=np.float64) * 1000).astype("datetime64[ms]")
+
+
+def timeline(found: Sequence[Attempt], events: Sequence[Mapping[str, Any]]) -> Figure:
+    """Steps against the clock (UTC), a row for each kind of event, and the time between attempts in grey."""
+    kinds = list(dict.fromkeys(event["event"] for event in events)) or ["no events"]
+    height = 0.22 * len(kinds) + 0.1
+    figure = new_figure(9, 3.1 + height)
+    above, below = figure.subplots(2, sharex=True, height_ratios=[2.4, height])
+    for attempt in found:
+        times, steps, *_ = binned(np.array(attempt.times), np.array(attempt.steps, dtype=np.float64))
+        above.plot(_dates(times), steps, color=OKABE_ITO[0], linewidth=1.8, marker="o" if len(times) < 3 else None)
+    for one, following in zip(found, found[1:], strict=False):
+        for axes in (above, below):
+            axes.axvspan(*_dates([one.ended, following.began]), color="0.85", linewidth=0)
+    for row, kind in enumerate(kinds):
+        times = _dates([event["time"] for event in events if event["event"] == kind])
+        marker, color = ("X", OKABE_ITO[1]) if kind in FAULTS else ("|", "black")
+        below.plot(times, [row] * len(times), marker, color=color, markersize=7)
+    below.set_yticks(range(len(kinds)), [kind.replace("_", " ") for kind in kinds])
+    below.set_ylim(len(kinds) - 0.5, -0.5)
+    below.set_xlabel("time (UTC)")
+    above.set_ylabel("step")
+    above.set_ylim(bottom=0)
+    above.yaxis.set_major_formatter(FuncFormatter(_short))
+    for axes in (above, below):
+        axes.grid(axis="x", alpha=0.3)
+    locator = AutoDateLocator()
+    below.xaxis.set_major_locator(locator)
+    below.xaxis.set_major_formatter(ConciseDateFormatter(locator))
+    return figure

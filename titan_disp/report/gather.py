@@ -1,0 +1,187 @@
+"""What a run's folder says, read once. A run that is still going, was cut off, or lacks files is fine."""
+
+import contextlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from titan_disp.condensation.record import Condensation, load_steps
+from titan_disp.errors import ConfigError
+from titan_disp.qwen3.flavors import flavors
+from titan_disp.qwen3.model import Qwen3DispModel
+from titan_disp.report.attempts import Attempt, attempts
+from titan_disp.report.configs import flatten
+from titan_disp.results.saved import is_run
+from titan_disp.run.folder import read_json_lines, read_metrics
+
+VALIDATION_LOSS = "validation_metrics/loss"  # TorchTitan's name for it in TensorBoard
+
+
+@dataclass(frozen=True)
+class Run:
+    """All times are seconds since the epoch.
+
+    Attributes:
+        path: the run's folder.
+        name: unique in the report.
+        config: config.json.
+        environment: environment.json; empty where there is none.
+        written: training rows of metrics.jsonl in the order of writing, with the steps repeated after a resume.
+        rows: those that count: one a step, ascending, none beyond ``step``.
+        events: events.jsonl.
+        condensation: measurements by step.
+        validation: loss by step.
+        failures: requeue.json, failures in a row without a new checkpoint; empty where there are none.
+        problems: what could not be read.
+    """
+
+    path: Path
+    name: str
+    config: dict[str, Any]
+    environment: dict[str, Any]
+    written: list[dict[str, Any]]
+    rows: list[dict[str, Any]]
+    events: list[dict[str, Any]]
+    condensation: dict[int, Condensation]
+    validation: dict[int, float]
+    failures: dict[str, Any]
+    problems: list[str]
+
+    @cached_property
+    def step(self) -> int:
+        """Steps done. After a resume these may be fewer than before it."""
+        return _newest_step(self.written, self.events)
+
+    @cached_property
+    def attempts(self) -> list[Attempt]:
+        return attempts(self.written, self.events)
+
+    @cached_property
+    def settings(self) -> dict[str, Any]:
+        """The config by dotted key."""
+        return flatten(self.config)
+
+    @property
+    def steps(self) -> int | None:
+        """Of the whole run."""
+        return self.settings.get("training.steps")
+
+    @property
+    def disperses(self) -> bool:
+        return bool(self.settings.get("dispersion.enabled"))
+
+    @property
+    def tokens_per_step(self) -> float:
+        """NaN before the first row."""
+        return self.series("tokens")[-1] / self.rows[-1]["step"] if self.rows else float("nan")
+
+    def series(self, key: str) -> np.ndarray:
+        """[rows] float64, NaN where a row lacks the number."""
+        return np.array([row.get(key) for row in self.rows], dtype=np.float64)
+
+    @cached_property
+    def parameters(self) -> int | None:
+        """Of the model, a tied embedding once; None for a flavor that this version does not know."""
+        flavor = self.settings.get("model.flavor", "")
+        if self.settings.get("model.name") != "qwen3_disp" or flavor not in list(flavors):
+            return None
+        args = flavors[flavor]
+        with torch.device("meta"):
+            return args.get_nparams_and_flops(Qwen3DispModel(args), args.max_seq_len)[0]
+
+
+def _newest_step(written: Sequence[dict[str, Any]], events: Sequence[dict[str, Any]]) -> int:
+    ends = [record for records in (written, events) for record in records[-1:]]
+    return max(ends, key=lambda record: record["time"])["step"] if ends else 0
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    with contextlib.suppress(FileNotFoundError):
+        return json.loads(path.read_text())
+    return {}
+
+
+def _read_events(path: Path) -> list[dict[str, Any]]:
+    if not path.exists():
+        return []
+    return [{**e, "time": datetime.fromisoformat(e["time"]).timestamp()} for e in read_json_lines(path)]
+
+
+def _read_validation(folder: Path) -> dict[int, float]:
+    """From TensorBoard's files: TorchTitan writes it there only. Steps repeated after a resume: the last counts."""
+    if (folder / "rank_0").is_dir():  # metrics.save_for_all_ranks
+        folder = folder / "rank_0"
+    keep = {"scalars": 0, "images": 1}  # 0: all of them
+    board = EventAccumulator(str(folder), size_guidance=keep, purge_orphaned_data=False).Reload()
+    if VALIDATION_LOSS not in board.Tags()["scalars"]:
+        return {}
+    return {event.step: event.value for event in board.Scalars(VALIDATION_LOSS)}
+
+
+def _read(path: Path, name: str) -> Run:
+    problems = []
+    try:
+        config = _read_json(path / "config.json")
+        written = [row for row in read_json_lines(path / "metrics.jsonl") if "condensation" not in row]
+        metrics = read_metrics(path)
+        events = _read_events(path / "events.jsonl")
+        environment = _read_json(path / "environment.json")
+        failures = _read_json(path / "requeue.json")
+    except (OSError, ValueError, KeyError) as error:
+        raise ConfigError(f"the run {str(path)!r} cannot be read: {type(error).__name__}: {error}") from error
+    try:
+        condensation = load_steps(path / "condensation")
+    except Exception as error:  # a damaged archive raises anything
+        condensation = {}
+        problems.append(f"the measurements in {path / 'condensation'} cannot be read: {error}")
+    validation = {}
+    if config.get("validation", {}).get("enable") and (board := path / config["metrics"]["save_tb_folder"]).is_dir():
+        validation = _read_validation(board)
+    step = _newest_step(written, events)
+    return Run(
+        path=path,
+        name=name,
+        config=config,
+        environment=environment,
+        written=written,
+        rows=[row for at, row in metrics.items() if at <= step],
+        events=events,
+        condensation={at: found for at, found in condensation.items() if at <= step},
+        validation={at: loss for at, loss in sorted(validation.items()) if at <= step},
+        failures=failures,
+        problems=problems,
+    )
+
+
+def gather(paths: Sequence[str | Path]) -> list[Run]:
+    """Read the runs, in this order.
+
+    Raises:
+        ConfigError: none, one that is no run's folder or cannot be read, or one named twice.
+    """
+    folders = [Path(path) for path in paths]
+    if not folders:
+        raise ConfigError("no run to report on: name one or several run folders (job.dump_folder)")
+    for folder in folders:
+        if not is_run(folder):
+            what = (
+                "lacks config.json or metrics.jsonl: it is no run's folder, or the run has logged nothing yet, or it was "
+                "TorchTitan's own trainer's, which writes no config.json"
+            )
+            raise ConfigError(
+                f"{str(folder)!r} {what if folder.exists() else 'does not exist'}; expected a job.dump_folder"
+            )
+    resolved = [folder.resolve() for folder in folders]
+    if len(set(resolved)) < len(resolved):
+        raise ConfigError(f"a run is named twice: {', '.join(map(str, folders))}")
+    short = [folder.name for folder in resolved]
+    names = short if len(set(short)) == len(short) else [str(folder) for folder in folders]
+    return [_read(folder, name) for folder, name in zip(folders, names, strict=True)]

@@ -1,0 +1,154 @@
+"""The pictures of the page, with what they show in words."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from titan_disp.condensation.plot import draw_heatmaps, new_figure, over_training
+from titan_disp.condensation.record import Condensation
+from titan_disp.report import charts
+from titan_disp.report.charts import Line, Scale, plain, to_uri
+from titan_disp.report.gather import Run
+
+LAST = "last block"
+SHOWN_STEPS = 7  # of all measurements, in a chart with a line for each
+
+
+@dataclass(frozen=True)
+class Picture:
+    """Attributes:
+    uri: the picture itself, a data URI.
+    alt: what it shows, for who does not see it.
+    wide: it needs the whole width of the page.
+    """
+
+    uri: str
+    alt: str
+    wide: bool = False
+
+
+def _ends(y: np.ndarray) -> str:
+    finite = y[np.isfinite(y)]
+    return f"{finite[0]:.4g} → {finite[-1]:.4g}" if len(finite) else "no number"
+
+
+def _lines(runs: Sequence[Run], x: str, key: str) -> list[Line]:
+    lines = []
+    for place, run in enumerate(runs):
+        at, values = run.series(x), run.series(key)
+        if np.isfinite(at + values).any():
+            per_step = run.tokens_per_step if x == "tokens" else 1.0
+            resumes = [e["step"] * per_step for e in run.events if e["event"] == "resume" and e["step"] <= run.step]
+            lines.append(Line(run.name, at, values, place, resumes))
+    return lines
+
+
+def _curves(lines: Sequence[Line], xlabel: str, ylabel: str, scale: Scale = charts.as_it_is) -> Iterator[Picture]:
+    if lines:
+        ends = "; ".join(f"{line.name}: {_ends(line.y)}" for line in lines)
+        yield Picture(to_uri(charts.curves(lines, xlabel, ylabel, scale)), f"{ylabel} against {xlabel}. {ends}")
+
+
+def losses(runs: Sequence[Run]) -> list[Picture]:
+    """Cross-entropy and dispersion apart, and the validation loss where there is one, against tokens."""
+    dispersing = [line for line in _lines(runs, "tokens", "dispersion") if runs[line.place].disperses]
+    validated = [
+        Line(run.name, np.array(list(run.validation)) * run.tokens_per_step, np.array(list(run.validation.values())), i)
+        for i, run in enumerate(runs)
+        if run.validation
+    ]
+    return [
+        *_curves(_lines(runs, "tokens", "ce"), "tokens", "cross-entropy (training)", charts.without_the_beginning),
+        *_curves(dispersing, "tokens", "dispersion loss, without λ"),
+        *_curves(validated, "tokens", "cross-entropy (validation)"),
+    ]
+
+
+def optimization(runs: Sequence[Run]) -> list[Picture]:
+    """What the optimizer and the machine did, against steps."""
+    return [
+        *_curves(_lines(runs, "step", "lr"), "step", "learning rate"),
+        *_curves(_lines(runs, "step", "grad_norm"), "step", "gradient norm, before clipping", charts.by_factors),
+        *_curves(_lines(runs, "step", "tps"), "step", "tokens/s of one rank", charts.from_zero),
+    ]
+
+
+def condensation_by_step(runs: Sequence[Run]) -> list[Picture]:
+    """How the cosines developed, in the runs that were measured twice or more."""
+    several = {place: run for place, run in enumerate(runs) if len(run.condensation) > 1}
+
+    def over_steps(
+        ylabel: str, read: Callable[[Condensation], float], scale: Scale = charts.as_it_is
+    ) -> Iterator[Picture]:
+        lines = [
+            Line(
+                run.name,
+                np.array(list(run.condensation)),
+                np.array([read(c) for c in run.condensation.values()]),
+                place,
+            )
+            for place, run in several.items()
+        ]
+        yield from _curves(lines, "step", ylabel, scale)
+
+    return [
+        *over_steps("mean cosine, last block", lambda found: found.mean_cosine[-1]),
+        *over_steps("mean cosine, average of all blocks", lambda found: found.mean_cosine[1:].mean()),
+        *over_steps("Spearman's ρ of mean cosine and depth", lambda found: found.spearman, charts.correlation),
+        *over_steps("Kendall's τ of mean cosine and depth", lambda found: found.kendall, charts.correlation),
+        *over_steps("effective rank, last block", lambda found: found.effective_rank[-1], charts.from_zero),
+    ]
+
+
+def condensation_maps(runs: Sequence[Run]) -> list[Picture]:
+    """Mean cosine by layer and step."""
+    return [
+        Picture(
+            to_uri(charts.layer_map(run.condensation, run.name)),
+            f"mean cosine by layer and step, {run.name}: {len(run.condensation)} measurements",
+        )
+        for run in runs
+        if len(run.condensation) > 1
+    ]
+
+
+def _some_steps(runs: Sequence[Run]) -> list[dict[int, Condensation]]:
+    """Of every run about ``SHOWN_STEPS`` measurements, evenly chosen, at the same steps where the runs share enough of them."""
+    shared = set.intersection(*(set(run.condensation) for run in runs))
+    some = []
+    for run in runs:
+        steps = sorted(shared if len(shared) > SHOWN_STEPS // 2 else run.condensation)
+        even = np.linspace(0, len(steps) - 1, SHOWN_STEPS).round().astype(int)
+        chosen = {steps[i] for i in even} | {max(run.condensation)}
+        some.append({step: run.condensation[step] for step in sorted(chosen)})
+    return some
+
+
+def condensation_by_layer(runs: Sequence[Run]) -> list[Picture]:
+    """Mean cosine by layer at some steps, and the cosines of all pairs in the first and the last measurement."""
+    measured = [run for run in runs if run.condensation]
+    if not measured:
+        return []
+    some = {plain(run.name): by_step for run, by_step in zip(measured, _some_steps(measured), strict=True)}
+    rows = [
+        {f"{plain(run.name)}, step {step:,}": run.condensation[step] for step in (min(by_step), max(by_step))}
+        for run, by_step in zip(measured, some.values(), strict=True)
+    ]
+    heatmaps = new_figure(7.5, 0.9 + 2.6 * len(rows))
+    draw_heatmaps(heatmaps, rows, LAST)
+    names = ", ".join(run.name for run in measured)
+    by_layer = f"mean cosine by layer, a line for each of some steps: {names}"
+    pairs = f"cosines of all pairs of tokens by layer, first and last measurement: {names}"
+    return [
+        Picture(to_uri(over_training(some, LAST)), by_layer, wide=True),
+        Picture(to_uri(heatmaps), pairs, wide=True),
+    ]
+
+
+def history(run: Run) -> Picture | None:
+    """Steps and events against time; None where nothing was logged."""
+    if not run.attempts:
+        return None
+    alt = f"steps and events of {run.name} against time, up to step {run.step}; number of starts: {len(run.attempts)}"
+    return Picture(to_uri(charts.timeline(run.attempts, run.events)), alt, wide=True)

@@ -1,0 +1,193 @@
+"""The tables of the page, all of them text."""
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from datetime import datetime, timezone
+from itertools import groupby
+from typing import Any
+
+import numpy as np
+
+from titan_disp.condensation.record import Condensation
+from titan_disp.report.attempts import downtimes, repeated_steps
+from titan_disp.report.configs import ABSENT, defaults, flatten, side_by_side, unlike
+from titan_disp.report.gather import Run
+from titan_disp.report.state import duration, state
+
+NOTHING = "–"
+LAST_ROWS = 10  # over which a training loss is averaged: that of one batch is noisy
+
+Rows = dict[str, list[str]]  # a heading, and a cell for each run
+
+
+def number(value: Any, digits: int = 5) -> str:
+    """Whole numbers in full, others to ``digits``; ``NOTHING`` for None, NaN and infinities."""
+    if value is None or not np.isfinite(value):
+        return NOTHING
+    return f"{value:,.0f}" if float(value).is_integer() else f"{value:,.{digits}g}"
+
+
+def when(seconds: float) -> str:
+    return datetime.fromtimestamp(seconds, timezone.utc).strftime("%Y-%m-%d %H:%M:%S UTC")
+
+
+def _setting(value: Any) -> str:
+    """As JSON, so that the empty string, null and false can be told apart."""
+    return json.dumps(value, ensure_ascii=False)
+
+
+def _filled(cells: Mapping[str, Callable[[Run], str]], runs: Sequence[Run]) -> Rows:
+    rows = {heading: [cell(run) for run in runs] for heading, cell in cells.items()}
+    return {heading: row for heading, row in rows.items() if set(row) != {NOTHING}}
+
+
+def _dispersion(run: Run) -> str:
+    s = run.settings
+    if not s.get("dispersion.enabled"):
+        return "off"
+    named = {"λ": "coeff", "τ": "tau", "layers": "layers", "variant": "variant", "estimator": "estimator"}
+    return ", ".join(f"{name} {s.get(f'dispersion.{key}', NOTHING)}" for name, key in named.items())
+
+
+def _failures(run: Run) -> str:
+    count = run.failures.get("failures")
+    return f"{count} in a row; the last: {run.failures.get('reason', NOTHING)}" if count else NOTHING
+
+
+def overview(runs: Sequence[Run], now: float) -> Rows:
+    """What the runs are and where they stand."""
+
+    def times(run: Run) -> tuple[str, str]:
+        found = run.attempts
+        if not found:
+            return NOTHING, NOTHING
+        end = found[-1].ended
+        return when(found[0].began), f"{when(end)}, {duration(now - end)} before this report"
+
+    cells: dict[str, Callable[[Run], str]] = {
+        "state": lambda run: ": ".join(state(run, now)),
+        "step": lambda run: f"{number(run.step)} of {number(run.steps)}",
+        "tokens seen": lambda run: number(run.step * run.tokens_per_step),
+        "tokens per step": lambda run: number(run.tokens_per_step),
+        "started": lambda run: times(run)[0],
+        "last sign of life": lambda run: times(run)[1],
+        "failures without a new checkpoint": _failures,
+        "model": lambda run: f"{run.settings.get('model.name')} {run.settings.get('model.flavor')}",
+        "parameters": lambda run: number(run.parameters),
+        "dispersion": _dispersion,
+        "ranks": lambda run: number(run.environment.get("world_size")),
+        "description": lambda run: run.settings.get("job.description") or NOTHING,
+        "folder": lambda run: str(run.path),
+        "not readable": lambda run: "; ".join(run.problems) or NOTHING,
+    }
+    return _filled(cells, runs)
+
+
+def final_numbers(runs: Sequence[Run]) -> Rows:
+    """What came out. The step that all runs have logged makes runs of different length comparable."""
+    shared = set.intersection(*({row["step"] for row in run.rows} for run in runs))
+    compared = max(shared) if len(runs) > 1 and shared else None
+
+    def last(key: str, rows: int = 1) -> Callable[[Run], str]:
+        return lambda run: number(run.series(key)[-rows:].mean() if run.rows else None)
+
+    def at_compared(run: Run) -> str:
+        return number(next((row.get("ce") for row in run.rows if row["step"] == compared), None))
+
+    def measured(read: Callable[[Condensation], float], which: int = -1) -> Callable[[Run], str]:
+        return lambda run: number(read(list(run.condensation.values())[which]) if run.condensation else None)
+
+    def throughput(run: Run) -> str:
+        tps = run.series("tps")
+        return number(np.median(tps[np.isfinite(tps)]) if np.isfinite(tps).any() else None)
+
+    cells: dict[str, Callable[[Run], str]] = {
+        "cross-entropy, last row": last("ce"),
+        f"cross-entropy, mean of the last {LAST_ROWS} rows": last("ce", LAST_ROWS),
+        f"cross-entropy at step {number(compared)}, the latest of all runs": at_compared,
+        "validation loss, last": lambda run: number(list(run.validation.values())[-1] if run.validation else None),
+        "dispersion loss, last row": lambda run: last("dispersion")(run) if run.disperses else NOTHING,
+        "gradient norm, last row": last("grad_norm"),
+        "tokens/s of one rank, median": throughput,
+        "mean cosine of the last block, first": measured(lambda found: found.mean_cosine[-1], 0),
+        "mean cosine of the last block, last": measured(lambda found: found.mean_cosine[-1]),
+        "Spearman's ρ of mean cosine and depth, last": measured(lambda found: found.spearman),
+        "Kendall's τ of mean cosine and depth, last": measured(lambda found: found.kendall),
+        "effective rank of the last block, last": measured(lambda found: found.effective_rank[-1]),
+    }
+    return _filled(cells, runs)
+
+
+def data_counters(runs: Sequence[Run]) -> Rows:
+    """What the data loaders counted until the last row: sums over all ranks, but for epoch and seconds_waited, the largest."""
+    counters = [run.rows[-1].get("data") or {} if run.rows else {} for run in runs]
+    return {
+        key.replace("_", " "): [number(None if value is ABSENT else value) for value in values]
+        for key, values in side_by_side(counters).items()
+    }
+
+
+def config_differences(runs: Sequence[Run]) -> tuple[Rows, Rows]:
+    """Of default and runs: the keys in which the runs differ, and those that they share but that are not the default's."""
+    every = side_by_side([defaults(), *(run.settings for run in runs)])
+    differ = {key: values for key, values in every.items() if unlike(values[1:])}
+    shared = {key: values for key, values in every.items() if unlike(values) and key not in differ}
+    return _as_settings(differ), _as_settings(shared)
+
+
+def environments(runs: Sequence[Run]) -> Rows:
+    """environment.json: packages, machine and accelerators of the latest start."""
+    return _as_settings(side_by_side([flatten(run.environment) for run in runs]))
+
+
+def _as_settings(rows: Mapping[str, Sequence[Any]]) -> Rows:
+    return {key: [NOTHING if value is ABSENT else _setting(value) for value in values] for key, values in rows.items()}
+
+
+def starts(run: Run, now: float) -> list[list[str]]:
+    """A line for each: number, SLURM job, begin, duration, first and last step, tokens/s, steps repeated, time to next, end."""
+    found = run.attempts
+    repeated, gaps = [*repeated_steps(found), None], [*downtimes(found), None]
+    ends = [one.how() for one in found]
+    if state(run, now)[0] == "running":
+        ends[-1] = "not yet"
+    lines = []
+    for i, one in enumerate(found):
+        seconds = one.ended - one.began
+        pace = (one.last_step - one.first_step) * run.tokens_per_step / seconds if seconds else None
+        begin = [str(i + 1), one.job or NOTHING, when(one.began), duration(seconds)]
+        steps = [number(one.first_step), number(one.last_step), number(pace, 4), number(repeated[i])]
+        lines.append([*begin, *steps, NOTHING if (gap := gaps[i]) is None else duration(gap), ends[i]])
+    return lines
+
+
+def _collapsed(events: Sequence[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
+    """Events in groups: checkpoints in a row together, also skips; any other by itself."""
+
+    def key(numbered: tuple[int, dict[str, Any]]) -> str | int:
+        i, event = numbered
+        return event["event"] if event["event"] in ("checkpoint", "skip") else i
+
+    for _, group in groupby(enumerate(events), key):
+        yield [event for _, event in group]
+
+
+def events(run: Run) -> list[list[str]]:
+    """Time, event, step, what else it says; checkpoints in a row are one line."""
+    lines = []
+    for group in _collapsed(run.events):
+        first, last = group[0], group[-1]
+        more = len(group) > 1
+        details = {k: v for k, v in last.items() if k not in ("time", "event", "step") and v not in ({}, "", None)}
+        lines.append(
+            [
+                when(first["time"]) + (f" – {when(last['time'])}" if more else ""),
+                first["event"].replace("_", " ") + (f" × {len(group)}" if more else ""),
+                number(first["step"]) + (f" – {number(last['step'])}" if more else ""),
+                "; ".join(
+                    f"{key.replace('_', ' ')}: {value if isinstance(value, str) else _setting(value)}"
+                    for key, value in details.items()
+                ),
+            ]
+        )
+    return lines
