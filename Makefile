@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 NPROC ?= 2
 DATA := data/sample
 
-.PHONY: setup demo test test-fast test-night slurm-test lint format clean
+.PHONY: setup demo figure test test-fast test-night slurm-test lint format clean
 
 setup: $(VENV)/.ready
 
@@ -27,6 +27,10 @@ $(DATA)/README.md: | setup
 
 demo: setup $(DATA)/README.md
 	$(BIN)/titan-disp train train_configs/demo_cpu.toml --nproc $(NPROC)
+
+# docs/condensation.*: six runs, dispersion off and on with three seeds. Complete runs in outputs/figure are not trained again.
+figure: setup $(DATA)/README.md
+	$(BIN)/python benchmarks/figure.py --nproc $(NPROC) --data $(DATA)
 
 test: setup
 	$(BIN)/python -m pytest -m "not night"

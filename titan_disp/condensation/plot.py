@@ -19,7 +19,7 @@ from matplotlib.ticker import MaxNLocator
 
 from titan_disp.condensation.record import Condensation
 
-LAST_BLOCK = "last block"  # what the last layer is: a block's output as it leaves it
+LAST_BLOCK = "before the final norm"  # what the last layer is, where activations are the blocks' outputs
 MEAN_COSINE = "mean pairwise cosine"
 COLUMNS = 3  # of heatmaps
 # Okabe & Ito's colours, which colour-blind readers tell apart, without their yellow, which is faint on white.
@@ -38,12 +38,12 @@ def new_figure(width: float, height: float) -> Figure:
 def draw_heatmaps(figure: FigureBase, rows: Sequence[Mapping[str, Condensation]], last: str = LAST_BLOCK) -> None:
     """Measurements by title, in rows, with shared axes and one colour scale.
 
-    A layer is a column of 128 bins of the cosine, and the line is its mean. The scale is logarithmic from 10⁻⁴ to 1, so
+    A layer is a column of 128 bins of the cosine, and the line is its mean. The scale is logarithmic from 10⁻³ to 1, so
     that a layer whose pairs fill a single bin and one whose pairs fill a hundred are both readable; emptier bins are blank.
     """
     alike = len({len(found.mean_cosine) for row in rows for found in row.values()}) == 1
     grid = figure.subplots(len(rows), max(map(len, rows)), sharex=alike, sharey=True, squeeze=False)
-    least = 1e-4
+    least = 1e-3
     for axes_row, row in zip(grid, rows, strict=True):
         for axes in axes_row[len(row) :]:
             axes.set_axis_off()

@@ -1,0 +1,347 @@
+"""titan-disp condensation, on runs and Hugging Face models of random weights; make figure, on runs that train."""
+
+import csv
+import json
+import re
+import shutil
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+import transformers
+from matplotlib.image import imread
+from scipy import stats
+
+from tests.cluster_of_one import ROOT, environment
+from tests.saved_run import random_model, save_run
+from titan_disp import cli
+from titan_disp.condensation.record import EDGES, Condensation
+from titan_disp.data.sample import documents
+from titan_disp.errors import ConfigError
+from titan_disp.inspection.targets import find_targets
+from titan_disp.inspection.texts import cut_sequences, read_texts
+from titan_disp.results.export import export
+from titan_disp.run.folder import read_json_lines
+
+N = 48  # tokens per sequence
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    path = tmp_path_factory.mktemp("text") / "plain.txt"
+    path.write_text("\n".join(document["text"] for document in documents()[-60:]))
+    return path
+
+
+def save_hugging_face(model, tokenizer, folder):
+    model.save_pretrained(folder)
+    shutil.copy(tokenizer / "tokenizer.json", folder)
+    config = {"eos_token": "<|endoftext|>", "tokenizer_class": "PreTrainedTokenizerFast"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def gpt2(tmp_path_factory, hf_tokenizer):
+    torch.manual_seed(0)
+    config = transformers.GPT2Config(vocab_size=2048, n_positions=N, n_embd=32, n_layer=3, n_head=2)
+    model = transformers.GPT2LMHeadModel(config)
+    return save_hugging_face(model, hf_tokenizer, tmp_path_factory.mktemp("models") / "gpt2")
+
+
+@pytest.fixture(scope="module")
+def qwen3(tmp_path_factory, hf_tokenizer):
+    """In bfloat16, as models are published."""
+    torch.manual_seed(1)
+    config = transformers.Qwen3Config(
+        vocab_size=2048, hidden_size=32, intermediate_size=64, num_hidden_layers=4, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=16, max_position_embeddings=128, tie_word_embeddings=True,
+    )  # fmt: skip
+    model = transformers.Qwen3ForCausalLM(config).bfloat16()
+    return save_hugging_face(model, hf_tokenizer, tmp_path_factory.mktemp("models") / "qwen3")
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory, hf_tokenizer):
+    """A run with checkpoints of steps 10 and 20, of random weights: the final norm's are not ones, so that it counts."""
+    folder = save_run(tmp_path_factory.mktemp("runs") / "run", random_model(), hf_tokenizer, step=10)
+    dcp.save(random_model(0.1).state_dict(), checkpoint_id=folder / "checkpoint" / "step-20", no_dist=True)
+    return folder
+
+
+@pytest.fixture
+def command(monkeypatch):
+    def run_command(*arguments):
+        monkeypatch.setattr(sys, "argv", ["titan-disp", "condensation", *map(str, arguments)])
+        cli.main()
+
+    return run_command
+
+
+def by_the_papers_formulas(hidden_states):
+    """Mean, standard deviation, histogram [layers, …] over all N² cosines of [layers][B, N, F], in numpy."""
+    u = np.stack([z.double().numpy() for z in hidden_states])
+    u /= np.linalg.norm(u, axis=-1, keepdims=True)
+    cosines = np.einsum("lbnf,lbmf->lbnm", u, u).clip(-1, 1)
+    angles = 0.5 - (np.arccos(cosines) / np.pi)[..., ~np.eye(u.shape[2], dtype=bool)].mean((1, 2))
+    histograms = np.stack([np.histogram(c, EDGES)[0] / c.size for c in cosines])
+    return cosines.mean((1, 2, 3)), cosines.std((1, 2, 3)), angles, histograms
+
+
+@pytest.mark.parametrize("name", ["gpt2", "qwen3"])
+def test_numbers_are_the_papers(name, request, command, text, tmp_path, capsys):
+    folder = request.getfixturevalue(name)
+    command(folder, "--text", text, "--out", tmp_path, "--sequences", 5, "--max-length", N, "--batch-size", 2)
+
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    tokens = cut_sequences(read_texts(text, None, 0), lambda t: tokenizer.encode(t, add_special_tokens=False), 5, N)
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder).float().eval()
+    with torch.no_grad():
+        mean, std, angles, histograms = by_the_papers_formulas(model(tokens, output_hidden_states=True).hidden_states)
+
+    found = Condensation.load(tmp_path / f"{name}.npz")
+    assert (found.sequences, found.tokens) == (5, N)
+    for got, expected in ((found.mean_cosine, mean), (found.std_cosine, std), (found.angular_distance, angles)):
+        np.testing.assert_allclose(got, expected, atol=1e-5)  # float32 forwards of other batch sizes
+    # Where a cosine lies on an edge its bin is a matter of rounding: a few of 11520 pairs.
+    np.testing.assert_allclose(found.histogram, histograms, atol=5e-4)
+    layers = range(len(mean))
+    content = json.loads((tmp_path / "metrics.json").read_text())["targets"][0]
+    np.testing.assert_allclose(content["mean_cosine"], mean, atol=1e-5)
+    assert content["spearman"] == pytest.approx(stats.spearmanr(layers, mean).statistic)
+    assert content["kendall"] == pytest.approx(stats.kendalltau(layers, mean).statistic)
+    rows = list(csv.DictReader(open(tmp_path / "metrics.csv")))  # noqa: SIM115
+    assert [(row["target"], int(row["layer"])) for row in rows] == [(name, layer) for layer in layers]
+    assert [float(row["mean_cosine"]) for row in rows] == found.mean_cosine.tolist()
+    assert f"{found.spearman:.3f}" in capsys.readouterr().out
+
+
+def test_a_run_and_its_hugging_face_form_agree(command, run, text, tmp_path):
+    export(run, tmp_path / "twin")
+    command(run, tmp_path / "twin", "--text", text, "--out", tmp_path, "--sequences", 4)
+    ours, theirs = (Condensation.load(tmp_path / f"{name}.npz") for name in ("run-step-20", "twin"))
+    assert (ours.sequences, ours.tokens) == (theirs.sequences, theirs.tokens) == (4, 64)
+    # float32 in another order of operations.
+    for name in ("mean_cosine", "std_cosine", "angular_distance"):
+        np.testing.assert_allclose(getattr(ours, name), getattr(theirs, name), atol=1e-5, err_msg=name)
+    np.testing.assert_allclose(ours.effective_rank, theirs.effective_rank, rtol=1e-4)
+    assert len(ours.mean_cosine) == 7
+    assert np.ptp(ours.mean_cosine) > 0.1  # layers differ: agreement says something
+
+
+def test_pictures_of_a_run_and_a_model(command, run, gpt2, text, tmp_path, capsys):
+    command(run, gpt2, "--all-steps", "--text", text, "--out", tmp_path, "--sequences", 2)
+    names = ["run-step-10", "run-step-20", "gpt2"]
+    pictures = {
+        *(f"heatmap-{n}.png" for n in names),
+        "side_by_side.png",
+        "depth.png",
+        "mean_cosine.png",
+        "over_training.png",
+    }
+    tables = {*(f"{n}.npz" for n in names), "metrics.json", "metrics.csv"}
+    assert {path.name for path in tmp_path.iterdir()} == pictures | tables
+    for picture in pictures:
+        height, width, _ = (pixels := imread(tmp_path / picture)).shape
+        assert width >= 800, picture
+        assert height >= 200, picture
+        ink = (pixels[..., :3] < 0.9).any(-1)
+        assert 0.01 < ink.mean() < 0.9, picture
+        # Something is drawn everywhere: no quarter of the picture is blank.
+        for quarter in (ink[: height // 2], ink[height // 2 :], ink[:, : width // 2], ink[:, width // 2 :]):
+            assert quarter.any(), picture
+    told = capsys.readouterr()
+    assert all(name in told.out for name in names)
+    assert f"sequences of {N} tokens, not 512: gpt2 has no more positions" in told.err
+
+
+def test_seed_decides_the_sample(command, gpt2, text, tmp_path):
+    for out, seed in (("a", 3), ("b", 3), ("c", 4)):
+        command(gpt2, "--text", text, "--out", tmp_path / out, "--sequences", 2, "--seed", seed)
+    a, b, c = (json.loads((tmp_path / out / "metrics.json").read_text())["targets"][0] for out in "abc")
+    assert a == b
+    assert a["mean_cosine"] != c["mean_cosine"]
+
+
+def test_dataset_is_a_folders_validation_split(command, gpt2, sample, tmp_path):
+    split = sample / "en" / "c4-validation.00000-of-00001.json.gz"
+    sources = {
+        "folder": ("--dataset", sample),
+        "glob": ("--dataset", f"{sample}/en/*valid*"),
+        "file": ("--text", split),
+    }
+    for out, source in sources.items():
+        command(gpt2, *source, "--out", tmp_path / out, "--sequences", 2)
+    a, b, c = (json.loads((tmp_path / out / "metrics.json").read_text())["targets"] for out in sources)
+    assert a == b == c
+
+
+def test_plain_text_is_read_whole_and_shuffled(text):
+    pieces = read_texts(text, None, seed=0)
+    assert len(pieces) > 3
+    assert "".join(sorted(pieces, key=text.read_text().index)) == text.read_text()
+    assert pieces != read_texts(text, None, seed=1)
+    assert pieces == read_texts(text, None, seed=0)
+
+
+def test_short_texts_give_fewer_or_shorter_sequences():
+    def encode(text):
+        return [ord(c) for c in text]
+
+    assert cut_sequences(["abc", "de"], encode, 2, 3).tolist() == [[97, 98, 99], [10, 10, 100]]
+    assert cut_sequences(["abc", "de"], encode, 9, 3).shape == (2, 3)
+    assert cut_sequences(["abc"], encode, 2, 9).tolist() == [[97, 98, 99]]
+
+
+def test_bad_documents_are_passed_over(tmp_path, capsys):
+    file = tmp_path / "some.jsonl"
+    file.write_text('{"text": "one"}\nnot json\n{"text": ""}\n{"text": "two"}\n')
+    assert sorted(read_texts(file, None, 0)) == ["one", "two"]
+    assert "2 bad documents were passed over" in capsys.readouterr().err
+
+
+def test_names_tell_targets_apart(gpt2, run, tmp_path):
+    for name in ("a", "b"):
+        shutil.copytree(gpt2, tmp_path / name / "model")
+    one, two = tmp_path / "a" / "model", tmp_path / "b" / "model"
+    assert list(find_targets([str(one), str(run)], False, None)) == ["model", "run-step-20"]
+    assert list(find_targets([str(one), str(two), f"{one}/"], False, None)) == ["a-model", "b-model"]
+    assert list(find_targets([str(run), f"{run}/step-20", f"{run}/10"], False, None)) == ["run-step-20", "run-step-10"]
+
+
+def small_vocabulary(gpt2, folder):
+    config = transformers.GPT2Config(vocab_size=100, n_positions=N, n_embd=8, n_layer=1, n_head=1)
+    return save_hugging_face(transformers.GPT2LMHeadModel(config), gpt2, folder)
+
+
+def partial_weights(gpt2, folder):
+    shutil.copytree(gpt2, folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"n_layer": 4}))
+    return folder
+
+
+def without_weights(gpt2, folder):
+    return shutil.copytree(gpt2, folder, ignore=shutil.ignore_patterns("*.safetensors"))
+
+
+def diverged(gpt2, folder):
+    model = transformers.AutoModelForCausalLM.from_pretrained(gpt2)
+    with torch.no_grad():
+        model.transformer.h[1].mlp.c_proj.bias[0] = float("nan")
+    return save_hugging_face(model, gpt2, folder)
+
+
+def without_tokenizer(gpt2, folder):
+    return shutil.copytree(gpt2, folder, ignore=shutil.ignore_patterns("token*"))
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (small_vocabulary, "has 2048 tokens, but .* vocabulary of 100"),
+        (partial_weights, "holds no whole causal language model: 12 weights are missing"),
+        (diverged, "layer 2 has values that are not finite"),
+        (without_weights, "has a config.json but no weights"),
+        (without_tokenizer, "holds no tokenizer. Name another folder with --tokenizer DIR"),
+    ],
+)
+def test_unusable_models(make, message, gpt2, text, tmp_path, command, capsys):
+    folder = make(gpt2, tmp_path / "model")
+    capsys.readouterr()
+    with pytest.raises(SystemExit, match="2"):
+        command(folder, "--text", text, "--out", tmp_path / "out", "--sequences", 1)
+    told = capsys.readouterr().err
+    assert re.search(f"titan-disp: error: .*{message}", told), told
+    assert not list(tmp_path.glob("out/*"))  # nothing that looks like a result
+
+
+def test_another_tokenizer(gpt2, sample, text, command, tmp_path):
+    """--tokenizer serves a model whose own cannot be loaded, and is refused where it does not fit."""
+    folder = without_tokenizer(gpt2, tmp_path / "model")
+    command(folder, "--tokenizer", sample / "tokenizer", "--text", text, "--out", tmp_path / "out", "--sequences", 1)
+    small = small_vocabulary(gpt2, tmp_path / "small")
+    with pytest.raises(ConfigError, match="2048 tokens, but the model .* vocabulary of 100"):
+        find_targets([str(small)], False, sample / "tokenizer")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("nothing-here",), "'nothing-here' does not exist"),
+        (("{tmp}",), "is not a run's folder"),
+        (("{run}/7",), "has no checkpoint of step 7; it has 10, 20"),
+        ((), "expected at least one target"),
+        (("{gpt2}", "--all-steps"), "--all-steps needs a run's folder"),
+        (("{gpt2}", "--dataset", "x"), "expected one of --text FILE and --dataset PATH"),
+        (("{gpt2}", "--sequences", "0"), "--sequences is 0, expected at least 1"),
+        (("{gpt2}", "--max-length", "1"), "--max-length is 1, expected at least 2"),
+        (("{gpt2}", "--batch-size", "0"), "--batch-size is 0, expected at least 1"),
+        (("{gpt2}", "--device", "tpu"), "--device 'tpu' cannot be used here"),
+        (("{gpt2}", "--out", "{gpt2}/config.json"), "is no folder to write into"),
+        (("{gpt2}", "--tokenizer", "{tmp}"), "holds no tokenizer file"),
+        (("{run}", "--tokenizer", "{tmp}"), "holds no tokenizer file"),
+    ],
+)
+def test_bad_options(options, message, gpt2, run, text, tmp_path, command, capsys):
+    filled = [option.format(gpt2=gpt2, run=run, tmp=tmp_path) for option in options]
+    with pytest.raises(SystemExit, match="2"):
+        command("--text", text, "--out", tmp_path / "out", *filled)
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "is not a file; expected plain text, or documents"),
+        (b"", "holds no text"),
+        (b"a", "the text has 1 tokens, expected at least 2"),
+        (b"caf\xe9", "is not UTF-8 text"),
+    ],
+)
+def test_bad_texts(content, message, gpt2, tmp_path, command, capsys):
+    if content is not None:
+        (tmp_path / "text").write_bytes(content)
+    with pytest.raises(SystemExit, match="2"):
+        command(gpt2, "--text", tmp_path / "text", "--out", tmp_path / "out")
+    assert message in capsys.readouterr().err
+
+
+def test_no_such_dataset(gpt2, tmp_path, command, capsys):
+    (tmp_path / "c4-train.json").write_text('{"text": "a b"}')
+    for dataset, message in (("no", "--dataset is 'no', which does not exist"), (tmp_path, "holds no validation data")):
+        with pytest.raises(SystemExit, match="2"):
+            command(gpt2, "--dataset", dataset, "--out", tmp_path / "out")
+        assert message in capsys.readouterr().err
+
+
+def test_a_checkpoint_without_a_model(run, text, tmp_path, command, capsys):
+    broken = shutil.copytree(run, tmp_path / "run")
+    config = json.loads((broken / "config.json").read_text())
+    config["model"]["flavor"] = "debugmodel"
+    (broken / "config.json").write_text(json.dumps(config))
+    with pytest.raises(SystemExit, match="2"):
+        command(broken, "--text", text, "--out", tmp_path / "out")
+    assert "holds no model of flavor 'debugmodel'" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_figure(sample, tmp_path):
+    """make figure's script on two runs of two steps; a second time, nothing is trained."""
+    argv = [sys.executable, str(ROOT / "benchmarks" / "figure.py"), "--seeds", "5", "--steps", "2", "--nproc", "1"]
+    argv += ["--data", str(sample), "--runs", str(tmp_path / "runs"), "--docs", str(tmp_path), "--sequences", "2"]
+    for _ in range(2):
+        done = subprocess.run(argv, capture_output=True, text=True, env=environment(), cwd=ROOT, timeout=300)
+        assert done.returncode == 0, done.stderr[-3000:]
+    (row,) = json.loads((tmp_path / "condensation.json").read_text())["rows"]
+    middle = {state: row["condensation"][state]["mean_cosine"][3:5] for state in ("off", "on")}
+    assert row["middle_layers"] == [3, 4]
+    assert row["lowered_by"] == pytest.approx(np.mean(middle["off"]) - np.mean(middle["on"]))
+    assert row["held_out_cross_entropy"]["off"] == pytest.approx(np.log(2048), abs=1)  # hardly trained
+    assert f"| 5 | {np.mean(middle['off']):.3f} |" in (tmp_path / "condensation.md").read_text()
+    assert imread(tmp_path / "condensation.png").shape[1] >= 800
+    for run in (tmp_path / "runs").iterdir():
+        assert [e["event"] for e in read_json_lines(run / "events.jsonl")].count("complete") == 1

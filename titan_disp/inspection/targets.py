@@ -1,0 +1,190 @@
+"""Models to look into: checkpoints of runs, and Hugging Face folders of causal language models."""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torchtitan.components.tokenizer import BaseTokenizer, HuggingFaceTokenizer
+
+from titan_disp.data.tokenizer import load_tokenizer
+from titan_disp.errors import ConfigError
+from titan_disp.results.saved import SavedModel, find_saved, is_run, load_model, saved_models
+
+Encode = Callable[[str], list[int]]
+Layers = Callable[[Tensor], Sequence[Tensor]]
+"""[B, N] token ids → activations [B, N, F] of the embedding, of every block but the last, and of the final norm.
+
+Hugging Face's last hidden state is after the final norm. Ours is taken there too, so that like is compared with like.
+"""
+LAST = "after the final norm"
+
+
+@dataclass(frozen=True)
+class Target:
+    """A model that has been found, with its tokenizer; the weights are read by ``load``.
+
+    Attributes:
+        folder: of the checkpoint or of the Hugging Face model.
+        run, step: of a checkpoint; None for a Hugging Face model.
+        max_tokens: positions that the model knows; None: any number.
+        vocab_size: token ids that it knows.
+        encode: text → token ids, without special tokens.
+        load: device → the model's layers, in float32 and eval mode. Raises ConfigError where weights are missing.
+    """
+
+    folder: Path
+    run: Path | None
+    step: int | None
+    max_tokens: int | None
+    vocab_size: int
+    encode: Encode
+    load: Callable[[torch.device], Layers]
+
+
+def find_targets(names: Sequence[str], all_steps: bool, tokenizer: Path | None) -> dict[str, Target]:
+    """The models by a name for files, each model once.
+
+    Args:
+        names: RUN, RUN/STEP, or a Hugging Face folder.
+        all_steps: all checkpoints of a RUN, not the newest only.
+        tokenizer: folder to use instead of each model's own tokenizer.
+
+    Raises:
+        ConfigError: nothing there, no model, or a tokenizer that does not fit.
+    """
+    if not names:
+        raise ConfigError("expected at least one target: a run's folder (job.dump_folder), or a Hugging Face model")
+    if all_steps and not any(is_run(name) for name in names):
+        raise ConfigError(f"--all-steps needs a run's folder (job.dump_folder), but was given {', '.join(names)}")
+    found: dict[Path, Target] = {}
+    for name in names:
+        if _is_hugging_face(Path(name)):
+            targets = [_hugging_face_target(Path(name), tokenizer)]
+        else:
+            saved = saved_models(name) if all_steps and is_run(name) else [find_saved(name)]
+            targets = [_run_target(one, tokenizer) for one in saved]
+        found |= {target.folder.resolve(): target for target in targets}
+    return dict(zip(_file_names(found.values()), found.values(), strict=True))
+
+
+def _file_names(targets: Iterable[Target]) -> list[str]:
+    """The folder's name, and the step; as many parent folders before it as tell all targets apart."""
+    paths = [(target.run or target.folder).resolve().parts[1:] for target in targets]
+    steps = ["" if target.step is None else f"-step-{target.step}" for target in targets]
+    for depth in range(1, max(map(len, paths)) + 1):
+        names = ["-".join(parts[-depth:]) + step for parts, step in zip(paths, steps, strict=True)]
+        if len(set(names)) == len(names):
+            return names
+    return [f"{i}-{name}" for i, name in enumerate(names)]  # /a/b-c and /a-b/c
+
+
+def _encoder(tokenizer: BaseTokenizer) -> Encode:
+    if isinstance(tokenizer, HuggingFaceTokenizer):  # whose own encode adds what the file's post-processor adds
+        return lambda text: tokenizer.tokenizer.encode(text, add_special_tokens=False).ids
+    return tokenizer.encode
+
+
+def _run_target(saved: SavedModel, tokenizer: Path | None) -> Target:
+    args = saved.model_args()
+
+    def load(device: torch.device) -> Layers:
+        model = load_model(saved).to(device)
+        model.output = torch.nn.Identity()  # the "logits" are then what the final norm gives, without N × V numbers
+
+        def layers(tokens: Tensor) -> Sequence[Tensor]:
+            normed, activations = model(tokens, return_activations=range(args.n_layers))
+            return [*activations, normed]
+
+        return layers
+
+    return Target(
+        folder=saved.folder,
+        run=saved.run,
+        step=saved.step,
+        max_tokens=args.max_seq_len,
+        vocab_size=args.vocab_size,
+        encode=_encoder(saved.tokenizer(tokenizer)),
+        load=load,
+    )
+
+
+def _is_hugging_face(folder: Path) -> bool:
+    return (folder / "config.json").is_file() and not is_run(folder)
+
+
+def _hugging_face_target(folder: Path, tokenizer_folder: Path | None) -> Target:
+    import transformers  # seconds, which runs alone do not need
+
+    if not any(folder.glob("*.safetensors")) and not any(folder.glob("pytorch_model*.bin")):
+        raise ConfigError(
+            f"{str(folder)!r} has a config.json but no weights (*.safetensors or pytorch_model*.bin); "
+            "expected a run's folder or a Hugging Face model"
+        )
+    try:
+        config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True).get_text_config()
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{str(folder)!r} is not a model that transformers knows: {error}") from error
+    if tokenizer_folder is not None:
+        own = load_tokenizer(tokenizer_folder)
+        encode, tokens = _encoder(own), own.get_vocab_size()
+    else:
+        theirs = _their_tokenizer(folder)
+        encode, tokens = partial(_encode_theirs, theirs), len(theirs)
+    if tokens > config.vocab_size:
+        raise ConfigError(
+            f"the tokenizer in {str(tokenizer_folder or folder)!r} has {tokens} tokens, but the model {str(folder)!r} has a "
+            f"vocabulary of {config.vocab_size}: it is not this model's tokenizer"
+        )
+    return Target(
+        folder=folder,
+        run=None,
+        step=None,
+        max_tokens=getattr(config, "max_position_embeddings", None),
+        vocab_size=config.vocab_size,
+        encode=encode,
+        load=partial(_load_hugging_face, folder),
+    )
+
+
+def _their_tokenizer(folder: Path) -> Any:
+    import transformers
+
+    hint = "Name another folder with --tokenizer DIR"
+    try:
+        tokenizer = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    except Exception as error:  # tokenizers raises bare Exceptions
+        raise ConfigError(f"transformers cannot load the tokenizer in {str(folder)!r}: {error}. {hint}") from error
+    # transformers 5 makes one of nothing but special tokens where there are no files.
+    if len(tokenizer) <= len(tokenizer.all_special_tokens):
+        raise ConfigError(f"{str(folder)!r} holds no tokenizer. {hint}")
+    return tokenizer
+
+
+def _encode_theirs(tokenizer: Any, text: str) -> list[int]:
+    return tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+
+
+def _load_hugging_face(folder: Path, device: torch.device) -> Layers:
+    import transformers
+
+    try:
+        loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(
+            folder, local_files_only=True, output_loading_info=True
+        )
+    except Exception as error:  # OSError, ValueError, and safetensors' own
+        raise ConfigError(f"transformers cannot load the model {str(folder)!r}: {error}") from error
+    model, loading = loaded
+    if missing := sorted(loading["missing_keys"]):  # which transformers fills with random numbers
+        raise ConfigError(
+            f"{str(folder)!r} holds no whole causal language model: {len(missing)} weights are missing, {missing[0]!r} first"
+        )
+    body = model.float().eval().to(device).base_model  # without the output layer: N × V logits that nobody needs
+
+    def layers(tokens: Tensor) -> Sequence[Tensor]:
+        return body(tokens, output_hidden_states=True, use_cache=False).hidden_states
+
+    return layers

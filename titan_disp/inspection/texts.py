@@ -1,0 +1,125 @@
+"""Text to measure on: a random sample, the same for every model with the same tokenizer."""
+
+import random
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from titan_disp.data.documents import BadDocument, DamagedFile, Documents, text_of
+from titan_disp.data.shards import SUFFIXES, DataFile, list_files
+from titan_disp.errors import ConfigError
+
+MOST = 64 << 20  # characters that are read, so that the time does not grow with the file
+PIECE = 8192  # characters of a plain text that stay together: about four sequences of 512 tokens
+
+
+def read_texts(text: Path | None, dataset: str | None, seed: int) -> list[str]:
+    """Documents in random order.
+
+    Args:
+        text: file of documents (named as training data is), or else a plain UTF-8 text, which is cut at line ends into
+            pieces of 8192 characters or a little more.
+        dataset: folder, whose validation split is taken, or file or glob of documents.
+        seed: of the order of files and documents. Of more than 64 M characters the first are taken, in the files' order.
+
+    Raises:
+        ConfigError: not exactly one of the two, missing, unreadable or empty.
+    """
+    if (text is None) == (dataset is None):
+        raise ConfigError("expected one of --text FILE and --dataset PATH: what to measure on")
+    shuffle = random.Random(seed).shuffle
+    source = f"--text {str(text)!r}" if text is not None else f"--dataset {dataset!r}"
+    if text is not None and not text.is_file():
+        raise ConfigError(
+            f"{source} is not a file; expected plain text, or documents in {', '.join('*' + s for s in SUFFIXES)}"
+        )
+    if text is not None and not text.name.endswith(SUFFIXES):
+        documents = _pieces(text)
+    else:
+        try:
+            files = list_files("c4_validation", str(text or dataset))
+        except ConfigError as error:  # speaks of a key that is not used here
+            raise ConfigError(str(error).replace("training.dataset_path is", "--dataset is")) from error
+        shuffle(files)
+        documents = _documents(files)
+    taken = _first(documents)
+    if not taken:
+        raise ConfigError(f"{source} holds no text")
+    shuffle(taken)
+    return taken
+
+
+def _first(documents: Iterable[str]) -> list[str]:
+    taken: list[str] = []
+    characters = 0
+    for document in documents:
+        taken.append(document)
+        characters += len(document)
+        if characters >= MOST:
+            break
+    return taken
+
+
+def _pieces(path: Path) -> Iterator[str]:
+    lines: list[str] = []
+    characters = 0
+    try:
+        with open(path, encoding="utf-8") as file:
+            for line in file:
+                lines.append(line)
+                characters += len(line)
+                if characters >= PIECE:
+                    yield "".join(lines)
+                    lines, characters = [], 0
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"--text {str(path)!r} is not UTF-8 text: {error}") from error
+    if lines:
+        yield "".join(lines)
+
+
+def _documents(files: Iterable[DataFile]) -> Iterator[str]:
+    """Bad documents and the rest of damaged files are passed over, and said on stderr."""
+    for file in files:
+        reader, bad = Documents(file, max_bytes=MOST), 0
+        try:
+            while (record := reader.read()) is not None:
+                try:
+                    if isinstance(record, BadDocument):
+                        raise record
+                    yield text_of(record)
+                except BadDocument:
+                    bad += 1
+        except DamagedFile as error:
+            print(f"{file.url} is damaged and ends early: {error}", file=sys.stderr)
+        finally:
+            reader.close()
+        if bad:
+            print(f"{file.url}: {bad} bad documents were passed over", file=sys.stderr)
+
+
+def cut_sequences(texts: Iterable[str], encode: Callable[[str], list[int]], count: int, length: int) -> Tensor:
+    """Token ids of the texts, joined by blank lines, in sequences of equal length.
+
+    Args:
+        encode: text → token ids, without special tokens.
+        count, length: wanted; a short text gives fewer sequences, and where it does not fill one, a single shorter one.
+
+    Returns:
+        [count, length] int64.
+
+    Raises:
+        ConfigError: fewer than two tokens.
+    """
+    ids: list[int] = []
+    for text in texts:
+        ids += encode(f"\n\n{text}" if ids else text)
+        if len(ids) >= count * length:
+            break
+    if len(ids) < 2:
+        raise ConfigError(f"the text has {len(ids)} tokens, expected at least 2: a cosine needs a pair of tokens")
+    length = min(length, len(ids))
+    count = min(count, len(ids) // length)
+    return torch.tensor(ids[: count * length]).view(count, length)
