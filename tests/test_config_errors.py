@@ -39,6 +39,8 @@ def options(sample):
         (1, ["--guard.max_skipped_steps", "0"], r"guard.max_skipped_steps is 0"),
         (1, ["--optimizer.early_step_in_backward"], r"early_step_in_backward"),
         (1, ["--checkpoint.keep_latest_k", "1"], r"keep_latest_k is 1"),
+        (1, ["--condensation.interval", "-1"], r"condensation.interval is -1, expected at least 0 \(0 = never\)"),
+        (1, ["--condensation.max_tokens", "1"], r"condensation.max_tokens is 1, expected at least 2"),
         (1, ["--stream.tokenizer_threads", "-1"], r"tokenizer_threads is -1"),
         (1, ["--dispersion.layers", "0", "6"], r"dispersion.layers is \[0, 6\], but the model has 6 blocks"),
         (1, ["--dispersion.layers", "2", "2"], r"dispersion.layers is \[2, 2\].*none of them twice"),

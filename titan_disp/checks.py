@@ -1,5 +1,7 @@
 """What cannot work is refused here, before anything is allocated: one message, with what to change."""
 
+import os
+
 from torchtitan.config import JobConfig
 
 from titan_disp import cpu
@@ -11,6 +13,7 @@ from titan_disp.data.validation import validation_sequences
 from titan_disp.dispersion import CoeffSchedule, DispersionLoss
 from titan_disp.errors import ConfigError
 from titan_disp.qwen3.flavors import block_indices, flavors
+from titan_disp.run.checkpoint import check_initial_load, checkpoints
 
 
 def check_config(job_config: JobConfig, world_size: int) -> None:
@@ -31,6 +34,7 @@ def check_config(job_config: JobConfig, world_size: int) -> None:
     check_model(job_config)
     check_stream(job_config, world_size)
     check_operations(job_config)
+    check_condensation(job_config)
 
 
 def check_device(job_config: JobConfig) -> None:
@@ -47,16 +51,19 @@ def check_device(job_config: JobConfig) -> None:
 
 
 def check_inputs(job_config: JobConfig) -> None:
-    """What the config names on disk: tokenizer and data.
+    """What the config names on disk: tokenizer, data, and the weights to begin with.
 
     Raises:
-        ConfigError: missing, unreadable, or a tokenizer that the model's vocabulary cannot hold.
+        ConfigError: missing, unreadable, a tokenizer that the model's vocabulary cannot hold, or another model's weights.
     """
     flavor = job_config.model.flavor
     check_vocabulary(load_tokenizer(job_config.model.hf_assets_path), flavors[flavor].vocab_size, flavor)
     check_data(job_config.training.dataset, job_config.training.dataset_path)
     if job_config.validation.enable:
         check_data(job_config.validation.dataset, job_config.validation.dataset_path, key="validation")
+    checkpoint = job_config.checkpoint
+    if not checkpoint.enable or not checkpoints(os.path.join(job_config.job.dump_folder, checkpoint.folder)):
+        check_initial_load(checkpoint, job_config.model.hf_assets_path, flavors[flavor])
 
 
 def check_model(job_config: JobConfig) -> None:
@@ -205,9 +212,24 @@ def check_operations(job_config: JobConfig) -> None:
         raise ConfigError(
             "optimizer.early_step_in_backward applies gradients before all ranks can agree that they are finite: set it to false"
         )
+    if checkpoint.last_save_in_hf and not checkpoint.last_save_model_only:
+        raise ConfigError(
+            "checkpoint.last_save_in_hf needs checkpoint.last_save_model_only = true: safetensors hold no optimizer"
+        )
     if checkpoint.enable and checkpoint.interval < 1:
         raise ConfigError(f"checkpoint.interval is {checkpoint.interval}, expected at least 1")
     if checkpoint.enable and checkpoint.keep_latest_k == 1:
         raise ConfigError(
             "checkpoint.keep_latest_k is 1, expected 0 (keep all) or at least 2: a damaged newest one must have one before it"
         )
+
+
+def check_condensation(job_config: JobConfig) -> None:
+    """[condensation]."""
+    section = job_config.condensation  # type: ignore[attr-defined]
+    for name, least in (("interval", 0), ("sequences", 1), ("max_tokens", 2)):
+        if getattr(section, name) < least:
+            raise ConfigError(
+                f"condensation.{name} is {getattr(section, name)}, expected at least {least}"
+                + (" (0 = never)" if name == "interval" else "")
+            )

@@ -218,6 +218,138 @@ def submit(
     raise SystemExit(run(config, list(overrides), nodes, gpus_per_node, gpu, site, list(sbatch), dry_run))
 
 
+@app.command
+def condensation(
+    targets: Annotated[tuple[str, ...], tyro.conf.Positional],
+    out: Path,
+    text: Path | None = None,
+    dataset: str | None = None,
+    sequences: int = 32,
+    max_length: int = 512,
+    seed: int = 0,
+    all_steps: bool = False,
+    tokenizer: Path | None = None,
+    batch_size: int = 8,
+    device: str = "cpu",
+) -> None:
+    """How condensed the embeddings of trained models are, by layer and on the same text: numbers and pictures.
+
+    Args:
+        targets: RUN (its newest checkpoint), RUN/STEP, or a folder of a Hugging Face causal language model.
+        out: folder for NAME.npz, metrics.json, metrics.csv and the pictures; files of the same names are overwritten.
+        text: plain UTF-8 text, or documents in .json.gz, .jsonl, .parquet, …
+        dataset: instead of text: a folder as of training.dataset_path, whose validation split is taken, or a glob.
+        sequences: how many, a random sample.
+        max_length: tokens of a sequence; fewer where a model has fewer positions.
+        seed: of the sample.
+        all_steps: all checkpoints of each RUN.
+        tokenizer: folder of a tokenizer to use instead of each model's own.
+        batch_size: sequences at a time.
+        device: cpu or cuda; float32 on both.
+    """
+    from titan_disp.inspection.condensation import condensation as run
+
+    run(targets, text, dataset, out, sequences, max_length, seed, all_steps, tokenizer, batch_size, device)
+
+
+@app.command
+def report(
+    runs: Annotated[tuple[Path, ...], tyro.conf.Positional],
+    out: Path = Path("report.html"),
+) -> None:
+    """One HTML page about one run, or several to compare: losses, condensation, restarts, configs. Also while they train.
+
+    Args:
+        runs: run folders (job.dump_folder).
+        out: the page; it needs no other file and no network.
+    """
+    from titan_disp.report.page import write_report
+
+    written = write_report(runs, out)
+    print(f"{written}: {len(runs)} run{'s' if len(runs) > 1 else ''}, {written.stat().st_size / 1e6:.1f} MB")
+
+
+@app.command
+def export(
+    target: Annotated[str, tyro.conf.Positional],
+    dest: Annotated[Path, tyro.conf.Positional],
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32",
+    max_shard_size: str = "5GB",
+    tokenizer: Path | None = None,
+) -> None:
+    """Write a run's model as a Hugging Face folder: safetensors, config, tokenizer, model card. Needs no GPU.
+
+    Args:
+        target: RUN (its newest checkpoint) or RUN/STEP.
+        dest: the folder to write; must not exist, or be empty.
+        dtype: of the weights.
+        max_shard_size: of one safetensors file.
+        tokenizer: the tokenizer's folder, where the run's config does not lead to it from here.
+    """
+    from titan_disp.results.export import export as run
+
+    saved = run(target, dest, dtype, max_shard_size, tokenizer)
+    print(f"{saved.name} is in {dest}: AutoModelForCausalLM.from_pretrained({str(dest)!r})")
+
+
+@app.command
+def generate(
+    target: Annotated[str, tyro.conf.Positional],
+    prompt: Annotated[str, tyro.conf.Positional],
+    max_new_tokens: int = 64,
+    temperature: float = 0.8,
+    top_k: int = 50,
+    seed: int = 0,
+    tokenizer: Path | None = None,
+) -> None:
+    """Continue a text with a run's model, or an exported one, on the CPU.
+
+    Args:
+        target: RUN (its newest checkpoint), RUN/STEP, or a Hugging Face folder.
+        prompt: the beginning; "" for a new document.
+        max_new_tokens: at most; the sequence length of training ends the text too.
+        temperature: 0 takes the most probable token every time.
+        top_k: sample among so many most probable tokens; 0: all.
+        seed: of the sampling.
+        tokenizer: the tokenizer's folder, where the run's config does not lead to it from here.
+    """
+    from titan_disp.results.generate import generate as run
+
+    print(run(target, prompt, max_new_tokens, temperature, top_k, seed, tokenizer))
+
+
+@app.command
+def evaluate(
+    folders: Annotated[tuple[Path, ...], tyro.conf.Positional],
+    tasks: tuple[str, ...] = ("paper",),
+    limit: int | None = None,
+    num_fewshot: int | None = None,
+    batch_size: int | Literal["auto"] = "auto",
+    device: str | None = None,
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto",
+    seed: int = 0,
+    include_path: Path | None = None,
+    out: Path = Path("evaluation"),
+) -> None:
+    """Run lm-evaluation-harness on Hugging Face models and compare all with the first one, document by document.
+
+    Args:
+        folders: of causal language models, as titan-disp export writes them; the first is what others are compared with.
+        tasks: names of the harness's tasks, groups or tags; paper: the ten of arXiv 2602.00217.
+        limit: documents per task (of MMLU: per subject), the first ones; default: all.
+        num_fewshot: examples in the prompt; default: the paper's for its ten tasks, the task's own for others.
+        batch_size: auto: the largest that fits on a GPU, 8 on a CPU.
+        device: such as cpu or cuda:1; default: the GPU where there is one.
+        dtype: of the weights; auto: as they were saved.
+        seed: of the choice of examples.
+        include_path: folder with task files of your own.
+        out: folder for results.json, samples.jsonl, table.md and table.csv; must not hold an earlier evaluation.
+    """
+    from titan_disp.evaluate.evaluation import evaluate as run
+
+    run(folders, tasks, limit, num_fewshot, batch_size, device, dtype, seed, include_path, out)
+
+
 def _split_overrides(argv: Sequence[str]) -> list[str]:
     """Everything dotted is TorchTitan's: moved behind ``--`` so that tyro takes it as it stands.
 

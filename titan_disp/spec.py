@@ -14,7 +14,6 @@ from torchtitan.components.tokenizer import BaseTokenizer
 from torchtitan.config import JobConfig
 from torchtitan.config.job_config import LRScheduler, Optimizer
 from torchtitan.distributed import ParallelDims
-from torchtitan.models.qwen3.model.state_dict_adapter import Qwen3StateDictAdapter
 from torchtitan.protocols.model import BaseModelArgs
 from torchtitan.tools.logging import logger
 
@@ -24,6 +23,7 @@ from titan_disp.data.tokenizer import check_vocabulary, load_tokenizer
 from titan_disp.data.validation import build_validator
 from titan_disp.dispersion import DispersionObjective, LossLedger
 from titan_disp.qwen3.flavors import flavors
+from titan_disp.qwen3.hf import Qwen3HfAdapter
 from titan_disp.qwen3.model import Qwen3DispModel
 from titan_disp.qwen3.parallelize import parallelize
 from titan_disp.run.guard import GuardedOptimizers
@@ -135,7 +135,7 @@ def train_spec() -> titan.TrainSpec:
         build_loss_fn=build_loss,
         build_validator_fn=build_validator,
         build_metrics_processor_fn=build_metrics,
-        state_dict_adapter=Qwen3StateDictAdapter,
+        state_dict_adapter=Qwen3HfAdapter,
     )
 
 

@@ -121,8 +121,11 @@ def write_tokenizer(
     else:
         unigram = False
         _copy(source, tokenizer, dest, seq_len)
-    written = AutoTokenizer.from_pretrained(dest)
-    encode = _plain_encode(tokenizer)
+    try:
+        written = AutoTokenizer.from_pretrained(dest)
+    except Exception as error:  # of several libraries, and of code that a folder names
+        raise ConfigError(f"transformers cannot load the tokenizer in {str(source)!r}: {error}") from error
+    encode = plain_encoder(tokenizer)
     # Segmentations of a run of one character that are equally probable come in an order that rounding decides: float32 in
     # SentencePiece, float64 in tokenizers.
     arranged: Callable[[list[int]], list[int]] = sorted if unigram else list
@@ -133,7 +136,7 @@ def write_tokenizer(
     )
 
 
-def _plain_encode(tokenizer: BaseTokenizer) -> Callable[[str], list[int]]:
+def plain_encoder(tokenizer: BaseTokenizer) -> Callable[[str], list[int]]:
     """text → ids without BOS and EOS."""
     if isinstance(tokenizer, HuggingFaceTokenizer):
         return lambda text: tokenizer.tokenizer.encode(text, add_special_tokens=False).ids

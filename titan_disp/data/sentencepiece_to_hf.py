@@ -6,6 +6,7 @@ put the dummy prefix, and strip spaces, around each piece of it.
 """
 
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -72,7 +73,7 @@ def _merges(model: Any) -> list[tuple[str, str]]:
 
 def _scores(model: Any) -> list[tuple[str, float]]:
     """Pieces and scores. Text that spells a control symbol or a byte (``<0x41>``) must not become it: spelling it out in
-    ordinary pieces, one per character at worst, scores better."""
+    ordinary pieces, one per character at worst, scores better; see ``_cuts`` for characters that are no pieces."""
     never = min(p.score for p in model.pieces) * 100 - 100
     spelled = (Piece.NORMAL, Piece.USER_DEFINED)
     return [(p.piece, p.score if p.type in spelled else never) for p in model.pieces]
@@ -83,7 +84,6 @@ def _model(model: Any) -> models.Model:
     unknown = model.trainer_spec.unk_id
     if model.trainer_spec.model_type == protobuf.TrainerSpec.UNIGRAM:
         return models.Unigram(_scores(model), unk_id=unknown, byte_fallback=fallback)
-    symbols = _texts(model, Piece.USER_DEFINED)
     return models.BPE(
         {p.piece: i for i, p in enumerate(model.pieces)},
         _merges(model),
@@ -91,8 +91,37 @@ def _model(model: Any) -> models.Model:
         fuse_unk=True,
         byte_fallback=fallback,
         # A user-defined symbol of several characters is split off whole, and taken whole, as no merges build it.
-        ignore_merges=any(len(s) > 1 for s in symbols),
+        ignore_merges=_has_long_symbols(model),
     )
+
+
+def _has_long_symbols(model: Any) -> bool:
+    return any(len(symbol) > 1 for symbol in _texts(model, Piece.USER_DEFINED))
+
+
+def _pre_tokenizer(model: Any) -> pre_tokenizers.PreTokenizer:
+    steps = []
+    if symbols := _longest_first(_texts(model, Piece.USER_DEFINED)):
+        steps.append(pre_tokenizers.Split(Regex("|".join(map(re.escape, symbols))), "isolated"))
+    if cuts := list(_cuts(model)):
+        steps.append(pre_tokenizers.Split(Regex("|".join(cuts)), "merged_with_previous"))
+    return pre_tokenizers.Sequence(steps)
+
+
+def _cuts(model: Any) -> Iterator[str]:
+    """Regular expressions, each up to where a text that spells a control symbol or a byte must be cut lest it become one."""
+    known = set(_texts(model, Piece.NORMAL))
+    unigram = model.trainer_spec.model_type == protobuf.TrainerSpec.UNIGRAM
+    for name in _texts(model, Piece.CONTROL, Piece.UNKNOWN, Piece.BYTE):
+        if not unigram:
+            if _has_long_symbols(model):  # a text between two symbols is taken whole too
+                yield rf"\A{re.escape(name[0])}(?={re.escape(name[1:])}\z)"
+            continue
+        # A character that is no piece scores less than the least piece, which the symbol is (``_scores``): a cut beside such
+        # characters, of which a run is one unknown token, changes nothing else.
+        at = next((i for i in range(1, len(name)) if (name[i - 1] in known) != (name[i] in known)), None)
+        if at is not None:
+            yield f"{re.escape(name[:at])}(?={re.escape(name[at:])})"
 
 
 def _normalizer(model: Any) -> normalizers.Normalizer:
@@ -108,7 +137,7 @@ def _normalizer(model: Any) -> normalizers.Normalizer:
             if change(symbol) != symbol
         }
         steps += [normalizers.Replace(symbol, mark) for symbol, mark in hidden.items()]
-        # Precompiled looks characters up that a reader sees as one: "\\r\\n" is one, and so is a letter with two marks.
+        # Precompiled looks characters up that a reader sees as one: "\r\n" is one, and so is a letter with two marks.
         if change("e\N{COMBINING ACUTE ACCENT}") == "\N{LATIN SMALL LETTER E WITH ACUTE}":
             steps.append(normalizers.NFC())
         steps.append(normalizers.Replace("\r\n", change("\r") + change("\n")))
@@ -154,8 +183,7 @@ def convert(file: str | Path) -> tuple[tokenizers.Tokenizer, dict[str, str]]:
     tokenizer = tokenizers.Tokenizer(_model(model))
     tokenizer.normalizer = _normalizer(model)
     tokenizer.decoder = _decoder(model)
-    if symbols := _longest_first(_texts(model, Piece.USER_DEFINED)):
-        tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("|".join(map(re.escape, symbols))), "isolated")
+    tokenizer.pre_tokenizer = _pre_tokenizer(model)
     special = _texts(model, Piece.CONTROL, Piece.UNKNOWN)
     tokenizer.add_special_tokens([AddedToken(piece, normalized=False, special=True) for piece in special])
     # SentencePiece never makes a control symbol of text that spells it.

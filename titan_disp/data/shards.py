@@ -33,10 +33,11 @@ class DataFile:
 
 def split_of(dataset: str, key: str) -> str:
     """The split that a TorchTitan dataset name means."""
-    names = {"c4": "train", "c4_validation": "validation"}
+    names = {"c4": "train", "c4_validation": "validation", "text": "train", "text_validation": "validation"}
     if dataset not in names:
         raise ConfigError(
-            f"{key}.dataset is {dataset!r}, expected {' or '.join(names)}; dataset_path may name any local copy"
+            f"{key}.dataset is {dataset!r}, expected c4 or c4_validation (from the hub, or a local copy at dataset_path), or "
+            "text or text_validation (any documents at dataset_path)"
         )
     return names[dataset]
 
@@ -45,7 +46,7 @@ def list_files(dataset: str, dataset_path: str | None, key: str = "training") ->
     """The files of a split, sorted by name.
 
     Args:
-        dataset: c4 (train split) or c4_validation.
+        dataset: c4 (train split) or c4_validation; text or text_validation where the documents are others.
         dataset_path: a folder (searched recursively; laid out as on the hub or not), a glob, one file, or None for the hub.
         key: config section, for messages.
 
@@ -53,6 +54,10 @@ def list_files(dataset: str, dataset_path: str | None, key: str = "training") ->
         ConfigError: nothing there, not readable, or no hub.
     """
     split = split_of(dataset, key)
+    if dataset_path is None and not dataset.startswith("c4"):
+        raise ConfigError(
+            f"{key}.dataset is {dataset!r}: set {key}.dataset_path to the documents' folder, file or glob"
+        )
     if dataset_path is None:
         return _list_hub(split)
     return _relative([(path, path, os.path.getsize(path)) for path in _list_local(dataset_path, split, key)])
@@ -135,5 +140,5 @@ def on_rank_0(function: Callable[..., T], *args: Any) -> T:
 def check_data(dataset: str, dataset_path: str | None, key: str = "training") -> None:
     """Raise ConfigError where local data is missing. The hub is reached only when training starts."""
     split_of(dataset, key)
-    if dataset_path is not None:
+    if dataset_path is not None or not dataset.startswith("c4"):
         list_files(dataset, dataset_path, key)

@@ -21,11 +21,16 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import Metadata
 from torchtitan.components.checkpoint import CheckpointManager
+from torchtitan.config.job_config import Checkpoint
 from torchtitan.tools.logging import logger
 from torchtitan.tools.utils import device_type
 
 from titan_disp.data.shards import on_rank_0
+from titan_disp.data.tokenizer import load_tokenizer
 from titan_disp.errors import CheckpointError, ConfigError
+from titan_disp.qwen3.flavors import Qwen3DispModelArgs
+from titan_disp.qwen3.hf import INDEX, Qwen3HfAdapter, check_hf_folder
+from titan_disp.run.hf_folder import describe
 
 
 def problem(folder: str | Path) -> str | None:
@@ -68,6 +73,42 @@ def checkpoints(folder: str | Path) -> list[int]:
     return sorted(s for s in steps if os.path.isfile(os.path.join(folder, f"step-{s}", ".metadata")))
 
 
+def is_complete(folder: str | Path) -> bool:
+    """Whether a checkpoint was saved to its end, in DCP's format or Hugging Face's (``checkpoint.last_save_in_hf``)."""
+    return any((Path(folder) / name).is_file() for name in (".metadata", INDEX))
+
+
+def check_initial_load(checkpoint: Checkpoint, assets: str | None, args: Qwen3DispModelArgs) -> None:
+    """The weights that a new run begins with, where [checkpoint] names any.
+
+    Args:
+        checkpoint: the section.
+        assets: ``model.hf_assets_path``.
+        args: of the model.
+
+    Raises:
+        ConfigError: they are not there, damaged, or another model's.
+    """
+    path = checkpoint.initial_load_path
+    if not checkpoint.enable:
+        if path or checkpoint.initial_load_in_hf:
+            raise ConfigError(
+                "checkpoint.initial_load_path or initial_load_in_hf is set, but checkpoint.enable is false, so that nothing "
+                "would be loaded: set it to true"
+            )
+    elif checkpoint.initial_load_in_hf:
+        if not checkpoint.initial_load_model_only:
+            raise ConfigError(
+                "checkpoint.initial_load_in_hf needs checkpoint.initial_load_model_only: safetensors hold no optimizer"
+            )
+        check_hf_folder(path or assets or "", args)
+    elif path and (reason := problem(path) if os.path.isdir(path) else "it is not a folder"):
+        raise ConfigError(
+            f"checkpoint.initial_load_path {path!r} cannot be loaded: {reason}; expected RUN/checkpoint/step-N of another run, "
+            "or a Hugging Face folder with checkpoint.initial_load_in_hf = true"
+        )
+
+
 class DispCheckpointManager(CheckpointManager):
     """Attributes:
     before_load: called with the step, before anything of it is loaded; raises ConfigError to refuse it.
@@ -76,10 +117,13 @@ class DispCheckpointManager(CheckpointManager):
     """
 
     folder: str
+    sd_adapter: Qwen3HfAdapter
     save_future: Any  # a Future of an asynchronous save, or None
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
+        self.sd_adapter = kwargs["sd_adapter"]  # TorchTitan leaves it out where checkpoints are off
+        self._config: Checkpoint = kwargs["checkpoint_config"]
         self.before_load: Callable[[int], None] = lambda step: None
         self.healthy: Callable[[], bool] = lambda: True
         self.on_event: Callable[..., None] = lambda name, step, **details: None
@@ -127,10 +171,25 @@ class DispCheckpointManager(CheckpointManager):
         else:
             self._saved(curr_step)
 
+    def _save_last_step(self, curr_step: int) -> None:
+        """As TorchTitan's; what it saves in Hugging Face's format loads with ``from_pretrained``."""
+        super()._save_last_step(curr_step)
+        if not self.last_save_in_hf or dist.get_rank() != 0:
+            return
+        folder, assets = Path(self._create_checkpoint_id(curr_step)), self.sd_adapter.hf_assets_path
+        try:
+            describe(
+                folder, self.sd_adapter.model_args, Path(assets), load_tokenizer(assets), self._config.export_dtype
+            )
+        except (ConfigError, OSError) as error:  # the weights are safe
+            logger.warning(
+                f"{folder} holds weights without config and tokenizer ({error}): titan-disp export writes both"
+            )
+
     def _make_room(self, step: int) -> None:
         """An unfinished folder of this step may hold files of another number of ranks."""
         folder = self._create_checkpoint_id(step)
-        if dist.get_rank() == 0 and os.path.isdir(folder) and not _finished(folder):
+        if dist.get_rank() == 0 and os.path.isdir(folder) and not is_complete(folder):
             shutil.rmtree(folder, ignore_errors=True)
         if dist.get_backend() != "fake":
             dist.barrier()
@@ -200,11 +259,13 @@ class DispCheckpointManager(CheckpointManager):
 
         Raises:
             ConfigError, CheckpointError: on all ranks: refused by ``before_load``, damaged (with an explicit step), newer ones in
-                the way, or none of the checkpoints loads.
+                the way, none of the checkpoints loads, or the weights to begin with are not there or another model's.
         """
         if not self.enable:
+            self._check_initial_load()
             return False
         steps = on_rank_0(checkpoints, self.folder)
+        on_rank_0(_refuse_ended, self.folder)
         if step != -1:
             return self._load_explicit(step, steps)
         failed: dict[int, str] = {}
@@ -224,11 +285,15 @@ class DispCheckpointManager(CheckpointManager):
                 "--job.dump_folder"
             )
         # TorchTitan looks for initial_load_path only where the folder does not exist; ours may hold unfinished saves.
+        self._check_initial_load()
         folder, self.folder = self.folder, os.path.join(self.folder, ".none")
         try:
             return super().load(-1)
         finally:
             self.folder = folder
+
+    def _check_initial_load(self) -> None:
+        on_rank_0(check_initial_load, self._config, self.sd_adapter.hf_assets_path, self.sd_adapter.model_args)
 
     def _load_explicit(self, step: int, steps: list[int]) -> bool:
         if step not in steps:
@@ -283,8 +348,15 @@ class DispCheckpointManager(CheckpointManager):
                 logger.error(f"cannot move the damaged {folder} to {aside}: {error}")
 
 
-def _finished(folder: str) -> bool:
-    return any(os.path.isfile(os.path.join(folder, name)) for name in (".metadata", "model.safetensors.index.json"))
+def _refuse_ended(folder: str) -> None:
+    """A run that ended in ``checkpoint.last_save_in_hf`` would train its last steps again and save over that model."""
+    ended = [path for path in Path(folder).glob("step-*") if (path / INDEX).is_file()]
+    if ended:
+        raise CheckpointError(
+            f"{ended[0]} holds the model only, in Hugging Face's format (checkpoint.last_save_in_hf): the run ended there. To go "
+            "on from an earlier checkpoint, move it away; to start a new run from it, set another --job.dump_folder, "
+            "--checkpoint.initial_load_in_hf and --checkpoint.initial_load_path"
+        )
 
 
 def _first(reason: str | None) -> str | None:

@@ -1,0 +1,51 @@
+"""A run's folder with a checkpoint of random weights, made without training."""
+
+import json
+
+import torch
+import torch.distributed.checkpoint as dcp
+
+from tests.cluster_of_one import DEMO
+from titan_disp.config import load_config
+from titan_disp.qwen3.flavors import flavors
+from titan_disp.qwen3.model import Qwen3DispModel
+
+SEQ_LEN = 64
+
+
+def random_model(std=0.2):
+    """nano in eval mode; large weights, for logits that depend on every one of them."""
+    args = flavors["nano"]
+    args.max_seq_len = SEQ_LEN
+    model = Qwen3DispModel(args)
+    torch.manual_seed(3)
+    model.init_weights()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(float(parameter.ndim == 1), std)
+    return model.eval()
+
+
+def save_run(folder, model, tokenizer, *options, step=30):
+    """Write what a run leaves: config.json, environment.json, metrics.jsonl up to step 50 and one checkpoint of ``step``."""
+    config = load_config(
+        [
+            "--job.config_file",
+            str(DEMO),
+            "--model.hf_assets_path",
+            str(tokenizer),
+            "--training.seq_len",
+            str(SEQ_LEN),
+            *options,
+        ]
+    )
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(config.to_dict()))
+    (folder / "environment.json").write_text(
+        json.dumps({"python": "3.1", "packages": {"torch": "2.99"}, "world_size": 7})
+    )
+    records = [{"step": s, "ce": 9 - s / 10, "dispersion": -s / 100, "tokens": s * 1024} for s in (10, 20, 50)]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
+    state = model.state_dict() | {"optimizer.state": torch.zeros(8)}
+    dcp.save(state, checkpoint_id=folder / "checkpoint" / f"step-{step}", no_dist=True)
+    return folder

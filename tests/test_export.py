@@ -1,0 +1,320 @@
+"""titan-disp export, and checkpoint.last_save_in_hf: whatever is written loads with transformers and gives the same numbers."""
+
+import io
+import json
+import random
+import resource
+import subprocess
+import sys
+
+import pytest
+import sentencepiece
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors import safe_open
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from tests.cluster_of_one import DEMO, environment, train
+from tests.saved_run import SEQ_LEN, random_model, save_run
+from titan_disp.checks import check_config
+from titan_disp.config import load_config
+from titan_disp.data.hf_tokenizer import PROBES, check_same_ids, local_documents
+from titan_disp.data.sentencepiece_to_hf import convert
+from titan_disp.data.tokenizer import SentencePieceTokenizer
+from titan_disp.errors import ConfigError
+from titan_disp.qwen3.flavors import flavors
+from titan_disp.qwen3.hf import Qwen3HfAdapter, weight_shapes
+from titan_disp.results.export import export
+from titan_disp.results.saved import find_saved, load_model
+
+TOKENS = torch.arange(2 * SEQ_LEN).view(2, SEQ_LEN) * 17 % 2048
+
+
+@pytest.fixture(scope="module")
+def texts(sample):
+    return list(local_documents(str(sample)))
+
+
+@pytest.fixture(scope="module")
+def model():
+    return random_model()
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory, model, sample):
+    return save_run(
+        tmp_path_factory.mktemp("runs") / "run", model, sample / "tokenizer", "--training.dataset_path", str(sample)
+    )
+
+
+@torch.no_grad()
+def loaded_logits(folder):
+    """Of the exported model; every weight came from the file and the tied ones are one."""
+    theirs, info = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+    assert not any(info.values()), info
+    assert theirs.lm_head.weight is theirs.model.embed_tokens.weight
+    return theirs(TOKENS).logits
+
+
+@torch.no_grad()
+def test_logits_tokenizer_and_card(run, model, sample, texts, tmp_path):
+    dest = tmp_path / "out" / "small-model"
+    assert export(run, dest).step == 30
+    torch.testing.assert_close(loaded_logits(dest), model(TOKENS), atol=1e-4, rtol=0)
+    with safe_open(dest / "model.safetensors", framework="pt") as file:
+        assert set(file.keys()) == set(weight_shapes(model.model_args))
+        assert "lm_head.weight" not in file.keys()  # noqa: SIM118
+    assert (dest / "model.safetensors").stat().st_mode == (dest / "config.json").stat().st_mode
+    assert sorted(p.name for p in dest.parent.iterdir()) == ["small-model"]
+    config = json.loads((dest / "config.json").read_text())
+    assert (config["rope_theta"], config["rms_norm_eps"], config["max_position_embeddings"]) == (1000000, 1e-6, SEQ_LEN)
+    assert (config["bos_token_id"], config["eos_token_id"]) == (None, 1)
+
+    tokenizer, trained = AutoTokenizer.from_pretrained(dest), SentencePieceTokenizer(sample / "tokenizer/sample.model")
+    assert (tokenizer.eos_token_id, tokenizer.bos_token_id) == (trained.eos_id, None)
+    for text in [*PROBES, "</s><unk>", "<unk>", *texts]:
+        assert tokenizer(text).input_ids == trained.encode(text), text
+        assert tokenizer.decode(trained.encode(text)) == trained.decode(trained.encode(text))
+
+    card = (dest / "README.md").read_text()
+    for fact in ("# small-model", "30 of 300", "30,720", "7.0000 at step 20", "-0.2000 at step 20", "427,008", "arXiv 2602.00217",
+                 "torch 2.99", "7 ranks", "coeff = 0.1", "copy named `sample`"):  # fmt: skip
+        assert fact in card, fact
+    assert str(sample) not in card
+
+
+def test_shards_and_dtype(run, model, tmp_path):
+    export(f"{run}/30", tmp_path / "bf16", "bfloat16", "300KB")
+    index = json.loads((tmp_path / "bf16" / "model.safetensors.index.json").read_text())
+    assert len(set(index["weight_map"].values())) > 2
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "bf16", dtype=torch.bfloat16)
+    assert torch.equal(theirs.model.norm.weight, model.norm.weight.bfloat16())
+    loaded_logits(tmp_path / "bf16")
+    with pytest.raises(ConfigError, match="--max-shard-size is 'huge'"):
+        export(run, tmp_path / "x", max_shard_size="huge")
+    assert [p.name for p in tmp_path.iterdir()] == ["bf16"]
+
+
+def test_hugging_face_tokenizer_is_copied(model, hf_tokenizer, tmp_path):
+    """With no class named, transformers would take Qwen's own pre-tokenizer because the model is a Qwen3."""
+    export(save_run(tmp_path / "run", model, hf_tokenizer), tmp_path / "out")
+    assert (tmp_path / "out/tokenizer.json").read_bytes() == (hf_tokenizer / "tokenizer.json").read_bytes()
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
+    assert tokenizer.eos_token == "<|endoftext|>"
+    assert tokenizer.eos_token_id == json.loads((tmp_path / "out/generation_config.json").read_text())["eos_token_id"]
+
+
+def test_nothing_is_left_of_a_failed_export(run, sample, tmp_path):
+    (tmp_path / "taken").mkdir()
+    (tmp_path / "taken/file").touch()
+    with pytest.raises(ConfigError, match="exists already"):
+        export(run, tmp_path / "taken")
+    with pytest.raises(ConfigError, match="no checkpoint of step 7; it has 30"):
+        export(f"{run}/7", tmp_path / "x")
+    with pytest.raises(ConfigError, match="does not exist here"):
+        export(run, tmp_path / "x", tokenizer=tmp_path / "nowhere")
+    (tmp_path / ".x.partial").mkdir()  # of an export that was killed
+    (tmp_path / ".x.partial/model-00007-of-00009.safetensors").touch()
+    limit = 1 << 20  # room for the tokenizer, not for the weights
+    done = subprocess.run(
+        [sys.executable, "-m", "titan_disp.cli", "export", str(run), str(tmp_path / "x")],
+        env=environment(),
+        capture_output=True,
+        text=True,
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit)),
+        timeout=100,
+    )
+    assert done.returncode == 2
+    assert "titan-disp: error: cannot write" in done.stderr
+    assert "File too large" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["taken"]
+    assert export(run, tmp_path / "x").step == 30
+
+
+def test_not_finite_weights(model, sample, tmp_path):
+    broken = random_model()
+    with torch.no_grad():
+        broken.norm.weight[3] = 1e6
+    run = save_run(tmp_path / "run", broken, sample / "tokenizer")
+    with pytest.raises(ConfigError, match=r"model\.norm\.weight has values that are not finite in float16"):
+        export(run, tmp_path / "x", "float16")
+    assert export(run, tmp_path / "x").name == "run/step-30"
+
+
+MODELS = {
+    "bpe": {"model_type": "bpe"},  # nmt_nfkc, unknown characters
+    "bpe of Llama's kind": {
+        **{"model_type": "bpe", "byte_fallback": True, "normalization_rule_name": "identity", "bos_id": 1, "eos_id": 2},
+        **{"remove_extra_whitespaces": False, "allow_whitespace_only_pieces": True, "split_digits": True},
+    },
+    "bpe with symbols": {"model_type": "bpe", "byte_fallback": True, "user_defined_symbols": ["\n", "<|sep|>", "\t", "▁▁"]},
+    "bpe without prefix": {"model_type": "bpe", "byte_fallback": True, "add_dummy_prefix": False, "split_by_whitespace": False},
+    "unigram": {"model_type": "unigram", "vocab_size": 500},
+    "unigram with bytes": {
+        **{"model_type": "unigram", "vocab_size": 800, "byte_fallback": True, "normalization_rule_name": "identity"},
+        **{"remove_extra_whitespaces": False, "user_defined_symbols": ["\n", "<|sep|>"], "bos_id": 1, "eos_id": 2, "pad_id": 3},
+    },
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory, texts):
+    """name → a trained SentencePiece model, alone in its folder"""
+    lines = [line for text in texts for line in text.splitlines() if line.strip()]
+    found = {}
+    for name, options in MODELS.items():
+        found[name] = tmp_path_factory.mktemp("sentencepiece") / "m.model"
+        model = io.BytesIO()
+        defaults = {
+            "vocab_size": 900,
+            "bos_id": -1,
+            "eos_id": 1,
+            "unk_id": 0,
+            "pad_id": -1,
+            "num_threads": 1,
+            "minloglevel": 2,
+        }
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=iter(lines), model_writer=model, **(defaults | options)
+        )
+        found[name].write_bytes(model.getvalue())
+    return found
+
+
+@pytest.fixture(scope="module")
+def pieces(files):
+    """name → (SentencePiece's processor, the converted tokenizer)"""
+    return {
+        name: (sentencepiece.SentencePieceProcessor(model_file=str(file)), convert(file)[0])
+        for name, file in files.items()
+    }
+
+
+def assert_same(name, processor, converted, text):
+    got = converted.encode(text, add_special_tokens=False).ids
+    assert got == processor.encode(text), text
+    if processor.unk_id() not in got and "▁" not in text:
+        assert converted.decode(got) == processor.decode(got), text
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_sentencepiece_on_odd_texts(pieces, name):
+    rng = random.Random(0)
+    parts = [
+        *"abcdefgh    .,\n\n\t-=_(AB01",
+        "the ",
+        "    ",
+        "\n\n",
+        "<|sep|>",
+        "<0x41>",
+        "é",
+        "e\u0302\u0301",
+        "日",
+        "😀",
+    ]
+    parts += ["\xa0", "\r\n", "▁", "\u200b", "½", "ﬁ", "import ", "\x00"]
+    texts = ["".join(rng.choices(parts, k=rng.randrange(50))) for _ in range(500)]
+    for text in [*PROBES, "</s>", "a</s> <s><unk>b", "<0x0A>", "\n</s>\n<0x0A><|sep|>", *texts]:
+        assert_same(name, *pieces[name], text)
+
+
+@pytest.mark.parametrize("name", ["bpe of Llama's kind", "unigram with bytes"])
+def test_sentencepiece_on_any_text(pieces, name):
+    """With the identity as normalization, all of Unicode."""
+
+    @settings(max_examples=200, deadline=None)
+    @given(st.text(max_size=30))
+    def check(text):
+        assert_same(name, *pieces[name], text)
+
+    check()
+
+
+@pytest.mark.parametrize("name", ["bpe of Llama's kind", "unigram with bytes"])
+def test_bos_begins_a_text_as_in_training(files, model, sample, tmp_path, name):
+    run = save_run(tmp_path / "run", model, files[name].parent, "--training.dataset_path", str(sample))
+    export(run, tmp_path / "out")
+    exported, trained = AutoTokenizer.from_pretrained(tmp_path / "out"), SentencePieceTokenizer(files[name])
+    assert exported("a word").input_ids == trained.encode("a word", add_bos=True)
+    assert exported("</s> is text", add_special_tokens=False).input_ids == trained.encode("</s> is text")
+    assert (exported.bos_token, exported.eos_token) == ("<s>", "</s>")
+
+
+def test_what_cannot_be_converted_is_refused(texts, tmp_path):
+    model = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(texts), model_writer=model, model_type="word", vocab_size=100, minloglevel=2
+    )
+    (tmp_path / "words.model").write_bytes(model.getvalue())
+    with pytest.raises(
+        ConfigError, match=r"has model type WORD, which a Hugging Face tokenizer cannot express.*--tokenizer"
+    ):
+        convert(tmp_path / "words.model")
+
+
+def test_another_tokenizer_is_noticed():
+    with pytest.raises(
+        ConfigError, match=r"other ids than the run's for 'cd': \[9\] instead of \[1, 2\] from token 0 on"
+    ):
+        check_same_ids(lambda text: [1, 2], lambda text: [1, 2] if text == "ab" else [9], ["ab", "cd"])
+
+
+def write_index(folder, *more, without=()):
+    """An index as Qwen's: weights in two files."""
+    names = [name for name in weight_shapes(flavors["nano"]) if name not in without]
+    files = {name: f"model-0000{1 + (i > 30)}-of-00002.safetensors" for i, name in enumerate([*names, *more])}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files}))
+
+
+def test_plan_of_files_follows_the_model(tmp_path):
+    args = flavors["nano"]
+    assert Qwen3HfAdapter(args, str(tmp_path)).fqn_to_index_mapping is None
+    write_index(tmp_path, "lm_head.weight", "model.layers.6.mlp.up_proj.weight")
+    plan = Qwen3HfAdapter(args, str(tmp_path)).fqn_to_index_mapping
+    assert plan.keys() == weight_shapes(args).keys()
+    assert set(plan.values()) == {1, 2}
+    write_index(tmp_path, without=["model.norm.weight"])
+    assert Qwen3HfAdapter(args, str(tmp_path)).fqn_to_index_mapping is None
+
+
+@pytest.mark.slow
+def test_last_save_in_hugging_face_format(sample, tmp_path):
+    """A real run on 2 ranks, with an index that lists lm_head among the assets: what it saves loads as it stands."""
+    assets = tmp_path / "assets"
+    assets.mkdir()
+    (assets / "sample.model").write_bytes((sample / "tokenizer/sample.model").read_bytes())
+    write_index(assets, "lm_head.weight")
+    run = tmp_path / "run"
+    options = (
+        *("--training.steps", "3", "--training.seq_len", str(SEQ_LEN), "--lr_scheduler.warmup_steps", "1"),
+        *("--checkpoint.interval", "2", "--checkpoint.last_save_in_hf", "--model.hf_assets_path", str(assets)),
+        *("--condensation.interval", "0", "--metrics.log_freq", "1"),
+    )
+    with pytest.raises(ConfigError, match="last_save_in_hf needs checkpoint.last_save_model_only = true"):
+        check_config(load_config(["--job.config_file", str(DEMO), *options]), 1)
+    options = (*options, "--checkpoint.last_save_model_only")
+    train(DEMO, sample, run, *options, nproc=2)
+
+    step = run / "checkpoint" / "step-3"
+    assert len(list(step.glob("model-*.safetensors"))) == 2
+    logits = loaded_logits(step)
+    with torch.no_grad():
+        torch.testing.assert_close(load_model(find_saved(run))(TOKENS), logits, atol=1e-4, rtol=0)
+    assert AutoTokenizer.from_pretrained(step)("a  b").input_ids == SentencePieceTokenizer(
+        sample / "tokenizer/sample.model"
+    ).encode("a  b")
+    export(run, tmp_path / "last")
+    assert torch.equal(loaded_logits(tmp_path / "last"), logits)
+
+    # The DCP checkpoint of 2 FSDP ranks before it.
+    export(run / "2", tmp_path / "dcp")
+    before = loaded_logits(tmp_path / "dcp")
+    with torch.no_grad():
+        torch.testing.assert_close(before, load_model(find_saved(run / "2"))(TOKENS), atol=1e-4, rtol=0)
+    assert not torch.allclose(before, logits, atol=1e-3)
+
+    again = train(DEMO, sample, run, *options, check=False)
+    assert again.returncode == 2
+    assert "step-3 holds the model only, in Hugging Face's format" in again.stdout + again.stderr

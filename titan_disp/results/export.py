@@ -1,0 +1,93 @@
+"""A saved model as a Hugging Face folder that ``from_pretrained`` loads."""
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import torch
+from huggingface_hub import save_torch_state_dict
+from safetensors import SafetensorError
+from torchtitan.config import TORCH_DTYPE_MAP
+
+from titan_disp.data.hf_tokenizer import local_documents
+from titan_disp.errors import ConfigError
+from titan_disp.qwen3.hf import Qwen3HfAdapter
+from titan_disp.results.model_card import model_card
+from titan_disp.results.saved import SavedModel, find_saved, load_weights
+from titan_disp.run.hf_folder import describe
+
+
+def hf_weights(saved: SavedModel, dtype: str = "float32") -> dict[str, torch.Tensor]:
+    """The weights under Hugging Face's names, on the CPU; a tied embedding once. Needs the memory of the float32 weights.
+
+    Raises:
+        CheckpointError: the checkpoint is damaged.
+        ConfigError: a weight that is not finite in ``dtype``.
+    """
+    weights = Qwen3HfAdapter(saved.model_args(), None).to_hf(load_weights(saved))
+    for name in weights:
+        weights[name] = weights[name].to(TORCH_DTYPE_MAP[dtype])
+        if not weights[name].isfinite().all():
+            raise ConfigError(
+                f"{saved.name}: {name} has values that are not finite in {dtype}: take another step or dtype"
+            )
+    return weights
+
+
+def export(
+    target: str | Path,
+    dest: str | Path,
+    dtype: str = "float32",
+    max_shard_size: str = "5GB",
+    tokenizer: str | Path | None = None,
+) -> SavedModel:
+    """Write a Hugging Face folder: weights, config, tokenizer, model card. It appears under its name when it is whole.
+
+    Args:
+        target: RUN (its newest checkpoint) or RUN/STEP.
+        dest: the folder to write; must not exist, or be empty.
+        dtype: float32, bfloat16 or float16.
+        max_shard_size: of one safetensors file, such as "5GB".
+        tokenizer: the tokenizer's folder, where ``model.hf_assets_path`` does not lead to it from here.
+
+    Returns:
+        What was exported.
+
+    Raises:
+        ConfigError: no such checkpoint or tokenizer, ``dest`` is taken, no room, or a tokenizer that cannot be converted.
+    """
+    dest = Path(dest).absolute()
+    if dest.exists() and not (dest.is_dir() and not any(dest.iterdir())):
+        raise ConfigError(f"{str(dest)!r} exists already; name a folder that does not, or remove it")
+    saved = find_saved(target)
+    loaded = saved.tokenizer(tokenizer)
+    partial = dest.with_name(f".{dest.name}.partial")
+    try:
+        shutil.rmtree(partial, ignore_errors=True)  # of an export that was killed
+        partial.mkdir(parents=True)
+        documents = local_documents(saved.config["training"]["dataset_path"])
+        describe(partial, saved.model_args(), saved.tokenizer_folder(tokenizer), loaded, dtype, documents)
+        weights = hf_weights(saved, dtype)
+        environment = saved.run / "environment.json"
+        facts = json.loads(environment.read_text()) if environment.is_file() else {}
+        parameters = sum(w.numel() for w in weights.values())
+        (partial / "README.md").write_text(model_card(saved, dest.name, parameters, dtype, facts))
+        _save(weights, partial, max_shard_size)
+        os.rename(partial, dest)
+    except (OSError, SafetensorError) as error:
+        raise ConfigError(
+            f"cannot write {str(dest)!r}: {error}. Nothing was left there: make room, or name a folder on another disk"
+        ) from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    return saved
+
+
+def _save(weights: dict[str, torch.Tensor], folder: Path, max_shard_size: str) -> None:
+    try:
+        save_torch_state_dict(weights, folder, max_shard_size=max_shard_size)
+    except ValueError as error:
+        raise ConfigError(f"--max-shard-size is {max_shard_size!r}: {error}") from error
+    for file in folder.glob("*.safetensors"):  # safetensors makes them private
+        file.chmod((folder / "config.json").stat().st_mode)

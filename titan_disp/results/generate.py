@@ -1,0 +1,85 @@
+"""Text from a saved or exported model: a first look at what it has learnt, on a CPU."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torchtitan.components.tokenizer import BaseTokenizer
+
+from titan_disp.data.hf_tokenizer import plain_encoder
+from titan_disp.data.tokenizer import load_tokenizer
+from titan_disp.errors import ConfigError
+from titan_disp.results.export import hf_weights
+from titan_disp.results.saved import find_saved, is_run
+from titan_disp.run.hf_folder import hf_config
+
+
+def _load(target: str | Path, tokenizer: str | Path | None) -> tuple[Any, BaseTokenizer]:
+    """A transformers model and its tokenizer, of a run's checkpoint or of a Hugging Face folder."""
+    from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    if (Path(target) / "config.json").is_file() and not is_run(target):
+        try:
+            return AutoModelForCausalLM.from_pretrained(target), load_tokenizer(tokenizer or target)
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"cannot load {str(target)!r} as a Hugging Face folder: {error}") from error
+    saved = find_saved(target)
+    loaded = saved.tokenizer(tokenizer)
+    config = Qwen3Config(**hf_config(saved.model_args(), loaded, "float32"))
+    return Qwen3ForCausalLM.from_pretrained(None, config=config, state_dict=hf_weights(saved)), loaded
+
+
+def generate(
+    target: str | Path,
+    prompt: str,
+    max_new_tokens: int = 64,
+    temperature: float = 0.8,
+    top_k: int = 50,
+    seed: int = 0,
+    tokenizer: str | Path | None = None,
+) -> str:
+    """The prompt and what the model makes of it, up to EOS, ``max_new_tokens``, or the sequence length of training.
+
+    Args:
+        target: RUN (its newest checkpoint), RUN/STEP, or a Hugging Face folder.
+        prompt: may be empty: a new document then.
+        max_new_tokens: at most.
+        temperature: 0 takes the most probable token every time.
+        top_k: sample among so many most probable tokens; 0: all.
+        seed: of the sampling.
+        tokenizer: the tokenizer's folder, where the run's config does not lead to it from here.
+
+    Raises:
+        ConfigError: no such model, a bad number, or a prompt that fills the sequence.
+    """
+    from transformers import GenerationConfig
+
+    if max_new_tokens < 1 or temperature < 0 or top_k < 0:
+        raise ConfigError(
+            f"max_new_tokens is {max_new_tokens}, temperature {temperature}, top_k {top_k}; expected at least 1, 0 and 0"
+        )
+    model, loaded = _load(target, tokenizer)
+    longest = model.config.max_position_embeddings
+    begin = [] if loaded.bos_id is None else [loaded.bos_id]
+    ids = begin + plain_encoder(loaded)(prompt) or [loaded.eos_id]
+    if len(ids) >= longest:
+        raise ConfigError(
+            f"the prompt has {len(ids)} tokens, expected fewer than the {longest} that the model was trained on"
+        )
+    sampling = {"do_sample": True, "temperature": temperature, "top_k": top_k} if temperature else {"do_sample": False}
+    # The embedding may have more rows than the tokenizer has tokens.
+    beyond = list(range(loaded.get_vocab_size(), model.config.vocab_size))
+    settings = GenerationConfig(
+        max_new_tokens=min(max_new_tokens, longest - len(ids)),
+        eos_token_id=loaded.eos_id,
+        pad_token_id=loaded.eos_id,
+        suppress_tokens=beyond or None,
+        **sampling,
+    )
+    inputs = torch.tensor([ids])
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        (output,) = model.generate(inputs, attention_mask=torch.ones_like(inputs), generation_config=settings)
+    return loaded.decode(output.tolist())
