@@ -5,7 +5,8 @@
 
 One rank is driven in one process: rank 0 of 64 and of 40, on 64 files. Every rank of a real job does the same at the same
 time, so this is what one rank gets from its own cores, with files in the page cache. fast_tokenizer has a prefetch
-worker too. Texts have C4's mean length (2.2 kB) and spread. Rows "reading" have a tokenizer that costs nothing: what is left is the loaders' own work.
+worker too. Texts have C4's mean length (2.2 kB) and spread. Rows "reading" have a tokenizer that costs nothing: what is left
+is the loaders' own work.
 """
 
 import gzip

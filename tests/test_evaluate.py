@@ -148,7 +148,7 @@ def by_hand(folder, own):
 
 def test_end_to_end_against_plain_transformers(models, own, tmp_path, include_paths, monkeypatch, capsys):
     out = tmp_path / "new" / "folder"
-    loaded, load = [], evaluation.run_model.__globals__["load_model"]
+    loaded, load = [], evaluation.run_model.__globals__["load_causal_lm"]
 
     def load_alone(*args):
         assert all(model() is None for model in loaded), "a model is still in memory when the next is loaded"
@@ -156,7 +156,7 @@ def test_end_to_end_against_plain_transformers(models, own, tmp_path, include_pa
         loaded.append(weakref.ref(model))
         return model
 
-    monkeypatch.setitem(evaluation.run_model.__globals__, "load_model", load_alone)
+    monkeypatch.setitem(evaluation.run_model.__globals__, "load_causal_lm", load_alone)
     argv = ["titan-disp", "evaluate", *map(str, models), "--tasks", "choice", "word", "--include-path", str(own)]
     monkeypatch.setattr("sys.argv", [*argv, "--batch-size", "3", "--out", str(out)])
     main()

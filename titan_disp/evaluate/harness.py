@@ -9,9 +9,9 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from titan_disp.errors import ConfigError
 from titan_disp.evaluate.compare import Scores, scaled_values
 from titan_disp.evaluate.tasks import Row, Suite
+from titan_disp.results.hugging_face import load_causal_lm
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 CPU_BATCH = 8  # the harness finds the largest batch by running out of memory, which on a CPU kills the process
@@ -65,7 +65,8 @@ def run_model(folder: Path, suite: Suite, settings: Settings) -> Result:
     on_cpu = torch.device(settings.device).type == "cpu"
     batch_size = CPU_BATCH if on_cpu and settings.batch_size == "auto" else settings.batch_size
     model = HFLM(
-        pretrained=load_model(folder, settings.device, settings.dtype),
+        # The model itself, not its name: given a name, the harness does not say which weights were missing.
+        pretrained=load_causal_lm(folder, settings.dtype).to(settings.device),
         tokenizer=AutoTokenizer.from_pretrained(folder, local_files_only=True),
         batch_size=batch_size,
     )
@@ -91,28 +92,6 @@ def run_model(folder: Path, suite: Suite, settings: Settings) -> Result:
     by_task = found.pop("samples")
     samples = [_compact(task, sample) for task, of_task in by_task.items() for sample in of_task]
     return Result(found, samples, {row.name: _scores(row, found, by_task) for row in suite.rows})
-
-
-def load_model(folder: Path, device: str, dtype: Dtype) -> torch.nn.Module:
-    """The model itself, not its name, for the harness: given a name it does not say which weights were missing.
-
-    Raises:
-        ConfigError: weights are missing, which transformers would make up, or cannot be read.
-    """
-    from transformers import AutoModelForCausalLM
-
-    try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
-            folder, torch_dtype=dtype, local_files_only=True, output_loading_info=True
-        )
-    except Exception as error:  # OSError, ValueError, RuntimeError, and safetensors' own
-        raise ConfigError(f"transformers cannot load the model {str(folder)!r}: {error}") from error
-    model, loading = loaded
-    if missing := sorted(loading["missing_keys"]):
-        raise ConfigError(
-            f"{str(folder)!r} holds no whole causal language model: {len(missing)} weights are missing, {missing[0]!r} first"
-        )
-    return model.eval().to(device)
 
 
 def _compact(task: str, sample: dict[str, Any]) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from torchtitan.components.tokenizer import BaseTokenizer, HuggingFaceTokenizer
 
 from titan_disp.data.tokenizer import load_tokenizer
 from titan_disp.errors import ConfigError
+from titan_disp.results.hugging_face import load_causal_lm
 from titan_disp.results.saved import SavedModel, find_saved, is_run, load_model, saved_models
 
 Encode = Callable[[str], list[int]]
@@ -169,20 +170,7 @@ def _encode_theirs(tokenizer: Any, text: str) -> list[int]:
 
 
 def _load_hugging_face(folder: Path, device: torch.device) -> Layers:
-    import transformers
-
-    try:
-        loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(
-            folder, local_files_only=True, output_loading_info=True
-        )
-    except Exception as error:  # OSError, ValueError, and safetensors' own
-        raise ConfigError(f"transformers cannot load the model {str(folder)!r}: {error}") from error
-    model, loading = loaded
-    if missing := sorted(loading["missing_keys"]):  # which transformers fills with random numbers
-        raise ConfigError(
-            f"{str(folder)!r} holds no whole causal language model: {len(missing)} weights are missing, {missing[0]!r} first"
-        )
-    body = model.float().eval().to(device).base_model  # without the output layer: N × V logits that nobody needs
+    body = load_causal_lm(folder).to(device).base_model  # without the output layer: N × V logits that nobody needs
 
     def layers(tokens: Tensor) -> Sequence[Tensor]:
         return body(tokens, output_hidden_states=True, use_cache=False).hidden_states

@@ -1,0 +1,31 @@
+"""Causal language models of Hugging Face folders, whole or not at all."""
+
+from pathlib import Path
+from typing import Any
+
+from titan_disp.errors import ConfigError
+
+
+def load_causal_lm(folder: str | Path, dtype: str = "float32") -> Any:
+    """``AutoModelForCausalLM`` of a local folder, in eval mode, on the CPU.
+
+    Args:
+        dtype: of the weights: "float32", "bfloat16", "float16", or "auto", as they were saved.
+
+    Raises:
+        ConfigError: weights that cannot be read, or are missing, which transformers would make up.
+    """
+    from transformers import AutoModelForCausalLM  # seconds
+
+    try:
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            folder, torch_dtype=dtype, local_files_only=True, output_loading_info=True
+        )
+    except Exception as error:  # OSError, ValueError, RuntimeError, and safetensors' own
+        raise ConfigError(f"transformers cannot load the model {str(folder)!r}: {error}") from error
+    model, loading = loaded
+    if missing := sorted(loading["missing_keys"]):
+        raise ConfigError(
+            f"{str(folder)!r} holds no whole causal language model: {len(missing)} weights are missing, {missing[0]!r} first"
+        )
+    return model.eval()
