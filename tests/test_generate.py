@@ -91,5 +91,5 @@ def test_no_model(tmp_path):
     with pytest.raises(ConfigError, match="does not exist; expected a run's job.dump_folder"):
         generate(tmp_path / "nowhere", PROMPT)
     (tmp_path / "config.json").write_text("{}")
-    with pytest.raises(ConfigError, match="as a Hugging Face folder"):
+    with pytest.raises(ConfigError, match="transformers cannot load the model"):
         generate(tmp_path, PROMPT)

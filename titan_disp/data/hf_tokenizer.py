@@ -15,32 +15,22 @@ from titan_disp.data.shards import list_files
 from titan_disp.data.tokenizer import find_tokenizer
 from titan_disp.errors import ConfigError
 
-COPIED = (
-    *(
-        "tokenizer.json",
-        "tokenizer_config.json",
-        "special_tokens_map.json",
-        "added_tokens.json",
-        "vocab.json",
-        "vocab.txt",
-    ),
-    *("merges.txt", "chat_template.jinja", "chat_template.json"),
-)
 DOCUMENTS = 100
 
-PROBES = (
-    *("", " ", "   ", "\n", "\n\n\n", "\t", "a", " a", "a ", "  two  spaces   three  ", "\n the", " \n x"),
-    *("Hello,  world!\n\tA tab\there.\n\n", "if x == 1:\n    return  {'y': 3.14e-10}\r\n", " " * 37 + "x" + " " * 21),
-    *("It's the dog's; they'LL don't…", "1234567890", "e\u0301 u\u0308\u0304 \u00e9", "naïve café Zürich ½ ① ﬁ ＡＢＣ"),
-    *("日本語のテキスト。中文 한국어 ไทย", "مرحبا שלום Привет हिन्दी", "😀👍🏽 👨‍👩‍👧 🇩🇪", "‘quotes’ “double” — – …"),
-    *(
-        "\x00\x01\x7f\x1b[0m",
-        "zero\u200bwidth\u00a0no-break\u3000ideographic\ufeff",
-        "\U0010ffff\ue000",
-        "<0x0A><0x41>",
-    ),
-    *("▁literal▁ underscore", "https://example.org/a?b=c&d=%20#e", "MixedCASE_snake-kebab.dot"),
+# fmt: off
+COPIED = (
+    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json", "vocab.txt",
+    "merges.txt", "chat_template.jinja", "chat_template.json",
 )
+PROBES = (
+    "", " ", "   ", "\n", "\n\n\n", "\t", "a", " a", "a ", "  two  spaces   three  ", "\n the", " \n x",
+    "Hello,  world!\n\tA tab\there.\n\n", "if x == 1:\n    return  {'y': 3.14e-10}\r\n", " " * 37 + "x" + " " * 21,
+    "It's the dog's; they'LL don't…", "1234567890", "e\u0301 u\u0308\u0304 \u00e9", "naïve café Zürich ½ ① ﬁ ＡＢＣ",
+    "日本語のテキスト。中文 한국어 ไทย", "مرحبا שלום Привет हिन्दी", "😀👍🏽 👨‍👩‍👧 🇩🇪", "‘quotes’ “double” — – …",
+    "\x00\x01\x7f\x1b[0m", "zero\u200bwidth\u00a0no-break\u3000ideographic\ufeff", "\U0010ffff\ue000", "<0x0A><0x41>",
+    "▁literal▁ underscore", "https://example.org/a?b=c&d=%20#e", "MixedCASE_snake-kebab.dot",
+)
+# fmt: on
 """Texts in which tokenizers differ. Special tokens' own names are no part: the two libraries differ in them by design."""
 
 
@@ -86,7 +76,7 @@ def check_same_ids(ours: Callable[[str], list[int]], theirs: Callable[[str], lis
         shown = text if len(text) <= 200 else text[:200] + "…"
         raise ConfigError(
             f"the exported tokenizer gives other ids than the run's for {shown!r}: {got[at : at + 8]} instead of "
-            f"{expected[at : at + 8]} from token {at} on. Nothing was exported: name a Hugging Face tokenizer that agrees with "
+            f"{expected[at : at + 8]} from token {at} on. Name a Hugging Face tokenizer that agrees: titan-disp export … "
             "--tokenizer DIR"
         )
 

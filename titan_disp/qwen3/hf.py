@@ -111,8 +111,9 @@ def _check_weights(folder: Path, args: Qwen3DispModelArgs, where: str) -> None:
 class Qwen3HfAdapter(Qwen3StateDictAdapter):
     """TorchTitan's adapter, whose plan of output files (``model.safetensors.index.json`` in the assets folder) follows the model.
 
-    Qwen's index files list ``lm_head.weight``, which a tied model does not save: TorchTitan 0.2.2 would write an ``lm_head`` of
-    uninitialised bytes. An index that lacks a weight of this model would fail the save at the end of training.
+    Qwen's index files list ``lm_head.weight``, which a tied model does not save: TorchTitan 0.2.2 would write an ``lm_head``
+    without type and values, and no reader opens that file. An index that lacks a weight of this model would fail the save at
+    the end of training.
     """
 
     fqn_to_index_mapping: dict[Any, int] | None

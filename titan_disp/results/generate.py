@@ -10,21 +10,19 @@ from titan_disp.data.hf_tokenizer import plain_encoder
 from titan_disp.data.tokenizer import load_tokenizer
 from titan_disp.errors import ConfigError
 from titan_disp.results.export import hf_weights
+from titan_disp.results.hugging_face import load_causal_lm
 from titan_disp.results.saved import find_saved, is_run
 from titan_disp.run.hf_folder import hf_config
 
 
 def _load(target: str | Path, tokenizer: str | Path | None) -> tuple[Any, BaseTokenizer]:
     """A transformers model and its tokenizer, of a run's checkpoint or of a Hugging Face folder."""
-    from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
+    from transformers import Qwen3Config, Qwen3ForCausalLM
     from transformers.utils import logging
 
     logging.disable_progress_bar()
     if (Path(target) / "config.json").is_file() and not is_run(target):
-        try:
-            return AutoModelForCausalLM.from_pretrained(target), load_tokenizer(tokenizer or target)
-        except (OSError, ValueError) as error:
-            raise ConfigError(f"cannot load {str(target)!r} as a Hugging Face folder: {error}") from error
+        return load_causal_lm(target), load_tokenizer(tokenizer or target)
     saved = find_saved(target)
     loaded = saved.tokenizer(tokenizer)
     config = Qwen3Config(**hf_config(saved.model_args(), loaded, "float32"))
