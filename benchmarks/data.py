@@ -4,9 +4,8 @@
     python benchmarks/data.py --json     # an object with "rows", "bounds", "deep_resume" and nothing else
 
 One rank is driven in one process: rank 0 of 64 and of 40, on 64 files. Every rank of a real job does the same at the same
-time, so this is what one rank gets from its own cores, with files in the page cache. fast_tokenizer has a prefetch
-worker too. Texts have C4's mean length (2.2 kB) and spread. Rows "reading" have a tokenizer that costs nothing: what is left
-is the loaders' own work.
+time, so this is what one rank gets from its own cores, with files in the page cache. Texts have C4's mean length (2.2 kB) and
+spread. Rows "reading" have a tokenizer that costs nothing: what is left is the loaders' own work.
 """
 
 import gzip
@@ -173,13 +172,14 @@ def speed(folder: Path, tokenizers: dict[str, str], options: Options) -> list[di
                     job_config(folder, p, options.seq_len, 0), r, 2 * r, f
                 ),
                 **(
-                    {
-                        "titan-disp, fast_tokenizer": lambda p=path, r=ranks: ours(
-                            job_config(folder, p, options.seq_len, 4, "--stream.fast_tokenizer"), r, 2 * r
+                    {}
+                    if free
+                    else {
+                        f"titan-disp, fast_tokenizer{note}": lambda p=path, r=ranks, n=prefetch: ours(
+                            job_config(folder, p, options.seq_len, n, "--stream.fast_tokenizer"), r, 2 * r
                         )
+                        for note, prefetch in (("", 4), (", prefetch = 0", 0))
                     }
-                    if not free
-                    else {}
                 ),
                 "TorchTitan": lambda p=path, r=ranks, f=free: stock(job_config(folder, p, options.seq_len, 0), r, f),
             }
@@ -309,11 +309,11 @@ def main(options: Options) -> None:
         print(json.dumps({"rows": rows, "bounds": cases, "deep_resume": deep, "threads": default_threads()}))
         return
     print(f"{default_threads()} threads tokenize; {options.files} files")
-    print(f"{'loader':28}{'tokenizer':16}{'ranks':>6}{'tokens/s':>12}{'vs TorchTitan':>15}{'read per token':>16}")
+    print(f"{'loader':42}{'tokenizer':16}{'ranks':>6}{'tokens/s':>12}{'vs TorchTitan':>15}{'read per token':>16}")
     for r in rows:
         read = "" if r["bytes_read_per_token"] is None else f"{r['bytes_read_per_token']:.1f} B"
         print(
-            f"{r['loader']:28}{r['tokenizer']:16}{r['ranks']:6}{r['tokens_per_second']:12,.0f}{r['ratio']:14.1f}×{read:>16}"
+            f"{r['loader']:42}{r['tokenizer']:16}{r['ranks']:6}{r['tokens_per_second']:12,.0f}{r['ratio']:14.1f}×{read:>16}"
         )
     print(
         f"\n{'on one rank':32}{'files':>7}{'peak memory':>13}{'open files':>12}{'first batch':>13}{'sequences/s':>13}"

@@ -87,6 +87,17 @@ class RankStreams:
         """Follow the text's bytes per token, by which read-ahead is measured."""
         self._bytes_per_token += 0.01 * (document.size / tokens - self._bytes_per_token)
 
+    def tokenize(self, texts: list[str]) -> Future[list[np.ndarray]]:
+        """Token ids of each text, int32, from a thread; or at once, where that takes no longer than waking one."""
+        if not self.options.fast_tokenizer:
+            return self.executor.submit(self._tokenize, texts)
+        done: Future[list[np.ndarray]] = Future()
+        done.set_result(self._tokenize(texts))
+        return done
+
+    def _tokenize(self, texts: list[str]) -> list[np.ndarray]:
+        return [np.asarray(self.encode(text), dtype=np.int32) for text in texts]
+
     def close(self) -> None:
         self.executor.shutdown(cancel_futures=True)
         self.passes.close()
@@ -123,12 +134,9 @@ class Slot:
             while self._bytes + total < size and total < TASK_BYTES:
                 documents.append(self.cursor.next())
                 total += documents[-1].size
-            task = self.streams.executor.submit(self._tokenize, [document.text for document in documents])
+            task = self.streams.tokenize([document.text for document in documents])
             self._ahead.extend(_Ahead(document, task, place) for place, document in enumerate(documents))
             self._bytes += total
-
-    def _tokenize(self, texts: list[str]) -> list[np.ndarray]:
-        return [np.asarray(self.streams.encode(text), dtype=np.int32) for text in texts]
 
     def sequence(self) -> np.ndarray:
         """The next seq_len + 1 tokens, int32; the position moves with them."""
