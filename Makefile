@@ -38,7 +38,7 @@ test: setup
 test-fast: setup
 	$(BIN)/python -m pytest -m "not slow"
 
-# Whole runs with NaN, full disks, damaged checkpoints and signals.
+# Whole runs: NaN, full disks, damaged checkpoints and signals; imports, the figure and the report from the start.
 test-night: setup
 	$(BIN)/python -m pytest -m night
 

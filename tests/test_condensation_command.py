@@ -329,6 +329,7 @@ def test_a_checkpoint_without_a_model(run, text, tmp_path, command, capsys):
 
 
 @pytest.mark.slow
+@pytest.mark.night
 def test_figure(sample, tmp_path):
     """make figure's script on two runs of two steps; a second time, nothing is trained."""
     argv = [sys.executable, str(ROOT / "benchmarks" / "figure.py"), "--seeds", "5", "--steps", "2", "--nproc", "1"]

@@ -280,6 +280,7 @@ def test_plan_of_files_follows_the_model(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.night
 def test_last_save_in_hugging_face_format(sample, tmp_path):
     """A real run on 2 ranks, with an index that lists lm_head among the assets: what it saves loads as it stands."""
     assets = tmp_path / "assets"

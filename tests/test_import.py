@@ -160,6 +160,7 @@ ONE_STEP = (
 
 
 @pytest.mark.slow
+@pytest.mark.night
 def test_import_and_export_are_inverse(sample, published, tmp_path):
     """A step with learning rate 0 in the real trainer, float32: the weights come back bit for bit."""
     run = tmp_path / "run"
@@ -182,6 +183,7 @@ def test_import_and_export_are_inverse(sample, published, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.night
 def test_import_on_two_ranks_from_a_folder_of_the_hub(sample, folder, tmp_path):
     """Tensor parallel; bfloat16 files with a second copy of the embedding; an unfinished save of a killed start in the way."""
     weights = as_on_the_hub(folder)
@@ -197,6 +199,7 @@ def test_import_on_two_ranks_from_a_folder_of_the_hub(sample, folder, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.night
 def test_another_models_weights_stop_every_start(sample, folder, tmp_path):
     """Under torchrun, without the checks of titan-disp train."""
     edit_config(folder, num_hidden_layers=7)

@@ -394,6 +394,7 @@ def test_screenshot(browser, compared, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.night
 def test_a_real_run(sample, tmp_path):
     """Files as training writes them: rows, events, validation, measurements."""
     run = tmp_path / "run"

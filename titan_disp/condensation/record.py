@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from scipy import stats
 
 BINS = 128
 EDGES = np.linspace(-1, 1, BINS + 1)  # of the histogram
@@ -40,17 +39,19 @@ class Condensation:
     @property
     def spearman(self) -> float:
         """Spearman's ρ of the mean cosine against depth; NaN where all layers are alike."""
-        return self._over_depth(stats.spearmanr)
+        return self._over_depth("spearmanr")
 
     @property
     def kendall(self) -> float:
         """Kendall's τ of the mean cosine against depth; NaN where all layers are alike."""
-        return self._over_depth(stats.kendalltau)
+        return self._over_depth("kendalltau")
 
-    def _over_depth(self, statistic: Any) -> float:
+    def _over_depth(self, name: str) -> float:
+        from scipy import stats  # a second, which of all ranks only the first needs
+
         if np.ptp(self.mean_cosine) == 0:
             return float("nan")
-        return float(statistic(np.arange(len(self.mean_cosine)), self.mean_cosine).statistic)
+        return float(getattr(stats, name)(np.arange(len(self.mean_cosine)), self.mean_cosine).statistic)
 
     def by_layer(self) -> dict[str, list[float]]:
         """The numbers by layer, without the histogram."""
