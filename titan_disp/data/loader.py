@@ -189,9 +189,8 @@ class StreamLoader(BaseDataLoader):
                 f"{slots} slots cannot be divided among {dp_world_size} data-parallel ranks: see stream.slots"
             )
         self.files, self.options, self.plan = files, options, Plan([f.name for f in files], slots, options.seed)
-        self.encode: Callable[[str], list[int] | np.ndarray] = encoder(tokenizer)
-        if options.fast_tokenizer:
-            self.encode = fast_encoder(tokenizer, tokenizer_folder, encoder(tokenizer))
+        encode = encoder(tokenizer)
+        self.encode = fast_encoder(tokenizer, tokenizer_folder, encode) if options.fast_tokenizer else encode
         own = slots // dp_world_size
         self.slots = range(dp_rank * own, (dp_rank + 1) * own)
         self.local_batch_size, self.prefetch, self.pin_memory = local_batch_size, prefetch, pin_memory

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torchtitan.components.tokenizer import BaseTokenizer, HuggingFaceTokenizer
 
+from titan_disp.data.hf_tokenizer import plain_encoder
 from titan_disp.data.tokenizer import load_tokenizer
 from titan_disp.errors import ConfigError
 from titan_disp.results.hugging_face import load_causal_lm
@@ -83,12 +83,6 @@ def _file_names(targets: Iterable[Target]) -> list[str]:
     return [f"{i}-{name}" for i, name in enumerate(names)]  # /a/b-c and /a-b/c
 
 
-def _encoder(tokenizer: BaseTokenizer) -> Encode:
-    if isinstance(tokenizer, HuggingFaceTokenizer):  # whose own encode adds what the file's post-processor adds
-        return lambda text: tokenizer.tokenizer.encode(text, add_special_tokens=False).ids
-    return tokenizer.encode
-
-
 def _run_target(saved: SavedModel, tokenizer: Path | None) -> Target:
     args = saved.model_args()
 
@@ -108,7 +102,7 @@ def _run_target(saved: SavedModel, tokenizer: Path | None) -> Target:
         step=saved.step,
         max_tokens=args.max_seq_len,
         vocab_size=args.vocab_size,
-        encode=_encoder(saved.tokenizer(tokenizer)),
+        encode=plain_encoder(saved.tokenizer(tokenizer)),
         load=load,
     )
 
@@ -131,7 +125,7 @@ def _hugging_face_target(folder: Path, tokenizer_folder: Path | None) -> Target:
         raise ConfigError(f"{str(folder)!r} is not a model that transformers knows: {error}") from error
     if tokenizer_folder is not None:
         own = load_tokenizer(tokenizer_folder)
-        encode, tokens = _encoder(own), own.get_vocab_size()
+        encode, tokens = plain_encoder(own), own.get_vocab_size()
     else:
         theirs = _their_tokenizer(folder)
         encode, tokens = partial(_encode_theirs, theirs), len(theirs)

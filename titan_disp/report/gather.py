@@ -20,7 +20,7 @@ from titan_disp.qwen3.model import Qwen3DispModel
 from titan_disp.report.attempts import Attempt, attempts
 from titan_disp.report.configs import flatten
 from titan_disp.results.saved import is_run
-from titan_disp.run.folder import read_json_lines, read_metrics
+from titan_disp.run.folder import by_step, read_json_lines, read_rows
 
 VALIDATION_LOSS = "validation_metrics/loss"  # TorchTitan's name for it in TensorBoard
 
@@ -130,8 +130,8 @@ def _read(path: Path, name: str) -> Run:
     problems = []
     try:
         config = _read_json(path / "config.json")
-        written = [row for row in read_json_lines(path / "metrics.jsonl") if "condensation" not in row]
-        metrics = read_metrics(path)
+        written = read_rows(path)
+        metrics = by_step(written)
         events = _read_events(path / "events.jsonl")
         environment = _read_json(path / "environment.json")
         failures = _read_json(path / "requeue.json")

@@ -187,6 +187,5 @@ def load_model(saved: SavedModel) -> Qwen3DispModel:
     model.to_empty(device="cpu")
     model.tie_weights()
     model.rope_cache = model._precompute_rope_cache()
-    weights = load_weights(saved)
-    model.load_state_dict(weights, strict=False, assign=False)
+    model.load_state_dict(load_weights(saved), strict=False)  # a tied output.weight is not among them
     return model.eval()

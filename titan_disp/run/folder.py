@@ -67,11 +67,19 @@ def read_json_lines(path: str | Path) -> list[dict[str, Any]]:
     return records
 
 
+def read_rows(run: str | Path) -> list[dict[str, Any]]:
+    """The training rows of metrics.jsonl in the order of writing, with the steps repeated after a resume."""
+    return [record for record in read_json_lines(Path(run) / "metrics.jsonl") if "condensation" not in record]
+
+
+def by_step(rows: list[dict[str, Any]]) -> dict[int, dict[str, Any]]:
+    """Rows by step, ascending. Steps repeated after a resume: the last row counts."""
+    return dict(sorted({row["step"]: row for row in rows}.items()))
+
+
 def read_metrics(run: str | Path) -> dict[int, dict[str, Any]]:
-    """The training steps in metrics.jsonl, by step. Steps repeated after a resume: the last line counts."""
-    records = read_json_lines(Path(run) / "metrics.jsonl")
-    by_step = {record["step"]: record for record in records if "condensation" not in record}
-    return dict(sorted(by_step.items()))
+    """The training rows of metrics.jsonl that count, by step."""
+    return by_step(read_rows(run))
 
 
 def _differences(old: Any, new: Any, prefix: str = "") -> dict[str, list[Any]]:
