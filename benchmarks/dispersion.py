@@ -25,6 +25,7 @@ import torch
 import tyro
 from torch import Tensor
 
+from titan_disp.cpu import high_water_mark, resident_bytes
 from titan_disp.dispersion import DispersionLoss
 from titan_disp.dispersion.pairwise import tile_size
 
@@ -133,11 +134,6 @@ def agreement(options: Options, n: int) -> dict[str, dict[str, float]]:
     return found
 
 
-def status(key: str) -> int:
-    line = next(x for x in Path("/proc/self/status").read_text().splitlines() if x.startswith(key))
-    return int(line.split()[1]) * 1024
-
-
 def peak_bytes(options: Options, n: int, estimator: str) -> int:
     """In this process: peak memory of one call beyond what was held before, after a call on little data."""
     small = Options(**{**vars(options), "n": [32]})
@@ -152,9 +148,9 @@ def peak_bytes(options: Options, n: int, estimator: str) -> int:
         torch.cuda.synchronize()
         return torch.cuda.max_memory_allocated() - before
     Path("/proc/self/clear_refs").write_text("5")  # the high-water mark starts anew
-    before = status("VmRSS")
+    before = resident_bytes()
     function(z)
-    return status("VmHWM") - before
+    return high_water_mark() - before
 
 
 def in_a_fresh_process(options: Options, n: int, estimator: str) -> int:

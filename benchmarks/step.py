@@ -35,7 +35,9 @@ class Options:
     seq_len: list[int] = field(default_factory=lambda: [2048, 4096] if torch.cuda.is_available() else [256, 1024])
     estimators: list[str] = field(default_factory=lambda: list(ESTIMATORS))
     steps: int = 10
-    """Measured steps of every process, after two that warm up (and compile)."""
+    """Measured steps of every process."""
+    warmup: int = 2
+    """Steps before them, which compile and fill caches."""
     rounds: int = 2
     overrides: Annotated[list[str], tyro.conf.UseAppendAction] = field(default_factory=list)
     """TorchTitan's options, each as --overrides=--section.key=value."""
@@ -49,15 +51,16 @@ def dispersion(estimator: str) -> list[str]:
     return ["--dispersion.enabled", "--dispersion.estimator", estimator]
 
 
-def measure(argv: list[str], steps: int) -> dict[str, Any]:
+def measure(argv: list[str], warmup: int, steps: int) -> dict[str, Any]:
     """Median seconds of a step and peak memory, in this process."""
     from torchtitan.tools.logging import init_logger
     from torchtitan.train import Trainer
 
     import titan_disp  # noqa: F401 — device type
     from titan_disp.batch import tokens_per_step
-    from titan_disp.cluster.preflight import high_water_mark, synthetic_inputs
+    from titan_disp.cluster.preflight import synthetic_inputs
     from titan_disp.config import load_config
+    from titan_disp.cpu import high_water_mark
 
     init_logger()
     job_config = load_config(argv)
@@ -65,8 +68,8 @@ def measure(argv: list[str], steps: int) -> dict[str, Any]:
         trainer = Trainer(job_config)
     batches = trainer.batch_generator(trainer.dataloader)
     seconds = []
-    for step in range(steps + 2):
-        if step == 2 and torch.cuda.is_available():
+    for step in range(warmup + steps):
+        if step == warmup and torch.cuda.is_available():
             torch.cuda.reset_peak_memory_stats()
         start = time.perf_counter()
         trainer.step += 1
@@ -75,7 +78,11 @@ def measure(argv: list[str], steps: int) -> dict[str, Any]:
             torch.cuda.synchronize()
         seconds.append(time.perf_counter() - start)
     peak = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else high_water_mark()
-    return {"seconds": statistics.median(seconds[2:]), "tokens": tokens_per_step(job_config, 1), "peak_bytes": peak}
+    return {
+        "seconds": statistics.median(seconds[warmup:]),
+        "tokens": tokens_per_step(job_config, 1),
+        "peak_bytes": peak,
+    }
 
 
 def in_a_fresh_process(options: Options, seq_len: int, estimator: str) -> dict[str, Any]:
@@ -90,7 +97,7 @@ def in_a_fresh_process(options: Options, seq_len: int, estimator: str) -> dict[s
             s.bind(("127.0.0.1", 0))
             port = str(s.getsockname()[1])
         rank = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-        environment = {**os.environ, **rank, "MEASURE": json.dumps([argv, options.steps])}
+        environment = {**os.environ, **rank, "MEASURE": json.dumps([argv, options.warmup, options.steps])}
         done = subprocess.run([sys.executable, __file__], env=environment, capture_output=True, text=True, cwd=ROOT)
     if done.returncode:
         raise SystemExit(done.stderr)
@@ -129,7 +136,6 @@ def main(options: Options) -> None:
 
 if __name__ == "__main__":
     if "MEASURE" in os.environ:
-        arguments, count = json.loads(os.environ["MEASURE"])
-        print(json.dumps(measure(arguments, count)))
+        print(json.dumps(measure(*json.loads(os.environ["MEASURE"]))))
     else:
         main(tyro.cli(Options, description=__doc__))

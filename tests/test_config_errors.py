@@ -170,7 +170,7 @@ def test_tokenizer_larger_than_the_vocabulary(sample, tmp_path):
 
     write_sample(tmp_path / "big", vocab_size=3000)
     with pytest.raises(
-        ConfigError, match="tokenizer has 3000 tokens, but model.flavor 'nano' has a vocabulary of 2048"
+        ConfigError, match="tokenizer in .* has 3000 tokens, but model.flavor 'nano' has a vocabulary of 2048"
     ):
         launch(str(DEMO), [*options(sample), "--model.hf_assets_path", str(tmp_path / "big" / "tokenizer")], 1)
 

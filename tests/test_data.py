@@ -8,7 +8,7 @@ from titan_disp.data.fast_tokenizer import fast_encoder
 from titan_disp.data.loader import encoder
 from titan_disp.data.sample import TRAIN_FILES, documents, is_complete, train_tokenizer, write_sample
 from titan_disp.data.shards import check_data, list_files
-from titan_disp.data.tokenizer import check_vocabulary, find_tokenizer, load_tokenizer
+from titan_disp.data.tokenizer import find_tokenizer, load_tokenizer, load_tokenizer_for
 from titan_disp.errors import ConfigError, DataError
 
 TEXT = "Return a list of lines,\n\n    keepends: bool  — naïve 中"
@@ -157,7 +157,7 @@ def test_bad_tokenizers(sample, tmp_path):
     with pytest.raises(ConfigError, match=r"holds a\.model, b\.model"):
         load_tokenizer(tmp_path)
     with pytest.raises(ConfigError, match="2048 tokens, but model.flavor 'tiny' has a vocabulary of 100"):
-        check_vocabulary(load_tokenizer(sample / "tokenizer"), 100, "tiny")
+        load_tokenizer_for("tiny", 100, sample / "tokenizer")
 
 
 def test_bad_data(sample, tmp_path):

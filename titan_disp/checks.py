@@ -8,7 +8,7 @@ from titan_disp import cpu
 from titan_disp.batch import data_parallel_degree, global_batch_size, slot_count
 from titan_disp.budget import resolve_steps
 from titan_disp.data.shards import check_data
-from titan_disp.data.tokenizer import check_vocabulary, load_tokenizer
+from titan_disp.data.tokenizer import load_tokenizer_for
 from titan_disp.data.validation import validation_sequences
 from titan_disp.dispersion import CoeffSchedule, DispersionLoss
 from titan_disp.errors import ConfigError
@@ -57,7 +57,7 @@ def check_inputs(job_config: JobConfig) -> None:
         ConfigError: missing, unreadable, a tokenizer that the model's vocabulary cannot hold, or another model's weights.
     """
     flavor = job_config.model.flavor
-    check_vocabulary(load_tokenizer(job_config.model.hf_assets_path), flavors[flavor].vocab_size, flavor)
+    load_tokenizer_for(flavor, flavors[flavor].vocab_size, job_config.model.hf_assets_path)
     check_data(job_config.training.dataset, job_config.training.dataset_path)
     if job_config.validation.enable:
         check_data(job_config.validation.dataset, job_config.validation.dataset_path, key="validation")

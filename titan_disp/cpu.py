@@ -8,6 +8,7 @@
 """
 
 import os
+import resource
 import sys
 from collections.abc import Callable
 from types import ModuleType, SimpleNamespace
@@ -23,6 +24,21 @@ from torch.distributed.tensor import DTensor
 def active() -> bool:
     """Whether this process has no accelerator."""
     return not torch.accelerator.is_available()
+
+
+def resident_bytes() -> int:
+    """Bytes of memory that this process holds now. Raises OSError where there is no /proc."""
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def high_water_mark() -> int:
+    """Bytes of memory that this process has held at most. Linux' ru_maxrss would know the parent's as well."""
+    try:
+        with open("/proc/self/status") as file:
+            return next(int(line.split()[1]) * 1024 for line in file if line.startswith("VmHWM:"))
+    except OSError:
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # macOS counts in bytes
 
 
 class _CpuModule(ModuleType):
@@ -47,8 +63,7 @@ class _CpuModule(ModuleType):
     def memory_stats(device: Any = None) -> dict[str, int]:
         """Resident memory of this process; Linux tells the current value cheaply, elsewhere it is left out."""
         try:
-            with open("/proc/self/statm") as f:
-                resident = int(f.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+            resident = resident_bytes()
         except OSError:
             return {"num_alloc_retries": 0, "num_ooms": 0}
         return {

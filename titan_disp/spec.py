@@ -19,7 +19,7 @@ from torchtitan.tools.logging import logger
 
 from titan_disp.checks import check_config, check_device, coeff_schedule, dispersion_loss
 from titan_disp.data.loader import StreamLoader, build_dataloader
-from titan_disp.data.tokenizer import check_vocabulary, load_tokenizer
+from titan_disp.data.tokenizer import load_tokenizer_for
 from titan_disp.data.validation import build_validator
 from titan_disp.dispersion import DispersionObjective, LossLedger
 from titan_disp.qwen3.flavors import flavors
@@ -45,10 +45,8 @@ def build_tokenizer(job_config: JobConfig) -> BaseTokenizer:
     """The first hook that sees the config under the stock trainer: what cannot work is refused here."""
     check_config(job_config, dist.get_world_size())
     check_device(job_config)
-    tokenizer = load_tokenizer(job_config.model.hf_assets_path)
     flavor = job_config.model.flavor
-    check_vocabulary(tokenizer, flavors[flavor].vocab_size, flavor)
-    return tokenizer
+    return load_tokenizer_for(flavor, flavors[flavor].vocab_size, job_config.model.hf_assets_path)
 
 
 def build_cross_entropy(job_config: JobConfig, parallel_dims: ParallelDims) -> LossFunction:

@@ -19,7 +19,7 @@ from torchtitan.config import JobConfig
 
 from titan_disp.config import load_config
 from titan_disp.data.shards import list_files
-from titan_disp.data.tokenizer import check_vocabulary, load_tokenizer
+from titan_disp.data.tokenizer import load_tokenizer_for
 from titan_disp.errors import ConfigError
 from titan_disp.qwen3.flavors import flavors
 from titan_disp.run.folder import write_json
@@ -70,7 +70,7 @@ def input_problems(job_config: JobConfig) -> list[str]:
     flavor, training, validation = job_config.model.flavor, job_config.training, job_config.validation
 
     def tokenizer() -> None:
-        check_vocabulary(load_tokenizer(job_config.model.hf_assets_path), flavors[flavor].vocab_size, flavor)
+        load_tokenizer_for(flavor, flavors[flavor].vocab_size, job_config.model.hf_assets_path)
 
     checks: list[Callable[[], None]] = [tokenizer, lambda: _read_data(training.dataset, training.dataset_path)]
     if validation.enable:

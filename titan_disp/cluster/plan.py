@@ -11,7 +11,7 @@ from titan_disp.checks import check_config
 from titan_disp.cluster.hardware import find_gpu
 from titan_disp.cluster.memory import Memory, checkpoint_bytes, checkpoint_counts, estimate
 from titan_disp.data.shards import check_data, split_of
-from titan_disp.data.tokenizer import check_vocabulary, load_tokenizer
+from titan_disp.data.tokenizer import find_tokenizer, load_tokenizer_for
 from titan_disp.errors import ConfigError
 from titan_disp.qwen3.flavors import Qwen3DispModelArgs, flavors
 from titan_disp.qwen3.model import Qwen3DispModel
@@ -125,19 +125,19 @@ def missing_inputs(job_config: JobConfig, strict: bool) -> list[str]:
     """What the config names on disk and is not there.
 
     Raises:
-        ConfigError: the tokenizer is there and does not fit the model, a data set of no such name; with ``strict``: anything
-            is missing.
+        ConfigError: the tokenizer is there but unreadable or too large for the model, a data set of no such name; with
+            ``strict``: anything is missing.
     """
     missing = []
     flavor = job_config.model.flavor
     try:
-        tokenizer = load_tokenizer(job_config.model.hf_assets_path)
+        find_tokenizer(job_config.model.hf_assets_path)
     except ConfigError as error:
         if strict:
             raise
         missing.append(str(error))
     else:
-        check_vocabulary(tokenizer, flavors[flavor].vocab_size, flavor)
+        load_tokenizer_for(flavor, flavors[flavor].vocab_size, job_config.model.hf_assets_path)
     data = {"training": (job_config.training.dataset, job_config.training.dataset_path)}
     if job_config.validation.enable:
         data["validation"] = (job_config.validation.dataset, job_config.validation.dataset_path)

@@ -11,7 +11,6 @@ The step runs as ``python -m titan_disp.cluster.preflight``: a process group in 
 import argparse
 import json
 import os
-import resource
 import subprocess
 import sys
 import tempfile
@@ -212,20 +211,11 @@ def one_step(job_config: JobConfig) -> dict[str, Any]:
         "parameters": sum(w.numel() for w in weights),
         "own_parameters": sum(w.numel() for w in local),
         "seconds": seconds,
-        "peak_bytes": high_water_mark() if cpu.active() else torch.accelerator.max_memory_allocated(),
+        "peak_bytes": cpu.high_water_mark() if cpu.active() else torch.accelerator.max_memory_allocated(),
     }
     trainer.close()
     dist.destroy_process_group()
     return measured
-
-
-def high_water_mark() -> int:
-    """Bytes of memory that this process has held at most. Linux' ru_maxrss would know the parent's as well."""
-    try:
-        with open("/proc/self/status") as file:
-            return next(int(line.split()[1]) * 1024 for line in file if line.startswith("VmHWM:"))
-    except OSError:
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # macOS counts in bytes
 
 
 def main() -> None:

@@ -1,12 +1,13 @@
 """One measurement of condensation: numbers by layer, and what they do over depth."""
 
-import os
 import re
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+from titan_disp.files import whole
 
 BINS = 128
 EDGES = np.linspace(-1, 1, BINS + 1)  # of the histogram
@@ -72,10 +73,8 @@ class Condensation:
         """Write all of it as .npz, whole or not at all."""
         path = Path(path)
         path.parent.mkdir(parents=True, exist_ok=True)
-        partial = path.with_name(f".{path.name}.partial")
-        with open(partial, "wb") as file:
+        with whole(path) as partial, open(partial, "wb") as file:
             np.savez_compressed(file, edges=EDGES, **asdict(self))
-        os.replace(partial, path)
 
     @classmethod
     def load(cls, path: str | Path) -> "Condensation":

@@ -79,11 +79,21 @@ def load_tokenizer(folder: str | Path) -> BaseTokenizer:
         raise ConfigError(f"cannot load the tokenizer {str(file)!r}: {error}") from error
 
 
-def check_vocabulary(tokenizer: BaseTokenizer, vocab_size: int, flavor: str) -> None:
-    """Raise ConfigError where the tokenizer can give ids that the model's embedding does not have."""
-    tokens = tokenizer.get_vocab_size()
+def check_fits(tokens: int, folder: str | Path, vocab_size: int, model: str, advice: str) -> None:
+    """Raise ConfigError where a tokenizer of ``tokens`` tokens can give ids that the model's embedding does not have."""
     if tokens > vocab_size:
         raise ConfigError(
-            f"the tokenizer has {tokens} tokens, but model.flavor {flavor!r} has a vocabulary of {vocab_size}: "
-            "choose a flavor with a larger vocabulary or a smaller tokenizer"
+            f"the tokenizer in {str(folder)!r} has {tokens} tokens, but {model} has a vocabulary of {vocab_size}: {advice}"
         )
+
+
+def load_tokenizer_for(flavor: str, vocab_size: int, folder: str | Path) -> BaseTokenizer:
+    """The tokenizer in ``model.hf_assets_path`` for a flavor that is to be trained.
+
+    Raises:
+        ConfigError: missing, unreadable, or with more tokens than the flavor's vocabulary.
+    """
+    tokenizer = load_tokenizer(folder)
+    advice = "choose a flavor with a larger vocabulary or a smaller tokenizer"
+    check_fits(tokenizer.get_vocab_size(), folder, vocab_size, f"model.flavor {flavor!r}", advice)
+    return tokenizer

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from titan_disp.data.hf_tokenizer import plain_encoder
-from titan_disp.data.tokenizer import load_tokenizer
+from titan_disp.data.tokenizer import check_fits, load_tokenizer
 from titan_disp.errors import ConfigError
 from titan_disp.results.hugging_face import load_causal_lm
 from titan_disp.results.saved import SavedModel, find_saved, is_run, load_model, saved_models
@@ -129,11 +129,8 @@ def _hugging_face_target(folder: Path, tokenizer_folder: Path | None) -> Target:
     else:
         theirs = _their_tokenizer(folder)
         encode, tokens = partial(_encode_theirs, theirs), len(theirs)
-    if tokens > config.vocab_size:
-        raise ConfigError(
-            f"the tokenizer in {str(tokenizer_folder or folder)!r} has {tokens} tokens, but the model {str(folder)!r} has a "
-            f"vocabulary of {config.vocab_size}: it is not this model's tokenizer"
-        )
+    advice = "it is not this model's tokenizer"
+    check_fits(tokens, tokenizer_folder or folder, config.vocab_size, f"the model {str(folder)!r}", advice)
     return Target(
         folder=folder,
         run=None,

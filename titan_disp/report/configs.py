@@ -7,16 +7,9 @@ from typing import Any
 from torchtitan.config import ConfigManager
 
 from titan_disp.config import MODULE
+from titan_disp.run.folder import flatten
 
 ABSENT = object()  # in the place of a value: the column has no such key
-
-
-def flatten(nested: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Values by dotted key; lists are values."""
-    flat: dict[str, Any] = {}
-    for key, value in nested.items():
-        flat |= flatten(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
-    return flat
 
 
 def defaults() -> dict[str, Any]:

@@ -18,9 +18,8 @@ from titan_disp.errors import ConfigError
 from titan_disp.qwen3.flavors import flavors
 from titan_disp.qwen3.model import Qwen3DispModel
 from titan_disp.report.attempts import Attempt, attempts
-from titan_disp.report.configs import flatten
 from titan_disp.results.saved import is_run
-from titan_disp.run.folder import by_step, read_json_lines, read_rows
+from titan_disp.run.folder import by_step, flatten, read_json_lines, read_rows
 
 VALIDATION_LOSS = "validation_metrics/loss"  # TorchTitan's name for it in TensorBoard
 

@@ -1,8 +1,6 @@
 """The page: tables and pictures put into page.html.j2, written whole or not at all."""
 
-import contextlib
 import json
-import os
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,6 +8,7 @@ from pathlib import Path
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from titan_disp.errors import ConfigError
+from titan_disp.files import whole
 from titan_disp.report import pictures, tables
 from titan_disp.report.charts import BEGINNING, BINS, drawing
 from titan_disp.report.gather import Run, gather
@@ -66,12 +65,9 @@ def write_report(paths: Sequence[str | Path], out: str | Path) -> Path:
         what = "is a folder" if out.is_dir() else "is in a folder that does not exist"
         raise ConfigError(f"--out {str(out)!r} {what}, expected a file such as report.html in an existing folder")
     html = render(gather(paths), time.time())
-    partial = out.with_name(f".{out.name}.partial")
     try:
-        partial.write_text(html, encoding="utf-8")
-        os.replace(partial, out)
+        with whole(out) as partial:
+            partial.write_text(html, encoding="utf-8")
     except OSError as error:
-        with contextlib.suppress(OSError):
-            partial.unlink(missing_ok=True)
         raise ConfigError(f"the report cannot be written to {str(out)!r}: {error.strerror}") from error
     return out

@@ -10,9 +10,10 @@ import numpy as np
 
 from titan_disp.condensation.record import Condensation
 from titan_disp.report.attempts import downtimes, repeated_steps
-from titan_disp.report.configs import ABSENT, defaults, flatten, side_by_side, unlike
+from titan_disp.report.configs import ABSENT, defaults, side_by_side, unlike
 from titan_disp.report.gather import Run
 from titan_disp.report.state import duration, state
+from titan_disp.run.folder import flatten
 
 NOTHING = "–"
 LAST_ROWS = 10  # over which a training loss is averaged: that of one batch is noisy

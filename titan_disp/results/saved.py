@@ -3,7 +3,6 @@
 import json
 import re
 import warnings
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,11 +13,11 @@ from safetensors.torch import load_file
 from torchtitan.components.tokenizer import BaseTokenizer
 from torchtitan.models.qwen3.model.state_dict_adapter import Qwen3StateDictAdapter
 
-from titan_disp.data.tokenizer import load_tokenizer
+from titan_disp.data.tokenizer import check_fits, load_tokenizer
 from titan_disp.errors import CheckpointError, ConfigError
 from titan_disp.qwen3.flavors import Qwen3DispModelArgs, flavors
 from titan_disp.qwen3.model import Qwen3DispModel
-from titan_disp.run.checkpoint import is_complete, problem
+from titan_disp.run.checkpoint import checkpoints, problem
 
 
 @dataclass(frozen=True)
@@ -73,24 +72,14 @@ class SavedModel:
         """
         folder = self.tokenizer_folder(override)
         tokenizer, args = load_tokenizer(folder), self.model_args()
-        if tokenizer.get_vocab_size() > args.vocab_size:
-            raise ConfigError(
-                f"the tokenizer in {str(folder)!r} has {tokenizer.get_vocab_size()} tokens, but {self.name} has a vocabulary "
-                f"of {args.vocab_size}: it is not the tokenizer of this run"
-            )
+        advice = "it is not the tokenizer of this run"
+        check_fits(tokenizer.get_vocab_size(), folder, args.vocab_size, self.name, advice)
         return tokenizer
 
 
 def is_run(path: str | Path) -> bool:
     """Whether a path is a run's folder."""
     return (Path(path) / "config.json").is_file() and (Path(path) / "metrics.jsonl").is_file()
-
-
-def _steps(folder: Path) -> Iterator[tuple[int, Path]]:
-    for path in folder.glob("step-*"):
-        matched = re.fullmatch(r"step-(\d+)", path.name)
-        if matched and is_complete(path):
-            yield int(matched.group(1)), path
 
 
 def saved_models(run: str | Path) -> list[SavedModel]:
@@ -109,7 +98,8 @@ def saved_models(run: str | Path) -> list[SavedModel]:
     if config["model"]["name"] != "qwen3_disp":
         raise ConfigError(f"{str(run)!r} trained the model {config['model']['name']!r}, expected 'qwen3_disp'")
     folder = run / config["checkpoint"]["folder"]
-    found = [SavedModel(run, step, path, config) for step, path in sorted(_steps(folder))]
+    steps = checkpoints(folder, hugging_face=True)
+    found = [SavedModel(run, step, folder / f"step-{step}", config) for step in steps]
     if not found:
         raise ConfigError(
             f"{str(folder)!r} holds no complete checkpoint: the run has not saved one (checkpoint.enable?)"

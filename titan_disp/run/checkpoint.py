@@ -63,19 +63,24 @@ def is_model_only(folder: str | Path) -> bool:
     return not any(key.startswith("optimizer.") for key in metadata.state_dict_metadata)
 
 
-def checkpoints(folder: str | Path) -> list[int]:
-    """Steps of the complete checkpoints in a folder, ascending. Those in Hugging Face's format are none to resume from."""
+def checkpoints(folder: str | Path, hugging_face: bool = False) -> list[int]:
+    """Steps of the complete checkpoints in a folder, ascending.
+
+    Args:
+        hugging_face: count those in Hugging Face's format too, from which no run can resume.
+    """
     try:
         names = os.listdir(folder)
     except FileNotFoundError:
         return []
     steps = [int(m.group(1)) for m in (re.fullmatch(r"step-(\d+)", name) for name in names) if m]
-    return sorted(s for s in steps if os.path.isfile(os.path.join(folder, f"step-{s}", ".metadata")))
+    return sorted(s for s in steps if is_complete(Path(folder) / f"step-{s}", hugging_face))
 
 
-def is_complete(folder: str | Path) -> bool:
+def is_complete(folder: str | Path, hugging_face: bool = True) -> bool:
     """Whether a checkpoint was saved to its end, in DCP's format or Hugging Face's (``checkpoint.last_save_in_hf``)."""
-    return any((Path(folder) / name).is_file() for name in (".metadata", INDEX))
+    files = (".metadata", INDEX) if hugging_face else (".metadata",)
+    return any((Path(folder) / name).is_file() for name in files)
 
 
 def check_initial_load(checkpoint: Checkpoint, assets: str | None, args: Qwen3DispModelArgs) -> None:

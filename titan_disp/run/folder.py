@@ -9,6 +9,7 @@ import json
 import os
 import platform
 import socket
+from collections.abc import Mapping
 from datetime import datetime, timezone
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -19,6 +20,7 @@ from torchtitan.config import JobConfig
 from torchtitan.tools.logging import logger
 
 from titan_disp.errors import ConfigError
+from titan_disp.files import whole
 
 PACKAGES = ("titan-disp", "torch", "torchtitan", "datasets", "tokenizers", "sentencepiece", "triton")
 
@@ -82,13 +84,17 @@ def read_metrics(run: str | Path) -> dict[int, dict[str, Any]]:
     return by_step(read_rows(run))
 
 
-def _differences(old: Any, new: Any, prefix: str = "") -> dict[str, list[Any]]:
-    if isinstance(old, dict) and isinstance(new, dict):
-        changed = {}
-        for key in sorted(old.keys() | new.keys()):
-            changed.update(_differences(old.get(key), new.get(key), f"{prefix}.{key}" if prefix else key))
-        return changed
-    return {} if old == new else {prefix: [old, new]}
+def flatten(nested: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """A config's values by dotted key; lists are values."""
+    flat: dict[str, Any] = {}
+    for key, value in nested.items():
+        flat |= flatten(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
+    return flat
+
+
+def _differences(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, list[Any]]:
+    old, new = flatten(before), flatten(after)
+    return {key: [old.get(key), new.get(key)] for key in sorted(old | new) if old.get(key) != new.get(key)}
 
 
 def lock_folder(path: Path) -> IO[str]:
@@ -160,7 +166,6 @@ class RunFolder:
 
 
 def write_json(path: Path, content: Any) -> None:
-    """The whole file or none: readers on other nodes never meet half of it."""
-    partial = path.with_name(f".{path.name}.partial")
-    partial.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n")
-    os.replace(partial, path)
+    """The whole file or none."""
+    with whole(path) as partial:
+        partial.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n")
