@@ -26,6 +26,7 @@ from torchtitan.components.tokenizer import BaseTokenizer
 
 import titan_disp  # noqa: F401 — device type
 from titan_disp.config import load_config
+from titan_disp.cpu import high_water_mark, resident_bytes
 from titan_disp.data.cursor import Field
 from titan_disp.data.documents import Documents
 from titan_disp.data.loader import StreamLoader, default_threads, open_stream
@@ -43,8 +44,10 @@ class Options:
     documents: int = 1500
     """Documents per file: about 3.3 MB of text."""
     seq_len: int = 2048
-    seconds: float = 6.0
-    """Measured time of each row, after the first batch."""
+    seconds: float = 4.0
+    """Measured time of each loader and round, after the first batch."""
+    rounds: int = 3
+    """The loaders take turns so many times; the median counts."""
     many_files: int = 1024
     """Files (names for the same 64) of the rows with many slots."""
     seed: int = 0
@@ -183,18 +186,14 @@ def speed(folder: Path, tokenizers: dict[str, str], options: Options) -> list[di
                 ),
                 "TorchTitan": lambda p=path, r=ranks, f=free: stock(job_config(folder, p, options.seq_len, 0), r, f),
             }
+            measured = [{name: measure(make(), options) for name, make in cases.items()} for _ in range(options.rounds)]
             group = []
-            for loader_name, make in cases.items():
-                row = {"loader": loader_name, "tokenizer": kind, "files": options.files, "ranks": ranks}
-                group.append({**row, **measure(make(), options)})
+            for name in cases:
+                middle = sorted((m[name] for m in measured), key=lambda m: m["tokens_per_second"])[options.rounds // 2]
+                row = {"loader": name, "tokenizer": kind, "files": options.files, "ranks": ranks}
+                group.append({**row, **middle})
             rows += [{**r, "ratio": r["tokens_per_second"] / group[-1]["tokens_per_second"]} for r in group]
     return rows
-
-
-def resident(kind: str = "VmRSS") -> int:
-    """Bytes of memory that this process holds now (VmRSS), or has held at most (VmHWM)."""
-    line = next(x for x in Path("/proc/self/status").read_text().splitlines() if x.startswith(kind))
-    return int(line.split()[1]) * 1024
 
 
 def bounds(job, slots: int, rounds: int, skip: int) -> dict[str, Any]:
@@ -208,7 +207,7 @@ def bounds(job, slots: int, rounds: int, skip: int) -> dict[str, Any]:
     if loader.plan.classes > 1:  # slots share files: their part is a head, or a tail
         loader.positions[:, [Field.BODY, Field.BODY_DOCUMENT]] = 0
         loader.positions[:, [Field.HEAD, Field.TAIL]] = skip
-    before = resident()
+    before = resident_bytes()
     start, batches = time.perf_counter(), iter(loader)
     next(batches)
     first = time.perf_counter() - start
@@ -224,7 +223,7 @@ def bounds(job, slots: int, rounds: int, skip: int) -> dict[str, Any]:
         "seconds_to_first_batch": first,
         "seconds": seconds,
         "sequences": slots * rounds,
-        "peak_bytes": resident("VmHWM") - before,
+        "peak_bytes": high_water_mark() - before,
         "open_files": fds,
     }
 

@@ -24,7 +24,7 @@ from titan_disp.data.loader import StreamLoader, differences
 from titan_disp.data.plan import Plan
 from titan_disp.data.shards import DataFile, list_files
 from titan_disp.data.stream import RankStreams, StreamOptions
-from titan_disp.errors import ConfigError
+from titan_disp.errors import ConfigError, DataError
 
 EOS = 0
 
@@ -409,6 +409,26 @@ def test_position_is_of_batches_consumed_not_prefetched(sample):
     assert torch.equal(next(iter(again))[0]["input"], expected)
 
 
+def test_batches_before_an_error_come_first(sample, tmp_path):
+    """The worker hands over microbatches in groups: those that were whole before a bad document are not lost with it."""
+    write_files(tmp_path, [60] * 3, words=lambda i: 20)
+    broken = sorted(tmp_path.glob("*.gz"))[1]
+    lines = gzip.decompress(broken.read_bytes()).splitlines(keepends=True)
+    broken.write_bytes(gzip.compress(b"".join([*lines[:50], b"not JSON\n", *lines[51:]])))
+    files, found = list_files("c4", str(tmp_path)), []
+    for prefetch in (0, 4):
+        one = loader(files, sample, prefetch=prefetch, slots=3, on_bad_data="fail")
+        tokens = []
+        with pytest.raises(DataError, match="document 50: malformed JSON"):
+            tokens.extend(x["input"].clone() for x, _ in one)
+        one.close()
+        found.append((torch.stack(tokens), one.positions))
+    (plain, at), (grouped, then) = found
+    assert len(plain) % 32  # the error is within a group
+    assert torch.equal(plain, grouped)
+    assert torch.equal(at, then)
+
+
 def test_worker_outlives_signals_but_not_its_rank(sample):
     """SIGTERM and SIGUSR1 from outside leave the prefetch worker at work; the end of Python does not wait for it."""
     script = """
@@ -422,7 +442,7 @@ next(batches)
 for name in ("TERM", "USR1", "INT"):
     subprocess.run(["sh", "-c", f"kill -{name} {worker.pid}"], check=True)
 time.sleep(0.5)
-for _ in range(20):
+for _ in range(200):  # they come in groups of 32
     next(batches)
 assert worker.is_alive()
 print("alive", worker.pid)

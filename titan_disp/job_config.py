@@ -64,7 +64,8 @@ class Stream:
     """Decides the order of files in every epoch."""
 
     prefetch: int = 4
-    """Microbatches that a worker process prepares ahead; 0: in the training process, when they are needed."""
+    """Microbatches that a worker process prepares ahead, at least; they come from it in groups of up to 32. 0: in the training
+    process, when they are needed."""
 
     tokenizer_threads: int = 0
     """Threads that tokenize ahead, per rank; 0: the cores of the node divided among its ranks, at most 4."""

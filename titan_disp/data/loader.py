@@ -40,6 +40,10 @@ from titan_disp.data.tokenizer import find_tokenizer
 from titan_disp.errors import CheckpointError, ConfigError
 
 Batch = tuple[dict[str, Tensor], Tensor]
+_GROUP, _GROUP_TOKENS = (
+    32,
+    1 << 16,
+)  # microbatches that travel from the prefetch worker at once, and their tokens, at most
 LARGEST = ("epoch", "seconds_waited")  # counters that are the largest of the ranks', not their sum
 
 
@@ -105,10 +109,13 @@ def _as_it_is(batch: Any) -> Any:
 
 
 class _Sequences(IterableDataset):
-    """Runs in the prefetch worker: (tokens [b, seq_len + 1], positions [b, k], bytes read by (epoch, file)), or a ConfigError."""
+    """Runs in the prefetch worker: (tokens [n, seq_len + 1], positions [n, k], bytes read by (epoch, file)), or a ConfigError.
 
-    def __init__(self, make: Any, batch: int) -> None:
-        self.make, self.batch = make, batch
+    n is ``batch`` times up to ``group``; less only before an error, which comes after all that was read before it.
+    """
+
+    def __init__(self, make: Any, batch: int, group: int) -> None:
+        self.make, self.batch, self.group = make, batch, group
 
     def __iter__(self) -> Iterator[Any]:
         streams: RankStreams | None = None
@@ -118,15 +125,25 @@ class _Sequences(IterableDataset):
             slots = list(streams.slots.values())
             turn = 0
             while True:
-                tokens, positions = [], []
-                for _ in range(self.batch):
-                    slot = slots[turn]
-                    tokens.append(slot.sequence())
-                    positions.append(slot.position.copy())
-                    turn = (turn + 1) % len(slots)
-                # Small arrays travel through the worker's pipe faster than tensors, which would go through shared memory.
+                # Arrays travel through the worker's pipe faster than tensors, which would go through shared memory.
                 # int64 already here, as the model wants it: this process has the time.
-                yield np.stack(tokens, dtype=np.int64), np.stack(positions), streams.bytes_read()
+                tokens = np.empty((self.batch * self.group, streams.options.seq_len + 1), dtype=np.int64)
+                positions = np.empty((len(tokens), len(Field)), dtype=np.int64)
+                done, failed = 0, None
+                try:
+                    for row, position in zip(tokens, positions, strict=True):
+                        slot = slots[turn]
+                        slot.fill(row)
+                        position[:] = slot.position
+                        turn = (turn + 1) % len(slots)
+                        done += 1
+                except ConfigError as error:
+                    failed = error
+                whole = done - done % self.batch
+                if whole:
+                    yield tokens[:whole], positions[:whole], streams.bytes_read()
+                if failed is not None:
+                    raise failed
         except ConfigError as error:
             yield error  # raised by the consumer: a worker's traceback would bury the message
         finally:
@@ -216,11 +233,18 @@ class StreamLoader(BaseDataLoader):
             self._running = None
 
     def _batches(self) -> Generator[Batch, None, None]:
-        sequences = _Sequences(self._make, self.local_batch_size)
+        batch = self.local_batch_size
+        # Through the pipe in groups: each passage costs both processes as much as thousands of tokens.
+        group = max(1, min(_GROUP, _GROUP_TOKENS // (batch * self.options.seq_len))) if self.prefetch else 1
+        sequences = _Sequences(self._make, batch, group)
         workers: dict[str, Any] = {}
         if self.prefetch:
             # Forked, also where another start is the default (Python 3.14): the tokenizer is there already.
-            workers = {"num_workers": 1, "prefetch_factor": self.prefetch, "multiprocessing_context": "fork"}
+            workers = {
+                "num_workers": 1,
+                "prefetch_factor": -(-self.prefetch // group),
+                "multiprocessing_context": "fork",
+            }
             workers["worker_init_fn"] = _worker_signals
         batches = iter(DataLoader(sequences, batch_size=None, collate_fn=_as_it_is, **workers))  # type: ignore[arg-type]
         turn, own = 0, len(self.slots)
@@ -233,13 +257,14 @@ class StreamLoader(BaseDataLoader):
                 if isinstance(got, ConfigError):
                     raise got
                 array, positions, self.bytes_read = got
-                for row in positions:
-                    mine[turn] = row
-                    turn = (turn + 1) % own
-                tokens = torch.from_numpy(array)
-                if self.pin_memory:
-                    tokens = tokens.pin_memory()
-                yield {"input": tokens[:, :-1]}, tokens[:, 1:]
+                for first in range(0, len(array), batch):
+                    for row in positions[first : first + batch]:
+                        mine[turn] = row
+                        turn = (turn + 1) % own
+                    tokens = torch.from_numpy(array[first : first + batch])
+                    if self.pin_memory:
+                        tokens = tokens.pin_memory()
+                    yield {"input": tokens[:, :-1]}, tokens[:, 1:]
         finally:
             del batches  # DataLoader ends its worker when its iterator goes
 

@@ -10,7 +10,7 @@ of the time.
 import math
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
@@ -87,13 +87,13 @@ class RankStreams:
         """Follow the text's bytes per token, by which read-ahead is measured."""
         self._bytes_per_token += 0.01 * (document.size / tokens - self._bytes_per_token)
 
-    def tokenize(self, texts: list[str]) -> Future[list[np.ndarray]]:
-        """Token ids of each text, int32, from a thread; or at once, where that takes no longer than waking one."""
+    def tokenize(self, texts: list[str]) -> Callable[[], list[np.ndarray]]:
+        """Begin to tokenize; what is returned gives the token ids of each text, int32. Threads do it, unless waking one would
+        take longer than the work."""
         if not self.options.fast_tokenizer:
-            return self.executor.submit(self._tokenize, texts)
-        done: Future[list[np.ndarray]] = Future()
-        done.set_result(self._tokenize(texts))
-        return done
+            return self.executor.submit(self._tokenize, texts).result
+        done = self._tokenize(texts)
+        return lambda: done
 
     def _tokenize(self, texts: list[str]) -> list[np.ndarray]:
         return [np.asarray(self.encode(text), dtype=np.int32) for text in texts]
@@ -108,8 +108,8 @@ class _Ahead:
     """A document that was read ahead."""
 
     document: Document
-    tokens: Future[list[np.ndarray]]
-    place: int  # in the task's list
+    tokens: Callable[[], list[np.ndarray]]
+    place: int  # in their list
 
 
 class Slot:
@@ -139,16 +139,22 @@ class Slot:
             self._bytes += total
 
     def sequence(self) -> np.ndarray:
-        """The next seq_len + 1 tokens, int32; the position moves with them."""
-        self.streams.read_ahead(self.cursor.index)
-        out = np.empty(self.streams.options.seq_len + 1, dtype=np.int32)
+        """The next seq_len + 1 tokens, int64; the position moves with them."""
+        out = np.empty(self.streams.options.seq_len + 1, dtype=np.int64)
+        self.fill(out)
+        return out
+
+    def fill(self, out: np.ndarray) -> None:
+        """Write the next len(out) tokens; the position moves with them."""
+        if not self.streams.options.fast_tokenizer:  # which has nothing to gain from texts that wait
+            self.streams.read_ahead(self.cursor.index)
         filled = 0
         while filled < len(out):
             if not self._ahead:
                 self._bytes = 0.0  # rounding, and the part of a document that was packed before a resume
                 self.read_ahead(1)
             head = self._ahead[0]
-            tokens = head.tokens.result()[head.place]
+            tokens = head.tokens()[head.place]
             piece = tokens[self._offset : self._offset + len(out) - filled]
             out[filled : filled + len(piece)] = piece
             filled += len(piece)
@@ -162,4 +168,3 @@ class Slot:
                 self._ahead.popleft()
                 self._offset = 0
                 self.position = head.document.end
-        return out
