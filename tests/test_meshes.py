@@ -80,9 +80,16 @@ def results(sample, tmp_path_factory):
     spawn(1, run_cases, sample, folder, ONE_RANK, False)
     spawn(2, run_cases, sample, folder, TWO_RANKS, True)
     spawn(4, run_cases, sample, folder, FOUR_RANKS, True)
-    spawn(1, run_cases, sample, folder, FAMILY_ALONE, False)
+    return {name: torch.load(folder / f"{name}.pt") for name in CASES}
+
+
+@pytest.fixture(scope="module")
+def family(sample, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("family")
+    alone = {name: ONE_RANK[name] for name in ("reference", "dropped")} | FAMILY_ALONE
+    spawn(1, run_cases, sample, folder, alone, False)
     spawn(4, run_cases, sample, folder, FAMILY_SHARDED, False)
-    return {name: torch.load(folder / f"{name}.pt") for name in (*CASES, *FAMILY_ALONE, *FAMILY_SHARDED)}
+    return {name: torch.load(folder / f"{name}.pt")["gradients"] for name in (*alone, *FAMILY_SHARDED)}
 
 
 def errors(gradients, reference):
@@ -99,15 +106,16 @@ def test_gradients_equal_one_process(results, name):
 
 
 @pytest.mark.slow
+@pytest.mark.night
 @pytest.mark.parametrize("name", FAMILY)
-def test_gradients_of_every_variant_and_estimator(results, name):
+def test_gradients_of_every_variant_and_estimator(family, name):
     """On FSDP2 × TP with accumulation as in one process; and the term is there, and another than angular exact's."""
-    error = errors(results[f"{name}_fsdp_tp"]["gradients"], results[f"{name}_alone"]["gradients"])
+    alone = family[f"{name}_alone"]
+    error = errors(family[f"{name}_fsdp_tp"], alone)
     worst = max(error, key=error.get)
     assert error[worst] <= TOLERANCE, f"{worst}: {error[worst]:.1e}"
-    alone = results[f"{name}_alone"]["gradients"]
-    assert max(errors(alone, results["dropped"]["gradients"]).values()) > 100 * TOLERANCE
-    assert max(errors(alone, results["reference"]["gradients"]).values()) > 10 * TOLERANCE  # moments are close to exact
+    assert max(errors(alone, family["dropped"]).values()) > 100 * TOLERANCE
+    assert max(errors(alone, family["reference"]).values()) > 10 * TOLERANCE  # moments are close to exact
 
 
 @pytest.mark.slow

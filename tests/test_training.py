@@ -13,7 +13,10 @@ from tests.cluster_of_one import DEMO, ROOT, environment, rank_environment, trai
 from titan_disp.condensation.record import load_steps
 from titan_disp.run.folder import read_json_lines, read_metrics
 
-SHORT = ("--training.seq_len", "64", "--metrics.log_freq", "1", "--lr_scheduler.warmup_steps", "2")
+SHORT = (
+    *("--training.seq_len", "64", "--metrics.log_freq", "1", "--lr_scheduler.warmup_steps", "2"),
+    *("--condensation.interval", "0"),  # seconds of every run, and tested elsewhere
+)
 pytestmark = pytest.mark.slow
 
 
@@ -63,6 +66,7 @@ def test_demo(sample, tmp_path):
     assert board.Scalars("n_tokens_seen")[-1].value == 40 * 16 * 128
 
 
+@pytest.mark.night
 def test_killed_twice_equals_uninterrupted(sample, tmp_path):
     """Save, kill -9, resume, twice: metrics.jsonl equals an uninterrupted run's, bit for bit."""
     options = (*SHORT, "--training.steps", "14", "--checkpoint.interval", "4")
@@ -162,6 +166,7 @@ def test_stock_trainer_loads_the_plugin(sample, tmp_path):
     assert any((tmp_path / "tb").iterdir())
 
 
+@pytest.mark.night
 def test_demo_config_on_four_ranks_with_tp(sample, tmp_path):
     """The demo's config unchanged on FSDP2 × TP 2 follows the same curve as on FSDP2."""
     options = (*SHORT, "--training.steps", "2", "--checkpoint.no-enable")
@@ -182,6 +187,7 @@ def test_one_step_of_the_full_model(sample, tmp_path):
     assert -0.8 < record["dispersion"] < -0.2  # D/τ lies between arccos(0.75)/π and 1 − that
 
 
+@pytest.mark.night
 def test_640_fake_ranks(sample, tmp_path):
     """The paper's mesh (HSDP 80 × 8) on the nano model, rank 0 of 640, with fake communication."""
     arguments = [
@@ -215,6 +221,7 @@ def test_640_fake_ranks(sample, tmp_path):
     assert os.path.isfile(tmp_path / "config.json")
 
 
+@pytest.mark.night
 def test_elastic_resume(sample, tmp_path):
     """4 ranks (HSDP 2×2) → checkpoint → 2 (TP) → checkpoint → 1: the same batches and losses as one uninterrupted run (FSDP)."""
     options = (
@@ -245,6 +252,7 @@ def test_elastic_resume(sample, tmp_path):
     assert resumes[0]["config_changes"]["training.steps"] == [3, 6]
 
 
+@pytest.mark.night
 def test_resume_with_other_data(sample, tmp_path):
     """Refused by name on every rank; with the switch, streams begin a new epoch and tokens seen are kept."""
     options = (*SHORT, "--checkpoint.interval", "2", "--training.steps")
@@ -262,6 +270,7 @@ def test_resume_with_other_data(sample, tmp_path):
     assert "streams_restarted" in [e["event"] for e in read_json_lines(run / "events.jsonl")]
 
 
+@pytest.mark.night
 def test_bad_data_stops_all_ranks(sample, tmp_path):
     """on_bad_data = "fail" on one rank's file: both ranks end, with the reason and without a hang."""
     broken = tmp_path / "broken"

@@ -40,10 +40,8 @@ from titan_disp.data.tokenizer import find_tokenizer
 from titan_disp.errors import CheckpointError, ConfigError
 
 Batch = tuple[dict[str, Tensor], Tensor]
-_GROUP, _GROUP_TOKENS = (
-    32,
-    1 << 16,
-)  # microbatches that travel from the prefetch worker at once, and their tokens, at most
+_GROUP = 32  # microbatches that travel from the prefetch worker at once, at most …
+_GROUP_TOKENS = 1 << 16  # … and their tokens, where one microbatch has not more
 LARGEST = ("epoch", "seconds_waited")  # counters that are the largest of the ranks', not their sum
 
 

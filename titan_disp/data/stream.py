@@ -4,7 +4,7 @@
 
 A slot's sequences depend on (files, tokenizer, seq_len, seed, S) only. A position is re-read on resume, not restored from a
 buffer of text. Documents are read some sequences ahead and tokenized by threads: tokenizers release the GIL, and take 97 %
-of the time.
+of the time. (``fast_tokenizer`` takes less than waking a thread does, and is called where its tokens are needed.)
 """
 
 import math
