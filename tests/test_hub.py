@@ -39,9 +39,15 @@ def test_stream_from_the_hub_is_the_mirrors(hub, sample, tmp_path):
     config.write_text("\n".join(line for line in DEMO.read_text().splitlines() if not line.startswith("dataset_path")))
     options = ("--json", "--steps", "20", "--model.hf_assets_path", f"{sample}/tokenizer", "--stream.prefetch", "0")
     hub.fail_every = 5
+    hub.requests.clear()
     streamed = titan_disp(hub, tmp_path, "data", "digest", str(config), *options)
     assert streamed.returncode == 0, streamed.stderr[-3000:]
     assert hub.requests["content"] > 8
+    # Listed once; no rank and no thread asks for anything but the content.
+    assert (hub.requests["info"], hub.requests["tree"]) == (1, 1)
+    ahead = titan_disp(hub, tmp_path, "data", "digest", str(config), *options, "--stream.prefetch", "4", "--ranks", "2")
+    assert ahead.returncode == 0, ahead.stderr[-3000:]
+    assert json.loads(ahead.stdout)["hashes"] == json.loads(streamed.stdout)["hashes"]
     local = titan_disp(hub, tmp_path, "data", "digest", str(config), *options, "--training.dataset_path", str(sample))
     assert json.loads(streamed.stdout)["hashes"] == json.loads(local.stdout)["hashes"]
     assert json.loads(streamed.stdout)["counters"]["skipped_files"] == 0

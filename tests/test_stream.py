@@ -453,6 +453,52 @@ print("alive", worker.pid)
     assert not Path(f"/proc/{done.stdout.split()[-1]}").exists()
 
 
+def test_worker_ends_with_a_killed_rank(sample):
+    """Though the pipe that it writes to is full, and nobody will read from it."""
+    script = """
+import os, signal, sys
+import titan_disp, multiprocessing
+from tests.test_stream import list_files, loader
+sample = sys.argv[1]
+batches = iter(loader(list_files("c4", sample), sample, prefetch=2, seq_len=1024))
+next(batches)
+(worker,) = multiprocessing.active_children()
+print(worker.pid, flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    with subprocess.Popen([sys.executable, "-c", script, str(sample)], stdout=subprocess.PIPE, text=True) as rank:
+        worker = int(rank.stdout.readline())
+        rank.wait(60)
+        deadline = time.monotonic() + 20
+        while Path(f"/proc/{worker}/stat").exists() and time.monotonic() < deadline:
+            if Path(f"/proc/{worker}/stat").read_text().split()[2] == "Z":  # ended; nobody here asks for its status
+                break
+            time.sleep(0.2)
+        else:
+            assert not Path(f"/proc/{worker}/stat").exists(), "the prefetch worker outlives its rank"
+
+
+def test_documents_passed_over_are_not_parsed(tmp_path, monkeypatch):
+    (file,) = write_files(tmp_path, [500])
+    parsed = []
+    monkeypatch.setattr("titan_disp.data.documents.json.loads", lambda raw: parsed.append(raw) or {"text": "1"})
+    documents = Documents(file, 1 << 20, start=499)
+    assert text_of(documents.read()) == "1"
+    assert documents.read() is None
+    assert len(parsed) == 1
+
+
+def test_an_empty_file_is_a_damaged_one(tmp_path):
+    """What a full disk leaves. gzip takes nothing for a sound end."""
+    write_files(tmp_path, [40] * 3)
+    sorted(tmp_path.glob("*.gz"))[1].write_bytes(b"")
+    ranks = streams_of(list_files("c4", str(tmp_path)), 1, 1)
+    _, positions = batches(ranks, 30)
+    assert positions[0, Field.SKIPPED_FILES] >= 1
+    with pytest.raises(ConfigError, match="is damaged and ends early: the file is empty"):
+        batches(streams_of(list_files("c4", str(tmp_path)), 1, 1, on_bad_data="fail"), 30)
+
+
 def test_mismatch_is_named(sample, tmp_path):
     files = list_files("c4", str(sample))
     saved = loader(files, sample).state_dict()
@@ -547,6 +593,8 @@ def test_fast_tokenizer_gives_the_same_batches(sample, hf_tokenizer):
     hashes = digest(config(sample, *options), 40, [(0, 2)]).hashes
     fast = config(sample, *options, "--stream.fast_tokenizer")
     assert digest(fast, 40, [(0, 1), (15, 4)]).hashes == hashes
+    ahead = config(sample, *options, "--stream.fast_tokenizer", "--stream.prefetch", "3")
+    assert digest(ahead, 40, [(0, 2), (15, 1)]).hashes == hashes
 
 
 @pytest.mark.parametrize(

@@ -68,6 +68,8 @@ def digest(job_config: JobConfig, steps: int, phases: Sequence[tuple[int, int]])
     state: dict[str, Any] | None = None
     ends = [begin for begin, _ in phases[1:]] + [steps]
     for (begin, ranks), end in zip(phases, ends, strict=True):
+        if ranks < 1:
+            raise ConfigError(f"{ranks} ranks, expected 1 or more")
         batch = global_batch_size(job_config, ranks)
         slots = slot_count(job_config, ranks)
         if batch % (ranks * t.local_batch_size) or batch % slots or slots % ranks:

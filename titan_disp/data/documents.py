@@ -6,15 +6,15 @@ Documents that a reader does not want are passed over without being parsed.
 import gzip
 import io
 import json
-import time
 import zlib
 from collections import deque
 from collections.abc import Iterator
 from itertools import islice
-from typing import IO, Any
+from typing import Any
 
 from isal import igzip, isal_zlib
 
+from titan_disp.data.remote import RemoteFile
 from titan_disp.data.shards import DataFile
 from titan_disp.errors import DataError
 
@@ -33,7 +33,7 @@ class DamagedFile(Exception):
 class _CountingFile(io.RawIOBase):
     """A raw file that counts what is read from it: compressed bytes, as they cross the network or the disk."""
 
-    def __init__(self, raw: IO[bytes]) -> None:
+    def __init__(self, raw: io.RawIOBase) -> None:
         self.raw = raw
         self.count = 0
 
@@ -60,14 +60,6 @@ class _CountingFile(io.RawIOBase):
         super().close()
 
 
-def _open(url: str) -> _CountingFile:
-    if url.startswith("hf://"):
-        from huggingface_hub import HfFileSystem
-
-        return _CountingFile(HfFileSystem().open(url.removeprefix("hf://"), "rb", block_size=8 << 20))
-    return _CountingFile(open(url, "rb", buffering=0))  # noqa: SIM115 — closed by the owner
-
-
 def text_of(raw: bytes | str) -> str:
     """The text of a document.
 
@@ -82,7 +74,7 @@ def text_of(raw: bytes | str) -> str:
             record = json.loads(raw)
         except UnicodeDecodeError as error:
             raise BadDocument(f"invalid UTF-8: {error.reason} at byte {error.start}") from error
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise BadDocument(f"malformed JSON: {error}") from error
         if not isinstance(record, dict) or not isinstance(record.get("text"), str):
             raise BadDocument('no field "text"')
@@ -120,6 +112,7 @@ class Documents:
         self.position = start
         self._earlier_bytes = 0
         self._raw: _CountingFile | None = None
+        self._remote: RemoteFile | None = None
         self._records: Iterator[bytes | str | BadDocument] = iter(())
 
     @property
@@ -135,27 +128,28 @@ class Documents:
             DataError: missing, not permitted, a failing disk, or a hub that did not answer for ``retry_seconds``: the file may
                 be sound, so that passing over it would lose data.
         """
-        deadline, pause = time.monotonic() + self.retry_seconds, 1.0
-        while True:
-            try:
-                if self._raw is None:
-                    self._start()
-                record = next(self._records, None)
-                self.position += record is not None
-                return record
-            except (EOFError, zlib.error, isal_zlib.error, gzip.BadGzipFile) as error:  # type: ignore[misc]  # isal's stub
+        try:
+            if self._raw is None:
+                self._start()
+            record = next(self._records, None)
+            self.position += record is not None
+            return record
+        except DamagedFile:
+            raise
+        except (EOFError, zlib.error, isal_zlib.error, gzip.BadGzipFile) as error:  # type: ignore[misc]  # isal's stub
+            raise DamagedFile(f"{type(error).__name__}: {error}") from error
+        except Exception as error:  # pyarrow raises its own
+            lost = self._remote.error if self._remote is not None else None
+            self.close()
+            if lost is not None:
+                raise DataError(
+                    f"cannot read {self.file.url} for {self.retry_seconds:g} s (stream.retry_seconds): "
+                    f"{type(lost).__name__}: {lost}"
+                ) from error
+            # Decoders raise OSError too, but only the operating system gives it a number.
+            if self._remote is not None or not (isinstance(error, OSError) and error.errno is not None):
                 raise DamagedFile(f"{type(error).__name__}: {error}") from error
-            except Exception as error:  # pyarrow, httpx and fsspec raise their own
-                self.close()
-                remote = self.file.url.startswith("hf://")
-                # Decoders raise OSError too, but only the operating system gives it a number.
-                if not remote and not (isinstance(error, OSError) and error.errno is not None):
-                    raise DamagedFile(f"{type(error).__name__}: {error}") from error
-                if not remote or time.monotonic() + pause > deadline:
-                    tried = f" for {self.retry_seconds:g} s (stream.retry_seconds)" if remote else ""
-                    raise DataError(f"cannot read {self.file.url}{tried}: {type(error).__name__}: {error}") from error
-                time.sleep(pause)
-                pause = min(2 * pause, 15.0)
+            raise DataError(f"cannot read {self.file.url}: {type(error).__name__}: {error}") from error
 
     def seek(self) -> None:
         """Open the file and pass over what comes before the first document wanted; an error is left for ``read`` to find."""
@@ -166,7 +160,13 @@ class Documents:
 
     def _start(self) -> None:
         """Open, and pass over the documents before ``position``."""
-        self._raw = _open(self.file.url)
+        if self.file.size == 0:  # what a full disk leaves; gzip would take it for a sound end
+            raise DamagedFile("the file is empty")
+        if self.file.url.startswith("hf://"):
+            self._remote = RemoteFile(self.file.url, self.file.size, self.retry_seconds)
+            self._raw = _CountingFile(self._remote)
+        else:
+            self._raw = _CountingFile(open(self.file.url, "rb", buffering=0))  # noqa: SIM115 — closed by ``close``
         self._records = self._parquet() if self.file.name.endswith(".parquet") else self._lines()
         deque(islice(self._records, self.position), maxlen=0)
 
@@ -212,5 +212,5 @@ class Documents:
         """Close the file; ``read`` would open it again and go on."""
         if self._raw is not None:
             self._earlier_bytes += self._raw.count
-            raw, self._raw = self._raw, None
+            raw, self._raw, self._remote = self._raw, None, None
             raw.close()

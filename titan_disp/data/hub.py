@@ -118,23 +118,23 @@ def fetch(
 
     def mirror(file: HubFile) -> str | None:
         path = folder / file.path
-        problem = _problem(file, path)
-        for _ in range(attempts):
-            if problem is None:
-                return None
+        problem: str | None = None
+        for attempt in range(attempts + 1):
             try:
-                hf_hub_download(
-                    DATASET,
-                    file.path,
-                    repo_type="dataset",
-                    revision=commit,
-                    local_dir=folder,
-                    force_download=path.exists(),  # what is there is damaged
-                )
-                problem = _problem(file, path)
+                if (problem := _problem(file, path)) is None:
+                    return None
+                if attempt < attempts:
+                    hf_hub_download(
+                        DATASET,
+                        file.path,
+                        repo_type="dataset",
+                        revision=commit,
+                        local_dir=folder,
+                        force_download=path.exists(),  # what is there is damaged
+                    )
             except Exception as error:  # as above
                 problem = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-        return f"{file.path}: {problem}" if problem else None
+        return f"{file.path}: {problem}"
 
     left = []
     total = sum(file.size for file in wanted)

@@ -6,6 +6,7 @@ slots and yields their sequences round by round, cut into microbatches.
 
 import hashlib
 import json
+import multiprocessing
 import os
 import resource
 import signal
@@ -29,6 +30,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from torchtitan.components.dataloader import BaseDataLoader
 from torchtitan.components.tokenizer import BaseTokenizer, HuggingFaceTokenizer
 from torchtitan.config import JobConfig
+from torchtitan.tools.logging import logger
 
 from titan_disp.batch import slot_count
 from titan_disp.data.cursor import Field
@@ -42,6 +44,7 @@ from titan_disp.errors import CheckpointError, ConfigError
 Batch = tuple[dict[str, Tensor], Tensor]
 _GROUP = 32  # microbatches that travel from the prefetch worker at once, at most …
 _GROUP_TOKENS = 1 << 16  # … and their tokens, where one microbatch has not more
+_WATCH_SECONDS = 2.0  # between looks of the worker whether its rank is alive
 LARGEST = ("epoch", "seconds_waited")  # counters that are the largest of the ranks', not their sum
 
 
@@ -159,16 +162,20 @@ def _allow_many_files() -> None:
 def _worker_signals(worker: int) -> None:
     """Ignore what asks the *rank* to stop: it will save a checkpoint first, and a dead worker would fail its next step.
 
-    SIGTERM from the rank itself still ends the worker: multiprocessing sends it when Python exits, and then waits.
+    SIGTERM from the rank itself still ends the worker: multiprocessing sends it when Python exits, and then waits. So does the
+    rank's death: DataLoader's own watch would wait for the pipe to be read, for ever.
     """
     for name in ("SIGUSR1", "SIGUSR2", "SIGINT"):
         signal.signal(getattr(signal, name), signal.SIG_IGN)
-    rank = os.getppid()
+    parent = multiprocessing.parent_process()
+    assert parent is not None
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
 
     def wait() -> None:
-        while signal.sigwaitinfo({signal.SIGTERM}).si_pid != rank:
-            pass
+        while os.getppid() == parent.pid:
+            heard = signal.sigtimedwait({signal.SIGTERM}, _WATCH_SECONDS)
+            if heard is not None and heard.si_pid == parent.pid:
+                break
         os._exit(0)
 
     threading.Thread(target=wait, daemon=True).start()
@@ -307,6 +314,11 @@ class StreamLoader(BaseDataLoader):
 
 def check_fingerprint(saved: dict[str, Any], now: dict[str, Any]) -> None:
     """Raise ConfigError where a checkpoint's data is not this run's data."""
+    if not saved:
+        raise ConfigError(
+            "the checkpoint holds no data position of titan-disp: it was written by another loader. Set "
+            'stream.on_mismatch = "restart" to go on with streams that begin anew'
+        )
     if found := differences(saved, now):
         hint = ""
         if saved.get("slots") != now["slots"]:
@@ -321,18 +333,15 @@ def check_fingerprint(saved: dict[str, Any], now: dict[str, Any]) -> None:
 
 
 def read_data_state(checkpoint: str) -> tuple[dict[str, Any], int]:
-    """The fingerprint in a checkpoint folder, and the last epoch that its streams have begun.
+    """The fingerprint in a checkpoint folder, and the last epoch that its streams have begun; ({}, −1) of another loader.
 
     Raises:
-        ConfigError: the checkpoint holds no position of this loader. CheckpointError: it cannot be read.
+        CheckpointError: it cannot be read.
     """
     try:
         metadata = FileSystemReader(checkpoint).read_metadata().state_dict_metadata
         if "dataloader.fingerprint" not in metadata:
-            raise ConfigError(
-                f"{checkpoint} holds no data position of titan-disp: it was written by another loader. Set "
-                "checkpoint.exclude_from_loading = ['dataloader'] to begin the data anew"
-            )
+            return {}, -1
         stored = cast(TensorStorageMetadata, metadata["dataloader.positions"])
         state: dict[str, Any] = {"fingerprint": "", "positions": torch.empty(stored.size, dtype=torch.int64)}
         dcp.load({"dataloader": state}, checkpoint_id=checkpoint, no_dist=True)
@@ -394,4 +403,7 @@ def build_dataloader(dp_world_size: int, dp_rank: int, tokenizer: BaseTokenizer,
     """
     training = job_config.training
     files = on_rank_0(list_files, training.dataset, training.dataset_path)
+    if dp_rank == 0:
+        gigabytes = sum(file.size for file in files) / 1e9
+        logger.info(f"data: {len(files)} files, {gigabytes:.3g} GB, from {files[0].url} to {files[-1].url}")
     return open_stream(job_config, files, tokenizer, dp_world_size, dp_rank, training.dataloader.pin_memory)

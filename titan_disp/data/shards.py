@@ -1,7 +1,8 @@
 """Where the data is: files on the hub or on disk, listed once on rank 0 and told to all ranks."""
 
 import os
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from glob import glob
 from pathlib import Path, PurePosixPath
@@ -9,7 +10,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from titan_disp.data.hub import DATASET, hub_files
+from titan_disp.data.hub import DATASET, FOLDER, hub_files
 from titan_disp.errors import ConfigError
 
 SUFFIXES = (".json.gz", ".jsonl.gz", ".json", ".jsonl", ".json.zst", ".jsonl.zst", ".parquet")
@@ -60,7 +61,8 @@ def list_files(dataset: str, dataset_path: str | None, key: str = "training") ->
         )
     if dataset_path is None:
         return _list_hub(split)
-    return _relative([(path, path, os.path.getsize(path)) for path in _list_local(dataset_path, split, key)])
+    c4 = dataset.startswith("c4")
+    return _relative([(path, path, os.path.getsize(path)) for path in _list_local(dataset_path, split, key, c4)])
 
 
 def _relative(found: list[tuple[str, str, int]]) -> list[DataFile]:
@@ -70,7 +72,7 @@ def _relative(found: list[tuple[str, str, int]]) -> list[DataFile]:
     return sorted(files, key=lambda file: file.name)
 
 
-def _list_local(dataset_path: str, split: str, key: str) -> list[str]:
+def _list_local(dataset_path: str, split: str, key: str, c4: bool) -> list[str]:
     where = f"{key}.dataset_path is {dataset_path!r}"
     if any(c in dataset_path for c in "*?["):
         paths = [p for p in glob(dataset_path, recursive=True) if p.endswith(SUFFIXES) and os.path.isfile(p)]
@@ -84,6 +86,8 @@ def _list_local(dataset_path: str, split: str, key: str) -> list[str]:
         paths = [str(p) for p in Path(dataset_path).rglob("*") if p.name.endswith(SUFFIXES) and p.is_file()]
         paths = [p for p in paths if not any(part.startswith(".") for part in Path(p).relative_to(dataset_path).parts)]
         paths = _of_split(paths, split)
+        if c4:  # a clone of the data set holds other variants beside the one that the hub's stream reads
+            paths = [p for p in paths if Path(p).is_relative_to(Path(dataset_path) / FOLDER)] or paths
         if not paths:
             raise ConfigError(
                 f"{where}, which holds no {split} data; expected files such as en/c4-{split}.00000-of-01024.json.gz. "
@@ -101,14 +105,17 @@ def _list_local(dataset_path: str, split: str, key: str) -> list[str]:
 
 
 def _of_split(paths: list[str], split: str) -> list[str]:
-    """Files whose own name says the split; where no name says any split, all of them are training data."""
+    """Files whose own name says the split, as a word; where no name says any split, all of them are training data."""
     marks = {"train": ("train",), "validation": ("validation", "valid"), "test": ("test",)}
     names = {p: os.path.basename(p) for p in paths}
-    named = [p for p in paths if any(mark in names[p] for mark in marks[split])]
+
+    def says(path: str, words: Iterable[str]) -> bool:
+        return bool(re.search(rf"(?<![a-z])({'|'.join(words)})(?![a-z])", names[path].lower()))
+
+    named = [p for p in paths if says(p, marks[split])]
     if named or split != "train":
         return named
-    others = [mark for other in ("validation", "test") for mark in marks[other]]
-    return [p for p in paths if not any(mark in names[p] for mark in others)]
+    return [p for p in paths if not says(p, (*marks["validation"], *marks["test"]))]
 
 
 def _list_hub(split: str) -> list[DataFile]:

@@ -36,6 +36,11 @@ def validation_sequences(job_config: JobConfig, dp_world_size: int) -> int:
         if v.steps < 1:
             raise ConfigError(f"validation.steps is {v.steps}; set it to 1 or more, or set stream.validation_sequences")
         return v.steps * step
+    if v.steps != -1 and v.steps * step < wanted:
+        raise ConfigError(
+            f"validation.steps is {v.steps}, which would end after {v.steps * step} of the stream.validation_sequences {wanted}: "
+            "set one of them only (validation.steps = -1 is no limit)"
+        )
     if wanted < 1 or wanted % step:
         raise ConfigError(
             f"stream.validation_sequences is {wanted}, expected a multiple of validation.local_batch_size {v.local_batch_size} × "
@@ -101,7 +106,11 @@ class _ValidationSet:
     def __iter__(self) -> Iterator[tuple[dict[str, Tensor], Tensor]]:
         if self._own is None:
             seq_len = self.job_config.validation.seq_len
-            every = first_sequences(self.files, self.tokenizer, self.job_config, seq_len, self.count).int()
+
+            def read() -> np.ndarray:  # by one rank, as above
+                return first_sequences(self.files, self.tokenizer, self.job_config, seq_len, self.count).int().numpy()
+
+            every = torch.from_numpy(on_rank_0(read))
             self._own = every.view(-1, self.ranks, self.batch, seq_len + 1)[:, self.rank].clone()
         for tokens in self._own.long():
             yield {"input": tokens[:, :-1]}, tokens[:, 1:]
