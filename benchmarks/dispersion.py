@@ -69,7 +69,7 @@ def naive(z: Tensor) -> Tensor:
 
 
 def floor(z: Tensor) -> None:
-    tile, n = tile_size(z.shape[0]), z.shape[1]
+    tile, n = tile_size(z.shape[0], z.device.type), z.shape[1]
     v = torch.zeros_like(z)
     for i in range(0, n, tile):
         rows = z[:, i : i + tile]
@@ -141,6 +141,7 @@ def peak_bytes(options: Options, n: int, estimator: str) -> int:
     function(tokens(small, 32))  # thread pools, kernels' workspaces
     z = tokens(options, n)
     if options.device == "cuda":
+        function(z)  # compiles and tunes for this shape, in memory of its own
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()

@@ -7,7 +7,16 @@ import torch
 from torch._inductor.utils import run_and_get_code
 
 from tests.oracle import dispersion_oracle
-from titan_disp.dispersion import DispersionLoss, dispersion_loss, functions, kernels, moments, pairwise, sharded
+from titan_disp.dispersion import (
+    DispersionLoss,
+    dispersion_loss,
+    functions,
+    kernels,
+    moments,
+    pairwise,
+    sharded,
+    vectors,
+)
 
 CASES = [
     ("angular", "exact"),
@@ -51,6 +60,21 @@ def test_bf16_products(bf16_products, mean):
     assert torch.nn.functional.cosine_similarity(moments_grad.flatten(), expected_grad.flatten(), dim=0) > 0.99
 
 
+@pytest.mark.parametrize(("variant", "estimator"), CASES)
+def test_under_amp_products_are_bf16(bf16_products, monkeypatch, variant, estimator):
+    """One GPU without FSDP2: float32 activations give what bf16 ones do, but in ℓ2-repel."""
+    z = tokens(2, 160, 24)
+    options = {"variant": variant, "estimator": estimator, "max_tokens": 50}
+    plain = loss_and_gradient(dispersion_loss, z, **options)
+    expected = loss_and_gradient(dispersion_loss, z if variant == "l2_repel" else z.bfloat16(), **options)
+    monkeypatch.setattr("titan_disp.dispersion.loss.bf16_autocast", lambda device: True)
+    loss, grad = loss_and_gradient(dispersion_loss, z, **options)
+    assert torch.equal(loss, expected[0])
+    assert torch.equal(loss, plain[0]) == (variant == "l2_repel")
+    # The gradient is float32 here, as z is; of bf16 activations it is saved in bf16.
+    torch.testing.assert_close(grad, expected[1], rtol=2**-7, atol=2**-8 * grad.abs().max().item())
+
+
 @pytest.mark.parametrize("name", ["angular", "orthogonalization", "decorrelation"])
 @pytest.mark.parametrize("diagonal", [True, False])
 def test_epilogue_compiles_to_one_kernel(name, diagonal):
@@ -73,11 +97,31 @@ def test_epilogue_compiles_to_one_kernel(name, diagonal):
     assert code.count("void  kernel(") == 1
 
 
+def test_in_place_kernels_compile_on_views():
+    """They change slices of their first argument: Inductor's result is eager's."""
+    g, z = tokens(2, 40, 24), tokens(2, 40, 24, mean=1.0).bfloat16()
+    norm = torch.linalg.vector_norm(z.float(), dim=-1, keepdim=True)
+    own, s = torch.rand(2, 40, 1), torch.rand(2, 1, 24)
+    for function, arguments in (
+        (vectors._normalize_backward_, (z[:, 8:24], norm[:, 8:24], 1e-2)),
+        (moments._combine_, (tokens(2, 16, 24), own[:, 8:24], s)),
+    ):
+        torch._dynamo.reset()
+        expected, found = g.clone(), g.clone()
+        function(expected[:, 8:24], *arguments)
+        torch.compile(function.__wrapped__)(found[:, 8:24], *arguments)
+        assert not torch.equal(expected, g)
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.parametrize(("variant", "estimator"), CASES)
 def test_the_host_never_waits(monkeypatch, variant, estimator):
     """Tensors without data, on no CPU: whatever would have to look at a value raises, and so does a copy to the host."""
     monkeypatch.setattr(torch, "compile", lambda function: function)
     monkeypatch.setattr(torch, "autocast", lambda device, enabled: contextlib.nullcontext())  # unknown to such tensors
+    monkeypatch.setattr("titan_disp.dispersion.loss.bf16_autocast", lambda device: True)  # likewise
+    waits = "the host would wait for this copy"
+    monkeypatch.setattr(torch.Tensor, "new_tensor", lambda *a, **k: pytest.fail(waits))  # not seen without data
     loss = DispersionLoss(variant, estimator, max_tokens=16)
     monkeypatch.setattr(pairwise, "GPU_TILE", 48)  # several tiles
     z = torch.empty(3, 128, 64, device="meta", dtype=torch.bfloat16, requires_grad=True)

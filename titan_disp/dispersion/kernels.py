@@ -28,6 +28,14 @@ def operand_dtype(x: Tensor) -> torch.dtype:
     return accumulation_dtype(x.dtype)
 
 
+def bf16_autocast(device: str) -> bool:
+    """Whether products of float32 are to be taken in bf16: AMP, with which TorchTitan trains on one GPU (no FSDP2).
+
+    Its blocks' outputs are float32, as sums of bf16 branches with float32 embeddings.
+    """
+    return device != "cpu" and torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) == torch.bfloat16
+
+
 @functools.cache
 def _float32_results(device: torch.device) -> bool:
     """Whether this device's bf16 products can be written in float32, as they are accumulated (CUDA since torch 2.8)."""
@@ -75,11 +83,15 @@ def fused(function: Callable[P, T]) -> Callable[P, T]:
             return function(*args, **kwargs)
         if not compiled:
             compiled.append(torch.compile(function))
-            try:
-                return compiled[0](*args, **kwargs)
-            except Exception as error:  # Dynamo, Inductor, Triton and compilers raise their own; nothing has run yet
-                warnings.warn(f"{function.__name__} is not compiled, and slower: {error}", stacklevel=2)
-                compiled[0] = function
-        return compiled[0](*args, **kwargs)
+        if compiled[0] is function:
+            return function(*args, **kwargs)
+        try:
+            return compiled[0](*args, **kwargs)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # Dynamo, Inductor, Triton and compilers raise their own, before anything has run
+            warnings.warn(f"{function.__name__} is not compiled, and slower: {error}", stacklevel=2)
+            compiled[0] = function
+            return function(*args, **kwargs)
 
     return call

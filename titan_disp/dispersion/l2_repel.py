@@ -35,19 +35,25 @@ class PairExponents:
         same = cols is None
         cols = self.rows if cols is None else cols - self.centre
         batch, n, _ = self.rows.shape
-        tile = tile or tile_size(batch)
+        tile = tile or tile_size(batch, self.rows.device.type)
         for i in range(0, n, tile):
             rows = self.rows[:, i : i + tile]
-            for j in range(0, cols.shape[1], tile):
+            for j in range(
+                i if same else 0, cols.shape[1], tile
+            ):  # with each other: a tile above the diagonal serves both sides
                 some = cols[:, j : j + tile]
                 e = _exponents(rows, some, self.tau)
                 if same and i == j:
                     e.diagonal(dim1=1, dim2=2).fill_(-torch.inf)
                 self._raise_maximum(e.amax((1, 2)))
                 w = e.sub_(self.maximum[:, None, None]).exp_()
-                self.total += w.sum((1, 2))
+                both = same and j > i
+                self.total += w.sum((1, 2)) * (2 if both else 1)
                 self.weights[:, i : i + tile] += w.sum(-1, keepdim=True)
                 self.vectors[:, i : i + tile].baddbmm_(w, some)
+                if both:
+                    self.weights[:, j : j + tile] += w.sum(1)[..., None]
+                    self.vectors[:, j : j + tile].baddbmm_(w.transpose(1, 2), rows)
 
     def _raise_maximum(self, found: Tensor) -> None:
         # A tile of one token with itself has no pair, and its maximum is −inf: nothing is rescaled by it.

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from titan_disp.dispersion import functions, sampled
 from titan_disp.dispersion.collectives import Group, process_group
-from titan_disp.dispersion.kernels import accumulation_dtype, operand_dtype
+from titan_disp.dispersion.kernels import accumulation_dtype, bf16_autocast, operand_dtype
 from titan_disp.dispersion.moments import fit, quadratic_sum_, sample
 from titan_disp.dispersion.pairwise import PairFunction
 from titan_disp.dispersion.sharded import (
@@ -91,12 +91,14 @@ class DispersionLoss:
         """
         pg = process_group(group)
         tokens = _check(zs, 1 if pg is None else dist.get_world_size(pg))
-        # Under AMP the products would silently fall to bf16 and lose the digits near the clamp.
-        with torch.autocast(zs[0].device.type, enabled=False):
+        device = zs[0].device.type
+        half = bf16_autocast(device) and self.variant != "l2_repel"  # whose distances are differences
+        # The loss itself knows what may be in bf16: AMP would round cosines, and lose the digits near the clamp.
+        with torch.autocast(device, enabled=False):
             if self.estimator == "sampled" and self.max_tokens < tokens:
-                return self._sampled(zs, tokens, pg, step)
+                return self._sampled(zs, tokens, pg, step, half)
             linear = self.estimator == "moments" or (self.variant == "decorrelation" and zs[0].shape[2] < tokens)
-            compute = partial(self._layer, linear=linear, tokens=tokens, group=pg, fit_errors=fit_errors)
+            compute = partial(self._layer, linear=linear, tokens=tokens, group=pg, half=half, fit_errors=fit_errors)
             values = torch.stack([Node.apply(z, compute) for z in zs])
             if pg is not None and not linear:  # the linear forms' values are whole already
                 over_group = LogSumExpOverGroup if self.variant == "l2_repel" else SumOverGroup
@@ -109,17 +111,24 @@ class DispersionLoss:
                 losses = losses + self.norm_coeff * squares
             return losses
 
-    def _sampled(self, zs: Sequence[Tensor], tokens: int, group: dist.ProcessGroup | None, step: int) -> Tensor:
+    def _sampled(
+        self, zs: Sequence[Tensor], tokens: int, group: dist.ProcessGroup | None, step: int, half: bool
+    ) -> Tensor:
         drawn = [sampled.positions(tokens, self.max_tokens, self.seed, step, layer) for layer in range(len(zs))]
-        chosen = [
-            _Chosen.apply(z, positions, group, partial(self._exact, group=None))
-            for z, positions in zip(zs, drawn, strict=True)
-        ]
-        losses = self._finish(torch.stack(chosen), self.max_tokens)
-        if self.variant == "l2_repel" and self.norm_coeff:
-            squares = [_Chosen.apply(z, positions, group, _mean_square) for z, positions in zip(zs, drawn, strict=True)]
-            losses = losses + self.norm_coeff * torch.stack(squares)
-        return losses
+        some, mine, local = sampled.gather([z.detach() for z in zs], drawn, group)
+
+        def compute(part: Tensor) -> Result:
+            value, grad = self._exact(_operand(part, half), None)
+            if self.variant == "l2_repel" and self.norm_coeff:
+                square, of_square = _mean_square(part)
+                value, grad = value + self.norm_coeff * square, grad.add_(of_square, alpha=self.norm_coeff)
+            return value, grad
+
+        # All layers' few tokens at once: alone, they would be as many small kernels for each.
+        values, grads = a_few_at_a_time(some.flatten(0, 1), compute)
+        rows = [grad[:, own] for grad, own in zip(grads.view_as(some), mine, strict=True)]
+        parts = zip(zs, values.view(len(zs), -1), rows, local, strict=True)
+        return self._finish(torch.stack([_Chosen.apply(*part) for part in parts]), self.max_tokens)
 
     def _finish(self, values: Tensor, tokens: int) -> Tensor:
         pairs = tokens * (tokens - 1)
@@ -138,11 +147,18 @@ class DispersionLoss:
         return functions.square
 
     def _layer(
-        self, z: Tensor, linear: bool, tokens: int, group: dist.ProcessGroup | None, fit_errors: list[Tensor] | None
+        self,
+        z: Tensor,
+        linear: bool,
+        tokens: int,
+        group: dist.ProcessGroup | None,
+        half: bool,
+        fit_errors: list[Tensor] | None,
     ) -> Result:
         errors: list[Tensor] = []
 
         def compute(some: Tensor) -> Result:
+            some = _operand(some, half)
             return self._linear(some, tokens, group, errors) if linear else self._exact(some, group)
 
         # In a group, each part of the batch would cost one more collective call, and shards are small.
@@ -169,7 +185,8 @@ class DispersionLoss:
         """The whole sequence's sum."""
         if self.variant == "decorrelation":
             u, norm = standardize(z)
-            coefficients = u.new_tensor([0.0, 0.0, 1.0]).expand(u.shape[0], 3)
+            coefficients = u.new_zeros(u.shape[0], 3)
+            coefficients[:, 2] = 1.0  # a kernel; a tensor of Python's numbers would make the host wait for its copy
             s, grad = quadratic_sum_(u.clone(), coefficients, tokens, group, operand_dtype(z))
             return s, standardize_backward_(u, norm, grad)
         norm = norms(z)
@@ -181,15 +198,13 @@ class DispersionLoss:
 
 
 class _Chosen(torch.autograd.Function):
-    """``compute`` of some positions, whose gradients alone are saved: [B, k, F] of this rank's."""
+    """A value [B] whose gradient is known, and not 0 at ``local`` positions of z only: ``rows`` [B, k, F]."""
 
     @staticmethod
-    def forward(ctx, z, positions, group, compute):  # type: ignore[no-untyped-def, override]
-        some, mine, local = sampled.gather(z.detach(), positions, group)
-        value, grad = compute(some)
-        ctx.save_for_backward(grad[:, mine], local)
+    def forward(ctx, z, value, rows, local):  # type: ignore[no-untyped-def, override]
+        ctx.save_for_backward(rows, local)
         ctx.shape, ctx.dtype = z.shape, z.dtype
-        return value
+        return value.clone()
 
     @staticmethod
     def backward(ctx, grad_value):  # type: ignore[no-untyped-def, override]
@@ -197,6 +212,10 @@ class _Chosen(torch.autograd.Function):
         grad = torch.zeros(ctx.shape, dtype=ctx.dtype, device=rows.device)
         grad[:, local] = (rows * grad_value[:, None, None]).to(ctx.dtype)
         return grad, None, None, None
+
+
+def _operand(z: Tensor, half: bool) -> Tensor:
+    return z.bfloat16() if half and z.dtype == torch.float32 else z
 
 
 def _standardized(z: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:

@@ -98,6 +98,7 @@ def all_pairs(x: Tensor, scale: Tensor, pair: PairFunction, tile: int | None = N
             s += 2 * other
             add_product_(w[:, i], q, cols)
             add_product_(w[:, j], q.transpose(1, 2), rows)
+            del q  # before the next tile's products are there
     return s, w
 
 

@@ -1,5 +1,7 @@
 """The paper's own shortcut: the loss of a few positions of every sequence, drawn anew each step."""
 
+from collections.abc import Sequence
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -14,24 +16,27 @@ def positions(tokens: int, count: int, seed: int, step: int, layer: int) -> Tens
     return torch.randperm(tokens, generator=generator)[:count].sort().values
 
 
-def gather(z: Tensor, chosen: Tensor, group: dist.ProcessGroup | None) -> tuple[Tensor, Tensor, Tensor]:
-    """The chosen tokens of the whole sequence, on every rank of the group.
+def gather(
+    zs: Sequence[Tensor], chosen: Sequence[Tensor], group: dist.ProcessGroup | None
+) -> tuple[Tensor, list[Tensor], list[Tensor]]:
+    """The chosen tokens of the whole sequence and of all layers, on every rank of the group.
 
     Args:
-        z: [B, N/p, F]; rank r is taken to hold positions r·N/p … (which tokens these are does not matter).
-        chosen: [m] positions in the whole sequence.
+        zs: a [B, N/p, F] for each layer; rank r is taken to hold positions r·N/p … (which tokens these are does not matter).
+        chosen: [m] positions in the whole sequence, for each layer.
 
     Returns:
-        [B, m, F] in z's dtype; where in it this rank's tokens are, [k]; and where in z, [k]. Both on z's device.
+        [L, B, m, F] in z's dtype; for each layer, where in it this rank's tokens are, [k], and where in z, [k], on z's device.
     """
-    n = z.shape[1]
     rank = 0 if group is None else dist.get_rank(group)
-    mine = (chosen // n == rank).nonzero()[:, 0]
-    local = chosen[mine] - rank * n
-    mine, local = mine.to(z.device, non_blocking=True), local.to(z.device, non_blocking=True)
-    if group is None:
-        return z[:, local], mine, local
-    some = z.new_zeros(z.shape[0], len(chosen), z.shape[2])
-    some[:, mine] = z[:, local]
-    dist.all_reduce(some, group=group)  # a sum of one token and zeros: exact in any dtype
+    some = zs[0].new_zeros(len(zs), zs[0].shape[0], len(chosen[0]), zs[0].shape[2])
+    mine, local = [], []
+    for z, positions, out in zip(zs, chosen, some, strict=True):
+        n = z.shape[1]
+        own = (positions // n == rank).nonzero()[:, 0]
+        mine.append(own.to(z.device, non_blocking=True))
+        local.append((positions[own] - rank * n).to(z.device, non_blocking=True))
+        out[:, mine[-1]] = z[:, local[-1]]
+    if group is not None:
+        dist.all_reduce(some, group=group)  # a sum of one token and zeros: exact in any dtype
     return some, mine, local

@@ -3,7 +3,7 @@
 Exact and sharded: all-gather z in its own dtype along the sequence, meanwhile compute own rows × own columns, then × the
 others', all-reduce S. The rows' own gradient is then complete, so backward needs no communication. One autograd node per layer
 returns its partial sum and saves the gradient; one stacked all-reduce serves all layers, and its backward is the identity.
-Moments need no gather, but one all-reduce of F×F numbers a layer; sampled tokens one of m×F.
+Moments need no gather, but one all-reduce of F×F numbers a layer; sampled tokens one of m×F a layer, for all layers at once.
 
 Convention: with a group, every rank gets the full L, and backward returns grad_output · ∂L/∂z_local.
 """
@@ -24,7 +24,10 @@ from titan_disp.dispersion.pairwise import PairFunction
 Units = Callable[[Tensor], tuple[Tensor, Tensor]]
 Compute = Callable[[Tensor], tuple[Tensor, Tensor]]  # z [B, n, F] → value [B], ∂value/∂z [B, n, F]
 
-GROUP_ELEMENTS = 1 << 23  # of z, whose float32 sums are in memory at a time: 32 MiB, whatever the batch
+# Of z, whose float32 sums are in memory at a time, whatever the batch: 32 MiB, and 128 MiB on a GPU, which needs few and large
+# kernels.
+GROUP_ELEMENTS = 1 << 23
+GPU_GROUP_ELEMENTS = 1 << 25
 
 
 class Node(torch.autograd.Function):
@@ -60,7 +63,8 @@ def saved_dtype(dtype: torch.dtype) -> torch.dtype:
 
 def a_few_at_a_time(z: Tensor, compute: Compute) -> tuple[Tensor, Tensor]:
     """``compute(z)``, for some sequences after the others, so that its temporaries do not grow with the batch."""
-    few = max(1, GROUP_ELEMENTS // (z.shape[1] * z.shape[2]))
+    elements = GROUP_ELEMENTS if z.device.type == "cpu" else GPU_GROUP_ELEMENTS
+    few = max(1, elements // (z.shape[1] * z.shape[2]))
     if few >= len(z):
         return compute(z)
     grad = torch.empty_like(z, dtype=saved_dtype(z.dtype))
