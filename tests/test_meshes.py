@@ -47,7 +47,7 @@ FOUR_RANKS = {
     "fsdp_tp": (TP, ""),
     "hsdp_times_ranks": (HSDP, "times4"),
 }
-# Every other variant × estimator: one process, and FSDP2 × TP.
+# Every other variant × estimator: one process, FSDP2, TP, and FSDP2 × TP.
 FAMILY = {
     f"{variant}_{estimator}": (
         "--dispersion.variant",
@@ -66,7 +66,12 @@ FAMILY = {
 FAMILY_ALONE = {
     f"{name}_alone": ((*options, "--training.local_batch_size", "8"), "") for name, options in FAMILY.items()
 }
-FAMILY_SHARDED = {f"{name}_fsdp_tp": ((*options, *TP), "") for name, options in FAMILY.items()}
+FAMILY_ON_TWO = {
+    f"{name}_{mesh}": ((*options, *degree), "")
+    for name, options in FAMILY.items()
+    for mesh, degree in (("fsdp", FSDP), ("tp", TP))
+}
+FAMILY_ON_FOUR = {f"{name}_fsdp_tp": ((*options, *TP), "") for name, options in FAMILY.items()}
 BROKEN = {name for cases in (ONE_RANK, TWO_RANKS, FOUR_RANKS) for name, (_, mutation) in cases.items() if mutation}
 CASES = [*ONE_RANK, *TWO_RANKS, *FOUR_RANKS]
 
@@ -88,8 +93,10 @@ def family(sample, tmp_path_factory):
     folder = tmp_path_factory.mktemp("family")
     alone = {name: ONE_RANK[name] for name in ("reference", "dropped")} | FAMILY_ALONE
     spawn(1, run_cases, sample, folder, alone, False)
-    spawn(4, run_cases, sample, folder, FAMILY_SHARDED, False)
-    return {name: torch.load(folder / f"{name}.pt")["gradients"] for name in (*alone, *FAMILY_SHARDED)}
+    spawn(2, run_cases, sample, folder, FAMILY_ON_TWO, False)
+    spawn(4, run_cases, sample, folder, FAMILY_ON_FOUR, False)
+    names = (*alone, *FAMILY_ON_TWO, *FAMILY_ON_FOUR)
+    return {name: torch.load(folder / f"{name}.pt")["gradients"] for name in names}
 
 
 def errors(gradients, reference):
@@ -109,11 +116,12 @@ def test_gradients_equal_one_process(results, name):
 @pytest.mark.night
 @pytest.mark.parametrize("name", FAMILY)
 def test_gradients_of_every_variant_and_estimator(family, name):
-    """On FSDP2 × TP with accumulation as in one process; and the term is there, and another than angular exact's."""
+    """On every mesh with accumulation as in one process; and the term is there, and another than angular exact's."""
     alone = family[f"{name}_alone"]
-    error = errors(family[f"{name}_fsdp_tp"], alone)
-    worst = max(error, key=error.get)
-    assert error[worst] <= TOLERANCE, f"{worst}: {error[worst]:.1e}"
+    for mesh in ("fsdp", "tp", "fsdp_tp"):
+        error = errors(family[f"{name}_{mesh}"], alone)
+        worst = max(error, key=error.get)
+        assert error[worst] <= TOLERANCE, f"{mesh}, {worst}: {error[worst]:.1e}"
     assert max(errors(alone, family["dropped"]).values()) > 100 * TOLERANCE
     assert max(errors(alone, family["reference"]).values()) > 10 * TOLERANCE  # moments are close to exact
 

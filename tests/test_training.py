@@ -69,7 +69,12 @@ def test_demo(sample, tmp_path):
 @pytest.mark.night
 def test_killed_twice_equals_uninterrupted(sample, tmp_path):
     """Save, kill -9, resume, twice: metrics.jsonl equals an uninterrupted run's, bit for bit."""
-    options = (*SHORT, "--training.steps", "14", "--checkpoint.interval", "4")
+    options = (
+        *(*SHORT, "--training.steps", "14", "--checkpoint.interval", "4"),
+        # Tokens drawn and λ depend on the step, which a resume must know.
+        *("--dispersion.estimator", "sampled", "--dispersion.max_tokens", "16"),
+        *("--dispersion.warmup_steps", "3", "--dispersion.decay", "cosine", "--dispersion.final_coeff", "0.01"),
+    )
     train(DEMO, sample, tmp_path / "whole", *options, nproc=2)
     expected = terms(read_metrics(tmp_path / "whole"), "loss", "ce", "dispersion", "grad_norm", "lr")
     run = tmp_path / "killed"
