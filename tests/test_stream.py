@@ -493,10 +493,10 @@ def test_an_empty_file_is_a_damaged_one(tmp_path):
     write_files(tmp_path, [40] * 3)
     sorted(tmp_path.glob("*.gz"))[1].write_bytes(b"")
     ranks = streams_of(list_files("c4", str(tmp_path)), 1, 1)
-    _, positions = batches(ranks, 30)
+    _, positions = batches(ranks, 60)
     assert positions[0, Field.SKIPPED_FILES] >= 1
     with pytest.raises(ConfigError, match="is damaged and ends early: the file is empty"):
-        batches(streams_of(list_files("c4", str(tmp_path)), 1, 1, on_bad_data="fail"), 30)
+        batches(streams_of(list_files("c4", str(tmp_path)), 1, 1, on_bad_data="fail"), 60)
 
 
 def test_mismatch_is_named(sample, tmp_path):
