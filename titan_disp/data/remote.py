@@ -59,7 +59,7 @@ class RemoteFile(io.RawIOBase):
         deadline, pause = time.monotonic() + self._retry_seconds, 1.0
         while True:
             try:
-                headers = {**build_hf_headers(), "Range": f"bytes={begin}-{end - 1}"}
+                headers = {**build_hf_headers(), "Range": f"bytes={begin}-{end - 1}", "Accept-Encoding": "identity"}
                 response = get_session().get(self._url, headers=headers, timeout=REQUEST_SECONDS)
                 hf_raise_for_status(response)
                 content: bytes = response.content
