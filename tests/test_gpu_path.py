@@ -114,6 +114,26 @@ def test_in_place_kernels_compile_on_views():
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
 
 
+def test_moments_compile():
+    """The fit and the weights of the moments: Inductor's results are eager's, also where M is a view of what was all-reduced."""
+    torch._dynamo.reset()
+    u = torch.nn.functional.normalize(tokens(2, 64, 24), dim=-1)
+    pair = functions.angular(0.7, 0.25)
+    for found, expected in zip(
+        torch.compile(moments.fit.__wrapped__)(u, pair), moments.fit.__wrapped__(u, pair), strict=True
+    ):
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    flat = torch.rand(2, 24 * 24 + 24)
+    arguments = (torch.rand(2, 2), torch.rand(2, 64, 1), torch.rand(2, 3), 64)
+    results = []
+    for function in (moments._weigh_.__wrapped__, torch.compile(moments._weigh_.__wrapped__)):
+        m, s = (part.clone() if part.shape[1] == 24 else part for part in flat.clone().split([24 * 24, 24], dim=1))
+        m = m.view(2, 24, 24)
+        results.append((*function(m, s, *arguments), m))
+    for found, expected in zip(*results, strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize(("variant", "estimator"), CASES)
 def test_the_host_never_waits(monkeypatch, variant, estimator):
     """Tensors without data, on no CPU: whatever would have to look at a value raises, and so does a copy to the host."""

@@ -38,9 +38,8 @@ class PairExponents:
         tile = tile or tile_size(batch, self.rows.device.type)
         for i in range(0, n, tile):
             rows = self.rows[:, i : i + tile]
-            for j in range(
-                i if same else 0, cols.shape[1], tile
-            ):  # with each other: a tile above the diagonal serves both sides
+            first = i if same else 0  # with each other, a tile above the diagonal serves both sides
+            for j in range(first, cols.shape[1], tile):
                 some = cols[:, j : j + tile]
                 e = _exponents(rows, some, self.tau)
                 if same and i == j:

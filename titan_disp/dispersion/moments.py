@@ -55,18 +55,30 @@ def quadratic_sum_(
         dist.all_reduce(flat, group=group)
         parts = [flat_part.view_as(part) for flat_part, part in zip(flat.split(sizes, dim=1), parts, strict=True)]
     m, s, norms = parts
+    total, s, own = _weigh_(m, s, norms, squares, coefficients, tokens)
+    m = m.to(dtype)
+    for rows in row_blocks(u):  # u is read for the last time
+        _combine_(u[:, rows], product(x[:, rows], m), own[:, rows], s)
+    return total, u
+
+
+@fused
+def _weigh_(
+    m: Tensor, s: Tensor, norms: Tensor, squares: Tensor, coefficients: Tensor, tokens: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The sum [B], and what ∂/∂u = u (4 a2 M) + own u + … is made of: … = 2 a1 s [B, 1, F], own = −4 a2 ‖u‖² − 2 a1 [B, n, 1].
+
+    M becomes 4 a2 M in its own memory.
+    """
     a0, a1, a2 = coefficients.unbind(-1)
     total = (
         a0 * (tokens * (tokens - 1))
         + a1 * (s.square().sum(-1) - norms[:, 0])
-        + a2 * (torch.linalg.vector_norm(m, dim=(1, 2)).square() - norms[:, 1])
+        + a2 * (m.square().sum((1, 2)) - norms[:, 1])
     )
     a1, a2 = a1[:, None, None], a2[:, None, None]
-    # 4 a2 u M − (4 a2 ‖u‖² + 2 a1) u + 2 a1 s, block by block: u is read for the last time.
-    m, s, own = m.mul_(4 * a2).to(dtype), (2 * a1) * s[:, None], squares.mul_(-4 * a2).sub_(2 * a1)
-    for rows in row_blocks(u):
-        _combine_(u[:, rows], product(x[:, rows], m), own[:, rows], s)
-    return total, u
+    m.mul_(4 * a2)
+    return total, (2 * a1) * s[:, None], squares * (-4 * a2) - 2 * a1
 
 
 @fused
@@ -89,6 +101,7 @@ def sample(u: Tensor, tokens: int, group: dist.ProcessGroup | None) -> Tensor:
     return every.view(world, *own.shape).transpose(0, 1).reshape(own.shape[0], -1, own.shape[2])
 
 
+@fused  # some forty small kernels otherwise
 def fit(some: Tensor, pair: PairFunction) -> tuple[Tensor, Tensor]:
     """a0, a1, a2 [B, 3], and the relative root mean square error of the fitted slope [B].
 
