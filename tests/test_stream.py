@@ -488,6 +488,26 @@ def test_documents_passed_over_are_not_parsed(tmp_path, monkeypatch):
     assert len(parsed) == 1
 
 
+def test_many_damaged_files_stop_the_run(sample, tmp_path):
+    write_files(tmp_path, [30] * 16)
+    for path in sorted(tmp_path.glob("*.gz"))[:11]:
+        path.write_bytes(path.read_bytes()[:60])
+    for allowed in (0.01, 0.9):
+        one = loader(list_files("c4", str(tmp_path)), sample, slots=1, max_skipped_fraction=allowed)
+        batches = iter(one)
+        while one.counters()["epoch"] < 1:
+            next(batches)
+        assert one.counters()["skipped_files"] >= 10
+        if allowed > 0.5:
+            one.check_files(one.counters())
+        else:
+            with pytest.raises(
+                DataError, match=r"of 32 files are damaged and end early, more than stream.max_skipped_fr"
+            ):
+                one.check_files(one.counters())
+        one.check_files(one.counters() | {"skipped_files": 9})
+
+
 def test_an_empty_file_is_a_damaged_one(tmp_path):
     """What a full disk leaves. gzip takes nothing for a sound end."""
     write_files(tmp_path, [40] * 3)

@@ -83,7 +83,10 @@ class Stream:
     """
 
     max_skipped_fraction: float = 0.01
-    """A rank that has to skip a larger part of its documents (after the first 1000) stops the run: the data is broken."""
+    """
+    A rank that has to skip a larger part of its documents (after the first 1000) stops the run, and so does a larger part of all
+    files (10 at least) that end early: the data is broken.
+    """
 
     max_document_mb: float = 16.0
     """Documents of more than this many MiB, as stored, count as bad."""

@@ -118,8 +118,7 @@ def train_spec() -> titan.TrainSpec:
         model_args: BaseModelArgs | None = None,
         tag: str | None = None,
     ) -> DispersionMetrics:
-        counters = shared.loader.counters if shared.loader is not None else None
-        return DispersionMetrics(job_config, parallel_dims, shared.ledger, counters, tag)
+        return DispersionMetrics(job_config, parallel_dims, shared.ledger, shared.loader, tag)
 
     return titan.TrainSpec(
         model_cls=Qwen3DispModel,

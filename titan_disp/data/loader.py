@@ -39,12 +39,13 @@ from titan_disp.data.plan import Plan
 from titan_disp.data.shards import DataFile, list_files, on_rank_0
 from titan_disp.data.stream import RankStreams, StreamOptions
 from titan_disp.data.tokenizer import find_tokenizer
-from titan_disp.errors import CheckpointError, ConfigError
+from titan_disp.errors import CheckpointError, ConfigError, DataError
 
 Batch = tuple[dict[str, Tensor], Tensor]
 _GROUP = 32  # microbatches that travel from the prefetch worker at once, at most …
 _GROUP_TOKENS = 1 << 16  # … and their tokens, where one microbatch has not more
 _WATCH_SECONDS = 2.0  # between looks of the worker whether its rank is alive
+_FEW = 10  # damaged files, with which a small data set may still live
 LARGEST = ("epoch", "seconds_waited")  # counters that are the largest of the ranks', not their sum
 
 
@@ -284,6 +285,22 @@ class StreamLoader(BaseDataLoader):
             "epoch": self.positions[:, Field.EPOCH].max().item(),
             "seconds_waited": self.seconds_waited,
         }
+
+    def check_files(self, counters: dict[str, float]) -> None:
+        """Stop a run of which many files end early. (Documents that cannot be used are counted while they are read.)
+
+        Args:
+            counters: of all ranks together.
+
+        Raises:
+            DataError: more than stream.max_skipped_fraction of the files that were begun, and _FEW at least.
+        """
+        skipped, begun = counters["skipped_files"], len(self.files) * (counters["epoch"] + 1)
+        if skipped >= _FEW and skipped > self.options.max_skipped_fraction * begun:
+            raise DataError(
+                f"{skipped:.0f} of {begun:.0f} files are damaged and end early, more than stream.max_skipped_fraction "
+                f"{self.options.max_skipped_fraction} allows: their names are in the logs above (of all ranks)"
+            )
 
     def state_dict(self) -> dict[str, Any]:
         """The fingerprint and a copy of the positions, [S, k] over all ranks."""

@@ -8,7 +8,6 @@ import copy
 import dataclasses
 import os
 import time
-from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,7 @@ from torchtitan.tools.utils import device_type
 from titan_disp.batch import tokens_per_step
 from titan_disp.budget import last_step
 from titan_disp.condensation.record import Condensation
-from titan_disp.data.loader import LARGEST
+from titan_disp.data.loader import LARGEST, StreamLoader
 from titan_disp.dispersion import LossLedger
 from titan_disp.run.folder import append_json
 
@@ -71,7 +70,7 @@ class DispersionMetrics(MetricsProcessor):
         job_config: JobConfig,
         parallel_dims: ParallelDims,
         ledger: LossLedger,
-        data_counters: Callable[[], dict[str, float]] | None = None,
+        loader: StreamLoader | None = None,
         tag: str | None = None,
     ) -> None:
         stock = copy.copy(job_config)
@@ -79,7 +78,7 @@ class DispersionMetrics(MetricsProcessor):
         super().__init__(stock, parallel_dims, tag)
         self.job_config = job_config
         self.ledger = ledger
-        self._data_counters = data_counters
+        self._loader = loader
         self._first_log: tuple[float, int] | None = None  # (time, tokens)
         rank = dist.get_rank()
         self._jsonl = Path(job_config.job.dump_folder) / "metrics.jsonl" if rank == 0 else None
@@ -119,9 +118,9 @@ class DispersionMetrics(MetricsProcessor):
 
     def data_metrics(self) -> dict[str, float]:
         """The loader's counters over all ranks: sums, but for the latest epoch and the longest wait. A collective call."""
-        if self._data_counters is None:
+        if self._loader is None:
             return {}
-        counters = self._data_counters()
+        counters = self._loader.counters()
         mesh = self.parallel_dims.get_optional_mesh("batch")
         if mesh is None:
             return counters
@@ -185,6 +184,8 @@ class DispersionMetrics(MetricsProcessor):
                 "data": data,
             }
             append_json(self._jsonl, record)
+        if self._loader is not None:
+            self._loader.check_files(data)  # by all ranks' counters: all of them stop, or none
 
     def log_condensation(self, step: int, found: Condensation, seconds: float) -> None:
         """Console, TensorBoard (W&B), metrics.jsonl, and RUN/condensation/step-N.npz with the histograms, from rank 0.
