@@ -87,6 +87,11 @@ def options(sample):
             ["--validation.enable", "--stream.validation_sequences", "12"],
             r"validation_sequences is 12, expected a multiple",
         ),
+        (
+            1,
+            ["--validation.enable", "--stream.validation_sequences", "32", "--validation.steps", "2"],
+            r"validation.steps is 2, which would end after \d+ of the stream.validation_sequences 32",
+        ),
     ],
 )
 def test_refused(sample, tmp_path, nproc, change, message):

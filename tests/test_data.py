@@ -1,5 +1,6 @@
 import gzip
 import json
+from pathlib import Path
 
 import pytest
 from datasets import load_dataset
@@ -186,3 +187,17 @@ def test_local_layouts(sample, tmp_path):
     for name in ("a.jsonl", "b.parquet", ".hidden.jsonl", "c.txt"):
         (tmp_path / name).write_text("")
     assert [f.name for f in list_files("c4", str(tmp_path))] == ["a.jsonl", "b.parquet"]
+    # Words decide, not parts of them.
+    words = tmp_path / "words"
+    words.mkdir()
+    for name in ("constraints.jsonl", "latest.jsonl", "x_test.jsonl", "validation-0.jsonl"):
+        (words / name).write_text("")
+    assert [f.name for f in list_files("text", str(words))] == ["constraints.jsonl", "latest.jsonl"]
+    assert [f.name for f in list_files("text_validation", str(words))] == ["validation-0.jsonl"]
+    # A clone of the data set: the stream from the hub reads en only.
+    for folder in ("en", "en.noclean", "realnewslike"):
+        (tmp_path / "clone" / folder).mkdir(parents=True)
+        (tmp_path / "clone" / folder / "c4-train.00000-of-00001.json.gz").write_bytes(b"x")
+    (only,) = list_files("c4", str(tmp_path / "clone"))
+    assert Path(only.url).parent.name == "en"
+    assert len(list_files("text", str(tmp_path / "clone"))) == 3

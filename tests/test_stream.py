@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
@@ -20,7 +21,7 @@ from titan_disp.config import load_config
 from titan_disp.data.cursor import Field
 from titan_disp.data.digest import digest
 from titan_disp.data.documents import BadDocument, Documents, text_of
-from titan_disp.data.loader import StreamLoader, differences
+from titan_disp.data.loader import StreamLoader, check_fingerprint, differences, read_data_state
 from titan_disp.data.plan import Plan
 from titan_disp.data.shards import DataFile, list_files
 from titan_disp.data.stream import RankStreams, StreamOptions
@@ -540,10 +541,32 @@ def test_mismatch_is_named(sample, tmp_path):
     )
 
 
+def test_a_checkpoint_of_another_loader(sample, tmp_path):
+    """Refused, with what to set; and setting it begins the data anew once, not at every resume from then on."""
+    dcp.save({"model": {"w": torch.ones(2)}}, checkpoint_id=tmp_path, no_dist=True)
+    found, epoch = read_data_state(str(tmp_path))
+    assert (found, epoch) == ({}, -1)
+    now = loader(list_files("c4", str(sample)), sample)
+    with pytest.raises(ConfigError, match=r'written by another loader. Set stream.on_mismatch = "restart"'):
+        check_fingerprint(found, now.fingerprint)
+    now.restart(epoch + 1)
+    assert not now.positions.any()
+
+
+def test_nested_json_is_a_bad_document():
+    with pytest.raises(BadDocument, match="malformed JSON"):
+        text_of(b"[" * 100_000)
+
+
 def config(sample, *options):
     argv = ["--job.config_file", "train_configs/demo_cpu.toml", "--training.dataset_path", str(sample)]
     argv += ["--model.hf_assets_path", f"{sample}/tokenizer", "--training.seq_len", "32", "--stream.prefetch", "0"]
     return load_config([*argv, *options])
+
+
+def test_digest_of_no_ranks(sample):
+    with pytest.raises(ConfigError, match="0 ranks, expected 1 or more"):
+        digest(config(sample), 1, [(0, 0)])
 
 
 def test_validation_is_the_same_on_any_ranks(sample):
