@@ -51,8 +51,8 @@ def validation_sequences(job_config: JobConfig, dp_world_size: int) -> int:
 
 def first_sequences(
     files: list[DataFile], tokenizer: BaseTokenizer, job_config: JobConfig, seq_len: int, count: int
-) -> Tensor:
-    """[count, seq_len + 1] token ids from the beginning of a split, int64, read as one stream."""
+) -> np.ndarray:
+    """[count, seq_len + 1] token ids from the beginning of a split, int32, read as one stream."""
     streams = RankStreams(
         files,
         range(1),
@@ -62,7 +62,7 @@ def first_sequences(
         stream_options(job_config, seq_len),
     )
     try:
-        return torch.from_numpy(np.stack([streams.slots[0].sequence() for _ in range(count)])).long()
+        return np.stack([streams.slots[0].sequence() for _ in range(count)]).astype(np.int32)
     finally:
         streams.close()
 
@@ -87,7 +87,7 @@ def held_out_sequences(job_config: JobConfig, tokenizer: BaseTokenizer, count: i
         except ConfigError as error:
             logger.warning(f"no validation split: {error}")
             return None
-        return first_sequences(files, tokenizer, job_config, job_config.training.seq_len, count)[:, :-1].int().numpy()
+        return first_sequences(files, tokenizer, job_config, job_config.training.seq_len, count)[:, :-1]
 
     tokens = on_rank_0(read)
     return None if tokens is None else torch.from_numpy(tokens).long()
@@ -106,11 +106,8 @@ class _ValidationSet:
     def __iter__(self) -> Iterator[tuple[dict[str, Tensor], Tensor]]:
         if self._own is None:
             seq_len = self.job_config.validation.seq_len
-
-            def read() -> np.ndarray:  # by one rank, as above
-                return first_sequences(self.files, self.tokenizer, self.job_config, seq_len, self.count).int().numpy()
-
-            every = torch.from_numpy(on_rank_0(read))
+            source = (self.files, self.tokenizer, self.job_config, seq_len, self.count)
+            every = torch.from_numpy(on_rank_0(first_sequences, *source))  # by one rank, as above
             self._own = every.view(-1, self.ranks, self.batch, seq_len + 1)[:, self.rank].clone()
         for tokens in self._own.long():
             yield {"input": tokens[:, :-1]}, tokens[:, 1:]
