@@ -13,14 +13,15 @@ read -ra prefix <<<"${TITAN_DISP_PREFIX:-}"
 what=$1
 shift
 if [ "$what" = check ]; then
-  exec ${prefix[@]+"${prefix[@]}"} "$TITAN_DISP_PYTHON" -m titan_disp.cluster.nodecheck \
-    --out "$TITAN_DISP_RUN/nodes/$TITAN_DISP_START" --local "$TITAN_DISP_LOCAL"
+  exec ${prefix[@]+"${prefix[@]}"} "$TITAN_DISP_PYTHON" -m titan_disp.cluster.nodecheck --local "$TITAN_DISP_LOCAL"
 fi
 
 tee=()
-[ "$SLURM_NODEID" -ne 0 ] || tee=(--tee 0:3) # one rank of the job speaks in its log; all have files of their own
+[ "$SLURM_NODEID" -ne 0 ] || tee=(--tee 0:3) # rank 0 speaks in the job's log; all ranks have files of their own
+# Static, so that rank 0 is on the first node: c10d orders nodes by their address as text, gpu10 before gpu8. Nodes that are
+# slow to start are waited for (torch: 600 s); ranks meet within comm.init_timeout_seconds.
 exec ${prefix[@]+"${prefix[@]}"} "$TITAN_DISP_PYTHON" -m torch.distributed.run \
-  --nnodes "$SLURM_NNODES" --nproc-per-node "$TITAN_DISP_NPROC" --max-restarts 0 \
-  --rdzv-backend c10d --rdzv-id "$TITAN_DISP_START" --rdzv-endpoint "$TITAN_DISP_ENDPOINT" \
+  --nnodes "${SLURM_STEP_NUM_NODES:-$SLURM_NNODES}" --node-rank "$SLURM_NODEID" --nproc-per-node "$TITAN_DISP_NPROC" --max-restarts 0 \
+  --rdzv-backend static --rdzv-id "$TITAN_DISP_START" --rdzv-endpoint "$TITAN_DISP_ENDPOINT" \
   --role rank --redirects 3 "${tee[@]+"${tee[@]}"}" --log-dir "$TITAN_DISP_RUN/logs/$TITAN_DISP_START/node-$SLURM_NODEID" \
   -m "${TITAN_DISP_MODULE:-titan_disp.train}" "$@"

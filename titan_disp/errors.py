@@ -13,7 +13,12 @@ class DataError(ConfigError):
     """Bad data met by one rank in the middle of a run; that rank says so, whichever it is."""
 
 
+class InUseError(ConfigError):
+    """Another job uses the run folder."""
+
+
 EXIT_CODE = 2
+IN_USE_EXIT_CODE = 3
 
 
 class NonFiniteError(ConfigError):

@@ -1,7 +1,8 @@
 """``python -m titan_disp.cluster.job``: what the batch script must know before it starts hundreds of ranks.
 
 Checks the config, data and tokenizer for this number of nodes, and that no other job uses the run folder. The last line of
-stdout is the run folder; exit status 2 and a message on stderr where something must be mended.
+stdout is the run folder. Where something must be mended: a message on stderr and exit status 2; 3 where another job uses the
+run folder.
 """
 
 import argparse
@@ -14,7 +15,7 @@ import torch
 
 from titan_disp.checks import check_config, check_device, check_inputs
 from titan_disp.config import load_config
-from titan_disp.errors import EXIT_CODE, ConfigError
+from titan_disp.errors import EXIT_CODE, IN_USE_EXIT_CODE, ConfigError, InUseError
 from titan_disp.run.folder import lock_folder
 
 
@@ -55,7 +56,7 @@ def main() -> None:
         run = prepare(rest, args.nodes, args.nproc)
     except ConfigError as error:
         print(f"titan-disp: error: {error}", file=sys.stderr, flush=True)
-        sys.exit(EXIT_CODE)
+        sys.exit(IN_USE_EXIT_CODE if isinstance(error, InUseError) else EXIT_CODE)
     print(os.fspath(run))
 
 

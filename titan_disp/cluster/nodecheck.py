@@ -1,13 +1,17 @@
 """``python -m titan_disp.cluster.nodecheck``: can this node train? Started once per node, before training or by preflight.sbatch.
 
-Writes one JSON file per node, see ``check_node``; whoever started it compares them. With TorchTitan's arguments
-(``--job.config_file CONFIG …``) also what the config names is looked at from this node.
+Prints a line with the node's report as JSON, see ``check_node``, and with ``--out`` writes it into a file; whoever started it
+compares the nodes. With TorchTitan's arguments (``--job.config_file CONFIG …``) also what the config names is looked at from
+this node.
 """
 
 import argparse
+import csv
+import json
 import os
 import shutil
 import socket
+import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -25,6 +29,14 @@ from titan_disp.qwen3.flavors import flavors
 from titan_disp.run.folder import write_json
 
 MINIMUM_DISK = 2 << 30  # bytes on the node's own disk: compiled kernels take some hundred MB, an environment some GB
+REPORT = "titan-disp-node-report: "  # begins the line that holds the report (slurm/supervise.py reads it)
+# nvidia-smi's fields that tell of a GPU that will fail, the value that a sound one has, and what is said of another.
+NVIDIA_HEALTH = {
+    "ecc.errors.uncorrected.volatile.total": ("0", "{} uncorrectable memory errors since the driver was loaded"),
+    "remapped_rows.failure": ("No", "memory that failed could not be remapped ({})"),
+    "remapped_rows.pending": ("No", "memory errors wait for a reset of the GPU ({})"),
+    "gpu_recovery_action": ("None", "the driver asks for a recovery action ({})"),
+}
 BUSY = 0.9  # a GPU with less of its memory free than this has another user, or a dead one's leftovers
 
 
@@ -63,6 +75,28 @@ def check_gpu(index: int) -> tuple[int, str | None]:
     except RuntimeError as error:
         return 0, f"GPU {index}: {str(error).splitlines()[0]}"
     return free, None
+
+
+def gpu_health() -> list[str]:
+    """What nvidia-smi says of GPUs that will fail, such as uncorrectable memory errors; nothing where there is no nvidia-smi.
+
+    Fields that a driver does not know are asked for one by one: nvidia-smi refuses a query with one unknown field whole.
+    """
+    problems = []
+    for field, (sound, text) in NVIDIA_HEALTH.items():
+        command = ["nvidia-smi", f"--query-gpu=index,{field}", "--format=csv,noheader"]
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+        except FileNotFoundError:
+            return []
+        except subprocess.TimeoutExpired:
+            return ["nvidia-smi does not answer within 60 s"]
+        if done.returncode != 0:
+            continue
+        for row in csv.reader(done.stdout.splitlines(), skipinitialspace=True):
+            if len(row) == 2 and row[1] not in (sound, "N/A", "[N/A]", "[Not Supported]"):
+                problems.append(f"GPU {row[0]}: {text.format(row[1])}")
+    return problems
 
 
 def input_problems(job_config: JobConfig) -> list[str]:
@@ -124,6 +158,7 @@ def check_node(
         problems.append(f"{count} GPUs are visible, expected {gpus}")
     checked = [check_gpu(i) for i in range(count)]
     problems += [problem for _, problem in checked if problem]
+    problems += gpu_health() if count else []
     if job_config is not None:
         problems += input_problems(job_config)
     return {
@@ -143,7 +178,7 @@ def _free_disk(folder: str) -> int:
 
 def main() -> None:
     parser = argparse.ArgumentParser(allow_abbrev=False)
-    parser.add_argument("--out", required=True, help="folder for the report, on a shared file system")
+    parser.add_argument("--out", help="folder for the report, on a shared file system")
     parser.add_argument("--local", required=True, help="folder on the node's own disk")
     parser.add_argument("--writable", action="append", default=[])
     parser.add_argument("--readable", action="append", default=[])
@@ -156,9 +191,11 @@ def main() -> None:
         unreadable = [str(error)]
     report = check_node(args.local, args.writable, args.readable, args.gpus, job_config)
     report["problems"] += unreadable
-    out = Path(args.out)
-    out.mkdir(parents=True, exist_ok=True)
-    write_json(out / f"{report['node']}.json", report)
+    if args.out:
+        out = Path(args.out)
+        out.mkdir(parents=True, exist_ok=True)
+        write_json(out / f"{report['node']}.json", report)
+    print(REPORT + json.dumps(report), flush=True)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,713 @@
+#!/usr/bin/env python3
+"""What a SLURM job of pretrain.sbatch does, from its first second to its last. Standard library only, Python >= 3.6.
+
+    supervise.py --signals FILE CONFIG [overrides]
+
+One start of the job passes through the states
+
+    unpack -> check nodes -> prepare -> train -> decide -> requeue | end | give up
+
+Each is a method of ``Supervisor`` that returns an ``Outcome``: the state that follows, and why. Every transition is a line of
+RUN/supervisor.jsonl (time, job, restart, state, reason) and of the job's log.
+
+What the run says in RUN/events.jsonl decides, not exit statuses, of which torchrun and srun each make their own. Everything
+that is neither an end nor a stop with a save counts as a failure in RUN/requeue.json; a new complete checkpoint sets the count
+back. The batch script writes the names of signals that it receives into the file SIGNALS.
+"""
+
+import argparse
+import contextlib
+import glob
+import json
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import threading
+import time
+from datetime import datetime, timezone
+
+UNPACK, CHECK, PREPARE, TRAIN, DECIDE = "unpack", "check nodes", "prepare", "train", "decide"
+REQUEUE, END, GIVE_UP = "requeue", "end", "give up"
+NODE_REPORT = "titan-disp-node-report: "  # begins the line of srun's output that holds a node's report as JSON
+IN_USE = 3  # exit status of titan_disp.cluster.job where another job uses the run folder
+DAY = 86400.0
+HERE = os.path.dirname(os.path.abspath(__file__))
+
+
+class Outcome:
+    """The state that follows, and why."""
+
+    def __init__(self, state, reason=""):
+        self.state, self.reason = state, reason
+
+    def __repr__(self):
+        return f"Outcome({self.state!r}, {self.reason!r})"
+
+    def __eq__(self, other):
+        return (self.state, self.reason) == (other.state, other.reason)
+
+
+def say(text):
+    now = datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
+    print(f"titan-disp: {now} {text}", flush=True)
+
+
+def read_json(path, default):
+    """The object in a file, or ``default`` where there is none that can be read or it is of another type."""
+    try:
+        with open(path) as file:
+            content = json.load(file)
+    except (OSError, ValueError):
+        return default
+    return content if isinstance(content, type(default)) else default
+
+
+def write_json(path, content):
+    with open(path + ".partial", "w") as file:
+        json.dump(content, file)
+    os.replace(path + ".partial", path)
+
+
+def seconds_of(limit):
+    """Seconds of SLURM's time limit, [DAYS-]HOURS:MINUTES:SECONDS; None where there is none (UNLIMITED)."""
+    found = re.match(r"^(?:(\d+)-)?(\d+):(\d+):(\d+)$", limit)
+    if not found:
+        return None
+    days, hours, minutes, seconds = (int(part or 0) for part in found.groups())
+    return ((days * 24 + hours) * 60 + minutes) * 60 + seconds
+
+
+def requested_option(argv, name):
+    """The value of ``--name value`` or ``--name=value`` among arguments, the last one; None without."""
+    value = None
+    for i, argument in enumerate(argv):
+        if argument == "--" + name and i + 1 < len(argv):
+            value = argv[i + 1]
+        elif argument.startswith("--" + name + "="):
+            value = argument.split("=", 1)[1]
+    return value
+
+
+def run_folder(config, overrides):
+    """The run folder, found without importing anything: job.dump_folder of the overrides or the TOML file.
+
+    ``prepare`` asks TorchTitan, and what it says counts; this is for what must be written down before.
+    """
+    folder = requested_option(overrides, "job.dump_folder") or requested_option(overrides, "job.dump-folder")
+    if folder is None:
+        section = ""
+        with contextlib.suppress(OSError), open(config) as file:
+            for line in file:
+                header = re.match(r"^\s*\[([^\]]*)\]", line)
+                section = header.group(1).strip() if header else section
+                found = re.match(r"""^\s*dump_folder\s*=\s*(["'])(.*?)\1""", line)
+                if found and section == "job":
+                    folder = found.group(2)
+    return os.path.abspath(folder or "./outputs")
+
+
+def events(run, start):
+    """What one start of the job has written into events.jsonl."""
+    found = []
+    with contextlib.suppress(OSError), open(os.path.join(run, "events.jsonl"), errors="replace") as file:
+        for line in file:
+            with contextlib.suppress(ValueError):  # a line that a killed process left unfinished
+                event = json.loads(line)
+                if isinstance(event, dict) and event.get("job") == start:
+                    found.append(event)
+    return found
+
+
+def newest_checkpoint(run):
+    """Step of the newest complete checkpoint, -1 without one."""
+    checkpoint = read_json(os.path.join(run, "config.json"), {}).get("checkpoint", {})
+    steps = [-1]
+    for path in glob.glob(
+        os.path.join(glob.escape(run), checkpoint.get("folder", "checkpoint"), "step-*", ".metadata")
+    ):
+        name = os.path.basename(os.path.dirname(path))[len("step-") :]
+        if name.isdigit():
+            steps.append(int(name))
+    return max(steps)
+
+
+def first_error(run, start):
+    """The message of the rank that failed first, from the files that torchrun's ranks leave; None without any."""
+    found = []
+    for path in glob.glob(os.path.join(glob.escape(run), "logs", start, "**", "error.json"), recursive=True):
+        message = read_json(path, {}).get("message", {})
+        if isinstance(message, dict):
+            lines = str(message.get("message", "")).strip().splitlines()
+            found.append((int(message.get("extraInfo", {}).get("timestamp", 0)), lines[0] if lines else "", path))
+    if not found:
+        return None
+    _, text, path = min(found)
+    return f"{text} ({path})"
+
+
+def stacks(run, start):
+    """Where each rank stood when it had been silent for too long: "node 0 rank 1: save in checkpoint.py:213; …", or ""."""
+    places = []
+    for path in sorted(
+        glob.glob(os.path.join(glob.escape(run), "logs", start, "node-*", "**", "stderr.log"), recursive=True)
+    ):
+        with contextlib.suppress(OSError), open(path, "rb") as file:
+            file.seek(max(0, os.path.getsize(path) - (1 << 16)))
+            _, mark, dump = file.read().decode(errors="replace").rpartition("Timeout (")  # Python's faulthandler
+            # Threads, the newest first; the main one is the last.
+            frame = re.search(r'File "([^"]*)", line (\d+) in (\S+)', dump.rpartition("(most recent call first):")[2])
+            if mark and frame:
+                parts = path.split(os.sep)
+                node = next(part for part in parts if part.startswith("node-"))[len("node-") :]
+                file_name, line, function = frame.groups()
+                places.append(f"node {node} rank {parts[-2]}: {function} in {os.path.basename(file_name)}:{line}")
+    return "; ".join(places)
+
+
+def gpus_asked(environment):
+    """GPUs per node that the job asked for, or that its ranks need; None where nothing says so."""
+    names = ["SLURM_GPUS_PER_NODE", "SLURM_GPUS_ON_NODE"]
+    if any(name in environment for name in names):  # else the ranks are for CPUs, or nothing is known
+        names.insert(0, "TITAN_DISP_NPROC")
+    for name in names:
+        found = re.match(r"^(?:[a-zA-Z][^:]*:)*(\d+)$", environment.get(name, ""))  # "8" or "h100:8"
+        if found:
+            return int(found.group(1))
+    return None
+
+
+def judge_nodes(expected, reports, asked):
+    """node -> problems, of the nodes that cannot train.
+
+    Args:
+        expected: names. reports: node -> its report. asked: GPUs per node, or None.
+    """
+    problems = {}
+    counts = sorted((len(report.get("gpus", [])) for report in reports.values()), reverse=True)
+    usual = max(counts, key=counts.count) if counts else 0
+    for node in expected:
+        report = reports.get(node)
+        if report is None:
+            problems[node] = ["it did not answer"]
+            continue
+        found = list(report.get("problems", []))
+        count = len(report.get("gpus", []))
+        if asked is not None and count < asked:
+            found.append(f"{count} of {asked} GPUs are visible")
+        elif count != usual:
+            found.append(f"{count} GPUs are visible, most nodes have {usual}")
+        if found:
+            problems[node] = found
+    return problems
+
+
+def kill_group(process):
+    with contextlib.suppress(OSError):
+        os.killpg(process.pid, signal.SIGKILL)
+
+
+class Supervisor:
+    """One start of a job.
+
+    Attributes:
+        argv: CONFIG and overrides. signals: the file that the batch script writes. environment: as SLURM and the site set it.
+        run: the run folder, from the config's text until ``prepare`` has asked TorchTitan.
+    """
+
+    def __init__(self, argv, signals, environment=None):
+        self.argv, self.signals = list(argv), signals
+        self.environment = dict(os.environ if environment is None else environment)
+        self.job = self.environment["SLURM_JOB_ID"]
+        self.restart = int(self.environment.get("SLURM_RESTART_COUNT") or 0)
+        self.start = f"{self.job}.{self.restart}"
+        self.max_retries = int(self._setting("MAX_RETRIES", 3))
+        self.lead = int(self._setting("SIGNAL_SECONDS", 300))
+        self.check_seconds = float(self._setting("CHECK_SECONDS", 600))
+        self.run = run_folder(argv[0], argv[1:])
+        self.heard = None  # a signal that this process received itself
+        self.fields = {}
+        self.status = None  # srun's, once training has ended
+        self.stalled = ""  # why training was ended here
+        self.beat = ({}, time.monotonic())  # the newest heartbeat, and since when it has been known
+        self.grace = 5.0  # seconds in which the ranks write where they stand
+        # Seconds: between looks at signals, heartbeat and step; between tries to requeue, as slurmctld may be busy or failing
+        # over; that a step gets to end; and that SLURM gets to end this script after it has requeued the job.
+        self.pause, self.requeue_pauses, self.kill_wait, self.last_wait = 0.5, (1, 2, 4, 8, 16), 60.0, 60.0
+
+    def _setting(self, name, default):
+        return self.environment.get("TITAN_DISP_" + name) or default
+
+    # ---- what the cluster says and does
+
+    def call(self, *command, **options):
+        """(status, stdout) of a command that is expected to be quick; status 124 after a minute, 127 where it is missing."""
+        try:
+            done = subprocess.run(
+                command,
+                stdout=subprocess.PIPE,
+                stderr=None if options.get("loud") else subprocess.DEVNULL,
+                universal_newlines=True,
+                env=self.environment,
+                timeout=60,
+            )
+        except subprocess.TimeoutExpired:
+            return 124, ""
+        except OSError as error:
+            say(f"{command[0]}: {error}")
+            return 127, ""
+        return done.returncode, done.stdout
+
+    def show_job(self):
+        """The fields of ``scontrol show job``; the last ones known where slurmctld does not answer."""
+        status, text = self.call("scontrol", "show", "job", self.job)
+        found = dict(re.findall(r"(?:^|(?<=\s))([A-Za-z][\w:/]*)=(\S*)", text)) if status == 0 else {}
+        # These end their lines, and may have spaces.
+        found.update(re.findall(r"(?m)^.*?\b(JobName|StdOut)=(.*?)\s*$", text if found else ""))
+        self.fields = found or self.fields
+        return self.fields
+
+    def cancelled(self):
+        return self.show_job().get("JobState") in ("CANCELLED", "COMPLETING")
+
+    def signalled(self):
+        """The first signal that the batch script or this process received; None without."""
+        with contextlib.suppress(OSError), open(self.signals) as file:
+            names = file.read().split()
+            if names:
+                return names[0]
+        return self.heard
+
+    def nodes(self):
+        names = self.environment["SLURM_JOB_NODELIST"]
+        status, text = self.call("scontrol", "show", "hostnames", names)
+        return text.split() if status == 0 else [names]
+
+    def python(self):
+        """The interpreter with titan_disp, with its prefix."""
+        return shlex.split(self._setting("PREFIX", "")) + [self._setting("PYTHON", "python")]
+
+    def step(self, *command, **options):
+        """Start a command on every node by srun.
+
+        A task per node, with all of its cores and memory: since SLURM 22.05 a step gets one core unless told otherwise.
+        """
+        kill = options.pop("kill_on_bad_exit", True)
+        command = self.srun("--ntasks-per-node=1", f"--kill-on-bad-exit={kill:d}") + list(command)
+        return subprocess.Popen(command, env=self.environment, start_new_session=True, **options)
+
+    def srun(self, *arguments):
+        cores = "--cpus-per-task=" + self.environment.get("SLURM_CPUS_ON_NODE", "1")
+        return ["srun", *arguments, cores, "--mem=0", "--cpu-bind=none"] + shlex.split(self._setting("SRUN_ARGS", ""))
+
+    def node(self, what, *arguments, **options):
+        return self.step("bash", os.path.join(HERE, "node.sh"), what, *arguments, **options)
+
+    def end_step(self, process):
+        """End a step whose processes may not answer: they are killed, and srun too if it has not ended then."""
+        status, text = self.call("squeue", "--noheader", "--steps", "--job=" + self.job, "--format=%i")
+        own = [line.strip() for line in text.split()] if status == 0 else []
+        for name in own:
+            if re.match(r"^\d+\.\d+$", name):  # not .batch, which is this process
+                self.call("scancel", "--signal=KILL", name)
+        if not own:
+            process.terminate()  # srun tells the tasks
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(self.kill_wait)
+            return
+        process.kill()
+        process.wait()
+
+    # ---- states
+
+    def check_time_limit(self):
+        """A limit within the signal's lead would end every start before it has trained. None where it is long enough."""
+        limit = seconds_of(self.show_job().get("TimeLimit", ""))
+        if limit is not None and limit <= self.lead:
+            return Outcome(
+                END,
+                f"the time limit is {limit} s, and SLURM signals the job {self.lead} s before it, so that every start would "
+                "end before it has trained. Ask for a longer --time, or for a later signal with sbatch "
+                "--signal=B:USR1@SECONDS and TITAN_DISP_SIGNAL_SECONDS=SECONDS",
+            )
+        return None
+
+    def unpack(self):
+        """The environment's archive on every node's own disk, where there is one."""
+        archive = self.environment.get("TITAN_DISP_ENV_ARCHIVE")
+        if not archive:
+            return Outcome(CHECK, "the environment is used where it is")
+        local = os.path.join(self._setting("LOCAL", "/tmp"), "titan-disp-" + self.job)
+        say(f"environment: {archive} to {local} on every node")
+        for command in (
+            lambda: subprocess.Popen(["sbcast", "--force", archive, local + ".tar"], env=self.environment),
+            lambda: self.step("bash", os.path.join(HERE, "unpack.sh"), local + ".tar"),
+        ):
+            process = command()
+            _, finished = self._await(process, self.check_seconds, self.end_step)
+            if self.signalled():
+                return Outcome(DECIDE, "signalled while the environment was unpacked")
+            if process.returncode != 0 or not finished:
+                return self.count_failure(f"the environment {archive} could not be unpacked on every node")
+        self.environment["TITAN_DISP_PYTHON"] = local + "/bin/python"
+        return Outcome(CHECK, "the environment is on every node")
+
+    def check_nodes(self):
+        """Every node says within ``check_seconds`` what is wrong with it."""
+        if self._setting("CHECK_NODES", "1") == "0":
+            return Outcome(PREPARE, "the check of the nodes is switched off")
+        expected = self.nodes()
+        reports, status = self._node_reports()
+        if self.signalled():
+            return Outcome(DECIDE, "signalled during the check of the nodes")
+        problems = judge_nodes(expected, reports, gpus_asked(self.environment))
+        if not problems:
+            return Outcome(PREPARE, f"{len(expected)} nodes can train")
+        reason = "; ".join("node {}: {}".format(node, ", ".join(found)) for node, found in sorted(problems.items()))
+        if not reports:
+            reason = f"the check of the nodes failed as a whole (srun's status {status}): no node answered"
+        elif len(problems) > max(1, len(expected) // 4):
+            reason = (
+                f"{len(problems)} of {len(expected)} nodes fail their check, which is taken for the job's failure rather than "
+                f"theirs: {reason}"
+            )
+        else:
+            self._remember(problems)
+            reason = "nodes that cannot train: " + reason
+        return self.count_failure(reason)
+
+    def _node_reports(self):
+        """(node -> report, srun's status). A node that hangs is left out, and the step is ended."""
+        process = self.node("check", kill_on_bad_exit=False, stdout=subprocess.PIPE, universal_newlines=True)
+        lines, finished = self._await(process, self.check_seconds, self.end_step)
+        if not finished and not self.signalled():
+            say(f"the check of the nodes has taken {self.check_seconds:.0f} s and is ended")
+        reports = {}
+        for line in lines:
+            other, mark, text = line.partition(NODE_REPORT)
+            if not mark:
+                print(other, end="", flush=True)
+                continue
+            with contextlib.suppress(ValueError, KeyError):
+                report = json.loads(text)
+                reports[report["node"]] = report
+        with contextlib.suppress(OSError):  # for whoever looks later
+            folder = os.path.join(self.run, "nodes", self.start)
+            os.makedirs(folder, exist_ok=True)
+            for node, report in reports.items():
+                write_json(os.path.join(folder, node + ".json"), report)
+        return reports, process.returncode
+
+    def _await(self, process, seconds, end):
+        """Read a process's output until it ends, a signal comes or its time is over, when ``end`` ends it.
+
+        Returns:
+            Its lines, and whether it ended by itself.
+        """
+        lines = []
+        reader = threading.Thread(target=lambda: lines.extend(process.stdout or ()), daemon=True)
+        reader.start()
+        deadline = time.monotonic() + seconds
+        while process.poll() is None and time.monotonic() < deadline and not self.signalled():
+            time.sleep(min(self.pause, 0.2))
+        finished = process.poll() is not None
+        if not finished:
+            end(process)
+        process.wait()
+        reader.join(5)
+        return lines, finished
+
+    def _remember(self, problems):
+        """Write down which nodes failed. One that has failed twice within a day is excluded from the next start."""
+        path = os.path.join(self.run, "bad_nodes.json")
+        now = time.time()
+        times = {}
+        for node, failures in read_json(path, {}).items():
+            recent = [t for t in failures if now - t < DAY] if isinstance(failures, list) else []
+            if recent:
+                times[node] = recent
+        for node in problems:
+            times[node] = times.get(node, []) + [now]
+        write_json(path, times)
+        with open(os.path.join(self.run, "exclude"), "w") as file:
+            file.write(",".join(sorted(node for node, failures in times.items() if len(failures) >= 2)))
+
+    def prepare(self):
+        """The config is checked once, rather than on every rank; TorchTitan says which folder the run has.
+
+        Before the first training of a run the config or the environment is wrong when this fails, and the job ends. Later they
+        have been right before, and it is a failure like any other.
+        """
+        first = self.restart == 0 and newest_checkpoint(self.run) < 0
+        command = self.python() + ["-m", "titan_disp.cluster.job", "--nodes", self.environment.get("SLURM_NNODES", "1")]
+        if self._setting("SRUN_ARGS", ""):  # a container that srun starts holds the interpreter
+            command = self.srun("--nodes=1", "--ntasks=1", "--nodelist=" + self.nodes()[0]) + command
+        command += ["--nproc", self._setting("NPROC", "gpu"), "--job.config_file"] + self.argv
+        try:
+            process = subprocess.Popen(
+                command, env=self.environment, stdout=subprocess.PIPE, universal_newlines=True, start_new_session=True
+            )
+            lines, finished = self._await(process, self.check_seconds, kill_group)
+            status = process.returncode
+        except OSError as error:  # no such interpreter
+            lines, finished, status = [], True, error
+        if self.signalled():
+            return Outcome(DECIDE, "signalled while the config was checked")
+        if status == 0 and lines:
+            self.run = lines[-1].strip()
+            if self.held():
+                return Outcome(END, f"{self.stop_file()} is there: nothing was trained. Remove it to go on")
+            return Outcome(TRAIN, "the config can start on these nodes")
+        if status == IN_USE and self.restart == 0:  # not a failure of that job, whose counters are in the run folder
+            return Outcome(END, "another job uses the run folder. Not requeued")
+        reason = f"the config could not be checked (status {status}); the lines above say why"
+        if not finished:
+            reason = f"the check of the config took more than {self.check_seconds:.0f} s"
+        if first:
+            return Outcome(END, reason + ". Not requeued: mend the config or the environment")
+        return self.count_failure(reason)
+
+    def stop_file(self):
+        return os.path.join(self.run, "stop")
+
+    def held(self):
+        """Whether a user has asked the run to stop: a file that a start of a job wrote holds its number."""
+        with contextlib.suppress(OSError), open(self.stop_file(), errors="replace") as file:
+            return not re.match(r"^\d+\.\d+$", file.read().strip())
+        return False
+
+    def train(self):
+        """torchrun on every node, until it ends or has been silent for longer than the run itself allows."""
+        head = self._setting("HEAD", self.nodes()[0])
+        # Two jobs of one user on one node must not meet: the port follows from the job. Below Linux' ephemeral ports (32768).
+        self.environment["TITAN_DISP_ENDPOINT"] = f"{head}:{20000 + int(self.job) % 10000}"
+        self.environment["TITAN_DISP_RUN"] = self.run
+        # torchrun gives ranks 30 s after a SIGTERM unless it is told otherwise: as long as SLURM's notice.
+        self.environment.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(self.lead))
+        with contextlib.suppress(OSError):  # of an earlier start
+            os.remove(os.path.join(self.run, "heartbeat.json"))
+        process = self.node("train", "--job.config_file", *self.argv)
+        asked = False
+        while process.poll() is None:
+            if self.signalled() and not asked:
+                asked = True
+                say(f"{self.signalled()} received: asking all ranks to save and stop")
+                if not self.held():  # a user's file says the same
+                    with open(self.stop_file(), "w") as file:
+                        file.write(self.start + "\n")
+            self.stalled = self.silence()
+            if self.stalled:
+                say(f"{self.stalled}; the step is ended")
+                self.end_step(process)
+            time.sleep(self.pause)
+        self.status = process.returncode
+        return Outcome(DECIDE, f"training ended with status {self.status}")
+
+    def silence(self):
+        """Why the run is taken for stuck, or "". Rank 0 writes what it does and how long that may take (run/heartbeat.py).
+
+        Only collective operations have time-outs of their own; a file system that hangs is seen here alone. By this node's
+        clock, since the content changed: the file's time is that of a file server.
+        """
+        beat = read_json(os.path.join(self.run, "heartbeat.json"), {})
+        if beat != self.beat[0]:
+            self.beat = (beat, time.monotonic())
+        silent = time.monotonic() - self.beat[1]
+        allowed = beat.get("allowed_seconds")
+        if beat.get("start") == self.start and allowed is not None and silent > allowed + self.grace:
+            return (
+                f"rank 0 has been silent for {silent:.0f} s at step {beat.get('step')} ({beat.get('doing')}), and "
+                f"{allowed:.0f} s are allowed"
+            )
+        return ""
+
+    def decide(self):
+        """From what this start has left behind."""
+        mine = events(self.run, self.start)
+        last = next((e for e in reversed(mine) if e.get("event") in ("complete", "stop")), None)
+        signalled = self.signalled()
+        if last is not None and last["event"] == "complete":
+            self.forget()
+            return Outcome(END, "the run is complete: step {}".format(last["step"]))
+        if signalled == "TERM" and self.cancelled():
+            return Outcome(END, "the job was cancelled")
+        if last is not None:
+            self.forget()
+            reason = last.get("reason", "")
+            if signalled or reason.startswith("SIG"):
+                return Outcome(REQUEUE, "saved at step {} and stopped: {}".format(last["step"], reason))
+            return Outcome(END, "stopped at step {}: {}".format(last["step"], reason))
+        if self.status is None:
+            return self.count_failure(f"asked to stop ({signalled}) before training began")
+        reason = first_error(self.run, self.start)
+        if self.stalled:
+            where = stacks(self.run, self.start)
+            reason = self.stalled + (f" ({where})" if where else "")
+        elif reason is None:
+            reason = (
+                f"a rank or a node died without a word (srun's status {self.status}); see {self.run}/logs/{self.start}"
+            )
+        if signalled:
+            reason = f"asked to stop ({signalled}) but not saved in time; {reason}"
+        return self.count_failure(reason)
+
+    def count_failure(self, reason):
+        """Requeue, or give up after ``max_retries`` failures in a row without a new checkpoint."""
+        path = os.path.join(self.run, "requeue.json")
+        before = read_json(path, {})
+        step = newest_checkpoint(self.run)
+        failures = 1 if step > before.get("step", -1) else before.get("failures", 0) + 1
+        try:
+            write_json(path, {"failures": failures, "step": step, "reason": reason})
+        except OSError as error:  # SLURM counts too, if less well: every restart is one
+            failures = max(failures, self.restart + 1)
+            reason += f" ({path} cannot be written: {error.strerror})"
+        where = f"newest checkpoint: step {step}" if step >= 0 else "no checkpoint yet"
+        if failures > self.max_retries:
+            return Outcome(
+                GIVE_UP,
+                f"GIVEN UP after {failures} failures in a row without a new checkpoint ({where}). The last one: {reason}",
+            )
+        return Outcome(
+            REQUEUE,
+            f"failure {failures} of at most {self.max_retries} retries without a new checkpoint ({where}): {reason}",
+        )
+
+    def forget(self):
+        with contextlib.suppress(OSError):
+            os.remove(os.path.join(self.run, "requeue.json"))
+
+    # ---- ends
+
+    def requeue(self):
+        """Exit status: 0 where another job was submitted, 1 else (SLURM ends a requeued job while this waits)."""
+        own = self.show_job().get("ExcNodeList", "")  # what the user or an earlier start excluded
+        for i, pause in enumerate(self.requeue_pauses):
+            status, _ = self.call("scontrol", "requeue", self.job, loud=True)
+            if status == 0:
+                say("requeued")
+                self._exclude(own)
+                time.sleep(self.last_wait)
+                return 1
+            say(f"scontrol requeue failed (status {status}), try {i + 1} of {len(self.requeue_pauses)}")
+            time.sleep(pause)
+        command = self.resubmission()
+        line = " ".join(shlex.quote(word) for word in command)
+        if self._setting("RESUBMIT", "0") == "1":
+            status, text = self.call(*command, loud=True)
+            if status == 0:
+                say(f"this site does not permit requeueing: submitted again as {text.strip()}")
+                return 0
+        self.on_top(f"NOT REQUEUED: SLURM refused it. Submit the job again: {line}")
+        return 1
+
+    def excluded(self, own):
+        """(the user's own list and the nodes that failed twice, whether there are any of the latter)."""
+        bad = []
+        with contextlib.suppress(OSError), open(os.path.join(self.run, "exclude")) as file:
+            bad = [node for node in file.read().strip().split(",") if node]
+        own = [] if own in ("", "(null)", "None") else own.split(",")
+        return ",".join(own + [node for node in bad if node not in own]), bool(bad)
+
+    def _exclude(self, own):
+        names, bad = self.excluded(own)
+        if not bad:
+            return
+        # Only a pending job's list can be changed, which this one is from now on.
+        for _ in range(8):
+            status, _ = self.call("scontrol", "update", "JobId=" + self.job, "ExcNodeList=" + names)
+            if status == 0:
+                return
+            time.sleep(self.pause)
+        say(f"this SLURM does not let a job exclude nodes: submit it again with --exclude={names}")
+
+    def resubmission(self):
+        """The sbatch command of a job like this one."""
+        fields = self.fields
+        options = [
+            ("--job-name", fields.get("JobName")),
+            ("--account", fields.get("Account")),
+            ("--partition", fields.get("Partition")),
+            ("--qos", fields.get("QOS")),
+            ("--nodes", self.environment.get("SLURM_NNODES")),
+            ("--time", fields.get("TimeLimit")),
+            ("--gpus-per-node", self.environment.get("SLURM_GPUS_PER_NODE")),
+            ("--constraint", fields.get("Features")),
+            ("--reservation", fields.get("Reservation")),
+            ("--exclude", self.excluded(fields.get("ExcNodeList", ""))[0]),
+        ]
+        given = [f"{name}={value}" for name, value in options if value and value not in ("(null)", "N/A")]
+        return ["sbatch"] + given + ["--export=ALL", os.path.join(HERE, "pretrain.sbatch")] + self.argv
+
+    def on_top(self, text):
+        """Put the reason before everything else in the job's log. SLURM appends to it, so that it is changed in place."""
+        say(text)
+        path = self.fields.get("StdOut") or self.show_job().get("StdOut", "")
+        with contextlib.suppress(OSError), open(path, "r+", errors="surrogateescape") as file:
+            content = file.read()
+            file.seek(0)
+            file.write("titan-disp: " + text + "\n\n" + content)
+
+    # ---- the machine
+
+    def note(self, outcome):
+        """A transition: a line of the job's log and of RUN/supervisor.jsonl."""
+        say(f"{outcome.state}: {outcome.reason}")
+        record = {"time": datetime.now(timezone.utc).isoformat(), "job": self.job, "restart": self.restart}
+        record.update(state=outcome.state, reason=outcome.reason)
+        try:
+            os.makedirs(self.run, exist_ok=True)
+            with open(os.path.join(self.run, "supervisor.jsonl"), "a") as file:
+                file.write(json.dumps(record) + "\n")
+        except OSError as error:
+            say(f"{self.run} cannot be written: {error}")
+
+    def supervise(self):
+        """Run the states; returns the job's exit status."""
+        states = {
+            UNPACK: self.unpack,
+            CHECK: self.check_nodes,
+            PREPARE: self.prepare,
+            TRAIN: self.train,
+            DECIDE: self.decide,
+        }
+        where = "start {} on {}".format(self.start, self.environment.get("SLURM_JOB_NODELIST"))
+        outcome = self.check_time_limit() or Outcome(UNPACK, where)
+        self.note(outcome)
+        decided = False
+        while outcome.state in states:
+            decided = outcome.state == DECIDE
+            try:
+                outcome = states[outcome.state]()
+            except (
+                Exception
+            ) as error:  # such as a file system that went away: an error here must not end the run for good
+                outcome = self.count_failure(f"{outcome.state}: {type(error).__name__}: {error}")
+            self.note(outcome)
+        if outcome.state == REQUEUE:
+            return self.requeue()
+        if outcome.state == GIVE_UP:
+            self.on_top(outcome.reason)
+            return 1
+        return 0 if decided or self.held() else 2
+
+
+def main():
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    parser.add_argument("--signals", required=True, help="the file into which the batch script writes signals' names")
+    parser.add_argument("config")
+    args, overrides = parser.parse_known_args()
+    supervisor = Supervisor([args.config] + overrides, args.signals)
+
+    def hear(number, frame):
+        supervisor.heard = signal.Signals(number).name[len("SIG") :]
+
+    for number in (signal.SIGUSR1, signal.SIGTERM):
+        signal.signal(number, hear)
+    sys.exit(supervisor.supervise())
+
+
+if __name__ == "__main__":
+    main()

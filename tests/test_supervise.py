@@ -1,0 +1,688 @@
+"""The SLURM job's states, with commands of SLURM that say what a test wants. (The whole of it runs in tests/slurm.)"""
+
+import importlib.util
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+from tests.cluster_of_one import ROOT
+
+spec = importlib.util.spec_from_file_location("slurm.supervise", ROOT / "slurm" / "supervise.py")
+supervise = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(supervise)
+Outcome = supervise.Outcome
+
+# Job state codes of squeue(1), SLURM 22.05 to 25.05.
+JOB_STATES = (
+    *("BOOT_FAIL", "CANCELLED", "COMPLETED", "CONFIGURING", "COMPLETING", "DEADLINE", "FAILED", "NODE_FAIL"),
+    *("OUT_OF_MEMORY", "PENDING", "PREEMPTED", "RUNNING", "RESV_DEL_HOLD", "REQUEUE_FED", "REQUEUE_HOLD", "REQUEUED"),
+    *("RESIZING", "REVOKED", "SIGNALING", "SPECIAL_EXIT", "STAGE_OUT", "STOPPED", "SUSPENDED", "TIMEOUT"),
+)
+
+
+class Cluster:
+    """A folder of stand-ins for SLURM's commands. Each notes how it was called; a script of the command's name decides."""
+
+    def __init__(self, folder):
+        self.folder, self.commands, self.run = folder, folder / "bin", folder / "run"
+        self.commands.mkdir()
+        self.signals = folder / "signals"
+        self.signals.touch()
+        self.job = {
+            "JobState": "RUNNING",
+            "TimeLimit": "1-00:00:00",
+            "StdOut": str(folder / "job.out"),
+            "Partition": "gpu",
+        }
+        self.write("scontrol", 'case "$2" in hostnames) echo n1 n2 n3 n4;; job) cat "$0.job";; *) exit 1;; esac')
+        self.write("srun", "exit 0")
+        self.write("squeue", "echo 7.0; echo 7.batch")
+        self.write("scancel", "exit 0")
+        self.write("sbatch", "exit 1")
+        # The interpreter of the check of the config.
+        self.write("python", f'echo "[titan] a line of a library"; echo {self.run}')
+        (self.folder / "job.out").write_text("the job's\nown lines\n")
+
+    def write(self, name, script):
+        file = self.commands / name
+        file.write_text(f'#!/bin/bash\necho "$*" >> "$0.calls"\n{script}\n')
+        file.chmod(0o755)
+
+    def calls(self, name):
+        file = self.commands / f"{name}.calls"
+        return file.read_text().splitlines() if file.exists() else []
+
+    def supervisor(self, *overrides, restart=0, **environment):
+        (self.commands / "scontrol.job").write_text("   ".join(f"{k}={v}\n" for k, v in self.job.items()))
+        environment = {
+            "PATH": f"{self.commands}:{os.environ['PATH']}",
+            "SLURM_JOB_ID": "7",
+            "SLURM_RESTART_COUNT": str(restart),
+            "SLURM_JOB_NODELIST": "n[1-4]",
+            "SLURM_NNODES": "4",
+            "TITAN_DISP_NPROC": "1",
+            **environment,
+        }
+        argv = ["config.toml", "--job.dump_folder", str(self.run), *overrides]
+        supervisor = supervise.Supervisor(argv, str(self.signals), environment)
+        supervisor.pause, supervisor.requeue_pauses = 0.02, (0, 0, 0)
+        supervisor.kill_wait = supervisor.last_wait = 0.5
+        supervisor.grace = 0.0
+        return supervisor
+
+    def reports(self, **problems):
+        """What srun of the check prints: a report for each node of the names given, between other lines."""
+        lines = ["a line of a library"]
+        for node, (gpus, found) in problems.items():
+            report = {"node": node, "gpus": ["H100"] * gpus, "problems": found}
+            lines.append(f"{supervise.NODE_REPORT}{json.dumps(report)}")
+        (self.commands / "reports").write_text("\n".join(lines) + "\n")
+        self.write("srun", f'cat "{self.commands}/reports"')
+
+    def checkpoint(self, *steps, folder="checkpoint"):
+        for step in steps:
+            path = self.run / folder / f"step-{step}"
+            path.mkdir(parents=True)
+            (path / ".metadata").touch()
+
+    def event(self, name, step, reason="", job="7.0"):
+        self.run.mkdir(exist_ok=True)
+        with open(self.run / "events.jsonl", "a") as file:
+            file.write(json.dumps({"event": name, "step": step, "job": job, "reason": reason}) + "\n")
+
+    def error(self, message, time, start="7.0"):
+        """What torchrun keeps of a rank's exception."""
+        folder = self.run / "logs" / start / f"node-{time}" / "x" / "attempt_0" / "0"
+        folder.mkdir(parents=True)
+        content = {"message": {"message": message, "extraInfo": {"timestamp": str(time)}}}
+        (folder / "error.json").write_text(json.dumps(content))
+
+    def transitions(self):
+        return [json.loads(line) for line in (self.run / "supervisor.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture
+def cluster(tmp_path):
+    (tmp_path / "run").mkdir()
+    return Cluster(tmp_path)
+
+
+def decided(cluster, status=1, **options):
+    supervisor = cluster.supervisor(**options)
+    supervisor.status = status
+    return supervisor.decide()
+
+
+FOUR = {"n1": (8, []), "n2": (8, []), "n3": (8, []), "n4": (8, [])}
+
+
+class TestDecide:
+    def test_complete(self, cluster):
+        """Whatever else: a run that is complete is not started again."""
+        cluster.event("resume", 4)
+        cluster.event("complete", 9)
+        cluster.signals.write_text("USR1\n")
+        assert decided(cluster) == Outcome("end", "the run is complete: step 9")
+
+    @pytest.mark.parametrize(
+        ("signalled", "reason", "state"),
+        [
+            ("USR1", "the file RUN/stop", "requeue"),  # SLURM asked, through the stop file
+            ("TERM", "the file RUN/stop", "requeue"),
+            ("", "SIGTERM", "requeue"),  # SLURM asked the ranks themselves
+            ("", "the file RUN/stop", "end"),  # the user did
+            ("", "budget.stop_at_tokens", "end"),
+        ],
+    )
+    def test_stopped(self, cluster, signalled, reason, state):
+        cluster.event("start", 0)
+        cluster.event("stop", 5, reason)
+        cluster.signals.write_text(signalled)
+        outcome = decided(cluster)
+        assert outcome.state == state
+        assert outcome.reason.endswith(f"step 5: {reason}" if state == "end" else f"step 5 and stopped: {reason}")
+
+    @pytest.mark.parametrize("state", JOB_STATES)
+    def test_terminated_in_any_state(self, cluster, state):
+        """scancel sets CANCELLED, then COMPLETING, and sends TERM; in any other state TERM is a preemption."""
+        cluster.job["JobState"] = state
+        cluster.event("stop", 5, "SIGTERM")
+        cluster.signals.write_text("TERM\n")
+        outcome = decided(cluster)
+        if state in ("CANCELLED", "COMPLETING"):
+            assert outcome == Outcome("end", "the job was cancelled")
+        else:
+            assert outcome == Outcome("requeue", "saved at step 5 and stopped: SIGTERM")
+
+    def test_cancelled_needs_a_signal(self, cluster):
+        """A job whose nodes went away is COMPLETING too."""
+        cluster.job["JobState"] = "COMPLETING"
+        assert decided(cluster).state == "requeue"
+
+    def test_events_of_another_start_do_not_count(self, cluster):
+        cluster.event("complete", 9, job="7.1")
+        cluster.event("complete", 9, job="6.0")
+        assert decided(cluster).state == "requeue"
+
+    def test_unreadable_lines_of_events(self, cluster):
+        (cluster.run / "events.jsonl").write_bytes(b'\xff\xfe\nnull\n7\n{"event": "comp')
+        cluster.event("complete", 9)
+        assert decided(cluster).state == "requeue"  # its line was joined to the unfinished one
+        cluster.event("complete", 9)
+        assert decided(cluster).state == "end"
+
+    def test_failures_are_counted_until_there_is_progress(self, cluster):
+        """Two retries without a new checkpoint, and two more after one; the first error of all ranks is the reason."""
+        options = {"TITAN_DISP_MAX_RETRIES": "2"}
+        assert [decided(cluster, **options).state for _ in range(2)] == ["requeue", "requeue"]
+        cluster.checkpoint(4)
+        (cluster.run / "checkpoint" / "step-8").mkdir()  # unfinished: no progress
+        (cluster.run / "checkpoint" / "step-x").mkdir()
+        (cluster.run / "checkpoint" / "step-x" / ".metadata").touch()
+        assert decided(cluster, **options).reason.startswith(
+            "failure 1 of at most 2 retries without a new checkpoint (newest checkpoint: step 4): a rank or a node died "
+            "without a word (srun's status 1)"
+        )
+        assert decided(cluster, **options).state == "requeue"
+        cluster.error("RuntimeError: connection closed by peer\nmore", time=20)
+        cluster.error("ValueError: the cause", time=9)
+        outcome = decided(cluster, **options)
+        assert outcome.state == "give up"
+        assert outcome.reason.startswith(
+            "GIVEN UP after 3 failures in a row without a new checkpoint (newest checkpoint: step 4). The last one: "
+            "ValueError: the cause ("
+        )
+
+    def test_progress_in_another_checkpoint_folder(self, cluster):
+        (cluster.run / "config.json").write_text('{"checkpoint": {"folder": "weights"}}')
+        options = {"TITAN_DISP_MAX_RETRIES": "1"}
+        for step in (4, 8, 12, 16):
+            cluster.checkpoint(step, folder="weights")
+            assert decided(cluster, **options).state == "requeue"
+        assert decided(cluster, **options).state == "give up"
+
+    @pytest.mark.parametrize("content", ["", "[]", '{"failures": ', '{"other": 1}', "null"])
+    def test_damaged_counters_count_from_one(self, cluster, content):
+        (cluster.run / "requeue.json").write_text(content)
+        assert decided(cluster).reason.startswith("failure 1 of at most 3")
+
+    def test_a_good_end_forgets_failures(self, cluster):
+        decided(cluster)
+        assert json.loads((cluster.run / "requeue.json").read_text())["failures"] == 1
+        cluster.event("stop", 5, "SIGUSR1")
+        assert decided(cluster).state == "requeue"
+        assert not (cluster.run / "requeue.json").exists()
+
+    def test_a_signal_before_training_counts(self, cluster):
+        """A time limit that leaves no time to train would loop for ever."""
+        cluster.signals.write_text("USR1\n")
+        reasons = [decided(cluster, status=None, restart=i).state for i in range(4)]
+        assert reasons == ["requeue", "requeue", "requeue", "give up"]
+
+    def test_a_run_folder_that_cannot_be_written(self, cluster):
+        """Then SLURM's own count of restarts bounds the retries."""
+        cluster.run.rmdir()
+        cluster.run.write_text("no folder")
+        states = [decided(cluster, restart=restart).state for restart in range(4)]
+        assert states == ["requeue", "requeue", "requeue", "give up"]
+
+
+class TestNodes:
+    def test_all_can_train(self, cluster):
+        cluster.reports(**FOUR)
+        supervisor = cluster.supervisor(SLURM_GPUS_PER_NODE="h100:8", TITAN_DISP_NPROC="gpu")
+        assert supervisor.check_nodes() == Outcome("prepare", "4 nodes can train")
+        (call,) = cluster.calls("srun")
+        assert call == (
+            "--ntasks-per-node=1 --kill-on-bad-exit=0 --cpus-per-task=1 --mem=0 --cpu-bind=none bash "
+            f"{ROOT}/slurm/node.sh check"
+        )
+        assert sorted(p.name for p in (cluster.run / "nodes" / "7.0").iterdir()) == [
+            "n1.json",
+            "n2.json",
+            "n3.json",
+            "n4.json",
+        ]
+
+    def test_switched_off(self, cluster):
+        assert cluster.supervisor(TITAN_DISP_CHECK_NODES="0").check_nodes().state == "prepare"
+        assert not cluster.calls("srun")
+
+    @pytest.mark.parametrize(
+        ("environment", "asked"),
+        [
+            ({"TITAN_DISP_NPROC": "gpu", "SLURM_GPUS_PER_NODE": "8"}, 8),
+            ({"TITAN_DISP_NPROC": "gpu", "SLURM_GPUS_PER_NODE": "a100:4"}, 4),
+            ({"TITAN_DISP_NPROC": "gpu", "SLURM_GPUS_ON_NODE": "2"}, 2),
+            ({"TITAN_DISP_NPROC": "3", "SLURM_GPUS_ON_NODE": "4"}, 3),
+            ({"TITAN_DISP_NPROC": "2"}, None),  # ranks on CPUs
+            ({"TITAN_DISP_NPROC": "gpu"}, None),
+            ({"SLURM_GPUS_PER_NODE": "a100:2,v100:2"}, None),
+        ],
+    )
+    def test_gpus_asked_for(self, environment, asked):
+        assert supervise.gpus_asked(environment) == asked
+
+    @pytest.mark.parametrize(
+        ("found", "asked", "problem"),
+        [
+            ((8, []), None, None),
+            ((0, []), None, "0 GPUs are visible, most nodes have 8"),  # nobody said how many: the majority does
+            ((9, []), None, "9 GPUs are visible, most nodes have 8"),
+            ((7, []), 8, "7 of 8 GPUs are visible"),
+            ((8, ["GPU 3 multiplies wrongly", "/tmp is full"]), 8, "GPU 3 multiplies wrongly, /tmp is full"),
+        ],
+    )
+    def test_a_bad_node(self, cluster, found, asked, problem):
+        reports = {
+            node: {"gpus": ["H100"] * gpus, "problems": told} for node, (gpus, told) in {**FOUR, "n2": found}.items()
+        }
+        problems = supervise.judge_nodes(list(FOUR), reports, asked)
+        assert {node: ", ".join(told) for node, told in problems.items()} == ({"n2": problem} if problem else {})
+
+    def test_all_nodes_lack_a_gpu(self):
+        reports = {node: {"gpus": ["H100"] * 7, "problems": []} for node in ("n1", "n2")}
+        assert supervise.judge_nodes(["n1", "n2"], reports, 8) == {n: ["7 of 8 GPUs are visible"] for n in ("n1", "n2")}
+        assert supervise.judge_nodes(["n1", "n2"], reports, None) == {}
+        assert supervise.judge_nodes(["n1"], {}, None) == {"n1": ["it did not answer"]}
+
+    def test_a_node_that_fails_twice_is_excluded(self, cluster):
+        cluster.reports(**{**FOUR, "n3": (8, ["GPU 3 multiplies wrongly"])})
+        outcome = cluster.supervisor().check_nodes()
+        assert outcome.state == "requeue"
+        assert outcome.reason.endswith("nodes that cannot train: node n3: GPU 3 multiplies wrongly")
+        assert (cluster.run / "exclude").read_text() == ""
+        cluster.reports(**{node: found for node, found in FOUR.items() if node != "n3"})
+        outcome = cluster.supervisor(restart=1).check_nodes()
+        assert outcome.reason.endswith("nodes that cannot train: node n3: it did not answer")
+        assert (cluster.run / "exclude").read_text() == "n3"
+
+    def test_failures_of_a_node_expire(self, cluster):
+        now = time.time()
+        times = {"n3": [now - 86401], "n4": [now - 86000], "old format": 2}
+        (cluster.run / "bad_nodes.json").write_text(json.dumps(times))
+        supervisor = cluster.supervisor()
+        supervisor._remember({"n3": ["it did not answer"]})
+        assert (cluster.run / "exclude").read_text() == ""
+        supervisor._remember({"n4": ["it did not answer"]})
+        assert (cluster.run / "exclude").read_text() == "n4"
+
+    def test_one_failed_srun_excludes_nobody(self, cluster):
+        """srun itself fails, twice: no node is to blame."""
+        cluster.write("srun", "echo srun: error: Unable to create step >&2; exit 1")
+        for restart in (0, 1):
+            outcome = cluster.supervisor(restart=restart).check_nodes()
+            assert "failed as a whole (srun's status 1): no node answered" in outcome.reason
+        assert not (cluster.run / "exclude").exists()
+        assert not (cluster.run / "bad_nodes.json").exists()
+
+    def test_more_than_a_quarter_are_the_jobs_failure(self, cluster):
+        bad = (8, ["/scratch is not writable"])
+        cluster.reports(**{**FOUR, "n1": bad, "n2": bad})
+        outcome = cluster.supervisor().check_nodes()
+        assert "2 of 4 nodes fail their check, which is taken for the job's failure" in outcome.reason
+        assert "/scratch is not writable" in outcome.reason
+        assert not (cluster.run / "bad_nodes.json").exists()
+
+    def test_a_check_that_hangs(self, cluster):
+        """The nodes that answered are known, the one that did not is named, and the step is ended."""
+        cluster.reports(**{node: found for node, found in FOUR.items() if node != "n2"})
+        cluster.write("srun", f'cat "{cluster.commands}/reports"; exec sleep 60')
+        start = time.monotonic()
+        outcome = cluster.supervisor(TITAN_DISP_CHECK_SECONDS="0.7").check_nodes()
+        assert time.monotonic() - start < 10
+        assert outcome.reason.endswith("nodes that cannot train: node n2: it did not answer")
+        assert cluster.calls("scancel") == ["--signal=KILL 7.0"]  # not 7.batch
+
+    def test_signalled_meanwhile(self, cluster):
+        cluster.write("srun", "exec sleep 60")
+        threading.Timer(0.3, lambda: cluster.signals.write_text("USR1\n")).start()
+        assert cluster.supervisor().check_nodes() == Outcome("decide", "signalled during the check of the nodes")
+
+
+class TestPrepare:
+    def test_the_run_folder_is_what_titan_disp_says(self, cluster):
+        other = cluster.folder / "other run"
+        cluster.write("python", f'echo "a line of a library"; echo "{other}"')
+        supervisor = cluster.supervisor("--training.steps", "9")
+        assert supervisor.prepare().state == "train"
+        assert supervisor.run == str(other)
+        assert cluster.calls("python") == [
+            "-m titan_disp.cluster.job --nodes 4 --nproc 1 --job.config_file config.toml --job.dump_folder "
+            f"{cluster.run} --training.steps 9"
+        ]
+
+    @pytest.mark.parametrize(
+        ("restart", "checkpoint", "state"),
+        [(0, False, "end"), (1, False, "requeue"), (0, True, "requeue"), (1, True, "requeue")],
+    )
+    def test_a_failing_check_ends_only_what_has_never_trained(self, cluster, restart, checkpoint, state):
+        """No GPU, an unmounted file system, an import error: at a restart none of them is the config's fault."""
+        if checkpoint:
+            cluster.checkpoint(4)
+        cluster.write("python", "echo ImportError >&2; exit 1")
+        outcome = cluster.supervisor(restart=restart).prepare()
+        assert outcome.state == state
+        assert "the config could not be checked (status 1)" in outcome.reason
+
+    def test_a_second_job_does_not_count_against_the_first(self, cluster):
+        """Nor come back, which would be three more times; the same job's locks may outlive its processes for a while."""
+        cluster.checkpoint(4)
+        cluster.write("python", "exit 3")
+        assert cluster.supervisor().prepare() == Outcome("end", "another job uses the run folder. Not requeued")
+        assert not (cluster.run / "requeue.json").exists()
+        assert cluster.supervisor(restart=1).prepare().state == "requeue"
+
+    def test_no_interpreter(self, cluster):
+        outcome = cluster.supervisor(restart=1, TITAN_DISP_PYTHON="/nowhere/python").prepare()
+        assert outcome.state == "requeue"
+        assert "No such file or directory: '/nowhere/python'" in outcome.reason
+
+    def test_a_check_that_hangs(self, cluster):
+        cluster.write("python", "sleep 60 & wait")  # killed with its children
+        start = time.monotonic()
+        outcome = cluster.supervisor(restart=1, TITAN_DISP_CHECK_SECONDS="0.5").prepare()
+        assert time.monotonic() - start < 10
+        assert "the check of the config took more than 0 s" in outcome.reason
+
+    def test_in_a_container_of_srun(self, cluster):
+        cluster.write("srun", f"echo {cluster.run}")
+        assert (
+            cluster.supervisor(TITAN_DISP_SRUN_ARGS="--container-image='/my images/a.sqsh'").prepare().state == "train"
+        )
+        (call,) = cluster.calls("srun")
+        assert call.startswith("--nodes=1 --ntasks=1 --nodelist=n1 --cpus-per-task=1 --mem=0 --cpu-bind=none ")
+        assert "--container-image=/my images/a.sqsh python -m titan_disp.cluster.job" in call
+
+    def test_a_users_stop_file_holds(self, cluster):
+        (cluster.run / "stop").touch()
+        outcome = cluster.supervisor().prepare()
+        assert outcome == Outcome("end", f"{cluster.run}/stop is there: nothing was trained. Remove it to go on")
+        (cluster.run / "stop").write_text("6.2\n")  # of an earlier start of a job
+        assert cluster.supervisor().prepare().state == "train"
+
+
+@pytest.mark.parametrize(
+    ("toml", "overrides", "folder"),
+    [
+        ('[job]\ndump_folder = "a b"  # comment', [], "a b"),
+        ("[job]\ndump_folder='x'", ["--job.dump_folder", "y"], "y"),
+        ("[job]\ndump_folder='x'", ["--job.dump_folder=/y", "--job.dump_folder=/z"], "/z"),
+        ("[job]\ndump_folder='x'", ["--job.dump-folder=/y"], "/y"),
+        ('[other]\ndump_folder = "no"\n[ job ]\ndescription = "d"', [], "./outputs"),
+        ("", [], "./outputs"),
+    ],
+)
+def test_run_folder_without_titan_disp(tmp_path, monkeypatch, toml, overrides, folder):
+    """As TorchTitan reads it: of the overrides, the TOML file, or the default."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "c.toml").write_text(toml)
+    assert supervise.run_folder("c.toml", overrides) == os.path.abspath(folder)
+    if "[other]" not in toml:  # not a section that TorchTitan knows
+        from torchtitan.config import ConfigManager
+
+        config = ConfigManager().parse_args(["--job.config_file", "c.toml", *overrides])
+        assert os.path.abspath(config.job.dump_folder) == os.path.abspath(folder)
+
+
+class TestTrain:
+    def test_how_it_is_started(self, cluster):
+        cluster.write("srun", f'env > "{cluster.folder}/environment"')
+        supervisor = cluster.supervisor(SLURM_CPUS_ON_NODE="64", TITAN_DISP_SRUN_ARGS="--mpi=none")
+        assert supervisor.train() == Outcome("decide", "training ended with status 0")
+        (call,) = cluster.calls("srun")
+        assert call == (
+            "--ntasks-per-node=1 --kill-on-bad-exit=1 --cpus-per-task=64 --mem=0 --cpu-bind=none --mpi=none bash "
+            f"{ROOT}/slurm/node.sh train --job.config_file config.toml --job.dump_folder {cluster.run}"
+        )
+        seen = (cluster.folder / "environment").read_text().splitlines()
+        assert "TITAN_DISP_ENDPOINT=n1:20007" in seen
+        assert f"TITAN_DISP_RUN={cluster.run}" in seen
+        assert "TORCH_ELASTIC_SHUTDOWN_TIMEOUT=300" in seen
+
+    def test_the_site_knows_better(self, cluster):
+        cluster.write("srun", f'env > "{cluster.folder}/environment"')
+        cluster.supervisor(TITAN_DISP_HEAD="10.0.0.1", TORCH_ELASTIC_SHUTDOWN_TIMEOUT="5").train()
+        seen = (cluster.folder / "environment").read_text().splitlines()
+        assert "TITAN_DISP_ENDPOINT=10.0.0.1:20007" in seen
+        assert "TORCH_ELASTIC_SHUTDOWN_TIMEOUT=5" in seen
+
+    @pytest.mark.parametrize("users", [False, True])
+    def test_a_signal_becomes_the_stop_file(self, cluster, users):
+        """Which ranks look for. A user's file stays the user's."""
+        stop = cluster.run / "stop"
+        if users:
+            stop.touch()
+        cluster.write(
+            "srun", f'while [ ! -e "{stop}" ] || [ ! -s "{cluster.signals}" ]; do sleep 0.05; done; sleep 0.2; exit 3'
+        )
+        threading.Timer(0.2, lambda: cluster.signals.write_text("USR1\n")).start()
+        assert cluster.supervisor().train() == Outcome("decide", "training ended with status 3")
+        assert stop.read_text() == ("" if users else "7.0\n")
+
+    def beat(self, cluster, allowed, start="7.0"):
+        content = {"start": start, "step": 5, "doing": "save", "allowed_seconds": allowed}
+        return f"echo '{json.dumps(content)}' > {cluster.run}/heartbeat.json"
+
+    def test_a_silent_run_is_ended(self, cluster):
+        """Rank 0 froze with no collective pending: nothing else would notice before the time limit."""
+        cluster.write("srun", f"{self.beat(cluster, 0.3)}; exec sleep 60")
+        log = cluster.run / "logs" / "7.0" / "node-0" / "x" / "attempt_0" / "1" / "stderr.log"
+        log.parent.mkdir(parents=True)
+        dump = "import faulthandler, sys, time; faulthandler.dump_traceback_later(0.1); "
+        dump += "\ndef write():\n  time.sleep(0.5)\nwrite()"
+        log.write_text(subprocess.run([sys.executable, "-c", dump], capture_output=True, text=True).stderr)
+        cluster.write("scancel", "pkill -f 'sleep 60'")
+        supervisor = cluster.supervisor()
+        start = time.monotonic()
+        assert supervisor.train().state == "decide"
+        assert time.monotonic() - start < 20
+        outcome = supervisor.decide()
+        assert outcome.state == "requeue"
+        assert "at step 5 (save), and 0 s are allowed (node 0 rank 1: write in <string>:3)" in outcome.reason
+
+    @pytest.mark.parametrize("start", ["7.0", "6.0"])
+    def test_a_run_that_beats_is_left_alone(self, cluster, start):
+        """Also where the heartbeat is of another start, or garbled."""
+        beat = self.beat(cluster, 60 if start == "7.0" else 0, start)
+        cluster.write("srun", f"{beat}; sleep 0.3; echo '{{' > {cluster.run}/heartbeat.json; sleep 0.2")
+        assert cluster.supervisor().train() == Outcome("decide", "training ended with status 0")
+        assert not cluster.calls("scancel")
+
+
+class TestEnds:
+    def test_requeue(self, cluster):
+        """The user's own --exclude is kept: SLURM's update replaces the list."""
+        cluster.job["ExcNodeList"] = "n[7-9]"
+        cluster.write("scontrol", 'case "$1 $2" in "show job") cat "$0.job";; esac')
+        (cluster.run / "exclude").write_text("n2,n5")
+        assert cluster.supervisor().requeue() == 1
+        calls = cluster.calls("scontrol")
+        assert "requeue 7" in calls
+        assert calls[-1] == "update JobId=7 ExcNodeList=n[7-9],n2,n5"
+
+    def test_nobody_to_exclude(self, cluster):
+        cluster.write("scontrol", 'case "$1 $2" in "show job") cat "$0.job";; esac')
+        (cluster.run / "exclude").write_text("")
+        assert cluster.supervisor().requeue() == 1
+        assert not [call for call in cluster.calls("scontrol") if call.startswith("update")]
+
+    def test_requeue_succeeds_at_the_third_try(self, cluster, capsys):
+        cluster.write(
+            "scontrol", 'case "$1" in show) cat "$0.job";; *) [ $(grep -c ^requeue "$0.calls") -eq 3 ];; esac'
+        )
+        assert cluster.supervisor().requeue() == 1
+        assert cluster.calls("scontrol").count("requeue 7") == 3
+        text = capsys.readouterr().out
+        assert text.count("scontrol requeue failed (status 1)") == 2
+        assert text.rstrip().endswith("requeued")
+
+    def test_refused_and_not_resubmitted(self, cluster, capsys):
+        """It is not said that the job comes back; the command is."""
+        cluster.job.update(Account="abc", QOS="normal", JobName="my run", Features="(null)", ExcNodeList="n9")
+        code = cluster.supervisor("--training.steps", "9", SLURM_GPUS_PER_NODE="8").requeue()
+        assert code == 1
+        assert not cluster.calls("sbatch")
+        top = (cluster.folder / "job.out").read_text().splitlines()[0]
+        assert top == (
+            "titan-disp: NOT REQUEUED: SLURM refused it. Submit the job again: sbatch '--job-name=my run' --account=abc "
+            "--partition=gpu --qos=normal --nodes=4 --time=1-00:00:00 --gpus-per-node=8 --exclude=n9 --export=ALL "
+            f"{ROOT}/slurm/pretrain.sbatch config.toml --job.dump_folder {cluster.run} --training.steps 9"
+        )
+        assert "requeued" not in capsys.readouterr().out
+
+    def test_refused_and_resubmitted(self, cluster, capsys):
+        cluster.write("sbatch", "echo Submitted batch job 8")
+        assert cluster.supervisor(TITAN_DISP_RESUBMIT="1").requeue() == 0
+        assert len(cluster.calls("sbatch")) == 1
+        assert "submitted again as Submitted batch job 8" in capsys.readouterr().out
+        cluster.write("sbatch", "exit 1")
+        assert cluster.supervisor(TITAN_DISP_RESUBMIT="1").requeue() == 1
+
+    def test_the_reason_is_on_top_of_the_log(self, cluster):
+        cluster.supervisor().on_top("GIVEN UP")
+        assert (cluster.folder / "job.out").read_text() == "titan-disp: GIVEN UP\n\nthe job's\nown lines\n"
+
+
+@pytest.mark.parametrize(
+    ("limit", "seconds"),
+    [("00:05:00", 300), ("2-01:00:01", 176401), ("10:00:00", 36000), ("UNLIMITED", None), ("Partition_Limit", None)],
+)
+def test_time_limits(limit, seconds):
+    assert supervise.seconds_of(limit) == seconds
+
+
+class TestSupervise:
+    def states(self, cluster):
+        return [record["state"] for record in cluster.transitions()]
+
+    def test_a_run_from_its_start_to_its_end(self, cluster, capsys):
+        cluster.reports(**FOUR)
+        event = json.dumps({"event": "complete", "step": 9, "job": "7.0"})
+        cluster.write("srun", f"cat {cluster.commands}/reports; echo '{event}' >> {cluster.run}/events.jsonl")
+        assert cluster.supervisor().supervise() == 0
+        assert self.states(cluster) == ["unpack", "check nodes", "prepare", "train", "decide", "end"]
+        last = cluster.transitions()[-1]
+        assert (last["job"], last["restart"], last["reason"]) == ("7", 0, "the run is complete: step 9")
+        assert "end: the run is complete: step 9" in capsys.readouterr().out
+
+    def test_a_wrong_config_ends_the_job(self, cluster):
+        cluster.reports(**FOUR)
+        cluster.write("python", "exit 2")
+        assert cluster.supervisor().supervise() == 2
+        assert self.states(cluster)[-2:] == ["prepare", "end"]
+
+    def test_a_stop_file_ends_the_job_well(self, cluster):
+        cluster.reports(**FOUR)
+        (cluster.run / "stop").touch()
+        assert cluster.supervisor().supervise() == 0
+
+    @pytest.mark.parametrize(("limit", "ends"), [("00:05:00", True), ("00:05:01", False)])
+    def test_a_time_limit_within_the_signals_lead(self, cluster, limit, ends):
+        cluster.job["TimeLimit"] = limit
+        cluster.write("python", "exit 2")
+        assert cluster.supervisor(TITAN_DISP_CHECK_NODES="0").supervise() == 2
+        assert (self.states(cluster) == ["end"]) is ends
+        if ends:
+            assert (
+                "the time limit is 300 s, and SLURM signals the job 300 s before it"
+                in cluster.transitions()[0]["reason"]
+            )
+
+    def test_giving_up(self, cluster):
+        cluster.reports(n1=(8, []))
+        assert cluster.supervisor(TITAN_DISP_MAX_RETRIES="0").supervise() == 1
+        assert (cluster.folder / "job.out").read_text().startswith("titan-disp: GIVEN UP after 1 failures in a row")
+
+    def test_an_error_of_its_own_is_a_failure_like_any_other(self, cluster, monkeypatch):
+        def gone(self):
+            raise OSError("stale file handle")
+
+        monkeypatch.setattr(supervise.Supervisor, "check_nodes", gone)
+        assert cluster.supervisor().supervise() == 1
+        assert self.states(cluster) == ["unpack", "check nodes", "requeue"]
+        assert cluster.transitions()[-1]["reason"].endswith("check nodes: OSError: stale file handle")
+
+    def test_signalled_before_training(self, cluster):
+        cluster.signals.write_text("TERM\n")
+        cluster.job["JobState"] = "COMPLETING"
+        cluster.write("srun", "exec sleep 60")
+        assert cluster.supervisor().supervise() == 0
+        assert cluster.transitions()[-1]["reason"] == "the job was cancelled"
+
+
+def test_unpack(cluster):
+    cluster.write("sbcast", "exit 0")
+    supervisor = cluster.supervisor(TITAN_DISP_ENV_ARCHIVE="/a/env.tar", TITAN_DISP_LOCAL="/local")
+    assert supervisor.unpack() == Outcome("check nodes", "the environment is on every node")
+    assert cluster.calls("sbcast") == ["--force /a/env.tar /local/titan-disp-7.tar"]
+    assert cluster.calls("srun")[0].endswith("slurm/unpack.sh /local/titan-disp-7.tar")
+    assert supervisor.environment["TITAN_DISP_PYTHON"] == "/local/titan-disp-7/bin/python"
+    cluster.write("sbcast", "exit 1")
+    outcome = cluster.supervisor(TITAN_DISP_ENV_ARCHIVE="/a/env.tar").unpack()
+    assert outcome.reason.endswith("the environment /a/env.tar could not be unpacked on every node")
+
+
+def test_what_dead_jobs_left_on_a_node_is_removed(cluster, tmp_path):
+    """Only of jobs that SLURM does not list, and of nobody else; nothing where SLURM does not answer."""
+    local = tmp_path / "local"
+    for name in ("titan-disp-5", "titan-disp-6", "titan-disp-7", "titan-disp-x", "titan-disp-cache-0"):
+        (local / name).mkdir(parents=True)
+    (local / "titan-disp-5.tar").touch()
+    (tmp_path / "env" / "bin").mkdir(parents=True)
+
+    def unpack(listed):
+        cluster.write("squeue", listed)
+        subprocess.run(["tar", "-cf", local / "titan-disp-7.tar", "-C", tmp_path / "env", "."], check=True)
+        command = ["bash", ROOT / "slurm" / "unpack.sh", local / "titan-disp-7.tar"]
+        environment = {"PATH": f"{cluster.commands}:{os.environ['PATH']}", "SLURM_JOB_ID": "7"}
+        subprocess.run(command, env=environment, check=True, stdout=subprocess.DEVNULL)
+        return {p.name for p in local.iterdir()}
+
+    kept = {"titan-disp-6", "titan-disp-7", "titan-disp-x", "titan-disp-cache-0"}
+    assert unpack("exit 1") == kept | {"titan-disp-5", "titan-disp-5.tar"}
+    assert unpack("echo 6; echo 7") == kept
+    assert (local / "titan-disp-7" / "bin").is_dir()
+
+
+def test_the_script_forwards_signals_and_the_status(cluster, tmp_path):
+    """pretrain.sbatch itself, in a checkout whose path has a space, with a site file that reads an unset variable."""
+    here = tmp_path / "a checkout" / "slurm"
+    here.mkdir(parents=True)
+    for name in ("common.sh", "node.sh", "supervise.py"):
+        (here / name).write_bytes((ROOT / "slurm" / name).read_bytes())
+    (here / "site.sh").write_text("echo $UNSET_BY_THE_SITE; export SITE=1\n")
+    cluster.job["Command"] = f"{here}/pretrain.sbatch config.toml"
+    cluster.supervisor()  # writes what `scontrol show job` says
+    cluster.write(
+        "srun", f'echo "$SITE" >> {cluster.folder}/site; while [ ! -e {cluster.run}/stop ]; do sleep 0.05; done'
+    )
+    environment = {
+        "PATH": f"{cluster.commands}:{os.environ['PATH']}",
+        "SLURM_JOB_ID": "7",
+        "SLURM_JOB_NODELIST": "n[1-4]",
+        "TITAN_DISP_SITE": str(here / "site.sh"),
+        "TITAN_DISP_CHECK_NODES": "0",
+        "TITAN_DISP_HOST_PYTHON": sys.executable,
+        "TITAN_DISP_MAX_RETRIES": "0",
+    }
+    command = ["bash", ROOT / "slurm" / "pretrain.sbatch", "config.toml", "--job.dump_folder", cluster.run]
+    job = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
+    deadline = time.monotonic() + 30
+    while not (cluster.folder / "site").exists():
+        assert time.monotonic() < deadline
+        assert job.poll() is None, job.stdout.read()
+        time.sleep(0.05)
+    job.send_signal(signal.SIGUSR1)
+    text, _ = job.communicate(timeout=30)
+    assert job.returncode == 1
+    assert "USR1 received: asking all ranks to save and stop" in text
+    assert "GIVEN UP after 1 failures" in text
+    assert "asked to stop (USR1) but not saved in time" in text
+    assert (cluster.run / "stop").read_text() == "7.0\n"
