@@ -208,6 +208,9 @@ def check_operations(job_config: JobConfig) -> None:
     guard, checkpoint = job_config.guard, job_config.checkpoint  # type: ignore[attr-defined]
     if guard.max_skipped_steps < 1:
         raise ConfigError(f"guard.max_skipped_steps is {guard.max_skipped_steps}, expected at least 1")
+    for name in ("silence_seconds", "save_seconds"):
+        if not getattr(guard, name) > 0:
+            raise ConfigError(f"guard.{name} is {getattr(guard, name)}, expected a number > 0")
     if job_config.optimizer.early_step_in_backward:
         raise ConfigError(
             "optimizer.early_step_in_backward applies gradients before all ranks can agree that they are finite: set it to false"

@@ -132,6 +132,15 @@ class Guard:
     A step whose loss or gradient norm is not finite changes no weights, on any rank. After so many in a row all ranks stop.
     """
 
+    silence_seconds: float = 60.0
+    """
+    Rank 0 says in RUN/heartbeat.json what it is doing. Under slurm/pretrain.sbatch, a run that has been silent for so long beyond
+    twice the time-outs in [comm] (or beyond twice its slowest step, or save_seconds) is ended and started again.
+    """
+
+    save_seconds: float = 1800.0
+    """How long a save may take, as far as training waits for it, before the run counts as silent."""
+
 
 @dataclass
 class Condensation:

@@ -31,6 +31,7 @@ from titan_disp.errors import EXIT_CODE, CheckpointError, ConfigError, DataError
 from titan_disp.run.checkpoint import DispCheckpointManager
 from titan_disp.run.folder import RunFolder
 from titan_disp.run.guard import GuardedOptimizers
+from titan_disp.run.heartbeat import Heartbeat
 from titan_disp.run.metrics import DispersionMetrics
 
 
@@ -60,6 +61,15 @@ class DispTrainer(Trainer):
         check_device(job_config)
         if int(os.environ.get("RANK", "0")) == 0:
             self.run_folder = RunFolder(job_config, world_size)
+        comm, guard = job_config.comm, job_config.guard  # type: ignore[attr-defined]
+        self.heartbeat = Heartbeat(
+            self.run_folder.path if self.run_folder is not None else None,
+            comm.init_timeout_seconds,
+            comm.train_timeout_seconds,
+            guard.save_seconds,
+            guard.silence_seconds,
+        )
+        self.heartbeat.begin("start", 0)
         self.last_step = last_step(job_config, data_parallel_degree(job_config, world_size))
         # TorchTitan builds its own checkpoint manager, which is no part of the spec: off, and ours afterwards.
         with _disabled(job_config.checkpoint):
@@ -84,6 +94,7 @@ class DispTrainer(Trainer):
         manager.before_load = self.check_resume
         manager.healthy = lambda: self.optimizers.in_a_row == 0
         manager.on_event = self.event
+        manager.before_save = lambda step: self.heartbeat.begin("save", step)
         return manager
 
     def event(self, name: str, step: int, **details: Any) -> None:
@@ -125,7 +136,9 @@ class DispTrainer(Trainer):
 
     def train_step(self, data_iterator: Iterator[Any]) -> None:
         """TorchTitan's step, and what all ranks agreed on in it (see ``GuardedOptimizers``)."""
+        self.heartbeat.begin("step", self.step)
         super().train_step(data_iterator)
+        self.heartbeat.step(self.step)
         if not self._timeouts_set:
             self._set_timeouts()
         if self.optimizers.bad_terms:
@@ -151,15 +164,26 @@ class DispTrainer(Trainer):
         return self.step < self.last_step and not self._stopping
 
     def train(self) -> None:
-        super().train()
-        self.checkpointer.wait()
         steps = self.job_config.training.steps
+        if on_rank_0(self.stop_request.held):
+            logger.info(f"{self.stop_request.file} is there: nothing was trained. Remove it to go on")
+            self.event("stop", self.step, reason=f"the file {self.stop_request.file} was there before the start")
+            return
+        ended = self.checkpointer.ended_at()
+        if ended is not None and ended >= steps:
+            logger.info(f"This run was complete already: step {ended} of {steps}. Nothing was trained")
+            self.event("complete", ended)
+            return
+        super().train()
+        self.heartbeat.begin("save", self.step)
+        self.checkpointer.wait()
         if self.step > self._start_step:
             if not self.optimizers.agreed["stop"]:  # nobody waits for this job to end
                 self.measure_condensation()
             self._end()
         elif self.step >= steps:
             logger.info(f"This run was complete already: step {self.step} of {steps}. Nothing was trained")
+            self.event("complete", self.step)  # to whoever has started it again, such as a chain of jobs
         else:
             logger.info(f"budget.stop_at_tokens was reached already: step {self.step} of {steps}. Nothing was trained")
             self.event("stop", self.step, reason="budget.stop_at_tokens")
@@ -171,7 +195,8 @@ class DispTrainer(Trainer):
             self.event("complete", self.step)
         elif self.optimizers.agreed["stop"]:
             reason = self.stop_request.reason or "another rank was asked to stop"
-            logger.info(f"Stopped after step {self.step}, saved: {reason}")
+            saved = ", saved" if self.checkpointer.saved_step == self.step else ", not saved"
+            logger.info(f"Stopped after step {self.step}{saved}: {reason}")
             self.event("stop", self.step, reason=reason)
         else:
             self.event("stop", self.step, reason="budget.stop_at_tokens")
@@ -210,6 +235,7 @@ class DispTrainer(Trainer):
     def measure_condensation(self) -> None:
         """On held-out text, into the run's metrics. A collective call; weights, random numbers and data stay as they are."""
         start = time.perf_counter()
+        self.heartbeat.begin("condensation", self.step)
         if self.monitor is None:
             return
         model = self.model_parts[0]
@@ -227,6 +253,8 @@ class DispTrainer(Trainer):
         metrics.log_condensation(self.step, found, time.perf_counter() - start)
 
     def close(self) -> None:
+        if getattr(self, "heartbeat", None) is not None:
+            self.heartbeat.close()
         if getattr(self, "stop_request", None) is not None:
             self.stop_request.close()
         super().close()

@@ -12,6 +12,8 @@ from titan_disp.config import load_config
 from titan_disp.errors import ConfigError
 
 SCRIPT = Path("slurm") / "pretrain.sbatch"
+# With one of these the nodes have a Python of their own: a container's, or the archive's.
+OTHER_PYTHON = ("TITAN_DISP_PYTHON", "TITAN_DISP_PREFIX", "TITAN_DISP_SRUN_ARGS", "TITAN_DISP_ENV_ARCHIVE")
 
 
 def find_script() -> Path:
@@ -36,10 +38,12 @@ def command(
     """
     given = [f"--{option.lstrip('-')}" for option in options]
     gpus = [f"--gpus-per-node={gpus_per_node}"] if gpus_per_node else []
+    exported = ["ALL", f"TITAN_DISP_SITE={site}"]
+    if not any(os.environ.get(name) for name in OTHER_PYTHON):
+        exported.append(f"TITAN_DISP_PYTHON={sys.executable}")
     return [
         *("sbatch", f"--nodes={nodes}", *gpus, *given),
-        *(f"--export=ALL,TITAN_DISP_SITE={site},TITAN_DISP_PYTHON={sys.executable}", str(find_script())),
-        *(config, *overrides),
+        *(f"--export={','.join(exported)}", str(find_script()), config, *overrides),
     ]
 
 

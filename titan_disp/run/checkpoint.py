@@ -119,6 +119,8 @@ class DispCheckpointManager(CheckpointManager):
     before_load: called with the step, before anything of it is loaded; raises ConfigError to refuse it.
     healthy: whether the model's state is worth keeping now.
     on_event: (name, step, details) for events.jsonl.
+    before_save: called with the step.
+    saved_step: of the newest checkpoint that this process has saved completely; None before the first.
     """
 
     folder: str
@@ -132,6 +134,8 @@ class DispCheckpointManager(CheckpointManager):
         self.before_load: Callable[[int], None] = lambda step: None
         self.healthy: Callable[[], bool] = lambda: True
         self.on_event: Callable[..., None] = lambda name, step, **details: None
+        self.before_save: Callable[[int], None] = lambda step: None
+        self.saved_step: int | None = None
         self._forced = False
         self._due = False
         self._saving: int | None = None  # step of an asynchronous save under way
@@ -146,7 +150,8 @@ class DispCheckpointManager(CheckpointManager):
         if not self.enable or self.load_only:
             return False
         wanted = self._forced or self._due or super()._should_save(curr_step, last_step)
-        if wanted and not self.healthy():
+        # A skipped step has changed no weights, so what is saved is sound; only the next good step is not far away.
+        if wanted and not self.healthy() and not (self._forced or last_step):
             self._due = True
             logger.warning(
                 f"step {curr_step}: no checkpoint while steps are being skipped; the next good step saves one"
@@ -162,6 +167,7 @@ class DispCheckpointManager(CheckpointManager):
         """
         if not self._should_save(curr_step, last_step):
             return
+        self.before_save(curr_step)
         try:
             self.wait()
             self._make_room(curr_step)
@@ -211,6 +217,7 @@ class DispCheckpointManager(CheckpointManager):
 
     def _saved(self, step: int) -> None:
         self._saving = None
+        self.saved_step = step
         self.on_event("checkpoint", step)
         self._purge_stale_checkpoints()
 
@@ -254,6 +261,10 @@ class DispCheckpointManager(CheckpointManager):
             self.purge_queue.put(path)
 
     # ---- load
+
+    def ended_at(self) -> int | None:
+        """The step at which the run ended in a checkpoint of the model only, from which none can go on. A collective call."""
+        return on_rank_0(_ended_at, self.folder) if self.enable else None
 
     def _find_load_step(self, folder: str = "") -> int:
         steps = checkpoints(folder or self.folder)
@@ -351,6 +362,16 @@ class DispCheckpointManager(CheckpointManager):
                 logger.error(f"{folder} is damaged and was moved to {aside}; the run goes on from the one before it")
             except OSError as error:
                 logger.error(f"cannot move the damaged {folder} to {aside}: {error}")
+
+
+def _ended_at(folder: str) -> int | None:
+    steps = checkpoints(folder, hugging_face=True)
+    if not steps:
+        return None
+    newest = Path(folder) / f"step-{steps[-1]}"
+    if (newest / INDEX).is_file():
+        return steps[-1]
+    return steps[-1] if problem(newest) is None and is_model_only(newest) else None
 
 
 def _refuse_ended(folder: str) -> None:

@@ -19,7 +19,7 @@ import torch
 from torchtitan.config import JobConfig
 from torchtitan.tools.logging import logger
 
-from titan_disp.errors import ConfigError
+from titan_disp.errors import ConfigError, InUseError
 from titan_disp.files import whole
 
 PACKAGES = ("titan-disp", "torch", "torchtitan", "datasets", "tokenizers", "sentencepiece", "triton")
@@ -97,6 +97,20 @@ def _differences(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[st
     return {key: [old.get(key), new.get(key)] for key in sorted(old | new) if old.get(key) != new.get(key)}
 
 
+def _read_config(file: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(file.read_text())
+        if isinstance(content, dict):
+            return content
+        reason = f"it holds a {type(content).__name__}, expected an object"
+    except ValueError as error:  # also bytes that are no UTF-8
+        reason = str(error)
+    raise ConfigError(
+        f"{str(file)!r} cannot be read: {reason}. It tells what this run was started with; move it away to go on, and compare "
+        "the config with the one that you started with yourself"
+    )
+
+
 def lock_folder(path: Path) -> IO[str]:
     """An open file that holds the folder's lock until it is closed.
 
@@ -110,7 +124,7 @@ def lock_folder(path: Path) -> IO[str]:
         lock.seek(0)
         holder = lock.read().strip()
         lock.close()
-        raise ConfigError(
+        raise InUseError(
             f"job.dump_folder {str(path)!r} is in use by another job ({holder}): two jobs in one run folder would "
             "corrupt it. Stop the other, or set another --job.dump_folder"
         ) from error
@@ -135,7 +149,7 @@ class RunFolder:
             self._take_lock()
             config = json.loads(json.dumps(job_config.to_dict()))
             file = self.path / "config.json"
-            previous = json.loads(file.read_text()) if file.exists() else config
+            previous = _read_config(file) if file.exists() else config
             self.config_changes = _differences(previous, config)
             write_json(file, config)
             write_json(self.path / "environment.json", environment(world_size))

@@ -1,0 +1,58 @@
+"""titan-disp submit: the plan, and the sbatch command."""
+
+import sys
+
+import pytest
+
+from tests.cluster_of_one import ROOT
+from titan_disp.cli import main
+from titan_disp.cluster import submit
+
+CONFIG = str(ROOT / "train_configs" / "qwen3_0.6b_c4.toml")
+
+
+@pytest.fixture
+def command(monkeypatch, capsys, tmp_path):
+    for name in submit.OTHER_PYTHON:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.chdir(tmp_path)
+
+    def run(nodes, *options):
+        arguments = ["submit", CONFIG, "--nodes", str(nodes), "--site", "frontier", "--dry-run", "--gpu", "MI250X-GCD"]
+        monkeypatch.setattr("sys.argv", ["titan-disp", *arguments, *options])
+        code = 0
+        try:
+            main()
+        except SystemExit as exit:
+            code = exit.code
+        told = capsys.readouterr()
+        return code, told.out, told.err
+
+    return run
+
+
+def test_the_plan_and_the_command(command):
+    options = ("--sbatch", "time=24:00:00", "account=abc", "--training.dataset_path", "/data/c4")
+    code, out, _ = command(80, *options)
+    assert code == 0
+    assert "39,673 of 3,932,160 tokens" in out
+    assert out.splitlines()[-1] == (
+        "sbatch --nodes=80 --gpus-per-node=8 --time=24:00:00 --account=abc "
+        f"--export=ALL,TITAN_DISP_SITE=frontier,TITAN_DISP_PYTHON={sys.executable} "
+        f"{ROOT}/slurm/pretrain.sbatch {CONFIG} --training.dataset_path /data/c4"
+    )
+
+
+def test_what_would_fail_is_not_submitted(command):
+    code, out, err = command(79)
+    assert code == 2
+    assert "titan-disp: error" in err
+    assert "sbatch" not in out
+
+
+@pytest.mark.parametrize("name", submit.OTHER_PYTHON)
+def test_a_container_has_a_python_of_its_own(command, monkeypatch, name):
+    """The login node's interpreter is not there."""
+    monkeypatch.setenv(name, "apptainer exec --nv titan-disp.sif")
+    _, out, _ = command(80)
+    assert "--export=ALL,TITAN_DISP_SITE=frontier " in out.splitlines()[-1]
