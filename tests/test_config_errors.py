@@ -13,6 +13,9 @@ from titan_disp.launch import launch
 CONFIGS = sorted((ROOT / "train_configs").glob("*.toml"))
 
 
+REPLICAS = "--parallelism.data_parallel_replicate_degree"
+
+
 def options(sample):
     return ["--model.hf_assets_path", f"{sample}/tokenizer", "--training.dataset_path", str(sample)]
 
@@ -64,7 +67,31 @@ def options(sample):
         (2, ["--parallelism.context_parallel_degree", "2"], r"context_parallel_degree is 2, expected 1 on a CPU"),
         (2, ["--parallelism.pipeline_parallel_degree", "2"], r"pipeline_parallel_degree is 2, expected 1"),
         (2, ["--parallelism.data_parallel_replicate_degree", "2"], r"pure data parallelism .* is refused"),
-        (2, ["--parallelism.data_parallel_shard_degree", "4"], r"= 4, but there are 2 ranks"),
+        (
+            2,
+            ["--parallelism.data_parallel_shard_degree", "4"],
+            r"= 4, but there are 2 ranks: set data_parallel_replicate_degree = -1",
+        ),
+        (2, [REPLICAS, "-1"], r"replicate_degree is -1, but data_parallel_shard_degree is -1: only one of them"),
+        (2, [REPLICAS, "-2"], r"replicate_degree is -2, expected at least 1, or -1 for what the shards leave"),
+        (2, [REPLICAS, "-1", "--parallelism.data_parallel_shard_degree", "1"], r"pure data parallelism .* is refused"),
+        (
+            12,
+            [REPLICAS, "-1", "--parallelism.data_parallel_shard_degree", "8"],
+            r"takes what 12 ranks leave, .* not a multiple of data_parallel_shard_degree 8 × .* = 8: .* a divisor of them",
+        ),
+        (
+            3,
+            [
+                REPLICAS,
+                "-1",
+                "--parallelism.data_parallel_shard_degree",
+                "8",
+                "--parallelism.tensor_parallel_degree",
+                "2",
+            ],
+            r"takes what 3 ranks leave, .* data_parallel_shard_degree 1 × .* tensor_parallel_degree 2 = 2",
+        ),
         (
             3,
             ["--parallelism.tensor_parallel_degree", "3"],
@@ -160,14 +187,16 @@ def test_shipped_configs_are_valid(config):
     check_config(load_config(["--job.config_file", str(config)]), ranks)
 
 
-@pytest.mark.parametrize("ranks", [8, 16, 32, 64, 96, 128, 160, 192, 240, 320, 384, 480, 640, 960, 1920])
+@pytest.mark.parametrize("ranks", [1, 2, 4, 8, 16, 32, 64, 96, 128, 160, 192, 240, 320, 384, 480, 640, 960, 1920])
 def test_gpu_counts_that_the_paper_config_names(ranks):
     from titan_disp.checks import check_config
 
-    replicas = ["--parallelism.data_parallel_replicate_degree", str(ranks // 8)]
-    check_config(
-        load_config(["--job.config_file", str(ROOT / "train_configs" / "qwen3_0.6b_c4.toml"), *replicas]), ranks
-    )
+    job_config = load_config(["--job.config_file", str(ROOT / "train_configs" / "qwen3_0.6b_c4.toml")])
+    check_config(job_config, ranks)
+    # TorchTitan is handed these: it knows no -1 for replicas.
+    parallelism = job_config.parallelism
+    assert parallelism.data_parallel_shard_degree == min(8, ranks)
+    assert parallelism.data_parallel_replicate_degree == max(1, ranks // 8)
 
 
 def test_tokenizer_larger_than_the_vocabulary(sample, tmp_path):

@@ -35,7 +35,13 @@ def config(path, *overrides):
 
 
 def paper(replicas=80, *overrides):
-    return config(PAPER, "--parallelism.data_parallel_replicate_degree", str(replicas), *overrides)
+    """A given number of replicas, and shards of what is left."""
+    degrees = (
+        "--parallelism.data_parallel_replicate_degree",
+        str(replicas),
+        "--parallelism.data_parallel_shard_degree",
+    )
+    return config(PAPER, *degrees, "-1", *overrides)
 
 
 def demo(sample, *overrides):
@@ -163,8 +169,37 @@ def test_inputs_that_cannot_work_are_errors(sample):
         make_plan(demo(sample, "--training.dataset", "pile"), 1, 1)
 
 
+@pytest.mark.parametrize(
+    ("nodes", "gpus_per_node", "mesh"),
+    [
+        (1, 1, (1, 1)),
+        (1, 2, (1, 2)),
+        (1, 4, (1, 4)),
+        (1, 8, (1, 8)),
+        (2, 8, (2, 8)),
+        (80, 8, (80, 8)),
+        (240, 8, (240, 8)),
+    ],
+)
+def test_one_file_serves_a_gpu_and_240_nodes(nodes, gpus_per_node, mesh):
+    plan = make_plan(config(PAPER), nodes, gpus_per_node)
+    assert (plan.replicate, plan.shard) == mesh
+    assert plan.steps == 39_673
+    assert plan.global_batch_size == 1920
+    if gpus_per_node == 8:
+        assert plan.node_counts == [NodeCount(n, -1) for n in range(1, 1025) if 1920 % (8 * n) == 0]
+        assert "data_parallel_replicate_degree = -1 (tried" in render(plan)
+
+
+def test_replicas_beside_tensor_and_context_parallel(monkeypatch):
+    monkeypatch.setattr(cpu, "active", lambda: False)
+    sharding = ["--parallelism.context_parallel_degree", "2", "--parallelism.tensor_parallel_degree", "2"]
+    plan = make_plan(config(PAPER, *sharding, "--parallelism.data_parallel_shard_degree", "4"), 10, 8)
+    assert (plan.replicate, plan.shard, plan.context_parallel, plan.tensor_parallel) == (5, 4, 2, 2)
+
+
 def test_node_counts():
-    counts = make_plan(config(PAPER), 80, 8).node_counts
+    counts = make_plan(paper(80), 80, 8).node_counts
     assert [c.nodes for c in counts] == [n for n in range(1, 1025) if 1920 % (8 * n) == 0]
     assert {1, 80} <= {c.nodes for c in counts}
     assert 7 not in {c.nodes for c in counts}

@@ -12,12 +12,14 @@ from titan_disp.data.tokenizer import load_tokenizer_for
 from titan_disp.data.validation import validation_sequences
 from titan_disp.dispersion import CoeffSchedule, DispersionLoss
 from titan_disp.errors import ConfigError
+from titan_disp.mesh import resolve_replicas
 from titan_disp.qwen3.flavors import block_indices, flavors
 from titan_disp.run.checkpoint import check_initial_load, checkpoints
 
 
 def check_config(job_config: JobConfig, world_size: int) -> None:
-    """Everything that can be known from the config and the number of ranks. Sets training.steps from budget.tokens.
+    """Everything that can be known from the config and the number of ranks. Sets training.steps from budget.tokens, and
+    data_parallel_replicate_degree where it is −1.
 
     Raises:
         ConfigError: the first thing that cannot work.
@@ -111,7 +113,7 @@ def _dp_shard(job_config: JobConfig, world_size: int) -> int:
 def check_mesh(job_config: JobConfig, world_size: int) -> None:
     """Parallelism: degrees, and combinations that TorchTitan 0.2.2 or this plugin cannot train correctly."""
     p, args = job_config.parallelism, flavors[job_config.model.flavor]
-    tp, cp, replicate = p.tensor_parallel_degree, p.context_parallel_degree, p.data_parallel_replicate_degree
+    tp, cp = p.tensor_parallel_degree, p.context_parallel_degree
     if p.pipeline_parallel_degree > 1:
         raise ConfigError(
             f"parallelism.pipeline_parallel_degree is {p.pipeline_parallel_degree}, expected 1: pipeline stages pass on one "
@@ -121,16 +123,22 @@ def check_mesh(job_config: JobConfig, world_size: int) -> None:
         raise ConfigError(
             "parallelism.expert_parallel_degree and expert_tensor_parallel_degree must be 1: the model is dense"
         )
-    for name, degree in (("tensor", tp), ("context", cp), ("data", replicate)):
+    for name, degree in (("tensor", tp), ("context", cp)):
         if degree < 1:
-            key = "data_parallel_replicate_degree" if name == "data" else f"{name}_parallel_degree"
-            raise ConfigError(f"parallelism.{key} is {degree}, expected at least 1")
+            raise ConfigError(f"parallelism.{name}_parallel_degree is {degree}, expected at least 1")
+    resolve_replicas(job_config, world_size)
+    replicate = p.data_parallel_replicate_degree
+    if replicate < 1:
+        raise ConfigError(
+            f"parallelism.data_parallel_replicate_degree is {replicate}, expected at least 1, or -1 for what the shards leave"
+        )
     shard = _dp_shard(job_config, world_size)
     if shard < 1 or replicate * shard * cp * tp != world_size:
         raise ConfigError(
             f"data_parallel_replicate_degree {replicate} × data_parallel_shard_degree {shard} × "
             f"context_parallel_degree {cp} × tensor_parallel_degree {tp} = {replicate * shard * cp * tp}, but there are "
-            f"{world_size} ranks: make the product equal the ranks (data_parallel_shard_degree = -1 takes what is left)"
+            f"{world_size} ranks: set data_parallel_replicate_degree = -1, which takes what the shards leave and makes fewer "
+            "shards of fewer ranks, or data_parallel_shard_degree = -1, which takes what the replicas leave"
         )
     if replicate > 1 and shard * cp == 1:
         raise ConfigError(

@@ -146,7 +146,7 @@ def plan(
 
     Args:
         config: TOML file.
-        overrides: TorchTitan's options, such as --parallelism.data_parallel_replicate_degree 4.
+        overrides: TorchTitan's options, such as --training.local_batch_size 3.
         nodes: of the cluster.
         gpus_per_node: ranks per node; on MI250X, one per GCD.
         gpu: A100, H100, H200, MI250X-GCD or MI300X.

@@ -21,7 +21,7 @@ MAX_NODES = 1024  # of the node counts that are tried
 
 @dataclass(frozen=True)
 class NodeCount:
-    """A number of nodes that the batch admits, and the data_parallel_replicate_degree that it needs."""
+    """A number of nodes that the batch admits, and the data_parallel_replicate_degree that it needs; −1 serves any."""
 
     nodes: int
     replicate: int
@@ -106,7 +106,8 @@ def admitted_node_counts(job_config: JobConfig, gpus_per_node: int, shard: int) 
     admitted = []
     for nodes in range(1, MAX_NODES + 1):
         world = nodes * gpus_per_node
-        meshes = [(world // inside, shard)] if world % inside == 0 else []
+        resolves = given.data_parallel_replicate_degree == -1
+        meshes = [(world // inside, shard)] if world % inside == 0 and not resolves else []
         meshes.append((given.data_parallel_replicate_degree, given.data_parallel_shard_degree))
         if inside > gpus_per_node:
             meshes.reverse()
@@ -116,7 +117,7 @@ def admitted_node_counts(job_config: JobConfig, gpus_per_node: int, shard: int) 
                 check_config(trial, world)
             except ConfigError:
                 continue
-            admitted.append(NodeCount(nodes, p.data_parallel_replicate_degree))
+            admitted.append(NodeCount(nodes, -1 if resolves else p.data_parallel_replicate_degree))
             break
     return admitted
 
