@@ -58,7 +58,7 @@ def test_the_papers_run():
     assert (plan.global_batch_size, plan.accumulation_steps, plan.tokens_per_step) == (1920, 3, 1920 * 2048)
     assert 156e9 <= plan.total_tokens < 156e9 + plan.tokens_per_step
     assert plan.steps == 39_673
-    assert (plan.checkpoints, plan.checkpoints_kept) == (80, 5)
+    assert (plan.checkpoints, plan.checkpoints_kept) == (40, 5)
     assert plan.checkpoint_disk_bytes == 6 * plan.checkpoint_bytes
 
 
@@ -69,8 +69,82 @@ def test_flops_and_days_by_hand():
     assert plan.flops_per_step == per_token * 1920 * 2048
     assert plan.dispersion_flops_per_step == 1920 * 28 * 3 * 2048 * 2048 * 1024
     seconds = (plan.total_flops + plan.total_dispersion_flops) / (640 * 191.5e12 * 0.5)
-    assert plan.days == pytest.approx(seconds / 86400)
+    assert plan.computing_seconds * 39_673 == pytest.approx(seconds)
+    assert plan.days == pytest.approx((seconds + 39_673 * plan.exposed_seconds) / 86400)
     assert plan.days_without_dispersion < plan.days < plan.days_fp32_dispersion
+
+
+# The 0.6B model's parameters: the embedding and the final norm, and 28 blocks of attention (16 and 8 heads of 128, two
+# norms of heads), feed-forward (3072) and two norms. FSDP gathers bf16 and reduces fp32.
+ROOT_GROUP = 151_936 * 1024 + 1024
+BLOCKS = 28 * (2 * 16 * 128 * 1024 + 2 * 8 * 128 * 1024 + 2 * 128 + 3 * 3072 * 1024 + 2 * 1024)
+
+
+def test_bytes_and_seconds_of_hsdp_by_hand():
+    """80 nodes of 8 H100, 3 microbatches: an all-gather or reduce-scatter over n ranks sends (n−1)/n of the bytes."""
+    plan = make_plan(config(PAPER), 80, 8)
+    assert ROOT_GROUP + BLOCKS == 596_049_920
+    gathered_once, gathered_twice, reduced = 2 * ROOT_GROUP, 2 * 2 * BLOCKS, 4 * (ROOT_GROUP + BLOCKS)
+    assert plan.within_bytes == pytest.approx(3 * 7 / 8 * (gathered_once + gathered_twice + reduced))
+    assert plan.within_seconds == pytest.approx(plan.within_bytes / 450e9)
+    # Once a step, whatever the microbatches: the sum over 80 replicas of a shard's gradients.
+    assert plan.between_bytes == pytest.approx(2 * 79 / 80 * reduced / 8)
+    assert plan.between_seconds == pytest.approx(plan.between_bytes / 50e9)
+    # Every microbatch begins with the embedding's all-gather and ends with its reduce-scatter, the step with its all-reduce.
+    ends = 3 * 7 / 8 * ROOT_GROUP * (2 + 4) / 450e9 + 2 * 79 / 80 * ROOT_GROUP / 8 * 4 / 50e9
+    assert plan.exposed_seconds == pytest.approx(ends)
+    assert plan.computing_seconds == pytest.approx(0.0801, abs=5e-5)
+    assert plan.step_seconds == pytest.approx(0.0801 + ends, abs=5e-5)
+    assert plan.tokens_per_second_per_gpu == pytest.approx(3 * 2048 / plan.step_seconds)
+    assert plan.checkpoint_interval_seconds == pytest.approx(1000 * plan.step_seconds)
+    assert plan.checkpoint_seconds == pytest.approx(plan.checkpoint_bytes / 2e9)
+    assert not any("communication" in w or "checkpoint" in w for w in plan.warnings)
+
+
+def test_bytes_of_shards_that_span_nodes():
+    """A ring over 4 nodes of 8 crosses each of their borders once, for 8 GPUs together. The blocks stay gathered here."""
+    plan = make_plan(paper(1, "--parallelism.fsdp_reshard_after_forward", "never"), 4, 8)
+    sent = 60 * 31 / 32 * (ROOT_GROUP + BLOCKS) * (2 + 4)
+    assert (plan.within_bytes, plan.between_bytes) == pytest.approx((sent, sent / 8))
+
+
+def test_bytes_of_tensor_parallel(sample):
+    """Nano on two ranks, TP only, nothing recomputed: 4 collectives of [2, 32, 64] in each block's forward, 2 around embedding
+    and output, the same backward, in fp32; and the gather of each of 6 blocks' outputs for dispersion."""
+    mesh = ("--parallelism.tensor_parallel_degree", "2", "--training.local_batch_size", "2", "--training.seq_len", "32")
+    plan = make_plan(
+        demo(sample, *mesh, "--training.global_batch_size", "8", "--activation_checkpoint.mode", "none"), 1, 2
+    )
+    activation = 2 * 32 * 64 * 4
+    tensor = 4 * (2 * (4 * 6 + 2)) * activation / 2
+    assert plan.within_bytes == pytest.approx(tensor + 4 * 6 * activation / 2)
+    assert plan.between_bytes == 0
+    assert plan.exposed_seconds >= tensor / 450e9
+
+
+def test_one_gpu_sends_nothing():
+    plan = make_plan(config(PAPER), 1, 1)
+    assert (plan.within_bytes, plan.between_bytes, plan.exposed_seconds) == (0, 0, 0)
+    assert plan.step_seconds == plan.computing_seconds
+
+
+def test_warnings_of_communication_and_checkpoints():
+    slow = {"network_bandwidth": 5e9, "storage_bandwidth": 0.5e9}
+    plan = make_plan(config(PAPER), 80, 8, **slow)
+    # The all-reduce of the blocks' gradients no longer fits beside the last microbatch's backward.
+    blocks = 2 * 79 / 80 * BLOCKS / 8 * 4 / 5e9
+    ends = 3 * 7 / 8 * ROOT_GROUP * (2 + 4) / 450e9 + 2 * 79 / 80 * ROOT_GROUP / 8 * 4 / 5e9
+    assert plan.exposed_seconds == pytest.approx(ends + blocks - plan.computing_seconds * 2 / 3 / 3)
+    communication = next(w for w in plan.warnings if "communication that computing cannot hide" in w)
+    assert f"{plan.exposed_seconds / plan.step_seconds:.0%} of a step" in communication
+    often = make_plan(config(PAPER, "--checkpoint.interval", "400"), 80, 8)
+    assert any(w.startswith("a checkpoint comes every 35.5 s and takes about 3.9 s to write") for w in often.warnings)
+    assert not any(
+        "a checkpoint comes" in w for w in make_plan(config(PAPER, "--checkpoint.no-enable"), 80, 8).warnings
+    )
+    for name in ("node", "network", "storage"):
+        with pytest.raises(ConfigError, match=f"{name} bandwidth is 0 GB/s"):
+            make_plan(config(PAPER), 80, 8, **{f"{name}_bandwidth": 0.0})
 
 
 @pytest.mark.parametrize(
@@ -151,7 +225,7 @@ def test_bad_options(options, message):
 
 
 def test_missing_inputs_are_warned_about_one_by_one(sample):
-    complete = demo(sample)
+    complete = demo(sample, "--checkpoint.no-enable")  # so small a model's steps take microseconds on a GPU
     assert make_plan(complete, 1, 1, strict=True).warnings == []
     complete.model.hf_assets_path = "/nowhere/tokenizer"
     complete.training.dataset_path = "/nowhere/data"
@@ -261,7 +335,16 @@ def test_json_and_text():
     assert json.loads(json.dumps(dataclasses.asdict(plan))) == dataclasses.asdict(plan)
     assert sum(dataclasses.asdict(plan.memory).values()) == plan.memory_total
     text = render(plan)
-    assert len(text.splitlines()) <= 35
+    assert len(text.splitlines()) <= 36
+    for line in (
+        "  every         88.7 s; written in 3.9 s at 2 GB/s (--storage-bandwidth)",
+        "step            88.7 ms: 80.1 ms of computing at 40% of the bf16 peak, 989.4 TFLOP/s a GPU, and communication",
+        "  within nodes  11.70 GB sent by a GPU, 26.0 ms at 450 GB/s (--node-bandwidth)",
+        "  between       0.59 GB, 11.8 ms at 50 GB/s (--network-bandwidth)",
+        "  not hidden    8.5 ms, 9.6% of a step",
+        "throughput      69,305 tokens/s a GPU",
+    ):
+        assert line in text.splitlines()
     assert text.splitlines()[-1] == f"warning: {plan.warnings[-1]}"
     assert "596,049,920" in text
     assert "1, 2, 3, 4, 5, 6, 8," in text

@@ -139,6 +139,9 @@ def plan(
     gpus_per_node: int = 8,
     gpu: str = "H100",
     mfu: float = 0.4,
+    node_bandwidth: float | None = None,
+    network_bandwidth: float | None = None,
+    storage_bandwidth: float = 2.0,
     strict: bool = False,
     json: bool = False,
 ) -> None:
@@ -151,6 +154,10 @@ def plan(
         gpus_per_node: ranks per node; on MI250X, one per GCD.
         gpu: A100, H100, H200, MI250X-GCD or MI300X.
         mfu: fraction of the GPU's bf16 peak that training reaches.
+        node_bandwidth: GB/s that a GPU sends to others of its node; default: the vendor's peak (titan_disp/cluster/hardware.py).
+        network_bandwidth: GB/s that a GPU sends to other nodes; default: one 400 Gb/s card per H100, H200 or MI300X, 200 Gb/s per
+            A100, 100 Gb/s per MI250X-GCD. slurm/preflight.sbatch measures a whole node's: divide it by the node's GPUs.
+        storage_bandwidth: GB/s that all ranks together write to the run folder; the default is a guess.
         strict: missing data or tokenizer is an error, not a warning.
         json: print one JSON object and nothing else.
     """
@@ -162,7 +169,17 @@ def plan(
     from titan_disp.config import load_config
 
     job_config = load_config(["--job.config_file", config, *overrides])
-    made = make_plan(job_config, nodes, gpus_per_node, gpu, mfu, strict=strict)
+    made = make_plan(
+        job_config,
+        nodes,
+        gpus_per_node,
+        gpu,
+        mfu,
+        strict=strict,
+        node_bandwidth=None if node_bandwidth is None else node_bandwidth * 1e9,
+        network_bandwidth=None if network_bandwidth is None else network_bandwidth * 1e9,
+        storage_bandwidth=storage_bandwidth * 1e9,
+    )
     print(dumps(dataclasses.asdict(made)) if json else render(made))
 
 

@@ -10,6 +10,7 @@ from titan_disp.batch import data_parallel_degree, global_batch_size, tokens_per
 from titan_disp.checks import check_config
 from titan_disp.cluster.hardware import find_gpu
 from titan_disp.cluster.memory import Memory, checkpoint_bytes, checkpoint_counts, estimate
+from titan_disp.cluster.traffic import traffic
 from titan_disp.data.shards import check_data, split_of
 from titan_disp.data.tokenizer import find_tokenizer, load_tokenizer_for
 from titan_disp.errors import ConfigError
@@ -17,6 +18,8 @@ from titan_disp.qwen3.flavors import Qwen3DispModelArgs, flavors
 from titan_disp.qwen3.model import Qwen3DispModel
 
 MAX_NODES = 1024  # of the node counts that are tried
+STORAGE = 2e9  # bytes/s that all ranks together write: our choice, what a modest shared file system takes
+NOTICED = 0.1  # part of the time from which communication and checkpoints are warned about
 
 
 @dataclass(frozen=True)
@@ -38,7 +41,14 @@ class Plan:
         checkpoints: saved over the run. checkpoints_kept: of these, at its end.
         checkpoint_disk_bytes: the most at any time: one more than are kept, as the oldest goes after the newest is complete.
         flops_per_step, total_flops: the model's. dispersion_…: what dispersion adds.
-        days: of computing at ``mfu``, dispersion included, all products counted at the bf16 peak.
+        computing_seconds: of one step at ``mfu``, dispersion included, all products counted at the bf16 peak.
+        within_bytes, between_bytes: that one GPU sends in a step, to others of its node and to other nodes, see ``traffic``.
+            …_seconds: that these take at …_bandwidth, bytes/s.
+        exposed_seconds: of both, what computing cannot hide, at best.
+        step_seconds: computing and exposed communication.
+        checkpoint_interval_seconds: from one checkpoint to the next; 0 without. checkpoint_seconds: to write one at
+            storage_bandwidth; in asynchronous modes most of it is hidden.
+        days: of steps, without start-ups, checkpoints, validation and measurements.
         days_fp32_dispersion: the same with dispersion's products at the fp32 peak: of fp32 activations, and of l2_repel.
         node_counts: up to MAX_NODES, with the GPUs per node as they are.
     """
@@ -73,6 +83,19 @@ class Plan:
     dispersion_flops_per_step: float
     total_flops: float
     total_dispersion_flops: float
+    computing_seconds: float
+    within_bytes: float
+    between_bytes: float
+    node_bandwidth: float
+    network_bandwidth: float
+    within_seconds: float
+    between_seconds: float
+    exposed_seconds: float
+    step_seconds: float
+    tokens_per_second_per_gpu: float
+    checkpoint_interval_seconds: float
+    checkpoint_seconds: float
+    storage_bandwidth: float
     days: float
     days_without_dispersion: float
     days_fp32_dispersion: float
@@ -154,7 +177,16 @@ def missing_inputs(job_config: JobConfig, strict: bool) -> list[str]:
 
 
 def make_plan(
-    job_config: JobConfig, nodes: int, gpus_per_node: int, gpu: str = "H100", mfu: float = 0.4, *, strict: bool = False
+    job_config: JobConfig,
+    nodes: int,
+    gpus_per_node: int,
+    gpu: str = "H100",
+    mfu: float = 0.4,
+    *,
+    strict: bool = False,
+    node_bandwidth: float | None = None,
+    network_bandwidth: float | None = None,
+    storage_bandwidth: float = STORAGE,
 ) -> Plan:
     """The plan of a config on ``nodes`` × ``gpus_per_node`` GPUs.
 
@@ -163,6 +195,8 @@ def make_plan(
         gpu: a name in ``hardware.GPUS``.
         mfu: part of the bf16 peak that all of the computing, dispersion included, is taken to reach.
         strict: a missing tokenizer or missing data is an error rather than a warning.
+        node_bandwidth, network_bandwidth: bytes/s that one GPU sends; None: as ``hardware.GPUS`` has it. storage_bandwidth:
+            that all of them write together.
 
     Raises:
         ConfigError: what would also fail at the start of the run.
@@ -172,6 +206,11 @@ def make_plan(
     if not 0 < mfu <= 1:
         raise ConfigError(f"mfu is {mfu}, expected a number in (0, 1]")
     device, given = find_gpu(gpu), job_config
+    node_bandwidth = device.node_bandwidth if node_bandwidth is None else node_bandwidth
+    network_bandwidth = device.network_bandwidth if network_bandwidth is None else network_bandwidth
+    for name, value in (("node", node_bandwidth), ("network", network_bandwidth), ("storage", storage_bandwidth)):
+        if not value > 0:
+            raise ConfigError(f"{name} bandwidth is {value / 1e9:g} GB/s, expected a number > 0")
     job_config = copy.deepcopy(given)
     world = nodes * gpus_per_node
     check_config(job_config, world)
@@ -196,7 +235,30 @@ def make_plan(
     saved, kept, on_disk = checkpoint_counts(job_config)
     model_flops = float(flops_per_token * step_tokens)
     added_flops = float(batch * dispersion_flops(args, t.seq_len, cp * tp))
-    days = t.steps / (world * mfu * 86400)  # per FLOP of a step and FLOP/s of a peak
+    sent = traffic(job_config, model, gpus_per_node, world)
+
+    def exposed(computing: float) -> float:
+        return sent.exposed(computing, node_bandwidth, network_bandwidth)
+
+    def days(computing: float) -> float:
+        return t.steps * (computing + exposed(computing)) / 86400
+
+    bf16, fp32 = (world * mfu * peak for peak in (device.bf16_flops, device.fp32_flops))
+    computing = (model_flops + added_flops) / bf16
+    step = computing + exposed(computing)
+    checkpoint = checkpoint_bytes(job_config, model)
+    between_checkpoints = job_config.checkpoint.interval * step if saved else 0.0
+    writing = checkpoint / storage_bandwidth
+    if exposed(computing) > NOTICED * step:
+        warnings.append(
+            f"communication that computing cannot hide takes {exposed(computing) / step:.0%} of a step: use fewer nodes, or "
+            "raise training.local_batch_size, which makes fewer microbatches of the same batch"
+        )
+    if saved and writing > NOTICED * between_checkpoints:
+        warnings.append(
+            f"a checkpoint comes every {between_checkpoints:.1f} s and takes about {writing:.1f} s to write: raise "
+            "checkpoint.interval"
+        )
     return Plan(
         config=job_config.job.config_file or "",
         nodes=nodes,
@@ -220,17 +282,30 @@ def make_plan(
         memory=memory,
         memory_total=memory.total,
         gpu_memory=device.memory,
-        checkpoint_bytes=checkpoint_bytes(job_config, model),
+        checkpoint_bytes=checkpoint,
         checkpoints=saved,
         checkpoints_kept=kept,
-        checkpoint_disk_bytes=on_disk * checkpoint_bytes(job_config, model),
+        checkpoint_disk_bytes=on_disk * checkpoint,
         flops_per_step=model_flops,
         dispersion_flops_per_step=added_flops,
         total_flops=model_flops * t.steps,
         total_dispersion_flops=added_flops * t.steps,
-        days=days * (model_flops + added_flops) / device.bf16_flops,
-        days_without_dispersion=days * model_flops / device.bf16_flops,
-        days_fp32_dispersion=days * (model_flops / device.bf16_flops + added_flops / device.fp32_flops),
+        computing_seconds=computing,
+        within_bytes=sent.total.within,
+        between_bytes=sent.total.between,
+        node_bandwidth=node_bandwidth,
+        network_bandwidth=network_bandwidth,
+        within_seconds=sent.total.within / node_bandwidth,
+        between_seconds=sent.total.between / network_bandwidth,
+        exposed_seconds=exposed(computing),
+        step_seconds=step,
+        tokens_per_second_per_gpu=step_tokens / step / world,
+        checkpoint_interval_seconds=between_checkpoints,
+        checkpoint_seconds=writing,
+        storage_bandwidth=storage_bandwidth,
+        days=days(computing),
+        days_without_dispersion=days(model_flops / bf16),
+        days_fp32_dispersion=days(model_flops / bf16 + added_flops / fp32),
         node_counts=admitted_node_counts(given, gpus_per_node, shard),
         warnings=warnings,
     )

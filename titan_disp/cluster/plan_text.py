@@ -12,6 +12,12 @@ def _duration(days: float) -> str:
     return f"{days * 24:.1f} hours" if days * 24 >= 2 else f"{days * 1440:.0f} minutes"
 
 
+def _seconds(seconds: float) -> str:
+    if seconds >= 120:
+        return f"{seconds / 60:.1f} minutes"
+    return f"{seconds:.1f} s" if seconds >= 1 else f"{seconds * 1e3:.1f} ms"
+
+
 def _size(count: float) -> str:
     """Bytes; 1 GB = 1e9 bytes."""
     return f"{count / 1e9:.2f} GB" if count >= 1e7 else f"{count / 1e6:.2f} MB"
@@ -31,7 +37,7 @@ def _node_counts(plan: Plan) -> str:
 
 
 def render(plan: Plan) -> str:
-    """The plan in some 30 lines of text, warnings last."""
+    """The plan in some 35 lines of text, warnings last."""
     m, gpu = plan.memory, GPUS[plan.gpu]
     world = plan.nodes * plan.gpus_per_node
     share = plan.dispersion_flops_per_step / plan.flops_per_step
@@ -70,14 +76,35 @@ def render(plan: Plan) -> str:
             f"{plan.checkpoints} saved, {plan.checkpoints_kept} kept; at most {_size(plan.checkpoint_disk_bytes)} on disk",
         ),
         (
+            "  every",
+            f"{_seconds(plan.checkpoint_interval_seconds)}; written in {_seconds(plan.checkpoint_seconds)} at "
+            f"{plan.storage_bandwidth / 1e9:g} GB/s (--storage-bandwidth)"
+            if plan.checkpoints
+            else "never",
+        ),
+        (
             "FLOPs",
             f"{plan.flops_per_step:.3e} a step, {plan.total_flops:.3e} in all; dispersion adds "
             f"{plan.dispersion_flops_per_step:.3e} and {plan.total_dispersion_flops:.3e} ({share:.1%})",
         ),
         (
-            "time",
-            f"{_duration(plan.days)} at {plan.mfu:.0%} of the bf16 peak, {gpu.bf16_flops / 1e12:g} TFLOP/s a GPU",
+            "step",
+            f"{_seconds(plan.step_seconds)}: {_seconds(plan.computing_seconds)} of computing at {plan.mfu:.0%} of the bf16 "
+            f"peak, {gpu.bf16_flops / 1e12:g} TFLOP/s a GPU, and communication",
         ),
+        (
+            "  within nodes",
+            f"{_size(plan.within_bytes)} sent by a GPU, {_seconds(plan.within_seconds)} at "
+            f"{plan.node_bandwidth / 1e9:g} GB/s (--node-bandwidth)",
+        ),
+        (
+            "  between",
+            f"{_size(plan.between_bytes)}, {_seconds(plan.between_seconds)} at {plan.network_bandwidth / 1e9:g} GB/s "
+            "(--network-bandwidth)",
+        ),
+        ("  not hidden", f"{_seconds(plan.exposed_seconds)}, {plan.exposed_seconds / plan.step_seconds:.1%} of a step"),
+        ("throughput", f"{plan.tokens_per_second_per_gpu:,.0f} tokens/s a GPU"),
+        ("time", f"{_duration(plan.days)} of steps"),
     ]
     if share:
         rows += [

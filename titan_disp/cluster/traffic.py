@@ -1,0 +1,133 @@
+"""Bytes that one GPU sends in a step, within its node and over the network, and the time that no computing hides.
+
+Counted from the shapes, with ring algorithms, which NCCL and RCCL use for large messages: in a group of n ranks an
+all-gather or a reduce-scatter of B bytes sends (n−1)/n · B from every rank, an all-reduce twice that. Where g ranks of the
+group share a node, the ring leaves the node once for all of them, so each sends 1/g of its bytes over the network. Trees,
+latency and other jobs on the network are left out. Measured on no GPU yet.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torchtitan.config import TORCH_DTYPE_MAP, JobConfig
+
+from titan_disp.batch import data_parallel_degree, global_batch_size
+from titan_disp.cluster.memory import compute_dtype
+from titan_disp.qwen3.model import Qwen3DispModel
+
+BACKWARD = 2 / 3  # of a microbatch's computing
+
+
+@dataclass(frozen=True)
+class Sent:
+    """Bytes that one GPU sends over the links of its node and over the network, at the same time."""
+
+    within: float = 0.0
+    between: float = 0.0
+
+    def __add__(self, other: "Sent") -> "Sent":
+        return Sent(self.within + other.within, self.between + other.between)
+
+    def __mul__(self, factor: float) -> "Sent":
+        return Sent(self.within * factor, self.between * factor)
+
+    def seconds(self, node_bandwidth: float, network_bandwidth: float) -> float:
+        return max(self.within / node_bandwidth, self.between / network_bandwidth)
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Of one step and one GPU.
+
+    Attributes:
+        at_the_ends: what nothing can hide: tensor parallelism's collectives, between which its GPUs have nothing to do;
+            gathering the embedding's group, with which a microbatch begins, and reducing its gradients, with which it ends.
+        beside: what can run beside computing in any microbatch.
+        beside_last_backward: the all-reduce over replicas, which waits for the last microbatch.
+        microbatches: of a step.
+    """
+
+    at_the_ends: tuple[Sent, ...]
+    beside: tuple[Sent, ...]
+    beside_last_backward: tuple[Sent, ...]
+    microbatches: int
+
+    @property
+    def total(self) -> Sent:
+        return sum((*self.at_the_ends, *self.beside, *self.beside_last_backward), Sent())
+
+    def exposed(self, computing: float, node_bandwidth: float, network_bandwidth: float) -> float:
+        """Seconds that a step of ``computing`` seconds takes longer for communication. Bandwidths in bytes/s.
+
+        At best: all of the computing hides what can run beside it.
+        """
+
+        def seconds(sent: Iterable[Sent]) -> float:
+            return sum(s.seconds(node_bandwidth, network_bandwidth) for s in sent)
+
+        last_backward = BACKWARD * computing / self.microbatches
+        return (
+            seconds(self.at_the_ends)
+            + max(0.0, seconds(self.beside) - computing)
+            + max(0.0, seconds(self.beside_last_backward) - last_backward)
+        )
+
+
+def ring(size: int, stride: int, gpus_per_node: int, count: float) -> Sent:
+    """One all-gather or reduce-scatter of ``count`` bytes (whole, not the shard) over ``size`` ranks that are ``stride``
+    ranks apart."""
+    sent = (size - 1) / size * count
+    together = max(1, min(size, gpus_per_node // stride))
+    return Sent(sent if together > 1 else 0.0, sent / together if together < size else 0.0)
+
+
+def traffic(job_config: JobConfig, model: Qwen3DispModel, gpus_per_node: int, world_size: int) -> Traffic:
+    """What a step sends.
+
+    Args:
+        job_config: has passed ``checks.check_config`` for ``world_size`` ranks.
+        model: on the meta device.
+    """
+    p, t, args = job_config.parallelism, job_config.training, model.model_args
+    tp, cp, replicas = p.tensor_parallel_degree, p.context_parallel_degree, p.data_parallel_replicate_degree
+    fsdp = world_size // (replicas * tp)  # shards, context parallelism's ranks among them
+    dp = data_parallel_degree(job_config, world_size)
+    microbatches = global_batch_size(job_config, dp) // (t.local_batch_size * dp)
+
+    def held(module: torch.nn.Module) -> int:
+        return sum(w.numel() // tp if w.ndim > 1 else w.numel() for w in module.parameters())
+
+    blocks = sum(held(block) for block in model.layers.values())
+    root = held(model) - blocks  # embedding, final norm and output: one group, see qwen3/parallelize.py
+    parameter, gradient = (TORCH_DTYPE_MAP[d].itemsize for d in (t.mixed_precision_param, t.mixed_precision_reduce))
+    # Gathered for forward, and again for backward where they were resharded; reduced after backward.
+    policy = p.fsdp_reshard_after_forward
+    block_bytes = blocks * (parameter * (1 if policy == "never" else 2) + gradient)
+    root_bytes = root * (parameter * (2 if policy == "always" else 1) + gradient)
+
+    def sharded(count: float) -> Sent:
+        return ring(fsdp, tp, gpus_per_node, count) * microbatches
+
+    def replicated(elements: int) -> Sent:
+        """Once a step; an all-reduce is a reduce-scatter and an all-gather."""
+        return ring(replicas, tp * fsdp, gpus_per_node, elements / fsdp * gradient) * 2
+
+    tokens = t.local_batch_size * t.seq_len
+    itemsize = compute_dtype(job_config, fsdp).itemsize
+    activation = tokens * args.dim * itemsize
+    # Per block: gather and scatter around attention and around the feed-forward, and the same backward; what activation
+    # checkpointing recomputes (op keeps the scatters' outputs). Two more, twice, around embedding and output.
+    recomputed = {"none": 0, "selective": 2}.get(job_config.activation_checkpoint.mode, 4)
+    tensor = ring(tp, 1, gpus_per_node, activation / cp) * ((8 + recomputed) * args.n_layers + 4)
+    exact = job_config.dispersion.estimator == "exact"  # type: ignore[attr-defined]
+    dispersed = ring(cp * tp, 1, gpus_per_node, activation * len(args.activations) * exact)
+    # Keys and values go round the ring in forward, and with their gradients in backward.
+    keys_and_values = 2 * tokens * args.n_kv_heads * args.head_dim // tp * itemsize
+    context = ring(cp, tp, gpus_per_node, 3 * keys_and_values * args.n_layers)
+    return Traffic(
+        at_the_ends=(sharded(root_bytes), tensor * microbatches, replicated(root)),
+        beside=(sharded(block_bytes), dispersed * microbatches, context * microbatches),
+        beside_last_backward=(replicated(blocks),),
+        microbatches=microbatches,
+    )
