@@ -1,7 +1,9 @@
 """One training step of the real trainer on a given mesh, with its whole gradients saved for comparison."""
 
 import dataclasses
+from contextlib import contextmanager
 from pathlib import Path
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -87,6 +89,22 @@ def step(trainer):
     return gradients
 
 
+@contextmanager
+def counted_all_reduces(trainer):
+    """A list that grows with every all-reduce over the replicas, as FSDP2 calls it."""
+    mesh = trainer.parallel_dims.get_optional_mesh("dp_replicate")
+    group = mesh.get_group().group_name if mesh is not None else None
+    found, all_reduce = [], dist.all_reduce
+
+    def counted(tensor, *args, **kwargs):
+        if kwargs.get("group") is not None and kwargs["group"].group_name == group:
+            found.append(tensor.numel())
+        return all_reduce(tensor, *args, **kwargs)
+
+    with mock.patch.object(dist, "all_reduce", counted):
+        yield found
+
+
 def run_cases(sample, folder, cases, checkpoint):
     """For every case: build, step, save gradients and updated weights to ``folder/name.pt`` (rank 0)."""
     for name, (options, mutation) in cases.items():
@@ -96,7 +114,8 @@ def run_cases(sample, folder, cases, checkpoint):
         assert_tied(model)
         before = {n: full(p.detach()).clone() for n, p in canonical(model).items()}
         trainer.loss_fn = mutate(trainer.loss_fn, mutation)
-        gradients = step(trainer)
+        with counted_all_reduces(trainer) as all_reduces:
+            gradients = step(trainer)
         assert_tied(model)
         after = {n: full(p.detach()).clone() for n, p in canonical(model).items()}
         if checkpoint:
@@ -108,5 +127,6 @@ def run_cases(sample, folder, cases, checkpoint):
                 assert torch.equal(full(p.detach()), after[n]), f"{n} changed through save and load"
         trainer.close()
         if dist.get_rank() == 0:
-            torch.save({"gradients": gradients, "before": before, "after": after}, Path(folder) / f"{name}.pt")
+            found = {"gradients": gradients, "before": before, "after": after, "all_reduces": all_reduces}
+            torch.save(found, Path(folder) / f"{name}.pt")
         dist.barrier()

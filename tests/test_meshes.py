@@ -42,7 +42,7 @@ TWO_RANKS = {
     "tp_times_ranks": (TP, "times2"),
 }
 FOUR_RANKS = {
-    "hsdp": (HSDP, ""),
+    "hsdp": ((*HSDP, "--training.local_batch_size", "1"), ""),  # two microbatches
     "fsdp_4": (FSDP, ""),
     "fsdp_tp": (TP, ""),
     "hsdp_times_ranks": (HSDP, "times4"),
@@ -97,6 +97,16 @@ def family(sample, tmp_path_factory):
     spawn(4, run_cases, sample, folder, FAMILY_ON_FOUR, False)
     names = (*alone, *FAMILY_ON_TWO, *FAMILY_ON_FOUR)
     return {name: torch.load(folder / f"{name}.pt")["gradients"] for name in names}
+
+
+@pytest.mark.slow
+def test_gradients_cross_replicas_once_a_step(results):
+    """Six blocks and the embedding's group, each once, with two microbatches (hsdp) as with one (hsdp_times_ranks)."""
+    two, one = (results[name]["all_reduces"] for name in ("hsdp", "hsdp_times_ranks"))
+    assert two == one
+    assert len(two) == 6 + 1
+    assert sum(two) >= sum(g.numel() for g in results["reference"]["gradients"].values()) / 2  # of two shards, one's
+    assert results["fsdp_4"]["all_reduces"] == []
 
 
 def errors(gradients, reference):

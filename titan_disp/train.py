@@ -12,6 +12,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
+from torch.distributed.fsdp import FSDPModule
 from torchtitan.config import JobConfig
 from torchtitan.distributed.utils import set_pg_timeouts
 from torchtitan.tools.logging import init_logger, logger
@@ -49,6 +50,7 @@ class DispTrainer(Trainer):
     _start_step = 0
     _stopping = False
     _timeouts_set = False
+    _microbatch = 0  # of the step, from 1
 
     def __init__(self, job_config: JobConfig) -> None:
         """Check the config, open the run folder, build everything.
@@ -137,6 +139,7 @@ class DispTrainer(Trainer):
     def train_step(self, data_iterator: Iterator[Any]) -> None:
         """TorchTitan's step, and what all ranks agreed on in it (see ``GuardedOptimizers``)."""
         self.heartbeat.begin("step", self.step)
+        self._microbatch = 0
         super().train_step(data_iterator)
         self.heartbeat.step(self.step)
         if not self._timeouts_set:
@@ -152,6 +155,17 @@ class DispTrainer(Trainer):
         interval = self.job_config.condensation.interval  # type: ignore[attr-defined]
         if interval and self.step % interval == 0 and not self._stopping:
             self.measure_condensation()
+
+    def forward_backward_step(self, **kwargs: Any) -> torch.Tensor:
+        """One microbatch. Under HSDP its gradients cross the replicas, which are other nodes, with the last one only.
+
+        Until then FSDP2 adds up what it has reduce-scattered, in the dtype of the reduction, and all-reduces the sum.
+        """
+        self._microbatch += 1
+        last = self._microbatch == self.gradient_accumulation_steps
+        if self.parallel_dims.dp_replicate_enabled and (last or self._microbatch == 1):
+            cast(FSDPModule, self.model_parts[0]).set_requires_all_reduce(last)
+        return super().forward_backward_step(**kwargs)
 
     def _set_timeouts(self) -> None:
         """Shorter time-outs once compilation is over; TorchTitan sets them after step 1 only, so never after a resume."""

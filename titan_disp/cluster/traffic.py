@@ -110,7 +110,7 @@ def traffic(job_config: JobConfig, model: Qwen3DispModel, gpus_per_node: int, wo
         return ring(fsdp, tp, gpus_per_node, count) * microbatches
 
     def replicated(elements: int) -> Sent:
-        """Once a step; an all-reduce is a reduce-scatter and an all-gather."""
+        """Once a step, as ``titan_disp.train`` has it; an all-reduce is a reduce-scatter and an all-gather."""
         return ring(replicas, tp * fsdp, gpus_per_node, elements / fsdp * gradient) * 2
 
     tokens = t.local_batch_size * t.seq_len
