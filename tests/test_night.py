@@ -5,6 +5,7 @@ import os
 import pickle
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -244,6 +245,12 @@ def test_asked_to_stop(sample, tmp_path, how):
     assert checkpoints(run / "checkpoint") == [stopped["step"]]
     assert not (run / "stop").exists()
     assert job.returncode == 0, text[-3000:]
+    slow = {step: row["straggler"] for step, row in read_metrics(run).items() if 2 <= step <= min(6, stopped["step"])}
+    assert {found["rank"] for found in slow.values()} == {
+        0
+    }  # half a second slower a step; SLOW of tests/faulty_train.py
+    assert all(found["seconds"] - found["median"] == pytest.approx(0.5, abs=0.25) for found in slow.values())
+    assert f"step 2: rank 0 on {socket.gethostname()} is slow" in text
     if how == "USR1 to one rank":
         train(DEMO, sample, run, *options, nproc=2)
         train(DEMO, sample, tmp_path / "whole", *options, nproc=2)

@@ -34,6 +34,7 @@ from titan_disp.run.folder import RunFolder
 from titan_disp.run.guard import GuardedOptimizers
 from titan_disp.run.heartbeat import Heartbeat
 from titan_disp.run.metrics import DispersionMetrics
+from titan_disp.run.stragglers import Stragglers
 
 
 def world_size_from_environment(job_config: JobConfig) -> int:
@@ -45,6 +46,7 @@ class DispTrainer(Trainer):
     """Overrides hooks of TorchTitan's Trainer; copies nothing of it."""
 
     run_folder: RunFolder | None = None
+    stragglers: Stragglers | None = None
     checkpointer: DispCheckpointManager
     optimizers: GuardedOptimizers
     _start_step = 0
@@ -77,6 +79,8 @@ class DispTrainer(Trainer):
         with _disabled(job_config.checkpoint):
             super().__init__(job_config)
         self.checkpointer = self._build_checkpointer()
+        if job_config.comm.mode == "default" and world_size > 1:
+            self.stragglers = cast(DispersionMetrics, self.metrics_processor).stragglers = Stragglers()
         self.stop_request = StopRequest(self.run_folder.path if self.run_folder is not None else None)
         self.optimizers.flags["stop"] = self.stop_request
         self.optimizers.flags["save_failed"] = self.checkpointer.save_has_failed
@@ -112,7 +116,13 @@ class DispTrainer(Trainer):
             self.event("resume" if self.step else "start", self.step, **details)
         if self.step == 0:
             self.measure_condensation()
-        return super().batch_generator(data_iterable)
+        return self._timed(super().batch_generator(data_iterable))
+
+    def _timed(self, batches: Iterator[Any]) -> Iterator[Any]:
+        for batch in batches:
+            if self.stragglers is not None:
+                self.stragglers.arrived()
+            yield batch
 
     def check_resume(self, step: int) -> None:
         """Compare the data of the checkpoint that will be loaded with this run's, before DCP meets tensors of another size.
@@ -161,6 +171,8 @@ class DispTrainer(Trainer):
 
         Until then FSDP2 adds up what it has reduce-scattered, in the dtype of the reduction, and all-reduces the sum.
         """
+        if self.stragglers is not None:
+            self.stragglers.met()
         self._microbatch += 1
         last = self._microbatch == self.gradient_accumulation_steps
         if self.parallel_dims.dp_replicate_enabled and (last or self._microbatch == 1):

@@ -27,6 +27,7 @@ from titan_disp.condensation.record import Condensation
 from titan_disp.data.loader import LARGEST, StreamLoader
 from titan_disp.dispersion import LossLedger
 from titan_disp.run.folder import append_json
+from titan_disp.run.stragglers import Stragglers
 
 
 class TensorBoardFolder(BaseLogger):
@@ -64,6 +65,7 @@ class DispersionMetrics(MetricsProcessor):
     """Adds cross-entropy, dispersion and exact tokens seen to console, TensorBoard (W&B) and metrics.jsonl."""
 
     logger: BaseLogger
+    stragglers: Stragglers | None = None  # titan_disp.train sets it, where there are several ranks
 
     def __init__(
         self,
@@ -161,6 +163,7 @@ class DispersionMetrics(MetricsProcessor):
             extra["loss_metrics/dispersion_fit_error"] = fit_error
         data = self.data_metrics()
         extra.update({f"data/{name}": value for name, value in data.items()})
+        slowest = self.stragglers.find() if self.stragglers is not None else None
         seconds = time.perf_counter() - self.time_last_log
         tps = self.ntokens_since_last_log / (seconds * self.parallel_dims.non_data_parallel_size)
         super().log(step, global_avg_loss, global_max_loss, grad_norm, extra)
@@ -170,6 +173,11 @@ class DispersionMetrics(MetricsProcessor):
             f"{color.red}step: {step:2}  {color.green}ce: {terms['ce']:8.5f}  "
             f"{color.magenta}dispersion: {terms['dispersion']:8.5f}  {color.blue}tokens: {tokens:,}{of_budget}{color.reset}"
         )
+        if slowest is not None:
+            logger.warning(
+                f"step {step}: rank {slowest['rank']} on {slowest['host']} is slow: it takes {slowest['seconds']:.3f} s a step "
+                f"for itself, half of the ranks {slowest['median']:.3f} s or less"
+            )
         if self._jsonl is not None:
             record = {
                 "step": step,
@@ -182,6 +190,7 @@ class DispersionMetrics(MetricsProcessor):
                 "tokens": tokens,
                 "tps": tps,
                 "data": data,
+                **({} if slowest is None else {"straggler": slowest}),
             }
             append_json(self._jsonl, record)
         if self._loader is not None:
