@@ -2,9 +2,10 @@
 
 FAULTS="nan_loss:3@1,inf_gradient:5@0": at step 3 the cross-entropy of rank 1 is NaN, at step 5 rank 0 has an infinite
 gradient. "nan_loss:3-9@0" lasts from step 3 to 9. Others: crash (an exception; "crash:0@0" before anything is built), hang
-(SIGSTOP of itself), kill (SIGKILL of itself), kill_in_save (when it next writes a checkpoint), nospace (the file system is full
-from then on), slow (SLOW seconds more a step, by default half of one). FAULTS_ONCE names a file: faults happen only until it
-exists, and create it.
+(SIGSTOP of itself), freeze (waits for ever before the step, as for a file system; with FAULTS_ONCE every rank that is named does
+so once), kill (SIGKILL of itself), kill_in_save (when it next writes a checkpoint), nospace (the file system is full from then
+on), slow (SLOW seconds more a step, by default half of one). FAULTS_ONCE names a file: faults happen only until it exists, and
+create it.
 """
 
 import math
@@ -33,6 +34,7 @@ def active(name, step):
     once = os.environ.get("FAULTS_ONCE")
     for fault, steps, rank in faults():
         if fault == name and step in steps and rank == int(os.environ.get("RANK", "0")):
+            once = f"{once}.{rank}" if once and name == "freeze" else once
             if once and Path(once).exists():
                 return False
             if once:
@@ -67,6 +69,9 @@ class FaultyTrainer(DispTrainer):
             raise RuntimeError(f"crashed on purpose at step {self.step}")
         if active("hang", self.step):
             os.kill(os.getpid(), signal.SIGSTOP)
+        if active("freeze", self.step):
+            while True:
+                time.sleep(1)
         if active("kill", self.step):
             os.kill(os.getpid(), signal.SIGKILL)
         if active("slow", self.step):

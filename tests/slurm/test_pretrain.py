@@ -119,10 +119,24 @@ def test_completes_and_refuses_a_second_job(jobs, whole, tmp_path):
     assert values(run) == values(whole)
     assert {p.name for p in (run / "nodes" / f"{first}.0").iterdir()} == {"n1.json", "n2.json"}
     assert len(list((run / "logs" / f"{first}.0").glob("node-[01]/*/attempt_0/0/std*.log"))) == 4
+    # Rank 0 is on the first node, whose log is the job's.
+    (rank_0,) = (run / "logs" / f"{first}.0").glob("node-0/*/attempt_0/0/stdout.log")
+    assert f"tokens: {STEPS * 512:,} of" in rank_0.read_text()
+    states = [(r["restart"], r["state"]) for r in read_json_lines(run / "supervisor.jsonl") if r["job"] == str(first)]
+    assert states == [(0, s) for s in ("unpack", "check nodes", "prepare", "train", "decide", "end")]
+
+    again = jobs.submit(run, *tokens)  # such as the next of a chain of jobs
+    log = jobs.completed(again, restarts=0)
+    assert "This run was complete already" in log
+    assert f"the run is complete: step {STEPS}" in log
+    assert values(run) == values(whole)
 
 
 def test_preempted(jobs, whole, tmp_path):
-    """USR1 to the batch script, as --signal=B:USR1@300 sends it: saves, requeues itself, completes. So too before training."""
+    """USR1 to the batch script, as --signal=B:USR1@300 sends it: saves, requeues itself, completes.
+
+    Before training, it is a failure that counts: a time limit that leaves no time to train would loop for ever.
+    """
     run = tmp_path / "run"
     job = jobs.submit(run, faults=f"slow:1-{STEPS}@0")
     jobs.slurm.wait(job, "RUNNING")
@@ -136,13 +150,15 @@ def test_preempted(jobs, whole, tmp_path):
     assert 6 <= stop[1] < STEPS
     assert events(run, "resume") == [("resume", stop[1])]  # nothing was repeated
     assert "USR1 received: asking all ranks to save and stop" in log
+    assert "failure 1 of at most 3 retries without a new checkpoint (no checkpoint yet): asked to stop (USR1)" in log
     assert values(run) == values(whole)
 
 
 def test_time_limit(jobs, whole, tmp_path):
     """SLURM's own signal before the limit; the requeued job has the limit anew."""
     run = tmp_path / "run"
-    job = jobs.submit(run, faults="slow:1-16@0", sbatch=("--time=2", "--signal=B:USR1@75"), SLOW="3")
+    lead = {"sbatch": ("--time=2", "--signal=B:USR1@75"), "TITAN_DISP_SIGNAL_SECONDS": "75"}
+    job = jobs.submit(run, faults="slow:1-16@0", SLOW="3", **lead)
     log = jobs.completed(job, restarts=1, more=True)
     assert "USR1 received" in log
     stops = [step for _, step in events(run, "stop")]
@@ -259,6 +275,67 @@ def test_hang(jobs, whole, tmp_path):
     job = jobs.submit(run, "--comm.train_timeout_seconds", "10", faults="hang:7@1", once=True)
     jobs.completed(job, restarts=1)
     assert events(run, "resume") == [("resume", 4)]
+    assert values(run) == values(whole)
+
+
+def test_sick_nodes(jobs, tmp_path):
+    """The first node does not start the check, then one hangs in it, then one lacks a GPU: no start ends the run."""
+    run = tmp_path / "run"
+    wrapper = tmp_path / "wrapper"
+    wrapper.write_text(
+        """case "${SLURM_RESTART_COUNT:-0} $(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1) $*" in
+"0 ${SLURMD_NODENAME:-} "*nodecheck*) exit 1 ;;
+"1 ${SLURMD_NODENAME:-} "*nodecheck*) sleep 600 ;;
+"2 ${SLURMD_NODENAME:-} "*nodecheck*) "$@" | sed 's/"gpus": \\[\\]/"gpus": ["A", "B"]/'; exit ;;
+esac
+exec "$@"
+"""
+    )
+    options = ("--training.steps", "2", "--lr_scheduler.warmup_steps", "1")
+    job = jobs.submit(
+        *(run, *options),
+        **{"TITAN_DISP_CHECK_NODES": "1", "TITAN_DISP_PREFIX": f"bash {wrapper}", "TITAN_DISP_CHECK_SECONDS": "40"},
+    )
+    log = jobs.completed(job, restarts=3)
+    reasons = [r["reason"] for r in read_json_lines(run / "supervisor.jsonl") if r["state"] == "requeue"]
+    assert len(reasons) == 3
+    assert all("nodes that cannot train: node n" in reason for reason in reasons)
+    assert "it did not answer" in reasons[0]
+    assert "the check of the nodes has taken 40 s and is ended" in log
+    assert "it did not answer" in reasons[1]
+    assert "GPUs are visible, most nodes have 2" in reasons[2]
+    assert events(run, "complete") == [("complete", 2)]
+
+
+def test_frozen(jobs, whole, tmp_path):
+    """All ranks stand still with no collective pending: nothing but the heartbeat tells. Ended, and it completes."""
+    run = tmp_path / "run"
+    options = ("--comm.train_timeout_seconds", "5", "--guard.silence_seconds", "2")
+    job = jobs.submit(run, *options, faults="freeze:7@0,freeze:7@1", once=True, TITAN_DISP_MAX_RETRIES="1")
+    log = jobs.completed(job, restarts=1)
+    assert re.search(r"rank 0 has been silent for \d+ s at step 6 \(step\), and 1\d s are allowed", log)
+    assert re.search(
+        r"failure 1 of at most 1 .*node 0 rank 0: \w+ in faulty_train.py:\d+; node 1 rank 0: \w+ in faulty", log
+    )
+    assert events(run, "resume") == [("resume", 4)]
+    assert values(run) == values(whole)
+
+
+def test_requeue_refused(jobs, whole, tmp_path):
+    """Where jobs may not requeue themselves, it is said, and the job is submitted again if that is asked for."""
+    run = tmp_path / "run"
+    commands = tmp_path / "bin"
+    commands.mkdir()
+    real = shutil.which("scontrol", path=jobs.slurm.environment["PATH"])
+    (commands / "scontrol").write_text(f'#!/bin/bash\n[ "$1" != requeue ] || exit 1\nexec {real} "$@"\n')
+    (commands / "scontrol").chmod(0o755)
+    path = {"PATH": f"{commands}:{jobs.slurm.environment['PATH']}", "TITAN_DISP_RESUBMIT": "1"}
+    job = jobs.submit(run, faults=f"slow:1-{STEPS}@0", **path)
+    jobs.until_step(job, run, 5)
+    jobs.slurm.signal(job, "USR1")
+    log = jobs.completed(job, restarts=0)
+    second = int(re.search(r"submitted again as Submitted batch job (\d+)", log)[1])
+    jobs.completed(second, restarts=0)
     assert values(run) == values(whole)
 
 
