@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -11,7 +12,7 @@ import torch
 
 from tests.cluster_of_one import DEMO, ROOT, environment, rank_environment, train, train_and_kill
 from titan_disp.condensation.record import load_steps
-from titan_disp.run.folder import read_json_lines, read_metrics
+from titan_disp.run.folder import read_events, read_json_lines, read_metrics
 
 SHORT = (
     *("--training.seq_len", "64", "--metrics.log_freq", "1", "--lr_scheduler.warmup_steps", "2"),
@@ -42,6 +43,12 @@ def test_demo(sample, tmp_path):
     assert json.loads((run / "environment.json").read_text())["world_size"] == 2
     assert [e["event"] for e in read_json_lines(run / "events.jsonl")] == ["start", "checkpoint", "complete"]
     assert (run / "checkpoint" / "step-40" / ".metadata").is_file()
+    goodput = r"Goodput of this start: \d+\.\d%, 0:\d\d:\d\d in steps that count, of 0:\d\d:\d\d; .*start-up 0:"
+    assert re.search(goodput, done.stdout)
+    spent, (begin, *_, end) = metrics[40]["spent"], read_events(run)
+    assert begin["allocated"] < begin["time"]
+    assert end["spent"]["checkpoints"] > 0  # the last step's, which is saved after its row
+    assert 0 < spent["steps"] < sum(end["spent"].values()) <= end["time"] - begin["allocated"] + 0.01
     assert f"Checkpoints: {run}/checkpoint" in done.stdout
     assert f"tensorboard --logdir {run}/tb" in done.stdout
     cosines = done.stdout.split("embedding → last block: ")[-1].split("  ")[0].split()

@@ -29,8 +29,10 @@ from titan_disp.data.shards import on_rank_0
 from titan_disp.data.validation import held_out_sequences
 from titan_disp.dispersion.collectives import process_group
 from titan_disp.errors import EXIT_CODE, CheckpointError, ConfigError, DataError
+from titan_disp.report.goodput import Goodput, goodputs, together
 from titan_disp.run.checkpoint import DispCheckpointManager
-from titan_disp.run.folder import RunFolder
+from titan_disp.run.clock import Clock, allocation_began
+from titan_disp.run.folder import RunFolder, read_events, read_rows
 from titan_disp.run.guard import GuardedOptimizers
 from titan_disp.run.heartbeat import Heartbeat
 from titan_disp.run.metrics import DispersionMetrics
@@ -60,6 +62,7 @@ class DispTrainer(Trainer):
         Raises:
             ConfigError: on every rank alike, before anything is allocated.
         """
+        self.clock = Clock(allocation_began())
         world_size = world_size_from_environment(job_config)
         check_config(job_config, world_size)
         check_device(job_config)
@@ -79,8 +82,10 @@ class DispTrainer(Trainer):
         with _disabled(job_config.checkpoint):
             super().__init__(job_config)
         self.checkpointer = self._build_checkpointer()
+        metrics = cast(DispersionMetrics, self.metrics_processor)
+        metrics.clock = self.clock
         if job_config.comm.mode == "default" and world_size > 1:
-            self.stragglers = cast(DispersionMetrics, self.metrics_processor).stragglers = Stragglers()
+            self.stragglers = metrics.stragglers = Stragglers()
         self.stop_request = StopRequest(self.run_folder.path if self.run_folder is not None else None)
         self.optimizers.flags["stop"] = self.stop_request
         self.optimizers.flags["save_failed"] = self.checkpointer.save_has_failed
@@ -101,6 +106,9 @@ class DispTrainer(Trainer):
         manager.healthy = lambda: self.optimizers.in_a_row == 0
         manager.on_event = self.event
         manager.before_save = lambda step: self.heartbeat.begin("save", step)
+        _time(manager, "save", self.clock, "checkpoints")
+        if self.job_config.validation.enable:
+            _time(self.validator, "validate", self.clock, "validation")
         return manager
 
     def event(self, name: str, step: int, **details: Any) -> None:
@@ -113,7 +121,7 @@ class DispTrainer(Trainer):
         self._start_step = self.step
         if self.run_folder is not None:
             details = {"config_changes": self.run_folder.config_changes} if self.step else {}
-            self.event("resume" if self.step else "start", self.step, **details)
+            self.event("resume" if self.step else "start", self.step, allocated=self.clock.began, **details)
         if self.step == 0:
             self.measure_condensation()
         return self._timed(super().batch_generator(data_iterable))
@@ -150,7 +158,8 @@ class DispTrainer(Trainer):
         """TorchTitan's step, and what all ranks agreed on in it (see ``GuardedOptimizers``)."""
         self.heartbeat.begin("step", self.step)
         self._microbatch = 0
-        super().train_step(data_iterator)
+        with self.clock.during("steps"):
+            super().train_step(data_iterator)
         self.heartbeat.step(self.step)
         if not self._timeouts_set:
             self._set_timeouts()
@@ -218,14 +227,14 @@ class DispTrainer(Trainer):
     def _end(self) -> None:
         """Say why training ended, once everything is saved."""
         if self.step >= self.job_config.training.steps:
-            self.event("complete", self.step)
+            self.event("complete", self.step, spent=self.clock.rounded())
         elif self.optimizers.agreed["stop"]:
             reason = self.stop_request.reason or "another rank was asked to stop"
             saved = ", saved" if self.checkpointer.saved_step == self.step else ", not saved"
             logger.info(f"Stopped after step {self.step}{saved}: {reason}")
-            self.event("stop", self.step, reason=reason)
+            self.event("stop", self.step, reason=reason, spent=self.clock.rounded())
         else:
-            self.event("stop", self.step, reason="budget.stop_at_tokens")
+            self.event("stop", self.step, reason="budget.stop_at_tokens", spent=self.clock.rounded())
         self.stop_request.done()
 
     def report(self) -> None:
@@ -236,6 +245,20 @@ class DispTrainer(Trainer):
             logger.info(f"Checkpoints: {os.path.join(job.job.dump_folder, job.checkpoint.folder)}")
         if job.metrics.enable_tensorboard:
             logger.info(f"TensorBoard: tensorboard --logdir {self.metrics_processor.tensorboard_folder}")  # type: ignore[attr-defined]
+
+    def report_goodput(self) -> None:
+        """How much of the time went into steps that count, from the run's files: of this start and of all."""
+        if self.run_folder is None or not (self.run_folder.path / "metrics.jsonl").exists():
+            return
+        try:
+            starts = goodputs(read_rows(self.run_folder.path), read_events(self.run_folder.path))
+        except (OSError, ValueError, KeyError) as error:  # must not hide why a run ends
+            logger.warning(f"goodput is not known: {type(error).__name__}: {error}")
+            return
+        if starts:
+            logger.info(f"Goodput of this start: {_said(starts[-1].in_its_allocation())}")
+        if len(starts) > 1:
+            logger.info(f"Goodput of all {len(starts)} starts: {_said(together(starts))}")
 
     @cached_property
     def monitor(self) -> Monitor | None:
@@ -260,6 +283,10 @@ class DispTrainer(Trainer):
 
     def measure_condensation(self) -> None:
         """On held-out text, into the run's metrics. A collective call; weights, random numbers and data stay as they are."""
+        with self.clock.during("condensation"):
+            self._measure_condensation()
+
+    def _measure_condensation(self) -> None:
         start = time.perf_counter()
         self.heartbeat.begin("condensation", self.step)
         if self.monitor is None:
@@ -287,7 +314,26 @@ class DispTrainer(Trainer):
         if getattr(self, "dataloader", None) is not None:
             cast(StreamLoader, self.dataloader).close()
         if self.run_folder is not None:
+            if getattr(self, "step", 0) > self._start_step:
+                self.report_goodput()
             self.run_folder.close()
+
+
+def _time(part: Any, method: str, clock: Clock, kind: str) -> None:
+    """Count the time in ``part.method``, which TorchTitan's loop calls between steps."""
+    call = getattr(part, method)
+
+    def timed(*args: Any, **kwargs: Any) -> Any:
+        with clock.during(kind):
+            return call(*args, **kwargs)
+
+    setattr(part, method, timed)
+
+
+def _said(goodput: Goodput) -> str:
+    lost = ", ".join(f"{name} {timedelta(seconds=round(seconds))}" for name, seconds in goodput.lost().items())
+    kept, total = (timedelta(seconds=round(seconds)) for seconds in (goodput.kept, goodput.total))
+    return f"{goodput.fraction:.1%}, {kept} in steps that count, of {total}" + (f"; {lost}" if lost else "")
 
 
 @contextmanager

@@ -1,7 +1,7 @@
 """The starts of a run: what ended each of them, and what was lost between them."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 BEGIN = ("start", "resume")
@@ -20,6 +20,8 @@ class Attempt:
         first_step: steps done at its begin.
         times, steps: of its signs of life in order, the begin included.
         end: its event of ``END``; None where it has none.
+        allocated: when its allocation began, as its begin tells; else the begin.
+        spent: (step, seconds by kind since then) of the records that tell.
     """
 
     began: float
@@ -28,6 +30,8 @@ class Attempt:
     times: list[float]
     steps: list[int]
     end: Mapping[str, Any] | None = None
+    allocated: float = 0.0
+    spent: list[tuple[int, Mapping[str, float]]] = field(default_factory=list)
 
     @property
     def ended(self) -> float:
@@ -58,10 +62,13 @@ def attempts(written: Sequence[Mapping[str, Any]], events: Sequence[Mapping[str,
     for record in records:
         name = record.get("event")
         if name in BEGIN or not found:
-            found.append(Attempt(record["time"], record.get("job", ""), record["step"], [], []))
+            allocated = record.get("allocated", record["time"])
+            found.append(Attempt(record["time"], record.get("job", ""), record["step"], [], [], allocated=allocated))
         current = found[-1]
         current.times.append(record["time"])
         current.steps.append(record["step"])
+        if "spent" in record:
+            current.spent.append((record["step"], record["spent"]))
         if name in END:
             current.end = record
     return found

@@ -4,7 +4,6 @@ import contextlib
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import datetime
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -18,8 +17,9 @@ from titan_disp.errors import ConfigError
 from titan_disp.qwen3.flavors import flavors
 from titan_disp.qwen3.model import Qwen3DispModel
 from titan_disp.report.attempts import Attempt, attempts
+from titan_disp.report.goodput import Goodput, goodputs
 from titan_disp.results.saved import is_run
-from titan_disp.run.folder import by_step, flatten, read_json_lines, read_rows
+from titan_disp.run.folder import by_step, flatten, read_events, read_rows
 
 VALIDATION_LOSS = "validation_metrics/loss"  # TorchTitan's name for it in TensorBoard
 
@@ -62,6 +62,11 @@ class Run:
     @cached_property
     def attempts(self) -> list[Attempt]:
         return attempts(self.written, self.events)
+
+    @cached_property
+    def goodputs(self) -> list[Goodput]:
+        """Of every start; empty for a run that did not write where its time went."""
+        return goodputs(self.written, self.events)
 
     @cached_property
     def settings(self) -> dict[str, Any]:
@@ -108,12 +113,6 @@ def _read_json(path: Path) -> dict[str, Any]:
     return {}
 
 
-def _read_events(path: Path) -> list[dict[str, Any]]:
-    if not path.exists():
-        return []
-    return [{**e, "time": datetime.fromisoformat(e["time"]).timestamp()} for e in read_json_lines(path)]
-
-
 def _read_validation(folder: Path) -> dict[int, float]:
     """From TensorBoard's files: TorchTitan writes it there only. Steps repeated after a resume: the last counts."""
     if (folder / "rank_0").is_dir():  # metrics.save_for_all_ranks
@@ -131,7 +130,7 @@ def _read(path: Path, name: str) -> Run:
         config = _read_json(path / "config.json")
         written = read_rows(path)
         metrics = by_step(written)
-        events = _read_events(path / "events.jsonl")
+        events = read_events(path)
         environment = _read_json(path / "environment.json")
         failures = _read_json(path / "requeue.json")
     except (OSError, ValueError, KeyError) as error:

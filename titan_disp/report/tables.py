@@ -12,6 +12,7 @@ from titan_disp.condensation.record import Condensation
 from titan_disp.report.attempts import downtimes, repeated_steps
 from titan_disp.report.configs import ABSENT, defaults, side_by_side, unlike
 from titan_disp.report.gather import Run
+from titan_disp.report.goodput import Goodput, together
 from titan_disp.report.state import duration, state
 from titan_disp.run.folder import flatten
 
@@ -55,6 +56,19 @@ def _failures(run: Run) -> str:
     return f"{count} in a row; the last: {run.failures.get('reason', NOTHING)}" if count else NOTHING
 
 
+def percent(part: Goodput) -> str:
+    return f"{part.fraction:.1%}" if part.total else NOTHING
+
+
+def _goodput(run: Run) -> str:
+    """Of the time since the first allocation began; where the rest went."""
+    if not run.goodputs:
+        return NOTHING
+    every = together(run.goodputs)
+    lost = ", ".join(f"{name} {duration(seconds)}" for name, seconds in every.lost().items())
+    return f"{percent(every)} of {duration(every.total)}" + (f"; {lost}" if lost else "")
+
+
 def overview(runs: Sequence[Run], now: float) -> Rows:
     """What the runs are and where they stand."""
 
@@ -72,6 +86,7 @@ def overview(runs: Sequence[Run], now: float) -> Rows:
         "tokens per step": lambda run: number(run.tokens_per_step),
         "started": lambda run: times(run)[0],
         "last sign of life": lambda run: times(run)[1],
+        "goodput": _goodput,
         "failures without a new checkpoint": _failures,
         "model": lambda run: f"{run.settings.get('model.name')} {run.settings.get('model.flavor')}",
         "parameters": lambda run: number(run.parameters),
@@ -146,9 +161,11 @@ def _as_settings(rows: Mapping[str, Sequence[Any]]) -> Rows:
 
 
 def starts(run: Run, now: float) -> list[list[str]]:
-    """A line for each: number, SLURM job, begin, duration, first and last step, tokens/s, steps repeated, time to next, end."""
+    """A line for each: number, SLURM job, begin, duration, first and last step, tokens/s, steps repeated, goodput, time to next,
+    end."""
     found = run.attempts
     repeated, gaps = [*repeated_steps(found), None], [*downtimes(found), None]
+    goodputs = [percent(part.in_its_allocation()) for part in run.goodputs] or [NOTHING] * len(found)
     ends = [one.how() for one in found]
     if state(run, now)[0] == "running":
         ends[-1] = "not yet"
@@ -158,6 +175,7 @@ def starts(run: Run, now: float) -> list[list[str]]:
         pace = (one.last_step - one.first_step) * run.tokens_per_step / seconds if seconds else None
         begin = [str(i + 1), one.job or NOTHING, when(one.began), duration(seconds)]
         steps = [number(one.first_step), number(one.last_step), number(pace, 4), number(repeated[i])]
+        steps.append(goodputs[i])
         lines.append([*begin, *steps, NOTHING if (gap := gaps[i]) is None else duration(gap), ends[i]])
     return lines
 

@@ -74,6 +74,13 @@ def read_rows(run: str | Path) -> list[dict[str, Any]]:
     return [record for record in read_json_lines(Path(run) / "metrics.jsonl") if "condensation" not in record]
 
 
+def read_events(run: str | Path) -> list[dict[str, Any]]:
+    """events.jsonl, with times in seconds since the epoch as metrics.jsonl has them; empty where there is none."""
+    path = Path(run) / "events.jsonl"
+    events = read_json_lines(path) if path.exists() else []
+    return [{**event, "time": datetime.fromisoformat(event["time"]).timestamp()} for event in events]
+
+
 def by_step(rows: list[dict[str, Any]]) -> dict[int, dict[str, Any]]:
     """Rows by step, ascending. Steps repeated after a resume: the last row counts."""
     return dict(sorted({row["step"]: row for row in rows}.items()))

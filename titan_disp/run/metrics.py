@@ -26,6 +26,7 @@ from titan_disp.budget import last_step
 from titan_disp.condensation.record import Condensation
 from titan_disp.data.loader import LARGEST, StreamLoader
 from titan_disp.dispersion import LossLedger
+from titan_disp.run.clock import Clock
 from titan_disp.run.folder import append_json
 from titan_disp.run.stragglers import Stragglers
 
@@ -66,6 +67,7 @@ class DispersionMetrics(MetricsProcessor):
 
     logger: BaseLogger
     stragglers: Stragglers | None = None  # titan_disp.train sets it, where there are several ranks
+    clock: Clock | None = None  # titan_disp.train's
 
     def __init__(
         self,
@@ -191,6 +193,7 @@ class DispersionMetrics(MetricsProcessor):
                 "tps": tps,
                 "data": data,
                 **({} if slowest is None else {"straggler": slowest}),
+                **({} if self.clock is None else {"spent": self.clock.rounded()}),
             }
             append_json(self._jsonl, record)
         if self._loader is not None:

@@ -6,7 +6,8 @@ the wall time of a step is the rank's own. No GPU is waited for to know this.
 
 Seen: hosts that are slow in loading data, in Python, in writing logs, or stopped for a while. Not seen: a GPU that computes
 slowly. In forward and backward all ranks wait for it inside the collectives, where the host cannot tell waiting from
-computing; slurm/preflight.sbatch measures GPUs and links. Nor are ranks seen that differ in tensor or context parallelism only.
+computing; slurm/preflight.sbatch checks GPUs and measures links. Nor are ranks seen that differ in tensor or context
+parallelism only.
 """
 
 import socket

@@ -1,0 +1,161 @@
+"""Which small wrong edits of a room do its fast tests not notice? ``make mutants ROOM=measure``
+
+A *mutant* is the code with one small edit: another operator, a number plus one, an argument left out or None. mutmut makes
+them, runs the tests that reach the edited function, and a mutant that fails none of them has *survived*. mutmut rather than
+cosmic-ray because it imports torch and TorchTitan (6 s) once and forks for every mutant, and because it runs only the tests
+that call the edited function: one mutant takes about a second. It leaves out code outside of functions, and functions with
+decorators other than staticmethod and classmethod.
+
+Edits in the lines of messages are left out: tests look for what a message must say, not for every word of it. Survivors that
+cannot be noticed, because the edited code does the same, are listed with the reason in ``equivalent_mutants.toml``.
+"""
+
+import argparse
+import ast
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import tomli
+
+ROOT = Path(__file__).parents[1]
+BUILD = ROOT / "build" / "mutants"
+EQUIVALENT = ROOT / "tests" / "equivalent_mutants.toml"
+
+# A room: the files to edit, and the tests of which the fast ones (neither slow nor night) must notice.
+ROOMS = {
+    "dispersion": (
+        ["titan_disp/dispersion/*.py"],
+        ["test_pairwise", "test_variants", "test_objective", "test_sharded", "test_gpu_path"],
+    ),
+    "guard": (["titan_disp/run/guard.py"], ["test_guard"]),
+    "checkpoint": (["titan_disp/run/checkpoint.py"], ["test_checkpoint"]),
+    "stream": (["titan_disp/data/stream.py", "titan_disp/data/cursor.py"], ["test_stream", "test_data"]),
+    "supervise": (["slurm/supervise.py"], ["test_supervise"]),
+    "plan": (["titan_disp/cluster/plan.py"], ["test_plan"]),
+    "measure": (["titan_disp/condensation/measure.py"], ["test_condensation"]),
+    "compare": (["titan_disp/evaluate/compare.py"], ["test_evaluate"]),
+}
+MESSAGES = r"logger\.|raise |Error\(|^\s*\(?(\+ \(?)?f?\"[^\"]*\"( if .*)?[,)]*$"
+SURVIVED = {0: "survived", 5: "no test", 33: "no test"}  # mutmut's exit codes; a mutant that hangs counts as killed
+
+
+class Survivor(NamedTuple):
+    file: str
+    line: int
+    before: str
+    after: str
+    status: str
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line} ({self.status})\n    - {self.before}\n    + {self.after}"
+
+
+def prepare(room: str) -> Path:
+    """A copy of the checkout's files with mutmut's settings for the room, so that the checkout stays as it is."""
+    files, tests = ROOMS[room]
+    folder = BUILD / room
+    listed = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "-z"]
+    names = subprocess.run(listed, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split("\0")
+    for name in names:
+        if (ROOT / name).is_file():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / name, folder / name)
+    settings = {
+        "source_paths": ["titan_disp", "slurm"],
+        "only_mutate": files,
+        "do_not_mutate_patterns": [MESSAGES],
+        "also_copy": ["train_configs", "benchmarks", "docs", "README.md", "CHANGELOG.md", "Makefile"],
+        "pytest_add_cli_args_test_selection": [f"tests/{test}.py" for test in tests],
+        # Inductor cannot trace mutmut's switches.
+        "pytest_add_cli_args": ["-m", "not slow and not night", "-k", "not compile", "-p", "no:cacheprovider"],
+        "process_isolation": "forkserver",  # torch must not be forked from a process that has run tests
+        "timeout_multiplier": 4.0,  # of what the tests take without an edit
+        "timeout_constant": 5.0,
+        "use_git_change_detection": False,
+    }
+    lines = "\n".join(f"{key} = {json.dumps(value)}" for key, value in settings.items())
+    with open(folder / "pyproject.toml", "a") as file:
+        file.write(f"\n[tool.mutmut]\n{lines}\n")
+    return folder
+
+
+def verdicts(folder: Path) -> Iterator[tuple[Path, str, int | None]]:
+    """(source file, mutant, mutmut's exit code) of the last run."""
+    for meta in sorted((folder / "mutants").rglob("*.meta")):
+        for name, code in json.loads(meta.read_text())["exit_code_by_key"].items():
+            yield meta.relative_to(folder / "mutants").with_suffix(""), name, code
+
+
+def survivors_of(folder: Path) -> list[str]:
+    return [name for _, name, code in verdicts(folder) if code in SURVIVED]
+
+
+def results(folder: Path) -> tuple[int, list[Survivor]]:
+    """How many mutants there were, and those that survived."""
+    from mutmut.mutation.diff_apply import get_diff_for_mutant
+    from mutmut.utils.format_utils import orig_function_and_class_names_from_key
+
+    total, survivors = 0, []
+    os.chdir(folder)  # where mutmut looks for its files
+    for source, name, code in verdicts(folder):
+        total += 1
+        if code in SURVIVED:
+            _, _, header, *diff = get_diff_for_mutant(name).splitlines()
+            before, after = (" ".join(line[1:].strip() for line in diff if line[0] == sign) for sign in "-+")
+            line = _first_line(source, *orig_function_and_class_names_from_key(name))
+            line += int(header.split()[1].lstrip("-").split(",")[0]) - 1  # @@ -9,7 +9,7 @@, counted from the function on
+            line += next(i for i, text in enumerate(diff) if text[0] in "-+")
+            survivors.append(Survivor(str(source), line, before, after, SURVIVED[code]))
+    return total, survivors
+
+
+def _first_line(source: Path, function: str, class_name: str | None) -> int:
+    body = ast.parse(source.read_text()).body
+    if class_name:
+        body = next(node for node in body if isinstance(node, ast.ClassDef) and node.name == class_name).body
+    found = next(node for node in body if isinstance(node, ast.FunctionDef) and node.name == function)
+    return min([found.lineno, *(decorator.lineno for decorator in found.decorator_list)])
+
+
+def equivalent() -> dict[tuple[str, str], str]:
+    """(file, edited line) → why no test can notice it."""
+    listed = tomli.loads(EQUIVALENT.read_text())["equivalent"]
+    return {(entry["file"], " ".join(edit.split())): entry["reason"] for entry in listed for edit in entry["edits"]}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="make mutants")
+    parser.add_argument("room", choices=ROOMS)
+    parser.add_argument("--processes", type=int, default=os.cpu_count())
+    again = parser.add_mutually_exclusive_group()
+    again.add_argument("--report", action="store_true", help="print the results of the last run of this room")
+    again.add_argument("--again", action="store_true", help="try only the survivors of the last run of this room")
+    args = parser.parse_args()
+    folder = BUILD / args.room
+    if not args.report:
+        names = survivors_of(folder) if args.again else []
+        if not args.again:
+            shutil.rmtree(folder, ignore_errors=True)
+        prepare(args.room)
+        if names or not args.again:
+            command = [sys.executable, "-m", "mutmut", "run", "--max-children", str(args.processes), *names]
+            subprocess.run(command, cwd=folder, env=os.environ | {"OMP_NUM_THREADS": "1"}, check=True)
+    total, survivors = results(folder)
+    known = equivalent()
+    same = [s for s in survivors if (s.file, " ".join(s.after.split())) in known]
+    noticed, possible = total - len(survivors), total - len(same)
+    print("\n".join(str(s) for s in survivors if s not in same))
+    print(
+        f"{args.room}: {noticed} of {possible} mutants noticed ({noticed / possible:.1%}); "
+        f"{len(same)} of {total} are equivalent to the code as it is"
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,115 @@
+"""Where the time of a run went: on a run whose every second is written down here, and with a clock that the test moves."""
+
+import time
+
+import pytest
+
+from tests.test_report import T0, event, write_run
+from tests.test_report import row as report_row
+from titan_disp.report import tables
+from titan_disp.report.gather import gather
+from titan_disp.report.goodput import Goodput, goodputs, together
+from titan_disp.run import clock
+from titan_disp.run.clock import Clock, allocation_began, process_began
+
+
+def row(step, at, **spent):
+    return {"step": step, "time": at, "spent": {"start_up": 0.0, "checkpoints": 0.0, "condensation": 0.0} | spent}
+
+
+ROWS = [
+    # Allocated at 0, trains from 60, first step done at 70; ten seconds a step, a checkpoint of 10 s after step 15.
+    row(10, 160, start_up=70, steps=90),
+    row(20, 270, start_up=70, steps=190, checkpoints=10),
+    row(30, 370, start_up=70, steps=290, checkpoints=10),
+    # Killed. Allocated again at 500, goes on from step 20 at 540, first step done at 560.
+    row(30, 650, start_up=60, steps=90),
+    row(40, 770, start_up=60, steps=190, checkpoints=10, condensation=10),
+]
+EVENTS = [
+    {"event": "start", "step": 0, "time": 60, "allocated": 0},
+    {"event": "resume", "step": 20, "time": 540, "allocated": 500},
+    {
+        **{"event": "complete", "step": 40, "time": 780},
+        "spent": {"start_up": 60, "steps": 190, "checkpoints": 15, "condensation": 10},
+    },
+]
+
+
+def test_a_killed_and_resumed_run_by_hand():
+    first, second = goodputs(ROWS, EVENTS)
+    assert first == Goodput(kept=190, repeated=100, start_up=70, checkpoints=10)
+    assert first.fraction == pytest.approx(190 / 370)
+    assert second == Goodput(kept=190, start_up=60, checkpoints=15, condensation=10, waiting=130, other=5)
+    assert second.in_its_allocation().fraction == pytest.approx(190 / 280)
+    every = together([first, second])
+    assert every.total == 780  # from the first allocation to the last line
+    assert every.fraction == pytest.approx(380 / 780)
+    assert every.lost() == {
+        **{"start-up": 130, "waiting": 130, "repeated": 100},
+        **{"checkpoints": 25, "condensation": 10, "other": 5},
+    }
+
+
+def test_the_report_says_it(tmp_path):
+    rows = [{**report_row(r["step"], T0 + r["time"]), "spent": r["spent"]} for r in ROWS]
+    events = [event(e["event"], e["step"], T0 + e["time"]) | {k: e[k] for k in e.keys() & {"spent"}} for e in EVENTS]
+    for made, written in zip(events, EVENTS, strict=True):
+        made |= {"allocated": T0 + written["allocated"]} if "allocated" in written else {}
+    (run,) = gather([write_run(tmp_path / "run", rows, events, steps=40)])
+    (cell,) = tables.overview([run], now=T0 + 800)["goodput"]
+    assert cell.startswith("48.7% of 13 min 0 s; ")
+    assert "waiting 2 min 10 s, repeated 1 min 40 s, checkpoints 25 s" in cell
+    assert [line[8] for line in tables.starts(run, now=T0 + 800)] == ["51.4%", "67.9%"]  # 190 of 370 s, 190 of 280 s
+
+
+def test_two_starts_in_one_allocation():
+    """The second one's start-up begins where the first ended, not with the allocation; it repeats 5 of the first's steps."""
+    events = [
+        {"event": "start", "step": 0, "time": 10, "allocated": 0},
+        {"event": "resume", "step": 15, "time": 240, "allocated": 0},
+    ]
+    rows = [
+        row(10, 110, start_up=20, steps=90),
+        row(20, 210, start_up=20, steps=190),
+        row(20, 290, start_up=250, steps=40),
+    ]
+    first, second = goodputs(rows, events)
+    assert first == Goodput(kept=140, repeated=50, start_up=20)  # half-way between the rows of steps 10 and 20
+    assert second == Goodput(kept=40, start_up=40)
+
+
+def test_a_run_of_an_earlier_version_says_nothing():
+    assert goodputs([{"step": 1, "time": 5.0}], [{"event": "start", "step": 0, "time": 0.0}]) == []
+
+
+def test_the_clock(monkeypatch):
+    now = [1000.0]
+    monkeypatch.setattr(clock.time, "time", lambda: now[0])
+    timer = Clock(began=900.0)
+
+    def during(kind, seconds):
+        with timer.during(kind):
+            now[0] += seconds
+
+    during("condensation", 7)  # before the first step
+    now[0] += 3
+    with timer.during("steps"):
+        now[0] += 40  # compiles
+        assert timer.spent()["start_up"] == 100 + 3 + 40
+        now[0] += 2
+    during("checkpoints", 5)
+    now[0] += 1  # nothing's
+    with timer.during("steps"):
+        now[0] += 4
+        expected = {"start_up": 145.0, "steps": 4.0, "checkpoints": 5.0, "condensation": 7.0, "validation": 0.0}
+        assert timer.spent() == expected
+    during("validation", 6)
+    assert timer.rounded() == expected | {"validation": 6.0}
+    assert now[0] - 900 - sum(timer.spent().values()) == 1
+
+
+def test_the_begin_of_an_allocation():
+    assert allocation_began({"SLURM_JOB_START_TIME": "1700000000"}) == 1_700_000_000
+    assert allocation_began({"SLURM_JOB_START_TIME": "soon"}) == process_began()
+    assert 0 <= time.time() - process_began() < 3600  # pytest's own
