@@ -1,5 +1,6 @@
 """Every mistake of a user gives one message that says what was found and what to change, before any rank starts."""
 
+import importlib.util
 import subprocess
 import sys
 
@@ -103,6 +104,7 @@ def options(sample):
         (1, ["--model.name", "llama3"], r"model.name is 'llama3', expected \"qwen3_disp\""),
         (1, ["--comm.mode", "local_tensor"], r"local_tensor"),
         (1, ["--fault_tolerance.enable"], r"fault_tolerance"),
+        (1, ["--metrics.enable_wandb"], r"the package wandb is not installed: pip install 'titan-disp\[wandb\]'"),
         (1, ["--stream.slots", "5"], r"stream.slots is 5; expected a divisor of the global batch 16"),
         (2, ["--stream.slots", "1"], r"stream.slots is 1; .* multiple of the 2 data-parallel ranks"),
         (1, ["--stream.prefetch", "-1"], r"stream.prefetch is -1"),
@@ -121,7 +123,9 @@ def options(sample):
         ),
     ],
 )
-def test_refused(sample, tmp_path, nproc, change, message):
+def test_refused(sample, tmp_path, nproc, change, message, monkeypatch):
+    installed = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: None if name == "wandb" else installed(name, *a))
     with pytest.raises(ConfigError, match=message):
         launch(str(DEMO), [*options(sample), "--job.dump_folder", str(tmp_path / "run"), *change], nproc)
     assert not (tmp_path / "run").exists(), "a refused run left something behind"

@@ -1,5 +1,6 @@
 """What cannot work is refused here, before anything is allocated: one message, with what to change."""
 
+import importlib.util
 import os
 
 from torchtitan.config import JobConfig
@@ -40,11 +41,17 @@ def check_config(job_config: JobConfig, world_size: int) -> None:
 
 
 def check_device(job_config: JobConfig) -> None:
-    """What this machine's kind of device cannot do.
+    """What this machine cannot do, by its kind of device and its packages.
 
     Raises:
-        ConfigError: context parallelism on a CPU.
+        ConfigError: context parallelism on a CPU; Weights & Biases without its package, of which TorchTitan would log an error
+            line and train on.
     """
+    if job_config.metrics.enable_wandb and importlib.util.find_spec("wandb") is None:
+        raise ConfigError(
+            "metrics.enable_wandb is true, but the package wandb is not installed: pip install 'titan-disp[wandb]', or set "
+            "metrics.enable_wandb = false"
+        )
     cp = job_config.parallelism.context_parallel_degree
     if cp > 1 and cpu.active():
         raise ConfigError(

@@ -25,10 +25,12 @@ from titan_disp.batch import tokens_per_step
 from titan_disp.budget import last_step
 from titan_disp.condensation.record import Condensation
 from titan_disp.data.loader import LARGEST, StreamLoader
+from titan_disp.data.shards import on_rank_0
 from titan_disp.dispersion import LossLedger
 from titan_disp.run.clock import Clock
 from titan_disp.run.folder import append_json
 from titan_disp.run.stragglers import Stragglers
+from titan_disp.run.wandb_run import continue_run, run_id
 
 
 class TensorBoardFolder(BaseLogger):
@@ -77,6 +79,10 @@ class DispersionMetrics(MetricsProcessor):
         loader: StreamLoader | None = None,
         tag: str | None = None,
     ) -> None:
+        rank = dist.get_rank()
+        if job_config.metrics.enable_wandb:
+            own = rank if job_config.metrics.save_for_all_ranks else None
+            continue_run(on_rank_0(run_id, job_config.job.dump_folder), own)
         stock = copy.copy(job_config)
         stock.metrics = dataclasses.replace(job_config.metrics, enable_tensorboard=False)
         super().__init__(stock, parallel_dims, tag)
@@ -84,7 +90,6 @@ class DispersionMetrics(MetricsProcessor):
         self.ledger = ledger
         self._loader = loader
         self._first_log: tuple[float, int] | None = None  # (time, tokens)
-        rank = dist.get_rank()
         self._jsonl = Path(job_config.job.dump_folder) / "metrics.jsonl" if rank == 0 else None
         if self._jsonl is not None:
             self._jsonl.parent.mkdir(parents=True, exist_ok=True)

@@ -1,0 +1,35 @@
+"""One Weights & Biases run per run folder, across requeues.
+
+TorchTitan's WandBLogger takes the id from WANDB_RUN_ID, and wandb itself reads WANDB_RESUME. What the user has set stays.
+"""
+
+import os
+import uuid
+from collections.abc import MutableMapping
+from pathlib import Path
+
+from titan_disp.files import whole
+
+
+def run_id(folder: str | Path) -> str:
+    """The id in ``folder``/wandb_run_id, made where there is none.
+
+    Not a hash of the path: a new run in a folder that was emptied is another run.
+    """
+    file = Path(folder) / "wandb_run_id"
+    if not file.exists():
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with whole(file) as partial:
+            partial.write_text(uuid.uuid4().hex + "\n")
+    return file.read_text().strip()
+
+
+def continue_run(folder_id: str, rank: int | None, environment: MutableMapping[str, str] = os.environ) -> None:
+    """Have wandb continue the folder's run, or begin it where there is none yet.
+
+    Args:
+        folder_id: of ``run_id``. rank: where every rank has a run of its own, else None.
+    """
+    environment.setdefault("WANDB_RUN_ID", folder_id if rank is None else f"{folder_id}-rank{rank}")
+    if not environment.keys() & {"WANDB_RESUME_FROM", "WANDB_FORK_FROM"}:  # wandb refuses both at once
+        environment.setdefault("WANDB_RESUME", "allow")
