@@ -3,7 +3,7 @@
 import os
 import sys
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import cached_property
@@ -109,6 +109,7 @@ class DispTrainer(Trainer):
         _time(manager, "save", self.clock, "checkpoints")
         if self.job_config.validation.enable:
             _time(self.validator, "validate", self.clock, "validation")
+            _before(self.validator, "validate", lambda: self.heartbeat.begin("validation", self.step))
         return manager
 
     def event(self, name: str, step: int, **details: Any) -> None:
@@ -328,6 +329,17 @@ def _time(part: Any, method: str, clock: Clock, kind: str) -> None:
             return call(*args, **kwargs)
 
     setattr(part, method, timed)
+
+
+def _before(part: Any, method: str, first: Callable[[], None]) -> None:
+    """Do something before every ``part.method``, which TorchTitan's loop calls between steps."""
+    call = getattr(part, method)
+
+    def both(*args: Any, **kwargs: Any) -> Any:
+        first()
+        return call(*args, **kwargs)
+
+    setattr(part, method, both)
 
 
 def _said(goodput: Goodput) -> str:
