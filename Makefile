@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 NPROC ?= 2
 DATA := data/sample
 
-.PHONY: setup demo figure test test-fast test-night slurm-test lint format clean
+.PHONY: setup demo figure test test-fast test-night slurm-test mutants lint format clean
 
 setup: $(VENV)/.ready
 
@@ -45,6 +45,12 @@ test-night: setup
 # A real SLURM of four nodes on this machine: installed where it is missing (Debian or Ubuntu, root), stopped afterwards.
 slurm-test: setup
 	$(BIN)/python -m pytest tests/slurm
+
+# Small wrong edits of a room (tests/mutants.py lists them) that its fast tests do not notice: make mutants ROOM=measure.
+# Minutes for most, an hour for the loss; ARGS=--again tries the survivors of the last run once more.
+mutants: setup
+	@$(BIN)/python -c "import mutmut" 2>/dev/null || $(BIN)/python -m pip install --quiet -e ".[mutants]"
+	$(BIN)/python -m tests.mutants $(ROOM) $(ARGS)
 
 lint: setup
 	$(BIN)/ruff check .

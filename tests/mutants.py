@@ -109,7 +109,9 @@ def results(folder: Path) -> tuple[int, list[Survivor]]:
             _, _, header, *diff = get_diff_for_mutant(name).splitlines()
             before, after = (" ".join(line[1:].strip() for line in diff if line[0] == sign) for sign in "-+")
             line = _first_line(source, *orig_function_and_class_names_from_key(name))
-            line += int(header.split()[1].lstrip("-").split(",")[0]) - 1  # @@ -9,7 +9,7 @@, counted from the function on
+            line += (
+                int(header.split()[1].lstrip("-").split(",")[0]) - 1
+            )  # @@ -9,7 +9,7 @@, counted from the function on
             line += next(i for i, text in enumerate(diff) if text[0] in "-+")
             survivors.append(Survivor(str(source), line, before, after, SURVIVED[code]))
     return total, survivors

@@ -313,7 +313,7 @@ def test_frozen(jobs, whole, tmp_path):
     options = ("--comm.train_timeout_seconds", "5", "--guard.silence_seconds", "2")
     job = jobs.submit(run, *options, faults="freeze:7@0,freeze:7@1", once=True, TITAN_DISP_MAX_RETRIES="1")
     log = jobs.completed(job, restarts=1)
-    assert re.search(r"rank 0 has been silent for \d+ s at step 6 \(step\), and \d+ s are allowed", log)
+    assert re.search(r"rank 0 has been silent for \d+ s at step \d \(step\), and \d+ s are allowed", log)
     assert re.search(
         r"failure 1 of at most 1 .*node 0 rank 0: \w+ in faulty_train.py:\d+; node 1 rank 0: \w+ in faulty", log
     )
