@@ -20,6 +20,8 @@ import torch
 import torch.distributed as dist
 from torchtitan.tools.utils import device_type
 
+from titan_disp.dispersion.collectives import all_gather
+
 NOTICED = 1.2  # times the median of the ranks' own time
 
 
@@ -41,9 +43,8 @@ class Stragglers:
     """Times this rank, and compares all ranks when asked."""
 
     def __init__(self) -> None:
-        self._since: float | None = (
-            None  # of the wall time; None until the first comparison, as a run's first step compiles
-        )
+        # Of the wall time; None until the first comparison, as a run's first step compiles.
+        self._since: float | None = None
         self._waited = 0.0
         self._steps = 0
         self._arrived: float | None = None
@@ -74,5 +75,5 @@ class Stragglers:
             dist.all_gather_object(self._hosts, socket.gethostname())
         own = torch.tensor([self.own_seconds()], device=device_type)
         every = torch.empty(dist.get_world_size(), device=device_type)
-        dist.all_gather_into_tensor(every, own)
+        all_gather(every, own)
         return straggler(every.tolist(), self._hosts)
