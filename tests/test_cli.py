@@ -1,0 +1,129 @@
+"""The subcommands as they are typed. They run in this process, and whatever would start another one is replaced."""
+
+import inspect
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+from tests.cluster_of_one import DEMO, ROOT
+from titan_disp import cli, launch
+from titan_disp.cluster import preflight, submit
+from titan_disp.data import digest
+from titan_disp.errors import EXIT_CODE
+
+OVERRIDES = (
+    *("--training.seq_len", "64", "--training.global_batch_size=8", "--dispersion.no-enabled"),
+    *("--lr_scheduler.min_lr_factor", "0.5", "--debug.seed", "-7"),
+)
+HANDED_ON = ("--job.config_file", str(DEMO), *OVERRIDES)  # to processes that read the config themselves
+
+
+def typed(monkeypatch, *argv):
+    """Run titan-disp with these words; its exit status."""
+    monkeypatch.setattr("sys.argv", ["titan-disp", *map(str, argv)])
+    try:
+        cli.main()
+    except SystemExit as exit:
+        return exit.code
+    return 0
+
+
+def among(*own):
+    """A subcommand's own options in the middle of TorchTitan's, where users put them."""
+    return (*OVERRIDES[:2], *own, *OVERRIDES[2:])
+
+
+def assert_overridden(job_config):
+    """The TOML says seq_len 256, global batch 16, dispersion on, min_lr_factor 0.1 and seed 42."""
+    assert (job_config.training.seq_len, job_config.training.global_batch_size) == (64, 8)
+    assert (job_config.dispersion.enabled, job_config.lr_scheduler.min_lr_factor) == (False, 0.5)
+    assert job_config.debug.seed == -7
+    assert job_config.training.local_batch_size == 4  # the TOML's, without which the rest would be defaults
+    assert job_config.job.config_file == str(DEMO)
+
+
+def test_all_subcommands_with_overrides_are_tested_below():
+    functions = inspect.getmembers(cli, inspect.isfunction)
+    found = {name for name, function in functions if "overrides" in inspect.signature(function).parameters}
+    assert found == {"train", "plan", "preflight", "submit", "data_digest"}
+
+
+def test_train_hands_its_overrides_to_the_ranks(monkeypatch):
+    checked, started = [], []
+    monkeypatch.setattr(launch, "check_inputs", checked.append)
+    monkeypatch.setattr(launch, "elastic_launch", lambda how, entry: lambda *argv: started.append((how, argv)))
+    assert typed(monkeypatch, "train", DEMO, *among("--nproc", "2")) == 0
+    assert_overridden(checked[0])
+    ((how, (dash_m, module, *argv)),) = started
+    assert (how.nproc_per_node, dash_m, module) == (2, "-m", "titan_disp.train")
+    assert argv == list(HANDED_ON)
+
+
+def test_plan(monkeypatch, capsys):
+    own = ("--nodes", "2", "--gpus-per-node", "1", "--gpu", "A100", "--mfu", "0.5", "--json")
+    assert typed(monkeypatch, "plan", DEMO, *among(*own)) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert (plan["seq_len"], plan["global_batch_size"], plan["tokens_per_step"]) == (64, 8, 512)
+    assert plan["dispersion_flops_per_step"] == 0
+    assert (plan["nodes"], plan["gpus_per_node"], plan["gpu"], plan["mfu"]) == (2, 1, "A100", 0.5)
+    assert plan["steps"] == 300  # the TOML's
+
+
+def test_preflight_hands_its_overrides_to_the_step(monkeypatch, capsys):
+    started = []
+
+    def one_step(command, **_):
+        started.append(command)
+        measured = {"device": "CPU", "mesh": {}, "accumulation": 1, "parameters": 1, "own_parameters": 1}
+        folder = Path(command[command.index("--folder") + 1])
+        (folder / "measured.json").write_text(json.dumps({**measured, "seconds": 1.0, "peak_bytes": 1}))
+        return SimpleNamespace(returncode=0)
+
+    monkeypatch.setattr(preflight.subprocess, "run", one_step)
+    own = ("--ranks", "2", "--flavor", "debugmodel", "--seq-len", "32")
+    assert typed(monkeypatch, "preflight", DEMO, *among(*own)) == 0
+    (command,) = started
+    assert command[command.index("--job.config_file") :] == list(HANDED_ON)
+    options = dict(zip(command, command[1:], strict=False))
+    assert (options["--ranks"], options["--flavor"], options["--seq-len"]) == ("2", "debugmodel", "32")
+    assert "training.seq_len 64 → 32" in capsys.readouterr().out
+
+
+def test_submit_hands_its_overrides_to_sbatch(monkeypatch, capsys):
+    started = []
+    monkeypatch.setattr(
+        submit.subprocess, "run", lambda line, env: started.append(line) or SimpleNamespace(returncode=3)
+    )
+    own = ("--nodes", "2", "--gpus-per-node", "0", "--sbatch", "time=1:00:00")
+    assert typed(monkeypatch, "submit", DEMO, *among(*own)) == 3
+    (line,) = started
+    assert line[:3] == ["sbatch", "--nodes=2", "--time=1:00:00"]
+    assert line[line.index(str(ROOT / "slurm" / "pretrain.sbatch")) + 1 :] == [str(DEMO), *OVERRIDES]
+    assert "300 of 512 tokens" in capsys.readouterr().out
+
+
+def test_submit_prints_the_plan_and_the_command(monkeypatch, capsys):
+    config = ROOT / "train_configs" / "qwen3_0.6b_c4.toml"
+    options = ("--site", "frontier", "--dry-run", "--gpu", "MI250X-GCD", "--sbatch", "time=24:00:00", "account=abc")
+    words = ("submit", config, *options, "--training.dataset_path", "/data/c4")
+    assert typed(monkeypatch, *words, "--nodes", "80") == 0
+    printed = capsys.readouterr().out
+    assert "39,673 of 3,932,160 tokens" in printed
+    line = printed.splitlines()[-1]
+    assert line.startswith(
+        "sbatch --nodes=80 --gpus-per-node=8 --time=24:00:00 --account=abc --export=ALL,TITAN_DISP_SITE=frontier"
+    )
+    assert line.endswith(f"slurm/pretrain.sbatch {config} --training.dataset_path /data/c4")
+    assert typed(monkeypatch, *words, "--nodes", "79") == EXIT_CODE == 2
+    assert "titan-disp: error" in capsys.readouterr().err
+
+
+def test_data_digest(monkeypatch, capsys):
+    driven = []
+    monkeypatch.setattr(digest, "digest", lambda *args: driven.append(args) or digest.Digest(hashes=["abc"]))
+    own = ("--steps", "9", "--ranks", "2", "--resume-at", "3", "5", "--resume-ranks", "1", "4", "--json")
+    assert typed(monkeypatch, "data", "digest", DEMO, *among(*own)) == 0
+    ((job_config, steps, phases),) = driven
+    assert_overridden(job_config)
+    assert (steps, phases) == (9, [(0, 2), (3, 1), (5, 4)])
+    assert json.loads(capsys.readouterr().out)["hashes"] == ["abc"]
