@@ -1,0 +1,224 @@
+"""What pictures show, read back from matplotlib's own objects, for hand-made numbers that differ in every direction."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from matplotlib.dates import num2date
+
+from titan_disp.condensation import plot
+from titan_disp.condensation.record import EDGES, Condensation
+from titan_disp.report import charts
+from titan_disp.report.attempts import Attempt
+
+LAYERS = "layer (0: embedding, last: before the final norm)"
+
+
+def condensed(*mean_cosine, pairs=()):
+    """A measurement; ``pairs``: of each layer, {cosine: fraction of pairs}."""
+    pairs = pairs or [{cosine: 1.0} for cosine in mean_cosine]
+    histogram = np.stack([np.histogram(list(p), EDGES, weights=list(p.values()))[0] for p in pairs])
+    mean = np.array(mean_cosine)
+    return Condensation(mean, mean / 3, mean / 2, 9 - 8 * mean, histogram, tokens=8, sequences=2)
+
+
+def shown_at(artist, x, y):
+    """The number that an image or a mesh shows at a point of its axes, as matplotlib tells it to a mouse."""
+    x, y = artist.axes.transData.transform((x, y))
+    return artist.get_cursor_data(SimpleNamespace(x=x, y=y, canvas=artist.figure.canvas))  # an event's are whole pixels
+
+
+def upright(axes):
+    return not axes.xaxis_inverted() and not axes.yaxis_inverted()
+
+
+def darkness(artist, value):
+    return 3 - sum(artist.cmap(artist.norm(value))[:3])
+
+
+def test_heatmap():
+    layers = [{-0.76: 0.25, 0.51: 0.75}, {0.1: 1.0}, {0.9: 0.9, -0.2: 0.0999, 0.3: 0.0001}]
+    figure = plot.heatmap(condensed(0.2, 0.1, 0.8, pairs=layers), "gpt2")
+    axes, bar = figure.axes
+    (image,) = axes.images
+    assert upright(axes)
+    assert (image.origin, image.get_extent(), image.get_array().shape) == ("lower", [-0.5, 2.5, -1, 1], (128, 3))
+    assert [shown_at(image, 0, y) for y in (-0.76, 0.51)] == [0.25, 0.75]
+    assert shown_at(image, 1, 0.1) == 1
+    assert [shown_at(image, 2, y) for y in (0.9, -0.2)] == [0.9, 0.0999]
+    # Nothing else: fractions below 0.001 are left blank.
+    assert image.get_array().count() == 5
+    assert shown_at(image, 2, 0.3) is np.ma.masked
+    np.testing.assert_array_equal(axes.lines[0].get_xydata(), [[0, 0.2], [1, 0.1], [2, 0.8]])
+    assert darkness(image, 0.001) < darkness(image, 0.03) < darkness(image, 1)
+    assert bar.get_ylabel() == "fraction of pairs"
+    assert axes.get_title() == "gpt2"
+    assert figure.get_supxlabel() == LAYERS
+    assert figure.get_supylabel() == "cosine of two tokens (line: mean)"
+
+
+def test_side_by_side():
+    """Row by row, three in each, every measurement below its own name."""
+    levels = {"a": 0.1, "b": 0.3, "c": 0.5, "d": 0.7}
+    figure = plot.side_by_side({name: condensed(0, level) for name, level in levels.items()})
+    *grid, bar = figure.axes
+    assert bar.get_ylabel() == "fraction of pairs"
+    assert [axes.get_title() for axes in grid] == ["a", "b", "c", "d", "", ""]
+    assert [axes.axison for axes in grid] == [True] * 4 + [False] * 2
+    for axes, level in zip(grid[:4], levels.values(), strict=True):
+        assert shown_at(axes.images[0], 1, level) == 1
+        assert axes.lines[0].get_ydata().tolist() == [0, level]
+
+
+def test_mean_cosine_by_layer():
+    figure = plot.mean_cosine_by_layer({"a": condensed(0.1, 0.4, 0.2), "b": condensed(0.3, 0.0, 0.9)})
+    (axes,) = figure.axes
+    lines = {line.get_label(): line.get_xydata().tolist() for line in axes.lines}
+    assert lines == {"a": [[0, 0.1], [1, 0.4], [2, 0.2]], "b": [[0, 0.3], [1, 0.0], [2, 0.9]]}
+    assert (axes.get_xlabel(), axes.get_ylabel()) == (LAYERS, "mean pairwise cosine")
+    assert [text.get_text() for text in figure.legends[0].texts] == ["a", "b"]
+    (axes,) = plot.mean_cosine_by_layer({"deep": condensed(*(0.1,) * 5), "flat": condensed(0.1, 0.1)}).axes
+    assert [line.get_xdata().tolist() for line in axes.lines] == [[0, 0.25, 0.5, 0.75, 1], [0, 1]]
+    assert axes.get_xlabel() == "relative depth (0: embedding, 1: before the final norm)"
+
+
+def test_depth_bars():
+    """ρ and τ by hand: ranks 3, 1, 2, 4 are 1 − 6·6/60 and (4 − 2)/6."""
+    found = {"some": condensed(0.5, 0.1, 0.25, 0.75), "falling": condensed(0.9, 0.8, 0.1), "flat": condensed(0.2, 0.2)}
+    (axes,) = plot.depth_bars(found).axes
+    names = dict(zip(axes.get_yticks(), (label.get_text() for label in axes.get_yticklabels()), strict=True))
+    bars = {
+        (container.get_label(), names[round(bar.get_y() + bar.get_height() / 2)]): bar.get_width()
+        for container in axes.containers
+        for bar in container
+    }
+    assert bars == {
+        ("Spearman's ρ", "some"): pytest.approx(0.4),
+        ("Kendall's τ", "some"): pytest.approx(1 / 3),
+        ("Spearman's ρ", "falling"): pytest.approx(-1),
+        ("Kendall's τ", "falling"): pytest.approx(-1),
+        ("Spearman's ρ", "flat"): 0,
+        ("Kendall's τ", "flat"): 0,
+    }
+    said = [text.get_text() for text in axes.texts]
+    assert said == ["+0.40", "-1.00", "undefined", "+0.33", "-1.00", "undefined"]
+    assert axes.yaxis_inverted()  # the first is on top
+    assert not axes.xaxis_inverted()
+
+
+def test_over_training():
+    """A panel for each run; the same step has the same colour in all of them, and in the legend."""
+    runs = {
+        "on": {0: condensed(0.1, 0.2), 50: condensed(0.3, 0.4), 1000: condensed(0.5, 0.6)},
+        "off": {0: condensed(0.1, 0.7), 1000: condensed(0.2, 0.9)},
+    }
+    figure = plot.over_training(runs)
+    (legend,) = figure.legends
+    colors = {
+        text.get_text(): tuple(handle.get_color())
+        for text, handle in zip(legend.texts, legend.legend_handles, strict=True)
+    }
+    assert list(colors) == ["0", "50", "1,000"]
+    assert len(set(colors.values())) == 3
+    assert legend.get_title().get_text() == "step"
+    for axes, (name, by_step) in zip(figure.axes, runs.items(), strict=True):
+        assert (axes.get_title(), axes.get_xlabel()) == (name, LAYERS)
+        drawn = {tuple(line.get_color()): line.get_xydata().tolist() for line in axes.lines}
+        assert drawn == {
+            colors[f"{step:,}"]: [[0, found.mean_cosine[0]], [1, found.mean_cosine[1]]]
+            for step, found in by_step.items()
+        }
+    assert figure.axes[0].get_ylabel() == "mean pairwise cosine"
+
+
+def test_layer_map():
+    by_step = {10: condensed(0.1, 0.2, 0.3, 0.4), 30: condensed(0.5, 0.6, 0.7, 0.75), 70: condensed(0.8, 0.85, 0.9, 1)}
+    figure = charts.layer_map(by_step, "_run$1$")
+    axes, bar = figure.axes
+    (mesh,) = axes.collections
+    assert upright(axes)
+    for step, found in by_step.items():
+        assert [shown_at(mesh, step + 1, layer) for layer in range(4)] == found.mean_cosine.tolist()
+    assert axes.get_xlim()[0] == 10
+    assert (axes.get_xlabel(), axes.get_ylabel()) == ("step", "layer (0: embedding)")
+    assert bar.get_ylabel() == "mean pairwise cosine"
+    assert mesh.get_clim() == (0, 1)
+    assert darkness(mesh, 0.1) < darkness(mesh, 0.9)
+    assert axes.get_title() == r" _run\$1\$"
+
+
+def test_curves():
+    steps = np.arange(1.0, 5)
+    lines = [
+        charts.Line("a", steps, np.array([4.0, 3, np.nan, 1]), place=2, resumes=[3.0]),
+        charts.Line("b", 2 * steps, steps**2, place=0),
+    ]
+    figure = charts.curves(lines, "tokens", "loss", charts.as_it_is)
+    (axes,) = figure.axes
+    a, resumed, b, never = axes.lines
+    assert (a.get_label(), a.get_xydata().tolist()) == ("a", [[1, 4], [2, 3], [4, 1]])
+    assert (b.get_label(), b.get_xydata().tolist()) == ("b", [[2, 1], [4, 4], [6, 9], [8, 16]])
+    assert a.get_color() == resumed.get_color() == plot.OKABE_ITO[2] != b.get_color()
+    assert (list(resumed.get_xdata()), list(never.get_xdata())) == ([3], [])
+    assert (axes.get_xlabel(), axes.get_ylabel()) == ("tokens", "loss")
+    assert upright(axes)
+    ticks = axes.xaxis.get_major_formatter()
+    assert [ticks(x) for x in (5, 4096, 2e6, 1.5e9, 3e12)] == ["5", "4.096 k", "2 M", "1.5 B", "3 T"]
+
+
+def test_many_points_are_drawn_as_means_in_a_band():
+    """1500 points are three to a bin: those of 0, 1, 2 have the mean 1 and the band from 0 to 2."""
+    x = np.arange(1500.0)
+    (axes,) = charts.curves([charts.Line("a", x, x % 3, place=0)], "step", "loss", charts.as_it_is).axes
+    (band,) = axes.collections
+    assert axes.lines[0].get_ydata() == pytest.approx(np.ones(500))
+    assert axes.lines[0].get_xdata() == pytest.approx(np.arange(1.0, 1500, 3))
+    assert (band.get_paths()[0].vertices[:, 1].min(), band.get_paths()[0].vertices[:, 1].max()) == (0, 2)
+
+
+def scaled(scale, *y):
+    line = charts.Line("a", np.arange(float(len(y))), np.array(y), place=0)
+    return charts.curves([line], "step", "y", scale).axes[0]
+
+
+def test_scales():
+    assert scaled(charts.from_zero, 5.0, 9.0).get_ylim()[0] == 0
+    assert scaled(charts.correlation, 0.1, 0.2).get_ylim() == (-1.05, 1.05)
+    assert scaled(charts.by_factors, 1.0, 31.0).get_yscale() == "log"
+    assert scaled(charts.by_factors, 1.0, 29.0).get_yscale() == "linear"
+    assert scaled(charts.by_factors, 0.0, 31.0).get_yscale() == "linear"
+    # Steps 0 to 99: the 50 of the first 5 % is left out, and nothing after it.
+    low, high = scaled(charts.without_the_beginning, *[50.0] * 5, 6.0, *[4.0, 2.0] * 47).get_ylim()
+    assert (low, high) == pytest.approx((2 - 0.05 * 4, 6 + 0.05 * 4))
+
+
+def test_timeline():
+    """Two starts, an hour apart; every event in the row of its kind, the first kind on top."""
+    begin = 1_772_323_200.0  # 2026-03-01 00:00 UTC
+    first = Attempt(begin, job="7.0", first_step=0, times=[begin + 10, begin + 30], steps=[1, 3])
+    second = Attempt(begin + 3630, job="7.1", first_step=2, times=[begin + 3630, begin + 3650], steps=[2, 3])
+    events = [
+        {"event": "checkpoint", "time": begin + 20},
+        {"event": "save_failed", "time": begin + 25},
+        {"event": "checkpoint", "time": begin + 3660},
+    ]
+    above, below = charts.timeline([first, second], events).axes
+
+    def seconds(line):
+        return [round(num2date(x).timestamp() - begin) for x in line.get_xdata(orig=False)]
+
+    assert [(seconds(line), line.get_ydata().tolist()) for line in above.lines] == [
+        ([10, 30], [1, 3]),
+        ([3630, 3650], [2, 3]),
+    ]
+    rows = dict(zip(below.get_yticks(), (label.get_text() for label in below.get_yticklabels()), strict=True))
+    drawn = {rows[line.get_ydata()[0]]: seconds(line) for line in below.lines}
+    assert drawn == {"checkpoint": [20, 3660], "save failed": [25]}
+    assert list(rows.values()) == ["checkpoint", "save failed"]
+    assert below.yaxis_inverted()
+    assert upright(above)
+    assert (below.get_xlabel(), above.get_ylabel()) == ("time (UTC)", "step")
+    for axes in (above, below):
+        (gap,) = axes.patches
+        edges = [gap.get_x(), gap.get_x() + gap.get_width()]
+        assert [round(num2date(x).timestamp() - begin) for x in edges] == [30, 3630]
