@@ -1,6 +1,7 @@
 """The run report: what it says of synthetic runs and of a real one, and what a real browser makes of it."""
 
 import base64
+import dataclasses
 import errno
 import html
 import json
@@ -18,12 +19,14 @@ from titan_disp import cli
 from titan_disp.condensation.record import BINS as COSINE_BINS
 from titan_disp.condensation.record import Condensation
 from titan_disp.errors import EXIT_CODE, ConfigError
+from titan_disp.report import pictures as picture_makers
 from titan_disp.report.attempts import downtimes, repeated_steps
 from titan_disp.report.charts import BINS, binned
 from titan_disp.report.configs import defaults
 from titan_disp.report.gather import gather
 from titan_disp.report.page import render, write_report
 from titan_disp.report.state import duration, state
+from titan_disp.report.tables import final_numbers
 
 T0 = datetime(2026, 3, 1, tzinfo=timezone.utc).timestamp()
 SECTIONS = ("runs", "numbers", "losses", "optimization", "condensation", "history", "data", "config", "environment")
@@ -134,6 +137,101 @@ def test_numbers(compared):
     assert cells(page, "Spearman's ρ of mean cosine and depth, last") == ["1", "1"]
     assert cells(page, "skipped documents") == ["10", "9"]
     assert cells(page, "packages.torch") == ['"2.13.0"'] * 2
+
+
+CE = [12.0, 11.0, 10.0, 9.0, 8.0, 7.0, 6.0, 5.0, 4.0, 3.0, 2.0, 1.0]
+TPS = [100.0, 100.0, 100.0, 100.0, 100.0, 300.0, 300.0, 300.0, 300.0, 300.0, 300.0, None]
+
+
+@pytest.fixture(scope="module")
+def by_hand(tmp_path_factory):
+    """Twelve steps with dispersion, and eight without, whose rows have numbers of dispersion all the same.
+
+    In every row ce, loss, dispersion, grad_norm, lr and tps are different numbers.
+    """
+    on = [
+        row(s, T0 + s, ce=ce, loss=ce + 50, dispersion=-s / 4, grad_norm=1.5 / s, lr=s / 1000, tps=tps)
+        for s, (ce, tps) in enumerate(zip(CE, TPS, strict=True), start=1)
+    ]
+    off = [row(s, T0 + s, ce=24.5 - s / 2, loss=90.0, dispersion=7.0, grad_norm=3.0, tps=40.0) for s in range(1, 9)]
+    resume = [event("start", 0, T0), event("resume", 5, T0 + 5)]
+    folder = tmp_path_factory.mktemp("by_hand")
+    write_run(folder / "on", on, resume, steps=12, dispersion={"enabled": True})
+    write_run(folder / "off", off, steps=8)
+    runs = gather([folder / "on", folder / "off"])
+    # Ranks of the last one's mean cosines: 3, 1, 2, 4.
+    first, last = (
+        Condensation(
+            np.array(mean), np.zeros(4), np.zeros(4), np.array(rank), np.full((4, 128), 1 / 128), tokens=8, sequences=2
+        )
+        for mean, rank in (([0.1, 0.2, 0.3, 0.9], [8, 7, 6, 5.5]), ([0.5, 0.1, 0.25, 0.75], [8, 7, 6, 4.5]))
+    )
+    measured = {"condensation": {4: first, 12: last}, "validation": {6: 7.5, 12: 6.25}}
+    return [dataclasses.replace(runs[0], **measured), runs[1]]
+
+
+def test_final_numbers_by_hand(by_hand):
+    """The last ten of CE are 10, 9, … 1; the eight of the other run are 24, 23.5, … 20.5."""
+    assert final_numbers(by_hand) == {
+        "cross-entropy, last row": ["1", "20.5"],
+        "cross-entropy, mean of the last 10 rows": ["5.5", "22.25"],
+        "cross-entropy at step 8, the latest of all runs": ["5", "20.5"],
+        "validation loss, last": ["6.25", "–"],
+        "dispersion loss, last row": ["-3", "–"],
+        "gradient norm, last row": ["0.125", "3"],
+        "tokens/s of one rank, median": ["300", "40"],
+        "mean cosine of the last block, first": ["0.9", "–"],
+        "mean cosine of the last block, last": ["0.75", "–"],
+        "Spearman's ρ of mean cosine and depth, last": ["0.4", "–"],  # 1 − 6 · 6 / (4 · 15)
+        "Kendall's τ of mean cosine and depth, last": ["0.33333", "–"],  # (4 − 2) / 6
+        "effective rank of the last block, last": ["4.5", "–"],
+    }
+
+
+def test_curves_by_hand(by_hand, monkeypatch):
+    """What every picture plots against what: its labels, and the first and the last point of each run's line."""
+    drawn = []
+    monkeypatch.setattr(picture_makers, "to_uri", lambda figure: drawn.append(figure.axes[0]) or "")
+    for make in (picture_makers.losses, picture_makers.optimization, picture_makers.condensation_by_step):
+        make(by_hand)
+    found = {}
+    for axes in drawn:
+        lines = axes.lines[::2]  # the others mark where a run resumed
+        ends = {line.get_label(): line.get_xydata()[[0, -1]].round(6).tolist() for line in lines}
+        found[axes.get_ylabel()] = (axes.get_xlabel(), ends)
+    assert found == {
+        "cross-entropy (training)": ("tokens", {"on": [[4096, 12], [49152, 1]], "off": [[4096, 24], [32768, 20.5]]}),
+        "dispersion loss, without λ": ("tokens", {"on": [[4096, -0.25], [49152, -3]]}),
+        "cross-entropy (validation)": ("tokens", {"on": [[24576, 7.5], [49152, 6.25]]}),
+        "learning rate": ("step", {"on": [[1, 0.001], [12, 0.012]], "off": [[1, 0.001], [8, 0.001]]}),
+        "gradient norm, before clipping": ("step", {"on": [[1, 1.5], [12, 0.125]], "off": [[1, 3], [8, 3]]}),
+        "tokens/s of one rank": ("step", {"on": [[1, 100], [11, 300]], "off": [[1, 40], [8, 40]]}),
+        "mean cosine, last block": ("step", {"on": [[4, 0.9], [12, 0.75]]}),
+        "mean cosine, average of all blocks": ("step", {"on": [[4, 0.466667], [12, 0.366667]]}),
+        "Spearman's ρ of mean cosine and depth": ("step", {"on": [[4, 1], [12, 0.4]]}),
+        "Kendall's τ of mean cosine and depth": ("step", {"on": [[4, 1], [12, 0.333333]]}),
+        "effective rank, last block": ("step", {"on": [[4, 5.5], [12, 4.5]]}),
+    }
+    against_tokens, against_steps = drawn[0], drawn[3]
+    assert list(against_tokens.lines[1].get_xdata()) == [5 * 4096]
+    assert list(against_steps.lines[1].get_xdata()) == [5]
+
+
+def test_pictures_by_layer_by_hand(by_hand, monkeypatch):
+    figures = []
+    monkeypatch.setattr(picture_makers, "to_uri", lambda figure: figures.append(figure) or "")
+    (said,) = picture_makers.condensation_maps(by_hand)
+    picture_makers.condensation_by_layer(by_hand)
+    layer_map, by_layer, heatmaps = figures
+    assert said.alt == "mean cosine by layer and step, on: 2 measurements"
+    assert layer_map.axes[0].get_title() == "on"
+    lines = [line.get_ydata().tolist() for line in by_layer.axes[0].lines]
+    assert lines == [[0.1, 0.2, 0.3, 0.9], [0.5, 0.1, 0.25, 0.75]]
+    first, last = heatmaps.axes[:2]
+    assert (first.get_title(), last.get_title()) == ("on, step 4", "on, step 12")
+    assert first.lines[0].get_ydata().tolist() == [0.1, 0.2, 0.3, 0.9]
+    assert last.lines[0].get_ydata().tolist() == [0.5, 0.1, 0.25, 0.75]
+    assert heatmaps.get_supxlabel() == "layer (0: embedding, last: last block)"
 
 
 def test_configs_are_compared(compared, tmp_path):
