@@ -1,10 +1,13 @@
+from unittest import mock
+
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from tests.distributed import spawn
+from tests.mesh import assert_tied
 from tests.oracle import dispersion_oracle
-from titan_disp.dispersion import DispersionLoss, DispersionObjective, LossLedger, dispersion_loss
+from titan_disp.dispersion import DispersionLoss, DispersionObjective, LossLedger, collectives, dispersion_loss
 
 B, N, F = 3, 48, 16
 PARAMETERS = {"tau": 0.5, "clamp": 0.25, "norm_eps": 1e-2}
@@ -38,12 +41,16 @@ def check_shards():
                 ].norm()
                 assert error <= grad_tolerance, error
 
-    # bf16 travels as bf16; compared with one process on the same values.
+    # bf16 travels as bf16, also from a view that is not contiguous; compared with one process on the same values.
     whole = z.bfloat16().requires_grad_(True)
     alone = dispersion_loss(whole, **PARAMETERS)
     alone.sum().backward()
-    local = z.bfloat16()[:, contiguous].requires_grad_(True)
-    sharded = dispersion_loss(local, group=mesh, **PARAMETERS)
+    local = z.bfloat16().chunk(world, dim=1)[rank].requires_grad_(True)
+    assert not local.is_contiguous()
+    with mock.patch.object(collectives, "all_gather", wraps=collectives.all_gather) as gather:
+        sharded = dispersion_loss(local, group=mesh, **PARAMETERS)
+    (call,) = gather.call_args_list
+    assert call.args[1].is_contiguous(), "gloo takes any tensor, NCCL takes contiguous ones only"
     sharded.sum().backward()
     torch.testing.assert_close(sharded, alone, rtol=0, atol=4e-6)
     torch.testing.assert_close(local.grad, whole.grad[:, contiguous], rtol=2**-7, atol=1e-6)
@@ -92,17 +99,20 @@ def check_context_parallel_objective():
     terms = ledger.mean(mesh)
     assert abs(terms["dispersion"] - (weights * per_sequence).sum().item() / weights.sum().item()) < 1e-12
     assert abs(terms["ce"] - ce(z @ head, labels).item() / weights.sum().item()) < 1e-12
+    ledger.add_fit_errors(torch.tensor([0.5 * (rank + 1)]))
+    assert ledger.worst_fit(mesh) == 0.5 * world
+
+
+def dims(**degrees):
+    from torchtitan.distributed import ParallelDims
+
+    every = {"dp_replicate": 1, "dp_shard": 1, "cp": 1, "tp": 1, "pp": 1, "ep": 1, "etp": 1} | degrees
+    return ParallelDims(**every, world_size=4)
 
 
 def check_mesh_of_context_and_tensor_parallel():
     """CP × TP is one flattened group over the whole sequence."""
-    from torchtitan.distributed import ParallelDims
-
     from titan_disp.spec import sequence_mesh
-
-    def dims(**degrees):
-        every = {"dp_replicate": 1, "dp_shard": 1, "cp": 1, "tp": 1, "pp": 1, "ep": 1, "etp": 1} | degrees
-        return ParallelDims(**every, world_size=4)
 
     both = sequence_mesh(dims(cp=2, tp=2))
     assert (both.ndim, both.size()) == (1, 4)
@@ -114,6 +124,61 @@ def check_mesh_of_context_and_tensor_parallel():
     positions = torch.arange(N).chunk(4)[dist.get_rank()]
     loss = dispersion_loss(z[:, positions], group=both, **PARAMETERS)
     torch.testing.assert_close(loss, dispersion_loss(z, **PARAMETERS), rtol=0, atol=4e-6)
+
+
+def check_objective_of_context_and_tensor_parallel():
+    """Labels are sharded over CP alone, activations over CP × TP: against the oracle on the whole sequence."""
+    from titan_disp.spec import sequence_mesh
+
+    meshes = dims(cp=2, tp=2)
+    cp, tp = meshes.get_mesh("cp"), meshes.get_mesh("tp")
+    generator = torch.Generator().manual_seed(5)
+    z = full_tokens().double()
+    whole = z.clone().requires_grad_(True)
+    labels = torch.randint(11, (B, N), generator=generator)
+    labels[0, :30] = -100  # sequences weigh differently, and so do the CP ranks' parts of the first
+    weights = (labels != -100).sum(1)
+    expected = 2.0 * (weights * dispersion_oracle(whole, **PARAMETERS)).sum()
+    expected.backward()
+
+    labels_here = torch.arange(N).chunk(2)[cp.get_local_rank()]
+    tokens_here = labels_here.chunk(2)[tp.get_local_rank()]
+    ledger = LossLedger()
+    objective = DispersionObjective(
+        cross_entropy=lambda logits, labels: logits.sum(),
+        loss=DispersionLoss(**PARAMETERS),
+        coeff=lambda step: 2.0,
+        group=sequence_mesh(meshes),
+        cp_group=cp,
+        ledger=ledger,
+    )
+    local = z[:, tokens_here].clone().requires_grad_(True)
+    loss = objective((torch.zeros(()).double(), [local]), labels[:, labels_here])
+    loss.backward()
+    torch.testing.assert_close(local.grad, whole.grad[:, tokens_here])
+    total = loss.detach().clone()
+    dist.all_reduce(total, group=cp.get_group())
+    torch.testing.assert_close(total, expected.detach())
+    assert abs(ledger.mean(cp)["dispersion"] - expected.item() / 2.0 / weights.sum().item()) < 1e-12
+
+
+def check_embeddings_tied_after_tensor_parallel():
+    """TP replaces both parameters; ``init_weights`` would tie them again, but FSDP groups them before."""
+    from titan_disp.config import load_config
+    from titan_disp.qwen3.flavors import flavors
+    from titan_disp.qwen3.model import Qwen3DispModel
+    from titan_disp.qwen3.parallelize import parallelize
+
+    config = load_config(["--model.name", "qwen3_disp", "--model.flavor", "nano"])
+    with torch.device("meta"):
+        model = Qwen3DispModel(flavors["nano"])
+    assert_tied(parallelize(model, dims(dp_shard=2, tp=2), config))
+
+
+def check_context_and_tensor_parallel():
+    check_mesh_of_context_and_tensor_parallel()
+    check_objective_of_context_and_tensor_parallel()
+    check_embeddings_tied_after_tensor_parallel()
 
 
 def run_all():
@@ -129,5 +194,5 @@ def test_four_ranks():
     spawn(4, run_all)
 
 
-def test_context_and_tensor_parallel_group():
-    spawn(4, check_mesh_of_context_and_tensor_parallel)
+def test_context_and_tensor_parallel():
+    spawn(4, check_context_and_tensor_parallel)
