@@ -8,6 +8,9 @@ import torch.distributed as dist
 
 from tests.distributed import spawn
 from tests.oracle import oracle
+from titan_disp.checks import coeff_schedule
+from titan_disp.checks import dispersion_loss as config_loss
+from titan_disp.config import load_config
 from titan_disp.dispersion import CoeffSchedule, DispersionLoss, dispersion_loss, pairwise
 from titan_disp.dispersion.sampled import positions
 
@@ -231,6 +234,34 @@ def test_schedule():
     for bad in ({"coeff": -1.0}, {"coeff": 1.0, "warmup_steps": 5}, {"coeff": 1.0, "decay": "step"}):
         with pytest.raises(ValueError, match="expected"):
             CoeffSchedule(**bad, total_steps=3)
+
+
+def test_loss_of_a_config():
+    """No option of [dispersion] gets lost on the way, nor the seed of the positions."""
+    options = {"variant": "l2_repel", "estimator": "sampled", "tau": 0.3, "clamp": 0.1, "norm_eps": 0.02}
+    options |= {"norm_coeff": 0.4, "max_tokens": 7}
+    arguments = [part for name, value in options.items() for part in (f"--dispersion.{name}", str(value))]
+    config = load_config([*arguments, "--debug.seed", "11"])
+    assert config_loss(config) == DispersionLoss(**options, seed=11)
+
+
+def test_schedule_of_a_config():
+    """λ of every step, against the formulas written out: 2 steps of warm-up and 9 in all, so that step 8 is the last."""
+    config = load_config(
+        [
+            *("--training.steps", "9", "--dispersion.coeff", "0.4", "--dispersion.warmup_steps", "2"),
+            *("--dispersion.final_coeff", "0.1"),
+        ]
+    )
+    after_warmup = {
+        "constant": lambda step: 0.4,
+        "linear": lambda step: 0.4 - 0.3 * (step - 2) / 6,
+        "cosine": lambda step: 0.1 + 0.3 * (1 + math.cos(math.pi * (step - 2) / 6)) / 2,
+    }
+    for decay, expected in after_warmup.items():
+        config.dispersion.decay = decay
+        schedule = coeff_schedule(config)
+        assert [schedule(step) for step in range(9)] == pytest.approx([0.2, 0.4, *map(expected, range(2, 9))])
 
 
 def moments_during_training(sample, folder):
