@@ -2,6 +2,7 @@
 
 import math
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -121,6 +122,17 @@ class TestMoments:
         assert abs(grads[1].norm() / grads[0].norm() - 1) <= 0.05
         assert (values[0] - values[1]).abs().max() <= 5e-3
 
+    def test_fit_leaves_out_the_diagonal(self):
+        """With N < FIT_TOKENS every token is fitted, so that a0 makes the mean of w, and with it the value, exact.
+
+        The cosines of spread tokens lie around 0, far from the diagonal's 1: a fit that included it would change the value by
+        0.03 and the gradient by 17 % at this τ.
+        """
+        z = tokens(2, 64, 256, shift=0.0)
+        value, grad, expected, expected_grad = both("angular", z, estimator="moments", tau=0.2)
+        assert (value - expected).abs().max() <= 1e-5
+        assert relative(grad, expected_grad) <= 0.02
+
     def test_exact_where_w_is_quadratic(self):
         """With a quadratic w the fit and the collapsed sums are exact."""
         from titan_disp.dispersion.moments import fit, quadratic_sum_
@@ -139,10 +151,29 @@ class TestMoments:
         torch.testing.assert_close(coefficients, a.expand(2, 3), rtol=1e-3, atol=1e-3)
 
     def test_fit_error_is_reported(self):
+        """Per layer and sequence; against numpy's own least squares, where every token is fitted."""
+        layers = [tokens(2, 60, 16, seed) for seed in range(3)]
         errors = []
-        DispersionLoss(estimator="moments")([self.activations(1.0).float()] * 3, fit_errors=errors)
-        assert len(errors) == 3
-        assert all(0 < e < 0.2 for e in torch.stack(errors).flatten().tolist())
+        DispersionLoss(estimator="moments", tau=0.5)(layers, fit_errors=errors)
+        for layer, found in zip(layers, errors, strict=True):
+            for z, error in zip(layer.numpy(), found.tolist(), strict=True):
+                u = z / (np.linalg.norm(z, axis=-1, keepdims=True) + 1e-2)
+                c = (u @ u.T)[~np.eye(60, dtype=bool)]
+                angle = np.arccos(c.clip(-0.75, 0.75))
+                slope = np.exp(-angle / (0.5 * np.pi)) / (0.5 * np.pi * np.sin(angle))
+                residual = slope - np.polyval(np.polyfit(c, slope, 1), c)
+                assert error == pytest.approx(np.sqrt((residual**2).mean() / (slope**2).mean()), rel=1e-5)  # the ridge
+
+    def test_finite_where_the_fitted_sum_is_negative(self):
+        """Only the even tokens are fitted. They lie in a narrow cone, and a line through w there is below 0 for the odd ones."""
+        z = tokens(1, 256, 16, shift=0.0)
+        z[:, ::2] *= 0.01
+        z[:, ::2, 0] += 1.0
+        value = dispersion_loss(z.requires_grad_(True), estimator="moments", tau=0.2)
+        value.sum().backward()
+        smallest = torch.finfo(z.dtype).tiny
+        assert value.item() == pytest.approx(math.log(smallest / (256 * 255)))
+        assert z.grad.isfinite().all()
 
 
 class TestSampled:
