@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 
 from tests.distributed import spawn
 from tests.oracle import oracle
@@ -211,29 +212,32 @@ class TestSampled:
         assert torch.equal(dispersion_loss(z, estimator="sampled", max_tokens=20), dispersion_loss(z))
 
 
-def check_sharded():
-    """Values and gradients of every allowed combination equal one process's, contiguous and permuted shards."""
-    rank, world = dist.get_rank(), dist.get_world_size()
+def check_sharded(ranks):
+    """Values and gradients of every allowed combination equal one process's, where so many ranks share a sequence.
+
+    On four ranks, two that share one hold other sequences than the other two, so that nothing may pass between these pairs.
+    """
+    mesh = init_device_mesh("cpu", (dist.get_world_size() // ranks, ranks), mesh_dim_names=("data", "sequence"))
+    rank = mesh.get_local_rank("sequence")
     # 256 tokens: the moments' fit then takes the same ones on every mesh.
     for variant, estimator in ALLOWED:
         for features in (8, 300):  # decorrelation's linear and its pairwise form
-            z = tokens(2, 256, features, seed=1) / math.sqrt(features)
+            z = tokens(2, 256, features, seed=mesh.get_local_rank("data")) / math.sqrt(features)
             options = {"variant": variant, "estimator": estimator, "max_tokens": 40, "tau": 0.8}
             whole = z.clone().requires_grad_(True)
             expected = dispersion_loss(whole, **options)
             (expected * torch.tensor([1.0, 3.0])).sum().backward()
-            own = torch.arange(256).chunk(world)[rank]
+            own = torch.arange(256).chunk(ranks)[rank]
             local = z[:, own].clone().requires_grad_(True)
-            value = dispersion_loss(local, group=dist.group.WORLD, **options)
+            value = dispersion_loss(local, group=mesh["sequence"], **options)
             (value * torch.tensor([1.0, 3.0])).sum().backward()
             torch.testing.assert_close(value, expected, msg=lambda m, o=options: f"{o}: {m}")
             torch.testing.assert_close(local.grad, whole.grad[:, own], msg=lambda m, o=options: f"{o}: {m}")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("world", [2, 4])
-def test_sharded(world):
-    spawn(world, check_sharded)
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_sharded(ranks):
+    spawn(4, check_sharded, ranks)
 
 
 @pytest.mark.parametrize(
