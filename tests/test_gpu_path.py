@@ -1,6 +1,7 @@
 """What a GPU runs, as far as a CPU can tell: bf16 products, fused epilogues by Inductor, and no waiting of the host."""
 
 import contextlib
+import warnings
 
 import pytest
 import torch
@@ -132,6 +133,32 @@ def test_moments_compile():
         results.append((*function(m, s, *arguments), m))
     for found, expected in zip(*results, strict=True):
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_a_function_that_cannot_be_compiled_runs_as_it_is(monkeypatch):
+    """It warns once, and torch.compile is not tried again."""
+
+    def without_compiler(function):
+        def call(*args):
+            calls.append(args)
+            raise RuntimeError("no C++ compiler")
+
+        return call
+
+    def shape(x):
+        return x.shape
+
+    calls = []
+    monkeypatch.setattr(torch, "compile", without_compiler)
+    fused = kernels.fused(shape)
+    assert fused(torch.empty(2)) == (2,)
+    assert not calls  # on a CPU nothing is compiled
+    with pytest.warns(UserWarning, match=r"shape is not compiled, and slower: no C\+\+ compiler"):
+        assert fused(torch.empty(3, device="meta")) == (3,)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert fused(torch.empty(4, device="meta")) == (4,)
+    assert len(calls) == 1
 
 
 @pytest.mark.parametrize(("variant", "estimator"), CASES)

@@ -7,6 +7,7 @@ from torchtitan.models.qwen3.model.model import Qwen3Model
 from torchtitan.models.qwen3.model.state_dict_adapter import Qwen3StateDictAdapter
 from torchtitan.protocols.train_spec import get_train_spec
 
+from titan_disp.config import load_config
 from titan_disp.errors import ConfigError
 from titan_disp.qwen3.flavors import block_indices, flavors
 from titan_disp.qwen3.init import draw
@@ -143,6 +144,17 @@ def test_seed_and_name_decide_the_weights():
 )
 def test_block_indices(layers, expected):
     assert block_indices(layers, 5) == expected
+
+
+def test_activations_of_a_config():
+    """Those of a block are its output, 1 more than its index: 0 is the embedding's."""
+    config = load_config(["--dispersion.layers", "0", "3"])
+    args = flavors["nano"]
+    args.update_from_config(config)
+    assert args.activations == ()  # dispersion is off
+    config.dispersion.enabled = True
+    args.update_from_config(config)
+    assert args.activations == (1, 4)
 
 
 @pytest.mark.parametrize("layers", ["first", [5], [-1], [], [1, 1], [True]])

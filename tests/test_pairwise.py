@@ -51,6 +51,11 @@ def test_bfloat16(mean):
     assert_agrees(tokens(2, 130, 64, mean=mean).bfloat16(), 2e-6, 2**-8)
 
 
+def test_float16_bears_the_gradient_of_the_sum():
+    """∂S/∂z, which is saved, is far beyond float16's 65504 here; ∂L/∂z, which is returned, is about 1."""
+    assert_agrees(1e-4 * tokens(1, 600, 3, mean=0.0).half(), 2e-6, 2**-11, norm_eps=1e-5)
+
+
 def test_float64_is_exact():
     assert_agrees(tokens(2, 47, 7).double(), 1e-13, 1e-12)
 
@@ -183,3 +188,5 @@ def test_bad_shapes():
         dispersion_loss(torch.ones(4, 4), **PARAMETERS)
     with pytest.raises(ValueError, match="no layers"):
         dispersion_losses([], **PARAMETERS)
+    with pytest.raises(ValueError, match=r"layers differ in tokens per sequence: \[4, 6\]"):
+        dispersion_losses([tokens(1, 4, 4), tokens(1, 6, 4)], **PARAMETERS)

@@ -67,6 +67,7 @@ def test_never_nan(variant, case):
         z[:, 3:6] = 0
     elif case == "antiparallel":
         z[:, 6:] = -z[:, :6]
+        z[:, ::2] *= 1e6  # so long that ε does not show: cosines of −1 in fp32
     elif case == "far":
         z[:, 0] *= 1e4  # ℓ2's exponents lie far below fp32's smallest
         z[:, 1] -= 1e3
@@ -88,6 +89,17 @@ def test_l2_is_accurate_far_from_the_origin():
     value, grad, expected, expected_grad = both("l2_repel", z.double(), torch.float32, tau=20.0, norm_coeff=0.0)
     assert (value - expected).abs().max() <= 1e-5
     assert relative(grad, expected_grad) <= 1e-4
+
+
+def test_a_token_of_equal_features_has_no_correlation():
+    """Rounding leaves its features unequal to their mean, here by 1e-8, which must not be taken for a direction."""
+    z = tokens(1, 3, 17).float()
+    z[:, 2] = 0.1
+    correlation = np.corrcoef(z[0, :2].double().numpy())[0, 1]
+    value = dispersion_loss(z.requires_grad_(True), variant="decorrelation")
+    value.sum().backward()
+    assert value.item() == pytest.approx(2 * correlation**2 / 6, abs=1e-6)  # of the six pairs, two are not 0
+    assert not z.grad[:, 2].any()
 
 
 def test_repelling_forces_point_away():
@@ -206,6 +218,7 @@ class TestSampled:
             assert len(set(chosen)) == 256
             assert 0 <= min(chosen) <= max(chosen) < 4096
         assert tuple(positions(4096, 256, 1, 1, 0).tolist()) == drawn[1, 1, 0]
+        assert set().union(*(positions(10, 4, 0, step, 0).tolist() for step in range(50))) == set(range(10))
 
     def test_all_tokens_where_there_are_no_more(self):
         z = tokens(1, 20, 8)
