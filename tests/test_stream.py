@@ -3,6 +3,7 @@
 import gzip
 import json
 import math
+import shutil
 import subprocess
 import sys
 import threading
@@ -16,6 +17,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
+from sentencepiece import SentencePieceProcessor
 
 from titan_disp.config import load_config
 from titan_disp.data.cursor import Field
@@ -25,9 +27,12 @@ from titan_disp.data.loader import StreamLoader, check_fingerprint, differences,
 from titan_disp.data.plan import Plan
 from titan_disp.data.shards import DataFile, list_files
 from titan_disp.data.stream import RankStreams, StreamOptions
+from titan_disp.data.tokenizer import load_tokenizer
+from titan_disp.data.validation import _ValidationSet, held_out_sequences
 from titan_disp.errors import ConfigError, DataError
 
 EOS = 0
+VALIDATION_FILE = "en/c4-validation.00000-of-00001.json.gz"  # of the sample
 
 
 def encode(text):
@@ -375,8 +380,6 @@ class TestBadData:
 
 
 def loader(files, sample, rank=0, ranks=1, prefetch=0, slots=8, **options):
-    from titan_disp.data.tokenizer import load_tokenizer
-
     folder = f"{sample}/tokenizer"
     return StreamLoader(
         files,
@@ -569,23 +572,56 @@ def test_digest_of_no_ranks(sample):
         digest(config(sample), 1, [(0, 0)])
 
 
-def test_validation_is_the_same_on_any_ranks(sample):
-    from titan_disp.data.tokenizer import load_tokenizer
-    from titan_disp.data.validation import _ValidationSet
+def first_sequences_by_hand(file, sample, count, length):
+    """The first [count, length] tokens of one file: gzip, json and sentencepiece alone."""
+    processor = SentencePieceProcessor(model_file=str(sample / "tokenizer" / "sample.model"))
+    tokens = []
+    with gzip.open(file, "rt", encoding="utf-8") as lines:
+        while len(tokens) < count * length:
+            tokens += [*processor.encode(json.loads(next(lines))["text"]), processor.eos_id()]
+    return torch.tensor(tokens[: count * length]).view(count, length)
 
+
+def test_validation_is_the_same_on_any_ranks(sample):
     options = ("--validation.enable", "--validation.local_batch_size", "2", "--stream.validation_sequences", "16")
     job = config(sample, *options, "--validation.dataset_path", str(sample), "--validation.seq_len", "64")
     tokenizer = load_tokenizer(sample / "tokenizer")
-    union = {}
+    expected = sorted(first_sequences_by_hand(sample / VALIDATION_FILE, sample, 16, 65).tolist())
     for ranks in (1, 2, 4, 8):
         sets = [_ValidationSet(job, tokenizer, ranks, rank) for rank in range(ranks)]
-        batches = [[inputs["input"] for inputs, _ in one] for one in sets]
+        batches = [[torch.cat([x["input"], labels[:, -1:]], 1) for x, labels in one] for one in sets]
         assert {len(b) for b in batches} == {16 // ranks // 2}
-        union[ranks] = sorted(tuple(row.tolist()) for b in batches for x in b for row in x)
+        assert sorted(row.tolist() for b in batches for x in b for row in x) == expected
         # A second validation gives the same again.
-        assert torch.equal(next(iter(sets[0]))[0]["input"], batches[0][0])
-    assert len(set(union[1])) == 16
-    assert all(rows == union[1] for rows in union.values())
+        inputs, labels = next(iter(sets[-1]))
+        assert torch.equal(inputs["input"], batches[-1][0][:, :-1])
+        assert torch.equal(labels, batches[-1][0][:, 1:])
+
+
+def test_held_out_sequences_are_the_first_of_the_validation_split(sample, tmp_path, caplog):
+    """Of the split beside the training data, or of [validation]'s where it is enabled; None where there is neither."""
+    tokenizer, job = load_tokenizer(sample / "tokenizer"), config(sample)
+    expected = first_sequences_by_hand(sample / VALIDATION_FILE, sample, 5, 33)
+    found = held_out_sequences(job, tokenizer, 5)
+    assert found.dtype == torch.int64
+    assert torch.equal(found, expected[:, :-1])
+
+    other = shutil.copy(sample / "en" / "c4-train.00002-of-00008.json.gz", tmp_path / "valid.json.gz")
+    section = job.validation
+    section.enable, section.dataset, section.dataset_path = True, "text_validation", str(tmp_path)
+    section.seq_len = 64  # of another use
+    found = held_out_sequences(job, tokenizer, 5)
+    assert torch.equal(found, first_sequences_by_hand(other, sample, 5, 33)[:, :-1])
+    assert not torch.equal(found, expected[:, :-1])
+
+    section.enable = False
+    job.training.dataset_path = other  # one file, and nothing beside it
+    assert held_out_sequences(job, tokenizer, 5) is None
+    job.training.dataset_path = str(tmp_path / "train")
+    (tmp_path / "train").mkdir()
+    shutil.move(other, tmp_path / "train" / "train.json.gz")
+    assert held_out_sequences(job, tokenizer, 5) is None
+    assert "no validation split: " in caplog.text
 
 
 def test_a_document_of_many_megabytes_does_not_fill_memory(tmp_path):
