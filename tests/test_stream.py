@@ -1,14 +1,17 @@
 """The stream: every document once an epoch, the same batches on any ranks, through any stops, with bad data."""
 
 import gzip
+import hashlib
 import json
 import math
+import re
 import shutil
 import subprocess
 import sys
 import threading
 import time
 from collections import Counter
+from fractions import Fraction
 from pathlib import Path
 
 import numpy as np
@@ -147,6 +150,74 @@ def test_same_batches_on_any_ranks_through_any_stops(tmp_path_factory, counts, s
     assert np.array_equal(positions, end)
 
 
+def order_by_hand(names, counts, slots, slot, epoch):
+    """Documents of one slot in one epoch, (file, index), in order: what plan.py's first lines say, done plainly."""
+    shuffled = sorted(range(len(names)), key=lambda f: hashlib.sha256(f"0/{epoch}/{names[f]}".encode()).digest())
+    classes = slots // math.gcd(len(names), slots)
+    pairs = [(f, c) for f in shuffled for c in range(classes)]
+    share = len(pairs) // slots
+    own: dict[int, set[int]] = {}
+    for f, c in pairs[slot * share : (slot + 1) * share]:
+        own.setdefault(f, set()).add(c)
+    # Each partial file is a part of its own, all whole ones together are one.
+    parts: list[tuple[int, list[tuple[int, int]]]] = []
+    merge = False
+    for f, mine in own.items():
+        documents = [(f, i) for i in range(counts[f]) if i % classes in mine]
+        whole = len(mine) == classes
+        if whole and merge:
+            weight, before = parts.pop()
+            parts.append((weight + classes, before + documents))
+        else:
+            parts.append((len(mine), documents))
+        merge = whole
+    taken, order = [0] * len(parts), []
+    while left := [i for i, (_, documents) in enumerate(parts) if taken[i] < len(documents)]:
+        i = min(left, key=lambda i: (Fraction(2 * taken[i] + 1, 2 * parts[i][0]), i))
+        order.append(parts[i][1][taken[i]])
+        taken[i] += 1
+    return order
+
+
+@pytest.mark.parametrize(
+    ("counts", "slots"),
+    [([21, 20, 22, 19, 23], 2), ([40, 33, 51, 20, 47], 3), ([14, 9, 20], 4), ([6, 7, 8, 9], 2)],
+)
+def test_order_of_the_documents(tmp_path, counts, slots):
+    """Two epochs, document by document. An order that changed with a version of this code would spoil every resume."""
+    files = write_files(tmp_path, counts)
+    names, before = [f.name for f in files], np.cumsum([1, *counts])
+    (rank,) = streams_of(files, slots, 1)
+    tokens, _ = batches([rank], 90)
+    for slot in range(slots):
+        order = [order_by_hand(names, counts, slots, slot, epoch) for epoch in (0, 1)]
+        expected = [before[f] + i for f, i in (*order[0], *order[1])]
+        found = documents_in(tokens[:, slot])
+        assert found[: len(expected)] == expected[: len(found)]
+        assert len(found) > len(order[0]) + 3
+
+
+def test_position_by_hand(tmp_path):
+    """As checkpoints store it. 5 files of 2 classes for 2 slots: two whole files and half of the third in file order.
+
+    A whole file's two classes make the weights 4 and 1. The shares (n + ½) / weight are 0.125, 0.375, 0.625, … and 0.5, 1.5, …,
+    so that the third document of every five is the shared file's.
+    """
+    for name in "abcde":
+        (tmp_path / f"{name}.json").write_text('{"text": "7"}\n' * 8)
+    _, positions = batches(streams_of(list_files("c4", str(tmp_path)), 2, 1, seq_len=2), 4)
+    # Four sequences of 3 tokens: six documents of 2 tokens.
+    after = dict.fromkeys(Field, 0) | {Field.BODY: 5, Field.BODY_DOCUMENT: 5}
+    after |= {Field.GOOD: 6, Field.DOCUMENTS: 6, Field.BYTES: 6}
+    assert positions.tolist() == [[*(after | {shared: 1}).values()] for shared in (Field.TAIL, Field.HEAD)]
+    assert [int(field) for field in after] == list(range(13))
+    _, positions = batches(streams_of(list_files("c4", str(tmp_path)), 2, 1, seq_len=2), 7)
+    # 21 tokens: ten documents, of which two are of the shared file and eight are the whole first one; and a token of the next.
+    after = dict.fromkeys(Field, 0) | {Field.BODY: 8, Field.BODY_FILE: 1, Field.OFFSET: 1}
+    after |= {Field.GOOD: 10, Field.DOCUMENTS: 10, Field.BYTES: 10}
+    assert positions.tolist() == [[*(after | {shared: 2}).values()] for shared in (Field.TAIL, Field.HEAD)]
+
+
 @pytest.mark.parametrize(("files", "slots", "ranks"), [(8, 4, 2), (5, 12, 4), (12, 5, 5), (7, 7, 1), (1, 6, 3)])
 def test_every_document_once_an_epoch(tmp_path, files, slots, ranks):
     listed = write_files(tmp_path, [60 + 3 * i for i in range(files)])
@@ -212,6 +283,44 @@ def test_sequences_are_documents_joined_by_eos(tmp_path):
     tokens, _ = batches(streams_of(files, 1, 1, seq_len=9), 8)
     expected = [t for i in range(1, 31) for t in encode(" ".join([str(i)] * (1 + i % 5)))]
     assert tokens.reshape(-1).tolist() == expected[: tokens.size]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "sequences"),
+    [(8, 16), (8192, 4), (65536, 2)],  # 128 KiB of text, at 4 bytes a token, but 2 to 16 sequences
+)
+def test_how_far_is_read_ahead(tmp_path, tokens, sequences):
+    (tmp_path / "train.json").write_text((json.dumps({"text": "5 " * 1023 + "5"}) + "\n") * 300)  # 2047 bytes each
+    (rank,) = streams_of(list_files("c4", str(tmp_path)), 1, 1, seq_len=tokens - 1)
+    rank.slots[0].sequence()
+    assert 0 <= rank.slots[0].cursor.position[Field.BYTES] - 4 * tokens * sequences < 2047
+
+
+def test_read_ahead_follows_the_text(tmp_path):
+    """15 bytes are 9 tokens: 16 sequences of 8 tokens come to be 213 bytes, not the 512 of the beginning, and stay that."""
+    (tmp_path / "train.json").write_text((json.dumps({"text": "5 5 5 5 5 5 5 5"}) + "\n") * 100)
+    (rank,) = streams_of(list_files("c4", str(tmp_path)), 1, 1)
+    slot = rank.slots[0]
+    for i in range(1200):
+        slot.sequence()
+        if i >= 600:
+            ahead = slot.cursor.position[Field.BYTES] - slot.position[Field.BYTES]
+            assert 213 - 8 * 15 / 9 - 1 <= ahead <= 213 + 2 * 15
+
+
+def test_the_next_slots_are_read_ahead(tmp_path):
+    """In the order in which the rank asks for them, and round again."""
+    files = write_files(tmp_path, [60] * 32, words=lambda i: 5)
+    _, rank = streams_of(files, 64, 2)
+    rank.read_ahead(59)
+    begun = [index for index, slot in rank.slots.items() if slot.cursor.position[Field.BYTES]]
+    assert begun == [*range(32, 43), *range(59, 64)]
+
+
+def test_bytes_are_of_utf8(tmp_path):
+    (tmp_path / "train.json").write_text((json.dumps({"text": "٣ ٣"}) + "\n") * 20)
+    _, positions = batches(streams_of(list_files("c4", str(tmp_path)), 1, 1, seq_len=2), 7)
+    assert (positions[0, Field.DOCUMENTS], positions[0, Field.BYTES]) == (7, 7 * 5)
 
 
 def test_threads_and_read_ahead_decide_nothing(tmp_path, monkeypatch):
@@ -324,14 +433,33 @@ class TestBadData:
             batches(streams_of(files[1:2], 1, 1, on_bad_data="fail", **self.OPTIONS), 100000)
 
     def test_too_much_skipped(self, tmp_path):
+        """Of all slots of a rank together, from 1000 documents on.
+
+        Every fifth document of two of the four slots is broken. All slots use as many good ones, so that 2 of 18 are broken.
+        """
         lines = [json.dumps({"text": "1"}) if i % 10 else "broken" for i in range(5000)]
         (tmp_path / "x.json").write_text("\n".join(lines))
         options = {"seq_len": 3, "max_skipped_fraction": 0.05}
-        with pytest.raises(
-            ConfigError, match=r"documents could not be used, more than stream.max_skipped_fraction 0.05"
-        ):
-            batches(streams_of(list_files("c4", str(tmp_path)), 1, 1, **options), 2000)
-        batches(streams_of(list_files("c4", str(tmp_path)), 1, 1, **(options | {"max_skipped_fraction": 0.2})), 2000)
+        reason = r"(\d+) of (\d+) documents could not be used, more than stream.max_skipped_fraction 0.05"
+        with pytest.raises(ConfigError, match=reason) as error:
+            batches(streams_of(list_files("c4", str(tmp_path)), 4, 1, **options), 2000)
+        skipped, every = map(int, re.search(reason, str(error.value)).groups())
+        assert 1000 <= every < 1000 + 4 * 5
+        assert skipped == pytest.approx(every * 2 / 18, abs=4)
+        batches(streams_of(list_files("c4", str(tmp_path)), 4, 1, **(options | {"max_skipped_fraction": 0.2})), 2000)
+
+    def test_a_damaged_file_is_counted_once(self, tmp_path):
+        """Though two slots read it, in ranks of their own: 3 files of 4 classes each, of which a slot has 3."""
+        files = write_files(tmp_path, [40] * 3, words=lambda i: 600)
+        path = Path(files[1].url)
+        path.write_bytes(path.read_bytes()[:-60])
+        skipped = 0
+        for rank in streams_of(list_files("c4", str(tmp_path)), 4, 4, max_skipped_fraction=1.0):
+            for slot in rank.slots.values():
+                while slot.position[Field.EPOCH] == 0:
+                    slot.sequence()
+                skipped += slot.position[Field.SKIPPED_FILES]
+        assert skipped == 1
 
     def test_all_bad(self, tmp_path):
         (tmp_path / "x.json").write_text("broken\n" * 20)
