@@ -70,8 +70,12 @@ def test_flops_and_days_by_hand():
     assert plan.dispersion_flops_per_step == 1920 * 28 * 3 * 2048 * 2048 * 1024
     seconds = (plan.total_flops + plan.total_dispersion_flops) / (640 * 191.5e12 * 0.5)
     assert plan.computing_seconds * 39_673 == pytest.approx(seconds)
-    assert plan.days == pytest.approx((seconds + 39_673 * plan.exposed_seconds) / 86400)
-    assert plan.days_without_dispersion < plan.days < plan.days_fp32_dispersion
+    sending = 39_673 * plan.exposed_seconds / 86400
+    assert plan.days == pytest.approx(seconds / 86400 + sending)
+    peak_days = 640 * 0.5 * 86400
+    without = plan.total_flops / 191.5e12 / peak_days + sending
+    assert plan.days_without_dispersion == pytest.approx(without)
+    assert plan.days_fp32_dispersion == pytest.approx(without + plan.total_dispersion_flops / 47.85e12 / peak_days)
 
 
 # The 0.6B model's parameters: the embedding and the final norm, and 28 blocks of attention (16 and 8 heads of 128, two
@@ -236,6 +240,10 @@ def test_missing_inputs_are_warned_about_one_by_one(sample):
         make_plan(complete, 1, 1, strict=True)
     complete.training.dataset_path = None  # the hub is not asked
     assert make_plan(complete, 1, 1).warnings == [tokenizer]
+    section = complete.validation
+    section.enable, section.steps, section.dataset_path = True, 1, "/nowhere/validation"
+    _, validation = make_plan(complete, 1, 1).warnings
+    assert "validation.dataset_path is '/nowhere/validation'" in validation
 
 
 def test_inputs_that_cannot_work_are_errors(sample):
@@ -311,7 +319,8 @@ def test_context_and_tensor_parallel(monkeypatch):
     sharding = ["--parallelism.context_parallel_degree", "2", "--parallelism.tensor_parallel_degree", "2"]
     whole, parts = make_plan(paper(10), 10, 8), make_plan(paper(10, *sharding), 10, 8)
     assert (parts.shard, parts.data_parallel, parts.accumulation_steps) == (2, 20, 96)
-    assert parts.dispersion_flops_per_step == whole.dispersion_flops_per_step * 4 / 3
+    for shards in (parts, make_plan(paper(40, *sharding[:2]), 40, 8)):  # CP and TP, and CP alone
+        assert shards.dispersion_flops_per_step == whole.dispersion_flops_per_step * 4 / 3
     assert parts.memory.dispersion == whole.memory.dispersion // 4
     # FSDP shards over CP too: 4 × TP 2 = 8 parts as before, but for the norms, which TP does not shard.
     assert whole.memory.weights <= parts.memory.weights < 1.001 * whole.memory.weights
@@ -323,11 +332,10 @@ def test_context_and_tensor_parallel(monkeypatch):
 def test_memory_that_does_not_fit():
     warnings = make_plan(paper(80, "--training.local_batch_size", "3"), 80, 8).warnings
     assert not any("GPU would need" in w for w in warnings)
-    huge = paper(1, "--training.local_batch_size", "240")
-    assert any(
-        "GPU would need about" in w and "MI250X-GCD has 64 GB" in w
-        for w in make_plan(huge, 1, 8, "MI250X-GCD").warnings
-    )
+    plan = make_plan(paper(1, "--training.local_batch_size", "240"), 1, 8, "MI250X-GCD")
+    needed = sum(dataclasses.asdict(plan.memory).values()) / 1e9
+    said = f"a GPU would need about {needed:.1f} GB, but MI250X-GCD has 64 GB"
+    assert any(said in w for w in plan.warnings)
 
 
 def test_json_and_text():
