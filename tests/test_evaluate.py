@@ -253,6 +253,24 @@ def test_ranks_and_means():
     assert on.standard_error_tasks == pytest.approx(stats.sem(d.mean(1)))
 
 
+def test_means_of_two_tasks_by_hand():
+    """The differences 1 and 0.4; close scores are no tie; what one document leaves undefined is not taken for 0."""
+    x = {"off": Scores(0.501, None, 0, np.zeros(5)), "on": Scores(0.502, None, 0, np.array([0, 0, 0, 1, 1.0]))}
+    y = {"off": Scores(0.9, None, 0, np.zeros(1)), "on": Scores(0.1, None, 0, np.ones(1))}
+    rows = [Row("x", "acc", ("x",)), Row("y", "acc", ("y",))]
+    found = compare(rows, {model: {"x": x[model], "y": y[model]} for model in ("off", "on")})
+    assert [task.ranks for task in found.tasks] == [{"off": 2, "on": 1}, {"off": 1, "on": 2}]
+    # Of 0, 0, 0, 1, 1: variance (3 · 0.16 + 2 · 0.36) / 4 = 0.3, and 0.3 / 5 = 0.06.
+    assert [task.differences["on"].standard_error for task in found.tasks] == [pytest.approx(0.06**0.5), None]
+    both = found.mean_difference["on"]
+    assert both.mean == pytest.approx(0.7)
+    assert both.standard_error_documents is None
+    assert both.standard_error_tasks == pytest.approx(0.3)  # of two numbers, half of how far they are apart
+    alone = compare(rows[:1], {model: {"x": x[model]} for model in x}).mean_difference["on"]
+    assert alone.standard_error_documents == pytest.approx(0.06**0.5)
+    assert alone.standard_error_tasks is None
+
+
 def test_documents_of_a_group_are_pooled_as_it_averages():
     values = [np.array([1.0, 0, 1, 1]), np.array([0.0, 1])]
     assert scaled_values(values, weight_by_size=True).mean() == pytest.approx(4 / 6)
