@@ -53,6 +53,13 @@ def test_extremes():
     assert all(np.isfinite(v).all() for v in (found.histogram, found.effective_rank))
 
 
+def test_effective_rank_of_two_directions():
+    """300 tokens of 200 features: what rounding adds to the Gram matrix is not taken for 198 directions more."""
+    one, other = torch.linalg.qr(torch.randn(200, 2, generator=torch.Generator().manual_seed(0)).double()).Q.T
+    found = measured(torch.stack([one, other]).repeat(150, 1)[None])
+    np.testing.assert_allclose(found.effective_rank, [2], rtol=1e-9)
+
+
 def test_sums_of_ranks_add_up():
     z = torch.randn(4, 9, 6, generator=torch.Generator().manual_seed(0))
     parts = [Accumulator(1), Accumulator(1)]
