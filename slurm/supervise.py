@@ -270,7 +270,9 @@ class Supervisor:
         return self.fields
 
     def cancelled(self):
-        return self.show_job().get("JobState") in ("CANCELLED", "COMPLETING")
+        """Whether scancel ended the job. One that ran into its time limit is COMPLETING too, for that reason."""
+        job = self.show_job()
+        return job.get("JobState") in ("CANCELLED", "COMPLETING") and job.get("Reason") != "TimeLimit"
 
     def signalled(self):
         """The first signal that the batch script or this process received; None without."""
@@ -637,6 +639,7 @@ class Supervisor:
             ("--constraint", fields.get("Features")),
             ("--reservation", fields.get("Reservation")),
             ("--exclude", self.excluded(fields.get("ExcNodeList", ""))[0]),
+            ("--output", os.path.join(os.path.dirname(fields.get("StdOut", "")), "%x-%j.out")),
         ]
         given = [f"{name}={value}" for name, value in options if value and value not in ("(null)", "N/A")]
         return ["sbatch"] + given + ["--export=ALL", os.path.join(HERE, "pretrain.sbatch")] + self.argv

@@ -160,6 +160,14 @@ class TestDecide:
         else:
             assert outcome == Outcome("requeue", "saved at step 5 and stopped: SIGTERM")
 
+    def test_the_time_limit_is_not_scancel(self, cluster):
+        """A run that could not save in time comes back."""
+        cluster.job.update(JobState="COMPLETING", Reason="TimeLimit")
+        cluster.signals.write_text("USR1\nTERM\n")
+        assert decided(cluster).state == "requeue"
+        cluster.signals.write_text("TERM\n")
+        assert decided(cluster).state == "requeue"
+
     def test_cancelled_needs_a_signal(self, cluster):
         """A job whose nodes went away is COMPLETING too."""
         cluster.job["JobState"] = "COMPLETING"
@@ -532,7 +540,8 @@ class TestEnds:
         top = (cluster.folder / "job.out").read_text().splitlines()[0]
         assert top == (
             "titan-disp: NOT REQUEUED: SLURM refused it. Submit the job again: sbatch '--job-name=my run' --account=abc "
-            "--partition=gpu --qos=normal --nodes=4 --time=1-00:00:00 --gpus-per-node=8 --exclude=n9 --export=ALL "
+            "--partition=gpu --qos=normal --nodes=4 --time=1-00:00:00 --gpus-per-node=8 --exclude=n9 "
+            f"--output={cluster.folder}/%x-%j.out --export=ALL "
             f"{ROOT}/slurm/pretrain.sbatch config.toml --job.dump_folder {cluster.run} --training.steps 9"
         )
         assert "requeued" not in capsys.readouterr().out
