@@ -5,11 +5,20 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest  # noqa: E402
 import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
 
 import titan_disp  # noqa: E402, F401 — sets the device type before TorchTitan is imported
 from titan_disp.data.sample import documents, write_sample  # noqa: E402
 
 torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="module")
+def one_rank():
+    """A process group of this process alone, for collective calls without a second process."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
 
 
 @pytest.fixture(scope="session")

@@ -1,0 +1,92 @@
+"""What is logged beside TorchTitan's metrics: time left, damaged files, the TensorBoard folder."""
+
+import logging
+import time
+from types import SimpleNamespace
+
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from torchtitan.distributed import ParallelDims
+
+from tests.cluster_of_one import DEMO
+from titan_disp.config import load_config
+from titan_disp.data.loader import StreamLoader
+from titan_disp.dispersion import LossLedger
+from titan_disp.errors import DataError
+from titan_disp.run.folder import read_metrics
+from titan_disp.run.metrics import DispersionMetrics, TensorBoardFolder
+
+
+class DamagedFiles:
+    """A loader of 100 files in their first epoch; ``skipped`` of them ended early."""
+
+    check_files = StreamLoader.check_files
+
+    def __init__(self, skipped):
+        self.files, self.options = [None] * 100, SimpleNamespace(max_skipped_fraction=0.2)
+        self.skipped = skipped
+
+    def counters(self):
+        return {"skipped_files": self.skipped, "epoch": 0, "seconds_waited": 0.5}
+
+
+def metrics(run, world_size=1, loader=None):
+    options = {
+        "--job.dump_folder": str(run),
+        "--training.seq_len": "32",
+        "--training.global_batch_size": "16",
+        "--training.steps": "100",
+    }
+    config = load_config(["--job.config_file", str(DEMO), *(text for option in options.items() for text in option)])
+    config.metrics.enable_tensorboard = False
+    dims = ParallelDims(1, world_size, 1, 1, 1, 1, 1, world_size)
+    built = DispersionMetrics(config, dims, LossLedger(), loader)
+    built.num_flops_per_token = 1
+    return built
+
+
+def log(metrics, step):
+    metrics.data_loading_times.append(0.0)
+    metrics.log(step, 3.0, 3.0, 1.0)
+
+
+def test_time_left_after_a_resume(one_rank, tmp_path, monkeypatch, caplog):
+    """At the pace of this start, whose first log is at step 41: 10 steps of 512 tokens in 20 s, and 25 088 tokens to go."""
+    caplog.set_level(logging.INFO)
+    clock = SimpleNamespace(now=5000.0)
+    monkeypatch.setattr(time, "monotonic", lambda: clock.now)
+    resumed = metrics(tmp_path)
+    clock.now += 300  # compilation
+    log(resumed, 41)
+    assert "tokens: 20,992 of 51,200 (41.0%)" in caplog.text
+    clock.now += 20
+    log(resumed, 51)
+    assert "tokens: 26,112 of 51,200 (51.0%, 0:01:38 left)" in caplog.text
+
+
+def test_many_damaged_files_stop_the_run_when_it_next_logs(one_rank, tmp_path):
+    loader = DamagedFiles(20)
+    logged = metrics(tmp_path, loader=loader)
+    log(logged, 10)
+    loader.skipped = 21
+    with pytest.raises(DataError, match="21 of 100 files are damaged"):
+        log(logged, 20)
+    # The step that ends the run is on disk too.
+    assert {step: row["data"]["skipped_files"] for step, row in read_metrics(tmp_path).items()} == {10: 20, 20: 21}
+
+
+def test_tensorboard_hides_what_a_killed_start_wrote_after_its_checkpoint(tmp_path, monkeypatch):
+    """Logged up to step 6, killed, resumed from a checkpoint of step 3."""
+    killed = TensorBoardFolder(str(tmp_path))
+    for step in (1, 2, 3, 4, 5, 6):
+        killed.log({"loss": float(step), "norm": 1.0}, step)
+    killed.close()
+    now = time.time()
+    monkeypatch.setattr(time, "time", lambda: now + 60)  # files are read in the order of the second in their names
+    resumed = TensorBoardFolder(str(tmp_path))
+    resumed.log({"loss": 40.0}, 4)
+    resumed.log({"loss": 50.0}, 5)
+    resumed.close()
+    board = EventAccumulator(str(tmp_path)).Reload()
+    assert [(e.step, e.value) for e in board.Scalars("loss")] == [(1, 1), (2, 2), (3, 3), (4, 40), (5, 50)]
+    assert [e.step for e in board.Scalars("norm")] == [1, 2, 3]
