@@ -1,0 +1,76 @@
+"""How a run is asked to stop: signals and the stop file. (What it does then: tests/test_night.py and tests/slurm.)"""
+
+import os
+import signal
+from contextlib import closing
+
+import pytest
+
+from titan_disp.cluster.preemption import StopRequest
+
+ASKS_TO_STOP = (signal.SIGTERM, signal.SIGUSR1)
+
+
+@pytest.fixture
+def third_start_of_job_7(monkeypatch):
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "2")
+
+
+@pytest.fixture(autouse=True)
+def heard():
+    """The signals that an earlier handler has heard, which stands for the default one: that would end these tests."""
+    numbers: list[int] = []
+    original = {n: signal.signal(n, lambda number, frame: numbers.append(number)) for n in ASKS_TO_STOP}
+    yield numbers
+    for number, handler in original.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.parametrize("number", ASKS_TO_STOP)
+def test_a_signal_asks_to_stop(tmp_path, heard, number):
+    """SIGTERM too: SLURM sends it by itself. Afterwards the signals do again what they did before."""
+    handlers = [signal.getsignal(n) for n in ASKS_TO_STOP]
+    with closing(StopRequest(tmp_path)) as request:
+        assert not request()
+        os.kill(os.getpid(), number)
+        assert request()
+        assert request.reason == number.name
+        assert not heard
+    assert [signal.getsignal(n) for n in ASKS_TO_STOP] == handlers
+    os.kill(os.getpid(), number)
+    assert heard == [number]
+
+
+def test_a_rank_without_the_folder_hears_signals_only(tmp_path):
+    (tmp_path / "stop").touch()
+    with closing(StopRequest(None)) as request:
+        assert not request()
+        os.kill(os.getpid(), signal.SIGUSR1)
+        assert request()
+        request.done()
+    assert (tmp_path / "stop").exists()
+
+
+@pytest.mark.parametrize("text", ["7.1", "6.2", ""])
+def test_the_stop_file_of_an_earlier_start_is_removed(tmp_path, third_start_of_job_7, text):
+    (tmp_path / "stop").write_text(text)
+    with closing(StopRequest(tmp_path)) as request:
+        assert not (tmp_path / "stop").exists()
+        assert not request()
+
+
+def test_the_stop_file_of_this_start_stops_it(tmp_path, third_start_of_job_7):
+    """The batch script may write it before the ranks are there; a user's empty file counts once they are."""
+    file = tmp_path / "stop"
+    file.write_text("7.2\n")
+    with closing(StopRequest(tmp_path)) as request:
+        assert request()
+        assert request.reason == f"the file {file}"
+        request.done()
+        assert not file.exists()
+        request.done()  # a user may have taken the file away
+    with closing(StopRequest(tmp_path)) as request:
+        assert not request()
+        file.touch()
+        assert request()
