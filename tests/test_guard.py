@@ -1,0 +1,146 @@
+"""Which steps the guard skips, what it counts, and when it ends the run. (tests/test_ranks_agree.py has two ranks.)"""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+from torchtitan.components.optimizer import OptimizersContainer
+
+from titan_disp.dispersion import LossLedger
+from titan_disp.errors import NonFiniteError
+from titan_disp.run.guard import GuardedOptimizers
+
+LR, MOMENTUM = 0.5, 0.5
+
+
+class Training:
+    """Two parameters of one element, which begin at 1 and 2. The loss's terms of a step go through a real ledger."""
+
+    def __init__(self, max_skipped_steps=3):
+        self.model = nn.ParameterDict({name: nn.Parameter(torch.tensor([x])) for name, x in (("a", 1.0), ("b", 2.0))})
+        self.ledger = LossLedger()
+        inner = OptimizersContainer([self.model], torch.optim.SGD, {"lr": LR, "momentum": MOMENTUM})
+        self.optimizers = GuardedOptimizers(inner, self.ledger.non_finite, max_skipped_steps)
+
+    @property
+    def weights(self):
+        return [p.item() for p in self.model.parameters()]
+
+    def step(self, *gradients, ce=2.0, dispersion=-1.0):
+        self.ledger.reset()
+        self.ledger.add(torch.tensor(ce), torch.tensor(dispersion), torch.tensor(4))
+        for parameter, gradient in zip(self.model.parameters(), gradients, strict=True):
+            parameter.grad = torch.tensor([gradient])
+        self.optimizers.step()
+
+    @property
+    def counts(self):
+        return self.optimizers.state_dict()["guard"].tolist()
+
+
+def test_a_finite_step_is_taken():
+    training = Training()
+    training.step(1.0, -2.0)
+    assert training.weights == [0.5, 3.0]
+    assert training.optimizers.bad_terms == []
+    assert training.counts == [1, 0, 0]
+    training.optimizers.zero_grad()
+    assert all(p.grad is None for p in training.model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("gradients", "loss", "bad_terms"),
+    [
+        ((1.0, math.nan), {}, ["gradient norm"]),
+        ((-math.inf, 1.0), {}, ["gradient norm"]),
+        ((0.0, 0.0), {}, ["gradient norm"]),
+        ((1.0, 1.0), {"ce": math.nan}, ["cross-entropy"]),
+        ((1.0, 1.0), {"dispersion": math.nan}, ["dispersion"]),
+        ((1.0, 1.0), {"dispersion": math.inf}, ["dispersion"]),
+        ((math.nan, 1.0), {"ce": math.nan}, ["cross-entropy", "gradient norm"]),
+    ],
+)
+def test_a_bad_step_is_skipped_and_named(gradients, loss, bad_terms, caplog):
+    training = Training()
+    training.step(*gradients, **loss)
+    assert training.weights == [1.0, 2.0]
+    assert training.optimizers.bad_terms == bad_terms
+    assert (training.optimizers.skipped, training.optimizers.in_a_row) == (1, 1)
+    text = f"step 1 is skipped on all ranks: {' and '.join(bad_terms)} not finite (1 in a row)"
+    assert text in caplog.messages
+    # Neither the momentum of the skipped step nor its verdict is left over.
+    training.step(1.0, -2.0)
+    assert training.weights == [0.5, 3.0]
+    assert training.optimizers.bad_terms == []
+
+
+def test_one_gradient_of_zero_or_none_is_no_reason_to_skip():
+    training = Training()
+    training.step(0.0, 1.0)
+    assert training.weights == [1.0, 1.5]
+    training.optimizers.zero_grad()
+    training.model["a"].grad = torch.tensor([1.0])  # none for b
+    training.optimizers.step()
+    assert training.weights == [0.5, 1.5]
+
+
+def test_what_clipping_by_an_overflowed_norm_leaves_is_skipped():
+    """Finite gradients whose norm is more than float32 can hold: clipping divides them by infinity."""
+    training = Training()
+    for parameter in training.model.parameters():
+        parameter.grad = torch.tensor([3e38])
+    norm = nn.utils.clip_grad_norm_(training.model.parameters(), 1.0)
+    assert norm == math.inf
+    training.step(*(p.grad.item() for p in training.model.parameters()))
+    assert training.weights == [1.0, 2.0]
+    assert training.optimizers.bad_terms == ["gradient norm"]
+
+
+def test_steps_in_a_row_end_the_run():
+    training = Training(max_skipped_steps=3)
+    bad = (math.nan, 1.0)
+    for gradients in (bad, bad, (1.0, 1.0), bad, bad):
+        training.step(*gradients)
+    assert training.counts == [5, 4, 2]
+    with pytest.raises(NonFiniteError, match=r"step 6: gradient norm not finite, 3 steps in a row"):
+        training.step(*bad)
+    assert training.counts == [6, 5, 3]
+    assert training.weights == [0.5, 1.5]
+
+
+def test_the_state_goes_on_after_a_resume():
+    """The counts and the momentum: v = 0.5 v + g, w = w − 0.5 v."""
+    before = Training()
+    before.step(1.0, 1.0)
+    before.step(math.nan, 1.0)
+    state = before.optimizers.state_dict()
+    after = Training(max_skipped_steps=2)
+    after.optimizers.load_state_dict(state)
+    assert after.counts == [2, 1, 1]
+    with pytest.raises(NonFiniteError):  # the second in a row
+        after.step(math.nan, 1.0)
+    assert state["guard"].tolist() == [2, 1, 1]
+    after.step(1.0, 1.0)
+    assert after.counts == [4, 2, 0]
+    assert after.weights == [1 - 0.75, 2 - 0.75]
+
+
+def test_flags_are_asked_once_a_step(caplog):
+    training = Training()
+    asked = []
+    training.optimizers.flags["stop"] = lambda: bool(asked.append("stop")) or len(asked) > 2
+    training.optimizers.flags["save_failed"] = lambda: bool(asked.append("save_failed"))
+    training.step(1.0, 1.0)
+    assert training.optimizers.agreed == {"stop": False, "save_failed": False}
+    training.step(math.nan, 1.0)  # on a bad step too
+    assert training.optimizers.agreed == {"stop": True, "save_failed": False}
+    assert asked == ["stop", "save_failed"] * 2
+    assert "TorchTitan's own trainer" not in caplog.text
+
+
+def test_the_stock_trainer_is_told_once_what_it_lacks(caplog):
+    training = Training()
+    training.step(1.0, 1.0)
+    training.step(1.0, 1.0)
+    assert caplog.text.count("this is TorchTitan's own trainer") == 1
