@@ -2,7 +2,6 @@
 
 import json
 import os
-import pickle
 import shutil
 import signal
 import socket
@@ -15,7 +14,7 @@ import pytest
 import torch
 
 from tests.cluster_of_one import DEMO, ROOT, environment, train
-from tests.distributed import free_port, spawn
+from tests.distributed import free_port
 from titan_disp.cluster.plan import make_plan
 from titan_disp.config import load_config
 from titan_disp.run.checkpoint import checkpoints, problem
@@ -159,53 +158,6 @@ def truncate(folder):
     largest = max(folder.glob("*.distcp"), key=lambda p: p.stat().st_size)
     with open(largest, "r+b") as file:
         file.truncate(largest.stat().st_size // 2)
-
-
-def test_problem_names_what_is_wrong(tmp_path):
-    assert problem(tmp_path).startswith("it is incomplete")
-    (tmp_path / ".metadata").write_bytes(b"no pickle")
-    assert problem(tmp_path).startswith(".metadata cannot be read: UnpicklingError")
-    from torch.distributed.checkpoint.filesystem import _StorageInfo
-    from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
-
-    storage = {MetadataIndex("a"): _StorageInfo("__0_0.distcp", 10, 90)}
-    (tmp_path / ".metadata").write_bytes(pickle.dumps(Metadata({}, storage_data=storage)))
-    assert problem(tmp_path) == "__0_0.distcp: No such file or directory"
-    (tmp_path / "__0_0.distcp").write_bytes(b"x" * 99)
-    assert problem(tmp_path) == "__0_0.distcp has 99 bytes, expected 100"
-    (tmp_path / "__0_0.distcp").write_bytes(b"x" * 100)
-    assert problem(tmp_path) is None
-
-
-def retention(sample, folder):
-    """Complete checkpoints only are counted; unfinished folders are neither counted nor touched."""
-    import torch.distributed as dist
-
-    from tests.mesh import build, step
-
-    run = Path(folder) / "run"
-    trainer = build(sample, run, "--checkpoint.enable", "--checkpoint.keep_latest_k", "2", "--checkpoint.interval", "1")
-    for _ in range(3):
-        step(trainer)
-        trainer.checkpointer.save(trainer.step)
-        if dist.get_rank() == 0:  # two saves that never ended, newer than all
-            for name in ("step-90", "step-91"):
-                (run / "checkpoint" / name).mkdir(exist_ok=True)
-                (run / "checkpoint" / name / "__0_0.distcp").write_bytes(b"half")
-        dist.barrier()
-    trainer.close()  # waits for the purge
-    dist.barrier()
-    assert checkpoints(run / "checkpoint") == [2, 3]
-    assert sorted(p.name for p in (run / "checkpoint").iterdir()) == ["step-2", "step-3", "step-90", "step-91"]
-    again = build(sample, run, "--checkpoint.enable")
-    assert again.checkpointer.load()
-    assert again.step == 3
-    again.close()
-    dist.barrier()
-
-
-def test_retention(sample, tmp_path):
-    spawn(2, retention, str(sample), str(tmp_path))
 
 
 @pytest.mark.parametrize("how", ["USR1 to one rank", "stop file"])

@@ -1,0 +1,447 @@
+"""What is saved, kept, resumed from and refused: the real checkpoint manager with a model of one weight, on one rank.
+
+The weight is always the step at which it was saved. (tests/test_ranks_agree.py has two ranks; whole runs are in
+tests/test_night.py.)
+"""
+
+import os
+import pickle
+import shutil
+import threading
+from concurrent.futures import wait
+from types import SimpleNamespace
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+from torch.distributed.checkpoint.filesystem import FileSystem, _StorageInfo
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+from torchtitan.components.optimizer import OptimizersContainer
+from torchtitan.config.job_config import Checkpoint
+
+from titan_disp.errors import CheckpointError, ConfigError
+from titan_disp.qwen3.flavors import flavors
+from titan_disp.qwen3.hf import INDEX
+from titan_disp.run.checkpoint import DispCheckpointManager, checkpoints, problem
+
+
+class State:
+    """Stands for the data loader, the schedulers and the trainer, which only have a state here."""
+
+    def __init__(self, value=0):
+        self.value = value
+
+    def state_dict(self):
+        return {"value": self.value}
+
+    def load_state_dict(self, state):
+        self.value = state["value"]
+
+
+class Run:
+    def __init__(self, folder, **config):
+        self.model = nn.Linear(1, 1, bias=False)
+        self.optimizers = OptimizersContainer([self.model], torch.optim.AdamW, {"lr": 0.1})
+        self.trainer = State()
+        self.folder = folder / "checkpoint"
+        self.manager = DispCheckpointManager(
+            dataloader=State(),
+            model_parts=[self.model],
+            optimizers=self.optimizers,
+            lr_schedulers=State(),
+            states={"train_state": self.trainer},
+            checkpoint_config=Checkpoint(**{"enable": True, "interval": 1, "keep_latest_k": 0, **config}),
+            sd_adapter=SimpleNamespace(hf_assets_path=None, model_args=None),
+            base_folder=str(folder),
+        )
+        self.events = []
+        self.manager.on_event = lambda name, step, **details: self.events.append((name, step))
+
+    def save(self, *steps, last_step=False):
+        for step in steps:
+            self.trainer.value = step
+            with torch.no_grad():
+                self.model.weight.fill_(step)
+            self.manager.save(step, last_step)
+
+    @property
+    def loaded(self):
+        """(the weight, the trainer's step)."""
+        return self.model.weight.item(), self.trainer.value
+
+    @property
+    def names(self):
+        return sorted(path.name for path in self.folder.iterdir())
+
+
+@pytest.fixture
+def start(one_rank, tmp_path):
+    """start(name="run", **checkpoint): another start of this run. Its model holds neither a step's weight nor state."""
+    runs = []
+
+    def start(name="run", **config):
+        runs.append(Run(tmp_path / name, **config))
+        with torch.no_grad():
+            runs[-1].model.weight.fill_(-1)
+        return runs[-1]
+
+    yield start
+    for run in runs:
+        run.manager.close()
+
+
+def truncate(folder):
+    file = next(folder.glob("*.distcp"))
+    os.truncate(file, file.stat().st_size // 2)
+
+
+def garble(folder):
+    """The right length, so that only loading finds it."""
+    file = next(folder.glob("*.distcp"))
+    file.write_bytes(b"\xff" * file.stat().st_size)
+
+
+def unfinished(folder):
+    folder.mkdir(parents=True)
+    (folder / "__7_0.distcp").write_bytes(b"half")
+
+
+def full_disk(self, path, mode):
+    raise OSError(28, "No space left on device", str(path))
+
+
+# ---- what counts as a checkpoint
+
+
+def test_problem_names_what_is_wrong(tmp_path):
+    assert problem(tmp_path).startswith("it is incomplete")
+    (tmp_path / ".metadata").write_bytes(b"no pickle")
+    assert problem(tmp_path).startswith(".metadata cannot be read: UnpicklingError")
+    parts = {"b": (10, 90), "a": (0, 10)}  # (offset, length)
+    storage = {MetadataIndex(name): _StorageInfo("__0_0.distcp", *part) for name, part in parts.items()}
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(Metadata({}, storage_data=storage)))
+    assert problem(tmp_path) == "__0_0.distcp: No such file or directory"
+    (tmp_path / "__0_0.distcp").write_bytes(b"x" * 99)
+    assert problem(tmp_path) == "__0_0.distcp has 99 bytes, expected 100"
+    (tmp_path / "__0_0.distcp").write_bytes(b"x" * 100)
+    assert problem(tmp_path) is None
+
+
+def test_only_complete_checkpoints_count(tmp_path):
+    assert checkpoints(tmp_path / "nowhere") == []
+    for name in ("step-10", "step-9", "step-11", "step-12", "damaged-13", "step-9.old", "old-step-10"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "step-16").write_text("a file")
+    for name in ("step-10", "step-9", "damaged-13", "step-9.old", "old-step-10"):
+        (tmp_path / name / ".metadata").touch()
+    (tmp_path / "step-11" / INDEX).touch()
+    assert checkpoints(tmp_path) == [9, 10]
+    assert checkpoints(tmp_path, hugging_face=True) == [9, 10, 11]
+
+
+# ---- save
+
+
+def test_everything_is_saved_and_loaded(start):
+    run = start()
+    run.model.weight.grad = torch.ones(1, 1)
+    run.optimizers.step()
+    run.save(3)
+    moment = run.optimizers.state_dict()["state.weight.exp_avg"].item()
+    assert moment == pytest.approx(0.1)  # (1 − β₁) · gradient
+    again = start()
+    assert again.manager.load()
+    assert again.loaded == (3, 3)
+    assert again.optimizers.state_dict()["state.weight.exp_avg"].item() == moment
+    assert (run.events, again.events) == ([("checkpoint", 3)], [])
+
+
+def test_the_newest_complete_ones_are_kept(start):
+    """Folders of unfinished saves are neither counted nor touched."""
+    run = start(keep_latest_k=2)
+    run.save(1, 2)
+    for step in (0, 90, 91):
+        unfinished(run.folder / f"step-{step}")
+    run.save(3, 10)
+    run.manager.close()  # waits for the thread that deletes
+    assert run.names == ["step-0", "step-10", "step-3", "step-90", "step-91"]
+
+
+def test_a_purge_that_is_killed_leaves_nothing_that_looks_complete(start, monkeypatch):
+    """.metadata goes first: the folder's other files may take minutes to delete."""
+    monkeypatch.setattr(shutil, "rmtree", lambda *args, **kwargs: None)
+    run = start(keep_latest_k=2)
+    run.save(1, 2, 3)
+    run.manager.close()
+    assert run.names == ["step-1", "step-2", "step-3"]
+    assert checkpoints(run.folder) == [2, 3]
+
+
+def test_keep_latest_0_keeps_all(start):
+    run = start(keep_latest_k=0)
+    run.save(*range(1, 7))
+    assert checkpoints(run.folder) == [1, 2, 3, 4, 5, 6]
+
+
+def test_a_save_is_due_forced_or_put_off(start):
+    run = start(interval=2)
+    run.save(1, 2, 3)
+    assert checkpoints(run.folder) == [2]
+    run.manager.force()
+    run.save(5, 7)
+    assert checkpoints(run.folder) == [2, 5]
+    run.manager.healthy = lambda: False
+    run.save(8)
+    assert checkpoints(run.folder) == [2, 5]
+    run.manager.healthy = lambda: True
+    run.save(9, 11)  # at once, and only once
+    assert checkpoints(run.folder) == [2, 5, 9]
+    run.manager.healthy = lambda: False
+    run.save(13)  # none was due
+    run.manager.healthy = lambda: True
+    run.save(15)
+    assert checkpoints(run.folder) == [2, 5, 9]
+    run.save(15, last_step=True)
+    assert run.events == [("checkpoint", step) for step in (2, 5, 9, 15)]
+
+
+@pytest.mark.parametrize("assets", ["the tokenizer", "no tokenizer"])
+def test_the_last_save_for_hugging_face(start, hf_tokenizer, tmp_path, caplog, assets):
+    """Config and tokenizer beside the weights, which are safe without them. The run has ended: nothing to resume from."""
+    run = start(last_save_model_only=True, last_save_in_hf=True)
+    run.manager.sd_adapter = SimpleNamespace(
+        to_hf=dict,
+        fqn_to_index_mapping=None,
+        model_args=flavors["nano"],
+        hf_assets_path=str(hf_tokenizer if assets == "the tokenizer" else tmp_path),
+    )
+    run.save(4)
+    run.save(5, last_step=True)
+    (weights,) = (run.folder / "step-5").glob("*.safetensors")
+    assert load_file(weights)["weight"].item() == 5
+    described = {"config.json", "tokenizer.json"} <= {path.name for path in (run.folder / "step-5").iterdir()}
+    assert described == (assets == "the tokenizer")
+    assert ("weights without config and tokenizer" in caplog.text) == (not described)
+    assert not (run.folder / "step-4" / "config.json").exists()
+    assert run.events == [("checkpoint", 4), ("checkpoint", 5)]
+
+
+@pytest.mark.parametrize("config", [{"load_only": True}, {"enable": False}])
+def test_nothing_is_saved(start, config):
+    run = start(**config)
+    run.manager.force()
+    run.save(1, last_step=True)
+    run.manager.wait()
+    assert not run.manager.save_has_failed()
+    assert not run.folder.exists()
+    assert run.events == []
+
+
+@pytest.mark.filterwarnings("ignore:Detected an existing checkpoint")
+def test_an_unfinished_folder_is_emptied_before_its_step_is_saved(start):
+    """It may hold files of another number of ranks. A complete one is not deleted for a save that may still fail."""
+    run = start()
+    unfinished(run.folder / "step-1")
+    run.save(1)
+    assert sorted(path.name for path in (run.folder / "step-1").iterdir()) == [".metadata", "__0_0.distcp"]
+    kept = run.folder / "step-1" / "kept"
+    kept.touch()
+    run.save(1)
+    assert kept.exists()
+
+
+def test_a_failed_save(start, monkeypatch):
+    run = start(keep_latest_k=2)
+    with monkeypatch.context() as patch:
+        patch.setattr(FileSystem, "create_stream", full_disk)
+        with pytest.raises(CheckpointError) as first:
+            run.save(1)
+    assert "the checkpoint of step 1 could not be saved" in str(first.value)
+    assert "No space left on device" in str(first.value)
+    assert "last good one" not in str(first.value)
+    run.save(2, 3)
+    monkeypatch.setattr(FileSystem, "create_stream", full_disk)
+    with pytest.raises(CheckpointError, match=r"step 4 could not be saved.*The last good one is step 3\."):
+        run.save(4)
+    assert checkpoints(run.folder) == [2, 3]
+    assert run.events == [("save_failed", 1), ("checkpoint", 2), ("checkpoint", 3), ("save_failed", 4)]
+
+
+def test_an_asynchronous_save(start, monkeypatch):
+    """It counts when it has ended, not when it has begun; looking whether it failed never waits."""
+    run = start(async_mode="async", keep_latest_k=2)
+    run.save(1)
+    run.manager.wait()
+    run.save(2)
+    run.manager.wait()
+    gate, create = threading.Event(), FileSystem.create_stream
+    monkeypatch.setattr(FileSystem, "create_stream", lambda *args: gate.wait(20) and create(*args))
+    run.save(3)
+    assert not run.manager.save_has_failed()
+    assert run.events == [("checkpoint", 1), ("checkpoint", 2)]
+    assert checkpoints(run.folder) == [1, 2]
+    gate.set()
+    wait([run.manager.save_future], 20)
+    for _ in range(2):
+        assert not run.manager.save_has_failed()
+        assert run.events == [("checkpoint", 1), ("checkpoint", 2), ("checkpoint", 3)]
+    run.manager.wait()
+    assert len(run.events) == 3
+    assert checkpoints(run.folder) == [2, 3]
+    run.save(4, last_step=True)  # which is synchronous
+    assert run.events[3:] == [("checkpoint", 4)]
+
+
+@pytest.mark.parametrize("found_by", ["wait", "the next save"])
+def test_an_asynchronous_save_that_failed(start, monkeypatch, found_by):
+    run = start(async_mode="async")
+    run.save(1)
+    run.manager.wait()
+    with monkeypatch.context() as patch:
+        patch.setattr(FileSystem, "create_stream", full_disk)
+        run.save(2)
+        wait([run.manager.save_future], 20)
+    assert run.manager.save_has_failed()
+    with pytest.raises(CheckpointError, match=r"step 2 could not be saved.*No space left.*last good one is step 1"):
+        run.manager.wait() if found_by == "wait" else run.save(3)
+    assert run.events == [("checkpoint", 1), ("save_failed", 2)]
+    assert checkpoints(run.folder) == [1]
+    assert not run.manager.save_has_failed()  # told once
+    run.manager.wait()
+
+
+# ---- load
+
+
+def test_the_newest_that_loads_is_resumed_from(start):
+    """Truncated and garbled ones are moved aside, those that a save left unfinished stay; nothing is deleted."""
+    run = start()
+    run.save(2, 4, 6, 8, 10)
+    truncate(run.folder / "step-10")
+    garble(run.folder / "step-8")
+    unfinished(run.folder / "step-9")
+    (run.folder / "damaged-8").mkdir()  # of an earlier start
+    again = start()
+    asked = []
+
+    def before_load(step):
+        asked.append((step, again.loaded))
+        if step == 6:
+            raise CheckpointError("its data cannot be read")
+
+    again.manager.before_load = before_load
+    assert again.manager.load()
+    assert again.loaded == (4, 4)
+    assert [step for step, _ in asked] == [8, 6, 4]
+    assert asked[0][1] == (-1, 0)  # before anything was loaded
+    assert again.names == ["damaged-10", "damaged-6", "damaged-8", "damaged-8x", "step-2", "step-4", "step-9"]
+    assert again.events == [("checkpoint_damaged", step) for step in (10, 8, 6)]
+    assert len(list((run.folder / "damaged-8x").iterdir())) == 2
+
+
+def test_a_damaged_one_that_cannot_be_moved_is_passed_over(start, monkeypatch):
+    run = start()
+    run.save(1, 2)
+    truncate(run.folder / "step-2")
+    monkeypatch.setattr(os, "rename", lambda *args: full_disk(None, args[0], ""))
+    again = start()
+    assert again.manager.load()
+    assert again.loaded == (1, 1)
+    assert again.names == ["step-1", "step-2"]
+
+
+def test_none_that_loads_is_no_fresh_start(start):
+    """The config is likelier to be wrong than all of the checkpoints: they stay where they are."""
+    run = start()
+    run.save(1, 2)
+    truncate(run.folder / "step-1")
+    garble(run.folder / "step-2")
+    again = start()
+    message = r"none of the 2 checkpoints .* can be loaded; the newest: CheckpointException.*Nothing was trained"
+    with pytest.raises(CheckpointError, match=message):
+        again.manager.load()
+    assert again.names == ["step-1", "step-2"]
+    assert again.events == []
+
+
+def test_a_refusal_is_no_damage(start):
+    run = start()
+    run.save(1, 2)
+
+    def before_load(step):
+        raise ConfigError("other data")
+
+    again = start()
+    again.manager.before_load = before_load
+    with pytest.raises(ConfigError, match="^other data$"):
+        again.manager.load()
+    assert again.names == ["step-1", "step-2"]
+
+
+def test_a_step_asked_for(start):
+    run = start()
+    run.save(2, 4, 6)
+    again = start()
+    with pytest.raises(CheckpointError, match=r"load_step is 3, but .* holds the steps 2, 4, 6$"):
+        again.manager.load(3)
+    with pytest.raises(CheckpointError, match=r"load_step is 2, but .* holds newer checkpoints \(4, 6\)"):
+        again.manager.load(2)
+    assert again.loaded == (-1, 0)
+    assert again.manager.load(6)
+    assert again.loaded == (6, 6)
+    reader = start(load_only=True)  # overwrites nothing
+    assert reader.manager.load(2)
+    assert reader.loaded == (2, 2)
+    truncate(run.folder / "step-6")
+    with pytest.raises(CheckpointError, match=r"step-6 cannot be loaded: __0_0.distcp has"):
+        start().manager.load(6)
+    assert run.names == ["step-2", "step-4", "step-6"]
+    with pytest.raises(CheckpointError, match="holds no checkpoint"):
+        start("empty").manager.load(6)
+
+
+def test_a_run_that_kept_its_model_only_has_ended(start):
+    run = start(last_save_model_only=True)
+    run.save(4)
+    run.save(5, last_step=True)
+    again = start()
+    with pytest.raises(CheckpointError, match="step-5 holds the model only"):
+        again.manager.load()
+    assert again.loaded == (-1, 0)
+    assert again.names == ["step-4", "step-5"]
+    (run.folder / "step-6").mkdir()
+    (run.folder / "step-6" / INDEX).touch()
+    with pytest.raises(CheckpointError, match="step-6 holds the model only, in Hugging Face's format"):
+        again.manager.load()
+
+
+def test_a_seed_checkpoint_begins_a_run(start):
+    """Step 0 holds the model only, and may."""
+    run = start(last_save_model_only=True)
+    run.save(0, last_step=True)
+    again = start()
+    again.trainer.value = 7
+    assert again.manager.load()
+    assert again.loaded == (0, 7)
+    again.save(2)
+    with pytest.raises(CheckpointError, match=r"load_step is 0, but .* holds newer checkpoints \(2\)"):
+        again.manager.load(0)
+
+
+def test_a_new_run_begins_with_another_ones_weights(start):
+    """Although its folder exists, with the unfinished save of a start that was killed."""
+    other = start("other")
+    other.save(3)
+    unfinished(start().folder / "step-1")
+    assert not start().manager.load()
+    run = start(initial_load_path=str(other.folder / "step-3"))
+    assert run.manager.load()
+    assert run.loaded == (3, 0)
+    run.save(1)
+    assert checkpoints(run.folder) == [1]
+    with pytest.raises(ConfigError, match="initial_load_path .* cannot be loaded: it is not a folder"):
+        start("third", initial_load_path=str(other.folder / "step-4")).manager.load()
+    with pytest.raises(ConfigError, match="checkpoint.enable is false"):
+        start("third", initial_load_path=str(other.folder / "step-3"), enable=False).manager.load()
+    assert not start("third", enable=False).manager.load()
