@@ -1,0 +1,98 @@
+"""What one of two ranks knows, both do: bad steps, flags, damaged files, saves and loads that failed. One spawn for all."""
+
+import math
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+from torch.distributed.checkpoint.filesystem import FileSystem
+
+from tests.distributed import spawn
+from tests.test_checkpoint import Run, full_disk
+from tests.test_guard import Training
+from tests.test_metrics import DamagedFiles, metrics
+from titan_disp.errors import CheckpointError, DataError
+from titan_disp.run.checkpoint import checkpoints
+
+GOOD = ((1.0, -2.0), {})
+
+
+def check_verdicts():
+    """(the steps of rank 0 and rank 1, the terms that both name)."""
+    cases = [
+        ((GOOD, ((math.nan, 1.0), {})), ["gradient norm"]),
+        ((((1.0, math.inf), {}), GOOD), ["gradient norm"]),
+        ((GOOD, ((1.0, -2.0), {"ce": math.nan})), ["cross-entropy"]),
+        ((((1.0, -2.0), {"dispersion": math.nan}), GOOD), ["dispersion"]),
+        ((((0.0, 0.0), {}), ((0.0, 0.0), {})), ["gradient norm"]),
+    ]
+    training = Training(max_skipped_steps=10)
+    training.optimizers.flags["stop"] = lambda: dist.get_rank() == 1
+    training.optimizers.flags["save_failed"] = lambda: False
+    for steps, bad_terms in cases:
+        gradients, loss = steps[dist.get_rank()]
+        training.step(*gradients, **loss)
+        assert training.optimizers.bad_terms == bad_terms
+        assert training.optimizers.agreed == {"stop": True, "save_failed": False}
+        assert training.weights == [1.0, 2.0]
+    assert training.counts == [5, 5, 5]
+    # A rank whose own gradients are zero has nothing against a step.
+    training.step(*((0.0, 0.0) if dist.get_rank() == 0 else (1.0, -2.0)))
+    assert training.optimizers.bad_terms == []
+    assert training.counts == [6, 5, 0]
+    assert training.weights == ([1.0, 2.0] if dist.get_rank() == 0 else [0.5, 3.0])
+
+
+class Files(DamagedFiles):
+    def counters(self):
+        return {**super().counters(), "epoch": dist.get_rank(), "seconds_waited": 3.0 - dist.get_rank()}
+
+
+def check_data_metrics(folder):
+    """41 of 200 files, begun in two epochs: sums over the ranks, but for the latest epoch and the longest wait."""
+    loader = Files(20 + dist.get_rank())
+    logged = metrics(folder, 2, loader)
+    expected = {"skipped_files": 41, "epoch": 1, "seconds_waited": 3}
+    assert logged.data_metrics() == expected
+    logged.data_loading_times.append(0.0)
+    with pytest.raises(DataError, match="41 of 200 files are damaged"):
+        logged.log(10, 3.0, 3.0, 1.0)
+
+
+def check_saves_and_loads(folder):
+    run = Run(folder, keep_latest_k=2)
+    run.save(1, 2, 3)
+    create_stream = FileSystem.create_stream
+    if dist.get_rank() == 1:
+        FileSystem.create_stream = full_disk
+    with pytest.raises(CheckpointError, match=r"step 4 could not be saved.*No space left on device"):
+        run.save(4)
+    FileSystem.create_stream = create_stream
+    assert checkpoints(run.folder) == [2, 3]
+    assert run.manager.load()
+    assert run.loaded == (3, 3)
+    # A state that rank 1 alone cannot take up, after both have read the files.
+    take_up = run.trainer.load_state_dict
+
+    def refuse(state):
+        if dist.get_rank() == 1 and state["value"] == 3:
+            raise RuntimeError("not this one")
+        take_up(state)
+
+    run.trainer.load_state_dict = refuse
+    assert run.manager.load()
+    assert run.loaded == (2, 2)
+    assert run.events[-1] == ("checkpoint_damaged", 3)
+    run.manager.close()  # waits for the thread that deletes
+    dist.barrier()
+    assert run.names == ["damaged-3", "step-2", "step-4"]
+
+
+def run_all(folder):
+    check_verdicts()
+    check_data_metrics(Path(folder) / "logged")
+    check_saves_and_loads(Path(folder) / "saved")
+
+
+def test_two_ranks(tmp_path):
+    spawn(2, run_all, str(tmp_path))
