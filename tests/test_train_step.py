@@ -1,0 +1,96 @@
+"""What the trainer does with what the ranks agreed on in a step, and how it puts its parts together. No model is trained."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+from torchtitan.components.optimizer import OptimizersContainer
+from torchtitan.config import JobConfig
+from torchtitan.train import Trainer
+
+from titan_disp.errors import CheckpointError
+from titan_disp.train import DispTrainer
+
+
+@pytest.fixture
+def trainer(monkeypatch):
+    """At step 5 of 9, which went well. ``calls``: what it asked of its parts."""
+    monkeypatch.setattr(Trainer, "train_step", lambda self, data: None)
+    trainer = object.__new__(DispTrainer)
+    trainer.calls = calls = []
+    trainer.step, trainer.last_step = 5, 9
+    trainer.optimizers = SimpleNamespace(bad_terms=[], in_a_row=0, agreed={"stop": False, "save_failed": False})
+    trainer.checkpointer = SimpleNamespace(wait=lambda: calls.append("wait"), force=lambda: calls.append("force"))
+    trainer.job_config = SimpleNamespace(
+        condensation=SimpleNamespace(interval=5),
+        comm=SimpleNamespace(mode="default", train_timeout_seconds=77),
+    )
+    trainer.parallel_dims = None
+    trainer.measure_condensation = lambda: calls.append("condensation")
+    trainer.event = lambda name, step, **details: calls.append((name, step, details))
+    monkeypatch.setattr(
+        "titan_disp.train.set_pg_timeouts", lambda timeout, parallel_dims: calls.append(timeout.total_seconds())
+    )
+    return trainer
+
+
+def test_a_good_step(trainer):
+    """Time-outs become shorter once, after the first step of a start; TorchTitan does that after step 1 only."""
+    trainer.train_step(iter(()))
+    assert trainer.calls == [77, "condensation"]
+    assert trainer.should_continue_training()
+    trainer.step = 6
+    trainer.train_step(iter(()))
+    assert trainer.calls == [77, "condensation"]
+
+
+def test_asked_to_stop(trainer):
+    trainer.optimizers.agreed["stop"] = True
+    trainer.train_step(iter(()))
+    assert trainer.calls == [77, "force"]
+    assert not trainer.should_continue_training()
+
+
+def test_the_last_step_of_this_job(trainer):
+    """budget.stop_at_tokens may end it at any step, of which none needs a checkpoint."""
+    trainer.step = 9
+    trainer.train_step(iter(()))
+    assert trainer.calls == [77, "force"]
+    assert not trainer.should_continue_training()
+
+
+def test_an_asynchronous_save_that_failed_on_another_rank(trainer):
+    trainer.optimizers.agreed["save_failed"] = True
+    with pytest.raises(CheckpointError, match="step 5: an asynchronous save failed on another rank"):
+        trainer.train_step(iter(()))
+    assert trainer.calls == [77, "wait"]  # which raises where this rank knows the reason
+
+
+def test_a_skipped_step_is_an_event(trainer):
+    trainer.optimizers.bad_terms, trainer.optimizers.in_a_row = ["dispersion"], 2
+    trainer.train_step(iter(()))
+    assert ("skip", 5, {"terms": ["dispersion"], "in_a_row": 2}) in trainer.calls
+    assert trainer.should_continue_training()
+
+
+def test_the_checkpointer_knows_the_guard_and_the_data(one_rank, tmp_path):
+    model, config = nn.Linear(1, 1), JobConfig()
+    config.checkpoint.enable, config.job.dump_folder = True, str(tmp_path)
+    trainer = object.__new__(DispTrainer)
+    optimizers = OptimizersContainer([model], torch.optim.SGD, {"lr": 0.1})
+    optimizers.in_a_row = 0
+    trainer.job_config, trainer.train_spec = config, SimpleNamespace(state_dict_adapter=None)
+    trainer.model_parts, trainer.optimizers = [model], optimizers
+    trainer.dataloader = trainer.lr_schedulers = None
+    manager = trainer._build_checkpointer()
+    try:
+        assert manager.folder == str(tmp_path / "checkpoint")
+        assert manager.states["train_state"] is trainer
+        assert manager.before_load == trainer.check_resume
+        assert manager.on_event == trainer.event
+        assert manager.healthy()
+        optimizers.in_a_row = 1
+        assert not manager.healthy()
+    finally:
+        manager.close()
