@@ -52,19 +52,21 @@ def test_a_rank_without_the_folder_hears_signals_only(tmp_path):
     assert (tmp_path / "stop").exists()
 
 
-@pytest.mark.parametrize("text", ["7.1", "6.2", ""])
+@pytest.mark.parametrize("text", ["7.1", "6.2\n", "17.2"])
 def test_the_stop_file_of_an_earlier_start_is_removed(tmp_path, third_start_of_job_7, text):
     (tmp_path / "stop").write_text(text)
     with closing(StopRequest(tmp_path)) as request:
         assert not (tmp_path / "stop").exists()
         assert not request()
+        assert not request.held()
 
 
 def test_the_stop_file_of_this_start_stops_it(tmp_path, third_start_of_job_7):
-    """The batch script may write it before the ranks are there; a user's empty file counts once they are."""
+    """The batch script may write it before the ranks are there. Once obeyed, it is taken away."""
     file = tmp_path / "stop"
     file.write_text("7.2\n")
     with closing(StopRequest(tmp_path)) as request:
+        assert not request.held()  # a step is trained and saved first, so that there is progress
         assert request()
         assert request.reason == f"the file {file}"
         request.done()
@@ -72,5 +74,26 @@ def test_the_stop_file_of_this_start_stops_it(tmp_path, third_start_of_job_7):
         request.done()  # a user may have taken the file away
     with closing(StopRequest(tmp_path)) as request:
         assert not request()
-        file.touch()
+
+
+@pytest.mark.parametrize("text", ["", "7", "please", "7.2.1", "\ufffd"])
+@pytest.mark.parametrize("job", ["7", None])
+def test_a_users_stop_file_holds(tmp_path, monkeypatch, text, job):
+    """From before the start or during it, with SLURM and without: until the user removes it."""
+    if job is None:
+        monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    else:
+        monkeypatch.setenv("SLURM_JOB_ID", job)
+    file = tmp_path / "stop"
+    with closing(StopRequest(tmp_path)) as request:
+        assert not request()
+        file.write_text(text)
         assert request()
+        request.done()
+    assert file.read_text() == text
+    with closing(StopRequest(tmp_path)) as request:
+        assert request.held()
+        assert request()
+    file.write_bytes(b"\xff\xfe")
+    with closing(StopRequest(tmp_path)) as request:
+        assert request.held()

@@ -10,6 +10,7 @@ from torchtitan.config import JobConfig
 from torchtitan.train import Trainer
 
 from titan_disp.errors import CheckpointError
+from titan_disp.run.clock import Clock
 from titan_disp.train import DispTrainer
 
 
@@ -27,6 +28,8 @@ def trainer(monkeypatch):
         comm=SimpleNamespace(mode="default", train_timeout_seconds=77),
     )
     trainer.parallel_dims = None
+    trainer.clock = Clock(0.0)
+    trainer.heartbeat = SimpleNamespace(begin=lambda doing, step: None, step=lambda step: None)
     trainer.measure_condensation = lambda: calls.append("condensation")
     trainer.event = lambda name, step, **details: calls.append((name, step, details))
     monkeypatch.setattr(
@@ -83,6 +86,8 @@ def test_the_checkpointer_knows_the_guard_and_the_data(one_rank, tmp_path):
     trainer.job_config, trainer.train_spec = config, SimpleNamespace(state_dict_adapter=None)
     trainer.model_parts, trainer.optimizers = [model], optimizers
     trainer.dataloader = trainer.lr_schedulers = None
+    trainer.clock, trainer.calls = Clock(0.0), []
+    trainer.heartbeat = SimpleNamespace(begin=lambda doing, step: trainer.calls.append((doing, step)))
     manager = trainer._build_checkpointer()
     try:
         assert manager.folder == str(tmp_path / "checkpoint")
@@ -92,5 +97,7 @@ def test_the_checkpointer_knows_the_guard_and_the_data(one_rank, tmp_path):
         assert manager.healthy()
         optimizers.in_a_row = 1
         assert not manager.healthy()
+        manager.before_save(3)
+        assert trainer.calls == [("save", 3)]
     finally:
         manager.close()
