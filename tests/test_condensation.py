@@ -60,6 +60,27 @@ def test_effective_rank_of_two_directions():
     np.testing.assert_allclose(found.effective_rank, [2], rtol=1e-9)
 
 
+def test_rounding_never_leaves_the_range_of_a_cosine():
+    """Tokens equal and opposite to each other, whose cosines round to 1 + 2e-16 in some pairs: arccos would be NaN."""
+    one = torch.randn(1, 200, 7, generator=torch.Generator().manual_seed(0))
+    found = measured(torch.cat([one, one, -one], 1), *(token.expand(1, 50, 7) for token in one[0]))
+    for values in (found.angular_distance, found.std_cosine):
+        assert np.isfinite(values).all()
+    np.testing.assert_allclose(found.std_cosine[1:], 0, atol=1e-7)
+    np.testing.assert_allclose(found.angular_distance[1:], 0.5, atol=1e-7)
+    assert found.histogram[:, [0, -1]].sum() > 0
+
+
+def test_directions_of_tiny_tokens_count():
+    """Only a token of zeros has no direction."""
+    z = torch.randn(1, 20, 6, generator=torch.Generator().manual_seed(0)).double()
+    np.testing.assert_allclose(measured(z * 1e-30).mean_cosine, measured(z).mean_cosine, rtol=1e-12)
+
+
+def test_sums_are_on_the_models_device():
+    assert Accumulator(3, "meta").sums.is_meta
+
+
 def test_sums_of_ranks_add_up():
     z = torch.randn(4, 9, 6, generator=torch.Generator().manual_seed(0))
     parts = [Accumulator(1), Accumulator(1)]
