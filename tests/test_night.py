@@ -17,8 +17,8 @@ from tests.cluster_of_one import DEMO, ROOT, environment, train
 from tests.distributed import free_port
 from titan_disp.cluster.plan import make_plan
 from titan_disp.config import load_config
-from titan_disp.run.checkpoint import checkpoints, problem
 from titan_disp.run.folder import read_json_lines, read_metrics
+from titan_disp.run.integrity import checkpoints, problem
 
 SHORT = ("--training.seq_len", "32", "--metrics.log_freq", "1", "--lr_scheduler.warmup_steps", "2")
 pytestmark = [pytest.mark.slow, pytest.mark.night]

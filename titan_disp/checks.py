@@ -15,7 +15,8 @@ from titan_disp.dispersion import CoeffSchedule, DispersionLoss
 from titan_disp.errors import ConfigError
 from titan_disp.mesh import resolve_replicas
 from titan_disp.qwen3.flavors import block_indices, flavors
-from titan_disp.run.checkpoint import check_initial_load, checkpoints
+from titan_disp.run.checkpoint import check_initial_load
+from titan_disp.run.integrity import checkpoints
 
 
 def check_config(job_config: JobConfig, world_size: int) -> None:

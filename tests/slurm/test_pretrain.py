@@ -14,8 +14,8 @@ import pytest
 
 from tests.cluster_of_one import DEMO, ROOT, train
 from tests.slurm.local import LocalSlurm
-from titan_disp.run.checkpoint import checkpoints, problem
 from titan_disp.run.folder import read_json_lines, read_metrics
+from titan_disp.run.integrity import checkpoints, problem
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(900)]
 STEPS, INTERVAL = 16, 4

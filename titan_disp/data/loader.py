@@ -15,13 +15,12 @@ import time
 from collections import Counter
 from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any, cast
 
 import numpy as np
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.device_mesh import DeviceMesh
@@ -32,6 +31,7 @@ from torchtitan.components.tokenizer import BaseTokenizer, HuggingFaceTokenizer
 from torchtitan.config import JobConfig
 from torchtitan.tools.logging import logger
 
+from titan_disp import dcp
 from titan_disp.batch import slot_count
 from titan_disp.data.cursor import Field
 from titan_disp.data.fast_tokenizer import fast_encoder
@@ -356,13 +356,13 @@ def read_data_state(checkpoint: str) -> tuple[dict[str, Any], int]:
         CheckpointError: it cannot be read.
     """
     try:
-        metadata = FileSystemReader(checkpoint).read_metadata().state_dict_metadata
+        metadata = dcp.read_metadata(checkpoint).state_dict_metadata
         if "dataloader.fingerprint" not in metadata:
             return {}, -1
         stored = cast(TensorStorageMetadata, metadata["dataloader.positions"])
         state: dict[str, Any] = {"fingerprint": "", "positions": torch.empty(stored.size, dtype=torch.int64)}
-        dcp.load({"dataloader": state}, checkpoint_id=checkpoint, no_dist=True)
-    except (OSError, CheckpointException) as error:
+        dcp.load({"dataloader": state}, checkpoint, no_dist=True)
+    except (OSError, UnpicklingError, CheckpointException) as error:
         raise CheckpointError(f"cannot read the data position in {checkpoint}: {error}") from error
     return json.loads(state["fingerprint"]), int(state["positions"][:, Field.EPOCH].max())
 

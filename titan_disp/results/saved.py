@@ -8,16 +8,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
 from torchtitan.components.tokenizer import BaseTokenizer
 from torchtitan.models.qwen3.model.state_dict_adapter import Qwen3StateDictAdapter
 
+from titan_disp import dcp
 from titan_disp.data.tokenizer import check_fits, load_tokenizer
 from titan_disp.errors import CheckpointError, ConfigError
 from titan_disp.qwen3.flavors import Qwen3DispModelArgs, flavors
 from titan_disp.qwen3.model import Qwen3DispModel
-from titan_disp.run.checkpoint import checkpoints, problem
+from titan_disp.run.integrity import checkpoints, problem
 
 
 @dataclass(frozen=True)
@@ -144,7 +144,7 @@ def load_weights(saved: SavedModel) -> dict[str, torch.Tensor]:
         wanted = Qwen3DispModel(args).state_dict()
     if args.enable_weight_tying:
         wanted.pop("output.weight")
-    in_checkpoint = dcp.FileSystemReader(saved.folder).read_metadata().state_dict_metadata
+    in_checkpoint = dcp.read_metadata(saved.folder).state_dict_metadata
     if missing := sorted(wanted.keys() - in_checkpoint.keys()):
         raise CheckpointError(
             f"the checkpoint {str(saved.folder)!r} holds no model of flavor {saved.config['model']['flavor']!r}: "
@@ -160,7 +160,7 @@ def load_weights(saved: SavedModel) -> dict[str, torch.Tensor]:
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "torch.distributed is disabled")  # as it should be here
-            dcp.load(weights, checkpoint_id=saved.folder, no_dist=True)
+            dcp.load(weights, saved.folder, no_dist=True)
     except BaseException as error:  # DCP's CheckpointException is no Exception
         if isinstance(error, (KeyboardInterrupt, SystemExit)):
             raise

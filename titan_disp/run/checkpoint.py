@@ -8,10 +8,7 @@
 
 import contextlib
 import os
-import pickle
-import re
 import shutil
-from collections import defaultdict
 from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
@@ -19,68 +16,19 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint.metadata import Metadata
-from torchtitan.components.checkpoint import CheckpointManager
+from torchtitan.components.checkpoint import MODEL, CheckpointManager
 from torchtitan.config.job_config import Checkpoint
 from torchtitan.tools.logging import logger
 from torchtitan.tools.utils import device_type
 
+from titan_disp import dcp
 from titan_disp.data.shards import on_rank_0
 from titan_disp.data.tokenizer import load_tokenizer
 from titan_disp.errors import CheckpointError, ConfigError
 from titan_disp.qwen3.flavors import Qwen3DispModelArgs
 from titan_disp.qwen3.hf import INDEX, Qwen3HfAdapter, check_hf_folder
 from titan_disp.run.hf_folder import describe
-
-
-def problem(folder: str | Path) -> str | None:
-    """What is wrong with a DCP checkpoint, without loading it; None where its files are there in full length."""
-    folder = Path(folder)
-    try:
-        with open(folder / ".metadata", "rb") as file:
-            metadata: Metadata = pickle.load(file)
-    except FileNotFoundError:
-        return "it is incomplete: the save did not end (no .metadata)"
-    except Exception as error:  # a damaged pickle raises anything
-        return f".metadata cannot be read: {type(error).__name__}: {error}"
-    length: dict[str, int] = defaultdict(int)
-    for info in (metadata.storage_data or {}).values():
-        length[info.relative_path] = max(length[info.relative_path], info.offset + info.length)
-    for name, needed in sorted(length.items()):
-        try:
-            found = (folder / name).stat().st_size
-        except OSError as error:
-            return f"{name}: {error.strerror}"
-        if found < needed:
-            return f"{name} has {found:,} bytes, expected {needed:,}"
-    return None
-
-
-def is_model_only(folder: str | Path) -> bool:
-    """Whether a complete checkpoint holds the model without the optimizer."""
-    with open(Path(folder) / ".metadata", "rb") as file:
-        metadata: Metadata = pickle.load(file)
-    return not any(key.startswith("optimizer.") for key in metadata.state_dict_metadata)
-
-
-def checkpoints(folder: str | Path, hugging_face: bool = False) -> list[int]:
-    """Steps of the complete checkpoints in a folder, ascending.
-
-    Args:
-        hugging_face: count those in Hugging Face's format too, from which no run can resume.
-    """
-    try:
-        names = os.listdir(folder)
-    except FileNotFoundError:
-        return []
-    steps = [int(m.group(1)) for m in (re.fullmatch(r"step-(\d+)", name) for name in names) if m]
-    return sorted(s for s in steps if is_complete(Path(folder) / f"step-{s}", hugging_face))
-
-
-def is_complete(folder: str | Path, hugging_face: bool = True) -> bool:
-    """Whether a checkpoint was saved to its end, in DCP's format or Hugging Face's (``checkpoint.last_save_in_hf``)."""
-    files = (".metadata", INDEX) if hugging_face else (".metadata",)
-    return any((Path(folder) / name).is_file() for name in files)
+from titan_disp.run.integrity import checkpoints, is_complete, is_model_only, problem
 
 
 def check_initial_load(checkpoint: Checkpoint, assets: str | None, args: Qwen3DispModelArgs) -> None:
@@ -327,6 +275,15 @@ class DispCheckpointManager(CheckpointManager):
         if reason is not None:
             raise CheckpointError(f"the checkpoint {self._create_checkpoint_id(step)} cannot be loaded: {reason}")
         return True
+
+    def dcp_load(self, state_dict: dict[str, Any], checkpoint_id: str, from_hf: bool, from_quantized: bool) -> None:
+        """As TorchTitan's, without unpickling what no checkpoint needs."""
+        if from_hf:
+            super().dcp_load(state_dict, checkpoint_id, from_hf, from_quantized)
+            return
+        dcp.load(state_dict, checkpoint_id)
+        if MODEL in self.states:
+            self.states[MODEL].load_state_dict(state_dict)
 
     def _try(self, step: int) -> str | None:
         """Load a step on all ranks; the reason if any of them could not."""

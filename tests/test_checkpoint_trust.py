@@ -1,0 +1,161 @@
+"""A checkpoint's ``.metadata`` and some of its entries are pickles: what somebody may have put into them is not run."""
+
+import builtins
+import os
+import pickle
+import re
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as torch_dcp
+from torch.distributed.checkpoint.api import CheckpointException
+from torchtitan.config.job_config import Checkpoint
+
+from tests.saved_run import random_model, save_run
+from titan_disp import cli, dcp
+from titan_disp.data.loader import read_data_state
+from titan_disp.errors import CheckpointError, ConfigError
+from titan_disp.qwen3.flavors import flavors
+from titan_disp.run.checkpoint import check_initial_load
+from titan_disp.run.integrity import problem
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+
+class Call:
+    """Unpickled, it calls ``function(*args)``; either may be a Call again."""
+
+    def __init__(self, function, *args):
+        self.function, self.args = function, args
+
+    def __reduce__(self):
+        return self.function, self.args
+
+    def __call__(self):
+        """pickle refuses functions that cannot be called."""
+
+
+def dotted(command):
+    """Protocol 4 looks names up along their dots, and torch.distributed.checkpoint.filesystem has imported os."""
+    module, name, command = (
+        b"\x8c" + bytes([len(text)]) + text.encode()
+        for text in ("torch.distributed.checkpoint.filesystem", "os.system", command)
+    )
+    return b"\x80\x04" + module + name + b"\x93" + command + b"\x85R."
+
+
+PAYLOADS = {
+    "os.system": lambda command: pickle.dumps(Call(os.system, command)),
+    "protocol 0": lambda command: pickle.dumps(Call(os.system, command), protocol=0),
+    "exec": lambda command: pickle.dumps(Call(builtins.exec, f"import os; os.system({command!r})")),
+    "getattr": lambda command: pickle.dumps(
+        Call(Call(getattr, Call(builtins.__import__, "os"), "system"), command)  # nothing of it is named
+    ),
+    "dotted": dotted,
+    "inside": lambda command: pickle.dumps({"planner_data": [Call(os.system, command)]}),
+}
+
+
+@pytest.fixture
+def ran(tmp_path):
+    return tmp_path / "ran"
+
+
+@pytest.mark.parametrize("kind", PAYLOADS)
+def test_nothing_in_metadata_is_run(tmp_path, ran, kind):
+    content = PAYLOADS[kind](f"touch {ran}")
+    pickle.loads(content)
+    assert ran.exists()  # it would
+    ran.unlink()
+    (tmp_path / ".metadata").write_bytes(content)
+    assert "which no checkpoint needs: PyTorch did not write this file" in problem(tmp_path)
+    with pytest.raises(pickle.UnpicklingError):
+        dcp.read_metadata(tmp_path)
+    with pytest.raises(CheckpointException, match="which no checkpoint needs"):
+        dcp.load({"a": torch.zeros(1)}, tmp_path, no_dist=True)
+    assert not ran.exists()
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory, sample):
+    return save_run(tmp_path_factory.mktemp("runs") / "run", random_model(), sample / "tokenizer")
+
+
+def test_no_command_runs_it(run, ran, sample, monkeypatch, capsys):
+    folder = run / "checkpoint" / "step-30"
+    (folder / ".metadata").write_bytes(PAYLOADS["os.system"](f"touch {ran}"))
+    (ran.parent / "text.txt").write_text("some words " * 500)
+    refused = "names posix.system, which no checkpoint needs"
+    for command in (
+        ("export", run, ran.parent / "model"),
+        ("generate", run, "The function"),
+        ("condensation", run, "--text", ran.parent / "text.txt", "--out", ran.parent / "out", "--sequences", "1"),
+    ):
+        monkeypatch.setattr(sys, "argv", ["titan-disp", *map(str, command)])
+        with pytest.raises(SystemExit) as stopped:
+            cli.main()
+        assert stopped.value.code == 2
+        assert refused in capsys.readouterr().err, command
+    # Training, the plan of it and its preflight look at the weights to begin with; a resume looks at the data's position too.
+    config = Checkpoint(enable=True, initial_load_path=str(folder))
+    with pytest.raises(ConfigError, match=refused):
+        check_initial_load(config, None, flavors["nano"])
+    with pytest.raises(CheckpointError, match=refused):
+        read_data_state(str(folder))
+    assert not ran.exists()
+
+
+def test_nothing_else_unpickles():
+    """Commands that open a run and are not above, such as report, evaluate and preflight, do not read checkpoints otherwise."""
+    package = Path(dcp.__file__).parent
+    unsafe = (
+        r"\bpickle\.loads?\(|\bUnpickler\(|torch\.load\(|FileSystemReader|\bdcp\.load\(.*checkpoint_id=|allow_pickle"
+    )
+    found = {str(path.relative_to(package)) for path in package.rglob("*.py") if re.search(unsafe, path.read_text())}
+    assert found == {"dcp.py"}
+
+
+def test_entries_that_are_no_tensors_are_plain(tmp_path, ran):
+    plain = {
+        "a": 1,
+        "b": 0.5,
+        "c": "text",
+        "d": [1, (2.0, None)],
+        "e": {"f": True},
+        "g": torch.arange(3),
+        "h": b"bytes",
+    }
+    torch_dcp.save(plain, checkpoint_id=tmp_path / "plain", no_dist=True)
+    found = {key: type(value)() if key != "g" else torch.zeros(3, dtype=torch.int64) for key, value in plain.items()}
+    found["d"], found["e"] = [0, (0.0, 0)], {"f": False}
+    dcp.load(found, tmp_path / "plain", no_dist=True)
+    assert torch.equal(found.pop("g"), plain.pop("g"))
+    assert found == plain
+    torch_dcp.save({"a": Call(os.system, f"touch {ran}")}, checkpoint_id=tmp_path / "crafted", no_dist=True)
+    with pytest.raises(CheckpointException, match="Weights only load failed|weights_only"):
+        dcp.load({"a": None}, tmp_path / "crafted", no_dist=True)
+    assert not ran.exists()
+    torch_dcp.load({"a": None}, checkpoint_id=tmp_path / "crafted", no_dist=True)
+    assert ran.exists()  # DCP by itself runs it
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.bool, torch.float8_e4m3fn]
+)
+def test_what_torch_writes_is_read(tmp_path, dtype):
+    """Against pickle's own reading of the same file."""
+    state = {"w": torch.zeros(2, 3).to(dtype), "image": torch.zeros(1, 2, 2, 2).to(memory_format=torch.channels_last)}
+    torch_dcp.save({**state, "n": 3, "nested": {"x": [torch.ones(1), "y"]}}, checkpoint_id=tmp_path, no_dist=True)
+    expected = pickle.loads((tmp_path / ".metadata").read_bytes())
+    assert dcp.read_metadata(tmp_path) == expected
+    assert dcp.read_metadata(tmp_path).state_dict_metadata["w"].properties.dtype == dtype
+
+
+def test_a_file_of_another_folder(tmp_path):
+    """A crafted .metadata shall not make a rank wait for a pipe, or read what is not the checkpoint's."""
+    torch_dcp.save({"a": torch.zeros(1)}, checkpoint_id=tmp_path, no_dist=True)
+    content = (tmp_path / ".metadata").read_bytes()
+    (tmp_path / ".metadata").write_bytes(content.replace(b"__0_0.distcp", b"/dev/../zero"))
+    assert problem(tmp_path) == ".metadata names a file of another folder: '/dev/../zero'"

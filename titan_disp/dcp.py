@@ -1,0 +1,99 @@
+"""DCP checkpoints read without running what somebody may have put into them.
+
+``.metadata`` is a pickle, and DCP unpickles it, and every entry that is no tensor, without restriction: either can run any
+command as the user who reads it. Here both may only hold what checkpoints hold. All of titan_disp reads them through this file.
+"""
+
+import collections
+import io
+import os
+import pathlib
+import pickle
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import filesystem, metadata
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.planner import ReadItem
+
+METADATA = ".metadata"
+
+# All that checkpoints of one process, FSDP2, HSDP and TP name, saved synchronously or not. By exact name, so that a dotted one
+# ("metadata.os.system") is none of them.
+_ALLOWED: dict[tuple[str, str], Any] = {
+    **{
+        (metadata.__name__, name): getattr(metadata, name)
+        for name in (
+            "BytesStorageMetadata",
+            "ChunkStorageMetadata",
+            "Metadata",
+            "MetadataIndex",
+            "StorageMeta",
+            "TensorProperties",
+            "TensorStorageMetadata",
+            "_MEM_FORMAT_ENCODING",
+        )
+    },
+    (filesystem.__name__, "_StorageInfo"): filesystem._StorageInfo,
+    ("collections", "OrderedDict"): collections.OrderedDict,
+    ("pathlib", "PosixPath"): pathlib.PosixPath,
+    ("pathlib._local", "PosixPath"): pathlib.PosixPath,  # Python 3.13
+    ("torch", "Size"): torch.Size,
+    ("torch.serialization", "_get_layout"): torch.serialization._get_layout,  # type: ignore[attr-defined]
+    **{("torch", name): value for name, value in vars(torch).items() if isinstance(value, torch.dtype)},
+}
+
+
+class _Unpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        try:
+            return _ALLOWED[module, name]
+        except KeyError:
+            raise pickle.UnpicklingError(
+                f"it names {module}.{name}, which no checkpoint needs: PyTorch did not write this file. Nothing in it was run"
+            ) from None
+
+
+def parse_metadata(content: bytes) -> Metadata:
+    """What the bytes of a ``.metadata`` file say.
+
+    Raises:
+        Exception: of any kind, where they are damaged; UnpicklingError where they name what no checkpoint needs.
+    """
+    found = _Unpickler(io.BytesIO(content)).load()
+    if not isinstance(found, Metadata):
+        raise pickle.UnpicklingError(f"it holds {type(found).__name__}, expected Metadata")
+    return found
+
+
+def read_metadata(folder: str | os.PathLike[str]) -> Metadata:
+    """What a checkpoint's ``.metadata`` says; raises as ``parse_metadata``, and OSError."""
+    return parse_metadata((Path(folder) / METADATA).read_bytes())
+
+
+class Reader(dcp.FileSystemReader):
+    """DCP's reader, without its unpickling. (DCP reads tensors with ``weights_only=True`` itself.)"""
+
+    def read_metadata(self) -> Metadata:  # type: ignore[override]  # those with a rank are of saves without collectives
+        found = read_metadata(self.path)
+        found.storage_meta = found.storage_meta or StorageMeta()
+        found.storage_meta.load_id = self.load_id
+        return found
+
+
+class LoadPlanner(DefaultLoadPlanner):
+    """DCP's planner, whose entries that are no tensors may be numbers, texts, lists, … only."""
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        plain = io.BytesIO()
+        torch.save(torch.load(value, weights_only=True), plain)  # what DCP unpickles next are bytes of our own
+        plain.seek(0)
+        super().load_bytes(read_item, plain)
+
+
+def load(state_dict: dict[str, Any], folder: str | os.PathLike[str], no_dist: bool = False) -> None:
+    """``torch.distributed.checkpoint.load`` from a folder; raises as that does."""
+    dcp.load(state_dict, storage_reader=Reader(folder), planner=LoadPlanner(), no_dist=no_dist)

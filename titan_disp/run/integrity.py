@@ -1,0 +1,67 @@
+"""Which checkpoints of a run are complete, and what is wrong with those that are not."""
+
+import os
+import re
+from collections import defaultdict
+from pathlib import Path
+
+from titan_disp.dcp import METADATA, parse_metadata, read_metadata
+from titan_disp.qwen3.hf import INDEX
+
+
+def problem(folder: str | Path) -> str | None:
+    """What is wrong with a DCP checkpoint, without loading it; None where its files are there in full length."""
+    folder = Path(folder)
+    try:
+        content = (folder / METADATA).read_bytes()
+    except FileNotFoundError:
+        return f"it is incomplete: the save did not end (no {METADATA})"
+    except OSError as error:
+        return f"{METADATA}: {error.strerror}"
+    try:
+        lengths = _lengths(content)
+    except Exception as error:  # a damaged pickle raises anything
+        return f"{METADATA} cannot be read: {type(error).__name__}: {error}"
+    for name, needed in sorted(lengths.items()):
+        if os.path.basename(name) != name:
+            return f"{METADATA} names a file of another folder: {name!r}"
+        try:
+            found = (folder / name).stat().st_size
+        except OSError as error:
+            return f"{name}: {error.strerror}"
+        if found < needed:
+            return f"{name} has {found:,} bytes, expected {needed:,}"
+    return None
+
+
+def _lengths(content: bytes) -> dict[str, int]:
+    """Bytes that each file must have, by the content of ``.metadata``."""
+    length: dict[str, int] = defaultdict(int)
+    for info in (parse_metadata(content).storage_data or {}).values():
+        length[info.relative_path] = max(length[info.relative_path], info.offset + info.length)
+    return length
+
+
+def is_model_only(folder: str | Path) -> bool:
+    """Whether a complete checkpoint holds the model without the optimizer."""
+    return not any(key.startswith("optimizer.") for key in read_metadata(folder).state_dict_metadata)
+
+
+def checkpoints(folder: str | Path, hugging_face: bool = False) -> list[int]:
+    """Steps of the complete checkpoints in a folder, ascending.
+
+    Args:
+        hugging_face: count those in Hugging Face's format too, from which no run can resume.
+    """
+    try:
+        names = os.listdir(folder)
+    except FileNotFoundError:
+        return []
+    steps = [int(m.group(1)) for m in (re.fullmatch(r"step-(\d+)", name) for name in names) if m]
+    return sorted(s for s in steps if is_complete(Path(folder) / f"step-{s}", hugging_face))
+
+
+def is_complete(folder: str | Path, hugging_face: bool = True) -> bool:
+    """Whether a checkpoint was saved to its end, in DCP's format or Hugging Face's (``checkpoint.last_save_in_hf``)."""
+    files = (METADATA, INDEX) if hugging_face else (METADATA,)
+    return any((Path(folder) / name).is_file() for name in files)
