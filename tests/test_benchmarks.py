@@ -36,3 +36,13 @@ def test_step():
     assert [r["estimator"] for r in found] == ["off", "exact"]
     assert all(r["tokens_per_second"] > 0 for r in found)
     assert found[0]["overhead"] == 0
+
+
+def test_checkpoint():
+    found = rows("checkpoint.py", "--gib", "0.001", "--tensors", "2", "--rounds", "2")
+    assert [r["what"] for r in found] == ["dcp", "hashed", "verify"]
+    for row in found:
+        assert row["gigabytes"] == pytest.approx(2**30 * 1e-12, rel=1e-4)
+        assert 0 < row["least"] <= row["seconds"]
+        assert len(row["all"]) == 2
+    assert found[0]["ratio"] == 1

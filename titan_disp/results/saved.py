@@ -11,13 +11,15 @@ import torch
 from safetensors.torch import load_file
 from torchtitan.components.tokenizer import BaseTokenizer
 from torchtitan.models.qwen3.model.state_dict_adapter import Qwen3StateDictAdapter
+from torchtitan.tools.logging import logger
 
 from titan_disp import dcp
 from titan_disp.data.tokenizer import check_fits, load_tokenizer
 from titan_disp.errors import CheckpointError, ConfigError
 from titan_disp.qwen3.flavors import Qwen3DispModelArgs, flavors
 from titan_disp.qwen3.model import Qwen3DispModel
-from titan_disp.run.integrity import checkpoints, problem
+from titan_disp.run.hashes import HASHES
+from titan_disp.run.integrity import checkpoints, damage, has_hashes, problem
 
 
 @dataclass(frozen=True)
@@ -138,8 +140,10 @@ def load_weights(saved: SavedModel) -> dict[str, torch.Tensor]:
             hf |= load_file(file)
         weights = {k: v.float() for k, v in Qwen3StateDictAdapter(args, None).from_hf(hf).items()}
         return {k: v for k, v in weights.items() if k != "output.weight" or not args.enable_weight_tying}
-    if reason := problem(saved.folder):
+    if reason := problem(saved.folder) or damage(saved.folder):
         raise CheckpointError(f"the checkpoint {str(saved.folder)!r} cannot be read: {reason}")
+    if not has_hashes(saved.folder):
+        logger.warning(f"{saved.folder} has no {HASHES}, so that it is read unverified: an older version saved it")
     with torch.device("meta"):
         wanted = Qwen3DispModel(args).state_dict()
     if args.enable_weight_tying:

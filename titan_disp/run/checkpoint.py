@@ -2,7 +2,8 @@
 
 - A checkpoint is *complete* when DCP's ``.metadata``, which is written last, is there and all its files have the length that
   it says. Only complete ones are resumed from and counted by the retention.
-- Resume takes the newest complete one that loads. One that does not is moved aside (nothing is deleted), loudly.
+- Every file has a hash, by which a checkpoint is verified before it is loaded.
+- Resume takes the newest complete one that verifies and loads. One that does not is moved aside (nothing is deleted), loudly.
 - A failed load or save is known to all ranks, which stop together.
 """
 
@@ -16,10 +17,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torchtitan.components.checkpoint import MODEL, CheckpointManager
+import torch.distributed.checkpoint as torch_dcp
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
+from torchtitan.components.checkpoint import MODEL, AsyncMode, CheckpointManager
 from torchtitan.config.job_config import Checkpoint
 from torchtitan.tools.logging import logger
-from torchtitan.tools.utils import device_type
+from torchtitan.tools.utils import GarbageCollection, device_type
 
 from titan_disp import dcp
 from titan_disp.data.shards import on_rank_0
@@ -27,8 +30,9 @@ from titan_disp.data.tokenizer import load_tokenizer
 from titan_disp.errors import CheckpointError, ConfigError
 from titan_disp.qwen3.flavors import Qwen3DispModelArgs
 from titan_disp.qwen3.hf import INDEX, Qwen3HfAdapter, check_hf_folder
+from titan_disp.run.hashes import HASHES, HashingWriter
 from titan_disp.run.hf_folder import describe
-from titan_disp.run.integrity import checkpoints, is_complete, is_model_only, problem
+from titan_disp.run.integrity import checkpoints, damage, has_hashes, is_complete, is_model_only, problem
 
 
 def check_initial_load(checkpoint: Checkpoint, assets: str | None, args: Qwen3DispModelArgs) -> None:
@@ -169,6 +173,35 @@ class DispCheckpointManager(CheckpointManager):
         self.on_event("checkpoint", step)
         self._purge_stale_checkpoints()
 
+    @torch.no_grad()
+    def dcp_save(
+        self,
+        state_dict: dict[str, Any],
+        checkpoint_id: str,
+        async_mode: AsyncMode,
+        enable_garbage_collection: bool = False,
+        to_hf: bool = False,
+    ) -> Any:
+        """As TorchTitan's, with hashes of the files."""
+        if to_hf:
+            return super().dcp_save(state_dict, checkpoint_id, async_mode, enable_garbage_collection, to_hf)
+        writer = HashingWriter(checkpoint_id)
+        if async_mode == AsyncMode.DISABLED:
+            saved = torch_dcp.save(state_dict, storage_writer=writer)
+        elif async_mode == AsyncMode.ASYNC:
+            saved = torch_dcp.async_save(state_dict, storage_writer=writer, process_group=self.pg)
+        else:
+            saved = torch_dcp.async_save(
+                state_dict,
+                storage_writer=writer,
+                process_group=self.pg,
+                async_checkpointer_type=AsyncCheckpointerType.PROCESS,
+                async_stager=self.stager,
+            )
+        if enable_garbage_collection:
+            GarbageCollection.collect("GC collection invoked by checkpointer.")
+        return saved
+
     def save_has_failed(self) -> bool:
         """Whether an asynchronous save has ended with an error on this rank; never waits."""
         future: Future[Any] | None = self.save_future if self.enable else None
@@ -250,6 +283,9 @@ class DispCheckpointManager(CheckpointManager):
             )
         # TorchTitan looks for initial_load_path only where the folder does not exist; ours may hold unfinished saves.
         self._check_initial_load()
+        path = self.initial_load_path
+        if path and not self.initial_load_in_hf and (reason := self._damage(path)):
+            raise CheckpointError(f"checkpoint.initial_load_path {path!r} cannot be loaded: {reason}")
         folder, self.folder = self.folder, os.path.join(self.folder, ".none")
         try:
             return super().load(-1)
@@ -288,7 +324,7 @@ class DispCheckpointManager(CheckpointManager):
     def _try(self, step: int) -> str | None:
         """Load a step on all ranks; the reason if any of them could not."""
         folder = self._create_checkpoint_id(step)
-        reason = on_rank_0(problem, folder)
+        reason = self._damage(folder)
         if reason is not None:
             return reason
         if step > 0 and on_rank_0(is_model_only, folder):
@@ -306,6 +342,16 @@ class DispCheckpointManager(CheckpointManager):
         except BaseException as error:  # DCP's CheckpointException is no Exception
             reason = " ".join(f"{type(error).__name__}: {error}".split())[:600]
         return _first(reason)
+
+    def _damage(self, folder: str) -> str | None:
+        """What is wrong with a checkpoint's files, each of which one rank reads whole; on all ranks."""
+        reason = on_rank_0(problem, folder)
+        if reason is not None:
+            return reason
+        if dist.get_rank() == 0 and not has_hashes(folder):
+            logger.warning(f"{folder} has no {HASHES}, so that it is loaded unverified: an older version saved it")
+        fake = dist.get_backend() == "fake"
+        return _first(damage(folder) if fake else damage(folder, dist.get_rank(), dist.get_world_size()))
 
     def _set_aside(self, step: int, reason: str) -> None:
         folder = self._create_checkpoint_id(step)

@@ -7,10 +7,16 @@ from pathlib import Path
 
 from titan_disp.dcp import METADATA, parse_metadata, read_metadata
 from titan_disp.qwen3.hf import INDEX
+from titan_disp.run.hashes import HASHES, hash_bytes, hash_file, read_hashes
+
+_DIFFERS = "{} differs from its hash: its content is not what was saved"
 
 
 def problem(folder: str | Path) -> str | None:
-    """What is wrong with a DCP checkpoint, without loading it; None where its files are there in full length."""
+    """What is wrong with a DCP checkpoint, without reading its weights; None where its files are there in full length.
+
+    Where it has hashes.json, ``.metadata`` must be what it says, and every file that is needed must have a hash.
+    """
     folder = Path(folder)
     try:
         content = (folder / METADATA).read_bytes()
@@ -18,6 +24,12 @@ def problem(folder: str | Path) -> str | None:
         return f"it is incomplete: the save did not end (no {METADATA})"
     except OSError as error:
         return f"{METADATA}: {error.strerror}"
+    try:
+        hashes = read_hashes(folder)
+    except (OSError, ValueError) as error:
+        return f"{HASHES} cannot be read: {error}"
+    if hashes is not None and hashes.get(METADATA) != hash_bytes(content):  # before anything in it is believed
+        return _DIFFERS.format(METADATA)
     try:
         lengths = _lengths(content)
     except Exception as error:  # a damaged pickle raises anything
@@ -31,7 +43,36 @@ def problem(folder: str | Path) -> str | None:
             return f"{name}: {error.strerror}"
         if found < needed:
             return f"{name} has {found:,} bytes, expected {needed:,}"
+    for name in sorted(hashes or ()):
+        if not (folder / name).is_file():
+            return f"{name}: No such file, although {HASHES} has its hash"
+    if hashes is not None and (unknown := sorted(lengths.keys() - hashes.keys())):
+        return f"{unknown[0]} has no hash in {HASHES}"
     return None
+
+
+def damage(folder: str | Path, rank: int = 0, world_size: int = 1) -> str | None:
+    """What differs from its hash in this rank's share of a checkpoint's files, all of which are read.
+
+    None where nothing does, and where the checkpoint was saved without hashes.
+    """
+    folder = Path(folder)
+    try:
+        hashes = read_hashes(folder) or {}
+    except (OSError, ValueError) as error:
+        return f"{HASHES} cannot be read: {error}"
+    for name in sorted(hashes)[rank::world_size]:
+        try:
+            if hash_file(folder / name) != hashes[name]:
+                return _DIFFERS.format(name)
+        except OSError as error:
+            return f"{name}: {error.strerror}"
+    return None
+
+
+def has_hashes(folder: str | Path) -> bool:
+    """Whether a checkpoint can be verified: it was saved by titan_disp.train of a version that hashes."""
+    return (Path(folder) / HASHES).is_file()
 
 
 def _lengths(content: bytes) -> dict[str, int]:

@@ -1,0 +1,102 @@
+"""What the hashes add to a checkpoint's save, and what verifying it takes, beside DCP's own writer in one run.
+
+    python benchmarks/checkpoint.py --gib 2          # a table
+    python benchmarks/checkpoint.py --gib 2 --json   # an object with "rows" and nothing else
+
+Rows: dcp, DCP's own writer; hashed, ours; verify, reading all of it again, from the page cache. One process saves random tensors
+synchronously; files are flushed to the disk (fsync), as in training. The writers take turns, the first of each round the second
+of the next.
+"""
+
+import json
+import shutil
+import statistics
+import tempfile
+import time
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed.checkpoint as dcp
+import tyro
+
+from titan_disp.run.hashes import HashingWriter
+from titan_disp.run.integrity import damage, problem
+
+WRITERS: dict[str, Callable[[Path], dcp.StorageWriter]] = {"dcp": dcp.FileSystemWriter, "hashed": HashingWriter}
+
+
+@dataclass
+class Options:
+    gib: float = 1.0
+    """Size of the checkpoint."""
+    tensors: int = 64
+    rounds: int = 6
+    folder: Path | None = None
+    """Where to write; default: a temporary folder."""
+    json: bool = False
+    """Print one JSON object and nothing else."""
+
+
+def timed(function: Callable[..., object], *args: object) -> tuple[float, float]:
+    """Seconds, and CPU seconds of this process, which a busy machine stretches less."""
+    start, cpu = time.perf_counter(), time.process_time()
+    function(*args)
+    return time.perf_counter() - start, time.process_time() - cpu
+
+
+def save(state: dict[str, torch.Tensor], writer: str, folder: Path) -> None:
+    dcp.save(state, storage_writer=WRITERS[writer](folder), no_dist=True)
+
+
+def verify(folder: Path) -> None:
+    assert problem(folder) is None
+    assert damage(folder) is None
+
+
+def measure(options: Options, folder: Path) -> list[dict[str, object]]:
+    size = max(1, int(options.gib * 2**30 / 4 / options.tensors))
+    state = {f"layers.{i}.weight": torch.randn(size) for i in range(options.tensors)}
+    taken: dict[str, list[tuple[float, float]]] = {name: [] for name in (*WRITERS, "verify")}
+    save(state, "dcp", folder)  # the first finds a colder disk
+    for turn in range(options.rounds):
+        for name in list(WRITERS)[:: 1 if turn % 2 == 0 else -1]:
+            shutil.rmtree(folder)
+            taken[name].append(timed(save, state, name, folder))
+            if name == "hashed":
+                taken["verify"].append(timed(verify, folder))
+    base = statistics.median(seconds for seconds, _ in taken["dcp"])
+    return [
+        {
+            "what": name,
+            "gigabytes": options.tensors * size * 4 / 1e9,
+            "seconds": statistics.median(seconds for seconds, _ in found),
+            "least": min(seconds for seconds, _ in found),
+            "least_cpu": min(cpu for _, cpu in found),
+            "ratio": statistics.median(seconds for seconds, _ in found) / base,
+            "all": found,
+        }
+        for name, found in taken.items()
+    ]
+
+
+def main() -> None:
+    options = tyro.cli(Options)
+    warnings.filterwarnings("ignore", "torch.distributed is disabled")
+    torch.manual_seed(0)
+    with tempfile.TemporaryDirectory(dir=options.folder) as folder:
+        rows = measure(options, Path(folder) / "step-1")
+    if options.json:
+        print(json.dumps({"rows": rows}))
+        return
+    for row in rows:
+        print(
+            "{what:8} {gigabytes:.2f} GB   median {seconds:.3f} s ({ratio:.3f} x dcp)   least {least:.3f} s   "
+            "least CPU {least_cpu:.3f} s".format(**row)
+        )
+
+
+if __name__ == "__main__":
+    main()

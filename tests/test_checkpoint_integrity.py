@@ -1,0 +1,275 @@
+"""Every file of a checkpoint has a hash: what was not saved so is not loaded."""
+
+import json
+import os
+import pickle
+import random
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as torch_dcp
+import xxhash
+from torch import nn
+from torchtitan.components.optimizer import OptimizersContainer
+from torchtitan.config.job_config import Checkpoint
+
+from tests.distributed import spawn
+from titan_disp.errors import CheckpointError
+from titan_disp.run.checkpoint import DispCheckpointManager
+from titan_disp.run.hashes import HashingWriter
+from titan_disp.run.integrity import damage, problem
+
+
+class State:
+    """Stands for the data loader, the schedulers and the trainer, which only have a state here."""
+
+    def __init__(self):
+        self.value = 0
+
+    def state_dict(self):
+        return {"value": self.value}
+
+    def load_state_dict(self, state):
+        self.value = state["value"]
+
+
+class Run:
+    def __init__(self, folder, **config):
+        self.model = nn.Linear(3, 2)
+        self.folder = Path(folder) / "checkpoint"
+        self.manager = DispCheckpointManager(
+            dataloader=State(),
+            model_parts=[self.model],
+            optimizers=OptimizersContainer([self.model], torch.optim.AdamW, {"lr": 0.1}),
+            lr_schedulers=State(),
+            states={"train_state": State()},
+            checkpoint_config=Checkpoint(**{"enable": True, "interval": 1, "keep_latest_k": 0, **config}),
+            sd_adapter=SimpleNamespace(hf_assets_path=None, model_args=None),
+            base_folder=str(folder),
+        )
+
+    def save(self, *steps):
+        for step in steps:
+            with torch.no_grad():
+                self.model.weight.fill_(step)
+            self.manager.save(step)
+        self.manager.wait()
+
+    @property
+    def weight(self):
+        return self.model.weight[0, 0].item()
+
+    @property
+    def names(self):
+        return sorted(path.name for path in self.folder.iterdir())
+
+
+@pytest.fixture(scope="module")
+def alone():
+    """A process group of this process alone."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.fixture
+def start(alone, tmp_path):
+    """start(**checkpoint): another start of this run."""
+    runs = []
+
+    def start(name="run", **config):
+        runs.append(Run(tmp_path / name, **config))
+        return runs[-1]
+
+    yield start
+    for run in runs:
+        run.manager.close()
+
+
+def flip(file, bit):
+    """Flip one bit of a file, in place."""
+    with open(file, "r+b") as content:
+        content.seek(bit // 8)
+        byte = content.read(1)[0]
+        content.seek(bit // 8)
+        content.write(bytes([byte ^ 1 << bit % 8]))
+
+
+def wrong(folder):
+    return problem(folder) or damage(folder)
+
+
+def edit_hashes(folder, change):
+    file = folder / "hashes.json"
+    content = json.loads(file.read_text())
+    change(content)
+    file.write_text(json.dumps(content))
+
+
+@pytest.mark.parametrize("async_mode", ["disabled", "async"])
+def test_every_file_has_its_hash(start, async_mode):
+    run = start(async_mode=async_mode)
+    run.save(1)
+    folder = run.folder / "step-1"
+    content = json.loads((folder / "hashes.json").read_text())
+    names = {".metadata", "__0_0.distcp"}
+    assert content == {
+        "algorithm": "xxh3_128",
+        "files": {name: xxhash.xxh3_128_hexdigest((folder / name).read_bytes()) for name in names},
+    }
+    assert set(os.listdir(folder)) == names | {"hashes.json"}
+    assert wrong(folder) is None
+
+
+def test_stock_dcp_reads_it(start):
+    """Without titan_disp: nothing of ours is in .metadata."""
+    run = start()
+    run.save(7)
+    content = (run.folder / "step-7" / ".metadata").read_bytes()
+    assert b"titan_disp" not in content
+    keys = pickle.loads(content).state_dict_metadata.keys()
+    assert {index.fqn for index in pickle.loads(content).storage_data} == keys
+    found = {"weight": torch.zeros(2, 3)}
+    torch_dcp.load(found, checkpoint_id=run.folder / "step-7")
+    assert torch.equal(found["weight"], torch.full((2, 3), 7.0))
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_a_writer_sent_to_another_process(tmp_path):
+    """checkpoint.async_mode = "async_with_pinned_mem" pickles it."""
+    writer = pickle.loads(pickle.dumps(HashingWriter(tmp_path)))
+    torch_dcp.save({"a": torch.arange(5)}, storage_writer=writer, no_dist=True)
+    assert json.loads((tmp_path / "hashes.json").read_text())["files"].keys() == {".metadata", "__0_0.distcp"}
+    assert wrong(tmp_path) is None
+
+
+def test_every_flipped_bit_is_noticed(start):
+    """400 flips: each names its file. The hash of .metadata is looked at before pickle is, which may do anything with it."""
+    run = start()
+    run.save(1)
+    folder, chance = run.folder / "step-1", random.Random(0)
+    for name, flips in ((".metadata", 200), ("__0_0.distcp", 200)):
+        for bit in chance.sample(range(8 * (folder / name).stat().st_size), flips):
+            flip(folder / name, bit)
+            assert wrong(folder) == f"{name} differs from its hash: its content is not what was saved", bit
+            flip(folder / name, bit)
+    assert wrong(folder) is None
+
+
+def test_a_flipped_bit_in_the_hashes(start):
+    """No flip of hashes.json makes a sound checkpoint raise; it is noticed, or changes nothing but blanks."""
+    run = start()
+    run.save(1)
+    folder = run.folder / "step-1"
+    content = (folder / "hashes.json").read_bytes()
+    meaning = json.loads(content)
+    for bit in range(8 * len(content)):
+        flip(folder / "hashes.json", bit)
+        if wrong(folder) is None:  # such as a blank that became another
+            assert json.loads((folder / "hashes.json").read_bytes()) == meaning
+        flip(folder / "hashes.json", bit)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "reason"),
+    [
+        (lambda f: edit_hashes(f, lambda c: c["files"].pop("__0_0.distcp")), "__0_0.distcp has no hash in hashes.json"),
+        (lambda f: edit_hashes(f, lambda c: c["files"].pop(".metadata")), ".metadata differs from its hash"),
+        (lambda f: edit_hashes(f, lambda c: c["files"].update(other="0")), "other: No such file, although"),
+        (lambda f: edit_hashes(f, lambda c: c["files"].update({"../x": "0"})), "hashes.json cannot be read: expected"),
+        (lambda f: edit_hashes(f, lambda c: c.update(algorithm="md5")), "hashes.json cannot be read: expected"),
+        (lambda f: (f / "hashes.json").write_text("[]"), "hashes.json cannot be read: expected"),
+        (lambda f: (f / "hashes.json").write_text("{"), "hashes.json cannot be read: Expecting property name"),
+        (lambda f: (f / "hashes.json").write_bytes(b"\xff"), "hashes.json cannot be read: 'utf-8' codec"),
+        (lambda f: (f / "__0_0.distcp").unlink(), "__0_0.distcp: No such file or directory"),
+        (lambda f: os.truncate(f / "__0_0.distcp", 10), "__0_0.distcp has 10 bytes, expected"),
+    ],
+)
+def test_what_is_wrong(start, spoil, reason):
+    run = start()
+    run.save(1)
+    spoil(run.folder / "step-1")
+    assert wrong(run.folder / "step-1").startswith(reason)
+
+
+def test_a_flipped_weight_is_not_loaded(start):
+    run = start()
+    run.save(1, 2)
+    folder = run.folder / "step-2"
+    weights = pickle.loads((folder / ".metadata").read_bytes()).storage_data
+    info = next(info for index, info in weights.items() if index.fqn == "weight")
+    content = (folder / "__0_0.distcp").read_bytes()[info.offset : info.offset + info.length]
+    position = content.index(torch.full((6,), 2.0).numpy().tobytes())
+    flip(folder / "__0_0.distcp", 8 * (info.offset + position + 2) + 7)
+    found = {"weight": torch.zeros(2, 3)}
+    torch_dcp.load(found, checkpoint_id=folder)
+    assert found["weight"][0, 0] == 4.0  # 2.0 before; DCP by itself says nothing
+    again = start()
+    assert again.manager.load()
+    assert again.weight == 1
+    assert again.names == ["damaged-2", "step-1"]
+
+
+def test_an_older_checkpoint_loads_with_a_warning(start, caplog):
+    run = start()
+    run.save(1)
+    (run.folder / "step-1" / "hashes.json").unlink()
+    again = start()
+    assert again.manager.load()
+    assert again.weight == 1
+    assert "step-1 has no hashes.json, so that it is loaded unverified" in caplog.text
+
+
+def test_the_weights_to_begin_with_are_verified(start):
+    other = start("other")
+    other.save(3)
+    flip(other.folder / "step-3" / "__0_0.distcp", 8 * 5000)
+    with pytest.raises(
+        CheckpointError, match=r"initial_load_path .* cannot be loaded: __0_0.distcp differs from its hash"
+    ):
+        start(initial_load_path=str(other.folder / "step-3")).manager.load()
+
+
+def test_a_save_that_is_killed_before_its_end(start, monkeypatch):
+    """hashes.json is there before .metadata has its name, so that no complete checkpoint lacks it."""
+    seen = []
+    rename = torch_dcp.filesystem.FileSystem.rename
+
+    def look(self, path, new_path):
+        seen.append((Path(path).name, sorted(os.listdir(Path(path).parent))))
+        rename(self, path, new_path)
+
+    monkeypatch.setattr(torch_dcp.filesystem.FileSystem, "rename", look)
+    start().save(1)
+    assert seen == [(".metadata.tmp", [".metadata.tmp", ".saving", "__0_0.distcp", "hashes.json"])]
+
+
+def on_two_ranks(folder):
+    """Each rank writes files of its own, hashes them, and reads a share of them again; all agree on what is damaged."""
+    run = Run(folder)
+    run.save(1, 2, 3)
+    newest = run.folder / "step-3"
+    names = {path.name for path in newest.glob("*.distcp")}
+    assert len(names) == 2, names
+    files = json.loads((newest / "hashes.json").read_text())["files"]
+    assert files == {n: xxhash.xxh3_128_hexdigest((newest / n).read_bytes()) for n in names | {".metadata"}}
+    dist.barrier()
+    if dist.get_rank() == 0:
+        for step, name in ((3, "__1_0.distcp"), (2, "__0_0.distcp")):
+            flip(run.folder / f"step-{step}" / name, 4321)
+    dist.barrier()
+    # By rank: of the sorted files .metadata and __1_0 are rank 0's, __0_0 is rank 1's.
+    assert [damage(newest, rank, 2) is None for rank in (0, 1)] == [False, True]
+    assert [damage(run.folder / "step-2", rank, 2) is None for rank in (0, 1)] == [True, False]
+    again = Run(folder)
+    assert again.manager.load()
+    assert again.weight == 1
+    dist.barrier()
+    assert again.names == ["damaged-2", "damaged-3", "step-1"]
+
+
+def test_two_ranks(tmp_path):
+    spawn(2, on_two_ranks, tmp_path)
