@@ -4,23 +4,29 @@ import json
 import os
 import pickle
 import random
+import subprocess
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as torch_dcp
 import xxhash
+from safetensors.numpy import save_file
 from torch import nn
 from torchtitan.components.optimizer import OptimizersContainer
 from torchtitan.config.job_config import Checkpoint
 
 from tests.distributed import spawn
+from titan_disp import cli
 from titan_disp.errors import CheckpointError
+from titan_disp.qwen3.hf import INDEX
 from titan_disp.run.checkpoint import DispCheckpointManager
 from titan_disp.run.hashes import HashingWriter
 from titan_disp.run.integrity import damage, problem
+from titan_disp.run.inventory import inventory
 
 
 class State:
@@ -273,3 +279,74 @@ def on_two_ranks(folder):
 
 def test_two_ranks(tmp_path):
     spawn(2, on_two_ranks, tmp_path)
+
+
+# ---- titan-disp checkpoint
+
+
+@pytest.fixture
+def listed(monkeypatch, capsys):
+    """listed(*arguments): exit status and {folder: state} of `titan-disp checkpoint`."""
+
+    def listed(*arguments):
+        monkeypatch.setattr("sys.argv", ["titan-disp", "checkpoint", *map(str, arguments)])
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+        out, err = capsys.readouterr()
+        lines = [line.split(maxsplit=5) for line in out.splitlines()]
+        return ended.value.code, {name: state for name, *_, state in lines} or err
+
+    return listed
+
+
+def test_checkpoints_are_listed(start, listed, tmp_path):
+    folder = tmp_path / "run"
+    assert listed(folder)[0] == 2
+    run = start()
+    (folder / "config.json").parent.mkdir()
+    (folder / "config.json").write_text(json.dumps({"checkpoint": {"folder": "checkpoint"}}))
+    assert listed(folder) == (0, "")
+    run.save(2, 10, 20)
+    (run.folder / "step-2" / "hashes.json").unlink()
+    (run.folder / "step-30").mkdir()
+    (run.folder / "step-30" / "__0_0.distcp").write_bytes(b"half")
+    (run.folder / "step-40").mkdir()
+    save_file({"a": np.zeros(3)}, run.folder / "step-40" / "model.safetensors")
+    (run.folder / "step-40" / INDEX).write_text('{"weight_map": {"a": "model.safetensors"}}')
+    states = {
+        "step-2": "complete, without hashes: not verified",
+        "step-10": "complete, verified",
+        "step-20": "complete, verified",
+        "step-30": "unfinished: its save is under way, or did not end",
+        "step-40": "Hugging Face format, without hashes: not verified",
+    }
+    assert listed(folder) == (0, states)
+    assert list(listed(folder)[1]) == list(states)  # by step, not by name
+
+    flip(run.folder / "step-20" / "__0_0.distcp", 1234)
+    states["step-20"] = "damaged: __0_0.distcp differs from its hash: its content is not what was saved"
+    assert listed(folder) == (1, states)
+    assert listed(folder, "--step", "20") == (1, {"step-20": states["step-20"]})
+    assert listed(folder, "--step", "10") == (0, {"step-10": "complete, verified"})
+    code, error = listed(folder, "--step", "11")
+    assert code == 2
+    assert "has no checkpoint of step 11; it has 2, 10, 20, 30, 40" in error
+
+    os.truncate(run.folder / "step-40" / "model.safetensors", 20)
+    assert listed(folder, "--step", "40")[0] == 1
+    assert listed(folder, "--step", "40")[1]["step-40"].startswith("damaged: SafetensorError")
+    (run.folder / "step-20").rename(run.folder / "damaged-20")
+    event = {"event": "checkpoint_damaged", "step": 20, "reason": "a flipped bit"}
+    (folder / "events.jsonl").write_text(json.dumps(event) + "\n")
+    assert listed(folder, "--step", "20") == (0, {"damaged-20": "moved aside as damaged: a flipped bit"})
+
+
+def test_size_and_date(start, tmp_path):
+    run = start()
+    run.save(5)
+    (tmp_path / "run" / "config.json").write_text(json.dumps({"checkpoint": {"folder": "checkpoint"}}))
+    os.utime(run.folder / "step-5" / ".metadata", (1.6e9, 1.6e9))
+    (found,) = inventory(tmp_path / "run")
+    du = subprocess.run(["du", "-ab", run.folder / "step-5"], capture_output=True, text=True, check=True).stdout
+    files = [int(line.split()[0]) for line in du.splitlines()[:-1]]
+    assert (found.step, found.size, found.modified) == (5, sum(files), 1.6e9)

@@ -98,6 +98,11 @@ def test_no_command_runs_it(run, ran, sample, monkeypatch, capsys):
             cli.main()
         assert stopped.value.code == 2
         assert refused in capsys.readouterr().err, command
+    monkeypatch.setattr(sys, "argv", ["titan-disp", "checkpoint", str(run)])
+    with pytest.raises(SystemExit) as stopped:
+        cli.main()
+    assert stopped.value.code == 1
+    assert refused in capsys.readouterr().out
     # Training, the plan of it and its preflight look at the weights to begin with; a resume looks at the data's position too.
     config = Checkpoint(enable=True, initial_load_path=str(folder))
     with pytest.raises(ConfigError, match=refused):

@@ -310,6 +310,25 @@ def export(
 
 
 @app.command
+def checkpoint(run: Annotated[Path, tyro.conf.Positional], step: int | None = None) -> None:
+    """List a run's checkpoints and read them whole to verify them. Needs no GPU; the run may be training.
+
+    The exit status is 1 where a checkpoint is damaged; one that a run has moved aside (damaged-N) is none any more.
+
+    Args:
+        run: the run's folder (job.dump_folder).
+        step: only this one; default: all.
+    """
+    from titan_disp.run.inventory import inventory
+
+    damaged = False
+    for found in inventory(run, step):
+        print(found.line(), flush=True)
+        damaged |= found.damaged
+    raise SystemExit(1 if damaged else 0)
+
+
+@app.command
 def generate(
     target: Annotated[str, tyro.conf.Positional],
     prompt: Annotated[str, tyro.conf.Positional],

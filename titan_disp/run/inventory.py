@@ -1,0 +1,125 @@
+"""What is in a run's checkpoint folder, and whether it is what was saved. Loads no model."""
+
+import json
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+
+from safetensors import safe_open
+
+from titan_disp.dcp import METADATA
+from titan_disp.errors import ConfigError
+from titan_disp.qwen3.hf import INDEX
+from titan_disp.run.folder import read_json_lines
+from titan_disp.run.integrity import damage, has_hashes, is_model_only, problem
+
+
+@dataclass(frozen=True)
+class Found:
+    """One folder among a run's checkpoints.
+
+    Attributes:
+        name: of the folder.
+        step: optimizer steps done.
+        modified: when its save ended, in seconds since the epoch.
+        size: bytes.
+        damaged: whether it counts as a checkpoint, but is not what was saved.
+        state: in words.
+    """
+
+    name: str
+    step: int
+    modified: float
+    size: int
+    damaged: bool
+    state: str
+
+    def line(self) -> str:
+        date = datetime.fromtimestamp(self.modified).strftime("%Y-%m-%d %H:%M:%S")
+        return f"{self.name:14} {date} {self.size / 1e9:9.3f} GB  {self.state}"
+
+
+def inventory(run: str | Path, step: int | None = None) -> Iterator[Found]:
+    """All folders of checkpoints by step, or those of one step, each verified when its turn comes.
+
+    Raises:
+        ConfigError: not a run's folder, or nothing of this step in it.
+    """
+    run = Path(run)
+    try:
+        config = json.loads((run / "config.json").read_text())
+        folder = run / config["checkpoint"]["folder"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"{str(run)!r} is not a run's folder: its config.json cannot be read ({error})") from error
+    reasons = _reasons(run)
+    names = os.listdir(folder) if folder.is_dir() else []
+    matches = [m for m in (re.fullmatch(r"(step|damaged|purging)-(\d+)x*", name) for name in names) if m]
+    every = sorted((int(m.group(2)), m.group(1) != "step", m.group(0), m.group(1)) for m in matches)
+    if step is not None and all(one[0] != step for one in every):
+        there = ", ".join(str(one[0]) for one in every) or "nothing"
+        raise ConfigError(f"{str(folder)!r} has no checkpoint of step {step}; it has {there}")
+    for number, _, name, kind in every:
+        if step not in (None, number):
+            continue
+        try:
+            modified, size = _size(folder / name)
+            if kind == "step":
+                damaged, state = _state(folder / name)
+            elif kind == "damaged":
+                damaged, state = False, _aside(reasons.get(number))
+            else:
+                damaged, state = False, "being deleted"
+        except FileNotFoundError:
+            continue  # deleted meanwhile by the run
+        yield Found(name, number, modified, size, damaged, state)
+
+
+def _state(path: Path) -> tuple[bool, str]:
+    """(damaged, in words) of a folder step-N."""
+    if (path / METADATA).exists():
+        reason = problem(path) or damage(path)
+        if not (path / METADATA).exists():
+            raise FileNotFoundError(path)
+        if reason is not None:
+            return True, f"damaged: {reason}"
+        kind = "complete, the model only" if is_model_only(path) else "complete"
+        return False, f"{kind}, verified" if has_hashes(path) else f"{kind}, without hashes: not verified"
+    if (path / INDEX).exists():
+        reason = _hugging_face_problem(path)
+        return (
+            reason is not None,
+            f"damaged: {reason}" if reason else "Hugging Face format, without hashes: not verified",
+        )
+    return False, "unfinished: its save is under way, or did not end"
+
+
+def _hugging_face_problem(path: Path) -> str | None:
+    try:
+        for name in sorted(set(json.loads((path / INDEX).read_text())["weight_map"].values())):
+            with safe_open(path / name, "numpy"):  # reads the header and compares the lengths
+                pass
+    except Exception as error:  # safetensors has an exception of its own
+        return f"{type(error).__name__}: {error}"
+    return None
+
+
+def _aside(reason: str | None) -> str:
+    return "moved aside as damaged" + (f": {reason}" if reason else "")
+
+
+def _reasons(run: Path) -> dict[int, str]:
+    """Why checkpoints were moved aside, by step, as events.jsonl says."""
+    if not (run / "events.jsonl").is_file():
+        return {}
+    events = read_json_lines(run / "events.jsonl")
+    return {e["step"]: e.get("reason", "") for e in events if e.get("event") == "checkpoint_damaged"}
+
+
+def _size(path: Path) -> tuple[float, int]:
+    """(when its save ended, bytes)."""
+    files = [file for file in path.rglob("*") if file.is_file()]
+    ends = [file for file in (path / METADATA, path / INDEX) if file.exists()] or [path]
+    return ends[0].stat().st_mtime, sum(file.stat().st_size for file in files)
