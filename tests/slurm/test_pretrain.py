@@ -224,13 +224,21 @@ def test_one_node_instead_of_two(jobs, whole, tmp_path):
     assert json.loads((run / "environment.json").read_text())["world_size"] == 1
 
 
-def test_truncated_checkpoint(jobs, whole, tmp_path):
+@pytest.mark.parametrize("damage", ["truncated", "one bit"])
+def test_damaged_checkpoint(jobs, whole, tmp_path, damage):
     """Falls back to the one before, and says so."""
     run = part_of(whole, tmp_path / "run", [4, 8])
     file = next((run / "checkpoint" / "step-8").glob("__1_*.distcp"))
-    os.truncate(file, file.stat().st_size - 100)
+    if damage == "truncated":
+        os.truncate(file, file.stat().st_size - 100)
+        told = r"step-8 cannot be loaded: __1_0.distcp has [\d,]+ bytes, expected [\d,]+"
+    else:
+        content = bytearray(file.read_bytes())
+        content[len(content) // 2] ^= 4
+        file.write_bytes(content)
+        told = r"step-8 cannot be loaded: __1_0.distcp differs from its hash"
     log = jobs.completed(jobs.submit(run), restarts=0)
-    assert re.search(r"step-8 cannot be loaded: __1_0.distcp has [\d,]+ bytes, expected [\d,]+", log)
+    assert re.search(told, log)
     assert events(run, "checkpoint_damaged", "resume") == [("checkpoint_damaged", 8), ("resume", 4)]
     assert (run / "checkpoint" / "damaged-8").is_dir()
     assert values(run) == values(whole)
