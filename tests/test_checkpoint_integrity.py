@@ -4,7 +4,9 @@ import json
 import os
 import pickle
 import random
+import shutil
 import subprocess
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,17 +18,22 @@ import torch.distributed.checkpoint as torch_dcp
 import xxhash
 from safetensors.numpy import save_file
 from torch import nn
+from torch.distributed.checkpoint.filesystem import FileSystem
 from torchtitan.components.optimizer import OptimizersContainer
 from torchtitan.config.job_config import Checkpoint
 
+from tests.cluster_of_one import DEMO
 from tests.distributed import spawn
 from titan_disp import cli
-from titan_disp.errors import CheckpointError
+from titan_disp.config import load_config
+from titan_disp.errors import CheckpointError, InUseError
 from titan_disp.qwen3.hf import INDEX
 from titan_disp.run.checkpoint import DispCheckpointManager
+from titan_disp.run.folder import RunFolder
 from titan_disp.run.hashes import HashingWriter
-from titan_disp.run.integrity import damage, problem
+from titan_disp.run.integrity import checkpoints, damage, problem
 from titan_disp.run.inventory import inventory
+from titan_disp.run.sweep import sweep
 
 
 class State:
@@ -350,3 +357,154 @@ def test_size_and_date(start, tmp_path):
     du = subprocess.run(["du", "-ab", run.folder / "step-5"], capture_output=True, text=True, check=True).stdout
     files = [int(line.split()[0]) for line in du.splitlines()[:-1]]
     assert (found.step, found.size, found.modified) == (5, sum(files), 1.6e9)
+
+
+# ---- what killed processes leave
+
+
+def wait_until(condition):
+    """What is deleted in the background."""
+    end = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+class Killed(BaseException):
+    pass
+
+
+@pytest.fixture
+def killed(monkeypatch):
+    """killed(run, step, at): a save whose process is killed when it renames ``.metadata``, or opens its first or last file."""
+
+    def die(*args):
+        raise Killed
+
+    def killed(run, step, at):
+        method = "rename" if at == "rename" else "create_stream"
+        stock = getattr(FileSystem, method)
+        with monkeypatch.context() as patch:
+            patch.setattr(
+                FileSystem,
+                method,
+                lambda self, path, *a: die() if Path(path).name.endswith(at) else stock(self, path, *a),
+            )
+            if at == "rename":
+                patch.setattr(FileSystem, "rename", die)
+            with pytest.raises(CheckpointError):
+                run.manager.save(step)
+
+    return killed
+
+
+def test_unfinished_saves_and_deletions_are_swept(start, killed, caplog):
+    caplog.set_level("INFO")
+    run = start()
+    run.save(10, 20)
+    killed(run, 30, ".distcp")
+    killed(run, 40, ".metadata.tmp")
+    (run.folder / "step-50").mkdir()
+    (run.folder / "step-20").rename(run.folder / "purging-20")  # a killed deletion
+    assert sorted(os.listdir(run.folder / "step-40")) == [".saving", "__0_0.distcp"]
+    again = start()
+    again.manager.owns_folder = lambda: True
+    assert again.manager.load()
+    wait_until(lambda: again.names == ["step-10"])
+    assert (
+        "deleting what unfinished saves and deletions left: purging-20, purging-30, purging-40, purging-50"
+        in caplog.text
+    )
+    assert wrong(run.folder / "step-10") is None
+
+
+def test_what_may_be_somebodys_checkpoint_stays(start, killed, caplog, tmp_path):
+    run = start()
+    run.save(10, 11, 12, 13)
+    for step, name in ((10, ".metadata.bak"), (11, "../metadata-11")):  # hidden from the run, not deleted
+        (run.folder / f"step-{step}" / ".metadata").rename(run.folder / f"step-{step}" / name)
+    (run.folder / "step-12" / ".metadata").unlink()  # as an older version saved it, and its .metadata deleted
+    (run.folder / "step-12" / "hashes.json").unlink()
+    killed(run, 14, "rename")  # all is there but the name of .metadata
+    killed(run, 15, ".distcp")
+    (run.folder / "step-15" / "notes.txt").write_text("mine")
+    (run.folder / "step-16" / "sharded").mkdir(parents=True)  # an unfinished save in Hugging Face's format
+    (run.folder / "step-17").mkdir()
+    (run.folder / "step-17" / INDEX).touch()
+    (run.folder / "damaged-18").mkdir()
+    (run.folder / "purging").mkdir()
+    (run.folder / "step-19").symlink_to(tmp_path)
+    before = sorted(str(path) for path in run.folder.rglob("*"))
+    sweep(run.folder)
+    assert sorted(str(path) for path in run.folder.rglob("*")) == before
+    for step in (10, 11, 12, 14, 15, 16):
+        assert f"step-{step} has no .metadata, so that it is not resumed from" in caplog.text
+
+
+@pytest.mark.parametrize("who", ["another job holds the folder", "it only reads"])
+def test_nothing_is_swept_where(start, killed, who):
+    run = start()
+    run.save(1)
+    killed(run, 2, ".distcp")
+    again = start(load_only=who == "it only reads")
+    again.manager.owns_folder = lambda: who == "it only reads"
+    assert again.manager.load()
+    assert again.names == ["step-1", "step-2"]
+
+
+def test_nothing_is_swept_where_none_loads(start, killed):
+    run = start()
+    run.save(1)
+    killed(run, 2, ".distcp")
+    flip(run.folder / "step-1" / "__0_0.distcp", 99)
+    again = start()
+    again.manager.owns_folder = lambda: True
+    with pytest.raises(CheckpointError, match="none of the 1 checkpoints"):
+        again.manager.load()
+    assert again.names == ["step-1", "step-2"]
+
+
+def test_a_purge_is_one_rename(start, monkeypatch):
+    """Killed while it deletes files, it leaves nothing that looks like a checkpoint, and the next start deletes the rest."""
+    run = start(keep_latest_k=2)
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "rmtree", lambda *args, **kwargs: None)
+        run.save(1, 2, 3)
+        run.manager.close()
+    assert run.names == ["purging-1", "step-2", "step-3"]
+    again = start(keep_latest_k=2)
+    again.manager.owns_folder = lambda: True
+    assert again.manager.load()
+    wait_until(lambda: again.names == ["step-2", "step-3"])
+
+
+def test_a_save_moves_aside_what_may_be_a_checkpoint(start, killed):
+    """The step comes again: what surely is an unfinished save makes room, and what may be more is kept under another name."""
+    run = start()
+    run.save(1)
+    (run.folder / "step-1" / ".metadata").rename(run.folder / "step-1" / ".metadata.bak")
+    killed(run, 2, ".distcp")
+    run.save(1, 2)
+    assert run.names == ["damaged-1", "step-1", "step-2"]
+    assert (run.folder / "damaged-1" / ".metadata.bak").exists()
+    assert checkpoints(run.folder) == [1, 2]
+
+
+def test_the_lock_that_allows_it(tmp_path, monkeypatch):
+    """Without locks, as on some network file systems, another job may own the folder."""
+    config = load_config(["--job.config_file", str(DEMO), "--job.dump_folder", str(tmp_path / "run")])
+    folder = RunFolder(config, 1)
+    assert folder.locked
+    with pytest.raises(InUseError):
+        RunFolder(config, 1)
+    assert folder.locked
+    folder.close()
+    assert not folder.locked
+
+    def no_locks(*args):
+        raise OSError(38, "Function not implemented")
+
+    monkeypatch.setattr("fcntl.flock", no_locks)
+    without = RunFolder(config, 1)
+    assert not without.locked
+    without.close()

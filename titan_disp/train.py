@@ -105,6 +105,7 @@ class DispTrainer(Trainer):
         manager.before_load = self.check_resume
         manager.healthy = lambda: self.optimizers.in_a_row == 0
         manager.on_event = self.event
+        manager.owns_folder = lambda: self.run_folder is not None and self.run_folder.locked
         manager.before_save = lambda step: self.heartbeat.begin("save", step)
         _time(manager, "save", self.clock, "checkpoints")
         if self.job_config.validation.enable:

@@ -7,7 +7,6 @@
 - A failed load or save is known to all ranks, which stop together.
 """
 
-import contextlib
 import os
 import shutil
 from collections.abc import Callable
@@ -33,6 +32,7 @@ from titan_disp.qwen3.hf import INDEX, Qwen3HfAdapter, check_hf_folder
 from titan_disp.run.hashes import HASHES, HashingWriter
 from titan_disp.run.hf_folder import describe
 from titan_disp.run.integrity import checkpoints, damage, has_hashes, is_complete, is_model_only, problem
+from titan_disp.run.sweep import is_unfinished, rename_for_deletion, sweep
 
 
 def check_initial_load(checkpoint: Checkpoint, assets: str | None, args: Qwen3DispModelArgs) -> None:
@@ -72,6 +72,7 @@ class DispCheckpointManager(CheckpointManager):
     healthy: whether the model's state is worth keeping now.
     on_event: (name, step, details) for events.jsonl.
     before_save: called with the step.
+    owns_folder: whether this process may delete what dead ones left there: rank 0, while it holds the run folder's lock.
     saved_step: of the newest checkpoint that this process has saved completely; None before the first.
     """
 
@@ -87,6 +88,7 @@ class DispCheckpointManager(CheckpointManager):
         self.healthy: Callable[[], bool] = lambda: True
         self.on_event: Callable[..., None] = lambda name, step, **details: None
         self.before_save: Callable[[int], None] = lambda step: None
+        self.owns_folder: Callable[[], bool] = lambda: False
         self.saved_step: int | None = None
         self._forced = False
         self._due = False
@@ -151,9 +153,12 @@ class DispCheckpointManager(CheckpointManager):
 
     def _make_room(self, step: int) -> None:
         """An unfinished folder of this step may hold files of another number of ranks."""
-        folder = self._create_checkpoint_id(step)
-        if dist.get_rank() == 0 and os.path.isdir(folder) and not is_complete(folder):
-            shutil.rmtree(folder, ignore_errors=True)
+        folder = Path(self._create_checkpoint_id(step))
+        if dist.get_rank() == 0 and folder.is_dir() and not is_complete(folder):
+            if is_unfinished(folder):
+                shutil.rmtree(folder, ignore_errors=True)
+            else:  # such as a checkpoint whose .metadata somebody moved away
+                self._move_aside(step, "has no .metadata")
         if dist.get_backend() != "fake":
             dist.barrier()
 
@@ -236,10 +241,13 @@ class DispCheckpointManager(CheckpointManager):
         if self.keep_latest_k <= 0 or dist.get_rank() != 0 or self.load_only:
             return
         for step in checkpoints(self.folder)[: -self.keep_latest_k]:
-            path = self._create_checkpoint_id(step)
-            with contextlib.suppress(FileNotFoundError):  # first: killed half-way, the rest must not look complete
-                os.remove(os.path.join(path, ".metadata"))
-            self.purge_queue.put(path)
+            path = Path(self._create_checkpoint_id(step))
+            try:
+                self.purge_queue.put(str(rename_for_deletion(path)))
+            except FileNotFoundError:
+                pass  # somebody deleted it
+            except OSError as error:
+                logger.warning(f"cannot delete the old checkpoint {path}: {error}")
 
     # ---- load
 
@@ -258,6 +266,12 @@ class DispCheckpointManager(CheckpointManager):
             ConfigError, CheckpointError: on all ranks: refused by ``before_load``, damaged (with an explicit step), newer ones in
                 the way, none of the checkpoints loads, or the weights to begin with are not there or another model's.
         """
+        loaded = self._load(step)
+        if self.enable and not self.load_only and self.owns_folder():
+            sweep(Path(self.folder))
+        return loaded
+
+    def _load(self, step: int) -> bool:
         if not self.enable:
             self._check_initial_load()
             return False
@@ -354,17 +368,19 @@ class DispCheckpointManager(CheckpointManager):
         return _first(damage(folder) if fake else damage(folder, dist.get_rank(), dist.get_world_size()))
 
     def _set_aside(self, step: int, reason: str) -> None:
-        folder = self._create_checkpoint_id(step)
         self.on_event("checkpoint_damaged", step, reason=reason)
         if dist.get_rank() == 0:
-            aside = os.path.join(self.folder, f"damaged-{step}")
-            while os.path.exists(aside):
-                aside += "x"
-            try:
-                os.rename(folder, aside)
-                logger.error(f"{folder} is damaged and was moved to {aside}; the run goes on from the one before it")
-            except OSError as error:
-                logger.error(f"cannot move the damaged {folder} to {aside}: {error}")
+            self._move_aside(step, "is damaged")
+
+    def _move_aside(self, step: int, why: str) -> None:
+        folder, aside = self._create_checkpoint_id(step), os.path.join(self.folder, f"damaged-{step}")
+        while os.path.exists(aside):
+            aside += "x"
+        try:
+            os.rename(folder, aside)
+            logger.error(f"{folder} {why} and was moved to {aside}")
+        except OSError as error:
+            logger.error(f"{folder} {why}, but cannot be moved to {aside}: {error}")
 
 
 def _ended_at(folder: str) -> int | None:

@@ -163,6 +163,17 @@ class RunFolder:
         except OSError as error:
             raise ConfigError(f"job.dump_folder {str(self.path)!r} is not writable: {error}") from error
 
+    @property
+    def locked(self) -> bool:
+        """Whether no other job can have the folder: its lock is held, on a file system that has locks."""
+        if self._lock is None:
+            return False
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # held already: no change
+        except OSError:
+            return False
+        return True
+
     def _take_lock(self) -> None:
         lock = lock_folder(self.path)
         lock.truncate(0)
