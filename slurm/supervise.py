@@ -270,17 +270,26 @@ class Supervisor:
         return self.fields
 
     def cancelled(self):
-        """Whether scancel ended the job. One that ran into its time limit is COMPLETING too, for that reason."""
+        """Whether scancel ended the job. One that ran into its time limit, or was preempted, is COMPLETING too."""
         job = self.show_job()
-        return job.get("JobState") in ("CANCELLED", "COMPLETING") and job.get("Reason") != "TimeLimit"
+        preempted = job.get("PreemptTime", "None") != "None"
+        return job.get("JobState") in ("CANCELLED", "COMPLETING") and job.get("Reason") != "TimeLimit" and not preempted
 
-    def signalled(self):
-        """The first signal that the batch script or this process received; None without."""
+    def requeued_already(self):
+        """Whether SLURM has put this job back into its queue, or even started it anew, since this start of it began."""
+        restarts = self.show_job().get("Restarts", "")
+        return restarts.isdigit() and int(restarts) > self.restart
+
+    def received(self):
+        """All signals that the batch script or this process received, in order."""
+        names = []
         with contextlib.suppress(OSError), open(self.signals) as file:
             names = file.read().split()
-            if names:
-                return names[0]
-        return self.heard
+        return names + ([self.heard] if self.heard else [])
+
+    def signalled(self):
+        """The first signal received; None without."""
+        return next(iter(self.received()), None)
 
     def nodes(self):
         names = self.environment["SLURM_JOB_NODELIST"]
@@ -533,7 +542,9 @@ class Supervisor:
         if last is not None and last["event"] == "complete":
             self.forget()
             return Outcome(END, "the run is complete: step {}".format(last["step"]))
-        if signalled == "TERM" and self.cancelled():
+        if self.requeued_already():  # another requeue would fail, or end the next start
+            return Outcome(END, "SLURM has requeued the job itself")
+        if "TERM" in self.received() and self.cancelled():
             return Outcome(END, "the job was cancelled")
         if last is not None:
             self.forget()
@@ -587,8 +598,10 @@ class Supervisor:
         """Exit status: 0 where another job was submitted, 1 else (SLURM ends a requeued job while this waits)."""
         own = self.show_job().get("ExcNodeList", "")  # what the user or an earlier start excluded
         for i, pause in enumerate(self.requeue_pauses):
-            status, _ = self.call("scontrol", "requeue", self.job, loud=True)
-            if status == 0:
+            status = 0
+            if not self.requeued_already():  # this would end the next start
+                status, _ = self.call("scontrol", "requeue", self.job, loud=True)
+            if status == 0 or self.requeued_already():  # an answer may be lost that was yes
                 say("requeued")
                 self._exclude(own)
                 time.sleep(self.last_wait)

@@ -168,6 +168,26 @@ class TestDecide:
         cluster.signals.write_text("TERM\n")
         assert decided(cluster).state == "requeue"
 
+    def test_cancelled_after_the_notice(self, cluster):
+        """scancel in the minutes between USR1 and the time limit must not bring the job back."""
+        cluster.job.update(JobState="COMPLETING", Reason="None", PreemptTime="None")
+        cluster.signals.write_text("USR1\nTERM\n")
+        assert decided(cluster) == Outcome("end", "the job was cancelled")
+
+    def test_preempted_without_a_save(self, cluster):
+        """PreemptMode=CANCEL: COMPLETING as after scancel, but the run comes back."""
+        cluster.job.update(JobState="COMPLETING", Reason="None", PreemptTime="2026-01-01T00:00:00")
+        cluster.signals.write_text("TERM\n")
+        assert decided(cluster).state == "requeue"
+
+    @pytest.mark.parametrize(("restart", "ends"), [(2, True), (3, False), (4, False)])
+    def test_requeued_by_slurm(self, cluster, restart, ends):
+        """A node died, or PreemptMode=REQUEUE. (SLURM_RESTART_COUNT may be inherited from a job that submitted this one.)"""
+        cluster.job["Restarts"] = "3"
+        outcome = decided(cluster, restart=restart)
+        assert outcome == Outcome("end", "SLURM has requeued the job itself") if ends else outcome.state == "requeue"
+        assert (cluster.run / "requeue.json").exists() is not ends
+
     def test_cancelled_needs_a_signal(self, cluster):
         """A job whose nodes went away is COMPLETING too."""
         cluster.job["JobState"] = "COMPLETING"
@@ -530,6 +550,27 @@ class TestEnds:
         text = capsys.readouterr().out
         assert text.count("scontrol requeue failed (status 1)") == 2
         assert text.rstrip().endswith("requeued")
+
+    def test_requeued_by_slurm(self, cluster):
+        """As when a node died during the check of the nodes: the start that follows is left alone."""
+        cluster.job["Restarts"] = "1"
+        assert cluster.supervisor(TITAN_DISP_RESUBMIT="1").requeue() == 1
+        assert "requeue 7" not in cluster.calls("scontrol")
+        assert not cluster.calls("sbatch")
+
+    def test_an_answer_that_is_lost(self, cluster):
+        """slurmctld has requeued the job, but scontrol timed out: a second copy would meet the first in the run folder."""
+        cluster.write(
+            "scontrol",
+            'case "$1 $2" in "show job") cat "$0.job";; requeue*) sed -i s/Restarts=0/Restarts=1/ "$0.job"; exit 1;; esac',
+        )
+        cluster.write("sbatch", "echo Submitted batch job 8")
+        cluster.job["Restarts"] = "0"
+        (cluster.run / "exclude").write_text("n2")
+        assert cluster.supervisor(TITAN_DISP_RESUBMIT="1").requeue() == 1
+        assert not cluster.calls("sbatch")
+        assert cluster.calls("scontrol").count("requeue 7") == 1
+        assert cluster.calls("scontrol")[-1] == "update JobId=7 ExcNodeList=n2"
 
     def test_refused_and_not_resubmitted(self, cluster, capsys):
         """It is not said that the job comes back; the command is."""
