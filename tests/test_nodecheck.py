@@ -177,6 +177,28 @@ def test_nodecheck_as_pretrain_starts_it(monkeypatch, tmp_path):
     assert report["free_bytes"] > 0
 
 
+@pytest.mark.parametrize(
+    "problem", ["GPU {}: CUDA error: uncorrectable ECC error encountered", "GPU {}: \u2192" + 200 * "x"]
+)
+def test_a_report_is_one_line_of_srun(problem):
+    """srun passes on lines of up to 1024 bytes whole; between the pieces of a longer one stand other nodes' lines."""
+    report = {
+        "node": "n1",
+        "gpus": 8 * [H100],
+        "free_gpu_bytes": 84920000000,
+        "free_bytes": 10**12,
+        "run_free_bytes": 0,
+    }
+    report |= {"clock": 1.7e9, "problems": []}
+    assert nodecheck.report_line(report) == nodecheck.REPORT + json.dumps(report)
+    report["problems"] = [problem.format(i) for i in range(8)] + 4 * ["/scratch is not writable: Read-only file system"]
+    line = nodecheck.report_line(report)
+    assert 800 < len(line.encode()) <= 1000
+    read = json.loads(line[len(nodecheck.REPORT) :])
+    assert read["problems"][0].startswith(report["problems"][0])
+    assert {**read, "problems": []} == {**report, "problems": []}
+
+
 def test_nodecheck_with_a_config(monkeypatch, sample, tmp_path):
     """Good; then no tokenizer, no data and a run folder that is a file, all told at once; then no config."""
     options = ("--job.config_file", DEMO, "--model.hf_assets_path", sample / "tokenizer", "--job.dump_folder")

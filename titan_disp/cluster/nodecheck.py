@@ -12,6 +12,7 @@ import os
 import shutil
 import socket
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -30,6 +31,7 @@ from titan_disp.run.folder import write_json
 
 MINIMUM_DISK = 2 << 30  # bytes on the node's own disk: compiled kernels take some hundred MB, an environment some GB
 REPORT = "titan-disp-node-report: "  # begins the line that holds the report (slurm/supervise.py reads it)
+LINE = 1000  # bytes of it: srun passes on what is longer than 1024 in pieces, between which other nodes' lines come
 # nvidia-smi's fields that tell of a GPU that will fail, the value that a sound one has, and what is said of another.
 NVIDIA_HEALTH = {
     "ecc.errors.uncorrected.volatile.total": ("0", "{} uncorrectable memory errors since the driver was loaded"),
@@ -176,6 +178,16 @@ def _free_disk(folder: str) -> int:
     return shutil.disk_usage(folder).free if os.path.isdir(folder) else 0
 
 
+def report_line(report: dict[str, Any]) -> str:
+    """A report as one line of ``LINE`` bytes at most: where it is longer, its problems are told short."""
+    line = REPORT + json.dumps(report)
+    text = "; ".join(report["problems"])
+    while len(line) > LINE and text:
+        text = text[: len(text) * 9 // 10]
+        line = REPORT + json.dumps({**report, "problems": [f"{text} ..."]})
+    return line
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(allow_abbrev=False)
     parser.add_argument("--out", help="folder for the report, on a shared file system")
@@ -195,7 +207,10 @@ def main() -> None:
         out = Path(args.out)
         out.mkdir(parents=True, exist_ok=True)
         write_json(out / f"{report['node']}.json", report)
-    print(REPORT + json.dumps(report), flush=True)
+    line = report_line(report)
+    if line != REPORT + json.dumps(report):
+        print(f"{report['node']}: {'; '.join(report['problems'])}", file=sys.stderr, flush=True)
+    print(line, flush=True)
 
 
 if __name__ == "__main__":
