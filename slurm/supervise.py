@@ -35,6 +35,8 @@ NODE_REPORT = "titan-disp-node-report: "  # begins the line of srun's output tha
 IN_USE = 3  # exit status of titan_disp.cluster.job where another job uses the run folder
 DAY = 86400.0
 HERE = os.path.dirname(os.path.abspath(__file__))
+# Whatever bytes paths and the output of commands hold, also where the locale is C: none of them may end the job.
+TEXT = {"encoding": sys.getfilesystemencoding(), "errors": "surrogateescape"}
 
 
 class Outcome:
@@ -50,15 +52,23 @@ class Outcome:
         return (self.state, self.reason) == (other.state, other.reason)
 
 
+def show(text):
+    """Print, whatever the locale can say."""
+    try:
+        print(text, flush=True)
+    except UnicodeEncodeError:
+        print(text.encode("ascii", "backslashreplace").decode(), flush=True)
+
+
 def say(text):
     now = datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
-    print(f"titan-disp: {now} {text}", flush=True)
+    show(f"titan-disp: {now} {text}")
 
 
 def read_json(path, default):
     """The object in a file, or ``default`` where there is none that can be read or it is of another type."""
     try:
-        with open(path) as file:
+        with open(path, encoding="utf-8") as file:
             content = json.load(file)
     except (OSError, ValueError):
         return default
@@ -99,7 +109,7 @@ def run_folder(config, overrides):
     folder = requested_option(overrides, "job.dump_folder") or requested_option(overrides, "job.dump-folder")
     if folder is None:
         section = ""
-        with contextlib.suppress(OSError), open(config) as file:
+        with contextlib.suppress(OSError), open(config, **TEXT) as file:
             for line in file:
                 header = re.match(r"^\s*\[([^\]]*)\]", line)
                 section = header.group(1).strip() if header else section
@@ -249,9 +259,9 @@ class Supervisor:
                 command,
                 stdout=subprocess.PIPE,
                 stderr=None if options.get("loud") else subprocess.DEVNULL,
-                universal_newlines=True,
                 env=self.environment,
                 timeout=60,
+                **TEXT,
             )
         except subprocess.TimeoutExpired:
             return 124, ""
@@ -391,19 +401,19 @@ class Supervisor:
 
     def _node_reports(self):
         """(node -> report, srun's status). A node that hangs is left out, and the step is ended."""
-        process = self.node("check", kill_on_bad_exit=False, stdout=subprocess.PIPE, universal_newlines=True)
+        process = self.node("check", kill_on_bad_exit=False, stdout=subprocess.PIPE, **TEXT)
         lines, finished = self._await(process, self.check_seconds, self.end_step)
         if not finished and not self.signalled():
             say(f"the check of the nodes has taken {self.check_seconds:.0f} s and is ended")
         reports = {}
         for line in lines:
-            other, mark, text = line.partition(NODE_REPORT)
-            if not mark:
-                print(other, end="", flush=True)
-                continue
-            with contextlib.suppress(ValueError, KeyError):
-                report = json.loads(text)
-                reports[report["node"]] = report
+            other, *texts = line.split(NODE_REPORT)
+            if not texts:
+                show(other.rstrip("\n"))
+            for text in texts:  # what else may stand on the line: a label of srun, colours, another node's report
+                with contextlib.suppress(ValueError, KeyError, TypeError):
+                    report, _ = json.JSONDecoder().raw_decode(text)
+                    reports[report["node"]] = report
         with contextlib.suppress(OSError):  # for whoever looks later
             folder = os.path.join(self.run, "nodes", self.start)
             os.makedirs(folder, exist_ok=True)
@@ -458,7 +468,7 @@ class Supervisor:
         command += ["--nproc", self._setting("NPROC", "gpu"), "--job.config_file"] + self.argv
         try:
             process = subprocess.Popen(
-                command, env=self.environment, stdout=subprocess.PIPE, universal_newlines=True, start_new_session=True
+                command, env=self.environment, stdout=subprocess.PIPE, start_new_session=True, **TEXT
             )
             lines, finished = self._await(process, self.check_seconds, kill_group)
             status = process.returncode

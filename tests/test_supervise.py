@@ -368,6 +368,18 @@ class TestNodes:
         assert outcome.reason.endswith("nodes that cannot train: node n2: it did not answer")
         assert cluster.calls("scancel") == ["--signal=KILL 7.0"]  # not 7.batch
 
+    def test_what_else_srun_prints(self, cluster):
+        """Labels, colours, two reports on a line, a line without an end, and bytes that are no text."""
+        cluster.reports(**FOUR)
+        _, n1, n2, n3, n4 = (cluster.commands / "reports").read_bytes().splitlines()
+        noise = b"\x1b[32m\xe2\x86 \xff\x00 a broken line\r\n"
+        text = (
+            noise + b"0: \x1b[1m" + n1 + b"\x1b[0m\n" + n2 + n3 + b"\n" + supervise.NODE_REPORT.encode() + b"7\n" + n4
+        )
+        (cluster.commands / "reports").write_bytes(text)
+        supervisor = cluster.supervisor(TITAN_DISP_CHECK_SECONDS="5")
+        assert supervisor.check_nodes() == Outcome("prepare", "4 nodes can train")
+
     def test_signalled_meanwhile(self, cluster):
         cluster.write("srun", "exec sleep 60")
         threading.Timer(0.3, lambda: cluster.signals.write_text("USR1\n")).start()
@@ -457,6 +469,25 @@ def test_run_folder_without_titan_disp(tmp_path, monkeypatch, toml, overrides, f
 
         config = ConfigManager().parse_args(["--job.config_file", "c.toml", *overrides])
         assert os.path.abspath(config.job.dump_folder) == os.path.abspath(folder)
+
+
+def test_any_bytes_in_any_locale(cluster):
+    """Python 3.6 reads and writes ASCII where the locale is C, as PYTHONCOERCECLOCALE=0 and no UTF-8 mode make it here."""
+    config = cluster.folder / "c.toml"
+    config.write_bytes("# λ \n[job]\ndump_folder = 'läufe'\n".encode() + b"# \xff\n")
+    cluster.job.update(JobName="λ", TimeLimit="00:01:00", StdOut=str(cluster.folder / "job.out"))
+    cluster.supervisor()  # writes what `scontrol show job` says
+    environment = {
+        "PATH": f"{cluster.commands}:{os.environ['PATH']}",
+        "SLURM_JOB_ID": "7",
+        "SLURM_JOB_NODELIST": "n[1-4] \u03bb",
+        **{"LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0"},
+    }
+    command = [sys.executable, ROOT / "slurm" / "supervise.py", "--signals", cluster.signals, config]
+    done = subprocess.run(command, env=environment, cwd=cluster.folder, capture_output=True)
+    assert done.returncode == 2, done.stderr
+    assert b"the time limit is 60 s" in done.stdout
+    assert [p.name for p in cluster.folder.glob("l*ufe/*")] == ["supervisor.jsonl"]
 
 
 class TestTrain:
