@@ -499,6 +499,17 @@ class Supervisor:
             return not re.match(r"^\d+\.\d+$", file.read().strip())
         return False
 
+    def ask_to_stop(self):
+        """The stop file, whole or none: an empty one, as a full disk leaves, would be a user's, and hold the run for ever."""
+        if self.held():  # a user's file says the same
+            return
+        try:
+            with open(self.stop_file() + ".partial", "w") as file:
+                file.write(self.start + "\n")
+            os.replace(self.stop_file() + ".partial", self.stop_file())
+        except OSError as error:
+            say(f"{self.stop_file()} cannot be written, so that the ranks do not know: {error.strerror}")
+
     def train(self):
         """torchrun on every node, until it ends or has been silent for longer than the run itself allows."""
         head = self._setting("HEAD", self.nodes()[0])
@@ -515,9 +526,7 @@ class Supervisor:
             if self.signalled() and not asked:
                 asked = True
                 say(f"{self.signalled()} received: asking all ranks to save and stop")
-                if not self.held():  # a user's file says the same
-                    with open(self.stop_file(), "w") as file:
-                        file.write(self.start + "\n")
+                self.ask_to_stop()
             self.stalled = self.silence()
             if self.stalled:
                 say(f"{self.stalled}; the step is ended")

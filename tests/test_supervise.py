@@ -538,6 +538,15 @@ class TestTrain:
         dump += "\ndef write():\n  time.sleep(0.5)\nwrite()"
         log.write_text(subprocess.run([sys.executable, "-c", dump], capture_output=True, text=True).stderr)
         cluster.write("scancel", "pkill -f 'sleep 60'")
+    def test_a_stop_file_that_cannot_be_written(self, cluster, capsys):
+        """An empty one would be a user's: the run would never train again."""
+        (cluster.run / "stop.partial").symlink_to("/dev/full")
+        cluster.signals.write_text("USR1\n")
+        cluster.write("srun", "sleep 0.3; exit 3")
+        assert cluster.supervisor().train() == Outcome("decide", "training ended with status 3")
+        assert not (cluster.run / "stop").exists()
+        assert "so that the ranks do not know: No space left on device" in capsys.readouterr().out
+
         supervisor = cluster.supervisor()
         start = time.monotonic()
         assert supervisor.train().state == "decide"
