@@ -34,6 +34,7 @@ REQUEUE, END, GIVE_UP = "requeue", "end", "give up"
 NODE_REPORT = "titan-disp-node-report: "  # begins the line of srun's output that holds a node's report as JSON
 IN_USE = 3  # exit status of titan_disp.cluster.job where another job uses the run folder
 DAY = 86400.0
+TOP = 1 << 28  # bytes of a log that is written anew for a line on top of it
 HERE = os.path.dirname(os.path.abspath(__file__))
 # Whatever bytes paths and the output of commands hold, also where the locale is C: none of them may end the job.
 TEXT = {"encoding": sys.getfilesystemencoding(), "errors": "surrogateescape"}
@@ -677,10 +678,15 @@ class Supervisor:
         return ["sbatch"] + given + ["--export=ALL", os.path.join(HERE, "pretrain.sbatch")] + self.argv
 
     def on_top(self, text):
-        """Put the reason before everything else in the job's log. SLURM appends to it, so that it is changed in place."""
+        """Put the reason before everything else in the job's log. SLURM appends to it, so that it is changed in place.
+
+        A long log is left alone: the reason is at its end too.
+        """
         say(text)
         path = self.fields.get("StdOut") or self.show_job().get("StdOut", "")
-        with contextlib.suppress(OSError), open(path, "r+", errors="surrogateescape") as file:
+        with contextlib.suppress(OSError), open(path, "rb+") as file:  # bytes: a progress bar's \r stays what it is
+            if os.path.getsize(path) > TOP:
+                return
             content = file.read()
             file.seek(0)
             file.write("titan-disp: " + text + "\n\n" + content)

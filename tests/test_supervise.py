@@ -652,6 +652,14 @@ class TestSupervise:
     def states(self, cluster):
         return [record["state"] for record in cluster.transitions()]
 
+    def test_on_top_of_any_bytes(self, cluster, monkeypatch):
+        (cluster.folder / "job.out").write_bytes(b"\xff 1%\r 2%\r\nend")
+        cluster.supervisor().on_top("λ")
+        assert (cluster.folder / "job.out").read_bytes() == "titan-disp: λ\n\n".encode() + b"\xff 1%\r 2%\r\nend"
+        monkeypatch.setattr(supervise, "TOP", 10)  # a log of many GB is not read into memory
+        cluster.supervisor().on_top("again")
+        assert (cluster.folder / "job.out").read_bytes().startswith("titan-disp: λ".encode())
+
     def test_a_run_from_its_start_to_its_end(self, cluster, capsys):
         cluster.reports(**FOUR)
         event = json.dumps({"event": "complete", "step": 9, "job": "7.0"})
