@@ -601,6 +601,7 @@ class Supervisor:
         if failures > self.max_retries:
             return Outcome(
                 GIVE_UP,
+            self.forget()  # whoever submits the job again has mended something
                 f"GIVEN UP after {failures} failures in a row without a new checkpoint ({where}). The last one: {reason}",
             )
         return Outcome(

@@ -235,7 +235,20 @@ class TestDecide:
             assert decided(cluster, **options).state == "requeue"
         assert decided(cluster, **options).state == "give up"
 
-    @pytest.mark.parametrize("content", ["", "[]", '{"failures": ', '{"other": 1}', "null"])
+    def test_given_up_and_submitted_again(self, cluster):
+        """Somebody has mended something: the retries begin anew."""
+        options = {"TITAN_DISP_MAX_RETRIES": "1"}
+        states = [decided(cluster, **options).state for _ in range(4)]
+        assert states == ["requeue", "give up", "requeue", "give up"]
+
+    def test_an_odd_config_json(self, cluster):
+        (cluster.run / "config.json").write_text('{"checkpoint": null}')
+        cluster.checkpoint(4)
+        assert "newest checkpoint: step 4" in decided(cluster).reason
+
+    @pytest.mark.parametrize(
+        "content", ["", "[]", '{"failures": ', '{"other": 1}', "null", '{"failures": null, "step": null}']
+    )
     def test_damaged_counters_count_from_one(self, cluster, content):
         (cluster.run / "requeue.json").write_text(content)
         assert decided(cluster).reason.startswith("failure 1 of at most 3")
