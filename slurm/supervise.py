@@ -134,11 +134,10 @@ def events(run, start):
 
 def newest_checkpoint(run):
     """Step of the newest complete checkpoint, -1 without one."""
-    checkpoint = read_json(os.path.join(run, "config.json"), {}).get("checkpoint", {})
+    checkpoint = read_json(os.path.join(run, "config.json"), {}).get("checkpoint")
+    folder = checkpoint.get("folder") if isinstance(checkpoint, dict) else None
     steps = [-1]
-    for path in glob.glob(
-        os.path.join(glob.escape(run), checkpoint.get("folder", "checkpoint"), "step-*", ".metadata")
-    ):
+    for path in glob.glob(os.path.join(glob.escape(run), str(folder or "checkpoint"), "step-*", ".metadata")):
         name = os.path.basename(os.path.dirname(path))[len("step-") :]
         if name.isdigit():
             steps.append(int(name))
@@ -591,7 +590,10 @@ class Supervisor:
         path = os.path.join(self.run, "requeue.json")
         before = read_json(path, {})
         step = newest_checkpoint(self.run)
-        failures = 1 if step > before.get("step", -1) else before.get("failures", 0) + 1
+        last, failures = before.get("step"), before.get("failures")
+        if not isinstance(last, int) or not isinstance(failures, int) or step > last:
+            failures = 0
+        failures += 1
         try:
             write_json(path, {"failures": failures, "step": step, "reason": reason})
         except OSError as error:  # SLURM counts too, if less well: every restart is one
@@ -599,9 +601,9 @@ class Supervisor:
             reason += f" ({path} cannot be written: {error.strerror})"
         where = f"newest checkpoint: step {step}" if step >= 0 else "no checkpoint yet"
         if failures > self.max_retries:
+            self.forget()  # whoever submits the job again has mended something
             return Outcome(
                 GIVE_UP,
-            self.forget()  # whoever submits the job again has mended something
                 f"GIVEN UP after {failures} failures in a row without a new checkpoint ({where}). The last one: {reason}",
             )
         return Outcome(
@@ -690,7 +692,7 @@ class Supervisor:
                 return
             content = file.read()
             file.seek(0)
-            file.write("titan-disp: " + text + "\n\n" + content)
+            file.write(f"titan-disp: {text}\n\n".encode("utf-8", "surrogateescape") + content)
 
     # ---- the machine
 

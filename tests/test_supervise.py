@@ -538,6 +538,15 @@ class TestTrain:
         assert cluster.supervisor().train() == Outcome("decide", "training ended with status 3")
         assert stop.read_text() == ("" if users else "7.0\n")
 
+    def test_a_stop_file_that_cannot_be_written(self, cluster, capsys):
+        """An empty one would be a user's: the run would never train again."""
+        (cluster.run / "stop.partial").symlink_to("/dev/full")
+        cluster.signals.write_text("USR1\n")
+        cluster.write("srun", "sleep 0.3; exit 3")
+        assert cluster.supervisor().train() == Outcome("decide", "training ended with status 3")
+        assert not (cluster.run / "stop").exists()
+        assert "so that the ranks do not know: No space left on device" in capsys.readouterr().out
+
     def beat(self, cluster, allowed, start="7.0"):
         content = {"start": start, "step": 5, "doing": "save", "allowed_seconds": allowed}
         return f"echo '{json.dumps(content)}' > {cluster.run}/heartbeat.json"
@@ -551,15 +560,6 @@ class TestTrain:
         dump += "\ndef write():\n  time.sleep(0.5)\nwrite()"
         log.write_text(subprocess.run([sys.executable, "-c", dump], capture_output=True, text=True).stderr)
         cluster.write("scancel", "pkill -f 'sleep 60'")
-    def test_a_stop_file_that_cannot_be_written(self, cluster, capsys):
-        """An empty one would be a user's: the run would never train again."""
-        (cluster.run / "stop.partial").symlink_to("/dev/full")
-        cluster.signals.write_text("USR1\n")
-        cluster.write("srun", "sleep 0.3; exit 3")
-        assert cluster.supervisor().train() == Outcome("decide", "training ended with status 3")
-        assert not (cluster.run / "stop").exists()
-        assert "so that the ranks do not know: No space left on device" in capsys.readouterr().out
-
         supervisor = cluster.supervisor()
         start = time.monotonic()
         assert supervisor.train().state == "decide"
@@ -652,6 +652,14 @@ class TestEnds:
         cluster.supervisor().on_top("GIVEN UP")
         assert (cluster.folder / "job.out").read_text() == "titan-disp: GIVEN UP\n\nthe job's\nown lines\n"
 
+    def test_on_top_of_any_bytes(self, cluster, monkeypatch):
+        (cluster.folder / "job.out").write_bytes(b"\xff 1%\r 2%\r\nend")
+        cluster.supervisor().on_top("λ")
+        assert (cluster.folder / "job.out").read_bytes() == "titan-disp: λ\n\n".encode() + b"\xff 1%\r 2%\r\nend"
+        monkeypatch.setattr(supervise, "TOP", 10)  # a log of many GB is not read into memory
+        cluster.supervisor().on_top("again")
+        assert (cluster.folder / "job.out").read_bytes().startswith("titan-disp: λ".encode())
+
 
 @pytest.mark.parametrize(
     ("limit", "seconds"),
@@ -664,14 +672,6 @@ def test_time_limits(limit, seconds):
 class TestSupervise:
     def states(self, cluster):
         return [record["state"] for record in cluster.transitions()]
-
-    def test_on_top_of_any_bytes(self, cluster, monkeypatch):
-        (cluster.folder / "job.out").write_bytes(b"\xff 1%\r 2%\r\nend")
-        cluster.supervisor().on_top("λ")
-        assert (cluster.folder / "job.out").read_bytes() == "titan-disp: λ\n\n".encode() + b"\xff 1%\r 2%\r\nend"
-        monkeypatch.setattr(supervise, "TOP", 10)  # a log of many GB is not read into memory
-        cluster.supervisor().on_top("again")
-        assert (cluster.folder / "job.out").read_bytes().startswith("titan-disp: λ".encode())
 
     def test_a_run_from_its_start_to_its_end(self, cluster, capsys):
         cluster.reports(**FOUR)
