@@ -40,7 +40,7 @@ def test_step():
 
 def test_checkpoint():
     found = rows("checkpoint.py", "--gib", "0.001", "--tensors", "2", "--rounds", "2")
-    assert [r["what"] for r in found] == ["dcp", "hashed", "verify"]
+    assert [r["what"] for r in found] == ["dcp", "pieces", "hashed", "verify"]
     for row in found:
         assert row["gigabytes"] == pytest.approx(2**30 * 1e-12, rel=1e-4)
         assert 0 < row["least"] <= row["seconds"]
