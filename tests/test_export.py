@@ -316,6 +316,9 @@ def test_last_save_in_hugging_face_format(sample, tmp_path):
         torch.testing.assert_close(before, load_model(find_saved(run / "2"))(TOKENS), atol=1e-4, rtol=0)
     assert not torch.allclose(before, logits, atol=1e-3)
 
-    again = train(DEMO, sample, run, *options, check=False)
-    assert again.returncode == 2
-    assert "step-3 holds the model only, in Hugging Face's format" in again.stdout + again.stderr
+    # Complete, and started again: it says so. With more steps it cannot go on from there.
+    again = train(DEMO, sample, run, *options)
+    assert "complete already: step 3 of 3" in again.stdout
+    more = train(DEMO, sample, run, *options, "--training.steps", "5", check=False)
+    assert more.returncode == 2
+    assert "step-3 holds the model only, in Hugging Face's format" in more.stdout + more.stderr
