@@ -214,6 +214,33 @@ def judge_nodes(expected, reports, asked):
     return problems
 
 
+def within(seconds, function, default=None):
+    """What a function returns or raises, or ``default`` where it takes longer than ``seconds``.
+
+    A file system that hangs holds whoever touches it for as long, and no signal ends that: then a thread is held, and left.
+    """
+    found = []
+
+    def call():
+        try:
+            found.append((function(), None))
+        except Exception as error:
+            found.append((default, error))
+
+    thread = threading.Thread(target=call, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    value, error = found[0] if found else (default, None)
+    if error is not None:
+        raise error
+    return value
+
+
+def names_in(path):
+    with open(path) as file:
+        return [name for name in file.read().strip().split(",") if name]
+
+
 def kill_group(process):
     with contextlib.suppress(OSError):
         os.killpg(process.pid, signal.SIGKILL)
@@ -242,10 +269,14 @@ class Supervisor:
         self.status = None  # srun's, once training has ended
         self.stalled = ""  # why training was ended here
         self.beat = ({}, time.monotonic())  # the newest heartbeat, and since when it has been known
+        self.looking = None  # the thread that reads the heartbeat
+        self.seen = False  # whether there has been one of this start
         self.grace = 5.0  # seconds in which the ranks write where they stand
         # Seconds: between looks at signals, heartbeat and step; between tries to requeue, as slurmctld may be busy or failing
         # over; that a step gets to end; and that SLURM gets to end this script after it has requeued the job.
         self.pause, self.requeue_pauses, self.kill_wait, self.last_wait = 0.5, (1, 2, 4, 8, 16), 60.0, 60.0
+        self.quiet = 1800.0  # seconds without a heartbeat of this start: Python and torchrun start, or end
+        self.patience = 20.0  # seconds for a small file of the run folder
 
     def _setting(self, name, default):
         return self.environment.get("TITAN_DISP_" + name) or default
@@ -339,7 +370,8 @@ class Supervisor:
             process.wait(self.kill_wait)
             return
         process.kill()
-        process.wait()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(self.kill_wait)
 
     # ---- states
 
@@ -436,7 +468,8 @@ class Supervisor:
         finished = process.poll() is not None
         if not finished:
             end(process)
-        process.wait()
+        with contextlib.suppress(subprocess.TimeoutExpired):  # nothing ends a process whose file system hangs
+            process.wait(self.kill_wait)
         reader.join(5)
         return lines, finished
 
@@ -519,39 +552,54 @@ class Supervisor:
         # torchrun gives ranks 30 s after a SIGTERM unless it is told otherwise: as long as SLURM's notice.
         self.environment.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(self.lead))
         with contextlib.suppress(OSError):  # of an earlier start
-            os.remove(os.path.join(self.run, "heartbeat.json"))
+            within(self.patience, lambda: os.remove(os.path.join(self.run, "heartbeat.json")))
+        self.beat = ({}, time.monotonic())
         process = self.node("train", "--job.config_file", *self.argv)
         asked = False
         while process.poll() is None:
             if self.signalled() and not asked:
                 asked = True
                 say(f"{self.signalled()} received: asking all ranks to save and stop")
-                self.ask_to_stop()
+                within(self.patience, self.ask_to_stop)
             self.stalled = self.silence()
             if self.stalled:
                 say(f"{self.stalled}; the step is ended")
                 self.end_step(process)
+                break
             time.sleep(self.pause)
-        self.status = process.returncode
+        self.status = (
+            137 if process.returncode is None else process.returncode
+        )  # a process that nothing ends: as if killed
         return Outcome(DECIDE, f"training ended with status {self.status}")
 
     def silence(self):
         """Why the run is taken for stuck, or "". Rank 0 writes what it does and how long that may take (run/heartbeat.py).
 
         Only collective operations have time-outs of their own; a file system that hangs is seen here alone. By this node's
-        clock, since the content changed: the file's time is that of a file server.
+        clock, since the content changed: the file's time is that of a file server. This process reads it in a thread, as it
+        would hang with that file system.
         """
+        if self.looking is None or not self.looking.is_alive():
+            self.looking = threading.Thread(target=self._look, daemon=True)
+            self.looking.start()
+        self.looking.join(self.pause)
+        beat, since = self.beat
+        silent = time.monotonic() - since
+        if beat.get("start") == self.start and isinstance(beat.get("allowed_seconds"), (int, float)):
+            self.seen = True
+            allowed, doing = beat["allowed_seconds"], "at step {} ({})".format(beat.get("step"), beat.get("doing"))
+        elif self.seen or not self._setting("MODULE", ""):  # another module may have no heartbeat
+            allowed, doing = self.quiet, "at its end" if self.seen else "at its start"
+        else:
+            return ""
+        if silent > allowed + self.grace:
+            return f"rank 0 has been silent for {silent:.0f} s {doing}, and {allowed:.0f} s are allowed"
+        return ""
+
+    def _look(self):
         beat = read_json(os.path.join(self.run, "heartbeat.json"), {})
         if beat != self.beat[0]:
             self.beat = (beat, time.monotonic())
-        silent = time.monotonic() - self.beat[1]
-        allowed = beat.get("allowed_seconds")
-        if beat.get("start") == self.start and allowed is not None and silent > allowed + self.grace:
-            return (
-                f"rank 0 has been silent for {silent:.0f} s at step {beat.get('step')} ({beat.get('doing')}), and "
-                f"{allowed:.0f} s are allowed"
-            )
-        return ""
 
     def decide(self):
         """From what this start has left behind."""
@@ -644,8 +692,8 @@ class Supervisor:
     def excluded(self, own):
         """(the user's own list and the nodes that failed twice, whether there are any of the latter)."""
         bad = []
-        with contextlib.suppress(OSError), open(os.path.join(self.run, "exclude")) as file:
-            bad = [node for node in file.read().strip().split(",") if node]
+        with contextlib.suppress(OSError):
+            bad = within(self.patience, lambda: names_in(os.path.join(self.run, "exclude")), [])
         own = [] if own in ("", "(null)", "None") else own.split(",")
         return ",".join(own + [node for node in bad if node not in own]), bool(bad)
 
@@ -701,12 +749,31 @@ class Supervisor:
         say(f"{outcome.state}: {outcome.reason}")
         record = {"time": datetime.now(timezone.utc).isoformat(), "job": self.job, "restart": self.restart}
         record.update(state=outcome.state, reason=outcome.reason)
-        try:
+
+        def write():
             os.makedirs(self.run, exist_ok=True)
             with open(os.path.join(self.run, "supervisor.jsonl"), "a") as file:
                 file.write(json.dumps(record) + "\n")
+
+        try:
+            within(self.patience, write)
         except OSError as error:
             say(f"{self.run} cannot be written: {error}")
+
+    def enter(self, state, method):
+        """A state's outcome. One that fails or hangs with the file system of the run folder is a failure like any other."""
+        limit = 3 * self.check_seconds + 4 * self.kill_wait
+        if state == DECIDE:
+            limit = min(self.check_seconds, self.lead / 2) if self.received() else self.check_seconds
+        try:
+            # Training takes as long as it takes; it waits for no file.
+            outcome = method() if state == TRAIN else within(limit, method)
+            if outcome is not None:
+                return outcome
+            reason = f"{state}: no answer within {limit:.0f} s; does the file system of {self.run} hang?"
+        except Exception as error:  # such as a file system that went away: an error here must not end the run for good
+            reason = f"{state}: {type(error).__name__}: {error}"
+        return within(self.patience, lambda: self.count_failure(reason), Outcome(REQUEUE, reason + " (not counted)"))
 
     def supervise(self):
         """Run the states; returns the job's exit status."""
@@ -723,19 +790,14 @@ class Supervisor:
         decided = False
         while outcome.state in states:
             decided = outcome.state == DECIDE
-            try:
-                outcome = states[outcome.state]()
-            except (
-                Exception
-            ) as error:  # such as a file system that went away: an error here must not end the run for good
-                outcome = self.count_failure(f"{outcome.state}: {type(error).__name__}: {error}")
+            outcome = self.enter(outcome.state, states[outcome.state])
             self.note(outcome)
         if outcome.state == REQUEUE:
             return self.requeue()
         if outcome.state == GIVE_UP:
             self.on_top(outcome.reason)
             return 1
-        return 0 if decided or self.held() else 2
+        return 0 if decided or within(self.patience, self.held) else 2
 
 
 def main():

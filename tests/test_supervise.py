@@ -547,6 +547,8 @@ class TestTrain:
         assert not (cluster.run / "stop").exists()
         assert "so that the ranks do not know: No space left on device" in capsys.readouterr().out
 
+    PIPES = ("heartbeat.json", "events.jsonl", "stop", "exclude", "requeue.json", "supervisor.jsonl")
+
     def beat(self, cluster, allowed, start="7.0"):
         content = {"start": start, "step": 5, "doing": "save", "allowed_seconds": allowed}
         return f"echo '{json.dumps(content)}' > {cluster.run}/heartbeat.json"
@@ -567,6 +569,41 @@ class TestTrain:
         outcome = supervisor.decide()
         assert outcome.state == "requeue"
         assert "at step 5 (save), and 0 s are allowed (node 0 rank 1: write in <string>:3)" in outcome.reason
+
+    def test_a_run_folder_that_hangs(self, cluster, capsys):
+        """It holds whoever touches it, which is this process too: files become pipes that nobody writes."""
+        pipes = " ".join(f"{cluster.run}/{name}" for name in self.PIPES)
+        cluster.write("srun", f"{self.beat(cluster, 0.6)}; sleep 0.4; rm -f {pipes}; mkfifo {pipes}; exec sleep 60")
+        supervisor = cluster.supervisor(TITAN_DISP_CHECK_NODES="0", TITAN_DISP_CHECK_SECONDS="2")
+        supervisor.patience = 0.3
+        start = time.monotonic()
+        assert supervisor.supervise() == 1
+        assert time.monotonic() - start < 30
+        assert "requeue 7" in cluster.calls("scontrol")
+        assert cluster.calls("scancel") == ["--signal=KILL 7.0"]
+        assert "at step 5 (save), and 1 s are allowed" in supervisor.stalled
+        assert (
+            f"requeue: decide: no answer within 2 s; does the file system of {cluster.run} hang? (not counted)"
+        ) in capsys.readouterr().out
+        for name in self.PIPES:  # let the threads go
+            os.close(os.open(cluster.run / name, os.O_RDWR | os.O_NONBLOCK))
+
+    @pytest.mark.parametrize(("beat", "text"), [(True, "at its end"), (False, "at its start")])
+    def test_a_run_without_a_heartbeat(self, cluster, beat, text):
+        """Python hangs before rank 0 has said anything, or after it has said that nothing is expected any more."""
+        said = f"{self.beat(cluster, 60)}; sleep 0.3; rm {cluster.run}/heartbeat.json; " if beat else ""
+        cluster.write("srun", f"{said}exec sleep 60")
+        supervisor = cluster.supervisor()
+        supervisor.quiet = 0.6
+        start = time.monotonic()
+        supervisor.train()
+        assert time.monotonic() - start < 20
+        assert supervisor.stalled.endswith(f"s {text}, and 1 s are allowed")
+        cluster.write("srun", "sleep 1")
+        supervisor = cluster.supervisor(TITAN_DISP_MODULE="torchtitan.train")  # which has none
+        supervisor.quiet = 0.2
+        supervisor.train()
+        assert supervisor.stalled == ""
 
     @pytest.mark.parametrize("start", ["7.0", "6.0"])
     def test_a_run_that_beats_is_left_alone(self, cluster, start):
