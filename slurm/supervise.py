@@ -34,6 +34,7 @@ REQUEUE, END, GIVE_UP = "requeue", "end", "give up"
 NODE_REPORT = "titan-disp-node-report: "  # begins the line of srun's output that holds a node's report as JSON
 IN_USE = 3  # exit status of titan_disp.cluster.job where another job uses the run folder
 DAY = 86400.0
+LEAD = 300  # seconds: pretrain.sbatch's --signal
 TOP = 1 << 28  # bytes of a log that is written anew for a line on top of it
 HERE = os.path.dirname(os.path.abspath(__file__))
 # Whatever bytes paths and the output of commands hold, also where the locale is C: none of them may end the job.
@@ -241,6 +242,11 @@ def names_in(path):
         return [name for name in file.read().strip().split(",") if name]
 
 
+def gres_of(tres):
+    """sbatch's --gres for scontrol's TresPerNode: gres:gpu:h100:8 before SLURM 23, gres/gpu:h100:8 since."""
+    return ",".join(re.sub(r"^gres[:/]", "", part) for part in tres.split(",") if re.match(r"(gres[:/])?gpu\b", part))
+
+
 def kill_group(process):
     with contextlib.suppress(OSError):
         os.killpg(process.pid, signal.SIGKILL)
@@ -261,7 +267,7 @@ class Supervisor:
         self.restart = int(self.environment.get("SLURM_RESTART_COUNT") or 0)
         self.start = f"{self.job}.{self.restart}"
         self.max_retries = int(self._setting("MAX_RETRIES", 3))
-        self.lead = int(self._setting("SIGNAL_SECONDS", 300))
+        self.lead = int(self._setting("SIGNAL_SECONDS", LEAD))
         self.check_seconds = float(self._setting("CHECK_SECONDS", 600))
         self.run = run_folder(argv[0], argv[1:])
         self.heard = None  # a signal that this process received itself
@@ -682,6 +688,7 @@ class Supervisor:
         command = self.resubmission()
         line = " ".join(shlex.quote(word) for word in command)
         if self._setting("RESUBMIT", "0") == "1":
+            self.environment.pop("SLURM_RESTART_COUNT", None)  # SLURM does not set it for a first start
             status, text = self.call(*command, loud=True)
             if status == 0:
                 say(f"this site does not permit requeueing: submitted again as {text.strip()}")
@@ -720,6 +727,8 @@ class Supervisor:
             ("--nodes", self.environment.get("SLURM_NNODES")),
             ("--time", fields.get("TimeLimit")),
             ("--gpus-per-node", self.environment.get("SLURM_GPUS_PER_NODE")),
+            ("--gres", None if "SLURM_GPUS_PER_NODE" in self.environment else gres_of(fields.get("TresPerNode", ""))),
+            ("--signal", f"B:USR1@{self.lead}" if self.lead != LEAD else None),
             ("--constraint", fields.get("Features")),
             ("--reservation", fields.get("Reservation")),
             ("--exclude", self.excluded(fields.get("ExcNodeList", ""))[0]),

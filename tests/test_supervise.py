@@ -678,12 +678,34 @@ class TestEnds:
         assert "requeued" not in capsys.readouterr().out
 
     def test_refused_and_resubmitted(self, cluster, capsys):
-        cluster.write("sbatch", "echo Submitted batch job 8")
-        assert cluster.supervisor(TITAN_DISP_RESUBMIT="1").requeue() == 0
+        cluster.write("sbatch", 'echo "Submitted batch job 8${SLURM_RESTART_COUNT:+, with the restarts of this one}"')
+        assert cluster.supervisor(TITAN_DISP_RESUBMIT="1", restart=2).requeue() == 0
         assert len(cluster.calls("sbatch")) == 1
-        assert "submitted again as Submitted batch job 8" in capsys.readouterr().out
+        assert "submitted again as Submitted batch job 8\n" in capsys.readouterr().out
         cluster.write("sbatch", "exit 1")
         assert cluster.supervisor(TITAN_DISP_RESUBMIT="1").requeue() == 1
+
+    @pytest.mark.parametrize(
+        ("tres", "gres"),
+        [
+            ("gres:gpu:8", ["--gres=gpu:8"]),
+            ("gres/gpu:h100:8,gres/nvme:1", ["--gres=gpu:h100:8"]),
+            ("gpu:2,gres:gpu_mem:80", ["--gres=gpu:2"]),
+            ("(null)", []),
+        ],
+    )
+    def test_the_same_gpus_and_signal_again(self, cluster, tres, gres):
+        """A job that asked for its GPUs by --gres must not come back without any."""
+        cluster.job["TresPerNode"] = tres
+        supervisor = cluster.supervisor(TITAN_DISP_SIGNAL_SECONDS="600")
+        supervisor.show_job()
+        options = [word for word in supervisor.resubmission() if word.startswith(("--g", "--signal"))]
+        assert options == [*gres, "--signal=B:USR1@600"]
+        supervisor = cluster.supervisor(SLURM_GPUS_PER_NODE="8")
+        supervisor.show_job()
+        assert [word for word in supervisor.resubmission() if word.startswith(("--g", "--signal"))] == [
+            "--gpus-per-node=8"
+        ]
 
     def test_the_reason_is_on_top_of_the_log(self, cluster):
         cluster.supervisor().on_top("GIVEN UP")
