@@ -839,6 +839,8 @@ def test_the_script_forwards_signals_and_the_status(cluster, tmp_path):
         "SLURM_JOB_NODELIST": "n[1-4]",
         "TITAN_DISP_SITE": str(here / "site.sh"),
         "TITAN_DISP_CHECK_NODES": "0",
+        "TMPDIR": "/only/on/the/login/node",
+        "SLURM_EXPORT_ENV": "NONE",
         "TITAN_DISP_HOST_PYTHON": sys.executable,
         "TITAN_DISP_MAX_RETRIES": "0",
     }
