@@ -16,6 +16,8 @@ set +u
 . "$site"
 set -u
 
+# What is set here and above reaches srun's tasks, also after sbatch --export=NONE or --export=ALL,NAME=ANOTHER_VALUE.
+export SLURM_EXPORT_ENV=ALL
 export TITAN_DISP_START=$SLURM_JOB_ID.${SLURM_RESTART_COUNT:-0}
 export TITAN_DISP_LOCAL=${TITAN_DISP_LOCAL:-/tmp}
 export TITAN_DISP_NPROC=${TITAN_DISP_NPROC:-gpu}

@@ -831,16 +831,17 @@ def test_the_script_forwards_signals_and_the_status(cluster, tmp_path):
     cluster.job["Command"] = f"{here}/pretrain.sbatch config.toml"
     cluster.supervisor()  # writes what `scontrol show job` says
     cluster.write(
-        "srun", f'echo "$SITE" >> {cluster.folder}/site; while [ ! -e {cluster.run}/stop ]; do sleep 0.05; done'
+        "srun",
+        f'echo "$SITE $SLURM_EXPORT_ENV" >> {cluster.folder}/site; while [ ! -e {cluster.run}/stop ]; do sleep 0.05; done',
     )
     environment = {
         "PATH": f"{cluster.commands}:{os.environ['PATH']}",
         "SLURM_JOB_ID": "7",
         "SLURM_JOB_NODELIST": "n[1-4]",
         "TITAN_DISP_SITE": str(here / "site.sh"),
-        "TITAN_DISP_CHECK_NODES": "0",
         "TMPDIR": "/only/on/the/login/node",
         "SLURM_EXPORT_ENV": "NONE",
+        "TITAN_DISP_CHECK_NODES": "0",
         "TITAN_DISP_HOST_PYTHON": sys.executable,
         "TITAN_DISP_MAX_RETRIES": "0",
     }
@@ -858,3 +859,4 @@ def test_the_script_forwards_signals_and_the_status(cluster, tmp_path):
     assert "GIVEN UP after 1 failures" in text
     assert "asked to stop (USR1) but not saved in time" in text
     assert (cluster.run / "stop").read_text() == "7.0\n"
+    assert (cluster.folder / "site").read_text() == "1 ALL\n"
