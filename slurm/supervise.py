@@ -34,6 +34,7 @@ REQUEUE, END, GIVE_UP = "requeue", "end", "give up"
 NODE_REPORT = "titan-disp-node-report: "  # begins the line of srun's output that holds a node's report as JSON
 IN_USE = 3  # exit status of titan_disp.cluster.job where another job uses the run folder
 DAY = 86400.0
+UNWRITTEN = "cannot be written, so that only this log counts"
 LEAD = 300  # seconds: pretrain.sbatch's --signal
 TOP = 1 << 28  # bytes of a log that is written anew for a line on top of it
 HERE = os.path.dirname(os.path.abspath(__file__))
@@ -650,9 +651,9 @@ class Supervisor:
         failures += 1
         try:
             write_json(path, {"failures": failures, "step": step, "reason": reason})
-        except OSError as error:  # SLURM counts too, if less well: every restart is one
-            failures = max(failures, self.restart + 1)
-            reason += f" ({path} cannot be written: {error.strerror})"
+        except OSError as error:
+            failures += self.uncounted()
+            reason += f" ({path} {UNWRITTEN}: {error.strerror})"
         where = f"newest checkpoint: step {step}" if step >= 0 else "no checkpoint yet"
         if failures > self.max_retries:
             self.forget()  # whoever submits the job again has mended something
@@ -664,6 +665,24 @@ class Supervisor:
             REQUEUE,
             f"failure {failures} of at most {self.max_retries} retries without a new checkpoint ({where}): {reason}",
         )
+
+    def uncounted(self):
+        """How many of the job's newest starts in a row have failed without a counter that they could write.
+
+        The job's log knows, which is elsewhere. Without it SLURM's count of restarts bounds them, of which most may be good.
+        """
+        try:
+            with open(self.show_job().get("StdOut", ""), "rb") as file:
+                file.seek(max(0, os.path.getsize(file.name) - (1 << 20)))
+                text = file.read().decode(errors="replace")
+        except OSError:
+            return self.restart
+        count = 0
+        for line in reversed(re.findall(r"(?m)^titan-disp: \S+ requeue: (.*)$", text)):
+            if UNWRITTEN not in line:
+                break
+            count += 1
+        return count
 
     def forget(self):
         with contextlib.suppress(OSError):

@@ -267,9 +267,19 @@ class TestDecide:
         assert reasons == ["requeue", "requeue", "requeue", "give up"]
 
     def test_a_run_folder_that_cannot_be_written(self, cluster):
-        """Then SLURM's own count of restarts bounds the retries."""
+        """Then the job's log counts, and where there is none, SLURM's restarts. The 30th start may fail as the first."""
         cluster.run.rmdir()
         cluster.run.write_text("no folder")
+        log = cluster.folder / "job.out"
+        log.write_text("titan-disp: NOW requeue: saved at step 4 and stopped: SIGUSR1\n")
+        states = []
+        for restart in range(30, 34):
+            outcome = decided(cluster, restart=restart)
+            states.append(outcome.state)
+            with open(log, "a") as file:
+                file.write(f"a line of rank 0\ntitan-disp: NOW {outcome.state}: {outcome.reason}\n")
+        assert states == ["requeue", "requeue", "requeue", "give up"]
+        log.unlink()
         states = [decided(cluster, restart=restart).state for restart in range(4)]
         assert states == ["requeue", "requeue", "requeue", "give up"]
 
