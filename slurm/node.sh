@@ -19,7 +19,7 @@ fi
 tee=()
 [ "$SLURM_NODEID" -ne 0 ] || tee=(--tee 0:3) # rank 0 speaks in the job's log; all ranks have files of their own
 # Static, so that rank 0 is on the first node: c10d orders nodes by their address as text, gpu10 before gpu8. Nodes that are
-# slow to start are waited for (torch: 600 s); ranks meet within comm.init_timeout_seconds.
+# slow to start are waited for (torch: 900 s); ranks meet within comm.init_timeout_seconds.
 exec ${prefix[@]+"${prefix[@]}"} "$TITAN_DISP_PYTHON" -m torch.distributed.run \
   --nnodes "${SLURM_STEP_NUM_NODES:-$SLURM_NNODES}" --node-rank "$SLURM_NODEID" --nproc-per-node "$TITAN_DISP_NPROC" --max-restarts 0 \
   --rdzv-backend static --rdzv-id "$TITAN_DISP_START" --rdzv-endpoint "$TITAN_DISP_ENDPOINT" \

@@ -552,6 +552,8 @@ class Supervisor:
 
     def train(self):
         """torchrun on every node, until it ends or has been silent for longer than the run itself allows."""
+        if self.signalled():
+            return Outcome(DECIDE, "signalled before training")
         head = self._setting("HEAD", self.nodes()[0])
         # Two jobs of one user on one node must not meet: the port follows from the job. Below Linux' ephemeral ports (32768).
         self.environment["TITAN_DISP_ENDPOINT"] = f"{head}:{20000 + int(self.job) % 10000}"
@@ -574,9 +576,7 @@ class Supervisor:
                 self.end_step(process)
                 break
             time.sleep(self.pause)
-        self.status = (
-            137 if process.returncode is None else process.returncode
-        )  # a process that nothing ends: as if killed
+        self.status = process.returncode if process.returncode is not None else 137  # as if killed: nothing ends it
         return Outcome(DECIDE, f"training ended with status {self.status}")
 
     def silence(self):

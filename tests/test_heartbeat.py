@@ -80,6 +80,13 @@ def test_short_steps_write_once_a_second(tmp_path, clock):
         beat.close()
 
 
+def test_a_full_disk_ends_no_step(tmp_path, clock):
+    beat = Heartbeat(tmp_path / "gone", 300, 100, 1800, 60)
+    beat.begin("step", 1)
+    beat.step(1)
+    beat.close()
+
+
 def test_other_ranks_write_nothing_but_where_they_stand():
     """Every rank's own log tells where its threads are, once it has been silent for too long, and not before."""
     code = """if True:

@@ -528,6 +528,12 @@ class TestTrain:
         assert f"TITAN_DISP_RUN={cluster.run}" in seen
         assert "TORCH_ELASTIC_SHUTDOWN_TIMEOUT=300" in seen
 
+    def test_signalled_before(self, cluster):
+        """No rank is started for nothing."""
+        cluster.signals.write_text("USR1\n")
+        assert cluster.supervisor().train() == Outcome("decide", "signalled before training")
+        assert not cluster.calls("srun")
+
     def test_the_site_knows_better(self, cluster):
         cluster.write("srun", f'env > "{cluster.folder}/environment"')
         cluster.supervisor(TITAN_DISP_HEAD="10.0.0.1", TORCH_ELASTIC_SHUTDOWN_TIMEOUT="5").train()
@@ -551,8 +557,7 @@ class TestTrain:
     def test_a_stop_file_that_cannot_be_written(self, cluster, capsys):
         """An empty one would be a user's: the run would never train again."""
         (cluster.run / "stop.partial").symlink_to("/dev/full")
-        cluster.signals.write_text("USR1\n")
-        cluster.write("srun", "sleep 0.3; exit 3")
+        cluster.write("srun", f"echo USR1 > {cluster.signals}; sleep 0.3; exit 3")
         assert cluster.supervisor().train() == Outcome("decide", "training ended with status 3")
         assert not (cluster.run / "stop").exists()
         assert "so that the ranks do not know: No space left on device" in capsys.readouterr().out

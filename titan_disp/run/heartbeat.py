@@ -6,6 +6,7 @@ something, and slurm/supervise.py ends a run that has been silent for longer tha
 faulthandler write where its threads stand into its own log at that moment, so that the one that hangs can be found.
 """
 
+import contextlib
 import faulthandler
 import json
 import os
@@ -61,12 +62,14 @@ class Heartbeat:
             return
         self._doing, self._written = doing, now
         content = {"start": job_id(), "step": step, "doing": doing, "allowed_seconds": allowed, "time": time.time()}
-        partial = self.file.with_suffix(".partial")
-        partial.write_text(json.dumps(content))
-        os.replace(partial, self.file)
+        with contextlib.suppress(OSError):  # a full disk must not end a step; who watches sees the silence
+            partial = self.file.with_suffix(".partial")
+            partial.write_text(json.dumps(content))
+            os.replace(partial, self.file)
 
     def close(self) -> None:
         """Nothing is expected any more."""
         faulthandler.cancel_dump_traceback_later()
         if self.file is not None:
-            self.file.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                self.file.unlink(missing_ok=True)
