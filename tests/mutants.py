@@ -33,8 +33,11 @@ ROOMS = {
         ["titan_disp/dispersion/*.py"],
         ["test_pairwise", "test_variants", "test_objective", "test_sharded", "test_gpu_path"],
     ),
-    "guard": (["titan_disp/run/guard.py"], ["test_guard"]),
-    "checkpoint": (["titan_disp/run/checkpoint.py"], ["test_checkpoint"]),
+    "guard": (["titan_disp/run/guard.py"], ["test_guard", "test_ranks_agree"]),
+    "checkpoint": (
+        ["titan_disp/run/checkpoint.py"],
+        ["test_checkpoint", "test_checkpoint_integrity", "test_ranks_agree"],
+    ),
     "stream": (["titan_disp/data/stream.py", "titan_disp/data/cursor.py"], ["test_stream", "test_data"]),
     "supervise": (["slurm/supervise.py"], ["test_supervise"]),
     "plan": (["titan_disp/cluster/plan.py"], ["test_plan"]),
@@ -43,6 +46,38 @@ ROOMS = {
 }
 MESSAGES = r"logger\.|raise |Error\(|^\s*\(?(\+ \(?)?f?\"[^\"]*\"( if .*)?[,)]*$"
 SURVIVED = {0: "survived", 5: "no test", 33: "no test"}  # mutmut's exit codes; a mutant that hangs counts as killed
+
+
+# What ranks call counts as called by the test that starts them: mutmut knows of its own process only.
+RANKS = """
+
+import os as _os
+import tempfile as _tempfile
+from pathlib import Path as _Path
+
+from mutmut.state import state as _state
+
+_run_ranks = _run
+
+
+class _Noting:
+    def __init__(self, function, folder):
+        self.function, self.folder = function, folder
+
+    def __call__(self, *args):
+        try:
+            self.function(*args)
+        finally:
+            _Path(self.folder, str(_os.getpid())).write_text("\\n".join(_state()._stats))
+
+
+def _run(world_size, function, args):
+    with _tempfile.TemporaryDirectory() as folder:
+        result = _run_ranks(world_size, _Noting(function, folder), args)
+        for file in _Path(folder).iterdir():
+            _state()._stats.update(filter(None, file.read_text().split("\\n")))
+    return result
+"""
 
 
 class Survivor(NamedTuple):
@@ -66,6 +101,8 @@ def prepare(room: str) -> Path:
         if (ROOT / name).is_file():
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(ROOT / name, folder / name)
+    with open(folder / "tests" / "distributed.py", "a") as file:
+        file.write(RANKS)
     settings = {
         "source_paths": ["titan_disp", "slurm"],
         "only_mutate": files,

@@ -144,3 +144,55 @@ def test_the_stock_trainer_is_told_once_what_it_lacks(caplog):
     training.step(1.0, 1.0)
     training.step(1.0, 1.0)
     assert caplog.text.count("this is TorchTitan's own trainer") == 1
+
+
+def test_before_the_first_step():
+    optimizers = Training().optimizers
+    assert (optimizers.bad_terms, optimizers.agreed) == ([], {})
+    assert optimizers.state_dict()["guard"].dtype == torch.int64  # float32 would stop counting at 2²⁴ steps
+
+
+def test_a_step_without_a_loss_or_gradients_is_skipped():
+    """Nothing has been computed on any rank: neither a loss in the ledger nor a gradient."""
+    training = Training()
+    training.optimizers.flags["stop"] = lambda: True
+    training.optimizers.step()
+    assert training.optimizers.bad_terms == ["gradient norm"]
+    assert training.optimizers.agreed == {"stop": True}
+    assert training.counts == [1, 1, 1]
+
+
+def test_gradients_that_are_sharded(one_rank):
+    """As FSDP2 leaves them: DTensors, of which each rank looks at its own part."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    mesh = init_device_mesh("cpu", (1,))
+    model = nn.ParameterDict({"a": nn.Parameter(distribute_tensor(torch.ones(4), mesh, [Shard(0)]))})
+    inner = OptimizersContainer([model], torch.optim.SGD, {"lr": 1.0, "foreach": False})
+    optimizers = GuardedOptimizers(inner, lambda: None, 3)
+    for value, expected in ((math.nan, [1.0] * 4), (0.25, [0.75] * 4)):
+        model["a"].grad = distribute_tensor(torch.full((4,), value), mesh, [Shard(0)])
+        optimizers.step()
+        assert model["a"].full_tensor().tolist() == expected
+
+
+def test_the_optimizers_get_what_the_trainer_says(monkeypatch):
+    """Arguments pass through, and the guard's counters are no part of the optimizers' state."""
+    training = Training()
+    calls = []
+    for name in ("step", "zero_grad", "load_state_dict"):
+        record = lambda *args, _name=name, **kwargs: calls.append((_name, args, kwargs))  # noqa: E731
+        monkeypatch.setattr(training.optimizers.inner, name, record)
+    training.optimizers.non_finite_terms = lambda: None
+    for parameter in training.model.parameters():
+        parameter.grad = torch.ones(1)
+    training.optimizers.step("closure", found_inf=None)
+    training.optimizers.zero_grad(True, other=1)
+    training.optimizers.load_state_dict({"guard": torch.tensor([7, 2, 1]), "param": 3})
+    assert calls == [
+        ("step", ("closure",), {"found_inf": None}),
+        ("zero_grad", (True,), {"other": 1}),
+        ("load_state_dict", ({"param": 3},), {}),
+    ]
+    assert training.counts == [7, 2, 1]
