@@ -24,6 +24,7 @@ from torchtitan.config.job_config import Checkpoint
 
 from tests.cluster_of_one import DEMO
 from tests.distributed import spawn
+from tests.test_checkpoint import State
 from titan_disp import cli
 from titan_disp.config import load_config
 from titan_disp.errors import CheckpointError, InUseError
@@ -34,19 +35,6 @@ from titan_disp.run.hashes import HashingWriter
 from titan_disp.run.integrity import checkpoints, damage, problem
 from titan_disp.run.inventory import inventory
 from titan_disp.run.sweep import sweep
-
-
-class State:
-    """Stands for the data loader, the schedulers and the trainer, which only have a state here."""
-
-    def __init__(self):
-        self.value = 0
-
-    def state_dict(self):
-        return {"value": self.value}
-
-    def load_state_dict(self, state):
-        self.value = state["value"]
 
 
 class Run:
