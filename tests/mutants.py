@@ -35,8 +35,8 @@ ROOMS = {
     ),
     "guard": (["titan_disp/run/guard.py"], ["test_guard", "test_ranks_agree"]),
     "checkpoint": (
-        ["titan_disp/run/checkpoint.py"],
-        ["test_checkpoint", "test_checkpoint_integrity", "test_ranks_agree"],
+        [f"titan_disp/run/{file}.py" for file in ("checkpoint", "hashes", "integrity", "sweep")],
+        ["test_checkpoint", "test_checkpoint_integrity", "test_checkpoint_trust", "test_ranks_agree"],
     ),
     "stream": (["titan_disp/data/stream.py", "titan_disp/data/cursor.py"], ["test_stream", "test_data"]),
     "supervise": (["slurm/supervise.py"], ["test_supervise"]),
