@@ -1,0 +1,72 @@
+"""A two-node job whose processes are killed at moments that nobody chose: KILLS of them, 2 by default.
+
+KILLS=20 SEED=1 python -m pytest tests/slurm/test_kills.py
+"""
+
+import os
+import random
+import signal
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from tests.cluster_of_one import DEMO, train
+from tests.slurm.test_pretrain import INTERVAL, OPTIONS, jobs, slurm, values  # noqa: F401
+from titan_disp.run.folder import read_metrics
+from titan_disp.run.integrity import checkpoints, damage, problem
+
+KILLS = int(os.environ.get("KILLS", 2))
+SEED = int(os.environ.get("SEED", 1))
+STEPS = 16 + 24 * KILLS
+LATEST = float(os.environ.get("LATEST", 20))  # seconds after a start, of which the first ten pass before training
+pytestmark = [pytest.mark.slurm, pytest.mark.timeout(300 + 90 * KILLS)]
+
+
+def processes(job):
+    """Ids of the ranks, of torchrun and of srun; neither the batch script nor the supervisor, whose death ends the job."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            command = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+            environment = (folder / "environ").read_bytes()
+            mine = f"SLURM_JOB_ID={job}\0".encode() in environment and b"SLURM_CLUSTER_NAME=" in environment
+            if mine and any(part in command for part in ("faulty_train", "torch.distributed.run", "srun ")):
+                found.append(int(folder.name))
+    return sorted(found)
+
+
+def test_killed_at_random_moments(jobs, sample, tmp_path):  # noqa: F811
+    """kill -9 while it starts, trains or saves: the losses are an uninterrupted run's, and no checkpoint is lost."""
+    chance = random.Random(SEED)
+    options = ("--training.steps", str(STEPS), "--checkpoint.async_mode", "async")
+    run = tmp_path / "run"
+    job = jobs.submit(run, *options, TITAN_DISP_MAX_RETRIES=str(KILLS))
+    killed, complete = [], set()
+    for start in range(KILLS):
+        jobs.slurm.wait(job, ("RUNNING", "COMPLETED"), timeout=120, restarts=start)
+        time.sleep(chance.uniform(0, LATEST))
+        while not (victims := processes(job)):
+            if jobs.slurm.job(job)["JobState"] == "COMPLETED":
+                break
+            time.sleep(0.05)
+        else:
+            step = max(read_metrics(run), default=0) if (run / "metrics.jsonl").exists() else 0
+            killed.append(step)
+            os.kill(chance.choice(victims), signal.SIGKILL)
+            # What is complete at that moment stays.
+            complete |= set(checkpoints(run / "checkpoint"))
+            jobs.slurm.wait(job, ("PENDING", "RUNNING"), timeout=120, restarts=start + 1)
+            assert complete <= set(checkpoints(run / "checkpoint"))
+    jobs.completed(job, restarts=len(killed), more=True)
+    print(f"killed after steps {killed}")
+    assert len(killed) == KILLS
+    assert checkpoints(run / "checkpoint") == list(range(INTERVAL, STEPS + 1, INTERVAL))
+    for step in checkpoints(run / "checkpoint"):
+        folder = run / "checkpoint" / f"step-{step}"
+        assert problem(folder) is None
+        assert damage(folder) is None
+    whole = tmp_path / "whole"
+    train(DEMO, sample, whole, *OPTIONS, *options, nproc=2)
+    assert values(run) == values(whole)
