@@ -54,10 +54,13 @@ RANKS = """
 import os as _os
 import tempfile as _tempfile
 from pathlib import Path as _Path
+from types import SimpleNamespace as _SimpleNamespace
 
 from mutmut.state import state as _state
 
 _run_ranks = _run
+_fork = mp.get_context("fork")  # a mutant's process has imported everything, and runs one thread
+mp = _SimpleNamespace(get_context=lambda name: _fork)
 
 
 class _Noting:

@@ -49,10 +49,12 @@ def test_ranks_and_means():
 
 def test_means_of_two_tasks_by_hand():
     """The differences 1 and 0.4; close scores are no tie; what one document leaves undefined is not taken for 0."""
-    x = {"off": Scores(0.501, None, 0, np.zeros(5)), "on": Scores(0.502, None, 0, np.array([0, 0, 0, 1, 1.0]))}
+    x = {"off": Scores(0.501, 0.02, 5, np.zeros(5)), "on": Scores(0.502, 0.03, 5, np.array([0, 0, 0, 1, 1.0]))}
     y = {"off": Scores(0.9, None, 0, np.zeros(1)), "on": Scores(0.1, None, 0, np.ones(1))}
-    rows = [Row("x", "acc", ("x",)), Row("y", "acc", ("y",))]
+    rows = [Row("x", "acc", ("x",)), Row("y", "f1", ("y",))]
     found = compare(rows, {model: {"x": x[model], "y": y[model]} for model in ("off", "on")})
+    assert [(t.task, t.metric, t.num_fewshot, t.documents) for t in found.tasks] == [("x", "acc", 5, 5), ("y", "f1", 0, 1)]
+    assert [t.standard_errors for t in found.tasks] == [{"off": 0.02, "on": 0.03}, {"off": None, "on": None}]
     assert [task.ranks for task in found.tasks] == [{"off": 2, "on": 1}, {"off": 1, "on": 2}]
     # Of 0, 0, 0, 1, 1: variance (3 · 0.16 + 2 · 0.36) / 4 = 0.3, and 0.3 / 5 = 0.06.
     assert [task.differences["on"].standard_error for task in found.tasks] == [pytest.approx(0.06**0.5), None]
