@@ -1,5 +1,6 @@
 """Real processes on gloo."""
 
+import faulthandler
 import os
 import signal
 import socket
@@ -11,6 +12,8 @@ from typing import Any
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+DONE = "done"  # what a rank tells at the end of its work
+
 
 def free_port() -> int:
     with socket.socket() as s:
@@ -19,7 +22,7 @@ def free_port() -> int:
 
 
 def _worker(
-    rank: int, world_size: int, port: int, function: Callable[..., None], args: tuple[Any, ...], errors: Any
+    rank: int, world_size: int, port: int, function: Callable[..., None], args: tuple[Any, ...], told: Any
 ) -> None:
     os.environ.update(
         RANK=str(rank),
@@ -31,41 +34,44 @@ def _worker(
     )
     try:
         dist.init_process_group("gloo")
+        faulthandler.enable()  # where it stands when native code crashes
         function(*args)
         dist.barrier()
+        told.put((rank, DONE))
         dist.destroy_process_group()
     except BaseException:
-        errors.put((rank, traceback.format_exc()))
+        told.put((rank, traceback.format_exc()))
         os._exit(1)
 
 
 def spawn(world_size: int, function: Callable[..., None], *args: Any) -> None:
     """Run ``function(*args)`` in ``world_size`` ranks; any rank's exception fails the test with its traceback.
 
-    A rank that dies of SIGABRT or SIGSEGV, which is torch's native code (gloo aborts now and then; malloc once found a broken
-    chunk in the wait for an asynchronous all-gather after a dozen trainers in one process), gives one more try, with a warning.
+    gloo aborts now and then while a process ends, when every rank has finished its work: a warning. A crash before that fails.
     """
-    exit_codes, failure = _run(world_size, function, args)
-    if any(code in (-signal.SIGABRT, -signal.SIGSEGV) for code in exit_codes):
-        warnings.warn(f"ranks ended with {exit_codes}, a crash in native code; tried again", stacklevel=2)
-        exit_codes, failure = _run(world_size, function, args)
-    if failure is not None:
-        raise AssertionError(f"rank {failure[0]} failed:\n{failure[1]}")
+    exit_codes, told = _run(world_size, function, args)
+    failures = "".join(f"\nrank {rank} failed:\n{text}" for rank, text in told if text != DONE)
+    crashed = {rank: code for rank, code in enumerate(exit_codes) if code}
+    at_work = sorted(crashed.keys() - {rank for rank, _ in told})
+    assert not at_work, f"ranks {at_work} of {world_size} died at work: {exit_codes}{failures}"
+    assert not failures, failures
     assert None not in exit_codes, f"{exit_codes.count(None)} of {world_size} ranks hang"
-    assert not any(exit_codes), exit_codes
+    if crashed:
+        assert set(crashed.values()) <= {-signal.SIGABRT, -signal.SIGSEGV}, exit_codes
+        warnings.warn(f"ranks ended with {exit_codes}, after their work: a crash in native code at exit", stacklevel=2)
 
 
 def _run(
     world_size: int, function: Callable[..., None], args: tuple[Any, ...]
-) -> tuple[list[int | None], tuple[int, str] | None]:
-    """Exit codes (None: it hung), and the first exception that a rank told: (rank, traceback)."""
+) -> tuple[list[int | None], list[tuple[int, str]]]:
+    """Exit codes (None: it hung), and what the ranks told, in order: (rank, traceback or DONE)."""
     # Forks of one process that has imported all of it, and has started no threads: seconds less for every rank.
     context = mp.get_context("forkserver")
     context.set_forkserver_preload(["titan_disp.train", "tests.mesh"])
-    errors = context.SimpleQueue()
+    told = context.SimpleQueue()
     port = free_port()
     ranks = [
-        context.Process(target=_worker, args=(rank, world_size, port, function, args, errors))
+        context.Process(target=_worker, args=(rank, world_size, port, function, args, told))
         for rank in range(world_size)
     ]
     for process in ranks:
@@ -76,4 +82,7 @@ def _run(
     for process in ranks:
         if process.is_alive():
             process.kill()
-    return exit_codes, None if errors.empty() else errors.get()
+    texts = []
+    while not told.empty():
+        texts.append(told.get())
+    return exit_codes, texts

@@ -53,7 +53,10 @@ def test_means_of_two_tasks_by_hand():
     y = {"off": Scores(0.9, None, 0, np.zeros(1)), "on": Scores(0.1, None, 0, np.ones(1))}
     rows = [Row("x", "acc", ("x",)), Row("y", "f1", ("y",))]
     found = compare(rows, {model: {"x": x[model], "y": y[model]} for model in ("off", "on")})
-    assert [(t.task, t.metric, t.num_fewshot, t.documents) for t in found.tasks] == [("x", "acc", 5, 5), ("y", "f1", 0, 1)]
+    assert [(t.task, t.metric, t.num_fewshot, t.documents) for t in found.tasks] == [
+        ("x", "acc", 5, 5),
+        ("y", "f1", 0, 1),
+    ]
     assert [t.standard_errors for t in found.tasks] == [{"off": 0.02, "on": 0.03}, {"off": None, "on": None}]
     assert [task.ranks for task in found.tasks] == [{"off": 2, "on": 1}, {"off": 1, "on": 2}]
     # Of 0, 0, 0, 1, 1: variance (3 · 0.16 + 2 · 0.36) / 4 = 0.3, and 0.3 / 5 = 0.06.
