@@ -1,4 +1,5 @@
 import os
+from pathlib import Path
 
 # Small models: threads of several ranks on the same cores cost more than they give.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -23,7 +24,9 @@ def one_rank():
 
 @pytest.fixture(scope="session")
 def sample(tmp_path_factory):
-    """The sample corpus with its SentencePiece tokenizer."""
+    """The sample corpus with its SentencePiece tokenizer; SAMPLE names a folder that holds it already."""
+    if written := os.environ.get("SAMPLE"):
+        return Path(written)
     folder = tmp_path_factory.mktemp("data") / "sample"
     write_sample(folder)
     return folder

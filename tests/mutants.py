@@ -129,6 +129,16 @@ def prepare(room: str) -> Path:
     return folder
 
 
+def sample() -> Path:
+    """The corpus of the tests, written once: seconds for every mutant."""
+    from titan_disp.data.sample import write_sample
+
+    folder = BUILD / "sample"
+    if not (folder / "README.md").is_file():
+        write_sample(folder)
+    return folder
+
+
 def verdicts(folder: Path) -> Iterator[tuple[Path, str, int | None]]:
     """(source file, mutant, mutmut's exit code) of the last run."""
     for meta in sorted((folder / "mutants").rglob("*.meta")):
@@ -191,7 +201,8 @@ def main() -> None:
         prepare(args.room)
         if names or not args.again:
             command = [sys.executable, "-m", "mutmut", "run", "--max-children", str(args.processes), *names]
-            subprocess.run(command, cwd=folder, env=os.environ | {"OMP_NUM_THREADS": "1"}, check=True)
+            environment = os.environ | {"OMP_NUM_THREADS": "1", "SAMPLE": str(sample())}
+            subprocess.run(command, cwd=folder, env=environment, check=True)
     total, survivors = results(folder)
     known = equivalent()
     same = [s for s in survivors if (s.file, " ".join(s.after.split())) in known]
