@@ -248,8 +248,8 @@ def of_length(path, count):
 def test_the_ten_of_the_paper(models, tmp_path, monkeypatch):
     """All are in the installed harness, with plain accuracy; MMLU is pooled.
 
-    The numbers of examples are those of the authors' pretrain_qwen3_fineweb.py (zeroshot_tasks; fewshot_tasks, of which
-    --num_fewshot is 5).
+    The numbers of examples are those of the authors' midtrain_qwen3.py (zeroshot_tasks; fewshot_tasks, of which --num_fewshot is
+    5), the metrics those of their plot_results.py.
     """
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(datasets, "load_dataset", small_hub)

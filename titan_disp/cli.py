@@ -373,7 +373,7 @@ def evaluate(
         folders: of causal language models, as titan-disp export writes them; the first is what others are compared with.
         tasks: names of the harness's tasks, groups or tags; paper: the ten of arXiv 2602.00217.
         limit: documents per task (of MMLU: per subject), the first ones; default: all.
-        num_fewshot: examples in the prompt; default: the paper's for its ten tasks, the task's own for others.
+        num_fewshot: examples in the prompt; default: the authors' for Qwen3 (5 or 0) in the paper's ten, or the task's own.
         batch_size: auto: the largest that fits on a GPU, 8 on a CPU.
         device: such as cpu or cuda:1; default: the GPU where there is one.
         dtype: of the weights; auto: as they were saved.

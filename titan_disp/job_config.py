@@ -9,47 +9,61 @@ from typing import Literal
 
 @dataclass
 class Dispersion:
+    """Whose number each default is, with its source: docs/loss.md."""
+
     enabled: bool = False
-    """Whether to add λ · dispersion to the cross-entropy. Off is identical to TorchTitan's Qwen3."""
+    """Whether to add λ · dispersion to the cross-entropy. Off is identical to TorchTitan's Qwen3. Our choice."""
 
     coeff: float = 0.1
-    """λ, weight of the dispersion loss. The paper: 0.1."""
+    """λ, weight of the dispersion loss. 0.1: the paper's text."""
 
     tau: float = 1.0
-    """τ, temperature. The paper: 1.0."""
+    """τ, temperature. 1.0: the paper's text."""
 
     layers: list[int] | Literal["all", "last", "early_half", "late_half"] = "all"
-    """Blocks whose outputs are dispersed: all, last, early_half, late_half, or a list of block indices from 0."""
+    """
+    Blocks whose outputs are dispersed: all, last, early_half, late_half, or a list of block indices from 0. all: the authors'
+    released code.
+    """
 
     clamp: float = 0.25
-    """κ: cosines are clamped to [−1+κ, 1−κ], straight-through. 0.25 is what the authors' released code uses."""
+    """
+    κ: cosines are clamped to [−1+κ, 1−κ], straight-through. 0.25: the authors' released code, where it is the class's default;
+    its mid-training of GPT-2 passes 0.1.
+    """
 
     norm_eps: float = 1e-2
-    """ε added to token norms. 1e-2 is what the authors' released code uses."""
+    """ε added to token norms. 1e-2: the authors' released code."""
 
     variant: Literal["angular", "decorrelation", "l2_repel", "orthogonalization"] = "angular"
-    """Of the paper's Table 1. tau serves angular and l2_repel; clamp and norm_eps angular and orthogonalization."""
+    """
+    Of the paper's Table 1; angular is the loss of the paper's text. tau serves angular and l2_repel; clamp and norm_eps
+    angular and orthogonalization.
+    """
 
     estimator: Literal["exact", "moments", "sampled"] = "exact"
     """
     exact: all pairs of tokens. moments: all pairs, in time linear in the sequence (angular only). sampled: the pairs of
-    max_tokens positions per sequence.
+    max_tokens positions per sequence, as in the authors' released code. exact is our choice.
     """
 
     max_tokens: int = 256
-    """Positions per sequence of the sampled estimator, drawn anew for every step and layer. The paper: 256."""
+    """
+    Positions per sequence of the sampled estimator, drawn anew for every step and layer, the same ones for all sequences of the
+    step. 256: the authors' released code, which draws anew for every layer and microbatch.
+    """
 
     norm_coeff: float = 0.1
-    """λ_norm of l2_repel, on the mean square of the activations. The paper: 0.1."""
+    """λ_norm of l2_repel, on the mean square of the activations. 0.1: the authors' released code."""
 
     warmup_steps: int = 0
-    """coeff grows linearly from 0 over so many steps."""
+    """coeff grows linearly from 0 over so many steps. 0: the authors' released code keeps λ constant."""
 
     decay: Literal["constant", "linear", "cosine"] = "constant"
-    """How coeff goes to final_coeff between warm-up and the last step."""
+    """How coeff goes to final_coeff between warm-up and the last step. constant: the authors' released code."""
 
     final_coeff: float = 0.0
-    """λ of the last step, unless decay is constant."""
+    """λ of the last step, unless decay is constant. Our choice."""
 
 
 @dataclass

@@ -17,8 +17,9 @@ SCALARS = 4  # before the histogram in a row of statistics
 def _statistics(z: Tensor) -> Tensor:
     """[4 + BINS] float64 of one sequence [N, F]: mean cosine, mean squared cosine, mean angle, effective rank, histogram.
 
-    Mean, square and histogram are over all N² pairs, the N of a token with itself included, as the paper defines them;
-    the angle arccos(c)/π is over the N(N−1) pairs of different tokens. An all-zero token has cosine 0 to every other.
+    Mean, square and histogram are over all N² pairs, the N of a token with itself included, as the paper defines the mean and the
+    authors' released code takes the histogram; the angle arccos(c)/π is over the N(N−1) pairs of different tokens. An all-zero
+    token has cosine 0 to every other.
     """
     u = torch.nn.functional.normalize(z.double(), dim=-1, eps=torch.finfo(torch.float64).tiny)
     n = u.shape[0]

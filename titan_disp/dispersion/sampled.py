@@ -1,4 +1,8 @@
-"""The paper's own shortcut: the loss of a few positions of every sequence, drawn anew each step."""
+"""The loss of a few positions of every sequence, drawn anew for every step and layer, the same ones for all sequences.
+
+The authors' released code does this by default, with 256 positions that it draws anew for every layer and microbatch. Here the
+draw depends on the step and the layer alone, so that it is the same on every mesh and after a resume.
+"""
 
 from collections.abc import Sequence
 

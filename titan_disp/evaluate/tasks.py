@@ -24,9 +24,10 @@ PAPER = {
 }
 """The ten tasks of arXiv 2602.00217 and their numbers of few-shot examples.
 
-The numbers, and TruthfulQA as MC2 (the probability of the true answers), are those of the authors' published code
-(github.com/KrishnaswamyLab/LM-Dispersion). The metric is ``acc`` for all ten, as there, also where the harness has an
-``acc_norm``, which is in results.json.
+The paper's text names the tasks. The rest is the authors' released code (github.com/ChenLiu-1996/LM-Dispersion): which tasks have
+examples, and five of them, as in its mid-training of Qwen3 (GPT-2's has one); TruthfulQA as MC2 (the probability of the true
+answers); and the metric, ``acc`` for all ten, also where the harness has an ``acc_norm``, which is in results.json. It scores 200
+documents a task (Qwen3) or 500 (GPT-2); that all documents are scored here is our choice.
 """
 
 
