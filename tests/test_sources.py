@@ -1,15 +1,27 @@
-"""Whose the numbers are: every default in docs/loss.md."""
+"""Whose the numbers are: every default in docs/loss.md, and the authors' recipes in train_configs/authors."""
 
 import ast
+import copy
 import dataclasses
 import inspect
+import math
 import re
+from pathlib import Path
 
+import pytest
 import tomli
 
 from tests.cluster_of_one import ROOT
+from tests.distributed import spawn
 from titan_disp import job_config
+from titan_disp.config import load_config
+from titan_disp.qwen3.flavors import flavors
 
+AUTHORS = ROOT / "train_configs" / "authors"
+FINEWEB, C4, MIDTRAIN = (
+    AUTHORS / f"{name}.toml"
+    for name in ("pretrain_0.6b_fineweb_edu", "pretrain_0.6b_c4", "midtrain_qwen3_0.6b_wikitext")
+)
 WHOSE = {"the paper's text", "the authors' released code", "our choice", "our measurement"}
 DEFAULTS = {
     f"{section.name}.{key.name}": getattr(getattr(job_config.JobConfig(), section.name), key.name)
@@ -18,6 +30,10 @@ DEFAULTS = {
 }
 # Keys that the table may have before the config has them.
 ANNOUNCED = {"dispersion.final_norm", "dispersion.include_diagonal"}
+known_keys = pytest.mark.skipif(
+    "dispersion.final_norm" not in DEFAULTS or "0.6B_untied" not in flavors,
+    reason="the authors' recipes use dispersion.final_norm and the flavor 0.6B_untied",
+)
 
 
 def table():
@@ -48,3 +64,154 @@ def test_every_default_of_the_loss_says_whose_it_is():
         if key.startswith("dispersion.") and key in DEFAULTS:
             assert source, key
             assert whose in help_texts[key], key
+
+
+# What is known of the recipes, by hand: the authors' released code and its fork of TorchTitan, as docs/loss.md cites them.
+COMMON = {
+    "optimizer.name": "AdamW",
+    "optimizer.weight_decay": 0.1,
+    "optimizer.beta1": 0.9,
+    "optimizer.beta2": 0.95,
+    "optimizer.eps": 1e-8,
+    "training.max_norm": 1.0,
+    "training.seq_len": 4096,
+    "training.mixed_precision_param": "bfloat16",
+    "dispersion.enabled": True,
+    "dispersion.layers": "all",
+}
+PRETRAIN = COMMON | {
+    "model.flavor": "0.6B_untied",
+    "optimizer.lr": 3e-4,
+    "dispersion.final_norm": False,
+    "training.local_batch_size": 4,
+}
+RECIPES = {
+    FINEWEB: PRETRAIN
+    | {
+        "training.steps": math.ceil(10e9 / (256 * 4096)),
+        "training.global_batch_size": 256,
+        "training.dtype": "bfloat16",
+        "lr_scheduler.warmup_steps": 500,
+        "lr_scheduler.decay_type": "cosine",
+        "lr_scheduler.min_lr_factor": 0.1,
+        "dispersion.variant": "angular",
+        "dispersion.coeff": 0.1,
+        "dispersion.tau": 1.0,
+        "dispersion.clamp": 1e-2,
+        "dispersion.norm_eps": 1e-2,
+        "dispersion.estimator": "sampled",
+        "dispersion.max_tokens": 256,
+    },
+    C4: PRETRAIN
+    | {
+        "training.steps": 1000,
+        "training.global_batch_size": -1,
+        "training.dataset": "c4",
+        "training.dtype": "float32",
+        "lr_scheduler.warmup_steps": 2,
+        "lr_scheduler.decay_type": "linear",
+        "lr_scheduler.min_lr_factor": 0.0,
+        "dispersion.variant": "decorrelation",
+        "dispersion.coeff": 1.0,
+        "dispersion.estimator": "exact",
+    },
+    MIDTRAIN: COMMON
+    | {
+        "model.flavor": "0.6B",
+        "optimizer.lr": 5e-5,
+        "checkpoint.initial_load_in_hf": True,
+        "training.steps": math.ceil(200e6 / (32 * 4096)),
+        "training.global_batch_size": 32,
+        "training.local_batch_size": 1,
+        "training.dtype": "float32",
+        "lr_scheduler.warmup_steps": math.ceil(0.2 * 200e6 / (32 * 4096)),
+        "lr_scheduler.decay_type": "cosine",
+        "lr_scheduler.min_lr_factor": 0.0,
+        "dispersion.final_norm": True,
+        "dispersion.variant": "angular",
+        "dispersion.coeff": 0.1,
+        "dispersion.tau": 1.0,
+        "dispersion.clamp": 0.25,
+        "dispersion.norm_eps": 1e-2,
+        "dispersion.estimator": "sampled",
+        "dispersion.max_tokens": 256,
+    },
+}
+
+
+@known_keys
+def test_recipes():
+    """All are listed above, pass the checks of a start on one GPU and on more, and have the values that are known."""
+    from titan_disp.checks import check_config
+
+    assert set(AUTHORS.glob("*.toml")) == set(RECIPES)
+    for file, known in RECIPES.items():
+        config = load_config(["--job.config_file", str(file)])
+        check_config(copy.deepcopy(config), 8)
+        check_config(config, 1)
+        found = {key: getattr(getattr(config, key.split(".")[0]), key.split(".")[1]) for key in known}
+        assert found == known, file.name
+
+
+@pytest.mark.parametrize("file", RECIPES, ids=lambda file: file.stem)
+def test_every_line_of_a_recipe_names_its_source(file):
+    header, _, body = file.read_text().partition("\n\n")
+    sources = set(re.findall(r"^#   \[(\w+)\] ", header, re.M))
+    assert "ours" in sources
+    assert "cannot be matched" in header
+    for line in body.splitlines():
+        if line and not re.fullmatch(r"\[\w+\]", line):
+            named = re.findall(r"\[(\w+)\]", line.partition("#")[2])
+            assert named, line
+            assert set(named) <= sources, line
+
+
+# λ; the learning rate at each of three steps without warm-up, as parts of its maximum: the first at 1, then a third and two
+# thirds of the way down the recipe's curve; its maximum; the bounds of the dispersion loss, which is a mean of exp(−D/τ) with D
+# from arccos(1−κ)/π to 1 − that, or of squared correlations; the dtype of the weights.
+TRAINED = {
+    FINEWEB: (0.1, (1, 0.1 + 0.9 * 0.75, 0.1 + 0.9 * 0.25), 3e-4, (-0.955, -0.045), "torch.bfloat16"),
+    C4: (1.0, (1, 2 / 3, 1 / 3), 3e-4, (0, 1), "torch.float32"),
+    MIDTRAIN: (0.1, (1, 0.75, 0.25), 5e-5, (-0.77, -0.23), "torch.float32"),
+}
+
+
+def three_steps_of_each(sample, folder):
+    from titan_disp.run.folder import read_metrics
+    from titan_disp.train import DispTrainer
+
+    for file, (coeff, curve, lr, (least, most), dtype) in TRAINED.items():
+        run = Path(folder) / file.stem
+        arguments = [
+            *("--job.config_file", str(file), "--model.flavor=nano", "--model.hf_assets_path", f"{sample}/tokenizer"),
+            *("--training.dataset_path", sample, "--job.dump_folder", str(run), "--training.seq_len", "32"),
+            *("--training.local_batch_size", "1", "--training.global_batch_size", "2", "--dispersion.max_tokens", "16"),
+            *(
+                "--training.steps",
+                "3",
+                "--budget.tokens",
+                "0",
+                "--lr_scheduler.warmup_steps",
+                "0",
+                "--stream.prefetch",
+                "0",
+            ),
+            *("--metrics.log_freq", "1", "--condensation.interval", "0", "--optimizer.implementation", "foreach"),
+            *("--checkpoint.no-enable", "--checkpoint.no-initial_load_in_hf"),
+        ]
+        trainer = DispTrainer(load_config(arguments))
+        trainer.train()
+        assert {str(p.dtype) for p in trainer.model_parts[0].parameters()} == {dtype}
+        trainer.close()
+        rows = read_metrics(run)
+        assert [rows[step]["lr"] for step in (1, 2, 3)] == pytest.approx([part * lr for part in curve])
+        for step, row in rows.items():
+            assert row["tokens"] == step * 2 * 32
+            assert row["loss"] == pytest.approx(row["ce"] + coeff * row["dispersion"], abs=1e-5)
+            assert least <= row["dispersion"] <= most
+            assert 0 < row["grad_norm"] < math.inf
+
+
+@known_keys
+def test_recipes_train(sample, tmp_path):
+    spawn(1, three_steps_of_each, str(sample), str(tmp_path))
