@@ -151,14 +151,14 @@ def survivors_of(folder: Path) -> list[str]:
 
 
 def results(folder: Path) -> tuple[int, list[Survivor]]:
-    """How many mutants there were, and those that survived."""
+    """How many mutants were tried, and those that survived."""
     from mutmut.mutation.diff_apply import get_diff_for_mutant
     from mutmut.utils.format_utils import orig_function_and_class_names_from_key
 
     total, survivors = 0, []
     os.chdir(folder)  # where mutmut looks for its files
     for source, name, code in verdicts(folder):
-        total += 1
+        total += code is not None
         if code in SURVIVED:
             _, _, header, *diff = get_diff_for_mutant(name).splitlines()
             before, after = (" ".join(line[1:].strip() for line in diff if line[0] == sign) for sign in "-+")
@@ -204,6 +204,8 @@ def main() -> None:
             environment = os.environ | {"OMP_NUM_THREADS": "1", "SAMPLE": str(sample())}
             subprocess.run(command, cwd=folder, env=environment, check=True)
     total, survivors = results(folder)
+    if untried := sum(code is None for _, _, code in verdicts(folder)):
+        print(f"{untried} mutants have not been tried: the last run was ended")
     known = equivalent()
     same = [s for s in survivors if (s.file, " ".join(s.after.split())) in known]
     noticed, possible = total - len(survivors), total - len(same)
