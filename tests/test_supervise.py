@@ -587,8 +587,10 @@ class TestTrain:
 
     def test_a_run_folder_that_hangs(self, cluster, capsys):
         """It holds whoever touches it, which is this process too: files become pipes that nobody writes."""
-        pipes = " ".join(f"{cluster.run}/{name}" for name in self.PIPES)
-        cluster.write("srun", f"{self.beat(cluster, 0.6)}; sleep 0.4; rm -f {pipes}; mkfifo {pipes}; exec sleep 60")
+        pipes = " ".join(self.PIPES)
+        # Renamed: a file that is missing for a moment would be a run that has said its last word.
+        hang = f"mkdir pipes; cd pipes; mkfifo {pipes}; sleep 0.4; mv -f {pipes} {cluster.run}"
+        cluster.write("srun", f"{self.beat(cluster, 0.6)}; cd {cluster.folder}; {hang}; exec sleep 60")
         supervisor = cluster.supervisor(TITAN_DISP_CHECK_NODES="0", TITAN_DISP_CHECK_SECONDS="2")
         supervisor.patience = 0.3
         start = time.monotonic()
