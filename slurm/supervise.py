@@ -17,6 +17,7 @@ back. The batch script writes the names of signals that it receives into the fil
 
 import argparse
 import contextlib
+import fcntl
 import glob
 import json
 import os
@@ -43,10 +44,10 @@ TEXT = {"encoding": sys.getfilesystemencoding(), "errors": "surrogateescape"}
 
 
 class Outcome:
-    """The state that follows, and why."""
+    """The state that follows, and why; the job's exit status where that state is END."""
 
-    def __init__(self, state, reason=""):
-        self.state, self.reason = state, reason
+    def __init__(self, state, reason="", status=0):
+        self.state, self.reason, self.status = state, reason, status
 
     def __repr__(self):
         return f"Outcome({self.state!r}, {self.reason!r})"
@@ -391,6 +392,7 @@ class Supervisor:
                 f"the time limit is {limit} s, and SLURM signals the job {self.lead} s before it, so that every start would "
                 "end before it has trained. Ask for a longer --time, or for a later signal with sbatch "
                 "--signal=B:USR1@SECONDS and TITAN_DISP_SIGNAL_SECONDS=SECONDS",
+                2,
             )
         return None
 
@@ -434,7 +436,8 @@ class Supervisor:
                 f"theirs: {reason}"
             )
         else:
-            self._remember(problems)
+            if not self.owner():
+                self._remember(problems)
             reason = "nodes that cannot train: " + reason
         return self.count_failure(reason)
 
@@ -521,14 +524,27 @@ class Supervisor:
             if self.held():
                 return Outcome(END, f"{self.stop_file()} is there: nothing was trained. Remove it to go on")
             return Outcome(TRAIN, "the config can start on these nodes")
-        if status == IN_USE and self.restart == 0:  # not a failure of that job, whose counters are in the run folder
-            return Outcome(END, "another job uses the run folder. Not requeued")
+        if status == IN_USE and self.restart == 0:  # at a restart it may be what this job's own start has left
+            return Outcome(END, "{} uses the run folder. Not requeued".format(self.owner() or "another job"), 2)
         reason = f"the config could not be checked (status {status}); the lines above say why"
         if not finished:
             reason = f"the check of the config took more than {self.check_seconds:.0f} s"
         if first:
-            return Outcome(END, reason + ". Not requeued: mend the config or the environment")
+            return Outcome(END, reason + ". Not requeued: mend the config or the environment", 2)
         return self.count_failure(reason)
+
+    def owner(self):
+        """Who holds the run folder's lock (run/folder.py), such as "job 6". None: this job, nobody, or there are no locks.
+
+        The state in the folder is that job's: neither its counters nor its stop file are touched.
+        """
+        with contextlib.suppress(OSError), open(os.path.join(self.run, ".lock"), "r+", errors="replace") as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                job = lock.read().rpartition("SLURM job ")[2].strip()
+                return None if job == self.job else f"job {job}"
+        return None
 
     def stop_file(self):
         return os.path.join(self.run, "stop")
@@ -541,7 +557,7 @@ class Supervisor:
 
     def ask_to_stop(self):
         """The stop file, whole or none: an empty one, as a full disk leaves, would be a user's, and hold the run for ever."""
-        if self.held():  # a user's file says the same
+        if self.held() or self.owner():  # a user's file says the same
             return
         try:
             with open(self.stop_file() + ".partial", "w") as file:
@@ -560,8 +576,6 @@ class Supervisor:
         self.environment["TITAN_DISP_RUN"] = self.run
         # torchrun gives ranks 30 s after a SIGTERM unless it is told otherwise: as long as SLURM's notice.
         self.environment.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(self.lead))
-        with contextlib.suppress(OSError):  # of an earlier start
-            within(self.patience, lambda: os.remove(os.path.join(self.run, "heartbeat.json")))
         self.beat = ({}, time.monotonic())
         process = self.node("train", "--job.config_file", *self.argv)
         asked = False
@@ -642,6 +656,9 @@ class Supervisor:
 
     def count_failure(self, reason):
         """Requeue, or give up after ``max_retries`` failures in a row without a new checkpoint."""
+        owner = self.owner()
+        if owner:
+            return Outcome(END, f"{owner} uses the run folder. Not requeued; {reason}", 2)
         path = os.path.join(self.run, "requeue.json")
         before = read_json(path, {})
         step = newest_checkpoint(self.run)
@@ -815,9 +832,7 @@ class Supervisor:
         where = "start {} on {}".format(self.start, self.environment.get("SLURM_JOB_NODELIST"))
         outcome = self.check_time_limit() or Outcome(UNPACK, where)
         self.note(outcome)
-        decided = False
         while outcome.state in states:
-            decided = outcome.state == DECIDE
             outcome = self.enter(outcome.state, states[outcome.state])
             self.note(outcome)
         if outcome.state == REQUEUE:
@@ -825,7 +840,7 @@ class Supervisor:
         if outcome.state == GIVE_UP:
             self.on_top(outcome.reason)
             return 1
-        return 0 if decided or within(self.patience, self.held) else 2
+        return outcome.status
 
 
 def main():

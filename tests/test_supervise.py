@@ -1,5 +1,6 @@
 """The SLURM job's states, with commands of SLURM that say what a test wants. (The whole of it runs in tests/slurm.)"""
 
+import fcntl
 import importlib.util
 import json
 import os
@@ -434,13 +435,6 @@ class TestPrepare:
         assert outcome.state == state
         assert "the config could not be checked (status 1)" in outcome.reason
 
-    def test_a_second_job_does_not_count_against_the_first(self, cluster):
-        """Nor come back, which would be three more times; the same job's locks may outlive its processes for a while."""
-        cluster.checkpoint(4)
-        cluster.write("python", "exit 3")
-        assert cluster.supervisor().prepare() == Outcome("end", "another job uses the run folder. Not requeued")
-        assert not (cluster.run / "requeue.json").exists()
-        assert cluster.supervisor(restart=1).prepare().state == "requeue"
 
     def test_no_interpreter(self, cluster):
         outcome = cluster.supervisor(restart=1, TITAN_DISP_PYTHON="/nowhere/python").prepare()
@@ -511,6 +505,68 @@ def test_any_bytes_in_any_locale(cluster):
     assert done.returncode == 2, done.stderr
     assert b"the time limit is 60 s" in done.stdout
     assert [p.name for p in cluster.folder.glob("l*ufe/*")] == ["supervisor.jsonl"]
+
+
+class TestAnotherJobsRun:
+    """Its counters, its heartbeat and its stop file belong to the job that holds the run folder's lock."""
+
+    @pytest.fixture
+    def state(self, cluster):
+        """What there is to be left alone."""
+        cluster.checkpoint(4)
+        texts = {"requeue.json": '{"failures": 2, "step": 4}', "heartbeat.json": '{"start": "6.0"}'}
+        for name, text in texts.items():
+            (cluster.run / name).write_text(text)
+        return texts
+
+    @pytest.fixture
+    def lock(self, cluster):
+        """As run/folder.py takes it; for another job, unless a test writes another number."""
+        with open(cluster.run / ".lock", "w") as file:
+            file.write("host n9, pid 77, SLURM job 6")
+            file.flush()
+            fcntl.flock(file, fcntl.LOCK_EX)
+            yield file
+
+    def left(self, cluster, state):
+        assert {name: (cluster.run / name).read_text() for name in state} == state
+        assert not {"stop", "bad_nodes.json", "exclude"} & {path.name for path in cluster.run.iterdir()}
+
+    @pytest.mark.parametrize("restart", [0, 1])
+    def test_a_second_job_ends(self, cluster, state, lock, restart):
+        """It does not come back, which would be three more times."""
+        cluster.write("python", "exit 3")
+        supervisor = cluster.supervisor(restart=restart, TITAN_DISP_CHECK_NODES="0")
+        assert supervisor.supervise() == 2
+        assert cluster.transitions()[-1]["reason"].startswith("job 6 uses the run folder. Not requeued")
+        assert not [call for call in cluster.calls("scontrol") if call.startswith("requeue")]
+        self.left(cluster, state)
+
+    def test_bad_nodes_are_no_failure_of_its_run(self, cluster, state, lock):
+        cluster.reports(**{**FOUR, "n3": (8, ["GPU 3 multiplies wrongly"])})
+        assert cluster.supervisor(restart=1).check_nodes().state == "end"
+        self.left(cluster, state)
+
+    def test_it_began_while_the_nodes_were_checked(self, cluster, state, lock):
+        """Ranks that meet the lock fail, and the job is signalled meanwhile."""
+        cluster.write("srun", f"echo USR1 > {cluster.signals}; sleep 0.3; exit 1")
+        supervisor = cluster.supervisor(restart=1)
+        assert supervisor.train().state == "decide"
+        cluster.error("InUseError: in use by another job", time=9, start="7.1")
+        assert supervisor.decide().state == "end"
+        self.left(cluster, state)
+
+    def test_what_this_jobs_own_start_has_left(self, cluster, state, lock):
+        """A node that died may hold its locks for a while."""
+        lock.seek(0)
+        lock.write("host n9, pid 77, SLURM job 7")
+        lock.flush()
+        cluster.write("python", "exit 3")
+        assert cluster.supervisor(restart=1).prepare().reason.startswith("failure 3 of at most 3")
+
+    def test_a_lock_that_nobody_holds(self, cluster, state):
+        (cluster.run / ".lock").write_text("host n9, pid 77, SLURM job 6")
+        assert decided(cluster, restart=1).reason.startswith("failure 3 of at most 3")
 
 
 class TestTrain:
