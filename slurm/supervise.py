@@ -352,15 +352,15 @@ class Supervisor:
     def step(self, *command, **options):
         """Start a command on every node by srun.
 
-        A task per node, with all of its cores and memory: since SLURM 22.05 a step gets one core unless told otherwise.
+        A task per node, with all of its memory, and all of its cores because nobody asks for any: --cpus-per-task would be one
+        number for all nodes, which fails on smaller ones and leaves cores of larger ones idle (--exact in srun(1)).
         """
         kill = options.pop("kill_on_bad_exit", True)
         command = self.srun("--ntasks-per-node=1", f"--kill-on-bad-exit={kill:d}") + list(command)
         return subprocess.Popen(command, env=self.environment, start_new_session=True, **options)
 
     def srun(self, *arguments):
-        cores = "--cpus-per-task=" + self.environment.get("SLURM_CPUS_ON_NODE", "1")
-        return ["srun", *arguments, cores, "--mem=0", "--cpu-bind=none"] + shlex.split(self._setting("SRUN_ARGS", ""))
+        return ["srun", *arguments, "--mem=0", "--cpu-bind=none"] + shlex.split(self._setting("SRUN_ARGS", ""))
 
     def node(self, what, *arguments, **options):
         return self.step("bash", os.path.join(HERE, "node.sh"), what, *arguments, **options)

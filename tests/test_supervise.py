@@ -292,7 +292,7 @@ class TestNodes:
         assert supervisor.check_nodes() == Outcome("prepare", "4 nodes can train")
         (call,) = cluster.calls("srun")
         assert call == (
-            "--ntasks-per-node=1 --kill-on-bad-exit=0 --cpus-per-task=1 --mem=0 --cpu-bind=none bash "
+            "--ntasks-per-node=1 --kill-on-bad-exit=0 --mem=0 --cpu-bind=none bash "
             f"{ROOT}/slurm/node.sh check"
         )
         assert sorted(p.name for p in (cluster.run / "nodes" / "7.0").iterdir()) == [
@@ -454,7 +454,7 @@ class TestPrepare:
             cluster.supervisor(TITAN_DISP_SRUN_ARGS="--container-image='/my images/a.sqsh'").prepare().state == "train"
         )
         (call,) = cluster.calls("srun")
-        assert call.startswith("--nodes=1 --ntasks=1 --nodelist=n1 --cpus-per-task=1 --mem=0 --cpu-bind=none ")
+        assert call.startswith("--nodes=1 --ntasks=1 --nodelist=n1 --mem=0 --cpu-bind=none ")
         assert "--container-image=/my images/a.sqsh python -m titan_disp.cluster.job" in call
 
     def test_a_users_stop_file_holds(self, cluster):
@@ -572,11 +572,12 @@ class TestAnotherJobsRun:
 class TestTrain:
     def test_how_it_is_started(self, cluster):
         cluster.write("srun", f'env > "{cluster.folder}/environment"')
-        supervisor = cluster.supervisor(SLURM_CPUS_ON_NODE="64", TITAN_DISP_SRUN_ARGS="--mpi=none")
+        unequal = {"SLURM_CPUS_ON_NODE": "128", "SLURM_JOB_CPUS_PER_NODE": "128(x3),64"}  # 128 would fail on the last node
+        supervisor = cluster.supervisor(TITAN_DISP_SRUN_ARGS="--mpi=none --cpus-per-task=32", **unequal)
         assert supervisor.train() == Outcome("decide", "training ended with status 0")
         (call,) = cluster.calls("srun")
         assert call == (
-            "--ntasks-per-node=1 --kill-on-bad-exit=1 --cpus-per-task=64 --mem=0 --cpu-bind=none --mpi=none bash "
+            "--ntasks-per-node=1 --kill-on-bad-exit=1 --mem=0 --cpu-bind=none --mpi=none --cpus-per-task=32 bash "
             f"{ROOT}/slurm/node.sh train --job.config_file config.toml --job.dump_folder {cluster.run}"
         )
         seen = (cluster.folder / "environment").read_text().splitlines()

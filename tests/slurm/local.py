@@ -30,7 +30,7 @@ ENDED = {"BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL
 
 # cred_expire: a requeued job starts 1 s after its old credential is void; 5 s is the least, a lower value means 120 s.
 # sched_interval, bf_interval: seconds between looks at the queue. KillWait: from SIGTERM to SIGKILL.
-# MinJobAge: how long `scontrol show job` knows a finished job. config_overrides: believe CPUs=2, whatever the host has.
+# MinJobAge: how long `scontrol show job` knows a finished job. config_overrides: believe CPUs=, whatever the host has.
 # ReturnToService: with 2, a node set DOWN whose slurmd lives is idle again within 0.1 s.
 CONFIG = """\
 ClusterName={name}
@@ -85,7 +85,7 @@ def install() -> None:
 
 
 class LocalSlurm:
-    """``nodes`` SLURM nodes n1, n2, … of two CPUs each; a context manager that leaves no process behind.
+    """``nodes`` SLURM nodes n1, n2, … of two CPUs each, n2 of one; a context manager that leaves no process behind.
 
     ``folder`` gets the configuration, the state, munge's key and socket, and a log of each daemon. Its path must be
     short (80 characters), for sockets are made in it. ``environment`` is for subprocesses that talk to the cluster.
@@ -182,7 +182,8 @@ class LocalSlurm:
         user = pwd.getpwuid(os.geteuid()).pw_name
         config = CONFIG.format(name=self.name, host=host, port=port, user=user, folder=self.folder)
         for node, port in zip(self.nodes, ports, strict=True):
-            config += f"NodeName={node} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} CPUs=2 State=UNKNOWN\n"
+            cpus = 1 if node == "n2" else 2  # nodes of a job may be unequal
+            config += f"NodeName={node} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} CPUs={cpus} State=UNKNOWN\n"
         (self.folder / "slurm.conf").write_text(config)
         # slurmd loads a cgroup plugin though nothing here uses it, and v2's fails where no systemd runs.
         (self.folder / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\n")

@@ -96,6 +96,19 @@ def test_two_nodes(slurm, submit):
     assert sorted(names) == [["0:", "n1", "hello"], ["1:", "n2", "hello"]]
 
 
+def test_a_step_has_all_cpus_of_unequal_nodes(slurm, submit):
+    """Where nobody asks for CPUs; the first node's count for every node cannot be had. Of an option given twice the last counts."""
+    step = "srun --ntasks-per-node=1 --mem=0 --cpu-bind=none"
+    show = "bash -c 'echo $SLURMD_NODENAME $SLURM_CPUS_ON_NODE'"
+    lines = [f"{step} {show}", f"echo; {step} --cpus-per-task=2 --cpus-per-task=1 {show}"]
+    job = submit("\n".join(["#!/bin/bash", *lines, f"echo; {step} --cpus-per-task=2 {show}; exit 0"]), "--nodes=2", "--exclusive")
+    slurm.wait(job, "COMPLETED")
+    alone, last, first = (sorted(part.split("\n")) for part in slurm.log(job).split("\n\n"))
+    assert {"n1 2", "n2 1"} <= set(alone)
+    assert {"n1 1", "n2 1"} <= set(last)
+    assert any("More processors requested than permitted" in line for line in first)
+
+
 def test_requeues_itself_on_usr1(slurm, submit):
     job = submit(RETURNS)
     until_logged(slurm, job, "step on n2")
