@@ -32,7 +32,8 @@ from datetime import datetime, timezone
 
 UNPACK, CHECK, PREPARE, TRAIN, DECIDE = "unpack", "check nodes", "prepare", "train", "decide"
 REQUEUE, END, GIVE_UP = "requeue", "end", "give up"
-NODE_REPORT = "titan-disp-node-report: "  # begins the line of srun's output that holds a node's report as JSON
+# What stands before the JSON that is meant for this program, on a line of output that may hold anything else.
+NODE_REPORT, RUN_FOLDER = "titan-disp-node-report: ", "titan-disp-run-folder: "
 IN_USE = 3  # exit status of titan_disp.cluster.job where another job uses the run folder
 DAY = 86400.0
 UNWRITTEN = "cannot be written, so that only this log counts"
@@ -83,6 +84,19 @@ def write_json(path, content):
     with open(path + ".partial", "w") as file:
         json.dump(content, file)
     os.replace(path + ".partial", path)
+
+
+def marked(lines, mark):
+    """The JSON values behind a mark; lines without it are shown. Around them stand labels of srun, colours, other nodes' lines."""
+    values = []
+    for line in lines:
+        other, *texts = line.split(mark)
+        if not texts:
+            show(other.rstrip("\n"))
+        for text in texts:
+            with contextlib.suppress(ValueError):
+                values.append(json.JSONDecoder().raw_decode(text)[0])
+    return values
 
 
 def seconds_of(limit):
@@ -447,15 +461,8 @@ class Supervisor:
         lines, finished = self._await(process, self.check_seconds, self.end_step)
         if not finished and not self.signalled():
             say(f"the check of the nodes has taken {self.check_seconds:.0f} s and is ended")
-        reports = {}
-        for line in lines:
-            other, *texts = line.split(NODE_REPORT)
-            if not texts:
-                show(other.rstrip("\n"))
-            for text in texts:  # what else may stand on the line: a label of srun, colours, another node's report
-                with contextlib.suppress(ValueError, KeyError, TypeError):
-                    report, _ = json.JSONDecoder().raw_decode(text)
-                    reports[report["node"]] = report
+        found = [report for report in marked(lines, NODE_REPORT) if isinstance(report, dict)]
+        reports = {report["node"]: report for report in found if "node" in report}
         with contextlib.suppress(OSError):  # for whoever looks later
             folder = os.path.join(self.run, "nodes", self.start)
             os.makedirs(folder, exist_ok=True)
@@ -519,14 +526,20 @@ class Supervisor:
             lines, finished, status = [], True, error
         if self.signalled():
             return Outcome(DECIDE, "signalled while the config was checked")
-        if status == 0 and lines:
-            self.run = lines[-1].strip()
+        folders = marked(lines, RUN_FOLDER)
+        if status == 0 and folders:
+            self.run = folders[-1]
             if self.held():
                 return Outcome(END, f"{self.stop_file()} is there: nothing was trained. Remove it to go on")
             return Outcome(TRAIN, "the config can start on these nodes")
         if status == IN_USE and self.restart == 0:  # at a restart it may be what this job's own start has left
             return Outcome(END, "{} uses the run folder. Not requeued".format(self.owner() or "another job"), 2)
         reason = f"the config could not be checked (status {status}); the lines above say why"
+        if status == 0:
+            reason = (
+                "the check of the config did not say the run folder: is titan-disp of the same version there as "
+                "slurm/supervise.py here?"
+            )
         if not finished:
             reason = f"the check of the config took more than {self.check_seconds:.0f} s"
         if first:

@@ -12,7 +12,9 @@ import time
 
 import pytest
 
-from tests.cluster_of_one import ROOT
+from tests.cluster_of_one import DEMO, ROOT
+from titan_disp.cluster import job, nodecheck
+from titan_disp.errors import IN_USE_EXIT_CODE
 
 spec = importlib.util.spec_from_file_location("slurm.supervise", ROOT / "slurm" / "supervise.py")
 supervise = importlib.util.module_from_spec(spec)
@@ -47,13 +49,19 @@ class Cluster:
         self.write("scancel", "exit 0")
         self.write("sbatch", "exit 1")
         # The interpreter of the check of the config.
-        self.write("python", f'echo "[titan] a line of a library"; echo {self.run}')
+        self.folder_is("python", self.run)
         (self.folder / "job.out").write_text("the job's\nown lines\n")
 
     def write(self, name, script):
         file = self.commands / name
         file.write_text(f'#!/bin/bash\necho "$*" >> "$0.calls"\n{script}\n')
         file.chmod(0o755)
+
+    def folder_is(self, name, run):
+        """What the check of the config prints, here with srun's labels, and a container that speaks before and after it."""
+        text = f"0: a banner\n0: {supervise.RUN_FOLDER}{json.dumps(str(run))}\x1b[0m\n0: the container has ended\n"
+        (self.commands / "folder").write_text(text)
+        self.write(name, f'cat "{self.commands}/folder"')
 
     def calls(self, name):
         file = self.commands / f"{name}.calls"
@@ -412,8 +420,8 @@ class TestNodes:
 
 class TestPrepare:
     def test_the_run_folder_is_what_titan_disp_says(self, cluster):
-        other = cluster.folder / "other run"
-        cluster.write("python", f'echo "a line of a library"; echo "{other}"')
+        other = cluster.folder / "other λ run"
+        cluster.folder_is("python", other)
         supervisor = cluster.supervisor("--training.steps", "9")
         assert supervisor.prepare().state == "train"
         assert supervisor.run == str(other)
@@ -449,13 +457,32 @@ class TestPrepare:
         assert "the check of the config took more than 0 s" in outcome.reason
 
     def test_in_a_container_of_srun(self, cluster):
-        cluster.write("srun", f"echo {cluster.run}")
-        assert (
-            cluster.supervisor(TITAN_DISP_SRUN_ARGS="--container-image='/my images/a.sqsh'").prepare().state == "train"
-        )
+        cluster.folder_is("srun", cluster.run)
+        supervisor = cluster.supervisor(TITAN_DISP_SRUN_ARGS="--container-image='/my images/a.sqsh'")
+        assert supervisor.prepare().state == "train"
+        assert supervisor.run == str(cluster.run)
         (call,) = cluster.calls("srun")
         assert call.startswith("--nodes=1 --ntasks=1 --nodelist=n1 --mem=0 --cpu-bind=none ")
         assert "--container-image=/my images/a.sqsh python -m titan_disp.cluster.job" in call
+
+    def test_no_run_folder_is_said(self, cluster, capsys):
+        """As by an image with an older titan-disp; what it prints is in the log."""
+        cluster.write("python", f"echo {cluster.run}")
+        outcome = cluster.supervisor().prepare()
+        assert outcome.state == "end"
+        assert "did not say the run folder: is titan-disp of the same version there as slurm/supervise.py" in outcome.reason
+        assert capsys.readouterr().out == f"{cluster.run}\n"
+
+    def test_what_titan_disp_prints_is_understood(self, cluster, sample, monkeypatch, capsys):
+        run = cluster.folder / "läufe" / os.fsdecode(b"\xff")
+        options = ("--model.hf_assets_path", f"{sample}/tokenizer", "--training.dataset_path", str(sample))
+        argv = ["job", "--nodes", "1", "--nproc", "1", "--job.config_file", str(DEMO), "--job.dump_folder", str(run), *options]
+        monkeypatch.setattr("sys.argv", argv)
+        job.main()
+        lines = capsys.readouterr().out.splitlines(keepends=True)
+        assert supervise.marked(lines, supervise.RUN_FOLDER) == [str(run)]
+        assert supervise.NODE_REPORT == nodecheck.REPORT
+        assert supervise.IN_USE == IN_USE_EXIT_CODE
 
     def test_a_users_stop_file_holds(self, cluster):
         (cluster.run / "stop").touch()

@@ -1,11 +1,12 @@
 """``python -m titan_disp.cluster.job``: what the batch script must know before it starts hundreds of ranks.
 
-Checks the config, data and tokenizer for this number of nodes, and that no other job uses the run folder. The last line of
-stdout is the run folder. Where something must be mended: a message on stderr and exit status 2; 3 where another job uses the
+Checks the config, data and tokenizer for this number of nodes, and that no other job uses the run folder. Prints a line with
+the run folder, marked, as containers and srun may print more. Where something must be mended: a message on stderr and exit status 2; 3 where another job uses the
 run folder.
 """
 
 import argparse
+import json
 import os
 import sys
 from collections.abc import Sequence
@@ -17,6 +18,8 @@ from titan_disp.checks import check_config, check_device, check_inputs
 from titan_disp.config import load_config
 from titan_disp.errors import EXIT_CODE, IN_USE_EXIT_CODE, ConfigError, InUseError
 from titan_disp.run.folder import lock_folder
+
+RUN_FOLDER = "titan-disp-run-folder: "  # stands before the run folder as JSON (slurm/supervise.py reads it)
 
 
 def prepare(argv: Sequence[str], nodes: int, nproc: str) -> Path:
@@ -57,7 +60,7 @@ def main() -> None:
     except ConfigError as error:
         print(f"titan-disp: error: {error}", file=sys.stderr, flush=True)
         sys.exit(IN_USE_EXIT_CODE if isinstance(error, InUseError) else EXIT_CODE)
-    print(os.fspath(run))
+    print(RUN_FOLDER + json.dumps(os.fspath(run)), flush=True)
 
 
 if __name__ == "__main__":
