@@ -382,11 +382,10 @@ class Supervisor:
     def end_step(self, process):
         """End a step whose processes may not answer: they are killed, and srun too if it has not ended then."""
         status, text = self.call("squeue", "--noheader", "--steps", "--job=" + self.job, "--format=%i")
-        own = [line.strip() for line in text.split()] if status == 0 else []
-        for name in own:
-            if re.match(r"^\d+\.\d+$", name):  # not .batch, which is this process
-                self.call("scancel", "--signal=KILL", name)
-        if not own:
+        steps = re.findall(r"(?m)^\s*(\d+\.\d+)\s*$", text) if status == 0 else []  # not .batch, which is this process
+        for name in steps:
+            self.call("scancel", "--signal=KILL", name)
+        if not steps:
             process.terminate()  # srun tells the tasks
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(self.kill_wait)
@@ -417,12 +416,13 @@ class Supervisor:
             return Outcome(CHECK, "the environment is used where it is")
         local = os.path.join(self._setting("LOCAL", "/tmp"), "titan-disp-" + self.job)
         say(f"environment: {archive} to {local} on every node")
-        for command in (
-            lambda: subprocess.Popen(["sbcast", "--force", archive, local + ".tar"], env=self.environment),
-            lambda: self.step("bash", os.path.join(HERE, "unpack.sh"), local + ".tar"),
+        sbcast = ["sbcast", "--force", archive, local + ".tar"]
+        for command, end in (
+            (lambda: subprocess.Popen(sbcast, env=self.environment, start_new_session=True), kill_group),  # it is no step
+            (lambda: self.step("bash", os.path.join(HERE, "unpack.sh"), local + ".tar"), self.end_step),
         ):
             process = command()
-            _, finished = self._await(process, self.check_seconds, self.end_step)
+            _, finished = self._await(process, self.check_seconds, end)
             if self.signalled():
                 return Outcome(DECIDE, "signalled while the environment was unpacked")
             if process.returncode != 0 or not finished:

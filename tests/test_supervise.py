@@ -900,6 +900,20 @@ def test_unpack(cluster):
     assert outcome.reason.endswith("the environment /a/env.tar could not be unpacked on every node")
 
 
+@pytest.mark.parametrize("command", ["sbcast", "srun"])
+def test_unpacking_that_hangs(cluster, command):
+    """Neither sbcast nor an srun that gets no step is one: there is nothing to wait for until they are ended."""
+    cluster.write("squeue", "echo 7.batch")
+    cluster.write("sbcast", "exit 0")
+    cluster.write(command, "exec sleep 60")
+    supervisor = cluster.supervisor(TITAN_DISP_ENV_ARCHIVE="/a/env.tar", TITAN_DISP_CHECK_SECONDS="0.3")
+    supervisor.kill_wait = 20
+    start = time.monotonic()
+    assert supervisor.unpack().reason.endswith("the environment /a/env.tar could not be unpacked on every node")
+    assert time.monotonic() - start < 10
+    assert not cluster.calls("scancel")
+
+
 def test_what_dead_jobs_left_on_a_node_is_removed(cluster, tmp_path):
     """Only of jobs that SLURM does not list, and of nobody else; nothing where SLURM does not answer."""
     local = tmp_path / "local"
