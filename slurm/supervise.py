@@ -57,6 +57,10 @@ class Outcome:
         return (self.state, self.reason) == (other.state, other.reason)
 
 
+class Failure(Exception):
+    """What this start of the job fails with; the message is the reason."""
+
+
 def show(text):
     """Print, whatever the locale can say."""
     try:
@@ -287,14 +291,14 @@ class Supervisor:
         self.check_seconds = float(self._setting("CHECK_SECONDS", 600))
         self.run = run_folder(argv[0], argv[1:])
         self.heard = None  # a signal that this process received itself
-        self.fields = {}
+        self.fields, self.hosts = {}, []
         self.status = None  # srun's, once training has ended
         self.stalled = ""  # why training was ended here
         self.beat = ({}, time.monotonic())  # the newest heartbeat, and since when it has been known
         self.looking = None  # the thread that reads the heartbeat
         self.seen = False  # whether there has been one of this start
         self.grace = 5.0  # seconds in which the ranks write where they stand
-        # Seconds: between looks at signals, heartbeat and step; between tries to requeue, as slurmctld may be busy or failing
+        # Seconds: between looks at signals, heartbeat and step; between tries of scontrol, as slurmctld may be busy or failing
         # over; that a step gets to end; and that SLURM gets to end this script after it has requeued the job.
         self.pause, self.requeue_pauses, self.kill_wait, self.last_wait = 0.5, (1, 2, 4, 8, 16), 60.0, 60.0
         self.quiet = 1800.0  # seconds without a heartbeat of this start: Python and torchrun start, or end
@@ -354,10 +358,24 @@ class Supervisor:
         """The first signal received; None without."""
         return next(iter(self.received()), None)
 
+    def hostnames(self, names):
+        """The nodes of a list as SLURM writes it, such as gpu[01-80].
+
+        Raises:
+            Failure: SLURM does not say.
+        """
+        for pause in (0,) + self.requeue_pauses:
+            time.sleep(pause)
+            status, text = self.call("scontrol", "show", "hostnames", names)
+            if status == 0 and text.split():
+                return text.split()
+        tries = 1 + len(self.requeue_pauses)
+        raise Failure(f"scontrol show hostnames {names} failed {tries} times (status {status})")
+
     def nodes(self):
-        names = self.environment["SLURM_JOB_NODELIST"]
-        status, text = self.call("scontrol", "show", "hostnames", names)
-        return text.split() if status == 0 else [names]
+        """The job's, in SLURM's order."""
+        self.hosts = self.hosts or self.hostnames(self.environment["SLURM_JOB_NODELIST"])
+        return self.hosts
 
     def python(self):
         """The interpreter with titan_disp, with its prefix."""
@@ -829,6 +847,8 @@ class Supervisor:
             if outcome is not None:
                 return outcome
             reason = f"{state}: no answer within {limit:.0f} s; does the file system of {self.run} hang?"
+        except Failure as error:
+            reason = f"{state}: {error}"
         except Exception as error:  # such as a file system that went away: an error here must not end the run for good
             reason = f"{state}: {type(error).__name__}: {error}"
         return within(self.patience, lambda: self.count_failure(reason), Outcome(REQUEUE, reason + " (not counted)"))

@@ -32,6 +32,11 @@ JOB_STATES = (
 class Cluster:
     """A folder of stand-ins for SLURM's commands. Each notes how it was called; a script of the command's name decides."""
 
+    SHOW = """case "$1 $2" in
+"show job") cat "$0.job"; exit;;
+"show hostnames") echo "$3" | sed 's/n.1-4./n1,n2,n3,n4/; s/n.7-9./n7,n8,n9/' | tr , '\\n'; exit;;
+esac"""
+
     def __init__(self, folder):
         self.folder, self.commands, self.run = folder, folder / "bin", folder / "run"
         self.commands.mkdir()
@@ -43,7 +48,7 @@ class Cluster:
             "StdOut": str(folder / "job.out"),
             "Partition": "gpu",
         }
-        self.write("scontrol", 'case "$2" in hostnames) echo n1 n2 n3 n4;; job) cat "$0.job";; *) exit 1;; esac')
+        self.write("scontrol", f'{self.SHOW}; exit 1')
         self.write("srun", "exit 0")
         self.write("squeue", "echo 7.0; echo 7.batch")
         self.write("scancel", "exit 0")
@@ -309,6 +314,21 @@ class TestNodes:
             "n3.json",
             "n4.json",
         ]
+
+    def test_the_names_of_the_nodes(self, cluster):
+        """The list as SLURM writes it is no node that could be blamed."""
+        cluster.reports(**FOUR)
+        cluster.write("scontrol", f'[ $(grep -c hostnames "$0.calls") -gt 2 ] || exit 1; {cluster.SHOW}')
+        assert cluster.supervisor().check_nodes().state == "prepare"
+        cluster.write("scontrol", "exit 1")
+        for restart in (0, 1):
+            supervisor = cluster.supervisor(restart=restart)
+            for state, method in (("check nodes", supervisor.check_nodes), ("train", supervisor.train)):
+                outcome = supervisor.enter(state, method)
+                assert outcome.state == ("requeue" if (restart, state) != (1, "train") else "give up")
+                assert outcome.reason.endswith(": scontrol show hostnames n[1-4] failed 4 times (status 1)")
+        assert not (cluster.run / "bad_nodes.json").exists()
+        assert len(cluster.calls("srun")) == 1
 
     def test_switched_off(self, cluster):
         assert cluster.supervisor(TITAN_DISP_CHECK_NODES="0").check_nodes().state == "prepare"
