@@ -36,6 +36,7 @@ REQUEUE, END, GIVE_UP = "requeue", "end", "give up"
 NODE_REPORT, RUN_FOLDER = "titan-disp-node-report: ", "titan-disp-run-folder: "
 IN_USE = 3  # exit status of titan_disp.cluster.job where another job uses the run folder
 DAY = 86400.0
+NOTHING = ("", "(null)", "None", "N/A")  # how scontrol writes that a field is not set
 UNWRITTEN = "cannot be written, so that only this log counts"
 LEAD = 300  # seconds: pretrain.sbatch's --signal
 TOP = 1 << 28  # bytes of a log that is written anew for a line on top of it
@@ -255,11 +256,6 @@ def within(seconds, function, default=None):
     if error is not None:
         raise error
     return value
-
-
-def names_in(path):
-    with open(path) as file:
-        return [name for name in file.read().strip().split(",") if name]
 
 
 def gres_of(tres):
@@ -509,19 +505,24 @@ class Supervisor:
         return lines, finished
 
     def _remember(self, problems):
-        """Write down which nodes failed. One that has failed twice within a day is excluded from the next start."""
-        path = os.path.join(self.run, "bad_nodes.json")
-        now = time.time()
+        """Write down which nodes failed."""
+        times = self._failures_of_nodes()
+        for node in problems:
+            times[node] = times.get(node, []) + [time.time()]
+        write_json(os.path.join(self.run, "bad_nodes.json"), times)
+
+    def _failures_of_nodes(self):
+        """node -> when it failed within the last day."""
         times = {}
-        for node, failures in read_json(path, {}).items():
-            recent = [t for t in failures if now - t < DAY] if isinstance(failures, list) else []
+        for node, failures in read_json(os.path.join(self.run, "bad_nodes.json"), {}).items():
+            recent = [t for t in failures if time.time() - t < DAY] if isinstance(failures, list) else []
             if recent:
                 times[node] = recent
-        for node in problems:
-            times[node] = times.get(node, []) + [now]
-        write_json(path, times)
-        with open(os.path.join(self.run, "exclude"), "w") as file:
-            file.write(",".join(sorted(node for node, failures in times.items() if len(failures) >= 2)))
+        return times
+
+    def bad_nodes(self):
+        """Those that have failed twice within a day."""
+        return sorted(node for node, times in self._failures_of_nodes().items() if len(times) >= 2)
 
     def prepare(self):
         """The config is checked once, rather than on every rank; TorchTitan says which folder the run has.
@@ -740,51 +741,70 @@ class Supervisor:
 
     def requeue(self):
         """Exit status: 0 where another job was submitted, 1 else (SLURM ends a requeued job while this waits)."""
-        own = self.show_job().get("ExcNodeList", "")  # what the user or an earlier start excluded
         for i, pause in enumerate(self.requeue_pauses):
             status = 0
             if not self.requeued_already():  # this would end the next start
                 status, _ = self.call("scontrol", "requeue", self.job, loud=True)
             if status == 0 or self.requeued_already():  # an answer may be lost that was yes
                 say("requeued")
-                self._exclude(own)
+                self._exclude()
                 time.sleep(self.last_wait)
                 return 1
             say(f"scontrol requeue failed (status {status}), try {i + 1} of {len(self.requeue_pauses)}")
             time.sleep(pause)
-        command = self.resubmission()
+        _, names, added = self.exclusion()
+        command = self.resubmission(names)
         line = " ".join(shlex.quote(word) for word in command)
         if self._setting("RESUBMIT", "0") == "1":
             self.environment.pop("SLURM_RESTART_COUNT", None)  # SLURM does not set it for a first start
             status, text = self.call(*command, loud=True)
             if status == 0:
                 say(f"this site does not permit requeueing: submitted again as {text.strip()}")
+                self._remember_excluded("".join(re.findall(r"\d+", text)[:1]), added)
                 return 0
         self.on_top(f"NOT REQUEUED: SLURM refused it. Submit the job again: {line}")
         return 1
 
-    def excluded(self, own):
-        """(the user's own list and the nodes that failed twice, whether there are any of the latter)."""
-        bad = []
-        with contextlib.suppress(OSError):
-            bad = within(self.patience, lambda: names_in(os.path.join(self.run, "exclude")), [])
-        own = [] if own in ("", "(null)", "None") else own.split(",")
-        return ",".join(own + [node for node in bad if node not in own]), bool(bad)
+    def exclusion(self):
+        """(nodes that the job excludes, nodes to exclude from now on, those of the latter that are there for their failures).
 
-    def _exclude(self, own):
-        names, bad = self.excluded(own)
-        if not bad:
+        What this program has put on the list before, RUN/excluded.json, comes off it unless it is bad still. The user's own stays.
+        """
+        listed = self.fields.get("ExcNodeList", "")
+        try:
+            now = [] if listed in NOTHING else self.hostnames(listed)
+        except Failure as error:
+            say(f"{error}: the excluded nodes stay as they are")
+            return [listed], [listed], []
+
+        def read():
+            return read_json(os.path.join(self.run, "excluded.json"), {}), self.bad_nodes()
+
+        before, bad = within(self.patience, read, ({}, []))
+        own = [node for node in now if before.get("job") != self.job or node not in before.get("nodes", ())]
+        added = [node for node in bad if node not in own]
+        return now, own + added, added
+
+    def _exclude(self):
+        now, names, added = self.exclusion()
+        if sorted(names) == sorted(now):
             return
         # Only a pending job's list can be changed, which this one is from now on.
         for _ in range(8):
-            status, _ = self.call("scontrol", "update", "JobId=" + self.job, "ExcNodeList=" + names)
+            status, _ = self.call("scontrol", "update", "JobId=" + self.job, "ExcNodeList=" + ",".join(names))
             if status == 0:
+                self._remember_excluded(self.job, added)
                 return
             time.sleep(self.pause)
-        say(f"this SLURM does not let a job exclude nodes: submit it again with --exclude={names}")
+        say("this SLURM does not let a job exclude nodes: submit it again with --exclude=" + ",".join(names))
 
-    def resubmission(self):
-        """The sbatch command of a job like this one."""
+    def _remember_excluded(self, job, nodes):
+        path = os.path.join(self.run, "excluded.json")
+        with contextlib.suppress(OSError):
+            within(self.patience, lambda: write_json(path, {"job": job, "nodes": nodes}))
+
+    def resubmission(self, excluded):
+        """The sbatch command of a job like this one that excludes these nodes."""
         fields = self.fields
         options = [
             ("--job-name", fields.get("JobName")),
@@ -798,10 +818,10 @@ class Supervisor:
             ("--signal", f"B:USR1@{self.lead}" if self.lead != LEAD else None),
             ("--constraint", fields.get("Features")),
             ("--reservation", fields.get("Reservation")),
-            ("--exclude", self.excluded(fields.get("ExcNodeList", ""))[0]),
+            ("--exclude", ",".join(excluded)),
             ("--output", os.path.join(os.path.dirname(fields.get("StdOut", "")), "%x-%j.out")),
         ]
-        given = [f"{name}={value}" for name, value in options if value and value not in ("(null)", "N/A")]
+        given = [f"{name}={value}" for name, value in options if value and value not in NOTHING]
         return ["sbatch"] + given + ["--export=ALL", os.path.join(HERE, "pretrain.sbatch")] + self.argv
 
     def on_top(self, text):

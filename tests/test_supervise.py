@@ -374,14 +374,16 @@ class TestNodes:
 
     def test_a_node_that_fails_twice_is_excluded(self, cluster):
         cluster.reports(**{**FOUR, "n3": (8, ["GPU 3 multiplies wrongly"])})
-        outcome = cluster.supervisor().check_nodes()
+        supervisor = cluster.supervisor()
+        outcome = supervisor.check_nodes()
         assert outcome.state == "requeue"
         assert outcome.reason.endswith("nodes that cannot train: node n3: GPU 3 multiplies wrongly")
-        assert (cluster.run / "exclude").read_text() == ""
+        assert supervisor.bad_nodes() == []
         cluster.reports(**{node: found for node, found in FOUR.items() if node != "n3"})
-        outcome = cluster.supervisor(restart=1).check_nodes()
+        supervisor = cluster.supervisor(restart=1)
+        outcome = supervisor.check_nodes()
         assert outcome.reason.endswith("nodes that cannot train: node n3: it did not answer")
-        assert (cluster.run / "exclude").read_text() == "n3"
+        assert supervisor.bad_nodes() == ["n3"]
 
     def test_failures_of_a_node_expire(self, cluster):
         now = time.time()
@@ -389,9 +391,9 @@ class TestNodes:
         (cluster.run / "bad_nodes.json").write_text(json.dumps(times))
         supervisor = cluster.supervisor()
         supervisor._remember({"n3": ["it did not answer"]})
-        assert (cluster.run / "exclude").read_text() == ""
+        assert supervisor.bad_nodes() == []
         supervisor._remember({"n4": ["it did not answer"]})
-        assert (cluster.run / "exclude").read_text() == "n4"
+        assert supervisor.bad_nodes() == ["n4"]
 
     def test_one_failed_srun_excludes_nobody(self, cluster):
         """srun itself fails, twice: no node is to blame."""
@@ -399,7 +401,6 @@ class TestNodes:
         for restart in (0, 1):
             outcome = cluster.supervisor(restart=restart).check_nodes()
             assert "failed as a whole (srun's status 1): no node answered" in outcome.reason
-        assert not (cluster.run / "exclude").exists()
         assert not (cluster.run / "bad_nodes.json").exists()
 
     def test_more_than_a_quarter_are_the_jobs_failure(self, cluster):
@@ -577,7 +578,7 @@ class TestAnotherJobsRun:
 
     def left(self, cluster, state):
         assert {name: (cluster.run / name).read_text() for name in state} == state
-        assert not {"stop", "bad_nodes.json", "exclude"} & {path.name for path in cluster.run.iterdir()}
+        assert not {"stop", "bad_nodes.json"} & {path.name for path in cluster.run.iterdir()}
 
     @pytest.mark.parametrize("restart", [0, 1])
     def test_a_second_job_ends(self, cluster, state, lock, restart):
@@ -666,7 +667,7 @@ class TestTrain:
         assert not (cluster.run / "stop").exists()
         assert "so that the ranks do not know: No space left on device" in capsys.readouterr().out
 
-    PIPES = ("heartbeat.json", "events.jsonl", "stop", "exclude", "requeue.json", "supervisor.jsonl")
+    PIPES = ("heartbeat.json", "events.jsonl", "stop", "bad_nodes.json", "requeue.json", "supervisor.jsonl")
 
     def beat(self, cluster, allowed, start="7.0"):
         content = {"start": start, "step": 5, "doing": "save", "allowed_seconds": allowed}
@@ -736,21 +737,54 @@ class TestTrain:
 
 
 class TestEnds:
-    def test_requeue(self, cluster):
-        """The user's own --exclude is kept: SLURM's update replaces the list."""
-        cluster.job["ExcNodeList"] = "n[7-9]"
-        cluster.write("scontrol", 'case "$1 $2" in "show job") cat "$0.job";; esac')
-        (cluster.run / "exclude").write_text("n2,n5")
-        assert cluster.supervisor().requeue() == 1
-        calls = cluster.calls("scontrol")
-        assert "requeue 7" in calls
-        assert calls[-1] == "update JobId=7 ExcNodeList=n[7-9],n2,n5"
+    def updates(self, cluster):
+        return [call for call in cluster.calls("scontrol") if call.startswith("update")]
+
+    def excluded(self, cluster, own, **hours):
+        """The list of excluded nodes that a requeued job gets, after two failures of nodes so many hours ago; None: unchanged."""
+        # The update is what `scontrol show job` says from now on.
+        cluster.write("scontrol", f'{cluster.SHOW}; case "$1" in update) sed -i "/ExcNodeList/d" "$0.job"; echo "$3" >> "$0.job";; esac')
+        if own is not None:
+            cluster.job["ExcNodeList"] = own
+            supervisor = cluster.supervisor()
+        else:  # as the start before has left it
+            job = (cluster.commands / "scontrol.job").read_text()
+            supervisor = cluster.supervisor()
+            (cluster.commands / "scontrol.job").write_text(job)
+        times = {node: 2 * [time.time() - 3600 * ago] for node, ago in hours.items()}
+        (cluster.run / "bad_nodes.json").write_text(json.dumps(times))
+        before = len(self.updates(cluster))
+        assert supervisor.requeue() == 1
+        assert "requeue 7" in cluster.calls("scontrol")
+        calls = self.updates(cluster)[before:]
+        return calls[-1][len("update JobId=7 ExcNodeList=") :] if calls else None
+
+    def test_bad_nodes_are_excluded_for_a_day(self, cluster):
+        """And the user's own for ever, also one that was bad too: SLURM's update replaces the list."""
+        assert self.excluded(cluster, "n[7-9]", n2=1, n5=2, n6=25, n8=1) == "n7,n8,n9,n2,n5"
+        assert self.excluded(cluster, None, n2=2, n5=3, n8=2) is None  # it is so already
+        assert self.excluded(cluster, None, n2=25, n5=3, n8=26) == "n7,n8,n9,n5"
+        assert self.excluded(cluster, None, n2=26, n5=26, n8=27) == "n7,n8,n9"
+        assert self.excluded(cluster, None) is None
 
     def test_nobody_to_exclude(self, cluster):
-        cluster.write("scontrol", 'case "$1 $2" in "show job") cat "$0.job";; esac')
-        (cluster.run / "exclude").write_text("")
+        assert self.excluded(cluster, "(null)") is None
+        assert self.excluded(cluster, "(null)", n2=1) == "n2"
+        assert self.excluded(cluster, None) == ""  # "": nobody
+
+    def test_a_list_of_another_job(self, cluster):
+        """Where somebody submits the run anew, what is excluded there is the user's."""
+        (cluster.run / "excluded.json").write_text('{"job": "6", "nodes": ["n2"]}')
+        assert self.excluded(cluster, "n2") is None
+        assert self.excluded(cluster, "n2", n3=1) == "n2,n3"
+
+    def test_names_that_slurm_does_not_say(self, cluster):
+        """Nobody is taken from a list that cannot be read."""
+        cluster.write("scontrol", 'case "$1 $2" in "show job") cat "$0.job";; "show hostnames") exit 1;; esac')
+        cluster.job["ExcNodeList"] = "n[7-9]"
+        (cluster.run / "excluded.json").write_text('{"job": "7", "nodes": ["n7"]}')
         assert cluster.supervisor().requeue() == 1
-        assert not [call for call in cluster.calls("scontrol") if call.startswith("update")]
+        assert not self.updates(cluster)
 
     def test_requeue_succeeds_at_the_third_try(self, cluster, capsys):
         cluster.write(
@@ -777,7 +811,7 @@ class TestEnds:
         )
         cluster.write("sbatch", "echo Submitted batch job 8")
         cluster.job["Restarts"] = "0"
-        (cluster.run / "exclude").write_text("n2")
+        (cluster.run / "bad_nodes.json").write_text(json.dumps({"n2": [time.time(), time.time()]}))
         assert cluster.supervisor(TITAN_DISP_RESUBMIT="1").requeue() == 1
         assert not cluster.calls("sbatch")
         assert cluster.calls("scontrol").count("requeue 7") == 1
@@ -800,9 +834,11 @@ class TestEnds:
 
     def test_refused_and_resubmitted(self, cluster, capsys):
         cluster.write("sbatch", 'echo "Submitted batch job 8${SLURM_RESTART_COUNT:+, with the restarts of this one}"')
+        (cluster.run / "bad_nodes.json").write_text(json.dumps({"n3": [time.time(), time.time()]}))
         assert cluster.supervisor(TITAN_DISP_RESUBMIT="1", restart=2).requeue() == 0
         assert len(cluster.calls("sbatch")) == 1
         assert "submitted again as Submitted batch job 8\n" in capsys.readouterr().out
+        assert json.loads((cluster.run / "excluded.json").read_text()) == {"job": "8", "nodes": ["n3"]}
         cluster.write("sbatch", "exit 1")
         assert cluster.supervisor(TITAN_DISP_RESUBMIT="1").requeue() == 1
 
@@ -820,11 +856,11 @@ class TestEnds:
         cluster.job["TresPerNode"] = tres
         supervisor = cluster.supervisor(TITAN_DISP_SIGNAL_SECONDS="600")
         supervisor.show_job()
-        options = [word for word in supervisor.resubmission() if word.startswith(("--g", "--signal"))]
+        options = [word for word in supervisor.resubmission([]) if word.startswith(("--g", "--signal"))]
         assert options == [*gres, "--signal=B:USR1@600"]
         supervisor = cluster.supervisor(SLURM_GPUS_PER_NODE="8")
         supervisor.show_job()
-        assert [word for word in supervisor.resubmission() if word.startswith(("--g", "--signal"))] == [
+        assert [word for word in supervisor.resubmission([]) if word.startswith(("--g", "--signal"))] == [
             "--gpus-per-node=8"
         ]
 
