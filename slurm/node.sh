@@ -1,5 +1,5 @@
 #!/bin/bash
-# What one node does: `node.sh train --job.config_file CONFIG …` or `node.sh check`. Started by srun, once per node.
+# What one node does: `node.sh train --job.config_file CONFIG …` or `node.sh check [arguments]`. Started by srun, once per node.
 set -eu
 
 # Caches of compiled kernels belong on the node's own disk: a shared one is slow and meets races between ranks.
@@ -8,19 +8,29 @@ export TORCHINDUCTOR_CACHE_DIR=${TORCHINDUCTOR_CACHE_DIR:-$cache/inductor}
 export TRITON_CACHE_DIR=${TRITON_CACHE_DIR:-$cache/triton}
 mkdir -p "$TORCHINDUCTOR_CACHE_DIR" "$TRITON_CACHE_DIR"
 export PYTHONUNBUFFERED=1
-read -ra prefix <<<"${TITAN_DISP_PREFIX:-}"
+python=("$TITAN_DISP_PYTHON")
+if [ -n "${TITAN_DISP_PREFIX:-}" ]; then
+  # A container may start with a clean environment (apptainer's --cleanenv): what SLURM, the site and this script say goes along,
+  # but nothing secret, as others on this node may read the command line.
+  settings=()
+  while read -r name; do settings+=("$name=${!name}"); done < <(compgen -e | grep -E \
+    '^(SLURM|TITAN_DISP_|PYTHONUNBUFFERED|TORCH|PYTORCH_|TRITON_|NCCL_|GLOO_|FI_|MIOPEN_|OMP_|HF_|WANDB_|[A-Z]+_VISIBLE_DEVICES)' |
+    grep -Ev 'KEY|TOKEN|SECRET|PASS|JWT')
+  read -ra python <<<"$TITAN_DISP_PREFIX"
+  python+=(env "${settings[@]}" "$TITAN_DISP_PYTHON")
+fi
 
 what=$1
 shift
 if [ "$what" = check ]; then
-  exec ${prefix[@]+"${prefix[@]}"} "$TITAN_DISP_PYTHON" -m titan_disp.cluster.nodecheck --local "$TITAN_DISP_LOCAL"
+  exec "${python[@]}" -m titan_disp.cluster.nodecheck --local "$TITAN_DISP_LOCAL" "$@"
 fi
 
 tee=()
 [ "$SLURM_NODEID" -ne 0 ] || tee=(--tee 0:3) # rank 0 speaks in the job's log; all ranks have files of their own
 # Static, so that rank 0 is on the first node: c10d orders nodes by their address as text, gpu10 before gpu8. Nodes that are
 # slow to start are waited for (torch: 900 s); ranks meet within comm.init_timeout_seconds.
-exec ${prefix[@]+"${prefix[@]}"} "$TITAN_DISP_PYTHON" -m torch.distributed.run \
+exec "${python[@]}" -m torch.distributed.run \
   --nnodes "${SLURM_STEP_NUM_NODES:-$SLURM_NNODES}" --node-rank "$SLURM_NODEID" --nproc-per-node "$TITAN_DISP_NPROC" --max-restarts 0 \
   --rdzv-backend static --rdzv-id "$TITAN_DISP_START" --rdzv-endpoint "$TITAN_DISP_ENDPOINT" \
   --role rank --redirects 3 "${tee[@]+"${tee[@]}"}" --log-dir "$TITAN_DISP_RUN/logs/$TITAN_DISP_START/node-$SLURM_NODEID" \

@@ -170,6 +170,15 @@ def check(monkeypatch, out, *arguments):
     return json.loads((out / "n7.json").read_text())
 
 
+def test_the_name_of_a_node(monkeypatch):
+    """SLURM's, which is the host's short name where a container hides it."""
+    monkeypatch.setenv("SLURMD_NODENAME", "n7")
+    assert nodecheck.node_name() == "n7"
+    monkeypatch.delenv("SLURMD_NODENAME")
+    monkeypatch.setattr(nodecheck.socket, "gethostname", lambda: "gpu10.cluster.example")
+    assert nodecheck.node_name() == "gpu10"
+
+
 def test_nodecheck_as_pretrain_starts_it(monkeypatch, tmp_path):
     report = check(monkeypatch, tmp_path / "out", "--readable", tmp_path / "nowhere")
     assert report["node"] == "n7"

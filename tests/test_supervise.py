@@ -992,6 +992,26 @@ def test_what_dead_jobs_left_on_a_node_is_removed(cluster, tmp_path):
     assert (local / "titan-disp-7" / "bin").is_dir()
 
 
+@pytest.mark.parametrize("what", ["check", "train"])
+def test_a_container_that_cleans_the_environment(tmp_path, what):
+    """apptainer's --cleanenv, for which env -i stands here: the node's name, the job's number and the site's settings get there."""
+    python = tmp_path / "a python"
+    names = ("SLURMD_NODENAME", "SLURM_JOB_ID", "NCCL_NET", "TITAN_DISP_RUN", "LD_LIBRARY_PATH", "WANDB_API_KEY", "SLURM_JWT")
+    python.write_text(f"""#!/bin/bash\necho "{'|'.join(f'${name}' for name in names)}"; echo "$@" """)
+    python.chmod(0o755)
+    environment = {
+        **{"PATH": os.environ["PATH"], "TITAN_DISP_PREFIX": "env -i", "TITAN_DISP_PYTHON": str(python)},
+        **{"TITAN_DISP_LOCAL": str(tmp_path), "TITAN_DISP_NPROC": "1", "TITAN_DISP_START": "7.0", "TITAN_DISP_ENDPOINT": "n1:1"},
+        **{"SLURMD_NODENAME": "n7", "SLURM_JOB_ID": "7", "SLURM_NODEID": "6", "SLURM_NNODES": "8"},
+        **{"NCCL_NET": "AWS Libfabric", "TITAN_DISP_RUN": "/a run", "LD_LIBRARY_PATH": "/of/the/host"},
+        **{"WANDB_API_KEY": "secret", "SLURM_JWT": "secret"},
+    }
+    command = ["bash", ROOT / "slurm" / "node.sh", what, "--an", "argument"]
+    told = subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
+    assert told.splitlines()[0] == "n7|7|AWS Libfabric|/a run|||"
+    assert told.rstrip().endswith("--an argument")
+
+
 def test_the_script_forwards_signals_and_the_status(cluster, tmp_path):
     """pretrain.sbatch itself, in a checkout whose path has a space, with a site file that reads an unset variable."""
     here = tmp_path / "a checkout" / "slurm"

@@ -43,8 +43,8 @@ BUSY = 0.9  # a GPU with less of its memory free than this has another user, or 
 
 
 def node_name() -> str:
-    """As SLURM calls it; several nodes may be one host."""
-    return os.environ.get("SLURMD_NODENAME", socket.gethostname())
+    """As SLURM calls it; several nodes may be one host. By default SLURM's name is the host's short one."""
+    return os.environ.get("SLURMD_NODENAME") or socket.gethostname().split(".")[0]
 
 
 def in_order(nodes: Iterable[str]) -> list[str]:
