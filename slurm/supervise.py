@@ -131,15 +131,25 @@ def run_folder(config, overrides):
     """
     folder = requested_option(overrides, "job.dump_folder") or requested_option(overrides, "job.dump-folder")
     if folder is None:
-        section = ""
         with contextlib.suppress(OSError), open(config, **TEXT) as file:
-            for line in file:
-                header = re.match(r"^\s*\[([^\]]*)\]", line)
-                section = header.group(1).strip() if header else section
-                found = re.match(r"""^\s*dump_folder\s*=\s*(["'])(.*?)\1""", line)
-                if found and section == "job":
-                    folder = found.group(2)
+            folder = dict(toml_strings(file)).get("job.dump_folder")
     return os.path.abspath(folder or "./outputs")
+
+
+def toml_strings(lines):
+    """(dotted key, string) of a TOML file as far as this program needs it: values on one line, without escapes."""
+    pair = re.compile(r"""\s*([\w."' -]+?)\s*=\s*(?:"([^"]*)"|'([^']*)'|[^,"'{}]*)\s*,?""")
+    section = ""
+    for line in lines:
+        header = re.match(r"""\s*\[([\w."' -]+)\]""", line)
+        section = header.group(1) + "." if header else section
+        inline = re.match(r"""\s*([\w."' -]+?)\s*=\s*\{""", line)
+        prefix = section + (inline.group(1) + "." if inline else "")
+        found = pair.match(line, inline.end() if inline else 0)
+        while found:
+            if found.lastindex > 1:
+                yield re.sub(r"""["' ]""", "", prefix + found.group(1)), found.group(found.lastindex)
+            found = pair.match(line, found.end()) if inline else None
 
 
 def events(run, start):
