@@ -697,19 +697,25 @@ class Supervisor:
         return self.count_failure(reason)
 
     def count_failure(self, reason):
-        """Requeue, or give up after ``max_retries`` failures in a row without a new checkpoint."""
+        """Requeue, or give up after ``max_retries`` failures in a row without a new checkpoint.
+
+        New is one of a step beyond all before. One that this start has saved at or below it, because damaged ones were set aside,
+        is new too, but ``max_retries`` times only: a run whose checkpoints are damaged again and again comes no further.
+        """
         owner = self.owner()
         if owner:
             return Outcome(END, f"{owner} uses the run folder. Not requeued; {reason}", 2)
         path = os.path.join(self.run, "requeue.json")
         before = read_json(path, {})
         step = newest_checkpoint(self.run)
-        last, failures = before.get("step"), before.get("failures")
-        if not isinstance(last, int) or not isinstance(failures, int) or step > last:
-            failures = 0
+        failures, reached, again = before.get("failures", 0), before.get("step", -1), before.get("again", 0)
+        if not (isinstance(failures, int) and isinstance(reached, int) and isinstance(again, int)) or step > reached:
+            failures, reached, again = 0, step, 0
+        elif again < self.max_retries and any(e.get("event") == "checkpoint" for e in events(self.run, self.start)):
+            failures, again = 0, again + 1
         failures += 1
         try:
-            write_json(path, {"failures": failures, "step": step, "reason": reason})
+            write_json(path, {"failures": failures, "step": reached, "again": again, "reason": reason})
         except OSError as error:
             failures += self.uncounted()
             reason += f" ({path} {UNWRITTEN}: {error.strerror})"

@@ -241,6 +241,44 @@ class TestDecide:
             "ValueError: the cause ("
         )
 
+    def after(self, cluster, restart, *saved, damaged=()):
+        """The outcome of a start that sets damaged checkpoints aside, saves others and dies."""
+        for step in damaged:
+            (cluster.run / "checkpoint" / f"step-{step}").rename(cluster.run / "checkpoint" / f"damaged-{step}-{restart}")
+        for step in saved:
+            cluster.checkpoint(step)
+            cluster.event("checkpoint", step, job=f"7.{restart}")
+        return decided(cluster, restart=restart, TITAN_DISP_MAX_RETRIES="2")
+
+    def failures(self, cluster):
+        return json.loads((cluster.run / "requeue.json").read_text())["failures"]
+
+    def test_progress_below_a_damaged_checkpoint(self, cluster):
+        """The run trains its steps again: a checkpoint that was not there is progress, whatever its number."""
+        self.after(cluster, 0, 4, 8)
+        self.after(cluster, 1, 6, damaged=[8])
+        assert self.failures(cluster) == 1
+        self.after(cluster, 2, 8)
+        assert self.failures(cluster) == 1
+        self.after(cluster, 3)
+        assert self.failures(cluster) == 2
+
+    def test_checkpoints_that_are_damaged_again_and_again(self, cluster):
+        """What is trained again does not count for ever: no start would come further."""
+        outcomes = [self.after(cluster, 0, 4, 8)]
+        while outcomes[-1].state == "requeue":
+            assert len(outcomes) < 9
+            outcomes.append(self.after(cluster, len(outcomes), 8, damaged=[8]))
+        assert len(outcomes) == 5  # twice it counts as progress, and the third one is the first of three failures
+        assert outcomes[-1].state == "give up"
+
+    def test_a_step_beyond_them_counts_anew(self, cluster):
+        self.after(cluster, 0, 8)
+        for restart in range(1, 5):  # each damaged once
+            assert self.after(cluster, restart, 8 * restart, damaged=[8 * restart]).state == "requeue"
+            assert self.after(cluster, restart + 10, 8 * restart + 8).state == "requeue"
+            assert self.failures(cluster) == 1
+
     def test_progress_in_another_checkpoint_folder(self, cluster):
         (cluster.run / "config.json").write_text('{"checkpoint": {"folder": "weights"}}')
         options = {"TITAN_DISP_MAX_RETRIES": "1"}
