@@ -292,9 +292,9 @@ class Supervisor:
         self.job = self.environment["SLURM_JOB_ID"]
         self.restart = int(self.environment.get("SLURM_RESTART_COUNT") or 0)
         self.start = f"{self.job}.{self.restart}"
-        self.max_retries = int(self._setting("MAX_RETRIES", 3))
-        self.lead = int(self._setting("SIGNAL_SECONDS", LEAD))
-        self.check_seconds = float(self._setting("CHECK_SECONDS", 600))
+        self.max_retries = self._whole("MAX_RETRIES", 3, 0)
+        self.lead = self._whole("SIGNAL_SECONDS", LEAD, 1)
+        self.check_seconds = self._seconds("CHECK_SECONDS", 600)
         self.run = run_folder(argv[0], argv[1:])
         self.heard = None  # a signal that this process received itself
         self.fields, self.hosts = {}, []
@@ -312,6 +312,18 @@ class Supervisor:
 
     def _setting(self, name, default):
         return self.environment.get("TITAN_DISP_" + name) or default
+
+    def _whole(self, name, default, least):
+        text = str(self._setting(name, default))
+        if not re.match(r"^[0-9]{1,9}$", text) or int(text) < least:
+            raise Failure(f"TITAN_DISP_{name} is {text!r}, expected a whole number from {least}")
+        return int(text)
+
+    def _seconds(self, name, default):
+        text = str(self._setting(name, default))
+        if not re.match(r"^[0-9]{1,9}([.][0-9]*)?$", text) or float(text) <= 0:
+            raise Failure(f"TITAN_DISP_{name} is {text!r}, expected a number above 0")
+        return float(text)
 
     # ---- what the cluster says and does
 
@@ -917,7 +929,11 @@ def main():
     parser.add_argument("--signals", required=True, help="the file into which the batch script writes signals' names")
     parser.add_argument("config")
     args, overrides = parser.parse_known_args()
-    supervisor = Supervisor([args.config] + overrides, args.signals)
+    try:
+        supervisor = Supervisor([args.config] + overrides, args.signals)
+    except Failure as error:
+        say(f"error: {error}")
+        sys.exit(2)
 
     def hear(number, frame):
         supervisor.heard = signal.Signals(number).name[len("SIG") :]

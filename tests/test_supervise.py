@@ -14,7 +14,7 @@ import pytest
 
 from tests.cluster_of_one import DEMO, ROOT
 from titan_disp.cluster import job, nodecheck
-from titan_disp.errors import IN_USE_EXIT_CODE
+from titan_disp.errors import IN_USE_EXIT_CODE, ConfigError
 
 spec = importlib.util.spec_from_file_location("slurm.supervise", ROOT / "slurm" / "supervise.py")
 supervise = importlib.util.module_from_spec(spec)
@@ -540,6 +540,8 @@ class TestPrepare:
         job.main()
         lines = capsys.readouterr().out.splitlines(keepends=True)
         assert supervise.marked(lines, supervise.RUN_FOLDER) == [str(run)]
+        with pytest.raises(ConfigError, match="TITAN_DISP_NPROC is '8x', expected gpu or a number of ranks per node"):
+            job.prepare(argv[5:], 1, "8x")
         assert supervise.NODE_REPORT == nodecheck.REPORT
         assert supervise.IN_USE == IN_USE_EXIT_CODE
 
@@ -661,6 +663,32 @@ class TestAnotherJobsRun:
     def test_a_lock_that_nobody_holds(self, cluster, state):
         (cluster.run / ".lock").write_text("host n9, pid 77, SLURM job 6")
         assert decided(cluster, restart=1).reason.startswith("failure 3 of at most 3")
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "expected"),
+    [
+        ("MAX_RETRIES", "abc", "a whole number from 0"),
+        ("MAX_RETRIES", "-1", "a whole number from 0"),
+        ("MAX_RETRIES", "1.5", "a whole number from 0"),
+        ("SIGNAL_SECONDS", "5m", "a whole number from 1"),
+        ("SIGNAL_SECONDS", "0", "a whole number from 1"),
+        ("CHECK_SECONDS", "nan", "a number above 0"),
+        ("CHECK_SECONDS", "inf", "a number above 0"),
+        ("CHECK_SECONDS", "0", "a number above 0"),
+    ],
+)
+def test_a_setting_that_is_no_number(cluster, name, value, expected):
+    """One line before anything starts."""
+    cluster.supervisor()  # writes what `scontrol show job` says
+    environment = {"PATH": f"{cluster.commands}:{os.environ['PATH']}", "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-4]"}
+    environment[f"TITAN_DISP_{name}"] = value
+    command = [sys.executable, ROOT / "slurm" / "supervise.py", "--signals", cluster.signals, "c.toml"]
+    done = subprocess.run(command, env=environment, cwd=cluster.folder, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (2, "")
+    (line,) = done.stdout.splitlines()
+    assert line.endswith(f"error: TITAN_DISP_{name} is {value!r}, expected {expected}")
+    assert not cluster.calls("scontrol")
 
 
 class TestTrain:

@@ -32,6 +32,8 @@ def prepare(argv: Sequence[str], nodes: int, nproc: str) -> Path:
         ConfigError: what would fail at the start.
     """
     job_config = load_config(argv)
+    if nproc != "gpu" and not nproc.isdecimal():
+        raise ConfigError(f"TITAN_DISP_NPROC is {nproc!r}, expected gpu or a number of ranks per node")
     per_node = torch.accelerator.device_count() if nproc == "gpu" else int(nproc)
     if per_node < 1:
         raise ConfigError(
