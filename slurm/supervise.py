@@ -295,6 +295,8 @@ class Supervisor:
         self.max_retries = self._whole("MAX_RETRIES", 3, 0)
         self.lead = self._whole("SIGNAL_SECONDS", LEAD, 1)
         self.check_seconds = self._seconds("CHECK_SECONDS", 600)
+        # Two jobs of one user on one node must not meet: the port follows from the job. Below Linux' ephemeral ports (32768).
+        self.port = self._whole("PORT", 20000 + int(self.job) % 10000, 1, 65535)
         self.run = run_folder(argv[0], argv[1:])
         self.heard = None  # a signal that this process received itself
         self.fields, self.hosts = {}, []
@@ -313,10 +315,11 @@ class Supervisor:
     def _setting(self, name, default):
         return self.environment.get("TITAN_DISP_" + name) or default
 
-    def _whole(self, name, default, least):
+    def _whole(self, name, default, least, most=None):
         text = str(self._setting(name, default))
-        if not re.match(r"^[0-9]{1,9}$", text) or int(text) < least:
-            raise Failure(f"TITAN_DISP_{name} is {text!r}, expected a whole number from {least}")
+        if not re.match(r"^[0-9]{1,9}$", text) or not least <= int(text) <= (most or int(text)):
+            up_to = f" to {most}" if most else ""
+            raise Failure(f"TITAN_DISP_{name} is {text!r}, expected a whole number from {least}{up_to}")
         return int(text)
 
     def _seconds(self, name, default):
@@ -625,8 +628,7 @@ class Supervisor:
         if self.signalled():
             return Outcome(DECIDE, "signalled before training")
         head = self._setting("HEAD", self.nodes()[0])
-        # Two jobs of one user on one node must not meet: the port follows from the job. Below Linux' ephemeral ports (32768).
-        self.environment["TITAN_DISP_ENDPOINT"] = f"{head}:{20000 + int(self.job) % 10000}"
+        self.environment["TITAN_DISP_ENDPOINT"] = f"{head}:{self.port}"
         self.environment["TITAN_DISP_RUN"] = self.run
         # torchrun gives ranks 30 s after a SIGTERM unless it is told otherwise: as long as SLURM's notice.
         self.environment.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(self.lead))

@@ -673,6 +673,8 @@ class TestAnotherJobsRun:
         ("MAX_RETRIES", "1.5", "a whole number from 0"),
         ("SIGNAL_SECONDS", "5m", "a whole number from 1"),
         ("SIGNAL_SECONDS", "0", "a whole number from 1"),
+        ("PORT", "high", "a whole number from 1 to 65535"),
+        ("PORT", "65536", "a whole number from 1 to 65535"),
         ("CHECK_SECONDS", "nan", "a number above 0"),
         ("CHECK_SECONDS", "inf", "a number above 0"),
         ("CHECK_SECONDS", "0", "a number above 0"),
@@ -715,9 +717,10 @@ class TestTrain:
 
     def test_the_site_knows_better(self, cluster):
         cluster.write("srun", f'env > "{cluster.folder}/environment"')
-        cluster.supervisor(TITAN_DISP_HEAD="10.0.0.1", TORCH_ELASTIC_SHUTDOWN_TIMEOUT="5").train()
+        site = {"TITAN_DISP_HEAD": "10.0.0.1", "TITAN_DISP_PORT": "33000", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "5"}
+        cluster.supervisor(**site).train()
         seen = (cluster.folder / "environment").read_text().splitlines()
-        assert "TITAN_DISP_ENDPOINT=10.0.0.1:20007" in seen
+        assert "TITAN_DISP_ENDPOINT=10.0.0.1:33000" in seen
         assert "TORCH_ELASTIC_SHUTDOWN_TIMEOUT=5" in seen
 
     @pytest.mark.parametrize("users", [False, True])
