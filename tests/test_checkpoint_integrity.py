@@ -18,7 +18,8 @@ import torch.distributed.checkpoint as torch_dcp
 import xxhash
 from safetensors.numpy import save_file
 from torch import nn
-from torch.distributed.checkpoint.filesystem import FileSystem
+from torch.distributed.checkpoint.filesystem import FileSystem, _StorageInfo
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torchtitan.components.optimizer import OptimizersContainer
 from torchtitan.config.job_config import Checkpoint
 
@@ -32,7 +33,7 @@ from titan_disp.qwen3.hf import INDEX
 from titan_disp.run.checkpoint import DispCheckpointManager
 from titan_disp.run.folder import RunFolder
 from titan_disp.run.hashes import HashingWriter
-from titan_disp.run.integrity import checkpoints, damage, problem
+from titan_disp.run.integrity import checkpoints, damage, is_model_only, problem
 from titan_disp.run.inventory import inventory
 from titan_disp.run.sweep import sweep
 
@@ -222,6 +223,53 @@ def test_an_older_checkpoint_loads_with_a_warning(start, caplog):
     assert again.manager.load()
     assert again.weight == 1
     assert "step-1 has no hashes.json, so that it is loaded unverified" in caplog.text
+
+
+def _of(*files):
+    """A ``.metadata`` that places an entry at each (file, offset, length)."""
+    return Metadata({}, storage_data={MetadataIndex(str(i)): _StorageInfo(*file) for i, file in enumerate(files)})
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        Metadata({3: None}, storage_data={}),
+        Metadata(None, storage_data={}),
+        _of((7, 0, 1), ("__0_0.distcp", 0, 1)),
+        _of((None, 0, 1)),
+        _of(("__0_0.distcp", 0, "1")),
+        _of(("__0_0.distcp", -5, 1)),
+        _of(("__0_0.distcp", 0, 10**9999)),
+        _of(("__0\0_0.distcp", 0, 1)),
+        _of(("__0\ud800_0.distcp", 0, 1)),
+        object.__new__(Metadata),
+    ],
+)
+def test_an_older_checkpoint_with_damaged_metadata(start, content):
+    """Without hashes nothing but sense tells, and nonsense is damage, not an exception that ends the resume."""
+    run = start()
+    run.save(1, 2)
+    folder = run.folder / "step-2"
+    (folder / "hashes.json").unlink()
+    (folder / ".metadata").write_bytes(pickle.dumps(content))
+    assert problem(folder).startswith(".metadata ")
+    again = start()
+    assert again.manager.load()
+    assert (again.weight, again.names) == (1, ["damaged-2", "step-1"])
+
+
+def test_flipped_bits_in_the_metadata_of_an_older_checkpoint(start):
+    """Whatever they do to it, they raise nothing. (Flips in names and hashes of nothing cannot be noticed here.)"""
+    run = start()
+    run.save(1)
+    folder, chance = run.folder / "step-1", random.Random(0)
+    (folder / "hashes.json").unlink()
+    noticed = 0
+    for bit in chance.sample(range(8 * (folder / ".metadata").stat().st_size), 200):
+        flip(folder / ".metadata", bit)
+        noticed += problem(folder) is not None or is_model_only(folder)
+        flip(folder / ".metadata", bit)
+    assert noticed > 50
 
 
 def test_the_weights_to_begin_with_are_verified(start):

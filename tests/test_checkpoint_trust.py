@@ -5,6 +5,7 @@ import os
 import pickle
 import re
 import sys
+import tracemalloc
 from pathlib import Path
 
 import pytest
@@ -58,6 +59,19 @@ PAYLOADS = {
 }
 
 
+def pickled(*parts):
+    """Protocol 4: bytes are opcodes, a pair of texts is what they name, a text is itself."""
+
+    def text(value):
+        return b"\x8c" + bytes([len(value)]) + value.encode()
+
+    done = [
+        p if isinstance(p, bytes) else text(p) if isinstance(p, str) else text(p[0]) + text(p[1]) + b"\x93"
+        for p in parts
+    ]
+    return b"\x80\x04" + b"".join(done) + b"."
+
+
 @pytest.fixture
 def ran(tmp_path):
     return tmp_path / "ran"
@@ -76,6 +90,33 @@ def test_nothing_in_metadata_is_run(tmp_path, ran, kind):
     with pytest.raises(CheckpointException, match="which no checkpoint needs"):
         dcp.load({"a": torch.zeros(1)}, tmp_path, no_dist=True)
     assert not ran.exists()
+
+
+@pytest.mark.parametrize("what", [("pathlib", "PosixPath"), ("torch.serialization", "_get_layout")])
+def test_nothing_in_metadata_changes_a_class_or_a_function(what):
+    """BUILD with (None, {name: value}) sets attributes. Had all paths another ``__str__``, an export would write elsewhere."""
+    content = pickled(what, b"N}", "poisoned", b"K\x01s\x86b")
+    changed = pickle.loads(content)
+    assert changed.poisoned == 1  # it would
+    del changed.poisoned
+    with pytest.raises(pickle.UnpicklingError, match="sets attributes of a (type|function), which no checkpoint needs"):
+        dcp.parse_metadata(content)
+    assert not hasattr(changed, "poisoned")
+
+
+def test_metadata_takes_no_more_memory_than_it_has_bytes():
+    """LONG_BINPUT at 2²² has C's unpickler make room for twice as many objects; at 2³², for 64 GB."""
+    content = pickled(b"N", b"r" + (2**22).to_bytes(4, "little"))
+    tracemalloc.start()
+    try:
+        pickle.loads(content)
+        assert tracemalloc.get_traced_memory()[1] > 2**26  # it would
+        tracemalloc.reset_peak()
+        with pytest.raises(pickle.UnpicklingError, match="has the pickle opcode 0x72, which no checkpoint needs"):
+            dcp.parse_metadata(content)
+        assert tracemalloc.get_traced_memory()[1] < 2**20
+    finally:
+        tracemalloc.stop()
 
 
 @pytest.fixture(scope="module")

@@ -5,6 +5,7 @@ command as the user who reads it. Here both may only hold what checkpoints hold.
 """
 
 import collections
+import dataclasses
 import io
 import os
 import pathlib
@@ -47,18 +48,51 @@ _ALLOWED: dict[tuple[str, str], Any] = {
 }
 
 
-class _Unpickler(pickle.Unpickler):
+_CLASSES = {value for value in _ALLOWED.values() if dataclasses.is_dataclass(value)}
+# Of protocols 4 and 5, which Python ≥ 3.8 writes.
+_OPCODES = (
+    "PROTO FRAME STOP MARK MEMOIZE BINGET LONG_BINGET STACK_GLOBAL NEWOBJ REDUCE BUILD "
+    "NONE NEWTRUE NEWFALSE BININT BININT1 BININT2 LONG1 BINFLOAT SHORT_BINUNICODE BINUNICODE "
+    "EMPTY_TUPLE TUPLE TUPLE1 TUPLE2 TUPLE3 EMPTY_LIST APPEND APPENDS EMPTY_DICT SETITEM SETITEMS"
+)
+
+
+def _refused(what: str) -> pickle.UnpicklingError:
+    return pickle.UnpicklingError(
+        f"it {what}, which no checkpoint needs: PyTorch did not write this file, or it is damaged. Nothing in it was run"
+    )
+
+
+class _Dispatch(dict[int, Any]):
+    def __missing__(self, opcode: int) -> Any:
+        raise _refused(f"has the pickle opcode {opcode:#04x}")
+
+
+class _Unpickler(pickle._Unpickler):
+    """Python's, not C's: there six bytes (LONG_BINPUT) take 64 GB of memory, and BUILD may change classes."""
+
+    dispatch = _Dispatch(
+        {code: pickle._Unpickler.dispatch[code] for code in (getattr(pickle, name)[0] for name in _OPCODES.split())}
+    )
+
     def find_class(self, module: str, name: str) -> Any:
         try:
             return _ALLOWED[module, name]
         except KeyError:
-            raise pickle.UnpicklingError(
-                f"it names {module}.{name}, which no checkpoint needs: PyTorch did not write this file. Nothing in it was run"
-            ) from None
+            raise _refused(f"names {module}.{name}") from None
+
+    def load_build(self) -> None:
+        """Set the attributes of an object. Of a class or a function they are everybody's, for as long as this process lives."""
+        kind = type(self.stack[-2])  # type: ignore[attr-defined]
+        if kind not in _CLASSES:
+            raise _refused(f"sets attributes of a {kind.__name__}")
+        super().load_build()  # type: ignore[misc]
+
+    dispatch[pickle.BUILD[0]] = load_build
 
 
 def parse_metadata(content: bytes) -> Metadata:
-    """What the bytes of a ``.metadata`` file say.
+    """What the bytes of a ``.metadata`` file say: texts → what they hold, and where in which file it is.
 
     Raises:
         Exception: of any kind, where they are damaged; UnpicklingError where they name what no checkpoint needs.
@@ -66,6 +100,13 @@ def parse_metadata(content: bytes) -> Metadata:
     found = _Unpickler(io.BytesIO(content)).load()
     if not isinstance(found, Metadata):
         raise pickle.UnpicklingError(f"it holds {type(found).__name__}, expected Metadata")
+    for key in found.state_dict_metadata:
+        if not isinstance(key, str):
+            raise pickle.UnpicklingError(f"it has a key that is a {type(key).__name__}, expected a text")
+    for info in (found.storage_data or {}).values():
+        kinds = type(info.relative_path), type(info.offset), type(info.length)
+        if kinds != (str, int, int) or not 0 <= info.offset <= info.offset + info.length < 2**63:
+            raise pickle.UnpicklingError("it says of a piece of a file neither its name nor where it is")
     return found
 
 

@@ -41,6 +41,8 @@ def problem(folder: str | Path) -> str | None:
             found = (folder / name).stat().st_size
         except OSError as error:
             return f"{name}: {error.strerror}"
+        except ValueError:  # no name that a file can have
+            return f"{METADATA} names a file {name!r}"
         if found < needed:
             return f"{name} has {found:,} bytes, expected {needed:,}"
     for name in sorted(hashes or ()):
