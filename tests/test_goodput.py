@@ -79,6 +79,24 @@ def test_two_starts_in_one_allocation():
     assert second == Goodput(kept=40, start_up=40)
 
 
+def test_a_start_that_trains_nothing():
+    """It is a start of its own: a killed run is held by a stop file a day later, and its time is not that of the one before."""
+    held = {"event": "stop", "step": 20, "time": 86_430, "allocated": 86_400}
+    first, second = goodputs(ROWS[:3], [EVENTS[0], held])
+    assert first == Goodput(kept=190, repeated=100, start_up=70, checkpoints=10)
+    assert second == Goodput(waiting=86_400 - 370, other=30)
+
+
+@pytest.mark.parametrize("loaded", [True, False])
+def test_a_complete_run_waits_for_nothing(loaded):
+    """Started again after a day, as by a chain of jobs. A checkpoint of the model only is not loaded for that."""
+    begin = [{"event": "resume", "step": 40, "time": 86_420, "allocated": 86_400}] if loaded else []
+    end = {"event": "complete", "step": 40, "time": 86_430} | ({} if loaded else {"allocated": 86_400})
+    *before, last = goodputs(ROWS, [*EVENTS, *begin, end])
+    assert before == goodputs(ROWS, EVENTS)
+    assert last == Goodput(other=30)
+
+
 def test_a_run_of_an_earlier_version_says_nothing():
     assert goodputs([{"step": 1, "time": 5.0}], [{"event": "start", "step": 0, "time": 0.0}]) == []
 

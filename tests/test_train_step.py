@@ -77,6 +77,21 @@ def test_a_skipped_step_is_an_event(trainer):
     assert trainer.should_continue_training()
 
 
+def test_a_start_that_trains_nothing_says_where_the_run_stands(trainer):
+    """Not step 0, where this start is, as nothing was loaded: reports show what the run has up to its newest event."""
+    trainer.step, trainer.clock = 0, Clock(123.0)
+    trainer.job_config.training = SimpleNamespace(steps=9)
+    trainer.stop_request = SimpleNamespace(held=lambda: True, file="RUN/stop")
+    trainer.checkpointer = SimpleNamespace(newest=lambda: 6, ended_at=lambda: 9)
+    trainer.train()
+    trainer.stop_request.held = lambda: False
+    trainer.train()
+    stop, complete = trainer.calls
+    reason = "the file RUN/stop was there before the start"
+    assert stop == ("stop", 6, {"allocated": 123.0, "reason": reason})
+    assert complete == ("complete", 9, {"allocated": 123.0})
+
+
 def test_the_checkpointer_knows_the_guard_and_the_data(one_rank, tmp_path):
     model, config = nn.Linear(1, 1), JobConfig()
     config.checkpoint.enable, config.job.dump_folder = True, str(tmp_path)

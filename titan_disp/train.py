@@ -204,12 +204,13 @@ class DispTrainer(Trainer):
         steps = self.job_config.training.steps
         if on_rank_0(self.stop_request.held):
             logger.info(f"{self.stop_request.file} is there: nothing was trained. Remove it to go on")
-            self.event("stop", self.step, reason=f"the file {self.stop_request.file} was there before the start")
+            reason = f"the file {self.stop_request.file} was there before the start"
+            self.event("stop", self.checkpointer.newest(), allocated=self.clock.began, reason=reason)
             return
         ended = self.checkpointer.ended_at()
         if ended is not None and ended >= steps:
             logger.info(f"This run was complete already: step {ended} of {steps}. Nothing was trained")
-            self.event("complete", ended)
+            self.event("complete", ended, allocated=self.clock.began)
             return
         super().train()
         self.heartbeat.begin("save", self.step)

@@ -41,6 +41,10 @@ class Attempt:
     def last_step(self) -> int:
         return max(self.steps)
 
+    @property
+    def complete(self) -> bool:
+        return self.end is not None and self.end["event"] == "complete"
+
     def how(self) -> str:
         """What ended it, by its events."""
         if self.end is None:
@@ -61,7 +65,8 @@ def attempts(written: Sequence[Mapping[str, Any]], events: Sequence[Mapping[str,
     found: list[Attempt] = []
     for record in records:
         name = record.get("event")
-        if name in BEGIN or not found:
+        # A start that trains nothing has no begin; its end tells when its allocation began.
+        if name in BEGIN or "allocated" in record or not found:
             allocated = record.get("allocated", record["time"])
             found.append(Attempt(record["time"], record.get("job", ""), record["step"], [], [], allocated=allocated))
         current = found[-1]

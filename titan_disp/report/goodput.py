@@ -16,8 +16,9 @@ class Goodput:
     Attributes:
         kept: in steps that no later start repeated. repeated: in steps that one did.
         start_up: from the begin of the allocation through the first step, which compiles.
-        waiting: from the last activity of the start before to the begin of this allocation.
-        other: what is none of these, such as the time between the last row that was logged and a kill.
+        waiting: from the last line that the start before wrote to the begin of this allocation, unless it had completed the run.
+            When a start was killed nobody tells, so that a hang before it is waiting too.
+        other: what is none of these, such as logging.
     """
 
     kept: float = 0.0
@@ -67,7 +68,7 @@ def _of(attempt: Attempt, before: Attempt | None, kept_until: int) -> Goodput:
         checkpoints=last.get("checkpoints", 0.0),
         condensation=last.get("condensation", 0.0),
         validation=last.get("validation", 0.0),
-        waiting=0.0 if before is None else began - before.ended,
+        waiting=0.0 if before is None or before.complete else began - before.ended,
     )
     rest = attempt.ended - began - (found.total - found.waiting)
     return replace(found, other=max(0.0, rest))

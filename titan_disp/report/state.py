@@ -13,8 +13,7 @@ def state(run: Run, now: float) -> tuple[str, str]:
     if not found:
         return "empty", "nothing was logged yet"
     last = found[-1]
-    done = last.end is not None and last.end["event"] == "complete"
-    if run.steps is not None and (run.step if done else last.first_step) >= run.steps:
+    if run.steps is not None and (run.step if last.complete else last.first_step) >= run.steps:
         return "complete", f"all {run.steps:,} steps are done"
     if last.end is not None and last.end["event"] != "save_failed":
         return "stopped", f"{last.how()}, after step {run.step:,}"

@@ -255,6 +255,11 @@ class DispCheckpointManager(CheckpointManager):
         """The step at which the run ended in a checkpoint of the model only, from which none can go on. A collective call."""
         return on_rank_0(_ended_at, self.folder) if self.enable else None
 
+    def newest(self) -> int:
+        """The step of the newest complete checkpoint, from which a run can go on or not; 0 without one. A collective call."""
+        steps = on_rank_0(checkpoints, self.folder, True) if self.enable else []
+        return steps[-1] if steps else 0
+
     def _find_load_step(self, folder: str = "") -> int:
         steps = checkpoints(folder or self.folder)
         return steps[-1] if steps else -1
