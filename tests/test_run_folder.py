@@ -25,6 +25,16 @@ def test_a_line_cut_by_a_kill_spoils_itself_only(tmp_path):
     assert read_metrics(tmp_path)[2]["loss"] == 2.25
 
 
+def test_what_a_dead_node_left_spoils_itself_only(tmp_path):
+    """Pages that never reached the disk are zeros or what was there before, in the middle of a file."""
+    file = tmp_path / "metrics.jsonl"
+    append_json(file, {"step": 1, "loss": 3.0})
+    with open(file, "ab") as f:
+        f.write(b"\0" * 40 + b"\xff\xfe\x80 12\n7\n[1]\n")
+    append_json(file, {"step": 2, "loss": 2.5})
+    assert read_json_lines(file) == [{"step": 1, "loss": 3.0}, {"step": 2, "loss": 2.5}]
+
+
 def test_repeated_steps_the_last_counts(tmp_path):
     for step, loss in ((1, 5.0), (2, 4.0), (3, 3.0), (2, 4.5)):
         append_json(tmp_path / "metrics.jsonl", {"step": step, "loss": loss})

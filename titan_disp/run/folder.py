@@ -61,12 +61,12 @@ def append_json(path: Path, record: dict[str, Any]) -> None:
 
 
 def read_json_lines(path: str | Path) -> list[dict[str, Any]]:
-    """All complete lines of a .jsonl file; a last line that a killed process left unfinished is dropped."""
+    """All records of a .jsonl file; lines that killed processes or dead nodes left, unfinished or garbled, are dropped."""
     records = []
-    for line in Path(path).read_text().splitlines():
-        with contextlib.suppress(json.JSONDecodeError):
+    for line in Path(path).read_bytes().splitlines():
+        with contextlib.suppress(ValueError):
             records.append(json.loads(line))
-    return records
+    return [record for record in records if isinstance(record, dict)]
 
 
 def read_rows(run: str | Path) -> list[dict[str, Any]]:
