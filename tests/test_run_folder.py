@@ -1,8 +1,11 @@
+import json
+import os
+
 import pytest
 from torchtitan.config import JobConfig
 
 from titan_disp.errors import ConfigError
-from titan_disp.run.folder import RunFolder, append_json, read_json_lines, read_metrics
+from titan_disp.run.folder import RunFolder, append_json, read_json_lines, read_metrics, write_json
 
 
 def job_config(folder, **training):
@@ -33,6 +36,19 @@ def test_what_a_dead_node_left_spoils_itself_only(tmp_path):
         f.write(b"\0" * 40 + b"\xff\xfe\x80 12\n7\n[1]\n")
     append_json(file, {"step": 2, "loss": 2.5})
     assert read_json_lines(file) == [{"step": 1, "loss": 3.0}, {"step": 2, "loss": 2.5}]
+
+
+def test_a_file_is_on_disk_before_it_has_its_name(tmp_path, monkeypatch):
+    """Else a node that dies may leave an empty config.json, and no start of the run would get past it."""
+    done, fsync, replace = [], os.fsync, os.replace
+    monkeypatch.setattr(os, "fsync", lambda fd: (done.append(os.readlink(f"/proc/self/fd/{fd}")), fsync(fd)))
+    monkeypatch.setattr(
+        os, "replace", lambda old, new: (done.append(str(old)), done.append(str(new)), replace(old, new))
+    )
+    write_json(tmp_path / "config.json", {"a": 1})
+    partial = str(tmp_path / ".config.json.partial")
+    assert done == [partial, partial, str(tmp_path / "config.json")]
+    assert json.loads((tmp_path / "config.json").read_text()) == {"a": 1}
 
 
 def test_repeated_steps_the_last_counts(tmp_path):

@@ -10,11 +10,14 @@ from pathlib import Path
 def whole(path: Path) -> Iterator[Path]:
     """A path to write to, which takes the place of ``path`` when the block ends, and is removed where it fails.
 
-    Readers on other nodes never meet half a file, and an older one stays where a write fails.
+    Readers on other nodes never meet half a file, and an older one stays where a write fails. The content is on disk before the
+    file has its name: a node that dies leaves the older one, not an empty one.
     """
     partial = path.with_name(f".{path.name}.partial")
     try:
         yield partial
+        with open(partial, "rb") as file:
+            os.fsync(file.fileno())
         os.replace(partial, path)
     except BaseException:
         with contextlib.suppress(OSError):

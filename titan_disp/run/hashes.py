@@ -66,10 +66,8 @@ class _HashingFileSystem(FileSystem):
     def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
         """``.metadata`` gets its name, after which the checkpoint counts: not before hashes.json is there."""
         files = self.of_ranks | {METADATA: self.hashes[os.path.basename(path)]}
-        with whole(Path(new_path).with_name(HASHES)) as partial, open(partial, "w") as file:
-            json.dump({"algorithm": ALGORITHM, "files": dict(sorted(files.items()))}, file, indent=1)
-            file.flush()
-            os.fsync(file.fileno())
+        with whole(Path(new_path).with_name(HASHES)) as partial:
+            partial.write_text(json.dumps({"algorithm": ALGORITHM, "files": dict(sorted(files.items()))}, indent=1))
         super().rename(path, new_path)
 
 
