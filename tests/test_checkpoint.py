@@ -131,10 +131,21 @@ def test_problem_names_what_is_wrong(tmp_path):
 
 def test_only_complete_checkpoints_count(tmp_path):
     assert checkpoints(tmp_path / "nowhere") == []
-    for name in ("step-10", "step-9", "step-11", "step-12", "damaged-13", "step-9.old", "old-step-10"):
+    complete = (
+        "step-10",
+        "step-9",
+        "damaged-13",
+        "step-9.old",
+        "old-step-10",
+        "step-010",
+        "step-08",
+        "step-٣",
+        "step-+7",
+    )
+    for name in (*complete, "step-11", "step-12"):
         (tmp_path / name).mkdir()
     (tmp_path / "step-16").write_text("a file")
-    for name in ("step-10", "step-9", "damaged-13", "step-9.old", "old-step-10"):
+    for name in complete:  # somebody's copy, "step-010", shall not have the retention count step 10 twice
         (tmp_path / name / ".metadata").touch()
     (tmp_path / "step-11" / INDEX).touch()
     assert checkpoints(tmp_path) == [9, 10]

@@ -100,7 +100,7 @@ def checkpoints(folder: str | Path, hugging_face: bool = False) -> list[int]:
         names = os.listdir(folder)
     except FileNotFoundError:
         return []
-    steps = [int(m.group(1)) for m in (re.fullmatch(r"step-(\d+)", name) for name in names) if m]
+    steps = [int(m.group(1)) for m in (re.fullmatch(r"step-(0|[1-9][0-9]*)", name) for name in names) if m]
     return sorted(s for s in steps if is_complete(Path(folder) / f"step-{s}", hugging_face))
 
 
