@@ -196,6 +196,22 @@ def test_keep_latest_0_keeps_all(start):
     assert checkpoints(run.folder) == [1, 2, 3, 4, 5, 6]
 
 
+def test_a_run_whose_last_checkpoint_is_damaged_has_not_ended(start):
+    """It holds the model only, so that it is not loaded to say that the run is complete; but it is verified for that."""
+    run = start(last_save_model_only=True)
+    run.save(1, 2)
+    run.save(3, last_step=True)
+    assert start().manager.ended_at() == 3
+    file = run.folder / "step-3" / "__0_0.distcp"
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+    again = start()
+    assert again.manager.ended_at() is None
+    assert again.manager.load()  # and trains its last step again
+    assert again.loaded == (2, 2)
+
+
 def test_a_save_is_due_forced_or_put_off(start):
     run = start(interval=2)
     run.save(1, 2, 3)

@@ -252,8 +252,15 @@ class DispCheckpointManager(CheckpointManager):
     # ---- load
 
     def ended_at(self) -> int | None:
-        """The step at which the run ended in a checkpoint of the model only, from which none can go on. A collective call."""
-        return on_rank_0(_ended_at, self.folder) if self.enable else None
+        """The step at which the run ended in a checkpoint of the model only, from which none can go on. A collective call.
+
+        None where that is damaged: the run goes on from the one before it.
+        """
+        if not self.enable or (ended := on_rank_0(_ended_at, self.folder)) is None:
+            return None
+        folder = self._create_checkpoint_id(ended)
+        in_hf = on_rank_0(os.path.isfile, os.path.join(folder, INDEX))  # which has no hashes
+        return ended if in_hf or self._damage(folder) is None else None
 
     def newest(self) -> int:
         """The step of the newest complete checkpoint, from which a run can go on or not; 0 without one. A collective call."""
