@@ -24,7 +24,6 @@ import numpy as np
 import tyro
 from torchtitan.components.tokenizer import BaseTokenizer
 
-import titan_disp  # noqa: F401 — device type
 from titan_disp.config import load_config
 from titan_disp.cpu import high_water_mark, resident_bytes
 from titan_disp.data.cursor import Field

@@ -56,7 +56,7 @@ def measure(argv: list[str], warmup: int, steps: int) -> dict[str, Any]:
     from torchtitan.tools.logging import init_logger
     from torchtitan.train import Trainer
 
-    import titan_disp  # noqa: F401 — device type
+    import titan_disp.plugin  # noqa: F401 — device type
     from titan_disp.batch import tokens_per_step
     from titan_disp.cluster.preflight import synthetic_inputs
     from titan_disp.config import load_config

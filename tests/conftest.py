@@ -8,7 +8,7 @@ import pytest  # noqa: E402
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 
-import titan_disp  # noqa: E402, F401 — sets the device type before TorchTitan is imported
+import titan_disp.plugin  # noqa: E402, F401 — the model's spec, and TorchTitan's device type
 from titan_disp.data.sample import documents, write_sample  # noqa: E402
 
 torch.set_num_threads(1)

@@ -81,3 +81,13 @@ def test_unwritable_folder(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="not writable"):
         RunFolder(job_config(tmp_path / "file" / "run"), world_size=1)
+
+
+def test_a_run_from_before_the_plugin_had_a_module_goes_on(tmp_path):
+    """Its config.json says custom_import = "titan_disp"; the new name is a change like any other."""
+    old, new = job_config(tmp_path), job_config(tmp_path)
+    old.experimental.custom_import, new.experimental.custom_import = "titan_disp", "titan_disp.plugin"
+    RunFolder(old, world_size=1).close()
+    again = RunFolder(new, world_size=1)
+    assert again.config_changes == {"experimental.custom_import": ["titan_disp", "titan_disp.plugin"]}
+    again.close()

@@ -565,7 +565,7 @@ def test_worker_outlives_signals_but_not_its_rank(sample):
     """SIGTERM and SIGUSR1 from outside leave the prefetch worker at work; the end of Python does not wait for it."""
     script = """
 import os, signal, subprocess, sys, time
-import titan_disp, multiprocessing
+import multiprocessing
 from tests.test_stream import list_files, loader
 sample = sys.argv[1]
 batches = iter(loader(list_files("c4", sample), sample, prefetch=2))
@@ -589,7 +589,7 @@ def test_worker_ends_with_a_killed_rank(sample):
     """Though the pipe that it writes to is full, and nobody will read from it."""
     script = """
 import os, signal, sys
-import titan_disp, multiprocessing
+import multiprocessing
 from tests.test_stream import list_files, loader
 sample = sys.argv[1]
 batches = iter(loader(list_files("c4", sample), sample, prefetch=2, seq_len=1024))

@@ -112,7 +112,7 @@ def test_dispersion_off_is_stock_torchtitan(sample, hf_tokenizer, tmp_path):
     script = """
 import json, sys
 import dataclasses
-import titan_disp  # the CPU's device type, and the spec that this run does not use
+import titan_disp.plugin  # the CPU's device type, and the spec that this run does not use
 import torchtitan.train as train
 from titan_disp.data.loader import build_dataloader
 from torchtitan.protocols.train_spec import get_train_spec, register_train_spec

@@ -90,10 +90,10 @@ def install() -> None:
 
     module = _CpuModule("titan_disp_cpu_device")
     for name, loaded in list(sys.modules.items()):
-        if name.startswith("torchtitan") and hasattr(loaded, "device_type"):
-            loaded.device_type = "cpu"  # type: ignore[attr-defined]
-            if hasattr(loaded, "device_module"):
-                loaded.device_module = module  # type: ignore[attr-defined]
+        if name.startswith("torchtitan"):
+            for copied, value in (("device_type", "cpu"), ("device_module", module)):
+                if hasattr(loaded, copied):
+                    setattr(loaded, copied, value)
     titan_utils.get_peak_flops = lambda device_name: float("nan")  # "mfu: nan%" is the truth on a CPU
 
 

@@ -6,6 +6,10 @@ No ``from __future__ import annotations`` here: TorchTitan merges the classes by
 from dataclasses import dataclass, field
 from typing import Literal
 
+# TorchTitan imports this module before it builds anything. Configs that were written when the package registered the model
+# itself say custom_import = "titan_disp", which imports nothing any more: they keep working, under TorchTitan's own trainer too.
+import titan_disp.plugin  # noqa: F401
+
 
 @dataclass
 class Dispersion:

@@ -18,6 +18,7 @@ from torchtitan.distributed.utils import set_pg_timeouts
 from torchtitan.tools.logging import init_logger, logger
 from torchtitan.train import Trainer
 
+import titan_disp.plugin  # noqa: F401 — the model's spec and the device type, whatever the config imports
 from titan_disp.batch import data_parallel_degree
 from titan_disp.budget import last_step
 from titan_disp.checks import check_config, check_device

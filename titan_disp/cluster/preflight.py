@@ -30,6 +30,7 @@ from torchtitan.protocols.train_spec import get_train_spec
 from torchtitan.tools.logging import init_logger
 from torchtitan.train import Trainer
 
+import titan_disp.plugin  # noqa: F401 — the model's spec and the device type, whatever the config imports
 from titan_disp import cpu
 from titan_disp.checks import check_config
 from titan_disp.cluster.reduced import Reduced, reduce

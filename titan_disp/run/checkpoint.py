@@ -20,8 +20,8 @@ import torch.distributed.checkpoint as torch_dcp
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from torchtitan.components.checkpoint import MODEL, AsyncMode, CheckpointManager
 from torchtitan.config.job_config import Checkpoint
+from torchtitan.tools import utils
 from torchtitan.tools.logging import logger
-from torchtitan.tools.utils import GarbageCollection, device_type
 
 from titan_disp import dcp
 from titan_disp.data.shards import on_rank_0
@@ -204,7 +204,7 @@ class DispCheckpointManager(CheckpointManager):
                 async_stager=self.stager,
             )
         if enable_garbage_collection:
-            GarbageCollection.collect("GC collection invoked by checkpointer.")
+            utils.GarbageCollection.collect("GC collection invoked by checkpointer.")
         return saved
 
     def save_has_failed(self) -> bool:
@@ -420,7 +420,7 @@ def _first(reason: str | None) -> str | None:
     """The reason of any rank that has one, on all ranks. A collective call."""
     if not dist.is_initialized() or dist.get_backend() == "fake":
         return reason
-    failed = torch.tensor(float(reason is not None), device=device_type)
+    failed = torch.tensor(float(reason is not None), device=utils.device_type)
     dist.all_reduce(failed, op=dist.ReduceOp.MAX)
     if not failed.item():
         return None

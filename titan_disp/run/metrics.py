@@ -18,8 +18,8 @@ from torch.utils.tensorboard import SummaryWriter
 from torchtitan.components.metrics import BaseLogger, LoggerContainer, MetricsProcessor
 from torchtitan.config import JobConfig
 from torchtitan.distributed import ParallelDims
+from torchtitan.tools import utils
 from torchtitan.tools.logging import logger
-from torchtitan.tools.utils import device_type
 
 from titan_disp.batch import tokens_per_step
 from titan_disp.budget import last_step
@@ -133,7 +133,7 @@ class DispersionMetrics(MetricsProcessor):
         mesh = self.parallel_dims.get_optional_mesh("batch")
         if mesh is None:
             return counters
-        values = torch.tensor(list(counters.values()), dtype=torch.float64, device=device_type)
+        values = torch.tensor(list(counters.values()), dtype=torch.float64, device=utils.device_type)
         summed, most = values.clone(), values.clone()
         dist.all_reduce(summed, group=mesh.get_group())
         dist.all_reduce(most, op=dist.ReduceOp.MAX, group=mesh.get_group())

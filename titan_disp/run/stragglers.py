@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torchtitan.tools.utils import device_type
+from torchtitan.tools import utils
 
 from titan_disp.dispersion.collectives import all_gather
 
@@ -73,7 +73,7 @@ class Stragglers:
         if not self._hosts:
             self._hosts = [""] * dist.get_world_size()
             dist.all_gather_object(self._hosts, socket.gethostname())
-        own = torch.tensor([self.own_seconds()], device=device_type)
-        every = torch.empty(dist.get_world_size(), device=device_type)
+        own = torch.tensor([self.own_seconds()], device=utils.device_type)
+        every = torch.empty(dist.get_world_size(), device=utils.device_type)
         all_gather(every, own)
         return straggler(every.tolist(), self._hosts)

@@ -1,0 +1,111 @@
+"""What importing parts of titan_disp loads, registers and changes."""
+
+import importlib
+import math
+import subprocess
+import sys
+
+import pytest
+import tomli
+import torch
+import torchtitan.components.metrics as titan_metrics
+import torchtitan.tools.profiling as titan_profiling
+import torchtitan.tools.utils as titan_utils
+from torchtitan.config import ConfigManager
+from torchtitan.protocols import train_spec as titan
+
+import titan_disp
+from tests.cluster_of_one import DEMO, ROOT, environment
+from titan_disp import cpu, job_config, plugin, spec
+from titan_disp.qwen3.model import Qwen3DispModel
+from titan_disp.run import checkpoint, metrics, stragglers
+
+CONFIGS = sorted((ROOT / "train_configs").rglob("*.toml"))
+
+
+def fresh(script):
+    """Run a script in another interpreter; what it prints."""
+    argv = [sys.executable, "-c", script]
+    done = subprocess.run(argv, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+def test_the_package_and_the_help_load_no_torch():
+    """Half a second rather than half a minute on a cluster's file system."""
+    printed = fresh("""
+import sys
+import titan_disp
+print(titan_disp.__version__)
+assert not any(name.startswith("titan_disp.") for name in sys.modules), "the package imports a module"
+from titan_disp.cli import main
+sys.argv = ["titan-disp", "--help"]
+try:
+    main()
+except SystemExit as exit:
+    assert not exit.code
+heavy = {"torch", "torchtitan", "numpy", "transformers"} & sys.modules.keys()
+assert not heavy, heavy
+""")
+    project = tomli.loads((ROOT / "pyproject.toml").read_text())["project"]
+    version, *usage = printed.splitlines()
+    assert version == titan_disp.__version__ == project["version"]
+    assert "preflight" in "".join(usage)
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda file: file.name)
+def test_every_config_names_the_plugin(config):
+    toml = tomli.loads(config.read_text())
+    assert toml["job"]["custom_config_module"] == job_config.__name__
+    assert toml["experimental"]["custom_import"] == plugin.__name__
+
+
+def forgotten(monkeypatch):
+    """As before the first import: TorchTitan knows no spec of ours, and has no module that registers it."""
+    monkeypatch.delitem(titan._extra_train_specs, spec.NAME)
+    monkeypatch.delitem(sys.modules, plugin.__name__)
+    monkeypatch.delitem(sys.modules, job_config.__name__)
+    with pytest.raises(ValueError, match="not registered"):
+        titan.get_train_spec(spec.NAME)
+
+
+def test_the_plugin_registers_once(monkeypatch):
+    forgotten(monkeypatch)
+    importlib.import_module("titan_disp.plugin")
+    registered = titan.get_train_spec("qwen3_disp")
+    assert registered.model_cls is Qwen3DispModel
+    importlib.reload(sys.modules["titan_disp.plugin"])  # a second import is no error
+    assert titan.get_train_spec("qwen3_disp") is registered
+
+
+def test_configs_from_before_the_plugin_still_register(monkeypatch, tmp_path):
+    """They say custom_import = "titan_disp". What TorchTitan's own trainer does with one, up to the spec."""
+    old = tmp_path / "old.toml"
+    old.write_text(DEMO.read_text().replace('"titan_disp.plugin"', '"titan_disp"'))
+    forgotten(monkeypatch)
+    config = ConfigManager().parse_args(["--job.config_file", str(old), "--model.hf_assets_path", str(tmp_path)])
+    assert config.experimental.custom_import == "titan_disp"
+    importlib.import_module(config.experimental.custom_import)
+    assert titan.get_train_spec(config.model.name).model_cls is Qwen3DispModel
+
+
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="TorchTitan knows the accelerator by itself")
+def test_the_device_type_reaches_modules_imported_before_the_plugin(monkeypatch):
+    """TorchTitan's own trainer imports most of TorchTitan first, with the device type that it falls back to."""
+    for module in (titan_utils, titan_metrics):
+        monkeypatch.setattr(module, "device_type", "cuda")
+    for module in (titan_utils, titan_metrics, titan_profiling):
+        monkeypatch.setattr(module, "device_module", torch.cuda)
+    monkeypatch.setattr(titan_utils, "get_peak_flops", lambda name: 312e12)
+    cpu.install()
+    for module in (titan_utils, titan_metrics):
+        assert module.device_type == "cpu"
+    for module in (titan_utils, titan_metrics, titan_profiling):
+        assert module.device_module.get_device_name() == "CPU"
+    assert math.isnan(titan_utils.get_peak_flops("CPU"))  # no A100's
+
+
+@pytest.mark.parametrize("module", [checkpoint, metrics, stragglers])
+def test_ours_take_no_copy_of_the_device_type(module):
+    """They may be imported before the plugin, when TorchTitan still takes an absent GPU for its device."""
+    assert not hasattr(module, "device_type")
