@@ -53,6 +53,63 @@ assert not heavy, heavy
     assert "preflight" in "".join(usage)
 
 
+# In an interpreter in which third-party packages are missing, but for those that `import torch` loads or torch depends on.
+TORCH_ALONE = """
+import sys, time
+from importlib.metadata import requires
+
+def top_levels():
+    return {name.partition(".")[0] for name in sys.modules}
+
+start = time.process_time()
+import torch
+of_torch = time.process_time() - start
+dependencies = {text.partition(">")[0].strip().replace("-", "_") for text in requires("torch") if "extra" not in text}
+
+class OnlyAllowed:
+    allowed = {"titan_disp", "mpmath"} | set(sys.stdlib_module_names) | top_levels() | dependencies  # sympy needs mpmath
+
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] not in self.allowed:
+            raise ImportError(f"{name} is blocked")
+
+finder = OnlyAllowed()
+sys.meta_path.insert(0, finder)
+for name in ("torchtitan", "datasets", "sentencepiece", "transformers", "scipy", "matplotlib", "tyro"):
+    try:
+        __import__(name)
+    except ImportError:
+        continue
+    raise AssertionError(f"{name} is not blocked")
+
+start = time.process_time()
+from titan_disp.dispersion import dispersion_losses
+of_ours = time.process_time() - start
+for variant in ("angular", "decorrelation", "l2_repel", "orthogonalization"):
+    z = torch.randn(2, 8, 4, requires_grad=True)
+    dispersion_losses([z], variant=variant).sum().backward()
+    assert z.grad.abs().sum() > 0
+
+sys.meta_path.remove(finder)
+import matplotlib.figure, matplotlib.backends.backend_agg
+finder.allowed |= top_levels() | {"scipy"}
+sys.meta_path.insert(0, finder)
+import titan_disp.condensation.monitor, titan_disp.condensation.plot
+print(of_ours / of_torch)
+"""
+
+
+def test_the_loss_needs_torch_alone():
+    """Importing it, and torch, takes less than twice the time of torch, of the CPU: others may be using the machine.
+
+    Measuring condensation needs scipy and matplotlib beside torch.
+    """
+    added = float(fresh(TORCH_ALONE))
+    if added >= 1:
+        added = min(added, float(fresh(TORCH_ALONE)))
+    assert added < 1, f"importing the loss takes {added:.2f} times as long as importing torch, after it"
+
+
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda file: file.name)
 def test_every_config_names_the_plugin(config):
     toml = tomli.loads(config.read_text())
