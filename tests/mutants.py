@@ -30,7 +30,7 @@ EQUIVALENT = ROOT / "tests" / "equivalent_mutants.toml"
 # A room: the files to edit, and the tests of which the fast ones (neither slow nor night) must notice.
 ROOMS = {
     "dispersion": (
-        ["titan_disp/dispersion/*.py"],
+        ["titan_disp/dispersion/*.py", "titan_disp/dispersion/variants/*.py"],
         ["test_pairwise", "test_variants", "test_objective", "test_sharded", "test_gpu_path"],
     ),
     "guard": (["titan_disp/run/guard.py"], ["test_guard", "test_ranks_agree"]),

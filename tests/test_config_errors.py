@@ -29,7 +29,12 @@ def options(sample):
         (1, ["--dispersion.clamp", "1.0"], r"dispersion.clamp is 1.0, expected a number in \[0, 1\)"),
         (1, ["--dispersion.clamp", "-0.5"], r"dispersion.clamp is -0.5"),
         (1, ["--dispersion.norm_eps", "0"], r"dispersion.norm_eps is 0.0"),
-        (1, ["--dispersion.variant", "l2_repel", "--dispersion.estimator", "moments"], r"'l2_repel' has not"),
+        (1, ["--dispersion.variant", "l2_repel", "--dispersion.estimator", "moments"], r"'l2_repel' does not support"),
+        (
+            1,
+            ["--dispersion.variant", "decorrelation", "--dispersion.tau", "0.5"],
+            r"^dispersion.tau is 0.5, but variant",
+        ),
         (1, ["--dispersion.max_tokens", "1"], r"dispersion.max_tokens is 1"),
         (1, ["--dispersion.warmup_steps", "1000"], r"dispersion.warmup_steps is 1000, expected 0 to the 300 steps"),
         (

@@ -11,13 +11,16 @@ from tests.oracle import dispersion_oracle
 from titan_disp.dispersion import (
     DispersionLoss,
     dispersion_loss,
-    functions,
     kernels,
+    layers,
     moments,
     pairwise,
-    sharded,
     vectors,
 )
+from titan_disp.dispersion.variants import base
+from titan_disp.dispersion.variants.angular import angular_pair
+from titan_disp.dispersion.variants.decorrelation import square
+from titan_disp.dispersion.variants.orthogonalization import orthogonalization_pair
 
 CASES = [
     ("angular", "exact"),
@@ -41,9 +44,8 @@ def loss_and_gradient(function, z, **options):
 @pytest.fixture
 def bf16_products(monkeypatch):
     """The choice that a GPU makes; the CPU's bf16 products are rounded to bf16, as on a GPU that cannot write float32."""
-    for module in (kernels, pairwise):
+    for module in (kernels, pairwise, vectors, base):
         monkeypatch.setattr(module, "operand_dtype", lambda x: x.dtype)
-    monkeypatch.setattr("titan_disp.dispersion.loss.operand_dtype", lambda x: x.dtype)
 
 
 @pytest.mark.parametrize("mean", [0.0, 0.3, 3.0])
@@ -65,7 +67,7 @@ def test_bf16_products(bf16_products, mean):
 def test_under_amp_products_are_bf16(bf16_products, monkeypatch, variant, estimator):
     """One GPU without FSDP2: float32 activations give what bf16 ones do, but in ℓ2-repel."""
     z = tokens(2, 160, 24)
-    options = {"variant": variant, "estimator": estimator, "max_tokens": 50}
+    options = {"variant": variant, "estimator": estimator} | ({"max_tokens": 50} if estimator == "sampled" else {})
     plain = loss_and_gradient(dispersion_loss, z, **options)
     expected = loss_and_gradient(dispersion_loss, z if variant == "l2_repel" else z.bfloat16(), **options)
     monkeypatch.setattr("titan_disp.dispersion.loss.bf16_autocast", lambda device: True)
@@ -81,9 +83,9 @@ def test_under_amp_products_are_bf16(bf16_products, monkeypatch, variant, estima
 def test_epilogue_compiles_to_one_kernel(name, diagonal):
     """Inductor's result is eager's, from one kernel."""
     pair = {
-        "angular": functions.angular(0.5, 0.25),
-        "orthogonalization": functions.orthogonalization(0.25),
-        "decorrelation": functions.square,
+        "angular": angular_pair(0.5, 0.25),
+        "orthogonalization": orthogonalization_pair(0.25),
+        "decorrelation": square,
     }[name]
     u = torch.nn.functional.normalize(tokens(2, 96, 32), dim=-1)
     scale = torch.rand(2, 96, 1, generator=torch.Generator().manual_seed(1)) + 0.5
@@ -119,7 +121,7 @@ def test_moments_compile():
     """The fit and the weights of the moments: Inductor's results are eager's, also where M is a view of what was all-reduced."""
     torch._dynamo.reset()
     u = torch.nn.functional.normalize(tokens(2, 64, 24), dim=-1)
-    pair = functions.angular(0.7, 0.25)
+    pair = angular_pair(0.7, 0.25)
     for found, expected in zip(
         torch.compile(moments.fit.__wrapped__)(u, pair), moments.fit.__wrapped__(u, pair), strict=True
     ):
@@ -169,7 +171,7 @@ def test_the_host_never_waits(monkeypatch, variant, estimator):
     monkeypatch.setattr("titan_disp.dispersion.loss.bf16_autocast", lambda device: True)  # likewise
     waits = "the host would wait for this copy"
     monkeypatch.setattr(torch.Tensor, "new_tensor", lambda *a, **k: pytest.fail(waits))  # not seen without data
-    loss = DispersionLoss(variant, estimator, max_tokens=16)
+    loss = DispersionLoss(variant, estimator, **({"max_tokens": 16} if estimator == "sampled" else {}))
     monkeypatch.setattr(pairwise, "GPU_TILE", 48)  # several tiles
     z = torch.empty(3, 128, 64, device="meta", dtype=torch.bfloat16, requires_grad=True)
     with pytest.raises((RuntimeError, NotImplementedError)):
@@ -186,7 +188,7 @@ def test_a_batch_in_parts_is_the_same(monkeypatch):
         fit_errors = []
         function = DispersionLoss(estimator=estimator)
         whole = loss_and_gradient(lambda z, f=function: f([z])[0], z)
-        monkeypatch.setattr(sharded, "GROUP_ELEMENTS", 2 * 40 * 16)
+        monkeypatch.setattr(layers, "BATCH_ELEMENTS", 2 * 40 * 16)
         parts = loss_and_gradient(lambda z, f=function, e=fit_errors: f([z], fit_errors=e)[0], z)
         monkeypatch.undo()
         for one, other in zip(whole, parts, strict=True):

@@ -54,8 +54,7 @@ FAMILY = {
         variant,
         "--dispersion.estimator",
         estimator,
-        "--dispersion.max_tokens",
-        "10",
+        *(("--dispersion.max_tokens", "10") if estimator == "sampled" else ()),
     )
     for variant, estimator in (
         ("angular", "moments"),

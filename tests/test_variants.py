@@ -1,6 +1,8 @@
 """The loss family against plain float64 autograd: four variants, three estimators, whole and sharded."""
 
+import dataclasses
 import math
+from typing import get_args, get_type_hints
 
 import numpy as np
 import pytest
@@ -13,8 +15,12 @@ from tests.oracle import oracle
 from titan_disp.checks import coeff_schedule
 from titan_disp.checks import dispersion_loss as config_loss
 from titan_disp.config import load_config
-from titan_disp.dispersion import CoeffSchedule, DispersionLoss, dispersion_loss, pairwise
+from titan_disp.dispersion import CoeffSchedule, DispersionLoss, dispersion_loss, pairwise, variants
+from titan_disp.dispersion.loss import ESTIMATORS
 from titan_disp.dispersion.sampled import positions
+from titan_disp.dispersion.variants.base import CosineVariant
+from titan_disp.dispersion.vectors import Normalized
+from titan_disp.job_config import Dispersion
 
 VARIANTS = ("angular", "decorrelation", "l2_repel", "orthogonalization")
 ALLOWED = [(v, e) for v in VARIANTS for e in ("exact", "sampled")] + [("angular", "moments")]
@@ -49,9 +55,8 @@ def relative(a, b):
 def test_exact_equals_the_oracle(variant, shape, dtype, monkeypatch):
     """Odd shapes, several tiles, both forms of decorrelation (F < N and F ≥ N)."""
     monkeypatch.setattr(pairwise, "TILE_ELEMENTS", shape[0] * 48 * 48)
-    value, grad, expected, expected_grad = both(
-        variant, tokens(*shape), dtype, tau=0.7 if variant != "l2_repel" else 9.0
-    )
+    tau = {"angular": {"tau": 0.7}, "l2_repel": {"tau": 9.0}}.get(variant, {})
+    value, grad, expected, expected_grad = both(variant, tokens(*shape), dtype, **tau)
     tolerance = TOLERANCE[dtype]
     assert (value - expected).abs().max() <= tolerance * max(1.0, expected.abs().max())
     assert relative(grad, expected_grad) <= tolerance
@@ -77,7 +82,8 @@ def test_never_nan(variant, case):
         z = z.half()
     for estimator in ("exact", "sampled") if variant != "angular" else ("exact", "sampled", "moments"):
         ours = z.clone().requires_grad_(True)
-        value = dispersion_loss(ours, variant=variant, estimator=estimator, max_tokens=5)
+        drawn = {"max_tokens": 5} if estimator == "sampled" else {}
+        value = dispersion_loss(ours, variant=variant, estimator=estimator, **drawn)
         value.sum().backward()
         assert value.isfinite().all(), (estimator, value)
         assert ours.grad.isfinite().all(), estimator
@@ -105,10 +111,11 @@ def test_a_token_of_equal_features_has_no_correlation():
 def test_repelling_forces_point_away():
     """A step against the gradient spreads the tokens, whatever the variant."""
     for variant in VARIANTS:
+        options = {"variant": variant} | ({"norm_coeff": 0.0} if variant == "l2_repel" else {})
         z = tokens(1, 20, 8, shift=1.0).requires_grad_(True)
-        before = dispersion_loss(z, variant=variant, norm_coeff=0.0)
+        before = dispersion_loss(z, **options)
         before.sum().backward()
-        after = dispersion_loss((z - 0.1 * z.grad / z.grad.abs().max()).detach(), variant=variant, norm_coeff=0.0)
+        after = dispersion_loss((z - 0.1 * z.grad / z.grad.abs().max()).detach(), **options)
         assert after.item() < before.item()
 
 
@@ -185,7 +192,7 @@ class TestMoments:
         value = dispersion_loss(z.requires_grad_(True), estimator="moments", tau=0.2)
         value.sum().backward()
         smallest = torch.finfo(z.dtype).tiny
-        assert value.item() == pytest.approx(math.log(smallest / (256 * 255)))
+        assert value.item() == pytest.approx(math.log(smallest))
         assert z.grad.isfinite().all()
 
 
@@ -236,7 +243,9 @@ def check_sharded(ranks):
     for variant, estimator in ALLOWED:
         for features in (8, 300):  # decorrelation's linear and its pairwise form
             z = tokens(2, 256, features, seed=mesh.get_local_rank("data")) / math.sqrt(features)
-            options = {"variant": variant, "estimator": estimator, "max_tokens": 40, "tau": 0.8}
+            options = {"variant": variant, "estimator": estimator}
+            options |= {"max_tokens": 40} if estimator == "sampled" else {}
+            options |= {"tau": 0.8} if variant in ("angular", "l2_repel") else {}
             whole = z.clone().requires_grad_(True)
             expected = dispersion_loss(whole, **options)
             (expected * torch.tensor([1.0, 3.0])).sum().backward()
@@ -258,15 +267,78 @@ def test_sharded(ranks):
     [
         ({"variant": "angle"}, "variant is 'angle', expected one of angular, decorrelation"),
         ({"estimator": "fast"}, "estimator is 'fast', expected one of exact, moments, sampled"),
-        ({"variant": "l2_repel", "estimator": "moments"}, "which variant 'l2_repel' has not"),
+        (
+            {"variant": "l2_repel", "estimator": "moments"},
+            "'l2_repel' does not support: expected one of exact, sampled$",
+        ),
         ({"variant": "decorrelation", "estimator": "moments"}, "linear in the tokens already"),
         ({"max_tokens": 1}, "max_tokens is 1, expected at least 2"),
-        ({"norm_coeff": -1.0}, "norm_coeff is -1.0"),
+        ({"variant": "l2_repel", "norm_coeff": -1.0}, "norm_coeff is -1.0, expected a number"),
     ],
 )
 def test_refused(options, message):
     with pytest.raises(ValueError, match=message):
         DispersionLoss(**options)
+
+
+# Option → a value other than its default, the variants that use it, and how a refusal names these.
+OPTIONS = {
+    "tau": (0.5, {"angular", "l2_repel"}, "angular, l2_repel"),
+    "clamp": (0.1, {"angular", "orthogonalization"}, "angular, orthogonalization"),
+    "norm_eps": (1e-3, {"angular", "orthogonalization"}, "angular, orthogonalization"),
+    "norm_coeff": (0.2, {"l2_repel"}, "l2_repel"),
+}
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+def test_an_option_that_the_variant_does_not_use_is_refused(option):
+    value, users, named = OPTIONS[option]
+    for variant in VARIANTS:
+        if variant in users:
+            assert getattr(DispersionLoss(variant, **{option: value}), option) == value
+            continue
+        message = f"^{option} is {value}, but variant '{variant}' does not use it: leave it at .* option of {named}"
+        with pytest.raises(ValueError, match=message):
+            DispersionLoss(variant, **{option: value})
+
+
+def test_a_fifth_variant_is_a_class_and_a_line_in_the_table(monkeypatch):
+    """The mean of p c² over the pairs, by every estimator: these know no variant's name."""
+
+    @dataclasses.dataclass(frozen=True)
+    class Fifth(CosineVariant):
+        estimators = ("exact", "moments", "sampled")
+
+        tau: float  # p
+
+        @property
+        def pair(self):
+            return lambda c: (self.tau * c**2, 2 * self.tau * c)
+
+        def units(self, z):
+            return Normalized(z, 1e-6)
+
+        def normalize(self, sums, tokens):
+            return sums / (tokens * (tokens - 1))
+
+    monkeypatch.setitem(variants.VARIANTS, "fifth", Fifth)
+    z = tokens(2, 30, 5)
+    for estimator, chosen in (("exact", range(30)), ("moments", range(30)), ("sampled", positions(30, 9, 0, 0, 0))):
+        u = torch.nn.functional.normalize(z[:, list(chosen)], dim=-1)
+        c = (u @ u.transpose(1, 2))[:, ~torch.eye(len(chosen), dtype=torch.bool)]
+        drawn = {"max_tokens": 9} if estimator == "sampled" else {}
+        found = dispersion_loss(z, variant="fifth", estimator=estimator, tau=3.0, **drawn)
+        torch.testing.assert_close(found, 3 * c.square().mean(1), rtol=1e-4, atol=0)  # ε, and the fit's ridge
+    with pytest.raises(ValueError, match="clamp is 0.1, but variant 'fifth' does not use it"):
+        DispersionLoss("fifth", clamp=0.1)
+
+
+def test_max_tokens_is_refused_without_sampling():
+    assert DispersionLoss(estimator="sampled", max_tokens=10).max_tokens == 10
+    for estimator in ("exact", "moments"):
+        message = f"max_tokens is 10, but estimator '{estimator}' does not use it: leave it at 256 .*sampled"
+        with pytest.raises(ValueError, match=message):
+            DispersionLoss(estimator=estimator, max_tokens=10)
 
 
 def test_schedule():
@@ -286,11 +358,17 @@ def test_schedule():
 
 def test_loss_of_a_config():
     """No option of [dispersion] gets lost on the way, nor the seed of the positions."""
-    options = {"variant": "l2_repel", "estimator": "sampled", "tau": 0.3, "clamp": 0.1, "norm_eps": 0.02}
-    options |= {"norm_coeff": 0.4, "max_tokens": 7}
-    arguments = [part for name, value in options.items() for part in (f"--dispersion.{name}", str(value))]
-    config = load_config([*arguments, "--debug.seed", "11"])
-    assert config_loss(config) == DispersionLoss(**options, seed=11)
+    assert config_loss(load_config([])) == DispersionLoss()
+    types = get_type_hints(Dispersion)
+    assert get_args(types["variant"]) == tuple(variants.VARIANTS) == VARIANTS
+    assert get_args(types["estimator"]) == ESTIMATORS
+    for options in (
+        {"variant": "l2_repel", "estimator": "sampled", "tau": 0.3, "norm_coeff": 0.4, "max_tokens": 7},
+        {"variant": "orthogonalization", "clamp": 0.1, "norm_eps": 0.02},
+    ):
+        arguments = [part for name, value in options.items() for part in (f"--dispersion.{name}", str(value))]
+        config = load_config([*arguments, "--debug.seed", "11"])
+        assert config_loss(config) == DispersionLoss(**options, seed=11)
 
 
 def test_schedule_of_a_config():

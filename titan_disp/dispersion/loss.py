@@ -1,46 +1,39 @@
-"""The loss family: four variants, three estimators, any sharding of the sequence."""
+"""The loss: a variant, computed by an estimator, for any sharding of the sequence."""
 
-import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, fields
+from functools import cached_property
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from titan_disp.dispersion import functions, sampled
 from titan_disp.dispersion.collectives import Group, process_group
-from titan_disp.dispersion.kernels import accumulation_dtype, bf16_autocast, operand_dtype
-from titan_disp.dispersion.moments import fit, quadratic_sum_, sample
-from titan_disp.dispersion.pairwise import PairFunction
-from titan_disp.dispersion.sharded import (
-    LogSumExpOverGroup,
-    Node,
-    SumOverGroup,
-    a_few_at_a_time,
-    pair_exponents,
-    pair_sums,
-)
-from titan_disp.dispersion.vectors import normalize_backward_, norms, standardize, standardize_backward_
+from titan_disp.dispersion.kernels import bf16_autocast
+from titan_disp.dispersion.layers import Layers, WholeLayers
+from titan_disp.dispersion.sampled import SampledLayers, positions
+from titan_disp.dispersion.variants import VARIANTS, Variant
 
-VARIANTS = ("angular", "decorrelation", "l2_repel", "orthogonalization")
 ESTIMATORS = ("exact", "moments", "sampled")
-Result = tuple[Tensor, Tensor]  # value [B], gradient [B, n, F]
 
 
 @dataclass(frozen=True)
 class DispersionLoss:
-    """Attributes:
-    variant: of the paper's Table 1: angular, decorrelation, l2_repel, orthogonalization.
-    estimator: exact (all pairs); moments (all pairs, linear in N; angular only); sampled (``max_tokens`` positions).
-    tau: temperature of angular and l2_repel. clamp: κ, of angular and orthogonalization. norm_eps: ε added to the norms there.
-    norm_coeff: λ_norm of l2_repel, whose distances could otherwise grow for ever.
-    max_tokens, seed: of the sampled estimator.
+    """The dispersion loss with its options. An option that the variant or the estimator does not use must keep its default.
+
+    Attributes:
+        variant: of the paper's Table 1: angular, decorrelation, l2_repel, orthogonalization.
+        estimator: exact (all pairs); moments (all pairs, linear in N; angular only); sampled (``max_tokens`` positions).
+        tau: temperature of angular and l2_repel.
+        clamp: κ, of angular and orthogonalization.
+        norm_eps: ε, which they add to the norms.
+        norm_coeff: λ_norm of l2_repel, whose distances could otherwise grow for ever.
+        max_tokens: positions per sequence of the sampled estimator.
+        seed: of these positions. The other estimators draw nothing, whatever the seed.
 
     Raises:
-        ValueError: unknown, out of range, or an estimator that the variant has not.
+        ValueError: an option is unknown, out of range or not used, or the variant does not support the estimator.
     """
 
     variant: str = "angular"
@@ -57,16 +50,38 @@ class DispersionLoss:
             raise ValueError(f"variant is {self.variant!r}, expected one of {', '.join(VARIANTS)}")
         if self.estimator not in ESTIMATORS:
             raise ValueError(f"estimator is {self.estimator!r}, expected one of {', '.join(ESTIMATORS)}")
-        if self.estimator == "moments" and self.variant != "angular":
+        variant = self._variant
+        if self.estimator not in variant.estimators:
             raise ValueError(
-                f"estimator is 'moments', which variant {self.variant!r} has not: expected 'exact' or 'sampled'"
-                + (" (exact decorrelation is linear in the tokens already)" if self.variant == "decorrelation" else "")
+                f"estimator is {self.estimator!r}, which variant {self.variant!r} does not support: "
+                f"expected one of {', '.join(variant.estimators)}"
+                + (" (its exact form is linear in the tokens already)" if variant.linear_in_tokens else "")
             )
-        functions.check_parameters(self.tau, self.clamp, self.norm_eps)
-        if not (math.isfinite(self.norm_coeff) and self.norm_coeff >= 0):
-            raise ValueError(f"norm_coeff is {self.norm_coeff}, expected a number ≥ 0")
         if self.max_tokens < 2:
             raise ValueError(f"max_tokens is {self.max_tokens}, expected at least 2")
+        self._refuse_unused_options()
+
+    def _refuse_unused_options(self) -> None:
+        for option in fields(self):
+            value = getattr(self, option.name)
+            if value == option.default:
+                continue
+            variants = [name for name, kind in VARIANTS.items() if option.name in options_of(kind)]
+            if option.name == "max_tokens" and self.estimator != "sampled":
+                not_using, using = f"estimator {self.estimator!r}", "sampled"
+            elif variants and self.variant not in variants:
+                not_using, using = f"variant {self.variant!r}", ", ".join(variants)
+            else:
+                continue
+            raise ValueError(
+                f"{option.name} is {value}, but {not_using} does not use it: leave it at {option.default} "
+                f"(it is an option of {using})"
+            )
+
+    @cached_property
+    def _variant(self) -> Variant:
+        kind = VARIANTS[self.variant]
+        return kind(**{name: getattr(self, name) for name in options_of(kind)})
 
     def __call__(
         self, zs: Sequence[Tensor], group: Group = None, step: int = 0, fit_errors: list[Tensor] | None = None
@@ -87,147 +102,28 @@ class DispersionLoss:
         Raises:
             ValueError: bad shape, or fewer than 2 tokens per sequence.
 
-        Source: arXiv 2602.00217, Table 1; see ``functions``, ``l2_repel`` and ``moments`` for the formulas.
+        Source: arXiv 2602.00217, Table 1; see ``variants`` and ``moments`` for the formulas.
         """
         pg = process_group(group)
         tokens = _check(zs, 1 if pg is None else dist.get_world_size(pg))
         device = zs[0].device.type
-        half = bf16_autocast(device) and self.variant != "l2_repel"  # whose distances are differences
+        in_bf16 = bf16_autocast(device) and self._variant.bf16_products
         # The loss itself knows what may be in bf16: AMP would round cosines, and lose the digits near the clamp.
         with torch.autocast(device, enabled=False):
+            layers: Layers
             if self.estimator == "sampled" and self.max_tokens < tokens:
-                return self._sampled(zs, tokens, pg, step, half)
-            linear = self.estimator == "moments" or (self.variant == "decorrelation" and zs[0].shape[2] < tokens)
-            compute = partial(self._layer, linear=linear, tokens=tokens, group=pg, half=half, fit_errors=fit_errors)
-            values = torch.stack([Node.apply(z, compute) for z in zs])
-            if pg is not None and not linear:  # the linear forms' values are whole already
-                over_group = LogSumExpOverGroup if self.variant == "l2_repel" else SumOverGroup
-                values = over_group.apply(values, pg)
-            losses = self._finish(values, tokens)
-            if self.variant == "l2_repel" and self.norm_coeff:
-                squares = torch.stack([Node.apply(z, _mean_square) for z in zs])
-                if pg is not None:
-                    squares = SumOverGroup.apply(squares / dist.get_world_size(pg), pg)
-                losses = losses + self.norm_coeff * squares
-            return losses
-
-    def _sampled(
-        self, zs: Sequence[Tensor], tokens: int, group: dist.ProcessGroup | None, step: int, half: bool
-    ) -> Tensor:
-        drawn = [sampled.positions(tokens, self.max_tokens, self.seed, step, layer) for layer in range(len(zs))]
-        some, mine, local = sampled.gather([z.detach() for z in zs], drawn, group)
-
-        def compute(part: Tensor) -> Result:
-            value, grad = self._exact(_operand(part, half), None)
-            if self.variant == "l2_repel" and self.norm_coeff:
-                square, of_square = _mean_square(part)
-                value, grad = value + self.norm_coeff * square, grad.add_(of_square, alpha=self.norm_coeff)
-            return value, grad
-
-        # All layers' few tokens at once: alone, they would be as many small kernels for each.
-        values, grads = a_few_at_a_time(some.flatten(0, 1), compute)
-        rows = [grad[:, own] for grad, own in zip(grads.view_as(some), mine, strict=True)]
-        parts = zip(zs, values.view(len(zs), -1), rows, local, strict=True)
-        return self._finish(torch.stack([_Chosen.apply(*part) for part in parts]), self.max_tokens)
-
-    def _finish(self, values: Tensor, tokens: int) -> Tensor:
-        pairs = tokens * (tokens - 1)
-        if self.variant == "l2_repel":
-            return values - math.log(pairs)
-        if self.variant == "angular":
-            # The moments' sum is of a fit, which nothing forbids to be negative for odd inputs.
-            return torch.log(values.clamp_min(torch.finfo(values.dtype).tiny) / pairs)
-        return values / pairs
-
-    def _pair(self) -> PairFunction:
-        if self.variant == "angular":
-            return functions.angular(self.tau, self.clamp)
-        if self.variant == "orthogonalization":
-            return functions.orthogonalization(self.clamp)
-        return functions.square
-
-    def _layer(
-        self,
-        z: Tensor,
-        linear: bool,
-        tokens: int,
-        group: dist.ProcessGroup | None,
-        half: bool,
-        fit_errors: list[Tensor] | None,
-    ) -> Result:
-        errors: list[Tensor] = []
-
-        def compute(some: Tensor) -> Result:
-            some = _operand(some, half)
-            return self._linear(some, tokens, group, errors) if linear else self._exact(some, group)
-
-        # In a group, each part of the batch would cost one more collective call, and shards are small.
-        result = a_few_at_a_time(z, compute) if group is None else compute(z)
-        if fit_errors is not None and errors:
-            fit_errors.append(torch.cat(errors))
-        return result
-
-    def _exact(self, z: Tensor, group: dist.ProcessGroup | None) -> Result:
-        """This rank's part of the sum over all pairs."""
-        if self.variant == "l2_repel":
-            return pair_exponents(z, self.tau, group)
-        if self.variant == "decorrelation":
-            u, norm = standardize(z)
-            x, one = _standardized(z, u)
-            s, w = pair_sums(x, one, z, lambda shard: _standardized(shard, standardize(shard)[0]), self._pair(), group)
-            return s, standardize_backward_(u, norm, w.mul_(2))
-        norm = norms(z)
-        scale = 1 / (norm + self.norm_eps)
-        s, w = pair_sums(z, scale, z, lambda shard: (shard, 1 / (norms(shard) + self.norm_eps)), self._pair(), group)
-        return s, normalize_backward_(z, norm, w.mul_(2 / scale), self.norm_eps)
-
-    def _linear(self, z: Tensor, tokens: int, group: dist.ProcessGroup | None, fit_errors: list[Tensor]) -> Result:
-        """The whole sequence's sum."""
-        if self.variant == "decorrelation":
-            u, norm = standardize(z)
-            coefficients = u.new_zeros(u.shape[0], 3)
-            coefficients[:, 2] = 1.0  # a kernel; a tensor of Python's numbers would make the host wait for its copy
-            s, grad = quadratic_sum_(u.clone(), coefficients, tokens, group, operand_dtype(z))
-            return s, standardize_backward_(u, norm, grad)
-        norm = norms(z)
-        u = z / (norm + self.norm_eps)
-        coefficients, error = fit(sample(u, tokens, group), self._pair())
-        fit_errors.append(error)
-        s, grad = quadratic_sum_(u, coefficients, tokens, group, operand_dtype(z))
-        return s, normalize_backward_(z, norm, grad, self.norm_eps)
+                drawn = [positions(tokens, self.max_tokens, self.seed, step, layer) for layer in range(len(zs))]
+                layers = SampledLayers(zs, drawn, pg, in_bf16)
+            else:
+                layers = WholeLayers(zs, tokens, pg, in_bf16)
+            if self.estimator == "moments":
+                return self._variant.moments(layers, fit_errors)
+            return self._variant.exact(layers)
 
 
-class _Chosen(torch.autograd.Function):
-    """A value [B] whose gradient is known, and not 0 at ``local`` positions of z only: ``rows`` [B, k, F]."""
-
-    @staticmethod
-    def forward(ctx, z, value, rows, local):  # type: ignore[no-untyped-def, override]
-        ctx.save_for_backward(rows, local)
-        ctx.shape, ctx.dtype = z.shape, z.dtype
-        return value.clone()
-
-    @staticmethod
-    def backward(ctx, grad_value):  # type: ignore[no-untyped-def, override]
-        rows, local = ctx.saved_tensors
-        grad = torch.zeros(ctx.shape, dtype=ctx.dtype, device=rows.device)
-        grad[:, local] = (rows * grad_value[:, None, None]).to(ctx.dtype)
-        return grad, None, None, None
-
-
-def _operand(z: Tensor, half: bool) -> Tensor:
-    return z.bfloat16() if half and z.dtype == torch.float32 else z
-
-
-def _standardized(z: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
-    """Standardised tokens u of z as ``pairwise`` takes them: in the dtype of z's products, with scales of 1."""
-    return u.to(operand_dtype(z)), torch.ones_like(u[..., :1])
-
-
-def _mean_square(z: Tensor) -> Result:
-    """mean(z²) over tokens and features."""
-    z = z.to(accumulation_dtype(z.dtype))
-    count = z.shape[1] * z.shape[2]
-    return z.square().mean((1, 2)), z * (2.0 / count)
+def options_of(variant: type[Variant]) -> list[str]:
+    """The names of the options that a variant uses."""
+    return [field.name for field in fields(variant)]
 
 
 def _check(zs: Sequence[Tensor], world: int) -> int:

@@ -4,8 +4,8 @@ A variant is a function of cosines, summed over pairs (arXiv 2602.00217, Table 1
 
     u_i = s_i x_i     c_ij = u_i·u_j     S = Σ_{i≠j} w(c_ij)     r = dw/dc     V_i = Σ_{j≠i} r(c_ij) u_j     ∂S/∂u_i = 2 V_i
 
-so one walk over tiles of c yields both S and ∂S/∂z. Forward saves ∂S/∂z; backward only scales it. ``functions`` has w and r of
-every variant. Unit vectors are never stored: products are formed of x itself (which is z, exact in its own dtype), c is the
+so one walk over tiles of c yields both S and ∂S/∂z. Forward saves ∂S/∂z; backward only scales it. ``variants`` has w and r of
+each. Unit vectors are never stored: products are formed of x itself (which is z, exact in its own dtype), c is the
 product times s_i s_j, and with the symmetric q_ij = s_i r_ij s_j
 
     W_i = Σ_{j≠i} q_ij x_j = s_i V_i
@@ -16,9 +16,12 @@ import math
 from collections.abc import Callable
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
+from titan_disp.dispersion.collectives import Gathering
 from titan_disp.dispersion.kernels import accumulation_dtype, add_product_, fused, operand_dtype, product
+from titan_disp.dispersion.vectors import Units
 
 PairFunction = Callable[[Tensor], tuple[Tensor, Tensor]]  # cosines [B, m, n], which it may overwrite → w and r = dw/dc
 
@@ -72,6 +75,22 @@ class Tiles:
         """Σ w [B] and q [B, m, n] of own tokens i and the other's tokens j."""
         s_cols = other.scale[:, j].transpose(1, 2)
         return _epilogue(pair)(product(rows, cols.transpose(1, 2)), self.scale[:, i], s_cols, diagonal, self.dtype)
+
+
+def pair_sums(
+    units: Units, to_units: Callable[[Tensor], Units], z: Tensor, pair: PairFunction, group: dist.ProcessGroup | None
+) -> tuple[Tensor, Tensor]:
+    """This rank's part of S [B], and W [B, n, F] of its rows.
+
+    Args:
+        units: ``to_units(z)``. to_units: z [B, n, F] → its unit vectors, for the other ranks' shards.
+    """
+    gathering = Gathering(z, group) if group is not None else None
+    s, w = all_pairs(units.x, units.scale, pair)
+    for shard in gathering.other_shards() if gathering is not None else ():
+        others = to_units(shard)
+        s += add_rows_against((units.x, units.scale), (others.x, others.scale), w, pair)
+    return s, w
 
 
 def all_pairs(x: Tensor, scale: Tensor, pair: PairFunction, tile: int | None = None) -> tuple[Tensor, Tensor]:

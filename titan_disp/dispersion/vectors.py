@@ -1,11 +1,38 @@
 """Tokens → unit vectors, and gradients back."""
 
+import math
+from typing import Protocol
+
 import torch
 from torch import Tensor
 
-from titan_disp.dispersion.kernels import accumulation_dtype, fused
+from titan_disp.dispersion.kernels import accumulation_dtype, fused, operand_dtype
 
 BLOCK_ELEMENTS = 1 << 18  # of z, per block of rows: 1 MiB in fp32
+
+
+class Units(Protocol):
+    """The unit vectors u = s x of tokens z [B, n, F], as ``pairwise`` takes them: products are formed of x.
+
+    Attributes:
+        x: [B, n, F], in z's dtype or that of its products.
+        scale: s [B, n, 1], in the accumulation dtype.
+    """
+
+    x: Tensor
+    scale: Tensor
+
+    def vectors(self) -> Tensor:
+        """u [B, n, F] in the accumulation dtype, in memory of its own."""
+
+    def backward_(self, grad: Tensor) -> Tensor:
+        """∂/∂z [B, n, F] of a function of u, given ∂/∂u in the accumulation dtype, whose memory is used."""
+
+
+def check_norm_eps(norm_eps: float) -> None:
+    """Raise ValueError unless ε is positive."""
+    if not (math.isfinite(norm_eps) and norm_eps > 0.0):
+        raise ValueError(f"norm_eps is {norm_eps}, expected a number > 0: an all-zero token is divided by it")
 
 
 def norms(z: Tensor) -> Tensor:
@@ -24,18 +51,22 @@ def row_blocks(x: Tensor) -> list[slice]:
     return [slice(i, i + rows) for i in range(0, x.shape[1], rows)]
 
 
-def normalize_backward_(z: Tensor, norm: Tensor, grad_u: Tensor, norm_eps: float) -> Tensor:
-    """∂/∂z of a function of u, given ∂/∂u, whose memory is used. At z = 0 the derivative of ‖z‖ is taken as 0, as autograd does.
+class Normalized:
+    """u = z / (‖z‖ + ε). Unit vectors are not stored: x is z itself, exact in its own dtype."""
 
-    Args:
-        z: [B, n, F]; norm: [B, n, 1]; grad_u: [B, n, F] in the accumulation dtype.
+    def __init__(self, z: Tensor, norm_eps: float) -> None:
+        self.x, self.norm_eps = z, norm_eps
+        self.norm = norms(z)
+        self.scale = 1 / (self.norm + norm_eps)
 
-    Returns:
-        [B, n, F] in the accumulation dtype.
-    """
-    for rows in row_blocks(grad_u):
-        _normalize_backward_(grad_u[:, rows], z[:, rows], norm[:, rows], norm_eps)
-    return grad_u
+    def vectors(self) -> Tensor:
+        return self.x / (self.norm + self.norm_eps)
+
+    def backward_(self, grad: Tensor) -> Tensor:
+        """At z = 0 the derivative of ‖z‖ is taken as 0, as autograd does."""
+        for rows in row_blocks(grad):
+            _normalize_backward_(grad[:, rows], self.x[:, rows], self.norm[:, rows], self.norm_eps)
+        return grad
 
 
 @fused
@@ -45,34 +76,29 @@ def _normalize_backward_(g: Tensor, z: Tensor, norm: Tensor, norm_eps: float) ->
     g.addcmul_(z, radial, value=-1).div_(scale)
 
 
-def standardize(z: Tensor) -> tuple[Tensor, Tensor]:
-    """u = (z − μ) / (σ √(F − 1)) over the last dimension, σ unbiased: u_i·u_j is the Pearson correlation of two tokens.
+class Standardized:
+    """u = (z − μ) / (σ √(F − 1)) over the F ≥ 2 features, σ unbiased: u_i·u_j is the Pearson correlation of two tokens.
 
-    A token of equal features has no correlation with any: its u is 0.
-
-    Args:
-        z: [..., F], F ≥ 2, any float dtype.
-
-    Returns:
-        u [..., F] and σ √(F − 1) = ‖z − μ‖ [..., 1], both in the accumulation dtype.
+    A token of equal features has no correlation with any other: its u is 0, and so is its gradient.
     """
-    z = z.to(accumulation_dtype(z.dtype))
-    centred = z - z.mean(-1, keepdim=True)
-    norm = torch.linalg.vector_norm(centred, dim=-1, keepdim=True)
-    # What rounding leaves of a constant token is no direction.
-    floor = 4 * torch.finfo(z.dtype).eps * torch.linalg.vector_norm(z, dim=-1, keepdim=True)
-    return torch.where(norm > floor, centred / norm, 0.0), norm
 
+    def __init__(self, z: Tensor) -> None:
+        dtype = operand_dtype(z)
+        z = z.to(accumulation_dtype(z.dtype))
+        centred = z - z.mean(-1, keepdim=True)
+        self.norm = torch.linalg.vector_norm(centred, dim=-1, keepdim=True)  # σ √(F − 1)
+        # What rounding leaves of a constant token is no direction.
+        floor = 4 * torch.finfo(z.dtype).eps * torch.linalg.vector_norm(z, dim=-1, keepdim=True)
+        self.u = torch.where(self.norm > floor, centred / self.norm, 0.0)
+        self.x, self.scale = self.u.to(dtype), torch.ones_like(self.norm)
 
-def standardize_backward_(u: Tensor, norm: Tensor, grad_u: Tensor) -> Tensor:
-    """∂/∂z of a function of u = ``standardize(z)``, given ∂/∂u, whose memory is used; 0 where u is 0.
+    def vectors(self) -> Tensor:
+        return self.u.clone()
 
-    Args:
-        u, grad_u: [B, n, F]; norm: [B, n, 1]; all in the accumulation dtype.
-    """
-    for rows in row_blocks(grad_u):
-        some, g, length = u[:, rows], grad_u[:, rows], norm[:, rows]
-        g.sub_(g.mean(-1, keepdim=True)).addcmul_(some, (some * g).sum(-1, keepdim=True), value=-1)
-        direction = some.square().sum(-1, keepdim=True) > 0
-        g.mul_(torch.where(direction, 1.0 / length, 0.0))
-    return grad_u
+    def backward_(self, grad: Tensor) -> Tensor:
+        for rows in row_blocks(grad):
+            u, g, norm = self.u[:, rows], grad[:, rows], self.norm[:, rows]
+            g.sub_(g.mean(-1, keepdim=True)).addcmul_(u, (u * g).sum(-1, keepdim=True), value=-1)
+            direction = u.square().sum(-1, keepdim=True) > 0
+            g.mul_(torch.where(direction, 1.0 / norm, 0.0))
+        return grad

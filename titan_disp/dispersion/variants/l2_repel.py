@@ -1,4 +1,4 @@
-"""ℓ2-repel (arXiv 2602.00217, Table 1): log-mean-exp over i ≠ j of −‖z_i − z_j‖²/τ, in one pass and O(N·F) memory.
+"""ℓ2-repel: L = log mean_{i≠j} exp(−‖z_i − z_j‖²/τ) + λ_norm mean(z²), in one pass and O(N·F) memory.
 
 Distances are unbounded, so that the exponents need a running maximum, kept per sequence. With e_ij = −‖z_i − z_j‖²/τ, the maximum
 M, and w_ij = exp(e_ij − M):
@@ -8,21 +8,61 @@ M, and w_ij = exp(e_ij − M):
 (own rows × all columns: the pair's other half lies with the other rank).
 """
 
+import math
+from dataclasses import dataclass
+from typing import ClassVar
+
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
+from titan_disp.dispersion.autograd import Result
+from titan_disp.dispersion.collectives import Gathering
+from titan_disp.dispersion.kernels import accumulation_dtype
+from titan_disp.dispersion.layers import Layers
 from titan_disp.dispersion.pairwise import tile_size
+from titan_disp.dispersion.variants.base import Variant, check_tau
+
+
+@dataclass(frozen=True)
+class L2Repel(Variant):
+    """L = A − log(N(N−1)) + λ_norm mean(z²); without the last term, distances could grow for ever."""
+
+    bf16_products: ClassVar[bool] = False  # distances are differences
+
+    tau: float
+    norm_coeff: float
+
+    def __post_init__(self) -> None:
+        check_tau(self.tau)
+        if not (math.isfinite(self.norm_coeff) and self.norm_coeff >= 0):
+            raise ValueError(f"norm_coeff is {self.norm_coeff}, expected a number ≥ 0")
+
+    def exact(self, layers: Layers) -> Tensor:
+        sums = layers.each(lambda z: pair_exponents(z, self.tau, layers.group))
+        losses = layers.logsumexp_over_group(sums) - math.log(layers.tokens * (layers.tokens - 1))
+        return losses + self.norm_coeff * layers.mean_square() if self.norm_coeff else losses
+
+
+def pair_exponents(z: Tensor, tau: float, group: dist.ProcessGroup | None) -> Result:
+    """This rank's part of A [B], and its gradient [B, n, F]."""
+    dtype = accumulation_dtype(z.dtype)
+    gathering = Gathering(z, group) if group is not None else None
+    rows = PairExponents(z.to(dtype), tau)
+    rows.add()
+    for shard in gathering.other_shards() if gathering is not None else ():
+        rows.add(shard.to(dtype))
+    return rows.result()
 
 
 class PairExponents:
     """The running state of one pass: M [B], Σw [B], Σ_j w_ij [B, n, 1] and Σ_j w_ij z_j [B, n, F] of the rows.
 
-    All tokens are taken relative to the rows' mean, which changes no difference: else ‖a‖² + ‖b‖² − 2ab, and the gradient's
-    difference of sums, would lose what tokens far from the origin share.
+    The rows are [B, n, F] in the accumulation dtype. All tokens are taken relative to their mean, which changes no difference:
+    else ‖a‖² + ‖b‖² − 2ab, and the gradient's difference of sums, would lose what tokens far from the origin share.
     """
 
     def __init__(self, rows: Tensor, tau: float) -> None:
-        """Args: rows: [B, n, F] in the accumulation dtype."""
         self.centre = rows.mean(1, keepdim=True)
         self.rows, self.tau = rows - self.centre, tau
         self.maximum = rows.new_full((rows.shape[0],), -torch.inf)

@@ -1,0 +1,97 @@
+"""Values whose gradients are known when they are computed, and sums over the ranks that share a sequence.
+
+A layer's value comes with its gradient, which forward saves; backward scales it. Where a sequence is sharded, the gradient of a
+rank's own tokens is complete, so that backward needs no communication: the derivative of a sum over ranks is the identity.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from titan_disp.dispersion.collectives import all_gather
+
+Result = tuple[Tensor, Tensor]  # value [B], ∂value/∂z [B, n, F]
+Compute = Callable[[Tensor], Result]  # of z [B, n, F]
+
+
+class SavedGradient(torch.autograd.Function):
+    """A number per sequence whose gradient is computed with it: ``compute(z)`` → value [B], ∂value/∂z [B, n, F].
+
+    Forward saves the gradient in z's dtype; backward scales it, in its own memory unless the graph is retained.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, z: Tensor, compute: Compute) -> Tensor:  # type: ignore[override]
+        value, grad = compute(z.detach())
+        if ctx.needs_input_grad[0]:
+            ctx.save_for_backward(grad.to(saved_dtype(z.dtype)))
+            ctx.dtype = z.dtype
+        return value
+
+    @staticmethod
+    def backward(ctx: Any, grad_value: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        (grad,) = ctx.saved_tensors
+        scale = grad_value[:, None, None]
+        out = torch.empty_like(grad) if _graph_is_retained() else grad
+        return torch.mul(grad, scale, out=out).to(ctx.dtype), None
+
+
+# Private, but what AOTAutograd asks too; where it is missing, memory is not reused.
+_graph_is_retained = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", lambda: True)
+
+
+def saved_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Of a saved gradient: z's own, but fp16 could overflow, as ∂S/∂z grows with N. bf16 has fp32's range."""
+    return torch.float32 if dtype == torch.float16 else dtype
+
+
+class SavedRows(torch.autograd.Function):
+    """A value [B] whose gradient is known, and 0 but at some positions of z: ``rows`` [B, k, F] at ``positions`` [k]."""
+
+    @staticmethod
+    def forward(ctx: Any, z: Tensor, value: Tensor, rows: Tensor, positions: Tensor) -> Tensor:  # type: ignore[override]
+        ctx.save_for_backward(rows, positions)
+        ctx.shape, ctx.dtype = z.shape, z.dtype
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad_value: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
+        rows, positions = ctx.saved_tensors
+        grad = torch.zeros(ctx.shape, dtype=ctx.dtype, device=rows.device)
+        grad[:, positions] = (rows * grad_value[:, None, None]).to(ctx.dtype)
+        return grad, None, None, None
+
+
+class SumOverGroup(torch.autograd.Function):
+    """All-reduce (sum). Backward is the identity: every rank already holds the whole gradient of its own rows."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:  # type: ignore[override]
+        total = x.clone()
+        dist.all_reduce(total, group=group)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return grad, None
+
+
+class LogSumExpOverGroup(torch.autograd.Function):
+    """log Σ_ranks exp(x). Backward scales by exp(x − total): x's own gradient is relative to its own sum."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:  # type: ignore[override]
+        world = dist.get_world_size(group)
+        every = x.new_empty((world * x.shape[0], *x.shape[1:]))
+        all_gather(every, x.contiguous(), group=group)
+        total = every.view(world, *x.shape).logsumexp(0)
+        ctx.save_for_backward((x - total).exp())
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        (share,) = ctx.saved_tensors
+        return grad * share, None

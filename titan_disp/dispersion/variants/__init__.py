@@ -1,0 +1,16 @@
+"""The variants of the loss (arXiv 2602.00217, Table 1). Each is one file; a new one is a file and a line in ``VARIANTS``."""
+
+from titan_disp.dispersion.variants.angular import Angular
+from titan_disp.dispersion.variants.base import Variant
+from titan_disp.dispersion.variants.decorrelation import Decorrelation
+from titan_disp.dispersion.variants.l2_repel import L2Repel
+from titan_disp.dispersion.variants.orthogonalization import Orthogonalization
+
+VARIANTS: dict[str, type[Variant]] = {
+    "angular": Angular,
+    "decorrelation": Decorrelation,
+    "l2_repel": L2Repel,
+    "orthogonalization": Orthogonalization,
+}
+
+__all__ = ["VARIANTS", "Variant"]

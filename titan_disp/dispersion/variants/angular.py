@@ -1,0 +1,57 @@
+"""Angular: L = log mean_{i≠j} exp(−D_ij/τ), D = arccos(c̃)/π, c̃ = clamp(c, −1+κ, 1−κ).
+
+As 0 ≤ D ≤ 1, the exponent lies in [−1/τ, 0] and no running maximum is needed.
+"""
+
+import functools
+import math
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from titan_disp.dispersion.pairwise import PairFunction
+from titan_disp.dispersion.variants.angles import bound_of, check_clamp, slope_of_arccos
+from titan_disp.dispersion.variants.base import CosineVariant, check_tau
+from titan_disp.dispersion.vectors import Normalized, check_norm_eps
+
+
+@functools.cache
+def angular_pair(tau: float, clamp: float) -> PairFunction:
+    """w = exp(−D/τ); r = w / (πτ √(1 − c̃²))."""
+    k, bound = 1.0 / (math.pi * tau), bound_of(clamp)
+
+    def pair(c: Tensor) -> tuple[Tensor, Tensor]:
+        slope = slope_of_arccos(c.clamp_(-bound, bound))
+        w = c.acos_().mul_(-k).exp_()
+        return w, slope.mul_(k).mul_(w)
+
+    return pair
+
+
+@dataclass(frozen=True)
+class Angular(CosineVariant):
+    """L = log S − log(N(N−1)), w = exp(−D/τ), which is so smooth a function of c that a quadratic carries it (moments)."""
+
+    estimators: ClassVar[tuple[str, ...]] = ("exact", "moments", "sampled")
+
+    tau: float
+    clamp: float
+    norm_eps: float
+
+    def __post_init__(self) -> None:
+        check_tau(self.tau)
+        check_clamp(self.clamp)
+        check_norm_eps(self.norm_eps)
+
+    @property
+    def pair(self) -> PairFunction:
+        return angular_pair(self.tau, self.clamp)
+
+    def units(self, z: Tensor) -> Normalized:
+        return Normalized(z, self.norm_eps)
+
+    def normalize(self, sums: Tensor, tokens: int) -> Tensor:
+        # The moments' sum is that of a fit, which may be negative for odd inputs.
+        return torch.log((sums / (tokens * (tokens - 1))).clamp_min(torch.finfo(sums.dtype).tiny))

@@ -1,0 +1,106 @@
+"""What a variant of the loss has to say for itself, and what those that sum a function of cosines share."""
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from titan_disp.dispersion.autograd import Result
+from titan_disp.dispersion.kernels import operand_dtype
+from titan_disp.dispersion.layers import Layers
+from titan_disp.dispersion.moments import fit, quadratic_sum_, sample
+from titan_disp.dispersion.pairwise import PairFunction, pair_sums
+from titan_disp.dispersion.vectors import Units
+
+# exp(−1/τ) must stay a normal fp32 number (exp(−80) ≈ 2e−35), else a sum of such numbers could underflow to 0.
+MIN_TAU = 1.0 / 80.0
+
+
+def check_tau(tau: float) -> None:
+    """Raise ValueError unless τ is at least ``MIN_TAU``."""
+    if not (math.isfinite(tau) and tau >= MIN_TAU):
+        raise ValueError(f"tau is {tau}, expected a number ≥ {MIN_TAU}: exp(-1/tau) must be representable in float32")
+
+
+@dataclass(frozen=True)
+class Variant(ABC):
+    """A variant of the loss. A subclass is a frozen dataclass whose fields are the options of ``DispersionLoss`` that it uses.
+
+    Attributes:
+        estimators: the estimators that it supports.
+        bf16_products: whether AMP may take its products in bf16.
+        linear_in_tokens: whether its exact form takes time linear in the tokens.
+    """
+
+    estimators: ClassVar[tuple[str, ...]] = ("exact", "sampled")
+    bf16_products: ClassVar[bool] = True
+    linear_in_tokens: ClassVar[bool] = False
+
+    @abstractmethod
+    def exact(self, layers: Layers) -> Tensor:
+        """The loss over all pairs of the tokens, [L, B]."""
+
+    def moments(self, layers: Layers, fit_errors: list[Tensor] | None) -> Tensor:
+        """The loss by moments, [L, B]; ``fit_errors`` receives the fit's relative error [B] of every layer."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class CosineVariant(Variant):
+    """A function w of the cosine c of two unit vectors, summed over pairs: S = Σ_{i≠j} w(c_ij), of which the loss is a function.
+
+    Subclasses define ``pair`` (w and dw/dc), ``units`` (tokens → unit vectors) and ``normalize`` (S → loss).
+    """
+
+    @property
+    @abstractmethod
+    def pair(self) -> PairFunction:
+        """w and r = dw/dc. The same object for the same options, so that what is compiled of it is found again."""
+
+    @abstractmethod
+    def units(self, z: Tensor) -> Units:
+        """The unit vectors of z [B, n, F]."""
+
+    @abstractmethod
+    def normalize(self, sums: Tensor, tokens: int) -> Tensor:
+        """The loss [L, B], given S [L, B] of sequences of so many tokens."""
+
+    def exact(self, layers: Layers) -> Tensor:
+        def own_part(z: Tensor) -> Result:
+            units = self.units(z)
+            s, w = pair_sums(units, self.units, z, self.pair, layers.group)
+            return s, units.backward_(w.mul_(2 / units.scale))
+
+        return self.normalize(layers.sum_over_group(layers.each(own_part)), layers.tokens)
+
+    def moments(self, layers: Layers, fit_errors: list[Tensor] | None) -> Tensor:
+        errors: list[Tensor] = []
+
+        def fitted(u: Tensor) -> Tensor:
+            coefficients, error = fit(sample(u, layers.tokens, layers.group), self.pair)
+            errors.append(error)
+            return coefficients
+
+        losses = self.of_quadratic(layers, fitted)
+        if fit_errors is not None:
+            fit_errors.extend(torch.cat(errors).view_as(losses))
+        return losses
+
+    def of_quadratic(self, layers: Layers, coefficients: Callable[[Tensor], Tensor]) -> Tensor:
+        """The loss [L, B] in time linear in the tokens, where w is a quadratic function of c.
+
+        Args:
+            coefficients: unit vectors [B, n, F] → a0, a1, a2 [B, 3].
+        """
+
+        def whole(z: Tensor) -> Result:
+            units = self.units(z)
+            u = units.vectors()
+            s, grad = quadratic_sum_(u, coefficients(u), layers.tokens, layers.group, operand_dtype(z))
+            return s, units.backward_(grad)
+
+        return self.normalize(layers.each(whole), layers.tokens)

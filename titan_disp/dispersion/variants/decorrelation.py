@@ -1,0 +1,45 @@
+"""Decorrelation: L = mean_{i≠j} c_ij², c the Pearson correlation of two tokens' features."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor
+
+from titan_disp.dispersion.layers import Layers
+from titan_disp.dispersion.pairwise import PairFunction
+from titan_disp.dispersion.variants.base import CosineVariant
+from titan_disp.dispersion.vectors import Standardized
+
+
+def square(c: Tensor) -> tuple[Tensor, Tensor]:
+    """w = c²; r = 2c."""
+    return c.square(), c.mul_(2.0)
+
+
+def coefficients_of_square(u: Tensor) -> Tensor:
+    """a0, a1, a2 = 0, 0, 1 for each sequence of u [B, n, F], [B, 3]."""
+    coefficients = u.new_zeros(u.shape[0], 3)
+    coefficients[:, 2] = 1.0  # a kernel; a tensor of Python's numbers would make the host wait for its copy
+    return coefficients
+
+
+@dataclass(frozen=True)
+class Decorrelation(CosineVariant):
+    """L = S / (N(N−1)), w = c². As w is quadratic, the exact form is linear in the tokens, and cheaper where F < N."""
+
+    linear_in_tokens: ClassVar[bool] = True
+
+    @property
+    def pair(self) -> PairFunction:
+        return square
+
+    def units(self, z: Tensor) -> Standardized:
+        return Standardized(z)
+
+    def normalize(self, sums: Tensor, tokens: int) -> Tensor:
+        return sums / (tokens * (tokens - 1))
+
+    def exact(self, layers: Layers) -> Tensor:
+        if layers.features < layers.tokens:
+            return self.of_quadratic(layers, coefficients_of_square)
+        return super().exact(layers)
