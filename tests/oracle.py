@@ -51,20 +51,28 @@ def decorrelation_oracle(z: Tensor) -> Tensor:
     return _pairs((y @ y.transpose(1, 2) / (z.shape[-1] - 1)) ** 2).mean(1)
 
 
-def l2_repel_oracle(z: Tensor, tau: float, norm_coeff: float) -> Tensor:
-    """log mean over i≠j of exp(−‖z_i − z_j‖²/τ), + λ_norm mean(z²); [B, N, F] → [B] float64."""
+def l2_repel_oracle(z: Tensor, tau: float, norm_coeff: float, include_diagonal: bool = True) -> Tensor:
+    """log mean over all i, j (or i≠j) of exp(−‖z_i − z_j‖²/τ), + λ_norm mean(z²); [B, N, F] → [B] float64."""
     z = z.double()
-    n = z.shape[1]
     d = (z[:, :, None] - z[:, None]).square().sum(-1)
-    return torch.logsumexp(_pairs(-d / tau), 1) - math.log(n * (n - 1)) + norm_coeff * z.square().mean((1, 2))
+    exponents = (-d / tau).flatten(1) if include_diagonal else _pairs(-d / tau)
+    return torch.logsumexp(exponents, 1) - math.log(exponents.shape[1]) + norm_coeff * z.square().mean((1, 2))
 
 
 def oracle(
-    variant: str, z: Tensor, tau: float = 1.0, clamp: float = 0.25, norm_eps: float = 1e-2, norm_coeff: float = 0.1
+    variant: str,
+    z: Tensor,
+    tau: float = 1.0,
+    clamp: float = 0.25,
+    norm_eps: float = 1e-2,
+    norm_coeff: float = 0.1,
+    include_diagonal: bool = True,
 ):
     """Any variant, [B, N, F] → [B] float64."""
     if variant == "angular":
         return dispersion_oracle(z, tau, clamp, norm_eps)
     if variant == "orthogonalization":
         return orthogonalization_oracle(z, clamp, norm_eps)
-    return decorrelation_oracle(z) if variant == "decorrelation" else l2_repel_oracle(z, tau, norm_coeff)
+    return (
+        decorrelation_oracle(z) if variant == "decorrelation" else l2_repel_oracle(z, tau, norm_coeff, include_diagonal)
+    )

@@ -23,7 +23,8 @@ from titan_disp.dispersion.vectors import Normalized
 from titan_disp.job_config import Dispersion
 
 VARIANTS = ("angular", "decorrelation", "l2_repel", "orthogonalization")
-ALLOWED = [(v, e) for v in VARIANTS for e in ("exact", "sampled")] + [("angular", "moments")]
+EVERY_VARIANT = [(v, {}) for v in VARIANTS] + [("l2_repel", {"include_diagonal": False})]
+ALLOWED = [(v, e, o) for v, o in EVERY_VARIANT for e in ("exact", "sampled")] + [("angular", "moments", {})]
 # fp32 keeps about 1e-7 a product; sums over tiles in any order, and differences of distances for ℓ2, take more.
 TOLERANCE = {torch.float64: 1e-11, torch.float32: 3e-5, torch.bfloat16: 2e-2}
 
@@ -39,7 +40,7 @@ def both(variant, z, dtype=torch.float64, **options):
     value = dispersion_loss(ours, variant=variant, **options)
     (value * weights).sum().backward()
     reference = ours.detach().double().requires_grad_(True)
-    known = {k: v for k, v in options.items() if k in ("tau", "clamp", "norm_eps", "norm_coeff")}
+    known = {k: v for k, v in options.items() if k in ("tau", "clamp", "norm_eps", "norm_coeff", "include_diagonal")}
     expected = oracle(variant, reference, **known)
     (expected * weights).sum().backward()
     return value.detach().double(), ours.grad.double(), expected.detach(), reference.grad
@@ -51,12 +52,16 @@ def relative(a, b):
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("shape", [(2, 3, 5), (1, 2, 3), (3, 33, 17), (2, 40, 64), (1, 130, 16)])
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", [*VARIANTS, "l2_repel without the diagonal"])
 def test_exact_equals_the_oracle(variant, shape, dtype, monkeypatch):
     """Odd shapes, several tiles, both forms of decorrelation (F < N and F ≥ N)."""
     monkeypatch.setattr(pairwise, "TILE_ELEMENTS", shape[0] * 48 * 48)
-    tau = {"angular": {"tau": 0.7}, "l2_repel": {"tau": 9.0}}.get(variant, {})
-    value, grad, expected, expected_grad = both(variant, tokens(*shape), dtype, **tau)
+    options = {
+        "angular": {"tau": 0.7},
+        "l2_repel": {"tau": 30.0},
+        "l2_repel without the diagonal": {"tau": 9.0, "include_diagonal": False},
+    }.get(variant, {})
+    value, grad, expected, expected_grad = both(variant.split()[0], tokens(*shape), dtype, **options)
     tolerance = TOLERANCE[dtype]
     assert (value - expected).abs().max() <= tolerance * max(1.0, expected.abs().max())
     assert relative(grad, expected_grad) <= tolerance
@@ -89,12 +94,31 @@ def test_never_nan(variant, case):
         assert ours.grad.isfinite().all(), estimator
 
 
-def test_l2_is_accurate_far_from_the_origin():
+@pytest.mark.parametrize("include_diagonal", [True, False])
+def test_l2_is_accurate_far_from_the_origin(include_diagonal):
     """‖a‖² + ‖b‖² − 2ab in fp32 would lose all digits here."""
     z = (tokens(1, 50, 16) + 1000.0).float()
-    value, grad, expected, expected_grad = both("l2_repel", z.double(), torch.float32, tau=20.0, norm_coeff=0.0)
+    options = {"tau": 20.0, "norm_coeff": 0.0, "include_diagonal": include_diagonal}
+    value, grad, expected, expected_grad = both("l2_repel", z.double(), torch.float32, **options)
     assert (value - expected).abs().max() <= 1e-5
     assert relative(grad, expected_grad) <= 1e-4
+
+
+def test_l2_diagonal_decides_who_is_pushed_in_a_wide_model():
+    """At F = 1024 the pairs' exp(−2048 ± 90) vanish beside the diagonal's N, and λ_norm's 2 λ_norm z/(N F) remains.
+
+    Without the diagonal they are compared with each other: the closest pair takes it all, with 2‖z_i − z_j‖ for each of the two,
+    400,000 times as much.
+    """
+    z = tokens(1, 512, 1024, shift=0.0)
+    for include_diagonal, expected, tolerance in (
+        (True, 0.2 * z.norm().item() / (512 * 1024), 1e-9),
+        (False, 2 * math.sqrt(2) * torch.pdist(z[0]).min().item(), 0.01),  # the next pairs take a part
+    ):
+        ours = z.clone().requires_grad_(True)
+        dispersion_loss(ours, variant="l2_repel", include_diagonal=include_diagonal).sum().backward()
+        assert ours.grad.norm().item() == pytest.approx(expected, rel=tolerance)
+        assert ours.grad.norm().item() == pytest.approx(2.76e-4 if include_diagonal else 116, rel=0.01)
 
 
 def test_a_token_of_equal_features_has_no_correlation():
@@ -199,13 +223,13 @@ class TestMoments:
 class TestSampled:
     def test_is_exact_of_the_drawn_tokens(self):
         z = tokens(2, 50, 8)
-        for variant in VARIANTS:
+        for variant, options in EVERY_VARIANT:
             one = z.clone().requires_grad_(True)
-            value = dispersion_loss(one, variant=variant, estimator="sampled", max_tokens=10, seed=4, step=7)
+            value = dispersion_loss(one, variant=variant, estimator="sampled", max_tokens=10, seed=4, step=7, **options)
             value.sum().backward()
             chosen = positions(50, 10, 4, 7, 0)
             two = z[:, chosen].clone().requires_grad_(True)
-            expected = oracle(variant, two)
+            expected = oracle(variant, two, **options)
             expected.sum().backward()
             torch.testing.assert_close(value.detach(), expected.detach())
             torch.testing.assert_close(one.grad[:, chosen], two.grad)
@@ -240,10 +264,10 @@ def check_sharded(ranks):
     mesh = init_device_mesh("cpu", (dist.get_world_size() // ranks, ranks), mesh_dim_names=("data", "sequence"))
     rank = mesh.get_local_rank("sequence")
     # 256 tokens: the moments' fit then takes the same ones on every mesh.
-    for variant, estimator in ALLOWED:
+    for variant, estimator, more in ALLOWED:
         for features in (8, 300):  # decorrelation's linear and its pairwise form
             z = tokens(2, 256, features, seed=mesh.get_local_rank("data")) / math.sqrt(features)
-            options = {"variant": variant, "estimator": estimator}
+            options = {"variant": variant, "estimator": estimator} | more
             options |= {"max_tokens": 40} if estimator == "sampled" else {}
             options |= {"tau": 0.8} if variant in ("angular", "l2_repel") else {}
             whole = z.clone().requires_grad_(True)
@@ -287,6 +311,7 @@ OPTIONS = {
     "clamp": (0.1, {"angular", "orthogonalization"}, "angular, orthogonalization"),
     "norm_eps": (1e-3, {"angular", "orthogonalization"}, "angular, orthogonalization"),
     "norm_coeff": (0.2, {"l2_repel"}, "l2_repel"),
+    "include_diagonal": (False, {"l2_repel"}, "l2_repel"),
 }
 
 
@@ -364,10 +389,13 @@ def test_loss_of_a_config():
     assert get_args(types["estimator"]) == ESTIMATORS
     for options in (
         {"variant": "l2_repel", "estimator": "sampled", "tau": 0.3, "norm_coeff": 0.4, "max_tokens": 7},
+        {"variant": "l2_repel", "include_diagonal": False},
         {"variant": "orthogonalization", "clamp": 0.1, "norm_eps": 0.02},
     ):
-        arguments = [part for name, value in options.items() for part in (f"--dispersion.{name}", str(value))]
-        config = load_config([*arguments, "--debug.seed", "11"])
+        config = load_config(["--debug.seed", "11"])
+        for name, value in options.items():
+            assert hasattr(config.dispersion, name)
+            setattr(config.dispersion, name, value)
         assert config_loss(config) == DispersionLoss(**options, seed=11)
 
 

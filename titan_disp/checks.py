@@ -92,7 +92,7 @@ def check_model(job_config: JobConfig) -> None:
 
 def dispersion_loss(job_config: JobConfig) -> DispersionLoss:
     """The loss that [dispersion] describes."""
-    names = ("variant", "estimator", "tau", "clamp", "norm_eps", "norm_coeff", "max_tokens")
+    names = ("variant", "estimator", "tau", "clamp", "norm_eps", "norm_coeff", "include_diagonal", "max_tokens")
     try:
         section = job_config.dispersion  # type: ignore[attr-defined]
         return DispersionLoss(**{name: getattr(section, name) for name in names}, seed=job_config.debug.seed or 0)

@@ -41,8 +41,8 @@ class Dispersion:
 
     variant: Literal["angular", "decorrelation", "l2_repel", "orthogonalization"] = "angular"
     """
-    Of the paper's Table 1; angular is the loss of the paper's text. tau is an option of angular and l2_repel; clamp and norm_eps of angular and orthogonalization;
-    norm_coeff of l2_repel. An option that the variant does not use must keep its default.
+    Of the paper's Table 1; angular is the loss of the paper's text. tau is an option of angular and l2_repel; clamp and norm_eps
+    of angular and orthogonalization; norm_coeff and include_diagonal of l2_repel. An option that the variant does not use must keep its default.
     """
 
     estimator: Literal["exact", "moments", "sampled"] = "exact"
@@ -59,6 +59,12 @@ class Dispersion:
 
     norm_coeff: float = 0.1
     """λ_norm of l2_repel, on the mean square of the activations. 0.1: the authors' released code."""
+
+    include_diagonal: bool = True
+    """
+    Whether the mean of l2_repel is over all pairs, each token with itself among them, as in the authors' released code. Without
+    these, the gradients of wide models are thousands of times as large, and almost all on the tokens that are closest.
+    """
 
     warmup_steps: int = 0
     """coeff grows linearly from 0 over so many steps. 0: the authors' released code keeps λ constant."""

@@ -29,6 +29,7 @@ class DispersionLoss:
         clamp: κ, of angular and orthogonalization.
         norm_eps: ε, which they add to the norms.
         norm_coeff: λ_norm of l2_repel, whose distances could otherwise grow for ever.
+        include_diagonal: whether l2_repel's mean is over all pairs, each token with itself among them, as in the authors' code.
         max_tokens: positions per sequence of the sampled estimator.
         seed: of these positions. The other estimators draw nothing, whatever the seed.
 
@@ -42,6 +43,7 @@ class DispersionLoss:
     clamp: float = 0.25
     norm_eps: float = 1e-2
     norm_coeff: float = 0.1
+    include_diagonal: bool = True
     max_tokens: int = 256
     seed: int = 0
 

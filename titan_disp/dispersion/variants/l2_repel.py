@@ -1,4 +1,11 @@
-"""ℓ2-repel: L = log mean_{i≠j} exp(−‖z_i − z_j‖²/τ) + λ_norm mean(z²), in one pass and O(N·F) memory.
+"""ℓ2-repel: L = log mean exp(−‖z_i − z_j‖²/τ) + λ_norm mean(z²), in one pass and O(N·F) memory.
+
+The authors' code takes the mean over all N² pairs, each token with itself (exp(0) = 1) among them:
+
+    L = log((N + Σ_{i≠j} exp(−‖z_i − z_j‖²/τ)) / N²) + λ_norm mean(z²)
+
+The N stand between the tokens and very large gradients. Without them, the log makes the sum's size irrelevant, so that the pairs
+that are closest share a gradient of 2‖z_i − z_j‖/τ, however far from each other they are. With them, far pairs have none.
 
 Distances are unbounded, so that the exponents need a running maximum, kept per sequence. With e_ij = −‖z_i − z_j‖²/τ, the maximum
 M, and w_ij = exp(e_ij − M):
@@ -26,12 +33,16 @@ from titan_disp.dispersion.variants.base import Variant, check_tau
 
 @dataclass(frozen=True)
 class L2Repel(Variant):
-    """L = A − log(N(N−1)) + λ_norm mean(z²); without the last term, distances could grow for ever."""
+    """L = log(N + exp A) − log N² + λ_norm mean(z²), or A − log(N(N−1)) + … without the diagonal.
+
+    Without λ_norm, distances could grow for ever.
+    """
 
     bf16_products: ClassVar[bool] = False  # distances are differences
 
     tau: float
     norm_coeff: float
+    include_diagonal: bool
 
     def __post_init__(self) -> None:
         check_tau(self.tau)
@@ -39,9 +50,16 @@ class L2Repel(Variant):
             raise ValueError(f"norm_coeff is {self.norm_coeff}, expected a number ≥ 0")
 
     def exact(self, layers: Layers) -> Tensor:
-        sums = layers.each(lambda z: pair_exponents(z, self.tau, layers.group))
-        losses = layers.logsumexp_over_group(sums) - math.log(layers.tokens * (layers.tokens - 1))
+        sums = layers.logsumexp_over_group(layers.each(lambda z: pair_exponents(z, self.tau, layers.group)))
+        losses = self.normalize(sums, layers.tokens)
         return losses + self.norm_coeff * layers.mean_square() if self.norm_coeff else losses
+
+    def normalize(self, sums: Tensor, tokens: int) -> Tensor:
+        """The log of the mean, given A [L, B] of sequences of so many tokens."""
+        if not self.include_diagonal:
+            return sums - math.log(tokens * (tokens - 1))
+        log_tokens = math.log(tokens)
+        return torch.logaddexp(sums, torch.full_like(sums, log_tokens)) - 2 * log_tokens
 
 
 def pair_exponents(z: Tensor, tau: float, group: dist.ProcessGroup | None) -> Result:
