@@ -31,9 +31,17 @@ def canonical(model):
     return {canonical_name(name): p for name, p in model.named_parameters()}
 
 
-def assert_tied(model):
-    assert model.output.weight is model.tok_embeddings.weight, "tied embeddings became two parameters"
-    assert "output.weight" not in canonical(model)
+def reduced(flavor):
+    """A flavor's arguments with fewer and narrower layers; what is tied stays tied."""
+    from titan_disp.qwen3.flavors import flavors
+
+    sizes = {"n_layers": 2, "dim": 64, "hidden_dim": 192, "n_heads": 4, "n_kv_heads": 2, "head_dim": 16}
+    return dataclasses.replace(flavors[flavor], vocab_size=VOCAB, **sizes)
+
+
+def assert_tied(model, tied=True):
+    assert (model.output.weight is model.tok_embeddings.weight) == tied, "two parameters became one, or one two"
+    assert ("output.weight" in canonical(model)) == (not tied)
 
 
 def build(sample, run_folder, *options):
@@ -107,22 +115,25 @@ def counted_all_reduces(trainer):
 
 def run_cases(sample, folder, cases, checkpoint):
     """For every case: build, step, save gradients and updated weights to ``folder/name.pt`` (rank 0)."""
+    from titan_disp.qwen3.flavors import flavors
+
+    flavors._flavors["8B"] = reduced("8B")
     for name, (options, mutation) in cases.items():
         options = [*options, *(("--checkpoint.enable",) if checkpoint else ())]
         trainer = build(sample, Path(folder) / f"run_{name}", *options)
-        model = trainer.model_parts[0]
-        assert_tied(model)
+        model, tied = trainer.model_parts[0], "8B" not in options
+        assert_tied(model, tied)
         before = {n: full(p.detach()).clone() for n, p in canonical(model).items()}
         trainer.loss_fn = mutate(trainer.loss_fn, mutation)
         with counted_all_reduces(trainer) as all_reduces:
             gradients = step(trainer)
-        assert_tied(model)
+        assert_tied(model, tied)
         after = {n: full(p.detach()).clone() for n, p in canonical(model).items()}
         if checkpoint:
             trainer.checkpointer.save(trainer.step)
             step(trainer)  # moves on, so that loading has something to undo
             trainer.checkpointer.load()
-            assert_tied(model)
+            assert_tied(model, tied)
             for n, p in canonical(model).items():
                 assert torch.equal(full(p.detach()), after[n]), f"{n} changed through save and load"
         trainer.close()

@@ -13,9 +13,9 @@ from titan_disp.qwen3.model import Qwen3DispModel
 SEQ_LEN = 64
 
 
-def random_model(std=0.2):
-    """nano in eval mode; large weights, for logits that depend on every one of them."""
-    args = flavors["nano"]
+def random_model(std=0.2, flavor="nano"):
+    """In eval mode; large weights, for logits that depend on every one of them."""
+    args = flavors[flavor]
     args.max_seq_len = SEQ_LEN
     model = Qwen3DispModel(args)
     torch.manual_seed(3)

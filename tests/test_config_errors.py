@@ -105,7 +105,11 @@ def options(sample):
         ),
         (4, ["--parallelism.tensor_parallel_degree", "4"], r"4 does not divide the 2 key/value heads"),
         (2, ["--parallelism.expert_parallel_degree", "2"], r"expert_parallel_degree"),
-        (1, ["--model.flavor", "8B"], r"model.flavor is '8B', expected one of nano, debugmodel, 0.6B"),
+        (
+            1,
+            ["--model.flavor", "9B"],
+            r"model.flavor is '9B', expected one of nano, .*0.6B, 0.6B_untied, 1.7B, 4B, 8B, 14B, 32B",
+        ),
         (1, ["--model.name", "llama3"], r"model.name is 'llama3', expected \"qwen3_disp\""),
         (1, ["--comm.mode", "local_tensor"], r"local_tensor"),
         (1, ["--fault_tolerance.enable"], r"fault_tolerance"),

@@ -1,5 +1,6 @@
 """titan-disp export, and checkpoint.last_save_in_hf: whatever is written loads with transformers and gives the same numbers."""
 
+import dataclasses
 import io
 import json
 import random
@@ -13,9 +14,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.cluster_of_one import DEMO, environment, train
+from tests.mesh import reduced
 from tests.saved_run import SEQ_LEN, random_model, save_run
 from titan_disp.checks import check_config
 from titan_disp.config import load_config
@@ -24,7 +27,7 @@ from titan_disp.data.sentencepiece_to_hf import convert
 from titan_disp.data.tokenizer import SentencePieceTokenizer
 from titan_disp.errors import ConfigError
 from titan_disp.qwen3.flavors import flavors
-from titan_disp.qwen3.hf import Qwen3HfAdapter, weight_shapes
+from titan_disp.qwen3.hf import Qwen3HfAdapter, check_hf_folder, weight_shapes
 from titan_disp.results.export import export
 from titan_disp.results.saved import find_saved, load_model
 
@@ -82,6 +85,25 @@ def test_logits_tokenizer_and_card(run, model, sample, texts, tmp_path):
                  "torch 2.99", "7 ranks", "coeff = 0.1", "copy named `sample`"):  # fmt: skip
         assert fact in card, fact
     assert str(sample) not in card
+
+
+@torch.no_grad()
+def test_untied_model(monkeypatch, sample, tmp_path):
+    """A small 8B: out, and in again bit for bit; the output's matrix is one of its own."""
+    args = reduced("8B")
+    monkeypatch.setitem(flavors._flavors, "8B", args)
+    untied, dest = random_model(flavor="8B"), tmp_path / "out"
+    export(save_run(tmp_path / "run", untied, sample / "tokenizer", "--model.flavor", "8B"), dest)
+    theirs, info = AutoModelForCausalLM.from_pretrained(dest, output_loading_info=True)
+    assert not any(info.values()), info
+    assert not torch.equal(theirs.lm_head.weight, theirs.model.embed_tokens.weight)
+    torch.testing.assert_close(theirs(TOKENS).logits, untied(TOKENS), atol=1e-4, rtol=0)
+    check_hf_folder(dest, args)
+    imported = Qwen3HfAdapter(args, None).from_hf(load_file(dest / "model.safetensors"))
+    assert imported.keys() == untied.state_dict().keys()
+    assert all(torch.equal(imported[name], w) for name, w in untied.state_dict().items())
+    with pytest.raises(ConfigError, match="tie_word_embeddings False there, True in the flavor"):
+        check_hf_folder(dest, dataclasses.replace(args, enable_weight_tying=True))
 
 
 def test_shards_and_dtype(run, model, tmp_path):

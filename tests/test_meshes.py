@@ -15,7 +15,10 @@ COMPILE = ("--compile.enable",)
 SELECTIVE_OP = ("--activation_checkpoint.mode", "selective", "--activation_checkpoint.selective_ac_option", "op")
 FULL_AC = ("--activation_checkpoint.mode", "full")
 
-# name: (options, mutation of the objective)
+UNTIED = ("--model.flavor", "8B")  # made small by tests/mesh.py
+
+# name: (options, mutation of the objective). Gradients are compared with "reference"'s, or with those of the other of
+# REFERENCES that the name begins with.
 ONE_RANK = {
     "reference": (("--training.local_batch_size", "8"), ""),
     "accumulation_4": ((), ""),
@@ -28,6 +31,7 @@ ONE_RANK = {
     "dropped": ((), "dropped"),
     "times_accumulation": ((), "times4"),
     "last_layer": (("--dispersion.layers", "last"), ""),
+    "untied": ((*UNTIED, "--training.local_batch_size", "8"), ""),
 }
 TWO_RANKS = {
     "fsdp": (FSDP, ""),
@@ -45,6 +49,7 @@ FOUR_RANKS = {
     "hsdp": ((*HSDP, "--training.local_batch_size", "1"), ""),  # two microbatches
     "fsdp_4": (FSDP, ""),
     "fsdp_tp": (TP, ""),
+    "untied_fsdp_tp": ((*TP, *UNTIED), ""),
     "hsdp_times_ranks": (HSDP, "times4"),
 }
 # Every other variant × estimator: one process, FSDP2, TP, and FSDP2 × TP.
@@ -72,6 +77,7 @@ FAMILY_ON_TWO = {
 }
 FAMILY_ON_FOUR = {f"{name}_fsdp_tp": ((*options, *TP), "") for name, options in FAMILY.items()}
 BROKEN = {name for cases in (ONE_RANK, TWO_RANKS, FOUR_RANKS) for name, (_, mutation) in cases.items() if mutation}
+REFERENCES = ("reference", "untied")
 CASES = [*ONE_RANK, *TWO_RANKS, *FOUR_RANKS]
 
 # fp32 sums in another order over ranks and microbatches: about 1e-6 seen; ten times that is still far below any wrong scale.
@@ -113,10 +119,14 @@ def errors(gradients, reference):
     return {n: ((gradients[n] - g).norm() / g.norm()).item() for n, g in reference.items()}
 
 
+def reference_of(name):
+    return next((r for r in REFERENCES if name.startswith(r)), "reference")
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [c for c in CASES if c not in BROKEN | {"reference", "last_layer"}])
+@pytest.mark.parametrize("name", [c for c in CASES if c not in BROKEN | {"last_layer", *REFERENCES}])
 def test_gradients_equal_one_process(results, name):
-    error = errors(results[name]["gradients"], results["reference"]["gradients"])
+    error = errors(results[name]["gradients"], results[reference_of(name)]["gradients"])
     worst = max(error, key=error.get)
     assert error[worst] <= TOLERANCE, f"{worst}: {error[worst]:.1e}"
 
@@ -145,7 +155,7 @@ def test_a_wrong_objective_would_be_seen(results, name):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_initial_weights_do_not_depend_on_the_mesh(results, name):
-    reference = results["reference"]["before"]
+    reference = results[reference_of(name)]["before"]
     assert all(torch.equal(results[name]["before"][n], w) for n, w in reference.items())
 
 

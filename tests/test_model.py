@@ -2,13 +2,16 @@ import copy
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torchtitan.models.qwen3 import qwen3_args
 from torchtitan.models.qwen3.model.model import Qwen3Model
 from torchtitan.models.qwen3.model.state_dict_adapter import Qwen3StateDictAdapter
 
 from titan_disp.config import load_config
+from titan_disp.data.tokenizer import check_fits
 from titan_disp.errors import ConfigError
 from titan_disp.qwen3.flavors import block_indices, flavors
+from titan_disp.qwen3.hf import architecture, check_hf_folder, weight_shapes
 from titan_disp.qwen3.init import draw
 from titan_disp.qwen3.model import Qwen3DispModel
 
@@ -82,23 +85,82 @@ def test_agrees_with_hugging_face(nano):
     torch.testing.assert_close(nano.norm(activations[6]), out.hidden_states[6], rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("flavor", ["debugmodel", "0.6B"])
+# Blocks, heads of queries and of keys, and whether the embedding is tied: Table 1 of the Qwen3 technical report (arXiv
+# 2505.09388). Width and feed-forward: config.json of Qwen/Qwen3-*. Parameters: of its safetensors, less the second copy of
+# the embedding that some of them have as lm_head.
+PUBLISHED = {
+    # flavor: (blocks, heads, key/value heads, width, feed-forward, tied, parameters)
+    "0.6B": (28, 16, 8, 1024, 3072, True, 596_049_920),
+    "0.6B_untied": (28, 16, 8, 1024, 3072, False, 751_632_384),
+    "1.7B": (28, 16, 8, 2048, 6144, True, 1_720_574_976),
+    "4B": (36, 32, 8, 2560, 9728, True, 4_022_468_096),
+    "8B": (36, 32, 8, 4096, 12288, False, 8_190_735_360),
+    "14B": (40, 40, 8, 5120, 17408, False, 14_768_307_200),
+    "32B": (64, 64, 8, 5120, 25600, False, 32_762_123_264),
+}
+
+
+@pytest.mark.parametrize("flavor", ["debugmodel", *(name for name in PUBLISHED if name != "0.6B_untied")])
 def test_flavors_are_torchtitans(flavor):
     ours = vars(flavors[flavor])
     assert ours.pop("activations") == ()
     assert ours == vars(qwen3_args[flavor])
 
 
-def test_0_6b_is_qwen3_0_6b():
-    args = flavors["0.6B"]
-    assert (args.n_layers, args.dim, args.vocab_size, args.hidden_dim) == (28, 1024, 151936, 3072)
-    assert (args.n_heads, args.n_kv_heads, args.head_dim, args.rope_theta) == (16, 8, 128, 1e6)
+@pytest.mark.parametrize("flavor", PUBLISHED)
+def test_flavors_are_qwens(tmp_path, flavor):
+    """Their sizes; the parameters counted by hand, by us and by transformers; its names and shapes of all weights; config.json as
+    an export writes it and an import reads it."""
+    transformers = pytest.importorskip("transformers")
+    layers, heads, kv_heads, width, feed_forward, tied, parameters = PUBLISHED[flavor]
+    args = flavors[flavor]
+    assert (args.n_layers, args.n_heads, args.n_kv_heads, args.head_dim) == (layers, heads, kv_heads, 128)
+    assert (args.dim, args.hidden_dim, args.vocab_size) == (width, feed_forward, 151936)
+    assert (args.rope_theta, args.norm_eps, args.enable_weight_tying) == (1e6, 1e-6, tied)
+    attention = (2 * heads + 2 * kv_heads) * 128 * width + 2 * 128
+    block = attention + 3 * width * feed_forward + 2 * width
+    assert parameters == layers * block + width + (1 if tied else 2) * 151936 * width
+    config = transformers.Qwen3Config(
+        vocab_size=151936,
+        hidden_size=width,
+        intermediate_size=feed_forward,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        head_dim=128,
+        rope_theta=1000000,
+        tie_word_embeddings=tied,
+    )
+    assert transformers.Qwen3Config(**architecture(args)).to_dict() == config.to_dict()
     with torch.device("meta"):
-        model = Qwen3DispModel(args)
-    parameters, flops = args.get_nparams_and_flops(model, 2048)
-    assert parameters == 596_049_920  # as transformers counts Qwen/Qwen3-0.6B
-    # 6 FLOPs per parameter, the tied matrix included (it multiplies as the output layer), and attention.
-    assert flops == 6 * parameters + 6 * 28 * 16 * 256 * 2048
+        model, theirs = Qwen3DispModel(args), transformers.Qwen3ForCausalLM(config)
+    assert theirs.num_parameters() == parameters
+    shapes = {name: tuple(w.shape) for name, w in theirs.state_dict().items() if name != "lm_head.weight" or not tied}
+    assert weight_shapes(args) == shapes
+    config.save_pretrained(tmp_path)
+    save_file({"another": torch.zeros(1)}, tmp_path / "model.safetensors")
+    with pytest.raises(ConfigError, match=rf"lacks {len(shapes)} of the {len(shapes)} weights"):  # but config.json fits
+        check_hf_folder(tmp_path, args)
+    check_fits(151_669, "Qwen3's tokenizer", args.vocab_size, flavor, "")
+    with pytest.raises(ConfigError, match="has 151937 tokens, but .* has a vocabulary of 151936"):
+        check_fits(151_937, "a larger one", args.vocab_size, flavor, "")
+    for other in set(PUBLISHED) - {flavor}:
+        with pytest.raises(ConfigError, match="is another network than model.flavor's"):
+            check_hf_folder(tmp_path, flavors[other])
+    counted, flops = args.get_nparams_and_flops(model, 2048)
+    assert counted == parameters
+    # 6 FLOPs per parameter that multiplies, which a tied matrix does as the output layer, and attention's two products.
+    multiplying = parameters - (0 if tied else 151936 * width)
+    assert flops == 6 * multiplying + 6 * layers * heads * 256 * 2048
+
+
+def test_flavors_come_in_ascending_order():
+    """A preflight takes the first that fits."""
+    sizes = []
+    for name in flavors:
+        with torch.device("meta"):
+            sizes.append(sum(p.numel() for p in Qwen3DispModel(flavors[name]).parameters()))
+    assert sizes == sorted(sizes)
 
 
 def test_registered_flavors_stay_as_they_are():
@@ -106,8 +168,10 @@ def test_registered_flavors_stay_as_they_are():
     assert flavors["nano"].max_seq_len == 4096
 
 
-def test_initial_distribution_is_torchtitans():
+@pytest.mark.parametrize("tied", [True, False])
+def test_initial_distribution_is_torchtitans(tied):
     args = flavors["debugmodel"]
+    args.enable_weight_tying = tied
     stock = Qwen3Model(copy.deepcopy(args))
     torch.manual_seed(0)
     with torch.no_grad():

@@ -19,6 +19,7 @@ from torchtitan.models.qwen3.infra.parallelize import _op_sac_save_list
 from tests.cluster_of_one import DEMO, ROOT
 from titan_disp import cpu
 from titan_disp.cluster import memory
+from titan_disp.cluster import plan as plans
 from titan_disp.cluster.plan import NodeCount, make_plan
 from titan_disp.cluster.plan_text import render
 from titan_disp.config import load_config
@@ -103,6 +104,44 @@ def test_bytes_and_seconds_of_hsdp_by_hand():
     assert plan.checkpoint_interval_seconds == pytest.approx(1000 * plan.step_seconds)
     assert plan.checkpoint_seconds == pytest.approx(plan.checkpoint_bytes / 2e9)
     assert not any("communication" in w or "checkpoint" in w for w in plan.warnings)
+
+
+def test_bytes_of_an_untied_model_by_hand(monkeypatch):
+    """8B on 2 nodes of 8, 120 microbatches: the embedding is a group of its own, gathered for forward and again for backward, as
+    the blocks are; the output and the final norm stay gathered, so that their bytes run beside computing, both ways."""
+    monkeypatch.setattr(plans, "MAX_NODES", 1)
+    plan = make_plan(config(PAPER, "--model.flavor", "8B"), 2, 8)
+    matrix, norm = 151_936 * 4096, 4096
+    blocks = 36 * ((2 * 32 + 2 * 8) * 128 * 4096 + 2 * 128 + 3 * 12288 * 4096 + 2 * 4096)
+    assert plan.parameters == 2 * matrix + norm + blocks == 8_190_735_360
+    gathered, reduced = 2 * (2 * matrix + matrix + norm + 2 * blocks), 4 * plan.parameters
+    assert plan.within_bytes == pytest.approx(120 * 7 / 8 * (gathered + reduced))
+    assert plan.between_bytes == pytest.approx(2 * 1 / 2 * reduced / 8)
+    # With the first of its gathers every microbatch begins, and with its reduce-scatter it ends; the all-reduce ends the step.
+    ends = 120 * 7 / 8 * matrix * (2 + 4) / 450e9 + 2 * 1 / 2 * matrix / 8 * 4 / 50e9
+    assert plan.exposed_seconds == pytest.approx(ends)
+    kept = config(PAPER, "--model.flavor", "8B", "--parallelism.fsdp_reshard_after_forward", "never")
+    assert make_plan(kept, 2, 8).within_bytes == pytest.approx(120 * 7 / 8 * (2 + 4) * plan.parameters)
+
+
+# Billions of parameters without embedding and output, as Qwen's model cards give them.
+NON_EMBEDDING = {"0.6B": 0.44, "0.6B_untied": 0.44, "1.7B": 1.4, "4B": 3.6, "8B": 6.95, "14B": 13.2, "32B": 31.2}
+
+
+@pytest.mark.parametrize("flavor", NON_EMBEDDING)
+def test_every_size(monkeypatch, flavor):
+    """Planned on two nodes; a checkpoint has every weight and Adam's two moments, a tied matrix under two names."""
+    monkeypatch.setattr(plans, "MAX_NODES", 1)  # or every plan tries a thousand
+    plan = make_plan(config(PAPER, "--model.flavor", flavor), 2, 8)
+    published = NON_EMBEDDING[flavor]
+    assert plan.parameters_non_embedding / 1e9 == pytest.approx(published, rel=0.015)
+    vocabulary = 151_936 * flavors[flavor].dim
+    tied = flavors[flavor].enable_weight_tying
+    assert plan.parameters == plan.parameters_non_embedding + (1 if tied else 2) * vocabulary
+    assert plan.checkpoint_bytes == 4 * (3 * plan.parameters + (vocabulary if tied else 0))
+    # Gathered at one time: two blocks, the output, and the embedding if it is the output's.
+    block = (plan.parameters_non_embedding - flavors[flavor].dim) // flavors[flavor].n_layers
+    assert plan.memory.unsharded == 2 * 2 * (vocabulary + flavors[flavor].dim + 2 * block)
 
 
 def test_bytes_of_shards_that_span_nodes():

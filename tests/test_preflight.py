@@ -7,6 +7,8 @@ import pytest
 from tests.cluster_of_one import ROOT
 from titan_disp import cpu
 from titan_disp.cluster.preflight import Report, preflight, prepare
+from titan_disp.cluster.reduced import small_flavor
+from titan_disp.config import load_config
 from titan_disp.errors import ConfigError
 
 PAPER = ("--job.config_file", str(ROOT / "train_configs" / "qwen3_0.6b_c4.toml"))
@@ -88,6 +90,22 @@ def test_what_a_cpu_leaves_out(monkeypatch):
     assert small.lr_scheduler.total_steps == job.training.steps > 1
     assert not small.checkpoint.enable
     assert not small.compile.enable
+
+
+@pytest.mark.parametrize(
+    ("flavor", "tp", "small"),
+    [
+        ("4B", 2, "nano"),
+        ("4B", 8, "debugmodel"),
+        ("8B", 2, "debugmodel_untied"),
+        ("0.6B_untied", 1, "debugmodel_untied"),
+        ("debugmodel_untied", 1, "debugmodel_untied"),
+    ],
+)
+def test_the_small_flavor_is_tied_as_the_large_one_is(flavor, tp, small):
+    """FSDP groups embedding and output by that."""
+    job = load_config([*PAPER, "--model.flavor", flavor, "--parallelism.tensor_parallel_degree", str(tp)])
+    assert small_flavor(job) == small
 
 
 def test_an_accelerator_leaves_out_nothing_but_files(monkeypatch):

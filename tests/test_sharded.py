@@ -1,3 +1,4 @@
+import dataclasses
 from unittest import mock
 
 import torch
@@ -162,23 +163,33 @@ def check_objective_of_context_and_tensor_parallel():
     assert abs(ledger.mean(cp)["dispersion"] - expected.item() / 2.0 / weights.sum().item()) < 1e-12
 
 
-def check_embeddings_tied_after_tensor_parallel():
-    """TP replaces both parameters; ``init_weights`` would tie them again, but FSDP groups them before."""
+def check_embedding_and_output_after_tensor_parallel():
+    """TP replaces both parameters; ``init_weights`` would tie them again, but FSDP groups them before. Tied ones are one group of
+    FSDP with the final norm; an untied embedding is gathered and reduced by itself, as TorchTitan has it."""
     from titan_disp.config import load_config
     from titan_disp.qwen3.flavors import flavors
     from titan_disp.qwen3.model import Qwen3DispModel
     from titan_disp.qwen3.parallelize import parallelize
 
-    config = load_config(["--model.name", "qwen3_disp", "--model.flavor", "nano"])
-    with torch.device("meta"):
-        model = Qwen3DispModel(flavors["nano"])
-    assert_tied(parallelize(model, dims(dp_shard=2, tp=2), config))
+    def groups(flavor, **changes):
+        config = load_config(["--model.name", "qwen3_disp"])
+        with torch.device("meta"):
+            model = Qwen3DispModel(dataclasses.replace(flavors[flavor], **changes))
+        parallelize(model, dims(dp_shard=2, tp=2), config)
+        assert_tied(model, tied=flavor == "nano")
+        return [module._get_fsdp_state()._modules for module in (model.tok_embeddings, model.norm, model.output)], model
+
+    (one, two, three), model = groups("nano")
+    assert one == two == three == (model.tok_embeddings, model.norm, model.output)
+    (one, two, three), model = groups("8B", n_layers=1)
+    assert one == (model.tok_embeddings,)
+    assert two == three == (model.norm, model.output)
 
 
 def check_context_and_tensor_parallel():
     check_mesh_of_context_and_tensor_parallel()
     check_objective_of_context_and_tensor_parallel()
-    check_embeddings_tied_after_tensor_parallel()
+    check_embedding_and_output_after_tensor_parallel()
 
 
 def run_all():

@@ -113,9 +113,12 @@ def estimate(job_config: JobConfig, model: Qwen3DispModel, fsdp_degree: int) -> 
     if fsdp_degree == 1:  # autocast keeps its casts for backward; they have no gradients of their own
         unsharded = held(model) * dtype.itemsize if dtype != TORCH_DTYPE_MAP[t.dtype] else 0
     else:
-        # Embedding, final norm and output stay gathered until their backward; of the blocks, the one at work and the next.
-        gathered = blocks if p.fsdp_reshard_after_forward == "never" else 2 * blocks // args.n_layers
-        unsharded = (held(model) - blocks + gathered) * dtype.itemsize * 2
+        # Final norm and output, and with them a tied embedding, stay gathered until their backward; of the blocks, the one at
+        # work and the next. An untied embedding is gathered when the output is not.
+        never = p.fsdp_reshard_after_forward == "never"
+        gathered = blocks if never else 2 * blocks // args.n_layers
+        elsewhen = 0 if never or args.enable_weight_tying else held(model.tok_embeddings)
+        unsharded = (held(model) - blocks - elsewhen + gathered) * dtype.itemsize * 2
     tokens = t.local_batch_size * t.seq_len // p.context_parallel_degree
     head = args.dim / tp + args.dim  # the final norm's input and output
     return Memory(

@@ -39,10 +39,17 @@ def _shown(value: Any) -> str:
 
 
 def small_flavor(job_config: JobConfig) -> str:
-    """The smallest flavor whose heads the config's tensor parallelism divides; ``flavors`` are in ascending order."""
-    tp = job_config.parallelism.tensor_parallel_degree
-    fits = (name for name, args in flavors.items() if args.n_heads % tp == 0 and args.n_kv_heads % tp == 0)
-    return next((name for name in fits if name != job_config.model.flavor), job_config.model.flavor)
+    """The smallest flavor whose heads the config's tensor parallelism divides, and whose embedding is tied or not as its own.
+
+    FSDP groups embedding and output by the latter. ``flavors`` are in ascending order.
+    """
+    tp, tied = job_config.parallelism.tensor_parallel_degree, flavors[job_config.model.flavor].enable_weight_tying
+    fits = (
+        name
+        for name, args in flavors.items()
+        if args.n_heads % tp == 0 and args.n_kv_heads % tp == 0 and args.enable_weight_tying == tied
+    )
+    return next(fits, job_config.model.flavor)
 
 
 def reduce(job_config: JobConfig, flavor: str | None = None, seq_len: int | None = None) -> Reduced:

@@ -42,7 +42,8 @@ class Traffic:
 
     Attributes:
         at_the_ends: what nothing can hide: tensor parallelism's collectives, between which its GPUs have nothing to do;
-            gathering the embedding's group, with which a microbatch begins, and reducing its gradients, with which it ends.
+            gathering the embedding, with which a microbatch begins, and reducing its gradients, with which it ends; a tied one's
+            FSDP group holds the final norm and the output too.
         beside: what can run beside computing in any microbatch.
         beside_last_backward: the all-reduce over replicas, which waits for the last microbatch.
         microbatches: of a step.
@@ -98,13 +99,19 @@ def traffic(job_config: JobConfig, model: Qwen3DispModel, gpus_per_node: int, wo
     def held(module: torch.nn.Module) -> int:
         return sum(w.numel() // tp if w.ndim > 1 else w.numel() for w in module.parameters())
 
+    # FSDP's groups, see qwen3/parallelize.py: blocks, the embedding where it is not tied, and the rest.
     blocks = sum(held(block) for block in model.layers.values())
-    root = held(model) - blocks  # embedding, final norm and output: one group, see qwen3/parallelize.py
+    embedding = 0 if args.enable_weight_tying else held(model.tok_embeddings)
+    head = held(model) - blocks - embedding
+    outer = embedding or head  # with which a microbatch begins and ends
+    inner = held(model) - outer
     parameter, gradient = (TORCH_DTYPE_MAP[d].itemsize for d in (t.mixed_precision_param, t.mixed_precision_reduce))
     # Gathered for forward, and again for backward where they were resharded; reduced after backward.
     policy = p.fsdp_reshard_after_forward
-    block_bytes = blocks * (parameter * (1 if policy == "never" else 2) + gradient)
-    root_bytes = root * (parameter * (2 if policy == "always" else 1) + gradient)
+    outer_bytes = (
+        outer * (parameter + gradient) + head * (policy == "always") * parameter
+    )  # backward begins with the head
+    inner_bytes = inner * (parameter + gradient) + (blocks + embedding) * (policy != "never") * parameter
 
     def sharded(count: float) -> Sent:
         return ring(fsdp, tp, gpus_per_node, count) * microbatches
@@ -126,8 +133,8 @@ def traffic(job_config: JobConfig, model: Qwen3DispModel, gpus_per_node: int, wo
     keys_and_values = 2 * tokens * args.n_kv_heads * args.head_dim // tp * itemsize
     context = ring(cp, tp, gpus_per_node, 3 * keys_and_values * args.n_layers)
     return Traffic(
-        at_the_ends=(sharded(root_bytes), tensor * microbatches, replicated(root)),
-        beside=(sharded(block_bytes), dispersed * microbatches, context * microbatches),
-        beside_last_backward=(replicated(blocks),),
+        at_the_ends=(sharded(outer_bytes), tensor * microbatches, replicated(outer)),
+        beside=(sharded(inner_bytes), dispersed * microbatches, context * microbatches),
+        beside_last_backward=(replicated(inner),),
         microbatches=microbatches,
     )

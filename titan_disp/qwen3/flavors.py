@@ -3,6 +3,7 @@
 import copy
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from torch import nn
 from torchtitan.config import JobConfig
@@ -93,10 +94,12 @@ class Flavors(Mapping[str, Qwen3DispModelArgs]):
         return len(self._flavors)
 
 
-def _like_torchtitan(name: str) -> Qwen3DispModelArgs:
-    return Qwen3DispModelArgs(**vars(copy.deepcopy(qwen3_args[name])))
+def _like_torchtitan(name: str, **changes: Any) -> Qwen3DispModelArgs:
+    return Qwen3DispModelArgs(**(vars(copy.deepcopy(qwen3_args[name])) | changes))
 
 
+# In ascending order. TorchTitan registers Qwen's published sizes: Table 1 of the Qwen3 technical report (arXiv 2505.09388)
+# and config.json of Qwen/Qwen3-*, with which tests/test_model.py compares them. Tied up to 4B.
 flavors = Flavors(
     {
         "nano": Qwen3DispModelArgs(  # 0.4 M parameters: for the demo and tests on a CPU
@@ -113,6 +116,16 @@ flavors = Flavors(
             enable_weight_tying=True,
         ),
         "debugmodel": _like_torchtitan("debugmodel"),
+        "debugmodel_untied": _like_torchtitan(
+            "debugmodel", enable_weight_tying=False
+        ),  # for a preflight of the untied ones on a CPU
         "0.6B": _like_torchtitan("0.6B"),
+        # What the authors' TorchTitan fork trained: FSDP made two parameters of the tied one, by accident (they say so).
+        "0.6B_untied": _like_torchtitan("0.6B", enable_weight_tying=False),
+        "1.7B": _like_torchtitan("1.7B"),
+        "4B": _like_torchtitan("4B"),
+        "8B": _like_torchtitan("8B"),
+        "14B": _like_torchtitan("14B"),
+        "32B": _like_torchtitan("32B"),
     }
 )

@@ -2,8 +2,11 @@
 
 TorchTitan 0.2.2's own order fails for tied embeddings: TP replaces both parameters, which unties them, and separate FSDP
 groups for the embedding and the output either raise or train two matrices. Here they are tied again after TP, and the
-embedding, the final norm and the output form one FSDP group.
+embedding, the final norm and the output form one FSDP group. Of an untied model the embedding is a group of its own, as in
+TorchTitan.
 """
+
+from typing import Any
 
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
@@ -65,27 +68,25 @@ def _apply_tp(model: Qwen3DispModel, parallel_dims: ParallelDims, job_config: Jo
 
 def _apply_fsdp(model: Qwen3DispModel, parallel_dims: ParallelDims, job_config: JobConfig) -> None:
     hybrid = parallel_dims.dp_replicate_enabled
-    mesh = parallel_dims.get_mesh(["dp_replicate", "fsdp"] if hybrid else ["fsdp"])
-    precision = MixedPrecisionPolicy(
-        param_dtype=TORCH_DTYPE_MAP[job_config.training.mixed_precision_param],
-        reduce_dtype=TORCH_DTYPE_MAP[job_config.training.mixed_precision_reduce],
-    )
-    offload = CPUOffloadPolicy() if job_config.training.enable_cpu_offload else OffloadPolicy()
+    config: dict[str, Any] = {
+        "mesh": parallel_dims.get_mesh(["dp_replicate", "fsdp"] if hybrid else ["fsdp"]),
+        "mp_policy": MixedPrecisionPolicy(
+            param_dtype=TORCH_DTYPE_MAP[job_config.training.mixed_precision_param],
+            reduce_dtype=TORCH_DTYPE_MAP[job_config.training.mixed_precision_reduce],
+        ),
+        "offload_policy": CPUOffloadPolicy() if job_config.training.enable_cpu_offload else OffloadPolicy(),
+    }
     policy = job_config.parallelism.fsdp_reshard_after_forward
     for block in model.layers.values():
-        fully_shard(
-            block, mesh=mesh, mp_policy=precision, offload_policy=offload, reshard_after_forward=policy != "never"
-        )
-    # One group: the shared parameter has one owner. Backward starts here, so resharding after forward would only
-    # gather it twice.
-    fully_shard(
-        [model.tok_embeddings, model.norm, model.output],
-        mesh=mesh,
-        mp_policy=precision,
-        offload_policy=offload,
-        reshard_after_forward=policy == "always",
-    )
-    fully_shard(model, mesh=mesh, mp_policy=precision, offload_policy=offload)
+        fully_shard(block, reshard_after_forward=policy != "never", **config)
+    head = [model.norm, model.output]
+    if model.enable_weight_tying:
+        head.insert(0, model.tok_embeddings)  # the shared parameter has one owner
+    else:
+        fully_shard(model.tok_embeddings, reshard_after_forward=policy != "never", **config)
+    # Backward starts here, so resharding after forward would only gather it twice.
+    fully_shard(head, reshard_after_forward=policy == "always", **config)
+    fully_shard(model, **config)
     # The objective divides by the global number of valid tokens; FSDP must only sum.
     disable_fsdp_gradient_division(model)
     logger.info(f"Applied {'HSDP' if hybrid else 'FSDP'} to the model")
