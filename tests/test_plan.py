@@ -116,12 +116,17 @@ def test_bytes_of_an_untied_model_by_hand(monkeypatch):
     assert plan.parameters == 2 * matrix + norm + blocks == 8_190_735_360
     gathered, reduced = 2 * (2 * matrix + matrix + norm + 2 * blocks), 4 * plan.parameters
     assert plan.within_bytes == pytest.approx(120 * 7 / 8 * (gathered + reduced))
-    assert plan.between_bytes == pytest.approx(2 * 1 / 2 * reduced / 8)
+    assert plan.between_bytes == pytest.approx(2 * 1 / 2 * reduced / 8, rel=1e-9)
     # With the first of its gathers every microbatch begins, and with its reduce-scatter it ends; the all-reduce ends the step.
     ends = 120 * 7 / 8 * matrix * (2 + 4) / 450e9 + 2 * 1 / 2 * matrix / 8 * 4 / 50e9
     assert plan.exposed_seconds == pytest.approx(ends)
-    kept = config(PAPER, "--model.flavor", "8B", "--parallelism.fsdp_reshard_after_forward", "never")
-    assert make_plan(kept, 2, 8).within_bytes == pytest.approx(120 * 7 / 8 * (2 + 4) * plan.parameters)
+    reshard = ("--model.flavor", "8B", "--parallelism.fsdp_reshard_after_forward")
+    kept = make_plan(config(PAPER, *reshard, "never"), 2, 8)
+    assert kept.within_bytes == pytest.approx(120 * 7 / 8 * (2 + 4) * plan.parameters)
+    assert kept.memory.unsharded == 2 * 2 * plan.parameters
+    always = make_plan(config(PAPER, *reshard, "always"), 2, 8)  # backward begins with gathering the output
+    assert always.within_bytes == pytest.approx(120 * 7 / 8 * (2 + 2 + 4) * plan.parameters)
+    assert always.exposed_seconds == pytest.approx(ends + 120 * 7 / 8 * 2 * (matrix + norm) / 450e9)
 
 
 # Billions of parameters without embedding and output, as Qwen's model cards give them.
