@@ -1,6 +1,7 @@
 """One training step of the real trainer on a given mesh, with its whole gradients saved for comparison."""
 
 import dataclasses
+import warnings
 from contextlib import contextmanager
 from pathlib import Path
 from unittest import mock
@@ -117,6 +118,8 @@ def run_cases(sample, folder, cases, checkpoint):
     """For every case: build, step, save gradients and updated weights to ``folder/name.pt`` (rank 0)."""
     from titan_disp.qwen3.flavors import flavors
 
+    # Users would be warned of a view among what the model returns. (Of an untied embedding's under TP, TorchTitan warns too.)
+    warnings.filterwarnings("error", message=r"FSDP2-wrapped module \(FSDPQwen3DispModel\)")
     flavors._flavors["8B"] = reduced("8B")
     for name, (options, mutation) in cases.items():
         options = [*options, *(("--checkpoint.enable",) if checkpoint else ())]

@@ -53,6 +53,11 @@ def options(sample):
         (1, ["--stream.tokenizer_threads", "-1"], r"tokenizer_threads is -1"),
         (1, ["--dispersion.layers", "0", "6"], r"dispersion.layers is \[0, 6\], but the model has 6 blocks"),
         (1, ["--dispersion.layers", "2", "2"], r"dispersion.layers is \[2, 2\].*none of them twice"),
+        (
+            1,
+            ["--dispersion.final_norm", "--dispersion.layers", "early_half"],
+            r"dispersion.final_norm is true, but dispersion.layers 'early_half' leaves the last block \(5\) out",
+        ),
         (1, ["--model.hf_assets_path", "/nowhere"], r"'/nowhere', which is not a folder"),
         (1, ["--training.dataset_path", "/nowhere"], r"training.dataset_path is '/nowhere', which does not exist"),
         (1, ["--training.dataset", "pile"], r"training.dataset is 'pile', expected c4 or"),

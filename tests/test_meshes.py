@@ -15,6 +15,7 @@ COMPILE = ("--compile.enable",)
 SELECTIVE_OP = ("--activation_checkpoint.mode", "selective", "--activation_checkpoint.selective_ac_option", "op")
 FULL_AC = ("--activation_checkpoint.mode", "full")
 
+FINAL_NORM = ("--dispersion.final_norm",)
 UNTIED = ("--model.flavor", "8B")  # made small by tests/mesh.py
 
 # name: (options, mutation of the objective). Gradients are compared with "reference"'s, or with those of the other of
@@ -32,6 +33,7 @@ ONE_RANK = {
     "times_accumulation": ((), "times4"),
     "last_layer": (("--dispersion.layers", "last"), ""),
     "untied": ((*UNTIED, "--training.local_batch_size", "8"), ""),
+    "final_norm": ((*FINAL_NORM, "--training.local_batch_size", "8"), ""),
 }
 TWO_RANKS = {
     "fsdp": (FSDP, ""),
@@ -41,6 +43,8 @@ TWO_RANKS = {
     "tp_compile": ((*TP, *COMPILE), ""),
     "tp_no_loss_parallel": ((*TP, "--parallelism.disable_loss_parallel"), ""),
     "tp_full_ac": ((*TP, *FULL_AC), ""),
+    # The norm is gathered once more in backward.
+    "final_norm_fsdp_full_ac": ((*FINAL_NORM, *FULL_AC, "--parallelism.fsdp_reshard_after_forward", "always"), ""),
     "fsdp_dropped": (FSDP, "dropped"),
     "fsdp_times_ranks": (FSDP, "times2"),
     "tp_times_ranks": (TP, "times2"),
@@ -50,8 +54,11 @@ FOUR_RANKS = {
     "fsdp_4": (FSDP, ""),
     "fsdp_tp": (TP, ""),
     "untied_fsdp_tp": ((*TP, *UNTIED), ""),
+    "final_norm_fsdp_tp": ((*TP, *FINAL_NORM), ""),
     "hsdp_times_ranks": (HSDP, "times4"),
 }
+NIGHT_ON_ONE = {"final_norm_compile_selective_op": ((*FINAL_NORM, *COMPILE, *SELECTIVE_OP), "")}
+NIGHT_ON_TWO = {"final_norm_tp_compile": ((*FINAL_NORM, *TP, *COMPILE), "")}
 # Every other variant × estimator: one process, FSDP2, TP, and FSDP2 × TP.
 FAMILY = {
     f"{variant}_{estimator}": (
@@ -77,7 +84,7 @@ FAMILY_ON_TWO = {
 }
 FAMILY_ON_FOUR = {f"{name}_fsdp_tp": ((*options, *TP), "") for name, options in FAMILY.items()}
 BROKEN = {name for cases in (ONE_RANK, TWO_RANKS, FOUR_RANKS) for name, (_, mutation) in cases.items() if mutation}
-REFERENCES = ("reference", "untied")
+REFERENCES = ("reference", "untied", "final_norm")
 CASES = [*ONE_RANK, *TWO_RANKS, *FOUR_RANKS]
 
 # fp32 sums in another order over ranks and microbatches: about 1e-6 seen; ten times that is still far below any wrong scale.
@@ -104,6 +111,15 @@ def family(sample, tmp_path_factory):
     return {name: torch.load(folder / f"{name}.pt")["gradients"] for name in names}
 
 
+@pytest.fixture(scope="module")
+def night(sample, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("night")
+    alone = {name: ONE_RANK[name] for name in REFERENCES} | NIGHT_ON_ONE
+    spawn(1, run_cases, sample, folder, alone, False)
+    spawn(2, run_cases, sample, folder, NIGHT_ON_TWO, True)
+    return {name: torch.load(folder / f"{name}.pt") for name in (*alone, *NIGHT_ON_TWO)}
+
+
 @pytest.mark.slow
 def test_gradients_cross_replicas_once_a_step(results):
     """Six blocks and the embedding's group, each once, with two microbatches (hsdp) as with one (hsdp_times_ranks)."""
@@ -123,12 +139,23 @@ def reference_of(name):
     return next((r for r in REFERENCES if name.startswith(r)), "reference")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", [c for c in CASES if c not in BROKEN | {"last_layer", *REFERENCES}])
-def test_gradients_equal_one_process(results, name):
+def assert_gradients_equal_one_process(results, name):
     error = errors(results[name]["gradients"], results[reference_of(name)]["gradients"])
     worst = max(error, key=error.get)
     assert error[worst] <= TOLERANCE, f"{worst}: {error[worst]:.1e}"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [c for c in CASES if c not in BROKEN | {"last_layer", *REFERENCES}])
+def test_gradients_equal_one_process(results, name):
+    assert_gradients_equal_one_process(results, name)
+
+
+@pytest.mark.slow
+@pytest.mark.night
+@pytest.mark.parametrize("name", [*NIGHT_ON_ONE, *NIGHT_ON_TWO])
+def test_gradients_equal_one_process_at_night(night, name):
+    assert_gradients_equal_one_process(night, name)
 
 
 @pytest.mark.slow
@@ -146,7 +173,7 @@ def test_gradients_of_every_variant_and_estimator(family, name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [*sorted(BROKEN), "last_layer"])
+@pytest.mark.parametrize("name", [*sorted(BROKEN), "last_layer", "final_norm"])
 def test_a_wrong_objective_would_be_seen(results, name):
     error = errors(results[name]["gradients"], results["reference"]["gradients"])
     assert max(error.values()) > 100 * TOLERANCE

@@ -7,8 +7,10 @@ from torchtitan.models.qwen3 import qwen3_args
 from torchtitan.models.qwen3.model.model import Qwen3Model
 from torchtitan.models.qwen3.model.state_dict_adapter import Qwen3StateDictAdapter
 
+from tests.oracle import dispersion_oracle
 from titan_disp.config import load_config
 from titan_disp.data.tokenizer import check_fits
+from titan_disp.dispersion import DispersionLoss, DispersionObjective
 from titan_disp.errors import ConfigError
 from titan_disp.qwen3.flavors import block_indices, flavors
 from titan_disp.qwen3.hf import architecture, check_hf_folder, weight_shapes
@@ -41,21 +43,23 @@ def test_forward_returns_what_was_asked_for(nano):
     assert len(activations) == 2
     nano.eval()
     assert torch.equal(nano(TOKENS), logits)
-    _, everything = nano(TOKENS, return_activations=range(7))
-    assert len(everything) == 7
+    _, everything = nano(TOKENS, return_activations=range(8))
+    assert len(everything) == 8
     assert torch.equal(everything[0], nano.tok_embeddings(TOKENS))
     for got, index in zip(activations, (2, 6), strict=True):
         assert torch.equal(got, everything[index])
-    assert torch.equal(nano.output(nano.norm(everything[-1])), logits)
+    assert torch.equal(nano.norm(everything[6]), everything[7])
+    assert torch.equal(nano.output(everything[7]), logits)
     nano.train()
     assert torch.equal(nano(TOKENS, return_activations=()), logits)
-    with pytest.raises(ValueError, match="expected indices from 0 to 6"):
-        nano(TOKENS, return_activations=[7])
+    with pytest.raises(ValueError, match="expected indices from 0 to 7"):
+        nano(TOKENS, return_activations=[8])
 
 
-def test_agrees_with_hugging_face(nano):
+def of_transformers(model):
+    """Its Qwen3 with the same weights."""
     transformers = pytest.importorskip("transformers")
-    args = nano.model_args
+    args = model.model_args
     config = transformers.Qwen3Config(
         vocab_size=args.vocab_size,
         hidden_size=args.dim,
@@ -70,19 +74,50 @@ def test_agrees_with_hugging_face(nano):
         tie_word_embeddings=True,
     )
     theirs = transformers.Qwen3ForCausalLM(config).eval()
-    state = Qwen3StateDictAdapter(args, None).to_hf(nano.state_dict())
+    state = Qwen3StateDictAdapter(args, None).to_hf(model.state_dict())
     missing, unexpected = theirs.load_state_dict(state, strict=False)
     assert set(missing) <= {"lm_head.weight"}
     assert not unexpected
+    return theirs
+
+
+def test_agrees_with_hugging_face(nano):
+    theirs = of_transformers(nano)
     nano.eval()
     with torch.no_grad():
-        ours, activations = nano(TOKENS, return_activations=range(7))
+        ours, activations = nano(TOKENS, return_activations=(0, 1, 2, 3, 4, 5, 7))
         out = theirs(TOKENS, output_hidden_states=True)
     torch.testing.assert_close(ours, out.logits, rtol=0, atol=1e-5)
-    # Hugging Face's last hidden state is after the final norm; ours is the block's output.
-    for i in range(6):
-        torch.testing.assert_close(activations[i], out.hidden_states[i], rtol=0, atol=1e-5)
-    torch.testing.assert_close(nano.norm(activations[6]), out.hidden_states[6], rtol=0, atol=1e-5)
+    # Hugging Face's last hidden state is after the final norm: our index 7. The last block's output, 6, it does not give.
+    for mine, hidden in zip(activations, out.hidden_states, strict=True):
+        torch.testing.assert_close(mine, hidden, rtol=0, atol=1e-5)
+
+
+def test_final_norm_is_the_authors_mid_training(nano):
+    """Cross-entropy + λ · dispersion of transformers' hidden_states[1:]: loss, and the gradient of every weight."""
+    args = flavors["nano"]
+    args.update_from_config(
+        load_config(["--dispersion.enabled", "--dispersion.final_norm", "--training.seq_len", "64"])
+    )
+    ours = Qwen3DispModel(args)
+    ours.load_state_dict(nano.state_dict())
+    ours.rope_cache = nano.rope_cache
+    theirs, labels = of_transformers(nano), TOKENS.roll(-1, 1)
+
+    def cross_entropy(logits, labels):
+        return torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
+
+    loss = DispersionObjective(cross_entropy, DispersionLoss(), lambda step: 1.0)(ours(TOKENS), labels)
+    out = theirs(TOKENS, output_hidden_states=True)
+    per_layer = [dispersion_oracle(z.double(), tau=1.0, clamp=0.25, norm_eps=1e-2) for z in out.hidden_states[1:]]
+    expected = cross_entropy(out.logits, labels) + 20 * torch.stack(per_layer).mean(0).sum()  # 20 tokens a sequence
+    torch.testing.assert_close(loss.double(), expected.double(), rtol=1e-6, atol=0)
+    loss.backward()
+    expected.backward()
+    gradients = Qwen3StateDictAdapter(args, None).to_hf({name: p.grad for name, p in ours.named_parameters()})
+    for name, p in theirs.named_parameters():
+        error = (gradients[name] - p.grad).norm() / p.grad.norm()
+        assert error < 1e-4, f"{name}: {error:.1e}"
 
 
 # Blocks, heads of queries and of keys, and whether the embedding is tied: Table 1 of the Qwen3 technical report (arXiv
@@ -211,6 +246,15 @@ def test_activations_of_a_config():
     config.dispersion.enabled = True
     args.update_from_config(config)
     assert args.activations == (1, 4)
+
+
+@pytest.mark.parametrize(("layers", "expected"), [("all", (1, 2, 3, 4, 5, 7)), ("last", (7,)), ([5, 2], (3, 7))])
+def test_the_last_activation_after_the_final_norm(layers, expected):
+    config = load_config(["--dispersion.enabled", "--dispersion.final_norm"])
+    config.dispersion.layers = layers
+    args = flavors["nano"]
+    args.update_from_config(config)
+    assert args.activations == expected
 
 
 @pytest.mark.parametrize("layers", ["first", [5], [-1], [], [1, 1], [True]])

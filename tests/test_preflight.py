@@ -68,6 +68,10 @@ def test_errors_of_the_config_itself(monkeypatch):
     monkeypatch.setattr(cpu, "active", lambda: True)
     _, reduced = prepare((*PAPER, "--dispersion.layers", "27"), 640, None, None)
     assert reduced.job_config.dispersion.layers == "all"
+    last = ("--dispersion.layers", "27", "--dispersion.final_norm")
+    for flavor in (None, "8B"):  # 6 blocks, and 36, of which block 27 is not the last
+        _, reduced = prepare((*PAPER, *last), 640, flavor, None)
+        assert reduced.job_config.dispersion.layers == "all"
     with pytest.raises(ConfigError, match="has 28 blocks"):
         prepare((*PAPER, "--dispersion.layers", "28"), 640, None, None)
 

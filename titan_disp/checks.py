@@ -14,7 +14,7 @@ from titan_disp.data.validation import validation_sequences
 from titan_disp.dispersion import CoeffSchedule, DispersionLoss
 from titan_disp.errors import ConfigError
 from titan_disp.mesh import resolve_replicas
-from titan_disp.qwen3.flavors import block_indices, flavors
+from titan_disp.qwen3.flavors import activation_indices, flavors
 from titan_disp.run.checkpoint import check_initial_load
 from titan_disp.run.integrity import checkpoints
 
@@ -87,7 +87,7 @@ def check_model(job_config: JobConfig) -> None:
         raise ConfigError(f"training.steps is {training.steps}, expected at least 1")
     dispersion_loss(job_config)
     coeff_schedule(job_config)
-    block_indices(dispersion.layers, args.n_layers)
+    activation_indices(dispersion.layers, dispersion.final_norm, args.n_layers)
 
 
 def dispersion_loss(job_config: JobConfig) -> DispersionLoss:

@@ -30,6 +30,12 @@ class Dispersion:
     released code.
     """
 
+    final_norm: bool = False
+    """
+    Take the last block's activations after the final norm, as the authors' mid-training does (all of Hugging Face's
+    hidden_states[1:], whose last entry is after it). Their pre-training takes block outputs, before it, as false does.
+    """
+
     clamp: float = 0.25
     """
     κ: cosines are clamped to [−1+κ, 1−κ], straight-through. 0.25: the authors' released code, where it is the class's default;

@@ -7,7 +7,7 @@ from torchtitan.config import JobConfig
 
 from titan_disp import cpu
 from titan_disp.errors import ConfigError
-from titan_disp.qwen3.flavors import block_indices, flavors
+from titan_disp.qwen3.flavors import activation_indices, flavors
 
 SEQ_LEN = 128  # tokens, without an accelerator
 
@@ -72,9 +72,10 @@ def reduce(job_config: JobConfig, flavor: str | None = None, seq_len: int | None
     if flavor is not None:
         r.set("model.flavor", flavor)
         try:
-            block_indices(r.job_config.dispersion.layers, flavors[flavor].n_layers)  # type: ignore[attr-defined]
-        except ConfigError:  # indices of the larger model
-            r.set("dispersion.layers", "all", "the small flavor has fewer blocks")
+            dispersion = r.job_config.dispersion  # type: ignore[attr-defined]
+            activation_indices(dispersion.layers, dispersion.final_norm, flavors[flavor].n_layers)
+        except ConfigError:  # indices of the config's own model
+            r.set("dispersion.layers", "all", f"{flavor} has another number of blocks")
     return r
 
 

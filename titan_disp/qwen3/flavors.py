@@ -45,13 +45,29 @@ def block_indices(layers: str | list[int], n_layers: int) -> tuple[int, ...]:
     return tuple(chosen)
 
 
+def activation_indices(layers: str | list[int], final_norm: bool, n_layers: int) -> tuple[int, ...]:
+    """What ``dispersion.layers`` and ``dispersion.final_norm`` disperse, as ``Qwen3DispModel.forward`` takes it.
+
+    Raises:
+        ConfigError: as ``block_indices``, or ``final_norm`` without the last block.
+    """
+    blocks = block_indices(layers, n_layers)
+    if not final_norm:
+        return tuple(i + 1 for i in blocks)
+    if blocks[-1] != n_layers - 1:
+        raise ConfigError(
+            f"dispersion.final_norm is true, but dispersion.layers {layers!r} leaves the last block ({n_layers - 1}) out, whose "
+            "output the final norm takes: add it, or set dispersion.final_norm = false"
+        )
+    return (*(i + 1 for i in blocks[:-1]), n_layers + 1)
+
+
 @dataclass
 class Qwen3DispModelArgs(Qwen3ModelArgs):
     """TorchTitan's Qwen3 arguments, and which activations a training forward returns.
 
     Attributes:
-        activations: indices as ``Qwen3DispModel.forward`` takes them (0 = embedding output, i + 1 = output of block i);
-            empty: plain logits.
+        activations: indices as ``Qwen3DispModel.forward`` takes them; empty: plain logits.
     """
 
     activations: tuple[int, ...] = ()
@@ -60,7 +76,7 @@ class Qwen3DispModelArgs(Qwen3ModelArgs):
         super().update_from_config(job_config, **kwargs)
         dispersion = job_config.dispersion  # type: ignore[attr-defined]
         if dispersion.enabled:
-            self.activations = tuple(i + 1 for i in block_indices(dispersion.layers, self.n_layers))
+            self.activations = activation_indices(dispersion.layers, dispersion.final_norm, self.n_layers)
 
     def get_nparams_and_flops(self, model: nn.Module, seq_len: int) -> tuple[int, int]:
         """True parameter count (a tied embedding once) and model FLOPs per token, forward and backward.

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.tensor import DTensor
 from torchtitan.models.qwen3.model.model import Qwen3Model
 from torchtitan.protocols.model import AttentionMasksType
 
@@ -31,8 +32,8 @@ class Qwen3DispModel(Qwen3Model):
         Args:
             tokens: [B, N] token ids.
             attention_masks, positions: as TorchTitan's Qwen3 takes them.
-            return_activations: 0 = output of the embedding, i + 1 = output of block i (before the final norm). None: in
-                training the model arguments' ``activations``, in eval none.
+            return_activations: 0 = output of the embedding, i + 1 = output of block i (before the final norm), n_layers + 1 =
+                output of the final norm. None: in training the model arguments' ``activations``, in eval none.
 
         Returns:
             logits [B, N, V], or (logits, activations) with [B, N, F] tensors in ascending order of index. Under TP and
@@ -44,8 +45,9 @@ class Qwen3DispModel(Qwen3Model):
         if return_activations is None:
             return_activations = self.model_args.activations if self.training else ()
         wanted = frozenset(return_activations)
-        if not wanted <= set(range(self.n_layers + 1)):
-            raise ValueError(f"return_activations is {sorted(wanted)}, expected indices from 0 to {self.n_layers}")
+        after_norm = self.n_layers + 1
+        if not wanted <= set(range(after_norm + 1)):
+            raise ValueError(f"return_activations is {sorted(wanted)}, expected indices from 0 to {after_norm}")
         activations = []
         h = self.tok_embeddings(tokens)
         if isinstance(h, AsyncCollectiveTensor):
@@ -57,7 +59,11 @@ class Qwen3DispModel(Qwen3Model):
             h = layer(h, self.rope_cache, attention_masks, positions)
             if i in wanted:
                 activations.append(h)
-        logits = self.output(self.norm(h))
+        h = self.norm(h)
+        if after_norm in wanted:
+            # Under TP a DTensor, as the output's plan wants it. Its local tensor is a view, and of those FSDP2 warns.
+            activations.append(h.to_local().clone() if isinstance(h, DTensor) else h)
+        logits = self.output(h)
         return (logits, tuple(activations)) if wanted else logits
 
     def tie_weights(self) -> None:

@@ -23,6 +23,7 @@ def _dispersion(section: dict[str, Any]) -> str:
         "coeff",
         "tau",
         "layers",
+        "final_norm",
         "variant",
         "estimator",
         "clamp",
@@ -31,7 +32,7 @@ def _dispersion(section: dict[str, Any]) -> str:
         "decay",
         "final_coeff",
     )
-    return ", ".join(f"{name} = {section[name]}" for name in names)
+    return ", ".join(f"{name} = {section[name]}" for name in names if name in section)  # older runs know fewer
 
 
 def model_card(saved: SavedModel, name: str, parameters: int, dtype: str, environment: dict[str, Any]) -> str:
