@@ -76,3 +76,9 @@ def oracle(
     return (
         decorrelation_oracle(z) if variant == "decorrelation" else l2_repel_oracle(z, tau, norm_coeff, include_diagonal)
     )
+
+
+def drawing_order(tokens: int, seed: int, step: int, layer: int) -> Tensor:
+    """All positions in the order in which the sampled estimator draws them. Runs that resume rely on these numbers."""
+    generator = torch.Generator().manual_seed((seed * 1_000_003 + step) * 1_009 + layer)
+    return torch.randperm(tokens, generator=generator)

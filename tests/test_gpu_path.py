@@ -78,9 +78,16 @@ def test_under_amp_products_are_bf16(bf16_products, monkeypatch, variant, estima
     torch.testing.assert_close(grad, expected[1], rtol=2**-7, atol=2**-8 * grad.abs().max().item())
 
 
-@pytest.mark.parametrize("name", ["angular", "orthogonalization", "decorrelation"])
-@pytest.mark.parametrize("diagonal", [True, False])
-def test_epilogue_compiles_to_one_kernel(name, diagonal):
+@pytest.mark.parametrize(
+    ("name", "diagonal", "padding"),
+    [
+        (name, diagonal, False)
+        for name in ("angular", "orthogonalization", "decorrelation")
+        for diagonal in (True, False)
+    ]
+    + [("angular", True, True)],
+)
+def test_epilogue_compiles_to_one_kernel(name, diagonal, padding):
     """Inductor's result is eager's, from one kernel."""
     pair = {
         "angular": angular_pair(0.5, 0.25),
@@ -89,7 +96,9 @@ def test_epilogue_compiles_to_one_kernel(name, diagonal):
     }[name]
     u = torch.nn.functional.normalize(tokens(2, 96, 32), dim=-1)
     scale = torch.rand(2, 96, 1, generator=torch.Generator().manual_seed(1)) + 0.5
+    padded = scale > 1.2
     arguments = (scale, scale.transpose(1, 2), diagonal, torch.bfloat16)
+    arguments += ((padded, padded.transpose(1, 2)),) if padding else ()
     eager = pairwise._epilogue(pair)
     products = u @ u.transpose(1, 2)
     expected = eager(products.clone(), *arguments)
@@ -122,10 +131,10 @@ def test_moments_compile():
     torch._dynamo.reset()
     u = torch.nn.functional.normalize(tokens(2, 64, 24), dim=-1)
     pair = angular_pair(0.7, 0.25)
-    for found, expected in zip(
-        torch.compile(moments.fit.__wrapped__)(u, pair), moments.fit.__wrapped__(u, pair), strict=True
-    ):
-        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    compiled, eager = torch.compile(moments.fit.__wrapped__), moments.fit.__wrapped__
+    for filled in (None, torch.arange(64) < torch.tensor([[40], [0]])):
+        for found, expected in zip(compiled(u, pair, filled), eager(u, pair, filled), strict=True):
+            torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
     flat = torch.rand(2, 24 * 24 + 24)
     arguments = (torch.rand(2, 2), torch.rand(2, 64, 1), torch.rand(2, 3), 64)
     results = []
@@ -163,8 +172,9 @@ def test_a_function_that_cannot_be_compiled_runs_as_it_is(monkeypatch):
     assert len(calls) == 1
 
 
+@pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize(("variant", "estimator"), CASES)
-def test_the_host_never_waits(monkeypatch, variant, estimator):
+def test_the_host_never_waits(monkeypatch, variant, estimator, padded):
     """Tensors without data, on no CPU: whatever would have to look at a value raises, and so does a copy to the host."""
     monkeypatch.setattr(torch, "compile", lambda function: function)
     monkeypatch.setattr(torch, "autocast", lambda device, enabled: contextlib.nullcontext())  # unknown to such tensors
@@ -176,7 +186,8 @@ def test_the_host_never_waits(monkeypatch, variant, estimator):
     z = torch.empty(3, 128, 64, device="meta", dtype=torch.bfloat16, requires_grad=True)
     with pytest.raises((RuntimeError, NotImplementedError)):
         z.nonzero()
-    values = loss([z, z], step=3)
+    valid = torch.ones(3, 128, device="meta", dtype=torch.bool) if padded else None
+    values = loss([z, z], step=3, valid=valid)
     values.mean().backward()
     assert (values.shape, values.device) == ((2, 3), z.device)
     assert (z.grad.shape, z.grad.dtype, z.grad.device) == (z.shape, z.dtype, z.device)

@@ -64,9 +64,9 @@ def test_float64_is_exact():
 def test_small_tiles_agree_with_one_tile():
     z = tokens(2, 100, 16).double()
     scale = 1 / vectors.norms(z)
-    s, v = pairwise.all_pairs(z, scale, angular_pair(1.0, 0.25))
+    s, v = pairwise.all_pairs(pairwise.Tiles(z, scale), angular_pair(1.0, 0.25))
     for tile in (1, 16, 33, 99):
-        s_tiled, v_tiled = pairwise.all_pairs(z, scale, angular_pair(1.0, 0.25), tile=tile)
+        s_tiled, v_tiled = pairwise.all_pairs(pairwise.Tiles(z, scale, tile=tile), angular_pair(1.0, 0.25))
         torch.testing.assert_close(s_tiled, s)
         torch.testing.assert_close(v_tiled, v)
 

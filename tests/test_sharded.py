@@ -5,6 +5,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
+from tests import padding
 from tests.distributed import spawn
 from tests.mesh import assert_tied
 from tests.oracle import dispersion_oracle
@@ -192,9 +193,16 @@ def check_context_and_tensor_parallel():
     check_embedding_and_output_after_tensor_parallel()
 
 
+def check_padding():
+    rank, world = dist.get_rank(), dist.get_world_size()
+    for features, case in padding.NARROW_AND_WIDE:
+        padding.check(features, case, dist.group.WORLD, rank, world)
+
+
 def run_all():
     check_shards()
     check_context_parallel_objective()
+    check_padding()
 
 
 def test_two_ranks():

@@ -11,13 +11,13 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from tests.distributed import spawn
-from tests.oracle import oracle
+from tests.oracle import drawing_order, oracle
 from titan_disp.checks import coeff_schedule
 from titan_disp.checks import dispersion_loss as config_loss
 from titan_disp.config import load_config
 from titan_disp.dispersion import CoeffSchedule, DispersionLoss, dispersion_loss, pairwise, variants
 from titan_disp.dispersion.loss import ESTIMATORS
-from titan_disp.dispersion.sampled import positions
+from titan_disp.dispersion.sampled import order
 from titan_disp.dispersion.variants.base import CosineVariant
 from titan_disp.dispersion.vectors import Normalized
 from titan_disp.job_config import Dispersion
@@ -227,7 +227,7 @@ class TestSampled:
             one = z.clone().requires_grad_(True)
             value = dispersion_loss(one, variant=variant, estimator="sampled", max_tokens=10, seed=4, step=7, **options)
             value.sum().backward()
-            chosen = positions(50, 10, 4, 7, 0)
+            chosen = drawing_order(50, 4, 7, 0)[:10]
             two = z[:, chosen].clone().requires_grad_(True)
             expected = oracle(variant, two, **options)
             expected.sum().backward()
@@ -238,18 +238,13 @@ class TestSampled:
             assert not one.grad[:, rest].any()
 
     def test_drawn_from_seed_step_and_layer(self):
-        drawn = {
-            (s, t, layer): tuple(positions(4096, 256, s, t, layer).tolist())
-            for s in (0, 1)
-            for t in (0, 1)
-            for layer in (0, 1)
-        }
-        assert len(set(drawn.values())) == 8
-        for chosen in drawn.values():
-            assert len(set(chosen)) == 256
-            assert 0 <= min(chosen) <= max(chosen) < 4096
-        assert tuple(positions(4096, 256, 1, 1, 0).tolist()) == drawn[1, 1, 0]
-        assert set().union(*(positions(10, 4, 0, step, 0).tolist() for step in range(50))) == set(range(10))
+        drawn = {(s, t, layer): order(4096, s, t, layer) for s in (0, 1) for t in (0, 1) for layer in (0, 1)}
+        assert len({tuple(positions.tolist()) for positions in drawn.values()}) == 8
+        for of, positions in drawn.items():
+            assert torch.equal(positions.sort().values, torch.arange(4096))
+            assert torch.equal(positions, drawing_order(4096, *of))
+        assert set().union(*(order(10, 0, step, 0)[:4].tolist() for step in range(50))) == set(range(10))
+        assert order(4096, 11, 3, 2)[:5].tolist() == [1391, 2457, 224, 474, 350]  # or a resumed run would draw others
 
     def test_all_tokens_where_there_are_no_more(self):
         z = tokens(1, 20, 8)
@@ -348,7 +343,11 @@ def test_a_fifth_variant_is_a_class_and_a_line_in_the_table(monkeypatch):
 
     monkeypatch.setitem(variants.VARIANTS, "fifth", Fifth)
     z = tokens(2, 30, 5)
-    for estimator, chosen in (("exact", range(30)), ("moments", range(30)), ("sampled", positions(30, 9, 0, 0, 0))):
+    for estimator, chosen in (
+        ("exact", range(30)),
+        ("moments", range(30)),
+        ("sampled", drawing_order(30, 0, 0, 0)[:9]),
+    ):
         u = torch.nn.functional.normalize(z[:, list(chosen)], dim=-1)
         c = (u @ u.transpose(1, 2))[:, ~torch.eye(len(chosen), dtype=torch.bool)]
         drawn = {"max_tokens": 9} if estimator == "sampled" else {}

@@ -48,7 +48,8 @@ class Dispersion:
     variant: Literal["angular", "decorrelation", "l2_repel", "orthogonalization"] = "angular"
     """
     Of the paper's Table 1; angular is the loss of the paper's text. tau is an option of angular and l2_repel; clamp and norm_eps
-    of angular and orthogonalization; norm_coeff and include_diagonal of l2_repel. An option that the variant does not use must keep its default.
+    of angular and orthogonalization; norm_coeff and include_diagonal of l2_repel. An option that the variant does not use must
+    keep its default.
     """
 
     estimator: Literal["exact", "moments", "sampled"] = "exact"

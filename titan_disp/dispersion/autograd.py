@@ -14,7 +14,6 @@ from torch import Tensor
 from titan_disp.dispersion.collectives import all_gather
 
 Result = tuple[Tensor, Tensor]  # value [B], ∂value/∂z [B, n, F]
-Compute = Callable[[Tensor], Result]  # of z [B, n, F]
 
 
 class SavedGradient(torch.autograd.Function):
@@ -24,7 +23,7 @@ class SavedGradient(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, z: Tensor, compute: Compute) -> Tensor:  # type: ignore[override]
+    def forward(ctx: Any, z: Tensor, compute: Callable[[Tensor], Result]) -> Tensor:  # type: ignore[override]
         value, grad = compute(z.detach())
         if ctx.needs_input_grad[0]:
             ctx.save_for_backward(grad.to(saved_dtype(z.dtype)))
@@ -49,7 +48,10 @@ def saved_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 class SavedRows(torch.autograd.Function):
-    """A value [B] whose gradient is known, and 0 but at some positions of z: ``rows`` [B, k, F] at ``positions`` [k]."""
+    """A value [B] whose gradient is known, and 0 but at some positions of z.
+
+    That is ``rows`` [B, k, F] at ``positions``: [k] of all sequences; or [B, k], where rows at the same position add up.
+    """
 
     @staticmethod
     def forward(ctx: Any, z: Tensor, value: Tensor, rows: Tensor, positions: Tensor) -> Tensor:  # type: ignore[override]
@@ -61,7 +63,11 @@ class SavedRows(torch.autograd.Function):
     def backward(ctx: Any, grad_value: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
         rows, positions = ctx.saved_tensors
         grad = torch.zeros(ctx.shape, dtype=ctx.dtype, device=rows.device)
-        grad[:, positions] = (rows * grad_value[:, None, None]).to(ctx.dtype)
+        scaled = (rows * grad_value[:, None, None]).to(ctx.dtype)
+        if positions.ndim == 1:
+            grad[:, positions] = scaled
+        else:
+            grad.scatter_add_(1, positions[..., None].expand_as(scaled), scaled)
         return grad, None, None, None
 
 

@@ -12,7 +12,8 @@ from torch import Tensor
 from titan_disp.dispersion.collectives import Group, process_group
 from titan_disp.dispersion.kernels import bf16_autocast
 from titan_disp.dispersion.layers import Layers, WholeLayers
-from titan_disp.dispersion.sampled import SampledLayers, positions
+from titan_disp.dispersion.masks import TokenMask, token_mask
+from titan_disp.dispersion.sampled import SampledLayers, SampledTokens, order
 from titan_disp.dispersion.variants import VARIANTS, Variant
 
 ESTIMATORS = ("exact", "moments", "sampled")
@@ -86,7 +87,12 @@ class DispersionLoss:
         return kind(**{name: getattr(self, name) for name in options_of(kind)})
 
     def __call__(
-        self, zs: Sequence[Tensor], group: Group = None, step: int = 0, fit_errors: list[Tensor] | None = None
+        self,
+        zs: Sequence[Tensor],
+        group: Group = None,
+        step: int = 0,
+        fit_errors: list[Tensor] | None = None,
+        valid: Tensor | None = None,
     ) -> Tensor:
         """Loss per layer and sequence.
 
@@ -96,31 +102,51 @@ class DispersionLoss:
             group: process group or 1-D mesh over which the sequence is sharded.
             step: of training, for the sampled estimator.
             fit_errors: receives, per layer, the relative error [B] of the moments' fit.
+            valid: bool [B, N], or this rank's [B, N/p]: True where there is a token, False where there is padding, which may hold
+                anything. The loss is that of each sequence without its padding; 0 where it has fewer than two tokens.
 
         Returns:
             [len(zs), B], float32 (float64 for float64 input), the same full value on every rank of ``group``. Gradients reach
             each rank's own shard, complete.
 
         Raises:
-            ValueError: bad shape, or fewer than 2 tokens per sequence.
+            ValueError: bad shape, or fewer than 2 positions per sequence.
 
         Source: arXiv 2602.00217, Table 1; see ``variants`` and ``moments`` for the formulas.
         """
         pg = process_group(group)
-        tokens = _check(zs, 1 if pg is None else dist.get_world_size(pg))
+        length = _check(zs, 1 if pg is None else dist.get_world_size(pg))
+        mask = None
+        if valid is not None:
+            _check_valid(valid, zs[0])
+            mask = token_mask(valid, pg)
         device = zs[0].device.type
-        in_bf16 = bf16_autocast(device) and self._variant.bf16_products
         # The loss itself knows what may be in bf16: AMP would round cosines, and lose the digits near the clamp.
+        in_bf16 = bf16_autocast(device) and self._variant.bf16_products
         with torch.autocast(device, enabled=False):
-            layers: Layers
-            if self.estimator == "sampled" and self.max_tokens < tokens:
-                drawn = [positions(tokens, self.max_tokens, self.seed, step, layer) for layer in range(len(zs))]
-                layers = SampledLayers(zs, drawn, pg, in_bf16)
-            else:
-                layers = WholeLayers(zs, tokens, pg, in_bf16)
-            if self.estimator == "moments":
-                return self._variant.moments(layers, fit_errors)
-            return self._variant.exact(layers)
+            layers = self._layers(zs, length, mask, pg, step, in_bf16)
+            losses = (
+                self._variant.moments(layers, fit_errors)
+                if self.estimator == "moments"
+                else self._variant.exact(layers)
+            )
+            return losses if mask is None else losses.masked_fill(mask.counts == 0, 0.0)
+
+    def _layers(
+        self,
+        zs: Sequence[Tensor],
+        length: int,
+        mask: TokenMask | None,
+        group: dist.ProcessGroup | None,
+        step: int,
+        in_bf16: bool,
+    ) -> Layers:
+        if self.estimator != "sampled" or self.max_tokens >= length:
+            return WholeLayers(zs, length, mask, group, in_bf16)
+        orders = [order(length, self.seed, step, layer) for layer in range(len(zs))]
+        if mask is None:
+            return SampledLayers(zs, orders, self.max_tokens, group, in_bf16)
+        return SampledTokens(zs, orders, self.max_tokens, mask, group, in_bf16)
 
 
 def options_of(variant: type[Variant]) -> list[str]:
@@ -129,7 +155,7 @@ def options_of(variant: type[Variant]) -> list[str]:
 
 
 def _check(zs: Sequence[Tensor], world: int) -> int:
-    """Tokens of a whole sequence."""
+    """Positions of a whole sequence."""
     if not zs:
         raise ValueError("no layers given, expected at least one [B, N, F] tensor")
     for z in zs:
@@ -143,11 +169,23 @@ def _check(zs: Sequence[Tensor], world: int) -> int:
     return tokens
 
 
-def dispersion_losses(zs: Sequence[Tensor], *, group: Group = None, step: int = 0, **options: Any) -> Tensor:
+def _check_valid(valid: Tensor, z: Tensor) -> None:
+    if valid.dtype != torch.bool or valid.shape != z.shape[:2]:
+        raise ValueError(
+            f"valid has shape {tuple(valid.shape)} and dtype {valid.dtype}, expected bool {tuple(z.shape[:2])}: True where there "
+            "is a token (an attention mask of 0 and 1 becomes that with .bool())"
+        )
+
+
+def dispersion_losses(
+    zs: Sequence[Tensor], *, group: Group = None, step: int = 0, valid: Tensor | None = None, **options: Any
+) -> Tensor:
     """Loss per layer and sequence, [len(zs), B]. ``options`` are ``DispersionLoss``'s attributes; see there."""
-    return DispersionLoss(**options)(zs, group, step)
+    return DispersionLoss(**options)(zs, group, step, valid=valid)
 
 
-def dispersion_loss(z: Tensor, *, group: Group = None, step: int = 0, **options: Any) -> Tensor:
+def dispersion_loss(
+    z: Tensor, *, group: Group = None, step: int = 0, valid: Tensor | None = None, **options: Any
+) -> Tensor:
     """Loss of one layer, [B]: ``dispersion_losses([z], …)[0]``; see there."""
-    return dispersion_losses([z], group=group, step=step, **options)[0]
+    return dispersion_losses([z], group=group, step=step, valid=valid, **options)[0]

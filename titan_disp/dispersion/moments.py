@@ -13,6 +13,7 @@ from torch import Tensor
 
 from titan_disp.dispersion.collectives import all_gather
 from titan_disp.dispersion.kernels import accumulation_dtype, fused, product
+from titan_disp.dispersion.masks import Count, TokenMask, own_tokens, slots_of
 from titan_disp.dispersion.pairwise import PairFunction
 from titan_disp.dispersion.vectors import row_blocks
 
@@ -35,12 +36,14 @@ def gram(u: Tensor) -> Tensor:
 
 
 def quadratic_sum_(
-    u: Tensor, coefficients: Tensor, tokens: int, group: dist.ProcessGroup | None, dtype: torch.dtype
+    u: Tensor, coefficients: Tensor, tokens: Count, group: dist.ProcessGroup | None, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
     """Σ_{i≠j} (a0 + a1 c + a2 c²) over the whole sequence, and ∂/∂u of it for these tokens, in u's memory.
 
     Args:
-        u: [B, n, F], in the accumulation dtype. coefficients: [B, 3], a0, a1, a2. tokens: N of the whole sequence.
+        u: [B, n, F], in the accumulation dtype; 0 where there is no token, whose gradient does not matter.
+        coefficients: [B, 3], a0, a1, a2.
+        tokens: N of the whole sequence.
         dtype: of the operands of products.
 
     Returns:
@@ -64,7 +67,7 @@ def quadratic_sum_(
 
 @fused
 def _weigh_(
-    m: Tensor, s: Tensor, norms: Tensor, squares: Tensor, coefficients: Tensor, tokens: int
+    m: Tensor, s: Tensor, norms: Tensor, squares: Tensor, coefficients: Tensor, tokens: Count
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The sum [B], and what ∂/∂u = u (4 a2 M) + own u + … is made of: … = 2 a1 s [B, 1, F], own = −4 a2 ‖u‖² − 2 a1 [B, n, 1].
 
@@ -101,22 +104,54 @@ def sample(u: Tensor, tokens: int, group: dist.ProcessGroup | None) -> Tensor:
     return every.view(world, *own.shape).transpose(0, 1).reshape(own.shape[0], -1, own.shape[2])
 
 
+def sample_tokens(u: Tensor, mask: TokenMask, group: dist.ProcessGroup | None) -> tuple[Tensor, Tensor]:
+    """What ``sample`` would take of every sequence without its padding, in 2 FIT_TOKENS slots.
+
+    Returns:
+        [B, m, F], the same on every rank of the group; [B, m] bool, which slots hold a token.
+    """
+    length, counts = mask.whole.shape[1], mask.counts[:, None]
+    stride = torch.ones_like(counts)
+    twice = 2 * FIT_TOKENS
+    while twice <= length:
+        stride = torch.where(counts >= twice, 2 * stride, stride)
+        twice *= 2
+    number = mask.whole.cumsum(1) - 1  # of every token, from 0
+    positions, filled = slots_of(mask.whole & (number % stride == 0), min(length, 2 * FIT_TOKENS))
+    every, _, _ = own_tokens(u, positions, group)
+    if group is not None:
+        dist.all_reduce(every, group=group)  # a sum of one token and zeros
+    return every, filled
+
+
 @fused  # some forty small kernels otherwise
-def fit(some: Tensor, pair: PairFunction) -> tuple[Tensor, Tensor]:
+def fit(some: Tensor, pair: PairFunction, filled: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """a0, a1, a2 [B, 3], and the relative root mean square error of the fitted slope [B].
 
     Args:
         some: [B, m, F] unit vectors.
+        filled: [B, m] bool, which of them are tokens, where not all are.
     """
-    c = torch.bmm(some, some.transpose(1, 2))
-    m = c.shape[1]
-    # All but the diagonal, by shape alone: a mask would make the host wait for the GPU to count.
-    c = c.flatten(1)[:, 1:].view(-1, m - 1, m + 1)[:, :, :-1].flatten(1)
+    c = _off_diagonal(torch.bmm(some, some.transpose(1, 2)))
     w, r = pair(c.clone())
-    mean_c, mean_r = c.mean(-1, keepdim=True), r.mean(-1, keepdim=True)
+    weights = None
+    if filled is not None:
+        weights = _off_diagonal(filled[:, :, None] & filled[:, None]).to(c.dtype)
+        weights = weights / weights.sum(-1, keepdim=True).clamp_min(1.0)
+
+    def mean(x: Tensor) -> Tensor:
+        return x.mean(-1, keepdim=True) if weights is None else (x * weights).sum(-1, keepdim=True)
+
+    mean_c, mean_r = mean(c), mean(r)
     centred = c - mean_c
-    slope = (centred * (r - mean_r)).mean(-1, keepdim=True) / (centred.square().mean(-1, keepdim=True) + RIDGE)
+    slope = mean(centred * (r - mean_r)) / (mean(centred.square()) + RIDGE)
     a1, a2 = mean_r - slope * mean_c, slope / 2
-    a0 = (w - a1 * c - a2 * c.square()).mean(-1, keepdim=True)
-    error = (mean_r + slope * centred - r).square().mean(-1).sqrt() / r.square().mean(-1).sqrt()
-    return torch.cat([a0, a1, a2], dim=-1), error
+    a0 = mean(w - a1 * c - a2 * c.square())
+    error = mean((mean_r + slope * centred - r).square()).sqrt() / mean(r.square()).sqrt().clamp_min(RIDGE)
+    return torch.cat([a0, a1, a2], dim=-1), error[:, 0]
+
+
+def _off_diagonal(x: Tensor) -> Tensor:
+    """[B, m, m] → [B, m(m−1)], by shape alone: a mask would make the host wait for the GPU to count."""
+    m = x.shape[1]
+    return x.flatten(1)[:, 1:].view(-1, m - 1, m + 1)[:, :, :-1].flatten(1)

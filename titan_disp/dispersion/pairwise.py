@@ -21,8 +21,10 @@ from torch import Tensor
 
 from titan_disp.dispersion.collectives import Gathering
 from titan_disp.dispersion.kernels import accumulation_dtype, add_product_, fused, operand_dtype, product
+from titan_disp.dispersion.masks import TokenMask, others_of
 from titan_disp.dispersion.vectors import Units
 
+Padded = tuple[Tensor, Tensor]  # of the rows [B, m, 1] and of the columns [B, 1, n] of a tile: which are padding
 PairFunction = Callable[[Tensor], tuple[Tensor, Tensor]]  # cosines [B, m, n], which it may overwrite → w and r = dw/dc
 
 # On 2 cores, 768 is 3 % slower than 1024 and takes 20 MiB less at the peak of N = 4096, F = 1024. A GPU needs larger
@@ -43,7 +45,7 @@ def _epilogue(pair: PairFunction) -> Callable[..., tuple[Tensor, Tensor]]:
     """What happens to a tile of products: → Σ w [B], q [B, m, n]. One per pair function, as compiling it takes seconds."""
 
     def epilogue(
-        c: Tensor, s_rows: Tensor, s_cols: Tensor, diagonal: bool, dtype: torch.dtype
+        c: Tensor, s_rows: Tensor, s_cols: Tensor, diagonal: bool, dtype: torch.dtype, padded: Padded | None = None
     ) -> tuple[Tensor, Tensor]:
         w, r = pair((c * s_rows).mul_(s_cols))  # not in c's memory: a kernel would have to write it back
         q = r.mul_(s_rows).mul_(s_cols).to(dtype)
@@ -52,16 +54,24 @@ def _epilogue(pair: PairFunction) -> Callable[..., tuple[Tensor, Tensor]]:
             same = index[:, None] == index
             w.masked_fill_(same, 0.0)
             q.masked_fill_(same, 0.0)
+        if padded is not None:
+            # To subtract w(0) from the sum afterwards would cancel at small τ. q multiplies x = 0, or is the padding's own.
+            w.masked_fill_(padded[0] | padded[1], 0.0)
         return w.sum(-1).sum(-1), q
 
     return fused(epilogue)
 
 
 class Tiles:
-    """Tokens x [B, n, F] with scales s [B, n, 1], taken a tile at a time in the dtype of the products."""
+    """Tokens x [B, n, F] with scales s [B, n, 1], taken a tile at a time in the dtype of the products.
 
-    def __init__(self, x: Tensor, scale: Tensor, tile: int | None = None) -> None:
+    ``valid`` [B, n, 1] says which are tokens, where not all are; ``tile`` is the number of rows of a tile, by default as many as
+    TILE_ELEMENTS allows.
+    """
+
+    def __init__(self, x: Tensor, scale: Tensor, valid: Tensor | None = None, tile: int | None = None) -> None:
         self.x, self.scale = x, scale
+        self.padded = None if valid is None else ~valid
         self.dtype = operand_dtype(x)
         side = tile or tile_size(x.shape[0], x.device.type)
         self.slices = [slice(i, i + side) for i in range(0, x.shape[1], side)]
@@ -73,39 +83,45 @@ class Tiles:
         self, rows: Tensor, i: slice, other: "Tiles", cols: Tensor, j: slice, pair: PairFunction, diagonal: bool
     ) -> tuple[Tensor, Tensor]:
         """Σ w [B] and q [B, m, n] of own tokens i and the other's tokens j."""
-        s_cols = other.scale[:, j].transpose(1, 2)
-        return _epilogue(pair)(product(rows, cols.transpose(1, 2)), self.scale[:, i], s_cols, diagonal, self.dtype)
+        products, s_cols = product(rows, cols.transpose(1, 2)), other.scale[:, j].transpose(1, 2)
+        padded = None
+        if self.padded is not None and other.padded is not None:
+            padded = self.padded[:, i], other.padded[:, j].transpose(1, 2)
+        return _epilogue(pair)(products, self.scale[:, i], s_cols, diagonal, self.dtype, padded)
 
 
 def pair_sums(
-    units: Units, to_units: Callable[[Tensor], Units], z: Tensor, pair: PairFunction, group: dist.ProcessGroup | None
+    units: Units,
+    to_units: Callable[[Tensor], Units],
+    z: Tensor,
+    mask: TokenMask | None,
+    pair: PairFunction,
+    group: dist.ProcessGroup | None,
 ) -> tuple[Tensor, Tensor]:
     """This rank's part of S [B], and W [B, n, F] of its rows.
 
     Args:
         units: ``to_units(z)``. to_units: z [B, n, F] → its unit vectors, for the other ranks' shards.
+        z: 0 where the mask, if there is one, has no token.
     """
     gathering = Gathering(z, group) if group is not None else None
-    s, w = all_pairs(units.x, units.scale, pair)
-    for shard in gathering.other_shards() if gathering is not None else ():
-        others = to_units(shard)
-        s += add_rows_against((units.x, units.scale), (others.x, others.scale), w, pair)
+    own = Tiles(units.x, units.scale, None if mask is None else mask.own)
+    s, w = all_pairs(own, pair)
+    if gathering is not None:
+        for shard, valid in zip(gathering.other_shards(), others_of(mask), strict=False):
+            others = to_units(shard)
+            s += add_pairs_with(own, Tiles(others.x, others.scale, valid), w, pair)
     return s, w
 
 
-def all_pairs(x: Tensor, scale: Tensor, pair: PairFunction, tile: int | None = None) -> tuple[Tensor, Tensor]:
+def all_pairs(tiles: Tiles, pair: PairFunction) -> tuple[Tensor, Tensor]:
     """S and W over all ordered pairs i ≠ j of one set of tokens. Each tile above the diagonal serves both sides.
-
-    Args:
-        x: [B, N, F], any float dtype. scale: [B, N, 1] s, in the accumulation dtype.
-        tile: rows per tile; by default as many as TILE_ELEMENTS allows.
 
     Returns:
         S [B] and W [B, N, F], in the accumulation dtype.
     """
-    tiles = Tiles(x, scale, tile)
-    s = scale.new_zeros(x.shape[0])
-    w = torch.zeros_like(x, dtype=accumulation_dtype(x.dtype))
+    s = tiles.scale.new_zeros(tiles.x.shape[0])
+    w = torch.zeros_like(tiles.x, dtype=accumulation_dtype(tiles.x.dtype))
     for k, i in enumerate(tiles.slices):
         rows = tiles[i]
         own, q = tiles.pairs(rows, i, tiles, rows, i, pair, diagonal=True)
@@ -121,25 +137,22 @@ def all_pairs(x: Tensor, scale: Tensor, pair: PairFunction, tile: int | None = N
     return s, w
 
 
-def add_rows_against(
-    rows: tuple[Tensor, Tensor], cols: tuple[Tensor, Tensor], w: Tensor, pair: PairFunction, tile: int | None = None
-) -> Tensor:
+def add_pairs_with(own: Tiles, others: Tiles, w: Tensor, pair: PairFunction) -> Tensor:
     """S of one shard's tokens against another shard's; their part of W is added to ``w`` in place.
 
     Args:
-        rows, cols: (x [B, n, F], scale [B, n, 1]) each, no token in both.
-        w: [B, n, F], W of the rows so far.
+        own, others: no token in both.
+        w: [B, n, F], W of the own tokens so far.
 
     Returns:
-        S [B], the sum of w over all (row, column) pairs.
+        S [B], the sum of w over all (own, other) pairs.
     """
-    own, other = Tiles(*rows, tile), Tiles(*cols, tile)
     s = w.new_zeros(w.shape[0])
     for i in own.slices:
-        some = own[i]
-        for j in other.slices:
-            against = other[j]
-            sums, q = own.pairs(some, i, other, against, j, pair, diagonal=False)
+        rows = own[i]
+        for j in others.slices:
+            cols = others[j]
+            sums, q = own.pairs(rows, i, others, cols, j, pair, diagonal=False)
             s += sums
-            add_product_(w[:, i], q, against)
+            add_product_(w[:, i], q, cols)
     return s

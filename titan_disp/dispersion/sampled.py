@@ -5,68 +5,116 @@ draw depends on the step and the layer alone, so that it is the same on every me
 """
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from titan_disp.dispersion.autograd import Compute, SavedRows
-from titan_disp.dispersion.layers import Layers, in_parts
+from titan_disp.dispersion.autograd import SavedRows
+from titan_disp.dispersion.layers import Compute, Layers, in_parts
+from titan_disp.dispersion.masks import TokenMask, own_tokens, slots_of
 
 
-def positions(tokens: int, count: int, seed: int, step: int, layer: int) -> Tensor:
-    """``count`` distinct positions below ``tokens``, ascending, int64 on the CPU.
+def order(tokens: int, seed: int, step: int, layer: int) -> Tensor:
+    """All positions below ``tokens`` in the order in which they are drawn, int64 on the CPU.
 
     Drawn from (seed, step, layer) alone: a resume, and every rank that holds a part of the sequence, draws the same.
     """
     generator = torch.Generator().manual_seed((seed * 1_000_003 + step) * 1_009 + layer)
-    return torch.randperm(tokens, generator=generator)[:count].sort().values
+    return torch.randperm(tokens, generator=generator)
 
 
 class SampledLayers(Layers):
-    """The tokens of the drawn positions, on every rank.
+    """The tokens of the drawn positions, on every rank; the same positions of all sequences.
 
     Args:
         zs: one [B, N, F] for each layer, or this rank's [B, N/p, F] where the sequence is sharded over ``group``.
-        drawn: [m] positions in the whole sequence, for each layer.
+        orders: [N] all positions in the order in which they are drawn, for each layer.
+        count: m, how many of them are taken.
     """
 
+    group = None
+    mask: TokenMask | None = None
+
     def __init__(
-        self, zs: Sequence[Tensor], drawn: Sequence[Tensor], group: dist.ProcessGroup | None, in_bf16: bool
+        self,
+        zs: Sequence[Tensor],
+        orders: Sequence[Tensor],
+        count: int,
+        group: dist.ProcessGroup | None,
+        in_bf16: bool,
     ) -> None:
-        self.zs, self.tokens, self.features = zs, len(drawn[0]), zs[0].shape[2]
-        self.group, self.in_bf16 = None, in_bf16
-        self.z, self.mine, self.local = gather([z.detach() for z in zs], drawn, group)
+        self.zs, self.length, self.features, self.in_bf16 = zs, count, zs[0].shape[2], in_bf16
+        rank = 0 if group is None else dist.get_rank(group)
+        self.z = zs[0].new_zeros(len(zs), zs[0].shape[0], self.length, self.features)
+        # For each layer, which of the drawn tokens are this rank's, [k], and where in z these are, [k].
+        self.mine, self.local = [], []
+        for z, order, gathered in zip(zs, orders, self.z, strict=True):
+            positions, n = order[:count].sort().values, z.shape[1]
+            own = (positions // n == rank).nonzero()[:, 0]
+            self.mine.append(own.to(z.device, non_blocking=True))
+            self.local.append((positions[own] - rank * n).to(z.device, non_blocking=True))
+            gathered[:, self.mine[-1]] = z.detach()[:, self.local[-1]]
+        if group is not None:
+            dist.all_reduce(self.z, group=group)  # a sum of one token and zeros: exact in any dtype
 
     def each(self, compute: Compute) -> Tensor:
         # All layers' few tokens at once: alone, they would be as many small kernels for each.
-        values, grads = in_parts(self.z.flatten(0, 1), lambda z: compute(self.operand(z)))
-        rows = [grad[:, mine] for grad, mine in zip(grads.view_as(self.z), self.mine, strict=True)]
+        values, grads = in_parts(self.z.flatten(0, 1), self.mask_of_all(), partial(self._compute, compute))
+        rows = self.own_rows(grads.view_as(self.z))
         parts = zip(self.zs, values.view(len(self.zs), -1), rows, self.local, strict=True)
         return torch.stack([SavedRows.apply(*part) for part in parts])
 
+    def mask_of_all(self) -> TokenMask | None:
+        """The mask of all layers' sequences."""
+        return None
 
-def gather(
-    zs: Sequence[Tensor], drawn: Sequence[Tensor], group: dist.ProcessGroup | None
-) -> tuple[Tensor, list[Tensor], list[Tensor]]:
-    """The drawn tokens of the whole sequence and of all layers, on every rank of the group.
+    def own_rows(self, grads: Tensor) -> list[Tensor]:
+        """Of gradients [L, B, m, F], the rows of this rank's tokens, at the positions ``local`` of each layer."""
+        return [grad[:, mine] for grad, mine in zip(grads, self.mine, strict=True)]
 
-    Args:
-        zs: a [B, N/p, F] for each layer; rank r is taken to hold positions r·N/p … (which tokens these are does not matter).
-        drawn: [m] positions in the whole sequence, for each layer.
 
-    Returns:
-        [L, B, m, F] in z's dtype; for each layer, where in it this rank's tokens are, [k], and where in z, [k], on z's device.
+class SampledTokens(SampledLayers):
+    """The same of padded sequences, each of which has positions of its own: the first of the order that hold tokens.
+
+    A sequence with fewer tokens than ``count`` gives all of them.
     """
-    rank = 0 if group is None else dist.get_rank(group)
-    gathered = zs[0].new_zeros(len(zs), zs[0].shape[0], len(drawn[0]), zs[0].shape[2])
-    mine, local = [], []
-    for z, positions, out in zip(zs, drawn, gathered, strict=True):
-        n = z.shape[1]
-        own = (positions // n == rank).nonzero()[:, 0]
-        mine.append(own.to(z.device, non_blocking=True))
-        local.append((positions[own] - rank * n).to(z.device, non_blocking=True))
-        out[:, mine[-1]] = z[:, local[-1]]
-    if group is not None:
-        dist.all_reduce(gathered, group=group)  # a sum of one token and zeros: exact in any dtype
-    return gathered, mine, local
+
+    def __init__(
+        self,
+        zs: Sequence[Tensor],
+        orders: Sequence[Tensor],
+        count: int,
+        mask: TokenMask,
+        group: dist.ProcessGroup | None,
+        in_bf16: bool,
+    ) -> None:
+        self.zs, self.length, self.features, self.in_bf16 = zs, count, zs[0].shape[2], in_bf16
+        # For each layer, which of the drawn tokens are this rank's, [B, m, 1], and where in z these are, [B, m].
+        tokens, self.mine, self.local = [], [], []
+        for z, order in zip(zs, orders, strict=True):
+            chosen = first_of_order(mask, order.to(z.device, non_blocking=True), count)
+            positions, self.filled = slots_of(chosen, count)  # as many of every layer
+            own, mine, local = own_tokens(z.detach(), positions, group)
+            tokens.append(own)
+            self.mine.append(mine)
+            self.local.append(local)
+        self.mask = TokenMask((self.filled,))
+        self.z = torch.stack(tokens)
+        if group is not None:
+            dist.all_reduce(self.z, group=group)
+
+    def mask_of_all(self) -> TokenMask:
+        return TokenMask((self.filled.repeat(len(self.zs), 1),))
+
+    def own_rows(self, grads: Tensor) -> list[Tensor]:
+        return [grad.where(mine, 0.0) for grad, mine in zip(grads, self.mine, strict=True)]
+
+
+def first_of_order(mask: TokenMask, order: Tensor, count: int) -> Tensor:
+    """The first ``count`` positions of the order that hold tokens, as [B, N] bool."""
+    in_order = mask.whole[:, order]
+    chosen = torch.empty_like(in_order)
+    chosen[:, order] = in_order & (in_order.cumsum(1) <= count)
+    return chosen

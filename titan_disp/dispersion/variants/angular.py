@@ -11,6 +11,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from titan_disp.dispersion.masks import Count
 from titan_disp.dispersion.pairwise import PairFunction
 from titan_disp.dispersion.variants.angles import bound_of, check_clamp, slope_of_arccos
 from titan_disp.dispersion.variants.base import CosineVariant, check_tau
@@ -52,6 +53,6 @@ class Angular(CosineVariant):
     def units(self, z: Tensor) -> Normalized:
         return Normalized(z, self.norm_eps)
 
-    def normalize(self, sums: Tensor, tokens: int) -> Tensor:
+    def normalize(self, sums: Tensor, tokens: Count) -> Tensor:
         # The moments' sum is that of a fit, which may be negative for odd inputs.
         return torch.log((sums / (tokens * (tokens - 1))).clamp_min(torch.finfo(sums.dtype).tiny))

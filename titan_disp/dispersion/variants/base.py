@@ -12,7 +12,8 @@ from torch import Tensor
 from titan_disp.dispersion.autograd import Result
 from titan_disp.dispersion.kernels import operand_dtype
 from titan_disp.dispersion.layers import Layers
-from titan_disp.dispersion.moments import fit, quadratic_sum_, sample
+from titan_disp.dispersion.masks import Count, TokenMask
+from titan_disp.dispersion.moments import fit, quadratic_sum_, sample, sample_tokens
 from titan_disp.dispersion.pairwise import PairFunction, pair_sums
 from titan_disp.dispersion.vectors import Units
 
@@ -66,13 +67,13 @@ class CosineVariant(Variant):
         """The unit vectors of z [B, n, F]."""
 
     @abstractmethod
-    def normalize(self, sums: Tensor, tokens: int) -> Tensor:
+    def normalize(self, sums: Tensor, tokens: Count) -> Tensor:
         """The loss [L, B], given S [L, B] of sequences of so many tokens."""
 
     def exact(self, layers: Layers) -> Tensor:
-        def own_part(z: Tensor) -> Result:
+        def own_part(z: Tensor, mask: TokenMask | None) -> Result:
             units = self.units(z)
-            s, w = pair_sums(units, self.units, z, self.pair, layers.group)
+            s, w = pair_sums(units, self.units, z, mask, self.pair, layers.group)
             return s, units.backward_(w.mul_(2 / units.scale))
 
         return self.normalize(layers.sum_over_group(layers.each(own_part)), layers.tokens)
@@ -80,8 +81,12 @@ class CosineVariant(Variant):
     def moments(self, layers: Layers, fit_errors: list[Tensor] | None) -> Tensor:
         errors: list[Tensor] = []
 
-        def fitted(u: Tensor) -> Tensor:
-            coefficients, error = fit(sample(u, layers.tokens, layers.group), self.pair)
+        def fitted(u: Tensor, mask: TokenMask | None) -> Tensor:
+            if mask is None:
+                coefficients, error = fit(sample(u, layers.length, layers.group), self.pair)
+            else:
+                some, filled = sample_tokens(u, mask, layers.group)
+                coefficients, error = fit(some, self.pair, filled)
             errors.append(error)
             return coefficients
 
@@ -90,17 +95,18 @@ class CosineVariant(Variant):
             fit_errors.extend(torch.cat(errors).view_as(losses))
         return losses
 
-    def of_quadratic(self, layers: Layers, coefficients: Callable[[Tensor], Tensor]) -> Tensor:
+    def of_quadratic(self, layers: Layers, coefficients: Callable[[Tensor, TokenMask | None], Tensor]) -> Tensor:
         """The loss [L, B] in time linear in the tokens, where w is a quadratic function of c.
 
         Args:
-            coefficients: unit vectors [B, n, F] → a0, a1, a2 [B, 3].
+            coefficients: unit vectors [B, n, F] and their mask → a0, a1, a2 [B, 3].
         """
 
-        def whole(z: Tensor) -> Result:
+        def whole(z: Tensor, mask: TokenMask | None) -> Result:
             units = self.units(z)
             u = units.vectors()
-            s, grad = quadratic_sum_(u, coefficients(u), layers.tokens, layers.group, operand_dtype(z))
+            tokens = layers.tokens_of(mask)
+            s, grad = quadratic_sum_(u, coefficients(u, mask), tokens, layers.group, operand_dtype(z))
             return s, units.backward_(grad)
 
         return self.normalize(layers.each(whole), layers.tokens)

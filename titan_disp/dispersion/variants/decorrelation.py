@@ -6,6 +6,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from titan_disp.dispersion.layers import Layers
+from titan_disp.dispersion.masks import Count, TokenMask
 from titan_disp.dispersion.pairwise import PairFunction
 from titan_disp.dispersion.variants.base import CosineVariant
 from titan_disp.dispersion.vectors import Standardized
@@ -16,7 +17,7 @@ def square(c: Tensor) -> tuple[Tensor, Tensor]:
     return c.square(), c.mul_(2.0)
 
 
-def coefficients_of_square(u: Tensor) -> Tensor:
+def coefficients_of_square(u: Tensor, mask: TokenMask | None) -> Tensor:
     """a0, a1, a2 = 0, 0, 1 for each sequence of u [B, n, F], [B, 3]."""
     coefficients = u.new_zeros(u.shape[0], 3)
     coefficients[:, 2] = 1.0  # a kernel; a tensor of Python's numbers would make the host wait for its copy
@@ -36,10 +37,10 @@ class Decorrelation(CosineVariant):
     def units(self, z: Tensor) -> Standardized:
         return Standardized(z)
 
-    def normalize(self, sums: Tensor, tokens: int) -> Tensor:
+    def normalize(self, sums: Tensor, tokens: Count) -> Tensor:
         return sums / (tokens * (tokens - 1))
 
     def exact(self, layers: Layers) -> Tensor:
-        if layers.features < layers.tokens:
+        if layers.features < layers.length:
             return self.of_quadratic(layers, coefficients_of_square)
         return super().exact(layers)

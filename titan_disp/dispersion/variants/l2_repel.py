@@ -27,6 +27,7 @@ from titan_disp.dispersion.autograd import Result
 from titan_disp.dispersion.collectives import Gathering
 from titan_disp.dispersion.kernels import accumulation_dtype
 from titan_disp.dispersion.layers import Layers
+from titan_disp.dispersion.masks import Count, TokenMask, others_of
 from titan_disp.dispersion.pairwise import tile_size
 from titan_disp.dispersion.variants.base import Variant, check_tau
 
@@ -50,26 +51,31 @@ class L2Repel(Variant):
             raise ValueError(f"norm_coeff is {self.norm_coeff}, expected a number ≥ 0")
 
     def exact(self, layers: Layers) -> Tensor:
-        sums = layers.logsumexp_over_group(layers.each(lambda z: pair_exponents(z, self.tau, layers.group)))
+        sums = layers.logsumexp_over_group(layers.each(lambda z, mask: pair_exponents(z, mask, self.tau, layers.group)))
         losses = self.normalize(sums, layers.tokens)
         return losses + self.norm_coeff * layers.mean_square() if self.norm_coeff else losses
 
-    def normalize(self, sums: Tensor, tokens: int) -> Tensor:
+    def normalize(self, sums: Tensor, tokens: Count) -> Tensor:
         """The log of the mean, given A [L, B] of sequences of so many tokens."""
         if not self.include_diagonal:
-            return sums - math.log(tokens * (tokens - 1))
-        log_tokens = math.log(tokens)
-        return torch.logaddexp(sums, torch.full_like(sums, log_tokens)) - 2 * log_tokens
+            return sums - _log(tokens * (tokens - 1), sums)
+        log_tokens = _log(tokens, sums)
+        return torch.logaddexp(sums, log_tokens) - 2 * log_tokens
 
 
-def pair_exponents(z: Tensor, tau: float, group: dist.ProcessGroup | None) -> Result:
+def _log(count: Count, like: Tensor) -> Tensor:
+    return count.to(like.dtype).log() if isinstance(count, Tensor) else torch.full_like(like, math.log(count))
+
+
+def pair_exponents(z: Tensor, mask: TokenMask | None, tau: float, group: dist.ProcessGroup | None) -> Result:
     """This rank's part of A [B], and its gradient [B, n, F]."""
     dtype = accumulation_dtype(z.dtype)
     gathering = Gathering(z, group) if group is not None else None
-    rows = PairExponents(z.to(dtype), tau)
+    rows = PairExponents(z.to(dtype), tau, None if mask is None else mask.own)
     rows.add()
-    for shard in gathering.other_shards() if gathering is not None else ():
-        rows.add(shard.to(dtype))
+    if gathering is not None:
+        for shard, valid in zip(gathering.other_shards(), others_of(mask), strict=False):
+            rows.add(shard.to(dtype), valid)
     return rows.result()
 
 
@@ -78,20 +84,25 @@ class PairExponents:
 
     The rows are [B, n, F] in the accumulation dtype. All tokens are taken relative to their mean, which changes no difference:
     else ‖a‖² + ‖b‖² − 2ab, and the gradient's difference of sums, would lose what tokens far from the origin share.
+    ``valid`` [B, n, 1] says which rows are tokens, where not all are; the others must be 0.
     """
 
-    def __init__(self, rows: Tensor, tau: float) -> None:
-        self.centre = rows.mean(1, keepdim=True)
-        self.rows, self.tau = rows - self.centre, tau
+    def __init__(self, rows: Tensor, tau: float, valid: Tensor | None = None) -> None:
+        if valid is None:
+            self.centre = rows.mean(1, keepdim=True)
+        else:
+            self.centre = rows.sum(1, keepdim=True) / valid.sum(1, keepdim=True).clamp_min(1)
+        self.rows, self.tau, self.valid = rows - self.centre, tau, valid
         self.maximum = rows.new_full((rows.shape[0],), -torch.inf)
-        self.total = rows.new_zeros(rows.shape[0])
+        # Not 0, whose log is infinite: rows that are all padding have no pair.
+        self.total = rows.new_full((rows.shape[0],), torch.finfo(rows.dtype).tiny)
         self.weights = rows.new_zeros(*rows.shape[:2], 1)
         self.vectors = torch.zeros_like(rows)
 
-    def add(self, cols: Tensor | None = None, tile: int | None = None) -> None:
+    def add(self, cols: Tensor | None = None, cols_valid: Tensor | None = None, tile: int | None = None) -> None:
         """All pairs of the rows with ``cols`` [B, m, F], or with each other, i = j left out."""
         same = cols is None
-        cols = self.rows if cols is None else cols - self.centre
+        cols, cols_valid = (self.rows, self.valid) if cols is None else (cols - self.centre, cols_valid)
         batch, n, _ = self.rows.shape
         tile = tile or tile_size(batch, self.rows.device.type)
         for i in range(0, n, tile):
@@ -102,6 +113,9 @@ class PairExponents:
                 e = _exponents(rows, some, self.tau)
                 if same and i == j:
                     e.diagonal(dim1=1, dim2=2).fill_(-torch.inf)
+                if self.valid is not None and cols_valid is not None:
+                    pairs = self.valid[:, i : i + tile] & cols_valid[:, j : j + tile].transpose(1, 2)
+                    e.masked_fill_(~pairs, -torch.inf)
                 self._raise_maximum(e.amax((1, 2)))
                 w = e.sub_(self.maximum[:, None, None]).exp_()
                 both = same and j > i

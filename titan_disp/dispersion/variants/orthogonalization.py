@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from titan_disp.dispersion.masks import Count
 from titan_disp.dispersion.pairwise import PairFunction
 from titan_disp.dispersion.variants.angles import bound_of, check_clamp, slope_of_arccos
 from titan_disp.dispersion.variants.base import CosineVariant
@@ -44,5 +45,5 @@ class Orthogonalization(CosineVariant):
     def units(self, z: Tensor) -> Normalized:
         return Normalized(z, self.norm_eps)
 
-    def normalize(self, sums: Tensor, tokens: int) -> Tensor:
+    def normalize(self, sums: Tensor, tokens: Count) -> Tensor:
         return sums / (tokens * (tokens - 1))

@@ -1,0 +1,102 @@
+"""Padded sequences, and the loss of each without its padding, from float64 oracles."""
+
+import math
+
+import torch
+
+from tests.oracle import drawing_order, oracle
+from titan_disp.dispersion import dispersion_losses
+
+CASES = [
+    ("angular", "exact", {"tau": 0.7}),
+    ("angular", "moments", {"tau": 0.7}),
+    ("angular", "sampled", {"max_tokens": 24}),
+    ("decorrelation", "exact", {}),
+    ("decorrelation", "sampled", {"max_tokens": 24}),
+    ("l2_repel", "exact", {"tau": 20.0}),
+    ("l2_repel", "exact", {"tau": 5.0, "include_diagonal": False}),
+    ("l2_repel", "sampled", {"tau": 20.0, "max_tokens": 24}),
+    ("orthogonalization", "exact", {}),
+    ("orthogonalization", "sampled", {"max_tokens": 24}),
+]
+# Decorrelation has a form for few features and one for many.
+NARROW_AND_WIDE = [(6, case) for case in CASES] + [(70, case) for case in CASES if case[0] == "decorrelation"]
+
+TOKENS = (64, 61, 30, 21, 3, 2, 1, 0)
+# Of the moments: numbers of tokens, and the stride at which they are fitted, the largest power of two that leaves 128 of them.
+STRIDES = {600: 4, 513: 4, 511: 2, 256: 2, 255: 1, 21: 1, 2: 1, 1: 0, 0: 0}
+
+
+def padded(counts, features, garbage=math.nan):
+    """z [B, N, F] and valid [B, N] with so many tokens per sequence, in one piece or scattered, and ``garbage`` between them."""
+    generator = torch.Generator().manual_seed(7)
+    length = max(counts)
+    z = torch.randn(len(counts), length, features, generator=generator, dtype=torch.float64) + 0.3
+    valid = torch.zeros(len(counts), length, dtype=torch.bool)
+    for b, count in enumerate(counts):
+        start = (37 * b) % (length - count + 1)
+        where = torch.randperm(length, generator=generator)[:count] if b % 2 else slice(start, start + count)
+        valid[b, where] = True
+    return z.masked_fill(~valid[..., None], garbage), valid
+
+
+def moments_oracle(z, tau, stride):
+    """With w ≈ a0 + a1 c + a2 c² fitted to some tokens of z [1, n, F]; the constants 1e-6 and 1e-2 are ridge and ε."""
+
+    def cosines(x):
+        u = x / (torch.linalg.vector_norm(x, dim=-1, keepdim=True) + 1e-2)
+        return (u @ u.transpose(1, 2))[:, ~torch.eye(u.shape[1], dtype=torch.bool)]
+
+    with torch.no_grad():
+        c = cosines(z[:, ::stride])[0]
+        near = c.clamp(-0.75, 0.75)
+        w = torch.exp(-torch.acos(near) / (math.pi * tau))
+        slope = w / (math.pi * tau * torch.sqrt(1 - near**2))
+        a2 = ((c - c.mean()) * (slope - slope.mean())).mean() / ((c - c.mean()).square().mean() + 1e-6) / 2
+        a1 = slope.mean() - 2 * a2 * c.mean()
+        a0 = (w - a1 * c - a2 * c**2).mean()
+    c = cosines(z)
+    return torch.log((a0 + a1 * c + a2 * c**2).mean(1))
+
+
+def without_padding(z, valid, weights, case, layer):
+    """Loss [B] and gradient [B, N, F] of one shortened sequence after the other; 0 of those with fewer than two tokens."""
+    variant, estimator, options = case
+    options = dict(options)
+    count = options.pop("max_tokens", None)
+    drawn = drawing_order(z.shape[1], seed=3, step=5, layer=layer).tolist()
+    values, grad = torch.zeros(len(z), dtype=torch.float64), torch.zeros_like(z)
+    for b, tokens in enumerate(valid.sum(1).tolist()):
+        if tokens < 2:
+            continue
+        where = valid[b].nonzero()[:, 0]
+        if estimator == "sampled":
+            where = torch.tensor([i for i in drawn if valid[b, i]][:count])
+        short = z[b : b + 1, where].clone().requires_grad_(True)
+        if estimator == "moments":
+            value = moments_oracle(short, options["tau"], STRIDES[tokens])
+        else:
+            value = oracle(variant, short, **options)
+        (weights[b] * value).sum().backward()
+        values[b], grad[b, where] = value.detach(), short.grad
+    return values, grad
+
+
+def check(features, case, group=None, rank=0, world=1):
+    """Two layers against the oracles. With a group, this rank holds a contiguous part: of some sequences nothing but padding."""
+    variant, estimator, options = case
+    z, valid = padded(tuple(STRIDES) if estimator == "moments" else TOKENS, features)
+    seed = {"seed": 3} if estimator == "sampled" else {}
+    own = torch.arange(z.shape[1]).chunk(world)[rank]
+    zs = [z[:, own].clone().requires_grad_(True), (2 * z)[:, own].clone().requires_grad_(True)]
+    weights = torch.linspace(1, 2, len(z), dtype=torch.float64)
+    loss = {"variant": variant, "estimator": estimator, **options, **seed}
+    values = dispersion_losses(zs, group=group, step=5, valid=valid[:, own], **loss)
+    (values * weights).sum().backward()
+    for layer, (value, ours) in enumerate(zip(values, zs, strict=True)):
+        expected, grad = without_padding((1 + layer) * z.nan_to_num(0.0), valid, weights, case, layer)
+        torch.testing.assert_close(value.detach(), expected, rtol=1e-11, atol=1e-11, msg=lambda m: f"{case}: {m}")
+        error = (ours.grad - grad[:, own]).norm() / grad.norm()
+        assert error <= 1e-11, (case, layer, error)
+        assert (ours.grad[~valid[:, own]] == 0).all(), case
+        assert (ours.grad[valid.sum(1) < 2] == 0).all(), case
