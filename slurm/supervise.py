@@ -457,7 +457,10 @@ class Supervisor:
         say(f"environment: {archive} to {local} on every node")
         sbcast = ["sbcast", "--force", archive, local + ".tar"]
         for command, end in (
-            (lambda: subprocess.Popen(sbcast, env=self.environment, start_new_session=True), kill_group),  # it is no step
+            (
+                lambda: subprocess.Popen(sbcast, env=self.environment, start_new_session=True),
+                kill_group,
+            ),  # it is no step
             (lambda: self.step("bash", os.path.join(HERE, "unpack.sh"), local + ".tar"), self.end_step),
         ):
             process = command()

@@ -15,7 +15,6 @@ from tests.cluster_of_one import ROOT
 from tests.distributed import spawn
 from titan_disp import job_config
 from titan_disp.config import load_config
-from titan_disp.qwen3.flavors import flavors
 
 AUTHORS = ROOT / "train_configs" / "authors"
 FINEWEB, C4, MIDTRAIN = (
@@ -28,12 +27,6 @@ DEFAULTS = {
     for section in dataclasses.fields(job_config.JobConfig)
     for key in dataclasses.fields(section.type)
 }
-# Keys that the table may have before the config has them.
-ANNOUNCED = {"dispersion.final_norm", "dispersion.include_diagonal"}
-known_keys = pytest.mark.skipif(
-    "dispersion.final_norm" not in DEFAULTS or "0.6B_untied" not in flavors,
-    reason="the authors' recipes use dispersion.final_norm and the flavor 0.6B_untied",
-)
 
 
 def table():
@@ -46,7 +39,7 @@ def table():
 
 
 def test_every_default_has_its_row():
-    found = {key: value for key, (value, _, _) in table().items() if key not in ANNOUNCED - DEFAULTS.keys()}
+    found = {key: value for key, (value, _, _) in table().items()}
     assert found == DEFAULTS
     assert {key: type(value) for key, value in found.items()} == {key: type(v) for key, v in DEFAULTS.items()}
 
@@ -139,7 +132,6 @@ RECIPES = {
 }
 
 
-@known_keys
 def test_recipes():
     """All are listed above, pass the checks of a start on one GPU and on more, and have the values that are known."""
     from titan_disp.checks import check_config
@@ -212,6 +204,5 @@ def three_steps_of_each(sample, folder):
             assert 0 < row["grad_norm"] < math.inf
 
 
-@known_keys
 def test_recipes_train(sample, tmp_path):
     spawn(1, three_steps_of_each, str(sample), str(tmp_path))

@@ -48,7 +48,7 @@ esac"""
             "StdOut": str(folder / "job.out"),
             "Partition": "gpu",
         }
-        self.write("scontrol", f'{self.SHOW}; exit 1')
+        self.write("scontrol", f"{self.SHOW}; exit 1")
         self.write("srun", "exit 0")
         self.write("squeue", "echo 7.0; echo 7.batch")
         self.write("scancel", "exit 0")
@@ -244,7 +244,9 @@ class TestDecide:
     def after(self, cluster, restart, *saved, damaged=()):
         """The outcome of a start that sets damaged checkpoints aside, saves others and dies."""
         for step in damaged:
-            (cluster.run / "checkpoint" / f"step-{step}").rename(cluster.run / "checkpoint" / f"damaged-{step}-{restart}")
+            (cluster.run / "checkpoint" / f"step-{step}").rename(
+                cluster.run / "checkpoint" / f"damaged-{step}-{restart}"
+            )
         for step in saved:
             cluster.checkpoint(step)
             cluster.event("checkpoint", step, job=f"7.{restart}")
@@ -343,8 +345,7 @@ class TestNodes:
         assert supervisor.check_nodes() == Outcome("prepare", "4 nodes can train")
         (call,) = cluster.calls("srun")
         assert call == (
-            "--ntasks-per-node=1 --kill-on-bad-exit=0 --mem=0 --cpu-bind=none bash "
-            f"{ROOT}/slurm/node.sh check"
+            f"--ntasks-per-node=1 --kill-on-bad-exit=0 --mem=0 --cpu-bind=none bash {ROOT}/slurm/node.sh check"
         )
         assert sorted(p.name for p in (cluster.run / "nodes" / "7.0").iterdir()) == [
             "n1.json",
@@ -502,7 +503,6 @@ class TestPrepare:
         assert outcome.state == state
         assert "the config could not be checked (status 1)" in outcome.reason
 
-
     def test_no_interpreter(self, cluster):
         outcome = cluster.supervisor(restart=1, TITAN_DISP_PYTHON="/nowhere/python").prepare()
         assert outcome.state == "requeue"
@@ -529,13 +529,27 @@ class TestPrepare:
         cluster.write("python", f"echo {cluster.run}")
         outcome = cluster.supervisor().prepare()
         assert outcome.state == "end"
-        assert "did not say the run folder: is titan-disp of the same version there as slurm/supervise.py" in outcome.reason
+        assert (
+            "did not say the run folder: is titan-disp of the same version there as slurm/supervise.py"
+            in outcome.reason
+        )
         assert capsys.readouterr().out == f"{cluster.run}\n"
 
     def test_what_titan_disp_prints_is_understood(self, cluster, sample, monkeypatch, capsys):
         run = cluster.folder / "läufe" / os.fsdecode(b"\xff")
         options = ("--model.hf_assets_path", f"{sample}/tokenizer", "--training.dataset_path", str(sample))
-        argv = ["job", "--nodes", "1", "--nproc", "1", "--job.config_file", str(DEMO), "--job.dump_folder", str(run), *options]
+        argv = [
+            "job",
+            "--nodes",
+            "1",
+            "--nproc",
+            "1",
+            "--job.config_file",
+            str(DEMO),
+            "--job.dump_folder",
+            str(run),
+            *options,
+        ]
         monkeypatch.setattr("sys.argv", argv)
         job.main()
         lines = capsys.readouterr().out.splitlines(keepends=True)
@@ -565,7 +579,7 @@ class TestPrepare:
         ('job = { description = "a, }", dump_folder = "x" }', [], "x"),
         ('job = {dump_folder="a = b # c"}  # dump_folder = "no"', [], "a = b # c"),
         ('[ "job" ]\n"dump_folder" = "x"', [], "x"),
-        ('[job]\ndescription = "dump_folder = \'no\'"', [], "./outputs"),
+        ("[job]\ndescription = \"dump_folder = 'no'\"", [], "./outputs"),
         ('[model]\nname = "job.dump_folder"', [], "./outputs"),
         ('[other]\ndump_folder = "no"\n[ job ]\ndescription = "d"', [], "./outputs"),
         ('[other]\njob.dump_folder = "no"\njob = { dump_folder = "no" }', [], "./outputs"),
@@ -683,7 +697,11 @@ class TestAnotherJobsRun:
 def test_a_setting_that_is_no_number(cluster, name, value, expected):
     """One line before anything starts."""
     cluster.supervisor()  # writes what `scontrol show job` says
-    environment = {"PATH": f"{cluster.commands}:{os.environ['PATH']}", "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-4]"}
+    environment = {
+        "PATH": f"{cluster.commands}:{os.environ['PATH']}",
+        "SLURM_JOB_ID": "7",
+        "SLURM_JOB_NODELIST": "n[1-4]",
+    }
     environment[f"TITAN_DISP_{name}"] = value
     command = [sys.executable, ROOT / "slurm" / "supervise.py", "--signals", cluster.signals, "c.toml"]
     done = subprocess.run(command, env=environment, cwd=cluster.folder, capture_output=True, text=True)
@@ -696,7 +714,10 @@ def test_a_setting_that_is_no_number(cluster, name, value, expected):
 class TestTrain:
     def test_how_it_is_started(self, cluster):
         cluster.write("srun", f'env > "{cluster.folder}/environment"')
-        unequal = {"SLURM_CPUS_ON_NODE": "128", "SLURM_JOB_CPUS_PER_NODE": "128(x3),64"}  # 128 would fail on the last node
+        unequal = {
+            "SLURM_CPUS_ON_NODE": "128",
+            "SLURM_JOB_CPUS_PER_NODE": "128(x3),64",
+        }  # 128 would fail on the last node
         supervisor = cluster.supervisor(TITAN_DISP_SRUN_ARGS="--mpi=none --cpus-per-task=32", **unequal)
         assert supervisor.train() == Outcome("decide", "training ended with status 0")
         (call,) = cluster.calls("srun")
@@ -820,7 +841,10 @@ class TestEnds:
     def excluded(self, cluster, own, **hours):
         """The list of excluded nodes that a requeued job gets, after two failures of nodes so many hours ago; None: unchanged."""
         # The update is what `scontrol show job` says from now on.
-        cluster.write("scontrol", f'{cluster.SHOW}; case "$1" in update) sed -i "/ExcNodeList/d" "$0.job"; echo "$3" >> "$0.job";; esac')
+        cluster.write(
+            "scontrol",
+            f'{cluster.SHOW}; case "$1" in update) sed -i "/ExcNodeList/d" "$0.job"; echo "$3" >> "$0.job";; esac',
+        )
         if own is not None:
             cluster.job["ExcNodeList"] = own
             supervisor = cluster.supervisor()
@@ -1073,12 +1097,25 @@ def test_what_dead_jobs_left_on_a_node_is_removed(cluster, tmp_path):
 def test_a_container_that_cleans_the_environment(tmp_path, what):
     """apptainer's --cleanenv, for which env -i stands here: the node's name, the job's number and the site's settings get there."""
     python = tmp_path / "a python"
-    names = ("SLURMD_NODENAME", "SLURM_JOB_ID", "NCCL_NET", "TITAN_DISP_RUN", "LD_LIBRARY_PATH", "WANDB_API_KEY", "SLURM_JWT")
-    python.write_text(f"""#!/bin/bash\necho "{'|'.join(f'${name}' for name in names)}"; echo "$@" """)
+    names = (
+        "SLURMD_NODENAME",
+        "SLURM_JOB_ID",
+        "NCCL_NET",
+        "TITAN_DISP_RUN",
+        "LD_LIBRARY_PATH",
+        "WANDB_API_KEY",
+        "SLURM_JWT",
+    )
+    python.write_text(f"""#!/bin/bash\necho "{"|".join(f"${name}" for name in names)}"; echo "$@" """)
     python.chmod(0o755)
     environment = {
         **{"PATH": os.environ["PATH"], "TITAN_DISP_PREFIX": "env -i", "TITAN_DISP_PYTHON": str(python)},
-        **{"TITAN_DISP_LOCAL": str(tmp_path), "TITAN_DISP_NPROC": "1", "TITAN_DISP_START": "7.0", "TITAN_DISP_ENDPOINT": "n1:1"},
+        **{
+            "TITAN_DISP_LOCAL": str(tmp_path),
+            "TITAN_DISP_NPROC": "1",
+            "TITAN_DISP_START": "7.0",
+            "TITAN_DISP_ENDPOINT": "n1:1",
+        },
         **{"SLURMD_NODENAME": "n7", "SLURM_JOB_ID": "7", "SLURM_NODEID": "6", "SLURM_NNODES": "8"},
         **{"NCCL_NET": "AWS Libfabric", "TITAN_DISP_RUN": "/a run", "LD_LIBRARY_PATH": "/of/the/host"},
         **{"WANDB_API_KEY": "secret", "SLURM_JWT": "secret"},

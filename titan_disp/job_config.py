@@ -32,8 +32,8 @@ class Dispersion:
 
     final_norm: bool = False
     """
-    Take the last block's activations after the final norm, as the authors' mid-training does (all of Hugging Face's
-    hidden_states[1:], whose last entry is after it). Their pre-training takes block outputs, before it, as false does.
+    Take the last block's activations after the final norm, as the mid-training of the authors' released code does (all of Hugging
+    Face's hidden_states[1:], whose last entry is after it). Its pre-training takes block outputs, before it, as false does.
     """
 
     clamp: float = 0.25

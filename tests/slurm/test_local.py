@@ -101,7 +101,9 @@ def test_a_step_has_all_cpus_of_unequal_nodes(slurm, submit):
     step = "srun --ntasks-per-node=1 --mem=0 --cpu-bind=none"
     show = "bash -c 'echo $SLURMD_NODENAME $SLURM_CPUS_ON_NODE'"
     lines = [f"{step} {show}", f"echo; {step} --cpus-per-task=2 --cpus-per-task=1 {show}"]
-    job = submit("\n".join(["#!/bin/bash", *lines, f"echo; {step} --cpus-per-task=2 {show}; exit 0"]), "--nodes=2", "--exclusive")
+    job = submit(
+        "\n".join(["#!/bin/bash", *lines, f"echo; {step} --cpus-per-task=2 {show}; exit 0"]), "--nodes=2", "--exclusive"
+    )
     slurm.wait(job, "COMPLETED")
     alone, last, first = (sorted(part.split("\n")) for part in slurm.log(job).split("\n\n"))
     assert {"n1 2", "n2 1"} <= set(alone)

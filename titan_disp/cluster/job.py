@@ -1,8 +1,8 @@
 """``python -m titan_disp.cluster.job``: what the batch script must know before it starts hundreds of ranks.
 
 Checks the config, data and tokenizer for this number of nodes, and that no other job uses the run folder. Prints a line with
-the run folder, marked, as containers and srun may print more. Where something must be mended: a message on stderr and exit status 2; 3 where another job uses the
-run folder.
+the run folder, marked, as containers and srun may print more. Where something must be mended: a message on stderr and exit
+status 2; 3 where another job uses the run folder.
 """
 
 import argparse
