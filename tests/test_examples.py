@@ -1,0 +1,126 @@
+"""The examples train, and what they say of Hugging Face's hidden states and of the scale is so."""
+
+import copy
+import importlib.util
+import re
+
+import pytest
+import torch
+from torch.nn.functional import cross_entropy
+
+from tests.cluster_of_one import ROOT
+from tests.oracle import oracle
+
+
+def load(name):
+    spec = importlib.util.spec_from_file_location(name, ROOT / "examples" / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_plain_loop(monkeypatch, capsys):
+    """As it is typed, without dispersion and with much of it."""
+    example, found = load("plain_loop"), {}
+    small = "--steps 25 --batch-size 4 --seq-len 32 --width 32 --depth 2 --every 25"
+    for coeff in ("0", "1"):
+        monkeypatch.setattr("sys.argv", ["plain_loop.py", *small.split(), "--coeff", coeff])
+        example.main()
+        rows = re.findall(r"cross-entropy (\S+)  dispersion (\S+)  mean cosine (\S+)", capsys.readouterr().out)
+        found[coeff] = [tuple(map(float, row)) for row in rows]
+    (start, off), (same_start, on) = found["0"], found["1"]
+    assert start == same_start  # step 1: nothing has been trained
+    assert max(off[0], on[0]) < start[0] - 1  # cross-entropy
+    assert on[1] < off[1] - 0.02  # dispersion
+    assert on[2] < off[2] - 0.02  # mean cosine
+
+
+@pytest.fixture(scope="module")
+def hf():
+    pytest.importorskip(
+        "accelerate", reason="transformers' Trainer needs accelerate: pip install 'titan-disp[examples]'"
+    )
+    return load("hf_trainer")
+
+
+def small(hf, **changes):
+    return hf.Example(**({"batch_size": 2, "seq_len": 48, "steps": 1, "every": 1} | changes))
+
+
+@pytest.mark.parametrize("name", ["qwen3", "gpt2"])
+def test_hidden_states_of_hugging_face(hf, name):
+    """The embedding first, the outputs of all blocks but the last, and the last one after the final norm only."""
+    torch.manual_seed(0)
+    model = hf.build_model(name, 16).eval()
+    body = model.base_model
+    blocks, norm = (body.h, body.ln_f) if name == "gpt2" else (body.layers, body.norm)
+    torch.nn.init.uniform_(norm.weight)  # at 1, a norm of what is normed already would change nothing
+    tokens, outputs, entered = torch.arange(32).view(2, 16), [], []
+    blocks[0].register_forward_pre_hook(lambda module, args: entered.append(args[0]))
+    for block in blocks:
+        block.register_forward_hook(lambda module, args, out: outputs.append(out[0] if isinstance(out, tuple) else out))
+    with torch.no_grad():
+        hidden = model(input_ids=tokens, output_hidden_states=True).hidden_states
+        expected = [*entered, *outputs[:-1], norm(outputs[-1])]
+    assert len(hidden) == len(blocks) + 1
+    for got, wanted in zip(hidden, expected, strict=True):
+        torch.testing.assert_close(got, wanted)
+    assert not torch.allclose(hidden[-1], outputs[-1])
+    if name == "qwen3":
+        assert torch.equal(hidden[0], body.embed_tokens(tokens))
+
+
+def by_hand(model, batches, coeff):
+    """Loss and gradient norm of a step, summed over tokens: its sequences one by one, not padded; dispersion in float64."""
+    total = 0.0
+    for batch in batches:
+        for ids, mask in zip(batch["input_ids"], batch["attention_mask"], strict=True):
+            ids = ids[mask.bool()][None]
+            out = model(input_ids=ids, output_hidden_states=True)
+            dispersion = torch.stack([oracle("angular", z) for z in out.hidden_states[1:]]).mean()
+            ce = cross_entropy(out.logits[0, :-1], ids[0, 1:])
+            total = total + (ids.shape[1] - 1) * (ce + coeff * dispersion)
+    total.backward()
+    return total.item(), torch.cat([p.grad.flatten() for p in model.parameters()]).norm().item()
+
+
+@pytest.mark.parametrize("name", ["qwen3", "gpt2"])
+def test_a_step_of_the_trainer_is_the_mean_over_its_tokens(hf, name, tmp_path, monkeypatch):
+    """Padded sequences in three microbatches of two: each weighs as much as it has labels, whatever microbatch it is in."""
+    trainer = hf.build_trainer(small(hf, model=name, accumulation=3, seq_len=160, coeff=2.0), str(tmp_path))
+    before, batches, items = copy.deepcopy(trainer.model), [], []
+    compute_loss = trainer.compute_loss
+
+    def recorded(model, inputs, num_items_in_batch):
+        batches.append(dict(inputs))
+        items.append(num_items_in_batch.item())
+        return compute_loss(model, inputs, num_items_in_batch=num_items_in_batch)
+
+    monkeypatch.setattr(trainer, "compute_loss", recorded)
+    trainer.train()
+    assert len(batches) == 3
+    assert len({batch["attention_mask"].sum().item() for batch in batches}) > 1
+    assert all((batch["attention_mask"] == 0).any() for batch in batches)
+    total, norm = by_hand(before, batches, coeff=2.0)
+    logged = trainer.state.log_history[0]
+    assert logged["loss"] * items[0] == pytest.approx(total, rel=1e-4)  # float32 against float64
+    assert logged["grad_norm"] * items[0] == pytest.approx(norm, rel=1e-4)
+
+
+def test_trainer_disperses(hf, tmp_path):
+    """Beside a run without dispersion; evaluation is the cross-entropy alone."""
+    logged = {}
+    for coeff in (0.0, 1.0):
+        trainer = hf.build_trainer(small(hf, steps=15, every=14, coeff=coeff), str(tmp_path))
+        trainer.train()
+        logged[coeff] = [row for row in trainer.state.log_history if "dispersion" in row]
+    (start, off), (same_start, on) = logged[0.0], logged[1.0]
+    assert same_start["dispersion"] == start["dispersion"]
+    assert same_start["loss"] == pytest.approx(start["loss"] + start["dispersion"], rel=1e-3)
+    assert off["loss"] < start["loss"] - 0.5
+    assert on["loss"] < same_start["loss"] - 0.5
+    assert on["dispersion"] < off["dispersion"] - 0.05  # means over steps 2 to 14
+    batch = hf.collate(trainer.train_dataset[:3])
+    model = trainer.model.eval()
+    with torch.no_grad():
+        assert torch.equal(trainer.compute_loss(model, batch), model(**batch).loss)
