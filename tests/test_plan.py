@@ -1,6 +1,8 @@
 """The plan's numbers against hand computation and against what the real model, optimizer and autograd hold."""
 
+import copy
 import dataclasses
+import functools
 import gc
 import json
 import weakref
@@ -31,8 +33,13 @@ from titan_disp.qwen3.model import Qwen3DispModel
 PAPER = ROOT / "train_configs" / "qwen3_0.6b_c4.toml"
 
 
-def config(path, *overrides):
+@functools.cache  # tyro takes half a second
+def loaded(path, *overrides):
     return load_config(["--job.config_file", str(path), *overrides])
+
+
+def config(path, *overrides):
+    return copy.deepcopy(loaded(path, *overrides))
 
 
 def paper(replicas=80, *overrides):
@@ -49,6 +56,18 @@ def demo(sample, *overrides):
     return config(
         DEMO, "--model.hf_assets_path", f"{sample}/tokenizer", "--training.dataset_path", str(sample), *overrides
     )
+
+
+@pytest.fixture
+def every_node_count():
+    """For tests that look at the node counts."""
+
+
+@pytest.fixture(autouse=True)
+def few_node_counts(monkeypatch, request):
+    """Else every plan tries a thousand."""
+    if "every_node_count" not in request.fixturenames:
+        monkeypatch.setattr(plans, "MAX_NODES", 1)
 
 
 def test_the_papers_run():
@@ -106,10 +125,9 @@ def test_bytes_and_seconds_of_hsdp_by_hand():
     assert not any("communication" in w or "checkpoint" in w for w in plan.warnings)
 
 
-def test_bytes_of_an_untied_model_by_hand(monkeypatch):
+def test_bytes_of_an_untied_model_by_hand():
     """8B on 2 nodes of 8, 120 microbatches: the embedding is a group of its own, gathered for forward and again for backward, as
     the blocks are; the output and the final norm stay gathered, so that their bytes run beside computing, both ways."""
-    monkeypatch.setattr(plans, "MAX_NODES", 1)
     plan = make_plan(config(PAPER, "--model.flavor", "8B"), 2, 8)
     matrix, norm = 151_936 * 4096, 4096
     blocks = 36 * ((2 * 32 + 2 * 8) * 128 * 4096 + 2 * 128 + 3 * 12288 * 4096 + 2 * 4096)
@@ -134,9 +152,8 @@ NON_EMBEDDING = {"0.6B": 0.44, "0.6B_untied": 0.44, "1.7B": 1.4, "4B": 3.6, "8B"
 
 
 @pytest.mark.parametrize("flavor", NON_EMBEDDING)
-def test_every_size(monkeypatch, flavor):
+def test_every_size(flavor):
     """Planned on two nodes; a checkpoint has every weight and Adam's two moments, a tied matrix under two names."""
-    monkeypatch.setattr(plans, "MAX_NODES", 1)  # or every plan tries a thousand
     plan = make_plan(config(PAPER, "--model.flavor", flavor), 2, 8)
     published = NON_EMBEDDING[flavor]
     assert plan.parameters_non_embedding / 1e9 == pytest.approx(published, rel=0.015)
@@ -171,8 +188,10 @@ def test_bytes_of_tensor_parallel(sample):
 
 
 def test_one_gpu_sends_nothing():
-    plan = make_plan(config(PAPER), 1, 1)
+    plan = make_plan(config(PAPER, "--checkpoint.no-enable"), 1, 1, mfu=1.0, node_bandwidth=0.5)
     assert (plan.within_bytes, plan.between_bytes, plan.exposed_seconds) == (0, 0, 0)
+    assert (plan.checkpoints, plan.checkpoint_interval_seconds) == (0, 0.0)
+    assert plan.config == str(PAPER)
     assert plan.step_seconds == plan.computing_seconds
 
 
@@ -265,7 +284,7 @@ def test_bad_node_counts(nodes, replicas, message):
 
 @pytest.mark.parametrize(
     ("options", "message"),
-    [({"gpu": "P100"}, "expected one of A100"), ({"mfu": 0.0}, "mfu is 0.0"), ({"mfu": 40}, "mfu is 40")],
+    [({"gpu": "P100"}, "expected one of A100"), ({"mfu": 0.0}, "mfu is 0.0"), ({"mfu": 1.5}, "mfu is 1.5")],
 )
 def test_bad_options(options, message):
     with pytest.raises(ConfigError, match=message):
@@ -307,7 +326,7 @@ def test_inputs_that_cannot_work_are_errors(sample):
         (240, 8, (240, 8)),
     ],
 )
-def test_one_file_serves_a_gpu_and_240_nodes(nodes, gpus_per_node, mesh):
+def test_one_file_serves_a_gpu_and_240_nodes(nodes, gpus_per_node, mesh, every_node_count):
     plan = make_plan(config(PAPER), nodes, gpus_per_node)
     assert (plan.replicate, plan.shard) == mesh
     assert plan.steps == 39_673
@@ -324,7 +343,7 @@ def test_replicas_beside_tensor_and_context_parallel(monkeypatch):
     assert (plan.replicate, plan.shard, plan.context_parallel, plan.tensor_parallel) == (5, 4, 2, 2)
 
 
-def test_node_counts():
+def test_node_counts(every_node_count):
     counts = make_plan(paper(80), 80, 8).node_counts
     assert [c.nodes for c in counts] == [n for n in range(1, 1025) if 1920 % (8 * n) == 0]
     assert {1, 80} <= {c.nodes for c in counts}
@@ -336,7 +355,7 @@ def test_node_counts():
     assert [c.nodes for c in slots] == [n for n in range(1, 1025) if 640 % (8 * n) == 0]
 
 
-def test_node_counts_of_a_mesh_wider_than_a_node():
+def test_node_counts_of_a_mesh_wider_than_a_node(every_node_count):
     """32 shards are four nodes of 8: any other number works with the config as it is, whose shard degree is what is left."""
     plan = make_plan(paper(1), 4, 8)
     assert plan.shard == 32
@@ -346,7 +365,7 @@ def test_node_counts_of_a_mesh_wider_than_a_node():
     assert "4 (1), 8 (2), 12 (3)" in render(fixed)
 
 
-def test_a_batch_that_grows_with_the_ranks(sample):
+def test_a_batch_that_grows_with_the_ranks(sample, every_node_count):
     """The token budget then makes another number of steps on every node count; none disagrees with the steps of another."""
     job_config = demo(sample, "--training.global_batch_size", "-1", "--training.local_batch_size", "2")
     job_config.training.steps, job_config.budget.tokens = -1, 10_000_000
@@ -358,7 +377,7 @@ def test_a_batch_that_grows_with_the_ranks(sample):
     assert len(next(line for line in render(plan).splitlines() if line.startswith("node counts"))) < 250
 
 
-def test_context_and_tensor_parallel(monkeypatch):
+def test_context_and_tensor_parallel(monkeypatch, every_node_count):
     monkeypatch.setattr(cpu, "active", lambda: False)
     sharding = ["--parallelism.context_parallel_degree", "2", "--parallelism.tensor_parallel_degree", "2"]
     whole, parts = make_plan(paper(10), 10, 8), make_plan(paper(10, *sharding), 10, 8)
@@ -382,7 +401,7 @@ def test_memory_that_does_not_fit():
     assert any(said in w for w in plan.warnings)
 
 
-def test_json_and_text():
+def test_json_and_text(every_node_count):
     plan = make_plan(config(PAPER), 80, 8)
     assert json.loads(json.dumps(dataclasses.asdict(plan))) == dataclasses.asdict(plan)
     assert sum(dataclasses.asdict(plan.memory).values()) == plan.memory_total
