@@ -132,6 +132,20 @@ def test_a_token_of_equal_features_has_no_correlation():
     assert not z.grad[:, 2].any()
 
 
+@pytest.mark.parametrize(("variant", "estimator", "options"), ALLOWED, ids=str)
+def test_a_second_derivative_is_an_error(variant, estimator, options):
+    """The saved gradient is no function of z: whoever differentiates it must not get a wrong number, nor a part of one."""
+    drawn = {"max_tokens": 5} if estimator == "sampled" else {}
+    loss = DispersionLoss(variant, estimator, **options, **drawn)
+    z = tokens(2, 12, 8).requires_grad_(True)
+    (expected,) = torch.autograd.grad(loss([z]).sum(), z)
+    for of_gradient in (torch.sum, lambda grad: (grad * z).sum()):
+        (grad,) = torch.autograd.grad(loss([z]).sum(), z, create_graph=True)
+        torch.testing.assert_close(grad, expected)
+        with pytest.raises(RuntimeError, match="no second derivative"):
+            torch.autograd.grad(of_gradient(grad), z)
+
+
 def test_repelling_forces_point_away():
     """A step against the gradient spreads the tokens, whatever the variant."""
     for variant in VARIANTS:

@@ -26,16 +26,17 @@ class SavedGradient(torch.autograd.Function):
     def forward(ctx: Any, z: Tensor, compute: Callable[[Tensor], Result]) -> Tensor:  # type: ignore[override]
         value, grad = compute(z.detach())
         if ctx.needs_input_grad[0]:
-            ctx.save_for_backward(grad.to(saved_dtype(z.dtype)))
+            ctx.save_for_backward(grad.to(saved_dtype(z.dtype)), value)
             ctx.dtype = z.dtype
         return value
 
     @staticmethod
     def backward(ctx: Any, grad_value: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        (grad,) = ctx.saved_tensors
-        scale = grad_value[:, None, None]
-        out = torch.empty_like(grad) if _graph_is_retained() else grad
-        return torch.mul(grad, scale, out=out).to(ctx.dtype), None
+        grad, value = ctx.saved_tensors
+        with torch.no_grad():
+            out = torch.empty_like(grad) if _graph_is_retained() else grad
+            out = torch.mul(grad, grad_value[:, None, None], out=out).to(ctx.dtype)
+        return only_first_derivative(out, value), None
 
 
 # Private, but what AOTAutograd asks too; where it is missing, memory is not reused.
@@ -55,20 +56,43 @@ class SavedRows(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, z: Tensor, value: Tensor, rows: Tensor, positions: Tensor) -> Tensor:  # type: ignore[override]
-        ctx.save_for_backward(rows, positions)
+        value = value.clone()
+        ctx.save_for_backward(rows, positions, value)
         ctx.shape, ctx.dtype = z.shape, z.dtype
-        return value.clone()
+        return value
 
     @staticmethod
     def backward(ctx: Any, grad_value: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
-        rows, positions = ctx.saved_tensors
-        grad = torch.zeros(ctx.shape, dtype=ctx.dtype, device=rows.device)
-        scaled = (rows * grad_value[:, None, None]).to(ctx.dtype)
-        if positions.ndim == 1:
-            grad[:, positions] = scaled
-        else:
-            grad.scatter_add_(1, positions[..., None].expand_as(scaled), scaled)
-        return grad, None, None, None
+        rows, positions, value = ctx.saved_tensors
+        with torch.no_grad():
+            grad = torch.zeros(ctx.shape, dtype=ctx.dtype, device=rows.device)
+            scaled = (rows * grad_value[:, None, None]).to(ctx.dtype)
+            if positions.ndim == 1:
+                grad[:, positions] = scaled
+            else:
+                grad.scatter_add_(1, positions[..., None].expand_as(scaled), scaled)
+        return only_first_derivative(grad, value), None, None, None
+
+
+def only_first_derivative(grad: Tensor, value: Tensor) -> Tensor:
+    """``grad``, whose differentiation is an error: it is no function of z here, so that a second derivative would be wrong.
+
+    ``value`` is the output that backward has saved, from which the graph leads to z. (torch's ``once_differentiable`` leads
+    nowhere: ``torch.autograd.grad`` would pass over it, and leave out a part of a second derivative without an error.)
+    """
+    return _NoSecondDerivative.apply(grad, value) if torch.is_grad_enabled() else grad
+
+
+class _NoSecondDerivative(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, grad: Tensor, value: Tensor) -> Tensor:  # type: ignore[override]
+        return grad.view_as(grad)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> None:  # type: ignore[override]
+        raise RuntimeError(
+            "the dispersion loss has no second derivative: its gradient is computed with its value, and saved"
+        )
 
 
 class SumOverGroup(torch.autograd.Function):
