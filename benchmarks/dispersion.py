@@ -69,7 +69,8 @@ def naive(z: Tensor) -> Tensor:
 
 
 def floor(z: Tensor) -> None:
-    tile, n = tile_size(z.shape[0], z.device.type), z.shape[1]
+    n = z.shape[1]
+    tile = tile_size(n, z.shape[0], z.device.type)
     v = torch.zeros_like(z)
     for i in range(0, n, tile):
         rows = z[:, i : i + tile]

@@ -193,18 +193,54 @@ def test_the_host_never_waits(monkeypatch, variant, estimator, padded):
     assert (z.grad.shape, z.grad.dtype, z.grad.device) == (z.shape, z.dtype, z.device)
 
 
+@pytest.mark.parametrize(
+    ("device", "batch", "tokens", "tiles"),
+    [
+        ("cuda", 8, 4096, [1024] * 4),  # 1448² × 8 would fill TILE_ELEMENTS
+        ("cuda", 8, 8192, [1024] * 8),
+        ("cuda", 8, 2048, [1024] * 2),
+        ("cuda", 8, 1408, [1408]),
+        ("cuda", 1, 8192, [2048] * 4),
+        ("cuda", 1, 6144, [2048] * 3),
+        ("cuda", 1, 5120, [1280] * 4),
+        ("cuda", 3, 4096, [2048] * 2),
+        ("cuda", 16, 4096, [1024] * 4),
+        ("cuda", 32, 4096, [512] * 8),
+        ("cuda", 128, 256, [256]),  # drawn positions
+        ("cuda", 8, 1664, [832] * 2),  # 13 × 128: no multiple of 128 but a tile too large and one too small
+        ("cuda", 1, 100, [100]),
+        ("cuda", 1, 4099, [1408, 1408, 1283]),  # a prime
+        ("cpu", 1, 2048, [768, 768, 512]),
+        ("cpu", 8, 100, [100]),
+    ],
+)
+def test_tiles_are_equal(device, batch, tokens, tiles):
+    """On a GPU, where a second shape of a tile is a second kernel to compile, and then one for all shapes."""
+    side = pairwise.tile_size(tokens, batch, device)
+    assert [min(side, tokens - i) for i in range(0, tokens, side)] == tiles
+
+
 def test_a_batch_in_parts_is_the_same(monkeypatch):
     z = tokens(5, 40, 16)
     for estimator in ("exact", "moments"):
         fit_errors = []
         function = DispersionLoss(estimator=estimator)
         whole = loss_and_gradient(lambda z, f=function: f([z])[0], z)
-        monkeypatch.setattr(layers, "BATCH_ELEMENTS", 2 * 40 * 16)
+        monkeypatch.setattr(layers, "BATCH_ELEMENTS", 2 * 40 * 16)  # 2, 2 and 1
         parts = loss_and_gradient(lambda z, f=function, e=fit_errors: f([z], fit_errors=e)[0], z)
         monkeypatch.undo()
         for one, other in zip(whole, parts, strict=True):
             torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-7)
         assert [len(e) for e in fit_errors] == ([5] if estimator == "moments" else [])
+
+
+def test_parts_of_a_batch_are_equal(monkeypatch):
+    """As far as they can be: another number of sequences is another shape of the tiles."""
+    monkeypatch.setattr(layers, "BATCH_ELEMENTS", 8 * 3 * 2)
+    for batch, parts in ((1, [1]), (8, [8]), (12, [6, 6]), (17, [6, 6, 5])):
+        seen = []
+        layers.in_parts(torch.zeros(batch, 3, 2), None, lambda z, mask: seen.append(len(z)) or (z.sum((1, 2)), z))  # noqa: B023
+        assert seen == parts
 
 
 def test_a_retained_graph_gives_the_same_gradient_twice():

@@ -7,6 +7,7 @@ sampled tokens one of m×F a layer, for all layers at once.
 Convention: with a group, every rank gets the full L, and backward returns grad_output · ∂L/∂z_local.
 """
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -107,9 +108,10 @@ class WholeLayers(Layers):
 def in_parts(z: Tensor, mask: TokenMask | None, compute: Compute) -> Result:
     """``compute(z, mask)``, for some sequences after the others, so that its temporaries do not grow with the batch."""
     elements = BATCH_ELEMENTS if z.device.type == "cpu" else GPU_BATCH_ELEMENTS
-    size = max(1, elements // (z.shape[1] * z.shape[2]))
-    if size >= len(z):
+    most = max(1, elements // (z.shape[1] * z.shape[2]))
+    if most >= len(z):
         return compute(z, mask)
+    size = math.ceil(len(z) / math.ceil(len(z) / most))
     grad = torch.empty_like(z, dtype=saved_dtype(z.dtype))
     values = []
     for i in range(0, len(z), size):

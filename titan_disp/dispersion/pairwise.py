@@ -34,10 +34,23 @@ GPU_TILE = 2048
 TILE_ELEMENTS = 1 << 24  # of one tile of c, all sequences of the batch together: 64 MiB in fp32, independent of N
 
 
-def tile_size(batch: int, device: str = "cpu") -> int:
-    """Rows (= columns) of a tile such that ``batch`` tiles hold at most TILE_ELEMENTS elements."""
+def tile_size(tokens: int, batch: int, device: str = "cpu") -> int:
+    """Rows (= columns) of a tile such that ``batch`` tiles hold at most TILE_ELEMENTS elements.
+
+    On a GPU tiles are compiled for their shape. There they are equal, and multiples of 128, or at least of 16, where such a
+    number divides ``tokens`` and wastes no more than half of a tile; else multiples of 128, but the last.
+    """
     side = math.isqrt(max(1, TILE_ELEMENTS // max(1, batch)))
-    return max(16, min(CPU_TILE if device == "cpu" else GPU_TILE, side // 16 * 16))
+    most = max(16, min(CPU_TILE if device == "cpu" else GPU_TILE, side // 16 * 16))
+    if device == "cpu" or tokens <= most:
+        return min(tokens, most)
+    for unit in (128, 16):
+        for equal in range(most // unit * unit, most // 2, -unit):
+            if tokens % equal == 0:
+                return equal
+    unit = min(128, most)
+    count = math.ceil(tokens / (most // unit * unit))
+    return math.ceil(tokens / count / unit) * unit
 
 
 @functools.cache
@@ -73,7 +86,7 @@ class Tiles:
         self.x, self.scale = x, scale
         self.padded = None if valid is None else ~valid
         self.dtype = operand_dtype(x)
-        side = tile or tile_size(x.shape[0], x.device.type)
+        side = tile or tile_size(x.shape[1], x.shape[0], x.device.type)
         self.slices = [slice(i, i + side) for i in range(0, x.shape[1], side)]
 
     def __getitem__(self, where: slice) -> Tensor:

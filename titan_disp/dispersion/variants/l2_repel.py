@@ -104,7 +104,7 @@ class PairExponents:
         same = cols is None
         cols, cols_valid = (self.rows, self.valid) if cols is None else (cols - self.centre, cols_valid)
         batch, n, _ = self.rows.shape
-        tile = tile or tile_size(batch, self.rows.device.type)
+        tile = tile or tile_size(n, batch, self.rows.device.type)
         for i in range(0, n, tile):
             rows = self.rows[:, i : i + tile]
             first = i if same else 0  # with each other, a tile above the diagonal serves both sides
