@@ -12,8 +12,6 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from tests.distributed import spawn
 from tests.oracle import drawing_order, oracle
-from titan_disp.checks import coeff_schedule
-from titan_disp.checks import dispersion_loss as config_loss
 from titan_disp.config import load_config
 from titan_disp.dispersion import CoeffSchedule, DispersionLoss, dispersion_loss, pairwise, variants
 from titan_disp.dispersion.loss import ESTIMATORS
@@ -21,6 +19,7 @@ from titan_disp.dispersion.sampled import order
 from titan_disp.dispersion.variants.base import CosineVariant
 from titan_disp.dispersion.vectors import Normalized
 from titan_disp.job_config import Dispersion
+from titan_disp.loss_config import build_coeff_schedule, build_dispersion_loss
 
 VARIANTS = ("angular", "decorrelation", "l2_repel", "orthogonalization")
 EVERY_VARIANT = [(v, {}) for v in VARIANTS] + [("l2_repel", {"include_diagonal": False})]
@@ -396,7 +395,7 @@ def test_schedule():
 
 def test_loss_of_a_config():
     """No option of [dispersion] gets lost on the way, nor the seed of the positions."""
-    assert config_loss(load_config([])) == DispersionLoss()
+    assert build_dispersion_loss(load_config([])) == DispersionLoss()
     types = get_type_hints(Dispersion)
     assert get_args(types["variant"]) == tuple(variants.VARIANTS) == VARIANTS
     assert get_args(types["estimator"]) == ESTIMATORS
@@ -409,7 +408,7 @@ def test_loss_of_a_config():
         for name, value in options.items():
             assert hasattr(config.dispersion, name)
             setattr(config.dispersion, name, value)
-        assert config_loss(config) == DispersionLoss(**options, seed=11)
+        assert build_dispersion_loss(config) == DispersionLoss(**options, seed=11)
 
 
 def test_schedule_of_a_config():
@@ -427,7 +426,7 @@ def test_schedule_of_a_config():
     }
     for decay, expected in after_warmup.items():
         config.dispersion.decay = decay
-        schedule = coeff_schedule(config)
+        schedule = build_coeff_schedule(config)
         assert [schedule(step) for step in range(9)] == pytest.approx([0.2, 0.4, *map(expected, range(2, 9))])
 
 

@@ -11,8 +11,8 @@ from titan_disp.budget import resolve_steps
 from titan_disp.data.shards import check_data
 from titan_disp.data.tokenizer import load_tokenizer_for
 from titan_disp.data.validation import validation_sequences
-from titan_disp.dispersion import CoeffSchedule, DispersionLoss
 from titan_disp.errors import ConfigError
+from titan_disp.loss_config import build_coeff_schedule, build_dispersion_loss
 from titan_disp.mesh import resolve_replicas
 from titan_disp.qwen3.flavors import activation_indices, flavors
 from titan_disp.run.checkpoint import check_initial_load
@@ -85,28 +85,9 @@ def check_model(job_config: JobConfig) -> None:
         raise ConfigError(f"training.seq_len is {training.seq_len}, expected at least {1 + dispersion.enabled}")
     if training.steps < 1:
         raise ConfigError(f"training.steps is {training.steps}, expected at least 1")
-    dispersion_loss(job_config)
-    coeff_schedule(job_config)
+    build_dispersion_loss(job_config)
+    build_coeff_schedule(job_config)
     activation_indices(dispersion.layers, dispersion.final_norm, args.n_layers)
-
-
-def dispersion_loss(job_config: JobConfig) -> DispersionLoss:
-    """The loss that [dispersion] describes."""
-    names = ("variant", "estimator", "tau", "clamp", "norm_eps", "norm_coeff", "include_diagonal", "max_tokens")
-    try:
-        section = job_config.dispersion  # type: ignore[attr-defined]
-        return DispersionLoss(**{name: getattr(section, name) for name in names}, seed=job_config.debug.seed or 0)
-    except ValueError as error:
-        raise ConfigError(f"dispersion.{error}") from error
-
-
-def coeff_schedule(job_config: JobConfig) -> CoeffSchedule:
-    """λ over the run as [dispersion] describes it; training.steps must be known."""
-    d = job_config.dispersion  # type: ignore[attr-defined]
-    try:
-        return CoeffSchedule(d.coeff, d.warmup_steps, d.decay, d.final_coeff, job_config.training.steps)
-    except ValueError as error:
-        raise ConfigError(f"dispersion.{error}") from error
 
 
 def _dp_shard(job_config: JobConfig, world_size: int) -> int:

@@ -17,11 +17,12 @@ from torchtitan.distributed import ParallelDims
 from torchtitan.protocols.model import BaseModelArgs
 from torchtitan.tools.logging import logger
 
-from titan_disp.checks import check_config, check_device, coeff_schedule, dispersion_loss
+from titan_disp.checks import check_config, check_device
 from titan_disp.data.loader import StreamLoader, build_dataloader
 from titan_disp.data.tokenizer import load_tokenizer_for
 from titan_disp.data.validation import build_validator
 from titan_disp.dispersion import DispersionObjective, LossLedger
+from titan_disp.loss_config import build_coeff_schedule, build_dispersion_loss
 from titan_disp.qwen3.flavors import flavors
 from titan_disp.qwen3.hf import Qwen3HfAdapter
 from titan_disp.qwen3.model import Qwen3DispModel
@@ -90,8 +91,8 @@ def train_spec() -> titan.TrainSpec:
     def build_loss(job_config: JobConfig, parallel_dims: ParallelDims) -> DispersionObjective:
         return DispersionObjective(
             cross_entropy=build_cross_entropy(job_config, parallel_dims),
-            loss=dispersion_loss(job_config),
-            coeff=coeff_schedule(job_config),
+            loss=build_dispersion_loss(job_config),
+            coeff=build_coeff_schedule(job_config),
             step=shared.steps_completed,
             group=sequence_mesh(parallel_dims),
             cp_group=parallel_dims.get_optional_mesh("cp"),
