@@ -59,6 +59,12 @@ FOUR_RANKS = {
 }
 NIGHT_ON_ONE = {"final_norm_compile_selective_op": ((*FINAL_NORM, *COMPILE, *SELECTIVE_OP), "")}
 NIGHT_ON_TWO = {"final_norm_tp_compile": ((*FINAL_NORM, *TP, *COMPILE), "")}
+EIGHT_RANKS = {  # two replicas of two shards of two parts of every layer
+    "hsdp_tp": ((*HSDP, *TP, "--training.local_batch_size", "1"), ""),  # two microbatches
+    "untied_hsdp_tp": ((*HSDP, *TP, *UNTIED), ""),
+    "final_norm_hsdp_tp": ((*HSDP, *TP, *FINAL_NORM), ""),
+}
+NIGHT = (*NIGHT_ON_ONE, *NIGHT_ON_TWO, *EIGHT_RANKS)
 # Every other variant × estimator: one process, FSDP2, TP, and FSDP2 × TP.
 FAMILY = {
     f"{variant}_{estimator}": (
@@ -117,7 +123,8 @@ def night(sample, tmp_path_factory):
     alone = {name: ONE_RANK[name] for name in REFERENCES} | NIGHT_ON_ONE
     spawn(1, run_cases, sample, folder, alone, False)
     spawn(2, run_cases, sample, folder, NIGHT_ON_TWO, True)
-    return {name: torch.load(folder / f"{name}.pt") for name in (*alone, *NIGHT_ON_TWO)}
+    spawn(8, run_cases, sample, folder, EIGHT_RANKS, True)
+    return {name: torch.load(folder / f"{name}.pt") for name in (*REFERENCES, *NIGHT)}
 
 
 @pytest.mark.slow
@@ -153,9 +160,18 @@ def test_gradients_equal_one_process(results, name):
 
 @pytest.mark.slow
 @pytest.mark.night
-@pytest.mark.parametrize("name", [*NIGHT_ON_ONE, *NIGHT_ON_TWO])
+@pytest.mark.parametrize("name", NIGHT)
 def test_gradients_equal_one_process_at_night(night, name):
     assert_gradients_equal_one_process(night, name)
+    assert all(torch.equal(night[name]["before"][n], w) for n, w in night[reference_of(name)]["before"].items())
+
+
+@pytest.mark.slow
+@pytest.mark.night
+def test_gradients_cross_replicas_once_a_step_beside_tensor_parallel(night):
+    """Six blocks and the tied embedding's group; of the untied model two blocks, the embedding, and the output with its norm."""
+    assert len(night["hsdp_tp"]["all_reduces"]) == 6 + 1
+    assert len(night["untied_hsdp_tp"]["all_reduces"]) == 2 + 2
 
 
 @pytest.mark.slow
