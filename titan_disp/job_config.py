@@ -16,7 +16,9 @@ class Dispersion:
     """Whose number each default is, with its source: docs/loss.md."""
 
     enabled: bool = False
-    """Whether to add λ · dispersion to the cross-entropy. Off is identical to TorchTitan's Qwen3. Our choice."""
+    """
+    Whether to add λ · dispersion to the cross-entropy. Off is TorchTitan's Qwen3, with tied embeddings under FSDP too. Our choice.
+    """
 
     coeff: float = 0.1
     """λ, weight of the dispersion loss. 0.1: the paper's text."""
