@@ -1,5 +1,6 @@
 """How a run is asked to stop: signals and the stop file. (What it does then: tests/test_night.py and tests/slurm.)"""
 
+import errno
 import os
 import signal
 from contextlib import closing
@@ -97,3 +98,21 @@ def test_a_users_stop_file_holds(tmp_path, monkeypatch, text, job):
     file.write_bytes(b"\xff\xfe")
     with closing(StopRequest(tmp_path)) as request:
         assert request.held()
+
+
+@pytest.mark.parametrize("number", [errno.ESTALE, errno.EIO, errno.EACCES])
+def test_a_file_system_that_fails_for_a_moment_ends_no_step(tmp_path, monkeypatch, number):
+    """It is asked at every step; ``Path.exists`` raises what is neither "not found" nor the like."""
+    stat = os.stat
+
+    def fails(path, *args, **kwargs):
+        if os.fspath(path) == str(tmp_path / "stop"):
+            raise OSError(number, os.strerror(number))
+        return stat(path, *args, **kwargs)
+
+    (tmp_path / "stop").touch()
+    with closing(StopRequest(tmp_path)) as request:
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "stat", fails)
+            assert not request()
+        assert request()

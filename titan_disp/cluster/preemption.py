@@ -8,6 +8,7 @@ A user may touch RUN/stop. That file stays until the user removes it: as long as
 """
 
 import contextlib
+import os
 import re
 import signal
 import threading
@@ -42,6 +43,10 @@ class StopRequest:
     def _heard(self, number: int, frame: FrameType | None) -> None:
         self.reason = signal.Signals(number).name
 
+    def _is_there(self) -> bool:
+        """Asked at every step: False where the file system fails for a moment, of which ``Path.exists`` raises most errors."""
+        return self.file is not None and os.path.exists(self.file)
+
     def _of_a_job(self) -> str | None:
         """The id in a stop file that a job's script wrote; None where there is no file, or it is a user's."""
         with contextlib.suppress(OSError):
@@ -55,10 +60,10 @@ class StopRequest:
 
     def held(self) -> bool:
         """Whether there is a user's stop file: nothing is to be trained."""
-        return self.file is not None and self.file.exists() and self._of_a_job() is None
+        return self._is_there() and self._of_a_job() is None
 
     def __call__(self) -> bool:
-        if self.reason is None and self.file is not None and self.file.exists():
+        if self.reason is None and self._is_there():
             self.reason = f"the file {self.file}"
         return self.reason is not None
 
