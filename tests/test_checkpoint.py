@@ -300,6 +300,40 @@ def test_a_failed_save(start, monkeypatch):
     assert run.events == [("save_failed", 1), ("checkpoint", 2), ("checkpoint", 3), ("save_failed", 4)]
 
 
+def test_a_failed_save_on_a_full_disk_that_takes_no_event_either(start, monkeypatch):
+    """Why the save failed is what is said, not what went wrong in saying so."""
+    run = start()
+    run.save(1)
+
+    def fail(*args, **kwargs):
+        raise OSError(5, "Input/output error", "events.jsonl")
+
+    run.manager.on_event = fail
+    monkeypatch.setattr(FileSystem, "create_stream", full_disk)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "listdir", fail)
+        with pytest.raises(CheckpointError, match=r"step 2 could not be saved.*No space left on device") as error:
+            run.save(2)
+    assert "last good one" not in str(error.value)
+
+
+def test_checkpoints_that_cannot_be_listed_are_no_failed_save(start, monkeypatch, caplog):
+    """The retention deletes some other time."""
+    run = start(keep_latest_k=2)
+    run.save(1, 2)
+
+    def fail(*args):
+        raise OSError(116, "Stale file handle")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("titan_disp.run.checkpoint.checkpoints", fail)
+        run.save(3)
+    assert "old checkpoints cannot be deleted: [Errno 116] Stale file handle" in caplog.text
+    run.save(4)
+    run.manager.close()
+    assert run.names == ["step-3", "step-4"]
+
+
 def test_an_asynchronous_save(start, monkeypatch):
     """It counts when it has ended, not when it has begun; looking whether it failed never waits."""
     run = start(async_mode="async", keep_latest_k=2)

@@ -11,6 +11,7 @@ import os
 import shutil
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -164,8 +165,11 @@ class DispCheckpointManager(CheckpointManager):
 
     def _failed(self, step: int, error: BaseException) -> CheckpointError:
         reason = " ".join(str(error).split())[-600:] or type(error).__name__
-        kept = checkpoints(self.folder)
-        self.on_event("save_failed", step, error=reason)
+        kept: list[int] = []
+        with suppress(OSError):  # what ended the save may end these
+            kept = checkpoints(self.folder)
+        with suppress(OSError):
+            self.on_event("save_failed", step, error=reason)
         return CheckpointError(
             f"the checkpoint of step {step} could not be saved in {self.folder}: {reason}. "
             + (f"The last good one is step {kept[-1]}. " if kept else "")
@@ -240,7 +244,12 @@ class DispCheckpointManager(CheckpointManager):
         """Keep the newest ``keep_latest_k`` complete checkpoints; what is unfinished neither counts nor is touched."""
         if self.keep_latest_k <= 0 or dist.get_rank() != 0 or self.load_only:
             return
-        for step in checkpoints(self.folder)[: -self.keep_latest_k]:
+        try:
+            stale = checkpoints(self.folder)[: -self.keep_latest_k]
+        except OSError as error:  # it is on this rank only, and the next save deletes them
+            logger.warning(f"old checkpoints cannot be deleted: {error}")
+            return
+        for step in stale:
             path = Path(self._create_checkpoint_id(step))
             try:
                 self.purge_queue.put(str(rename_for_deletion(path)))
