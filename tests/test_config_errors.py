@@ -101,8 +101,9 @@ def options(sample):
                 "--parallelism.tensor_parallel_degree",
                 "2",
             ],
-            r"takes what 3 ranks leave, .* data_parallel_shard_degree 1 × .* tensor_parallel_degree 2 = 2",
+            r"degree 1 × tensor_parallel_degree 2 = 2 does not divide the 3 ranks: set tensor_parallel_degree or .* one that does",
         ),
+        (1, ["--parallelism.tensor_parallel_degree", "2"], r"tensor_parallel_degree 2 = 2 does not divide the 1 ranks"),
         (
             3,
             ["--parallelism.tensor_parallel_degree", "3"],

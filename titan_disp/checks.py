@@ -115,6 +115,11 @@ def check_mesh(job_config: JobConfig, world_size: int) -> None:
     for name, degree in (("tensor", tp), ("context", cp)):
         if degree < 1:
             raise ConfigError(f"parallelism.{name}_parallel_degree is {degree}, expected at least 1")
+    if world_size % (cp * tp):
+        raise ConfigError(
+            f"context_parallel_degree {cp} × tensor_parallel_degree {tp} = {cp * tp} does not divide the {world_size} ranks: set "
+            "tensor_parallel_degree or context_parallel_degree to one that does, or use another number of ranks"
+        )
     resolve_replicas(job_config, world_size)
     replicate = p.data_parallel_replicate_degree
     if replicate < 1:

@@ -9,7 +9,8 @@ def resolve_replicas(job_config: JobConfig, world_size: int) -> None:
     """Set data_parallel_replicate_degree = −1 to what the ranks leave beside the shards. Calling it again changes nothing.
 
     The shard degree is then an upper bound: 8 serves nodes of 8 GPUs in any number, and 1, 2 or 4 GPUs, which hold one
-    replica. TorchTitan 0.2.2 knows no −1 here, so this runs before it sees the config.
+    replica. TorchTitan 0.2.2 knows no −1 here, so this runs before it sees the config. The degrees of context and tensor
+    parallelism divide the ranks.
 
     Raises:
         ConfigError: nothing says how many shards a replica has, or the ranks are no multiple of them.
@@ -26,7 +27,7 @@ def resolve_replicas(job_config: JobConfig, world_size: int) -> None:
     inside = p.context_parallel_degree * p.tensor_parallel_degree
     left = world_size // inside
     shard = min(p.data_parallel_shard_degree, left)
-    if world_size % inside or left % shard:
+    if left % shard:
         raise ConfigError(
             f"data_parallel_replicate_degree = -1 takes what {world_size} ranks leave, but these are not a multiple of "
             f"data_parallel_shard_degree {shard} × context_parallel_degree {p.context_parallel_degree} × "
