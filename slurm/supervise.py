@@ -36,6 +36,9 @@ REQUEUE, END, GIVE_UP = "requeue", "end", "give up"
 NODE_REPORT, RUN_FOLDER = "titan-disp-node-report: ", "titan-disp-run-folder: "
 IN_USE = 3  # exit status of titan_disp.cluster.job where another job uses the run folder
 DAY = 86400.0
+# Fields of scontrol that fill their lines: anything may stand in them, such as another field's name.
+WHOLE_LINES = ("JobName", "Command", "SubmitLine", "WorkDir", "Comment", "AdminComment", "SystemComment", "Extra")
+WHOLE_LINES += ("StdErr", "StdIn", "StdOut")
 NOTHING = ("", "(null)", "None", "N/A")  # how scontrol writes that a field is not set
 UNWRITTEN = "cannot be written, so that only this log counts"
 LEAD = 300  # seconds: pretrain.sbatch's --signal
@@ -268,9 +271,10 @@ def within(seconds, function, default=None):
     return value
 
 
-def gres_of(tres):
-    """sbatch's --gres for scontrol's TresPerNode: gres:gpu:h100:8 before SLURM 23, gres/gpu:h100:8 since."""
-    return ",".join(re.sub(r"^gres[:/]", "", part) for part in tres.split(",") if re.match(r"(gres[:/])?gpu\b", part))
+def gpus_of(tres):
+    """The GPUs of a field of scontrol, such as h100:8 of gres:gpu:h100:8 (before SLURM 23) or gres/gpu=h100:8; None without."""
+    parts = [re.match(r"^(?:gres[:/])?gpu[:=](.+)$", part) for part in tres.split(",")]
+    return next((part.group(1) for part in parts if part), None)
 
 
 def kill_group(process):
@@ -351,9 +355,13 @@ class Supervisor:
     def show_job(self):
         """The fields of ``scontrol show job``; the last ones known where slurmctld does not answer."""
         status, text = self.call("scontrol", "show", "job", self.job)
-        found = dict(re.findall(r"(?:^|(?<=\s))([A-Za-z][\w:/]*)=(\S*)", text)) if status == 0 else {}
-        # These end their lines, and may have spaces.
-        found.update(re.findall(r"(?m)^.*?\b(JobName|StdOut)=(.*?)\s*$", text if found else ""))
+        found = {}
+        for line in text.replace(" JobName=", "\nJobName=", 1).splitlines() if status == 0 else ():
+            name, _, value = line.strip().partition("=")
+            if name in WHOLE_LINES:
+                found[name] = value
+            else:
+                found.update(re.findall(r"(?:^|(?<=\s))([A-Za-z][\w:/]*)=(\S*)", line))
         self.fields = found or self.fields
         return self.fields
 
@@ -837,24 +845,44 @@ class Supervisor:
             within(self.patience, lambda: write_json(path, {"job": job, "nodes": nodes}))
 
     def resubmission(self, excluded):
-        """The sbatch command of a job like this one that excludes these nodes."""
-        fields = self.fields
+        """The sbatch command of a job like this one that excludes these nodes, as far as scontrol tells what it was asked for."""
+        fields = {name: value for name, value in self.fields.items() if value not in NOTHING}
+        per_node = self.environment.get("SLURM_GPUS_PER_NODE")
+        gres = gpus_of(fields.get("TresPerNode", ""))
+        output = fields.get("StdOut", "")
         options = [
-            ("--job-name", fields.get("JobName")),
-            ("--account", fields.get("Account")),
-            ("--partition", fields.get("Partition")),
-            ("--qos", fields.get("QOS")),
-            ("--nodes", self.environment.get("SLURM_NNODES")),
-            ("--time", fields.get("TimeLimit")),
-            ("--gpus-per-node", self.environment.get("SLURM_GPUS_PER_NODE")),
-            ("--gres", None if "SLURM_GPUS_PER_NODE" in self.environment else gres_of(fields.get("TresPerNode", ""))),
-            ("--signal", f"B:USR1@{self.lead}" if self.lead != LEAD else None),
-            ("--constraint", fields.get("Features")),
-            ("--reservation", fields.get("Reservation")),
-            ("--exclude", ",".join(excluded)),
-            ("--output", os.path.join(os.path.dirname(fields.get("StdOut", "")), "%x-%j.out")),
+            ("job-name", fields.get("JobName")),
+            ("account", fields.get("Account")),
+            ("partition", fields.get("Partition")),
+            ("qos", fields.get("QOS")),
+            ("wckey", fields.get("WCKey", "").lstrip("*")),
+            ("nodes", self.environment.get("SLURM_NNODES")),
+            ("time", fields.get("TimeLimit")),
+            ("time-min", fields.get("TimeMin")),
+            ("gpus-per-node", per_node),
+            ("gres", "gpu:" + gres if gres and not per_node else None),
+            ("gpus", gpus_of(fields.get("TresPerJob", ""))),
+            ("gpus-per-socket", gpus_of(fields.get("TresPerSocket", ""))),
+            ("gpus-per-task", gpus_of(fields.get("TresPerTask", ""))),
+            ("signal", f"B:USR1@{self.lead}" if self.lead != LEAD else None),
+            ("constraint", fields.get("Features")),
+            ("prefer", fields.get("Prefer")),
+            ("reservation", fields.get("Reservation")),
+            ("nodelist", fields.get("ReqNodeList")),
+            ("exclude", ",".join(excluded)),
+            ("licenses", fields.get("Licenses")),
+            ("network", fields.get("Network")),
+            ("switches", fields.get("Switches")),
+            ("contiguous", fields.get("Contiguous") == "1"),
+            ("nice", fields.get("Nice") if fields.get("Nice") != "0" else None),
+            ("comment", fields.get("Comment")),
+            ("mail-type", fields.get("MailType")),
+            ("mail-user", fields.get("MailUser")),
+            ("chdir", fields.get("WorkDir")),
+            ("output", os.path.join(os.path.dirname(output), "%x-%j.out")),
+            ("error", fields.get("StdErr") if fields.get("StdErr") != output else None),
         ]
-        given = [f"{name}={value}" for name, value in options if value and value not in NOTHING]
+        given = ["--" + name + ("" if value is True else f"={value}") for name, value in options if value]
         return ["sbatch"] + given + ["--export=ALL", os.path.join(HERE, "pretrain.sbatch")] + self.argv
 
     def on_top(self, text):

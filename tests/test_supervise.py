@@ -46,6 +46,8 @@ esac"""
             "JobState": "RUNNING",
             "TimeLimit": "1-00:00:00",
             "StdOut": str(folder / "job.out"),
+            "StdErr": str(folder / "job.out"),
+            "WorkDir": "/work",
             "Partition": "gpu",
         }
         self.write("scontrol", f"{self.SHOW}; exit 1")
@@ -928,7 +930,7 @@ class TestEnds:
         assert top == (
             "titan-disp: NOT REQUEUED: SLURM refused it. Submit the job again: sbatch '--job-name=my run' --account=abc "
             "--partition=gpu --qos=normal --nodes=4 --time=1-00:00:00 --gpus-per-node=8 --exclude=n9 "
-            f"--output={cluster.folder}/%x-%j.out --export=ALL "
+            f"--chdir=/work --output={cluster.folder}/%x-%j.out --export=ALL "
             f"{ROOT}/slurm/pretrain.sbatch config.toml --job.dump_folder {cluster.run} --training.steps 9"
         )
         assert "requeued" not in capsys.readouterr().out
@@ -942,6 +944,63 @@ class TestEnds:
         assert json.loads((cluster.run / "excluded.json").read_text()) == {"job": "8", "nodes": ["n3"]}
         cluster.write("sbatch", "exit 1")
         assert cluster.supervisor(TITAN_DISP_RESUBMIT="1").requeue() == 1
+
+    # What SLURM 22.05.8 says of a job of --gpus-per-task=1 --exclude=n[3-4] --licenses=fast:1 --comment='a TimeLimit=b'
+    # --mail-type=END,FAIL --mail-user=x@y.z --nice=5 --switches=2@00:05:00 --contiguous --job-name='my run' --error=/e --time-min=1.
+    SHOWN = """JobId=7 JobName=my run
+   UserId=root(0) GroupId=root(0) MCS_label=N/A
+   Priority=4294901754 Nice=5 Account=(null) QOS=(null)
+   JobState=RUNNING Reason=None Dependency=(null)
+   Requeue=1 Restarts=0 BatchFlag=1 Reboot=0 ExitCode=0:0
+   RunTime=00:00:00 TimeLimit=00:10:00 TimeMin=00:01:00
+   SubmitTime=2026-11-22T05:24:54 EligibleTime=2026-11-22T05:24:54
+   AccrueTime=2026-11-22T05:24:54
+   StartTime=2026-11-22T05:24:54 EndTime=2026-11-22T05:25:54 Deadline=N/A
+   SuspendTime=None SecsPreSuspend=0 LastSchedEval=2026-11-22T05:24:54 Scheduler=Backfill
+   Partition=debug AllocNode:Sid=localhost:4197
+   ReqNodeList=(null) ExcNodeList=n[3-4]
+   NodeList=n[1-2]
+   BatchHost=n1
+   NumNodes=2 NumCPUs=3 NumTasks=2 CPUs/Task=1 ReqB:S:C:T=0:0:*:*
+   TRES=cpu=3,node=2,billing=3
+   Socks/Node=* NtasksPerN:B:S:C=1:0:*:* CoreSpec=*
+   MinCPUsNode=1 MinMemoryNode=0 MinTmpDiskNode=0
+   Features=(null) DelayBoot=00:00:00
+   OverSubscribe=NO Contiguous=1 Licenses=fast:1 Network=(null)
+   Command=/a checkout/slurm/pretrain.sbatch c.toml --job.description Partition=b
+   WorkDir=/my work
+   Comment=a TimeLimit=b\x20
+   StdErr=/e
+   StdIn=/dev/null
+   StdOut=/tmp/1.out
+   Switches=2@00:05:00
+   Power=
+   TresPerTask=gres:gpu:1
+   MailUser=x@y.z MailType=END,FAIL
+
+"""
+
+    def test_what_slurm_says_of_the_job_is_asked_for_again(self, cluster):
+        supervisor = cluster.supervisor()
+        (cluster.commands / "scontrol.job").write_text(self.SHOWN)
+        supervisor.show_job()
+        command = supervisor.resubmission(["n3", "n4"])
+        assert command[:-2] == [
+            *("sbatch", "--job-name=my run", "--partition=debug", "--nodes=4", "--time=00:10:00", "--time-min=00:01:00"),
+            *("--gpus-per-task=1", "--exclude=n3,n4", "--licenses=fast:1", "--switches=2@00:05:00", "--contiguous", "--nice=5"),
+            *("--comment=a TimeLimit=b", "--mail-type=END,FAIL", "--mail-user=x@y.z", "--chdir=/my work", "--output=/tmp/%x-%j.out"),
+            *("--error=/e", "--export=ALL", f"{ROOT}/slurm/pretrain.sbatch", "config.toml"),
+        ]
+
+    @pytest.mark.parametrize("kind", ["Job", "Socket", "Task"])
+    def test_gpus_that_were_asked_for_in_other_ways(self, cluster, kind):
+        """As 22.05 and later ones write them."""
+        option = {"Job": "--gpus", "Socket": "--gpus-per-socket", "Task": "--gpus-per-task"}[kind]
+        for text, number in (("gres:gpu:h100:2", "h100:2"), ("gres/gpu:8", "8"), ("cpu:8,gres/gpu:8", "8"), ("cpu=8,gres/gpu=8", "8")):
+            cluster.job[f"TresPer{kind}"] = text
+            supervisor = cluster.supervisor()
+            supervisor.show_job()
+            assert [word for word in supervisor.resubmission([]) if word.startswith("--g")] == [f"{option}={number}"]
 
     @pytest.mark.parametrize(
         ("tres", "gres"),
