@@ -212,6 +212,21 @@ def stacks(run, start):
     return "; ".join(places)
 
 
+def flight_records(run, since):
+    """Files of NCCL's flight recorder written since then, in TorchTitan's comm.save_traces_folder: the first and how many, or ""."""
+    comm = read_json(os.path.join(run, "config.json"), {}).get("comm")
+    comm = comm if isinstance(comm, dict) else {}
+    folder = os.path.join(run, str(comm.get("save_traces_folder", "comm_traces")))
+    prefix = os.path.join(folder, str(comm.get("save_traces_file_prefix", "rank_")))
+    found = []
+    for path in glob.glob(glob.escape(prefix) + "*"):
+        with contextlib.suppress(OSError, ValueError):  # other files
+            rank = int(path[len(prefix) :])
+            if os.path.getmtime(path) >= since:
+                found.append((rank, path))
+    return min(found)[1] + (f" and {len(found) - 1} more" if len(found) > 1 else "") if found else ""
+
+
 def gpus_asked(environment):
     """GPUs per node that the job asked for, or that its ranks need; None where nothing says so."""
     names = ["SLURM_GPUS_PER_NODE", "SLURM_GPUS_ON_NODE"]
@@ -305,6 +320,7 @@ class Supervisor:
         self.heard = None  # a signal that this process received itself
         self.fields, self.hosts = {}, []
         self.status = None  # srun's, once training has ended
+        self.began = 0.0  # when training did, by the clock of the run folder's files
         self.stalled = ""  # why training was ended here
         self.beat = ({}, time.monotonic())  # the newest heartbeat, and since when it has been known
         self.looking = None  # the thread that reads the heartbeat
@@ -644,6 +660,7 @@ class Supervisor:
         # torchrun gives ranks 30 s after a SIGTERM unless it is told otherwise: as long as SLURM's notice.
         self.environment.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(self.lead))
         self.beat = ({}, time.monotonic())
+        self.began = within(self.patience, self._written, time.time())
         process = self.node("train", "--job.config_file", *self.argv)
         asked = False
         while process.poll() is None:
@@ -659,6 +676,12 @@ class Supervisor:
             time.sleep(self.pause)
         self.status = process.returncode if process.returncode is not None else 137  # as if killed: nothing ends it
         return Outcome(DECIDE, f"training ended with status {self.status}")
+
+    def _written(self):
+        """When supervisor.jsonl was, by the clock of the file server."""
+        with contextlib.suppress(OSError):
+            return os.path.getmtime(os.path.join(self.run, "supervisor.jsonl"))
+        return time.time()
 
     def silence(self):
         """Why the run is taken for stuck, or "". Rank 0 writes what it does and how long that may take (run/heartbeat.py).
@@ -717,6 +740,9 @@ class Supervisor:
             reason = (
                 f"a rank or a node died without a word (srun's status {self.status}); see {self.run}/logs/{self.start}"
             )
+        records = flight_records(self.run, self.began)
+        if records:
+            reason += f"; NCCL's flight recorder: {records}"
         if signalled:
             reason = f"asked to stop ({signalled}) but not saved in time; {reason}"
         return self.count_failure(reason)

@@ -11,6 +11,7 @@ import threading
 import time
 
 import pytest
+from torchtitan.config import JobConfig
 
 from tests.cluster_of_one import DEMO, ROOT
 from titan_disp.cluster import job, nodecheck
@@ -789,6 +790,30 @@ class TestTrain:
         outcome = supervisor.decide()
         assert outcome.state == "requeue"
         assert "at step 5 (save), and 0 s are allowed (node 0 rank 1: write in <string>:3)" in outcome.reason
+
+    @pytest.mark.parametrize("comm", [{}, {"save_traces_folder": "traces", "save_traces_file_prefix": "gpu"}])
+    def test_the_flight_recorders_files_are_named(self, cluster, comm):
+        """Where NCCL's watchdog has written any in this start: <folder>/<prefix><rank>, as TorchTitan's [comm] says."""
+        default = JobConfig().comm
+        folder = cluster.run / comm.get("save_traces_folder", default.save_traces_folder)
+        prefix = comm.get("save_traces_file_prefix", default.save_traces_file_prefix)
+        folder.mkdir()
+        (cluster.run / "config.json").write_text(json.dumps({"comm": comm}))
+        for name in (f"{prefix}0", f"{prefix}1"):  # of an earlier start
+            (folder / name).write_text("old")
+            os.utime(folder / name, (time.time() - 100, time.time() - 100))
+        supervisor = cluster.supervisor()
+        supervisor.note(Outcome("train"))
+        cluster.write("srun", "exit 1")
+        supervisor.train()
+        assert "flight recorder" not in supervisor.decide().reason
+        dumps = " ".join(f"{folder}/{prefix}{rank}" for rank in (10, 9, 2))
+        cluster.write("srun", f"for file in {dumps} {folder}/other; do echo dump > $file; done; exit 1")
+        supervisor.train()
+        assert supervisor.decide().reason.endswith(f"; NCCL's flight recorder: {folder}/{prefix}2 and 2 more")
+        cluster.error("RuntimeError: NCCL timed out", time=9)
+        supervisor.stalled = "rank 0 has been silent for 9 s"
+        assert supervisor.decide().reason.endswith(f"9 s; NCCL's flight recorder: {folder}/{prefix}2 and 2 more")
 
     def test_a_run_folder_that_hangs(self, cluster, capsys):
         """It holds whoever touches it, which is this process too: files become pipes that nobody writes."""
