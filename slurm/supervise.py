@@ -18,6 +18,7 @@ back. The batch script writes the names of signals that it receives into the fil
 import argparse
 import contextlib
 import fcntl
+import functools
 import glob
 import json
 import os
@@ -95,7 +96,7 @@ def write_json(path, content):
 
 
 def marked(lines, mark):
-    """The JSON values behind a mark; lines without it are shown. Around them stand labels of srun, colours, other nodes' lines."""
+    """The JSON values behind a mark, around which labels of srun, colours or other nodes' lines may stand. Shows other lines."""
     values = []
     for line in lines:
         other, *texts = line.split(mark)
@@ -213,7 +214,7 @@ def stacks(run, start):
 
 
 def flight_records(run, since):
-    """Files of NCCL's flight recorder written since then, in TorchTitan's comm.save_traces_folder: the first and how many, or ""."""
+    """Files of NCCL's flight recorder, TorchTitan's comm.save_traces_folder, written since: the first and how many, or ""."""
     comm = read_json(os.path.join(run, "config.json"), {}).get("comm")
     comm = comm if isinstance(comm, dict) else {}
     folder = os.path.join(run, str(comm.get("save_traces_folder", "comm_traces")))
@@ -479,15 +480,12 @@ class Supervisor:
             return Outcome(CHECK, "the environment is used where it is")
         local = os.path.join(self._setting("LOCAL", "/tmp"), "titan-disp-" + self.job)
         say(f"environment: {archive} to {local} on every node")
-        sbcast = ["sbcast", "--force", archive, local + ".tar"]
-        for command, end in (
-            (
-                lambda: subprocess.Popen(sbcast, env=self.environment, start_new_session=True),
-                kill_group,
-            ),  # it is no step
-            (lambda: self.step("bash", os.path.join(HERE, "unpack.sh"), local + ".tar"), self.end_step),
-        ):
-            process = command()
+        tar = local + ".tar"
+        copy = functools.partial(subprocess.Popen, ["sbcast", "--force", archive, tar], env=self.environment)
+        extract = functools.partial(self.step, "bash", os.path.join(HERE, "unpack.sh"), tar)
+        # sbcast is no step, and ended as what it is: a process.
+        for begin, end in ((copy, subprocess.Popen.kill), (extract, self.end_step)):
+            process = begin()
             _, finished = self._await(process, self.check_seconds, end)
             if self.signalled():
                 return Outcome(DECIDE, "signalled while the environment was unpacked")
@@ -835,7 +833,7 @@ class Supervisor:
     def exclusion(self):
         """(nodes that the job excludes, nodes to exclude from now on, those of the latter that are there for their failures).
 
-        What this program has put on the list before, RUN/excluded.json, comes off it unless it is bad still. The user's own stays.
+        What this program has put on the list (RUN/excluded.json) comes off it unless it is bad still. The user's own stays.
         """
         listed = self.fields.get("ExcNodeList", "")
         try:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from tests.cluster_of_one import DEMO
 from tests.distributed import spawn
-from titan_disp.cluster import bandwidth, nodecheck, nodes
+from titan_disp.cluster import bandwidth, gpu_health, nodecheck, nodes
 from titan_disp.cluster.bandwidth import clock_skews, pair_bandwidths, rounds, slow_links, slow_nodes
 
 H100, H200 = "NVIDIA H100 80GB HBM3", "NVIDIA H200"
@@ -159,6 +159,163 @@ def test_gpu(monkeypatch, free, expected):
 
     monkeypatch.setattr(torch.cuda, "mem_get_info", mem_get_info)
     assert nodecheck.check_gpu(3) == expected
+
+
+# amd-smi metric --ecc, as its change log shows it for ROCm 6.1.1.
+AMD_SMI = """GPU: {gpu}
+    ECC:
+        TOTAL_CORRECTABLE_COUNT: 4
+        TOTAL_UNCORRECTABLE_COUNT: {errors}
+        TOTAL_DEFERRED_COUNT: 0
+        CACHE_CORRECTABLE_COUNT: 0
+        CACHE_UNCORRECTABLE_COUNT: {errors}
+
+"""
+# rocm-smi --showrasinfo, as rocm_smi.py of October 2024 prints it.
+ROCM_SMI = """
+============================ ROCm System Management Interface ============================
+======================================== RAS Info ========================================
+
+GPU[0]: \tRAS INFO
+         Block       Status    Correctable Error  Uncorrectable Error\x20\x20
+           UMC        ENABLED                  7                    0\x20\x20
+         ATHUB       DISABLED\x20\x20
+         MMHUB        ENABLED                  0                    0\x20\x20
+__________________________________________________________________________________________
+
+GPU[1]: \tRAS INFO
+         Block       Status    Correctable Error  Uncorrectable Error\x20\x20
+           UMC        ENABLED                  0                    2\x20\x20
+           GFX        ENABLED                  1                    1\x20\x20
+         ATHUB       DISABLED\x20\x20
+__________________________________________________________________________________________
+==========================================================================================
+=================================== End of ROCm SMI Log ==================================
+"""
+# Lines of the kernel's log as drivers have written them: of dmesg and, without the time, of journalctl.
+XIDS = """[    0.000000] Linux version 6.8.0
+[{old}] NVRM: Xid (PCI:0000:10:1c): 79, pid='<unknown>', name=<unknown>, GPU has fallen off the bus.
+[{now}] NVRM: Xid (PCI:0000:0d:00): 31, pid=3234, Graphics SM Warp Exception on (GPC 2, TPC 2, SM 1): Out Of Range Address
+[{now}] NVRM: Xid (PCI:0000:10:1c): 63, pid=1896, Row Remapper: New row marked for remapping, reset gpu to activate.
+[{now}] NVRM: Xid (PCI:0000:01:00 GPU-I:05): 94, pid=7194, Contained: CE User Channel (0x9). RST: No, D-RST: No
+[{now}] NVRM: Xid (PCI:0000:01:00): 95, pid=7062, Uncontained: LTC TAG (0x2, 0x1). RST: Yes, D-RST: No
+[{now}] NVRM: Xid (PCI:0000:2b:00): 79, GPU has fallen off the bus.
+[{now}] NVRM: GPU 0000:2b:00.0: GPU has fallen off the bus.
+[{now}] NVRM: Xid (PCI:0000:2b:00): 79, GPU has fallen off the bus.
+"""
+HARDWARE_XIDS = [
+    "GPU at PCI:0000:01:00: Xid 95 within a day: pid=7062, Uncontained: LTC TAG (0x2, 0x1). RST: Yes, D-RST: No",
+    "GPU at PCI:0000:2b:00: Xid 79 within a day: GPU has fallen off the bus.",
+]
+
+
+class TestGpuHealth:
+    """Against stand-ins that print what the vendors' tools do."""
+
+    @pytest.fixture
+    def tool(self, tmp_path, monkeypatch):
+        monkeypatch.setenv("PATH", str(tmp_path))
+
+        def write(name, output="", status=0, script=""):
+            (tmp_path / f"{name}.out").write_text(output)
+            file = tmp_path / name
+            file.write_text(f'#!/bin/bash\necho "$*" >> $0.calls\n{script}\necho -n "$(<$0.out)"\nexit {status}\n')
+            file.chmod(0o755)
+            return tmp_path / f"{name}.calls"
+
+        return write
+
+    SOUND = {
+        "ecc.errors.uncorrected.volatile.total": "0",
+        "remapped_rows.failure": "No",
+        "remapped_rows.pending": "No",
+        "gpu_recovery_action": "None",
+    }
+
+    def nvidia(self, tool, field, value):
+        """Of two GPUs the first has this value; None: the driver does not know the field."""
+        known = {**self.SOUND, field: value}
+        cases = [
+            f'*index,{name}*) echo "0, {v}"; echo "1, {self.SOUND[name]}"; exit;;' for name, v in known.items() if v
+        ]
+        unknown = '*) echo "Field \\"x\\" is not a valid field to query."; exit 2;;'
+        return tool("nvidia-smi", script="\n".join(['case "$*" in', *cases, unknown, "esac"]))
+
+    @pytest.mark.parametrize(
+        ("field", "value", "problem"),
+        [
+            (
+                "ecc.errors.uncorrected.volatile.total",
+                "3",
+                "GPU 0: 3 uncorrectable memory errors since the driver was loaded",
+            ),
+            ("ecc.errors.uncorrected.volatile.total", "[N/A]", None),  # a GPU without ECC
+            ("remapped_rows.failure", "Yes", "GPU 0: memory that failed could not be remapped (Yes)"),
+            ("remapped_rows.pending", "Yes", "GPU 0: memory errors wait for a reset of the GPU (Yes)"),
+            ("gpu_recovery_action", "Reset", "GPU 0: the driver asks for a recovery action (Reset)"),
+            ("remapped_rows.failure", None, None),
+        ],
+    )
+    def test_nvidia(self, tool, field, value, problem):
+        """A driver that tells its recovery action knows of its Xids, also whether the GPU was reset since."""
+        self.nvidia(tool, field, value)
+        log = tool("dmesg", XIDS.format(now="9.9", old="1.0"))
+        assert gpu_health.gpu_problems() == ([problem] if problem else [])
+        assert not log.exists()
+
+    def test_nothing_there(self, tool):
+        assert gpu_health.gpu_problems() == []
+
+    @pytest.mark.parametrize("name", ["nvidia-smi", "amd-smi", "rocm-smi"])
+    def test_a_driver_that_hangs(self, tool, monkeypatch, name):
+        monkeypatch.setattr(gpu_health, "LIMIT", 0.2)
+        tool(name, script="exec /bin/sleep 20")
+        assert gpu_health.gpu_problems() == [f"{name} does not answer within 0.2 s"]
+
+    @pytest.fixture
+    def xids(self, monkeypatch):
+        """The log of a node that has been up for three days and a half."""
+        monkeypatch.setattr(gpu_health, "time", SimpleNamespace(monotonic=lambda: 3.5 * 86400))
+        return XIDS.format(now=f"{2.6 * 86400:12.6f}", old=f"{2.4 * 86400:12.6f}")
+
+    def test_xids_of_dmesg(self, tool, xids):
+        """Of hardware, of the last day, each once. An application's own, such as 31, are not the node's fault."""
+        self.nvidia(tool, "gpu_recovery_action", None)
+        tool("dmesg", xids)
+        assert gpu_health.gpu_problems() == HARDWARE_XIDS
+
+    def test_xids_of_the_journal(self, tool, xids):
+        """Where dmesg is root's, and the journal is not."""
+        self.nvidia(tool, "gpu_recovery_action", None)
+        tool("dmesg", status=1)
+        lines = [line.split("] ")[1] for line in xids.splitlines() if "10:1c): 79" not in line]
+        calls = tool("journalctl", "\n".join(lines))
+        assert gpu_health.gpu_problems() == HARDWARE_XIDS
+        assert calls.read_text() == "--dmesg --since=-24h --output=cat --no-pager --quiet\n"
+        tool("journalctl", status=1)
+        assert gpu_health.gpu_problems() == []
+
+    def test_a_journal_that_hangs_is_no_sick_gpu(self, tool, monkeypatch):
+        monkeypatch.setattr(gpu_health, "LIMIT", 0.2)
+        tool("dmesg", status=1)
+        tool("journalctl", script="exec /bin/sleep 20")
+        assert gpu_health.gpu_problems() == []
+
+    def test_amd(self, tool):
+        calls = tool("amd-smi", AMD_SMI.format(gpu=0, errors="N/A") + AMD_SMI.format(gpu=1, errors=3))
+        other = tool("rocm-smi", ROCM_SMI)
+        assert gpu_health.gpu_problems() == ["GPU 1: 3 uncorrectable errors"]
+        assert calls.read_text() == "metric --ecc\n"
+        assert not other.exists()
+
+    @pytest.mark.parametrize("newer", [None, "GPU: 0\n    ECC:\n        TOTAL_UNCORRECTABLE_COUNT: N/A\n"])
+    def test_older_amd(self, tool, newer):
+        """Where amd-smi is not there, or does not know."""
+        if newer:
+            tool("amd-smi", newer)
+        calls = tool("rocm-smi", ROCM_SMI)
+        assert gpu_health.gpu_problems() == ["GPU 1: 3 uncorrectable errors"]
+        assert calls.read_text() == "--showrasinfo\n"
 
 
 def check(monkeypatch, out, *arguments):

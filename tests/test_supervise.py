@@ -971,7 +971,8 @@ class TestEnds:
         assert cluster.supervisor(TITAN_DISP_RESUBMIT="1").requeue() == 1
 
     # What SLURM 22.05.8 says of a job of --gpus-per-task=1 --exclude=n[3-4] --licenses=fast:1 --comment='a TimeLimit=b'
-    # --mail-type=END,FAIL --mail-user=x@y.z --nice=5 --switches=2@00:05:00 --contiguous --job-name='my run' --error=/e --time-min=1.
+    # --mail-type=END,FAIL --mail-user=x@y.z --nice=5 --switches=2@00:05:00 --contiguous --job-name='my run' --error=/e
+    # --time-min=1.
     SHOWN = """JobId=7 JobName=my run
    UserId=root(0) GroupId=root(0) MCS_label=N/A
    Priority=4294901754 Nice=5 Account=(null) QOS=(null)
@@ -1011,9 +1012,29 @@ class TestEnds:
         supervisor.show_job()
         command = supervisor.resubmission(["n3", "n4"])
         assert command[:-2] == [
-            *("sbatch", "--job-name=my run", "--partition=debug", "--nodes=4", "--time=00:10:00", "--time-min=00:01:00"),
-            *("--gpus-per-task=1", "--exclude=n3,n4", "--licenses=fast:1", "--switches=2@00:05:00", "--contiguous", "--nice=5"),
-            *("--comment=a TimeLimit=b", "--mail-type=END,FAIL", "--mail-user=x@y.z", "--chdir=/my work", "--output=/tmp/%x-%j.out"),
+            *(
+                "sbatch",
+                "--job-name=my run",
+                "--partition=debug",
+                "--nodes=4",
+                "--time=00:10:00",
+                "--time-min=00:01:00",
+            ),
+            *(
+                "--gpus-per-task=1",
+                "--exclude=n3,n4",
+                "--licenses=fast:1",
+                "--switches=2@00:05:00",
+                "--contiguous",
+                "--nice=5",
+            ),
+            *(
+                "--comment=a TimeLimit=b",
+                "--mail-type=END,FAIL",
+                "--mail-user=x@y.z",
+                "--chdir=/my work",
+                "--output=/tmp/%x-%j.out",
+            ),
             *("--error=/e", "--export=ALL", f"{ROOT}/slurm/pretrain.sbatch", "config.toml"),
         ]
 
@@ -1021,7 +1042,12 @@ class TestEnds:
     def test_gpus_that_were_asked_for_in_other_ways(self, cluster, kind):
         """As 22.05 and later ones write them."""
         option = {"Job": "--gpus", "Socket": "--gpus-per-socket", "Task": "--gpus-per-task"}[kind]
-        for text, number in (("gres:gpu:h100:2", "h100:2"), ("gres/gpu:8", "8"), ("cpu:8,gres/gpu:8", "8"), ("cpu=8,gres/gpu=8", "8")):
+        for text, number in (
+            ("gres:gpu:h100:2", "h100:2"),
+            ("gres/gpu:8", "8"),
+            ("cpu:8,gres/gpu:8", "8"),
+            ("cpu=8,gres/gpu=8", "8"),
+        ):
             cluster.job[f"TresPer{kind}"] = text
             supervisor = cluster.supervisor()
             supervisor.show_job()
@@ -1179,7 +1205,7 @@ def test_what_dead_jobs_left_on_a_node_is_removed(cluster, tmp_path):
 
 @pytest.mark.parametrize("what", ["check", "train"])
 def test_a_container_that_cleans_the_environment(tmp_path, what):
-    """apptainer's --cleanenv, for which env -i stands here: the node's name, the job's number and the site's settings get there."""
+    """apptainer's --cleanenv, for which env -i stands: the node's name, the job's number and the site's settings get there."""
     python = tmp_path / "a python"
     names = (
         "SLURMD_NODENAME",

@@ -97,7 +97,7 @@ def test_two_nodes(slurm, submit):
 
 
 def test_a_step_has_all_cpus_of_unequal_nodes(slurm, submit):
-    """Where nobody asks for CPUs; the first node's count for every node cannot be had. Of an option given twice the last counts."""
+    """Where nobody asks for CPUs. The first node's count cannot be had on all; of an option given twice the last counts."""
     step = "srun --ntasks-per-node=1 --mem=0 --cpu-bind=none"
     show = "bash -c 'echo $SLURMD_NODENAME $SLURM_CPUS_ON_NODE'"
     lines = [f"{step} {show}", f"echo; {step} --cpus-per-task=2 --cpus-per-task=1 {show}"]

@@ -6,12 +6,10 @@ this node.
 """
 
 import argparse
-import csv
 import json
 import os
 import shutil
 import socket
-import subprocess
 import sys
 import tempfile
 import time
@@ -22,6 +20,7 @@ from typing import Any
 import torch
 from torchtitan.config import JobConfig
 
+from titan_disp.cluster.gpu_health import gpu_problems
 from titan_disp.config import load_config
 from titan_disp.data.shards import list_files
 from titan_disp.data.tokenizer import load_tokenizer_for
@@ -32,13 +31,6 @@ from titan_disp.run.folder import write_json
 MINIMUM_DISK = 2 << 30  # bytes on the node's own disk: compiled kernels take some hundred MB, an environment some GB
 REPORT = "titan-disp-node-report: "  # begins the line that holds the report (slurm/supervise.py reads it)
 LINE = 1000  # bytes of it: srun passes on what is longer than 1024 in pieces, between which other nodes' lines come
-# nvidia-smi's fields that tell of a GPU that will fail, the value that a sound one has, and what is said of another.
-NVIDIA_HEALTH = {
-    "ecc.errors.uncorrected.volatile.total": ("0", "{} uncorrectable memory errors since the driver was loaded"),
-    "remapped_rows.failure": ("No", "memory that failed could not be remapped ({})"),
-    "remapped_rows.pending": ("No", "memory errors wait for a reset of the GPU ({})"),
-    "gpu_recovery_action": ("None", "the driver asks for a recovery action ({})"),
-}
 BUSY = 0.9  # a GPU with less of its memory free than this has another user, or a dead one's leftovers
 
 
@@ -77,28 +69,6 @@ def check_gpu(index: int) -> tuple[int, str | None]:
     except RuntimeError as error:
         return 0, f"GPU {index}: {str(error).splitlines()[0]}"
     return free, None
-
-
-def gpu_health() -> list[str]:
-    """What nvidia-smi says of GPUs that will fail, such as uncorrectable memory errors; nothing where there is no nvidia-smi.
-
-    Fields that a driver does not know are asked for one by one: nvidia-smi refuses a query with one unknown field whole.
-    """
-    problems = []
-    for field, (sound, text) in NVIDIA_HEALTH.items():
-        command = ["nvidia-smi", f"--query-gpu=index,{field}", "--format=csv,noheader"]
-        try:
-            done = subprocess.run(command, capture_output=True, text=True, timeout=60)
-        except FileNotFoundError:
-            return []
-        except subprocess.TimeoutExpired:
-            return ["nvidia-smi does not answer within 60 s"]
-        if done.returncode != 0:
-            continue
-        for row in csv.reader(done.stdout.splitlines(), skipinitialspace=True):
-            if len(row) == 2 and row[1] not in (sound, "N/A", "[N/A]", "[Not Supported]"):
-                problems.append(f"GPU {row[0]}: {text.format(row[1])}")
-    return problems
 
 
 def input_problems(job_config: JobConfig) -> list[str]:
@@ -160,7 +130,7 @@ def check_node(
         problems.append(f"{count} GPUs are visible, expected {gpus}")
     checked = [check_gpu(i) for i in range(count)]
     problems += [problem for _, problem in checked if problem]
-    problems += gpu_health() if count else []
+    problems += gpu_problems() if count else []
     if job_config is not None:
         problems += input_problems(job_config)
     return {
