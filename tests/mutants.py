@@ -31,7 +31,15 @@ EQUIVALENT = ROOT / "tests" / "equivalent_mutants.toml"
 ROOMS = {
     "dispersion": (
         ["titan_disp/dispersion/*.py", "titan_disp/dispersion/variants/*.py"],
-        ["test_pairwise", "test_variants", "test_padding", "test_objective", "test_sharded", "test_gpu_path"],
+        [
+            "test_pairwise",
+            "test_variants",
+            "test_authors",
+            "test_padding",
+            "test_objective",
+            "test_sharded",
+            "test_gpu_path",
+        ],
     ),
     "guard": (["titan_disp/run/guard.py"], ["test_guard", "test_ranks_agree"]),
     "checkpoint": (

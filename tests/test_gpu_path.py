@@ -207,6 +207,7 @@ def test_the_host_never_waits(monkeypatch, variant, estimator, padded):
         ("cuda", 16, 4096, [1024] * 4),
         ("cuda", 32, 4096, [512] * 8),
         ("cuda", 128, 256, [256]),  # drawn positions
+        ("cuda", 8, 5376, [896] * 6),  # 1344 divides it too, but is no multiple of 128
         ("cuda", 8, 1664, [832] * 2),  # 13 × 128: no multiple of 128 but a tile too large and one too small
         ("cuda", 1, 100, [100]),
         ("cuda", 1, 4099, [1408, 1408, 1283]),  # a prime
