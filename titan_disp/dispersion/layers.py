@@ -77,7 +77,7 @@ class Layers(ABC):
 
         return self.sum_over_group(self.each(own_part)) / (self.tokens * self.features)
 
-    def _compute(self, compute: Compute, z: Tensor, mask: TokenMask | None) -> Result:
+    def _apply(self, compute: Compute, z: Tensor, mask: TokenMask | None) -> Result:
         if mask is not None:
             z = z.where(mask.own, 0.0)  # padding may be NaN
         if self.in_bf16 and z.dtype == torch.float32:
@@ -98,9 +98,9 @@ class WholeLayers(Layers):
     def each(self, compute: Compute) -> Tensor:
         def of_layer(z: Tensor) -> Result:
             if self.group is None:
-                return in_parts(z, self.mask, partial(self._compute, compute))
+                return in_parts(z, self.mask, partial(self._apply, compute))
             # Each part of the batch would cost one more collective call, and shards are small.
-            return self._compute(compute, z, self.mask)
+            return self._apply(compute, z, self.mask)
 
         return torch.stack([SavedGradient.apply(z, of_layer) for z in self.zs])
 

@@ -147,7 +147,8 @@ def fit(some: Tensor, pair: PairFunction, filled: Tensor | None = None) -> tuple
     slope = mean(centred * (r - mean_r)) / (mean(centred.square()) + RIDGE)
     a1, a2 = mean_r - slope * mean_c, slope / 2
     a0 = mean(w - a1 * c - a2 * c.square())
-    error = mean((mean_r + slope * centred - r).square()).sqrt() / mean(r.square()).sqrt().clamp_min(RIDGE)
+    scale = mean(r.square()).sqrt().clamp_min(torch.finfo(r.dtype).tiny)  # of an empty sequence it is 0
+    error = mean((mean_r + slope * centred - r).square()).sqrt() / scale
     return torch.cat([a0, a1, a2], dim=-1), error[:, 0]
 
 

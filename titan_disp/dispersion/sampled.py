@@ -61,7 +61,7 @@ class SampledLayers(Layers):
 
     def each(self, compute: Compute) -> Tensor:
         # All layers' few tokens at once: alone, they would be as many small kernels for each.
-        values, grads = in_parts(self.z.flatten(0, 1), self.mask_of_all(), partial(self._compute, compute))
+        values, grads = in_parts(self.z.flatten(0, 1), self.mask_of_all(), partial(self._apply, compute))
         rows = self.own_rows(grads.view_as(self.z))
         parts = zip(self.zs, values.view(len(self.zs), -1), rows, self.local, strict=True)
         return torch.stack([SavedRows.apply(*part) for part in parts])

@@ -1,4 +1,4 @@
-"""What a variant of the loss has to say for itself, and what those that sum a function of cosines share."""
+"""What every variant of the loss defines, and what the variants that sum a function of cosines share."""
 
 import math
 from abc import ABC, abstractmethod
