@@ -321,7 +321,9 @@ class Supervisor:
         self.heard = None  # a signal that this process received itself
         self.fields, self.hosts = {}, []
         self.status = None  # srun's, once training has ended
-        self.began = 0.0  # when training did, by the clock of the run folder's files
+        self.noted = self.began = (
+            time.time()
+        )  # the last transition and the training, by the clock of the run folder's files
         self.stalled = ""  # why training was ended here
         self.beat = ({}, time.monotonic())  # the newest heartbeat, and since when it has been known
         self.looking = None  # the thread that reads the heartbeat
@@ -525,8 +527,11 @@ class Supervisor:
         lines, finished = self._await(process, self.check_seconds, self.end_step)
         if not finished and not self.signalled():
             say(f"the check of the nodes has taken {self.check_seconds:.0f} s and is ended")
-        found = [report for report in marked(lines, NODE_REPORT) if isinstance(report, dict)]
-        reports = {report["node"]: report for report in found if "node" in report}
+        reports = {
+            report["node"]: report
+            for report in marked(lines, NODE_REPORT)
+            if isinstance(report, dict) and isinstance(report.get("node"), str)
+        }
         with contextlib.suppress(OSError):  # for whoever looks later
             folder = os.path.join(self.run, "nodes", self.start)
             os.makedirs(folder, exist_ok=True)
@@ -603,14 +608,13 @@ class Supervisor:
             return Outcome(TRAIN, "the config can start on these nodes")
         if status == IN_USE and self.restart == 0:  # at a restart it may be what this job's own start has left
             return Outcome(END, "{} uses the run folder. Not requeued".format(self.owner() or "another job"), 2)
-        reason = f"the config could not be checked (status {status}); the lines above say why"
-        if status == 0:
-            reason = (
-                "the check of the config did not say the run folder: is titan-disp of the same version there as "
-                "slurm/supervise.py here?"
-            )
         if not finished:
             reason = f"the check of the config took more than {self.check_seconds:.0f} s"
+        elif status == 0:
+            reason = "the check of the config did not say the run folder: "
+            reason += "is titan-disp of the same version there as slurm/supervise.py here?"
+        else:
+            reason = f"the config could not be checked (status {status}); the lines above say why"
         if first:
             return Outcome(END, reason + ". Not requeued: mend the config or the environment", 2)
         return self.count_failure(reason)
@@ -658,7 +662,7 @@ class Supervisor:
         # torchrun gives ranks 30 s after a SIGTERM unless it is told otherwise: as long as SLURM's notice.
         self.environment.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(self.lead))
         self.beat = ({}, time.monotonic())
-        self.began = within(self.patience, self._written, time.time())
+        self.began = self.noted
         process = self.node("train", "--job.config_file", *self.argv)
         asked = False
         while process.poll() is None:
@@ -674,12 +678,6 @@ class Supervisor:
             time.sleep(self.pause)
         self.status = process.returncode if process.returncode is not None else 137  # as if killed: nothing ends it
         return Outcome(DECIDE, f"training ended with status {self.status}")
-
-    def _written(self):
-        """When supervisor.jsonl was, by the clock of the file server."""
-        with contextlib.suppress(OSError):
-            return os.path.getmtime(os.path.join(self.run, "supervisor.jsonl"))
-        return time.time()
 
     def silence(self):
         """Why the run is taken for stuck, or "". Rank 0 writes what it does and how long that may take (run/heartbeat.py).
@@ -935,6 +933,8 @@ class Supervisor:
             os.makedirs(self.run, exist_ok=True)
             with open(os.path.join(self.run, "supervisor.jsonl"), "a") as file:
                 file.write(json.dumps(record) + "\n")
+                file.flush()
+                self.noted = os.fstat(file.fileno()).st_mtime
 
         try:
             within(self.patience, write)
