@@ -188,10 +188,13 @@ def test_bytes_of_tensor_parallel(sample):
 
 
 def test_one_gpu_sends_nothing():
-    plan = make_plan(config(PAPER, "--checkpoint.no-enable"), 1, 1, mfu=1.0, node_bandwidth=0.5)
+    plan = make_plan(
+        config(PAPER, "--checkpoint.no-enable", "--training.local_batch_size", "2"), 1, 1, mfu=1.0, node_bandwidth=0.5
+    )
     assert (plan.within_bytes, plan.between_bytes, plan.exposed_seconds) == (0, 0, 0)
     assert (plan.checkpoints, plan.checkpoint_interval_seconds) == (0, 0.0)
-    assert plan.config == str(PAPER)
+    assert (plan.config, plan.local_batch_size, plan.accumulation_steps) == (str(PAPER), 2, 960)
+    assert isinstance(plan.accumulation_steps, int)
     assert plan.step_seconds == plan.computing_seconds
 
 
