@@ -2,13 +2,15 @@
 
 import dataclasses
 import warnings
-from contextlib import contextmanager
+from contextlib import nullcontext
 from pathlib import Path
-from unittest import mock
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_leaves
 
 GLOBAL_BATCH, SEQ_LEN, VOCAB = 8, 32, 2048
 
@@ -45,11 +47,10 @@ def assert_tied(model, tied=True):
     assert ("output.weight" in canonical(model)) == (not tied)
 
 
-def build(sample, run_folder, *options):
+def job_config(sample, run_folder, *options):
     from titan_disp.config import load_config
-    from titan_disp.train import DispTrainer
 
-    config = load_config(
+    return load_config(
         [
             *("--model.name", "qwen3_disp", "--model.flavor", "nano"),
             *("--model.hf_assets_path", f"{sample}/tokenizer", "--job.dump_folder", str(run_folder)),
@@ -63,7 +64,12 @@ def build(sample, run_folder, *options):
             *options,
         ]
     )
-    return DispTrainer(config)
+
+
+def build(sample, run_folder, *options):
+    from titan_disp.train import DispTrainer
+
+    return DispTrainer(job_config(sample, run_folder, *options))
 
 
 def mutate(objective, mutation):
@@ -86,7 +92,8 @@ def step(trainer):
     gradients = {}
 
     def keep(optimizer, args, kwargs):
-        gradients.update({name: full(p.grad).clone() for name, p in canonical(trainer.model_parts[0]).items()})
+        with _disable_current_modes():  # what this sends is not the step's
+            gradients.update({name: full(p.grad).clone() for name, p in canonical(trainer.model_parts[0]).items()})
 
     hook = trainer.optimizers.optimizers[0].register_step_pre_hook(keep)
     trainer.step += 1
@@ -98,20 +105,28 @@ def step(trainer):
     return gradients
 
 
-@contextmanager
-def counted_all_reduces(trainer):
-    """A list that grows with every all-reduce over the replicas, as FSDP2 calls it."""
-    mesh = trainer.parallel_dims.get_optional_mesh("dp_replicate")
-    group = mesh.get_group().group_name if mesh is not None else None
-    found, all_reduce = [], dist.all_reduce
+class Collectives(TorchDispatchMode):
+    """What a step sends: (all_gather, reduce_scatter or all_reduce; the group's ranks; bytes of the whole, not the shard)."""
 
-    def counted(tensor, *args, **kwargs):
-        if kwargs.get("group") is not None and kwargs["group"].group_name == group:
-            found.append(tensor.numel())
-        return all_reduce(tensor, *args, **kwargs)
+    KINDS = ("all_gather", "reduce_scatter", "all_reduce")
 
-    with mock.patch.object(dist, "all_reduce", counted):
-        yield found
+    def __init__(self):
+        super().__init__()
+        self.calls = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        namespace, name = func._schema.name.split("::")
+        kind = next((k for k in self.KINDS if k.replace("_", "") in name.replace("_", "")), None)
+        if "c10d" in namespace and kind is not None:
+            if namespace == "c10d":
+                group = next(dist.ProcessGroup.unbox(a) for a in args if isinstance(a, torch.ScriptObject))
+            else:
+                group = _resolve_process_group(args[-1])
+            ranks = dist.get_process_group_ranks(group)
+            size = max(sum(t.nbytes for t in tree_leaves(a) if isinstance(t, torch.Tensor)) for a in args)
+            whole = size * len(ranks) if kind == "all_gather" and namespace != "c10d" else size
+            self.calls.append((kind, tuple(ranks), whole))
+        return func(*args, **(kwargs or {}))
 
 
 def run_cases(sample, folder, cases, checkpoint):
@@ -128,7 +143,8 @@ def run_cases(sample, folder, cases, checkpoint):
         assert_tied(model, tied)
         before = {n: full(p.detach()).clone() for n, p in canonical(model).items()}
         trainer.loss_fn = mutate(trainer.loss_fn, mutation)
-        with counted_all_reduces(trainer) as all_reduces:
+        compiled = "--compile.enable" in options  # in which the calls could not be seen
+        with nullcontext() if compiled else Collectives() as collectives:
             gradients = step(trainer)
         assert_tied(model, tied)
         after = {n: full(p.detach()).clone() for n, p in canonical(model).items()}
@@ -141,6 +157,7 @@ def run_cases(sample, folder, cases, checkpoint):
                 assert torch.equal(full(p.detach()), after[n]), f"{n} changed through save and load"
         trainer.close()
         if dist.get_rank() == 0:
-            found = {"gradients": gradients, "before": before, "after": after, "all_reduces": all_reduces}
+            calls = None if compiled else collectives.calls
+            found = {"gradients": gradients, "before": before, "after": after, "collectives": calls}
             torch.save(found, Path(folder) / f"{name}.pt")
         dist.barrier()

@@ -101,7 +101,7 @@ def options(sample):
                 "--parallelism.tensor_parallel_degree",
                 "2",
             ],
-            r"degree 1 × tensor_parallel_degree 2 = 2 does not divide the 3 ranks: set tensor_parallel_degree or .* that does",
+            r"degree 1 × tensor_parallel_degree 2 = 2 does not divide the 3 ranks: set tensor_parallel_degree .* that does",
         ),
         (1, ["--parallelism.tensor_parallel_degree", "2"], r"tensor_parallel_degree 2 = 2 does not divide the 1 ranks"),
         (
