@@ -11,6 +11,7 @@ import threading
 import time
 
 import pytest
+from torch.distributed.run import config_from_args, parse_args
 from torchtitan.config import JobConfig
 
 from tests.cluster_of_one import DEMO, ROOT
@@ -1234,6 +1235,32 @@ def test_a_container_that_cleans_the_environment(tmp_path, what):
     told = subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
     assert told.splitlines()[0] == "n7|7|AWS Libfabric|/a run|||"
     assert told.rstrip().endswith("--an argument")
+
+
+@pytest.mark.parametrize("node", [0, 6])
+def test_what_torchrun_is_asked_for(tmp_path, monkeypatch, node):
+    """As torch reads it: node 6 has rank 6, whatever the addresses, and waits for the others as long as ranks do, or longer."""
+    python = tmp_path / "python"
+    python.write_text('#!/bin/bash\nprintf "%s\\0" "$@"')
+    python.chmod(0o755)
+    environment = {
+        **{"PATH": os.environ["PATH"], "TITAN_DISP_PYTHON": str(python), "TITAN_DISP_LOCAL": str(tmp_path)},
+        **{"TITAN_DISP_NPROC": "8", "TITAN_DISP_START": "7.1", "TITAN_DISP_RUN": f"{tmp_path}/a run"},
+        **{"TITAN_DISP_ENDPOINT": "gpu8:20007", "SLURM_NODEID": str(node), "SLURM_NNODES": "80"},
+    }
+    command = ["bash", ROOT / "slurm" / "node.sh", "train", "--job.config_file", "a config.toml"]
+    words = subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout.split("\0")[:-1]
+    assert words[:2] == ["-m", "torch.distributed.run"]
+    monkeypatch.setenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "300")
+    config, _, arguments = config_from_args(parse_args(words[2:]))
+    assert (config.min_nodes, config.max_nodes, config.nproc_per_node, config.max_restarts) == (80, 80, 8, 0)
+    assert (config.rdzv_backend, config.rdzv_endpoint, config.run_id) == ("static", "gpu8:20007", "7.1")
+    assert config.rdzv_configs["rank"] == node
+    assert config.rdzv_configs["timeout"] >= JobConfig().comm.init_timeout_seconds
+    assert config.shutdown_timeout == 300
+    assert (tmp_path / "a run" / "logs" / "7.1" / f"node-{node}").is_dir()
+    assert arguments[-2:] == ["--job.config_file", "a config.toml"]
+    assert ("--tee" in words) is (node == 0)  # rank 0 is on the first node, and speaks in the job's log
 
 
 def test_the_script_forwards_signals_and_the_status(cluster, tmp_path):
