@@ -104,6 +104,7 @@ def test_a_run_of_an_earlier_version_says_nothing():
 def test_the_clock(monkeypatch):
     now = [1000.0]
     monkeypatch.setattr(clock.time, "time", lambda: now[0])
+    monkeypatch.setattr(clock.time, "monotonic", lambda: now[0])
     timer = Clock(began=900.0)
 
     def during(kind, seconds):
@@ -125,6 +126,19 @@ def test_the_clock(monkeypatch):
     during("validation", 6)
     assert timer.rounded() == expected | {"validation": 6.0}
     assert now[0] - 900 - sum(timer.spent().values()) == 1
+
+
+def test_a_clock_that_is_set(monkeypatch):
+    """By an hour, in the middle of a step: the step takes as long as it takes."""
+    wall, ticks = [1000.0], [50.0]
+    monkeypatch.setattr(clock.time, "time", lambda: wall[0])
+    monkeypatch.setattr(clock.time, "monotonic", lambda: ticks[0])
+    timer = Clock(began=990.0)
+    for jump in (0, 3600, -7200):
+        with timer.during("steps"):
+            ticks[0] += 10
+            wall[0] += 10 + jump
+    assert timer.spent() == dict.fromkeys(clock.KINDS, 0.0) | {"start_up": 20.0, "steps": 20.0}
 
 
 def test_the_begin_of_an_allocation():

@@ -28,19 +28,24 @@ def allocation_began(environment: Mapping[str, str] = os.environ) -> float:
 class Clock:
     """Seconds by kind since the allocation began.
 
-    The first step counts as start-up, as most of it is compilation. What no kind has is the rest of the wall time.
+    The first step counts as start-up, as most of it is compilation. What no kind has is the rest of the wall time. A machine's
+    clock that is set meanwhile changes nothing.
     """
 
     def __init__(self, began: float) -> None:
         self.began = began
+        self._offset = time.time() - time.monotonic()
         self._seconds = dict.fromkeys(KINDS, 0.0)
         self._running: tuple[str, float] | None = None
         self._stepped = False
 
+    def _now(self) -> float:
+        return self._offset + time.monotonic()
+
     @contextmanager
     def during(self, kind: str) -> Iterator[None]:
         """Not nested."""
-        self._running = (kind, time.time())
+        self._running = (kind, self._now())
         try:
             yield
         finally:
@@ -49,7 +54,7 @@ class Clock:
 
     def spent(self) -> dict[str, float]:
         """Seconds by kind up to now, what is running included."""
-        seconds, now = dict(self._seconds), time.time()
+        seconds, now = dict(self._seconds), self._now()
         kind, since = self._running or ("", now)
         if kind and (self._stepped or kind != "steps"):
             seconds[kind] += now - since
