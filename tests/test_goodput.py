@@ -84,7 +84,22 @@ def test_a_start_that_trains_nothing():
     held = {"event": "stop", "step": 20, "time": 86_430, "allocated": 86_400}
     first, second = goodputs(ROWS[:3], [EVENTS[0], held])
     assert first == Goodput(kept=190, repeated=100, start_up=70, checkpoints=10)
-    assert second == Goodput(waiting=86_400 - 370, other=30)
+    assert second == Goodput(waiting=86_400 - 370, start_up=30)
+
+
+def test_starts_that_were_killed_before_a_row():
+    """In the first step, 40 and 90 s after their allocations; the third start gets on."""
+    begins = [
+        *(EVENTS[0], {"event": "resume", "step": 20, "time": 540, "allocated": 500}),
+        {"event": "resume", "step": 20, "time": 790, "allocated": 700},
+        {"event": "resume", "step": 20, "time": 1040, "allocated": 1000},
+    ]
+    rows = [*ROWS[:3], row(30, 1150, start_up=60, steps=90)]
+    first, *killed, last = goodputs(rows, begins)
+    assert (first.kept, first.repeated) == (190, 100)
+    assert killed == [Goodput(start_up=40, waiting=500 - 370), Goodput(start_up=90, waiting=700 - 540)]
+    assert last == Goodput(kept=90, start_up=60, waiting=1000 - 790)
+    assert together([first, *killed, last]).total == 1150
 
 
 @pytest.mark.parametrize("loaded", [True, False])
@@ -94,7 +109,7 @@ def test_a_complete_run_waits_for_nothing(loaded):
     end = {"event": "complete", "step": 40, "time": 86_430} | ({} if loaded else {"allocated": 86_400})
     *before, last = goodputs(ROWS, [*EVENTS, *begin, end])
     assert before == goodputs(ROWS, EVENTS)
-    assert last == Goodput(other=30)
+    assert last == Goodput(start_up=30)
 
 
 def test_a_run_of_an_earlier_version_says_nothing():

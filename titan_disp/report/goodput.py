@@ -15,7 +15,7 @@ class Goodput:
 
     Attributes:
         kept: in steps that no later start repeated. repeated: in steps that one did.
-        start_up: from the begin of the allocation through the first step, which compiles.
+        start_up: from the begin of the allocation through the first step, which compiles, or to the last line, if earlier.
         waiting: from the last line that the start before wrote to the begin of this allocation, unless it had completed the run.
             When a start was killed nobody tells, so that a hang before it is waiting too.
         other: what is none of these, such as logging.
@@ -70,8 +70,9 @@ def _of(attempt: Attempt, before: Attempt | None, kept_until: int) -> Goodput:
         validation=last.get("validation", 0.0),
         waiting=0.0 if before is None or before.complete else began - before.ended,
     )
-    rest = attempt.ended - began - (found.total - found.waiting)
-    return replace(found, other=max(0.0, rest))
+    rest = max(0.0, attempt.ended - began - (found.total - found.waiting))
+    stepped = attempt.spent or attempt.last_step > attempt.first_step
+    return replace(found, other=rest) if stepped else replace(found, start_up=rest)
 
 
 def goodputs(written: Sequence[Mapping[str, Any]], events: Sequence[Mapping[str, Any]]) -> list[Goodput]:
