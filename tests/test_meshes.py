@@ -199,8 +199,9 @@ def test_gradients_equal_one_process_at_night(night, name):
 @pytest.mark.night
 def test_gradients_cross_replicas_once_a_step_beside_tensor_parallel(night):
     """Six blocks and the tied embedding's group; of the untied model two blocks, the embedding, and the output with its norm."""
-    assert len(night["hsdp_tp"]["all_reduces"]) == 6 + 1
-    assert len(night["untied_hsdp_tp"]["all_reduces"]) == 2 + 2
+    for name, groups in (("hsdp_tp", 6 + 1), ("untied_hsdp_tp", 2 + 2)):
+        calls = [call for call in night[name]["collectives"] if call[:2] == ("all_reduce", (0, 4))]
+        assert len(calls) == groups
 
 
 @pytest.mark.slow
@@ -221,7 +222,8 @@ def test_gradients_of_every_variant_and_estimator(family, name):
 @pytest.mark.parametrize("name", [*sorted(BROKEN), "last_layer", "final_norm"])
 def test_a_wrong_objective_would_be_seen(results, name):
     error = errors(results[name]["gradients"], results["reference"]["gradients"])
-    assert max(error.values()) > 100 * TOLERANCE
+    # At the start the norm's weights are one, and it changes no direction: its own gradient tells, and little else.
+    assert max(error.values()) > (10 if name == "final_norm" else 100) * TOLERANCE
 
 
 @pytest.mark.slow
