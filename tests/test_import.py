@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from tests.cluster_of_one import DEMO, ROOT, rank_environment, train
 from titan_disp.checks import check_inputs
 from titan_disp.config import load_config
-from titan_disp.data.shards import check_data, list_files
+from titan_disp.data.files import check_data, list_files
 from titan_disp.errors import ConfigError
 from titan_disp.qwen3.flavors import flavors
 from titan_disp.qwen3.hf import architecture, check_hf_folder

@@ -26,9 +26,9 @@ from titan_disp.config import load_config
 from titan_disp.data.cursor import Field
 from titan_disp.data.digest import digest
 from titan_disp.data.documents import BadDocument, Documents, text_of
+from titan_disp.data.files import DataFile, list_files
 from titan_disp.data.loader import StreamLoader, check_fingerprint, differences, read_data_state
 from titan_disp.data.plan import Plan
-from titan_disp.data.shards import DataFile, list_files
 from titan_disp.data.stream import RankStreams, StreamOptions
 from titan_disp.data.tokenizer import load_tokenizer
 from titan_disp.data.validation import _ValidationSet, held_out_sequences

@@ -8,7 +8,7 @@ from torchtitan.config import JobConfig
 from titan_disp import cpu
 from titan_disp.batch import data_parallel_degree, global_batch_size, slot_count
 from titan_disp.budget import resolve_steps
-from titan_disp.data.shards import check_data
+from titan_disp.data.files import check_data
 from titan_disp.data.tokenizer import load_tokenizer_for
 from titan_disp.data.validation import validation_sequences
 from titan_disp.errors import ConfigError

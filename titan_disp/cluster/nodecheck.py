@@ -22,7 +22,7 @@ from torchtitan.config import JobConfig
 
 from titan_disp.cluster.gpu_health import gpu_problems
 from titan_disp.config import load_config
-from titan_disp.data.shards import list_files
+from titan_disp.data.files import list_files
 from titan_disp.data.tokenizer import load_tokenizer_for
 from titan_disp.errors import ConfigError
 from titan_disp.qwen3.flavors import flavors

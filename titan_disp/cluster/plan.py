@@ -11,7 +11,7 @@ from titan_disp.checks import check_config
 from titan_disp.cluster.hardware import find_gpu
 from titan_disp.cluster.memory import Memory, checkpoint_bytes, checkpoint_counts, estimate
 from titan_disp.cluster.traffic import traffic
-from titan_disp.data.shards import check_data, split_of
+from titan_disp.data.files import check_data, split_of
 from titan_disp.data.tokenizer import find_tokenizer, load_tokenizer_for
 from titan_disp.errors import ConfigError
 from titan_disp.qwen3.flavors import Qwen3DispModelArgs, flavors

@@ -14,8 +14,8 @@ from typing import Any
 
 from isal import igzip, isal_zlib
 
+from titan_disp.data.files import DataFile
 from titan_disp.data.remote import RemoteFile
-from titan_disp.data.shards import DataFile
 from titan_disp.errors import DataError
 
 DRAIN = 1 << 20

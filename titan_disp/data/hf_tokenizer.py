@@ -11,7 +11,7 @@ from typing import Any
 from torchtitan.components.tokenizer import BaseTokenizer, HuggingFaceTokenizer
 
 from titan_disp.data.documents import BadDocument, DamagedFile, Documents, text_of
-from titan_disp.data.shards import list_files
+from titan_disp.data.files import list_files
 from titan_disp.data.tokenizer import find_tokenizer
 from titan_disp.errors import ConfigError
 

@@ -35,8 +35,8 @@ from titan_disp import dcp
 from titan_disp.batch import slot_count
 from titan_disp.data.cursor import Field
 from titan_disp.data.fast_tokenizer import fast_encoder
+from titan_disp.data.files import DataFile, list_files, on_rank_0
 from titan_disp.data.plan import Plan
-from titan_disp.data.shards import DataFile, list_files, on_rank_0
 from titan_disp.data.stream import RankStreams, StreamOptions
 from titan_disp.data.tokenizer import find_tokenizer
 from titan_disp.errors import CheckpointError, ConfigError, DataError

@@ -10,8 +10,8 @@ from typing import Protocol
 from torchtitan.tools.logging import logger
 
 from titan_disp.data.documents import BadDocument, DamagedFile, Documents
+from titan_disp.data.files import DataFile
 from titan_disp.data.plan import Segment
-from titan_disp.data.shards import DataFile
 
 PROGRESS_SECONDS = 10.0
 

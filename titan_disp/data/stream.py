@@ -16,9 +16,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from titan_disp.data.cursor import Cursor, Document, Faults, Field
+from titan_disp.data.files import DataFile
 from titan_disp.data.passes import Passes
 from titan_disp.data.plan import Plan
-from titan_disp.data.shards import DataFile
 
 AHEAD_BYTES = 1 << 17  # of text that is tokenized ahead of a rank's packing, in all its slots together …
 AHEAD_SEQUENCES = 16  # … but no more sequences than these

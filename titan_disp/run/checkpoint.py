@@ -25,7 +25,7 @@ from torchtitan.tools import utils
 from torchtitan.tools.logging import logger
 
 from titan_disp import dcp
-from titan_disp.data.shards import on_rank_0
+from titan_disp.data.files import on_rank_0
 from titan_disp.data.tokenizer import load_tokenizer
 from titan_disp.errors import CheckpointError, ConfigError
 from titan_disp.qwen3.flavors import Qwen3DispModelArgs

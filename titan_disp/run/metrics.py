@@ -24,8 +24,8 @@ from torchtitan.tools.logging import logger
 from titan_disp.batch import tokens_per_step
 from titan_disp.budget import last_step
 from titan_disp.condensation.record import Condensation
+from titan_disp.data.files import on_rank_0
 from titan_disp.data.loader import LARGEST, StreamLoader
-from titan_disp.data.shards import on_rank_0
 from titan_disp.dispersion import LossLedger
 from titan_disp.run.clock import Clock
 from titan_disp.run.folder import append_json
