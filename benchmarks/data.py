@@ -203,7 +203,7 @@ def bounds(job, slots: int, rounds: int, skip: int) -> dict[str, Any]:
     """
     loader = ours(job, 1, slots)
     loader.positions[:, [Field.BODY, Field.BODY_DOCUMENT]] = skip
-    if loader.plan.classes > 1:  # slots share files: their part is a head, or a tail
+    if loader.assignment.classes > 1:  # slots share files: their part is a head, or a tail
         loader.positions[:, [Field.BODY, Field.BODY_DOCUMENT]] = 0
         loader.positions[:, [Field.HEAD, Field.TAIL]] = skip
     before = resident_bytes()
@@ -218,7 +218,7 @@ def bounds(job, slots: int, rounds: int, skip: int) -> dict[str, Any]:
     return {
         "slots": slots,
         "files": len(loader.files),
-        "resumed_at_document": skip * loader.plan.classes,
+        "resumed_at_document": skip * loader.assignment.classes,
         "seconds_to_first_batch": first,
         "seconds": seconds,
         "sequences": slots * rounds,

@@ -23,12 +23,12 @@ from hypothesis import strategies as st
 from sentencepiece import SentencePieceProcessor
 
 from titan_disp.config import load_config
+from titan_disp.data.assignment import Assignment
 from titan_disp.data.cursor import Field
 from titan_disp.data.digest import digest
 from titan_disp.data.documents import BadDocument, Documents, text_of
 from titan_disp.data.files import DataFile, list_files
 from titan_disp.data.loader import StreamLoader, check_fingerprint, differences, read_data_state
-from titan_disp.data.plan import Plan
 from titan_disp.data.stream import RankStreams, StreamOptions
 from titan_disp.data.tokenizer import load_tokenizer
 from titan_disp.data.validation import _ValidationSet, held_out_sequences
@@ -56,7 +56,7 @@ def write_files(folder, counts, words=lambda i: 1 + i % 5):
 
 
 def streams_of(files, slots, ranks, seq_len=7, positions=None, **options):
-    plan = Plan([f.name for f in files], slots, seed=0)
+    assignment = Assignment([f.name for f in files], slots, seed=0)
     positions = np.zeros((slots, len(Field)), dtype=np.int64) if positions is None else positions
     own = slots // ranks
     return [
@@ -64,7 +64,7 @@ def streams_of(files, slots, ranks, seq_len=7, positions=None, **options):
             files,
             range(r * own, (r + 1) * own),
             positions[r * own : (r + 1) * own],
-            plan,
+            assignment,
             encode,
             StreamOptions(seq_len=seq_len, **options),
         )
@@ -85,23 +85,23 @@ def documents_in(tokens):
     return [int(flat[i - 1]) for i in ends if i]
 
 
-class TestPlan:
+class TestAssignment:
     @settings(max_examples=200, deadline=None)
     @given(files=st.integers(1, 60), slots=st.integers(1, 60), epoch=st.integers(0, 3))
     def test_every_pair_has_one_owner(self, files, slots, epoch):
-        plan = Plan([f"f{i}" for i in range(files)], slots, seed=1)
+        assignment = Assignment([f"f{i}" for i in range(files)], slots, seed=1)
         owned = Counter()
         for slot in range(slots):
-            run = plan.run(slot, epoch)
+            run = assignment.run(slot, epoch)
             segments = [s for s in (run.head, *run.body, run.tail) if s]
-            assert sum(s.width for s in segments) == plan.pairs_per_slot
-            assert all(s.width == plan.classes for s in run.body)
+            assert sum(s.width for s in segments) == assignment.pairs_per_slot
+            assert all(s.width == assignment.classes for s in run.body)
             owned.update((s.file, c) for s in segments for c in range(s.low, s.high))
-        assert owned == Counter({(f, c): 1 for f in range(files) for c in range(plan.classes)})
+        assert owned == Counter({(f, c): 1 for f in range(files) for c in range(assignment.classes)})
 
     def test_order_differs_by_epoch_and_seed(self):
         names = [f"f{i}" for i in range(50)]
-        orders = [tuple(Plan(names, 5, seed).order(epoch)) for seed in (0, 1) for epoch in (0, 1)]
+        orders = [tuple(Assignment(names, 5, seed).order(epoch)) for seed in (0, 1) for epoch in (0, 1)]
         assert len(set(orders)) == 4
         assert all(sorted(order) == list(range(50)) for order in orders)
 
@@ -119,9 +119,9 @@ class TestPlan:
         ],
     )
     def test_reads_per_epoch(self, files, slots, ranks):
-        plan = Plan([f"f{i}" for i in range(files)], slots, seed=0)
+        assignment = Assignment([f"f{i}" for i in range(files)], slots, seed=0)
         own = slots // ranks
-        reads = sum(len(plan.files_of(range(r * own, (r + 1) * own), 0)) for r in range(ranks))
+        reads = sum(len(assignment.files_of(range(r * own, (r + 1) * own), 0)) for r in range(ranks))
         assert reads <= files + ranks
 
 
@@ -151,7 +151,7 @@ def test_same_batches_on_any_ranks_through_any_stops(tmp_path_factory, counts, s
 
 
 def order_by_hand(names, counts, slots, slot, epoch):
-    """Documents of one slot in one epoch, (file, index), in order: what plan.py's first lines say, done plainly."""
+    """Documents of one slot in one epoch, (file, index), in order: what assignment.py's first lines say, done plainly."""
     shuffled = sorted(range(len(names)), key=lambda f: hashlib.sha256(f"0/{epoch}/{names[f]}".encode()).digest())
     classes = slots // math.gcd(len(names), slots)
     pairs = [(f, c) for f in shuffled for c in range(classes)]

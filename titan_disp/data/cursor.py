@@ -6,9 +6,9 @@ from enum import IntEnum
 import numpy as np
 from torchtitan.tools.logging import logger
 
+from titan_disp.data.assignment import Assignment, Run, Segment
 from titan_disp.data.documents import BadDocument, text_of
 from titan_disp.data.passes import Passes
-from titan_disp.data.plan import Plan, Run, Segment
 from titan_disp.errors import DataError
 
 
@@ -80,9 +80,12 @@ class Document:
 class Cursor:
     """Walks over one slot's documents, epoch after epoch."""
 
-    def __init__(self, index: int, position: np.ndarray, plan: Plan, passes: Passes, faults: Faults) -> None:
+    def __init__(
+        self, index: int, position: np.ndarray, assignment: Assignment, passes: Passes, faults: Faults
+    ) -> None:
         """Args: index: of the slot. position: [k] int64, of a document's beginning; taken over and moved."""
-        self.index, self.position, self.plan, self.passes, self.faults = index, position, plan, passes, faults
+        self.index, self.position, self.assignment = index, position, assignment
+        self.passes, self.faults = passes, faults
         faults.positions.append(position)
 
     def next(self) -> Document:
@@ -125,7 +128,7 @@ class Cursor:
         now = int(self.position[Field.EPOCH])
         if now > epoch:
             return None
-        run = self.plan.run(self.index, epoch)
+        run = self.assignment.run(self.index, epoch)
         for part, segment, column in ((0, run.head, Field.HEAD), (2, run.tail, Field.TAIL)):
             if segment is not None and segment.file == file:
                 if now < epoch:
@@ -140,7 +143,7 @@ class Cursor:
         return [self._place(run, part) for part in self._left(run)]
 
     def _run(self) -> Run:
-        return self.plan.run(self.index, int(self.position[Field.EPOCH]))
+        return self.assignment.run(self.index, int(self.position[Field.EPOCH]))
 
     def _left(self, run: Run) -> list[int]:
         return [part for part in range(3) if run.weights[part] and not self.position[Field.DONE] >> part & 1]
@@ -179,7 +182,7 @@ class Cursor:
         if self.position[Field.GOOD] == 0:
             names = {self.faults.names[segment.file] for segment in run.segments}
             raise DataError(
-                f"slot {self.index} of {self.plan.slots} found no usable document in a whole epoch "
+                f"slot {self.index} of {self.assignment.slots} found no usable document in a whole epoch "
                 f"({', '.join(sorted(names)[:4])}): use fewer slots (stream.slots, or training.global_batch_size) or more data"
             )
         self.position[Field.EPOCH] += 1

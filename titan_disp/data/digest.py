@@ -23,7 +23,7 @@ class Digest:
     bytes_read: stored bytes that each rank has read; after a resume, of the ranks that there were then, one after another.
     files_read: files that each of them has opened.
     read_amplification: stored bytes that all ranks together read in one epoch, over the bytes of all files; measured when the
-        first phase reached the end of its first epoch everywhere, else what its plan says.
+        first phase reached the end of its first epoch everywhere, else what its assignment says.
     counters: documents, bytes of text, skipped documents and files, epoch.
     """
 
@@ -103,12 +103,12 @@ def digest(job_config: JobConfig, steps: int, phases: Sequence[tuple[int, int]])
 def epoch_amplification(loaders: Sequence[StreamLoader]) -> float:
     """Stored bytes that all ranks read in the first epoch, over the size of all files.
 
-    Measured where every slot is past that epoch; before, what the plan says: buffers that hold more than was asked for
+    Measured where every slot is past that epoch; before, what the assignment says: buffers that hold more than was asked for
     would make a number from the middle of small files mean nothing.
     """
     files = loaders[0].files
     if all((loader.positions[:, Field.EPOCH] > 0).all() for loader in loaders):
         read = sum(count for loader in loaders for (epoch, _), count in loader.bytes_read.items() if epoch == 0)
     else:
-        read = sum(files[f].size for loader in loaders for f in loader.plan.files_of(loader.slots, 0))
+        read = sum(files[f].size for loader in loaders for f in loader.assignment.files_of(loader.slots, 0))
     return read / max(1, sum(file.size for file in files))

@@ -33,10 +33,10 @@ from torchtitan.tools.logging import logger
 
 from titan_disp import dcp
 from titan_disp.batch import slot_count
+from titan_disp.data.assignment import Assignment
 from titan_disp.data.cursor import Field
 from titan_disp.data.fast_tokenizer import fast_encoder
 from titan_disp.data.files import DataFile, list_files, on_rank_0
-from titan_disp.data.plan import Plan
 from titan_disp.data.stream import RankStreams, StreamOptions
 from titan_disp.data.tokenizer import find_tokenizer
 from titan_disp.errors import CheckpointError, ConfigError, DataError
@@ -211,7 +211,8 @@ class StreamLoader(BaseDataLoader):
             raise ConfigError(
                 f"{slots} slots cannot be divided among {dp_world_size} data-parallel ranks: see stream.slots"
             )
-        self.files, self.options, self.plan = files, options, Plan([f.name for f in files], slots, options.seed)
+        self.files, self.options = files, options
+        self.assignment = Assignment([f.name for f in files], slots, options.seed)
         encode = encoder(tokenizer)
         self.encode = fast_encoder(tokenizer, tokenizer_folder, encode) if options.fast_tokenizer else encode
         own = slots // dp_world_size
@@ -225,7 +226,7 @@ class StreamLoader(BaseDataLoader):
         self._running: Generator[Batch, None, None] | None = None
 
     def _make(self) -> RankStreams:
-        return RankStreams(self.files, self.slots, self.positions.numpy(), self.plan, self.encode, self.options)
+        return RankStreams(self.files, self.slots, self.positions.numpy(), self.assignment, self.encode, self.options)
 
     def __iter__(self) -> Iterator[Batch]:
         self.close()

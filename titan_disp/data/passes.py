@@ -9,9 +9,9 @@ from typing import Protocol
 
 from torchtitan.tools.logging import logger
 
+from titan_disp.data.assignment import Segment
 from titan_disp.data.documents import BadDocument, DamagedFile, Documents
 from titan_disp.data.files import DataFile
-from titan_disp.data.plan import Segment
 
 PROGRESS_SECONDS = 10.0
 

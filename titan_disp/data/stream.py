@@ -15,10 +15,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from titan_disp.data.assignment import Assignment
 from titan_disp.data.cursor import Cursor, Document, Faults, Field
 from titan_disp.data.files import DataFile
 from titan_disp.data.passes import Passes
-from titan_disp.data.plan import Plan
 
 AHEAD_BYTES = 1 << 17  # of text that is tokenized ahead of a rank's packing, in all its slots together …
 AHEAD_SEQUENCES = 16  # … but no more sequences than these
@@ -48,20 +48,20 @@ class RankStreams:
         files: Sequence[DataFile],
         slots: range,
         positions: np.ndarray,
-        plan: Plan,
+        assignment: Assignment,
         encode: Callable[[str], Sequence[int] | np.ndarray],
         options: StreamOptions,
     ) -> None:
         """Args:
         files: all files of the split. slots: this rank's. positions: [len(slots), k] int64, copied.
-        plan: of all slots. encode: text → token ids that end in EOS; called from several threads. options: see there.
+        assignment: of all slots. encode: text → token ids that end in EOS; called from several threads. options: see there.
         """
         self.encode, self.options = encode, options
         self.faults = Faults([file.name for file in files], options.on_bad_data, options.max_skipped_fraction)
         self.passes = Passes(files, options.max_document_bytes, options.retry_seconds, options.queue_bytes)
         self.executor = ThreadPoolExecutor(options.tokenizer_threads, thread_name_prefix="tokenize")
         self.slots = {
-            slot: Slot(Cursor(slot, positions[i].copy(), plan, self.passes, self.faults), self)
+            slot: Slot(Cursor(slot, positions[i].copy(), assignment, self.passes, self.faults), self)
             for i, slot in enumerate(slots)
         }
         self.passes.readers = {index: slot.cursor for index, slot in self.slots.items()}

@@ -16,10 +16,10 @@ from torchtitan.config import JobConfig
 from torchtitan.distributed import ParallelDims
 from torchtitan.tools.logging import logger
 
+from titan_disp.data.assignment import Assignment
 from titan_disp.data.cursor import Field
 from titan_disp.data.files import DataFile, list_files, on_rank_0
 from titan_disp.data.loader import encoder, stream_options
-from titan_disp.data.plan import Plan
 from titan_disp.data.stream import RankStreams
 from titan_disp.errors import ConfigError
 
@@ -57,7 +57,7 @@ def first_sequences(
         files,
         range(1),
         np.zeros((1, len(Field)), dtype=np.int64),
-        Plan([file.name for file in files], slots=1, seed=0),
+        Assignment([file.name for file in files], slots=1, seed=0),
         encoder(tokenizer),
         stream_options(job_config, seq_len),
     )

@@ -58,7 +58,7 @@ class Run:
         )
 
 
-class Plan:
+class Assignment:
     """Runs of all slots."""
 
     def __init__(self, names: list[str], slots: int, seed: int) -> None:
