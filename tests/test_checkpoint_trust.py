@@ -16,7 +16,7 @@ from torchtitan.config.job_config import Checkpoint
 
 from tests.saved_run import random_model, save_run
 from titan_disp import cli, dcp
-from titan_disp.data.loader import read_data_state
+from titan_disp.data.fingerprint import read_data_state
 from titan_disp.errors import CheckpointError, ConfigError
 from titan_disp.qwen3.flavors import flavors
 from titan_disp.run.checkpoint import check_initial_load

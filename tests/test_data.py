@@ -7,9 +7,8 @@ from datasets import load_dataset
 
 from titan_disp.data.fast_tokenizer import fast_encoder
 from titan_disp.data.files import check_data, list_files
-from titan_disp.data.loader import encoder
 from titan_disp.data.sample import TRAIN_FILES, documents, is_complete, train_tokenizer, write_sample
-from titan_disp.data.tokenizer import find_tokenizer, load_tokenizer, load_tokenizer_for
+from titan_disp.data.tokenizer import encoder, find_tokenizer, load_tokenizer, load_tokenizer_for
 from titan_disp.errors import ConfigError, DataError
 
 TEXT = "Return a list of lines,\n\n    keepends: bool  — naïve 中"

@@ -28,7 +28,8 @@ from titan_disp.data.cursor import Field
 from titan_disp.data.digest import digest
 from titan_disp.data.documents import BadDocument, Documents, text_of
 from titan_disp.data.files import DataFile, list_files
-from titan_disp.data.loader import StreamLoader, check_fingerprint, differences, read_data_state
+from titan_disp.data.fingerprint import check_fingerprint, differences, read_data_state
+from titan_disp.data.loader import StreamLoader
 from titan_disp.data.stream import RankStreams, StreamOptions
 from titan_disp.data.tokenizer import load_tokenizer
 from titan_disp.data.validation import _ValidationSet, held_out_sequences

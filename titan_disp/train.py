@@ -26,7 +26,8 @@ from titan_disp.cluster.preemption import StopRequest
 from titan_disp.condensation.monitor import Monitor
 from titan_disp.config import load_config
 from titan_disp.data.files import on_rank_0
-from titan_disp.data.loader import StreamLoader, check_fingerprint, read_data_state
+from titan_disp.data.fingerprint import check_fingerprint, read_data_state
+from titan_disp.data.loader import StreamLoader
 from titan_disp.data.validation import held_out_sequences
 from titan_disp.dispersion.collectives import process_group
 from titan_disp.errors import EXIT_CODE, CheckpointError, ConfigError, DataError

@@ -1,5 +1,7 @@
 """Tokenizers by what ``model.hf_assets_path`` holds: a Hugging Face folder or a SentencePiece model."""
 
+import os
+from collections.abc import Callable
 from pathlib import Path
 
 from sentencepiece import SentencePieceProcessor
@@ -97,3 +99,20 @@ def load_tokenizer_for(flavor: str, vocab_size: int, folder: str | Path) -> Base
     advice = "choose a flavor with a larger vocabulary or a smaller tokenizer"
     check_fits(tokenizer.get_vocab_size(), folder, vocab_size, f"model.flavor {flavor!r}", advice)
     return tokenizer
+
+
+def encoder(tokenizer: BaseTokenizer) -> Callable[[str], list[int]]:
+    """text → token ids, ending in EOS (and beginning with BOS where the tokenizer has one, as TorchTitan does)."""
+    if tokenizer.eos_id is None:
+        raise ConfigError(
+            "the tokenizer has no EOS token, which must separate documents: name one in tokenizer_config.json"
+        )
+    # The stream has threads of its own, so many as were asked for; the tokenizer's would be one for every core of the node.
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    if isinstance(tokenizer, HuggingFaceTokenizer):
+        # Without offsets, which nobody here needs: a third faster than Tokenizer.encode.
+        fast = tokenizer.tokenizer.encode_batch_fast
+        begin = [tokenizer.bos_id] if tokenizer.bos_id is not None and not tokenizer.hf_adds_bos else []
+        end = [] if tokenizer.hf_adds_eos else [tokenizer.eos_id]
+        return lambda text: [*begin, *fast([text])[0].ids, *end]
+    return lambda text: tokenizer.encode(text, add_bos=True, add_eos=True)

@@ -1,0 +1,94 @@
+"""What decides a run's data, kept in its checkpoints: a resume with other data is refused before tensors are loaded."""
+
+import hashlib
+import json
+from pathlib import Path
+from pickle import UnpicklingError
+from typing import Any, cast
+
+import torch
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from titan_disp import dcp
+from titan_disp.data.cursor import Field
+from titan_disp.data.files import DataFile
+from titan_disp.data.tokenizer import find_tokenizer
+from titan_disp.errors import CheckpointError, ConfigError
+
+
+def tokenizer_hash(folder: str) -> str:
+    """sha256 of the tokenizer's files."""
+    file = find_tokenizer(folder)
+    digest = hashlib.sha256(file.read_bytes())
+    for name in ("tokenizer_config.json", "merges.txt"):
+        other = Path(folder) / name
+        if file.suffix != ".model" and other.is_file():
+            digest.update(other.read_bytes())
+    return digest.hexdigest()
+
+
+def fingerprint(files: list[DataFile], tokenizer_folder: str, seq_len: int, seed: int, slots: int) -> dict[str, Any]:
+    """Everything that decides which tokens come in which slot; a resume under another one would not continue the run."""
+    return {
+        "files": [[file.name, file.size] for file in files],
+        "tokenizer": tokenizer_hash(tokenizer_folder),
+        "seq_len": seq_len,
+        "seed": seed,
+        "slots": slots,
+    }
+
+
+def differences(saved: dict[str, Any], now: dict[str, Any]) -> list[str]:
+    """What differs between two fingerprints, in words."""
+    found = []
+    if saved.get("files") != now["files"]:
+        old, new = dict(map(tuple, saved.get("files", []))), dict(map(tuple, now["files"]))
+        changed = sorted(name for name in old.keys() | new.keys() if old.get(name) != new.get(name))
+        first = changed[0]
+        found.append(
+            f"data: {len(old)} files then, {len(new)} now, {len(changed)} differ; first {first} "
+            f"({old.get(first, 'missing')} bytes then, {new.get(first, 'missing')} now)"
+        )
+    for key in ("tokenizer", "seq_len", "seed", "slots"):
+        if saved.get(key) != now[key]:
+            found.append(f"{key}: {saved.get(key)} then, {now[key]} now")
+    return found
+
+
+def check_fingerprint(saved: dict[str, Any], now: dict[str, Any]) -> None:
+    """Raise ConfigError where a checkpoint's data is not this run's data."""
+    if not saved:
+        raise ConfigError(
+            "the checkpoint holds no data position of titan-disp: it was written by another loader. Set "
+            'stream.on_mismatch = "restart" to go on with streams that begin anew'
+        )
+    if found := differences(saved, now):
+        hint = ""
+        if saved.get("slots") != now["slots"]:
+            hint = (
+                " The slots are training.global_batch_size unless stream.slots is set; global_batch_size = -1 ties them to the "
+                "number of ranks, so that such a run cannot resume on another number."
+            )
+        raise ConfigError(
+            f"the checkpoint was written with other data: {'; '.join(found)}.{hint} Restore what it was, or set "
+            'stream.on_mismatch = "restart" to go on with streams that begin a new epoch'
+        )
+
+
+def read_data_state(checkpoint: str) -> tuple[dict[str, Any], int]:
+    """The fingerprint in a checkpoint folder, and the last epoch that its streams have begun; ({}, −1) of another loader.
+
+    Raises:
+        CheckpointError: it cannot be read.
+    """
+    try:
+        metadata = dcp.read_metadata(checkpoint).state_dict_metadata
+        if "dataloader.fingerprint" not in metadata:
+            return {}, -1
+        stored = cast(TensorStorageMetadata, metadata["dataloader.positions"])
+        state: dict[str, Any] = {"fingerprint": "", "positions": torch.empty(stored.size, dtype=torch.int64)}
+        dcp.load({"dataloader": state}, checkpoint, no_dist=True)
+    except (OSError, UnpicklingError, CheckpointException) as error:
+        raise CheckpointError(f"cannot read the data position in {checkpoint}: {error}") from error
+    return json.loads(state["fingerprint"]), int(state["positions"][:, Field.EPOCH].max())
