@@ -24,12 +24,12 @@ from sentencepiece import SentencePieceProcessor
 
 from titan_disp.config import load_config
 from titan_disp.data.assignment import Assignment
-from titan_disp.data.cursor import Field
 from titan_disp.data.digest import digest
 from titan_disp.data.documents import BadDocument, Documents, text_of
 from titan_disp.data.files import DataFile, list_files
 from titan_disp.data.fingerprint import check_fingerprint, differences, read_data_state
 from titan_disp.data.loader import StreamLoader
+from titan_disp.data.place import Field
 from titan_disp.data.stream import RankStreams, StreamOptions
 from titan_disp.data.tokenizer import load_tokenizer
 from titan_disp.data.validation import _ValidationSet, held_out_sequences

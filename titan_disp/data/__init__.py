@@ -4,8 +4,8 @@ files, hub     which files there are, listed once on rank 0
   │ assignment   which slot reads which documents of them: by seed and epoch, never by the ranks
   ▼
 documents      a file, document by document; remote: from the hub
-  ▼ passes       one read of a file for all slots of a rank
-cursor         which document of a slot is next: its position, a few integers
+  ▼ passes       one read of a file for all slots of a rank; place: where each of them is, a few integers
+cursor         the documents of a slot, one after another
   ▼ tokenizer, fast_tokenizer
 stream         the slots of a rank: documents tokenized ahead, packed into sequences
   ▼ worker       a process that does all this ahead of training

@@ -9,9 +9,9 @@ import torch
 from torchtitan.config import JobConfig
 
 from titan_disp.batch import global_batch_size, slot_count
-from titan_disp.data.cursor import Field
 from titan_disp.data.files import list_files
 from titan_disp.data.loader import LARGEST, StreamLoader, open_stream
+from titan_disp.data.place import Field
 from titan_disp.data.tokenizer import load_tokenizer
 from titan_disp.errors import ConfigError
 

@@ -11,8 +11,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from titan_disp import dcp
-from titan_disp.data.cursor import Field
 from titan_disp.data.files import DataFile
+from titan_disp.data.place import Field
 from titan_disp.data.tokenizer import find_tokenizer
 from titan_disp.errors import CheckpointError, ConfigError
 

@@ -23,10 +23,10 @@ from torchtitan.tools.logging import logger
 
 from titan_disp.batch import slot_count
 from titan_disp.data.assignment import Assignment
-from titan_disp.data.cursor import Field
 from titan_disp.data.fast_tokenizer import fast_encoder
 from titan_disp.data.files import DataFile, list_files, on_rank_0
 from titan_disp.data.fingerprint import check_fingerprint, fingerprint
+from titan_disp.data.place import Field
 from titan_disp.data.stream import RankStreams, StreamOptions
 from titan_disp.data.tokenizer import encoder
 from titan_disp.data.worker import Sequences, as_it_is, worker_signals

@@ -3,29 +3,17 @@
 import concurrent.futures as futures
 import time
 from collections import Counter, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from torchtitan.tools.logging import logger
 
 from titan_disp.data.assignment import Segment
 from titan_disp.data.documents import BadDocument, DamagedFile, Documents
 from titan_disp.data.files import DataFile
+from titan_disp.data.place import Place
 
 PROGRESS_SECONDS = 10.0
-
-
-class Reader(Protocol):
-    """One slot, as a pass sees it."""
-
-    index: int
-
-    def wants(self, file: int, epoch: int) -> tuple[Segment, int] | None:
-        """(segment, index of the first document still wanted) of a shared file in an epoch that is not over for this slot."""
-
-    def upcoming(self) -> list[tuple[Segment, int]]:
-        """(segment, index of the next document) of the files that the slot reads from now."""
 
 
 @dataclass
@@ -86,11 +74,16 @@ class Passes:
     """The files that a rank has open, and what it has read."""
 
     def __init__(
-        self, files: Sequence[DataFile], max_document_bytes: int, retry_seconds: float, queue_bytes: int
+        self,
+        files: Sequence[DataFile],
+        places: Sequence[Place],
+        max_document_bytes: int,
+        retry_seconds: float,
+        queue_bytes: int,
     ) -> None:
-        self.files = files
+        """Args: places: of the rank's slots, which their cursors move."""
+        self.files, self.places = files, {place.index: place for place in places}
         self.max_document_bytes, self.retry_seconds, self.queue_bytes = max_document_bytes, retry_seconds, queue_bytes
-        self.readers: dict[int, Reader] = {}
         self._open: dict[int, list[_Pass]] = {}
         self._closed_bytes: Counter[tuple[int, int]] = Counter()
 
@@ -124,17 +117,17 @@ class Passes:
                 return None, mine.damage
             mine.advance(slot)
 
-    def seek(self, epochs: Iterable[tuple[int, int]], executor: futures.Executor) -> None:
+    def seek(self, executor: futures.Executor) -> None:
         """After a resume: pass over what was read before, in all files at once.
 
         Args:
-            epochs: (slot, its epoch). executor: threads to seek with; decompression releases the GIL.
+            executor: threads to seek with; decompression releases the GIL.
         """
         waiting: set[futures.Future[None]] = set()
-        for slot, epoch in epochs:
-            for segment, index in self.readers[slot].upcoming():
-                if self._pass(slot, epoch, segment.file) is None:
-                    new = self._begin(slot, epoch, segment, index)
+        for slot, place in self.places.items():
+            for segment, index in place.upcoming():
+                if self._pass(slot, place.epoch, segment.file) is None:
+                    new = self._begin(slot, place.epoch, segment, index)
                     if new.documents.position:
                         waiting.add(executor.submit(new.documents.seek))
         every, start = len(waiting), time.monotonic()
@@ -152,7 +145,7 @@ class Passes:
     def _begin(self, slot: int, epoch: int, segment: Segment, index: int) -> _Pass:
         """A new pass over a file, for this slot and for every other slot of the rank that will want it in this epoch."""
         queues = {slot: _Queue(segment, index)}
-        for other in self.readers.values():
+        for other in self.places.values():
             if other.index != slot and self._pass(other.index, epoch, segment.file) is None:
                 wanted = other.wants(segment.file, epoch)
                 if wanted is not None:

@@ -16,9 +16,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from titan_disp.data.assignment import Assignment
-from titan_disp.data.cursor import Cursor, Document, Faults, Field
+from titan_disp.data.cursor import Cursor, Document, Faults
 from titan_disp.data.files import DataFile
 from titan_disp.data.passes import Passes
+from titan_disp.data.place import Field, Place
 
 AHEAD_BYTES = 1 << 17  # of text that is tokenized ahead of a rank's packing, in all its slots together …
 AHEAD_SEQUENCES = 16  # … but no more sequences than these
@@ -57,17 +58,15 @@ class RankStreams:
         assignment: of all slots. encode: text → token ids that end in EOS; called from several threads. options: see there.
         """
         self.encode, self.options = encode, options
-        self.faults = Faults([file.name for file in files], options.on_bad_data, options.max_skipped_fraction)
-        self.passes = Passes(files, options.max_document_bytes, options.retry_seconds, options.queue_bytes)
+        places = [Place(slot, position.copy(), assignment) for slot, position in zip(slots, positions, strict=True)]
+        names = [file.name for file in files]
+        self.faults = Faults(names, places, options.on_bad_data, options.max_skipped_fraction)
+        self.passes = Passes(files, places, options.max_document_bytes, options.retry_seconds, options.queue_bytes)
         self.executor = ThreadPoolExecutor(options.tokenizer_threads, thread_name_prefix="tokenize")
-        self.slots = {
-            slot: Slot(Cursor(slot, positions[i].copy(), assignment, self.passes, self.faults), self)
-            for i, slot in enumerate(slots)
-        }
-        self.passes.readers = {index: slot.cursor for index, slot in self.slots.items()}
+        self.slots = {place.index: Slot(Cursor(place, self.passes, self.faults), self) for place in places}
         self._bytes_per_token = 4.0
         if positions[:, [Field.HEAD, Field.BODY, Field.TAIL]].any():
-            self.passes.seek(((i, int(slot.position[Field.EPOCH])) for i, slot in self.slots.items()), self.executor)
+            self.passes.seek(self.executor)
 
     def bytes_read(self) -> Counter[tuple[int, int]]:
         """Stored bytes read so far, by (epoch, file)."""
@@ -147,7 +146,7 @@ class Slot:
     def fill(self, out: np.ndarray) -> None:
         """Write the next len(out) tokens; the position moves with them."""
         if not self.streams.options.fast_tokenizer:  # which has nothing to gain from texts that wait
-            self.streams.read_ahead(self.cursor.index)
+            self.streams.read_ahead(self.cursor.place.index)
         filled = 0
         while filled < len(out):
             if not self._ahead:

@@ -17,9 +17,9 @@ from torchtitan.distributed import ParallelDims
 from torchtitan.tools.logging import logger
 
 from titan_disp.data.assignment import Assignment
-from titan_disp.data.cursor import Field
 from titan_disp.data.files import DataFile, list_files, on_rank_0
 from titan_disp.data.loader import stream_options
+from titan_disp.data.place import Field
 from titan_disp.data.stream import RankStreams
 from titan_disp.data.tokenizer import encoder
 from titan_disp.errors import ConfigError

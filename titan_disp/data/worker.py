@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch.utils.data import IterableDataset
 
-from titan_disp.data.cursor import Field
+from titan_disp.data.place import Field
 from titan_disp.data.stream import RankStreams
 from titan_disp.errors import ConfigError
 
