@@ -11,6 +11,9 @@ from titan_disp.data.passes import Passes
 from titan_disp.data.place import Field, Place
 from titan_disp.errors import DataError
 
+_BAD = 1000  # documents in a row that cannot be used, with which a slot gives up when it has read its whole share …
+_EPOCHS = 20  # … or, times S, epochs in a row without any document: e⁻²⁰ is the chance of a sound corpus
+
 
 class Faults:
     """What happens to documents and files that cannot be used."""
@@ -76,16 +79,19 @@ class Cursor:
         """The next document that can be used.
 
         Raises:
-            DataError: see ``Faults``; or a whole epoch without a usable document; or a file that cannot be reached.
+            DataError: see ``Faults``; or no usable document in many epochs; or a file that cannot be reached.
         """
         place, p = self.place, self.place.position
+        begun, bad = place.epoch, 0
         while True:
             part = place.choose()
             if part is None:
-                self._end_epoch()
+                # An epoch may have nothing for this slot, where documents are few or their lengths differ much.
+                place.end_epoch()
+                self._check(place.epoch - begun, bad)
                 continue
-            segment, index = place.next(part)
-            raw, damage = self.passes.fetch(place.index, place.epoch, segment, index)
+            segment, first = place.next(part)
+            index, raw, damage = self.passes.fetch(place.index, place.epoch, segment, first)
             if raw is None:
                 if damage is not None:
                     self.faults.bad(segment.file, -1, damage)
@@ -99,22 +105,21 @@ class Cursor:
             except BadDocument as error:
                 self.faults.bad(segment.file, index, str(error))
                 p[Field.SKIPPED] += 1
-                place.take(part)
+                bad += 1
+                place.take(part, index, 0)
                 self.faults.check()
                 continue
             start, size = p.copy(), len(text.encode())
-            p[Field.GOOD] += 1
             p[Field.DOCUMENTS] += 1
             p[Field.BYTES] += size
-            place.take(part)
+            place.take(part, index, size)
             return Document(text, size, start, p.copy())
 
-    def _end_epoch(self) -> None:
-        place = self.place
-        if place.position[Field.GOOD] == 0:
-            names = {self.faults.names[segment.file] for segment in place.run().segments}
+    def _check(self, epochs: int, bad: int) -> None:
+        """Give up where nothing can be expected any more. A slot finds a document in one of S epochs at least, on average."""
+        if bad >= _BAD or epochs > _EPOCHS * self.place.assignment.slots:
+            names, slots = self.faults.names, self.place.assignment.slots
             raise DataError(
-                f"slot {place.index} of {place.assignment.slots} found no usable document in a whole epoch "
-                f"({', '.join(sorted(names)[:4])}): use fewer slots (stream.slots, or training.global_batch_size) or more data"
+                f"slot {self.place.index} of {slots} found no usable document in {epochs} epochs, and {bad} that cannot be used, "
+                f"in {len(names)} files, {names[0]} to {names[-1]}: the log above says what is wrong with them"
             )
-        place.end_epoch()

@@ -11,6 +11,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from titan_disp import dcp
+from titan_disp.data.assignment import VERSION
 from titan_disp.data.files import DataFile
 from titan_disp.data.place import Field
 from titan_disp.data.tokenizer import find_tokenizer
@@ -36,6 +37,7 @@ def fingerprint(files: list[DataFile], tokenizer_folder: str, seq_len: int, seed
         "seq_len": seq_len,
         "seed": seed,
         "slots": slots,
+        "assignment": VERSION,
     }
 
 
@@ -50,6 +52,8 @@ def differences(saved: dict[str, Any], now: dict[str, Any]) -> list[str]:
             f"data: {len(old)} files then, {len(new)} now, {len(changed)} differ; first {first} "
             f"({old.get(first, 'missing')} bytes then, {new.get(first, 'missing')} now)"
         )
+    if saved.get("assignment") != now["assignment"]:
+        found.append("data: an older version of titan-disp shared out the documents among the slots otherwise")
     for key in ("tokenizer", "seq_len", "seed", "slots"):
         if saved.get(key) != now[key]:
             found.append(f"{key}: {saved.get(key)} then, {now[key]} now")

@@ -68,7 +68,7 @@ class StreamLoader(BaseDataLoader):
                 f"{slots} slots cannot be divided among {dp_world_size} data-parallel ranks: see stream.slots"
             )
         self.files, self.options = files, options
-        self.assignment = Assignment([f.name for f in files], slots, options.seed)
+        self.assignment = Assignment(files, slots, options.seed)
         encode = encoder(tokenizer)
         self.encode = fast_encoder(tokenizer, tokenizer_folder, encode) if options.fast_tokenizer else encode
         own = slots // dp_world_size

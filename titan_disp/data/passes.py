@@ -2,6 +2,7 @@
 
 import concurrent.futures as futures
 import time
+from bisect import bisect_right
 from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -38,11 +39,16 @@ class _Pass:
         self.queued = 0  # bytes in all queues
         self.ended = False
         self.damage: str | None = None
-        classes = next(iter(queues.values())).segment.classes
-        self.by_class: list[list[int]] = [[] for _ in range(classes)]
-        for slot, queue in queues.items():
-            for c in range(queue.segment.low, queue.segment.high):
-                self.by_class[c].append(slot)
+        # By the first of their keys, for bisection.
+        owners = sorted((queue.segment.low, queue.segment.high, slot) for slot, queue in queues.items())
+        self.lows, self.highs, self.slots = ([owner[i] for owner in owners] for i in range(3))
+        self.key = next(iter(queues.values())).segment.key  # the same in all segments of a file
+
+    def owner(self, index: int) -> int | None:
+        """The slot of this pass that owns a document."""
+        key = self.key(index)
+        i = bisect_right(self.lows, key) - 1
+        return self.slots[i] if i >= 0 and key < self.highs[i] else None
 
     def advance(self, asking: int) -> None:
         """Read one document and hand it to the slot that owns it."""
@@ -56,13 +62,13 @@ class _Pass:
             self.ended = True
             self.documents.close()
             return
-        for slot in self.by_class[index % len(self.by_class)]:
-            queue = self.queues.get(slot)
-            if queue is not None and queue.fed and index >= queue.start:
-                queue.documents.append((index, document))
-                size = 0 if isinstance(document, BadDocument) else len(document)
-                queue.bytes += size
-                self.queued += size
+        owner = self.owner(index)
+        queue = None if owner is None else self.queues.get(owner)
+        if queue is not None and queue.fed and index >= queue.start:
+            queue.documents.append((index, document))
+            size = 0 if isinstance(document, BadDocument) else len(document)
+            queue.bytes += size
+            self.queued += size
         if self.queued > self.queue_bytes:
             # A slot far behind keeps what it has and will read the rest by itself: memory stays bounded.
             others = {s: q for s, q in self.queues.items() if s != asking and q.fed}
@@ -85,6 +91,8 @@ class Passes:
         self.files, self.places = files, {place.index: place for place in places}
         self.max_document_bytes, self.retry_seconds, self.queue_bytes = max_document_bytes, retry_seconds, queue_bytes
         self._open: dict[int, list[_Pass]] = {}
+        # Of files read to the end: how many documents, and the damage.
+        self._ends: dict[int, tuple[int, str | None]] = {}
         self._closed_bytes: Counter[tuple[int, int]] = Counter()
 
     def bytes_read(self) -> Counter[tuple[int, int]]:
@@ -96,25 +104,34 @@ class Passes:
         return total
 
     def fetch(
-        self, slot: int, epoch: int, segment: Segment, index: int
-    ) -> tuple[bytes | str | BadDocument | None, str | None]:
-        """Document ``index`` of a file, unparsed, or (None, damage) at its end. Indices of a slot only grow."""
-        mine = self._pass(slot, epoch, segment.file) or self._begin(slot, epoch, segment, index)
+        self, slot: int, epoch: int, segment: Segment, start: int
+    ) -> tuple[int, bytes | str | BadDocument | None, str | None]:
+        """(index, document, None) of the segment's first document from ``start`` on, unparsed; at the end (count, None, damage).
+
+        The starts of a slot only grow.
+        """
+        mine = self._pass(slot, epoch, segment.file)
+        if mine is None:
+            count, damage = self._ends.get(segment.file, (None, None))
+            if count is not None and not segment.owns_any(start, count):
+                return count, None, damage
+            mine = self._begin(slot, epoch, segment, start)
         queue = mine.queues[slot]
         while True:
             while queue.documents:
-                found, document = queue.documents.popleft()
+                index, document = queue.documents.popleft()
                 size = 0 if isinstance(document, BadDocument) else len(document)
                 queue.bytes -= size
                 mine.queued -= size
-                if found == index:
-                    return document, None
+                if index >= start:
+                    return index, document, None
             if not queue.fed:
                 self._leave(slot, segment.file, mine)
-                return self.fetch(slot, epoch, segment, index)
+                return self.fetch(slot, epoch, segment, start)
             if mine.ended:
                 self._leave(slot, segment.file, mine)
-                return None, mine.damage
+                self._ends[segment.file] = mine.documents.position, mine.damage
+                return mine.documents.position, None, mine.damage
             mine.advance(slot)
 
     def seek(self, executor: futures.Executor) -> None:
@@ -125,16 +142,16 @@ class Passes:
         """
         waiting: set[futures.Future[None]] = set()
         for slot, place in self.places.items():
-            for segment, index in place.upcoming():
+            for segment, start in place.upcoming():
                 if self._pass(slot, place.epoch, segment.file) is None:
-                    new = self._begin(slot, place.epoch, segment, index)
+                    new = self._begin(slot, place.epoch, segment, start)
                     if new.documents.position:
                         waiting.add(executor.submit(new.documents.seek))
-        every, start = len(waiting), time.monotonic()
+        every, began = len(waiting), time.monotonic()
         while waiting:
             _, waiting = futures.wait(waiting, timeout=PROGRESS_SECONDS)
             if waiting:
-                done, seconds = every - len(waiting), time.monotonic() - start
+                done, seconds = every - len(waiting), time.monotonic() - began
                 left = f", about {seconds * len(waiting) / done:.0f} s left" if done else ""
                 logger.info(f"data: finding the place in {every} files: {done} done in {seconds:.0f} s{left}")
 
@@ -142,14 +159,14 @@ class Passes:
         """The pass over a file that feeds this slot in this epoch. (Another slot may be an epoch ahead, in the same file.)"""
         return next((p for p in self._open.get(file, ()) if p.epoch == epoch and slot in p.queues), None)
 
-    def _begin(self, slot: int, epoch: int, segment: Segment, index: int) -> _Pass:
+    def _begin(self, slot: int, epoch: int, segment: Segment, start: int) -> _Pass:
         """A new pass over a file, for this slot and for every other slot of the rank that will want it in this epoch."""
-        queues = {slot: _Queue(segment, index)}
-        for other in self.places.values():
-            if other.index != slot and self._pass(other.index, epoch, segment.file) is None:
-                wanted = other.wants(segment.file, epoch)
+        queues = {slot: _Queue(segment, start)}
+        for other in self.places[slot].assignment.owners(segment.file, epoch):
+            if other != slot and other in self.places and self._pass(other, epoch, segment.file) is None:
+                wanted = self.places[other].wants(segment.file, epoch)
                 if wanted is not None:
-                    queues[other.index] = _Queue(*wanted)
+                    queues[other] = _Queue(*wanted)
         documents = Documents(
             self.files[segment.file],
             self.max_document_bytes,

@@ -11,22 +11,24 @@ class Field(IntEnum):
     """Columns of the position tensor [S, k], int64."""
 
     EPOCH = 0
-    HEAD = 1  # documents taken from the run's head …
-    BODY = 2  # … from all of its whole files …
-    BODY_FILE = 3  # … of which this is the current one …
-    BODY_DOCUMENT = 4  # … and this its next document …
-    TAIL = 5  # … and from the tail
-    DONE = 6  # bits: head, body, tail read to the end
-    OFFSET = 7  # tokens already taken from the next document
-    GOOD = 8  # documents used in this epoch
-    DOCUMENTS = 9  # since the start of the run, as are the following
-    BYTES = 10  # of text, UTF-8
-    SKIPPED = 11
-    SKIPPED_FILES = 12
+    HEAD = 1  # index in the file of the run's head from which on it is still to be read …
+    HEAD_BYTES = 2  # … and bytes of text taken from it
+    BODY_FILE = 3  # of the whole files, the current one …
+    BODY_DOCUMENT = 4  # … its next document …
+    BODY_BYTES = 5  # … and bytes of text taken from all of them
+    TAIL = 6  # as of the head
+    TAIL_BYTES = 7
+    DONE = 8  # bits: head, body, tail read to the end
+    OFFSET = 9  # tokens already taken from the next document
+    DOCUMENTS = 10  # used since the start of the run, as are the following
+    BYTES = 11  # of text, UTF-8
+    SKIPPED = 12
+    SKIPPED_FILES = 13
 
 
-TAKEN = (Field.HEAD, Field.BODY, Field.TAIL)
-OF_AN_EPOCH = (*TAKEN, Field.BODY_FILE, Field.BODY_DOCUMENT, Field.DONE, Field.GOOD)
+NEXT = (Field.HEAD, Field.BODY_DOCUMENT, Field.TAIL)  # index of the next document in head, body, tail
+TAKEN = (Field.HEAD_BYTES, Field.BODY_BYTES, Field.TAIL_BYTES)
+OF_AN_EPOCH = (*NEXT, *TAKEN, Field.BODY_FILE, Field.DONE)
 
 
 class Place:
@@ -51,40 +53,41 @@ class Place:
 
     def choose(self) -> int | None:
         """Head (0), body (1) or tail (2): the one furthest behind its share. None when all are read."""
-        head, body, tail = (int(self.position[column]) for column in TAKEN)
-        return _furthest_behind(self._left(), (head, body, tail), self.run().weights)
+        taken, weights = [int(self.position[column]) for column in TAKEN], self.run().weights
+        best = None
+        for part in self._left():  # the smallest taken / weight, compared without rounding; the first of equals
+            if best is None or taken[part] * weights[best] < taken[best] * weights[part]:
+                best = part
+        return best
 
     def next(self, part: int) -> tuple[Segment, int]:
-        """(segment, index in its file of the next document) of a part that is not over."""
-        p, run = self.position, self.run()
-        if part == 1:
-            return run.body[int(p[Field.BODY_FILE])], int(p[Field.BODY_DOCUMENT])
-        segment = run.head if part == 0 else run.tail
+        """(segment, index in its file from which on it is still to be read) of a part that is not over."""
+        run = self.run()
+        segment = (run.head, run.body[int(self.position[Field.BODY_FILE])] if part == 1 else None, run.tail)[part]
         assert segment is not None
-        return segment, segment.index(int(p[TAKEN[part]]))
+        return segment, int(self.position[NEXT[part]])
 
     def upcoming(self) -> list[tuple[Segment, int]]:
-        """(segment, index of the next document) of the files that the slot reads from now: up to three."""
+        """``next`` of all parts that are not over: up to three."""
         return [self.next(part) for part in self._left()]
 
     def wants(self, file: int, epoch: int) -> tuple[Segment, int] | None:
-        """(segment, index of the first document still wanted) of a shared file in an epoch that is not over for this slot."""
+        """(segment, index from which on it is still to be read) of a shared file in an epoch that is not over for this slot."""
         if self.epoch > epoch:
             return None
         run = self.assignment.run(self.index, epoch)
-        for part, segment, column in ((0, run.head, Field.HEAD), (2, run.tail, Field.TAIL)):
+        for part, segment in ((0, run.head), (2, run.tail)):
             if segment is not None and segment.file == file:
                 if self.epoch < epoch:
-                    return segment, segment.index(0)
+                    return segment, 0
                 if not self.position[Field.DONE] >> part & 1:
-                    return segment, segment.index(int(self.position[column]))
+                    return segment, int(self.position[NEXT[part]])
         return None
 
-    def take(self, part: int) -> None:
-        """Pass the next document of a part."""
-        if part == 1:
-            self.position[Field.BODY_DOCUMENT] += 1
-        self.position[TAKEN[part]] += 1
+    def take(self, part: int, index: int, size: int) -> None:
+        """Pass document ``index`` of a part, of ``size`` bytes of text; 0 where it cannot be used."""
+        self.position[NEXT[part]] = index + 1
+        self.position[TAKEN[part]] += size
 
     def end_file(self, part: int) -> None:
         """Pass the end of a part's file."""
@@ -103,12 +106,3 @@ class Place:
     def _left(self) -> list[int]:
         weights = self.run().weights
         return [part for part in range(3) if weights[part] and not self.position[Field.DONE] >> part & 1]
-
-
-def _furthest_behind(left: list[int], taken: tuple[int, int, int], weights: tuple[int, int, int]) -> int | None:
-    """The index with the smallest (taken + ½) / weight, compared without rounding; the first of equals."""
-    best = None
-    for i in left:
-        if best is None or (2 * taken[i] + 1) * weights[best] < (2 * taken[best] + 1) * weights[i]:
-            best = i
-    return best

@@ -65,7 +65,7 @@ class RankStreams:
         self.executor = ThreadPoolExecutor(options.tokenizer_threads, thread_name_prefix="tokenize")
         self.slots = {place.index: Slot(Cursor(place, self.passes, self.faults), self) for place in places}
         self._bytes_per_token = 4.0
-        if positions[:, [Field.HEAD, Field.BODY, Field.TAIL]].any():
+        if positions[:, [Field.HEAD, Field.BODY_DOCUMENT, Field.TAIL]].any():
             self.passes.seek(self.executor)
 
     def bytes_read(self) -> Counter[tuple[int, int]]:

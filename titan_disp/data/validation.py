@@ -58,7 +58,7 @@ def first_sequences(
         files,
         range(1),
         np.zeros((1, len(Field)), dtype=np.int64),
-        Assignment([file.name for file in files], slots=1, seed=0),
+        Assignment(files, slots=1, seed=0),
         encoder(tokenizer),
         stream_options(job_config, seq_len),
     )
