@@ -1,5 +1,6 @@
 import gzip
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -200,3 +201,93 @@ def test_local_layouts(sample, tmp_path):
     (only,) = list_files("c4", str(tmp_path / "clone"))
     assert Path(only.url).parent.name == "en"
     assert len(list_files("text", str(tmp_path / "clone"))) == 3
+
+
+def write(folder, *names):
+    for name in names:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text('{"text": "a"}\n')
+
+
+def names_in(dataset, path):
+    return [file.name for file in list_files(dataset, str(path))]
+
+
+@pytest.fixture
+def told(caplog):
+    """The log of a listing, as if it were the first in this process."""
+    from titan_disp.data import local
+
+    local._warn.cache_clear()
+    local._say.cache_clear()
+    with caplog.at_level("INFO"):
+        yield lambda level: [r.getMessage() for r in caplog.records if r.levelname == level]
+
+
+def test_links_are_followed(tmp_path, told):
+    """To files and folders; a folder that is reached twice, or that holds itself, counts once."""
+    write(tmp_path / "elsewhere", "b.jsonl", "deep/c.jsonl")
+    write(tmp_path / "data", "a.jsonl")
+    (tmp_path / "data" / "linked").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "data" / "linked-too").symlink_to(tmp_path / "elsewhere" / "deep")
+    (tmp_path / "data" / "linked" / "round").symlink_to(tmp_path / "data")
+    (tmp_path / "data" / "d.jsonl").symlink_to(tmp_path / "elsewhere" / "b.jsonl")
+    assert names_in("text", tmp_path / "data") == ["a.jsonl", "d.jsonl", "linked-too/c.jsonl", "linked/b.jsonl"]
+    assert ["round is left out, as it is a link" in m or "deep is left out, as it" in m for m in told("WARNING")] == [
+        True
+    ] * 2
+
+
+@pytest.mark.parametrize("name", ["b.jsonl", "folder"])
+def test_dangling_links_are_refused(tmp_path, name):
+    write(tmp_path, "a.jsonl")
+    (tmp_path / name).symlink_to("/nowhere/b")
+    with pytest.raises(ConfigError, match=rf"{name}' is a link to '/nowhere/b', which does not exist"):
+        list_files("text", str(tmp_path))
+    if name == "b.jsonl":
+        for path in (f"{tmp_path}/*.jsonl", tmp_path / name):
+            with pytest.raises(ConfigError, match=r"is a link to '/nowhere/b', which does not exist"):
+                list_files("text", str(path))
+
+
+def test_an_unreadable_folder_is_refused(tmp_path, monkeypatch):
+    """As root reads everything, the refusal is the file system's here."""
+    write(tmp_path, "a.jsonl", "closed/b.jsonl")
+    scandir = os.scandir
+
+    def refuse(path):
+        if str(path).endswith("closed"):
+            raise PermissionError(13, "Permission denied", str(path))
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", refuse)
+    with pytest.raises(ConfigError, match=r"dataset_path is .*, but '.*closed' cannot be read: Permission denied"):
+        list_files("text", str(tmp_path))
+
+
+def test_what_is_left_out_is_said(tmp_path, told):
+    write(tmp_path, "a.jsonl", "b.jsonl.bz2", "c.jsonl.bz2", "d.csv", "README.md", "e.json", ".hidden.jsonl")
+    assert names_in("text", tmp_path) == ["a.jsonl", "e.json"]
+    assert names_in("text", tmp_path) == ["a.jsonl", "e.json"]  # said once
+    left_out, mixed = told("WARNING")
+    assert "left out, as they end in none of" in left_out
+    assert ": 2 *.bz2, 1 *.csv, such as " in left_out
+    assert mixed.endswith("files of several formats are read together: 1 *.json, 1 *.jsonl")
+    assert [m.endswith("1 *.md, such as " + str(tmp_path / "README.md")) for m in told("INFO")] == [True]
+
+
+def test_a_name_with_train_in_it_hides_no_others(tmp_path, told):
+    write(tmp_path / "text", "train_schedules.jsonl", "books1.jsonl", "books2.jsonl", "validation.jsonl")
+    assert names_in("text", tmp_path / "text") == ["books1.jsonl", "books2.jsonl", "train_schedules.jsonl"]
+    assert "1 of 4 files are left out, as their names do not say train: validation.jsonl" in told("WARNING")[0]
+    assert names_in("text", f"{tmp_path}/text/*.jsonl") == sorted(p.name for p in (tmp_path / "text").iterdir())
+    write(tmp_path / "c4", "c4-train.0.json", "c4-validation.0.json", "c4.json")
+    assert names_in("c4", tmp_path / "c4") == ["c4-train.0.json"]
+    assert "2 of 3 files are left out, as their names do not say train or they are not in en: c4-v" in told("INFO")[-1]
+
+
+def test_a_path_that_exists_is_no_glob(tmp_path):
+    write(tmp_path, "runs [1]/a.jsonl", "runs 1/b.jsonl", "x[1].jsonl", "x1.jsonl")
+    assert names_in("text", tmp_path / "runs [1]") == ["a.jsonl"]
+    assert names_in("text", tmp_path / "x[1].jsonl") == ["x[1].jsonl"]
+    assert names_in("text", tmp_path / "x[0-9].jsonl") == ["x1.jsonl"]

@@ -1,6 +1,6 @@
 """Files → documents → slots → sequences.
 
-files, hub     which files there are, listed once on rank 0
+files          which files there are, listed once on rank 0: local, on disk, or hub
   │ assignment   which slot reads which documents of them: by seed and epoch, never by the ranks
   ▼
 documents      a file, document by document; remote: from the hub

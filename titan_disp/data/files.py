@@ -1,19 +1,17 @@
 """Where the data is: files on the hub or on disk, listed once on rank 0 and told to all ranks."""
 
 import os
-import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
-from glob import glob
-from pathlib import Path, PurePosixPath
+from pathlib import PurePosixPath
 from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from titan_disp.data.hub import DATASET, FOLDER, hub_files
+from titan_disp.data.hub import DATASET, hub_files
+from titan_disp.data.local import list_local
 from titan_disp.errors import ConfigError
 
-SUFFIXES = (".json.gz", ".jsonl.gz", ".json", ".jsonl", ".json.zst", ".jsonl.zst", ".parquet")
 T = TypeVar("T")
 
 
@@ -48,7 +46,7 @@ def list_files(dataset: str, dataset_path: str | None, key: str = "training") ->
 
     Args:
         dataset: c4 (train split) or c4_validation; text or text_validation where the documents are others.
-        dataset_path: a folder (searched recursively; laid out as on the hub or not), a glob, one file, or None for the hub.
+        dataset_path: see ``list_local``, or None for the hub.
         key: config section, for messages.
 
     Raises:
@@ -62,7 +60,7 @@ def list_files(dataset: str, dataset_path: str | None, key: str = "training") ->
     if dataset_path is None:
         return _list_hub(split)
     c4 = dataset.startswith("c4")
-    return _relative([(path, path, os.path.getsize(path)) for path in _list_local(dataset_path, split, key, c4)])
+    return _relative([(path, path, os.path.getsize(path)) for path in list_local(dataset_path, split, key, c4)])
 
 
 def _relative(found: list[tuple[str, str, int]]) -> list[DataFile]:
@@ -70,52 +68,6 @@ def _relative(found: list[tuple[str, str, int]]) -> list[DataFile]:
     root = os.path.commonpath([os.path.dirname(path) for path, _, _ in found])
     files = [DataFile(PurePosixPath(os.path.relpath(path, root)).as_posix(), url, size) for path, url, size in found]
     return sorted(files, key=lambda file: file.name)
-
-
-def _list_local(dataset_path: str, split: str, key: str, c4: bool) -> list[str]:
-    where = f"{key}.dataset_path is {dataset_path!r}"
-    if any(c in dataset_path for c in "*?["):
-        paths = [p for p in glob(dataset_path, recursive=True) if p.endswith(SUFFIXES) and os.path.isfile(p)]
-        if not paths:
-            raise ConfigError(f"{where}, which matches no file named {', '.join('*' + s for s in SUFFIXES)}")
-    elif os.path.isfile(dataset_path):
-        if not dataset_path.endswith(SUFFIXES):
-            raise ConfigError(f"{where}; expected a name that ends in {', '.join(SUFFIXES)}")
-        paths = [dataset_path]
-    elif os.path.isdir(dataset_path):
-        paths = [str(p) for p in Path(dataset_path).rglob("*") if p.name.endswith(SUFFIXES) and p.is_file()]
-        paths = [p for p in paths if not any(part.startswith(".") for part in Path(p).relative_to(dataset_path).parts)]
-        paths = _of_split(paths, split)
-        if c4:  # a clone of the data set holds other variants beside the one that the hub's stream reads
-            paths = [p for p in paths if Path(p).is_relative_to(Path(dataset_path) / FOLDER)] or paths
-        if not paths:
-            raise ConfigError(
-                f"{where}, which holds no {split} data; expected files such as en/c4-{split}.00000-of-01024.json.gz. "
-                "For a sample corpus: titan-disp sample-data DIR"
-            )
-    else:
-        raise ConfigError(
-            f"{where}, which does not exist; expected a folder, file or glob of {', '.join(SUFFIXES)}. "
-            "For a sample corpus: titan-disp sample-data DIR"
-        )
-    for path in paths:
-        if not os.access(path, os.R_OK):
-            raise ConfigError(f"{where}, but {path!r} is not readable")
-    return paths
-
-
-def _of_split(paths: list[str], split: str) -> list[str]:
-    """Files whose own name says the split, as a word; where no name says any split, all of them are training data."""
-    marks = {"train": ("train",), "validation": ("validation", "valid"), "test": ("test",)}
-    names = {p: os.path.basename(p) for p in paths}
-
-    def says(path: str, words: Iterable[str]) -> bool:
-        return bool(re.search(rf"(?<![a-z])({'|'.join(words)})(?![a-z])", names[path].lower()))
-
-    named = [p for p in paths if says(p, marks[split])]
-    if named or split != "train":
-        return named
-    return [p for p in paths if not says(p, (*marks["validation"], *marks["test"]))]
 
 
 def _list_hub(split: str) -> list[DataFile]:

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from titan_disp.data.documents import BadDocument, DamagedFile, Documents, text_of
-from titan_disp.data.files import SUFFIXES, DataFile, list_files
+from titan_disp.data.files import DataFile, list_files
+from titan_disp.data.local import SUFFIXES
 from titan_disp.errors import ConfigError
 
 MOST = 64 << 20  # characters that are read, so that the time does not grow with the file

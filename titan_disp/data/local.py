@@ -1,0 +1,165 @@
+"""Documents on disk: which files of a folder, a glob or a name belong to a split. What is left out is said, with the reason."""
+
+import os
+import re
+from collections import Counter
+from collections.abc import Iterable
+from functools import cache
+from glob import glob
+from pathlib import Path
+
+from torchtitan.tools.logging import logger
+
+from titan_disp.data.hub import FOLDER
+from titan_disp.errors import ConfigError
+
+SUFFIXES = (".json.gz", ".jsonl.gz", ".json", ".jsonl", ".json.zst", ".jsonl.zst", ".parquet")
+_NO_DATA = (".md", ".txt", ".py", ".lock", ".metadata")  # that lie beside documents: said, but no reason to worry
+_MARKS = {"train": ("train",), "validation": ("validation", "valid"), "test": ("test",)}
+
+
+def list_local(dataset_path: str, split: str, key: str, c4: bool) -> list[str]:
+    """Paths of a split's files.
+
+    Args:
+        dataset_path: a folder (searched recursively, through links), a glob, or one file. A path that exists is no glob.
+        split: train or validation. key: config section, for messages.
+        c4: whether the files are laid out and named as C4's.
+
+    Raises:
+        ConfigError: nothing there, or something that cannot be read.
+    """
+    where = f"{key}.dataset_path is {dataset_path!r}"
+    if os.path.isdir(dataset_path):
+        paths = _of_folder(dataset_path, split, where, c4)
+    elif os.path.lexists(dataset_path):
+        if not dataset_path.endswith(SUFFIXES):
+            raise ConfigError(f"{where}; expected a name that ends in {', '.join(SUFFIXES)}")
+        paths = [dataset_path]
+    elif any(c in dataset_path for c in "*?["):
+        found = [path for path in glob(dataset_path, recursive=True) if not os.path.isdir(path)]
+        paths = _readable_formats(found, where)
+        if not paths:
+            raise ConfigError(f"{where}, which matches no file named {', '.join('*' + s for s in SUFFIXES)}")
+    else:
+        raise ConfigError(
+            f"{where}, which does not exist; expected a folder, file or glob of {', '.join(SUFFIXES)}. "
+            "For a sample corpus: titan-disp sample-data DIR"
+        )
+    for path in paths:
+        _check_file(path, where)
+    suffixes = Counter(_suffix(path) for path in paths)
+    if len(suffixes) > 1:
+        _warn(f"{where}: files of several formats are read together: {_counts(suffixes)}")
+    return paths
+
+
+def _of_folder(folder: str, split: str, where: str, c4: bool) -> list[str]:
+    paths = _readable_formats(_walk(folder, where), where)
+    of_split = _of_split(paths, split, narrow=c4)
+    if c4:  # a clone of the data set holds other variants beside the one that the hub's stream reads
+        of_split = [path for path in of_split if Path(path).is_relative_to(Path(folder) / FOLDER)] or of_split
+    if not of_split:
+        raise ConfigError(
+            f"{where}, which holds no {split} data; expected files such as en/c4-{split}.00000-of-01024.json.gz. "
+            "For a sample corpus: titan-disp sample-data DIR"
+        )
+    if left_out := sorted(set(paths) - set(of_split)):
+        text = f"{where}: {len(left_out)} of {len(paths)} files are left out, as their names do not say {split}"
+        text += f" or they are not in {FOLDER}" if c4 else ""
+        (_say if c4 else _warn)(
+            f"{text}: {_some(left_out, folder)}. (A glob in the place of the folder takes all that it names)"
+        )
+    return of_split
+
+
+def _walk(folder: str, where: str) -> list[str]:
+    """All files below a folder but hidden ones, through links; a folder that two paths lead to counts once."""
+
+    def refuse(error: OSError) -> None:
+        raise ConfigError(f"{where}, but {error.filename!r} cannot be read: {error.strerror}") from error
+
+    found, seen = [], {os.path.realpath(folder)}
+    for at, folders, names in os.walk(folder, followlinks=True, onerror=refuse):
+        into = []
+        for name in sorted(folders):
+            path = os.path.join(at, name)
+            if name.startswith("."):
+                continue
+            if (real := os.path.realpath(path)) in seen:
+                _warn(f"{where}: {path} is left out, as it is a link to a folder that is read already, {real}")
+                continue
+            seen.add(real)
+            into.append(name)
+        folders[:] = into
+        found += [os.path.join(at, name) for name in sorted(names) if not name.startswith(".")]
+    for path in found:
+        if not os.path.exists(path):
+            raise ConfigError(f"{where}, but {path!r} is a link to {os.readlink(path)!r}, which does not exist")
+    return found
+
+
+def _readable_formats(paths: list[str], where: str) -> list[str]:
+    """Those of a known format; what else there is is said."""
+    known = [path for path in paths if path.endswith(SUFFIXES)]
+    other = [path for path in paths if not path.endswith(SUFFIXES)]
+    for say, part in (
+        (_warn, [path for path in other if not path.endswith(_NO_DATA)]),
+        (_say, [path for path in other if path.endswith(_NO_DATA)]),
+    ):
+        if part:
+            counts = _counts(Counter(_suffix(path) for path in part))
+            say(f"{where}: left out, as they end in none of {', '.join(SUFFIXES)}: {counts}, such as {part[0]}")
+    return known
+
+
+def _check_file(path: str, where: str) -> None:
+    if not os.path.exists(path):
+        raise ConfigError(f"{where}, but {path!r} is a link to {os.readlink(path)!r}, which does not exist")
+    if not os.path.isfile(path):
+        raise ConfigError(f"{where}, but {path!r} is not a regular file")
+    if not os.access(path, os.R_OK):
+        raise ConfigError(f"{where}, but {path!r} is not readable")
+
+
+def _of_split(paths: list[str], split: str, narrow: bool) -> list[str]:
+    """Files of a split by their own names, in which its mark is a word.
+
+    Args:
+        narrow: where a name says "train", that those that say nothing are not training data. C4's are named so; in other folders
+            a file called train_schedules would make all others disappear.
+    """
+
+    def says(path: str, words: Iterable[str]) -> bool:
+        name = os.path.basename(path).lower()
+        return bool(re.search(rf"(?<![a-z])({'|'.join(words)})(?![a-z])", name))
+
+    named = [path for path in paths if says(path, _MARKS[split])]
+    if split != "train" or (named and narrow):
+        return named
+    held_out = (*_MARKS["validation"], *_MARKS["test"])
+    return [path for path in paths if path in named or not says(path, held_out)]
+
+
+def _suffix(path: str) -> str:
+    """The known suffix, else what follows the last dot."""
+    return next((suffix for suffix in SUFFIXES if path.endswith(suffix)), os.path.splitext(path)[1])
+
+
+def _counts(suffixes: Counter[str]) -> str:
+    return ", ".join(f"{count} *{suffix}" for suffix, count in sorted(suffixes.items()))
+
+
+def _some(paths: list[str], folder: str) -> str:
+    names = [os.path.relpath(path, folder) for path in paths[:3]]
+    return ", ".join(names) + (", …" if len(paths) > 3 else "")
+
+
+@cache  # the same folder is listed by checks, by training and by validation
+def _warn(text: str) -> None:
+    logger.warning(text)
+
+
+@cache
+def _say(text: str) -> None:
+    logger.info(text)
