@@ -1,7 +1,9 @@
 """The stream: every document once an epoch, the same batches on any ranks, through any stops, with bad data."""
 
+import errno
 import gzip
 import hashlib
+import io
 import json
 import re
 import shutil
@@ -9,7 +11,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections import Counter
+from collections import Counter, deque
 from fractions import Fraction
 from pathlib import Path
 
@@ -601,6 +603,45 @@ class TestBadData:
         with pytest.raises(ConfigError, match=r"cannot read .*c4-train.0000\d-of-00002.json.gz: FileNotFoundError"):
             batches(streams_of(files, 2, 1, on_bad_data=on_bad_data), 50)
 
+    @pytest.mark.parametrize("on_bad_data", ["skip", "fail"])
+    def test_a_file_of_another_size_than_listed_is_not_read(self, tmp_path, on_bad_data):
+        """Which the fingerprint of the run's checkpoints does not know."""
+        files = write_files(tmp_path, [20, 20])
+        for path in (Path(file.url) for file in files):
+            path.write_bytes(path.read_bytes() + gzip.compress(b'{"text": "1"}\n'))
+        with pytest.raises(
+            DataError, match=rf"has \d+ bytes, but had ({files[0].size}|{files[1].size}) when the files were"
+        ):
+            batches(streams_of(files, 1, 1, on_bad_data=on_bad_data), 1)
+
+    def test_a_failure_of_the_file_system_is_tried_again(self, tmp_path, monkeypatch, caplog):
+        """In the middle of a file, from where it was; one that lasts stops the run, as the file may be sound."""
+        (file,) = write_files(tmp_path, [20_000])
+        reads = 0
+
+        class Failing(io.FileIO):
+            def read(self, size=-1):
+                nonlocal reads
+                reads += 1
+                if reads in failing:
+                    raise OSError(errno.ESTALE if reads % 2 else errno.EIO, "of the server")
+                return super().read(size)
+
+        monkeypatch.setattr("titan_disp.data.disk.io.FileIO", Failing)
+        monkeypatch.setattr("titan_disp.data.disk.FIRST_PAUSE", 0.001)
+        failing = {1, 2, 5}
+        documents = Documents(file, 1 << 20)
+        numbers = []
+        while (raw := documents.read()) is not None:
+            numbers.append(int(text_of(raw).split()[0]))
+        assert numbers == list(range(1, 20_001))
+        assert reads > 5
+        assert [record.message.count("tried again in 0.00") for record in caplog.records] == [1, 1, 1]
+        failing, reads = range(3, 100), 0
+        documents = Documents(file, 1 << 20, retry_seconds=0.05)
+        with pytest.raises(DataError, match=r"cannot read .*: OSError: \[Errno \d+\] of the server"):
+            deque(iter(documents.read, None), maxlen=0)
+
     def test_half_a_surrogate_pair_is_a_bad_document(self):
         with pytest.raises(BadDocument, match="invalid Unicode: surrogates not allowed at character 2"):
             text_of(b'{"text": "ab\\ud800"}')
@@ -781,6 +822,8 @@ def test_mismatch_is_named(sample, tmp_path):
         loader(files, sample, seq_len=64).load_state_dict(saved)
     with pytest.raises(ConfigError, match=r"slots: 8 then, 4 now.*global_batch_size = -1 ties"):
         loader(files, sample, slots=4).load_state_dict(saved)
+    with pytest.raises(ConfigError, match=r"max_document_mb: 16.0 then, 0.5 now"):  # other documents would count as bad
+        loader(files, sample, max_document_bytes=1 << 19).load_state_dict(saved)
     with pytest.raises(ConfigError, match=r"seed: 0 then, 3 now"):
         loader(files, sample, seed=3).load_state_dict(saved)
     changed = [DataFile(files[0].name, files[0].url, files[0].size + 1), *files[1:]]

@@ -123,7 +123,7 @@ class Stream:
     """
 
     max_document_mb: float = 16.0
-    """Documents of more than this many MiB, as stored, count as bad."""
+    """Documents of more than this many MiB, as stored, count as bad; fixed for the life of a run, as it decides what comes."""
 
     validation_sequences: int = 0
     """
@@ -133,8 +133,8 @@ class Stream:
 
     retry_seconds: float = 60.0
     """
-    How long a read from the hub that fails is tried again, with growing pauses; at most 60 % of
-    comm.train_timeout_seconds, as the other ranks wait meanwhile.
+    How long a read that fails, from the hub or from a file system that has lost its server (EIO, ESTALE), is tried again, with
+    growing pauses; at most 60 % of comm.train_timeout_seconds, as the other ranks wait meanwhile.
     """
 
     on_mismatch: Literal["fail", "restart"] = "fail"

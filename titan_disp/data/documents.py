@@ -14,6 +14,7 @@ from typing import Any
 
 from isal import igzip, isal_zlib
 
+from titan_disp.data.disk import LocalFile
 from titan_disp.data.files import DataFile
 from titan_disp.data.remote import RemoteFile
 from titan_disp.errors import DataError
@@ -103,7 +104,7 @@ class Documents:
         Args:
             file: what to read.
             max_bytes: longer documents are bad.
-            retry_seconds: how long a remote file that fails is tried again, with growing pauses, before the failure counts.
+            retry_seconds: how long the hub or a file system that fails is tried again, with growing pauses, before it counts.
             start: index of the first document to read; those before it are passed over unparsed.
         """
         self.file = file
@@ -125,8 +126,8 @@ class Documents:
 
         Raises:
             DamagedFile: truncated or corrupt from here on.
-            DataError: missing, not permitted, a failing disk, or a hub that did not answer for ``retry_seconds``: the file may
-                be sound, so that passing over it would lose data.
+            DataError: missing, not permitted, of another size than listed, or a disk or hub that failed for ``retry_seconds``:
+                the file may be sound, so that passing over it would lose data.
         """
         try:
             if self._raw is None:
@@ -134,7 +135,7 @@ class Documents:
             record = next(self._records, None)
             self.position += record is not None
             return record
-        except DamagedFile:
+        except (DamagedFile, DataError):
             raise
         except (EOFError, zlib.error, isal_zlib.error, gzip.BadGzipFile) as error:  # type: ignore[misc]  # isal's stub
             raise DamagedFile(f"{type(error).__name__}: {error}") from error
@@ -166,7 +167,7 @@ class Documents:
             self._remote = RemoteFile(self.file.url, self.file.size, self.retry_seconds)
             self._raw = _CountingFile(self._remote)
         else:
-            self._raw = _CountingFile(open(self.file.url, "rb", buffering=0))  # noqa: SIM115 — closed by ``close``
+            self._raw = _CountingFile(LocalFile(self.file.url, self.file.size, self.retry_seconds))
         self._records = self._parquet() if self.file.name.endswith(".parquet") else self._lines()
         deque(islice(self._records, self.position), maxlen=0)
 

@@ -14,6 +14,7 @@ from titan_disp import dcp
 from titan_disp.data.assignment import VERSION
 from titan_disp.data.files import DataFile
 from titan_disp.data.place import Field
+from titan_disp.data.stream import StreamOptions
 from titan_disp.data.tokenizer import find_tokenizer
 from titan_disp.errors import CheckpointError, ConfigError
 
@@ -29,14 +30,15 @@ def tokenizer_hash(folder: str) -> str:
     return digest.hexdigest()
 
 
-def fingerprint(files: list[DataFile], tokenizer_folder: str, seq_len: int, seed: int, slots: int) -> dict[str, Any]:
+def fingerprint(files: list[DataFile], tokenizer_folder: str, options: StreamOptions, slots: int) -> dict[str, Any]:
     """Everything that decides which tokens come in which slot; a resume under another one would not continue the run."""
     return {
         "files": [[file.name, file.size] for file in files],
         "tokenizer": tokenizer_hash(tokenizer_folder),
-        "seq_len": seq_len,
-        "seed": seed,
+        "seq_len": options.seq_len,
+        "seed": options.seed,
         "slots": slots,
+        "max_document_mb": options.max_document_bytes / 2**20,
         "assignment": VERSION,
     }
 
@@ -54,8 +56,8 @@ def differences(saved: dict[str, Any], now: dict[str, Any]) -> list[str]:
         )
     if saved.get("assignment") != now["assignment"]:
         found.append("data: an older version of titan-disp shared out the documents among the slots otherwise")
-    for key in ("tokenizer", "seq_len", "seed", "slots"):
-        if saved.get(key) != now[key]:
+    for key in ("tokenizer", "seq_len", "seed", "slots", "max_document_mb"):
+        if key in saved and saved[key] != now[key]:
             found.append(f"{key}: {saved.get(key)} then, {now[key]} now")
     return found
 

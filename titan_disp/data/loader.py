@@ -74,7 +74,7 @@ class StreamLoader(BaseDataLoader):
         own = slots // dp_world_size
         self.slots = range(dp_rank * own, (dp_rank + 1) * own)
         self.local_batch_size, self.prefetch, self.pin_memory = local_batch_size, prefetch, pin_memory
-        self.fingerprint = fingerprint(files, tokenizer_folder, options.seq_len, options.seed, slots)
+        self.fingerprint = fingerprint(files, tokenizer_folder, options, slots)
         self.positions = torch.zeros(own, len(Field), dtype=torch.int64)
         self.mesh: DeviceMesh | None = None
         self.seconds_waited = 0.0
