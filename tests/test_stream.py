@@ -30,7 +30,7 @@ from titan_disp.data.documents import BadDocument, Documents, text_of
 from titan_disp.data.files import DataFile, list_files
 from titan_disp.data.fingerprint import check_fingerprint, differences, read_data_state
 from titan_disp.data.loader import StreamLoader
-from titan_disp.data.place import Field
+from titan_disp.data.place import Field, Place
 from titan_disp.data.stream import RankStreams, StreamOptions
 from titan_disp.data.tokenizer import load_tokenizer
 from titan_disp.data.validation import _ValidationSet, held_out_sequences
@@ -262,7 +262,7 @@ def test_position_by_hand(tmp_path):
     first = after | {Field.BODY_DOCUMENT: 5, Field.BODY_BYTES: 5, Field.TAIL: shared[0][1] + 1, Field.TAIL_BYTES: 1}
     second = after | {Field.BODY_DOCUMENT: 4, Field.BODY_BYTES: 4, Field.HEAD: others[1][1] + 1, Field.HEAD_BYTES: 2}
     assert positions.tolist() == [[*first.values()], [*second.values()]]
-    assert [int(field) for field in after] == list(range(14))
+    assert [int(field) for field in after] == list(range(15))
     _, positions = batches(streams_of(files, 2, 1, seq_len=2), 7)
     # 21 tokens: ten documents, of which two are of the shared file, and a token of the next: in its second file, of slot 0.
     after = dict.fromkeys(Field, 0) | {Field.DOCUMENTS: 10, Field.BYTES: 10, Field.OFFSET: 1, Field.BODY_BYTES: 8}
@@ -590,6 +590,44 @@ class TestBadData:
             match="found no usable document in 21 epochs, and 420 that cannot be used, in 1 files",
         ):
             batches(streams_of(list_files("c4", str(tmp_path)), 1, 1, max_skipped_fraction=1.0), 1)
+
+    @pytest.mark.parametrize("slots", [1, 4])
+    def test_garbage_in_a_row_is_a_damaged_file(self, tmp_path, caplog, slots):
+        """In a compressed file, as of flipped bytes; not in a plain one. Empty texts are no garbage. The same through stops."""
+        good, empty = json.dumps({"text": "5 " * 20}), json.dumps({"text": " "})
+        spoiled = [good] * 100 + [empty] * 40 + ["{ga"] * 7 + [good] * 60 + ["rbage}"] * 300 + ['{"text": "666"}'] * 200
+        (tmp_path / "a.json.gz").write_bytes(gzip.compress("\n".join(spoiled).encode()))
+        (tmp_path / "b.json").write_text("\n".join([good] * 200 + ["garbage"] * 20 + ['{"text": "7"}'] * 100))
+        options = {"max_skipped_fraction": 1.0}
+        files = list_files("text", str(tmp_path))
+        ranks = streams_of(files, slots, 1, **options)
+        tokens, positions = [], None
+        while positions is None or positions[:, Field.EPOCH].min() < 1:
+            part, positions = batches(ranks, 1)
+            tokens.append(part)
+        tokens = np.concatenate(tokens)
+        assert "a.json.gz is damaged and ends early: 8 documents in a row are no JSON" in caplog.text
+        assert "b.json is damaged" not in caplog.text
+        assert (666 in tokens, 7 in tokens) == (False, True)
+        assert 1 <= positions[:, Field.SKIPPED_FILES].sum() <= positions[:, Field.EPOCH].max() + 1
+        got, at, done = [], None, 0
+        for steps in (1, 2, 3, 5, 8, 13, 21, len(tokens)):
+            steps = min(steps, len(tokens) - done)
+            part, at = batches(streams_of(files, slots, slots, positions=at, **options), steps)
+            got.append(part)
+            done += steps
+        assert np.array_equal(np.concatenate(got), tokens)
+        assert np.array_equal(at, positions)
+
+    def test_garbage_is_counted_in_the_position(self):
+        """For head, whole files and tail apart, so that the count goes on after a resume."""
+        place = Place(0, np.zeros(len(Field), dtype=np.int64), Assignment(of_sizes([5, 5]), 1, seed=0))
+        assert [place.take(part, 0, 0, True) for part in (0, 1, 1, 2, 1)] == [1, 1, 2, 1, 3]
+        again = Place(0, place.position.copy(), place.assignment)
+        assert [again.take(part, 0, 0, True) for part in (1, 0, 2)] == [4, 2, 2]
+        assert (again.take(1, 0, 5), again.take(1, 0, 0, True), again.take(2, 0, 0, True)) == (0, 1, 3)
+        again.end_file(1)
+        assert again.take(1, 0, 0, True) == 1
 
     def test_no_documents_at_all(self, tmp_path):
         files = write_files(tmp_path, [0, 0])

@@ -6,13 +6,16 @@ from dataclasses import dataclass
 import numpy as np
 from torchtitan.tools.logging import logger
 
-from titan_disp.data.documents import BadDocument, text_of
+from titan_disp.data.assignment import Segment
+from titan_disp.data.documents import COMPRESSED, BadDocument, Garbage, text_of
 from titan_disp.data.passes import Passes
 from titan_disp.data.place import Field, Place
 from titan_disp.errors import DataError
 
 _BAD = 1000  # documents in a row that cannot be used, with which a slot gives up when it has read its whole share …
 _EPOCHS = 20  # … or, times S, epochs in a row without any document: e⁻²⁰ is the chance of a sound corpus
+
+_GARBAGE = 8  # documents in a row that are no JSON: flipped bytes in a compressed file, which spoil the rest of it
 
 
 class Faults:
@@ -93,10 +96,7 @@ class Cursor:
             segment, first = place.next(part)
             index, raw, damage = self.passes.fetch(place.index, place.epoch, segment, first)
             if raw is None:
-                if damage is not None:
-                    self.faults.bad(segment.file, -1, damage)
-                    p[Field.SKIPPED_FILES] += segment.low == 0  # one slot counts it
-                place.end_file(part)
+                self._end_file(part, segment, damage)
                 continue
             try:
                 if isinstance(raw, BadDocument):
@@ -106,7 +106,10 @@ class Cursor:
                 self.faults.bad(segment.file, index, str(error))
                 p[Field.SKIPPED] += 1
                 bad += 1
-                place.take(part, index, 0)
+                garbage = isinstance(error, Garbage) and self.faults.names[segment.file].endswith(COMPRESSED)
+                if place.take(part, index, 0, garbage) == _GARBAGE:
+                    self.passes.leave(place.index, place.epoch, segment.file)
+                    self._end_file(part, segment, f"{_GARBAGE} documents in a row are no JSON")
                 self.faults.check()
                 continue
             start, size = p.copy(), len(text.encode())
@@ -114,6 +117,12 @@ class Cursor:
             p[Field.BYTES] += size
             place.take(part, index, size)
             return Document(text, size, start, p.copy())
+
+    def _end_file(self, part: int, segment: Segment, damage: str | None) -> None:
+        if damage is not None:
+            self.faults.bad(segment.file, -1, damage)
+            self.place.position[Field.SKIPPED_FILES] += segment.low == 0  # one slot counts it
+        self.place.end_file(part)
 
     def _check(self, epochs: int, bad: int) -> None:
         """Give up where nothing can be expected any more. A slot finds a document in one of S epochs at least, on average."""

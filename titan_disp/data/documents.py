@@ -19,12 +19,17 @@ from titan_disp.data.files import DataFile
 from titan_disp.data.remote import RemoteFile
 from titan_disp.errors import DataError
 
+COMPRESSED = (".gz", ".zst")
 DRAIN = 1 << 20
 BUFFER = 1 << 16  # a rank may hold two thousand files open
 
 
 class BadDocument(Exception):
     """One document that cannot be used; the message says why."""
+
+
+class Garbage(BadDocument):
+    """One that is no JSON or no UTF-8, as flipped bytes in a compressed file make them, many in a row."""
 
 
 class DamagedFile(Exception):
@@ -68,15 +73,15 @@ def text_of(raw: bytes | str) -> str:
         raw: a JSON line, or the text itself (Parquet).
 
     Raises:
-        BadDocument: invalid UTF-8, malformed JSON, no text, empty text.
+        BadDocument: no text, empty text; ``Garbage``: invalid UTF-8, malformed JSON.
     """
     if isinstance(raw, bytes):
         try:
             record = json.loads(raw)
         except UnicodeDecodeError as error:
-            raise BadDocument(f"invalid UTF-8: {error.reason} at byte {error.start}") from error
+            raise Garbage(f"invalid UTF-8: {error.reason} at byte {error.start}") from error
         except (ValueError, RecursionError) as error:
-            raise BadDocument(f"malformed JSON: {error}") from error
+            raise Garbage(f"malformed JSON: {error}") from error
         if not isinstance(record, dict) or not isinstance(record.get("text"), str):
             raise BadDocument('no field "text"')
         text: str = record["text"]

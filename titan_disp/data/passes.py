@@ -177,6 +177,11 @@ class Passes:
         self._open.setdefault(segment.file, []).append(new)
         return new
 
+    def leave(self, slot: int, epoch: int, file: int) -> None:
+        """The slot wants nothing more of a file in this epoch."""
+        if (mine := self._pass(slot, epoch, file)) is not None:
+            self._leave(slot, file, mine)
+
     def _leave(self, slot: int, file: int, left: _Pass) -> None:
         left.queued -= left.queues.pop(slot).bytes
         if not left.queues:

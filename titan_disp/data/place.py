@@ -19,16 +19,17 @@ class Field(IntEnum):
     TAIL = 6  # as of the head
     TAIL_BYTES = 7
     DONE = 8  # bits: head, body, tail read to the end
-    OFFSET = 9  # tokens already taken from the next document
-    DOCUMENTS = 10  # used since the start of the run, as are the following
-    BYTES = 11  # of text, UTF-8
-    SKIPPED = 12
-    SKIPPED_FILES = 13
+    GARBAGE = 9  # the last so many documents of head, body's file and tail were no JSON: a byte for each
+    OFFSET = 10  # tokens already taken from the next document
+    DOCUMENTS = 11  # used since the start of the run, as are the following
+    BYTES = 12  # of text, UTF-8
+    SKIPPED = 13
+    SKIPPED_FILES = 14
 
 
 NEXT = (Field.HEAD, Field.BODY_DOCUMENT, Field.TAIL)  # index of the next document in head, body, tail
 TAKEN = (Field.HEAD_BYTES, Field.BODY_BYTES, Field.TAIL_BYTES)
-OF_AN_EPOCH = (*NEXT, *TAKEN, Field.BODY_FILE, Field.DONE)
+OF_AN_EPOCH = (*NEXT, *TAKEN, Field.BODY_FILE, Field.DONE, Field.GARBAGE)
 
 
 class Place:
@@ -84,14 +85,28 @@ class Place:
                     return segment, int(self.position[NEXT[part]])
         return None
 
-    def take(self, part: int, index: int, size: int) -> None:
-        """Pass document ``index`` of a part, of ``size`` bytes of text; 0 where it cannot be used."""
+    def take(self, part: int, index: int, size: int, garbage: bool = False) -> int:
+        """Pass document ``index`` of a part, of ``size`` bytes of text; 0 where it cannot be used.
+
+        Returns:
+            How many documents in a row, of this part's file, were garbage: up to this one.
+        """
         self.position[NEXT[part]] = index + 1
         self.position[TAKEN[part]] += size
+        in_a_row = (self._garbage(part) + 1) * garbage
+        self._set_garbage(part, in_a_row)
+        return in_a_row
+
+    def _garbage(self, part: int) -> int:
+        return int(self.position[Field.GARBAGE]) >> 8 * part & 255
+
+    def _set_garbage(self, part: int, count: int) -> None:
+        self.position[Field.GARBAGE] += (count - self._garbage(part)) << 8 * part
 
     def end_file(self, part: int) -> None:
         """Pass the end of a part's file."""
         p = self.position
+        self._set_garbage(part, 0)
         if part == 1:
             p[Field.BODY_FILE] += 1
             p[Field.BODY_DOCUMENT] = 0
