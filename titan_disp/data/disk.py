@@ -69,7 +69,6 @@ class LocalFile(io.RawIOBase):
                     f"{self._path} has {now} bytes, but had {self._size} when the files were listed: it was changed or cut off "
                     "meanwhile, or another node sees another copy. Restore it, or start the run again to list the files anew"
                 )
-            self._file.seek(self._place)
         return self._file
 
     def _read(self, size: int) -> bytes:
