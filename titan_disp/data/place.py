@@ -93,6 +93,8 @@ class Place:
         """
         self.position[NEXT[part]] = index + 1
         self.position[TAKEN[part]] += size
+        if not garbage and not self.position[Field.GARBAGE]:  # nearly always
+            return 0
         in_a_row = (self._garbage(part) + 1) * garbage
         self._set_garbage(part, in_a_row)
         return in_a_row
