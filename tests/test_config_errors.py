@@ -111,6 +111,12 @@ def options(sample):
         ),
         (4, ["--parallelism.tensor_parallel_degree", "4"], r"4 does not divide the 2 key/value heads"),
         (2, ["--parallelism.expert_parallel_degree", "2"], r"expert_parallel_degree"),
+        (2, ["--training.enable_cpu_offload"], r"enable_cpu_offload is true, but there is no accelerator"),
+        (
+            2,
+            ["--training.enable_cpu_offload", "--parallelism.tensor_parallel_degree", "2"],
+            r"enable_cpu_offload is true, but it is FSDP that offloads, .* data_parallel_shard_degree 1",
+        ),
         (
             1,
             ["--model.flavor", "9B"],

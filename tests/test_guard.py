@@ -177,6 +177,19 @@ def test_gradients_that_are_sharded(one_rank):
         assert model["a"].full_tensor().tolist() == expected
 
 
+def test_gradients_offloaded_to_the_cpu():
+    """training.enable_cpu_offload: gradients are on the CPU, the loss's terms on the GPU, for which meta stands here."""
+    training = Training()
+    training.optimizers.flags["stop"] = lambda: True
+    training.ledger.add(*(torch.zeros((), device="meta") for _ in range(3)))
+    for gradient in (torch.ones(1), None):
+        for parameter in training.model.parameters():
+            parameter.grad = gradient
+        message = training.optimizers._message()
+        # NCCL reduces it: two of the norms, two terms, a flag.
+        assert (message.device.type, message.shape) == ("meta", (5,))
+
+
 def test_the_optimizers_get_what_the_trainer_says(monkeypatch):
     """Arguments pass through, and the guard's counters are no part of the optimizers' state."""
     training = Training()

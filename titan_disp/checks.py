@@ -45,13 +45,17 @@ def check_device(job_config: JobConfig) -> None:
     """What this machine cannot do, by its kind of device and its packages.
 
     Raises:
-        ConfigError: context parallelism on a CPU; Weights & Biases without its package, of which TorchTitan would log an error
-            line and train on.
+        ConfigError: context parallelism or CPU offload on a CPU; Weights & Biases without its package, of which TorchTitan would
+            log an error line and train on.
     """
     if job_config.metrics.enable_wandb and importlib.util.find_spec("wandb") is None:
         raise ConfigError(
             "metrics.enable_wandb is true, but the package wandb is not installed: pip install 'titan-disp[wandb]', or set "
             "metrics.enable_wandb = false"
+        )
+    if job_config.training.enable_cpu_offload and cpu.active():
+        raise ConfigError(
+            "training.enable_cpu_offload is true, but there is no accelerator to offload from: set it to false"
         )
     cp = job_config.parallelism.context_parallel_degree
     if cp > 1 and cpu.active():
@@ -139,6 +143,11 @@ def check_mesh(job_config: JobConfig, world_size: int) -> None:
             f"pure data parallelism (data_parallel_replicate_degree {replicate}, data_parallel_shard_degree 1) is refused: "
             "TorchTitan 0.2.2 averages its gradients a second time, which makes them too small. "
             "Set data_parallel_replicate_degree = 1 (FSDP) or data_parallel_shard_degree ≥ 2 (HSDP)"
+        )
+    if job_config.training.enable_cpu_offload and shard * cp == 1:
+        raise ConfigError(
+            "training.enable_cpu_offload is true, but it is FSDP that offloads, and with data_parallel_shard_degree 1 there is "
+            "none: set it to false, or data_parallel_shard_degree ≥ 2"
         )
     for name, heads in (("attention heads", args.n_heads), ("key/value heads", args.n_kv_heads)):
         if heads % tp:

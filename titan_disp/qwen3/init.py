@@ -1,7 +1,7 @@
 """Initial weights that depend on the seed and the parameter's name only: not on the mesh, nor on the device.
 
 DTensor's random initialisation gives that on GPUs but not on a CPU mesh, and a CPU and a GPU draw different numbers.
-Every rank draws the whole parameter on the CPU (for 0.6B a few seconds, once) and keeps its shard.
+Every rank draws the whole parameter on the CPU (once: for 0.6B a few seconds, for 32B some minutes) and keeps its shard.
 """
 
 import hashlib

@@ -56,15 +56,20 @@ class GuardedOptimizers(OptimizersContainer):
         local = [g.to_local() if isinstance(g, DTensor) else g for g in gradients]
         return [g for g in local if g.numel()]
 
-    def _verdict(self) -> None:
+    def _message(self) -> Tensor:
+        """What this rank has to say, 0 or 1: a gradient is not finite, one is not 0, either term is not finite, the flags."""
         gradients = self._gradients()
-        device = next(self.model_parts[0].parameters()).device
-        norms = torch.stack(torch._foreach_norm(gradients)) if gradients else torch.zeros(1, device=device)
+        norms = torch.stack(torch._foreach_norm(gradients)) if gradients else torch.zeros(1)
         terms = self.non_finite_terms()
-        said = [ask() for ask in self.flags.values()]
-        message = torch.stack([~norms.isfinite().all(), norms.ne(0).any()])
-        message = torch.cat([message, torch.zeros(2, dtype=torch.bool, device=device) if terms is None else terms])
-        message = torch.cat([message, torch.tensor(said, dtype=torch.bool, device=device)]).float()
+        if terms is None:
+            terms = torch.zeros(2, dtype=torch.bool, device=next(self.model_parts[0].parameters()).device)
+        said = torch.tensor([ask() for ask in self.flags.values()], dtype=torch.bool)
+        # Under training.enable_cpu_offload the gradients are the CPU's, and the terms, like collective calls, the GPU's.
+        found = torch.stack([~norms.isfinite().all(), norms.ne(0).any()]).to(terms.device)
+        return torch.cat([found, terms, said.to(terms.device)]).float()
+
+    def _verdict(self) -> None:
+        message = self._message()
         if dist.is_initialized():
             dist.all_reduce(message, op=dist.ReduceOp.MAX)
         bad_gradient, any_gradient, bad_ce, bad_dispersion, *agreed = map(bool, message.tolist())
