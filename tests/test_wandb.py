@@ -13,7 +13,7 @@ from torchtitan.distributed import ParallelDims
 from titan_disp.checks import check_device
 from titan_disp.dispersion import LossLedger
 from titan_disp.run.metrics import DispersionMetrics
-from titan_disp.run.wandb_run import continue_run
+from titan_disp.run.wandb_run import continue_run, run_id
 
 
 @pytest.fixture
@@ -47,6 +47,14 @@ def test_a_requeue_continues_the_run(wandb, tmp_path, monkeypatch):
     assert len(first[0]) == 32
     assert other[0] != first[0]
     assert other[1] == "allow"
+
+
+def test_an_id_that_never_reached_the_disk_is_made_again(tmp_path):
+    """W&B would begin another run at every start with an empty one."""
+    (tmp_path / "wandb_run_id").write_text("\n")
+    made = run_id(tmp_path)
+    assert len(made) == 32
+    assert run_id(tmp_path) == made
 
 
 def test_what_the_user_has_set_stays():

@@ -17,7 +17,7 @@ def run_id(folder: str | Path) -> str:
     Not a hash of the path: a new run in a folder that was emptied is another run.
     """
     file = Path(folder) / "wandb_run_id"
-    if not file.exists():
+    if not file.exists() or not file.read_text().strip():
         file.parent.mkdir(parents=True, exist_ok=True)
         with whole(file) as partial:
             partial.write_text(uuid.uuid4().hex + "\n")
