@@ -1,5 +1,6 @@
 """What the trainer does with what the ranks agreed on in a step, and how it puts its parts together. No model is trained."""
 
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -75,6 +76,24 @@ def test_a_skipped_step_is_an_event(trainer):
     trainer.train_step(iter(()))
     assert ("skip", 5, {"terms": ["dispersion"], "in_a_row": 2}) in trainer.calls
     assert trainer.should_continue_training()
+
+
+def test_complete_is_said_after_the_last_save(trainer, monkeypatch):
+    """An asynchronous one may take minutes, which are the checkpoints'."""
+    monkeypatch.setattr(Trainer, "train", lambda self: None)
+    trainer.step, trainer.job_config.training = 9, SimpleNamespace(steps=9)
+    trainer.stop_request = SimpleNamespace(held=lambda: False, done=lambda: None)
+
+    def wait():
+        trainer.calls.append("wait")
+        time.sleep(0.05)
+
+    trainer.checkpointer = SimpleNamespace(ended_at=lambda: None, wait=wait)
+    trainer.report = lambda: None
+    trainer.train()
+    *before, (name, step, details) = trainer.calls
+    assert (before, name, step) == (["wait", "condensation"], "complete", 9)
+    assert 0.05 <= details["spent"]["checkpoints"] < 5
 
 
 def test_a_start_that_trains_nothing_says_where_the_run_stands(trainer):

@@ -216,7 +216,8 @@ class DispTrainer(Trainer):
             return
         super().train()
         self.heartbeat.begin("save", self.step)
-        self.checkpointer.wait()
+        with self.clock.during("checkpoints"):
+            self.checkpointer.wait()
         if self.step > self._start_step:
             if not self.optimizers.agreed["stop"]:  # nobody waits for this job to end
                 self.measure_condensation()
