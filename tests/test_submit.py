@@ -36,6 +36,7 @@ def test_the_plan_and_the_command(command):
     code, out, _ = command(80, *options)
     assert code == 0
     assert "39,673 of 3,932,160 tokens" in out
+    assert "replicate 80 × shard 8 × context 1 × tensor 1" in out  # of -1 in the file
     assert out.splitlines()[-1] == (
         "sbatch --nodes=80 --gpus-per-node=8 --time=24:00:00 --account=abc "
         f"--export=ALL,TITAN_DISP_SITE=frontier,TITAN_DISP_PYTHON={sys.executable} "
