@@ -1,8 +1,8 @@
 """TorchTitan's checkpoint manager, made to survive the night.
 
-- A checkpoint is *complete* when DCP's ``.metadata``, which is written last, is there and all its files have the length that
-  it says. Only complete ones are resumed from and counted by the retention.
-- Every file has a hash, by which a checkpoint is verified before it is loaded.
+- A checkpoint is *complete* when DCP's ``.metadata``, which is written last, is there. Only complete ones are resumed from and
+  counted by the retention.
+- Every file has a hash, by which a checkpoint is verified before it is loaded, as are the files' lengths.
 - Resume takes the newest complete one that verifies and loads. One that does not is moved aside (nothing is deleted), loudly.
 - A failed load or save is known to all ranks, which stop together.
 """
