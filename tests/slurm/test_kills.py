@@ -26,14 +26,19 @@ pytestmark = [pytest.mark.slurm, pytest.mark.timeout(300 + 90 * KILLS)]
 
 def processes(job):
     """Ids of the ranks, of torchrun and of srun; neither the batch script nor the supervisor, whose death ends the job."""
-    found = []
+    commands = {}
     for folder in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
-            command = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
             environment = (folder / "environ").read_bytes()
-            mine = f"SLURM_JOB_ID={job}\0".encode() in environment and b"SLURM_CLUSTER_NAME=" in environment
-            if mine and any(part in command for part in ("faulty_train", "torch.distributed.run", "srun ")):
-                found.append(int(folder.name))
+            if f"SLURM_JOB_ID={job}\0".encode() in environment and b"SLURM_CLUSTER_NAME=" in environment:
+                parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
+                commands[int(folder.name)] = parent, (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+    found = []
+    for pid, (parent, command) in commands.items():
+        # srun forks a helper, without which it goes on.
+        helper = command.startswith("srun ") and commands.get(parent, (0, ""))[1].startswith("srun ")
+        if not helper and any(part in command for part in ("faulty_train", "torch.distributed.run", "srun ")):
+            found.append(pid)
     return sorted(found)
 
 
