@@ -187,6 +187,28 @@ def test_bytes_of_tensor_parallel(sample):
     assert plan.exposed_seconds >= tensor / 450e9
 
 
+@pytest.mark.parametrize(("mode", "gathers"), [("none", 2), ("full", 3)])
+def test_bytes_of_context_parallel(sample, mode, gathers):
+    """Nano on two ranks, fp32, four microbatches. torch gathers keys and values, each [2, 32, 2 heads of 16], in forward,
+    when that is recomputed, and in backward, and passes their fp32 gradients on as often as there are ranks."""
+    mesh = (
+        "--parallelism.context_parallel_degree",
+        "2",
+        "--training.local_batch_size",
+        "2",
+        "--training.seq_len",
+        "32",
+    )
+    options = ("--training.global_batch_size", "8", "--activation_checkpoint.mode", mode)
+    plan = make_plan(demo(sample, *mesh, *options), 1, 2)
+    root, blocks = 2048 * 64 + 64, 427_008 - (2048 * 64 + 64)
+    fsdp = root * (4 + 4) + blocks * (2 * 4 + 4)
+    keys_and_values = 2 * (2 * 32 * 2 * 16) * 4
+    ring = 6 * (gathers * keys_and_values / 2 + 2 * keys_and_values / 2)
+    dispersion = 6 * (2 * 32 * 64) * 4
+    assert plan.within_bytes == pytest.approx(4 * (fsdp / 2 + ring + dispersion / 2))
+
+
 def test_one_gpu_sends_nothing():
     plan = make_plan(
         config(PAPER, "--checkpoint.no-enable", "--training.local_batch_size", "2"), 1, 1, mfu=1.0, node_bandwidth=0.5

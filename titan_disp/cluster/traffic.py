@@ -129,9 +129,12 @@ def traffic(job_config: JobConfig, model: Qwen3DispModel, gpus_per_node: int, wo
     tensor = ring(tp, 1, gpus_per_node, activation / cp) * ((8 + recomputed) * args.n_layers + 4)
     exact = job_config.dispersion.estimator == "exact"  # type: ignore[attr-defined]
     dispersed = ring(cp * tp, 1, gpus_per_node, activation * len(args.activations) * exact)
-    # Keys and values go round the ring in forward, and with their gradients in backward.
-    keys_and_values = 2 * tokens * args.n_kv_heads * args.head_dim // tp * itemsize
-    context = ring(cp, tp, gpus_per_node, 3 * keys_and_values * args.n_layers)
+    # torch's ring attention gathers keys and values in forward and backward, and passes their fp32 gradients to the next rank, as
+    # often as there are ranks.
+    heads = 2 * tokens * args.n_kv_heads * args.head_dim // tp * args.n_layers
+    gathers = 2 if job_config.activation_checkpoint.mode in ("none", "selective") else 3
+    passed = heads * 4 * (cp / (cp - 1) if cp > 1 else 0)
+    context = ring(cp, tp, gpus_per_node, gathers * heads * itemsize + passed)
     return Traffic(
         at_the_ends=(sharded(outer_bytes), tensor * microbatches, replicated(outer)),
         beside=(sharded(inner_bytes), dispersed * microbatches, context * microbatches),
