@@ -168,10 +168,15 @@ def events(run, start):
     return found
 
 
+def checkpoint_options(run):
+    """[checkpoint] of the run's config; empty where it is not known."""
+    options = read_json(os.path.join(run, "config.json"), {}).get("checkpoint")
+    return options if isinstance(options, dict) else {}
+
+
 def newest_checkpoint(run):
     """Step of the newest complete checkpoint, -1 without one."""
-    checkpoint = read_json(os.path.join(run, "config.json"), {}).get("checkpoint")
-    folder = checkpoint.get("folder") if isinstance(checkpoint, dict) else None
+    folder = checkpoint_options(run).get("folder")
     steps = [-1]
     for path in glob.glob(os.path.join(glob.escape(run), str(folder or "checkpoint"), "step-*", ".metadata")):
         name = os.path.basename(os.path.dirname(path))[len("step-") :]
@@ -721,9 +726,16 @@ class Supervisor:
         if "TERM" in self.received() and self.cancelled():
             return Outcome(END, "the job was cancelled")
         if last is not None:
-            self.forget()
             reason = last.get("reason", "")
-            if signalled or reason.startswith("SIG"):
+            asked, options = signalled or reason.startswith("SIG"), checkpoint_options(self.run)
+            if asked and (options.get("enable") is False or options.get("load_only") is True):
+                return self.count_failure(
+                    "stopped at step {} ({}), and nothing is saved with this [checkpoint] section".format(
+                        last["step"], reason
+                    )
+                )
+            self.forget()
+            if asked:
                 return Outcome(REQUEUE, "saved at step {} and stopped: {}".format(last["step"], reason))
             return Outcome(END, "stopped at step {}: {}".format(last["step"], reason))
         if self.status is None:

@@ -166,6 +166,17 @@ class TestDecide:
         assert outcome.state == state
         assert outcome.reason.endswith(f"step 5: {reason}" if state == "end" else f"step 5 and stopped: {reason}")
 
+    @pytest.mark.parametrize("options", [{"enable": False}, {"enable": True, "load_only": True}])
+    def test_a_stop_that_saves_nothing_counts(self, cluster, options):
+        """Else a run longer than its job's time limit would begin anew for ever."""
+        (cluster.run / "config.json").write_text(json.dumps({"checkpoint": options}))
+        cluster.event("stop", 5, "SIGUSR1")
+        cluster.signals.write_text("USR1\n")
+        for state in ("requeue", "requeue", "requeue", "give up"):
+            outcome = decided(cluster)
+            assert outcome.state == state
+            assert "stopped at step 5 (SIGUSR1), and nothing is saved with this [checkpoint] section" in outcome.reason
+
     @pytest.mark.parametrize("state", JOB_STATES)
     def test_terminated_in_any_state(self, cluster, state):
         """scancel sets CANCELLED, then COMPLETING, and sends TERM; in any other state TERM is a preemption."""
