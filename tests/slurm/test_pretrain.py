@@ -13,7 +13,7 @@ import time
 import pytest
 
 from tests.cluster_of_one import DEMO, ROOT, train
-from tests.slurm.local import LocalSlurm
+from tests.slurm.local import ENDED, LocalSlurm
 from titan_disp.run.folder import read_json_lines, read_metrics
 from titan_disp.run.integrity import checkpoints, problem
 
@@ -42,7 +42,7 @@ def whole(sample, tmp_path_factory):
 
 class Jobs:
     def __init__(self, slurm, sample, folder):
-        self.slurm, self.sample, self.folder = slurm, sample, folder
+        self.slurm, self.sample, self.folder, self.submitted = slurm, sample, folder, []
 
     def submit(self, run, *options, sbatch=(), faults="", once=False, config=DEMO, **env):
         environment = {
@@ -55,13 +55,15 @@ class Jobs:
             "FAULTS_ONCE": str(self.folder / "once") if once else "",
             **env,
         }
-        return self.slurm.sbatch(
+        job = self.slurm.sbatch(
             *("--nodes=2", "--time=15", f"--output={self.folder}/%j.out", *sbatch, ROOT / "slurm" / "pretrain.sbatch"),
             *(config, *OPTIONS, "--job.dump_folder", run, "--model.hf_assets_path", f"{self.sample}/tokenizer"),
             *("--training.dataset_path", self.sample, *options),
             env=environment,
             cwd=ROOT,
         )
+        self.submitted.append(job)
+        return job
 
     def until_step(self, job, run, step):
         """Wait until a job has logged a step."""
@@ -80,7 +82,11 @@ class Jobs:
 
 @pytest.fixture
 def jobs(slurm, sample, tmp_path):
-    return Jobs(slurm, sample, tmp_path)
+    jobs = Jobs(slurm, sample, tmp_path)
+    yield jobs
+    for job in jobs.submitted:  # what a failed test leaves would slow the next ones down
+        if slurm.job(job)["JobState"] not in ENDED:
+            slurm.cancel(job)
 
 
 def values(run):
