@@ -4,11 +4,9 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 from tests.distributed import free_port
-from titan_disp.run.folder import read_metrics
 
 ROOT = Path(__file__).parent.parent
 DEMO = ROOT / "train_configs" / "demo_cpu.toml"
@@ -52,34 +50,17 @@ def train(config, sample, run, *options, nproc=1, check=True):
     return done
 
 
-def train_and_kill(config, sample, run, step, *options, nproc=1):
-    """Train until ``step`` is in metrics.jsonl, then SIGKILL every process of the job."""
-    with open(f"{run}.killed.log", "w") as log:
-        job = subprocess.Popen(
-            command(config, sample, run, *options, nproc=nproc),
-            cwd=ROOT,
-            env=environment(),
-            stdout=log,
-            stderr=log,
-            start_new_session=True,
-        )
-    deadline = time.monotonic() + 200
-    try:
-        while not (run / "metrics.jsonl").exists() or max(read_metrics(run), default=0) < step:
-            assert job.poll() is None, f"the job ended before step {step}"
-            assert time.monotonic() < deadline, f"step {step} not reached in time"
-            time.sleep(0.02)
-    finally:
-        _kill_tree(job.pid)
-        job.wait()
+def children(pid):
+    """Of a process that runs; torchrun starts its ranks in sessions of their own."""
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
-def _kill_tree(pid):
-    """torchrun starts its ranks in sessions of their own: kill the children first, by parent."""
+def kill_tree(pid):
+    """kill -9 of a process and all below it."""
     try:
-        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+        below = children(pid)
         os.kill(pid, signal.SIGKILL)
     except (FileNotFoundError, ProcessLookupError):
         return
-    for child in children:
-        _kill_tree(int(child))
+    for child in below:
+        kill_tree(child)

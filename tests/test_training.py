@@ -2,17 +2,20 @@
 
 import json
 import os
+import random
 import re
 import shutil
 import subprocess
 import sys
+import time
 
 import pytest
 import torch
 
-from tests.cluster_of_one import DEMO, ROOT, environment, rank_environment, train, train_and_kill
+from tests.cluster_of_one import DEMO, ROOT, children, environment, kill_tree, rank_environment, train
+from tests.distributed import free_port
 from titan_disp.condensation.record import load_steps
-from titan_disp.run.folder import read_events, read_json_lines, read_metrics
+from titan_disp.run.folder import read_events, read_json_lines, read_metrics, read_rows
 
 SHORT = (
     *("--training.seq_len", "64", "--metrics.log_freq", "1", "--lr_scheduler.warmup_steps", "2"),
@@ -73,28 +76,98 @@ def test_demo(sample, tmp_path):
     assert board.Scalars("n_tokens_seen")[-1].value == 40 * 16 * 128
 
 
+def two_nodes(sample, run, start, *options):
+    """A start of the run as SLURM makes it: a torchrun of one rank on each of two nodes, with steps of 0.2 s or more."""
+    start = str(start)
+    shared = environment() | {
+        **{"SLURM_NNODES": "2", "SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": start, "GLOO_SOCKET_IFNAME": "lo"},
+        **{
+            "TITAN_DISP_START": f"7.{start}",
+            "TITAN_DISP_ENDPOINT": f"127.0.0.1:{free_port()}",
+            "TITAN_DISP_NPROC": "1",
+        },
+        **{"TITAN_DISP_PYTHON": sys.executable, "TITAN_DISP_LOCAL": str(run.parent), "TITAN_DISP_RUN": str(run)},
+        **{"TITAN_DISP_MODULE": "tests.faulty_train", "FAULTS": "slow:1-1000@0", "SLOW": "0.2"},
+    }
+    command = [
+        *("bash", ROOT / "slurm" / "node.sh", "train", "--job.config_file", DEMO, "--job.dump_folder", run),
+        *("--model.hf_assets_path", f"{sample}/tokenizer", "--training.dataset_path", sample, *options),
+    ]
+    run.mkdir(exist_ok=True)
+    with open(run / "log", "a") as log:
+        return [
+            subprocess.Popen(
+                command,
+                cwd=ROOT,
+                env=shared | {"SLURM_NODEID": str(node)},
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+            for node in (0, 1)
+        ]
+
+
+def size(file):
+    return file.stat().st_size if file.exists() else 0
+
+
 @pytest.mark.night
-def test_killed_twice_equals_uninterrupted(sample, tmp_path):
-    """Save, kill -9, resume, twice: metrics.jsonl equals an uninterrupted run's, bit for bit."""
+@pytest.mark.timeout(3600)
+def test_killed_at_random_moments_equals_uninterrupted(sample, tmp_path):
+    """kill -9 of a node, or of one of its processes, at 20 random moments: every loss ever written is right, bit for bit.
+
+    Nothing lost: each start goes on from the newest checkpoint that was said to be complete, or from a newer one.
+    """
     options = (
-        *(*SHORT, "--training.steps", "14", "--checkpoint.interval", "4"),
+        *(*SHORT, "--training.steps", "150", "--checkpoint.interval", "3", "--comm.train_timeout_seconds", "20"),
         # Tokens drawn and λ depend on the step, which a resume must know.
         *("--dispersion.estimator", "sampled", "--dispersion.max_tokens", "16"),
         *("--dispersion.warmup_steps", "3", "--dispersion.decay", "cosine", "--dispersion.final_coeff", "0.01"),
     )
-    train(DEMO, sample, tmp_path / "whole", *options, nproc=2)
-    expected = terms(read_metrics(tmp_path / "whole"), "loss", "ce", "dispersion", "grad_norm", "lr")
-    run = tmp_path / "killed"
-    train_and_kill(DEMO, sample, run, 6, *options, nproc=2)
-    train_and_kill(DEMO, sample, run, 10, *options, nproc=2)
-    train(DEMO, sample, run, *options, nproc=2)
-    assert terms(read_metrics(run), "loss", "ce", "dispersion", "grad_norm", "lr") == expected
-    assert len(expected) == 14
-    events = [(e["event"], e["step"]) for e in read_json_lines(run / "events.jsonl") if e["event"] != "checkpoint"]
-    assert [name for name, _ in events] == ["start", "resume", "resume", "complete"]
-    # Killed after step 6 was logged: step 4 is on disk, and a later one only if it was saved before the kill came.
-    assert events[1][1] >= 4
-    assert events[2][1] >= 8
+    run, whole = tmp_path / "run", tmp_path / "whole"
+    began = time.monotonic()
+    nodes = two_nodes(sample, whole, 0, *options)
+    while not size(whole / "metrics.jsonl"):
+        assert nodes[0].poll() is None, (whole / "log").read_text()[-4000:]
+        time.sleep(0.05)
+    startup = time.monotonic() - began
+    assert [node.wait() for node in nodes] == [0, 0]
+
+    moments = random.Random(0)
+    for start in range(20):
+        nodes = two_nodes(sample, run, start, *options)
+        if start % 3 == 0:  # while it starts
+            time.sleep(moments.uniform(0, startup))
+        else:  # while it trains and saves
+            written = size(run / "metrics.jsonl")
+            while size(run / "metrics.jsonl") == written and nodes[0].poll() is None:
+                time.sleep(0.02)
+            time.sleep(moments.uniform(0, 3))
+        assert None in (node.poll() for node in nodes), (run / "log").read_text()[-4000:]
+        victim = moments.choice([node for node in nodes if node.poll() is None]).pid
+        kill_tree(moments.choice([victim, *children(victim)]))
+        time.sleep(moments.uniform(0, 1))
+        for node in nodes:  # srun --kill-on-bad-exit
+            kill_tree(node.pid)
+            node.wait()
+    nodes = two_nodes(sample, run, 20, *options)
+    assert [node.wait() for node in nodes] == [0, 0], (run / "log").read_text()[-4000:]
+
+    keys = ("loss", "ce", "dispersion", "grad_norm", "lr")
+    expected = {row["step"]: [row[key] for key in keys] for row in read_rows(whole)}
+    assert sorted(expected) == list(range(1, 151))
+    rows = [(row["step"], [row[key] for key in keys]) for row in read_rows(run)]
+    assert all(values == expected[step] for step, values in rows)
+    assert {step for step, _ in rows} == set(expected)
+    saved, resumed = 0, 0
+    for event in read_json_lines(run / "events.jsonl"):
+        if event["event"] == "checkpoint":
+            saved = event["step"]
+        elif event["event"] in ("start", "resume"):
+            assert event["step"] >= saved
+            resumed += event["step"] > 0
+    assert resumed >= 5  # else the kills came before training
 
 
 def test_dispersion_off_is_stock_torchtitan(sample, hf_tokenizer, tmp_path):
