@@ -894,6 +894,7 @@ class TestEnds:
         times = {node: 2 * [time.time() - 3600 * ago] for node, ago in hours.items()}
         (cluster.run / "bad_nodes.json").write_text(json.dumps(times))
         before = len(self.updates(cluster))
+        supervisor.last_wait = 0
         assert supervisor.requeue() == 1
         assert "requeue 7" in cluster.calls("scontrol")
         calls = self.updates(cluster)[before:]
