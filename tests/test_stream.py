@@ -666,7 +666,7 @@ class TestBadData:
                 return super().read(size)
 
         monkeypatch.setattr("titan_disp.data.disk.io.FileIO", Failing)
-        monkeypatch.setattr("titan_disp.data.disk.FIRST_PAUSE", 0.001)
+        monkeypatch.setattr("titan_disp.data.raw.FIRST_PAUSE", 0.001)
         failing = {1, 2, 5}
         documents = Documents(file, 1 << 20)
         numbers = []

@@ -3,7 +3,7 @@
 files          which files there are, listed once on rank 0: local, on disk, or hub
   │ assignment   which slot reads which documents of them: by seed and epoch, never by the ranks
   ▼
-documents      a file, document by document; disk and remote: its bytes
+documents      a file, document by document; disk and remote (what they share is raw): its bytes
   ▼ passes       one read of a file for all slots of a rank; place: where each of them is, a few integers
 cursor         the documents of a slot, one after another
   ▼ tokenizer, fast_tokenizer

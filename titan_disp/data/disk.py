@@ -2,51 +2,29 @@
 
 import errno
 import io
-import time
-from collections.abc import Callable
-from typing import TypeVar
 
 from torchtitan.tools.logging import logger
 
+from titan_disp.data.raw import RetryingFile
 from titan_disp.errors import DataError
 
-T = TypeVar("T")
-PASSING = (
-    errno.EIO,
-    errno.ESTALE,
-    errno.ETIMEDOUT,
-    errno.EAGAIN,
-)  # of network file systems whose server changes or restarts
-FIRST_PAUSE = 1.0  # seconds, doubled up to …
-LONGEST_PAUSE = 15.0
+# Of network file systems whose server changes or restarts.
+PASSING = (errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EAGAIN)
 
 
-class LocalFile(io.RawIOBase):
-    """Sequential or random reads; a failure that may pass is tried again at the same place of a newly opened file."""
+class LocalFile(RetryingFile):
+    """Sequential or random reads; a failure that may pass is tried again at the same place of a newly opened file.
+
+    Raises:
+        DataError: it has another size than was listed.
+        OSError: it cannot be opened.
+    """
 
     def __init__(self, path: str, size: int, retry_seconds: float) -> None:
-        """Args: size: bytes, as listed. retry_seconds: for a read, with growing pauses.
-
-        Raises:
-            DataError: it has another size now.
-            OSError: it cannot be opened.
-        """
-        self._path, self._size, self._retry_seconds, self._place = path, size, retry_seconds, 0
+        super().__init__(size, retry_seconds)
+        self._path = path
         self._file: io.FileIO | None = None
         self._again(self._open)
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = 0) -> int:
-        self._place = offset + (0, self._place, self._size)[whence]
-        return self._place
-
-    def tell(self) -> int:
-        return self._place
 
     def read(self, size: int = -1) -> bytes:
         """At most ``size`` bytes; none at the end."""
@@ -55,9 +33,7 @@ class LocalFile(io.RawIOBase):
         return found
 
     def close(self) -> None:
-        if self._file is not None:
-            self._file.close()
-            self._file = None
+        self._let_go()
         super().close()
 
     def _open(self) -> io.FileIO:
@@ -77,17 +53,17 @@ class LocalFile(io.RawIOBase):
             file.seek(self._place)
         return file.read(size)
 
-    def _again(self, attempt: Callable[[], T]) -> T:
-        deadline, pause = time.monotonic() + self._retry_seconds, FIRST_PAUSE
-        while True:
-            try:
-                return attempt()
-            except OSError as error:
-                if self._file is not None:
-                    self._file.close()
-                    self._file = None
-                if error.errno not in PASSING or time.monotonic() + pause > deadline:
-                    raise
-                logger.warning(f"data: {self._path}: {error}: tried again in {pause:g} s")
-                time.sleep(pause)
-                pause = min(2 * pause, LONGEST_PAUSE)
+    def _let_go(self) -> None:
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def _may_pass(self, error: Exception) -> bool:
+        if not isinstance(error, OSError):
+            return False
+        self._let_go()  # it is opened anew, if at all
+        return error.errno in PASSING
+
+    def _pause(self, error: Exception, seconds: float) -> None:
+        logger.warning(f"data: {self._path}: {error}: tried again in {seconds:g} s")
+        super()._pause(error, seconds)

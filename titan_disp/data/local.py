@@ -94,8 +94,7 @@ def _walk(folder: str, where: str) -> list[str]:
         folders[:] = into
         found += [os.path.join(at, name) for name in sorted(names) if not name.startswith(".")]
     for path in found:
-        if not os.path.exists(path):
-            raise ConfigError(f"{where}, but {path!r} is a link to {os.readlink(path)!r}, which does not exist")
+        _refuse_dangling(path, where)
     return found
 
 
@@ -113,9 +112,13 @@ def _readable_formats(paths: list[str], where: str) -> list[str]:
     return known
 
 
-def _check_file(path: str, where: str) -> None:
+def _refuse_dangling(path: str, where: str) -> None:
     if not os.path.exists(path):
         raise ConfigError(f"{where}, but {path!r} is a link to {os.readlink(path)!r}, which does not exist")
+
+
+def _check_file(path: str, where: str) -> None:
+    _refuse_dangling(path, where)
     if not os.path.isfile(path):
         raise ConfigError(f"{where}, but {path!r} is not a regular file")
     if not os.access(path, os.R_OK):
