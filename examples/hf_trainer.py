@@ -72,11 +72,11 @@ class DispersionTrainer(Trainer):
         # or it would be multiplied by the number of microbatches: every sequence weighs as much as it has labels.
         labels = (inputs["labels"][:, 1:] != IGNORED).sum(1)
         dispersion = (per_sequence * labels).sum()
-        if (
-            num_items_in_batch is None
-        ):  # the model's loss is a mean, which Trainer divides by the number of microbatches
+        if num_items_in_batch is None:
+            # The model's loss is a mean, which Trainer divides by the number of microbatches.
             scale = 1 / labels.sum()
-        else:  # gradients are averaged over the ranks, so Trainer multiplies the cross-entropy by their number
+        else:
+            # Gradients are averaged over the ranks, so Trainer multiplies the cross-entropy by their number.
             ranks = self.accelerator.num_processes if self.args.average_tokens_across_devices else 1
             scale = ranks / num_items_in_batch
         self.sums.append(torch.stack([dispersion.detach(), labels.sum()]))

@@ -326,9 +326,8 @@ class Supervisor:
         self.heard = None  # a signal that this process received itself
         self.fields, self.hosts = {}, []
         self.status = None  # srun's, once training has ended
-        self.noted = self.began = (
-            time.time()
-        )  # the last transition and the training, by the clock of the run folder's files
+        # When the last transition was, and when training began, by the clock of the run folder's files.
+        self.noted = self.began = time.time()
         self.stalled = ""  # why training was ended here
         self.beat = ({}, time.monotonic())  # the newest heartbeat, and since when it has been known
         self.looking = None  # the thread that reads the heartbeat

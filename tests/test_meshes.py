@@ -139,9 +139,8 @@ def test_gradients_cross_replicas_once_a_step(results):
     )
     assert two == one
     assert len(two) == 6 + 1
-    assert (
-        sum(two) >= 4 * sum(g.numel() for g in results["reference"]["gradients"].values()) / 2
-    )  # of two shards, one's
+    # Of two shards, one's.
+    assert sum(two) >= 4 * sum(g.numel() for g in results["reference"]["gradients"].values()) / 2
 
 
 @pytest.mark.slow

@@ -729,10 +729,8 @@ def test_a_setting_that_is_no_number(cluster, name, value, expected):
 class TestTrain:
     def test_how_it_is_started(self, cluster):
         cluster.write("srun", f'env > "{cluster.folder}/environment"')
-        unequal = {
-            "SLURM_CPUS_ON_NODE": "128",
-            "SLURM_JOB_CPUS_PER_NODE": "128(x3),64",
-        }  # 128 would fail on the last node
+        # 128 would fail on the last node.
+        unequal = {"SLURM_CPUS_ON_NODE": "128", "SLURM_JOB_CPUS_PER_NODE": "128(x3),64"}
         supervisor = cluster.supervisor(TITAN_DISP_SRUN_ARGS="--mpi=none --cpus-per-task=32", **unequal)
         assert supervisor.train() == Outcome("decide", "training ended with status 0")
         (call,) = cluster.calls("srun")

@@ -108,9 +108,8 @@ def traffic(job_config: JobConfig, model: Qwen3DispModel, gpus_per_node: int, wo
     parameter, gradient = (TORCH_DTYPE_MAP[d].itemsize for d in (t.mixed_precision_param, t.mixed_precision_reduce))
     # Gathered for forward, and again for backward where they were resharded; reduced after backward.
     policy = p.fsdp_reshard_after_forward
-    outer_bytes = (
-        outer * (parameter + gradient) + head * (policy == "always") * parameter
-    )  # backward begins with the head
+    again = head * (policy == "always")  # backward begins with the head
+    outer_bytes = outer * (parameter + gradient) + again * parameter
     inner_bytes = inner * (parameter + gradient) + (blocks + embedding) * (policy != "never") * parameter
 
     def sharded(count: float) -> Sent:

@@ -132,9 +132,8 @@ flavors = Flavors(
             enable_weight_tying=True,
         ),
         "debugmodel": _like_torchtitan("debugmodel"),
-        "debugmodel_untied": _like_torchtitan(
-            "debugmodel", enable_weight_tying=False
-        ),  # for a preflight of the untied ones on a CPU
+        # For a preflight of the untied ones on a CPU.
+        "debugmodel_untied": _like_torchtitan("debugmodel", enable_weight_tying=False),
         "0.6B": _like_torchtitan("0.6B"),
         # What the authors' TorchTitan fork trained: FSDP made two parameters of the tied one, by accident (they say so).
         "0.6B_untied": _like_torchtitan("0.6B", enable_weight_tying=False),

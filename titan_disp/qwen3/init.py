@@ -5,6 +5,7 @@ Every rank draws the whole parameter on the CPU (once: for 0.6B a few seconds, f
 """
 
 import hashlib
+import math
 
 import torch
 from torch import Tensor, nn
@@ -47,9 +48,7 @@ def draw(name: str, shape: torch.Size, args: Qwen3DispModelArgs, seed: int) -> T
     digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little", signed=True))
     std, cut = distribution(name, args)
-    if cut == float(
-        "inf"
-    ):  # some versions of trunc_normal_ invert the distribution function, which gives infinities here
+    if math.isinf(cut):  # some versions of trunc_normal_ invert the distribution function, which gives infinities here
         return torch.empty(shape).normal_(0.0, std, generator=generator)
     return nn.init.trunc_normal_(torch.empty(shape), 0.0, std, -cut, cut, generator=generator)
 
