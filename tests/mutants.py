@@ -139,10 +139,10 @@ def prepare(room: str) -> Path:
 
 def sample() -> Path:
     """The corpus of the tests, written once: seconds for every mutant."""
-    from titan_disp.data.sample import write_sample
+    from titan_disp.data.sample import is_complete, write_sample
 
     folder = BUILD / "sample"
-    if not (folder / "README.md").is_file():
+    if not is_complete(folder):
         write_sample(folder)
     return folder
 

@@ -270,6 +270,16 @@ def _free_ports(count: int) -> list[int]:
         return [each.getsockname()[1] for each in sockets]
 
 
+def processes_with(text: str) -> dict[int, str]:
+    """The commands, by pid, of what runs with ``text`` in its environment, as NAME=value."""
+    found = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):  # ended
+            if text.encode() in (folder / "environ").read_bytes():
+                found[int(folder.name)] = (folder / "cmdline").read_text(errors="replace").replace("\0", " ")
+    return found
+
+
 def _kill(chosen: Callable[[int, str], bool]) -> None:
     """SIGKILL every process of the clusters ``chosen(owner's pid, cluster's name)``, also one that left its parent."""
     for _ in range(100):

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from tests.cluster_of_one import DEMO, train
+from tests.slurm.local import processes_with
 from tests.slurm.test_pretrain import INTERVAL, OPTIONS, jobs, slurm, values  # noqa: F401
 from titan_disp.run.folder import read_metrics
 from titan_disp.run.integrity import checkpoints, damage, problem
@@ -32,20 +33,15 @@ pytestmark = [
 
 def processes(job):
     """Ids of the ranks, of torchrun and of srun; neither the batch script nor the supervisor, whose death ends the job."""
-    commands = {}
-    for folder in Path("/proc").glob("[0-9]*"):
+    commands = processes_with(f"SLURM_JOB_ID={job}\0")
+    helpers = set()  # srun forks one, without which it goes on
+    for pid, command in commands.items():
         with suppress(OSError):
-            environment = (folder / "environ").read_bytes()
-            if f"SLURM_JOB_ID={job}\0".encode() in environment and b"SLURM_CLUSTER_NAME=" in environment:
-                parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
-                commands[int(folder.name)] = parent, (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode()
-    found = []
-    for pid, (parent, command) in commands.items():
-        # srun forks a helper, without which it goes on.
-        helper = command.startswith("srun ") and commands.get(parent, (0, ""))[1].startswith("srun ")
-        if not helper and any(part in command for part in ("faulty_train", "torch.distributed.run", "srun ")):
-            found.append(pid)
-    return sorted(found)
+            parent = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+            if command.startswith("srun ") and commands.get(parent, "").startswith("srun "):
+                helpers.add(pid)
+    parts = ("faulty_train", "torch.distributed.run", "srun ")
+    return sorted(pid for pid, command in commands.items() if any(p in command for p in parts) and pid not in helpers)
 
 
 def test_killed_at_random_moments(jobs, sample, tmp_path):  # noqa: F811

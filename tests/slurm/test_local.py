@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.slurm.local import LocalSlurm
+from tests.slurm.local import LocalSlurm, processes_with
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(300)]
 
@@ -71,14 +71,7 @@ def when(log, word):
 
 def processes(folder):
     """What runs with the environment of the cluster in ``folder``: a pid and its command."""
-    found = []
-    for process in Path("/proc").glob("[0-9]*"):
-        try:
-            if f"SLURM_CONF={folder}/".encode() in (process / "environ").read_bytes():
-                found.append((int(process.name), (process / "cmdline").read_text().replace("\0", " ")))
-        except OSError:
-            pass  # ended
-    return found
+    return list(processes_with(f"SLURM_CONF={folder}/").items())
 
 
 def until_runs(folder, command, timeout=30):
