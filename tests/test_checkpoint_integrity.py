@@ -26,7 +26,7 @@ from torchtitan.config.job_config import Checkpoint
 from tests.cluster_of_one import DEMO
 from tests.distributed import spawn
 from tests.test_checkpoint import State
-from titan_disp import cli
+from titan_disp import cli, dcp
 from titan_disp.config import load_config
 from titan_disp.errors import CheckpointError, InUseError
 from titan_disp.qwen3.hf import INDEX
@@ -270,6 +270,20 @@ def test_flipped_bits_in_the_metadata_of_an_older_checkpoint(start):
         noticed += problem(folder) is not None or is_model_only(folder)
         flip(folder / ".metadata", bit)
     assert noticed > 50
+
+
+def test_metadata_is_parsed_once_for_a_resume(start, monkeypatch):
+    """It takes seconds where hundreds of ranks have saved. What it says is not kept while the run trains."""
+    run = start()
+    run.save(1, 2)
+    parsed, parse = [], dcp._Unpickler.load
+    monkeypatch.setattr(dcp._Unpickler, "load", lambda self: parsed.append(self) or parse(self))
+    again = start()
+    assert again.manager.ended_at() is None
+    assert again.manager.load()
+    assert again.weight == 2
+    assert len(parsed) == 1
+    assert dcp.parse_metadata.cache_info().currsize == 0
 
 
 def test_the_weights_to_begin_with_are_verified(start):

@@ -6,6 +6,7 @@ command as the user who reads it. Here both may only hold what checkpoints hold.
 
 import collections
 import dataclasses
+import functools
 import io
 import os
 import pathlib
@@ -91,8 +92,9 @@ class _Unpickler(pickle._Unpickler):
     dispatch[pickle.BUILD[0]] = load_build
 
 
+@functools.lru_cache(maxsize=1)  # a resume asks for the same file again and again, and Python's unpickler is slow
 def parse_metadata(content: bytes) -> Metadata:
-    """What the bytes of a ``.metadata`` file say: texts → what they hold, and where in which file it is.
+    """What the bytes of a ``.metadata`` file say: texts → what they hold, and where in which file it is. Not to be changed.
 
     Raises:
         Exception: of any kind, where they are damaged; UnpicklingError where they name what no checkpoint needs.
@@ -120,9 +122,8 @@ class Reader(dcp.FileSystemReader):
 
     def read_metadata(self) -> Metadata:  # type: ignore[override]  # those with a rank are of saves without collectives
         found = read_metadata(self.path)
-        found.storage_meta = found.storage_meta or StorageMeta()
-        found.storage_meta.load_id = self.load_id
-        return found
+        own = dataclasses.replace(found.storage_meta or StorageMeta(), load_id=self.load_id)
+        return dataclasses.replace(found, storage_meta=own)
 
 
 class LoadPlanner(DefaultLoadPlanner):

@@ -287,7 +287,10 @@ class DispCheckpointManager(CheckpointManager):
             ConfigError, CheckpointError: on all ranks: refused by ``before_load``, damaged (with an explicit step), newer ones in
                 the way, none of the checkpoints loads, or the weights to begin with are not there or another model's.
         """
-        loaded = self._load(step)
+        try:
+            loaded = self._load(step)
+        finally:
+            dcp.parse_metadata.cache_clear()  # large where many ranks have saved
         if self.enable and not self.load_only and self.owns_folder():
             sweep(Path(self.folder))
         return loaded
