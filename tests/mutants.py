@@ -46,7 +46,7 @@ ROOMS = {
         [f"titan_disp/run/{file}.py" for file in ("checkpoint", "hashes", "integrity", "sweep")],
         ["test_checkpoint", "test_checkpoint_integrity", "test_checkpoint_trust", "test_ranks_agree"],
     ),
-    "stream": ([f"titan_disp/data/{file}.py" for file in ("stream", "cursor", "place")], ["test_stream", "test_data"]),
+    "stream": ([f"titan_disp/data/{file}.py" for file in ("stream", "cursor", "place", "assignment", "passes")], ["test_stream", "test_data"]),
     "supervise": (["slurm/supervise.py"], ["test_supervise"]),
     "plan": (["titan_disp/cluster/plan.py"], ["test_plan"]),
     "measure": (["titan_disp/condensation/measure.py"], ["test_condensation"]),
