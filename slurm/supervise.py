@@ -189,10 +189,10 @@ def first_error(run, start):
     """The message of the rank that failed first, from the files that torchrun's ranks leave; None without any."""
     found = []
     for path in glob.glob(os.path.join(glob.escape(run), "logs", start, "**", "error.json"), recursive=True):
-        message = read_json(path, {}).get("message", {})
-        if isinstance(message, dict):
-            lines = str(message.get("message", "")).strip().splitlines()
-            found.append((int(message.get("extraInfo", {}).get("timestamp", 0)), lines[0] if lines else "", path))
+        # One that is half written, by a node that died meanwhile, must not hide the others.
+        with contextlib.suppress(AttributeError, LookupError, TypeError, ValueError):
+            message = read_json(path, {})["message"]
+            found.append((int(message["extraInfo"]["timestamp"]), message["message"].strip().splitlines()[0], path))
     if not found:
         return None
     _, text, path = min(found)

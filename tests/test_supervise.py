@@ -348,9 +348,70 @@ class TestDecide:
             with open(log, "a") as file:
                 file.write(f"a line of rank 0\ntitan-disp: NOW {outcome.state}: {outcome.reason}\n")
         assert states == ["requeue", "requeue", "requeue", "give up"]
+        log.write_bytes(b"\xff" * (1 << 20) + log.read_bytes())  # its end alone is read
+        assert cluster.supervisor().uncounted() == 3
         log.unlink()
         states = [decided(cluster, restart=restart).state for restart in range(4)]
         assert states == ["requeue", "requeue", "requeue", "give up"]
+
+
+class TestWhatRanksLeave:
+    def test_the_first_error(self, cluster):
+        """torchrun's error files: of this start alone, the earliest; half-written ones and other contents do no harm."""
+        assert supervise.first_error(str(cluster.run), "7.0") is None
+        cluster.error("of another start", time=1, start="6.0")
+        assert supervise.first_error(str(cluster.run), "7.0") is None
+        cluster.error("\n the second\n", time=30)
+        cluster.error("the first\nand its traceback", time=20)
+        node = cluster.run / "logs" / "7.0" / "node-20"
+        text = f"the first ({node}/x/attempt_0/0/error.json)"
+        assert supervise.first_error(str(cluster.run), "7.0") == text
+        broken = ('{"mess', "[]", '{"message": "text"}', "{}", '{"message": {"message": "m", "extraInfo": {}}}')
+        nothing = {"message": {"message": "\n", "extraInfo": {"timestamp": "1"}}}
+        for name, content in enumerate((*broken, json.dumps(nothing))):
+            folder = node / f"{name}"
+            folder.mkdir()
+            (folder / "error.json").write_text(content)
+        assert supervise.first_error(str(cluster.run), "7.0") == text
+
+    DUMP = """a line\nTimeout (0:01:00)!\nThread 0x01 (most recent call first):\n  File "/lib/threading.py", line 9 in wait
+Thread 0x02 (most recent call first):\n  File "/a/checkpoint.py", line 213 in save\n  File "/a/train.py", line 7 in <module>\n"""
+
+    def test_where_the_ranks_stood(self, cluster):
+        """Of what Python's faulthandler prints, the newest frame of the main thread, which comes last."""
+        logs = {
+            ("7.0", 0, 1): self.DUMP,
+            ("7.0", 1, 0): self.DUMP.replace("213", "5")
+            + self.DUMP
+            + "\udcff".encode("utf-8", "surrogateescape").decode("latin-1"),
+            ("7.0", 1, 1): "no dump",
+            ("7.0", 1, 2): self.DUMP.replace("Timeout (", "Fatal"),
+            ("7.0", 1, 3): "Timeout (0:01:00)!",
+            ("6.0", 0, 0): self.DUMP,
+        }
+        for (start, node, rank), text in logs.items():
+            folder = cluster.run / "logs" / start / f"node-{node}" / "x" / "attempt_0" / str(rank)
+            folder.mkdir(parents=True)
+            (folder / "stderr.log").write_bytes(text.encode("latin-1"))
+        (folder / "stdout.log").write_text(self.DUMP)
+        expected = "node 0 rank 1: save in checkpoint.py:213; node 1 rank 0: save in checkpoint.py:213"
+        assert supervise.stacks(str(cluster.run), "7.0") == expected
+        long = cluster.run / "logs" / "7.0" / "node-0" / "x" / "attempt_0" / "1" / "stderr.log"
+        long.write_text(self.DUMP + "x" * (1 << 16))  # its end alone is read
+        assert supervise.stacks(str(cluster.run), "7.0").startswith("node 1 rank 0")
+        assert supervise.stacks(str(cluster.run), "8.0") == ""
+
+    def test_flight_records_are_the_starts_own(self, cluster):
+        folder = cluster.run / "comm_traces"
+        folder.mkdir()
+        assert supervise.flight_records(str(cluster.run), 0) == ""
+        for name, modified in (("rank_12", 100.0), ("rank_3", 99.0), ("rank_x", 100.0)):
+            (folder / name).touch()
+            os.utime(folder / name, (modified, modified))
+        assert supervise.flight_records(str(cluster.run), 100.0) == f"{folder}/rank_12"
+        assert supervise.flight_records(str(cluster.run), 99.0) == f"{folder}/rank_3 and 1 more"
+        (folder / "rank_0").symlink_to("nowhere")
+        assert supervise.flight_records(str(cluster.run), 100.0) == f"{folder}/rank_12"
 
 
 class TestNodes:
@@ -424,7 +485,12 @@ class TestNodes:
         reports = {node: {"gpus": ["H100"] * 7, "problems": []} for node in ("n1", "n2")}
         assert supervise.judge_nodes(["n1", "n2"], reports, 8) == {n: ["7 of 8 GPUs are visible"] for n in ("n1", "n2")}
         assert supervise.judge_nodes(["n1", "n2"], reports, None) == {}
-        assert supervise.judge_nodes(["n1"], {}, None) == {"n1": ["it did not answer"]}
+        silent = ["it did not answer"]
+        assert supervise.judge_nodes(["n1", "n2"], {}, None) == {"n1": silent, "n2": silent}
+        # The majority decides; of two halves the one with more GPUs, since they do not come from nowhere.
+        reports = {node: {"gpus": ["H100"] * gpus} for node, gpus in (("n1", 7), ("n2", 8))}
+        assert supervise.judge_nodes(["n1", "n2"], reports, None) == {"n1": ["7 GPUs are visible, most nodes have 8"]}
+        assert supervise.judge_nodes(["n1"], {"n1": {}}, None) == {}  # a report that says nothing
 
     def test_a_node_that_fails_twice_is_excluded(self, cluster):
         cluster.reports(**{**FOUR, "n3": (8, ["GPU 3 multiplies wrongly"])})
@@ -433,6 +499,8 @@ class TestNodes:
         assert outcome.state == "requeue"
         assert outcome.reason.endswith("nodes that cannot train: node n3: GPU 3 multiplies wrongly")
         assert supervisor.bad_nodes() == []
+        kept = cluster.run / "nodes" / "7.0" / "n3.json"
+        assert json.loads(kept.read_text())["problems"] == ["GPU 3 multiplies wrongly"]
         cluster.reports(**{node: found for node, found in FOUR.items() if node != "n3"})
         supervisor = cluster.supervisor(restart=1)
         outcome = supervisor.check_nodes()
@@ -1049,6 +1117,43 @@ class TestEnds:
             *("--error=/e", "--export=ALL", f"{ROOT}/slurm/pretrain.sbatch", "config.toml"),
         ]
 
+    # A field of `scontrol show job` and the option of sbatch(1) that asks for the same.
+    OPTIONS = (
+        ("JobName", "my run", "--job-name=my run"),
+        ("Account", "abc", "--account=abc"),
+        ("Partition", "gpu", "--partition=gpu"),
+        ("QOS", "high", "--qos=high"),
+        ("WCKey", "*key", "--wckey=key"),  # the star marks a default key
+        ("TimeLimit", "1-00:00:00", "--time=1-00:00:00"),
+        ("TimeMin", "00:30:00", "--time-min=00:30:00"),
+        ("Features", "h100&ib", "--constraint=h100&ib"),
+        ("Prefer", "rack1", "--prefer=rack1"),
+        ("Reservation", "maint", "--reservation=maint"),
+        ("ReqNodeList", "n[1-2]", "--nodelist=n[1-2]"),
+        ("Licenses", "fast:1", "--licenses=fast:1"),
+        ("Network", "sn_all", "--network=sn_all"),
+        ("Switches", "2@00:05:00", "--switches=2@00:05:00"),
+        ("Contiguous", "1", "--contiguous"),
+        ("Nice", "-5", "--nice=-5"),
+        ("Comment", "c", "--comment=c"),
+        ("MailType", "END", "--mail-type=END"),
+        ("MailUser", "x@y.z", "--mail-user=x@y.z"),
+        ("WorkDir", "/w", "--chdir=/w"),
+        ("StdOut", "/a/1.out", "--output=/a/%x-%j.out"),
+        ("StdErr", "/a/1.err", "--error=/a/1.err"),
+    )
+
+    def test_every_option_that_scontrol_tells(self, cluster):
+        supervisor = cluster.supervisor()
+        supervisor.fields = {field: value for field, value, _ in self.OPTIONS}
+        command = supervisor.resubmission([])
+        assert sorted(command[1:-5]) == sorted([*(option for *_, option in self.OPTIONS), "--nodes=4"])
+        supervisor.fields = dict.fromkeys((field for field, *_ in self.OPTIONS), "(null)") | {
+            "Nice": "0",
+            "Contiguous": "0",
+        }
+        assert supervisor.resubmission([])[1:-5] == ["--nodes=4", "--output=%x-%j.out"]
+
     @pytest.mark.parametrize("kind", ["Job", "Socket", "Task"])
     def test_gpus_that_were_asked_for_in_other_ways(self, cluster, kind):
         """As 22.05 and later ones write them."""
@@ -1097,6 +1202,52 @@ class TestEnds:
         monkeypatch.setattr(supervise, "TOP", 10)  # a log of many GB is not read into memory
         cluster.supervisor().on_top("again")
         assert (cluster.folder / "job.out").read_bytes().startswith("titan-disp: λ".encode())
+
+    def test_the_longest_log_that_is_changed(self, cluster, monkeypatch):
+        """When scontrol was not asked before, too."""
+        log = cluster.folder / "job.out"
+        monkeypatch.setattr(supervise, "TOP", log.stat().st_size)
+        cluster.supervisor().on_top("a file's name: \udcff")
+        assert log.read_bytes().startswith(b"titan-disp: a file's name: \xff\n\nthe job's")
+        supervisor = cluster.supervisor()
+        supervisor.show_job()
+        (cluster.commands / "scontrol.job").write_text("")  # it knows the job no more
+        monkeypatch.setattr(supervise, "TOP", 1 << 20)
+        supervisor.on_top("again")
+        assert log.read_bytes().startswith(b"titan-disp: again")
+        log.unlink()
+        cluster.supervisor().on_top("there is no log")
+
+
+def test_the_program(cluster, monkeypatch):
+    """Its arguments, its signals and its status. (Others run it as a process.)"""
+    met = []
+
+    def supervised(self):
+        met.append((self.argv, self.signals))
+        for name in (signal.SIGUSR1, signal.SIGTERM):
+            os.kill(os.getpid(), name)
+            met.append(self.heard)
+        return 5
+
+    monkeypatch.setattr(supervise.Supervisor, "supervise", supervised)
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    handlers = [(name, signal.getsignal(name)) for name in (signal.SIGUSR1, signal.SIGTERM)]
+    try:
+        monkeypatch.setattr(sys, "argv", ["supervise.py", "--signals", "s", "c.toml", "--sig", "x"])
+        with pytest.raises(SystemExit, match="5"):
+            supervise.main()
+        assert met == [(["c.toml", "--sig", "x"], "s"), "USR1", "TERM"]
+    finally:
+        for name, handler in handlers:
+            signal.signal(name, handler)
+    monkeypatch.setenv("TITAN_DISP_MAX_RETRIES", "many")
+    with pytest.raises(SystemExit, match="2"):
+        supervise.main()
+    for argv in (["c.toml"], ["--signals", "s"]):
+        monkeypatch.setattr(sys, "argv", ["supervise.py", *argv])
+        with pytest.raises(SystemExit, match="2"):
+            supervise.main()
 
 
 @pytest.mark.parametrize(
