@@ -52,7 +52,7 @@ ROOMS = {
     "measure": (["titan_disp/condensation/measure.py"], ["test_condensation"]),
     "compare": (["titan_disp/evaluate/compare.py"], ["test_compare"]),
 }
-MESSAGES = r"logger\.|raise |Error\(|^\s*\(?(\+ \(?)?f?\"[^\"]*\"( if .*)?[,)]*$"
+MESSAGES = r"logger\.|\bsay\(|raise |Error\(|^\s*\(?(\+ \(?)?f?\"[^\"]*\"( if .*)?[,)]*$"
 SURVIVED = {0: "survived", 5: "no test", 33: "no test"}  # mutmut's exit codes; a mutant that hangs counts as killed
 
 
@@ -69,6 +69,16 @@ from mutmut.state import state as _state
 _run_ranks = _run
 _fork = mp.get_context("fork")  # a mutant's process has imported everything, and runs one thread
 mp = _SimpleNamespace(get_context=lambda name: _fork)
+
+
+_begin = _worker
+
+
+def _worker(*args):
+    # A fixture's group of one rank is not the ranks', and its threads were not forked, for which its end would wait.
+    dist.distributed_c10d._update_default_pg(None)
+    dist.destroy_process_group = lambda: _os._exit(0)
+    _begin(*args)
 
 
 class _Noting:
