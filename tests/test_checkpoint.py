@@ -4,6 +4,7 @@ The weight is always the step at which it was saved. (tests/test_ranks_agree.py 
 tests/test_night.py.)
 """
 
+import json
 import os
 import pickle
 import shutil
@@ -13,17 +14,18 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.distributed.checkpoint.filesystem import FileSystem, _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+from torchtitan.components.checkpoint import CheckpointManager
 from torchtitan.components.optimizer import OptimizersContainer
 from torchtitan.config.job_config import Checkpoint
 
 from titan_disp.errors import CheckpointError, ConfigError
 from titan_disp.qwen3.flavors import flavors
-from titan_disp.qwen3.hf import INDEX
-from titan_disp.run.checkpoint import DispCheckpointManager, checkpoints, problem
+from titan_disp.qwen3.hf import INDEX, architecture
+from titan_disp.run.checkpoint import DispCheckpointManager, check_initial_load, checkpoints, problem
 
 
 class State:
@@ -56,7 +58,12 @@ class Run:
             base_folder=str(folder),
         )
         self.events = []
-        self.manager.on_event = lambda name, step, **details: self.events.append((name, step))
+        self.reasons = {}
+        self.manager.on_event = self.note
+
+    def note(self, name, step, reason=None, **details):
+        self.events.append((name, step))
+        self.reasons[step] = reason
 
     def save(self, *steps, last_step=False):
         for step in steps:
@@ -380,7 +387,7 @@ def test_an_asynchronous_save_that_failed(start, monkeypatch, found_by):
 # ---- load
 
 
-def test_the_newest_that_loads_is_resumed_from(start):
+def test_the_newest_that_loads_is_resumed_from(start, caplog):
     """Truncated and garbled ones are moved aside, those that a save left unfinished stay; nothing is deleted."""
     run = start()
     run.save(2, 4, 6, 8, 10)
@@ -403,7 +410,31 @@ def test_the_newest_that_loads_is_resumed_from(start):
     assert asked[0][1] == (-1, 0)  # before anything was loaded
     assert again.names == ["damaged-10", "damaged-6", "damaged-8", "damaged-8x", "step-2", "step-4", "step-9"]
     assert again.events == [("checkpoint_damaged", step) for step in (10, 8, 6)]
+    assert again.reasons[10].startswith("__0_0.distcp has ")
+    assert again.reasons[8].startswith("CheckpointException: ")
+    assert "\n" not in again.reasons[8]
+    assert again.reasons[6] == "its data cannot be read"
+    assert f"{run.folder}/step-6 is damaged and was moved to {run.folder}/damaged-6\n" in caplog.text
     assert len(list((run.folder / "damaged-8x").iterdir())) == 2
+
+
+def test_the_newest_step(start):
+    """Of the complete ones, also where none can go on from it; TorchTitan asks for those that can."""
+    run = start(last_save_model_only=True)
+    assert run.manager.newest() == 0
+    assert run.manager._find_load_step() == -1
+    run.save(2, 4, 30)
+    unfinished(run.folder / "step-40")
+    assert run.manager.newest() == 30
+    assert run.manager._find_load_step() == 30
+    assert run.manager._find_load_step(str(start("other").folder)) == -1
+    assert run.manager.ended_at() is None
+    (run.folder / "step-50").mkdir()
+    (run.folder / "step-50" / INDEX).touch()
+    assert run.manager.newest() == 50
+    assert run.manager._find_load_step() == 30
+    assert run.manager.ended_at() == 50
+    assert start(enable=False).manager.newest() == 0
 
 
 def test_a_damaged_one_that_cannot_be_moved_is_passed_over(start, monkeypatch):
@@ -493,6 +524,36 @@ def test_a_seed_checkpoint_begins_a_run(start):
     again.save(2)
     with pytest.raises(CheckpointError, match=r"load_step is 0, but .* holds newer checkpoints \(2\)"):
         again.manager.load(0)
+
+
+def test_hugging_faces_weights_to_begin_with(tmp_path):
+    """Those at the path, else those beside the tokenizer, as TorchTitan takes them; of the model that is trained."""
+    args = flavors["nano"]
+    there, beside = str(tmp_path / "a"), str(tmp_path / "b")
+    for path, assets, where in ((there, beside, there), (None, beside, beside), (None, None, ".")):
+        config = Checkpoint(enable=True, initial_load_in_hf=True, initial_load_path=path)
+        with pytest.raises(ConfigError, match=f"initial_load_in_hf: '{where}' (is not a folder|holds no)"):
+            check_initial_load(config, assets, args)
+    (tmp_path / "a").mkdir()
+    save_file({"w": torch.zeros(1)}, tmp_path / "a" / "model.safetensors")
+    (tmp_path / "a" / "config.json").write_text(json.dumps({**architecture(args), "hidden_size": 7}))
+    config.initial_load_path = there
+    with pytest.raises(ConfigError, match="another network than model.flavor's: hidden_size 7 there, 64 in the flavor"):
+        check_initial_load(config, beside, args)
+    config.initial_load_model_only = False
+    with pytest.raises(ConfigError, match="needs checkpoint.initial_load_model_only"):
+        check_initial_load(config, str(tmp_path), args)
+
+
+def test_only_hugging_faces_weights_are_loaded_as_torchtitan_does(start, monkeypatch):
+    asked = []
+    monkeypatch.setattr(CheckpointManager, "dcp_load", lambda self, *args: asked.append(args))
+    run = start()
+    run.manager.dcp_load({"a": 1}, "/folder", True, False)
+    assert asked == [({"a": 1}, "/folder", True, False)]
+    run.save(3)
+    run.manager.dcp_load({"train_state": {"value": 0}}, str(run.folder / "step-3"), False, False)
+    assert len(asked) == 1
 
 
 def test_a_new_run_begins_with_another_ones_weights(start):
