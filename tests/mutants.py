@@ -14,6 +14,7 @@ import argparse
 import ast
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -46,7 +47,10 @@ ROOMS = {
         [f"titan_disp/run/{file}.py" for file in ("checkpoint", "hashes", "integrity", "sweep")],
         ["test_checkpoint", "test_checkpoint_integrity", "test_checkpoint_trust", "test_ranks_agree"],
     ),
-    "stream": ([f"titan_disp/data/{file}.py" for file in ("stream", "cursor", "place", "assignment", "passes")], ["test_stream", "test_data"]),
+    "stream": (
+        [f"titan_disp/data/{file}.py" for file in ("stream", "cursor", "place", "assignment", "passes")],
+        ["test_stream", "test_data"],
+    ),
     "supervise": (["slurm/supervise.py"], ["test_supervise"]),
     "plan": (["titan_disp/cluster/plan.py"], ["test_plan"]),
     "measure": (["titan_disp/condensation/measure.py"], ["test_condensation"]),
@@ -197,10 +201,22 @@ def _first_line(source: Path, function: str, class_name: str | None) -> int:
     return min([found.lineno, *(decorator.lineno for decorator in found.decorator_list)])
 
 
-def equivalent() -> dict[tuple[str, str], str]:
-    """(file, edited line) → why no test can notice it."""
-    listed = tomli.loads(EQUIVALENT.read_text())["equivalent"]
-    return {(entry["file"], " ".join(edit.split())): entry["reason"] for entry in listed for edit in entry["edits"]}
+class Equivalent:
+    """Which survivors do the same as the code: those listed, and edits of arguments that decide nothing here."""
+
+    def __init__(self) -> None:
+        content = tomli.loads(EQUIVALENT.read_text())
+        self.known = {(entry["file"], _plain(edit)) for entry in content["equivalent"] for edit in entry["edits"]}
+        self.arguments = re.compile(rf"\b({'|'.join(entry['argument'] for entry in content['argument'])})=\w+")
+
+    def __contains__(self, survivor: Survivor) -> bool:
+        before, after = (_plain(self.arguments.sub("", text)) for text in (survivor.before, survivor.after))
+        return before == after or (survivor.file, _plain(survivor.after)) in self.known
+
+
+def _plain(line: str) -> str:
+    """A line without what a removed argument leaves: spaces and a comma."""
+    return re.sub(r",?\s*\)", ")", " ".join(line.split()))
 
 
 def main() -> None:
@@ -224,8 +240,8 @@ def main() -> None:
     total, survivors = results(folder)
     if untried := sum(code is None for _, _, code in verdicts(folder)):
         print(f"{untried} mutants have not been tried: the last run was ended")
-    known = equivalent()
-    same = [s for s in survivors if (s.file, " ".join(s.after.split())) in known]
+    equivalent = Equivalent()
+    same = [s for s in survivors if s in equivalent]
     noticed, possible = total - len(survivors), total - len(same)
     print("\n".join(str(s) for s in survivors if s not in same))
     print(

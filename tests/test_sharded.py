@@ -194,9 +194,17 @@ def check_context_and_tensor_parallel():
 
 
 def check_padding():
+    """On all ranks; on four also in two groups, of which no one's ranks are numbered as the world's."""
     rank, world = dist.get_rank(), dist.get_world_size()
-    for features, case in padding.NARROW_AND_WIDE:
+    for features, case in padding.NARROW_AND_WIDE if world == 2 else padding.NARROW_AND_WIDE[:3]:
         padding.check(features, case, dist.group.WORLD, rank, world)
+    if world == 4:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("seq", "dp"))["seq"]
+        for features, case in padding.NARROW_AND_WIDE:
+            padding.check(features, case, mesh.get_group(), mesh.get_local_rank(), 2)
+        ledger = LossLedger()
+        ledger.add_fit_errors(torch.tensor([0.5 * (rank + 1)]))
+        assert ledger.worst_fit(mesh) == (1.5, 2.0)[rank % 2]
 
 
 def run_all():

@@ -120,10 +120,12 @@ def test_l2_diagonal_decides_who_is_pushed_in_a_wide_model():
         assert ours.grad.norm().item() == pytest.approx(2.76e-4 if include_diagonal else 116, rel=0.01)
 
 
-def test_a_token_of_equal_features_has_no_correlation():
-    """Rounding leaves its features unequal to their mean, here by 1e-8, which must not be taken for a direction."""
-    z = tokens(1, 3, 17).float()
-    z[:, 2] = 0.1
+@pytest.mark.parametrize("scale", [2.0**-10, 1.0, 2.0**14])
+def test_a_token_of_equal_features_has_no_correlation(scale):
+    """Rounding leaves its features unequal to their mean, which must not be taken for a direction."""
+    z = scale * tokens(1, 3, 999).float()
+    z[:, 2] = 0.1 * scale
+    assert (z[:, 2] - z[:, 2].mean()).norm() > 0
     correlation = np.corrcoef(z[0, :2].double().numpy())[0, 1]
     value = dispersion_loss(z.requires_grad_(True), variant="decorrelation")
     value.sum().backward()
@@ -388,6 +390,9 @@ def test_schedule():
     cosine = CoeffSchedule(1.0, 10, "cosine", 0.2, 111)
     assert [cosine(s) for s in (10, 60, 110)] == pytest.approx([1.0, 0.6, 0.2])
     assert cosine(35) == pytest.approx(0.2 + 0.8 * 0.5 * (1 + math.cos(math.pi / 4)))
+    assert linear(50) == 0.0  # beyond the end
+    assert CoeffSchedule(1.0, 0, "linear", 0.5, 2)(1) == 0.5
+    assert CoeffSchedule(1.0, 3, "linear", 0.5, 3)(2) == 1.0  # nothing but warm-up
     for bad in ({"coeff": -1.0}, {"coeff": 1.0, "warmup_steps": 5}, {"coeff": 1.0, "decay": "step"}):
         with pytest.raises(ValueError, match="expected"):
             CoeffSchedule(**bad, total_steps=3)
