@@ -168,8 +168,9 @@ def verdicts(folder: Path) -> Iterator[tuple[Path, str, int | None]]:
             yield meta.relative_to(folder / "mutants").with_suffix(""), name, code
 
 
-def survivors_of(folder: Path) -> list[str]:
-    return [name for _, name, code in verdicts(folder) if code in SURVIVED]
+def not_noticed(folder: Path) -> list[str]:
+    """The survivors of the last run, and what it did not come to, where it was ended."""
+    return [name for _, name, code in verdicts(folder) if code in SURVIVED or code is None]
 
 
 def results(folder: Path) -> tuple[int, list[Survivor]]:
@@ -225,11 +226,13 @@ def main() -> None:
     parser.add_argument("--processes", type=int, default=os.cpu_count())
     again = parser.add_mutually_exclusive_group()
     again.add_argument("--report", action="store_true", help="print the results of the last run of this room")
-    again.add_argument("--again", action="store_true", help="try only the survivors of the last run of this room")
+    again.add_argument(
+        "--again", action="store_true", help="try the last run's survivors again, and what it did not come to"
+    )
     args = parser.parse_args()
     folder = BUILD / args.room
     if not args.report:
-        names = survivors_of(folder) if args.again else []
+        names = not_noticed(folder) if args.again else []
         if not args.again:
             shutil.rmtree(folder, ignore_errors=True)
         prepare(args.room)
