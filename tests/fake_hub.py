@@ -1,5 +1,6 @@
 """The few answers of the Hugging Face hub that reading a data set needs, on loopback, with faults on demand."""
 
+import contextlib
 import hashlib
 import json
 import re
@@ -7,22 +8,31 @@ import threading
 from collections import Counter
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from urllib.parse import unquote
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 
 class FakeHub:
-    """Serves ``root`` as allenai/c4.
+    """Serves ``root`` as allenai/c4, and the folders in ``datasets`` under their names, each at one commit.
 
     Attributes:
-        url: to be set as HF_ENDPOINT.
+        url: to be set as HF_ENDPOINT (``use`` does it in this process).
+        gated: data sets that nobody may read.
         fail_every: every n-th request for content is answered 503; 0 for none.
         damaged: paths whose content is served with a wrong byte.
-        requests: counts by kind.
+        refusals: answers to the next requests for content, (status, headers).
+        cut: the connection breaks after so many bytes of an answer. short: answers hold so many bytes at most, and say so.
+        stall: nothing comes after so many bytes. 0 for none of these.
+        ignore_range: whole files are sent, whatever is asked for.
+        requests: counts by kind. ranges: (path, Range) of every GET for content.
     """
 
-    def __init__(self, root: Path) -> None:
-        self.root, self.fail_every, self.damaged, self.requests = root, 0, set(), Counter()
+    def __init__(self, root: Path, repository: str = "allenai/c4") -> None:
+        self.datasets, self.gated = {repository: root}, set()
+        self.fail_every, self.damaged, self.requests = 0, set(), Counter()
+        self.refusals, self.cut, self.short, self.stall, self.ignore_range = [], 0, 0, 0, False
+        self.ranges, self.closing = [], threading.Event()
         hub = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -34,52 +44,105 @@ class FakeHub:
             def do_GET(self):
                 hub.answer(self, body=True)
 
+            def handle(self):
+                with contextlib.suppress(ConnectionError):  # the client has had enough of a file
+                    super().handle()
+
             def log_message(self, *args):
                 pass
 
         self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         self.url = f"http://127.0.0.1:{self.server.server_port}"
-        threading.Thread(target=self.server.serve_forever, daemon=True).start()
+        threading.Thread(target=self.server.serve_forever, args=(0.02,), daemon=True).start()
 
     def close(self):
+        self.closing.set()
         self.server.shutdown()
         self.server.server_close()
 
-    def files(self):
-        return sorted(p.relative_to(self.root).as_posix() for p in (self.root / "en").iterdir())
+    def use(self, monkeypatch, folder):
+        """Have this process ask here, with caches in ``folder``."""
+        for name, value in {
+            "huggingface_hub.constants.ENDPOINT": self.url,
+            "huggingface_hub.constants.HUGGINGFACE_CO_URL_TEMPLATE": self.url
+            + "/{repo_id}/resolve/{revision}/{filename}",
+            "huggingface_hub.constants.HF_HUB_CACHE": str(folder / "hub"),
+            "huggingface_hub.constants.HF_HUB_DISABLE_XET": True,
+            "datasets.config.HF_ENDPOINT": self.url,
+            "datasets.config.HF_UPDATE_DOWNLOAD_COUNTS": False,
+            "datasets.config.DOWNLOADED_DATASETS_PATH": str(folder / "downloads"),
+        }.items():
+            monkeypatch.setattr(name, value)
+
+    def files(self, repository="allenai/c4"):
+        root = self.datasets[repository]
+        return sorted(p.relative_to(root).as_posix() for p in root.rglob("*") if p.is_file())
 
     def answer(self, request, body):
-        path = request.path.split("?")[0]
-        if path.startswith("/api/datasets/allenai/c4/tree/"):
+        path, _, query = request.path.partition("?")
+        repository = "/".join(path.removeprefix("/api").split("/")[2:4])
+        if repository not in self.datasets:
+            return self.send(request, 404, b"", {"X-Error-Code": "RepoNotFound"}, body)
+        if match := re.fullmatch(rf"/api/datasets/{repository}/tree/{COMMIT}/?(.*)", path):
             self.requests["tree"] += 1
-            return self.send(request, 200, json.dumps([self.entry(name) for name in self.files()]).encode(), {}, body)
-        if path.startswith("/api/datasets/allenai/c4"):
+            tree = self.tree(repository, unquote(match[1]), "recursive=true" in query.lower())
+            if not tree:
+                return self.send(request, 404, b"", {"X-Error-Code": "EntryNotFound"}, body)
+            return self.send(request, 200, json.dumps(tree).encode(), {}, body)
+        if match := re.fullmatch(rf"/api/datasets/{repository}(?:/revision/(.+))?", path):
             self.requests["info"] += 1
-            info = {"id": "allenai/c4", "sha": COMMIT, "siblings": [{"rfilename": name} for name in self.files()]}
+            if match[1] not in (None, "main", "v1.0", COMMIT):
+                return self.send(request, 404, b"", {"X-Error-Code": "RevisionNotFound"}, body)
+            info = {"id": repository, "sha": COMMIT, "gated": "auto" if repository in self.gated else False}
             return self.send(request, 200, json.dumps(info).encode(), {}, body)
-        match = re.fullmatch(rf"/datasets/allenai/c4/resolve/{COMMIT}/(.+)", path)
-        if not match or match[1] not in self.files():
-            return self.send(request, 404, b"", {}, body)
+        match = re.fullmatch(rf"/datasets/{repository}/resolve/{COMMIT}/(.+)", path)
+        if repository in self.gated:  # with whatever is asked for, auth-check too
+            return self.send(request, 401, b"", {"X-Error-Code": "GatedRepo"}, body)
+        if not match or unquote(match[1]) not in self.files(repository):
+            return self.send(request, 404, b"", {"X-Error-Code": "EntryNotFound"}, body)
+        return self.content(request, repository, unquote(match[1]), body)
+
+    def content(self, request, repository, path, body):
         self.requests["content"] += 1
+        if body:
+            self.ranges.append((path, request.headers.get("Range")))
+        if self.refusals:
+            status, headers = self.refusals.pop(0)
+            return self.send(request, status, b"", headers, body)
         if self.fail_every and self.requests["content"] % self.fail_every == 0:
             return self.send(request, 503, b"busy", {}, body)
-        content = (self.root / match[1]).read_bytes()
+        content = (self.datasets[repository] / path).read_bytes()
         headers = {
             "ETag": f'"{hashlib.sha256(content).hexdigest()}"',
             "X-Repo-Commit": COMMIT,
             "Accept-Ranges": "bytes",
         }
-        if match[1] in self.damaged:
+        if path in self.damaged:
             content = content[:-1] + bytes([content[-1] ^ 1])
         wanted = re.fullmatch(r"bytes=(\d+)-(\d*)", request.headers.get("Range", ""))
-        if wanted:
-            first, last = int(wanted[1]), min(int(wanted[2] or len(content) - 1), len(content) - 1)
-            headers["Content-Range"] = f"bytes {first}-{last}/{len(content)}"
-            return self.send(request, 206, content[first : last + 1], headers, body)
-        return self.send(request, 200, content, headers, body)
+        if not wanted or self.ignore_range:
+            return self.send(request, 200, content, headers, body, self.cut or self.stall or None)
+        first, last = int(wanted[1]), min(int(wanted[2] or len(content) - 1), len(content) - 1)
+        if self.short:
+            last = min(last, first + self.short - 1)
+        headers["Content-Range"] = f"bytes {first}-{last}/{len(content)}"
+        return self.send(request, 206, content[first : last + 1], headers, body, self.cut or self.stall or None)
 
-    def entry(self, name):
-        content = (self.root / name).read_bytes()
+    def tree(self, repository, folder, recursive):
+        """Files and folders, as the hub lists them."""
+        prefix, found = f"{folder}/" if folder else "", {}
+        for name in self.files(repository):
+            if name.startswith(prefix):
+                parts = name[len(prefix) :].split("/")
+                for depth in range(1, len(parts)) if recursive else range(1, min(len(parts), 2)):
+                    path = prefix + "/".join(parts[:depth])
+                    found[path] = {"type": "directory", "path": path, "oid": "0" * 40}
+                if recursive or len(parts) == 1:
+                    found[name] = self.entry(repository, name)
+        return list(found.values())
+
+    def entry(self, repository, name):
+        content = (self.datasets[repository] / name).read_bytes()
         sha256 = hashlib.sha256(content).hexdigest()
         size = len(content)
         return {
@@ -90,11 +153,15 @@ class FakeHub:
             "lfs": {"oid": sha256, "size": size, "pointerSize": 1},
         }
 
-    @staticmethod
-    def send(request, status, content, headers, body):
+    def send(self, request, status, content, headers, body, sent=None):
+        """``sent``: bytes of the content that go out before the connection breaks or nothing more comes; None: all."""
         request.send_response(status)
         for name, value in {**headers, "Content-Length": str(len(content)), "Content-Type": "application/json"}.items():
             request.send_header(name, value)
         request.end_headers()
         if body:
-            request.wfile.write(content)
+            request.wfile.write(content[:sent])
+        if body and sent and sent < len(content):
+            if self.stall:
+                self.closing.wait(30)
+            request.close_connection = True

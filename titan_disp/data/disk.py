@@ -3,8 +3,6 @@
 import errno
 import io
 
-from torchtitan.tools.logging import logger
-
 from titan_disp.data.raw import RetryingFile
 from titan_disp.errors import DataError
 
@@ -21,8 +19,7 @@ class LocalFile(RetryingFile):
     """
 
     def __init__(self, path: str, size: int, retry_seconds: float) -> None:
-        super().__init__(size, retry_seconds)
-        self._path = path
+        super().__init__(path, size, retry_seconds)
         self._file: io.FileIO | None = None
         self._again(self._open)
 
@@ -38,11 +35,11 @@ class LocalFile(RetryingFile):
 
     def _open(self) -> io.FileIO:
         if self._file is None:
-            self._file = io.FileIO(self._path)
+            self._file = io.FileIO(self._name)
             now = self._file.seek(0, io.SEEK_END)
             if now != self._size:
                 raise DataError(
-                    f"{self._path} has {now} bytes, but had {self._size} when the files were listed: it was changed or cut off "
+                    f"{self._name} has {now} bytes, but had {self._size} when the files were listed: it was changed or cut off "
                     "meanwhile, or another node sees another copy. Restore it, or start the run again to list the files anew"
                 )
         return self._file
@@ -63,7 +60,3 @@ class LocalFile(RetryingFile):
             return False
         self._let_go()  # it is opened anew, if at all
         return error.errno in PASSING
-
-    def _pause(self, error: Exception, seconds: float) -> None:
-        logger.warning(f"data: {self._path}: {error}: tried again in {seconds:g} s")
-        super()._pause(error, seconds)

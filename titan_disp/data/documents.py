@@ -149,7 +149,7 @@ class Documents:
             self.close()
             if lost is not None:
                 raise DataError(
-                    f"cannot read {self.file.url} for {self.retry_seconds:g} s (stream.retry_seconds): "
+                    f"cannot read {self.file.url} within {self.retry_seconds:g} s (stream.retry_seconds): "
                     f"{type(lost).__name__}: {lost}"
                 ) from error
             # Decoders raise OSError too, but only the operating system gives it a number.

@@ -1,60 +1,167 @@
-"""A file on the hub, read by ranges.
+"""A file on the hub, read by one request that is held open.
 
 Nothing is asked of the hub but the content: where the file is, and how long, was found once on rank 0. ``HfFileSystem`` would ask
-for the repository and list its folder in every rank's threads, and hundreds of ranks are answered 429.
+for the repository and list its folder in every rank's threads, and hundreds of ranks are answered 429. The hub counts requests,
+not bytes, so that a file is one request from where it is wanted to its end, for as long as reads go forward; where the
+connection breaks, another one from there.
 """
 
+import os
 import re
+from collections.abc import Iterator
+from functools import cache
+from typing import Any
 
-from titan_disp.data.raw import RetryingFile
+from titan_disp.data.raw import LONGEST_PAUSE, RetryingFile
 
-BLOCK = 4 << 20  # of a request; a rank holds one for each of its open files
+GAP = 4 << 20  # bytes forward that are read and dropped, rather than asked for anew: a request takes about as long
 REQUEST_SECONDS = 10.0  # without a byte
 
 
 class RemoteFile(RetryingFile):
     """A file named hf://datasets/OWNER/NAME@COMMIT/PATH. Any failure of the hub may pass.
 
+    It holds a connection and at most one piece of the answer, 64 KiB.
+
     Attributes:
-        error: what ended it: a block did not come within ``retry_seconds``. Decoders hide exceptions in their own.
+        error: what ended it: nothing came within ``retry_seconds``. Decoders hide exceptions in their own.
     """
 
     def __init__(self, url: str, size: int, retry_seconds: float) -> None:
         from huggingface_hub import hf_hub_url
 
-        super().__init__(size, retry_seconds)
+        super().__init__(url, size, retry_seconds)
         matched = re.fullmatch(r"hf://datasets/([^/]+/[^/@]+)@([^/]+)/(.+)", url)
         assert matched is not None, url
         self._url = hf_hub_url(matched[1], matched[3], repo_type="dataset", revision=matched[2])
-        self._begin, self._block = 0, b""
+        self._answer: _Answer | None = None
         self.error: Exception | None = None
 
     def read(self, size: int = -1) -> bytes:
-        """At most ``size`` bytes, as many as the block has; none at the end."""
-        if self._place >= self._size:
+        """At most ``size`` bytes, as many as have come; none at the end."""
+        left = self._size - self._place
+        if left <= 0:
             return b""
-        if not self._begin <= self._place < self._begin + len(self._block):
-            self._begin, self._block = self._place, self._fetch(self._place, min(self._place + BLOCK, self._size))
-        first = self._place - self._begin
-        found = self._block[first:] if size < 0 else self._block[first : first + size]
-        self._place += len(found)
-        return found
-
-    def _fetch(self, begin: int, end: int) -> bytes:
         try:
-            return self._again(lambda: self._ask(begin, end))
-        except Exception as error:  # requests, httpx and huggingface_hub raise their own
+            found = self._again(lambda: self._read(left if size < 0 else min(size, left)))
+        except Exception as error:  # httpx and huggingface_hub raise their own
             self.error = error
             raise
+        self._place += len(found)
+        if self._place == self._size:
+            self._let_go()
+        return found
 
-    def _ask(self, begin: int, end: int) -> bytes:
-        """Bytes begin … end, of one request."""
-        from huggingface_hub.utils import build_hf_headers, get_session, hf_raise_for_status
+    def close(self) -> None:
+        self._let_go()
+        super().close()
 
-        headers = {**build_hf_headers(), "Range": f"bytes={begin}-{end - 1}", "Accept-Encoding": "identity"}
-        response = get_session().get(self._url, headers=headers, timeout=REQUEST_SECONDS)
-        hf_raise_for_status(response)
-        content: bytes = response.content
-        if len(content) != end - begin:
-            raise OSError(f"the hub sent {len(content)} bytes, expected {end - begin}")
-        return content
+    def _read(self, size: int) -> bytes:
+        try:
+            if self._answer is None or not 0 <= self._place - self._answer.place <= GAP:
+                self._let_go()
+                self._answer = _Answer(self._url, self._place, self._size)
+            while self._answer.place < self._place:
+                self._answer.take(self._place - self._answer.place)
+            return self._answer.take(size)
+        except Exception:
+            self._let_go()
+            raise
+
+    def _let_go(self) -> None:
+        if self._answer is not None:
+            self._answer.close()
+            self._answer = None
+
+    def _pauses(self, error: Exception, pause: float) -> tuple[float, float]:
+        """As long as the hub asks for, and then not all ranks at once."""
+        asked = _seconds_asked(error)
+        if asked is None:
+            return super()._pauses(error, pause)
+        return asked, asked + min(max(1.0, asked / 4), LONGEST_PAUSE)
+
+
+class _Answer:
+    """The hub's answer to one request.
+
+    Attributes:
+        place: of the next byte, in the file.
+    """
+
+    def __init__(self, url: str, begin: int, size: int) -> None:
+        """Ask for a file of ``size`` bytes from ``begin`` on. What comes may begin earlier: see ``place``."""
+        from huggingface_hub.utils import build_hf_headers, hf_raise_for_status
+
+        headers = {**build_hf_headers(), "Range": f"bytes={begin}-", "Accept-Encoding": "identity"}
+        request = _client().build_request("GET", url, headers=headers, timeout=REQUEST_SECONDS)
+        self._response = _client().send(request, stream=True)
+        try:
+            hf_raise_for_status(self._response)
+            self.place = _first_byte(self._response, begin, size)
+        except Exception:
+            self._response.close()
+            raise
+        self._pieces: Iterator[bytes] = self._response.iter_raw()
+        self._piece = memoryview(b"")
+
+    def take(self, size: int) -> bytes:
+        """The next bytes, at most ``size``.
+
+        Raises:
+            OSError: there are no more.
+        """
+        while not self._piece:
+            piece = next(self._pieces, None)
+            if piece is None:
+                raise OSError(f"the hub's answer ended at byte {self.place}")
+            self._piece = memoryview(piece)
+        taken, self._piece = self._piece[:size], self._piece[size:]
+        self.place += len(taken)
+        return bytes(taken)
+
+    def close(self) -> None:
+        self._response.close()
+
+
+def _first_byte(response: Any, begin: int, size: int) -> int:
+    """Of what the answer holds: ``begin``, or 0 from a server that knows no ranges.
+
+    Raises:
+        OSError: something else than was asked for.
+    """
+    if response.status_code == 200:
+        first, right = 0, response.headers.get("Content-Length", str(size)) == str(size)
+    else:
+        found = re.fullmatch(r"bytes (\d+)-\d+/(\d+|\*)", response.headers.get("Content-Range", ""))
+        first = int(found[1]) if found else -1
+        right = found is not None and first == begin and found[2] in ("*", str(size))
+    if not right:
+        answered = response.headers.get("Content-Range") or f"{response.headers.get('Content-Length')} bytes"
+        raise OSError(f"asked for bytes {begin}- of {size}, the hub answered {response.status_code}, {answered}")
+    return first
+
+
+def _seconds_asked(error: Exception) -> float | None:
+    """How long the hub wants to be left alone: RateLimit in an answer 429, else Retry-After; None where it does not say."""
+    from huggingface_hub.utils import parse_ratelimit_headers
+
+    response = getattr(error, "response", None)
+    if response is None:
+        return None
+    limit = parse_ratelimit_headers(response.headers) if response.status_code == 429 else None
+    if limit is not None and limit.remaining == 0:  # the header comes with every answer
+        return float(limit.reset_in_seconds)
+    after = response.headers.get("Retry-After", "").strip()
+    return float(after) if after.isdecimal() else None
+
+
+@cache
+def _client() -> Any:
+    """This process's connections. huggingface_hub's own client has 100 at most; a rank of many slots holds more files open."""
+    from huggingface_hub.utils import httpx
+
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=20)
+    return httpx.Client(follow_redirects=True, limits=limits)
+
+
+os.register_at_fork(after_in_child=_client.cache_clear)  # a prefetch worker must not read what its parent asked for

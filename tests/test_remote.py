@@ -1,0 +1,258 @@
+"""Files of the hub as they are read: by how many requests, and through which faults of the server."""
+
+import json
+import os
+import random
+from collections import Counter
+
+import numpy as np
+import pyarrow
+import pyarrow.parquet
+import pytest
+from isal import igzip
+
+from tests.fake_hub import COMMIT, FakeHub
+from titan_disp.data import raw, remote
+from titan_disp.data.assignment import Assignment
+from titan_disp.data.documents import Documents, text_of
+from titan_disp.data.files import DataFile
+from titan_disp.data.place import Field
+from titan_disp.data.remote import RemoteFile
+from titan_disp.data.stream import RankStreams, StreamOptions
+from titan_disp.errors import DataError
+
+SIZE = 500_000
+MIB = 1 << 20
+
+
+@pytest.fixture
+def hub(tmp_path, monkeypatch):
+    (tmp_path / "data").mkdir()
+    server = FakeHub(tmp_path / "data", "some/data")
+    server.use(monkeypatch, tmp_path / "cache")
+    monkeypatch.setattr(raw, "FIRST_PAUSE", 0.01)
+    yield server
+    server.close()
+
+
+def on_hub(hub, name):
+    size = (hub.datasets["some/data"] / name).stat().st_size
+    return DataFile(name, f"hf://datasets/some/data@{COMMIT}/{name}", size)
+
+
+def random_file(hub, size=SIZE):
+    """(what is in it, the file on the hub)."""
+    content = np.random.default_rng(size).bytes(size)
+    (hub.datasets["some/data"] / "random.bin").write_bytes(content)
+    file = on_hub(hub, "random.bin")
+    return content, RemoteFile(file.url, file.size, retry_seconds=5.0)
+
+
+def read_all(file):
+    return b"".join(iter(lambda: file.read(7777), b""))
+
+
+def begins(hub):
+    """The first bytes that were asked for, request by request."""
+    assert all(asked.endswith("-") for _, asked in hub.ranges)
+    return [int(asked.removeprefix("bytes=")[:-1]) for _, asked in hub.ranges]
+
+
+def test_a_file_is_one_request(hub):
+    content, file = random_file(hub)
+    assert file.read(10) == content[:10]
+    assert len(file._answer._piece.obj) <= 1 << 16  # what an open file holds
+    assert file.read(0) == b""
+    assert content[:10] + read_all(file) == content
+    assert file.read() == b""
+    assert begins(hub) == [0]
+
+
+def test_seeks(hub):
+    """Small gaps are read through, as between the columns of a Parquet file; others are asked for anew, when they are read."""
+    content, file = random_file(hub, 12 * MIB)
+    file.seek(100)
+    for place in (0, 3 * MIB, 6 * MIB, 11 * MIB, 11 * MIB + 50, 10):
+        file.seek(12 * MIB)
+        file.seek(place)
+        assert file.tell() == place
+        assert file.read(20) == content[place : place + 20]
+    assert begins(hub) == [0, 11 * MIB, 10]
+
+
+@pytest.mark.parametrize("fault", ["cut", "short", "stall"])
+def test_an_answer_that_ends_early_is_continued(hub, monkeypatch, fault):
+    """The connection breaks, the server sends less than was asked for, or nothing more comes: on from that byte."""
+    monkeypatch.setattr(remote, "REQUEST_SECONDS", 0.2)
+    setattr(hub, fault, 150_000)
+    content, file = random_file(hub)
+    assert read_all(file) == content
+    assert begins(hub) == [0, 150_000, 300_000, 450_000]
+
+
+def test_a_server_that_knows_no_ranges(hub):
+    """It sends whole files: the beginning is read and dropped, and nothing is taken for what it is not."""
+    hub.ignore_range = True
+    content, file = random_file(hub)
+    file.seek(300_000)
+    assert read_all(file) == content[300_000:]
+    assert begins(hub) == [300_000]
+    hub.cut = 400_000  # so that it can never get further
+    file = RemoteFile(file._name, SIZE, retry_seconds=0.05)
+    file.seek(390_000)
+    assert file.read(10_000) == content[390_000:400_000]
+    with pytest.raises(Exception, match="without sending complete message body"):
+        read_all(file)
+
+
+def test_another_file_than_listed_is_not_read(hub):
+    """The answer says of how many bytes it is a part."""
+    content, _ = random_file(hub)
+    for ignored in (False, True):
+        hub.ignore_range = ignored
+        file = RemoteFile(on_hub(hub, "random.bin").url, SIZE + 1, retry_seconds=0.05)
+        with pytest.raises(OSError, match=rf"asked for bytes 0- of {SIZE + 1}, the hub answered 20[06], .*{SIZE}"):
+            file.read(1)
+
+
+LIMIT = {"RateLimit-Policy": '"fixed window";"resolvers";q=3000;w=300'}
+
+
+def test_the_hubs_own_pauses(hub, monkeypatch):
+    """RateLimit where it is the reason, Retry-After, else growing pauses; each spread, so that ranks do not ask together."""
+    asked = []
+    monkeypatch.setattr(raw, "uniform", lambda shortest, longest: asked.append((shortest, longest)) or shortest)
+    monkeypatch.setattr(RemoteFile, "_pause", lambda self, error, seconds: asked.append(seconds))
+    monkeypatch.setattr(raw, "FIRST_PAUSE", 1.0)
+    hub.refusals = [
+        (429, {"RateLimit": '"resolvers";r=0;t=48', **LIMIT}),
+        (503, {"Retry-After": "2"}),
+        (429, {"RateLimit": '"resolvers";r=77;t=48', **LIMIT}),  # requests are left: something else is the reason
+        (500, {}),
+    ]
+    content, file = random_file(hub)
+    file._retry_seconds = 60.0
+    assert read_all(file) == content
+    assert asked == [(48.0, 60.0), 48.0, (2.0, 3.0), 2.0, (2.0, 6.0), 2.0, (4.0, 12.0), 4.0]
+    assert len(hub.ranges) == 5
+
+
+def test_a_rate_limit_that_lasts_longer_than_a_rank_may_wait(hub):
+    """It is no use to hold up hundreds of ranks until the deadline."""
+    hub.refusals = [(429, {"RateLimit": '"resolvers";r=0;t=200', **LIMIT})] * 9
+    random_file(hub)
+    documents = Documents(on_hub(hub, "random.bin"), MIB, retry_seconds=60.0)
+    with pytest.raises(
+        DataError, match=r"within 60 s \(stream.retry_seconds\): .*429 Too Many Requests.*\nRetry after 200"
+    ):
+        documents.read()
+    assert len(hub.ranges) == 1
+
+
+def test_pauses_of_ranks_with_the_same_seed_differ():
+    """DataLoader seeds ``random`` in the prefetch workers of all ranks alike."""
+    drawn = []
+    for _ in range(2):
+        random.seed(0)
+        drawn.append(raw.uniform(0, 1))
+    assert drawn[0] != drawn[1]
+
+
+def test_many_files_are_open_at_once(hub):
+    """A rank with many slots holds more connections than an HTTP library allows by itself."""
+    content, file = random_file(hub, 10_000)
+    files = [RemoteFile(file._name, 10_000, retry_seconds=1.0) for _ in range(110)]
+    assert {one.read(10) for one in files} == {content[:10]}
+    assert {one.read(10) for one in files} == {content[10:20]}
+    assert len(hub.ranges) == 110
+    for one in files:
+        one.close()
+
+
+def test_a_forked_worker_has_connections_of_its_own(hub):
+    before = remote._client()
+    child = os.fork()
+    if child == 0:
+        os._exit(0 if remote._client() is not before else 1)
+    assert os.waitpid(child, 0)[1] == 0
+    assert remote._client() is before
+
+
+DOCUMENTS = 200  # of a file, 100,000 characters each: twice as many as their stored bytes in gzip
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    """Two gzip and two Parquet files of more than 8 MiB, whose texts begin with their number."""
+    folder = tmp_path_factory.mktemp("corpus")
+    generator = np.random.default_rng(0)
+    number = 0
+    for kind in ("json.gz", "json.gz", "parquet", "parquet"):
+        texts = []
+        for _ in range(DOCUMENTS):
+            texts.append(f"{number} {generator.bytes(50_000).hex()}")
+            number += 1
+        path = folder / f"train-{number // DOCUMENTS}.{kind}"
+        if kind == "json.gz":
+            path.write_bytes(igzip.compress("".join(json.dumps({"text": t}) + "\n" for t in texts).encode(), 1))
+        else:
+            table = pyarrow.table({"id": [t[:50] * 20 for t in texts], "text": texts, "url": [t[-999:] for t in texts]})
+            pyarrow.parquet.write_table(table, path, row_group_size=20, compression="zstd")
+        assert path.stat().st_size > 8 * MIB
+    return folder
+
+
+@pytest.fixture
+def corpus_on_hub(corpus, tmp_path, monkeypatch):
+    server = FakeHub(corpus, "some/data")
+    server.use(monkeypatch, tmp_path / "cache")
+    monkeypatch.setattr(raw, "FIRST_PAUSE", 0.01)
+    yield server, [on_hub(server, path.name) for path in sorted(corpus.iterdir())]
+    server.close()
+
+
+def numbers_of(documents):
+    return [int(text_of(raw).split()[0]) for raw in iter(documents.read, None)]
+
+
+def test_requests_for_a_file(corpus_on_hub):
+    """One for gzip; for Parquet one for its end, which lists the columns, and one for these. Also from the middle on."""
+    hub, files = corpus_on_hub
+    for begin in (0, DOCUMENTS // 2):
+        for index, file in enumerate(files):
+            hub.ranges.clear()
+            first = index * DOCUMENTS
+            assert numbers_of(Documents(file, MIB, start=begin)) == list(range(first + begin, first + DOCUMENTS))
+            assert len(hub.ranges) == (2 if file.name.endswith("parquet") else 1), hub.ranges
+
+
+def test_a_file_is_the_same_through_broken_connections(corpus_on_hub):
+    hub, files = corpus_on_hub
+    hub.cut = 3_000_000
+    for index in (0, 2):
+        assert numbers_of(Documents(files[index], MIB)) == list(range(index * DOCUMENTS, (index + 1) * DOCUMENTS))
+    assert len(hub.ranges) > 8
+
+
+def test_requests_of_an_epoch(corpus_on_hub):
+    """Two ranks whose slots share files, stopped and resumed in the middle: at most two for each file that a rank reads."""
+    hub, files = corpus_on_hub
+    assignment, positions = Assignment(files, slots=6, seed=0), np.zeros((6, len(Field)), dtype=np.int64)
+    seen, reads = Counter(), 0
+
+    def encode(text):
+        seen[text.split()[0]] += 1
+        return [1] * 20
+
+    for sequences in (15, 25):  # of 60 tokens a slot: 45 and 75 documents, of about 133
+        for slots in (range(3), range(3, 6)):
+            streams = RankStreams(files, slots, positions[slots], assignment, encode, StreamOptions(seq_len=59))
+            for _ in range(sequences):
+                for slot in slots:
+                    streams.slots[slot].sequence()
+            for slot in slots:
+                positions[slot] = streams.slots[slot].position
+            reads += len(streams.bytes_read())
+            streams.close()
+    assert len(seen) >= 6 * 120  # of 800, and what was read ahead
+    assert 0 < len(hub.ranges) <= 2 * reads <= 2 * 2 * (len(files) + 2)
