@@ -1,73 +1,79 @@
 """Listing, streaming and mirroring from the hub, against a stand-in on loopback that speaks the hub's protocol."""
 
 import json
-import os
-import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 
-from tests.cluster_of_one import DEMO, ROOT
+from tests.cluster_of_one import DEMO
 from tests.fake_hub import FakeHub
-from titan_disp.data.hub import parse_shards
+from titan_disp import cli
+from titan_disp.data.mirror import parse_shards
 from titan_disp.errors import ConfigError
 
 
 @pytest.fixture
-def hub(sample):
+def hub(sample, tmp_path, monkeypatch):
     server = FakeHub(sample)
+    server.use(monkeypatch, tmp_path / "cache")
+    monkeypatch.setattr("titan_disp.data.raw.FIRST_PAUSE", 0.01)
     yield server
     server.close()
 
 
-def titan_disp(hub, tmp_path, *arguments):
-    environ = {**os.environ, "HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "hf"), "HF_HUB_DISABLE_TELEMETRY": "1"}
-    environ.pop("HF_HUB_OFFLINE", None)
-    return subprocess.run(
-        [sys.executable, "-m", "titan_disp.cli", *arguments],
-        cwd=ROOT,
-        env=environ,
-        capture_output=True,
-        text=True,
-        timeout=200,
-    )
+@pytest.fixture
+def titan_disp(monkeypatch, capsys):
+    """The command, in this process."""
+
+    def run(*arguments):
+        monkeypatch.setattr(sys, "argv", ["titan-disp", *arguments])
+        returncode = 0
+        try:
+            cli.main()
+        except SystemExit as end:
+            returncode = end.code
+        out, err = capsys.readouterr()
+        return SimpleNamespace(returncode=returncode, stdout=out, stderr=err)
+
+    return run
 
 
-def test_stream_from_the_hub_is_the_mirrors(hub, sample, tmp_path):
+def test_stream_from_the_hub_is_the_mirrors(hub, sample, tmp_path, titan_disp):
     """Without dataset_path the hub is streamed, through failing requests, and gives the batches of the local copy."""
     config = tmp_path / "hub.toml"
     config.write_text("\n".join(line for line in DEMO.read_text().splitlines() if not line.startswith("dataset_path")))
     options = ("--json", "--steps", "20", "--model.hf_assets_path", f"{sample}/tokenizer", "--stream.prefetch", "0")
     hub.fail_every = 5
     hub.requests.clear()
-    streamed = titan_disp(hub, tmp_path, "data", "digest", str(config), *options)
+    streamed = titan_disp("data", "digest", str(config), *options)
     assert streamed.returncode == 0, streamed.stderr[-3000:]
     assert hub.requests["content"] > 8
     # Listed once; no rank and no thread asks for anything but the content.
     assert (hub.requests["info"], hub.requests["tree"]) == (1, 1)
-    ahead = titan_disp(hub, tmp_path, "data", "digest", str(config), *options, "--stream.prefetch", "4", "--ranks", "2")
+    ahead = titan_disp("data", "digest", str(config), *options, "--stream.prefetch", "4", "--ranks", "2")
     assert ahead.returncode == 0, ahead.stderr[-3000:]
     assert json.loads(ahead.stdout)["hashes"] == json.loads(streamed.stdout)["hashes"]
-    local = titan_disp(hub, tmp_path, "data", "digest", str(config), *options, "--training.dataset_path", str(sample))
+    local = titan_disp("data", "digest", str(config), *options, "--training.dataset_path", str(sample))
     assert json.loads(streamed.stdout)["hashes"] == json.loads(local.stdout)["hashes"]
     assert json.loads(streamed.stdout)["counters"]["skipped_files"] == 0
 
 
-def test_a_hub_that_stays_away_stops_the_run(hub, sample, tmp_path):
+def test_a_hub_that_stays_away_stops_the_run(hub, sample, tmp_path, titan_disp):
     """Its files may be sound: they are not skipped, whatever on_bad_data says."""
     config = tmp_path / "hub.toml"
     config.write_text("\n".join(line for line in DEMO.read_text().splitlines() if not line.startswith("dataset_path")))
     hub.fail_every = 1
     options = ("--steps", "2", "--model.hf_assets_path", f"{sample}/tokenizer", "--stream.retry_seconds", "1")
-    failed = titan_disp(hub, tmp_path, "data", "digest", str(config), *options)
+    failed = titan_disp("data", "digest", str(config), *options)
     assert failed.returncode == 2
     assert "titan-disp: error: cannot read hf://datasets/allenai/c4@" in failed.stderr
-    assert "for 1 s (stream.retry_seconds)" in failed.stderr
+    assert "within 1 s (stream.retry_seconds)" in failed.stderr
 
 
-def test_fetch(hub, sample, tmp_path):
+def test_fetch(hub, sample, tmp_path, titan_disp):
     mirror = tmp_path / "mirror"
-    done = titan_disp(hub, tmp_path, "data", "fetch", str(mirror), "--shards", "0-2,5")
+    done = titan_disp("data", "fetch", str(mirror), "--shards", "0-2,5")
     assert done.returncode == 0, done.stderr[-3000:]
     assert "is complete" in done.stdout
     names = sorted(p.name for p in (mirror / "en").iterdir())
@@ -81,23 +87,23 @@ def test_fetch(hub, sample, tmp_path):
     cut.write_bytes(cut.read_bytes()[:1000])
     wrong.write_bytes(b"x" * wrong.stat().st_size)
     hub.requests.clear()
-    assert titan_disp(hub, tmp_path, "data", "fetch", str(mirror), "--shards", "0-2,5").returncode == 0
+    assert titan_disp("data", "fetch", str(mirror), "--shards", "0-2,5").returncode == 0
     assert cut.read_bytes() == (sample / "en" / cut.name).read_bytes()
     assert wrong.read_bytes() == (sample / "en" / wrong.name).read_bytes()
     assert hub.requests["content"] <= 6
 
     # A file that arrives damaged every time: named, and not a success.
     hub.damaged = {"en/c4-train.00007-of-00008.json.gz"}
-    failed = titan_disp(hub, tmp_path, "data", "fetch", str(mirror), "--shards", "6-7", "--split", "train")
+    failed = titan_disp("data", "fetch", str(mirror), "--shards", "6-7", "--split", "train")
     assert failed.returncode == 2
     assert "en/c4-train.00007-of-00008.json.gz: its sha256 differs from the hub's" in failed.stderr
     assert "titan-disp: error: 1 files are missing or damaged" in failed.stderr
     assert "Traceback" not in failed.stderr
 
 
-def test_no_hub(hub, tmp_path):
+def test_no_hub(hub, tmp_path, titan_disp):
     hub.close()
-    failed = titan_disp(hub, tmp_path, "data", "fetch", str(tmp_path / "mirror"))
+    failed = titan_disp("data", "fetch", str(tmp_path / "mirror"))
     assert failed.returncode == 2
     assert "titan-disp: error: cannot list allenai/c4 on the Hugging Face hub" in failed.stderr
     assert "Traceback" not in failed.stderr

@@ -90,27 +90,28 @@ def data_digest(
 @data.command(name="fetch")
 def data_fetch(
     folder: Annotated[Path, tyro.conf.Positional],
+    dataset: str = "c4",
     shards: str | None = None,
     split: Literal["both", "train", "validation"] = "both",
     workers: int = 4,
 ) -> None:
-    """Mirror C4 from the Hugging Face hub, with resume and a check of every file's size and sha256.
+    """Mirror C4 or another data set from the Hugging Face hub, with resume and a check of every file's size and sha256.
 
     Args:
         folder: root of the mirror: training.dataset_path of later runs.
-        shards: of the train files, such as 0-63 or 0-3,17; default: all 1024 (about 327 GB).
-        split: which files.
+        dataset: training.dataset of later runs: c4, or hf:OWNER/NAME, hf:OWNER/NAME:CONFIGURATION,
+            hf:OWNER/NAME:CONFIGURATION:SPLIT.
+        shards: of the train files, or of the only split's, such as 0-63 or 0-3,17; default: all (of C4 1024, about 327 GB).
+        split: which files, unless the data set's name says it; both: the validation split too, if there is one.
         workers: downloads at a time.
     """
-    from titan_disp.data.hub import fetch, parse_shards
+    from titan_disp.data.mirror import fetch, parse_shards
 
-    left = []
-    for one in ("validation", "train") if split == "both" else (split,):
-        left += fetch(folder, one, parse_shards(shards) if one == "train" else None, workers)
+    left = fetch(folder, dataset, split, parse_shards(shards), workers)
     if left:
         print("\n".join(left), file=sys.stderr)
         raise ConfigError(f"{len(left)} files are missing or damaged; the same command goes on where this one stopped")
-    print(f"{folder} is complete: training.dataset_path = {str(folder)!r}")
+    print(f"{folder} is complete: training.dataset = {dataset!r}, training.dataset_path = {str(folder)!r}")
 
 
 @app.command
@@ -255,7 +256,7 @@ def condensation(
         targets: RUN (its newest checkpoint), RUN/STEP, or a folder of a Hugging Face causal language model.
         out: folder for NAME.npz, metrics.json, metrics.csv and the pictures; files of the same names are overwritten.
         text: plain UTF-8 text, or documents in .json.gz, .jsonl, .parquet, …
-        dataset: instead of text: a folder as of training.dataset_path, whose validation split is taken, or a glob.
+        dataset: instead of text: a folder as of training.dataset_path, whose validation split is taken, or a glob, or hf:….
         sequences: how many, a random sample.
         max_length: tokens of a sequence; fewer where a model has fewer positions.
         seed: of the sample.

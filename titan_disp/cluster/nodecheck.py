@@ -22,7 +22,7 @@ from torchtitan.config import JobConfig
 
 from titan_disp.cluster.gpu_health import gpu_problems
 from titan_disp.config import load_config
-from titan_disp.data.files import list_files
+from titan_disp.data.files import check_hub, list_files, streams_from_hub
 from titan_disp.data.tokenizer import load_tokenizer_for
 from titan_disp.errors import ConfigError
 from titan_disp.qwen3.flavors import flavors
@@ -93,10 +93,13 @@ def input_problems(job_config: JobConfig) -> list[str]:
 
 
 def _read_data(dataset: str, dataset_path: str | None, key: str = "training") -> None:
-    files = list_files(dataset, dataset_path, key)
-    if dataset_path is not None:  # a file system may list what it cannot read
-        with open(files[0].url, "rb") as file:
-            file.read(1)
+    if streams_from_hub(dataset, dataset_path):
+        check_hub(dataset, key)
+        return
+    with open(
+        list_files(dataset, dataset_path, key)[0].url, "rb"
+    ) as file:  # a file system may list what it cannot read
+        file.read(1)
 
 
 def check_node(

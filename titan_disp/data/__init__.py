@@ -1,6 +1,6 @@
 """Files → documents → slots → sequences.
 
-files          which files there are, listed once on rank 0: local, on disk, or hub
+files          which files there are, listed once on rank 0: local, on disk; hub (C4), hub_dataset (any); mirror
   │ assignment   which slot reads which documents of them: by seed and epoch, never by the ranks
   ▼
 documents      a file, document by document; disk and remote (what they share is raw): its bytes

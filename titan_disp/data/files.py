@@ -8,8 +8,10 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from titan_disp.data.hub import DATASET, hub_files
+from titan_disp.data.hub import DATASET, Listing, c4_files
+from titan_disp.data.hub_dataset import FORM, HubName, commit_of, is_hub_name, parse_name, resolve
 from titan_disp.data.local import list_local
+from titan_disp.data.mirror import mirrored_files
 from titan_disp.errors import ConfigError
 
 T = TypeVar("T")
@@ -31,36 +33,61 @@ class DataFile:
 
 
 def split_of(dataset: str, key: str) -> str:
-    """The split that a TorchTitan dataset name means."""
+    """The split that a dataset name means. One of the hub without a split: validation in [validation], else train."""
     names = {"c4": "train", "c4_validation": "validation", "text": "train", "text_validation": "validation"}
+    if is_hub_name(dataset):
+        return parse_name(dataset, f"{key}.dataset").split or ("validation" if key == "validation" else "train")
     if dataset not in names:
         raise ConfigError(
-            f"{key}.dataset is {dataset!r}, expected c4 or c4_validation (from the hub, or a local copy at dataset_path), or "
-            "text or text_validation (any documents at dataset_path)"
+            f"{key}.dataset is {dataset!r}, expected c4 or c4_validation (from the hub, or a local copy at dataset_path), "
+            f"{FORM} (another data set of the hub, or its mirror at dataset_path), or text or text_validation (any documents at "
+            "dataset_path)"
         )
     return names[dataset]
+
+
+def held_out(dataset: str) -> str:
+    """The name of the validation split beside a training set."""
+    if is_hub_name(dataset):
+        return str(parse_name(dataset, "training.dataset").of_split("validation"))
+    return "c4_validation"
+
+
+def streams_from_hub(dataset: str, dataset_path: str | None) -> bool:
+    return dataset_path is None and (dataset.startswith("c4") or is_hub_name(dataset))
 
 
 def list_files(dataset: str, dataset_path: str | None, key: str = "training") -> list[DataFile]:
     """The files of a split, sorted by name.
 
     Args:
-        dataset: c4 (train split) or c4_validation; text or text_validation where the documents are others.
-        dataset_path: see ``list_local``, or None for the hub.
+        dataset: c4 (train split) or c4_validation; hf:… (``HubName``); text or text_validation where the documents are others.
+        dataset_path: see ``list_local``, or the mirror of an hf:…; None for the hub.
         key: config section, for messages.
 
     Raises:
         ConfigError: nothing there, not readable, or no hub.
     """
     split = split_of(dataset, key)
+    if is_hub_name(dataset):
+        return _list_named(dataset, split, dataset_path, key)
     if dataset_path is None and not dataset.startswith("c4"):
         raise ConfigError(
             f"{key}.dataset is {dataset!r}: set {key}.dataset_path to the documents' folder, file or glob"
         )
     if dataset_path is None:
-        return _list_hub(split)
+        return _list_hub(c4_files(split))
     c4 = dataset.startswith("c4")
     return _relative([(path, path, os.path.getsize(path)) for path in list_local(dataset_path, split, key, c4)])
+
+
+def _list_named(dataset: str, split: str, dataset_path: str | None, key: str) -> list[DataFile]:
+    name = parse_name(dataset, f"{key}.dataset")
+    if dataset_path is None:
+        where = f"{key}.dataset is {dataset!r}"
+        return _list_hub(resolve(name, where).files(split, where))
+    found = mirrored_files(dataset_path, name.of_split(split), f"{key}.dataset_path is {dataset_path!r}")
+    return _relative([(path, path, size) for path, size in found])
 
 
 def _relative(found: list[tuple[str, str, int]]) -> list[DataFile]:
@@ -70,9 +97,8 @@ def _relative(found: list[tuple[str, str, int]]) -> list[DataFile]:
     return sorted(files, key=lambda file: file.name)
 
 
-def _list_hub(split: str) -> list[DataFile]:
-    commit, files = hub_files(split)
-    return _relative([(f.path, f"hf://datasets/{DATASET}@{commit}/{f.path}", f.size) for f in files])
+def _list_hub(listing: Listing) -> list[DataFile]:
+    return _relative([(file.path, listing.url(file), file.size) for file in listing.files])
 
 
 def on_rank_0(function: Callable[..., T], *args: Any) -> T:
@@ -99,5 +125,14 @@ def on_rank_0(function: Callable[..., T], *args: Any) -> T:
 def check_data(dataset: str, dataset_path: str | None, key: str = "training") -> None:
     """Raise ConfigError where local data is missing. The hub is reached only when training starts."""
     split_of(dataset, key)
-    if dataset_path is not None or not dataset.startswith("c4"):
+    if not streams_from_hub(dataset, dataset_path):
         list_files(dataset, dataset_path, key)
+
+
+def check_hub(dataset: str, key: str = "training") -> None:
+    """Raise ConfigError where the hub does not answer or lets the data set not be read. One request or two: every node asks."""
+    where = f"{key}.dataset is {dataset!r}"
+    if is_hub_name(dataset):
+        commit_of(parse_name(dataset, f"{key}.dataset"), where)
+    else:
+        commit_of(HubName(DATASET), where, fetch="DIR")

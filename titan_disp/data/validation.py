@@ -17,7 +17,7 @@ from torchtitan.distributed import ParallelDims
 from torchtitan.tools.logging import logger
 
 from titan_disp.data.assignment import Assignment
-from titan_disp.data.files import DataFile, list_files, on_rank_0
+from titan_disp.data.files import DataFile, held_out, list_files, on_rank_0
 from titan_disp.data.loader import stream_options
 from titan_disp.data.place import Field
 from titan_disp.data.stream import RankStreams
@@ -79,7 +79,7 @@ def held_out_sequences(job_config: JobConfig, tokenizer: BaseTokenizer, count: i
     v, dataset_path = job_config.validation, job_config.training.dataset_path
     if not v.enable and dataset_path is not None and not os.path.isdir(dataset_path):
         return None
-    dataset = v.dataset if v.enable else "c4_validation"
+    dataset = v.dataset if v.enable else held_out(job_config.training.dataset)
     path = v.dataset_path if v.enable else dataset_path
 
     def read() -> np.ndarray | None:  # by one rank: hundreds of them would ask the hub for the same documents

@@ -1,6 +1,7 @@
 """Text to measure on: a random sample, the same for every model with the same tokenizer."""
 
 import random
+import re
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from titan_disp.data.documents import BadDocument, DamagedFile, Documents, text_of
 from titan_disp.data.files import DataFile, list_files
+from titan_disp.data.hub_dataset import is_hub_name
 from titan_disp.data.local import SUFFIXES
 from titan_disp.errors import ConfigError
 
@@ -23,7 +25,7 @@ def read_texts(text: Path | None, dataset: str | None, seed: int) -> list[str]:
     Args:
         text: file of documents (named as training data is), or else a plain UTF-8 text, which is cut at line ends into
             pieces of 8192 characters or a little more.
-        dataset: folder, whose validation split is taken, or file or glob of documents.
+        dataset: folder, whose validation split is taken, or file or glob of documents, or a data set of the hub (hf:…).
         seed: of the order of files and documents. Of more than 64 M characters the first are taken, in the files' order.
 
     Raises:
@@ -41,9 +43,13 @@ def read_texts(text: Path | None, dataset: str | None, seed: int) -> list[str]:
         documents = _pieces(text)
     else:
         try:
-            files = list_files("c4_validation", str(text or dataset))
+            if dataset is not None and is_hub_name(dataset):
+                files = list_files(dataset, None, "validation")
+            else:
+                files = list_files("c4_validation", str(text or dataset))
         except ConfigError as error:  # speaks of a key that is not used here
-            raise ConfigError(str(error).replace("training.dataset_path is", "--dataset is")) from error
+            message = re.sub(r"(training.dataset_path|validation.dataset) is", "--dataset is", str(error))
+            raise ConfigError(message) from error
         shuffle(files)
         documents = _documents(files)
     taken = _first(documents)

@@ -1,0 +1,303 @@
+"""Data sets of the hub by name, hf:OWNER/NAME:CONFIGURATION:SPLIT: which files they are, there and in a mirror."""
+
+import json
+from pathlib import Path
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from tests.cluster_of_one import DEMO
+from tests.fake_hub import COMMIT, FakeHub
+from titan_disp.cli import app
+from titan_disp.cluster.nodecheck import input_problems
+from titan_disp.config import load_config
+from titan_disp.data.digest import digest
+from titan_disp.data.files import check_data, check_hub, held_out, list_files, split_of
+from titan_disp.data.hub_dataset import HubName, parse_name
+from titan_disp.data.mirror import RECORDS, fetch
+from titan_disp.errors import ConfigError
+from titan_disp.inspection.texts import read_texts
+
+# As FineWeb-Edu's: the default configuration is everything, samples lie elsewhere; and a configuration with three splits.
+CARD = """---
+configs:
+- config_name: default
+  data_files:
+  - split: train
+    path: data/*/*
+- config_name: sample-2
+  data_files:
+  - split: train
+    path: sample/2/*
+- config_name: split
+  data_files:
+  - split: train
+    path: split/a*
+  - split: validation
+    path: [split/b.jsonl, split/c.jsonl]
+  - split: tiny
+    path: split/a1.jsonl.gz
+- config_name: table
+  data_files: table/*.csv
+- config_name: mixed
+  data_files: [mixed/*]
+---
+Prose.
+"""
+PARQUET = ("data/x/1.parquet", "data/y/1.parquet", "sample/2/1.parquet", "sample/2/2.parquet")
+LINES = ("split/a1.jsonl", "split/a2.jsonl", "split/b.jsonl", "split/c.jsonl", "mixed/1.jsonl")
+OTHER = ("table/1.csv", "mixed/2.csv")
+
+
+def write_repository(folder):
+    for index, name in enumerate((*PARQUET, *LINES, *OTHER)):
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        texts = [f"{index} {word} " * 30 for word in ("a", "b", "c", "d")]
+        if name in PARQUET:
+            pyarrow.parquet.write_table(pyarrow.table({"text": texts}), path)
+        else:
+            path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    (folder / "split" / "a1.jsonl").rename(folder / "split" / "a1.jsonl.gz")  # by its name only; nobody reads it here
+    (folder / "README.md").write_text(CARD)
+
+
+@pytest.fixture
+def hub(tmp_path, monkeypatch):
+    write_repository(tmp_path / "some")
+    server = FakeHub(tmp_path / "some", "some/prose")
+    server.use(monkeypatch, tmp_path / "cache")
+    yield server
+    server.close()
+
+
+def add(hub, tmp_path, name, *files, card=None):
+    for file in files:
+        path = tmp_path / name / file
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text('{"text": "one two three"}\n')
+    if card:
+        (tmp_path / name / "README.md").write_text(card)
+    hub.datasets[f"some/{name}"] = tmp_path / name
+
+
+FILES = {
+    "hf:some/prose": ["data/x/1.parquet", "data/y/1.parquet"],
+    "hf:some/prose@v1.0:default:train": ["data/x/1.parquet", "data/y/1.parquet"],
+    "hf:some/prose::train": ["data/x/1.parquet", "data/y/1.parquet"],
+    "hf:some/prose:sample-2": ["sample/2/1.parquet", "sample/2/2.parquet"],
+    "hf:some/prose:split": ["split/a1.jsonl.gz", "split/a2.jsonl"],
+    "hf:some/prose:split:validation": ["split/b.jsonl", "split/c.jsonl"],
+    "hf:some/prose:split:tiny": ["split/a1.jsonl.gz"],
+}
+
+
+@pytest.mark.parametrize("dataset", FILES)
+def test_files_of_a_configuration_and_a_split(hub, tmp_path, dataset):
+    """As the card names them, at one commit, which is asked for once; with the sizes of the hub's listing."""
+    files = list_files(dataset, None)
+    assert [file.url for file in files] == [f"hf://datasets/some/prose@{COMMIT}/{path}" for path in FILES[dataset]]
+    assert [file.size for file in files] == [(tmp_path / "some" / path).stat().st_size for path in FILES[dataset]]
+    assert [file.name for file in files] == [
+        path.removeprefix("data/") if path.startswith("data/") else Path(path).name for path in FILES[dataset]
+    ]
+    assert not any(path.endswith((".parquet", ".jsonl", ".gz")) for path, _ in hub.ranges)
+
+
+def test_the_default_split_is_that_of_the_section():
+    assert split_of("hf:some/prose", "training") == "train"
+    assert split_of("hf:some/prose:split", "validation") == "validation"
+    assert split_of("hf:some/prose:split:tiny", "validation") == "tiny"
+    assert held_out("hf:some/prose@v1.0:split:tiny") == "hf:some/prose@v1.0:split:validation"
+    assert held_out("hf:some/prose") == "hf:some/prose::validation"
+    assert held_out("c4") == held_out("text") == "c4_validation"
+
+
+def test_names():
+    assert parse_name("hf:a/b@refs/pr/1:c.d-e:f", "x") == HubName("a/b", "refs/pr/1", "c.d-e", "f")
+    for name in ("hf:a/b", "hf:a/b@c", "hf:a/b:c", "hf:a/b:c:d", "hf:a/b@r::d"):
+        assert str(parse_name(name, "x")) == name
+    for name in (
+        "hf:",
+        "hf:b",
+        "hf:a/b/c",
+        "hf:a/b:",
+        "hf:a/b:c:",
+        "hf:a/b:c:d:e",
+        "hf:a/b@",
+        "hf:a/b@:c",
+        "hf:/b",
+        "hf:a b/c",
+    ):
+        with pytest.raises(ConfigError, match=r"training.dataset is '.*', expected hf:OWNER/NAME, "):
+            check_data(name, None)
+
+
+def test_without_a_card_names_decide(hub, tmp_path):
+    add(hub, tmp_path, "bare", "data/train-00000-of-00002.jsonl", "data/train-00001-of-00002.jsonl", "data/test.jsonl")
+    add(hub, tmp_path, "folders", "en/train/1.json", "en/validation/2.json")
+    assert len(list_files("hf:some/bare", None)) == 2
+    assert [file.url[-20:] for file in list_files("hf:some/folders", None, "validation")] == ["en/validation/2.json"]
+
+
+BAD = {
+    "no such data set": (
+        "hf:some/thing",
+        r"there is no such data set on the hub, or it is private \(its page: huggingface.co/datasets/some/thing\)",
+    ),
+    "gated": ("hf:some/gated", r"is gated. Accept its terms or ask for access at huggingface.co/datasets/some/gated"),
+    "revision": ("hf:some/prose@v2", r"has no revision 'v2'"),
+    "configuration": (
+        "hf:some/prose:smaple",
+        r"no configuration 'smaple', only default, sample-2, split, table, mixed; such as 'hf:some/prose:default'",
+    ),
+    "no default": ("hf:some/two", r"it has no default configuration, only one, two; such as 'hf:some/two:one'"),
+    "split": ("hf:some/prose:split:test", r"no split 'test', only train, validation, tiny; such as '.*:split:train'"),
+    "format": (
+        "hf:some/prose:table",
+        r"1 of the split's 1 files cannot be read, such as table/1.csv; expected .*\.parquet",
+    ),
+    "formats": ("hf:some/prose:mixed", r"1 of the split's 2 files cannot be read, such as mixed/2.csv; expected names"),
+    "unknown format": ("hf:some/binary", r"datasets finds no data there .*; expected files that end in .json.gz,"),
+    "script": ("hf:some/script", r"made by a script on the hub, which datasets no longer runs"),
+    "missing": ("hf:some/lost", r"datasets finds no data there .*; expected files that end in .json.gz,"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_what_cannot_be_had_is_one_message(hub, tmp_path, case):
+    add(hub, tmp_path, "gated", "train.jsonl")
+    hub.gated.add("some/gated")
+    two = "---\nconfigs:\n- config_name: one\n  data_files: a.jsonl\n- config_name: two\n  data_files: b.jsonl\n---\n"
+    add(hub, tmp_path, "two", "a.jsonl", "b.jsonl", card=two)
+    add(hub, tmp_path, "binary", "train.bin", "notes.docx")
+    add(hub, tmp_path, "script", "script.py", "train.jsonl")
+    add(hub, tmp_path, "lost", "a.jsonl", card="---\nconfigs:\n- config_name: x\n  data_files: gone.jsonl\n---\n")
+    dataset, message = BAD[case]
+    with pytest.raises(ConfigError, match=message) as caught:
+        list_files(dataset, None)
+    assert str(caught.value).startswith(f"training.dataset is '{dataset}")
+
+
+def test_a_hub_that_does_not_answer(hub):
+    hub.close()
+    for ask in (list_files, lambda dataset, _: check_hub(dataset)):
+        with pytest.raises(
+            ConfigError, match=r"cannot list .*some/prose on the .* fetch DIR --dataset 'hf:some/prose:split'"
+        ):
+            ask("hf:some/prose:split", None)
+    with pytest.raises(ConfigError, match=r"cannot list allenai/c4 on the .* fetch DIR makes one"):
+        check_hub("c4")
+
+
+def test_every_node_asks_the_hub_once(hub, sample):
+    """Hundreds of them do, which must not each resolve the data set."""
+    tokenizer = ("--model.hf_assets_path", f"{sample}/tokenizer")
+    job = load_config(["--job.config_file", str(DEMO), *tokenizer, "--training.dataset", "hf:some/prose:split"])
+    job.training.dataset_path = None
+    assert input_problems(job) == []
+    assert hub.requests == {"info": 1}
+    hub.gated.add("some/prose")
+    (problem,) = input_problems(job)
+    assert "the data set is gated" in problem
+
+
+def names_of(files):
+    return [(file.name, file.size) for file in files]
+
+
+def run(capsys, *arguments):
+    app.cli(args=list(arguments))
+    return capsys.readouterr()
+
+
+def test_mirror(hub, tmp_path, capsys):
+    """A configuration's splits without the rest: same names and sizes as on the hub, so that a run can go on from either."""
+    mirror = tmp_path / "mirror"
+    said = run(capsys, "data", "fetch", str(mirror), "--dataset", "hf:some/prose:split")
+    assert f"{mirror} is complete: training.dataset = 'hf:some/prose:split', training.dataset_path = " in said.out
+    found = sorted(p.relative_to(mirror).as_posix() for p in mirror.glob("[!.]*/*"))
+    assert found == sorted([*FILES["hf:some/prose:split"], *FILES["hf:some/prose:split:validation"]])
+    run(capsys, "data", "fetch", str(mirror), "--dataset", "hf:some/prose:sample-2")
+    hub.requests.clear()
+    for dataset, key in (
+        ("hf:some/prose:split", "training"),
+        ("hf:some/prose:split", "validation"),
+        ("hf:some/prose:split:validation", "training"),
+        ("hf:some/prose:sample-2", "training"),
+    ):
+        local = list_files(dataset, str(mirror), key)
+        assert all(Path(file.url).is_relative_to(mirror) for file in local)
+        check_data(dataset, str(mirror), key)
+        assert not hub.requests, "a mirror asks the hub for nothing"
+        assert names_of(local) == names_of(list_files(dataset, None, key))
+        hub.requests.clear()
+    held = "hf:some/prose:sample-2:train, hf:some/prose:split:train, hf:some/prose:split:validation"
+    message = (
+        rf"training.dataset_path is '.*mirror', which holds {held}, but not hf:some/prose::train: titan-disp data fetch"
+    )
+    with pytest.raises(ConfigError, match=message):
+        list_files("hf:some/prose", str(mirror))
+    (mirror / "split" / "b.jsonl").unlink()
+    with pytest.raises(
+        ConfigError, match=r"1 of 2 files are missing or have another size .*b.jsonl: titan-disp data fetch"
+    ):
+        list_files("hf:some/prose:split", str(mirror), "validation")
+    with pytest.raises(
+        ConfigError, match=r"train.jsonl', which is not a folder. Expected one that titan-disp data fetch"
+    ):
+        list_files("hf:some/prose", str(tmp_path / "train.jsonl"))
+
+
+def test_a_mirror_of_some_files(hub, tmp_path):
+    """What several commands have fetched is read together; what comes damaged is no mirror yet."""
+    mirror = tmp_path / "mirror"
+    hub.damaged = {"split/a2.jsonl"}
+    (problem,) = fetch(mirror, "hf:some/prose:split", "train")
+    assert problem == "split/a2.jsonl: its sha256 differs from the hub's"
+    assert not (mirror / RECORDS).exists()
+    hub.damaged = set()
+    for number in (1, 0):
+        assert fetch(mirror, "hf:some/prose:split", "train", [range(number, number + 1)]) == []
+        assert len(list_files("hf:some/prose:split", str(mirror))) == 2 - number
+    with pytest.raises(ConfigError, match="--shards names none of the 2 files, 0 to 1, such as split/a1.jsonl.gz"):
+        fetch(mirror, "hf:some/prose:split", "train", [range(2, 3)])
+    with pytest.raises(ConfigError, match="but --split is 'train': name the split in one of them"):
+        fetch(mirror, "hf:some/prose:split:tiny", "train")
+    assert fetch(mirror, "hf:some/prose:split:tiny", "both") == []
+    assert len(list_files("hf:some/prose:split:tiny", str(mirror))) == 1
+
+
+def test_a_copy_of_the_whole_repository(hub, tmp_path):
+    """As hf download makes it: the card says what belongs to what."""
+    for dataset in FILES:
+        if "@" not in dataset:
+            assert names_of(list_files(dataset, str(tmp_path / "some"))) == names_of(list_files(dataset, None))
+    with pytest.raises(
+        ConfigError, match=r"dataset_path is '.*some': it has no configuration 'other', only default, sam"
+    ):
+        list_files("hf:some/prose:other", str(tmp_path / "some"))
+
+
+def test_batches_from_the_hub_and_from_a_mirror_are_the_same(hub, sample, tmp_path):
+    """Parquet and JSON lines; and a run that begins on the hub goes on in the mirror."""
+    dataset = "hf:some/prose:sample-2"
+    fetch(tmp_path / "mirror", dataset, "both")
+    options = ("--stream.prefetch", "0", "--training.seq_len", "32", "--model.hf_assets_path", f"{sample}/tokenizer")
+    job = load_config(["--job.config_file", str(DEMO), *options, "--training.dataset", dataset])
+    hashes = []
+    for job.training.dataset_path in (None, str(tmp_path / "mirror")):
+        hashes.append(digest(job, 4, [(0, 1), (2, 2)]).hashes)
+    assert hashes[0] == hashes[1]
+    assert any(path.endswith(".parquet") for path, _ in hub.ranges)
+
+
+def test_text_to_measure_on(hub):
+    texts = read_texts(None, "hf:some/prose:split", seed=0)
+    assert len(texts) == 8
+    assert {text.split()[0] for text in texts} == {"6", "7"}
+    with pytest.raises(
+        ConfigError, match=r"--dataset is 'hf:some/prose': it has no split 'validation', only train; such"
+    ):
+        read_texts(None, "hf:some/prose", seed=0)

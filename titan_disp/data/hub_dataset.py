@@ -1,0 +1,213 @@
+"""Any data set by its name on the hub: which files belong to a configuration and a split.
+
+The ``datasets`` library decides that, as for ``load_dataset``: by the README's configurations, else by names of files and
+folders. It is asked at one commit, so that all ranks and all restarts of a job read the same; the bytes are read as C4's are.
+"""
+
+import os
+import re
+import tempfile
+from dataclasses import dataclass, replace
+from typing import Any
+
+from titan_disp.data.hub import ANSWER_SECONDS, Listing, cannot_list, entries_in, hub_file
+from titan_disp.data.local import SUFFIXES
+from titan_disp.errors import ConfigError
+
+PREFIX = "hf:"
+FORM = "hf:OWNER/NAME, hf:OWNER/NAME:CONFIGURATION or hf:OWNER/NAME:CONFIGURATION:SPLIT"
+
+
+@dataclass(frozen=True)
+class HubName:
+    """hf:OWNER/NAME[@REVISION][:CONFIGURATION[:SPLIT]]
+
+    Attributes:
+        repository: OWNER/NAME.
+        revision: branch, tag or commit; None: main.
+        config, split: None: not named; the configuration is then the data set's default one.
+    """
+
+    repository: str
+    revision: str | None = None
+    config: str | None = None
+    split: str | None = None
+
+    def __str__(self) -> str:
+        revision = f"@{self.revision}" if self.revision else ""
+        config = f":{self.config or ''}" if self.config or self.split else ""
+        split = f":{self.split}" if self.split else ""
+        return f"{PREFIX}{self.repository}{revision}{config}{split}"
+
+    def of_split(self, split: str) -> "HubName":
+        return replace(self, split=split)
+
+
+def is_hub_name(dataset: str) -> bool:
+    return dataset.startswith(PREFIX)
+
+
+def parse_name(dataset: str, where: str) -> HubName:
+    """
+    Args:
+        where: begins the message, such as "training.dataset".
+
+    Raises:
+        ConfigError: not of the form of ``HubName``.
+    """
+    head, *rest = dataset.removeprefix(PREFIX).split(":")
+    repository, at, revision = head.partition("@")
+    named = is_hub_name(dataset) and (
+        not rest or rest[-1] != ""
+    )  # hf:OWNER/NAME::SPLIT is the default configuration's split
+    if len(rest) > 2 or not named or bool(at) != bool(revision) or not re.fullmatch(r"[\w.-]+/[\w.-]+", repository):
+        raise ConfigError(f"{where} is {dataset!r}, expected {FORM} (OWNER/NAME@REVISION: of a branch, tag or commit)")
+    config, split = (*rest, "", "")[:2]
+    return HubName(repository, revision or None, config or None, split or None)
+
+
+@dataclass(frozen=True)
+class HubDataset:
+    """A configuration of a data set at one commit.
+
+    Attributes:
+        name: as it was asked for. repository: as the hub calls it now.
+        splits: paths in the repository.
+    """
+
+    name: HubName
+    repository: str
+    commit: str
+    splits: dict[str, list[str]]
+
+    def files(self, split: str, where: str) -> Listing:
+        """One split's files, sorted by path, with the sizes of the hub's listing.
+
+        Raises:
+            ConfigError: no such split, a format that is not read, or the hub cannot be reached.
+        """
+        paths = files_of_split(self.splits, split, self.name, where)
+        folder = os.path.commonpath([os.path.dirname(path) for path in paths])
+        try:
+            entries = entries_in(self.repository, self.commit, folder, recursive=True)
+            files = [hub_file(entries[path], index) for index, path in enumerate(paths)]
+        except Exception as error:  # see cannot_list
+            raise cannot_list(str(self.name), error, fetch_arguments(self.name)) from error
+        return Listing(self.repository, self.commit, files)
+
+
+def resolve(name: HubName, where: str) -> HubDataset:
+    """Ask the hub for a data set's files.
+
+    Raises:
+        ConfigError: no such data set, revision or configuration, no access, no files that ``datasets`` knows, or no hub.
+    """
+    repository, commit = commit_of(name, where)
+    root = f"hf://datasets/{repository}"
+    splits = splits_in(root, name, commit, where)
+    inside = f"{root}@{commit}/"
+    return HubDataset(
+        name, repository, commit, {s: [u.removeprefix(inside) for u in urls] for s, urls in splits.items()}
+    )
+
+
+def commit_of(name: HubName, where: str, fetch: str | None = None) -> tuple[str, str]:
+    """(the repository's present name, the revision's commit); one request, or two of a data set with terms of access.
+
+    Args:
+        fetch: arguments of ``titan-disp data fetch``, for messages; default: those of ``name``.
+
+    Raises:
+        ConfigError: see ``resolve``.
+    """
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, RepositoryNotFoundError, RevisionNotFoundError
+
+    api, page = HfApi(), f"huggingface.co/datasets/{name.repository}"
+    token = "a token of an account that has it (hf auth login, or HF_TOKEN)"
+    try:
+        info = api.dataset_info(name.repository, revision=name.revision, timeout=ANSWER_SECONDS)
+        if info.gated:
+            api.auth_check(info.id, repo_type="dataset")
+    except GatedRepoError as error:
+        raise ConfigError(
+            f"{where}: the data set is gated. Accept its terms or ask for access at {page}, and use {token}"
+        ) from error
+    except RepositoryNotFoundError as error:
+        raise ConfigError(
+            f"{where}: there is no such data set on the hub, or it is private (its page: {page}). A private one needs {token}"
+        ) from error
+    except RevisionNotFoundError as error:
+        raise ConfigError(f"{where}: the data set has no revision {name.revision!r}, see {page}/tree/main") from error
+    except Exception as error:  # httpx and OSError each raise their own
+        if isinstance(error, HfHubHTTPError) and error.response.status_code in (401, 403):
+            raise ConfigError(f"{where}: the hub refuses access. See {page}, and use {token}") from error
+        raise cannot_list(name.repository, error, fetch or fetch_arguments(name)) from error
+    return info.id, info.sha or ""
+
+
+def splits_in(root: str, name: HubName, commit: str | None, where: str) -> dict[str, list[str]]:
+    """Paths or urls of the files of every split of the configuration.
+
+    Args:
+        root: hf://datasets/OWNER/NAME, or a folder with all of its files. commit: None for a folder.
+
+    Raises:
+        ConfigError: see ``resolve``.
+    """
+    from datasets import get_dataset_config_names, load_dataset_builder
+    from datasets.data_files import EmptyDatasetError
+    from datasets.exceptions import DataFilesNotFoundError, DatasetNotFoundError
+
+    def ask(function: Any, *args: Any) -> Any:
+        # In an empty cache: where the hub fails, datasets would take what an earlier download has left.
+        with tempfile.TemporaryDirectory() as cache:
+            return function(root, *args, revision=commit, cache_dir=cache)
+
+    try:
+        builder = ask(load_dataset_builder, name.config)
+    except DatasetNotFoundError as error:
+        raise ConfigError(f"{where}: {error}") from error
+    except Exception as error:  # datasets, huggingface_hub, httpx and OSError each raise their own
+        if "scripts are no longer supported" in str(error):
+            raise ConfigError(
+                f"{where}: the data set is made by a script on the hub, which datasets no longer runs. Take another copy of it, "
+                f"of files that end in {', '.join(SUFFIXES)}"
+            ) from error
+        if isinstance(error, (EmptyDatasetError, DataFilesNotFoundError)) or "Unable to find" in str(error):
+            raise ConfigError(
+                f"{where}: datasets finds no data there ({error}); expected files that end in {', '.join(SUFFIXES)}"
+            ) from error
+        missing, unknown = "Config name is missing" in str(error), f"'{name.config}' not found" in str(error)
+        if isinstance(error, ValueError) and (missing or unknown):
+            names = ask(get_dataset_config_names)
+            found = "no default configuration" if missing else f"no configuration {name.config!r}"
+            example = str(replace(name, config=names[0]))
+            raise ConfigError(f"{where}: it has {found}, only {', '.join(names)}; such as {example!r}") from error
+        if isinstance(error, ValueError):
+            raise ConfigError(f"{where}: datasets cannot tell its files: {error}") from error
+        raise cannot_list(str(name), error, fetch_arguments(name)) from error
+    return {split: list(files) for split, files in (builder.config.data_files or {}).items()}
+
+
+def files_of_split(splits: dict[str, list[str]], split: str, name: HubName, where: str) -> list[str]:
+    """The split's paths, sorted.
+
+    Raises:
+        ConfigError: no such split, or a format that is not read.
+    """
+    if split not in splits:
+        example = name.of_split(next(iter(splits), "SPLIT"))
+        raise ConfigError(f"{where}: it has no split {split!r}, only {', '.join(splits)}; such as {str(example)!r}")
+    paths = sorted(set(splits[split]))
+    if unread := [path for path in paths if not path.endswith(SUFFIXES)]:
+        raise ConfigError(
+            f"{where}: {len(unread)} of the split's {len(paths)} files cannot be read, such as {unread[0]}; expected names that "
+            f"end in {', '.join(SUFFIXES)}"
+        )
+    return paths
+
+
+def fetch_arguments(name: HubName) -> str:
+    """Of ``titan-disp data fetch``, which mirrors a data set."""
+    return f"DIR --dataset '{name}'"

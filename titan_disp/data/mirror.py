@@ -1,0 +1,194 @@
+"""A copy of a data set's files on disk, which knows what it should hold.
+
+C4's files tell by their names what they are. Of other data sets, ``fetch`` leaves a record in the mirror for every split that it
+has completed: reading asks neither the hub nor a README, which may name configurations that were not fetched.
+"""
+
+import hashlib
+import json
+import os
+import re
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from pathlib import Path
+
+from titan_disp.data.hub import HubFile, Listing, c4_files
+from titan_disp.data.hub_dataset import HubName, fetch_arguments, files_of_split, parse_name, resolve, splits_in
+from titan_disp.errors import ConfigError
+
+RECORDS = ".titan-disp"  # hidden, so that no listing of the folder takes them for data
+
+
+def parse_shards(text: str | None) -> list[range] | None:
+    """ "0-63,100" → ranges; None for all.
+
+    Raises:
+        ConfigError: not of this form.
+    """
+    if text is None:
+        return None
+    found = [re.fullmatch(r"(\d+)(?:-(\d+))?", part.strip()) for part in text.split(",")]
+    if not all(found):
+        raise ConfigError(f"--shards is {text!r}, expected numbers and ranges such as 0-63,100")
+    return [range(int(m[1]), int(m[2] or m[1]) + 1) for m in found if m]
+
+
+def fetch(folder: Path, dataset: str, split: str, shards: Sequence[range] | None = None, workers: int = 4) -> list[str]:
+    """Mirror a data set; a command that was cut off goes on where it stopped.
+
+    Args:
+        folder: root of the mirror, to be used as training.dataset_path.
+        dataset: c4, or a name hf:….
+        split: of a data set that names none: train, validation, or "both", as far as there are both.
+        shards: which of the training split's files, or of the only split's; None for all.
+        workers: downloads at a time.
+
+    Returns:
+        What is still missing or damaged, one line a file; empty when the mirror is complete.
+
+    Raises:
+        ConfigError: the data set cannot be listed, or no file is among ``shards``.
+    """
+    wanted = ["validation", "train"] if split == "both" else [split]
+    if dataset == "c4":
+        listings: list[tuple[HubName | None, Listing]] = [(None, c4_files(one)) for one in wanted]
+    else:
+        listings = _listings(dataset, split, wanted)
+    left = []
+    for record, listing in listings:
+        some = shards if listing is listings[-1][1] else None
+        chosen = [file for file in listing.files if some is None or any(file.index in part for part in some)]
+        if not chosen:
+            raise ConfigError(
+                f"--shards names none of the {len(listing.files)} files, 0 to {listing.files[-1].index}, such as "
+                f"{listing.files[0].path}"
+            )
+        missing = _mirror(folder, listing, chosen, workers)
+        if record is not None and not missing:
+            _write_record(folder, record, listing, chosen)
+        left += missing
+    return left
+
+
+def _listings(dataset: str, split: str, wanted: list[str]) -> list[tuple[HubName | None, Listing]]:
+    name, where = parse_name(dataset, "--dataset"), f"--dataset is {dataset!r}"
+    if name.split is not None and split not in ("both", name.split):
+        raise ConfigError(f"{where}, but --split is {split!r}: name the split in one of them")
+    found = resolve(name, where)
+    if name.split is not None:
+        wanted = [name.split]
+    elif split == "both" and "validation" not in found.splits:
+        wanted = ["train"]
+    return [(name.of_split(one), found.files(one, where)) for one in wanted]
+
+
+def _sha256(path: Path) -> str:
+    with open(path, "rb") as file:
+        digest = hashlib.sha256()
+        while block := file.read(1 << 20):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def _problem(file: HubFile, path: Path) -> str | None:
+    """What is wrong with a local copy, or None."""
+    if not path.is_file():
+        return "missing"
+    if path.stat().st_size != file.size:
+        return f"{path.stat().st_size} bytes, expected {file.size}"
+    if file.sha256 is not None and _sha256(path) != file.sha256:
+        return "its sha256 differs from the hub's"
+    return None
+
+
+def _mirror(folder: Path, listing: Listing, files: list[HubFile], workers: int, attempts: int = 3) -> list[str]:
+    """Sound copies are kept, broken downloads are resumed, damaged files are replaced.
+
+    Returns:
+        What is still missing or damaged, one line a file.
+    """
+    from huggingface_hub import hf_hub_download
+    from tqdm import tqdm
+
+    def mirror(file: HubFile) -> str | None:
+        path = folder / file.path
+        problem: str | None = None
+        for attempt in range(attempts + 1):
+            try:
+                if (problem := _problem(file, path)) is None:
+                    return None
+                if attempt < attempts:
+                    hf_hub_download(
+                        listing.repository,
+                        file.path,
+                        repo_type="dataset",
+                        revision=listing.commit,
+                        local_dir=folder,
+                        force_download=path.exists(),  # what is there is damaged
+                    )
+            except Exception as error:  # huggingface_hub, httpx and OSError each raise their own
+                problem = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+        return f"{file.path}: {problem}"
+
+    left = []
+    total = sum(file.size for file in files)
+    with (
+        ThreadPoolExecutor(workers) as pool,
+        tqdm(total=total, unit="B", unit_scale=True, desc=listing.repository) as bar,
+    ):
+        running = {pool.submit(mirror, file): file for file in files}
+        for done in as_completed(running):
+            if (problem := done.result()) is not None:
+                left.append(problem)
+            bar.update(running[done].size)
+    return sorted(left)
+
+
+def _record(folder: Path, name: HubName) -> Path:
+    return folder / RECORDS / (re.sub(r"[^\w.@-]+", "--", str(name)) + ".json")
+
+
+def _write_record(folder: Path, name: HubName, listing: Listing, files: list[HubFile]) -> None:
+    """Together with what earlier commands have fetched of the same split, with other ``shards``."""
+    path = _record(folder, name)
+    before = set(map(tuple, json.loads(path.read_text())["files"])) if path.exists() else set()
+    now = {(file.path, file.size) for file in files}
+    known = {(file.path, file.size) for file in listing.files}
+    path.parent.mkdir(exist_ok=True)
+    partial = path.with_suffix(".partial")
+    content = {"dataset": str(name), "commit": listing.commit, "files": sorted(now | before & known)}
+    partial.write_text(json.dumps(content, indent=1) + "\n")
+    os.replace(partial, path)
+
+
+def mirrored_files(folder: str, name: HubName, where: str) -> list[tuple[str, int]]:
+    """(path, size) of a data set's files in a mirror, or in a whole copy of its repository.
+
+    Args:
+        name: with a split. where: begins messages.
+
+    Raises:
+        ConfigError: neither of them, or incomplete.
+    """
+    root, fetch = Path(folder), f"titan-disp data fetch {folder} --dataset '{name}'"
+    if not root.is_dir():
+        raise ConfigError(
+            f"{where}, which is not a folder. Expected one that titan-disp data fetch {fetch_arguments(name)} has made; for "
+            'other files, set dataset = "text"'
+        )
+    path = _record(root, name)
+    if path.exists():
+        files = [(str(root / file), size) for file, size in json.loads(path.read_text())["files"]]
+    elif records := sorted((root / RECORDS).glob("*.json")):
+        held = ", ".join(json.loads(record.read_text())["dataset"] for record in records)
+        raise ConfigError(f"{where}, which holds {held}, but not {name}: {fetch}")
+    else:
+        splits = splits_in(str(root.absolute()), name, None, where)
+        files = [(file, os.path.getsize(file)) for file in files_of_split(splits, name.split or "", name, where)]
+    wrong = [file for file, size in files if not os.path.isfile(file) or os.path.getsize(file) != size]
+    if wrong:
+        raise ConfigError(
+            f"{where}, where {len(wrong)} of {len(files)} files are missing or have another size than on the hub, such as "
+            f"{wrong[0]}: {fetch}"
+        )
+    return files
