@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.cluster_of_one import DEMO
+from tests.cluster_of_one import DEMO, ROOT
 from tests.distributed import spawn
 from titan_disp.cluster import bandwidth, gpu_health, nodecheck, nodes
 from titan_disp.cluster.bandwidth import clock_skews, pair_bandwidths, rounds, slow_links, slow_nodes
@@ -142,6 +142,10 @@ def test_report(tmp_path):
     report = nodes.make_report(tmp_path, expected, "gpu", ["--job.config_file", str(DEMO)])
     assert "bandwidth" in report["problems"]
     assert nodes.render(report, expected)
+    paper = ["--job.config_file", str(ROOT / "train_configs" / "qwen3_0.6b_c4.toml")]
+    wrong, (note,) = nodes.config_problem(paper, 5, "8", {})
+    assert not wrong
+    assert "streamed from the Hugging Face hub by 40 ranks on 5 nodes" in note
 
 
 @pytest.mark.parametrize(

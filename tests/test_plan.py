@@ -22,6 +22,7 @@ from tests.cluster_of_one import DEMO, ROOT
 from titan_disp import cpu
 from titan_disp.cluster import memory
 from titan_disp.cluster import plan as plans
+from titan_disp.cluster.hub_requests import hub_warnings
 from titan_disp.cluster.plan import NodeCount, make_plan
 from titan_disp.cluster.plan_text import render
 from titan_disp.config import load_config
@@ -337,6 +338,28 @@ def test_missing_inputs_are_warned_about_one_by_one(sample):
 def test_inputs_that_cannot_work_are_errors(sample):
     with pytest.raises(ConfigError, match="training.dataset is 'pile'"):
         make_plan(demo(sample, "--training.dataset", "pile"), 1, 1)
+
+
+def test_streaming_from_the_hub_on_many_nodes_is_warned_about(sample):
+    """640 ranks each read at most two of C4's 1024 files in part, the others whole: 1,664 reads, a request each."""
+    job, end = paper(), "training.dataset_path = DIR"
+    (warning,) = hub_warnings(job, 640, 80)
+    assert warning in make_plan(job, 80, 8).warnings
+    assert "'c4' is streamed from the Hugging Face hub by 640 ranks on 80 nodes: 1,664 requests" in warning
+    assert "3,000 in 5 minutes without a token, from one address, and 5,000 of a free account" in warning
+    assert warning.endswith(f"Read a copy: titan-disp data fetch DIR, and {end}")
+    job.parallelism.tensor_parallel_degree = 2  # both ranks of a pair read what the pair trains on
+    assert "2,688 requests" in hub_warnings(job, 640, 80)[0]
+    job.training.dataset = "hf:a/b:c"
+    (warning,) = hub_warnings(job, 640)  # the number of its files is not known
+    assert "by 640 ranks on 80 nodes: at least 1,280 requests" in warning
+    assert warning.endswith(f"Read a copy: titan-disp data fetch DIR --dataset 'hf:a/b:c', and {end}")
+    assert hub_warnings(job, 33)
+    assert hub_warnings(job, 32) == hub_warnings(job, 32, 4) == []
+    job.training.dataset_path = "/data"
+    assert hub_warnings(job, 640, 80) == []
+    with pytest.raises(ConfigError, match="training.dataset is 'hf:a', expected hf:OWNER/NAME, "):
+        make_plan(demo(sample, "--training.dataset", "hf:a"), 1, 1)
 
 
 @pytest.mark.parametrize(

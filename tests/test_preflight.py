@@ -1,5 +1,6 @@
 """One step of rank 0 of hundreds, in a process of its own."""
 
+import dataclasses
 import json
 
 import pytest
@@ -22,6 +23,7 @@ def test_the_papers_run():
     assert report.mesh == {"batch": 640, "loss": 640, "dp_replicate": 80, "fsdp": 8}
     assert report.accumulation == 3
     assert report.own_parameters * 8 == report.parameters
+    assert "by 640 ranks on 80 nodes" in report.warnings[0]
     assert report.seconds > 0
     assert report.peak_bytes > 1e7
     lines = report.lines()
@@ -132,4 +134,5 @@ def test_lines_without_a_cpu():
     report = Report(**fields, seq_len=2048, mesh={"fsdp": 8}, **numbers)
     text = "\n".join(report.lines())
     assert "3.00 GB: allocated, without the GPU's context and buffers of communication" in text
+    assert "warning     of the hub" in "\n".join(dataclasses.replace(report, warnings=["of the hub"]).lines())
     assert json.dumps(vars(report))

@@ -19,6 +19,7 @@ from typing import Any
 
 from titan_disp.checks import check_config, check_device
 from titan_disp.cluster.bandwidth import Pair, best_bandwidths, slow_links, slow_nodes, usual_bandwidth
+from titan_disp.cluster.hub_requests import hub_warnings
 from titan_disp.cluster.nodecheck import in_order, writable
 from titan_disp.config import load_config
 from titan_disp.errors import EXIT_CODE, ConfigError
@@ -118,19 +119,21 @@ def bandwidth_problems(bandwidth: Mapping[str, Any]) -> Problems:
     return dict(problems)
 
 
-def config_problem(argv: Sequence[str], nodes: int, nproc: str, reports: Mapping[str, Report]) -> list[str]:
-    """Why the config cannot train on so many nodes of as many GPUs as most of them have."""
+def config_problem(
+    argv: Sequence[str], nodes: int, nproc: str, reports: Mapping[str, Report]
+) -> tuple[list[str], list[str]]:
+    """Why the config cannot train on so many nodes of as many GPUs as most of them have; and what is to be said else."""
     counts = Counter(len(report["gpus"]) for report in reports.values())
     per_node = int(nproc) if nproc != "gpu" else (counts.most_common(1)[0][0] if counts else 0)
     if not per_node:
-        return []
+        return [], []
     try:
         job_config = load_config(argv)
         check_config(job_config, nodes * per_node)
         check_device(job_config)
     except ConfigError as error:
-        return [str(error)]
-    return []
+        return [str(error)], []
+    return [], hub_warnings(job_config, nodes * per_node, nodes)
 
 
 def make_report(out: Path, expected: Sequence[str], nproc: str, argv: Sequence[str]) -> Report:
@@ -143,12 +146,12 @@ def make_report(out: Path, expected: Sequence[str], nproc: str, argv: Sequence[s
     reports, problems = collect(out / "nodes", expected)
     able, file = able_nodes(reports, nproc), out / "bandwidth.json"
     bandwidth = json.loads(file.read_text()) if file.exists() else None
-    found = [gpu_problems(reports, nproc), {"the config": config_problem(argv, len(expected), nproc, reports)}]
-    notes = []
+    wrong, notes = config_problem(argv, len(expected), nproc, reports)
+    found = [gpu_problems(reports, nproc), {"the config": wrong}]
     if bandwidth is not None:
         found.append(bandwidth_problems(bandwidth))
         links = slow_links([tuple(pair) for pair in bandwidth["pairs"]])  # type: ignore[misc]
-        notes = [f"{a} – {b} is slow, {speed / 1e9:.2f} GB/s, though neither is with others" for a, b, speed in links]
+        notes += [f"{a} – {b} is slow, {speed / 1e9:.2f} GB/s, though neither is with others" for a, b, speed in links]
         if untested := [node for node in in_order(expected) if node not in able]:
             notes.append(f"not in the bandwidth test: {_named(untested)}")
     elif able:

@@ -9,6 +9,7 @@ from torchtitan.config import JobConfig
 from titan_disp.batch import data_parallel_degree, global_batch_size, tokens_per_step
 from titan_disp.checks import check_config
 from titan_disp.cluster.hardware import find_gpu
+from titan_disp.cluster.hub_requests import hub_warnings
 from titan_disp.cluster.memory import Memory, checkpoint_bytes, checkpoint_counts, estimate
 from titan_disp.cluster.traffic import traffic
 from titan_disp.data.files import check_data, split_of
@@ -214,7 +215,7 @@ def make_plan(
     job_config = copy.deepcopy(given)
     world = nodes * gpus_per_node
     check_config(job_config, world)
-    warnings = missing_inputs(job_config, strict)
+    warnings = missing_inputs(job_config, strict) + hub_warnings(job_config, world, nodes)
 
     p, t = job_config.parallelism, job_config.training
     cp, tp, replicate = p.context_parallel_degree, p.tensor_parallel_degree, p.data_parallel_replicate_degree

@@ -17,7 +17,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,7 @@ from torchtitan.train import Trainer
 import titan_disp.plugin  # noqa: F401 — the model's spec and the device type, whatever the config imports
 from titan_disp import cpu
 from titan_disp.checks import check_config
+from titan_disp.cluster.hub_requests import hub_warnings
 from titan_disp.cluster.reduced import Reduced, reduce
 from titan_disp.config import load_config
 from titan_disp.errors import ConfigError
@@ -54,6 +55,7 @@ class Report:
         parameters: of the model, a tied embedding once. own_parameters: elements of them that rank 0 holds.
         seconds: of the step; compilation, where it is on, included.
         peak_bytes: allocated on the GPU, at any time up to the end of the step; on a CPU, the process's high-water mark.
+        warnings: of what a step does not show.
     """
 
     config: str
@@ -69,6 +71,7 @@ class Report:
     own_parameters: int
     seconds: float
     peak_bytes: int
+    warnings: list[str] = field(default_factory=list)
 
     def lines(self) -> list[str]:
         """For human readers."""
@@ -86,6 +89,7 @@ class Report:
             ("parameters", f"{self.parameters:,}, of which rank 0 holds {self.own_parameters:,}"),
             ("memory", f"{self.peak_bytes / 1e9:.2f} GB: {memory}"),
             *(("reduced" if i == 0 else "", change) for i, change in enumerate(self.reduced)),
+            *(("warning", warning) for warning in self.warnings),
             ("passed", "the step ran; collectives are fake: no numbers are judged"),
         ]
         return [f"{name:<11} {text}" for name, text in rows]
@@ -102,7 +106,7 @@ def preflight(argv: Sequence[str], ranks: int, flavor: str | None = None, seq_le
     Raises:
         ConfigError: the config cannot work on so many ranks (checked unreduced), or the step fails; then with its last lines.
     """
-    _, reduced = prepare(argv, ranks, flavor, seq_len)
+    whole, reduced = prepare(argv, ranks, flavor, seq_len)
     with tempfile.TemporaryDirectory(prefix="titan-disp-preflight-") as folder:
         measured = _run(list(argv), ranks, flavor, seq_len, Path(folder))
     job = reduced.job_config
@@ -113,6 +117,7 @@ def preflight(argv: Sequence[str], ranks: int, flavor: str | None = None, seq_le
         flavor=job.model.flavor,
         local_batch_size=job.training.local_batch_size,
         seq_len=job.training.seq_len,
+        warnings=hub_warnings(whole, ranks),
         **measured,
     )
 
