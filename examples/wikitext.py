@@ -1,7 +1,7 @@
 """wikitext-103 as documents for titan-disp: its rows are single lines, a third of them empty; a document is an article.
 
-hf download Salesforce/wikitext --repo-type dataset --include "wikitext-103-raw-v1/*.parquet" --local-dir data/wikitext
-python train_configs/wikitext.py data/wikitext/wikitext-103-raw-v1 data/wikitext-103
+titan-disp data fetch data/wikitext --dataset hf:Salesforce/wikitext:wikitext-103-raw-v1
+python examples/wikitext.py data/wikitext/wikitext-103-raw-v1 data/wikitext-103
 """
 
 import json

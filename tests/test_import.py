@@ -21,7 +21,7 @@ from titan_disp.qwen3.hf import architecture, check_hf_folder
 from titan_disp.results.export import export, hf_weights
 from titan_disp.results.saved import find_saved, load_model
 
-WIKITEXT = ROOT / "train_configs" / "wikitext.py"
+WIKITEXT = ROOT / "examples" / "wikitext.py"
 TOKENS = torch.arange(96).view(2, 48) * 19 % 2048
 
 
