@@ -129,6 +129,7 @@ def options(sample):
         (1, ["--stream.slots", "5"], r"stream.slots is 5; expected a divisor of the global batch 16"),
         (2, ["--stream.slots", "1"], r"stream.slots is 1; .* multiple of the 2 data-parallel ranks"),
         (1, ["--stream.prefetch", "-1"], r"stream.prefetch is -1"),
+        (1, ["--stream.shuffle_window", "-1"], r"stream.shuffle_window is -1, expected 0 \(no shuffling\) or more"),
         (1, ["--stream.max_skipped_fraction", "2"], r"max_skipped_fraction is 2.0"),
         (1, ["--stream.max_document_mb", "0"], r"max_document_mb is 0.0"),
         (1, ["--validation.enable", "--validation.steps", "-1"], r"validation.steps is -1"),

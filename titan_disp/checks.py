@@ -199,6 +199,10 @@ def check_stream(job_config: JobConfig, world_size: int) -> None:
         )
     if stream.prefetch < 0:
         raise ConfigError(f"stream.prefetch is {stream.prefetch}, expected 0 or more microbatches")
+    if stream.shuffle_window < 0:
+        raise ConfigError(
+            f"stream.shuffle_window is {stream.shuffle_window}, expected 0 (no shuffling) or more documents"
+        )
     if stream.tokenizer_threads < 0:
         raise ConfigError(f"stream.tokenizer_threads is {stream.tokenizer_threads}, expected 0 or more")
     if not 0 <= stream.max_skipped_fraction <= 1:

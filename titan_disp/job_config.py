@@ -95,7 +95,13 @@ class Stream:
     """
 
     seed: int = 0
-    """Decides the order of files in every epoch."""
+    """Decides the order of files in every epoch, and of documents in every window."""
+
+    shuffle_window: int = 256
+    """
+    So many documents of a slot at a time are shuffled; fixed for the life of a run. 0 or 1: they come in their files' order.
+    A rank holds up to 2 × its slots × this × the mean length of a document in memory (docs/shuffling.md).
+    """
 
     prefetch: int = 4
     """Microbatches that a worker process prepares ahead, at least; they come from it in groups of up to 32. 0: in the training

@@ -5,7 +5,7 @@ files          which files there are, listed once on rank 0: local, on disk; hub
   ▼
 documents      a file, document by document; disk and remote (what they share is raw): its bytes
   ▼ passes       one read of a file for all slots of a rank; place: where each of them is, a few integers
-cursor         the documents of a slot, one after another
+cursor         the documents of a slot, one after another; shuffle: in windows, each in an order of its own
   ▼ tokenizer, fast_tokenizer
 stream         the slots of a rank: documents tokenized ahead, packed into sequences
   ▼ worker       a process that does all this ahead of training

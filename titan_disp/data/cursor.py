@@ -72,6 +72,8 @@ class Cursor:
     def __init__(self, place: Place, passes: Passes, faults: Faults) -> None:
         """Args: place: taken over and moved."""
         self.place, self.passes, self.faults = place, passes, faults
+        self._epoch = place.epoch  # in which the last usable document was …
+        self._bad = 0  # … and how many since then cannot be used
 
     @property
     def position(self) -> np.ndarray:
@@ -79,20 +81,22 @@ class Cursor:
         return self.place.position
 
     def next(self) -> Document:
-        """The next document that can be used.
+        """The next document that can be used, of this epoch or of the next one that has any for this slot.
 
         Raises:
             DataError: see ``Faults``; or no usable document in many epochs; or a file that cannot be reached.
         """
+        while (document := self.next_of_epoch()) is None:
+            self.end_epoch()
+        return document
+
+    def next_of_epoch(self) -> Document | None:
+        """The next document of this epoch that can be used, or None at its end. Raises as ``next``."""
         place, p = self.place, self.place.position
-        begun, bad = place.epoch, 0
         while True:
             part = place.choose()
             if part is None:
-                # An epoch may have nothing for this slot, where documents are few or their lengths differ much.
-                place.end_epoch()
-                self._check(place.epoch - begun, bad)
-                continue
+                return None
             segment, first = place.next(part)
             index, raw, damage = self.passes.fetch(place.index, place.epoch, segment, first)
             if raw is None:
@@ -105,7 +109,7 @@ class Cursor:
             except BadDocument as error:
                 self.faults.bad(segment.file, index, str(error))
                 p[Field.SKIPPED] += 1
-                bad += 1
+                self._bad += 1
                 garbage = isinstance(error, Garbage) and self.faults.names[segment.file].endswith(COMPRESSED)
                 if place.take(part, index, 0, garbage) == _GARBAGE:
                     self.passes.leave(place.index, place.epoch, segment.file)
@@ -116,6 +120,7 @@ class Cursor:
             p[Field.DOCUMENTS] += 1
             p[Field.BYTES] += size
             place.take(part, index, size)
+            self._epoch, self._bad = place.epoch, 0
             return Document(text, size, start, p.copy())
 
     def _end_file(self, part: int, segment: Segment, damage: str | None) -> None:
@@ -124,11 +129,17 @@ class Cursor:
             self.place.position[Field.SKIPPED_FILES] += segment.low == 0  # one slot counts it
         self.place.end_file(part)
 
-    def _check(self, epochs: int, bad: int) -> None:
-        """Give up where nothing can be expected any more. A slot finds a document in one of S epochs at least, on average."""
-        if bad >= _BAD or epochs > _EPOCHS * self.place.assignment.slots:
-            names, slots = self.faults.names, self.place.assignment.slots
+    def end_epoch(self) -> None:
+        """Go on to the next epoch. One may have nothing for this slot, where documents are few or their lengths differ much.
+
+        Raises:
+            DataError: nothing can be expected any more. A slot finds a document in one of S epochs at least, on average.
+        """
+        self.place.end_epoch()
+        epochs, slots = self.place.epoch - self._epoch, self.place.assignment.slots
+        if self._bad >= _BAD or epochs > _EPOCHS * slots:
+            names = self.faults.names
             raise DataError(
-                f"slot {self.place.index} of {slots} found no usable document in {epochs} epochs, and {bad} that cannot be used, "
-                f"in {len(names)} files, {names[0]} to {names[-1]}: the log above says what is wrong with them"
+                f"slot {self.place.index} of {slots} found no usable document in {epochs} epochs, and {self._bad} that cannot be "
+                f"used, in {len(names)} files, {names[0]} to {names[-1]}: the log above says what is wrong with them"
             )

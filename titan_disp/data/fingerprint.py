@@ -37,6 +37,7 @@ def fingerprint(files: list[DataFile], tokenizer_folder: str, options: StreamOpt
         "tokenizer": tokenizer_hash(tokenizer_folder),
         "seq_len": options.seq_len,
         "seed": options.seed,
+        "shuffle_window": options.shuffle_window if options.shuffle_window > 1 else 0,  # 1 shuffles nothing either
         "slots": slots,
         "max_document_mb": options.max_document_bytes / 2**20,
         "assignment": VERSION,
@@ -56,7 +57,7 @@ def differences(saved: dict[str, Any], now: dict[str, Any]) -> list[str]:
         )
     if saved.get("assignment") != now["assignment"]:
         found.append("data: an older version of titan-disp shared out the documents among the slots otherwise")
-    for key in ("tokenizer", "seq_len", "seed", "slots", "max_document_mb"):
+    for key in ("tokenizer", "seq_len", "seed", "shuffle_window", "slots", "max_document_mb"):
         if key in saved and saved[key] != now[key]:
             found.append(f"{key}: {saved.get(key)} then, {now[key]} now")
     return found

@@ -5,6 +5,7 @@ slots and yields their sequences round by round, cut into microbatches.
 """
 
 import json
+import math
 import os
 import time
 from collections import Counter
@@ -27,6 +28,7 @@ from titan_disp.data.fast_tokenizer import fast_encoder
 from titan_disp.data.files import DataFile, list_files, on_rank_0
 from titan_disp.data.fingerprint import check_fingerprint, fingerprint
 from titan_disp.data.place import Field
+from titan_disp.data.shuffle import memory
 from titan_disp.data.stream import RankStreams, StreamOptions
 from titan_disp.data.tokenizer import encoder
 from titan_disp.data.worker import Sequences, as_it_is, worker_signals
@@ -36,6 +38,7 @@ Batch = tuple[dict[str, Tensor], Tensor]
 _GROUP = 32  # microbatches that travel from the prefetch worker at once, at most …
 _GROUP_TOKENS = 1 << 16  # … and their tokens, where one microbatch has not more
 _FEW = 10  # damaged files, with which a small data set may still live
+C4_DOCUMENT_BYTES = 2200  # of text, on average
 LARGEST = ("epoch", "seconds_waited")  # counters that are the largest of the ranks', not their sum
 
 
@@ -170,7 +173,7 @@ class StreamLoader(BaseDataLoader):
         """Continue where a checkpoint was taken, on any number of ranks.
 
         Raises:
-            ConfigError: the checkpoint belongs to other data, another tokenizer, seq_len, seed or number of slots.
+            ConfigError: the checkpoint belongs to other data, another tokenizer, seq_len, seed, window or number of slots.
         """
         if not state_dict:
             return
@@ -192,6 +195,7 @@ def stream_options(job_config: JobConfig, seq_len: int | None = None) -> StreamO
     return StreamOptions(
         seq_len=seq_len or job_config.training.seq_len,
         seed=stream.seed,
+        shuffle_window=stream.shuffle_window,
         on_bad_data=stream.on_bad_data,
         max_skipped_fraction=stream.max_skipped_fraction,
         max_document_bytes=int(stream.max_document_mb * 2**20),
@@ -242,4 +246,12 @@ def build_dataloader(dp_world_size: int, dp_rank: int, tokenizer: BaseTokenizer,
     if dp_rank == 0:
         gigabytes = sum(file.size for file in files) / 1e9
         logger.info(f"data: {len(files)} files, {gigabytes:.3g} GB, from {files[0].url} to {files[-1].url}")
-    return open_stream(job_config, files, tokenizer, dp_world_size, dp_rank, training.dataloader.pin_memory)
+    loader = open_stream(job_config, files, tokenizer, dp_world_size, dp_rank, training.dataloader.pin_memory)
+    own, window = len(loader.slots), loader.options.shuffle_window
+    if dp_rank == 0 and window > 1:
+        usual, most = (memory(own, window, length) / 1e6 for length in (C4_DOCUMENT_BYTES, math.inf))
+        logger.info(
+            f"data: {window} documents of each slot are shuffled together (stream.shuffle_window). A rank of {own} slots holds "
+            f"up to {usual:,.3g} MB for that where documents are as long as C4's, and up to {most:,.3g} MB where they are longer"
+        )
+    return loader

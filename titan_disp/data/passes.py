@@ -15,6 +15,7 @@ from titan_disp.data.files import DataFile
 from titan_disp.data.place import Place
 
 PROGRESS_SECONDS = 10.0
+DOCUMENT_BYTES = 1 << 13  # where documents are longer on average, a window to shuffle holds fewer of them
 
 
 @dataclass
@@ -31,12 +32,15 @@ class _Queue:
 class _Pass:
     """One sequential read of a file for all slots of this rank that own documents of it."""
 
-    def __init__(self, epoch: int, documents: Documents, queues: dict[int, _Queue], queue_bytes: int) -> None:
+    def __init__(
+        self, epoch: int, documents: Documents, queues: dict[int, _Queue], queue_bytes: int, window: int
+    ) -> None:
         self.epoch = epoch
         self.documents = documents
         self.queues = queues
-        self.queue_bytes = queue_bytes
+        self.queue_bytes, self.window = queue_bytes, window
         self.queued = 0  # bytes in all queues
+        self.read, self.read_bytes = 0, 0  # documents, whosever they are
         self.ended = False
         self.damage: str | None = None
         # By the first of their keys, for bisection.
@@ -62,18 +66,25 @@ class _Pass:
             self.ended = True
             self.documents.close()
             return
+        size = 0 if isinstance(document, BadDocument) else len(document)
+        self.read += 1
+        self.read_bytes += size
         owner = self.owner(index)
         queue = None if owner is None else self.queues.get(owner)
         if queue is not None and queue.fed and index >= queue.start:
             queue.documents.append((index, document))
-            size = 0 if isinstance(document, BadDocument) else len(document)
             queue.bytes += size
             self.queued += size
-        if self.queued > self.queue_bytes:
+        if self.queued > self.queue_bytes and self.queued > self.limit():
             # A slot far behind keeps what it has and will read the rest by itself: memory stays bounded.
             others = {s: q for s, q in self.queues.items() if s != asking and q.fed}
             if others:
                 others[max(others, key=lambda s: others[s].bytes)].fed = False
+
+    def limit(self) -> float:
+        """Bytes that all queues may hold: a slot that fills its window is ahead of the others by so many of their documents."""
+        mean = min(self.read_bytes / self.read, DOCUMENT_BYTES)
+        return self.queue_bytes + len(self.queues) * self.window * mean
 
 
 class Passes:
@@ -86,10 +97,12 @@ class Passes:
         max_document_bytes: int,
         retry_seconds: float,
         queue_bytes: int,
+        window: int = 0,
     ) -> None:
-        """Args: places: of the rank's slots, which their cursors move."""
+        """Args: places: of the rank's slots, which their cursors move. window: documents that each of them shuffles."""
         self.files, self.places = files, {place.index: place for place in places}
-        self.max_document_bytes, self.retry_seconds, self.queue_bytes = max_document_bytes, retry_seconds, queue_bytes
+        self.max_document_bytes, self.retry_seconds = max_document_bytes, retry_seconds
+        self.queue_bytes, self.window = queue_bytes, window
         self._open: dict[int, list[_Pass]] = {}
         # Of files read to the end: how many documents, and the damage.
         self._ends: dict[int, tuple[int, str | None]] = {}
@@ -173,7 +186,7 @@ class Passes:
             self.retry_seconds,
             start=min(queue.start for queue in queues.values()),
         )
-        new = _Pass(epoch, documents, queues, self.queue_bytes)
+        new = _Pass(epoch, documents, queues, self.queue_bytes, self.window)
         self._open.setdefault(segment.file, []).append(new)
         return new
 

@@ -20,16 +20,18 @@ class Field(IntEnum):
     TAIL_BYTES = 7
     DONE = 8  # bits: head, body, tail read to the end
     GARBAGE = 9  # the last so many documents of head, body's file and tail were no JSON: a byte for each
-    OFFSET = 10  # tokens already taken from the next document
-    DOCUMENTS = 11  # used since the start of the run, as are the following
-    BYTES = 12  # of text, UTF-8
-    SKIPPED = 13
-    SKIPPED_FILES = 14
+    WINDOW = 10  # of documents that are shuffled: the number of the current one in its epoch; all above is of its beginning …
+    IN_WINDOW = 11  # … and how many of its documents have been used
+    OFFSET = 12  # tokens already taken from the next document
+    DOCUMENTS = 13  # used since the start of the run, as are the following
+    BYTES = 14  # of text, UTF-8
+    SKIPPED = 15
+    SKIPPED_FILES = 16
 
 
 NEXT = (Field.HEAD, Field.BODY_DOCUMENT, Field.TAIL)  # index of the next document in head, body, tail
 TAKEN = (Field.HEAD_BYTES, Field.BODY_BYTES, Field.TAIL_BYTES)
-OF_AN_EPOCH = (*NEXT, *TAKEN, Field.BODY_FILE, Field.DONE, Field.GARBAGE)
+OF_AN_EPOCH = (*NEXT, *TAKEN, Field.BODY_FILE, Field.DONE, Field.GARBAGE, Field.WINDOW)
 
 
 class Place:

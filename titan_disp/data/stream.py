@@ -1,10 +1,10 @@
 """Documents → packed sequences, slot by slot, with a position of a few integers.
 
-    files ──one pass each──▶ Passes ──documents──▶ Cursor ──text, tokenized ahead──▶ Slot ──▶ sequences of seq_len + 1
+    files ──one pass each──▶ Passes ──documents──▶ Cursor ──▶ Shuffle ──text, tokenized ahead──▶ Slot ──▶ sequences
 
-A slot's sequences depend on (files, tokenizer, seq_len, seed, S) only. A position is re-read on resume, not restored from a
-buffer of text. Documents are read some sequences ahead and tokenized by threads: tokenizers release the GIL, and take 97 %
-of the time. (``fast_tokenizer`` takes less than waking a thread does, and is called where its tokens are needed.)
+A slot's sequences, of seq_len + 1 tokens, depend on (files, tokenizer, seq_len, seed, S, shuffle_window) only. A position is
+re-read on resume, not restored from a buffer of text. Documents are read some sequences ahead and tokenized by threads:
+tokenizers release the GIL, and take 97 % of the time. (``fast_tokenizer`` takes less than waking a thread does, and is called where its tokens are needed.)
 """
 
 import math
@@ -20,6 +20,7 @@ from titan_disp.data.cursor import Cursor, Document, Faults
 from titan_disp.data.files import DataFile
 from titan_disp.data.passes import Passes
 from titan_disp.data.place import Field, Place
+from titan_disp.data.shuffle import Shuffle
 
 AHEAD_BYTES = 1 << 17  # of text that is tokenized ahead of a rank's packing, in all its slots together …
 AHEAD_SEQUENCES = 16  # … but no more sequences than these
@@ -32,6 +33,7 @@ class StreamOptions:
 
     seq_len: int
     seed: int = 0
+    shuffle_window: int = 0
     on_bad_data: str = "skip"
     max_skipped_fraction: float = 0.01
     max_document_bytes: int = 16 << 20
@@ -61,7 +63,14 @@ class RankStreams:
         places = [Place(slot, position.copy(), assignment) for slot, position in zip(slots, positions, strict=True)]
         names = [file.name for file in files]
         self.faults = Faults(names, places, options.on_bad_data, options.max_skipped_fraction)
-        self.passes = Passes(files, places, options.max_document_bytes, options.retry_seconds, options.queue_bytes)
+        self.passes = Passes(
+            files,
+            places,
+            options.max_document_bytes,
+            options.retry_seconds,
+            options.queue_bytes,
+            options.shuffle_window,
+        )
         self.executor = ThreadPoolExecutor(options.tokenizer_threads, thread_name_prefix="tokenize")
         self.slots = {place.index: Slot(Cursor(place, self.passes, self.faults), self) for place in places}
         self._bytes_per_token = 4.0
@@ -123,6 +132,8 @@ class Slot:
         self.position = cursor.position.copy()
         self._offset = int(cursor.position[Field.OFFSET])  # in the next document
         cursor.position[Field.OFFSET] = 0
+        window = streams.options.shuffle_window
+        self.source = Shuffle(cursor, window) if window > 1 else cursor
         self._ahead: deque[_Ahead] = deque()
         self._bytes = 0.0  # of text read ahead and not yet packed
 
@@ -131,7 +142,7 @@ class Slot:
         while self._bytes < size:
             documents, total = [], 0
             while self._bytes + total < size and total < TASK_BYTES:
-                documents.append(self.cursor.next())
+                documents.append(self.source.next())
                 total += documents[-1].size
             task = self.streams.tokenize([document.text for document in documents])
             self._ahead.extend(_Ahead(document, task, place) for place, document in enumerate(documents))

@@ -3,6 +3,7 @@
 import os
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -60,7 +61,7 @@ def first_sequences(
         np.zeros((1, len(Field)), dtype=np.int64),
         Assignment(files, slots=1, seed=0),
         encoder(tokenizer),
-        stream_options(job_config, seq_len),
+        replace(stream_options(job_config, seq_len), shuffle_window=0),
     )
     try:
         return np.stack([streams.slots[0].sequence() for _ in range(count)]).astype(np.int32)
