@@ -164,17 +164,20 @@ class TestAssignment:
     counts=st.lists(st.integers(4, 30), min_size=1, max_size=7),
     slots=st.sampled_from([1, 2, 3, 4, 6, 8, 12]),
     seq_len=st.integers(1, 40),
+    window=st.sampled_from([0, 2, 7, 100]),
     data=st.data(),
 )
-def test_same_batches_on_any_ranks_through_any_stops(tmp_path_factory, counts, slots, seq_len, data):
+def test_same_batches_on_any_ranks_through_any_stops(tmp_path_factory, counts, slots, seq_len, window, data):
     files = write_files(tmp_path_factory.mktemp("files"), counts)
     divisors = [r for r in range(1, slots + 1) if slots % r == 0]
     steps = data.draw(st.integers(2, 12))
-    expected, end = batches(streams_of(files, slots, 1, seq_len), steps)
+    expected, end = batches(streams_of(files, slots, 1, seq_len, shuffle_window=window), steps)
     stops = sorted(data.draw(st.sets(st.integers(1, steps - 1), max_size=3)))
     positions, got, begin = None, [], 0
     for stop in [*stops, steps]:
-        ranks = streams_of(files, slots, data.draw(st.sampled_from(divisors)), seq_len, positions)
+        ranks = streams_of(
+            files, slots, data.draw(st.sampled_from(divisors)), seq_len, positions, shuffle_window=window
+        )
         part, positions = batches(ranks, stop - begin)
         got.append(part)
         begin = stop
@@ -262,7 +265,7 @@ def test_position_by_hand(tmp_path):
     first = after | {Field.BODY_DOCUMENT: 5, Field.BODY_BYTES: 5, Field.TAIL: shared[0][1] + 1, Field.TAIL_BYTES: 1}
     second = after | {Field.BODY_DOCUMENT: 4, Field.BODY_BYTES: 4, Field.HEAD: others[1][1] + 1, Field.HEAD_BYTES: 2}
     assert positions.tolist() == [[*first.values()], [*second.values()]]
-    assert [int(field) for field in after] == list(range(15))
+    assert [int(field) for field in after] == list(range(17))
     _, positions = batches(streams_of(files, 2, 1, seq_len=2), 7)
     # 21 tokens: ten documents, of which two are of the shared file, and a token of the next: in its second file, of slot 0.
     after = dict.fromkeys(Field, 0) | {Field.DOCUMENTS: 10, Field.BYTES: 10, Field.OFFSET: 1, Field.BODY_BYTES: 8}
@@ -330,15 +333,16 @@ def test_one_epoch_of_tokens_is_nearly_all_documents_once(tmp_path, counts, suff
     ("counts", "slots"),
     [([64], 64), ([1] * 64, 64), ([3, 1, 60], 64), ([2, 1, 1, 30, 1, 1], 36), ([5], 8)],
 )
-def test_few_documents_stop_no_run(tmp_path, counts, slots):
+@pytest.mark.parametrize("window", [0, 3])
+def test_few_documents_stop_no_run(tmp_path, counts, slots, window):
     """A slot that has none in one epoch goes on to the next, where others are its own. Here one document is nearly all bytes."""
     files = write_files(tmp_path, counts, words=lambda i: 1 + (i == 2) * 2000)
-    (rank,) = streams_of(files, slots, 1, seq_len=7)
+    (rank,) = streams_of(files, slots, 1, seq_len=7, shuffle_window=window)
     rank.encode = lambda text: [int(text.split()[0]), EOS]
     tokens, positions = batches([rank], 6)
     assert (positions[:, Field.DOCUMENTS] == 6 * 8 // 2).all()
     assert set(np.unique(tokens)) == set(range(sum(counts) + 1))
-    again = streams_of(files, slots, 1, seq_len=7, positions=positions)[0]
+    again = streams_of(files, slots, 1, seq_len=7, positions=positions, shuffle_window=window)[0]
     again.encode = rank.encode
     assert np.array_equal(batches([again], 3)[0], batches([rank], 3)[0])
 
@@ -387,18 +391,20 @@ def test_slots_of_a_rank_share_one_pass(tmp_path):
         assert read / size <= 1 + ranks / len(files), (slots, ranks)
 
 
-def test_a_slot_far_behind_rereads_rather_than_fill_memory(tmp_path):
+@pytest.mark.parametrize("window", [0, 8])
+def test_a_slot_far_behind_rereads_rather_than_fill_memory(tmp_path, window):
     files = write_files(
         tmp_path, [300] * 3, words=lambda i: 1 + (i % 3 == 0) * 200
     )  # one class is far longer than the others
-    expected, _ = batches(streams_of(files, 9, 9, seq_len=15), 60)
-    (rank,) = streams_of(files, 9, 1, seq_len=15, queue_bytes=2000)
+    expected, _ = batches(streams_of(files, 9, 9, seq_len=15, shuffle_window=window), 60)
+    (rank,) = streams_of(files, 9, 1, seq_len=15, queue_bytes=2000, shuffle_window=window)
     got, _ = batches([rank], 60)
     assert np.array_equal(got, expected)
-    largest = max(len(line) for f in files for line in gzip.decompress(Path(f.url).read_bytes()).splitlines())
+    lengths = [len(line) for f in files for line in gzip.decompress(Path(f.url).read_bytes()).splitlines()]
+    mean = 1.1 * sum(lengths) / len(lengths)  # of the part that a pass has read
     for passes in rank.passes._open.values():
         for one in passes:
-            assert one.queued <= 2000 + 9 * largest
+            assert one.queued <= 2000 + 9 * window * mean + 9 * max(lengths)
 
 
 def test_sequences_are_documents_joined_by_eos(tmp_path):
@@ -864,6 +870,9 @@ def test_mismatch_is_named(sample, tmp_path):
         loader(files, sample, max_document_bytes=1 << 19).load_state_dict(saved)
     with pytest.raises(ConfigError, match=r"seed: 0 then, 3 now"):
         loader(files, sample, seed=3).load_state_dict(saved)
+    with pytest.raises(ConfigError, match=r"shuffle_window: 0 then, 64 now"):
+        loader(files, sample, shuffle_window=64).load_state_dict(saved)
+    loader(files, sample, shuffle_window=1).load_state_dict(saved)  # which shuffles nothing either
     changed = [DataFile(files[0].name, files[0].url, files[0].size + 1), *files[1:]]
     with pytest.raises(ConfigError, match=r"8 files then, 8 now, 1 differ; first c4-train.00000-of-00008.json.gz"):
         loader(changed, sample).load_state_dict(saved)

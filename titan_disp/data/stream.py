@@ -4,7 +4,8 @@
 
 A slot's sequences, of seq_len + 1 tokens, depend on (files, tokenizer, seq_len, seed, S, shuffle_window) only. A position is
 re-read on resume, not restored from a buffer of text. Documents are read some sequences ahead and tokenized by threads:
-tokenizers release the GIL, and take 97 % of the time. (``fast_tokenizer`` takes less than waking a thread does, and is called where its tokens are needed.)
+tokenizers release the GIL, and take 97 % of the time. (``fast_tokenizer`` takes less than waking a thread does, and is called
+where its tokens are needed.)
 """
 
 import math

@@ -1,0 +1,179 @@
+"""What ``stream.shuffle_window`` costs one rank, and what it does to the batches of a second epoch.
+
+    python benchmarks/shuffle.py            # tables
+    python benchmarks/shuffle.py --json     # an object with "rows" and "apart", and nothing else
+
+Cost: one rank in one process, with a tokenizer that costs nothing: what is left is the stream's own work, and a real tokenizer
+makes the differences small. Texts have C4's lengths (benchmarks/data.py). Every case has a process of its own, since peak memory
+is a process's, and the cases take turns.
+
+Batches: by how many steps documents come earlier or later in the second epoch than in the first, as a standard deviation, with
+three times as many slots as files and 117 steps an epoch. Places that know nothing of each other are 117 / √6 = 48 apart.
+"""
+
+import gzip
+import json
+import math
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import data
+import numpy as np
+import tyro
+
+from titan_disp.cpu import high_water_mark, resident_bytes
+from titan_disp.data.assignment import Assignment
+from titan_disp.data.files import list_files
+from titan_disp.data.place import Field
+from titan_disp.data.stream import RankStreams, StreamOptions
+
+SEQUENCE = 257  # tokens, of the table of batches
+STEPS = 117
+
+
+@dataclass
+class Options:
+    slots: list[int] = field(default_factory=lambda: [48, 2048])
+    windows: list[int] = field(default_factory=lambda: [0, 64, 256, 1024])
+    files: int = 8
+    """Files of C4's lengths, which have two names for every three slots."""
+    documents: int = 4500
+    """Documents per file."""
+    seq_len: int = 2048
+    seconds: float = 5.0
+    """Measured time of each case and round, after a sequence of every slot."""
+    rounds: int = 3
+    """The cases take turns so many times; the median counts."""
+    json: bool = False
+    """Print one JSON object and nothing else."""
+
+
+def cost(folder: Path, slots: int, window: int, options: Options) -> dict[str, float]:
+    """All slots on one rank, in this process."""
+    job = data.job_config(folder, str(folder.parent / "hf"), options.seq_len, 0)
+    job.stream.shuffle_window = window
+    loader = data.ours(job, 1, slots, free=True)
+    before = resident_bytes()
+    start, batches = time.perf_counter(), iter(loader)
+    for _ in range(slots):
+        next(batches)
+    first = time.perf_counter() - start
+    start, count, slowest = time.perf_counter(), 0, 0.0
+    while (now := time.perf_counter()) - start < options.seconds:
+        next(batches)
+        count += 1
+        slowest = max(slowest, time.perf_counter() - now)
+    seconds = time.perf_counter() - start
+    loader.close()
+    return {
+        "slots": slots,
+        "window": window,
+        "files": len(loader.files),
+        "first_seconds": first,
+        "sequences_per_second": count / seconds,
+        "slowest_seconds": slowest,
+        "peak_bytes": high_water_mark() - before,
+    }
+
+
+def in_a_fresh_process(folder: Path, slots: int, window: int, options: Options) -> dict[str, float]:
+    argv = [sys.executable, __file__, "--seq-len", str(options.seq_len), "--seconds", str(options.seconds)]
+    case = {"FOLDER": str(folder), "SLOTS": str(slots), "WINDOW": str(window)}
+    done = subprocess.run(argv, env={**os.environ, **case}, capture_output=True, text=True)
+    if done.returncode:
+        raise SystemExit(done.stderr)
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def costs(folder: Path, options: Options) -> list[dict[str, Any]]:
+    data.write_corpus(folder, data.Options(files=options.files, documents=options.documents))
+    stored = sorted((folder / "en").glob("*.gz"))
+    rows = []
+    for slots in options.slots:
+        names = folder / str(slots)
+        names.mkdir()
+        for i in range(count := 2 * slots // 3):
+            os.link(stored[i % len(stored)], names / f"c4-train.{i:05d}-of-{count:05d}.json.gz")
+        measured = [
+            [in_a_fresh_process(names, slots, window, options) for window in options.windows]
+            for _ in range(options.rounds)
+        ]
+        group = []
+        for of_one in zip(*measured, strict=True):
+            group.append(sorted(of_one, key=lambda m: m["sequences_per_second"])[options.rounds // 2])
+        first = group[0]["sequences_per_second"]
+        rows += [{**row, "ratio": row["sequences_per_second"] / first} for row in group]
+    return rows
+
+
+def write_numbered(folder: Path, files: int, documents: int) -> list[int]:
+    """Documents of C4's spread, an eighth of its length, that begin with their number; their numbers of tokens."""
+    rng = np.random.default_rng(0)
+    words = rng.lognormal(math.log(68) - 0.6, 1.1, files * documents).astype(int) + 2
+    folder.mkdir()
+    for f in range(files):
+        with gzip.open(folder / f"{f:03d}.json.gz", "wt", compresslevel=1) as file:
+            for number in range(f * documents, (f + 1) * documents):
+                text = " ".join(map(str, [number, *rng.integers(10**4, 10**5, words[number] - 1)]))
+                file.write(json.dumps({"text": text}) + "\n")
+    return (words + 1).tolist()
+
+
+def apart(folder: Path, window: int, tokens: list[int], slots: int) -> float:
+    """Standard deviation of (a document's step in the second epoch − its step in the first)."""
+    files = list_files("text", str(folder))
+    start = np.zeros((slots, len(Field)), dtype=np.int64)
+    options = StreamOptions(seq_len=SEQUENCE - 1, shuffle_window=window)
+    streams = RankStreams(files, range(slots), start, Assignment(files, slots, 0), str.split, options)
+    step, done = np.zeros((2, len(tokens))), [0] * slots
+    going = set(range(slots))
+    while going:
+        for slot in sorted(going):
+            document = streams.slots[slot].source.next()
+            epoch, number = int(document.start[Field.EPOCH]), int(document.text.split(maxsplit=1)[0])
+            if epoch > 1:
+                going.remove(slot)
+                continue
+            done[slot] += tokens[number]
+            step[epoch, number] = done[slot] // SEQUENCE
+    streams.close()
+    return float((step[1] - step[0]).std())
+
+
+def main(options: Options) -> None:
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        rows = costs(folder, options)
+        slots, files = 48, 16
+        tokens = write_numbered(folder / "numbered", files, slots * 436 // files)
+        steps = sum(tokens) / slots / SEQUENCE
+        table = [{"window": w, "steps": apart(folder / "numbered", w, tokens, slots)} for w in options.windows]
+    if options.json:
+        print(json.dumps({"rows": rows, "apart": table, "steps_per_epoch": steps}))
+        return
+    print(f"{'slots':>6}{'files':>7}{'window':>8}{'sequences/s':>13}{'ratio':>7}{'peak memory':>14}", end="")
+    print(f"{'first of all slots':>20}{'slowest sequence':>18}")
+    for r in rows:
+        print(
+            f"{r['slots']:6}{r['files']:7}{r['window']:8}{r['sequences_per_second']:13,.0f}{r['ratio']:7.2f}"
+            f"{r['peak_bytes'] / 1e6:11,.0f} MB{r['first_seconds']:18.2f} s{1000 * r['slowest_seconds']:15.0f} ms"
+        )
+    print(f"\n{slots} slots, {files} files, {len(tokens) / slots:.0f} documents per slot, {steps:.0f} steps an epoch")
+    print(f"{'window':>8}{'steps apart':>14}")
+    for row in table:
+        print(f"{row['window']:8}{row['steps']:14.1f}")
+
+
+if __name__ == "__main__":
+    chosen = tyro.cli(Options, description=__doc__)
+    if "FOLDER" in os.environ:
+        case = (int(os.environ["SLOTS"]), int(os.environ["WINDOW"]))
+        print(json.dumps(cost(Path(os.environ["FOLDER"]), *case, chosen)))
+    else:
+        main(chosen)

@@ -1,0 +1,241 @@
+"""Documents shuffled in windows: in the right order, through resumes, in bounded memory."""
+
+import hashlib
+import json
+from collections import deque
+from fractions import Fraction
+from itertools import islice
+
+import numpy as np
+import pytest
+from scipy.stats import chi2
+
+from tests.test_stream import EOS, batches, config, order_by_hand, streams_of, write_files
+from titan_disp.data.files import list_files
+from titan_disp.data.loader import build_dataloader
+from titan_disp.data.place import Field
+from titan_disp.data.shuffle import permutation
+from titan_disp.data.tokenizer import load_tokenizer
+from titan_disp.errors import DataError
+
+STEP = 0x9E3779B97F4A7C15
+
+
+def splitmix(state):
+    """SplitMix64, number by number."""
+    while True:
+        state = z = (state + STEP) % 2**64
+        z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9 % 2**64
+        z = (z ^ z >> 27) * 0x94D049BB133111EB % 2**64
+        yield z ^ z >> 31
+
+
+def test_permutation():
+    """Sorted by the numbers of SplitMix64, here those published for the seed 1234567."""
+    published = [
+        6457827717110365317,
+        3203168211198807973,
+        9817491932198370423,
+        4593380528125082431,
+        16408922859458223821,
+    ]
+    assert list(islice(splitmix(1234567), 5)) == published
+    assert permutation(1234567, 5) == [1, 3, 0, 2, 4]
+    assert (permutation(3, 0), permutation(2**64 - 1, 1)) == ([], [0])
+
+
+def test_permutations_are_uniform():
+    """Every document is at every place, and is followed by every other one, equally often."""
+    n, many = 16, 8000
+    orders = np.array([permutation(key, n) for key in range(many)])
+    at, after = np.zeros((n, n)), np.zeros((n, n))
+    np.add.at(at, (orders, np.arange(n)), 1)
+    np.add.at(after, (orders[:, :-1], orders[:, 1:]), 1)
+    statistic = ((at - many / n) ** 2 / (many / n)).sum()
+    assert 0.001 < chi2.sf(statistic, (n - 1) ** 2) < 0.999
+    followed = after[~np.eye(n, dtype=bool)]
+    assert np.abs(followed - many / n).max() < 5 * (many / n) ** 0.5
+
+
+def first_64_bits(text):
+    return int(hashlib.sha256(text.encode()).hexdigest()[:16], 16)
+
+
+def shuffled_by_hand(order, size, window, slot, epoch):
+    """(document, number of its window, place in it): what shuffle.py's first lines say, done plainly.
+
+    Args:
+        order: of the slot's documents in the epoch, without shuffling.
+    """
+    waiting, out, number = deque(order), [], 0
+    while waiting:
+        spread = Fraction((slot * STEP + first_64_bits(f"0/{epoch}")) % 2**64, 2**64)
+        most = window if number else 1 + int(spread * window)
+        taken = []
+        while waiting and len(taken) < most and sum(size(*document) for document in taken) < most * 8192:
+            taken.append(waiting.popleft())
+        numbers = splitmix(first_64_bits(f"0/{epoch}/{slot}/{number}"))
+        order = [document for _, document in sorted(zip(numbers, taken, strict=False))]
+        out += [(document, number, place) for place, document in enumerate(order)]
+        number += 1
+    return out
+
+
+@pytest.mark.parametrize(
+    ("counts", "slots", "window", "words"),
+    [
+        ([21, 20, 22, 19, 23], 2, 8, lambda i: 1 + i % 5),
+        ([40, 33, 51, 20, 47], 3, 5, lambda i: 1 + i % 5),
+        ([14, 9, 20], 4, 100, lambda i: 1 + i % 5),
+        ([90, 4, 4, 70], 7, 2, lambda i: 1 + i % 5),
+        ([40, 60], 2, 1, lambda i: 1 + i % 5),
+        ([40, 30, 50], 2, 6, lambda i: 1000 * (2 + i % 5)),  # 6 to 18 kB each: most windows end before the sixth
+    ],
+)
+def test_order_of_the_documents(tmp_path, counts, slots, window, words):
+    """Two epochs, document by document, with their positions. One epoch has the same documents as without shuffling."""
+    files = write_files(tmp_path, counts, words)
+    before = np.cumsum([1, *counts])
+
+    def size(file, index):
+        number = before[file] + index
+        return len(" ".join([str(number)] * words(number)))
+
+    (rank,) = streams_of(files, slots, 1, shuffle_window=window)
+    moved = 0
+    for slot in range(slots):
+        count, total = 0, 0
+        for epoch in (0, 1):
+            plain = order_by_hand(files, counts, slots, slot, epoch, size)
+            for document, number, place in shuffled_by_hand(plain, size, window, slot, epoch):
+                found = rank.slots[slot].source.next()
+                assert int(found.text.split()[0]) == before[document[0]] + document[1]
+                columns = [Field.EPOCH, Field.DOCUMENTS, Field.BYTES, Field.OFFSET]
+                assert found.start[columns].tolist() == [epoch, count, total, 0]
+                if window > 1:
+                    assert found.start[[Field.WINDOW, Field.IN_WINDOW]].tolist() == [number, place]
+                moved += document != plain[0]
+                plain.remove(document)
+                count, total = count + 1, total + size(*document)
+                assert found.end[columns].tolist() == [epoch, count, total, 0]
+            assert not plain
+    assert (moved > 0) == (window > 1)
+
+
+def test_a_resume_at_every_position(tmp_path):
+    """Within a document within a window, at windows' ends and at epochs' ends; the counters are right everywhere."""
+    texts, bad, number = {}, 0, 0
+    for f in range(3):
+        lines = []
+        for i in range(20):
+            number += 1
+            texts[number] = " ".join([str(number)] * (1 + number % 9))
+            lines.append(json.dumps({"text": texts[number]}))
+            if i % 6 == f:
+                bad += 1
+                lines.append("broken")
+        (tmp_path / f"{f}.json").write_text("\n".join(lines))
+    files = list_files("text", str(tmp_path))
+    options = {"seq_len": 4, "shuffle_window": 5, "max_skipped_fraction": 1.0}
+    steps = 90
+    (rank,) = streams_of(files, 2, 1, **options)
+    tokens, positions = zip(*(batches([rank], 1) for _ in range(steps)), strict=True)
+    tokens = np.concatenate(tokens)
+    for t in range(steps - 6):
+        for slot, position in enumerate(positions[t]):
+            flat = tokens[: t + 1, slot].reshape(-1)
+            ends = np.flatnonzero(flat == EOS)
+            begun = ends[-1] + 1 if len(ends) else 0
+            expected = [len(ends), sum(len(texts[flat[i - 1]]) for i in ends), len(flat) - begun]
+            assert position[[Field.DOCUMENTS, Field.BYTES, Field.OFFSET]].tolist() == expected
+        again = streams_of(files, 2, 1 + t % 2, positions=positions[t], **options)
+        got, then = batches(again, 6)
+        assert np.array_equal(got, tokens[t + 1 : t + 7])
+        assert np.array_equal(then, positions[t + 6])
+    every = np.concatenate(positions)
+    assert every[:, Field.EPOCH].max() >= 2
+    assert ((every[:, Field.OFFSET] > 0) & (every[:, Field.IN_WINDOW] > 0)).any()
+    assert (every[:, Field.OFFSET] == 0).any()
+    # What could not be used counts when its window has been used up.
+    new = [p for p in positions if (p[:, Field.EPOCH] == 1).all() and not p[:, Field.WINDOW].any()]
+    assert new
+    assert {int(p[:, Field.SKIPPED].sum()) for p in new} == {bad}
+
+
+def test_slots_that_share_a_file_read_it_once_in_bounded_memory(tmp_path):
+    """Though each of them reads a window ahead of the others in turn, and the queue for unequal speed holds nearly nothing."""
+    slots, window = 24, 64
+    files = write_files(tmp_path, [4800], words=lambda i: 30 + i % 50)
+    (rank,) = streams_of(files, slots, 1, seq_len=127, shuffle_window=window, queue_bytes=20_000, tokenizer_threads=1)
+    held = []
+    while any(slot.position[Field.EPOCH] == 0 for slot in rank.slots.values()):
+        for slot in rank.slots.values():
+            slot.sequence()
+            waiting = sum(len(text) for other in rank.slots.values() for text in other.source._documents)
+            queued = sum(one.queued for passes in rank.passes._open.values() for one in passes)
+            held.append(waiting + queued)
+    assert rank.bytes_read()[0, 0] == files[0].size
+    mean = 5 * (30 + 49 / 2)
+    print(f"at most {max(held) / (slots * window * mean):.2f} × slots × window × mean length")
+    assert max(held) <= 2 * slots * window * mean
+    assert np.mean(held[: len(held) // 2]) >= 0.5 * slots * window * mean  # that is what is held, not far less
+
+
+@pytest.mark.parametrize("slots", [3, 48, 2048])
+def test_slots_refill_in_turn(tmp_path, slots):
+    """The first windows are of 1 to W documents, spread evenly over the slots of a rank."""
+    files = write_files(tmp_path, [3])
+    (rank,) = streams_of(files, slots, 1, shuffle_window=1000)
+    lengths = sorted(slot.source._most() for slot in rank.slots.values())
+    assert 1 <= lengths[0] <= lengths[-1] <= 1000
+    # Multiples of the golden ratio: no gap is larger than φ² / slots.
+    assert np.diff([0, *lengths, 1000]).max() <= 2.62 * 1000 / slots + 1
+
+
+def test_epochs_have_other_batches(tmp_path):
+    """With more slots than files all documents of a place in their files come at the same time, in every epoch."""
+    files = write_files(tmp_path, [150] * 4, words=lambda i: 1 + i % 7)
+    spread = {}
+    for window in (0, 15, 1000):
+        (rank,) = streams_of(files, 6, 1, shuffle_window=window)
+        when = np.zeros((2, 601))
+        for slot in rank.slots.values():
+            numbers = [[], []]
+            while (document := slot.source.next()).start[Field.EPOCH] < 2:
+                numbers[document.start[Field.EPOCH]].append(int(document.text.split()[0]))
+            for epoch in (0, 1):
+                when[epoch, numbers[epoch]] = np.arange(len(numbers[epoch])) / len(numbers[epoch])
+        spread[window] = (when[1] - when[0])[1:].std()
+    print(spread)
+    # Two places that know nothing of each other are 1/√6 = 0.41 apart; two in windows of 15 of 100 documents, 0.15 / √3 = 0.09.
+    assert spread[0] < 0.06
+    assert spread[15] == pytest.approx(0.09, abs=0.02)
+    assert spread[1000] == pytest.approx(0.41, abs=0.03)
+
+
+def test_a_window_that_has_shrunk_is_refused(tmp_path):
+    """As the position in it would mean other documents."""
+    path = tmp_path / "train.json"
+    path.write_text('{"text": "7"}\n' * 40)
+    _, positions = batches(streams_of(list_files("text", str(tmp_path)), 1, 1, seq_len=3, shuffle_window=30), 9)
+    used = int(positions[0, Field.IN_WINDOW])
+    assert used > 2
+    path.write_text('{"text": "7"}\n' * 2 + '{"text": "7"\n ' * 38)
+    files = list_files("text", str(tmp_path))
+    reason = rf"slot 0 had used {used} documents of window \d in epoch 0 when .* now finds \d in it"
+    with pytest.raises(DataError, match=reason):
+        batches(streams_of(files, 1, 1, seq_len=3, shuffle_window=30, positions=positions), 1)
+
+
+def test_the_memory_is_said(sample, caplog):
+    tokenizer = load_tokenizer(sample / "tokenizer")
+    options = ("--training.global_batch_size", "48", "--stream.shuffle_window")
+    with caplog.at_level("INFO"):
+        build_dataloader(2, 1, tokenizer, config(sample, *options, "256"))
+        build_dataloader(2, 0, tokenizer, config(sample, *options, "1"))
+        assert "shuffle" not in caplog.text
+        build_dataloader(2, 0, tokenizer, config(sample, *options, "256"))
+    # 2 × 24 slots × 256 documents of 2.2 kB, or of 8 KiB.
+    assert "256 documents of each slot are shuffled together" in caplog.text
+    assert "A rank of 24 slots holds up to 27 MB" in caplog.text
+    assert "and up to 101 MB where they are longer" in caplog.text
