@@ -82,7 +82,7 @@ class Shuffle:
 
     def _fill(self) -> None:
         begin = self.cursor.position.copy()
-        while not (documents := self._read()):
+        while not (documents := self._read()) and not self._used:
             self.cursor.end_epoch()
             begin = self.cursor.position.copy()
         place, epoch, window = self.cursor.place, int(begin[Field.EPOCH]), int(begin[Field.WINDOW])
