@@ -20,14 +20,20 @@ from titan_disp.run.metrics import DispersionMetrics, TensorBoardFolder
 class DamagedFiles:
     """A loader of 100 files in their first epoch; ``skipped`` of them ended early."""
 
-    check_files = StreamLoader.check_files
+    check_counters = StreamLoader.check_counters
 
     def __init__(self, skipped):
         self.files, self.options = [None] * 100, SimpleNamespace(max_skipped_fraction=0.2)
         self.skipped = skipped
 
     def counters(self):
-        return {"skipped_files": self.skipped, "epoch": 0, "seconds_waited": 0.5}
+        return {
+            "documents": 0,
+            "skipped_documents": 0,
+            "skipped_files": self.skipped,
+            "epoch": 0,
+            "seconds_waited": 0.5,
+        }
 
 
 def metrics(run, world_size=1, loader=None):

@@ -52,7 +52,7 @@ def check_data_metrics(folder):
     """41 of 200 files, begun in two epochs: sums over the ranks, but for the latest epoch and the longest wait."""
     loader = Files(20 + dist.get_rank())
     logged = metrics(folder, 2, loader)
-    expected = {"skipped_files": 41, "epoch": 1, "seconds_waited": 3}
+    expected = {"documents": 0, "skipped_documents": 0, "skipped_files": 41, "epoch": 1, "seconds_waited": 3}
     assert logged.data_metrics() == expected
     logged.data_loading_times.append(0.0)
     with pytest.raises(DataError, match="41 of 200 files are damaged"):

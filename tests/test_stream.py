@@ -1,11 +1,12 @@
 """The stream: every document once an epoch, the same batches on any ranks, through any stops, with bad data."""
 
+import dataclasses
 import errno
 import gzip
 import hashlib
 import io
 import json
-import re
+import os
 import shutil
 import subprocess
 import sys
@@ -29,11 +30,11 @@ from titan_disp.data.digest import digest
 from titan_disp.data.documents import BadDocument, Documents, text_of
 from titan_disp.data.files import DataFile, list_files
 from titan_disp.data.fingerprint import check_fingerprint, differences, read_data_state
-from titan_disp.data.loader import StreamLoader
+from titan_disp.data.loader import StreamLoader, together
 from titan_disp.data.place import Field, Place
 from titan_disp.data.stream import RankStreams, StreamOptions
 from titan_disp.data.tokenizer import load_tokenizer
-from titan_disp.data.validation import _ValidationSet, held_out_sequences
+from titan_disp.data.validation import _ValidationSet, first_sequences, held_out_sequences
 from titan_disp.errors import ConfigError, DataError
 
 EOS = 0
@@ -563,19 +564,6 @@ class TestBadData:
         with pytest.raises(ConfigError, match=r"b\.json\.gz is damaged"):
             batches(streams_of(files[1:2], 1, 1, on_bad_data="fail", **self.OPTIONS), 100000)
 
-    def test_too_much_skipped(self, tmp_path):
-        """Of all slots of a rank together, from 1000 documents on: here every tenth."""
-        lines = [json.dumps({"text": "1"}) if i % 10 else "broken" for i in range(5000)]
-        (tmp_path / "x.json").write_text("\n".join(lines))
-        options = {"seq_len": 3, "max_skipped_fraction": 0.05}
-        reason = r"(\d+) of (\d+) documents could not be used, more than stream.max_skipped_fraction 0.05"
-        with pytest.raises(ConfigError, match=reason) as error:
-            batches(streams_of(list_files("c4", str(tmp_path)), 4, 1, **options), 2000)
-        skipped, every = map(int, re.search(reason, str(error.value)).groups())
-        assert 1000 <= every < 1000 + 4 * 5
-        assert skipped == pytest.approx(every / 10, abs=8)  # the slots are not at one place of the file
-        batches(streams_of(list_files("c4", str(tmp_path)), 4, 1, **(options | {"max_skipped_fraction": 0.2})), 2000)
-
     def test_a_damaged_file_is_counted_once(self, tmp_path):
         """Though two slots read it, in ranks of their own: 3 files for 4 slots."""
         files = write_files(tmp_path, [40] * 3, words=lambda i: 600)
@@ -596,6 +584,66 @@ class TestBadData:
             match="found no usable document in 21 epochs, and 420 that cannot be used, in 1 files",
         ):
             batches(streams_of(list_files("c4", str(tmp_path)), 1, 1, max_skipped_fraction=1.0), 1)
+
+    @pytest.mark.parametrize(
+        ("files", "documents", "slots", "parsed"),
+        [(200, 1100, 1, 20_000), (200, 2500, 400, 20_000), (2000, 150, 1, 3000), (1, 30_000, 1, 20_000)],
+    )
+    def test_a_wholly_wrong_corpus_stops_at_once(self, tmp_path, monkeypatch, files, documents, slots, parsed):
+        """Though a slot has many more documents to try: files are passed over, and 20 files or 20,000 documents are enough."""
+        (tmp_path / "0000.json").write_text('{"content": 1}\n' * documents)
+        for i in range(1, files):
+            os.link(tmp_path / "0000.json", tmp_path / f"{i:04d}.json")
+        tried = []
+        monkeypatch.setattr("titan_disp.data.cursor.text_of", lambda raw: tried.append(0) or text_of(raw))
+        with pytest.raises(
+            DataError, match=r"found no usable document in \d+ epochs, and \d+ that cannot be used.*0000"
+        ):
+            batches(streams_of(list_files("text", str(tmp_path)), slots, 1), 1)
+        assert len(tried) == parsed
+
+    def test_a_corpus_of_damaged_files_stops_at_once(self, tmp_path, caplog):
+        for i in range(200):
+            (tmp_path / f"{i}.json.gz").write_text("not gzip")
+        with pytest.raises(
+            DataError, match=r"in 0 epochs, and 0 that cannot be used, and 20 damaged files, in 200 files"
+        ):
+            batches(streams_of(list_files("text", str(tmp_path)), 4, 1), 1)
+        assert caplog.text.count("is damaged and ends early") == 20
+
+    @pytest.mark.parametrize(
+        ("files", "good", "wrong", "slots", "steps"),
+        [(1000, 1, 3000, 4, 250), (150, 20, 2500, 300, 4), (150, 20, 400, 50, 58)],
+    )
+    def test_one_wrong_file_among_many_is_passed_over(self, tmp_path, files, good, wrong, slots, steps, caplog):
+        """And counts as one file, whose documents do not count: of the second corpus, two slots need it first of all."""
+        size = 14 * wrong // good
+        line = json.dumps({"text": "x" * (size - 13)}) + "\n"
+        (tmp_path / "0000.json").write_text(line * good)
+        for i in range(1, files - 1):
+            os.link(tmp_path / "0000.json", tmp_path / f"{i:04d}.json")
+        (tmp_path / "wrong.json").write_text('{"other": 12}\n' * wrong)
+        listed, ends = list_files("text", str(tmp_path)), []
+        for ranks in (1, 2):
+            streams = streams_of(listed, slots, ranks)
+            for rank in streams:
+                rank.encode = lambda text: [1] * 7 + [EOS]
+            ends.append(batches(streams, steps)[1])
+        assert np.array_equal(*ends)
+        total = ends[0].sum(0)
+        assert total[Field.DOCUMENTS] == slots * steps >= 1000
+        assert (total[Field.SKIPPED], total[Field.SKIPPED_FILES]) == (0, 1)
+        assert "wrong.json is damaged and ends early: " in caplog.text
+
+    def test_a_wrong_file_that_is_much_of_the_data_is_not_passed_over(self, tmp_path):
+        """Its documents count, so that the run stops; and so it goes on where they are few among all."""
+        (tmp_path / "a.json").write_text("{}\n" * 2000 + '{"text": "1"}\n')
+        (tmp_path / "b.json").write_text('{"text": "1"}\n' * 200)
+        (rank,) = streams_of(list_files("text", str(tmp_path)), 1, 1)
+        _, positions = batches([rank], 51)  # 204 documents of two tokens: an epoch, and three more
+        assert positions[0, Field.EPOCH] == 1
+        assert positions[0, Field.SKIPPED] in (2000, 4000)
+        assert positions[0, Field.SKIPPED_FILES] == 0
 
     @pytest.mark.parametrize("slots", [1, 4])
     def test_garbage_in_a_row_is_a_damaged_file(self, tmp_path, caplog, slots):
@@ -828,6 +876,59 @@ def test_documents_passed_over_are_not_parsed(tmp_path, monkeypatch):
     assert len(parsed) == 1
 
 
+def verdict(loader, counters, allowed):
+    """Why a run would stop that allows so much; None: it would go on."""
+    loader.options = dataclasses.replace(loader.options, max_skipped_fraction=allowed)
+    try:
+        loader.check_counters(counters)
+    except DataError as error:
+        return str(error)
+    return None
+
+
+def test_bad_documents_are_judged_over_all_ranks(sample, tmp_path):
+    """The same data stops any number of ranks, after the same step and with the same words, or none of them.
+
+    Each of 12 slots has a file of its own; every tenth document of one file cannot be used. A document is a sequence, a step two
+    of each slot. After step t, a slot has used 2t documents, and that of the file in question has passed (2t − 1) // 9 bad ones:
+    after step 42, 9 of 1017, which is less than 0.01 and more than 0.008; before, there are less than 1000.
+    """
+    for i in range(12):
+        tenth = '{"text": 777}\n' if i == 4 else '{"text": "7"}\n'
+        (tmp_path / f"{i:02d}.json").write_text(('{"text": "7"}\n' * 9 + tenth) * 10)
+    files = list_files("text", str(tmp_path))
+    for ranks in (1, 2, 3, 4, 6, 12):
+        loaders = [loader(files, sample, rank, ranks, slots=12) for rank in range(ranks)]
+        for one in loaders:
+            one.encode = lambda text: [1] * 32 + [EOS]
+            one.options = dataclasses.replace(
+                one.options, fast_tokenizer=True
+            )  # without threads, which would take longer
+        batches = [iter(one) for one in loaders]
+        verdicts = {}
+        for step in range(1, 43):
+            for own in batches:
+                for _ in range(12 // ranks):
+                    next(own)
+            counters = together([one.counters() for one in loaders])
+            verdicts |= {(step, allowed): verdict(loaders[-1], counters, allowed) for allowed in (0.008, 0.01)}
+        for one in loaders:
+            one.close()
+        ((when, why),) = [(when, why) for when, why in verdicts.items() if why is not None]
+        assert when == (42, 0.008)
+        assert why.startswith(
+            "9 of 1017 documents could not be used, more than stream.max_skipped_fraction 0.008 allows"
+        )
+
+
+def test_broken_validation_data_is_refused(sample, tmp_path):
+    (tmp_path / "x.json").write_text("".join('{"text": "a word"}\n' if i % 10 else "broken\n" for i in range(2000)))
+    job, tokenizer = config(sample), load_tokenizer(sample / "tokenizer")
+    first_sequences(list_files("text", str(tmp_path)), tokenizer, job, 8, 50)
+    with pytest.raises(DataError, match=r"documents could not be used, more than stream.max_skipped_fraction 0.01"):
+        first_sequences(list_files("text", str(tmp_path)), tokenizer, job, 8, 800)
+
+
 def test_many_damaged_files_stop_the_run(sample, tmp_path):
     write_files(tmp_path, [30] * 16)
     for path in sorted(tmp_path.glob("*.gz"))[:11]:
@@ -839,13 +940,13 @@ def test_many_damaged_files_stop_the_run(sample, tmp_path):
             next(batches)
         assert one.counters()["skipped_files"] >= 10
         if allowed > 0.5:
-            one.check_files(one.counters())
+            one.check_counters(one.counters())
         else:
             with pytest.raises(
                 DataError, match=r"of 32 files are damaged and end early, more than stream.max_skipped_fr"
             ):
-                one.check_files(one.counters())
-        one.check_files(one.counters() | {"skipped_files": 9})
+                one.check_counters(one.counters())
+        one.check_counters(one.counters() | {"skipped_files": 9})
 
 
 def test_an_empty_file_is_a_damaged_one(tmp_path):

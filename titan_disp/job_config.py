@@ -124,8 +124,9 @@ class Stream:
 
     max_skipped_fraction: float = 0.01
     """
-    A rank that has to skip a larger part of its documents (after the first 1000) stops the run, and so does a larger part of all
-    files (10 at least) that end early: the data is broken.
+    A larger part of documents that had to be skipped (after the first 1000), or of files that end early (10 at least), stops the
+    run when it next logs: the data is broken. Both are counted over all ranks. A file that is not itself a larger part of the
+    data is passed over after 1000 bad documents in a row, and counts as one that ends early.
     """
 
     max_document_mb: float = 16.0

@@ -1,4 +1,8 @@
-"""The documents of a slot, one after another: what is read, used and passed over."""
+"""The documents of a slot, one after another: what is read, used and passed over.
+
+What cannot be used is passed over by rules that know one slot and one file, so that any number of ranks passes over the same:
+what comes between two usable documents of a slot is passed in one call, and no position lies in the middle of it.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,28 +12,31 @@ from torchtitan.tools.logging import logger
 
 from titan_disp.data.assignment import Segment
 from titan_disp.data.documents import COMPRESSED, BadDocument, Garbage, text_of
+from titan_disp.data.files import DataFile
 from titan_disp.data.passes import Passes
 from titan_disp.data.place import Field, Place
 from titan_disp.errors import DataError
 
-_BAD = 1000  # documents in a row that cannot be used, with which a slot gives up when it has read its whole share …
-_EPOCHS = 20  # … or, times S, epochs in a row without any document: e⁻²⁰ is the chance of a sound corpus
-
 _GARBAGE = 8  # documents in a row that are no JSON: flipped bytes in a compressed file, which spoil the rest of it
+_WRONG = 1000  # documents of a file in a row that cannot be used: the rest of it is of the same kind …
+_WRONG_END = 100  # … as is a file that ends with so many
+
+_BAD = 1000  # documents in a row that cannot be used, with which a slot gives up when it has read its whole share …
+_EPOCHS = 20  # … or, times S, epochs in a row without any document: e⁻²⁰ is the chance of a sound corpus …
+_HOPELESS = 20_000  # … or, wherever it is, so many documents in a row …
+_HOPELESS_FILES = 20  # … or so many damaged files: the other ranks wait meanwhile
 
 
 class Faults:
     """What happens to documents and files that cannot be used."""
 
-    def __init__(
-        self, names: list[str], places: Sequence[Place], on_bad_data: str, max_skipped_fraction: float
-    ) -> None:
+    def __init__(self, files: Sequence[DataFile], on_bad_data: str, max_skipped_fraction: float) -> None:
         """Args:
-        names: of all files. places: of the rank's slots.
-        on_bad_data: "skip" or "fail". max_skipped_fraction: of the rank's documents.
+        files: all of them. on_bad_data: "skip" or "fail". max_skipped_fraction: of documents, and of files.
         """
-        self.names, self.on_bad_data, self.max_skipped_fraction = names, on_bad_data, max_skipped_fraction
-        self.positions = [place.position for place in places]
+        self.names, self.sizes = [file.name for file in files], [file.size for file in files]
+        self.on_bad_data, self.max_skipped_fraction = on_bad_data, max_skipped_fraction
+        self._expendable = max_skipped_fraction * sum(self.sizes)  # bytes
         self._told: set[tuple[int, int]] = set()
 
     def bad(self, file: int, index: int, reason: str) -> None:
@@ -38,19 +45,18 @@ class Faults:
         text = f"{name}, document {index}: {reason}" if index >= 0 else f"{name} is damaged and ends early: {reason}"
         if self.on_bad_data == "fail":
             raise DataError(f'{text}. stream.on_bad_data = "skip" would pass over it')
-        if (file, index) not in self._told and len(self._told) < 1000:
+        if (file, index) not in self._told and (index < 0 or len(self._told) < 1000):
             self._told.add((file, index))
             logger.warning(f"skipped: {text}")
 
-    def check(self) -> None:
-        """Stop a run whose data is broken, not just blemished."""
-        columns = np.stack(self.positions).sum(0)
-        skipped, every = int(columns[Field.SKIPPED]), int(columns[Field.SKIPPED] + columns[Field.DOCUMENTS])
-        if every >= 1000 and skipped > self.max_skipped_fraction * every:
-            raise DataError(
-                f"{skipped} of {every} documents could not be used, more than stream.max_skipped_fraction "
-                f"{self.max_skipped_fraction} allows: the reasons are in the log above"
-            )
+    def wrong(self, file: int, in_a_row: int, least: int) -> str | None:
+        """Why the rest of a file of the wrong kind is passed over, or None.
+
+        A file that is more of the data than may be skipped is not passed over: its documents are judged one by one.
+        """
+        if in_a_row < least or self.sizes[file] > self._expendable:
+            return None
+        return f"{in_a_row} documents in a row cannot be used"
 
 
 @dataclass(frozen=True)
@@ -66,14 +72,30 @@ class Document:
     end: np.ndarray
 
 
+@dataclass
+class _Search:
+    """What a slot has met on the way to its next usable document.
+
+    Attributes:
+        epochs: whose end it has passed.
+        bad: documents. row: of these, the last ones, all of the current file. counted: those of no damaged file.
+        damaged: files, without a sound one between them.
+    """
+
+    epochs: int = 0
+    bad: int = 0
+    row: int = 0
+    counted: int = 0
+    damaged: int = 0
+
+
 class Cursor:
     """Walks over one slot's documents, epoch after epoch."""
 
     def __init__(self, place: Place, passes: Passes, faults: Faults) -> None:
         """Args: place: taken over and moved."""
         self.place, self.passes, self.faults = place, passes, faults
-        self._epoch = place.epoch  # in which the last usable document was …
-        self._bad = 0  # … and how many since then cannot be used
+        self._search = _Search()
 
     @property
     def position(self) -> np.ndarray:
@@ -84,7 +106,7 @@ class Cursor:
         """The next document that can be used, of this epoch or of the next one that has any for this slot.
 
         Raises:
-            DataError: see ``Faults``; or no usable document in many epochs; or a file that cannot be reached.
+            DataError: see ``Faults``; or no usable document in many epochs, or among many; or a file that cannot be reached.
         """
         while (document := self.next_of_epoch()) is None:
             self.end_epoch()
@@ -100,34 +122,54 @@ class Cursor:
             segment, first = place.next(part)
             index, raw, damage = self.passes.fetch(place.index, place.epoch, segment, first)
             if raw is None:
-                self._end_file(part, segment, damage)
+                self._end_file(part, segment, damage or self.faults.wrong(segment.file, self._search.row, _WRONG_END))
                 continue
             try:
                 if isinstance(raw, BadDocument):
                     raise raw
                 text = text_of(raw)
             except BadDocument as error:
-                self.faults.bad(segment.file, index, str(error))
-                p[Field.SKIPPED] += 1
-                self._bad += 1
-                garbage = isinstance(error, Garbage) and self.faults.names[segment.file].endswith(COMPRESSED)
-                if place.take(part, index, 0, garbage) == _GARBAGE:
-                    self.passes.leave(place.index, place.epoch, segment.file)
-                    self._end_file(part, segment, f"{_GARBAGE} documents in a row are no JSON")
-                self.faults.check()
+                self._pass_over(part, segment, index, error)
                 continue
             start, size = p.copy(), len(text.encode())
             p[Field.DOCUMENTS] += 1
             p[Field.BYTES] += size
             place.take(part, index, size)
-            self._epoch, self._bad = place.epoch, 0
+            self._search = _Search()
             return Document(text, size, start, p.copy())
 
+    def _pass_over(self, part: int, segment: Segment, index: int, error: BadDocument) -> None:
+        """One document, and the rest of its file where that will be no better."""
+        search = self._search
+        self.faults.bad(segment.file, index, str(error))
+        self.place.position[Field.SKIPPED] += 1
+        search.bad, search.row, search.counted = search.bad + 1, search.row + 1, search.counted + 1
+        garbage = isinstance(error, Garbage) and self.faults.names[segment.file].endswith(COMPRESSED)
+        if self.place.take(part, index, 0, garbage) == _GARBAGE:
+            damage: str | None = f"{_GARBAGE} documents in a row are no JSON"
+        else:
+            damage = self.faults.wrong(segment.file, search.row, _WRONG)
+        if damage is not None:
+            self.passes.leave(self.place.index, self.place.epoch, segment.file)
+            self._end_file(part, segment, damage)
+        if search.bad == _HOPELESS:
+            self._give_up()
+
     def _end_file(self, part: int, segment: Segment, damage: str | None) -> None:
+        p, search = self.place.position, self._search
+        row = search.row
+        search.row = 0
+        self.place.end_file(part)
         if damage is not None:
             self.faults.bad(segment.file, -1, damage)
-            self.place.position[Field.SKIPPED_FILES] += segment.low == 0  # one slot counts it
-        self.place.end_file(part)
+            p[Field.SKIPPED_FILES] += segment.low == 0  # one slot counts it …
+            p[Field.SKIPPED] -= row  # … and with it the documents by which it was found out
+            search.counted -= row
+            search.damaged += 1
+            if search.damaged == _HOPELESS_FILES:
+                self._give_up()
+        elif not row:
+            search.damaged = 0
 
     def end_epoch(self) -> None:
         """Go on to the next epoch. One may have nothing for this slot, where documents are few or their lengths differ much.
@@ -135,11 +177,17 @@ class Cursor:
         Raises:
             DataError: nothing can be expected any more. A slot finds a document in one of S epochs at least, on average.
         """
+        search = self._search
         self.place.end_epoch()
-        epochs, slots = self.place.epoch - self._epoch, self.place.assignment.slots
-        if self._bad >= _BAD or epochs > _EPOCHS * slots:
-            names = self.faults.names
-            raise DataError(
-                f"slot {self.place.index} of {slots} found no usable document in {epochs} epochs, and {self._bad} that cannot be "
-                f"used, in {len(names)} files, {names[0]} to {names[-1]}: the log above says what is wrong with them"
-            )
+        search.epochs += 1
+        if search.counted >= _BAD or search.epochs > _EPOCHS * self.place.assignment.slots:
+            self._give_up()
+
+    def _give_up(self) -> None:
+        """Where nothing can be expected any more."""
+        search, names, slots = self._search, self.faults.names, self.place.assignment.slots
+        files = f", and {search.damaged} damaged files" if search.damaged else ""
+        raise DataError(
+            f"slot {self.place.index} of {slots} found no usable document in {search.epochs} epochs, and {search.bad} that "
+            f"cannot be used{files}, in {len(names)} files, {names[0]} to {names[-1]}: the log above says what is wrong with them"
+        )

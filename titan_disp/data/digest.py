@@ -10,7 +10,7 @@ from torchtitan.config import JobConfig
 
 from titan_disp.batch import global_batch_size, slot_count
 from titan_disp.data.files import list_files
-from titan_disp.data.loader import LARGEST, StreamLoader, open_stream
+from titan_disp.data.loader import StreamLoader, open_stream, together
 from titan_disp.data.place import Field
 from titan_disp.data.tokenizer import load_tokenizer
 from titan_disp.errors import ConfigError
@@ -93,10 +93,10 @@ def digest(job_config: JobConfig, steps: int, phases: Sequence[tuple[int, int]])
             result.files_read.append(len({file for _, file in loader.bytes_read}))
         if begin == 0:
             result.read_amplification = epoch_amplification(loaders)
-        every = [loader.counters() for loader in loaders]
-        result.counters = {name: (max if name in LARGEST else sum)(c[name] for c in every) for name in every[0]}
+        result.counters = together([loader.counters() for loader in loaders])
         for loader in loaders:
             loader.close()
+        loaders[0].check_counters(result.counters)
     return result
 
 

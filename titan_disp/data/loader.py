@@ -9,7 +9,7 @@ import math
 import os
 import time
 from collections import Counter
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -27,19 +27,24 @@ from titan_disp.data.assignment import Assignment
 from titan_disp.data.fast_tokenizer import fast_encoder
 from titan_disp.data.files import DataFile, list_files, on_rank_0
 from titan_disp.data.fingerprint import check_fingerprint, fingerprint
+from titan_disp.data.limits import check_documents, check_files
 from titan_disp.data.place import Field
 from titan_disp.data.shuffle import memory
 from titan_disp.data.stream import RankStreams, StreamOptions
 from titan_disp.data.tokenizer import encoder
 from titan_disp.data.worker import Sequences, as_it_is, worker_signals
-from titan_disp.errors import ConfigError, DataError
+from titan_disp.errors import ConfigError
 
 Batch = tuple[dict[str, Tensor], Tensor]
 _GROUP = 32  # microbatches that travel from the prefetch worker at once, at most …
 _GROUP_TOKENS = 1 << 16  # … and their tokens, where one microbatch has not more
-_FEW = 10  # damaged files, with which a small data set may still live
 C4_DOCUMENT_BYTES = 2200  # of text, on average
 LARGEST = ("epoch", "seconds_waited")  # counters that are the largest of the ranks', not their sum
+
+
+def together(every: Sequence[dict[str, float]]) -> dict[str, float]:
+    """The counters of all ranks as one."""
+    return {name: (max if name in LARGEST else sum)(counters[name] for counters in every) for name in every[0]}
 
 
 class StreamLoader(BaseDataLoader):
@@ -146,21 +151,18 @@ class StreamLoader(BaseDataLoader):
             "seconds_waited": self.seconds_waited,
         }
 
-    def check_files(self, counters: dict[str, float]) -> None:
-        """Stop a run of which many files end early. (Documents that cannot be used are counted while they are read.)
+    def check_counters(self, counters: dict[str, float]) -> None:
+        """Stop a run whose data is broken, not just blemished.
 
         Args:
-            counters: of all ranks together.
+            counters: of all ranks together, so that all of them stop, or none, and the same data stops any number of them.
 
         Raises:
-            DataError: more than stream.max_skipped_fraction of the files that were begun, and _FEW at least.
+            DataError: more documents or files were skipped than ``limits`` allows.
         """
-        skipped, begun = counters["skipped_files"], len(self.files) * (counters["epoch"] + 1)
-        if skipped >= _FEW and skipped > self.options.max_skipped_fraction * begun:
-            raise DataError(
-                f"{skipped:.0f} of {begun:.0f} files are damaged and end early, more than stream.max_skipped_fraction "
-                f"{self.options.max_skipped_fraction} allows: their names are in the logs above (of all ranks)"
-            )
+        allowed = self.options.max_skipped_fraction
+        check_documents(counters["skipped_documents"], counters["documents"], allowed)
+        check_files(counters["skipped_files"], len(self.files) * (counters["epoch"] + 1), allowed)
 
     def state_dict(self) -> dict[str, Any]:
         """The fingerprint and a copy of the positions, [S, k] over all ranks."""

@@ -62,8 +62,7 @@ class RankStreams:
         """
         self.encode, self.options = encode, options
         places = [Place(slot, position.copy(), assignment) for slot, position in zip(slots, positions, strict=True)]
-        names = [file.name for file in files]
-        self.faults = Faults(names, places, options.on_bad_data, options.max_skipped_fraction)
+        self.faults = Faults(files, options.on_bad_data, options.max_skipped_fraction)
         self.passes = Passes(
             files,
             places,

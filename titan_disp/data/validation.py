@@ -19,6 +19,7 @@ from torchtitan.tools.logging import logger
 
 from titan_disp.data.assignment import Assignment
 from titan_disp.data.files import DataFile, held_out, list_files, on_rank_0
+from titan_disp.data.limits import check_documents
 from titan_disp.data.loader import stream_options
 from titan_disp.data.place import Field
 from titan_disp.data.stream import RankStreams
@@ -64,9 +65,12 @@ def first_sequences(
         replace(stream_options(job_config, seq_len), shuffle_window=0),
     )
     try:
-        return np.stack([streams.slots[0].sequence() for _ in range(count)]).astype(np.int32)
+        sequences = np.stack([streams.slots[0].sequence() for _ in range(count)]).astype(np.int32)
     finally:
         streams.close()
+    read = streams.slots[0].position
+    check_documents(int(read[Field.SKIPPED]), int(read[Field.DOCUMENTS]), streams.options.max_skipped_fraction)
+    return sequences
 
 
 def held_out_sequences(job_config: JobConfig, tokenizer: BaseTokenizer, count: int) -> Tensor | None:

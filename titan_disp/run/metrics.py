@@ -202,7 +202,7 @@ class DispersionMetrics(MetricsProcessor):
             }
             append_json(self._jsonl, record)
         if self._loader is not None:
-            self._loader.check_files(data)  # by all ranks' counters: all of them stop, or none
+            self._loader.check_counters(data)  # by all ranks' counters: all of them stop, or none
 
     def log_condensation(self, step: int, found: Condensation, seconds: float) -> None:
         """Console, TensorBoard (W&B), metrics.jsonl, and RUN/condensation/step-N.npz with the histograms, from rank 0.
