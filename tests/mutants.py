@@ -48,8 +48,11 @@ ROOMS = {
         ["test_checkpoint", "test_checkpoint_integrity", "test_checkpoint_trust", "test_ranks_agree"],
     ),
     "stream": (
-        [f"titan_disp/data/{file}.py" for file in ("stream", "cursor", "shuffle", "place", "assignment", "passes")],
-        ["test_stream", "test_shuffle", "test_data"],
+        [
+            f"titan_disp/data/{file}.py"
+            for file in ("stream", "cursor", "shuffle", "place", "assignment", "passes", "mixture", "limits")
+        ],
+        ["test_stream", "test_shuffle", "test_mixture", "test_data"],
     ),
     "supervise": (["slurm/supervise.py"], ["test_supervise"]),
     "plan": (["titan_disp/cluster/plan.py"], ["test_plan"]),

@@ -28,6 +28,7 @@ from titan_disp.cluster.plan_text import render
 from titan_disp.config import load_config
 from titan_disp.dispersion import DispersionLoss, DispersionObjective
 from titan_disp.errors import ConfigError
+from titan_disp.job_config import Source
 from titan_disp.qwen3.flavors import flavors
 from titan_disp.qwen3.model import Qwen3DispModel
 
@@ -333,6 +334,25 @@ def test_missing_inputs_are_warned_about_one_by_one(sample):
     section.enable, section.steps, section.dataset_path = True, 1, "/nowhere/validation"
     _, validation = make_plan(complete, 1, 1).warnings
     assert "validation.dataset_path is '/nowhere/validation'" in validation
+
+
+def test_sources_and_their_parts_of_the_tokens(sample):
+    """Of 16 slots; a part that misses its weight by more than a tenth is warned about, and so is a path that is not there."""
+    mixed = demo(sample, "--checkpoint.no-enable")
+    mixed.training.dataset_path = None
+    mixed.stream.sources = [Source(0.9, f"{sample}/en", "c4", "web"), Source(0.1, "/nowhere/code")]
+    plan = make_plan(mixed, 1, 1)
+    assert [(share.name, share.slots, share.tokens) for share in plan.sources] == [
+        ("web", 14, 0.875),
+        ("code", 2, 0.125),
+    ]
+    missing, coarse = plan.warnings
+    assert missing.startswith("stream.sources.code.path is '/nowhere/code', which does not exist")
+    assert "ask: code: 12.50% of the tokens (10.00% asked for), 2 of 16 slots. Raise stream.slots" in coarse
+    assert "sources         web: 87.50% of the tokens (90.00% asked for), 14 of 16 slots\n" in render(plan)
+    mixed.training.dataset_path = str(sample)
+    with pytest.raises(ConfigError, match="training.dataset_path is .*, and there are 2 stream.sources"):
+        make_plan(mixed, 1, 1)
 
 
 def test_inputs_that_cannot_work_are_errors(sample):

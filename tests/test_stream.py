@@ -58,8 +58,8 @@ def write_files(folder, counts, words=lambda i: 1 + i % 5):
     return list_files("c4", str(folder))
 
 
-def streams_of(files, slots, ranks, seq_len=7, positions=None, **options):
-    assignment = Assignment(files, slots, seed=0)
+def streams_of(files, slots, ranks, seq_len=7, positions=None, assignment=None, **options):
+    assignment = assignment or Assignment(files, slots, seed=0)
     positions = np.zeros((slots, len(Field)), dtype=np.int64) if positions is None else positions
     own = slots // ranks
     return [
@@ -763,7 +763,7 @@ class TestBadData:
             assert name
 
 
-def loader(files, sample, rank=0, ranks=1, prefetch=0, slots=8, **options):
+def loader(files, sample, rank=0, ranks=1, prefetch=0, slots=8, shares=(), **options):
     folder = f"{sample}/tokenizer"
     return StreamLoader(
         files,
@@ -771,6 +771,7 @@ def loader(files, sample, rank=0, ranks=1, prefetch=0, slots=8, **options):
         folder,
         StreamOptions(**({"seq_len": 32} | options)),
         slots=slots,
+        shares=shares,
         local_batch_size=2,
         dp_rank=rank,
         dp_world_size=ranks,

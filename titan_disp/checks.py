@@ -8,7 +8,7 @@ from torchtitan.config import JobConfig
 from titan_disp import cpu
 from titan_disp.batch import data_parallel_degree, global_batch_size, slot_count
 from titan_disp.budget import resolve_steps
-from titan_disp.data.files import check_data
+from titan_disp.data.sources import source_shares, training_sets, validation_set
 from titan_disp.data.tokenizer import load_tokenizer_for
 from titan_disp.data.validation import validation_sequences
 from titan_disp.errors import ConfigError
@@ -72,9 +72,10 @@ def check_inputs(job_config: JobConfig) -> None:
     """
     flavor = job_config.model.flavor
     load_tokenizer_for(flavor, flavors[flavor].vocab_size, job_config.model.hf_assets_path)
-    check_data(job_config.training.dataset, job_config.training.dataset_path)
+    for data in training_sets(job_config):
+        data.check()
     if job_config.validation.enable:
-        check_data(job_config.validation.dataset, job_config.validation.dataset_path, key="validation")
+        validation_set(job_config).check()
     checkpoint = job_config.checkpoint
     if not checkpoint.enable or not checkpoints(os.path.join(job_config.job.dump_folder, checkpoint.folder)):
         check_initial_load(checkpoint, job_config.model.hf_assets_path, flavors[flavor])
@@ -197,6 +198,7 @@ def check_stream(job_config: JobConfig, world_size: int) -> None:
             f"stream.slots is {slots}; expected a divisor of the global batch {batch} that is a multiple of the {dp} "
             "data-parallel ranks"
         )
+    source_shares(job_config, slots)
     if stream.prefetch < 0:
         raise ConfigError(f"stream.prefetch is {stream.prefetch}, expected 0 or more microbatches")
     if stream.shuffle_window < 0:

@@ -81,10 +81,14 @@ def load_config(argv: Sequence[str]) -> JobConfig:
     known = ConfigManager().parse_args(["--job.custom_config_module", module])
     if unknown := list(_unknown_keys(toml, known)):
         raise ConfigError(f"unknown key in {path!r}: {', '.join(unknown)}")
+    if toml.get("stream", {}).get("sources") == []:
+        raise ConfigError("stream.sources is empty: name at least one source, [[stream.sources]], or leave it out")
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)  # tyro's, about types that _check_types refuses below
             config = ConfigManager().parse_args(argv)
+    except ConfigError:
+        raise
     except ValueError as error:
         raise ConfigError(f"bad value in the config: {error}") from error
     _check_types(config)

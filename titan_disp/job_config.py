@@ -3,12 +3,15 @@
 No ``from __future__ import annotations`` here: TorchTitan merges the classes by their real types.
 """
 
-from dataclasses import dataclass, field
-from typing import Literal
+import difflib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal
 
 # TorchTitan imports this module before it builds anything. Configs that were written when the package registered the model
 # itself say custom_import = "titan_disp", which imports nothing any more: they keep working, under TorchTitan's own trainer too.
 import titan_disp.plugin  # noqa: F401
+from titan_disp.errors import ConfigError
 
 
 @dataclass
@@ -87,7 +90,31 @@ class Dispersion:
 
 
 @dataclass
+class Source:
+    """A table of [[stream.sources]]. On the command line, the first one's path is --stream.sources.0.path."""
+
+    weight: float
+    """Its part of the training tokens, relative to the other sources' weights; > 0."""
+
+    path: str | None = None
+    """Its documents: as training.dataset_path."""
+
+    dataset: str = "text"
+    """As training.dataset."""
+
+    name: str = ""
+    """In metrics, logs and checkpoints. By default the last part of the path."""
+
+
+@dataclass
 class Stream:
+    sources: list[Source] = field(default_factory=list)
+    """
+    Several sources of training data in the place of training.dataset and dataset_path, each with a weight: a table each,
+    [[stream.sources]]. A slot belongs to one source, so that their parts of the tokens are parts of the slots; the log and
+    titan-disp plan say which.
+    """
+
     slots: int = 0
     """
     Document streams of the run, fixed for its life; 0: training.global_batch_size. The global batch must be a multiple of
@@ -149,6 +176,39 @@ class Stream:
     A checkpoint written with other data, tokenizer, seq_len, seed or slots: stop and name the difference, or go on with
     streams that begin a new epoch; steps and tokens seen are kept.
     """
+
+    def __post_init__(self) -> None:
+        self.sources = read_sources(self.sources)
+
+
+def read_sources(tables: Any) -> list[Source]:
+    """[[stream.sources]]: TorchTitan makes dataclasses of sections, but leaves the tables of an array as they are.
+
+    Raises:
+        ConfigError: no array of tables, a key that is not known, or a value of another type.
+    """
+    if not isinstance(tables, Sequence) or isinstance(tables, str):
+        raise ConfigError(f"stream.sources is {tables!r}, expected tables, each written [[stream.sources]]")
+    return [table if isinstance(table, Source) else _source(i, table) for i, table in enumerate(tables)]
+
+
+def _source(i: int, table: Any) -> Source:
+    where, known = f"stream.sources[{i}]", [f.name for f in fields(Source)]
+    if not isinstance(table, Mapping):
+        raise ConfigError(f"{where} is {table!r}, expected a table, written [[stream.sources]]")
+    for key, value in table.items():
+        if key not in known:
+            close = difflib.get_close_matches(key, known, n=1)
+            raise ConfigError(
+                f"{where}.{key} is not known"
+                + (f" (did you mean {close[0]}?)" if close else f"; expected {', '.join(known)}")
+            )
+        kinds = (int, float) if key == "weight" else (str,)
+        if not isinstance(value, kinds) or isinstance(value, bool):
+            raise ConfigError(f"{where}.{key} is {value!r}, expected a {'number' if key == 'weight' else 'string'}")
+    if "weight" not in table:
+        raise ConfigError(f"{where} has no weight: set it to its part of the training tokens, relative to the others")
+    return Source(**{**table, "weight": float(table["weight"])})
 
 
 @dataclass

@@ -14,6 +14,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,8 @@ from torchtitan.config import JobConfig
 
 from titan_disp.cluster.gpu_health import gpu_problems
 from titan_disp.config import load_config
-from titan_disp.data.files import check_hub, list_files, streams_from_hub
+from titan_disp.data.files import check_hub, streams_from_hub
+from titan_disp.data.sources import DataSet, training_sets, validation_set
 from titan_disp.data.tokenizer import load_tokenizer_for
 from titan_disp.errors import ConfigError
 from titan_disp.qwen3.flavors import flavors
@@ -73,14 +75,14 @@ def check_gpu(index: int) -> tuple[int, str | None]:
 
 def input_problems(job_config: JobConfig) -> list[str]:
     """Why tokenizer or data cannot be read from this node. Data on the hub is asked for, which needs internet."""
-    flavor, training, validation = job_config.model.flavor, job_config.training, job_config.validation
+    flavor = job_config.model.flavor
 
     def tokenizer() -> None:
         load_tokenizer_for(flavor, flavors[flavor].vocab_size, job_config.model.hf_assets_path)
 
-    checks: list[Callable[[], None]] = [tokenizer, lambda: _read_data(training.dataset, training.dataset_path)]
-    if validation.enable:
-        checks.append(lambda: _read_data(validation.dataset, validation.dataset_path, "validation"))
+    checks: list[Callable[[], None]] = [tokenizer, *(partial(_read_data, data) for data in training_sets(job_config))]
+    if job_config.validation.enable:
+        checks.append(partial(_read_data, validation_set(job_config)))
     problems = []
     for check in checks:
         try:
@@ -92,13 +94,12 @@ def input_problems(job_config: JobConfig) -> list[str]:
     return problems
 
 
-def _read_data(dataset: str, dataset_path: str | None, key: str = "training") -> None:
-    if streams_from_hub(dataset, dataset_path):
-        check_hub(dataset, key)
+def _read_data(data: DataSet) -> None:
+    if streams_from_hub(data.dataset, data.path):
+        check_hub(data.dataset, data.key)
         return
-    with open(
-        list_files(dataset, dataset_path, key)[0].url, "rb"
-    ) as file:  # a file system may list what it cannot read
+    files = data.files()
+    with open(files[0].url, "rb") as file:  # a file system may list what it cannot read
         file.read(1)
 
 

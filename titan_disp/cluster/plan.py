@@ -6,13 +6,14 @@ from dataclasses import dataclass
 import torch
 from torchtitan.config import JobConfig
 
-from titan_disp.batch import data_parallel_degree, global_batch_size, tokens_per_step
+from titan_disp.batch import data_parallel_degree, global_batch_size, slot_count, tokens_per_step
 from titan_disp.checks import check_config
 from titan_disp.cluster.hardware import find_gpu
 from titan_disp.cluster.hub_requests import hub_warnings
 from titan_disp.cluster.memory import Memory, checkpoint_bytes, checkpoint_counts, estimate
 from titan_disp.cluster.traffic import traffic
-from titan_disp.data.files import check_data, split_of
+from titan_disp.data.mixture import Share
+from titan_disp.data.sources import source_shares, training_sets, validation_set
 from titan_disp.data.tokenizer import find_tokenizer, load_tokenizer_for
 from titan_disp.errors import ConfigError
 from titan_disp.qwen3.flavors import Qwen3DispModelArgs, flavors
@@ -20,7 +21,7 @@ from titan_disp.qwen3.model import Qwen3DispModel
 
 MAX_NODES = 1024  # of the node counts that are tried
 STORAGE = 2e9  # bytes/s that all ranks together write: our choice, what a modest shared file system takes
-NOTICED = 0.1  # part of the time from which communication and checkpoints are warned about
+NOTICED = 0.1  # part of the time from which communication and checkpoints are warned about; of a source's weight, that it misses
 
 
 @dataclass(frozen=True)
@@ -51,6 +52,7 @@ class Plan:
             storage_bandwidth; in asynchronous modes most of it is hidden.
         days: of steps, without start-ups, checkpoints, validation and measurements.
         days_fp32_dispersion: the same with dispersion's products at the fp32 peak: of fp32 activations, and of l2_repel.
+        sources: what each of [[stream.sources]] has of the tokens.
         node_counts: up to MAX_NODES, with the GPUs per node as they are.
     """
 
@@ -100,6 +102,7 @@ class Plan:
     days: float
     days_without_dispersion: float
     days_fp32_dispersion: float
+    sources: list[Share]
     node_counts: list[NodeCount]
     warnings: list[str]
 
@@ -163,13 +166,13 @@ def missing_inputs(job_config: JobConfig, strict: bool) -> list[str]:
         missing.append(str(error))
     else:
         load_tokenizer_for(flavor, flavors[flavor].vocab_size, job_config.model.hf_assets_path)
-    data = {"training": (job_config.training.dataset, job_config.training.dataset_path)}
+    data = training_sets(job_config)
     if job_config.validation.enable:
-        data["validation"] = (job_config.validation.dataset, job_config.validation.dataset_path)
-    for key, (dataset, path) in data.items():
-        split_of(dataset, key)
+        data.append(validation_set(job_config))
+    for one in data:
+        one.check_name()
         try:
-            check_data(dataset, path, key)
+            one.check()
         except ConfigError as error:
             if strict:
                 raise
@@ -232,6 +235,12 @@ def make_plan(
             f"a GPU would need about {memory.total / 1e9:.1f} GB, but {gpu} has {device.memory / 1e9:.0f} GB: lower "
             'training.local_batch_size, or set activation_checkpoint.mode = "full", a larger data_parallel_shard_degree or '
             "tensor_parallel_degree"
+        )
+    sources = source_shares(job_config, slot_count(job_config, dp))
+    if coarse := [str(share) for share in sources if abs(share.tokens - share.asked) > NOTICED * share.asked]:
+        warnings.append(
+            f"so few slots cannot be shared out as the weights of stream.sources ask: {'; '.join(coarse)}. Raise stream.slots "
+            "(0: training.global_batch_size)"
         )
     saved, kept, on_disk = checkpoint_counts(job_config)
     model_flops = float(flops_per_token * step_tokens)
@@ -307,6 +316,7 @@ def make_plan(
         days=days(computing),
         days_without_dispersion=days(model_flops / bf16),
         days_fp32_dispersion=days(model_flops / bf16 + added_flops / fp32),
+        sources=sources,
         node_counts=admitted_node_counts(given, gpus_per_node, shard),
         warnings=warnings,
     )

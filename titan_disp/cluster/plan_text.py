@@ -58,6 +58,7 @@ def render(plan: Plan) -> str:
             "steps",
             f"{plan.steps:,} of {plan.tokens_per_step:,} tokens = {plan.total_tokens:,} tokens",
         ),
+        *(("sources" if i == 0 else "", str(share)) for i, share in enumerate(plan.sources)),
         ("parameters", f"{plan.parameters:,}; {plan.parameters_non_embedding:,} without embedding and output"),
         (
             "memory",

@@ -9,9 +9,9 @@ import torch
 from torchtitan.config import JobConfig
 
 from titan_disp.batch import global_batch_size, slot_count
-from titan_disp.data.files import list_files
 from titan_disp.data.loader import StreamLoader, open_stream, together
 from titan_disp.data.place import Field
+from titan_disp.data.sources import training_files
 from titan_disp.data.tokenizer import load_tokenizer
 from titan_disp.errors import ConfigError
 
@@ -62,7 +62,7 @@ def digest(job_config: JobConfig, steps: int, phases: Sequence[tuple[int, int]])
         raise ConfigError(
             "training.global_batch_size = -1 ties the slots to the ranks: set it to resume on another number"
         )
-    files = list_files(t.dataset, t.dataset_path)
+    files = training_files(job_config)
     tokenizer = load_tokenizer(job_config.model.hf_assets_path)
     result = Digest()
     state: dict[str, Any] | None = None

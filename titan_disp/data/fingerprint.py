@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any, cast
@@ -13,6 +14,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from titan_disp import dcp
 from titan_disp.data.assignment import VERSION
 from titan_disp.data.files import DataFile
+from titan_disp.data.mixture import Share
 from titan_disp.data.place import Field
 from titan_disp.data.stream import StreamOptions
 from titan_disp.data.tokenizer import find_tokenizer
@@ -30,9 +32,11 @@ def tokenizer_hash(folder: str) -> str:
     return digest.hexdigest()
 
 
-def fingerprint(files: list[DataFile], tokenizer_folder: str, options: StreamOptions, slots: int) -> dict[str, Any]:
+def fingerprint(
+    files: list[DataFile], tokenizer_folder: str, options: StreamOptions, slots: int, shares: Sequence[Share] = ()
+) -> dict[str, Any]:
     """Everything that decides which tokens come in which slot; a resume under another one would not continue the run."""
-    return {
+    found = {
         "files": [[file.name, file.size] for file in files],
         "tokenizer": tokenizer_hash(tokenizer_folder),
         "seq_len": options.seq_len,
@@ -42,19 +46,23 @@ def fingerprint(files: list[DataFile], tokenizer_folder: str, options: StreamOpt
         "max_document_mb": options.max_document_bytes / 2**20,
         "assignment": VERSION,
     }
+    return found | ({"sources": [[share.name, share.slots] for share in shares]} if shares else {})
 
 
 def differences(saved: dict[str, Any], now: dict[str, Any]) -> list[str]:
     """What differs between two fingerprints, in words."""
     found = []
-    if saved.get("files") != now["files"]:
-        old, new = dict(map(tuple, saved.get("files", []))), dict(map(tuple, now["files"]))
+    old, new = dict(map(tuple, saved.get("files", []))), dict(map(tuple, now["files"]))
+    if old != new:
         changed = sorted(name for name in old.keys() | new.keys() if old.get(name) != new.get(name))
         first = changed[0]
         found.append(
             f"data: {len(old)} files then, {len(new)} now, {len(changed)} differ; first {first} "
             f"({old.get(first, 'missing')} bytes then, {new.get(first, 'missing')} now)"
         )
+    if saved.get("sources") != now.get("sources"):
+        then, today = (", ".join(f"{name} {n}" for name, n in one.get("sources", [])) or "none" for one in (saved, now))
+        found.append(f"stream.sources, with the slots that their weights make: {then} then, {today} now")
     if saved.get("assignment") != now["assignment"]:
         found.append("data: an older version of titan-disp shared out the documents among the slots otherwise")
     for key in ("tokenizer", "seq_len", "seed", "shuffle_window", "slots", "max_document_mb"):

@@ -25,11 +25,13 @@ from torchtitan.tools.logging import logger
 from titan_disp.batch import slot_count
 from titan_disp.data.assignment import Assignment
 from titan_disp.data.fast_tokenizer import fast_encoder
-from titan_disp.data.files import DataFile, list_files, on_rank_0
+from titan_disp.data.files import DataFile, on_rank_0
 from titan_disp.data.fingerprint import check_fingerprint, fingerprint
 from titan_disp.data.limits import check_documents, check_files
+from titan_disp.data.mixture import Mixture, Share
 from titan_disp.data.place import Field
 from titan_disp.data.shuffle import memory
+from titan_disp.data.sources import source_shares, training_files
 from titan_disp.data.stream import RankStreams, StreamOptions
 from titan_disp.data.tokenizer import encoder
 from titan_disp.data.worker import Sequences, as_it_is, worker_signals
@@ -70,19 +72,24 @@ class StreamLoader(BaseDataLoader):
         dp_world_size: int,
         prefetch: int,
         pin_memory: bool = False,
+        shares: Sequence[Share] = (),
     ) -> None:
+        """Args:
+        files: of the split, or of all sources. tokenizer_folder: for the fingerprint. slots: S.
+        shares: of the sources, where there are several.
+        """
         if slots % dp_world_size:
             raise ConfigError(
                 f"{slots} slots cannot be divided among {dp_world_size} data-parallel ranks: see stream.slots"
             )
         self.files, self.options = files, options
-        self.assignment = Assignment(files, slots, options.seed)
+        self.assignment = Mixture(files, shares, options.seed) if shares else Assignment(files, slots, options.seed)
         encode = encoder(tokenizer)
         self.encode = fast_encoder(tokenizer, tokenizer_folder, encode) if options.fast_tokenizer else encode
         own = slots // dp_world_size
         self.slots = range(dp_rank * own, (dp_rank + 1) * own)
         self.local_batch_size, self.prefetch, self.pin_memory = local_batch_size, prefetch, pin_memory
-        self.fingerprint = fingerprint(files, tokenizer_folder, options, slots)
+        self.fingerprint = fingerprint(files, tokenizer_folder, options, slots, shares)
         self.positions = torch.zeros(own, len(Field), dtype=torch.int64)
         self.mesh: DeviceMesh | None = None
         self.seconds_waited = 0.0
@@ -222,13 +229,19 @@ def open_stream(
     dp_rank: int,
     pin_memory: bool = False,
 ) -> StreamLoader:
-    """One rank's loader, as a config describes it."""
+    """One rank's loader, as a config describes it.
+
+    Args:
+        files: ``training_files``.
+    """
+    slots = slot_count(job_config, dp_world_size)
     return StreamLoader(
         files,
         tokenizer,
         job_config.model.hf_assets_path,
         stream_options(job_config),
-        slots=slot_count(job_config, dp_world_size),
+        slots=slots,
+        shares=source_shares(job_config, slots),
         local_batch_size=job_config.training.local_batch_size,
         dp_rank=dp_rank,
         dp_world_size=dp_world_size,
@@ -243,12 +256,15 @@ def build_dataloader(dp_world_size: int, dp_rank: int, tokenizer: BaseTokenizer,
     Raises:
         ConfigError: on all ranks alike: no data, no hub, slots that do not fit the ranks.
     """
-    training = job_config.training
-    files = on_rank_0(list_files, training.dataset, training.dataset_path)
+    files = on_rank_0(training_files, job_config)
     if dp_rank == 0:
         gigabytes = sum(file.size for file in files) / 1e9
         logger.info(f"data: {len(files)} files, {gigabytes:.3g} GB, from {files[0].url} to {files[-1].url}")
-    loader = open_stream(job_config, files, tokenizer, dp_world_size, dp_rank, training.dataloader.pin_memory)
+        for share in source_shares(job_config, slot_count(job_config, dp_world_size)):
+            logger.info(f"data: {share}")
+    loader = open_stream(
+        job_config, files, tokenizer, dp_world_size, dp_rank, job_config.training.dataloader.pin_memory
+    )
     own, window = len(loader.slots), loader.options.shuffle_window
     if dp_rank == 0 and window > 1:
         usual, most = (memory(own, window, length) / 1e6 for length in (C4_DOCUMENT_BYTES, math.inf))

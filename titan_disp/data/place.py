@@ -5,6 +5,7 @@ from enum import IntEnum
 import numpy as np
 
 from titan_disp.data.assignment import Assignment, Run, Segment
+from titan_disp.data.mixture import Mixture
 
 
 class Field(IntEnum):
@@ -42,7 +43,7 @@ class Place:
         position: [k] int64, of a document's beginning; moved by the methods.
     """
 
-    def __init__(self, index: int, position: np.ndarray, assignment: Assignment) -> None:
+    def __init__(self, index: int, position: np.ndarray, assignment: Assignment | Mixture) -> None:
         """Args: position: taken over."""
         self.index, self.position, self.assignment = index, position, assignment
 

@@ -19,6 +19,7 @@ import numpy as np
 from titan_disp.data.assignment import Assignment
 from titan_disp.data.cursor import Cursor, Document, Faults
 from titan_disp.data.files import DataFile
+from titan_disp.data.mixture import Mixture
 from titan_disp.data.passes import Passes
 from titan_disp.data.place import Field, Place
 from titan_disp.data.shuffle import Shuffle
@@ -52,7 +53,7 @@ class RankStreams:
         files: Sequence[DataFile],
         slots: range,
         positions: np.ndarray,
-        assignment: Assignment,
+        assignment: Assignment | Mixture,
         encode: Callable[[str], Sequence[int] | np.ndarray],
         options: StreamOptions,
     ) -> None:

@@ -18,10 +18,11 @@ from torchtitan.distributed import ParallelDims
 from torchtitan.tools.logging import logger
 
 from titan_disp.data.assignment import Assignment
-from titan_disp.data.files import DataFile, held_out, list_files, on_rank_0
+from titan_disp.data.files import DataFile, held_out, list_files, on_rank_0, streams_from_hub
 from titan_disp.data.limits import check_documents
 from titan_disp.data.loader import stream_options
 from titan_disp.data.place import Field
+from titan_disp.data.sources import training_sets
 from titan_disp.data.stream import RankStreams
 from titan_disp.data.tokenizer import encoder
 from titan_disp.errors import ConfigError
@@ -76,24 +77,33 @@ def first_sequences(
 def held_out_sequences(job_config: JobConfig, tokenizer: BaseTokenizer, count: int) -> Tensor | None:
     """The first sequences of the validation split: the same on every rank and in every run. A collective call.
 
-    The split is [validation]'s where it is enabled, else the one beside the training data.
+    The split is [validation]'s where it is enabled, else the one beside the training data: of several sources, the first that
+    has one.
 
     Returns:
         [count, training.seq_len] token ids, int64, or None where there is no validation split.
     """
-    v, dataset_path = job_config.validation, job_config.training.dataset_path
-    if not v.enable and dataset_path is not None and not os.path.isdir(dataset_path):
+    v = job_config.validation
+    if v.enable:
+        splits = [(v.dataset, v.dataset_path)]
+    else:
+        splits = [
+            (held_out(data.dataset), data.path)
+            for data in training_sets(job_config)
+            if streams_from_hub(data.dataset, data.path) or (data.path is not None and os.path.isdir(data.path))
+        ]
+    if not splits:
         return None
-    dataset = v.dataset if v.enable else held_out(job_config.training.dataset)
-    path = v.dataset_path if v.enable else dataset_path
 
     def read() -> np.ndarray | None:  # by one rank: hundreds of them would ask the hub for the same documents
-        try:
-            files = list_files(dataset, path, "validation")
-        except ConfigError as error:
-            logger.warning(f"no validation split: {error}")
-            return None
-        return first_sequences(files, tokenizer, job_config, job_config.training.seq_len, count)[:, :-1]
+        for dataset, path in splits:
+            try:
+                files = list_files(dataset, path, "validation")
+            except ConfigError as error:
+                logger.warning(f"no validation split: {error}")
+                continue
+            return first_sequences(files, tokenizer, job_config, job_config.training.seq_len, count)[:, :-1]
+        return None
 
     tokens = on_rank_0(read)
     return None if tokens is None else torch.from_numpy(tokens).long()

@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 from pathlib import Path
+from typing import Any
 
 import torch
 from huggingface_hub import save_torch_state_dict
@@ -66,7 +67,7 @@ def export(
     try:
         shutil.rmtree(partial, ignore_errors=True)  # of an export that was killed
         partial.mkdir(parents=True)
-        documents = local_documents(saved.config["training"]["dataset_path"])
+        documents = local_documents(_data_path(saved.config))
         describe(partial, saved.model_args(), saved.tokenizer_folder(tokenizer), loaded, dtype, documents)
         weights = hf_weights(saved, dtype)
         environment = saved.run / "environment.json"
@@ -82,6 +83,13 @@ def export(
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     return saved
+
+
+def _data_path(config: dict[str, Any]) -> str | None:
+    """Where the run's training data was: of several sources, the first."""
+    sources = config.get("stream", {}).get("sources")
+    path: str | None = sources[0]["path"] if sources else config["training"]["dataset_path"]
+    return path
 
 
 def _save(weights: dict[str, torch.Tensor], folder: Path, max_shard_size: str) -> None:

@@ -10,10 +10,17 @@ PAPER = "https://arxiv.org/abs/2602.00217"
 SHOWN = ("python", "titan-disp", "torch", "torchtitan", "tokenizers", "sentencepiece")
 
 
-def _data(training: dict[str, Any]) -> str:
+def _data(config: dict[str, Any]) -> str:
     """The data's name; a path tells its last part only, as the rest is about one machine."""
-    path = training["dataset_path"]
+    if sources := config.get("stream", {}).get("sources"):  # older runs know none
+        total = sum(source["weight"] for source in sources)
+        return ", ".join(f"{_source(source)} ({source['weight'] / total:.0%})" for source in sources)
+    training, path = config["training"], config["training"]["dataset_path"]
     return f"`{training['dataset']}`" + (f", a local copy named `{Path(path).name}`" if path else ", from the hub")
+
+
+def _source(source: dict[str, Any]) -> str:
+    return f"`{source['name'] or Path(source['path'] or source['dataset']).name}`"
 
 
 def _dispersion(section: dict[str, Any]) -> str:
@@ -50,7 +57,7 @@ def model_card(saved: SavedModel, name: str, parameters: int, dtype: str, enviro
     logged = {step: record for step, record in read_metrics(saved.run).items() if step <= saved.step}
     facts = {
         "architecture": f"Qwen3, {parameters:,} parameters (flavor {config['model']['flavor']}), weights in {dtype}",
-        "data": _data(training),
+        "data": _data(config),
         "sequence length": f"{training['seq_len']:,}",
         "dispersion": _dispersion(config["dispersion"]),
         "optimizer": f"{config['optimizer']['name']}, peak learning rate {config['optimizer']['lr']:g}",
