@@ -50,7 +50,17 @@ ROOMS = {
     "stream": (
         [
             f"titan_disp/data/{file}.py"
-            for file in ("stream", "cursor", "shuffle", "place", "assignment", "passes", "mixture", "limits")
+            for file in (
+                "stream",
+                "cursor",
+                "shuffle",
+                "place",
+                "assignment",
+                "passes",
+                "mixture",
+                "limits",
+                "progress",
+            )
         ],
         ["test_stream", "test_shuffle", "test_mixture", "test_data"],
     ),

@@ -11,6 +11,7 @@ from torchtitan.distributed import ParallelDims
 from tests.cluster_of_one import DEMO
 from titan_disp.config import load_config
 from titan_disp.data.loader import StreamLoader
+from titan_disp.data.progress import Group
 from titan_disp.dispersion import LossLedger
 from titan_disp.errors import DataError
 from titan_disp.run.folder import read_metrics
@@ -23,17 +24,12 @@ class DamagedFiles:
     check_counters = StreamLoader.check_counters
 
     def __init__(self, skipped):
-        self.files, self.options = [None] * 100, SimpleNamespace(max_skipped_fraction=0.2)
-        self.skipped = skipped
+        self.groups, self.options = [Group("", range(8), 100)], SimpleNamespace(max_skipped_fraction=0.2)
+        self.skipped, self.read, self.waited = skipped, 0, 0.5
 
     def counters(self):
-        return {
-            "documents": 0,
-            "skipped_documents": 0,
-            "skipped_files": self.skipped,
-            "epoch": 0,
-            "seconds_waited": 0.5,
-        }
+        documents = {"documents": 0, "skipped_documents": 0, "skipped_files": self.skipped}
+        return {**documents, "stored_bytes": self.read, "epoch": 0, "seconds_waited": self.waited, "epochs_read": 0.375}
 
 
 def metrics(run, world_size=1, loader=None):
@@ -79,6 +75,25 @@ def test_many_damaged_files_stop_the_run_when_it_next_logs(one_rank, tmp_path):
         log(logged, 20)
     # The step that ends the run is on disk too.
     assert {step: row["data"]["skipped_files"] for step, row in read_metrics(tmp_path).items()} == {10: 20, 20: 21}
+
+
+def test_bytes_and_waiting_since_the_last_log(one_rank, tmp_path, monkeypatch, caplog):
+    """4000 bytes in 8 s, of which 2 s were spent waiting; then 600 bytes in 3 s, without waiting."""
+    caplog.set_level(logging.INFO)
+    clock = SimpleNamespace(now=100.0)
+    monkeypatch.setattr(time, "perf_counter", lambda: clock.now)
+    loader = DamagedFiles(0)
+    logged = metrics(tmp_path, loader=loader)
+    for seconds, loader.read, loader.waited in ((8, 4000, 2.0), (3, 4600, 2.0)):
+        clock.now += seconds
+        log(logged, int(clock.now))
+    rates = [
+        (row["data"]["stored_bytes_per_second"], row["data"]["wait_fraction"])
+        for row in read_metrics(tmp_path).values()
+    ]
+    assert rates == [(500.0, 0.25), (200.0, 0.0)]
+    assert "epochs: 0.375  waiting for data: 25%" in caplog.text
+    assert "epochs: 0.375  waiting for data: 0%" in caplog.text
 
 
 def test_tensorboard_hides_what_a_killed_start_wrote_after_its_checkpoint(tmp_path, monkeypatch):

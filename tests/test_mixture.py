@@ -1,6 +1,7 @@
 """Several sources with weights: exact parts of the tokens, each source as in a run of its own, and every mistake in a config."""
 
 import copy
+import gzip
 import json
 import re
 
@@ -9,14 +10,17 @@ import pytest
 import torch
 
 from tests.cluster_of_one import DEMO, ROOT
-from tests.test_stream import batches, config, of_sizes, streams_of, write_files
+from tests.test_stream import EOS, batches, config, loader, of_sizes, streams_of, write_files, write_uneven
 from titan_disp.cluster.nodecheck import input_problems
 from titan_disp.config import load_config
-from titan_disp.data.assignment import Assignment
+from titan_disp.data.assignment import Assignment, Run, Segment
 from titan_disp.data.digest import digest, global_batch
-from titan_disp.data.loader import open_stream
+from titan_disp.data.documents import Documents, text_of
+from titan_disp.data.files import DataFile, list_files
+from titan_disp.data.loader import open_stream, together
 from titan_disp.data.mixture import Mixture, prefixed, shares
 from titan_disp.data.place import Field
+from titan_disp.data.progress import fraction_read
 from titan_disp.data.sources import check_sources, source_name, source_shares, training_files, training_sets
 from titan_disp.data.tokenizer import load_tokenizer
 from titan_disp.data.validation import held_out_sequences
@@ -154,6 +158,8 @@ def test_a_config_with_sources_from_listing_to_batches(job, sample):
     whole = digest(job, 8, [(0, 1)])
     for phases in ([(0, 6)], [(0, 2), (3, 3), (5, 6)]):
         assert digest(job, 8, phases).hashes == whole.hashes
+    assert {"epoch", "epoch/web", "epochs_read/web", "epoch/code", "epochs_read/code"} <= whole.counters.keys()
+    assert "epochs_read" not in whole.counters
 
 
 def test_a_resume_with_other_weights_is_refused(job, sample):
@@ -181,6 +187,141 @@ def test_a_resume_with_other_weights_is_refused(job, sample):
         open_stream(alone, training_files(alone), tokenizer, 1, 0).load_state_dict(saved)
     assert "sources" not in open_stream(alone, training_files(alone), tokenizer, 1, 0).fingerprint
     assert json.loads(saved["fingerprint"])["sources"] == [["web", 4], ["code", 2]]
+
+
+def test_files_that_end_early_are_judged_by_the_epochs_of_their_source(sample):
+    """Of a small source that is in its tenth epoch and a large one in its first: 9 × 10 + 100 files were begun."""
+    files = [DataFile(f"{name}/{i}", "", 1) for name, count in (("small", 9), ("large", 100)) for i in range(count)]
+    one = loader(files, sample, slots=4, shares=shares({"small": 1, "large": 3}, 4), max_skipped_fraction=0.1)
+    counters = {"documents": 9e9, "skipped_documents": 0, "epoch": 9, "epoch/small": 9, "epoch/large": 0}
+    one.check_counters(counters | {"skipped_files": 19})
+    with pytest.raises(ConfigError, match="20 of 190 files are damaged"):
+        one.check_counters(counters | {"skipped_files": 20})
+
+
+def test_epochs_read_by_hand(sample):
+    """Of six slots on two ranks, in an epoch in which web's file of 300 bytes comes after that of 100: three slots share it."""
+    files = [
+        DataFile(name, "", size) for name, size in (("web/a", 100), ("web/b", 300), ("code/a", 100), ("code/b", 100))
+    ]
+    found = shares({"web": 4, "code": 2}, 6)
+    ranks = [loader(files, sample, rank, 2, slots=6, shares=found) for rank in range(2)]
+    first, second = ranks
+    epoch = next(e for e in range(9) if first.assignment.order(e)[:2] == [0, 1])
+    runs = [first.assignment.run(slot, epoch) for slot in range(4)]
+    assert [sum(run.weights) for run in runs] == [400] * 4  # a hundred bytes each
+    assert [[s.file for s in run.segments] for run in runs] == [[0], [1], [1], [1]]
+    for one in ranks:
+        one.positions[:, Field.EPOCH] = epoch
+        one.densities = [2.0, 0.5]  # bytes of text in a stored byte
+    # Slot 0 has read its file, slot 1 half of its share, slot 2 a tenth; slot 3 has not begun.
+    first.positions[0, Field.DONE] = 2
+    first.positions[1, Field.HEAD_BYTES] = 100
+    first.positions[2, Field.HEAD_BYTES] = 20
+    # Of code, slot 4 has read 20 of 100 bytes, and slot 5, two epochs ahead, nothing yet.
+    second.positions[1, Field.BODY_BYTES] = 10
+    second.positions[2, Field.EPOCH] = epoch + 2
+    first.bytes_read[epoch, 1], second.bytes_read[epoch, 1], second.bytes_read[epoch, 3] = 150, 300, 20
+    counters = together([one.counters() for one in ranks])
+    assert counters["epochs_read/web"] == pytest.approx(epoch + (1 + 0.5 + 0.1 + 0) / 4)
+    assert counters["epochs_read/code"] == pytest.approx(epoch + (0.2 + 2) / 2)
+    assert (counters["epoch/web"], counters["epoch/code"], counters["epoch"]) == (epoch, epoch + 2, epoch + 2)
+    assert counters["stored_bytes"] == 470
+
+
+def test_fraction_of_a_run_by_hand():
+    """40 bytes of a file; whole ones of 10, 30 and 60 bytes, of which the current one is known; and 60 bytes of another."""
+    run = Run(
+        Segment(0, 1, 2, 0, 40),
+        tuple(Segment(i, 0, 2**64, 0, n) for i, n in ((1, 10), (2, 30), (3, 60))),
+        Segment(4, 0, 1, 0, 60),
+    )
+
+    def read(density=1.0, slots=1, **fields):
+        position = np.zeros(len(Field), dtype=np.int64)
+        for name, value in fields.items():
+            position[Field[name]] = value
+        return fraction_read(position, run, slots, density) * 200
+
+    assert read() == 0
+    assert read(HEAD_BYTES=20, TAIL_BYTES=6) == pytest.approx(26)
+    assert read(HEAD_BYTES=20, TAIL_BYTES=6, density=4.0, slots=2) == pytest.approx(13)
+    assert read(HEAD_BYTES=500) == 40
+    assert read(HEAD_BYTES=500, DONE=4) == 100
+    assert read(BODY_BYTES=25, BODY_FILE=1) == 25
+    assert (read(BODY_BYTES=3, BODY_FILE=1), read(BODY_BYTES=99, BODY_FILE=1)) == (10, 40)
+    assert read(BODY_BYTES=3, BODY_FILE=3, DONE=7) == 200
+    assert read(HEAD_BYTES=20, BODY_FILE=2, density=0.0) == 40  # nothing is measured yet
+    assert fraction_read(np.zeros(len(Field), dtype=np.int64), Run(None, (), None), 1, 1.0) == 0
+
+
+def texts_bytes(files):
+    """Of all documents."""
+    return sum(len(text_of(raw).encode()) for file in files for raw in iter(Documents(file, 1 << 20).read, None))
+
+
+@pytest.mark.parametrize(("suffix", "documents"), [("json", 1.0), ("json.gz", 2.5), ("parquet", 2.5)])
+def test_text_in_a_stored_byte(tmp_path, suffix, documents):
+    """At first the documents in a compressed byte are guessed, and the text in a document is known; then both are measured."""
+    files = write_uneven(tmp_path, [60, 50], "parquet" if suffix == "parquet" else "json.gz")
+    if suffix == "json":
+        for file in files:
+            (tmp_path / file.name.removesuffix(".gz")).write_bytes(gzip.decompress((tmp_path / file.name).read_bytes()))
+            (tmp_path / file.name).unlink()
+        files = list_files("text", str(tmp_path))
+    (rank,) = streams_of(files, 1, 1, seq_len=1)
+    rank.encode = lambda text: [1, EOS]
+    assert rank.text_per_stored_byte() == [0.0]
+    slot = rank.slots[0]
+    slot.sequence()
+    read = slot.cursor.position
+    as_stored = read[Field.BYTES] + (suffix != "parquet") * len('{"text": ""}\n') * read[Field.DOCUMENTS]
+    assert rank.text_per_stored_byte() == [pytest.approx(documents * read[Field.BYTES] / as_stored)]
+    while slot.position[Field.EPOCH] == 0:
+        slot.sequence()
+    exact = texts_bytes(files) / sum(file.size for file in files)
+    assert rank.text_per_stored_byte() == [pytest.approx(exact, rel=0.005)]
+
+
+def test_text_in_a_stored_byte_of_a_file_in_the_middle(tmp_path):
+    """After 4 MiB, also from a resume on: what was read before it does not count."""
+    line = json.dumps({"text": "x" * 900, "more": "y" * 1075}) + "\n"
+    assert len(line) == 2000
+    (tmp_path / "a.json").write_text(line * 8000)
+    files, positions = list_files("text", str(tmp_path)), None
+    for steps in (750, 800):
+        (rank,) = streams_of(files, 1, 1, positions=positions)
+        rank.encode = lambda text: [1, EOS]
+        _, positions = batches([rank], steps)
+        assert rank.text_per_stored_byte() == [pytest.approx(0.45, rel=0.05)]
+        (one,) = rank.passes._open[0]
+        assert not one.ended
+        assert (one.start == 0) == (steps == 750)
+
+
+def test_epochs_read_is_what_was_handed_out(sample, tmp_path):
+    """By counting text; the same on any ranks, whatever is read ahead, and through a resume."""
+    files = write_uneven(tmp_path, [300, 120, 200], "json.gz")
+    total, found = texts_bytes(files), []
+    for ranks, prefetch, parts in ((1, 0, [450]), (3, 0, [450]), (1, 4, [201, 249])):
+        states = []
+        for part in parts:
+            loaders = [loader(files, sample, rank, ranks, prefetch, slots=3, seq_len=256) for rank in range(ranks)]
+            for one, state in zip(loaders, states, strict=False):
+                one.load_state_dict(state)
+            batches = [iter(one) for one in loaders]
+            for _ in range(part // ranks):
+                for own in batches:
+                    next(own)
+            for one in loaders:
+                one.close()
+            states = [one.state_dict() for one in loaders]
+        found.append(together([one.counters() for one in loaders]))
+    handed_out = found[0]["text_bytes"] / total
+    assert handed_out > 1.1
+    assert [counters["text_bytes"] / total for counters in found] == [handed_out] * 3
+    for counters in found:
+        assert counters["epochs_read"] == pytest.approx(handed_out, abs=0.02)
 
 
 def test_names_of_sources():

@@ -45,15 +45,34 @@ def check_verdicts():
 
 class Files(DamagedFiles):
     def counters(self):
-        return {**super().counters(), "epoch": dist.get_rank(), "seconds_waited": 3.0 - dist.get_rank()}
+        rank = dist.get_rank()
+        return {
+            **super().counters(),
+            "epoch": rank,
+            "seconds_waited": self.waited,
+            "epoch/web": 2 * rank,
+            "epochs_read/web": 1.5,
+        }
 
 
 def check_data_metrics(folder):
-    """41 of 200 files, begun in two epochs: sums over the ranks, but for the latest epoch and the longest wait."""
-    loader = Files(20 + dist.get_rank())
+    """41 of 200 files, begun in two epochs: sums over the ranks, but for the latest epochs and the longest waits.
+
+    In 4 s rank 0 waits for 3 s and reads 1000 bytes, rank 1 2 s and 3000; in the next 2 s, 0.5 and 100, and 1 and nothing.
+    """
+    rank = dist.get_rank()
+    loader = Files(20 + rank)
     logged = metrics(folder, 2, loader)
-    expected = {"documents": 0, "skipped_documents": 0, "skipped_files": 41, "epoch": 1, "seconds_waited": 3}
-    assert logged.data_metrics() == expected
+    loader.read, loader.waited = (1000, 3.0) if rank == 0 else (3000, 2.0)
+    expected = {
+        **{"documents": 0, "skipped_documents": 0, "skipped_files": 41, "epoch": 1, "epoch/web": 2},
+        **{"epochs_read": 0.75, "epochs_read/web": 3.0, "stored_bytes": 4000, "seconds_waited": 3.0},
+        **{"stored_bytes_per_second": 1000.0, "wait_fraction": 0.75},
+    }
+    assert logged.data_metrics(4.0) == expected
+    loader.read, loader.waited = (1100, 3.5) if rank == 0 else (3000, 3.0)
+    found = logged.data_metrics(2.0)
+    assert (found["stored_bytes_per_second"], found["wait_fraction"], found["seconds_waited"]) == (50.0, 0.5, 3.5)
     logged.data_loading_times.append(0.0)
     with pytest.raises(DataError, match="41 of 200 files are damaged"):
         logged.log(10, 3.0, 3.0, 1.0)

@@ -11,5 +11,5 @@ cursor         the documents of a slot, one after another; shuffle: in windows, 
   ▼ tokenizer, fast_tokenizer
 stream         the slots of a rank: documents tokenized ahead, packed into sequences
   ▼ worker       a process that does all this ahead of training
-loader         TorchTitan's dataloader; its state is the positions and the fingerprint of the data
+loader         TorchTitan's dataloader; its state is the positions and the fingerprint of the data; progress: for the metrics
 """

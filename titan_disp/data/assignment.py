@@ -111,6 +111,7 @@ class Assignment:
         files: names and sizes, which with seed and epoch decide everything. slots: S. seed: of the stream.
         """
         self.names, self.slots, self.seed = [file.name for file in files], slots, seed
+        self.first_files = [0]  # of each source: here is one
         # In S-ths of a byte: no run is empty, however many slots there are. An empty file is somebody's too, who reports it.
         self.lengths = [max(file.size, 1) * slots for file in files]
         # Where documents are few, slots are many epochs apart; the memory is bounded.

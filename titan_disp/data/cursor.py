@@ -134,6 +134,9 @@ class Cursor:
             start, size = p.copy(), len(text.encode())
             p[Field.DOCUMENTS] += 1
             p[Field.BYTES] += size
+            density = self.passes.density(segment.file)
+            density.parsed += len(raw)
+            density.text += size
             place.take(part, index, size)
             self._search = _Search()
             return Document(text, size, start, p.copy())

@@ -31,6 +31,7 @@ from titan_disp.data.limits import check_documents, check_files
 from titan_disp.data.mixture import Mixture, Share
 from titan_disp.data.place import Field
 from titan_disp.data.shuffle import memory
+from titan_disp.data.progress import fraction_read, groups_of
 from titan_disp.data.sources import source_shares, training_files
 from titan_disp.data.stream import RankStreams, StreamOptions
 from titan_disp.data.tokenizer import encoder
@@ -40,13 +41,17 @@ from titan_disp.errors import ConfigError
 Batch = tuple[dict[str, Tensor], Tensor]
 _GROUP = 32  # microbatches that travel from the prefetch worker at once, at most …
 _GROUP_TOKENS = 1 << 16  # … and their tokens, where one microbatch has not more
-C4_DOCUMENT_BYTES = 2200  # of text, on average
-LARGEST = ("epoch", "seconds_waited")  # counters that are the largest of the ranks', not their sum
+LARGEST = ("epoch", "seconds_waited", "wait_fraction")  # counters that are the largest of the ranks', not their sum
+
+
+def is_largest(name: str) -> bool:
+    """Whether a counter of all ranks together is the largest one, not their sum. A source's have its name behind a slash."""
+    return name.partition("/")[0] in LARGEST
 
 
 def together(every: Sequence[dict[str, float]]) -> dict[str, float]:
     """The counters of all ranks as one."""
-    return {name: (max if name in LARGEST else sum)(counters[name] for counters in every) for name in every[0]}
+    return {name: (max if is_largest(name) else sum)(counters[name] for counters in every) for name in every[0]}
 
 
 class StreamLoader(BaseDataLoader):
@@ -54,9 +59,11 @@ class StreamLoader(BaseDataLoader):
 
     Attributes:
         positions: [own slots, k] int64, of the sequences handed out, not of those prefetched.
+        groups: of slots, whose epochs are counted apart.
         mesh: the data-parallel mesh, or None on one data-parallel rank; the positions are sharded over it in a checkpoint.
         seconds_waited: time that the consumer waited for data, since the start.
         bytes_read: stored bytes read so far, by (epoch, file).
+        densities: bytes of text in a stored byte, of each group.
     """
 
     def __init__(
@@ -91,9 +98,11 @@ class StreamLoader(BaseDataLoader):
         self.local_batch_size, self.prefetch, self.pin_memory = local_batch_size, prefetch, pin_memory
         self.fingerprint = fingerprint(files, tokenizer_folder, options, slots, shares)
         self.positions = torch.zeros(own, len(Field), dtype=torch.int64)
+        self.groups = groups_of(files, slots, shares)
         self.mesh: DeviceMesh | None = None
         self.seconds_waited = 0.0
         self.bytes_read: Counter[tuple[int, int]] = Counter()
+        self.densities = [0.0] * len(self.groups)
         self._running: Generator[Batch, None, None] | None = None
 
     def _make(self) -> RankStreams:
@@ -134,7 +143,7 @@ class StreamLoader(BaseDataLoader):
                 self.seconds_waited += time.perf_counter() - start
                 if isinstance(got, ConfigError):
                     raise got
-                array, positions, self.bytes_read = got
+                array, positions, self.bytes_read, self.densities = got
                 for first in range(0, len(array), batch):
                     for row in positions[first : first + batch]:
                         mine[turn] = row
@@ -147,16 +156,35 @@ class StreamLoader(BaseDataLoader):
             del batches  # DataLoader ends its worker when its iterator goes
 
     def counters(self) -> dict[str, float]:
-        """This rank's totals since the start of the run, of sequences handed out; seconds_waited since this process's start."""
+        """This rank's totals since the start of the run, of sequences handed out; stored_bytes and seconds_waited since this
+        process's start.
+
+        epochs_read is this rank's part of the mean over slots, with the fraction of the epoch that they are in: ranks add up to
+        it. Of several sources, each has its own epoch and epochs_read.
+        """
         columns = self.positions.sum(0).tolist()
         return {
             "documents": columns[Field.DOCUMENTS],
             "text_bytes": columns[Field.BYTES],
+            "stored_bytes": sum(self.bytes_read.values()),
             "skipped_documents": columns[Field.SKIPPED],
             "skipped_files": columns[Field.SKIPPED_FILES],
             "epoch": self.positions[:, Field.EPOCH].max().item(),
             "seconds_waited": self.seconds_waited,
+            **dict(self._epochs()),
         }
+
+    def _epochs(self) -> Iterator[tuple[str, float]]:
+        for group, density in zip(self.groups, self.densities, strict=True):
+            own = range(max(group.slots.start, self.slots.start), min(group.slots.stop, self.slots.stop))
+            latest, read, slots = 0, 0.0, len(group.slots)
+            for slot in own:
+                position = self.positions[slot - self.slots.start].numpy()
+                epoch = int(position[Field.EPOCH])
+                latest = max(latest, epoch)
+                read += epoch + fraction_read(position, self.assignment.run(slot, epoch), slots, density)
+            yield f"epoch{group.suffix}", latest
+            yield f"epochs_read{group.suffix}", read / slots
 
     def check_counters(self, counters: dict[str, float]) -> None:
         """Stop a run whose data is broken, not just blemished.
@@ -168,8 +196,9 @@ class StreamLoader(BaseDataLoader):
             DataError: more documents or files were skipped than ``limits`` allows.
         """
         allowed = self.options.max_skipped_fraction
+        begun = sum(group.files * (counters[f"epoch{group.suffix}"] + 1) for group in self.groups)
         check_documents(counters["skipped_documents"], counters["documents"], allowed)
-        check_files(counters["skipped_files"], len(self.files) * (counters["epoch"] + 1), allowed)
+        check_files(counters["skipped_files"], begun, allowed)
 
     def state_dict(self) -> dict[str, Any]:
         """The fingerprint and a copy of the positions, [S, k] over all ranks."""

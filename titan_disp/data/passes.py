@@ -5,7 +5,7 @@ import time
 from bisect import bisect_right
 from collections import Counter, deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from torchtitan.tools.logging import logger
 
@@ -13,6 +13,7 @@ from titan_disp.data.assignment import Segment
 from titan_disp.data.documents import BadDocument, DamagedFile, Documents
 from titan_disp.data.files import DataFile
 from titan_disp.data.place import Place
+from titan_disp.data.progress import Density, densities
 
 PROGRESS_SECONDS = 10.0
 DOCUMENT_BYTES = 1 << 13  # where documents are longer on average, a window to shuffle holds fewer of them
@@ -40,7 +41,9 @@ class _Pass:
         self.queues = queues
         self.queue_bytes, self.window = queue_bytes, window
         self.queued = 0  # bytes in all queues
-        self.read, self.read_bytes = 0, 0  # documents, whosever they are
+        self.start = documents.position
+        self.read, self.read_bytes = 0, 0  # documents, whosever they are …
+        self.before = -1  # … and what was read of the file when the first of them was there
         self.ended = False
         self.damage: str | None = None
         # By the first of their keys, for bisection.
@@ -62,6 +65,8 @@ class _Pass:
         except DamagedFile as error:
             self.damage = str(error)
             document = None
+        if self.before < 0:
+            self.before = self.documents.bytes_read
         if document is None:
             self.ended = True
             self.documents.close()
@@ -107,6 +112,28 @@ class Passes:
         # Of files read to the end: how many documents, and the damage.
         self._ends: dict[int, tuple[int, str | None]] = {}
         self._closed_bytes: Counter[tuple[int, int]] = Counter()
+        self.first_files = places[0].assignment.first_files
+        self._densities = densities(files, self.first_files)
+
+    def density(self, file: int) -> Density:
+        """Of the files of its source."""
+        return self._densities[bisect_right(self.first_files, file) - 1]
+
+    def text_per_stored_byte(self) -> list[float]:
+        """Of the files of each source, as far as they are read."""
+        found = [replace(density) for density in self._densities]
+        for file, passes in self._open.items():
+            for one in passes:
+                self._measure(found[bisect_right(self.first_files, file) - 1], file, one)
+        return [density.value() for density in found]
+
+    def _measure(self, density: Density, file: int, one: _Pass) -> None:
+        count = one.documents.position
+        if one.ended and one.damage is None:
+            if count > one.start:  # those after a resume: their part of the file is about their part of its documents
+                density.measured(one.read_bytes, self.files[file].size * (count - one.start) / count, ended=True)
+        elif one.before >= 0:
+            density.measured(one.read_bytes, one.documents.bytes_read - one.before, ended=False)
 
     def bytes_read(self) -> Counter[tuple[int, int]]:
         """Stored bytes read so far, by (epoch, file)."""
@@ -201,6 +228,7 @@ class Passes:
             left.documents.close()
             self._open[file].remove(left)
             self._closed_bytes[left.epoch, file] += left.documents.bytes_read
+            self._measure(self.density(file), file, left)
             if not self._open[file]:
                 del self._open[file]
 

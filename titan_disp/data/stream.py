@@ -82,6 +82,10 @@ class RankStreams:
         """Stored bytes read so far, by (epoch, file)."""
         return self.passes.bytes_read()
 
+    def text_per_stored_byte(self) -> list[float]:
+        """Of the files of each source, as far as they are read."""
+        return self.passes.text_per_stored_byte()
+
     def read_ahead(self, slot: int) -> None:
         """Have the documents of the rank's next sequences, from this slot on in turn, tokenized in the background."""
         sequence = (self.options.seq_len + 1) * self._bytes_per_token

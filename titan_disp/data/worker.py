@@ -25,7 +25,8 @@ def as_it_is(batch: Any) -> Any:
 
 
 class Sequences(IterableDataset):
-    """Runs in the prefetch worker: (tokens [n, seq_len + 1], positions [n, k], bytes read by (epoch, file)), or a ConfigError.
+    """Runs in the prefetch worker: (tokens [n, seq_len + 1], positions [n, k], bytes read by (epoch, file), bytes of text in a
+    stored byte by source), or a ConfigError.
 
     n is ``batch`` times up to ``group``; less only before an error, which comes after all that was read before it.
     """
@@ -57,7 +58,7 @@ class Sequences(IterableDataset):
                     failed = error
                 whole = done - done % self.batch
                 if whole:
-                    yield tokens[:whole], positions[:whole], streams.bytes_read()
+                    yield tokens[:whole], positions[:whole], streams.bytes_read(), streams.text_per_stored_byte()
                 if failed is not None:
                     raise failed
         except ConfigError as error:

@@ -135,7 +135,7 @@ def final_numbers(runs: Sequence[Run]) -> Rows:
 
 
 def data_counters(runs: Sequence[Run]) -> Rows:
-    """What the data loaders counted until the last row: sums over all ranks, but for epoch and seconds_waited, the largest."""
+    """What the data loaders counted until the last row: sums over all ranks, but for epoch and waiting, the largest."""
     counters = [run.rows[-1].get("data") or {} if run.rows else {} for run in runs]
     return {
         key.replace("_", " "): [number(None if value is ABSENT else value) for value in values]

@@ -25,12 +25,20 @@ from titan_disp.batch import tokens_per_step
 from titan_disp.budget import last_step
 from titan_disp.condensation.record import Condensation
 from titan_disp.data.files import on_rank_0
-from titan_disp.data.loader import LARGEST, StreamLoader
+from titan_disp.data.loader import StreamLoader, is_largest
 from titan_disp.dispersion import LossLedger
 from titan_disp.run.clock import Clock
 from titan_disp.run.folder import append_json
 from titan_disp.run.stragglers import Stragglers
 from titan_disp.run.wandb_run import continue_run, run_id
+
+
+def _said(data: dict[str, float]) -> str:
+    """Epochs and the wait for data, for the console."""
+    epochs = ", ".join(
+        f"{name.partition('/')[2]} {x:.3f}".strip() for name, x in data.items() if name.startswith("epochs_read")
+    )
+    return f"  epochs: {epochs}  waiting for data: {data['wait_fraction']:.0%}" if data else ""
 
 
 class TensorBoardFolder(BaseLogger):
@@ -90,6 +98,7 @@ class DispersionMetrics(MetricsProcessor):
         self.ledger = ledger
         self._loader = loader
         self._first_log: tuple[float, int] | None = None  # (time, tokens)
+        self._counted: dict[str, float] = {}  # by this rank's loader, until the last log
         self._jsonl = Path(job_config.job.dump_folder) / "metrics.jsonl" if rank == 0 else None
         if self._jsonl is not None:
             self._jsonl.parent.mkdir(parents=True, exist_ok=True)
@@ -125,11 +134,21 @@ class DispersionMetrics(MetricsProcessor):
         pace = (tokens - then) / (now - since)
         return f", {timedelta(seconds=round((self.total_tokens - tokens) / pace))} left"
 
-    def data_metrics(self) -> dict[str, float]:
-        """The loader's counters over all ranks: sums, but for the latest epoch and the longest wait. A collective call."""
+    def data_metrics(self, seconds: float) -> dict[str, float]:
+        """The loader's counters over all ranks: sums, but for the latest epoch and the longest wait. A collective call.
+
+        Args:
+            seconds: since the last log, for stored_bytes_per_second, and wait_fraction: the part of them that the rank which
+                waited longest for its data did so.
+        """
         if self._loader is None:
             return {}
-        counters = self._loader.counters()
+        counted, last = self._loader.counters(), self._counted
+        self._counted = counted
+        counters = counted | {
+            "stored_bytes_per_second": (counted["stored_bytes"] - last.get("stored_bytes", 0)) / seconds,
+            "wait_fraction": (counted["seconds_waited"] - last.get("seconds_waited", 0)) / seconds,
+        }
         mesh = self.parallel_dims.get_optional_mesh("batch")
         if mesh is None:
             return counters
@@ -138,7 +157,7 @@ class DispersionMetrics(MetricsProcessor):
         dist.all_reduce(summed, group=mesh.get_group())
         dist.all_reduce(most, op=dist.ReduceOp.MAX, group=mesh.get_group())
         return {
-            name: (m if name in LARGEST else s)
+            name: (m if is_largest(name) else s)
             for name, s, m in zip(counters, summed.tolist(), most.tolist(), strict=True)
         }
 
@@ -168,17 +187,18 @@ class DispersionMetrics(MetricsProcessor):
         extra["loss_metrics/dispersion"] = terms["dispersion"]
         if fit_error is not None:
             extra["loss_metrics/dispersion_fit_error"] = fit_error
-        data = self.data_metrics()
+        seconds = time.perf_counter() - self.time_last_log
+        data = self.data_metrics(seconds)
         extra.update({f"data/{name}": value for name, value in data.items()})
         slowest = self.stragglers.find() if self.stragglers is not None else None
-        seconds = time.perf_counter() - self.time_last_log
         tps = self.ntokens_since_last_log / (seconds * self.parallel_dims.non_data_parallel_size)
         super().log(step, global_avg_loss, global_max_loss, grad_norm, extra)
         color = self.color
-        of_budget = f" of {self.total_tokens:,} ({tokens / self.total_tokens:.1%}{self.time_left(tokens)})"
+        progress = f" of {self.total_tokens:,} ({tokens / self.total_tokens:.1%}{self.time_left(tokens)})"
+        progress += _said(data)
         logger.info(
             f"{color.red}step: {step:2}  {color.green}ce: {terms['ce']:8.5f}  "
-            f"{color.magenta}dispersion: {terms['dispersion']:8.5f}  {color.blue}tokens: {tokens:,}{of_budget}{color.reset}"
+            f"{color.magenta}dispersion: {terms['dispersion']:8.5f}  {color.blue}tokens: {tokens:,}{progress}{color.reset}"
         )
         if slowest is not None:
             logger.warning(
