@@ -11,13 +11,15 @@ from pathlib import Path
 from urllib.parse import unquote
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
+OLDER = "89abcdef0123456789abcdef0123456789abcdef"
 
 
 class FakeHub:
-    """Serves ``root`` as allenai/c4, and the folders in ``datasets`` under their names, each at one commit.
+    """Serves ``root`` as allenai/c4, and the folders in ``datasets`` under their names, at COMMIT.
 
     Attributes:
         url: to be set as HF_ENDPOINT (``use`` does it in this process).
+        tagged: folders of data sets at OLDER, the tag v1.0.
         gated: data sets that nobody may read.
         fail_every: every n-th request for content is answered 503; 0 for none.
         damaged: paths whose content is served with a wrong byte.
@@ -29,7 +31,7 @@ class FakeHub:
     """
 
     def __init__(self, root: Path, repository: str = "allenai/c4") -> None:
-        self.datasets, self.gated = {repository: root}, set()
+        self.datasets, self.tagged, self.gated = {repository: root}, {}, set()
         self.fail_every, self.damaged, self.requests = 0, set(), Counter()
         self.refusals, self.cut, self.short, self.stall, self.ignore_range = [], 0, 0, 0, False
         self.ranges, self.closing = [], threading.Event()
@@ -74,8 +76,8 @@ class FakeHub:
         }.items():
             monkeypatch.setattr(name, value)
 
-    def files(self, repository="allenai/c4"):
-        root = self.datasets[repository]
+    @staticmethod
+    def files(root):
         return sorted(p.relative_to(root).as_posix() for p in root.rglob("*") if p.is_file())
 
     def answer(self, request, body):
@@ -83,26 +85,30 @@ class FakeHub:
         repository = "/".join(path.removeprefix("/api").split("/")[2:4])
         if repository not in self.datasets:
             return self.send(request, 404, b"", {"X-Error-Code": "RepoNotFound"}, body)
-        if match := re.fullmatch(rf"/api/datasets/{repository}/tree/{COMMIT}/?(.*)", path):
+        root = self.tagged[repository] if OLDER in path else self.datasets[repository]
+        if match := re.fullmatch(rf"/api/datasets/{repository}/tree/(?:{COMMIT}|{OLDER})/?(.*)", path):
             self.requests["tree"] += 1
-            tree = self.tree(repository, unquote(match[1]), "recursive=true" in query.lower())
+            tree = self.tree(root, unquote(match[1]), "recursive=true" in query.lower())
             if not tree:
                 return self.send(request, 404, b"", {"X-Error-Code": "EntryNotFound"}, body)
             return self.send(request, 200, json.dumps(tree).encode(), {}, body)
         if match := re.fullmatch(rf"/api/datasets/{repository}(?:/revision/(.+))?", path):
             self.requests["info"] += 1
-            if match[1] not in (None, "main", "v1.0", COMMIT):
+            commits = {None: COMMIT, "main": COMMIT, COMMIT: COMMIT}
+            if repository in self.tagged:
+                commits |= {"v1.0": OLDER, OLDER: OLDER}
+            if match[1] not in commits:
                 return self.send(request, 404, b"", {"X-Error-Code": "RevisionNotFound"}, body)
-            info = {"id": repository, "sha": COMMIT, "gated": "auto" if repository in self.gated else False}
+            info = {"id": repository, "sha": commits[match[1]], "gated": "auto" if repository in self.gated else False}
             return self.send(request, 200, json.dumps(info).encode(), {}, body)
-        match = re.fullmatch(rf"/datasets/{repository}/resolve/{COMMIT}/(.+)", path)
+        match = re.fullmatch(rf"/datasets/{repository}/resolve/({COMMIT}|{OLDER})/(.+)", path)
         if repository in self.gated:  # with whatever is asked for, auth-check too
             return self.send(request, 401, b"", {"X-Error-Code": "GatedRepo"}, body)
-        if not match or unquote(match[1]) not in self.files(repository):
+        if not match or unquote(match[2]) not in self.files(root):
             return self.send(request, 404, b"", {"X-Error-Code": "EntryNotFound"}, body)
-        return self.content(request, repository, unquote(match[1]), body)
+        return self.content(request, root, match[1], unquote(match[2]), body)
 
-    def content(self, request, repository, path, body):
+    def content(self, request, root, commit, path, body):
         self.requests["content"] += 1
         if body:
             self.ranges.append((path, request.headers.get("Range")))
@@ -111,10 +117,10 @@ class FakeHub:
             return self.send(request, status, b"", headers, body)
         if self.fail_every and self.requests["content"] % self.fail_every == 0:
             return self.send(request, 503, b"busy", {}, body)
-        content = (self.datasets[repository] / path).read_bytes()
+        content = (root / path).read_bytes()
         headers = {
             "ETag": f'"{hashlib.sha256(content).hexdigest()}"',
-            "X-Repo-Commit": COMMIT,
+            "X-Repo-Commit": commit,
             "Accept-Ranges": "bytes",
         }
         if path in self.damaged:
@@ -128,21 +134,22 @@ class FakeHub:
         headers["Content-Range"] = f"bytes {first}-{last}/{len(content)}"
         return self.send(request, 206, content[first : last + 1], headers, body, self.cut or self.stall or None)
 
-    def tree(self, repository, folder, recursive):
+    def tree(self, root, folder, recursive):
         """Files and folders, as the hub lists them."""
         prefix, found = f"{folder}/" if folder else "", {}
-        for name in self.files(repository):
+        for name in self.files(root):
             if name.startswith(prefix):
                 parts = name[len(prefix) :].split("/")
                 for depth in range(1, len(parts)) if recursive else range(1, min(len(parts), 2)):
                     path = prefix + "/".join(parts[:depth])
                     found[path] = {"type": "directory", "path": path, "oid": "0" * 40}
                 if recursive or len(parts) == 1:
-                    found[name] = self.entry(repository, name)
+                    found[name] = self.entry(root, name)
         return list(found.values())
 
-    def entry(self, repository, name):
-        content = (self.datasets[repository] / name).read_bytes()
+    @staticmethod
+    def entry(root, name):
+        content = (root / name).read_bytes()
         sha256 = hashlib.sha256(content).hexdigest()
         size = len(content)
         return {

@@ -8,11 +8,12 @@ import pyarrow.parquet
 import pytest
 
 from tests.cluster_of_one import DEMO
-from tests.fake_hub import COMMIT, FakeHub
+from tests.fake_hub import COMMIT, OLDER, FakeHub
 from titan_disp.cli import app
 from titan_disp.cluster.nodecheck import input_problems
 from titan_disp.config import load_config
 from titan_disp.data.digest import digest
+from titan_disp.data.documents import Documents
 from titan_disp.data.files import check_data, check_hub, held_out, list_files, split_of
 from titan_disp.data.hub_dataset import HubName, parse_name
 from titan_disp.data.mirror import RECORDS, fetch
@@ -84,7 +85,7 @@ def add(hub, tmp_path, name, *files, card=None):
 
 FILES = {
     "hf:some/prose": ["data/x/1.parquet", "data/y/1.parquet"],
-    "hf:some/prose@v1.0:default:train": ["data/x/1.parquet", "data/y/1.parquet"],
+    "hf:some/prose@main:default:train": ["data/x/1.parquet", "data/y/1.parquet"],
     "hf:some/prose::train": ["data/x/1.parquet", "data/y/1.parquet"],
     "hf:some/prose:sample-2": ["sample/2/1.parquet", "sample/2/2.parquet"],
     "hf:some/prose:split": ["split/a1.jsonl.gz", "split/a2.jsonl"],
@@ -95,7 +96,7 @@ FILES = {
 
 @pytest.mark.parametrize("dataset", FILES)
 def test_files_of_a_configuration_and_a_split(hub, tmp_path, dataset):
-    """As the card names them, at one commit, which is asked for once; with the sizes of the hub's listing."""
+    """As the card names them, at one commit, with the sizes of the hub's listing; no file is opened for it."""
     files = list_files(dataset, None)
     assert [file.url for file in files] == [f"hf://datasets/some/prose@{COMMIT}/{path}" for path in FILES[dataset]]
     assert [file.size for file in files] == [(tmp_path / "some" / path).stat().st_size for path in FILES[dataset]]
@@ -103,6 +104,16 @@ def test_files_of_a_configuration_and_a_split(hub, tmp_path, dataset):
         path.removeprefix("data/") if path.startswith("data/") else Path(path).name for path in FILES[dataset]
     ]
     assert not any(path.endswith((".parquet", ".jsonl", ".gz")) for path, _ in hub.ranges)
+
+
+def test_a_revision(hub, tmp_path):
+    """What there was then, by the card of then."""
+    add(hub, tmp_path, "older", "then.jsonl", card="---\nconfigs:\n- config_name: one\n  data_files: then.jsonl\n---\n")
+    hub.tagged["some/prose"] = hub.datasets.pop("some/older")
+    (file,) = list_files("hf:some/prose@v1.0", None)
+    assert file.url == f"hf://datasets/some/prose@{OLDER}/then.jsonl"
+    assert Documents(file, 1 << 20).read() == b'{"text": "one two three"}\n'
+    assert len(list_files("hf:some/prose", None)) == 2
 
 
 def test_the_default_split_is_that_of_the_section():

@@ -361,7 +361,7 @@ def test_inputs_that_cannot_work_are_errors(sample):
 
 
 def test_streaming_from_the_hub_on_many_nodes_is_warned_about(sample):
-    """640 ranks each read at most two of C4's 1024 files in part, the others whole: 1,664 reads, a request each."""
+    """At most 1024 files + 640 ranks = 1,664 reads of C4 in an epoch, a request each."""
     job, end = paper(), "training.dataset_path = DIR"
     (warning,) = hub_warnings(job, 640, 80)
     assert warning in make_plan(job, 80, 8).warnings
