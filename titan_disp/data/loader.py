@@ -30,8 +30,8 @@ from titan_disp.data.fingerprint import check_fingerprint, fingerprint
 from titan_disp.data.limits import check_documents, check_files
 from titan_disp.data.mixture import Mixture, Share
 from titan_disp.data.place import Field
-from titan_disp.data.shuffle import memory
 from titan_disp.data.progress import fraction_read, groups_of
+from titan_disp.data.shuffle import memory
 from titan_disp.data.sources import source_shares, training_files
 from titan_disp.data.stream import RankStreams, StreamOptions
 from titan_disp.data.tokenizer import encoder
@@ -41,6 +41,7 @@ from titan_disp.errors import ConfigError
 Batch = tuple[dict[str, Tensor], Tensor]
 _GROUP = 32  # microbatches that travel from the prefetch worker at once, at most …
 _GROUP_TOKENS = 1 << 16  # … and their tokens, where one microbatch has not more
+C4_DOCUMENT_BYTES = 2200  # of text, on average
 LARGEST = ("epoch", "seconds_waited", "wait_fraction")  # counters that are the largest of the ranks', not their sum
 
 
