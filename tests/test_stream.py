@@ -31,7 +31,7 @@ from titan_disp.data.documents import BadDocument, Documents, text_of
 from titan_disp.data.files import DataFile, list_files
 from titan_disp.data.fingerprint import check_fingerprint, differences, read_data_state
 from titan_disp.data.loader import StreamLoader, together
-from titan_disp.data.place import Field, Place
+from titan_disp.data.place import Field
 from titan_disp.data.stream import RankStreams, StreamOptions
 from titan_disp.data.tokenizer import load_tokenizer
 from titan_disp.data.validation import _ValidationSet, first_sequences, held_out_sequences
@@ -266,7 +266,7 @@ def test_position_by_hand(tmp_path):
     first = after | {Field.BODY_DOCUMENT: 5, Field.BODY_BYTES: 5, Field.TAIL: shared[0][1] + 1, Field.TAIL_BYTES: 1}
     second = after | {Field.BODY_DOCUMENT: 4, Field.BODY_BYTES: 4, Field.HEAD: others[1][1] + 1, Field.HEAD_BYTES: 2}
     assert positions.tolist() == [[*first.values()], [*second.values()]]
-    assert [int(field) for field in after] == list(range(17))
+    assert [int(field) for field in after] == list(range(16))
     _, positions = batches(streams_of(files, 2, 1, seq_len=2), 7)
     # 21 tokens: ten documents, of which two are of the shared file, and a token of the next: in its second file, of slot 0.
     after = dict.fromkeys(Field, 0) | {Field.DOCUMENTS: 10, Field.BYTES: 10, Field.OFFSET: 1, Field.BODY_BYTES: 8}
@@ -672,16 +672,6 @@ class TestBadData:
             done += steps
         assert np.array_equal(np.concatenate(got), tokens)
         assert np.array_equal(at, positions)
-
-    def test_garbage_is_counted_in_the_position(self):
-        """For head, whole files and tail apart, so that the count goes on after a resume."""
-        place = Place(0, np.zeros(len(Field), dtype=np.int64), Assignment(of_sizes([5, 5]), 1, seed=0))
-        assert [place.take(part, 0, 0, True) for part in (0, 1, 1, 2, 1)] == [1, 1, 2, 1, 3]
-        again = Place(0, place.position.copy(), place.assignment)
-        assert [again.take(part, 0, 0, True) for part in (1, 0, 2)] == [4, 2, 2]
-        assert (again.take(1, 0, 5), again.take(1, 0, 0, True), again.take(2, 0, 0, True)) == (0, 1, 3)
-        again.end_file(1)
-        assert again.take(1, 0, 0, True) == 1
 
     def test_no_documents_at_all(self, tmp_path):
         files = write_files(tmp_path, [0, 0])

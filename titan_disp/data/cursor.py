@@ -78,13 +78,15 @@ class _Search:
 
     Attributes:
         epochs: whose end it has passed.
-        bad: documents. row: of these, the last ones, all of the current file. counted: those of no damaged file.
+        bad: documents. row: of these, the last ones, all of the current file. garbage: of these, the last ones that are no JSON
+            in a compressed file. counted: of the bad ones, those of no damaged file.
         damaged: files, without a sound one between them.
     """
 
     epochs: int = 0
     bad: int = 0
     row: int = 0
+    garbage: int = 0
     counted: int = 0
     damaged: int = 0
 
@@ -148,7 +150,9 @@ class Cursor:
         self.place.position[Field.SKIPPED] += 1
         search.bad, search.row, search.counted = search.bad + 1, search.row + 1, search.counted + 1
         garbage = isinstance(error, Garbage) and self.faults.names[segment.file].endswith(COMPRESSED)
-        if self.place.take(part, index, 0, garbage) == _GARBAGE:
+        search.garbage = search.garbage + 1 if garbage else 0
+        self.place.take(part, index, 0)
+        if search.garbage == _GARBAGE:
             damage: str | None = f"{_GARBAGE} documents in a row are no JSON"
         else:
             damage = self.faults.wrong(segment.file, search.row, _WRONG)
@@ -161,7 +165,7 @@ class Cursor:
     def _end_file(self, part: int, segment: Segment, damage: str | None) -> None:
         p, search = self.place.position, self._search
         row = search.row
-        search.row = 0
+        search.row = search.garbage = 0
         self.place.end_file(part)
         if damage is not None:
             self.faults.bad(segment.file, -1, damage)

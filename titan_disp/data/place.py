@@ -20,19 +20,18 @@ class Field(IntEnum):
     TAIL = 6  # as of the head
     TAIL_BYTES = 7
     DONE = 8  # bits: head, body, tail read to the end
-    GARBAGE = 9  # the last so many documents of head, body's file and tail were no JSON: a byte for each
-    WINDOW = 10  # of documents that are shuffled: the number of the current one in its epoch; all above is of its beginning …
-    IN_WINDOW = 11  # … and how many of its documents have been used
-    OFFSET = 12  # tokens already taken from the next document
-    DOCUMENTS = 13  # used since the start of the run, as are the following
-    BYTES = 14  # of text, UTF-8
-    SKIPPED = 15
-    SKIPPED_FILES = 16
+    WINDOW = 9  # of documents that are shuffled: the number of the current one in its epoch; all above is of its beginning …
+    IN_WINDOW = 10  # … and how many of its documents have been used
+    OFFSET = 11  # tokens already taken from the next document
+    DOCUMENTS = 12  # used since the start of the run, as are the following
+    BYTES = 13  # of text, UTF-8
+    SKIPPED = 14
+    SKIPPED_FILES = 15
 
 
 NEXT = (Field.HEAD, Field.BODY_DOCUMENT, Field.TAIL)  # index of the next document in head, body, tail
 TAKEN = (Field.HEAD_BYTES, Field.BODY_BYTES, Field.TAIL_BYTES)
-OF_AN_EPOCH = (*NEXT, *TAKEN, Field.BODY_FILE, Field.DONE, Field.GARBAGE, Field.WINDOW)
+OF_AN_EPOCH = (*NEXT, *TAKEN, Field.BODY_FILE, Field.DONE, Field.WINDOW)
 
 
 class Place:
@@ -88,30 +87,14 @@ class Place:
                     return segment, int(self.position[NEXT[part]])
         return None
 
-    def take(self, part: int, index: int, size: int, garbage: bool = False) -> int:
-        """Pass document ``index`` of a part, of ``size`` bytes of text; 0 where it cannot be used.
-
-        Returns:
-            How many documents in a row, of this part's file, were garbage: up to this one.
-        """
+    def take(self, part: int, index: int, size: int) -> None:
+        """Pass document ``index`` of a part, of ``size`` bytes of text; 0 where it cannot be used."""
         self.position[NEXT[part]] = index + 1
         self.position[TAKEN[part]] += size
-        if not garbage and not self.position[Field.GARBAGE]:  # nearly always
-            return 0
-        in_a_row = (self._garbage(part) + 1) * garbage
-        self._set_garbage(part, in_a_row)
-        return in_a_row
-
-    def _garbage(self, part: int) -> int:
-        return int(self.position[Field.GARBAGE]) >> 8 * part & 255
-
-    def _set_garbage(self, part: int, count: int) -> None:
-        self.position[Field.GARBAGE] += (count - self._garbage(part)) << 8 * part
 
     def end_file(self, part: int) -> None:
         """Pass the end of a part's file."""
         p = self.position
-        self._set_garbage(part, 0)
         if part == 1:
             p[Field.BODY_FILE] += 1
             p[Field.BODY_DOCUMENT] = 0
