@@ -7,6 +7,7 @@ import sys
 import pytest
 
 from tests.cluster_of_one import DEMO, ROOT, command, environment, rank_environment
+from titan_disp.checks import check_config
 from titan_disp.config import load_config
 from titan_disp.errors import ConfigError
 from titan_disp.launch import launch
@@ -135,6 +136,24 @@ def options(sample):
         (1, ["--validation.enable", "--validation.steps", "-1"], r"validation.steps is -1"),
         (
             1,
+            ["--validation.enable", "--validation.steps", "1", "--validation.seq_len", "257"],
+            r"validation.seq_len is 257, expected 1 to training.seq_len 256, .* Leave it out",
+        ),
+        (
+            1,
+            ["--validation.enable", "--validation.steps", "1", "--validation.seq_len", "0"],
+            r"validation.seq_len is 0",
+        ),
+        (
+            2,
+            [
+                *("--validation.enable", "--validation.steps", "1", "--validation.seq_len", "33"),
+                *("--parallelism.tensor_parallel_degree", "2"),
+            ],
+            r"validation.seq_len 33 is not divisible by tensor_parallel_degree 2",
+        ),
+        (
+            1,
             ["--validation.enable", "--stream.validation_sequences", "12"],
             r"validation_sequences is 12, expected a multiple",
         ),
@@ -151,6 +170,15 @@ def test_refused(sample, tmp_path, nproc, change, message, monkeypatch):
     with pytest.raises(ConfigError, match=message):
         launch(str(DEMO), [*options(sample), "--job.dump_folder", str(tmp_path / "run"), *change], nproc)
     assert not (tmp_path / "run").exists(), "a refused run left something behind"
+
+
+def test_validation_sequences_are_as_long_as_the_trainings_unless_they_are_said_to_be_shorter(sample):
+    """TorchTitan's default, 2048, ended a run of 256 at its first validation."""
+    for said, expected in (((), 256), (("--validation.seq_len", "200"), 200), (("--training.seq_len", "64"), 64)):
+        arguments = ["--job.config_file", str(DEMO), *options(sample), "--validation.enable", "--validation.steps", "1"]
+        config = load_config([*arguments, *said])
+        check_config(config, 1)
+        assert config.validation.seq_len == expected
 
 
 def write(path, text):

@@ -21,7 +21,7 @@ from titan_disp.run.integrity import checkpoints
 
 def check_config(job_config: JobConfig, world_size: int) -> None:
     """Everything that can be known from the config and the number of ranks. Sets training.steps from budget.tokens, and
-    data_parallel_replicate_degree where it is −1.
+    data_parallel_replicate_degree and validation.seq_len where they are −1.
 
     Raises:
         ConfigError: the first thing that cannot work.
@@ -36,6 +36,7 @@ def check_config(job_config: JobConfig, world_size: int) -> None:
     check_batch(job_config, world_size)
     resolve_steps(job_config, world_size)
     check_model(job_config)
+    check_validation(job_config)
     check_stream(job_config, world_size)
     check_operations(job_config)
     check_condensation(job_config)
@@ -213,6 +214,26 @@ def check_stream(job_config: JobConfig, world_size: int) -> None:
         raise ConfigError(f"stream.max_document_mb is {stream.max_document_mb}, expected a number > 0")
     if job_config.validation.enable:
         validation_sequences(job_config, dp)
+
+
+def check_validation(job_config: JobConfig) -> None:
+    """The length of validation sequences. The model's rotary embeddings are computed for training.seq_len positions."""
+    v, seq_len = job_config.validation, job_config.training.seq_len
+    if not v.enable:
+        return
+    if v.seq_len == -1:
+        v.seq_len = seq_len
+    if not 1 <= v.seq_len <= seq_len:
+        raise ConfigError(
+            f"validation.seq_len is {v.seq_len}, expected 1 to training.seq_len {seq_len}, as the model knows no more positions. "
+            "Leave it out: it is then the training length"
+        )
+    tp = job_config.parallelism.tensor_parallel_degree
+    if v.seq_len % tp:
+        raise ConfigError(
+            f"validation.seq_len {v.seq_len} is not divisible by tensor_parallel_degree {tp}: each rank holds an equal part of "
+            "the sequence"
+        )
 
 
 def check_operations(job_config: JobConfig) -> None:

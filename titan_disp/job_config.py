@@ -218,6 +218,15 @@ class Training:
 
 
 @dataclass
+class Validation:
+    seq_len: int = -1
+    """
+    Tokens of a validation sequence, at most training.seq_len, as the rotary embeddings end there. −1: training.seq_len.
+    TorchTitan's default is 2048.
+    """
+
+
+@dataclass
 class Budget:
     tokens: int = 0
     """Tokens to train on, of which training.steps follows: ceil(tokens / (global batch × seq_len)). 0: training.steps counts."""
@@ -272,6 +281,7 @@ class JobConfig:
     dispersion: Dispersion = field(default_factory=Dispersion)
     stream: Stream = field(default_factory=Stream)
     training: Training = field(default_factory=Training)
+    validation: Validation = field(default_factory=Validation)
     budget: Budget = field(default_factory=Budget)
     guard: Guard = field(default_factory=Guard)
     condensation: Condensation = field(default_factory=Condensation)
