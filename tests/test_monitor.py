@@ -36,9 +36,9 @@ def train_with_and_without(sample, folder):
         options = ("--training.steps", "5", "--metrics.log_freq", "1", "--condensation.interval", str(interval))
         options += (
             "--metrics.enable_tensorboard",
-            "--checkpoint.enable",
+            "--checkpoint.enable",  # at steps that are measured, too
             "--checkpoint.interval",
-            "5",
+            "2",
             "--optimizer.lr",
             "1e-2",
         )
