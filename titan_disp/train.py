@@ -310,7 +310,7 @@ class DispTrainer(Trainer):
         model.train()
         for module in model.modules():
             if isinstance(module, FSDPModule):
-                # Backward would; without it the head stays whole, and a save would not find the optimizer's parameters in the model.
+                # Backward would. Else the head stays whole, and a save does not find the optimizer's parameters in the model.
                 module.reshard()
         metrics = cast(DispersionMetrics, self.metrics_processor)
         metrics.log_condensation(self.step, found, time.perf_counter() - start)
