@@ -20,7 +20,9 @@ class Field(IntEnum):
     TAIL = 6  # as of the head
     TAIL_BYTES = 7
     DONE = 8  # bits: head, body, tail read to the end
-    WINDOW = 9  # of documents that are shuffled: the number of the current one in its epoch; all above is of its beginning …
+    WINDOW = (
+        9  # of documents that are shuffled: the number of the current one in its epoch; all above is of its beginning …
+    )
     IN_WINDOW = 10  # … and how many of its documents have been used
     OFFSET = 11  # tokens already taken from the next document
     DOCUMENTS = 12  # used since the start of the run, as are the following
