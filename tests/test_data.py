@@ -5,10 +5,16 @@ from pathlib import Path
 
 import pytest
 from datasets import load_dataset
+from sentencepiece import SentencePieceProcessor
+from tokenizers import Tokenizer
+from transformers import AutoTokenizer
 
 from titan_disp.data.fast_tokenizer import fast_encoder
 from titan_disp.data.files import check_data, list_files
+from titan_disp.data.fingerprint import differences, fingerprint
+from titan_disp.data.hf_tokenizer import plain_encoder
 from titan_disp.data.sample import TRAIN_FILES, documents, is_complete, train_tokenizer, write_sample
+from titan_disp.data.stream import StreamOptions
 from titan_disp.data.tokenizer import encoder, find_tokenizer, load_tokenizer, load_tokenizer_for
 from titan_disp.errors import ConfigError, DataError
 
@@ -138,6 +144,65 @@ def test_fast_tokenizer_is_not_trusted(sample, hf_tokenizer, monkeypatch):
     fast("condensation")
     with pytest.raises(DataError, match="set stream.fast_tokenizer = false"):
         fast("dispersion")
+
+
+NAMES = ["</s>", "<unk>", "<|endoftext|>", "<|im_end|>", "<think>"]
+
+
+@pytest.fixture(params=["sentencepiece", "hugging face", "of Qwen's kind"])
+def with_special_tokens(request, sample, hf_tokenizer, tmp_path):
+    """A tokenizer's folder, and text → ids without EOS, made otherwise: the library alone, which knows no special tokens."""
+    if request.param == "sentencepiece":
+        texts = [r["text"] for r in records(sample, "en/c4-validation*.json.gz")]
+        model = train_tokenizer(texts, 2048, user_defined_symbols=())
+        (tmp_path / "plain.model").write_bytes(model)
+        return tmp_path, SentencePieceProcessor(model_proto=model).encode
+    content = json.loads((hf_tokenizer / "tokenizer.json").read_text())
+    config = {"eos_token": "<|endoftext|>"}
+    if request.param == "of Qwen's kind":  # a word that is added but not special, as <think> is
+        added = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+        extra = [{"content": "<think>", "special": False} | added, {"content": "<|im_end|>", "special": True} | added]
+        content["added_tokens"] += [{"id": 2048 + i} | token for i, token in enumerate(extra)]
+        decoder = {"0": content["added_tokens"][0]} | {str(2048 + i): token for i, token in enumerate(extra)}
+        config["added_tokens_decoder"] = {i: {k: v for k, v in t.items() if k != "id"} for i, t in decoder.items()}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    words = [token for token in content["added_tokens"] if not token["special"]]
+    plain = Tokenizer.from_str(json.dumps(content | {"added_tokens": words}))
+    return tmp_path, lambda text: plain.encode(text).ids
+
+
+def test_text_makes_no_special_tokens(with_special_tokens):
+    """EOS ends documents and nothing else does, whatever a text spells: both kinds, and gigatoken."""
+    folder, plain = with_special_tokens
+    loaded = load_tokenizer(folder)
+    encode, eos = encoder(loaded), loaded.eos_id
+    fast = fast_encoder(loaded, str(folder), encode)
+    for text in [*NAMES, *(f"a {name}b{name} {name}" for name in NAMES), "".join(NAMES * 3)]:
+        ids = encode(text)
+        assert ids == [*plain(text), eos]
+        assert ids.index(eos) == len(ids) - 1
+        assert fast(text).tolist() == ids
+        assert plain_encoder(loaded)(text) == ids[:-1]
+        assert loaded.decode(ids[:-1]) == text
+    if loaded.get_vocab_size() == 2050:  # of Qwen's kind
+        assert 2049 not in encode("<|im_end|>")
+        assert encode("<think>") == [2048, eos]
+        written = AutoTokenizer.from_pretrained(folder)
+        for text in ("a <think> b", "a <|im_end|> b"):
+            assert written(text, split_special_tokens=True).input_ids == encode(text)[:-1]
+
+
+def test_tokens_of_text_are_in_the_fingerprint(sample, hf_tokenizer):
+    """Of Hugging Face's kind, whose ids were others once."""
+    files, options = list_files("c4", str(sample)), StreamOptions(seq_len=8)
+    now = fingerprint(files, str(hf_tokenizer), options, 4)
+    old = {key: value for key, value in now.items() if key != "special_tokens"}
+    assert differences(now, now) == []
+    assert differences(old, now) == [
+        "data: an older version of titan-disp made special tokens of text that spells them (</s>)"
+    ]
+    assert "special_tokens" not in fingerprint(files, str(sample / "tokenizer"), options, 4)
 
 
 def test_a_folder_with_both_uses_hugging_face(sample, hf_tokenizer, tmp_path):

@@ -6,6 +6,7 @@ SentencePiece BPE with byte fallback, the identity as its normalization, all spa
 """
 
 import itertools
+import json
 import random
 from collections.abc import Callable
 from weakref import WeakSet
@@ -13,7 +14,7 @@ from weakref import WeakSet
 import numpy as np
 from torchtitan.components.tokenizer import BaseTokenizer, HuggingFaceTokenizer
 
-from titan_disp.data.tokenizer import find_tokenizer
+from titan_disp.data.tokenizer import SentencePieceTokenizer, find_tokenizer
 from titan_disp.errors import ConfigError, DataError
 
 CHECK_EVERY = (
@@ -52,8 +53,19 @@ def odd_texts(tokenizer: BaseTokenizer, count: int = 3000) -> list[str]:
     ]
     if isinstance(tokenizer, HuggingFaceTokenizer):
         pieces += [token.content for token in tokenizer.tokenizer.get_added_tokens_decoder().values()][:50]
+    elif isinstance(tokenizer, SentencePieceTokenizer):
+        processor = tokenizer.processor
+        special = (i for i in range(processor.get_piece_size()) if processor.is_control(i) or processor.is_unknown(i))
+        pieces += [processor.id_to_piece(i) for i in itertools.islice(special, 50)]
     pool = [*characters, *pieces * 8]
     return ["".join(rng.choices(pool, k=rng.randint(0, 40))) for _ in range(count)]
+
+
+def _without_special_tokens(content: str | bytes) -> str:
+    """A tokenizer.json without special tokens: gigatoken has no other way to take text that spells one as text."""
+    tokenizer = json.loads(content)
+    tokenizer["added_tokens"] = [token for token in tokenizer["added_tokens"] if not token["special"]]
+    return json.dumps(tokenizer)
 
 
 def fast_encoder(
@@ -77,8 +89,11 @@ def fast_encoder(
             f"stream.fast_tokenizer needs the package gigatoken: pip install 'titan-disp[fast]', or {_OFF}"
         ) from error
     try:
-        read = Tokenizer.from_sentencepiece if file.suffix == ".model" else Tokenizer
-        encode = read(str(file)).encode
+        if isinstance(tokenizer, HuggingFaceTokenizer):
+            content = tokenizer.tokenizer.to_str()
+        else:
+            content = Tokenizer.from_sentencepiece(str(file))._hf_json  # what it makes of a model
+        encode = Tokenizer.from_json(_without_special_tokens(content)).encode
     except Exception as error:  # a Rust library's own
         raise ConfigError(f"gigatoken cannot read {str(file)!r} ({error}): {_OFF}") from error
     begin = [] if tokenizer.bos_id is None else [tokenizer.bos_id]

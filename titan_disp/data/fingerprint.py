@@ -36,6 +36,8 @@ def fingerprint(
     files: list[DataFile], tokenizer_folder: str, options: StreamOptions, slots: int, shares: Sequence[Share] = ()
 ) -> dict[str, Any]:
     """Everything that decides which tokens come in which slot; a resume under another one would not continue the run."""
+    # Text that spells a special token was made that token once, by Hugging Face's library and not by SentencePiece.
+    as_text = {} if find_tokenizer(tokenizer_folder).suffix == ".model" else {"special_tokens": "as text"}
     found = {
         "files": [[file.name, file.size] for file in files],
         "tokenizer": tokenizer_hash(tokenizer_folder),
@@ -45,6 +47,7 @@ def fingerprint(
         "slots": slots,
         "max_document_mb": options.max_document_bytes / 2**20,
         "assignment": VERSION,
+        **as_text,
     }
     return found | ({"sources": [[share.name, share.slots] for share in shares]} if shares else {})
 
@@ -65,6 +68,8 @@ def differences(saved: dict[str, Any], now: dict[str, Any]) -> list[str]:
         found.append(f"stream.sources, with the slots that their weights make: {then} then, {today} now")
     if saved.get("assignment") != now["assignment"]:
         found.append("data: an older version of titan-disp shared out the documents among the slots otherwise")
+    if saved.get("special_tokens") != now.get("special_tokens") and saved.get("tokenizer") == now["tokenizer"]:
+        found.append("data: an older version of titan-disp made special tokens of text that spells them (</s>)")
     for key in ("tokenizer", "seq_len", "seed", "shuffle_window", "slots", "max_document_mb"):
         if key in saved and saved[key] != now[key]:
             found.append(f"{key}: {saved.get(key)} then, {now[key]} now")

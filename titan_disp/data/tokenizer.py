@@ -1,10 +1,12 @@
 """Tokenizers by what ``model.hf_assets_path`` holds: a Hugging Face folder or a SentencePiece model."""
 
+import json
 import os
 from collections.abc import Callable
 from pathlib import Path
 
 from sentencepiece import SentencePieceProcessor
+from tokenizers import Tokenizer
 from torchtitan.components.tokenizer import BaseTokenizer, HuggingFaceTokenizer
 
 from titan_disp.errors import ConfigError
@@ -69,16 +71,35 @@ def find_tokenizer(folder: str | Path) -> Path:
 
 
 def load_tokenizer(folder: str | Path) -> BaseTokenizer:
-    """Load the tokenizer that ``find_tokenizer`` finds.
+    """Load the tokenizer that ``find_tokenizer`` finds. Text that spells a special token (</s>) is text to it, of either kind.
 
     Raises:
         ConfigError: missing or unreadable.
     """
     file = find_tokenizer(folder)
     try:
-        return SentencePieceTokenizer(file) if file.suffix == ".model" else HuggingFaceTokenizer(str(folder))
+        return SentencePieceTokenizer(file) if file.suffix == ".model" else _hugging_face(folder)
     except Exception as error:  # sentencepiece and tokenizers raise bare RuntimeError and Exception
         raise ConfigError(f"cannot load the tokenizer {str(file)!r}: {error}") from error
+
+
+def _hugging_face(folder: str | Path) -> HuggingFaceTokenizer:
+    """TorchTitan's tokenizer, which makes no special tokens of text, as SentencePiece makes none.
+
+    EOS within a document would end it; and who writes a corpus could write any control token. TorchTitan makes special tokens of
+    all that tokenizer_config.json adds; those that say that they are not (Qwen's <think>) are words, as they are to transformers.
+    """
+    tokenizer = HuggingFaceTokenizer(str(folder))
+    config = tokenizer.config or {}
+    added = config.get("added_tokens_decoder", {}).values()
+    words = {token["content"] for token in added if isinstance(token, dict) and token.get("special") is False}
+    if words:
+        content = json.loads(tokenizer.tokenizer.to_str())
+        for token in content["added_tokens"]:
+            token["special"] &= token["content"] not in words
+        tokenizer.tokenizer = Tokenizer.from_str(json.dumps(content))
+    tokenizer.tokenizer.encode_special_tokens = True
+    return tokenizer
 
 
 def check_fits(tokens: int, folder: str | Path, vocab_size: int, model: str, advice: str) -> None:
