@@ -21,10 +21,10 @@ import torch
 import tyro
 from torch.nn.functional import cross_entropy
 
-from titan_disp.condensation.plot import MARKERS, MEAN_COSINE, OKABE_ITO, draw_heatmaps, new_figure
+from titan_disp.condensation.plot import MARKERS, MEAN_COSINE, OKABE_ITO, draw_heatmaps, layer_label, new_figure
 from titan_disp.condensation.record import Condensation
 from titan_disp.inspection.condensation import measure
-from titan_disp.inspection.targets import LAST, find_targets
+from titan_disp.inspection.targets import find_targets
 from titan_disp.inspection.texts import cut_sequences, read_texts
 from titan_disp.results.saved import find_saved, load_model
 from titan_disp.run.folder import read_json_lines, write_json
@@ -94,20 +94,18 @@ def draw(found: dict[str, dict[int, Condensation]], path: Path) -> None:
     seeds = list(found["on"])
     figure = new_figure(8, 7.2)
     top, bottom = figure.subfigures(2, 1, height_ratios=[1.75, 1])
-    draw_heatmaps(
-        top, [{f"dispersion {state}, seed {seed}": found[state][seed] for seed in seeds} for state in STATES], LAST
-    )
+    draw_heatmaps(top, [{f"dispersion {state}, seed {seed}": found[state][seed] for seed in seeds} for state in STATES])
     axes = bottom.subplots()
     for state, color, line in zip(STATES, (OKABE_ITO[1], OKABE_ITO[0]), ("--", "-"), strict=True):
         for seed, marker in zip(seeds, MARKERS, strict=False):
             label = f"{state}, seed {seed}"
             axes.plot(found[state][seed].mean_cosine, line, color=color, marker=marker, markersize=5, label=label)
-    layers = middle_blocks(len(found["on"][seeds[0]].mean_cosine))
+    layers = middle_blocks(found["on"][seeds[0]].last_block + 1)
     axes.axvspan(layers[0] - 0.5, layers[-1] + 0.5, color="black", alpha=0.07, linewidth=0)
     axes.text(
         (layers[0] + layers[-1]) / 2, 0.97, "middle third", ha="center", va="top", transform=axes.get_xaxis_transform()
     )
-    axes.set_xlabel(f"layer (0: embedding, last: {LAST})", fontsize=11)
+    axes.set_xlabel(layer_label([found["on"][seeds[0]]]), fontsize=11)
     axes.set_ylabel(MEAN_COSINE, fontsize=11)
     axes.grid(alpha=0.3)
     bottom.legend(loc="outside right upper", title="dispersion")
@@ -118,7 +116,7 @@ def draw(found: dict[str, dict[int, Condensation]], path: Path) -> None:
 def compare(found: dict[str, dict[int, Condensation]], losses: dict[str, dict[int, float]]) -> list[dict[str, Any]]:
     rows = []
     for seed, on in found["on"].items():
-        layers = middle_blocks(len(on.mean_cosine))
+        layers = middle_blocks(on.last_block + 1)
         middle = {state: float(found[state][seed].mean_cosine[layers].mean()) for state in STATES}
         rows.append(
             {
@@ -133,11 +131,17 @@ def compare(found: dict[str, dict[int, Condensation]], losses: dict[str, dict[in
     return rows
 
 
+def spearman(row: dict[str, Any], state: str) -> float:
+    """NaN, of which nothing is true, where the mean cosines differ too little."""
+    found = row["condensation"][state]["after_norm"]["spearman"]
+    return float("nan") if found is None else found
+
+
 def markdown(options: Options, rows: list[dict[str, Any]], sequences: int, tokens: int) -> str:
-    layers = range(len(rows[0]["condensation"]["on"]["mean_cosine"]))
+    layers = [*range(len(rows[0]["condensation"]["on"]["layers"]) - 1), "final norm"]
     lowered = sum(row["lowered_by"] > 0 for row in rows)
     dearer = sum(row["held_out_cross_entropy"]["on"] > row["held_out_cross_entropy"]["off"] for row in rows)
-    steeper = sum(row["condensation"]["on"]["spearman"] > row["condensation"]["off"]["spearman"] for row in rows)
+    steeper = sum(spearman(row, "on") > spearman(row, "off") for row in rows)
     lines = [
         "# Condensation with dispersion off and on",
         "",
@@ -147,7 +151,7 @@ def markdown(options: Options, rows: list[dict[str, Any]], sequences: int, token
         f"`train_configs/demo_cpu.toml` after {options.steps} steps on the sample corpus",
         f"(Python {PYTHON}'s texts), on a CPU, λ = {COEFF:g}.",
         "Both runs of a seed have the same initial weights and the same data.",
-        f"Measured on {sequences} held-out sequences of {tokens} tokens; the last layer is {LAST};",
+        f"Measured on {sequences} held-out sequences of {tokens} tokens. ρ and τ are up to the final norm, as the paper's are;",
         f"the middle third of the blocks is layers {' and '.join(map(str, rows[0]['middle_layers']))}.",
         "",
         f"With dispersion the mean cosine of the middle third is lower in {lowered} of {len(rows)} seeds.",
@@ -170,8 +174,9 @@ def markdown(options: Options, rows: list[dict[str, Any]], sequences: int, token
     for row in rows:
         for state in STATES:
             numbers = row["condensation"][state]
-            cells = [*numbers["mean_cosine"], numbers["spearman"], numbers["kendall"]]
-            lines.append(f"| {state}, seed {row['seed']} | " + " | ".join(f"{cell:.3f}" for cell in cells) + " |")
+            cells = [*numbers["mean_cosine"], *(numbers["after_norm"][rank] for rank in ("spearman", "kendall"))]
+            shown = ("–" if cell is None else f"{cell:.3f}" for cell in cells)
+            lines.append(f"| {state}, seed {row['seed']} | " + " | ".join(shown) + " |")
     return "\n".join(lines) + "\n"
 
 

@@ -1,17 +1,30 @@
+import dataclasses
+
 import numpy as np
 import pytest
 import torch
 from scipy import stats
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
+from titan_disp.condensation.cross_entropy import cross_entropies
 from titan_disp.condensation.measure import Accumulator
-from titan_disp.condensation.record import BINS, EDGES, Condensation, load_steps
+from titan_disp.condensation.record import BINS, EDGES, Condensation, alike, load_steps
+
+KEYS = ("spearman", "kendall", "range")
 
 
-def measured(*layers: torch.Tensor) -> Condensation:
+def measured(*layers: torch.Tensor, final_norm: bool = False) -> Condensation:
     accumulator = Accumulator(len(layers))
     for i, z in enumerate(layers):
         accumulator.add(i, z)
-    return accumulator.result(layers[0].shape[1])
+    return accumulator.result(layers[0].shape[1], final_norm)
+
+
+def condensed(*mean_cosine: float, final_norm: bool = False) -> Condensation:
+    """Of one token, whose other numbers are multiples of the mean cosine."""
+    mean = np.array(mean_cosine)
+    return Condensation(mean, 2 * mean, 3 * mean, 4 * mean, np.zeros((len(mean), BINS)), 1, 1, final_norm)
 
 
 @pytest.mark.parametrize(("n", "f"), [(17, 5), (16, 40), (1500, 3)])
@@ -28,17 +41,16 @@ def test_against_the_plain_formulas(n, f):
         # Sums in another order: float64 rounding, far below the 1e-5 that a reader could see.
         np.testing.assert_allclose(found.mean_cosine[i], c.mean(), rtol=1e-10)
         np.testing.assert_allclose(found.std_cosine[i], c.std(), rtol=1e-9)
-        np.testing.assert_allclose(
-            found.angular_distance[i], 0.5 - (np.arccos(c.clip(-1, 1)) / np.pi)[:, different].mean(), atol=1e-9
-        )
+        distance = np.arccos(c.clip(-1, 1)) / np.pi  # the paper's D
+        np.testing.assert_allclose(found.mean_angle[i], distance[:, different].mean(), atol=1e-9)
         np.testing.assert_allclose(found.effective_rank[i], np.exp(entropy).mean(), rtol=1e-6)
         histogram = np.histogram(c.clip(-1, 1), EDGES)[0] / c.size
         # A cosine on an edge may round to either side: the diagonal is in the last bin in both.
         np.testing.assert_allclose(found.histogram[i], histogram, atol=5e-5)
         assert found.histogram[i].sum() == pytest.approx(1)
     depth = range(len(layers))
-    assert found.spearman == stats.spearmanr(depth, found.mean_cosine).statistic
-    assert found.kendall == stats.kendalltau(depth, found.mean_cosine).statistic
+    assert found.before_norm.spearman == stats.spearmanr(depth, found.mean_cosine).statistic
+    assert found.before_norm.kendall == stats.kendalltau(depth, found.mean_cosine).statistic
     assert (found.tokens, found.sequences) == (n, 3)
 
 
@@ -46,7 +58,7 @@ def test_extremes():
     one = torch.ones(1, 8, 4)
     found = measured(one, torch.cat([one, -one], 1)[:, 4:12], torch.eye(8)[None], torch.zeros(1, 8, 8))
     np.testing.assert_allclose(found.mean_cosine, [1, 0, 1 / 8, 0], atol=1e-12)
-    np.testing.assert_allclose(found.angular_distance[:3], [0.5, 0.5 - 4 / 7, 0], atol=1e-8)
+    np.testing.assert_allclose(found.mean_angle[:3], [0, 4 / 7, 0.5], atol=1e-8)
     np.testing.assert_allclose(found.effective_rank[:3], [1, 1, 8], rtol=1e-6)
     assert found.histogram[0, -1] == 1
     assert found.histogram[1, 0] == found.histogram[1, -1] == 0.5
@@ -64,10 +76,10 @@ def test_rounding_never_leaves_the_range_of_a_cosine():
     """Tokens equal and opposite to each other, whose cosines round to 1 + 2e-16 in some pairs: arccos would be NaN."""
     one = torch.randn(1, 200, 7, generator=torch.Generator().manual_seed(0))
     found = measured(torch.cat([one, one, -one], 1), *(token.expand(1, 50, 7) for token in one[0]))
-    for values in (found.angular_distance, found.std_cosine):
+    for values in (found.mean_angle, found.std_cosine):
         assert np.isfinite(values).all()
     np.testing.assert_allclose(found.std_cosine[1:], 0, atol=1e-7)
-    np.testing.assert_allclose(found.angular_distance[1:], 0.5, atol=1e-7)
+    np.testing.assert_allclose(found.mean_angle[1:], 0, atol=1e-7)
     assert found.histogram[:, [0, -1]].sum() > 0
 
 
@@ -90,16 +102,93 @@ def test_sums_of_ranks_add_up():
     np.testing.assert_allclose(parts[0].result(9).mean_cosine, measured(z).mean_cosine, rtol=1e-12)
 
 
-def test_flat_over_depth_is_undefined_not_zero():
-    found = measured(torch.ones(1, 4, 4), torch.ones(1, 4, 4))
-    assert np.isnan(found.spearman)
-    assert found.to_json()["kendall"] is None
+def test_ranks_of_mean_cosines_that_hardly_differ_mean_nothing():
+    """0.009 apart, as at initialisation: neither number is given, but how far apart they are. 0.011 apart they are ranked."""
+    flat, steep = condensed(0.101, 0.104, 0.11), condensed(0.101, 0.104, 0.112)
+    assert flat.to_json()["before_norm"] == {"spearman": None, "kendall": None, "range": pytest.approx(0.009)}
+    assert steep.to_json()["before_norm"] == {"spearman": 1, "kendall": 1, "range": pytest.approx(0.011)}
+    assert str(flat.before_norm) == "ρ – τ – (the mean cosines differ by 0.009 only)"
+    assert str(steep.before_norm) == "ρ 1.00 τ 1.00"
+
+
+def test_last_layer_before_and_after_the_final_norm():
+    """ρ and τ by hand: of 0.1, 0.3, 0.2 they are ½ and ⅓, and of 0.1, 0.3, 0.4, with the norm in the last block's place, 1."""
+    found = condensed(0.1, 0.3, 0.2, 0.4, final_norm=True)
+    assert found.layer_names == ["embedding", "block 0", "block 1", "final norm"]
+    assert found.mean_cosine[found.last_block] == 0.2
+    said = found.to_json()
+    assert said["before_norm"] == {name: pytest.approx(v) for name, v in zip(KEYS, (0.5, 1 / 3, 0.2), strict=True)}
+    assert said["after_norm"] == {name: pytest.approx(v) for name, v in zip(KEYS, (1, 1, 0.3), strict=True)}
+    assert said["layers"] == found.layer_names
+    shorter = found.without_final_norm()
+    assert shorter.to_json()["before_norm"] == said["before_norm"]
+    assert shorter.to_json()["after_norm"] == dict.fromkeys(KEYS)
+    assert shorter.layer_names == found.layer_names[:-1]
+    assert shorter.effective_rank.tolist() == found.effective_rank[:3].tolist()
+    assert len(shorter.histogram) == 3
+    assert [one.final_norm for one in alike([found, found])] == [True, True]
+    assert [one.final_norm for one in alike([found, shorter])] == [False, False]
+
+
+def test_means_over_thirds_of_the_blocks():
+    """Seven blocks: three early ones (3i < 7), two and two."""
+    found = condensed(9, 1, 2, 3, 4, 5, 6, 8, 7, final_norm=True).by_part()
+    cosines = {
+        "blocks": 29 / 7, "early_blocks": 2, "middle_blocks": 4.5, "late_blocks": 7, "last_block": 8, "final_norm": 7,
+    }  # fmt: skip
+    factors = {"mean_cosine": 1, "std_cosine": 2, "mean_angle": 3, "effective_rank": 4}
+    assert found == {name: {part: pytest.approx(f * c) for part, c in cosines.items()} for name, f in factors.items()}
+    one = condensed(9, 1, 7, final_norm=True).by_part()["mean_cosine"]
+    assert one == {"blocks": 1, "early_blocks": 1, "last_block": 1, "final_norm": 7}
+    assert "final_norm" not in condensed(9, 1, 2).by_part()["mean_cosine"]
 
 
 def test_saved_and_loaded(tmp_path):
-    found = measured(torch.randn(2, 8, 4, generator=torch.Generator().manual_seed(0)))
+    z = torch.randn(2, 8, 4, generator=torch.Generator().manual_seed(0))
+    found = dataclasses.replace(measured(z, z**2, z, final_norm=True), cross_entropy=2.5)
     found.save(tmp_path / "new" / "step-5.npz")
     loaded = load_steps(tmp_path / "new")[5]
     assert loaded.to_json() == found.to_json()
+    assert (loaded.final_norm, loaded.cross_entropy, loaded.sequences) == (True, 2.5, 2)
     np.testing.assert_array_equal(loaded.histogram, found.histogram)
-    assert found.histogram.shape == (1, BINS)
+    assert found.histogram.shape == (3, BINS)
+
+
+def test_files_of_older_versions_load(tmp_path):
+    """They hold ½ − D as angular_distance, and end with the last block."""
+    mean = np.array([0.1, 0.2, 0.4])
+    arrays = dict.fromkeys(("mean_cosine", "std_cosine", "effective_rank"), mean)
+    np.savez_compressed(
+        tmp_path / "step-7.npz", edges=EDGES, **arrays, angular_distance=np.array([0.0, 0.1, 0.5]),
+        histogram=np.zeros((3, BINS)), tokens=8, sequences=2,
+    )  # fmt: skip
+    loaded = load_steps(tmp_path)[7]
+    np.testing.assert_allclose(loaded.mean_angle, [0.5, 0.4, 0])
+    assert loaded.layer_names == ["embedding", "block 0", "block 1"]
+    assert loaded.to_json()["cross_entropy"] is None
+    assert loaded.before_norm.spearman == 1
+
+
+class Largest(TorchDispatchMode):
+    """The elements of the largest float32 tensor that any operation makes."""
+
+    float32 = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        made = func(*args, **(kwargs or {}))
+        sizes = [t.numel() for t in tree_leaves(made) if isinstance(t, torch.Tensor) and t.dtype == torch.float32]
+        self.float32 = max([self.float32, *sizes])
+        return made
+
+
+def test_cross_entropies_are_those_of_the_formula():
+    """In float64, of 1,100 tokens in bfloat16: more than are taken at a time, and no multiple of it."""
+    generator = torch.Generator().manual_seed(0)
+    logits = (3 * torch.randn(2, 1100, 50, generator=generator)).bfloat16()
+    labels = torch.randint(50, (2, 1100), generator=generator)
+    plain = logits.double().logsumexp(-1) - logits.double().gather(-1, labels[..., None])[..., 0]
+    with Largest() as largest:
+        found = cross_entropies(logits, labels)
+    assert largest.float32 == 512 * 50, "more logits than expected are in float32 at a time"
+    assert found.dtype == torch.float64
+    torch.testing.assert_close(found, plain.sum(1), rtol=1e-6, atol=0)  # float32 sums of 512

@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -21,7 +22,7 @@ from titan_disp import cli
 from titan_disp.condensation.record import EDGES, Condensation
 from titan_disp.data.sample import documents
 from titan_disp.errors import ConfigError
-from titan_disp.inspection.targets import find_targets
+from titan_disp.inspection.targets import _last_block, find_targets
 from titan_disp.inspection.texts import cut_sequences, read_texts
 from titan_disp.results.export import export
 from titan_disp.run.folder import read_json_lines
@@ -47,8 +48,10 @@ def save_hugging_face(model, tokenizer, folder):
 @pytest.fixture(scope="module")
 def gpt2(tmp_path_factory, hf_tokenizer):
     torch.manual_seed(0)
-    config = transformers.GPT2Config(vocab_size=2048, n_positions=N, n_embd=32, n_layer=3, n_head=2)
+    sizes = {"n_positions": N, "n_embd": 32, "n_layer": 3, "n_head": 2}
+    config = transformers.GPT2Config(vocab_size=2048, **sizes, initializer_range=0.2)  # layers that differ
     model = transformers.GPT2LMHeadModel(config)
+    torch.nn.init.uniform_(model.transformer.ln_f.weight, 0.1, 3)  # ones would leave cosines as they are
     return save_hugging_face(model, hf_tokenizer, tmp_path_factory.mktemp("models") / "gpt2")
 
 
@@ -61,6 +64,7 @@ def qwen3(tmp_path_factory, hf_tokenizer):
         num_key_value_heads=1, head_dim=16, max_position_embeddings=128, tie_word_embeddings=True,
     )  # fmt: skip
     model = transformers.Qwen3ForCausalLM(config).bfloat16()
+    torch.nn.init.uniform_(model.model.norm.weight, 0.1, 3)
     return save_hugging_face(model, hf_tokenizer, tmp_path_factory.mktemp("models") / "qwen3")
 
 
@@ -86,37 +90,54 @@ def by_the_papers_formulas(hidden_states):
     u = np.stack([z.double().numpy() for z in hidden_states])
     u /= np.linalg.norm(u, axis=-1, keepdims=True)
     cosines = np.einsum("lbnf,lbmf->lbnm", u, u).clip(-1, 1)
-    angles = 0.5 - (np.arccos(cosines) / np.pi)[..., ~np.eye(u.shape[2], dtype=bool)].mean((1, 2))
+    angles = (np.arccos(cosines) / np.pi)[..., ~np.eye(u.shape[2], dtype=bool)].mean((1, 2))
     histograms = np.stack([np.histogram(c, EDGES)[0] / c.size for c in cosines])
     return cosines.mean((1, 2, 3)), cosines.std((1, 2, 3)), angles, histograms
 
 
-@pytest.mark.parametrize("name", ["gpt2", "qwen3"])
-def test_numbers_are_the_papers(name, request, command, text, tmp_path, capsys):
+def hidden_states(folder, tokens, norm):
+    """Of transformers, with what the final norm is given before the last of them, which is after it."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder).float().eval()
+    given = []
+    model.get_submodule(norm).register_forward_pre_hook(lambda module, arguments: given.append(arguments[0]))
+    with torch.no_grad():
+        *states, last = model(tokens, output_hidden_states=True).hidden_states
+    return [*states, *given, last]
+
+
+@pytest.mark.parametrize(("name", "norm"), [("gpt2", "transformer.ln_f"), ("qwen3", "model.norm")])
+def test_numbers_are_the_papers(name, norm, request, command, text, tmp_path, capsys):
     folder = request.getfixturevalue(name)
     command(folder, "--text", text, "--out", tmp_path, "--sequences", 5, "--max-length", N, "--batch-size", 2)
 
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     tokens = cut_sequences(read_texts(text, None, 0), lambda t: tokenizer.encode(t, add_special_tokens=False), 5, N)
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder).float().eval()
-    with torch.no_grad():
-        mean, std, angles, histograms = by_the_papers_formulas(model(tokens, output_hidden_states=True).hidden_states)
+    mean, std, angles, histograms = by_the_papers_formulas(hidden_states(folder, tokens, norm))
 
     found = Condensation.load(tmp_path / f"{name}.npz")
     assert (found.sequences, found.tokens) == (5, N)
-    for got, expected in ((found.mean_cosine, mean), (found.std_cosine, std), (found.angular_distance, angles)):
+    for got, expected in ((found.mean_cosine, mean), (found.std_cosine, std), (found.mean_angle, angles)):
         np.testing.assert_allclose(got, expected, atol=1e-5)  # float32 forwards of other batch sizes
     # Where a cosine lies on an edge its bin is a matter of rounding: a few of 11520 pairs.
     np.testing.assert_allclose(found.histogram, histograms, atol=5e-4)
-    layers = range(len(mean))
+    assert abs(mean[-1] - mean[-2]) > 1e-3  # before and after the final norm: not the same
     content = json.loads((tmp_path / "metrics.json").read_text())["targets"][0]
     np.testing.assert_allclose(content["mean_cosine"], mean, atol=1e-5)
-    assert content["spearman"] == pytest.approx(stats.spearmanr(layers, mean).statistic)
-    assert content["kendall"] == pytest.approx(stats.kendalltau(layers, mean).statistic)
     rows = list(csv.DictReader(open(tmp_path / "metrics.csv")))  # noqa: SIM115
-    assert [(row["target"], int(row["layer"])) for row in rows] == [(name, layer) for layer in layers]
+    layers = ["embedding", *(f"block {i}" for i in range(len(mean) - 2)), "final norm"]
+    assert content["layers"] == [row["layer_name"] for row in rows] == layers
+    assert [(row["target"], int(row["layer"])) for row in rows] == [(name, layer) for layer in range(len(mean))]
     assert [float(row["mean_cosine"]) for row in rows] == found.mean_cosine.tolist()
-    assert f"{found.spearman:.3f}" in capsys.readouterr().out
+    table = capsys.readouterr().out
+    for place, last in {"before_norm": -2, "after_norm": -1}.items():
+        measured = [*mean[:-2], mean[last]]
+        depth = range(len(measured))
+        expected = (stats.spearmanr(depth, measured).statistic, stats.kendalltau(depth, measured).statistic)
+        assert (content[place]["spearman"], content[place]["kendall"]) == pytest.approx(expected)
+        assert (float(rows[0][f"spearman_{place}"]), float(rows[-1][f"kendall_{place}"])) == pytest.approx(expected)
+        assert content[place]["range"] == pytest.approx(max(measured) - min(measured), abs=2e-5)
+        assert f"{expected[0]:6.3f} {expected[1]:6.3f}" in table
+        assert f"{mean[last]:.3f}" in table
 
 
 def test_a_run_and_its_hugging_face_form_agree(command, run, text, tmp_path):
@@ -125,10 +146,11 @@ def test_a_run_and_its_hugging_face_form_agree(command, run, text, tmp_path):
     ours, theirs = (Condensation.load(tmp_path / f"{name}.npz") for name in ("run-step-20", "twin"))
     assert (ours.sequences, ours.tokens) == (theirs.sequences, theirs.tokens) == (4, 64)
     # float32 in another order of operations.
-    for name in ("mean_cosine", "std_cosine", "angular_distance"):
+    for name in ("mean_cosine", "std_cosine", "mean_angle"):
         np.testing.assert_allclose(getattr(ours, name), getattr(theirs, name), atol=1e-5, err_msg=name)
     np.testing.assert_allclose(ours.effective_rank, theirs.effective_rank, rtol=1e-4)
-    assert len(ours.mean_cosine) == 7
+    assert len(ours.mean_cosine) == 8
+    assert ours.final_norm
     assert np.ptp(ours.mean_cosine) > 0.1  # layers differ: agreement says something
 
 
@@ -257,6 +279,20 @@ def test_unusable_models(make, message, gpt2, text, tmp_path, command, capsys):
     told = capsys.readouterr().err
     assert re.search(f"titan-disp: error: .*{message}", told), told
     assert not list(tmp_path.glob("out/*"))  # nothing that looks like a result
+
+
+def test_the_last_block_is_found_by_what_it_is(tmp_path):
+    """The last of the largest list of as many modules as there are layers, which in other models may be others, such as norms."""
+    body = torch.nn.Module()
+    body.config = SimpleNamespace(get_text_config=lambda: SimpleNamespace(num_hidden_layers=3))
+    body.norms = torch.nn.ModuleList(torch.nn.LayerNorm(4) for _ in range(3))
+    body.inner = torch.nn.Module()
+    body.inner.blocks = torch.nn.ModuleList(torch.nn.Linear(4, 4) for _ in range(3))
+    body.heads = torch.nn.ModuleList(torch.nn.Linear(4, 400) for _ in range(2))
+    assert _last_block(body, tmp_path) is body.inner.blocks[2]
+    body.config = SimpleNamespace(get_text_config=lambda: SimpleNamespace(num_hidden_layers=4))
+    with pytest.raises(ConfigError, match="has no list of its 4 layers"):
+        _last_block(body, tmp_path)
 
 
 def test_another_tokenizer(gpt2, sample, text, command, tmp_path):

@@ -4,17 +4,19 @@ import logging
 import time
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torchtitan.distributed import ParallelDims
 
 from tests.cluster_of_one import DEMO
+from titan_disp.condensation.record import Condensation
 from titan_disp.config import load_config
 from titan_disp.data.loader import StreamLoader
 from titan_disp.data.progress import Group
 from titan_disp.dispersion import LossLedger
 from titan_disp.errors import DataError
-from titan_disp.run.folder import read_metrics
+from titan_disp.run.folder import read_condensation, read_json_lines, read_metrics
 from titan_disp.run.metrics import DispersionMetrics, TensorBoardFolder
 
 
@@ -32,7 +34,7 @@ class DamagedFiles:
         return {**documents, "stored_bytes": self.read, "epoch": 0, "seconds_waited": self.waited, "epochs_read": 0.375}
 
 
-def metrics(run, world_size=1, loader=None):
+def metrics(run, world_size=1, loader=None, tensorboard=False):
     options = {
         "--job.dump_folder": str(run),
         "--training.seq_len": "32",
@@ -40,7 +42,7 @@ def metrics(run, world_size=1, loader=None):
         "--training.steps": "100",
     }
     config = load_config(["--job.config_file", str(DEMO), *(text for option in options.items() for text in option)])
-    config.metrics.enable_tensorboard = False
+    config.metrics.enable_tensorboard = tensorboard
     dims = ParallelDims(1, world_size, 1, 1, 1, 1, 1, world_size)
     built = DispersionMetrics(config, dims, LossLedger(), loader)
     built.num_flops_per_token = 1
@@ -94,6 +96,60 @@ def test_bytes_and_waiting_since_the_last_log(one_rank, tmp_path, monkeypatch, c
     assert rates == [(500.0, 0.25), (200.0, 0.0)]
     assert "epochs: 0.375  waiting for data: 25%" in caplog.text
     assert "epochs: 0.375  waiting for data: 0%" in caplog.text
+
+
+def condensed(*mean_cosine):
+    mean = np.array(mean_cosine)
+    histogram = np.full((len(mean), 128), 1 / 128)
+    return Condensation(mean, mean / 2, 1 - mean, 9 * mean, histogram, 8, 2, final_norm=True, cross_entropy=3.25)
+
+
+def test_condensation_in_tensorboard(one_rank, tmp_path, monkeypatch):
+    """Parts of the model by default, every layer where the config asks for them; no ρ and τ of what hardly differs."""
+    monkeypatch.setattr(TensorBoardFolder, "log_heatmap", lambda self, found, step: None)
+    for per_layer in (False, True):
+        logged = metrics(tmp_path / str(per_layer), tensorboard=True)
+        logged.job_config.condensation.per_layer = per_layer
+        logged.log_condensation(0, condensed(0.1, 0.1, 0.101, 0.102), 0.5)
+        logged.log_condensation(7, condensed(0.1, 0.3, 0.6, 0.2), 0.5)
+        logged.close()
+        board = EventAccumulator(str(tmp_path / str(per_layer) / "tb")).Reload()
+        found = {tag: [(e.step, round(e.value, 4)) for e in board.Scalars(tag)] for tag in board.Tags()["scalars"]}
+        parts = {"blocks", "early_blocks", "middle_blocks", "last_block", "final_norm"}  # two blocks have no late third
+        layers = {"layer_00", "layer_01", "layer_02"} if per_layer else set()
+        numbers = ("mean_cosine", "std_cosine", "mean_angle", "effective_rank")
+        assert {tag for tag in found if tag.startswith("condensation_")} == {
+            f"condensation_{name}/{part}" for name in numbers for part in parts | layers
+        }
+        assert found["condensation_mean_cosine/blocks"] == [(0, 0.1005), (7, 0.45)]
+        assert found["condensation_mean_angle/final_norm"] == [(0, 0.898), (7, 0.8)]
+        assert found["condensation_effective_rank/last_block"] == [(0, 0.909), (7, 5.4)]
+        assert found["condensation/spearman_before_norm"] == [(7, 1)]
+        assert found["condensation/kendall_after_norm"] == [(7, 0.3333)]  # of 0.1, 0.3, 0.2
+        assert found["held_out/cross_entropy"] == [(0, 3.25), (7, 3.25)]
+        if per_layer:
+            assert found["condensation_mean_cosine/layer_02"] == [(0, 0.101), (7, 0.6)]
+    (step_0, step_7) = read_condensation(tmp_path / "True").values()
+    assert step_0["before_norm"] == {"spearman": None, "kendall": None, "range": pytest.approx(0.001)}
+    assert (step_7["cross_entropy"], step_7["mean_cosine"]) == (3.25, [0.1, 0.3, 0.6, 0.2])
+
+
+def test_a_measurement_does_not_count_in_the_throughput(one_rank, tmp_path, monkeypatch):
+    """Neither what it took before, 5 s, nor the picture of it, which takes 3 s here."""
+    now = 100.0
+    monkeypatch.setattr(time, "perf_counter", lambda: now)
+    logged = metrics(tmp_path, tensorboard=True)
+    began = logged.time_last_log
+
+    def draw(found, step):
+        nonlocal now
+        now += 3
+
+    monkeypatch.setattr(logged._tensorboard, "log_heatmap", draw)
+    logged.log_condensation(0, condensed(0.1, 0.2, 0.3), 5.0)
+    assert logged.time_last_log == began + 8
+    row = read_json_lines(tmp_path / "metrics.jsonl")[-1]
+    assert row["seconds"] == 8
 
 
 def test_tensorboard_hides_what_a_killed_start_wrote_after_its_checkpoint(tmp_path, monkeypatch):

@@ -11,15 +11,15 @@ from titan_disp.condensation.record import EDGES, Condensation
 from titan_disp.report import charts
 from titan_disp.report.attempts import Attempt
 
-LAYERS = "layer (0: embedding, last: before the final norm)"
+LAYERS = "layer (0: embedding, 2: last block)"
 
 
-def condensed(*mean_cosine, pairs=()):
+def condensed(*mean_cosine, pairs=(), final_norm=False):
     """A measurement; ``pairs``: of each layer, {cosine: fraction of pairs}."""
     pairs = pairs or [{cosine: 1.0} for cosine in mean_cosine]
     histogram = np.stack([np.histogram(list(p), EDGES, weights=list(p.values()))[0] for p in pairs])
     mean = np.array(mean_cosine)
-    return Condensation(mean, mean / 3, mean / 2, 9 - 8 * mean, histogram, tokens=8, sequences=2)
+    return Condensation(mean, mean / 3, mean / 2, 9 - 8 * mean, histogram, 8, 2, final_norm)
 
 
 def shown_at(artist, x, y):
@@ -79,13 +79,42 @@ def test_mean_cosine_by_layer():
     assert [text.get_text() for text in figure.legends[0].texts] == ["a", "b"]
     (axes,) = plot.mean_cosine_by_layer({"deep": condensed(*(0.1,) * 5), "flat": condensed(0.1, 0.1)}).axes
     assert [line.get_xdata().tolist() for line in axes.lines] == [[0, 0.25, 0.5, 0.75, 1], [0, 1]]
-    assert axes.get_xlabel() == "relative depth (0: embedding, 1: before the final norm)"
+    assert axes.get_xlabel() == "relative depth (0: embedding, 1: last block)"
+
+
+def test_last_layer_before_and_after_the_final_norm():
+    """Both are drawn, the second one past the last block, and both are named."""
+    small, large = condensed(0.1, 0.2, 0.6, final_norm=True), condensed(0.1, 0.3, 0.4, 0.5, 0.7, final_norm=True)
+    (axes,) = plot.mean_cosine_by_layer({"small": small, "also": small}).axes
+    assert axes.lines[0].get_xydata().tolist() == [[0, 0.1], [1, 0.2], [2, 0.6]]
+    assert axes.get_xlabel() == "layer (0: embedding, 1: last block, 2: final norm)"
+    (axes,) = plot.mean_cosine_by_layer({"small": small, "large": large}).axes
+    assert [line.get_xdata().tolist() for line in axes.lines] == [[0, 1, 1.05], [0, 1 / 3, 2 / 3, 1, 1.05]]
+    assert axes.get_xlabel() == "relative depth (0: embedding, 1: last block, beyond: final norm)"
+    assert plot.layer_label([small, large]) == "layer (0: embedding, last two: last block, final norm)"
+    assert plot.layer_label([condensed(0.1, 0.2), condensed(0.1, 0.2, 0.3)]) == "layer (0: embedding, last: last block)"
+
+
+def test_a_run_that_an_older_version_began():
+    """Its first measurement has no final norm, which the others' are then drawn without."""
+    by_step = {0: condensed(0.1, 0.2), 50: condensed(0.1, 0.3, 0.9, final_norm=True)}
+    axes = plot.over_training({"run": by_step}).axes[0]
+    assert [line.get_ydata().tolist() for line in axes.lines] == [[0.1, 0.2], [0.1, 0.3]]
+    assert axes.get_xlabel() == "layer (0: embedding,\n1: last block)"
+    axes = charts.layer_map(by_step, "run").axes[0]
+    assert axes.collections[0].get_array().tolist() == [[0.1, 0.1], [0.2, 0.3]]
+    assert axes.get_ylabel() == "layer (0: embedding,\n1: last block)"
 
 
 def test_depth_bars():
     """ρ and τ by hand: ranks 3, 1, 2, 4 are 1 − 6·6/60 and (4 − 2)/6."""
-    found = {"some": condensed(0.5, 0.1, 0.25, 0.75), "falling": condensed(0.9, 0.8, 0.1), "flat": condensed(0.2, 0.2)}
+    some, normed = condensed(0.5, 0.1, 0.25, 0.75), condensed(0.5, 0.1, 0.25, 0.1, 0.75, final_norm=True)
+    found = {"some": some, "falling": condensed(0.9, 0.8, 0.1), "flat": condensed(0.2, 0.209)}
     (axes,) = plot.depth_bars(found).axes
+    assert axes.get_xlabel() == "rank correlation of the mean cosine with depth (last layer: the last block)"
+    (as_papers,) = plot.depth_bars({"normed": normed}).axes
+    assert [bar.get_width() for bar in as_papers.patches] == [pytest.approx(0.4), pytest.approx(1 / 3)]
+    assert as_papers.get_xlabel() == "rank correlation of the mean cosine with depth (last layer: after the final norm)"
     names = dict(zip(axes.get_yticks(), (label.get_text() for label in axes.get_yticklabels()), strict=True))
     bars = {
         (container.get_label(), names[round(bar.get_y() + bar.get_height() / 2)]): bar.get_width()
@@ -101,7 +130,8 @@ def test_depth_bars():
         ("Kendall's τ", "flat"): 0,
     }
     said = [text.get_text() for text in axes.texts]
-    assert said == ["+0.40", "-1.00", "undefined", "+0.33", "-1.00", "undefined"]
+    flat = "– (mean cosines within 0.01)"
+    assert said == ["+0.40", "-1.00", flat, "+0.33", "-1.00", flat]
     assert axes.yaxis_inverted()  # the first is on top
     assert not axes.xaxis_inverted()
 
@@ -122,7 +152,7 @@ def test_over_training():
     assert len(set(colors.values())) == 3
     assert legend.get_title().get_text() == "step"
     for axes, (name, by_step) in zip(figure.axes, runs.items(), strict=True):
-        assert (axes.get_title(), axes.get_xlabel()) == (name, LAYERS)
+        assert (axes.get_title(), axes.get_xlabel()) == (name, "layer (0: embedding,\n1: last block)")
         drawn = {tuple(line.get_color()): line.get_xydata().tolist() for line in axes.lines}
         assert drawn == {
             colors[f"{step:,}"]: [[0, found.mean_cosine[0]], [1, found.mean_cosine[1]]]
@@ -140,7 +170,7 @@ def test_layer_map():
     for step, found in by_step.items():
         assert [shown_at(mesh, step + 1, layer) for layer in range(4)] == found.mean_cosine.tolist()
     assert axes.get_xlim()[0] == 10
-    assert (axes.get_xlabel(), axes.get_ylabel()) == ("step", "layer (0: embedding)")
+    assert (axes.get_xlabel(), axes.get_ylabel()) == ("step", "layer (0: embedding,\n3: last block)")
     assert bar.get_ylabel() == "mean pairwise cosine"
     assert mesh.get_clim() == (0, 1)
     assert darkness(mesh, 0.1) < darkness(mesh, 0.9)

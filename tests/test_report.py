@@ -134,7 +134,7 @@ def test_numbers(compared):
     assert cells(page, "cross-entropy at step 90, the latest of all runs") == ["8.1", "8.1"]
     assert cells(page, "dispersion loss, last row") == ["-0.3", "–"]
     assert cells(page, "mean cosine of the last block, last") == ["0.3", "0.9"]
-    assert cells(page, "Spearman's ρ of mean cosine and depth, last") == ["1", "1"]
+    assert cells(page, "Spearman's ρ up to the last block, last") == ["1", "1"]
     assert cells(page, "skipped documents") == ["10", "9"]
     assert cells(page, "packages.torch") == ['"2.13.0"'] * 2
 
@@ -162,10 +162,14 @@ def by_hand(tmp_path_factory):
     # Ranks of the last one's mean cosines: 3, 1, 2, 4.
     first, last = (
         Condensation(
-            np.array(mean), np.zeros(4), np.zeros(4), np.array(rank), np.full((4, 128), 1 / 128), tokens=8, sequences=2
+            np.array(mean), np.zeros(5), np.zeros(5), np.array(rank), np.full((5, 128), 1 / 128),
+            tokens=8, sequences=2, final_norm=True, cross_entropy=ce,
         )
-        for mean, rank in (([0.1, 0.2, 0.3, 0.9], [8, 7, 6, 5.5]), ([0.5, 0.1, 0.25, 0.75], [8, 7, 6, 4.5]))
-    )
+        for mean, rank, ce in (
+            ([0.1, 0.2, 0.3, 0.9, 0.25], [8, 7, 6, 5.5, 1], 9.5),
+            ([0.5, 0.1, 0.25, 0.75, 0.2], [8, 7, 6, 4.5, 1], 6.5),
+        )
+    )  # fmt: skip
     measured = {"condensation": {4: first, 12: last}, "validation": {6: 7.5, 12: 6.25}}
     return [dataclasses.replace(runs[0], **measured), runs[1]]
 
@@ -177,13 +181,17 @@ def test_final_numbers_by_hand(by_hand):
         "cross-entropy, mean of the last 10 rows": ["5.5", "22.25"],
         "cross-entropy at step 8, the latest of all runs": ["5", "20.5"],
         "validation loss, last": ["6.25", "–"],
+        "cross-entropy on held-out text, last": ["6.5", "–"],
         "dispersion loss, last row": ["-3", "–"],
         "gradient norm, last row": ["0.125", "3"],
         "tokens/s of one rank, median": ["300", "40"],
         "mean cosine of the last block, first": ["0.9", "–"],
         "mean cosine of the last block, last": ["0.75", "–"],
-        "Spearman's ρ of mean cosine and depth, last": ["0.4", "–"],  # 1 − 6 · 6 / (4 · 15)
-        "Kendall's τ of mean cosine and depth, last": ["0.33333", "–"],  # (4 − 2) / 6
+        "mean cosine after the final norm, last": ["0.2", "–"],
+        "Spearman's ρ up to the last block, last": ["0.4", "–"],  # 1 − 6 · 6 / (4 · 15)
+        "Spearman's ρ up to the final norm, last": ["-0.4", "–"],  # of 0.5, 0.1, 0.25, 0.2: 1 − 6 · 14 / (4 · 15)
+        "Kendall's τ up to the last block, last": ["0.33333", "–"],  # (4 − 2) / 6
+        "Kendall's τ up to the final norm, last": ["-0.33333", "–"],  # (2 − 4) / 6
         "effective rank of the last block, last": ["4.5", "–"],
     }
 
@@ -206,13 +214,15 @@ def test_curves_by_hand(by_hand, monkeypatch):
         "learning rate": ("step", {"on": [[1, 0.001], [12, 0.012]], "off": [[1, 0.001], [8, 0.001]]}),
         "gradient norm, before clipping": ("step", {"on": [[1, 1.5], [12, 0.125]], "off": [[1, 3], [8, 3]]}),
         "tokens/s of one rank": ("step", {"on": [[1, 100], [11, 300]], "off": [[1, 40], [8, 40]]}),
+        "cross-entropy (held-out text)": ("tokens", {"on": [[16384, 9.5], [49152, 6.5]]}),
         "mean cosine, last block": ("step", {"on": [[4, 0.9], [12, 0.75]]}),
+        "mean cosine, after the final norm": ("step", {"on": [[4, 0.25], [12, 0.2]]}),
         "mean cosine, average of all blocks": ("step", {"on": [[4, 0.466667], [12, 0.366667]]}),
-        "Spearman's ρ of mean cosine and depth": ("step", {"on": [[4, 1], [12, 0.4]]}),
-        "Kendall's τ of mean cosine and depth": ("step", {"on": [[4, 1], [12, 0.333333]]}),
+        "Spearman's ρ, up to the last block": ("step", {"on": [[4, 1], [12, 0.4]]}),
+        "Kendall's τ, up to the last block": ("step", {"on": [[4, 1], [12, 0.333333]]}),
         "effective rank, last block": ("step", {"on": [[4, 5.5], [12, 4.5]]}),
     }
-    against_tokens, against_steps = drawn[0], drawn[3]
+    against_tokens, against_steps = drawn[0], drawn[4]
     assert list(against_tokens.lines[1].get_xdata()) == [5 * 4096]
     assert list(against_steps.lines[1].get_xdata()) == [5]
 
@@ -226,12 +236,12 @@ def test_pictures_by_layer_by_hand(by_hand, monkeypatch):
     assert said.alt == "mean cosine by layer and step, on: 2 measurements"
     assert layer_map.axes[0].get_title() == "on"
     lines = [line.get_ydata().tolist() for line in by_layer.axes[0].lines]
-    assert lines == [[0.1, 0.2, 0.3, 0.9], [0.5, 0.1, 0.25, 0.75]]
+    assert lines == [[0.1, 0.2, 0.3, 0.9, 0.25], [0.5, 0.1, 0.25, 0.75, 0.2]]
     first, last = heatmaps.axes[:2]
     assert (first.get_title(), last.get_title()) == ("on, step 4", "on, step 12")
-    assert first.lines[0].get_ydata().tolist() == [0.1, 0.2, 0.3, 0.9]
-    assert last.lines[0].get_ydata().tolist() == [0.5, 0.1, 0.25, 0.75]
-    assert heatmaps.get_supxlabel() == "layer (0: embedding, last: last block)"
+    assert first.lines[0].get_ydata().tolist() == [0.1, 0.2, 0.3, 0.9, 0.25]
+    assert last.lines[0].get_ydata().tolist() == [0.5, 0.1, 0.25, 0.75, 0.2]
+    assert heatmaps.get_supxlabel() == "layer (0: embedding, 3: last block, 4: final norm)"
 
 
 def test_configs_are_compared(compared, tmp_path):
@@ -499,7 +509,7 @@ def test_a_real_run(sample, tmp_path):
     options = (
         *("--training.seq_len", "64", "--metrics.log_freq", "1", "--lr_scheduler.warmup_steps", "2"),
         *("--condensation.interval", "2", "--validation.enable", "--validation.dataset", "c4_validation"),
-        *("--validation.dataset_path", f"{sample}", "--validation.seq_len", "64", "--validation.steps", "1"),
+        *("--validation.dataset_path", f"{sample}", "--validation.steps", "1"),
         *("--validation.freq", "2", "--validation.local_batch_size", "4"),
     )
     train(DEMO, sample, run, *options, "--training.steps", "4")
@@ -507,8 +517,11 @@ def test_a_real_run(sample, tmp_path):
     assert [r["step"] for r in found.rows] == list(range(1, 5))
     assert list(found.condensation) == [0, 2, 4]
     assert found.validation[4] == pytest.approx(found.rows[-1]["ce"], abs=1)  # of other text
+    assert found.settings["validation.seq_len"] == 64  # the training length
+    # The four sequences of the validation are the first of the eight.
+    assert found.condensation[4].cross_entropy == pytest.approx(found.validation[4], abs=0.5)
     assert [a.how() for a in found.attempts] == ["complete"]
     page = write_report([run], tmp_path / "report.html").read_text()
     assert cells(page, "step") == ["4 of 4"]
     assert cells(page, "ranks") == ["1"]
-    assert len(pictures(page)) == 3 + 3 + 5 + 1 + 2 + 1
+    assert len(pictures(page)) == 4 + 3 + 6 + 1 + 2 + 1

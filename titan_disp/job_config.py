@@ -256,8 +256,8 @@ class Guard:
 class Condensation:
     interval: int = 500
     """
-    Measure condensation on the validation split every so many steps, at the start and at the end, under
-    titan_disp.train. 0: never.
+    Measure condensation and cross-entropy on the validation split every so many steps, at the start and at the end, under
+    titan_disp.train. 0: never. What is measured and what it costs: docs/measurements.md.
     """
 
     sequences: int = 8
@@ -265,6 +265,12 @@ class Condensation:
 
     max_tokens: int = 512
     """Positions of each sequence whose pairs are taken, evenly spaced."""
+
+    per_layer: bool = False
+    """
+    Whether TensorBoard (W&B) also gets every number of every layer, as curves: 4 × 29 of them for the 0.6B. Means over the blocks
+    and over thirds of them, the last block and the final norm are always there; metrics.jsonl has every layer.
+    """
 
 
 @dataclass

@@ -23,7 +23,8 @@ from titan_disp.batch import data_parallel_degree
 from titan_disp.budget import last_step
 from titan_disp.checks import check_config, check_device
 from titan_disp.cluster.preemption import StopRequest
-from titan_disp.condensation.monitor import Monitor
+from titan_disp.condensation.cross_entropy import cross_entropies
+from titan_disp.condensation.monitor import Forward, Monitor
 from titan_disp.config import load_config
 from titan_disp.data.files import on_rank_0
 from titan_disp.data.fingerprint import check_fingerprint, read_data_state
@@ -285,10 +286,12 @@ class DispTrainer(Trainer):
             (mesh.get_local_rank(), mesh.size()) if mesh is not None else (0, 1),
             mesh.get_group() if mesh is not None else None,
             process_group(self.loss_fn.group),  # type: ignore[attr-defined]
+            process_group(self.loss_fn.cp_group),  # type: ignore[attr-defined]
         )
 
     def measure_condensation(self) -> None:
-        """On held-out text, into the run's metrics. A collective call; weights, random numbers and data stay as they are."""
+        """On held-out text, with the cross-entropy, into the run's metrics. A collective call; weights, random numbers and data
+        stay as they are."""
         with self.clock.during("condensation"):
             self._measure_condensation()
 
@@ -298,19 +301,22 @@ class DispTrainer(Trainer):
         if self.monitor is None:
             return
         model = self.model_parts[0]
-        layers = range(self.model_args.n_layers + 1)  # type: ignore[attr-defined]
+        layers = range(self.model_args.n_layers + 2)  # type: ignore[attr-defined]
 
-        def forward(tokens: torch.Tensor) -> Sequence[torch.Tensor]:
-            inputs, _, _, kwargs = self.post_dataloading_process({"input": tokens}, tokens)
-            with self.train_context(), self.maybe_enable_amp:
-                return model(inputs, **kwargs, return_activations=layers)[1]
+        def forward(tokens: torch.Tensor, labels: torch.Tensor) -> Forward:
+            inputs, labels, _, kwargs = self.post_dataloading_process({"input": tokens}, labels)
+            with self.train_context():
+                with self.maybe_enable_amp:
+                    logits, activations = model(inputs, **kwargs, return_activations=layers)
+                ce = cross_entropies(logits, labels)
+            return Forward(activations, ce)
 
         model.eval()
         found = self.monitor.measure(forward)
         model.train()
         for module in model.modules():
             if isinstance(module, FSDPModule):
-                # Backward would. Else the head stays whole, and a save does not find the optimizer's parameters in the model.
+                # Backward would. Without it the head stays whole, and a save would not find the optimizer's parameters.
                 module.reshard()
         metrics = cast(DispersionMetrics, self.metrics_processor)
         metrics.log_condensation(self.step, found, time.perf_counter() - start)

@@ -65,17 +65,23 @@ class Accumulator:
         if layer == 0:
             self.sums[-1] += len(z)
 
-    def result(self, tokens: int) -> Condensation:
-        """The averages; ``tokens`` is N."""
+    def result(self, tokens: int, final_norm: bool = False) -> Condensation:
+        """The averages.
+
+        Args:
+            tokens: N.
+            final_norm: whether the last layer is after the final norm, and the one before it is the last block.
+        """
         sums = self.sums.cpu().numpy()
         rows, sequences = sums[:-1] / sums[-1, 0], int(sums[-1, 0])
         mean, square, angle, rank = rows[:, :SCALARS].T
         return Condensation(
             mean_cosine=mean,
             std_cosine=(square - mean**2).clip(0) ** 0.5,
-            angular_distance=0.5 - angle,
+            mean_angle=angle,
             effective_rank=rank,
             histogram=rows[:, SCALARS:],
             tokens=tokens,
             sequences=sequences,
+            final_norm=final_norm,
         )

@@ -1,4 +1,4 @@
-"""Condensation on held-out text, measured while a model trains.
+"""Condensation and cross-entropy on held-out text, measured while a model trains.
 
 Nothing of training is touched: no gradients, no random numbers, other data. The sequences are the same in every run, and
 divided among the data-parallel ranks; where a sequence is sharded (TP, CP) its activations are gathered before they are
@@ -6,6 +6,7 @@ measured, so that the numbers do not depend on the mesh.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -24,16 +25,30 @@ def gather_sequence(z: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     return torch.cat(shards, dim=1)
 
 
+@dataclass
+class Forward:
+    """What a model makes of a batch of B sequences.
+
+    Attributes:
+        activations: [B, N/p, F] of every layer, the last one after the final norm.
+        cross_entropies: [B] float64, sums over the labels of this rank, which are those of all N tokens, or under CP of N/cp.
+    """
+
+    activations: Sequence[Tensor]
+    cross_entropies: Tensor
+
+
 class Monitor:
-    """Measures the layers of a model on fixed sequences.
+    """Measures a model on fixed sequences.
 
     Args:
-        sequences: [n, N] token ids, int64, the same on all ranks, on the device.
+        sequences: [n, N + 1] token ids, int64, the same on all ranks, on the device.
         batch_size: sequences per forward; the last forward is filled up, so that a compiled model sees one shape.
-        max_tokens: positions per sequence that are measured, evenly spaced; all where N is not larger.
+        max_tokens: positions per sequence whose activations are measured, evenly spaced; all where N is not larger.
         ranks: (rank, number) of this data-parallel rank, which takes every number-th sequence.
         data_group: over which the ranks' sums are added up; None: one rank.
-        sequence_group: over which a sequence is sharded; None: it is not.
+        sequence_group: over which the activations of a sequence are sharded (TP, CP, or both); None: they are not.
+        label_group: over which its labels are sharded (CP), which is a part of the sequence_group; None: they are not.
     """
 
     def __init__(
@@ -44,32 +59,39 @@ class Monitor:
         ranks: tuple[int, int] = (0, 1),
         data_group: dist.ProcessGroup | None = None,
         sequence_group: dist.ProcessGroup | None = None,
+        label_group: dist.ProcessGroup | None = None,
     ) -> None:
         rank, number = ranks
-        count, n = sequences.shape
+        count, n = sequences.shape[0], sequences.shape[1] - 1
         forwards = -(-count // (number * batch_size))  # the same on all ranks: a forward is a collective call
         own = [i if i < count else None for i in range(rank, number * batch_size * forwards, number)]
         self.valid = torch.tensor([i is not None for i in own]).view(forwards, batch_size)
-        self.batches = sequences[[i or 0 for i in own]].view(forwards, batch_size, n)
+        self.batches = sequences[[i or 0 for i in own]].view(forwards, batch_size, n + 1)
+        self.labels = count * n
         self.tokens = min(max_tokens, n)
         self.positions = torch.linspace(0, n - 1, self.tokens, dtype=torch.float64).round().long()
-        self.data_group, self.sequence_group = data_group, sequence_group
+        self.data_group, self.sequence_group, self.label_group = data_group, sequence_group, label_group
 
     @torch.no_grad()
-    def measure(self, forward: Callable[[Tensor], Sequence[Tensor]]) -> Condensation:
+    def measure(self, forward: Callable[[Tensor, Tensor], Forward]) -> Condensation:
         """The same result on every rank. A collective call.
 
         Args:
-            forward: [B, N] token ids → activations of every layer, [B, N/p, F] each.
+            forward: [B, N] token ids and their labels, the tokens that follow them → what the model makes of them.
         """
         sums: Accumulator | None = None
+        ce = torch.zeros((), dtype=torch.float64, device=self.batches.device)
         for batch, valid in zip(self.batches, self.valid, strict=True):
-            activations = forward(batch)
+            found = forward(batch[:, :-1], batch[:, 1:])
+            ce += found.cross_entropies[valid].sum()
             if sums is None:
-                sums = Accumulator(len(activations), batch.device)
-            for layer, z in enumerate(activations):
+                sums = Accumulator(len(found.activations), batch.device)
+            for layer, z in enumerate(found.activations):
                 sums.add(layer, gather_sequence(z, self.sequence_group)[valid][:, self.positions])
         assert sums is not None
+        if self.label_group is not None:
+            dist.all_reduce(ce, group=self.label_group)
         if self.data_group is not None:
             dist.all_reduce(sums.sums, group=self.data_group)
-        return sums.result(self.tokens)
+            dist.all_reduce(ce, group=self.data_group)
+        return replace(sums.result(self.tokens, final_norm=True), cross_entropy=ce.item() / self.labels)

@@ -17,9 +17,8 @@ from matplotlib.figure import Figure, FigureBase
 from matplotlib.patheffects import withStroke
 from matplotlib.ticker import MaxNLocator
 
-from titan_disp.condensation.record import Condensation
+from titan_disp.condensation.record import LEAST_RANGE, Condensation, alike
 
-LAST_BLOCK = "before the final norm"  # what the last layer is, where activations are the blocks' outputs
 MEAN_COSINE = "mean pairwise cosine"
 COLUMNS = 3  # of heatmaps
 # Okabe & Ito's colours, which colour-blind readers tell apart, without their yellow, which is faint on white.
@@ -35,7 +34,18 @@ def new_figure(width: float, height: float) -> Figure:
     return figure
 
 
-def draw_heatmaps(figure: FigureBase, rows: Sequence[Mapping[str, Condensation]], last: str = LAST_BLOCK) -> None:
+def layer_label(found: Sequence[Condensation], gap: str = " ") -> str:
+    """Of an axis of layers: which of them is what. ``gap``: " ", or "\\n" for two lines."""
+    normed = any(one.final_norm for one in found)
+    last = found[0].last_block
+    if any(one.last_block != last for one in found):
+        ends = "last two: last block, final norm" if normed else "last: last block"
+    else:
+        ends = f"{last}: last block, {last + 1}: final norm" if normed else f"{last}: last block"
+    return f"layer (0: embedding,{gap}{ends})"
+
+
+def draw_heatmaps(figure: FigureBase, rows: Sequence[Mapping[str, Condensation]]) -> None:
     """Measurements by title, in rows, with shared axes and one colour scale.
 
     A layer is a column of 128 bins of the cosine, and the line is its mean. The scale is logarithmic from 10⁻³ to 1, so
@@ -64,24 +74,24 @@ def draw_heatmaps(figure: FigureBase, rows: Sequence[Mapping[str, Condensation]]
             axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=8))
             axes.set_yticks([-1, -0.5, 0, 0.5, 1])
             axes.set_ylim(-1.05, 1.05)  # a condensed layer fills the last bin alone, which the frame would hide
-    figure.supxlabel(f"layer (0: embedding, last: {last})", fontsize=11)
+    figure.supxlabel(layer_label([found for row in rows for found in row.values()]), fontsize=11)
     figure.supylabel("cosine of two tokens (line: mean)", fontsize=11)
     figure.colorbar(image, ax=grid, label="fraction of pairs", fraction=0.05, aspect=30)
 
 
-def heatmap(found: Condensation, title: str, last: str = LAST_BLOCK) -> Figure:
+def heatmap(found: Condensation, title: str) -> Figure:
     """One measurement: the paper's picture, layer against cosine."""
     figure = new_figure(6, 4)
-    draw_heatmaps(figure, [{title: found}], last)
+    draw_heatmaps(figure, [{title: found}])
     return figure
 
 
-def side_by_side(found: Mapping[str, Condensation], last: str = LAST_BLOCK) -> Figure:
+def side_by_side(found: Mapping[str, Condensation]) -> Figure:
     """Heatmaps of several measurements by name."""
     items = iter(found.items())
     rows = list(iter(lambda: dict(islice(items, COLUMNS)), {}))
     figure = new_figure(max(6, 1.1 + 2.3 * len(rows[0])), 0.9 + 2.7 * len(rows))
-    draw_heatmaps(figure, rows, last)
+    draw_heatmaps(figure, rows)
     return figure
 
 
@@ -91,22 +101,22 @@ def _styles() -> Iterator[dict[str, Any]]:
         yield {"color": color, "marker": marker, "linestyle": line}
 
 
-def _depths(found: Sequence[Condensation], axes: Axes, last: str) -> list[np.ndarray]:
-    """Horizontal positions of the layers: their indices, or where models differ in depth, from 0 to 1."""
-    counts = [len(one.mean_cosine) for one in found]
-    if len(set(counts)) == 1:
-        axes.set_xlabel(f"layer (0: embedding, last: {last})", fontsize=11)
+def _depths(found: Sequence[Condensation], axes: Axes) -> list[np.ndarray]:
+    """Horizontal positions of the layers: their indices, or where models differ in depth, 1 for the last block."""
+    if len({one.last_block for one in found}) == 1:
+        axes.set_xlabel(layer_label(found), fontsize=11)
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-        return [np.arange(count) for count in counts]
-    axes.set_xlabel(f"relative depth (0: embedding, 1: {last})", fontsize=11)
-    return [np.linspace(0, 1, count) for count in counts]
+        return [np.arange(len(one.mean_cosine)) for one in found]
+    beyond = ", beyond: final norm" if any(one.final_norm for one in found) else ""
+    axes.set_xlabel(f"relative depth (0: embedding, 1: last block{beyond})", fontsize=11)
+    return [np.append(np.arange(one.last_block + 1) / one.last_block, [1.05] * one.final_norm) for one in found]
 
 
-def mean_cosine_by_layer(found: Mapping[str, Condensation], last: str = LAST_BLOCK) -> Figure:
+def mean_cosine_by_layer(found: Mapping[str, Condensation]) -> Figure:
     """One line for each measurement."""
     figure = new_figure(8, 4 + 0.22 * len(found))
     axes = figure.subplots()
-    depths = _depths(list(found.values()), axes, last)
+    depths = _depths(list(found.values()), axes)
     for (name, one), depth, style in zip(found.items(), depths, _styles(), strict=False):
         axes.plot(depth, one.mean_cosine, label=name, markersize=5, **style)
     axes.set_ylabel(MEAN_COSINE, fontsize=11)
@@ -116,30 +126,37 @@ def mean_cosine_by_layer(found: Mapping[str, Condensation], last: str = LAST_BLO
 
 
 def depth_bars(found: Mapping[str, Condensation]) -> Figure:
-    """Spearman's ρ and Kendall's τ of the mean cosine against depth: 1 where it grows with every layer."""
+    """Spearman's ρ and Kendall's τ of the mean cosine against depth: 1 where it grows with every layer.
+
+    The last layer is the one after the final norm, as the paper's is, where it was measured.
+    """
     figure = new_figure(8, 1.3 + 0.55 * len(found))
     axes = figure.subplots()
     place = np.arange(len(found))
+    normed = all(one.final_norm for one in found.values())
+    over_depth = [one.after_norm if normed else one.before_norm for one in found.values()]
     named = {
-        "Spearman's ρ": [one.spearman for one in found.values()],
-        "Kendall's τ": [one.kendall for one in found.values()],
+        "Spearman's ρ": [one.spearman for one in over_depth],
+        "Kendall's τ": [one.kendall for one in over_depth],
     }
+    flat = f"– (mean cosines within {LEAST_RANGE:g})"
     for (label, values), color, hatch, offset in zip(named.items(), OKABE_ITO, ("", "//"), (-0.19, 0.19), strict=False):
         bars = axes.barh(
             place + offset, np.nan_to_num(values), 0.36, label=label, color=color, hatch=hatch, edgecolor="white"
         )
-        axes.bar_label(bars, ["undefined" if np.isnan(v) else f"{v:+.2f}" for v in values], padding=4)
+        axes.bar_label(bars, [flat if np.isnan(v) else f"{v:+.2f}" for v in values], padding=4)
     axes.set_yticks(place, [fill(name, 34) for name in found])
     axes.invert_yaxis()
     axes.set_xlim(-1.25, 1.25)
     axes.set_xticks([-1, -0.5, 0, 0.5, 1])
     axes.axvline(0, color="black", linewidth=0.8)
-    axes.set_xlabel("rank correlation of the mean cosine with depth", fontsize=11)
+    last = "after the final norm" if normed else "the last block"
+    axes.set_xlabel(f"rank correlation of the mean cosine with depth (last layer: {last})", fontsize=11)
     figure.legend(loc="outside upper center", ncols=2)
     return figure
 
 
-def over_training(runs: Mapping[str, Mapping[int, Condensation]], last: str = LAST_BLOCK) -> Figure:
+def over_training(runs: Mapping[str, Mapping[int, Condensation]]) -> Figure:
     """Mean cosine by layer at several steps: a panel for each run, a line for each step, the same colour for the same step."""
     figure = new_figure(max(7, 1.5 + 3.2 * len(runs)), 4.2)
     grid = figure.subplots(1, len(runs), sharey=True, squeeze=False)[0]
@@ -147,10 +164,12 @@ def over_training(runs: Mapping[str, Mapping[int, Condensation]], last: str = LA
     colors = dict(zip(steps, colormaps["viridis"](np.linspace(0, 0.93, len(steps))), strict=True))
     lines = {}
     for axes, (name, by_step) in zip(grid, runs.items(), strict=True):
-        depths = _depths(list(by_step.values()), axes, last)
-        for (step, one), depth, marker in zip(by_step.items(), depths, cycle(MARKERS), strict=False):
+        shown = alike(list(by_step.values()))
+        depths = _depths(shown, axes)
+        for step, one, depth, marker in zip(by_step, shown, depths, cycle(MARKERS), strict=False):
             (lines[step],) = axes.plot(depth, one.mean_cosine, color=colors[step], marker=marker, markersize=4)
         axes.set_title(fill(name, 34), fontsize=11)
+        axes.set_xlabel(layer_label(shown, gap="\n"), fontsize=11)
         axes.grid(alpha=0.3)
     grid[0].set_ylabel(MEAN_COSINE, fontsize=11)
     ordered = sorted(lines)

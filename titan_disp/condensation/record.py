@@ -1,7 +1,9 @@
 """One measurement of condensation: numbers by layer, and what they do over depth."""
 
+import math
 import re
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,60 +13,141 @@ from titan_disp.files import whole
 
 BINS = 128
 EDGES = np.linspace(-1, 1, BINS + 1)  # of the histogram
+LEAST_RANGE = 0.01  # of the mean cosines over depth, for ρ and τ to mean something: our choice
+
+
+@dataclass(frozen=True)
+class OverDepth:
+    """How the mean cosine goes with depth.
+
+    Attributes:
+        spearman, kendall: Spearman's ρ and Kendall's τ of the mean cosine against depth. They look at the order alone, so that
+            differences of 0.002, as at initialisation, would count as much as those of 0.5: NaN where ``range`` is less than
+            ``LEAST_RANGE``.
+        range: the largest of the mean cosines less the smallest.
+    """
+
+    spearman: float
+    kendall: float
+    range: float
+
+    @classmethod
+    def of(cls, mean_cosine: np.ndarray) -> "OverDepth":
+        """Of layers in the order of depth."""
+        from scipy import stats  # a second, which of all ranks only the first needs
+
+        spread = float(np.ptp(mean_cosine))
+        if not spread >= LEAST_RANGE:
+            return cls(math.nan, math.nan, spread)
+        depth = np.arange(len(mean_cosine))
+        spearman, kendall = stats.spearmanr(depth, mean_cosine), stats.kendalltau(depth, mean_cosine)
+        return cls(float(spearman.statistic), float(kendall.statistic), spread)
+
+    def to_json(self) -> dict[str, float | None]:
+        """NaN as None, as JSON has no NaN."""
+        return {name: _number(value) for name, value in asdict(self).items()}
+
+    def __str__(self) -> str:
+        if math.isnan(self.spearman):
+            return f"ρ – τ – (the mean cosines differ by {self.range:.3f} only)"
+        return f"ρ {self.spearman:.2f} τ {self.kendall:.2f}"
 
 
 @dataclass(frozen=True)
 class Condensation:
-    """Averages over sequences; index 0 of every array is the embedding's output, i + 1 the output of block i.
+    """Averages over sequences. Index 0 of every array is the embedding's output and i + 1 the output of block i, before the final
+    norm; where ``final_norm`` is set, one more index, the last, is what the final norm makes of the last block's output.
 
     Attributes:
         mean_cosine: [layers] mean of all N² pairwise cosines of a sequence.
         std_cosine: [layers] their standard deviation, over the pairs of all sequences.
-        angular_distance: [layers] ½ − mean of arccos(c)/π over pairs of different tokens: 0 for directions spread
-            uniformly over the sphere, ½ for one common direction.
+        mean_angle: [layers] mean of arccos(c)/π over pairs of different tokens, the paper's D: ½ for directions spread uniformly
+            over the sphere, 0 for one common direction.
         effective_rank: [layers] exp of the entropy of the normalised singular values of the N unit vectors
             (Roy & Vetterli 2007): from 1 to min(N, F).
         histogram: [layers, 128] fraction of pairs by cosine, in bins of equal width on [−1, 1].
         tokens: N, per sequence.
         sequences: how many.
+        final_norm: whether the last index is after the final norm. Measurements that runs made before there was such an index
+            end with the last block.
+        cross_entropy: of the next token, mean over all tokens of the same sequences, in nats; NaN where it was not measured.
     """
 
     mean_cosine: np.ndarray
     std_cosine: np.ndarray
-    angular_distance: np.ndarray
+    mean_angle: np.ndarray
     effective_rank: np.ndarray
     histogram: np.ndarray
     tokens: int
     sequences: int
+    final_norm: bool = False
+    cross_entropy: float = math.nan
 
     @property
-    def spearman(self) -> float:
-        """Spearman's ρ of the mean cosine against depth; NaN where all layers are alike."""
-        return self._over_depth("spearmanr")
+    def last_block(self) -> int:
+        """The index of the last block's output, before the final norm."""
+        return len(self.mean_cosine) - 1 - self.final_norm
 
     @property
-    def kendall(self) -> float:
-        """Kendall's τ of the mean cosine against depth; NaN where all layers are alike."""
-        return self._over_depth("kendalltau")
+    def layer_names(self) -> list[str]:
+        """Blocks are counted from 0, as in ``dispersion.layers`` and in the names of the weights."""
+        names = ["embedding", *(f"block {i}" for i in range(self.last_block))]
+        return [*names, "final norm"] if self.final_norm else names
 
-    def _over_depth(self, name: str) -> float:
-        from scipy import stats  # a second, which of all ranks only the first needs
+    @property
+    def before_norm(self) -> OverDepth:
+        """Over the embedding and all blocks."""
+        return OverDepth.of(self.mean_cosine[: self.last_block + 1])
 
-        if np.ptp(self.mean_cosine) == 0:
-            return float("nan")
-        return float(getattr(stats, name)(np.arange(len(self.mean_cosine)), self.mean_cosine).statistic)
+    @property
+    def after_norm(self) -> OverDepth:
+        """Over the embedding, all blocks but the last, and the final norm: the hidden states of Hugging Face, which the paper
+        measures. NaN where the layer after the final norm was not measured.
+        """
+        if not self.final_norm:
+            return OverDepth(math.nan, math.nan, math.nan)
+        return OverDepth.of(np.delete(self.mean_cosine, self.last_block))
+
+    def without_final_norm(self) -> "Condensation":
+        """The same up to the last block."""
+        if not self.final_norm:
+            return self
+        shorter: dict[str, Any] = {n: values[:-1] for n, values in vars(self).items() if isinstance(values, np.ndarray)}
+        return replace(self, final_norm=False, **shorter)
 
     def by_layer(self) -> dict[str, list[float]]:
         """The numbers by layer, without the histogram."""
-        names = ("mean_cosine", "std_cosine", "angular_distance", "effective_rank")
-        return {name: getattr(self, name).tolist() for name in names}
+        return {name: values.tolist() for name, values in self._numbers().items()}
+
+    def by_part(self) -> dict[str, dict[str, float]]:
+        """The numbers' means over all blocks, and over the early, middle and late third of them; of the last block, and of the
+        final norm. Block i of L is early where 3i < L, and late where 3i ≥ 2L."""
+        end = self.last_block + 1
+        first, second = (1 + math.ceil(third * self.last_block / 3) for third in (1, 2))
+        parts = {
+            "blocks": slice(1, end),
+            "early_blocks": slice(1, first),
+            "middle_blocks": slice(first, second),
+            "late_blocks": slice(second, end),
+            "last_block": slice(end - 1, end),
+            "final_norm": slice(end, None),
+        }
+        return {
+            name: {part: float(values[rows].mean()) for part, rows in parts.items() if len(values[rows])}
+            for name, values in self._numbers().items()
+        }
+
+    def _numbers(self) -> dict[str, np.ndarray]:
+        return {name: getattr(self, name) for name in ("mean_cosine", "std_cosine", "mean_angle", "effective_rank")}
 
     def to_json(self) -> dict[str, Any]:
-        """All but the histogram; ρ and τ are None where undefined, as JSON has no NaN."""
-        depth = {"spearman": self.spearman, "kendall": self.kendall}
+        """All but the histogram; what is undefined or was not measured is None, as JSON has no NaN."""
         return {
+            "layers": self.layer_names,
             **self.by_layer(),
-            **{name: None if np.isnan(value) else value for name, value in depth.items()},
+            "before_norm": self.before_norm.to_json(),
+            "after_norm": self.after_norm.to_json(),
+            "cross_entropy": _number(self.cross_entropy),
             "tokens": self.tokens,
             "sequences": self.sequences,
         }
@@ -78,10 +161,21 @@ class Condensation:
 
     @classmethod
     def load(cls, path: str | Path) -> "Condensation":
+        """What ``save`` wrote. Older versions wrote angular_distance, which is ½ − mean_angle, and no final norm."""
         with np.load(path) as arrays:
             content: dict[str, Any] = {name: arrays[name] for name in arrays.files if name != "edges"}
-        content |= {name: int(content[name]) for name in ("tokens", "sequences")}
-        return cls(**content)
+        if "angular_distance" in content:
+            content["mean_angle"] = 0.5 - content.pop("angular_distance")
+        return cls(**{name: values if values.ndim else values.item() for name, values in content.items()})
+
+
+def alike(found: Sequence[Condensation]) -> list[Condensation]:
+    """The same, without the final norm's numbers unless all of them have it: a run may have been begun by an older version."""
+    return list(found) if all(one.final_norm for one in found) else [one.without_final_norm() for one in found]
+
+
+def _number(value: float) -> float | None:
+    return None if math.isnan(value) else value
 
 
 def load_steps(folder: str | Path) -> dict[int, Condensation]:

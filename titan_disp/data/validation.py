@@ -81,7 +81,7 @@ def held_out_sequences(job_config: JobConfig, tokenizer: BaseTokenizer, count: i
     has one.
 
     Returns:
-        [count, training.seq_len] token ids, int64, or None where there is no validation split.
+        [count, training.seq_len + 1] token ids, int64, the last one a label only, or None where there is no validation split.
     """
     v = job_config.validation
     if v.enable:
@@ -102,7 +102,7 @@ def held_out_sequences(job_config: JobConfig, tokenizer: BaseTokenizer, count: i
             except ConfigError as error:
                 logger.warning(f"no validation split: {error}")
                 continue
-            return first_sequences(files, tokenizer, job_config, job_config.training.seq_len, count)[:, :-1]
+            return first_sequences(files, tokenizer, job_config, job_config.training.seq_len, count)
         return None
 
     tokens = on_rank_0(read)

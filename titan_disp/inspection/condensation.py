@@ -12,13 +12,14 @@ from titan_disp.condensation.measure import Accumulator
 from titan_disp.condensation.record import Condensation
 from titan_disp.errors import ConfigError
 from titan_disp.inspection.report import table, write_figures, write_metrics
-from titan_disp.inspection.targets import LAST, Target, find_targets
+from titan_disp.inspection.targets import Target, find_targets
 from titan_disp.inspection.texts import cut_sequences, read_texts
 
 
 @torch.no_grad()
 def measure(name: str, target: Target, tokens: Tensor, batch_size: int, device: torch.device) -> Condensation:
-    """Every layer of one model on [count, length] token ids, the last one after the final norm; a progress bar on stderr.
+    """Every layer of one model on [count, length] token ids, the last block's before and after the final norm; a progress bar on
+    stderr.
 
     Raises:
         ConfigError: weights that are missing or damaged, or give values that are not finite.
@@ -36,7 +37,7 @@ def measure(name: str, target: Target, tokens: Tensor, batch_size: int, device: 
                 sums.add(layer, z)
             progress.update(len(batch))
     assert sums is not None
-    return sums.result(tokens.shape[1])
+    return sums.result(tokens.shape[1], final_norm=True)
 
 
 def condensation(
@@ -91,7 +92,7 @@ def condensation(
     for name, target in targets.items():
         found[name] = measure(name, target, samples[name], batch_size, torch_device)
         found[name].save(out / f"{name}.npz")
-    settings = {"text": str(text or dataset), "seed": seed, "last_layer": LAST}
+    settings = {"text": str(text or dataset), "seed": seed}
     files = [*write_metrics(out, targets, found, settings), *write_figures(out, targets, found)]
     print(table(found))
     print(f"{out}: {', '.join([*(f'{name}.npz' for name in found), *files])}")

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from titan_disp.data.hf_tokenizer import plain_encoder
 from titan_disp.data.tokenizer import check_fits, load_tokenizer
@@ -17,11 +17,10 @@ from titan_disp.results.saved import SavedModel, find_saved, is_run, load_model,
 
 Encode = Callable[[str], list[int]]
 Layers = Callable[[Tensor], Sequence[Tensor]]
-"""[B, N] token ids → activations [B, N, F] of the embedding, of every block but the last, and of the final norm.
+"""[B, N] token ids → activations [B, N, F] of the embedding, of every block, and of the final norm.
 
-Hugging Face's last hidden state is after the final norm. Ours is taken there too, so that like is compared with like.
+The last two are what Hugging Face's hidden states leave out and what they end with.
 """
-LAST = "after the final norm"
 
 
 @dataclass(frozen=True)
@@ -34,7 +33,8 @@ class Target:
         max_tokens: positions that the model knows; None: any number.
         vocab_size: token ids that it knows.
         encode: text → token ids, without special tokens.
-        load: device → the model's layers, in float32 and eval mode. Raises ConfigError where weights are missing.
+        load: device → the model's layers, in float32 and eval mode. Raises ConfigError where weights are missing, or the last
+            block cannot be found.
     """
 
     folder: Path
@@ -91,7 +91,7 @@ def _run_target(saved: SavedModel, tokenizer: Path | None) -> Target:
         model.output = torch.nn.Identity()  # the "logits" are then what the final norm gives, without N × V numbers
 
         def layers(tokens: Tensor) -> Sequence[Tensor]:
-            normed, activations = model(tokens, return_activations=range(args.n_layers))
+            normed, activations = model(tokens, return_activations=range(args.n_layers + 1))
             return [*activations, normed]
 
         return layers
@@ -163,7 +163,27 @@ def _encode_theirs(tokenizer: Any, text: str) -> list[int]:
 def _load_hugging_face(folder: Path, device: torch.device) -> Layers:
     body = load_causal_lm(folder).to(device).base_model  # without the output layer: N × V logits that nobody needs
 
+    blocks: list[Tensor] = []
+
+    def keep(module: nn.Module, arguments: Any, output: Any) -> None:
+        blocks.append(output if isinstance(output, Tensor) else output[0])
+
+    _last_block(body, folder).register_forward_hook(keep)
+
     def layers(tokens: Tensor) -> Sequence[Tensor]:
-        return body(tokens, output_hidden_states=True, use_cache=False).hidden_states
+        found = body(tokens, output_hidden_states=True, use_cache=False)
+        return [*found.hidden_states[:-1], blocks.pop(), found.last_hidden_state]
 
     return layers
+
+
+def _last_block(body: nn.Module, folder: Path) -> nn.Module:
+    """The last of a Hugging Face model's blocks: its largest list of as many modules as there are layers."""
+    layers: int = body.config.get_text_config().num_hidden_layers  # type: ignore[union-attr, operator]
+    lists = [module for module in body.modules() if isinstance(module, nn.ModuleList) and len(module) == layers]
+    if not lists:
+        raise ConfigError(
+            f"{str(folder)!r} has no list of its {layers} layers among its modules, so that the last one's output, before the "
+            "final norm, cannot be found"
+        )
+    return max(lists, key=lambda blocks: sum(p.numel() for p in blocks.parameters()))[-1]

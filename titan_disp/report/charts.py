@@ -15,8 +15,8 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 from scipy.stats import binned_statistic
 
-from titan_disp.condensation.plot import LINES, MEAN_COSINE, OKABE_ITO, new_figure
-from titan_disp.condensation.record import Condensation
+from titan_disp.condensation.plot import LINES, MEAN_COSINE, OKABE_ITO, layer_label, new_figure
+from titan_disp.condensation.record import Condensation, alike
 from titan_disp.report.attempts import FAULTS, Attempt
 
 BINS = 500  # points of a line at most: two pixels each where a chart is widest
@@ -144,7 +144,8 @@ def layer_map(by_step: Mapping[int, Condensation], name: str) -> Figure:
     """Mean cosine by layer and step of a run with two measurements or more; one colour scale for all runs."""
     figure = new_figure(*SIZE)
     axes = figure.subplots()
-    values = np.array([found.mean_cosine for found in by_step.values()]).T
+    measured = alike(list(by_step.values()))
+    values = np.array([found.mean_cosine for found in measured]).T
     layers = np.arange(len(values))
     mesh = axes.pcolormesh(
         list(by_step), layers, values, shading="nearest", cmap="magma_r", vmin=0, vmax=1, rasterized=True
@@ -152,7 +153,7 @@ def layer_map(by_step: Mapping[int, Condensation], name: str) -> Figure:
     axes.set_xlim(left=min(by_step))
     axes.set_title(plain(name), fontsize=10)
     axes.set_xlabel("step")
-    axes.set_ylabel("layer (0: embedding)")
+    axes.set_ylabel(layer_label(measured, gap="\n"))
     axes.xaxis.set_major_formatter(FuncFormatter(_short))
     axes.yaxis.set_major_locator(MaxNLocator(integer=True))
     figure.colorbar(mesh, label=MEAN_COSINE)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
+from titan_disp.condensation.record import LEAST_RANGE
 from titan_disp.errors import ConfigError
 from titan_disp.files import whole
 from titan_disp.report import pictures, tables
@@ -36,6 +37,7 @@ def render(runs: Sequence[Run], now: float) -> str:
             written=tables.when(now),
             bins=BINS,
             beginning=f"{BEGINNING:.0%}",
+            least_range=LEAST_RANGE,
             overview=tables.overview(runs, now),
             final_numbers=tables.final_numbers(runs),
             losses=pictures.losses(runs),

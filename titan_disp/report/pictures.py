@@ -11,7 +11,6 @@ from titan_disp.report import charts
 from titan_disp.report.charts import Line, Scale, plain, to_uri
 from titan_disp.report.gather import Run
 
-LAST = "last block"
 SHOWN_STEPS = 7  # of all measurements, in a chart with a line for each
 
 
@@ -50,18 +49,33 @@ def _curves(lines: Sequence[Line], xlabel: str, ylabel: str, scale: Scale = char
         yield Picture(to_uri(charts.curves(lines, xlabel, ylabel, scale)), f"{ylabel} against {xlabel}. {ends}")
 
 
+def _measured(runs: Sequence[Run], read: Callable[[Condensation], float]) -> list[Line]:
+    """A number of every measurement against steps, of the runs that have it twice or more."""
+    lines = []
+    for place, run in enumerate(runs):
+        values = np.array([read(found) for found in run.condensation.values()], dtype=np.float64)
+        if np.isfinite(values).sum() > 1:
+            lines.append(Line(run.name, np.array(list(run.condensation)), values, place))
+    return lines
+
+
 def losses(runs: Sequence[Run]) -> list[Picture]:
-    """Cross-entropy and dispersion apart, and the validation loss where there is one, against tokens."""
+    """Cross-entropy and dispersion apart, and cross-entropies on other text where there are any, against tokens."""
     dispersing = [line for line in _lines(runs, "tokens", "dispersion") if runs[line.place].disperses]
     validated = [
         Line(run.name, np.array(list(run.validation)) * run.tokens_per_step, np.array(list(run.validation.values())), i)
         for i, run in enumerate(runs)
         if run.validation
     ]
+    held_out = [
+        Line(line.name, line.x * runs[line.place].tokens_per_step, line.y, line.place)
+        for line in _measured(runs, lambda found: found.cross_entropy)
+    ]
     return [
         *_curves(_lines(runs, "tokens", "ce"), "tokens", "cross-entropy (training)", charts.without_the_beginning),
         *_curves(dispersing, "tokens", "dispersion loss, without λ"),
         *_curves(validated, "tokens", "cross-entropy (validation)"),
+        *_curves(held_out, "tokens", "cross-entropy (held-out text)"),
     ]
 
 
@@ -76,28 +90,24 @@ def optimization(runs: Sequence[Run]) -> list[Picture]:
 
 def condensation_by_step(runs: Sequence[Run]) -> list[Picture]:
     """How the cosines developed, in the runs that were measured twice or more."""
-    several = {place: run for place, run in enumerate(runs) if len(run.condensation) > 1}
 
     def over_steps(
         ylabel: str, read: Callable[[Condensation], float], scale: Scale = charts.as_it_is
     ) -> Iterator[Picture]:
-        lines = [
-            Line(
-                run.name,
-                np.array(list(run.condensation)),
-                np.array([read(c) for c in run.condensation.values()]),
-                place,
-            )
-            for place, run in several.items()
-        ]
-        yield from _curves(lines, "step", ylabel, scale)
+        yield from _curves(_measured(runs, read), "step", ylabel, scale)
+
+    def mean_cosine(part: str) -> Callable[[Condensation], float]:
+        return lambda found: found.by_part()["mean_cosine"].get(part, np.nan)
 
     return [
-        *over_steps("mean cosine, last block", lambda found: found.mean_cosine[-1]),
-        *over_steps("mean cosine, average of all blocks", lambda found: found.mean_cosine[1:].mean()),
-        *over_steps("Spearman's ρ of mean cosine and depth", lambda found: found.spearman, charts.correlation),
-        *over_steps("Kendall's τ of mean cosine and depth", lambda found: found.kendall, charts.correlation),
-        *over_steps("effective rank, last block", lambda found: found.effective_rank[-1], charts.from_zero),
+        *over_steps("mean cosine, last block", mean_cosine("last_block")),
+        *over_steps("mean cosine, after the final norm", mean_cosine("final_norm")),
+        *over_steps("mean cosine, average of all blocks", mean_cosine("blocks")),
+        *over_steps("Spearman's ρ, up to the last block", lambda found: found.before_norm.spearman, charts.correlation),
+        *over_steps("Kendall's τ, up to the last block", lambda found: found.before_norm.kendall, charts.correlation),
+        *over_steps(
+            "effective rank, last block", lambda found: found.effective_rank[found.last_block], charts.from_zero
+        ),
     ]
 
 
@@ -136,12 +146,12 @@ def condensation_by_layer(runs: Sequence[Run]) -> list[Picture]:
         for run, by_step in zip(measured, some.values(), strict=True)
     ]
     heatmaps = new_figure(7.5, 0.9 + 2.6 * len(rows))
-    draw_heatmaps(heatmaps, rows, LAST)
+    draw_heatmaps(heatmaps, rows)
     names = ", ".join(run.name for run in measured)
     by_layer = f"mean cosine by layer, a line for each of some steps: {names}"
     pairs = f"cosines of all pairs of tokens by layer, first and last measurement: {names}"
     return [
-        Picture(to_uri(over_training(some, LAST)), by_layer, wide=True),
+        Picture(to_uri(over_training(some)), by_layer, wide=True),
         Picture(to_uri(heatmaps), pairs, wide=True),
     ]
 

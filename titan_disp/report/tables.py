@@ -122,14 +122,20 @@ def final_numbers(runs: Sequence[Run]) -> Rows:
         f"cross-entropy, mean of the last {LAST_ROWS} rows": last("ce", LAST_ROWS),
         f"cross-entropy at step {number(compared)}, the latest of all runs": at_compared,
         "validation loss, last": lambda run: number(list(run.validation.values())[-1] if run.validation else None),
+        "cross-entropy on held-out text, last": measured(lambda found: found.cross_entropy),
         "dispersion loss, last row": lambda run: last("dispersion")(run) if run.disperses else NOTHING,
         "gradient norm, last row": last("grad_norm"),
         "tokens/s of one rank, median": throughput,
-        "mean cosine of the last block, first": measured(lambda found: found.mean_cosine[-1], 0),
-        "mean cosine of the last block, last": measured(lambda found: found.mean_cosine[-1]),
-        "Spearman's ρ of mean cosine and depth, last": measured(lambda found: found.spearman),
-        "Kendall's τ of mean cosine and depth, last": measured(lambda found: found.kendall),
-        "effective rank of the last block, last": measured(lambda found: found.effective_rank[-1]),
+        "mean cosine of the last block, first": measured(lambda found: found.mean_cosine[found.last_block], 0),
+        "mean cosine of the last block, last": measured(lambda found: found.mean_cosine[found.last_block]),
+        "mean cosine after the final norm, last": measured(
+            lambda found: found.by_part()["mean_cosine"].get("final_norm", np.nan)
+        ),
+        "Spearman's ρ up to the last block, last": measured(lambda found: found.before_norm.spearman),
+        "Spearman's ρ up to the final norm, last": measured(lambda found: found.after_norm.spearman),
+        "Kendall's τ up to the last block, last": measured(lambda found: found.before_norm.kendall),
+        "Kendall's τ up to the final norm, last": measured(lambda found: found.after_norm.kendall),
+        "effective rank of the last block, last": measured(lambda found: found.effective_rank[found.last_block]),
     }
     return _filled(cells, runs)
 

@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from titan_disp.results.saved import SavedModel
-from titan_disp.run.folder import read_metrics
+from titan_disp.run.folder import read_condensation, read_metrics
 
 PAPER = "https://arxiv.org/abs/2602.00217"
 SHOWN = ("python", "titan-disp", "torch", "torchtitan", "tokenizers", "sentencepiece")
@@ -71,6 +71,11 @@ def model_card(saved: SavedModel, name: str, parameters: int, dtype: str, enviro
         facts["tokens seen"] = f"{last['tokens'] * saved.step // step:,}"  # a constant number per step
         facts["cross-entropy, training batch"] = f"{last['ce']:.4f} at step {step:,}"
         facts["dispersion loss, training batch"] = f"{last['dispersion']:.4f} at step {step:,}"
+    measured = {step: one for step, one in read_condensation(saved.run).items() if step <= saved.step}
+    if measured and (held_out := max(measured.items()))[1].get("cross_entropy") is not None:
+        step, one = held_out
+        text = f"{one['sequences']} sequences of {training['seq_len']:,} tokens"
+        facts["cross-entropy, held-out text"] = f"{one['cross_entropy']:.4f} at step {step:,} ({text})"
     packages = {"python": environment.get("python")} | environment.get("packages", {})
     if versions := [f"{p} {packages[p]}" for p in SHOWN if packages.get(p)]:
         facts["trained with"] = ", ".join(versions)

@@ -81,6 +81,14 @@ def read_events(run: str | Path) -> list[dict[str, Any]]:
     return [{**event, "time": datetime.fromisoformat(event["time"]).timestamp()} for event in events]
 
 
+def read_condensation(run: str | Path) -> dict[int, dict[str, Any]]:
+    """The measurements on held-out text in metrics.jsonl, by step, as ``Condensation.to_json`` wrote them."""
+    path = Path(run) / "metrics.jsonl"
+    records = read_json_lines(path) if path.exists() else []
+    found = by_step([record for record in records if "condensation" in record])
+    return {step: row["condensation"] for step, row in found.items()}
+
+
 def by_step(rows: list[dict[str, Any]]) -> dict[int, dict[str, Any]]:
     """Rows by step, ascending. Steps repeated after a resume: the last row counts."""
     return dict(sorted({row["step"]: row for row in rows}.items()))
