@@ -1,5 +1,6 @@
 """Condensation measured while the real trainer runs: the same numbers on every mesh, and no effect on training."""
 
+import dataclasses
 from pathlib import Path
 
 import numpy as np
@@ -72,7 +73,7 @@ def save_by_hand(trainer, sample, path):
 
 
 def measure_under_context_parallelism():
-    """Two ranks that hold a sequence and its labels in order, times two that have other sequences.
+    """Two ranks that hold a sequence and its labels in the order of load balancing, times two that have other sequences.
 
     The model is a stand-in, as ring attention needs a GPU: what it makes of a token depends on its position too.
     """
@@ -88,9 +89,9 @@ def measure_under_context_parallelism():
 
     def of_this_rank(inputs, labels):
         positions = torch.arange(n).expand(inputs.shape)
-        (inputs, labels, positions), _ = cp_shard(mesh["cp"], (inputs, labels, positions), None, None)
+        (inputs, labels, positions), _ = cp_shard(mesh["cp"], (inputs, labels, positions), None, "headtail")
         forward = model(inputs, labels, positions[0].float())
-        return forward
+        return dataclasses.replace(forward, positions=positions[0])
 
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
     data, cp = mesh.get_group("dp"), mesh.get_group("cp")

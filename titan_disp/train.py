@@ -309,7 +309,8 @@ class DispTrainer(Trainer):
                 with self.maybe_enable_amp:
                     logits, activations = model(inputs, **kwargs, return_activations=layers)
                 ce = cross_entropies(logits, labels)
-            return Forward(activations, ce)
+            positions = kwargs.get("positions")
+            return Forward(activations, ce, None if positions is None else positions[0])
 
         model.eval()
         found = self.monitor.measure(forward)

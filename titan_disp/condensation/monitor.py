@@ -32,10 +32,12 @@ class Forward:
     Attributes:
         activations: [B, N/p, F] of every layer, the last one after the final norm.
         cross_entropies: [B] float64, sums over the labels of this rank, which are those of all N tokens, or under CP of N/cp.
+        positions: [N/cp] of these labels in the sequence; None: in order.
     """
 
     activations: Sequence[Tensor]
     cross_entropies: Tensor
+    positions: Tensor | None = None
 
 
 class Monitor:
@@ -86,8 +88,9 @@ class Monitor:
             ce += found.cross_entropies[valid].sum()
             if sums is None:
                 sums = Accumulator(len(found.activations), batch.device)
+            chosen = self._chosen(found.positions)
             for layer, z in enumerate(found.activations):
-                sums.add(layer, gather_sequence(z, self.sequence_group)[valid][:, self.positions])
+                sums.add(layer, gather_sequence(z, self.sequence_group)[valid][:, chosen])
         assert sums is not None
         if self.label_group is not None:
             dist.all_reduce(ce, group=self.label_group)
@@ -95,3 +98,10 @@ class Monitor:
             dist.all_reduce(sums.sums, group=self.data_group)
             dist.all_reduce(ce, group=self.data_group)
         return replace(sums.result(self.tokens, final_norm=True), cross_entropy=ce.item() / self.labels)
+
+    def _chosen(self, positions: Tensor | None) -> Tensor:
+        """Where the measured positions are in a gathered sequence: load balancing under CP permutes it."""
+        if positions is None:
+            return self.positions
+        order = gather_sequence(positions[None, :, None], self.label_group).flatten()
+        return order.argsort()[self.positions.to(order.device)]
