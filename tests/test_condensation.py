@@ -1,4 +1,5 @@
 import dataclasses
+from collections import Counter
 
 import numpy as np
 import pytest
@@ -7,6 +8,7 @@ from scipy import stats
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from titan_disp.condensation import monitor
 from titan_disp.condensation.cross_entropy import cross_entropies
 from titan_disp.condensation.measure import Accumulator
 from titan_disp.condensation.record import BINS, EDGES, Condensation, alike, load_steps
@@ -167,6 +169,47 @@ def test_files_of_older_versions_load(tmp_path):
     assert loaded.layer_names == ["embedding", "block 0", "block 1"]
     assert loaded.to_json()["cross_entropy"] is None
     assert loaded.before_norm.spearman == 1
+
+
+class Recorder:
+    """Stands in for the accumulator: which sequence's layers were measured."""
+
+    measured = Counter()
+
+    def __init__(self, layers, device):
+        self.sums = None
+
+    def add(self, layer, z):
+        self.measured.update((layer, int(sequence[0, 0])) for sequence in z)
+
+    def result(self, tokens, final_norm):
+        return condensed(0.5, final_norm=final_norm)
+
+
+@pytest.mark.parametrize("batch_size", [1, 2, 8])
+@pytest.mark.parametrize("ranks", [1, 2, 3, 10, 40])
+def test_ranks_divide_sequences_and_layers(ranks, batch_size, monkeypatch):
+    """Every layer of every sequence is measured once, and every label counts once, whatever the ranks; 40 share the work of 5 in
+    layers too."""
+    monkeypatch.setattr(monitor, "Accumulator", Recorder)
+    Recorder.measured = Counter()
+    sequences = torch.arange(5)[:, None].expand(5, 4)
+    cross_entropy, most = 0.0, 0
+
+    def forward(tokens, labels):
+        assert tokens.shape == labels.shape == (batch_size, 3)
+        z = tokens[:, :, None].double()
+        return monitor.Forward([z] * 7, 10.0 ** labels[:, 0].double())
+
+    for rank in range(ranks):
+        before = Recorder.measured.total()
+        found = monitor.Monitor(sequences, batch_size, 3, (rank, ranks)).measure(forward)
+        cross_entropy += found.cross_entropy
+        most = max(most, Recorder.measured.total() - before)
+    assert Recorder.measured == {(layer, sequence): 1 for layer in range(7) for sequence in range(5)}
+    assert cross_entropy == pytest.approx(11111 / (5 * 3))
+    if ranks == 40:
+        assert most <= 1 * batch_size  # of 35
 
 
 class Largest(TorchDispatchMode):

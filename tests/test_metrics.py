@@ -10,6 +10,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from torchtitan.distributed import ParallelDims
 
 from tests.cluster_of_one import DEMO
+from titan_disp.condensation import plot
 from titan_disp.condensation.record import Condensation
 from titan_disp.config import load_config
 from titan_disp.data.loader import StreamLoader
@@ -132,6 +133,19 @@ def test_condensation_in_tensorboard(one_rank, tmp_path, monkeypatch):
     (step_0, step_7) = read_condensation(tmp_path / "True").values()
     assert step_0["before_norm"] == {"spearman": None, "kendall": None, "range": pytest.approx(0.001)}
     assert (step_7["cross_entropy"], step_7["mean_cosine"]) == (3.25, [0.1, 0.3, 0.6, 0.2])
+
+
+def test_heatmaps_are_ever_farther_apart(tmp_path, monkeypatch):
+    """Measured every 10 steps: at the begin each of them, from step 40 on those that are a quarter later than the one before."""
+    monkeypatch.setattr(plot, "heatmap", lambda found, title: title)
+    board = TensorBoardFolder(str(tmp_path))
+    drawn = []
+    monkeypatch.setattr(
+        board, "_open", lambda step: SimpleNamespace(add_figure=lambda tag, figure, at: drawn.append(at))
+    )
+    for step in range(0, 310, 10):
+        board.log_heatmap(condensed(0.1, 0.2, 0.3), step)
+    assert drawn == [0, 10, 20, 30, 40, 50, 70, 90, 120, 150, 190, 240, 300]
 
 
 def test_a_measurement_does_not_count_in_the_throughput(one_rank, tmp_path, monkeypatch):

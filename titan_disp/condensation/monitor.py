@@ -1,8 +1,9 @@
 """Condensation and cross-entropy on held-out text, measured while a model trains.
 
 Nothing of training is touched: no gradients, no random numbers, other data. The sequences are the same in every run, and
-divided among the data-parallel ranks; where a sequence is sharded (TP, CP) its activations are gathered before they are
-measured, so that the numbers do not depend on the mesh.
+divided among the data-parallel ranks; where these are more than the sequences, several ranks take the same one and divide its
+layers. Where a sequence is sharded (TP, CP) its activations are gathered before they are measured. So the numbers do not depend
+on the mesh.
 """
 
 from collections.abc import Callable, Sequence
@@ -45,9 +46,9 @@ class Monitor:
 
     Args:
         sequences: [n, N + 1] token ids, int64, the same on all ranks, on the device.
-        batch_size: sequences per forward; the last forward is filled up, so that a compiled model sees one shape.
+        batch_size: sequences per forward, always as many, so that a compiled model sees one shape.
         max_tokens: positions per sequence whose activations are measured, evenly spaced; all where N is not larger.
-        ranks: (rank, number) of this data-parallel rank, which takes every number-th sequence.
+        ranks: (rank, number) of this data-parallel rank.
         data_group: over which the ranks' sums are added up; None: one rank.
         sequence_group: over which the activations of a sequence are sharded (TP, CP, or both); None: they are not.
         label_group: over which its labels are sharded (CP), which is a part of the sequence_group; None: they are not.
@@ -66,9 +67,11 @@ class Monitor:
         rank, number = ranks
         count, n = sequences.shape[0], sequences.shape[1] - 1
         forwards = -(-count // (number * batch_size))  # the same on all ranks: a forward is a collective call
-        own = [i if i < count else None for i in range(rank, number * batch_size * forwards, number)]
-        self.valid = torch.tensor([i is not None for i in own]).view(forwards, batch_size)
-        self.batches = sequences[[i or 0 for i in own]].view(forwards, batch_size, n + 1)
+        places = number * batch_size * forwards  # in the batches of all ranks together: the sequences, again and again
+        own = torch.arange(rank, places, number).view(forwards, batch_size)
+        self.copies = places // count
+        self.copy = own // count  # takes every copies-th layer; what begins one copy more takes none
+        self.batches = sequences[(own % count).to(sequences.device)]
         self.labels = count * n
         self.tokens = min(max_tokens, n)
         self.positions = torch.linspace(0, n - 1, self.tokens, dtype=torch.float64).round().long()
@@ -83,14 +86,16 @@ class Monitor:
         """
         sums: Accumulator | None = None
         ce = torch.zeros((), dtype=torch.float64, device=self.batches.device)
-        for batch, valid in zip(self.batches, self.valid, strict=True):
+        for batch, copy in zip(self.batches, self.copy, strict=True):
             found = forward(batch[:, :-1], batch[:, 1:])
-            ce += found.cross_entropies[valid].sum()
+            ce += found.cross_entropies[copy == 0].sum()
             if sums is None:
                 sums = Accumulator(len(found.activations), batch.device)
             chosen = self._chosen(found.positions)
             for layer, z in enumerate(found.activations):
-                sums.add(layer, gather_sequence(z, self.sequence_group)[valid][:, chosen])
+                own = copy == layer % self.copies
+                if own.any():  # on all ranks of the sequence's group, or on none
+                    sums.add(layer, gather_sequence(z, self.sequence_group)[own][:, chosen])
         assert sums is not None
         if self.label_group is not None:
             dist.all_reduce(ce, group=self.label_group)

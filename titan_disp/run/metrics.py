@@ -33,6 +33,8 @@ from titan_disp.run.folder import append_json
 from titan_disp.run.stragglers import Stragglers
 from titan_disp.run.wandb_run import continue_run, run_id
 
+HEATMAP_RATIO = 1.25  # of the steps of two heatmaps in TensorBoard, at least: our choice
+
 
 def _said(data: dict[str, float]) -> str:
     """Epochs and the wait for data, for the console."""
@@ -52,6 +54,7 @@ class TensorBoardFolder(BaseLogger):
     def __init__(self, folder: str) -> None:
         self.folder = folder
         self._writer: SummaryWriter | None = None
+        self._next_heatmap = 0.0  # step
 
     def _open(self, step: int) -> SummaryWriter:
         if self._writer is None:
@@ -64,6 +67,10 @@ class TensorBoardFolder(BaseLogger):
             writer.add_scalar(name, value, step)
 
     def log_heatmap(self, found: Condensation, step: int) -> None:
+        """A picture takes a fifth of a second, for which all ranks wait: later ones come at steps that are ever farther apart."""
+        if step < self._next_heatmap:
+            return
+        self._next_heatmap = HEATMAP_RATIO * step
         from titan_disp.condensation.plot import heatmap  # matplotlib: rank 0 alone pays for its import
 
         self._open(step).add_figure("condensation/heatmap", heatmap(found, f"step {step}"), step)
