@@ -12,6 +12,7 @@ from titan_disp.condensation import monitor
 from titan_disp.condensation.cross_entropy import cross_entropies
 from titan_disp.condensation.measure import Accumulator
 from titan_disp.condensation.record import BINS, EDGES, Condensation, alike, load_steps
+from titan_disp.condensation.table import over_training
 
 KEYS = ("spearman", "kendall", "range")
 
@@ -169,6 +170,37 @@ def test_files_of_older_versions_load(tmp_path):
     assert loaded.layer_names == ["embedding", "block 0", "block 1"]
     assert loaded.to_json()["cross_entropy"] is None
     assert loaded.before_norm.spearman == 1
+
+
+def over_training_of(highest, steps=range(0, 310, 10)):
+    """Every 10 steps, the mean cosines of a block 0.3 and of the last one 0.5, but for 0.9 and 1 at ``highest``."""
+    return {
+        step: condensed(
+            *((0.04, 0.9, 1.0, 0.2) if step == highest else (0.04, 0.3, 0.5, 0.2)), final_norm=True
+        ).to_json()
+        | {"cross_entropy": 7 - step / 100}
+        for step in steps
+    }
+
+
+def test_table_of_a_collapse_and_its_release():
+    _, headings, *rows = over_training(over_training_of(highest=30))
+    assert headings.split("  ")[-2:] == ["mean cosine of all blocks", "of the last block"]
+    cells = [row.split() for row in rows]
+    assert [int(row[0]) for row in cells] == [0, 10, 20, 30, 40, 80, 150, 300]
+    assert cells[0] == ["0", "7.000", "0.40", "0.50"]
+    assert cells[3] == ["30", "6.700", "0.95", "1.00", "(highest)"]
+    ends = {row.index(cell[1]) + len(cell[1]) for row, cell in zip(rows, cells, strict=True)}
+    assert ends == {headings.index("cross-entropy") + len("cross-entropy")}, "the columns are not aligned"
+
+
+def test_table_of_few_measurements_and_of_older_versions():
+    assert over_training({}) == over_training(over_training_of(0, steps=[5])) == []
+    old = {step: {"mean_cosine": [0.04, 0.2, 0.6], "spearman": 1.0} for step in (2, 4)}
+    assert [row.split() for row in over_training(old)[2:]] == [
+        ["2", "–", "0.40", "0.60", "(highest)"],
+        ["4", "–", "0.40", "0.60"],
+    ]
 
 
 class Recorder:

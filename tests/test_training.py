@@ -56,8 +56,11 @@ def test_demo(sample, tmp_path):
     assert f"tensorboard --logdir {run}/tb" in done.stdout
     cosines = done.stdout.split("embedding → last block: ")[-1].split("  ")[0].split()
     measured = load_steps(run / "condensation")
-    assert list(measured) == [0, 40]
-    assert cosines == [f"{c:.2f}" for c in measured[40].mean_cosine]
+    assert list(measured) == [0, 10, 20, 30, 40]
+    assert cosines == [f"{c:.2f}" for c in measured[40].mean_cosine[:-1]]
+    for step, one in measured.items():  # the last lines: how condensation went
+        numbers = [f"{one.cross_entropy:.3f}", f"{one.mean_cosine[1:7].mean():.2f}", f"{one.mean_cosine[6]:.2f}"]
+        assert re.search(rf" {step} +{' +'.join(map(re.escape, numbers))}", done.stdout.split("On held-out text")[1])
 
     again = train(DEMO, sample, run, *options, nproc=2)
     assert "complete already: step 40 of 40" in again.stdout

@@ -25,6 +25,7 @@ from titan_disp.checks import check_config, check_device
 from titan_disp.cluster.preemption import StopRequest
 from titan_disp.condensation.cross_entropy import cross_entropies
 from titan_disp.condensation.monitor import Forward, Monitor
+from titan_disp.condensation.table import over_training
 from titan_disp.config import load_config
 from titan_disp.data.files import on_rank_0
 from titan_disp.data.fingerprint import check_fingerprint, read_data_state
@@ -35,7 +36,7 @@ from titan_disp.errors import EXIT_CODE, CheckpointError, ConfigError, DataError
 from titan_disp.report.goodput import Goodput, goodputs, together
 from titan_disp.run.checkpoint import DispCheckpointManager
 from titan_disp.run.clock import Clock, allocation_began
-from titan_disp.run.folder import RunFolder, read_events, read_rows
+from titan_disp.run.folder import RunFolder, read_condensation, read_events, read_rows
 from titan_disp.run.guard import GuardedOptimizers
 from titan_disp.run.heartbeat import Heartbeat
 from titan_disp.run.metrics import DispersionMetrics
@@ -245,13 +246,17 @@ class DispTrainer(Trainer):
         self.stop_request.done()
 
     def report(self) -> None:
-        """Where things are."""
+        """Where things are, and how condensation went."""
         job = self.job_config
         logger.info(f"Step {self.step} of {job.training.steps}. Run folder: {job.job.dump_folder}")
         if job.checkpoint.enable:
             logger.info(f"Checkpoints: {os.path.join(job.job.dump_folder, job.checkpoint.folder)}")
         if job.metrics.enable_tensorboard:
             logger.info(f"TensorBoard: tensorboard --logdir {self.metrics_processor.tensorboard_folder}")  # type: ignore[attr-defined]
+        if self.run_folder is not None:
+            measured = read_condensation(self.run_folder.path)
+            for line in over_training({step: row for step, row in measured.items() if step <= self.step}):
+                logger.info(line)
 
     def report_goodput(self) -> None:
         """How much of the time went into steps that count, from the run's files: of this start and of all."""
