@@ -136,7 +136,7 @@ def apart(folder: Path, window: int, tokens: list[int], slots: int) -> float:
     while going:
         for slot in sorted(going):
             document = streams.slots[slot].source.next()
-            epoch, number = int(document.start[Field.EPOCH]), int(document.text.split(maxsplit=1)[0])
+            epoch, number = int(document.start[Field.EPOCH]), int(document.content.split(maxsplit=1)[0])
             if epoch > 1:
                 going.remove(slot)
                 continue

@@ -64,6 +64,13 @@ ROOMS = {
         ],
         ["test_stream", "test_shuffle", "test_mixture", "test_data"],
     ),
+    "formats": (
+        [
+            f"titan_disp/data/{file}.py"
+            for file in ("formats", "records", "json_lines", "text_files", "parquet", "pretokenized", "first_look")
+        ],
+        ["test_formats", "test_bad_data"],
+    ),
     "supervise": (["slurm/supervise.py"], ["test_supervise"]),
     "plan": (["titan_disp/cluster/plan.py"], ["test_plan"]),
     "measure": (["titan_disp/condensation/measure.py"], ["test_condensation"]),

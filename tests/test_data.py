@@ -230,15 +230,15 @@ def test_bad_data(sample, tmp_path):
     check_data("c4", str(sample))
     check_data("c4_validation", str(sample))
     check_data("c4", None)  # the hub: only reached when training starts
-    with pytest.raises(ConfigError, match="holds no train data; expected files such as en/c4-train"):
+    with pytest.raises(ConfigError, match="holds no train data, but no files; expected files such as en/c4-train"):
         check_data("c4", str(tmp_path))
     with pytest.raises(ConfigError, match=r"validation\.dataset_path .* holds no validation data"):
         check_data("c4_validation", str(tmp_path), key="validation")
     with pytest.raises(ConfigError, match="matches no file"):
         check_data("c4", f"{tmp_path}/*.json.gz")
-    (tmp_path / "x.txt").write_text("x")
-    with pytest.raises(ConfigError, match=r"x.txt'; expected a name that ends in .json.gz"):
-        check_data("c4", f"{tmp_path}/x.txt")
+    (tmp_path / "x.csv").write_text("x")
+    with pytest.raises(ConfigError, match=r"x.csv'; expected a name that ends in .json.gz"):
+        check_data("c4", f"{tmp_path}/x.csv")
 
 
 def test_local_layouts(sample, tmp_path):
@@ -326,7 +326,9 @@ def test_an_unreadable_folder_is_refused(tmp_path, monkeypatch):
         return scandir(path)
 
     monkeypatch.setattr(os, "scandir", refuse)
-    with pytest.raises(ConfigError, match=r"dataset_path is .*, but '.*closed' cannot be read: Permission denied"):
+    with pytest.raises(
+        ConfigError, match=r"dataset_path is .*, but '.*closed' cannot be read: Permission denied. Permit it"
+    ):
         list_files("text", str(tmp_path))
 
 

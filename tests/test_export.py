@@ -133,10 +133,15 @@ def test_shards_and_dtype(run, model, tmp_path):
 
 def test_hugging_face_tokenizer_is_copied(model, hf_tokenizer, tmp_path):
     """With no class named, transformers would take Qwen's own pre-tokenizer because the model is a Qwen3."""
-    export(save_run(tmp_path / "run", model, hf_tokenizer), tmp_path / "out")
+    # A document that spells EOS, which training took as text, is none of transformers' default: the check asks for the same.
+    (tmp_path / "train.jsonl").write_text('{"body": "a<|endoftext|>b", "text": 1}\n')
+    data = ("--training.dataset_path", str(tmp_path / "train.jsonl"), "--stream.text_field", "body")
+    export(save_run(tmp_path / "run", model, hf_tokenizer, *data), tmp_path / "out")
     assert (tmp_path / "out/tokenizer.json").read_bytes() == (hf_tokenizer / "tokenizer.json").read_bytes()
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
     assert tokenizer.eos_token == "<|endoftext|>"
+    assert tokenizer.eos_token_id in tokenizer("a<|endoftext|>b").input_ids
+    assert tokenizer.eos_token_id not in tokenizer("a<|endoftext|>b", split_special_tokens=True).input_ids
     assert tokenizer.eos_token_id == json.loads((tmp_path / "out/generation_config.json").read_text())["eos_token_id"]
 
 

@@ -15,12 +15,13 @@ from titan_disp.cluster.nodecheck import input_problems
 from titan_disp.config import load_config
 from titan_disp.data.assignment import Assignment, Run, Segment
 from titan_disp.data.digest import digest, global_batch
-from titan_disp.data.documents import Documents, text_of
+from titan_disp.data.documents import Documents
 from titan_disp.data.files import DataFile, list_files
 from titan_disp.data.loader import open_stream, together
 from titan_disp.data.mixture import Mixture, prefixed, shares
 from titan_disp.data.place import Field
 from titan_disp.data.progress import fraction_read
+from titan_disp.data.records import text_of
 from titan_disp.data.sources import check_sources, source_name, source_shares, training_files, training_sets
 from titan_disp.data.tokenizer import load_tokenizer
 from titan_disp.data.validation import held_out_sequences
@@ -114,7 +115,7 @@ def test_parts_of_the_tokens_are_exact(tmp_path):
     seen = []
     for slot in (4, 5):
         while (document := rank.slots[slot].cursor.next()).end[Field.EPOCH] == 0:
-            seen.append(int(document.text.split()[0]))
+            seen.append(int(document.content.split()[0]))
     assert sorted(seen) == list(range(1, 35))
 
 

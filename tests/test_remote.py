@@ -4,6 +4,7 @@ import json
 import os
 import random
 from collections import Counter
+from dataclasses import replace
 
 import numpy as np
 import pyarrow
@@ -14,9 +15,10 @@ from isal import igzip
 from tests.fake_hub import COMMIT, FakeHub
 from titan_disp.data import raw, remote
 from titan_disp.data.assignment import Assignment
-from titan_disp.data.documents import Documents, text_of
+from titan_disp.data.documents import Documents
 from titan_disp.data.files import DataFile
 from titan_disp.data.place import Field
+from titan_disp.data.records import text_of
 from titan_disp.data.remote import RemoteFile
 from titan_disp.data.stream import RankStreams, StreamOptions
 from titan_disp.errors import DataError
@@ -145,7 +147,7 @@ def test_a_rate_limit_that_lasts_longer_than_a_rank_may_wait(hub):
     """It is no use to hold up hundreds of ranks until the deadline."""
     hub.refusals = [(429, {"RateLimit": '"resolvers";r=0;t=200', **LIMIT})] * 9
     random_file(hub)
-    documents = Documents(on_hub(hub, "random.bin"), MIB, retry_seconds=60.0)
+    documents = Documents(replace(on_hub(hub, "random.bin"), name="random.json"), MIB, retry_seconds=60.0)
     with pytest.raises(
         DataError, match=r"within 60 s \(stream.retry_seconds\): .*429 Too Many Requests.*\nRetry after 200"
     ):

@@ -109,7 +109,7 @@ def test_order_of_the_documents(tmp_path, counts, slots, window, words):
             plain = order_by_hand(files, counts, slots, slot, epoch, size)
             for document, number, place in shuffled_by_hand(plain, size, window, slot, epoch):
                 found = rank.slots[slot].source.next()
-                assert int(found.text.split()[0]) == before[document[0]] + document[1]
+                assert int(found.content.split()[0]) == before[document[0]] + document[1]
                 columns = [Field.EPOCH, Field.DOCUMENTS, Field.BYTES, Field.OFFSET]
                 assert found.start[columns].tolist() == [epoch, count, total, 0]
                 if window > 1:
@@ -202,7 +202,7 @@ def test_epochs_have_other_batches(tmp_path):
         for slot in rank.slots.values():
             numbers = [[], []]
             while (document := slot.source.next()).start[Field.EPOCH] < 2:
-                numbers[document.start[Field.EPOCH]].append(int(document.text.split()[0]))
+                numbers[document.start[Field.EPOCH]].append(int(document.content.split()[0]))
             for epoch in (0, 1):
                 when[epoch, numbers[epoch]] = np.arange(len(numbers[epoch])) / len(numbers[epoch])
         spread[window] = (when[1] - when[0])[1:].std()

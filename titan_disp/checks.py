@@ -8,6 +8,8 @@ from torchtitan.config import JobConfig
 from titan_disp import cpu
 from titan_disp.batch import data_parallel_degree, global_batch_size, slot_count
 from titan_disp.budget import resolve_steps
+from titan_disp.data.first_look import look_at
+from titan_disp.data.loader import stream_options
 from titan_disp.data.sources import source_shares, training_sets, validation_set
 from titan_disp.data.tokenizer import load_tokenizer_for
 from titan_disp.data.validation import validation_sequences
@@ -69,14 +71,14 @@ def check_inputs(job_config: JobConfig) -> None:
     """What the config names on disk: tokenizer, data, and the weights to begin with.
 
     Raises:
-        ConfigError: missing, unreadable, a tokenizer that the model's vocabulary cannot hold, or another model's weights.
+        ConfigError: missing, unreadable, a tokenizer that the model's vocabulary cannot hold, documents that are not what the
+            config says, or another model's weights.
     """
     flavor = job_config.model.flavor
-    load_tokenizer_for(flavor, flavors[flavor].vocab_size, job_config.model.hf_assets_path)
-    for data in training_sets(job_config):
-        data.check()
-    if job_config.validation.enable:
-        validation_set(job_config).check()
+    tokenizer = load_tokenizer_for(flavor, flavors[flavor].vocab_size, job_config.model.hf_assets_path)
+    options = stream_options(job_config, tokenizer=tokenizer)
+    for data in (*training_sets(job_config), *([validation_set(job_config)] if job_config.validation.enable else ())):
+        look_at(data.check(), options, data.key)
     checkpoint = job_config.checkpoint
     if not checkpoint.enable or not checkpoints(os.path.join(job_config.job.dump_folder, checkpoint.folder)):
         check_initial_load(checkpoint, job_config.model.hf_assets_path, flavors[flavor])
@@ -210,6 +212,8 @@ def check_stream(job_config: JobConfig, world_size: int) -> None:
         raise ConfigError(f"stream.tokenizer_threads is {stream.tokenizer_threads}, expected 0 or more")
     if not 0 <= stream.max_skipped_fraction <= 1:
         raise ConfigError(f"stream.max_skipped_fraction is {stream.max_skipped_fraction}, expected a number in [0, 1]")
+    if not stream.text_field:
+        raise ConfigError('stream.text_field is "", expected the name of a field: "text" is what most corpora call it')
     if not stream.max_document_mb > 0:
         raise ConfigError(f"stream.max_document_mb is {stream.max_document_mb}, expected a number > 0")
     if job_config.validation.enable:

@@ -159,6 +159,18 @@ class Stream:
     max_document_mb: float = 16.0
     """Documents of more than this many MiB, as stored, count as bad; fixed for the life of a run, as it decides what comes."""
 
+    text_field: str = "text"
+    """
+    Field of JSON documents, and column of Parquet, that holds the text; dots lead into nested ones (meta.text). Fixed for the
+    life of a run, as are the next two.
+    """
+
+    text_split: Literal["file", "blank_lines"] = "file"
+    """Of .txt files: each is a document, or every block of lines between blank lines is."""
+
+    token_dtype: Literal["uint16", "uint32"] = "uint16"
+    """Of token ids in .bin and .npy files without a header that says it (docs/data.md)."""
+
     validation_sequences: int = 0
     """
     Sequences of every validation, over all ranks: the same ones on any mesh. 0: validation.steps × local_batch_size ×

@@ -12,6 +12,8 @@ from titan_disp.cluster.hardware import find_gpu
 from titan_disp.cluster.hub_requests import hub_warnings
 from titan_disp.cluster.memory import Memory, checkpoint_bytes, checkpoint_counts, estimate
 from titan_disp.cluster.traffic import traffic
+from titan_disp.data.first_look import look_at
+from titan_disp.data.loader import stream_options
 from titan_disp.data.mixture import Share
 from titan_disp.data.sources import source_shares, training_sets, validation_set
 from titan_disp.data.tokenizer import find_tokenizer, load_tokenizer_for
@@ -153,10 +155,10 @@ def missing_inputs(job_config: JobConfig, strict: bool) -> list[str]:
     """What the config names on disk and is not there.
 
     Raises:
-        ConfigError: the tokenizer is there but unreadable or too large for the model, a data set of no such name; with
-            ``strict``: anything is missing.
+        ConfigError: the tokenizer is there but unreadable or too large for the model, a data set of no such name, documents that
+            are not what the config says; with ``strict``: anything is missing.
     """
-    missing = []
+    missing, tokenizer = [], None
     flavor = job_config.model.flavor
     try:
         find_tokenizer(job_config.model.hf_assets_path)
@@ -165,18 +167,20 @@ def missing_inputs(job_config: JobConfig, strict: bool) -> list[str]:
             raise
         missing.append(str(error))
     else:
-        load_tokenizer_for(flavor, flavors[flavor].vocab_size, job_config.model.hf_assets_path)
+        tokenizer = load_tokenizer_for(flavor, flavors[flavor].vocab_size, job_config.model.hf_assets_path)
     data = training_sets(job_config)
     if job_config.validation.enable:
         data.append(validation_set(job_config))
     for one in data:
         one.check_name()
         try:
-            one.check()
+            files = one.check()
         except ConfigError as error:
             if strict:
                 raise
             missing.append(str(error))
+        else:
+            look_at(files, stream_options(job_config, tokenizer=tokenizer), one.key)
     return missing
 
 

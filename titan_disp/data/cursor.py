@@ -11,10 +11,11 @@ import numpy as np
 from torchtitan.tools.logging import logger
 
 from titan_disp.data.assignment import Segment
-from titan_disp.data.documents import COMPRESSED, BadDocument, Garbage, text_of
 from titan_disp.data.files import DataFile
+from titan_disp.data.formats import COMPRESSED
 from titan_disp.data.passes import Passes
 from titan_disp.data.place import Field, Place
+from titan_disp.data.records import BadDocument, Garbage, Record, size_of, text_of
 from titan_disp.errors import DataError
 
 _GARBAGE = 8  # documents in a row that are no JSON: flipped bytes in a compressed file, which spoil the rest of it
@@ -62,11 +63,11 @@ class Faults:
 @dataclass(frozen=True)
 class Document:
     """Attributes:
-    text: not empty. size: its bytes in UTF-8.
+    content: a text, or token ids as stored; not empty. size: bytes of the text in UTF-8, or of the ids as stored.
     start, end: the slot's position at its first token and after its last, [k] int64.
     """
 
-    text: str
+    content: str | np.ndarray
     size: int
     start: np.ndarray
     end: np.ndarray
@@ -127,21 +128,26 @@ class Cursor:
                 self._end_file(part, segment, damage or self.faults.wrong(segment.file, self._search.row, _WRONG_END))
                 continue
             try:
-                if isinstance(raw, BadDocument):
-                    raise raw
-                text = text_of(raw)
+                content, size = self._content(raw)
             except BadDocument as error:
                 self._pass_over(part, segment, index, error)
                 continue
-            start, size = p.copy(), len(text.encode())
+            start = p.copy()
             p[Field.DOCUMENTS] += 1
             p[Field.BYTES] += size
             density = self.passes.density(segment.file)
-            density.parsed += len(raw)
+            density.parsed += size_of(raw)
             density.text += size
             place.take(part, index, size)
             self._search = _Search()
-            return Document(text, size, start, p.copy())
+            return Document(content, size, start, p.copy())
+
+    def _content(self, raw: Record) -> tuple[str | np.ndarray, int]:
+        """What a document holds, and its bytes."""
+        if isinstance(raw, np.ndarray):
+            return raw, raw.nbytes
+        text = text_of(raw, self.passes.format.text_field)
+        return text, len(text.encode())
 
     def _pass_over(self, part: int, segment: Segment, index: int, error: BadDocument) -> None:
         """One document, and the rest of its file where that will be no better."""

@@ -9,9 +9,10 @@ import torch
 from torchtitan.config import JobConfig
 
 from titan_disp.batch import global_batch_size, slot_count
-from titan_disp.data.loader import StreamLoader, open_stream, together
+from titan_disp.data.first_look import list_and_look
+from titan_disp.data.loader import StreamLoader, open_stream, stream_options, together
 from titan_disp.data.place import Field
-from titan_disp.data.sources import training_files
+from titan_disp.data.sources import training_sets
 from titan_disp.data.tokenizer import load_tokenizer
 from titan_disp.errors import ConfigError
 
@@ -62,8 +63,8 @@ def digest(job_config: JobConfig, steps: int, phases: Sequence[tuple[int, int]])
         raise ConfigError(
             "training.global_batch_size = -1 ties the slots to the ranks: set it to resume on another number"
         )
-    files = training_files(job_config)
     tokenizer = load_tokenizer(job_config.model.hf_assets_path)
+    files = list_and_look(training_sets(job_config), stream_options(job_config, tokenizer=tokenizer))
     result = Digest()
     state: dict[str, Any] | None = None
     ends = [begin for begin, _ in phases[1:]] + [steps]

@@ -1,11 +1,10 @@
-"""The documents of one file, one after the other: JSON lines (plain, gzip, zstd) and Parquet.
+"""The documents of one file, one after the other, by the reader of its kind.
 
-Documents that a reader does not want are passed over without being parsed.
+Documents that nobody here wants are passed over without being parsed.
 """
 
 import gzip
 import io
-import json
 import zlib
 from collections import deque
 from collections.abc import Iterator
@@ -14,26 +13,26 @@ from typing import Any
 
 from isal import igzip, isal_zlib
 
+from titan_disp.data import json_lines, parquet, pretokenized, text_files
 from titan_disp.data.disk import LocalFile
 from titan_disp.data.files import DataFile
+from titan_disp.data.formats import HEAD, PARQUET, PLAIN_TEXT, TOKEN_IDS, Format, mistaken
+from titan_disp.data.records import DamagedFile, OtherContent, Record
 from titan_disp.data.remote import RemoteFile
 from titan_disp.errors import DataError
 
-COMPRESSED = (".gz", ".zst")
-DRAIN = 1 << 20
 BUFFER = 1 << 16  # a rank may hold two thousand files open
 
 
-class BadDocument(Exception):
-    """One document that cannot be used; the message says why."""
+def _decompressed(stored: io.BufferedReader, name: str) -> Any:
+    """A stream with read and readline of what a file holds, which its name says whether it is compressed."""
+    if name.endswith(".gz"):
+        return igzip.IGzipFile(fileobj=stored, mode="rb")
+    if name.endswith(".zst"):
+        import pyarrow
 
-
-class Garbage(BadDocument):
-    """One that is no JSON or no UTF-8, as flipped bytes in a compressed file make them, many in a row."""
-
-
-class DamagedFile(Exception):
-    """The rest of a file that cannot be read; the message says why."""
+        return io.BufferedReader(pyarrow.CompressedInputStream(pyarrow.PythonFile(stored, "r"), "zstd"), 1 << 18)
+    return stored
 
 
 class _CountingFile(io.RawIOBase):
@@ -66,36 +65,6 @@ class _CountingFile(io.RawIOBase):
         super().close()
 
 
-def text_of(raw: bytes | str) -> str:
-    """The text of a document.
-
-    Args:
-        raw: a JSON line, or the text itself (Parquet).
-
-    Raises:
-        BadDocument: no text, empty text; ``Garbage``: invalid UTF-8, malformed JSON.
-    """
-    if isinstance(raw, bytes):
-        try:
-            record = json.loads(raw)
-        except UnicodeDecodeError as error:
-            raise Garbage(f"invalid UTF-8: {error.reason} at byte {error.start}") from error
-        except (ValueError, RecursionError) as error:
-            raise Garbage(f"malformed JSON: {error}") from error
-        if not isinstance(record, dict) or not isinstance(record.get("text"), str):
-            raise BadDocument('no field "text"')
-        text: str = record["text"]
-    else:
-        text = raw
-    if not text.strip():
-        raise BadDocument("empty text")
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:  # JSON may escape half of a surrogate pair, which no tokenizer takes
-        raise BadDocument(f"invalid Unicode: {error.reason} at character {error.start}") from error
-    return text
-
-
 class Documents:
     """Sequential reader of one file.
 
@@ -103,7 +72,14 @@ class Documents:
         position: index of the next document.
     """
 
-    def __init__(self, file: DataFile, max_bytes: int, retry_seconds: float = 60.0, start: int = 0) -> None:
+    def __init__(
+        self,
+        file: DataFile,
+        max_bytes: int,
+        retry_seconds: float = 60.0,
+        start: int = 0,
+        format: Format = Format(),  # noqa: B008 — frozen
+    ) -> None:
         """Open lazily, at the first read.
 
         Args:
@@ -111,28 +87,31 @@ class Documents:
             max_bytes: longer documents are bad.
             retry_seconds: how long the hub or a file system that fails is tried again, with growing pauses, before it counts.
             start: index of the first document to read; those before it are passed over unparsed.
+            format: how documents are found in the file.
         """
         self.file = file
         self.max_bytes = max_bytes
         self.retry_seconds = retry_seconds
+        self.format = format
         self.position = start
         self._earlier_bytes = 0
         self._raw: _CountingFile | None = None
         self._remote: RemoteFile | None = None
-        self._records: Iterator[bytes | str | BadDocument] = iter(())
+        self._records: Iterator[Record] = iter(())
 
     @property
     def bytes_read(self) -> int:
         """Stored (compressed) bytes read so far."""
         return self._earlier_bytes + (self._raw.count if self._raw else 0)
 
-    def read(self) -> bytes | str | BadDocument | None:
+    def read(self) -> Record | None:
         """The next document, unparsed; a BadDocument in its place; None at the end.
 
         Raises:
             DamagedFile: truncated or corrupt from here on.
             DataError: missing, not permitted, of another size than listed, or a disk or hub that failed for ``retry_seconds``:
-                the file may be sound, so that passing over it would lose data.
+                the file may be sound, so that passing over it would lose data. Or it is sound, and the config is not: no such
+                column, ids of another tokenizer.
         """
         try:
             if self._raw is None:
@@ -173,46 +152,23 @@ class Documents:
             self._raw = _CountingFile(self._remote)
         else:
             self._raw = _CountingFile(LocalFile(self.file.url, self.file.size, self.retry_seconds))
-        self._records = self._parquet() if self.file.name.endswith(".parquet") else self._lines()
+        # Parquet is read here and there, by its footer.
+        buffer = io.DEFAULT_BUFFER_SIZE if self.file.name.endswith(PARQUET) else BUFFER
+        self._records = self._reader(io.BufferedReader(self._raw, buffer))
         deque(islice(self._records, self.position), maxlen=0)
 
-    def _lines(self) -> Iterator[bytes | BadDocument]:
-        assert self._raw is not None
-        stored = io.BufferedReader(self._raw, BUFFER)
-        lines: Any
-        if self.file.name.endswith(".gz"):
-            lines = igzip.IGzipFile(fileobj=stored, mode="rb")
-        elif self.file.name.endswith(".zst"):
-            import pyarrow
-
-            lines = io.BufferedReader(pyarrow.CompressedInputStream(pyarrow.PythonFile(stored, "r"), "zstd"), 1 << 18)
-        else:
-            lines = stored
-        while line := lines.readline(self.max_bytes + 1):
-            if len(line) > self.max_bytes and not line.endswith(b"\n"):
-                size = len(line)
-                while (rest := lines.readline(DRAIN)) and not rest.endswith(b"\n"):
-                    size += len(rest)
-                yield BadDocument(f"{size + len(rest):,} bytes, more than stream.max_document_mb allows")
-            else:
-                yield line
-
-    def _parquet(self) -> Iterator[str | BadDocument]:
-        import pyarrow.parquet
-
-        assert self._raw is not None
-        with pyarrow.parquet.ParquetFile(pyarrow.PythonFile(io.BufferedReader(self._raw), "r")) as table:
-            if "text" not in table.schema_arrow.names:
-                raise DamagedFile(f'no column "text", only {", ".join(table.schema_arrow.names)}')
-            for batch in table.iter_batches(batch_size=256, columns=["text"]):
-                for value in batch.column(0):
-                    text = value.as_py()
-                    if not isinstance(text, str):
-                        yield BadDocument("text is null or not a string")
-                    elif len(text) > self.max_bytes:
-                        yield BadDocument(f"{len(text):,} characters, more than stream.max_document_mb allows")
-                    else:
-                        yield text
+    def _reader(self, stored: io.BufferedReader) -> Iterator[Record]:
+        """The file's records, by the kind that its name says."""
+        name = self.file.name
+        if name.endswith(PARQUET):
+            return parquet.records(stored, self.file.url, self.format.text_field, self.max_bytes)
+        if name.endswith(TOKEN_IDS):
+            return pretokenized.records(stored, self.file.size, self.file.url, self.format)
+        if (found := mistaken(stored.peek(HEAD)[:HEAD], name)) is not None:
+            raise OtherContent(found)
+        if name.endswith(PLAIN_TEXT):
+            return text_files.records(_decompressed(stored, name), self.max_bytes, self.format.text_split)
+        return json_lines.records(_decompressed(stored, name), self.max_bytes)
 
     def close(self) -> None:
         """Close the file; ``read`` would open it again and go on."""

@@ -122,11 +122,14 @@ def on_rank_0(function: Callable[..., T], *args: Any) -> T:
     return box[0]
 
 
-def check_data(dataset: str, dataset_path: str | None, key: str = "training") -> None:
-    """Raise ConfigError where local data is missing. The hub is reached only when training starts."""
+def check_data(dataset: str, dataset_path: str | None, key: str = "training") -> list[DataFile]:
+    """The local files; none of the hub, which is reached only when training starts.
+
+    Raises:
+        ConfigError: local data is missing.
+    """
     split_of(dataset, key)
-    if not streams_from_hub(dataset, dataset_path):
-        list_files(dataset, dataset_path, key)
+    return [] if streams_from_hub(dataset, dataset_path) else list_files(dataset, dataset_path, key)
 
 
 def check_hub(dataset: str, key: str = "training") -> None:

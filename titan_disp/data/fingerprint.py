@@ -14,6 +14,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from titan_disp import dcp
 from titan_disp.data.assignment import VERSION
 from titan_disp.data.files import DataFile
+from titan_disp.data.formats import DEFAULTS
 from titan_disp.data.mixture import Share
 from titan_disp.data.place import Field
 from titan_disp.data.stream import StreamOptions
@@ -48,6 +49,7 @@ def fingerprint(
         "max_document_mb": options.max_document_bytes / 2**20,
         "assignment": VERSION,
         **as_text,
+        **options.format.fingerprint(),
     }
     return found | ({"sources": [[share.name, share.slots] for share in shares]} if shares else {})
 
@@ -73,6 +75,9 @@ def differences(saved: dict[str, Any], now: dict[str, Any]) -> list[str]:
     for key in ("tokenizer", "seq_len", "seed", "shuffle_window", "slots", "max_document_mb"):
         if key in saved and saved[key] != now[key]:
             found.append(f"{key}: {saved.get(key)} then, {now[key]} now")
+    for key, default in DEFAULTS.items():
+        if (then := saved.get(key, default)) != (new := now.get(key, default)):
+            found.append(f"stream.{key}: {then!r} then, {new!r} now")
     return found
 
 

@@ -10,8 +10,9 @@ from typing import Any
 
 from torchtitan.components.tokenizer import BaseTokenizer, HuggingFaceTokenizer
 
-from titan_disp.data.documents import BadDocument, DamagedFile, Documents, text_of
+from titan_disp.data.documents import Documents
 from titan_disp.data.files import list_files
+from titan_disp.data.records import BadDocument, DamagedFile, text_of
 from titan_disp.data.tokenizer import find_tokenizer
 from titan_disp.errors import ConfigError
 
@@ -34,11 +35,11 @@ PROBES = (
 """Texts in which tokenizers differ. Special tokens' own names are no part: the two libraries differ in them by design."""
 
 
-def local_documents(path: str | None) -> Iterator[str]:
+def local_documents(path: str | None, text_field: str = "text") -> Iterator[str]:
     """The first documents of a run's validation data, else of its training data; none where they are not on this disk.
 
     Args:
-        path: training.dataset_path.
+        path: training.dataset_path. text_field: stream.text_field.
     """
     for dataset in ("c4_validation", "c4"):
         try:
@@ -54,7 +55,7 @@ def local_documents(path: str | None) -> Iterator[str]:
                 if raw is None:
                     return
                 if not isinstance(raw, BadDocument):
-                    yield text_of(raw)
+                    yield text_of(raw, text_field)
         except (BadDocument, DamagedFile, ConfigError):  # training says so; here other texts are enough
             return
         finally:

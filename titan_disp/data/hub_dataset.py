@@ -10,8 +10,8 @@ import tempfile
 from dataclasses import dataclass, replace
 from typing import Any
 
+from titan_disp.data.formats import SUFFIXES
 from titan_disp.data.hub import ANSWER_SECONDS, Listing, cannot_list, entries_in, hub_file
-from titan_disp.data.local import SUFFIXES
 from titan_disp.errors import ConfigError
 
 PREFIX = "hf:"

@@ -27,12 +27,14 @@ from titan_disp.data.assignment import Assignment
 from titan_disp.data.fast_tokenizer import fast_encoder
 from titan_disp.data.files import DataFile, on_rank_0
 from titan_disp.data.fingerprint import check_fingerprint, fingerprint
+from titan_disp.data.first_look import list_and_look
+from titan_disp.data.formats import Format
 from titan_disp.data.limits import check_documents, check_files
 from titan_disp.data.mixture import Mixture, Share
 from titan_disp.data.place import Field
 from titan_disp.data.progress import fraction_read, groups_of
 from titan_disp.data.shuffle import memory
-from titan_disp.data.sources import source_shares, training_files
+from titan_disp.data.sources import source_shares, training_sets
 from titan_disp.data.stream import RankStreams, StreamOptions
 from titan_disp.data.tokenizer import encoder
 from titan_disp.data.worker import Sequences, as_it_is, worker_signals
@@ -228,8 +230,10 @@ class StreamLoader(BaseDataLoader):
         self.positions[:, Field.EPOCH] = epoch
 
 
-def stream_options(job_config: JobConfig, seq_len: int | None = None) -> StreamOptions:
-    """[stream] and [training] as the stream needs them."""
+def stream_options(
+    job_config: JobConfig, seq_len: int | None = None, tokenizer: BaseTokenizer | None = None
+) -> StreamOptions:
+    """[stream] and [training] as the stream needs them; the tokenizer, without which token ids cannot be read."""
     stream = job_config.stream  # type: ignore[attr-defined]
     return StreamOptions(
         seq_len=seq_len or job_config.training.seq_len,
@@ -242,6 +246,13 @@ def stream_options(job_config: JobConfig, seq_len: int | None = None) -> StreamO
         retry_seconds=min(stream.retry_seconds, 0.6 * job_config.comm.train_timeout_seconds),
         tokenizer_threads=stream.tokenizer_threads or default_threads(),
         fast_tokenizer=stream.fast_tokenizer,
+        format=Format(
+            stream.text_field,
+            stream.text_split,
+            stream.token_dtype,
+            eos_id=tokenizer.eos_id if tokenizer is not None else None,
+            vocab_size=tokenizer.get_vocab_size() if tokenizer is not None else None,
+        ),
     )
 
 
@@ -269,7 +280,7 @@ def open_stream(
         files,
         tokenizer,
         job_config.model.hf_assets_path,
-        stream_options(job_config),
+        stream_options(job_config, tokenizer=tokenizer),
         slots=slots,
         shares=source_shares(job_config, slots),
         local_batch_size=job_config.training.local_batch_size,
@@ -284,9 +295,10 @@ def build_dataloader(dp_world_size: int, dp_rank: int, tokenizer: BaseTokenizer,
     """TorchTitan's ``build_dataloader_fn``. Files are listed on rank 0.
 
     Raises:
-        ConfigError: on all ranks alike: no data, no hub, slots that do not fit the ranks.
+        ConfigError: on all ranks alike: no data, data that the config does not describe, no hub, slots that do not fit the ranks.
     """
-    files = on_rank_0(training_files, job_config)
+    options = stream_options(job_config, tokenizer=tokenizer)
+    files = on_rank_0(list_and_look, training_sets(job_config), options)
     if dp_rank == 0:
         gigabytes = sum(file.size for file in files) / 1e9
         logger.info(f"data: {len(files)} files, {gigabytes:.3g} GB, from {files[0].url} to {files[-1].url}")

@@ -10,12 +10,12 @@ from pathlib import Path
 
 from torchtitan.tools.logging import logger
 
+from titan_disp.data.formats import PLAIN_TEXT, SUFFIXES, TOKEN_IDS
 from titan_disp.data.hub import FOLDER
 from titan_disp.errors import ConfigError
 
-SUFFIXES = (".json.gz", ".jsonl.gz", ".json", ".jsonl", ".json.zst", ".jsonl.zst", ".parquet")
-_NO_DATA = (".md", ".txt", ".py", ".lock", ".metadata")  # that lie beside documents: said, but no reason to worry
-_MARKS = {"train": ("train",), "validation": ("validation", "valid"), "test": ("test",)}
+_NO_DATA = (".md", ".py", ".lock", ".metadata")  # that lie beside documents: said, but no reason to worry
+_MARKS = {"train": ("train",), "validation": ("validation", "valid", "val"), "test": ("test",)}
 
 
 def list_local(dataset_path: str, split: str, key: str, c4: bool) -> list[str]:
@@ -34,13 +34,17 @@ def list_local(dataset_path: str, split: str, key: str, c4: bool) -> list[str]:
         paths = _of_folder(dataset_path, split, where, c4)
     elif os.path.lexists(dataset_path):
         if not dataset_path.endswith(SUFFIXES):
-            raise ConfigError(f"{where}; expected a name that ends in {', '.join(SUFFIXES)}")
+            raise ConfigError(f"{where}; expected a name that ends in {', '.join(SUFFIXES)}: convert or rename it")
         paths = [dataset_path]
     elif any(c in dataset_path for c in "*?["):
         found = [path for path in glob(dataset_path, recursive=True) if not os.path.isdir(path)]
         paths = _readable_formats(found, where)
         if not paths:
-            raise ConfigError(f"{where}, which matches no file named {', '.join('*' + s for s in SUFFIXES)}")
+            others = f", but {_counts(Counter(map(_suffix, found)))}" if found else ""
+            raise ConfigError(
+                f"{where}, which matches no file{others}; expected files named {', '.join('*' + s for s in SUFFIXES)}: "
+                "name others, or convert them"
+            )
     else:
         raise ConfigError(
             f"{where}, which does not exist; expected a folder, file or glob of {', '.join(SUFFIXES)}. "
@@ -48,6 +52,7 @@ def list_local(dataset_path: str, split: str, key: str, c4: bool) -> list[str]:
         )
     for path in paths:
         _check_file(path, where)
+    _check_kinds(paths, where)
     suffixes = Counter(_suffix(path) for path in paths)
     if len(suffixes) > 1:
         _warn(f"{where}: files of several formats are read together: {_counts(suffixes)}")
@@ -55,13 +60,18 @@ def list_local(dataset_path: str, split: str, key: str, c4: bool) -> list[str]:
 
 
 def _of_folder(folder: str, split: str, where: str, c4: bool) -> list[str]:
-    paths = _readable_formats(_walk(folder, where), where)
+    found = _walk(folder, where)
+    if any(path.endswith(SUFFIXES) and not path.endswith(PLAIN_TEXT) for path in found):
+        found = _without_plain_text(found, where)
+    paths = _readable_formats(found, where)
     of_split = _of_split(paths, split, narrow=c4)
     if c4:  # a clone of the data set holds other variants beside the one that the hub's stream reads
         of_split = [path for path in of_split if Path(path).is_relative_to(Path(folder) / FOLDER)] or of_split
     if not of_split:
+        there = _counts(Counter(_suffix(path) for path in paths or found)) or "no files"
         raise ConfigError(
-            f"{where}, which holds no {split} data; expected files such as en/c4-{split}.00000-of-01024.json.gz. "
+            f"{where}, which holds no {split} data, but {there}; expected files such as en/c4-{split}.00000-of-01024.json.gz, or "
+            f"{', '.join('*' + s for s in SUFFIXES)}{'' if split == 'train' else f' with {split} in their names'}. "
             "For a sample corpus: titan-disp sample-data DIR"
         )
     if left_out := sorted(set(paths) - set(of_split)):
@@ -77,7 +87,9 @@ def _walk(folder: str, where: str) -> list[str]:
     """All files below a folder but hidden ones, through links; a folder that two paths lead to counts once."""
 
     def refuse(error: OSError) -> None:
-        raise ConfigError(f"{where}, but {error.filename!r} cannot be read: {error.strerror}") from error
+        raise ConfigError(
+            f"{where}, but {error.filename!r} cannot be read: {error.strerror}. Permit it, or name the files by a glob"
+        ) from error
 
     found, seen = [], {os.path.realpath(folder)}
     for at, folders, names in os.walk(folder, followlinks=True, onerror=refuse):
@@ -98,6 +110,35 @@ def _walk(folder: str, where: str) -> list[str]:
     return found
 
 
+def _without_plain_text(paths: list[str], where: str) -> list[str]:
+    """Beside documents in other formats, texts are about these (README.txt, LICENSE.txt)."""
+    texts = [path for path in paths if path.endswith(PLAIN_TEXT)]
+    if texts:
+        _say(
+            f"{where}: left out, as there are documents in other formats: {_counts(Counter(map(_suffix, texts)))}, such as "
+            f"{texts[0]}. (A glob in the place of the folder takes them)"
+        )
+    return [path for path in paths if not path.endswith(PLAIN_TEXT)]
+
+
+def _check_kinds(paths: list[str], where: str) -> None:
+    """Refuse what would be read wrongly: token ids beside texts, which are often no data at all; ids that need an index."""
+    ids = [path for path in paths if path.endswith(TOKEN_IDS)]
+    for path in ids:
+        if path.endswith(".bin") and os.path.exists(index := path.removesuffix(".bin") + ".idx"):
+            raise ConfigError(
+                f"{where}, but {path!r} is Megatron-LM's, as its index {os.path.basename(index)!r} lies beside it; expected ids "
+                "in which EOS ends the documents (docs/data.md): write them so, or take the texts that they were made of"
+            )
+    if ids and len(ids) < len(paths):
+        other = next(path for path in paths if not path.endswith(TOKEN_IDS))
+        others = f"{os.path.dirname(other)}/*{_suffix(other)}"
+        raise ConfigError(
+            f"{where}, which holds {len(ids)} files of token ids, such as {ids[0]!r}, and {len(paths) - len(ids)} of text, "
+            f"such as {other!r}; expected one of the kinds: name it by a glob, such as {others!r}"
+        )
+
+
 def _readable_formats(paths: list[str], where: str) -> list[str]:
     """Those of a known format; what else there is is said."""
     known = [path for path in paths if path.endswith(SUFFIXES)]
@@ -114,15 +155,19 @@ def _readable_formats(paths: list[str], where: str) -> list[str]:
 
 def _refuse_dangling(path: str, where: str) -> None:
     if not os.path.exists(path):
-        raise ConfigError(f"{where}, but {path!r} is a link to {os.readlink(path)!r}, which does not exist")
+        raise ConfigError(
+            f"{where}, but {path!r} is a link to {os.readlink(path)!r}, which does not exist: restore it, or remove the link"
+        )
 
 
 def _check_file(path: str, where: str) -> None:
     _refuse_dangling(path, where)
     if not os.path.isfile(path):
-        raise ConfigError(f"{where}, but {path!r} is not a regular file")
+        raise ConfigError(
+            f"{where}, but {path!r} is not a regular file: expected files of documents, name them or remove it"
+        )
     if not os.access(path, os.R_OK):
-        raise ConfigError(f"{where}, but {path!r} is not readable")
+        raise ConfigError(f"{where}, but {path!r} is not readable: expected read permission, as chmod +r gives it")
 
 
 def _of_split(paths: list[str], split: str, narrow: bool) -> list[str]:

@@ -10,10 +10,12 @@ from dataclasses import dataclass, field, replace
 from torchtitan.tools.logging import logger
 
 from titan_disp.data.assignment import Segment
-from titan_disp.data.documents import BadDocument, DamagedFile, Documents
+from titan_disp.data.documents import Documents
 from titan_disp.data.files import DataFile
+from titan_disp.data.formats import Format
 from titan_disp.data.place import Place
 from titan_disp.data.progress import Density, densities
+from titan_disp.data.records import DamagedFile, Record, size_of
 
 PROGRESS_SECONDS = 10.0
 DOCUMENT_BYTES = 1 << 13  # where documents are longer on average, a window to shuffle holds fewer of them
@@ -71,7 +73,7 @@ class _Pass:
             self.ended = True
             self.documents.close()
             return
-        size = 0 if isinstance(document, BadDocument) else len(document)
+        size = size_of(document)
         self.read += 1
         self.read_bytes += size
         owner = self.owner(index)
@@ -103,11 +105,13 @@ class Passes:
         retry_seconds: float,
         queue_bytes: int,
         window: int = 0,
+        format: Format = Format(),  # noqa: B008 — frozen
     ) -> None:
         """Args: places: of the rank's slots, which their cursors move. window: documents that each of them shuffles."""
         self.files, self.places = files, {place.index: place for place in places}
         self.max_document_bytes, self.retry_seconds = max_document_bytes, retry_seconds
         self.queue_bytes, self.window = queue_bytes, window
+        self.format = format
         self._open: dict[int, list[_Pass]] = {}
         # Of files read to the end: how many documents, and the damage.
         self._ends: dict[int, tuple[int, str | None]] = {}
@@ -143,9 +147,7 @@ class Passes:
                 total[one.epoch, file] += one.documents.bytes_read
         return total
 
-    def fetch(
-        self, slot: int, epoch: int, segment: Segment, start: int
-    ) -> tuple[int, bytes | str | BadDocument | None, str | None]:
+    def fetch(self, slot: int, epoch: int, segment: Segment, start: int) -> tuple[int, Record | None, str | None]:
         """(index, document, None) of the segment's first document from ``start`` on, unparsed; at the end (count, None, damage).
 
         The starts of a slot only grow.
@@ -160,7 +162,7 @@ class Passes:
         while True:
             while queue.documents:
                 index, document = queue.documents.popleft()
-                size = 0 if isinstance(document, BadDocument) else len(document)
+                size = size_of(document)
                 queue.bytes -= size
                 mine.queued -= size
                 if index >= start:
@@ -212,6 +214,7 @@ class Passes:
             self.max_document_bytes,
             self.retry_seconds,
             start=min(queue.start for queue in queues.values()),
+            format=self.format,
         )
         new = _Pass(epoch, documents, queues, self.queue_bytes, self.window)
         self._open.setdefault(segment.file, []).append(new)

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from titan_disp.data.assignment import Run
-from titan_disp.data.documents import COMPRESSED
 from titan_disp.data.files import DataFile
+from titan_disp.data.formats import COMPRESSED
 from titan_disp.data.mixture import Share
 from titan_disp.data.place import TAKEN, Field
 

@@ -16,6 +16,7 @@ from titan_disp.data.assignment import KEYS, STEP
 from titan_disp.data.cursor import Cursor, Document
 from titan_disp.data.passes import DOCUMENT_BYTES
 from titan_disp.data.place import Field
+from titan_disp.data.records import size_of
 from titan_disp.errors import DataError
 
 
@@ -53,7 +54,7 @@ class Shuffle:
         """Args: cursor: at a position that this class or nobody has moved; taken over. window: W, 2 or more."""
         self.cursor, self.window = cursor, window
         # Of the window, those still to be used, the next one last. UTF-8: a str may take four bytes a character.
-        self._documents: list[bytes] = []
+        self._documents: list[bytes | np.ndarray] = []
         p = cursor.position
         self._position = p.copy()  # of the next document
         # Back to the beginning of the window. The bytes of its documents are known when it has been read again.
@@ -69,16 +70,17 @@ class Shuffle:
         """
         if not self._documents:
             self._fill()
-        start, text = self._position, self._documents.pop()
+        start, stored = self._position, self._documents.pop()
         if self._documents:
             end = start.copy()
             end[Field.IN_WINDOW] += 1
             end[Field.DOCUMENTS] += 1
-            end[Field.BYTES] += len(text)
+            end[Field.BYTES] += size_of(stored)
         else:
             end = self.cursor.position.copy()
         self._position = end.copy()
-        return Document(text.decode(), len(text), start, end)
+        content = stored.decode() if isinstance(stored, bytes) else stored
+        return Document(content, size_of(stored), start, end)
 
     def _fill(self) -> None:
         begin = self.cursor.position.copy()
@@ -93,7 +95,7 @@ class Shuffle:
                 f"slot {place.index} had used {used} documents of window {window} in epoch {epoch} when the checkpoint was "
                 f"written, and now finds {len(documents)} in it: a file's content has changed"
             )
-        size = sum(len(documents[i]) for i in order[:used])
+        size = sum(size_of(documents[i]) for i in order[:used])
         self._documents = [documents[i] for i in reversed(order[used:])]
         self.cursor.position[Field.BYTES] -= size
         self.cursor.position[Field.WINDOW] += 1
@@ -101,15 +103,17 @@ class Shuffle:
         self._position[Field.IN_WINDOW] = used
         self._position[Field.DOCUMENTS] += used
 
-    def _read(self) -> list[bytes]:
+    def _read(self) -> list[bytes | np.ndarray]:
         """The documents of the next window, as they come; none at the end of an epoch."""
-        documents: list[bytes] = []
+        documents: list[bytes | np.ndarray] = []
         most, size = self._most(), 0
         while len(documents) < most and size < most * DOCUMENT_BYTES:
             document = self.cursor.next_of_epoch()
             if document is None:
                 break
-            documents.append(document.text.encode())
+            content = document.content
+            # A copy, as token ids are a part of what was read together.
+            documents.append(content.encode() if isinstance(content, str) else content.copy())
             size += document.size
         return documents
 

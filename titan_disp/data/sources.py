@@ -43,10 +43,14 @@ class DataSet:
         with self._said():
             split_of(self.dataset, self.key)
 
-    def check(self) -> None:
-        """Raise ConfigError where local data is missing."""
+    def check(self) -> list[DataFile]:
+        """Its files, where they are local.
+
+        Raises:
+            ConfigError: local data is missing.
+        """
         with self._said():
-            check_data(self.dataset, self.path, self.key)
+            return check_data(self.dataset, self.path, self.key)
 
     def files(self) -> list[DataFile]:
         """Its files, under the names that they have in the run.

@@ -19,6 +19,7 @@ import numpy as np
 from titan_disp.data.assignment import Assignment
 from titan_disp.data.cursor import Cursor, Document, Faults
 from titan_disp.data.files import DataFile
+from titan_disp.data.formats import Format
 from titan_disp.data.mixture import Mixture
 from titan_disp.data.passes import Passes
 from titan_disp.data.place import Field, Place
@@ -43,6 +44,7 @@ class StreamOptions:
     queue_bytes: int = 32 << 20
     tokenizer_threads: int = 1
     fast_tokenizer: bool = False
+    format: Format = Format()
 
 
 class RankStreams:
@@ -71,6 +73,7 @@ class RankStreams:
             options.retry_seconds,
             options.queue_bytes,
             options.shuffle_window,
+            options.format,
         )
         self.executor = ThreadPoolExecutor(options.tokenizer_threads, thread_name_prefix="tokenize")
         self.slots = {place.index: Slot(Cursor(place, self.passes, self.faults), self) for place in places}
@@ -100,16 +103,26 @@ class RankStreams:
         """Follow the text's bytes per token, by which read-ahead is measured."""
         self._bytes_per_token += 0.01 * (document.size / tokens - self._bytes_per_token)
 
-    def tokenize(self, texts: list[str]) -> Callable[[], list[np.ndarray]]:
-        """Begin to tokenize; what is returned gives the token ids of each text, int32. Threads do it, unless waking one would
-        take longer than the work."""
+    def tokenize(self, contents: list[str | np.ndarray]) -> Callable[[], list[np.ndarray]]:
+        """Begin to tokenize; what is returned gives the token ids of each document, int32, which end in EOS. Threads do it,
+        unless waking one would take longer than the work."""
         if not self.options.fast_tokenizer:
-            return self.executor.submit(self._tokenize, texts).result
-        done = self._tokenize(texts)
+            return self.executor.submit(self._tokenize, contents).result
+        done = self._tokenize(contents)
         return lambda: done
 
-    def _tokenize(self, texts: list[str]) -> list[np.ndarray]:
-        return [np.asarray(self.encode(text), dtype=np.int32) for text in texts]
+    def _tokenize(self, contents: list[str | np.ndarray]) -> list[np.ndarray]:
+        return [
+            self._stored_ids(content)
+            if isinstance(content, np.ndarray)
+            else np.asarray(self.encode(content), dtype=np.int32)
+            for content in contents
+        ]
+
+    def _stored_ids(self, ids: np.ndarray) -> np.ndarray:
+        eos_id = self.options.format.eos_id
+        assert eos_id is not None  # or else they would not have been read
+        return np.append(ids, eos_id).astype(np.int32) if ids[-1] != eos_id else ids.astype(np.int32)
 
     def close(self) -> None:
         self.executor.shutdown(cancel_futures=True)
@@ -149,7 +162,7 @@ class Slot:
             while self._bytes + total < size and total < TASK_BYTES:
                 documents.append(self.source.next())
                 total += documents[-1].size
-            task = self.streams.tokenize([document.text for document in documents])
+            task = self.streams.tokenize([document.content for document in documents])
             self._ahead.extend(_Ahead(document, task, place) for place, document in enumerate(documents))
             self._bytes += total
 

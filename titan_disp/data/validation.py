@@ -19,6 +19,7 @@ from torchtitan.tools.logging import logger
 
 from titan_disp.data.assignment import Assignment
 from titan_disp.data.files import DataFile, held_out, list_files, on_rank_0, streams_from_hub
+from titan_disp.data.first_look import look_at
 from titan_disp.data.limits import check_documents
 from titan_disp.data.loader import stream_options
 from titan_disp.data.place import Field
@@ -54,24 +55,41 @@ def validation_sequences(job_config: JobConfig, dp_world_size: int) -> int:
 
 
 def first_sequences(
-    files: list[DataFile], tokenizer: BaseTokenizer, job_config: JobConfig, seq_len: int, count: int
+    files: list[DataFile], tokenizer: BaseTokenizer, job_config: JobConfig, seq_len: int, count: int, asked: str
 ) -> np.ndarray:
-    """[count, seq_len + 1] token ids from the beginning of a split, int32, read as one stream."""
+    """[count, seq_len + 1] token ids from the beginning of a split, int32, read as one stream.
+
+    Args:
+        asked: what asks for so many, and how to ask for fewer, for the message.
+
+    Raises:
+        ConfigError: the split has fewer of them; a second time over it would weigh what comes twice.
+    """
+    options = stream_options(job_config, seq_len, tokenizer)
+    look_at(files, options, "validation")
     streams = RankStreams(
         files,
         range(1),
         np.zeros((1, len(Field)), dtype=np.int64),
         Assignment(files, slots=1, seed=0),
         encoder(tokenizer),
-        replace(stream_options(job_config, seq_len), shuffle_window=0),
+        replace(options, shuffle_window=0),
     )
+    slot, found = streams.slots[0], list[np.ndarray]()
     try:
-        sequences = np.stack([streams.slots[0].sequence() for _ in range(count)]).astype(np.int32)
+        while len(found) < count:
+            found.append(slot.sequence().astype(np.int32))
+            if slot.position[Field.EPOCH] > 0:
+                raise ConfigError(
+                    f"the validation split ({len(files)} files, {files[0].url} to {files[-1].url}) holds {len(found) - 1} "
+                    f"sequences of {seq_len} tokens, expected {count}: {asked}, or take more text"
+                )
     finally:
         streams.close()
-    read = streams.slots[0].position
-    check_documents(int(read[Field.SKIPPED]), int(read[Field.DOCUMENTS]), streams.options.max_skipped_fraction)
-    return sequences
+    check_documents(
+        int(slot.position[Field.SKIPPED]), int(slot.position[Field.DOCUMENTS]), options.max_skipped_fraction
+    )
+    return np.stack(found)
 
 
 def held_out_sequences(job_config: JobConfig, tokenizer: BaseTokenizer, count: int) -> Tensor | None:
@@ -102,7 +120,8 @@ def held_out_sequences(job_config: JobConfig, tokenizer: BaseTokenizer, count: i
             except ConfigError as error:
                 logger.warning(f"no validation split: {error}")
                 continue
-            return first_sequences(files, tokenizer, job_config, job_config.training.seq_len, count)
+            asked = f"set condensation.sequences = {count} lower, or condensation.interval = 0"
+            return first_sequences(files, tokenizer, job_config, job_config.training.seq_len, count, asked)
         return None
 
     tokens = on_rank_0(read)
@@ -110,21 +129,25 @@ def held_out_sequences(job_config: JobConfig, tokenizer: BaseTokenizer, count: i
 
 
 class _ValidationSet:
-    """Iterates over this rank's batches; the sequences are read once, at the first validation, and kept (int32)."""
+    """Iterates over this rank's batches; the sequences are read once, before training, and kept (int32).
+
+    Raises:
+        ConfigError: on all ranks: no such split, or one with fewer sequences.
+    """
 
     def __init__(self, job_config: JobConfig, tokenizer: BaseTokenizer, dp_world_size: int, dp_rank: int) -> None:
         v = job_config.validation
-        self.files = on_rank_0(list_files, v.dataset, v.dataset_path, "validation")
-        self.job_config, self.tokenizer, self.rank, self.ranks = job_config, tokenizer, dp_rank, dp_world_size
-        self.batch, self.count = v.local_batch_size, validation_sequences(job_config, dp_world_size)
-        self._own: Tensor | None = None
+        files = on_rank_0(list_files, v.dataset, v.dataset_path, "validation")
+        count, step = validation_sequences(job_config, dp_world_size), v.local_batch_size * dp_world_size
+        asked = (
+            f"set stream.validation_sequences to a multiple of {step} (validation.local_batch_size {v.local_batch_size} × "
+            f"{dp_world_size} data-parallel ranks) that there are, or validation.steps"
+        )
+        source = (files, tokenizer, job_config, v.seq_len, count, asked)
+        every = torch.from_numpy(on_rank_0(first_sequences, *source))  # by one rank, as above
+        self._own = every.view(-1, dp_world_size, v.local_batch_size, v.seq_len + 1)[:, dp_rank].clone()
 
     def __iter__(self) -> Iterator[tuple[dict[str, Tensor], Tensor]]:
-        if self._own is None:
-            seq_len = self.job_config.validation.seq_len
-            source = (self.files, self.tokenizer, self.job_config, seq_len, self.count)
-            every = torch.from_numpy(on_rank_0(first_sequences, *source))  # by one rank, as above
-            self._own = every.view(-1, self.ranks, self.batch, seq_len + 1)[:, self.rank].clone()
         for tokens in self._own.long():
             yield {"input": tokens[:, :-1]}, tokens[:, 1:]
 

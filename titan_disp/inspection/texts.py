@@ -9,13 +9,15 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from titan_disp.data.documents import BadDocument, DamagedFile, Documents, text_of
+from titan_disp.data.documents import Documents
 from titan_disp.data.files import DataFile, list_files
+from titan_disp.data.formats import JSON_LINES, PARQUET
 from titan_disp.data.hub_dataset import is_hub_name
-from titan_disp.data.local import SUFFIXES
+from titan_disp.data.records import BadDocument, DamagedFile, text_of
 from titan_disp.errors import ConfigError
 
 MOST = 64 << 20  # characters that are read, so that the time does not grow with the file
+_DOCUMENTS = (*JSON_LINES, *PARQUET)
 PIECE = 8192  # characters of a plain text that stay together: about four sequences of 512 tokens
 
 
@@ -37,9 +39,9 @@ def read_texts(text: Path | None, dataset: str | None, seed: int) -> list[str]:
     source = f"--text {str(text)!r}" if text is not None else f"--dataset {dataset!r}"
     if text is not None and not text.is_file():
         raise ConfigError(
-            f"{source} is not a file; expected plain text, or documents in {', '.join('*' + s for s in SUFFIXES)}"
+            f"{source} is not a file; expected plain text, or documents in {', '.join('*' + s for s in _DOCUMENTS)}"
         )
-    if text is not None and not text.name.endswith(SUFFIXES):
+    if text is not None and not text.name.endswith(_DOCUMENTS):
         documents = _pieces(text)
     else:
         try:
@@ -94,8 +96,6 @@ def _documents(files: Iterable[DataFile]) -> Iterator[str]:
         try:
             while (record := reader.read()) is not None:
                 try:
-                    if isinstance(record, BadDocument):
-                        raise record
                     yield text_of(record)
                 except BadDocument:
                     bad += 1

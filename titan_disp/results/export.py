@@ -67,7 +67,8 @@ def export(
     try:
         shutil.rmtree(partial, ignore_errors=True)  # of an export that was killed
         partial.mkdir(parents=True)
-        documents = local_documents(_data_path(saved.config))
+        text_field = saved.config.get("stream", {}).get("text_field", "text")
+        documents = local_documents(_data_path(saved.config), text_field)
         describe(partial, saved.model_args(), saved.tokenizer_folder(tokenizer), loaded, dtype, documents)
         weights = hf_weights(saved, dtype)
         environment = saved.run / "environment.json"

@@ -1,0 +1,491 @@
+"""Bad inputs, one by one: each message says what was found, what was expected, and what to change.
+
+A case that names three parts is refused before training, by what every ``titan-disp`` command runs; the messages of a run that
+goes on (skipped documents, damaged files) say what was found.
+"""
+
+import bz2
+import gzip
+import io
+import json
+import lzma
+import os
+import zipfile
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from tests.test_formats import records_of, write_compressed, write_ids
+from tests.test_stream import batches, loader, streams_of
+from titan_disp.checks import check_stream
+from titan_disp.config import load_config
+from titan_disp.data.files import check_data, list_files
+from titan_disp.data.first_look import list_and_look
+from titan_disp.data.formats import Format
+from titan_disp.data.records import BadDocument, text_of
+from titan_disp.data.sources import DataSet
+from titan_disp.data.stream import StreamOptions
+from titan_disp.data.tokenizer import load_tokenizer
+from titan_disp.data.validation import _ValidationSet, held_out_sequences
+from titan_disp.errors import ConfigError
+
+EOS, VOCABULARY = 7, 5000
+DOCUMENT = b'{"text": "a document", "url": "u"}\n'
+HTML = b"<!DOCTYPE html>\n<html><body>503</body></html>\n"
+POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 1234\n"
+PRETTY = json.dumps([{"url": "u", "text": "a"}, {"url": "u", "text": "b"}], indent=1).encode()
+JSON_NAMES = ".json.gz, .jsonl.gz, .json, .jsonl, .json.zst, .jsonl.zst"
+EXPECTED_NAMES = f"{JSON_NAMES}, .parquet, .txt, .txt.gz, .txt.zst, .npy, .bin"
+
+
+def parquet(**columns):
+    file = io.BytesIO()
+    pyarrow.parquet.write_table(pyarrow.table(columns), file)
+    return file.getvalue()
+
+
+def zstd(content):
+    with io.BytesIO() as file, pyarrow.CompressedOutputStream(file, "zstd") as out:
+        out.write(content)
+        out.flush()
+        return file.getvalue()
+
+
+def numpy_file(array):
+    file = io.BytesIO()
+    np.save(file, array)
+    return file.getvalue()
+
+
+def archive():
+    file = io.BytesIO()
+    with zipfile.ZipFile(file, "w") as out:
+        out.writestr("data.pkl", b"x")
+    return file.getvalue()
+
+
+def ids(values, dtype="<u2"):
+    return np.asarray(values, dtype).tobytes()
+
+
+def llm_c(magic, version, count, content):
+    header = np.zeros(256, "<i4")
+    header[:3] = magic, version, count
+    return header.tobytes() + content
+
+
+@dataclass
+class Case:
+    """Attributes:
+    name: of the test. files: of the folder, or a function that makes it. parts: found, expected, change.
+    path: below the folder; None: no path. dataset: training.dataset. options: of ``Format``.
+    """
+
+    name: str
+    files: Any
+    parts: tuple[str, ...]
+    path: str | None = ""
+    dataset: str = "text"
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+def dangling(folder: Path) -> None:
+    (folder / "a.jsonl").symlink_to("/nowhere/a.jsonl")
+
+
+def pipe(folder: Path) -> None:
+    os.mkfifo(folder / "a.jsonl")
+
+
+RANDOM = np.random.default_rng(0).integers(10, VOCABULARY, 400)
+LARGE = np.random.default_rng(0).integers(10, 60_000, 400)
+FIELD = "see stream.text_field"
+A_LINE = "expected one document a line"
+
+# fmt: off
+CASES = [
+    # What is named.
+    Case("no such data set", {}, ("'pile'", "expected c4 or c4_validation", "text or text_validation"), dataset="pile"),
+    Case("no path", {}, ("training.dataset is 'text'", "folder, file or glob", "set training.dataset_path"), None),
+    Case("no such path", {}, ("/x', which does not exist", "expected a folder, file or glob", "titan-disp sample"), "x"),
+    Case("empty folder", {}, ("holds no train data, but no files", "expected files such as en/c4", "titan-disp sample-data")),
+    Case("other formats only", {"a.csv": b"x", "b.jsonl.bz2": b"x"}, ("1 *.bz2, 1 *.csv", "expected", EXPECTED_NAMES[:9])),
+    Case("other suffix", {"a.csv": b"x"}, ("a.csv'", f"ends in {EXPECTED_NAMES}", "convert or rename"), "a.csv"),
+    Case("upper case", {"a.JSONL": DOCUMENT}, ("a.JSONL'", f"ends in {EXPECTED_NAMES}", "convert or rename"), "a.JSONL"),
+    Case("glob of nothing", {}, ("matches no file;", "expected files named *.json.gz", "name others"), "*.jsonl"),
+    Case("glob of others", {"a.csv": b"x"}, ("no file, but 1 *.csv", "files named *.json.gz", "or convert them"), "*"),
+    Case("dangling link", dangling, ("a link to '/nowhere/a.jsonl'", "does not exist", "restore it, or remove the link")),
+    Case("no file", pipe, ("is not a regular file", "expected files of documents", "name them or remove it")),
+    Case(
+        "no validation split",
+        {"train.jsonl": DOCUMENT},
+        ("holds no validation data, but 1 *.jsonl", "with validation in their names", "expected files such as"),
+        dataset="text_validation",
+    ),
+    Case(
+        "texts and token ids",
+        {"a.jsonl": DOCUMENT, "b.bin": ids(RANDOM)},
+        ("1 files of token ids, such as", "expected one of the kinds", "*.jsonl'"),
+    ),
+    # What a file is.
+    Case("gzip as JSON", {"a.json": gzip.compress(DOCUMENT)}, ("gzip-compressed", "which its name does not say", "*.gz")),
+    Case("zstd as JSON", {"a.jsonl": zstd(DOCUMENT)}, ("zstd-compressed", "which its name does not say", "name it *.zst")),
+    Case("bzip2 as JSON", {"a.json": bz2.compress(DOCUMENT)}, ("bzip2-compressed", "its name does not say", "unpack it")),
+    Case("xz as gzip", {"a.json.gz": lzma.compress(DOCUMENT)}, ("xz-compressed", "its name does not say", "unpack it")),
+    Case("Parquet as JSON", {"a.json": parquet(text=["a"])}, ("it is Parquet", "its name does not say", "*.parquet")),
+    Case("JSON as gzip", {"a.json.gz": DOCUMENT}, ("it is not gz", "though its name says so", "the name of what it is")),
+    Case("JSON as zstd", {"a.json.zst": DOCUMENT}, ("it is not zst", "though its name says so", "the name of what it is")),
+    Case("JSON as Parquet", {"a.parquet": DOCUMENT}, ("it is not parquet", "its name says so", "the name of what it is")),
+    Case("text as gzip", {"a.txt.gz": b"x" * 99}, ("it is not gz", "though its name says so", "the name of what it is")),
+    Case("HTML as JSON", {"a.json": HTML}, ("it is an HTML page", "in the place of a file", "download the file again")),
+    Case("HTML as gzip", {"a.json.gz": b"\n" + HTML}, ("an HTML page", "in the place of a file", "download the file")),
+    Case("HTML as Parquet", {"a.parquet": HTML}, ("an HTML page", "in the place of a file", "download the file again")),
+    Case("HTML as token ids", {"a.npy": HTML}, ("an HTML page", "in the place of a file", "download the file again")),
+    Case("LFS pointer", {"a.json.gz": POINTER}, ("a Git LFS pointer", "not the data", "git lfs pull")),
+    Case("LFS pointer of Parquet", {"a.parquet": POINTER}, ("a Git LFS pointer", "not the data", "git lfs pull")),
+    Case("LFS pointer of ids", {"a.bin": POINTER}, ("a Git LFS pointer", "not the data", "git lfs pull")),
+    Case("weights as ids", {"a.bin": archive()}, ("it is a zip archive", "torch.save", "unpack or convert it")),
+    Case("UTF-16", {"a.json": DOCUMENT.decode().encode("utf-16")}, ("UTF-16 text", "its name does not say", "iconv")),
+    Case("UTF-16 as text", {"a.txt": "a".encode("utf-16")}, ("UTF-16 text", "its name does not say", "iconv")),
+    # What JSON says.
+    Case("array", {"a.json": b'[{"text": "a"}, {"text": "b"}]\n'}, ("it is a JSON array", A_LINE, "jq -c '.[]' FILE")),
+    Case("array over lines", {"a.json": PRETTY}, ("document 0: malformed JSON", "beginning of a JSON array", "jq -c '.[]'")),
+    Case("object over lines", {"a.json": b'{\n "text": "a"\n}\n'}, ("JSON over several lines", A_LINE, "`jq -c . FILE >")),
+    Case("CSV as JSON", {"a.json": b"text,url\na,b\n"}, ("document 0: malformed JSON", "Expecting value", A_LINE)),
+    Case("numbers", {"a.json": b"1\n2\n"}, ("as it is a number", "expected a JSON object", 'no field "text"')),
+    Case(
+        "other field",
+        {"a.json": b'{"url": "u", "content": "a", "meta": {"lang": "en"}}\n'},
+        ('no field "text"', "only url, content, meta.lang", FIELD),
+    ),
+    Case("no fields", {"a.json": b"{}\n{}\n"}, ('no field "text"', "only an empty object", FIELD)),
+    Case("a number as text", {"a.json": b'{"text": 3, "url": "u"}\n'}, ('"text" is a number', "not a text, of text, url", FIELD)),
+    Case("a list as text", {"a.json": b'{"text": ["a"]}\n'}, ('"text" is an array', "not a text", FIELD)),
+    Case(
+        "no such nested field",
+        {"a.json": b'{"meta": {"text": "a"}}\n'},
+        ('no field "meta.body"', "only meta.text", FIELD),
+        options={"text_field": "meta.body"},
+    ),
+    Case(
+        "nothing nested",
+        {"a.json": b'{"meta": "a"}\n'},
+        ('no field "meta.body"', "only meta:", FIELD),
+        options={"text_field": "meta.body"},
+    ),
+    # What Parquet says.
+    Case(
+        "no such column",
+        {"a.parquet": parquet(id=[1], body=["a"])},
+        ('no column "text"', "only id (int64), body (string)", "set stream.text_field"),
+    ),
+    Case(
+        "a column of numbers",
+        {"a.parquet": parquet(text=[1, 2])},
+        ('column "text" is int64', "expected string", "set stream.text_field"),
+    ),
+    Case("a column of bytes", {"a.parquet": parquet(text=[b"a"])}, ("is binary", "expected string", "write it as a string")),
+    Case(
+        "no such nested column",
+        {"a.parquet": parquet(meta=[{"n": 1, "text": "a"}])},
+        ('no column "meta.body"', "only meta.n (int64), meta.text (string)", "set stream.text_field"),
+        options={"text_field": "meta.body"},
+    ),
+    # What text says.
+    Case(
+        "a long text",
+        {"a.txt": b"x" * 70_000},
+        ("one document of 70,000 bytes", "stream.max_document_mb", 'set stream.text_split = "blank_lines"'),
+    ),
+    # What token ids say.
+    Case(
+        "Megatron-LM",
+        {"a.bin": ids(RANDOM), "a.idx": b"MMIDIDX"},
+        ("is Megatron-LM's, as its index 'a.idx'", "expected ids in which EOS ends", "write them so"),
+    ),
+    Case(
+        "uint32 as uint16",
+        {"a.bin": ids(RANDOM, "<u4")},
+        ("every second id is at most 0", "as of uint32", 'set stream.token_dtype = "uint32"'),
+    ),
+    Case(
+        "uint16 as uint32",
+        {"a.bin": ids(RANDOM)},
+        ("is read as uint32 and holds the id", "the tokenizer has 5,000 ids", 'set stream.token_dtype = "uint16"'),
+        options={"token_dtype": "uint32"},
+    ),
+    Case(
+        "another tokenizer",
+        {"a.npy": numpy_file(LARGE.astype("<u2"))},
+        ("holds the id 59,", "the tokenizer has 5,000 ids", "take the tokenizer that wrote them"),
+    ),
+    Case(
+        "EOS of no uint16",
+        {"a.bin": ids(RANDOM)},
+        ("is read as uint16", "EOS has the id 70000", 'set stream.token_dtype = "uint32"'),
+        options={"eos_id": 70_000, "vocab_size": 80_000},
+    ),
+    Case("int64", {"a.npy": numpy_file(RANDOM)}, ("holds int64", "little-endian uint16 or uint32", "numpy.save(FILE")),
+    Case("big-endian", {"a.npy": numpy_file(RANDOM.astype(">u2"))}, ("(byte order '>')", "little-endian", "numpy.save(FILE")),
+    Case("rows", {"a.npy": numpy_file(RANDOM.astype("<u2").reshape(4, -1))}, ("(4, 100)", "one dimension", "reshape(-1)")),
+    Case(
+        "no .npy header",
+        {"a.npy": b"\x93NUMPY\x09\x00" + ids(RANDOM)},
+        ("header has version 9.0", "expected 1.0 or 2.0", "numpy.save"),
+    ),
+    Case(
+        "llm.c's evaluation",
+        {"a.bin": llm_c(20240522, 1, 3, ids([1, 2, 3]))},
+        ("magic 20240522 and version 1", "expected a file of training data", "Leave it out"),
+    ),
+    Case(
+        "llm.c of another version",
+        {"a.bin": llm_c(20240520, 2, 3, ids([1, 2, 3]))},
+        ("magic 20240520 and version 2", "magic 20240520 and version 1", "or write it as such"),
+    ),
+]
+# fmt: on
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_refused_before_training(tmp_path, case):
+    if callable(case.files):
+        case.files(tmp_path)
+    else:
+        for name, content in case.files.items():
+            (tmp_path / name).write_bytes(content)
+    how = Format(**({"eos_id": EOS, "vocab_size": VOCABULARY} | case.options))
+    options = StreamOptions(seq_len=8, max_document_bytes=1 << 16, format=how)
+    path = None if case.path is None else str(tmp_path / case.path)
+    with pytest.raises(ConfigError) as error:
+        list_and_look([DataSet(case.dataset, path, "training")], options)
+    message = str(error.value)
+    print(message)
+    for part in case.parts:
+        assert part in message, (part, message)
+    if case.files:
+        assert str(tmp_path) in message
+    assert len(message) < 700
+
+
+def documents_in(folder):
+    return [DataSet("text", str(folder), "training")]
+
+
+SOUND = [
+    ("one bad document", {"a.json": b"garbage\n" + DOCUMENT}),
+    ("a few bad documents, then none", {"a.json": b'{"url": 1}\n' * 19 + DOCUMENT}),
+    ("empty ones first", {"a.json": b'{"text": " "}\n' * 30}),
+    ("an empty one among bad ones", {"a.json": b"garbage\n" * 3 + b'{"text": " "}\n' + b"garbage\n" * 30}),
+    ("cut off", {"a.json.gz": gzip.compress(DOCUMENT * 10_000)[:60]}),
+    ("an empty file", {"a.json": DOCUMENT, "b.json": b"", "c.json": DOCUMENT}),
+    ("an odd number of bytes", {"a.bin": ids(RANDOM) + b"\x00"}),
+    ("HTML as text", {"a.txt": HTML}),
+    ("a long block", {"a.txt": b"x" * 70_000}),
+    ("ids that begin as gzip", {"a.bin": b"\x1f\x8b\x08\x00" + ids(RANDOM)}),
+    ("a byte-order mark", {"a.json": b"\xef\xbb\xbf" + DOCUMENT}),
+]
+
+
+@pytest.mark.parametrize(("name", "files"), SOUND, ids=[name for name, _ in SOUND])
+def test_left_to_the_run(tmp_path, name, files):
+    """What a run may meet, here and there, keeps none from its start."""
+    for file, content in files.items():
+        (tmp_path / file).write_bytes(content)
+    split = "blank_lines" if name == "a long block" else "file"
+    how = Format(text_split=split, eos_id=EOS, vocab_size=40_000)
+    options = StreamOptions(seq_len=8, max_document_bytes=1 << 16, format=how)
+    assert len(list_and_look(documents_in(tmp_path), options)) == len(files)
+
+
+def test_few_files_are_looked_at(tmp_path, monkeypatch):
+    """Of a thousand, three; and none of the hub."""
+    from titan_disp.data import first_look
+
+    for i in range(100):
+        (tmp_path / f"{i:03d}.json").write_bytes(DOCUMENT)
+    looked = []
+    monkeypatch.setattr(first_look, "_cause", lambda file, *_: looked.append(file.name))
+    options = StreamOptions(seq_len=8)
+    files = list_and_look(documents_in(tmp_path), options)
+    assert looked == ["000.json", "050.json", "099.json"]
+    hub = [type(file)(file.name, f"hf://datasets/a/b@c/{file.name}", file.size) for file in files]
+    first_look.look_at(hub, options, "training")
+    assert len(looked) == 3
+
+
+# Documents that a run passes over, with what its log says.
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        (b"{not json", "malformed JSON: Expecting property name"),
+        (b"[" * 100_000, "malformed JSON: maximum recursion"),
+        (b'{"url": "u"}', 'no field "text", only url'),
+        (b'{"text": null}', 'no field "text", only text'),
+        (b'{"text": true}', 'field "text" is true or false, not a text'),
+        (b'{"text": {"a": "b"}}', 'field "text" is an object, not a text, of text.a'),
+        (b"null", 'no field "text", as it is null; expected a JSON object'),
+        (b'"text"', "as it is a text; expected a JSON object"),
+        (b'{"text": "  "}', "empty text"),
+        (b'{"text": "\xff\xfe"}', "invalid UTF-8: invalid start byte at byte 10"),
+    ],
+)
+def test_bad_documents(line, reason):
+    with pytest.raises(BadDocument) as error:
+        text_of(line)
+    assert reason in str(error.value)
+
+
+# fmt: off
+@pytest.mark.parametrize(
+    ("name", "content", "reason"),
+    [
+        ("a.json", b'{"text": "' + b"x" * 200 + b'"}\n', "213 bytes, more than stream.max_document_mb allows"),
+        ("a.parquet", parquet(text=["x" * 200]), "200 characters, more than stream.max_document_mb allows"),
+        ("a.parquet", parquet(text=pyarrow.array([None], pyarrow.string())), "text is null"),
+        ("a.txt", b"x" * 200, 'more than 100 bytes, more than stream.max_document_mb allows: set stream.text_split = "bl'),
+        ("a.txt", b"\xff", "invalid UTF-8: invalid start byte at byte 0"),
+        ("a.json", b"", "damaged: the file is empty"),
+        ("a.json.gz", gzip.compress(DOCUMENT * 999)[:60], "damaged: EOFError"),
+        ("a.json.gz", POINTER, "damaged: it is a Git LFS pointer"),
+        ("a.json.gz", DOCUMENT, "damaged: it is not gz, though its name says so"),
+        ("a.json", HTML, "damaged: it is an HTML page"),
+        ("a.parquet", parquet(text=["a"])[:-9], "damaged: "),
+        ("a.bin", ids([11, EOS, 12])[:-1], "damaged: its 5 bytes are no multiple of 2"),
+        ("a.npy", numpy_file(RANDOM.astype("<u2"))[:-9], "damaged: its header says 400 ids of uint16, but the file holds 39"),
+        ("a.bin", llm_c(20240520, 1, 9, ids([11, EOS])), "damaged: its header says 9 ids of uint16, but the file holds 2.0"),
+        ("a.bin", llm_c(20240520, 1, 1, ids([11, EOS])), "damaged: its header says 1 ids of uint16, but the file holds 2.0"),
+    ],
+)
+# fmt: on
+def test_bad_files(tmp_path, name, content, reason):
+    (tmp_path / name).write_bytes(content)
+    assert reason in records_of(tmp_path / name, 100, eos_id=EOS, vocab_size=VOCABULARY)[-1]
+
+
+def test_a_wrong_column_stops_the_run_at_once(tmp_path):
+    """Also where only one file lacks it, which nobody looked at: it is sound, so that skipping it would lose data."""
+    for i in range(5):
+        (tmp_path / f"{i}.parquet").write_bytes(parquet(**{"body" if i == 1 else "text": ["7 7"] * 40}))
+    files = list_and_look(documents_in(tmp_path), StreamOptions(seq_len=8))
+    expected = r'1.parquet has no column "text", only body \(string\): set stream.text_field'
+    with pytest.raises(ConfigError, match=expected):
+        batches(streams_of(files, 1, 1, on_bad_data="skip"), 60)
+
+
+def test_a_run_says_what_it_skips_and_how_to_go_on(tmp_path):
+    (tmp_path / "a.json").write_bytes(b'{"text": "7"}\nbad\n')
+    with pytest.raises(ConfigError) as error:
+        batches(streams_of(list_files("text", str(tmp_path)), 1, 1, on_bad_data="fail"), 9)
+    for part in ("a.json, document 1", "malformed JSON", 'stream.on_bad_data = "skip" would pass over it'):
+        assert part in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("toml", "parts"),
+    [
+        ("text_field = ''", ('stream.text_field is ""', "expected the name of a field", '"text" is what')),
+        ("text_split = 'lines'", ("stream.text_split is 'lines'", "file", "blank_lines")),
+        ("token_dtype = 'int32'", ("stream.token_dtype is 'int32'", "uint16", "uint32")),
+        ("text_feild = 'a'", ("unknown key", "stream.text_feild", "did you mean stream.text_field?")),
+        ("max_document_mb = 0.0", ("max_document_mb is 0.0", "expected a number", "> 0")),
+        ("max_skipped_fraction = 2.0", ("max_skipped_fraction is 2.0", "expected a number", "[0, 1]")),
+        ("on_bad_data = 'ignore'", ("stream.on_bad_data is 'ignore'", "skip", "fail")),
+    ],
+)
+def test_bad_options(tmp_path, toml, parts):
+    (tmp_path / "c.toml").write_text(f"[stream]\n{toml}\n")
+    with pytest.raises(ConfigError) as error:
+        check_stream(load_config(["--job.config_file", str(tmp_path / "c.toml")]), 1)
+    for part in parts:
+        assert part in str(error.value)
+
+
+def validating(sample, folder):
+    job = load_config(["--model.hf_assets_path", f"{sample}/tokenizer", "--training.seq_len", "16"])
+    v = job.validation
+    v.enable, v.dataset, v.dataset_path, v.seq_len, v.local_batch_size = True, "text_validation", str(folder), 16, 2
+    return job
+
+
+@pytest.fixture
+def small(sample, tmp_path):
+    """(folder, tokens of its validation split, each document's EOS among them)."""
+    texts = [f"A sentence of some words, number {i}." for i in range(30)]
+    (tmp_path / "validation.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    tokenizer = load_tokenizer(sample / "tokenizer")
+    return tmp_path, sum(len(tokenizer.encode(text)) + 1 for text in texts), tokenizer
+
+
+def test_validation_with_fewer_sequences_than_asked_for(sample, small):
+    """Said before training, with their number; not made up for by a second time over the same text."""
+    folder, tokens, tokenizer = small
+    there = tokens // 17
+    assert there > 4
+    job = validating(sample, folder)
+    job.validation.steps = 100  # of two sequences on two ranks
+    for wanted, asked in ((0, 400), (4 * (there // 4) + 4, 4 * (there // 4) + 4)):
+        job.stream.validation_sequences = wanted
+        for rank in (0, 1):
+            with pytest.raises(ConfigError) as error:
+                _ValidationSet(job, tokenizer, 2, rank)
+            found = f"holds {there} sequences of 16 tokens"
+            for part in (found, f"expected {asked}: set stream.validation_sequences", "of 4 ("):
+                assert part in str(error.value)
+    for job.stream.validation_sequences in (4, 4 * (there // 4)):  # all that there are is no error
+        _ValidationSet(job, tokenizer, 2, 0)
+
+
+def test_held_out_sequences_fewer_than_asked_for(sample, small):
+    folder, tokens, tokenizer = small
+    job = validating(sample, folder)
+    assert len(held_out_sequences(job, tokenizer, tokens // 17)) == tokens // 17
+    with pytest.raises(ConfigError) as error:
+        held_out_sequences(job, tokenizer, tokens // 17 + 1)
+    found = f"holds {tokens // 17} sequences of 16 tokens"
+    for part in (found, f"expected {tokens // 17 + 1}", "set condensation.sequences"):
+        assert part in str(error.value)
+
+
+def test_resumes_with_other_data(sample):
+    files = list_files("c4", str(sample))
+    saved = loader(files, sample).state_dict()
+    for options, difference in (
+        ({"text_field": "body"}, "stream.text_field: 'text' then, 'body' now"),
+        ({"text_split": "blank_lines"}, "stream.text_split: 'file' then, 'blank_lines' now"),
+        ({"token_dtype": "uint32"}, "stream.token_dtype: 'uint16' then, 'uint32' now"),
+    ):
+        with pytest.raises(ConfigError) as error:
+            loader(files, sample, format=Format(**options)).load_state_dict(saved)
+        for part in (difference, "the checkpoint was written with other data", 'stream.on_mismatch = "restart"'):
+            assert part in str(error.value)
+
+
+def test_commands_look_at_the_data(sample, tmp_path):
+    """``check_data`` lists; training, plan and digest look as well."""
+    from titan_disp.checks import check_inputs
+    from titan_disp.cluster.plan import missing_inputs
+    from titan_disp.data.digest import digest
+
+    (tmp_path / "a.json").write_bytes(b'{"body": "a"}\n')
+    argv = ["--training.dataset", "text", "--training.dataset_path", str(tmp_path), "--model.flavor", "nano"]
+    job = load_config(["--model.name", "qwen3_disp", "--model.hf_assets_path", f"{sample}/tokenizer", *argv])
+    assert len(check_data("text", str(tmp_path))) == 1
+    for look in (check_inputs, lambda job: missing_inputs(job, strict=False), lambda job: digest(job, 1, [(0, 1)])):
+        with pytest.raises(ConfigError, match='a.json: document 0: no field "text", only body: see stream.text_field'):
+            look(job)
+
+
+def test_token_ids_where_text_is_needed(sample, tmp_path):
+    from titan_disp.inspection.texts import read_texts
+
+    write_ids(tmp_path / "validation.bin", RANDOM)
+    with pytest.raises(ConfigError, match="validation.bin holds token ids, expected text: name a file of text"):
+        read_texts(None, str(tmp_path), 0)
+    write_compressed(tmp_path / "validation.txt", b"plain")
+    assert read_texts(None, str(tmp_path / "validation.txt"), 0) == ["plain"]

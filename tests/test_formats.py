@@ -1,0 +1,378 @@
+"""Other corpora than C4's: the text's field, plain text, token ids. Each against a plain reading of the same bytes."""
+
+import codecs
+import gzip
+import itertools
+import json
+import tracemalloc
+
+import numpy as np
+import pyarrow
+import pyarrow.parquet
+import pytest
+import torch
+from sentencepiece import SentencePieceProcessor
+from tokenizers import Tokenizer
+
+from tests.test_stream import VALIDATION_FILE, batches, config, loader, streams_of
+from titan_disp.data import pretokenized
+from titan_disp.data.documents import Documents
+from titan_disp.data.files import DataFile, list_files
+from titan_disp.data.fingerprint import differences
+from titan_disp.data.formats import Format
+from titan_disp.data.loader import open_stream, stream_options
+from titan_disp.data.place import Field
+from titan_disp.data.records import BadDocument, DamagedFile, text_of
+from titan_disp.data.tokenizer import load_tokenizer
+from titan_disp.data.validation import first_sequences
+from titan_disp.errors import ConfigError, DataError
+
+EOS, VOCABULARY = 7, 5000
+
+
+def records_of(path, max_bytes=1 << 20, start=0, **options):
+    """Everything that a file's reader yields; a damaged end as its message."""
+    documents = Documents(DataFile(path.name, str(path), path.stat().st_size), max_bytes, 0.0, start, Format(**options))
+    found = []
+    try:
+        while (record := documents.read()) is not None:
+            found.append(str(record) if isinstance(record, BadDocument) else record)
+    except DamagedFile as error:
+        found.append(f"damaged: {error}")
+    documents.close()
+    return found
+
+
+def texts_of(path, field="text", **options):
+    return [text_of(record, field) for record in records_of(path, text_field=field, **options)]
+
+
+class TestTextField:
+    def test_of_json(self, tmp_path):
+        records = [{"body": f"a {i}", "meta": {"lang": {"text": f"b {i}"}}, "x.y": f"c {i}"} for i in range(3)]
+        (tmp_path / "a.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+        for field, letter in (("body", "a"), ("meta.lang.text", "b"), ("x.y", "c")):
+            assert texts_of(tmp_path / "a.jsonl", field) == [f"{letter} {i}" for i in range(3)]
+
+    def test_of_parquet(self, tmp_path):
+        column = [f"b {i}" for i in range(700)]
+        nested = pyarrow.array([{"n": i, "lang": {"text": text}} for i, text in enumerate(column)])
+        coded = pyarrow.array([f"c {i % 5}" for i in range(700)]).dictionary_encode()
+        large = pyarrow.array([f"d {i}" for i in range(700)], pyarrow.large_string())
+        table = pyarrow.table({"id": range(700), "meta": nested, "coded": coded, "large": large, "x.y": column})
+        pyarrow.parquet.write_table(table, tmp_path / "a.parquet", row_group_size=300)
+        assert texts_of(tmp_path / "a.parquet", "meta.lang.text") == column
+        assert texts_of(tmp_path / "a.parquet", "meta.lang.text", start=650) == column[650:]
+        assert texts_of(tmp_path / "a.parquet", "x.y") == column
+        assert texts_of(tmp_path / "a.parquet", "coded") == coded.to_pylist()
+        assert texts_of(tmp_path / "a.parquet", "large") == large.to_pylist()
+
+    def test_of_a_run(self, tmp_path):
+        """Through slots, checkpoints and resumes; the default leaves fingerprints as they were."""
+        (tmp_path / "a.jsonl").write_text("".join(json.dumps({"body": str(i)}) + "\n" for i in range(1, 41)))
+        files = list_files("text", str(tmp_path))
+        tokens, positions = batches(streams_of(files, 1, 1, format=Format(text_field="body")), 5)
+        assert tokens.reshape(-1).tolist() == [t for i in range(1, 21) for t in (i, 0)]
+        again, _ = batches(streams_of(files, 1, 1, positions=positions, format=Format(text_field="body")), 5)
+        assert again.reshape(-1).tolist() == [t for i in range(21, 41) for t in (i, 0)]
+
+    def test_options_of_a_config(self, sample):
+        job = config(sample)
+        job.stream.text_field, job.stream.text_split, job.stream.token_dtype = "body", "blank_lines", "uint32"
+        assert stream_options(job).format == Format("body", "blank_lines", "uint32")
+        tokenizer = load_tokenizer(sample / "tokenizer")
+        assert stream_options(job, tokenizer=tokenizer).format == Format("body", "blank_lines", "uint32", 1, 2048)
+
+    def test_fingerprint(self, sample):
+        files = list_files("c4", str(sample))
+        plain, body = loader(files, sample), loader(files, sample, format=Format(text_field="body"))
+        assert not {"text_field", "text_split", "token_dtype", "special_tokens"} & set(plain.fingerprint)
+        with pytest.raises(ConfigError, match=r"stream.text_field: 'text' then, 'body' now"):
+            body.load_state_dict(plain.state_dict())
+        with pytest.raises(ConfigError, match=r"stream.text_field: 'body' then, 'text' now"):
+            plain.load_state_dict(body.state_dict())
+        blocks = loader(files, sample, format=Format(text_split="blank_lines", token_dtype="uint32"))
+        found = differences(plain.fingerprint, blocks.fingerprint)
+        assert found == [
+            "stream.text_split: 'file' then, 'blank_lines' now",
+            "stream.token_dtype: 'uint16' then, 'uint32' now",
+        ]
+
+
+def write_compressed(path, content):
+    if path.suffix == ".gz":
+        path.write_bytes(gzip.compress(content))
+    elif path.suffix == ".zst":
+        with pyarrow.CompressedOutputStream(str(path), "zstd") as out:
+            out.write(content)
+    else:
+        path.write_bytes(content)
+
+
+TEXT = "\n  \none\n two \n\n\nthree\r\nfour\r\n\r\n\t\r\nfive é\n \nsix"
+
+
+class TestPlainText:
+    @pytest.mark.parametrize("suffix", ["txt", "txt.gz", "txt.zst"])
+    @pytest.mark.parametrize("end", ["", "\n", "\r\n\r\n"])
+    @pytest.mark.parametrize("mark", [b"", codecs.BOM_UTF8])
+    def test_a_file_or_its_blocks(self, tmp_path, suffix, end, mark):
+        path = tmp_path / f"a.{suffix}"
+        write_compressed(path, mark + (TEXT + end).encode())
+        assert texts_of(path) == [TEXT + end]
+        blocks = ["one\n two ", "three\r\nfour", "five é", "six"]
+        for start in range(5):
+            assert texts_of(path, text_split="blank_lines", start=start) == blocks[start:]
+
+    def test_blocks_of_any_lines(self, tmp_path):
+        """Against a grouping of the whole text's lines."""
+        rng = np.random.default_rng(0)
+        for _ in range(50):
+            lines = rng.choice(["a", "b c", "", " ", "\t"], rng.integers(1, 30)).tolist()
+            groups = itertools.groupby(lines, key=lambda line: bool(line.strip()))
+            (tmp_path / "a.txt").write_text("\n".join(lines) + "\n")
+            expected = ["\n".join(group) for full, group in groups if full]
+            assert texts_of(tmp_path / "a.txt", text_split="blank_lines") == expected
+
+    def test_longest_document(self, tmp_path):
+        (tmp_path / "a.txt").write_bytes(b"x" * 100)
+        assert records_of(tmp_path / "a.txt", 100) == ["x" * 100]
+        assert 'set stream.text_split = "blank_lines"' in records_of(tmp_path / "a.txt", 99)[0]
+        # Of several lines, or of one; what follows is read.
+        for long in (b"y\n" * 60, b"y" * 119 + b"\n"):
+            (tmp_path / "b.txt").write_bytes(b"one\n\n" + long + b"\ntwo")
+            found = records_of(tmp_path / "b.txt", 100, text_split="blank_lines")
+            assert found == ["one", "120 bytes, more than stream.max_document_mb allows", "two"]
+
+    @pytest.mark.parametrize("split", ["file", "blank_lines"])
+    def test_a_long_document_does_not_fill_memory(self, tmp_path, split):
+        with open(tmp_path / "a.txt", "wb") as file:
+            for _ in range(200):
+                file.write((b"x" * 999 + b"\n") * 100)
+        tracemalloc.start()
+        (found,) = records_of(tmp_path / "a.txt", 1 << 20, text_split=split)
+        _, peak = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        assert "more than stream.max_document_mb allows" in found
+        assert peak < 8 << 20
+
+    def test_invalid_utf8_is_a_bad_document(self, tmp_path):
+        (tmp_path / "a.txt").write_bytes(b"one\n\nt\xffwo\n\nthree")
+        expected = ["one", "invalid UTF-8: invalid start byte at byte 1", "three"]
+        assert records_of(tmp_path / "a.txt", text_split="blank_lines") == expected
+
+    def test_only_where_nothing_else_is(self, tmp_path, caplog):
+        (tmp_path / "a.txt").write_text("a")
+        (tmp_path / "b.txt.gz").write_bytes(gzip.compress(b"b"))
+
+        def names(path):
+            return [file.name for file in list_files("text", str(path))]
+
+        assert names(tmp_path) == ["a.txt", "b.txt.gz"]
+        (tmp_path / "c.jsonl").write_text('{"text": "c"}\n')
+        with caplog.at_level("INFO"):
+            assert names(tmp_path) == ["c.jsonl"]
+        assert "left out, as there are documents in other formats: 1 *.txt, 1 *.txt.gz" in caplog.text
+        assert names(tmp_path / "a.txt") == ["a.txt"]
+        assert names(f"{tmp_path}/*.txt*") == ["a.txt", "b.txt.gz"]
+
+    def test_byte_order_mark_of_json_lines(self, tmp_path):
+        (tmp_path / "a.json").write_bytes(codecs.BOM_UTF8 + b'{"text": "a"}\n{"text": "\xef\xbb\xbfb"}\n')
+        assert records_of(tmp_path / "a.json")[0] == b'{"text": "a"}\n'
+        assert texts_of(tmp_path / "a.json") == ["a", "\ufeffb"]
+
+
+def write_ids(path, ids, layout="raw", dtype="<u2"):
+    """As the projects that are named do: with numpy alone."""
+    ids = np.asarray(ids, dtype)
+    if layout == "numpy":
+        np.save(path, ids)
+        return
+    header = np.zeros(256, "<i4")
+    header[:3] = (20240520, 1, len(ids)) if dtype == "<u2" else (20240801, 7, len(ids))
+    path.write_bytes((header.tobytes() if layout == "llm.c" else b"") + ids.tobytes())
+
+
+def documents_by_hand(ids, eos, longest):
+    """What pretokenized.py's first lines say, id by id."""
+    found, run = [], []
+    for i in ids:
+        if len(run) == longest:
+            found.append(run)
+            run = []
+            if i == eos:
+                continue
+        run.append(i)
+        if i == eos:
+            if len(run) > 1:
+                found.append(run)
+            run = []
+    return found + ([run] if run else [])
+
+
+def ids_of(path, **options):
+    return [r if isinstance(r, str) else r.tolist() for r in records_of(path, **options)]
+
+
+class TestTokenIds:
+    LAYOUTS = [
+        ("a.bin", "raw", "<u2", "uint16"),
+        ("a.bin", "raw", "<u4", "uint32"),
+        ("a.npy", "raw", "<u2", "uint16"),
+        ("a.npy", "raw", "<u4", "uint32"),
+        ("a.npy", "numpy", "<u2", "uint32"),  # headers win
+        ("a.npy", "numpy", "<u4", "uint16"),
+        ("a.bin", "llm.c", "<u2", "uint32"),
+        ("a.bin", "llm.c", "<u4", "uint16"),
+    ]
+
+    @pytest.mark.parametrize(("name", "layout", "dtype", "said"), LAYOUTS)
+    def test_layouts(self, tmp_path, name, layout, dtype, said):
+        ids = np.random.default_rng(0).integers(10, VOCABULARY, 3000)
+        ids[np.random.default_rng(1).integers(0, 3000, 200)] = EOS
+        write_ids(tmp_path / name, ids, layout, dtype)
+        expected = documents_by_hand(ids.tolist(), EOS, 1 << 16)
+        assert len(expected) > 150
+        options = {"token_dtype": said, "eos_id": EOS, "vocab_size": VOCABULARY}
+        for start in (0, 1, 77, len(expected)):
+            assert ids_of(tmp_path / name, start=start, **options) == expected[start:]
+
+    @pytest.mark.parametrize("block", [1, 2, 3, 7, 64, 1 << 15])
+    @pytest.mark.parametrize("longest", [2, 3, 5, 1 << 16])
+    def test_runs_over_blocks(self, tmp_path, monkeypatch, block, longest):
+        """Wherever blocks end, and wherever runs are cut."""
+        monkeypatch.setattr(pretokenized, "_BLOCK", block)
+        monkeypatch.setattr(pretokenized, "LONGEST", longest)
+        rng = np.random.default_rng(block)
+        for _ in range(20):
+            ids = rng.choice([EOS, EOS, 11, 12, 13, 14], rng.integers(1, 70))
+            write_ids(tmp_path / "a.bin", ids)
+            assert ids_of(tmp_path / "a.bin", eos_id=EOS, vocab_size=20) == documents_by_hand(
+                ids.tolist(), EOS, longest
+            )
+
+    def test_a_long_run_is_cut(self, tmp_path):
+        """Nothing but the cuts' length decides where, which docs/data.md says."""
+        write_ids(tmp_path / "a.bin", [11] * 150_000 + [EOS] + [12, EOS])
+        lengths = [len(record) for record in records_of(tmp_path / "a.bin", eos_id=EOS, vocab_size=20)]
+        assert lengths == [65_536, 65_536, 150_001 - 2 * 65_536, 2]
+
+    @pytest.mark.parametrize("name", ["{}.bin", "fineweb_{}_000001.bin", "part-0-{}.npy"])
+    def test_names_of_splits(self, tmp_path, name):
+        """As nanoGPT and llm.c say it; validation is nothing to train on."""
+        for split in ("train", "val"):
+            write_ids(tmp_path / name.format(split), [11, EOS])
+        (tmp_path / "input.txt").write_text("what nanoGPT's characters are made of")
+        for dataset, split in (("text", "train"), ("text_validation", "val")):
+            (file,) = list_files(dataset, str(tmp_path))
+            assert file.name == name.format(split)
+
+    def test_both_conventions_give_the_same_documents(self, tmp_path):
+        """EOS after every document, as of nanoGPT and OLMo, or before it, as of llm.c."""
+        documents = [[11, 12], [13], [14, 15, 16]]
+        write_ids(tmp_path / "after.bin", [i for document in documents for i in (*document, EOS)])
+        write_ids(tmp_path / "before.bin", [i for document in documents for i in (EOS, *document)])
+        for name in ("after.bin", "before.bin"):
+            files = list_files("text", str(tmp_path / name))
+            (rank,) = streams_of(files, 1, 1, seq_len=8, format=Format(eos_id=EOS, vocab_size=20))
+            assert rank.slots[0].sequence().tolist() == [11, 12, EOS, 13, EOS, 14, 15, 16, EOS]
+
+    def test_damaged_ends(self, tmp_path):
+        """What is whole comes first."""
+        ids = [11, 12, EOS] * 20
+        write_ids(tmp_path / "a.bin", ids)
+        (tmp_path / "a.bin").write_bytes((tmp_path / "a.bin").read_bytes()[:-1])
+        *found, damage = ids_of(tmp_path / "a.bin", eos_id=EOS, vocab_size=20)
+        assert found == [[11, 12, EOS]] * 19 + [[11, 12]]
+        assert damage.startswith("damaged: its 119 bytes are no multiple of 2")
+        for layout, header in (("numpy", 128), ("llm.c", 1024)):
+            path = tmp_path / ("b.npy" if layout == "numpy" else "b.bin")
+            write_ids(path, ids, layout)
+            path.write_bytes(path.read_bytes()[: header + 50])
+            *found, damage = ids_of(path, eos_id=EOS, vocab_size=20)
+            assert found == [[11, 12, EOS]] * 8 + [[11]]
+            assert damage == "damaged: its header says 60 ids of uint16, but the file holds 25.0"
+
+        write_ids(tmp_path / "b.bin", ids, "llm.c")  # and more than the header says
+        (tmp_path / "b.bin").write_bytes((tmp_path / "b.bin").read_bytes() + b"\x0b\x00")
+        *found, damage = ids_of(tmp_path / "b.bin", eos_id=EOS, vocab_size=20)
+        assert found == [[11, 12, EOS]] * 20
+        assert damage == "damaged: its header says 60 ids of uint16, but the file holds 61.0"
+
+    def test_an_id_beyond_the_vocabulary(self, tmp_path):
+        """In the first block the run stops; later it is a bad document, as of a flipped bit."""
+        ids = np.tile([11, 12, EOS], 20_000)
+        ids[50_001] = 25
+        write_ids(tmp_path / "a.bin", ids)
+        found = ids_of(tmp_path / "a.bin", eos_id=EOS, vocab_size=20)
+        assert found.index("id 25, but the tokenizer has 20 ids") == 50_001 // 3
+        assert found.count([11, 12, EOS]) == 19_999
+        ids[1] = 20
+        write_ids(tmp_path / "a.bin", ids)
+        with pytest.raises(
+            DataError, match=r"a.bin is read as uint16 and holds the id 20, but the tokenizer has 20 ids"
+        ):
+            records_of(tmp_path / "a.bin", eos_id=EOS, vocab_size=20)
+
+    def test_documents_do_not_hold_blocks_in_memory(self, tmp_path):
+        write_ids(tmp_path / "a.bin", [11, EOS] * 100)
+        assert all(record.base is None for record in records_of(tmp_path / "a.bin", eos_id=EOS, vocab_size=20))
+
+    def test_every_document_once_on_any_ranks_through_stops(self, tmp_path):
+        """As of any other file: two files for three slots, on one, three and one ranks."""
+        number = 10
+        for name, count in (("a.bin", 200), ("b.bin", 333)):
+            ids = []
+            for _ in range(count):
+                number += 1
+                ids += [number] * (1 + number % 5) + [EOS]
+            write_ids(tmp_path / name, ids)
+        files, how = list_files("text", str(tmp_path)), Format(eos_id=EOS, vocab_size=1000)
+
+        def streams(ranks, positions=None):
+            made = streams_of(files, 3, ranks, positions=positions, format=how)
+            for rank in made:
+                rank.encode = None  # nothing is tokenized
+            return made
+
+        seen = []
+        for rank in streams(3):
+            for slot in rank.slots.values():
+                while (document := slot.cursor.next()).end[Field.EPOCH] == 0:
+                    seen.append(int(document.content[0]))
+        assert sorted(seen) == list(range(11, number + 1))
+        whole, end = batches(streams(1), 200)
+        first, at = batches(streams(1), 60)
+        second, at = batches(streams(3, at), 77)
+        third, at = batches(streams(1, at), 63)
+        assert np.array_equal(np.concatenate([first, second, third]), whole)
+        assert np.array_equal(at, end)
+        assert end[:, Field.BYTES].sum() == pytest.approx(2 * whole.size, rel=0.01)  # stored: two for an id
+
+    @pytest.mark.parametrize("kind", ["sentencepiece", "hugging face", "gigatoken"])
+    def test_the_same_batches_as_of_the_text(self, sample, hf_tokenizer, tmp_path, kind):
+        """One file for one slot; and the first sequences, as validation reads them."""
+        folder = str(sample / "tokenizer" if kind == "sentencepiece" else hf_tokenizer)
+        with gzip.open(sample / VALIDATION_FILE, "rt", encoding="utf-8") as lines:
+            texts = [json.loads(line)["text"] for line in lines]
+        if kind == "sentencepiece":
+            processor = SentencePieceProcessor(model_file=f"{folder}/sample.model")
+            ids = [i for text in texts for i in (*processor.encode(text), processor.eos_id())]
+        else:
+            of_text = Tokenizer.from_file(f"{folder}/tokenizer.json")
+            ids = [i for text in texts for i in (*of_text.encode(text).ids, of_text.token_to_id("<|endoftext|>"))]
+        write_ids(tmp_path / "a.bin", ids)
+        job = config(sample, "--model.hf_assets_path", folder, *["--stream.fast_tokenizer"] * (kind == "gigatoken"))
+        tokenizer = load_tokenizer(folder)
+        job.stream.slots, job.stream.shuffle_window = 1, 0  # windows end by the bytes of their documents
+        stored = open_stream(job, list_files("text", str(tmp_path)), tokenizer, 1, 0)
+        text = open_stream(job, list_files("c4_validation", str(sample)), tokenizer, 1, 0)
+        a, b = iter(stored), iter(text)
+        for _ in range(20):
+            (x, _), (y, _) = next(a), next(b)
+            assert torch.equal(x["input"], y["input"])
+        assert stored.counters()["documents"] == text.counters()["documents"] > 5
+        end = int(np.flatnonzero(np.array(ids) == tokenizer.eos_id)[int(stored.counters()["documents"]) - 1])
+        assert stored.counters()["text_bytes"] == 2 * (end + 1)
+        found = first_sequences(stored.files, tokenizer, job, 16, 30, "")
+        assert found.reshape(-1).tolist() == ids[: 30 * 17]

@@ -1,0 +1,86 @@
+"""Which files hold documents, by their names, and what their names do not say.
+
+JSON lines   .json .jsonl, as they are, gzip (.gz) or zstd (.zst)   json_lines
+Parquet      .parquet                                               parquet
+plain text   .txt, as it is, gzip or zstd                           text_files
+token ids    .npy .bin                                              pretokenized
+"""
+
+import os
+from dataclasses import dataclass
+from typing import Any
+
+JSON_LINES = (".json.gz", ".jsonl.gz", ".json", ".jsonl", ".json.zst", ".jsonl.zst")
+PARQUET = (".parquet",)
+PLAIN_TEXT = (".txt", ".txt.gz", ".txt.zst")
+TOKEN_IDS = (".npy", ".bin")
+SUFFIXES = (*JSON_LINES, *PARQUET, *PLAIN_TEXT, *TOKEN_IDS)
+COMPRESSED = (".gz", ".zst")
+
+
+@dataclass(frozen=True)
+class Format:
+    """How documents are found in files.
+
+    Attributes:
+        text_field: of JSON documents, and column of Parquet, that holds the text. Dots lead into nested ones: ``meta.text``.
+        text_split: "file" or "blank_lines": what is a document of a .txt file.
+        token_dtype: "uint16" or "uint32", of token ids in files without a header.
+        eos_id: the tokenizer's, which ends a document of token ids. vocab_size: the number of the tokenizer's ids.
+    """
+
+    text_field: str = "text"
+    text_split: str = "file"
+    token_dtype: str = "uint16"
+    eos_id: int | None = None
+    vocab_size: int | None = None
+
+    def fingerprint(self) -> dict[str, Any]:
+        """The options, as far as they are not the defaults: checkpoints of before there were options stay what they are."""
+        return {name: getattr(self, name) for name, default in DEFAULTS.items() if getattr(self, name) != default}
+
+
+DEFAULTS = {name: getattr(Format, name) for name in ("text_field", "text_split", "token_dtype")}
+
+HEAD = 512  # bytes that tell what a file is
+_POINTER = b"version https://git-lfs.github.com/spec/"
+_ARCHIVE = b"PK\x03\x04"
+_HTML = (b"<!doctype html", b"<html")
+_GZIP, _ZSTD = b"\x1f\x8b", b"\x28\xb5\x2f\xfd"
+_SIGNATURES = (
+    (_GZIP, "gzip-compressed", "name it *.gz"),
+    (_ZSTD, "zstd-compressed", "name it *.zst"),
+    (b"BZh", "bzip2-compressed", "unpack it, or pack it with gzip or zstd"),
+    (b"\xfd7zXZ\x00", "xz-compressed", "unpack it, or pack it with gzip or zstd"),
+    (b"PAR1", "Parquet", "name it *.parquet"),
+    (b"\xff\xfe", "UTF-16 text", "convert it, as by iconv -f UTF-16 -t UTF-8"),
+    (b"\xfe\xff", "UTF-16 text", "convert it, as by iconv -f UTF-16 -t UTF-8"),
+)
+_PROMISED = {".gz": _GZIP, ".zst": _ZSTD, ".parquet": b"PAR1"}
+
+
+def mistaken(head: bytes, name: str) -> str | None:
+    """What a file is whose name promises something else, with what to do; None where nothing is wrong.
+
+    Args:
+        head: its first bytes, as stored.
+    """
+    begin = head.removeprefix(b"\xef\xbb\xbf").lstrip().lower()
+    if begin.startswith(_HTML) and not name.endswith(".txt"):
+        return "it is an HTML page, as servers send it in the place of a file: download the file again"
+    if head.startswith(_POINTER):
+        return "it is a Git LFS pointer, not the data that it stands for: git lfs pull fetches that"
+    if head.startswith(_ARCHIVE):
+        return "it is a zip archive (as of numpy.savez or torch.save): unpack or convert it"
+    if name.endswith(TOKEN_IDS):  # whose first bytes may be any
+        return None
+    promised = next((signature for suffix, signature in _PROMISED.items() if name.endswith(suffix)), None)
+    if not head or (promised is not None and head.startswith(promised)):
+        return None
+    for signature, what, advice in _SIGNATURES:
+        if head.startswith(signature):
+            return f"it is {what}, which its name does not say: {advice}"
+    if promised is not None:
+        kind = os.path.splitext(name)[1][1:]
+        return f"it is not {kind}, though its name says so: give it the name of what it is, or download it again"
+    return None

@@ -1,0 +1,25 @@
+"""JSON lines: a document a line, unparsed."""
+
+import codecs
+from collections.abc import Iterator
+from typing import Any
+
+from titan_disp.data.records import BadDocument, too_long
+
+_DRAIN = 1 << 20
+
+
+def records(lines: Any, max_bytes: int) -> Iterator[bytes | BadDocument]:
+    """Args:
+    lines: a binary stream with readline. max_bytes: longer lines are bad, and never in memory as a whole.
+    """
+    first = True
+    while line := lines.readline(max_bytes + 1):
+        if len(line) > max_bytes and not line.endswith(b"\n"):
+            size = len(line)
+            while (rest := lines.readline(_DRAIN)) and not rest.endswith(b"\n"):
+                size += len(rest)
+            yield too_long(size + len(rest))
+        else:
+            yield line.removeprefix(codecs.BOM_UTF8) if first else line
+        first = False

@@ -1,0 +1,79 @@
+"""Parquet: a document a row, of one column of text."""
+
+import io
+from collections.abc import Iterator
+from typing import Any
+
+from titan_disp.data.formats import HEAD, mistaken
+from titan_disp.data.records import BadDocument, OtherContent, too_long
+from titan_disp.errors import DataError
+
+
+def records(stored: io.BufferedReader, name: str, field: str, max_bytes: int) -> Iterator[str | BadDocument]:
+    """Args:
+    stored: the file, at its beginning. name: for messages. field: the column, see ``Format``. max_bytes: longer texts are bad.
+
+    Raises:
+        DataError: it has no such column, or one of another type: the configuration is wrong, and the file sound.
+        OtherContent: it is no Parquet at all.
+    """
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        table = pyarrow.parquet.ParquetFile(pyarrow.PythonFile(stored, "r"))
+    except pyarrow.ArrowInvalid as error:
+        stored.seek(0)
+        if (found := mistaken(stored.read(HEAD), name)) is not None:
+            raise OtherContent(found) from error
+        raise
+    with table:
+        _check_column(table.schema_arrow, name, field)
+        for batch in table.iter_batches(batch_size=256, columns=[field]):
+            for value in _column(batch, field):
+                text = value.as_py()
+                if not isinstance(text, str):
+                    yield BadDocument("text is null")
+                elif len(text) > max_bytes:
+                    yield too_long(len(text), "characters")
+                else:
+                    yield text
+
+
+def _check_column(schema: Any, name: str, field: str) -> None:
+    import pyarrow.types as types
+
+    columns = dict(_leaves(schema))
+    if field not in columns:
+        found = ", ".join(f"{column} ({kind})" for column, kind in list(columns.items())[:12])
+        raise DataError(f'{name} has no column "{field}", only {found}: set stream.text_field to the one of the text')
+    kind = columns[field]
+    value = kind.value_type if types.is_dictionary(kind) else kind
+    is_view = getattr(types, "is_string_view", lambda _: False)  # of later versions of pyarrow
+    if not (types.is_string(value) or types.is_large_string(value) or is_view(value)):
+        raise DataError(
+            f'{name}: column "{field}" is {kind}, expected string: set stream.text_field to the column of the text, or write it '
+            "as a string"
+        )
+
+
+def _leaves(fields: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """(name, type) of all columns, those of structs with dots."""
+    import pyarrow.types as types
+
+    for field in fields:
+        if types.is_struct(field.type):
+            yield from _leaves([field.type.field(i) for i in range(field.type.num_fields)], f"{prefix}{field.name}.")
+        else:
+            yield prefix + field.name, field.type
+
+
+def _column(batch: Any, field: str) -> Any:
+    """The column of a batch that holds nothing else."""
+    import pyarrow.compute
+
+    column = batch.column(0)
+    if batch.schema.names[0] == field:
+        return column
+    path = field.removeprefix(batch.schema.names[0] + ".").split(".")
+    return pyarrow.compute.struct_field(column, path)

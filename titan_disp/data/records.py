@@ -1,0 +1,116 @@
+"""What readers of files yield: a document that is not parsed yet, or what stands in the place of one."""
+
+import json
+from typing import Any
+
+import numpy as np
+
+
+class BadDocument(Exception):
+    """One document that cannot be used; the message says why."""
+
+
+class OtherShape(BadDocument):
+    """JSON without the text field: where all documents are so, the field's name is wrong."""
+
+
+class Garbage(BadDocument):
+    """One that is no JSON or no UTF-8, as flipped bytes in a compressed file make them, many in a row."""
+
+
+class DamagedFile(Exception):
+    """The rest of a file that cannot be read; the message says why."""
+
+
+class OtherContent(DamagedFile):
+    """A file that is not what its name says, from its first byte on."""
+
+
+# A JSON line; a text; token ids, as stored; or none of them.
+Record = bytes | str | np.ndarray | BadDocument
+
+
+def size_of(record: Record) -> int:
+    """Bytes that a record takes in memory, about."""
+    if isinstance(record, BadDocument):
+        return 0
+    return record.nbytes if isinstance(record, np.ndarray) else len(record)
+
+
+def too_long(size: int, unit: str = "bytes") -> BadDocument:
+    """What stands in the place of a document of ``size`` bytes or characters."""
+    return BadDocument(f"{size:,} {unit}, more than stream.max_document_mb allows")
+
+
+def text_of(raw: Record, field: str = "text") -> str:
+    """The text of a document.
+
+    Args:
+        raw: a JSON line, or the text itself (Parquet, plain text); not token ids.
+        field: of a JSON line, see ``Format``.
+
+    Raises:
+        BadDocument: ``raw`` itself, empty text, or half a surrogate pair; ``OtherShape``: no text; ``Garbage``: invalid UTF-8,
+            malformed JSON.
+    """
+    assert not isinstance(raw, np.ndarray)
+    if isinstance(raw, BadDocument):
+        raise raw
+    text = _field_of(_parse(raw), field) if isinstance(raw, bytes) else raw
+    if not text.strip():
+        raise BadDocument("empty text")
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:  # JSON may escape half of a surrogate pair, which no tokenizer takes
+        raise BadDocument(f"invalid Unicode: {error.reason} at character {error.start}") from error
+    return text
+
+
+def _parse(line: bytes) -> Any:
+    try:
+        return json.loads(line)
+    except UnicodeDecodeError as error:
+        raise Garbage(f"invalid UTF-8: {error.reason} at byte {error.start}") from error
+    except (ValueError, RecursionError) as error:
+        reason = f"malformed JSON: {error}"
+        if line.strip()[:1] == b"[":
+            reason += f". It looks like the beginning of {_ARRAY}"
+        elif line.strip() == b"{":
+            reason += (
+                f". It looks like JSON over several lines; {_ONE_A_LINE}, as `jq -c . FILE > FILE.jsonl` writes it"
+            )
+        raise Garbage(reason) from error
+
+
+_ONE_A_LINE = "expected one document a line"
+_ARRAY = f"a JSON array; {_ONE_A_LINE}, as `jq -c '.[]' FILE > FILE.jsonl` writes it"
+
+
+def _field_of(record: Any, field: str) -> str:
+    if isinstance(record, list):
+        raise OtherShape(f"it is {_ARRAY}")
+    if not isinstance(record, dict):
+        raise OtherShape(f'no field "{field}", as it is {_kind(record)}; expected a JSON object')
+    value = record.get(field)
+    if value is None and "." in field:
+        value = record
+        for name in field.split("."):
+            value = value.get(name) if isinstance(value, dict) else None
+    if isinstance(value, str):
+        return value
+    if value is None:
+        raise OtherShape(f'no field "{field}", only {_names(record)}: see stream.text_field')
+    raise OtherShape(f'field "{field}" is {_kind(value)}, not a text, of {_names(record)}: see stream.text_field')
+
+
+def _kind(value: Any) -> str:
+    kinds = {dict: "an object", list: "an array", str: "a text", bool: "true or false", type(None): "null"}
+    return kinds.get(type(value), "a number")
+
+
+def _names(record: dict[str, Any]) -> str:
+    """The fields of a document, those of objects in it with a dot."""
+    names = []
+    for name, value in record.items():
+        names += [f"{name}.{inner}" for inner in value] if isinstance(value, dict) and value else [name]
+    return ", ".join(names[:12]) + (", …" if len(names) > 12 else "") if names else "an empty object"
