@@ -61,7 +61,7 @@ class Accumulator:
     def add(self, layer: int, z: Tensor) -> None:
         """Take in one layer's activations, [B, N, F] with N ≥ 2, whole sequences."""
         for sequence in z:
-            self.sums[layer] += _statistics(sequence)
+            self.sums[layer] += _statistics(sequence).to(self.sums.device)  # a model may be spread over several
         if layer == 0:
             self.sums[-1] += len(z)
 

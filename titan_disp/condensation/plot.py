@@ -4,6 +4,7 @@ Figures are made without pyplot, which keeps all of them in a global: safe in th
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import cycle, islice
 from textwrap import fill
 from typing import Any
@@ -20,11 +21,18 @@ from matplotlib.ticker import MaxNLocator
 from titan_disp.condensation.record import LEAST_RANGE, Condensation, alike
 
 MEAN_COSINE = "mean pairwise cosine"
-COLUMNS = 3  # of heatmaps
+POOLED = "all pairs of all sequences"
+AVERAGED = "cosines averaged over the sequences first, as in the paper"
+COLUMNS = 3  # of panels
 # Okabe & Ito's colours, which colour-blind readers tell apart, without their yellow, which is faint on white.
 OKABE_ITO = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
 LINES = ("-", "--", "-.", ":")
+
+
+def plain(name: str) -> str:
+    """A name for matplotlib, which takes $…$ for mathematics and leaves out of legends what begins with _."""
+    return (" " if name.startswith("_") else "") + name.replace("$", r"\$")
 
 
 def new_figure(width: float, height: float) -> Figure:
@@ -70,7 +78,7 @@ def draw_heatmaps(figure: FigureBase, rows: Sequence[Mapping[str, Condensation]]
             )
             outline = [withStroke(linewidth=3, foreground="black")]
             axes.plot(range(layers), found.mean_cosine, "o-", color="white", markersize=2.5, path_effects=outline)
-            axes.set_title(fill(title, 24), fontsize=10)
+            axes.set_title(plain(fill(title, 24)), fontsize=10)
             axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=8))
             axes.set_yticks([-1, -0.5, 0, 0.5, 1])
             axes.set_ylim(-1.05, 1.05)  # a condensed layer fills the last bin alone, which the frame would hide
@@ -80,22 +88,38 @@ def draw_heatmaps(figure: FigureBase, rows: Sequence[Mapping[str, Condensation]]
 
 
 def heatmap(found: Condensation, title: str) -> Figure:
-    """One measurement: the paper's picture, layer against cosine."""
+    """One measurement, layer against cosine, all pairs pooled."""
     figure = new_figure(6, 4)
     draw_heatmaps(figure, [{title: found}])
     return figure
 
 
-def side_by_side(found: Mapping[str, Condensation]) -> Figure:
-    """Heatmaps of several measurements by name."""
+def averaged(found: Condensation) -> Condensation:
+    """The measurement with the paper's histogram in the place of the pooled one, for any heatmap."""
+    assert found.averaged_histogram is not None
+    return replace(found, histogram=found.averaged_histogram)
+
+
+def both_heatmaps(found: Condensation, title: str) -> Figure:
+    """One measurement twice: the pairs of all sequences pooled, and the paper's cosines, averaged over the sequences first."""
+    figure = new_figure(8, 4.4)
+    figure.suptitle(plain(fill(title, 80)))
+    draw_heatmaps(figure, [{POOLED: found, AVERAGED: averaged(found)}])
+    return figure
+
+
+def side_by_side(found: Mapping[str, Condensation], title: str = "") -> Figure:
+    """Heatmaps of several measurements by name, below what they all show."""
     items = iter(found.items())
     rows = list(iter(lambda: dict(islice(items, COLUMNS)), {}))
     figure = new_figure(max(6, 1.1 + 2.3 * len(rows[0])), 0.9 + 2.7 * len(rows))
+    if title:
+        figure.suptitle(title)
     draw_heatmaps(figure, rows)
     return figure
 
 
-def _styles() -> Iterator[dict[str, Any]]:
+def styles() -> Iterator[dict[str, Any]]:
     """Lines that differ in colour, marker and dashes, so that none of these is needed to tell them apart."""
     for color, marker, line in zip(cycle(OKABE_ITO), cycle(MARKERS), cycle(LINES), strict=False):
         yield {"color": color, "marker": marker, "linestyle": line}
@@ -117,8 +141,8 @@ def mean_cosine_by_layer(found: Mapping[str, Condensation]) -> Figure:
     figure = new_figure(8, 4 + 0.22 * len(found))
     axes = figure.subplots()
     depths = _depths(list(found.values()), axes)
-    for (name, one), depth, style in zip(found.items(), depths, _styles(), strict=False):
-        axes.plot(depth, one.mean_cosine, label=name, markersize=5, **style)
+    for (name, one), depth, style in zip(found.items(), depths, styles(), strict=False):
+        axes.plot(depth, one.mean_cosine, label=plain(name), markersize=5, **style)
     axes.set_ylabel(MEAN_COSINE, fontsize=11)
     axes.grid(alpha=0.3)
     figure.legend(loc="outside lower center", ncols=1 if max(map(len, found)) > 36 else 2)
@@ -130,7 +154,7 @@ def depth_bars(found: Mapping[str, Condensation]) -> Figure:
 
     The last layer is the one after the final norm, as the paper's is, where it was measured.
     """
-    figure = new_figure(8, 1.3 + 0.55 * len(found))
+    figure = new_figure(8, 1.5 + 0.55 * len(found))
     axes = figure.subplots()
     place = np.arange(len(found))
     normed = all(one.final_norm for one in found.values())
@@ -145,33 +169,45 @@ def depth_bars(found: Mapping[str, Condensation]) -> Figure:
             place + offset, np.nan_to_num(values), 0.36, label=label, color=color, hatch=hatch, edgecolor="white"
         )
         axes.bar_label(bars, [flat if np.isnan(v) else f"{v:+.2f}" for v in values], padding=4)
-    axes.set_yticks(place, [fill(name, 34) for name in found])
+    axes.set_yticks(place, [plain(fill(name, 34)) for name in found])
     axes.invert_yaxis()
     axes.set_xlim(-1.25, 1.25)
     axes.set_xticks([-1, -0.5, 0, 0.5, 1])
     axes.axvline(0, color="black", linewidth=0.8)
     last = "after the final norm" if normed else "the last block"
-    axes.set_xlabel(f"rank correlation of the mean cosine with depth (last layer: {last})", fontsize=11)
+    axes.set_xlabel(f"rank correlation of the mean cosine with depth\n(last layer: {last})", fontsize=11)
     figure.legend(loc="outside upper center", ncols=2)
     return figure
 
 
-def over_training(runs: Mapping[str, Mapping[int, Condensation]]) -> Figure:
-    """Mean cosine by layer at several steps: a panel for each run, a line for each step, the same colour for the same step."""
-    figure = new_figure(max(7, 1.5 + 3.2 * len(runs)), 4.2)
-    grid = figure.subplots(1, len(runs), sharey=True, squeeze=False)[0]
-    steps = sorted({step for by_step in runs.values() for step in by_step})
-    colors = dict(zip(steps, colormaps["viridis"](np.linspace(0, 0.93, len(steps))), strict=True))
-    lines = {}
-    for axes, (name, by_step) in zip(grid, runs.items(), strict=True):
+def over_training(runs: Mapping[str, Mapping[int, Condensation] | Mapping[str, Condensation]]) -> Figure:
+    """Mean cosine by layer at several steps: a panel for each run, a line for each step, the same colour for the same step.
+
+    Steps are numbers, or names of revisions, which keep their order.
+    """
+    columns = min(COLUMNS, len(runs))
+    rows = -(-len(runs) // columns)
+    figure = new_figure(max(7, 1.5 + 3.2 * columns), 0.4 + 3.8 * rows)
+    grid = figure.subplots(rows, columns, sharey=True, squeeze=False)
+    for axes in grid.flat[len(runs) :]:
+        axes.set_axis_off()
+    steps = sorted(
+        dict.fromkeys(step for by_step in runs.values() for step in by_step),
+        key=lambda step: step if isinstance(step, int) else 0,
+    )
+    colors: dict[Any, Any] = dict(zip(steps, colormaps["viridis"](np.linspace(0, 0.93, len(steps))), strict=True))
+    lines: dict[Any, Any] = {}
+    for axes, (name, by_step) in zip(grid.flat, runs.items(), strict=False):
         shown = alike(list(by_step.values()))
         depths = _depths(shown, axes)
         for step, one, depth, marker in zip(by_step, shown, depths, cycle(MARKERS), strict=False):
             (lines[step],) = axes.plot(depth, one.mean_cosine, color=colors[step], marker=marker, markersize=4)
-        axes.set_title(fill(name, 34), fontsize=11)
+        axes.set_title(plain(fill(name, 34)), fontsize=11)
         axes.set_xlabel(layer_label(shown, gap="\n"), fontsize=11)
         axes.grid(alpha=0.3)
-    grid[0].set_ylabel(MEAN_COSINE, fontsize=11)
-    ordered = sorted(lines)
-    figure.legend([lines[s] for s in ordered], [f"{s:,}" for s in ordered], title="step", loc="outside right center")
+    for axes in grid[:, 0]:
+        axes.set_ylabel(MEAN_COSINE, fontsize=11)
+    names = [f"{step:,}" if isinstance(step, int) else plain(step) for step in steps]
+    title = "step" if all(isinstance(step, int) for step in steps) else "revision"
+    figure.legend([lines[step] for step in steps], names, title=title, loc="outside right center")
     return figure

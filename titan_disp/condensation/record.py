@@ -65,12 +65,14 @@ class Condensation:
             over the sphere, 0 for one common direction.
         effective_rank: [layers] exp of the entropy of the normalised singular values of the N unit vectors
             (Roy & Vetterli 2007): from 1 to min(N, F).
-        histogram: [layers, 128] fraction of pairs by cosine, in bins of equal width on [−1, 1].
+        histogram: [layers, 128] fraction of the pairs of all sequences, pooled, by cosine, in bins of equal width on [−1, 1].
         tokens: N, per sequence.
         sequences: how many.
         final_norm: whether the last index is after the final norm. Measurements that runs made before there was such an index
             end with the last block.
         cross_entropy: of the next token, mean over all tokens of the same sequences, in nats; NaN where it was not measured.
+        averaged_histogram: [layers, 128] the paper's: of the N×N cosines averaged over the sequences first (averaged.py). None
+            where it was not taken, as while a run trains.
     """
 
     mean_cosine: np.ndarray
@@ -82,6 +84,7 @@ class Condensation:
     sequences: int
     final_norm: bool = False
     cross_entropy: float = math.nan
+    averaged_histogram: np.ndarray | None = None
 
     @property
     def last_block(self) -> int:
@@ -157,7 +160,7 @@ class Condensation:
         path = Path(path)
         path.parent.mkdir(parents=True, exist_ok=True)
         with whole(path) as partial, open(partial, "wb") as file:
-            np.savez_compressed(file, edges=EDGES, **asdict(self))
+            np.savez_compressed(file, edges=EDGES, **{k: v for k, v in asdict(self).items() if v is not None})
 
     @classmethod
     def load(cls, path: str | Path) -> "Condensation":
