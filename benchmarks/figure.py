@@ -189,7 +189,7 @@ def main(options: Options) -> None:
         run = runs[state][seed]
         ((name, target),) = find_targets([str(run)], all_steps=False, tokenizer=None).items()
         tokens = cut_sequences(texts, target.encode, options.sequences, target.max_tokens or 0)
-        found[state][seed] = measure(name, target, tokens, 8, torch.device("cpu"))
+        found[state][seed] = measure(name, target.load(torch.device("cpu"), "float32"), tokens, 8)
         losses[state][seed] = held_out_loss(run, tokens)
     rows = compare(found, losses)
     draw(found, options.docs / "condensation.png")

@@ -6,13 +6,13 @@ import re
 import shutil
 import subprocess
 import sys
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 import transformers
+from huggingface_hub import constants
 from matplotlib.image import imread
 from scipy import stats
 
@@ -22,7 +22,8 @@ from titan_disp import cli
 from titan_disp.condensation.record import EDGES, Condensation
 from titan_disp.data.sample import documents
 from titan_disp.errors import ConfigError
-from titan_disp.inspection.targets import _last_block, find_targets
+from titan_disp.inspection.streaming import find_blocks
+from titan_disp.inspection.targets import find_targets
 from titan_disp.inspection.texts import cut_sequences, read_texts
 from titan_disp.results.export import export
 from titan_disp.run.folder import read_json_lines
@@ -78,6 +79,8 @@ def run(tmp_path_factory, hf_tokenizer):
 
 @pytest.fixture
 def command(monkeypatch):
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+
     def run_command(*arguments):
         monkeypatch.setattr(sys, "argv", ["titan-disp", "condensation", *map(str, arguments)])
         cli.main()
@@ -159,10 +162,12 @@ def test_pictures_of_a_run_and_a_model(command, run, gpt2, text, tmp_path, capsy
     names = ["run-step-10", "run-step-20", "gpt2"]
     pictures = {
         *(f"heatmap-{n}.png" for n in names),
-        "side_by_side.png",
+        "side_by_side_pooled.png",
+        "side_by_side_averaged.png",
         "depth.png",
         "mean_cosine.png",
         "over_training.png",
+        "over_steps.png",
     }
     tables = {*(f"{n}.npz" for n in names), "metrics.json", "metrics.csv"}
     assert {path.name for path in tmp_path.iterdir()} == pictures | tables
@@ -281,18 +286,16 @@ def test_unusable_models(make, message, gpt2, text, tmp_path, command, capsys):
     assert not list(tmp_path.glob("out/*"))  # nothing that looks like a result
 
 
-def test_the_last_block_is_found_by_what_it_is(tmp_path):
-    """The last of the largest list of as many modules as there are layers, which in other models may be others, such as norms."""
+def test_blocks_are_found_by_what_they_are():
+    """The largest list of as many modules as there are layers, which in other models may be others, such as norms."""
     body = torch.nn.Module()
-    body.config = SimpleNamespace(get_text_config=lambda: SimpleNamespace(num_hidden_layers=3))
     body.norms = torch.nn.ModuleList(torch.nn.LayerNorm(4) for _ in range(3))
     body.inner = torch.nn.Module()
     body.inner.blocks = torch.nn.ModuleList(torch.nn.Linear(4, 4) for _ in range(3))
     body.heads = torch.nn.ModuleList(torch.nn.Linear(4, 400) for _ in range(2))
-    assert _last_block(body, tmp_path) is body.inner.blocks[2]
-    body.config = SimpleNamespace(get_text_config=lambda: SimpleNamespace(num_hidden_layers=4))
+    assert find_blocks(body, 3) == list(body.inner.blocks)
     with pytest.raises(ConfigError, match="has no list of its 4 layers"):
-        _last_block(body, tmp_path)
+        find_blocks(body, 4)
 
 
 def test_another_tokenizer(gpt2, sample, text, command, tmp_path):
@@ -307,7 +310,8 @@ def test_another_tokenizer(gpt2, sample, text, command, tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (("nothing-here",), "'nothing-here' does not exist"),
+        (("nothing-here",), "'nothing-here' is no folder here"),
+        (("{tmp}/nothing",), "nothing' does not exist"),
         (("{tmp}",), "is not a run's folder"),
         (("{run}/7",), "has no checkpoint of step 7; it has 10, 20"),
         ((), "expected at least one target"),

@@ -245,29 +245,61 @@ def condensation(
     sequences: int = 32,
     max_length: int = 512,
     seed: int = 0,
+    contiguous: bool = False,
+    special_tokens: bool = False,
     all_steps: bool = False,
+    family: tuple[str, ...] = (),
+    pair: tuple[str, ...] = (),
     tokenizer: Path | None = None,
     batch_size: int = 8,
     device: str = "cpu",
+    dtype: Literal["float32", "bfloat16", "float16", "auto"] = "float32",
+    trust_remote_code: bool = False,
 ) -> None:
     """How condensed the embeddings of trained models are, by layer and on the same text: numbers and pictures.
 
+    As the paper measures: --sequences 100 --contiguous --special-tokens.
+
     Args:
-        targets: RUN (its newest checkpoint), RUN/STEP, or a folder of a Hugging Face causal language model.
+        targets: RUN (its newest checkpoint), RUN/STEP, a folder of a Hugging Face causal language model, or MODEL or
+            MODEL@REVISION of the Hugging Face hub, such as gpt2: where the hub does not answer, from the local cache. Several
+            revisions of a model are drawn over training.
         out: folder for NAME.npz, metrics.json, metrics.csv and the pictures; files of the same names are overwritten.
         text: plain UTF-8 text, or documents in .json.gz, .jsonl, .parquet, …
         dataset: instead of text: a folder as of training.dataset_path, whose validation split is taken, or a glob, or hf:….
         sequences: how many, a random sample.
         max_length: tokens of a sequence; fewer where a model has fewer positions.
         seed: of the sample.
+        contiguous: each sequence is the text from a random place on, rather than cut from shuffled pieces that are joined.
+        special_tokens: keep those that a tokenizer puts before or after a text, in every sequence.
         all_steps: all checkpoints of each RUN.
+        family: NAME=MODEL,MODEL,… of several sizes: ρ and τ are drawn against the number of parameters. Measured like targets.
+        pair: BASE,MODEL such as a base model and a distilled one: ρ and τ are drawn beside each other. Measured like targets.
         tokenizer: folder of a tokenizer to use instead of each model's own.
         batch_size: sequences at a time.
-        device: cpu or cuda; float32 on both.
+        device: cpu, cuda, cuda:1, or auto: spread a Hugging Face model over all GPUs (needs accelerate).
+        dtype: of weights and activations; auto: as they were saved. Cosines are float64 in any case.
+        trust_remote_code: run Python code that comes with a model which transformers does not know by itself.
     """
+    from titan_disp.inspection.condensation import Sampling
     from titan_disp.inspection.condensation import condensation as run
 
-    run(targets, text, dataset, out, sequences, max_length, seed, all_steps, tokenizer, batch_size, device)
+    sampling = Sampling(sequences, max_length, seed, contiguous, special_tokens)
+    run(
+        targets,
+        text,
+        dataset,
+        out,
+        sampling,
+        all_steps=all_steps,
+        families=family,
+        pairs=pair,
+        tokenizer=tokenizer,
+        batch_size=batch_size,
+        device=device,
+        dtype=dtype,
+        trust_remote_code=trust_remote_code,
+    )
 
 
 @app.command

@@ -2,42 +2,66 @@
 
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from titan_disp.condensation.averaged import AveragedCosines
 from titan_disp.condensation.measure import Accumulator
 from titan_disp.condensation.record import Condensation
 from titan_disp.errors import ConfigError
-from titan_disp.inspection.report import table, write_figures, write_metrics
-from titan_disp.inspection.targets import Target, find_targets
-from titan_disp.inspection.texts import cut_sequences, read_texts
+from titan_disp.inspection.groups import parse_group
+from titan_disp.inspection.report import Groups, Measured, table, write_figures, write_metrics
+from titan_disp.inspection.streaming import Layers
+from titan_disp.inspection.targets import Device, SpecialTokens, Target, find_targets, name_of
+from titan_disp.inspection.texts import contiguous_sequences, cut_sequences, read_texts, surround
 
 
 @torch.no_grad()
-def measure(name: str, target: Target, tokens: Tensor, batch_size: int, device: torch.device) -> Condensation:
+def measure(name: str, layers: Layers, tokens: Tensor, batch_size: int) -> Condensation:
     """Every layer of one model on [count, length] token ids, the last block's before and after the final norm; a progress bar on
     stderr.
 
     Raises:
-        ConfigError: weights that are missing or damaged, or give values that are not finite.
+        ConfigError: values that are not finite.
     """
-    layers = target.load(device)
-    sums: Accumulator | None = None
+    pooled, averaged = Accumulator(layers.count, layers.device), AveragedCosines(layers.count)
+
+    def take_in(layer: int, z: Tensor) -> None:
+        if not z.isfinite().all():
+            raise ConfigError(f"{name}: layer {layer} has values that are not finite: the model has diverged")
+        pooled.add(layer, z)
+        averaged.add(layer, z)
+
     with tqdm(total=len(tokens), desc=name, unit="seq", disable=None) as progress:
         for batch in tokens.split(batch_size):
-            activations = layers(batch.to(device))
-            if sums is None:
-                sums = Accumulator(len(activations), device)
-            for layer, z in enumerate(activations):
-                if not z.isfinite().all():
-                    raise ConfigError(f"{name}: layer {layer} has values that are not finite: the model has diverged")
-                sums.add(layer, z)
+            layers(batch, take_in)
             progress.update(len(batch))
-    assert sums is not None
-    return sums.result(tokens.shape[1], final_norm=True)
+    found = pooled.result(tokens.shape[1], final_norm=True)
+    return replace(found, averaged_histogram=averaged.histogram())
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """Which sequences are measured.
+
+    Attributes:
+        sequences, max_length: at most so many sequences, of so many tokens.
+        seed: of the choice.
+        contiguous: each sequence is the text from a random place on. Otherwise pieces of the text, in random order, are
+            joined and cut.
+        special_tokens: each sequence has what the tokenizer puts around a text, within its ``max_length`` tokens.
+    """
+
+    sequences: int = 32
+    max_length: int = 512
+    seed: int = 0
+    contiguous: bool = False
+    special_tokens: bool = False
 
 
 def condensation(
@@ -45,25 +69,30 @@ def condensation(
     text: Path | None,
     dataset: str | None,
     out: Path,
-    sequences: int,
-    max_length: int,
-    seed: int,
-    all_steps: bool,
-    tokenizer: Path | None,
-    batch_size: int,
-    device: str,
+    sampling: Sampling = Sampling(),  # noqa: B008 — it is frozen
+    all_steps: bool = False,
+    families: Sequence[str] = (),
+    pairs: Sequence[str] = (),
+    tokenizer: Path | None = None,
+    batch_size: int = 8,
+    device: str = "cpu",
+    dtype: str = "float32",
+    trust_remote_code: bool = False,
 ) -> dict[str, Condensation]:
-    """Measure models on a random sample of a text, in float32, and write numbers and pictures into ``out``.
+    """Measure models on a random sample of a text, and write numbers and pictures into ``out``.
 
     All models read sequences of the same length, which the one with the fewest positions limits: the mean over all N²
     pairs depends on N, as the N of a token with itself are among them. Files in ``out`` of the same names are overwritten.
 
     Args:
-        names, all_steps, tokenizer: as ``find_targets`` takes them.
-        text, dataset, seed: as ``read_texts`` takes them.
-        sequences, max_length: at most so many sequences, of so many tokens.
+        names, all_steps, tokenizer, trust_remote_code: as ``find_targets`` takes them.
+        text, dataset: as ``read_text`` takes them.
+        sampling: of the sequences.
+        families: ``NAME=MODEL,MODEL,…``: models that are drawn by their size, besides being measured as ``names`` are.
+        pairs: ``BASE,MODEL``: models that are drawn beside each other, such as a model and one distilled into it.
         batch_size: sequences per forward.
-        device: "cpu", "cuda" or "cuda:N".
+        device: "cpu", "cuda", "cuda:N" or "auto" (``targets.Device``).
+        dtype: of weights and activations, as ``load_causal_lm`` takes it; cosines are taken in float64 all the same.
 
     Returns:
         The measurements by target.
@@ -72,34 +101,75 @@ def condensation(
         ConfigError: no such model, text or device, or a number out of range; but for what is wrong with weights, before
             anything is measured.
     """
-    least = {"--sequences": (sequences, 1), "--max-length": (max_length, 2), "--batch-size": (batch_size, 1)}
+    least = {
+        "--sequences": (sampling.sequences, 1),
+        "--max-length": (sampling.max_length, 2),
+        "--batch-size": (batch_size, 1),
+    }
     for option, (value, minimum) in least.items():
         if value < minimum:
             raise ConfigError(f"{option} is {value}, expected at least {minimum}")
     torch_device = _find_device(device)
-    targets = find_targets(names, all_steps, tokenizer)
+    by_family = dict(_members(family, "--family") for family in families)
+    by_pair = [_pair(pair) for pair in pairs]
+    every = [*names, *(m for members in by_family.values() for m in members), *(m for pair in by_pair for m in pair)]
+    targets = find_targets(list(dict.fromkeys(every)), all_steps, tokenizer, trust_remote_code)
     shortest = min(targets, key=lambda name: targets[name].max_tokens or sys.maxsize)
-    length = min(max_length, targets[shortest].max_tokens or sys.maxsize)
-    if length < max_length:
-        print(f"sequences of {length} tokens, not {max_length}: {shortest} has no more positions", file=sys.stderr)
-    texts = read_texts(text, dataset, seed)
-    samples = {name: _sample(name, target, texts, sequences, length) for name, target in targets.items()}
+    length = min(sampling.max_length, targets[shortest].max_tokens or sys.maxsize)
+    if length < sampling.max_length:
+        print(
+            f"sequences of {length} tokens, not {sampling.max_length}: {shortest} has no more positions",
+            file=sys.stderr,
+        )
+    cut = replace(sampling, max_length=length)
+    texts = read_texts(text, dataset, sampling.seed, in_order=sampling.contiguous)
+    samples = {name: _sample(name, target, texts, cut) for name, target in targets.items()}
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(f"--out {str(out)!r} is no folder to write into: {error}") from error
-    found = {}
+    found: dict[str, Measured] = {}
     for name, target in targets.items():
-        found[name] = measure(name, target, samples[name], batch_size, torch_device)
-        found[name].save(out / f"{name}.npz")
-    settings = {"text": str(text or dataset), "seed": seed}
-    files = [*write_metrics(out, targets, found, settings), *write_figures(out, targets, found)]
-    print(table(found))
+        layers = target.load(torch_device, dtype)
+        found[name] = Measured(target, layers.parameters, measure(name, layers, samples[name], batch_size))
+        found[name].condensation.save(out / f"{name}.npz")
+        del layers  # before the next one is loaded
+    groups = Groups(
+        {family: [name_of(member, targets) for member in members] for family, members in by_family.items()},
+        [(name_of(base, targets), name_of(other, targets)) for base, other in by_pair],
+    )
+    settings = {
+        **{"text": str(text or dataset), "seed": sampling.seed, "dtype": dtype},
+        **{"contiguous": sampling.contiguous, "special_tokens": sampling.special_tokens},
+    }
+    files = [*write_metrics(out, found, settings), *write_figures(out, found, groups)]
+    measurements = {name: one.condensation for name, one in found.items()}
+    print(table(measurements))
     print(f"{out}: {', '.join([*(f'{name}.npz' for name in found), *files])}")
-    return found
+    return measurements
 
 
-def _find_device(name: str) -> torch.device:
+def _members(text: str, option: str) -> tuple[str, list[str]]:
+    group = parse_group(text)
+    if group is None or len(group[1]) < 2:
+        raise ConfigError(f"{option} is {text!r}, expected NAME=MODEL,MODEL,… with two models or more")
+    return group
+
+
+def _pair(text: str) -> tuple[str, str]:
+    members = text.split(",")
+    if len(members) != 2 or not all(members):
+        raise ConfigError(f"--pair is {text!r}, expected two models: BASE,MODEL")
+    return members[0], members[1]
+
+
+def _find_device(name: str) -> Device:
+    if name == "auto":
+        if find_spec("accelerate") is None:
+            raise ConfigError(
+                "--device auto needs accelerate, which shares a model out to the GPUs: pip install accelerate"
+            )
+        return "auto"
     try:
         device = torch.device(name)
         torch.empty(1, dtype=torch.float64, device=device)  # in which cosines are taken
@@ -108,14 +178,25 @@ def _find_device(name: str) -> torch.device:
     return device
 
 
-def _sample(name: str, target: Target, texts: Sequence[str], sequences: int, length: int) -> Tensor:
-    tokens = cut_sequences(texts, target.encode, sequences, length)
+def _sample(name: str, target: Target, texts: Sequence[str], sampling: Sampling) -> Tensor:
+    special = target.special_tokens if sampling.special_tokens else SpecialTokens()
+    count, length = sampling.sequences, sampling.max_length - len(special.before) - len(special.after)
+    if length < 2:
+        raise ConfigError(f"--max-length {sampling.max_length} leaves no room for text beside {name}'s special tokens")
+    if sampling.contiguous:
+        tokens = contiguous_sequences(texts, target.encode, count, length, sampling.seed)
+    else:
+        tokens = cut_sequences(texts, target.encode, count, length)
     if tokens.max() >= target.vocab_size:
         raise ConfigError(
             f"the tokenizer gives the id {tokens.max()}, but {name} has a vocabulary of {target.vocab_size}: it is not this "
             "model's tokenizer"
         )
-    if tokens.shape != (sequences, length):
+    tokens = surround(tokens, special.before, special.after)
+    if tokens.shape != (sampling.sequences, sampling.max_length):
         count, n = tokens.shape
-        print(f"{name}: the text gives {count} sequences of {n} tokens, not {sequences} of {length}", file=sys.stderr)
+        print(
+            f"{name}: the text gives {count} sequences of {n} tokens, not {sampling.sequences} of {sampling.max_length}",
+            file=sys.stderr,
+        )
     return tokens

@@ -1,26 +1,33 @@
-"""Models to look into: checkpoints of runs, and Hugging Face folders of causal language models."""
+"""Models to look into: checkpoints of runs, and causal language models of Hugging Face folders and of the hub."""
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
 
 from titan_disp.data.hf_tokenizer import plain_encoder
 from titan_disp.data.tokenizer import check_fits, load_tokenizer
 from titan_disp.errors import ConfigError
+from titan_disp.inspection.hub import HubModel, find_snapshot, parse_id
+from titan_disp.inspection.streaming import Layers, hugging_face_layers
 from titan_disp.results.hugging_face import load_causal_lm
 from titan_disp.results.saved import SavedModel, find_saved, is_run, load_model, saved_models
 
 Encode = Callable[[str], list[int]]
-Layers = Callable[[Tensor], Sequence[Tensor]]
-"""[B, N] token ids → activations [B, N, F] of the embedding, of every block, and of the final norm.
+Device = torch.device | Literal["auto"]
+"""auto: a Hugging Face model over all GPUs, as accelerate shares it out; a run on the first. Without a GPU, the CPU."""
 
-The last two are what Hugging Face's hidden states leave out and what they end with.
-"""
+
+@dataclass(frozen=True)
+class SpecialTokens:
+    """What a tokenizer puts before and after a text by itself."""
+
+    before: tuple[int, ...] = ()
+    after: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -29,30 +36,41 @@ class Target:
 
     Attributes:
         folder: of the checkpoint or of the Hugging Face model.
+        path: that names its files: of the run or of the model's folder; of a model of the hub, its id.
+        called: the names that led to it.
         run, step: of a checkpoint; None for a Hugging Face model.
+        revision: of a model of the hub, where one was named.
         max_tokens: positions that the model knows; None: any number.
         vocab_size: token ids that it knows.
         encode: text → token ids, without special tokens.
-        load: device → the model's layers, in float32 and eval mode. Raises ConfigError where weights are missing, or the last
-            block cannot be found.
+        special_tokens: that the tokenizer adds where it is not told otherwise; of a run, that began documents in training.
+        load: (device, dtype) → the model in eval mode; dtype as ``load_causal_lm`` takes it. Raises ConfigError where weights are
+            missing, or the blocks cannot be found.
     """
 
     folder: Path
+    path: Path
+    called: tuple[str, ...]
     run: Path | None
     step: int | None
+    revision: str | None
     max_tokens: int | None
     vocab_size: int
     encode: Encode
-    load: Callable[[torch.device], Layers]
+    special_tokens: SpecialTokens
+    load: Callable[[Device, str], Layers]
 
 
-def find_targets(names: Sequence[str], all_steps: bool, tokenizer: Path | None) -> dict[str, Target]:
-    """The models by a name for files, each model once.
+def find_targets(
+    names: Sequence[str], all_steps: bool, tokenizer: Path | None, trust_remote_code: bool = False
+) -> dict[str, Target]:
+    """The models by a name for files, each model once, in the order of ``names``.
 
     Args:
-        names: RUN, RUN/STEP, or a Hugging Face folder.
+        names: RUN, RUN/STEP, a Hugging Face folder, or MODEL or MODEL@REVISION of the Hugging Face hub.
         all_steps: all checkpoints of a RUN, not the newest only.
         tokenizer: folder to use instead of each model's own tokenizer.
+        trust_remote_code: whether Python files that come with a Hugging Face model may run.
 
     Raises:
         ConfigError: nothing there, no model, or a tokenizer that does not fit.
@@ -63,46 +81,74 @@ def find_targets(names: Sequence[str], all_steps: bool, tokenizer: Path | None) 
         raise ConfigError(f"--all-steps needs a run's folder (job.dump_folder), but was given {', '.join(names)}")
     found: dict[Path, Target] = {}
     for name in names:
-        if _is_hugging_face(Path(name)):
-            targets = [_hugging_face_target(Path(name), tokenizer)]
-        else:
-            saved = saved_models(name) if all_steps and is_run(name) else [find_saved(name)]
-            targets = [_run_target(one, tokenizer) for one in saved]
-        found |= {target.folder.resolve(): target for target in targets}
+        for target in _find(name, all_steps, tokenizer, trust_remote_code):
+            key = target.folder.resolve()
+            known = found.get(key, target)
+            found[key] = replace(known, called=tuple(dict.fromkeys([*known.called, name])))
     return dict(zip(_file_names(found.values()), found.values(), strict=True))
 
 
+def _find(name: str, all_steps: bool, tokenizer: Path | None, trust_remote_code: bool) -> list[Target]:
+    path = Path(name)
+    if _is_hugging_face(path):
+        return [_hugging_face_target(name, path, None, tokenizer, trust_remote_code)]
+    step_of_run = re.fullmatch(r"(?:step-)?\d+", path.name) and any(map(is_run, path.parents[:2]))
+    if not path.exists() and not step_of_run and (model := parse_id(name)) is not None:
+        folder = find_snapshot(model, trust_remote_code)
+        return [_hugging_face_target(name, folder, model, tokenizer, trust_remote_code)]
+    saved = saved_models(name) if all_steps and is_run(name) else [find_saved(name)]
+    return [_run_target(name, one, tokenizer) for one in saved]
+
+
 def _file_names(targets: Iterable[Target]) -> list[str]:
-    """The folder's name, and the step; as many parent folders before it as tell all targets apart."""
-    paths = [(target.run or target.folder).resolve().parts[1:] for target in targets]
-    steps = ["" if target.step is None else f"-step-{target.step}" for target in targets]
+    """The folder's name, and the step or revision; as many parent folders before it as tell all targets apart."""
+    paths = [target.path.parts for target in targets]
+    ends = [end_of_name(target) for target in targets]
     for depth in range(1, max(map(len, paths)) + 1):
-        names = ["-".join(parts[-depth:]) + step for parts, step in zip(paths, steps, strict=True)]
+        names = ["-".join(parts[-depth:]) + end for parts, end in zip(paths, ends, strict=True)]
         if len(set(names)) == len(names):
             return names
     return [f"{i}-{name}" for i, name in enumerate(names)]  # /a/b-c and /a-b/c
 
 
-def _run_target(saved: SavedModel, tokenizer: Path | None) -> Target:
+def end_of_name(target: Target) -> str:
+    """That tells the steps of a run and the revisions of a model apart."""
+    if target.revision is not None:
+        return "@" + target.revision.replace("/", "-")
+    return "" if target.step is None else f"-step-{target.step}"
+
+
+def name_of(called: str, targets: Mapping[str, Target]) -> str:
+    """What ``find_targets`` names the model that was given to it as ``called``; of several steps of a run, the newest."""
+    return [name for name, target in targets.items() if called in target.called][-1]
+
+
+def _run_target(name: str, saved: SavedModel, tokenizer_folder: Path | None) -> Target:
     args = saved.model_args()
+    tokenizer = saved.tokenizer(tokenizer_folder)
 
-    def load(device: torch.device) -> Layers:
-        model = load_model(saved).to(device)
+    def load(device: Device, dtype: str) -> Layers:
+        if device == "auto":
+            device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        model = load_model(saved)
+        if dtype != "auto":  # a checkpoint's weights are float32
+            for parameter in model.parameters():  # and not the rotary table: it is rounded where it is used
+                parameter.data = parameter.data.to(getattr(torch, dtype))
+        layers = Layers(model.to(device), model, list(model.layers.values()))
         model.output = torch.nn.Identity()  # the "logits" are then what the final norm gives, without N × V numbers
-
-        def layers(tokens: Tensor) -> Sequence[Tensor]:
-            normed, activations = model(tokens, return_activations=range(args.n_layers + 1))
-            return [*activations, normed]
-
         return layers
 
     return Target(
         folder=saved.folder,
+        path=saved.run.resolve().relative_to("/"),
+        called=(name,),
         run=saved.run,
         step=saved.step,
+        revision=None,
         max_tokens=args.max_seq_len,
         vocab_size=args.vocab_size,
-        encode=plain_encoder(saved.tokenizer(tokenizer)),
+        encode=plain_encoder(tokenizer),
+        special_tokens=SpecialTokens(() if tokenizer.bos_id is None else (tokenizer.bos_id,)),
         load=load,
     )
 
@@ -111,45 +157,75 @@ def _is_hugging_face(folder: Path) -> bool:
     return (folder / "config.json").is_file() and not is_run(folder)
 
 
-def _hugging_face_target(folder: Path, tokenizer_folder: Path | None) -> Target:
+def _hugging_face_target(
+    name: str, folder: Path, model: HubModel | None, tokenizer_folder: Path | None, trust_remote_code: bool
+) -> Target:
     import transformers  # seconds, which runs alone do not need
 
     if not any(folder.glob("*.safetensors")) and not any(folder.glob("pytorch_model*.bin")):
         raise ConfigError(
             f"{str(folder)!r} has a config.json but no weights (*.safetensors or pytorch_model*.bin); "
-            "expected a run's folder or a Hugging Face model"
+            + (
+                "expected a run's folder or a Hugging Face model"
+                if model is None
+                else f"to fetch them:\n  {model.command(trust_remote_code)}"
+            )
         )
     try:
-        config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True).get_text_config()
+        config = transformers.AutoConfig.from_pretrained(
+            folder, local_files_only=True, trust_remote_code=trust_remote_code
+        ).get_text_config()
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{str(folder)!r} is not a model that transformers knows: {error}") from error
+        raise ConfigError(
+            f"{str(folder)!r} is not a model that transformers knows: {error}{_about_code(error)}"
+        ) from error
     if tokenizer_folder is not None:
         own = load_tokenizer(tokenizer_folder)
         encode, tokens = plain_encoder(own), own.get_vocab_size()
+        special_tokens = SpecialTokens(() if own.bos_id is None else (own.bos_id,))
     else:
-        theirs = _their_tokenizer(folder)
-        encode, tokens = partial(_encode_theirs, theirs), len(theirs)
+        theirs = _their_tokenizer(folder, trust_remote_code)
+        encode, tokens, special_tokens = partial(_encode_theirs, theirs), len(theirs), _their_special_tokens(theirs)
     advice = "it is not this model's tokenizer"
     check_fits(tokens, tokenizer_folder or folder, config.vocab_size, f"the model {str(folder)!r}", advice)
+
+    def load(device: Device, dtype: str) -> Layers:
+        spread = device == "auto"
+        loaded = load_causal_lm(folder, dtype, "auto" if spread else None, trust_remote_code)
+        return hugging_face_layers(loaded if spread else loaded.to(device))
+
     return Target(
         folder=folder,
+        path=folder.resolve().relative_to("/") if model is None else Path(model.id),
+        called=(name,),
         run=None,
         step=None,
+        revision=None if model is None else model.revision,
         max_tokens=getattr(config, "max_position_embeddings", None),
         vocab_size=config.vocab_size,
         encode=encode,
-        load=partial(_load_hugging_face, folder),
+        special_tokens=special_tokens,
+        load=load,
     )
 
 
-def _their_tokenizer(folder: Path) -> Any:
+def _about_code(error: Exception) -> str:
+    asked = "trust_remote_code" in str(error)
+    return " Where you trust the authors of that code, as it may do anything: --trust-remote-code." if asked else ""
+
+
+def _their_tokenizer(folder: Path, trust_remote_code: bool) -> Any:
     import transformers
 
     hint = "Name another folder with --tokenizer DIR"
     try:
-        tokenizer = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(
+            folder, local_files_only=True, trust_remote_code=trust_remote_code
+        )
     except Exception as error:  # tokenizers raises bare Exceptions
-        raise ConfigError(f"transformers cannot load the tokenizer in {str(folder)!r}: {error}. {hint}") from error
+        raise ConfigError(
+            f"transformers cannot load the tokenizer in {str(folder)!r}: {error}.{_about_code(error)} {hint}"
+        ) from error
     # transformers 5 makes one of nothing but special tokens where there are no files.
     if len(tokenizer) <= len(tokenizer.all_special_tokens):
         raise ConfigError(f"{str(folder)!r} holds no tokenizer. {hint}")
@@ -160,30 +236,10 @@ def _encode_theirs(tokenizer: Any, text: str) -> list[int]:
     return tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
 
 
-def _load_hugging_face(folder: Path, device: torch.device) -> Layers:
-    body = load_causal_lm(folder).to(device).base_model  # without the output layer: N × V logits that nobody needs
-
-    blocks: list[Tensor] = []
-
-    def keep(module: nn.Module, arguments: Any, output: Any) -> None:
-        blocks.append(output if isinstance(output, Tensor) else output[0])
-
-    _last_block(body, folder).register_forward_hook(keep)
-
-    def layers(tokens: Tensor) -> Sequence[Tensor]:
-        found = body(tokens, output_hidden_states=True, use_cache=False)
-        return [*found.hidden_states[:-1], blocks.pop(), found.last_hidden_state]
-
-    return layers
-
-
-def _last_block(body: nn.Module, folder: Path) -> nn.Module:
-    """The last of a Hugging Face model's blocks: its largest list of as many modules as there are layers."""
-    layers: int = body.config.get_text_config().num_hidden_layers  # type: ignore[union-attr, operator]
-    lists = [module for module in body.modules() if isinstance(module, nn.ModuleList) and len(module) == layers]
-    if not lists:
-        raise ConfigError(
-            f"{str(folder)!r} has no list of its {layers} layers among its modules, so that the last one's output, before the "
-            "final norm, cannot be found"
-        )
-    return max(lists, key=lambda blocks: sum(p.numel() for p in blocks.parameters()))[-1]
+def _their_special_tokens(tokenizer: Any) -> SpecialTokens:
+    """Read off a text of one letter: what comes before and after its tokens."""
+    bare, whole = _encode_theirs(tokenizer, "a"), tokenizer("a", verbose=False)["input_ids"]
+    for start in range(len(whole) - len(bare) + 1):
+        if whole[start : start + len(bare)] == bare:
+            return SpecialTokens(tuple(whole[:start]), tuple(whole[start + len(bare) :]))
+    return SpecialTokens()  # a tokenizer that writes a text otherwise beside special tokens

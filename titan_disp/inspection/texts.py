@@ -3,7 +3,7 @@
 import random
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -18,17 +18,20 @@ from titan_disp.errors import ConfigError
 
 MOST = 64 << 20  # characters that are read, so that the time does not grow with the file
 _DOCUMENTS = (*JSON_LINES, *PARQUET)
+MARGIN = 8  # characters for a token, of which English text needs about four
 PIECE = 8192  # characters of a plain text that stay together: about four sequences of 512 tokens
 
 
-def read_texts(text: Path | None, dataset: str | None, seed: int) -> list[str]:
-    """Documents in random order.
+def read_texts(text: Path | None, dataset: str | None, seed: int, in_order: bool = False) -> list[str]:
+    """Documents in random order, or in that of the text.
 
     Args:
         text: file of documents (named as training data is), or else a plain UTF-8 text, which is cut at line ends into
             pieces of 8192 characters or a little more.
         dataset: folder, whose validation split is taken, or file or glob of documents, or a data set of the hub (hf:…).
         seed: of the order of files and documents. Of more than 64 M characters the first are taken, in the files' order.
+        in_order: the documents of a file follow each other as there, each ends in a blank line, and a plain text is cut into
+            lines: joined without anything between them, they are the text.
 
     Raises:
         ConfigError: not exactly one of the two, missing, unreadable or empty.
@@ -42,7 +45,7 @@ def read_texts(text: Path | None, dataset: str | None, seed: int) -> list[str]:
             f"{source} is not a file; expected plain text, or documents in {', '.join('*' + s for s in _DOCUMENTS)}"
         )
     if text is not None and not text.name.endswith(_DOCUMENTS):
-        documents = _pieces(text)
+        documents = _pieces(text, 1 if in_order else PIECE)
     else:
         try:
             if dataset is not None and is_hub_name(dataset):
@@ -53,11 +56,12 @@ def read_texts(text: Path | None, dataset: str | None, seed: int) -> list[str]:
             message = re.sub(r"(training.dataset_path|validation.dataset) is", "--dataset is", str(error))
             raise ConfigError(message) from error
         shuffle(files)
-        documents = _documents(files)
+        documents = (f"{document}\n\n" for document in _documents(files)) if in_order else _documents(files)
     taken = _first(documents)
     if not taken:
         raise ConfigError(f"{source} holds no text")
-    shuffle(taken)
+    if not in_order:
+        shuffle(taken)
     return taken
 
 
@@ -72,7 +76,7 @@ def _first(documents: Iterable[str]) -> list[str]:
     return taken
 
 
-def _pieces(path: Path) -> Iterator[str]:
+def _pieces(path: Path, size: int) -> Iterator[str]:
     lines: list[str] = []
     characters = 0
     try:
@@ -80,7 +84,7 @@ def _pieces(path: Path) -> Iterator[str]:
             for line in file:
                 lines.append(line)
                 characters += len(line)
-                if characters >= PIECE:
+                if characters >= size:
                     yield "".join(lines)
                     lines, characters = [], 0
     except UnicodeDecodeError as error:
@@ -130,3 +134,49 @@ def cut_sequences(texts: Iterable[str], encode: Callable[[str], list[int]], coun
     length = min(length, len(ids))
     count = min(count, len(ids) // length)
     return torch.tensor(ids[: count * length]).view(count, length)
+
+
+def contiguous_sequences(
+    texts: Sequence[str], encode: Callable[[str], list[int]], count: int, length: int, seed: int
+) -> Tensor:
+    """The text from random places on, as the paper measures: a document or line begins each sequence, and the next ones fill it.
+
+    Args:
+        texts: as ``read_texts`` gives them ``in_order``.
+        encode: text → token ids, without special tokens.
+        count, length: of the sequences, which may overlap. One that would run beyond the end begins earlier.
+        seed: of the places.
+
+    Returns:
+        [count, length] int64.
+
+    Raises:
+        ConfigError: the whole text has fewer than ``length`` tokens.
+    """
+    generator = random.Random(seed)
+    return torch.tensor([_from(texts, generator.randrange(len(texts)), encode, length) for _ in range(count)])
+
+
+def _from(texts: Sequence[str], start: int, encode: Callable[[str], list[int]], length: int) -> list[int]:
+    characters = MARGIN * length
+    while True:
+        end, taken = start, 0
+        while end < len(texts) and taken < characters:
+            taken += len(texts[end])
+            end += 1
+        ids = encode("".join(texts[start:end]))
+        if len(ids) >= length:
+            return ids[:length]
+        if end < len(texts):
+            characters *= 2
+        elif start:
+            start //= 2
+        else:
+            raise ConfigError(f"the text has {len(ids)} tokens, expected at least {length} for a contiguous sequence")
+
+
+def surround(tokens: Tensor, before: Sequence[int], after: Sequence[int]) -> Tensor:
+    """[count, length] token ids with these before and after each sequence."""
+    count = len(tokens)
+    ends = [torch.tensor(ids, dtype=torch.int64).expand(count, len(ids)) for ids in (before, after)]
+    return torch.cat([ends[0], tokens, ends[1]], dim=1)

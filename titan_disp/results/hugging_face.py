@@ -6,11 +6,15 @@ from typing import Any
 from titan_disp.errors import ConfigError
 
 
-def load_causal_lm(folder: str | Path, dtype: str = "float32") -> Any:
-    """``AutoModelForCausalLM`` of a local folder, in eval mode, on the CPU.
+def load_causal_lm(
+    folder: str | Path, dtype: str = "float32", device_map: str | None = None, trust_remote_code: bool = False
+) -> Any:
+    """``AutoModelForCausalLM`` of a local folder, in eval mode.
 
     Args:
         dtype: of the weights: "float32", "bfloat16", "float16", or "auto", as they were saved.
+        device_map: "auto" spreads the blocks over all GPUs (accelerate); None: on the CPU.
+        trust_remote_code: whether Python files of the folder may run, where transformers does not know the model by itself.
 
     Raises:
         ConfigError: weights that cannot be read, or are missing, which transformers would make up.
@@ -19,7 +23,12 @@ def load_causal_lm(folder: str | Path, dtype: str = "float32") -> Any:
 
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
-            folder, torch_dtype=dtype, local_files_only=True, output_loading_info=True
+            folder,
+            torch_dtype=dtype,
+            device_map=device_map,
+            trust_remote_code=trust_remote_code,
+            local_files_only=True,
+            output_loading_info=True,
         )
     except Exception as error:  # OSError, ValueError, RuntimeError, and safetensors' own
         raise ConfigError(f"transformers cannot load the model {str(folder)!r}: {error}") from error

@@ -1,0 +1,447 @@
+"""Looking into models: layers one at a time, models of the hub, devices and dtypes, and the paper's way of sampling."""
+
+import json
+import shutil
+import sys
+import weakref
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from huggingface_hub import constants
+from matplotlib.figure import Figure
+from tokenizers import Tokenizer, processors
+
+from tests.saved_run import random_model, save_run
+from tests.test_condensation_command import save_hugging_face
+from titan_disp import cli
+from titan_disp.condensation.record import Condensation
+from titan_disp.data.sample import documents
+from titan_disp.errors import ConfigError
+from titan_disp.inspection import condensation as command_module
+from titan_disp.inspection.groups import parse_group
+from titan_disp.inspection.hub import HubModel, parse_id
+from titan_disp.inspection.report import step_of
+from titan_disp.inspection.streaming import find_blocks, hugging_face_layers
+from titan_disp.inspection.targets import find_targets
+from titan_disp.inspection.texts import contiguous_sequences, read_texts, surround
+from titan_disp.results.saved import find_saved, load_model
+
+BLOCKS = 6
+SIZES = {"vocab_size": 120, "hidden_size": 16, "num_hidden_layers": BLOCKS, "num_attention_heads": 2}
+CONFIGS = {
+    "gpt2": transformers.GPT2Config(vocab_size=120, n_positions=64, n_embd=16, n_layer=BLOCKS, n_head=2),
+    "qwen3": transformers.Qwen3Config(**SIZES, intermediate_size=32, num_key_value_heads=1, head_dim=8),
+    "llama": transformers.LlamaConfig(**SIZES, intermediate_size=32),
+    "bloom": transformers.BloomConfig(vocab_size=120, hidden_size=16, n_layer=BLOCKS, n_head=2),
+    "gpt_neox": transformers.GPTNeoXConfig(**SIZES, intermediate_size=32, max_position_embeddings=64),
+    "opt": transformers.OPTConfig(**SIZES, ffn_dim=32, max_position_embeddings=64, word_embed_proj_dim=16),
+    # As many experts as layers, in lists of their own.
+    "mixtral": transformers.MixtralConfig(
+        **SIZES, intermediate_size=32, num_local_experts=BLOCKS, num_key_value_heads=1
+    ),
+}
+
+
+def random_causal_lm(name):
+    """With weights so large that every layer differs from the next."""
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(CONFIGS[name]).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.3 * torch.randn_like(parameter))
+    return model
+
+
+def tokens(count=2, length=12):
+    return torch.arange(count * length).view(count, length) * 7 % 120
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", CONFIGS)
+def test_layers_are_transformers_hidden_states(name):
+    model = random_causal_lm(name)
+    layers = hugging_face_layers(model)
+    got = {}
+    layers(tokens(), lambda layer, z: got.update({layer: z.clone()}))
+    assert list(got) == list(range(layers.count)) == list(range(BLOCKS + 2))
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+    *expected, last = model.base_model(tokens(), output_hidden_states=True).hidden_states
+    for layer, z in enumerate(expected):
+        torch.testing.assert_close(got[layer], z, rtol=0, atol=0)
+    torch.testing.assert_close(got[BLOCKS + 1], last, rtol=0, atol=0)
+    assert not torch.equal(got[BLOCKS], got[BLOCKS + 1])  # before the final norm, and after it
+    assert layers.parameters == sum(p.numel() for p in set(model.parameters()))
+
+
+@torch.no_grad()
+def test_last_block_is_what_the_final_norm_is_given():
+    model = random_causal_lm("qwen3")
+    got = {}
+    hugging_face_layers(model)(tokens(), lambda layer, z: got.update({layer: z}))
+    torch.testing.assert_close(model.model.norm(got[BLOCKS]), got[BLOCKS + 1])
+
+
+@torch.no_grad()
+def test_layers_of_a_run(tmp_path, hf_tokenizer):
+    run = save_run(tmp_path / "run", random_model(), hf_tokenizer)
+    (target,) = find_targets([str(run)], False, None).values()
+    got = {}
+    layers = target.load(torch.device("cpu"), "float32")
+    layers(tokens(length=16), lambda layer, z: got.update({layer: z}))
+    model = load_model(find_saved(run))
+    _, expected = model(tokens(length=16), return_activations=range(8))
+    assert layers.parameters == sum(p.numel() for p in set(model.parameters()))
+    assert list(got) == list(range(8))
+    for layer, z in enumerate(expected):
+        torch.testing.assert_close(got[layer], z, rtol=0, atol=0)
+
+
+def largest_number_alive(run):
+    """Of the tensors that ``run`` hands on, how many exist at a time."""
+    alive, most = [], 0
+
+    def take_in(_, z):
+        nonlocal most
+        alive[:] = [reference for reference in alive if reference() is not None] + [weakref.ref(z)]
+        most = max(most, len(alive))
+
+    run(take_in)
+    return most
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", [*CONFIGS, "run"])
+def test_one_layer_at_a_time(name, tmp_path, hf_tokenizer):
+    """Besides it the embedding, and what a block makes of it. transformers' own hidden states are alive together."""
+    if name == "run":
+        run = save_run(tmp_path / "run", random_model(), hf_tokenizer)
+        (target,) = find_targets([str(run)], False, None).values()
+        assert largest_number_alive(lambda take: target.load(torch.device("cpu"), "float32")(tokens(), take)) <= 3
+        return
+    model = random_causal_lm(name)
+
+    def at_once(take_in):
+        for layer, z in enumerate(model.base_model(tokens(), output_hidden_states=True).hidden_states):
+            take_in(layer, z)
+
+    assert largest_number_alive(at_once) == BLOCKS + 1
+    assert largest_number_alive(lambda take_in: hugging_face_layers(model)(tokens(), take_in)) <= 3
+
+
+def test_a_model_without_a_list_of_blocks():
+    with pytest.raises(ConfigError, match="GPT2Model has no list of its 9 layers"):
+        find_blocks(random_causal_lm("gpt2").base_model, 9)
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    path = tmp_path_factory.mktemp("text") / "plain.txt"
+    path.write_text("\n".join(document["text"] for document in documents()[-60:]))
+    return path
+
+
+def save_gpt2(folder, tokenizer, seed=0, width=32):
+    torch.manual_seed(seed)
+    config = transformers.GPT2Config(vocab_size=2048, n_positions=48, n_embd=width, n_layer=3, n_head=2)
+    return save_hugging_face(transformers.GPT2LMHeadModel(config), tokenizer, folder)
+
+
+@pytest.fixture(scope="module")
+def gpt2(tmp_path_factory, hf_tokenizer):
+    return save_gpt2(tmp_path_factory.mktemp("models") / "gpt2", hf_tokenizer)
+
+
+@pytest.fixture
+def hub(tmp_path, gpt2, hf_tokenizer, monkeypatch):
+    """A cache of the hub's client with lab/tiny at two revisions, and no internet."""
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    repository = tmp_path / "hub" / "models--lab--tiny"
+    (repository / "refs").mkdir(parents=True)
+    shutil.copytree(gpt2, repository / "snapshots" / ("a" * 40))
+    save_gpt2(repository / "snapshots" / ("b" * 40), hf_tokenizer, seed=1)
+    for revision, commit in (("main", "a"), ("step1000", "a"), ("step20", "b")):
+        (repository / "refs" / revision).write_text(commit * 40)
+    return repository
+
+
+@pytest.fixture
+def drawn(monkeypatch):
+    """What would be drawn, by file: figures take a second each."""
+    figures = {}
+
+    def keep(figure, path, **_):
+        figures[Path(path).name] = figure
+
+    monkeypatch.setattr(Figure, "savefig", keep)
+    return figures
+
+
+@pytest.fixture
+def command(monkeypatch, drawn):
+    def run_command(*arguments):
+        monkeypatch.setattr(sys, "argv", ["titan-disp", "condensation", *map(str, arguments)])
+        cli.main()
+
+    return run_command
+
+
+def refused(command, capsys, *arguments):
+    with pytest.raises(SystemExit, match="2"):
+        command(*arguments)
+    return capsys.readouterr().err
+
+
+def test_a_model_of_the_hub(hub, gpt2, text, command, tmp_path):
+    """From the cache, the same numbers as of the same folder on disk; a revision by its name."""
+    few = ("--text", text, "--sequences", 2)
+    command("lab/tiny", "lab/tiny@step20", "--out", tmp_path / "a", *few)
+    command(gpt2, "--out", tmp_path / "b", *few)
+    main, step20 = (Condensation.load(tmp_path / "a" / f"{name}.npz") for name in ("tiny", "tiny@step20"))
+    assert main.to_json() == Condensation.load(tmp_path / "b" / "gpt2.npz").to_json()
+    assert main.to_json() != step20.to_json()
+    found = json.loads((tmp_path / "a" / "metrics.json").read_text())["targets"]
+    assert [one["revision"] for one in found] == [None, "step20"]
+    # 2048 tokens and 48 positions of width 32; 3 blocks of 12 F² + 13 F; the final norm: 2 F.
+    assert [one["parameters"] for one in found] == [(2048 + 48 + 2) * 32 + 3 * (12 * 32**2 + 13 * 32)] * 2
+
+
+def test_revisions_over_training(hub, text, command, drawn, tmp_path):
+    """By the steps that their names tell, else in the order given."""
+    (hub / "refs" / "new").write_text("a" * 40)
+    (hub / "refs" / "old").write_text("b" * 40)
+    command("lab/tiny@step1000", "lab/tiny@step20", "--text", text, "--sequences", 2, "--out", tmp_path)
+    legend = drawn["over_training.png"].legends[0]
+    assert [t.get_text() for t in (*legend.texts, legend.get_title())] == ["20", "1,000", "step"]
+    assert [line.get_xdata().tolist() for line in drawn["over_steps.png"].axes[0].lines] == [[20, 1000]]
+    drawn.clear()
+    command("lab/tiny@old", "lab/tiny@new", "--text", text, "--sequences", 2, "--out", tmp_path)
+    legend = drawn["over_training.png"].legends[0]
+    assert [t.get_text() for t in (*legend.texts, legend.get_title())] == ["old", "new", "revision"]
+    assert "over_steps.png" not in drawn
+
+
+@pytest.mark.parametrize(
+    ("revision", "step"),
+    [("step1000", 1000), ("stage1-step140000-tokens294B", 140000), ("step_7", 7), ("main", None), (None, None)],
+)
+def test_steps_of_revisions(revision, step, gpt2):
+    (target,) = find_targets([str(gpt2)], False, None).values()
+    assert step_of(type(target)(**{**vars(target), "revision": revision})) == step
+
+
+def test_what_the_cache_lacks_is_told_with_the_command(hub, text, command, tmp_path, capsys):
+    rest = ("--text", text, "--out", tmp_path / "out")
+    for name, call in (
+        ("Qwen/Qwen3-0.6B", "snapshot_download('Qwen/Qwen3-0.6B', allow_patterns=['*.json', "),
+        ("lab/tiny@v2", "snapshot_download('lab/tiny', revision='v2', allow_patterns=["),
+    ):
+        told = refused(command, capsys, name, *rest)
+        assert "is no folder here" in told
+        assert f'python -c "from huggingface_hub import snapshot_download; {call}' in told
+    (hub / "snapshots" / ("b" * 40) / "model.safetensors").unlink()
+    told = refused(command, capsys, "lab/tiny@step20", *rest)
+    assert "no weights" in told
+    assert "snapshot_download('lab/tiny', revision='step20'" in told
+
+
+@pytest.mark.parametrize(
+    ("name", "model"),
+    [
+        ("gpt2", HubModel("gpt2", None)),
+        ("Qwen/Qwen3-0.6B", HubModel("Qwen/Qwen3-0.6B", None)),
+        ("lab/m@refs/pr/1", HubModel("lab/m", "refs/pr/1")),
+        ("/lab/m", None),
+        ("./gpt2", None),
+        ("outputs/runs/demo", None),
+        ("a b", None),
+        ("m@", None),
+    ],
+)
+def test_ids_of_the_hub(name, model):
+    assert parse_id(name) == model
+
+
+def test_a_run_goes_before_the_hub(hub, tmp_path, hf_tokenizer, monkeypatch):
+    """run/30 could be a model's id, and so could a missing run/7, which is told as a step that the run has not."""
+    save_run(tmp_path / "run", random_model(), hf_tokenizer)
+    monkeypatch.chdir(tmp_path)
+    assert list(find_targets(["run/30"], False, None)) == ["run-step-30"]
+    with pytest.raises(ConfigError, match="has no checkpoint of step 7; it has 30"):
+        find_targets(["run/7"], False, None)
+
+
+OWN_MODEL = """
+from transformers import GPT2Config, GPT2LMHeadModel
+
+class OwnConfig(GPT2Config):
+    model_type = "own"
+
+class OwnModel(GPT2LMHeadModel):
+    config_class = OwnConfig
+"""
+
+
+def test_code_of_strangers(gpt2, text, command, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    folder = shutil.copytree(gpt2, tmp_path / "own")
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"model_type": "own", "architectures": ["OwnModel"]}
+    config["auto_map"] = {"AutoConfig": "own.OwnConfig", "AutoModelForCausalLM": "own.OwnModel"}
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "own.py").write_text(OWN_MODEL)
+    rest = ("--text", text, "--sequences", 2, "--out", tmp_path / "out")
+    assert "--trust-remote-code" in refused(command, capsys, folder, *rest)
+    assert not (tmp_path / "modules").exists()
+    command(folder, "--trust-remote-code", *rest)
+    command(gpt2, *rest)
+    own, plain = (Condensation.load(tmp_path / "out" / f"{name}.npz") for name in ("own", "gpt2"))
+    assert own.to_json() == plain.to_json()
+
+
+def test_dtypes_and_devices(gpt2, text, command, tmp_path, hf_tokenizer):
+    """bf16 is near float32 and not the same, of a run, too; auto is the CPU where there is no GPU."""
+    pytest.importorskip("accelerate")
+    run = save_run(tmp_path / "run", random_model(), hf_tokenizer)
+    for name, options in (
+        ("f32", ()),
+        ("bf16", ("--dtype", "bfloat16")),
+        ("auto", ("--device", "auto", "--dtype", "auto")),
+    ):
+        command(gpt2, run, "--text", text, "--sequences", 2, "--out", tmp_path / name, *options)
+    for target in ("gpt2", "run-step-30"):
+        f32, bf16, auto = (Condensation.load(tmp_path / out / f"{target}.npz") for out in ("f32", "bf16", "auto"))
+        assert auto.to_json() == f32.to_json()
+        difference = np.abs(bf16.mean_cosine - f32.mean_cosine)
+        assert 0 < difference.max() < 0.02  # eight bits: each activation is off by up to 1/256
+    assert json.loads((tmp_path / "bf16" / "metrics.json").read_text())["dtype"] == "bfloat16"
+
+
+def test_auto_needs_accelerate(gpt2, text, command, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(command_module, "find_spec", lambda _: None)
+    told = refused(command, capsys, gpt2, "--text", text, "--out", tmp_path / "out", "--device", "auto")
+    assert "pip install accelerate" in told
+
+
+def letters(text):
+    return [ord(c) for c in text]
+
+
+def test_contiguous_sequences():
+    """Every sequence is a stretch of the text that begins at a line; the places are the seed's."""
+    lines = [f"line {i}\n" for i in range(300)]
+    whole = "".join(lines)
+    found = contiguous_sequences(lines, letters, 50, 40, seed=3)
+    assert found.shape == (50, 40)
+    places = [whole.index("".join(map(chr, sequence))) for sequence in found.tolist()]
+    assert all(place == 0 or whole[place - 1] == "\n" for place in places)
+    assert len(set(places)) > 30
+    assert torch.equal(found, contiguous_sequences(lines, letters, 50, 40, seed=3))
+    assert not torch.equal(found, contiguous_sequences(lines, letters, 50, 40, seed=4))
+    all_of_it = contiguous_sequences(lines, letters, 3, len(whole), seed=0)
+    assert "".join(map(chr, all_of_it[2])) == whole
+    with pytest.raises(ConfigError, match=f"has {len(whole)} tokens, expected at least {len(whole) + 1}"):
+        contiguous_sequences(lines, letters, 1, len(whole) + 1, seed=0)
+
+
+def test_texts_in_order(tmp_path, text):
+    assert "".join(read_texts(text, None, 0, in_order=True)) == text.read_text()
+    file = tmp_path / "some.jsonl"
+    file.write_text("".join(json.dumps({"text": f"document {i}"}) + "\n" for i in range(9)))
+    assert read_texts(file, None, 0, in_order=True) == [f"document {i}\n\n" for i in range(9)]
+
+
+def test_special_tokens_are_those_of_transformers(gpt2, tmp_path, text):
+    """A tokenizer that begins and ends a text: the same ids as transformers gives, cut at max_length as it cuts."""
+    folder = shutil.copytree(gpt2, tmp_path / "model")
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    tokenizer.post_processor = processors.TemplateProcessing(single="! $A # #", special_tokens=[("!", 5), ("#", 6)])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (target,) = find_targets([str(folder)], False, None).values()
+    special = target.special_tokens
+    assert (special.before, special.after) == ((5,), (6, 6))
+    texts = read_texts(text, None, 0, in_order=True)
+    cut = contiguous_sequences(texts, target.encode, 4, 20 - 3, seed=1)
+    theirs = transformers.AutoTokenizer.from_pretrained(folder)
+    for sequence in surround(cut, special.before, special.after).tolist():
+        start = theirs.decode(sequence[1:-2])
+        assert theirs(start + " and more of it", truncation=True, max_length=20)["input_ids"] == sequence
+
+
+def test_the_papers_protocol(gpt2, text, command, tmp_path):
+    tokenizer = Tokenizer.from_file(str(gpt2 / "tokenizer.json"))
+    folder = shutil.copytree(gpt2, tmp_path / "with_bos")
+    tokenizer.post_processor = processors.TemplateProcessing(single="! $A", special_tokens=[("!", 5)])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    out = tmp_path / "out"
+    command(folder, "--text", text, "--out", out, "--sequences", 10, "--contiguous", "--special-tokens")
+    content = json.loads((out / "metrics.json").read_text())
+    assert (content["contiguous"], content["special_tokens"]) == (True, True)
+    assert (content["targets"][0]["sequences"], content["targets"][0]["tokens"]) == (10, 48)
+    found = Condensation.load(out / "with_bos.npz")
+    assert found.averaged_histogram.shape == found.histogram.shape
+    assert found.averaged_histogram.sum(1) == pytest.approx(np.ones(5))
+
+
+@pytest.mark.parametrize(
+    ("text", "group"),
+    [
+        ("off=a,b,c", ("off", ["a", "b", "c"])),
+        ("on=one", ("on", ["one"])),
+        ("plain", None),
+        ("x=lr=3,y", ("x", ["lr=3", "y"])),
+    ],
+)
+def test_groups(text, group):
+    assert parse_group(text) == group
+
+
+def test_what_is_no_group(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "lr=3").mkdir()
+    assert parse_group("lr=3") is None
+    for text in ("=a,b", "off=", "off=a,,b", "off=a,a"):
+        with pytest.raises(ConfigError, match="expected NAME=A,B,C"):
+            parse_group(text)
+
+
+def test_families_and_pairs(gpt2, hf_tokenizer, text, command, drawn, tmp_path):
+    """Models of --family and --pair are measured like targets, each once."""
+    wide = save_gpt2(tmp_path / "wide", hf_tokenizer, seed=2, width=64)
+    out = tmp_path / "out"
+    options = ("--family", f"gpt2={gpt2},{wide}", "--pair", f"{wide},{gpt2}", "--sequences", 2)
+    command("--text", text, "--out", out, *options)
+    assert [one["name"] for one in json.loads((out / "metrics.json").read_text())["targets"]] == ["gpt2", "wide"]
+    sizes = [(2048 + 48 + 2) * f + 3 * (12 * f**2 + 13 * f) for f in (32, 64)]
+    assert drawn["by_size.png"].axes[0].lines[1].get_xdata().tolist() == sizes
+    assert [label.get_text() for label in drawn["pairs.png"].axes[0].get_yticklabels()] == ["wide\n→ gpt2"]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--family", "gpt2"), "--family is 'gpt2', expected NAME=MODEL,MODEL"),
+        (("--family", "gpt2=a"), "with two models or more"),
+        (("--pair", "a"), "--pair is 'a', expected two models"),
+    ],
+)
+def test_bad_groups(options, message, gpt2, text, command, tmp_path, capsys):
+    assert message in refused(command, capsys, gpt2, "--text", text, "--out", tmp_path / "out", *options)
+
+
+HOSTILE = ["lr$5_$a", "_on", "a name of many words, $so_ that$ it is broken into several lines"]
+
+
+def test_names_that_matplotlib_would_read_otherwise(gpt2, text, command, drawn, tmp_path):
+    """Once such a name ended the command after everything was measured, or was missing in a legend."""
+    folders = [shutil.copytree(gpt2, tmp_path / name) for name in HOSTILE]
+    pair, family = f"{folders[0]},{folders[1]}", f"$f_$={folders[1]},{gpt2}"
+    options = ("--sequences", 1, "--max-length", 8, "--pair", pair, "--family", family)
+    command(*folders, "--text", text, "--out", tmp_path / "out", *options)
+    for figure in drawn.values():
+        figure.draw_without_rendering()  # lays text out, and fails for what is no mathematics
+    legend = [shown.get_text() for shown in drawn["mean_cosine.png"].legends[0].texts]
+    assert [label.strip().replace(r"\$", "$") for label in legend] == [*(folder.name for folder in folders), "gpt2"]
