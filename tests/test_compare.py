@@ -4,7 +4,16 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from titan_disp.evaluate.compare import Scores, compare, paired_difference, scaled_values
+from titan_disp.evaluate.compare import (
+    Scores,
+    compare,
+    difference_over_seeds,
+    holm,
+    paired_difference,
+    pooled,
+    scaled_values,
+)
+from titan_disp.evaluate.table import to_csv, to_markdown
 from titan_disp.evaluate.tasks import Row
 
 
@@ -74,3 +83,102 @@ def test_documents_of_a_group_are_pooled_as_it_averages():
     values = [np.array([1.0, 0, 1, 1]), np.array([0.0, 1])]
     assert scaled_values(values, weight_by_size=True).mean() == pytest.approx(4 / 6)
     assert scaled_values(values, weight_by_size=False).mean() == pytest.approx((3 / 4 + 1 / 2) / 2)
+
+
+def test_holm_against_a_published_example():
+    """Wikipedia, "Holm–Bonferroni method": of 0.01, 0.04, 0.03 and 0.005, the first and the last are rejected at 0.05.
+
+    By hand: 0.005 · 4, 0.01 · 3, 0.03 · 2, and 0.04 · 1, which is raised to the one before it.
+    """
+    assert holm([0.01, 0.04, 0.03, 0.005]) == pytest.approx([0.03, 0.06, 0.06, 0.02])
+
+
+def test_holm_of_other_numbers():
+    assert holm([0.5, 0.4]) == [0.8, 0.8]  # 0.4 · 2, and 0.5 is raised to it
+    assert holm([0.9, 0.8, 0.7]) == [1, 1, 1]  # no probability is above 1
+    assert holm([0.02]) == [0.02]
+    assert holm([None, 0.02, 0.01]) == [
+        None,
+        pytest.approx(0.04),
+        pytest.approx(0.03),
+    ]  # three tests, one without a result
+    ordered = holm(np.linspace(0.001, 0.05, 20).tolist())
+    assert ordered == sorted(ordered)
+
+
+def test_holm_over_tasks_of_a_comparison():
+    rng = np.random.default_rng(2)
+    rows = [Row(name, "acc", (name,)) for name in ("x", "y", "z")]
+    off = {row.name: Scores(0.5, None, 0, rng.random(30)) for row in rows}
+    on = {row.name: Scores(0.5, None, 0, off[row.name].values + rng.normal(0.1, 0.3, 30)) for row in rows}
+    found = compare(rows, {"off": off, "on": on})
+    p = np.array([task.differences["on"].p_value for task in found.tasks])
+    adjusted = [task.differences["on"].holm for task in found.tasks]
+    assert adjusted == holm(p.tolist()) != p.tolist()
+    assert f"(p {p[0]:.2g}, Holm {adjusted[0]:.2g})" in to_markdown(found)
+
+
+OFF, ON = np.array([[0.0, 1, 1, 0], [1, 1, 1, 0], [0, 1, 0, 0]]), np.array([[1.0, 1, 1, 0], [1, 1, 0, 1]])
+
+
+def of_seeds(values):
+    return pooled([Scores(v.mean(), None, 0, v) for v in values])
+
+
+def test_seeds_of_one_condition():
+    """Off 0.5, 0.75, 0.25 and on 0.75, 0.75 by seed; by document 1/3, 1, 2/3, 0 and 1, 1, 1/2, 1/2."""
+    off, on = of_seeds(OFF), of_seeds(ON)
+    assert (off.score, off.by_seed) == (0.5, (0.5, 0.75, 0.25))
+    np.testing.assert_allclose(off.values, [1 / 3, 1, 2 / 3, 0])
+    assert off.standard_error == pytest.approx(stats.sem([1 / 3, 1, 2 / 3, 0]))
+    found = compare([Row("x", "acc", ("x",))], {"off": {"x": off}, "on": {"x": on}})
+    (task,), mean = found.tasks, found.mean_difference["on"]
+    difference = task.differences["on"]
+    assert difference.mean == mean.mean == 0.25
+    d = np.array([2 / 3, 0, -1 / 6, 1 / 2])
+    assert difference.standard_error == pytest.approx(stats.sem(d))
+    assert difference.p_value == pytest.approx(stats.ttest_1samp(d, 0).pvalue)
+    # Off has the variance 1/16 over three seeds, on none: a standard error of √(1/48).
+    assert difference.over_seeds.standard_error == mean.over_seeds.standard_error == pytest.approx(48**-0.5)
+    assert task.seed_errors == {"off": pytest.approx(48**-0.5), "on": 0}
+    assert (found.seeds, found.mean_seed_error["off"]) == ({"off": 3, "on": 2}, pytest.approx(48**-0.5))
+    table = to_markdown(found)
+    assert "off (3 seeds)" in table
+    assert "on − off, over seeds" in table
+    assert "0.5000 ± 0.1443" in table
+    assert "+0.2500 ± 0.1443 (p 0.23" in table
+    assert "on - off seed p" in to_csv(found)
+
+
+def test_difference_over_seeds_is_welchs_test():
+    on, off = [0.41, 0.43, 0.46], [0.38, 0.40, 0.39, 0.36]
+    found = difference_over_seeds(on, off)
+    variances = np.var(on, ddof=1) / 3, np.var(off, ddof=1) / 4
+    assert found.standard_error == pytest.approx(sum(variances) ** 0.5)
+    freedom = sum(variances) ** 2 / (variances[0] ** 2 / 2 + variances[1] ** 2 / 3)  # Welch and Satterthwaite
+    t = (np.mean(on) - np.mean(off)) / sum(variances) ** 0.5
+    assert found.p_value == pytest.approx(2 * stats.t.sf(t, freedom))
+    assert difference_over_seeds([0.4], off) is None
+    assert difference_over_seeds([0.4, 0.4], [0.4, 0.4]).p_value is None
+
+
+def test_mean_over_tasks_by_seed():
+    """Seeds that are high in one task and low in the other have the same mean: what scatters is a seed's mean over tasks."""
+    rows = [Row(name, "acc", (name,)) for name in ("x", "y")]
+    values = np.array([[0.0, 0], [1, 1]])
+    off = {"x": of_seeds(values), "y": of_seeds(1 - values)}
+    on = {"x": of_seeds(values), "y": of_seeds(values)}
+    found = compare(rows, {"off": off, "on": on})
+    assert found.mean_seed_error == {"off": 0, "on": 0.5}
+    assert found.mean_difference["on"].over_seeds.standard_error == 0.5
+
+
+def test_one_seed_each_says_nothing_over_seeds():
+    one = {"x": Scores(0.5, None, 0, np.array([0.0, 1]))}
+    found = compare([Row("x", "acc", ("x",))], {"off": one, "on": one})
+    assert found.seeds == {"off": 1, "on": 1}
+    assert found.mean_difference["on"].over_seeds is None
+    table = to_markdown(found, ["A note."])
+    assert "seeds" not in table
+    assert "Neither covers another seed" in " ".join(table.split())
+    assert table.endswith("\n\nA note.\n")

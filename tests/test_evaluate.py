@@ -1,5 +1,7 @@
 import csv
 import json
+import logging
+import re
 import shutil
 import sys
 import time
@@ -12,11 +14,15 @@ import pytest
 import torch
 from scipy import stats
 
+from tests.saved_run import random_model, save_run
 from titan_disp.cli import main
 from titan_disp.errors import ConfigError
 from titan_disp.evaluate import evaluation
+from titan_disp.evaluate.compare import Scores
 from titan_disp.evaluate.evaluation import evaluate
-from titan_disp.evaluate.tasks import build_suite
+from titan_disp.evaluate.harness import Result
+from titan_disp.evaluate.once import warnings_once
+from titan_disp.evaluate.tasks import PROTOCOLS, build_suite
 
 pytest.importorskip("lm_eval")
 import datasets  # noqa: E402
@@ -186,6 +192,7 @@ def test_end_to_end_against_plain_transformers(models, own, tmp_path, include_pa
         assert difference["p_value"] == pytest.approx(test.pvalue)
         assert (difference["low"], difference["high"]) == pytest.approx(tuple(test.confidence_interval()))
 
+    assert [model["dtype"] for model in found["models"].values()] == ["float32", "float32"]
     assert found["settings"]["batch_size"] == 3
     assert found["versions"].keys() == {"titan-disp", "lm_eval", "transformers", "torch", "datasets"}
     table, printed = (out / "table.md").read_text(), capsys.readouterr().out
@@ -348,7 +355,7 @@ def test_tasks_are_refused(own, monkeypatch):
         ({"num_fewshot": -1}, "--num-fewshot is -1"),
         ({"batch_size": 0}, "--batch-size is 0"),
         ({"device": "gpu"}, "--device 'gpu' cannot be used"),
-        ({"folders": []}, "no model is given"),
+        ({"models": []}, "no model is given"),
         ({"out": Path("file/inside")}, "no folder to write into"),
     ],
 )
@@ -356,26 +363,128 @@ def test_arguments_are_refused(models, tmp_path, monkeypatch, changed, message):
     monkeypatch.chdir(tmp_path)
     Path("file").touch()
     with pytest.raises(ConfigError, match=message):
-        evaluate(**{"folders": models, "tasks": ["word"]} | changed)
+        evaluate(**{"models": models, "tasks": ["word"]} | changed)
 
 
-def test_folders_are_refused(models, tmp_path):
-    run = tmp_path / "run"
-    run.mkdir()
-    (run / "config.json").write_text("{}")
-    (run / "metrics.jsonl").touch()
+def test_models_are_refused(models, tmp_path, monkeypatch):
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
     empty = tmp_path / "empty"
     empty.mkdir()
-    for folders, message in (
-        ([run], "export it first: titan-disp export"),
-        ([run / "300"], "export it first: titan-disp export .*/run/300 DEST"),
-        ([models[0], empty], "has no config.json; expected a Hugging Face model"),
+    for given, message in (
+        ([models[0], empty], "empty' is not a run's folder"),
         ([tmp_path / "nothing"], "does not exist"),
+        (["nothing"], "no folder here, and as a model of the Hugging Face hub"),
         ([models[0], models[0]], "given twice"),
+        ([f"off={models[0]}", f"on={models[0]}"], "given twice"),
+        ([f"off={models[0]}", f"off={models[1]}"], "two conditions have the same name"),
+        ([f"off={models[0]},"], "expected NAME=A,B,C"),
     ):
         with pytest.raises(ConfigError, match=message):
-            evaluate(folders, ["word"], out=tmp_path / "out")
+            evaluate(given, ["word"], out=tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+RIGHT = {
+    "a": [1.0, 0, 1, 0, 0],
+    "b": [1.0, 1, 1, 0, 1],
+    "c": [0.0, 1, 1, 0, 1],
+}  # documents that each model answers rightly
+
+
+@pytest.fixture
+def answers(monkeypatch):
+    """No model runs: ``RIGHT`` says what each would answer; here are the folders that were asked."""
+    asked = []
+
+    def run_model(folder, suite, settings):
+        assert (folder / "config.json").is_file()
+        asked.append(folder)
+        values = np.array(RIGHT.get(folder.parent.name, RIGHT["a"]))
+        samples = [{"task": "word", "acc": value} for value in values]
+        dtype = "bfloat16" if folder.parent.name == "c" else "float32"
+        return Result({}, samples, {"word": Scores(values.mean(), None, 0, values)}, dtype)
+
+    monkeypatch.setattr(evaluation, "run_model", run_model)
+    return asked
+
+
+def test_seeds_of_a_condition_against_one_model(models, own, answers, tmp_path, capsys):
+    """A document's score is the mean over the seeds; the dtypes, which differ, are told."""
+    third = tmp_path / "c" / "hf"
+    shutil.copytree(models[1], third)
+    out = tmp_path / "out"
+    comparison = evaluate([models[0], f"pair={models[1]},{third}"], ["word"], include_path=own, out=out)
+    assert answers == [*models, third]
+    found = json.loads((out / "results.json").read_text())
+    assert found["conditions"] == {"a-hf": ["a-hf"], "pair": ["b-hf", "c-hf"]}
+    assert [one["dtype"] for one in found["models"].values()] == ["float32", "float32", "bfloat16"]
+    samples = [json.loads(line) for line in (out / "samples.jsonl").read_text().splitlines()]
+    assert [s["acc"] for s in samples if s["model"] == "c-hf"] == RIGHT["c"]
+    (task,) = comparison.tasks
+    assert task.scores == {"a-hf": 0.4, "pair": pytest.approx((0.8 + 0.6) / 2)}
+    paired = stats.ttest_rel([0.5, 1, 1, 0, 1], RIGHT["a"])
+    assert task.differences["pair"].p_value == pytest.approx(paired.pvalue)
+    table, told = (out / "table.md").read_text(), capsys.readouterr().err
+    assert "pair (2 seeds)" in table
+    assert "Welch" not in table  # of one seed nothing can be said
+    assert "dtypes (a-hf float32, b-hf float32, c-hf bfloat16)" in table
+    assert "model 1 of 3: a-hf: " in told
+    assert re.search(r"model 3 of 3, about 0:0\d:\d\d left: c-hf: ", told)
+
+
+def test_a_run_is_exported_for_its_evaluation(own, answers, sample, tmp_path):
+    run = save_run(tmp_path / "run", random_model(), sample / "tokenizer")
+    found = evaluate([run], ["word"], include_path=own, out=tmp_path / "out")
+    assert list(found.tasks[0].scores) == ["run-step-30"]
+    (folder,) = answers
+    assert folder.name == "model"
+    written = sorted(path.name for path in (tmp_path / "out").iterdir())
+    assert written == ["results.json", "samples.jsonl", "table.csv", "table.md"]
+
+
+def test_warnings_of_the_harness_come_once(capsys):
+    """Per line of its code, whatever the task it is about; afterwards its logger is what it was."""
+    logger = logging.getLogger("lm_eval.some.module")
+    before = logging.getLogger("lm_eval").handlers
+    with warnings_once():
+        for task in ("one", "two", "three"):
+            logger.warning("no aggregation for %s", task)
+            logger.info("about %s", task)
+        logger.warning("another")
+    told = capsys.readouterr().err.splitlines()
+    assert told == [
+        "no aggregation for one",
+        "another",
+        "lm_eval gave 2 more warnings of the same kinds, for other tasks or models",
+    ]
+    assert logging.getLogger("lm_eval").handlers is before
+
+
+def test_protocols_by_name(monkeypatch):
+    """As midtrain_qwen3.py and midtrain_gpt2.py: --num_fewshot 5 and 1, --max_eval_samples 200 and 500."""
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(datasets, "load_dataset", small_hub)
+    assert {name: protocol.limit for name, protocol in PROTOCOLS.items()} == {
+        **{"paper": None, "authors-qwen3": 200, "authors-gpt2": 500},
+    }
+    names = ["anli_r2", "arc_easy", "truthfulqa_mc2", "medmcqa"]
+    for protocol, expected in (
+        ("paper", [0, 5, 0, 5]),
+        ("authors-qwen3", [0, 5, 0, 5]),
+        ("authors-gpt2", [0, 1, 0, 1]),
+    ):
+        items = build_suite(names, shots=PROTOCOLS[protocol].shots).items
+        assert [item.get_config("num_fewshot") for item in items] == expected
+
+
+def test_a_protocol_limits_the_documents(models, own, tmp_path, monkeypatch):
+    limits = []
+    monkeypatch.setattr(evaluation, "run_model", lambda folder, suite, settings: limits.append(settings.limit) or 1 / 0)
+    for more in ({"protocol": "authors-gpt2"}, {"protocol": "authors-qwen3", "limit": 7}, {}):
+        with pytest.raises(ZeroDivisionError):
+            evaluate(models[:1], ["word"], include_path=own, out=tmp_path / "out", **more)
+    assert limits == [500, 7, None]
 
 
 def test_weights_that_are_missing(models, own, tmp_path):

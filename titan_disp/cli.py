@@ -389,7 +389,7 @@ def generate(
 
 @app.command
 def evaluate(
-    folders: Annotated[tuple[Path, ...], tyro.conf.Positional],
+    models: Annotated[tuple[str, ...], tyro.conf.Positional],
     tasks: tuple[str, ...] = ("paper",),
     limit: int | None = None,
     num_fewshot: int | None = None,
@@ -399,24 +399,28 @@ def evaluate(
     seed: int = 0,
     include_path: Path | None = None,
     out: Path = Path("evaluation"),
+    protocol: Literal["paper", "authors-qwen3", "authors-gpt2"] = "paper",
 ) -> None:
-    """Run lm-evaluation-harness on Hugging Face models and compare all with the first one, document by document.
+    """Run lm-evaluation-harness on models and compare all with the first one, document by document, and over seeds.
 
     Args:
-        folders: of causal language models, as titan-disp export writes them; the first is what others are compared with.
+        models: folders of Hugging Face models, as titan-disp export writes them, models of the hub, RUN or RUN/STEP; or
+            NAME=MODEL,MODEL,… for several seeds of one condition. The first is what others are compared with.
         tasks: names of the harness's tasks, groups or tags; paper: the ten of arXiv 2602.00217.
-        limit: documents per task (of MMLU: per subject), the first ones; default: all.
-        num_fewshot: examples in the prompt; default: the authors' for Qwen3 (5 or 0) in the paper's ten, or the task's own.
+        limit: documents per task (of MMLU: per subject), the first ones; default: the protocol's.
+        num_fewshot: examples in the prompt; default: the protocol's in the paper's ten, or the task's own.
         batch_size: auto: the largest that fits on a GPU, 8 on a CPU.
         device: such as cpu or cuda:1; default: the GPU where there is one.
         dtype: of the weights; auto: as they were saved.
         seed: of the choice of examples.
         include_path: folder with task files of your own.
         out: folder for results.json, samples.jsonl, table.md and table.csv; must not hold an earlier evaluation.
+        protocol: documents and examples of the paper's ten tasks. paper: all documents, five examples or none. As the authors'
+            scripts: authors-qwen3: 200 documents, five examples or none; authors-gpt2: 500 documents, one example or none.
     """
     from titan_disp.evaluate.evaluation import evaluate as run
 
-    run(folders, tasks, limit, num_fewshot, batch_size, device, dtype, seed, include_path, out)
+    run(models, tasks, limit, num_fewshot, batch_size, device, dtype, seed, include_path, out, protocol)
 
 
 def _split_overrides(argv: Sequence[str]) -> list[str]:

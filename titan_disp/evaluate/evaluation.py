@@ -3,8 +3,11 @@
 import json
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
+from datetime import timedelta
 from importlib import import_module
 from importlib.metadata import version
 from pathlib import Path
@@ -13,17 +16,22 @@ from typing import Literal
 import torch
 
 from titan_disp.errors import ConfigError
-from titan_disp.evaluate.compare import Comparison, compare
+from titan_disp.evaluate.compare import Comparison, compare, pooled
 from titan_disp.evaluate.harness import Dtype, Result, Settings, run_model
+from titan_disp.evaluate.once import warnings_once
 from titan_disp.evaluate.table import to_csv, to_markdown
-from titan_disp.evaluate.tasks import Suite, build_suite
-from titan_disp.inspection.targets import Target, find_targets
-from titan_disp.results.saved import is_run
+from titan_disp.evaluate.tasks import PROTOCOLS, Suite, build_suite
+from titan_disp.inspection.groups import parse_group
+from titan_disp.inspection.targets import Target, find_targets, name_of
+from titan_disp.results.export import export
 from titan_disp.run.folder import write_json
+
+Conditions = Mapping[str, Sequence[str]]
+"""Names of models by the condition whose seeds they are; a model by itself is a condition of its own name."""
 
 
 def evaluate(
-    folders: Sequence[Path],
+    models: Sequence[str | Path],
     tasks: Sequence[str] = ("paper",),
     limit: int | None = None,
     num_fewshot: int | None = None,
@@ -33,22 +41,26 @@ def evaluate(
     seed: int = 0,
     include_path: Path | None = None,
     out: Path = Path("evaluation"),
+    protocol: str = "paper",
 ) -> Comparison:
-    """Run lm-evaluation-harness on Hugging Face folders, compare all with the first, and write the files of ``out``.
+    """Run lm-evaluation-harness on models, compare all with the first, and write the files of ``out``.
 
     results.json (all numbers of the harness and of the comparison, settings, versions), samples.jsonl (every metric of
     every document), table.md and table.csv are there after the first model, and anew after each.
 
     Args:
-        folders: of causal language models, such as titan-disp export writes. Each is loaded once, one at a time.
+        models: Hugging Face folders of causal language models, such as titan-disp export writes, models of the hub, and RUN or
+            RUN/STEP, which is exported for as long as it is evaluated; or ``NAME=MODEL,MODEL,…``: seeds of one condition, which
+            are compared as one. Each is loaded once, one at a time.
         tasks, include_path, num_fewshot: as ``build_suite`` takes them.
-        limit, batch_size, dtype, seed: as in ``Settings``.
+        limit, batch_size, dtype, seed: as in ``Settings``; limit None: the protocol's.
         device: default: the GPU where there is one.
         out: a folder without an earlier evaluation.
+        protocol: of ``PROTOCOLS``, for the number of documents and of examples.
 
     Raises:
         ConfigError: no such model, task, data or device, or a number out of range, before anything is evaluated; weights
-            that are missing or damaged, when their turn comes.
+            that are missing or damaged, or a run that cannot be exported, when their turn comes.
     """
     for option, number, least in (("--limit", limit, 1), ("--num-fewshot", num_fewshot, 0), ("--seed", seed, 0)):
         if number is not None and number < least:
@@ -56,19 +68,22 @@ def evaluate(
     if batch_size != "auto" and batch_size < 1:
         raise ConfigError(f"--batch-size is {batch_size}, expected auto or at least 1")
     _require_harness()
-    settings = Settings(limit, batch_size, _find_device(device), dtype, seed)
-    models = _find_models(folders)
+    chosen = PROTOCOLS[protocol]
+    settings = Settings(limit or chosen.limit, batch_size, _find_device(device), dtype, seed)
+    found, conditions = _find_models(list(map(str, models)))
     _check_out(out)
-    suite = build_suite(tasks, include_path, num_fewshot)
-    results: dict[str, Result] = {}
-    for name, model in models.items():
-        print(f"{name}: {model.folder}", file=sys.stderr)
-        results[name] = run_model(model.folder, suite, settings)
-        with open(out / "samples.jsonl", "a") as file:
-            file.writelines(json.dumps({"model": name, **sample}) + "\n" for sample in results[name].samples)
-        comparison = compare(suite.rows, {done: result.scores for done, result in results.items()})
-        _write(out, comparison, settings, suite, models, results)
-    print(to_markdown(comparison))
+    with warnings_once():
+        suite = build_suite(tasks, include_path, num_fewshot, chosen.shots)
+        results: dict[str, Result] = {}
+        for name, model in _with_progress(found):
+            with _as_hugging_face(model, out) as folder:
+                results[name] = run_model(folder, suite, settings)
+            with open(out / "samples.jsonl", "a") as file:
+                file.writelines(json.dumps({"model": name, **sample}) + "\n" for sample in results[name].samples)
+            comparison = _compare(suite, conditions, results)
+            notes = _dtype_note(results)
+            _write(out, comparison, notes, settings, suite, found, conditions, results, protocol)
+    print(to_markdown(comparison, notes))
     print(f"{out}: results.json, samples.jsonl, table.md, table.csv")
     return comparison
 
@@ -103,27 +118,22 @@ def _check_out(out: Path) -> None:
         raise ConfigError(f"--out {str(out)!r} is no folder to write into: {error}") from error
 
 
-def _find_models(folders: Sequence[Path]) -> dict[str, Target]:
-    """By names that tell them apart, the first one first."""
-    if not folders:
+def _find_models(names: Sequence[str]) -> tuple[dict[str, Target], Conditions]:
+    """By names that tell them apart, the first one first; and what is compared with what."""
+    if not names:
         raise ConfigError(
-            "no model is given; expected folders of Hugging Face models, as titan-disp export writes them"
+            "no model is given; expected folders of Hugging Face models, as titan-disp export writes them, models of the hub, "
+            "runs, or NAME=MODEL,MODEL,… for seeds of one condition"
         )
-    for folder in folders:
-        if (folder / "config.json").is_file() and not is_run(folder):
-            continue
-        run = next((path for path in (folder, *folder.parents[:2]) if is_run(path)), None)
-        if run is not None:
-            raise ConfigError(
-                f"{str(folder)!r} is a run, not a Hugging Face model; export it first: titan-disp export {folder} DEST"
-            )
-        what = "has no config.json" if folder.is_dir() else "does not exist"
-        raise ConfigError(
-            f"{str(folder)!r} {what}; expected a Hugging Face model's folder, as titan-disp export writes it"
-        )
-    models = find_targets([str(folder) for folder in folders], all_steps=False, tokenizer=None)
-    if len(models) < len(folders):
-        raise ConfigError(f"a folder is given twice: {', '.join(map(str, folders))}")
+    groups = [parse_group(name) or (None, [name]) for name in names]
+    members = [member for _, group in groups for member in group]
+    models = find_targets(members, all_steps=False, tokenizer=None)
+    if len(models) < len(members):
+        raise ConfigError(f"a model is given twice: {', '.join(members)}")
+    named = [[name_of(member, models) for member in group] for _, group in groups]
+    conditions = {name or group[0]: group for (name, _), group in zip(groups, named, strict=True)}
+    if len(conditions) < len(groups):
+        raise ConfigError(f"two conditions have the same name: {', '.join(names)}")
     lengths = {name: model.max_tokens for name, model in models.items()}
     if len(set(lengths.values())) > 1:
         told = ", ".join(f"{name} {length}" for name, length in lengths.items())
@@ -131,26 +141,69 @@ def _find_models(folders: Sequence[Path]) -> dict[str, Target]:
             f"the models' positions differ ({told}): longer prompts lose their beginnings, in some and not in others",
             file=sys.stderr,
         )
-    return models
+    return models, conditions
+
+
+def _with_progress(models: Mapping[str, Target]) -> Iterator[tuple[str, Target]]:
+    """Each model, after a line that says which it is, and at the pace so far how long all that are left will take."""
+    began = time.monotonic()
+    for done, (name, model) in enumerate(models.items()):
+        left = (time.monotonic() - began) / done * (len(models) - done) if done else None
+        pace = "" if left is None else f", about {timedelta(seconds=round(left))} left"
+        print(f"model {done + 1} of {len(models)}{pace}: {name}: {model.folder}", file=sys.stderr)
+        yield name, model
+
+
+@contextmanager
+def _as_hugging_face(model: Target, out: Path) -> Iterator[Path]:
+    """The model's folder; a run's checkpoint is exported beside the results, and removed again."""
+    if model.run is None:
+        yield model.folder
+        return
+    with tempfile.TemporaryDirectory(prefix=".export-", dir=out) as folder:
+        export(f"{model.run}/{model.step}", Path(folder) / "model")
+        yield Path(folder) / "model"
+
+
+def _compare(suite: Suite, conditions: Conditions, results: Mapping[str, Result]) -> Comparison:
+    """Of the models so far."""
+    models = {}
+    for condition, members in conditions.items():
+        if done := [results[name].scores for name in members if name in results]:
+            models[condition] = {row.name: pooled([scores[row.name] for scores in done]) for row in suite.rows}
+    return compare(suite.rows, models)
+
+
+def _dtype_note(results: Mapping[str, Result]) -> list[str]:
+    if len({result.dtype for result in results.values()}) < 2:
+        return []
+    told = ", ".join(f"{name} {result.dtype}" for name, result in results.items())
+    return [
+        f"The weights differ in their dtypes ({told}): part of a difference may be rounding. --dtype makes them the same."
+    ]
 
 
 def _write(
     out: Path,
     comparison: Comparison,
+    notes: Sequence[str],
     settings: Settings,
     suite: Suite,
     models: Mapping[str, Target],
+    conditions: Conditions,
     results: Mapping[str, Result],
+    protocol: str,
 ) -> None:
     content = {
-        "settings": asdict(settings) | {"rows": [asdict(row) for row in suite.rows]},
+        "settings": {"protocol": protocol, **asdict(settings), "rows": [asdict(row) for row in suite.rows]},
         "versions": {name: version(name) for name in ("titan-disp", "lm_eval", "transformers", "torch", "datasets")},
+        "conditions": conditions,
         "comparison": asdict(comparison),
         "models": {
-            name: {"folder": str(models[name].folder.resolve()), "harness": result.harness}
+            name: {"folder": str(models[name].folder.resolve()), "dtype": result.dtype, "harness": result.harness}
             for name, result in results.items()
         },
     }
-    (out / "table.md").write_text(to_markdown(comparison))
+    (out / "table.md").write_text(to_markdown(comparison, notes))
     (out / "table.csv").write_text(to_csv(comparison))
     write_json(out / "results.json", content)

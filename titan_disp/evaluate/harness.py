@@ -44,11 +44,13 @@ class Result:
         harness: all its numbers, task configs and versions, fit for JSON, without documents.
         samples: for every document its task, doc_id, hashes of document and prompt, filter, and every metric.
         scores: by row of the table.
+        dtype: of the weights.
     """
 
     harness: dict[str, Any]
     samples: list[dict[str, Any]]
     scores: dict[str, Scores]
+    dtype: str
 
 
 def run_model(folder: Path, suite: Suite, settings: Settings) -> Result:
@@ -70,6 +72,7 @@ def run_model(folder: Path, suite: Suite, settings: Settings) -> Result:
         tokenizer=AutoTokenizer.from_pretrained(folder, local_files_only=True),
         batch_size=batch_size,
     )
+    dtype = str(model.model.dtype).removeprefix("torch.")
     try:
         found = simple_evaluate(
             model=model,
@@ -91,7 +94,7 @@ def run_model(folder: Path, suite: Suite, settings: Settings) -> Result:
     found = json.loads(json.dumps(found, default=handle_non_serializable))
     by_task = found.pop("samples")
     samples = [_compact(task, sample) for task, of_task in by_task.items() for sample in of_task]
-    return Result(found, samples, {row.name: _scores(row, found, by_task) for row in suite.rows})
+    return Result(found, samples, {row.name: _scores(row, found, by_task) for row in suite.rows}, dtype)
 
 
 def _compact(task: str, sample: dict[str, Any]) -> dict[str, Any]:

@@ -2,13 +2,27 @@
 
 import difflib
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from titan_disp.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Protocol:
+    """How an evaluation is done.
+
+    Attributes:
+        shots: the tasks, and the number of examples in the prompt of each.
+        limit: documents per task, the first ones; None: all.
+    """
+
+    shots: Mapping[str, int]
+    limit: int | None
+
 
 PAPER = {
     "anli_r2": 0,
@@ -29,6 +43,14 @@ examples, and five of them, as in its mid-training of Qwen3 (GPT-2's has one); T
 answers); and the metric, ``acc`` for all ten, also where the harness has an ``acc_norm``, which is in results.json. It scores 200
 documents a task (Qwen3) or 500 (GPT-2); that all documents are scored here is our choice.
 """
+
+PROTOCOLS = {
+    "paper": Protocol(PAPER, limit=None),
+    "authors-qwen3": Protocol(PAPER, limit=200),
+    "authors-gpt2": Protocol({task: min(shots, 1) for task, shots in PAPER.items()}, limit=500),
+}
+"""By name: the paper's ten tasks on all documents, and as the authors' two mid-training scripts score them
+(train_configs/authors/README.md): Qwen3's with five examples or none on 200 documents, GPT-2's with one or none on 500."""
 
 
 @dataclass(frozen=True)
@@ -57,14 +79,20 @@ class Suite:
     manager: Any
 
 
-def build_suite(names: Sequence[str], include_path: Path | None = None, num_fewshot: int | None = None) -> Suite:
+def build_suite(
+    names: Sequence[str],
+    include_path: Path | None = None,
+    num_fewshot: int | None = None,
+    shots: Mapping[str, int] = PAPER,
+) -> Suite:
     """Find the tasks and load their data sets: from the cache alone where the Hugging Face hub does not answer.
 
     Args:
         names: of tasks, groups or tags of the harness; ``paper`` stands for the ten of ``PAPER``.
         include_path: folder with further task files.
-        num_fewshot: examples in every prompt, but for tasks that fix their number; None: those of ``PAPER`` for its ten,
-            each task's own for others.
+        num_fewshot: examples in every prompt, but for tasks that fix their number; None: those of ``shots``, and each task's own
+            for others.
+        shots: numbers of examples by task.
 
     Raises:
         ConfigError: no such task, no data, tasks that overlap, or one without a metric that can be compared.
@@ -92,10 +120,12 @@ def build_suite(names: Sequence[str], include_path: Path | None = None, num_fews
     except ValueError as error:
         raise ConfigError(f"--tasks: {error}; name one of them") from error
     for name, item in items.items():
-        shots = PAPER.get(name) if num_fewshot is None else num_fewshot
+        examples = shots.get(name) if num_fewshot is None else num_fewshot
         for task in manager.load(item)["tasks"].values():
-            if shots is not None and task.get_config("num_fewshot") != 0:  # 0 is fixed: TruthfulQA's prompt has its own
-                task.set_config("num_fewshot", shots)
+            if (
+                examples is not None and task.get_config("num_fewshot") != 0
+            ):  # 0 is fixed: TruthfulQA's prompt has its own
+                task.set_config("num_fewshot", examples)
     rows = {row.name: row for item in items.values() for row in _rows(item)}
     return Suite(tuple(rows.values()), list(items.values()), manager)
 

@@ -1,0 +1,37 @@
+"""Warnings of lm-evaluation-harness once, not for each of 57 subjects of each of six models."""
+
+import logging
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+class _FirstOfEach(logging.Filter):
+    """Lets the first record of each line of code through, and counts the others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: Counter[tuple[str, int]] = Counter()
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        place = (record.pathname, record.lineno)
+        self.seen[place] += 1
+        return self.seen[place] == 1
+
+
+@contextmanager
+def warnings_once(name: str = "lm_eval") -> Iterator[None]:
+    """Within it, a logger's warnings go to stderr, those of one line of code once; at the end it is said how many did not."""
+    logger, first = logging.getLogger(name), _FirstOfEach()
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setLevel(logging.WARNING)
+    handler.addFilter(first)
+    before = logger.handlers, logger.propagate
+    logger.handlers, logger.propagate = [handler], False
+    try:
+        yield
+    finally:
+        logger.handlers, logger.propagate = before
+        if more := sum(first.seen.values()) - len(first.seen):
+            print(f"{name} gave {more} more warnings of the same kinds, for other tasks or models", file=sys.stderr)
