@@ -5,7 +5,6 @@ import io
 import json
 import random
 import resource
-import shutil
 import subprocess
 import sys
 
@@ -30,7 +29,6 @@ from titan_disp.errors import ConfigError
 from titan_disp.qwen3.flavors import flavors
 from titan_disp.qwen3.hf import Qwen3HfAdapter, check_hf_folder, weight_shapes
 from titan_disp.results.export import export
-from titan_disp.results.model_card import model_card
 from titan_disp.results.saved import find_saved, load_model
 
 TOKENS = torch.arange(2 * SEQ_LEN).view(2, SEQ_LEN) * 17 % 2048
@@ -88,16 +86,6 @@ def test_logits_tokenizer_and_card(run, model, sample, texts, tmp_path):
                  "torch 2.99", "7 ranks", "coeff = 0.1", "copy named `sample`"):  # fmt: skip
         assert fact in card, fact
     assert str(sample) not in card
-
-
-def test_card_says_the_held_out_cross_entropy(run, tmp_path):
-    """Of the newest measurement that the checkpoint of step 30 has seen."""
-    measured = shutil.copytree(run, tmp_path / "run")
-    with open(measured / "metrics.jsonl", "a") as file:
-        for step, ce in ((20, 6.5), (30, 6.25), (50, 6.0)):
-            file.write(json.dumps({"step": step, "condensation": {"cross_entropy": ce, "sequences": 8}}) + "\n")
-    card = model_card(find_saved(f"{measured}/30"), "small-model", 1, "float32", {})
-    assert f"| cross-entropy, held-out text | 6.2500 at step 30 (8 sequences of {SEQ_LEN} tokens) |" in card
 
 
 @torch.no_grad()

@@ -1,22 +1,78 @@
 """README.md of an exported model: what the run knows of itself."""
 
+import contextlib
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from titan_disp.data.files import list_files
+from titan_disp.data.fingerprint import read_data_state
+from titan_disp.errors import CheckpointError, ConfigError
 from titan_disp.results.saved import SavedModel
 from titan_disp.run.folder import read_condensation, read_metrics
+from titan_disp.run.validation_loss import read_validation
 
+SHOWN_FILES = 4  # named one by one; of more, the first and the last
 PAPER = "https://arxiv.org/abs/2602.00217"
 SHOWN = ("python", "titan-disp", "torch", "torchtitan", "tokenizers", "sentencepiece")
 
 
-def _data(config: dict[str, Any]) -> str:
-    """The data's name; a path tells its last part only, as the rest is about one machine."""
-    if sources := config.get("stream", {}).get("sources"):  # older runs know none
+def _files(saved: SavedModel) -> list[tuple[str, int]]:
+    """Name and bytes of every file of the training data: as the checkpoint has them, else as they are on this disk; or none."""
+    training = saved.config["training"]
+    if not saved.in_hf_format:
+        with contextlib.suppress(CheckpointError):
+            known, _ = read_data_state(str(saved.folder))
+            if "files" in known:
+                return [(name, size) for name, size in known["files"]]
+    if training["dataset_path"]:
+        with contextlib.suppress(ConfigError):
+            return [(file.name, file.size) for file in list_files(training["dataset"], training["dataset_path"])]
+    return []
+
+
+def _data(saved: SavedModel) -> str:
+    """The data's files and where they were; a path tells its last part only, as the rest is about one machine."""
+    if sources := saved.config.get("stream", {}).get("sources"):  # older runs know none
         total = sum(source["weight"] for source in sources)
         return ", ".join(f"{_source(source)} ({source['weight'] / total:.0%})" for source in sources)
-    training, path = config["training"], config["training"]["dataset_path"]
-    return f"`{training['dataset']}`" + (f", a local copy named `{Path(path).name}`" if path else ", from the hub")
+    training = saved.config["training"]
+    path, files, dataset = training["dataset_path"], _files(saved), training["dataset"]
+    name = "allenai/c4" if dataset.startswith("c4") else f"`{dataset}`" if dataset.startswith("hf:") else "documents"
+    source = name + (f", a local copy named `{Path(path).name}`" if path else ", from the hub")
+    if not files:
+        return source
+    names = [f"`{name}`" for name, _ in files]
+    listed = ", ".join(names) if len(names) <= SHOWN_FILES else f"{names[0]} to {names[-1]}"
+    count = f"{len(files):,} files" if len(files) > 1 else "1 file"
+    return f"{count}, {_bytes(sum(size for _, size in files))}: {listed} ({source})"
+
+
+def _bytes(size: float) -> str:
+    for unit, name in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB")):
+        if size >= unit:
+            return f"{size / unit:.4g} {name}"
+    return f"{size / 1e3:.4g} kB"
+
+
+def _condensation(measured: Mapping[str, Any]) -> str:
+    """``measured``: as ``Condensation.to_json`` wrote it; older versions end with the last block."""
+    mean = measured["mean_cosine"]
+    normed = measured.get("layers", [""])[-1] == "final norm"
+    blocks = mean[1 : len(mean) - normed]
+    over_depth = measured.get("before_norm", measured)
+    parts = [
+        *(f"{mean[0]:.3f} in the embedding", f"{sum(blocks) / len(blocks):.3f} on average over the blocks"),
+        f"{blocks[-1]:.3f} after the last block",
+        *([f"{mean[-1]:.3f} after the final norm"] if normed else []),
+    ]
+    ranks = [
+        f"{letter} {over_depth[name]:.2f}"
+        for name, letter in (("spearman", "ρ"), ("kendall", "τ"))
+        if over_depth.get(name) is not None
+    ]
+    depth = f"; with depth, up to the last block: {', '.join(ranks)}" if ranks else ""
+    return f"mean cosine of two tokens {', '.join(parts)}{depth}"
 
 
 def _source(source: dict[str, Any]) -> str:
@@ -35,6 +91,9 @@ def _dispersion(section: dict[str, Any]) -> str:
         "estimator",
         "clamp",
         "norm_eps",
+        "norm_coeff",
+        "include_diagonal",
+        "max_tokens",
         "warmup_steps",
         "decay",
         "final_coeff",
@@ -57,7 +116,7 @@ def model_card(saved: SavedModel, name: str, parameters: int, dtype: str, enviro
     logged = {step: record for step, record in read_metrics(saved.run).items() if step <= saved.step}
     facts = {
         "architecture": f"Qwen3, {parameters:,} parameters (flavor {config['model']['flavor']}), weights in {dtype}",
-        "data": _data(config),
+        "data": _data(saved),
         "sequence length": f"{training['seq_len']:,}",
         "dispersion": _dispersion(config["dispersion"]),
         "optimizer": f"{config['optimizer']['name']}, peak learning rate {config['optimizer']['lr']:g}",
@@ -76,6 +135,14 @@ def model_card(saved: SavedModel, name: str, parameters: int, dtype: str, enviro
         step, one = held_out
         text = f"{one['sequences']} sequences of {training['seq_len']:,} tokens"
         facts["cross-entropy, held-out text"] = f"{one['cross_entropy']:.4f} at step {step:,} ({text})"
+    validated = {step: loss for step, loss in read_validation(saved.run, config).items() if step <= saved.step}
+    if validated:
+        step, loss = max(validated.items())
+        facts["cross-entropy, validation"] = f"{loss:.4f} at step {step:,}"
+    if measured:
+        step, one = max(measured.items())
+        text = f"{one['sequences']} sequences, {one['tokens']:,} tokens of each"
+        facts["condensation, held-out text"] = f"{_condensation(one)}; at step {step:,} ({text})"
     packages = {"python": environment.get("python")} | environment.get("packages", {})
     if versions := [f"{p} {packages[p]}" for p in SHOWN if packages.get(p)]:
         facts["trained with"] = ", ".join(versions)
