@@ -101,7 +101,7 @@ def test_a_run_that_an_older_version_began():
     axes = plot.over_training({"run": by_step}).axes[0]
     assert [line.get_ydata().tolist() for line in axes.lines] == [[0.1, 0.2], [0.1, 0.3]]
     assert axes.get_xlabel() == "layer (0: embedding,\n1: last block)"
-    axes = charts.layer_map(by_step, "run").axes[0]
+    axes = charts.layer_map(by_step, "run", end=50).axes[0]
     assert axes.collections[0].get_array().tolist() == [[0.1, 0.1], [0.2, 0.3]]
     assert axes.get_ylabel() == "layer (0: embedding,\n1: last block)"
 
@@ -111,10 +111,10 @@ def test_depth_bars():
     some, normed = condensed(0.5, 0.1, 0.25, 0.75), condensed(0.5, 0.1, 0.25, 0.1, 0.75, final_norm=True)
     found = {"some": some, "falling": condensed(0.9, 0.8, 0.1), "flat": condensed(0.2, 0.209)}
     (axes,) = plot.depth_bars(found).axes
-    assert axes.get_xlabel() == "rank correlation of the mean cosine with depth (last layer: the last block)"
+    assert axes.get_xlabel() == "rank correlation of the mean cosine with depth\n(last layer: the last block)"
     (as_papers,) = plot.depth_bars({"normed": normed}).axes
     assert [bar.get_width() for bar in as_papers.patches] == [pytest.approx(0.4), pytest.approx(1 / 3)]
-    assert as_papers.get_xlabel() == "rank correlation of the mean cosine with depth (last layer: after the final norm)"
+    assert as_papers.get_xlabel() == "rank correlation of the mean cosine with depth\n(last layer: after the final norm)"
     names = dict(zip(axes.get_yticks(), (label.get_text() for label in axes.get_yticklabels()), strict=True))
     bars = {
         (container.get_label(), names[round(bar.get_y() + bar.get_height() / 2)]): bar.get_width()
@@ -161,15 +161,25 @@ def test_over_training():
     assert figure.axes[0].get_ylabel() == "mean pairwise cosine"
 
 
+def test_over_training_of_many_runs():
+    """Three in a row; a long label is broken, as it would reach into the next panel."""
+    figure = plot.over_training({name: {0: condensed(0.1, 0.2, 0.3, final_norm=True)} for name in "abcde"})
+    assert [axes.get_title() for axes in figure.axes] == [*"abcde", ""]
+    assert [axes.axison for axes in figure.axes] == [True] * 5 + [False]
+    assert figure.axes[4].get_xlabel() == "layer (0: embedding,\n1: last block, 2: final norm)"
+    assert [axes.get_ylabel() for axes in figure.axes[::3]] == ["mean pairwise cosine"] * 2
+
+
 def test_layer_map():
     by_step = {10: condensed(0.1, 0.2, 0.3, 0.4), 30: condensed(0.5, 0.6, 0.7, 0.75), 70: condensed(0.8, 0.85, 0.9, 1)}
-    figure = charts.layer_map(by_step, "_run$1$")
+    figure = charts.layer_map(by_step, "_run$1$", end=80)
     axes, bar = figure.axes
     (mesh,) = axes.collections
     assert upright(axes)
     for step, found in by_step.items():
         assert [shown_at(mesh, step + 1, layer) for layer in range(4)] == found.mean_cosine.tolist()
-    assert axes.get_xlim()[0] == 10
+    assert axes.get_xlim() == (10, 80)  # to the end of the run, not of a column as wide as the others
+    assert charts.layer_map(by_step, "run", end=70).axes[0].get_xlim() == (10, 70)
     assert (axes.get_xlabel(), axes.get_ylabel()) == ("step", "layer (0: embedding,\n3: last block)")
     assert bar.get_ylabel() == "mean pairwise cosine"
     assert mesh.get_clim() == (0, 1)
@@ -212,7 +222,9 @@ def scaled(scale, *y):
 
 
 def test_scales():
-    assert scaled(charts.from_zero, 5.0, 9.0).get_ylim()[0] == 0
+    assert scaled(charts.from_zero, 5.0, 9.0).get_ylim() == pytest.approx((0, 9.45))
+    assert scaled(charts.from_zero, 500.0, 500.1).get_ylim()[1] > 520  # not on the frame
+    assert scaled(charts.from_zero, 0.0, 0.0).get_ylim()[0] == 0
     assert scaled(charts.correlation, 0.1, 0.2).get_ylim() == (-1.05, 1.05)
     assert scaled(charts.by_factors, 1.0, 31.0).get_yscale() == "log"
     assert scaled(charts.by_factors, 1.0, 29.0).get_yscale() == "linear"
@@ -245,6 +257,7 @@ def test_timeline():
     drawn = {rows[line.get_ydata()[0]]: seconds(line) for line in below.lines}
     assert drawn == {"checkpoint": [20, 3660], "save failed": [25]}
     assert list(rows.values()) == ["checkpoint", "save failed"]
+    charts.timeline([first], [{"event": "$a_$", "time": begin}]).draw_without_rendering()  # no mathematics
     assert below.yaxis_inverted()
     assert upright(above)
     assert (below.get_xlabel(), above.get_ylabel()) == ("time (UTC)", "step")

@@ -24,6 +24,7 @@ from titan_disp.report.attempts import downtimes, repeated_steps
 from titan_disp.report.charts import BINS, binned
 from titan_disp.report.configs import defaults
 from titan_disp.report.gather import gather
+from titan_disp.report.numbers import number
 from titan_disp.report.page import render, write_report
 from titan_disp.report.state import duration, state
 from titan_disp.report.tables import final_numbers
@@ -101,7 +102,12 @@ def cells(page, heading):
     """Texts of a table's row."""
     found = re.search(rf'<th scope="row">{re.escape(escape(heading))}</th>(.*?)</tr>', page)
     assert found, f"no row {heading!r}"
-    return [html.unescape(cell) for cell in re.findall(r"<td>(.*?)</td>", found.group(1))]
+    return [unbroken(html.unescape(cell)) for cell in re.findall(r"<td>(.*?)</td>", found.group(1))]
+
+
+def unbroken(text):
+    """A number's note is kept on one line."""
+    return text.replace("\N{NO-BREAK SPACE}", " ")
 
 
 def pictures(page):
@@ -130,12 +136,14 @@ def test_numbers(compared):
     assert cells(page, "state") == ["complete: all 100 steps are done", "complete: all 90 steps are done"]
     assert cells(page, "tokens seen") == [f"{100 * 4096:,}", f"{90 * 4096:,}"]
     assert cells(page, "parameters") == ["427,008"] * 2  # of nano
-    assert cells(page, "cross-entropy, last row") == ["8", "8.1"]
-    assert cells(page, "cross-entropy at step 90, the latest of all runs") == ["8.1", "8.1"]
+    assert cells(page, "cross-entropy, last row") == ["8 (step 100)", "8.1 (step 90)"]
+    assert cells(page, "cross-entropy at step 90, the latest shared step") == ["8.1", "8.1"]
     assert cells(page, "dispersion loss, last row") == ["-0.3", "–"]
-    assert cells(page, "mean cosine of the last block, last") == ["0.3", "0.9"]
-    assert cells(page, "Spearman's ρ up to the last block, last") == ["1", "1"]
+    assert cells(page, "mean cosine of the last block, first") == ["0.1", "0.1"]  # both at step 0
+    assert cells(page, "mean cosine of the last block, last") == ["0.3 (step 100)", "0.9 (step 90)"]
+    assert cells(page, "Spearman's ρ up to the last block, last") == ["1 (step 100)", "1 (step 90)"]
     assert cells(page, "skipped documents") == ["10", "9"]
+    assert cells(page, "up to step") == ["100", "90"]
     assert cells(page, "packages.torch") == ['"2.13.0"'] * 2
 
 
@@ -176,14 +184,15 @@ def by_hand(tmp_path_factory):
 
 def test_final_numbers_by_hand(by_hand):
     """The last ten of CE are 10, 9, … 1; the eight of the other run are 24, 23.5, … 20.5."""
-    assert final_numbers(by_hand) == {
-        "cross-entropy, last row": ["1", "20.5"],
-        "cross-entropy, mean of the last 10 rows": ["5.5", "22.25"],
-        "cross-entropy at step 8, the latest of all runs": ["5", "20.5"],
+    found = {heading: [unbroken(cell) for cell in row] for heading, row in final_numbers(by_hand).items()}
+    assert found == {
+        "cross-entropy, last row": ["1 (step 12)", "20.5 (step 8)"],
+        "cross-entropy, mean of the last 10 rows": ["5.5 (step 12)", "22.25 (of 8 rows, step 8)"],
+        "cross-entropy at step 8, the latest shared step": ["5", "20.5"],
         "validation loss, last": ["6.25", "–"],
         "cross-entropy on held-out text, last": ["6.5", "–"],
         "dispersion loss, last row": ["-3", "–"],
-        "gradient norm, last row": ["0.125", "3"],
+        "gradient norm, last row": ["0.125 (step 12)", "3 (step 8)"],
         "tokens/s of one rank, median": ["300", "40"],
         "mean cosine of the last block, first": ["0.9", "–"],
         "mean cosine of the last block, last": ["0.75", "–"],
@@ -260,7 +269,7 @@ def test_history(compared):
     run = gather([compared.parent / "_on$1$2"])[0]
     found = run.attempts
     assert [(a.job, a.first_step, a.last_step, a.how()) for a in found] == [
-        ("7.0", 0, 40, "without a word"),
+        ("7.0", 0, 40, "no end recorded"),
         ("7.1", 30, 60, "stop: SIGUSR1"),
         ("7.2", 60, 100, "complete"),
     ]
@@ -304,7 +313,9 @@ def test_states(tmp_path):
     assert state(again, late)[0] == "complete"  # started once more, and had nothing to do
     failed = [*events[:5], event("save_failed", 40, T0 + 410, error="no space")]
     failed = gather([write_run(tmp_path / "failed", rows[:40], failed)])[0]
-    assert state(failed, T0 + 420) == ("interrupted", "it ended save failed: no space after step 40")
+    assert state(failed, T0 + 420) == ("interrupted", "save failed: no space, after step 40")
+    killed = gather([write_run(tmp_path / "killed", rows[:40], events[:5])])[0]
+    assert state(killed, late) == ("interrupted", "no end recorded, last activity at step 40")
     assert state(gather([write_run(tmp_path / "empty")])[0], late)[0] == "empty"
 
 
@@ -433,7 +444,7 @@ def test_errors(tmp_path, monkeypatch, capsys):
     assert exit.value.code == EXIT_CODE
     monkeypatch.setattr("sys.argv", ["titan-disp", "report", str(run), "--out", str(out)])
     cli.main()
-    assert "1 run," in capsys.readouterr().out
+    assert re.search(r"report.html: \d\.\d MB", capsys.readouterr().out)
     assert out.read_text().startswith("<!doctype html>")
 
 
@@ -525,3 +536,30 @@ def test_a_real_run(sample, tmp_path):
     assert cells(page, "step") == ["4 of 4"]
     assert cells(page, "ranks") == ["1"]
     assert len(pictures(page)) == 4 + 3 + 6 + 1 + 2 + 1
+
+
+@pytest.mark.parametrize(
+    ("value", "digits", "text"),
+    [
+        *((11_000.2, 4, "11 k"), (11_234.5, 4, "11.23 k"), (123_456.7, 5, "123.46 k"), (99_999.7, 5, "100 k")),
+        *((1_234_567.0, 5, "1,234,567"), (1234.5, 5, "1,234.5"), (0.123456, 5, "0.12346"), (-2.5e9 - 0.5, 3, "-2.5 B")),
+        *((None, 5, "–"), (float("nan"), 5, "–"), (0.0, 5, "0"), (2e-6, 5, "2e-06")),
+    ],
+)
+def test_numbers_are_read_without_powers_of_ten(value, digits, text):
+    assert number(value, digits) == text
+
+
+def test_slow_ranks(tmp_path):
+    def slow(step, rank, host, seconds):
+        return row(step, T0 + step, straggler={"rank": rank, "host": host, "seconds": seconds, "median": 0.5})
+
+    rows = [slow(1, 3, "n1", 9.0), row(2, T0 + 2), slow(3, 3, "n1", 1.25), slow(4, 7, "n2", 0.8)]
+    rows += [slow(step, step, "n3", 0.9) for step in (5, 6)]
+    page = render(gather([write_run(tmp_path / "slow", rows), write_run(tmp_path / "even", *whole())]), T0)
+    first, none = cells(page, "slow ranks")
+    assert first.startswith(
+        "rank 3 on n1 in 2 of 6 rows, last at step 3: 1.25 s, median 0.5 s; rank 7 on n2 in 1 of 6 rows, last at step 4: 0.8 s"
+    )
+    assert first.endswith("; and 1 more")
+    assert none == "–"

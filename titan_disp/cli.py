@@ -304,19 +304,20 @@ def condensation(
 
 @app.command
 def report(
-    runs: Annotated[tuple[Path, ...], tyro.conf.Positional],
+    runs: Annotated[tuple[str, ...], tyro.conf.Positional],
     out: Path = Path("report.html"),
 ) -> None:
     """One HTML page about one run, or several to compare: losses, condensation, restarts, configs. Also while they train.
 
     Args:
-        runs: run folders (job.dump_folder).
+        runs: run folders (job.dump_folder), or NAME=RUN,RUN,… for seeds of one condition, which curves show as a mean in a band.
+            Runs whose configs differ in their seeds only are such seeds without being told.
         out: the page; it needs no other file and no network.
     """
     from titan_disp.report.page import write_report
 
     written = write_report(runs, out)
-    print(f"{written}: {len(runs)} run{'s' if len(runs) > 1 else ''}, {written.stat().st_size / 1e6:.1f} MB")
+    print(f"{written}: {written.stat().st_size / 1e6:.1f} MB")
 
 
 @app.command

@@ -18,7 +18,7 @@ class Attempt:
         began: time of its start or resume event.
         job: SLURM's JOB.RESTARTS; empty without SLURM.
         first_step: steps done at its begin.
-        times, steps: of its signs of life in order, the begin included.
+        times, steps: of its activity in order, the begin included.
         end: its event of ``END``; None where it has none.
         allocated: when its allocation began, as its begin tells; else the begin.
         spent: (step, seconds by kind since then) of the records that tell.
@@ -48,7 +48,7 @@ class Attempt:
     def how(self) -> str:
         """What ended it, by its events."""
         if self.end is None:
-            return "without a word"
+            return "no end recorded"
         reason = self.end.get("reason") or self.end.get("error")
         return self.end["event"].replace("_", " ") + (f": {reason}" if reason else "")
 
@@ -85,5 +85,5 @@ def repeated_steps(found: Sequence[Attempt]) -> list[int]:
 
 
 def downtimes(found: Sequence[Attempt]) -> list[float]:
-    """Seconds from the last sign of each attempt to the begin of the next."""
+    """Seconds from the last activity of each attempt to the begin of the next."""
     return [b.began - a.ended for a, b in zip(found, found[1:], strict=False)]

@@ -15,9 +15,10 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 from scipy.stats import binned_statistic
 
-from titan_disp.condensation.plot import LINES, MEAN_COSINE, OKABE_ITO, layer_label, new_figure
+from titan_disp.condensation.plot import LINES, MEAN_COSINE, OKABE_ITO, layer_label, new_figure, plain
 from titan_disp.condensation.record import Condensation, alike
 from titan_disp.report.attempts import FAULTS, Attempt
+from titan_disp.report.numbers import short
 
 BINS = 500  # points of a line at most: two pixels each where a chart is widest
 SIZE = (5.6, 3.3)  # inches, of one column on a laptop; shrunk to a phone's width its letters can still be read
@@ -36,20 +37,16 @@ def to_uri(figure: Figure) -> str:
     return "data:image/svg+xml;base64," + base64.b64encode(file.getvalue()).decode()
 
 
-def plain(name: str) -> str:
-    """A run's name for matplotlib, which takes $…$ for mathematics and leaves out of legends what begins with _."""
-    return (" " if name.startswith("_") else "") + name.replace("$", r"\$")
-
-
 @dataclass(frozen=True)
 class Line:
     """One run in a chart.
 
     Attributes:
-        name: the run's.
+        name: the run's, or the condition's.
         x, y: [n] numbers; points where one of them is not finite are left out.
-        place: of the run in the report, which gives it its colour and dashes.
+        place: of the run or condition in the report, which gives it its colour and dashes.
         resumes: x where the run resumed, marked on the axis.
+        low, high: [n] of several seeds whose mean ``y`` is, the least and the greatest; None: it is one run.
     """
 
     name: str
@@ -57,6 +54,13 @@ class Line:
     y: np.ndarray
     place: int
     resumes: Sequence[float] = ()
+    low: np.ndarray | None = None
+    high: np.ndarray | None = None
+
+    @property
+    def all_y(self) -> np.ndarray:
+        """Everything that is drawn of it."""
+        return np.concatenate([y for y in (self.y, self.low, self.high) if y is not None])
 
     @property
     def style(self) -> dict[str, Any]:
@@ -84,8 +88,9 @@ def as_it_is(axes: Axes, lines: Sequence[Line]) -> None:
 
 def from_zero(axes: Axes, lines: Sequence[Line]) -> None:
     """Axis y from 0, for numbers whose ratios count."""
-    axes.set_ylim(bottom=0)
-    axes.yaxis.set_major_formatter(FuncFormatter(_short))
+    top = max(np.nanmax(line.all_y) for line in lines)
+    axes.set_ylim(0, 1.05 * top if top > 0 else None)  # numbers that hardly differ would be drawn on the frame
+    axes.yaxis.set_major_formatter(FuncFormatter(_tick))
 
 
 def correlation(axes: Axes, lines: Sequence[Line]) -> None:
@@ -95,7 +100,7 @@ def correlation(axes: Axes, lines: Sequence[Line]) -> None:
 
 def by_factors(axes: Axes, lines: Sequence[Line]) -> None:
     """Axis y logarithmic, where the values spread over more than a factor of 30."""
-    y = np.concatenate([line.y[np.isfinite(line.y)] for line in lines])
+    y = np.concatenate([line.all_y[np.isfinite(line.all_y)] for line in lines])
     if y.min() > 0 and y.max() > 30 * y.min():
         axes.set_yscale("log")
 
@@ -103,19 +108,26 @@ def by_factors(axes: Axes, lines: Sequence[Line]) -> None:
 def without_the_beginning(axes: Axes, lines: Sequence[Line]) -> None:
     """Axis y over the values after the ``BEGINNING`` of the longest run."""
     start = BEGINNING * max(np.nanmax(line.x) for line in lines)
-    later = np.concatenate([line.y[np.isfinite(line.y) & (line.x > start)] for line in lines])
+    later = np.concatenate([_after(line, start) for line in lines])
     if len(later) > 30 * len(lines):
         margin = 0.05 * np.ptp(later) + 1e-9
         axes.set_ylim(later.min() - margin, later.max() + margin)
 
 
+def _after(line: Line, start: float) -> np.ndarray:
+    values = np.stack([y for y in (line.y, line.low, line.high) if y is not None])[:, line.x > start]
+    return values[np.isfinite(values)]
+
+
 def curves(lines: Sequence[Line], xlabel: str, ylabel: str, scale: Scale) -> Figure:
-    """A line for each run; where points were put together, a line of means in a band from least to greatest."""
+    """A line for each run or condition. In a band from least to greatest where it is the mean of seeds, or of many points."""
     figure = new_figure(*SIZE)
     axes = figure.subplots()
     for line in lines:
         x, y, low, high = binned(line.x, line.y)
-        if len(x) == BINS:
+        if line.low is not None and line.high is not None:
+            low, high = binned(line.x, line.low)[2], binned(line.x, line.high)[3]
+        if len(x) == BINS or line.low is not None:
             axes.fill_between(x, low, high, color=line.style["color"], alpha=0.2, linewidth=0)
         marker = "o" if len(x) <= 30 else None
         axes.plot(x, y, label=plain(line.name), linewidth=1.5, marker=marker, markersize=3, **line.style)
@@ -124,7 +136,7 @@ def curves(lines: Sequence[Line], xlabel: str, ylabel: str, scale: Scale) -> Fig
         axes.plot(line.resumes, heights, "^", color=line.style["color"], markersize=5, transform=on_axis)
     axes.set_xlabel(xlabel)
     axes.set_ylabel(ylabel)
-    axes.xaxis.set_major_formatter(FuncFormatter(_short))
+    axes.xaxis.set_major_formatter(FuncFormatter(_tick))
     scale(axes, lines)
     axes.grid(alpha=0.3)
     longest = max(len(line.name) for line in lines)
@@ -132,16 +144,16 @@ def curves(lines: Sequence[Line], xlabel: str, ylabel: str, scale: Scale) -> Fig
     return figure
 
 
-def _short(value: float, _: int) -> str:
-    """For ticks: 1.5 B, 20 M, 4 k. B: a thousand millions, in which tokens are counted."""
-    for size, letter in ((1e12, " T"), (1e9, " B"), (1e6, " M"), (1e3, " k")):
-        if abs(value) >= size:
-            return f"{value / size:g}{letter}"
-    return f"{value:g}"
+def _tick(value: float, _: int) -> str:
+    return short(value)
 
 
-def layer_map(by_step: Mapping[int, Condensation], name: str) -> Figure:
-    """Mean cosine by layer and step of a run with two measurements or more; one colour scale for all runs."""
+def layer_map(by_step: Mapping[int, Condensation], name: str, end: int) -> Figure:
+    """Mean cosine by layer and step of a run with two measurements or more; one colour scale for all runs.
+
+    Args:
+        end: the run's last step, at which the map ends.
+    """
     figure = new_figure(*SIZE)
     axes = figure.subplots()
     measured = alike(list(by_step.values()))
@@ -150,11 +162,11 @@ def layer_map(by_step: Mapping[int, Condensation], name: str) -> Figure:
     mesh = axes.pcolormesh(
         list(by_step), layers, values, shading="nearest", cmap="magma_r", vmin=0, vmax=1, rasterized=True
     )
-    axes.set_xlim(left=min(by_step))
+    axes.set_xlim(min(by_step), max(end, *by_step))
     axes.set_title(plain(name), fontsize=10)
     axes.set_xlabel("step")
     axes.set_ylabel(layer_label(measured, gap="\n"))
-    axes.xaxis.set_major_formatter(FuncFormatter(_short))
+    axes.xaxis.set_major_formatter(FuncFormatter(_tick))
     axes.yaxis.set_major_locator(MaxNLocator(integer=True))
     figure.colorbar(mesh, label=MEAN_COSINE)
     return figure
@@ -180,12 +192,12 @@ def timeline(found: Sequence[Attempt], events: Sequence[Mapping[str, Any]]) -> F
         times = _dates([event["time"] for event in events if event["event"] == kind])
         marker, color = ("X", OKABE_ITO[1]) if kind in FAULTS else ("|", "black")
         below.plot(times, [row] * len(times), marker, color=color, markersize=7)
-    below.set_yticks(range(len(kinds)), [kind.replace("_", " ") for kind in kinds])
+    below.set_yticks(range(len(kinds)), [plain(kind.replace("_", " ")) for kind in kinds])
     below.set_ylim(len(kinds) - 0.5, -0.5)
     below.set_xlabel("time (UTC)")
     above.set_ylabel("step")
     above.set_ylim(bottom=0)
-    above.yaxis.set_major_formatter(FuncFormatter(_short))
+    above.yaxis.set_major_formatter(FuncFormatter(_tick))
     for axes in (above, below):
         axes.grid(axis="x", alpha=0.3)
     locator = AutoDateLocator()

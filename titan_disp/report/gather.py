@@ -10,18 +10,17 @@ from typing import Any
 
 import numpy as np
 import torch
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from titan_disp.condensation.record import Condensation, load_steps
 from titan_disp.errors import ConfigError
+from titan_disp.inspection.groups import parse_group
 from titan_disp.qwen3.flavors import flavors
 from titan_disp.qwen3.model import Qwen3DispModel
 from titan_disp.report.attempts import Attempt, attempts
 from titan_disp.report.goodput import Goodput, goodputs
 from titan_disp.results.saved import is_run
 from titan_disp.run.folder import by_step, flatten, read_events, read_rows
-
-VALIDATION_LOSS = "validation_metrics/loss"  # TorchTitan's name for it in TensorBoard
+from titan_disp.run.validation_loss import read_validation
 
 
 @dataclass(frozen=True)
@@ -31,6 +30,7 @@ class Run:
     Attributes:
         path: the run's folder.
         name: unique in the report.
+        group: the name under which it was given with others, as in off=RUN,RUN; None: alone.
         config: config.json.
         environment: environment.json; empty where there is none.
         written: training rows of metrics.jsonl in the order of writing, with the steps repeated after a resume.
@@ -44,6 +44,7 @@ class Run:
 
     path: Path
     name: str
+    group: str | None
     config: dict[str, Any]
     environment: dict[str, Any]
     written: list[dict[str, Any]]
@@ -113,18 +114,7 @@ def _read_json(path: Path) -> dict[str, Any]:
     return {}
 
 
-def _read_validation(folder: Path) -> dict[int, float]:
-    """From TensorBoard's files: TorchTitan writes it there only. Steps repeated after a resume: the last counts."""
-    if (folder / "rank_0").is_dir():  # metrics.save_for_all_ranks
-        folder = folder / "rank_0"
-    keep = {"scalars": 0, "images": 1}  # 0: all of them
-    board = EventAccumulator(str(folder), size_guidance=keep, purge_orphaned_data=False).Reload()
-    if VALIDATION_LOSS not in board.Tags()["scalars"]:
-        return {}
-    return {event.step: event.value for event in board.Scalars(VALIDATION_LOSS)}
-
-
-def _read(path: Path, name: str) -> Run:
+def _read(path: Path, name: str, group: str | None) -> Run:
     problems = []
     try:
         config = _read_json(path / "config.json")
@@ -140,20 +130,19 @@ def _read(path: Path, name: str) -> Run:
     except Exception as error:  # a damaged archive raises anything
         condensation = {}
         problems.append(f"the measurements in {path / 'condensation'} cannot be read: {error}")
-    validation = {}
-    if config.get("validation", {}).get("enable") and (board := path / config["metrics"]["save_tb_folder"]).is_dir():
-        validation = _read_validation(board)
+    validation = read_validation(path, config)
     step = _newest_step(written, events)
     return Run(
         path=path,
         name=name,
+        group=group,
         config=config,
         environment=environment,
         written=written,
         rows=[row for at, row in metrics.items() if at <= step],
         events=events,
         condensation={at: found for at, found in condensation.items() if at <= step},
-        validation={at: loss for at, loss in sorted(validation.items()) if at <= step},
+        validation={at: loss for at, loss in validation.items() if at <= step},
         failures=failures,
         problems=problems,
     )
@@ -162,10 +151,14 @@ def _read(path: Path, name: str) -> Run:
 def gather(paths: Sequence[str | Path]) -> list[Run]:
     """Read the runs, in this order.
 
+    Args:
+        paths: run folders, or ``NAME=RUN,RUN,…``: seeds of one condition.
+
     Raises:
         ConfigError: none, one that is no run's folder or cannot be read, or one named twice.
     """
-    folders = [Path(path) for path in paths]
+    given = [parse_group(str(path)) or (None, [str(path)]) for path in paths]
+    folders, groups = [Path(m) for _, members in given for m in members], [g for g, members in given for _ in members]
     if not folders:
         raise ConfigError("no run to report on: name one or several run folders (job.dump_folder)")
     for folder in folders:
@@ -182,4 +175,4 @@ def gather(paths: Sequence[str | Path]) -> list[Run]:
         raise ConfigError(f"a run is named twice: {', '.join(map(str, folders))}")
     short = [folder.name for folder in resolved]
     names = short if len(set(short)) == len(short) else [str(folder) for folder in folders]
-    return [_read(folder, name) for folder, name in zip(folders, names, strict=True)]
+    return [_read(folder, name, group) for folder, name, group in zip(folders, names, groups, strict=True)]

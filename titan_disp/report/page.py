@@ -12,6 +12,7 @@ from titan_disp.errors import ConfigError
 from titan_disp.files import whole
 from titan_disp.report import pictures, tables
 from titan_disp.report.charts import BEGINNING, BINS, drawing
+from titan_disp.report.conditions import conditions
 from titan_disp.report.gather import Run, gather
 from titan_disp.report.state import state
 
@@ -36,6 +37,7 @@ def render(runs: Sequence[Run], now: float) -> str:
             states=[state(run, now)[0] for run in runs],
             written=tables.when(now),
             bins=BINS,
+            several_seeds=len(conditions(runs)) < len(runs),
             beginning=f"{BEGINNING:.0%}",
             least_range=LEAST_RANGE,
             overview=tables.overview(runs, now),
@@ -57,7 +59,7 @@ def render(runs: Sequence[Run], now: float) -> str:
 
 
 def write_report(paths: Sequence[str | Path], out: str | Path) -> Path:
-    """Write the page about the runs in these folders.
+    """Write the page about the runs in these folders, or seeds of conditions (see ``gather``).
 
     Raises:
         ConfigError: a folder that is no run's (see ``gather``), or ``out`` cannot be written.

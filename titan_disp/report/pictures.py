@@ -8,8 +8,10 @@ import numpy as np
 from titan_disp.condensation.plot import draw_heatmaps, new_figure, over_training
 from titan_disp.condensation.record import Condensation
 from titan_disp.report import charts
-from titan_disp.report.charts import Line, Scale, plain, to_uri
+from titan_disp.report.charts import Line, Scale, to_uri
+from titan_disp.report.conditions import by_condition
 from titan_disp.report.gather import Run
+from titan_disp.report.numbers import number
 
 SHOWN_STEPS = 7  # of all measurements, in a chart with a line for each
 
@@ -29,10 +31,11 @@ class Picture:
 
 def _ends(y: np.ndarray) -> str:
     finite = y[np.isfinite(y)]
-    return f"{finite[0]:.4g} → {finite[-1]:.4g}" if len(finite) else "no number"
+    return f"{number(finite[0], 4)} → {number(finite[-1], 4)}" if len(finite) else "no number"
 
 
 def _lines(runs: Sequence[Run], x: str, key: str) -> list[Line]:
+    """Of each run that has the number; ``place``: of the run."""
     lines = []
     for place, run in enumerate(runs):
         at, values = run.series(x), run.series(key)
@@ -43,10 +46,13 @@ def _lines(runs: Sequence[Run], x: str, key: str) -> list[Line]:
     return lines
 
 
-def _curves(lines: Sequence[Line], xlabel: str, ylabel: str, scale: Scale = charts.as_it_is) -> Iterator[Picture]:
+def _curves(
+    runs: Sequence[Run], lines: Sequence[Line], xlabel: str, ylabel: str, scale: Scale = charts.as_it_is
+) -> Iterator[Picture]:
     if lines:
-        ends = "; ".join(f"{line.name}: {_ends(line.y)}" for line in lines)
-        yield Picture(to_uri(charts.curves(lines, xlabel, ylabel, scale)), f"{ylabel} against {xlabel}. {ends}")
+        drawn = by_condition(runs, lines)
+        ends = "; ".join(f"{line.name}: {_ends(line.y)}" for line in drawn)
+        yield Picture(to_uri(charts.curves(drawn, xlabel, ylabel, scale)), f"{ylabel} against {xlabel}. {ends}")
 
 
 def _measured(runs: Sequence[Run], read: Callable[[Condensation], float]) -> list[Line]:
@@ -72,19 +78,21 @@ def losses(runs: Sequence[Run]) -> list[Picture]:
         for line in _measured(runs, lambda found: found.cross_entropy)
     ]
     return [
-        *_curves(_lines(runs, "tokens", "ce"), "tokens", "cross-entropy (training)", charts.without_the_beginning),
-        *_curves(dispersing, "tokens", "dispersion loss, without λ"),
-        *_curves(validated, "tokens", "cross-entropy (validation)"),
-        *_curves(held_out, "tokens", "cross-entropy (held-out text)"),
+        *_curves(
+            runs, _lines(runs, "tokens", "ce"), "tokens", "cross-entropy (training)", charts.without_the_beginning
+        ),
+        *_curves(runs, dispersing, "tokens", "dispersion loss, without λ"),
+        *_curves(runs, validated, "tokens", "cross-entropy (validation)"),
+        *_curves(runs, held_out, "tokens", "cross-entropy (held-out text)"),
     ]
 
 
 def optimization(runs: Sequence[Run]) -> list[Picture]:
     """What the optimizer and the machine did, against steps."""
     return [
-        *_curves(_lines(runs, "step", "lr"), "step", "learning rate"),
-        *_curves(_lines(runs, "step", "grad_norm"), "step", "gradient norm, before clipping", charts.by_factors),
-        *_curves(_lines(runs, "step", "tps"), "step", "tokens/s of one rank", charts.from_zero),
+        *_curves(runs, _lines(runs, "step", "lr"), "step", "learning rate"),
+        *_curves(runs, _lines(runs, "step", "grad_norm"), "step", "gradient norm, before clipping", charts.by_factors),
+        *_curves(runs, _lines(runs, "step", "tps"), "step", "tokens/s of one rank", charts.from_zero),
     ]
 
 
@@ -94,7 +102,7 @@ def condensation_by_step(runs: Sequence[Run]) -> list[Picture]:
     def over_steps(
         ylabel: str, read: Callable[[Condensation], float], scale: Scale = charts.as_it_is
     ) -> Iterator[Picture]:
-        yield from _curves(_measured(runs, read), "step", ylabel, scale)
+        yield from _curves(runs, _measured(runs, read), "step", ylabel, scale)
 
     def mean_cosine(part: str) -> Callable[[Condensation], float]:
         return lambda found: found.by_part()["mean_cosine"].get(part, np.nan)
@@ -115,7 +123,7 @@ def condensation_maps(runs: Sequence[Run]) -> list[Picture]:
     """Mean cosine by layer and step."""
     return [
         Picture(
-            to_uri(charts.layer_map(run.condensation, run.name)),
+            to_uri(charts.layer_map(run.condensation, run.name, run.step)),
             f"mean cosine by layer and step, {run.name}: {len(run.condensation)} measurements",
         )
         for run in runs
@@ -140,9 +148,9 @@ def condensation_by_layer(runs: Sequence[Run]) -> list[Picture]:
     measured = [run for run in runs if run.condensation]
     if not measured:
         return []
-    some = {plain(run.name): by_step for run, by_step in zip(measured, _some_steps(measured), strict=True)}
+    some = {run.name: by_step for run, by_step in zip(measured, _some_steps(measured), strict=True)}
     rows = [
-        {f"{plain(run.name)}, step {step:,}": run.condensation[step] for step in (min(by_step), max(by_step))}
+        {f"{run.name}, step {step:,}": run.condensation[step] for step in (min(by_step), max(by_step))}
         for run, by_step in zip(measured, some.values(), strict=True)
     ]
     heatmaps = new_figure(7.5, 0.9 + 2.6 * len(rows))

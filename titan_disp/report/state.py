@@ -21,7 +21,9 @@ def state(run: Run, now: float) -> tuple[str, str]:
     silent = now - last.ended
     if last.end is None and silent < max(ALIVE, 10 * median(gaps or [0])):
         return "running", f"by its latest line, {duration(silent)} before this report"
-    return "interrupted", f"it ended {last.how()} after step {run.step:,}"
+    if last.end is None:
+        return "interrupted", f"no end recorded, last activity at step {run.step:,}"
+    return "interrupted", f"{last.how()}, after step {run.step:,}"
 
 
 def duration(seconds: float) -> str:

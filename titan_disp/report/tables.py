@@ -1,7 +1,9 @@
 """The tables of the page, all of them text."""
 
 import json
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import datetime, timezone
 from itertools import groupby
 from typing import Any
@@ -10,23 +12,17 @@ import numpy as np
 
 from titan_disp.condensation.record import Condensation
 from titan_disp.report.attempts import downtimes, repeated_steps
+from titan_disp.report.conditions import conditions
 from titan_disp.report.configs import ABSENT, defaults, side_by_side, unlike
 from titan_disp.report.gather import Run
 from titan_disp.report.goodput import Goodput, together
+from titan_disp.report.numbers import NOTHING, number
 from titan_disp.report.state import duration, state
 from titan_disp.run.folder import flatten
 
-NOTHING = "–"
 LAST_ROWS = 10  # over which a training loss is averaged: that of one batch is noisy
 
 Rows = dict[str, list[str]]  # a heading, and a cell for each run
-
-
-def number(value: Any, digits: int = 5) -> str:
-    """Whole numbers in full, others to ``digits``; ``NOTHING`` for None, NaN and infinities."""
-    if value is None or not np.isfinite(value):
-        return NOTHING
-    return f"{value:,.0f}" if float(value).is_integer() else f"{value:,.{digits}g}"
 
 
 def when(seconds: float) -> str:
@@ -69,6 +65,23 @@ def _goodput(run: Run) -> str:
     return f"{percent(every)} of {duration(every.total)}" + (f"; {lost}" if lost else "")
 
 
+def _stragglers(run: Run) -> str:
+    """Which ranks the others waited for, the most frequent first."""
+    slow = [(row["step"], row["straggler"]) for row in run.written if row.get("straggler")]
+    if not slow:
+        return NOTHING
+    last = {(found["host"], found["rank"]): (step, found) for step, found in slow}
+    counted = Counter((found["host"], found["rank"]) for _, found in slow)
+    told = []
+    for (host, rank), count in counted.most_common(3):
+        step, found = last[host, rank]
+        seconds = f"{number(found['seconds'], 3)} s, median {number(found['median'], 3)} s"
+        told.append(
+            f"rank {rank} on {host} in {count} of {len(run.written)} rows, last at step {number(step)}: {seconds}"
+        )
+    return "; ".join(told) + (f"; and {len(last) - 3} more" if len(last) > 3 else "")
+
+
 def overview(runs: Sequence[Run], now: float) -> Rows:
     """What the runs are and where they stand."""
 
@@ -79,14 +92,22 @@ def overview(runs: Sequence[Run], now: float) -> Rows:
         end = found[-1].ended
         return when(found[0].began), f"{when(end)}, {duration(now - end)} before this report"
 
+    of_condition = {
+        runs[place].name: condition.name
+        for condition in conditions(runs)
+        for place in condition.members
+        if len(condition.members) > 1
+    }
     cells: dict[str, Callable[[Run], str]] = {
+        "condition": lambda run: of_condition.get(run.name, NOTHING),
         "state": lambda run: ": ".join(state(run, now)),
         "step": lambda run: f"{number(run.step)} of {number(run.steps)}",
         "tokens seen": lambda run: number(run.step * run.tokens_per_step),
         "tokens per step": lambda run: number(run.tokens_per_step),
         "started": lambda run: times(run)[0],
-        "last sign of life": lambda run: times(run)[1],
+        "last activity": lambda run: times(run)[1],
         "goodput": _goodput,
+        "slow ranks": _stragglers,
         "failures without a new checkpoint": _failures,
         "model": lambda run: f"{run.settings.get('model.name')} {run.settings.get('model.flavor')}",
         "parameters": lambda run: number(run.parameters),
@@ -99,31 +120,69 @@ def overview(runs: Sequence[Run], now: float) -> Rows:
     return _filled(cells, runs)
 
 
+@dataclass(frozen=True)
+class Cell:
+    """A number of a run, the step that it is of, and what else must be known to read it."""
+
+    value: float | None
+    step: int | None = None
+    note: str = ""
+
+
+def _with_steps(cells: Sequence[Cell]) -> list[str]:
+    """Numbers of several runs; where they are not of the same step, each tells its own."""
+    numbers = [number(cell.value) for cell in cells]
+    differ = len({cell.step for cell, shown in zip(cells, numbers, strict=True) if shown != NOTHING}) > 1
+
+    def with_notes(cell: Cell, shown: str) -> str:
+        step = f"step {number(cell.step)}" if differ and cell.step is not None else ""
+        notes = ", ".join(filter(None, [cell.note, step])).replace(" ", "\N{NO-BREAK SPACE}")
+        return f"{shown} ({notes})" if notes and shown != NOTHING else shown
+
+    return list(map(with_notes, cells, numbers))
+
+
 def final_numbers(runs: Sequence[Run]) -> Rows:
     """What came out. The step that all runs have logged makes runs of different length comparable."""
     shared = set.intersection(*({row["step"] for row in run.rows} for run in runs))
     compared = max(shared) if len(runs) > 1 and shared else None
 
-    def last(key: str, rows: int = 1) -> Callable[[Run], str]:
-        return lambda run: number(run.series(key)[-rows:].mean() if run.rows else None)
+    def last(key: str) -> Callable[[Run], Cell]:
+        return lambda run: Cell(run.series(key)[-1], run.rows[-1]["step"]) if run.rows else Cell(None)
 
-    def at_compared(run: Run) -> str:
-        return number(next((row.get("ce") for row in run.rows if row["step"] == compared), None))
+    def mean_of_last(run: Run) -> Cell:
+        if not run.rows:
+            return Cell(None)
+        found = run.series("ce")[-LAST_ROWS:]
+        few = f"of {len(found)} row{'s' if len(found) > 1 else ''}" if len(found) < LAST_ROWS else ""
+        return Cell(found.mean(), run.rows[-1]["step"], few)
 
-    def measured(read: Callable[[Condensation], float], which: int = -1) -> Callable[[Run], str]:
-        return lambda run: number(read(list(run.condensation.values())[which]) if run.condensation else None)
+    def at_compared(run: Run) -> Cell:
+        return Cell(next((row.get("ce") for row in run.rows if row["step"] == compared), None))
 
-    def throughput(run: Run) -> str:
+    def validated(run: Run) -> Cell:
+        return Cell(*list(run.validation.items())[-1][::-1]) if run.validation else Cell(None)
+
+    def measured(read: Callable[[Condensation], float], which: int = -1) -> Callable[[Run], Cell]:
+        def cell(run: Run) -> Cell:
+            if not run.condensation:
+                return Cell(None)
+            step, found = list(run.condensation.items())[which]
+            return Cell(read(found), step)
+
+        return cell
+
+    def throughput(run: Run) -> Cell:
         tps = run.series("tps")
-        return number(np.median(tps[np.isfinite(tps)]) if np.isfinite(tps).any() else None)
+        return Cell(np.median(tps[np.isfinite(tps)]) if np.isfinite(tps).any() else None)
 
-    cells: dict[str, Callable[[Run], str]] = {
+    cells: dict[str, Callable[[Run], Cell]] = {
         "cross-entropy, last row": last("ce"),
-        f"cross-entropy, mean of the last {LAST_ROWS} rows": last("ce", LAST_ROWS),
-        f"cross-entropy at step {number(compared)}, the latest of all runs": at_compared,
-        "validation loss, last": lambda run: number(list(run.validation.values())[-1] if run.validation else None),
+        f"cross-entropy, mean of the last {LAST_ROWS} rows": mean_of_last,
+        f"cross-entropy at step {number(compared)}, the latest shared step": at_compared,
+        "validation loss, last": validated,
         "cross-entropy on held-out text, last": measured(lambda found: found.cross_entropy),
-        "dispersion loss, last row": lambda run: last("dispersion")(run) if run.disperses else NOTHING,
+        "dispersion loss, last row": lambda run: last("dispersion")(run) if run.disperses else Cell(None),
         "gradient norm, last row": last("grad_norm"),
         "tokens/s of one rank, median": throughput,
         "mean cosine of the last block, first": measured(lambda found: found.mean_cosine[found.last_block], 0),
@@ -137,13 +196,16 @@ def final_numbers(runs: Sequence[Run]) -> Rows:
         "Kendall's τ up to the final norm, last": measured(lambda found: found.after_norm.kendall),
         "effective rank of the last block, last": measured(lambda found: found.effective_rank[found.last_block]),
     }
-    return _filled(cells, runs)
+    rows = {heading: _with_steps([cell(run) for run in runs]) for heading, cell in cells.items()}
+    return {heading: row for heading, row in rows.items() if set(row) != {NOTHING}}
 
 
 def data_counters(runs: Sequence[Run]) -> Rows:
     """What the data loaders counted until the last row: sums over all ranks, but for epoch and waiting, the largest."""
     counters = [run.rows[-1].get("data") or {} if run.rows else {} for run in runs]
-    return {
+    steps = [number(run.rows[-1]["step"]) if run.rows else NOTHING for run in runs]
+    told = {"up to step": steps} if any(counters) and len(set(steps)) > 1 else {}
+    return told | {
         key.replace("_", " "): [number(None if value is ABSENT else value) for value in values]
         for key, values in side_by_side(counters).items()
     }

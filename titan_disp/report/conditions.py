@@ -1,0 +1,93 @@
+"""Runs that are seeds of one condition, and what they have in common: a mean, in a band from the least to the greatest."""
+
+import os
+import re
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import reduce
+
+import numpy as np
+
+from titan_disp.report.charts import Line
+from titan_disp.report.gather import Run
+
+SEEDS = ("debug.seed", "stream.seed")
+WITHOUT_EFFECT = ("job.", "metrics.", "comm.", "profiling.", "condensation.", "validation.")  # on training
+
+
+@dataclass(frozen=True)
+class Condition:
+    """One run, or several that differ in their seeds.
+
+    Attributes:
+        name: in legends.
+        members: places of the runs in the report.
+    """
+
+    name: str
+    members: tuple[int, ...]
+
+
+def conditions(runs: Sequence[Run]) -> list[Condition]:
+    """In the order of their first runs: those that were given under one name, and of the others those whose configs are the same
+    but for the seeds, which are all different."""
+    groups: dict[object, list[int]] = defaultdict(list)
+    for place, run in enumerate(runs):
+        groups[run.group or _recipe(run)].append(place)
+    found = []
+    for key, places in groups.items():
+        members = [runs[place] for place in places]
+        if isinstance(key, str):
+            found.append(Condition(_label(key, len(places)), tuple(places)))
+        elif len({tuple(run.settings.get(seed) for seed in SEEDS) for run in members}) < len(members):
+            found += [Condition(run.name, (place,)) for run, place in zip(members, places, strict=True)]
+        else:
+            found.append(Condition(_label(_common_name(members), len(places)), tuple(places)))
+    return sorted(found, key=lambda condition: condition.members)
+
+
+def _recipe(run: Run) -> tuple[str, ...]:
+    """All of its config that training depends on, but the seeds."""
+    kept = {k: v for k, v in run.settings.items() if k not in SEEDS and not k.startswith(WITHOUT_EFFECT)}
+    return tuple(f"{key}={value!r}" for key, value in sorted(kept.items()))
+
+
+def _label(name: str, seeds: int) -> str:
+    return f"{name} ({seeds} seeds)" if seeds > 1 else name
+
+
+def _common_name(runs: Sequence[Run]) -> str:
+    """off-seed-1 and off-seed-2 → off."""
+    names = [run.name for run in runs]
+    if len(names) == 1:
+        return names[0]
+    common = os.path.commonprefix(names)
+    if any(name[len(common) :][:1].isdigit() for name in names):  # off-1 and off-12
+        common = common.rstrip("0123456789")
+    return re.sub(r"[-_. ]*(seed)?[-_. ]*$", "", common) or common.strip("-_. ") or names[0]
+
+
+def by_condition(runs: Sequence[Run], lines: Sequence[Line]) -> list[Line]:
+    """Lines of runs (``place``: of the run) as lines of conditions.
+
+    Of several seeds: the mean, and the least and the greatest, at the x that all of them have; where they share fewer than two,
+    each seed's own line in the condition's colour.
+    """
+    found: list[Line] = []
+    for place, condition in enumerate(conditions(runs)):
+        of_it = [replace(line, place=place) for line in lines if line.place in condition.members]
+        found += [_together(condition.name, of_it)] if len(of_it) > 1 and _shared(of_it).size > 1 else of_it
+    return found
+
+
+def _shared(lines: Sequence[Line]) -> np.ndarray:
+    """The x at which all lines, one or more, have a number."""
+    return reduce(np.intersect1d, [line.x[np.isfinite(line.x) & np.isfinite(line.y)] for line in lines])
+
+
+def _together(name: str, lines: Sequence[Line]) -> Line:
+    x = _shared(lines)
+    y = np.stack([line.y[np.isin(line.x, x)] for line in lines])
+    resumes = sorted(at for line in lines for at in line.resumes)
+    return replace(lines[0], name=name, x=x, y=y.mean(0), low=y.min(0), high=y.max(0), resumes=resumes)
