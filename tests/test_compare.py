@@ -97,6 +97,7 @@ def test_holm_of_other_numbers():
     assert holm([0.5, 0.4]) == [0.8, 0.8]  # 0.4 · 2, and 0.5 is raised to it
     assert holm([0.9, 0.8, 0.7]) == [1, 1, 1]  # no probability is above 1
     assert holm([0.02]) == [0.02]
+    assert holm([1.0, None, 0.9]) == [1, None, 1]
     assert holm([None, 0.02, 0.01]) == [
         None,
         pytest.approx(0.04),
@@ -170,6 +171,7 @@ def test_mean_over_tasks_by_seed():
     on = {"x": of_seeds(values), "y": of_seeds(values)}
     found = compare(rows, {"off": off, "on": on})
     assert found.mean_seed_error == {"off": 0, "on": 0.5}
+    assert [task.seed_errors for task in found.tasks] == [{"off": 0.5, "on": 0.5}] * 2
     assert found.mean_difference["on"].over_seeds.standard_error == 0.5
 
 
@@ -177,8 +179,33 @@ def test_one_seed_each_says_nothing_over_seeds():
     one = {"x": Scores(0.5, None, 0, np.array([0.0, 1]))}
     found = compare([Row("x", "acc", ("x",))], {"off": one, "on": one})
     assert found.seeds == {"off": 1, "on": 1}
+    assert found.mean_seed_error == found.tasks[0].seed_errors == {"off": None, "on": None}
     assert found.mean_difference["on"].over_seeds is None
     table = to_markdown(found, ["A note."])
     assert "seeds" not in table
     assert "Neither covers another seed" in " ".join(table.split())
     assert table.endswith("\n\nA note.\n")
+
+
+def test_holm_over_seeds_too():
+    """Three seeds each, in two tasks: the p values of Welch's tests are adjusted for the two."""
+    rng = np.random.default_rng(3)
+    rows = [Row(name, "acc", (name,)) for name in ("x", "y")]
+    off, on = ({row.name: of_seeds(rng.random((3, 20)) + shift) for row in rows} for shift in (0.0, 0.1))
+    found = [task.differences["on"].over_seeds for task in compare(rows, {"off": off, "on": on}).tasks]
+    assert [one.holm for one in found] == holm([one.p_value for one in found]) != [one.p_value for one in found]
+
+
+def test_seeds_on_one_document():
+    """Whose scatter over documents is unknown; the number of examples is that of the seeds."""
+    found = pooled([Scores(1.0, None, 5, np.ones(1)), Scores(0.0, None, 5, np.zeros(1))])
+    assert (found.score, found.standard_error, found.num_fewshot) == (0.5, None, 5)
+    assert (
+        pooled([Scores(0.0, None, 5, np.array([0.0, 0])), Scores(1.0, None, 5, np.array([0.0, 2]))]).standard_error
+        == 0.5
+    )
+
+
+def test_a_single_seed_stays_what_the_harness_found():
+    one = Scores(0.5, 0.25, "mixed", np.array([0.0, 1]))
+    assert pooled([one]) is one
