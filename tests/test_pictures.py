@@ -114,7 +114,9 @@ def test_depth_bars():
     assert axes.get_xlabel() == "rank correlation of the mean cosine with depth\n(last layer: the last block)"
     (as_papers,) = plot.depth_bars({"normed": normed}).axes
     assert [bar.get_width() for bar in as_papers.patches] == [pytest.approx(0.4), pytest.approx(1 / 3)]
-    assert as_papers.get_xlabel() == "rank correlation of the mean cosine with depth\n(last layer: after the final norm)"
+    assert (
+        as_papers.get_xlabel() == "rank correlation of the mean cosine with depth\n(last layer: after the final norm)"
+    )
     names = dict(zip(axes.get_yticks(), (label.get_text() for label in axes.get_yticklabels()), strict=True))
     bars = {
         (container.get_label(), names[round(bar.get_y() + bar.get_height() / 2)]): bar.get_width()
