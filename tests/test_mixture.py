@@ -2,12 +2,15 @@
 
 import copy
 import gzip
+import itertools
 import json
 import re
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+from sentencepiece import SentencePieceProcessor
 
 from tests.cluster_of_one import DEMO, ROOT
 from tests.test_stream import EOS, batches, config, loader, of_sizes, streams_of, write_files, write_uneven
@@ -161,6 +164,33 @@ def test_a_config_with_sources_from_listing_to_batches(job, sample):
         assert digest(job, 8, phases).hashes == whole.hashes
     assert {"epoch", "epoch/web", "epochs_read/web", "epoch/code", "epochs_read/code"} <= whole.counters.keys()
     assert "epochs_read" not in whole.counters
+
+
+def test_text_and_token_ids_mixed_and_shuffled(job, sample, tmp_path):
+    """Any number of ranks, through resumes; the ids are those of their file, each document once in an epoch."""
+    processor = SentencePieceProcessor(model_file=str(sample / "tokenizer" / "sample.model"))
+    documents = [processor.encode(f"number {i} " * (1 + i % 7)) + [processor.eos_id()] for i in range(60)]
+    np.array([i for document in documents for i in document], "<u2").tofile(tmp_path / "ids.bin")
+    sources = [job.stream.sources[0], Source(1.0, str(tmp_path / "ids.bin"), name="ids")]
+    one = changed(job, sources=sources, shuffle_window=8)
+    whole = digest(one, 8, [(0, 1)])
+    for phases in ([(0, 6)], [(0, 2), (3, 3), (5, 6)]):
+        assert digest(one, 8, phases).hashes == whole.hashes
+    loader = open_stream(one, training_files(one), load_tokenizer(sample / "tokenizer"), 1, 0)
+    found = [[], []]
+    for (inputs, labels), slot in zip(loader, itertools.cycle(range(6)), strict=False):
+        if slot >= 4:
+            found[slot - 4] += [*inputs["input"][0].tolist(), int(labels[0, -1])]
+        if loader.positions[4:, Field.EPOCH].min() > 0:
+            break
+    loader.close()
+    read = [[*part, processor.eos_id()] for tokens in found for part in split_at(tokens, processor.eos_id())]
+    assert {tuple(document) for document in documents} <= {tuple(document) for document in read}
+
+
+def split_at(tokens, eos):
+    ends = [i for i, token in enumerate(tokens) if token == eos]
+    return [tokens[begin + 1 : end] for begin, end in zip([-1, *ends], ends, strict=False)]
 
 
 def test_a_resume_with_other_weights_is_refused(job, sample):
@@ -439,4 +469,4 @@ def test_held_out_sequences_are_of_the_first_source_that_has_some(job, sample):
 
 
 def test_the_model_card_names_the_sources(job):
-    assert _data(job.to_dict()) == "`web` (67%), `code` (33%)"
+    assert _data(SimpleNamespace(config=job.to_dict())) == "`web` (67%), `code` (33%)"
