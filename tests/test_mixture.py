@@ -25,7 +25,7 @@ from titan_disp.data.mixture import Mixture, prefixed, shares
 from titan_disp.data.place import Field
 from titan_disp.data.progress import fraction_read
 from titan_disp.data.records import text_of
-from titan_disp.data.sources import check_sources, source_name, source_shares, training_files, training_sets
+from titan_disp.data.sources import check_sources, source_name, source_shares, training_sets
 from titan_disp.data.tokenizer import load_tokenizer
 from titan_disp.data.validation import held_out_sequences
 from titan_disp.errors import ConfigError
@@ -120,6 +120,10 @@ def test_parts_of_the_tokens_are_exact(tmp_path):
         while (document := rank.slots[slot].cursor.next()).end[Field.EPOCH] == 0:
             seen.append(int(document.content.split()[0]))
     assert sorted(seen) == list(range(1, 35))
+
+
+def training_files(job):
+    return [file for one in training_sets(job) for file in one.files()]
 
 
 @pytest.fixture(scope="module")

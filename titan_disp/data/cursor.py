@@ -36,7 +36,7 @@ class Faults:
         files: all of them. on_bad_data: "skip" or "fail". max_skipped_fraction: of documents, and of files.
         """
         self.names, self.sizes = [file.name for file in files], [file.size for file in files]
-        self.on_bad_data, self.max_skipped_fraction = on_bad_data, max_skipped_fraction
+        self.on_bad_data = on_bad_data
         self._expendable = max_skipped_fraction * sum(self.sizes)  # bytes
         self._told: set[tuple[int, int]] = set()
 

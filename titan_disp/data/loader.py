@@ -273,7 +273,7 @@ def open_stream(
     """One rank's loader, as a config describes it.
 
     Args:
-        files: ``training_files``.
+        files: of all ``training_sets``, in their order.
     """
     slots = slot_count(job_config, dp_world_size)
     return StreamLoader(

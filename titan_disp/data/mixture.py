@@ -1,7 +1,8 @@
 """Several sources with weights, [[stream.sources]]: a slot belongs to one source.
 
 So everything that holds for the slots of one corpus holds here: ranks, resumes and prefetch decide nothing, a file is read in one
-pass, and each source has its own epochs. Its documents come in its slots as in a run of its own with so many slots.
+pass, and each source has its own epochs. Its documents come in its slots as in a run of its own with so many slots, but for their
+order within a window (``shuffle``), which the slot's number decides.
 
 Of S slots, a source has a number in proportion to its weight, by largest remainder. Every slot gives one sequence in turn, so
 that the source's part of the tokens is its part of the slots, exactly, in every S sequences. Its slots are contiguous: a rank

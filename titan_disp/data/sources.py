@@ -137,8 +137,3 @@ def validation_set(job_config: JobConfig) -> DataSet:
     """That of [validation]."""
     v = job_config.validation
     return DataSet(v.dataset, v.dataset_path, "validation")
-
-
-def training_files(job_config: JobConfig) -> list[DataFile]:
-    """All files that a run trains on."""
-    return [file for one in training_sets(job_config) for file in one.files()]
