@@ -10,7 +10,7 @@ from titan_disp.batch import data_parallel_degree, global_batch_size, slot_count
 from titan_disp.budget import resolve_steps
 from titan_disp.data.first_look import look_at
 from titan_disp.data.loader import stream_options
-from titan_disp.data.sources import source_shares, training_sets, validation_set
+from titan_disp.data.sources import data_sets, source_shares
 from titan_disp.data.tokenizer import load_tokenizer_for
 from titan_disp.data.validation import validation_sequences
 from titan_disp.errors import ConfigError
@@ -77,7 +77,7 @@ def check_inputs(job_config: JobConfig) -> None:
     flavor = job_config.model.flavor
     tokenizer = load_tokenizer_for(flavor, flavors[flavor].vocab_size, job_config.model.hf_assets_path)
     options = stream_options(job_config, tokenizer=tokenizer)
-    for data in (*training_sets(job_config), *([validation_set(job_config)] if job_config.validation.enable else ())):
+    for data in data_sets(job_config):
         look_at(data.check(), options, data.key)
     checkpoint = job_config.checkpoint
     if not checkpoint.enable or not checkpoints(os.path.join(job_config.job.dump_folder, checkpoint.folder)):

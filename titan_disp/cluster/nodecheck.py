@@ -24,7 +24,7 @@ from torchtitan.config import JobConfig
 from titan_disp.cluster.gpu_health import gpu_problems
 from titan_disp.config import load_config
 from titan_disp.data.files import check_hub, streams_from_hub
-from titan_disp.data.sources import DataSet, training_sets, validation_set
+from titan_disp.data.sources import DataSet, data_sets
 from titan_disp.data.tokenizer import load_tokenizer_for
 from titan_disp.errors import ConfigError
 from titan_disp.qwen3.flavors import flavors
@@ -80,9 +80,7 @@ def input_problems(job_config: JobConfig) -> list[str]:
     def tokenizer() -> None:
         load_tokenizer_for(flavor, flavors[flavor].vocab_size, job_config.model.hf_assets_path)
 
-    checks: list[Callable[[], None]] = [tokenizer, *(partial(_read_data, data) for data in training_sets(job_config))]
-    if job_config.validation.enable:
-        checks.append(partial(_read_data, validation_set(job_config)))
+    checks: list[Callable[[], None]] = [tokenizer, *(partial(_read_data, data) for data in data_sets(job_config))]
     problems = []
     for check in checks:
         try:

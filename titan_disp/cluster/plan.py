@@ -15,7 +15,7 @@ from titan_disp.cluster.traffic import traffic
 from titan_disp.data.first_look import look_at
 from titan_disp.data.loader import stream_options
 from titan_disp.data.mixture import Share
-from titan_disp.data.sources import source_shares, training_sets, validation_set
+from titan_disp.data.sources import data_sets, source_shares
 from titan_disp.data.tokenizer import find_tokenizer, load_tokenizer_for
 from titan_disp.errors import ConfigError
 from titan_disp.qwen3.flavors import Qwen3DispModelArgs, flavors
@@ -168,10 +168,7 @@ def missing_inputs(job_config: JobConfig, strict: bool) -> list[str]:
         missing.append(str(error))
     else:
         tokenizer = load_tokenizer_for(flavor, flavors[flavor].vocab_size, job_config.model.hf_assets_path)
-    data = training_sets(job_config)
-    if job_config.validation.enable:
-        data.append(validation_set(job_config))
-    for one in data:
+    for one in data_sets(job_config):
         one.check_name()
         try:
             files = one.check()

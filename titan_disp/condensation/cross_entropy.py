@@ -5,9 +5,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.nn.functional import cross_entropy
 
-_TOKENS = (
-    512  # whose logits are in float32 at a time: 0.3 GB at Qwen's vocabulary, and as much again for their logarithms
-)
+# Whose logits are in float32 at a time: 0.3 GB at Qwen's vocabulary, and as much again for their logarithms.
+_TOKENS = 512
 
 
 @torch.no_grad()

@@ -57,9 +57,8 @@ def parse_name(dataset: str, where: str) -> HubName:
     """
     head, *rest = dataset.removeprefix(PREFIX).split(":")
     repository, at, revision = head.partition("@")
-    named = is_hub_name(dataset) and (
-        not rest or rest[-1] != ""
-    )  # hf:OWNER/NAME::SPLIT is the default configuration's split
+    # hf:OWNER/NAME::SPLIT is the default configuration's split.
+    named = is_hub_name(dataset) and (not rest or rest[-1] != "")
     if len(rest) > 2 or not named or bool(at) != bool(revision) or not re.fullmatch(r"[\w.-]+/[\w.-]+", repository):
         raise ConfigError(f"{where} is {dataset!r}, expected {FORM} (OWNER/NAME@REVISION: of a branch, tag or commit)")
     config, split = (*rest, "", "")[:2]

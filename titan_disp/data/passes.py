@@ -121,14 +121,17 @@ class Passes:
 
     def density(self, file: int) -> Density:
         """Of the files of its source."""
-        return self._densities[bisect_right(self.first_files, file) - 1]
+        return self._densities[self._source(file)]
+
+    def _source(self, file: int) -> int:
+        return bisect_right(self.first_files, file) - 1
 
     def text_per_stored_byte(self) -> list[float]:
         """Of the files of each source, as far as they are read."""
         found = [replace(density) for density in self._densities]
         for file, passes in self._open.items():
             for one in passes:
-                self._measure(found[bisect_right(self.first_files, file) - 1], file, one)
+                self._measure(found[self._source(file)], file, one)
         return [density.value() for density in found]
 
     def _measure(self, density: Density, file: int, one: _Pass) -> None:

@@ -21,7 +21,7 @@ class Field(IntEnum):
     TAIL_BYTES = 7
     DONE = 8  # bits: head, body, tail read to the end
     WINDOW = (
-        9  # of documents that are shuffled: the number of the current one in its epoch; all above is of its beginning …
+        9  # number, in the epoch, of the window of documents that is being shuffled; all above is of its beginning …
     )
     IN_WINDOW = 10  # … and how many of its documents have been used
     OFFSET = 11  # tokens already taken from the next document

@@ -26,9 +26,8 @@ def permutation(key: int, count: int) -> list[int]:
     Written out, since the order must outlive versions of Python and numpy. SplitMix64 (Steele, Lea, Flood: "Fast splittable
     pseudorandom number generators", OOPSLA 2014) gives no number twice, so there are no ties.
     """
-    z = np.uint64(key) + np.arange(1, count + 1, dtype=np.uint64) * np.uint64(
-        STEP
-    )  # modulo 2⁶⁴; STEP is its increment as well
+    increment = np.uint64(STEP)  # SplitMix64's is the same number
+    z = np.uint64(key) + np.arange(1, count + 1, dtype=np.uint64) * increment  # modulo 2⁶⁴
     z = (z ^ z >> np.uint64(30)) * np.uint64(0xBF58476D1CE4E5B9)
     z = (z ^ z >> np.uint64(27)) * np.uint64(0x94D049BB133111EB)
     return np.argsort(z ^ z >> np.uint64(31), kind="stable").tolist()

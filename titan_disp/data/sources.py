@@ -133,7 +133,8 @@ def training_sets(job_config: JobConfig) -> list[DataSet]:
     return [DataSet(source.dataset, source.path, f"stream.sources.{name}", name) for name, source in named]
 
 
-def validation_set(job_config: JobConfig) -> DataSet:
-    """That of [validation]."""
+def data_sets(job_config: JobConfig) -> list[DataSet]:
+    """All that a run reads: to train on, and for [validation] where it is enabled."""
     v = job_config.validation
-    return DataSet(v.dataset, v.dataset_path, "validation")
+    validation = [DataSet(v.dataset, v.dataset_path, "validation")] if v.enable else []
+    return [*training_sets(job_config), *validation]
