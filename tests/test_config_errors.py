@@ -206,6 +206,12 @@ def test_toml(tmp_path, toml, message):
         load_config(write(tmp_path / "c.toml", toml))
 
 
+def test_nothing_is_said_of_a_tokenizer_that_nobody_asked_for(sample, caplog):
+    """TorchTitan's default folder of the tokenizer never exists here; its warning came before every message of ours."""
+    load_config(["--job.config_file", str(DEMO), *options(sample)])
+    assert "does not exist" not in caplog.text
+
+
 def test_missing_config():
     with pytest.raises(ConfigError, match="cannot read the config 'nowhere.toml'"):
         load_config(["--job.config_file", "nowhere.toml"])
