@@ -62,7 +62,7 @@ ROOMS = {
                 "progress",
             )
         ],
-        ["test_stream", "test_shuffle", "test_mixture", "test_data"],
+        ["test_stream", "test_shuffle", "test_mixture", "test_data", "test_formats", "test_bad_data"],
     ),
     "formats": (
         [

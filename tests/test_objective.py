@@ -69,6 +69,23 @@ def test_plain_logits_give_cross_entropy(batch):
     assert torch.equal(objective(logits, labels), cross_entropy(logits, labels))
 
 
+def test_plain_logits_are_recorded(batch):
+    logits, _, labels = batch
+    ledger = LossLedger()
+    objective = DispersionObjective(
+        cross_entropy, DispersionLoss(**PARAMETERS), lambda step: 0.5, ledger=ledger, ignore_index=-100
+    )
+    ce = objective(logits.requires_grad_(), labels)
+    assert ledger.mean(None) == {"ce": pytest.approx(ce.item() / (labels != -100).sum().item()), "dispersion": 0.0}
+
+
+def test_ledger_sums_over_batches_of_different_sizes():
+    ledger = LossLedger()
+    for ce, dispersion, count in ((1.0, 2.0, 3), (5.0, -1.0, 1)):
+        ledger.add(torch.tensor(ce), torch.tensor(dispersion), torch.tensor(count))
+    assert ledger.mean(None) == {"ce": 1.5, "dispersion": 0.25}
+
+
 def test_ledger_keeps_terms_apart_and_unscaled(batch):
     logits, layers, labels = batch
     ledger = LossLedger()

@@ -1,3 +1,4 @@
+import numpy as np
 import pytest
 import torch
 
@@ -59,6 +60,24 @@ def test_float16_bears_the_gradient_of_the_sum():
 
 def test_float64_is_exact():
     assert_agrees(tokens(2, 47, 7).double(), 1e-13, 1e-12)
+
+
+@pytest.mark.parametrize("side", [2, 3, 16])
+def test_pairs_between_two_shards_in_tiles(side):
+    """Σ exp(cosine) of all pairs of an own and another token, by numpy; W the sum of weights times the other's tokens."""
+    own, other = (torch.nn.functional.normalize(tokens(2, n, 4, seed=n).double(), dim=-1) for n in (5, 7))
+
+    def pair(cosines):
+        return cosines.exp(), cosines.exp()
+
+    ones = [torch.ones(2, n, 1, dtype=torch.float64) for n in (5, 7)]
+    w = torch.zeros_like(own)
+    s = pairwise.add_pairs_with(
+        pairwise.Tiles(own, ones[0], tile=side), pairwise.Tiles(other, ones[1], tile=side), w, pair
+    )
+    weights = np.exp(np.einsum("bnf,bmf->bnm", own.numpy(), other.numpy()))
+    np.testing.assert_allclose(s.numpy(), weights.sum((1, 2)), rtol=1e-12)
+    np.testing.assert_allclose(w.numpy(), np.einsum("bnm,bmf->bnf", weights, other.numpy()), rtol=1e-12)
 
 
 def test_small_tiles_agree_with_one_tile():
