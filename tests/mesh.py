@@ -29,7 +29,7 @@ def full(tensor):
 
 
 def canonical(model):
-    from titan_disp.qwen3.init import canonical_name
+    from titan_disp.models.init import canonical_name
 
     return {canonical_name(name): p for name, p in model.named_parameters()}
 
@@ -134,12 +134,12 @@ def run_cases(sample, folder, cases, checkpoint):
     from titan_disp.qwen3.flavors import flavors
 
     # Users would be warned of a view among what the model returns. (Of an untied embedding's under TP, TorchTitan warns too.)
-    warnings.filterwarnings("error", message=r"FSDP2-wrapped module \(FSDPQwen3DispModel\)")
+    warnings.filterwarnings("error", message=r"FSDP2-wrapped module \(FSDP\w+DispModel\)")
     flavors._flavors["8B"] = reduced("8B")
     for name, (options, mutation) in cases.items():
         options = [*options, *(("--checkpoint.enable",) if checkpoint else ())]
         trainer = build(sample, Path(folder) / f"run_{name}", *options)
-        model, tied = trainer.model_parts[0], "8B" not in options
+        model, tied = trainer.model_parts[0], not {"8B", "nano_untied"} & set(options)
         assert_tied(model, tied)
         before = {n: full(p.detach()).clone() for n, p in canonical(model).items()}
         trainer.loss_fn = mutate(trainer.loss_fn, mutation)

@@ -7,17 +7,16 @@ import torch.distributed.checkpoint as dcp
 
 from tests.cluster_of_one import DEMO
 from titan_disp.config import load_config
-from titan_disp.qwen3.flavors import flavors
-from titan_disp.qwen3.model import Qwen3DispModel
+from titan_disp.registry import MODELS
 
 SEQ_LEN = 64
 
 
-def random_model(std=0.2, flavor="nano"):
+def random_model(std=0.2, flavor="nano", name="qwen3_disp"):
     """In eval mode; large weights, for logits that depend on every one of them."""
-    args = flavors[flavor]
+    args = MODELS[name].flavors[flavor]
     args.max_seq_len = SEQ_LEN
-    model = Qwen3DispModel(args)
+    model = MODELS[name].model_cls(args)
     torch.manual_seed(3)
     model.init_weights()
     with torch.no_grad():

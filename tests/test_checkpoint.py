@@ -23,8 +23,9 @@ from torchtitan.components.optimizer import OptimizersContainer
 from torchtitan.config.job_config import Checkpoint
 
 from titan_disp.errors import CheckpointError, ConfigError
+from titan_disp.models.hf import INDEX
 from titan_disp.qwen3.flavors import flavors
-from titan_disp.qwen3.hf import INDEX, architecture
+from titan_disp.qwen3.hf import Qwen3HfAdapter
 from titan_disp.run.checkpoint import DispCheckpointManager, check_initial_load, checkpoints, problem
 
 
@@ -245,12 +246,9 @@ def test_a_save_is_due_forced_or_put_off(start):
 def test_the_last_save_for_hugging_face(start, hf_tokenizer, tmp_path, caplog, assets):
     """Config and tokenizer beside the weights, which are safe without them. The run has ended: nothing to resume from."""
     run = start(last_save_model_only=True, last_save_in_hf=True)
-    run.manager.sd_adapter = SimpleNamespace(
-        to_hf=dict,
-        fqn_to_index_mapping=None,
-        model_args=flavors["nano"],
-        hf_assets_path=str(hf_tokenizer if assets == "the tokenizer" else tmp_path),
-    )
+    folder = hf_tokenizer if assets == "the tokenizer" else tmp_path
+    run.manager.sd_adapter = Qwen3HfAdapter(flavors["nano"], str(folder))
+    run.manager.sd_adapter.to_hf = dict  # of another model
     run.save(4)
     run.save(5, last_step=True)
     (weights,) = (run.folder / "step-5").glob("*.safetensors")
@@ -528,21 +526,21 @@ def test_a_seed_checkpoint_begins_a_run(start):
 
 def test_hugging_faces_weights_to_begin_with(tmp_path):
     """Those at the path, else those beside the tokenizer, as TorchTitan takes them; of the model that is trained."""
-    args = flavors["nano"]
+    adapter = Qwen3HfAdapter(flavors["nano"], None)
     there, beside = str(tmp_path / "a"), str(tmp_path / "b")
     for path, assets, where in ((there, beside, there), (None, beside, beside), (None, None, ".")):
         config = Checkpoint(enable=True, initial_load_in_hf=True, initial_load_path=path)
         with pytest.raises(ConfigError, match=f"initial_load_in_hf: '{where}' (is not a folder|holds no)"):
-            check_initial_load(config, assets, args)
+            check_initial_load(config, assets, adapter)
     (tmp_path / "a").mkdir()
     save_file({"w": torch.zeros(1)}, tmp_path / "a" / "model.safetensors")
-    (tmp_path / "a" / "config.json").write_text(json.dumps({**architecture(args), "hidden_size": 7}))
+    (tmp_path / "a" / "config.json").write_text(json.dumps({**adapter.architecture(), "hidden_size": 7}))
     config.initial_load_path = there
     with pytest.raises(ConfigError, match="another network than model.flavor's: hidden_size 7 there, 64 in the flavor"):
-        check_initial_load(config, beside, args)
+        check_initial_load(config, beside, adapter)
     config.initial_load_model_only = False
     with pytest.raises(ConfigError, match="needs checkpoint.initial_load_model_only"):
-        check_initial_load(config, str(tmp_path), args)
+        check_initial_load(config, str(tmp_path), adapter)
 
 
 def test_only_hugging_faces_weights_are_loaded_as_torchtitan_does(start, monkeypatch):

@@ -29,7 +29,7 @@ from tests.test_checkpoint import State
 from titan_disp import cli, dcp
 from titan_disp.config import load_config
 from titan_disp.errors import CheckpointError, InUseError
-from titan_disp.qwen3.hf import INDEX
+from titan_disp.models.hf import INDEX
 from titan_disp.run.checkpoint import DispCheckpointManager
 from titan_disp.run.folder import RunFolder
 from titan_disp.run.hashes import HashingWriter

@@ -19,6 +19,7 @@ from titan_disp import cli, dcp
 from titan_disp.data.fingerprint import read_data_state
 from titan_disp.errors import CheckpointError, ConfigError
 from titan_disp.qwen3.flavors import flavors
+from titan_disp.qwen3.hf import Qwen3HfAdapter
 from titan_disp.run.checkpoint import check_initial_load
 from titan_disp.run.integrity import problem
 
@@ -147,7 +148,7 @@ def test_no_command_runs_it(run, ran, sample, monkeypatch, capsys):
     # Training, the plan of it and its preflight look at the weights to begin with; a resume looks at the data's position too.
     config = Checkpoint(enable=True, initial_load_path=str(folder))
     with pytest.raises(ConfigError, match=refused):
-        check_initial_load(config, None, flavors["nano"])
+        check_initial_load(config, None, Qwen3HfAdapter(flavors["nano"], None))
     with pytest.raises(CheckpointError, match=refused):
         read_data_state(str(folder))
     assert not ran.exists()

@@ -26,8 +26,9 @@ from titan_disp.data.hf_tokenizer import PROBES, check_same_ids, local_documents
 from titan_disp.data.sentencepiece_to_hf import convert
 from titan_disp.data.tokenizer import SentencePieceTokenizer
 from titan_disp.errors import ConfigError
+from titan_disp.models.hf import check_hf_folder
 from titan_disp.qwen3.flavors import flavors
-from titan_disp.qwen3.hf import Qwen3HfAdapter, check_hf_folder, weight_shapes
+from titan_disp.qwen3.hf import Qwen3HfAdapter
 from titan_disp.results.export import export
 from titan_disp.results.saved import find_saved, load_model
 
@@ -66,7 +67,7 @@ def test_logits_tokenizer_and_card(run, model, sample, texts, tmp_path):
     assert export(run, dest).step == 30
     torch.testing.assert_close(loaded_logits(dest), model(TOKENS), atol=1e-4, rtol=0)
     with safe_open(dest / "model.safetensors", framework="pt") as file:
-        assert set(file.keys()) == set(weight_shapes(model.model_args))
+        assert set(file.keys()) == set(Qwen3HfAdapter(model.model_args, None).weight_shapes())
         assert "lm_head.weight" not in file.keys()  # noqa: SIM118
     assert (dest / "model.safetensors").stat().st_mode == (dest / "config.json").stat().st_mode
     assert sorted(p.name for p in dest.parent.iterdir()) == ["small-model"]
@@ -99,12 +100,12 @@ def test_untied_model(monkeypatch, sample, tmp_path):
     assert not any(info.values()), info
     assert not torch.equal(theirs.lm_head.weight, theirs.model.embed_tokens.weight)
     torch.testing.assert_close(theirs(TOKENS).logits, untied(TOKENS), atol=1e-4, rtol=0)
-    check_hf_folder(dest, args)
+    check_hf_folder(dest, Qwen3HfAdapter(args, None))
     imported = Qwen3HfAdapter(args, None).from_hf(load_file(dest / "model.safetensors"))
     assert imported.keys() == untied.state_dict().keys()
     assert all(torch.equal(imported[name], w) for name, w in untied.state_dict().items())
     with pytest.raises(ConfigError, match="tie_word_embeddings False there, True in the flavor"):
-        check_hf_folder(dest, dataclasses.replace(args, enable_weight_tying=True))
+        check_hf_folder(dest, Qwen3HfAdapter(dataclasses.replace(args, enable_weight_tying=True), None))
 
 
 def test_shards_and_dtype(run, model, tmp_path):
@@ -291,7 +292,7 @@ def test_another_tokenizer_is_noticed():
 
 def write_index(folder, *more, without=()):
     """An index as Qwen's: weights in two files."""
-    names = [name for name in weight_shapes(flavors["nano"]) if name not in without]
+    names = [name for name in Qwen3HfAdapter(flavors["nano"], None).weight_shapes() if name not in without]
     files = {name: f"model-0000{1 + (i > 30)}-of-00002.safetensors" for i, name in enumerate([*names, *more])}
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files}))
 
@@ -301,7 +302,7 @@ def test_plan_of_files_follows_the_model(tmp_path):
     assert Qwen3HfAdapter(args, str(tmp_path)).fqn_to_index_mapping is None
     write_index(tmp_path, "lm_head.weight", "model.layers.6.mlp.up_proj.weight")
     plan = Qwen3HfAdapter(args, str(tmp_path)).fqn_to_index_mapping
-    assert plan.keys() == weight_shapes(args).keys()
+    assert plan.keys() == Qwen3HfAdapter(args, None).weight_shapes().keys()
     assert set(plan.values()) == {1, 2}
     write_index(tmp_path, without=["model.norm.weight"])
     assert Qwen3HfAdapter(args, str(tmp_path)).fqn_to_index_mapping is None

@@ -16,11 +16,13 @@ from titan_disp.checks import check_inputs
 from titan_disp.config import load_config
 from titan_disp.data.files import check_data, list_files
 from titan_disp.errors import ConfigError
+from titan_disp.models.hf import check_hf_folder
 from titan_disp.qwen3.flavors import flavors
-from titan_disp.qwen3.hf import architecture, check_hf_folder
+from titan_disp.qwen3.hf import Qwen3HfAdapter, architecture
 from titan_disp.results.export import export, hf_weights
 from titan_disp.results.saved import find_saved, load_model
 
+NANO = Qwen3HfAdapter(flavors["nano"], None)
 WIKITEXT = ROOT / "examples" / "wikitext.py"
 TOKENS = torch.arange(96).view(2, 48) * 19 % 2048
 
@@ -67,9 +69,9 @@ def as_on_the_hub(folder):
 
 
 def test_folders_that_fit(published, folder):
-    check_hf_folder(published, flavors["nano"])
+    check_hf_folder(published, NANO)
     as_on_the_hub(folder)
-    check_hf_folder(folder, flavors["nano"])
+    check_hf_folder(folder, NANO)
 
 
 @pytest.mark.parametrize(
@@ -89,13 +91,13 @@ def test_folders_that_fit(published, folder):
 def test_another_network(folder, changes, message):
     edit_config(folder, **changes)
     with pytest.raises(ConfigError, match=message):
-        check_hf_folder(folder, flavors["nano"])
+        check_hf_folder(folder, NANO)
 
 
 def test_damaged_folders(folder):
     def check(message):
         with pytest.raises(ConfigError, match=message):
-            check_hf_folder(folder, flavors["nano"])
+            check_hf_folder(folder, NANO)
 
     weights = load_file(folder / "model.safetensors")
     save_file(weights | {"model.norm.weight": torch.ones(32)}, folder / "model.safetensors")

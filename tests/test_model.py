@@ -12,9 +12,11 @@ from titan_disp.config import load_config
 from titan_disp.data.tokenizer import check_fits
 from titan_disp.dispersion import DispersionLoss, DispersionObjective
 from titan_disp.errors import ConfigError
-from titan_disp.qwen3.flavors import block_indices, flavors
-from titan_disp.qwen3.hf import architecture, check_hf_folder, weight_shapes
-from titan_disp.qwen3.init import draw
+from titan_disp.models.arguments import block_indices
+from titan_disp.models.hf import check_hf_folder
+from titan_disp.models.init import draw
+from titan_disp.qwen3.flavors import flavors
+from titan_disp.qwen3.hf import Qwen3HfAdapter, architecture
 from titan_disp.qwen3.model import Qwen3DispModel
 
 
@@ -171,17 +173,17 @@ def test_flavors_are_qwens(tmp_path, flavor):
         model, theirs = Qwen3DispModel(args), transformers.Qwen3ForCausalLM(config)
     assert theirs.num_parameters() == parameters
     shapes = {name: tuple(w.shape) for name, w in theirs.state_dict().items() if name != "lm_head.weight" or not tied}
-    assert weight_shapes(args) == shapes
+    assert Qwen3HfAdapter(args, None).weight_shapes() == shapes
     config.save_pretrained(tmp_path)
     save_file({"another": torch.zeros(1)}, tmp_path / "model.safetensors")
     with pytest.raises(ConfigError, match=rf"lacks {len(shapes)} of the {len(shapes)} weights"):  # but config.json fits
-        check_hf_folder(tmp_path, args)
+        check_hf_folder(tmp_path, Qwen3HfAdapter(args, None))
     check_fits(151_669, "Qwen3's tokenizer", args.vocab_size, flavor, "")
     with pytest.raises(ConfigError, match="has 151937 tokens, but .* has a vocabulary of 151936"):
         check_fits(151_937, "a larger one", args.vocab_size, flavor, "")
     for other in set(PUBLISHED) - {flavor}:
         with pytest.raises(ConfigError, match="is another network than model.flavor's"):
-            check_hf_folder(tmp_path, flavors[other])
+            check_hf_folder(tmp_path, Qwen3HfAdapter(flavors[other], None))
     counted, flops = args.get_nparams_and_flops(model, 2048)
     assert counted == parameters
     # 6 FLOPs per parameter that multiplies, which a tied matrix does as the output layer, and attention's two products.

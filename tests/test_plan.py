@@ -28,11 +28,14 @@ from titan_disp.cluster.plan_text import render
 from titan_disp.config import load_config
 from titan_disp.dispersion import DispersionLoss, DispersionObjective
 from titan_disp.errors import ConfigError
+from titan_disp.gpt2.parallelize import SAVED_OPS as GPT2_SAVED_OPS
 from titan_disp.job_config import Source
 from titan_disp.qwen3.flavors import flavors
 from titan_disp.qwen3.model import Qwen3DispModel
+from titan_disp.registry import MODELS
 
 PAPER = ROOT / "train_configs" / "qwen3_0.6b_c4.toml"
+SAVED_OPS = {"qwen3_disp": _op_sac_save_list, "gpt2_disp": GPT2_SAVED_OPS}
 
 
 @functools.cache  # tyro takes half a second
@@ -529,21 +532,22 @@ class FusedNorm(torch.autograd.Function):
         return torch.empty_like(x), torch.empty_like(weight)
 
 
-def live_bytes(monkeypatch, mode, layers, tokens, estimator="exact"):
-    """After the loss, and at the peak of backward: a bf16 step of the 0.6B shape on fake tensors. Estimator "": no dispersion."""
+def live_bytes(monkeypatch, mode, layers, tokens, estimator="exact", model=("qwen3_disp", "0.6B")):
+    """After the loss, and at the peak of backward: a bf16 step of a model on fake tensors. Estimator "": no dispersion."""
+    entry = MODELS[model[0]]
     monkeypatch.setattr(torch.nn.RMSNorm, "forward", lambda norm, x: FusedNorm.apply(x, norm.weight))
-    args = flavors["0.6B"]
+    args = entry.flavors[model[1]]
     args.n_layers, args.activations = layers, tuple(range(1, layers + 1)) if estimator else ()
     flash_on_cpu = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
     with FakeTensorMode():
         torch.set_default_dtype(torch.bfloat16)
         try:
-            model = Qwen3DispModel(args)
+            model = entry.model_cls(args)
         finally:
             torch.set_default_dtype(torch.float32)
         if mode != "none":
             ac = ActivationCheckpoint(mode="selective" if mode == "op" else mode, selective_ac_option="op")
-            apply_ac(model, ac, op_sac_save_list=_op_sac_save_list | {flash_on_cpu})
+            apply_ac(model, ac, op_sac_save_list=SAVED_OPS[entry.name] | {flash_on_cpu})
         for p in model.parameters():
             p.grad = torch.zeros_like(p)
         inputs = torch.zeros(1, tokens, dtype=torch.long)
@@ -572,20 +576,22 @@ def test_dispersion_adds_its_saved_gradients_and_no_more(monkeypatch, mode):
 
 
 @pytest.mark.parametrize("mode", ["none", "op", "full"])
-def test_memory_against_live_storages(monkeypatch, mode):
-    tokens, args = 1024, flavors["0.6B"]
-    (saved_2, _), (saved_4, peak) = (live_bytes(monkeypatch, mode, layers, tokens) for layers in (2, 4))
+@pytest.mark.parametrize("model", [("qwen3_disp", "0.6B"), ("gpt2_disp", "124M")], ids=lambda model: model[0])
+def test_memory_against_live_storages(monkeypatch, model, mode):
+    tokens, args = 1024, MODELS[model[0]].flavors[model[1]]
+    (saved_2, _), (saved_4, peak) = (live_bytes(monkeypatch, mode, n, tokens, model=model) for n in (2, 4))
     dispersion = tokens * args.dim * 2
-    block = memory.saved_elements(args, tp=1)[mode] * tokens * 2
-    # Left out: RMSNorm's and attention's row statistics, and the rotations' cosines and sines in bf16.
+    block = args.saved_elements(1)[mode] * tokens * 2
+    # Left out: the norms' and attention's row statistics, and the rotations' cosines and sines in bf16.
     assert (saved_4 - saved_2) / 2 == pytest.approx(block + dispersion, rel=0.015)
     head = 2 * args.dim * tokens * 2
     logits = 12 * args.vocab_size * tokens  # eager
     assert peak == pytest.approx(4 * (block + dispersion) + head + logits, rel=0.01)
     # The estimate's parts are these, and one block's recomputation, which peaks at another time.
-    job_config = paper(8, "--training.seq_len", str(tokens), "--compile.no-enable")
+    names = ("--model.name", model[0], "--model.flavor", model[1])
+    job_config = paper(8, "--training.seq_len", str(tokens), "--compile.no-enable", *names)
     job_config.activation_checkpoint.mode = "selective" if mode == "op" else mode
     plan = make_plan(job_config, 8, 8).memory
-    recomputed = 0 if mode == "none" else memory.saved_elements(args, 1)["none"] * tokens * 2
-    assert plan.activations == 28 * block + head + recomputed
-    assert (plan.dispersion, plan.logits) == (28 * dispersion, logits)
+    recomputed = 0 if mode == "none" else args.saved_elements(1)["none"] * tokens * 2
+    assert plan.activations == args.n_layers * block + head + recomputed
+    assert (plan.dispersion, plan.logits) == (args.n_layers * dispersion, logits)

@@ -16,8 +16,10 @@ from torchtitan.protocols import train_spec as titan
 
 import titan_disp
 from tests.cluster_of_one import DEMO, ROOT, environment
-from titan_disp import cpu, job_config, plugin, spec
+from titan_disp import cpu, job_config, plugin
+from titan_disp.gpt2.model import GPT2DispModel
 from titan_disp.qwen3.model import Qwen3DispModel
+from titan_disp.registry import MODELS
 from titan_disp.run import checkpoint, metrics, stragglers
 
 CONFIGS = sorted((ROOT / "train_configs").rglob("*.toml"))
@@ -119,11 +121,12 @@ def test_every_config_names_the_plugin(config):
 
 def forgotten(monkeypatch):
     """As before the first import: TorchTitan knows no spec of ours, and has no module that registers it."""
-    monkeypatch.delitem(titan._extra_train_specs, spec.NAME)
+    for name in MODELS:
+        monkeypatch.delitem(titan._extra_train_specs, name)
     monkeypatch.delitem(sys.modules, plugin.__name__)
     monkeypatch.delitem(sys.modules, job_config.__name__)
     with pytest.raises(ValueError, match="not registered"):
-        titan.get_train_spec(spec.NAME)
+        titan.get_train_spec("qwen3_disp")
 
 
 def test_the_plugin_registers_once(monkeypatch):
@@ -131,6 +134,7 @@ def test_the_plugin_registers_once(monkeypatch):
     importlib.import_module("titan_disp.plugin")
     registered = titan.get_train_spec("qwen3_disp")
     assert registered.model_cls is Qwen3DispModel
+    assert titan.get_train_spec("gpt2_disp").model_cls is GPT2DispModel
     importlib.reload(sys.modules["titan_disp.plugin"])  # a second import is no error
     assert titan.get_train_spec("qwen3_disp") is registered
 

@@ -17,9 +17,14 @@ from titan_disp import job_config
 from titan_disp.config import load_config
 
 AUTHORS = ROOT / "train_configs" / "authors"
-FINEWEB, C4, MIDTRAIN = (
+FINEWEB, C4, MIDTRAIN, GPT2 = (
     AUTHORS / f"{name}.toml"
-    for name in ("pretrain_0.6b_fineweb_edu", "pretrain_0.6b_c4", "midtrain_qwen3_0.6b_wikitext")
+    for name in (
+        "pretrain_0.6b_fineweb_edu",
+        "pretrain_0.6b_c4",
+        "midtrain_qwen3_0.6b_wikitext",
+        "midtrain_gpt2_wikitext",
+    )
 )
 WHOSE = {"the paper's text", "the authors' released code", "our choice", "our measurement"}
 DEFAULTS = {
@@ -78,6 +83,20 @@ PRETRAIN = COMMON | {
     "dispersion.final_norm": False,
     "training.local_batch_size": 4,
 }
+MIDTRAINING = COMMON | {
+    "optimizer.lr": 5e-5,
+    "checkpoint.initial_load_in_hf": True,
+    "training.dtype": "float32",
+    "lr_scheduler.decay_type": "cosine",
+    "lr_scheduler.min_lr_factor": 0.0,
+    "dispersion.final_norm": True,
+    "dispersion.variant": "angular",
+    "dispersion.coeff": 0.1,
+    "dispersion.tau": 1.0,
+    "dispersion.norm_eps": 1e-2,
+    "dispersion.estimator": "sampled",
+    "dispersion.max_tokens": 256,
+}
 RECIPES = {
     FINEWEB: PRETRAIN
     | {
@@ -108,26 +127,25 @@ RECIPES = {
         "dispersion.coeff": 1.0,
         "dispersion.estimator": "exact",
     },
-    MIDTRAIN: COMMON
+    MIDTRAIN: MIDTRAINING
     | {
         "model.flavor": "0.6B",
-        "optimizer.lr": 5e-5,
-        "checkpoint.initial_load_in_hf": True,
         "training.steps": math.ceil(200e6 / (32 * 4096)),
         "training.global_batch_size": 32,
         "training.local_batch_size": 1,
-        "training.dtype": "float32",
         "lr_scheduler.warmup_steps": math.ceil(0.2 * 200e6 / (32 * 4096)),
-        "lr_scheduler.decay_type": "cosine",
-        "lr_scheduler.min_lr_factor": 0.0,
-        "dispersion.final_norm": True,
-        "dispersion.variant": "angular",
-        "dispersion.coeff": 0.1,
-        "dispersion.tau": 1.0,
         "dispersion.clamp": 0.25,
-        "dispersion.norm_eps": 1e-2,
-        "dispersion.estimator": "sampled",
-        "dispersion.max_tokens": 256,
+    },
+    GPT2: MIDTRAINING
+    | {
+        "model.name": "gpt2_disp",
+        "model.flavor": "124M",
+        "training.seq_len": 1024,
+        "training.steps": math.ceil(200e6 / (128 * 1024)),
+        "training.global_batch_size": 128,
+        "training.local_batch_size": 16,
+        "lr_scheduler.warmup_steps": math.ceil(0.2 * 200e6 / (128 * 1024)),
+        "dispersion.clamp": 0.1,
     },
 }
 
@@ -165,6 +183,7 @@ TRAINED = {
     FINEWEB: (0.1, (1, 0.1 + 0.9 * 0.75, 0.1 + 0.9 * 0.25), 3e-4, (-0.955, -0.045), "torch.bfloat16"),
     C4: (1.0, (1, 2 / 3, 1 / 3), 3e-4, (0, 1), "torch.float32"),
     MIDTRAIN: (0.1, (1, 0.75, 0.25), 5e-5, (-0.77, -0.23), "torch.float32"),
+    GPT2: (0.1, (1, 0.75, 0.25), 5e-5, (-0.86, -0.14), "torch.float32"),
 }
 
 

@@ -3,6 +3,7 @@
 import importlib.util
 import os
 
+from torchtitan.components.tokenizer import BaseTokenizer
 from torchtitan.config import JobConfig
 
 from titan_disp import cpu
@@ -16,7 +17,8 @@ from titan_disp.data.validation import validation_sequences
 from titan_disp.errors import ConfigError
 from titan_disp.loss_config import build_coeff_schedule, build_dispersion_loss
 from titan_disp.mesh import resolve_replicas
-from titan_disp.qwen3.flavors import activation_indices, flavors
+from titan_disp.models.arguments import activation_indices
+from titan_disp.registry import args_of, find_model
 from titan_disp.run.checkpoint import check_initial_load
 from titan_disp.run.integrity import checkpoints
 
@@ -32,8 +34,7 @@ def check_config(job_config: JobConfig, world_size: int) -> None:
         raise ConfigError(
             'the config has no [dispersion] section: add custom_config_module = "titan_disp.job_config" to [job]'
         )
-    if job_config.model.name != "qwen3_disp":
-        raise ConfigError(f'model.name is {job_config.model.name!r}, expected "qwen3_disp"')
+    find_model(job_config.model.name)
     check_mesh(job_config, world_size)
     check_batch(job_config, world_size)
     resolve_steps(job_config, world_size)
@@ -74,23 +75,37 @@ def check_inputs(job_config: JobConfig) -> None:
         ConfigError: missing, unreadable, a tokenizer that the model's vocabulary cannot hold, documents that are not what the
             config says, or another model's weights.
     """
-    flavor = job_config.model.flavor
-    tokenizer = load_tokenizer_for(flavor, flavors[flavor].vocab_size, job_config.model.hf_assets_path)
-    options = stream_options(job_config, tokenizer=tokenizer)
+    options = stream_options(job_config, tokenizer=tokenizer_of(job_config))
     for data in data_sets(job_config):
         look_at(data.check(), options, data.key)
     checkpoint = job_config.checkpoint
     if not checkpoint.enable or not checkpoints(os.path.join(job_config.job.dump_folder, checkpoint.folder)):
-        check_initial_load(checkpoint, job_config.model.hf_assets_path, flavors[flavor])
+        adapter = find_model(job_config.model.name).adapter(args_of(job_config), None)
+        check_initial_load(checkpoint, job_config.model.hf_assets_path, adapter)
+
+
+def tokenizer_of(job_config: JobConfig) -> BaseTokenizer:
+    """The tokenizer in ``model.hf_assets_path``.
+
+    Raises:
+        ConfigError: missing, unreadable, or with more tokens than the model's vocabulary.
+    """
+    model = job_config.model
+    return load_tokenizer_for(model.flavor, args_of(job_config).vocab_size, model.hf_assets_path)
 
 
 def check_model(job_config: JobConfig) -> None:
     """The flavor and the [dispersion] section."""
-    args = flavors[job_config.model.flavor]
+    args = args_of(job_config)
     dispersion = job_config.dispersion  # type: ignore[attr-defined]
     training = job_config.training
     if training.seq_len < 1 + dispersion.enabled:
         raise ConfigError(f"training.seq_len is {training.seq_len}, expected at least {1 + dispersion.enabled}")
+    if args.max_positions is not None and training.seq_len > args.max_positions:
+        raise ConfigError(
+            f"training.seq_len is {training.seq_len}, but {job_config.model.name} {job_config.model.flavor!r} has learned "
+            f"positions for {args.max_positions} tokens: set training.seq_len to at most that"
+        )
     if training.steps < 1:
         raise ConfigError(f"training.steps is {training.steps}, expected at least 1")
     build_dispersion_loss(job_config)
@@ -109,7 +124,7 @@ def _dp_shard(job_config: JobConfig, world_size: int) -> int:
 
 def check_mesh(job_config: JobConfig, world_size: int) -> None:
     """Parallelism: degrees, and combinations that TorchTitan 0.2.2 or this plugin cannot train correctly."""
-    p, args = job_config.parallelism, flavors[job_config.model.flavor]
+    p, args = job_config.parallelism, args_of(job_config)
     tp, cp = p.tensor_parallel_degree, p.context_parallel_degree
     if p.pipeline_parallel_degree > 1:
         raise ConfigError(
@@ -158,10 +173,17 @@ def check_mesh(job_config: JobConfig, world_size: int) -> None:
             raise ConfigError(
                 f"tensor_parallel_degree {tp} does not divide the {heads} {name} of {job_config.model.flavor!r}"
             )
+    tables = [rows for rows in (args.vocab_size, args.max_positions) if rows is not None and rows % tp]
+    if tables and args.dim % (shard * cp):
+        raise ConfigError(
+            f"tensor_parallel_degree {tp} does not divide the {tables[0]} rows of an embedding of {job_config.model.flavor!r}, "
+            f"so that FSDP shards its {args.dim} columns, which {shard * cp} shards (data_parallel_shard_degree × "
+            "context_parallel_degree) do not divide: set a data_parallel_shard_degree that does, or tensor_parallel_degree = 1"
+        )
     if cp > 1 and job_config.validation.enable:
         raise ConfigError(
-            "validation with context_parallel_degree > 1 fails in TorchTitan 0.2.2 (it reads freqs_cis, which Qwen3 has not): "
-            "set validation.enable = false or context_parallel_degree = 1"
+            "validation with context_parallel_degree > 1 fails in TorchTitan 0.2.2 (it reads freqs_cis, which the models have "
+            "not): set validation.enable = false or context_parallel_degree = 1"
         )
     if p.enable_async_tensor_parallel and not (job_config.compile.enable and "model" in job_config.compile.components):
         raise ConfigError("parallelism.enable_async_tensor_parallel needs compile.enable = true with component model")
@@ -221,7 +243,7 @@ def check_stream(job_config: JobConfig, world_size: int) -> None:
 
 
 def check_validation(job_config: JobConfig) -> None:
-    """The length of validation sequences. The model's rotary embeddings are computed for training.seq_len positions."""
+    """The length of validation sequences. Rotary embeddings are computed for training.seq_len positions."""
     v, seq_len = job_config.validation, job_config.training.seq_len
     if not v.enable:
         return

@@ -118,7 +118,9 @@ def adapt(model: nn.Module, tp_mesh: DeviceMesh | None) -> None:
 def _on_local_heads(attention: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """[B, heads, N, head_dim] sharded over heads: attention needs no communication, so each rank does its own."""
 
-    def forward(q: DTensor, k: DTensor, v: DTensor, **kwargs: Any) -> DTensor:
+    def forward(q: Tensor, k: Tensor, v: Tensor, **kwargs: Any) -> Tensor:
+        if not isinstance(q, DTensor) or not isinstance(k, DTensor) or not isinstance(v, DTensor):
+            return attention(q, k, v, **kwargs)  # its own already
         out = attention(q.to_local(), k.to_local(), v.to_local(), **kwargs)
         return DTensor.from_local(out, q.device_mesh, q.placements, run_check=False)
 

@@ -20,8 +20,8 @@ class Dispersion:
 
     enabled: bool = False
     """
-    Whether to add λ · dispersion to the cross-entropy. Off is TorchTitan's Qwen3, with tied embeddings under FSDP too. Our
-    choice.
+    Whether to add λ · dispersion to the cross-entropy. Off is TorchTitan's Qwen3, with tied embeddings under FSDP too, or plain
+    GPT-2. Our choice.
     """
 
     coeff: float = 0.1

@@ -1,6 +1,6 @@
 """What TorchTitan imports where a config says ``[experimental] custom_import = "titan_disp.plugin"``.
 
-Importing it registers the train spec ``qwen3_disp`` and, where there is no accelerator, makes the CPU TorchTitan's device.
+Importing it registers the train specs of all models and, where there is no accelerator, makes the CPU TorchTitan's device.
 """
 
 from titan_disp import cpu

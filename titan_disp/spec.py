@@ -17,20 +17,16 @@ from torchtitan.distributed import ParallelDims
 from torchtitan.protocols.model import BaseModelArgs
 from torchtitan.tools.logging import logger
 
-from titan_disp.checks import check_config, check_device
+from titan_disp.checks import check_config, check_device, tokenizer_of
 from titan_disp.data.loader import StreamLoader, build_dataloader
-from titan_disp.data.tokenizer import load_tokenizer_for
 from titan_disp.data.validation import build_validator
 from titan_disp.dispersion import DispersionObjective, LossLedger
 from titan_disp.loss_config import build_coeff_schedule, build_dispersion_loss
-from titan_disp.qwen3.flavors import flavors
-from titan_disp.qwen3.hf import Qwen3HfAdapter
-from titan_disp.qwen3.model import Qwen3DispModel
-from titan_disp.qwen3.parallelize import parallelize
+from titan_disp.models.entry import ModelEntry
+from titan_disp.models.model import DispModel
+from titan_disp.registry import MODELS
 from titan_disp.run.guard import GuardedOptimizers
 from titan_disp.run.metrics import DispersionMetrics
-
-NAME = "qwen3_disp"
 
 
 def sequence_mesh(parallel_dims: ParallelDims) -> DeviceMesh | None:
@@ -46,8 +42,7 @@ def build_tokenizer(job_config: JobConfig) -> BaseTokenizer:
     """The first hook that sees the config under the stock trainer: what cannot work is refused here."""
     check_config(job_config, dist.get_world_size())
     check_device(job_config)
-    flavor = job_config.model.flavor
-    return load_tokenizer_for(flavor, flavors[flavor].vocab_size, job_config.model.hf_assets_path)
+    return tokenizer_of(job_config)
 
 
 def build_cross_entropy(job_config: JobConfig, parallel_dims: ParallelDims) -> LossFunction:
@@ -75,7 +70,7 @@ class _Shared:
         return self.schedulers.schedulers[0].last_epoch if self.schedulers is not None else 0
 
 
-def train_spec() -> titan.TrainSpec:
+def train_spec(entry: ModelEntry) -> titan.TrainSpec:
     shared = _Shared()
 
     def build_data(dp_world_size: int, dp_rank: int, tokenizer: BaseTokenizer, job_config: JobConfig) -> StreamLoader:
@@ -83,10 +78,10 @@ def train_spec() -> titan.TrainSpec:
         shared.loader = build_dataloader(dp_world_size, dp_rank, tokenizer, job_config)
         return shared.loader
 
-    def parallelize_model(model: Qwen3DispModel, parallel_dims: ParallelDims, job_config: JobConfig) -> nn.Module:
+    def parallelize_model(model: DispModel, parallel_dims: ParallelDims, job_config: JobConfig) -> nn.Module:
         if shared.loader is not None:  # the first hook after the data that sees the meshes
             shared.loader.mesh = parallel_dims.get_optional_mesh("batch")
-        return parallelize(model, parallel_dims, job_config)
+        return entry.parallelize(model, parallel_dims, job_config)
 
     def build_loss(job_config: JobConfig, parallel_dims: ParallelDims) -> DispersionObjective:
         return DispersionObjective(
@@ -122,8 +117,8 @@ def train_spec() -> titan.TrainSpec:
         return DispersionMetrics(job_config, parallel_dims, shared.ledger, shared.loader, tag)
 
     return titan.TrainSpec(
-        model_cls=Qwen3DispModel,
-        model_args=flavors,
+        model_cls=entry.model_cls,
+        model_args=entry.flavors,
         parallelize_fn=parallelize_model,
         pipelining_fn=None,
         build_optimizers_fn=build_guarded_optimizers,
@@ -133,11 +128,12 @@ def train_spec() -> titan.TrainSpec:
         build_loss_fn=build_loss,
         build_validator_fn=build_validator,
         build_metrics_processor_fn=build_metrics,
-        state_dict_adapter=Qwen3HfAdapter,
+        state_dict_adapter=entry.adapter,
     )
 
 
 def register() -> None:
-    """Register ``qwen3_disp``; a second import is no error."""
-    if NAME not in titan._extra_train_specs:
-        titan.register_train_spec(NAME, train_spec())
+    """Register every model; a second import is no error."""
+    for name, entry in MODELS.items():
+        if name not in titan._extra_train_specs:
+            titan.register_train_spec(name, train_spec(entry))

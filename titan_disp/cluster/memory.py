@@ -1,6 +1,6 @@
 """Bytes from the shapes alone: what one GPU holds at the peak of a step, and what checkpoints take on disk.
 
-The activations are counted as eager PyTorch saves them for backward, with flash attention and a fused RMSNorm; a compiled
+The activations are counted as eager PyTorch saves them for backward, with flash attention and a fused norm; a compiled
 block saves less, so the estimate errs on the safe side. tests/test_plan.py compares it with the live storages of the real
 model's step. Measured on no GPU yet.
 """
@@ -10,8 +10,8 @@ from dataclasses import dataclass
 import torch
 from torchtitan.config import TORCH_DTYPE_MAP, JobConfig
 
-from titan_disp.qwen3.flavors import Qwen3DispModelArgs
-from titan_disp.qwen3.model import Qwen3DispModel
+from titan_disp.models.arguments import DispModelArgs
+from titan_disp.models.model import DispModel
 
 
 @dataclass(frozen=True)
@@ -46,28 +46,10 @@ def compute_dtype(job_config: JobConfig, fsdp_degree: int) -> torch.dtype:
     return TORCH_DTYPE_MAP[t.mixed_precision_param if mixed else t.dtype]
 
 
-def saved_elements(args: Qwen3DispModelArgs, tp: int) -> dict[str, float]:
-    """Elements that a block saves for backward, per token of a CP rank's part, by mode of activation checkpointing.
-
-    Between blocks TP shards the sequence; it gathers the inputs of attention and feed-forward, and shards what is inside.
-    """
-    d, h = args.dim, args.hidden_dim
-    q, kv = args.n_heads * args.head_dim, args.n_kv_heads * args.head_dim
-    return {
-        # Both residuals; both normalised inputs; q and k before their norm, q, k, v, the attention's output; w1's output, its
-        # SiLU, w3's output, their product.
-        "none": 2 * d / tp + 2 * d + (3 * q + 3 * kv + 4 * h) / tp,
-        # The block's input, the attention's output and every second product (q, v, w1, w2) are kept. Under TP w2's output is a
-        # partial sum over the whole sequence, and both reduce-scatters are kept too.
-        "op": d / tp + (2 * q + kv + h) / tp + d + (2 * d / tp if tp > 1 else 0),
-        "full": d / tp,
-    }
-
-
-def block_elements(job_config: JobConfig, args: Qwen3DispModelArgs) -> float:
+def block_elements(job_config: JobConfig, args: DispModelArgs) -> float:
     """Elements of all blocks' saved activations, per token of a CP rank's part, with one block's recomputation."""
     ac = job_config.activation_checkpoint
-    saved = saved_elements(args, job_config.parallelism.tensor_parallel_degree)
+    saved = args.saved_elements(job_config.parallelism.tensor_parallel_degree)
     none, full, layers = saved["none"], saved["full"], args.n_layers
     if ac.mode == "none":
         return layers * none
@@ -82,7 +64,7 @@ def block_elements(job_config: JobConfig, args: Qwen3DispModelArgs) -> float:
     return checkpointed * full + (layers - checkpointed) * none + none
 
 
-def logit_bytes(job_config: JobConfig, args: Qwen3DispModelArgs, itemsize: int) -> int:
+def logit_bytes(job_config: JobConfig, args: DispModelArgs, itemsize: int) -> int:
     """Bytes per token of a CP rank's part, at the peak in the loss's backward."""
     tp = job_config.parallelism.tensor_parallel_degree
     loss_parallel = tp > 1 and not job_config.parallelism.disable_loss_parallel
@@ -91,7 +73,7 @@ def logit_bytes(job_config: JobConfig, args: Qwen3DispModelArgs, itemsize: int) 
     return args.vocab_size // (tp if loss_parallel else 1) * (2 * itemsize if compiled else 12)
 
 
-def estimate(job_config: JobConfig, model: Qwen3DispModel, fsdp_degree: int) -> Memory:
+def estimate(job_config: JobConfig, model: DispModel, fsdp_degree: int) -> Memory:
     """Memory of one rank.
 
     Args:
@@ -113,11 +95,11 @@ def estimate(job_config: JobConfig, model: Qwen3DispModel, fsdp_degree: int) -> 
     if fsdp_degree == 1:  # autocast keeps its casts for backward; they have no gradients of their own
         unsharded = held(model) * dtype.itemsize if dtype != TORCH_DTYPE_MAP[t.dtype] else 0
     else:
-        # Final norm and output, and with them a tied embedding, stay gathered until their backward; of the blocks, the one at
-        # work and the next. An untied embedding is gathered when the output is not.
+        # Final norm and output, and with them the embeddings of a tied model, stay gathered until their backward; of the blocks,
+        # the one at work and the next. The embeddings of an untied model are gathered when the output is not.
         never = p.fsdp_reshard_after_forward == "never"
         gathered = blocks if never else 2 * blocks // args.n_layers
-        elsewhen = 0 if never or args.enable_weight_tying else held(model.tok_embeddings)
+        elsewhen = 0 if never or args.enable_weight_tying else sum(map(held, model.embeddings))
         unsharded = (held(model) - blocks - elsewhen + gathered) * dtype.itemsize * 2
     tokens = t.local_batch_size * t.seq_len // p.context_parallel_degree
     head = args.dim / tp + args.dim  # the final norm's input and output
@@ -133,7 +115,7 @@ def estimate(job_config: JobConfig, model: Qwen3DispModel, fsdp_degree: int) -> 
     )
 
 
-def checkpoint_bytes(job_config: JobConfig, model: Qwen3DispModel) -> int:
+def checkpoint_bytes(job_config: JobConfig, model: DispModel) -> int:
     """Weights under every key of the state dict, a tied matrix under both of its names, and Adam's two moments, once each."""
     names = sum(w.numel() for _, w in model.named_parameters(remove_duplicate=False))
     moments = 2 * sum(w.numel() for w in model.parameters())

@@ -21,13 +21,12 @@ from typing import Any
 import torch
 from torchtitan.config import JobConfig
 
+from titan_disp.checks import tokenizer_of
 from titan_disp.cluster.gpu_health import gpu_problems
 from titan_disp.config import load_config
 from titan_disp.data.files import check_hub, streams_from_hub
 from titan_disp.data.sources import DataSet, data_sets
-from titan_disp.data.tokenizer import load_tokenizer_for
 from titan_disp.errors import ConfigError
-from titan_disp.qwen3.flavors import flavors
 from titan_disp.run.folder import write_json
 
 MINIMUM_DISK = 2 << 30  # bytes on the node's own disk: compiled kernels take some hundred MB, an environment some GB
@@ -75,12 +74,10 @@ def check_gpu(index: int) -> tuple[int, str | None]:
 
 def input_problems(job_config: JobConfig) -> list[str]:
     """Why tokenizer or data cannot be read from this node. Data on the hub is asked for, which needs internet."""
-    flavor = job_config.model.flavor
-
-    def tokenizer() -> None:
-        load_tokenizer_for(flavor, flavors[flavor].vocab_size, job_config.model.hf_assets_path)
-
-    checks: list[Callable[[], None]] = [tokenizer, *(partial(_read_data, data) for data in data_sets(job_config))]
+    checks: list[Callable[[], object]] = [
+        partial(tokenizer_of, job_config),
+        *(partial(_read_data, data) for data in data_sets(job_config)),
+    ]
     problems = []
     for check in checks:
         try:

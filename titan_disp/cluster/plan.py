@@ -7,7 +7,7 @@ import torch
 from torchtitan.config import JobConfig
 
 from titan_disp.batch import data_parallel_degree, global_batch_size, slot_count, tokens_per_step
-from titan_disp.checks import check_config
+from titan_disp.checks import check_config, tokenizer_of
 from titan_disp.cluster.hardware import find_gpu
 from titan_disp.cluster.hub_requests import hub_warnings
 from titan_disp.cluster.memory import Memory, checkpoint_bytes, checkpoint_counts, estimate
@@ -16,10 +16,11 @@ from titan_disp.data.first_look import look_at
 from titan_disp.data.loader import stream_options
 from titan_disp.data.mixture import Share
 from titan_disp.data.sources import data_sets, source_shares
-from titan_disp.data.tokenizer import find_tokenizer, load_tokenizer_for
+from titan_disp.data.tokenizer import find_tokenizer
 from titan_disp.errors import ConfigError
-from titan_disp.qwen3.flavors import Qwen3DispModelArgs, flavors
-from titan_disp.qwen3.model import Qwen3DispModel
+from titan_disp.models.arguments import DispModelArgs
+from titan_disp.models.model import DispModel
+from titan_disp.registry import args_of, find_model
 
 MAX_NODES = 1024  # of the node counts that are tried
 STORAGE = 2e9  # bytes/s that all ranks together write: our choice, what a modest shared file system takes
@@ -39,7 +40,7 @@ class Plan:
     """Bytes, FLOPs (forward and backward, without recomputation) and days. JSON-able by ``dataclasses.asdict``.
 
     Attributes:
-        parameters: a tied embedding once. parameters_non_embedding: without embedding and output.
+        parameters: a tied embedding once. parameters_non_embedding: without embeddings, of positions too, and output.
         memory_total: sum of ``memory``, for one GPU.
         checkpoint_bytes: of one full checkpoint, without the few numbers of streams and schedules.
         checkpoints: saved over the run. checkpoints_kept: of these, at its end.
@@ -109,15 +110,15 @@ class Plan:
     warnings: list[str]
 
 
-def meta_model(job_config: JobConfig) -> Qwen3DispModel:
+def meta_model(job_config: JobConfig) -> DispModel:
     """The model without storage."""
-    args = flavors[job_config.model.flavor]
+    args = args_of(job_config)
     args.update_from_config(job_config)
     with torch.device("meta"):
-        return Qwen3DispModel(args)
+        return find_model(job_config.model.name).model_cls(args)
 
 
-def dispersion_flops(args: Qwen3DispModelArgs, seq_len: int, sequence_shards: int) -> int:
+def dispersion_flops(args: DispModelArgs, seq_len: int, sequence_shards: int) -> int:
     """FLOPs of one sequence's dispersion, all of them in forward; backward only scales.
 
     2N²F for the cosines and 2N²F for V; unsharded, tiles above the diagonal serve both sides and save half of the cosines.
@@ -159,7 +160,6 @@ def missing_inputs(job_config: JobConfig, strict: bool) -> list[str]:
             are not what the config says; with ``strict``: anything is missing.
     """
     missing, tokenizer = [], None
-    flavor = job_config.model.flavor
     try:
         find_tokenizer(job_config.model.hf_assets_path)
     except ConfigError as error:
@@ -167,7 +167,7 @@ def missing_inputs(job_config: JobConfig, strict: bool) -> list[str]:
             raise
         missing.append(str(error))
     else:
-        tokenizer = load_tokenizer_for(flavor, flavors[flavor].vocab_size, job_config.model.hf_assets_path)
+        tokenizer = tokenizer_of(job_config)
     for one in data_sets(job_config):
         one.check_name()
         try:
@@ -229,7 +229,7 @@ def make_plan(
     model = meta_model(job_config)
     args = model.model_args
     parameters, flops_per_token = args.get_nparams_and_flops(model, t.seq_len)
-    embeddings = {id(w): w.numel() for w in (model.tok_embeddings.weight, model.output.weight)}
+    embeddings = {id(w): w.numel() for module in (*model.embeddings, model.output) for w in module.parameters()}
     memory = estimate(job_config, model, shard * cp)
     if memory.total > device.memory:
         warnings.append(

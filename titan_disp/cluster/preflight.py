@@ -37,7 +37,7 @@ from titan_disp.cluster.hub_requests import hub_warnings
 from titan_disp.cluster.reduced import Reduced, reduce
 from titan_disp.config import load_config
 from titan_disp.errors import ConfigError
-from titan_disp.qwen3.flavors import flavors
+from titan_disp.registry import args_of
 
 TIMEOUT = 1800  # seconds; compiling the full model takes minutes
 LAST_LINES = 15  # of a failed step's stderr
@@ -177,7 +177,7 @@ def synthetic_inputs(job_config: JobConfig) -> Iterator[None]:
     """The registered spec without a tokenizer, and with random tokens for data."""
     spec = get_train_spec(job_config.model.name)
     before = spec.build_tokenizer_fn, spec.build_dataloader_fn
-    training, vocab_size = job_config.training, flavors[job_config.model.flavor].vocab_size
+    training, vocab_size = job_config.training, args_of(job_config).vocab_size
 
     def build_data(**kwargs: Any) -> RandomTokens:
         return RandomTokens(vocab_size, training.local_batch_size, training.seq_len)

@@ -7,7 +7,8 @@ from torchtitan.config import JobConfig
 
 from titan_disp import cpu
 from titan_disp.errors import ConfigError
-from titan_disp.qwen3.flavors import activation_indices, flavors
+from titan_disp.models.arguments import activation_indices
+from titan_disp.registry import args_of, find_model
 
 SEQ_LEN = 128  # tokens, without an accelerator
 
@@ -41,12 +42,12 @@ def _shown(value: Any) -> str:
 def small_flavor(job_config: JobConfig) -> str:
     """The smallest flavor whose heads the config's tensor parallelism divides, and whose embedding is tied or not as its own.
 
-    FSDP groups embedding and output by the latter. ``flavors`` are in ascending order.
+    FSDP groups embedding and output by the latter. Flavors are in ascending order.
     """
-    tp, tied = job_config.parallelism.tensor_parallel_degree, flavors[job_config.model.flavor].enable_weight_tying
+    tp, tied = job_config.parallelism.tensor_parallel_degree, args_of(job_config).enable_weight_tying
     fits = (
         name
-        for name, args in flavors.items()
+        for name, args in find_model(job_config.model.name).flavors.items()
         if args.n_heads % tp == 0 and args.n_kv_heads % tp == 0 and args.enable_weight_tying == tied
     )
     return next(fits, job_config.model.flavor)
@@ -73,7 +74,7 @@ def reduce(job_config: JobConfig, flavor: str | None = None, seq_len: int | None
         r.set("model.flavor", flavor)
         try:
             dispersion = r.job_config.dispersion  # type: ignore[attr-defined]
-            activation_indices(dispersion.layers, dispersion.final_norm, flavors[flavor].n_layers)
+            activation_indices(dispersion.layers, dispersion.final_norm, args_of(r.job_config).n_layers)
         except ConfigError:  # indices of the config's own model
             r.set("dispersion.layers", "all", f"{flavor} has another number of blocks")
     return r

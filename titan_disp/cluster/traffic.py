@@ -14,7 +14,7 @@ from torchtitan.config import TORCH_DTYPE_MAP, JobConfig
 
 from titan_disp.batch import data_parallel_degree, global_batch_size
 from titan_disp.cluster.memory import compute_dtype
-from titan_disp.qwen3.model import Qwen3DispModel
+from titan_disp.models.model import DispModel
 
 BACKWARD = 2 / 3  # of a microbatch's computing
 
@@ -83,7 +83,7 @@ def ring(size: int, stride: int, gpus_per_node: int, count: float) -> Sent:
     return Sent(sent if together > 1 else 0.0, sent / together if together < size else 0.0)
 
 
-def traffic(job_config: JobConfig, model: Qwen3DispModel, gpus_per_node: int, world_size: int) -> Traffic:
+def traffic(job_config: JobConfig, model: DispModel, gpus_per_node: int, world_size: int) -> Traffic:
     """What a step sends.
 
     Args:
@@ -99,9 +99,9 @@ def traffic(job_config: JobConfig, model: Qwen3DispModel, gpus_per_node: int, wo
     def held(module: torch.nn.Module) -> int:
         return sum(w.numel() // tp if w.ndim > 1 else w.numel() for w in module.parameters())
 
-    # FSDP's groups, see qwen3/parallelize.py: blocks, the embedding where it is not tied, and the rest.
+    # FSDP's groups, see models/parallelize.py: blocks, the embeddings where they are not tied, and the rest.
     blocks = sum(held(block) for block in model.layers.values())
-    embedding = 0 if args.enable_weight_tying else held(model.tok_embeddings)
+    embedding = 0 if args.enable_weight_tying else sum(map(held, model.embeddings))
     head = held(model) - blocks - embedding
     outer = embedding or head  # with which a microbatch begins and ends
     inner = held(model) - outer
@@ -125,7 +125,10 @@ def traffic(job_config: JobConfig, model: Qwen3DispModel, gpus_per_node: int, wo
     # Per block: gather and scatter around attention and around the feed-forward, and the same backward; what activation
     # checkpointing recomputes (op keeps the scatters' outputs). Two more, twice, around embedding and output.
     recomputed = {"none": 0, "selective": 2}.get(job_config.activation_checkpoint.mode, 4)
-    tensor = ring(tp, 1, gpus_per_node, activation / cp) * ((8 + recomputed) * args.n_layers + 4)
+    # A table of positions serves all sequences of a microbatch, or under context parallelism each its own.
+    tables = len(model.embeddings) - 1
+    positions = 2 * tables / (t.local_batch_size if cp == 1 else 1)
+    tensor = ring(tp, 1, gpus_per_node, activation / cp) * ((8 + recomputed) * args.n_layers + 4 + positions)
     exact = job_config.dispersion.estimator == "exact"  # type: ignore[attr-defined]
     dispersed = ring(cp * tp, 1, gpus_per_node, activation * len(args.activations) * exact)
     # torch's ring attention gathers keys and values in forward and backward, and passes their fp32 gradients to the next rank, as

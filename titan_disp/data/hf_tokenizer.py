@@ -145,6 +145,9 @@ def _copy(source: Path, tokenizer: BaseTokenizer, dest: Path, seq_len: int) -> N
         (dest / "tokenizer.json").write_text(tokenizer.tokenizer.to_str(pretty=True))
     config = dest / "tokenizer_config.json"
     stated = json.loads(config.read_text()) if config.is_file() else {}
+    eos = getattr(tokenizer, "eos_token", None)
+    if eos is not None and not stated.get("eos_token"):  # it was found in config.json
+        stated["eos_token"] = eos
     if "tokenizer_class" not in stated:  # or else transformers takes Qwen2Tokenizer, with Qwen's own pre-tokenizer
         _write_config(dest, stated, seq_len)
 

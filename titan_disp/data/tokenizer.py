@@ -99,7 +99,27 @@ def _hugging_face(folder: str | Path) -> HuggingFaceTokenizer:
             token["special"] &= token["content"] not in words
         tokenizer.tokenizer = Tokenizer.from_str(json.dumps(content))
     tokenizer.tokenizer.encode_special_tokens = True
+    if tokenizer.eos_id is None:
+        _find_eos(tokenizer, Path(folder))
     return tokenizer
+
+
+def _find_eos(tokenizer: HuggingFaceTokenizer, folder: Path) -> None:
+    """EOS where TorchTitan finds none: GPT-2's <|endoftext|>.
+
+    TorchTitan takes a token that tokenizer_config.json calls both BOS and EOS for BOS alone. Here it is EOS alone: one of them
+    separates two documents. The hub's tokenizer_config.json of GPT-2 names no token; the id is in config.json.
+    """
+    if tokenizer.bos_id is not None:
+        named = tokenizer._get_token_from_config(tokenizer.config or {}, "eos_token")
+        if named == tokenizer.bos_token and not tokenizer.hf_adds_bos:
+            tokenizer.eos_token, tokenizer.eos_id = tokenizer.bos_token, tokenizer.bos_id
+            tokenizer.bos_token = tokenizer.bos_id = None
+    elif (folder / "config.json").is_file():
+        of_model = json.loads((folder / "config.json").read_text()).get("eos_token_id")
+        token = tokenizer.tokenizer.get_added_tokens_decoder().get(of_model) if isinstance(of_model, int) else None
+        if token is not None and token.special:
+            tokenizer.eos_token, tokenizer.eos_id = token.content, of_model
 
 
 def check_fits(tokens: int, folder: str | Path, vocab_size: int, model: str, advice: str) -> None:

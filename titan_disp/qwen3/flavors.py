@@ -1,113 +1,52 @@
 """Model arguments and the flavors of ``qwen3_disp``."""
 
 import copy
-from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from torch import nn
-from torchtitan.config import JobConfig
+import torch
 from torchtitan.models.qwen3 import qwen3_args
 from torchtitan.models.qwen3.model.args import Qwen3ModelArgs
 
-from titan_disp.errors import ConfigError
-
-
-def block_indices(layers: str | list[int], n_layers: int) -> tuple[int, ...]:
-    """The blocks that ``dispersion.layers`` names, ascending, from 0.
-
-    Args:
-        layers: "all", "last", "early_half", "late_half", or indices in [0, n_layers).
-
-    Raises:
-        ConfigError: another word, an empty or repeated list, or an index out of range.
-    """
-    named = {
-        "all": range(n_layers),
-        "last": range(n_layers - 1, n_layers),
-        "early_half": range(n_layers // 2),
-        "late_half": range(n_layers // 2, n_layers),
-    }
-    if isinstance(layers, str):
-        if layers not in named:
-            raise ConfigError(
-                f"dispersion.layers is {layers!r}, expected {', '.join(named)} or a list of block indices"
-            )
-        chosen = list(named[layers])
-    else:
-        chosen = sorted(layers)
-    if any(isinstance(i, bool) or not isinstance(i, int) or not 0 <= i < n_layers for i in chosen):
-        raise ConfigError(
-            f"dispersion.layers is {layers}, but the model has {n_layers} blocks: expected indices from 0 to {n_layers - 1}"
-        )
-    if not chosen or len(set(chosen)) != len(chosen):
-        raise ConfigError(f"dispersion.layers is {layers}, expected at least one block and none of them twice")
-    return tuple(chosen)
-
-
-def activation_indices(layers: str | list[int], final_norm: bool, n_layers: int) -> tuple[int, ...]:
-    """What ``dispersion.layers`` and ``dispersion.final_norm`` disperse, as ``Qwen3DispModel.forward`` takes it.
-
-    Raises:
-        ConfigError: as ``block_indices``, or ``final_norm`` without the last block.
-    """
-    blocks = block_indices(layers, n_layers)
-    if not final_norm:
-        return tuple(i + 1 for i in blocks)
-    if blocks[-1] != n_layers - 1:
-        raise ConfigError(
-            f"dispersion.final_norm is true, but dispersion.layers {layers!r} leaves the last block ({n_layers - 1}) out, whose "
-            "output the final norm takes: add it, or set dispersion.final_norm = false"
-        )
-    return (*(i + 1 for i in blocks[:-1]), n_layers + 1)
+from titan_disp.models.arguments import DispModelArgs, Flavors, Initial
 
 
 @dataclass
-class Qwen3DispModelArgs(Qwen3ModelArgs):
+class Qwen3DispModelArgs(DispModelArgs, Qwen3ModelArgs):
     """TorchTitan's Qwen3 arguments, and which activations a training forward returns.
 
     Attributes:
-        activations: indices as ``Qwen3DispModel.forward`` takes them; empty: plain logits.
+        activations: indices as ``DispModel.forward`` takes them; empty: plain logits.
     """
 
     activations: tuple[int, ...] = ()
 
-    def update_from_config(self, job_config: JobConfig, **kwargs) -> None:
-        super().update_from_config(job_config, **kwargs)
-        dispersion = job_config.dispersion  # type: ignore[attr-defined]
-        if dispersion.enabled:
-            self.activations = activation_indices(dispersion.layers, dispersion.final_norm, self.n_layers)
+    def initial(self, name: str, shape: torch.Size) -> Initial:
+        """As in TorchTitan 0.2.2's Qwen3."""
+        if len(shape) == 1:
+            return Initial(mean=1.0)  # every vector in Qwen3 is an RMSNorm weight
+        if name in ("tok_embeddings.weight", "output.weight"):
+            if name == "tok_embeddings.weight" and not self.enable_weight_tying:
+                return Initial(std=1.0)
+            std = self.dim**-0.5
+            return Initial(std=std, cut=3 * std)
+        layer = int(name.split(".")[1]) if self.depth_init else self.n_layers - 1
+        if name.endswith(("wo.weight", "w2.weight", "w3.weight")):
+            return Initial(std=0.02 / (2 * (layer + 1)) ** 0.5, cut=2.0)
+        return Initial(std=0.02, cut=2.0)
 
-    def get_nparams_and_flops(self, model: nn.Module, seq_len: int) -> tuple[int, int]:
-        """True parameter count (a tied embedding once) and model FLOPs per token, forward and backward.
-
-        TorchTitan 0.2.2 subtracts the embedding twice for tied models: from the count, and from the FLOPs, where the
-        tied matrix does multiply as the output layer. The attention term is TorchTitan's. Dispersion is not counted:
-        MFU is about the model.
-        """
-        sizes = {name: p.numel() for name, p in model.named_parameters()}  # shared parameters appear once
-        lookup = 0 if self.enable_weight_tying else sizes["tok_embeddings.weight"]
-        attention = 6 * self.n_layers * self.n_heads * 2 * self.head_dim * seq_len
-        total = sum(sizes.values())
-        return total, 6 * (total - lookup) + attention
-
-
-class Flavors(Mapping[str, Qwen3DispModelArgs]):
-    """Hands out copies: TorchTitan writes into the arguments it takes from a spec, also into registered ones."""
-
-    def __init__(self, flavors: dict[str, Qwen3DispModelArgs]) -> None:
-        self._flavors = flavors
-
-    def __getitem__(self, name: str) -> Qwen3DispModelArgs:
-        if name not in self._flavors:
-            raise ConfigError(f"model.flavor is {name!r}, expected one of {', '.join(self._flavors)}")
-        return copy.deepcopy(self._flavors[name])
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._flavors)
-
-    def __len__(self) -> int:
-        return len(self._flavors)
+    def saved_elements(self, tp: int) -> dict[str, float]:
+        d, h = self.dim, self.hidden_dim
+        q, kv = self.n_heads * self.head_dim, self.n_kv_heads * self.head_dim
+        return {
+            # Both residuals; both normalised inputs; q and k before their norm, q, k, v, the attention's output; w1's output, its
+            # SiLU, w3's output, their product.
+            "none": 2 * d / tp + 2 * d + (3 * q + 3 * kv + 4 * h) / tp,
+            # The block's input, the attention's output and every second product (q, v, w1, w2) are kept. Under TP w2's output is
+            # a partial sum over the whole sequence, and both reduce-scatters are kept too.
+            "op": d / tp + (2 * q + kv + h) / tp + d + (2 * d / tp if tp > 1 else 0),
+            "full": d / tp,
+        }
 
 
 def _like_torchtitan(name: str, **changes: Any) -> Qwen3DispModelArgs:

@@ -14,8 +14,7 @@ import torch
 from titan_disp.condensation.record import Condensation, load_steps
 from titan_disp.errors import ConfigError
 from titan_disp.inspection.groups import parse_group
-from titan_disp.qwen3.flavors import flavors
-from titan_disp.qwen3.model import Qwen3DispModel
+from titan_disp.registry import MODELS
 from titan_disp.report.attempts import Attempt, attempts
 from titan_disp.report.goodput import Goodput, goodputs
 from titan_disp.results.saved import is_run
@@ -94,13 +93,13 @@ class Run:
 
     @cached_property
     def parameters(self) -> int | None:
-        """Of the model, a tied embedding once; None for a flavor that this version does not know."""
-        flavor = self.settings.get("model.flavor", "")
-        if self.settings.get("model.name") != "qwen3_disp" or flavor not in list(flavors):
+        """Of the model, a tied embedding once; None for a model or flavor that this version does not know."""
+        entry, flavor = MODELS.get(self.settings.get("model.name", "")), self.settings.get("model.flavor", "")
+        if entry is None or flavor not in list(entry.flavors):
             return None
-        args = flavors[flavor]
+        args = entry.flavors[flavor]
         with torch.device("meta"):
-            return args.get_nparams_and_flops(Qwen3DispModel(args), args.max_seq_len)[0]
+            return args.get_nparams_and_flops(entry.model_cls(args), args.max_seq_len)[0]
 
 
 def _newest_step(written: Sequence[dict[str, Any]], events: Sequence[dict[str, Any]]) -> int:

@@ -13,7 +13,6 @@ from torchtitan.config import TORCH_DTYPE_MAP
 
 from titan_disp.data.hf_tokenizer import local_documents
 from titan_disp.errors import ConfigError
-from titan_disp.qwen3.hf import Qwen3HfAdapter
 from titan_disp.results.model_card import model_card
 from titan_disp.results.saved import SavedModel, find_saved, load_weights
 from titan_disp.run.hf_folder import describe
@@ -26,7 +25,7 @@ def hf_weights(saved: SavedModel, dtype: str = "float32") -> dict[str, torch.Ten
         CheckpointError: the checkpoint is damaged.
         ConfigError: a weight that is not finite in ``dtype``.
     """
-    weights = Qwen3HfAdapter(saved.model_args(), None).to_hf(load_weights(saved))
+    weights = saved.adapter().to_hf(load_weights(saved))
     for name in weights:
         weights[name] = weights[name].to(TORCH_DTYPE_MAP[dtype])
         if not weights[name].isfinite().all():
@@ -69,7 +68,7 @@ def export(
         partial.mkdir(parents=True)
         text_field = saved.config.get("stream", {}).get("text_field", "text")
         documents = local_documents(_data_path(saved.config), text_field)
-        describe(partial, saved.model_args(), saved.tokenizer_folder(tokenizer), loaded, dtype, documents)
+        describe(partial, saved.adapter(), saved.tokenizer_folder(tokenizer), loaded, dtype, documents)
         weights = hf_weights(saved, dtype)
         environment = saved.run / "environment.json"
         facts = json.loads(environment.read_text()) if environment.is_file() else {}

@@ -15,18 +15,22 @@ from titan_disp.results.saved import find_saved, is_run
 from titan_disp.run.hf_folder import hf_config
 
 
-def _load(target: str | Path, tokenizer: str | Path | None) -> tuple[Any, BaseTokenizer]:
-    """A transformers model and its tokenizer, of a run's checkpoint or of a Hugging Face folder."""
-    from transformers import Qwen3Config, Qwen3ForCausalLM
+def _load(target: str | Path, tokenizer: str | Path | None) -> tuple[Any, BaseTokenizer, int]:
+    """A transformers model, its tokenizer and its longest sequence, of a run's checkpoint or of a Hugging Face folder."""
+    import transformers
     from transformers.utils import logging
 
     logging.disable_progress_bar()
     if (Path(target) / "config.json").is_file() and not is_run(target):
-        return load_causal_lm(target), load_tokenizer(tokenizer or target)
+        model = load_causal_lm(target)
+        return model, load_tokenizer(tokenizer or target), model.config.max_position_embeddings
     saved = find_saved(target)
     loaded = saved.tokenizer(tokenizer)
-    config = Qwen3Config(**hf_config(saved.model_args(), loaded, "float32"))
-    return Qwen3ForCausalLM.from_pretrained(None, config=config, state_dict=hf_weights(saved)), loaded
+    adapter = saved.adapter()
+    theirs = getattr(transformers, adapter.transformers_class)
+    config = theirs.config_class(**hf_config(adapter, loaded, "float32"))
+    model = theirs.from_pretrained(None, config=config, state_dict=hf_weights(saved))
+    return model, loaded, adapter.model_args.max_seq_len
 
 
 def generate(
@@ -58,8 +62,7 @@ def generate(
         raise ConfigError(
             f"max_new_tokens is {max_new_tokens}, temperature {temperature}, top_k {top_k}; expected at least 1, 0 and 0"
         )
-    model, loaded = _load(target, tokenizer)
-    longest = model.config.max_position_embeddings
+    model, loaded, longest = _load(target, tokenizer)
     begin = [] if loaded.bos_id is None else [loaded.bos_id]
     ids = begin + plain_encoder(loaded)(prompt) or [loaded.eos_id]
     if len(ids) >= longest:

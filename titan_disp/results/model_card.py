@@ -114,8 +114,9 @@ def model_card(saved: SavedModel, name: str, parameters: int, dtype: str, enviro
     config = saved.config
     training = config["training"]
     logged = {step: record for step, record in read_metrics(saved.run).items() if step <= saved.step}
+    model = f"{saved.entry.title}, {parameters:,} parameters (flavor {config['model']['flavor']})"
     facts = {
-        "architecture": f"Qwen3, {parameters:,} parameters (flavor {config['model']['flavor']}), weights in {dtype}",
+        "architecture": f"{model}, weights in {dtype}",
         "data": _data(saved),
         "sequence length": f"{training['seq_len']:,}",
         "dispersion": _dispersion(config["dispersion"]),

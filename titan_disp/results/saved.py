@@ -10,14 +10,16 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 from torchtitan.components.tokenizer import BaseTokenizer
-from torchtitan.models.qwen3.model.state_dict_adapter import Qwen3StateDictAdapter
 from torchtitan.tools.logging import logger
 
 from titan_disp import dcp
 from titan_disp.data.tokenizer import check_fits, load_tokenizer
 from titan_disp.errors import CheckpointError, ConfigError
-from titan_disp.qwen3.flavors import Qwen3DispModelArgs, flavors
-from titan_disp.qwen3.model import Qwen3DispModel
+from titan_disp.models.arguments import DispModelArgs
+from titan_disp.models.entry import ModelEntry
+from titan_disp.models.hf import HfAdapter
+from titan_disp.models.model import DispModel
+from titan_disp.registry import MODELS, find_model
 from titan_disp.run.hashes import HASHES
 from titan_disp.run.integrity import checkpoints, damage, has_hashes, problem
 
@@ -46,11 +48,19 @@ class SavedModel:
     def in_hf_format(self) -> bool:
         return not (self.folder / ".metadata").is_file()
 
-    def model_args(self) -> Qwen3DispModelArgs:
+    @property
+    def entry(self) -> ModelEntry:
+        return find_model(self.config["model"]["name"])
+
+    def model_args(self) -> DispModelArgs:
         """The flavor's arguments with the sequence length that the run trained with."""
-        args = flavors[self.config["model"]["flavor"]]
+        args: DispModelArgs = self.entry.flavors[self.config["model"]["flavor"]]
         args.max_seq_len = self.config["training"]["seq_len"]
         return args
+
+    def adapter(self) -> HfAdapter:
+        """To and from transformers."""
+        return self.entry.adapter(self.model_args(), None)
 
     def tokenizer_folder(self, override: str | Path | None = None) -> Path:
         """``model.hf_assets_path``, or ``override``. Relative paths of a config are relative to where the run was started.
@@ -97,8 +107,9 @@ def saved_models(run: str | Path) -> list[SavedModel]:
             f"{str(run)!r} {what}; expected a run's job.dump_folder, or RUN/STEP for one of its checkpoints"
         )
     config = json.loads((run / "config.json").read_text())
-    if config["model"]["name"] != "qwen3_disp":
-        raise ConfigError(f"{str(run)!r} trained the model {config['model']['name']!r}, expected 'qwen3_disp'")
+    if config["model"]["name"] not in MODELS:
+        known = " or ".join(MODELS)
+        raise ConfigError(f"{str(run)!r} trained the model {config['model']['name']!r}, expected {known}")
     folder = run / config["checkpoint"]["folder"]
     steps = checkpoints(folder, hugging_face=True)
     found = [SavedModel(run, step, folder / f"step-{step}", config) for step in steps]
@@ -128,7 +139,7 @@ def find_saved(target: str | Path) -> SavedModel:
 
 
 def load_weights(saved: SavedModel) -> dict[str, torch.Tensor]:
-    """The model's weights under TorchTitan's names, float32 on the CPU; ``output.weight`` only where it is not tied.
+    """The model's weights under the model's names, float32 on the CPU; ``output.weight`` only where it is not tied.
 
     Raises:
         CheckpointError: damaged, or without a model.
@@ -138,14 +149,14 @@ def load_weights(saved: SavedModel) -> dict[str, torch.Tensor]:
         hf: dict[str, torch.Tensor] = {}
         for file in sorted(saved.folder.glob("*.safetensors")):
             hf |= load_file(file)
-        weights = {k: v.float() for k, v in Qwen3StateDictAdapter(args, None).from_hf(hf).items()}
+        weights = {k: v.float() for k, v in saved.adapter().from_hf(hf).items()}
         return {k: v for k, v in weights.items() if k != "output.weight" or not args.enable_weight_tying}
     if reason := problem(saved.folder) or damage(saved.folder):
         raise CheckpointError(f"the checkpoint {str(saved.folder)!r} cannot be read: {reason}")
     if not has_hashes(saved.folder):
         logger.warning(f"{saved.folder} has no {HASHES}, so that it is read unverified: an older version saved it")
     with torch.device("meta"):
-        wanted = Qwen3DispModel(args).state_dict()
+        wanted = saved.entry.model_cls(args).state_dict()
     if args.enable_weight_tying:
         wanted.pop("output.weight")
     in_checkpoint = dcp.read_metadata(saved.folder).state_dict_metadata
@@ -174,12 +185,12 @@ def load_weights(saved: SavedModel) -> dict[str, torch.Tensor]:
     return weights
 
 
-def load_model(saved: SavedModel) -> Qwen3DispModel:
+def load_model(saved: SavedModel) -> DispModel:
     """The model in float32 on the CPU, in eval mode: plain logits, or activations through ``return_activations``."""
     with torch.device("meta"):
-        model = Qwen3DispModel(saved.model_args())
+        model = saved.entry.model_cls(saved.model_args())
     model.to_empty(device="cpu")
     model.tie_weights()
-    model.rope_cache = model._precompute_rope_cache()
+    model.init_buffers(torch.device("cpu"))
     model.load_state_dict(load_weights(saved), strict=False)  # a tied output.weight is not among them
     return model.eval()

@@ -28,21 +28,20 @@ from titan_disp import dcp
 from titan_disp.data.files import on_rank_0
 from titan_disp.data.tokenizer import load_tokenizer
 from titan_disp.errors import CheckpointError, ConfigError
-from titan_disp.qwen3.flavors import Qwen3DispModelArgs
-from titan_disp.qwen3.hf import INDEX, Qwen3HfAdapter, check_hf_folder
+from titan_disp.models.hf import INDEX, HfAdapter, check_hf_folder
 from titan_disp.run.hashes import HASHES, HashingWriter
 from titan_disp.run.hf_folder import describe
 from titan_disp.run.integrity import checkpoints, damage, has_hashes, is_complete, is_model_only, problem
 from titan_disp.run.sweep import is_unfinished, rename_for_deletion, sweep
 
 
-def check_initial_load(checkpoint: Checkpoint, assets: str | None, args: Qwen3DispModelArgs) -> None:
+def check_initial_load(checkpoint: Checkpoint, assets: str | None, adapter: HfAdapter) -> None:
     """The weights that a new run begins with, where [checkpoint] names any.
 
     Args:
         checkpoint: the section.
         assets: ``model.hf_assets_path``.
-        args: of the model.
+        adapter: of the model.
 
     Raises:
         ConfigError: they are not there, damaged, or another model's.
@@ -59,7 +58,7 @@ def check_initial_load(checkpoint: Checkpoint, assets: str | None, args: Qwen3Di
             raise ConfigError(
                 "checkpoint.initial_load_in_hf needs checkpoint.initial_load_model_only: safetensors hold no optimizer"
             )
-        check_hf_folder(path or assets or "", args)
+        check_hf_folder(path or assets or "", adapter)
     elif path and (reason := problem(path) if os.path.isdir(path) else "it is not a folder"):
         raise ConfigError(
             f"checkpoint.initial_load_path {path!r} cannot be loaded: {reason}; expected RUN/checkpoint/step-N of another run, "
@@ -78,7 +77,7 @@ class DispCheckpointManager(CheckpointManager):
     """
 
     folder: str
-    sd_adapter: Qwen3HfAdapter
+    sd_adapter: HfAdapter
     save_future: Any  # a Future of an asynchronous save, or None
 
     def __init__(self, **kwargs: Any) -> None:
@@ -144,9 +143,7 @@ class DispCheckpointManager(CheckpointManager):
             return
         folder, assets = Path(self._create_checkpoint_id(curr_step)), self.sd_adapter.hf_assets_path
         try:
-            describe(
-                folder, self.sd_adapter.model_args, Path(assets), load_tokenizer(assets), self._config.export_dtype
-            )
+            describe(folder, self.sd_adapter, Path(assets), load_tokenizer(assets), self._config.export_dtype)
         except (ConfigError, OSError) as error:  # the weights are safe
             logger.warning(
                 f"{folder} holds weights without config and tokenizer ({error}): titan-disp export writes both"
@@ -331,7 +328,7 @@ class DispCheckpointManager(CheckpointManager):
             self.folder = folder
 
     def _check_initial_load(self) -> None:
-        on_rank_0(check_initial_load, self._config, self.sd_adapter.hf_assets_path, self.sd_adapter.model_args)
+        on_rank_0(check_initial_load, self._config, self.sd_adapter.hf_assets_path, self.sd_adapter)
 
     def _load_explicit(self, step: int, steps: list[int]) -> bool:
         if step not in steps:

@@ -7,17 +7,16 @@ from typing import Any
 from torchtitan.components.tokenizer import BaseTokenizer
 
 from titan_disp.data.hf_tokenizer import write_tokenizer
-from titan_disp.qwen3.flavors import Qwen3DispModelArgs
-from titan_disp.qwen3.hf import architecture
+from titan_disp.models.hf import HfAdapter
 from titan_disp.run.folder import write_json
 
 
-def hf_config(args: Qwen3DispModelArgs, tokenizer: BaseTokenizer, dtype: str) -> dict[str, Any]:
-    """config.json: longest input = ``args.max_seq_len``, BOS and EOS = those that training put around documents."""
-    return architecture(args) | {
-        "architectures": ["Qwen3ForCausalLM"],
-        "max_position_embeddings": args.max_seq_len,
-        "sliding_window": None,  # transformers 4.51 warns where it is absent
+def hf_config(adapter: HfAdapter, tokenizer: BaseTokenizer, dtype: str) -> dict[str, Any]:
+    """config.json, with BOS and EOS as training put them around documents."""
+    return {
+        **adapter.architecture(),
+        **adapter.extras(),
+        "architectures": [adapter.transformers_class],
         "bos_token_id": tokenizer.bos_id,
         "eos_token_id": tokenizer.eos_id,
         "torch_dtype": dtype,
@@ -26,7 +25,7 @@ def hf_config(args: Qwen3DispModelArgs, tokenizer: BaseTokenizer, dtype: str) ->
 
 def describe(
     dest: Path,
-    args: Qwen3DispModelArgs,
+    adapter: HfAdapter,
     tokenizer_folder: Path,
     tokenizer: BaseTokenizer,
     dtype: str,
@@ -36,7 +35,7 @@ def describe(
 
     Args:
         dest: an existing folder.
-        args: ``max_seq_len`` is the sequence length of training.
+        adapter: of the model; ``model_args.max_seq_len`` is the sequence length of training.
         tokenizer_folder: of ``tokenizer``.
         tokenizer: training's.
         dtype: of the weights: float32, bfloat16 or float16.
@@ -46,7 +45,7 @@ def describe(
         ConfigError: a tokenizer that cannot be converted, or gives other ids.
         OSError: not writable, or no room.
     """
-    write_json(dest / "config.json", hf_config(args, tokenizer, dtype))
+    write_json(dest / "config.json", hf_config(adapter, tokenizer, dtype))
     ids = {"bos_token_id": tokenizer.bos_id, "eos_token_id": tokenizer.eos_id}
     write_json(dest / "generation_config.json", {k: v for k, v in ids.items() if v is not None})
-    write_tokenizer(tokenizer_folder, tokenizer, dest, args.max_seq_len, documents)
+    write_tokenizer(tokenizer_folder, tokenizer, dest, adapter.model_args.max_seq_len, documents)

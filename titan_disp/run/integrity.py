@@ -6,7 +6,7 @@ from collections import defaultdict
 from pathlib import Path
 
 from titan_disp.dcp import METADATA, parse_metadata, read_metadata
-from titan_disp.qwen3.hf import INDEX
+from titan_disp.models.hf import INDEX
 from titan_disp.run.hashes import HASHES, hash_bytes, hash_file, read_hashes
 
 _DIFFERS = "{} differs from its hash: its content is not what was saved"

@@ -12,7 +12,7 @@ from safetensors import safe_open
 
 from titan_disp.dcp import METADATA
 from titan_disp.errors import ConfigError
-from titan_disp.qwen3.hf import INDEX
+from titan_disp.models.hf import INDEX
 from titan_disp.run.folder import read_json_lines
 from titan_disp.run.integrity import damage, has_hashes, is_model_only, problem
 

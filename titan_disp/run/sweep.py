@@ -19,7 +19,7 @@ from pathlib import Path
 
 from torchtitan.tools.logging import logger
 
-from titan_disp.qwen3.hf import INDEX
+from titan_disp.models.hf import INDEX
 from titan_disp.run.hashes import HASHES, SAVING
 
 _OF_A_SAVE = rf"__\d+_\d+\.distcp|\.metadata\.tmp|\.{re.escape(HASHES)}\.partial|{re.escape(SAVING)}"

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from titan_disp.qwen3.flavors import Qwen3DispModelArgs
+from titan_disp.models.arguments import DispModelArgs
 
 # Wrappers of activation checkpointing and torch.compile show up in parameter names.
 _WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
@@ -24,37 +24,25 @@ def canonical_name(name: str) -> str:
     return name
 
 
-def distribution(name: str, args: Qwen3DispModelArgs) -> tuple[float, float]:
-    """Standard deviation and absolute cut-off of the truncated normal, as in TorchTitan 0.2.2's Qwen3.
+def draw(name: str, shape: torch.Size, args: DispModelArgs, seed: int) -> Tensor:
+    """The whole initial parameter, float32 on the CPU.
 
     Args:
-        name: canonical parameter name of a matrix.
+        name: canonical.
     """
-    if name in ("tok_embeddings.weight", "output.weight"):
-        if name == "tok_embeddings.weight" and not args.enable_weight_tying:
-            return 1.0, float("inf")
-        std = args.dim**-0.5
-        return std, 3 * std
-    layer = int(name.split(".")[1]) if args.depth_init else args.n_layers - 1
-    if name.endswith(("wo.weight", "w2.weight", "w3.weight")):
-        return 0.02 / (2 * (layer + 1)) ** 0.5, 2.0
-    return 0.02, 2.0
-
-
-def draw(name: str, shape: torch.Size, args: Qwen3DispModelArgs, seed: int) -> Tensor:
-    """The whole initial parameter, float32 on the CPU."""
-    if len(shape) == 1:
-        return torch.ones(shape)  # every vector in Qwen3 is an RMSNorm weight
+    initial = args.initial(name, shape)
+    if initial.std == 0:
+        return torch.full(shape, initial.mean)
     digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little", signed=True))
-    std, cut = distribution(name, args)
+    mean, std, cut = initial.mean, initial.std, initial.cut
     if math.isinf(cut):  # some versions of trunc_normal_ invert the distribution function, which gives infinities here
-        return torch.empty(shape).normal_(0.0, std, generator=generator)
-    return nn.init.trunc_normal_(torch.empty(shape), 0.0, std, -cut, cut, generator=generator)
+        return torch.empty(shape).normal_(mean, std, generator=generator)
+    return nn.init.trunc_normal_(torch.empty(shape), mean, std, mean - cut, mean + cut, generator=generator)
 
 
 @torch.no_grad()
-def init_parameters(model: nn.Module, args: Qwen3DispModelArgs, seed: int) -> None:
+def init_parameters(model: nn.Module, args: DispModelArgs, seed: int) -> None:
     """Fill all parameters of a materialised, possibly sharded model in place."""
     for name, param in model.named_parameters():
         full = draw(canonical_name(name), param.shape, args, seed).to(param.dtype)

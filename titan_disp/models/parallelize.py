@@ -1,0 +1,106 @@
+"""TP → tie → context parallel → activation checkpointing → compile → FSDP2/HSDP, for every model.
+
+TorchTitan 0.2.2's own order fails for tied embeddings: TP replaces both parameters, which unties them, and separate FSDP
+groups for the embedding and the output either raise or train two matrices. Here they are tied again after TP, and the
+embeddings, the final norm and the output form one FSDP group. Of an untied model the embeddings are a group of their own, as in
+TorchTitan.
+"""
+
+from collections.abc import Callable, Collection
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Shard
+from torchtitan.config import TORCH_DTYPE_MAP, JobConfig
+from torchtitan.distributed import ParallelDims
+from torchtitan.distributed.activation_checkpoint import apply_ac
+from torchtitan.distributed.context_parallel import apply_cp_to_attention_module
+from torchtitan.models.llama3.infra.parallelize import disable_fsdp_gradient_division
+from torchtitan.models.llama4.infra.parallelize import apply_compile
+from torchtitan.tools.logging import logger
+
+from titan_disp import cpu
+from titan_disp.models.model import DispModel
+
+ApplyTP = Callable[[DispModel, ParallelDims, JobConfig], None]
+
+
+def parallelize_model(
+    model: DispModel,
+    parallel_dims: ParallelDims,
+    job_config: JobConfig,
+    apply_tp: ApplyTP,
+    saved_ops: Collection[torch._ops.OpOverload],
+) -> nn.Module:
+    """Apply everything the config asks for to a model on the meta device, in place.
+
+    Expects a config that has passed ``checks.check_config``: combinations that do not work were refused there.
+
+    Args:
+        apply_tp: the model's own tensor-parallel plan.
+        saved_ops: what selective activation checkpointing keeps.
+    """
+    compiled = job_config.compile.enable and "model" in job_config.compile.components
+    tp_mesh = parallel_dims.get_optional_mesh("tp")
+    if tp_mesh is not None:
+        apply_tp(model, parallel_dims, job_config)
+        model.tie_weights()
+    if parallel_dims.cp_enabled:
+        attentions = [block.attention.inner_attention for block in model.layers.values()]  # type: ignore[union-attr]
+        apply_cp_to_attention_module(attentions, parallel_dims.get_mesh("cp"), "sdpa")  # type: ignore[arg-type]
+    if job_config.activation_checkpoint.mode != "none":
+        apply_ac(
+            model,
+            job_config.activation_checkpoint,
+            model_compile_enabled=compiled,
+            op_sac_save_list=saved_ops,  # type: ignore[arg-type]
+            base_folder=job_config.job.dump_folder,
+        )
+    if compiled:
+        apply_compile(model, job_config.compile, parallel_dims.ep_enabled)
+    if parallel_dims.fsdp_enabled:
+        _apply_fsdp(model, parallel_dims, job_config)
+    cpu.adapt(model, tp_mesh)
+    return model
+
+
+def _apply_fsdp(model: DispModel, parallel_dims: ParallelDims, job_config: JobConfig) -> None:
+    hybrid = parallel_dims.dp_replicate_enabled
+    config: dict[str, Any] = {
+        "mesh": parallel_dims.get_mesh(["dp_replicate", "fsdp"] if hybrid else ["fsdp"]),
+        "mp_policy": MixedPrecisionPolicy(
+            param_dtype=TORCH_DTYPE_MAP[job_config.training.mixed_precision_param],
+            reduce_dtype=TORCH_DTYPE_MAP[job_config.training.mixed_precision_reduce],
+        ),
+        "offload_policy": CPUOffloadPolicy() if job_config.training.enable_cpu_offload else OffloadPolicy(),
+        "shard_placement_fn": _columns_where_rows_are_uneven,
+    }
+    policy = job_config.parallelism.fsdp_reshard_after_forward
+    for block in model.layers.values():
+        fully_shard(block, reshard_after_forward=policy != "never", **config)
+    head = [model.norm, model.output]
+    if model.model_args.enable_weight_tying:
+        head = [*model.embeddings, *head]  # the shared parameter has one owner
+    else:
+        fully_shard(model.embeddings, reshard_after_forward=policy != "never", **config)
+    # Backward starts here, so resharding after forward would only gather it twice.
+    fully_shard(head, reshard_after_forward=policy == "always", **config)
+    fully_shard(model, **config)
+    # The objective divides by the global number of valid tokens; FSDP must only sum.
+    disable_fsdp_gradient_division(model)
+    logger.info(f"Applied {'HSDP' if hybrid else 'FSDP'} to the model")
+
+
+def _columns_where_rows_are_uneven(param: nn.Parameter) -> Shard | None:
+    """FSDP shards rows, but for those that TP has shared out unevenly, such as GPT-2's 50,257 tokens.
+
+    DTensor (torch 2.13) takes the sum of a shard's rows over TP to be shared out as TP does it. For 50,257 rows over 2 TP ranks
+    and 8 shards that is wrong on the last shard, 3135 + 3141 rows: initial weights and checkpoints would mix them up.
+    """
+    if isinstance(param, DTensor):
+        for degree, placement in zip(param.device_mesh.shape, param.placements, strict=True):
+            if isinstance(placement, Shard) and placement.dim == 0 and param.shape[0] % degree:
+                return Shard(1)
+    return None
