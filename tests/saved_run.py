@@ -7,14 +7,14 @@ import torch.distributed.checkpoint as dcp
 
 from tests.cluster_of_one import DEMO
 from titan_disp.config import load_config
-from titan_disp.registry import MODELS
+from titan_disp.registry import MODELS, model_args
 
 SEQ_LEN = 64
 
 
-def random_model(std=0.2, flavor="nano", name="qwen3_disp"):
+def random_model(std=0.2, flavor="nano", name="qwen3_disp", overrides=""):
     """In eval mode; large weights, for logits that depend on every one of them."""
-    args = MODELS[name].flavors[flavor]
+    args = model_args(name, flavor, overrides)
     args.max_seq_len = SEQ_LEN
     model = MODELS[name].model_cls(args)
     torch.manual_seed(3)

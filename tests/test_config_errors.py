@@ -123,6 +123,22 @@ def options(sample):
             ["--model.flavor", "9B"],
             r"model.flavor is '9B', expected one of nano, .*0.6B, 0.6B_untied, 1.7B, 4B, 8B, 14B, 32B",
         ),
+        (
+            1,
+            ["--model.overrides", "hiden_dim=16"],
+            r"model.overrides.hiden_dim is not known \(did you mean hidden_dim\?\)",
+        ),
+        (
+            1,
+            ["--model.overrides", "vocab_size=100"],
+            r"2048 tokens, but model.flavor 'nano with vocab_size = 100' has a vocabulary of 100",
+        ),
+        (1, ["--model.overrides", "n_layers=2", "--dispersion.layers", "3"], r"\[3\], but the model has 2 blocks"),
+        (
+            2,
+            ["--model.overrides", "hidden_dim=15", "--parallelism.tensor_parallel_degree", "2"],
+            r"tensor_parallel_degree 2 does not divide the 15 hidden units .* of 'nano with hidden_dim = 15'",
+        ),
         (1, ["--model.name", "llama3"], r"model.name is 'llama3', expected \"qwen3_disp\""),
         (1, ["--comm.mode", "local_tensor"], r"local_tensor"),
         (1, ["--fault_tolerance.enable"], r"fault_tolerance"),

@@ -18,7 +18,6 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.cluster_of_one import DEMO, environment, train
-from tests.mesh import reduced
 from tests.saved_run import SEQ_LEN, random_model, save_run
 from titan_disp.checks import check_config
 from titan_disp.config import load_config
@@ -29,6 +28,7 @@ from titan_disp.errors import ConfigError
 from titan_disp.models.hf import check_hf_folder
 from titan_disp.qwen3.flavors import flavors
 from titan_disp.qwen3.hf import Qwen3HfAdapter
+from titan_disp.registry import model_args
 from titan_disp.results.export import export
 from titan_disp.results.saved import find_saved, load_model
 
@@ -90,12 +90,22 @@ def test_logits_tokenizer_and_card(run, model, sample, texts, tmp_path):
 
 
 @torch.no_grad()
-def test_untied_model(monkeypatch, sample, tmp_path):
-    """A small 8B: out, and in again bit for bit; the output's matrix is one of its own."""
-    args = reduced("8B")
-    monkeypatch.setitem(flavors._flavors, "8B", args)
-    untied, dest = random_model(flavor="8B"), tmp_path / "out"
-    export(save_run(tmp_path / "run", untied, sample / "tokenizer", "--model.flavor", "8B"), dest)
+def test_untied_model_of_other_sizes(sample, tmp_path):
+    """Of model.overrides: out, and in again bit for bit; the output's matrix is one of its own."""
+    sizes = "enable_weight_tying=false,hidden_dim=48,n_layers=2,n_heads=6,head_dim=32"
+    args, untied, dest = model_args("qwen3_disp", "nano", sizes), random_model(overrides=sizes), tmp_path / "out"
+    run = save_run(tmp_path / "run", untied, sample / "tokenizer", "--model.overrides", sizes)
+    export(run, dest)
+    config = json.loads((dest / "config.json").read_text())
+    assert [config[key] for key in ("intermediate_size", "num_hidden_layers", "num_attention_heads", "head_dim")] == [
+        48,
+        2,
+        6,
+        32,
+    ]
+    assert not config["tie_word_embeddings"]
+    assert f"flavor nano with {sizes.replace('=', ' = ').replace(',', ', ')})" in (dest / "README.md").read_text()
+    torch.testing.assert_close(load_model(find_saved(run))(TOKENS), untied(TOKENS), atol=0, rtol=0)
     theirs, info = AutoModelForCausalLM.from_pretrained(dest, output_loading_info=True)
     assert not any(info.values()), info
     assert not torch.equal(theirs.lm_head.weight, theirs.model.embed_tokens.weight)

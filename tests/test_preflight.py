@@ -74,6 +74,10 @@ def test_errors_of_the_config_itself(monkeypatch):
     for flavor in (None, "8B"):  # 6 blocks, and 36, of which block 27 is not the last
         _, reduced = prepare((*PAPER, *last), 640, flavor, None)
         assert reduced.job_config.dispersion.layers == "all"
+    # Other sizes are of the config's own flavor.
+    _, reduced = prepare((*PAPER, "--model.overrides", "hidden_dim=1000"), 640, None, None)
+    assert reduced.job_config.model.overrides == {}
+    assert "model.overrides {'hidden_dim': 1000} → {}: they are of the config's own flavor" in reduced.changes
     with pytest.raises(ConfigError, match="has 28 blocks"):
         prepare((*PAPER, "--dispersion.layers", "28"), 640, None, None)
 

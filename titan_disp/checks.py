@@ -18,6 +18,7 @@ from titan_disp.errors import ConfigError
 from titan_disp.loss_config import build_coeff_schedule, build_dispersion_loss
 from titan_disp.mesh import resolve_replicas
 from titan_disp.models.arguments import activation_indices
+from titan_disp.overrides import named, parse_overrides
 from titan_disp.registry import args_of, find_model
 from titan_disp.run.checkpoint import check_initial_load
 from titan_disp.run.integrity import checkpoints
@@ -25,7 +26,7 @@ from titan_disp.run.integrity import checkpoints
 
 def check_config(job_config: JobConfig, world_size: int) -> None:
     """Everything that can be known from the config and the number of ranks. Sets training.steps from budget.tokens, and
-    data_parallel_replicate_degree and validation.seq_len where they are −1.
+    data_parallel_replicate_degree and validation.seq_len where they are −1, and makes a table of model.overrides.
 
     Raises:
         ConfigError: the first thing that cannot work.
@@ -35,6 +36,7 @@ def check_config(job_config: JobConfig, world_size: int) -> None:
             'the config has no [dispersion] section: add custom_config_module = "titan_disp.job_config" to [job]'
         )
     find_model(job_config.model.name)
+    job_config.model.overrides = parse_overrides(job_config.model.overrides)  # type: ignore[attr-defined]
     check_mesh(job_config, world_size)
     check_batch(job_config, world_size)
     resolve_steps(job_config, world_size)
@@ -91,7 +93,8 @@ def tokenizer_of(job_config: JobConfig) -> BaseTokenizer:
         ConfigError: missing, unreadable, or with more tokens than the model's vocabulary.
     """
     model = job_config.model
-    return load_tokenizer_for(model.flavor, args_of(job_config).vocab_size, model.hf_assets_path)
+    name = named(model.flavor, model.overrides)  # type: ignore[attr-defined]
+    return load_tokenizer_for(name, args_of(job_config).vocab_size, model.hf_assets_path)
 
 
 def check_model(job_config: JobConfig) -> None:
@@ -168,15 +171,18 @@ def check_mesh(job_config: JobConfig, world_size: int) -> None:
             "training.enable_cpu_offload is true, but it is FSDP that offloads, and with data_parallel_shard_degree 1 there is "
             "none: set it to false, or data_parallel_shard_degree ≥ 2"
         )
-    for name, heads in (("attention heads", args.n_heads), ("key/value heads", args.n_kv_heads)):
-        if heads % tp:
-            raise ConfigError(
-                f"tensor_parallel_degree {tp} does not divide the {heads} {name} of {job_config.model.flavor!r}"
-            )
+    flavor = named(job_config.model.flavor, job_config.model.overrides)  # type: ignore[attr-defined]
+    for name, size in (
+        ("attention heads", args.n_heads),
+        ("key/value heads", args.n_kv_heads),
+        ("hidden units of the MLP (hidden_dim)", args.hidden_dim),
+    ):
+        if size % tp:
+            raise ConfigError(f"tensor_parallel_degree {tp} does not divide the {size} {name} of {flavor!r}")
     tables = [rows for rows in (args.vocab_size, args.max_positions) if rows is not None and rows % tp]
     if tables and args.dim % (shard * cp):
         raise ConfigError(
-            f"tensor_parallel_degree {tp} does not divide the {tables[0]} rows of an embedding of {job_config.model.flavor!r}, "
+            f"tensor_parallel_degree {tp} does not divide the {tables[0]} rows of an embedding of {flavor!r}, "
             f"so that FSDP shards its {args.dim} columns, which {shard * cp} shards (data_parallel_shard_degree × "
             "context_parallel_degree) do not divide: set a data_parallel_shard_degree that does, or tensor_parallel_degree = 1"
         )

@@ -12,6 +12,16 @@ from typing import Any, Literal
 # itself say custom_import = "titan_disp", which imports nothing any more: they keep working, under TorchTitan's own trainer too.
 import titan_disp.plugin  # noqa: F401
 from titan_disp.errors import ConfigError
+from titan_disp.overrides import Overrides
+
+
+@dataclass
+class Model:
+    overrides: Overrides = field(default_factory=dict)
+    """
+    Sizes other than the flavor's, by their names in the model's arguments: a table [model.overrides] with hidden_dim = 16, …, or
+    --model.overrides hidden_dim=16,n_layers=2, which replaces the table. Fixed for the life of a run.
+    """
 
 
 @dataclass
@@ -296,6 +306,7 @@ class Checkpoint:
 
 @dataclass
 class JobConfig:
+    model: Model = field(default_factory=Model)
     dispersion: Dispersion = field(default_factory=Dispersion)
     stream: Stream = field(default_factory=Stream)
     training: Training = field(default_factory=Training)

@@ -1,11 +1,15 @@
 """The models that a config can name. A new one is a folder and a line here (CONTRIBUTING.md)."""
 
+from collections.abc import Mapping, Sequence
+from typing import Any
+
 from torchtitan.config import JobConfig
 
 from titan_disp import gpt2, qwen3
 from titan_disp.errors import ConfigError
 from titan_disp.models.arguments import DispModelArgs
 from titan_disp.models.entry import ModelEntry
+from titan_disp.overrides import apply_overrides
 
 MODELS: dict[str, ModelEntry] = {
     entry.name: entry
@@ -28,10 +32,22 @@ def find_model(name: str) -> ModelEntry:
     return MODELS[name]
 
 
-def args_of(job_config: JobConfig) -> DispModelArgs:
-    """The arguments of the config's flavor, as it is registered: TorchTitan's ``update_from_config`` comes later.
+def model_args(name: str, flavor: str, overrides: Mapping[str, Any] | Sequence[str] | str = ()) -> DispModelArgs:
+    """The arguments that ``model.name``, ``model.flavor`` and ``model.overrides`` name: a copy.
 
     Raises:
-        ConfigError: no such model or flavor.
+        ConfigError: no such model or flavor, or overrides that it cannot take.
     """
-    return find_model(job_config.model.name).flavors[job_config.model.flavor]
+    args: DispModelArgs = find_model(name).flavors[flavor]
+    apply_overrides(args, overrides)
+    return args
+
+
+def args_of(job_config: JobConfig) -> DispModelArgs:
+    """The arguments of the config's model, before TorchTitan's ``update_from_config``.
+
+    Raises:
+        ConfigError: as ``model_args``.
+    """
+    model = job_config.model
+    return model_args(model.name, model.flavor, model.overrides)  # type: ignore[attr-defined]

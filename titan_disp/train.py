@@ -33,12 +33,15 @@ from titan_disp.data.loader import StreamLoader
 from titan_disp.data.validation import held_out_sequences
 from titan_disp.dispersion.collectives import process_group
 from titan_disp.errors import EXIT_CODE, CheckpointError, ConfigError, DataError
+from titan_disp.overrides import architecture_of
 from titan_disp.report.goodput import Goodput, goodputs, together
+from titan_disp.run import identity
 from titan_disp.run.checkpoint import DispCheckpointManager
 from titan_disp.run.clock import Clock, allocation_began
 from titan_disp.run.folder import RunFolder, read_condensation, read_events, read_rows
 from titan_disp.run.guard import GuardedOptimizers
 from titan_disp.run.heartbeat import Heartbeat
+from titan_disp.run.identity import Identity
 from titan_disp.run.metrics import DispersionMetrics
 from titan_disp.run.stragglers import Stragglers
 
@@ -95,13 +98,19 @@ class DispTrainer(Trainer):
         self.optimizers.flags["save_failed"] = self.checkpointer.save_has_failed
 
     def _build_checkpointer(self) -> DispCheckpointManager:
-        adapter = self.train_spec.state_dict_adapter
+        adapter, job = self.train_spec.state_dict_adapter, self.job_config
+        self.identity = Identity(
+            {
+                "model.name": job.model.name,
+                **architecture_of(self.model_args),
+            }
+        )
         manager = DispCheckpointManager(
             dataloader=self.dataloader,
             model_parts=self.model_parts,
             optimizers=self.optimizers,
             lr_schedulers=self.lr_schedulers,
-            states={"train_state": self},
+            states={"train_state": self, identity.NAME: self.identity},
             checkpoint_config=self.job_config.checkpoint,
             sd_adapter=adapter(self.model_args, self.job_config.model.hf_assets_path) if adapter else None,  # type: ignore[arg-type]
             base_folder=self.job_config.job.dump_folder,
@@ -139,17 +148,18 @@ class DispTrainer(Trainer):
             yield batch
 
     def check_resume(self, step: int) -> None:
-        """Compare the data of the checkpoint that will be loaded with this run's, before DCP meets tensors of another size.
+        """Compare model and data of the checkpoint that will be loaded with this run's, before DCP meets tensors of another size.
 
         Raises:
-            ConfigError: on every rank; unless stream.on_mismatch = "restart", which begins a new epoch instead.
+            ConfigError: on every rank; for other data unless stream.on_mismatch = "restart", which begins a new epoch instead.
             CheckpointError: it cannot be read.
         """
-        checkpoint = self.job_config.checkpoint
+        folder, checkpoint = self.checkpointer._create_checkpoint_id(step), self.job_config.checkpoint
+        identity.check_identity(on_rank_0(identity.read_identity, folder), self.identity.content)
         if step < 1 or "dataloader" in checkpoint.exclude_from_loading:
             return
         loader = cast(StreamLoader, self.dataloader)
-        saved, epoch = on_rank_0(read_data_state, self.checkpointer._create_checkpoint_id(step))
+        saved, epoch = on_rank_0(read_data_state, folder)
         try:
             check_fingerprint(saved, loader.fingerprint)
         except ConfigError as error:

@@ -32,11 +32,12 @@ from torchtitan.train import Trainer
 
 import titan_disp.plugin  # noqa: F401 — the model's spec and the device type, whatever the config imports
 from titan_disp import cpu
-from titan_disp.checks import check_config
+from titan_disp.checks import args_of, check_config
 from titan_disp.cluster.hub_requests import hub_warnings
 from titan_disp.cluster.reduced import Reduced, reduce
 from titan_disp.config import load_config
 from titan_disp.errors import ConfigError
+from titan_disp.overrides import named
 from titan_disp.registry import args_of
 
 TIMEOUT = 1800  # seconds; compiling the full model takes minutes
@@ -114,7 +115,7 @@ def preflight(argv: Sequence[str], ranks: int, flavor: str | None = None, seq_le
         config=job.job.config_file or "the config",
         ranks=ranks,
         reduced=reduced.changes,
-        flavor=job.model.flavor,
+        flavor=named(job.model.flavor, job.model.overrides),  # type: ignore[attr-defined]
         local_batch_size=job.training.local_batch_size,
         seq_len=job.training.seq_len,
         warnings=hub_warnings(whole, ranks),

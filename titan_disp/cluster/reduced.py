@@ -44,13 +44,14 @@ def small_flavor(job_config: JobConfig) -> str:
 
     FSDP groups embedding and output by the latter. Flavors are in ascending order.
     """
-    tp, tied = job_config.parallelism.tensor_parallel_degree, args_of(job_config).enable_weight_tying
+    model, tp = job_config.model, job_config.parallelism.tensor_parallel_degree
+    tied = args_of(job_config).enable_weight_tying
     fits = (
         name
         for name, args in find_model(job_config.model.name).flavors.items()
         if args.n_heads % tp == 0 and args.n_kv_heads % tp == 0 and args.enable_weight_tying == tied
     )
-    return next(fits, job_config.model.flavor)
+    return next(fits, model.flavor)
 
 
 def reduce(job_config: JobConfig, flavor: str | None = None, seq_len: int | None = None) -> Reduced:
@@ -72,6 +73,8 @@ def reduce(job_config: JobConfig, flavor: str | None = None, seq_len: int | None
         r.set("training.seq_len", seq_len)
     if flavor is not None:
         r.set("model.flavor", flavor)
+        if flavor != job_config.model.flavor:
+            r.set("model.overrides", {}, "they are of the config's own flavor")
         try:
             dispersion = r.job_config.dispersion  # type: ignore[attr-defined]
             activation_indices(dispersion.layers, dispersion.final_norm, args_of(r.job_config).n_layers)

@@ -12,6 +12,7 @@ from torchtitan.config import JobConfig
 from torchtitan.protocols.model import BaseModelArgs
 
 from titan_disp.errors import ConfigError
+from titan_disp.overrides import apply_overrides
 
 
 def block_indices(layers: str | list[int], n_layers: int) -> tuple[int, ...]:
@@ -111,6 +112,8 @@ class DispModelArgs(BaseModelArgs):
         raise NotImplementedError
 
     def update_from_config(self, job_config: JobConfig, **kwargs) -> None:
+        """TorchTitan's hook between the flavor and the model."""
+        apply_overrides(self, job_config.model.overrides)  # type: ignore[attr-defined]
         super().update_from_config(job_config, **kwargs)
         self.max_seq_len = job_config.training.seq_len
         dispersion = job_config.dispersion  # type: ignore[attr-defined]

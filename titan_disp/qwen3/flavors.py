@@ -2,7 +2,7 @@
 
 import copy
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torchtitan.models.qwen3 import qwen3_args
@@ -20,6 +20,13 @@ class Qwen3DispModelArgs(DispModelArgs, Qwen3ModelArgs):
     """
 
     activations: tuple[int, ...] = ()
+
+    not_overridable: ClassVar[dict[str, str]] = {
+        "qk_norm": "Hugging Face's Qwen3 normalises queries and keys, so that an export would be another model",
+        "eos_id": "it is the tokenizer's",
+        "moe_enabled": "the model is dense",
+        "moe_inter_dim": "the model is dense",
+    }
 
     def initial(self, name: str, shape: torch.Size) -> Initial:
         """As in TorchTitan 0.2.2's Qwen3."""

@@ -14,7 +14,8 @@ import torch
 from titan_disp.condensation.record import Condensation, load_steps
 from titan_disp.errors import ConfigError
 from titan_disp.inspection.groups import parse_group
-from titan_disp.registry import MODELS
+from titan_disp.overrides import named
+from titan_disp.registry import MODELS, model_args
 from titan_disp.report.attempts import Attempt, attempts
 from titan_disp.report.goodput import Goodput, goodputs
 from titan_disp.results.saved import is_run
@@ -91,13 +92,22 @@ class Run:
         """[rows] float64, NaN where a row lacks the number."""
         return np.array([row.get(key) for row in self.rows], dtype=np.float64)
 
+    @property
+    def _overrides(self) -> dict[str, Any]:
+        return self.config.get("model", {}).get("overrides", {})  # older runs know none
+
+    @property
+    def model(self) -> str:
+        """Its name and flavor, with what was overridden."""
+        return f"{self.settings.get('model.name')} {named(str(self.settings.get('model.flavor')), self._overrides)}"
+
     @cached_property
     def parameters(self) -> int | None:
         """Of the model, a tied embedding once; None for a model or flavor that this version does not know."""
         entry, flavor = MODELS.get(self.settings.get("model.name", "")), self.settings.get("model.flavor", "")
         if entry is None or flavor not in list(entry.flavors):
             return None
-        args = entry.flavors[flavor]
+        args = model_args(entry.name, flavor, self._overrides)
         with torch.device("meta"):
             return args.get_nparams_and_flops(entry.model_cls(args), args.max_seq_len)[0]
 

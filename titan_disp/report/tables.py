@@ -109,7 +109,7 @@ def overview(runs: Sequence[Run], now: float) -> Rows:
         "goodput": _goodput,
         "slow ranks": _stragglers,
         "failures without a new checkpoint": _failures,
-        "model": lambda run: f"{run.settings.get('model.name')} {run.settings.get('model.flavor')}",
+        "model": lambda run: run.model,
         "parameters": lambda run: number(run.parameters),
         "dispersion": _dispersion,
         "ranks": lambda run: number(run.environment.get("world_size")),

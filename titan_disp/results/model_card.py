@@ -114,7 +114,7 @@ def model_card(saved: SavedModel, name: str, parameters: int, dtype: str, enviro
     config = saved.config
     training = config["training"]
     logged = {step: record for step, record in read_metrics(saved.run).items() if step <= saved.step}
-    model = f"{saved.entry.title}, {parameters:,} parameters (flavor {config['model']['flavor']})"
+    model = f"{saved.entry.title}, {parameters:,} parameters (flavor {saved.flavor})"
     facts = {
         "architecture": f"{model}, weights in {dtype}",
         "data": _data(saved),

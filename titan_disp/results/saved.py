@@ -19,8 +19,10 @@ from titan_disp.models.arguments import DispModelArgs
 from titan_disp.models.entry import ModelEntry
 from titan_disp.models.hf import HfAdapter
 from titan_disp.models.model import DispModel
-from titan_disp.registry import MODELS, find_model
+from titan_disp.overrides import architecture_of, named
+from titan_disp.registry import MODELS, find_model, model_args
 from titan_disp.run.hashes import HASHES
+from titan_disp.run.identity import differences, read_identity
 from titan_disp.run.integrity import checkpoints, damage, has_hashes, problem
 
 
@@ -53,14 +55,21 @@ class SavedModel:
         return find_model(self.config["model"]["name"])
 
     def model_args(self) -> DispModelArgs:
-        """The flavor's arguments with the sequence length that the run trained with."""
-        args: DispModelArgs = self.entry.flavors[self.config["model"]["flavor"]]
+        """The flavor's arguments, with model.overrides and the sequence length that the run trained with."""
+        model = self.config["model"]
+        args = model_args(model["name"], model["flavor"], model.get("overrides", {}))  # older runs know none
         args.max_seq_len = self.config["training"]["seq_len"]
         return args
 
     def adapter(self) -> HfAdapter:
         """To and from transformers."""
         return self.entry.adapter(self.model_args(), None)
+
+    @property
+    def flavor(self) -> str:
+        """With what was overridden, for people."""
+        model = self.config["model"]
+        return named(model["flavor"], model.get("overrides", {}))
 
     def tokenizer_folder(self, override: str | Path | None = None) -> Path:
         """``model.hf_assets_path``, or ``override``. Relative paths of a config are relative to where the run was started.
@@ -159,10 +168,15 @@ def load_weights(saved: SavedModel) -> dict[str, torch.Tensor]:
         wanted = saved.entry.model_cls(args).state_dict()
     if args.enable_weight_tying:
         wanted.pop("output.weight")
+    if differ := differences(read_identity(str(saved.folder)), architecture_of(args)):
+        raise CheckpointError(
+            f"config.json of the run is not of the checkpoint {str(saved.folder)!r}: {'; '.join(differ)}. A start with another "
+            "config wrote it: make model.flavor and model.overrides in it what they were"
+        )
     in_checkpoint = dcp.read_metadata(saved.folder).state_dict_metadata
     if missing := sorted(wanted.keys() - in_checkpoint.keys()):
         raise CheckpointError(
-            f"the checkpoint {str(saved.folder)!r} holds no model of flavor {saved.config['model']['flavor']!r}: "
+            f"the checkpoint {str(saved.folder)!r} holds no model of flavor {saved.flavor!r}: "
             f"{len(missing)} of {len(wanted)} weights are missing, {missing[0]!r} first"
         )
     weights = {name: torch.empty(like.shape, dtype=torch.float32) for name, like in wanted.items()}
@@ -170,7 +184,7 @@ def load_weights(saved: SavedModel) -> dict[str, torch.Tensor]:
         if (size := in_checkpoint[name].size) != like.shape:  # type: ignore[union-attr]
             raise CheckpointError(
                 f"the checkpoint {str(saved.folder)!r} has {name} of shape {tuple(size)}, expected {tuple(like.shape)} "
-                f"for flavor {saved.config['model']['flavor']!r}"
+                f"for flavor {saved.flavor!r}"
             )
     try:
         with warnings.catch_warnings():

@@ -29,6 +29,7 @@ from titan_disp.data.files import on_rank_0
 from titan_disp.data.tokenizer import load_tokenizer
 from titan_disp.errors import CheckpointError, ConfigError
 from titan_disp.models.hf import INDEX, HfAdapter, check_hf_folder
+from titan_disp.run import identity
 from titan_disp.run.hashes import HASHES, HashingWriter
 from titan_disp.run.hf_folder import describe
 from titan_disp.run.integrity import checkpoints, damage, has_hashes, is_complete, is_model_only, problem
@@ -346,6 +347,10 @@ class DispCheckpointManager(CheckpointManager):
         if reason is not None:
             raise CheckpointError(f"the checkpoint {self._create_checkpoint_id(step)} cannot be loaded: {reason}")
         return True
+
+    def _states_to_load(self, model_only: bool) -> dict[str, Any]:
+        """As TorchTitan's; the identity was compared before, and older checkpoints have none."""
+        return {name: state for name, state in super()._states_to_load(model_only).items() if name != identity.NAME}
 
     def dcp_load(self, state_dict: dict[str, Any], checkpoint_id: str, from_hf: bool, from_quantized: bool) -> None:
         """As TorchTitan's, without unpickling what no checkpoint needs."""
