@@ -15,6 +15,8 @@ from titan_disp.launch import launch
 CONFIGS = sorted((ROOT / "train_configs").glob("*.toml"))
 
 
+NOISE = ("--baseline.method", "noisy_embedding")
+FORGET = ("--baseline.method", "active_forgetting", "--dispersion.no-enabled")
 REPLICAS = "--parallelism.data_parallel_replicate_degree"
 
 
@@ -139,6 +141,24 @@ def options(sample):
             ["--model.overrides", "hidden_dim=15", "--parallelism.tensor_parallel_degree", "2"],
             r"tensor_parallel_degree 2 does not divide the 15 hidden units .* of 'nano with hidden_dim = 15'",
         ),
+        (1, [*NOISE], r"baseline.method is 'noisy_embedding' and dispersion.enabled is true.* with_dispersion = true"),
+        (1, ["--baseline.with_dispersion"], r"with_dispersion is true, but baseline.method is 'none'"),
+        (
+            1,
+            [*NOISE, "--dispersion.no-enabled", "--baseline.with_dispersion"],
+            r"dispersion.enabled is false: leave it",
+        ),
+        (1, ["--baseline.noise_alpha", "5"], r"noise_alpha is 5.0, but baseline.method 'none' does not use it"),
+        (
+            1,
+            [*NOISE, "--baseline.forget_every", "9"],
+            r"forget_every is 9, but .*set the method to 'active_forgetting'",
+        ),
+        (1, [*NOISE, "--dispersion.no-enabled", "--baseline.noise_alpha", "0"], r"noise_alpha is 0.0, expected"),
+        (1, [*FORGET, "--baseline.forget_every", "300"], r"forget_every is 300, expected .*fewer than the 300 steps"),
+        (1, [*FORGET, "--baseline.forget_every", "1"], r"forget_every is 1, expected 2"),
+        (1, [*FORGET, "--baseline.forget_lr", "-1"], r"forget_lr is -1.0, expected a number ≥ 0"),
+        (1, [*FORGET, "--baseline.forget_warmup", "1"], r"forget_warmup is 1.0, expected a number in \[0, 1\)"),
         (1, ["--model.name", "llama3"], r"model.name is 'llama3', expected \"qwen3_disp\""),
         (1, ["--comm.mode", "local_tensor"], r"local_tensor"),
         (1, ["--fault_tolerance.enable"], r"fault_tolerance"),

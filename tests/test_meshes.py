@@ -22,6 +22,8 @@ FINAL_NORM = ("--dispersion.final_norm",)
 UNTIED = ("--model.flavor", "8B")  # made small by tests/mesh.py
 GPT2 = ("--model.name", "gpt2_disp")
 GPT2_UNTIED = (*GPT2, "--model.flavor", "nano_untied")
+# Another place of a token in the batch, or another position, would be another gradient.
+NOISE = ("--baseline.method", "noisy_embedding", "--baseline.with_dispersion", "--baseline.noise_alpha", "100")
 
 # name: (options, mutation of the objective). Gradients are compared with "reference"'s, or with those of the other of
 # REFERENCES that the name begins with.
@@ -40,6 +42,7 @@ ONE_RANK = {
     "untied": ((*UNTIED, "--training.local_batch_size", "8"), ""),
     "final_norm": ((*FINAL_NORM, "--training.local_batch_size", "8"), ""),
     "gpt2": ((*GPT2, "--training.local_batch_size", "8"), ""),
+    "noise": ((*NOISE, "--training.local_batch_size", "8"), ""),
 }
 TWO_RANKS = {
     "fsdp": (FSDP, ""),
@@ -65,6 +68,7 @@ FOUR_RANKS = {
     "final_norm_fsdp_tp": ((*TP, *FINAL_NORM), ""),
     "gpt2_hsdp": ((*GPT2, *HSDP, "--training.local_batch_size", "1"), ""),
     "gpt2_fsdp_tp": ((*GPT2, *TP), ""),
+    "noise_fsdp_tp": ((*TP, *NOISE), ""),
     "hsdp_times_ranks": (HSDP, "times4"),
 }
 NIGHT_ON_ONE = {
@@ -114,7 +118,7 @@ FAMILY_ON_TWO = {
 }
 FAMILY_ON_FOUR = {f"{name}_fsdp_tp": ((*options, *TP), "") for name, options in FAMILY.items()}
 BROKEN = {name for cases in (ONE_RANK, TWO_RANKS, FOUR_RANKS) for name, (_, mutation) in cases.items() if mutation}
-REFERENCES = ("reference", "untied", "final_norm", "gpt2_untied", "gpt2")
+REFERENCES = ("reference", "untied", "final_norm", "noise", "gpt2_untied", "gpt2")
 CASES = [*ONE_RANK, *TWO_RANKS, *FOUR_RANKS]
 
 # fp32 sums in another order over ranks and microbatches: about 1e-6 seen; ten times that is still far below any wrong scale.
@@ -247,7 +251,7 @@ def test_gradients_of_every_variant_and_estimator(family, name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [*sorted(BROKEN), "last_layer", "final_norm"])
+@pytest.mark.parametrize("name", [*sorted(BROKEN), "last_layer", "final_norm", "noise"])
 def test_a_wrong_objective_would_be_seen(results, name):
     error = errors(results[name]["gradients"], results["reference"]["gradients"])
     # At the start the norm's weights are one, and it changes no direction: its own gradient tells, and little else.

@@ -167,7 +167,7 @@ def test_a_run_keeps_its_model(overrides, differs):
     check_identity({}, now)  # of an older version
 
 
-@pytest.mark.parametrize("name", ["mlp_width"])
+@pytest.mark.parametrize("name", ["mlp_width", "baselines"])
 def test_shipped_sweeps(name):
     """Every point is a config that can start; of the width experiment, only widths and seeds vary."""
     sweep = tomli.loads((ROOT / "train_configs" / "sweeps" / f"{name}.toml").read_text())

@@ -7,6 +7,7 @@ from torchtitan.components.tokenizer import BaseTokenizer
 from torchtitan.config import JobConfig
 
 from titan_disp import cpu
+from titan_disp.baseline_config import check_baseline
 from titan_disp.batch import data_parallel_degree, global_batch_size, slot_count
 from titan_disp.budget import resolve_steps
 from titan_disp.data.first_look import look_at
@@ -45,6 +46,7 @@ def check_config(job_config: JobConfig, world_size: int) -> None:
     check_stream(job_config, world_size)
     check_operations(job_config)
     check_condensation(job_config)
+    check_baseline(job_config)
 
 
 def check_device(job_config: JobConfig) -> None:

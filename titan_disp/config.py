@@ -78,7 +78,7 @@ def load_config(argv: Sequence[str]) -> JobConfig:
     if not _option(argv, "job.custom_config_module") and "custom_config_module" not in toml.get("job", {}):
         argv += ["--job.custom_config_module", MODULE]
     module = _option(argv, "job.custom_config_module") or toml["job"]["custom_config_module"]
-    # Only its keys are looked at. A folder that exists keeps TorchTitan from warning of its default tokenizer, which nobody asked for.
+    # Only its keys are looked at. A folder that exists keeps TorchTitan from warning of its default tokenizer.
     known = ConfigManager().parse_args(["--job.custom_config_module", module, "--model.hf_assets_path", "."])
     if unknown := list(_unknown_keys(toml, known)):
         raise ConfigError(f"unknown key in {path!r}: {', '.join(unknown)}")

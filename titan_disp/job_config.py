@@ -100,6 +100,41 @@ class Dispersion:
 
 
 @dataclass
+class Baseline:
+    """What else is said to counteract condensation: docs/baselines.md."""
+
+    method: Literal["none", "noisy_embedding", "active_forgetting"] = "none"
+    """
+    noisy_embedding: uniform noise on the token embeddings in training (NEFTune). active_forgetting: the token embeddings are
+    drawn anew every forget_every steps. Fixed for the life of a run.
+    """
+
+    with_dispersion: bool = False
+    """Whether the method may go with dispersion.enabled, which is an error otherwise."""
+
+    noise_alpha: float = 1.0
+    """
+    α of noisy_embedding: the bound of the noise is α/√(N·F), of N positions in a sequence and F features. 1.0: the authors'
+    released code. NEFTune's paper has 5, 10 and 15.
+    """
+
+    forget_every: int = 1000
+    """K of active_forgetting, in steps. 1000: its paper, and the authors' released code."""
+
+    forget_lr: float = 0.0
+    """
+    Highest learning rate of the embeddings under active_forgetting. 0: optimizer.lr, as in that paper. The authors' released code
+    has 5e-5.
+    """
+
+    forget_warmup: float = 0.08
+    """
+    Part of every forget_every steps over which the embeddings' learning rate grows linearly; over the rest it falls to 0. 0.08:
+    the authors' released code, and the 10,000 of 125,000 steps in that paper's code.
+    """
+
+
+@dataclass
 class Source:
     """A table of [[stream.sources]]. On the command line, the first one's path is --stream.sources.0.path."""
 
@@ -308,6 +343,7 @@ class Checkpoint:
 class JobConfig:
     model: Model = field(default_factory=Model)
     dispersion: Dispersion = field(default_factory=Dispersion)
+    baseline: Baseline = field(default_factory=Baseline)
     stream: Stream = field(default_factory=Stream)
     training: Training = field(default_factory=Training)
     validation: Validation = field(default_factory=Validation)

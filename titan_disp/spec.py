@@ -17,6 +17,7 @@ from torchtitan.distributed import ParallelDims
 from torchtitan.protocols.model import BaseModelArgs
 from torchtitan.tools.logging import logger
 
+from titan_disp.baseline_config import build_forgetting, build_forgetting_schedule, build_noise
 from titan_disp.checks import check_config, check_device, tokenizer_of
 from titan_disp.data.loader import StreamLoader, build_dataloader
 from titan_disp.data.validation import build_validator
@@ -61,7 +62,8 @@ class _Shared:
     """What parts of one spec hand to each other; TorchTitan's builders do not know of one another."""
 
     ledger: LossLedger = field(default_factory=LossLedger)  # the loss fills it, the metrics empty it
-    max_skipped_steps: int = 10  # the optimizers' builder sees no more than [optimizer]
+    max_skipped_steps: int = 10  # the optimizers' builder sees no more than [optimizer] …
+    forgetting: JobConfig | None = None  # … nor the schedulers': the config, under active_forgetting
     loader: StreamLoader | None = None  # the metrics read its counters; its positions are sharded like the batch
     schedulers: LRSchedulersContainer | None = None  # know the step, which the loss function does not see
 
@@ -81,7 +83,12 @@ def train_spec(entry: ModelEntry) -> titan.TrainSpec:
     def parallelize_model(model: DispModel, parallel_dims: ParallelDims, job_config: JobConfig) -> nn.Module:
         if shared.loader is not None:  # the first hook after the data that sees the meshes
             shared.loader.mesh = parallel_dims.get_optional_mesh("batch")
-        return entry.parallelize(model, parallel_dims, job_config)
+        entry.parallelize(model, parallel_dims, job_config)
+        method = job_config.baseline.method  # type: ignore[attr-defined]
+        shared.forgetting = job_config if method == "active_forgetting" else None
+        if method == "noisy_embedding":
+            build_noise(job_config, parallel_dims, shared.steps_completed).install(model)
+        return model
 
     def build_loss(job_config: JobConfig, parallel_dims: ParallelDims) -> DispersionObjective:
         return DispersionObjective(
@@ -102,10 +109,14 @@ def train_spec(entry: ModelEntry) -> titan.TrainSpec:
         ft_manager: FTManager | None = None,
     ) -> GuardedOptimizers:
         inner = build_optimizers(model_parts, optimizer_config, parallel_dims, ft_manager)
+        if shared.forgetting is not None:
+            inner = build_forgetting(inner, shared.forgetting, shared.steps_completed)
         return GuardedOptimizers(inner, shared.ledger.non_finite, shared.max_skipped_steps)
 
     def build_schedulers(optimizers: OptimizersContainer, config: LRScheduler, steps: int) -> LRSchedulersContainer:
         shared.schedulers = build_lr_schedulers(optimizers, config, steps)
+        if shared.forgetting is not None:
+            shared.schedulers = build_forgetting_schedule(shared.schedulers, shared.forgetting)
         return shared.schedulers
 
     def build_metrics(

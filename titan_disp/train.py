@@ -102,6 +102,7 @@ class DispTrainer(Trainer):
         self.identity = Identity(
             {
                 "model.name": job.model.name,
+                "baseline.method": job.baseline.method,  # type: ignore[attr-defined]
                 **architecture_of(self.model_args),
             }
         )

@@ -32,7 +32,7 @@ from torchtitan.train import Trainer
 
 import titan_disp.plugin  # noqa: F401 — the model's spec and the device type, whatever the config imports
 from titan_disp import cpu
-from titan_disp.checks import args_of, check_config
+from titan_disp.checks import check_config
 from titan_disp.cluster.hub_requests import hub_warnings
 from titan_disp.cluster.reduced import Reduced, reduce
 from titan_disp.config import load_config

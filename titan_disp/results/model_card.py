@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from titan_disp.baselines import OPTIONS
 from titan_disp.data.files import list_files
 from titan_disp.data.fingerprint import read_data_state
 from titan_disp.errors import CheckpointError, ConfigError
@@ -101,6 +102,12 @@ def _dispersion(section: dict[str, Any]) -> str:
     return ", ".join(f"{name} = {section[name]}" for name in names if name in section)  # older runs know fewer
 
 
+def _baseline(section: dict[str, Any]) -> str:
+    method = section["method"]
+    options = {k: v for k, v in section.items() if OPTIONS.get(k) == method}
+    return ", ".join([method, *(f"{name} = {value}" for name, value in options.items())])
+
+
 def model_card(saved: SavedModel, name: str, parameters: int, dtype: str, environment: dict[str, Any]) -> str:
     """The text of README.md.
 
@@ -123,6 +130,8 @@ def model_card(saved: SavedModel, name: str, parameters: int, dtype: str, enviro
         "optimizer": f"{config['optimizer']['name']}, peak learning rate {config['optimizer']['lr']:g}",
         "steps": f"{saved.step:,} of {training['steps']:,}",
     }
+    if (baseline := config.get("baseline", {"method": "none"}))["method"] != "none":  # older runs know none
+        facts["baseline"] = _baseline(baseline)
     if config["checkpoint"]["initial_load_in_hf"]:
         start = config["checkpoint"]["initial_load_path"] or config["model"]["hf_assets_path"]
         facts["started from"] = f"the weights of `{Path(start).name}`"

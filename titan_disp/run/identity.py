@@ -58,6 +58,6 @@ def check_identity(saved: dict[str, Any], now: dict[str, Any]) -> None:
     """Raise ConfigError where a run would go on as another one than its checkpoint's."""
     if found := differences(saved, now):
         raise ConfigError(
-            f"the checkpoint is not of this config's model: {'; '.join(found)}. Make model.flavor and "
-            "model.overrides what they were, or start a new run in another --job.dump_folder"
+            f"the checkpoint is not of this config's model: {'; '.join(found)}. Make model.flavor, model.overrides and "
+            "baseline.method what they were, or start a new run in another --job.dump_folder"
         )

@@ -1,0 +1,285 @@
+"""Noisy embeddings and active forgetting against plain single-process forms; the same on every mesh and after a resume."""
+
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+from tests.distributed import spawn
+from tests.mesh import GLOBAL_BATCH, build, canonical, full, global_batch, step
+from titan_disp.baselines.forgetting import draw, lr_factor
+from titan_disp.baselines.noise import NoisyEmbedding, uniform
+from titan_disp.qwen3.flavors import model_args
+from titan_disp.qwen3.model import Qwen3DispModel
+
+
+def numpy_noise(seed, step, sequences, positions, features):
+    """The same hash in 32-bit arithmetic that wraps around, as [sequences, positions, features] float64."""
+
+    def mixed(x):
+        x = x ^ (x >> np.uint32(16))
+        x = x * np.uint32(0x21F0AAAD)
+        x = x ^ (x >> np.uint32(15))
+        x = x * np.uint32(0x735A2D97)
+        return x ^ (x >> np.uint32(15))
+
+    def word(x):
+        return np.asarray(x, dtype=np.uint64).astype(np.uint32)
+
+    key = mixed(word([seed % 2**32]))
+    key = mixed(key + word(seed // 2**32))
+    key = mixed(key + word(step))
+    key = mixed(key + word(sequences))[:, None]
+    key = mixed(key + word(positions)[None])[..., None]
+    words = mixed(key ^ mixed(word(np.arange(1, features + 1))))
+    return (words >> np.uint32(8)).astype(np.float64) / 2**23 - 1
+
+
+class TestNoise:
+    def test_numbers(self):
+        found = uniform(
+            5_000_000_011, 17, torch.tensor([3, 900]), torch.tensor([[0, 1, 4095], [0, 1, 4095]]), features=50
+        )
+        assert found.dtype == torch.float32
+        expected = numpy_noise(5_000_000_011, 17, [3, 900], [0, 1, 4095], 50)
+        np.testing.assert_array_equal(found.numpy(), expected)
+
+    def test_distribution(self):
+        """Of 2¹⁸ numbers: the moments of U(−1, 1), and no correlation where one coordinate is the next one."""
+        steps = torch.stack(
+            [uniform(0, t, torch.arange(8), torch.arange(64).expand(8, 64), 128) for t in range(4)]
+        ).double()
+        n = steps.numel()
+        assert -1 <= steps.min() < -0.9999 < 0.9999 < steps.max() < 1
+        assert abs(steps.mean()) < 5 * math.sqrt(1 / 3 / n)
+        assert abs(steps.square().mean() - 1 / 3) < 5 * math.sqrt(4 / 45 / n)
+        other_seed = uniform(1, 0, torch.arange(8), torch.arange(64).expand(8, 64), 128).double()
+        pairs = [(other_seed, steps[0])]
+        pairs += [(steps.narrow(d, 1, s - 1), steps.narrow(d, 0, s - 1)) for d, s in enumerate(steps.shape)]
+        for a, b in pairs:
+            assert abs((a * b).mean()) < 5 / 3 / math.sqrt(a.numel())
+
+    def test_sequences_of_a_rank(self):
+        """The second of two ranks, 4 slots, steps of 8 sequences in microbatches of 2: slots 2 and 3, in two rounds."""
+        noise = NoisyEmbedding(1.0, 8, 0, lambda: 0, slots=4, own_slots=2, first_slot=2, per_step=4)
+        found = []
+        for _ in range(2):
+            found.append(noise.sequences(2).tolist())
+            noise._seen += 2
+        assert found == [[2, 3], [6, 7]]
+
+    def test_a_model_in_training(self):
+        """Added to the token embedding and to nothing else; not in eval nor without gradients, as validation runs."""
+        args = model_args("nano", "n_layers=1")
+        model = Qwen3DispModel(args)
+        model.init_weights()
+        done = [4]
+        alpha, n = 300.0, 6
+        noise = NoisyEmbedding(alpha, n, 9, lambda: done[0], slots=3, own_slots=3, first_slot=0, per_step=3)
+        noise.install(model)
+        tokens = torch.arange(3 * n).view(3, n)
+        clean = model.tok_embeddings.weight[tokens]
+        bound = alpha / math.sqrt(n * args.dim)
+
+        def added(rows, **kwargs):
+            h = model(tokens[rows], return_activations=[0], **kwargs)[1][0]
+            return (h - clean[rows]).detach().numpy() / bound
+
+        def expected(t, sequences, positions):
+            return numpy_noise(9, t, sequences, positions, args.dim)
+
+        close = {"atol": 1e-5, "rtol": 0}
+        np.testing.assert_allclose(added([0, 1]), expected(4, [0, 1], range(n)), **close)
+        with torch.no_grad():
+            assert not added([0, 1]).any()
+        model.eval()
+        assert not added([0, 1]).any()
+        model.train()
+        np.testing.assert_allclose(added([2]), expected(4, [2], range(n)), **close)  # the next microbatch
+        done[0] = 5
+        np.testing.assert_allclose(added([0]), expected(5, [0], range(n)), **close)
+        # A rank of context parallelism has the first and the last quarter.
+        done[0], own = 6, [0, 1, 4, 5]
+        tokens, clean = tokens[:, own], clean[:, own]
+        positions = torch.tensor([own], dtype=torch.int32).expand(3, 4)
+        np.testing.assert_allclose(added([0, 1, 2], positions=positions), expected(6, [0, 1, 2], own), **close)
+        # The second rank of tensor parallelism among it has the second half of these.
+        noise.tp_rank, done[0] = 1, 7
+        noise._before_model(model, (tokens,), {"positions": positions})
+        half = noise._after_embedding(model.tok_embeddings, (), torch.zeros(3, 2, args.dim)).numpy() / bound
+        np.testing.assert_allclose(half, expected(7, [0, 1, 2], own[2:]), **close)
+
+
+class TestForgetting:
+    def test_learning_rate(self):
+        """K = 10, of which 4 steps grow: by hand."""
+        expected = [0.25, 0.5, 0.75, 1.0, 5 / 6, 4 / 6, 3 / 6, 2 / 6, 1 / 6, 0.0]
+        assert [lr_factor(step, 10, 0.4) for step in range(20)] == pytest.approx(2 * expected)
+        assert [lr_factor(step, 4, 0.0) for step in range(4)] == pytest.approx([0.75, 0.5, 0.25, 0.0])
+
+    def test_as_the_authors_code_has_it(self):
+        """Its formula, by the number of the step from 1, where K divides the steps of the run: linear warm-up and decay over the
+        whole run, walked through T/K times."""
+        steps, every, warmup = 3000, 1000, 0.08
+        for t in (0, 10, 79, 80, 500, 999, 1000, 2999):
+            at = (t + 1) * (steps // every) % steps
+            ramp = int(steps * warmup)
+            factor = at / ramp if at < ramp else (steps - at) / (steps - ramp)
+            # There the interval's end counts as its beginning: 0 either way.
+            assert lr_factor(t, every, warmup) == pytest.approx(factor if at else 0.0)
+
+    def test_draws(self):
+        shape = torch.Size([500, 200])
+        found = draw(shape, 3, 1000)
+        assert abs(found.mean()) < 5 * 0.02 / math.sqrt(found.numel())
+        assert found.std() == pytest.approx(0.02, rel=5 / math.sqrt(2 * found.numel()))
+        for other in (draw(shape, 3, 2000), draw(shape, 4, 1000)):
+            assert abs((found * other).mean()) < 5 * 0.02**2 / math.sqrt(found.numel())
+        assert torch.equal(found, draw(shape, 3, 1000))
+
+
+EVERY, LR, EMBEDDING_LR, WEIGHT_DECAY, STEPS = 3, 1e-3, 4e-3, 0.3, 7
+SMALL = ("--model.overrides", "n_layers=2")
+UNTIED = ("--model.overrides", "n_layers=2,enable_weight_tying=false")
+PLAIN = ("--dispersion.no-enabled", "--training.steps", "100", "--optimizer.lr", str(LR))
+FORGET = (
+    *PLAIN,
+    *("--baseline.method", "active_forgetting", "--baseline.forget_every", str(EVERY)),
+    *("--baseline.forget_lr", str(EMBEDDING_LR), "--baseline.forget_warmup", "0.5"),
+    *("--optimizer.weight_decay", str(WEIGHT_DECAY), "--checkpoint.enable"),
+)
+NOISE = (*PLAIN, "--baseline.method", "noisy_embedding", "--baseline.noise_alpha", "100")
+TP = ("--parallelism.tensor_parallel_degree", "2")
+FUSED = ("--optimizer.implementation", "fused")
+
+
+def weights(trainer):
+    return {n: full(p.detach()).clone() for n, p in canonical(trainer.model_parts[0]).items()}
+
+
+def sent_back(found, folder, name):
+    if torch.distributed.get_rank() == 0:
+        torch.save(found, Path(folder) / f"{name}.pt")
+
+
+def on_two_ranks(sample, folder):
+    """FSDP, tied, saved after the third step and resumed; TP, untied, fused; and noise, of which a step is repeated."""
+    from titan_disp.errors import ConfigError
+
+    run = Path(folder) / "run"
+    trainer = build(sample, run, *FORGET, *SMALL)
+    before = weights(trainer)
+    for t in range(1, STEPS + 1):
+        if t == EVERY + 1:  # a validation just before it is forgotten: FSDP leaves the embedding gathered
+            model = trainer.model_parts[0].eval()
+            with torch.no_grad():
+                model(global_batch()[0])
+            model.train()
+        step(trainer)
+        if t == EVERY:
+            trainer.checkpointer.save(t)
+    after = weights(trainer)
+    sent_back({"before": before, "after": after}, folder, "tied")
+    trainer.close()
+
+    trainer = build(sample, run, *FORGET, *SMALL)
+    trainer.checkpointer.load()
+    assert trainer.step == EVERY
+    for _ in range(STEPS - EVERY):
+        step(trainer)
+    assert all(torch.equal(w, after[n]) for n, w in weights(trainer).items())
+    trainer.identity.content["n_kv_heads"] = 1
+    with pytest.raises(ConfigError, match="n_kv_heads 2 there, 1 here"):
+        trainer.checkpointer.load()
+    trainer.close()
+
+    trainer = build(sample, Path(folder) / "untied", *FORGET, *UNTIED, *TP, *FUSED)
+    before = weights(trainer)
+    for _ in range(STEPS):
+        step(trainer)
+    sent_back({"before": before, "after": weights(trainer)}, folder, "untied")
+    trainer.close()
+
+    trainer = build(sample, Path(folder) / "noise", *NOISE, *SMALL, "--checkpoint.enable")
+    before = weights(trainer)
+    gradients = step(trainer)
+    sent_back({"before": before, "gradients": gradients}, folder, "noise")
+    trainer.checkpointer.save(1)
+    second = step(trainer)
+    trainer.checkpointer.load()
+    assert all(torch.equal(g, second[n]) for n, g in step(trainer).items())
+    trainer.close()
+
+
+@pytest.fixture(scope="module")
+def trained(sample, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("baselines")
+    spawn(2, on_two_ranks, sample, folder)
+    return {name: torch.load(folder / f"{name}.pt") for name in ("tied", "untied", "noise")}
+
+
+def plain_model(found, overrides):
+    """TorchTitan's forward without any hook, in one process, with the weights that the run began with."""
+    model = Qwen3DispModel(model_args("nano", overrides))
+    model.init_weights()
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            p.copy_(found["before"][name])
+    return model
+
+
+def loss_of(model):
+    inputs, labels = global_batch()
+    return F.cross_entropy(model(inputs).flatten(0, 1), labels.flatten(), ignore_index=-100)
+
+
+def distance(found, expected):
+    return max(((found[n] - w).norm() / w.norm()).item() for n, w in expected.items())
+
+
+@pytest.mark.parametrize(("name", "options"), [("tied", SMALL), ("untied", UNTIED)])
+def test_active_forgetting_against_a_plain_loop(trained, name, options):
+    """Two of PyTorch's optimizers, one of which is made anew with the embedding.
+
+    Learning rates by hand: the body's falls on a line over the 100 steps of the run; of K = 3 steps with a warm-up of 1.5, the
+    embedding's are 2/3, 2/3 and 0 of its highest.
+    """
+    model = plain_model(trained[name], options[1])
+    embedding = model.tok_embeddings.weight
+    body = torch.optim.AdamW(
+        [p for p in model.parameters() if p is not embedding], lr=LR, betas=(0.9, 0.95), weight_decay=WEIGHT_DECAY
+    )
+    for t in range(STEPS):
+        if t % EVERY == 0:
+            own = torch.optim.AdamW([embedding], lr=EMBEDDING_LR, betas=(0.9, 0.95), weight_decay=WEIGHT_DECAY)
+        if t in (3, 6):
+            with torch.no_grad():
+                embedding.copy_(draw(embedding.shape, 11, t))  # debug.seed of tests/mesh.py
+        body.param_groups[0]["lr"] = LR * (1 - t / 100)
+        own.param_groups[0]["lr"] = EMBEDDING_LR * (2 / 3, 2 / 3, 0)[t % EVERY]
+        model.zero_grad()
+        loss_of(model).backward()
+        body.step()
+        own.step()
+    after, before = trained[name]["after"], trained[name]["before"]
+    moved = {n: p.detach() - before[n] for n, p in model.named_parameters()}
+    # Adam makes whole steps of gradients that are all but zero, where rounding decides.
+    assert distance({n: after[n] - before[n] for n in moved}, moved) < 2e-3
+
+
+def test_noise_in_a_step_against_plain_autograd(trained):
+    """Of the whole global batch at once; without the noise the gradients are others."""
+    gradients, expected = trained["noise"]["gradients"], {}
+    for alpha in (0, 100):
+        model = plain_model(trained["noise"], SMALL[1])
+        shape = (GLOBAL_BATCH, global_batch()[0].shape[1], 64)
+        bound = alpha / math.sqrt(shape[1] * shape[2])
+        noise = torch.from_numpy(numpy_noise(11, 0, range(shape[0]), range(shape[1]), shape[2]) * bound).float()
+        model.tok_embeddings.register_forward_hook(lambda module, args, h, noise=noise: h + noise)
+        loss_of(model).backward()
+        expected[alpha] = {n: p.grad for n, p in model.named_parameters()}
+    assert distance(gradients, expected[100]) < 1e-5
+    assert distance(gradients, expected[0]) > 1e-2
