@@ -12,7 +12,7 @@ from tests.distributed import spawn
 from tests.mesh import GLOBAL_BATCH, build, canonical, full, global_batch, step
 from titan_disp.baselines.forgetting import draw, lr_factor
 from titan_disp.baselines.noise import NoisyEmbedding, uniform
-from titan_disp.qwen3.flavors import model_args
+from titan_disp.registry import model_args
 from titan_disp.qwen3.model import Qwen3DispModel
 
 
@@ -73,7 +73,7 @@ class TestNoise:
 
     def test_a_model_in_training(self):
         """Added to the token embedding and to nothing else; not in eval nor without gradients, as validation runs."""
-        args = model_args("nano", "n_layers=1")
+        args = model_args("qwen3_disp", "nano", "n_layers=1")
         model = Qwen3DispModel(args)
         model.init_weights()
         done = [4]
@@ -223,7 +223,7 @@ def trained(sample, tmp_path_factory):
 
 def plain_model(found, overrides):
     """TorchTitan's forward without any hook, in one process, with the weights that the run began with."""
-    model = Qwen3DispModel(model_args("nano", overrides))
+    model = Qwen3DispModel(model_args("qwen3_disp", "nano", overrides))
     model.init_weights()
     with torch.no_grad():
         for name, p in model.named_parameters():
