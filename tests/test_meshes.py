@@ -174,7 +174,7 @@ def test_gradients_cross_replicas_once_a_step(results):
     "name",
     [
         *("fsdp", "fsdp_full_ac", "tp", "tp_full_ac", "hsdp", "fsdp_4", "fsdp_tp"),
-        *("gpt2_fsdp_full_ac", "gpt2_tp_selective_op", "gpt2_hsdp", "gpt2_fsdp_tp"),
+        *("gpt2_fsdp_full_ac", "gpt2_tp_selective_op", "gpt2_hsdp"),
     ],
 )
 def test_bytes_of_the_plan(results, sample, name, gpus_per_node):

@@ -1,5 +1,7 @@
 """How GPT-2 is parallelized: its tensor-parallel plan in ``models.parallelize``."""
 
+from typing import Any
+
 import torch
 from torch import nn
 from torch.distributed.tensor import Replicate, Shard
@@ -35,7 +37,7 @@ def _apply_tp(model: DispModel, parallel_dims: ParallelDims, job_config: JobConf
     """
     mesh = parallel_dims.get_mesh("tp")
     loss_parallel = not job_config.parallelism.disable_loss_parallel
-    table = {"input_layouts": Replicate(), "output_layouts": Shard(1)}
+    table: dict[str, Any] = {"input_layouts": Replicate(), "output_layouts": Shard(1)}
     parallelize_module(
         model,
         mesh,
@@ -50,7 +52,7 @@ def _apply_tp(model: DispModel, parallel_dims: ParallelDims, job_config: JobConf
             ),
         },
     )
-    gather = {"input_layouts": (Shard(1),), "desired_input_layouts": (Replicate(),)}
+    gather: dict[str, Any] = {"input_layouts": (Shard(1),), "desired_input_layouts": (Replicate(),)}
     for block in model.layers.values():
         parallelize_module(
             block,

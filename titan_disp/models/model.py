@@ -24,7 +24,7 @@ class DispModel(ModelProtocol):
     tok_embeddings: nn.Embedding
     layers: nn.ModuleDict
     norm: nn.Module
-    output: nn.Linear
+    output: nn.Module
 
     @property
     def embeddings(self) -> list[nn.Module]:
