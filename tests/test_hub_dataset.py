@@ -122,7 +122,8 @@ def test_the_default_split_is_that_of_the_section():
     assert split_of("hf:some/prose:split:tiny", "validation") == "tiny"
     assert held_out("hf:some/prose@v1.0:split:tiny") == "hf:some/prose@v1.0:split:validation"
     assert held_out("hf:some/prose") == "hf:some/prose::validation"
-    assert held_out("c4") == held_out("text") == "c4_validation"
+    assert (held_out("c4"), held_out("text")) == ("c4_validation", "text_validation")
+    assert (held_out("c4_validation"), held_out("text_validation")) == ("c4_validation", "text_validation")
 
 
 def test_names():

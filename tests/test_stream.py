@@ -1071,6 +1071,21 @@ def test_held_out_sequences_are_the_first_of_the_validation_split(sample, tmp_pa
     assert "no validation split: " in caplog.text
 
 
+def test_held_out_text_is_of_all_folders(sample, tmp_path):
+    """Of documents that are not C4's, ``en`` is a folder like others: C4's own variants lie beside each other in this way."""
+    for folder in ("de", "en", "en.noclean"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "train.jsonl").write_text('{"text": "to train on"}\n')
+        (tmp_path / folder / "validation.jsonl").write_text(json.dumps({"text": f"In {folder}. " * 20}) + "\n")
+    job, tokenizer = config(sample, "--training.dataset", "text"), load_tokenizer(sample / "tokenizer")
+    job.training.dataset_path = str(tmp_path)
+    found = tokenizer.decode(held_out_sequences(job, tokenizer, 4).reshape(-1).tolist())
+    assert [folder in found for folder in ("In de", "In en.", "In en.noclean")] == [True] * 3
+    job.training.dataset = "c4"
+    found = tokenizer.decode(held_out_sequences(job, tokenizer, 1).reshape(-1).tolist())
+    assert [folder in found for folder in ("In de", "In en.", "In en.noclean")] == [False, True, False]
+
+
 def test_a_document_of_many_megabytes_does_not_fill_memory(tmp_path):
     import tracemalloc
 

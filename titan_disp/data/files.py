@@ -50,7 +50,7 @@ def held_out(dataset: str) -> str:
     """The name of the validation split beside a training set."""
     if is_hub_name(dataset):
         return str(parse_name(dataset, "training.dataset").of_split("validation"))
-    return "c4_validation"
+    return f"{dataset.removesuffix('_validation')}_validation"
 
 
 def streams_from_hub(dataset: str, dataset_path: str | None) -> bool:

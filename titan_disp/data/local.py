@@ -77,7 +77,7 @@ def _of_folder(folder: str, split: str, where: str, c4: bool) -> list[str]:
     if left_out := sorted(set(paths) - set(of_split)):
         text = f"{where}: {len(left_out)} of {len(paths)} files are left out, as their names do not say {split}"
         text += f" or they are not in {FOLDER}" if c4 else ""
-        (_say if c4 else _warn)(
+        (_say if c4 or split != "train" else _warn)(
             f"{text}: {_some(left_out, folder)}. (A glob in the place of the folder takes all that it names)"
         )
     return of_split
