@@ -234,6 +234,34 @@ def test_files_that_end_early_are_judged_by_the_epochs_of_their_source(sample):
         one.check_counters(counters | {"skipped_files": 20})
 
 
+def test_bad_documents_of_a_small_source_are_judged_as_in_a_run_of_its_own(tmp_path):
+    """A thousand of them in a row end a file that is little of its source, however little the source is of all bytes."""
+    large = json.dumps({"text": "3", "more": "x" * 2_000_000})
+    for name, lines in (("web", [large]), ("code", ['{"text": " "}'] * 1000 + ['{"text": "5"}'] * 60)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "0.json").write_text("\n".join(lines))
+    web, code = (list_files("text", str(tmp_path / name)) for name in ("web", "code"))
+    assert code[0].size < 0.01 * web[0].size
+    files, found = [*prefixed("web", web), *prefixed("code", code)], shares({"web": 1, "code": 1}, 2)
+    (rank,) = streams_of(files, 2, 1, assignment=Mixture(files, found, seed=0))
+    (alone,) = streams_of(code, 1, 1)
+    for _ in range(10):
+        assert rank.slots[1].sequence().tolist() == alone.slots[0].sequence().tolist() == [5, EOS] * 4
+    assert rank.slots[1].position[Field.SKIPPED_FILES] == 0
+
+
+def test_what_is_said_of_a_slot_without_documents_names_its_source(tmp_path):
+    for name, line in (("web", '{"text": "3"}\n'), ("code", "{}\n")):
+        (tmp_path / name).mkdir()
+        for i in range(2):
+            (tmp_path / name / f"{i}.json").write_text(line * 30)
+    sources = [prefixed(name, list_files("text", str(tmp_path / name))) for name in ("web", "code")]
+    files, found = [*sources[0], *sources[1]], shares({"web": 1, "code": 1}, 2)
+    (rank,) = streams_of(files, 2, 1, assignment=Mixture(files, found, seed=0), max_skipped_fraction=1.0)
+    with pytest.raises(ConfigError, match=r"slot 1 of 2 found no usable .* in 2 files, code/0.json to code/1.json: the"):
+        rank.slots[1].sequence()
+
+
 def test_epochs_read_by_hand(sample):
     """Of six slots on two ranks, in an epoch in which web's file of 300 bytes comes after that of 100: three slots share it."""
     files = [

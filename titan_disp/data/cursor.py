@@ -6,6 +6,7 @@ what comes between two usable documents of a slot is passed in one call, and no 
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 from torchtitan.tools.logging import logger
@@ -31,13 +32,21 @@ _HOPELESS_FILES = 20  # … or so many damaged files: the other ranks wait meanw
 class Faults:
     """What happens to documents and files that cannot be used."""
 
-    def __init__(self, files: Sequence[DataFile], on_bad_data: str, max_skipped_fraction: float) -> None:
+    def __init__(
+        self,
+        files: Sequence[DataFile],
+        on_bad_data: str,
+        max_skipped_fraction: float,
+        first_files: Sequence[int] = (0,),
+    ) -> None:
         """Args:
         files: all of them. on_bad_data: "skip" or "fail". max_skipped_fraction: of documents, and of files.
+        first_files: of each source.
         """
         self.names, self.sizes = [file.name for file in files], [file.size for file in files]
         self.on_bad_data = on_bad_data
-        self._expendable = max_skipped_fraction * sum(self.sizes)  # bytes
+        self._sources = [slice(*bounds) for bounds in pairwise([*first_files, len(files)])]
+        self._expendable = [max_skipped_fraction * sum(self.sizes[source]) for source in self._sources]  # bytes
         self._told: set[tuple[int, int]] = set()
 
     def bad(self, file: int, index: int, reason: str) -> None:
@@ -53,11 +62,18 @@ class Faults:
     def wrong(self, file: int, in_a_row: int, least: int) -> str | None:
         """Why the rest of a file of the wrong kind is passed over, or None.
 
-        A file that is more of the data than may be skipped is not passed over: its documents are judged one by one.
+        A file that is more of its source than may be skipped is not passed over: its documents are judged one by one.
         """
-        if in_a_row < least or self.sizes[file] > self._expendable:
+        if in_a_row < least or self.sizes[file] > self._expendable[self._source(file)]:
             return None
         return f"{in_a_row} documents in a row cannot be used"
+
+    def beside(self, file: int) -> list[str]:
+        """Names of the files of a file's source."""
+        return self.names[self._sources[self._source(file)]]
+
+    def _source(self, file: int) -> int:
+        return next(i for i, source in enumerate(self._sources) if file < source.stop)
 
 
 @dataclass(frozen=True)
@@ -198,7 +214,8 @@ class Cursor:
 
     def _give_up(self) -> None:
         """Where nothing can be expected any more."""
-        search, names, slots = self._search, self.faults.names, self.place.assignment.slots
+        search, slots = self._search, self.place.assignment.slots
+        names = self.faults.beside(self.place.run().segments[0].file)
         files = f", and {search.damaged} damaged files" if search.damaged else ""
         raise DataError(
             f"slot {self.place.index} of {slots} found no usable document in {search.epochs} epochs, and {search.bad} that "

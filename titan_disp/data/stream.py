@@ -65,7 +65,7 @@ class RankStreams:
         """
         self.encode, self.options = encode, options
         places = [Place(slot, position.copy(), assignment) for slot, position in zip(slots, positions, strict=True)]
-        self.faults = Faults(files, options.on_bad_data, options.max_skipped_fraction)
+        self.faults = Faults(files, options.on_bad_data, options.max_skipped_fraction, assignment.first_files)
         self.passes = Passes(
             files,
             places,
