@@ -368,6 +368,15 @@ def test_bad_files(tmp_path, name, content, reason):
     assert reason in records_of(tmp_path / name, 100, eos_id=EOS, vocab_size=VOCABULARY)[-1]
 
 
+def test_a_row_of_parquet_that_is_no_utf8(tmp_path):
+    """One bad document, as in JSON lines; not the end of its file, as an exception of the library would make it."""
+    offsets, content = np.array([0, 1, 3, 4], "<i4"), b"a\xff\xfeb"
+    column = pyarrow.Array.from_buffers(pyarrow.string(), 3, [None, *map(pyarrow.py_buffer, (offsets, content))])
+    (tmp_path / "a.parquet").write_bytes(parquet(text=column))
+    expected = ["a", "invalid UTF-8: invalid start byte at byte 0", "b"]
+    assert records_of(tmp_path / "a.parquet") == expected
+
+
 def test_a_wrong_column_stops_the_run_at_once(tmp_path):
     """Also where only one file lacks it, which nobody looked at: it is sound, so that skipping it would lose data."""
     for i in range(5):

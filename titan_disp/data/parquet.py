@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from titan_disp.data.formats import HEAD, mistaken
-from titan_disp.data.records import BadDocument, OtherContent, too_long
+from titan_disp.data.records import BadDocument, Garbage, OtherContent, too_long
 from titan_disp.errors import DataError
 
 
@@ -31,7 +31,11 @@ def records(stored: io.BufferedReader, name: str, field: str, max_bytes: int) ->
         _check_column(table.schema_arrow, name, field)
         for batch in table.iter_batches(batch_size=256, columns=[field]):
             for value in _column(batch, field):
-                text = value.as_py()
+                try:
+                    text = value.as_py()
+                except UnicodeDecodeError as error:  # other writers do not look
+                    yield Garbage(f"invalid UTF-8: {error.reason} at byte {error.start}")
+                    continue
                 if not isinstance(text, str):
                     yield BadDocument("text is null")
                 elif len(text) > max_bytes:
