@@ -346,7 +346,8 @@ def test_bad_documents(line, reason):
     ("name", "content", "reason"),
     [
         ("a.json", b'{"text": "' + b"x" * 200 + b'"}\n', "213 bytes, more than stream.max_document_mb allows"),
-        ("a.parquet", parquet(text=["x" * 200]), "200 characters, more than stream.max_document_mb allows"),
+        ("a.parquet", parquet(text=["x" * 200]), "200 bytes, more than stream.max_document_mb allows"),
+        ("a.parquet", parquet(text=["é" * 51]), "102 bytes, more than stream.max_document_mb allows"),
         ("a.parquet", parquet(text=pyarrow.array([None], pyarrow.string())), "text is null"),
         ("a.txt", b"x" * 200, 'more than 100 bytes, more than stream.max_document_mb allows: set stream.text_split = "bl'),
         ("a.txt", b"\xff", "invalid UTF-8: invalid start byte at byte 0"),

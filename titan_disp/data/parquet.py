@@ -38,8 +38,8 @@ def records(stored: io.BufferedReader, name: str, field: str, max_bytes: int) ->
                     continue
                 if not isinstance(text, str):
                     yield BadDocument("text is null")
-                elif len(text) > max_bytes:
-                    yield too_long(len(text), "characters")
+                elif 4 * len(text) > max_bytes and (size := len(text.encode())) > max_bytes:
+                    yield too_long(size)
                 else:
                     yield text
 

@@ -37,9 +37,9 @@ def size_of(record: Record) -> int:
     return record.nbytes if isinstance(record, np.ndarray) else len(record)
 
 
-def too_long(size: int, unit: str = "bytes") -> BadDocument:
-    """What stands in the place of a document of ``size`` bytes or characters."""
-    return BadDocument(f"{size:,} {unit}, more than stream.max_document_mb allows")
+def too_long(size: int) -> BadDocument:
+    """What stands in the place of a document of ``size`` bytes."""
+    return BadDocument(f"{size:,} bytes, more than stream.max_document_mb allows")
 
 
 def text_of(raw: Record, field: str = "text") -> str:
