@@ -67,6 +67,15 @@ class TestTextField:
         assert texts_of(tmp_path / "a.parquet", "coded") == coded.to_pylist()
         assert texts_of(tmp_path / "a.parquet", "large") == large.to_pylist()
 
+    def test_of_parquet_with_a_struct_of_the_same_name(self, tmp_path):
+        """The field whose own name has the dot goes first, also where it is the later one. A struct that is null has no text."""
+        struct = pyarrow.array([{"text": "in it"}, None])
+        table = pyarrow.table({"meta": struct, "meta.text": ["its own", "too"]})
+        pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
+        assert texts_of(tmp_path / "a.parquet", "meta.text") == ["its own", "too"]
+        pyarrow.parquet.write_table(table.select(["meta"]), tmp_path / "a.parquet")
+        assert records_of(tmp_path / "a.parquet", text_field="meta.text") == ["in it", "text is null"]
+
     def test_of_a_run(self, tmp_path):
         """Through slots, checkpoints and resumes; the default leaves fingerprints as they were."""
         (tmp_path / "a.jsonl").write_text("".join(json.dumps({"body": str(i)}) + "\n" for i in range(1, 41)))

@@ -73,11 +73,12 @@ def _leaves(fields: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def _column(batch: Any, field: str) -> Any:
-    """The column of a batch that holds nothing else."""
+    """The column of a batch, which holds it and what else has its name: ``x.y`` is a column, and one of the struct ``x``."""
     import pyarrow.compute
 
-    column = batch.column(0)
-    if batch.schema.names[0] == field:
-        return column
-    path = field.removeprefix(batch.schema.names[0] + ".").split(".")
-    return pyarrow.compute.struct_field(column, path)
+    names = batch.schema.names
+    if field in names:
+        return batch.column(names.index(field))
+    struct = next(i for i, name in enumerate(names) if field.startswith(f"{name}."))
+    path = field.removeprefix(f"{names[struct]}.").split(".")
+    return pyarrow.compute.struct_field(batch.column(struct), path)
