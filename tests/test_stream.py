@@ -928,17 +928,30 @@ def test_many_damaged_files_stop_the_run(sample, tmp_path):
     for allowed in (0.01, 0.9):
         one = loader(list_files("c4", str(tmp_path)), sample, slots=1, max_skipped_fraction=allowed)
         batches = iter(one)
-        while one.counters()["epoch"] < 1:
+        while one.counters()["skipped_files"] < 10:
+            one.check_counters(one.counters())
             next(batches)
-        assert one.counters()["skipped_files"] >= 10
+        assert one.counters()["epoch"] == 0
         if allowed > 0.5:
             one.check_counters(one.counters())
         else:
             with pytest.raises(
-                DataError, match=r"of 32 files are damaged and end early, more than stream.max_skipped_fr"
+                DataError, match=r"1[01] of 16 files are damaged and end early, more than stream.max_skipped_fr"
             ):
                 one.check_counters(one.counters())
-        one.check_counters(one.counters() | {"skipped_files": 9})
+
+
+def test_a_damaged_file_of_a_few_stops_no_run_in_any_epoch(sample):
+    """Nine of sixteen files, in the tenth epoch: 90 of 160. Ten are too many in any epoch, and of a thousand eleven."""
+    for files, damaged, stops in ((16, 1, False), (16, 9, False), (16, 10, True), (1000, 10, False), (1000, 11, True)):
+        one = loader([DataFile(f"{i}.json", "", 1) for i in range(files)], sample)
+        for epoch in (0, 9, 99):
+            counters = {"documents": 1e9, "skipped_documents": 0, "epoch": epoch, "skipped_files": damaged * (epoch + 1)}
+            if stops:
+                with pytest.raises(DataError, match=f"{damaged * (epoch + 1)} of {files * (epoch + 1)} files are damaged"):
+                    one.check_counters(counters)
+            else:
+                one.check_counters(counters)
 
 
 def test_an_empty_file_is_a_damaged_one(tmp_path):

@@ -196,9 +196,10 @@ class Stream:
 
     max_skipped_fraction: float = 0.01
     """
-    A larger part of documents that had to be skipped (after the first 1000), or of files that end early (10 at least), stops the
-    run when it next logs: the data is broken. Both are counted over all ranks. A file that is not itself a larger part of the
-    data is passed over after 1000 bad documents in a row, and counts as one that ends early.
+    A larger part of documents that had to be skipped (after the first 1000), or of files that end early (10 at least in an
+    epoch), stops the run when it next logs: the data is broken. Both are counted over all ranks. A file that is not itself a
+    larger part of the data (of several sources, of its own) is passed over after 1000 bad documents in a row, and counts as one
+    that ends early.
     """
 
     max_document_mb: float = 16.0

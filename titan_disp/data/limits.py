@@ -6,7 +6,7 @@ All ranks come to one verdict, and any number of ranks to the same one: counts a
 from titan_disp.errors import DataError
 
 _FIRST = 1000  # documents: of fewer, a few bad ones are a large part
-_FEW = 10  # damaged files, with which a small data set may still live
+_FEW = 10  # damaged files of an epoch, with fewer of which a small data set may still live
 
 
 def check_documents(skipped: float, used: float, allowed: float) -> None:
@@ -26,16 +26,17 @@ def check_documents(skipped: float, used: float, allowed: float) -> None:
         )
 
 
-def check_files(skipped: float, begun: float, allowed: float) -> None:
+def check_files(skipped: float, begun: float, files: int, allowed: float) -> None:
     """Stop where too many files are damaged and end early.
 
     Args:
-        skipped, begun: files so far. allowed: stream.max_skipped_fraction.
+        skipped, begun: files so far, again in every epoch. files: of the data. allowed: stream.max_skipped_fraction.
 
     Raises:
-        DataError: more than ``allowed`` of those that were begun, and 10 at least.
+        DataError: more than ``allowed`` of those that were begun, and 10 at least in an epoch.
     """
-    if skipped >= _FEW and skipped > allowed * begun:
+    # In an epoch: one damaged file among a few would stop a run in its tenth epoch otherwise, and every resume after it.
+    if skipped * files >= _FEW * begun and skipped > allowed * begun:
         raise DataError(
             f"{skipped:.0f} of {begun:.0f} files are damaged and end early, more than stream.max_skipped_fraction {allowed} "
             "allows: their names are in the logs above (of all ranks)"

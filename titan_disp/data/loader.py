@@ -201,7 +201,7 @@ class StreamLoader(BaseDataLoader):
         allowed = self.options.max_skipped_fraction
         begun = sum(group.files * (counters[f"epoch{group.suffix}"] + 1) for group in self.groups)
         check_documents(counters["skipped_documents"], counters["documents"], allowed)
-        check_files(counters["skipped_files"], begun, allowed)
+        check_files(counters["skipped_files"], begun, len(self.files), allowed)
 
     def state_dict(self) -> dict[str, Any]:
         """The fingerprint and a copy of the positions, [S, k] over all ranks."""
