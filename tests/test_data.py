@@ -332,6 +332,53 @@ def test_an_unreadable_folder_is_refused(tmp_path, monkeypatch):
         list_files("text", str(tmp_path))
 
 
+@pytest.mark.parametrize("pattern", ["**/*.jsonl", "*/*.jsonl", "clo*/b.jsonl", "*/**/b.jsonl"])
+def test_a_glob_refuses_what_cannot_be_read(tmp_path, monkeypatch, pattern):
+    """Python's own passes over it: one file of two would be read."""
+    write(tmp_path, "a.jsonl", "open/a.jsonl", "closed/b.jsonl")
+    assert f"{tmp_path}/closed/b.jsonl" in [file.url for file in list_files("text", f"{tmp_path}/{pattern}")]
+    scandir = os.scandir
+    there = ("closed", "closed/") if pattern != "clo*/b.jsonl" else (str(tmp_path),)
+
+    def refuse(path):
+        if str(path).endswith(there):
+            raise PermissionError(13, "Permission denied", str(path))
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", refuse)
+    with pytest.raises(ConfigError, match=rf"dataset_path is .*, but '.*{there[0]}/?' cannot be read: Permission denied. P"):
+        list_files("text", f"{tmp_path}/{pattern}")
+
+
+def test_what_a_glob_leaves_out_is_said(tmp_path, told):
+    """Folders that it matches; and files that it would read twice, through a link to their folder."""
+    write(tmp_path, "part-0.jsonl", "part-1/a.jsonl", "part-1/b.jsonl")
+    assert names_in("text", f"{tmp_path}/part-*") == ["part-0.jsonl"]
+    assert f"1 folders are left out, such as {tmp_path}/part-1. " in told("WARNING")[0]
+    with pytest.raises(ConfigError, match="which matches no file, but 1 folders; expected files named"):
+        list_files("text", f"{tmp_path}/part-1*")
+    (tmp_path / "part-1" / "round").symlink_to(tmp_path)
+    (tmp_path / "c.jsonl").symlink_to(tmp_path / "part-0.jsonl")
+    assert names_in("text", f"{tmp_path}/**") == ["c.jsonl", "part-0.jsonl", "part-1/a.jsonl", "part-1/b.jsonl"]
+    assert "files are left out, as links lead to their folders a second time, such as " in told("WARNING")[-1]
+    assert len(told("WARNING")) == 2
+
+
+def test_a_folder_that_may_be_listed_and_not_entered_is_refused(tmp_path, monkeypatch):
+    """Its files look as if they did not exist, though no link leads to them."""
+    write(tmp_path, "closed/b.jsonl")
+    stat = os.stat
+
+    def refuse(path, **options):
+        if str(path).endswith("b.jsonl"):
+            raise PermissionError(13, "Permission denied", str(path))
+        return stat(path, **options)
+
+    monkeypatch.setattr(os, "stat", refuse)
+    with pytest.raises(ConfigError, match=r"but '.*b.jsonl' cannot be read: Permission denied. Permit it"):
+        list_files("text", str(tmp_path))
+
+
 def test_what_is_left_out_is_said(tmp_path, told):
     write(tmp_path, "a.jsonl", "b.jsonl.bz2", "c.jsonl.bz2", "d.csv", "README.md", "e.json", ".hidden.jsonl")
     assert names_in("text", tmp_path) == ["a.jsonl", "e.json"]

@@ -3,8 +3,9 @@
 import os
 import re
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from functools import cache
+from glob import escape as glob_escape
 from glob import glob
 from pathlib import Path
 
@@ -36,15 +37,8 @@ def list_local(dataset_path: str, split: str, key: str, c4: bool) -> list[str]:
         if not dataset_path.endswith(SUFFIXES):
             raise ConfigError(f"{where}; expected a name that ends in {', '.join(SUFFIXES)}: convert or rename it")
         paths = [dataset_path]
-    elif any(c in dataset_path for c in "*?["):
-        found = [path for path in glob(dataset_path, recursive=True) if not os.path.isdir(path)]
-        paths = _readable_formats(found, where)
-        if not paths:
-            others = f", but {_counts(Counter(map(_suffix, found)))}" if found else ""
-            raise ConfigError(
-                f"{where}, which matches no file{others}; expected files named {', '.join('*' + s for s in SUFFIXES)}: "
-                "name others, or convert them"
-            )
+    elif _is_pattern(dataset_path):
+        paths = _of_pattern(dataset_path, where)
     else:
         raise ConfigError(
             f"{where}, which does not exist; expected a folder, file or glob of {', '.join(SUFFIXES)}. "
@@ -57,6 +51,54 @@ def list_local(dataset_path: str, split: str, key: str, c4: bool) -> list[str]:
     if len(suffixes) > 1:
         _warn(f"{where}: files of several formats are read together: {_counts(suffixes)}")
     return paths
+
+
+def _is_pattern(path: str) -> bool:
+    return any(c in path for c in "*?[")
+
+
+def _of_pattern(pattern: str, where: str) -> list[str]:
+    """What a glob matches. Python's says nothing of folders that cannot be read, and follows links round and round."""
+    for folder in _searched(pattern):
+        try:
+            os.scandir(folder).close()
+        except OSError as error:
+            raise _cannot_be_read(folder, error, where) from error
+    matched = sorted(glob(pattern, recursive=True), key=lambda path: (path.count(os.sep), path))
+    folders, found, again = [], dict[str, str](), []
+    for path in matched:
+        if os.path.isdir(os.path.realpath(path)):  # also where links go round too often for the system
+            folders.append(path)
+            continue
+        # As in a folder, a link to a file is a file of its own; but one to a folder is not.
+        real = os.path.join(os.path.realpath(os.path.dirname(path)), os.path.basename(path))
+        if found.setdefault(real, path) is not path:
+            again.append(path)
+    if again:
+        _warn(f"{where}: {len(again)} files are left out, as links lead to their folders a second time, such as {again[0]}")
+    if folders and found and "**" not in pattern:
+        _warn(f"{where}: {len(folders)} folders are left out, such as {folders[0]}. (A glob takes folders' files by /**)")
+    paths = _readable_formats(list(found.values()), where)
+    if not paths:
+        there = [_counts(Counter(map(_suffix, found)))] * bool(found) + [f"{len(folders)} folders"] * bool(folders)
+        others = f", but {' and '.join(there)}" if there else ""
+        raise ConfigError(
+            f"{where}, which matches no file{others}; expected files named {', '.join('*' + s for s in SUFFIXES)}: "
+            "name others, or convert them"
+        )
+    return paths
+
+
+def _searched(pattern: str) -> Iterator[str]:
+    """The folders whose entries decide what a glob matches."""
+    parts = Path(pattern).parts
+    for i, part in enumerate(parts):
+        if _is_pattern(part):
+            above = os.path.join(*parts[:i]) if i else os.curdir
+            for folder in filter(os.path.isdir, glob(above, recursive=True) if _is_pattern(above) else [above]):
+                yield folder
+                if part == "**":
+                    yield from glob(os.path.join(glob_escape(folder), "**", ""), recursive=True)
 
 
 def _of_folder(folder: str, split: str, where: str, c4: bool) -> list[str]:
@@ -87,9 +129,7 @@ def _walk(folder: str, where: str) -> list[str]:
     """All files below a folder but hidden ones, through links; a folder that two paths lead to counts once."""
 
     def refuse(error: OSError) -> None:
-        raise ConfigError(
-            f"{where}, but {error.filename!r} cannot be read: {error.strerror}. Permit it, or name the files by a glob"
-        ) from error
+        raise _cannot_be_read(error.filename, error, where) from error
 
     found, seen = [], {os.path.realpath(folder)}
     for at, folders, names in os.walk(folder, followlinks=True, onerror=refuse):
@@ -153,11 +193,20 @@ def _readable_formats(paths: list[str], where: str) -> list[str]:
     return known
 
 
+def _cannot_be_read(path: str, error: OSError, where: str) -> ConfigError:
+    return ConfigError(f"{where}, but {path!r} cannot be read: {error.strerror}. Permit it, or name the files by a glob")
+
+
 def _refuse_dangling(path: str, where: str) -> None:
-    if not os.path.exists(path):
+    """Also what cannot be looked at, as in a folder that may be listed and not entered."""
+    try:
+        os.stat(path)
+    except FileNotFoundError as error:
         raise ConfigError(
             f"{where}, but {path!r} is a link to {os.readlink(path)!r}, which does not exist: restore it, or remove the link"
-        )
+        ) from error
+    except OSError as error:
+        raise _cannot_be_read(path, error, where) from error
 
 
 def _check_file(path: str, where: str) -> None:
