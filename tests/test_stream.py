@@ -36,6 +36,7 @@ from titan_disp.data.records import BadDocument, text_of
 from titan_disp.data.stream import RankStreams, StreamOptions
 from titan_disp.data.tokenizer import load_tokenizer
 from titan_disp.data.validation import _ValidationSet, first_sequences, held_out_sequences
+from titan_disp.data.worker import Sequences
 from titan_disp.errors import ConfigError, DataError
 
 EOS = 0
@@ -787,6 +788,23 @@ def test_position_is_of_batches_consumed_not_prefetched(sample):
     again = loader(files, sample, prefetch=2)
     again.load_state_dict(saved)
     assert torch.equal(next(iter(again))[0]["input"], expected)
+
+
+def test_what_travels_with_a_batch_does_not_grow_with_the_files_read(sample, tmp_path):
+    """Of a corpus of many small files, all that were ever read went through the worker's pipe with every group of batches."""
+    for i in range(300):
+        (tmp_path / f"{i:03d}.txt").write_text("some words of a small file " * 20)
+    files, sizes = list_files("text", str(tmp_path)), []
+    one = loader(files, sample, slots=4)
+    for tokens, _, read, _ in Sequences(one._make, 2, 4):
+        sizes.append(len(read))
+        one.bytes_read.update(read)
+        if len(sizes) * tokens.size > 2 * 300 * 300:  # two epochs or more
+            break
+    assert {epoch for epoch, _ in one.bytes_read} >= {0, 1}
+    assert max(sizes) < 60
+    first = [count for (epoch, _), count in one.bytes_read.items() if epoch == 0]
+    assert sum(first) == sum(file.size for file in files)
 
 
 def test_batches_before_an_error_come_first(sample, tmp_path):

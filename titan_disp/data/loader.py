@@ -146,7 +146,8 @@ class StreamLoader(BaseDataLoader):
                 self.seconds_waited += time.perf_counter() - start
                 if isinstance(got, ConfigError):
                     raise got
-                array, positions, self.bytes_read, self.densities = got
+                array, positions, bytes_read, self.densities = got
+                self.bytes_read.update(bytes_read)
                 for first in range(0, len(array), batch):
                     for row in positions[first : first + batch]:
                         mine[turn] = row

@@ -43,6 +43,7 @@ class _Pass:
         self.queues = queues
         self.queue_bytes, self.window = queue_bytes, window
         self.queued = 0  # bytes in all queues
+        self.counted = 0  # stored bytes, by newly_read
         self.start = documents.position
         self.read, self.read_bytes = 0, 0  # documents, whosever they are …
         self.before = -1  # … and what was read of the file when the first of them was there
@@ -88,6 +89,11 @@ class _Pass:
             if others:
                 others[max(others, key=lambda s: others[s].bytes)].fed = False
 
+    def newly_read(self) -> int:
+        """Stored bytes read since the last call."""
+        before, self.counted = self.counted, self.documents.bytes_read
+        return self.counted - before
+
     def limit(self) -> float:
         """Bytes that all queues may hold: a slot that fills its window is ahead of the others by so many of their documents."""
         mean = min(self.read_bytes / self.read, DOCUMENT_BYTES)
@@ -115,7 +121,7 @@ class Passes:
         self._open: dict[int, list[_Pass]] = {}
         # Of files read to the end: how many documents, and the damage.
         self._ends: dict[int, tuple[int, str | None]] = {}
-        self._closed_bytes: Counter[tuple[int, int]] = Counter()
+        self._closed_bytes: Counter[tuple[int, int]] = Counter()  # since the last call of bytes_read
         self.first_files = places[0].assignment.first_files
         self._densities = densities(files, self.first_files)
 
@@ -143,12 +149,12 @@ class Passes:
             density.measured(one.read_bytes, one.documents.bytes_read - one.before, ended=False)
 
     def bytes_read(self) -> Counter[tuple[int, int]]:
-        """Stored bytes read so far, by (epoch, file)."""
-        total = self._closed_bytes.copy()
+        """Stored bytes read since the last call, by (epoch, file)."""
+        new, self._closed_bytes = self._closed_bytes, Counter()
         for file, passes in self._open.items():
             for one in passes:
-                total[one.epoch, file] += one.documents.bytes_read
-        return total
+                new[one.epoch, file] += one.newly_read()
+        return new
 
     def fetch(self, slot: int, epoch: int, segment: Segment, start: int) -> tuple[int, Record | None, str | None]:
         """(index, document, None) of the segment's first document from ``start`` on, unparsed; at the end (count, None, damage).
@@ -233,7 +239,7 @@ class Passes:
         if not left.queues:
             left.documents.close()
             self._open[file].remove(left)
-            self._closed_bytes[left.epoch, file] += left.documents.bytes_read
+            self._closed_bytes[left.epoch, file] += left.newly_read()
             self._measure(self.density(file), file, left)
             if not self._open[file]:
                 del self._open[file]

@@ -82,7 +82,7 @@ class RankStreams:
             self.passes.seek(self.executor)
 
     def bytes_read(self) -> Counter[tuple[int, int]]:
-        """Stored bytes read so far, by (epoch, file)."""
+        """Stored bytes read since the last call, by (epoch, file)."""
         return self.passes.bytes_read()
 
     def text_per_stored_byte(self) -> list[float]:

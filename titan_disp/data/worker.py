@@ -25,8 +25,8 @@ def as_it_is(batch: Any) -> Any:
 
 
 class Sequences(IterableDataset):
-    """Runs in the prefetch worker: (tokens [n, seq_len + 1], positions [n, k], bytes read by (epoch, file), bytes of text in a
-    stored byte by source), or a ConfigError.
+    """Runs in the prefetch worker: (tokens [n, seq_len + 1], positions [n, k], bytes newly read by (epoch, file), bytes of text
+    in a stored byte by source), or a ConfigError.
 
     n is ``batch`` times up to ``group``; less only before an error, which comes after all that was read before it.
     """
