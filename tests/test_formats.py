@@ -8,6 +8,7 @@ import tracemalloc
 
 import numpy as np
 import pyarrow
+import pyarrow.json
 import pyarrow.parquet
 import pytest
 import torch
@@ -184,6 +185,18 @@ class TestPlainText:
         assert "left out, as there are documents in other formats: 1 *.txt, 1 *.txt.gz" in caplog.text
         assert names(tmp_path / "a.txt") == ["a.txt"]
         assert names(f"{tmp_path}/*.txt*") == ["a.txt", "b.txt.gz"]
+
+    @pytest.mark.parametrize("suffix", ["json", "jsonl.gz"])
+    def test_blank_lines_of_json_lines_are_no_documents(self, tmp_path, suffix):
+        """Nor damage, where there are many at the end of a compressed file. As pyarrow reads them."""
+        content = b"\n \r\n" + b'{"text": "a"}\r\n\r\n{"text": "b"}\n' + b"\n" * 20
+        write_compressed(tmp_path / f"a.{suffix}", content)
+        expected = pyarrow.json.read_json(pyarrow.BufferReader(content))["text"].to_pylist()
+        assert texts_of(tmp_path / f"a.{suffix}") == expected == ["a", "b"]
+        assert texts_of(tmp_path / f"a.{suffix}", start=1) == ["b"]
+        (rank,) = streams_of(list_files("text", str(tmp_path)), 1, 1, on_bad_data="fail")
+        rank.encode = lambda text: [len(text), 0]
+        assert batches([rank], 3)[0].reshape(-1).tolist() == [1, 0] * 12
 
     def test_byte_order_mark_of_json_lines(self, tmp_path):
         (tmp_path / "a.json").write_bytes(codecs.BOM_UTF8 + b'{"text": "a"}\n{"text": "\xef\xbb\xbfb"}\n')

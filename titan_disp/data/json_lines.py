@@ -1,4 +1,4 @@
-"""JSON lines: a document a line, unparsed."""
+"""JSON lines: a document a line, unparsed. Blank lines are none, as to other readers (pandas, pyarrow, datasets)."""
 
 import codecs
 from collections.abc import Iterator
@@ -21,5 +21,7 @@ def records(lines: Any, max_bytes: int) -> Iterator[bytes | BadDocument]:
                 size += len(rest)
             yield too_long(size + len(rest))
         else:
-            yield line.removeprefix(codecs.BOM_UTF8) if first else line
+            document = line.removeprefix(codecs.BOM_UTF8) if first else line
+            if not document.isspace():
+                yield document
         first = False
