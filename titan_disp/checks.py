@@ -1,6 +1,7 @@
 """What cannot work is refused here, before anything is allocated: one message, with what to change."""
 
 import importlib.util
+import math
 import os
 
 from torchtitan.components.tokenizer import BaseTokenizer
@@ -244,8 +245,10 @@ def check_stream(job_config: JobConfig, world_size: int) -> None:
         raise ConfigError(f"stream.max_skipped_fraction is {stream.max_skipped_fraction}, expected a number in [0, 1]")
     if not stream.text_field:
         raise ConfigError('stream.text_field is "", expected the name of a field: "text" is what most corpora call it')
-    if not stream.max_document_mb > 0:
+    if not (math.isfinite(stream.max_document_mb) and stream.max_document_mb > 0):
         raise ConfigError(f"stream.max_document_mb is {stream.max_document_mb}, expected a number > 0")
+    if not (math.isfinite(stream.retry_seconds) and stream.retry_seconds >= 0):
+        raise ConfigError(f"stream.retry_seconds is {stream.retry_seconds}, expected a number of seconds, 0 or more")
     if job_config.validation.enable:
         validation_sequences(job_config, dp)
 
