@@ -96,6 +96,22 @@ def test_an_answer_that_ends_early_is_continued(hub, monkeypatch, fault):
     assert asked == [0, 150_000, 300_000, 450_000]
 
 
+@pytest.mark.parametrize("suffix", ["json.gz", "json.zst", "parquet", "json"])
+def test_a_file_is_known_by_its_beginning_however_little_comes_at_once(hub, monkeypatch, suffix):
+    """A single byte of gzip's two would be no gzip, and the file damaged."""
+    monkeypatch.setattr(raw, "FIRST_PAUSE", 0.0001)
+    path, line = hub.datasets["some/data"] / f"a.{suffix}", b'{"text": "7"}\n'
+    if suffix == "parquet":
+        pyarrow.parquet.write_table(pyarrow.table({"text": ["7"]}), path)
+    elif suffix == "json.zst":
+        with pyarrow.CompressedOutputStream(str(path), "zstd") as out:
+            out.write(line)
+    else:
+        path.write_bytes(igzip.compress(line) if suffix == "json.gz" else line)
+    hub.short = 1 if suffix != "parquet" else 100
+    assert numbers_of(Documents(on_hub(hub, path.name), MIB)) == [7]
+
+
 def test_a_server_that_knows_no_ranges(hub):
     """It sends whole files: the beginning is read and dropped, and nothing is taken for what it is not."""
     hub.ignore_range = True

@@ -164,7 +164,9 @@ class Documents:
             return parquet.records(stored, self.file.url, self.format.text_field, self.max_bytes)
         if name.endswith(TOKEN_IDS):
             return pretokenized.records(stored, self.file.size, self.file.url, self.format)
-        if (found := mistaken(stored.peek(HEAD)[:HEAD], name)) is not None:
+        head = stored.read(HEAD)  # not peek, which may be a single byte of what the hub sends
+        stored.seek(0)
+        if (found := mistaken(head, name)) is not None:
             raise OtherContent(found)
         if name.endswith(PLAIN_TEXT):
             return text_files.records(_decompressed(stored, name), self.max_bytes, self.format.text_split)
