@@ -129,6 +129,19 @@ class TestAssignment:
         assert len(set(orders)) == 4
         assert all(sorted(order) == list(range(50)) for order in orders)
 
+    def test_on_python_3_10(self, monkeypatch):
+        """There, from_bytes has no default for the order of the bytes."""
+
+        class Int(int):
+            @classmethod
+            def from_bytes(cls, data, byteorder, *, signed=False):
+                return int.from_bytes(data, byteorder, signed=signed)
+
+        files = of_sizes([10, 20])
+        expected = [Assignment(files, 3, seed=0).run(slot, 1) for slot in range(3)]
+        monkeypatch.setattr("titan_disp.data.assignment.int", Int, raising=False)
+        assert [Assignment(files, 3, seed=0).run(slot, 1) for slot in range(3)] == expected
+
     @pytest.mark.parametrize(
         ("files", "slots", "ranks"),
         [

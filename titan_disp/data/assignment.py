@@ -126,7 +126,7 @@ class Assignment:
         for i, file in enumerate(order):
             place[file] = i
             edges.append(edges[-1] + self.lengths[file])
-        shifts = [int.from_bytes(hashes[file][-8:]) for file in order]
+        shifts = [int.from_bytes(hashes[file][-8:], "big") for file in order]
         return _Line(order, shifts, place, edges, _cut(edges, self.slots))
 
     def order(self, epoch: int) -> list[int]:
