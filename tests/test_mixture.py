@@ -315,6 +315,10 @@ def test_fraction_of_a_run_by_hand():
     assert (read(BODY_BYTES=3, BODY_FILE=1), read(BODY_BYTES=99, BODY_FILE=1)) == (10, 40)
     assert read(BODY_BYTES=3, BODY_FILE=3, DONE=7) == 200
     assert read(HEAD_BYTES=20, BODY_FILE=2, density=0.0) == 40  # nothing is measured yet
+    # In a window that began there, three documents have been used, of ten bytes on average.
+    used = {"IN_WINDOW": 3, "DOCUMENTS": 20, "BYTES": 200}
+    assert (read(HEAD_BYTES=20, **used), read(HEAD_BYTES=20, density=4.0, slots=2, **used)) == (50, 10 + 15)
+    assert read(DONE=6, **used | {"IN_WINDOW": 20}) == 200
     assert fraction_read(np.zeros(len(Field), dtype=np.int64), Run(None, (), None), 1, 1.0) == 0
 
 
@@ -362,14 +366,17 @@ def test_text_in_a_stored_byte_of_a_file_in_the_middle(tmp_path):
         assert (one.start == 0) == (steps == 750)
 
 
-def test_epochs_read_is_what_was_handed_out(sample, tmp_path):
-    """By counting text; the same on any ranks, whatever is read ahead, and through a resume."""
+@pytest.mark.parametrize("window", [0, 1000])
+def test_epochs_read_is_what_was_handed_out(sample, tmp_path, window):
+    """By counting text; the same on any ranks, whatever is read ahead, and through a resume. Also within a window, which may be
+    as large as an epoch."""
     files = write_uneven(tmp_path, [300, 120, 200], "json.gz")
     total, found = texts_bytes(files), []
     for ranks, prefetch, parts in ((1, 0, [450]), (3, 0, [450]), (1, 4, [201, 249])):
         states = []
         for part in parts:
-            loaders = [loader(files, sample, rank, ranks, prefetch, slots=3, seq_len=256) for rank in range(ranks)]
+            options = {"slots": 3, "seq_len": 256, "shuffle_window": window}
+            loaders = [loader(files, sample, rank, ranks, prefetch, **options) for rank in range(ranks)]
             for one, state in zip(loaders, states, strict=False):
                 one.load_state_dict(state)
             batches = [iter(one) for one in loaders]
