@@ -1,13 +1,17 @@
 """Several sources with weights: exact parts of the tokens, each source as in a run of its own, and every mistake in a config."""
 
+import contextlib
 import copy
 import gzip
 import itertools
 import json
 import re
+from collections import Counter
 from types import SimpleNamespace
 
 import numpy as np
+import pyarrow
+import pyarrow.parquet
 import pytest
 import torch
 from sentencepiece import SentencePieceProcessor
@@ -20,6 +24,7 @@ from titan_disp.data.assignment import Assignment, Run, Segment
 from titan_disp.data.digest import digest, global_batch
 from titan_disp.data.documents import Documents
 from titan_disp.data.files import DataFile, list_files
+from titan_disp.data.formats import Format
 from titan_disp.data.loader import open_stream, together
 from titan_disp.data.mixture import Mixture, prefixed, shares
 from titan_disp.data.place import Field
@@ -190,6 +195,93 @@ def test_text_and_token_ids_mixed_and_shuffled(job, sample, tmp_path):
     loader.close()
     read = [[*part, processor.eos_id()] for tokens in found for part in split_at(tokens, processor.eos_id())]
     assert {tuple(document) for document in documents} <= {tuple(document) for document in read}
+
+
+def write_all_formats(folder):
+    """A source of each format; what other readers find in it: its documents, by source."""
+    rng, number = np.random.default_rng(0), itertools.count(10)
+
+    def texts(count):
+        return [f"{next(number)} " + "é\u2028x " * int(rng.integers(0, 40)) + "." for _ in range(count)]
+
+    for name in ("web", "books", "text", "ids"):
+        (folder / name).mkdir()
+    for f, count in enumerate((30, 2, 45)):
+        bad = [b"", b"{bad", b'{"text": " "}', b'{"text": "\\ud800"}', b'{"text": "\xff"}']
+        lines = [json.dumps({"text": text}, ensure_ascii=i % 2 == 0).encode() for i, text in enumerate(texts(count))]
+        lines[1:1] = bad
+        members = (b"\xef\xbb\xbf" + lines[0] + b"\r\n", b"\r\n".join(lines[1:]))
+        (folder / "web" / f"{f}.json.gz").write_bytes(b"".join(map(gzip.compress, members)))
+    for f, count in enumerate((25, 0, 13)):
+        schema = pyarrow.schema({"id": pyarrow.int64(), "text": pyarrow.string()})
+        rows = pyarrow.table({"id": list(range(count)), "text": texts(count)}, schema)
+        with pyarrow.parquet.ParquetWriter(folder / "books" / f"{f}.parquet", schema) as out:
+            for part in (rows[:7], rows[:0], pyarrow.table({"id": [0], "text": [None]}, schema), rows[7:]):
+                out.write_table(part)
+    for f, count in enumerate((20, 8)):
+        content = "\r\n \r\n".join(texts(count)).encode("utf-8-sig")
+        path = folder / "text" / f"{f}.txt{'.gz' * f}"
+        path.write_bytes(gzip.compress(content) if f else content)
+    ids = rng.integers(100, 5000, 600)
+    ids[::9] = EOS
+    ids[:400].astype("<u2").tofile(folder / "ids" / "a.bin")
+    np.save(folder / "ids" / "b.npy", ids[400:].astype("<u4"))
+
+    found = {name: Counter() for name in ("web", "books", "text", "ids")}
+    for path in (folder / "web").iterdir():
+        for line in gzip.decompress(path.read_bytes()).split(b"\r\n"):
+            with contextlib.suppress(ValueError):
+                text = json.loads(line.decode("utf-8-sig"))["text"]
+                found["web"] += Counter([text] * bool(text.encode().strip()))
+    for path in (folder / "books").iterdir():
+        found["books"].update(text for text in pyarrow.parquet.read_table(path)["text"].to_pylist() if text)
+    for path in (folder / "text").iterdir():
+        content = path.read_bytes()
+        plain = gzip.decompress(content) if path.suffix == ".gz" else content
+        found["text"].update(plain.decode("utf-8-sig").split("\r\n \r\n"))
+    for part in (ids[:400], ids[400:]):
+        runs = [run.tolist() for run in np.split(part, np.flatnonzero(part == EOS) + 1)]
+        found["ids"].update(tuple(run) for run in runs if run and run != [EOS])
+    return found
+
+
+@pytest.mark.parametrize("window", [0, 6])
+def test_every_format_mixed_against_other_readers(tmp_path, window):
+    """Each document once in each of two epochs, on one rank and on five; and the same tokens through resumes on 1 to 15."""
+    expected = write_all_formats(tmp_path)
+    found = shares({"web": 6, "books": 4, "text": 2, "ids": 3}, 15)
+    files = [file for name in expected for file in prefixed(name, list_files("text", str(tmp_path / name)))]
+    options = {
+        "assignment": Mixture(files, found, seed=0),
+        "format": Format(text_split="blank_lines", eos_id=EOS, vocab_size=5000),
+        "shuffle_window": window,
+        "max_skipped_fraction": 1.0,
+    }
+
+    def streams(ranks, positions=None):
+        made = streams_of(files, 15, ranks, positions=positions, **options)
+        for rank in made:
+            rank.encode = lambda text: [int(text.split()[0])] * (1 + len(text) // 9) + [EOS]
+        return made
+
+    for ranks in (1, 5):
+        slots = [slot for rank in streams(ranks) for slot in rank.slots.values()]
+        for share in found:
+            read = [Counter(), Counter()]
+            for slot in slots[share.first : share.first + share.slots]:
+                while (document := slot.source.next()).start[Field.EPOCH] < 2:
+                    content = document.content
+                    key = content if isinstance(content, str) else tuple(content.tolist())
+                    read[document.start[Field.EPOCH]][key] += 1
+            assert read == [expected[share.name]] * 2
+    whole, end = batches(streams(1), 60)
+    assert (end[:, Field.EPOCH] >= 1).all()
+    got, positions = [], None
+    for ranks, steps in ((3, 7), (1, 11), (15, 1), (5, 41)):
+        part, positions = batches(streams(ranks, positions), steps)
+        got.append(part)
+    assert np.array_equal(np.concatenate(got), whole)
+    assert np.array_equal(positions, end)
 
 
 def split_at(tokens, eos):
