@@ -24,6 +24,7 @@ from tests.test_formats import records_of, write_compressed, write_ids
 from tests.test_stream import batches, loader, streams_of
 from titan_disp.checks import check_stream
 from titan_disp.config import load_config
+from titan_disp.data.documents import Documents
 from titan_disp.data.files import check_data, list_files
 from titan_disp.data.first_look import list_and_look
 from titan_disp.data.formats import Format
@@ -289,6 +290,8 @@ SOUND = [
     ("a long block", {"a.txt": b"x" * 70_000}),
     ("ids that begin as gzip", {"a.bin": b"\x1f\x8b\x08\x00" + ids(RANDOM)}),
     ("a byte-order mark", {"a.json": b"\xef\xbb\xbf" + DOCUMENT}),
+    ("texts that begin as bzip2 and Parquet", {"a.txt": b"BZh4 is a name", "b.txt": b"PAR1 of 3"}),
+    ("zstd by pzstd", {"a.json.zst": b"\x50\x2a\x4d\x18\x04\x00\x00\x00abcd" + pyarrow.compress(DOCUMENT, "zstd", asbytes=True)}),
 ]
 
 
@@ -300,7 +303,10 @@ def test_left_to_the_run(tmp_path, name, files):
     split = "blank_lines" if name == "a long block" else "file"
     how = Format(text_split=split, eos_id=EOS, vocab_size=40_000)
     options = StreamOptions(seq_len=8, max_document_bytes=1 << 16, format=how)
-    assert len(list_and_look(documents_in(tmp_path), options)) == len(files)
+    listed = list_and_look(documents_in(tmp_path), options)
+    assert len(listed) == len(files)
+    if name in ("texts that begin as bzip2 and Parquet", "zstd by pzstd"):
+        assert all(isinstance(Documents(file, 1 << 16).read(), (str, bytes)) for file in listed)
 
 
 def test_few_files_are_looked_at(tmp_path, monkeypatch):

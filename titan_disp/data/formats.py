@@ -46,13 +46,16 @@ HEAD = 512  # bytes that tell what a file is
 _POINTER = b"version https://git-lfs.github.com/spec/"
 _ARCHIVE = b"PK\x03\x04"
 _HTML = (b"<!doctype html", b"<html")
-_GZIP, _ZSTD = b"\x1f\x8b", b"\x28\xb5\x2f\xfd"
+_GZIP = b"\x1f\x8b"
+# pzstd begins with a frame to be skipped, which holds the length of the next.
+_ZSTD = (b"\x28\xb5\x2f\xfd", *(bytes([i]) + b"\x2a\x4d\x18" for i in range(0x50, 0x60)))
 _SIGNATURES = (
     (_GZIP, "gzip-compressed", "name it *.gz"),
     (_ZSTD, "zstd-compressed", "name it *.zst"),
-    (b"BZh", "bzip2-compressed", "unpack it, or pack it with gzip or zstd"),
+    # With what follows the name: a text may begin with these letters.
+    (tuple(b"BZh%d1AY&SY" % i for i in range(1, 10)), "bzip2-compressed", "unpack it, or pack it with gzip or zstd"),
     (b"\xfd7zXZ\x00", "xz-compressed", "unpack it, or pack it with gzip or zstd"),
-    (b"PAR1", "Parquet", "name it *.parquet"),
+    (b"PAR1\x15", "Parquet", "name it *.parquet"),
     (b"\xff\xfe", "UTF-16 text", "convert it, as by iconv -f UTF-16 -t UTF-8"),
     (b"\xfe\xff", "UTF-16 text", "convert it, as by iconv -f UTF-16 -t UTF-8"),
 )
