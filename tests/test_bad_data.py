@@ -339,6 +339,8 @@ def test_few_files_are_looked_at(tmp_path, monkeypatch):
         (b'"text"', "as it is a text; expected a JSON object"),
         (b'{"text": "  "}', "empty text"),
         (b'{"text": "\xff\xfe"}', "invalid UTF-8: invalid start byte at byte 10"),
+        ('{"text": "a"}'.encode("utf-16-be"), "malformed JSON: Expecting value"),
+        (b"\x00" * 4096 + DOCUMENT, "malformed JSON: Expecting value: line 1 column 1"),
     ],
 )
 def test_bad_documents(line, reason):

@@ -68,7 +68,7 @@ def text_of(raw: Record, field: str = "text") -> str:
 
 def _parse(line: bytes) -> Any:
     try:
-        return json.loads(line)
+        return json.loads(line.decode("utf-8-sig"))  # of bytes, json would take some for UTF-16 or UTF-32
     except UnicodeDecodeError as error:
         raise Garbage(f"invalid UTF-8: {error.reason} at byte {error.start}") from error
     except (ValueError, RecursionError) as error:
