@@ -122,6 +122,30 @@ def write_compressed(path, content):
 TEXT = "\n  \none\n two \n\n\nthree\r\nfour\r\n\r\n\t\r\nfive é\n \nsix"
 
 
+@pytest.mark.parametrize(("length", "count"), [(8000, 3000), (400_000, 60)])
+def test_an_open_parquet_file_holds_little_of_it(tmp_path, length, count):
+    """However far it is read, however large its row groups, and however long its documents."""
+    text = np.random.default_rng(0).bytes(length * 6).hex()
+    table = pyarrow.table({"text": [f"{i} {text[i % 10 * length :][:length]}" for i in range(count)]})
+    pyarrow.parquet.write_table(table, tmp_path / "a.parquet", compression="none", use_dictionary=False, write_batch_size=4)
+    del table
+    file = DataFile("a.parquet", str(tmp_path / "a.parquet"), (tmp_path / "a.parquet").stat().st_size)
+    assert file.size > 24_000_000
+    tracemalloc.start()
+    before, held = pyarrow.total_allocated_bytes(), 0
+    documents = Documents(file, 1 << 20)
+    for number in range(count):
+        assert documents.read().startswith(f"{number} ")
+        held = max(held, pyarrow.total_allocated_bytes() - before)
+        if number == 0:
+            assert documents.bytes_read < 8 << 20
+    _, peak = tracemalloc.get_traced_memory()  # what Python's file handed to pyarrow
+    tracemalloc.stop()
+    print(f"{held / 1e6:.1f} MB of pyarrow's, {peak / 1e6:.1f} MB of Python's")
+    assert held < 12 << 20
+    assert peak < 8 << 20
+
+
 class TestPlainText:
     @pytest.mark.parametrize("suffix", ["txt", "txt.gz", "txt.zst"])
     @pytest.mark.parametrize("end", ["", "\n", "\r\n\r\n"])

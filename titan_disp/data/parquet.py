@@ -8,6 +8,10 @@ from titan_disp.data.formats import HEAD, mistaken
 from titan_disp.data.records import BadDocument, Garbage, OtherContent, too_long
 from titan_disp.errors import DataError
 
+_READ = 1 << 20  # bytes of a column that are read at a time
+_ROWS = 256  # decoded at a time, but …
+_BATCH = 4 << 20  # … not more than so many bytes
+
 
 def records(stored: io.BufferedReader, name: str, field: str, max_bytes: int) -> Iterator[str | BadDocument]:
     """Args:
@@ -21,7 +25,9 @@ def records(stored: io.BufferedReader, name: str, field: str, max_bytes: int) ->
     import pyarrow.parquet
 
     try:
-        table = pyarrow.parquet.ParquetFile(pyarrow.PythonFile(stored, "r"))
+        # pre_buffer, pyarrow's default, would keep all that was read of a file until it is closed: gigabytes of a large one.
+        file = pyarrow.PythonFile(stored, "r")
+        table = pyarrow.parquet.ParquetFile(file, pre_buffer=False, buffer_size=_READ)
     except pyarrow.ArrowInvalid as error:
         stored.seek(0)
         if (found := mistaken(stored.read(HEAD), name)) is not None:
@@ -29,7 +35,7 @@ def records(stored: io.BufferedReader, name: str, field: str, max_bytes: int) ->
         raise
     with table:
         _check_column(table.schema_arrow, name, field)
-        for batch in table.iter_batches(batch_size=256, columns=[field]):
+        for batch in table.iter_batches(batch_size=_rows(table.metadata), columns=[field]):
             for value in _column(batch, field):
                 try:
                     text = value.as_py()
@@ -42,6 +48,12 @@ def records(stored: io.BufferedReader, name: str, field: str, max_bytes: int) ->
                     yield too_long(size)
                 else:
                     yield text
+
+
+def _rows(metadata: Any) -> int:
+    """How many rows to decode at a time: of books, few."""
+    size = sum(metadata.row_group(i).total_byte_size for i in range(metadata.num_row_groups))
+    return max(1, min(_ROWS, _BATCH * metadata.num_rows // max(1, size)))
 
 
 def _check_column(schema: Any, name: str, field: str) -> None:
