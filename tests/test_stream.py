@@ -531,6 +531,25 @@ def test_formats(tmp_path, suffix):
     assert Documents(file, 1 << 20, start=700).read() is None
 
 
+def write_large(folder, suffix):
+    """2000 documents that stay 2 MB when they are compressed: no reader holds them all in its buffers."""
+    import pyarrow
+    import pyarrow.parquet
+
+    path, rng = folder / f"train.{suffix}", np.random.default_rng(0)
+    texts = [rng.bytes(1000).hex() for _ in range(2000)]
+    lines = "".join(json.dumps({"text": text}) + "\n" for text in texts).encode()
+    if suffix == "parquet":
+        pyarrow.parquet.write_table(pyarrow.table({"text": texts}), path, row_group_size=100)
+    elif suffix == "json.zst":
+        with pyarrow.CompressedOutputStream(str(path), "zstd") as out:
+            out.write(lines)
+    else:
+        path.write_bytes(gzip.compress(lines, 1) if suffix == "json.gz" else lines)
+    assert path.stat().st_size > 2_000_000
+    return path
+
+
 class TestBadData:
     @pytest.fixture
     def files(self, tmp_path):
@@ -710,6 +729,45 @@ class TestBadData:
             DataError, match=rf"has \d+ bytes, but had ({files[0].size}|{files[1].size}) when the files were"
         ):
             batches(streams_of(files, 1, 1, on_bad_data=on_bad_data), 1)
+
+    @pytest.mark.parametrize("suffix", ["json", "json.gz", "json.zst", "parquet"])
+    def test_a_file_that_is_cut_off_while_it_is_read_is_not_skipped(self, tmp_path, suffix):
+        """It was sound when it was opened. Plain JSON would just end, and the others would count as damaged."""
+        path = write_large(tmp_path, suffix)
+        documents = Documents(*list_files("text", str(tmp_path)), 1 << 20)
+        documents.read()
+        os.truncate(path, path.stat().st_size // 2)
+        with pytest.raises(DataError, match=rf"train.{suffix} has \d+ bytes, but had \d+ when the files were listed"):
+            deque(iter(documents.read, None), maxlen=0)
+
+    def test_what_is_appended_to_a_file_while_it_is_read_is_not_read(self, tmp_path):
+        """Or else slots that come there later would see other documents than those before them."""
+        (tmp_path / "train.json").write_text('{"text": "5"}\n' * 10_000)
+        documents = Documents(*list_files("text", str(tmp_path)), 1 << 20)
+        documents.read()
+        with open(tmp_path / "train.json", "a") as file:
+            file.write('{"text": "6"}\n' * 10_000)
+        assert sum(1 for _ in iter(documents.read, None)) == 9_999
+
+    @pytest.mark.parametrize("suffix", ["json", "json.gz", "json.zst", "parquet"])
+    def test_a_file_system_that_stays_away_stops_the_run(self, tmp_path, monkeypatch, suffix):
+        """With any format, whose library may have errors of its own for it: the file is not damaged."""
+        write_large(tmp_path, suffix)
+        left = 3
+
+        class Failing(io.FileIO):
+            def read(self, size=-1):
+                nonlocal left
+                left -= 1
+                if left < 0:
+                    raise OSError(errno.EIO, "of the server")
+                return super().read(size)
+
+        monkeypatch.setattr("titan_disp.data.disk.io.FileIO", Failing)
+        monkeypatch.setattr("titan_disp.data.raw.FIRST_PAUSE", 0.001)
+        documents = Documents(*list_files("text", str(tmp_path)), 1 << 20, retry_seconds=0.02)
+        with pytest.raises(DataError, match=r"cannot read .*: OSError: \[Errno 5\].*of the server"):
+            deque(iter(documents.read, None), maxlen=0)
 
     def test_a_failure_of_the_file_system_is_tried_again(self, tmp_path, monkeypatch, caplog):
         """In the middle of a file, from where it was; one that lasts stops the run, as the file may be sound."""

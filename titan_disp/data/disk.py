@@ -14,7 +14,7 @@ class LocalFile(RetryingFile):
     """Sequential or random reads; a failure that may pass is tried again at the same place of a newly opened file.
 
     Raises:
-        DataError: it has another size than was listed.
+        DataError: it has another size than was listed, when it is opened or while it is read.
         OSError: it cannot be opened.
     """
 
@@ -25,7 +25,11 @@ class LocalFile(RetryingFile):
 
     def read(self, size: int = -1) -> bytes:
         """At most ``size`` bytes; none at the end."""
-        found = self._again(lambda: self._read(size))
+        left = max(0, self._size - self._place)
+        wanted = left if size < 0 else min(size, left)
+        found = self._again(lambda: self._read(wanted))
+        if wanted and not found:  # a reader would take it for the end of the documents, or for damage
+            raise self._changed(self._place)
         self._place += len(found)
         return found
 
@@ -38,11 +42,15 @@ class LocalFile(RetryingFile):
             self._file = io.FileIO(self._name)
             now = self._file.seek(0, io.SEEK_END)
             if now != self._size:
-                raise DataError(
-                    f"{self._name} has {now} bytes, but had {self._size} when the files were listed: it was changed or cut off "
-                    "meanwhile, or another node sees another copy. Restore it, or start the run again to list the files anew"
-                )
+                self._let_go()
+                raise self._changed(now)
         return self._file
+
+    def _changed(self, now: int) -> DataError:
+        return DataError(
+            f"{self._name} has {now} bytes, but had {self._size} when the files were listed: it was changed or cut off "
+            "meanwhile, or another node sees another copy. Restore it, or start the run again to list the files anew"
+        )
 
     def _read(self, size: int) -> bytes:
         file = self._open()
