@@ -291,7 +291,10 @@ SOUND = [
     ("ids that begin as gzip", {"a.bin": b"\x1f\x8b\x08\x00" + ids(RANDOM)}),
     ("a byte-order mark", {"a.json": b"\xef\xbb\xbf" + DOCUMENT}),
     ("texts that begin as bzip2 and Parquet", {"a.txt": b"BZh4 is a name", "b.txt": b"PAR1 of 3"}),
-    ("zstd by pzstd", {"a.json.zst": b"\x50\x2a\x4d\x18\x04\x00\x00\x00abcd" + pyarrow.compress(DOCUMENT, "zstd", asbytes=True)}),
+    (
+        "zstd by pzstd",
+        {"a.json.zst": b"\x50\x2a\x4d\x18\x04\x00\x00\x00abcd" + pyarrow.compress(DOCUMENT, "zstd", asbytes=True)},
+    ),
 ]
 
 

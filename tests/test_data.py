@@ -346,7 +346,9 @@ def test_a_glob_refuses_what_cannot_be_read(tmp_path, monkeypatch, pattern):
         return scandir(path)
 
     monkeypatch.setattr(os, "scandir", refuse)
-    with pytest.raises(ConfigError, match=rf"dataset_path is .*, but '.*{there[0]}/?' cannot be read: Permission denied. P"):
+    with pytest.raises(
+        ConfigError, match=rf"dataset_path is .*, but '.*{there[0]}/?' cannot be read: Permission denied. P"
+    ):
         list_files("text", f"{tmp_path}/{pattern}")
 
 

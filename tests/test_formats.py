@@ -127,7 +127,9 @@ def test_an_open_parquet_file_holds_little_of_it(tmp_path, length, count):
     """However far it is read, however large its row groups, and however long its documents."""
     text = np.random.default_rng(0).bytes(length * 6).hex()
     table = pyarrow.table({"text": [f"{i} {text[i % 10 * length :][:length]}" for i in range(count)]})
-    pyarrow.parquet.write_table(table, tmp_path / "a.parquet", compression="none", use_dictionary=False, write_batch_size=4)
+    pyarrow.parquet.write_table(
+        table, tmp_path / "a.parquet", compression="none", use_dictionary=False, write_batch_size=4
+    )
     del table
     file = DataFile("a.parquet", str(tmp_path / "a.parquet"), (tmp_path / "a.parquet").stat().st_size)
     assert file.size > 24_000_000

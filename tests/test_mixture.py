@@ -350,7 +350,9 @@ def test_what_is_said_of_a_slot_without_documents_names_its_source(tmp_path):
     sources = [prefixed(name, list_files("text", str(tmp_path / name))) for name in ("web", "code")]
     files, found = [*sources[0], *sources[1]], shares({"web": 1, "code": 1}, 2)
     (rank,) = streams_of(files, 2, 1, assignment=Mixture(files, found, seed=0), max_skipped_fraction=1.0)
-    with pytest.raises(ConfigError, match=r"slot 1 of 2 found no usable .* in 2 files, code/0.json to code/1.json: the"):
+    with pytest.raises(
+        ConfigError, match=r"slot 1 of 2 found no usable .* in 2 files, code/0.json to code/1.json: the"
+    ):
         rank.slots[1].sequence()
 
 

@@ -1035,9 +1035,16 @@ def test_a_damaged_file_of_a_few_stops_no_run_in_any_epoch(sample):
     for files, damaged, stops in ((16, 1, False), (16, 9, False), (16, 10, True), (1000, 10, False), (1000, 11, True)):
         one = loader([DataFile(f"{i}.json", "", 1) for i in range(files)], sample)
         for epoch in (0, 9, 99):
-            counters = {"documents": 1e9, "skipped_documents": 0, "epoch": epoch, "skipped_files": damaged * (epoch + 1)}
+            counters = {
+                "documents": 1e9,
+                "skipped_documents": 0,
+                "epoch": epoch,
+                "skipped_files": damaged * (epoch + 1),
+            }
             if stops:
-                with pytest.raises(DataError, match=f"{damaged * (epoch + 1)} of {files * (epoch + 1)} files are damaged"):
+                with pytest.raises(
+                    DataError, match=f"{damaged * (epoch + 1)} of {files * (epoch + 1)} files are damaged"
+                ):
                     one.check_counters(counters)
             else:
                 one.check_counters(counters)

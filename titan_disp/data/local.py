@@ -75,9 +75,13 @@ def _of_pattern(pattern: str, where: str) -> list[str]:
         if found.setdefault(real, path) is not path:
             again.append(path)
     if again:
-        _warn(f"{where}: {len(again)} files are left out, as links lead to their folders a second time, such as {again[0]}")
+        _warn(
+            f"{where}: {len(again)} files are left out, as links lead to their folders a second time, such as {again[0]}"
+        )
     if folders and found and "**" not in pattern:
-        _warn(f"{where}: {len(folders)} folders are left out, such as {folders[0]}. (A glob takes folders' files by /**)")
+        _warn(
+            f"{where}: {len(folders)} folders are left out, such as {folders[0]}. (A glob takes folders' files by /**)"
+        )
     paths = _readable_formats(list(found.values()), where)
     if not paths:
         there = [_counts(Counter(map(_suffix, found)))] * bool(found) + [f"{len(folders)} folders"] * bool(folders)
@@ -194,7 +198,9 @@ def _readable_formats(paths: list[str], where: str) -> list[str]:
 
 
 def _cannot_be_read(path: str, error: OSError, where: str) -> ConfigError:
-    return ConfigError(f"{where}, but {path!r} cannot be read: {error.strerror}. Permit it, or name the files by a glob")
+    return ConfigError(
+        f"{where}, but {path!r} cannot be read: {error.strerror}. Permit it, or name the files by a glob"
+    )
 
 
 def _refuse_dangling(path: str, where: str) -> None:

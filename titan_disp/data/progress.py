@@ -90,7 +90,9 @@ def fraction_read(position: np.ndarray, run: Run, slots: int, density: float) ->
             most = least + run.body[current].length
         taken = int(position[TAKEN[part]]) * slots / density if density else 0.0
         read += min(max(taken, least), most)
-    if density:  # all above is of the window's beginning; of its documents only the number used is known, and their mean length
+    if (
+        density
+    ):  # all above is of the window's beginning; of its documents only the number used is known, and their mean length
         window = int(position[Field.IN_WINDOW]) * int(position[Field.BYTES]) / max(1, int(position[Field.DOCUMENTS]))
         read = min(read + window * slots / density, every)
     return read / every if every else 0.0
