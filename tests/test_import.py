@@ -230,7 +230,10 @@ def test_another_models_weights_stop_every_start(sample, folder, tmp_path):
 
 
 def test_wikitext_as_articles(tmp_path):
-    """Rows as on the hub: single lines, many of them empty, an article over two files; then the data set "text"."""
+    """Rows as on the hub: single lines, many of them empty, an article over two files; then the data set "text".
+
+    The original archive's text, where empty rows are lines of white space, gives the same documents.
+    """
     import pyarrow
     import pyarrow.parquet
 
@@ -259,5 +262,16 @@ def test_wikitext_as_articles(tmp_path):
         " = One = \n a = b \n = = Section = = \n body \n", " = Two : A tale = \n text \n more \n", " = Three = \n end \n",
     ]  # fmt: skip
     assert [file.name for file in list_files("text_validation", str(out))] == ["validation-00.jsonl"]
+    archive, same = tmp_path / "archive", tmp_path / "same"
+    archive.mkdir()
+    for name, split in {"wiki.train.raw": "train", "wiki.valid.raw": "validation"}.items():
+        lines = [row or " \n" for file, texts in rows.items() if file.startswith(split) for row in texts]
+        (archive / name).write_text("".join(lines))
+    subprocess.run([sys.executable, str(WIKITEXT), str(archive), str(same)], check=True, capture_output=True)
+    written = [{path.name: path.read_text() for path in folder.iterdir()} for folder in (out, same)]
+    assert written[0] == written[1]
+    done = subprocess.run([sys.executable, str(WIKITEXT), str(same), str(same / "x")], capture_output=True, text=True)
+    assert done.returncode == 1
+    assert "neither train-*.parquet nor wiki.train.*" in done.stderr
     with pytest.raises(ConfigError, match="training.dataset is 'text': set training.dataset_path"):
         check_data("text", None)

@@ -1,0 +1,34 @@
+"""A column of Parquet files as one plain text, for titan-disp condensation --text: a row is a line, empty rows are left out.
+
+titan-disp data fetch data/squad --dataset hf:rajpurkar/squad:plain_text:train
+python examples/text_column.py data/squad context data/squad.txt
+"""
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pyarrow.parquet
+
+
+def rows(source: Path, column: str) -> Iterator[str]:
+    """Of the files of the train split below a folder; of all its files where none has train in its name."""
+    files = sorted(source.rglob("*.parquet"))
+    if not files:
+        sys.exit(f"{source} has no *.parquet")
+    for file in [file for file in files if "train" in file.name] or files:
+        for batch in pyarrow.parquet.ParquetFile(file).iter_batches(columns=[column]):
+            yield from filter(None, batch.column(0).to_pylist())
+
+
+def main(source: Path, column: str, dest: Path) -> None:
+    with open(dest, "w", encoding="utf-8") as text:
+        for row in rows(source, column):
+            text.write(row if row.endswith("\n") else row + "\n")
+    print(f"{dest}: {dest.stat().st_size / 1e6:.1f} MB")
+
+
+if __name__ == "__main__":
+    if len(sys.argv) != 4:
+        sys.exit(__doc__)
+    main(Path(sys.argv[1]), sys.argv[2], Path(sys.argv[3]))
