@@ -1,5 +1,9 @@
 """The paper's heatmap: cosine matrices averaged over sequences first, against numpy and against the authors' own package."""
 
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
@@ -72,37 +76,91 @@ def test_saved_and_loaded(tmp_path):
     assert loaded.to_json() == found.to_json()
 
 
-def test_both_heatmaps_are_the_packages():
-    """The authors' ``embedding-condensation`` 2.0 on the same model and the same tokens.
+# What the authors' embedding-condensation 2.0 made of ``hidden_states`` of three texts: [layers][6][6] averaged cosines.
+RECORDED = Path(__file__).with_name("authors_cosines.json")
 
-    It is no dependency, not even of the tests: its licence is non-commercial, and it wants a transformers older than ours.
-    """
-    how = "to compare: pip install nltk, and pip install --no-deps embedding-condensation==2.0"
-    pytest.importorskip("nltk", reason=how)
-    package = pytest.importorskip("embedding_condensation", reason=how)
+
+def hidden_states(text):
+    """[1, 6, 5] of four layers, by a formula that any machine computes alike; tokens come closer with depth."""
+    n, f = torch.arange(1.0, 7)[:, None], torch.arange(1.0, 6)
+    return [(torch.sin(n * f * (0.7 + 0.1 * layer) + text) + 0.5 * layer)[None] for layer in range(4)]
+
+
+class HiddenStates(torch.nn.Module):
+    """A model of these, whose texts have their number as their first token."""
+
+    def __init__(self):
+        super().__init__()
+        self.on_cpu = torch.nn.Parameter(torch.zeros(1))
+
+    def forward(self, input_ids, **_):
+        return SimpleNamespace(hidden_states=hidden_states(int(input_ids[0, 0])))
+
+
+def test_recorded_numbers_of_the_authors_package():
+    """Matrices, their means over all pairs, and histograms; ρ and τ are scipy's of these means, as the package has none."""
+    recorded = np.array(json.loads(RECORDED.read_text()))
+    averaged, pooled = AveragedCosines(4), Accumulator(4)
+    for text in range(3):
+        for layer, z in enumerate(hidden_states(text)):
+            averaged.add(layer, z)
+            pooled.add(layer, z)
+    np.testing.assert_allclose([averaged.matrix(layer) for layer in range(4)], recorded, atol=1e-5)
+    found, means = pooled.result(6), recorded.mean((1, 2))
+    np.testing.assert_allclose(found.mean_cosine, means, atol=1e-5)
+    for layer, histogram in enumerate(averaged.histogram()):
+        np.testing.assert_array_equal(histogram, np.histogram(recorded[layer], EDGES)[0] / 36)
+    assert found.before_norm.spearman == pytest.approx(stats.spearmanr(means, range(4)).statistic)
+    assert found.before_norm.kendall == pytest.approx(stats.kendalltau(means, range(4)).statistic)
+
+
+@pytest.fixture
+def package(monkeypatch):
+    """``make test-authors`` installs it. It is no dependency, not even of the tests: its licence is non-commercial, and it asks
+    for a transformers older than ours, which it does not need."""
+    nltk = pytest.importorskip("nltk", reason="make test-authors")
+    monkeypatch.setattr(nltk, "download", lambda *_: None)  # of data that are only used to sample texts
+    return pytest.importorskip("embedding_condensation", reason="make test-authors")
+
+
+def theirs(package, model, tokens):
+    """[layers, N, N]: the package's averaged cosines of a model on [B, N] token ids."""
+
+    def tokenizer(text, **_):
+        return {"input_ids": tokens[int(text)][None]}
+
+    texts = [str(i) for i in range(len(tokens))]
+    options = {"max_length": tokens.shape[1], "plot": False, "save_path": None, "show_progress": False}
+    return package.measure_embedding_condensation(
+        model, tokenizer, texts=texts, repetitions=len(texts), **options
+    ).cossim_by_layer
+
+
+def test_what_was_recorded_is_the_packages(package):
+    np.testing.assert_allclose(
+        theirs(package, HiddenStates(), torch.arange(3)[:, None]), json.loads(RECORDED.read_text()), atol=1e-6
+    )
+
+
+def test_both_heatmaps_are_the_packages(package):
+    """The same model, a GPT-2, on the same tokens."""
     torch.manual_seed(0)
     config = transformers.GPT2Config(
         vocab_size=300, n_positions=64, n_embd=24, n_layer=4, n_head=2, initializer_range=0.3
     )
     model = transformers.GPT2LMHeadModel(config).eval()
     tokens = torch.randint(0, 300, (9, N), generator=torch.Generator().manual_seed(1))
-
-    def tokenizer(text, **_):
-        return {"input_ids": tokens[int(text)][None]}
-
-    texts = [str(i) for i in range(len(tokens))]
-    options = {"repetitions": len(texts), "max_length": N, "plot": False, "save_path": None, "show_progress": False}
-    theirs = package.measure_embedding_condensation(model, tokenizer, texts=texts, **options).cossim_by_layer
+    expected = theirs(package, model, tokens)
 
     averaged = AveragedCosines(6)
     with torch.no_grad():
         hugging_face_layers(model)(tokens, averaged.add)
     ours = [averaged.matrix(layer) for layer in (0, 1, 2, 3, 5)]  # their layers leave out the last block's output
-    np.testing.assert_allclose(ours, theirs, atol=1e-5)
+    np.testing.assert_allclose(ours, expected, atol=1e-5)
     found = measure("model", hugging_face_layers(model), tokens, batch_size=1)
-    means = theirs.mean((1, 2), dtype=np.float64)
+    means = expected.mean((1, 2), dtype=np.float64)
     np.testing.assert_allclose(np.delete(found.mean_cosine, found.last_block), means, atol=1e-5)
-    histograms = np.stack([np.histogram(matrix, EDGES)[0] / N**2 for matrix in theirs])
+    histograms = np.stack([np.histogram(matrix, EDGES)[0] / N**2 for matrix in expected])
     np.testing.assert_allclose(np.delete(found.averaged_histogram, found.last_block, 0), histograms, atol=1e-5)
     assert found.after_norm.spearman == pytest.approx(stats.spearmanr(means, range(5)).statistic)
     assert found.after_norm.kendall == pytest.approx(stats.kendalltau(means, range(5)).statistic)
