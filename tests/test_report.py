@@ -563,3 +563,22 @@ def test_slow_ranks(tmp_path):
     )
     assert first.endswith("; and 1 more")
     assert none == "–"
+
+
+def test_a_collapse_is_in_the_pictures_by_layer(tmp_path, monkeypatch):
+    """Measured every 10 steps, and high at one of them alone: steps at equal distances passed it over."""
+    runs = [
+        write_run(tmp_path / name, *whole(300), [(s, 0.9 if s == high else 0.2) for s in range(0, 310, 10)], steps=300)
+        for name, high in (("one", 30), ("other", 60))
+    ]
+    figures = []
+    monkeypatch.setattr(picture_makers, "to_uri", lambda figure: figures.append(figure) or "")
+    picture_makers.condensation_by_layer(gather(runs))
+    by_layer, heatmaps = figures
+    steps = [0, 10, 20, 30, 40, 60, 80, 150, 300]
+    assert [text.get_text() for text in by_layer.legends[0].texts] == list(map(str, steps))
+    for axes in by_layer.axes:
+        assert len(axes.lines) == len(steps)
+        assert max(line.get_ydata().max() for line in axes.lines) == 0.9
+    titles = [axes.get_title() for axes in heatmaps.axes[:6]]
+    assert titles == [f"{name}, step {s}" for name, high in (("one", 30), ("other", 60)) for s in (0, high, 300)]

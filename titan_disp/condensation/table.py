@@ -1,11 +1,11 @@
 """Measurements over training, in a few rows of text."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-ROWS = 8  # at most
+ROWS = 8  # at most, of one run
 
 
 def over_training(measured: Mapping[int, Mapping[str, Any]]) -> list[str]:
@@ -21,10 +21,10 @@ def over_training(measured: Mapping[int, Mapping[str, Any]]) -> list[str]:
     blocks = {step: _blocks(one) for step, one in measured.items()}
     highest = max(blocks, key=lambda step: blocks[step].mean())
     lines = [
-        "On held-out text (mean cosine 1: the tokens of a sequence all point the same way):",
+        "On held-out text. Mean cosine 1: all tokens of a sequence point the same way; near 0: they share no direction.",
         f"{'step':>9}  cross-entropy  mean cosine of all blocks  of the last block",
     ]
-    for step in _some(sorted(blocks), highest):
+    for step in telling_steps(sorted(blocks), {highest}):
         ce = measured[step].get("cross_entropy")
         shown = f"{ce:.3f}" if ce is not None else "–"
         mark = "  (highest)" if step == highest else ""
@@ -38,8 +38,8 @@ def _blocks(one: Mapping[str, Any]) -> np.ndarray:
     return mean[1:-1] if names and names[-1] == "final norm" else mean[1:]
 
 
-def _some(steps: Sequence[int], highest: int) -> list[int]:
+def telling_steps(steps: Sequence[int], highest: Collection[int]) -> list[int]:
     """Of ascending steps the first, the last and the highest, and some between them in equal ratios: a collapse comes early."""
     after = [step for step in steps if step > 0]
-    wanted = np.geomspace(after[0], after[-1], ROWS - 2)
-    return sorted({steps[0], highest, *(min(after, key=lambda step: abs(step - w)) for w in wanted)})
+    wanted = np.geomspace(after[0], after[-1], ROWS - 2) if after else []
+    return sorted({steps[0], *highest, *(min(after, key=lambda step: abs(step - w)) for w in wanted)})

@@ -10,6 +10,7 @@ from typing import Any
 import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
+from matplotlib.collections import QuadMesh
 from matplotlib.dates import AutoDateLocator, ConciseDateFormatter
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
@@ -119,10 +120,8 @@ def _after(line: Line, start: float) -> np.ndarray:
     return values[np.isfinite(values)]
 
 
-def curves(lines: Sequence[Line], xlabel: str, ylabel: str, scale: Scale) -> Figure:
+def draw_lines(axes: Axes, lines: Sequence[Line], xlabel: str, ylabel: str, scale: Scale) -> None:
     """A line for each run or condition. In a band from least to greatest where it is the mean of seeds, or of many points."""
-    figure = new_figure(*SIZE)
-    axes = figure.subplots()
     for line in lines:
         x, y, low, high = binned(line.x, line.y)
         if line.low is not None and line.high is not None:
@@ -139,6 +138,12 @@ def curves(lines: Sequence[Line], xlabel: str, ylabel: str, scale: Scale) -> Fig
     axes.xaxis.set_major_formatter(FuncFormatter(_tick))
     scale(axes, lines)
     axes.grid(alpha=0.3)
+
+
+def curves(lines: Sequence[Line], xlabel: str, ylabel: str, scale: Scale) -> Figure:
+    """A chart of ``draw_lines``, with a legend above it."""
+    figure = new_figure(*SIZE)
+    draw_lines(figure.subplots(), lines, xlabel, ylabel, scale)
     longest = max(len(line.name) for line in lines)
     figure.legend(loc="outside upper center", ncols=1 if longest > 24 else 3)
     return figure
@@ -148,14 +153,12 @@ def _tick(value: float, _: int) -> str:
     return short(value)
 
 
-def layer_map(by_step: Mapping[int, Condensation], name: str, end: int) -> Figure:
-    """Mean cosine by layer and step of a run with two measurements or more; one colour scale for all runs.
+def draw_layer_map(axes: Axes, by_step: Mapping[int, Condensation], title: str, end: int) -> QuadMesh:
+    """Mean cosine by layer and step, of two measurements or more; one colour scale for all maps.
 
     Args:
-        end: the run's last step, at which the map ends.
+        end: the last step of the run, at which the map ends.
     """
-    figure = new_figure(*SIZE)
-    axes = figure.subplots()
     measured = alike(list(by_step.values()))
     values = np.array([found.mean_cosine for found in measured]).T
     layers = np.arange(len(values))
@@ -163,11 +166,18 @@ def layer_map(by_step: Mapping[int, Condensation], name: str, end: int) -> Figur
         list(by_step), layers, values, shading="nearest", cmap="magma_r", vmin=0, vmax=1, rasterized=True
     )
     axes.set_xlim(min(by_step), max(end, *by_step))
-    axes.set_title(plain(name), fontsize=10)
+    axes.set_title(plain(title), fontsize=10)
     axes.set_xlabel("step")
     axes.set_ylabel(layer_label(measured, gap="\n"))
     axes.xaxis.set_major_formatter(FuncFormatter(_tick))
     axes.yaxis.set_major_locator(MaxNLocator(integer=True))
+    return mesh
+
+
+def layer_map(by_step: Mapping[int, Condensation], name: str, end: int) -> Figure:
+    """``draw_layer_map`` of a run, with its colour scale."""
+    figure = new_figure(*SIZE)
+    mesh = draw_layer_map(figure.subplots(), by_step, name, end)
     figure.colorbar(mesh, label=MEAN_COSINE)
     return figure
 

@@ -1,19 +1,20 @@
 """The pictures of the page, with what they show in words."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from titan_disp.condensation.plot import draw_heatmaps, new_figure, over_training
 from titan_disp.condensation.record import Condensation
+from titan_disp.condensation.table import telling_steps
 from titan_disp.report import charts
 from titan_disp.report.charts import Line, Scale, to_uri
 from titan_disp.report.conditions import by_condition
 from titan_disp.report.gather import Run
 from titan_disp.report.numbers import number
 
-SHOWN_STEPS = 7  # of all measurements, in a chart with a line for each
+SHARED_STEPS = 4  # that runs need for a chart to show them at the same steps
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,7 @@ def _curves(
         yield Picture(to_uri(charts.curves(drawn, xlabel, ylabel, scale)), f"{ylabel} against {xlabel}. {ends}")
 
 
-def _measured(runs: Sequence[Run], read: Callable[[Condensation], float]) -> list[Line]:
+def measured_lines(runs: Sequence[Run], read: Callable[[Condensation], float]) -> list[Line]:
     """A number of every measurement against steps, of the runs that have it twice or more."""
     lines = []
     for place, run in enumerate(runs):
@@ -75,7 +76,7 @@ def losses(runs: Sequence[Run]) -> list[Picture]:
     ]
     held_out = [
         Line(line.name, line.x * runs[line.place].tokens_per_step, line.y, line.place)
-        for line in _measured(runs, lambda found: found.cross_entropy)
+        for line in measured_lines(runs, lambda found: found.cross_entropy)
     ]
     return [
         *_curves(
@@ -102,7 +103,7 @@ def condensation_by_step(runs: Sequence[Run]) -> list[Picture]:
     def over_steps(
         ylabel: str, read: Callable[[Condensation], float], scale: Scale = charts.as_it_is
     ) -> Iterator[Picture]:
-        yield from _curves(runs, _measured(runs, read), "step", ylabel, scale)
+        yield from _curves(runs, measured_lines(runs, read), "step", ylabel, scale)
 
     def mean_cosine(part: str) -> Callable[[Condensation], float]:
         return lambda found: found.by_part()["mean_cosine"].get(part, np.nan)
@@ -110,7 +111,7 @@ def condensation_by_step(runs: Sequence[Run]) -> list[Picture]:
     return [
         *over_steps("mean cosine, last block", mean_cosine("last_block")),
         *over_steps("mean cosine, after the final norm", mean_cosine("final_norm")),
-        *over_steps("mean cosine, average of all blocks", mean_cosine("blocks")),
+        *over_steps("mean cosine, average of all blocks", blocks_mean),
         *over_steps("Spearman's ρ, up to the last block", lambda found: found.before_norm.spearman, charts.correlation),
         *over_steps("Kendall's τ, up to the last block", lambda found: found.before_norm.kendall, charts.correlation),
         *over_steps(
@@ -131,33 +132,50 @@ def condensation_maps(runs: Sequence[Run]) -> list[Picture]:
     ]
 
 
+def blocks_mean(found: Condensation) -> float:
+    """The mean cosine, averaged over all blocks."""
+    return found.by_part()["mean_cosine"]["blocks"]
+
+
+def most_condensed(by_step: Mapping[int, Condensation]) -> int:
+    """The step at which the mean cosine of all blocks was highest, the first of several."""
+    return max(by_step, key=lambda step: np.nan_to_num(blocks_mean(by_step[step]), nan=-1))
+
+
 def _some_steps(runs: Sequence[Run]) -> list[dict[int, Condensation]]:
-    """Of every run about ``SHOWN_STEPS`` measurements, evenly chosen, at the same steps where the runs share enough of them."""
+    """Of every run some measurements, at the same steps where the runs share enough of them: the first, the last, the most
+    condensed, and some between them in equal ratios, as a collapse comes early."""
     shared = set.intersection(*(set(run.condensation) for run in runs))
     some = []
     for run in runs:
-        steps = sorted(shared if len(shared) > SHOWN_STEPS // 2 else run.condensation)
-        even = np.linspace(0, len(steps) - 1, SHOWN_STEPS).round().astype(int)
-        chosen = {steps[i] for i in even} | {max(run.condensation)}
+        together = len(shared) >= SHARED_STEPS
+        highest = {most_condensed(one.condensation) for one in (runs if together else [run])}
+        steps = sorted(shared if together else run.condensation)
+        chosen = {*telling_steps(steps, highest & set(steps)), most_condensed(run.condensation), max(run.condensation)}
         some.append({step: run.condensation[step] for step in sorted(chosen)})
     return some
 
 
+def _ends_and_highest(by_step: Mapping[int, Condensation]) -> set[int]:
+    return {min(by_step), most_condensed(by_step), max(by_step)}
+
+
 def condensation_by_layer(runs: Sequence[Run]) -> list[Picture]:
-    """Mean cosine by layer at some steps, and the cosines of all pairs in the first and the last measurement."""
+    """Mean cosine by layer at some steps, and the cosines of all pairs in the first, the most condensed and the last
+    measurement."""
     measured = [run for run in runs if run.condensation]
     if not measured:
         return []
     some = {run.name: by_step for run, by_step in zip(measured, _some_steps(measured), strict=True)}
     rows = [
-        {f"{run.name}, step {step:,}": run.condensation[step] for step in (min(by_step), max(by_step))}
-        for run, by_step in zip(measured, some.values(), strict=True)
+        {f"{run.name}, step {step:,}": run.condensation[step] for step in sorted(_ends_and_highest(run.condensation))}
+        for run in measured
     ]
-    heatmaps = new_figure(7.5, 0.9 + 2.6 * len(rows))
+    heatmaps = new_figure(max(7.5, 1.1 + 2.6 * max(map(len, rows))), 0.9 + 2.6 * len(rows))
     draw_heatmaps(heatmaps, rows)
     names = ", ".join(run.name for run in measured)
     by_layer = f"mean cosine by layer, a line for each of some steps: {names}"
-    pairs = f"cosines of all pairs of tokens by layer, first and last measurement: {names}"
+    pairs = f"cosines of all pairs of tokens by layer, first, most condensed and last measurement: {names}"
     return [
         Picture(to_uri(over_training(some)), by_layer, wide=True),
         Picture(to_uri(heatmaps), pairs, wide=True),
