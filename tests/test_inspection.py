@@ -246,6 +246,23 @@ def test_what_the_cache_lacks_is_told_with_the_command(hub, text, command, tmp_p
     told = refused(command, capsys, "lab/tiny@step20", *rest)
     assert "no weights" in told
     assert "snapshot_download('lab/tiny', revision='step20'" in told
+    assert "'pytorch_model*.bin'])" in told  # it may have no others
+
+
+def test_a_download_that_was_cut_off(hub, gpt2, text, command, tmp_path, capsys):
+    """Of two files of weights one is there; an index of pickles that nobody fetched does not matter."""
+    rest = ("--text", text, "--sequences", 2, "--out", tmp_path / "out")
+    weights = {"weight_map": {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}}
+    pickles = {"weight_map": {"a": "pytorch_model-00001-of-00001.bin"}}
+    folder = hub / "snapshots" / ("b" * 40)
+    (folder / "pytorch_model.bin.index.json").write_text(json.dumps(pickles))
+    command("lab/tiny@step20", *rest)
+    (folder / "model.safetensors").rename(folder / "model-00001-of-00002.safetensors")
+    (folder / "model.safetensors.index.json").write_text(json.dumps(weights))
+    told = refused(command, capsys, "lab/tiny@step20", *rest)
+    assert "lacks 1 of its 2 files of weights, 'model-00002-of-00002.safetensors' first" in told
+    assert "snapshot_download('lab/tiny', revision='step20', allow_patterns=['*.json', " in told
+    assert ".bin'" not in told
 
 
 @pytest.mark.parametrize(

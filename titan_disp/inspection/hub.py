@@ -1,6 +1,7 @@
 """Models of the Hugging Face hub by their ids: downloaded, or taken from the local cache where the hub does not answer."""
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,10 +23,10 @@ class HubModel:
     def patterns(self, code: bool) -> list[str]:
         return [*WANTED, *([CODE] if code else [])]
 
-    def command(self, code: bool) -> str:
-        """What to type where there is internet, to have the model in the cache."""
+    def command(self, code: bool, more: Sequence[str] = ()) -> str:
+        """What to type where there is internet, to have the model in the cache; ``more``: patterns of further files."""
         revision = "" if self.revision is None else f"revision={self.revision!r}, "
-        call = f"snapshot_download({self.id!r}, {revision}allow_patterns={self.patterns(code)})"
+        call = f"snapshot_download({self.id!r}, {revision}allow_patterns={[*self.patterns(code), *more]})"
         return f'python -c "from huggingface_hub import snapshot_download; {call}"'
 
 

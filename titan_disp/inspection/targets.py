@@ -1,5 +1,6 @@
 """Models to look into: checkpoints of runs, and causal language models of Hugging Face folders and of the hub."""
 
+import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -12,12 +13,13 @@ import torch
 from titan_disp.data.hf_tokenizer import plain_encoder
 from titan_disp.data.tokenizer import check_fits, load_tokenizer
 from titan_disp.errors import ConfigError
-from titan_disp.inspection.hub import HubModel, find_snapshot, parse_id
+from titan_disp.inspection.hub import PICKLES, HubModel, find_snapshot, parse_id
 from titan_disp.inspection.streaming import Layers, hugging_face_layers
 from titan_disp.results.hugging_face import load_causal_lm
 from titan_disp.results.saved import SavedModel, find_saved, is_run, load_model, saved_models
 
 Encode = Callable[[str], list[int]]
+SHARDS = "model.safetensors.index.json"  # names the files of weights, where there are several
 Device = torch.device | Literal["auto"]
 """auto: a Hugging Face model over all GPUs, as accelerate shares it out; a run on the first. Without a GPU, the CPU."""
 
@@ -162,13 +164,14 @@ def _hugging_face_target(
 ) -> Target:
     import transformers  # seconds, which runs alone do not need
 
-    if not any(folder.glob("*.safetensors")) and not any(folder.glob("pytorch_model*.bin")):
+    if lacking := _missing_weights(folder):
+        more = [] if (folder / SHARDS).is_file() else [PICKLES]
         raise ConfigError(
-            f"{str(folder)!r} has a config.json but no weights (*.safetensors or pytorch_model*.bin); "
+            f"{str(folder)!r} {lacking}; "
             + (
                 "expected a run's folder or a Hugging Face model"
                 if model is None
-                else f"to fetch them:\n  {model.command(trust_remote_code)}"
+                else f"to fetch them where there is internet:\n  {model.command(trust_remote_code, more)}"
             )
         )
     try:
@@ -207,6 +210,19 @@ def _hugging_face_target(
         special_tokens=special_tokens,
         load=load,
     )
+
+
+def _missing_weights(folder: Path) -> str:
+    """What is wrong with a model's files of weights, before they are read; "" if nothing is. A download may have been cut off."""
+    safe = any(folder.glob("*.safetensors")) or (folder / SHARDS).is_file()
+    index = folder / (SHARDS if safe else "pytorch_model.bin.index.json")
+    if index.is_file() and not (folder / index.name.removesuffix(".index.json")).is_file():
+        files = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        missing = [file for file in files if not (folder / file).is_file()]
+        return f"lacks {len(missing)} of its {len(files)} files of weights, {missing[0]!r} first" if missing else ""
+    if safe or any(folder.glob(PICKLES)):
+        return ""
+    return "has a config.json but no weights (*.safetensors or pytorch_model*.bin)"
 
 
 def _about_code(error: Exception) -> str:
