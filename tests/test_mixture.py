@@ -602,4 +602,4 @@ def test_held_out_sequences_are_of_the_first_source_that_has_some(job, sample):
 
 
 def test_the_model_card_names_the_sources(job):
-    assert _data(SimpleNamespace(config=job.to_dict())) == "`web` (67%), `code` (33%)"
+    assert _data(SimpleNamespace(config=job.to_dict(), in_hf_format=True)) == "`web` (67%), `code` (33%)"

@@ -38,6 +38,20 @@ def test_files_of_the_checkpoint(run):
     )
 
 
+def test_files_of_several_sources(run):
+    sources = [
+        {"name": "", "path": "/data/web", "dataset": "text", "weight": 3.0},
+        {"name": "code", "path": "/data/c", "dataset": "text", "weight": 1.0},
+    ]
+    config = json.loads((run / "config.json").read_text())
+    config["stream"]["sources"] = sources
+    (run / "config.json").write_text(json.dumps(config))
+    state = {"fingerprint": json.dumps({"files": [["a.jsonl", 1_500_000], ["b.jsonl", 500_000]]})}
+    state["positions"] = torch.zeros(1, len(Field), dtype=torch.int64)
+    dcp.save({"dataloader": state}, checkpoint_id=run / "checkpoint" / "step-40", no_dist=True)
+    assert rows_of(run)["data"] == "`web` (75%), `code` (25%); in all 2 files, 2 MB: `a.jsonl`, `b.jsonl`"
+
+
 def test_files_on_this_disk(run, sample):
     """Where the checkpoint has none: those of the training split."""
     files = sorted((sample / "en").glob("c4-train*"))

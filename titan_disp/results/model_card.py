@@ -1,7 +1,7 @@
 """README.md of an exported model: what the run knows of itself."""
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,17 +36,21 @@ def _data(saved: SavedModel) -> str:
     """The data's files and where they were; a path tells its last part only, as the rest is about one machine."""
     if sources := saved.config.get("stream", {}).get("sources"):  # older runs know none
         total = sum(source["weight"] for source in sources)
-        return ", ".join(f"{_source(source)} ({source['weight'] / total:.0%})" for source in sources)
+        parts = ", ".join(f"{_source(source)} ({source['weight'] / total:.0%})" for source in sources)
+        return parts + (f"; in all {_listed(files)}" if (files := _files(saved)) else "")
     training = saved.config["training"]
     path, files, dataset = training["dataset_path"], _files(saved), training["dataset"]
     name = "allenai/c4" if dataset.startswith("c4") else f"`{dataset}`" if dataset.startswith("hf:") else "documents"
     source = name + (f", a local copy named `{Path(path).name}`" if path else ", from the hub")
-    if not files:
-        return source
+    return f"{_listed(files)} ({source})" if files else source
+
+
+def _listed(files: Sequence[tuple[str, int]]) -> str:
+    """How many, how large, and their names, of many the first and the last."""
     names = [f"`{name}`" for name, _ in files]
     listed = ", ".join(names) if len(names) <= SHOWN_FILES else f"{names[0]} to {names[-1]}"
     count = f"{len(files):,} files" if len(files) > 1 else "1 file"
-    return f"{count}, {_bytes(sum(size for _, size in files))}: {listed} ({source})"
+    return f"{count}, {_bytes(sum(size for _, size in files))}: {listed}"
 
 
 def _bytes(size: float) -> str:
