@@ -3,10 +3,13 @@
 import json
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 
+from benchmarks.measurement import Timed, busiest_rank, cost, heatmaps
 from tests.cluster_of_one import ROOT, environment
+from titan_disp.config import load_config
 
 
 def rows(script, *options):
@@ -46,3 +49,37 @@ def test_checkpoint():
         assert 0 < row["least"] <= row["seconds"]
         assert len(row["all"]) == 2
     assert found[0]["ratio"] == 1
+
+
+def test_cost_of_a_measurement():
+    """The 0.6B on 8 to 640 GPUs, against the arithmetic of docs/measurements.md: at most 0.2 % of the time."""
+    job_config = load_config(["--job.config_file", str(ROOT / "train_configs" / "qwen3_0.6b_c4.toml")])
+    found = {}
+    for ranks, step_seconds in ((8, 6.8), (64, 0.858), (640, 0.088)):
+        plan = SimpleNamespace(
+            **{"gpu": "H100", "mfu": 0.4, "steps": 39_673, "flops_per_step": 1.96e16, "global_batch_size": 1920},
+            **{"local_batch_size": 1, "data_parallel": ranks, "seq_len": 2048, "step_seconds": step_seconds},
+        )
+        found[ranks] = cost(job_config, plan, Timed(eigenvalues=0.014, heatmap=0.16, files=0.003))
+    assert found[640] == {
+        "layers": 1,
+        "forward": pytest.approx(1.96e16 / 1920 / 3 / (0.4 * 989.4e12)),  # 8.6 ms
+        "cross-entropy": pytest.approx(2048 * 151_936 * 20 / 3.35e12),  # 1.9 ms
+        "products": pytest.approx(4 * 512**2 * 1024 / 60e12),  # 0.02 ms
+        "eigenvalues": 0.014,
+        "files": 0.003,
+        "heatmaps": 0.16 * 17 / 80,
+        "all": pytest.approx(0.0615, abs=1e-4),
+        "steps": 44,
+        "part": pytest.approx(0.0014, abs=1e-5),
+    }
+    assert [found[ranks]["layers"] for ranks in (8, 64)] == [30, 4]
+    assert max(one["part"] for one in found.values()) <= 0.002
+
+
+def test_who_measures_most():
+    """Of 8 sequences and 30 layers: 2 × 30 on 4 ranks; with batches of 3, all go through the model, again and again."""
+    assert busiest_rank(4, 8, 1, 30) == (2, 60)
+    assert busiest_rank(1, 8, 4, 30) == (8, 240)
+    assert busiest_rank(8, 8, 3, 30) == (3, 30)
+    assert heatmaps(range(0, 5000, 500)) == 8  # 0, 500, 1000, 1500, 2000, 2500, 3500, 4500

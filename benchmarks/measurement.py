@@ -1,0 +1,154 @@
+"""What a measurement of condensation costs a run on GPUs: what a CPU can time is timed here, the rest is counted.
+
+    python benchmarks/measurement.py             # the table of docs/measurements.md
+    python benchmarks/measurement.py --config train_configs/debug.toml --nodes 1 2
+
+Timed, on one core: the eigenvalues of a layer's Gram matrix, drawing a heatmap, writing the files. Counted: the forward and the
+cross-entropy of the held-out sequences, and the products of their tokens, at the peaks below; how the ranks divide sequences and
+layers is asked of the monitor itself. The time of the steps in between is that of ``titan-disp plan``.
+"""
+
+import json
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+import tyro
+from torch.utils.tensorboard import SummaryWriter
+from torchtitan.config import JobConfig
+
+from titan_disp.cluster.hardware import find_gpu
+from titan_disp.cluster.plan import Plan, make_plan
+from titan_disp.condensation.measure import Accumulator, _effective_rank
+from titan_disp.condensation.monitor import Monitor
+from titan_disp.condensation.plot import heatmap
+from titan_disp.config import load_config
+from titan_disp.qwen3.flavors import flavors
+from titan_disp.run.folder import append_json
+from titan_disp.run.metrics import HEATMAP_RATIO
+
+# NVIDIA H100 Tensor Core GPU data sheet, SXM: 67 TFLOP/s of float64 on tensor cores, of which we count on 60; 3.35 TB/s.
+FLOAT64_FLOPS, MEMORY_BANDWIDTH = 60e12, 3.35e12
+# Logits are written and read in bf16; then, 512 tokens at a time, they are float32 numbers, whose logarithms are taken: 20 bytes.
+BYTES_PER_LOGIT = 20
+
+
+@dataclass
+class Options:
+    config: str = "train_configs/qwen3_0.6b_c4.toml"
+    overrides: tuple[str, ...] = ()
+    """TorchTitan's options, such as --overrides=--training.local_batch_size=3."""
+    nodes: tuple[int, ...] = (1, 8, 80)
+    gpus_per_node: int = 8
+    rounds: int = 9
+    """Of each timing, of which the least counts."""
+    json: bool = False
+    """Print one JSON object and nothing else."""
+
+
+@dataclass(frozen=True)
+class Timed:
+    """CPU seconds of one core: of a layer's eigenvalues, of a heatmap in TensorBoard, of the files of a measurement."""
+
+    eigenvalues: float
+    heatmap: float
+    files: float
+
+
+def least_seconds(rounds: int, function: Callable[[], object]) -> float:
+    """CPU time of this process, which others on the machine stretch less than the clock; the first call warms up."""
+    taken = []
+    for _ in range(rounds + 1):
+        start = time.process_time()
+        function()
+        taken.append(time.process_time() - start)
+    return min(taken[1:])
+
+
+def timed(tokens: int, dim: int, layers: int, rounds: int) -> Timed:
+    torch.set_num_threads(1)
+    u = torch.nn.functional.normalize(torch.randn(tokens, dim, dtype=torch.float64), dim=-1)
+    gram = u @ u.T if tokens <= dim else u.T @ u
+    sums = Accumulator(layers)
+    for layer in range(layers):
+        sums.add(layer, torch.randn(1, 64, 16))  # of any tokens: what is drawn and written has the same size
+    found = sums.result(64, final_norm=True)
+    with tempfile.TemporaryDirectory() as folder, SummaryWriter(folder) as board:
+
+        def write() -> None:
+            found.save(Path(folder) / "step-0.npz")
+            append_json(Path(folder) / "metrics.jsonl", found.to_json())
+
+        return Timed(
+            eigenvalues=least_seconds(rounds, lambda: _effective_rank(gram)),
+            heatmap=least_seconds(rounds, lambda: board.add_figure("heatmap", heatmap(found, "step 0"), 0)),
+            files=least_seconds(rounds, write),
+        )
+
+
+def busiest_rank(ranks: int, sequences: int, batch_size: int, layers: int) -> tuple[int, int]:
+    """(sequences that go through the model, layers whose pairs are taken) of the rank that has most to do."""
+    most = 0
+    for rank in range(ranks):
+        monitor = Monitor(torch.zeros(sequences, 3, dtype=torch.int64), batch_size, 2, (rank, ranks))
+        most = max(most, sum(int((monitor.copy == layer % monitor.copies).sum()) for layer in range(layers)))
+    return monitor.batches.shape[0] * monitor.batches.shape[1], most
+
+
+def heatmaps(measurements: Sequence[int]) -> int:
+    """How many are drawn, by the steps of the measurements."""
+    drawn, following = 0, 0.0
+    for step in measurements:
+        if step >= following:
+            drawn, following = drawn + 1, HEATMAP_RATIO * step
+    return drawn
+
+
+def cost(job_config: JobConfig, plan: Plan, timed: Timed) -> dict[str, float]:
+    """Seconds of each part, of all, and of the steps between two measurements, and what part of the time all of it is."""
+    section, args = job_config.condensation, flavors[job_config.model.flavor]  # type: ignore[attr-defined]
+    n, layers = min(section.max_tokens, plan.seq_len), args.n_layers + 2
+    sequences, pairs = busiest_rank(plan.data_parallel, section.sequences, plan.local_batch_size, layers)
+    flops = find_gpu(plan.gpu).bf16_flops * plan.mfu
+    measurements = range(0, plan.steps + 1, section.interval)
+    parts = {
+        "forward": sequences * plan.flops_per_step / plan.global_batch_size / 3 / flops,
+        "cross-entropy": sequences * plan.seq_len * args.vocab_size * BYTES_PER_LOGIT / MEMORY_BANDWIDTH,
+        "products": pairs * 2 * 2 * n**2 * args.dim / FLOAT64_FLOPS,
+        "eigenvalues": pairs * timed.eigenvalues,
+        "files": timed.files,
+        "heatmaps": timed.heatmap * heatmaps(measurements) / len(measurements),
+    }
+    everything, steps = sum(parts.values()), section.interval * plan.step_seconds
+    return {"layers": pairs, **parts, "all": everything, "steps": steps, "part": everything / (everything + steps)}
+
+
+def main() -> None:
+    options = tyro.cli(Options, description=__doc__)
+    job_config = load_config(["--job.config_file", options.config, *options.overrides])
+    args = flavors[job_config.model.flavor]
+    n = min(job_config.condensation.max_tokens, job_config.training.seq_len)  # type: ignore[attr-defined]
+    taken = timed(n, args.dim, args.n_layers + 2, options.rounds)
+    rows = []
+    for nodes in options.nodes:
+        plan = make_plan(job_config, nodes, options.gpus_per_node)
+        rows.append({"gpus": nodes * options.gpus_per_node, **cost(job_config, plan, taken)})
+    if options.json:
+        print(json.dumps({"timed": vars(taken), "rows": rows}))
+        return
+    print("  ".join(f"{name}: {1e3 * seconds:.1f} ms" for name, seconds in vars(taken).items()))
+    for name in rows[0]:
+        cells = np.array([row[name] for row in rows])
+        shown = [
+            f"{cell:.3%}" if name == "part" else f"{cell:.0f}" if name in ("gpus", "layers") else f"{cell:.3f} s"
+            for cell in cells
+        ]
+        print(f"{name:14}" + "".join(f"{cell:>12}" for cell in shown))
+
+
+if __name__ == "__main__":
+    main()
