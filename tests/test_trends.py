@@ -35,6 +35,7 @@ def test_a_family_by_size():
     ]
     told = [text.get_text() for text in figure.legends[0].texts]
     assert told == ["a: a-small 124M, a-large 2B", r" _b\$: b 427k"]
+    assert {2e8, 5e8, 1e9, 2e9} <= set(spearman.xaxis.get_major_locator().tick_values(124e6, 2e9).round())
     ticks = spearman.xaxis.get_major_formatter()
     assert [ticks(x, None) for x in (1e6, 1e9, 1.5e10)] == ["1M", "1B", "15B"]
 

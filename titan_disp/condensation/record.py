@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -175,6 +175,16 @@ class Condensation:
 def alike(found: Sequence[Condensation]) -> list[Condensation]:
     """The same, without the final norm's numbers unless all of them have it: a run may have been begun by an older version."""
     return list(found) if all(one.final_norm for one in found) else [one.without_final_norm() for one in found]
+
+
+def blocks_mean(found: Condensation) -> float:
+    """The mean cosine, averaged over all blocks."""
+    return found.by_part()["mean_cosine"]["blocks"]
+
+
+def most_condensed(by_step: Mapping[int, Condensation]) -> int:
+    """The step at which the mean cosine of all blocks was highest, the first of several."""
+    return max(by_step, key=lambda step: np.nan_to_num(blocks_mean(by_step[step]), nan=-1))
 
 
 def _number(value: float) -> float | None:

@@ -6,7 +6,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
-from matplotlib.ticker import FuncFormatter, NullFormatter
+from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
 from titan_disp.condensation.plot import MEAN_COSINE, OKABE_ITO, new_figure, plain, styles
 from titan_disp.condensation.record import Condensation, OverDepth
@@ -58,6 +58,7 @@ def by_size(families: Mapping[str, Mapping[str, tuple[int, Condensation]]]) -> F
                 told = ", ".join(f"{name} {size(n)}" for name, (n, _) in sorted(members.items(), key=lambda m: m[1][0]))
                 names.append((line, f"{family}: {told}"))
         axes.set_xscale("log")
+        axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))  # the sizes of a family may be within one power of ten
         axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: size(x)))
         axes.xaxis.set_minor_formatter(NullFormatter())
         axes.set_xlabel("parameters")

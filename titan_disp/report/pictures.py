@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from titan_disp.condensation.plot import draw_heatmaps, new_figure, over_training
-from titan_disp.condensation.record import Condensation
+from titan_disp.condensation.record import Condensation, blocks_mean, most_condensed
 from titan_disp.condensation.table import telling_steps
 from titan_disp.report import charts
 from titan_disp.report.charts import Line, Scale, to_uri
@@ -130,16 +130,6 @@ def condensation_maps(runs: Sequence[Run]) -> list[Picture]:
         for run in runs
         if len(run.condensation) > 1
     ]
-
-
-def blocks_mean(found: Condensation) -> float:
-    """The mean cosine, averaged over all blocks."""
-    return found.by_part()["mean_cosine"]["blocks"]
-
-
-def most_condensed(by_step: Mapping[int, Condensation]) -> int:
-    """The step at which the mean cosine of all blocks was highest, the first of several."""
-    return max(by_step, key=lambda step: np.nan_to_num(blocks_mean(by_step[step]), nan=-1))
 
 
 def _some_steps(runs: Sequence[Run]) -> list[dict[int, Condensation]]:

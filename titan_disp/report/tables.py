@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from titan_disp.condensation.record import Condensation
+from titan_disp.condensation.record import Condensation, blocks_mean, most_condensed
 from titan_disp.report.attempts import downtimes, repeated_steps
 from titan_disp.report.conditions import conditions
 from titan_disp.report.configs import ABSENT, defaults, side_by_side, unlike
@@ -172,6 +172,12 @@ def final_numbers(runs: Sequence[Run]) -> Rows:
 
         return cell
 
+    def highest(run: Run) -> Cell:
+        if not run.condensation:
+            return Cell(None)
+        step = most_condensed(run.condensation)
+        return Cell(blocks_mean(run.condensation[step]), note=f"step {number(step)}")
+
     def throughput(run: Run) -> Cell:
         tps = run.series("tps")
         return Cell(np.median(tps[np.isfinite(tps)]) if np.isfinite(tps).any() else None)
@@ -185,6 +191,7 @@ def final_numbers(runs: Sequence[Run]) -> Rows:
         "dispersion loss, last row": lambda run: last("dispersion")(run) if run.disperses else Cell(None),
         "gradient norm, last row": last("grad_norm"),
         "tokens/s of one rank, median": throughput,
+        "mean cosine of all blocks, highest": highest,
         "mean cosine of the last block, first": measured(lambda found: found.mean_cosine[found.last_block], 0),
         "mean cosine of the last block, last": measured(lambda found: found.mean_cosine[found.last_block]),
         "mean cosine after the final norm, last": measured(
