@@ -1,33 +1,44 @@
-"""Dispersion off and on, over several seeds, in one picture: a small form of Figure 6 of arXiv 2602.00217, on a CPU.
+"""Dispersion off and on, over several seeds: how embeddings collapse and are released while a small model trains, on a CPU.
 
     make figure                                              # docs/condensation.png, .json and .md
     python benchmarks/figure.py --seeds 1 --steps 100 --docs outputs/try
 
 Trains the nano model twice for each seed, by ``titan-disp train``: the same initial weights, the same data, dispersion off
-and on (λ = 0.1). A run that is complete is not trained again, and one that was stopped resumes. Then condensation and
-cross-entropy are measured on the validation split of the sample corpus.
+and on (λ = 0.1). A run that is complete is not trained again, and one that was stopped resumes. Each run measures held-out
+sequences as it trains; in the end, condensation and cross-entropy are measured on more of the validation split.
 """
 
 import json
 import os
 import platform
+import re
 import subprocess
 import sys
-from dataclasses import dataclass
+import textwrap
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import tyro
 from torch.nn.functional import cross_entropy
 
-from titan_disp.condensation.plot import MARKERS, MEAN_COSINE, OKABE_ITO, draw_heatmaps, layer_label, new_figure
-from titan_disp.condensation.record import Condensation
+from titan_disp.condensation.plot import MEAN_COSINE, new_figure
+from titan_disp.condensation.record import Condensation, blocks_mean
+from titan_disp.condensation.table import telling_steps
+from titan_disp.evaluate.compare import paired_difference
+from titan_disp.files import whole
 from titan_disp.inspection.condensation import measure
 from titan_disp.inspection.targets import find_targets
 from titan_disp.inspection.texts import cut_sequences, read_texts
+from titan_disp.report.charts import Scale, as_it_is, draw_layer_map, draw_lines, from_zero
+from titan_disp.report.conditions import by_condition
+from titan_disp.report.gather import Run, gather
+from titan_disp.report.pictures import measured_lines
 from titan_disp.results.saved import find_saved, load_model
-from titan_disp.run.folder import read_json_lines, write_json
+from titan_disp.run.folder import read_json_lines
 
 ROOT = Path(__file__).parent.parent
 STATES = ("off", "on")
@@ -43,7 +54,7 @@ class Options:
     nproc: int = 2
     """Ranks that train."""
     sequences: int = 64
-    """To measure on, of 256 tokens, as in training."""
+    """To measure on after training, of 256 tokens, as in training."""
     runs: Path = Path("outputs/figure")
     """Folder of the runs."""
     data: Path = Path("data/sample")
@@ -84,127 +95,286 @@ def held_out_loss(run: Path, tokens: torch.Tensor) -> float:
     return (sum(losses) / tokens[:, 1:].numel()).item()
 
 
-def middle_blocks(layers: int) -> list[int]:
-    """Layer indices (0 = embedding, i + 1 = output of block i) of the middle third of the blocks."""
-    blocks = layers - 1
-    return [i + 1 for i in range(blocks) if blocks <= 3 * i < 2 * blocks]
+def measure_after(options: Options, run: Path, texts: Sequence[str]) -> Condensation:
+    """The newest checkpoint on the validation split."""
+    ((name, target),) = find_targets([str(run)], all_steps=False, tokenizer=None).items()
+    tokens = cut_sequences(texts, target.encode, options.sequences, target.max_tokens or 0)
+    found = measure(name, target.load(torch.device("cpu"), "float32"), tokens, 8)
+    return replace(found, cross_entropy=held_out_loss(run, tokens))
 
 
-def draw(found: dict[str, dict[int, Condensation]], path: Path) -> None:
-    seeds = list(found["on"])
-    figure = new_figure(8, 7.2)
-    top, bottom = figure.subfigures(2, 1, height_ratios=[1.75, 1])
-    draw_heatmaps(top, [{f"dispersion {state}, seed {seed}": found[state][seed] for seed in seeds} for state in STATES])
-    axes = bottom.subplots()
-    for state, color, line in zip(STATES, (OKABE_ITO[1], OKABE_ITO[0]), ("--", "-"), strict=True):
-        for seed, marker in zip(seeds, MARKERS, strict=False):
-            label = f"{state}, seed {seed}"
-            axes.plot(found[state][seed].mean_cosine, line, color=color, marker=marker, markersize=5, label=label)
-    layers = middle_blocks(found["on"][seeds[0]].last_block + 1)
-    axes.axvspan(layers[0] - 0.5, layers[-1] + 0.5, color="black", alpha=0.07, linewidth=0)
-    axes.text(
-        (layers[0] + layers[-1]) / 2, 0.97, "middle third", ha="center", va="top", transform=axes.get_xaxis_transform()
-    )
-    axes.set_xlabel(layer_label([found["on"][seeds[0]]]), fontsize=11)
-    axes.set_ylabel(MEAN_COSINE, fontsize=11)
-    axes.grid(alpha=0.3)
-    bottom.legend(loc="outside right upper", title="dispersion")
+def results(
+    runs: Mapping[str, Sequence[Run]], after: Mapping[str, Sequence[Condensation]], seeds: Sequence[int]
+) -> dict:
+    """All that the page says, for JSON; numbers of every seed in the order of ``seeds``.
+
+    Args:
+        runs: of each state, by seed. after: what was measured on their last checkpoints.
+    """
+    first = runs["off"][0]
+    settings = first.settings
+    measured = next(iter(first.condensation.values()))
+    return {
+        "model": {"flavor": settings["model.flavor"], "parameters": first.parameters, "blocks": measured.last_block},
+        "steps": settings["training.steps"],
+        "tokens_per_step": round(first.tokens_per_step),
+        "epochs": first.rows[-1]["data"]["epochs_read"],
+        "ranks": sorted({run.environment["world_size"] for of_state in runs.values() for run in of_state}),
+        "coeff": COEFF,
+        "python": PYTHON,
+        "seeds": list(seeds),
+        "while_training": {
+            "interval": settings["condensation.interval"],
+            "sequences": measured.sequences,
+            "tokens": measured.tokens,
+            "steps": list(first.condensation),
+            **{state: [_over_time(run) for run in of_state] for state, of_state in runs.items()},
+        },
+        "after_training": {
+            "sequences": after["off"][0].sequences,
+            "tokens": after["off"][0].tokens,
+            **{state: [_at_the_end(found) for found in of_state] for state, of_state in after.items()},
+        },
+    }
+
+
+def _over_time(run: Run) -> dict[str, Any]:
+    """By measurement, in the order of steps: the mean cosine of all blocks and of every layer, and the cross-entropy."""
+    found = run.condensation.values()
+    return {
+        "blocks": [blocks_mean(one) for one in found],
+        "mean_cosine": [one.mean_cosine.tolist() for one in found],
+        "cross_entropy": [one.cross_entropy for one in found],
+    }
+
+
+def _at_the_end(found: Condensation) -> dict[str, Any]:
+    return {**found.to_json(), "mean_cosine_of": found.by_part()["mean_cosine"]}
+
+
+def to_text(content: Mapping[str, Any]) -> str:
+    """JSON in five decimals, with lists of numbers on one line each."""
+    rounded = json.loads(json.dumps(content), parse_float=lambda number: round(float(number), 5))
+    text = json.dumps(rounded, indent=1, ensure_ascii=False)
+    return re.sub(r"\[[^\[\]{}]*\]", lambda some: " ".join(some[0].split()), text) + "\n"
+
+
+def draw(runs: Mapping[str, Sequence[Run]], path: Path) -> None:
+    """Above, maps of the mean cosine by layer and step, off and on; below, the mean over blocks and held-out cross-entropy."""
+    every = [run for of_state in runs.values() for run in of_state]
+    figure = new_figure(9, 6.6)
+    above, below = figure.subfigures(2, 1, height_ratios=[1, 1.1])
+    maps = above.subplots(1, len(runs), sharey=True)
+    for axes, (state, of_state) in zip(maps, runs.items(), strict=True):
+        title = f"dispersion {state}" + (f", mean of {len(of_state)} seeds" if len(of_state) > 1 else "")
+        mesh = draw_layer_map(axes, _mean_over_seeds(of_state), title, max(run.step for run in of_state))
+        axes.label_outer()
+    above.colorbar(mesh, ax=maps, label=MEAN_COSINE)
+    panels: dict[str, tuple[Callable[[Condensation], float], Scale]] = {
+        "mean cosine of all blocks": (blocks_mean, from_zero),
+        "cross-entropy (held-out text)": (lambda found: found.cross_entropy, as_it_is),
+    }
+    charts = below.subplots(1, len(panels))
+    for axes, (label, (read, scale)) in zip(charts, panels.items(), strict=True):
+        draw_lines(axes, by_condition(every, measured_lines(every, read)), "step", label, scale)
+    below.legend(*charts[0].get_legend_handles_labels(), loc="outside lower center", ncols=len(runs))
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120)
 
 
-def compare(found: dict[str, dict[int, Condensation]], losses: dict[str, dict[int, float]]) -> list[dict[str, Any]]:
-    rows = []
-    for seed, on in found["on"].items():
-        layers = middle_blocks(on.last_block + 1)
-        middle = {state: float(found[state][seed].mean_cosine[layers].mean()) for state in STATES}
-        rows.append(
-            {
-                "seed": seed,
-                "middle_layers": layers,
-                "middle_mean_cosine": middle,
-                "lowered_by": middle["off"] - middle["on"],
-                "held_out_cross_entropy": {state: losses[state][seed] for state in STATES},
-                "condensation": {state: found[state][seed].to_json() for state in STATES},
-            }
+def _mean_over_seeds(runs: Sequence[Run]) -> dict[int, Condensation]:
+    """The first run's measurements with all runs' mean cosines in the place of its own, which alone are drawn."""
+    first, *others = (run.condensation for run in runs)
+    shared = [step for step in first if all(step in other for other in others)]
+    return {
+        step: replace(first[step], mean_cosine=np.mean([run.condensation[step].mean_cosine for run in runs], axis=0))
+        for step in shared
+    }
+
+
+def markdown(content: Mapping[str, Any]) -> str:
+    """The page, of what is in the JSON alone."""
+    return "\n\n".join(["\n".join(part) for part in _parts(content)]) + "\n"
+
+
+def _parts(content: Mapping[str, Any]) -> list[list[str]]:
+    model, during, after = content["model"], content["while_training"], content["after_training"]
+    seeds = content["seeds"]
+    ranks = "1 rank" if content["ranks"] == [1] else f"{_listed(content['ranks'])} ranks"
+    return [
+        ["# Condensation with dispersion off and on"],
+        [
+            "![Dispersion off and on: mean cosine by layer and step, its mean over blocks, and held-out cross-entropy]"
+            "(condensation.png)"
+        ],
+        _prose(
+            "Our measurements, on a CPU; `make figure` (`benchmarks/figure.py`) trains the runs and writes this page.",
+            f"The {model['flavor']} model ({model['parameters']:,} parameters, {model['blocks']} blocks) of",
+            f"`train_configs/demo_cpu.toml` is trained from scratch for {content['steps']} steps of",
+            f"{content['tokens_per_step']:,} tokens, which is {content['epochs']:.1f} times the sample corpus",
+            f"(2 MB of Python {content['python']}'s texts), with dispersion off, and on with λ = {content['coeff']:g}.",
+            f"Seed{'s'[: len(seeds) > 1]} {_listed(seeds)}, on {ranks};",
+            "the two runs of a seed begin with the same weights and read the same data.",
+        ),
+        ["## While they train"],
+        _prose(
+            f"Each run measures the same {during['sequences']} held-out sequences of {during['tokens']} tokens every",
+            f"{during['interval']} steps. In the figure, the maps are means over the seeds, and a line is the mean over the",
+            "seeds, in a band from the lowest to the highest seed. In the table, the range of the seeds is in brackets.",
+        ),
+        _while_training(during),
+        ["## After training"],
+        _prose(
+            f"The last checkpoint on {after['sequences']} held-out sequences of {after['tokens']} tokens: means over the seeds.",
+            "The interval is a paired one, by Student's t over the differences of the same seed. It covers other seeds of this",
+            "experiment, with its model, text and settings, and nothing else.",
+        ),
+        _differences(after),
+        _prose(
+            f"Each run, layer by layer; layer {model['blocks']} is the last block. ρ and τ are up to the final norm, as the",
+            "paper's are.",
+        ),
+        _by_layer(after, seeds),
+        ["## What this says, and what it does not"],
+        _said(content),
+        _prose(
+            "This is one very small model on little text, with few seeds. It shows what the loss does to embeddings. It does not",
+            "tell whether the loss makes a model better: at other learning rates, widths and depths, and on other text, we have",
+            "seen the difference in cross-entropy change its sign, and the order of the sums alone (gradient accumulation, or",
+            "another number of ranks) changes the cross-entropy of a run by 0.02 to 0.04.",
+        ),
+    ]
+
+
+def _prose(*lines: str, begin: str = "") -> list[str]:
+    """A paragraph, or with ``begin`` an item of a list, in lines of one width."""
+    return textwrap.wrap(
+        " ".join(lines), 120, initial_indent=begin, subsequent_indent=" " * len(begin), break_on_hyphens=False
+    )
+
+
+def _listed(items: Sequence[Any]) -> str:
+    *others, last = map(str, items)
+    return f"{', '.join(others)} and {last}" if others else last
+
+
+def _seeds_cell(values: np.ndarray, digits: int) -> str:
+    ends = f" ({values.min():.{digits}f} to {values.max():.{digits}f})" if len(values) > 1 else ""
+    return f"{values.mean():.{digits}f}{ends}"
+
+
+def _series(during: Mapping[str, Any]) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+    """Of each state, [seeds, steps]: mean cosine of all blocks, and cross-entropy."""
+    return {
+        state: (
+            np.array([run["blocks"] for run in during[state]]),
+            np.array([run["cross_entropy"] for run in during[state]]),
         )
-    return rows
+        for state in STATES
+    }
 
 
-def spearman(row: dict[str, Any], state: str) -> float:
-    """NaN, of which nothing is true, where the mean cosines differ too little."""
-    found = row["condensation"][state]["after_norm"]["spearman"]
-    return float("nan") if found is None else found
-
-
-def markdown(options: Options, rows: list[dict[str, Any]], sequences: int, tokens: int) -> str:
-    layers = [*range(len(rows[0]["condensation"]["on"]["layers"]) - 1), "final norm"]
-    lowered = sum(row["lowered_by"] > 0 for row in rows)
-    dearer = sum(row["held_out_cross_entropy"]["on"] > row["held_out_cross_entropy"]["off"] for row in rows)
-    steeper = sum(spearman(row, "on") > spearman(row, "off") for row in rows)
+def _while_training(during: Mapping[str, Any]) -> list[str]:
+    steps, series = during["steps"], _series(during)
+    highest = {steps[int(cosine.mean(0).argmax())] for cosine, _ in series.values()}
+    apart = steps[int(_gap(series).argmax())]
     lines = [
-        "# Condensation with dispersion off and on",
-        "",
-        "![Cosines of token pairs by layer, dispersion off and on](condensation.png)",
-        "",
-        "Written by `make figure` (`benchmarks/figure.py`): the nano model (0.4 M parameters, 6 blocks) of",
-        f"`train_configs/demo_cpu.toml` after {options.steps} steps on the sample corpus",
-        f"(Python {PYTHON}'s texts), on a CPU, λ = {COEFF:g}.",
-        "Both runs of a seed have the same initial weights and the same data.",
-        f"Measured on {sequences} held-out sequences of {tokens} tokens. ρ and τ are up to the final norm, as the paper's are;",
-        f"the middle third of the blocks is layers {' and '.join(map(str, rows[0]['middle_layers']))}.",
-        "",
-        f"With dispersion the mean cosine of the middle third is lower in {lowered} of {len(rows)} seeds.",
-        f"Its rank correlation with depth (Spearman's ρ, the paper's measure) is higher in {steeper} of {len(rows)},",
-        f"and so is held-out cross-entropy in {dearer} of {len(rows)}.",
-        "A very small model, few seeds, little text: what the loss does to embeddings here, not what it is worth at scale.",
-        "",
-        "| seed | mean cosine, middle third: off | on | lower by | held-out cross-entropy: off | on |",
-        "|---|---|---|---|---|---|",
+        "| step | mean cosine of all blocks: off | on | held-out cross-entropy: off | on |",
+        "|---|---|---|---|---|",
     ]
-    for row in rows:
-        cosine, loss = row["middle_mean_cosine"], row["held_out_cross_entropy"]
-        cells = [cosine["off"], cosine["on"], row["lowered_by"], loss["off"], loss["on"]]
-        lines.append(f"| {row['seed']} | " + " | ".join(f"{cell:.3f}" for cell in cells) + " |")
-    lines += [
-        "",
-        "| mean cosine by layer | " + " | ".join(map(str, layers)) + " | Spearman's ρ | Kendall's τ |",
-        "|---" * (len(layers) + 3) + "|",
+    for step in telling_steps(steps, highest | {apart}):
+        at = steps.index(step)
+        cells = [_seeds_cell(series[state][which][:, at], 2) for which in (0, 1) for state in STATES]
+        lines.append(f"| {step} | " + " | ".join(cells) + " |")
+    return lines
+
+
+def _gap(series: Mapping[str, tuple[np.ndarray, np.ndarray]]) -> np.ndarray:
+    """[steps]: by how much the mean cosine of all blocks is lower with dispersion, mean over the seeds."""
+    return (series["off"][0] - series["on"][0]).mean(0)
+
+
+def _of_seeds(after: Mapping[str, Any]) -> dict[str, dict[str, np.ndarray]]:
+    """[seeds] of each state, by what it is."""
+    read: dict[str, Callable[[Mapping[str, Any]], float]] = {
+        "mean cosine of all blocks": lambda found: found["mean_cosine_of"]["blocks"],
+        "mean cosine of the middle third of the blocks": lambda found: found["mean_cosine_of"]["middle_blocks"],
+        "mean cosine of the last block": lambda found: found["mean_cosine_of"]["last_block"],
+        "held-out cross-entropy": lambda found: found["cross_entropy"],
+    }
+    return {
+        name: {state: np.array([number(found) for found in after[state]]) for state in STATES}
+        for name, number in read.items()
+    }
+
+
+def _differences(after: Mapping[str, Any]) -> list[str]:
+    lines = ["| | off | on | on − off | 95 % interval | lower with dispersion |", "|---|---|---|---|---|---|"]
+    for name, values in _of_seeds(after).items():
+        found = paired_difference(values["on"], values["off"])
+        interval = "–" if found.low is None else f"{found.low:+.3f} to {found.high:+.3f}"
+        lower = f"{(values['on'] < values['off']).sum()} of {len(values['on'])} seeds"
+        means = f"{values['off'].mean():.3f} | {values['on'].mean():.3f} | {found.mean:+.3f}"
+        lines.append(f"| {name} | {means} | {interval} | {lower} |")
+    return lines
+
+
+def _by_layer(after: Mapping[str, Any], seeds: Sequence[int]) -> list[str]:
+    *layers, _ = range(len(after["on"][0]["layers"]))
+    lines = [
+        "| mean cosine by layer | " + " | ".join(map(str, layers)) + " | final norm | Spearman's ρ | Kendall's τ |",
+        "|---" * (len(layers) + 4) + "|",
     ]
-    for row in rows:
-        for state in STATES:
-            numbers = row["condensation"][state]
-            cells = [*numbers["mean_cosine"], *(numbers["after_norm"][rank] for rank in ("spearman", "kendall"))]
+    for seed, pair in zip(seeds, zip(*(after[state] for state in STATES), strict=True), strict=True):
+        for state, found in zip(STATES, pair, strict=True):
+            cells = [*found["mean_cosine"], *(found["after_norm"][rank] for rank in ("spearman", "kendall"))]
             shown = ("–" if cell is None else f"{cell:.3f}" for cell in cells)
-            lines.append(f"| {state}, seed {row['seed']} | " + " | ".join(shown) + " |")
-    return "\n".join(lines) + "\n"
+            lines.append(f"| {state}, seed {seed} | " + " | ".join(shown) + " |")
+    return lines
+
+
+def _said(content: Mapping[str, Any]) -> list[str]:
+    """What the numbers say, in words that follow from them."""
+    steps, series = content["while_training"]["steps"], _series(content["while_training"])
+    means = {state: cosine.mean(0) for state, (cosine, _) in series.items()}
+    peaks = {state: int(mean.argmax()) for state, mean in means.items()}
+    apart = int(_gap(series).argmax())
+    told = _of_seeds(content["after_training"])
+    cosine, loss = told["mean cosine of all blocks"], told["held-out cross-entropy"]
+    seeds = len(content["seeds"])
+    lower, higher = (cosine["on"] < cosine["off"]).sum(), (loss["on"] > loss["off"]).sum()
+    reached = "; ".join(f"{means[state][at]:.2f} at step {steps[at]}, {state}" for state, at in peaks.items())
+    released = (
+        f"With dispersion they are released sooner: the two are farthest apart at step {steps[apart]}, {means['off'][apart]:.2f} "
+        f"off and {means['on'][apart]:.2f} on."
+        if _gap(series)[apart] > 0
+        else "With dispersion they are not released sooner."
+    )
+    every = [
+        f"The embeddings collapse early, with dispersion and without it. The highest mean cosine of all blocks: {reached}.",
+        released,
+        f"After training, the mean cosine of all blocks is lower with dispersion in {lower} of {seeds} seeds, and held-out "
+        f"cross-entropy is higher in {higher} of {seeds}.",
+    ]
+    return [line for item in every for line in _prose(item, begin="- ")]
 
 
 def main(options: Options) -> None:
-    runs = {state: {seed: train(options, seed, state) for seed in options.seeds} for state in STATES}
+    folders: dict[str, list[Path]] = {state: [] for state in STATES}
+    for seed in options.seeds:  # a seed's two runs follow each other, for what there is to be worth looking at
+        for state in STATES:
+            folders[state].append(train(options, seed, state))
     texts = read_texts(None, str(options.data), seed=0)
-    found: dict[str, dict[int, Condensation]] = {state: {} for state in STATES}
-    losses: dict[str, dict[int, float]] = {state: {} for state in STATES}
-    for state, seed in [(state, seed) for state in STATES for seed in options.seeds]:
-        run = runs[state][seed]
-        ((name, target),) = find_targets([str(run)], all_steps=False, tokenizer=None).items()
-        tokens = cut_sequences(texts, target.encode, options.sequences, target.max_tokens or 0)
-        found[state][seed] = measure(name, target.load(torch.device("cpu"), "float32"), tokens, 8)
-        losses[state][seed] = held_out_loss(run, tokens)
-    rows = compare(found, losses)
-    draw(found, options.docs / "condensation.png")
-    settings = {
-        "flavor": "nano",
-        "steps": options.steps,
-        "coeff": COEFF,
-        "python": PYTHON,
-        "sequences": len(tokens),
-        "tokens": tokens.shape[1],
-    }
-    write_json(options.docs / "condensation.json", {**settings, "rows": rows})
-    (options.docs / "condensation.md").write_text(markdown(options, rows, *tokens.shape))
-    for row in rows:
-        print(json.dumps({key: value for key, value in row.items() if key != "condensation"}))
+    after = {state: [measure_after(options, run, texts) for run in of_state] for state, of_state in folders.items()}
+    every = iter(gather([f"dispersion {state}={','.join(map(str, of_state))}" for state, of_state in folders.items()]))
+    runs = {state: [next(every) for _ in of_state] for state, of_state in folders.items()}
+    draw(runs, options.docs / "condensation.png")
+    text = to_text(results(runs, after, options.seeds))
+    page = markdown(json.loads(text))
+    for name, written in (("condensation.json", text), ("condensation.md", page)):
+        with whole(options.docs / name) as partial:
+            partial.write_text(written, encoding="utf-8")
+    print(page)
 
 
 if __name__ == "__main__":

@@ -1,10 +1,9 @@
-"""titan-disp condensation, on runs and Hugging Face models of random weights; make figure, on runs that train."""
+"""titan-disp condensation, on runs and Hugging Face models of random weights."""
 
 import csv
 import json
 import re
 import shutil
-import subprocess
 import sys
 
 import numpy as np
@@ -16,7 +15,6 @@ from huggingface_hub import constants
 from matplotlib.image import imread
 from scipy import stats
 
-from tests.cluster_of_one import ROOT, environment
 from tests.saved_run import random_model, save_run
 from titan_disp import cli
 from titan_disp.condensation.record import EDGES, Condensation
@@ -26,7 +24,6 @@ from titan_disp.inspection.streaming import find_blocks
 from titan_disp.inspection.targets import find_targets
 from titan_disp.inspection.texts import cut_sequences, read_texts
 from titan_disp.results.export import export
-from titan_disp.run.folder import read_json_lines
 
 N = 48  # tokens per sequence
 
@@ -366,23 +363,3 @@ def test_a_checkpoint_without_a_model(run, text, tmp_path, command, capsys):
     with pytest.raises(SystemExit, match="2"):
         command(broken, "--text", text, "--out", tmp_path / "out")
     assert "holds no model of flavor 'debugmodel'" in capsys.readouterr().err
-
-
-@pytest.mark.slow
-@pytest.mark.night
-def test_figure(sample, tmp_path):
-    """make figure's script on two runs of two steps; a second time, nothing is trained."""
-    argv = [sys.executable, str(ROOT / "benchmarks" / "figure.py"), "--seeds", "5", "--steps", "2", "--nproc", "1"]
-    argv += ["--data", str(sample), "--runs", str(tmp_path / "runs"), "--docs", str(tmp_path), "--sequences", "2"]
-    for _ in range(2):
-        done = subprocess.run(argv, capture_output=True, text=True, env=environment(), cwd=ROOT, timeout=300)
-        assert done.returncode == 0, done.stderr[-3000:]
-    (row,) = json.loads((tmp_path / "condensation.json").read_text())["rows"]
-    middle = {state: row["condensation"][state]["mean_cosine"][3:5] for state in ("off", "on")}
-    assert row["middle_layers"] == [3, 4]
-    assert row["lowered_by"] == pytest.approx(np.mean(middle["off"]) - np.mean(middle["on"]))
-    assert row["held_out_cross_entropy"]["off"] == pytest.approx(np.log(2048), abs=1)  # hardly trained
-    assert f"| 5 | {np.mean(middle['off']):.3f} |" in (tmp_path / "condensation.md").read_text()
-    assert imread(tmp_path / "condensation.png").shape[1] >= 800
-    for run in (tmp_path / "runs").iterdir():
-        assert [e["event"] for e in read_json_lines(run / "events.jsonl")].count("complete") == 1
