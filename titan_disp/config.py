@@ -24,7 +24,12 @@ def _option(argv: Sequence[str], *names: str) -> str | None:
     return None
 
 
-def _read_toml(path: str) -> dict[str, Any]:
+def read_toml(path: str) -> dict[str, Any]:
+    """A TOML file.
+
+    Raises:
+        ConfigError: it cannot be read, or is not valid.
+    """
     try:
         with open(path, "rb") as file:
             return tomli.load(file)
@@ -74,7 +79,7 @@ def load_config(argv: Sequence[str]) -> JobConfig:
     """
     argv = list(argv)
     path = _option(argv, "job.config_file")
-    toml = _read_toml(path) if path else {}
+    toml = read_toml(path) if path else {}
     if not _option(argv, "job.custom_config_module") and "custom_config_module" not in toml.get("job", {}):
         argv += ["--job.custom_config_module", MODULE]
     module = _option(argv, "job.custom_config_module") or toml["job"]["custom_config_module"]

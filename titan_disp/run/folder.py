@@ -126,13 +126,13 @@ def _read_config(file: Path) -> dict[str, Any]:
     )
 
 
-def lock_folder(path: Path) -> IO[str]:
-    """An open file that holds the folder's lock until it is closed.
+def lock_folder(path: Path, name: str = ".lock") -> IO[str]:
+    """An open file that holds the folder's lock until it is closed. ``name``: of the lock's file, by default that of a run itself.
 
     Raises:
         ConfigError: another job holds it.
     """
-    lock = open(path / ".lock", "a+")  # noqa: SIM115 — held for the life of the run
+    lock = open(path / name, "a+")  # noqa: SIM115 — held for the life of the run
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
