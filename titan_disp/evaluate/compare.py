@@ -121,7 +121,7 @@ def pooled(seeds: Sequence[Scores]) -> Scores:
         return seeds[0]
     scores = tuple(one.score for one in seeds)
     values = np.mean([one.values for one in seeds], axis=0)
-    return Scores(float(np.mean(scores)), _standard_error(values), seeds[0].num_fewshot, values, scores)
+    return Scores(float(np.mean(scores)), standard_error(values), seeds[0].num_fewshot, values, scores)
 
 
 def scaled_values(values: Sequence[np.ndarray], weight_by_size: bool) -> np.ndarray:
@@ -190,7 +190,7 @@ def compare(rows: Sequence[Row], models: Mapping[str, Mapping[str, Scores]]) -> 
         tasks=tasks,
         seeds={model: max(1, len(by_seed[model])) for model in models},
         mean={model: float(np.mean([task.scores[model] for task in tasks])) for model in models},
-        mean_seed_error={model: _standard_error(by_seed[model]) for model in models},
+        mean_seed_error={model: standard_error(by_seed[model]) for model in models},
         mean_rank={model: float(np.mean([task.ranks[model] for task in tasks])) for model in models},
         mean_difference={
             model: replace(
@@ -212,7 +212,7 @@ def _compare_task(row: Row, models: Mapping[str, Scores]) -> TaskComparison:
         documents=len(first.values),
         scores={model: scores.score for model, scores in models.items()},
         standard_errors={model: scores.standard_error for model, scores in models.items()},
-        seed_errors={model: _standard_error(scores.by_seed) for model, scores in models.items()},
+        seed_errors={model: standard_error(scores.by_seed) for model, scores in models.items()},
         ranks=dict(zip(models, ranks.tolist(), strict=True)),
         differences={
             model: replace(
@@ -224,7 +224,7 @@ def _compare_task(row: Row, models: Mapping[str, Scores]) -> TaskComparison:
     )
 
 
-def _standard_error(values: Sequence[float] | np.ndarray) -> float | None:
+def standard_error(values: Sequence[float] | np.ndarray) -> float | None:
     """Of the mean of several numbers; None of one or none."""
     return float(stats.sem(values)) if len(values) > 1 else None
 

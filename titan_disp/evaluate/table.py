@@ -31,7 +31,7 @@ def to_markdown(comparison: Comparison, notes: Sequence[str] = ()) -> str:
     if others:
         ranks = [f"{rank:.2f}" for rank in comparison.mean_rank.values()]
         rows.append(["mean rank", "", "", "", *ranks, *("" for _ in [*others, *by_seed])])
-    text = "\n".join("| " + " | ".join(row) + " |" for row in _aligned([header, *rows])) + "\n"
+    text = "\n".join("| " + " | ".join(row) + " |" for row in aligned([header, *rows])) + "\n"
     paragraphs = [*([_explanation(comparison, bool(by_seed))] if others else []), *notes]
     return text + "".join(f"\n{paragraph}\n" for paragraph in paragraphs)
 
@@ -56,12 +56,12 @@ def _with_seeds(model: str, comparison: Comparison) -> str:
     return f"{model} ({count} seeds)" if count > 1 else model
 
 
-def _aligned(rows: Sequence[Sequence[str]]) -> list[list[str]]:
-    """With a ruler after the first; columns of one width, numbers to the right."""
+def aligned(rows: Sequence[Sequence[str]], left: int = 2) -> list[list[str]]:
+    """With a ruler after the first; columns of one width, the first ``left`` of them to the left, numbers to the right."""
     columns = []
     for i, cells in enumerate(zip(*rows, strict=True)):
         width = max(map(len, cells))
-        if i < 2:  # task, metric
+        if i < left:
             columns.append([cells[0].ljust(width), "-" * width, *(cell.ljust(width) for cell in cells[1:])])
         else:
             columns.append([cells[0].rjust(width), "-" * (width - 1) + ":", *(cell.rjust(width) for cell in cells[1:])])

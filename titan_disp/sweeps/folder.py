@@ -14,7 +14,7 @@ import io
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -42,12 +42,14 @@ class Prepared:
 
     Attributes:
         steps: after which it is finished.
+        checkpoints: their folder.
         place: in points.json.
     """
 
     point: Point
     steps: int
-    place: int
+    checkpoints: Path
+    place: int = -1
 
     @property
     def argv(self) -> list[str]:
@@ -80,7 +82,8 @@ def prepare(sweep: Sweep, world_size: int, inputs: bool = True) -> list[Prepared
             problems.append(f"the point {point.name}: {error}")
             continue
         steps = last_step(job_config, data_parallel_degree(job_config, world_size))
-        found.append((point, resolved, steps))
+        folder = point.folder / job_config.checkpoint.folder
+        found.append((Prepared(point, steps, folder), resolved))
     if problems:
         more = f"\n… and {len(problems) - NAMED} more" if len(problems) > NAMED else ""
         raise ConfigError("\n".join(problems[:NAMED]) + more)
@@ -128,21 +131,21 @@ def _inputs(resolved: Mapping[str, Any]) -> str:
     return json.dumps({k: v for k, v in resolved.items() if k.startswith(parts) and k != "stream.seed"})
 
 
-def _write(sweep: Sweep, found: Sequence[tuple[Point, Mapping[str, Any], int]]) -> list[Prepared]:
+def _write(sweep: Sweep, found: Sequence[tuple[Prepared, Mapping[str, Any]]]) -> list[Prepared]:
     try:
         sweep.folder.mkdir(parents=True, exist_ok=True)
         with _alone(sweep.folder):
-            for point, resolved, _ in found:
+            for point, resolved in ((one.point, resolved) for one, resolved in found):
                 if not (point.folder / RECORD).exists():
                     point.folder.mkdir(exist_ok=True)
                     with whole(point.folder / CONFIG) as partial:
                         partial.write_bytes(Path(point.config).read_bytes())
                     content = {"name": point.name, "config": point.config, "overrides": list(point.overrides)}
                     write_json(point.folder / RECORD, {**content, "resolved": resolved})
-            places = _places(sweep.folder, [point for point, *_ in found])
+            places = _places(sweep.folder, [one.point for one, _ in found])
     except OSError as error:
         raise ConfigError(f"sweep.folder {str(sweep.folder)!r} is not writable: {error}") from error
-    return [Prepared(point, steps, places[point.name]) for point, _, steps in found]
+    return [replace(one, place=places[one.point.name]) for one, _ in found]
 
 
 @contextlib.contextmanager

@@ -34,6 +34,7 @@ REPORT = 60.0  # seconds between lines that say how far the sweep is
 IN_USE = 60.0  # seconds that points which other processes use are waited for, once nothing else is left to do: they may be ending
 GRACE = 300.0  # seconds for the step under way and its save, after which processes are killed
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
+_LIBC = ctypes.CDLL(None)  # loaded here: a child that has not called exec yet may load nothing
 
 
 @dataclass(frozen=True)
@@ -114,7 +115,7 @@ class _Training:
 
 class _Runner:
     def __init__(self, todo: Sequence[Prepared], jobs: int, nproc: int, module: str) -> None:
-        self.todo, self.nproc, self.module = deque(todo), nproc, module
+        self.todo, self.jobs, self.nproc, self.module = deque(todo), jobs, nproc, module
         self.free = list(range(jobs))
         self.training: list[_Training] = []
         self.in_use: dict[str, str] = {}  # by whom, of points that are in todo still
@@ -221,7 +222,7 @@ class _Runner:
                 start_new_session=True,  # Ctrl-C reaches this process alone, which asks the others to save
                 preexec_fn=_end_with_parent if sys.platform == "linux" else None,
             )
-        steps = checkpoints(folder / "checkpoint")
+        steps = checkpoints(one.checkpoints)
         first = steps[-1] if steps else 0
         _say(f"{name}: {'from step ' + str(first) if first else 'from the start'}; log: {folder / LOG}")
         self.training.append(_Training(one, process, lock, slot, time.time(), first, begin))
@@ -238,8 +239,7 @@ class _Runner:
         environment["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = str(int(GRACE))
         if self.nproc == 1:  # as torchrun would set it. Port 0: any that is free
             environment |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
-            # The loader divides the machine's cores among this many ranks for its threads.
-            environment["LOCAL_WORLD_SIZE"] = str(len(self.free) + len(self.training) + 1)
+            environment["LOCAL_WORLD_SIZE"] = str(self.jobs)  # the loader divides the machine's cores by it, for its threads
         return environment
 
     def _end(self, one: _Training) -> None:
@@ -287,7 +287,7 @@ def first_error(log: Path, begin: int) -> str:
         file.seek(begin)
         lines = [line.strip() for line in file.read().decode(errors="replace").splitlines() if line.strip()]
     for pattern in (r"titan-disp: error: (.*)", r"(?:\[rank\d+\]:? ?)?((?:\w+\.)*\w*(?:Error|Exception|Interrupt)\b.*)"):
-        found = [matched.group(1) for line in lines if (matched := re.match(pattern, line))]
+        found = [matched.group(1) for line in lines if "ChildFailedError" not in line and (matched := re.match(pattern, line))]
         if found:
             return found[0] if pattern.startswith("titan-disp") else found[-1]
     return " / ".join(lines[-3:]) or "it said nothing"
@@ -311,7 +311,7 @@ def _devices(slot: int, nproc: int) -> Mapping[str, str]:
 
 def _end_with_parent() -> None:
     """In the child before it runs: SIGTERM when the sweep is killed, after which it saves and ends."""
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+    _LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def _descendants(pid: int) -> Iterator[int]:

@@ -1,0 +1,118 @@
+"""A sweep's comparison as Markdown for people, as CSV at full precision, and as a picture."""
+
+import csv
+import io
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from titan_disp.evaluate.table import aligned
+from titan_disp.files import whole
+from titan_disp.sweeps.chart import draw
+from titan_disp.sweeps.comparison import Comparison, Condition, compare
+from titan_disp.sweeps.definition import Sweep
+from titan_disp.sweeps.final import label
+
+NOTHING = "–"
+
+
+def write_table(sweep: Sweep, out: Path | None = None, metric: str | None = None, against: str | None = None) -> str:
+    """Write table.md, table.csv, values.csv and table.png into ``out`` (default: the sweep's folder); returns the Markdown.
+
+    Raises:
+        ConfigError: no such metric or condition.
+    """
+    comparison = compare(sweep, metric, against)
+    out = out or sweep.folder
+    out.mkdir(parents=True, exist_ok=True)
+    text = to_markdown(comparison)
+    for name, content in (("table.md", text), ("table.csv", to_csv(comparison)), ("values.csv", values_csv(comparison))):
+        with whole(out / name) as partial:
+            partial.write_text(content)
+    if any(condition.values for condition in comparison.conditions):
+        with whole(out / "table.png") as partial:
+            draw(comparison).savefig(partial, format="png", dpi=120)
+    return text
+
+
+def to_markdown(comparison: Comparison) -> str:
+    """A row a condition; below it what the numbers are, and every point that is missing."""
+    header = ["point", "seeds", label(comparison.metric)]
+    if comparison.against is not None:
+        header += [f"difference to {comparison.against}", "pairs", "95 % interval", "p", "Holm"]
+    rows = [_row(condition, comparison.against) for condition in comparison.conditions]
+    table = "\n".join("| " + " | ".join(row) + " |" for row in aligned([header, *rows], left=1))
+    return "\n\n".join([table, *_notes(comparison)]) + "\n"
+
+
+def _row(condition: Condition, against: str | None) -> list[str]:
+    seeds = f"{len(condition.values)} of {condition.points}"
+    cells = [condition.name, seeds, _pm(condition.mean, condition.standard_error)]
+    if against is None:
+        return cells
+    found = condition.difference
+    if found is None:
+        return [*cells, *[NOTHING] * 5]
+    interval = NOTHING if found.low is None or found.high is None else f"{found.low:+.4f} … {found.high:+.4f}"
+    difference = _pm(found.mean, found.standard_error, "+")
+    return [*cells, difference, str(len(condition.pairs)), interval, _p(found.p_value), _p(found.holm)]
+
+
+def _pm(mean: float | None, error: float | None, sign: str = "") -> str:
+    if mean is None:
+        return NOTHING
+    return f"{mean:{sign}.4f}" + ("" if error is None else f" ± {error:.4f}")
+
+
+def _p(value: float | None) -> str:
+    return NOTHING if value is None else f"{value:.2g}"
+
+
+def _notes(comparison: Comparison) -> list[str]:
+    what = "after the last step" if comparison.metric != "ce" else "as no run has measured held-out text"
+    notes = [f"The {label(comparison.metric)}, {what}: mean ± standard error over the seeds that finished."]
+    if comparison.against is not None:
+        notes[0] += (
+            f"\nDifferences to {comparison.against} are paired by seed: mean ± standard error, and the 95 % interval by Student's "
+            "t.\np: two-sided, of the exact sign-flip test, whose smallest value is 2/2ⁿ for n pairs. Holm: p adjusted for the "
+            "number of differences."
+        )
+    missing = {name: why for condition in comparison.conditions for name, why in condition.missing.items()}
+    if missing:
+        total = sum(condition.points for condition in comparison.conditions)
+        listed = "\n".join(f"- {name}: {why}" for name, why in missing.items())
+        notes.append(f"**{len(missing)} of {total} points are missing**, so that means and differences are over the others:\n\n{listed}")
+    return notes
+
+
+def to_csv(comparison: Comparison) -> str:
+    """A row a condition; empty where undefined."""
+    header = ["point", "points", "finished", "mean", "standard_error"]
+    header += ["against", "pairs", "difference", "difference_standard_error", "low", "high", "p", "holm"]
+
+    def row(condition: Condition) -> list[Any]:
+        cells = [condition.name, condition.points, len(condition.values), condition.mean, condition.standard_error]
+        found = condition.difference
+        if found is None:
+            return [*cells, *[None] * 8]
+        numbers = (found.mean, found.standard_error, found.low, found.high, found.p_value, found.holm)
+        return [*cells, comparison.against, len(condition.pairs), *numbers]
+
+    return _csv(header, map(row, comparison.conditions))
+
+
+def values_csv(comparison: Comparison) -> str:
+    """A row a run: the numbers that the table is made of, and why some are missing."""
+    rows: list[list[Any]] = []
+    for condition in comparison.conditions:
+        for seeds, value in condition.values.items():
+            named = ", ".join(f"{key}={seed}" for key, seed in seeds)
+            rows.append([condition.name, named, comparison.metric, value, ""])
+        rows += [[condition.name, name, comparison.metric, None, why] for name, why in condition.missing.items()]
+    return _csv(["point", "run", "metric", "value", "missing"], rows)
+
+
+def _csv(header: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
+    text = io.StringIO()
+    csv.writer(text).writerows([header, *rows])
+    return text.getvalue()
