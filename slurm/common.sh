@@ -1,6 +1,6 @@
 # shellcheck shell=bash disable=SC2154
-# How pretrain.sbatch and preflight.sbatch begin; sourced, with `here` = this folder (SC2154 is about that). pretrain.sbatch
-# lists the variables. Exports TITAN_DISP_START, _LOCAL, _NPROC and _PYTHON.
+# How pretrain.sbatch, sweep.sbatch and preflight.sbatch begin; sourced, with `here` = this folder (SC2154 is about that).
+# pretrain.sbatch lists the variables. Exports TITAN_DISP_START, _LOCAL, _NPROC and _PYTHON.
 
 say() { echo "titan-disp: $(date -u +%FT%TZ) $*"; }
 
@@ -22,3 +22,20 @@ export TITAN_DISP_START=$SLURM_JOB_ID.${SLURM_RESTART_COUNT:-0}
 export TITAN_DISP_LOCAL=${TITAN_DISP_LOCAL:-/tmp}
 export TITAN_DISP_NPROC=${TITAN_DISP_NPROC:-gpu}
 export TITAN_DISP_PYTHON=${TITAN_DISP_PYTHON:-python}
+
+# Runs supervise.py with these arguments, and ends with its status. Before, the caller's traps write the names of signals into the
+# file $signals and set `interrupted`.
+supervise() {
+  # Ignored until Python handles them: the supervisor must not die of a signal that comes while it starts.
+  (
+    trap '' USR1 TERM
+    exec "${TITAN_DISP_HOST_PYTHON:-python3}" "$here/supervise.py" --signals "$signals" "$@"
+  ) &
+  # A signal's trap interrupts `wait`, not the supervisor.
+  while :; do
+    interrupted=
+    wait $!
+    status=$?
+    [ -n "$interrupted" ] || exit $status
+  done
+}

@@ -2,6 +2,7 @@
 """What a SLURM job of pretrain.sbatch does, from its first second to its last. Standard library only, Python >= 3.6.
 
     supervise.py --signals FILE CONFIG [overrides]
+    supervise.py --signals FILE --of-array POINTS      # sweep.sbatch: CONFIG and overrides are this task's in a sweep's points.json
 
 One start of the job passes through the states
 
@@ -298,6 +299,20 @@ def gpus_of(tres):
     return next((part.group(1) for part in parts if part), None)
 
 
+def task_of_array(path, environment):
+    """CONFIG and overrides of this task: its point in a sweep's points.json.
+
+    Raises:
+        Failure: the list cannot be read, or has no such point.
+    """
+    number = environment.get("SLURM_ARRAY_TASK_ID", "")
+    try:
+        with open(path, encoding="utf-8") as file:
+            return [str(word) for word in json.load(file)["points"][int(number)]["argv"]]
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        raise Failure(f"task {number!r} of the array has no point in {path}: {type(error).__name__}: {error}") from error
+
+
 def kill_group(process):
     with contextlib.suppress(OSError):
         os.killpg(process.pid, signal.SIGKILL)
@@ -311,12 +326,16 @@ class Supervisor:
         run: the run folder, from the config's text until ``prepare`` has asked TorchTitan.
     """
 
-    def __init__(self, argv, signals, environment=None):
+    def __init__(self, argv, signals, environment=None, of_array=False):
         self.argv, self.signals = list(argv), signals
         self.environment = dict(os.environ if environment is None else environment)
         self.job = self.environment["SLURM_JOB_ID"]
         self.restart = int(self.environment.get("SLURM_RESTART_COUNT") or 0)
         self.start = f"{self.job}.{self.restart}"
+        # What SLURM's commands call this job. The first task of an array has the array's number, which would mean all of them.
+        # (A job that a task has submitted inherits these variables, and is no task.)
+        task = "{SLURM_ARRAY_JOB_ID}_{SLURM_ARRAY_TASK_ID}"
+        self.address = task.format(**self.environment) if of_array else self.job
         self.max_retries = self._whole("MAX_RETRIES", 3, 0)
         self.lead = self._whole("SIGNAL_SECONDS", LEAD, 1)
         self.check_seconds = self._seconds("CHECK_SECONDS", 600)
@@ -377,7 +396,7 @@ class Supervisor:
 
     def show_job(self):
         """The fields of ``scontrol show job``; the last ones known where slurmctld does not answer."""
-        status, text = self.call("scontrol", "show", "job", self.job)
+        status, text = self.call("scontrol", "show", "job", self.address)
         found = {}
         for line in text.replace(" JobName=", "\nJobName=", 1).splitlines() if status == 0 else ():
             name, _, value = line.strip().partition("=")
@@ -451,8 +470,8 @@ class Supervisor:
 
     def end_step(self, process):
         """End a step whose processes may not answer: they are killed, and srun too if it has not ended then."""
-        status, text = self.call("squeue", "--noheader", "--steps", "--job=" + self.job, "--format=%i")
-        steps = re.findall(r"(?m)^\s*(\d+\.\d+)\s*$", text) if status == 0 else []  # not .batch, which is this process
+        status, text = self.call("squeue", "--noheader", "--steps", "--job=" + self.address, "--format=%i")
+        steps = re.findall(r"(?m)^\s*(\d+(?:_\d+)?\.\d+)\s*$", text) if status == 0 else []  # not .batch, which is this process
         for name in steps:
             self.call("scancel", "--signal=KILL", name)
         if not steps:
@@ -818,7 +837,7 @@ class Supervisor:
         for i, pause in enumerate(self.requeue_pauses):
             status = 0
             if not self.requeued_already():  # this would end the next start
-                status, _ = self.call("scontrol", "requeue", self.job, loud=True)
+                status, _ = self.call("scontrol", "requeue", self.address, loud=True)
             if status == 0 or self.requeued_already():  # an answer may be lost that was yes
                 say("requeued")
                 self._exclude()
@@ -865,7 +884,7 @@ class Supervisor:
             return
         # Only a pending job's list can be changed, which this one is from now on.
         for _ in range(8):
-            status, _ = self.call("scontrol", "update", "JobId=" + self.job, "ExcNodeList=" + ",".join(names))
+            status, _ = self.call("scontrol", "update", "JobId=" + self.address, "ExcNodeList=" + ",".join(names))
             if status == 0:
                 self._remember_excluded(self.job, added)
                 return
@@ -995,10 +1014,12 @@ class Supervisor:
 def main():
     parser = argparse.ArgumentParser(allow_abbrev=False)
     parser.add_argument("--signals", required=True, help="the file into which the batch script writes signals' names")
+    parser.add_argument("--of-array", action="store_true", help="CONFIG is the list of a sweep's points")
     parser.add_argument("config")
     args, overrides = parser.parse_known_args()
     try:
-        supervisor = Supervisor([args.config] + overrides, args.signals)
+        argv = task_of_array(args.config, os.environ) if args.of_array else [args.config] + overrides
+        supervisor = Supervisor(argv, args.signals, of_array=args.of_array)
     except Failure as error:
         say(f"error: {error}")
         sys.exit(2)

@@ -424,6 +424,76 @@ def evaluate(
     run(models, tasks, limit, num_fewshot, batch_size, device, dtype, seed, include_path, out, protocol)
 
 
+sweep = tyro.extras.SubcommandApp()
+app.command(sweep, name="sweep", help="Many runs from one file: train or submit them (sweep FILE), and compare them (sweep table FILE).")
+
+
+@sweep.command(name="run")
+def sweep_run(
+    file: Annotated[Path, tyro.conf.Positional],
+    jobs: int = 1,
+    nproc: int = 1,
+    submit: bool = False,
+    nodes: int = 1,
+    gpus_per_node: int = 8,
+    gpu: str = "H100",
+    site: str = "generic",
+    sbatch: tuple[str, ...] = (),
+    dry_run: bool = False,
+) -> None:
+    """Train all points of a sweep that are not finished, here or as an array of SLURM jobs. Also written titan-disp sweep FILE.
+
+    The same command goes on where an earlier one stopped. The exit status is 0 once all points are finished, or submitted.
+
+    Args:
+        file: the sweep's TOML file (docs/sweeps.md).
+        jobs: points at a time; with --submit, tasks of the array at a time.
+        nproc: ranks of each point, on this machine.
+        submit: submit an array of jobs (slurm/sweep.sbatch) instead of training here. The options below are for it.
+        nodes: of each point.
+        gpus_per_node: GPUs of each, asked of SLURM; 0: ask for none (nodes without GPUs).
+        gpu: for the plan's days and memory, see titan-disp plan.
+        site: file of slurm/sites, without .sh, or a path.
+        sbatch: further options for sbatch without their dashes, such as --sbatch time=24:00:00 account=abc cpus-per-task=8.
+        dry_run: print the command instead of running it.
+    """
+    from titan_disp.sweeps.definition import read_sweep
+
+    found = read_sweep(file)
+    if submit:
+        from titan_disp.sweeps.submit import submit as run_submit
+
+        raise SystemExit(run_submit(found, jobs, nodes, gpus_per_node, gpu, site, sbatch, dry_run))
+    from titan_disp.sweeps.local import run, summary
+
+    results = run(found, jobs, nproc)
+    print("\n".join(summary(results)))
+    raise SystemExit(int(any(result.outcome != "finished" for result in results)))
+
+
+@sweep.command(name="table")
+def sweep_table(
+    file: Annotated[Path, tyro.conf.Positional],
+    against: str | None = None,
+    metric: str | None = None,
+    out: Path | None = None,
+) -> None:
+    """Compare a sweep's points: means over seeds, and differences to one of them, paired by seed. Also while they train.
+
+    Args:
+        file: the sweep's TOML file.
+        against: the point (without its seed) that the others are compared with; default: the file's sweep.against, if it has one.
+        metric: of each run after its last step: validation, cross_entropy, ce, loss, dispersion, grad_norm, spearman, kendall, or
+            mean_cosine, std_cosine, mean_angle, effective_rank, each with a part such as mean_cosine.middle_blocks. Default:
+            the first of validation, cross_entropy and ce that a run has.
+        out: folder for table.md, table.csv, values.csv and table.png; default: the sweep's.
+    """
+    from titan_disp.sweeps.definition import read_sweep
+    from titan_disp.sweeps.table import write_table
+
+    print(write_table(read_sweep(file), out, metric, against), end="")
+
+
 def _split_overrides(argv: Sequence[str]) -> list[str]:
     """Everything dotted is TorchTitan's: moved behind ``--`` so that tyro takes it as it stands.
 
@@ -443,6 +513,8 @@ def main() -> None:
     argv = sys.argv[1:]
     if argv[:1] in (["train"], ["plan"], ["submit"], ["preflight"]) or argv[:2] == ["data", "digest"]:
         argv = _split_overrides(argv)
+    if argv[:1] == ["sweep"] and argv[1:2] and argv[1] not in ("run", "table", "-h", "--help"):
+        argv = ["sweep", "run", *argv[1:]]
     try:
         app.cli(prog="titan-disp", args=argv)
     except ConfigError as error:

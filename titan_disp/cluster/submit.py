@@ -4,6 +4,7 @@ import os
 import shlex
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from titan_disp.cluster.plan import make_plan
@@ -11,29 +12,31 @@ from titan_disp.cluster.plan_text import render
 from titan_disp.config import load_config
 from titan_disp.errors import ConfigError
 
-SCRIPT = Path("slurm") / "pretrain.sbatch"
+SCRIPT = "pretrain.sbatch"
 # With one of these the nodes have a Python of their own: a container's, or the archive's.
 OTHER_PYTHON = ("TITAN_DISP_PYTHON", "TITAN_DISP_PREFIX", "TITAN_DISP_SRUN_ARGS", "TITAN_DISP_ENV_ARCHIVE")
 
 
-def find_script() -> Path:
-    """slurm/pretrain.sbatch of the checkout that this package runs from, or of the current folder.
+def find_script(name: str = SCRIPT) -> Path:
+    """A script of slurm/ in the checkout that this package runs from, or in the current folder.
 
     Raises:
         ConfigError: an installed package without its checkout, elsewhere.
     """
+    script = Path("slurm") / name
     for root in (Path(__file__).parents[2], Path.cwd()):
-        if (root / SCRIPT).is_file():
-            return root / SCRIPT
-    raise ConfigError(f"{SCRIPT} is not here: run this in a checkout of titan-disp, which holds the SLURM scripts")
+        if (root / script).is_file():
+            return root / script
+    raise ConfigError(f"{script} is not here: run this in a checkout of titan-disp, which holds the SLURM scripts")
 
 
 def command(
-    config: str, overrides: list[str], nodes: int, gpus_per_node: int, site: str, options: list[str]
+    arguments: Sequence[str], nodes: int, gpus_per_node: int, site: str, options: Sequence[str], script: str = SCRIPT
 ) -> list[str]:
     """The sbatch command line.
 
     Args:
+        arguments: of the script.
         options: of sbatch, without dashes, NAME=VALUE or NAME.
     """
     given = [f"--{option.lstrip('-')}" for option in options]
@@ -43,8 +46,23 @@ def command(
         exported.append(f"TITAN_DISP_PYTHON={sys.executable}")
     return [
         *("sbatch", f"--nodes={nodes}", *gpus, *given),
-        *(f"--export={','.join(exported)}", str(find_script()), config, *overrides),
+        *(f"--export={','.join(exported)}", str(find_script(script)), *arguments),
     ]
+
+
+def send(line: Sequence[str], dry_run: bool) -> int:
+    """Print an sbatch command and run it, unless this is a dry run; returns its exit status.
+
+    Raises:
+        ConfigError: no sbatch here.
+    """
+    print(f"\n{shlex.join(line)}", flush=True)
+    if dry_run:
+        return 0
+    try:
+        return subprocess.run(line, env=os.environ).returncode
+    except FileNotFoundError as error:
+        raise ConfigError("there is no sbatch on this machine: submit from a login node, or use --dry-run") from error
 
 
 def submit(
@@ -64,11 +82,4 @@ def submit(
     """
     job_config = load_config(["--job.config_file", config, *overrides])
     print(render(make_plan(job_config, nodes, max(1, gpus_per_node), gpu)), flush=True)
-    line = command(config, overrides, nodes, gpus_per_node, site, options)
-    print(f"\n{shlex.join(line)}", flush=True)
-    if dry_run:
-        return 0
-    try:
-        return subprocess.run(line, env=os.environ).returncode
-    except FileNotFoundError as error:
-        raise ConfigError("there is no sbatch on this machine: submit from a login node, or use --dry-run") from error
+    return send(command([config, *overrides], nodes, gpus_per_node, site, options), dry_run)

@@ -1,6 +1,6 @@
 """A sweep's conditions, and what they differ by from one of them: means over seeds, and differences paired by seed."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -8,11 +8,21 @@ import numpy as np
 from titan_disp.errors import ConfigError
 from titan_disp.evaluate.compare import Difference, holm, paired_difference, standard_error
 from titan_disp.sweeps.definition import Point, Sweep, points
-from titan_disp.sweeps.final import DEFAULTS, check_metric, final
+from titan_disp.sweeps.final import DEFAULTS, FALLBACK, check_metric, final
 from titan_disp.sweeps.folder import state
 from titan_disp.sweeps.sign_flip import sign_flip_p
 
-Seeds = tuple[tuple[str, object], ...]
+Seeds = tuple[tuple[str, object], ...]  # key and value
+
+
+@dataclass(frozen=True)
+class Member:
+    """A point of a condition. ``value``: its metric; None where it has none, and ``missing`` says why."""
+
+    name: str
+    seeds: Seeds
+    value: float | None
+    missing: str = ""
 
 
 @dataclass(frozen=True)
@@ -20,19 +30,19 @@ class Condition:
     """Points that differ in their seeds only.
 
     Attributes:
-        points: how many there are.
-        values: the metric of those that are finished, by seeds.
-        missing: why the others have none, by name of the point.
         pairs: the seeds that the condition shares with the one that it is compared with.
         difference: to that one, over these pairs; its p value is the sign-flip test's. None without a pair, and of that one itself.
     """
 
     name: str
-    points: int
-    values: Mapping[Seeds, float]
-    missing: Mapping[str, str]
+    members: tuple[Member, ...]
     pairs: tuple[Seeds, ...] = ()
     difference: Difference | None = None
+
+    @property
+    def values(self) -> dict[Seeds, float]:
+        """The metric by seeds, of the points that have it."""
+        return {member.seeds: member.value for member in self.members if member.value is not None}
 
     @property
     def mean(self) -> float | None:
@@ -46,11 +56,17 @@ class Condition:
 
 @dataclass(frozen=True)
 class Comparison:
-    """A sweep's conditions in the order of its file. ``against``: the name of the one that the others are compared with, or None."""
+    """A sweep's conditions in the order of its file.
+
+    Attributes:
+        against: the name of the one that the others are compared with; None: they are not compared.
+        held_out_is_missing: nobody asked for this metric, but no run has measured held-out text.
+    """
 
     metric: str
     against: str | None
     conditions: list[Condition]
+    held_out_is_missing: bool = False
 
 
 def compare(sweep: Sweep, metric: str | None = None, against: str | None = None) -> Comparison:
@@ -65,8 +81,8 @@ def compare(sweep: Sweep, metric: str | None = None, against: str | None = None)
     """
     found = points(sweep)
     states = {point.name: state(point.folder) for point in found}
-    finished = [point for point in found if states[point.name][0] == "finished"]
-    metric = metric or sweep.metric or _default_metric(finished)
+    asked = metric or sweep.metric
+    metric = asked or _default_metric([p for p in found if states[p.name][0] == "finished"])
     check_metric(metric)
     against = against or sweep.against
     by_condition: dict[str, list[Point]] = {}
@@ -74,24 +90,23 @@ def compare(sweep: Sweep, metric: str | None = None, against: str | None = None)
         by_condition.setdefault(point.condition, []).append(point)
     if against is not None and against not in by_condition:
         raise ConfigError(f"sweep.against or --against is {against!r}, expected one of {', '.join(by_condition)}")
-    conditions = [_condition(name, members, states, metric) for name, members in by_condition.items()]
-    return Comparison(metric, against, differences(conditions, against))
+    conditions = [
+        Condition(name, tuple(_member(point, *states[point.name], metric) for point in members))
+        for name, members in by_condition.items()
+    ]
+    return Comparison(metric, against, differences(conditions, against), not asked and metric == FALLBACK)
 
 
 def _default_metric(finished: Sequence[Point]) -> str:
-    return next((name for name in DEFAULTS if any(final(p.folder, name) is not None for p in finished)), DEFAULTS[-1])
+    return next((name for name in DEFAULTS if any(final(p.folder, name) is not None for p in finished)), FALLBACK)
 
 
-def _condition(name: str, members: Sequence[Point], states: Mapping[str, tuple[str, str]], metric: str) -> Condition:
-    values, missing = {}, {}
-    for point in members:
-        word, detail = states[point.name]
-        value = final(point.folder, metric) if word == "finished" else None
-        if value is not None:
-            values[tuple(sorted(point.seeds.items()))] = value
-        else:
-            missing[point.name] = f"finished without a finite {metric}" if word == "finished" else f"{word}: {detail}"
-    return Condition(name, len(members), values, missing)
+def _member(point: Point, word: str, detail: str, metric: str) -> Member:
+    seeds = tuple(sorted(point.seeds.items()))
+    if word != "finished":
+        return Member(point.name, seeds, None, f"{word}: {detail}")
+    value = final(point.folder, metric)
+    return Member(point.name, seeds, value, "" if value is not None else f"finished without a finite {metric} at its end")
 
 
 def differences(conditions: Sequence[Condition], against: str | None) -> list[Condition]:
@@ -99,15 +114,11 @@ def differences(conditions: Sequence[Condition], against: str | None) -> list[Co
     baseline = next((condition for condition in conditions if condition.name == against), None)
     if baseline is None:
         return list(conditions)
-    compared = [condition if condition is baseline else _paired(condition, baseline) for condition in conditions]
-    with_one = [condition for condition in compared if condition.difference is not None]
-    adjusted = holm([condition.difference.p_value for condition in with_one if condition.difference is not None])
-    by_name = dict(zip([condition.name for condition in with_one], adjusted, strict=True))
+    paired = [one if one is baseline else _paired(one, baseline) for one in conditions]
+    adjusted = iter(holm([one.difference.p_value for one in paired if one.difference is not None]))
     return [
-        condition
-        if condition.difference is None
-        else replace(condition, difference=replace(condition.difference, holm=by_name[condition.name]))
-        for condition in compared
+        one if one.difference is None else replace(one, difference=replace(one.difference, holm=next(adjusted)))
+        for one in paired
     ]
 
 

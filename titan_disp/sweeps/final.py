@@ -1,22 +1,23 @@
 """One number of a run that is finished, by name."""
 
-import math
-from collections.abc import Callable, Mapping
-from pathlib import Path
-
 import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
 
 from titan_disp.condensation.record import Condensation
 from titan_disp.errors import ConfigError
-from titan_disp.run.folder import by_step, read_condensation, read_rows
+from titan_disp.run.folder import read_condensation, read_metrics
 from titan_disp.run.validation_loss import read_validation
 
 TRAINING = ("loss", "ce", "dispersion", "grad_norm")  # of the last logged step
 OVER_DEPTH = ("spearman", "kendall")
 BY_PART = ("mean_cosine", "std_cosine", "mean_angle", "effective_rank")
-DEFAULTS = ("validation", "cross_entropy", "ce")  # the first of them that a finished run has
+FALLBACK = "ce"
+DEFAULTS = ("validation", "cross_entropy", FALLBACK)  # the first of them that a finished run has
 LABELS = {
-    "validation": "validation loss",
+    "validation": "held-out cross-entropy (validation)",
     "cross_entropy": "held-out cross-entropy",
     "ce": "training cross-entropy of the last logged step",
     "loss": "training loss of the last logged step",
@@ -48,13 +49,14 @@ def final(run: Path, name: str) -> float | None:
     text after its last step (``[condensation]``).
     """
     check_metric(name)
-    if name == "validation":
-        value = _last(read_validation(run, json.loads((run / "config.json").read_text())))
-    elif name in TRAINING:
-        rows = by_step(read_rows(run))
-        value = rows[max(rows)].get(name) if rows else None
+    rows = read_metrics(run)
+    last = max(rows, default=0)
+    if name in TRAINING:
+        value = rows[last].get(name) if rows else None
+    elif name == "validation":
+        value = _at_the_end(read_validation(run, json.loads((run / "config.json").read_text())), last)
     else:
-        value = _measured(run, name)
+        value = _measured(run, name, last)
     return value if value is not None and math.isfinite(value) else None
 
 
@@ -63,18 +65,17 @@ def _parts(name: str) -> tuple[str, str]:
     return kind, part or "blocks"
 
 
-def _measured(run: Path, name: str) -> float | None:
-    found = read_condensation(run)
-    rows = by_step(read_rows(run))
-    if not found or (rows and max(found) < max(rows)):  # it was measured last before the end
+def _measured(run: Path, name: str, last: int) -> float | None:
+    by_step = read_condensation(run)
+    found = _at_the_end(by_step, last)
+    if found is None:
         return None
-    last = max(found)
     if name == "cross_entropy":
-        return found[last].get("cross_entropy")
+        return found.get("cross_entropy")
     if name in OVER_DEPTH:
-        return (found[last].get("after_norm") or {}).get(name)
+        return (found.get("after_norm") or {}).get(name)
     kind, part = _parts(name)
-    file = run / "condensation" / f"step-{last}.npz"
+    file = run / "condensation" / f"step-{max(by_step)}.npz"
     if not file.is_file():
         return None
     parts = Condensation.load(file).by_part()[kind]
@@ -83,5 +84,7 @@ def _measured(run: Path, name: str) -> float | None:
     return parts[part]
 
 
-def _last(by_step: Mapping[int, float]) -> float | None:
-    return by_step[max(by_step)] if by_step else None
+def _at_the_end(by_step: Mapping[int, Any], last: int) -> Any:
+    """The newest, unless the run was logged after it: it is then not the end's."""
+    newest = max(by_step, default=-1)
+    return by_step[newest] if newest >= last else None

@@ -8,12 +8,11 @@ from typing import Any
 
 from titan_disp.evaluate.table import aligned
 from titan_disp.files import whole
+from titan_disp.report.numbers import NOTHING
 from titan_disp.sweeps.chart import draw
 from titan_disp.sweeps.comparison import Comparison, Condition, compare
 from titan_disp.sweeps.definition import Sweep
 from titan_disp.sweeps.final import label
-
-NOTHING = "–"
 
 
 def write_table(sweep: Sweep, out: Path | None = None, metric: str | None = None, against: str | None = None) -> str:
@@ -36,7 +35,7 @@ def write_table(sweep: Sweep, out: Path | None = None, metric: str | None = None
 
 
 def to_markdown(comparison: Comparison) -> str:
-    """A row a condition; below it what the numbers are, and every point that is missing."""
+    """A row for each condition; below it what the numbers are, and every point that is missing."""
     header = ["point", "seeds", label(comparison.metric)]
     if comparison.against is not None:
         header += [f"difference to {comparison.against}", "pairs", "95 % interval", "p", "Holm"]
@@ -46,19 +45,19 @@ def to_markdown(comparison: Comparison) -> str:
 
 
 def _row(condition: Condition, against: str | None) -> list[str]:
-    seeds = f"{len(condition.values)} of {condition.points}"
-    cells = [condition.name, seeds, _pm(condition.mean, condition.standard_error)]
+    seeds = f"{len(condition.values)} of {len(condition.members)}"
+    cells = [condition.name, seeds, _with_error(condition.mean, condition.standard_error)]
     if against is None:
         return cells
     found = condition.difference
     if found is None:
         return [*cells, *[NOTHING] * 5]
     interval = NOTHING if found.low is None or found.high is None else f"{found.low:+.4f} … {found.high:+.4f}"
-    difference = _pm(found.mean, found.standard_error, "+")
+    difference = _with_error(found.mean, found.standard_error, "+")
     return [*cells, difference, str(len(condition.pairs)), interval, _p(found.p_value), _p(found.holm)]
 
 
-def _pm(mean: float | None, error: float | None, sign: str = "") -> str:
+def _with_error(mean: float | None, error: float | None, sign: str = "") -> str:
     if mean is None:
         return NOTHING
     return f"{mean:{sign}.4f}" + ("" if error is None else f" ± {error:.4f}")
@@ -69,29 +68,31 @@ def _p(value: float | None) -> str:
 
 
 def _notes(comparison: Comparison) -> list[str]:
-    what = "after the last step" if comparison.metric != "ce" else "as no run has measured held-out text"
-    notes = [f"The {label(comparison.metric)}, {what}: mean ± standard error over the seeds that finished."]
+    notes = [f"Mean ± standard error over seeds of the {label(comparison.metric)}."]
+    if comparison.held_out_is_missing:
+        notes[0] += " (No finished run has measured held-out text.)"
     if comparison.against is not None:
         notes[0] += (
             f"\nDifferences to {comparison.against} are paired by seed: mean ± standard error, and the 95 % interval by Student's "
             "t.\np: two-sided, of the exact sign-flip test, whose smallest value is 2/2ⁿ for n pairs. Holm: p adjusted for the "
             "number of differences."
         )
-    missing = {name: why for condition in comparison.conditions for name, why in condition.missing.items()}
+    members = [member for condition in comparison.conditions for member in condition.members]
+    missing = [f"- {member.name}: {member.missing}" for member in members if member.missing]
     if missing:
-        total = sum(condition.points for condition in comparison.conditions)
-        listed = "\n".join(f"- {name}: {why}" for name, why in missing.items())
-        notes.append(f"**{len(missing)} of {total} points are missing**, so that means and differences are over the others:\n\n{listed}")
+        count = f"**{len(missing)} of {len(members)} points are missing**"
+        notes.append(f"{count}, so that means and differences are over the others:\n\n" + "\n".join(missing))
     return notes
 
 
 def to_csv(comparison: Comparison) -> str:
-    """A row a condition; empty where undefined."""
+    """A row for each condition; empty where undefined."""
     header = ["point", "points", "finished", "mean", "standard_error"]
     header += ["against", "pairs", "difference", "difference_standard_error", "low", "high", "p", "holm"]
 
     def row(condition: Condition) -> list[Any]:
-        cells = [condition.name, condition.points, len(condition.values), condition.mean, condition.standard_error]
+        counts = [len(condition.members), len(condition.values)]
+        cells = [condition.name, *counts, condition.mean, condition.standard_error]
         found = condition.difference
         if found is None:
             return [*cells, *[None] * 8]
@@ -102,14 +103,20 @@ def to_csv(comparison: Comparison) -> str:
 
 
 def values_csv(comparison: Comparison) -> str:
-    """A row a run: the numbers that the table is made of, and why some are missing."""
-    rows: list[list[Any]] = []
-    for condition in comparison.conditions:
-        for seeds, value in condition.values.items():
-            named = ", ".join(f"{key}={seed}" for key, seed in seeds)
-            rows.append([condition.name, named, comparison.metric, value, ""])
-        rows += [[condition.name, name, comparison.metric, None, why] for name, why in condition.missing.items()]
-    return _csv(["point", "run", "metric", "value", "missing"], rows)
+    """A row for each run: the numbers that the table is made of, and why some are missing."""
+    rows = [
+        [
+            member.name,
+            condition.name,
+            " ".join(f"{key}={value}" for key, value in member.seeds),
+            comparison.metric,
+            member.value,
+            member.missing,
+        ]
+        for condition in comparison.conditions
+        for member in condition.members
+    ]
+    return _csv(["run", "point", "seeds", "metric", "value", "missing"], rows)
 
 
 def _csv(header: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
