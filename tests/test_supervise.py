@@ -76,7 +76,7 @@ esac"""
         file = self.commands / f"{name}.calls"
         return file.read_text().splitlines() if file.exists() else []
 
-    def supervisor(self, *overrides, restart=0, **environment):
+    def supervisor(self, *overrides, restart=0, of_array=False, **environment):
         (self.commands / "scontrol.job").write_text("   ".join(f"{k}={v}\n" for k, v in self.job.items()))
         environment = {
             "PATH": f"{self.commands}:{os.environ['PATH']}",
@@ -88,7 +88,7 @@ esac"""
             **environment,
         }
         argv = ["config.toml", "--job.dump_folder", str(self.run), *overrides]
-        supervisor = supervise.Supervisor(argv, str(self.signals), environment)
+        supervisor = supervise.Supervisor(argv, str(self.signals), environment, of_array)
         supervisor.pause, supervisor.requeue_pauses = 0.02, (0, 0, 0)
         supervisor.kill_wait = supervisor.last_wait = 0.5
         supervisor.grace = 0.0
@@ -1463,3 +1463,44 @@ def test_the_script_forwards_signals_and_the_status(cluster, tmp_path):
     assert "asked to stop (USR1) but not saved in time" in text
     assert (cluster.run / "stop").read_text() == "7.0\n"
     assert (cluster.folder / "site").read_text() == "1 ALL\n"
+
+
+class TestArray:
+    """A task of sweep.sbatch. The first task has the array's own number, which to SLURM's commands means all tasks."""
+
+    TASK = {"SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "2"}
+
+    def test_only_this_task_is_asked_about_requeued_and_ended(self, cluster):
+        cluster.write("scontrol", 'case "$1" in show) cat "$0.job";; esac')
+        cluster.write("squeue", "echo 7_2.0; echo 7_2.batch")
+        (cluster.run / "bad_nodes.json").write_text(json.dumps({"n2": [time.time(), time.time()]}))
+        supervisor = cluster.supervisor(of_array=True, **self.TASK)
+        assert supervisor.requeue() == 1
+        assert set(cluster.calls("scontrol")) == {
+            *("show job 7_2", "requeue 7_2", "update JobId=7_2 ExcNodeList=n2"),
+        }
+        process = subprocess.Popen(["sleep", "60"])
+        try:
+            cluster.write("scancel", f"kill {process.pid}")
+            supervisor.end_step(process)
+        finally:
+            process.kill()
+        assert cluster.calls("squeue") == ["--noheader --steps --job=7_2 --format=%i"]
+        assert cluster.calls("scancel") == ["--signal=KILL 7_2.0"]
+
+    def test_a_job_that_a_task_has_submitted_is_no_task(self, cluster):
+        """It inherits the variables."""
+        cluster.write("scontrol", 'case "$1" in show) cat "$0.job";; esac')
+        assert cluster.supervisor(**self.TASK).requeue() == 1
+        assert set(cluster.calls("scontrol")) == {"show job 7", "requeue 7"}
+
+    def test_its_point(self, cluster):
+        """CONFIG and overrides come from the sweep's list; without a point there, one line says so."""
+        file = cluster.folder / "points.json"
+        points = [{"name": name, "argv": ["c.toml", "--job.dump_folder", name]} for name in ("a", "b", "c")]
+        file.write_text(json.dumps({"points": points}))
+        assert supervise.task_of_array(str(file), self.TASK) == ["c.toml", "--job.dump_folder", "c"]
+        for text in ('{"points": []}', "{}", ""):
+            file.write_text(text)
+            with pytest.raises(supervise.Failure, match="task '2' of the array has no point in .*points.json"):
+                supervise.task_of_array(str(file), self.TASK)

@@ -1,0 +1,72 @@
+"""A sweep as an array of jobs on a real local SLURM."""
+
+import os
+import sys
+
+import pytest
+
+from tests.cluster_of_one import ROOT
+from tests.slurm.local import LocalSlurm
+from tests.test_sweeps import GRID, NAMES, nano, write
+from titan_disp.cli import main
+from titan_disp.run.folder import read_events, read_json_lines
+from titan_disp.sweeps.folder import state
+
+pytestmark = [pytest.mark.slurm, pytest.mark.timeout(900)]
+
+
+@pytest.fixture
+def slurm(tmp_path_factory):
+    with LocalSlurm(tmp_path_factory.mktemp("slurm")) as cluster:
+        yield cluster
+
+
+def test_a_killed_rank_a_cancelled_task_and_a_second_call(slurm, sample, tmp_path, monkeypatch, capfd):
+    """Four points, two at a time. A rank of one dies, and that task alone is requeued; another is cancelled. The second call
+    submits that one only, and no finished point is trained again."""
+    file = write(tmp_path / "sweep.toml", GRID, overrides=(*nano(sample), "--checkpoint.interval=1"))
+    for name, value in {
+        **slurm.environment,
+        "TITAN_DISP_PYTHON": sys.executable,
+        "TITAN_DISP_MODULE": "tests.faulty_train",
+        "TITAN_DISP_CHECK_NODES": "0",
+        "TITAN_DISP_LOCAL": str(tmp_path),
+        "FAULTS": "kill:3@0",
+        "FAULTS_ONCE": str(tmp_path / "once"),
+    }.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.chdir(ROOT)
+
+    def submit():
+        """The array's number, and the tasks that were asked for."""
+        sbatch = ("--sbatch", "time=15", f"output={tmp_path}/%A_%a.out")
+        words = ("sweep", str(file), "--submit", "--jobs", "2", "--gpus-per-node", "0", "--site", "local_cpu", *sbatch)
+        monkeypatch.setattr("sys.argv", ["titan-disp", *words])
+        with pytest.raises(SystemExit) as exit:
+            main()
+        assert exit.value.code == 0
+        told = capfd.readouterr().out
+        (line,) = (line for line in told.splitlines() if line.startswith("sbatch "))
+        return told.split()[-1], next(word for word in line.split() if word.startswith("--array"))
+
+    array, tasks = submit()
+    assert tasks == "--array=0-3%2"
+    slurm.wait(f"{array}_3", "RUNNING", timeout=300)  # two of the others have ended
+    slurm.cancel(f"{array}_3")
+    slurm.wait(f"{array}_3", "CANCELLED", timeout=60)
+    fields = [slurm.wait(f"{array}_{task}", "COMPLETED", timeout=300) for task in range(3)]
+    assert sorted(int(one["Restarts"]) for one in fields) == [0, 0, 1]
+    runs = tmp_path / "runs"
+    assert [state(runs / name)[0] for name in NAMES[:3]] == ["finished"] * 3
+    assert state(runs / NAMES[3])[0] in ("not started", "unfinished")
+    (killed,) = (name for name, one in zip(NAMES, fields, strict=False) if one["Restarts"] == "1")
+    assert [e["step"] for e in read_events(runs / killed) if e["event"] == "resume"] == [2]
+    states = [r["state"] for r in read_json_lines(runs / killed / "supervisor.jsonl")]
+    assert states.count("requeue") == 1
+
+    before = {name: os.path.getmtime(runs / name / "events.jsonl") for name in NAMES[:3]}
+    array, tasks = submit()
+    assert tasks == "--array=3%2"
+    slurm.wait(f"{array}_3", "COMPLETED", timeout=300)
+    assert [state(runs / name)[0] for name in NAMES] == ["finished"] * 4
+    assert {name: os.path.getmtime(runs / name / "events.jsonl") for name in NAMES[:3]} == before

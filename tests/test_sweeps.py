@@ -1,0 +1,496 @@
+"""Sweeps: the file, the points that it stands for, and training them here. What a run does is a stub's, but for the last test."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+from tests.cluster_of_one import DEMO, ROOT, children, environment, train
+from titan_disp.errors import ConfigError
+from titan_disp.run.folder import lock_folder, read_events, read_metrics
+from titan_disp.sweeps import local
+from titan_disp.sweeps.definition import points, read_sweep
+from titan_disp.sweeps.folder import prepare, state
+from titan_disp.sweeps.local import first_error, run, summary, time_left
+from titan_disp.sweeps.submit import ranges, submit
+
+
+def write(path, text, config=DEMO, overrides=()):
+    """A sweep's file with the run folders beside it."""
+    head = f"[sweep]\nconfig = {json.dumps(str(config))}\nfolder = {json.dumps(str(path.parent / 'runs'))}\n"
+    path.write_text(f"{head}overrides = {json.dumps(list(overrides))}\n{text}")
+    return path
+
+
+@pytest.fixture
+def sweep(tmp_path):
+    def sweep(text, *overrides, **options):
+        return read_sweep(write(tmp_path / "sweep.toml", text, overrides=overrides, **options))
+
+    return sweep
+
+
+class TestPoints:
+    def test_a_grid(self, sweep):
+        """Every combination; seeds are not part of the condition; both keys of a line take the same value."""
+        grid = '[grid]\n"dispersion.coeff" = [0.0, 0.1]\n"debug.seed, stream.seed" = [1, 2]\n'
+        found = points(sweep(grid, "--training.steps=4"))
+        assert [(point.name, point.condition) for point in found] == [
+            ("coeff-0.0_seed-1", "coeff-0.0"),
+            ("coeff-0.0_seed-2", "coeff-0.0"),
+            ("coeff-0.1_seed-1", "coeff-0.1"),
+            ("coeff-0.1_seed-2", "coeff-0.1"),
+        ]
+        assert found[2].argv() == [
+            *(str(DEMO), "--training.steps=4", "--dispersion.coeff=0.1", "--debug.seed=1", "--stream.seed=1"),
+            *("--job.dump_folder", str(found[2].folder)),
+        ]
+        assert found[2].folder.name == "coeff-0.1_seed-1"
+        assert found[1].seeds == {"debug.seed": 2, "stream.seed": 2}
+
+    def test_a_list_and_a_grid(self, sweep):
+        """Each listed point with its own grid, and all of them with the common one."""
+        text = """
+[[points]]
+name = "off"
+overrides = ["--dispersion.no-enabled"]
+[[points]]
+name = "on"
+[points.grid]
+"dispersion.tau" = [0.5, 1]
+[grid]
+"debug.seed" = [7, 8]
+"""
+        found = points(sweep(text))
+        assert [point.name for point in found] == [
+            *("off_seed-7", "off_seed-8", "on_tau-0.5_seed-7", "on_tau-0.5_seed-8", "on_tau-1_seed-7", "on_tau-1_seed-8")
+        ]
+        assert list(dict.fromkeys(point.condition for point in found)) == ["off", "on_tau-0.5", "on_tau-1"]
+        assert found[0].overrides == ("--dispersion.no-enabled", "--debug.seed=7")
+
+    def test_seeds_alone_are_one_condition(self, sweep):
+        found = points(sweep('[grid]\n"debug.seed" = [1, 2]'))
+        assert {point.condition for point in found} == {"demo_cpu"}
+
+    def test_names_are_safe_and_unique(self, sweep):
+        """Booleans and lists as the command line takes them; a hash where two values would have one name."""
+        text = """[grid]
+"dispersion.enabled" = [true, false]
+"dispersion.layers" = ["all", [0, 2]]
+"training.dataset_path" = ["/a b/c", "/a/b/c"]
+"debug.seed" = [-1]
+"stream.seed" = [3]
+"""
+        found = points(sweep(text))
+        assert len({point.name for point in found}) == len(found) == 8
+        for point in found:
+            assert not set(point.name) - set("abcdefghijklmnopqrstuvwxyz0123456789._+-"), point.name
+            assert (point.folder.parent / point.name).resolve() == point.folder.resolve()
+        first, last = found[0], found[-1]
+        assert first.name.startswith("enabled-true_layers-all_dataset_path-a-b-c-")
+        assert first.name.endswith("_debug.seed--1_stream.seed-3")
+        assert last.name.startswith("enabled-false_layers-0+2_dataset_path-")
+        assert first.overrides[:2] == ("--dispersion.enabled", "--dispersion.layers=all")
+        assert last.overrides[:4] == ("--dispersion.no-enabled", "--dispersion.layers", "0", "2")
+
+    @pytest.mark.parametrize(
+        ("text", "told"),
+        [
+            ("", "nothing varies"),
+            ("[grids]", "unknown key in of '.*': grids \\(did you mean grid"),
+            ("[grid]\ndispersion.coeff = [1]", 'write keys with a dot in quotes: "dispersion.coeff"'),
+            ('[grid]\n"dispersion.coeff" = 1', "expected a list of values"),
+            ('[grid]\n"dispersion.coeff" = []', "expected a list of values"),
+            ('[grid]\n"dispersion.coeff" = [{a = 1}]', "expected a string, a number"),
+            ('[grid]\nseed = [1]', "'seed' cannot vary"),
+            ('[grid]\n"job.dump_folder" = ["a"]', "'job.dump_folder' cannot vary"),
+            ('[grid]\n"debug.seed" = [1]\n"stream.seed, debug.seed" = [2]', "varies debug.seed twice"),
+            ('[grid]\n"debug.seed" = [1, 1]', "2 points of the sweep have the name 'seed-1-.*'"),
+            ('[[points]]\nname = "../a"', "the name of one of \\[\\[points\\]\\] is '../a'"),
+            ('[[points]]\nname = "a"\n[[points]]\nname = "a"', "2 points of the sweep have the name 'a'"),
+            ('[[points]]\nname = "a"\noverrides = "--x"', "overrides of the point 'a' is '--x', expected a list"),
+            ('[[points]]\nname = "a"\noverrides = ["--job.dump-folder=x"]', "which the sweep sets itself"),
+            ('[[points]]\nname = "a"\n[points.grid]\n"debug.seed" = [1]\n[grid]\n"debug.seed" = [2]', "name it once"),
+            (f'[[points]]\nname = "{"a" * 201}"', "is too long for a folder"),
+        ],
+    )
+    def test_what_is_wrong_is_said(self, sweep, text, told):
+        with pytest.raises(ConfigError, match=told):
+            points(sweep(text))
+
+    def test_the_sweep_section(self, tmp_path):
+        file = tmp_path / "s.toml"
+        for text, told in (
+            ("[sweep]\nconfig = 'a'", "has no folder"),
+            ("[grid]", "has no \\[sweep\\] section"),
+            ("[sweep]\nconfig = 1\nfolder = 'b'", "sweep.config is 1"),
+            ("[sweep]\nconfig = 'a'\nfolder = 'b'\nseed = 1", "unknown key in \\[sweep\\] of"),
+            ("[sweep", "is not valid TOML"),
+        ):
+            file.write_text(text)
+            with pytest.raises(ConfigError, match=told):
+                read_sweep(file)
+
+
+GRID = '[grid]\n"dispersion.coeff" = [0.0, 0.1]\n"debug.seed" = [1, 2]\n'
+NAMES = ["coeff-0.0_seed-1", "coeff-0.0_seed-2", "coeff-0.1_seed-1", "coeff-0.1_seed-2"]
+
+
+def nano(sample):
+    return (
+        *("--training.steps=4", "--training.seq_len=32", "--lr_scheduler.warmup_steps=1", "--metrics.log_freq=1"),
+        *(f"--training.dataset_path={sample}", f"--model.hf_assets_path={sample}/tokenizer"),
+    )
+
+
+class TestPrepare:
+    def test_every_config_is_checked_before_anything_is_written(self, sweep, sample):
+        """By the real loader and the real checks: an unknown key, a wrong type, a value that cannot work."""
+        text = """
+[[points]]
+name = "fine"
+[[points]]
+name = "unknown"
+overrides = ["--dispersion.coef=1"]
+[[points]]
+name = "type"
+overrides = ["--dispersion.tau=warm"]
+[[points]]
+name = "batch"
+overrides = ["--training.global_batch_size=3"]
+"""
+        made = sweep(text, *nano(sample))
+        with pytest.raises(ConfigError) as raised:
+            prepare(made, 1)
+        first, second, third = str(raised.value).splitlines()
+        assert first.startswith("the point unknown: ")
+        assert "--dispersion.coef" in first
+        assert second.startswith("the point type: ")
+        assert "warm" in second
+        assert third == (
+            "the point batch: training.global_batch_size 3 is not a positive multiple of local_batch_size 4 × 1 data-parallel "
+            "ranks = 4"
+        )
+        assert not made.folder.exists()
+
+    def test_missing_data_is_found_once(self, sweep, tmp_path):
+        with pytest.raises(ConfigError, match="the point coeff-0.0_seed-1: .*tokenizer") as raised:
+            prepare(sweep(GRID, *nano(tmp_path / "nothing")), 1)
+        assert len(str(raised.value).splitlines()) == 4
+
+    def test_points_that_are_new_or_changed(self, sweep, sample, tmp_path):
+        """New points are added, and places in the list stay; a point that would be another is refused, naming the key."""
+        one = prepare(sweep('[grid]\n"debug.seed" = [2]', *nano(sample)), 1)
+        assert [(p.point.name, p.place, p.steps) for p in one] == [("seed-2", 0, 4)]
+        two = prepare(sweep('[grid]\n"debug.seed" = [1, 2]', *nano(sample)), 1)
+        assert [(p.point.name, p.place) for p in two] == [("seed-1", 1), ("seed-2", 0)]
+        listed = json.loads((tmp_path / "runs" / "points.json").read_text())["points"]
+        assert [entry["name"] for entry in listed] == ["seed-2", "seed-1"]
+        assert listed[1]["argv"] == two[0].argv
+        assert two[0].argv[0] == str(tmp_path / "runs" / "seed-1" / "point.toml")
+        assert (tmp_path / "runs" / "seed-1" / "point.toml").read_bytes() == DEMO.read_bytes()
+        # The same config written in another way is the same point.
+        prepare(sweep('[grid]\n"debug.seed" = [1]', *nano(sample), "--dispersion.tau=1.0"), 1)
+        with pytest.raises(ConfigError, match=r"the point seed-1: its config has changed .*: dispersion.tau 1.0 → 2.0\. "):
+            prepare(sweep('[grid]\n"debug.seed" = [1]', *nano(sample), "--dispersion.tau=2.0"), 1)
+
+    def test_an_older_version_knew_fewer_keys(self, sweep, sample, tmp_path):
+        """A key that the record lacks had its default."""
+        made = sweep('[grid]\n"debug.seed" = [1]', *nano(sample))
+        prepare(made, 1)
+        file = tmp_path / "runs" / "seed-1" / "point.json"
+        record = json.loads(file.read_text())
+        del record["resolved"]["dispersion.tau"], record["resolved"]["training.seq_len"]
+        file.write_text(json.dumps(record))
+        with pytest.raises(ConfigError) as raised:
+            prepare(made, 1)
+        assert "training.seq_len 2048 → 32" in str(raised.value)  # TorchTitan's default, which this run never had
+        assert "dispersion.tau" not in str(raised.value)
+
+    def test_a_folder_that_is_something_else(self, sweep, sample, tmp_path):
+        """Another run's; but what a call that was killed while it wrote has left is no obstacle."""
+        made = sweep('[grid]\n"debug.seed" = [1]', *nano(sample))
+        run = tmp_path / "runs" / "seed-1"
+        run.mkdir(parents=True)
+        (run / "point.toml").touch()
+        (run / ".point.json.partial").touch()
+        (run / "metrics.jsonl").touch()
+        with pytest.raises(ConfigError, match="is there already and is no point of this sweep"):
+            prepare(made, 1)
+        (run / "metrics.jsonl").unlink()
+        prepare(made, 1)
+        assert (run / "point.toml").read_bytes() == DEMO.read_bytes()
+
+
+class TestState:
+    def test_finished(self, tmp_path):
+        """By what the run itself has written last: also after a stop at budget.stop_at_tokens, and when it was started again."""
+        for lines, expected in (
+            ([], ("not started", "it has not begun to train")),
+            ([("start", 0, "")], ("unfinished", "begun, step 0 or later")),
+            ([("start", 0, ""), ("stop", 2, "SIGTERM")], ("unfinished", "stop at step 2: SIGTERM")),
+            ([("start", 0, ""), ("complete", 4, "")], ("finished", "step 4")),
+            ([("complete", 4, ""), ("complete", 4, "")], ("finished", "step 4")),
+            ([("start", 0, ""), ("stop", 3, "budget.stop_at_tokens")], ("finished", "step 3")),
+            ([("start", 0, ""), ("complete", 4, ""), ("checkpoint", 4, "")], ("finished", "step 4")),
+            ([("complete", 4, ""), ("start", 0, ""), ("checkpoint", 2, "")], ("unfinished", "begun, step 4 or later")),
+        ):
+            self.events(tmp_path, lines)
+            assert state(tmp_path) == expected
+
+    def test_failed(self, tmp_path):
+        """As the sweep's own record or the supervisor's says; but not once it is finished."""
+        self.events(tmp_path, [("start", 0, "")])
+        (tmp_path / "supervisor.jsonl").write_text('{"state": "train"}\n{"state": "give up", "reason": "three times"}\n')
+        assert state(tmp_path) == ("failed", "three times")
+        (tmp_path / "failed.json").write_text('{"status": 1, "error": "no data"}')
+        assert state(tmp_path) == ("failed", "no data")
+        self.events(tmp_path, [("start", 0, ""), ("complete", 4, "")])
+        assert state(tmp_path) == ("finished", "step 4")
+
+    @staticmethod
+    def events(run, lines):
+        text = [{"time": "2026-01-01T00:00:00+00:00", "event": e, "step": s, "reason": r} for e, s, r in lines]
+        (run / "events.jsonl").write_text("".join(json.dumps(line) + "\n" for line in text))
+
+
+@pytest.fixture
+def prepared(sweep, sample, monkeypatch):
+    """A 2 × 2 sweep whose points the stub trains; what it does with which. Its configs are loaded once for all tests."""
+
+    def prepared(text=GRID, jobs=1, module="tests.stub_train", **what):
+        monkeypatch.setenv("STUB", json.dumps(what))
+        return run(sweep(text, *nano(sample)), jobs, module=module)
+
+    monkeypatch.setattr(local, "REPORT", 0.1)
+    return prepared
+
+
+def outcomes(results):
+    return {result.name: result.outcome for result in results}
+
+
+def starts(tmp_path):
+    """How often each point has begun to train."""
+    runs = tmp_path / "runs"
+    return {p.name: sum(e["event"] == "start" for e in read_events(p)) for p in sorted(runs.iterdir()) if p.is_dir()}
+
+
+class TestRun:
+    def test_failures_are_named_and_a_second_call_goes_on(self, prepared, tmp_path, capsys):
+        """With the first error; what is finished is not trained again."""
+        results = prepared(**{NAMES[1]: "fail", NAMES[2]: "crash", NAMES[3]: "die"})
+        assert outcomes(results) == dict(zip(NAMES, ("finished", "failed", "failed", "failed"), strict=True))
+        told = summary(results)
+        assert told[0] == "1 finished, 3 failed"
+        log = tmp_path / "runs" / NAMES[1] / "sweep.log"
+        assert told[1] == f"  {NAMES[1]}: failed: the data is not there (status 2; {log})"
+        assert "RuntimeError: it broke (status 1; " in told[2]
+        assert "killed by SIGKILL" in told[3]
+        assert [state(tmp_path / "runs" / name)[0] for name in NAMES] == ["finished", "failed", "failed", "failed"]
+        said = capsys.readouterr().out
+        assert "0 are finished, 4 to train, 1 at a time" in said
+        assert "1 finished, 3 failed, 0 training, 0 waiting" in said
+
+        results = prepared(**{NAMES[2]: "fail"})
+        assert outcomes(results) == dict(zip(NAMES, ("finished", "finished", "failed", "finished"), strict=True))
+        assert starts(tmp_path) == {NAMES[0]: 1, NAMES[1]: 1, NAMES[2]: 1, NAMES[3]: 2}
+        assert "the data is not there" in summary(results)[1]  # not the error of the first call
+        assert "1 are finished, 3 to train" in capsys.readouterr().out
+
+        assert set(outcomes(prepared()).values()) == {"finished"}
+        assert starts(tmp_path) == {NAMES[0]: 1, NAMES[1]: 1, NAMES[2]: 2, NAMES[3]: 2}
+        assert set(outcomes(prepared()).values()) == {"finished"}
+        assert starts(tmp_path) == {NAMES[0]: 1, NAMES[1]: 1, NAMES[2]: 2, NAMES[3]: 2}
+
+    def signalled(self, tmp_path, count, number=signal.SIGINT, times=1):
+        """Signal this process once so many points train."""
+
+        def wait():
+            deadline = time.monotonic() + 60
+            while sum((tmp_path / "runs" / name / "heartbeat.json").exists() for name in NAMES) < count:
+                if time.monotonic() > deadline:
+                    break
+                time.sleep(0.02)
+            for _ in range(times):
+                os.kill(os.getpid(), number)
+                time.sleep(1.0)
+
+        threading.Thread(target=wait, daemon=True).start()
+
+    @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+    def test_asked_to_stop(self, prepared, tmp_path, number):
+        """Two at a time: these two save and stop, the others are not begun, and the handlers are given back."""
+        before = signal.getsignal(number)
+        self.signalled(tmp_path, 2, number)
+        results = prepared(jobs=2, **dict.fromkeys(NAMES, "wait"))
+        assert [(one.outcome, one.detail) for one in results] == [
+            *[("stopped", "stop at step 1: SIGTERM")] * 2,
+            *[("stopped", "not begun")] * 2,
+        ]
+        assert starts(tmp_path) == {NAMES[0]: 1, NAMES[1]: 1, NAMES[2]: 0, NAMES[3]: 0}
+        assert signal.getsignal(number) is before
+
+    def test_asked_to_stop_twice(self, prepared, tmp_path):
+        """What does not stop is killed."""
+        self.signalled(tmp_path, 1, times=2)
+        results = prepared(**{NAMES[0]: "stubborn"})
+        assert outcomes(results)[NAMES[0]] == "stopped"
+        assert not children(os.getpid())
+
+    def test_two_calls_do_not_train_one_point_twice(self, prepared, tmp_path, monkeypatch):
+        """What another call, or a job on a cluster, holds is left to it and waited for a while; the others are trained."""
+        monkeypatch.setattr(local, "IN_USE", 0.5)
+        held = []
+        for name, lock in ((NAMES[1], local.LOCK), (NAMES[2], ".lock")):
+            (tmp_path / "runs" / name).mkdir(parents=True)
+            held.append(lock_folder(tmp_path / "runs" / name, lock))
+        results = prepared()
+        assert [result.outcome for result in results] == ["finished", "in use", "in use", "finished"]
+        assert "is in use by another job" in results[1].detail
+        assert starts(tmp_path) == {NAMES[0]: 1, NAMES[1]: 0, NAMES[2]: 0, NAMES[3]: 1}
+        for lock in held:
+            lock.close()
+        assert set(outcomes(prepared()).values()) == {"finished"}
+
+    def test_another_call_has_finished_it_meanwhile(self, prepared, tmp_path):
+        """Looked at again under the lock."""
+        prepared(text='[grid]\n"dispersion.coeff" = [0.0]\n"debug.seed" = [1]')
+        held = lock_folder(tmp_path / "runs" / NAMES[0], local.LOCK)
+        complete = (tmp_path / "runs" / NAMES[0] / "events.jsonl").read_text()
+        (tmp_path / "runs" / NAMES[0] / "events.jsonl").unlink()
+
+        def finish():
+            time.sleep(1)
+            (tmp_path / "runs" / NAMES[0] / "events.jsonl").write_text(complete)
+            held.close()
+
+        threading.Thread(target=finish, daemon=True).start()
+        results = prepared(text='[grid]\n"dispersion.coeff" = [0.0]\n"debug.seed" = [1]')
+        assert outcomes(results) == {NAMES[0]: "finished"}
+        assert starts(tmp_path)[NAMES[0]] == 1
+
+    def test_one_core_each(self, prepared, tmp_path, monkeypatch):
+        monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+        prepared(text='[grid]\n"debug.seed" = [1]', jobs=3)
+        found = json.loads((tmp_path / "runs" / "seed-1" / "environment").read_text())
+        expected = {"OMP_NUM_THREADS": "1", "WORLD_SIZE": "1", "RANK": "0", "MASTER_PORT": "0", "LOCAL_WORLD_SIZE": "3"}
+        assert {name: found[name] for name in expected} == expected
+
+    def test_several_ranks_come_from_torchrun(self, sweep, sample, monkeypatch):
+        made = prepare(sweep('[grid]\n"debug.seed" = [1]', *nano(sample)), 2)
+        runner = local._Runner(made, 1, 2, "titan_disp.train")
+        command = runner._command(made[0])
+        assert command[:5] == ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=0"]
+        assert command[5:8] == ["-m", "titan_disp.train", "--job.config_file"]
+        assert "WORLD_SIZE" not in runner._environment(0).keys() - os.environ.keys()
+
+    def test_gpus_are_dealt_in_turn(self, monkeypatch):
+        monkeypatch.setattr(local.torch.accelerator, "device_count", lambda: 4)
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+        assert [local._devices(slot, 1)["CUDA_VISIBLE_DEVICES"] for slot in range(5)] == ["0", "1", "2", "3", "0"]
+        assert [local._devices(slot, 2)["CUDA_VISIBLE_DEVICES"] for slot in range(3)] == ["0,1", "2,3", "0,1"]
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
+        assert local._devices(1, 2)["CUDA_VISIBLE_DEVICES"] == "6,7"
+
+    def test_time_left(self):
+        """Ten minutes for 200 steps: 100 more take five."""
+        assert time_left(600.0, 200, 100) == 300.0
+        assert time_left(600.0, 0, 100) is None
+
+
+@pytest.mark.parametrize(
+    ("text", "error"),
+    [
+        ("step 1\n[rank0]: Traceback\n[rank0]: torch.OutOfMemoryError: no memory\n", "torch.OutOfMemoryError: no memory"),
+        ("ValueError: first\nDuring handling\nKeyError: 'last'\nwarning\n", "KeyError: 'last'"),
+        ("RuntimeError: x\nx.errors.ChildFailedError:\n", "RuntimeError: x"),
+        ("titan-disp: error: mend it\nSystemExit\n", "mend it"),
+        ("a\nb\n\nc\nd\n", "b / c / d"),
+        ("", "it said nothing"),
+    ],
+)
+def test_first_error(tmp_path, text, error):
+    log = tmp_path / "log"
+    log.write_text("titan-disp: error: of an earlier start\n")
+    begin = log.stat().st_size
+    with open(log, "a") as file:
+        file.write(text)
+    assert first_error(log, begin) == error
+
+
+class TestSubmit:
+    def test_ranges(self):
+        assert ranges([7, 0, 1, 2, 3, 9, 10]) == "0-3,7,9-10"
+
+    def test_the_command(self, sweep, sample, tmp_path, monkeypatch, capsys):
+        """The plan of the first point, and an array of what is not finished; nothing is submitted where nothing is left."""
+        monkeypatch.delenv("TITAN_DISP_PYTHON", raising=False)
+        made = sweep(GRID, *nano(sample))
+
+        def told():
+            assert submit(made, 2, 1, 0, "H100", "local_cpu", ["time=15", "account=abc"], dry_run=True) == 0
+            return capsys.readouterr().out
+
+        line = (
+            "sbatch --nodes=1 --array={}%2 --time=15 --account=abc "
+            f"--export=ALL,TITAN_DISP_SITE=local_cpu,TITAN_DISP_PYTHON={sys.executable} {ROOT}/slurm/sweep.sbatch {made.folder}"
+        )
+        first = told()
+        assert first.splitlines()[0].endswith("0 are finished, 4 to submit")
+        assert "4 of 512 tokens" in first  # the plan: 4 steps of 16 × 32
+        assert first.splitlines()[-1] == line.format("0-3")
+        for name in (NAMES[0], NAMES[2]):
+            TestState.events(made.folder / name, [("complete", 4, "")])
+        assert told().splitlines()[-1] == line.format("1,3")
+        for name in NAMES:
+            TestState.events(made.folder / name, [("complete", 4, "")])
+        assert told() == f"4 points in {made.folder}: 4 are finished, 0 to submit\n"
+
+
+@pytest.mark.night
+def test_killed_in_the_middle(sample, tmp_path):
+    """A real 2 × 2 sweep: kill -9 of it ends the point that trains, which saves; a second call repeats no finished point."""
+    file = write(tmp_path / "sweep.toml", GRID, overrides=(*nano(sample), "--checkpoint.interval=1"))
+    command = [sys.executable, "-m", "titan_disp.cli", "sweep", str(file)]
+    first = subprocess.Popen(command, cwd=ROOT, env=environment(), stdout=subprocess.PIPE, text=True)
+    runs = tmp_path / "runs"
+    deadline = time.monotonic() + 300
+    while not any(e["event"] == "start" for e in read_events(runs / NAMES[1])):
+        assert time.monotonic() < deadline
+        assert first.poll() is None, first.stdout.read()
+        time.sleep(0.02)
+    (trainer,) = children(first.pid)
+    first.kill()
+    first.communicate()
+    while os.path.exists(f"/proc/{trainer}"):  # nobody's child any more: it saves, and ends by itself
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    assert [state(runs / name)[0] for name in NAMES] == ["finished", "unfinished", "not started", "not started"]
+    assert (read_events(runs / NAMES[1])[-1]["event"], read_events(runs / NAMES[1])[-1]["reason"]) == ("stop", "SIGTERM")
+
+    done = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "1 are finished, 3 to train, 1 at a time" in done.stdout
+    assert done.stdout.splitlines()[-1] == "4 finished"
+    begun = {name: [e["event"] for e in read_events(runs / name) if e["event"] in ("start", "resume")] for name in NAMES}
+    assert begun == {NAMES[0]: ["start"], NAMES[1]: ["start", "resume"], NAMES[2]: ["start"], NAMES[3]: ["start"]}
+
+    # A point is what `titan-disp train` makes of the same config, to the last bit, whether it was cut off or not.
+    train(DEMO, sample, tmp_path / "alone", *nano(sample)[:4], "--dispersion.coeff=0.0", "--debug.seed=2")
+    losses = [{step: row["loss"] for step, row in read_metrics(r).items()} for r in (tmp_path / "alone", runs / NAMES[1])]
+    assert losses[0] == losses[1]
+    assert set(losses[0]) == {1, 2, 3, 4}
+
+    table = subprocess.run(
+        [*command[:4], "table", str(file), "--against", "coeff-0.0"], cwd=ROOT, env=environment(), capture_output=True, text=True
+    )
+    assert table.returncode == 0, table.stderr
+    assert "held-out cross-entropy" in table.stdout
+    assert table.stdout.count("2 of 2") == 2
+    assert "missing" not in table.stdout
