@@ -127,3 +127,32 @@ def test_data_digest(monkeypatch, capsys):
     assert_overridden(job_config)
     assert (steps, phases) == (9, [(0, 2), (3, 1), (5, 4)])
     assert json.loads(capsys.readouterr().out)["hashes"] == ["abc"]
+
+
+def test_sweep(monkeypatch, capsys, tmp_path):
+    """`sweep FILE` is `sweep run FILE`; the exit status says whether all points are finished; --submit hands its options on."""
+    from titan_disp.sweeps import local
+    from titan_disp.sweeps import submit as array
+
+    file = tmp_path / "sweep.toml"
+    file.write_text(f'[sweep]\nconfig = "{DEMO}"\nfolder = "{tmp_path}/runs"\n[grid]\n"debug.seed" = [1, 2]\n')
+    called = []
+
+    def run(sweep, jobs, nproc):
+        called.append((sweep.folder.name, jobs, nproc))
+        return [local.Result("seed-1", "finished", ""), local.Result("seed-2", outcome, "why")]
+
+    monkeypatch.setattr(local, "run", run)
+    for outcome, status in (("failed", 1), ("finished", 0)):
+        for words in (["sweep", file], ["sweep", "run", file]):
+            assert typed(monkeypatch, *words, "--jobs", "3", "--nproc", "2") == status
+    assert called == [("runs", 3, 2)] * 4
+    assert "  seed-2: failed: why" in capsys.readouterr().out
+
+    monkeypatch.setattr(array, "submit", lambda sweep, *given: called.append(given) or 5)
+    own = ("--submit", "--jobs", "3", "--nodes", "2", "--gpus-per-node", "0", "--site", "local_cpu", "--dry-run")
+    assert typed(monkeypatch, "sweep", file, *own, "--sbatch", "time=15", "exclusive") == 5
+    assert called[-1] == (3, 2, 0, "H100", "local_cpu", ("time=15", "exclusive"), True)
+
+    assert typed(monkeypatch, "sweep", "table", file, "--out", tmp_path / "out", "--metric", "ce") == 0
+    assert "| demo_cpu | 0 of 2 |" in capsys.readouterr().out

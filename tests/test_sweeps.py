@@ -11,6 +11,8 @@ import time
 import pytest
 
 from tests.cluster_of_one import DEMO, ROOT, children, environment, train
+from titan_disp.checks import check_config
+from titan_disp.config import load_config
 from titan_disp.errors import ConfigError
 from titan_disp.run.folder import lock_folder, read_events, read_metrics
 from titan_disp.sweeps import local
@@ -451,6 +453,17 @@ class TestSubmit:
         for name in NAMES:
             TestState.events(made.folder / name, [("complete", 4, "")])
         assert told() == f"4 points in {made.folder}: 4 are finished, 0 to submit\n"
+
+
+@pytest.mark.parametrize("file", sorted((ROOT / "train_configs" / "sweeps").glob("*.toml")), ids=lambda file: file.stem)
+def test_the_sweeps_that_come_with_it(file, monkeypatch):
+    """Each condition's config can start, and the one that the others are compared with is there."""
+    monkeypatch.chdir(ROOT)  # paths are relative to it
+    sweep = read_sweep(file)
+    conditions = {point.condition: point for point in reversed(points(sweep))}
+    assert sweep.against in conditions
+    for point in conditions.values():
+        check_config(load_config(["--job.config_file", *point.argv()]), 1)
 
 
 @pytest.mark.night
