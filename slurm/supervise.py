@@ -2,7 +2,7 @@
 """What a SLURM job of pretrain.sbatch does, from its first second to its last. Standard library only, Python >= 3.6.
 
     supervise.py --signals FILE CONFIG [overrides]
-    supervise.py --signals FILE --of-array POINTS      # sweep.sbatch: CONFIG and overrides are this task's in a sweep's points.json
+    supervise.py --signals FILE --of-array POINTS      # CONFIG and overrides are this task's in a sweep's points.json
 
 One start of the job passes through the states
 
@@ -310,7 +310,9 @@ def task_of_array(path, environment):
         with open(path, encoding="utf-8") as file:
             return [str(word) for word in json.load(file)["points"][int(number)]["argv"]]
     except (OSError, ValueError, LookupError, TypeError) as error:
-        raise Failure(f"task {number!r} of the array has no point in {path}: {type(error).__name__}: {error}") from error
+        raise Failure(
+            f"task {number!r} of the array has no point in {path}: {type(error).__name__}: {error}"
+        ) from error
 
 
 def kill_group(process):
@@ -471,7 +473,8 @@ class Supervisor:
     def end_step(self, process):
         """End a step whose processes may not answer: they are killed, and srun too if it has not ended then."""
         status, text = self.call("squeue", "--noheader", "--steps", "--job=" + self.address, "--format=%i")
-        steps = re.findall(r"(?m)^\s*(\d+(?:_\d+)?\.\d+)\s*$", text) if status == 0 else []  # not .batch, which is this process
+        found = re.findall(r"(?m)^\s*(\d+(?:_\d+)?\.\d+)\s*$", text)  # not .batch, which is this process
+        steps = found if status == 0 else []
         for name in steps:
             self.call("scancel", "--signal=KILL", name)
         if not steps:

@@ -136,14 +136,14 @@ def test_sweep(monkeypatch, capsys, tmp_path):
 
     file = tmp_path / "sweep.toml"
     file.write_text(f'[sweep]\nconfig = "{DEMO}"\nfolder = "{tmp_path}/runs"\n[grid]\n"debug.seed" = [1, 2]\n')
-    called = []
+    called, second = [], ["failed"] * 2 + ["finished"] * 2
 
     def run(sweep, jobs, nproc):
         called.append((sweep.folder.name, jobs, nproc))
-        return [local.Result("seed-1", "finished", ""), local.Result("seed-2", outcome, "why")]
+        return [local.Result("seed-1", "finished", ""), local.Result("seed-2", second.pop(0), "why")]
 
     monkeypatch.setattr(local, "run", run)
-    for outcome, status in (("failed", 1), ("finished", 0)):
+    for status in (1, 0):
         for words in (["sweep", file], ["sweep", "run", file]):
             assert typed(monkeypatch, *words, "--jobs", "3", "--nproc", "2") == status
     assert called == [("runs", 3, 2)] * 4

@@ -105,7 +105,9 @@ def a_run(folder, ce, held_out=None, steps=4, complete=True, cosines=None):
     """What the table reads of a run."""
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps({"validation": {"enable": False}}))
-    rows = [{"step": s, "time": s, "loss": ce + 10, "ce": ce + (steps - s), "dispersion": -0.5} for s in range(1, steps + 1)]
+    rows = [
+        {"step": s, "time": s, "loss": ce + 10, "ce": ce + (steps - s), "dispersion": -0.5} for s in range(1, steps + 1)
+    ]
     if held_out is not None:
         over_depth = {"spearman": 0.5, "kendall": 0.25}
         for step, value in ((0, 9.0), (steps, held_out)):
@@ -113,7 +115,9 @@ def a_run(folder, ce, held_out=None, steps=4, complete=True, cosines=None):
     if cosines is not None:
         layers = np.array(cosines)
         histogram = np.zeros((len(layers), BINS))
-        Condensation(layers, layers, layers, layers, histogram, 8, 2).save(folder / "condensation" / f"step-{steps}.npz")
+        Condensation(layers, layers, layers, layers, histogram, 8, 2).save(
+            folder / "condensation" / f"step-{steps}.npz"
+        )
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     events = [("start", 0), *([("complete", steps)] if complete else [("stop", 2)])]
     lines = [{"time": "2026-01-01T00:00:00+00:00", "event": e, "step": s, "reason": "SIGTERM"} for e, s in events]
@@ -124,7 +128,9 @@ class TestFinal:
     def test_numbers(self, tmp_path):
         """Of the last row, and of what was measured on held-out text at the end. Blocks are 0.2, 0.4 and 0.6."""
         a_run(tmp_path / "run", 3.0, 3.5, cosines=[0.0, 0.2, 0.4, 0.6])
-        found = {name: final(tmp_path / "run", name) for name in ("ce", "loss", "cross_entropy", "spearman", "validation")}
+        found = {
+            name: final(tmp_path / "run", name) for name in ("ce", "loss", "cross_entropy", "spearman", "validation")
+        }
         assert found == {"ce": 3.0, "loss": 13.0, "cross_entropy": 3.5, "spearman": 0.5, "validation": None}
         assert final(tmp_path / "run", "mean_cosine") == pytest.approx(0.4)
         assert final(tmp_path / "run", "mean_cosine.late_blocks") == pytest.approx(0.6)
@@ -147,7 +153,7 @@ def sweep(tmp_path):
     """off and two λ, two seeds each: one run of the second λ has stopped, one of it has no number."""
     text = f"""[sweep]
 config = "{DEMO}"
-folder = "{tmp_path / 'runs'}"
+folder = "{tmp_path / "runs"}"
 [[points]]
 name = "off"
 [[points]]
@@ -168,8 +174,19 @@ class TestTable:
     def test_all_of_it(self, sweep, tmp_path):
         """Differences −0.1 and −0.2: mean −0.15, s.e. 0.05, t of 1 degree of freedom is 12.7062 at 97.5 %."""
         text = write_table(sweep, against="off")
-        rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line.startswith("|")]
-        assert rows[0] == ["point", "seeds", "held-out cross-entropy", "difference to off", "pairs", "95 % interval", "p", "Holm"]
+        rows = [
+            [cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line.startswith("|")
+        ]
+        assert rows[0] == [
+            "point",
+            "seeds",
+            "held-out cross-entropy",
+            "difference to off",
+            "pairs",
+            "95 % interval",
+            "p",
+            "Holm",
+        ]
         assert rows[2:] == [
             ["off", "2 of 2", "5.1000 ± 0.1000", "–", "–", "–", "–", "–"],
             ["on_coeff-0.1", "2 of 2", "4.9500 ± 0.0500", "-0.1500 ± 0.0500", "2", "-0.7853 … +0.4853", "0.5", "0.5"],
@@ -210,7 +227,9 @@ class TestTable:
             write_table(sweep, metric="x")
 
     def test_before_anything_has_run(self, tmp_path):
-        (tmp_path / "s.toml").write_text(f'[sweep]\nconfig = "{DEMO}"\nfolder = "{tmp_path}/none"\n[grid]\n"debug.seed" = [1]\n')
+        (tmp_path / "s.toml").write_text(
+            f'[sweep]\nconfig = "{DEMO}"\nfolder = "{tmp_path}/none"\n[grid]\n"debug.seed" = [1]\n'
+        )
         text = write_table(read_sweep(tmp_path / "s.toml"))
         assert "| demo_cpu | 0 of 1 |" in text
         assert "seed-1: not started" in text

@@ -70,7 +70,14 @@ name = "on"
 """
         found = points(sweep(text))
         assert [point.name for point in found] == [
-            *("off_seed-7", "off_seed-8", "on_tau-0.5_seed-7", "on_tau-0.5_seed-8", "on_tau-1_seed-7", "on_tau-1_seed-8")
+            *(
+                "off_seed-7",
+                "off_seed-8",
+                "on_tau-0.5_seed-7",
+                "on_tau-0.5_seed-8",
+                "on_tau-1_seed-7",
+                "on_tau-1_seed-8",
+            )
         ]
         assert list(dict.fromkeys(point.condition for point in found)) == ["off", "on_tau-0.5", "on_tau-1"]
         assert found[0].overrides == ("--dispersion.no-enabled", "--debug.seed=7")
@@ -109,7 +116,7 @@ name = "on"
             ('[grid]\n"dispersion.coeff" = 1', "expected a list of values"),
             ('[grid]\n"dispersion.coeff" = []', "expected a list of values"),
             ('[grid]\n"dispersion.coeff" = [{a = 1}]', "expected a string, a number"),
-            ('[grid]\nseed = [1]', "'seed' cannot vary"),
+            ("[grid]\nseed = [1]", "'seed' cannot vary"),
             ('[grid]\n"job.dump_folder" = ["a"]', "'job.dump_folder' cannot vary"),
             ('[grid]\n"debug.seed" = [1]\n"stream.seed, debug.seed" = [2]', "varies debug.seed twice"),
             ('[grid]\n"debug.seed" = [1, 1]', "2 points of the sweep have the name 'seed-1-.*'"),
@@ -198,7 +205,9 @@ overrides = ["--training.global_batch_size=3"]
         assert (tmp_path / "runs" / "seed-1" / "point.toml").read_bytes() == DEMO.read_bytes()
         # The same config written in another way is the same point.
         prepare(sweep('[grid]\n"debug.seed" = [1]', *nano(sample), "--dispersion.tau=1.0"), 1)
-        with pytest.raises(ConfigError, match=r"the point seed-1: its config has changed .*: dispersion.tau 1.0 → 2.0\. "):
+        with pytest.raises(
+            ConfigError, match=r"the point seed-1: its config has changed .*: dispersion.tau 1.0 → 2.0\. "
+        ):
             prepare(sweep('[grid]\n"debug.seed" = [1]', *nano(sample), "--dispersion.tau=2.0"), 1)
 
     def test_an_older_version_knew_fewer_keys(self, sweep, sample, tmp_path):
@@ -248,7 +257,9 @@ class TestState:
     def test_failed(self, tmp_path):
         """As the sweep's own record or the supervisor's says; but not once it is finished."""
         self.events(tmp_path, [("start", 0, "")])
-        (tmp_path / "supervisor.jsonl").write_text('{"state": "train"}\n{"state": "give up", "reason": "three times"}\n')
+        (tmp_path / "supervisor.jsonl").write_text(
+            '{"state": "train"}\n{"state": "give up", "reason": "three times"}\n'
+        )
         assert state(tmp_path) == ("failed", "three times")
         (tmp_path / "failed.json").write_text('{"status": 1, "error": "no data"}')
         assert state(tmp_path) == ("failed", "no data")
@@ -409,7 +420,10 @@ class TestRun:
 @pytest.mark.parametrize(
     ("text", "error"),
     [
-        ("step 1\n[rank0]: Traceback\n[rank0]: torch.OutOfMemoryError: no memory\n", "torch.OutOfMemoryError: no memory"),
+        (
+            "step 1\n[rank0]: Traceback\n[rank0]: torch.OutOfMemoryError: no memory\n",
+            "torch.OutOfMemoryError: no memory",
+        ),
         ("ValueError: first\nDuring handling\nKeyError: 'last'\nwarning\n", "KeyError: 'last'"),
         ("RuntimeError: x\nx.errors.ChildFailedError:\n", "RuntimeError: x"),
         ("titan-disp: error: mend it\nSystemExit\n", "mend it"),
@@ -485,23 +499,34 @@ def test_killed_in_the_middle(sample, tmp_path):
         assert time.monotonic() < deadline
         time.sleep(0.05)
     assert [state(runs / name)[0] for name in NAMES] == ["finished", "unfinished", "not started", "not started"]
-    assert (read_events(runs / NAMES[1])[-1]["event"], read_events(runs / NAMES[1])[-1]["reason"]) == ("stop", "SIGTERM")
+    assert (read_events(runs / NAMES[1])[-1]["event"], read_events(runs / NAMES[1])[-1]["reason"]) == (
+        "stop",
+        "SIGTERM",
+    )
 
     done = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "1 are finished, 3 to train, 1 at a time" in done.stdout
     assert done.stdout.splitlines()[-1] == "4 finished"
-    begun = {name: [e["event"] for e in read_events(runs / name) if e["event"] in ("start", "resume")] for name in NAMES}
+    begun = {
+        name: [e["event"] for e in read_events(runs / name) if e["event"] in ("start", "resume")] for name in NAMES
+    }
     assert begun == {NAMES[0]: ["start"], NAMES[1]: ["start", "resume"], NAMES[2]: ["start"], NAMES[3]: ["start"]}
 
     # A point is what `titan-disp train` makes of the same config, to the last bit, whether it was cut off or not.
     train(DEMO, sample, tmp_path / "alone", *nano(sample)[:4], "--dispersion.coeff=0.0", "--debug.seed=2")
-    losses = [{step: row["loss"] for step, row in read_metrics(r).items()} for r in (tmp_path / "alone", runs / NAMES[1])]
+    losses = [
+        {step: row["loss"] for step, row in read_metrics(r).items()} for r in (tmp_path / "alone", runs / NAMES[1])
+    ]
     assert losses[0] == losses[1]
     assert set(losses[0]) == {1, 2, 3, 4}
 
     table = subprocess.run(
-        [*command[:4], "table", str(file), "--against", "coeff-0.0"], cwd=ROOT, env=environment(), capture_output=True, text=True
+        [*command[:4], "table", str(file), "--against", "coeff-0.0"],
+        cwd=ROOT,
+        env=environment(),
+        capture_output=True,
+        text=True,
     )
     assert table.returncode == 0, table.stderr
     assert "held-out cross-entropy" in table.stdout

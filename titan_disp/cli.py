@@ -425,7 +425,11 @@ def evaluate(
 
 
 sweep = tyro.extras.SubcommandApp()
-app.command(sweep, name="sweep", help="Many runs from one file: train or submit them (sweep FILE), and compare them (sweep table FILE).")
+app.command(
+    sweep,
+    name="sweep",
+    help="Many runs from one file: train or submit them (sweep FILE), and compare them (sweep table FILE).",
+)
 
 
 @sweep.command(name="run")

@@ -127,7 +127,7 @@ def _read_config(file: Path) -> dict[str, Any]:
 
 
 def lock_folder(path: Path, name: str = ".lock") -> IO[str]:
-    """An open file that holds the folder's lock until it is closed. ``name``: of the lock's file, by default that of a run itself.
+    """An open file that holds the folder's lock until it is closed. ``name``: of the lock's file, by default a run's own.
 
     Raises:
         ConfigError: another job holds it.

@@ -20,7 +20,9 @@ def draw(comparison: Comparison) -> Figure:
         values = list(condition.values.values())
         panels[0].plot(values, [place] * len(values), "o", color=OKABE_ITO[5], markersize=5, alpha=0.8)
         if condition.mean is not None:
-            panels[0].errorbar(condition.mean, place, xerr=condition.standard_error, fmt="|", color="black", markersize=12, capsize=4)
+            panels[0].errorbar(
+                condition.mean, place, xerr=condition.standard_error, fmt="|", color="black", markersize=12, capsize=4
+            )
     panels[0].set_yticks(range(len(conditions)), [plain(fill(condition.name, 40)) for condition in conditions])
     panels[0].set_ylim(len(conditions) - 0.5, -0.5)
     panels[0].set_xlabel(fill(label(comparison.metric), 40) + "\n(a dot per seed; mean ± standard error)")
@@ -31,7 +33,9 @@ def draw(comparison: Comparison) -> Figure:
         found = condition.difference
         if found is None:
             continue
-        low, high = (found.low, found.high) if found.low is not None and found.high is not None else (found.mean, found.mean)
+        low, high = (
+            (found.low, found.high) if found.low is not None and found.high is not None else (found.mean, found.mean)
+        )
         reach = [[found.mean - low], [high - found.mean]]
         panels[1].errorbar(found.mean, place, xerr=reach, fmt="o", color=OKABE_ITO[0], markersize=6, capsize=4)
     panels[1].axvline(0, color="black", linewidth=0.8)

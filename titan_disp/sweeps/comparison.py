@@ -31,7 +31,7 @@ class Condition:
 
     Attributes:
         pairs: the seeds that the condition shares with the one that it is compared with.
-        difference: to that one, over these pairs; its p value is the sign-flip test's. None without a pair, and of that one itself.
+        difference: to that one, over these pairs; its p value is the sign-flip test's. None without a pair, and of that one.
     """
 
     name: str
@@ -106,7 +106,9 @@ def _member(point: Point, word: str, detail: str, metric: str) -> Member:
     if word != "finished":
         return Member(point.name, seeds, None, f"{word}: {detail}")
     value = final(point.folder, metric)
-    return Member(point.name, seeds, value, "" if value is not None else f"finished without a finite {metric} at its end")
+    return Member(
+        point.name, seeds, value, "" if value is not None else f"finished without a finite {metric} at its end"
+    )
 
 
 def differences(conditions: Sequence[Condition], against: str | None) -> list[Condition]:

@@ -10,8 +10,8 @@
     "dispersion.coeff" = [0.0, 0.1]
     "debug.seed, stream.seed" = [1, 2]          # both keys take the same value
 
-Instead of ``[grid]``, or beside it, ``[[points]]`` lists points by ``name`` and ``overrides``, each with a ``grid`` of its own if it
-has one. Each of them is then combined with ``[grid]``.
+Instead of ``[grid]``, or beside it, ``[[points]]`` lists points by ``name`` and ``overrides``, each with a ``grid`` of its own if
+it has one. Each of them is then combined with ``[grid]``.
 """
 
 import difflib
@@ -135,7 +135,9 @@ def read_sweep(path: str | Path) -> Sweep:
     for one in listed:
         both = {key for axis in one.axes for key in axis.keys} & {key for axis in axes for key in axis.keys}
         if both:
-            raise ConfigError(f"{', '.join(sorted(both))} is in the grid of the point {one.name!r} and in [grid]: name it once")
+            raise ConfigError(
+                f"{', '.join(sorted(both))} is in the grid of the point {one.name!r} and in [grid]: name it once"
+            )
     return Sweep(
         config=sweep["config"],
         folder=Path(sweep["folder"]),
@@ -171,16 +173,22 @@ def _axes(grid: Any, where: str) -> tuple[Axis, ...]:
     found: list[Axis] = []
     for text, values in grid.items():
         if isinstance(values, dict):
-            raise ConfigError(f'{where}: {text} is a table; write keys with a dot in quotes: "{text}.{next(iter(values), "key")}" = […]')
+            raise ConfigError(
+                f'{where}: {text} is a table; write keys with a dot in quotes: "{text}.{next(iter(values), "key")}" = […]'
+            )
         keys = tuple(key.strip() for key in text.split(","))
         if not isinstance(values, list) or not values:
             raise ConfigError(f"{where}: {text} is {values!r}, expected a list of values")
         for key in keys:
             if not re.fullmatch(r"\w+(\.\w+)+", key) or key in OURS:
-                raise ConfigError(f'{where}: {key!r} cannot vary; expected a key of the config, such as "dispersion.coeff"')
+                raise ConfigError(
+                    f'{where}: {key!r} cannot vary; expected a key of the config, such as "dispersion.coeff"'
+                )
         for value in values:
             if not _is_value(value):
-                raise ConfigError(f"{where}: {text} has {value!r}, expected a string, a number, true, false, or a list of these")
+                raise ConfigError(
+                    f"{where}: {text} has {value!r}, expected a string, a number, true, false, or a list of these"
+                )
         found.append(Axis(keys, tuple(values)))
     twice = [key for key, count in Counter(key for axis in found for key in axis.keys).items() if count > 1]
     if twice:
@@ -227,7 +235,10 @@ def points(sweep: Sweep) -> list[Point]:
 def _combinations(sweep: Sweep, listed: Listed) -> Iterator[Point]:
     axes = (*listed.axes, *sweep.axes)
     labels = _labels(axes)
-    named = [[(value, f"{label}-{text}") for value, text in zip(axis.values, _texts(axis.values), strict=True)] for axis, label in zip(axes, labels, strict=True)]
+    named = [
+        [(value, f"{label}-{text}") for value, text in zip(axis.values, _texts(axis.values), strict=True)]
+        for axis, label in zip(axes, labels, strict=True)
+    ]
     for chosen in product(*named):
         parts = [(axis, value, text) for axis, (value, text) in zip(axes, chosen, strict=True)]
         first = [listed.name] if listed.name else []

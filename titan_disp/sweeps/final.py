@@ -45,8 +45,8 @@ def label(name: str) -> str:
 def final(run: Path, name: str) -> float | None:
     """A number at the end of a run; None where the run has not measured it, or it is not finite.
 
-    ``validation`` is TorchTitan's validation loss. ``cross_entropy``, and everything about cosines, is what the run measured on held-out
-    text after its last step (``[condensation]``).
+    ``validation`` is TorchTitan's validation loss. ``cross_entropy``, and everything about cosines, is what the run measured on
+    held-out text after its last step (``[condensation]``).
     """
     check_metric(name)
     rows = read_metrics(run)

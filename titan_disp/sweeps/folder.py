@@ -1,11 +1,11 @@
 """A sweep's folder: what each point is, written down before it runs, and what became of it.
 
-    FOLDER/points.json       the points in the order in which they were first seen: an array's tasks are numbers in this list
-    FOLDER/NAME/             the point's run folder, and beside what a run writes:
-        point.toml           a copy of the sweep's config: editing the original later does not change what runs
-        point.json           the overrides and the resolved config, with which later calls compare
-        sweep.log            output of all starts
-        failed.json          why the last start on this machine failed
+FOLDER/points.json       the points in the order in which they were first seen: an array's tasks are numbers in this list
+FOLDER/NAME/             the point's run folder, and beside what a run writes:
+    point.toml           a copy of the sweep's config: editing the original later does not change what runs
+    point.json           the overrides and the resolved config, with which later calls compare
+    sweep.log            output of all starts
+    failed.json          why the last start on this machine failed
 """
 
 import contextlib
@@ -115,7 +115,7 @@ def _compare(point: Point, resolved: Mapping[str, Any], known: Mapping[str, Any]
         before = {**known, **json.loads(record.read_text())["resolved"]}
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"{str(record)!r} cannot be read ({error}): move {str(point.folder)!r} away") from error
-    # Where things are written and what a run is called may change; keys that this version does not know any more are of no effect.
+    # Where things are written and what a run is called may change. Keys that this version does not know any more have no effect.
     changed = {k: (before.get(k), v) for k, v in resolved.items() if not k.startswith("job.") and before.get(k) != v}
     if changed:
         what = ", ".join(f"{key} {old!r} → {new!r}" for key, (old, new) in changed.items())
@@ -187,7 +187,10 @@ def state(run: Path) -> tuple[State, str]:
     last = marks[-1]
     step = max(event["step"] for event in events)
     how = last.get("reason") or last.get("error")
-    return "unfinished", f"{last['event'].replace('_', ' ')} at step {last['step']}: {how}" if how else f"begun, step {step} or later"
+    return (
+        "unfinished",
+        f"{last['event'].replace('_', ' ')} at step {last['step']}: {how}" if how else f"begun, step {step} or later",
+    )
 
 
 def _failure(run: Path) -> str:

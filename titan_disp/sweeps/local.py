@@ -78,7 +78,9 @@ def run(sweep: Sweep, jobs: int = 1, nproc: int = 1, module: str = "titan_disp.t
             results[one.point.name] = Result(one.point.name, "finished", detail)
         else:
             todo.append(one)
-    _say(f"{len(prepared)} points in {sweep.folder}: {len(results)} are finished, {len(todo)} to train, {jobs} at a time")
+    _say(
+        f"{len(prepared)} points in {sweep.folder}: {len(results)} are finished, {len(todo)} to train, {jobs} at a time"
+    )
     with _Runner(todo, jobs, nproc, module) as runner:
         results |= runner.run()
     return [results[one.point.name] for one in prepared]
@@ -210,7 +212,9 @@ class _Runner:
         (folder / FAILED).unlink(missing_ok=True)
         slot = self.free.pop(0)
         with open(folder / LOG, "ab") as log:
-            log.write(f"titan-disp sweep: {datetime.now(timezone.utc).isoformat(timespec='seconds')}: {name}\n".encode())
+            log.write(
+                f"titan-disp sweep: {datetime.now(timezone.utc).isoformat(timespec='seconds')}: {name}\n".encode()
+            )
             log.flush()
             begin = log.tell()
             process = subprocess.Popen(
@@ -232,14 +236,29 @@ class _Runner:
         arguments = ["-m", self.module, "--job.config_file", config, *overrides]
         if self.nproc == 1:  # torchrun would take a second process and its time
             return arguments
-        return ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={self.nproc}", "--max-restarts=0", *arguments]
+        return [
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            f"--nproc-per-node={self.nproc}",
+            "--max-restarts=0",
+            *arguments,
+        ]
 
     def _environment(self, slot: int) -> dict[str, str]:
         environment = {"OMP_NUM_THREADS": "1", **os.environ, **_devices(slot, self.nproc)}
         environment["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = str(int(GRACE))
         if self.nproc == 1:  # as torchrun would set it. Port 0: any that is free
-            environment |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
-            environment["LOCAL_WORLD_SIZE"] = str(self.jobs)  # the loader divides the machine's cores by it, for its threads
+            environment |= {
+                "RANK": "0",
+                "LOCAL_RANK": "0",
+                "WORLD_SIZE": "1",
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": "0",
+            }
+            environment["LOCAL_WORLD_SIZE"] = str(
+                self.jobs
+            )  # the loader divides the machine's cores by it, for its threads
         return environment
 
     def _end(self, one: _Training) -> None:
@@ -286,8 +305,15 @@ def first_error(log: Path, begin: int) -> str:
     with open(log, "rb") as file:
         file.seek(begin)
         lines = [line.strip() for line in file.read().decode(errors="replace").splitlines() if line.strip()]
-    for pattern in (r"titan-disp: error: (.*)", r"(?:\[rank\d+\]:? ?)?((?:\w+\.)*\w*(?:Error|Exception|Interrupt)\b.*)"):
-        found = [matched.group(1) for line in lines if "ChildFailedError" not in line and (matched := re.match(pattern, line))]
+    for pattern in (
+        r"titan-disp: error: (.*)",
+        r"(?:\[rank\d+\]:? ?)?((?:\w+\.)*\w*(?:Error|Exception|Interrupt)\b.*)",
+    ):
+        found = [
+            matched.group(1)
+            for line in lines
+            if "ChildFailedError" not in line and (matched := re.match(pattern, line))
+        ]
         if found:
             return found[0] if pattern.startswith("titan-disp") else found[-1]
     return " / ".join(lines[-3:]) or "it said nothing"

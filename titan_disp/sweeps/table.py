@@ -25,7 +25,11 @@ def write_table(sweep: Sweep, out: Path | None = None, metric: str | None = None
     out = out or sweep.folder
     out.mkdir(parents=True, exist_ok=True)
     text = to_markdown(comparison)
-    for name, content in (("table.md", text), ("table.csv", to_csv(comparison)), ("values.csv", values_csv(comparison))):
+    for name, content in (
+        ("table.md", text),
+        ("table.csv", to_csv(comparison)),
+        ("values.csv", values_csv(comparison)),
+    ):
         with whole(out / name) as partial:
             partial.write_text(content)
     if any(condition.values for condition in comparison.conditions):
@@ -73,9 +77,9 @@ def _notes(comparison: Comparison) -> list[str]:
         notes[0] += " (No finished run has measured held-out text.)"
     if comparison.against is not None:
         notes[0] += (
-            f"\nDifferences to {comparison.against} are paired by seed: mean ± standard error, and the 95 % interval by Student's "
-            "t.\np: two-sided, of the exact sign-flip test, whose smallest value is 2/2ⁿ for n pairs. Holm: p adjusted for the "
-            "number of differences."
+            f"\nDifferences to {comparison.against} are paired by seed: mean ± standard error, and its 95 % interval by "
+            "Student's t.\np: two-sided, of the exact sign-flip test, whose smallest value is 2/2ⁿ for n pairs. Holm: p "
+            "adjusted for the number of differences."
         )
     members = [member for condition in comparison.conditions for member in condition.members]
     missing = [f"- {member.name}: {member.missing}" for member in members if member.missing]
