@@ -216,7 +216,7 @@ class TestTable:
             file.write_text("".join(line for line in file.open() if "condensation" not in line))
         text = write_table(sweep, tmp_path / "out")
         assert "training cross-entropy of the last logged step. (No finished run has measured held-out text.)" in text
-        assert "difference" not in text
+        assert "difference to" not in text
         assert {p.name for p in (tmp_path / "out").iterdir()} == {"table.md", "table.csv", "values.csv", "table.png"}
         assert "No finished run" not in write_table(sweep, tmp_path / "out", metric="ce")
 

@@ -129,7 +129,8 @@ class _Runner:
     def __enter__(self) -> "_Runner":
         with contextlib.suppress(ValueError):  # not in the main thread: whoever has started it hears signals
             for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-                self._previous[number] = signal.signal(number, self._heard)
+                if signal.getsignal(number) is not signal.SIG_IGN:  # nohup ignores SIGHUP
+                    self._previous[number] = signal.signal(number, self._heard)
         return self
 
     def __exit__(self, *exception: object) -> None:

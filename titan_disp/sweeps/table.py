@@ -85,7 +85,7 @@ def _notes(comparison: Comparison) -> list[str]:
     missing = [f"- {member.name}: {member.missing}" for member in members if member.missing]
     if missing:
         count = f"**{len(missing)} of {len(members)} points are missing**"
-        notes.append(f"{count}, so that means and differences are over the others:\n\n" + "\n".join(missing))
+        notes.append(f"{count}, so that the numbers are those of the others:\n\n" + "\n".join(missing))
     return notes
 
 
