@@ -1,5 +1,8 @@
 """Sweeps: the file, the points that it stands for, and training them here. What a run does is a stub's, but for the last test."""
 
+import copy
+import dataclasses
+import functools
 import json
 import os
 import signal
@@ -11,14 +14,16 @@ import time
 import pytest
 
 from tests.cluster_of_one import DEMO, ROOT, children, environment, train
+from titan_disp import config
 from titan_disp.checks import check_config
 from titan_disp.config import load_config
 from titan_disp.errors import ConfigError
 from titan_disp.run.folder import lock_folder, read_events, read_metrics
-from titan_disp.sweeps import local
+from titan_disp.sweeps import folder, local
 from titan_disp.sweeps.definition import points, read_sweep
-from titan_disp.sweeps.folder import prepare, state
+from titan_disp.sweeps.folder import prepare
 from titan_disp.sweeps.local import first_error, run, summary, time_left
+from titan_disp.sweeps.state import state
 from titan_disp.sweeps.submit import ranges, submit
 
 
@@ -200,7 +205,7 @@ overrides = ["--training.global_batch_size=3"]
         assert [(p.point.name, p.place) for p in two] == [("seed-1", 1), ("seed-2", 0)]
         listed = json.loads((tmp_path / "runs" / "points.json").read_text())["points"]
         assert [entry["name"] for entry in listed] == ["seed-2", "seed-1"]
-        assert listed[1]["argv"] == two[0].argv
+        assert tuple(listed[1]["argv"]) == two[0].argv
         assert two[0].argv[0] == str(tmp_path / "runs" / "seed-1" / "point.toml")
         assert (tmp_path / "runs" / "seed-1" / "point.toml").read_bytes() == DEMO.read_bytes()
         # The same config written in another way is the same point.
@@ -272,15 +277,35 @@ class TestState:
         (run / "events.jsonl").write_text("".join(json.dumps(line) + "\n" for line in text))
 
 
+cached_defaults = functools.cache(folder.defaults)
+
+
+@pytest.fixture(autouse=True)
+def defaults_once(monkeypatch):
+    monkeypatch.setattr(folder, "defaults", cached_defaults)
+
+
+@functools.cache
+def _loaded(words):
+    return load_config(words)
+
+
+def loaded_once(argv):
+    """The config of a point whatever its folder, from the first test that asks for it: a quarter of a second each."""
+    where = argv.index("--job.dump_folder")
+    return copy.deepcopy(_loaded((*argv[:where], *argv[where + 2 :])))
+
+
 @pytest.fixture
 def prepared(sweep, sample, monkeypatch):
-    """A 2 × 2 sweep whose points the stub trains; what it does with which. Its configs are loaded once for all tests."""
+    """A 2 × 2 sweep whose points the stub trains: what it does, by the point's name."""
 
     def prepared(text=GRID, jobs=1, module="tests.stub_train", **what):
         monkeypatch.setenv("STUB", json.dumps(what))
         return run(sweep(text, *nano(sample)), jobs, module=module)
 
     monkeypatch.setattr(local, "REPORT", 0.1)
+    monkeypatch.setattr(folder, "load_config", loaded_once)
     return prepared
 
 
@@ -396,6 +421,7 @@ class TestRun:
         assert {name: found[name] for name in expected} == expected
 
     def test_several_ranks_come_from_torchrun(self, sweep, sample, monkeypatch):
+        monkeypatch.setattr(folder, "load_config", loaded_once)
         made = prepare(sweep('[grid]\n"debug.seed" = [1]', *nano(sample)), 2)
         runner = local._Runner(made, 1, 2, "titan_disp.train")
         command = runner._command(made[0])
@@ -447,6 +473,7 @@ class TestSubmit:
     def test_the_command(self, sweep, sample, tmp_path, monkeypatch, capsys):
         """The plan of the first point, and an array of what is not finished; nothing is submitted where nothing is left."""
         monkeypatch.delenv("TITAN_DISP_PYTHON", raising=False)
+        monkeypatch.setattr(folder, "load_config", loaded_once)
         made = sweep(GRID, *nano(sample))
 
         def told():
@@ -471,13 +498,23 @@ class TestSubmit:
 
 @pytest.mark.parametrize("file", sorted((ROOT / "train_configs" / "sweeps").glob("*.toml")), ids=lambda file: file.stem)
 def test_the_sweeps_that_come_with_it(file, monkeypatch):
-    """Each condition's config can start, and the one that the others are compared with is there."""
+    """Every value of a grid is one that its key can have, and the condition that the others are compared with is there.
+
+    A point of each list goes through the loader, and the other values are put into its config, which takes no time.
+    """
     monkeypatch.chdir(ROOT)  # paths are relative to it
     sweep = read_sweep(file)
-    conditions = {point.condition: point for point in reversed(points(sweep))}
-    assert sweep.against in conditions
-    for point in conditions.values():
-        check_config(load_config(["--job.config_file", *point.argv()]), 1)
+    assert sweep.against in {point.condition for point in points(sweep)}
+    for listed in sweep.listed:
+        first = points(dataclasses.replace(sweep, listed=(listed,)))[0]
+        job_config = load_config(["--job.config_file", *first.argv()])
+        check_config(copy.deepcopy(job_config), 1)
+        for axis, value in ((axis, value) for axis in (*listed.axes, *sweep.axes) for value in axis.values):
+            other = copy.deepcopy(job_config)
+            for section, _, name in (key.rpartition(".") for key in axis.keys):
+                setattr(getattr(other, section), name, value)
+            config._check_types(other)
+            check_config(other, 1)
 
 
 @pytest.mark.night

@@ -9,8 +9,8 @@ from titan_disp.errors import ConfigError
 from titan_disp.evaluate.compare import Difference, holm, paired_difference, standard_error
 from titan_disp.sweeps.definition import Point, Sweep, points
 from titan_disp.sweeps.final import DEFAULTS, FALLBACK, check_metric, final
-from titan_disp.sweeps.folder import state
 from titan_disp.sweeps.sign_flip import sign_flip_p
+from titan_disp.sweeps.state import state
 
 Seeds = tuple[tuple[str, object], ...]  # key and value
 

@@ -26,8 +26,10 @@ from titan_disp.report.state import duration
 from titan_disp.run.folder import lock_folder, write_json
 from titan_disp.run.integrity import checkpoints
 from titan_disp.sweeps.definition import Sweep
-from titan_disp.sweeps.folder import FAILED, LOG, Prepared, prepare, state, step_of
+from titan_disp.sweeps.folder import Prepared, prepare
+from titan_disp.sweeps.state import FAILED, state, step_of
 
+LOG = "sweep.log"
 LOCK = ".point.lock"  # beside the run's own, which the run takes
 PAUSE = 0.2  # seconds between looks at the processes
 REPORT = 60.0  # seconds between lines that say how far the sweep is
@@ -227,7 +229,7 @@ class _Runner:
                 start_new_session=True,  # Ctrl-C reaches this process alone, which asks the others to save
                 preexec_fn=_end_with_parent if sys.platform == "linux" else None,
             )
-        steps = checkpoints(one.checkpoints)
+        steps = checkpoints(folder / one.checkpoints)
         first = steps[-1] if steps else 0
         _say(f"{name}: {'from step ' + str(first) if first else 'from the start'}; log: {folder / LOG}")
         self.training.append(_Training(one, process, lock, slot, time.time(), first, begin))

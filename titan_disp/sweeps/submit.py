@@ -8,7 +8,8 @@ from titan_disp.cluster.plan_text import render
 from titan_disp.cluster.submit import command, send
 from titan_disp.config import load_config
 from titan_disp.sweeps.definition import Sweep
-from titan_disp.sweeps.folder import FAILED, prepare, state
+from titan_disp.sweeps.folder import prepare
+from titan_disp.sweeps.state import FAILED, state
 
 SCRIPT = "sweep.sbatch"
 

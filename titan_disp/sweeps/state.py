@@ -1,0 +1,49 @@
+"""What became of a point, by what its run wrote."""
+
+import contextlib
+import json
+from pathlib import Path
+from typing import Literal
+
+from titan_disp.report.attempts import BEGIN, END
+from titan_disp.run.folder import read_events, read_json_lines
+from titan_disp.run.heartbeat import FILE as HEARTBEAT
+
+FAILED = "failed.json"  # written by ``local``
+State = Literal["finished", "failed", "unfinished", "not started"]
+
+
+def state(run: Path) -> tuple[State, str]:
+    """In a word, and a few more. A point that is training is unfinished."""
+    events = read_events(run)
+    marks = [event for event in events if event["event"] in (*BEGIN, *END)]
+    if marks and (marks[-1]["event"] == "complete" or marks[-1].get("reason") == "budget.stop_at_tokens"):
+        return "finished", f"step {marks[-1]['step']}"
+    if failure := _failure(run):
+        return "failed", failure
+    if not marks:
+        return "not started", "it has not begun to train"
+    last = marks[-1]
+    how = last.get("reason") or last.get("error")
+    if how:
+        return "unfinished", f"{last['event'].replace('_', ' ')} at step {last['step']}: {how}"
+    return "unfinished", f"begun, step {max(event['step'] for event in events)} or later"
+
+
+def _failure(run: Path) -> str:
+    """Why its last start failed; empty where it has not."""
+    with contextlib.suppress(OSError, ValueError, KeyError):
+        return json.loads((run / FAILED).read_text())["error"]
+    with contextlib.suppress(OSError):
+        last = (read_json_lines(run / "supervisor.jsonl") or [{}])[-1]
+        if last.get("state") == "give up":
+            return str(last.get("reason"))
+    return ""
+
+
+def step_of(run: Path, since: float) -> int | None:
+    """Steps done, as the run's heartbeat has it; None where it has none since then (seconds since the epoch)."""
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        beat = json.loads((run / HEARTBEAT).read_text())
+        return int(beat["step"]) if beat["time"] >= since else None
+    return None
