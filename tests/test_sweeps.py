@@ -509,7 +509,7 @@ def test_the_sweeps_that_come_with_it(file, monkeypatch):
         first = points(dataclasses.replace(sweep, listed=(listed,)))[0]
         job_config = load_config(["--job.config_file", *first.argv()])
         check_config(copy.deepcopy(job_config), 1)
-        for axis, value in ((axis, value) for axis in (*listed.axes, *sweep.axes) for value in axis.values):
+        for axis, value in ((one, value) for one in (*listed.axes, *sweep.axes) for value in one.values):
             other = copy.deepcopy(job_config)
             for section, _, name in (key.rpartition(".") for key in axis.keys):
                 setattr(getattr(other, section), name, value)
