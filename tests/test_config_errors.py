@@ -141,7 +141,11 @@ def options(sample):
             ["--model.overrides", "hidden_dim=15", "--parallelism.tensor_parallel_degree", "2"],
             r"tensor_parallel_degree 2 does not divide the 15 hidden units .* of 'nano with hidden_dim = 15'",
         ),
-        (1, [*NOISE], r"baseline.method is 'noisy_embedding' and dispersion.enabled is true.*baseline.with_dispersion = true"),
+        (
+            1,
+            [*NOISE],
+            r"baseline.method is 'noisy_embedding' and dispersion.enabled is true.*baseline.with_dispersion = true",
+        ),
         (1, ["--baseline.with_dispersion"], r"with_dispersion is true, but baseline.method is 'none'"),
         (
             1,
@@ -155,7 +159,11 @@ def options(sample):
             r"forget_every is 9, but .*set the method to 'active_forgetting'",
         ),
         (1, [*NOISE, "--dispersion.no-enabled", "--baseline.noise_alpha", "0"], r"noise_alpha is 0.0, expected"),
-        (1, [*FORGET, "--baseline.forget_every", "300"], r"forget_every is 300, expected .*fewer than the 300 of the run"),
+        (
+            1,
+            [*FORGET, "--baseline.forget_every", "300"],
+            r"forget_every is 300, expected .*fewer than the 300 of the run",
+        ),
         (1, [*FORGET, "--baseline.forget_every", "1"], r"forget_every is 1, expected 2"),
         (1, [*FORGET, "--baseline.forget_lr", "-1"], r"forget_lr is -1.0, expected a number ≥ 0"),
         (1, [*FORGET, "--baseline.forget_warmup", "1"], r"forget_warmup is 1.0, expected a number in \[0, 1\)"),

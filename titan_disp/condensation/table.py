@@ -41,5 +41,5 @@ def _blocks(one: Mapping[str, Any]) -> np.ndarray:
 def telling_steps(steps: Sequence[int], highest: Collection[int]) -> list[int]:
     """Of ascending steps the first, the last and the highest, and some between them in equal ratios: a collapse comes early."""
     after = [step for step in steps if step > 0]
-    wanted = np.geomspace(after[0], after[-1], ROWS - 2) if after else []
+    wanted: Sequence[float] = np.geomspace(after[0], after[-1], ROWS - 2).tolist() if after else []
     return sorted({steps[0], *highest, *(min(after, key=lambda step: abs(step - w)) for w in wanted)})

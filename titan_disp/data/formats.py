@@ -59,7 +59,7 @@ _SIGNATURES = (
     (b"\xff\xfe", "UTF-16 text", "convert it, as by iconv -f UTF-16 -t UTF-8"),
     (b"\xfe\xff", "UTF-16 text", "convert it, as by iconv -f UTF-16 -t UTF-8"),
 )
-_PROMISED = {".gz": _GZIP, ".zst": _ZSTD, ".parquet": b"PAR1"}
+_PROMISED: dict[str, bytes | tuple[bytes, ...]] = {".gz": _GZIP, ".zst": _ZSTD, ".parquet": b"PAR1"}
 
 
 def mistaken(head: bytes, name: str) -> str | None:

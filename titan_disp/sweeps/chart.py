@@ -2,7 +2,6 @@
 
 from textwrap import fill
 
-import numpy as np
 from matplotlib.figure import Figure
 
 from titan_disp.condensation.plot import OKABE_ITO, new_figure, plain
@@ -15,7 +14,7 @@ def draw(comparison: Comparison) -> Figure:
     conditions = comparison.conditions
     two = any(condition.difference is not None for condition in conditions)
     figure = new_figure(10 if two else 6.5, 1.6 + 0.36 * len(conditions))
-    panels = np.atleast_1d(figure.subplots(1, 2 if two else 1, sharey=True))
+    panels = figure.subplots(1, 2 if two else 1, sharey=True, squeeze=False)[0]
     for place, condition in enumerate(conditions):
         values = list(condition.values.values())
         panels[0].plot(values, [place] * len(values), "o", color=OKABE_ITO[5], markersize=5, alpha=0.8)
