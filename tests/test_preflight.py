@@ -74,6 +74,8 @@ def test_errors_of_the_config_itself(monkeypatch):
     for flavor in (None, "8B"):  # 6 blocks, and 36, of which block 27 is not the last
         _, reduced = prepare((*PAPER, *last), 640, flavor, None)
         assert reduced.job_config.dispersion.layers == "all"
+    # λ grows over more steps than the one that is taken.
+    prepare((*PAPER, "--dispersion.warmup_steps", "100"), 640, None, None)
     # Other sizes are of the config's own flavor.
     _, reduced = prepare((*PAPER, "--model.overrides", "hidden_dim=1000"), 640, None, None)
     assert reduced.job_config.model.overrides == {}

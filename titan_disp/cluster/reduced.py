@@ -89,6 +89,7 @@ def one_step(r: Reduced) -> None:
     r.set("lr_scheduler.total_steps", job.lr_scheduler.total_steps or job.training.steps, said=False)
     for key, value in {
         "training.steps": 1,
+        "dispersion.warmup_steps": 0,
         "budget.tokens": 0,
         "budget.stop_at_tokens": 0,
         "stream.slots": 0,
