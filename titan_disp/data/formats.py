@@ -49,7 +49,7 @@ _HTML = (b"<!doctype html", b"<html")
 _GZIP = b"\x1f\x8b"
 # pzstd begins with a frame to be skipped, which holds the length of the next.
 _ZSTD = (b"\x28\xb5\x2f\xfd", *(bytes([i]) + b"\x2a\x4d\x18" for i in range(0x50, 0x60)))
-_SIGNATURES = (
+_SIGNATURES: tuple[tuple[bytes | tuple[bytes, ...], str, str], ...] = (
     (_GZIP, "gzip-compressed", "name it *.gz"),
     (_ZSTD, "zstd-compressed", "name it *.zst"),
     # With what follows the name: a text may begin with these letters.
