@@ -266,8 +266,8 @@ def test_active_forgetting_against_a_plain_loop(trained, name, options):
         own.step()
     after, before = trained[name]["after"], trained[name]["before"]
     moved = {n: p.detach() - before[n] for n, p in model.named_parameters()}
-    # Adam makes whole steps of gradients that are all but zero, where rounding decides.
-    assert distance({n: after[n] - before[n] for n in moved}, moved) < 2e-3
+    # 1e-5 seen: Adam makes whole steps of gradients that are all but zero, where rounding decides.
+    assert distance({n: after[n] - before[n] for n in moved}, moved) < 2e-4
 
 
 def test_noise_in_a_step_against_plain_autograd(trained):

@@ -91,6 +91,18 @@ def test_dispersions_settings(run):
     told = rows_of(run)["dispersion"]
     for setting in ("coeff = 0.1", "norm_coeff = 0.1", "include_diagonal = True", "max_tokens = 256"):
         assert setting in told
+    assert "baseline" not in rows_of(run)
+
+
+def test_a_baselines_settings(run):
+    config = json.loads((run / "config.json").read_text())
+    config["baseline"] |= {"method": "active_forgetting", "forget_every": 100}
+    (run / "config.json").write_text(json.dumps(config))
+    told = rows_of(run)["baseline"]
+    assert told == "active_forgetting, forget_every = 100, forget_lr = 0.0, forget_warmup = 0.08"
+    del config["baseline"], config["model"]["overrides"]  # of an older version
+    (run / "config.json").write_text(json.dumps(config))
+    assert "baseline" not in rows_of(run)
 
 
 def measured(step, level):

@@ -5,17 +5,20 @@ from dataclasses import dataclass
 
 import pytest
 import tomli
+import torch.distributed.checkpoint as dcp
 from torchtitan.config import ConfigManager
 
 from tests.cluster_of_one import DEMO, ROOT
+from tests.saved_run import random_model, save_run
 from titan_disp.checks import check_config
 from titan_disp.cluster.plan import make_plan
 from titan_disp.config import load_config
-from titan_disp.errors import ConfigError
+from titan_disp.errors import CheckpointError, ConfigError
 from titan_disp.overrides import apply_overrides, architecture_of, named, parse_overrides
 from titan_disp.qwen3.flavors import flavors
 from titan_disp.registry import model_args
 from titan_disp.report.gather import gather
+from titan_disp.results.saved import find_saved, load_model
 from titan_disp.run.identity import Identity, check_identity, differences
 
 NARROW = {"hidden_dim": 16, "n_layers": 2}
@@ -165,6 +168,20 @@ def test_a_run_keeps_its_model(overrides, differs):
     now = architecture_of(args)
     assert sorted(differences(saved, now)) == sorted(differs)
     check_identity({}, now)  # of an older version
+
+
+def test_a_saved_model_is_read_as_what_it_is(sample, tmp_path):
+    """config.json is written at every start, also at one that is refused for its other model."""
+    model = random_model(overrides="n_layers=1,norm_eps=1e-5")
+    run = save_run(tmp_path / "run", model, sample / "tokenizer", "--model.overrides", "n_layers=1,norm_eps=1e-5")
+    identity = {"identity": Identity(architecture_of(model.model_args)).state_dict()}
+    dcp.save(model.state_dict() | identity, checkpoint_id=run / "checkpoint" / "step-40", no_dist=True)
+    assert load_model(find_saved(run)).norm.eps == 1e-5
+    config = json.loads((run / "config.json").read_text())
+    config["model"]["overrides"] = {"n_layers": 1}
+    (run / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match="step-40': norm_eps 1e-05 there, 1e-06 here"):
+        load_model(find_saved(run))
 
 
 @pytest.mark.parametrize("name", ["mlp_width", "baselines"])
