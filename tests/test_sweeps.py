@@ -518,13 +518,14 @@ def test_the_sweeps_that_come_with_it(file, monkeypatch):
 
 
 @pytest.mark.night
+@pytest.mark.timeout(1200)
 def test_killed_in_the_middle(sample, tmp_path):
     """A real 2 × 2 sweep: kill -9 of it ends the point that trains, which saves; a second call repeats no finished point."""
     file = write(tmp_path / "sweep.toml", GRID, overrides=(*nano(sample), "--checkpoint.interval=1"))
     command = [sys.executable, "-m", "titan_disp.cli", "sweep", str(file)]
     first = subprocess.Popen(command, cwd=ROOT, env=environment(), stdout=subprocess.PIPE, text=True)
     runs = tmp_path / "runs"
-    deadline = time.monotonic() + 300
+    deadline = time.monotonic() + 600
     while not any(e["event"] == "start" for e in read_events(runs / NAMES[1])):
         assert time.monotonic() < deadline
         assert first.poll() is None, first.stdout.read()
@@ -541,7 +542,7 @@ def test_killed_in_the_middle(sample, tmp_path):
         "SIGTERM",
     )
 
-    done = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "1 are finished, 3 to train, 1 at a time" in done.stdout
     assert done.stdout.splitlines()[-1] == "4 finished"
