@@ -164,8 +164,10 @@ class Documents:
             return parquet.records(stored, self.file.url, self.format.text_field, self.max_bytes)
         if name.endswith(TOKEN_IDS):
             return pretokenized.records(stored, self.file.size, self.file.url, self.format)
-        head = stored.read(HEAD)  # not peek, which may be a single byte of what the hub sends
-        stored.seek(0)
+        head = stored.peek(HEAD)[:HEAD]
+        if len(head) < min(HEAD, self.file.size):  # it may be a single byte of what the hub sends
+            head = stored.read(HEAD)
+            stored.seek(0)
         if (found := mistaken(head, name)) is not None:
             raise OtherContent(found)
         if name.endswith(PLAIN_TEXT):
