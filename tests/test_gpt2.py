@@ -125,6 +125,11 @@ def test_logits_and_activations_are_transformers(tied):
     torch.testing.assert_close(logits, out.logits, rtol=0, atol=1e-5)
     for mine, hidden in zip(activations, out.hidden_states, strict=True):  # whose last is after the final norm
         torch.testing.assert_close(mine, hidden, rtol=0, atol=1e-5)
+    # Context parallelism shares out and permutes tokens, and says which positions they have.
+    order = torch.arange(48).flip(0)
+    torch.testing.assert_close(
+        ours.embed(TOKENS[:, order], order.expand(2, 48)), activations[0][:, order], rtol=0, atol=0
+    )
     # And back.
     again = GPT2HfAdapter(ours.model_args, None).to_hf(ours.state_dict())
     weights = {name: w for name, w in theirs.state_dict().items() if name != "lm_head.weight" or not tied}
