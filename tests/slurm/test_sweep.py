@@ -12,7 +12,7 @@ from titan_disp.cli import main
 from titan_disp.run.folder import read_events, read_json_lines
 from titan_disp.sweeps.state import state
 
-pytestmark = [pytest.mark.slurm, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.slurm, pytest.mark.timeout(1800)]
 
 
 @pytest.fixture
@@ -51,10 +51,10 @@ def test_a_killed_rank_a_cancelled_task_and_a_second_call(slurm, sample, tmp_pat
 
     array, tasks = submit()
     assert tasks == "--array=0-3%2"
-    slurm.wait(f"{array}_3", "RUNNING", timeout=300)  # two of the others have ended
+    slurm.wait(f"{array}_3", "RUNNING", timeout=600)  # two of the others have ended
     slurm.cancel(f"{array}_3")
     slurm.wait(f"{array}_3", "CANCELLED", timeout=60)
-    fields = [slurm.wait(f"{array}_{task}", "COMPLETED", timeout=300) for task in range(3)]
+    fields = [slurm.wait(f"{array}_{task}", "COMPLETED", timeout=600) for task in range(3)]
     assert sorted(int(one["Restarts"]) for one in fields) == [0, 0, 1]
     runs = tmp_path / "runs"
     assert [state(runs / name)[0] for name in NAMES[:3]] == ["finished"] * 3
@@ -67,6 +67,6 @@ def test_a_killed_rank_a_cancelled_task_and_a_second_call(slurm, sample, tmp_pat
     before = {name: os.path.getmtime(runs / name / "events.jsonl") for name in NAMES[:3]}
     array, tasks = submit()
     assert tasks == "--array=3%2"
-    slurm.wait(f"{array}_3", "COMPLETED", timeout=300)
+    slurm.wait(f"{array}_3", "COMPLETED", timeout=600)
     assert [state(runs / name)[0] for name in NAMES] == ["finished"] * 4
     assert {name: os.path.getmtime(runs / name / "events.jsonl") for name in NAMES[:3]} == before

@@ -26,6 +26,8 @@ def draw(comparison: Comparison) -> Figure:
     panels[0].set_ylim(len(conditions) - 0.5, -0.5)
     panels[0].set_xlabel(fill(label(comparison.metric), 40) + "\n(a dot per seed; mean ± standard error)")
     panels[0].grid(axis="x", alpha=0.3)
+    for axes in panels:
+        axes.locator_params(axis="x", nbins=6)
     if not two:
         return figure
     for place, condition in enumerate(conditions):
