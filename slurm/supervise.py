@@ -334,7 +334,7 @@ class Supervisor:
         self.job = self.environment["SLURM_JOB_ID"]
         self.restart = int(self.environment.get("SLURM_RESTART_COUNT") or 0)
         self.start = f"{self.job}.{self.restart}"
-        # What SLURM's commands call this job. The first task of an array has the array's number, which would mean all of them.
+        # What SLURM's commands call this job. One task of an array has the array's own number, which would mean all of them.
         # (A job that a task has submitted inherits these variables, and is no task.)
         task = "{SLURM_ARRAY_JOB_ID}_{SLURM_ARRAY_TASK_ID}"
         self.address = task.format(**self.environment) if of_array else self.job

@@ -1466,7 +1466,7 @@ def test_the_script_forwards_signals_and_the_status(cluster, tmp_path):
 
 
 class TestArray:
-    """A task of sweep.sbatch. The first task has the array's own number, which to SLURM's commands means all tasks."""
+    """A task of sweep.sbatch. One of them has the array's own number, which to SLURM's commands means all tasks."""
 
     TASK = {"SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "2"}
 
