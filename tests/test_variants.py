@@ -393,7 +393,15 @@ def test_schedule():
     assert linear(50) == 0.0  # beyond the end
     assert CoeffSchedule(1.0, 0, "linear", 0.5, 2)(1) == 0.5
     assert CoeffSchedule(1.0, 3, "linear", 0.5, 3)(2) == 1.0  # nothing but warm-up
-    for bad in ({"coeff": -1.0}, {"coeff": 1.0, "warmup_steps": 5}, {"coeff": 1.0, "decay": "step"}):
+    early = CoeffSchedule(1.0, 2, "linear", 0.2, total_steps=20, decay_steps=4)
+    assert [early(s) for s in (0, 1, 2, 4, 6, 7, 19)] == pytest.approx([0.5, 1.0, 1.0, 0.6, 0.2, 0.2, 0.2])
+    for bad in (
+        {"coeff": -1.0},
+        {"coeff": 1.0, "warmup_steps": 5},
+        {"coeff": 1.0, "decay": "step"},
+        {"coeff": 1.0, "decay_steps": 2},
+        {"coeff": 1.0, "decay": "linear", "warmup_steps": 1, "decay_steps": 3},
+    ):
         with pytest.raises(ValueError, match="expected"):
             CoeffSchedule(**bad, total_steps=3)
 
@@ -433,6 +441,9 @@ def test_schedule_of_a_config():
         config.dispersion.decay = decay
         schedule = build_coeff_schedule(config)
         assert [schedule(step) for step in range(9)] == pytest.approx([0.2, 0.4, *map(expected, range(2, 9))])
+    config.dispersion.decay_steps = 3  # from 0.4 to 0.1, a cosine
+    found = [build_coeff_schedule(config)(step) for step in range(9)]
+    assert found == pytest.approx([0.2, 0.4, 0.4, 0.325, 0.175, 0.1, 0.1, 0.1, 0.1])
 
 
 def moments_during_training(sample, folder):

@@ -93,10 +93,13 @@ class Dispersion:
     """coeff grows linearly from 0 over so many steps. 0: the authors' released code keeps λ constant."""
 
     decay: Literal["constant", "linear", "cosine"] = "constant"
-    """How coeff goes to final_coeff between warm-up and the last step. constant: the authors' released code."""
+    """How coeff goes to final_coeff after warm-up. constant: the authors' released code."""
+
+    decay_steps: int = 0
+    """After so many steps of decay, coeff is final_coeff and stays so. 0: at the last step. Our choice."""
 
     final_coeff: float = 0.0
-    """λ of the last step, unless decay is constant. Our choice."""
+    """λ at the end of the decay, unless decay is constant. Our choice."""
 
 
 @dataclass

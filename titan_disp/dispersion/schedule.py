@@ -12,8 +12,9 @@ class CoeffSchedule:
 
     Attributes:
         coeff: λ after warm-up. warmup_steps: it grows linearly to that over so many steps; the first has coeff / warmup_steps.
-        decay: from there to the last step, constant, linear, or half a cosine to ``final_coeff``.
+        decay: from there on, constant, linear, or half a cosine to ``final_coeff``.
         total_steps: of the run.
+        decay_steps: after so many steps of decay it is ``final_coeff``, and stays; 0: at the last step.
 
     Raises:
         ValueError: out of range.
@@ -24,6 +25,7 @@ class CoeffSchedule:
     decay: str = "constant"
     final_coeff: float = 0.0
     total_steps: int = 1
+    decay_steps: int = 0
 
     def __post_init__(self) -> None:
         for name in ("coeff", "final_coeff"):
@@ -36,6 +38,11 @@ class CoeffSchedule:
             )
         if self.decay not in DECAYS:
             raise ValueError(f"decay is {self.decay!r}, expected one of {', '.join(DECAYS)}")
+        left = self.total_steps - self.warmup_steps
+        if not 0 <= self.decay_steps <= left:
+            raise ValueError(f"decay_steps is {self.decay_steps}, expected 0 to the {left} steps after warm-up")
+        if self.decay_steps and self.decay == "constant":
+            raise ValueError(f"decay_steps is {self.decay_steps}, but decay is 'constant': expected 0, or another decay")
 
     def __call__(self, step: int) -> float:
         """λ of the step after ``step`` completed ones."""
@@ -44,6 +51,7 @@ class CoeffSchedule:
         if self.decay == "constant":
             return self.coeff
         # The last step has final_coeff exactly.
-        done = min(1.0, (step - self.warmup_steps) / max(1, self.total_steps - 1 - self.warmup_steps))
+        steps = self.decay_steps or max(1, self.total_steps - 1 - self.warmup_steps)
+        done = min(1.0, (step - self.warmup_steps) / steps)
         left = 1.0 - done if self.decay == "linear" else 0.5 * (1.0 + math.cos(math.pi * done))
         return self.final_coeff + (self.coeff - self.final_coeff) * left

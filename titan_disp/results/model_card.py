@@ -101,6 +101,7 @@ def _dispersion(section: dict[str, Any]) -> str:
         "max_tokens",
         "warmup_steps",
         "decay",
+        "decay_steps",
         "final_coeff",
     )
     return ", ".join(f"{name} = {section[name]}" for name in names if name in section)  # older runs know fewer
