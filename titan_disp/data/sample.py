@@ -72,7 +72,8 @@ def documents() -> list[dict[str, str]]:
     return [records[key] for key in sorted(records)]
 
 
-def _write_shard(path: Path, records: Iterable[dict[str, str]]) -> None:
+def write_shard(path: Path, records: Iterable[dict[str, str]]) -> None:
+    """A file of JSON lines, compressed; the same bytes every time."""
     with open(path, "wb") as raw, gzip.GzipFile(filename="", mode="wb", fileobj=raw, mtime=0) as file:
         for record in records:
             file.write((json.dumps(record) + "\n").encode())
@@ -133,8 +134,8 @@ def write_sample(folder: str | Path, vocab_size: int = 2048) -> dict[str, int]:
             (partial / "en").mkdir()
             for i in range(TRAIN_FILES):
                 name = f"c4-train.{i:05d}-of-{TRAIN_FILES:05d}.json.gz"
-                _write_shard(partial / "en" / name, train[i::TRAIN_FILES])
-            _write_shard(partial / "en" / "c4-validation.00000-of-00001.json.gz", validation)
+                write_shard(partial / "en" / name, train[i::TRAIN_FILES])
+            write_shard(partial / "en" / "c4-validation.00000-of-00001.json.gz", validation)
             (partial / "tokenizer").mkdir()
             model = train_tokenizer((r["text"] for r in train), vocab_size)
             (partial / "tokenizer" / "sample.model").write_bytes(model)

@@ -1,0 +1,254 @@
+"""Plain text from documentation: HTML, man pages, pod, reStructuredText and dictd's dictionaries. Standard library only.
+
+The converters are short on purpose. They take the markup away that would otherwise be most of what a small model sees; they do
+not render tables, images or mathematics.
+"""
+
+import gzip
+import html
+import json
+import re
+import unicodedata
+from collections.abc import Iterator
+from html.parser import HTMLParser
+from pathlib import PurePosixPath
+
+DICTIONARY = (".dict.dz", ".index")  # dictd: the entries, and where each of them begins
+PAGE = 2000  # characters of a dictionary that make one document: its entries are a line or two each
+
+
+class _HtmlText(HTMLParser):
+    """Text outside scripts, navigation and tables of contents; white space as a browser shows it."""
+
+    BLOCKS = frozenset(
+        "address article blockquote body caption center dd div dl dt figcaption figure footer form h1 h2 h3 h4 h5 h6 header hr "
+        "li main ol p pre section table td th tr ul".split()
+    )
+    SKIPPED = frozenset("head nav noscript script style svg template".split())
+    SKIPPED_CLASSES = frozenset("navheader navfooter toc related sphinxsidebar headerlink".split())
+    VOID = frozenset("area base br col embed hr img input link meta source track wbr".split())
+
+    def __init__(self) -> None:
+        super().__init__(convert_charrefs=True)
+        self.parts: list[str] = []
+        self.skipped: list[str] = []  # elements that are open, from the outermost one that is left out
+        self.preformatted = 0
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        classes = {word for name, value in attrs if name == "class" for word in (value or "").split()}
+        if tag not in self.VOID and (self.skipped or tag in self.SKIPPED or classes & self.SKIPPED_CLASSES):
+            self.skipped.append(tag)
+        elif tag == "br":
+            self.parts.append("\n")
+        elif tag in self.BLOCKS:
+            self.parts.append("\n\n")
+            self.preformatted += tag == "pre"
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        if tag in self.VOID:  # <a id="x"/> has nothing in it, and no end of its own
+            self.handle_starttag(tag, attrs)
+
+    def handle_endtag(self, tag: str) -> None:
+        if self.skipped:
+            if tag in self.skipped:  # with all that were left open in it, such as a <p> without its end
+                while self.skipped.pop() != tag:
+                    pass
+        elif tag in self.BLOCKS:
+            self.parts.append("\n\n")
+            self.preformatted -= tag == "pre" and self.preformatted > 0
+
+    def handle_data(self, data: str) -> None:
+        if self.skipped:
+            return
+        if not self.preformatted:
+            data = re.sub(r"\s+", " ", data)
+            if not self.parts or self.parts[-1].endswith(("\n", " ")):
+                data = data.lstrip()
+        if data:
+            self.parts.append(data)
+
+
+def from_html(source: str) -> str:
+    parser = _HtmlText()
+    parser.feed(source)
+    parser.close()
+    return "".join(parser.parts)
+
+
+_MAN_FONTS = {"B", "I", "R", "BR", "RB", "BI", "IB", "RI", "IR", "SM", "SB"}
+_MAN_BREAKS = {"PP", "P", "LP", "TP", "TQ", "IP", "HP", "sp", "br", "Vb", "Ve", "nf", "fi", "RS", "RE", "EX", "EE"}
+_MAN_ESCAPES = {
+    **{r"\-": "-", r"\e": "\\", r"\\": "\\", r"\ ": " ", r"\~": " ", r"\'": "'", r"\`": "`", r"\(aq": "'", r"\*(Aq": "'"},
+    **{r"\*(L" + '"': '"', r"\*(R" + '"': '"', r"\(lq": '"', r"\(rq": '"', r"\(dq": '"', r"\(oq": "'", r"\(cq": "'"},
+    **{r"\(em": "--", r"\*(--": "--", r"\(en": "-", r"\(hy": "-", r"\(bu": "*", r"\(mi": "-", r"\(ti": "~", r"\(ha": "^"},
+}
+_MAN_ESCAPE = re.compile(r"""\\(?:f(?:\(..|\[[^]]*]|.)|s[-+]?\d|\*?\(..|\*?\[[^]]*]|\*.|.)""")
+
+
+def _man_text(text: str) -> str:
+    return _MAN_ESCAPE.sub(lambda found: _MAN_ESCAPES.get(found.group(), ""), text.split('\\"')[0])
+
+
+def _man_arguments(text: str) -> list[str]:
+    return [quoted or plain for quoted, plain in re.findall(r'"([^"]*)"|(\S+)', text.replace('\\"', ""))]
+
+
+def from_man(source: str) -> str:
+    """A man page from its first section on: what stands before are macros, of which Pod::Man writes a hundred lines."""
+    lines: list[str] = []
+    end: str | None = None  # of a definition or a block that is left out
+    begun = False
+    for line in source.splitlines():
+        if end is not None:
+            end = None if end in line else end
+            continue
+        matched = re.match(r"[.']\s*([A-Za-z]+|\\\")\s*(.*)", line)
+        if matched is None:
+            if begun and not line.startswith((".", "'\\")):
+                lines.append(_man_text(line))
+            continue
+        macro, rest = matched.groups()
+        if macro in ("de", "ig"):
+            end = ".."
+        elif macro in ("if", "ie", "el") and "\\{" in rest and "\\}" not in rest:
+            end = "\\}"
+        elif macro in ("SH", "SS"):
+            begun = True
+            lines += ["", _man_text(" ".join(_man_arguments(rest))), ""]
+        elif macro in _MAN_FONTS:
+            words = _man_arguments(rest)
+            lines.append(_man_text(("" if len(macro) == 2 and macro != "SM" else " ").join(words)))
+        elif macro in _MAN_BREAKS:
+            lines += ["", _man_text(_man_arguments(rest)[0])] if macro == "IP" and rest.strip() else [""]
+    return "\n".join(lines)
+
+
+def from_pod(source: str) -> str:
+    """Perl's documentation, with the program around it left out. Text before the first command is pod only in .pod files."""
+    lines: list[str] = []
+    skipped = False
+    for line in source.splitlines():
+        if matched := re.match(r"=(\w+)\s*(.*)", line):
+            command, rest = matched.groups()
+            skipped = command == "begin" or (skipped and command != "end")
+            if not skipped and (command.startswith("head") or command == "item"):
+                lines.append(rest)
+        elif not skipped:
+            lines.append(line)
+    text = "\n".join(lines)
+    for n in (4, 3, 2):  # C<< a > b >>
+        text = re.sub(rf"([A-Z])<{{{n}}}\s(.*?)\s>{{{n}}}", lambda m: _pod_code(m.group(1), m.group(2)), text, flags=re.S)
+    before = None
+    while before != text:  # from the inside out: B<I<x>>
+        before, text = text, re.sub(r"([A-Z])<([^<>]*)>", lambda m: _pod_code(m.group(1), m.group(2)), text)
+    return text
+
+
+def _pod_code(code: str, content: str) -> str:
+    if code in "XZ":
+        return ""
+    if code == "E":
+        named = {"lt": "\0lt", "gt": "\0gt", "verbar": "|", "sol": "/"}  # brackets come back in clean
+        return named.get(content, html.unescape(f"&{content};") if not content.isdigit() else chr(int(content)))
+    if code == "L":
+        return content.split("|")[0]
+    return content.replace("<", "\0lt").replace(">", "\0gt")
+
+
+_RST_KEPT = {"note", "warning", "caution", "important", "tip", "hint", "attention", "code", "code-block", "parsed-literal"}
+
+
+def from_rst(source: str) -> str:
+    """reStructuredText without comments, labels, tables of contents, underlines and roles."""
+    lines: list[str] = []
+    skipped = False  # the indented block below a comment or a directive
+    for line in source.splitlines():
+        if skipped and (not line.strip() or line[0].isspace()):
+            continue
+        skipped = False
+        if matched := re.match(r"\s*\.\.(?:\s+(.*))?$", line):
+            directive = re.match(r"([\w-]+)::\s*(.*)", matched.group(1) or "")
+            if directive is None or directive.group(1) not in _RST_KEPT:
+                skipped = True
+            elif not directive.group(1).startswith(("code", "parsed")):
+                lines.append(directive.group(2))
+        elif not re.match(r"\s*([-=~^\"'`#*+.:_])\1{2,}\s*$|\s*[-=+| ]{4,}$|\s+:[\w-]+:(\s|$)", line):
+            lines.append(line)
+    text = re.sub(r":[\w:+-]+:`([^`<]*?)\s*(?:<[^`>]*>)?`", r"\1", "\n".join(lines))
+    text = re.sub(r"(?<!`)`([^`<]+?)\s*(?:<[^`>]*>)?`__?", r"\1", text)
+    text = re.sub(r"``(.+?)``", r"\1", text)
+    text = re.sub(r"(?<![\w*])\*\*?(?=\S)([^*\n]+?)(?<=\S)\*\*?(?![\w*])", r"\1", text)
+    return re.sub(r"::$", ":", text, flags=re.M)
+
+
+def dictionary_pages(entries: bytes, index: str) -> Iterator[tuple[str, str]]:
+    """(first headword, text): entries of a dictd dictionary that follow one another, joined to pages.
+
+    Args:
+        entries: of the .dict file, unpacked. index: headword, offset and length a line, the numbers in base 64.
+    """
+    digits = {d: i for i, d in enumerate("ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/")}
+
+    def number(text: str) -> int:
+        value = 0
+        for digit in text:
+            value = value * 64 + digits[digit]
+        return value
+
+    places: dict[tuple[int, int], str] = {}
+    for line in index.splitlines():
+        word, offset, length = line.split("\t")[:3]
+        if not word.startswith(("00-database", "00database")):
+            places.setdefault((number(offset), number(length)), word)
+    name, page = "", ""
+    for (offset, length), word in sorted(places.items()):
+        name = name or word
+        page += entries[offset : offset + length].decode("utf-8", "replace").strip() + "\n\n"
+        if len(page) >= PAGE:
+            yield name, page
+            name, page = "", ""
+    if page:
+        yield name, page
+
+
+_CONTROL = re.compile("[\0-\x09\x0b-\x1f\x7f-\x9f\xad\u200b-\u200f\u2028-\u202e\ufeff\ufffd]")
+
+
+def clean(text: str) -> str:
+    """Unicode in one form, no control characters, no white space at line ends, at most one blank line."""
+    text = unicodedata.normalize("NFC", text.replace("\0lt", "<").replace("\0gt", ">").replace("\xa0", " "))
+    text = re.sub(r"[^\S\n]+$", "", text.expandtabs(8).replace("\r", ""), flags=re.M)
+    text = _CONTROL.sub("", text)
+    return re.sub(r"\n{3,}", "\n\n", text).strip("\n ")
+
+
+def _decode(data: bytes) -> str:
+    try:
+        return data.decode()
+    except UnicodeDecodeError:
+        return data.decode("latin-1")
+
+
+def documents_of(name: str, data: bytes) -> Iterator[tuple[str, str]]:
+    """(name, text) of a file's documents, by its name: one, or one a line of JSON lines. None of a format that is not known.
+
+    Args:
+        name: its path; ``.gz`` is unpacked. data: its bytes.
+    """
+    if name.endswith(".gz"):
+        name, data = name.removesuffix(".gz"), gzip.decompress(data)
+    suffix = PurePosixPath(name).suffix
+    if suffix in (".json", ".jsonl"):
+        for i, line in enumerate(data.splitlines()):
+            record = json.loads(line)
+            yield record.get("url", f"{name}:{i + 1}"), clean(record["text"])
+    elif suffix in (".html", ".htm", ".xhtml"):
+        yield name, clean(from_html(_decode(data)))
+    elif suffix == ".pod":
+        yield name, clean(from_pod(_decode(data)))
+    elif suffix == ".rst":
+        yield name, clean(from_rst(_decode(data)))
+    elif re.search(r"/man\d\w*/[^/]+$", name):
+        yield name, clean(from_man(_decode(data)))
+    elif (suffix in (".txt", ".md", "") or "/ABI/" in name) and b"\0" not in data:
+        yield name, clean(_decode(data))

@@ -1,0 +1,202 @@
+"""A corpus from a folder of documentation: what the converters leave of the markup, what counts as a duplicate, the splits."""
+
+import gzip
+import json
+from pydoc_data import topics
+
+import pytest
+
+from benchmarks.corpus import Document, Options, is_prose, main, runs_of_words, seen_in, split, without_duplicates
+from benchmarks.corpus_text import dictionary_pages, documents_of
+from titan_disp.data.files import list_files
+from titan_disp.data.tokenizer import load_tokenizer
+
+HTML = """<html><head><title>T</title><style>p {}</style></head><body><div class="navheader"><p>Prev<table><tr><td>Up
+</table></div><h1>Visibility <i>Map</i></h1><p>Each  heap
+relation<br/>has one &amp; only one.</p><pre>SELECT 1
+  FROM  t;</pre><a id="x"/><script>var x;</script><ul><li>first<li>second</ul></body></html>"""
+MAN = r""".\" a comment
+.de Vb
+not this
+..
+.if n \{\
+.  nor this
+\}
+.TH NAME 3
+.SH "THE NAME"
+.IX Header "x"
+\fBfoo\fR \- does \*(L"it\*(R" with \f(CW\*(C`code\*(C'\fR
+.PP
+.BR open (2)
+\&.profile isn\(aqt \s-1UTF\-8\s0
+.IP "\-v" 4
+says more"""
+POD = """=head1 NAME
+
+foo - B<bold I<and> C<< $x->y >>> E<lt>tag> L<the page|perlre> X<index>
+
+=begin html
+
+<b>no</b>
+
+=end html
+
+=over 4
+
+=item first
+
+one
+
+=back
+"""
+RST = """.. SPDX-License-Identifier: GPL-2.0
+.. _label:
+
+=====
+Title
+=====
+
+See :ref:`the page <label>` and ``code`` of **this** `link <http://x>`_::
+
+  int x;
+
+.. toctree::
+   :maxdepth: 1
+
+   other
+
+.. note:: Mind
+   the gap.
+
+====  ====
+a     b
+====  ====
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "source", "text"),
+    [
+        ("a.html", HTML, "Visibility Map\n\nEach heap relation\nhas one & only one.\n\nSELECT 1\n  FROM  t;\n\nfirst\n\nsecond"),
+        ("man3/a.3", MAN, "THE NAME\n\nfoo - does \"it\" with code\n\nopen(2)\n.profile isn't UTF-8\n\n-v\nsays more"),
+        ("a.pod", POD, "NAME\n\nfoo - bold and $x->y <tag> the page\n\nfirst\n\none"),
+        ("a.rst", RST, "Title\n\nSee the page and code of this link:\n\n  int x;\n\nMind\n   the gap.\n\na     b"),
+        ("a.txt", "caf\u0065\u0301 \r\n\n\n\n\tx\x00", None),
+        ("a.txt", "caf\u0065\u0301 \r\n\n\n\n\tx\x07\n", "caf\u00e9\n\n        x"),
+        ("a.png", "x", None),
+    ],
+)
+def test_markup_is_taken_away(name, source, text):
+    expected = [] if text is None else [text]
+    assert [t for _, t in documents_of(f"/{name}", source.encode())] == expected
+    assert [t for _, t in documents_of(f"/{name}.gz", gzip.compress(source.encode()))] == expected
+
+
+def test_documents_of_json_lines_are_c4s():
+    lines = [json.dumps({"text": "one ", "url": "http://a"}), json.dumps({"text": "two"})]
+    found = list(documents_of("x.json.gz", gzip.compress("\n".join(lines).encode())))
+    assert found == [("http://a", "one"), ("x.json:2", "two")]
+
+
+def _digits(number):
+    """As dictd writes numbers: in base 64, the most significant digit first."""
+    alphabet = "".join(chr(c) for c in [*range(65, 91), *range(97, 123), *range(48, 58)]) + "+/"
+    digits = alphabet[number % 64]
+    while number := number // 64:
+        digits = alphabet[number % 64] + digits
+    return digits
+
+
+def test_entries_of_a_dictionary_come_once_in_their_order_until_a_page_is_full():
+    entries = [f"{word}\n   the entry of {word} {'x' * 700}\n" for word in ("one", "two", "three", "four")]
+    index, offset = ["00-database-short\tA\tB"], 0
+    for word, entry in zip(("one", "two", "three", "four"), entries, strict=True):
+        index += [f"{word}\t{_digits(offset)}\t{_digits(len(entry))}", f"other {word}\t{_digits(offset)}\t{_digits(len(entry))}"]
+        offset += len(entry)
+    pages = list(dictionary_pages("".join(entries).encode(), "\n".join(sorted(index))))
+    assert [name.removeprefix("other ") for name, _ in pages] == ["one", "four"]
+    assert pages[0][1].split("\n\n")[:3] == [entry.strip() for entry in entries[:3]]
+    assert pages[1][1].strip() == entries[3].strip()
+
+
+def words(*numbers):
+    """Text of words that are nowhere else."""
+    letters = str.maketrans("0123456789", "abcdefghij")
+    return " ".join(f"word{n}".translate(letters) for n in numbers)
+
+
+def test_duplicates_whatever_the_order():
+    whole, half = words(*range(2000)), words(*range(1200), *range(5000, 5400))  # three quarters of it are in the other
+    third = words(*range(600), *range(7000, 8200))
+    documents = [Document("a", str(i), text) for i, text in enumerate((third, half, whole, whole, "short"))]
+    kept, left_out = without_duplicates(documents)
+    assert {document.text for document in kept} == {whole, third}
+    assert left_out == {"equal to another": 1, "near duplicates": 1, "short, not English or mostly no words": 1}
+    again, _ = without_duplicates(documents[::-1])
+    assert again == kept == sorted(kept, key=lambda document: document.sha256)
+    # About one run in eight is compared; which one does not depend on where it stands.
+    assert 150 < len(runs_of_words(whole)) < 350
+    assert runs_of_words(words(*range(100, 200))) <= runs_of_words(whole)
+    assert seen_in(runs_of_words(whole), [Document("a", "x", third)]) == pytest.approx(1 / 3, abs=0.1)
+
+
+def test_prose():
+    text = "An English sentence with some words in it. " * 10
+    assert is_prose(text)
+    assert not is_prose(text[:100])
+    assert not is_prose("0x1234 5678 | " * 40)
+    assert not is_prose("Предложение на другом языке. " * 20)
+
+
+def test_too_few_documents_are_refused():
+    documents = [Document("a", str(i), str(i)) for i in range(11)]
+    with pytest.raises(SystemExit, match="hold 11 documents, expected at least 12"):
+        split(documents, 3)
+    parts = split([*documents, Document("a", "x", "x")], 3)
+    assert [len(parts[name]) for name in ("development", "test", "train")] == [3, 3, 6]
+
+
+def test_a_corpus_of_a_folder(tmp_path, capsys):
+    """Every document is in one split; training reads en alone; the same folder gives the same bytes."""
+    source = tmp_path / "source"
+    (source / "deep").mkdir(parents=True)
+    texts = [text for text in topics.topics.values() if len(text) > 1500][:60]
+    for i, text in enumerate(texts[:50]):
+        (source / f"{i:02}.txt").write_text(text)
+    (source / "deep" / "page.html").write_text(f"<html><body><nav>menu</nav><p>{'A page of words. ' * 30}</p></body></html>")
+    (source / "again.txt").write_text(texts[0] + "\nOne line more.\n")
+    (source / "deep" / "c4.json.gz").write_bytes(
+        gzip.compress("\n".join(json.dumps({"text": t, "url": f"http://{i}"}) for i, t in enumerate(texts[50:])).encode())
+    )
+    options = {"folder": source, "held_out": 4, "vocab_size": 400}
+    facts = main(Options(tmp_path / "one", **options))
+    assert "development" in capsys.readouterr().out
+    urls = {}
+    for name, dataset, path in (
+        ("train", "c4", "one"),
+        ("development", "c4_validation", "one"),
+        ("test", "c4_validation", "one/test"),
+    ):
+        files = list_files(dataset, str(tmp_path / path), "validation" if name != "train" else "training")
+        records = [json.loads(line) for file in files for line in gzip.open(file.url)]
+        urls[name] = [record["url"] for record in records]
+        size = facts["sizes"]["main"][name]
+        assert size["documents"] == len(records) > 0
+        assert size["characters"] == sum(len(record["text"]) for record in records)
+        assert all("menu" not in record["text"] for record in records)
+        encode = load_tokenizer(tmp_path / "one" / "tokenizer").encode
+        assert size["tokens"] == sum(len(encode(record["text"])) for record in records) + len(records)
+    assert [len(urls[name]) for name in ("development", "test")] == [4, 4]
+    every = sorted(url for some in urls.values() for url in some)
+    assert len(set(every)) == len(every)
+    assert len(every) + sum(facts["left_out"]["main"].values()) == len(texts) + 2
+    assert len({"source:again.txt", "source:00.txt"} & set(every)) == 1  # one of two that say the same
+    assert {"source:deep/page.html", "source:http://0"} <= set(every)
+    main(Options(tmp_path / "two", **options))
+    assert [(p.relative_to(tmp_path / "one"), p.read_bytes()) for p in sorted((tmp_path / "one").rglob("*.*"))] == [
+        (p.relative_to(tmp_path / "two"), p.read_bytes()) for p in sorted((tmp_path / "two").rglob("*.*"))
+    ]
+    main(Options(tmp_path / "one", **options))
+    assert "complete already" in capsys.readouterr().out
+    with pytest.raises(SystemExit, match="choose another folder"):
+        main(Options(tmp_path / "one", **options | {"held_out": 3}))
