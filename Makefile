@@ -4,8 +4,10 @@ VENV := .venv
 BIN := $(VENV)/bin
 NPROC ?= 2
 DATA := data/sample
+PART ?= all
+JOBS ?= 2
 
-.PHONY: setup demo figure test test-fast test-night test-authors slurm-test mutants lint format clean
+.PHONY: setup demo figure evidence test test-fast test-night test-authors slurm-test mutants lint format clean
 
 setup: $(VENV)/.ready
 
@@ -31,6 +33,14 @@ demo: setup $(DATA)/README.md
 # docs/condensation.*: six runs, dispersion off and on with three seeds. Complete runs in outputs/figure are not trained again.
 figure: setup $(DATA)/README.md
 	$(BIN)/python benchmarks/figure.py --nproc $(NPROC) --data $(DATA)
+
+# docs/evidence.md: all runs of docs/evidence_design.md that are missing, JOBS at a time, one core each. Hours; it resumes.
+evidence: setup data/evidence/README.md
+	$(BIN)/python -m benchmarks.evidence --part $(PART) --jobs $(JOBS)
+
+# 70 MB of Debian's packages, by apt-get.
+data/evidence/README.md: | setup
+	$(BIN)/python -m benchmarks.corpus data/evidence
 
 test: setup
 	$(BIN)/python -m pytest -m "not night"

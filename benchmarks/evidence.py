@@ -1,0 +1,172 @@
+"""Does dispersion help? The runs of docs/evidence_design.md, all that are missing, and the page that they make.
+
+    make evidence                        # every part in its order; what is done already is not done again
+    make evidence PART=main JOBS=2       # one part: tuning main noise width depth long midtraining
+    python -m benchmarks.evidence --part page    # docs/evidence.md and its pictures from docs/evidence.jsonl alone
+
+Needs data/evidence (python -m benchmarks.corpus data/evidence). One process and one core a rank. A run that was cut off goes on
+from its newest checkpoint. Each run that has ended adds a row to docs/evidence.jsonl: finished or failed, with its recipe's
+hash, the commit, the corpus, its numbers and its seconds. A failed run is tried once more by each call, and adds another row.
+"""
+
+import json
+import subprocess
+from collections.abc import Callable, Sequence
+from concurrent.futures import Executor, ProcessPoolExecutor, as_completed
+from dataclasses import dataclass
+from functools import cache
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import torch
+import tyro
+
+from benchmarks.evidence_page import write_page
+from benchmarks.evidence_parts import CONFIG, PARTS, Job, Row, jobs, newest
+from benchmarks.evidence_score import HeldOut, held_out, history, score
+from titan_disp.data.tokenizer import load_tokenizer
+from titan_disp.results.saved import find_saved, load_model
+from titan_disp.run.folder import append_json, read_json_lines
+from titan_disp.sweeps.definition import Listed, Sweep
+from titan_disp.sweeps.local import run
+
+ROOT = Path(__file__).parent.parent
+TEXTS = {"development": "en", "test": "test", "new_test": "held_back/test"}  # folders of the corpus
+
+
+@dataclass
+class Options:
+    part: str = "all"
+    """all, page, or one of the parts; several with commas between them."""
+    jobs: int = 2
+    """Runs at a time."""
+    data: Path = Path("data/evidence")
+    runs: Path = Path("outputs/evidence")
+    rows: Path = Path("docs/evidence.jsonl")
+    docs: Path = Path("docs")
+    config: Path = Path(CONFIG)
+
+
+def commit() -> str:
+    """The checkout's, with + where something that runs has been changed since."""
+    paths = ("titan_disp", "benchmarks", "train_configs")
+    head = subprocess.run(["git", "rev-parse", "--short=12", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout
+    changed = subprocess.run(["git", "status", "--porcelain", *paths], cwd=ROOT, capture_output=True, text=True).stdout
+    return (head.strip() or "unknown") + ("+" if changed.strip() else "")
+
+
+def read_rows(path: Path) -> list[Row]:
+    return read_json_lines(path) if path.exists() else []
+
+
+@cache
+def _text(folder: Path, tokenizer: Path, length: int) -> HeldOut:
+    loaded = load_tokenizer(tokenizer)
+    assert loaded.eos_id is not None
+    return held_out(folder, loaded.encode, loaded.eos_id, length)
+
+
+def measure(folder: Path, data: Path, texts: Sequence[str]) -> dict[str, Any]:
+    """Numbers of a run's last checkpoint by text. Runs in a process of its own, on one core."""
+    torch.set_num_threads(1)
+    saved = find_saved(folder)
+    model, length = load_model(saved), saved.config["training"]["seq_len"]
+    return {name: score(model, _text(data / TEXTS[name], data / "tokenizer", length), length) for name in texts}
+
+
+class Experiment:
+    """Trains, measures and writes rows down."""
+
+    def __init__(self, options: Options) -> None:
+        self.options = options
+        self.corpus = json.loads((options.data / "corpus.json").read_text())
+        self.common = (f"--training.dataset_path={options.data}", f"--model.hf_assets_path={options.data}/tokenizer")
+        if not any(row["part"] == "corpus" and row["sha256"] == self.corpus["sha256"] for row in self.rows):
+            append_json(options.rows, {"part": "corpus", **self.corpus})
+
+    @property
+    def rows(self) -> list[Row]:
+        return read_rows(self.options.rows)
+
+    def folder(self, job: Job) -> Path:
+        part, name = job.of or (job.part, job.name)
+        return self.options.runs / part / name
+
+    def missing(self, part: str) -> list[Job]:
+        """Runs without a row of a finished run with their recipe and corpus."""
+        known = newest(self.rows)
+        return [job for job in jobs(part, self.rows) if not self._done(job, known.get(job.key))]
+
+    def _done(self, job: Job, row: Row | None) -> bool:
+        if row is None or row["status"] != "finished":
+            return False
+        return (row["recipe"], row["corpus"]) == (job.recipe(self.options.config), self.corpus["sha256"][:12])
+
+    def part(self, name: str) -> None:
+        """Everything of a part that is missing. A run that fails is tried once."""
+        tried: set[tuple[str, str, int]] = set()
+        while todo := [job for job in self.missing(name) if job.key not in tried]:
+            print(f"{name}: {len(todo)} runs are missing", flush=True)
+            tried |= {job.key for job in todo}
+            for ranks in sorted({job.ranks for job in todo}):
+                self._train(name, [job for job in todo if job.ranks == ranks and job.of is None], ranks)
+            self._measure([job for job in todo if job.of is not None])
+
+    def _train(self, part: str, todo: Sequence[Job], ranks: int) -> None:
+        """Groups of a few, so that a part that is stopped has rows of what was done."""
+        size = 4 * self.options.jobs
+        for some in (todo[i : i + size] for i in range(0, len(todo), size)):
+            sweep = Sweep(
+                str(self.options.config),
+                self.options.runs / part,
+                self.common,
+                tuple(Listed(job.name, (*self._paths(job), *job.options)) for job in some),
+            )
+            results = {result.name: result for result in run(sweep, max(1, self.options.jobs // ranks), ranks)}
+            for job in some:
+                if results[job.name].outcome == "failed":
+                    self._write(job, status="failed", error=results[job.name].detail)
+            self._measure([job for job in some if results[job.name].outcome == "finished"])
+            if stopped := [result for result in results.values() if result.outcome not in ("finished", "failed")]:
+                raise SystemExit(f"{part}: {len(stopped)} runs were stopped or are in use; the same command goes on")
+
+    def _paths(self, job: Job) -> tuple[str, ...]:
+        return tuple(path.format(data=self.options.data, runs=self.options.runs) for path in job.paths)
+
+    def _measure(self, done: Sequence[Job]) -> None:
+        with ProcessPoolExecutor(self.options.jobs, mp_context=get_context("spawn")) as pool:
+            self._collect(done, pool)
+
+    def _collect(self, done: Sequence[Job], pool: Executor) -> None:
+        waiting = {pool.submit(measure, self.folder(job), self.options.data, job.texts): job for job in done}
+        for future in as_completed(waiting):
+            job = waiting[future]
+            how = {} if job.of else {"history": history(self.folder(job))}
+            self._write(job, status="finished", numbers=future.result(), **how)
+
+    def _write(self, job: Job, **content: Any) -> None:
+        row = {"part": job.part, "condition": job.condition, "seed": job.seed, "recipe": job.recipe(self.options.config)}
+        append_json(
+            self.options.rows,
+            {**row, "options": list(job.options), "commit": commit(), "corpus": self.corpus["sha256"][:12], **content},
+        )
+
+
+def main(options: Options, page: Callable[[Sequence[Row], Path], None] = write_page) -> None:
+    parts = PARTS if options.part == "all" else tuple(p for p in options.part.split(",") if p != "page")
+    if unknown := set(parts) - set(PARTS):
+        raise SystemExit(f"there is no part {', '.join(sorted(unknown))}; expected all, page, {', '.join(PARTS)}")
+    if parts:
+        experiment = Experiment(options)
+        for part in parts:
+            experiment.part(part)
+            left = experiment.missing(part)
+            print(f"{part}: {'complete' if not left else f'{len(left)} runs are missing or failed'}", flush=True)
+            if not jobs(part, experiment.rows):
+                raise SystemExit(f"{part} needs what tuning finds: run --part tuning first")
+    page(read_rows(options.rows), options.docs)
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Options, description=__doc__))

@@ -1,0 +1,287 @@
+"""docs/evidence.md from docs/evidence.jsonl: every number of the page is computed here from the rows."""
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from statistics import median
+
+import numpy as np
+
+from benchmarks.evidence_analysis import (
+    CONTRASTS,
+    MARGIN,
+    PRIMARY,
+    Contrast,
+    Outcome,
+    by_seed,
+    failures,
+    metric,
+    noise,
+    of_history,
+    outcome,
+    outcomes,
+    plateau_and_loss,
+)
+from benchmarks.evidence_parts import LRS, PARTS, SEEDS, STATES, WARMUPS, Recipe, Row, newest, tuned, tuning_losses
+from benchmarks.evidence_plots import draw
+from titan_disp.evaluate.compare import standard_error
+from titan_disp.files import whole
+
+NOTHING = "–"
+NAMES = {
+    "on": "on, λ 0.1",
+    "on-0.03": "on, λ 0.03",
+    "on-first-quarter": "on in the first quarter",
+    "on-moments": "on, moments",
+    "noisy-embedding": "noisy embedding",
+    "on-0.1": "on, λ 0.1",
+    "on-0.5": "on, λ 0.5",
+}
+WHERE = {
+    "main": "6 layers, width 192, 600 steps",
+    "width": "MLP width 16",
+    "depth": "12 layers",
+    "long": "2,400 steps",
+}
+TEXTS = {"test": "old text", "new_test": "new text"}
+PART_NAMES = {
+    "tuning": "learning rate and warm-up, on development text",
+    "main": "main comparison",
+    "noise": "noise floor",
+    "width": "MLP width 16",
+    "depth": "12 layers",
+    "long": "2,400 steps",
+    "midtraining": "mid-training",
+}
+
+
+def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+    lines = [header, ["---"] * len(header), *rows]
+    return ["| " + " | ".join(line) + " |" for line in lines] + [""]
+
+
+def _mean(values: Iterable[float], sign: str = "", digits: int = 3) -> str:
+    """With its standard error over seeds."""
+    found = list(values)
+    if not found:
+        return NOTHING
+    error = standard_error(found)
+    return f"{np.mean(found):{sign}.{digits}f}" + (f" ± {error:.{digits}f}" if error is not None else "")
+
+
+def _interval(found: Outcome, digits: int = 3) -> str:
+    d = found.difference
+    if d is None or d.low is None or d.high is None:
+        return NOTHING
+    return f"{d.low:+.{digits}f} … {d.high:+.{digits}f}"
+
+
+def _p(value: float | None) -> str:
+    return NOTHING if value is None else f"{value:.4f}"
+
+
+def answer(found: Outcome) -> str:
+    """The first sentence of the page: of the primary contrast."""
+    d = found.difference
+    if d is None or d.low is None:
+        return "The main comparison has not been run."
+    numbers = f"{d.mean:+.3f} nats (95 % interval {_interval(found)}, {len(found.pairs)} seeds, sign-flip p {_p(d.p_value)}, Holm {_p(d.holm)})"
+    verdict = found.verdict()
+    if verdict.startswith("no difference"):
+        says = f"Dispersion (λ 0.1) changes test cross-entropy by less than {MARGIN:g} here"
+    elif verdict.startswith("better"):
+        says = "Dispersion (λ 0.1) lowers test cross-entropy here"
+    elif verdict.startswith("worse"):
+        says = "Dispersion (λ 0.1) raises test cross-entropy here"
+    else:
+        says = "Whether dispersion (λ 0.1) helps is not decided here"
+    return f"**{says}: {numbers}.**"
+
+
+def _contrast_rows(found: dict[Contrast, Outcome], members: Iterable[Contrast], label: str) -> Iterable[list[str]]:
+    for contrast in members:
+        one, d = found[contrast], found[contrast].difference
+        place = TEXTS[contrast.text] if label == "text" else WHERE[contrast.part]
+        cells = [place, NAMES[contrast.condition], f"{len(one.pairs)} of {len(contrast.seeds)}"]
+        cells += [_mean(one.baseline.values()), _mean(one.condition.values())]
+        cells += [f"{d.mean:+.3f}" if d is not None else NOTHING, _interval(one), f"{one.lower} of {len(one.pairs)}"]
+        tested = d is not None and contrast.family
+        cells += [_p(d.p_value) if d is not None and tested else NOTHING, _p(d.holm) if d is not None and tested else NOTHING]
+        yield [*cells, one.verdict()]
+
+
+HEADER = ["off", "on", "difference", "95 % interval", "lower in", "p", "Holm", "by the design's rules"]
+
+
+def _tuning(rows: Sequence[Row]) -> list[str]:
+    recipes = tuned(rows)
+    chosen = "; ".join(f"{state}: lr {r.lr:g}, warm-up {r.warmup:.0%}" for state, r in (recipes or {}).items())
+    lrs = sorted({*LRS, *(r.lr for r in (recipes or {}).values()), LRS[0] / 2, LRS[-1] * 2})
+    losses = {state: tuning_losses(rows, state, lrs) for state in STATES}
+    lines = ["## Tuning", "", f"Development cross-entropy, mean of two seeds. Taken: {chosen or 'nothing yet'}.", ""]
+    header = ["warm-up", *(f"lr {lr:g}" for lr in lrs)]
+    body = [
+        [f"{state}, {warmup:.0%}", *(_mean(losses[state][Recipe(lr, warmup)]) for lr in lrs)] for state in STATES for warmup in WARMUPS
+    ]
+    return [*lines, *table(header, body)]
+
+
+def _noise(rows: Sequence[Row]) -> list[str]:
+    lines = [
+        "## Noise floor",
+        "",
+        "Off again with the same seed, data and configuration: test cross-entropy less the first run's. What differs is the order of sums.",
+        "",
+    ]
+    body = [
+        [name, *(f"{d[s]:+.4f}" if s in d else NOTHING for s in SEEDS[:4]), f"{np.mean(np.abs(list(d.values()))):.4f}" if d else NOTHING]
+        for name, d in noise(rows).items()
+    ]
+    return [*lines, *table(["", *(f"seed {s}" for s in SEEDS[:4]), "mean size"], body)]
+
+
+def _secondary(rows: Sequence[Row], part: str) -> list[str]:
+    names = [c for p, c in dict.fromkeys((p, c) for p, c, _ in newest(rows)) if p == part]
+    body = []
+    for name in names:
+        ends = by_seed(rows, part, name, of_history("plateau_end"))
+        related = plateau_and_loss(rows, part, name)
+        cells = [WHERE[part], NAMES.get(name, name), f"{median(ends.values()):g}" if ends else NOTHING]
+        cells += [f"{related[0]:+.2f} ({related[1]})" if related else NOTHING]
+        cells += [_mean(by_seed(rows, part, name, of_history("block_cosine")).values())]
+        cells += [_mean(by_seed(rows, part, name, metric("test", key)).values(), digits=4) for key in ("accuracy", "last_word")]
+        for key in ("accuracy", "last_word"):
+            one = outcome(rows, Contrast(part, name, "main"), metric("test", key))
+            cells.append(_interval(one, digits=4) if name != "off" else NOTHING)
+        body.append(cells)
+    return [line for line in table([""] * 9, body)[2:-1]]
+
+
+def _by_source(rows: Sequence[Row]) -> list[str]:
+    off, on = ({s: r for (p, c, s), r in newest(rows).items() if (p, c) == ("main", x) and r["status"] == "finished"} for x in STATES)
+    seeds = [seed for seed in on if seed in off]
+    if not seeds:
+        return []
+    names = off[seeds[0]]["numbers"]["test"]["by_source"]
+    body = []
+    for name in names:
+        values = [[side[s]["numbers"]["test"]["by_source"][name] for s in seeds] for side in (off, on)]
+        body.append([name, _mean(values[0]), _mean(values[1]), _mean(np.subtract(values[1], values[0]), "+")])
+    return ["Test cross-entropy by source (main comparison):", "", *table(["source", "off", "on, λ 0.1", "difference"], body)]
+
+
+def _cosines(rows: Sequence[Row]) -> list[str]:
+    """Cross-entropy and mean cosines by layer of mid-trained models, before and after."""
+    cells = []
+    where = [("before", "main", "off", "test"), ("before", "midtraining", "before", "new_test")]
+    where += [(NAMES.get(name, name), "midtraining", name, text) for text in TEXTS for name in ("off", "on-0.1", "on-0.5")]
+    for label, part, name, text in where:
+        found = [
+            [row["numbers"][text]["cross_entropy"], *row["numbers"][text]["mean_cosine"]]
+            for (p, c, _), row in newest(rows).items()
+            if (p, c) == (part, name) and row["status"] == "finished" and text in row["numbers"]
+        ]
+        if found:
+            cells.append([TEXTS[text], label, *(f"{value:.3f}" for value in np.mean(found, axis=0))])
+    if not cells:
+        return []
+    layers = len(cells[0]) - 5
+    header = ["text", "", "cross-entropy", "embedding", *(f"block {i}" for i in range(layers)), "final norm"]
+    return ["Cross-entropy, and mean cosine by layer, means over seeds:", "", *table(header, sorted(cells, key=lambda c: list(TEXTS.values()).index(c[0])))]
+
+
+def _time(rows: Sequence[Row]) -> list[str]:
+    seconds, number, failed = Counter[str](), Counter[str](), Counter[str]()
+    for row in rows:
+        if "condition" in row:
+            number[row["part"]] += 1
+            failed[row["part"]] += row["status"] == "failed"
+            seconds[row["part"]] += sum(row.get("history", {}).get("seconds", {}).values())
+    body = [[PART_NAMES[p], str(number[p]), str(failed[p]), f"{seconds[p] / 3600:.2f}"] for p in PARTS if number[p]]
+    lines = ["## What was run", "", "Every run that ended, with the seconds of its training process. None is left out.", ""]
+    lines += table(["part", "runs", "failed", "core-hours"], body)
+    lines += [f"- failed: {row['part']} {row['condition']} seed {row['seed']}: {row['error']}" for row in failures(rows)]
+    commits = sorted({row["commit"] for row in rows if "commit" in row})
+    return [*lines, *([""] if failures(rows) else []), f"Commits: {', '.join(commits) or NOTHING}.", ""]
+
+
+def _corpus(rows: Sequence[Row]) -> list[str]:
+    found = [row for row in rows if row["part"] == "corpus"]
+    if not found:
+        return []
+    corpus = found[-1]
+    body = [
+        [part.replace("_", " "), name, f"{size['documents']:,}", f"{size['tokens']:,}"]
+        for part, sizes in corpus["sizes"].items()
+        for name, size in sizes.items()
+    ]
+    sources = ", ".join(corpus["sources"])
+    return [f"Text: {sources}; sha256 {corpus['sha256'][:12]}.", "", *table(["", "split", "documents", "tokens"], body)]
+
+
+def page(rows: Sequence[Row]) -> str:
+    """The Markdown."""
+    found = outcomes(rows)
+    main = [c for c in CONTRASTS if c.family == "main"]
+    few = [c for c in CONTRASTS if not c.family]
+    mid = [c for c in CONTRASTS if c.family == "midtraining"]
+    secondary_header = ["", "", "plateau ends at step (median)", "its ρ with the loss (seeds)", "block cosine over time"]
+    secondary_header += ["accuracy", "last word", "accuracy less off's", "last word less off's"]
+    parts = [
+        "# Does it help?",
+        "",
+        answer(found[PRIMARY]),
+        "",
+        "Written by `make evidence` from [evidence.jsonl](evidence.jsonl), one row per run. Question, outcomes and rules were fixed before",
+        "the main runs: [evidence_design.md](evidence_design.md). Numbers are cross-entropy on held-out text in nats, mean ± standard error",
+        "over seeds; differences are on less off, paired by seed; below zero is better.",
+        "",
+        *_corpus(rows),
+        "## Main comparison",
+        "",
+        *table(["", "condition", "pairs", *HEADER], _contrast_rows(found, main, "where")),
+        f"p is the exact sign-flip test's, Holm adjusts for the {len(main)} contrasts. With {len(SEEDS)} seeds p is at least"
+        f" {2 / 2 ** len(SEEDS):.4f}.",
+        "",
+        "![Difference of cross-entropy over tokens](evidence_loss.png)",
+        "",
+        *_by_source(rows),
+        "## Depth and length",
+        "",
+        *table(["", "condition", "pairs", *HEADER], _contrast_rows(found, few, "where")),
+        "Four seeds cannot reach p < 0.05.",
+        "",
+        "## Condensation, plateau and accuracy",
+        "",
+        *table(secondary_header, [])[:2],
+        *(line for part in WHERE for line in _secondary(rows, part)),
+        "",
+        "![Cosines by layer over the steps](evidence_cosine.png)",
+        "",
+        "![Difference against condensation without dispersion](evidence_baseline.png)",
+        "",
+        "## Mid-training",
+        "",
+        *table(["", "condition", "pairs", *HEADER], _contrast_rows(found, mid, "text")),
+        *_cosines(rows),
+        *_tuning(rows),
+        *_noise(rows),
+        *_time(rows),
+        "## What this cannot say",
+        "",
+        "A model of 0.4 M parameters, 2.5 to 10 M tokens of technical documentation, a vocabulary of 2,048: the paper trains 0.6 B parameters on",
+        "156 B tokens of C4. The intervals are over seeds. They hold for this text, tokenizer, optimizer and schedule.",
+        "",
+        "## Again",
+        "",
+        "    python -m benchmarks.corpus data/evidence",
+        "    make evidence                # all that is missing; PART=main, JOBS=2",
+        "",
+    ]
+    return "\n".join(parts)
+
+
+def write_page(rows: Sequence[Row], docs: Path) -> None:
+    draw(rows, docs)
+    with whole(docs / "evidence.md") as partial:
+        partial.write_text(page(rows))

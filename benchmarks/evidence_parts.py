@@ -1,0 +1,223 @@
+"""The experiment's runs, part by part: what docs/evidence_design.md says, as options of train_configs/evidence.toml."""
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import tomli
+
+CONFIG = "train_configs/evidence.toml"
+STEPS, LONG, MIDTRAINING = 600, 2400, 200
+SEEDS = tuple(range(1, 9))
+FEW_SEEDS = SEEDS[:4]  # of what takes longer
+TUNING_SEEDS = (101, 102)  # no other part has them
+LRS, WARMUPS = (1e-3, 2e-3, 4e-3, 8e-3), (0.05, 0.2)
+STATES = ("off", "on")
+PARTS = ("tuning", "main", "noise", "width", "depth", "long", "midtraining")
+
+Row = Mapping[str, Any]  # of docs/evidence.jsonl
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What is tuned. ``warmup``: part of the steps."""
+
+    lr: float
+    warmup: float
+
+    def options(self, steps: int) -> tuple[str, ...]:
+        warmup = round(self.warmup * steps)
+        return (f"--training.steps={steps}", f"--optimizer.lr={self.lr:g}", f"--lr_scheduler.warmup_steps={warmup}")
+
+    def __str__(self) -> str:
+        return f"lr-{self.lr:g}_warmup-{self.warmup:g}"
+
+
+@dataclass(frozen=True)
+class Job:
+    """A run and what it is measured on.
+
+    Attributes:
+        condition: runs of a part with the same condition differ in their seeds only.
+        options: beyond the config file, TorchTitan's, without paths.
+        texts: of the corpus: development, test, or new_test (of the held-back package).
+        paths: options that name files. They are no part of the recipe.
+        of: (part, name) of a run that is only measured, on other texts than its own part does.
+        begins: recipe of the model that it begins from.
+    """
+
+    part: str
+    condition: str
+    seed: int
+    options: tuple[str, ...]
+    texts: tuple[str, ...] = ("test",)
+    ranks: int = 1
+    paths: tuple[str, ...] = ()
+    of: tuple[str, str] | None = None
+    begins: str = ""
+
+    @property
+    def name(self) -> str:
+        return f"{self.condition}_seed-{self.seed}"
+
+    @property
+    def key(self) -> tuple[str, str, int]:
+        return self.part, self.condition, self.seed
+
+    def recipe(self, config: str | Path = CONFIG) -> str:
+        """Hash of all that decides the run but for the code and the corpus: the config file's content, options, ranks, texts."""
+        content = tomli.loads(Path(config).read_text())
+        own = {"options": self.options, "ranks": self.ranks, "texts": self.texts, "of": self.of, "begins": self.begins}
+        return hashlib.sha256(json.dumps({"config": content, **own}, sort_keys=True).encode()).hexdigest()[:12]
+
+
+def key_of(row: Row) -> tuple[str, str, int]:
+    return row["part"], row["condition"], row["seed"]
+
+
+def newest(rows: Iterable[Row]) -> dict[tuple[str, str, int], Row]:
+    """The last row of each run: a failed one that was run again has two."""
+    return {key_of(row): row for row in rows if "condition" in row}
+
+
+def _dispersion(state: str) -> tuple[str, ...]:
+    return ("--dispersion.enabled",) if state == "on" else ("--dispersion.no-enabled",)
+
+
+def _seeds(seed: int) -> tuple[str, ...]:
+    return (f"--debug.seed={seed}", f"--stream.seed={seed}")
+
+
+def _tuning_jobs(state: str, lr: float) -> list[Job]:
+    return [
+        Job("tuning", f"{state}_{recipe}", seed, (*_dispersion(state), *recipe.options(STEPS), *_seeds(seed)), ("development",))
+        for recipe in (Recipe(lr, warmup) for warmup in WARMUPS)
+        for seed in TUNING_SEEDS
+    ]
+
+
+def tuning(rows: Iterable[Row]) -> list[Job]:
+    """The grid; where a state's best learning rate is at the grid's edge, the next one beyond it as well, once."""
+    rows = list(rows)
+    jobs = [job for state in STATES for lr in LRS for job in _tuning_jobs(state, lr)]
+    for state in STATES:
+        best = best_recipe(rows, state, LRS)
+        if best is not None and best.lr in (LRS[0], LRS[-1]):
+            jobs += _tuning_jobs(state, best.lr / 2 if best.lr == LRS[0] else best.lr * 2)
+    return jobs
+
+
+def tuning_losses(rows: Iterable[Row], state: str, lrs: Sequence[float]) -> dict[Recipe, list[float]]:
+    """Development cross-entropy of the seeds; infinity of a failed run, which is so worse than any other."""
+    known, found = newest(rows), {}
+    for recipe in (Recipe(lr, warmup) for lr in lrs for warmup in WARMUPS):
+        own = [known.get(("tuning", f"{state}_{recipe}", seed)) for seed in TUNING_SEEDS]
+        found[recipe] = [
+            row["numbers"]["development"]["cross_entropy"] if row["status"] == "finished" else float("inf")
+            for row in own
+            if row is not None
+        ]
+    return found
+
+
+def best_recipe(rows: Iterable[Row], state: str, lrs: Sequence[float]) -> Recipe | None:
+    """That of the lowest mean over the seeds; of equal ones the first. None where runs are missing."""
+    losses = tuning_losses(rows, state, lrs)
+    if any(len(values) < len(TUNING_SEEDS) for values in losses.values()):
+        return None
+    return min(losses, key=lambda recipe: sum(losses[recipe]))
+
+
+def tuned(rows: Iterable[Row]) -> dict[str, Recipe] | None:
+    """What the other parts take, by state. None where tuning is not complete."""
+    rows = list(rows)
+    found = {}
+    for state in STATES:
+        best = best_recipe(rows, state, LRS)
+        if best is not None and best.lr in (LRS[0], LRS[-1]):
+            beyond = best.lr / 2 if best.lr == LRS[0] else best.lr * 2
+            best = best_recipe(rows, state, (*LRS, beyond))
+        if best is None:
+            return None
+        found[state] = best
+    return found
+
+
+def jobs(part: str, rows: Iterable[Row]) -> list[Job]:
+    """The runs of a part. Empty, but for tuning, before tuning is complete."""
+    rows = list(rows)
+    if part == "tuning":
+        return tuning(rows)
+    recipes = tuned(rows)
+    if recipes is None:
+        return []
+    off, on = recipes["off"], recipes["on"]
+    quarter = ("--dispersion.decay=linear", f"--dispersion.decay_steps={STEPS // 4}")
+    both = {"off": (off, ()), "on": (on, ())}
+    conditions: dict[str, tuple[Recipe, tuple[str, ...]]] = {
+        **both,
+        "on-0.03": (on, ("--dispersion.coeff=0.03",)),
+        "on-first-quarter": (on, quarter),
+        "on-moments": (on, ("--dispersion.estimator=moments",)),
+        "noisy-embedding": (off, ("--baseline.method=noisy_embedding",)),
+    }
+    if part == "main":
+        return [_job(part, name, seed, *conditions[name]) for name in conditions for seed in SEEDS]
+    if part == "noise":
+        return _noise(off)
+    if part == "midtraining":
+        return _midtraining(off)
+    changed, seeds, steps = {
+        "width": (("--model.overrides=hidden_dim=16",), SEEDS, STEPS),
+        "depth": (("--model.overrides=n_layers=12",), FEW_SEEDS, STEPS),
+        "long": ((), FEW_SEEDS, LONG),
+    }[part]
+    return [_job(part, name, seed, recipe, changed, steps) for name, (recipe, _) in both.items() for seed in seeds]
+
+
+def _job(part: str, name: str, seed: int, recipe: Recipe, changed: tuple[str, ...] = (), steps: int = STEPS) -> Job:
+    state = name.partition("-")[0]
+    return Job(part, name, seed, (*_dispersion(state), *changed, *recipe.options(steps), *_seeds(seed)))
+
+
+def _noise(off: Recipe) -> list[Job]:
+    """What main's off is run like again: with the sums of a step in another order, and once with nothing changed."""
+    options = {seed: (*_dispersion("off"), *off.options(STEPS), *_seeds(seed)) for seed in FEW_SEEDS}
+    return [
+        *(Job("noise", "accumulation-4", seed, (*o, "--training.local_batch_size=4")) for seed, o in options.items()),
+        *(Job("noise", "2-ranks", seed, (*o, "--training.local_batch_size=8"), ranks=2) for seed, o in options.items()),
+        Job("noise", "again", FEW_SEEDS[0], options[FEW_SEEDS[0]]),
+    ]
+
+
+def _midtraining(off: Recipe) -> list[Job]:
+    """main's off models, continued on the held-back package with a tenth of their learning rate, and as they were before."""
+    recipe = Recipe(off.lr / 10, 0.2)
+    conditions = {
+        "off": _dispersion("off"),
+        "on-0.1": (*_dispersion("on"), "--dispersion.coeff=0.1"),
+        "on-0.5": (*_dispersion("on"), "--dispersion.coeff=0.5"),
+    }
+    begins = f"{off}_steps-{STEPS}"
+    return [
+        *(Job("midtraining", "before", seed, (), ("new_test",), of=("main", f"off_seed-{seed}"), begins=begins) for seed in SEEDS),
+        *(
+            Job(
+                "midtraining",
+                name,
+                seed,
+                (*state, *recipe.options(MIDTRAINING), "--lr_scheduler.min_lr_factor=0", *_seeds(seed)),
+                ("test", "new_test"),
+                begins=begins,
+                paths=(
+                    "--training.dataset_path={data}/held_back",
+                    f"--checkpoint.initial_load_path={{runs}}/main/off_seed-{seed}/checkpoint/step-{STEPS}",
+                ),
+            )
+            for name, state in conditions.items()
+            for seed in SEEDS
+        ),
+    ]

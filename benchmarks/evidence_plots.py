@@ -1,0 +1,82 @@
+"""The pictures of docs/evidence.md."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from benchmarks.evidence_analysis import MARGIN, by_seed, curve_differences, interval, metric, of_history
+from benchmarks.evidence_parts import Row, newest
+from titan_disp.condensation.plot import MARKERS, MEAN_COSINE, OKABE_ITO, new_figure
+
+LABELS = {"main": "600 steps", "width": "MLP width 16", "depth": "12 layers", "long": "2,400 steps"}
+
+
+def difference_over_tokens(rows: Sequence[Row], path: Path) -> None:
+    """Development cross-entropy of on less off, mean over seeds in its 95 % interval."""
+    found = {part: curve for part in LABELS if (curve := curve_differences(rows, part)) is not None}
+    figure = new_figure(8, 4)
+    axes = figure.subplots()
+    for (part, (tokens, d)), color in zip(found.items(), OKABE_ITO, strict=False):
+        low, high = interval(d)
+        axes.plot(np.array(tokens) / 1e6, d.mean(axis=0), color=color, label=f"{LABELS[part]}, {len(d)} seeds")
+        axes.fill_between(np.array(tokens) / 1e6, low, high, color=color, alpha=0.2, linewidth=0)
+    axes.axhspan(-MARGIN, MARGIN, color="black", alpha=0.08, linewidth=0)
+    axes.axhline(0, color="black", linewidth=0.8)
+    axes.set_ylim(*np.clip(axes.get_ylim(), -1, 1))
+    axes.set_xlabel("tokens, millions")
+    axes.set_ylabel("cross-entropy, on less off (nats)")
+    axes.grid(alpha=0.3)
+    if found:
+        axes.legend()
+    figure.savefig(path, dpi=120)
+
+
+def cosine_maps(rows: Sequence[Row], path: Path) -> None:
+    """Mean cosine by layer and step, mean over seeds, off beside on."""
+    parts = [part for part in LABELS if by_seed(rows, part, "off", lambda row: 0.0)]
+    figure = new_figure(8, 2.2 * max(1, len(parts)))
+    grid = figure.subplots(max(1, len(parts)), 2, squeeze=False, sharey="row", sharex="row")
+    image = None
+    for part, axes_row in zip(parts, grid, strict=False):
+        for state, axes in zip(("off", "on"), axes_row, strict=True):
+            own = [row["history"] for (p, c, _), row in newest(rows).items() if (p, c) == (part, state) and "history" in row]
+            if not own:
+                continue
+            mean = np.mean([one["mean_cosine"] for one in own if one["steps"] == own[0]["steps"]], axis=0)
+            extent = (0, own[0]["steps"][-1], -0.5, mean.shape[1] - 0.5)
+            image = axes.imshow(mean.T, origin="lower", aspect="auto", vmin=0, vmax=1, cmap="magma_r", extent=extent)
+            axes.set_title(f"{LABELS[part]}, {state}", fontsize=10)
+            axes.set_ylabel("layer", fontsize=9)
+    for axes in grid[-1]:
+        axes.set_xlabel("step")
+    if image is not None:
+        figure.colorbar(image, ax=grid.ravel().tolist(), label=MEAN_COSINE)
+    figure.savefig(path, dpi=120)
+
+
+def difference_against_condensation(rows: Sequence[Row], path: Path) -> None:
+    """By seed: test cross-entropy of on less off, against how condensed the run without dispersion was."""
+    figure = new_figure(8, 4)
+    axes = figure.subplots()
+    for part, color, marker in zip(LABELS, OKABE_ITO, MARKERS, strict=False):
+        on, off = (by_seed(rows, part, state, metric("test", "cross_entropy")) for state in ("on", "off"))
+        cosine = by_seed(rows, part, "off", of_history("block_cosine"))
+        seeds = [seed for seed in on if seed in off and seed in cosine]
+        if seeds:
+            d = [on[seed] - off[seed] for seed in seeds]
+            axes.plot([cosine[seed] for seed in seeds], d, marker, color=color, label=LABELS[part])
+    axes.axhspan(-MARGIN, MARGIN, color="black", alpha=0.08, linewidth=0)
+    axes.axhline(0, color="black", linewidth=0.8)
+    axes.set_xlabel("mean cosine of the blocks without dispersion, averaged over its steps")
+    axes.set_ylabel("test cross-entropy, on less off (nats)")
+    axes.grid(alpha=0.3)
+    if axes.get_legend_handles_labels()[0]:
+        axes.legend()
+    figure.savefig(path, dpi=120)
+
+
+def draw(rows: Sequence[Row], docs: Path) -> None:
+    difference_over_tokens(rows, docs / "evidence_loss.png")
+    cosine_maps(rows, docs / "evidence_cosine.png")
+    difference_against_condensation(rows, docs / "evidence_baseline.png")

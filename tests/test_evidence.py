@@ -1,0 +1,327 @@
+"""Does it help? The experiment's numbers on a model by hand, its analysis on made-up rows with known answers, its page."""
+
+import json
+from collections import Counter
+
+import numpy as np
+import pytest
+import torch
+from scipy import stats
+
+from benchmarks import evidence_parts
+from benchmarks.evidence_analysis import (
+    CONTRASTS,
+    PRIMARY,
+    Contrast,
+    curve_differences,
+    interval,
+    metric,
+    noise,
+    outcome,
+    outcomes,
+    plateau_and_loss,
+)
+from benchmarks.evidence_page import page, write_page
+from benchmarks.evidence_parts import LRS, PARTS, SEEDS, STATES, WARMUPS, Job, Recipe, jobs, tuned
+from benchmarks.evidence_score import cosines, history, last_words, passage, token_losses, window
+from tests.cluster_of_one import ROOT
+
+ROWS = ROOT / "docs" / "evidence.jsonl"
+STEPS = [0, 20, 40]
+
+
+def row(part, condition, seed, loss, text="test", **more):
+    numbers = {"cross_entropy": loss, "accuracy": 0.2 - loss / 100, "last_word": 0.1}
+    numbers |= {"by_source": {"a": loss - 1, "b": loss + 1}, "mean_cosine": [0.1, 0.2, 0.3, 0.4]}
+    own = {"steps": STEPS, "cross_entropy": [8.0, 6.5, loss], "mean_cosine": [[0.1, 0.2, 0.3, 0.4]] * 3, "tokens": 4000}
+    own |= {"plateau_end": 20, "block_cosine": 0.5, "seconds": {"steps": 1800.0}}
+    common = {"part": part, "condition": condition, "seed": seed, "status": "finished", "recipe": "r", "commit": "c", "corpus": "d"}
+    return {**common, "numbers": {text: numbers}, "history": {**own, **more}}
+
+
+def made_up(d, part="main", condition="on", seeds=SEEDS, text="test"):
+    """Off is 5 + seed/100; the condition is that and the difference."""
+    off = [row(part, "off", s, 5 + s / 100, text) for s in seeds]
+    return [*off, *(row(part, condition, s, 5 + s / 100 + x, text) for s, x in zip(seeds, d, strict=False))]
+
+
+def tuning_rows(best):
+    """Development cross-entropy 5 at each state's best (lr, warm-up), and 6 elsewhere."""
+    return [
+        row("tuning", f"{state}_{Recipe(lr, warmup)}", seed, 5 if (lr, warmup) == best[state] else 6, "development")
+        for state in STATES
+        for lr in (*LRS, LRS[0] / 2, LRS[-1] * 2)
+        for warmup in WARMUPS
+        for seed in (101, 102)
+    ]
+
+
+INSIDE = {"off": (2e-3, 0.05), "on": (4e-3, 0.2)}
+
+
+def test_a_difference_is_what_scipy_makes_of_the_pairs():
+    d = np.array([-0.11, -0.2, -0.05, -0.13, -0.31, -0.02, -0.08, -0.17])
+    found = outcome(made_up(d), PRIMARY, metric("test", "cross_entropy"))
+    test = stats.ttest_1samp(d, 0)
+    assert found.difference.mean == pytest.approx(d.mean())
+    assert (found.difference.low, found.difference.high) == pytest.approx(tuple(test.confidence_interval(0.95)))
+    assert found.difference.p_value == 2 / 256  # all of one sign
+    assert found.lower == 8
+    d[5] = 0.02
+    mixed = outcome(made_up(d), PRIMARY, metric("test", "cross_entropy"))
+    plain = stats.permutation_test((d,), np.mean, permutation_type="samples", n_resamples=np.inf)
+    assert mixed.difference.p_value == pytest.approx(plain.pvalue)
+    assert mixed.lower == 7
+
+
+def test_holm_counts_a_family_that_is_not_run_yet_too():
+    """Six contrasts: 2/256 × 6 = 0.047 for one that all seeds agree on."""
+    assert Counter(c.family for c in CONTRASTS) == {"main": 6, "": 2, "midtraining": 4}
+    found = outcomes(made_up([-0.2, -0.1] * 4))
+    assert found[PRIMARY].difference.holm == pytest.approx(6 * 2 / 256)
+    assert found[PRIMARY].verdict() == "better"
+    assert found[Contrast("main", "on-0.03", "main")].verdict() == "not run"
+    rows = made_up([-0.2, -0.1] * 4, "midtraining", "on-0.1", text="new_test")
+    assert outcomes(rows)[Contrast("midtraining", "on-0.1", "midtraining", "new_test")].difference.holm == pytest.approx(4 * 2 / 256)
+
+
+@pytest.mark.parametrize(
+    ("d", "says"),
+    [
+        ([0.1, 0.2] * 4, "worse"),
+        ([-0.1, 0.2] * 4, "undecided"),
+        ([-0.01, 0.01] * 4, "no difference of 0.02 or more"),
+        ([-0.011, -0.012] * 4, "no difference of 0.02 or more"),  # significant, and of no matter
+        ([-0.2, -0.1] * 3, "undecided (6 of 8 pairs)"),  # 2/64 × 6
+        ([-0.1], "not run"),  # no interval of one pair
+    ],
+)
+def test_verdicts(d, says):
+    assert outcomes(made_up(d))[PRIMARY].verdict() == says
+
+
+def test_verdicts_of_four_seeds():
+    def verdict(d):
+        return outcomes(made_up(d, "long", seeds=SEEDS[:4]))[Contrast("long", "on", "")].verdict()
+
+    assert verdict([-0.1, -0.2, -0.1, -0.2]) == "better in all 4 seeds, too few for a test"
+    assert verdict([-0.1, -0.2, -0.1, 0.2]) == "better in 3 of 4 seeds, undecided"
+    assert verdict([-0.001, 0.002, -0.001, 0.0]) == "no difference of 0.02 or more"
+
+
+def test_failures_are_counted_and_do_not_help():
+    rows = [r for r in made_up([-0.2, -0.1] * 4) if (r["condition"], r["seed"]) != ("on", 8)]
+    failed = {"part": "main", "condition": "on", "seed": 8, "status": "failed", "error": "not finite", "recipe": "r", "commit": "c"}
+    found = outcomes([*rows, failed])[PRIMARY]
+    assert found.failed == ("on seed 8",)
+    assert found.difference.holm > 0.05
+    assert found.verdict() == "undecided (7 of 8 pairs)"
+    assert found._fails_more()
+    assert not outcomes([*rows, {**failed, "condition": "off"}])[PRIMARY]._fails_more()
+    text = page([*rows, failed])
+    assert "- failed: main on seed 8: not finite" in text
+    assert "| main comparison | 16 | 1 | 7.50 |" in text
+    again = outcomes([*rows, failed, row("main", "on", 8, 4.9)])[PRIMARY]  # tried again: its last row counts
+    assert again.complete
+    assert again.failed == ()
+
+
+def test_noise_and_plateau():
+    rows = [*made_up([0.0] * 8), row("noise", "2-ranks", 3, 5.05), row("noise", "2-ranks", 9, 5.05)]
+    assert noise(rows)["2-ranks"] == {3: pytest.approx(0.02)}
+    ends = {1: 90, 2: 60, 3: 70, 4: 30}
+    rows = [row("main", "off", s, 5 + end / 1000, plateau_end=end) for s, end in ends.items()]
+    assert plateau_and_loss(rows, "main", "off") == (pytest.approx(1.0), 4)
+    assert plateau_and_loss(rows[:3], "main", "off") is None
+
+
+def test_curves_are_paired_by_seed():
+    tokens, d = curve_differences(made_up([-0.2, -0.1, 0.3], seeds=SEEDS[:3]), "main")
+    assert tokens == [0, 2000, 4000]
+    np.testing.assert_allclose(d, [[0, 0, -0.2], [0, 0, -0.1], [0, 0, 0.3]], atol=1e-12)
+    low, high = interval(d)
+    expected = stats.t.interval(0.95, 2, loc=0, scale=stats.sem(d[:, 2]))
+    assert (low[2], high[2]) == pytest.approx(expected)
+    assert curve_differences([], "main") is None
+
+
+def test_tuning_takes_each_state_s_best_and_looks_beyond_an_edge():
+    assert tuned([]) is None
+    assert tuned(tuning_rows(INSIDE)) == {"off": Recipe(2e-3, 0.05), "on": Recipe(4e-3, 0.2)}
+    assert len(jobs("tuning", tuning_rows(INSIDE))) == len(jobs("tuning", [])) == 32
+    edge = tuning_rows({"off": (8e-3, 0.2), "on": (4e-3, 0.05)})
+    inside = [r for r in edge if "lr-0.016" not in r["condition"] and "lr-0.0005" not in r["condition"]]
+    assert tuned(inside) is None
+    beyond = [job for job in jobs("tuning", inside) if "lr-0.016" in job.condition]
+    assert {job.condition for job in beyond} == {"off_lr-0.016_warmup-0.05", "off_lr-0.016_warmup-0.2"}
+    assert len(jobs("tuning", inside)) == 36
+    assert tuned(edge)["off"] == Recipe(8e-3, 0.2)
+    failed = [{**r, "status": "failed"} if r["condition"] == "on_lr-0.004_warmup-0.2" else r for r in tuning_rows(INSIDE)]
+    assert tuned(failed)["on"] != Recipe(4e-3, 0.2)
+
+
+def test_the_parts_are_the_design_s():
+    rows = tuning_rows(INSIDE)
+    every = {part: jobs(part, rows) for part in PARTS}
+    assert {part: len(found) for part, found in every.items()} == {
+        **{"tuning": 32, "main": 48, "noise": 9, "width": 16, "depth": 8, "long": 8},
+        **{"midtraining": 24 + 8},  # and the models that it begins from, on new text
+    }
+    design = (ROOT / "docs" / "evidence_design.md").read_text()
+    for part, found in every.items():
+        number = sum(job.of is None for job in found)
+        assert f"| {number} |\n" in next(line + "\n" for line in design.splitlines() if line.startswith(f"| {part} |"))
+    keys = [job.key for found in every.values() for job in found]
+    assert len(set(keys)) == len(keys)
+    assert len({job.recipe(ROOT / evidence_parts.CONFIG) for found in every.values() for job in found}) == len(keys)
+    for job in every["main"]:
+        state = "on" if job.condition.startswith("on") else "off"
+        lr, warmup = INSIDE[state]
+        assert f"--optimizer.lr={lr:g}" in job.options
+        assert f"--lr_scheduler.warmup_steps={warmup * 600:.0f}" in job.options
+        assert {f"--debug.seed={job.seed}", f"--stream.seed={job.seed}"} <= set(job.options)
+        assert ("--dispersion.enabled" in job.options) == (state == "on")
+    assert "--lr_scheduler.warmup_steps=120" in next(j for j in every["long"] if j.condition == "off").options
+    assert all("development" not in job.texts for part in PARTS[1:] for job in every[part])
+    assert all(job.texts == ("development",) for job in every["tuning"])
+    assert jobs("main", []) == []
+
+
+def test_every_job_is_a_config_that_can_run(sample):
+    """TorchTitan's own reading of the options of one job of each condition."""
+    from titan_disp.checks import check_config
+    from titan_disp.config import load_config
+
+    seen = set()
+    for part in PARTS:
+        for job in jobs(part, tuning_rows(INSIDE)):
+            if job.of is None and (part, job.condition) not in seen and (part != "tuning" or "0.004" in job.condition):
+                seen.add((part, job.condition))
+                argv = ["--job.config_file", str(ROOT / evidence_parts.CONFIG), *job.options]
+                config = load_config([*argv, "--model.hf_assets_path", f"{sample}/tokenizer"])
+                check_config(config, job.ranks)
+                assert config.training.steps in (600, 2400, 200)
+                assert config.debug.seed == config.stream.seed == job.seed
+                assert config.dispersion.enabled == (job.condition.startswith("on") and part != "noise")
+    assert len(seen) == 4 + 6 + 3 + 2 + 2 + 2 + 3
+
+
+def test_the_page_has_the_rows_numbers(tmp_path):
+    d = [-0.11, -0.2, -0.05, -0.13, -0.31, -0.02, -0.08, -0.17]
+    rows = [*tuning_rows(INSIDE), *made_up(d), *made_up([0.1, 0.3] * 4, "width")]
+    rows += [*made_up([-0.2] * 4, "long", seeds=SEEDS[:4]), *made_up([0.1] * 8, "midtraining", "on-0.5", text="new_test")]
+    rows += [row("noise", "accumulation-4", 2, 5.05)]
+    rows += [{"part": "corpus", "sources": {"x=1": "0"}, "sha256": "ab" * 32, "sizes": {"main": {"train": {"documents": 7000, "tokens": 8}}}}]
+    write_page(rows, tmp_path)
+    text = (tmp_path / "evidence.md").read_text()
+    low, high = stats.ttest_1samp(d, 0).confidence_interval(0.95)
+    off, on = (5 + np.arange(1, 9) / 100, 5 + np.arange(1, 9) / 100 + d)
+    # Holm: of six contrasts, main's and width's have p = 2/256 both; Holm multiplies the second by 5 and takes no less than the first.
+    assert (
+        f"| 6 layers, width 192, 600 steps | on, λ 0.1 | 8 of 8 | {off.mean():.3f} ± {stats.sem(off):.3f} | {on.mean():.3f} ± "
+        f"{stats.sem(on):.3f} | -0.134 | {low:+.3f} … {high:+.3f} | 8 of 8 | 0.0078 | 0.0469 | better |"
+    ) in text
+    assert "**Dispersion (λ 0.1) lowers test cross-entropy here: -0.134 nats (95 % interval" in text
+    assert "| MLP width 16 | on, λ 0.1 | 8 of 8 |" in text
+    assert "| 0 of 8 | 0.0078 | 0.0469 | worse |" in text
+    assert "| 2,400 steps | on, λ 0.1 | 4 of 4 |" in text
+    assert "| new text | on, λ 0.5 | 8 of 8 |" in text
+    assert "Taken: off: lr 0.002, warm-up 5%; on: lr 0.004, warm-up 20%." in text
+    assert "| accumulation-4 | – | +0.0300 | – | – | 0.0300 |" in text
+    assert "| main comparison | 16 | 0 | 8.00 |" in text
+    assert "| main | train | 7,000 | 8 |" in text
+    assert "| a | 4.045 ±" in text
+    assert {p.name for p in tmp_path.glob("*.png")} == {"evidence_loss.png", "evidence_cosine.png", "evidence_baseline.png"}
+    assert page([]).startswith("# Does it help?\n\nThe main comparison has not been run.")
+
+
+@pytest.mark.skipif(not ROWS.exists(), reason="the experiment has not been run")
+def test_the_page_in_docs_is_made_of_the_rows_in_docs():
+    rows = [json.loads(line) for line in ROWS.read_text().splitlines()]
+    assert (ROOT / "docs" / "evidence.md").read_text() == page(rows)
+
+
+class Bigrams(torch.nn.Module):
+    """Logits of the next token by the last one, and activations that are the token's row."""
+
+    n_layers = 1
+
+    def __init__(self, logits):
+        super().__init__()
+        self.logits = logits
+
+    def forward(self, tokens, return_activations=None):
+        logits = self.logits[tokens]
+        return (logits, tuple(logits for _ in return_activations)) if return_activations is not None else logits
+
+
+def test_numbers_of_a_model_against_plain_sums():
+    torch.manual_seed(0)
+    model = Bigrams(torch.randn(10, 10))
+    windows = [torch.randint(0, 10, (n,)).tolist() for n in (2, 9, 5, 3, *(4 + i % 6 for i in range(30)))]
+    sums, right, number = token_losses(model, windows)
+    p = np.exp(model.logits.double().numpy())
+    p /= p.sum(1, keepdims=True)
+    for i, ids in enumerate(windows):
+        assert number[i] == len(ids) - 1
+        assert sums[i] == pytest.approx(-sum(np.log(p[a, b]) for a, b in zip(ids, ids[1:], strict=False)), rel=1e-5)
+        assert right[i] == sum(p[a].argmax() == b for a, b in zip(ids, ids[1:], strict=False))
+    best = p.argmax(1)
+    chain = [3, int(best[3]), int(best[best[3]])]
+    wrong = [int(best[3]), (chain[2] + 1) % 10]
+    assert last_words(model, [([1, 2, 3], chain[1:]), ([3], chain[1:2]), ([1, 3], wrong)]) == 2
+    unit = model.logits.double().numpy()
+    unit /= np.linalg.norm(unit, axis=1, keepdims=True)
+    long = [ids for ids in windows if len(ids) > 5]
+    expected = np.mean([(unit[ids[:5]] @ unit[ids[:5]].T).mean() for ids in long])
+    assert cosines(model, windows, 5) == pytest.approx([expected] * 3, abs=2e-5)
+
+
+def test_windows_and_last_words():
+    def encode(text):
+        return [len(word) for word in text.split()]
+
+    short = "one two three"
+    assert window(short, encode, 0, 8) == [3, 3, 5, 0]
+    long = " ".join("x" * (i % 50 + 1) for i in range(300))
+    found, every = window(long, encode, 0, 16), [*encode(long), 0]
+    assert len(found) == 17
+    assert any(every[i : i + 17] == found for i in range(len(every)))
+    assert window(long, encode, 0, 16) == found
+    assert len({tuple(window(f"{long} {'y' * i}", encode, 0, 16)) for i in range(1, 20)}) > 10  # the text decides the place
+    words = " ".join(["word"] * 25)
+    assert passage(f"Short one.\n\n{words}\n\n{words} at the end.\n\nother", encode, 256) == ([4] * 25 + [2, 3], [3])
+    assert passage(f"{words} at the end.", encode, 8) == ([4, 4, 4, 4, 4, 2, 3], [3])
+    assert passage(f"{words} in 1999.", encode, 256) is None
+    assert passage(f"{words} at\nthe.", encode, 256) is None
+
+
+def test_history_of_a_run(tmp_path):
+    lines = [{"step": step, "ce": ce, "tokens": step * 10} for step, ce in ((5, 7.0), (10, 6.0), (15, 5.9), (20, 6.1))]
+    for step, cosine in ((0, 0.0), (10, 0.8), (30, 0.4)):
+        layers = [0.5, cosine - 0.05, cosine + 0.05, 0.9]  # the embedding and the final norm are no blocks
+        lines.append({"step": step, "condensation": {"mean_cosine": layers, "cross_entropy": 6.12341}})
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    events = [{"event": "stop", "step": 9, "spent": {"steps": 2.0}}, {"event": "complete", "step": 20, "spent": {"steps": 3.5, "start_up": 1}}]
+    stamp = {"time": "2026-01-01T00:00:00+00:00"}
+    (tmp_path / "events.jsonl").write_text("".join(json.dumps(stamp | event) + "\n" for event in events))
+    found = history(tmp_path)
+    assert found["plateau_end"] == 15
+    # (0 + 0.8)/2 · 10 + (0.8 + 0.4)/2 · 20 = 16, over 30 steps
+    assert found["block_cosine"] == pytest.approx(16 / 30, abs=1e-5)
+    assert found["seconds"] == {"steps": 5.5, "start_up": 1}
+    assert (found["steps"], found["cross_entropy"], found["tokens"]) == ([0, 10, 30], [6.1234, 6.1234, 6.1234], 200)
+
+
+def test_a_job_is_known_by_what_decides_it(tmp_path):
+    config = tmp_path / "a.toml"
+    config.write_text("# one\n[training]\nsteps = 3\n")
+    job = Job("main", "on", 1, ("--a=1",))
+    before = job.recipe(config)
+    config.write_text("[training]\nsteps = 3   # the same\n")
+    assert job.recipe(config) == before
+    assert Job("main", "on", 1, ("--a=2",)).recipe(config) != before
+    assert Job("main", "on", 1, ("--a=1",), ranks=2).recipe(config) != before
+    assert Job("main", "on", 1, ("--a=1",), begins="x").recipe(config) != before
+    config.write_text("[training]\nsteps = 4\n")
+    assert job.recipe(config) != before
