@@ -123,6 +123,10 @@ def _tuning(rows: Sequence[Row]) -> list[str]:
     body = [
         [f"{state}, {warmup:.0%}", *(_mean(losses[state][Recipe(lr, warmup)]) for lr in lrs)] for state in STATES for warmup in WARMUPS
     ]
+    for warmup in WARMUPS:  # whatever was taken: what dispersion does at the same recipe
+        recipes_of = [Recipe(lr, warmup) for lr in lrs]
+        pairs = [zip(losses["on"][recipe], losses["off"][recipe], strict=False) for recipe in recipes_of]
+        body.append([f"on less off, {warmup:.0%}", *(_mean((a - b for a, b in pair), "+") for pair in pairs)])
     return [*lines, *table(header, body)]
 
 
