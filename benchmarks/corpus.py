@@ -82,7 +82,7 @@ class Options:
     downloads: Path = Path("data/packages")
     """Where the packages are, or are downloaded to by apt-get."""
     held_out: int = 1500
-    """Documents of the development text, and as many of the test text. Of the held-back packages, a fifth of it each."""
+    """Documents of the development text, and as many of the test text. Of the held-back packages, a tenth of it each."""
     characters: int = 300_000_000
     """Stop reading there, at the end of a file: of a copy of C4, the first files are enough."""
     vocab_size: int = 2048
@@ -295,7 +295,7 @@ def build(options: Options, folder: Path) -> dict[str, Any]:
     encode, digest = None, hashlib.sha256()
     for part, documents in parts.items():
         kept, left_out = without_duplicates(documents)
-        splits = split(kept, options.held_out if part == "main" else options.held_out // 5)
+        splits = split(kept, options.held_out if part == "main" else options.held_out // 10)
         digest.update("".join(d.sha256 for documents in splits.values() for d in documents).encode())
         _write_split(splits, folder if part == "main" else folder / part)
         if encode is None:

@@ -14,7 +14,7 @@ from html.parser import HTMLParser
 from pathlib import PurePosixPath
 
 DICTIONARY = (".dict.dz", ".index")  # dictd: the entries, and where each of them begins
-PAGE = 2000  # characters of a dictionary that make one document: its entries are a line or two each
+PAGE = 6000  # characters of a dictionary that make one document, as long as others; its entries are a line or two each
 
 
 class _HtmlText(HTMLParser):
@@ -78,9 +78,28 @@ def from_html(source: str) -> str:
 _MAN_FONTS = {"B", "I", "R", "BR", "RB", "BI", "IB", "RI", "IR", "SM", "SB"}
 _MAN_BREAKS = {"PP", "P", "LP", "TP", "TQ", "IP", "HP", "sp", "br", "Vb", "Ve", "nf", "fi", "RS", "RE", "EX", "EE"}
 _MAN_ESCAPES = {
-    **{r"\-": "-", r"\e": "\\", r"\\": "\\", r"\ ": " ", r"\~": " ", r"\'": "'", r"\`": "`", r"\(aq": "'", r"\*(Aq": "'"},
+    **{
+        r"\-": "-",
+        r"\e": "\\",
+        r"\\": "\\",
+        r"\ ": " ",
+        r"\~": " ",
+        r"\'": "'",
+        r"\`": "`",
+        r"\(aq": "'",
+        r"\*(Aq": "'",
+    },
     **{r"\*(L" + '"': '"', r"\*(R" + '"': '"', r"\(lq": '"', r"\(rq": '"', r"\(dq": '"', r"\(oq": "'", r"\(cq": "'"},
-    **{r"\(em": "--", r"\*(--": "--", r"\(en": "-", r"\(hy": "-", r"\(bu": "*", r"\(mi": "-", r"\(ti": "~", r"\(ha": "^"},
+    **{
+        r"\(em": "--",
+        r"\*(--": "--",
+        r"\(en": "-",
+        r"\(hy": "-",
+        r"\(bu": "*",
+        r"\(mi": "-",
+        r"\(ti": "~",
+        r"\(ha": "^",
+    },
 }
 _MAN_ESCAPE = re.compile(r"""\\(?:f(?:\(..|\[[^]]*]|.)|s[-+]?\d|\*?\(..|\*?\[[^]]*]|\*.|.)""")
 
@@ -137,7 +156,9 @@ def from_pod(source: str) -> str:
             lines.append(line)
     text = "\n".join(lines)
     for n in (4, 3, 2):  # C<< a > b >>
-        text = re.sub(rf"([A-Z])<{{{n}}}\s(.*?)\s>{{{n}}}", lambda m: _pod_code(m.group(1), m.group(2)), text, flags=re.S)
+        text = re.sub(
+            rf"([A-Z])<{{{n}}}\s(.*?)\s>{{{n}}}", lambda m: _pod_code(m.group(1), m.group(2)), text, flags=re.S
+        )
     before = None
     while before != text:  # from the inside out: B<I<x>>
         before, text = text, re.sub(r"([A-Z])<([^<>]*)>", lambda m: _pod_code(m.group(1), m.group(2)), text)
@@ -155,7 +176,18 @@ def _pod_code(code: str, content: str) -> str:
     return content.replace("<", "\0lt").replace(">", "\0gt")
 
 
-_RST_KEPT = {"note", "warning", "caution", "important", "tip", "hint", "attention", "code", "code-block", "parsed-literal"}
+_RST_KEPT = {
+    "note",
+    "warning",
+    "caution",
+    "important",
+    "tip",
+    "hint",
+    "attention",
+    "code",
+    "code-block",
+    "parsed-literal",
+}
 
 
 def from_rst(source: str) -> str:
@@ -203,7 +235,8 @@ def dictionary_pages(entries: bytes, index: str) -> Iterator[tuple[str, str]]:
     name, page = "", ""
     for (offset, length), word in sorted(places.items()):
         name = name or word
-        page += entries[offset : offset + length].decode("utf-8", "replace").strip() + "\n\n"
+        entry = entries[offset : offset + length].decode("utf-8", "replace").strip()
+        page += re.sub(r"\n *\[[^]\n]*]$", "", entry, flags=re.M) + "\n\n"  # without lines that say whose an entry is
         if len(page) >= PAGE:
             yield name, page
             name, page = "", ""

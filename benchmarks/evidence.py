@@ -90,8 +90,8 @@ class Experiment:
         return read_rows(self.options.rows)
 
     def folder(self, job: Job) -> Path:
-        part, name = job.of or (job.part, job.name)
-        return self.options.runs / part / name
+        part, condition, seed = job.key if job.trained or job.parent is None else job.parent
+        return self.options.runs / part / f"{condition}_seed-{seed}"
 
     def missing(self, part: str) -> list[Job]:
         """Runs without a row of a finished run with their recipe and corpus."""
@@ -103,15 +103,19 @@ class Experiment:
             return False
         return (row["recipe"], row["corpus"]) == (job.recipe(self.options.config), self.corpus["sha256"][:12])
 
+    def _ready(self, job: Job) -> bool:
+        row = newest(self.rows).get(job.parent) if job.parent is not None else None
+        return job.parent is None or (row is not None and row["status"] == "finished")
+
     def part(self, name: str) -> None:
         """Everything of a part that is missing. A run that fails is tried once."""
         tried: set[tuple[str, str, int]] = set()
-        while todo := [job for job in self.missing(name) if job.key not in tried]:
+        while todo := [job for job in self.missing(name) if job.key not in tried and self._ready(job)]:
             print(f"{name}: {len(todo)} runs are missing", flush=True)
             tried |= {job.key for job in todo}
             for ranks in sorted({job.ranks for job in todo}):
-                self._train(name, [job for job in todo if job.ranks == ranks and job.of is None], ranks)
-            self._measure([job for job in todo if job.of is not None])
+                self._train(name, [job for job in todo if job.ranks == ranks and job.trained], ranks)
+            self._measure([job for job in todo if not job.trained])
 
     def _train(self, part: str, todo: Sequence[Job], ranks: int) -> None:
         """Groups of a few, so that a part that is stopped has rows of what was done."""
@@ -142,11 +146,16 @@ class Experiment:
         waiting = {pool.submit(measure, self.folder(job), self.options.data, job.texts): job for job in done}
         for future in as_completed(waiting):
             job = waiting[future]
-            how = {} if job.of else {"history": history(self.folder(job))}
+            how = {"history": history(self.folder(job))} if job.trained else {}
             self._write(job, status="finished", numbers=future.result(), **how)
 
     def _write(self, job: Job, **content: Any) -> None:
-        row = {"part": job.part, "condition": job.condition, "seed": job.seed, "recipe": job.recipe(self.options.config)}
+        row = {
+            "part": job.part,
+            "condition": job.condition,
+            "seed": job.seed,
+            "recipe": job.recipe(self.options.config),
+        }
         append_json(
             self.options.rows,
             {**row, "options": list(job.options), "commit": commit(), "corpus": self.corpus["sha256"][:12], **content},

@@ -41,7 +41,11 @@ CONTRASTS = (
     Contrast("width", "on", "main"),
     Contrast("depth", "on", ""),
     Contrast("long", "on", ""),
-    *(Contrast("midtraining", name, "midtraining", text) for text in ("test", "new_test") for name in ("on-0.1", "on-0.5")),
+    *(
+        Contrast("midtraining", name, "midtraining", text)
+        for text in ("test", "new_test")
+        for name in ("on-0.1", "on-0.5")
+    ),
 )
 
 
@@ -184,12 +188,20 @@ def curve_differences(rows: Sequence[Row], part: str) -> tuple[list[int], np.nda
         return None
     steps = pairs[0][0]["steps"]
     per_step = pairs[0][0]["tokens"] / steps[-1]
-    every = [np.subtract(on["cross_entropy"], off["cross_entropy"]) for on, off in pairs if on["steps"] == off["steps"] == steps]
+    every = [
+        np.subtract(on["cross_entropy"], off["cross_entropy"])
+        for on, off in pairs
+        if on["steps"] == off["steps"] == steps
+    ]
     return [round(step * per_step) for step in steps], np.stack(every)
 
 
 def interval(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """95 % interval of the mean over the first axis, by Student's t."""
     n = len(values)
-    half = stats.t.ppf(0.975, n - 1) * values.std(axis=0, ddof=1) / np.sqrt(n) if n > 1 else np.full(values.shape[1:], np.nan)
+    half = (
+        stats.t.ppf(0.975, n - 1) * values.std(axis=0, ddof=1) / np.sqrt(n)
+        if n > 1
+        else np.full(values.shape[1:], np.nan)
+    )
     return values.mean(axis=0) - half, values.mean(axis=0) + half

@@ -106,7 +106,10 @@ def _contrast_rows(found: dict[Contrast, Outcome], members: Iterable[Contrast], 
         cells += [_mean(one.baseline.values()), _mean(one.condition.values())]
         cells += [f"{d.mean:+.3f}" if d is not None else NOTHING, _interval(one), f"{one.lower} of {len(one.pairs)}"]
         tested = d is not None and contrast.family
-        cells += [_p(d.p_value) if d is not None and tested else NOTHING, _p(d.holm) if d is not None and tested else NOTHING]
+        cells += [
+            _p(d.p_value) if d is not None and tested else NOTHING,
+            _p(d.holm) if d is not None and tested else NOTHING,
+        ]
         yield [*cells, one.verdict()]
 
 
@@ -121,7 +124,9 @@ def _tuning(rows: Sequence[Row]) -> list[str]:
     lines = ["## Tuning", "", f"Development cross-entropy, mean of two seeds. Taken: {chosen or 'nothing yet'}.", ""]
     header = ["warm-up", *(f"lr {lr:g}" for lr in lrs)]
     body = [
-        [f"{state}, {warmup:.0%}", *(_mean(losses[state][Recipe(lr, warmup)]) for lr in lrs)] for state in STATES for warmup in WARMUPS
+        [f"{state}, {warmup:.0%}", *(_mean(losses[state][Recipe(lr, warmup)]) for lr in lrs)]
+        for state in STATES
+        for warmup in WARMUPS
     ]
     for warmup in WARMUPS:  # whatever was taken: what dispersion does at the same recipe
         recipes_of = [Recipe(lr, warmup) for lr in lrs]
@@ -138,7 +143,11 @@ def _noise(rows: Sequence[Row]) -> list[str]:
         "",
     ]
     body = [
-        [name, *(f"{d[s]:+.4f}" if s in d else NOTHING for s in SEEDS[:4]), f"{np.mean(np.abs(list(d.values()))):.4f}" if d else NOTHING]
+        [
+            name,
+            *(f"{d[s]:+.4f}" if s in d else NOTHING for s in SEEDS[:4]),
+            f"{np.mean(np.abs(list(d.values()))):.4f}" if d else NOTHING,
+        ]
         for name, d in noise(rows).items()
     ]
     return [*lines, *table(["", *(f"seed {s}" for s in SEEDS[:4]), "mean size"], body)]
@@ -153,7 +162,10 @@ def _secondary(rows: Sequence[Row], part: str) -> list[str]:
         cells = [WHERE[part], NAMES.get(name, name), f"{median(ends.values()):g}" if ends else NOTHING]
         cells += [f"{related[0]:+.2f} ({related[1]})" if related else NOTHING]
         cells += [_mean(by_seed(rows, part, name, of_history("block_cosine")).values())]
-        cells += [_mean(by_seed(rows, part, name, metric("test", key)).values(), digits=4) for key in ("accuracy", "last_word")]
+        cells += [
+            _mean(by_seed(rows, part, name, metric("test", key)).values(), digits=4)
+            for key in ("accuracy", "last_word")
+        ]
         for key in ("accuracy", "last_word"):
             one = outcome(rows, Contrast(part, name, "main"), metric("test", key))
             cells.append(_interval(one, digits=4) if name != "off" else NOTHING)
@@ -162,7 +174,10 @@ def _secondary(rows: Sequence[Row], part: str) -> list[str]:
 
 
 def _by_source(rows: Sequence[Row]) -> list[str]:
-    off, on = ({s: r for (p, c, s), r in newest(rows).items() if (p, c) == ("main", x) and r["status"] == "finished"} for x in STATES)
+    off, on = (
+        {s: r for (p, c, s), r in newest(rows).items() if (p, c) == ("main", x) and r["status"] == "finished"}
+        for x in STATES
+    )
     seeds = [seed for seed in on if seed in off]
     if not seeds:
         return []
@@ -171,14 +186,20 @@ def _by_source(rows: Sequence[Row]) -> list[str]:
     for name in names:
         values = [[side[s]["numbers"]["test"]["by_source"][name] for s in seeds] for side in (off, on)]
         body.append([name, _mean(values[0]), _mean(values[1]), _mean(np.subtract(values[1], values[0]), "+")])
-    return ["Test cross-entropy by source (main comparison):", "", *table(["source", "off", "on, λ 0.1", "difference"], body)]
+    return [
+        "Test cross-entropy by source (main comparison):",
+        "",
+        *table(["source", "off", "on, λ 0.1", "difference"], body),
+    ]
 
 
 def _cosines(rows: Sequence[Row]) -> list[str]:
     """Cross-entropy and mean cosines by layer of mid-trained models, before and after."""
     cells = []
     where = [("before", "main", "off", "test"), ("before", "midtraining", "before", "new_test")]
-    where += [(NAMES.get(name, name), "midtraining", name, text) for text in TEXTS for name in ("off", "on-0.1", "on-0.5")]
+    where += [
+        (NAMES.get(name, name), "midtraining", name, text) for text in TEXTS for name in ("off", "on-0.1", "on-0.5")
+    ]
     for label, part, name, text in where:
         found = [
             [row["numbers"][text]["cross_entropy"], *row["numbers"][text]["mean_cosine"]]
@@ -191,7 +212,11 @@ def _cosines(rows: Sequence[Row]) -> list[str]:
         return []
     layers = len(cells[0]) - 5
     header = ["text", "", "cross-entropy", "embedding", *(f"block {i}" for i in range(layers)), "final norm"]
-    return ["Cross-entropy, and mean cosine by layer, means over seeds:", "", *table(header, sorted(cells, key=lambda c: list(TEXTS.values()).index(c[0])))]
+    return [
+        "Cross-entropy, and mean cosine by layer, means over seeds:",
+        "",
+        *table(header, sorted(cells, key=lambda c: list(TEXTS.values()).index(c[0]))),
+    ]
 
 
 def _time(rows: Sequence[Row]) -> list[str]:
@@ -202,9 +227,16 @@ def _time(rows: Sequence[Row]) -> list[str]:
             failed[row["part"]] += row["status"] == "failed"
             seconds[row["part"]] += sum(row.get("history", {}).get("seconds", {}).values())
     body = [[PART_NAMES[p], str(number[p]), str(failed[p]), f"{seconds[p] / 3600:.2f}"] for p in PARTS if number[p]]
-    lines = ["## What was run", "", "Every run that ended, with the seconds of its training process. None is left out.", ""]
+    lines = [
+        "## What was run",
+        "",
+        "Every run that ended, with the seconds of its training process. None is left out.",
+        "",
+    ]
     lines += table(["part", "runs", "failed", "core-hours"], body)
-    lines += [f"- failed: {row['part']} {row['condition']} seed {row['seed']}: {row['error']}" for row in failures(rows)]
+    lines += [
+        f"- failed: {row['part']} {row['condition']} seed {row['seed']}: {row['error']}" for row in failures(rows)
+    ]
     commits = sorted({row["commit"] for row in rows if "commit" in row})
     return [*lines, *([""] if failures(rows) else []), f"Commits: {', '.join(commits) or NOTHING}.", ""]
 
@@ -229,7 +261,13 @@ def page(rows: Sequence[Row]) -> str:
     main = [c for c in CONTRASTS if c.family == "main"]
     few = [c for c in CONTRASTS if not c.family]
     mid = [c for c in CONTRASTS if c.family == "midtraining"]
-    secondary_header = ["", "", "plateau ends at step (median)", "its ρ with the loss (seeds)", "block cosine over time"]
+    secondary_header = [
+        "",
+        "",
+        "plateau ends at step (median)",
+        "its ρ with the loss (seeds)",
+        "block cosine over time",
+    ]
     secondary_header += ["accuracy", "last word", "accuracy less off's", "last word less off's"]
     parts = [
         "# Does it help?",

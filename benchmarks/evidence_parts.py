@@ -45,8 +45,8 @@ class Job:
         options: beyond the config file, TorchTitan's, without paths.
         texts: of the corpus: development, test, or new_test (of the held-back package).
         paths: options that name files. They are no part of the recipe.
-        of: (part, name) of a run that is only measured, on other texts than its own part does.
-        begins: recipe of the model that it begins from.
+        parent: key of the run that it begins from, which must have finished. begins: that run's recipe, in words.
+        trained: false where the parent itself is measured, on other texts than its own part does.
     """
 
     part: str
@@ -56,8 +56,9 @@ class Job:
     texts: tuple[str, ...] = ("test",)
     ranks: int = 1
     paths: tuple[str, ...] = ()
-    of: tuple[str, str] | None = None
+    parent: tuple[str, str, int] | None = None
     begins: str = ""
+    trained: bool = True
 
     @property
     def name(self) -> str:
@@ -70,7 +71,13 @@ class Job:
     def recipe(self, config: str | Path = CONFIG) -> str:
         """Hash of all that decides the run but for the code and the corpus: the config file's content, options, ranks, texts."""
         content = tomli.loads(Path(config).read_text())
-        own = {"options": self.options, "ranks": self.ranks, "texts": self.texts, "of": self.of, "begins": self.begins}
+        own = {
+            "options": self.options,
+            "ranks": self.ranks,
+            "texts": self.texts,
+            "parent": self.parent,
+            "begins": self.begins,
+        }
         return hashlib.sha256(json.dumps({"config": content, **own}, sort_keys=True).encode()).hexdigest()[:12]
 
 
@@ -93,7 +100,13 @@ def _seeds(seed: int) -> tuple[str, ...]:
 
 def _tuning_jobs(state: str, lr: float) -> list[Job]:
     return [
-        Job("tuning", f"{state}_{recipe}", seed, (*_dispersion(state), *recipe.options(STEPS), *_seeds(seed)), ("development",))
+        Job(
+            "tuning",
+            f"{state}_{recipe}",
+            seed,
+            (*_dispersion(state), *recipe.options(STEPS), *_seeds(seed)),
+            ("development",),
+        )
         for recipe in (Recipe(lr, warmup) for warmup in WARMUPS)
         for seed in TUNING_SEEDS
     ]
@@ -124,11 +137,12 @@ def tuning_losses(rows: Iterable[Row], state: str, lrs: Sequence[float]) -> dict
 
 
 def best_recipe(rows: Iterable[Row], state: str, lrs: Sequence[float]) -> Recipe | None:
-    """That of the lowest mean over the seeds; of equal ones the first. None where runs are missing."""
+    """That of the lowest mean over the seeds; of equal ones the first. None where runs are missing, or all have failed."""
     losses = tuning_losses(rows, state, lrs)
     if any(len(values) < len(TUNING_SEEDS) for values in losses.values()):
         return None
-    return min(losses, key=lambda recipe: sum(losses[recipe]))
+    best = min(losses, key=lambda recipe: sum(losses[recipe]))
+    return best if sum(losses[best]) < float("inf") else None
 
 
 def tuned(rows: Iterable[Row]) -> dict[str, Recipe] | None:
@@ -178,9 +192,9 @@ def jobs(part: str, rows: Iterable[Row]) -> list[Job]:
     return [_job(part, name, seed, recipe, changed, steps) for name, (recipe, _) in both.items() for seed in seeds]
 
 
-def _job(part: str, name: str, seed: int, recipe: Recipe, changed: tuple[str, ...] = (), steps: int = STEPS) -> Job:
+def _job(part: str, name: str, seed: int, recipe: Recipe, changed: tuple[str, ...] = (), steps: int = 0) -> Job:
     state = name.partition("-")[0]
-    return Job(part, name, seed, (*_dispersion(state), *changed, *recipe.options(steps), *_seeds(seed)))
+    return Job(part, name, seed, (*_dispersion(state), *changed, *recipe.options(steps or STEPS), *_seeds(seed)))
 
 
 def _noise(off: Recipe) -> list[Job]:
@@ -203,7 +217,19 @@ def _midtraining(off: Recipe) -> list[Job]:
     }
     begins = f"{off}_steps-{STEPS}"
     return [
-        *(Job("midtraining", "before", seed, (), ("new_test",), of=("main", f"off_seed-{seed}"), begins=begins) for seed in SEEDS),
+        *(
+            Job(
+                "midtraining",
+                "before",
+                seed,
+                (),
+                ("new_test",),
+                parent=("main", "off", seed),
+                begins=begins,
+                trained=False,
+            )
+            for seed in SEEDS
+        ),
         *(
             Job(
                 "midtraining",
@@ -211,6 +237,7 @@ def _midtraining(off: Recipe) -> list[Job]:
                 seed,
                 (*state, *recipe.options(MIDTRAINING), "--lr_scheduler.min_lr_factor=0", *_seeds(seed)),
                 ("test", "new_test"),
+                parent=("main", "off", seed),
                 begins=begins,
                 paths=(
                     "--training.dataset_path={data}/held_back",

@@ -40,7 +40,11 @@ def cosine_maps(rows: Sequence[Row], path: Path) -> None:
     image = None
     for part, axes_row in zip(parts, grid, strict=False):
         for state, axes in zip(("off", "on"), axes_row, strict=True):
-            own = [row["history"] for (p, c, _), row in newest(rows).items() if (p, c) == (part, state) and "history" in row]
+            own = [
+                row["history"]
+                for (p, c, _), row in newest(rows).items()
+                if (p, c) == (part, state) and "history" in row
+            ]
             if not own:
                 continue
             mean = np.mean([one["mean_cosine"] for one in own if one["steps"] == own[0]["steps"]], axis=0)

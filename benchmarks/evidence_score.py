@@ -1,9 +1,9 @@
 """What a run of the experiment is judged by: numbers on held-out text, and how it went. docs/evidence_design.md defines them.
 
-    cross_entropy   of the next token in nats, the mean over all tokens of one window of each held-out document
-    accuracy        part of these tokens that the model ranks first
-    last_word       part of held-out paragraphs whose last word is what greedy decoding makes of the words before it
-    mean_cosine     by layer, of the windows that are as long as training's sequences
+cross_entropy   of the next token in nats, the mean over all tokens of one window of each held-out document
+accuracy        part of these tokens that the model ranks first
+last_word       part of held-out paragraphs whose last word is what greedy decoding makes of the words before it
+mean_cosine     by layer, of the windows that are as long as training's sequences
 """
 
 import hashlib
@@ -157,7 +157,8 @@ def score(model: Qwen3DispModel, text: HeldOut, length: int) -> dict[str, Any]:
         "accuracy": round(float(right.sum() / number.sum()), 6),
         "last_word": round(last_words(model, text.passages) / max(1, len(text.passages)), 6),
         "by_source": {
-            name: round(float(sums[source == name].sum() / number[source == name].sum()), 5) for name in sorted(set(source))
+            name: round(float(sums[source == name].sum() / number[source == name].sum()), 5)
+            for name in sorted(set(source))
         },
         "mean_cosine": cosines(model, text.windows, length),
         "documents": len(text.windows),

@@ -77,8 +77,12 @@ a     b
 @pytest.mark.parametrize(
     ("name", "source", "text"),
     [
-        ("a.html", HTML, "Visibility Map\n\nEach heap relation\nhas one & only one.\n\nSELECT 1\n  FROM  t;\n\nfirst\n\nsecond"),
-        ("man3/a.3", MAN, "THE NAME\n\nfoo - does \"it\" with code\n\nopen(2)\n.profile isn't UTF-8\n\n-v\nsays more"),
+        (
+            "a.html",
+            HTML,
+            "Visibility Map\n\nEach heap relation\nhas one & only one.\n\nSELECT 1\n  FROM  t;\n\nfirst\n\nsecond",
+        ),
+        ("man3/a.3", MAN, 'THE NAME\n\nfoo - does "it" with code\n\nopen(2)\n.profile isn\'t UTF-8\n\n-v\nsays more'),
         ("a.pod", POD, "NAME\n\nfoo - bold and $x->y <tag> the page\n\nfirst\n\none"),
         ("a.rst", RST, "Title\n\nSee the page and code of this link:\n\n  int x;\n\nMind\n   the gap.\n\na     b"),
         ("a.txt", "caf\u0065\u0301 \r\n\n\n\n\tx\x00", None),
@@ -108,15 +112,20 @@ def _digits(number):
 
 
 def test_entries_of_a_dictionary_come_once_in_their_order_until_a_page_is_full():
-    entries = [f"{word}\n   the entry of {word} {'x' * 700}\n" for word in ("one", "two", "three", "four")]
+    entries = [
+        f"{word}\n   the entry of {word} {'x' * 2100}\n   [1913 Webster]\n" for word in ("one", "two", "three", "four")
+    ]
     index, offset = ["00-database-short\tA\tB"], 0
     for word, entry in zip(("one", "two", "three", "four"), entries, strict=True):
-        index += [f"{word}\t{_digits(offset)}\t{_digits(len(entry))}", f"other {word}\t{_digits(offset)}\t{_digits(len(entry))}"]
+        index += [
+            f"{word}\t{_digits(offset)}\t{_digits(len(entry))}",
+            f"other {word}\t{_digits(offset)}\t{_digits(len(entry))}",
+        ]
         offset += len(entry)
     pages = list(dictionary_pages("".join(entries).encode(), "\n".join(sorted(index))))
     assert [name.removeprefix("other ") for name, _ in pages] == ["one", "four"]
-    assert pages[0][1].split("\n\n")[:3] == [entry.strip() for entry in entries[:3]]
-    assert pages[1][1].strip() == entries[3].strip()
+    assert pages[0][1].split("\n\n")[:3] == [entry.partition("\n   [")[0] for entry in entries[:3]]
+    assert pages[1][1].strip() == entries[3].partition("\n   [")[0]
 
 
 def words(*numbers):
@@ -163,10 +172,14 @@ def test_a_corpus_of_a_folder(tmp_path, capsys):
     texts = [text for text in topics.topics.values() if len(text) > 1500][:60]
     for i, text in enumerate(texts[:50]):
         (source / f"{i:02}.txt").write_text(text)
-    (source / "deep" / "page.html").write_text(f"<html><body><nav>menu</nav><p>{'A page of words. ' * 30}</p></body></html>")
+    (source / "deep" / "page.html").write_text(
+        f"<html><body><nav>skipped-menu</nav><p>{'A page of words. ' * 30}</p></body></html>"
+    )
     (source / "again.txt").write_text(texts[0] + "\nOne line more.\n")
     (source / "deep" / "c4.json.gz").write_bytes(
-        gzip.compress("\n".join(json.dumps({"text": t, "url": f"http://{i}"}) for i, t in enumerate(texts[50:])).encode())
+        gzip.compress(
+            "\n".join(json.dumps({"text": t, "url": f"http://{i}"}) for i, t in enumerate(texts[50:])).encode()
+        )
     )
     options = {"folder": source, "held_out": 4, "vocab_size": 400}
     facts = main(Options(tmp_path / "one", **options))
@@ -183,7 +196,7 @@ def test_a_corpus_of_a_folder(tmp_path, capsys):
         size = facts["sizes"]["main"][name]
         assert size["documents"] == len(records) > 0
         assert size["characters"] == sum(len(record["text"]) for record in records)
-        assert all("menu" not in record["text"] for record in records)
+        assert all("skipped-menu" not in record["text"] for record in records)
         encode = load_tokenizer(tmp_path / "one" / "tokenizer").encode
         assert size["tokens"] == sum(len(encode(record["text"])) for record in records) + len(records)
     assert [len(urls[name]) for name in ("development", "test")] == [4, 4]
@@ -191,7 +204,8 @@ def test_a_corpus_of_a_folder(tmp_path, capsys):
     assert len(set(every)) == len(every)
     assert len(every) + sum(facts["left_out"]["main"].values()) == len(texts) + 2
     assert len({"source:again.txt", "source:00.txt"} & set(every)) == 1  # one of two that say the same
-    assert {"source:deep/page.html", "source:http://0"} <= set(every)
+    assert "source:deep/page.html" in every
+    assert any(url.startswith("source:http://") for url in every)
     main(Options(tmp_path / "two", **options))
     assert [(p.relative_to(tmp_path / "one"), p.read_bytes()) for p in sorted((tmp_path / "one").rglob("*.*"))] == [
         (p.relative_to(tmp_path / "two"), p.read_bytes()) for p in sorted((tmp_path / "two").rglob("*.*"))

@@ -1,5 +1,6 @@
 """Does it help? The experiment's numbers on a model by hand, its analysis on made-up rows with known answers, its page."""
 
+import dataclasses
 import json
 from collections import Counter
 
@@ -35,7 +36,15 @@ def row(part, condition, seed, loss, text="test", **more):
     numbers |= {"by_source": {"a": loss - 1, "b": loss + 1}, "mean_cosine": [0.1, 0.2, 0.3, 0.4]}
     own = {"steps": STEPS, "cross_entropy": [8.0, 6.5, loss], "mean_cosine": [[0.1, 0.2, 0.3, 0.4]] * 3, "tokens": 4000}
     own |= {"plateau_end": 20, "block_cosine": 0.5, "seconds": {"steps": 1800.0}}
-    common = {"part": part, "condition": condition, "seed": seed, "status": "finished", "recipe": "r", "commit": "c", "corpus": "d"}
+    common = {
+        "part": part,
+        "condition": condition,
+        "seed": seed,
+        "status": "finished",
+        "recipe": "r",
+        "commit": "c",
+        "corpus": "d",
+    }
     return {**common, "numbers": {text: numbers}, "history": {**own, **more}}
 
 
@@ -82,7 +91,9 @@ def test_holm_counts_a_family_that_is_not_run_yet_too():
     assert found[PRIMARY].verdict() == "better"
     assert found[Contrast("main", "on-0.03", "main")].verdict() == "not run"
     rows = made_up([-0.2, -0.1] * 4, "midtraining", "on-0.1", text="new_test")
-    assert outcomes(rows)[Contrast("midtraining", "on-0.1", "midtraining", "new_test")].difference.holm == pytest.approx(4 * 2 / 256)
+    assert outcomes(rows)[
+        Contrast("midtraining", "on-0.1", "midtraining", "new_test")
+    ].difference.holm == pytest.approx(4 * 2 / 256)
 
 
 @pytest.mark.parametrize(
@@ -111,7 +122,15 @@ def test_verdicts_of_four_seeds():
 
 def test_failures_are_counted_and_do_not_help():
     rows = [r for r in made_up([-0.2, -0.1] * 4) if (r["condition"], r["seed"]) != ("on", 8)]
-    failed = {"part": "main", "condition": "on", "seed": 8, "status": "failed", "error": "not finite", "recipe": "r", "commit": "c"}
+    failed = {
+        "part": "main",
+        "condition": "on",
+        "seed": 8,
+        "status": "failed",
+        "error": "not finite",
+        "recipe": "r",
+        "commit": "c",
+    }
     found = outcomes([*rows, failed])[PRIMARY]
     assert found.failed == ("on seed 8",)
     assert found.difference.holm > 0.05
@@ -156,7 +175,9 @@ def test_tuning_takes_each_state_s_best_and_looks_beyond_an_edge():
     assert {job.condition for job in beyond} == {"off_lr-0.016_warmup-0.05", "off_lr-0.016_warmup-0.2"}
     assert len(jobs("tuning", inside)) == 36
     assert tuned(edge)["off"] == Recipe(8e-3, 0.2)
-    failed = [{**r, "status": "failed"} if r["condition"] == "on_lr-0.004_warmup-0.2" else r for r in tuning_rows(INSIDE)]
+    failed = [
+        {**r, "status": "failed"} if r["condition"] == "on_lr-0.004_warmup-0.2" else r for r in tuning_rows(INSIDE)
+    ]
     assert tuned(failed)["on"] != Recipe(4e-3, 0.2)
 
 
@@ -169,7 +190,7 @@ def test_the_parts_are_the_design_s():
     }
     design = (ROOT / "docs" / "evidence_design.md").read_text()
     for part, found in every.items():
-        number = sum(job.of is None for job in found)
+        number = sum(job.trained for job in found)
         assert f"| {number} |\n" in next(line + "\n" for line in design.splitlines() if line.startswith(f"| {part} |"))
     keys = [job.key for found in every.values() for job in found]
     assert len(set(keys)) == len(keys)
@@ -188,31 +209,48 @@ def test_the_parts_are_the_design_s():
     assert jobs("main", []) == []
 
 
-def test_every_job_is_a_config_that_can_run(sample):
-    """TorchTitan's own reading of the options of one job of each condition."""
+def test_jobs_are_configs_that_can_run(sample):
+    """TorchTitan's own reading of the options of one job of each kind."""
     from titan_disp.checks import check_config
     from titan_disp.config import load_config
 
-    seen = set()
-    for part in PARTS:
-        for job in jobs(part, tuning_rows(INSIDE)):
-            if job.of is None and (part, job.condition) not in seen and (part != "tuning" or "0.004" in job.condition):
-                seen.add((part, job.condition))
-                argv = ["--job.config_file", str(ROOT / evidence_parts.CONFIG), *job.options]
-                config = load_config([*argv, "--model.hf_assets_path", f"{sample}/tokenizer"])
-                check_config(config, job.ranks)
-                assert config.training.steps in (600, 2400, 200)
-                assert config.debug.seed == config.stream.seed == job.seed
-                assert config.dispersion.enabled == (job.condition.startswith("on") and part != "noise")
-    assert len(seen) == 4 + 6 + 3 + 2 + 2 + 2 + 3
+    rows = tuning_rows(INSIDE)
+    every = {(job.part, job.condition): job for part in PARTS for job in jobs(part, rows) if job.seed in (1, 101)}
+    chosen = [("main", name) for _, name in every if _ == "main"]
+    chosen += [
+        ("noise", "2-ranks"),
+        ("width", "on"),
+        ("depth", "off"),
+        ("midtraining", "on-0.5"),
+        ("tuning", "on_lr-0.008_warmup-0.2"),
+    ]
+    assert len(chosen) == 11
+    for part, condition in chosen:
+        job = every[part, condition]
+        argv = ["--job.config_file", str(ROOT / evidence_parts.CONFIG), *job.options]
+        config = load_config([*argv, "--model.hf_assets_path", f"{sample}/tokenizer"])
+        check_config(config, job.ranks)
+        assert config.training.steps == (200 if part == "midtraining" else 600)
+        assert config.debug.seed == config.stream.seed == job.seed
+        assert config.dispersion.enabled == condition.startswith("on")
 
 
 def test_the_page_has_the_rows_numbers(tmp_path):
     d = [-0.11, -0.2, -0.05, -0.13, -0.31, -0.02, -0.08, -0.17]
     rows = [*tuning_rows(INSIDE), *made_up(d), *made_up([0.1, 0.3] * 4, "width")]
-    rows += [*made_up([-0.2] * 4, "long", seeds=SEEDS[:4]), *made_up([0.1] * 8, "midtraining", "on-0.5", text="new_test")]
+    rows += [
+        *made_up([-0.2] * 4, "long", seeds=SEEDS[:4]),
+        *made_up([0.1] * 8, "midtraining", "on-0.5", text="new_test"),
+    ]
     rows += [row("noise", "accumulation-4", 2, 5.05)]
-    rows += [{"part": "corpus", "sources": {"x=1": "0"}, "sha256": "ab" * 32, "sizes": {"main": {"train": {"documents": 7000, "tokens": 8}}}}]
+    rows += [
+        {
+            "part": "corpus",
+            "sources": {"x=1": "0"},
+            "sha256": "ab" * 32,
+            "sizes": {"main": {"train": {"documents": 7000, "tokens": 8}}},
+        }
+    ]
     write_page(rows, tmp_path)
     text = (tmp_path / "evidence.md").read_text()
     low, high = stats.ttest_1samp(d, 0).confidence_interval(0.95)
@@ -232,7 +270,11 @@ def test_the_page_has_the_rows_numbers(tmp_path):
     assert "| main comparison | 16 | 0 | 8.00 |" in text
     assert "| main | train | 7,000 | 8 |" in text
     assert "| a | 4.045 ±" in text
-    assert {p.name for p in tmp_path.glob("*.png")} == {"evidence_loss.png", "evidence_cosine.png", "evidence_baseline.png"}
+    assert {p.name for p in tmp_path.glob("*.png")} == {
+        "evidence_loss.png",
+        "evidence_cosine.png",
+        "evidence_baseline.png",
+    }
     assert page([]).startswith("# Does it help?\n\nThe main comparison has not been run.")
 
 
@@ -289,7 +331,9 @@ def test_windows_and_last_words():
     assert len(found) == 17
     assert any(every[i : i + 17] == found for i in range(len(every)))
     assert window(long, encode, 0, 16) == found
-    assert len({tuple(window(f"{long} {'y' * i}", encode, 0, 16)) for i in range(1, 20)}) > 10  # the text decides the place
+    assert (
+        len({tuple(window(f"{long} {'y' * i}", encode, 0, 16)) for i in range(1, 20)}) > 10
+    )  # the text decides the place
     words = " ".join(["word"] * 25)
     assert passage(f"Short one.\n\n{words}\n\n{words} at the end.\n\nother", encode, 256) == ([4] * 25 + [2, 3], [3])
     assert passage(f"{words} at the end.", encode, 8) == ([4, 4, 4, 4, 4, 2, 3], [3])
@@ -303,7 +347,10 @@ def test_history_of_a_run(tmp_path):
         layers = [0.5, cosine - 0.05, cosine + 0.05, 0.9]  # the embedding and the final norm are no blocks
         lines.append({"step": step, "condensation": {"mean_cosine": layers, "cross_entropy": 6.12341}})
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    events = [{"event": "stop", "step": 9, "spent": {"steps": 2.0}}, {"event": "complete", "step": 20, "spent": {"steps": 3.5, "start_up": 1}}]
+    events = [
+        {"event": "stop", "step": 9, "spent": {"steps": 2.0}},
+        {"event": "complete", "step": 20, "spent": {"steps": 3.5, "start_up": 1}},
+    ]
     stamp = {"time": "2026-01-01T00:00:00+00:00"}
     (tmp_path / "events.jsonl").write_text("".join(json.dumps(stamp | event) + "\n" for event in events))
     found = history(tmp_path)
@@ -326,3 +373,64 @@ def test_a_job_is_known_by_what_decides_it(tmp_path):
     assert Job("main", "on", 1, ("--a=1",), begins="x").recipe(config) != before
     config.write_text("[training]\nsteps = 4\n")
     assert job.recipe(config) != before
+
+
+@pytest.mark.night
+def test_an_experiment_from_its_runs_to_its_page(tmp_path, sample, monkeypatch):
+    """A few steps of a few conditions: rows as the runs' files have them; a second call runs nothing; a failure is a row."""
+    from benchmarks import corpus, evidence
+    from titan_disp.run.folder import read_condensation, read_events
+
+    corpus.main(corpus.Options(tmp_path / "data", folder=sample / "en", held_out=80))
+    (tmp_path / "data" / "held_back").mkdir()
+    for part in ("en", "test"):
+        (tmp_path / "data" / "held_back" / part).symlink_to(tmp_path / "data" / part)
+    for name, value in {
+        "SEEDS": (1,),
+        "TUNING_SEEDS": (101,),
+        "LRS": (2e-3,),
+        "WARMUPS": (0.2,),
+        "STEPS": 5,
+        "MIDTRAINING": 3,
+    }.items():
+        monkeypatch.setattr(evidence_parts, name, value)
+    every = evidence_parts.jobs
+
+    def few(part, rows):
+        """Off and on, and one that cannot run: its learning rate makes it infinite."""
+        found = [
+            job
+            for job in every(part, rows)
+            if job.condition.partition("_")[0] in ("off", "on", "on-0.5", "before", "on-moments")
+        ]
+        broken = ("--optimizer.lr=1e30", "--guard.max_skipped_steps=1")
+        return [dataclasses.replace(j, options=j.options + broken) if j.condition == "on-moments" else j for j in found]
+
+    monkeypatch.setattr(evidence, "jobs", few)
+    options = evidence.Options(
+        part="tuning,main,midtraining",
+        data=tmp_path / "data",
+        runs=tmp_path / "runs",
+        rows=tmp_path / "rows.jsonl",
+        docs=tmp_path,
+    )
+    evidence.main(options)
+    rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
+    assert Counter((r["part"], r.get("status")) for r in rows) == {
+        **{("corpus", None): 1, ("tuning", "finished"): 4, ("main", "finished"): 2, ("main", "failed"): 1},
+        ("midtraining", "finished"): 3,
+    }
+    (on,) = (r for r in rows if (r["part"], r.get("condition")) == ("main", "on"))
+    run = tmp_path / "runs" / "main" / "on_seed-1"
+    measured = read_condensation(run)
+    assert on["history"]["steps"] == list(measured) == [0, 5]
+    assert on["history"]["cross_entropy"][-1] == pytest.approx(measured[5]["cross_entropy"], abs=1e-4)
+    assert read_events(run)[-1]["event"] == "complete"
+    assert on["numbers"]["test"]["documents"] == 80
+    assert (
+        abs(on["numbers"]["test"]["cross_entropy"] - measured[5]["cross_entropy"]) < 0.5
+    )  # other text, the same model
+    assert set(next(r for r in rows if r.get("condition") == "on-0.5")["numbers"]) == {"test", "new_test"}
+    assert "- failed: main on-moments seed 1" in (tmp_path / "evidence.md").read_text()
+    evidence.main(dataclasses.replace(options, part="tuning,midtraining"))
+    assert len((tmp_path / "rows.jsonl").read_text().splitlines()) == len(rows)
