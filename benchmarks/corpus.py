@@ -45,7 +45,8 @@ PACKAGES = (
     "anarchism=15.3-3",
 )
 HELD_BACK = ("dict-foldoc=20230119-1",)
-# What a package says twice: the kernel's pages as HTML beside their sources, pods as man pages, pages in Markdown. Translations and
+# What a package says twice: the kernel's pages as HTML beside their sources, pods as man pages, pages in Markdown.
+# Translations and
 # device trees' bindings are no English prose.
 SKIPPED = re.compile(
     r"linux-doc-[\d.]+/html/|Documentation/(translations|devicetree/bindings)/|anarchism/markdown/|/postgresql/\d+/man/|"
@@ -267,8 +268,8 @@ def _card(sources: dict[str, str], facts: dict[str, Any]) -> str:
             *("  - split: train", "    path: en/c4-train.*.json.gz"),
             *("  - split: validation", "    path: en/c4-validation.*.json.gz"),
             "---",
-            "Written by `python -m benchmarks.corpus`, in the shape of allenai/c4; what was left out and how the text was split is",
-            "in that file. `test` is a second validation set; `held_back` is for mid-training.",
+            "Written by `python -m benchmarks.corpus`, in the shape of allenai/c4. That file says what was left out",
+            "and how the text was split. `test` is a second validation set; `held_back` is for mid-training.",
             "",
             *(f"- {source}: {digest}" for source, digest in sources.items()),
             "",

@@ -21,12 +21,47 @@ class _HtmlText(HTMLParser):
     """Text outside scripts, navigation and tables of contents; white space as a browser shows it."""
 
     BLOCKS = frozenset(
-        "address article blockquote body caption center dd div dl dt figcaption figure footer form h1 h2 h3 h4 h5 h6 header hr "
-        "li main ol p pre section table td th tr ul".split()
+        [
+            "address",
+            "article",
+            "blockquote",
+            "body",
+            "caption",
+            "center",
+            "dd",
+            "div",
+            "dl",
+            "dt",
+            "figcaption",
+            "figure",
+            "footer",
+            "form",
+            "h1",
+            "h2",
+            "h3",
+            "h4",
+            "h5",
+            "h6",
+            "header",
+            "hr",
+            "li",
+            "main",
+            "ol",
+            "p",
+            "pre",
+            "section",
+            "table",
+            "td",
+            "th",
+            "tr",
+            "ul",
+        ]
     )
-    SKIPPED = frozenset("head nav noscript script style svg template".split())
-    SKIPPED_CLASSES = frozenset("navheader navfooter toc related sphinxsidebar headerlink".split())
-    VOID = frozenset("area base br col embed hr img input link meta source track wbr".split())
+    SKIPPED = frozenset(["head", "nav", "noscript", "script", "style", "svg", "template"])
+    SKIPPED_CLASSES = frozenset(["navheader", "navfooter", "toc", "related", "sphinxsidebar", "headerlink"])
+    VOID = frozenset(
+        ["area", "base", "br", "col", "embed", "hr", "img", "input", "link", "meta", "source", "track", "wbr"]
+    )
 
     def __init__(self) -> None:
         super().__init__(convert_charrefs=True)

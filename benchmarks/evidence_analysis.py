@@ -5,10 +5,10 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 from scipy import stats
+from titan_disp.sweeps.sign_flip import sign_flip_p
 
 from benchmarks.evidence_parts import FEW_SEEDS, SEEDS, Row, newest
 from titan_disp.evaluate.compare import Difference, holm, paired_difference
-from titan_disp.sweeps.sign_flip import sign_flip_p
 
 MARGIN = 0.02  # nats; a difference below is none that matters, says the issue
 ALPHA = 0.05
@@ -84,7 +84,7 @@ class Outcome:
         if d is None or d.low is None or d.high is None:
             return "not run"
         unfinished = "" if self.complete else f" ({len(self.pairs)} of {len(self.contrast.seeds)} pairs)"
-        if -MARGIN < d.low and d.high < MARGIN:
+        if d.low > -MARGIN and d.high < MARGIN:
             return f"no difference of {MARGIN:g} or more{unfinished}"
         if not self.contrast.family:
             if self.lower in (0, len(self.pairs)):
@@ -167,7 +167,7 @@ def noise(rows: Sequence[Row]) -> dict[str, dict[int, float]]:
 
 
 def plateau_and_loss(rows: Sequence[Row], part: str, condition: str) -> tuple[float, int] | None:
-    """Spearman's ρ over seeds of the step at which the plateau ends and the final loss, and how many seeds. None of fewer than four."""
+    """Spearman's ρ over seeds of the plateau's last step and the final loss, and how many seeds. None of fewer than four."""
     ends = by_seed(rows, part, condition, of_history("plateau_end"))
     losses = by_seed(rows, part, condition, metric("test", "cross_entropy"))
     seeds = [seed for seed in ends if seed in losses]

@@ -85,7 +85,8 @@ def answer(found: Outcome) -> str:
     d = found.difference
     if d is None or d.low is None:
         return "The main comparison has not been run."
-    numbers = f"{d.mean:+.3f} nats (95 % interval {_interval(found)}, {len(found.pairs)} seeds, sign-flip p {_p(d.p_value)}, Holm {_p(d.holm)})"
+    p = f"{len(found.pairs)} seeds, sign-flip p {_p(d.p_value)}, Holm {_p(d.holm)}"
+    numbers = f"{d.mean:+.3f} nats (95 % interval {_interval(found)}, {p})"
     verdict = found.verdict()
     if verdict.startswith("no difference"):
         says = f"Dispersion (λ 0.1) changes test cross-entropy by less than {MARGIN:g} here"
@@ -139,7 +140,7 @@ def _noise(rows: Sequence[Row]) -> list[str]:
     lines = [
         "## Noise floor",
         "",
-        "Off again with the same seed, data and configuration: test cross-entropy less the first run's. What differs is the order of sums.",
+        "Off again with the same seed, data and configuration, sums in another order: test cross-entropy less the first run's.",
         "",
     ]
     body = [
@@ -170,7 +171,7 @@ def _secondary(rows: Sequence[Row], part: str) -> list[str]:
             one = outcome(rows, Contrast(part, name, "main"), metric("test", key))
             cells.append(_interval(one, digits=4) if name != "off" else NOTHING)
         body.append(cells)
-    return [line for line in table([""] * 9, body)[2:-1]]
+    return table([""] * 9, body)[2:-1]
 
 
 def _by_source(rows: Sequence[Row]) -> list[str]:
@@ -274,9 +275,9 @@ def page(rows: Sequence[Row]) -> str:
         "",
         answer(found[PRIMARY]),
         "",
-        "Written by `make evidence` from [evidence.jsonl](evidence.jsonl), one row per run. Question, outcomes and rules were fixed before",
-        "the main runs: [evidence_design.md](evidence_design.md). Numbers are cross-entropy on held-out text in nats, mean ± standard error",
-        "over seeds; differences are on less off, paired by seed; below zero is better.",
+        "Written by `make evidence` from [evidence.jsonl](evidence.jsonl), one row per run. Question, outcomes and rules",
+        "were fixed before the main runs: [evidence_design.md](evidence_design.md). Numbers are cross-entropy on held-out text",
+        "in nats, mean ± standard error over seeds; differences are on less off, paired by seed; below zero is better.",
         "",
         *_corpus(rows),
         "## Main comparison",
@@ -311,8 +312,9 @@ def page(rows: Sequence[Row]) -> str:
         *_time(rows),
         "## What this cannot say",
         "",
-        "A model of 0.4 M parameters, 2.5 to 10 M tokens of technical documentation, a vocabulary of 2,048: the paper trains 0.6 B parameters on",
-        "156 B tokens of C4. The intervals are over seeds. They hold for this text, tokenizer, optimizer and schedule.",
+        "A model of 0.4 M parameters, 2.5 to 10 M tokens of technical documentation, a vocabulary of 2,048. The paper",
+        "trains 0.6 B parameters on 156 B tokens of C4. The intervals are over seeds, and hold for this text, tokenizer,",
+        "optimizer and schedule.",
         "",
         "## Again",
         "",

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+from pathlib import Path
 from pydoc_data import topics
 
 import pytest
@@ -191,7 +192,9 @@ def test_a_corpus_of_a_folder(tmp_path, capsys):
         ("test", "c4_validation", "one/test"),
     ):
         files = list_files(dataset, str(tmp_path / path), "validation" if name != "train" else "training")
-        records = [json.loads(line) for file in files for line in gzip.open(file.url)]
+        records = [
+            json.loads(line) for file in files for line in gzip.decompress(Path(file.url).read_bytes()).splitlines()
+        ]
         urls[name] = [record["url"] for record in records]
         size = facts["sizes"]["main"][name]
         assert size["documents"] == len(records) > 0

@@ -30,8 +30,6 @@ def build_coeff_schedule(job_config: JobConfig) -> CoeffSchedule:
     """
     d = job_config.dispersion  # type: ignore[attr-defined]
     try:
-        return CoeffSchedule(
-            d.coeff, d.warmup_steps, d.decay, d.final_coeff, job_config.training.steps, d.decay_steps
-        )
+        return CoeffSchedule(d.coeff, d.warmup_steps, d.decay, d.final_coeff, job_config.training.steps, d.decay_steps)
     except ValueError as error:
         raise ConfigError(f"dispersion.{error}") from error

@@ -42,7 +42,9 @@ class CoeffSchedule:
         if not 0 <= self.decay_steps <= left:
             raise ValueError(f"decay_steps is {self.decay_steps}, expected 0 to the {left} steps after warm-up")
         if self.decay_steps and self.decay == "constant":
-            raise ValueError(f"decay_steps is {self.decay_steps}, but decay is 'constant': expected 0, or another decay")
+            raise ValueError(
+                f"decay_steps is {self.decay_steps}, but decay is 'constant': expected 0, or another decay"
+            )
 
     def __call__(self, step: int) -> float:
         """λ of the step after ``step`` completed ones."""
