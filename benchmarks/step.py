@@ -5,7 +5,8 @@
     python benchmarks/step.py --overrides --training.local_batch_size 2
 
 One rank with TorchTitan's trainer, random tokens, no data. Every estimator and sequence length has a process of its own,
-the estimators in turns: --rounds times over, of which the fastest median step counts.
+the estimators in turns: --rounds times over, of which the fastest median step counts. On a CPU also, as parts of the step without
+dispersion: the seconds that a step spends in the loss, forward and backward, and those of the loss outside of a step.
 """
 
 import json
@@ -16,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
@@ -51,8 +53,56 @@ def dispersion(estimator: str) -> list[str]:
     return ["--dispersion.enabled", "--dispersion.estimator", estimator]
 
 
+class LossTime:
+    """Seconds that steps on a CPU spend in the dispersion loss: in its forward, and in its part of backward."""
+
+    def __init__(self) -> None:
+        from titan_disp.dispersion.autograd import SavedGradient, SavedRows
+        from titan_disp.dispersion.loss import DispersionLoss
+
+        self.seconds = 0.0
+        self._call = DispersionLoss.__call__
+        self._last: tuple[DispersionLoss, torch.Tensor, int] | None = None
+
+        def call(loss: DispersionLoss, zs: Sequence[torch.Tensor], *args: Any, **kwargs: Any) -> torch.Tensor:
+            self._last = loss, zs[-1].detach(), len(zs)
+            return self._timed(self._call)(loss, zs, *args, **kwargs)
+
+        DispersionLoss.__call__ = call  # type: ignore[method-assign]
+        for function in (SavedGradient, SavedRows):
+            function.backward = staticmethod(self._timed(function.backward))  # type: ignore[method-assign]
+
+    def _timed(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            start = time.perf_counter()
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self.seconds += time.perf_counter() - start
+
+        return call
+
+    def take(self) -> float:
+        """Seconds since the last call."""
+        seconds, self.seconds = self.seconds, 0.0
+        return seconds
+
+    def alone(self) -> float:
+        """The same of all layers, outside of a step: the least of three, on the last layer's activations."""
+        if self._last is None:
+            return 0.0
+        loss, z, layers = self._last
+        found = []
+        for _ in range(3):
+            z = z.detach().requires_grad_()
+            start = time.perf_counter()
+            self._call(loss, [z]).sum().backward()
+            found.append(layers * (time.perf_counter() - start))
+        return min(found)
+
+
 def measure(argv: list[str], warmup: int, steps: int) -> dict[str, Any]:
-    """Median seconds of a step and peak memory, in this process."""
+    """Medians of a step and peak memory, in this process."""
     from torchtitan.tools.logging import init_logger
     from torchtitan.train import Trainer
 
@@ -67,19 +117,27 @@ def measure(argv: list[str], warmup: int, steps: int) -> dict[str, Any]:
     with synthetic_inputs(job_config):
         trainer = Trainer(job_config)
     batches = trainer.batch_generator(trainer.dataloader)
-    seconds = []
+    on_gpu = torch.cuda.is_available()
+    loss_time = None if on_gpu else LossTime()
+    seconds, cpu_seconds, loss_seconds = [], [], []
     for step in range(warmup + steps):
-        if step == warmup and torch.cuda.is_available():
+        if step == warmup and on_gpu:
             torch.cuda.reset_peak_memory_stats()
-        start = time.perf_counter()
+        start, cpu_start = time.perf_counter(), time.process_time()
         trainer.step += 1
         trainer.train_step(batches)
-        if torch.cuda.is_available():
+        if on_gpu:
             torch.cuda.synchronize()
         seconds.append(time.perf_counter() - start)
-    peak = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else high_water_mark()
+        cpu_seconds.append(time.process_time() - cpu_start)
+        if loss_time is not None:
+            loss_seconds.append(loss_time.take())
+    peak = torch.cuda.max_memory_allocated() if on_gpu else high_water_mark()
     return {
         "seconds": statistics.median(seconds[warmup:]),
+        "cpu_seconds": statistics.median(cpu_seconds[warmup:]),
+        "loss_seconds": None if loss_time is None else statistics.median(loss_seconds[warmup:]),
+        "loss_alone_seconds": None if loss_time is None else loss_time.alone(),
         "tokens": tokens_per_step(job_config, 1),
         "peak_bytes": peak,
     }
@@ -104,6 +162,15 @@ def in_a_fresh_process(options: Options, seq_len: int, estimator: str) -> dict[s
     return json.loads(done.stdout.splitlines()[-1])
 
 
+def of_step(seconds: float | None, off: dict[str, Any] | None) -> float | None:
+    """As a part of the step without dispersion."""
+    return None if seconds is None or off is None else seconds / off["seconds"]
+
+
+def percent(part: float | None, form: str = ".1%") -> str:
+    return "" if part is None else format(part, form)
+
+
 def main(options: Options) -> None:
     rows = []
     for seq_len in options.seq_len:
@@ -120,16 +187,21 @@ def main(options: Options) -> None:
                     **{"estimator": estimator, "flavor": options.flavor, "seq_len": seq_len, **found},
                     "tokens_per_second": found["tokens"] / found["seconds"],
                     "overhead": None if off is None else found["seconds"] / off["seconds"] - 1,
+                    "loss_overhead": of_step(found["loss_seconds"], off),
+                    "loss_alone_overhead": of_step(found["loss_alone_seconds"], off),
                 }
             )
     if options.json:
         print(json.dumps({"rows": rows}))
         return
-    print(f"{'flavor':12}{'seq_len':>8} {'estimator':10}{'tokens/s':>10}{'overhead':>10}{'peak memory':>14}")
+    print(
+        f"{'flavor':12}{'seq_len':>8} {'estimator':10}{'tokens/s':>10}{'overhead':>10}{'in the loss':>13}{'loss alone':>12}"
+        f"{'peak memory':>14}"
+    )
     for r in rows:
-        overhead = "" if r["overhead"] is None else f"{r['overhead']:+.1%}"
         print(
-            f"{r['flavor']:12}{r['seq_len']:8} {r['estimator']:10}{r['tokens_per_second']:10,.0f}{overhead:>10}"
+            f"{r['flavor']:12}{r['seq_len']:8} {r['estimator']:10}{r['tokens_per_second']:10,.0f}"
+            f"{percent(r['overhead'], '+.1%'):>10}{percent(r['loss_overhead']):>13}{percent(r['loss_alone_overhead']):>12}"
             f"{r['peak_bytes'] / 2**30:10.2f} GiB"
         )
 

@@ -23,8 +23,8 @@ CASES = [
 NARROW_AND_WIDE = [(6, case) for case in CASES] + [(70, case) for case in CASES if case[0] == "decorrelation"]
 
 TOKENS = (64, 61, 30, 21, 3, 2, 1, 0)
-# Of the moments: numbers of tokens, and the stride at which they are fitted, the largest power of two that leaves 128 of them.
-STRIDES = {600: 4, 513: 4, 511: 2, 256: 2, 255: 1, 21: 1, 2: 1, 1: 0, 0: 0}
+# Of the moments: numbers of tokens, and the stride of those that all are compared with: the largest power of two that leaves 64.
+STRIDES = {600: 8, 512: 8, 511: 4, 256: 4, 255: 2, 127: 1, 2: 1, 1: 0, 0: 0}
 
 
 def padded(counts, features, garbage=math.nan):
@@ -41,22 +41,33 @@ def padded(counts, features, garbage=math.nan):
 
 
 def moments_oracle(z, tau, stride):
-    """With w ≈ a0 + a1 c + a2 c² fitted to some tokens of z [1, n, F]; the constants 1e-6 and 1e-2 are ridge and ε."""
+    """Loss [1] of z [1, n, F], where w ≈ a + b c + ½ d c², fitted for every token to every stride-th one.
 
-    def cosines(x):
-        u = x / (torch.linalg.vector_norm(x, dim=-1, keepdim=True) + 1e-2)
-        return (u @ u.transpose(1, 2))[:, ~torch.eye(u.shape[1], dtype=torch.bool)]
-
+    Its gradient is the estimator's: the fitted slope of the pair (i, j) is b + d c of token i. The constants 1e-6 and 1e-2 are
+    the ridge, the square of the floor, and ε.
+    """
+    n = z.shape[1]
+    length = torch.linalg.vector_norm(z[0], dim=-1, keepdim=True)
+    u = z[0] / (length + 1e-2)
     with torch.no_grad():
-        c = cosines(z[:, ::stride])[0]
+        c = u @ u.T
         near = c.clamp(-0.75, 0.75)
         w = torch.exp(-torch.acos(near) / (math.pi * tau))
         slope = w / (math.pi * tau * torch.sqrt(1 - near**2))
-        a2 = ((c - c.mean()) * (slope - slope.mean())).mean() / ((c - c.mean()).square().mean() + 1e-6) / 2
-        a1 = slope.mean() - 2 * a2 * c.mean()
-        a0 = (w - a1 * c - a2 * c**2).mean()
-    c = cosines(z)
-    return torch.log((a0 + a1 * c + a2 * c**2).mean(1))
+        others = ~torch.eye(n, dtype=torch.bool)
+        compared = others & (torch.arange(n) % stride == 0)
+        squares = u.square().sum(-1)
+        p = torch.sqrt((torch.outer(squares, squares) - c**2).clamp_min(0) + 1e-6) * compared
+        p = p / p.sum(1, keepdim=True)
+        mean_c, mean_r = (p * c).sum(1, keepdim=True), (p * slope).sum(1, keepdim=True)
+        variance = (p * (c - mean_c) ** 2).sum(1, keepdim=True) + 1e-6
+        d = (p * (c - mean_c) * (slope - mean_r)).sum(1, keepdim=True) / variance
+        b = mean_r - d * mean_c
+        rest = (w - b * c - d / 2 * c**2) * compared
+        a = rest.sum(1, keepdim=True) / compared.sum(1, keepdim=True)
+        mean = ((a + b * c + d / 2 * c**2) * others).sum() / (n * (n - 1))
+    of_gradient = 2 * ((b + d * c) * others * (u @ u.T.detach())).sum() / (n * (n - 1)) / mean
+    return (torch.log(mean) + of_gradient - of_gradient.detach())[None]
 
 
 def without_padding(z, valid, weights, case, layer):

@@ -113,37 +113,33 @@ def test_in_place_kernels_compile_on_views():
     """They change slices of their first argument: Inductor's result is eager's."""
     g, z = tokens(2, 40, 24), tokens(2, 40, 24, mean=1.0).bfloat16()
     norm = torch.linalg.vector_norm(z.float(), dim=-1, keepdim=True)
-    own, s = torch.rand(2, 40, 1), torch.rand(2, 1, 24)
+    quadratic = moments.Quadratic(*torch.rand(3, 2, 40, 1)[:, :, 8:24])
     for function, arguments in (
         (vectors._normalize_backward_, (z[:, 8:24], norm[:, 8:24], 1e-2)),
-        (moments._combine_, (tokens(2, 16, 24), own[:, 8:24], s)),
+        (moments._combine_, (tokens(2, 16, 24), torch.rand(2, 1, 24), quadratic, 39)),
+        (moments._combine_, (tokens(2, 16, 24), torch.rand(2, 1, 24), quadratic, torch.tensor([[[39]], [[20]]]))),
     ):
         torch._dynamo.reset()
         expected, found = g.clone(), g.clone()
-        function(expected[:, 8:24], *arguments)
-        torch.compile(function.__wrapped__)(found[:, 8:24], *arguments)
+        value = function(expected[:, 8:24], *arguments)
+        compiled_value = torch.compile(function.__wrapped__)(found[:, 8:24], *arguments)
         assert not torch.equal(expected, g)
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(compiled_value, value, rtol=1e-5, atol=1e-5)
 
 
 def test_moments_compile():
-    """The fit and the weights of the moments: Inductor's results are eager's, also where M is a view of what was all-reduced."""
+    """The fits of the moments: Inductor's results are eager's, padded or not."""
     torch._dynamo.reset()
     u = torch.nn.functional.normalize(tokens(2, 64, 24), dim=-1)
-    pair = angular_pair(0.7, 0.25)
-    compiled, eager = torch.compile(moments.fit.__wrapped__), moments.fit.__wrapped__
-    for filled in (None, torch.arange(64) < torch.tensor([[40], [0]])):
-        for found, expected in zip(compiled(u, pair, filled), eager(u, pair, filled), strict=True):
-            torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
-    flat = torch.rand(2, 24 * 24 + 24)
-    arguments = (torch.rand(2, 2), torch.rand(2, 64, 1), torch.rand(2, 3), 64)
-    results = []
-    for function in (moments._weigh_.__wrapped__, torch.compile(moments._weigh_.__wrapped__)):
-        m, s = (part.clone() if part.shape[1] == 24 else part for part in flat.clone().split([24 * 24, 24], dim=1))
-        m = m.view(2, 24, 24)
-        results.append((*function(m, s, *arguments), m))
-    for found, expected in zip(*results, strict=True):
-        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    compiled, eager = torch.compile(moments._fit.__wrapped__), moments._fit.__wrapped__
+    c, ones = u @ u[:, ::4].transpose(1, 2), torch.ones(2, 64, 1)
+    index, sampled = torch.arange(64)[:, None], torch.arange(0, 64, 4)[None]
+    valid = (torch.arange(64) < torch.tensor([[40], [0]]))[..., None]
+    for mask in ((None, None), (valid, valid[:, ::4, 0])):
+        arguments = (c, ones, ones[:, ::4].transpose(1, 2), ones, index, sampled, *mask, angular_pair(0.7, 0.25))
+        for found, expected in zip(compiled(*arguments), eager(*arguments), strict=True):
+            torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
 
 def test_a_function_that_cannot_be_compiled_runs_as_it_is(monkeypatch):

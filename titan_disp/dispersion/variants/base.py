@@ -13,9 +13,12 @@ from titan_disp.dispersion.autograd import Result
 from titan_disp.dispersion.kernels import operand_dtype
 from titan_disp.dispersion.layers import Layers
 from titan_disp.dispersion.masks import Count, TokenMask
-from titan_disp.dispersion.moments import fit, quadratic_sum_, sample, sample_tokens
+from titan_disp.dispersion.moments import Quadratic, fit, quadratic_sum_, sample, sample_tokens
 from titan_disp.dispersion.pairwise import PairFunction, pair_sums
 from titan_disp.dispersion.vectors import Units
+
+# Tokens z [B, n, F], their mask, their units and these units' vectors → the quadratic function that w is for each of them.
+QuadraticOf = Callable[[Tensor, TokenMask | None, Units, Tensor], Quadratic]
 
 # exp(−1/τ) must stay a normal fp32 number (exp(−80) ≈ 2e−35), else a sum of such numbers could underflow to 0.
 MIN_TAU = 1.0 / 80.0
@@ -81,32 +84,28 @@ class CosineVariant(Variant):
     def moments(self, layers: Layers, fit_errors: list[Tensor] | None) -> Tensor:
         errors: list[Tensor] = []
 
-        def fitted(u: Tensor, mask: TokenMask | None) -> Tensor:
-            if mask is None:
-                coefficients, error = fit(sample(u, layers.length, layers.group), self.pair)
-            else:
-                some, filled = sample_tokens(u, mask, layers.group)
-                coefficients, error = fit(some, self.pair, filled)
-            errors.append(error)
-            return coefficients
+        def fitted(z: Tensor, mask: TokenMask | None, units: Units, u: Tensor) -> Quadratic:
+            sampled = sample(z, layers.length, layers.group) if mask is None else sample_tokens(z, mask, layers.group)
+            some = self.units(sampled.z).vectors()
+            quadratic, sums = fit(u, units.scale, some, sampled, self.pair, mask, operand_dtype(z))
+            errors.append(sums)
+            return quadratic
 
         losses = self.of_quadratic(layers, fitted)
         if fit_errors is not None:
-            fit_errors.extend(torch.cat(errors).view_as(losses))
+            of_error, of_slope = layers.sum_over_group(torch.cat(errors)).unbind(-1)
+            relative = (of_error / of_slope.clamp_min(torch.finfo(of_slope.dtype).tiny)).sqrt()
+            fit_errors.extend(relative.view_as(losses))
         return losses
 
-    def of_quadratic(self, layers: Layers, coefficients: Callable[[Tensor, TokenMask | None], Tensor]) -> Tensor:
-        """The loss [L, B] in time linear in the tokens, where w is a quadratic function of c.
+    def of_quadratic(self, layers: Layers, quadratic: QuadraticOf) -> Tensor:
+        """The loss [L, B] in time linear in the tokens, where w is a quadratic function of c."""
 
-        Args:
-            coefficients: unit vectors [B, n, F] and their mask → a0, a1, a2 [B, 3].
-        """
-
-        def whole(z: Tensor, mask: TokenMask | None) -> Result:
+        def own_part(z: Tensor, mask: TokenMask | None) -> Result:
             units = self.units(z)
             u = units.vectors()
-            tokens = layers.tokens_of(mask)
-            s, grad = quadratic_sum_(u, coefficients(u, mask), tokens, layers.group, operand_dtype(z))
+            own = quadratic(z, mask, units, u)
+            s, grad = quadratic_sum_(u, own, layers.tokens_of(mask), layers.group, operand_dtype(z))
             return s, units.backward_(grad)
 
-        return self.normalize(layers.each(whole), layers.tokens)
+        return self.normalize(layers.sum_over_group(layers.each(own_part)), layers.tokens)

@@ -7,9 +7,10 @@ from torch import Tensor
 
 from titan_disp.dispersion.layers import Layers
 from titan_disp.dispersion.masks import Count, TokenMask
+from titan_disp.dispersion.moments import Quadratic
 from titan_disp.dispersion.pairwise import PairFunction
 from titan_disp.dispersion.variants.base import CosineVariant
-from titan_disp.dispersion.vectors import Standardized
+from titan_disp.dispersion.vectors import Standardized, Units
 
 
 def square(c: Tensor) -> tuple[Tensor, Tensor]:
@@ -17,11 +18,11 @@ def square(c: Tensor) -> tuple[Tensor, Tensor]:
     return c.square(), c.mul_(2.0)
 
 
-def coefficients_of_square(u: Tensor, mask: TokenMask | None) -> Tensor:
-    """a0, a1, a2 = 0, 0, 1 for each sequence of u [B, n, F], [B, 3]."""
-    coefficients = u.new_zeros(u.shape[0], 3)
-    coefficients[:, 2] = 1.0  # a kernel; a tensor of Python's numbers would make the host wait for its copy
-    return coefficients
+def square_of_all(z: Tensor, mask: TokenMask | None, units: Units, u: Tensor) -> Quadratic:
+    """c², for every token."""
+    # Kernels: a tensor of Python's numbers would make the host wait for its copy.
+    nothing = u.new_zeros(len(u), 1, 1)
+    return Quadratic(nothing, nothing, u.new_full((len(u), 1, 1), 2.0))
 
 
 @dataclass(frozen=True)
@@ -42,5 +43,5 @@ class Decorrelation(CosineVariant):
 
     def exact(self, layers: Layers) -> Tensor:
         if layers.features < layers.length:
-            return self.of_quadratic(layers, coefficients_of_square)
+            return self.of_quadratic(layers, square_of_all)
         return super().exact(layers)
