@@ -21,8 +21,6 @@ from typing import Any
 
 import torch
 import tyro
-from titan_disp.sweeps.definition import Listed, Sweep
-from titan_disp.sweeps.local import run
 
 from benchmarks.evidence_page import write_page
 from benchmarks.evidence_parts import CONFIG, PARTS, Job, Row, jobs, newest
@@ -30,6 +28,8 @@ from benchmarks.evidence_score import HeldOut, held_out, history, score
 from titan_disp.data.tokenizer import load_tokenizer
 from titan_disp.results.saved import find_saved, load_model
 from titan_disp.run.folder import append_json, read_json_lines
+from titan_disp.sweeps.definition import Listed, Sweep
+from titan_disp.sweeps.local import run
 
 ROOT = Path(__file__).parent.parent
 TEXTS = {"development": "en", "test": "test", "new_test": "held_back/test"}  # folders of the corpus

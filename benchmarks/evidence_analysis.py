@@ -5,10 +5,10 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 from scipy import stats
-from titan_disp.sweeps.sign_flip import sign_flip_p
 
 from benchmarks.evidence_parts import FEW_SEEDS, SEEDS, Row, newest
 from titan_disp.evaluate.compare import Difference, holm, paired_difference
+from titan_disp.sweeps.sign_flip import sign_flip_p
 
 MARGIN = 0.02  # nats; a difference below is none that matters, says the issue
 ALPHA = 0.05
