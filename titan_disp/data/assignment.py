@@ -26,7 +26,7 @@ import numpy as np
 
 from titan_disp.data.files import DataFile
 
-VERSION = 4  # in the fingerprint: positions of another one mean other documents
+VERSION = 5  # in the fingerprint: positions of another one mean other documents
 KEYS = 1 << 64
 STEP = 0x9E3779B97F4A7C15  # 2⁶⁴ / golden ratio, odd: the multiples of no other number are spread as evenly
 _EDGE = 8  # a cut closer to the edge of a file than 1/8 of a run is put on the edge
