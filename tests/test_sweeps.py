@@ -209,7 +209,8 @@ overrides = ["--training.global_batch_size=3"]
         assert two[0].argv[0] == str(tmp_path / "runs" / "seed-1" / "point.toml")
         assert (tmp_path / "runs" / "seed-1" / "point.toml").read_bytes() == DEMO.read_bytes()
         # The same config written in another way is the same point.
-        prepare(sweep('[grid]\n"debug.seed" = [1]', *nano(sample), "--dispersion.tau=1.0"), 1)
+        (same,) = prepare(sweep('[grid]\n"debug.seed" = [1]', *nano(sample), "--dispersion.tau=1.0"), 1)
+        assert same.argv == two[0].argv  # what its first start had, with the copy of the file of that time
         with pytest.raises(
             ConfigError, match=r"the point seed-1: its config has changed .*: dispersion.tau 1.0 → 2.0\. "
         ):
