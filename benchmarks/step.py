@@ -5,8 +5,9 @@
     python benchmarks/step.py --overrides --training.local_batch_size 2
 
 One rank with TorchTitan's trainer, random tokens, no data. Every estimator and sequence length has a process of its own,
-the estimators in turns: --rounds times over, of which the fastest median step counts. On a CPU also, as parts of the step without
-dispersion: the seconds that a step spends in the loss, forward and backward, and those of the loss outside of a step.
+the estimators in turns: --rounds times over, of which the fastest median step counts. On a CPU also, in CPU seconds of all threads,
+which others at work on the machine change less, and as parts of the step without dispersion: what dispersion adds, what the step
+spends in the loss, and what the loss takes alone, outside of a step.
 """
 
 import json
@@ -34,6 +35,8 @@ class Options:
     config: str = str(ROOT / "train_configs" / ("debug.toml" if torch.cuda.is_available() else "demo_cpu.toml"))
     """TOML file."""
     flavor: str = "0.6B" if torch.cuda.is_available() else "nano"
+    layers: int = 0
+    """Blocks of the model, to measure a large one in minutes; 0: the flavor's."""
     seq_len: list[int] = field(default_factory=lambda: [2048, 4096] if torch.cuda.is_available() else [256, 1024])
     estimators: list[str] = field(default_factory=lambda: list(ESTIMATORS))
     steps: int = 10
@@ -54,7 +57,7 @@ def dispersion(estimator: str) -> list[str]:
 
 
 class LossTime:
-    """Seconds that steps on a CPU spend in the dispersion loss: in its forward, and in its part of backward."""
+    """CPU seconds that steps spend in the dispersion loss: in its forward, and in its part of backward."""
 
     def __init__(self) -> None:
         from titan_disp.dispersion.autograd import SavedGradient, SavedRows
@@ -74,11 +77,11 @@ class LossTime:
 
     def _timed(self, function: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
-            start = time.perf_counter()
+            start = time.process_time()
             try:
                 return function(*args, **kwargs)
             finally:
-                self.seconds += time.perf_counter() - start
+                self.seconds += time.process_time() - start
 
         return call
 
@@ -95,13 +98,13 @@ class LossTime:
         found = []
         for _ in range(3):
             z = z.detach().requires_grad_()
-            start = time.perf_counter()
+            start = time.process_time()
             self._call(loss, [z]).sum().backward()
-            found.append(layers * (time.perf_counter() - start))
+            found.append(layers * (time.process_time() - start))
         return min(found)
 
 
-def measure(argv: list[str], warmup: int, steps: int) -> dict[str, Any]:
+def measure(argv: list[str], warmup: int, steps: int, layers: int) -> dict[str, Any]:
     """Medians of a step and peak memory, in this process."""
     from torchtitan.tools.logging import init_logger
     from torchtitan.train import Trainer
@@ -111,9 +114,12 @@ def measure(argv: list[str], warmup: int, steps: int) -> dict[str, Any]:
     from titan_disp.cluster.preflight import synthetic_inputs
     from titan_disp.config import load_config
     from titan_disp.cpu import high_water_mark
+    from titan_disp.qwen3.flavors import flavors
 
     init_logger()
     job_config = load_config(argv)
+    if layers:
+        flavors._flavors[job_config.model.flavor].n_layers = layers
     with synthetic_inputs(job_config):
         trainer = Trainer(job_config)
     batches = trainer.batch_generator(trainer.dataloader)
@@ -136,8 +142,8 @@ def measure(argv: list[str], warmup: int, steps: int) -> dict[str, Any]:
     return {
         "seconds": statistics.median(seconds[warmup:]),
         "cpu_seconds": statistics.median(cpu_seconds[warmup:]),
-        "loss_seconds": None if loss_time is None else statistics.median(loss_seconds[warmup:]),
-        "loss_alone_seconds": None if loss_time is None else loss_time.alone(),
+        "loss_cpu_seconds": None if loss_time is None else statistics.median(loss_seconds[warmup:]),
+        "loss_alone_cpu_seconds": None if loss_time is None else loss_time.alone(),
         "tokens": tokens_per_step(job_config, 1),
         "peak_bytes": peak,
     }
@@ -155,16 +161,25 @@ def in_a_fresh_process(options: Options, seq_len: int, estimator: str) -> dict[s
             s.bind(("127.0.0.1", 0))
             port = str(s.getsockname()[1])
         rank = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-        environment = {**os.environ, **rank, "MEASURE": json.dumps([argv, options.warmup, options.steps])}
+        environment = {
+            **os.environ,
+            **rank,
+            "MEASURE": json.dumps([argv, options.warmup, options.steps, options.layers]),
+        }
         done = subprocess.run([sys.executable, __file__], env=environment, capture_output=True, text=True, cwd=ROOT)
     if done.returncode:
         raise SystemExit(done.stderr)
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def of_step(seconds: float | None, off: dict[str, Any] | None) -> float | None:
-    """As a part of the step without dispersion."""
-    return None if seconds is None or off is None else seconds / off["seconds"]
+def cpu_overheads(found: dict[str, Any], off: dict[str, Any]) -> dict[str, float]:
+    """As parts of the step without dispersion."""
+    step = off["cpu_seconds"]
+    return {
+        "cpu_overhead": found["cpu_seconds"] / step - 1,
+        "loss_cpu_overhead": found["loss_cpu_seconds"] / step,
+        "loss_alone_cpu_overhead": found["loss_alone_cpu_seconds"] / step,
+    }
 
 
 def percent(part: float | None, form: str = ".1%") -> str:
@@ -187,21 +202,21 @@ def main(options: Options) -> None:
                     **{"estimator": estimator, "flavor": options.flavor, "seq_len": seq_len, **found},
                     "tokens_per_second": found["tokens"] / found["seconds"],
                     "overhead": None if off is None else found["seconds"] / off["seconds"] - 1,
-                    "loss_overhead": of_step(found["loss_seconds"], off),
-                    "loss_alone_overhead": of_step(found["loss_alone_seconds"], off),
+                    **({} if off is None or found["loss_cpu_seconds"] is None else cpu_overheads(found, off)),
                 }
             )
     if options.json:
         print(json.dumps({"rows": rows}))
         return
     print(
-        f"{'flavor':12}{'seq_len':>8} {'estimator':10}{'tokens/s':>10}{'overhead':>10}{'in the loss':>13}{'loss alone':>12}"
-        f"{'peak memory':>14}"
+        f"{'flavor':12}{'seq_len':>8} {'estimator':10}{'tokens/s':>10}{'overhead':>10}{'CPU':>9}{'in the loss':>13}"
+        f"{'loss alone':>12}{'peak memory':>14}"
     )
     for r in rows:
         print(
             f"{r['flavor']:12}{r['seq_len']:8} {r['estimator']:10}{r['tokens_per_second']:10,.0f}"
-            f"{percent(r['overhead'], '+.1%'):>10}{percent(r['loss_overhead']):>13}{percent(r['loss_alone_overhead']):>12}"
+            f"{percent(r['overhead'], '+.1%'):>10}{percent(r.get('cpu_overhead'), '+.1%'):>9}"
+            f"{percent(r.get('loss_cpu_overhead')):>13}{percent(r.get('loss_alone_cpu_overhead')):>12}"
             f"{r['peak_bytes'] / 2**30:10.2f} GiB"
         )
 

@@ -34,11 +34,13 @@ def test_dispersion():
 
 @pytest.mark.slow
 def test_step():
-    options = ("--seq-len", "64", "--steps", "1", "--rounds", "1", "--estimators", "off", "exact")
+    options = ("--layers", "2", "--seq-len", "64", "--steps", "1", "--rounds", "1", "--estimators", "off", "exact")
     found = rows("step.py", *options)
     assert [r["estimator"] for r in found] == ["off", "exact"]
     assert all(r["tokens_per_second"] > 0 for r in found)
-    assert found[0]["overhead"] == 0
+    assert found[0]["overhead"] == found[0]["cpu_overhead"] == found[0]["loss_cpu_overhead"] == 0
+    assert 0 < found[1]["loss_cpu_seconds"] < found[1]["cpu_seconds"]
+    assert found[1]["loss_alone_cpu_seconds"] > 0
 
 
 def test_checkpoint():

@@ -1,8 +1,8 @@
 """The tokens that the loss is computed of: whole or sequence-sharded activations (tensor parallel, context parallel, or both).
 
 Exact and sharded: all-gather z in its own dtype along the sequence, meanwhile compute own rows × own columns, then × the
-others', all-reduce S: one stacked all-reduce for all layers. Moments need no gather, but one all-reduce of F×F numbers a layer;
-sampled tokens one of m×F a layer, for all layers at once.
+others', all-reduce S: one stacked all-reduce for all layers. Moments gather some 64 tokens a layer
+and all-reduce F×F numbers; sampled tokens m×F a layer, for all layers at once.
 
 Convention: with a group, every rank gets the full L, and backward returns grad_output · ∂L/∂z_local.
 """

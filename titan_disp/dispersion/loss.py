@@ -101,7 +101,8 @@ class DispersionLoss:
                 shapes on all ranks; which tokens a rank holds, and in which order, does not matter.
             group: process group or 1-D mesh over which the sequence is sharded.
             step: of training, for the sampled estimator.
-            fit_errors: receives, per layer, the relative error [B] of the moments' fit.
+            fit_errors: receives, per layer, the relative error [B] of the moments' fits: of the slope, each pair of tokens
+                weighted by its part in the gradient.
             valid: bool [B, N], or this rank's [B, N/p]: True where there is a token, False where there is padding, which may hold
                 anything. The loss is that of each sequence without its padding; 0 where it has fewer than two tokens.
 
