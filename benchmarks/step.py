@@ -5,7 +5,7 @@
     python benchmarks/step.py --overrides --training.local_batch_size 2
 
 One rank with TorchTitan's trainer, random tokens, no data. Every estimator and sequence length has a process of its own,
-the estimators in turns: --rounds times over, of which the fastest median step counts. On a CPU also, in CPU seconds of all threads,
+the estimators in turns: --rounds times over, of which the fastest median step counts. On a CPU also, in all threads' CPU seconds,
 which others at work on the machine change less, and as parts of the step without dispersion: what dispersion adds, what the step
 spends in the loss, and what the loss takes alone, outside of a step.
 """
