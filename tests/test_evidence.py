@@ -378,7 +378,7 @@ def test_a_job_is_known_by_what_decides_it(tmp_path):
 @pytest.mark.night
 def test_an_experiment_from_its_runs_to_its_page(tmp_path, sample, monkeypatch):
     """A few steps of a few conditions: rows as the runs' files have them; a second call runs nothing; a failure is a row."""
-    from benchmarks import corpus, evidence
+    from benchmarks import corpus, evidence, evidence_page
     from titan_disp.run.folder import read_condensation, read_events
 
     corpus.main(corpus.Options(tmp_path / "data", folder=sample / "en", held_out=80))
@@ -393,7 +393,8 @@ def test_an_experiment_from_its_runs_to_its_page(tmp_path, sample, monkeypatch):
         "STEPS": 5,
         "MIDTRAINING": 3,
     }.items():
-        monkeypatch.setattr(evidence_parts, name, value)
+        for module in (evidence_parts, evidence_page):
+            monkeypatch.setattr(module, name, value, raising=module is evidence_parts)
     every = evidence_parts.jobs
 
     def few(part, rows):
