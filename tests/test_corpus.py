@@ -170,8 +170,8 @@ def test_a_corpus_of_a_folder(tmp_path, capsys):
     """Every document is in one split; training reads en alone; the same folder gives the same bytes."""
     source = tmp_path / "source"
     (source / "deep").mkdir(parents=True)
-    texts = [text for text in topics.topics.values() if len(text) > 1500][:60]
-    for i, text in enumerate(texts[:50]):
+    texts = [text for text in topics.topics.values() if len(text) > 1000][:60]
+    for i, text in enumerate(texts[:-10]):
         (source / f"{i:02}.txt").write_text(text)
     (source / "deep" / "page.html").write_text(
         f"<html><body><nav>skipped-menu</nav><p>{'A page of words. ' * 30}</p></body></html>"
@@ -179,7 +179,7 @@ def test_a_corpus_of_a_folder(tmp_path, capsys):
     (source / "again.txt").write_text(texts[0] + "\nOne line more.\n")
     (source / "deep" / "c4.json.gz").write_bytes(
         gzip.compress(
-            "\n".join(json.dumps({"text": t, "url": f"http://{i}"}) for i, t in enumerate(texts[50:])).encode()
+            "\n".join(json.dumps({"text": t, "url": f"http://{i}"}) for i, t in enumerate(texts[-10:])).encode()
         )
     )
     options = {"folder": source, "held_out": 4, "vocab_size": 400}
