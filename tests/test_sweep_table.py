@@ -11,6 +11,7 @@ from scipy import stats
 from tests.cluster_of_one import DEMO
 from titan_disp.condensation.record import BINS, Condensation
 from titan_disp.errors import ConfigError
+from titan_disp.evaluate.table import aligned
 from titan_disp.sweeps.comparison import Condition, Member, differences
 from titan_disp.sweeps.definition import points, read_sweep
 from titan_disp.sweeps.final import final
@@ -219,6 +220,10 @@ class TestTable:
         assert "difference to" not in text
         assert {p.name for p in (tmp_path / "out").iterdir()} == {"table.md", "table.csv", "values.csv", "table.png"}
         assert "No finished run" not in write_table(sweep, tmp_path / "out", metric="ce")
+
+    def test_a_column_of_one_letter(self):
+        """`:` alone is no ruler in Markdown."""
+        assert aligned([["a", "p"], ["b", "1"]], left=1) == [["a ", " p"], ["--", "-:"], ["b ", " 1"]]
 
     def test_names_that_are_not_there(self, sweep):
         with pytest.raises(ConfigError, match="is 'of', expected one of off, on_coeff-0.1, on_coeff-1.0"):

@@ -60,7 +60,7 @@ def aligned(rows: Sequence[Sequence[str]], left: int = 2) -> list[list[str]]:
     """With a ruler after the first; columns of one width, the first ``left`` of them to the left, numbers to the right."""
     columns = []
     for i, cells in enumerate(zip(*rows, strict=True)):
-        width = max(map(len, cells))
+        width = max(2, *map(len, cells))  # a ruler needs a dash before its colon
         if i < left:
             columns.append([cells[0].ljust(width), "-" * width, *(cell.ljust(width) for cell in cells[1:])])
         else:
