@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import subprocess
 
 import pytest
 
@@ -49,6 +50,24 @@ def test_a_step_that_fails():
         preflight((*PAPER, "--experimental.custom_import", "no_such_plugin"), 640)
     assert "the step of rank 0 of 640 failed (exit status 1)" in str(caught.value)
     assert "No module named 'no_such_plugin'" in str(caught.value)
+
+
+def test_the_step_has_one_thread_unless_told_otherwise(monkeypatch):
+    """With two on a busy machine, a step of 22 s did not end in 400."""
+    seen = []
+
+    def run(command, env, **options):
+        seen.append(env["OMP_NUM_THREADS"])
+        raise subprocess.TimeoutExpired(command, options["timeout"])
+
+    monkeypatch.setattr(subprocess, "run", run)
+    for threads in (None, "3"):
+        monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+        if threads is not None:
+            monkeypatch.setenv("OMP_NUM_THREADS", threads)
+        with pytest.raises(ConfigError, match="did not end within 1800 s"):
+            preflight(PAPER, 64)
+    assert seen == ["1", "3"]
 
 
 @pytest.mark.parametrize(

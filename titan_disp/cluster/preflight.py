@@ -143,6 +143,8 @@ def _run(argv: list[str], ranks: int, flavor: str | None, seq_len: int | None, f
     command += ["--seq-len", str(seq_len)] if seq_len is not None else []
     # Inside a torchrun or a SLURM step this process is still rank 0 of the fake ranks.
     environment = {k: v for k, v in os.environ.items() if not k.startswith("TORCHELASTIC_")}
+    # As torchrun gives its ranks: where cores are busy, threads wait for each other in every small operation of the step.
+    environment.setdefault("OMP_NUM_THREADS", "1")
     environment |= {"NGPU": str(ranks), "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(ranks)}
     try:
         done = subprocess.run(command + argv, env=environment, capture_output=True, text=True, timeout=TIMEOUT)
