@@ -1,6 +1,7 @@
 """Every mistake of a user gives one message that says what was found and what to change, before any rank starts."""
 
 import importlib.util
+import re
 import subprocess
 import sys
 
@@ -248,6 +249,41 @@ def write(path, text):
 def test_toml(tmp_path, toml, message):
     with pytest.raises(ConfigError, match=message):
         load_config(write(tmp_path / "c.toml", toml))
+
+
+@pytest.mark.parametrize(
+    ("written", "right"),
+    [
+        ("--dispersion.enabled false", "--dispersion.no-enabled"),
+        ("--dispersion.enabled=False", "--dispersion.no-enabled"),
+        ("--dispersion.enabled true", "--dispersion.enabled"),
+        ("--dispersion.no-enabled true", "--dispersion.no-enabled"),
+        ("--dispersion.no-enabled false", "--dispersion.enabled"),
+        ("--compile.enable 1", "--compile.enable"),
+        ("--dispersion.layers [1,2]", "--dispersion.layers 1 2"),
+        ("--dispersion.layers=[1,2]", "--dispersion.layers 1 2"),
+        ("--dispersion.layers 1,2", "--dispersion.layers 1 2"),
+        ("--dispersion.layers [1, 2]", "--dispersion.layers 1 2"),  # two words
+        ('--dispersion.layers ["last"]', "--dispersion.layers last"),
+        (
+            '--compile.components ["model","loss"]',
+            "--compile.components model,loss",
+        ),  # was two strings, ["model" and "loss"]
+        ("--compile.components model loss", "--compile.components model,loss"),
+    ],
+)
+def test_options_written_as_in_toml(written, right):
+    """The error has the spelling that works, and it does work."""
+    argv = ["--job.config_file", str(DEMO)]
+    with pytest.raises(ConfigError, match=f"expected {re.escape(right)}$"):
+        load_config([*argv, *written.split(" "), "--training.steps", "3"])
+    config = load_config([*argv, *right.split(" "), "--training.steps", "3"])
+    section, key = re.match(r"--(\w+)\.(?:no-)?(\w+)", right).groups()
+    value = right.partition(" ")[2]
+    expected = {"enabled": "no-" not in right, "enable": True, "components": ["model", "loss"]}
+    expected |= {"layers": "last" if value == "last" else [1, 2]}
+    assert getattr(getattr(config, section), key) == expected[key]
+    assert config.training.steps == 3
 
 
 def test_nothing_is_said_of_a_tokenizer_that_nobody_asked_for(sample, caplog):

@@ -1,5 +1,6 @@
 """``titan-disp …``: thin; each subcommand calls one function of a room."""
 
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -122,14 +123,32 @@ def train(
 ) -> None:
     """Train on this machine: torchrun around ``-m titan_disp.train``.
 
+    titan-disp config lists the keys that the file and the options can set; so does docs/configuration.md.
+
     Args:
         config: TOML file.
-        overrides: TorchTitan's options, such as --training.steps 20 --dispersion.no-enabled.
+        overrides: any keys of the config, such as --training.steps 20 --dispersion.no-enabled --dispersion.layers 1 2.
         nproc: ranks; default: one per GPU, or 1 without.
     """
     from titan_disp.launch import launch
 
     raise SystemExit(launch(config, list(overrides), nproc))
+
+
+@app.command
+def config(name: Annotated[str | None, tyro.conf.Positional] = None, markdown: bool = False) -> None:
+    """Print the keys of the config with their types, defaults and descriptions. Imports no PyTorch.
+
+    Args:
+        name: a section such as dispersion, or a key such as dispersion.coeff or seq_len, of titan-disp or TorchTitan; default:
+            all of titan-disp's keys and the most used ones of TorchTitan.
+        markdown: print the page docs/configuration.md.
+    """
+    from titan_disp import config_reference
+
+    if markdown and name is not None:
+        raise ConfigError("--markdown prints the whole page: leave the name out")
+    print(config_reference.markdown() if markdown else config_reference.reference(name) + "\n", end="", flush=True)
 
 
 @app.command
@@ -524,6 +543,11 @@ def main() -> None:
     except ConfigError as error:
         print(f"titan-disp: error: {error}", file=sys.stderr)
         sys.exit(EXIT_CODE)
+    except (
+        BrokenPipeError
+    ):  # titan-disp config | head: nobody reads on. Python would complain once more when it closes stdout
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)
 
 
 if __name__ == "__main__":

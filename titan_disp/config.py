@@ -11,6 +11,7 @@ import typeguard
 from torchtitan.config import ConfigManager, JobConfig
 
 from titan_disp.errors import ConfigError
+from titan_disp.spelling import check_spelling
 
 MODULE = "titan_disp.job_config"
 
@@ -74,7 +75,7 @@ def load_config(argv: Sequence[str]) -> JobConfig:
             the TOML names ``job.custom_config_module``.
 
     Raises:
-        ConfigError: no such file, invalid TOML, unknown keys, values of the wrong type.
+        ConfigError: no such file, invalid TOML, unknown keys, values of the wrong type, options written as in TOML.
         SystemExit: bad command-line option; tyro has printed what it expected.
     """
     argv = list(argv)
@@ -89,6 +90,7 @@ def load_config(argv: Sequence[str]) -> JobConfig:
         raise ConfigError(f"unknown key in {path!r}: {', '.join(unknown)}")
     if toml.get("stream", {}).get("sources") == []:
         raise ConfigError("stream.sources is empty: name at least one source, [[stream.sources]], or leave it out")
+    check_spelling(argv, known)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)  # tyro's, about types that _check_types refuses below
