@@ -12,6 +12,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
+from tests import ring_attention
+
 GLOBAL_BATCH, SEQ_LEN, VOCAB = 8, 32, 2048
 
 
@@ -136,6 +138,8 @@ def run_cases(sample, folder, cases, checkpoint):
     # Users would be warned of a view among what the model returns. (Of an untied embedding's under TP, TorchTitan warns too.)
     warnings.filterwarnings("error", message=r"FSDP2-wrapped module \(FSDP\w+DispModel\)")
     flavors._flavors["8B"] = reduced("8B")
+    if any("--parallelism.context_parallel_degree" in options for options, _ in cases.values()):
+        ring_attention.install()
     for name, (options, mutation) in cases.items():
         options = [*options, *(("--checkpoint.enable",) if checkpoint else ())]
         trainer = build(sample, Path(folder) / f"run_{name}", *options)

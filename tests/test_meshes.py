@@ -14,6 +14,7 @@ FSDP, HSDP, TP = (
     ("--parallelism.data_parallel_replicate_degree", "2"),
     ("--parallelism.tensor_parallel_degree", "2"),
 )
+CP = ("--parallelism.context_parallel_degree", "2")  # by tests/ring_attention.py
 COMPILE = ("--compile.enable",)
 SELECTIVE_OP = ("--activation_checkpoint.mode", "selective", "--activation_checkpoint.selective_ac_option", "op")
 FULL_AC = ("--activation_checkpoint.mode", "full")
@@ -84,6 +85,9 @@ NIGHT_ON_TWO = {
     "gpt2_tp_compile": ((*GPT2, *TP, *COMPILE), ""),
     "gpt2_tp_no_loss_parallel": ((*GPT2, *TP, "--parallelism.disable_loss_parallel"), ""),
     "gpt2_tp_full_ac": ((*GPT2, *TP, *FULL_AC), ""),
+    "cp": (CP, ""),
+    "noise_cp": ((*CP, *NOISE), ""),
+    "gpt2_cp": ((*GPT2, *CP), ""),
 }
 EIGHT_RANKS = {  # two replicas of two shards of two parts of every layer
     "hsdp_tp": ((*HSDP, *TP, "--training.local_batch_size", "1"), ""),  # two microbatches
