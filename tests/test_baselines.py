@@ -7,13 +7,14 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.distributed.tensor import Shard
 
 from tests.distributed import spawn
 from tests.mesh import GLOBAL_BATCH, build, canonical, full, global_batch, step
 from titan_disp.baselines.forgetting import draw, lr_factor
 from titan_disp.baselines.noise import NoisyEmbedding, uniform
 from titan_disp.qwen3.model import Qwen3DispModel
-from titan_disp.registry import model_args
+from titan_disp.registry import find_model, model_args
 
 
 def numpy_noise(seed, step, sequences, positions, features):
@@ -214,6 +215,21 @@ def on_two_ranks(sample, folder):
     trainer.close()
 
 
+def on_four_ranks(sample, folder):
+    """GPT-2 on FSDP2 × TP: 2,049 rows are shared out by columns, tied and untied; and noise, which positions get none of."""
+    for name, options in {
+        "gpt2_tied": (*FORGET, *SMALL),
+        "gpt2_untied": (*FORGET, *UNTIED),
+        "gpt2_noise": (*NOISE, *SMALL),
+    }.items():
+        trainer = build(sample, Path(folder) / name, "--model.name", "gpt2_disp", *options, *TP)
+        assert trainer.model_parts[0].tok_embeddings.weight.placements == (Shard(1), Shard(0))
+        before = weights(trainer)
+        gradients = [step(trainer) for _ in range(1 if name == "gpt2_noise" else STEPS)]
+        sent_back({"before": before, "after": weights(trainer), "gradients": gradients[0]}, folder, name)
+        trainer.close()
+
+
 @pytest.fixture(scope="module")
 def trained(sample, tmp_path_factory):
     folder = tmp_path_factory.mktemp("baselines")
@@ -221,9 +237,16 @@ def trained(sample, tmp_path_factory):
     return {name: torch.load(folder / f"{name}.pt") for name in ("tied", "untied", "noise")}
 
 
-def plain_model(found, overrides):
-    """TorchTitan's forward without any hook, in one process, with the weights that the run began with."""
-    model = Qwen3DispModel(model_args("qwen3_disp", "nano", overrides))
+@pytest.fixture(scope="module")
+def trained_gpt2(sample, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("baselines_gpt2")
+    spawn(4, on_four_ranks, sample, folder)
+    return {name: torch.load(folder / f"{name}.pt") for name in ("gpt2_tied", "gpt2_untied", "gpt2_noise")}
+
+
+def plain_model(found, overrides, name="qwen3_disp"):
+    """The forward without any hook, in one process, with the weights that the run began with."""
+    model = find_model(name).model_cls(model_args(name, "nano", overrides))
     model.init_weights()
     with torch.no_grad():
         for name, p in model.named_parameters():
@@ -237,7 +260,8 @@ def loss_of(model):
 
 
 def distance(found, expected):
-    return max(((found[n] - w).norm() / w.norm()).item() for n, w in expected.items())
+    """The largest relative one. A bias of the keys adds the same to all scores of a query: its gradient is rounding alone."""
+    return max(((found[n] - w).norm() / w.norm()).item() for n, w in expected.items() if not n.endswith("wk.bias"))
 
 
 @pytest.mark.parametrize(("name", "options"), [("tied", SMALL), ("untied", UNTIED)])
@@ -247,7 +271,17 @@ def test_active_forgetting_against_a_plain_loop(trained, name, options):
     Learning rates by hand: the body's falls on a line over the 100 steps of the run; of K = 3 steps with a warm-up of 1.5, the
     embedding's are 2/3, 2/3 and 0 of its highest.
     """
-    model = plain_model(trained[name], options[1])
+    assert_forgotten_as_in_a_plain_loop(trained[name], plain_model(trained[name], options[1]))
+
+
+@pytest.mark.night
+@pytest.mark.parametrize(("name", "options"), [("gpt2_tied", SMALL), ("gpt2_untied", UNTIED)])
+def test_active_forgetting_of_gpt2_on_a_mesh(trained_gpt2, name, options):
+    found = trained_gpt2[name]
+    assert_forgotten_as_in_a_plain_loop(found, plain_model(found, options[1], "gpt2_disp"))
+
+
+def assert_forgotten_as_in_a_plain_loop(found, model):
     embedding = model.tok_embeddings.weight
     body = torch.optim.AdamW(
         [p for p in model.parameters() if p is not embedding], lr=LR, betas=(0.9, 0.95), weight_decay=WEIGHT_DECAY
@@ -264,7 +298,7 @@ def test_active_forgetting_against_a_plain_loop(trained, name, options):
         loss_of(model).backward()
         body.step()
         own.step()
-    after, before = trained[name]["after"], trained[name]["before"]
+    after, before = found["after"], found["before"]
     moved = {n: p.detach() - before[n] for n, p in model.named_parameters()}
     # 1e-5 seen: Adam makes whole steps of gradients that are all but zero, where rounding decides.
     assert distance({n: after[n] - before[n] for n in moved}, moved) < 2e-4
@@ -272,9 +306,18 @@ def test_active_forgetting_against_a_plain_loop(trained, name, options):
 
 def test_noise_in_a_step_against_plain_autograd(trained):
     """Of the whole global batch at once; without the noise the gradients are others."""
-    gradients, expected = trained["noise"]["gradients"], {}
+    assert_gradients_with_noise(trained["noise"], "qwen3_disp")
+
+
+@pytest.mark.night
+def test_noise_in_a_step_of_gpt2_on_a_mesh(trained_gpt2):
+    assert_gradients_with_noise(trained_gpt2["gpt2_noise"], "gpt2_disp")
+
+
+def assert_gradients_with_noise(found, name):
+    gradients, expected = found["gradients"], {}
     for alpha in (0, 100):
-        model = plain_model(trained["noise"], SMALL[1])
+        model = plain_model(found, SMALL[1], name)
         shape = (GLOBAL_BATCH, global_batch()[0].shape[1], 64)
         bound = alpha / math.sqrt(shape[1] * shape[2])
         noise = torch.from_numpy(numpy_noise(11, 0, range(shape[0]), range(shape[1]), shape[2]) * bound).float()
