@@ -82,7 +82,7 @@ class Outcome:
         """In words, by the rules of the design."""
         d = self.difference
         if d is None or d.low is None or d.high is None:
-            return "not run"
+            return "not run" if not self.pairs else f"too few pairs ({len(self.pairs)} of {len(self.contrast.seeds)})"
         unfinished = "" if self.complete else f" ({len(self.pairs)} of {len(self.contrast.seeds)} pairs)"
         if d.low > -MARGIN and d.high < MARGIN:
             return f"no difference of {MARGIN:g} or more{unfinished}"

@@ -104,7 +104,8 @@ def test_holm_counts_a_family_that_is_not_run_yet_too():
         ([-0.01, 0.01] * 4, "no difference of 0.02 or more"),
         ([-0.011, -0.012] * 4, "no difference of 0.02 or more"),  # significant, and of no matter
         ([-0.2, -0.1] * 3, "undecided (6 of 8 pairs)"),  # 2/64 × 6
-        ([-0.1], "not run"),  # no interval of one pair
+        ([], "not run"),
+        ([-0.1], "too few pairs (1 of 8)"),  # no interval of one pair
     ],
 )
 def test_verdicts(d, says):
