@@ -216,6 +216,16 @@ overrides = ["--training.global_batch_size=3"]
         ):
             prepare(sweep('[grid]\n"debug.seed" = [1]', *nano(sample), "--dispersion.tau=2.0"), 1)
 
+    def test_a_model_that_is_no_more_overridden(self, sweep, sample):
+        """A table has no key of its own where it is left out; written in another way it is the same."""
+        text = '[grid]\n"debug.seed" = [1]'
+        prepare(sweep(text, *nano(sample), "--model.overrides=hidden_dim=16,n_layers=2"), 1)
+        prepare(sweep(text, *nano(sample), "--model.overrides=n_layers=2, hidden_dim=16"), 1)
+        with pytest.raises(ConfigError, match=r"config has changed .* model.overrides.hidden_dim 16 → None[,.]"):
+            prepare(sweep(text, *nano(sample)), 1)
+        with pytest.raises(ConfigError, match=r"changed .*: model.overrides.dim None → 32, model.overrides.hidden_dim 16 → None\. "):
+            prepare(sweep(text, *nano(sample), "--model.overrides=dim=32,n_layers=2"), 1)
+
     def test_an_older_version_knew_fewer_keys(self, sweep, sample, tmp_path):
         """A key that the record lacks had its default."""
         made = sweep('[grid]\n"debug.seed" = [1]', *nano(sample))

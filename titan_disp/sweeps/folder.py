@@ -28,6 +28,8 @@ from titan_disp.checks import check_config, check_device, check_inputs
 from titan_disp.config import load_config
 from titan_disp.errors import ConfigError
 from titan_disp.files import whole
+from titan_disp.overrides import KEY as OVERRIDES
+from titan_disp.overrides import parse_overrides
 from titan_disp.report.configs import defaults
 from titan_disp.run.folder import flatten, write_json
 from titan_disp.sweeps.definition import Point, Sweep, points
@@ -95,6 +97,7 @@ class _Preparation:
             self.checked.append((point, before))
             return
         job_config = _load(point)
+        job_config.model.overrides = parse_overrides(job_config.model.overrides)  # type: ignore[attr-defined]
         resolved = flatten(json.loads(json.dumps(job_config.to_dict())))
         if before is not None:
             _compare(point, {**self.known, **before["resolved"]}, resolved)
@@ -203,7 +206,10 @@ def _compare(point: Point, before: Mapping[str, Any], now: Mapping[str, Any]) ->
     Raises:
         ConfigError: the two configs differ.
     """
-    changed = {k: (before.get(k), v) for k, v in now.items() if not k.startswith("job.") and before.get(k) != v}
+    # A table whose keys are no keys of the config: those that it does not name any more are gone.
+    gone = [key for key in before if key.startswith(f"{OVERRIDES}.") and key not in now]
+    keys = [key for key in (*now, *gone) if not key.startswith("job.")]
+    changed = {k: (before.get(k), now.get(k)) for k in keys if before.get(k) != now.get(k)}
     if changed:
         what = ", ".join(f"{key} {old!r} → {new!r}" for key, (old, new) in changed.items())
         raise ConfigError(
