@@ -112,6 +112,26 @@ name = "on"
         assert first.overrides[:2] == ("--dispersion.enabled", "--dispersion.layers=all")
         assert last.overrides[:4] == ("--dispersion.no-enabled", "--dispersion.layers", "0", "2")
 
+    def test_models_in_a_grid(self, sweep):
+        """Overrides in each of their three forms are one option; models of another name have a part of the point's."""
+        text = """[grid]
+"model.name" = ["qwen3_disp", "gpt2_disp"]
+"model.overrides" = ["hidden_dim=16", ["hidden_dim=32", "n_layers=2"], {hidden_dim = 48, n_layers = 2}, ""]
+"""
+        found = points(sweep(text))
+        assert [point.name for point in found[4:]] == [
+            "name-gpt2_disp_overrides-hidden_dim-16",
+            "name-gpt2_disp_overrides-hidden_dim-32+n_layers-2",
+            "name-gpt2_disp_overrides-hidden_dim-48-n_layers-2",
+            "name-gpt2_disp_overrides-empty",
+        ]
+        assert [point.overrides[1:] for point in found[:4]] == [
+            ("--model.overrides=hidden_dim=16",),
+            ("--model.overrides=hidden_dim=32,n_layers=2",),
+            ("--model.overrides=hidden_dim=48,n_layers=2",),
+            ("--model.overrides=",),
+        ]
+
     @pytest.mark.parametrize(
         ("text", "told"),
         [

@@ -26,6 +26,8 @@ from typing import Any
 
 from titan_disp.config import read_toml
 from titan_disp.errors import ConfigError
+from titan_disp.overrides import KEY as OVERRIDES
+from titan_disp.overrides import written_out
 from titan_disp.report.conditions import SEEDS
 
 KNOWN = {
@@ -44,7 +46,7 @@ class Axis:
 
     Attributes:
         keys: of the config; several take the same value.
-        values: as in the TOML file.
+        values: as in the TOML file; only those of model.overrides may be tables.
     """
 
     keys: tuple[str, ...]
@@ -185,7 +187,7 @@ def _axes(grid: Any, where: str) -> tuple[Axis, ...]:
                     f'{where}: {key!r} cannot vary; expected a key of the config, such as "dispersion.coeff"'
                 )
         for value in values:
-            if not _is_value(value):
+            if not (_is_value(value) or (isinstance(value, dict) and keys == (OVERRIDES,))):
                 raise ConfigError(
                     f"{where}: {text} has {value!r}, expected a string, a number, true, false, or a list of these"
                 )
@@ -271,6 +273,8 @@ def _texts(values: Sequence[Any]) -> list[str]:
 
 
 def _text(value: Any) -> str:
+    if isinstance(value, dict):
+        return _text(written_out(value))
     if isinstance(value, list):
         return "+".join(map(_text, value)) or "none"
     text = str(value).lower() if isinstance(value, bool) else str(value)
@@ -279,6 +283,8 @@ def _text(value: Any) -> str:
 
 def option(key: str, value: Any) -> list[str]:
     """A key's value as TorchTitan's command line takes it."""
+    if key == OVERRIDES:
+        return [f"--{key}={written_out(value) if isinstance(value, (list, dict)) else value}"]
     if isinstance(value, bool):
         section, _, name = key.rpartition(".")
         return [f"--{key}" if value else f"--{section}.no-{name}"]
