@@ -176,7 +176,7 @@ def jobs(part: str, rows: Iterable[Row]) -> list[Job]:
         "on-0.03": (on, ("--dispersion.coeff=0.03",)),
         "on-first-quarter": (on, quarter),
         "on-moments": (on, ("--dispersion.estimator=moments",)),
-        "noisy-embedding": (off, ("--baseline.method=noisy_embedding",)),
+        "noisy-embedding": (off, ("--baseline.method=noisy_embedding", "--baseline.noise_alpha=5")),
     }
     if part == "main":
         return [_job(part, name, seed, *conditions[name]) for name in conditions for seed in SEEDS]

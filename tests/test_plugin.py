@@ -22,7 +22,7 @@ from titan_disp.qwen3.model import Qwen3DispModel
 from titan_disp.registry import MODELS
 from titan_disp.run import checkpoint, metrics, stragglers
 
-CONFIGS = sorted((ROOT / "train_configs").rglob("*.toml"))
+CONFIGS = sorted(path for path in (ROOT / "train_configs").rglob("*.toml") if "sweeps" not in path.parts)
 
 
 def fresh(script):
