@@ -569,8 +569,8 @@ def test_messages_name_the_source(job):
 
 
 def test_toml_and_command_line(tmp_path):
-    """The README's example; values from the command line; tables that are none."""
-    example = re.search(r"```toml\n([^`]*\[\[stream\.sources\]\][^`]*)```", (ROOT / "README.md").read_text())[1]
+    """The example of docs/data.md; values from the command line; tables that are none."""
+    example = re.search(r"```toml\n([^`]*\[\[stream\.sources\]\][^`]*)```", (ROOT / "docs" / "data.md").read_text())[1]
     lines = [line for line in DEMO.read_text().splitlines() if not line.startswith("dataset")]
     file = tmp_path / "mixture.toml"
     file.write_text("\n".join(lines) + "\n" + example)

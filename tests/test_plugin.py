@@ -49,9 +49,12 @@ except SystemExit as exit:
 heavy = {"torch", "torchtitan", "numpy", "transformers"} & sys.modules.keys()
 assert not heavy, heavy
 """)
-    project = tomli.loads((ROOT / "pyproject.toml").read_text())["project"]
+    metadata = tomli.loads((ROOT / "pyproject.toml").read_text())
     version, *usage = printed.splitlines()
-    assert version == titan_disp.__version__ == project["version"]
+    assert version == titan_disp.__version__
+    # One place has the version, and packaging takes it from there.
+    assert metadata["project"]["dynamic"] == ["version"]
+    assert metadata["tool"]["setuptools"]["dynamic"]["version"] == {"attr": "titan_disp.__version__"}
     assert "preflight" in "".join(usage)
 
 

@@ -243,7 +243,9 @@ overrides = ["--training.global_batch_size=3"]
         prepare(sweep(text, *nano(sample), "--model.overrides=n_layers=2, hidden_dim=16"), 1)
         with pytest.raises(ConfigError, match=r"config has changed .* model.overrides.hidden_dim 16 → None[,.]"):
             prepare(sweep(text, *nano(sample)), 1)
-        with pytest.raises(ConfigError, match=r"changed .*: model.overrides.dim None → 32, model.overrides.hidden_dim 16 → None\. "):
+        with pytest.raises(
+            ConfigError, match=r"changed .*: model.overrides.dim None → 32, model.overrides.hidden_dim 16 → None\. "
+        ):
             prepare(sweep(text, *nano(sample), "--model.overrides=dim=32,n_layers=2"), 1)
 
     def test_an_older_version_knew_fewer_keys(self, sweep, sample, tmp_path):

@@ -1,0 +1,109 @@
+"""Commands and code blocks of the pages of the documentation, for the tests that compare them with the software."""
+
+import copy
+import functools
+import re
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.cluster_of_one import DEMO, ROOT
+from titan_disp import cli
+from titan_disp.checks import check_config
+from titan_disp.config import load_config
+
+# What a subcommand calls once its words are understood: module and name. Each takes what it was given and does nothing.
+ROOMS = {
+    "train": ("titan_disp.launch", "launch"),
+    "plan": ("titan_disp.cluster.plan", "make_plan"),
+    "config": ("titan_disp.config_reference", "reference"),
+    "config --markdown": ("titan_disp.config_reference", "markdown"),
+    "preflight": ("titan_disp.cluster.preflight", "preflight"),
+    "submit": ("titan_disp.cluster.submit", "submit"),
+    "condensation": ("titan_disp.inspection.condensation", "condensation"),
+    "report": ("titan_disp.report.page", "write_report"),
+    "export": ("titan_disp.results.export", "export"),
+    "checkpoint": ("titan_disp.run.inventory", "inventory"),
+    "generate": ("titan_disp.results.generate", "generate"),
+    "evaluate": ("titan_disp.evaluate.evaluation", "evaluate"),
+    "sample-data": ("titan_disp.data.sample", "write_sample"),
+    "data fetch": ("titan_disp.data.mirror", "fetch"),
+    "data digest": ("titan_disp.data.digest", "digest"),
+    "sweep": ("titan_disp.sweeps.local", "run"),
+    "sweep --submit": ("titan_disp.sweeps.submit", "submit"),
+    "sweep table": ("titan_disp.sweeps.table", "write_table"),
+}
+PLACEHOLDERS = {
+    "CONFIG": str(DEMO.relative_to(ROOT)),
+    "SWEEP.toml": "train_configs/sweeps/table3.toml",
+    "…": None,  # left out
+    "...": None,
+}
+
+
+class Understood(Exception):
+    """A command has reached the room that does its work, with these arguments."""
+
+
+def blocks(text: str, language: str) -> list[str]:
+    """Fenced blocks of a language, also inside lists, without their indentation."""
+    found = re.findall(rf"^( *)```{language}\n(.*?)^\1```", text, flags=re.M | re.S)
+    return [re.sub(rf"^{indent}", "", block, flags=re.M) for indent, block in found]
+
+
+def split(lines: str) -> Iterator[list[str]]:
+    """Shell lines → words of each command, placeholders filled in."""
+    for line in re.sub(r" > \S+", "", lines.replace("\\\n", " ")).splitlines():  # without the file that is written
+        words: list[str] = []
+        for word in [*shlex.split(line, comments=True), "&&"]:
+            if word != "&&":
+                words += [] if PLACEHOLDERS.get(word, word) is None else [PLACEHOLDERS.get(word, word)]
+            elif words:
+                yield words
+                words = []
+
+
+def commands(page: Path) -> list[list[str]]:
+    """Of a page's shell blocks; of a script's or a config's comments, what calls titan-disp."""
+    text = page.read_text()
+    if page.suffix == ".md":
+        return list(split("\n".join(blocks(text, "bash"))))
+    joined = text.replace("\\\n#", "\\\n")
+    calls = re.findall(r"^#? *(titan-disp (?:.*\\\n)*.*)$", joined, flags=re.M)
+    return [words for call in calls if "$" not in call for words in split(call)]
+
+
+def subcommand(words: list[str]) -> str:
+    for name in ("sweep --submit", "config --markdown"):
+        if words[0] == name.split()[0] and name.split()[1] in words:
+            return name
+    return max((name for name in ROOMS if words[: len(name.split())] == name.split()), key=len)
+
+
+def understood(monkeypatch, words):
+    """The arguments with which the room is called: subcommand, options and values are known, and files are there."""
+
+    def room(*args, **kwargs):
+        raise Understood(args, kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(".".join(ROOMS[subcommand(words)]), room)
+        patch.setattr("titan_disp.data.sample.is_complete", lambda folder: False)
+        patch.setattr("sys.argv", ["titan-disp", *words])
+        patch.chdir(ROOT)  # paths of configs are relative to it
+        with pytest.raises(Understood) as told:
+            cli.main()
+    return told.value.args
+
+
+@functools.cache  # tyro takes half a second
+def loaded(*words):
+    return load_config(["--job.config_file", *words])
+
+
+def can_start(ranks, *words):
+    config = copy.deepcopy(loaded(*words))
+    check_config(config, ranks)
+    return config
