@@ -203,7 +203,7 @@ def test_accepted(sample):
     check_config(nano(sample, "--training.seq_len", "1024", "--training.local_batch_size", "1"), 1)
     check_config(nano(sample, "--parallelism.tensor_parallel_degree", "2"), 16)  # 8 shards of 64 columns
     tp = nano(sample, "--model.flavor", "124M", "--parallelism.tensor_parallel_degree", "4")
-    assert small_flavor(tp) == "nano"
+    assert small_flavor(tp, 4) == "nano"
 
 
 def test_the_plan(monkeypatch):

@@ -8,8 +8,9 @@ import pytest
 
 from tests.cluster_of_one import ROOT
 from titan_disp import cpu
+from titan_disp.checks import check_config
 from titan_disp.cluster.preflight import Report, preflight, prepare
-from titan_disp.cluster.reduced import small_flavor
+from titan_disp.cluster.reduced import reduce, small_flavor
 from titan_disp.config import load_config
 from titan_disp.errors import ConfigError
 
@@ -136,7 +137,31 @@ def test_what_a_cpu_leaves_out(monkeypatch):
 def test_the_small_flavor_is_tied_as_the_large_one_is(flavor, tp, small):
     """FSDP groups embedding and output by that."""
     job = load_config([*PAPER, "--model.flavor", flavor, "--parallelism.tensor_parallel_degree", str(tp)])
-    assert small_flavor(job) == small
+    assert small_flavor(job, 640) == small
+
+
+GPT2 = ("--job.config_file", str(ROOT / "train_configs" / "gpt2_124m_c4.toml"))
+SHARDS = ("--parallelism.data_parallel_shard_degree", "128", "--parallelism.data_parallel_replicate_degree", "1")
+
+
+@pytest.mark.parametrize(
+    ("options", "ranks", "small"),
+    [
+        # 128 shards do not divide the 64 columns of nano's table, of whose rows 2 ranks cannot have the same number.
+        ((*SHARDS, "--parallelism.tensor_parallel_degree", "2"), 256, "124M"),
+        ((*SHARDS, "--parallelism.tensor_parallel_degree", "1"), 128, "nano"),
+        # nano with 8 heads, which no smaller flavor has.
+        (("--model.flavor", "nano", "--model.overrides", "n_heads=8", "--parallelism.tensor_parallel_degree", "8"), 8, "nano"),
+        (("--model.overrides", "enable_weight_tying=false"), 8, "nano_untied"),
+    ],
+)  # fmt: skip
+def test_the_small_flavor_of_gpt2_fits_the_mesh(monkeypatch, options, ranks, small):
+    monkeypatch.setattr(cpu, "active", lambda: True)
+    job = load_config([*GPT2, "--training.global_batch_size", "2048", *options])
+    check_config(job, ranks)
+    reduced = reduce(job, ranks)
+    check_config(reduced.job_config, ranks)
+    assert reduced.job_config.model.flavor == small
 
 
 def test_an_accelerator_leaves_out_nothing_but_files(monkeypatch):

@@ -131,7 +131,7 @@ def prepare(argv: Sequence[str], ranks: int, flavor: str | None, seq_len: int | 
     """
     job_config = load_config(argv)
     check_config(job_config, ranks)
-    reduced = reduce(job_config, flavor, seq_len)
+    reduced = reduce(job_config, ranks, flavor, seq_len)
     check_config(reduced.job_config, ranks)
     return job_config, reduced
 

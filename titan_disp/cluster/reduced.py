@@ -6,6 +6,7 @@ from typing import Any
 from torchtitan.config import JobConfig
 
 from titan_disp import cpu
+from titan_disp.checks import check_mesh
 from titan_disp.errors import ConfigError
 from titan_disp.models.arguments import activation_indices
 from titan_disp.registry import args_of, find_model
@@ -39,22 +40,31 @@ def _shown(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def small_flavor(job_config: JobConfig) -> str:
-    """The smallest flavor whose heads the config's tensor parallelism divides, and whose embedding is tied or not as its own.
+def small_flavor(job_config: JobConfig, ranks: int) -> str:
+    """The smallest flavor that the mesh admits and whose embedding is tied or not as the config's own; at most the own one.
 
     FSDP groups embedding and output by the latter. Flavors are in ascending order.
     """
-    model, tp = job_config.model, job_config.parallelism.tensor_parallel_degree
     tied = args_of(job_config).enable_weight_tying
-    fits = (
-        name
-        for name, args in find_model(job_config.model.name).flavors.items()
-        if args.n_heads % tp == 0 and args.n_kv_heads % tp == 0 and args.enable_weight_tying == tied
-    )
-    return next(fits, model.flavor)
+    for name, args in find_model(job_config.model.name).flavors.items():
+        if name == job_config.model.flavor:
+            break
+        if args.enable_weight_tying == tied and _fits(job_config, name, ranks):
+            return name
+    return job_config.model.flavor
 
 
-def reduce(job_config: JobConfig, flavor: str | None = None, seq_len: int | None = None) -> Reduced:
+def _fits(job_config: JobConfig, flavor: str, ranks: int) -> bool:
+    other = copy.deepcopy(job_config)
+    other.model.flavor, other.model.overrides = flavor, {}  # type: ignore[attr-defined]
+    try:
+        check_mesh(other, ranks)
+    except ConfigError:
+        return False
+    return True
+
+
+def reduce(job_config: JobConfig, ranks: int, flavor: str | None = None, seq_len: int | None = None) -> Reduced:
     """One step with fake communication, and on a CPU a small one.
 
     Args:
@@ -68,7 +78,7 @@ def reduce(job_config: JobConfig, flavor: str | None = None, seq_len: int | None
         p = r.job_config.parallelism
         unit = p.tensor_parallel_degree * 2 * p.context_parallel_degree
         seq_len = min(job_config.training.seq_len, -(-SEQ_LEN // unit) * unit) if seq_len is None else seq_len
-        flavor = small_flavor(job_config) if flavor is None else flavor
+        flavor = small_flavor(job_config, ranks) if flavor is None else flavor
     if seq_len is not None:
         r.set("training.seq_len", seq_len)
     if flavor is not None:
