@@ -1,0 +1,92 @@
+"""Which names that titan_disp imports from TorchTitan another version has, has elsewhere, or has not.
+
+    pip download --no-deps "torchtitan==0.3.*" --dest build
+    python benchmarks/torchtitan_port.py build/torchtitan-0.3.0-py3-none-any.whl
+
+Both sides are read with ast; nothing is imported or installed. What is found under the same name may still take other arguments.
+"""
+
+import ast
+import sys
+import zipfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+PACKAGE = Path(__file__).parent.parent / "titan_disp"
+
+
+@dataclass(frozen=True, order=True)
+class Imported:
+    module: str  # torchtitan.components.loss
+    name: str
+
+
+def modules_of(wheel: Path) -> dict[str, str]:
+    """Module → source, of a wheel or of a folder that holds the package; without the experiments."""
+    if wheel.is_dir():
+        files = {str(file.relative_to(wheel)): file.read_text() for file in wheel.glob("torchtitan/**/*.py")}
+    else:
+        with zipfile.ZipFile(wheel) as archive:
+            names = [n for n in archive.namelist() if n.startswith("torchtitan/") and n.endswith(".py")]
+            files = {name: archive.read(name).decode() for name in names}
+    found = {name.removesuffix(".py").replace("/", ".").removesuffix(".__init__"): text for name, text in files.items()}
+    return {name: text for name, text in found.items() if not name.startswith("torchtitan.experiments.")}
+
+
+def imported_by(package: Path) -> set[Imported]:
+    """From imports, and attributes of modules that are imported under a name."""
+    found = set()
+    for file in package.rglob("*.py"):
+        tree = ast.parse(file.read_text())
+        aliases = {}
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "torchtitan":
+                found |= {Imported(str(node.module), alias.name) for alias in node.names}
+            elif isinstance(node, ast.Import):
+                aliases |= {a.asname: a.name for a in node.names if a.asname and a.name.startswith("torchtitan.")}
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in aliases:
+                found.add(Imported(aliases[node.value.id], node.attr))
+    return found
+
+
+def names_in(source: str) -> tuple[set[str], set[str]]:
+    """Names at a module's top level: those that it defines, and those that it imports."""
+    defined, taken = set(), set()
+    for node in ast.parse(source).body:
+        if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            defined.add(node.name)
+        elif isinstance(node, ast.Assign | ast.AnnAssign):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            defined |= {target.id for target in targets if isinstance(target, ast.Name)}
+        elif isinstance(node, ast.ImportFrom | ast.Import):
+            taken |= {alias.asname or alias.name for alias in node.names}
+    return defined, taken
+
+
+def compare(imports: set[Imported], modules: dict[str, str]) -> Iterator[tuple[Imported, str]]:
+    """Each import with "there", "elsewhere: MODULE, …" or "gone"."""
+    names = {module: names_in(source) for module, source in modules.items()}
+    for wanted in sorted(imports):
+        defined, taken = names.get(wanted.module, (set(), set()))
+        places = sorted(module for module, (own, _) in names.items() if wanted.name in own)
+        if wanted.name in defined | taken or f"{wanted.module}.{wanted.name}" in modules:
+            yield wanted, "there"
+        elif places:
+            yield wanted, f"elsewhere: {', '.join(places)}"
+        else:
+            yield wanted, "gone"
+
+
+def main() -> None:
+    found = list(compare(imported_by(PACKAGE), modules_of(Path(sys.argv[1]))))
+    for kind in ("there", "elsewhere", "gone"):
+        rows = [(wanted, how) for wanted, how in found if how.startswith(kind)]
+        print(f"{kind}: {len(rows)}")
+        for wanted, how in rows:
+            print(f"  {wanted.module}.{wanted.name}" + (f" → {how.partition(': ')[2]}" if ":" in how else ""))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,61 @@
+"""What titan_disp imports from TorchTitan, and what docs/compatibility.md says of it."""
+
+import importlib
+import importlib.metadata
+import re
+from pathlib import Path
+
+import tomli
+import torchtitan
+
+from benchmarks.torchtitan_port import Imported, compare, imported_by, modules_of
+from tests.cluster_of_one import ROOT
+
+PAGE = ROOT / "docs" / "compatibility.md"
+
+
+def test_every_import_from_the_installed_torchtitan_is_found():
+    """The script's answer by reading, against Python's own by importing."""
+    imports = imported_by(ROOT / "titan_disp")
+    assert Imported("torchtitan.train", "Trainer") in imports
+    assert Imported("torchtitan.protocols.train_spec", "register_train_spec") in imports  # as titan.register_train_spec
+    installed = modules_of(Path(torchtitan.__file__).parent.parent)
+    for wanted, how in compare(imports, installed):
+        assert how == "there", wanted
+        assert hasattr(importlib.import_module(wanted.module), wanted.name), wanted
+
+
+def test_moved_and_gone(tmp_path):
+    package = tmp_path / "new" / "torchtitan"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text("")
+    (package / "a.py").write_text("from torchtitan.b import Taken\nclass There: ...\n")
+    (package / "b.py").write_text("def moved(): ...\nTaken: int = 0\n")
+    ours = tmp_path / "ours"
+    ours.mkdir()
+    (ours / "x.py").write_text(
+        "from torchtitan.a import There, Taken, moved\nimport torchtitan.b as b\nb.gone()\nfrom torchtitan import a\n"
+    )
+    found = {wanted.name: how for wanted, how in compare(imported_by(ours), modules_of(tmp_path / "new"))}
+    expected = {"There": "there", "Taken": "there", "a": "there", "moved": "elsewhere: torchtitan.b", "gone": "gone"}
+    assert found == expected
+
+
+def test_the_page_counts_all_imports():
+    """Its list for TorchTitan 0.3 is made by hand: another import must be looked up in it again."""
+    text = PAGE.read_text()
+    there, elsewhere, gone = map(int, re.search(r"(\d+) names are in their place, (\d+) moved, and (\d+) are gone", text).groups())
+    assert there + elsewhere + gone == len(imported_by(ROOT / "titan_disp"))
+    rows = re.findall(r"^\| `torchtitan\.", text, flags=re.M)
+    assert len(rows) == elsewhere + gone
+
+
+def test_the_page_names_what_pyproject_asks_for():
+    project = tomli.loads((ROOT / "pyproject.toml").read_text())["project"]
+    asked = {re.match(r"[\w-]+", line)[0]: line for line in project["dependencies"]}
+    text = PAGE.read_text()
+    assert f"`{asked['torch']}`" in text
+    assert f"`{asked['torchtitan']}`" in text
+    assert f"`{asked['transformers']}`" in text
+    assert f"`python{project['requires-python']}`" in text
+    assert importlib.metadata.version("torchtitan") == asked["torchtitan"].partition("==")[2]
