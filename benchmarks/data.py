@@ -233,7 +233,7 @@ def write_many(folder: Path, options: Options) -> None:
 
 
 def write_large(folder: Path) -> None:
-    """Sixteen files of 1,000 documents of 2 kB, and in the middle of one of them a document of 50 MB.
+    """Sixteen files of 1,000 documents of 2 kB, and among the first of one of them a document of 50 MB.
 
     That document repeats itself, so that gzip stores it in few bytes: slots are equal in stored bytes, and with a file many
     times larger than the others nearly all of them would share it and read it again and again.
@@ -244,7 +244,7 @@ def write_large(folder: Path) -> None:
         with gzip.open(folder / "large" / f"{i:02d}.json.gz", "wt", compresslevel=1) as file:
             for k in range(1000):
                 at = (1000 * i + k) * 997 % (len(text) - 2000)
-                document = text[:1000] * ((50 << 20) // 1000) if i == 3 and k == 500 else text[at : at + 2000]
+                document = text[:1000] * ((50 << 20) // 1000) if i == 3 and k == 40 else text[at : at + 2000]
                 file.write(json.dumps({"text": document}) + "\n")
 
 
