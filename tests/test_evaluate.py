@@ -433,6 +433,30 @@ def test_seeds_of_a_condition_against_one_model(models, own, answers, tmp_path, 
     assert re.search(r"model 3 of 3, about 0:0\d:\d\d left: c-hf: ", told)
 
 
+def test_positions_that_were_never_trained_are_not_used(monkeypatch):
+    """A GPT-2 of 1024 positions, trained on sequences of 64; others keep all that they have."""
+    from lm_eval.models import huggingface
+    from transformers import GPT2Config
+
+    from titan_disp.evaluate import harness
+
+    given = []
+
+    def end(**options):
+        given.append(options["max_length"])
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(huggingface, "HFLM", end)
+    monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", lambda *args, **kwargs: None)
+    for more in ({"trained_seq_len": 64}, {"trained_seq_len": 2048}, {}):
+        model = torch.nn.Identity()
+        model.config = GPT2Config(n_positions=1024, **more)
+        monkeypatch.setattr(harness, "load_causal_lm", lambda *args, model=model: model)
+        with pytest.raises(KeyboardInterrupt):
+            harness.run_model(Path("x"), None, harness.Settings(None, 1, "cpu", "float32", 0))
+    assert given == [64, 1024, 1024]
+
+
 def test_a_run_is_exported_for_its_evaluation(own, answers, sample, tmp_path):
     run = save_run(tmp_path / "run", random_model(), sample / "tokenizer")
     found = evaluate([run], ["word"], include_path=own, out=tmp_path / "out")

@@ -16,6 +16,7 @@ from tests.cluster_of_one import ROOT
 from tests.distributed import spawn
 from tests.mesh import GLOBAL_BATCH, SEQ_LEN, assert_tied, build, canonical, full, global_batch, job_config, step
 from tests.oracle import dispersion_oracle
+from tests.saved_run import SEQ_LEN as SAVED_SEQ_LEN
 from tests.saved_run import random_model, save_run
 from titan_disp.checks import check_config
 from titan_disp.cluster import plan
@@ -33,6 +34,7 @@ from titan_disp.models.hf import check_hf_folder
 from titan_disp.models.init import draw
 from titan_disp.results.export import export
 from titan_disp.results.generate import generate
+from titan_disp.results.hugging_face import longest_sequence
 from titan_disp.results.saved import find_saved, load_model
 
 TOKENS = torch.arange(96).view(2, 48) * 19 % 2049
@@ -313,7 +315,10 @@ def test_export_generate_and_condensation_of_a_run(published, tmp_path):
     assert "GPT-2, 496,704 parameters" in (dest / "README.md").read_text()
     tokenizer = transformers.AutoTokenizer.from_pretrained(dest)
     assert tokenizer.eos_token_id == load_tokenizer(published).eos_id
-    assert generate(run, "A text", 8, temperature=0) == generate(dest, "A text", 8, temperature=0)
+    # Up to the 64 tokens of training's sequences: the other rows of the table of positions were never trained.
+    assert generate(run, "A text", 100, temperature=0) == generate(dest, "A text", 100, temperature=0)
+    assert longest_sequence(theirs.config) == SAVED_SEQ_LEN < theirs.config.n_positions
+    assert [one.max_tokens for one in find_targets([str(run), str(dest)], False, None).values()] == [SAVED_SEQ_LEN] * 2
 
     layers = {}
     for name, target in find_targets([str(run), str(dest)], False, None).items():

@@ -11,7 +11,7 @@ import torch
 
 from titan_disp.evaluate.compare import Scores, scaled_values
 from titan_disp.evaluate.tasks import Row, Suite
-from titan_disp.results.hugging_face import load_causal_lm
+from titan_disp.results.hugging_face import load_causal_lm, longest_sequence
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 CPU_BATCH = 8  # the harness finds the largest batch by running out of memory, which on a CPU kills the process
@@ -66,9 +66,11 @@ def run_model(folder: Path, suite: Suite, settings: Settings) -> Result:
 
     on_cpu = torch.device(settings.device).type == "cpu"
     batch_size = CPU_BATCH if on_cpu and settings.batch_size == "auto" else settings.batch_size
+    loaded = load_causal_lm(folder, settings.dtype).to(settings.device)
     model = HFLM(
         # The model itself, not its name: given a name, the harness does not say which weights were missing.
-        pretrained=load_causal_lm(folder, settings.dtype).to(settings.device),
+        pretrained=loaded,
+        max_length=longest_sequence(loaded.config),  # the harness takes all positions, trained or not
         tokenizer=AutoTokenizer.from_pretrained(folder, local_files_only=True),
         batch_size=batch_size,
     )
@@ -88,7 +90,7 @@ def run_model(folder: Path, suite: Suite, settings: Settings) -> Result:
             fewshot_random_seed=settings.seed,
         )
     finally:
-        del model
+        del model, loaded
         gc.collect()
         torch.cuda.empty_cache()
     found = json.loads(json.dumps(found, default=handle_non_serializable))

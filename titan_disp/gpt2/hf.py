@@ -74,10 +74,11 @@ class GPT2HfAdapter(HfAdapter):
 
     def extras(self) -> dict[str, Any]:
         return {
-            "resid_pdrop": 0.0,
+            "resid_pdrop": 0.0,  # as it was trained; transformers' default is 0.1
             "embd_pdrop": 0.0,
             "attn_pdrop": 0.0,
-        }  # as it was trained; transformers' default is 0.1
+            "trained_seq_len": self.model_args.max_seq_len,  # ours: rows of wpe beyond it have seen no training here
+        }
 
     def stated(self, config: dict[str, Any]) -> dict[str, Any]:
         config = super().stated(config)

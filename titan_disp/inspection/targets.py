@@ -15,7 +15,7 @@ from titan_disp.data.tokenizer import check_fits, load_tokenizer
 from titan_disp.errors import ConfigError
 from titan_disp.inspection.hub import PICKLES, HubModel, find_snapshot, parse_id
 from titan_disp.inspection.streaming import Layers, hugging_face_layers
-from titan_disp.results.hugging_face import load_causal_lm
+from titan_disp.results.hugging_face import load_causal_lm, longest_sequence
 from titan_disp.results.saved import SavedModel, find_saved, is_run, load_model, saved_models
 
 Encode = Callable[[str], list[int]]
@@ -42,7 +42,7 @@ class Target:
         called: the names that led to it.
         run, step: of a checkpoint; None for a Hugging Face model.
         revision: of a model of the hub, where one was named.
-        max_tokens: positions that the model knows; None: any number.
+        max_tokens: of the longest sequence that the model knows; None: any number.
         vocab_size: token ids that it knows.
         encode: text → token ids, without special tokens.
         special_tokens: that the tokenizer adds where it is not told otherwise; of a run, that began documents in training.
@@ -204,7 +204,7 @@ def _hugging_face_target(
         run=None,
         step=None,
         revision=None if model is None else model.revision,
-        max_tokens=getattr(config, "max_position_embeddings", None),
+        max_tokens=longest_sequence(config),
         vocab_size=config.vocab_size,
         encode=encode,
         special_tokens=special_tokens,

@@ -1,5 +1,6 @@
 """Text from a saved or exported model: a first look at what it has learnt, on a CPU."""
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ from titan_disp.data.hf_tokenizer import plain_encoder
 from titan_disp.data.tokenizer import load_tokenizer
 from titan_disp.errors import ConfigError
 from titan_disp.results.export import hf_weights
-from titan_disp.results.hugging_face import load_causal_lm
+from titan_disp.results.hugging_face import load_causal_lm, longest_sequence
 from titan_disp.results.saved import find_saved, is_run
 from titan_disp.run.hf_folder import hf_config
 
@@ -23,7 +24,7 @@ def _load(target: str | Path, tokenizer: str | Path | None) -> tuple[Any, BaseTo
     logging.disable_progress_bar()
     if (Path(target) / "config.json").is_file() and not is_run(target):
         model = load_causal_lm(target)
-        return model, load_tokenizer(tokenizer or target), model.config.max_position_embeddings
+        return model, load_tokenizer(tokenizer or target), longest_sequence(model.config) or sys.maxsize
     saved = find_saved(target)
     loaded = saved.tokenizer(tokenizer)
     adapter = saved.adapter()

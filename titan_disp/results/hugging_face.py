@@ -38,3 +38,12 @@ def load_causal_lm(
             f"{str(folder)!r} holds no whole causal language model: {len(missing)} weights are missing, {missing[0]!r} first"
         )
     return model.eval()
+
+
+def longest_sequence(config: Any) -> int | None:
+    """Tokens of the longest sequence that a transformers model should be given; None: its config does not say.
+
+    Its positions; of an exported GPT-2 with more rows in its table of positions than training's sequences had tokens, the latter.
+    """
+    positions: int | None = getattr(config, "max_position_embeddings", None)
+    return positions if positions is None else min(positions, getattr(config, "trained_seq_len", positions))
