@@ -197,6 +197,14 @@ def on_two_ranks(sample, folder):
         trainer.checkpointer.load()
     trainer.close()
 
+    # A checkpoint that does not say what it is of, as TorchTitan's own trainer saves them.
+    trainer = build(sample, run, *PLAIN, *SMALL, "--checkpoint.enable")
+    trainer.identity.content.clear()
+    trainer.checkpointer.load()
+    with pytest.raises(ConfigError, match="2 groups of parameters, expected 1: .* baseline.method"):
+        trainer.batch_generator([])
+    trainer.close()
+
     trainer = build(sample, Path(folder) / "untied", *FORGET, *UNTIED, *TP, *FUSED)
     before = weights(trainer)
     for _ in range(STEPS):

@@ -133,7 +133,17 @@ class DispTrainer(Trainer):
             self.run_folder.event(name, step, **details)
 
     def batch_generator(self, data_iterable: Iterable[Any]) -> Iterator[Any]:
-        """Called once, after a checkpoint was loaded: the first moment at which the step is known."""
+        """Called once, after a checkpoint was loaded: the first moment at which the step is known.
+
+        Raises:
+            ConfigError: on every rank, for a checkpoint of another baseline.method that does not say so.
+        """
+        for scheduler in cast(Any, self.lr_schedulers).schedulers:
+            if (saved := len(scheduler.base_lrs)) != (own := len(scheduler.lr_lambdas)):
+                raise ConfigError(
+                    f"the checkpoint's schedule has {saved} groups of parameters, expected {own}: it was trained with another "
+                    "baseline.method. Make it what it was, or start a new run in another --job.dump_folder"
+                )
         self._start_step = self.step
         if self.run_folder is not None:
             details = {"config_changes": self.run_folder.config_changes} if self.step else {}
