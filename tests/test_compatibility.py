@@ -44,7 +44,9 @@ def test_moved_and_gone(tmp_path):
 def test_the_page_counts_all_imports():
     """Its list for TorchTitan 0.3 is made by hand: another import must be looked up in it again."""
     text = PAGE.read_text()
-    there, elsewhere, gone = map(int, re.search(r"(\d+) names are in their place, (\d+) moved, and (\d+) are gone", text).groups())
+    there, elsewhere, gone = map(
+        int, re.search(r"(\d+) names are in their place, (\d+) moved, and (\d+) are gone", text).groups()
+    )
     assert there + elsewhere + gone == len(imported_by(ROOT / "titan_disp"))
     rows = re.findall(r"^\| `torchtitan\.", text, flags=re.M)
     assert len(rows) == elsewhere + gone
