@@ -70,6 +70,8 @@ def test_the_keys_of_torchtitan_that_our_files_set():
     ("name", "shown"),
     [
         ("dispersion.tau", "[dispersion]\ntau = 1.0    # number\n    τ, temperature. 1.0: the paper's text."),
+        ("estimator", '[dispersion]\nestimator = "exact"    # "exact", "moments" or "sampled"\n'),
+        ("layers", '[dispersion]\nlayers = "all"    # list of integers, "all", "last", "early_half" or "late_half"\n'),
         ("--dispersion.norm-eps", "[dispersion]\nnorm_eps = 0.01    # number"),  # as it is typed
         ("budget", "[budget]\ntokens = 0    # integer"),
         ("[guard]", "[guard]\nmax_skipped_steps = 10    # integer"),
