@@ -330,7 +330,18 @@ def loaded_once(argv):
 
 
 @pytest.fixture
-def prepared(sweep, sample, monkeypatch):
+def heard():
+    """SIGINT and SIGHUP as in a terminal: the shells of background jobs and nohup ignore them for all that they start."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGHUP)}
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.fixture
+def prepared(sweep, sample, monkeypatch, heard):
     """A 2 × 2 sweep whose points the stub trains: what it does, by the point's name."""
 
     def prepared(text=GRID, jobs=1, module="tests.stub_train", **what):
