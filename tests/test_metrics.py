@@ -28,7 +28,7 @@ class DamagedFiles:
 
     def __init__(self, skipped):
         self.groups, self.options = [Group("", range(8), 100)], SimpleNamespace(max_skipped_fraction=0.2)
-        self.skipped, self.read, self.waited = skipped, 0, 0.5
+        self.files, self.skipped, self.read, self.waited = range(100), skipped, 0, 0.5
 
     def counters(self):
         documents = {"documents": 0, "skipped_documents": 0, "skipped_files": self.skipped}
