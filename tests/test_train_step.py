@@ -7,10 +7,11 @@ import pytest
 import torch
 from torch import nn
 from torchtitan.components.optimizer import OptimizersContainer
-from torchtitan.config import JobConfig
 from torchtitan.train import Trainer
 
+from titan_disp.config import load_config
 from titan_disp.errors import CheckpointError
+from titan_disp.qwen3.flavors import flavors
 from titan_disp.run.clock import Clock
 from titan_disp.train import DispTrainer
 
@@ -112,13 +113,15 @@ def test_a_start_that_trains_nothing_says_where_the_run_stands(trainer):
 
 
 def test_the_checkpointer_knows_the_guard_and_the_data(one_rank, tmp_path):
-    model, config = nn.Linear(1, 1), JobConfig()
-    config.checkpoint.enable, config.job.dump_folder = True, str(tmp_path)
+    model, config = (
+        nn.Linear(1, 1),
+        load_config(["--model.name", "qwen3_disp", "--job.dump_folder", str(tmp_path), "--checkpoint.enable"]),
+    )
     trainer = object.__new__(DispTrainer)
     optimizers = OptimizersContainer([model], torch.optim.SGD, {"lr": 0.1})
     optimizers.in_a_row = 0
     trainer.job_config, trainer.train_spec = config, SimpleNamespace(state_dict_adapter=None)
-    trainer.model_parts, trainer.optimizers = [model], optimizers
+    trainer.model_args, trainer.model_parts, trainer.optimizers = flavors["nano"], [model], optimizers
     trainer.dataloader = trainer.lr_schedulers = None
     trainer.clock, trainer.calls = Clock(0.0), []
     trainer.heartbeat = SimpleNamespace(begin=lambda doing, step: trainer.calls.append((doing, step)))
@@ -126,6 +129,8 @@ def test_the_checkpointer_knows_the_guard_and_the_data(one_rank, tmp_path):
     try:
         assert manager.folder == str(tmp_path / "checkpoint")
         assert manager.states["train_state"] is trainer
+        kept = manager.states["identity"].content
+        assert (kept["model.name"], kept["baseline.method"], kept["hidden_dim"]) == ("qwen3_disp", "none", 192)
         assert manager.before_load == trainer.check_resume
         assert manager.on_event == trainer.event
         assert manager.healthy()
