@@ -6,25 +6,24 @@ and every rank keeps its shard of it, as of the initial weights. A checkpoint of
 """
 
 import functools
-import hashlib
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor, distribute_tensor
 from torchtitan.components.lr_scheduler import LRSchedulersContainer
 from torchtitan.components.optimizer import OptimizersContainer
 from torchtitan.tools.logging import logger
+
+from titan_disp.draws import fill_, generator_of
 
 STD = 0.02  # the paper's, and the authors' released code's
 
 
 def draw(shape: torch.Size, seed: int, step: int) -> Tensor:
     """The whole embedding after ``step`` steps, float32 on the CPU."""
-    digest = hashlib.sha256(f"{seed}/forgotten after {step}/tok_embeddings.weight".encode()).digest()
-    generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little", signed=True))
+    generator = generator_of(seed, f"forgotten after {step}/tok_embeddings.weight")
     return torch.empty(shape).normal_(0.0, STD, generator=generator)
 
 
@@ -73,13 +72,8 @@ class ForgettingOptimizers(OptimizersContainer):
         for module in self.model_parts[0].modules():
             if isinstance(module, FSDPModule):
                 module.reshard()  # a validation leaves the embedding gathered, and the next forward would take that
-        full, param = draw(self.embedding.shape, self.seed, step).to(self.embedding.dtype), self.embedding
-        if isinstance(param, DTensor):
-            full = full.to(param.to_local().device)
-            param.copy_(distribute_tensor(full, param.device_mesh, param.placements, src_data_rank=None))
-        else:
-            param.copy_(full)
-        for state in self.optimizers[0].state.get(param, {}).values():
+        fill_(self.embedding, draw(self.embedding.shape, self.seed, step))
+        for state in self.optimizers[0].state.get(self.embedding, {}).values():
             state.zero_()  # Adam's moments and its count of steps; without them a checkpoint would not be whole
         logger.info(
             f"step {step + 1}: the token embeddings are drawn anew, from N(0, {STD}) (baseline.method active_forgetting)"

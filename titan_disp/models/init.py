@@ -4,13 +4,12 @@ DTensor's random initialisation gives that on GPUs but not on a CPU mesh, and a 
 Every rank draws the whole parameter on the CPU (once: for 0.6B a few seconds, for 32B some minutes) and keeps its shard.
 """
 
-import hashlib
 import math
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, distribute_tensor
 
+from titan_disp.draws import fill_, generator_of
 from titan_disp.models.arguments import DispModelArgs
 
 # Wrappers of activation checkpointing and torch.compile show up in parameter names.
@@ -33,22 +32,14 @@ def draw(name: str, shape: torch.Size, args: DispModelArgs, seed: int) -> Tensor
     initial = args.initial(name, shape)
     if initial.std == 0:
         return torch.full(shape, initial.mean)
-    digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
-    generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little", signed=True))
+    generator = generator_of(seed, name)
     mean, std, cut = initial.mean, initial.std, initial.cut
     if math.isinf(cut):  # some versions of trunc_normal_ invert the distribution function, which gives infinities here
         return torch.empty(shape).normal_(mean, std, generator=generator)
     return nn.init.trunc_normal_(torch.empty(shape), mean, std, mean - cut, mean + cut, generator=generator)
 
 
-@torch.no_grad()
 def init_parameters(model: nn.Module, args: DispModelArgs, seed: int) -> None:
     """Fill all parameters of a materialised, possibly sharded model in place."""
     for name, param in model.named_parameters():
-        full = draw(canonical_name(name), param.shape, args, seed).to(param.dtype)
-        if isinstance(param, DTensor):
-            # src_data_rank=None: every rank has the same full tensor, so nothing is sent.
-            full = full.to(param.to_local().device)
-            param.copy_(distribute_tensor(full, param.device_mesh, param.placements, src_data_rank=None))
-        else:
-            param.copy_(full)
+        fill_(param, draw(canonical_name(name), param.shape, args, seed))
