@@ -46,7 +46,7 @@ test: setup
 	$(BIN)/python -m pytest -m "not night"
 
 test-fast: setup
-	$(BIN)/python -m pytest -m "not slow"
+	$(BIN)/python -m pytest -m "not slow and not night"
 
 # Whole runs: NaN, full disks, damaged checkpoints and signals; imports, the figure and the report from the start.
 test-night: setup

@@ -46,8 +46,7 @@ PACKAGES = (
 )
 HELD_BACK = ("dict-foldoc=20230119-1",)
 # What a package says twice: the kernel's pages as HTML beside their sources, pods as man pages, pages in Markdown.
-# Translations and
-# device trees' bindings are no English prose.
+# Translations and device trees' bindings are no English prose.
 SKIPPED = re.compile(
     r"linux-doc-[\d.]+/html/|Documentation/(translations|devicetree/bindings)/|anarchism/markdown/|/postgresql/\d+/man/|"
     r"(?<=man/)man1/perl|/doc-base/|/lintian/|/bug/|/(copyright|changelog|CREDITS|NEWS|MAINTAINERS|Makefile|Kconfig)[^/]*$"

@@ -10,7 +10,7 @@ from benchmarks.evidence_parts import FEW_SEEDS, SEEDS, Row, newest
 from titan_disp.evaluate.compare import Difference, holm, paired_difference
 from titan_disp.sweeps.sign_flip import sign_flip_p
 
-MARGIN = 0.02  # nats; a difference below is none that matters, says the issue
+MARGIN = 0.02  # nats; a smaller difference does not matter (docs/evidence_design.md)
 ALPHA = 0.05
 
 

@@ -38,7 +38,7 @@ NAMES = {
     "on-0.5": "on, λ 0.5",
 }
 WHERE = {
-    "main": "6 layers, width 192, 600 steps",
+    "main": "6 layers, MLP width 192, 600 steps",
     "width": "MLP width 16",
     "depth": "12 layers",
     "long": "2,400 steps",

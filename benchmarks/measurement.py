@@ -27,7 +27,7 @@ from titan_disp.condensation.measure import Accumulator, _effective_rank
 from titan_disp.condensation.monitor import Monitor
 from titan_disp.condensation.plot import heatmap
 from titan_disp.config import load_config
-from titan_disp.qwen3.flavors import flavors
+from titan_disp.registry import args_of
 from titan_disp.run.folder import append_json
 from titan_disp.run.metrics import HEATMAP_RATIO
 
@@ -110,7 +110,7 @@ def heatmaps(measurements: Sequence[int]) -> int:
 
 def cost(job_config: JobConfig, plan: Plan, timed: Timed) -> dict[str, float]:
     """Seconds of each part, of all, and of the steps between two measurements, and what part of the time all of it is."""
-    section, args = job_config.condensation, flavors[job_config.model.flavor]  # type: ignore[attr-defined]
+    section, args = job_config.condensation, args_of(job_config)  # type: ignore[attr-defined]
     n, layers = min(section.max_tokens, plan.seq_len), args.n_layers + 2
     sequences, pairs = busiest_rank(plan.data_parallel, section.sequences, plan.local_batch_size, layers)
     flops = find_gpu(plan.gpu).bf16_flops * plan.mfu
@@ -130,7 +130,7 @@ def cost(job_config: JobConfig, plan: Plan, timed: Timed) -> dict[str, float]:
 def main() -> None:
     options = tyro.cli(Options, description=__doc__)
     job_config = load_config(["--job.config_file", options.config, *options.overrides])
-    args = flavors[job_config.model.flavor]
+    args = args_of(job_config)
     n = min(job_config.condensation.max_tokens, job_config.training.seq_len)  # type: ignore[attr-defined]
     taken = timed(n, args.dim, args.n_layers + 2, options.rounds)
     rows = []

@@ -35,8 +35,6 @@ class Options:
     config: str = str(ROOT / "train_configs" / ("debug.toml" if torch.cuda.is_available() else "demo_cpu.toml"))
     """TOML file."""
     flavor: str = "0.6B" if torch.cuda.is_available() else "nano"
-    layers: int = 0
-    """Blocks of the model, to measure a large one in minutes; 0: the flavor's."""
     seq_len: list[int] = field(default_factory=lambda: [2048, 4096] if torch.cuda.is_available() else [256, 1024])
     estimators: list[str] = field(default_factory=lambda: list(ESTIMATORS))
     steps: int = 10
@@ -104,7 +102,7 @@ class LossTime:
         return min(found)
 
 
-def measure(argv: list[str], warmup: int, steps: int, layers: int) -> dict[str, Any]:
+def measure(argv: list[str], warmup: int, steps: int) -> dict[str, Any]:
     """Medians of a step and peak memory, in this process."""
     from torchtitan.tools.logging import init_logger
     from torchtitan.train import Trainer
@@ -114,12 +112,9 @@ def measure(argv: list[str], warmup: int, steps: int, layers: int) -> dict[str, 
     from titan_disp.cluster.preflight import synthetic_inputs
     from titan_disp.config import load_config
     from titan_disp.cpu import high_water_mark
-    from titan_disp.qwen3.flavors import flavors
 
     init_logger()
     job_config = load_config(argv)
-    if layers:
-        flavors._flavors[job_config.model.flavor].n_layers = layers
     with synthetic_inputs(job_config):
         trainer = Trainer(job_config)
     batches = trainer.batch_generator(trainer.dataloader)
@@ -164,7 +159,7 @@ def in_a_fresh_process(options: Options, seq_len: int, estimator: str) -> dict[s
         environment = {
             **os.environ,
             **rank,
-            "MEASURE": json.dumps([argv, options.warmup, options.steps, options.layers]),
+            "MEASURE": json.dumps([argv, options.warmup, options.steps]),
         }
         done = subprocess.run([sys.executable, __file__], env=environment, capture_output=True, text=True, cwd=ROOT)
     if done.returncode:

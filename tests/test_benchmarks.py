@@ -34,7 +34,18 @@ def test_dispersion():
 
 @pytest.mark.slow
 def test_step():
-    options = ("--layers", "2", "--seq-len", "64", "--steps", "1", "--rounds", "1", "--estimators", "off", "exact")
+    options = (
+        "--overrides=--model.overrides=n_layers=2",
+        "--seq-len",
+        "64",
+        "--steps",
+        "1",
+        "--rounds",
+        "1",
+        "--estimators",
+        "off",
+        "exact",
+    )
     found = rows("step.py", *options)
     assert [r["estimator"] for r in found] == ["off", "exact"]
     assert all(r["tokens_per_second"] > 0 for r in found)

@@ -258,7 +258,8 @@ def test_the_page_has_the_rows_numbers(tmp_path):
     off, on = (5 + np.arange(1, 9) / 100, 5 + np.arange(1, 9) / 100 + d)
     # Main's and width's p are 2/256 both. Holm takes 6 times the first, and 5 times the second but no less than the first.
     assert (
-        f"| 6 layers, width 192, 600 steps | on, λ 0.1 | 8 of 8 | {off.mean():.3f} ± {stats.sem(off):.3f} | {on.mean():.3f} ± "
+        "| 6 layers, MLP width 192, 600 steps | on, λ 0.1 | 8 of 8 "
+        f"| {off.mean():.3f} ± {stats.sem(off):.3f} | {on.mean():.3f} ± "
         f"{stats.sem(on):.3f} | -0.134 | {low:+.3f} … {high:+.3f} | 8 of 8 | 0.0078 | 0.0469 | better |"
     ) in text
     assert "**Dispersion (λ 0.1) lowers test cross-entropy here: -0.134 nats (95 % interval" in text
