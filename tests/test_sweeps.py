@@ -532,9 +532,11 @@ class TestSubmit:
         assert first.splitlines()[0].endswith("0 are finished, 4 to submit")
         assert "4 of 512 tokens" in first  # the plan: 4 steps of 16 × 32
         assert first.splitlines()[-1] == line.format("0-3")
+        (made.folder / NAMES[1] / "failed.json").write_text('{"error": "it broke"}')
         for name in (NAMES[0], NAMES[2]):
             TestState.events(made.folder / name, [("complete", 4, "")])
         assert told().splitlines()[-1] == line.format("1,3")
+        assert (made.folder / NAMES[1] / "failed.json").exists()  # a dry run forgets nothing
         for name in NAMES:
             TestState.events(made.folder / name, [("complete", 4, "")])
         assert told() == f"4 points in {made.folder}: 4 are finished, 0 to submit\n"

@@ -40,12 +40,14 @@ def submit(
     print(f"{len(prepared)} points in {sweep.folder}: {len(prepared) - len(todo)} are finished, {len(todo)} to submit")
     if not todo:
         return 0
-    for one in todo:
-        (one.point.folder / FAILED).unlink(missing_ok=True)  # of a start on this machine
     first = load_config(["--job.config_file", *todo[0].argv])
     print(f"{todo[0].point.name}:\n{render(make_plan(first, nodes, max(1, gpus_per_node), gpu))}", flush=True)
     array = f"array={ranges([one.place for one in todo])}%{jobs}"
-    return send(command([str(sweep.folder)], nodes, gpus_per_node, site, [array, *options], SCRIPT), dry_run)
+    line = command([str(sweep.folder)], nodes, gpus_per_node, site, [array, *options], SCRIPT)
+    if not dry_run:
+        for one in todo:
+            (one.point.folder / FAILED).unlink(missing_ok=True)  # of a start on this machine
+    return send(line, dry_run)
 
 
 def ranges(numbers: Sequence[int]) -> str:
