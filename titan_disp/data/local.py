@@ -65,13 +65,14 @@ def _of_pattern(pattern: str, where: str) -> list[str]:
         except OSError as error:
             raise _cannot_be_read(folder, error, where) from error
     matched = sorted(glob(pattern, recursive=True), key=lambda path: (path.count(os.sep), path))
+    resolved = cache(os.path.realpath)  # of folders: a call of the file system for each part of a path
     folders, found, again = [], dict[str, str](), []
     for path in matched:
-        if os.path.isdir(os.path.realpath(path)):  # also where links go round too often for the system
+        # As in a folder, a link to a file is a file of its own; but one to a folder is not.
+        real = os.path.join(resolved(os.path.dirname(path)), os.path.basename(path))
+        if os.path.isdir(real):  # also where links go round too often for the system
             folders.append(path)
             continue
-        # As in a folder, a link to a file is a file of its own; but one to a folder is not.
-        real = os.path.join(os.path.realpath(os.path.dirname(path)), os.path.basename(path))
         if found.setdefault(real, path) is not path:
             again.append(path)
     if again:
