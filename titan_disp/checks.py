@@ -108,8 +108,9 @@ def check_model(job_config: JobConfig) -> None:
     if training.seq_len < 1 + dispersion.enabled:
         raise ConfigError(f"training.seq_len is {training.seq_len}, expected at least {1 + dispersion.enabled}")
     if args.max_positions is not None and training.seq_len > args.max_positions:
+        flavor = named(job_config.model.flavor, job_config.model.overrides)  # type: ignore[attr-defined]
         raise ConfigError(
-            f"training.seq_len is {training.seq_len}, but {job_config.model.name} {job_config.model.flavor!r} has learned "
+            f"training.seq_len is {training.seq_len}, but {job_config.model.name} {flavor!r} has learned "
             f"positions for {args.max_positions} tokens: set training.seq_len to at most that"
         )
     if training.steps < 1:

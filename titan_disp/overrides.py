@@ -54,13 +54,14 @@ def _literal(text: str) -> bool | int | float | str:
     return text
 
 
-def _shown(value: Any) -> str:
+def shown(value: Any) -> str:
+    """A value of a config, for people and for the command line."""
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def written_out(overrides: Mapping[str, Any] | Sequence[str] | str) -> str:
     """As the command line takes them."""
-    return ",".join(f"{key}={_shown(value)}" for key, value in parse_overrides(overrides).items())
+    return ",".join(f"{key}={shown(value)}" for key, value in parse_overrides(overrides).items())
 
 
 # In TOML a table; on the command line one word, which replaces the table. tyro by itself would make an option of every key that
@@ -139,7 +140,7 @@ def _check_heads(args: Any) -> None:
 def named(flavor: str, overrides: Mapping[str, Any] | Sequence[str] | str) -> str:
     """A flavor and what is other about it, for people: "nano with hidden_dim = 16"."""
     found = parse_overrides(overrides)
-    return flavor + (" with " + ", ".join(f"{key} = {_shown(value)}" for key, value in found.items()) if found else "")
+    return flavor + (" with " + ", ".join(f"{key} = {shown(value)}" for key, value in found.items()) if found else "")
 
 
 def architecture_of(args: Any) -> dict[str, Any]:

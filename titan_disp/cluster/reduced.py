@@ -9,6 +9,7 @@ from titan_disp import cpu
 from titan_disp.checks import check_mesh
 from titan_disp.errors import ConfigError
 from titan_disp.models.arguments import activation_indices
+from titan_disp.overrides import shown
 from titan_disp.registry import args_of, find_model
 
 SEQ_LEN = 128  # tokens, without an accelerator
@@ -33,11 +34,7 @@ class Reduced:
         old = getattr(holder, name)
         setattr(holder, name, new)
         if said and old != new:
-            self.changes.append(f"{key} {_shown(old)} → {_shown(new)}" + (f": {reason}" if reason else ""))
-
-
-def _shown(value: Any) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)
+            self.changes.append(f"{key} {shown(old)} → {shown(new)}" + (f": {reason}" if reason else ""))
 
 
 def small_flavor(job_config: JobConfig, ranks: int) -> str:

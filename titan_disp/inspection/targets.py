@@ -15,11 +15,11 @@ from titan_disp.data.tokenizer import check_fits, load_tokenizer
 from titan_disp.errors import ConfigError
 from titan_disp.inspection.hub import PICKLES, HubModel, find_snapshot, parse_id
 from titan_disp.inspection.streaming import Layers, hugging_face_layers
+from titan_disp.models.hf import INDEX
 from titan_disp.results.hugging_face import load_causal_lm, longest_sequence
 from titan_disp.results.saved import SavedModel, find_saved, is_run, load_model, saved_models
 
 Encode = Callable[[str], list[int]]
-SHARDS = "model.safetensors.index.json"  # names the files of weights, where there are several
 Device = torch.device | Literal["auto"]
 """auto: a Hugging Face model over all GPUs, as accelerate shares it out; a run on the first. Without a GPU, the CPU."""
 
@@ -165,7 +165,7 @@ def _hugging_face_target(
     import transformers  # seconds, which runs alone do not need
 
     if lacking := _missing_weights(folder):
-        more = [] if (folder / SHARDS).is_file() else [PICKLES]
+        more = [] if (folder / INDEX).is_file() else [PICKLES]
         raise ConfigError(
             f"{str(folder)!r} {lacking}; "
             + (
@@ -214,8 +214,8 @@ def _hugging_face_target(
 
 def _missing_weights(folder: Path) -> str:
     """What is wrong with a model's files of weights, before they are read; "" if nothing is. A download may have been cut off."""
-    safe = any(folder.glob("*.safetensors")) or (folder / SHARDS).is_file()
-    index = folder / (SHARDS if safe else "pytorch_model.bin.index.json")
+    safe = any(folder.glob("*.safetensors")) or (folder / INDEX).is_file()
+    index = folder / (INDEX if safe else "pytorch_model.bin.index.json")
     if index.is_file() and not (folder / index.name.removesuffix(".index.json")).is_file():
         files = sorted(set(json.loads(index.read_text())["weight_map"].values()))
         missing = [file for file in files if not (folder / file).is_file()]

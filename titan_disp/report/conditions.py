@@ -10,9 +10,9 @@ from functools import reduce
 import numpy as np
 
 from titan_disp.report.charts import Line
+from titan_disp.report.configs import SEEDS
 from titan_disp.report.gather import Run
 
-SEEDS = ("debug.seed", "stream.seed")
 WITHOUT_EFFECT = ("job.", "metrics.", "comm.", "profiling.", "condensation.", "validation.")  # on training
 
 

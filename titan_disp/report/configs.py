@@ -9,6 +9,7 @@ from torchtitan.config import ConfigManager
 from titan_disp.config import MODULE
 from titan_disp.run.folder import flatten
 
+SEEDS = ("debug.seed", "stream.seed")  # keys in which the runs of one condition differ
 ABSENT = object()  # in the place of a value: the column has no such key
 
 

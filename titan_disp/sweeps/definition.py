@@ -27,8 +27,8 @@ from typing import Any
 from titan_disp.config import read_toml
 from titan_disp.errors import ConfigError
 from titan_disp.overrides import KEY as OVERRIDES
-from titan_disp.overrides import written_out
-from titan_disp.report.conditions import SEEDS
+from titan_disp.overrides import shown, written_out
+from titan_disp.report.configs import SEEDS
 
 KNOWN = {
     "": ("sweep", "grid", "points"),
@@ -277,8 +277,7 @@ def _text(value: Any) -> str:
         return _text(written_out(value))
     if isinstance(value, list):
         return "+".join(map(_text, value)) or "none"
-    text = str(value).lower() if isinstance(value, bool) else str(value)
-    return re.sub(r"[^A-Za-z0-9._+-]+", "-", text)[:60].strip("-" if isinstance(value, str) else "") or "empty"
+    return re.sub(r"[^A-Za-z0-9._+-]+", "-", shown(value))[:60].strip("-" if isinstance(value, str) else "") or "empty"
 
 
 def option(key: str, value: Any) -> list[str]:
