@@ -1,4 +1,7 @@
-"""From the [baseline] section to what it changes in training."""
+"""This module applies the [baseline] section to training.
+
+A *slot* is one of the run's document streams. Each data-parallel rank reads some of the slots.
+"""
 
 import math
 from collections.abc import Callable
@@ -16,23 +19,23 @@ from titan_disp.errors import ConfigError
 
 
 def check_baseline(job_config: JobConfig) -> None:
-    """[baseline]; training.steps must be known.
+    """Check [baseline]. training.steps must be known.
 
     Raises:
-        ConfigError: an option that is out of range or that the method does not use, or dispersion beside it, unasked.
+        ConfigError: an option is out of range or unused by the method, or dispersion is on without with_dispersion.
     """
     section = job_config.baseline  # type: ignore[attr-defined]
     method, dispersion = section.method, job_config.dispersion.enabled  # type: ignore[attr-defined]
     for name, of in OPTIONS.items():
         if method != of and getattr(section, name) != getattr(type(section)(), name):
             raise ConfigError(
-                f"baseline.{name} is {getattr(section, name)}, but baseline.method {method!r} does not use it: set the method to "
-                f"{of!r}, or leave {name} out"
+                f"baseline.{name} is {getattr(section, name)}, but baseline.method {method!r} does not use it: "
+                f"set the method to {of!r}, or leave {name} out"
             )
     if method != "none" and dispersion and not section.with_dispersion:
         raise ConfigError(
-            f"baseline.method is {method!r} and dispersion.enabled is true, but a baseline is what dispersion is compared with: "
-            "set dispersion.enabled = false, or baseline.with_dispersion = true to train with both"
+            f"baseline.method is {method!r} and dispersion.enabled is true, but a baseline is what dispersion is "
+            "compared with: set dispersion.enabled = false, or baseline.with_dispersion = true to train with both"
         )
     if section.with_dispersion and not (method != "none" and dispersion):
         raise ConfigError(
@@ -46,16 +49,20 @@ def check_baseline(job_config: JobConfig) -> None:
     if not 0 <= section.forget_warmup < 1:
         raise ConfigError(f"baseline.forget_warmup is {section.forget_warmup}, expected a number in [0, 1)")
     steps = job_config.training.steps
-    # A preflight takes one step.
+    # A preflight takes one step, and no upper limit applies to it.
     if method == "active_forgetting" and not 2 <= section.forget_every < (steps if steps > 1 else math.inf):
         raise ConfigError(
-            f"baseline.forget_every is {section.forget_every}, expected 2 or more steps, but fewer than the {steps} of the run, "
-            "at whose end nothing is forgotten"
+            f"baseline.forget_every is {section.forget_every}, expected 2 or more steps, but fewer than the {steps} of "
+            "the run: nothing is forgotten after its last step"
         )
 
 
 def build_noise(job_config: JobConfig, parallel_dims: ParallelDims, step: Callable[[], int]) -> NoisyEmbedding:
-    """This rank's part of noisy_embedding. Args: step: → optimizer steps completed."""
+    """Return this rank's part of noisy_embedding.
+
+    Args:
+        step: returns the number of completed optimizer steps.
+    """
     dp = parallel_dims.dp_replicate * parallel_dims.dp_shard
     batch, tp = parallel_dims.get_optional_mesh("batch"), parallel_dims.get_optional_mesh("tp")
     slots = slot_count(job_config, dp)
@@ -76,12 +83,16 @@ def build_noise(job_config: JobConfig, parallel_dims: ParallelDims, step: Callab
 def build_forgetting(
     inner: OptimizersContainer, job_config: JobConfig, step: Callable[[], int]
 ) -> ForgettingOptimizers:
-    """TorchTitan's optimizers with active_forgetting. Args: step: → optimizer steps completed."""
+    """Return TorchTitan's optimizers with active_forgetting.
+
+    Args:
+        step: returns the number of completed optimizer steps.
+    """
     section = job_config.baseline  # type: ignore[attr-defined]
     return ForgettingOptimizers(inner, section.forget_lr, section.forget_every, job_config.debug.seed or 0, step)
 
 
 def build_forgetting_schedule(schedulers: LRSchedulersContainer, job_config: JobConfig) -> LRSchedulersContainer:
-    """TorchTitan's schedule, and the embedding's own."""
+    """Return TorchTitan's schedule, with the embedding's own schedule added."""
     section = job_config.baseline  # type: ignore[attr-defined]
     return with_own_schedule(schedulers, section.forget_every, section.forget_warmup)

@@ -1,4 +1,4 @@
-"""``titan-disp …``: thin; each subcommand calls one function of a room."""
+"""This module is the command line ``titan-disp …``. Each subcommand calls one function of another module."""
 
 import os
 import sys
@@ -8,23 +8,23 @@ from typing import Annotated, Literal
 
 import tyro
 
-from titan_disp.errors import EXIT_CODE, ConfigError
+from titan_disp.errors import EXIT_CODE, ConfigError, UserError
 
 app = tyro.extras.SubcommandApp()
 
 
 @app.command(name="sample-data")
 def sample_data(folder: Annotated[Path, tyro.conf.Positional], vocab_size: int = 2048) -> None:
-    """Write a C4-shaped sample corpus and a SentencePiece tokenizer from the texts of this Python installation.
+    """Write a small corpus in C4's format and a SentencePiece tokenizer, made from texts of this Python installation.
 
     Args:
-        folder: where to write; an earlier sample there is kept as it is.
-        vocab_size: pieces of the tokenizer.
+        folder: folder to write to. An earlier sample in it is kept unchanged.
+        vocab_size: number of pieces of the tokenizer.
     """
     from titan_disp.data.sample import is_complete, write_sample
 
     if is_complete(folder):
-        print(f"{folder} holds the sample corpus already")
+        print(f"{folder} already holds the sample corpus")
         return
     try:
         counts = write_sample(folder, vocab_size)
@@ -37,7 +37,7 @@ def sample_data(folder: Annotated[Path, tyro.conf.Positional], vocab_size: int =
 
 
 data = tyro.extras.SubcommandApp()
-app.command(data, name="data", help="Look into the data stream; fetch data.")
+app.command(data, name="data", help="Inspect the data stream, or download data.")
 
 
 @data.command(name="digest")
@@ -50,16 +50,16 @@ def data_digest(
     resume_ranks: tuple[int, ...] = (),
     json: bool = False,
 ) -> None:
-    """Drive the real loaders of N ranks without a model and print one sha256 per global batch.
+    """Run the data loaders of N ranks without a model, and print one sha256 per global batch.
 
     Args:
         config: TOML file.
-        overrides: TorchTitan's options, such as --training.dataset_path DIR --stream.prefetch 0.
-        steps: global batches.
-        ranks: data-parallel ranks.
-        resume_at: steps at which all ranks stop and others resume from their positions.
-        resume_ranks: how many, at each of them.
-        json: print one JSON object (hashes, bytes_read, files_read, read_amplification, counters) and nothing else.
+        overrides: options for any keys of the config, such as --training.dataset_path DIR --stream.prefetch 0.
+        steps: number of global batches.
+        ranks: number of data-parallel ranks.
+        resume_at: steps after which all ranks stop, and new ranks resume from the saved positions.
+        resume_ranks: number of ranks after each of these stops.
+        json: print only one JSON object, with hashes, bytes_read, files_read, read_amplification and counters.
     """
     import dataclasses
     from json import dumps
@@ -73,7 +73,8 @@ def data_digest(
         or any(j > steps for j in resume_at)
     ):
         raise ConfigError(
-            "--resume-at and --resume-ranks need as many numbers, the steps ascending and at most --steps"
+            f"--resume-at is {list(resume_at)} and --resume-ranks is {list(resume_ranks)}, expected lists of equal "
+            f"length, with ascending steps up to --steps {steps}"
         )
     job_config = load_config(["--job.config_file", config, *overrides])
     result = digest(job_config, steps, [(0, ranks), *zip(resume_at, resume_ranks, strict=True)])
@@ -96,22 +97,26 @@ def data_fetch(
     split: Literal["both", "train", "validation"] = "both",
     workers: int = 4,
 ) -> None:
-    """Mirror C4 or another data set from the Hugging Face hub, with resume and a check of every file's size and sha256.
+    """Download C4 or another data set from the Hugging Face hub, and check each file's size and sha256.
+
+    An interrupted download is resumed by the same command.
 
     Args:
-        folder: root of the mirror: training.dataset_path of later runs.
-        dataset: training.dataset of later runs: c4, or hf:OWNER/NAME, hf:OWNER/NAME:CONFIGURATION,
-            hf:OWNER/NAME:CONFIGURATION:SPLIT.
-        shards: of the train files, or of the only split's, such as 0-63 or 0-3,17; default: all (of C4 1024, about 327 GB).
-        split: which files, unless the data set's name says it; both: the validation split too, if there is one.
-        workers: downloads at a time.
+        folder: root folder of the copy. Set training.dataset_path to it in later runs.
+        dataset: c4, hf:OWNER/NAME, hf:OWNER/NAME:CONFIGURATION or hf:OWNER/NAME:CONFIGURATION:SPLIT. Set
+            training.dataset to the same name in later runs.
+        shards: numbers of the training files, such as 0-63 or 0-3,17. If the data set has a single split, its files are
+            meant. The default is all files (C4 has 1024, about 327 GB).
+        split: split to download, unless the data set's name includes it. "both" also downloads the validation split, if
+            there is one.
+        workers: number of parallel downloads.
     """
     from titan_disp.data.mirror import fetch, parse_shards
 
     left = fetch(folder, dataset, split, parse_shards(shards), workers)
     if left:
         print("\n".join(left), file=sys.stderr)
-        raise ConfigError(f"{len(left)} files are missing or damaged; the same command goes on where this one stopped")
+        raise ConfigError(f"{len(left)} files are missing or damaged; run the same command again to fetch them")
     print(f"{folder} is complete: training.dataset = {dataset!r}, training.dataset_path = {str(folder)!r}")
 
 
@@ -121,14 +126,15 @@ def train(
     overrides: Annotated[tuple[str, ...], tyro.conf.Positional] = (),
     nproc: int | None = None,
 ) -> None:
-    """Train on this machine: torchrun around ``-m titan_disp.train``.
+    """Train on this machine: run titan_disp.train under torchrun.
 
-    titan-disp config lists the keys that the file and the options can set; so does docs/configuration.md.
+    titan-disp config and docs/configuration.md list the keys that the file and the options can set.
 
     Args:
         config: TOML file.
-        overrides: any keys of the config, such as --training.steps 20 --dispersion.no-enabled --dispersion.layers 1 2.
-        nproc: ranks; default: one per GPU, or 1 without.
+        overrides: options for any keys of the config, such as --training.steps 20 --dispersion.no-enabled
+            --dispersion.layers 1 2.
+        nproc: number of ranks. The default is one per GPU, or 1 without a GPU.
     """
     from titan_disp.launch import launch
 
@@ -137,17 +143,17 @@ def train(
 
 @app.command
 def config(name: Annotated[str | None, tyro.conf.Positional] = None, markdown: bool = False) -> None:
-    """Print the keys of the config with their types, defaults and descriptions. Imports no PyTorch.
+    """Print the keys of the config with their types, defaults and descriptions. This does not import PyTorch.
 
     Args:
-        name: a section such as dispersion, or a key such as dispersion.coeff or seq_len, of titan-disp or TorchTitan; default:
-            all of titan-disp's keys and the most used ones of TorchTitan.
+        name: a section such as dispersion, or a key such as dispersion.coeff or seq_len, of titan-disp or TorchTitan.
+            The default is all keys of titan-disp and the most common ones of TorchTitan.
         markdown: print the page docs/configuration.md.
     """
     from titan_disp import config_reference
 
     if markdown and name is not None:
-        raise ConfigError("--markdown prints the whole page: leave the name out")
+        raise ConfigError("--markdown prints the whole page: leave out the name")
     print(config_reference.markdown() if markdown else config_reference.reference(name) + "\n", end="", flush=True)
 
 
@@ -165,21 +171,23 @@ def plan(
     strict: bool = False,
     json: bool = False,
 ) -> None:
-    """What a run will be, before it is queued: mesh, batches, steps, bytes, FLOPs, days. Needs no data, tokenizer or GPU.
+    """Predict a run's mesh, batches, steps, bytes, FLOPs and days before it is queued. Needs no data, tokenizer or GPU.
 
     Args:
         config: TOML file.
-        overrides: TorchTitan's options, such as --training.local_batch_size 3.
-        nodes: of the cluster.
-        gpus_per_node: ranks per node; on MI250X, one per GCD.
+        overrides: options for any keys of the config, such as --training.local_batch_size 3.
+        nodes: number of nodes.
+        gpus_per_node: GPUs and ranks per node. On MI250X, each GCD counts as a GPU.
         gpu: A100, H100, H200, MI250X-GCD or MI300X.
-        mfu: fraction of the GPU's bf16 peak that training reaches.
-        node_bandwidth: GB/s that a GPU sends to others of its node; default: the vendor's peak (titan_disp/cluster/hardware.py).
-        network_bandwidth: GB/s that a GPU sends to other nodes; default: one 400 Gb/s card per H100, H200 or MI300X, 200 Gb/s per
-            A100, 100 Gb/s per MI250X-GCD. slurm/preflight.sbatch measures a whole node's: divide it by the node's GPUs.
-        storage_bandwidth: GB/s that all ranks together write to the run folder; the default is a guess.
-        strict: missing data or tokenizer is an error, not a warning.
-        json: print one JSON object and nothing else.
+        mfu: fraction of the GPU's bf16 peak that training is assumed to reach.
+        node_bandwidth: GB/s that a GPU sends to others of its node. The default is the vendor's peak
+            (titan_disp/cluster/hardware.py).
+        network_bandwidth: GB/s that a GPU sends to other nodes. The default is 400 Gb/s per H100, H200 or MI300X, 200
+            Gb/s per A100, and 100 Gb/s per MI250X-GCD. slurm/preflight.sbatch measures the bandwidth of a whole node:
+            divide it by the number of the node's GPUs.
+        storage_bandwidth: GB/s that all ranks together write to the run folder. The default is a guess.
+        strict: fail if data or the tokenizer is missing, rather than warn.
+        json: print only one JSON object.
     """
     import dataclasses
     from json import dumps
@@ -211,16 +219,17 @@ def preflight(
     flavor: str | None = None,
     seq_len: int | None = None,
 ) -> None:
-    """One real step of rank 0 of the config's mesh, here, with fake communication and synthetic tokens.
+    """Run one real step of rank 0 of the config's mesh on this machine, with fake communication and random tokens.
 
-    Without a GPU the model and the sequence are small; what was reduced is said. For nodes: slurm/preflight.sbatch.
+    Without a GPU, the model and the sequences are small. The report lists all changes to the config.
+    slurm/preflight.sbatch checks the nodes of a cluster.
 
     Args:
         config: TOML file.
-        overrides: TorchTitan's options.
-        ranks: of the whole job.
-        flavor: of the model; default: the config's on a GPU, a small one without.
-        seq_len: tokens per sequence; default: the config's on a GPU, 128 without.
+        overrides: options for any keys of the config.
+        ranks: number of ranks of the whole job.
+        flavor: flavor of the model. The default is the config's on a GPU, and a small one without a GPU.
+        seq_len: tokens per sequence. The default is the config's on a GPU, and about 128 without a GPU.
     """
     from titan_disp.cluster.preflight import preflight as run
 
@@ -238,16 +247,16 @@ def submit(
     sbatch: tuple[str, ...] = (),
     dry_run: bool = False,
 ) -> None:
-    """Print the plan, then submit slurm/pretrain.sbatch (or print the command).
+    """Print the plan, then submit slurm/pretrain.sbatch to SLURM.
 
     Args:
         config: TOML file.
-        overrides: TorchTitan's options.
-        nodes: of the job.
-        gpus_per_node: GPUs of each, asked of SLURM; 0: ask for none (nodes without GPUs).
-        gpu: for the plan's days and memory, see titan-disp plan.
-        site: file of slurm/sites, without .sh, or a path.
-        sbatch: further options for sbatch without their dashes, such as --sbatch time=24:00:00 account=abc partition=gpu.
+        overrides: options for any keys of the config.
+        nodes: number of nodes.
+        gpus_per_node: GPUs to request per node. 0 requests none, for nodes without GPUs.
+        gpu: kind of GPU for the plan's days and memory (titan-disp plan lists them).
+        site: name of a file in slurm/sites without .sh, or a path.
+        sbatch: further options for sbatch without dashes, such as --sbatch time=24:00:00 account=abc partition=gpu.
         dry_run: print the command instead of running it.
     """
     from titan_disp.cluster.submit import submit as run
@@ -261,6 +270,7 @@ def condensation(
     out: Path,
     text: Path | None = None,
     dataset: str | None = None,
+    text_field: str = "text",
     sequences: int = 32,
     max_length: int = 512,
     seed: int = 0,
@@ -275,30 +285,35 @@ def condensation(
     dtype: Literal["float32", "bfloat16", "float16", "auto"] = "float32",
     trust_remote_code: bool = False,
 ) -> None:
-    """How condensed the embeddings of trained models are, by layer and on the same text: numbers and pictures.
+    """Measure the condensation of trained models, layer by layer on the same text, and draw it.
 
-    As the paper measures: --sequences 100 --contiguous --special-tokens.
+    Use --sequences 100 --contiguous --special-tokens to measure as in the paper.
 
     Args:
         targets: RUN (its newest checkpoint), RUN/STEP, a folder of a Hugging Face causal language model, or MODEL or
-            MODEL@REVISION of the Hugging Face hub, such as gpt2: where the hub does not answer, from the local cache. Several
-            revisions of a model are drawn over training.
-        out: folder for NAME.npz, metrics.json, metrics.csv and the pictures; files of the same names are overwritten.
-        text: plain UTF-8 text, or documents in .json.gz, .jsonl, .parquet, …
-        dataset: instead of text: a folder as of training.dataset_path, whose validation split is taken, or a glob, or hf:….
-        sequences: how many, a random sample.
-        max_length: tokens of a sequence; fewer where a model has fewer positions.
-        seed: of the sample.
-        contiguous: each sequence is the text from a random place on, rather than cut from shuffled pieces that are joined.
-        special_tokens: keep those that a tokenizer puts before or after a text, in every sequence.
-        all_steps: all checkpoints of each RUN.
-        family: NAME=MODEL,MODEL,… of several sizes: ρ and τ are drawn against the number of parameters. Measured like targets.
-        pair: BASE,MODEL such as a base model and a distilled one: ρ and τ are drawn beside each other. Measured like targets.
-        tokenizer: folder of a tokenizer to use instead of each model's own.
-        batch_size: sequences at a time.
-        device: cpu, cuda, cuda:1, or auto: spread a Hugging Face model over all GPUs (needs accelerate).
-        dtype: of weights and activations; auto: as they were saved. Cosines are float64 in any case.
-        trust_remote_code: run Python code that comes with a model which transformers does not know by itself.
+            MODEL@REVISION of the Hugging Face hub, such as gpt2. If the hub does not answer, the local cache is used.
+            Several revisions of a model are drawn over training.
+        out: folder for NAME.npz, metrics.json, metrics.csv and the pictures. Files of the same names are overwritten.
+        text: file of plain UTF-8 text, or of documents in .json.gz, .jsonl, .parquet, …
+        dataset: replaces --text: a folder as for training.dataset_path, whose validation split is used, a glob, or
+            hf:….
+        text_field: field of JSON documents, and column of Parquet files, that holds the text, as stream.text_field of a run.
+        sequences: number of randomly sampled sequences.
+        max_length: tokens per sequence, or fewer if a model has fewer positions.
+        seed: seed of the sample.
+        contiguous: start each sequence at a random place of the text. By default, sequences are cut from shuffled,
+            joined pieces of it.
+        special_tokens: give each sequence the special tokens that the tokenizer puts around a text.
+        all_steps: measure all checkpoints of each RUN.
+        family: NAME=MODEL,MODEL,… for models of several sizes. They are measured like targets, and ρ and τ are drawn
+            against the number of parameters.
+        pair: BASE,MODEL for two models to compare, such as a base model and a distilled one. They are measured like
+            targets, and ρ and τ are drawn side by side.
+        tokenizer: folder of a tokenizer that replaces each model's own.
+        batch_size: sequences per forward pass.
+        device: cpu, cuda, cuda:1, or auto, which spreads a Hugging Face model over all GPUs (needs accelerate).
+        dtype: dtype of weights and activations; auto keeps the saved one. Cosines are computed in float64.
+        trust_remote_code: run the Python code that comes with a model if transformers does not know the model.
     """
     from titan_disp.inspection.condensation import Sampling
     from titan_disp.inspection.condensation import condensation as run
@@ -318,6 +333,7 @@ def condensation(
         device=device,
         dtype=dtype,
         trust_remote_code=trust_remote_code,
+        text_field=text_field,
     )
 
 
@@ -326,12 +342,14 @@ def report(
     runs: Annotated[tuple[str, ...], tyro.conf.Positional],
     out: Path = Path("report.html"),
 ) -> None:
-    """One HTML page about one run, or several to compare: losses, condensation, restarts, configs. Also while they train.
+    """Write an HTML page that shows or compares the losses, condensation, restarts and configs of runs.
+
+    The runs may still be training.
 
     Args:
-        runs: run folders (job.dump_folder), or NAME=RUN,RUN,… for seeds of one condition, which curves show as a mean in a band.
-            Runs whose configs differ in their seeds only are such seeds without being told.
-        out: the page; it needs no other file and no network.
+        runs: run folders (job.dump_folder), or NAME=RUN,RUN,… for several seeds of one condition. Curves show their
+            mean in a band. Runs whose configs differ only in their seeds are grouped automatically.
+        out: file of the page, which needs no other file and no network.
     """
     from titan_disp.report.page import write_report
 
@@ -347,30 +365,30 @@ def export(
     max_shard_size: str = "5GB",
     tokenizer: Path | None = None,
 ) -> None:
-    """Write a run's model as a Hugging Face folder: safetensors, config, tokenizer, model card. Needs no GPU.
+    """Export a run's model to a Hugging Face folder with safetensors, config, tokenizer and model card. Needs no GPU.
 
     Args:
         target: RUN (its newest checkpoint) or RUN/STEP.
-        dest: the folder to write; must not exist, or be empty.
-        dtype: of the weights.
-        max_shard_size: of one safetensors file.
-        tokenizer: the tokenizer's folder, where the run's config does not lead to it from here.
+        dest: folder to write. It must be empty or not exist.
+        dtype: dtype of the weights.
+        max_shard_size: largest size of one safetensors file.
+        tokenizer: folder of the tokenizer, if the path in the run's config does not exist here.
     """
-    from titan_disp.results.export import export as run
+    from titan_disp.export.export import export as run
 
     saved = run(target, dest, dtype, max_shard_size, tokenizer)
-    print(f"{saved.name} is in {dest}: AutoModelForCausalLM.from_pretrained({str(dest)!r})")
+    print(f"{saved.name} is in {dest}: load it with AutoModelForCausalLM.from_pretrained({str(dest)!r})")
 
 
 @app.command
 def checkpoint(run: Annotated[Path, tyro.conf.Positional], step: int | None = None) -> None:
-    """List a run's checkpoints and read them whole to verify them. Needs no GPU; the run may be training.
+    """List a run's checkpoints and verify all of their bytes. Needs no GPU. The run may be training.
 
-    The exit status is 1 where a checkpoint is damaged; one that a run has moved aside (damaged-N) is none any more.
+    The exit status is 1 if a checkpoint is damaged. Checkpoints that a run has set aside (damaged-N) do not count.
 
     Args:
         run: the run's folder (job.dump_folder).
-        step: only this one; default: all.
+        step: step of the only checkpoint to verify. The default is all checkpoints.
     """
     from titan_disp.run.inventory import inventory
 
@@ -391,18 +409,18 @@ def generate(
     seed: int = 0,
     tokenizer: Path | None = None,
 ) -> None:
-    """Continue a text with a run's model, or an exported one, on the CPU.
+    """Continue a text on the CPU with the model of a run or an exported model.
 
     Args:
         target: RUN (its newest checkpoint), RUN/STEP, or a Hugging Face folder.
-        prompt: the beginning; "" for a new document.
-        max_new_tokens: at most; the sequence length of training ends the text too.
-        temperature: 0 takes the most probable token every time.
-        top_k: sample among so many most probable tokens; 0: all.
-        seed: of the sampling.
-        tokenizer: the tokenizer's folder, where the run's config does not lead to it from here.
+        prompt: beginning of the text; "" begins a new document.
+        max_new_tokens: most tokens to generate. The text also ends at the sequence length of training.
+        temperature: temperature of the sampling; 0 always takes the most probable token.
+        top_k: number of most probable tokens to sample from; 0 means all.
+        seed: seed of the sampling.
+        tokenizer: folder of the tokenizer, if the path in the run's config does not exist here.
     """
-    from titan_disp.results.generate import generate as run
+    from titan_disp.export.generate import generate as run
 
     print(run(target, prompt, max_new_tokens, temperature, top_k, seed, tokenizer))
 
@@ -421,22 +439,24 @@ def evaluate(
     out: Path = Path("evaluation"),
     protocol: Literal["paper", "authors-qwen3", "authors-gpt2"] = "paper",
 ) -> None:
-    """Run lm-evaluation-harness on models and compare all with the first one, document by document, and over seeds.
+    """Run lm-evaluation-harness on models, and compare them with the first one document by document and over seeds.
 
     Args:
-        models: folders of Hugging Face models, as titan-disp export writes them, models of the hub, RUN or RUN/STEP; or
-            NAME=MODEL,MODEL,… for several seeds of one condition. The first is what others are compared with.
-        tasks: names of the harness's tasks, groups or tags; paper: the ten of arXiv 2602.00217.
-        limit: documents per task (of MMLU: per subject), the first ones; default: the protocol's.
-        num_fewshot: examples in the prompt; default: the protocol's in the paper's ten, or the task's own.
-        batch_size: auto: the largest that fits on a GPU, 8 on a CPU.
-        device: such as cpu or cuda:1; default: the GPU where there is one.
-        dtype: of the weights; auto: as they were saved.
-        seed: of the choice of examples.
-        include_path: folder with task files of your own.
-        out: folder for results.json, samples.jsonl, table.md and table.csv; must not hold an earlier evaluation.
-        protocol: documents and examples of the paper's ten tasks. paper: all documents, five examples or none. As the authors'
-            scripts: authors-qwen3: 200 documents, five examples or none; authors-gpt2: 500 documents, one example or none.
+        models: folders of Hugging Face models, such as titan-disp export writes, models of the hub, RUN or RUN/STEP, or
+            NAME=MODEL,MODEL,… for several seeds of one condition. The others are compared with the first one.
+        tasks: names of the harness's tasks, groups or tags. "paper" stands for the ten tasks of arXiv 2602.00217.
+        limit: number of first documents per task (for MMLU, per subject). The default is the protocol's.
+        num_fewshot: examples in the prompt. The default is the protocol's for the paper's ten tasks, or else the task's
+            own.
+        batch_size: sequences per batch. auto takes the largest batch that fits on a GPU, or 8 on a CPU.
+        device: a device such as cpu or cuda:1. The default is the GPU, or the CPU without one.
+        dtype: dtype of the weights; auto keeps the saved one.
+        seed: seed for the choice of examples.
+        include_path: folder with your own task files.
+        out: folder for results.json, samples.jsonl, table.md and table.csv. It must not hold an earlier evaluation.
+        protocol: number of documents and examples for the paper's ten tasks. "paper" takes all documents, and five
+            examples or none. The authors' scripts have two protocols: "authors-qwen3" takes 200 documents, and five
+            examples or none; "authors-gpt2" takes 500 documents, and one example or none.
     """
     from titan_disp.evaluate.evaluation import evaluate as run
 
@@ -447,7 +467,7 @@ sweep = tyro.extras.SubcommandApp()
 app.command(
     sweep,
     name="sweep",
-    help="Many runs from one file: train or submit them (sweep FILE), and compare them (sweep table FILE).",
+    help="Train or submit many runs from one file (sweep FILE), and compare them (sweep table FILE).",
 )
 
 
@@ -464,20 +484,21 @@ def sweep_run(
     sbatch: tuple[str, ...] = (),
     dry_run: bool = False,
 ) -> None:
-    """Train all points of a sweep that are not finished, here or as an array of SLURM jobs. Also written titan-disp sweep FILE.
+    """Train all unfinished points of a sweep on this machine, or submit them as an array of SLURM jobs.
 
-    The same command goes on where an earlier one stopped. The exit status is 0 once all points are finished, or submitted.
+    A point is one run of the sweep. titan-disp sweep FILE is short for this command. Run it again to continue after an
+    interruption. The exit status is 0 if all points are finished or submitted.
 
     Args:
-        file: the sweep's TOML file (docs/sweeps.md).
-        jobs: points at a time; with --submit, tasks of the array at a time.
-        nproc: ranks of each point, on this machine.
-        submit: submit an array of jobs (slurm/sweep.sbatch) instead of training here. The options below are for it.
-        nodes: of each point.
-        gpus_per_node: GPUs of each, asked of SLURM; 0: ask for none (nodes without GPUs).
-        gpu: for the plan's days and memory, see titan-disp plan.
-        site: file of slurm/sites, without .sh, or a path.
-        sbatch: further options for sbatch without their dashes, such as --sbatch time=24:00:00 account=abc cpus-per-task=8.
+        file: TOML file of the sweep (docs/sweeps.md).
+        jobs: number of points that train at the same time. With --submit, number of tasks of the array.
+        nproc: ranks per point on this machine.
+        submit: submit an array of jobs (slurm/sweep.sbatch) instead of training here. The options below apply to it.
+        nodes: nodes per point.
+        gpus_per_node: GPUs to request per node. 0 requests none, for nodes without GPUs.
+        gpu: kind of GPU for the plan's days and memory (titan-disp plan lists them).
+        site: name of a file in slurm/sites without .sh, or a path.
+        sbatch: further options for sbatch without dashes, such as --sbatch time=24:00:00 account=abc cpus-per-task=8.
         dry_run: print the command instead of running it.
     """
     from titan_disp.sweeps.definition import read_sweep
@@ -501,15 +522,19 @@ def sweep_table(
     metric: str | None = None,
     out: Path | None = None,
 ) -> None:
-    """Compare a sweep's points: means over seeds, and differences to one of them, paired by seed. Also while they train.
+    """Compare the points of a sweep: means over seeds, and differences to one point, paired by seed.
+
+    The runs may still be training.
 
     Args:
-        file: the sweep's TOML file.
-        against: the point (without its seed) that the others are compared with; default: the file's sweep.against, if it has one.
-        metric: of each run after its last step: validation, cross_entropy, ce, loss, dispersion, grad_norm, spearman, kendall, or
-            mean_cosine, std_cosine, mean_angle, effective_rank, each with a part such as mean_cosine.middle_blocks. Default:
-            the first of validation, cross_entropy and ce that a run has.
-        out: folder for table.md, table.csv, values.csv and table.png; default: the sweep's.
+        file: TOML file of the sweep.
+        against: name of the point, without its seed, that the others are compared with. The default is the file's
+            sweep.against. Without either, there is no comparison.
+        metric: metric of each run after its last step: validation, cross_entropy, ce, loss, dispersion, grad_norm,
+            spearman or kendall; or mean_cosine, std_cosine, mean_angle or effective_rank, each with a part such as
+            mean_cosine.middle_blocks. The default is the file's sweep.metric, or else the first of validation,
+            cross_entropy and ce that a run has.
+        out: folder for table.md, table.csv, values.csv and table.png. The default is the sweep's folder.
     """
     from titan_disp.sweeps.definition import read_sweep
     from titan_disp.sweeps.table import write_table
@@ -518,9 +543,9 @@ def sweep_table(
 
 
 def _split_overrides(argv: Sequence[str]) -> list[str]:
-    """Everything dotted is TorchTitan's: moved behind ``--`` so that tyro takes it as it stands.
+    """Move options for keys of the config behind ``--``, so that tyro passes them on unchanged.
 
-    A word that is no option (``0.5``, ``-1``) belongs to the option before it.
+    These options have a dot in their name. A word that is not an option (``0.5``, ``-1``) belongs to the previous one.
     """
     own: list[str] = []
     theirs: list[str] = []
@@ -540,12 +565,11 @@ def main() -> None:
         argv = ["sweep", "run", *argv[1:]]
     try:
         app.cli(prog="titan-disp", args=argv)
-    except ConfigError as error:
+    except UserError as error:
         print(f"titan-disp: error: {error}", file=sys.stderr)
         sys.exit(EXIT_CODE)
-    except (
-        BrokenPipeError
-    ):  # titan-disp config | head: nobody reads on. Python would complain once more when it closes stdout
+    except BrokenPipeError:
+        # In `titan-disp config | head`, head stops reading. Python would print an error when it closes stdout at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
 

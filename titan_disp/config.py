@@ -1,7 +1,8 @@
-"""Read a TOML config and command-line overrides through TorchTitan's ConfigManager, with errors a user can act on."""
+"""This module reads a TOML config and command-line options through TorchTitan's ConfigManager, with helpful errors."""
 
+import contextlib
 import dataclasses
-import difflib
+import logging
 import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -9,15 +10,16 @@ from typing import Any
 import tomli
 import typeguard
 from torchtitan.config import ConfigManager, JobConfig
+from torchtitan.tools.logging import logger
 
-from titan_disp.errors import ConfigError
+from titan_disp.errors import ConfigError, did_you_mean
 from titan_disp.spelling import check_spelling
 
 MODULE = "titan_disp.job_config"
 
 
 def _option(argv: Sequence[str], *names: str) -> str | None:
-    """The value of ``--name value`` or ``--name=value``; hyphens and underscores are the same, as in tyro."""
+    """Return the value of ``--name value`` or ``--name=value``. Hyphens and underscores are the same, as in tyro."""
     for i, arg in enumerate(argv):
         key, equals, value = arg.partition("=")
         if key.replace("-", "_") in {f"__{name}" for name in names}:
@@ -26,10 +28,10 @@ def _option(argv: Sequence[str], *names: str) -> str | None:
 
 
 def read_toml(path: str) -> dict[str, Any]:
-    """A TOML file.
+    """Return the content of a TOML file.
 
     Raises:
-        ConfigError: it cannot be read, or is not valid.
+        ConfigError: the file cannot be read, or is not valid TOML.
     """
     try:
         with open(path, "rb") as file:
@@ -44,8 +46,7 @@ def _unknown_keys(toml: dict[str, Any], default: Any, prefix: str = "") -> Itera
     known = {f.name for f in dataclasses.fields(default)}
     for key, value in toml.items():
         if key not in known:
-            close = difflib.get_close_matches(key, known, n=1)
-            yield f"{prefix}{key}" + (f" (did you mean {prefix}{close[0]}?)" if close else "")
+            yield f"{prefix}{key}{did_you_mean(key, known, prefix=prefix)}"
         elif dataclasses.is_dataclass(getattr(default, key)):
             if isinstance(value, dict):
                 yield from _unknown_keys(value, getattr(default, key), f"{prefix}{key}.")
@@ -67,16 +68,34 @@ def _check_types(config: Any, prefix: str = "") -> None:
             raise ConfigError(f"{prefix}{f.name} is {value!r}, expected a number")
 
 
+@contextlib.contextmanager
+def _no_word_on_hf_assets() -> Iterator[None]:
+    """Drop TorchTitan's warning of a tokenizer's folder that does not exist, which is mostly its own default.
+
+    Commands that need the folder say that it is missing, and what to do.
+    """
+
+    def is_other(record: logging.LogRecord) -> bool:
+        return not record.getMessage().startswith("HF assets path ")
+
+    logger.addFilter(is_other)
+    try:
+        yield
+    finally:
+        logger.removeFilter(is_other)
+
+
+@_no_word_on_hf_assets()
 def load_config(argv: Sequence[str]) -> JobConfig:
-    """The merged config: command line over TOML over defaults.
+    """Return the merged config: the command line takes precedence over the TOML file, and that over defaults.
 
     Args:
-        argv: TorchTitan's arguments, ``--job.config_file X`` among them. The [dispersion] section is known whether or not
-            the TOML names ``job.custom_config_module``.
+        argv: TorchTitan's arguments, including ``--job.config_file X``. The [dispersion] section is known whether or
+            not the TOML file sets ``job.custom_config_module``.
 
     Raises:
-        ConfigError: no such file, invalid TOML, unknown keys, values of the wrong type, options written as in TOML.
-        SystemExit: bad command-line option; tyro has printed what it expected.
+        ConfigError: no such file, invalid TOML, unknown keys, values of the wrong type, or options written as in TOML.
+        SystemExit: a bad command-line option, for which tyro has printed what it expected.
     """
     argv = list(argv)
     path = _option(argv, "job.config_file")
@@ -84,8 +103,7 @@ def load_config(argv: Sequence[str]) -> JobConfig:
     if not _option(argv, "job.custom_config_module") and "custom_config_module" not in toml.get("job", {}):
         argv += ["--job.custom_config_module", MODULE]
     module = _option(argv, "job.custom_config_module") or toml["job"]["custom_config_module"]
-    # Only its keys are looked at. A folder that exists keeps TorchTitan from warning of its default tokenizer.
-    known = ConfigManager().parse_args(["--job.custom_config_module", module, "--model.hf_assets_path", "."])
+    known = ConfigManager().parse_args(["--job.custom_config_module", module])  # only its keys are used
     if unknown := list(_unknown_keys(toml, known)):
         raise ConfigError(f"unknown key in {path!r}: {', '.join(unknown)}")
     if toml.get("stream", {}).get("sources") == []:
@@ -93,7 +111,7 @@ def load_config(argv: Sequence[str]) -> JobConfig:
     check_spelling(argv, known)
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)  # tyro's, about types that _check_types refuses below
+            warnings.simplefilter("ignore", UserWarning)  # tyro warns about types that _check_types refuses below
             config = ConfigManager().parse_args(argv)
     except ConfigError:
         raise

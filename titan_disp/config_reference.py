@@ -1,11 +1,11 @@
-"""What ``titan-disp config`` prints and ``docs/configuration.md`` holds: every key with its type, default and description.
+"""``titan-disp config`` and ``docs/configuration.md`` list every key with its type, default and description.
 
-All of it is read from the source code of ``titan_disp/job_config.py`` and of TorchTitan's, where a description is the string
-below a field. Neither is imported, so that this takes a fraction of a second rather than the many seconds of PyTorch.
+They are read from the source code of ``titan_disp/job_config.py`` and of TorchTitan's, where a description is the
+string below a field. Neither module is imported, so that this takes a fraction of a second and not the many seconds of
+PyTorch.
 """
 
 import ast
-import difflib
 import importlib.util
 import json
 import textwrap
@@ -13,61 +13,70 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from titan_disp.errors import ConfigError
+from titan_disp.errors import ConfigError, did_you_mean
 
-# TorchTitan's keys that the files in train_configs set (tests/test_config_reference.py), as titan-disp takes them.
+# TorchTitan's keys that the files in train_configs set (tests/test_config_reference.py), with their meaning in
+# titan-disp.
 USED = {
-    "job.dump_folder": "The run folder: checkpoints, metrics, logs. A run that is started again in it resumes.",
+    "job.dump_folder": "The run folder: checkpoints, metrics and logs. A run that is started again in it resumes.",
     "job.description": "A line for the log.",
-    "job.custom_config_module": 'Module with more keys: "titan_disp.job_config", which titan_disp.train takes by default.',
+    "job.custom_config_module": 'Module with more keys. titan_disp.train uses "titan_disp.job_config" by default.',
     "experimental.custom_import": 'Module to import first: "titan_disp.plugin", which registers the models.',
     "model.name": '"qwen3_disp" or "gpt2_disp".',
     "model.flavor": "The size, such as nano, 0.6B or 124M.",
-    "model.hf_assets_path": "Folder of the tokenizer, and of the weights where checkpoint.initial_load_in_hf asks for them.",
+    "model.hf_assets_path": "Folder of the tokenizer, and of the weights if checkpoint.initial_load_in_hf is true.",
     "training.dataset": '"c4", "text" (any documents at dataset_path) or "hf:OWNER/NAME…": docs/data.md.',
-    "training.dataset_path": "Folder, file or glob of the documents. Unset: streamed from the hub.",
+    "training.dataset_path": "Folder, file or glob of the documents. Unset: they are streamed from the hub.",
     "training.seq_len": "Tokens per sequence.",
-    "training.local_batch_size": "Sequences per microbatch of a data-parallel rank.",
-    "training.global_batch_size": "Sequences per step, accumulated as needed. -1: local_batch_size × data-parallel ranks.",
-    "training.max_norm": "Gradients are clipped to this norm.",
-    "training.dtype": "Of weights and optimizer states. float32 with mixed precision is the usual choice.",
-    "training.mixed_precision_param": "Of weights and activations in forward and backward.",
-    "training.mixed_precision_reduce": "Of gradients while they are summed over ranks.",
+    "training.local_batch_size": "Sequences per microbatch on a data-parallel rank.",
+    "training.global_batch_size": (
+        "Sequences per step. Gradients are accumulated as needed. -1: local_batch_size × data-parallel ranks."
+    ),
+    "training.max_norm": "Norm to which gradients are clipped.",
+    "training.dtype": "Type of weights and optimizer states. float32 with mixed precision is the usual choice.",
+    "training.mixed_precision_param": "Type of weights and activations in forward and backward.",
+    "training.mixed_precision_reduce": "Type of gradients while they are summed over ranks.",
     "optimizer.name": '"AdamW" or "Adam".',
     "optimizer.lr": "The highest learning rate.",
-    "optimizer.beta1": "Of the moving average of gradients.",
-    "optimizer.beta2": "Of the moving average of squared gradients.",
-    "optimizer.eps": "Added to the denominator of the update.",
-    "optimizer.weight_decay": "Decoupled, as AdamW has it.",
+    "optimizer.beta1": "Decay rate of the moving average of gradients.",
+    "optimizer.beta2": "Decay rate of the moving average of squared gradients.",
+    "optimizer.eps": "Number that is added to the denominator of the update.",
+    "optimizer.weight_decay": "Weight decay, decoupled as in AdamW.",
     "optimizer.implementation": "fused is the fastest on GPUs, foreach on CPUs.",
     "lr_scheduler.warmup_steps": "Steps over which the learning rate grows linearly from 0.",
-    "lr_scheduler.decay_type": "How it falls after warm-up.",
-    "lr_scheduler.min_lr_factor": "Where it ends, as a fraction of optimizer.lr.",
-    "parallelism.data_parallel_replicate_degree": "Replicas of the shards (HSDP). -1: what the shards leave (titan-disp only).",
-    "parallelism.data_parallel_shard_degree": "Ranks that share one copy of the weights (FSDP). -1: what the replicas leave.",
+    "lr_scheduler.decay_type": "How the learning rate falls after warm-up.",
+    "lr_scheduler.min_lr_factor": "The last learning rate, as a fraction of optimizer.lr.",
+    "parallelism.data_parallel_replicate_degree": (
+        "Replicas of the shards (HSDP). -1: computed from the number of ranks (titan-disp only)."
+    ),
+    "parallelism.data_parallel_shard_degree": (
+        "Ranks that share one copy of the weights (FSDP). -1: computed from the number of ranks."
+    ),
     "parallelism.tensor_parallel_degree": "Ranks that share the work of every layer.",
     "activation_checkpoint.mode": "What is recomputed in backward to save memory.",
-    "activation_checkpoint.selective_ac_option": 'Of mode selective: "op", or "N" for every N-th block.',
+    "activation_checkpoint.selective_ac_option": 'For mode selective: "op", or "N" for every N-th block.',
     "compile.enable": "Whether to use torch.compile.",
     "compile.components": "What is compiled.",
-    "checkpoint.enable": "Whether to save and to resume.",
+    "checkpoint.enable": "Whether to save checkpoints and to resume from them.",
     "checkpoint.interval": "Steps between checkpoints.",
     "checkpoint.async_mode": "async: training goes on while a checkpoint is written.",
-    "checkpoint.keep_latest_k": "Checkpoints to keep; 0: all.",
-    "checkpoint.initial_load_in_hf": "Begin from Hugging Face weights, in initial_load_path or model.hf_assets_path.",
-    "comm.init_timeout_seconds": "Time-out of communication up to the end of the first step.",
+    "checkpoint.keep_latest_k": "Checkpoints to keep. 0: all.",
+    "checkpoint.initial_load_in_hf": (
+        "Whether to begin from Hugging Face weights, in initial_load_path or model.hf_assets_path."
+    ),
+    "comm.init_timeout_seconds": "Time-out of communication until the end of the first step.",
     "comm.train_timeout_seconds": "Time-out of communication afterwards.",
     "metrics.log_freq": "Steps between lines of the log and points of the curves.",
     "metrics.enable_tensorboard": "Whether to write TensorBoard files to the run folder.",
     "metrics.disable_color_printing": "Whether the log has no colours.",
-    "debug.seed": "Decides the initial weights, and which positions are sampled. Unset: weights differ from run to run.",
+    "debug.seed": "Decides the initial weights and the sampled positions. Unset: weights differ from run to run.",
 }
 NAMES = {"str": "string", "int": "integer", "float": "number", "bool": "boolean", "Overrides": "table"}
 
 
 @dataclass(frozen=True)
 class Key:
-    section: str  # with dots where it is nested: stream.sources
+    section: str  # with dots if it is nested: stream.sources
     name: str
     type: str
     default: str
@@ -86,12 +95,12 @@ class Section:
 
 
 def _words(text: str) -> str:
-    """A docstring as one line."""
+    """Return a docstring as one line."""
     return " ".join(text.split())
 
 
 def _type(node: ast.expr) -> str:
-    """An annotation in words: ``str | None`` → string; ``Literal["a", "b"]`` → "a" or "b"."""
+    """Describe an annotation: ``str | None`` → string; ``Literal["a", "b"]`` → "a" or "b"."""
     alternatives = list(_alternatives(node))
     return " or ".join([", ".join(alternatives[:-1]), alternatives[-1]] if len(alternatives) > 1 else alternatives)
 
@@ -110,7 +119,7 @@ def _alternatives(node: ast.expr) -> Iterator[str]:
 
 
 def _default(node: ast.expr | None) -> str:
-    """As it is written in TOML."""
+    """Return a default as it is written in TOML."""
     if node is None:
         return "required"
     if isinstance(node, ast.Call):  # field(default_factory=…)
@@ -122,7 +131,7 @@ def _default(node: ast.expr | None) -> str:
 
 
 def _sections(source: Path) -> dict[str, Section]:
-    """All sections of the file's class JobConfig, nested ones too, in its order."""
+    """Return all sections of the file's class JobConfig in its order, including nested ones."""
     classes = {node.name: node for node in ast.parse(source.read_text()).body if isinstance(node, ast.ClassDef)}
     found: dict[str, Section] = {}
 
@@ -137,7 +146,7 @@ def _sections(source: Path) -> dict[str, Section]:
             inner = classes.get(ast.unparse(item))
             if inner is not None:
                 nested.append((inner, full))
-            if inner is None or item is not field.annotation:  # a list of tables is a key, and a section besides
+            if inner is None or item is not field.annotation:  # a list of tables is both a key and a section
                 text = _text_below(cls, i)
                 keys.append(Key(name, field.target.id, _type(field.annotation), _default(field.value), text))
         if name and keys:
@@ -158,12 +167,12 @@ def _text_below(cls: ast.ClassDef, i: int) -> str:
 
 
 def own_sections() -> dict[str, Section]:
-    """Those of titan-disp, also the keys that it adds to TorchTitan's sections."""
+    """Return titan-disp's sections, including the keys that it adds to TorchTitan's sections."""
     return _sections(Path(__file__).with_name("job_config.py"))
 
 
 def torchtitan_sections() -> dict[str, Section]:
-    """TorchTitan's, without the keys for which titan-disp has other defaults."""
+    """Return TorchTitan's sections without the keys for which titan-disp has other defaults."""
     spec = importlib.util.find_spec("torchtitan")  # finds the package without importing it
     assert spec is not None
     assert spec.submodule_search_locations
@@ -176,7 +185,7 @@ def torchtitan_sections() -> dict[str, Section]:
 
 
 def _used(sections: dict[str, Section]) -> Iterator[Section]:
-    """TorchTitan's keys in USED, with the descriptions there."""
+    """Yield TorchTitan's keys in USED with the descriptions given there."""
     for section in sections.values():
         keys = tuple(replace(key, text=USED[key.full]) for key in section.keys if key.full in USED)
         if keys:
@@ -184,7 +193,7 @@ def _used(sections: dict[str, Section]) -> Iterator[Section]:
 
 
 def _lines(section: Section) -> Iterator[str]:
-    """A section as an annotated piece of TOML."""
+    """Yield a section as annotated TOML."""
     yield _title(section)
     if section.text:
         yield from textwrap.wrap(section.text, 100, initial_indent="# ", subsequent_indent="# ")
@@ -195,12 +204,12 @@ def _lines(section: Section) -> Iterator[str]:
 
 
 def _title(section: Section) -> str:
-    """[[stream.sources]] is an array of tables, whose keys stand beside those of [stream]."""
+    """Return the TOML heading. [[stream.sources]] is an array of tables; the keys of [stream] are not in it."""
     return f"[[{section.name}]]" if section.name == "stream.sources" else f"[{section.name}]"
 
 
 def _find(name: str) -> Iterator[Section]:
-    """A section, with titan-disp's keys first; or one key; or a key's last part, in all sections that have it."""
+    """Yield a section (titan-disp's keys first), one key, or all keys with this last part in any section."""
     both = [own_sections(), torchtitan_sections()]
     for sections in both:
         for section in sections.values():
@@ -219,18 +228,15 @@ def _not_found(name: str) -> ConfigError:
     sections = [s for known in (own_sections(), torchtitan_sections()) for s in known.values()]
     names = {s.name for s in sections} | {key.full for s in sections for key in s.keys}
     names |= {key.name for s in sections for key in s.keys}
-    close = difflib.get_close_matches(name, sorted(names), n=1)
-    return ConfigError(
-        f"{name!r} is neither a section nor a key of the config"
-        + (f" (did you mean {close[0]}?)" if close else "; titan-disp config lists them")
-    )
+    hint = did_you_mean(name, sorted(names), otherwise="; titan-disp config lists them")
+    return ConfigError(f"{name!r} is neither a section nor a key of the config{hint}")
 
 
 def reference(name: str | None) -> str:
-    """All of titan-disp's keys and the most used ones of TorchTitan; or one section or key in full.
+    """Return titan-disp's keys and the most used ones of TorchTitan, or one section or key in full.
 
     Raises:
-        ConfigError: no such section or key.
+        ConfigError: there is no such section or key.
     """
     if name is None:
         others = torchtitan_sections()
@@ -257,20 +263,20 @@ def reference(name: str | None) -> str:
 
 PAGE = """# Configuration
 
-Every key that titan-disp adds to TorchTitan's, and those of TorchTitan's that the files in
-[train_configs](../train_configs) set. This page is generated from the descriptions in
-[job_config.py](../titan_disp/job_config.py), and a test holds them together:
+This page lists the keys that titan-disp adds to TorchTitan's, and TorchTitan's keys that the files in
+[train_configs](../train_configs) set. It is generated from the descriptions in
+[job_config.py](../titan_disp/job_config.py), and a test checks that it is up to date:
 
 ```bash
 titan-disp config --markdown > docs/configuration.md
 ```
 
-`titan-disp config` prints the same in a terminal, `titan-disp config dispersion` one section, and
-`titan-disp config training.seq_len` one key, of all that TorchTitan 0.2.2 has.
+`titan-disp config` prints the same in a terminal, `titan-disp config dispersion` prints one section, and
+`titan-disp config training.seq_len` prints one key. The last two know every section and key of TorchTitan 0.2.2.
 
 ## How to set a key
 
-A key is set in the TOML file, under its section, or on the command line, which goes before the file:
+A key is set in the TOML file, under its section, or on the command line, which takes precedence:
 
 | in the file | on the command line |
 |---|---|
@@ -282,19 +288,19 @@ A key is set in the TOML file, under its section, or on the command line, which 
 | `[model.overrides]`, then `hidden_dim = 16` and `n_layers = 2` | `--model.overrides hidden_dim=16,n_layers=2` |
 | `[[stream.sources]]`, then `path = "/data/web"` and `weight = 1.0` | `--stream.sources.0.path /data/web` (of one in the file) |
 
-Keys that do not exist, and values of the wrong type, are refused before anything starts.
+Unknown keys and values of the wrong type are refused before anything starts.
 """
 
 
 def markdown() -> str:
-    """``docs/configuration.md``."""
+    """Return the content of ``docs/configuration.md``."""
     lines = [PAGE, "## titan-disp's keys", ""]
     for section in own_sections().values():
         lines += [*_table(section), ""]
     lines += [
         "## TorchTitan's keys",
         "",
-        "Defaults are TorchTitan's. Those that titan-disp changes are above.",
+        "The defaults are TorchTitan's. Keys whose defaults titan-disp changes are listed above.",
         "",
     ]
     for section in _used(torchtitan_sections()):

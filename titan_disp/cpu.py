@@ -1,20 +1,26 @@
-"""Everything TorchTitan 0.2.2 needs to run where there is no accelerator, and why. A no-op where there is one.
+"""TorchTitan 0.2.2 needs these changes to run without an accelerator. With one, nothing here has an effect.
 
 - The device type falls back to "cuda" without a GPU, and modules copy it at import.
 - ``torch.cpu`` lacks the memory statistics and device properties that the metrics read.
-- FSDP2 reduces gradients with PREMUL_SUM, which gloo does not have.
+- FSDP2 reduces gradients with PREMUL_SUM, which gloo does not support.
 - Scaled-dot-product attention has no sharding strategy for CPU DTensors.
-- MFU needs a peak, and TorchTitan would take an A100's.
+- MFU needs a peak, and TorchTitan would take that of an A100.
+- The two threads of a gloo group corrupt the heap if both end a collective at once.
 """
 
+import functools
+import logging
 import os
+import re
 import resource
 import sys
 from collections.abc import Callable
+from datetime import timedelta
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
@@ -22,18 +28,22 @@ from torch.distributed.tensor import DTensor
 
 
 def active() -> bool:
-    """Whether this process has no accelerator."""
+    """Return whether this process has no accelerator."""
     return not torch.accelerator.is_available()
 
 
 def resident_bytes() -> int:
-    """Bytes of memory that this process holds now. Raises OSError where there is no /proc."""
+    """Return the bytes of memory that this process holds now.
+
+    Raises:
+        OSError: there is no /proc.
+    """
     with open("/proc/self/statm") as file:
         return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def high_water_mark() -> int:
-    """Bytes of memory that this process has held at most. Linux' ru_maxrss would know the parent's as well."""
+    """Return the most bytes of memory that this process has held. On Linux, ru_maxrss would include the parent's."""
     try:
         with open("/proc/self/status") as file:
             return next(int(line.split()[1]) * 1024 for line in file if line.startswith("VmHWM:"))
@@ -42,14 +52,14 @@ def high_water_mark() -> int:
 
 
 class _CpuModule(ModuleType):
-    """``torch.cpu`` plus what TorchTitan asks of a device module."""
+    """Extend ``torch.cpu`` with what TorchTitan expects of a device module."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(torch.cpu, name)
 
     @staticmethod
     def current_device() -> int:
-        return 0  # torch.cpu says "cpu", but barrier(device_ids=[…]) wants an index
+        return 0  # torch.cpu returns "cpu", but barrier(device_ids=[…]) expects an index
 
     @staticmethod
     def get_device_name(device: Any = None) -> str:
@@ -61,7 +71,7 @@ class _CpuModule(ModuleType):
 
     @staticmethod
     def memory_stats(device: Any = None) -> dict[str, int]:
-        """Resident memory of this process; Linux tells the current value cheaply, elsewhere it is left out."""
+        """Return the resident memory of this process. Only Linux reports it cheaply; elsewhere it is left out."""
         try:
             resident = resident_bytes()
         except OSError:
@@ -83,10 +93,11 @@ class _CpuModule(ModuleType):
 
 
 def install() -> None:
-    """Make TorchTitan's modules, imported or yet to be, see the CPU as their device."""
+    """Make the CPU the device of TorchTitan's modules, whether or not they are imported already."""
     if not active():
         return
     import torchtitan.tools.utils as titan_utils
+    from torchtitan.tools.logging import logger
 
     module = _CpuModule("titan_disp_cpu_device")
     for name, loaded in list(sys.modules.items()):
@@ -94,14 +105,71 @@ def install() -> None:
             for copied, value in (("device_type", "cpu"), ("device_module", module)):
                 if hasattr(loaded, copied):
                     setattr(loaded, copied, value)
-    titan_utils.get_peak_flops = lambda device_name: float("nan")  # "mfu: nan%" is the truth on a CPU
+    # A CPU's peak is unknown, so TorchTitan computes "mfu: nan%".
+    titan_utils.get_peak_flops = lambda device_name: float("nan")
+    logger.addFilter(_without_unknown_mfu)  # once, however often this is called
+    if dist.is_gloo_available():
+        _give_gloo_groups_one_thread()
+
+
+def _without_unknown_mfu(record: logging.LogRecord) -> bool:
+    """Take "mfu: nan%" out of the lines of TorchTitan's log, with or without colour."""
+    if isinstance(record.msg, str):
+        record.msg = re.sub(r"  (\x1b\[\d+m)?mfu: nan%", "", record.msg)
+    return True
+
+
+def _give_gloo_groups_one_thread() -> None:
+    """Make every gloo group that is created from now on run its collectives in one thread instead of two.
+
+    ``ProcessGroupGloo::runLoop`` ends each collective with ``pgStatus_->lastCompletedWorkName = opTypeToString(…)``,
+    without the lock that the group's two threads share (in torch 2.11, 2.13 and 2.15). A ``std::string`` of more than
+    15 characters is on the heap, and the name of DTensor's all-gather is ALLGATHER_COALESCED. Two threads that assign
+    at once free the same memory, or one writes its name to memory that the other has freed. A later allocation then
+    aborts the process, for example with "malloc(): unaligned tcache chunk detected". With one thread, a group's
+    collectives no longer overlap. Ranks cannot wait for each other because of this, as all ranks call the collectives
+    of a group in the same order.
+    """
+    gloo: Any = dist.ProcessGroupGloo
+    create = gloo.__init__
+    if hasattr(create, "__wrapped__"):
+        return  # installed before
+
+    @functools.wraps(create)
+    def with_one_thread(
+        group: Any, store: Any, rank: int, size: int, timeout: Any = dist.default_pg_timeout, **others: Any
+    ) -> None:
+        given = others.pop("options", timeout)  # torch takes options, or a timeout, which gives two threads
+        if isinstance(given, timedelta) and not any(others.values()):
+            create(group, store, rank, size, _with_one_thread(given))
+        else:
+            create(group, store, rank, size, given, **others)
+
+    gloo.__init__ = with_one_thread
+
+
+def _with_one_thread(timeout: timedelta) -> Any:
+    """Return the options that torch makes from a timeout, but with one thread.
+
+    Source: ``ProcessGroupGloo::Options::create_default``.
+    """
+    gloo: Any = dist.ProcessGroupGloo
+    options = gloo._Options()
+    options._timeout = timeout
+    options._threads = 1
+    interfaces = os.environ.get("GLOO_SOCKET_IFNAME")
+    if interfaces:
+        options._devices = [gloo.create_device(interface=interface) for interface in interfaces.split(",")]
+    else:
+        options._devices = [gloo.create_default_device()]
+    return options
 
 
 def adapt(model: nn.Module, tp_mesh: DeviceMesh | None) -> None:
-    """Mend a model that has been parallelized, before its first step.
+    """Adapt a parallelized model before its first step.
 
     Args:
-        model: with blocks in ``model.layers``, after TP and FSDP.
+        model: a model with blocks in ``model.layers``, after TP and FSDP.
         tp_mesh: the tensor-parallel mesh, or None.
     """
     if not active():
@@ -116,11 +184,14 @@ def adapt(model: nn.Module, tp_mesh: DeviceMesh | None) -> None:
 
 
 def _on_local_heads(attention: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """[B, heads, N, head_dim] sharded over heads: attention needs no communication, so each rank does its own."""
+    """Run attention on each rank's own heads.
+
+    [B, heads, N, head_dim] is sharded over heads, so nothing is communicated.
+    """
 
     def forward(q: Tensor, k: Tensor, v: Tensor, **kwargs: Any) -> Tensor:
         if not isinstance(q, DTensor) or not isinstance(k, DTensor) or not isinstance(v, DTensor):
-            return attention(q, k, v, **kwargs)  # its own already
+            return attention(q, k, v, **kwargs)  # already local
         out = attention(q.to_local(), k.to_local(), v.to_local(), **kwargs)
         return DTensor.from_local(out, q.device_mesh, q.placements, run_check=False)
 

@@ -1,29 +1,50 @@
-"""The one exception for what the user can mend."""
+"""These exceptions report problems that the user can fix; their messages share ``did_you_mean``."""
+
+import difflib
+from collections.abc import Iterable
 
 
-class ConfigError(ValueError):
-    """Bad configuration or input, found before training starts.
+class UserError(Exception):
+    """The user can fix this error. The launchers print it once, without a traceback, and exit with ``EXIT_CODE``.
 
-    The message says what was found, what was expected and what to change. The launchers print it once, without a
-    traceback, and exit with ``EXIT_CODE``.
+    The message says what was found, what was expected and what to change.
     """
 
 
+class ConfigError(UserError, ValueError):
+    """The configuration or the input is wrong. Most of these errors are found before training starts."""
+
+
 class DataError(ConfigError):
-    """Bad data met by one rank in the middle of a run; that rank says so, whichever it is."""
+    """One rank met bad data during a run. That rank prints the message, whichever it is."""
 
 
 class InUseError(ConfigError):
     """Another job uses the run folder."""
 
 
+class CheckpointError(ConfigError):
+    """A checkpoint cannot be saved, or no checkpoint can be loaded."""
+
+
+class NonFiniteError(UserError):
+    """Too many steps in a row had a loss or gradient that is not finite.
+
+    The configuration may be right and the training unstable.
+    """
+
+
 EXIT_CODE = 2
 IN_USE_EXIT_CODE = 3
 
 
-class NonFiniteError(ConfigError):
-    """Too many steps in a row without a finite loss or gradient."""
+def did_you_mean(name: str, known: Iterable[str], otherwise: str = "", prefix: str = "", most: int = 1) -> str:
+    """A question with the known names that are close to ``name``, for the end of a message.
 
-
-class CheckpointError(ConfigError):
-    """A checkpoint that cannot be saved, or none that can be loaded."""
+    Args:
+        otherwise: returned where none is close.
+        prefix: stands before every name that is shown, as the section does before a key.
+        most: names to show.
+    """
+    close = difflib.get_close_matches(name, list(known), n=most)
+    return f" (did you mean {' or '.join(f'{prefix}{one}' for one in close)}?)" if close else otherwise

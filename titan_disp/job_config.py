@@ -1,241 +1,260 @@
-"""The TOML sections that titan-disp adds to TorchTitan's JobConfig (``[job] custom_config_module``).
+"""titan-disp adds these TOML sections and keys to TorchTitan's JobConfig (``[job] custom_config_module``).
 
-No ``from __future__ import annotations`` here: TorchTitan merges the classes by their real types.
+The docstrings are the help texts of ``titan-disp config`` and docs/configuration.md. This module has no ``from
+__future__ import annotations``, because TorchTitan merges the classes by their real types.
 """
 
-import difflib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
-# TorchTitan imports this module before it builds anything. Configs that were written when the package registered the model
-# itself say custom_import = "titan_disp", which imports nothing any more: they keep working, under TorchTitan's own trainer too.
+# TorchTitan imports this module before it builds anything. Older configs say custom_import = "titan_disp", which used
+# to register the models. With this import they keep working, also under TorchTitan's own trainer.
 import titan_disp.plugin  # noqa: F401
-from titan_disp.errors import ConfigError
-from titan_disp.overrides import Overrides
+from titan_disp.errors import ConfigError, did_you_mean
+from titan_disp.model_overrides import Overrides
 
 
 @dataclass
 class Model:
     overrides: Overrides = field(default_factory=dict)
     """
-    Sizes other than the flavor's, by their names in the model's arguments: a table [model.overrides] with hidden_dim = 16, …, or
-    --model.overrides hidden_dim=16,n_layers=2, which replaces the table. Fixed for the life of a run.
+    Sizes that differ from the flavor's, by their names in the model's arguments. Write a table [model.overrides] with
+    hidden_dim = 16, …, or --model.overrides hidden_dim=16,n_layers=2, which replaces the table. Fixed for the life of a
+    run.
     """
 
 
 @dataclass
 class Dispersion:
-    """Whose number each default is, with its source: docs/loss.md."""
+    """docs/loss.md gives the source of every default."""
 
     enabled: bool = False
     """
-    Whether to add λ · dispersion to the cross-entropy. Off is TorchTitan's Qwen3, with tied embeddings under FSDP too, or plain
-    GPT-2. Our choice.
+    Whether to add λ · dispersion to the cross-entropy. When it is off, the model is TorchTitan's Qwen3 (its embeddings
+    stay tied under FSDP, too) or plain GPT-2. Default: our choice.
     """
 
     coeff: float = 0.1
-    """λ, weight of the dispersion loss. 0.1: the paper's text."""
+    """λ, the weight of the dispersion loss. Default: the paper's text."""
 
     tau: float = 1.0
-    """τ, temperature. 1.0: the paper's text."""
+    """τ, the temperature. Default: the paper's text."""
 
     layers: list[int] | Literal["all", "last", "early_half", "late_half"] = "all"
     """
-    Blocks whose outputs are dispersed: all, last, early_half, late_half, or a list of block indices from 0. all: the authors'
-    released code.
+    Blocks whose outputs are dispersed: all, last, early_half, late_half, or a list of block indices from 0. Default:
+    the authors' released code.
     """
 
     final_norm: bool = False
     """
-    Take the last block's activations after the final norm, as the mid-training of the authors' released code does (all of Hugging
-    Face's hidden_states[1:], whose last entry is after it). Its pre-training takes block outputs, before it, as false does.
+    Whether to take the last block's activations after the final norm. The mid-training of the authors' released code
+    does so: it takes Hugging Face's hidden_states[1:], whose last entry is after the norm. Its pre-training takes the
+    blocks' outputs, as false does.
     """
 
     clamp: float = 0.25
     """
-    κ: cosines are clamped to [−1+κ, 1−κ], straight-through. 0.25: the authors' released code, where it is the class's default;
-    its mid-training of GPT-2 passes 0.1.
+    κ. Cosines are clamped to [−1+κ, 1−κ], straight-through. Default: the authors' released code, where it is the
+    default of the class; its mid-training of GPT-2 passes 0.1.
     """
 
     norm_eps: float = 1e-2
-    """ε added to token norms. 1e-2: the authors' released code."""
+    """ε, which is added to the norms of tokens. Default: the authors' released code."""
 
     variant: Literal["angular", "decorrelation", "l2_repel", "orthogonalization"] = "angular"
     """
-    Of the paper's Table 1; angular is the loss of the paper's text. tau is an option of angular and l2_repel; clamp and norm_eps
-    of angular and orthogonalization; norm_coeff and include_diagonal of l2_repel. An option that the variant does not use must
-    keep its default.
+    Which loss of the paper's Table 1 to use; angular is the loss of the paper's text. tau is an option of angular and
+    l2_repel; clamp and norm_eps of angular and orthogonalization; norm_coeff and include_diagonal of l2_repel. An
+    option that the variant does not use must keep its default.
     """
 
     estimator: Literal["exact", "moments", "sampled"] = "exact"
     """
-    exact: all pairs of tokens. moments: all pairs, in time linear in the sequence (angular only). sampled: the pairs of
-    max_tokens positions per sequence, as in the authors' released code. exact is our choice.
+    exact takes all pairs of tokens. moments takes all pairs too, in time linear in the sequence (angular only). sampled
+    takes the pairs of max_tokens positions per sequence, as the authors' released code does. Default: our choice.
     """
 
     max_tokens: int = 256
     """
-    Positions per sequence of the sampled estimator, drawn anew for every step and layer, the same ones for all sequences of the
-    step. 256: the authors' released code, which draws anew for every layer and microbatch.
+    Positions per sequence of the sampled estimator. They are drawn anew for every step and layer, and are the same for
+    all sequences of a step. Default: the authors' released code, which draws anew for every layer and microbatch.
     """
 
     norm_coeff: float = 0.1
-    """λ_norm of l2_repel, on the mean square of the activations. 0.1: the authors' released code."""
+    """λ_norm of l2_repel, the weight of the mean square of the activations. Default: the authors' released code."""
 
     include_diagonal: bool = True
     """
-    Whether the mean of l2_repel is over all pairs, each token with itself among them, as in the authors' released code. Without
-    these, the gradients of wide models are thousands of times as large, and almost all on the tokens that are closest.
+    Whether the mean of l2_repel includes the pair of each token with itself, as in the authors' released code. Without
+    these pairs, the gradients of wide models are thousands of times as large, and almost all on the tokens that are
+    closest.
     """
 
     warmup_steps: int = 0
-    """coeff grows linearly from 0 over so many steps. 0: the authors' released code keeps λ constant."""
+    """Steps over which coeff grows linearly from 0. Default: the authors' released code, where λ is constant."""
 
     decay: Literal["constant", "linear", "cosine"] = "constant"
-    """How coeff goes to final_coeff after warm-up. constant: the authors' released code."""
+    """How coeff goes to final_coeff after warm-up. Default: the authors' released code, where λ is constant."""
 
     decay_steps: int = 0
-    """After so many steps of decay, coeff is final_coeff and stays so. 0: at the last step. Our choice."""
+    """
+    Steps of the decay, after which coeff stays at final_coeff. 0: the decay ends at the last step. Default: our choice.
+    """
 
     final_coeff: float = 0.0
-    """λ at the end of the decay, unless decay is constant. Our choice."""
+    """λ at the end of the decay. It has no effect if decay is constant. Default: our choice."""
 
 
 @dataclass
 class Baseline:
-    """What else is said to counteract condensation: docs/baselines.md."""
+    """docs/baselines.md describes these other methods, which are said to counteract condensation, too."""
 
     method: Literal["none", "noisy_embedding", "active_forgetting"] = "none"
     """
-    noisy_embedding: uniform noise on the token embeddings in training (NEFTune). active_forgetting: the token embeddings are
-    drawn anew every forget_every steps. Fixed for the life of a run.
+    noisy_embedding adds uniform noise to the token embeddings in training (NEFTune). active_forgetting draws the token
+    embeddings anew every forget_every steps. Fixed for the life of a run.
     """
 
     with_dispersion: bool = False
-    """Whether the method may go with dispersion.enabled, which is an error otherwise."""
+    """Whether the method may be combined with dispersion.enabled. Otherwise, that is an error."""
 
     noise_alpha: float = 1.0
     """
-    α of noisy_embedding: the bound of the noise is α/√(N·F), of N positions in a sequence and F features. 1.0: the authors'
-    released code. NEFTune's paper has 5, 10 and 15.
+    α of noisy_embedding. The bound of the noise is α/√(N·F), with N positions in a sequence and F features. Default:
+    the authors' released code. NEFTune's paper has 5, 10 and 15.
     """
 
     forget_every: int = 1000
-    """K of active_forgetting, in steps. 1000: its paper, and the authors' released code."""
+    """
+    K of active_forgetting: the embeddings are drawn anew every K steps. Default: its paper, and the authors' released
+    code.
+    """
 
     forget_lr: float = 0.0
     """
-    Highest learning rate of the embeddings under active_forgetting. 0: optimizer.lr, as in that paper. The authors' released code
-    has 5e-5.
+    Highest learning rate of the embeddings under active_forgetting. 0: optimizer.lr, as in the code of its paper. The
+    authors' released code has 5e-5.
     """
 
     forget_warmup: float = 0.08
     """
-    Part of every forget_every steps over which the embeddings' learning rate grows linearly; over the rest it falls to 0. 0.08:
-    the authors' released code, and the 10,000 of 125,000 steps in that paper's code.
+    Fraction of every forget_every steps in which the embeddings' learning rate grows linearly. It falls to 0 in the
+    rest. Default: the authors' released code, and the 10,000 of 125,000 steps in the code of the method's paper.
     """
 
 
 @dataclass
 class Source:
-    """A table of [[stream.sources]]. On the command line, the first one's path is --stream.sources.0.path."""
+    """Each source is a table [[stream.sources]].
+
+    On the command line, the path of the first one is --stream.sources.0.path.
+    """
 
     weight: float
-    """Its part of the training tokens, relative to the other sources' weights; > 0."""
+    """Its share of the training tokens, relative to the weights of the other sources; > 0."""
 
     path: str | None = None
-    """Its documents: as training.dataset_path."""
+    """Its documents, as in training.dataset_path."""
 
     dataset: str = "text"
-    """As training.dataset."""
+    """Its kind of documents, as in training.dataset."""
 
     name: str = ""
-    """In metrics, logs and checkpoints. By default the last part of the path."""
+    """Its name in metrics, logs and checkpoints. By default, this is the last part of the path."""
 
 
 @dataclass
 class Stream:
+    """A slot is one of the run's document streams. Its epoch is one time through its share of the documents."""
+
     sources: list[Source] = field(default_factory=list)
     """
-    Several sources of training data in the place of training.dataset and dataset_path, each with a weight: a table each,
-    [[stream.sources]]. A slot belongs to one source, so that their parts of the tokens are parts of the slots; the log and
-    titan-disp plan say which.
+    Several sources of training data, each with a weight, in place of training.dataset and dataset_path. Each is a table
+    [[stream.sources]]. A slot belongs to one source, so that the sources' shares of the tokens are shares of the slots.
+    The log and titan-disp plan show them.
     """
 
     slots: int = 0
     """
-    Document streams of the run, fixed for its life; 0: training.global_batch_size. The global batch must be a multiple of
-    them, and they of the data-parallel ranks.
+    Slots of the run, fixed for its life. 0: training.global_batch_size. The global batch must be a multiple of the
+    slots, and the slots a multiple of the data-parallel ranks.
     """
 
     seed: int = 0
-    """Decides the order of files in every epoch, and of documents in every window."""
+    """Decides the order of files in every epoch, and of documents in every window of shuffle_window documents."""
 
     shuffle_window: int = 256
     """
-    So many documents of a slot at a time are shuffled; fixed for the life of a run. 0 or 1: they come in their files' order.
-    A rank holds up to 2 × its slots × this × the mean length of a document in memory (docs/shuffling.md).
+    Documents of a slot that are shuffled at a time. Fixed for the life of a run. 0 or 1: documents come in the order of
+    their files. A rank holds up to 2 × its slots × this × the mean length of a document in memory (docs/shuffling.md).
     """
 
     prefetch: int = 4
-    """Microbatches that a worker process prepares ahead, at least; they come from it in groups of up to 32. 0: in the training
-    process, when they are needed."""
+    """
+    Least number of microbatches that a worker process prepares ahead. It hands them over in groups of up to 32. 0: the
+    training process prepares each microbatch when it is needed.
+    """
 
     tokenizer_threads: int = 0
-    """Threads that tokenize ahead, per rank; 0: the cores of the node divided among its ranks, at most 4."""
+    """Threads per rank that tokenize ahead. 0: the cores of the node divided among its ranks, at most 4."""
 
     fast_tokenizer: bool = False
     """
-    Tokenize with gigatoken (pip install 'titan-disp[fast]') in the place of the tokenizer's own library: many times as fast, the
-    same ids. That is checked at the start and for one document in a thousand; where they differ, the run stops.
+    Whether to tokenize with gigatoken (pip install 'titan-disp[fast]') in place of the tokenizer's own library. It is
+    many times as fast and gives the same ids. This is checked at the start and for one document in a thousand; if the
+    ids differ, the run stops.
     """
 
     on_bad_data: Literal["skip", "fail"] = "skip"
     """
-    Documents that are malformed, empty or too long, and the rest of damaged files: pass over them, named in the log and
-    counted, or stop.
+    What to do with documents that are malformed, empty or too long, and with the rest of damaged files: skip them,
+    which is logged and counted, or fail, which stops the run.
     """
 
     max_skipped_fraction: float = 0.01
     """
-    A larger part of documents that had to be skipped (after the first 1000), or of files that end early (10 at least in an
-    epoch), stops the run when it next logs: the data is broken. Both are counted over all ranks. A file that is not itself a
-    larger part of the data (of several sources, of its own) is passed over after 1000 bad documents in a row, and counts as one
-    that ends early.
+    The run stops when it next logs if more than this fraction of the documents was skipped (after the first 1000), or
+    if more than this fraction of the files ended early (and at least 10 per epoch). Both are counted over all ranks.
+    After 1000 bad documents in a row, the rest of a file is skipped, and the file counts as one that ended early. This
+    does not apply to a file that is itself more than this fraction of the data (or of its source).
     """
 
     max_document_mb: float = 16.0
-    """Documents of more than this many MiB, as stored, count as bad; fixed for the life of a run, as it decides what comes."""
+    """
+    Documents of more than this many MiB, as stored, count as bad. Fixed for the life of a run, because it decides which
+    documents come.
+    """
 
     text_field: str = "text"
     """
-    Field of JSON documents, and column of Parquet, that holds the text; dots lead into nested ones (meta.text). Fixed for the
-    life of a run, as are the next two.
+    Field of JSON documents, or column of Parquet files, that holds the text. Dots lead into nested fields (meta.text).
+    This and the next two keys are fixed for the life of a run.
     """
 
     text_split: Literal["file", "blank_lines"] = "file"
-    """Of .txt files: each is a document, or every block of lines between blank lines is."""
+    """What a document of a .txt file is: the whole file, or every block of lines between blank lines."""
 
     token_dtype: Literal["uint16", "uint32"] = "uint16"
-    """Of token ids in .bin and .npy files without a header that says it (docs/data.md)."""
+    """Type of token ids in .bin and .npy files that have no header with the type (docs/data.md)."""
 
     validation_sequences: int = 0
     """
-    Sequences of every validation, over all ranks: the same ones on any mesh. 0: validation.steps × local_batch_size ×
-    data-parallel ranks.
+    Sequences of every validation, over all ranks. If it is set, they are the same on any mesh. 0: validation.steps ×
+    validation.local_batch_size × data-parallel ranks.
     """
 
     retry_seconds: float = 60.0
     """
-    How long a read that fails, from the hub or from a file system that has lost its server (EIO, ESTALE), is tried again, with
-    growing pauses; at most 60 % of comm.train_timeout_seconds, as the other ranks wait meanwhile.
+    How long a failing read is tried again, with growing pauses, if the hub or a file system has failed (EIO, ESTALE).
+    At most 60 % of comm.train_timeout_seconds, because the other ranks wait meanwhile.
     """
 
     on_mismatch: Literal["fail", "restart"] = "fail"
     """
-    A checkpoint written with other data, tokenizer, seq_len, seed or slots: stop and name the difference, or go on with
-    streams that begin a new epoch; steps and tokens seen are kept.
+    What to do if a checkpoint was written with other data, tokenizer, seq_len, seed or slots. fail: stop and name the
+    difference. restart: go on with streams that begin a new epoch; steps and tokens seen are kept.
     """
 
     def __post_init__(self) -> None:
@@ -243,10 +262,12 @@ class Stream:
 
 
 def read_sources(tables: Any) -> list[Source]:
-    """[[stream.sources]]: TorchTitan makes dataclasses of sections, but leaves the tables of an array as they are.
+    """Turn the tables of [[stream.sources]] into ``Source`` objects.
+
+    TorchTitan does this for sections, but not for tables in arrays.
 
     Raises:
-        ConfigError: no array of tables, a key that is not known, or a value of another type.
+        ConfigError: it is not an array of tables, a key is unknown, or a value has the wrong type.
     """
     if not isinstance(tables, Sequence) or isinstance(tables, str):
         raise ConfigError(f"stream.sources is {tables!r}, expected tables, each written [[stream.sources]]")
@@ -259,78 +280,82 @@ def _source(i: int, table: Any) -> Source:
         raise ConfigError(f"{where} is {table!r}, expected a table, written [[stream.sources]]")
     for key, value in table.items():
         if key not in known:
-            close = difflib.get_close_matches(key, known, n=1)
-            raise ConfigError(
-                f"{where}.{key} is not known"
-                + (f" (did you mean {close[0]}?)" if close else f"; expected {', '.join(known)}")
-            )
+            hint = did_you_mean(key, known, otherwise=f"; expected {', '.join(known)}")
+            raise ConfigError(f"{where}.{key} is not known{hint}")
         kinds = (int, float) if key == "weight" else (str,)
         if not isinstance(value, kinds) or isinstance(value, bool):
             raise ConfigError(f"{where}.{key} is {value!r}, expected a {'number' if key == 'weight' else 'string'}")
     if "weight" not in table:
-        raise ConfigError(f"{where} has no weight: set it to its part of the training tokens, relative to the others")
+        raise ConfigError(f"{where} has no weight: set it to its share of the training tokens, relative to the others")
     return Source(**{**table, "weight": float(table["weight"])})
 
 
 @dataclass
 class Training:
     steps: int = -1
-    """Optimizer steps of the whole run, which the learning-rate schedule follows. −1: from budget.tokens."""
+    """Optimizer steps of the whole run, which the learning-rate schedule follows. −1: computed from budget.tokens."""
 
 
 @dataclass
 class Validation:
     seq_len: int = -1
     """
-    Tokens of a validation sequence, at most training.seq_len, as the rotary embeddings end there. −1: training.seq_len.
-    TorchTitan's default is 2048.
+    Tokens of a validation sequence, at most training.seq_len, because the rotary embeddings end there. −1:
+    training.seq_len. TorchTitan's default is 2048.
     """
 
 
 @dataclass
 class Budget:
     tokens: int = 0
-    """Tokens to train on, of which training.steps follows: ceil(tokens / (global batch × seq_len)). 0: training.steps counts."""
+    """Tokens to train on. training.steps is then ceil(tokens / (global batch × seq_len)). 0: training.steps counts."""
 
     stop_at_tokens: int = 0
-    """End (with a checkpoint) after so many tokens; the schedule stays that of the whole budget. 0: no early end."""
+    """
+    Stop, with a checkpoint, after this many tokens. The schedule stays that of the whole budget. 0: do not stop early.
+    """
 
 
 @dataclass
 class Guard:
     max_skipped_steps: int = 10
     """
-    A step whose loss or gradient norm is not finite changes no weights, on any rank. After so many in a row all ranks stop.
+    A step whose loss or gradient norm is not finite changes no weights, on any rank. After this many such steps in a
+    row, all ranks stop.
     """
 
     silence_seconds: float = 60.0
     """
-    Rank 0 says in RUN/heartbeat.json what it is doing. Under slurm/pretrain.sbatch, a run that has been silent for so long beyond
-    twice the time-outs in [comm] (or beyond twice its slowest step, or save_seconds) is ended and started again.
+    Rank 0 writes to RUN/heartbeat.json what it is doing. Under slurm/pretrain.sbatch, a run is ended and started again
+    if it is silent for this much longer than twice the time-out in [comm] or twice its slowest step, whichever is
+    longer; during a save, for this much longer than save_seconds.
     """
 
     save_seconds: float = 1800.0
-    """How long a save may take, as far as training waits for it, before the run counts as silent."""
+    """How long training may wait for a save before the run counts as silent."""
 
 
 @dataclass
 class Condensation:
     interval: int = 500
     """
-    Measure condensation and cross-entropy on the validation split every so many steps, at the start and at the end, under
-    titan_disp.train. 0: never. What is measured and what it costs: docs/measurements.md.
+    Steps between measurements of condensation and cross-entropy on the validation split, which titan_disp.train also
+    takes at the start and at the end. 0: never. docs/measurements.md says what is measured and what it costs.
     """
 
     sequences: int = 8
-    """Sequences to measure, the same ones every time and in every run; divided among the data-parallel ranks."""
+    """
+    Sequences to measure. They are the same every time and in every run, and are divided among the data-parallel ranks.
+    """
 
     max_tokens: int = 512
-    """Positions of each sequence whose pairs are taken, evenly spaced."""
+    """Positions of each sequence whose pairs are taken. They are evenly spaced."""
 
     per_layer: bool = False
     """
-    Whether TensorBoard (W&B) also gets every number of every layer, as curves: 4 × 29 of them for the 0.6B. Means over the blocks
-    and over thirds of them, the last block and the final norm are always there; metrics.jsonl has every layer.
+    Whether TensorBoard and W&B also get every number of every layer, as curves: 4 × 29 of them for the 0.6B. They
+    always get the means over all blocks and over thirds of them, the last block and the final norm. metrics.jsonl
+    always has every layer.
     """
 
 
@@ -338,8 +363,8 @@ class Condensation:
 class Checkpoint:
     last_save_model_only: bool = False
     """
-    Whether the last checkpoint holds the model only. TorchTitan's default is true, which makes a finished run
-    impossible to continue; export reads full checkpoints as well.
+    Whether the last checkpoint holds the model only. TorchTitan's default is true, with which a finished run cannot be
+    continued. export reads full checkpoints as well.
     """
 
 

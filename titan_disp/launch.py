@@ -1,4 +1,4 @@
-"""torchrun on one machine, for ``titan-disp train``."""
+"""``titan-disp train`` starts torchrun on one machine."""
 
 import os
 import sys
@@ -9,23 +9,23 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from titan_disp.checks import check_config, check_device, check_inputs
 from titan_disp.config import load_config
+from titan_disp.config_checks import check_config, check_device, check_inputs
 
 
 def launch(config: str, overrides: list[str], nproc: int | None) -> int:
-    """Check everything in this process, where one message is enough, then start ``nproc`` ranks.
+    """Check everything in this process, so that an error is printed once, then start ``nproc`` ranks.
 
     Args:
         config: TOML file.
         overrides: TorchTitan's command-line options.
-        nproc: ranks; default: one per GPU, or 1 without.
+        nproc: number of ranks; by default one per GPU, or 1 without a GPU.
 
     Returns:
-        The exit status of the first rank that failed, else 0.
+        The exit status of the first rank that failed, or 0.
 
     Raises:
-        ConfigError: from the checks, before any rank starts.
+        ConfigError: A check failed. No rank has started.
     """
     argv = ["--job.config_file", config, *overrides]
     job_config = load_config(argv)
@@ -34,18 +34,20 @@ def launch(config: str, overrides: list[str], nproc: int | None) -> int:
     check_config(job_config, int(os.environ.get("NGPU", "1")) if fake else nproc)
     check_device(job_config)
     check_inputs(job_config)
-    # As torchrun does, but with the machine's cores shared out rather than one thread a rank.
+    # torchrun sets one thread per rank. Here the ranks share the machine's cores.
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // nproc)))
     logs = os.path.join(job_config.job.dump_folder, "logs")
     settings = LaunchConfig(
-        role="rank",  # lines on the console begin with [rank0]
+        role="rank",  # so that lines on the console begin with [rank0]
         logs_specs=DefaultLogsSpecs(log_dir=logs, tee=Std.ALL, local_ranks_filter={0}),
         min_nodes=1,
         max_nodes=1,
         nproc_per_node=nproc,
         run_id=f"titan-disp-{os.getpid()}",
         rdzv_backend="c10d",
-        rdzv_endpoint="localhost:0",
+        # Addresses, because not every container resolves localhost, and not every laptop its own name.
+        rdzv_endpoint="127.0.0.1:0",
+        local_addr="127.0.0.1",
         max_restarts=0,
     )
     try:
@@ -63,7 +65,7 @@ def launch(config: str, overrides: list[str], nproc: int | None) -> int:
 
 
 def _last_error(logs: str, rank: int) -> str | None:
-    """What a rank other than 0, whose lines are not on the console, said when it stopped with a user's error."""
+    """Return the error line of a rank other than 0, whose output is not on the console, or None if it has none."""
     if rank == 0:
         return None
     files = sorted(Path(logs).glob(f"*/attempt_*/{rank}/stderr.log"), key=lambda p: p.stat().st_mtime)

@@ -1,4 +1,4 @@
-"""From the [dispersion] section to the loss and its weight λ."""
+"""This module builds the loss and its weight λ from the [dispersion] section."""
 
 from dataclasses import fields
 
@@ -9,10 +9,10 @@ from titan_disp.errors import ConfigError
 
 
 def build_dispersion_loss(job_config: JobConfig) -> DispersionLoss:
-    """The loss that [dispersion] describes; debug.seed decides which positions are sampled.
+    """Return the loss that [dispersion] describes. ``debug.seed`` decides which positions are sampled.
 
     Raises:
-        ConfigError: an option is out of range or not used.
+        ConfigError: an option is out of range or unused.
     """
     section = job_config.dispersion  # type: ignore[attr-defined]
     options = {field.name: getattr(section, field.name) for field in fields(DispersionLoss) if field.name != "seed"}
@@ -23,10 +23,10 @@ def build_dispersion_loss(job_config: JobConfig) -> DispersionLoss:
 
 
 def build_coeff_schedule(job_config: JobConfig) -> CoeffSchedule:
-    """λ over the run as [dispersion] describes it; training.steps must be known.
+    """Return λ over the run, as [dispersion] describes it. training.steps must be known.
 
     Raises:
-        ConfigError: out of range.
+        ConfigError: an option is out of range.
     """
     d = job_config.dispersion  # type: ignore[attr-defined]
     try:

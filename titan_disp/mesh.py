@@ -1,4 +1,4 @@
-"""The arithmetic of meshes: how a config and a number of ranks become replicas and shards."""
+"""This module computes replicas and shards from a config and a number of ranks."""
 
 from torchtitan.config import JobConfig
 
@@ -6,14 +6,14 @@ from titan_disp.errors import ConfigError
 
 
 def resolve_replicas(job_config: JobConfig, world_size: int) -> None:
-    """Set data_parallel_replicate_degree = −1 to what the ranks leave beside the shards. Calling it again changes nothing.
+    """Replace data_parallel_replicate_degree = −1 by the number of replicas that the ranks allow.
 
-    The shard degree is then an upper bound: 8 serves nodes of 8 GPUs in any number, and 1, 2 or 4 GPUs, which hold one
-    replica. TorchTitan 0.2.2 knows no −1 here, so this runs before it sees the config. The degrees of context and tensor
-    parallelism divide the ranks.
+    A second call changes nothing. The shard degree is then an upper bound: 8 is right for any number of nodes of 8
+    GPUs, and for 1, 2 or 4 GPUs, which hold one replica. TorchTitan 0.2.2 does not accept −1 here, so this must run
+    before it sees the config. The ranks must be a multiple of the degrees of context and tensor parallelism.
 
     Raises:
-        ConfigError: nothing says how many shards a replica has, or the ranks are no multiple of them.
+        ConfigError: the number of shards per replica is not set, or the ranks are not a multiple of it.
     """
     p = job_config.parallelism
     if p.data_parallel_replicate_degree != -1:
@@ -21,17 +21,17 @@ def resolve_replicas(job_config: JobConfig, world_size: int) -> None:
     if p.data_parallel_shard_degree < 1:
         raise ConfigError(
             f"parallelism.data_parallel_replicate_degree is -1, but data_parallel_shard_degree is "
-            f"{p.data_parallel_shard_degree}: only one of them can be what is left. Set data_parallel_shard_degree to the "
-            "GPUs of a node"
+            f"{p.data_parallel_shard_degree}: only one of them can follow from the number of ranks. Set "
+            "data_parallel_shard_degree to the number of GPUs per node"
         )
     inside = p.context_parallel_degree * p.tensor_parallel_degree
     left = world_size // inside
     shard = min(p.data_parallel_shard_degree, left)
     if left % shard:
         raise ConfigError(
-            f"data_parallel_replicate_degree = -1 takes what {world_size} ranks leave, but these are not a multiple of "
-            f"data_parallel_shard_degree {shard} × context_parallel_degree {p.context_parallel_degree} × "
-            f"tensor_parallel_degree {p.tensor_parallel_degree} = {shard * inside}: use another number of ranks, or set "
-            "data_parallel_shard_degree to a divisor of them"
+            f"data_parallel_replicate_degree = -1 needs a multiple of data_parallel_shard_degree {shard} × "
+            f"context_parallel_degree {p.context_parallel_degree} × tensor_parallel_degree {p.tensor_parallel_degree} "
+            f"= {shard * inside} ranks, but there are {world_size}: use another number of ranks, or set "
+            f"data_parallel_shard_degree to a divisor of {left}"
         )
     p.data_parallel_shard_degree, p.data_parallel_replicate_degree = shard, left // shard

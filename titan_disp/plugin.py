@@ -1,6 +1,6 @@
-"""What TorchTitan imports where a config says ``[experimental] custom_import = "titan_disp.plugin"``.
+"""TorchTitan imports this module if a config says ``[experimental] custom_import = "titan_disp.plugin"``.
 
-Importing it registers the train specs of all models and, where there is no accelerator, makes the CPU TorchTitan's device.
+The import registers the train specs of all models. Without an accelerator, it makes the CPU TorchTitan's device.
 """
 
 from titan_disp import cpu

@@ -1,4 +1,4 @@
-"""The models that a config can name. A new one is a folder and a line here (CONTRIBUTING.md)."""
+"""These are the models that a config can name. A new model is a folder and a line here (CONTRIBUTING.md)."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -7,9 +7,9 @@ from torchtitan.config import JobConfig
 
 from titan_disp import gpt2, qwen3
 from titan_disp.errors import ConfigError
+from titan_disp.model_overrides import apply_overrides
 from titan_disp.models.arguments import DispModelArgs
 from titan_disp.models.entry import ModelEntry
-from titan_disp.overrides import apply_overrides
 
 MODELS: dict[str, ModelEntry] = {
     entry.name: entry
@@ -21,10 +21,10 @@ MODELS: dict[str, ModelEntry] = {
 
 
 def find_model(name: str) -> ModelEntry:
-    """The model of ``model.name``.
+    """Return the model that ``model.name`` names.
 
     Raises:
-        ConfigError: there is none of this name.
+        ConfigError: there is no model of this name.
     """
     if name not in MODELS:
         known = " or ".join(f'"{known}"' for known in MODELS)
@@ -33,10 +33,10 @@ def find_model(name: str) -> ModelEntry:
 
 
 def model_args(name: str, flavor: str, overrides: Mapping[str, Any] | Sequence[str] | str = ()) -> DispModelArgs:
-    """The arguments that ``model.name``, ``model.flavor`` and ``model.overrides`` name: a copy.
+    """Return a copy of the arguments that ``model.name``, ``model.flavor`` and ``model.overrides`` describe.
 
     Raises:
-        ConfigError: no such model or flavor, or overrides that it cannot take.
+        ConfigError: there is no such model or flavor, or it cannot take the overrides.
     """
     args: DispModelArgs = find_model(name).flavors[flavor]
     apply_overrides(args, overrides)
@@ -44,7 +44,7 @@ def model_args(name: str, flavor: str, overrides: Mapping[str, Any] | Sequence[s
 
 
 def args_of(job_config: JobConfig) -> DispModelArgs:
-    """The arguments of the config's model, before TorchTitan's ``update_from_config``.
+    """Return the arguments of the config's model, before TorchTitan's ``update_from_config``.
 
     Raises:
         ConfigError: as ``model_args``.

@@ -1,4 +1,7 @@
-"""The TrainSpec on one page: which part plugs in where."""
+"""The TrainSpec shows on one page which part plugs in where.
+
+A *slot* is one of the run's document streams. Each data-parallel rank reads some of the slots.
+"""
 
 from dataclasses import dataclass, field
 
@@ -18,7 +21,7 @@ from torchtitan.protocols.model import BaseModelArgs
 from torchtitan.tools.logging import logger
 
 from titan_disp.baseline_config import build_forgetting, build_forgetting_schedule, build_noise
-from titan_disp.checks import check_config, check_device, tokenizer_of
+from titan_disp.config_checks import check_config, check_device, tokenizer_of
 from titan_disp.data.loader import StreamLoader, build_dataloader
 from titan_disp.data.validation import build_validator
 from titan_disp.dispersion import DispersionObjective, LossLedger
@@ -31,7 +34,10 @@ from titan_disp.run.metrics import DispersionMetrics
 
 
 def sequence_mesh(parallel_dims: ParallelDims) -> DeviceMesh | None:
-    """The 1-D mesh over which block outputs are sharded along the sequence: TP, CP, or CP×TP flattened."""
+    """Return the 1-D mesh over which block outputs are sharded along the sequence: TP, CP, or CP×TP flattened.
+
+    None if they are not sharded.
+    """
     names = [name for name in ("cp", "tp") if parallel_dims.get_optional_mesh(name) is not None]
     if not names:
         return None
@@ -40,39 +46,44 @@ def sequence_mesh(parallel_dims: ParallelDims) -> DeviceMesh | None:
 
 
 def build_tokenizer(job_config: JobConfig) -> BaseTokenizer:
-    """The first hook that sees the config under the stock trainer: what cannot work is refused here."""
+    """Check the config and build the tokenizer. Under the stock trainer, this hook is the first to see the config.
+
+    Raises:
+        ConfigError: the config cannot work.
+    """
     check_config(job_config, dist.get_world_size())
     check_device(job_config)
     return tokenizer_of(job_config)
 
 
 def build_cross_entropy(job_config: JobConfig, parallel_dims: ParallelDims) -> LossFunction:
-    """TorchTitan's cross-entropy; compiled where the config says so and the gradient stays right."""
+    """Return TorchTitan's cross-entropy, compiled if the config says so and the gradient stays right."""
     loss_parallel = parallel_dims.tp_enabled and not job_config.parallelism.disable_loss_parallel
     if loss_parallel and job_config.compile.enable and "loss" in job_config.compile.components:
-        # Inductor on torch 2.13 (CPU) returned wrong gradients for vocabulary-sharded logits, without an error;
-        # eager loss parallel holds a part of the vocabulary per rank, so little memory is lost.
-        logger.warning("compile.components: the loss stays eager, as its logits are sharded by loss parallel")
+        # Inductor on torch 2.13 (CPU) returned wrong gradients for vocabulary-sharded logits, without an error. Each
+        # rank holds only a part of the vocabulary, so the eager loss costs little memory.
+        logger.warning("compile.components: the loss is not compiled, because loss parallel shards its logits")
         return cross_entropy_loss
     return build_cross_entropy_loss(job_config)
 
 
 @dataclass
 class _Shared:
-    """What parts of one spec hand to each other; TorchTitan's builders do not know of one another."""
+    """The parts of one spec share this state, because TorchTitan's builders do not know of one another."""
 
     ledger: LossLedger = field(default_factory=LossLedger)  # the loss fills it, the metrics empty it
-    max_skipped_steps: int = 10  # the optimizers' builder sees no more than [optimizer] …
-    forgetting: JobConfig | None = None  # … nor the schedulers': the config, under active_forgetting
+    max_skipped_steps: int = 10  # the optimizers' builder gets only the [optimizer] section
+    forgetting: JobConfig | None = None  # the config under active_forgetting, for the same reason
     loader: StreamLoader | None = None  # the metrics read its counters; its positions are sharded like the batch
-    schedulers: LRSchedulersContainer | None = None  # know the step, which the loss function does not see
+    schedulers: LRSchedulersContainer | None = None  # they know the step, which the loss function does not get
 
     def steps_completed(self) -> int:
-        """From the checkpoint on, as the learning rate's schedule counts them."""
+        """Return the number of completed steps in the whole run, as the learning-rate schedule counts them."""
         return self.schedulers.schedulers[0].last_epoch if self.schedulers is not None else 0
 
 
 def train_spec(entry: ModelEntry) -> titan.TrainSpec:
+    """Return the TrainSpec of a model."""
     shared = _Shared()
 
     def build_data(dp_world_size: int, dp_rank: int, tokenizer: BaseTokenizer, job_config: JobConfig) -> StreamLoader:
@@ -81,7 +92,7 @@ def train_spec(entry: ModelEntry) -> titan.TrainSpec:
         return shared.loader
 
     def parallelize_model(model: DispModel, parallel_dims: ParallelDims, job_config: JobConfig) -> nn.Module:
-        if shared.loader is not None:  # the first hook after the data that sees the meshes
+        if shared.loader is not None:  # this is the first hook after the data that gets the meshes
             shared.loader.mesh = parallel_dims.get_optional_mesh("batch")
         entry.parallelize(model, parallel_dims, job_config)
         method = job_config.baseline.method  # type: ignore[attr-defined]
@@ -144,7 +155,7 @@ def train_spec(entry: ModelEntry) -> titan.TrainSpec:
 
 
 def register() -> None:
-    """Register every model; a second import is no error."""
+    """Register every model. A second call changes nothing."""
     for name, entry in MODELS.items():
         if name not in titan._extra_train_specs:
             titan.register_train_spec(name, train_spec(entry))

@@ -1,4 +1,7 @@
-"""Options written as in TOML, of which tyro only says that it does not know a word, or which it takes for something else."""
+"""This module finds options written as in TOML.
+
+tyro would reject them without a hint, or read them as something else.
+"""
 
 import dataclasses
 import re
@@ -11,15 +14,17 @@ _BOOLEANS = {"true": True, "yes": True, "on": True, "1": True, "false": False, "
 
 
 def check_spelling(argv: Sequence[str], default: Any) -> None:
-    """Booleans take no value. ``[1, 2]`` is written ``1 2``, but a list of strings ``a,b``, which TorchTitan splits at the commas
-    as it stands: ``["a","b"]`` would become two strings with brackets and quotes in them.
+    """Refuse options that are written as in TOML.
+
+    Booleans take no value. ``[1, 2]`` is written ``1 2``. A list of strings is written ``a,b``, which TorchTitan splits
+    at the commas without further parsing: ``["a","b"]`` would become two strings that contain brackets and quotes.
 
     Args:
         argv: options such as --dispersion.enabled.
         default: the config's dataclass, whose fields have the types.
 
     Raises:
-        ConfigError: with the spelling that works.
+        ConfigError: an option is written as in TOML. The message has the spelling that works.
     """
     for i, arg in enumerate(argv):
         option, equals, value = arg.partition("=")
@@ -28,7 +33,7 @@ def check_spelling(argv: Sequence[str], default: Any) -> None:
             continue
         values = [value] if equals else _up_to_next_option(argv[i + 1 :])
         if right := _boolean(key, values, default) or _list(key, values, default):
-            raise ConfigError(f"{' '.join([option, *values])} is not written as on a command line: expected {right}")
+            raise ConfigError(f"{' '.join([option, *values])} is not the command-line spelling: expected {right}")
 
 
 def _up_to_next_option(argv: Sequence[str]) -> list[str]:
@@ -61,7 +66,7 @@ def _list(key: str, values: list[str], default: Any) -> str | None:
 
 
 def _type(key: str, default: Any) -> Any:
-    """None where there is no such key."""
+    """Return the type of a key, or None if there is no such key."""
     *sections, name = key.split(".")
     for section in sections:
         default = getattr(default, section, None)

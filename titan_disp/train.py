@@ -1,4 +1,7 @@
-"""``torchrun … -m titan_disp.train --job.config_file X [overrides]``: TorchTitan's trainer and a run folder around it."""
+"""``torchrun … -m titan_disp.train --job.config_file X`` runs TorchTitan's trainer and writes a run folder.
+
+Each *start* of a run continues from its newest checkpoint.
+"""
 
 import os
 import sys
@@ -19,21 +22,20 @@ from torchtitan.tools.logging import init_logger, logger
 from torchtitan.train import Trainer
 
 import titan_disp.plugin  # noqa: F401 — the model's spec and the device type, whatever the config imports
-from titan_disp.batch import data_parallel_degree
-from titan_disp.budget import last_step
-from titan_disp.checks import check_config, check_device
+from titan_disp.batch import data_parallel_degree, last_step
 from titan_disp.cluster.preemption import StopRequest
 from titan_disp.condensation.cross_entropy import cross_entropies
 from titan_disp.condensation.monitor import Forward, Monitor
 from titan_disp.condensation.table import over_training
 from titan_disp.config import load_config
+from titan_disp.config_checks import check_config, check_device
 from titan_disp.data.files import on_rank_0
 from titan_disp.data.fingerprint import check_fingerprint, read_data_state
 from titan_disp.data.loader import StreamLoader
 from titan_disp.data.validation import held_out_sequences
 from titan_disp.dispersion.collectives import process_group
-from titan_disp.errors import EXIT_CODE, CheckpointError, ConfigError, DataError
-from titan_disp.overrides import architecture_of
+from titan_disp.errors import EXIT_CODE, CheckpointError, ConfigError, DataError, UserError
+from titan_disp.model_overrides import architecture_of
 from titan_disp.report.goodput import Goodput, goodputs, together
 from titan_disp.run import identity
 from titan_disp.run.checkpoint import DispCheckpointManager
@@ -47,12 +49,12 @@ from titan_disp.run.stragglers import Stragglers
 
 
 def world_size_from_environment(job_config: JobConfig) -> int:
-    """Ranks of this job: torchrun's WORLD_SIZE, or NGPU when the communication is fake."""
+    """Return the ranks of this job: torchrun's WORLD_SIZE, or NGPU if communication is fake."""
     return int(os.environ.get("WORLD_SIZE" if job_config.comm.mode == "default" else "NGPU", "1"))
 
 
 class DispTrainer(Trainer):
-    """Overrides hooks of TorchTitan's Trainer; copies nothing of it."""
+    """Extend TorchTitan's Trainer by overriding its hooks."""
 
     run_folder: RunFolder | None = None
     stragglers: Stragglers | None = None
@@ -61,13 +63,13 @@ class DispTrainer(Trainer):
     _start_step = 0
     _stopping = False
     _timeouts_set = False
-    _microbatch = 0  # of the step, from 1
+    _microbatch = 0  # the current one of the step, from 1
 
     def __init__(self, job_config: JobConfig) -> None:
-        """Check the config, open the run folder, build everything.
+        """Check the config, open the run folder, and build everything.
 
         Raises:
-            ConfigError: on every rank alike, before anything is allocated.
+            ConfigError: the config cannot work. Every rank raises it before anything is allocated.
         """
         self.clock = Clock(allocation_began())
         world_size = world_size_from_environment(job_config)
@@ -85,7 +87,7 @@ class DispTrainer(Trainer):
         )
         self.heartbeat.begin("start", 0)
         self.last_step = last_step(job_config, data_parallel_degree(job_config, world_size))
-        # TorchTitan builds its own checkpoint manager, which is no part of the spec: off, and ours afterwards.
+        # TorchTitan's checkpoint manager is not part of the spec: it is disabled here, and ours is built afterwards.
         with _disabled(job_config.checkpoint):
             super().__init__(job_config)
         self.checkpointer = self._build_checkpointer()
@@ -128,21 +130,21 @@ class DispTrainer(Trainer):
         return manager
 
     def event(self, name: str, step: int, **details: Any) -> None:
-        """Into events.jsonl, from rank 0."""
+        """Write an event to events.jsonl, on rank 0."""
         if self.run_folder is not None:
             self.run_folder.event(name, step, **details)
 
     def batch_generator(self, data_iterable: Iterable[Any]) -> Iterator[Any]:
-        """Called once, after a checkpoint was loaded: the first moment at which the step is known.
+        """Yield batches. TorchTitan calls this once, after it has loaded a checkpoint: the step is known from here on.
 
         Raises:
-            ConfigError: on every rank, for a checkpoint of another baseline.method that does not say so.
+            ConfigError: the checkpoint is from another baseline.method but does not say so. Every rank raises it.
         """
         for scheduler in cast(Any, self.lr_schedulers).schedulers:
             if (saved := len(scheduler.base_lrs)) != (own := len(scheduler.lr_lambdas)):
                 raise ConfigError(
-                    f"the checkpoint's schedule has {saved} groups of parameters, expected {own}: it was trained with another "
-                    "baseline.method. Make it what it was, or start a new run in another --job.dump_folder"
+                    f"the checkpoint's schedule has {saved} groups of parameters, expected {own}: it was trained with "
+                    "another baseline.method. Set the former method, or start a new run in another --job.dump_folder"
                 )
         self._start_step = self.step
         if self.run_folder is not None:
@@ -159,11 +161,12 @@ class DispTrainer(Trainer):
             yield batch
 
     def check_resume(self, step: int) -> None:
-        """Compare model and data of the checkpoint that will be loaded with this run's, before DCP meets tensors of another size.
+        """Compare model and data of the checkpoint with this run's, before DCP meets tensors of another size.
 
         Raises:
-            ConfigError: on every rank; for other data unless stream.on_mismatch = "restart", which begins a new epoch instead.
-            CheckpointError: it cannot be read.
+            ConfigError: the model differs, or the data differ and stream.on_mismatch is not "restart". With "restart",
+                the data streams begin a new epoch instead. Every rank raises it.
+            CheckpointError: the checkpoint cannot be read.
         """
         folder, checkpoint = self.checkpointer._create_checkpoint_id(step), self.job_config.checkpoint
         identity.check_identity(on_rank_0(identity.read_identity, folder), self.identity.content)
@@ -176,13 +179,13 @@ class DispTrainer(Trainer):
         except ConfigError as error:
             if self.job_config.stream.on_mismatch != "restart":  # type: ignore[attr-defined]
                 raise
-            logger.warning(f"streams begin epoch {epoch + 1} anew: {error}")
+            logger.warning(f"the data streams restart with epoch {epoch + 1}: {error}")
             self.checkpointer.exclude_from_loading = [*checkpoint.exclude_from_loading, "dataloader"]
             loader.restart(epoch + 1)
             self.event("streams_restarted", step, epoch=epoch + 1, reason=str(error))
 
     def train_step(self, data_iterator: Iterator[Any]) -> None:
-        """TorchTitan's step, and what all ranks agreed on in it (see ``GuardedOptimizers``)."""
+        """Run TorchTitan's step and act on what all ranks agreed on during it (see ``GuardedOptimizers``)."""
         self.heartbeat.begin("step", self.step)
         self._microbatch = 0
         with self.clock.during("steps"):
@@ -203,9 +206,10 @@ class DispTrainer(Trainer):
             self.measure_condensation()
 
     def forward_backward_step(self, **kwargs: Any) -> torch.Tensor:
-        """One microbatch. Under HSDP its gradients cross the replicas, which are other nodes, with the last one only.
+        """Run one microbatch. Under HSDP, only the last microbatch sends gradients between replicas, across nodes.
 
-        Until then FSDP2 adds up what it has reduce-scattered, in the dtype of the reduction, and all-reduces the sum.
+        Before that, FSDP2 adds up what it has reduce-scattered, in the dtype of the reduction; with the last microbatch
+        it all-reduces the sum.
         """
         if self.stragglers is not None:
             self.stragglers.met()
@@ -216,7 +220,7 @@ class DispTrainer(Trainer):
         return super().forward_backward_step(**kwargs)
 
     def _set_timeouts(self) -> None:
-        """Shorter time-outs once compilation is over; TorchTitan sets them after step 1 only, so never after a resume."""
+        """Shorten time-outs after compilation. TorchTitan does so after step 1 only, and so never after a resume."""
         self._timeouts_set = True
         if self.step != 1 and self.job_config.comm.mode == "default":
             seconds = self.job_config.comm.train_timeout_seconds
@@ -242,19 +246,19 @@ class DispTrainer(Trainer):
         with self.clock.during("checkpoints"):
             self.checkpointer.wait()
         if self.step > self._start_step:
-            if not self.optimizers.agreed["stop"]:  # nobody waits for this job to end
+            if not self.optimizers.agreed["stop"]:  # a stopped job has to end soon
                 self.measure_condensation()
             self._end()
         elif self.step >= steps:
             logger.info(f"This run was complete already: step {self.step} of {steps}. Nothing was trained")
-            self.event("complete", self.step)  # to whoever has started it again, such as a chain of jobs
+            self.event("complete", self.step)  # for what started the run again, such as a chain of jobs
         else:
             logger.info(f"budget.stop_at_tokens was reached already: step {self.step} of {steps}. Nothing was trained")
             self.event("stop", self.step, reason="budget.stop_at_tokens")
         self.report()
 
     def _end(self) -> None:
-        """Say why training ended, once everything is saved."""
+        """Log why training ended, after everything is saved."""
         if self.step >= self.job_config.training.steps:
             self.event("complete", self.step, spent=self.clock.rounded())
         elif self.optimizers.agreed["stop"]:
@@ -267,7 +271,7 @@ class DispTrainer(Trainer):
         self.stop_request.done()
 
     def report(self) -> None:
-        """Where things are, and how condensation went."""
+        """Log where the results are, and how condensation went."""
         job = self.job_config
         logger.info(f"Step {self.step} of {job.training.steps}. Run folder: {job.job.dump_folder}")
         if job.checkpoint.enable:
@@ -280,13 +284,16 @@ class DispTrainer(Trainer):
                 logger.info(line)
 
     def report_goodput(self) -> None:
-        """How much of the time went into steps that count, from the run's files: of this start and of all."""
+        """Log the part of the time spent in steps that count, for this start and for all, from the run's files.
+
+        Steps that were lost, because a later start trained them again, do not count.
+        """
         if self.run_folder is None or not (self.run_folder.path / "metrics.jsonl").exists():
             return
         try:
             starts = goodputs(read_rows(self.run_folder.path), read_events(self.run_folder.path))
-        except (OSError, ValueError, KeyError) as error:  # must not hide why a run ends
-            logger.warning(f"goodput is not known: {type(error).__name__}: {error}")
+        except (OSError, ValueError, KeyError) as error:  # this error must not hide why a run ends
+            logger.warning(f"goodput cannot be computed: {type(error).__name__}: {error}")
             return
         if starts:
             logger.info(f"Goodput of this start: {_said(starts[-1].in_its_allocation())}")
@@ -295,14 +302,14 @@ class DispTrainer(Trainer):
 
     @cached_property
     def monitor(self) -> Monitor | None:
-        """None where condensation is not measured. The first access is a collective call."""
+        """Return the monitor, or None if condensation is not measured. The first access is a collective call."""
         job, section = self.job_config, self.job_config.condensation  # type: ignore[attr-defined]
         if not section.interval or job.comm.mode != "default":
             return None
         assert self.tokenizer is not None
         sequences = held_out_sequences(job, self.tokenizer, section.sequences)
         if sequences is None:
-            logger.warning("condensation is not measured: there is no validation split beside the training data")
+            logger.warning("condensation is not measured: the training data have no validation split")
             return None
         mesh = self.parallel_dims.get_optional_mesh("batch")
         return Monitor(
@@ -316,8 +323,10 @@ class DispTrainer(Trainer):
         )
 
     def measure_condensation(self) -> None:
-        """On held-out text, with the cross-entropy, into the run's metrics. A collective call; weights, random numbers and data
-        stay as they are."""
+        """Measure condensation and cross-entropy on held-out text, and log them. This is a collective call.
+
+        Weights, random numbers and data stay as they are.
+        """
         with self.clock.during("condensation"):
             self._measure_condensation()
 
@@ -343,7 +352,8 @@ class DispTrainer(Trainer):
         model.train()
         for module in model.modules():
             if isinstance(module, FSDPModule):
-                # Backward would. Without it the head stays whole, and a save would not find the optimizer's parameters.
+                # Backward would do this. Otherwise the head stays gathered, and a save would not find the optimizer's
+                # parameters.
                 module.reshard()
         metrics = cast(DispersionMetrics, self.metrics_processor)
         metrics.log_condensation(self.step, found, time.perf_counter() - start)
@@ -363,7 +373,7 @@ class DispTrainer(Trainer):
 
 
 def _time(part: Any, method: str, clock: Clock, kind: str) -> None:
-    """Count the time in ``part.method``, which TorchTitan's loop calls between steps."""
+    """Count the time spent in ``part.method``, which TorchTitan's loop calls between steps."""
     call = getattr(part, method)
 
     def timed(*args: Any, **kwargs: Any) -> Any:
@@ -374,7 +384,7 @@ def _time(part: Any, method: str, clock: Clock, kind: str) -> None:
 
 
 def _before(part: Any, method: str, first: Callable[[], None]) -> None:
-    """Do something before every ``part.method``, which TorchTitan's loop calls between steps."""
+    """Call ``first`` before every ``part.method``, which TorchTitan's loop calls between steps."""
     call = getattr(part, method)
 
     def both(*args: Any, **kwargs: Any) -> Any:
@@ -399,7 +409,7 @@ def _disabled(section: Any) -> Iterator[None]:
         section.enable = enable
 
 
-def exit_with(error: ConfigError) -> None:
+def exit_with(error: UserError) -> None:
     """Print a user's error once per job, without a traceback, and exit."""
     if int(os.environ.get("RANK", "0")) == 0 or isinstance(error, DataError):
         print(f"titan-disp: error: {error}", file=sys.stderr, flush=True)
@@ -407,7 +417,7 @@ def exit_with(error: ConfigError) -> None:
 
 
 def run(job_config: JobConfig, trainer_class: type[DispTrainer] = DispTrainer) -> None:
-    """Train from a checked config in this process; the process group is destroyed at the end."""
+    """Train from a checked config in this process, and destroy the process group at the end."""
     trainer: DispTrainer | None = None
     try:
         trainer = trainer_class(job_config)
@@ -418,7 +428,7 @@ def run(job_config: JobConfig, trainer_class: type[DispTrainer] = DispTrainer) -
     finally:
         if trainer is not None:
             trainer.close()
-    # Ranks that leave while others still talk make gloo abort after correct results.
+    # If a rank leaves while others still communicate, gloo aborts after correct results.
     dist.barrier()
     dist.destroy_process_group()
 
@@ -426,9 +436,9 @@ def run(job_config: JobConfig, trainer_class: type[DispTrainer] = DispTrainer) -
 def main(argv: Sequence[str] | None = None, trainer_class: type[DispTrainer] = DispTrainer) -> None:
     init_logger()
     try:
-        # Recorded: torchrun names the first rank that failed, and why, by the file that this writes.
+        # ``record`` writes a file from which torchrun reports the first rank that failed, and why.
         record(run)(load_config(sys.argv[1:] if argv is None else argv), trainer_class)
-    except ConfigError as error:
+    except UserError as error:
         exit_with(error)
 
 

@@ -1,6 +1,6 @@
-"""What else is said to counteract condensation, to compare dispersion with: noisy embeddings and active forgetting."""
+"""These baselines are said to counteract condensation too: noisy embeddings and active forgetting."""
 
-# The options of [baseline] that one method has for itself.
+# The options of [baseline] that only one method uses.
 OPTIONS = {
     "noise_alpha": "noisy_embedding",
     "forget_every": "active_forgetting",

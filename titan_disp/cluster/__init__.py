@@ -1,1 +1,1 @@
-"""The operations around a long run: plan, preflight, preemption."""
+"""This package plans a run, checks its config and nodes, submits it, and stops it on request."""

@@ -1,8 +1,8 @@
-"""``torchrun … -m titan_disp.cluster.bandwidth --out FILE``: how fast nodes reach each other, and whose clock is off.
+"""``torchrun … -m titan_disp.cluster.bandwidth --out FILE`` measures the network between nodes and compares clocks.
 
-An all-reduce over all ranks tells that something is slow; exchanges between neighbouring pairs of nodes tell who: every node
-is measured with two others, and one that is slow with both is the slow one. Started once per node like training; rank 0
-writes FILE, see ``measure``.
+An all-reduce over all ranks shows that something is slow. Exchanges between pairs of neighbouring nodes show which node
+it is: every node is measured with two others, and a node that is slow with both is itself slow. The command is started
+once per node, like training. Rank 0 writes the result of ``measure`` to FILE.
 """
 
 import argparse
@@ -19,18 +19,18 @@ import torch
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from titan_disp.cluster.nodecheck import in_order, node_name
+from titan_disp.cluster.node_health import in_order, node_name
 from titan_disp.run.folder import write_json
 
-GPU_BYTES = 256 << 20  # about what FSDP over 8 GPUs reduces of the 0.6B model: 2.4 GB of fp32 gradients in 8 shards
+GPU_BYTES = 256 << 20  # about one of 8 shards of the 0.6B model's fp32 gradients (2.4 GB), which FSDP reduces
 CPU_BYTES = 4 << 20
-SLOW = 0.5  # of the median
+SLOW = 0.5  # a node or link is slow below this fraction of the median
 T = TypeVar("T")
-Pair = tuple[str, str, float]  # two nodes, and bytes per second each way
+Pair = tuple[str, str, float]  # two nodes, and bytes per second in each direction
 
 
 def rounds(nodes: int) -> list[list[tuple[int, int]]]:
-    """A ring of neighbours in as few rounds as possible, in each of which a node is in one pair at most."""
+    """Split a ring of neighbours into as few rounds as possible. A node is in at most one pair of each round."""
     if nodes < 2:
         return []
     ring = [(i, i + 1) for i in range(nodes - 1)]
@@ -41,11 +41,14 @@ def rounds(nodes: int) -> list[list[tuple[int, int]]]:
 
 
 def pair_bandwidths(times: Iterable[tuple[str, Mapping[str, float]]], size: int) -> list[Pair]:
-    """Bytes per second each way, of all ranks of a node together; the slowest rank counts.
+    """Compute the bandwidth of each pair of nodes, summed over the ranks of a node. The slowest rank sets the time.
 
     Args:
-        times: of every rank, its node and the seconds of its exchange with the partner on another node, by node.
+        times: for every rank, the name of its node, and the seconds that the exchange with each other node took.
         size: bytes that every rank sends and receives.
+
+    Returns:
+        Both nodes of each pair, and bytes per second in each direction.
     """
     by_pair: dict[tuple[str, str], list[float]] = defaultdict(list)
     for node, seconds in times:
@@ -56,7 +59,7 @@ def pair_bandwidths(times: Iterable[tuple[str, Mapping[str, float]]], size: int)
 
 
 def best_bandwidths(pairs: Iterable[Pair]) -> dict[str, float]:
-    """Node → bytes per second with the better of its neighbours."""
+    """Return the bytes per second that each node reaches with the faster of its neighbours."""
     best: dict[str, float] = {}
     for a, b, bandwidth in pairs:
         for node in (a, b):
@@ -65,31 +68,34 @@ def best_bandwidths(pairs: Iterable[Pair]) -> dict[str, float]:
 
 
 def usual_bandwidth(pairs: Sequence[Pair]) -> float:
-    """The median of the nodes' best.
+    """Return the median of the nodes' best bandwidths.
 
-    The median of the pairs would not do: one slow node makes two of them slow, which are most of the three of three nodes.
+    The median of the pairs would mislead: one slow node slows two pairs, and three nodes have only three pairs.
     """
     return statistics.median_high(best_bandwidths(pairs).values()) if pairs else 0.0
 
 
 def slow_nodes(pairs: Sequence[Pair]) -> dict[str, float]:
-    """Nodes that are slow with all their neighbours, with their best. Of two nodes none can be told to be the slow one."""
+    """Return the nodes that are slow with all their neighbours, and their best bandwidths.
+
+    With only two nodes, the result is empty: a slow pair does not show which of its nodes is slow.
+    """
     limit = SLOW * usual_bandwidth(pairs)
     return {node: bandwidth for node, bandwidth in best_bandwidths(pairs).items() if bandwidth < limit}
 
 
 def slow_links(pairs: Sequence[Pair]) -> list[Pair]:
-    """Pairs that are slow though both nodes are not, with their other neighbours: a cable, or the switches' topology."""
+    """Return slow pairs of nodes that are fast with their other neighbours. A bad cable may be the cause."""
     limit, slow = SLOW * usual_bandwidth(pairs), slow_nodes(pairs)
     return [pair for pair in pairs if pair[2] < limit and pair[0] not in slow and pair[1] not in slow]
 
 
 def clock_skews(readings: Mapping[str, Sequence[float]]) -> dict[str, float]:
-    """Seconds by which a node's clock is ahead of the nodes' median.
+    """Return the seconds by which each node's clock is ahead of the median of all nodes.
 
     Args:
-        readings: of every node, its clock right after the same three or more barriers. The median of the differences counts,
-            as a rank may be late to read once.
+        readings: each node's clock right after each of the same barriers, at least three. The median of the differences
+            counts, because a rank may be late once.
     """
     medians = [statistics.median_low(column) for column in zip(*readings.values(), strict=True)]
     return {
@@ -104,6 +110,7 @@ def _synchronize() -> None:
 
 
 def median_seconds(operation: Callable[[], Any], warmup: int = 2, repeats: int = 5) -> float:
+    """Return the median duration of ``repeats`` calls after ``warmup`` calls, in seconds."""
     times = []
     for i in range(warmup + repeats):
         start = time.perf_counter()
@@ -121,14 +128,18 @@ def _gather(value: T) -> list[T]:
 
 
 def measure(node: str, local_rank: int, device: torch.device, size: int) -> dict[str, Any]:
-    """All measurements; a collective call with the same result on every rank.
+    """Measure everything. All ranks call this together and get the same result.
 
     Args:
-        node: this rank's. local_rank: on it; ranks of the same number are partners. size: bytes of a buffer.
+        node: name of this rank's node.
+        local_rank: number of this rank on its node. Ranks with the same number are partners.
+        device: device of the buffers.
+        size: bytes per buffer.
 
     Returns:
-        ``ranks``; ``all_reduce``: {bytes, seconds, bus_bandwidth}, in bytes per second as nccl-tests define it;
-        ``pairs``: [node, node, bytes per second each way]; ``clock_skew``: node → seconds ahead.
+        ``ranks``: their number. ``all_reduce``: {bytes, seconds, bus_bandwidth}; the bus bandwidth is in bytes per
+        second, as nccl-tests define it. ``pairs``: [node, node, bytes per second in each direction]. ``clock_skew``:
+        seconds by which each node's clock is ahead.
     """
     ranks = dist.get_world_size()
     send = torch.zeros(size // 4, dtype=torch.float32, device=device)
@@ -139,7 +150,7 @@ def measure(node: str, local_rank: int, device: torch.device, size: int) -> dict
         dist.all_reduce(one)
         one.item()
 
-    barrier()  # connects; the first P2P operation of a group must not be its first operation
+    barrier()  # connects the ranks: a P2P operation must not be the first operation of a group
     clocks = []
     for _ in range(3):
         barrier()

@@ -1,4 +1,4 @@
-"""What a run will be, before it is queued: mesh, batches, bytes, FLOPs, days. Needs no data, tokenizer or GPU."""
+"""This module predicts a run's mesh, batches, bytes, FLOPs and days. It needs no data, tokenizer or GPU."""
 
 import copy
 from dataclasses import dataclass
@@ -7,12 +7,12 @@ import torch
 from torchtitan.config import JobConfig
 
 from titan_disp.batch import data_parallel_degree, global_batch_size, slot_count, tokens_per_step
-from titan_disp.checks import check_config, tokenizer_of
 from titan_disp.cluster.hardware import find_gpu
 from titan_disp.cluster.hub_requests import hub_warnings
 from titan_disp.cluster.memory import Memory, checkpoint_bytes, checkpoint_counts, estimate
 from titan_disp.cluster.traffic import traffic
-from titan_disp.data.first_look import look_at
+from titan_disp.config_checks import check_config, tokenizer_of
+from titan_disp.data.content_check import check_content
 from titan_disp.data.loader import stream_options
 from titan_disp.data.mixture import Share
 from titan_disp.data.sources import data_sets, source_shares
@@ -22,14 +22,16 @@ from titan_disp.models.arguments import DispModelArgs
 from titan_disp.models.model import DispModel
 from titan_disp.registry import args_of, find_model
 
-MAX_NODES = 1024  # of the node counts that are tried
-STORAGE = 2e9  # bytes/s that all ranks together write: our choice, what a modest shared file system takes
-NOTICED = 0.1  # part of the time from which communication and checkpoints are warned about; of a source's weight, that it misses
+MAX_NODES = 1024  # largest number of nodes that is tried
+STORAGE = 2e9  # bytes/s that all ranks together write: our guess for a modest shared file system
+# A plan warns if communication or checkpoints take more than this fraction of the time, or a source's share is off by
+# more.
+NOTICED = 0.1
 
 
 @dataclass(frozen=True)
 class NodeCount:
-    """A number of nodes that the batch admits, and the data_parallel_replicate_degree that it needs; −1 serves any."""
+    """A possible number of nodes, and its data_parallel_replicate_degree. The degree −1 adapts to any number."""
 
     nodes: int
     replicate: int
@@ -37,26 +39,34 @@ class NodeCount:
 
 @dataclass(frozen=True)
 class Plan:
-    """Bytes, FLOPs (forward and backward, without recomputation) and days. JSON-able by ``dataclasses.asdict``.
+    """The prediction for a run. ``dataclasses.asdict`` turns it into JSON values.
+
+    FLOPs are those of forward and backward, without recomputation.
 
     Attributes:
-        parameters: a tied embedding once. parameters_non_embedding: without embeddings, of positions too, and output.
+        parameters: number of parameters; a tied embedding counts once.
+        parameters_non_embedding: without the output and the embeddings of tokens and positions.
         memory_total: sum of ``memory``, for one GPU.
-        checkpoint_bytes: of one full checkpoint, without the few numbers of streams and schedules.
-        checkpoints: saved over the run. checkpoints_kept: of these, at its end.
-        checkpoint_disk_bytes: the most at any time: one more than are kept, as the oldest goes after the newest is complete.
-        flops_per_step, total_flops: the model's. dispersion_…: what dispersion adds.
-        computing_seconds: of one step at ``mfu``, dispersion included, all products counted at the bf16 peak.
-        within_bytes, between_bytes: that one GPU sends in a step, to others of its node and to other nodes, see ``traffic``.
-            …_seconds: that these take at …_bandwidth, bytes/s.
-        exposed_seconds: of both, what computing cannot hide, at best.
+        checkpoint_bytes: size of one full checkpoint, without the few numbers of streams and schedules.
+        checkpoints: checkpoints that the run saves.
+        checkpoints_kept: checkpoints that are left at its end.
+        checkpoint_disk_bytes: the most at any time. This is one checkpoint more than are kept, because the oldest is
+            deleted after the newest is complete.
+        flops_per_step, total_flops: FLOPs of the model.
+        dispersion_flops_per_step, total_dispersion_flops: FLOPs that dispersion adds.
+        computing_seconds: time of a step's products, with dispersion, at ``mfu`` of the bf16 peak.
+        within_bytes, between_bytes: bytes that one GPU sends in a step to others of its node, and to other nodes (see
+            ``traffic``).
+        within_seconds, between_seconds: time of these at node_bandwidth and network_bandwidth, in bytes/s.
+        exposed_seconds: communication time that computing cannot hide, a lower bound.
         step_seconds: computing and exposed communication.
-        checkpoint_interval_seconds: from one checkpoint to the next; 0 without. checkpoint_seconds: to write one at
-            storage_bandwidth; in asynchronous modes most of it is hidden.
-        days: of steps, without start-ups, checkpoints, validation and measurements.
-        days_fp32_dispersion: the same with dispersion's products at the fp32 peak: of fp32 activations, and of l2_repel.
-        sources: what each of [[stream.sources]] has of the tokens.
-        node_counts: up to MAX_NODES, with the GPUs per node as they are.
+        checkpoint_interval_seconds: time from one checkpoint to the next; 0 without checkpoints.
+        checkpoint_seconds: time to write one at storage_bandwidth, in bytes/s. Asynchronous modes hide most of it.
+        days: time of all steps, without start-ups, checkpoints, validation and measurements.
+        days_fp32_dispersion: the same, with dispersion's products at the fp32 peak. These are in fp32 if the
+            activations are, and for l2_repel.
+        sources: share of the tokens of each of [[stream.sources]].
+        node_counts: possible numbers of nodes up to MAX_NODES, with the same number of GPUs per node.
     """
 
     config: str
@@ -111,7 +121,7 @@ class Plan:
 
 
 def meta_model(job_config: JobConfig) -> DispModel:
-    """The model without storage."""
+    """Build the config's model on the meta device, without storage."""
     args = args_of(job_config)
     args.update_from_config(job_config)
     with torch.device("meta"):
@@ -119,17 +129,20 @@ def meta_model(job_config: JobConfig) -> DispModel:
 
 
 def dispersion_flops(args: DispModelArgs, seq_len: int, sequence_shards: int) -> int:
-    """FLOPs of one sequence's dispersion, all of them in forward; backward only scales.
+    """Count the FLOPs of dispersion for one sequence. All of them are in the forward pass: backward only scales.
 
-    2N²F for the cosines and 2N²F for V; unsharded, tiles above the diagonal serve both sides and save half of the cosines.
-    Sharded, they do so among a rank's own tokens only, which is left out here.
+    The cosines take 2N²F FLOPs and V another 2N²F. If the sequence is not sharded, each tile above the diagonal serves
+    both sides, which saves half of the cosines. In a sharded sequence, only a rank's own tokens do; this is ignored.
     """
     return len(args.activations) * (3 if sequence_shards == 1 else 4) * seq_len**2 * args.dim
 
 
 def admitted_node_counts(job_config: JobConfig, gpus_per_node: int, shard: int) -> list[NodeCount]:
-    """Node counts for which ``check_config`` passes: with replicas of the same shard degree, where that stays within a node,
-    or with the config as it is; the other way round where it does not."""
+    """Return the numbers of nodes for which ``check_config`` passes.
+
+    Two meshes are tried for each number: as many replicas of the same shard degree as fit, and the config as it is. The
+    replicas come first if a replica fits into a node; otherwise the config comes first.
+    """
     steps, trial = job_config.training.steps, copy.deepcopy(job_config)
     p, given = trial.parallelism, job_config.parallelism
     inside = shard * p.context_parallel_degree * p.tensor_parallel_degree
@@ -142,7 +155,7 @@ def admitted_node_counts(job_config: JobConfig, gpus_per_node: int, shard: int) 
         if inside > gpus_per_node:
             meshes.reverse()
         for p.data_parallel_replicate_degree, p.data_parallel_shard_degree in meshes:
-            trial.training.steps = steps  # the check before may have set it from the token budget
+            trial.training.steps = steps  # an earlier check may have set it from the token budget
             try:
                 check_config(trial, world)
             except ConfigError:
@@ -153,11 +166,11 @@ def admitted_node_counts(job_config: JobConfig, gpus_per_node: int, shard: int) 
 
 
 def missing_inputs(job_config: JobConfig, strict: bool) -> list[str]:
-    """What the config names on disk and is not there.
+    """Return messages about data and a tokenizer that the config names and the disk does not have.
 
     Raises:
-        ConfigError: the tokenizer is there but unreadable or too large for the model, a data set of no such name, documents that
-            are not what the config says; with ``strict``: anything is missing.
+        ConfigError: The tokenizer exists but is unreadable or too large for the model, a data set's name is unknown, or
+            the documents are not what the config says. With ``strict``, also if anything is missing.
     """
     missing, tokenizer = [], None
     try:
@@ -177,7 +190,7 @@ def missing_inputs(job_config: JobConfig, strict: bool) -> list[str]:
                 raise
             missing.append(str(error))
         else:
-            look_at(files, stream_options(job_config, tokenizer=tokenizer), one.key)
+            check_content(files, stream_options(job_config, tokenizer=tokenizer), one.key)
     return missing
 
 
@@ -193,18 +206,21 @@ def make_plan(
     network_bandwidth: float | None = None,
     storage_bandwidth: float = STORAGE,
 ) -> Plan:
-    """The plan of a config on ``nodes`` × ``gpus_per_node`` GPUs.
+    """Plan a config on ``nodes`` × ``gpus_per_node`` GPUs.
 
     Args:
-        job_config: from ``load_config``; left as it is.
+        job_config: from ``load_config``; it is not changed.
+        nodes: number of nodes.
+        gpus_per_node: number of GPUs per node.
         gpu: a name in ``hardware.GPUS``.
-        mfu: part of the bf16 peak that all of the computing, dispersion included, is taken to reach.
-        strict: a missing tokenizer or missing data is an error rather than a warning.
-        node_bandwidth, network_bandwidth: bytes/s that one GPU sends; None: as ``hardware.GPUS`` has it. storage_bandwidth:
-            that all of them write together.
+        mfu: assumed fraction of the bf16 peak for all computing, including dispersion.
+        strict: whether a missing tokenizer or missing data is an error rather than a warning.
+        node_bandwidth: bytes/s that one GPU sends to others of its node; None takes the value of ``hardware.GPUS``.
+        network_bandwidth: bytes/s that one GPU sends to other nodes; None takes the value of ``hardware.GPUS``.
+        storage_bandwidth: bytes/s that all GPUs together write.
 
     Raises:
-        ConfigError: what would also fail at the start of the run.
+        ConfigError: The run would fail at its start, or an argument is out of range.
     """
     if nodes < 1 or gpus_per_node < 1:
         raise ConfigError(f"{nodes} nodes of {gpus_per_node} GPUs: expected at least 1 of both")
@@ -240,8 +256,8 @@ def make_plan(
     sources = source_shares(job_config, slot_count(job_config, dp))
     if coarse := [str(share) for share in sources if abs(share.tokens - share.asked) > NOTICED * share.asked]:
         warnings.append(
-            f"so few slots cannot be shared out as the weights of stream.sources ask: {'; '.join(coarse)}. Raise stream.slots "
-            "(0: training.global_batch_size)"
+            f"there are too few slots to follow the weights of stream.sources: {'; '.join(coarse)}. Raise stream.slots "
+            "(0 means training.global_batch_size)"
         )
     saved, kept, on_disk = checkpoint_counts(job_config)
     model_flops = float(flops_per_token * step_tokens)
@@ -263,11 +279,11 @@ def make_plan(
     if exposed(computing) > NOTICED * step:
         warnings.append(
             f"communication that computing cannot hide takes {exposed(computing) / step:.0%} of a step: use fewer nodes, or "
-            "raise training.local_batch_size, which makes fewer microbatches of the same batch"
+            "raise training.local_batch_size, which splits the same batch into fewer microbatches"
         )
     if saved and writing > NOTICED * between_checkpoints:
         warnings.append(
-            f"a checkpoint comes every {between_checkpoints:.1f} s and takes about {writing:.1f} s to write: raise "
+            f"a checkpoint is saved every {between_checkpoints:.1f} s and takes about {writing:.1f} s to write: raise "
             "checkpoint.interval"
         )
     return Plan(

@@ -1,9 +1,9 @@
-"""A plan for human readers."""
+"""This module prints a plan for people."""
 
 from titan_disp.cluster.hardware import GPUS
 from titan_disp.cluster.plan import MAX_NODES, Plan
 
-_SHOWN = 24  # node counts on the line
+_SHOWN = 24  # most node counts on the line
 
 
 def _duration(days: float) -> str:
@@ -19,7 +19,7 @@ def _seconds(seconds: float) -> str:
 
 
 def _size(count: float) -> str:
-    """Bytes; 1 GB = 1e9 bytes."""
+    """Format a number of bytes, with 1 GB = 1e9 bytes."""
     return f"{count / 1e9:.2f} GB" if count >= 1e7 else f"{count / 1e6:.2f} MB"
 
 
@@ -37,7 +37,7 @@ def _node_counts(plan: Plan) -> str:
 
 
 def render(plan: Plan) -> str:
-    """The plan in some 35 lines of text, warnings last."""
+    """Render the plan as about 35 lines of text. Warnings come last."""
     m, gpu = plan.memory, GPUS[plan.gpu]
     world = plan.nodes * plan.gpus_per_node
     share = plan.dispersion_flops_per_step / plan.flops_per_step
@@ -85,17 +85,17 @@ def render(plan: Plan) -> str:
         ),
         (
             "FLOPs",
-            f"{plan.flops_per_step:.3e} a step, {plan.total_flops:.3e} in all; dispersion adds "
+            f"{plan.flops_per_step:.3e} per step, {plan.total_flops:.3e} in total; dispersion adds "
             f"{plan.dispersion_flops_per_step:.3e} and {plan.total_dispersion_flops:.3e} ({share:.1%})",
         ),
         (
             "step",
             f"{_seconds(plan.step_seconds)}: {_seconds(plan.computing_seconds)} of computing at {plan.mfu:.0%} of the bf16 "
-            f"peak, {gpu.bf16_flops / 1e12:g} TFLOP/s a GPU, and communication",
+            f"peak, {gpu.bf16_flops / 1e12:g} TFLOP/s per GPU, plus communication",
         ),
         (
             "  within nodes",
-            f"{_size(plan.within_bytes)} sent by a GPU, {_seconds(plan.within_seconds)} at "
+            f"{_size(plan.within_bytes)} sent per GPU, {_seconds(plan.within_seconds)} at "
             f"{plan.node_bandwidth / 1e9:g} GB/s (--node-bandwidth)",
         ),
         (
@@ -104,15 +104,15 @@ def render(plan: Plan) -> str:
             "(--network-bandwidth)",
         ),
         ("  not hidden", f"{_seconds(plan.exposed_seconds)}, {plan.exposed_seconds / plan.step_seconds:.1%} of a step"),
-        ("throughput", f"{plan.tokens_per_second_per_gpu:,.0f} tokens/s a GPU"),
-        ("time", f"{_duration(plan.days)} of steps"),
+        ("throughput", f"{plan.tokens_per_second_per_gpu:,.0f} tokens/s per GPU"),
+        ("time", f"{_duration(plan.days)} for all steps"),
     ]
     if share:
         rows += [
             ("  without", f"{_duration(plan.days_without_dispersion)} with dispersion off"),
             (
                 "  fp32",
-                f"{_duration(plan.days_fp32_dispersion)} with dispersion's products in fp32 (activations in fp32, or l2_repel)",
+                f"{_duration(plan.days_fp32_dispersion)} if dispersion computes in fp32 (fp32 activations or l2_repel)",
             ),
         ]
     rows.append(("node counts", _node_counts(plan)))

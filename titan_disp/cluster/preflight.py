@@ -1,11 +1,14 @@
-"""One real step of rank 0 of the whole mesh, in one process, before hundreds of GPUs are asked for.
+"""A preflight runs one real step of rank 0 of the whole mesh in one process, before a user requests hundreds of GPUs.
 
-TorchTitan's trainer builds the mesh of all ranks and shards, computes, clips and steps as rank 0 would. Only the
-communication is fake (``comm.mode = "fake_backend"``: collectives return at once, with this rank's values), so that no
-loss or norm means anything and none is judged. Neither data nor tokenizer is needed. The checkpoints and the run folder
-of ``titan_disp.train`` take no part.
+It finds what ``titan_disp.config_checks`` cannot find: the model cannot be built or sharded, or a step fails.
+``slurm/preflight.sbatch`` is another thing: it checks the nodes, by ``node_health``.
 
-The step runs as ``python -m titan_disp.cluster.preflight``: a process group in the caller's process would stay there.
+TorchTitan's trainer builds the mesh of all ranks, and shards, computes, clips and steps as rank 0 would. Only the
+communication is fake: with ``comm.mode = "fake_backend"``, collectives return at once with this rank's values. Losses
+and norms are therefore meaningless and are not checked. A preflight needs neither data nor a tokenizer, and uses
+neither the checkpoints nor the run folder of ``titan_disp.train``.
+
+The step runs as ``python -m titan_disp.cluster.preflight``, because a process group would stay in the caller's process.
 """
 
 import argparse
@@ -32,31 +35,36 @@ from torchtitan.train import Trainer
 
 import titan_disp.plugin  # noqa: F401 — the model's spec and the device type, whatever the config imports
 from titan_disp import cpu
-from titan_disp.checks import check_config
 from titan_disp.cluster.hub_requests import hub_warnings
-from titan_disp.cluster.reduced import Reduced, reduce
+from titan_disp.cluster.preflight_config import Reduced, reduce
 from titan_disp.config import load_config
+from titan_disp.config_checks import check_config
 from titan_disp.errors import ConfigError
-from titan_disp.overrides import named
+from titan_disp.model_overrides import named
 from titan_disp.registry import args_of
 
 TIMEOUT = 1800  # seconds; compiling the full model takes minutes
-LAST_LINES = 15  # of a failed step's stderr
+LAST_LINES = 15  # lines of a failed step's stderr in the message
 
 
 @dataclass(frozen=True)
 class Report:
-    """One step of rank 0.
+    """The result of one step of rank 0.
 
     Attributes:
-        reduced: what was left out of the config, as "key old → new".
-        device: its name, or CPU.
-        mesh: ranks along every dimension that TorchTitan built with more than one.
-        accumulation: microbatches of the step.
-        parameters: of the model, a tied embedding once. own_parameters: elements of them that rank 0 holds.
-        seconds: of the step; compilation, where it is on, included.
-        peak_bytes: allocated on the GPU, at any time up to the end of the step; on a CPU, the process's high-water mark.
-        warnings: of what a step does not show.
+        config: path of the TOML file.
+        ranks: number of ranks of the whole job.
+        reduced: changes to the config for this step, as "key old → new".
+        device: name of the device, or CPU.
+        flavor: flavor of the model in this step.
+        local_batch_size, seq_len: sequences per microbatch and tokens per sequence in this step.
+        mesh: size of every dimension of the mesh with more than one rank.
+        accumulation: number of microbatches in the step.
+        parameters: number of the model's parameters; a tied embedding counts once.
+        own_parameters: elements of them that rank 0 holds.
+        seconds: duration of the step, with compilation if it is on.
+        peak_bytes: peak of allocated GPU memory up to the end of the step; on a CPU, the process's high-water mark.
+        warnings: warnings about things that a step does not show.
     """
 
     config: str
@@ -75,12 +83,12 @@ class Report:
     warnings: list[str] = field(default_factory=list)
 
     def lines(self) -> list[str]:
-        """For human readers."""
+        """Render the report for people."""
         on_cpu = self.device == "CPU"
         memory = (
             "high-water mark of the whole process, Python and PyTorch included"
             if on_cpu
-            else "allocated, without the GPU's context and buffers of communication"
+            else "allocated, without the GPU's context and communication buffers"
         )
         tokens = f"{self.local_batch_size} × {self.seq_len:,} tokens"
         rows = [
@@ -91,21 +99,24 @@ class Report:
             ("memory", f"{self.peak_bytes / 1e9:.2f} GB: {memory}"),
             *(("reduced" if i == 0 else "", change) for i, change in enumerate(self.reduced)),
             *(("warning", warning) for warning in self.warnings),
-            ("passed", "the step ran; collectives are fake: no numbers are judged"),
+            ("passed", "the step ran; its numbers are not checked, because collectives are fake"),
         ]
         return [f"{name:<11} {text}" for name, text in rows]
 
 
 def preflight(argv: Sequence[str], ranks: int, flavor: str | None = None, seq_len: int | None = None) -> Report:
-    """Check a config for ``ranks`` ranks, then run one step of rank 0 in a process of its own.
+    """Check a config for ``ranks`` ranks, then run one step of rank 0 in its own process.
 
     Args:
         argv: TorchTitan's arguments.
-        flavor, seq_len: run the step with these; default: the config's on an accelerator, without one the smallest flavor
-            that the mesh admits and some 128 tokens.
+        ranks: number of ranks of the whole job.
+        flavor: flavor for the step. The default is the config's on an accelerator, and otherwise the smallest one that
+            fits the mesh.
+        seq_len: tokens per sequence. The default is the config's on an accelerator, and otherwise about 128.
 
     Raises:
-        ConfigError: the config cannot work on so many ranks (checked unreduced), or the step fails; then with its last lines.
+        ConfigError: The unreduced config cannot work on so many ranks, or the step fails. The message then has the last
+            lines of its output.
     """
     whole, reduced = prepare(argv, ranks, flavor, seq_len)
     with tempfile.TemporaryDirectory(prefix="titan-disp-preflight-") as folder:
@@ -124,10 +135,10 @@ def preflight(argv: Sequence[str], ranks: int, flavor: str | None = None, seq_le
 
 
 def prepare(argv: Sequence[str], ranks: int, flavor: str | None, seq_len: int | None) -> tuple[JobConfig, Reduced]:
-    """The checked config, and what of it one step runs with, checked too.
+    """Check the config and its reduced form for one step, and return both.
 
     Raises:
-        ConfigError: either cannot work.
+        ConfigError: One of the two cannot work.
     """
     job_config = load_config(argv)
     check_config(job_config, ranks)
@@ -137,13 +148,13 @@ def prepare(argv: Sequence[str], ranks: int, flavor: str | None, seq_len: int | 
 
 
 def _run(argv: list[str], ranks: int, flavor: str | None, seq_len: int | None, folder: Path) -> dict[str, Any]:
-    """What ``one_step`` measured."""
+    """Run ``one_step`` in a process and return its measurements."""
     command = [sys.executable, "-m", "titan_disp.cluster.preflight", "--ranks", str(ranks), "--folder", str(folder)]
     command += ["--flavor", flavor] if flavor is not None else []
     command += ["--seq-len", str(seq_len)] if seq_len is not None else []
-    # Inside a torchrun or a SLURM step this process is still rank 0 of the fake ranks.
+    # Inside torchrun or a SLURM step, the process is rank 0 of the fake ranks all the same.
     environment = {k: v for k, v in os.environ.items() if not k.startswith("TORCHELASTIC_")}
-    # As torchrun gives its ranks: where cores are busy, threads wait for each other in every small operation of the step.
+    # This is torchrun's default. On busy cores, threads would wait for each other in every small operation of the step.
     environment.setdefault("OMP_NUM_THREADS", "1")
     environment |= {"NGPU": str(ranks), "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(ranks)}
     try:
@@ -158,7 +169,7 @@ def _run(argv: list[str], ranks: int, flavor: str | None, seq_len: int | None, f
 
 
 class RandomTokens(BaseDataLoader):
-    """Endless microbatches in the real loader's form: ({"input": [local_batch, seq_len]}, labels), int64, the same each time."""
+    """Repeats one microbatch forever, in the real loader's form: ({"input": [local_batch, seq_len]}, labels), int64."""
 
     def __init__(self, vocab_size: int, local_batch_size: int, seq_len: int) -> None:
         generator = torch.Generator().manual_seed(0)
@@ -177,7 +188,7 @@ class RandomTokens(BaseDataLoader):
 
 @contextmanager
 def synthetic_inputs(job_config: JobConfig) -> Iterator[None]:
-    """The registered spec without a tokenizer, and with random tokens for data."""
+    """Within this context, the registered spec has no tokenizer, and its data are random tokens."""
     spec = get_train_spec(job_config.model.name)
     before = spec.build_tokenizer_fn, spec.build_dataloader_fn
     training, vocab_size = job_config.training, args_of(job_config).vocab_size
@@ -193,7 +204,7 @@ def synthetic_inputs(job_config: JobConfig) -> Iterator[None]:
 
 
 def one_step(job_config: JobConfig) -> dict[str, Any]:
-    """Build everything and step once, in this process; the fields of ``Report`` that this measures."""
+    """Build the trainer in this process and take one step. Returns the measured fields of ``Report``."""
     with synthetic_inputs(job_config):
         trainer = Trainer(job_config)
     monitor = trainer.metrics_processor.device_memory_monitor
@@ -202,7 +213,7 @@ def one_step(job_config: JobConfig) -> dict[str, Any]:
     start = time.perf_counter()
     trainer.train_step(trainer.batch_generator(trainer.dataloader))
     optimizers: Any = trainer.optimizers
-    if optimizers.bad_terms:  # fake communication made something infinite; Adam's memory is to be seen all the same
+    if optimizers.bad_terms:  # fake communication gave an infinite value: step anyway, to measure Adam's memory
         optimizers.inner.step()
     if not cpu.active():
         torch.accelerator.synchronize()
@@ -213,9 +224,7 @@ def one_step(job_config: JobConfig) -> dict[str, Any]:
     meshes = trainer.parallel_dims.get_all_one_dimensional_meshes()
     measured = {
         "device": monitor.device_name,
-        "mesh": {
-            name: mesh.size() for name, mesh in meshes.items() if name != "efsdp"
-        },  # of experts, which there are none
+        "mesh": {name: mesh.size() for name, mesh in meshes.items() if name != "efsdp"},  # efsdp is for experts
         "accumulation": trainer.gradient_accumulation_steps,
         "parameters": sum(w.numel() for w in weights),
         "own_parameters": sum(w.numel() for w in local),

@@ -1,4 +1,4 @@
-"""sbatch with a look at the plan before."""
+"""``titan-disp submit`` prints the plan of a run and submits it with sbatch."""
 
 import os
 import shlex
@@ -13,15 +13,15 @@ from titan_disp.config import load_config
 from titan_disp.errors import ConfigError
 
 SCRIPT = "pretrain.sbatch"
-# With one of these the nodes have a Python of their own: a container's, or the archive's.
+# If one of these is set, the nodes have their own Python, from a container or an archive.
 OTHER_PYTHON = ("TITAN_DISP_PYTHON", "TITAN_DISP_PREFIX", "TITAN_DISP_SRUN_ARGS", "TITAN_DISP_ENV_ARCHIVE")
 
 
 def find_script(name: str = SCRIPT) -> Path:
-    """A script of slurm/ in the checkout that this package runs from, or in the current folder.
+    """Find a script of slurm/ in the checkout of this package, or in the current folder.
 
     Raises:
-        ConfigError: an installed package without its checkout, elsewhere.
+        ConfigError: The package is installed without its checkout, and the current folder is not one.
     """
     script = Path("slurm") / name
     for root in (Path(__file__).parents[2], Path.cwd()):
@@ -33,11 +33,15 @@ def find_script(name: str = SCRIPT) -> Path:
 def command(
     arguments: Sequence[str], nodes: int, gpus_per_node: int, site: str, options: Sequence[str], script: str = SCRIPT
 ) -> list[str]:
-    """The sbatch command line.
+    """Build the sbatch command line.
 
     Args:
-        arguments: of the script.
-        options: of sbatch, without dashes, NAME=VALUE or NAME.
+        arguments: arguments of the script.
+        nodes: number of nodes.
+        gpus_per_node: GPUs to request per node; 0 requests none.
+        site: name of a file in slurm/sites without .sh, or a path.
+        options: further options of sbatch without dashes, as NAME=VALUE or NAME.
+        script: name of the script in slurm/.
     """
     given = [f"--{option.lstrip('-')}" for option in options]
     gpus = [f"--gpus-per-node={gpus_per_node}"] if gpus_per_node else []
@@ -51,10 +55,10 @@ def command(
 
 
 def send(line: Sequence[str], dry_run: bool) -> int:
-    """Print an sbatch command and run it, unless this is a dry run; returns its exit status.
+    """Print an sbatch command, run it unless this is a dry run, and return its exit status.
 
     Raises:
-        ConfigError: no sbatch here.
+        ConfigError: This machine has no sbatch.
     """
     print(f"\n{shlex.join(line)}", flush=True)
     if dry_run:
@@ -75,10 +79,10 @@ def submit(
     options: list[str],
     dry_run: bool,
 ) -> int:
-    """Print the plan and submit; returns sbatch's exit status.
+    """Print the plan, submit the run, and return sbatch's exit status. ``titan-disp submit`` describes the arguments.
 
     Raises:
-        ConfigError: what would fail at the start, no sbatch here, or no scripts.
+        ConfigError: The run would fail at its start, or this machine has no sbatch or no scripts.
     """
     job_config = load_config(["--job.config_file", config, *overrides])
     print(render(make_plan(job_config, nodes, max(1, gpus_per_node), gpu)), flush=True)

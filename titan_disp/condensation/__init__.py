@@ -1,1 +1,1 @@
-"""How condensed embeddings are. Imports torch only."""
+"""This package measures and draws how condensed embeddings are. It does not import TorchTitan."""

@@ -1,20 +1,20 @@
-"""Cross-entropy of held-out sequences, one by one and a few tokens at a time."""
+"""The cross-entropy of held-out sequences is computed sequence by sequence, a few tokens at a time."""
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.nn.functional import cross_entropy
 
-# Whose logits are in float32 at a time: 0.3 GB at Qwen's vocabulary, and as much again for their logarithms.
+# Tokens whose logits are in float32 at a time: 0.3 GB with Qwen's vocabulary, and as much again for their logarithms.
 _TOKENS = 512
 
 
 @torch.no_grad()
 def cross_entropies(logits: Tensor, labels: Tensor) -> Tensor:
-    """Of each sequence the sum over its tokens, in nats.
+    """Return the cross-entropy of each sequence, summed over its tokens, in nats.
 
     Args:
-        logits: [B, N, V], or a DTensor of it that is sharded over the vocabulary, within ``loss_parallel()``.
+        logits: [B, N, V], or a DTensor of this shape that is sharded over the vocabulary, within ``loss_parallel()``.
         labels: [B, N] token ids.
 
     Returns:

@@ -1,6 +1,6 @@
-"""How condensed the token embeddings of each layer are: cosines of all pairs of tokens of a sequence (arXiv 2602.00217, §3.1).
+"""Condensation is measured by the cosines of all pairs of a sequence's tokens in each layer (arXiv 2602.00217, §3.1).
 
-Everything in float64: it is off the hot path, and arccos near 1 loses half the digits.
+Everything is float64: this code is off the hot path, and arccos near 1 loses half the digits.
 """
 
 import math
@@ -10,16 +10,17 @@ from torch import Tensor
 
 from titan_disp.condensation.record import BINS, Condensation
 
-_ROWS = 1024  # of the N×N matrix at a time
-SCALARS = 4  # before the histogram in a row of statistics
+_ROWS = 1024  # rows of the N×N matrix at a time
+SCALARS = 4  # numbers before the histogram in a row of statistics
 
 
 def _statistics(z: Tensor) -> Tensor:
-    """[4 + BINS] float64 of one sequence [N, F]: mean cosine, mean squared cosine, mean angle, effective rank, histogram.
+    """Return [4 + BINS] float64 of one sequence [N, F].
 
-    Mean, square and histogram are over all N² pairs, the N of a token with itself included, as the paper defines the mean and the
-    authors' released code takes the histogram; the angle arccos(c)/π is over the N(N−1) pairs of different tokens. An all-zero
-    token has cosine 0 to every other.
+    These are mean cosine, mean squared cosine, mean angle, effective rank, and the histogram. Both means of cosines and
+    the histogram are over all N² pairs, including each token with itself, as in the paper (mean) and in the authors'
+    released code (histogram). The angle arccos(c)/π is over the N(N−1) pairs of different tokens. An all-zero token has
+    cosine 0 with every other.
     """
     u = torch.nn.functional.normalize(z.double(), dim=-1, eps=torch.finfo(torch.float64).tiny)
     n = u.shape[0]
@@ -30,7 +31,7 @@ def _statistics(z: Tensor) -> Tensor:
         # torch.histc has no deterministic form on CUDA; bincount of integers is exact everywhere.
         bins = ((c + 1) * (BINS / 2)).long().clamp_(max=BINS - 1)
         histogram += torch.bincount(bins.flatten(), minlength=BINS)
-        c.diagonal(start).fill_(1)  # a token's angle to itself is 0, which rounding makes 1e-8
+        c.diagonal(start).fill_(1)  # a token's angle to itself is 0, but rounding makes it 1e-8
         angles += c.arccos_().sum()
     gram = u @ u.T if n <= u.shape[1] else u.T @ u
     # ‖UᵀU‖²_F = ΣΣ c²; ‖Σu‖² = ΣΣ c
@@ -39,7 +40,10 @@ def _statistics(z: Tensor) -> Tensor:
 
 
 def _effective_rank(gram: Tensor) -> Tensor:
-    """exp of the entropy of the normalised singular values (Roy & Vetterli 2007) of a matrix, from its Gram matrix."""
+    """Return the effective rank of a matrix from its Gram matrix: exp of the entropy of the normalized singular values.
+
+    Source: Roy & Vetterli 2007.
+    """
     squares = torch.linalg.eigvalsh(gram)
     noise = len(squares) * torch.finfo(gram.dtype).eps * squares[-1]
     p = torch.where(squares > noise, squares, 0).sqrt()
@@ -48,10 +52,10 @@ def _effective_rank(gram: Tensor) -> Tensor:
 
 
 class Accumulator:
-    """Averages over sequences, which count alike; sums of several ranks can be added up.
+    """Average statistics over sequences of equal weight. The sums of several ranks can be added.
 
     Attributes:
-        sums: [layers + 1, 4 + BINS] float64: rows of statistics, and a last row that holds the number of sequences.
+        sums: [layers + 1, 4 + BINS] float64: rows of statistics, then a row that holds the number of sequences.
     """
 
     def __init__(self, layers: int, device: torch.device | str = "cpu") -> None:
@@ -59,18 +63,18 @@ class Accumulator:
 
     @torch.no_grad()
     def add(self, layer: int, z: Tensor) -> None:
-        """Take in one layer's activations, [B, N, F] with N ≥ 2, whole sequences."""
+        """Add one layer's activations, [B, N, F] with N ≥ 2, of whole sequences."""
         for sequence in z:
-            self.sums[layer] += _statistics(sequence).to(self.sums.device)  # a model may be spread over several
+            self.sums[layer] += _statistics(sequence).to(self.sums.device)  # a model may be spread over several devices
         if layer == 0:
             self.sums[-1] += len(z)
 
     def result(self, tokens: int, final_norm: bool = False) -> Condensation:
-        """The averages.
+        """Return the averages.
 
         Args:
             tokens: N.
-            final_norm: whether the last layer is after the final norm, and the one before it is the last block.
+            final_norm: whether the last layer is after the final norm, so that the one before it is the last block.
         """
         sums = self.sums.cpu().numpy()
         rows, sequences = sums[:-1] / sums[-1, 0], int(sums[-1, 0])

@@ -1,9 +1,9 @@
-"""Condensation and cross-entropy on held-out text, measured while a model trains.
+"""The monitor measures condensation and cross-entropy on held-out text while a model trains.
 
-Nothing of training is touched: no gradients, no random numbers, other data. The sequences are the same in every run, and
-divided among the data-parallel ranks; where these are more than the sequences, several ranks take the same one and divide its
-layers. Where a sequence is sharded (TP, CP) its activations are gathered before they are measured. So the numbers do not depend
-on the mesh.
+It does not affect training: it takes no gradients, draws no random numbers, and has its own data. The sequences are the
+same in every run and are divided among the data-parallel ranks. If there are more ranks than sequences, several ranks
+take the same sequence and divide its layers. If a sequence is sharded (TP, CP), its activations are gathered before
+they are measured. The numbers therefore do not depend on the mesh.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,7 +18,7 @@ from titan_disp.condensation.record import Condensation
 
 
 def gather_sequence(z: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """[B, N, F] on every rank, from the [B, N/p, F] shards of the sequence in rank order."""
+    """Return [B, N, F] on every rank, from the [B, N/p, F] shards of the sequence in rank order."""
     if group is None:
         return z
     shards = [torch.empty_like(z) for _ in range(dist.get_world_size(group))]
@@ -28,11 +28,11 @@ def gather_sequence(z: Tensor, group: dist.ProcessGroup | None) -> Tensor:
 
 @dataclass
 class Forward:
-    """What a model makes of a batch of B sequences.
+    """A forward pass gives these results for a batch of B sequences.
 
     Attributes:
-        activations: [B, N/p, F] of every layer, the last one after the final norm.
-        cross_entropies: [B] float64, sums over the labels of this rank, which are those of all N tokens, or under CP of N/cp.
+        activations: [B, N/p, F] for every layer, the last one after the final norm.
+        cross_entropies: [B] float64, sums over this rank's labels: all N of them, or N/cp under CP.
         positions: [N/cp] of these labels in the sequence; None: in order.
     """
 
@@ -42,16 +42,16 @@ class Forward:
 
 
 class Monitor:
-    """Measures a model on fixed sequences.
+    """Measure a model on fixed sequences.
 
     Args:
         sequences: [n, N + 1] token ids, int64, the same on all ranks, on the device.
-        batch_size: sequences per forward, always as many, so that a compiled model sees one shape.
-        max_tokens: positions per sequence whose activations are measured, evenly spaced; all where N is not larger.
-        ranks: (rank, number) of this data-parallel rank.
-        data_group: over which the ranks' sums are added up; None: one rank.
-        sequence_group: over which the activations of a sequence are sharded (TP, CP, or both); None: they are not.
-        label_group: over which its labels are sharded (CP), which is a part of the sequence_group; None: they are not.
+        batch_size: sequences per forward. It is always the same, so that a compiled model sees one shape.
+        max_tokens: positions per sequence whose activations are measured, evenly spaced; all N if it is larger.
+        ranks: (rank, number of ranks) of this data-parallel rank.
+        data_group: ranks whose sums are added up; None: one rank.
+        sequence_group: ranks over which the activations of a sequence are sharded (TP, CP, or both); None: not sharded.
+        label_group: ranks over which its labels are sharded (CP), a part of sequence_group; None: not sharded.
     """
 
     def __init__(
@@ -66,11 +66,11 @@ class Monitor:
     ) -> None:
         rank, number = ranks
         count, n = sequences.shape[0], sequences.shape[1] - 1
-        forwards = -(-count // (number * batch_size))  # the same on all ranks: a forward is a collective call
-        places = number * batch_size * forwards  # in the batches of all ranks together: the sequences, again and again
+        forwards = -(-count // (number * batch_size))  # the same on all ranks, as a forward is a collective call
+        places = number * batch_size * forwards  # in all ranks' batches, filled with the sequences over and over
         own = torch.arange(rank, places, number).view(forwards, batch_size)
         self.copies = places // count
-        self.copy = own // count  # takes every copies-th layer; what begins one copy more takes none
+        self.copy = own // count  # copy c measures layers c, c + copies, …; an incomplete copy measures none
         self.batches = sequences[(own % count).to(sequences.device)]
         self.labels = count * n
         self.tokens = min(max_tokens, n)
@@ -79,10 +79,10 @@ class Monitor:
 
     @torch.no_grad()
     def measure(self, forward: Callable[[Tensor, Tensor], Forward]) -> Condensation:
-        """The same result on every rank. A collective call.
+        """Measure and return the same result on every rank. This is a collective call.
 
         Args:
-            forward: [B, N] token ids and their labels, the tokens that follow them → what the model makes of them.
+            forward: takes token ids [B, N] and their labels, the tokens that follow them; returns the model's results.
         """
         sums: Accumulator | None = None
         ce = torch.zeros((), dtype=torch.float64, device=self.batches.device)
@@ -94,7 +94,7 @@ class Monitor:
             chosen = self._chosen(found.positions)
             for layer, z in enumerate(found.activations):
                 own = copy == layer % self.copies
-                if own.any():  # on all ranks of the sequence's group, or on none
+                if own.any():  # the same on all ranks that share a sequence
                     sums.add(layer, gather_sequence(z, self.sequence_group)[own][:, chosen])
         assert sums is not None
         if self.label_group is not None:
@@ -105,7 +105,7 @@ class Monitor:
         return replace(sums.result(self.tokens, final_norm=True), cross_entropy=ce.item() / self.labels)
 
     def _chosen(self, positions: Tensor | None) -> Tensor:
-        """Where the measured positions are in a gathered sequence: load balancing under CP permutes it."""
+        """Return where the measured positions are in a gathered sequence, which load balancing under CP permutes."""
         if positions is None:
             return self.positions
         order = gather_sequence(positions[None, :, None], self.label_group).flatten()

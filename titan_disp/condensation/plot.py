@@ -1,6 +1,7 @@
-"""Pictures of condensation: cosine histograms by layer as in arXiv 2602.00217 (Figures 2, 4 and 6), and what they sum up to.
+"""This module draws cosine histograms by layer, as in arXiv 2602.00217 (Figures 2, 4 and 6), and summaries of them.
 
-Figures are made without pyplot, which keeps all of them in a global: safe in threads and in a process that trains.
+Figures are made without pyplot, which keeps all of them in a global. They are therefore safe in threads and while a
+model trains.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,26 +25,30 @@ MEAN_COSINE = "mean pairwise cosine"
 POOLED = "all pairs of all sequences"
 AVERAGED = "cosines averaged over the sequences first, as in the paper"
 COLUMNS = 3  # of panels
-# Okabe & Ito's colours, which colour-blind readers tell apart, without their yellow, which is faint on white.
+# Okabe & Ito's colours, which colour-blind readers can distinguish, without yellow, which is faint on white.
 OKABE_ITO = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
 LINES = ("-", "--", "-.", ":")
 
 
 def plain(name: str) -> str:
-    """A name for matplotlib, which takes $…$ for mathematics and leaves out of legends what begins with _."""
+    """Escape a name for matplotlib, which takes $…$ for mathematics and omits names that begin with _ from legends."""
     return (" " if name.startswith("_") else "") + name.replace("$", r"\$")
 
 
 def new_figure(width: float, height: float) -> Figure:
-    """Size in inches: 8 of them are the width of a README."""
+    """Return a figure of this size in inches. A README is 8 inches wide."""
     figure = Figure(figsize=(width, height), dpi=100, layout="constrained")
     FigureCanvasAgg(figure)
     return figure
 
 
 def layer_label(found: Sequence[Condensation], gap: str = " ") -> str:
-    """Of an axis of layers: which of them is what. ``gap``: " ", or "\\n" for two lines."""
+    """Return the label of an axis of layers, which says which layer is what.
+
+    Args:
+        gap: " ", or "\\n" for two lines.
+    """
     normed = any(one.final_norm for one in found)
     last = found[0].last_block
     if any(one.last_block != last for one in found):
@@ -54,10 +59,11 @@ def layer_label(found: Sequence[Condensation], gap: str = " ") -> str:
 
 
 def draw_heatmaps(figure: FigureBase, rows: Sequence[Mapping[str, Condensation]]) -> None:
-    """Measurements by title, in rows, with shared axes and one colour scale.
+    """Draw measurements by title, in rows, with shared axes and one colour scale.
 
-    A layer is a column of 128 bins of the cosine, and the line is its mean. The scale is logarithmic from 10⁻³ to 1, so
-    that a layer whose pairs fill a single bin and one whose pairs fill a hundred are both readable; emptier bins are blank.
+    Each layer is a column of 128 bins of the cosine, and the line is the mean. The scale is logarithmic from 10⁻³ to 1,
+    so that one can read both a layer whose pairs fill a single bin and one whose pairs fill a hundred. Emptier bins are
+    blank.
     """
     alike = len({len(found.mean_cosine) for row in rows for found in row.values()}) == 1
     grid = figure.subplots(len(rows), max(map(len, rows)), sharex=alike, sharey=True, squeeze=False)
@@ -81,27 +87,27 @@ def draw_heatmaps(figure: FigureBase, rows: Sequence[Mapping[str, Condensation]]
             axes.set_title(plain(fill(title, 24)), fontsize=10)
             axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=8))
             axes.set_yticks([-1, -0.5, 0, 0.5, 1])
-            axes.set_ylim(-1.05, 1.05)  # a condensed layer fills the last bin alone, which the frame would hide
+            axes.set_ylim(-1.05, 1.05)  # a condensed layer fills only the last bin, which the frame would hide
     figure.supxlabel(layer_label([found for row in rows for found in row.values()]), fontsize=11)
     figure.supylabel("cosine of two tokens (line: mean)", fontsize=11)
     figure.colorbar(image, ax=grid, label="fraction of pairs", fraction=0.05, aspect=30)
 
 
 def heatmap(found: Condensation, title: str) -> Figure:
-    """One measurement, layer against cosine, all pairs pooled."""
+    """Draw one measurement, layer against cosine, with all pairs pooled."""
     figure = new_figure(6, 4)
     draw_heatmaps(figure, [{title: found}])
     return figure
 
 
 def averaged(found: Condensation) -> Condensation:
-    """The measurement with the paper's histogram in the place of the pooled one, for any heatmap."""
+    """Return the measurement with the paper's histogram in place of the pooled one, for any heatmap."""
     assert found.averaged_histogram is not None
     return replace(found, histogram=found.averaged_histogram)
 
 
 def both_heatmaps(found: Condensation, title: str) -> Figure:
-    """One measurement twice: the pairs of all sequences pooled, and the paper's cosines, averaged over the sequences first."""
+    """Draw one measurement twice: with the pairs of all sequences pooled, and with averaged cosines as in the paper."""
     figure = new_figure(8, 4.4)
     figure.suptitle(plain(fill(title, 80)))
     draw_heatmaps(figure, [{POOLED: found, AVERAGED: averaged(found)}])
@@ -109,7 +115,7 @@ def both_heatmaps(found: Condensation, title: str) -> Figure:
 
 
 def side_by_side(found: Mapping[str, Condensation], title: str = "") -> Figure:
-    """Heatmaps of several measurements by name, below what they all show."""
+    """Draw heatmaps of several measurements by name. ``title`` says what all of them show."""
     items = iter(found.items())
     rows = list(iter(lambda: dict(islice(items, COLUMNS)), {}))
     figure = new_figure(max(6, 1.1 + 2.3 * len(rows[0])), 0.9 + 2.7 * len(rows))
@@ -120,13 +126,16 @@ def side_by_side(found: Mapping[str, Condensation], title: str = "") -> Figure:
 
 
 def styles() -> Iterator[dict[str, Any]]:
-    """Lines that differ in colour, marker and dashes, so that none of these is needed to tell them apart."""
+    """Yield line styles that differ in colour, marker and dashes, any one of which tells lines apart."""
     for color, marker, line in zip(cycle(OKABE_ITO), cycle(MARKERS), cycle(LINES), strict=False):
         yield {"color": color, "marker": marker, "linestyle": line}
 
 
 def _depths(found: Sequence[Condensation], axes: Axes) -> list[np.ndarray]:
-    """Horizontal positions of the layers: their indices, or where models differ in depth, 1 for the last block."""
+    """Return the horizontal positions of the layers: their indices, or relative depths if the models differ in depth.
+
+    At relative depth 1 is the last block.
+    """
     if len({one.last_block for one in found}) == 1:
         axes.set_xlabel(layer_label(found), fontsize=11)
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
@@ -137,7 +146,7 @@ def _depths(found: Sequence[Condensation], axes: Axes) -> list[np.ndarray]:
 
 
 def mean_cosine_by_layer(found: Mapping[str, Condensation]) -> Figure:
-    """One line for each measurement."""
+    """Draw one line for each measurement."""
     figure = new_figure(8, 4 + 0.22 * len(found))
     axes = figure.subplots()
     depths = _depths(list(found.values()), axes)
@@ -150,9 +159,9 @@ def mean_cosine_by_layer(found: Mapping[str, Condensation]) -> Figure:
 
 
 def depth_bars(found: Mapping[str, Condensation]) -> Figure:
-    """Spearman's ρ and Kendall's τ of the mean cosine against depth: 1 where it grows with every layer.
+    """Draw Spearman's ρ and Kendall's τ of the mean cosine with depth, which are 1 if it grows with every layer.
 
-    The last layer is the one after the final norm, as the paper's is, where it was measured.
+    The last layer is after the final norm, as in the paper, if that was measured.
     """
     figure = new_figure(8, 1.5 + 0.55 * len(found))
     axes = figure.subplots()
@@ -181,9 +190,9 @@ def depth_bars(found: Mapping[str, Condensation]) -> Figure:
 
 
 def over_training(runs: Mapping[str, Mapping[int, Condensation] | Mapping[str, Condensation]]) -> Figure:
-    """Mean cosine by layer at several steps: a panel for each run, a line for each step, the same colour for the same step.
+    """Draw the mean cosine by layer at several steps: a panel for each run, a line for each step.
 
-    Steps are numbers, or names of revisions, which keep their order.
+    Lines of the same step have the same colour. Steps are numbers, or names of revisions, which keep their order.
     """
     columns = min(COLUMNS, len(runs))
     rows = -(-len(runs) // columns)

@@ -1,4 +1,4 @@
-"""One measurement of condensation: numbers by layer, and what they do over depth."""
+"""A measurement of condensation has numbers for each layer. They are summed up over depth."""
 
 import math
 import re
@@ -9,22 +9,22 @@ from typing import Any
 
 import numpy as np
 
-from titan_disp.files import whole
+from titan_disp.files import atomic_write
 
 BINS = 128
-EDGES = np.linspace(-1, 1, BINS + 1)  # of the histogram
-LEAST_RANGE = 0.01  # of the mean cosines over depth, for ρ and τ to mean something: our choice
+EDGES = np.linspace(-1, 1, BINS + 1)  # of the histogram's bins
+LEAST_RANGE = 0.01  # the range of mean cosines below which ρ and τ are not given: our choice
 
 
 @dataclass(frozen=True)
 class OverDepth:
-    """How the mean cosine goes with depth.
+    """These numbers describe how the mean cosine changes over depth.
 
     Attributes:
-        spearman, kendall: Spearman's ρ and Kendall's τ of the mean cosine against depth. They look at the order alone, so that
-            differences of 0.002, as at initialisation, would count as much as those of 0.5: NaN where ``range`` is less than
-            ``LEAST_RANGE``.
-        range: the largest of the mean cosines less the smallest.
+        spearman, kendall: Spearman's ρ and Kendall's τ of the mean cosine with depth. They depend on the order alone,
+            so differences of 0.002, as at initialization, would count as much as those of 0.5. NaN if ``range`` is less
+            than ``LEAST_RANGE``.
+        range: the largest mean cosine minus the smallest.
     """
 
     spearman: float
@@ -33,8 +33,8 @@ class OverDepth:
 
     @classmethod
     def of(cls, mean_cosine: np.ndarray) -> "OverDepth":
-        """Of layers in the order of depth."""
-        from scipy import stats  # a second, which of all ranks only the first needs
+        """Compute the numbers from the mean cosines of layers in the order of depth."""
+        from scipy import stats  # imported here because it takes a second, and only rank 0 needs it
 
         spread = float(np.ptp(mean_cosine))
         if not spread >= LEAST_RANGE:
@@ -44,35 +44,38 @@ class OverDepth:
         return cls(float(spearman.statistic), float(kendall.statistic), spread)
 
     def to_json(self) -> dict[str, float | None]:
-        """NaN as None, as JSON has no NaN."""
+        """Return the numbers by name, with None for NaN, as JSON has no NaN."""
         return {name: _number(value) for name, value in asdict(self).items()}
 
     def __str__(self) -> str:
         if math.isnan(self.spearman):
-            return f"ρ – τ – (the mean cosines differ by {self.range:.3f} only)"
+            return f"ρ – τ – (the mean cosines differ by only {self.range:.3f})"
         return f"ρ {self.spearman:.2f} τ {self.kendall:.2f}"
 
 
 @dataclass(frozen=True)
 class Condensation:
-    """Averages over sequences. Index 0 of every array is the embedding's output and i + 1 the output of block i, before the final
-    norm; where ``final_norm`` is set, one more index, the last, is what the final norm makes of the last block's output.
+    """A measurement holds averages over sequences, by layer.
+
+    Index 0 of every array is the embedding's output, and i + 1 the output of block i before the final norm. If
+    ``final_norm`` is set, the last index is the last block's output after the final norm.
 
     Attributes:
         mean_cosine: [layers] mean of all N² pairwise cosines of a sequence.
         std_cosine: [layers] their standard deviation, over the pairs of all sequences.
-        mean_angle: [layers] mean of arccos(c)/π over pairs of different tokens, the paper's D: ½ for directions spread uniformly
-            over the sphere, 0 for one common direction.
-        effective_rank: [layers] exp of the entropy of the normalised singular values of the N unit vectors
-            (Roy & Vetterli 2007): from 1 to min(N, F).
-        histogram: [layers, 128] fraction of the pairs of all sequences, pooled, by cosine, in bins of equal width on [−1, 1].
+        mean_angle: [layers] mean of arccos(c)/π over pairs of different tokens, the paper's D: ½ for directions spread
+            uniformly over the sphere, 0 for one common direction.
+        effective_rank: [layers] exp of the entropy of the normalized singular values of the N unit vectors (Roy &
+            Vetterli 2007): from 1 to min(N, F).
+        histogram: [layers, 128] fraction of the pairs of all sequences by cosine, in bins of equal width on [−1, 1].
         tokens: N, per sequence.
-        sequences: how many.
-        final_norm: whether the last index is after the final norm. Measurements that runs made before there was such an index
-            end with the last block.
-        cross_entropy: of the next token, mean over all tokens of the same sequences, in nats; NaN where it was not measured.
-        averaged_histogram: [layers, 128] the paper's: of the N×N cosines averaged over the sequences first (averaged.py). None
-            where it was not taken, as while a run trains.
+        sequences: number of sequences.
+        final_norm: whether the last index is after the final norm. Measurements of older versions end with the last
+            block.
+        cross_entropy: of the next token, in nats, mean over all tokens of the same sequences; NaN if it was not
+            measured.
+        averaged_histogram: [layers, 128] the paper's histogram, of the N×N cosines averaged over the sequences first
+            (averaged_cosines.py). None if it was not taken, as while a run trains.
     """
 
     mean_cosine: np.ndarray
@@ -88,43 +91,50 @@ class Condensation:
 
     @property
     def last_block(self) -> int:
-        """The index of the last block's output, before the final norm."""
+        """Return the index of the last block's output, before the final norm."""
         return len(self.mean_cosine) - 1 - self.final_norm
 
     @property
     def layer_names(self) -> list[str]:
-        """Blocks are counted from 0, as in ``dispersion.layers`` and in the names of the weights."""
+        """Return the names of the layers.
+
+        Blocks count from 0, as in ``dispersion.layers`` and the names of the weights.
+        """
         names = ["embedding", *(f"block {i}" for i in range(self.last_block))]
         return [*names, "final norm"] if self.final_norm else names
 
     @property
     def before_norm(self) -> OverDepth:
-        """Over the embedding and all blocks."""
+        """Return the change over the embedding and all blocks."""
         return OverDepth.of(self.mean_cosine[: self.last_block + 1])
 
     @property
     def after_norm(self) -> OverDepth:
-        """Over the embedding, all blocks but the last, and the final norm: the hidden states of Hugging Face, which the paper
-        measures. NaN where the layer after the final norm was not measured.
+        """Return the change over the embedding, all blocks but the last, and the final norm.
+
+        These are the hidden states of Hugging Face, which the paper measures. NaN if the final norm was not measured.
         """
         if not self.final_norm:
             return OverDepth(math.nan, math.nan, math.nan)
         return OverDepth.of(np.delete(self.mean_cosine, self.last_block))
 
     def without_final_norm(self) -> "Condensation":
-        """The same up to the last block."""
+        """Return the measurement up to the last block."""
         if not self.final_norm:
             return self
         shorter: dict[str, Any] = {n: values[:-1] for n, values in vars(self).items() if isinstance(values, np.ndarray)}
         return replace(self, final_norm=False, **shorter)
 
     def by_layer(self) -> dict[str, list[float]]:
-        """The numbers by layer, without the histogram."""
+        """Return the numbers by layer, without the histogram."""
         return {name: values.tolist() for name, values in self._numbers().items()}
 
     def by_part(self) -> dict[str, dict[str, float]]:
-        """The numbers' means over all blocks, and over the early, middle and late third of them; of the last block, and of the
-        final norm. Block i of L is early where 3i < L, and late where 3i ≥ 2L."""
+        """Return means of the numbers over parts of the model.
+
+        The parts are all blocks, their early, middle and late thirds, the last block, and the final norm. Block i of L
+        is early if 3i < L, and late if 3i ≥ 2L.
+        """
         end = self.last_block + 1
         first, second = (1 + math.ceil(third * self.last_block / 3) for third in (1, 2))
         parts = {
@@ -144,7 +154,7 @@ class Condensation:
         return {name: getattr(self, name) for name in ("mean_cosine", "std_cosine", "mean_angle", "effective_rank")}
 
     def to_json(self) -> dict[str, Any]:
-        """All but the histogram; what is undefined or was not measured is None, as JSON has no NaN."""
+        """Return everything but the histogram, with None for numbers that are undefined or were not measured."""
         return {
             "layers": self.layer_names,
             **self.by_layer(),
@@ -156,15 +166,18 @@ class Condensation:
         }
 
     def save(self, path: str | Path) -> None:
-        """Write all of it as .npz, whole or not at all."""
+        """Write everything to an .npz file. The write is atomic."""
         path = Path(path)
         path.parent.mkdir(parents=True, exist_ok=True)
-        with whole(path) as partial, open(partial, "wb") as file:
+        with atomic_write(path) as partial, open(partial, "wb") as file:
             np.savez_compressed(file, edges=EDGES, **{k: v for k, v in asdict(self).items() if v is not None})
 
     @classmethod
     def load(cls, path: str | Path) -> "Condensation":
-        """What ``save`` wrote. Older versions wrote angular_distance, which is ½ − mean_angle, and no final norm."""
+        """Read what ``save`` wrote.
+
+        Older versions wrote angular_distance, which is ½ − mean_angle, and no final norm.
+        """
         with np.load(path) as arrays:
             content: dict[str, Any] = {name: arrays[name] for name in arrays.files if name != "edges"}
         if "angular_distance" in content:
@@ -173,17 +186,17 @@ class Condensation:
 
 
 def alike(found: Sequence[Condensation]) -> list[Condensation]:
-    """The same, without the final norm's numbers unless all of them have it: a run may have been begun by an older version."""
+    """Return the measurements, without the final norm unless all have it: an older version may have begun the run."""
     return list(found) if all(one.final_norm for one in found) else [one.without_final_norm() for one in found]
 
 
 def blocks_mean(found: Condensation) -> float:
-    """The mean cosine, averaged over all blocks."""
+    """Return the mean cosine, averaged over all blocks."""
     return found.by_part()["mean_cosine"]["blocks"]
 
 
 def most_condensed(by_step: Mapping[int, Condensation]) -> int:
-    """The step at which the mean cosine of all blocks was highest, the first of several."""
+    """Return the step with the highest mean cosine of all blocks, the first of several."""
     return max(by_step, key=lambda step: np.nan_to_num(blocks_mean(by_step[step]), nan=-1))
 
 
@@ -192,7 +205,10 @@ def _number(value: float) -> float | None:
 
 
 def load_steps(folder: str | Path) -> dict[int, Condensation]:
-    """What a run measured while it trained, by step: the step-N.npz files of RUN/condensation. Empty where there are none."""
+    """Return what a run measured while it trained, by step: its files RUN/condensation/step-N.npz.
+
+    Empty if there are none.
+    """
     found = {}
     for path in Path(folder).glob("step-*.npz"):
         if matched := re.fullmatch(r"step-(\d+)\.npz", path.name):

@@ -1,19 +1,21 @@
-"""Measurements over training, in a few rows of text."""
+"""Measurements over training are shown in a few rows of text."""
 
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-ROWS = 8  # at most, of one run
+ROWS = 8  # of one run, at most
 
 
 def over_training(measured: Mapping[int, Mapping[str, Any]]) -> list[str]:
-    """Held-out cross-entropy, and mean cosines of all blocks and of the last one, at some steps: where a collapse and its release
-    would show. Lines, the headings first; none where fewer than two steps were measured.
+    """Return held-out cross-entropy and mean cosines (all blocks, and the last) at some steps, as lines of a table.
+
+    The table shows a collapse of the embeddings and its release. It has headings first, and no lines if fewer than two
+    steps were measured.
 
     Args:
-        measured: by step, as ``Condensation.to_json`` gives it; what older versions wrote has no cross-entropy and ends with the
+        measured: by step, what ``Condensation.to_json`` returns. Older versions wrote no cross-entropy and end with the
             last block.
     """
     if len(measured) < 2:
@@ -21,7 +23,8 @@ def over_training(measured: Mapping[int, Mapping[str, Any]]) -> list[str]:
     blocks = {step: _blocks(one) for step, one in measured.items()}
     highest = max(blocks, key=lambda step: blocks[step].mean())
     lines = [
-        "On held-out text. Mean cosine 1: all tokens of a sequence point the same way; near 0: they share no direction.",
+        "On held-out text. Mean cosine: 1 if all tokens of a sequence point the same way, near 0 if they share no "
+        "direction.",
         f"{'step':>9}  cross-entropy  mean cosine of all blocks  of the last block",
     ]
     for step in telling_steps(sorted(blocks), {highest}):
@@ -33,13 +36,16 @@ def over_training(measured: Mapping[int, Mapping[str, Any]]) -> list[str]:
 
 
 def _blocks(one: Mapping[str, Any]) -> np.ndarray:
-    """Mean cosines after every block."""
+    """Return the mean cosines after every block."""
     names, mean = one.get("layers"), np.array(one["mean_cosine"])
     return mean[1:-1] if names and names[-1] == "final norm" else mean[1:]
 
 
 def telling_steps(steps: Sequence[int], highest: Collection[int]) -> list[int]:
-    """Of ascending steps the first, the last and the highest, and some between them in equal ratios: a collapse comes early."""
+    """Return the first, the last and the highest of ascending steps, and some between them.
+
+    Those between grow by equal ratios, because a collapse comes early.
+    """
     after = [step for step in steps if step > 0]
     wanted: Sequence[float] = np.geomspace(after[0], after[-1], ROWS - 2).tolist() if after else []
     return sorted({steps[0], *highest, *(min(after, key=lambda step: abs(step - w)) for w in wanted)})

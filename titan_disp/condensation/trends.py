@@ -1,4 +1,4 @@
-"""Condensation against something else than depth: the size of a model, its distillation, the steps of its training."""
+"""This module draws condensation against the size of a model, its distillation, or the steps of its training."""
 
 from collections.abc import Callable, Mapping, Sequence
 
@@ -15,16 +15,16 @@ MEASURES: dict[str, Callable[[Condensation], float]] = {
     "Spearman's ρ": lambda found: _over_depth(found).spearman,
     "Kendall's τ": lambda found: _over_depth(found).kendall,
 }
-"""The paper's two: rank correlations of the mean cosine with depth."""
+"""These are the paper's two measures: rank correlations of the mean cosine with depth."""
 
 
 def _over_depth(found: Condensation) -> OverDepth:
-    """With the last layer after the final norm, as the paper's is, where it was measured."""
+    """Return the change over depth, with the last layer after the final norm, as in the paper, if that was measured."""
     return found.after_norm if found.final_norm else found.before_norm
 
 
 def size(parameters: float) -> str:
-    """A large number in three digits, as models are named by it: ``427k``, ``124M``, ``1.72B``."""
+    """Return a large number in three digits, as in names of models: ``427k``, ``124M``, ``1.72B``."""
     for unit, letter in ((1e9, "B"), (1e6, "M"), (1e3, "k")):
         if parameters >= unit:
             return f"{parameters / unit:.3g}{letter}"
@@ -39,10 +39,10 @@ def _correlation_axis(axes: Axes, label: str) -> None:
 
 
 def by_size(families: Mapping[str, Mapping[str, tuple[int, Condensation]]]) -> Figure:
-    """ρ and τ against the number of parameters, a line for each family.
+    """Draw ρ and τ against the number of parameters, a line for each family.
 
     Args:
-        families: by name; each model's number of parameters and measurement by its name.
+        families: for each family's name, its models: (number of parameters, measurement) by name.
     """
     models = [(name, parameters) for family in families.values() for name, (parameters, _) in family.items()]
     figure = new_figure(9, 4.6 + 0.22 * -(-len(models) // 2))
@@ -58,7 +58,7 @@ def by_size(families: Mapping[str, Mapping[str, tuple[int, Condensation]]]) -> F
                 told = ", ".join(f"{name} {size(n)}" for name, (n, _) in sorted(members.items(), key=lambda m: m[1][0]))
                 names.append((line, f"{family}: {told}"))
         axes.set_xscale("log")
-        axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))  # the sizes of a family may be within one power of ten
+        axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))  # all sizes may lie within one power of ten
         axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: size(x)))
         axes.xaxis.set_minor_formatter(NullFormatter())
         axes.set_xlabel("parameters")
@@ -69,7 +69,7 @@ def by_size(families: Mapping[str, Mapping[str, tuple[int, Condensation]]]) -> F
 
 
 def _broken(text: str, width: int) -> str:
-    """Lines of about so many characters, broken after commas only: names stay whole."""
+    """Break text into lines of about this many characters, after commas only, so that names stay whole."""
     lines = [""]
     for part in text.split(", "):
         if lines[-1] and len(lines[-1]) + len(part) > width:
@@ -79,15 +79,15 @@ def _broken(text: str, width: int) -> str:
 
 
 def pairs(found: Sequence[tuple[tuple[str, Condensation], tuple[str, Condensation]]]) -> Figure:
-    """ρ and τ of a model and of one made from it, such as a distilled one: a row for each pair, joined by a line."""
+    """Draw ρ and τ of each model and of one made from it, such as a distilled one. Each pair is a row."""
     figure = new_figure(9, 1.9 + 0.6 * len(found))
     grid = figure.subplots(1, len(MEASURES), sharex=True, sharey=True)
     rows = np.arange(len(found))
     for axes, (label, measure) in zip(grid, MEASURES.items(), strict=True):
         first, second = (np.array([measure(pair[i][1]) for pair in found]) for i in (0, 1))
         axes.hlines(rows, first, second, color="0.6", linewidth=2)
-        axes.plot(first, rows, "o", color=OKABE_ITO[0], markersize=9, label="first of the pair (the base)")
-        axes.plot(second, rows, "s", color=OKABE_ITO[1], markersize=8, label="second (made from it)")
+        axes.plot(first, rows, "o", color=OKABE_ITO[0], markersize=9, label="first of the pair (base model)")
+        axes.plot(second, rows, "s", color=OKABE_ITO[1], markersize=8, label="second of the pair (made from it)")
         axes.set_xlim(-1.08, 1.08)
         axes.axvline(0, color="black", linewidth=0.6)
         axes.set_title(f"{label}\nof the mean cosine with depth", fontsize=10.5)
@@ -100,9 +100,9 @@ def pairs(found: Sequence[tuple[tuple[str, Condensation], tuple[str, Condensatio
 
 
 def over_steps(runs: Mapping[str, Mapping[int, Condensation]]) -> Figure:
-    """Mean cosine (of all blocks, and of the last one) and ρ and τ against the step, a line for each run.
+    """Draw the mean cosine (of all blocks, and of the last one), ρ and τ against the step, a line for each run.
 
-    The axis is logarithmic where the steps span more than a factor of 100, as those of published checkpoints do.
+    The axis is logarithmic if the steps span more than a factor of 100, as those of published checkpoints do.
     """
     panels: dict[str, Callable[[Condensation], float]] = {
         "mean over all blocks": lambda found: found.by_part()["mean_cosine"]["blocks"],

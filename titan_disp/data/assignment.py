@@ -1,19 +1,21 @@
-"""Which slot reads which documents: decided by files, slots, seed and epoch, never by the ranks.
+"""Which slot reads which documents. Files, number of slots S, seed and epoch decide this; the ranks do not.
 
-In every epoch the files stand in a line, shuffled by (seed, epoch), each as long as its stored bytes. The line is cut into S runs
-of equal length: slot s owns run s. Ranks own contiguous slots, hence contiguous runs, so that a file is read by the few
-ranks whose runs it lies in: at most files + ranks reads. A cut that would fall close to a file's edge is put there, since
-a slot with a sliver of a file has to read all of it; the runs that follow divide the rest of the line among them.
+In every epoch the files are laid end to end, each as long as its stored bytes, in an order that (seed, epoch) decides.
+This line is cut into S runs of equal length, and slot s reads run s. A cut that would fall close to the edge of a file
+is moved to the edge, because a slot that owns a sliver of a file has to read all of it. The following runs divide the
+rest of the line equally. Ranks own contiguous slots and therefore contiguous runs. A file is read only by the ranks
+whose runs it overlaps, so that an epoch takes at most files + ranks reads.
 
-A file in which cuts lie is dealt among its slots by its documents' *keys*, (index · STEP + shift) mod 2⁶⁴, which are spread
-evenly from 0 to 2⁶⁴ however many documents there are. A slot whose run covers the file from fraction a to b owns the keys from
-a · 2⁶⁴ to b · 2⁶⁴. Nobody needs to know the number of documents, which only a read of the whole file would tell.
+The documents of a file that contains cuts are dealt out to its slots by their *keys*, (index · STEP + shift) mod 2⁶⁴.
+The keys are spread evenly from 0 to 2⁶⁴, however many documents there are. A slot whose run covers the file from
+fraction a to fraction b owns the keys from a · 2⁶⁴ to b · 2⁶⁴. The number of documents, which only a read of the whole
+file would tell, is not needed.
 
-A slot's run is the end of one file (``head``), whole files (``body``), and the beginning of another (``tail``). Head and tail are
-shared with the neighbours. Read one after the other, neighbours would be at different places of the shared file, and a
-rank would have to read it twice or hold it in memory. So a slot *interleaves* head, body and tail in proportion to their
-bytes: every slot then is at the same fraction of every file it shares, up to the spread of document lengths, and one
-pass over a file serves all slots of a rank.
+A slot's run consists of the end of one file (``head``), whole files (``body``) and the beginning of another file
+(``tail``). It shares head and tail with its neighbours. If slots read these three parts one after another, neighbours
+would be at different places of the file that they share, and a rank would have to read this file twice or hold it in
+memory. A slot therefore *interleaves* head, body and tail in proportion to their bytes. All slots are then at about the
+same fraction of every file that they share, and one pass over a file serves all slots of a rank.
 """
 
 import hashlib
@@ -26,20 +28,23 @@ import numpy as np
 
 from titan_disp.data.files import DataFile
 
-VERSION = 5  # in the fingerprint: positions of another one mean other documents
+VERSION = 5  # part of the fingerprint: under another version, the same position means other documents
 KEYS = 1 << 64
-STEP = 0x9E3779B97F4A7C15  # 2⁶⁴ / golden ratio, odd: the multiples of no other number are spread as evenly
-_EDGE = 8  # a cut closer to the edge of a file than 1/8 of a run is put on the edge
+STEP = 0x9E3779B97F4A7C15  # 2⁶⁴ / golden ratio, odd: no other number's multiples are spread more evenly
+_EDGE = 8  # a cut that is closer to the edge of a file than 1/8 of a run is moved to the edge
 _BLOCK = 1 << 16
-_KEPT = 1 << 18  # files and cuts of all lines kept: about 20 MB
+_KEPT = 1 << 18  # bound on the files and cuts in all cached lines: about 20 MB
 
 
 @dataclass(frozen=True)
 class Segment:
-    """Documents of one file that a slot owns in one epoch: those with ``low ≤ (index · STEP + shift) mod KEYS < high``.
+    """The documents of one file that a slot owns in one epoch.
+
+    These are the documents with ``low ≤ (index · STEP + shift) mod KEYS < high``.
 
     Attributes:
-        length: its stored bytes, times the number of slots.
+        file: index of the file.
+        length: stored bytes of the segment, times the number of slots.
     """
 
     file: int
@@ -49,11 +54,11 @@ class Segment:
     length: int
 
     def key(self, index: int) -> int:
-        """The key of the file's document ``index``, whoever owns it."""
+        """The key of document ``index`` of the file, whichever slot owns it."""
         return (index * STEP + self.shift) % KEYS
 
     def owns_any(self, start: int, end: int) -> bool:
-        """Whether a document from ``start`` to before ``end`` is of this segment."""
+        """Whether the segment contains any document with ``start`` ≤ index < ``end``."""
         low, high = np.uint64(self.low), np.uint64(self.high - 1)
         for first in range(start, end, _BLOCK):
             index = np.arange(first, min(first + _BLOCK, end), dtype=np.uint64)
@@ -65,7 +70,7 @@ class Segment:
 
 @dataclass(frozen=True)
 class Run:
-    """What one slot reads in one epoch. ``body`` holds whole files; head and tail are partial files or None."""
+    """What one slot reads in one epoch: the end of a file, whole files, and the beginning of a file."""
 
     head: Segment | None
     body: tuple[Segment, ...]
@@ -73,12 +78,12 @@ class Run:
 
     @property
     def segments(self) -> tuple[Segment, ...]:
-        """Head, body and tail, as far as there are."""
+        """Head, body and tail, without those that are None."""
         return tuple(s for s in (self.head, *self.body, self.tail) if s is not None)
 
     @cached_property
     def weights(self) -> tuple[int, int, int]:
-        """Lengths of head, body and tail: their shares in the interleaving."""
+        """The lengths of head, body and tail, which are their shares in the interleaving."""
         return (
             self.head.length if self.head else 0,
             sum(s.length for s in self.body),
@@ -88,12 +93,14 @@ class Run:
 
 @dataclass(frozen=True)
 class _Line:
-    """The files of one epoch, and where it is cut.
+    """The files of one epoch laid end to end, and where this line is cut. Its unit is 1/S of a stored byte.
 
     Attributes:
-        order: files as they stand in it. shifts: of their documents' keys.
-        place: of each file, in ``order``.
-        edges: where they begin, and the end of the last one. cuts: where the slots' runs begin, and the end of the last one.
+        order: indices of the files, in the order of the line.
+        shifts: the shift of each file's keys, in the same order.
+        place: the place in ``order`` of each file.
+        edges: where each file begins, and where the last one ends.
+        cuts: where each slot's run begins, and where the last one ends.
     """
 
     order: list[int]
@@ -104,22 +111,26 @@ class _Line:
 
 
 class Assignment:
-    """Runs of all slots."""
+    """The runs of all slots in every epoch."""
 
     def __init__(self, files: Sequence[DataFile], slots: int, seed: int) -> None:
-        """Args:
-        files: names and sizes, which with seed and epoch decide everything. slots: S. seed: of the stream.
+        """Prepare the runs.
+
+        Args:
+            files: all files of one source. Only their names and sizes matter.
+            slots: S.
+            seed: ``stream.seed``.
         """
         self.names, self.slots, self.seed = [file.name for file in files], slots, seed
-        self.first_files = [0]  # of each source: here is one
-        # In S-ths of a byte: no run is empty, however many slots there are. An empty file is somebody's too, who reports it.
+        self.first_files = [0]  # the first file of each source; there is one source
+        # In units of 1/S byte, so that no run is empty. An empty file counts as one byte: some slot must report it.
         self.lengths = [max(file.size, 1) * slots for file in files]
-        # Where documents are few, slots are many epochs apart; the memory is bounded.
+        # With few documents, slots can be many epochs apart and need many lines. The cache bounds the memory.
         self._line = lru_cache(maxsize=max(8, _KEPT // (len(files) + slots)))(self._make_line)
         self.run = lru_cache(maxsize=8 * slots)(self._run)
 
     def _make_line(self, epoch: int) -> _Line:
-        # By hash rather than a library's shuffle: the order must outlive versions of Python and numpy.
+        # A hash instead of a library's shuffle: the order must not change with the version of Python or numpy.
         hashes = [hashlib.sha256(f"{self.seed}/{epoch}/{name}".encode()).digest() for name in self.names]
         order = sorted(range(len(hashes)), key=hashes.__getitem__)
         edges, place = [0], [0] * len(order)
@@ -130,7 +141,7 @@ class Assignment:
         return _Line(order, shifts, place, edges, _cut(edges, self.slots))
 
     def order(self, epoch: int) -> list[int]:
-        """The files of an epoch, shuffled."""
+        """The files in the shuffled order of an epoch."""
         return self._line(epoch).order
 
     def _run(self, slot: int, epoch: int) -> Run:
@@ -143,13 +154,13 @@ class Assignment:
         return Run(head, tuple(segments[head is not None : len(segments) - (tail is not None)]), tail)
 
     def _segment(self, line: _Line, i: int, begin: int, end: int) -> Segment:
-        """The part from ``begin`` to ``end`` of the i-th file in the line."""
+        """The part of the i-th file of the line that lies between ``begin`` and ``end``."""
         first, length = line.edges[i], line.edges[i + 1] - line.edges[i]
         begin, end = max(begin - first, 0), min(end - first, length)
         return Segment(line.order[i], begin * KEYS // length, end * KEYS // length, line.shifts[i], end - begin)
 
     def owners(self, file: int, epoch: int) -> range:
-        """The slots that own documents of a file."""
+        """The slots that own documents of a file in an epoch."""
         line = self._line(epoch)
         i = line.place[file]
         return range(bisect_right(line.cuts, line.edges[i]) - 1, bisect_left(line.cuts, line.edges[i + 1]))
@@ -164,7 +175,7 @@ def _is_whole(segment: Segment) -> bool:
 
 
 def _cut(edges: list[int], slots: int) -> list[int]:
-    """``slots`` + 1 places from the first to the last edge: each run is an equal part of what the runs before it left."""
+    """Where to cut the line, [slots + 1]: each run takes an equal part of what the runs before it have left."""
     cuts = [0]
     for left in range(slots, 1, -1):
         share = (edges[-1] - cuts[-1]) // left

@@ -1,9 +1,10 @@
-"""The documents of a slot, one after another: what is read, used and passed over.
+"""The documents of a slot, one after another, without those that cannot be used.
 
-What cannot be used is passed over by rules that know one slot and one file, so that any number of ranks passes over the same:
-what comes between two usable documents of a slot is passed in one call, and no position lies in the middle of it.
+The rules for skipping look at one slot and one file only, so that any number of ranks skips the same documents.
+Everything between two usable documents of a slot is skipped in one call. No stored position lies in the middle of it.
 """
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -19,18 +20,20 @@ from titan_disp.data.place import Field, Place
 from titan_disp.data.records import BadDocument, Garbage, Record, size_of, text_of
 from titan_disp.errors import DataError
 
-_GARBAGE = 8  # documents in a row that are no JSON: flipped bytes in a compressed file, which spoil the rest of it
-_WRONG = 1000  # documents of a file in a row that cannot be used: the rest of it is of the same kind …
-_WRONG_END = 100  # … as is a file that ends with so many
+# The rest of a file is skipped after …
+_GARBAGE = 8  # … documents in a row of a compressed file that are not JSON: flipped bytes, which spoil the rest of it
+_WRONG = 1000  # … documents in a row that cannot be used: the rest is likely to be of the same kind
+_WRONG_END = 100  # … documents in a row that cannot be used, when the file ends with them
 
-_BAD = 1000  # documents in a row that cannot be used, with which a slot gives up when it has read its whole share …
-_EPOCHS = 20  # … or, times S, epochs in a row without any document: e⁻²⁰ is the chance of a sound corpus …
-_HOPELESS = 20_000  # … or, wherever it is, so many documents in a row …
-_HOPELESS_FILES = 20  # … or so many damaged files: the other ranks wait meanwhile
+# A slot gives up after …
+_BAD = 1000  # … unusable documents in a row, once it has read its whole share
+_EPOCHS = 20  # … times S epochs in a row without any document: this happens to a sound corpus with probability e⁻²⁰
+_HOPELESS = 20_000  # … unusable documents in a row anywhere, because the other ranks wait in the meantime
+_HOPELESS_FILES = 20  # … damaged files in a row, for the same reason
 
 
 class Faults:
-    """What happens to documents and files that cannot be used."""
+    """Decides what happens to documents and files that cannot be used."""
 
     def __init__(
         self,
@@ -39,18 +42,27 @@ class Faults:
         max_skipped_fraction: float,
         first_files: Sequence[int] = (0,),
     ) -> None:
-        """Args:
-        files: all of them. on_bad_data: "skip" or "fail". max_skipped_fraction: of documents, and of files.
-        first_files: of each source.
+        """Remember the sizes of the files and how much of each source may be skipped.
+
+        Args:
+            files: all files of all sources.
+            on_bad_data: "skip" or "fail".
+            max_skipped_fraction: ``wrong`` never skips a file that is a larger fraction of its source's stored bytes.
+            first_files: index of the first file of each source.
         """
         self.names, self.sizes = [file.name for file in files], [file.size for file in files]
         self.on_bad_data = on_bad_data
+        self._first_files = first_files
         self._sources = [slice(*bounds) for bounds in pairwise([*first_files, len(files)])]
         self._expendable = [max_skipped_fraction * sum(self.sizes[source]) for source in self._sources]  # bytes
         self._told: set[tuple[int, int]] = set()
 
     def bad(self, file: int, index: int, reason: str) -> None:
-        """One document or (index −1) the rest of a file that cannot be used: say so once, or stop."""
+        """Log once that a document, or the rest of a file (index −1), is skipped.
+
+        Raises:
+            DataError: on_bad_data is "fail".
+        """
         name = self.names[file]
         text = f"{name}, document {index}: {reason}" if index >= 0 else f"{name} is damaged and ends early: {reason}"
         if self.on_bad_data == "fail":
@@ -60,27 +72,31 @@ class Faults:
             logger.warning(f"skipped: {text}")
 
     def wrong(self, file: int, in_a_row: int, least: int) -> str | None:
-        """Why the rest of a file of the wrong kind is passed over, or None.
+        """Why the rest of a file of the wrong kind is skipped, or None if it is not.
 
-        A file that is more of its source than may be skipped is not passed over: its documents are judged one by one.
+        The documents of a file that is larger than what may be skipped of its source are judged one by one.
         """
         if in_a_row < least or self.sizes[file] > self._expendable[self._source(file)]:
             return None
         return f"{in_a_row} documents in a row cannot be used"
 
     def beside(self, file: int) -> list[str]:
-        """Names of the files of a file's source."""
+        """The names of all files of the source that a file belongs to."""
         return self.names[self._sources[self._source(file)]]
 
     def _source(self, file: int) -> int:
-        return next(i for i, source in enumerate(self._sources) if file < source.stop)
+        return bisect_right(self._first_files, file) - 1
 
 
 @dataclass(frozen=True)
 class Document:
-    """Attributes:
-    content: a text, or token ids as stored; not empty. size: bytes of the text in UTF-8, or of the ids as stored.
-    start, end: the slot's position at its first token and after its last, [k] int64.
+    """A usable document of a slot.
+
+    Attributes:
+        content: a text, or token ids as stored; not empty.
+        size: bytes of the text in UTF-8, or of the ids as stored.
+        start: [k] int64, the slot's position at the document's first token.
+        end: [k] int64, the slot's position after its last token.
     """
 
     content: str | np.ndarray
@@ -91,13 +107,15 @@ class Document:
 
 @dataclass
 class _Search:
-    """What a slot has met on the way to its next usable document.
+    """What a slot has met since its last usable document.
 
     Attributes:
-        epochs: whose end it has passed.
-        bad: documents. row: of these, the last ones, all of the current file. garbage: of these, the last ones that are no JSON
-            in a compressed file. counted: of the bad ones, those of no damaged file.
-        damaged: files, without a sound one between them.
+        epochs: epochs that ended.
+        bad: documents that cannot be used.
+        row: of these, the most recent ones, all in the current file.
+        garbage: of these, the most recent ones that are not JSON, in a compressed file.
+        counted: those of the bad documents that are not in a damaged file.
+        damaged: damaged files without a sound file between them.
     """
 
     epochs: int = 0
@@ -109,30 +127,31 @@ class _Search:
 
 
 class Cursor:
-    """Walks over one slot's documents, epoch after epoch."""
+    """Walks over the documents of one slot, epoch after epoch."""
 
     def __init__(self, place: Place, passes: Passes, faults: Faults) -> None:
-        """Args: place: taken over and moved."""
+        """Take over ``place``; the cursor moves it from here on."""
         self.place, self.passes, self.faults = place, passes, faults
         self._search = _Search()
 
     @property
     def position(self) -> np.ndarray:
-        """[k] int64, of the next document's beginning."""
+        """The position at the beginning of the next document, [k] int64."""
         return self.place.position
 
     def next(self) -> Document:
-        """The next document that can be used, of this epoch or of the next one that has any for this slot.
+        """Return the next usable document, from this epoch or the next one in which the slot has any.
 
         Raises:
-            DataError: see ``Faults``; or no usable document in many epochs, or among many; or a file that cannot be reached.
+            DataError: a document cannot be used and on_bad_data is "fail", no usable document among very many
+                documents, files or epochs, or a file that cannot be read.
         """
         while (document := self.next_of_epoch()) is None:
             self.end_epoch()
         return document
 
     def next_of_epoch(self) -> Document | None:
-        """The next document of this epoch that can be used, or None at its end. Raises as ``next``."""
+        """Return the next usable document of this epoch, or None at its end. Raises as ``next``."""
         place, p = self.place, self.place.position
         while True:
             part = place.choose()
@@ -159,14 +178,14 @@ class Cursor:
             return Document(content, size, start, p.copy())
 
     def _content(self, raw: Record) -> tuple[str | np.ndarray, int]:
-        """What a document holds, and its bytes."""
+        """Return what a document holds, and its size in bytes."""
         if isinstance(raw, np.ndarray):
             return raw, raw.nbytes
         text = text_of(raw, self.passes.format.text_field)
         return text, len(text.encode())
 
     def _pass_over(self, part: int, segment: Segment, index: int, error: BadDocument) -> None:
-        """One document, and the rest of its file where that will be no better."""
+        """Skip one document, and the rest of its file if no better documents are to be expected there."""
         search = self._search
         self.faults.bad(segment.file, index, str(error))
         self.place.position[Field.SKIPPED] += 1
@@ -175,7 +194,7 @@ class Cursor:
         search.garbage = search.garbage + 1 if garbage else 0
         self.place.take(part, index, 0)
         if search.garbage == _GARBAGE:
-            damage: str | None = f"{_GARBAGE} documents in a row are no JSON"
+            damage: str | None = f"{_GARBAGE} documents in a row are not JSON"
         else:
             damage = self.faults.wrong(segment.file, search.row, _WRONG)
         if damage is not None:
@@ -191,8 +210,8 @@ class Cursor:
         self.place.end_file(part)
         if damage is not None:
             self.faults.bad(segment.file, -1, damage)
-            p[Field.SKIPPED_FILES] += segment.low == 0  # one slot counts it …
-            p[Field.SKIPPED] -= row  # … and with it the documents by which it was found out
+            p[Field.SKIPPED_FILES] += segment.low == 0  # of all slots that share the file, one counts it …
+            p[Field.SKIPPED] -= row  # … and the documents that revealed the damage count as part of it
             search.counted -= row
             search.damaged += 1
             if search.damaged == _HOPELESS_FILES:
@@ -201,10 +220,12 @@ class Cursor:
             search.damaged = 0
 
     def end_epoch(self) -> None:
-        """Go on to the next epoch. One may have nothing for this slot, where documents are few or their lengths differ much.
+        """Go on to the next epoch.
+
+        A slot has no documents in some epochs if the corpus has few documents or if their lengths differ much.
 
         Raises:
-            DataError: nothing can be expected any more. A slot finds a document in one of S epochs at least, on average.
+            DataError: the slot gives up. On average, a slot has a document in at least one of S epochs.
         """
         search = self._search
         self.place.end_epoch()
@@ -213,11 +234,12 @@ class Cursor:
             self._give_up()
 
     def _give_up(self) -> None:
-        """Where nothing can be expected any more."""
+        """Raise DataError: the slot has searched long enough."""
         search, slots = self._search, self.place.assignment.slots
         names = self.faults.beside(self.place.run().segments[0].file)
         files = f", and {search.damaged} damaged files" if search.damaged else ""
         raise DataError(
-            f"slot {self.place.index} of {slots} found no usable document in {search.epochs} epochs, and {search.bad} that "
-            f"cannot be used{files}, in {len(names)} files, {names[0]} to {names[-1]}: the log above says what is wrong with them"
+            f"slot {self.place.index} of {slots} found no usable document in {search.epochs} epochs, and {search.bad} "
+            f"that cannot be used{files}, in {len(names)} files, {names[0]} to {names[-1]}: the log above says what is "
+            "wrong with them"
         )

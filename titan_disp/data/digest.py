@@ -1,4 +1,4 @@
-"""Drive the real loaders of N ranks in one process, without a model: what is in every global batch, and what it costs to read."""
+"""Run the data loaders of N ranks in one process, without a model, and hash every global batch."""
 
 import hashlib
 from collections.abc import Sequence
@@ -9,7 +9,7 @@ import torch
 from torchtitan.config import JobConfig
 
 from titan_disp.batch import global_batch_size, slot_count
-from titan_disp.data.first_look import list_and_look
+from titan_disp.data.content_check import list_and_check
 from titan_disp.data.loader import StreamLoader, open_stream, stream_options, together
 from titan_disp.data.place import Field
 from titan_disp.data.sources import training_sets
@@ -19,13 +19,16 @@ from titan_disp.errors import ConfigError
 
 @dataclass
 class Digest:
-    """Attributes:
-    hashes: sha256 of every global batch's token ids (little-endian int64 [batch, seq_len + 1], rows by round and slot).
-    bytes_read: stored bytes that each rank has read; after a resume, of the ranks that there were then, one after another.
-    files_read: files that each of them has opened.
-    read_amplification: stored bytes that all ranks together read in one epoch, over the bytes of all files; measured when the
-        first phase reached the end of its first epoch everywhere, else what its assignment says.
-    counters: documents, bytes of text, skipped documents and files, epoch.
+    """What the loaders handed out, and what reading it cost.
+
+    Attributes:
+        hashes: sha256 of the token ids of each global batch (little-endian int64 [batch, seq_len + 1], rows by round
+            and slot).
+        bytes_read: stored bytes that each rank has read. After a resume, the new ranks follow the earlier ones.
+        files_read: number of files that each of these ranks has opened.
+        read_amplification: stored bytes that all ranks together read in one epoch, divided by the bytes of all files;
+            see ``epoch_amplification``.
+        counters: of all ranks together, see ``StreamLoader.counters``.
     """
 
     hashes: list[str] = field(default_factory=list)
@@ -36,7 +39,7 @@ class Digest:
 
 
 def global_batch(iterators: Sequence[Any], job_config: JobConfig, batch: int, slots: int) -> torch.Tensor:
-    """The next global batch [batch, seq_len + 1], rows by round and slot, from the loaders of all ranks."""
+    """Take the next global batch from the loaders of all ranks: [batch, seq_len + 1], rows by round and slot."""
     ranks = len(iterators)
     own: list[torch.Tensor] = []
     for iterator in iterators:
@@ -50,13 +53,13 @@ def digest(job_config: JobConfig, steps: int, phases: Sequence[tuple[int, int]])
     """Hash every global batch.
 
     Args:
-        job_config: with data, tokenizer and batch sizes.
-        steps: global batches in all.
-        phases: (step at which it begins, data-parallel ranks); the first begins at 0. Between phases the positions go
-            through ``state_dict`` and ``load_state_dict``, as through a checkpoint.
+        job_config: names data, tokenizer and batch sizes.
+        steps: total number of global batches.
+        phases: (first step, data-parallel ranks) of each phase; the first phase begins at step 0. Between two phases
+            the positions go through ``state_dict`` and ``load_state_dict``, as through a checkpoint.
 
     Raises:
-        ConfigError: the batch does not divide among the ranks, or bad data.
+        ConfigError: the batch cannot be divided among the ranks, or the data is bad.
     """
     t = job_config.training
     if t.global_batch_size < 1 and len({ranks for _, ranks in phases}) > 1:
@@ -64,7 +67,7 @@ def digest(job_config: JobConfig, steps: int, phases: Sequence[tuple[int, int]])
             "training.global_batch_size = -1 ties the slots to the ranks: set it to resume on another number"
         )
     tokenizer = load_tokenizer(job_config.model.hf_assets_path)
-    files = list_and_look(training_sets(job_config), stream_options(job_config, tokenizer=tokenizer))
+    files = list_and_check(training_sets(job_config), stream_options(job_config, tokenizer=tokenizer))
     result = Digest()
     state: dict[str, Any] | None = None
     ends = [begin for begin, _ in phases[1:]] + [steps]
@@ -75,8 +78,8 @@ def digest(job_config: JobConfig, steps: int, phases: Sequence[tuple[int, int]])
         slots = slot_count(job_config, ranks)
         if batch % (ranks * t.local_batch_size) or batch % slots or slots % ranks:
             raise ConfigError(
-                f"{ranks} ranks: the global batch {batch} must be a multiple of ranks × local_batch_size {t.local_batch_size}, "
-                f"and the slots {slots} must divide it and be a multiple of the ranks"
+                f"{ranks} ranks: the global batch {batch} must be a multiple of ranks × local_batch_size "
+                f"{t.local_batch_size}, and the slots {slots} must divide it and be a multiple of the ranks"
             )
         loaders = [open_stream(job_config, files, tokenizer, ranks, rank) for rank in range(ranks)]
         if state is not None:
@@ -102,10 +105,10 @@ def digest(job_config: JobConfig, steps: int, phases: Sequence[tuple[int, int]])
 
 
 def epoch_amplification(loaders: Sequence[StreamLoader]) -> float:
-    """Stored bytes that all ranks read in the first epoch, over the size of all files.
+    """Stored bytes that all ranks together read in the first epoch, divided by the bytes of all files.
 
-    Measured where every slot is past that epoch; before, what the assignment says: buffers that hold more than was asked for
-    would make a number from the middle of small files mean nothing.
+    The ratio is measured if every slot is past the first epoch. Before that, it is computed from the assignment:
+    buffers read more than was asked for, so that a number taken in the middle of small files would mean nothing.
     """
     files = loaders[0].files
     if all((loader.positions[:, Field.EPOCH] > 0).all() for loader in loaders):

@@ -1,21 +1,21 @@
-"""A file on a local or shared file system, read again where the system fails for a moment."""
+"""A file on a local or shared file system. Reads that fail transiently are tried again."""
 
 import errno
 import io
 
-from titan_disp.data.raw import RetryingFile
+from titan_disp.data.retrying_file import RetryingFile
 from titan_disp.errors import DataError
 
-# Of network file systems whose server changes or restarts.
+# Network file systems raise these while their server changes or restarts.
 PASSING = (errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EAGAIN)
 
 
 class LocalFile(RetryingFile):
-    """Sequential or random reads; a failure that may pass is tried again at the same place of a newly opened file.
+    """Reads a file sequentially or at random. After a transient failure, it reopens the file and reads again.
 
     Raises:
-        DataError: it has another size than was listed, when it is opened or while it is read.
-        OSError: it cannot be opened.
+        DataError: the file's size is not the one that was listed, on opening or while it is read.
+        OSError: the file cannot be opened.
     """
 
     def __init__(self, path: str, size: int, retry_seconds: float) -> None:
@@ -24,11 +24,10 @@ class LocalFile(RetryingFile):
         self._again(self._open)
 
     def read(self, size: int = -1) -> bytes:
-        """At most ``size`` bytes; none at the end."""
-        left = max(0, self._size - self._place)
-        wanted = left if size < 0 else min(size, left)
+        """Read at most ``size`` bytes; b"" at the end."""
+        wanted = self._at_most(size)
         found = self._again(lambda: self._read(wanted))
-        if wanted and not found:  # a reader would take it for the end of the documents, or for damage
+        if wanted and not found:  # a reader would take this for the end of the documents, or for damage
             raise self._changed(self._place)
         self._place += len(found)
         return found
@@ -66,5 +65,5 @@ class LocalFile(RetryingFile):
     def _may_pass(self, error: Exception) -> bool:
         if not isinstance(error, OSError):
             return False
-        self._let_go()  # it is opened anew, if at all
+        self._let_go()  # the next attempt opens it again
         return error.errno in PASSING

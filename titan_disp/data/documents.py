@@ -1,6 +1,6 @@
-"""The documents of one file, one after the other, by the reader of its kind.
+"""The documents of one file, one after another, by the reader of its format.
 
-Documents that nobody here wants are passed over without being parsed.
+Documents that no slot of this rank owns are passed over without being parsed.
 """
 
 import gzip
@@ -21,11 +21,11 @@ from titan_disp.data.records import DamagedFile, OtherContent, Record
 from titan_disp.data.remote import RemoteFile
 from titan_disp.errors import DataError
 
-BUFFER = 1 << 16  # a rank may hold two thousand files open
+BUFFER = 1 << 16  # small, because a rank may hold two thousand files open
 
 
 def _decompressed(stored: io.BufferedReader, name: str) -> Any:
-    """A stream with read and readline of what a file holds, which its name says whether it is compressed."""
+    """A stream with ``read`` and ``readline``, which decompresses the file if its suffix says that it is compressed."""
     if name.endswith(".gz"):
         return igzip.IGzipFile(fileobj=stored, mode="rb")
     if name.endswith(".zst"):
@@ -36,7 +36,7 @@ def _decompressed(stored: io.BufferedReader, name: str) -> Any:
 
 
 class _CountingFile(io.RawIOBase):
-    """A raw file that counts what is read from it: compressed bytes, as they cross the network or the disk."""
+    """A raw file that counts the stored (compressed) bytes that are read from it."""
 
     def __init__(self, raw: io.RawIOBase) -> None:
         self.raw = raw
@@ -66,7 +66,7 @@ class _CountingFile(io.RawIOBase):
 
 
 class Documents:
-    """Sequential reader of one file.
+    """Reads the documents of one file sequentially.
 
     Attributes:
         position: index of the next document.
@@ -80,13 +80,14 @@ class Documents:
         start: int = 0,
         format: Format = Format(),  # noqa: B008 — frozen
     ) -> None:
-        """Open lazily, at the first read.
+        """The file is opened at the first read.
 
         Args:
             file: what to read.
             max_bytes: longer documents are bad.
-            retry_seconds: how long the hub or a file system that fails is tried again, with growing pauses, before it counts.
-            start: index of the first document to read; those before it are passed over unparsed.
+            retry_seconds: how long a failing hub or file system is tried again, with growing pauses, before an error is
+                raised.
+            start: index of the first document to read; the documents before it are passed over without being parsed.
             format: how documents are found in the file.
         """
         self.file = file
@@ -105,13 +106,16 @@ class Documents:
         return self._earlier_bytes + (self._raw.count if self._raw else 0)
 
     def read(self) -> Record | None:
-        """The next document, unparsed; a BadDocument in its place; None at the end.
+        """Read the next document, unparsed.
+
+        Returns:
+            The document, a BadDocument in place of one that cannot be used, or None at the end of the file.
 
         Raises:
-            DamagedFile: truncated or corrupt from here on.
-            DataError: missing, not permitted, of another size than listed, or a disk or hub that failed for ``retry_seconds``:
-                the file may be sound, so that passing over it would lose data. Or it is sound, and the config is not: no such
-                column, ids of another tokenizer.
+            DamagedFile: the file is truncated or corrupt from here on.
+            DataError: the file is missing, not readable or of another size than listed, or the disk or hub failed for
+                ``retry_seconds``; the file may be sound, so that skipping it would lose data. Or the config does not
+                fit a sound file: it has no such column, or its token ids are another tokenizer's.
         """
         try:
             if self._raw is None:
@@ -131,41 +135,41 @@ class Documents:
                     f"cannot read {self.file.url} within {self.retry_seconds:g} s (stream.retry_seconds): "
                     f"{type(lost).__name__}: {lost}"
                 ) from error
-            # Decoders raise OSError too, but only the operating system gives it a number.
+            # Decoders raise OSError too, but only the operating system sets errno.
             if self._remote is not None or not (isinstance(error, OSError) and error.errno is not None):
                 raise DamagedFile(f"{type(error).__name__}: {error}") from error
             raise DataError(f"cannot read {self.file.url}: {type(error).__name__}: {error}") from error
 
     def seek(self) -> None:
-        """Open the file and pass over what comes before the first document wanted; an error is left for ``read`` to find."""
+        """Open the file and pass over the documents before ``position``. Errors are left for ``read`` to raise."""
         try:
             self._start()
         except Exception:
             self.close()
 
     def _start(self) -> None:
-        """Open, and pass over the documents before ``position``."""
-        if self.file.size == 0:  # what a full disk leaves; gzip would take it for a sound end
+        """Open the file and pass over the documents before ``position``."""
+        if self.file.size == 0:  # as a full disk leaves it; gzip would take it for a regular end
             raise DamagedFile("the file is empty")
         if self.file.url.startswith("hf://"):
             self._remote = RemoteFile(self.file.url, self.file.size, self.retry_seconds)
             self._raw = _CountingFile(self._remote)
         else:
             self._raw = _CountingFile(LocalFile(self.file.url, self.file.size, self.retry_seconds))
-        # Parquet is read here and there, by its footer.
+        # Parquet readers jump about in the file, to where its footer points.
         buffer = io.DEFAULT_BUFFER_SIZE if self.file.name.endswith(PARQUET) else BUFFER
         self._records = self._reader(io.BufferedReader(self._raw, buffer))
         deque(islice(self._records, self.position), maxlen=0)
 
     def _reader(self, stored: io.BufferedReader) -> Iterator[Record]:
-        """The file's records, by the kind that its name says."""
+        """The file's records, by the reader that the suffix of its name selects."""
         name = self.file.name
         if name.endswith(PARQUET):
             return parquet.records(stored, self.file.url, self.format.text_field, self.max_bytes)
         if name.endswith(TOKEN_IDS):
             return pretokenized.records(stored, self.file.size, self.file.url, self.format)
         head = stored.peek(HEAD)[:HEAD]
-        if len(head) < min(HEAD, self.file.size):  # it may be a single byte of what the hub sends
+        if len(head) < min(HEAD, self.file.size):  # a piece of the hub's answer may be a single byte
             head = stored.read(HEAD)
             stored.seek(0)
         if (found := mistaken(head, name)) is not None:
@@ -175,7 +179,7 @@ class Documents:
         return json_lines.records(_decompressed(stored, name), self.max_bytes)
 
     def close(self) -> None:
-        """Close the file; ``read`` would open it again and go on."""
+        """Close the file. A later ``read`` opens it again and continues."""
         if self._raw is not None:
             self._earlier_bytes += self._raw.count
             raw, self._raw, self._remote = self._raw, None, None

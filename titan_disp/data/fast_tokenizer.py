@@ -1,8 +1,9 @@
-"""gigatoken in the place of Hugging Face's and Google's libraries: the same ids, many times as fast, and checked.
+"""gigatoken in place of the libraries of Hugging Face and SentencePiece: the same ids, many times as fast, and checked.
 
-It is young, so nothing is taken on trust: at the start it must give the ids of the library that the tokenizer is of for some
-thousand odd texts, and while it runs, for one document in a thousand. Seen to agree: byte-level BPE (GPT-2, Qwen), and
-SentencePiece BPE with byte fallback, the identity as its normalization, all spaces kept, and no user-defined symbols.
+gigatoken is young, so its ids are compared with those of the tokenizer's own library: for some thousand odd texts at
+the start, and for one document in a thousand during the run. Its ids were found to agree for byte-level BPE (GPT-2,
+Qwen), and for SentencePiece BPE with byte fallback, identity normalization, all spaces kept and no user-defined
+symbols.
 """
 
 import itertools
@@ -17,16 +18,19 @@ from torchtitan.components.tokenizer import BaseTokenizer, HuggingFaceTokenizer
 from titan_disp.data.tokenizer import SentencePieceTokenizer, find_tokenizer
 from titan_disp.errors import ConfigError, DataError
 
-CHECK_EVERY = (
-    1000  # documents: a cost of a tenth of the tokenizer's, where Hugging Face's takes a hundred times as long
-)
+# In documents. The check costs about a tenth of gigatoken's own time; Hugging Face's library takes a hundred times as
+# long.
+CHECK_EVERY = 1000
 _OFF = "set stream.fast_tokenizer = false"
-_agreed: WeakSet[BaseTokenizer] = WeakSet()  # `data digest` makes a loader for every rank, of one tokenizer
+_agreed: WeakSet[BaseTokenizer] = WeakSet()  # `data digest` makes a loader for every rank with the same tokenizer
 
 
 def odd_texts(tokenizer: BaseTokenizer, count: int = 3000) -> list[str]:
-    """Short texts in which everything meets that tokenizers treat apart: spaces, digits, accents, emoji, control and special
-    characters, contractions, special tokens."""
+    """Short random texts that mix everything that tokenizers treat specially.
+
+    These are spaces, digits, accents, emoji, control and special characters, contractions, and the names of special
+    tokens.
+    """
     rng = random.Random(0)
     characters = [
         chr(c) for c in (*range(1, 400), 0x300, 0x301, 0x323, 0x200D, 0x1F600, 0x1F468, 0x4E2D, 0xAC00, 0x1100)
@@ -62,7 +66,7 @@ def odd_texts(tokenizer: BaseTokenizer, count: int = 3000) -> list[str]:
 
 
 def _without_special_tokens(content: str | bytes) -> str:
-    """A tokenizer.json without special tokens: gigatoken has no other way to take text that spells one as text."""
+    """Remove the special tokens from a tokenizer.json, so that gigatoken treats text that spells one as text."""
     tokenizer = json.loads(content)
     tokenizer["added_tokens"] = [token for token in tokenizer["added_tokens"] if not token["special"]]
     return json.dumps(tokenizer)
@@ -71,15 +75,16 @@ def _without_special_tokens(content: str | bytes) -> str:
 def fast_encoder(
     tokenizer: BaseTokenizer, folder: str, reference: Callable[[str], list[int]]
 ) -> Callable[[str], np.ndarray]:
-    """text → token ids with BOS and EOS as ``reference`` gives them, int32. Used from several threads.
+    """Return a function from a text to its token ids, int32, with the same BOS and EOS as ``reference``; thread-safe.
 
     Args:
-        tokenizer: of ``folder``.
-        reference: text → ids, by the tokenizer's own library.
+        tokenizer: the tokenizer in ``folder``.
+        folder: ``model.hf_assets_path``.
+        reference: a function from a text to its ids, by the tokenizer's own library.
 
     Raises:
-        ConfigError: no gigatoken, a kind of tokenizer that it does not know, or other ids.
-        DataError: from the encoder: other ids for a document.
+        ConfigError: gigatoken is missing, does not support this tokenizer, or gives other ids.
+        DataError: raised by the returned function: gigatoken gives other ids for a document.
     """
     file = find_tokenizer(folder)
     try:
@@ -92,9 +97,9 @@ def fast_encoder(
         if isinstance(tokenizer, HuggingFaceTokenizer):
             content = tokenizer.tokenizer.to_str()
         else:
-            content = Tokenizer.from_sentencepiece(str(file))._hf_json  # what it makes of a model
+            content = Tokenizer.from_sentencepiece(str(file))._hf_json  # gigatoken's conversion of the model
         encode = Tokenizer.from_json(_without_special_tokens(content)).encode
-    except Exception as error:  # a Rust library's own
+    except Exception as error:  # the Rust library raises types of its own
         raise ConfigError(f"gigatoken cannot read {str(file)!r} ({error}): {_OFF}") from error
     begin = [] if tokenizer.bos_id is None else [tokenizer.bos_id]
 

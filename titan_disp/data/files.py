@@ -1,4 +1,4 @@
-"""Where the data is: files on the hub or on disk, listed once on rank 0 and told to all ranks."""
+"""Which files hold the data. They are listed once, on rank 0, and the list is broadcast to all ranks."""
 
 import os
 from collections.abc import Callable
@@ -22,9 +22,9 @@ class DataFile:
     """One file of documents.
 
     Attributes:
-        name: path relative to the folder that holds all files of the split: the same on the hub and in a mirror.
-        url: what to open: a local path, or ``hf://datasets/…``.
-        size: bytes, as stored.
+        name: path relative to the folder that holds all files of the split; the same on the hub and in a mirror.
+        url: what to open: a local path or ``hf://datasets/…``.
+        size: stored size in bytes.
     """
 
     name: str
@@ -33,21 +33,27 @@ class DataFile:
 
 
 def split_of(dataset: str, key: str) -> str:
-    """The split that a dataset name means. One of the hub without a split: validation in [validation], else train."""
+    """The split that a dataset name selects.
+
+    A hub name that names no split selects validation in [validation], else train.
+
+    Raises:
+        ConfigError: no data set has this name.
+    """
     names = {"c4": "train", "c4_validation": "validation", "text": "train", "text_validation": "validation"}
     if is_hub_name(dataset):
         return parse_name(dataset, f"{key}.dataset").split or ("validation" if key == "validation" else "train")
     if dataset not in names:
         raise ConfigError(
-            f"{key}.dataset is {dataset!r}, expected c4 or c4_validation (from the hub, or a local copy at dataset_path), "
-            f"{FORM} (another data set of the hub, or its mirror at dataset_path), or text or text_validation (any documents at "
-            "dataset_path)"
+            f"{key}.dataset is {dataset!r}, expected c4 or c4_validation (from the hub, or a local copy at "
+            f"dataset_path), {FORM} (another data set of the hub, or its mirror at dataset_path), or text or "
+            "text_validation (your own documents at dataset_path)"
         )
     return names[dataset]
 
 
 def held_out(dataset: str) -> str:
-    """The name of the validation split beside a training set."""
+    """The name of the validation split that belongs to a training set."""
     if is_hub_name(dataset):
         return str(parse_name(dataset, "training.dataset").of_split("validation"))
     return f"{dataset.removesuffix('_validation')}_validation"
@@ -58,22 +64,22 @@ def streams_from_hub(dataset: str, dataset_path: str | None) -> bool:
 
 
 def list_files(dataset: str, dataset_path: str | None, key: str = "training") -> list[DataFile]:
-    """The files of a split, sorted by name.
+    """List the files of a split, sorted by name.
 
     Args:
-        dataset: c4 (train split) or c4_validation; hf:… (``HubName``); text or text_validation where the documents are others.
-        dataset_path: see ``list_local``, or the mirror of an hf:…; None for the hub.
-        key: config section, for messages.
+        dataset: c4 (the train split) or c4_validation, text or text_validation, or hf:… (``HubName``).
+        dataset_path: a local copy (see ``list_local``), the mirror of an hf:… data set, or None for the hub.
+        key: the config section, for messages.
 
     Raises:
-        ConfigError: nothing there, not readable, or no hub.
+        ConfigError: there is no such data, it cannot be read, or the hub cannot be reached.
     """
     split = split_of(dataset, key)
     if is_hub_name(dataset):
         return _list_named(dataset, split, dataset_path, key)
     if dataset_path is None and not dataset.startswith("c4"):
         raise ConfigError(
-            f"{key}.dataset is {dataset!r}: set {key}.dataset_path to the documents' folder, file or glob"
+            f"{key}.dataset is {dataset!r}: set {key}.dataset_path to the folder, file or glob of the documents"
         )
     if dataset_path is None:
         return _list_hub(c4_files(split))
@@ -91,7 +97,7 @@ def _list_named(dataset: str, split: str, dataset_path: str | None, key: str) ->
 
 
 def _relative(found: list[tuple[str, str, int]]) -> list[DataFile]:
-    """(path, url, size) → DataFile, named from the deepest folder that holds them all."""
+    """Make a DataFile of each (path, url, size), named relative to the deepest folder that holds all of them."""
     root = os.path.commonpath([os.path.dirname(path) for path, _, _ in found])
     files = [DataFile(PurePosixPath(os.path.relpath(path, root)).as_posix(), url, size) for path, url, size in found]
     return sorted(files, key=lambda file: file.name)
@@ -102,9 +108,10 @@ def _list_hub(listing: Listing) -> list[DataFile]:
 
 
 def on_rank_0(function: Callable[..., T], *args: Any) -> T:
-    """Run on rank 0 only and broadcast the result, or the error, which then every rank raises: none is left waiting.
+    """Call ``function`` on rank 0 only and broadcast the result. A collective call.
 
-    Hundreds of ranks that each list the files are answered 429 by the hub and hammer a shared file system.
+    If hundreds of ranks listed the files, the hub would answer 429 and a shared file system would be overloaded. An
+    error on rank 0 is raised on every rank, so that none is left waiting.
     """
     if not dist.is_initialized() or dist.get_world_size() == 1 or dist.get_backend() == "fake":
         return function(*args)
@@ -123,17 +130,17 @@ def on_rank_0(function: Callable[..., T], *args: Any) -> T:
 
 
 def check_data(dataset: str, dataset_path: str | None, key: str = "training") -> list[DataFile]:
-    """The local files; none of the hub, which is reached only when training starts.
+    """List local files; return an empty list for data on the hub, which is listed only when training starts.
 
     Raises:
-        ConfigError: local data is missing.
+        ConfigError: local data is missing or cannot be read.
     """
     split_of(dataset, key)
     return [] if streams_from_hub(dataset, dataset_path) else list_files(dataset, dataset_path, key)
 
 
 def check_hub(dataset: str, key: str = "training") -> None:
-    """Raise ConfigError where the hub does not answer or lets the data set not be read. One request or two: every node asks."""
+    """Raise ConfigError if the hub does not answer or denies access. One or two requests, because every node asks."""
     where = f"{key}.dataset is {dataset!r}"
     if is_hub_name(dataset):
         commit_of(parse_name(dataset, f"{key}.dataset"), where)

@@ -1,4 +1,4 @@
-"""What decides a run's data, kept in its checkpoints: a resume with other data is refused before tensors are loaded."""
+"""The fingerprint of a run's data. A checkpoint holds it, so that a resume with other data can be refused."""
 
 import hashlib
 import json
@@ -11,7 +11,7 @@ import torch
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from titan_disp import dcp
+from titan_disp import safe_dcp
 from titan_disp.data.assignment import VERSION
 from titan_disp.data.files import DataFile
 from titan_disp.data.formats import DEFAULTS
@@ -36,15 +36,15 @@ def tokenizer_hash(folder: str) -> str:
 def fingerprint(
     files: list[DataFile], tokenizer_folder: str, options: StreamOptions, slots: int, shares: Sequence[Share] = ()
 ) -> dict[str, Any]:
-    """Everything that decides which tokens come in which slot; a resume under another one would not continue the run."""
-    # Text that spells a special token was made that token once, by Hugging Face's library and not by SentencePiece.
+    """Collect everything that decides which tokens each slot gets."""
+    # Hugging Face's library once turned text that spells a special token into that token; SentencePiece never did.
     as_text = {} if find_tokenizer(tokenizer_folder).suffix == ".model" else {"special_tokens": "as text"}
     found = {
         "files": [[file.name, file.size] for file in files],
         "tokenizer": tokenizer_hash(tokenizer_folder),
         "seq_len": options.seq_len,
         "seed": options.seed,
-        "shuffle_window": options.shuffle_window if options.shuffle_window > 1 else 0,  # 1 shuffles nothing either
+        "shuffle_window": options.shuffle_window if options.shuffle_window > 1 else 0,  # a window of 1 shuffles nothing
         "slots": slots,
         "max_document_mb": options.max_document_bytes / 2**20,
         "assignment": VERSION,
@@ -55,7 +55,7 @@ def fingerprint(
 
 
 def differences(saved: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    """What differs between two fingerprints, in words."""
+    """Describe each difference between two fingerprints in words."""
     found = []
     old, new = dict(map(tuple, saved.get("files", []))), dict(map(tuple, now["files"]))
     if old != new:
@@ -69,9 +69,9 @@ def differences(saved: dict[str, Any], now: dict[str, Any]) -> list[str]:
         then, today = (", ".join(f"{name} {n}" for name, n in one.get("sources", [])) or "none" for one in (saved, now))
         found.append(f"stream.sources, with the slots that their weights make: {then} then, {today} now")
     if saved.get("assignment") != now["assignment"]:
-        found.append("data: an older version of titan-disp shared out the documents among the slots otherwise")
+        found.append("data: an older version of titan-disp assigned the documents to the slots differently")
     if saved.get("special_tokens") != now.get("special_tokens") and saved.get("tokenizer") == now["tokenizer"]:
-        found.append("data: an older version of titan-disp made special tokens of text that spells them (</s>)")
+        found.append("data: an older version of titan-disp turned text that spells special tokens (</s>) into them")
     for key in ("tokenizer", "seq_len", "seed", "shuffle_window", "slots", "max_document_mb"):
         if key in saved and saved[key] != now[key]:
             found.append(f"{key}: {saved.get(key)} then, {now[key]} now")
@@ -82,38 +82,41 @@ def differences(saved: dict[str, Any], now: dict[str, Any]) -> list[str]:
 
 
 def check_fingerprint(saved: dict[str, Any], now: dict[str, Any]) -> None:
-    """Raise ConfigError where a checkpoint's data is not this run's data."""
+    """Raise ConfigError if a checkpoint's fingerprint is not this run's."""
     if not saved:
         raise ConfigError(
             "the checkpoint holds no data position of titan-disp: it was written by another loader. Set "
-            'stream.on_mismatch = "restart" to go on with streams that begin anew'
+            'stream.on_mismatch = "restart" to continue with streams that begin anew'
         )
     if found := differences(saved, now):
         hint = ""
         if saved.get("slots") != now["slots"]:
             hint = (
-                " The slots are training.global_batch_size unless stream.slots is set; global_batch_size = -1 ties them to the "
-                "number of ranks, so that such a run cannot resume on another number."
+                " The slots are training.global_batch_size unless stream.slots is set; global_batch_size = -1 ties "
+                "them to the number of ranks, so that such a run cannot resume on another number of ranks."
             )
         raise ConfigError(
-            f"the checkpoint was written with other data: {'; '.join(found)}.{hint} Restore what it was, or set "
-            'stream.on_mismatch = "restart" to go on with streams that begin a new epoch'
+            f"the checkpoint was written with other data: {'; '.join(found)}.{hint} Restore the earlier data and "
+            'config, or set stream.on_mismatch = "restart" to continue with streams that begin a new epoch'
         )
 
 
 def read_data_state(checkpoint: str) -> tuple[dict[str, Any], int]:
-    """The fingerprint in a checkpoint folder, and the last epoch that its streams have begun; ({}, −1) of another loader.
+    """Read the fingerprint in a checkpoint folder, and the last epoch that any slot has begun.
+
+    Returns:
+        (fingerprint, epoch), or ({}, −1) if another loader wrote the checkpoint.
 
     Raises:
-        CheckpointError: it cannot be read.
+        CheckpointError: the checkpoint cannot be read.
     """
     try:
-        metadata = dcp.read_metadata(checkpoint).state_dict_metadata
+        metadata = safe_dcp.read_metadata(checkpoint).state_dict_metadata
         if "dataloader.fingerprint" not in metadata:
             return {}, -1
         stored = cast(TensorStorageMetadata, metadata["dataloader.positions"])
         state: dict[str, Any] = {"fingerprint": "", "positions": torch.empty(stored.size, dtype=torch.int64)}
-        dcp.load({"dataloader": state}, checkpoint, no_dist=True)
+        safe_dcp.load({"dataloader": state}, checkpoint, no_dist=True)
     except (OSError, UnpicklingError, CheckpointException) as error:
         raise CheckpointError(f"cannot read the data position in {checkpoint}: {error}") from error
     return json.loads(state["fingerprint"]), int(state["positions"][:, Field.EPOCH].max())

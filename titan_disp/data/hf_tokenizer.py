@@ -1,4 +1,4 @@
-"""The tokenizer of an export: a Hugging Face one copied, a SentencePiece one converted; both checked against training's."""
+"""Write an export's tokenizer: a copy of a Hugging Face one, or a conversion from SentencePiece; both are checked."""
 
 import itertools
 import json
@@ -20,8 +20,8 @@ DOCUMENTS = 100
 
 # fmt: off
 COPIED = (
-    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json", "vocab.txt",
-    "merges.txt", "chat_template.jinja", "chat_template.json",
+    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
+    "vocab.txt", "merges.txt", "chat_template.jinja", "chat_template.json",
 )
 PROBES = (
     "", " ", "   ", "\n", "\n\n\n", "\t", "a", " a", "a ", "  two  spaces   three  ", "\n the", " \n x",
@@ -32,14 +32,15 @@ PROBES = (
     "▁literal▁ underscore", "https://example.org/a?b=c&d=%20#e", "MixedCASE_snake-kebab.dot",
 )
 # fmt: on
-"""Texts in which tokenizers differ. Special tokens' own names are no part: the two libraries differ in them by design."""
+"""Texts on which tokenizers differ. Names of special tokens are not among them: libraries treat these differently."""
 
 
 def local_documents(path: str | None, text_field: str = "text") -> Iterator[str]:
-    """The first documents of a run's validation data, else of its training data; none where they are not on this disk.
+    """Yield the first documents of a run's validation data, or of its training data, if they are on this disk.
 
     Args:
-        path: training.dataset_path. text_field: stream.text_field.
+        path: ``training.dataset_path``.
+        text_field: ``stream.text_field``.
     """
     for dataset in ("c4_validation", "c4"):
         try:
@@ -56,7 +57,7 @@ def local_documents(path: str | None, text_field: str = "text") -> Iterator[str]
                     return
                 if not isinstance(raw, BadDocument):
                     yield text_of(raw, text_field)
-        except (BadDocument, DamagedFile, ConfigError):  # training says so; here other texts are enough
+        except (BadDocument, DamagedFile, ConfigError):  # training reports these; here, other texts are enough
             return
         finally:
             documents.close()
@@ -64,10 +65,10 @@ def local_documents(path: str | None, text_field: str = "text") -> Iterator[str]
 
 
 def check_same_ids(ours: Callable[[str], list[int]], theirs: Callable[[str], list[int]], texts: Iterable[str]) -> None:
-    """Compare two tokenizers.
+    """Compare the ids that two tokenizers give for some texts.
 
     Raises:
-        ConfigError: the first text of which they give other ids.
+        ConfigError: they differ; the message shows the first such text.
     """
     for text in texts:
         expected, got = ours(text), theirs(text)
@@ -77,27 +78,27 @@ def check_same_ids(ours: Callable[[str], list[int]], theirs: Callable[[str], lis
         shown = text if len(text) <= 200 else text[:200] + "…"
         raise ConfigError(
             f"the exported tokenizer gives other ids than the run's for {shown!r}: {got[at : at + 8]} instead of "
-            f"{expected[at : at + 8]} from token {at} on. Name a Hugging Face tokenizer that agrees: titan-disp export … "
-            "--tokenizer DIR"
+            f"{expected[at : at + 8]} from token {at} on. Name a Hugging Face tokenizer with the same ids: titan-disp "
+            "export … --tokenizer DIR"
         )
 
 
 def write_tokenizer(
     source: Path, tokenizer: BaseTokenizer, dest: Path, seq_len: int, documents: Iterable[str] = ()
 ) -> None:
-    """Write what ``AutoTokenizer.from_pretrained`` needs, and check that it gives the ids that training saw.
+    """Write what ``AutoTokenizer.from_pretrained`` needs, and check that it gives the ids of training.
 
     Args:
         source: the tokenizer's folder.
-        tokenizer: of that folder.
-        dest: a folder that has config.json already, which decides the tokenizer's class.
-        seq_len: tokens of the longest input.
+        tokenizer: the tokenizer in that folder.
+        dest: a folder that already holds config.json, which decides the tokenizer's class.
+        seq_len: the longest input, in tokens.
         documents: further texts to compare.
 
     Raises:
-        ConfigError: a SentencePiece model that cannot be converted, or other ids.
+        ConfigError: the SentencePiece model cannot be converted, or the written tokenizer gives other ids.
     """
-    from transformers import AutoTokenizer  # seconds to import, which training need not wait for
+    from transformers import AutoTokenizer  # takes seconds to import, and training does not need it
 
     from titan_disp.data.sentencepiece_to_hf import convert, is_unigram
 
@@ -105,22 +106,22 @@ def write_tokenizer(
     if file.suffix == ".model":
         unigram = is_unigram(file)
         converted, special = convert(file)
-        # to_str: save() says that a disk is full by a bare Exception.
+        # to_str instead of save(), which reports a full disk by a bare Exception.
         (dest / "tokenizer.json").write_text(converted.to_str(pretty=True))
-        # split_special_tokens: SentencePiece never makes a control symbol of text that spells one.
+        # split_special_tokens: SentencePiece never turns text that spells a control symbol into that symbol.
         _write_config(dest, special | {"split_special_tokens": True, "clean_up_tokenization_spaces": False}, seq_len)
     else:
         unigram = False
         _copy(source, tokenizer, dest, seq_len)
     try:
         written = AutoTokenizer.from_pretrained(dest)
-    except Exception as error:  # of several libraries, and of code that a folder names
+    except Exception as error:  # several libraries raise their own types, as does code that a folder names
         raise ConfigError(f"transformers cannot load the tokenizer in {str(source)!r}: {error}") from error
     encode = plain_encoder(tokenizer)
-    # Segmentations of a run of one character that are equally probable come in an order that rounding decides: float32 in
-    # SentencePiece, float64 in tokenizers.
+    # Segmentations of a run of one character can be equally probable. Rounding decides their order: SentencePiece
+    # computes in float32, tokenizers in float64.
     arranged: Callable[[list[int]], list[int]] = sorted if unigram else list
-    # transformers by default makes special tokens of text that spells them; training never does.
+    # By default, transformers turns text that spells special tokens into them; training never does.
     as_trained = {"add_special_tokens": False, "split_special_tokens": True, "verbose": False}
     check_same_ids(
         lambda text: arranged(encode(text)),
@@ -130,7 +131,7 @@ def write_tokenizer(
 
 
 def plain_encoder(tokenizer: BaseTokenizer) -> Callable[[str], list[int]]:
-    """text → ids without BOS and EOS."""
+    """Return a function from a text to its ids, without BOS and EOS."""
     if isinstance(tokenizer, HuggingFaceTokenizer):
         return lambda text: tokenizer.tokenizer.encode(text, add_special_tokens=False).ids
     return lambda text: tokenizer.encode(text)
@@ -146,9 +147,9 @@ def _copy(source: Path, tokenizer: BaseTokenizer, dest: Path, seq_len: int) -> N
     config = dest / "tokenizer_config.json"
     stated = json.loads(config.read_text()) if config.is_file() else {}
     eos = getattr(tokenizer, "eos_token", None)
-    if eos is not None and not stated.get("eos_token"):  # it was found in config.json
+    if eos is not None and not stated.get("eos_token"):  # training found it in config.json
         stated["eos_token"] = eos
-    if "tokenizer_class" not in stated:  # or else transformers takes Qwen2Tokenizer, with Qwen's own pre-tokenizer
+    if "tokenizer_class" not in stated:  # without it, transformers takes Qwen2Tokenizer with Qwen's pre-tokenizer
         _write_config(dest, stated, seq_len)
 
 

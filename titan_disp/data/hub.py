@@ -1,4 +1,4 @@
-"""allenai/c4 on the Hugging Face hub: which files there are. What listing it and listing other data sets have in common."""
+"""List the files of allenai/c4 on the Hugging Face hub. hub_dataset uses the same helpers for other data sets."""
 
 import re
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ from titan_disp.errors import ConfigError
 
 DATASET = "allenai/c4"
 FOLDER = "en"
-ANSWER_SECONDS = 30.0  # for the commit
+ANSWER_SECONDS = 30.0  # time-out of the request for the commit
 
 
 @dataclass(frozen=True)
@@ -16,9 +16,10 @@ class HubFile:
     """A file of a data set at one commit.
 
     Attributes:
-        path: in the repository, such as en/c4-train.00000-of-01024.json.gz.
-        index: its number among the files of the split.
-        sha256: of the content, or None where the hub does not say.
+        path: path in the repository, such as en/c4-train.00000-of-01024.json.gz.
+        index: the file's number among the files of the split.
+        size: in bytes.
+        sha256: of the content; None if the hub does not say.
     """
 
     path: str
@@ -29,7 +30,7 @@ class HubFile:
 
 @dataclass(frozen=True)
 class Listing:
-    """The files of a split, resolved once so that all ranks and all restarts of a job read the same."""
+    """The files of a split at one commit, so that all ranks and all restarts of a job read the same data."""
 
     repository: str
     commit: str
@@ -40,19 +41,21 @@ class Listing:
 
 
 def cannot_list(name: str, error: Exception, fetch: str) -> ConfigError:
-    """For what huggingface_hub, httpx and OSError raise, each their own.
+    """Make a ConfigError from what huggingface_hub, httpx or the operating system raised.
 
     Args:
-        name: of the data set. fetch: the arguments of ``titan-disp data fetch`` that mirror it.
+        name: the data set.
+        error: what was raised.
+        fetch: the arguments of ``titan-disp data fetch`` that mirror the data set.
     """
     return ConfigError(
         f"cannot list {name} on the Hugging Face hub ({type(error).__name__}: {error}). Without internet, use a local "
-        f"copy: dataset_path (titan-disp data fetch {fetch} makes one where there is internet)"
+        f"copy: dataset_path (titan-disp data fetch {fetch} makes one on a machine with internet)"
     )
 
 
 def entries_in(repository: str, commit: str, folder: str, recursive: bool) -> dict[str, Any]:
-    """The hub's entries of all files in a folder, by path; it raises what huggingface_hub does."""
+    """Return the hub's entries of all files in a folder, by path. Raises what huggingface_hub raises."""
     from huggingface_hub import HfApi
     from huggingface_hub.hf_api import RepoFile
 
@@ -67,7 +70,7 @@ def hub_file(entry: Any, index: int) -> HubFile:
 
 
 def c4_files(split: str) -> Listing:
-    """C4's files of a split.
+    """List C4's files of a split.
 
     Raises:
         ConfigError: the hub cannot be reached, or has no such files.

@@ -1,7 +1,8 @@
-"""Any data set by its name on the hub: which files belong to a configuration and a split.
+"""List the files of any data set on the hub: those of one configuration and one split.
 
-The ``datasets`` library decides that, as for ``load_dataset``: by the README's configurations, else by names of files and
-folders. It is asked at one commit, so that all ranks and all restarts of a job read the same; the bytes are read as C4's are.
+As in ``load_dataset``, the ``datasets`` library decides which files these are: by the configurations in the README,
+else by the names of files and folders. It is asked at one commit, so that all ranks and all restarts of a job read the
+same data. The files are then read as C4's are.
 """
 
 import os
@@ -20,12 +21,13 @@ FORM = "hf:OWNER/NAME, hf:OWNER/NAME:CONFIGURATION or hf:OWNER/NAME:CONFIGURATIO
 
 @dataclass(frozen=True)
 class HubName:
-    """hf:OWNER/NAME[@REVISION][:CONFIGURATION[:SPLIT]]
+    """A data set on the hub, written hf:OWNER/NAME[@REVISION][:CONFIGURATION[:SPLIT]].
 
     Attributes:
         repository: OWNER/NAME.
-        revision: branch, tag or commit; None: main.
-        config, split: None: not named; the configuration is then the data set's default one.
+        revision: a branch, tag or commit; None stands for main.
+        config: None stands for the data set's default configuration.
+        split: None if the name leaves it out.
     """
 
     repository: str
@@ -48,30 +50,34 @@ def is_hub_name(dataset: str) -> bool:
 
 
 def parse_name(dataset: str, where: str) -> HubName:
-    """
+    """Parse a name such as hf:OWNER/NAME:CONFIGURATION.
+
     Args:
-        where: begins the message, such as "training.dataset".
+        dataset: the name.
+        where: what the name is a value of, such as "training.dataset"; the message begins with it.
 
     Raises:
-        ConfigError: not of the form of ``HubName``.
+        ConfigError: the name does not have the form that ``HubName`` describes.
     """
     head, *rest = dataset.removeprefix(PREFIX).split(":")
     repository, at, revision = head.partition("@")
-    # hf:OWNER/NAME::SPLIT is the default configuration's split.
+    # hf:OWNER/NAME::SPLIT is a split of the default configuration.
     named = is_hub_name(dataset) and (not rest or rest[-1] != "")
     if len(rest) > 2 or not named or bool(at) != bool(revision) or not re.fullmatch(r"[\w.-]+/[\w.-]+", repository):
-        raise ConfigError(f"{where} is {dataset!r}, expected {FORM} (OWNER/NAME@REVISION: of a branch, tag or commit)")
+        raise ConfigError(f"{where} is {dataset!r}, expected {FORM} (OWNER/NAME@REVISION for a branch, tag or commit)")
     config, split = (*rest, "", "")[:2]
     return HubName(repository, revision or None, config or None, split or None)
 
 
 @dataclass(frozen=True)
 class HubDataset:
-    """A configuration of a data set at one commit.
+    """One configuration of a data set at one commit.
 
     Attributes:
-        name: as it was asked for. repository: as the hub calls it now.
-        splits: paths in the repository.
+        name: as the config has it.
+        repository: the hub's present name of it.
+        commit: the revision's commit.
+        splits: the paths in the repository of each split's files.
     """
 
     name: HubName
@@ -80,10 +86,10 @@ class HubDataset:
     splits: dict[str, list[str]]
 
     def files(self, split: str, where: str) -> Listing:
-        """One split's files, sorted by path, with the sizes of the hub's listing.
+        """List the files of one split, sorted by path, with their sizes.
 
         Raises:
-            ConfigError: no such split, a format that is not read, or the hub cannot be reached.
+            ConfigError: there is no such split, its files have a format that is not read, or the hub cannot be reached.
         """
         paths = files_of_split(self.splits, split, self.name, where)
         folder = os.path.commonpath([os.path.dirname(path) for path in paths])
@@ -96,10 +102,11 @@ class HubDataset:
 
 
 def resolve(name: HubName, where: str) -> HubDataset:
-    """Ask the hub for a data set's files.
+    """Ask the hub for the files of a data set.
 
     Raises:
-        ConfigError: no such data set, revision or configuration, no access, no files that ``datasets`` knows, or no hub.
+        ConfigError: no such data set, revision or configuration, no access, no files that ``datasets`` knows, or no
+            hub.
     """
     repository, commit = commit_of(name, where)
     root = f"hf://datasets/{repository}"
@@ -111,10 +118,15 @@ def resolve(name: HubName, where: str) -> HubDataset:
 
 
 def commit_of(name: HubName, where: str, fetch: str | None = None) -> tuple[str, str]:
-    """(the repository's present name, the revision's commit); one request, or two of a data set with terms of access.
+    """Ask the hub for the commit of a revision. One request, or two for a gated data set.
 
     Args:
-        fetch: arguments of ``titan-disp data fetch``, for messages; default: those of ``name``.
+        name: the data set and its revision.
+        where: begins the message.
+        fetch: arguments of ``titan-disp data fetch``, for messages; by default those for ``name``.
+
+    Returns:
+        The repository's present name and the commit.
 
     Raises:
         ConfigError: see ``resolve``.
@@ -134,7 +146,8 @@ def commit_of(name: HubName, where: str, fetch: str | None = None) -> tuple[str,
         ) from error
     except RepositoryNotFoundError as error:
         raise ConfigError(
-            f"{where}: there is no such data set on the hub, or it is private (its page: {page}). A private one needs {token}"
+            f"{where}: there is no such data set on the hub, or it is private (its page: {page}). A private one needs "
+            f"{token}"
         ) from error
     except RevisionNotFoundError as error:
         raise ConfigError(f"{where}: the data set has no revision {name.revision!r}, see {page}/tree/main") from error
@@ -146,10 +159,13 @@ def commit_of(name: HubName, where: str, fetch: str | None = None) -> tuple[str,
 
 
 def splits_in(root: str, name: HubName, commit: str | None, where: str) -> dict[str, list[str]]:
-    """Paths or urls of the files of every split of the configuration.
+    """Return the paths or URLs of the files of every split of a configuration.
 
     Args:
-        root: hf://datasets/OWNER/NAME, or a folder with all of its files. commit: None for a folder.
+        root: hf://datasets/OWNER/NAME, or a folder with all of its files.
+        name: the configuration.
+        commit: None for a folder.
+        where: begins the message.
 
     Raises:
         ConfigError: see ``resolve``.
@@ -159,7 +175,7 @@ def splits_in(root: str, name: HubName, commit: str | None, where: str) -> dict[
     from datasets.exceptions import DataFilesNotFoundError, DatasetNotFoundError
 
     def ask(function: Any, *args: Any) -> Any:
-        # In an empty cache: where the hub fails, datasets would take what an earlier download has left.
+        # With an empty cache: if the hub fails, datasets would use what an earlier download has left.
         with tempfile.TemporaryDirectory() as cache:
             return function(root, *args, revision=commit, cache_dir=cache)
 
@@ -167,11 +183,11 @@ def splits_in(root: str, name: HubName, commit: str | None, where: str) -> dict[
         builder = ask(load_dataset_builder, name.config)
     except DatasetNotFoundError as error:
         raise ConfigError(f"{where}: {error}") from error
-    except Exception as error:  # datasets, huggingface_hub, httpx and OSError each raise their own
+    except Exception as error:  # datasets, huggingface_hub, httpx and the system each raise their own types
         if "scripts are no longer supported" in str(error):
             raise ConfigError(
-                f"{where}: the data set is made by a script on the hub, which datasets no longer runs. Take another copy of it, "
-                f"of files that end in {', '.join(SUFFIXES)}"
+                f"{where}: the data set is made by a script on the hub, which datasets no longer runs. Use another "
+                f"copy of it, whose files end in {', '.join(SUFFIXES)}"
             ) from error
         if isinstance(error, (EmptyDatasetError, DataFilesNotFoundError)) or "Unable to find" in str(error):
             raise ConfigError(
@@ -184,16 +200,16 @@ def splits_in(root: str, name: HubName, commit: str | None, where: str) -> dict[
             example = str(replace(name, config=names[0]))
             raise ConfigError(f"{where}: it has {found}, only {', '.join(names)}; such as {example!r}") from error
         if isinstance(error, ValueError):
-            raise ConfigError(f"{where}: datasets cannot tell its files: {error}") from error
+            raise ConfigError(f"{where}: datasets cannot tell which files belong to it: {error}") from error
         raise cannot_list(str(name), error, fetch_arguments(name)) from error
     return {split: list(files) for split, files in (builder.config.data_files or {}).items()}
 
 
 def files_of_split(splits: dict[str, list[str]], split: str, name: HubName, where: str) -> list[str]:
-    """The split's paths, sorted.
+    """Return the paths of a split's files, sorted.
 
     Raises:
-        ConfigError: no such split, or a format that is not read.
+        ConfigError: there is no such split, or its files have a format that is not read.
     """
     if split not in splits:
         example = name.of_split(next(iter(splits), "SPLIT"))
@@ -201,12 +217,12 @@ def files_of_split(splits: dict[str, list[str]], split: str, name: HubName, wher
     paths = sorted(set(splits[split]))
     if unread := [path for path in paths if not path.endswith(SUFFIXES)]:
         raise ConfigError(
-            f"{where}: {len(unread)} of the split's {len(paths)} files cannot be read, such as {unread[0]}; expected names that "
-            f"end in {', '.join(SUFFIXES)}"
+            f"{where}: {len(unread)} of the split's {len(paths)} files cannot be read, such as {unread[0]}; expected "
+            f"names that end in {', '.join(SUFFIXES)}"
         )
     return paths
 
 
 def fetch_arguments(name: HubName) -> str:
-    """Of ``titan-disp data fetch``, which mirrors a data set."""
+    """The arguments of ``titan-disp data fetch`` that mirror a data set."""
     return f"DIR --dataset '{name}'"

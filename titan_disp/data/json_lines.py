@@ -1,4 +1,4 @@
-"""JSON lines: a document a line, unparsed. Blank lines are none, as to other readers (pandas, pyarrow, datasets)."""
+"""JSON lines: one document per line. Blank lines are not documents, as for pandas, pyarrow and datasets."""
 
 import codecs
 from collections.abc import Iterator
@@ -10,8 +10,11 @@ _DRAIN = 1 << 20
 
 
 def records(lines: Any, max_bytes: int) -> Iterator[bytes | BadDocument]:
-    """Args:
-    lines: a binary stream with readline. max_bytes: longer lines are bad, and never in memory as a whole.
+    """Yield the lines that are not blank, unparsed.
+
+    Args:
+        lines: a binary stream with ``readline``.
+        max_bytes: longer lines are bad documents, and are never in memory as a whole.
     """
     first = True
     while line := lines.readline(max_bytes + 1):

@@ -1,7 +1,7 @@
-"""The stream as TorchTitan's dataloader: prefetch, position in the checkpoint, metrics.
+"""TorchTitan's dataloader on the document streams: prefetch, positions for the checkpoint, counters for the metrics.
 
-Sequences of global batch t come in the same slots whatever the number of ranks or the accumulation: a rank owns contiguous
-slots and yields their sequences round by round, cut into microbatches.
+A rank owns contiguous slots. It yields one sequence of each slot in turn, cut into microbatches. A global batch
+therefore holds the same sequences for any number of ranks and any accumulation.
 """
 
 import json
@@ -24,10 +24,10 @@ from torchtitan.tools.logging import logger
 
 from titan_disp.batch import slot_count
 from titan_disp.data.assignment import Assignment
+from titan_disp.data.content_check import list_and_check
 from titan_disp.data.fast_tokenizer import fast_encoder
 from titan_disp.data.files import DataFile, on_rank_0
 from titan_disp.data.fingerprint import check_fingerprint, fingerprint
-from titan_disp.data.first_look import list_and_look
 from titan_disp.data.formats import Format
 from titan_disp.data.limits import check_documents, check_files
 from titan_disp.data.mixture import Mixture, Share
@@ -41,32 +41,34 @@ from titan_disp.data.worker import Sequences, as_it_is, worker_signals
 from titan_disp.errors import ConfigError
 
 Batch = tuple[dict[str, Tensor], Tensor]
-_GROUP = 32  # microbatches that travel from the prefetch worker at once, at most …
-_GROUP_TOKENS = 1 << 16  # … and their tokens, where one microbatch has not more
-C4_DOCUMENT_BYTES = 2200  # of text, on average
-LARGEST = ("epoch", "seconds_waited", "wait_fraction")  # counters that are the largest of the ranks', not their sum
+_GROUP = 32  # the prefetch worker sends up to this many microbatches at once …
+_GROUP_TOKENS = 1 << 16  # … but no more tokens than these, unless a single microbatch has more
+C4_DOCUMENT_BYTES = 2200  # mean length of a document
+LARGEST = ("epoch", "seconds_waited", "wait_fraction")  # of these counters, ``together`` takes the largest, not the sum
 
 
 def is_largest(name: str) -> bool:
-    """Whether a counter of all ranks together is the largest one, not their sum. A source's have its name behind a slash."""
+    """Whether ``together`` takes the largest value of a counter or the sum. "/SOURCE" may follow the counter's name."""
     return name.partition("/")[0] in LARGEST
 
 
 def together(every: Sequence[dict[str, float]]) -> dict[str, float]:
-    """The counters of all ranks as one."""
+    """Combine the counters of all ranks."""
     return {name: (max if is_largest(name) else sum)(counters[name] for counters in every) for name in every[0]}
 
 
 class StreamLoader(BaseDataLoader):
-    """One rank's part of the stream.
+    """The part of the data that one rank reads.
 
     Attributes:
-        positions: [own slots, k] int64, of the sequences handed out, not of those prefetched.
-        groups: of slots, whose epochs are counted apart.
-        mesh: the data-parallel mesh, or None on one data-parallel rank; the positions are sharded over it in a checkpoint.
-        seconds_waited: time that the consumer waited for data, since the start.
+        positions: [own slots, k] int64: each slot's position after the last sequence handed out, not the last one
+            prefetched.
+        groups: groups of slots whose epochs are counted separately.
+        mesh: the data-parallel mesh over which a checkpoint shards the positions; None if there is one data-parallel
+            rank.
+        seconds_waited: time that the consumer has waited for data since the start.
         bytes_read: stored bytes read so far, by (epoch, file).
-        densities: bytes of text in a stored byte, of each group.
+        densities: bytes of text per stored byte, for each group.
     """
 
     def __init__(
@@ -84,9 +86,20 @@ class StreamLoader(BaseDataLoader):
         pin_memory: bool = False,
         shares: Sequence[Share] = (),
     ) -> None:
-        """Args:
-        files: of the split, or of all sources. tokenizer_folder: for the fingerprint. slots: S.
-        shares: of the sources, where there are several.
+        """Reading starts when the loader is iterated over.
+
+        Args:
+            files: all files of the split, or of all sources.
+            tokenizer: the tokenizer in ``tokenizer_folder``.
+            tokenizer_folder: for the fingerprint.
+            options: how documents become sequences.
+            slots: S.
+            local_batch_size: sequences per microbatch.
+            dp_rank: this data-parallel rank.
+            dp_world_size: number of data-parallel ranks.
+            prefetch: microbatches that the worker prepares ahead; 0 reads in this process.
+            pin_memory: whether the batches are in pinned memory.
+            shares: the shares of the sources, if there are several.
         """
         if slots % dp_world_size:
             raise ConfigError(
@@ -117,19 +130,19 @@ class StreamLoader(BaseDataLoader):
         return self._running
 
     def close(self) -> None:
-        """End the prefetch worker. Iterating again begins at ``positions``."""
+        """Stop the prefetch worker. The next iteration begins at ``positions``."""
         if self._running is not None:
             self._running.close()
             self._running = None
 
     def _batches(self) -> Generator[Batch, None, None]:
         batch = self.local_batch_size
-        # Through the pipe in groups: each passage costs both processes as much as thousands of tokens.
+        # Microbatches are sent in groups: each transfer costs both processes as much as thousands of tokens.
         group = max(1, min(_GROUP, _GROUP_TOKENS // (batch * self.options.seq_len))) if self.prefetch else 1
         sequences = Sequences(self._make, batch, group)
         workers: dict[str, Any] = {}
         if self.prefetch:
-            # Forked, also where another start is the default (Python 3.14): the tokenizer is there already.
+            # Fork, even where it is not the default (Python 3.14), so that the tokenizer need not be loaded again.
             workers = {
                 "num_workers": 1,
                 "prefetch_factor": -(-self.prefetch // group),
@@ -157,14 +170,14 @@ class StreamLoader(BaseDataLoader):
                         tokens = tokens.pin_memory()
                     yield {"input": tokens[:, :-1]}, tokens[:, 1:]
         finally:
-            del batches  # DataLoader ends its worker when its iterator goes
+            del batches  # DataLoader stops its worker when its iterator is deleted
 
     def counters(self) -> dict[str, float]:
-        """This rank's totals since the start of the run, of sequences handed out; stored_bytes and seconds_waited since this
-        process's start.
+        """This rank's totals for the sequences handed out since the start of the run.
 
-        epochs_read is this rank's part of the mean over slots, with the fraction of the epoch that they are in: ranks add up to
-        it. Of several sources, each has its own epoch and epochs_read.
+        stored_bytes and seconds_waited are totals since this process started. epochs_read is this rank's part of the
+        mean number of epochs that all slots have read, with fractions; the ranks' parts add up to the mean. If there
+        are several sources, each has its own epoch and epochs_read.
         """
         columns = self.positions.sum(0).tolist()
         return {
@@ -191,10 +204,11 @@ class StreamLoader(BaseDataLoader):
             yield f"epochs_read{group.suffix}", read / slots
 
     def check_counters(self, counters: dict[str, float]) -> None:
-        """Stop a run whose data is broken, not just blemished.
+        """Stop a run if too much of its data is bad.
 
         Args:
-            counters: of all ranks together, so that all of them stop, or none, and the same data stops any number of them.
+            counters: of all ranks together, so that all ranks stop or none, and any number of ranks stops on the same
+                data.
 
         Raises:
             DataError: more documents or files were skipped than ``limits`` allows.
@@ -212,10 +226,10 @@ class StreamLoader(BaseDataLoader):
         return {"fingerprint": json.dumps(self.fingerprint), "positions": positions}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue where a checkpoint was taken, on any number of ranks.
+        """Continue at a checkpoint's positions, on any number of ranks.
 
         Raises:
-            ConfigError: the checkpoint belongs to other data, another tokenizer, seq_len, seed, window or number of slots.
+            ConfigError: the checkpoint's fingerprint is not this run's.
         """
         if not state_dict:
             return
@@ -226,7 +240,7 @@ class StreamLoader(BaseDataLoader):
         self.positions.copy_(positions)
 
     def restart(self, epoch: int) -> None:
-        """Begin all streams anew at an epoch that has not been read yet."""
+        """Begin all streams anew at an epoch that no slot has read yet."""
         self.positions.zero_()
         self.positions[:, Field.EPOCH] = epoch
 
@@ -234,7 +248,7 @@ class StreamLoader(BaseDataLoader):
 def stream_options(
     job_config: JobConfig, seq_len: int | None = None, tokenizer: BaseTokenizer | None = None
 ) -> StreamOptions:
-    """[stream] and [training] as the stream needs them; the tokenizer, without which token ids cannot be read."""
+    """Take the stream's options from [stream] and [training]. Without a tokenizer, token ids on disk cannot be read."""
     stream = job_config.stream  # type: ignore[attr-defined]
     return StreamOptions(
         seq_len=seq_len or job_config.training.seq_len,
@@ -243,7 +257,7 @@ def stream_options(
         on_bad_data=stream.on_bad_data,
         max_skipped_fraction=stream.max_skipped_fraction,
         max_document_bytes=int(stream.max_document_mb * 2**20),
-        # One rank that tries longer than the others wait would look like a hang.
+        # If a rank tried again for longer than the other ranks wait for it, it would look like a hang.
         retry_seconds=min(stream.retry_seconds, 0.6 * job_config.comm.train_timeout_seconds),
         tokenizer_threads=stream.tokenizer_threads or default_threads(),
         fast_tokenizer=stream.fast_tokenizer,
@@ -258,7 +272,7 @@ def stream_options(
 
 
 def default_threads() -> int:
-    """Cores that this process may use, divided among the ranks of the node; 4 are plenty for any GPU."""
+    """The cores that this process may use, divided among the node's ranks; at most 4, which is enough for any GPU."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, min(4, cores // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
 
@@ -271,10 +285,15 @@ def open_stream(
     dp_rank: int,
     pin_memory: bool = False,
 ) -> StreamLoader:
-    """One rank's loader, as a config describes it.
+    """Make one rank's loader from the config.
 
     Args:
-        files: of all ``training_sets``, in their order.
+        job_config: the config.
+        files: the files of all ``training_sets``, in their order.
+        tokenizer: the run's tokenizer.
+        dp_world_size: number of data-parallel ranks.
+        dp_rank: this data-parallel rank.
+        pin_memory: whether the batches are in pinned memory.
     """
     slots = slot_count(job_config, dp_world_size)
     return StreamLoader(
@@ -293,13 +312,14 @@ def open_stream(
 
 
 def build_dataloader(dp_world_size: int, dp_rank: int, tokenizer: BaseTokenizer, job_config: JobConfig) -> StreamLoader:
-    """TorchTitan's ``build_dataloader_fn``. Files are listed on rank 0.
+    """TorchTitan's ``build_dataloader_fn``. Rank 0 lists the files.
 
     Raises:
-        ConfigError: on all ranks alike: no data, data that the config does not describe, no hub, slots that do not fit the ranks.
+        ConfigError: on all ranks: there is no data, the data is not what the config says, the hub cannot be reached, or
+            the slots cannot be divided among the ranks.
     """
     options = stream_options(job_config, tokenizer=tokenizer)
-    files = on_rank_0(list_and_look, training_sets(job_config), options)
+    files = on_rank_0(list_and_check, training_sets(job_config), options)
     if dp_rank == 0:
         gigabytes = sum(file.size for file in files) / 1e9
         logger.info(f"data: {len(files)} files, {gigabytes:.3g} GB, from {files[0].url} to {files[-1].url}")
@@ -312,7 +332,8 @@ def build_dataloader(dp_world_size: int, dp_rank: int, tokenizer: BaseTokenizer,
     if dp_rank == 0 and window > 1:
         usual, most = (memory(own, window, length) / 1e6 for length in (C4_DOCUMENT_BYTES, math.inf))
         logger.info(
-            f"data: {window} documents of each slot are shuffled together (stream.shuffle_window). A rank of {own} slots holds "
-            f"up to {usual:,.3g} MB for that where documents are as long as C4's, and up to {most:,.3g} MB where they are longer"
+            f"data: {window} documents of each slot are shuffled together (stream.shuffle_window). A rank of {own} "
+            f"slots holds up to {usual:,.3g} MB for that if documents are as long as C4's, and up to {most:,.3g} MB "
+            "if they are longer"
         )
     return loader

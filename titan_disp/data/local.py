@@ -1,4 +1,4 @@
-"""Documents on disk: which files of a folder, a glob or a name belong to a split. What is left out is said, with the reason."""
+"""Which files of a local folder or glob belong to a split. Files that are left out are logged with the reason."""
 
 import os
 import re
@@ -15,20 +15,23 @@ from titan_disp.data.formats import PLAIN_TEXT, SUFFIXES, TOKEN_IDS
 from titan_disp.data.hub import FOLDER
 from titan_disp.errors import ConfigError
 
-_NO_DATA = (".md", ".py", ".lock", ".metadata")  # that lie beside documents: said, but no reason to worry
+# Usual beside documents: leaving them out is not worth a warning. (The .model is SentencePiece's.)
+_NO_DATA = (".md", ".py", ".lock", ".metadata", ".model")
 _MARKS = {"train": ("train",), "validation": ("validation", "valid", "val"), "test": ("test",)}
 
 
 def list_local(dataset_path: str, split: str, key: str, c4: bool) -> list[str]:
-    """Paths of a split's files.
+    """List the paths of a split's files.
 
     Args:
-        dataset_path: a folder (searched recursively, through links), a glob, or one file. A path that exists is no glob.
-        split: train or validation. key: config section, for messages.
+        dataset_path: a folder (searched recursively, through links), a glob, or one file. A path that exists is never a
+            glob.
+        split: train or validation.
+        key: the config section, for messages.
         c4: whether the files are laid out and named as C4's.
 
     Raises:
-        ConfigError: nothing there, or something that cannot be read.
+        ConfigError: there are no such files, or something cannot be read.
     """
     where = f"{key}.dataset_path is {dataset_path!r}"
     if os.path.isdir(dataset_path):
@@ -58,30 +61,31 @@ def _is_pattern(path: str) -> bool:
 
 
 def _of_pattern(pattern: str, where: str) -> list[str]:
-    """What a glob matches. Python's says nothing of folders that cannot be read, and follows links round and round."""
+    """List what a glob matches. Python's own ``glob`` ignores unreadable folders and follows links in circles."""
     for folder in _searched(pattern):
         try:
             os.scandir(folder).close()
         except OSError as error:
             raise _cannot_be_read(folder, error, where) from error
     matched = sorted(glob(pattern, recursive=True), key=lambda path: (path.count(os.sep), path))
-    resolved = cache(os.path.realpath)  # of folders: a call of the file system for each part of a path
+    resolved = cache(os.path.realpath)  # once for each folder: it calls the file system for every part of the path
     folders, found, again = [], dict[str, str](), []
     for path in matched:
-        # As in a folder, a link to a file is a file of its own; but one to a folder is not.
+        # As in a folder, a link to a file counts as another file, but files in linked folders are not counted twice.
         real = os.path.join(resolved(os.path.dirname(path)), os.path.basename(path))
-        if os.path.isdir(real):  # also where links go round too often for the system
+        if os.path.isdir(real):  # real, because the system refuses a path with too many links
             folders.append(path)
             continue
         if found.setdefault(real, path) is not path:
             again.append(path)
     if again:
         _warn(
-            f"{where}: {len(again)} files are left out, as links lead to their folders a second time, such as {again[0]}"
+            f"{where}: {len(again)} files are left out, because links lead to their folders again, such as {again[0]}"
         )
     if folders and found and "**" not in pattern:
         _warn(
-            f"{where}: {len(folders)} folders are left out, such as {folders[0]}. (A glob takes folders' files by /**)"
+            f"{where}: {len(folders)} folders are left out, such as {folders[0]}. (A glob with /** includes their "
+            "files)"
         )
     paths = _readable_formats(list(found.values()), where)
     if not paths:
@@ -112,26 +116,27 @@ def _of_folder(folder: str, split: str, where: str, c4: bool) -> list[str]:
         found = _without_plain_text(found, where)
     paths = _readable_formats(found, where)
     of_split = _of_split(paths, split, narrow=c4)
-    if c4:  # a clone of the data set holds other variants beside the one that the hub's stream reads
+    if c4:  # a clone of the data set holds other variants too; the hub's stream reads only this one
         of_split = [path for path in of_split if Path(path).is_relative_to(Path(folder) / FOLDER)] or of_split
     if not of_split:
         there = _counts(Counter(_suffix(path) for path in paths or found)) or "no files"
         raise ConfigError(
-            f"{where}, which holds no {split} data, but {there}; expected files such as en/c4-{split}.00000-of-01024.json.gz, or "
-            f"{', '.join('*' + s for s in SUFFIXES)}{'' if split == 'train' else f' with {split} in their names'}. "
-            "For a sample corpus: titan-disp sample-data DIR"
+            f"{where}, which holds no {split} data, but {there}; expected files such as "
+            f"en/c4-{split}.00000-of-01024.json.gz, or "
+            f"{', '.join('*' + s for s in SUFFIXES)}{'' if split == 'train' else f' with {split} in their names'}. For "
+            "a sample corpus: titan-disp sample-data DIR"
         )
     if left_out := sorted(set(paths) - set(of_split)):
-        text = f"{where}: {len(left_out)} of {len(paths)} files are left out, as their names do not say {split}"
+        text = f"{where}: {len(left_out)} of {len(paths)} files are left out, because their names do not say {split}"
         text += f" or they are not in {FOLDER}" if c4 else ""
         (_say if c4 or split != "train" else _warn)(
-            f"{text}: {_some(left_out, folder)}. (A glob in the place of the folder takes all that it names)"
+            f"{text}: {_some(left_out, folder)}. (A glob instead of the folder reads every file that it matches)"
         )
     return of_split
 
 
 def _walk(folder: str, where: str) -> list[str]:
-    """All files below a folder but hidden ones, through links; a folder that two paths lead to counts once."""
+    """List all files below a folder except hidden ones, through links; a folder that two paths lead to counts once."""
 
     def refuse(error: OSError) -> None:
         raise _cannot_be_read(error.filename, error, where) from error
@@ -144,7 +149,7 @@ def _walk(folder: str, where: str) -> list[str]:
             if name.startswith("."):
                 continue
             if (real := os.path.realpath(path)) in seen:
-                _warn(f"{where}: {path} is left out, as it is a link to a folder that is read already, {real}")
+                _warn(f"{where}: {path} is left out, because it is a link to {real}, which is read already")
                 continue
             seen.add(real)
             into.append(name)
@@ -156,36 +161,37 @@ def _walk(folder: str, where: str) -> list[str]:
 
 
 def _without_plain_text(paths: list[str], where: str) -> list[str]:
-    """Beside documents in other formats, texts are about these (README.txt, LICENSE.txt)."""
+    """Leave out plain text, which beside documents in other formats is about them (README.txt, LICENSE.txt)."""
     texts = [path for path in paths if path.endswith(PLAIN_TEXT)]
     if texts:
         _say(
-            f"{where}: left out, as there are documents in other formats: {_counts(Counter(map(_suffix, texts)))}, such as "
-            f"{texts[0]}. (A glob in the place of the folder takes them)"
+            f"{where}: left out, because there are documents in other formats: "
+            f"{_counts(Counter(map(_suffix, texts)))}, such as {texts[0]}. (A glob instead of the folder includes them)"
         )
     return [path for path in paths if not path.endswith(PLAIN_TEXT)]
 
 
 def _check_kinds(paths: list[str], where: str) -> None:
-    """Refuse what would be read wrongly: token ids beside texts, which are often no data at all; ids that need an index."""
+    """Refuse token ids that lie beside texts, and token ids whose documents only an index delimits."""
     ids = [path for path in paths if path.endswith(TOKEN_IDS)]
     for path in ids:
         if path.endswith(".bin") and os.path.exists(index := path.removesuffix(".bin") + ".idx"):
             raise ConfigError(
-                f"{where}, but {path!r} is Megatron-LM's, as its index {os.path.basename(index)!r} lies beside it; expected ids "
-                "in which EOS ends the documents (docs/data.md): write them so, or take the texts that they were made of"
+                f"{where}, but {path!r} is Megatron-LM's, because its index {os.path.basename(index)!r} lies beside "
+                "it; expected ids in which EOS ends the documents (docs/data.md): write such ids, or use the texts "
+                "that they were made of"
             )
     if ids and len(ids) < len(paths):
         other = next(path for path in paths if not path.endswith(TOKEN_IDS))
         others = f"{os.path.dirname(other)}/*{_suffix(other)}"
         raise ConfigError(
-            f"{where}, which holds {len(ids)} files of token ids, such as {ids[0]!r}, and {len(paths) - len(ids)} of text, "
-            f"such as {other!r}; expected one of the kinds: name it by a glob, such as {others!r}"
+            f"{where}, which holds {len(ids)} files of token ids, such as {ids[0]!r}, and {len(paths) - len(ids)} of "
+            f"text, such as {other!r}; expected only one of the two: select one by a glob, such as {others!r}"
         )
 
 
 def _readable_formats(paths: list[str], where: str) -> list[str]:
-    """Those of a known format; what else there is is said."""
+    """Return the paths with a known suffix, and log the others."""
     known = [path for path in paths if path.endswith(SUFFIXES)]
     other = [path for path in paths if not path.endswith(SUFFIXES)]
     for say, part in (
@@ -194,23 +200,24 @@ def _readable_formats(paths: list[str], where: str) -> list[str]:
     ):
         if part:
             counts = _counts(Counter(_suffix(path) for path in part))
-            say(f"{where}: left out, as they end in none of {', '.join(SUFFIXES)}: {counts}, such as {part[0]}")
+            say(f"{where}: left out, because they end in none of {', '.join(SUFFIXES)}: {counts}, such as {part[0]}")
     return known
 
 
 def _cannot_be_read(path: str, error: OSError, where: str) -> ConfigError:
     return ConfigError(
-        f"{where}, but {path!r} cannot be read: {error.strerror}. Permit it, or name the files by a glob"
+        f"{where}, but {path!r} cannot be read: {error.strerror}. Give read permission, or name the files by a glob"
     )
 
 
 def _refuse_dangling(path: str, where: str) -> None:
-    """Also what cannot be looked at, as in a folder that may be listed and not entered."""
+    """Raise ConfigError for a link to nothing, and for a path that cannot be examined."""
     try:
         os.stat(path)
     except FileNotFoundError as error:
         raise ConfigError(
-            f"{where}, but {path!r} is a link to {os.readlink(path)!r}, which does not exist: restore it, or remove the link"
+            f"{where}, but {path!r} is a link to {os.readlink(path)!r}, which does not exist: restore it, or remove "
+            "the link"
         ) from error
     except OSError as error:
         raise _cannot_be_read(path, error, where) from error
@@ -220,18 +227,20 @@ def _check_file(path: str, where: str) -> None:
     _refuse_dangling(path, where)
     if not os.path.isfile(path):
         raise ConfigError(
-            f"{where}, but {path!r} is not a regular file: expected files of documents, name them or remove it"
+            f"{where}, but {path!r} is not a regular file: expected files of documents. Name the files, or remove it"
         )
     if not os.access(path, os.R_OK):
-        raise ConfigError(f"{where}, but {path!r} is not readable: expected read permission, as chmod +r gives it")
+        raise ConfigError(f"{where}, but {path!r} is not readable: expected read permission (chmod +r)")
 
 
 def _of_split(paths: list[str], split: str, narrow: bool) -> list[str]:
-    """Files of a split by their own names, in which its mark is a word.
+    """Select the files of a split by their own names, which must contain the split's mark as a word.
 
     Args:
-        narrow: where a name says "train", that those that say nothing are not training data. C4's are named so; in other folders
-            a file called train_schedules would make all others disappear.
+        paths: the files to select from.
+        split: train or validation.
+        narrow: if a name says "train", whether names without any mark are then not training data. C4's files are named
+            so. In other folders, a file called train_schedules would make all others disappear.
     """
 
     def says(path: str, words: Iterable[str]) -> bool:
@@ -246,7 +255,7 @@ def _of_split(paths: list[str], split: str, narrow: bool) -> list[str]:
 
 
 def _suffix(path: str) -> str:
-    """The known suffix, else what follows the last dot."""
+    """The known suffix of a path, else what follows its last dot."""
     return next((suffix for suffix in SUFFIXES if path.endswith(suffix)), os.path.splitext(path)[1])
 
 
@@ -259,7 +268,7 @@ def _some(paths: list[str], folder: str) -> str:
     return ", ".join(names) + (", …" if len(paths) > 3 else "")
 
 
-@cache  # the same folder is listed by checks, by training and by validation
+@cache  # checks, training and validation list the same folder, but it is logged once
 def _warn(text: str) -> None:
     logger.warning(text)
 

@@ -1,7 +1,8 @@
-"""A copy of a data set's files on disk, which knows what it should hold.
+"""Local copies (mirrors) of data sets on the hub, with a record of what they hold.
 
-C4's files tell by their names what they are. Of other data sets, ``fetch`` leaves a record in the mirror for every split that it
-has completed: reading asks neither the hub nor a README, which may name configurations that were not fetched.
+The names of C4's files say what they are. For other data sets, ``fetch`` writes a record into the mirror for every
+split that is complete. The mirror can then be read without the hub and without the README, which may name
+configurations that were not fetched.
 """
 
 import hashlib
@@ -15,15 +16,16 @@ from pathlib import Path
 from titan_disp.data.hub import HubFile, Listing, c4_files
 from titan_disp.data.hub_dataset import HubName, fetch_arguments, files_of_split, parse_name, resolve, splits_in
 from titan_disp.errors import ConfigError
+from titan_disp.progress import progress
 
-RECORDS = ".titan-disp"  # hidden, so that no listing of the folder takes them for data
+RECORDS = ".titan-disp"  # hidden, so that it is not listed as data
 
 
 def parse_shards(text: str | None) -> list[range] | None:
-    """ "0-63,100" → ranges; None for all.
+    """Parse numbers and ranges such as 0-63,100; None stands for all shards.
 
     Raises:
-        ConfigError: not of this form.
+        ConfigError: the text does not have this form.
     """
     if text is None:
         return None
@@ -34,20 +36,21 @@ def parse_shards(text: str | None) -> list[range] | None:
 
 
 def fetch(folder: Path, dataset: str, split: str, shards: Sequence[range] | None = None, workers: int = 4) -> list[str]:
-    """Mirror a data set; a command that was cut off goes on where it stopped.
+    """Mirror a data set. An interrupted fetch continues where it stopped.
 
     Args:
-        folder: root of the mirror, to be used as training.dataset_path.
+        folder: root of the mirror, for use as ``training.dataset_path``.
         dataset: c4, or a name hf:….
-        split: of a data set that names none: train, validation, or "both", as far as there are both.
-        shards: which of the training split's files, or of the only split's; None for all.
-        workers: downloads at a time.
+        split: train, validation, or "both" (validation only if there is one). If ``dataset`` names a split, this must
+            be the same split or "both".
+        shards: which files of the training split, or of the only split; None for all.
+        workers: number of simultaneous downloads.
 
     Returns:
-        What is still missing or damaged, one line a file; empty when the mirror is complete.
+        One line for each file that is still missing or damaged; empty if the mirror is complete.
 
     Raises:
-        ConfigError: the data set cannot be listed, or no file is among ``shards``.
+        ConfigError: the data set cannot be listed, or ``shards`` selects no file.
     """
     wanted = ["validation", "train"] if split == "both" else [split]
     if dataset == "c4":
@@ -91,7 +94,7 @@ def _sha256(path: Path) -> str:
 
 
 def _problem(file: HubFile, path: Path) -> str | None:
-    """What is wrong with a local copy, or None."""
+    """What is wrong with a local copy of a file, or None."""
     if not path.is_file():
         return "missing"
     if path.stat().st_size != file.size:
@@ -102,13 +105,12 @@ def _problem(file: HubFile, path: Path) -> str | None:
 
 
 def _mirror(folder: Path, listing: Listing, files: list[HubFile], workers: int, attempts: int = 3) -> list[str]:
-    """Sound copies are kept, broken downloads are resumed, damaged files are replaced.
+    """Keep sound copies, resume broken downloads and replace damaged files.
 
     Returns:
-        What is still missing or damaged, one line a file.
+        One line for each file that is still missing or damaged.
     """
     from huggingface_hub import hf_hub_download
-    from tqdm import tqdm
 
     def mirror(file: HubFile) -> str | None:
         path = folder / file.path
@@ -124,9 +126,9 @@ def _mirror(folder: Path, listing: Listing, files: list[HubFile], workers: int, 
                         repo_type="dataset",
                         revision=listing.commit,
                         local_dir=folder,
-                        force_download=path.exists(),  # what is there is damaged
+                        force_download=path.exists(),  # the existing file is damaged
                     )
-            except Exception as error:  # huggingface_hub, httpx and OSError each raise their own
+            except Exception as error:  # huggingface_hub, httpx and the system each raise their own types
                 problem = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
         return f"{file.path}: {problem}"
 
@@ -134,7 +136,7 @@ def _mirror(folder: Path, listing: Listing, files: list[HubFile], workers: int, 
     total = sum(file.size for file in files)
     with (
         ThreadPoolExecutor(workers) as pool,
-        tqdm(total=total, unit="B", unit_scale=True, desc=listing.repository) as bar,
+        progress(listing.repository, "B", total=total) as bar,
     ):
         running = {pool.submit(mirror, file): file for file in files}
         for done in as_completed(running):
@@ -149,7 +151,7 @@ def _record(folder: Path, name: HubName) -> Path:
 
 
 def _write_record(folder: Path, name: HubName, listing: Listing, files: list[HubFile]) -> None:
-    """Together with what earlier commands have fetched of the same split, with other ``shards``."""
+    """Record the files of a split, with those that earlier commands fetched with other ``shards``."""
     path = _record(folder, name)
     before = set(map(tuple, json.loads(path.read_text())["files"])) if path.exists() else set()
     now = {(file.path, file.size) for file in files}
@@ -162,19 +164,21 @@ def _write_record(folder: Path, name: HubName, listing: Listing, files: list[Hub
 
 
 def mirrored_files(folder: str, name: HubName, where: str) -> list[tuple[str, int]]:
-    """(path, size) of a data set's files in a mirror, or in a whole copy of its repository.
+    """List (path, size) of a data set's files in a mirror, or in a full copy of its repository.
 
     Args:
-        name: with a split. where: begins messages.
+        folder: the mirror.
+        name: the data set, with a split.
+        where: begins the messages.
 
     Raises:
-        ConfigError: neither of them, or incomplete.
+        ConfigError: the folder is neither of these, or files are missing.
     """
     root, fetch = Path(folder), f"titan-disp data fetch {folder} --dataset '{name}'"
     if not root.is_dir():
         raise ConfigError(
-            f"{where}, which is not a folder. Expected one that titan-disp data fetch {fetch_arguments(name)} has made; for "
-            'other files, set dataset = "text"'
+            f"{where}, which is not a folder. Expected a mirror, as titan-disp data fetch {fetch_arguments(name)} "
+            'makes one; for other files, set dataset = "text"'
         )
     path = _record(root, name)
     if path.exists():
@@ -188,7 +192,7 @@ def mirrored_files(folder: str, name: HubName, where: str) -> list[tuple[str, in
     wrong = [file for file, size in files if not os.path.isfile(file) or os.path.getsize(file) != size]
     if wrong:
         raise ConfigError(
-            f"{where}, where {len(wrong)} of {len(files)} files are missing or have another size than on the hub, such as "
-            f"{wrong[0]}: {fetch}"
+            f"{where}, where {len(wrong)} of {len(files)} files are missing or have another size than on the hub, such "
+            f"as {wrong[0]}: {fetch}"
         )
     return files

@@ -1,12 +1,13 @@
-"""Several sources with weights, [[stream.sources]]: a slot belongs to one source.
+"""Several sources with weights ([[stream.sources]]). Each slot belongs to one source.
 
-So everything that holds for the slots of one corpus holds here: ranks, resumes and prefetch decide nothing, a file is read in one
-pass, and each source has its own epochs. Its documents come in its slots as in a run of its own with so many slots, but for their
-order within a window (``shuffle``), which the slot's number decides.
+All promises about slots therefore hold for each source: ranks, resumes and prefetch decide nothing, one pass over a
+file serves all slots of a rank, and each source has its own epochs. The documents of a source come in its slots as in a
+run of this source alone with this number of slots. Only their order within a shuffling window differs, because it
+depends on the slot's number.
 
-Of S slots, a source has a number in proportion to its weight, by largest remainder. Every slot gives one sequence in turn, so
-that the source's part of the tokens is its part of the slots, exactly, in every S sequences. Its slots are contiguous: a rank
-reads files of few sources.
+The S slots are divided among the sources in proportion to their weights, by largest remainder. Every slot gives one
+sequence in turn, so that in every S sequences a source's fraction of the tokens is exactly its fraction of the slots.
+The slots of a source are contiguous, so that a rank reads files of few sources.
 """
 
 import math
@@ -23,11 +24,14 @@ from titan_disp.errors import ConfigError
 
 @dataclass(frozen=True)
 class Share:
-    """What a source has of the run.
+    """One source's share of the run.
 
     Attributes:
-        slots: how many, from ``first`` on; of ``total``.
-        asked: the part of the tokens that its weight asks for.
+        name: of the source.
+        first: its first slot.
+        slots: its number of slots.
+        total: S.
+        asked: the fraction of the tokens that its weight asks for.
     """
 
     name: str
@@ -37,28 +41,32 @@ class Share:
     asked: float
 
     def owns(self, file: DataFile) -> bool:
-        """Whether a file, ``prefixed``, is of this source."""
+        """Whether a file whose name is ``prefixed`` belongs to this source."""
         return file.name.startswith(f"{self.name}/")
 
     @property
     def tokens(self) -> float:
-        """The part of the tokens that it has."""
+        """The source's fraction of the tokens."""
         return self.slots / self.total
 
     def __str__(self) -> str:
-        return f"{self.name}: {self.tokens:.2%} of the tokens ({self.asked:.2%} asked for), {self.slots} of {self.total} slots"
+        return (
+            f"{self.name}: {self.tokens:.2%} of the tokens ({self.asked:.2%} asked for), "
+            f"{self.slots} of {self.total} slots"
+        )
 
 
 def shares(weights: dict[str, float], slots: int) -> list[Share]:
-    """Slots of each source, by largest remainder of its weight; of equal remainders, the first.
+    """Divide the slots among the sources by largest remainder of their weights; ties go to the first source.
 
     Args:
-        weights: by name, each > 0. slots: S.
+        weights: by source name, each > 0.
+        slots: S.
 
     Raises:
-        ConfigError: there are too few slots for the lightest source to get one.
+        ConfigError: some source gets no slot.
     """
-    exact = {name: Fraction(repr(weight)) for name, weight in weights.items()}  # 0.1 is a tenth
+    exact = {name: Fraction(repr(weight)) for name, weight in weights.items()}  # 0.1 is exactly one tenth
     quotas = {name: slots * weight / sum(exact.values()) for name, weight in exact.items()}
     counts = {name: math.floor(quota) for name, quota in quotas.items()}
     by_remainder = sorted(quotas, key=lambda name: counts[name] - quotas[name])
@@ -68,8 +76,8 @@ def shares(weights: dict[str, float], slots: int) -> list[Share]:
         least = math.ceil(slots / min(quotas.values()))
         raise ConfigError(
             f"stream.sources: {slots} slots are too few for {', '.join(without)}, whose weight asks for "
-            f"{', '.join(f'{float(quotas[name]):.2g}' for name in without)} of them, and a slot belongs to one source: set "
-            f"stream.slots (0: training.global_batch_size) to {least} or more, or raise the weight"
+            f"{', '.join(f'{float(quotas[name]):.2g}' for name in without)} of them, and a slot belongs to one source: "
+            f"set stream.slots (0: training.global_batch_size) to {least} or more, or raise the weight"
         )
     found, first = [], 0
     for name, count in counts.items():
@@ -79,13 +87,13 @@ def shares(weights: dict[str, float], slots: int) -> list[Share]:
 
 
 def prefixed(name: str, files: Sequence[DataFile]) -> list[DataFile]:
-    """A source's files under the names that they have in a mixture: other sources may have files of the same names."""
+    """Put the source's name before its files' names, because other sources may have files of the same names."""
     return [replace(file, name=f"{name}/{file.name}") for file in files]
 
 
 @dataclass(frozen=True)
 class _Part:
-    """One source. slots, files: its own, of all."""
+    """One source: its slots, its files among those of all sources, and the assignment within the source."""
 
     slots: range
     files: range
@@ -93,11 +101,15 @@ class _Part:
 
 
 class Mixture:
-    """Runs of all slots, each of files of one source; as ``Assignment``, which it has one of for each source."""
+    """The runs of all slots, with the interface of ``Assignment``. Each source has an ``Assignment`` of its own."""
 
     def __init__(self, files: Sequence[DataFile], shares: Sequence[Share], seed: int) -> None:
-        """Args:
-        files: of all sources, in the order of the shares, ``prefixed``. seed: of the stream.
+        """Make one assignment for each source.
+
+        Args:
+            files: the ``prefixed`` files of all sources, in the order of ``shares``.
+            shares: of all sources.
+            seed: ``stream.seed``.
         """
         self.slots, self.seed = sum(share.slots for share in shares), seed
         self._parts = []
@@ -122,7 +134,7 @@ class Mixture:
         return Run(head, tuple(map(moved, run.body)), tail)
 
     def owners(self, file: int, epoch: int) -> range:
-        """The slots that own documents of a file."""
+        """The slots that own documents of a file in an epoch."""
         part = self._parts[bisect_right(self.first_files, file) - 1]
         own = part.assignment.owners(file - part.files.start, epoch)
         return part.slots[own.start : own.stop]

@@ -1,4 +1,4 @@
-"""Parquet: a document a row, of one column of text."""
+"""Parquet: each row of one string column is a document."""
 
 import io
 from collections.abc import Iterator
@@ -9,23 +9,29 @@ from titan_disp.data.records import BadDocument, Garbage, OtherContent, too_long
 from titan_disp.errors import DataError
 
 _READ = 1 << 20  # bytes of a column that are read at a time
-_ROWS = 256  # decoded at a time, but …
-_BATCH = 4 << 20  # … not more than so many bytes
+_ROWS = 256  # rows that are decoded at a time, but …
+_BATCH = 4 << 20  # … no more bytes than these
 
 
 def records(stored: io.BufferedReader, name: str, field: str, max_bytes: int) -> Iterator[str | BadDocument]:
-    """Args:
-    stored: the file, at its beginning. name: for messages. field: the column, see ``Format``. max_bytes: longer texts are bad.
+    """Yield the texts of one column.
+
+    Args:
+        stored: the file, at its beginning.
+        name: the file's name, for messages.
+        field: the column, see ``Format``.
+        max_bytes: longer texts are bad documents.
 
     Raises:
-        DataError: it has no such column, or one of another type: the configuration is wrong, and the file sound.
-        OtherContent: it is no Parquet at all.
+        DataError: the file has no such column, or the column is not text. The file is sound; the config has to change.
+        OtherContent: the file is not Parquet.
     """
     import pyarrow
     import pyarrow.parquet
 
     try:
-        # pre_buffer, pyarrow's default, would keep all that was read of a file until it is closed: gigabytes of a large one.
+        # pyarrow's default pre_buffer would keep everything that was read until the file is closed: gigabytes of a
+        # large file.
         file = pyarrow.PythonFile(stored, "r")
         table = pyarrow.parquet.ParquetFile(file, pre_buffer=False, buffer_size=_READ)
     except pyarrow.ArrowInvalid as error:
@@ -39,7 +45,7 @@ def records(stored: io.BufferedReader, name: str, field: str, max_bytes: int) ->
             for value in _column(batch, field):
                 try:
                     text = value.as_py()
-                except UnicodeDecodeError as error:  # other writers do not look
+                except UnicodeDecodeError as error:  # other writers do not validate UTF-8
                     yield Garbage(f"invalid UTF-8: {error.reason} at byte {error.start}")
                     continue
                 if not isinstance(text, str):
@@ -51,7 +57,7 @@ def records(stored: io.BufferedReader, name: str, field: str, max_bytes: int) ->
 
 
 def _rows(metadata: Any) -> int:
-    """How many rows to decode at a time: of books, few."""
+    """How many rows to decode at a time; few if rows are long."""
     size = sum(metadata.row_group(i).total_byte_size for i in range(metadata.num_row_groups))
     return max(1, min(_ROWS, _BATCH * metadata.num_rows // max(1, size)))
 
@@ -62,19 +68,21 @@ def _check_column(schema: Any, name: str, field: str) -> None:
     columns = dict(_leaves(schema))
     if field not in columns:
         found = ", ".join(f"{column} ({kind})" for column, kind in list(columns.items())[:12])
-        raise DataError(f'{name} has no column "{field}", only {found}: set stream.text_field to the one of the text')
+        raise DataError(
+            f'{name} has no column "{field}", only {found}: set stream.text_field to the column of the text'
+        )
     kind = columns[field]
     value = kind.value_type if types.is_dictionary(kind) else kind
-    is_view = getattr(types, "is_string_view", lambda _: False)  # of later versions of pyarrow
+    is_view = getattr(types, "is_string_view", lambda _: False)  # only later versions of pyarrow have it
     if not (types.is_string(value) or types.is_large_string(value) or is_view(value)):
         raise DataError(
-            f'{name}: column "{field}" is {kind}, expected string: set stream.text_field to the column of the text, or write it '
-            "as a string"
+            f'{name}: column "{field}" is {kind}, expected string: set stream.text_field to the column of the text, or '
+            "write it as a string"
         )
 
 
 def _leaves(fields: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """(name, type) of all columns, those of structs with dots."""
+    """Yield (name, type) of all columns; the names of columns in structs have dots."""
     import pyarrow.types as types
 
     for field in fields:
@@ -85,7 +93,7 @@ def _leaves(fields: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def _column(batch: Any, field: str) -> Any:
-    """The column of a batch, which holds it and what else has its name: ``x.y`` is a column, and one of the struct ``x``."""
+    """Select one column. Reading column ``x.y`` may also load the field ``y`` of a struct ``x``."""
     import pyarrow.compute
 
     names = batch.schema.names

@@ -1,4 +1,4 @@
-"""Files of a rank, each read once an epoch for all of its slots."""
+"""Passes: sequential reads of files, each of which serves all slots of a rank in one epoch."""
 
 import concurrent.futures as futures
 import time
@@ -18,12 +18,20 @@ from titan_disp.data.progress import Density, densities
 from titan_disp.data.records import DamagedFile, Record, size_of
 
 PROGRESS_SECONDS = 10.0
-DOCUMENT_BYTES = 1 << 13  # where documents are longer on average, a window to shuffle holds fewer of them
+DOCUMENT_BYTES = 1 << 13  # a shuffling window holds fewer documents if they are longer than this on average
 
 
 @dataclass
 class _Queue:
-    """Documents of a shared file that one slot has yet to take."""
+    """Documents of a shared file that were read for a slot and that it has not taken yet.
+
+    Attributes:
+        segment: the slot's documents of the file.
+        start: index of the first document that the slot wants.
+        documents: (index, document) of each.
+        bytes: of these documents.
+        fed: whether the pass still adds documents.
+    """
 
     segment: Segment
     start: int
@@ -33,7 +41,7 @@ class _Queue:
 
 
 class _Pass:
-    """One sequential read of a file for all slots of this rank that own documents of it."""
+    """One sequential read of a file for those slots of this rank that own documents of it."""
 
     def __init__(
         self, epoch: int, documents: Documents, queues: dict[int, _Queue], queue_bytes: int, window: int
@@ -43,25 +51,29 @@ class _Pass:
         self.queues = queues
         self.queue_bytes, self.window = queue_bytes, window
         self.queued = 0  # bytes in all queues
-        self.counted = 0  # stored bytes, by newly_read
+        self.counted = 0  # stored bytes at the last call of newly_read
         self.start = documents.position
-        self.read, self.read_bytes = 0, 0  # documents, whosever they are …
-        self.before = -1  # … and what was read of the file when the first of them was there
+        self.read, self.read_bytes = 0, 0  # all documents read, whichever slot owns them …
+        self.before = -1  # … and stored bytes read when the first of them was there
         self.ended = False
         self.damage: str | None = None
-        # By the first of their keys, for bisection.
+        # Sorted by the first of their keys, for bisection.
         owners = sorted((queue.segment.low, queue.segment.high, slot) for slot, queue in queues.items())
         self.lows, self.highs, self.slots = ([owner[i] for owner in owners] for i in range(3))
         self.key = next(iter(queues.values())).segment.key  # the same in all segments of a file
 
     def owner(self, index: int) -> int | None:
-        """The slot of this pass that owns a document."""
+        """The slot of this pass that owns a document, or None."""
         key = self.key(index)
         i = bisect_right(self.lows, key) - 1
         return self.slots[i] if i >= 0 and key < self.highs[i] else None
 
     def advance(self, asking: int) -> None:
-        """Read one document and hand it to the slot that owns it."""
+        """Read one document and put it into the queue of the slot that owns it.
+
+        Args:
+            asking: the slot that waits for a document; its queue is always fed.
+        """
         index = self.documents.position
         try:
             document = self.documents.read()
@@ -84,7 +96,7 @@ class _Pass:
             queue.bytes += size
             self.queued += size
         if self.queued > self.queue_bytes and self.queued > self.limit():
-            # A slot far behind keeps what it has and will read the rest by itself: memory stays bounded.
+            # To bound the memory, the slot furthest behind gets no more; it will read the rest by a pass of its own.
             others = {s: q for s, q in self.queues.items() if s != asking and q.fed}
             if others:
                 others[max(others, key=lambda s: others[s].bytes)].fed = False
@@ -95,13 +107,13 @@ class _Pass:
         return self.counted - before
 
     def limit(self) -> float:
-        """Bytes that all queues may hold: a slot that fills its window is ahead of the others by so many of their documents."""
+        """Bytes that all queues may hold. A slot that fills its shuffling window reads a window ahead of the others."""
         mean = min(self.read_bytes / self.read, DOCUMENT_BYTES)
         return self.queue_bytes + len(self.queues) * self.window * mean
 
 
 class Passes:
-    """The files that a rank has open, and what it has read."""
+    """The open files of a rank, and what it has read of them."""
 
     def __init__(
         self,
@@ -113,27 +125,37 @@ class Passes:
         window: int = 0,
         format: Format = Format(),  # noqa: B008 — frozen
     ) -> None:
-        """Args: places: of the rank's slots, which their cursors move. window: documents that each of them shuffles."""
+        """Begin without open files.
+
+        Args:
+            files: all files of all sources.
+            places: the places of the rank's slots, which their cursors move.
+            max_document_bytes: longer documents are bad.
+            retry_seconds: how long a failing read is tried again.
+            queue_bytes: bytes that the queues of a pass may hold, beside the slots' shuffling windows.
+            window: documents that each slot shuffles.
+            format: how documents are found in the files.
+        """
         self.files, self.places = files, {place.index: place for place in places}
         self.max_document_bytes, self.retry_seconds = max_document_bytes, retry_seconds
         self.queue_bytes, self.window = queue_bytes, window
         self.format = format
         self._open: dict[int, list[_Pass]] = {}
-        # Of files read to the end: how many documents, and the damage.
+        # For each file that was read to its end: its number of documents, and what was damaged.
         self._ends: dict[int, tuple[int, str | None]] = {}
         self._closed_bytes: Counter[tuple[int, int]] = Counter()  # since the last call of bytes_read
         self.first_files = places[0].assignment.first_files
         self._densities = densities(files, self.first_files)
 
     def density(self, file: int) -> Density:
-        """Of the files of its source."""
+        """The density of the source that a file belongs to."""
         return self._densities[self._source(file)]
 
     def _source(self, file: int) -> int:
         return bisect_right(self.first_files, file) - 1
 
     def text_per_stored_byte(self) -> list[float]:
-        """Of the files of each source, as far as they are read."""
+        """Bytes of text per stored byte, for each source, measured on what has been read so far."""
         found = [replace(density) for density in self._densities]
         for file, passes in self._open.items():
             for one in passes:
@@ -143,7 +165,7 @@ class Passes:
     def _measure(self, density: Density, file: int, one: _Pass) -> None:
         count = one.documents.position
         if one.ended and one.damage is None:
-            if count > one.start:  # those after a resume: their part of the file is about their part of its documents
+            if count > one.start:  # after a resume, the rest of the documents takes about the same fraction of the file
                 density.measured(one.read_bytes, self.files[file].size * (count - one.start) / count, ended=True)
         elif one.before >= 0:
             density.measured(one.read_bytes, one.documents.bytes_read - one.before, ended=False)
@@ -157,9 +179,13 @@ class Passes:
         return new
 
     def fetch(self, slot: int, epoch: int, segment: Segment, start: int) -> tuple[int, Record | None, str | None]:
-        """(index, document, None) of the segment's first document from ``start`` on, unparsed; at the end (count, None, damage).
+        """Return the first document of a segment at or after index ``start``, unparsed.
 
-        The starts of a slot only grow.
+        A slot must not ask with a smaller ``start`` than before.
+
+        Returns:
+            (index, document, None), or (number of documents in the file, None, damage) at the end of the file, where
+            damage is None if the file is sound.
         """
         mine = self._pass(slot, epoch, segment.file)
         if mine is None:
@@ -186,10 +212,10 @@ class Passes:
             mine.advance(slot)
 
     def seek(self, executor: futures.Executor) -> None:
-        """After a resume: pass over what was read before, in all files at once.
+        """After a resume, pass over what was read before, in all files at once.
 
         Args:
-            executor: threads to seek with; decompression releases the GIL.
+            executor: threads to do this in; decompression releases the GIL.
         """
         waiting: set[futures.Future[None]] = set()
         for slot, place in self.places.items():
@@ -207,11 +233,11 @@ class Passes:
                 logger.info(f"data: finding the place in {every} files: {done} done in {seconds:.0f} s{left}")
 
     def _pass(self, slot: int, epoch: int, file: int) -> _Pass | None:
-        """The pass over a file that feeds this slot in this epoch. (Another slot may be an epoch ahead, in the same file.)"""
+        """The pass over a file that serves this slot in this epoch; another slot may be an epoch ahead in the file."""
         return next((p for p in self._open.get(file, ()) if p.epoch == epoch and slot in p.queues), None)
 
     def _begin(self, slot: int, epoch: int, segment: Segment, start: int) -> _Pass:
-        """A new pass over a file, for this slot and for every other slot of the rank that will want it in this epoch."""
+        """Begin a pass over a file for this slot and for the rank's other slots that still want it in this epoch."""
         queues = {slot: _Queue(segment, start)}
         for other in self.places[slot].assignment.owners(segment.file, epoch):
             if other != slot and other in self.places and self._pass(other, epoch, segment.file) is None:
@@ -230,7 +256,7 @@ class Passes:
         return new
 
     def leave(self, slot: int, epoch: int, file: int) -> None:
-        """The slot wants nothing more of a file in this epoch."""
+        """Drop a slot from a file's pass: it needs no more of the file in this epoch."""
         if (mine := self._pass(slot, epoch, file)) is not None:
             self._leave(slot, file, mine)
 

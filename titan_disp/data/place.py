@@ -1,4 +1,4 @@
-"""Where a slot is in its documents: a position of a few integers, and what follows from it."""
+"""The position of a slot: a few integers, and what they mean in its documents."""
 
 from enum import IntEnum
 
@@ -9,26 +9,28 @@ from titan_disp.data.mixture import Mixture
 
 
 class Field(IntEnum):
-    """Columns of the position tensor [S, k], int64."""
+    """The columns of the position tensor, [S, k] int64.
+
+    Head, body and tail are the three parts of a slot's run, see ``assignment``. If documents are shuffled, all columns
+    up to WINDOW describe the beginning of the current window.
+    """
 
     EPOCH = 0
-    HEAD = 1  # index in the file of the run's head from which on it is still to be read …
-    HEAD_BYTES = 2  # … and bytes of text taken from it
-    BODY_FILE = 3  # of the whole files, the current one …
-    BODY_DOCUMENT = 4  # … its next document …
-    BODY_BYTES = 5  # … and bytes of text taken from all of them
-    TAIL = 6  # as of the head
+    HEAD = 1  # index of the next document in the head's file …
+    HEAD_BYTES = 2  # … and bytes of text taken from the head
+    BODY_FILE = 3  # number of the current file among the body's whole files …
+    BODY_DOCUMENT = 4  # … index of its next document …
+    BODY_BYTES = 5  # … and bytes of text taken from the whole body
+    TAIL = 6  # as HEAD
     TAIL_BYTES = 7
-    DONE = 8  # bits: head, body, tail read to the end
-    WINDOW = (
-        9  # number, in the epoch, of the window of documents that is being shuffled; all above is of its beginning …
-    )
+    DONE = 8  # bits for head, body and tail: read to the end
+    WINDOW = 9  # number of the shuffling window in the epoch …
     IN_WINDOW = 10  # … and how many of its documents have been used
     OFFSET = 11  # tokens already taken from the next document
-    DOCUMENTS = 12  # used since the start of the run, as are the following
-    BYTES = 13  # of text, UTF-8
-    SKIPPED = 14
-    SKIPPED_FILES = 15
+    DOCUMENTS = 12  # documents used since the start of the run …
+    BYTES = 13  # … their bytes of text in UTF-8 …
+    SKIPPED = 14  # … documents skipped …
+    SKIPPED_FILES = 15  # … and files that ended early
 
 
 NEXT = (Field.HEAD, Field.BODY_DOCUMENT, Field.TAIL)  # index of the next document in head, body, tail
@@ -37,15 +39,15 @@ OF_AN_EPOCH = (*NEXT, *TAKEN, Field.BODY_FILE, Field.DONE, Field.WINDOW)
 
 
 class Place:
-    """One slot's position, and the walk over its files that it stands for.
+    """One slot's position, with the methods that interpret and move it.
 
     Attributes:
-        index: of the slot.
-        position: [k] int64, of a document's beginning; moved by the methods.
+        index: the slot's number.
+        position: [k] int64, at the beginning of a document; the methods change it.
     """
 
     def __init__(self, index: int, position: np.ndarray, assignment: Assignment | Mixture) -> None:
-        """Args: position: taken over."""
+        """Take over ``position``, which is not copied."""
         self.index, self.position, self.assignment = index, position, assignment
 
     @property
@@ -53,31 +55,34 @@ class Place:
         return int(self.position[Field.EPOCH])
 
     def run(self) -> Run:
-        """What the slot reads in its epoch."""
+        """What the slot reads in its current epoch."""
         return self.assignment.run(self.index, self.epoch)
 
     def choose(self) -> int | None:
-        """Head (0), body (1) or tail (2): the one furthest behind its share. None when all are read."""
+        """Choose head (0), body (1) or tail (2): the part furthest behind its share. None if all are read."""
         taken, weights = [int(self.position[column]) for column in TAKEN], self.run().weights
         best = None
-        for part in self._left():  # the smallest taken / weight, compared without rounding; the first of equals
+        for part in self._left():  # the smallest taken / weight, compared without rounding; of equal ones the first
             if best is None or taken[part] * weights[best] < taken[best] * weights[part]:
                 best = part
         return best
 
     def next(self, part: int) -> tuple[Segment, int]:
-        """(segment, index in its file from which on it is still to be read) of a part that is not over."""
+        """Return a part's current segment and the index of the next document in its file. The part must not be over."""
         run = self.run()
         segment = (run.head, run.body[int(self.position[Field.BODY_FILE])] if part == 1 else None, run.tail)[part]
         assert segment is not None
         return segment, int(self.position[NEXT[part]])
 
     def upcoming(self) -> list[tuple[Segment, int]]:
-        """``next`` of all parts that are not over: up to three."""
+        """Return ``next`` of all parts that are not over; at most three."""
         return [self.next(part) for part in self._left()]
 
     def wants(self, file: int, epoch: int) -> tuple[Segment, int] | None:
-        """(segment, index from which on it is still to be read) of a shared file in an epoch that is not over for this slot."""
+        """Return the segment of a shared file and the index of the next document to read of it in an epoch.
+
+        Returns None if the slot needs nothing more of the file in this epoch.
+        """
         if self.epoch > epoch:
             return None
         run = self.assignment.run(self.index, epoch)
@@ -90,12 +95,12 @@ class Place:
         return None
 
     def take(self, part: int, index: int, size: int) -> None:
-        """Pass document ``index`` of a part, of ``size`` bytes of text; 0 where it cannot be used."""
+        """Move past document ``index`` of a part. ``size`` is its bytes of text, or 0 if it cannot be used."""
         self.position[NEXT[part]] = index + 1
         self.position[TAKEN[part]] += size
 
     def end_file(self, part: int) -> None:
-        """Pass the end of a part's file."""
+        """Move past the end of a part's current file."""
         p = self.position
         if part == 1:
             p[Field.BODY_FILE] += 1

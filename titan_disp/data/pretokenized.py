@@ -1,16 +1,16 @@
-"""Token ids, as other projects store them for memory maps: little-endian uint16 or uint32, documents one after another.
+"""Token ids as other projects store them for memory maps: little-endian uint16 or uint32, one document after another.
 
-    nanoGPT   .bin   uint16, nothing else; the id of <|endoftext|> after every document    data/openwebtext/prepare.py
+    nanoGPT   .bin   uint16, no header; the id of <|endoftext|> after every document    data/openwebtext/prepare.py
     llm.c     .bin   256 int32 (magic 20240520, version 1: uint16; magic 20240801, version 7: uint32; then the number of
-                     ids), then the ids; <|endoftext|> *before* every document             dev/data/data_common.py, fineweb.py
-    OLMo      .npy   no header in spite of the name: what numpy.memmap writes; EOS after every document
-                                                             dolma: python/dolma/tokenizer/memmap_writer.py, tokenizer.py
-    numpy     .npy   a true header (numpy.save), which says the type
+                     ids), then the ids; <|endoftext|> *before* every document       dev/data/data_common.py, fineweb.py
+    OLMo      .npy   no header in spite of the name, as numpy.memmap writes it; EOS after every document
+                                                       dolma: python/dolma/tokenizer/memmap_writer.py, tokenizer.py
+    numpy     .npy   numpy.save's header, which says the type
 
-A document is a run of ids up to and including the tokenizer's EOS. An EOS that follows another one, or that begins the file,
-ends nothing and is dropped: so both conventions give the same documents. A run of more than ``LONGEST`` ids is cut after every
-``LONGEST`` ids, into documents of their own. Ids are not tokenized again; a document without EOS (a cut, or the end of a file)
-is given one when it is packed.
+A document is a run of ids up to and including the tokenizer's EOS. An EOS at the beginning of the file or after another
+EOS ends no document and is dropped, so that EOS before and EOS after every document give the same documents. A run of
+more than ``LONGEST`` ids is cut after every ``LONGEST`` ids. Ids are not tokenized again. A document without EOS
+(because of a cut or the end of the file) gets one when it is packed.
 """
 
 import io
@@ -23,7 +23,7 @@ from titan_disp.data.formats import HEAD, Format, mistaken
 from titan_disp.data.records import BadDocument, DamagedFile, OtherContent
 from titan_disp.errors import DataError
 
-LONGEST = 1 << 16  # ids of a document
+LONGEST = 1 << 16  # most ids of a document
 _BLOCK = 1 << 15  # ids read at a time
 _LLM_C_HEADER = 1024  # bytes
 _LLM_C = {(20240520, 1): "<u2", (20240801, 7): "<u4"}
@@ -35,42 +35,45 @@ _DTYPES: dict[str, np.dtype] = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<
 
 @dataclass(frozen=True)
 class _Layout:
-    """Where ids are in a file.
+    """The ids of a file.
 
     Attributes:
-        dtype: of an id. begin: bytes before the first. count: whole ids in the file, as far as its header promises them.
-        damage: what is wrong at the end of the file.
-        declared: whether a header says the type; else stream.token_dtype does.
+        dtype: of an id.
+        count: whole ids in the file; no more than its header says.
+        damage: what is wrong at the end of the file, or None.
+        declared: whether a header says the type; if not, stream.token_dtype does.
     """
 
     dtype: np.dtype
-    begin: int
     count: int
     damage: str | None
     declared: bool
 
 
 def records(stored: io.BufferedReader, size: int, name: str, how: Format) -> Iterator[np.ndarray | BadDocument]:
-    """Documents as ids, [n] uint16 or uint32.
+    """Yield the documents as ids, [n] uint16 or uint32.
 
     Args:
-        stored: the file, at its beginning. size: its bytes. name: for messages.
+        stored: the file, at its beginning.
+        size: its bytes.
+        name: the file's name, for messages.
         how: token_dtype, and the tokenizer's eos_id and vocab_size.
 
     Raises:
-        DataError: ids of another type or tokenizer than the config names.
-        OtherContent: no ids. DamagedFile: at its end, a file that is shorter or longer than it should be.
+        DataError: the ids have another type or tokenizer than the config names.
+        OtherContent: the file holds no ids.
+        DamagedFile: raised at its end: the file is shorter or longer than its header says, or ends within an id.
     """
     if how.eos_id is None:
         raise DataError(f"{name} holds token ids, expected text: name a file of text")
     layout = _layout(stored, size, name, how)
     if how.eos_id > np.iinfo(layout.dtype).max:
         raise DataError(
-            f"{name} is read as {layout.dtype.name}, but the tokenizer's EOS has the id {how.eos_id}, which ends the documents: "
-            'set stream.token_dtype = "uint32" if they are, or take the tokenizer that wrote them'
+            f"{name} is read as {layout.dtype.name}, but the tokenizer's EOS has the id {how.eos_id}, which ends the "
+            'documents: set stream.token_dtype = "uint32" if they are, or use the tokenizer that wrote them'
         )
     vocab_size = 1 << 32 if how.vocab_size is None else how.vocab_size
-    rest = np.empty(0, layout.dtype)  # of the document that goes on in the next block
+    rest = np.empty(0, layout.dtype)  # the beginning of a document that continues in the next block
     for first in range(0, layout.count, _BLOCK):
         block = _read(stored, min(_BLOCK, layout.count - first), layout.dtype)
         if first == 0:
@@ -79,7 +82,7 @@ def records(stored: io.BufferedReader, size: int, name: str, how: Format) -> Ite
         fits = int(ids.max()) < vocab_size
         begins, ends, rest_begin = _runs(ids, how.eos_id)
         for begin, end in zip(begins, ends, strict=True):
-            # A copy: the block need not stay in memory with one of its documents.
+            # Copied, so that a document does not keep the whole block in memory.
             yield ids[begin:end].copy() if fits else _checked(ids[begin:end], vocab_size)
         rest = ids[rest_begin:]
     if len(rest):
@@ -89,18 +92,18 @@ def records(stored: io.BufferedReader, size: int, name: str, how: Format) -> Ite
 
 
 def _runs(ids: np.ndarray, eos_id: int) -> tuple[list[int], list[int], int]:
-    """(begins, ends, where the first one begins that is not over yet) of documents."""
+    """Find the documents: where each begins, where each ends, and where the first unfinished one begins."""
     ends = np.flatnonzero(ids == eos_id) + 1
     begins = np.concatenate([[0], ends])
     open_begin = int(begins[-1])
-    more = ends - begins[:-1] > 1  # than EOS alone
+    more = ends - begins[:-1] > 1  # EOS alone is no document
     begins, ends = begins[:-1][more], ends[more]
     if (ends - begins).max(initial=0) <= LONGEST and len(ids) - open_begin <= LONGEST:  # nearly always
         return begins.tolist(), ends.tolist(), open_begin
     pieces = []
     for begin, end in zip(begins.tolist(), ends.tolist(), strict=True):
         cuts = [*range(begin, end, LONGEST), end]
-        if end - cuts[-2] == 1:  # EOS alone
+        if end - cuts[-2] == 1:  # the last piece is EOS alone
             cuts.pop()
         pieces += list(zip(cuts[:-1], cuts[1:], strict=True))
     cuts = list(range(open_begin, len(ids), LONGEST))
@@ -123,6 +126,7 @@ def _read(stored: io.BufferedReader, count: int, dtype: np.dtype) -> np.ndarray:
 
 
 def _layout(stored: io.BufferedReader, size: int, name: str, how: Format) -> _Layout:
+    """Return the layout, from the header if the file has one. ``stored`` is then at the first id."""
     head = stored.read(_LLM_C_HEADER)
     if (found := mistaken(head[:HEAD], name)) is not None:
         raise OtherContent(found)
@@ -142,33 +146,37 @@ def _layout(stored: io.BufferedReader, size: int, name: str, how: Format) -> _La
             f"its header says {declared:,} ids of {dtype.name}, but the file holds {(size - begin) / dtype.itemsize:,}"
         )
     elif odd:
-        damage = f"its {size:,} bytes are no multiple of {dtype.itemsize}, as of ids of {dtype.name}: cut off, or of another type"
+        damage = (
+            f"its {size:,} bytes are not a multiple of {dtype.itemsize}, the size of a {dtype.name} id: it is cut off, "
+            "or the ids have another type"
+        )
     count = stored_ids if declared is None else min(declared, stored_ids)
-    return _Layout(dtype, begin, count, damage, declared is not None)
+    return _Layout(dtype, count, damage, declared is not None)
 
 
 def _numpy_header(head: bytes, name: str) -> tuple[np.dtype, int, int]:
-    """(type of an id, number of ids, bytes before them)."""
+    """Read a numpy header: (type of an id, number of ids, bytes before them)."""
     file = io.BytesIO(head)
     try:
         version = np.lib.format.read_magic(file)
         if version not in _NUMPY_HEADERS:
             raise OtherContent(
-                f"its .npy header has version {version[0]}.{version[1]}, expected 1.0 or 2.0: write it again by numpy.save"
+                f"its .npy header has version {version[0]}.{version[1]}, expected 1.0 or 2.0: write it again with "
+                "numpy.save"
             )
         shape, _, dtype = _NUMPY_HEADERS[version](file)
     except ValueError as error:
-        raise OtherContent(f"its .npy header cannot be read ({error}): write it again by numpy.save") from error
+        raise OtherContent(f"its .npy header cannot be read ({error}): write it again with numpy.save") from error
     if dtype not in _DTYPES.values() or len(shape) != 1:
         raise DataError(
             f"{name} holds {dtype.name} (byte order {dtype.byteorder!r}) of shape {shape}; expected one dimension of "
-            "little-endian uint16 or uint32: write it again, as by numpy.save(FILE, ids.reshape(-1).astype('<u2'))"
+            "little-endian uint16 or uint32: write it again with numpy.save(FILE, ids.reshape(-1).astype('<u2'))"
         )
     return dtype, int(shape[0]), file.tell()
 
 
 def _llm_c_header(head: bytes, name: str) -> tuple[np.dtype, int, int] | None:
-    """As above; None where there is none."""
+    """Read llm.c's header: (type of an id, number of ids, bytes before them), or None if there is no such header."""
     if len(head) < _LLM_C_HEADER:
         return None
     magic, version, count = np.frombuffer(head, "<i4", 3).tolist()
@@ -177,24 +185,26 @@ def _llm_c_header(head: bytes, name: str) -> tuple[np.dtype, int, int] | None:
     if magic in (*(known for known, _ in _LLM_C), _LLM_C_EVALUATION):
         raise DataError(
             f"{name} has a header of llm.c with magic {magic} and version {version}; expected a file of training data: "
-            f"{', '.join(f'magic {m} and version {v}' for m, v in _LLM_C)}. Leave it out of the dataset_path, or write it as such"
+            f"{', '.join(f'magic {m} and version {v}' for m, v in _LLM_C)}. Leave it out of the dataset_path, or write "
+            "it as such"
         )
     return None
 
 
 def _check_first(ids: np.ndarray, layout: _Layout, name: str, vocab_size: int) -> None:
-    """Refuse ids of another type, or of a tokenizer with more of them, by the first block of a file."""
+    """Refuse a file whose first block holds ids of another type, or ids that the tokenizer does not have."""
     other = "uint32" if layout.dtype.itemsize == 2 else "uint16"
     found, largest = f"{name} is read as {layout.dtype.name}", int(ids.max())
     fix = "" if layout.declared else f'set stream.token_dtype = "{other}" if they are of that type, or '
     if largest >= vocab_size:
         raise DataError(
-            f"{found} and holds the id {largest:,}, but the tokenizer has {vocab_size:,} ids: {fix}take the tokenizer that "
-            "wrote them"
+            f"{found} and holds the id {largest:,}, but the tokenizer has {vocab_size:,} ids: {fix}use the tokenizer "
+            "that wrote them"
         )
     if layout.dtype.itemsize == 2 and not layout.declared and len(ids) >= 64:
-        low, high = ids[0 : len(ids) & ~1 : 2], ids[1::2]  # halves of uint32 ids below vocab_size
+        low, high = ids[0 : len(ids) & ~1 : 2], ids[1::2]  # the halves of uint32 ids, if they are uint32
         if int(high.max()) <= (vocab_size - 1) >> 16 < int(low.max()):
             raise DataError(
-                f'{found}, but every second id is at most {int(high.max())}, as of uint32: set stream.token_dtype = "uint32"'
+                f"{found}, but every second id is at most {int(high.max())}, as in uint32: set stream.token_dtype = "
+                '"uint32"'
             )

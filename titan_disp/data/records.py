@@ -1,4 +1,4 @@
-"""What readers of files yield: a document that is not parsed yet, or what stands in the place of one."""
+"""What the readers of files yield: documents that are not parsed yet, or a reason why one cannot be used."""
 
 import json
 from typing import Any
@@ -11,47 +11,48 @@ class BadDocument(Exception):
 
 
 class OtherShape(BadDocument):
-    """JSON without the text field: where all documents are so, the field's name is wrong."""
+    """JSON without the text field. If all documents lack it, the config names the wrong field."""
 
 
 class Garbage(BadDocument):
-    """One that is no JSON or no UTF-8, as flipped bytes in a compressed file make them, many in a row."""
+    """A document that is not JSON or not UTF-8. Flipped bytes in a compressed file make many of them in a row."""
 
 
 class DamagedFile(Exception):
-    """The rest of a file that cannot be read; the message says why."""
+    """The rest of a file cannot be read; the message says why."""
 
 
 class OtherContent(DamagedFile):
-    """A file that is not what its name says, from its first byte on."""
+    """The whole file is not what its name says."""
 
 
-# A JSON line; a text; token ids, as stored; or none of them.
+# A JSON line, a text, token ids as stored, or the reason why there is none of these.
 Record = bytes | str | np.ndarray | BadDocument
 
 
 def size_of(record: Record) -> int:
-    """Bytes that a record takes in memory, about."""
+    """About how many bytes of memory a record takes."""
     if isinstance(record, BadDocument):
         return 0
     return record.nbytes if isinstance(record, np.ndarray) else len(record)
 
 
 def too_long(size: int) -> BadDocument:
-    """What stands in the place of a document of ``size`` bytes."""
+    """The record in place of a document of ``size`` bytes."""
     return BadDocument(f"{size:,} bytes, more than stream.max_document_mb allows")
 
 
 def text_of(raw: Record, field: str = "text") -> str:
-    """The text of a document.
+    """Parse a document and return its text.
 
     Args:
         raw: a JSON line, or the text itself (Parquet, plain text); not token ids.
-        field: of a JSON line, see ``Format``.
+        field: the field of a JSON line that holds the text, see ``Format``.
 
     Raises:
-        BadDocument: ``raw`` itself, empty text, or half a surrogate pair; ``OtherShape``: no text; ``Garbage``: invalid UTF-8,
-            malformed JSON.
+        BadDocument: ``raw`` itself if it is one; or the text is empty or holds half a surrogate pair.
+        OtherShape: there is no text in the field.
+        Garbage: the line is invalid UTF-8 or malformed JSON.
     """
     assert not isinstance(raw, np.ndarray)
     if isinstance(raw, BadDocument):
@@ -61,14 +62,14 @@ def text_of(raw: Record, field: str = "text") -> str:
         raise BadDocument("empty text")
     try:
         text.encode()
-    except UnicodeEncodeError as error:  # JSON may escape half of a surrogate pair, which no tokenizer takes
+    except UnicodeEncodeError as error:  # JSON can escape half of a surrogate pair, which no tokenizer accepts
         raise BadDocument(f"invalid Unicode: {error.reason} at character {error.start}") from error
     return text
 
 
 def _parse(line: bytes) -> Any:
     try:
-        return json.loads(line.decode("utf-8-sig"))  # of bytes, json would take some for UTF-16 or UTF-32
+        return json.loads(line.decode("utf-8-sig"))  # decoded here, because json takes some bytes for UTF-16 or UTF-32
     except UnicodeDecodeError as error:
         raise Garbage(f"invalid UTF-8: {error.reason} at byte {error.start}") from error
     except (ValueError, RecursionError) as error:
@@ -82,7 +83,7 @@ def _parse(line: bytes) -> Any:
         raise Garbage(reason) from error
 
 
-_ONE_A_LINE = "expected one document a line"
+_ONE_A_LINE = "expected one document per line"
 _ARRAY = f"a JSON array; {_ONE_A_LINE}, as `jq -c '.[]' FILE > FILE.jsonl` writes it"
 
 
@@ -90,7 +91,7 @@ def _field_of(record: Any, field: str) -> str:
     if isinstance(record, list):
         raise OtherShape(f"it is {_ARRAY}")
     if not isinstance(record, dict):
-        raise OtherShape(f'no field "{field}", as it is {_kind(record)}; expected a JSON object')
+        raise OtherShape(f'no field "{field}", because it is {_kind(record)}; expected a JSON object')
     value = record.get(field)
     if value is None and "." in field:
         value = record
@@ -100,7 +101,9 @@ def _field_of(record: Any, field: str) -> str:
         return value
     if value is None:
         raise OtherShape(f'no field "{field}", only {_names(record)}: see stream.text_field')
-    raise OtherShape(f'field "{field}" is {_kind(value)}, not a text, of {_names(record)}: see stream.text_field')
+    raise OtherShape(
+        f'field "{field}" is {_kind(value)}, expected a text; the fields are {_names(record)}: see stream.text_field'
+    )
 
 
 def _kind(value: Any) -> str:
@@ -109,7 +112,7 @@ def _kind(value: Any) -> str:
 
 
 def _names(record: dict[str, Any]) -> str:
-    """The fields of a document, those of objects in it with a dot."""
+    """The fields of a document; the fields of nested objects have dots."""
     names = []
     for name, value in record.items():
         names += [f"{name}.{inner}" for inner in value] if isinstance(value, dict) and value else [name]

@@ -1,9 +1,9 @@
 """A file on the hub, read by one request that is held open.
 
-Nothing is asked of the hub but the content: where the file is, and how long, was found once on rank 0. ``HfFileSystem`` would ask
-for the repository and list its folder in every rank's threads, and hundreds of ranks are answered 429. The hub counts requests,
-not bytes, so that a file is one request from where it is wanted to its end, for as long as reads go forward; where the
-connection breaks, another one from there.
+Only the file's content is requested: its place and size were found once, on rank 0. ``HfFileSystem`` would ask for the
+repository and list its folder in every thread of every rank, and the hub answers 429 to hundreds of ranks. The hub
+counts requests, not bytes. As long as reads go forward, a file therefore takes one request, from the first byte wanted
+to its end, and one more after each broken connection.
 """
 
 import os
@@ -12,19 +12,19 @@ from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
-from titan_disp.data.raw import LONGEST_PAUSE, RetryingFile
+from titan_disp.data.retrying_file import LONGEST_PAUSE, RetryingFile
 
-GAP = 4 << 20  # bytes forward that are read and dropped, rather than asked for anew: a request takes about as long
-REQUEST_SECONDS = 10.0  # without a byte
+GAP = 4 << 20  # up to this many bytes are read and dropped to get to a later place; a new request takes about as long
+REQUEST_SECONDS = 10.0  # time-out without a byte
 
 
 class RemoteFile(RetryingFile):
-    """A file named hf://datasets/OWNER/NAME@COMMIT/PATH. Any failure of the hub may pass.
+    """A file named hf://datasets/OWNER/NAME@COMMIT/PATH. After any failure of the hub, the read is tried again.
 
     It holds a connection and at most one piece of the answer, 64 KiB.
 
     Attributes:
-        error: what ended it: nothing came within ``retry_seconds``. Decoders hide exceptions in their own.
+        error: the error after which reading was given up, or None. Decoders hide it in exceptions of their own.
     """
 
     def __init__(self, url: str, size: int, retry_seconds: float) -> None:
@@ -38,12 +38,12 @@ class RemoteFile(RetryingFile):
         self.error: Exception | None = None
 
     def read(self, size: int = -1) -> bytes:
-        """At most ``size`` bytes, as many as have come; none at the end."""
-        left = self._size - self._place
-        if left <= 0:
+        """Read at most ``size`` bytes, as many as have come; b"" at the end."""
+        wanted = self._at_most(size)
+        if not wanted:
             return b""
         try:
-            found = self._again(lambda: self._read(left if size < 0 else min(size, left)))
+            found = self._again(lambda: self._read(wanted))
         except Exception as error:  # httpx and huggingface_hub raise their own
             self.error = error
             raise
@@ -74,7 +74,7 @@ class RemoteFile(RetryingFile):
             self._answer = None
 
     def _pauses(self, error: Exception, pause: float) -> tuple[float, float]:
-        """As long as the hub asks for, and then not all ranks at once."""
+        """Wait as long as the hub asks for, and then for different times on different ranks."""
         asked = _seconds_asked(error)
         if asked is None:
             return super()._pauses(error, pause)
@@ -85,11 +85,11 @@ class _Answer:
     """The hub's answer to one request.
 
     Attributes:
-        place: of the next byte, in the file.
+        place: the place in the file of the next byte.
     """
 
     def __init__(self, url: str, begin: int, size: int) -> None:
-        """Ask for a file of ``size`` bytes from ``begin`` on. What comes may begin earlier: see ``place``."""
+        """Request a file of ``size`` bytes from byte ``begin`` on. The answer may begin earlier: see ``place``."""
         from huggingface_hub.utils import build_hf_headers, hf_raise_for_status
 
         headers = {**build_hf_headers(), "Range": f"bytes={begin}-", "Accept-Encoding": "identity"}
@@ -105,10 +105,10 @@ class _Answer:
         self._piece = memoryview(b"")
 
     def take(self, size: int) -> bytes:
-        """The next bytes, at most ``size``.
+        """Return at most ``size`` of the next bytes.
 
         Raises:
-            OSError: there are no more.
+            OSError: the answer has ended.
         """
         while not self._piece:
             piece = next(self._pieces, None)
@@ -124,10 +124,10 @@ class _Answer:
 
 
 def _first_byte(response: Any, begin: int, size: int) -> int:
-    """Of what the answer holds: ``begin``, or 0 from a server that knows no ranges.
+    """The place of an answer's first byte: ``begin``, or 0 if the server does not support ranges.
 
     Raises:
-        OSError: something else than was asked for.
+        OSError: the answer is not what was asked for.
     """
     if response.status_code == 200:
         first, right = 0, response.headers.get("Content-Length", str(size)) == str(size)
@@ -142,14 +142,14 @@ def _first_byte(response: Any, begin: int, size: int) -> int:
 
 
 def _seconds_asked(error: Exception) -> float | None:
-    """How long the hub wants to be left alone: RateLimit in an answer 429, else Retry-After; None where it does not say."""
+    """How long the hub asks to wait, by RateLimit in an answer 429, else by Retry-After; None if it does not say."""
     from huggingface_hub.utils import parse_ratelimit_headers
 
     response = getattr(error, "response", None)
     if response is None:
         return None
     limit = parse_ratelimit_headers(response.headers) if response.status_code == 429 else None
-    if limit is not None and limit.remaining == 0:  # the header comes with every answer
+    if limit is not None and limit.remaining == 0:  # every answer has this header
         return float(limit.reset_in_seconds)
     after = response.headers.get("Retry-After", "").strip()
     return float(after) if after.isdecimal() else None
@@ -157,11 +157,11 @@ def _seconds_asked(error: Exception) -> float | None:
 
 @cache
 def _client() -> Any:
-    """This process's connections. huggingface_hub's own client has 100 at most; a rank of many slots holds more files open."""
+    """This process's HTTP client. huggingface_hub's own allows 100 connections, but a rank of many slots needs more."""
     from huggingface_hub.utils import httpx
 
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=20)
     return httpx.Client(follow_redirects=True, limits=limits)
 
 
-os.register_at_fork(after_in_child=_client.cache_clear)  # a prefetch worker must not read what its parent asked for
+os.register_at_fork(after_in_child=_client.cache_clear)  # a prefetch worker must not share its parent's connections

@@ -1,7 +1,7 @@
-"""A C4-shaped sample corpus from English prose that every Python installation carries, and a tokenizer for it.
+"""Make a sample corpus in C4's layout, of English text that every Python installation contains, and a tokenizer for it.
 
-Layout and fields are those of allenai/c4 on the hub, so that the same code reads both: ``en/c4-train.*-of-*.json.gz`` with one
-JSON object a line (text, timestamp, url), a validation shard, and a dataset card that names the splits.
+Layout and fields are those of allenai/c4 on the hub, so that the same code reads both: ``en/c4-train.*-of-*.json.gz``
+with one JSON object per line (text, timestamp, url), a validation shard, and a dataset card that names the splits.
 """
 
 import ast
@@ -10,20 +10,20 @@ import hashlib
 import inspect
 import io
 import json
-import os
-import shutil
 import sysconfig
-import tempfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from pydoc_data import topics
 
 import sentencepiece
 
+from titan_disp.files import atomic_folder
+from titan_disp.progress import progress
+
 TRAIN_FILES = 8
 VALIDATION_SHARE = 32  # one document in 32
 MIN_CHARACTERS = 200
-# No document says when it was written; a constant keeps the files the same on every run.
+# The documents have no date. A constant keeps the files the same on every run.
 TIMESTAMP = "2019-04-25T12:57:54Z"
 
 CARD = """---
@@ -40,12 +40,15 @@ Documentation of the Python language and standard library, in the shape of allen
 
 
 def prose() -> Iterator[tuple[str, str]]:
-    """(url, text) of every document, in a fixed order: the language reference's topics, then docstrings of the standard
-    library. Only the running Python version decides what they say."""
+    """Yield (url, text) of every document in a fixed order.
+
+    The documents are the topics of the language reference and the docstrings of the standard library. They depend on
+    the version of Python only.
+    """
     for name, text in sorted(topics.topics.items()):
         yield f"python:topics/{name}", text
     library = Path(sysconfig.get_path("stdlib"))
-    for file in sorted(library.rglob("*.py")):
+    for file in progress("reading documentation", "file", items=sorted(library.rglob("*.py"))):
         relative = file.relative_to(library)
         if {"site-packages", "test", "tests", "idle_test", "lib2to3", "__pycache__"} & set(relative.parts):
             continue
@@ -62,7 +65,7 @@ def prose() -> Iterator[tuple[str, str]]:
 
 
 def documents() -> list[dict[str, str]]:
-    """C4 records of all documents long enough, each text once, in an order fixed by their hashes."""
+    """Make C4 records of all documents that are long enough, each text once, in an order that their hashes fix."""
     records: dict[str, dict[str, str]] = {}
     for url, text in prose():
         text = inspect.cleandoc(text)
@@ -73,16 +76,17 @@ def documents() -> list[dict[str, str]]:
 
 
 def write_shard(path: Path, records: Iterable[dict[str, str]]) -> None:
-    """A file of JSON lines, compressed; the same bytes every time."""
+    """Write a compressed file of JSON lines, with the same bytes every time."""
     with open(path, "wb") as raw, gzip.GzipFile(filename="", mode="wb", fileobj=raw, mtime=0) as file:
         for record in records:
             file.write((json.dumps(record) + "\n").encode())
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int, user_defined_symbols: Iterable[str] = ("\n",)) -> bytes:
-    """A SentencePiece model (BPE with byte fallback) of ``vocab_size`` pieces."""
+    """Train a SentencePiece model (BPE with byte fallback) of ``vocab_size`` pieces, and return it as bytes."""
     model = io.BytesIO()
-    # Bytes in and out: the model file would otherwise name paths of this machine. One thread: the same model every time.
+    # Texts and model are passed in memory, because a model file would name this machine's paths. One thread makes the
+    # same model every time.
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=(line for text in texts for line in text.splitlines() if line.strip()),
         model_writer=model,
@@ -105,19 +109,19 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, user_defined_symbols:
 
 
 def is_complete(folder: Path) -> bool:
-    """Whether ``write_sample`` has finished there; the card is written last."""
+    """Whether ``write_sample`` has finished in this folder; it writes the card last."""
     return (folder / "README.md").is_file() and (folder / "README.md").read_text() == CARD
 
 
 def write_sample(folder: str | Path, vocab_size: int = 2048) -> dict[str, int]:
-    """Write the corpus and train its tokenizer: ``folder/en/*.json.gz`` and ``folder/tokenizer/sample.model``.
+    """Write the corpus to ``folder/en/*.json.gz`` and train its tokenizer, ``folder/tokenizer/sample.model``.
 
     Args:
-        folder: must not exist, be empty, or hold an earlier sample, which is kept as it is.
+        folder: must not exist, or be empty, or hold an earlier sample, which is kept.
         vocab_size: pieces of the SentencePiece model.
 
     Returns:
-        Number of train and validation documents and of characters.
+        The numbers of training documents, validation documents and characters.
 
     Raises:
         FileExistsError: the folder holds something else.
@@ -128,9 +132,7 @@ def write_sample(folder: str | Path, vocab_size: int = 2048) -> dict[str, int]:
     records = documents()
     validation, train = records[::VALIDATION_SHARE], [r for i, r in enumerate(records) if i % VALIDATION_SHARE]
     if not is_complete(folder):
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        partial = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
-        try:
+        with atomic_folder(folder) as partial:
             (partial / "en").mkdir()
             for i in range(TRAIN_FILES):
                 name = f"c4-train.{i:05d}-of-{TRAIN_FILES:05d}.json.gz"
@@ -140,10 +142,4 @@ def write_sample(folder: str | Path, vocab_size: int = 2048) -> dict[str, int]:
             model = train_tokenizer((r["text"] for r in train), vocab_size)
             (partial / "tokenizer" / "sample.model").write_bytes(model)
             (partial / "README.md").write_text(CARD)
-            partial.chmod(0o755)  # mkdtemp's folders are private
-            if folder.exists():
-                folder.rmdir()
-            os.replace(partial, folder)  # readers see all of it or nothing
-        finally:
-            shutil.rmtree(partial, ignore_errors=True)
     return {"train": len(train), "validation": len(validation), "characters": sum(len(r["text"]) for r in records)}

@@ -1,8 +1,8 @@
-"""A SentencePiece model as a ``tokenizers.Tokenizer`` that gives the same ids.
+"""Convert a SentencePiece model to a ``tokenizers.Tokenizer`` that gives the same ids.
 
-The normalizer runs over the whole text before anything splits it, as SentencePiece's does. User-defined symbols are
-therefore split off by a pre-tokenizer, not registered as added tokens: ``tokenizers`` cuts text at added tokens first, and would
-put the dummy prefix, and strip spaces, around each piece of it.
+As in SentencePiece, the normalizer runs over the whole text before anything splits it. ``tokenizers`` would split text
+at added tokens first, and then add the dummy prefix to each piece and strip spaces around it. User-defined symbols are
+therefore split off by a pre-tokenizer instead of being added tokens.
 """
 
 import re
@@ -23,10 +23,10 @@ _TYPES = (protobuf.TrainerSpec.UNIGRAM, protobuf.TrainerSpec.BPE)
 
 
 def read_model(file: str | Path) -> Any:
-    """A SentencePiece model as protobuf's ModelProto.
+    """Read a SentencePiece model as protobuf's ModelProto.
 
     Raises:
-        ConfigError: it uses what ``tokenizers`` cannot express.
+        ConfigError: the model uses features that ``tokenizers`` cannot express.
     """
     model = protobuf.ModelProto()
     model.ParseFromString(Path(file).read_bytes())
@@ -45,8 +45,9 @@ def read_model(file: str | Path) -> Any:
     ]
     if unsupported:
         raise ConfigError(
-            f"the SentencePiece model {str(file)!r} has {', '.join(unsupported)}, which a Hugging Face tokenizer cannot express; "
-            "name a Hugging Face tokenizer with the same ids (a folder with tokenizer.json) with --tokenizer DIR"
+            f"the SentencePiece model {str(file)!r} has {', '.join(unsupported)}, which a Hugging Face tokenizer "
+            "cannot express; name a Hugging Face tokenizer with the same ids (a folder with tokenizer.json) with "
+            "--tokenizer DIR"
         )
     return model
 
@@ -56,10 +57,11 @@ def _texts(model: Any, *types: int) -> list[str]:
 
 
 def _merges(model: Any) -> list[tuple[str, str]]:
-    """SentencePiece merges the neighbours whose concatenation is the piece of the highest score, leftmost first.
+    """The merges, best first.
 
-    All ways to split a piece have its rank there, but one each here; the longer left part first is what "leftmost first"
-    makes of a run of one character.
+    SentencePiece merges the neighbours whose concatenation is the piece of the highest score, leftmost first. All ways
+    to split a piece have the same rank there, but different ranks here. The way with the longer left part comes first,
+    which is what "leftmost first" makes of a run of one character.
     """
     scores = {p.piece: p.score for p in model.pieces if p.type == Piece.NORMAL}
     ranked = [
@@ -72,8 +74,12 @@ def _merges(model: Any) -> list[tuple[str, str]]:
 
 
 def _scores(model: Any) -> list[tuple[str, float]]:
-    """Pieces and scores. Text that spells a control symbol or a byte (``<0x41>``) must not become it: spelling it out in
-    ordinary pieces, one per character at worst, scores better; see ``_cuts`` for characters that are no pieces."""
+    """Pieces and their scores, for unigram.
+
+    Text that spells a control symbol or a byte (``<0x41>``) must not become it. The score of these pieces is therefore
+    so low that ordinary pieces, at worst one per character, score better. ``_cuts`` handles characters that are not
+    pieces.
+    """
     never = min(p.score for p in model.pieces) * 100 - 100
     spelled = (Piece.NORMAL, Piece.USER_DEFINED)
     return [(p.piece, p.score if p.type in spelled else never) for p in model.pieces]
@@ -90,7 +96,7 @@ def _model(model: Any) -> models.Model:
         unk_token=model.pieces[unknown].piece,
         fuse_unk=True,
         byte_fallback=fallback,
-        # A user-defined symbol of several characters is split off whole, and taken whole, as no merges build it.
+        # No merges build a user-defined symbol of several characters. It is split off whole, and must be taken whole.
         ignore_merges=_has_long_symbols(model),
     )
 
@@ -109,16 +115,19 @@ def _pre_tokenizer(model: Any) -> pre_tokenizers.PreTokenizer:
 
 
 def _cuts(model: Any) -> Iterator[str]:
-    """Regular expressions, each up to where a text that spells a control symbol or a byte must be cut lest it become one."""
+    """Yield regular expressions that end where text that spells a control symbol or a byte must be cut.
+
+    Without the cut, the text would become the symbol or byte.
+    """
     known = set(_texts(model, Piece.NORMAL))
     unigram = model.trainer_spec.model_type == protobuf.TrainerSpec.UNIGRAM
     for name in _texts(model, Piece.CONTROL, Piece.UNKNOWN, Piece.BYTE):
         if not unigram:
-            if _has_long_symbols(model):  # a text between two symbols is taken whole too
+            if _has_long_symbols(model):  # then a text between two symbols is taken whole too
                 yield rf"\A{re.escape(name[0])}(?={re.escape(name[1:])}\z)"
             continue
-        # A character that is no piece scores less than the least piece, which the symbol is (``_scores``): a cut beside such
-        # characters, of which a run is one unknown token, changes nothing else.
+        # A character that is no piece scores even less than the symbol (``_scores``). A cut beside such characters
+        # changes nothing else, because a run of them is one unknown token.
         at = next((i for i in range(1, len(name)) if (name[i - 1] in known) != (name[i] in known)), None)
         if at is not None:
             yield f"{re.escape(name[:at])}(?={re.escape(name[at:])})"
@@ -130,14 +139,15 @@ def _normalizer(model: Any) -> normalizers.Normalizer:
     if spec.precompiled_charsmap:
         charsmap = normalizers.Precompiled(spec.precompiled_charsmap)
         change = charsmap.normalize_str
-        # SentencePiece passes over user-defined symbols. Those that the map would change hide behind noncharacters meanwhile.
+        # SentencePiece does not normalize user-defined symbols. Noncharacters stand in for those that the map would
+        # change.
         hidden = {
             symbol: chr(0x10FFFF - i)
             for i, symbol in enumerate(_longest_first(_texts(model, Piece.USER_DEFINED)))
             if change(symbol) != symbol
         }
         steps += [normalizers.Replace(symbol, mark) for symbol, mark in hidden.items()]
-        # Precompiled looks characters up that a reader sees as one: "\r\n" is one, and so is a letter with two marks.
+        # Precompiled looks up grapheme clusters: "\r\n" is one, and so is a letter with two marks.
         if change("e\N{COMBINING ACUTE ACCENT}") == "\N{LATIN SMALL LETTER E WITH ACUTE}":
             steps.append(normalizers.NFC())
         steps.append(normalizers.Replace("\r\n", change("\r") + change("\n")))
@@ -164,7 +174,7 @@ def _decoder(model: Any) -> decoders.Decoder:
 
 
 def is_unigram(file: str | Path) -> bool:
-    """Whether a SentencePiece model chooses the most probable segmentation, rather than merges in order."""
+    """Whether a SentencePiece model is unigram (it chooses the most probable segmentation) instead of BPE."""
     return read_model(file).trainer_spec.model_type == protobuf.TrainerSpec.UNIGRAM
 
 
@@ -172,11 +182,11 @@ def convert(file: str | Path) -> tuple[tokenizers.Tokenizer, dict[str, str]]:
     """Convert a SentencePiece model.
 
     Returns:
-        The tokenizer, which begins every text with BOS where the model has one, as training does, and the names of its special
-        tokens as tokenizer_config.json has them (bos_token, …).
+        The tokenizer, and the names of its special tokens as in tokenizer_config.json (bos_token, …). If the model has
+        BOS, the tokenizer begins every text with it, as training does.
 
     Raises:
-        ConfigError: it uses what ``tokenizers`` cannot express.
+        ConfigError: the model uses features that ``tokenizers`` cannot express.
     """
     model = read_model(file)
     trainer = model.trainer_spec
@@ -186,7 +196,7 @@ def convert(file: str | Path) -> tuple[tokenizers.Tokenizer, dict[str, str]]:
     tokenizer.pre_tokenizer = _pre_tokenizer(model)
     special = _texts(model, Piece.CONTROL, Piece.UNKNOWN)
     tokenizer.add_special_tokens([AddedToken(piece, normalized=False, special=True) for piece in special])
-    # SentencePiece never makes a control symbol of text that spells it.
+    # SentencePiece never turns text that spells a control symbol into that symbol.
     tokenizer.encode_special_tokens = True
     names = {
         "unk_token": trainer.unk_id,

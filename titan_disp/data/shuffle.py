@@ -1,11 +1,12 @@
 """The documents of a slot, shuffled in windows.
 
-A window is the next W documents that the cursor gives, in an order that follows from (seed, epoch, slot, window). It ends
-earlier at the end of the epoch, and when its text reaches W · DOCUMENT_BYTES, so that long documents fit into memory too. None
-of that depends on other slots, hence none on the ranks.
+A window is the next W documents of the cursor, in an order that (seed, epoch, slot, window) decides. It is shorter at
+the end of an epoch, and when its text reaches W · DOCUMENT_BYTES, so that long documents fit into memory too. Other
+slots have no influence on it, and therefore ranks have none.
 
-The position of a document is that of its window's beginning, and how many documents of the window came before it. A resume reads
-the window again. What the window's reading passed over (bad documents, ends of files) counts when the window has been used up.
+The position of a document is the position of its window's beginning, and the number of documents of the window before
+it. A resume reads the window again. Bad documents and ends of files that were passed while the window was read are
+counted once the whole window has been used.
 """
 
 import hashlib
@@ -21,12 +22,13 @@ from titan_disp.errors import DataError
 
 
 def permutation(key: int, count: int) -> list[int]:
-    """0 … count − 1 in an order that ``key`` (64 bits) decides: sorted by the first ``count`` numbers of SplitMix64.
+    """Return 0 … count − 1 in a pseudorandom order that ``key`` (64 bits) decides.
 
-    Written out, since the order must outlive versions of Python and numpy. SplitMix64 (Steele, Lea, Flood: "Fast splittable
-    pseudorandom number generators", OOPSLA 2014) gives no number twice, so there are no ties.
+    They are sorted by the first ``count`` numbers of SplitMix64 with this key (Steele, Lea, Flood: "Fast splittable
+    pseudorandom number generators", OOPSLA 2014), which gives no number twice. The generator is written out here
+    because the order must not change with the version of Python or numpy.
     """
-    increment = np.uint64(STEP)  # SplitMix64's is the same number
+    increment = np.uint64(STEP)  # SplitMix64 uses the same number
     z = np.uint64(key) + np.arange(1, count + 1, dtype=np.uint64) * increment  # modulo 2⁶⁴
     z = (z ^ z >> np.uint64(30)) * np.uint64(0xBF58476D1CE4E5B9)
     z = (z ^ z >> np.uint64(27)) * np.uint64(0x94D049BB133111EB)
@@ -34,10 +36,16 @@ def permutation(key: int, count: int) -> list[int]:
 
 
 def memory(slots: int, window: int, document_bytes: float) -> float:
-    """Bytes of text that a rank with so many slots holds for shuffling, at most, where documents have this mean length.
+    """The most bytes of text that a rank holds for shuffling.
 
-    Windows are half full on average, as slots do not refill them at the same time. The slot that is refilling reads ahead of the
-    others by a window, so that their documents of a shared file wait: half a window too, and at most a whole one (``Passes``).
+    Slots refill their windows at different times, so that windows are half full on average. The slot that refills reads
+    one window ahead of the others, so that their documents of a shared file wait: half a window too, at most a whole
+    one (``Passes``).
+
+    Args:
+        slots: of the rank.
+        window: W.
+        document_bytes: mean length of the documents.
     """
     return 2 * slots * window * min(document_bytes, DOCUMENT_BYTES)
 
@@ -47,25 +55,31 @@ def _hash(*numbers: int) -> int:
 
 
 class Shuffle:
-    """Gives the documents of a cursor in windows, one by one."""
+    """Gives the documents of a cursor one by one, shuffled in windows."""
 
     def __init__(self, cursor: Cursor, window: int) -> None:
-        """Args: cursor: at a position that this class or nobody has moved; taken over. window: W, 2 or more."""
+        """Take over a cursor.
+
+        Args:
+            cursor: its position is one that this class has stored, or that of the beginning.
+            window: W, at least 2.
+        """
         self.cursor, self.window = cursor, window
-        # Of the window, those still to be used, the next one last. UTF-8: a str may take four bytes a character.
+        # The unused documents of the window, the next one last. As UTF-8, because a str may take four bytes per
+        # character.
         self._documents: list[bytes | np.ndarray] = []
         p = cursor.position
         self._position = p.copy()  # of the next document
-        # Back to the beginning of the window. The bytes of its documents are known when it has been read again.
+        # Go back to the beginning of the window. The bytes of its documents are known once it has been read again.
         self._used = int(p[Field.IN_WINDOW])
         p[Field.DOCUMENTS] -= self._used
         p[Field.IN_WINDOW] = 0
 
     def next(self) -> Document:
-        """The next document that can be used.
+        """Return the next usable document.
 
         Raises:
-            DataError: as ``Cursor.next``; or the data is not what it was when the position was stored.
+            DataError: as ``Cursor.next``, or the data has changed since the position was stored.
         """
         if not self._documents:
             self._fill()
@@ -91,19 +105,19 @@ class Shuffle:
         used, self._used = self._used, 0
         if used >= len(documents):
             raise DataError(
-                f"slot {place.index} had used {used} documents of window {window} in epoch {epoch} when the checkpoint was "
-                f"written, and now finds {len(documents)} in it: a file's content has changed"
+                f"slot {place.index} had used {used} documents of window {window} in epoch {epoch} when the checkpoint "
+                f"was written, and now finds {len(documents)} in it: a file's content has changed"
             )
         size = sum(size_of(documents[i]) for i in order[:used])
         self._documents = [documents[i] for i in reversed(order[used:])]
         self.cursor.position[Field.BYTES] -= size
         self.cursor.position[Field.WINDOW] += 1
-        self._position = begin  # whose BYTES are those of the documents used, after a resume as well
+        self._position = begin  # its BYTES include the documents used, after a resume too
         self._position[Field.IN_WINDOW] = used
         self._position[Field.DOCUMENTS] += used
 
     def _read(self) -> list[bytes | np.ndarray]:
-        """The documents of the next window, as they come; none at the end of an epoch."""
+        """Read the documents of the next window, in stored order; none at the end of an epoch."""
         documents: list[bytes | np.ndarray] = []
         most, size = self._most(), 0
         while len(documents) < most and size < most * DOCUMENT_BYTES:
@@ -111,16 +125,16 @@ class Shuffle:
             if document is None:
                 break
             content = document.content
-            # A copy, as token ids are a part of what was read together.
+            # Token ids are copied because they are a view of a larger block.
             documents.append(content.encode() if isinstance(content, str) else content.copy())
             size += document.size
         return documents
 
     def _most(self) -> int:
-        """How many documents the next window has, if they are not too long and the epoch goes on.
+        """The size of the next window in documents, if they are not too long and the epoch does not end.
 
-        An epoch's first window is shorter, from 1 to W, spread evenly over the slots. All slots would refill at the same moment
-        otherwise, and windows of two epochs would hold the same documents of a file.
+        An epoch's first window is shorter, from 1 to W, spread evenly over the slots. Otherwise all slots would refill
+        at the same time, and the windows of two epochs would hold the same documents of a file.
         """
         place = self.cursor.place
         if self.cursor.position[Field.WINDOW]:

@@ -1,4 +1,4 @@
-"""Where the training data is: [training] dataset and dataset_path, or the tables of [[stream.sources]]."""
+"""The data sets that a run reads, from [training], [[stream.sources]] and [validation]."""
 
 import math
 import re
@@ -24,8 +24,10 @@ class DataSet:
     """One data set as a config names it.
 
     Attributes:
-        dataset, path: see ``list_files``. key: config section, for messages.
-        source: its name, where it is one of [[stream.sources]].
+        dataset: see ``list_files``.
+        path: see ``list_files``.
+        key: the config section, for messages.
+        source: the name of the source if this is one of [[stream.sources]], else empty.
     """
 
     dataset: str
@@ -39,12 +41,12 @@ class DataSet:
         return f"{self.key}.path" if self.source else f"{self.key}.dataset_path"
 
     def check_name(self) -> None:
-        """Raise ConfigError where there is no such data set."""
+        """Raise ConfigError if no data set has this name."""
         with self._said():
             split_of(self.dataset, self.key)
 
     def check(self) -> list[DataFile]:
-        """Its files, where they are local.
+        """List its files if they are local.
 
         Raises:
             ConfigError: local data is missing.
@@ -53,10 +55,10 @@ class DataSet:
             return check_data(self.dataset, self.path, self.key)
 
     def files(self) -> list[DataFile]:
-        """Its files, under the names that they have in the run.
+        """List its files, with the names that they have in the run.
 
         Raises:
-            ConfigError: nothing there, not readable, or no hub.
+            ConfigError: there is no such data, it cannot be read, or the hub cannot be reached.
         """
         with self._said():
             files = list_files(self.dataset, self.path, self.key)
@@ -64,7 +66,7 @@ class DataSet:
 
     @contextmanager
     def _said(self) -> Iterator[None]:
-        """A source's key is ``path``."""
+        """Correct the key in messages: a source has ``path`` where [training] has ``dataset_path``."""
         try:
             yield
         except ConfigError as error:
@@ -74,7 +76,7 @@ class DataSet:
 
 
 def source_name(source: "Source") -> str:
-    """Its ``name``, or the last part of its path that is no pattern, or its data set's."""
+    """The source's ``name``, else the last part of its path without wildcards, else the name of its data set."""
     if source.name:
         return source.name
     if source.path is None:  # "c4", or "hf:OWNER/NAME:CONFIG:SPLIT"
@@ -83,17 +85,17 @@ def source_name(source: "Source") -> str:
 
 
 def check_sources(job_config: JobConfig) -> None:
-    """[[stream.sources]], as far as the config alone tells.
+    """Check [[stream.sources]] as far as the config alone allows.
 
     Raises:
-        ConfigError: a bad weight or name, two of one name, or ``training.dataset_path`` beside them.
+        ConfigError: a bad weight or name, two sources of one name, or ``training.dataset_path`` beside the sources.
     """
     sources = job_config.stream.sources  # type: ignore[attr-defined]
     path = job_config.training.dataset_path
     if sources and path is not None:
         raise ConfigError(
-            f"training.dataset_path is {path!r}, and there are {len(sources)} stream.sources: expected one of the two. Leave "
-            "dataset_path out, or make it the path of one more source"
+            f"training.dataset_path is {path!r}, and there are {len(sources)} stream.sources: expected one of the two. "
+            "Leave dataset_path out, or make it the path of one more source"
         )
     names = [source_name(source) for source in sources]
     for i, (source, name) in enumerate(zip(sources, names, strict=True)):
@@ -103,20 +105,20 @@ def check_sources(job_config: JobConfig) -> None:
             raise ConfigError(f"stream.sources[{i}]: name is {name!r}, expected one without a slash (name = …)")
         if source.path is None and source.dataset.startswith("text"):
             raise ConfigError(
-                f"stream.sources[{i}] ({name}) has no path: set it to the documents' folder, file or glob"
+                f"stream.sources[{i}] ({name}) has no path: set it to the folder, file or glob of the documents"
             )
     if twice := [name for name, count in Counter(names).items() if count > 1]:
         raise ConfigError(
-            f"stream.sources: {Counter(names)[twice[0]]} of them are called {twice[0]!r}: give each a name of its own (name = …; "
-            "by default the last part of its path)"
+            f"stream.sources: {Counter(names)[twice[0]]} of them are called {twice[0]!r}: give each a name of its own "
+            "(name = …; by default the last part of its path)"
         )
 
 
 def source_shares(job_config: JobConfig, slots: int) -> list[Share]:
-    """What each of [[stream.sources]] has of S slots; none where there are no sources.
+    """Divide S slots among [[stream.sources]]; an empty list if there are no sources.
 
     Raises:
-        ConfigError: as ``check_sources``, or too few slots.
+        ConfigError: as ``check_sources``, or there are too few slots.
     """
     check_sources(job_config)
     sources = job_config.stream.sources  # type: ignore[attr-defined]
@@ -134,7 +136,7 @@ def training_sets(job_config: JobConfig) -> list[DataSet]:
 
 
 def data_sets(job_config: JobConfig) -> list[DataSet]:
-    """All that a run reads: to train on, and for [validation] where it is enabled."""
+    """All data sets that a run reads: for training, and for [validation] if it is enabled."""
     v = job_config.validation
     validation = [DataSet(v.dataset, v.dataset_path, "validation")] if v.enable else []
     return [*training_sets(job_config), *validation]

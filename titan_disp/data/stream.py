@@ -1,11 +1,11 @@
-"""Documents → packed sequences, slot by slot, with a position of a few integers.
+"""The slots of a rank: documents are tokenized and packed into sequences of seq_len + 1 tokens.
 
     files ──one pass each──▶ Passes ──documents──▶ Cursor ──▶ Shuffle ──text, tokenized ahead──▶ Slot ──▶ sequences
 
-A slot's sequences, of seq_len + 1 tokens, depend on (files, tokenizer, seq_len, seed, S, shuffle_window) only. A position is
-re-read on resume, not restored from a buffer of text. Documents are read some sequences ahead and tokenized by threads:
-tokenizers release the GIL, and take 97 % of the time. (``fast_tokenizer`` takes less than waking a thread does, and is called
-where its tokens are needed.)
+A slot's sequences depend only on what the fingerprint holds. After a resume, the documents at a slot's position are
+read again; no text is stored. Documents are read some sequences ahead and tokenized by threads: tokenizing takes 97 %
+of the time, and the tokenizers release the GIL. (``fast_tokenizer`` takes less time than waking a thread, and is called
+when its tokens are needed.)
 """
 
 import math
@@ -25,14 +25,28 @@ from titan_disp.data.passes import Passes
 from titan_disp.data.place import Field, Place
 from titan_disp.data.shuffle import Shuffle
 
-AHEAD_BYTES = 1 << 17  # of text that is tokenized ahead of a rank's packing, in all its slots together …
+AHEAD_BYTES = 1 << 17  # of text that a rank tokenizes ahead, in all its slots together …
 AHEAD_SEQUENCES = 16  # … but no more sequences than these
-TASK_BYTES = 1 << 13  # of text for one task of a thread: about 4 ms, against 0.05 ms that a task costs
+TASK_BYTES = 1 << 13  # of text for one task of a thread: tokenizing takes about 4 ms, the task itself 0.05 ms
 
 
 @dataclass(frozen=True)
 class StreamOptions:
-    """What decides how documents become sequences, and what happens to bad ones; and threads, which decide nothing."""
+    """How documents become sequences, what happens to bad ones, and how many threads tokenize them.
+
+    Attributes:
+        seq_len: tokens of a sequence, without the last label.
+        seed: ``stream.seed``.
+        shuffle_window: documents of a slot that are shuffled together; 0 or 1 for none.
+        on_bad_data: "skip" or "fail".
+        max_skipped_fraction: see ``limits``.
+        max_document_bytes: longer documents are bad.
+        retry_seconds: how long a failing read is tried again.
+        queue_bytes: memory of a pass, see ``Passes``.
+        tokenizer_threads: does not affect the sequences.
+        fast_tokenizer: whether gigatoken is used.
+        format: how documents are found in the files.
+    """
 
     seq_len: int
     seed: int = 0
@@ -59,9 +73,15 @@ class RankStreams:
         encode: Callable[[str], Sequence[int] | np.ndarray],
         options: StreamOptions,
     ) -> None:
-        """Args:
-        files: all files of the split. slots: this rank's. positions: [len(slots), k] int64, copied.
-        assignment: of all slots. encode: text → token ids that end in EOS; called from several threads. options: see there.
+        """Start at the given positions; after a resume, first pass over what was read before.
+
+        Args:
+            files: all files of all sources.
+            slots: this rank's slots.
+            positions: [len(slots), k] int64, copied.
+            assignment: of all slots.
+            encode: a function from a text to token ids that end in EOS; called from several threads.
+            options: see ``StreamOptions``.
         """
         self.encode, self.options = encode, options
         places = [Place(slot, position.copy(), assignment) for slot, position in zip(slots, positions, strict=True)]
@@ -86,11 +106,11 @@ class RankStreams:
         return self.passes.bytes_read()
 
     def text_per_stored_byte(self) -> list[float]:
-        """Of the files of each source, as far as they are read."""
+        """Bytes of text per stored byte, for each source, measured on what has been read so far."""
         return self.passes.text_per_stored_byte()
 
     def read_ahead(self, slot: int) -> None:
-        """Have the documents of the rank's next sequences, from this slot on in turn, tokenized in the background."""
+        """Begin to tokenize the documents of the rank's next sequences, of all its slots in turn from this one on."""
         sequence = (self.options.seq_len + 1) * self._bytes_per_token
         window = min(AHEAD_SEQUENCES, max(2, math.ceil(AHEAD_BYTES / sequence)))
         own = len(self.slots)
@@ -100,12 +120,15 @@ class RankStreams:
             self.slots[first + (slot - first + j) % own].read_ahead(rounds * sequence)
 
     def learn(self, document: Document, tokens: int) -> None:
-        """Follow the text's bytes per token, by which read-ahead is measured."""
+        """Update the mean bytes of text per token, by which reading ahead is measured."""
         self._bytes_per_token += 0.01 * (document.size / tokens - self._bytes_per_token)
 
     def tokenize(self, contents: list[str | np.ndarray]) -> Callable[[], list[np.ndarray]]:
-        """Begin to tokenize; what is returned gives the token ids of each document, int32, which end in EOS. Threads do it,
-        unless waking one would take longer than the work."""
+        """Begin to tokenize documents, in a thread unless waking one takes longer than the work.
+
+        Returns:
+            A function that waits and returns the token ids of each document, int32, ending in EOS.
+        """
         if not self.options.fast_tokenizer:
             return self.executor.submit(self._tokenize, contents).result
         done = self._tokenize(contents)
@@ -121,7 +144,7 @@ class RankStreams:
 
     def _stored_ids(self, ids: np.ndarray) -> np.ndarray:
         eos_id = self.options.format.eos_id
-        assert eos_id is not None  # or else they would not have been read
+        assert eos_id is not None  # without it, the reader would have refused the ids
         return np.append(ids, eos_id).astype(np.int32) if ids[-1] != eos_id else ids.astype(np.int32)
 
     def close(self) -> None:
@@ -131,11 +154,11 @@ class RankStreams:
 
 @dataclass
 class _Ahead:
-    """A document that was read ahead."""
+    """A document that was read ahead. ``place`` is its place in the list that ``tokens`` returns."""
 
     document: Document
     tokens: Callable[[], list[np.ndarray]]
-    place: int  # in their list
+    place: int
 
 
 class Slot:
@@ -148,15 +171,15 @@ class Slot:
     def __init__(self, cursor: Cursor, streams: RankStreams) -> None:
         self.cursor, self.streams = cursor, streams
         self.position = cursor.position.copy()
-        self._offset = int(cursor.position[Field.OFFSET])  # in the next document
+        self._offset = int(cursor.position[Field.OFFSET])  # tokens already taken from the next document
         cursor.position[Field.OFFSET] = 0
         window = streams.options.shuffle_window
         self.source = Shuffle(cursor, window) if window > 1 else cursor
         self._ahead: deque[_Ahead] = deque()
-        self._bytes = 0.0  # of text read ahead and not yet packed
+        self._bytes = 0.0  # text read ahead and not packed yet
 
     def read_ahead(self, size: float) -> None:
-        """Read on until ``size`` bytes of text are ready or being tokenized."""
+        """Read on until ``size`` bytes of text are tokenized or being tokenized."""
         while self._bytes < size:
             documents, total = [], 0
             while self._bytes + total < size and total < TASK_BYTES:
@@ -167,19 +190,19 @@ class Slot:
             self._bytes += total
 
     def sequence(self) -> np.ndarray:
-        """The next seq_len + 1 tokens, int64; the position moves with them."""
+        """Return the next seq_len + 1 tokens, int64, and move the position past them."""
         out = np.empty(self.streams.options.seq_len + 1, dtype=np.int64)
         self.fill(out)
         return out
 
     def fill(self, out: np.ndarray) -> None:
-        """Write the next len(out) tokens; the position moves with them."""
-        if not self.streams.options.fast_tokenizer:  # which has nothing to gain from texts that wait
+        """Write the next len(out) tokens into ``out``, and move the position past them."""
+        if not self.streams.options.fast_tokenizer:  # it gains nothing from reading ahead
             self.streams.read_ahead(self.cursor.place.index)
         filled = 0
         while filled < len(out):
             if not self._ahead:
-                self._bytes = 0.0  # rounding, and the part of a document that was packed before a resume
+                self._bytes = 0.0  # drops rounding errors, and what was packed of a document before a resume
                 self.read_ahead(1)
             head = self._ahead[0]
             tokens = head.tokens()[head.place]

@@ -1,4 +1,4 @@
-"""Plain text, UTF-8: a file is a document, or every block of lines between blank ones is."""
+"""Plain text in UTF-8: the whole file is a document, or every block of lines between blank lines is one."""
 
 import codecs
 from collections.abc import Iterator
@@ -10,8 +10,12 @@ TOO_LONG = 'more than stream.max_document_mb allows: set stream.text_split = "bl
 
 
 def records(stream: Any, max_bytes: int, split: str) -> Iterator[str | BadDocument]:
-    """Args:
-    stream: binary. max_bytes: longer documents are bad, and never in memory as a whole. split: see ``Format``.
+    """Yield the documents of a text file.
+
+    Args:
+        stream: a binary stream.
+        max_bytes: longer documents are bad, and are never in memory as a whole.
+        split: "file" or "blank_lines", see ``Format``.
     """
     return _blocks(stream, max_bytes) if split == "blank_lines" else _whole(stream, max_bytes)
 
@@ -28,7 +32,7 @@ def _whole(stream: Any, max_bytes: int) -> Iterator[str | BadDocument]:
 
 
 def _blocks(stream: Any, max_bytes: int) -> Iterator[str | BadDocument]:
-    """A blank line has nothing but white space. The line break before it (\\n or \\r\\n) is no part of the block."""
+    """Yield the blocks between blank lines (only white space), without the line break at the end (\\n or \\r\\n)."""
     block: list[bytes] = []
     size, at_line_start = 0, True
     first = True

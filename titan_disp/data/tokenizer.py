@@ -1,4 +1,4 @@
-"""Tokenizers by what ``model.hf_assets_path`` holds: a Hugging Face folder or a SentencePiece model."""
+"""Load the tokenizer in ``model.hf_assets_path``: a Hugging Face tokenizer or a SentencePiece model."""
 
 import json
 import os
@@ -15,10 +15,11 @@ HUGGING_FACE_FILES = ("tokenizer.json", "vocab.json", "vocab.txt")
 
 
 class SentencePieceTokenizer(BaseTokenizer):
-    """A SentencePiece model behind TorchTitan's tokenizer protocol.
+    """A SentencePiece model with TorchTitan's tokenizer interface.
 
     Attributes:
-        bos_id, eos_id: None where the model has no such token.
+        bos_id: None if the model has no BOS token.
+        eos_id: None if the model has no EOS token.
     """
 
     def __init__(self, model_file: str | Path) -> None:
@@ -32,7 +33,7 @@ class SentencePieceTokenizer(BaseTokenizer):
         return token_id if token_id >= 0 else None
 
     def encode(self, text: str, add_bos: bool = False, add_eos: bool = False) -> list[int]:  # type: ignore[override]
-        """Token ids, with bos and eos where asked for and the model has them."""
+        """Token ids, with BOS and EOS if they are asked for and the model has them."""
         ids = self.processor.encode(text)
         if add_bos and self.bos_id is not None:
             ids.insert(0, self.bos_id)
@@ -48,10 +49,10 @@ class SentencePieceTokenizer(BaseTokenizer):
 
 
 def find_tokenizer(folder: str | Path) -> Path:
-    """The tokenizer's file in an assets folder; a Hugging Face tokenizer goes before a SentencePiece model.
+    """Find the tokenizer's file in an assets folder; Hugging Face tokenizers take precedence over SentencePiece models.
 
     Raises:
-        ConfigError: no folder, no tokenizer in it, or several SentencePiece models.
+        ConfigError: there is no such folder, no tokenizer in it, or several SentencePiece models.
     """
     folder = Path(folder)
     expected = "a folder with a Hugging Face tokenizer (tokenizer.json) or a SentencePiece model (*.model)"
@@ -71,10 +72,10 @@ def find_tokenizer(folder: str | Path) -> Path:
 
 
 def load_tokenizer(folder: str | Path) -> BaseTokenizer:
-    """Load the tokenizer that ``find_tokenizer`` finds. Text that spells a special token (</s>) is text to it, of either kind.
+    """Load the tokenizer that ``find_tokenizer`` finds. It treats text that spells a special token (</s>) as text.
 
     Raises:
-        ConfigError: missing or unreadable.
+        ConfigError: the tokenizer is missing or cannot be read.
     """
     file = find_tokenizer(folder)
     try:
@@ -84,10 +85,11 @@ def load_tokenizer(folder: str | Path) -> BaseTokenizer:
 
 
 def _hugging_face(folder: str | Path) -> HuggingFaceTokenizer:
-    """TorchTitan's tokenizer, which makes no special tokens of text, as SentencePiece makes none.
+    """Load TorchTitan's tokenizer, changed so that text never becomes a special token, as with SentencePiece.
 
-    EOS within a document would end it; and who writes a corpus could write any control token. TorchTitan makes special tokens of
-    all that tokenizer_config.json adds; those that say that they are not (Qwen's <think>) are words, as they are to transformers.
+    EOS within a document would end the document, and any author of a corpus could write control tokens. TorchTitan
+    treats all tokens that tokenizer_config.json adds as special. Those that the file calls not special (Qwen's <think>)
+    are words here, as in transformers.
     """
     tokenizer = HuggingFaceTokenizer(str(folder))
     config = tokenizer.config or {}
@@ -105,10 +107,11 @@ def _hugging_face(folder: str | Path) -> HuggingFaceTokenizer:
 
 
 def _find_eos(tokenizer: HuggingFaceTokenizer, folder: Path) -> None:
-    """EOS where TorchTitan finds none: GPT-2's <|endoftext|>.
+    """Set EOS where TorchTitan finds none, as for GPT-2's <|endoftext|>.
 
-    TorchTitan takes a token that tokenizer_config.json calls both BOS and EOS for BOS alone. Here it is EOS alone: one of them
-    separates two documents. The hub's tokenizer_config.json of GPT-2 names no token; the id is in config.json.
+    If tokenizer_config.json gives one token as both BOS and EOS, TorchTitan takes it for BOS alone. Here it is EOS
+    alone, so that one token separates two documents. The hub's tokenizer_config.json of GPT-2 names no token;
+    config.json has the id.
     """
     if tokenizer.bos_id is not None:
         named = tokenizer._get_token_from_config(tokenizer.config or {}, "eos_token")
@@ -123,18 +126,19 @@ def _find_eos(tokenizer: HuggingFaceTokenizer, folder: Path) -> None:
 
 
 def check_fits(tokens: int, folder: str | Path, vocab_size: int, model: str, advice: str) -> None:
-    """Raise ConfigError where a tokenizer of ``tokens`` tokens can give ids that the model's embedding does not have."""
+    """Raise ConfigError if a tokenizer of ``tokens`` tokens can give ids that the model's embedding does not have."""
     if tokens > vocab_size:
         raise ConfigError(
-            f"the tokenizer in {str(folder)!r} has {tokens} tokens, but {model} has a vocabulary of {vocab_size}: {advice}"
+            f"the tokenizer in {str(folder)!r} has {tokens} tokens, but {model} has a vocabulary of {vocab_size}: "
+            f"{advice}"
         )
 
 
 def load_tokenizer_for(flavor: str, vocab_size: int, folder: str | Path) -> BaseTokenizer:
-    """The tokenizer in ``model.hf_assets_path`` for a flavor that is to be trained.
+    """Load the tokenizer in ``model.hf_assets_path`` for training a flavor.
 
     Raises:
-        ConfigError: missing, unreadable, or with more tokens than the flavor's vocabulary.
+        ConfigError: the tokenizer is missing, unreadable, or has more tokens than the flavor's vocabulary.
     """
     tokenizer = load_tokenizer(folder)
     advice = "choose a flavor with a larger vocabulary or a smaller tokenizer"
@@ -143,15 +147,21 @@ def load_tokenizer_for(flavor: str, vocab_size: int, folder: str | Path) -> Base
 
 
 def encoder(tokenizer: BaseTokenizer) -> Callable[[str], list[int]]:
-    """text → token ids, ending in EOS (and beginning with BOS where the tokenizer has one, as TorchTitan does)."""
+    """Return a function from a text to token ids that end in EOS, and begin with BOS if the tokenizer has one.
+
+    TorchTitan adds BOS and EOS in the same way.
+
+    Raises:
+        ConfigError: the tokenizer has no EOS.
+    """
     if tokenizer.eos_id is None:
         raise ConfigError(
             "the tokenizer has no EOS token, which must separate documents: name one in tokenizer_config.json"
         )
-    # The stream has threads of its own, so many as were asked for; the tokenizer's would be one for every core of the node.
+    # The stream has its own threads. The tokenizer would start one for every core of the node.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     if isinstance(tokenizer, HuggingFaceTokenizer):
-        # Without offsets, which nobody here needs: a third faster than Tokenizer.encode.
+        # Without offsets, which are not needed, this is a third faster than Tokenizer.encode.
         fast = tokenizer.tokenizer.encode_batch_fast
         begin = [tokenizer.bos_id] if tokenizer.bos_id is not None and not tokenizer.hf_adds_bos else []
         end = [] if tokenizer.hf_adds_eos else [tokenizer.eos_id]

@@ -1,4 +1,4 @@
-"""Validation on the first sequences of the validation split: the same in every run and on any mesh."""
+"""Validation on the first sequences of the validation split, which are the same in every run and on any mesh."""
 
 import os
 from collections.abc import Iterator
@@ -18,8 +18,8 @@ from torchtitan.distributed import ParallelDims
 from torchtitan.tools.logging import logger
 
 from titan_disp.data.assignment import Assignment
+from titan_disp.data.content_check import check_content
 from titan_disp.data.files import DataFile, held_out, list_files, on_rank_0, streams_from_hub
-from titan_disp.data.first_look import look_at
 from titan_disp.data.limits import check_documents
 from titan_disp.data.loader import stream_options
 from titan_disp.data.place import Field
@@ -30,10 +30,11 @@ from titan_disp.errors import ConfigError
 
 
 def validation_sequences(job_config: JobConfig, dp_world_size: int) -> int:
-    """Number of validation sequences over all ranks.
+    """The number of validation sequences over all ranks.
 
     Raises:
-        ConfigError: not a multiple of what the ranks take in one step, or "all of the data" (validation.steps = −1).
+        ConfigError: it is not a multiple of what the ranks take in one step, or it is unlimited (validation.steps =
+            −1).
     """
     v, wanted = job_config.validation, job_config.stream.validation_sequences  # type: ignore[attr-defined]
     step = v.local_batch_size * dp_world_size
@@ -43,13 +44,13 @@ def validation_sequences(job_config: JobConfig, dp_world_size: int) -> int:
         return v.steps * step
     if v.steps != -1 and v.steps * step < wanted:
         raise ConfigError(
-            f"validation.steps is {v.steps}, which would end after {v.steps * step} of the stream.validation_sequences {wanted}: "
-            "set one of them only (validation.steps = -1 is no limit)"
+            f"validation.steps is {v.steps}, which would end after {v.steps * step} of the stream.validation_sequences "
+            f"{wanted}: set one of them only (validation.steps = -1 is no limit)"
         )
     if wanted < 1 or wanted % step:
         raise ConfigError(
-            f"stream.validation_sequences is {wanted}, expected a multiple of validation.local_batch_size {v.local_batch_size} × "
-            f"{dp_world_size} data-parallel ranks = {step}"
+            f"stream.validation_sequences is {wanted}, expected a multiple of validation.local_batch_size "
+            f"{v.local_batch_size} × {dp_world_size} data-parallel ranks = {step}"
         )
     return wanted
 
@@ -57,16 +58,21 @@ def validation_sequences(job_config: JobConfig, dp_world_size: int) -> int:
 def first_sequences(
     files: list[DataFile], tokenizer: BaseTokenizer, job_config: JobConfig, seq_len: int, count: int, asked: str
 ) -> np.ndarray:
-    """[count, seq_len + 1] token ids from the beginning of a split, int32, read as one stream.
+    """Read token ids from the beginning of a split as one stream: [count, seq_len + 1] int32.
 
     Args:
-        asked: what asks for so many, and how to ask for fewer, for the message.
+        files: of the split.
+        tokenizer: the run's tokenizer.
+        job_config: the config.
+        seq_len: tokens of a sequence, without the last label.
+        count: number of sequences.
+        asked: what asks for so many, and how to ask for fewer; for the message.
 
     Raises:
-        ConfigError: the split has fewer of them; a second time over it would weigh what comes twice.
+        ConfigError: the split has fewer sequences. Repeating some would give these more weight.
     """
     options = stream_options(job_config, seq_len, tokenizer)
-    look_at(files, options, "validation")
+    check_content(files, options, "validation")
     streams = RankStreams(
         files,
         range(1),
@@ -81,8 +87,8 @@ def first_sequences(
             found.append(slot.sequence().astype(np.int32))
             if slot.position[Field.EPOCH] > 0:
                 raise ConfigError(
-                    f"the validation split ({len(files)} files, {files[0].url} to {files[-1].url}) holds {len(found) - 1} "
-                    f"sequences of {seq_len} tokens, expected {count}: {asked}, or take more text"
+                    f"the validation split ({len(files)} files, {files[0].url} to {files[-1].url}) holds "
+                    f"{len(found) - 1} sequences of {seq_len} tokens, expected {count}: {asked}, or take more text"
                 )
     finally:
         streams.close()
@@ -93,13 +99,14 @@ def first_sequences(
 
 
 def held_out_sequences(job_config: JobConfig, tokenizer: BaseTokenizer, count: int) -> Tensor | None:
-    """The first sequences of the validation split: the same on every rank and in every run. A collective call.
+    """Read the first sequences of the validation split, the same on every rank and in every run. A collective call.
 
-    The split is [validation]'s where it is enabled, else the one beside the training data: of several sources, the first that
-    has one.
+    The split is that of [validation] if it is enabled, else the one beside the training data. Of several sources, the
+    first one that has a validation split is used.
 
     Returns:
-        [count, training.seq_len + 1] token ids, int64, the last one a label only, or None where there is no validation split.
+        [count, training.seq_len + 1] token ids, int64, the last of which is only a label; None if there is no
+        validation split.
     """
     v = job_config.validation
     if v.enable:
@@ -113,7 +120,7 @@ def held_out_sequences(job_config: JobConfig, tokenizer: BaseTokenizer, count: i
     if not splits:
         return None
 
-    def read() -> np.ndarray | None:  # by one rank: hundreds of them would ask the hub for the same documents
+    def read() -> np.ndarray | None:  # on rank 0, because hundreds of ranks would ask the hub for the same documents
         for dataset, path in splits:
             try:
                 files = list_files(dataset, path, "validation")
@@ -129,10 +136,10 @@ def held_out_sequences(job_config: JobConfig, tokenizer: BaseTokenizer, count: i
 
 
 class _ValidationSet:
-    """Iterates over this rank's batches; the sequences are read once, before training, and kept (int32).
+    """Iterates over this rank's validation batches. The sequences are read once, before training, and kept as int32.
 
     Raises:
-        ConfigError: on all ranks: no such split, or one with fewer sequences.
+        ConfigError: on all ranks: there is no such split, or it has fewer sequences.
     """
 
     def __init__(self, job_config: JobConfig, tokenizer: BaseTokenizer, dp_world_size: int, dp_rank: int) -> None:
@@ -140,11 +147,12 @@ class _ValidationSet:
         files = on_rank_0(list_files, v.dataset, v.dataset_path, "validation")
         count, step = validation_sequences(job_config, dp_world_size), v.local_batch_size * dp_world_size
         asked = (
-            f"set stream.validation_sequences to a multiple of {step} (validation.local_batch_size {v.local_batch_size} × "
-            f"{dp_world_size} data-parallel ranks) that there are, or validation.steps"
+            f"set stream.validation_sequences to a multiple of {step} (validation.local_batch_size "
+            f"{v.local_batch_size} × {dp_world_size} data-parallel ranks) that is small enough, or lower "
+            "validation.steps"
         )
         source = (files, tokenizer, job_config, v.seq_len, count, asked)
-        every = torch.from_numpy(on_rank_0(first_sequences, *source))  # by one rank, as above
+        every = torch.from_numpy(on_rank_0(first_sequences, *source))  # on rank 0, as in held_out_sequences
         self._own = every.view(-1, dp_world_size, v.local_batch_size, v.seq_len + 1)[:, dp_rank].clone()
 
     def __iter__(self) -> Iterator[tuple[dict[str, Tensor], Tensor]]:
@@ -153,7 +161,7 @@ class _ValidationSet:
 
 
 class StreamValidator(Validator):
-    """TorchTitan's validation loop on our data; its own __init__ would build the stock loader."""
+    """TorchTitan's validation loop on our data. Its own ``__init__`` would build TorchTitan's loader."""
 
     def __init__(
         self,
@@ -179,5 +187,5 @@ class StreamValidator(Validator):
 
 
 def build_validator(**kwargs: Any) -> StreamValidator:
-    """TorchTitan's ``build_validator_fn``; the pipeline's arguments are dropped, as there is none."""
+    """TorchTitan's ``build_validator_fn``; drops the arguments for pipeline parallelism, which is not supported."""
     return StreamValidator(**{k: v for k, v in kwargs.items() if not k.startswith("pp_")})

@@ -1,4 +1,4 @@
-"""The prefetch worker: a process of each rank that makes its sequences ahead of time."""
+"""The prefetch worker: a process of each rank that makes the rank's sequences ahead of training."""
 
 import multiprocessing
 import os
@@ -16,19 +16,20 @@ from titan_disp.data.place import Field
 from titan_disp.data.stream import RankStreams
 from titan_disp.errors import ConfigError
 
-_WATCH_SECONDS = 2.0  # between looks of the worker whether its rank is alive
+_WATCH_SECONDS = 2.0  # how often the worker checks that its rank is alive
 
 
 def as_it_is(batch: Any) -> Any:
-    """DataLoader would make tensors of arrays already in the worker."""
+    """Return the batch unchanged. DataLoader's own collate function would turn arrays into tensors in the worker."""
     return batch
 
 
 class Sequences(IterableDataset):
-    """Runs in the prefetch worker: (tokens [n, seq_len + 1], positions [n, k], bytes newly read by (epoch, file), bytes of text
-    in a stored byte by source), or a ConfigError.
+    """The iterable that runs in the prefetch worker.
 
-    n is ``batch`` times up to ``group``; less only before an error, which comes after all that was read before it.
+    It yields tuples of tokens [n, seq_len + 1], positions [n, k], bytes newly read by (epoch, file), and bytes of text
+    per stored byte of each source. n is ``batch`` · ``group``. If reading fails, it yields what was read before (n may
+    then be a smaller multiple of ``batch``) and then the ConfigError.
     """
 
     def __init__(self, make: Any, batch: int, group: int) -> None:
@@ -42,8 +43,8 @@ class Sequences(IterableDataset):
             slots = list(streams.slots.values())
             turn = 0
             while True:
-                # Arrays travel through the worker's pipe faster than tensors, which would go through shared memory.
-                # int64 already here, as the model wants it: this process has the time.
+                # Arrays pass through the worker's pipe faster than tensors, which would go through shared memory. They
+                # are int64, as the model wants, because this process has the time to convert them.
                 tokens = np.empty((self.batch * self.group, streams.options.seq_len + 1), dtype=np.int64)
                 positions = np.empty((len(tokens), len(Field)), dtype=np.int64)
                 done, failed = 0, None
@@ -62,24 +63,24 @@ class Sequences(IterableDataset):
                 if failed is not None:
                     raise failed
         except ConfigError as error:
-            yield error  # raised by the consumer: a worker's traceback would bury the message
+            yield error  # the consumer raises it, because a worker's traceback would bury the message
         finally:
             if streams is not None:
                 streams.close()
 
 
 def _allow_many_files() -> None:
-    """A rank of many slots holds a file open for each: raise the soft limit (often 1024) to the hard one."""
+    """Raise the soft limit on open files (often 1024) to the hard one: a rank may hold a file open for each slot."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def worker_signals(worker: int) -> None:
-    """Ignore what asks the *rank* to stop: it will save a checkpoint first, and a dead worker would fail its next step.
+    """Ignore signals that ask the *rank* to stop: it saves a checkpoint first, and needs the worker until then.
 
-    SIGTERM from the rank itself still ends the worker: multiprocessing sends it when Python exits, and then waits. So does the
-    rank's death: DataLoader's own watch would wait for the pipe to be read, for ever.
+    SIGTERM from the rank itself still ends the worker: multiprocessing sends it when Python exits, and then waits. The
+    rank's death ends the worker too. DataLoader's own check for this would wait forever for the pipe to be read.
     """
     for name in ("SIGUSR1", "SIGUSR2", "SIGINT"):
         signal.signal(getattr(signal, name), signal.SIG_IGN)

@@ -1,7 +1,8 @@
-"""Values whose gradients are known when they are computed, and sums over the ranks that share a sequence.
+"""These autograd functions compute gradients in forward, and sum values over the ranks that share a sequence.
 
-A layer's value comes with its gradient, which forward saves; backward scales it. Where a sequence is sharded, the gradient of a
-rank's own tokens is complete, so that backward needs no communication: the derivative of a sum over ranks is the identity.
+Forward computes a layer's value together with its gradient and saves the gradient. Backward only scales it. If a
+sequence is sharded, each rank saves the complete gradient of its own tokens, so backward needs no communication: the
+derivative of a sum over ranks is the identity.
 """
 
 from collections.abc import Callable
@@ -17,9 +18,10 @@ Result = tuple[Tensor, Tensor]  # value [B], ∂value/∂z [B, n, F]
 
 
 class SavedGradient(torch.autograd.Function):
-    """A number per sequence whose gradient is computed with it: ``compute(z)`` → value [B], ∂value/∂z [B, n, F].
+    """Compute a value [B] together with its gradient [B, n, F], which are what ``compute(z)`` returns.
 
-    Forward saves the gradient in z's dtype; backward scales it, in its own memory unless the graph is retained.
+    Forward saves the gradient in the dtype of z (float32 for float16). Backward scales it in place, or in new memory if
+    the graph is retained.
     """
 
     @staticmethod
@@ -39,19 +41,23 @@ class SavedGradient(torch.autograd.Function):
         return only_first_derivative(out, value), None
 
 
-# Private, but what AOTAutograd asks too; where it is missing, memory is not reused.
+# AOTAutograd calls this private function too. If torch lacks it, backward does not reuse the memory.
 _graph_is_retained = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", lambda: True)
 
 
 def saved_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Of a saved gradient: z's own, but fp16 could overflow, as ∂S/∂z grows with N. bf16 has fp32's range."""
+    """Return the dtype of a saved gradient: that of z, except float32 for float16.
+
+    ∂S/∂z grows with N and could overflow in float16. bf16 has the range of float32.
+    """
     return torch.float32 if dtype == torch.float16 else dtype
 
 
 class SavedRows(torch.autograd.Function):
-    """A value [B] whose gradient is known, and 0 but at some positions of z.
+    """Attach a known gradient to a value [B]. The gradient is 0 except at some positions of z.
 
-    That is ``rows`` [B, k, F] at ``positions``: [k] of all sequences; or [B, k], where rows at the same position add up.
+    There it is ``rows`` [B, k, F]. ``positions`` is [k], distinct and shared by all sequences, or [B, k], where rows at
+    the same position are added.
     """
 
     @staticmethod
@@ -75,10 +81,11 @@ class SavedRows(torch.autograd.Function):
 
 
 def only_first_derivative(grad: Tensor, value: Tensor) -> Tensor:
-    """``grad``, whose differentiation is an error: it is no function of z here, so that a second derivative would be wrong.
+    """Return ``grad``, and raise an error if it is differentiated again.
 
-    ``value`` is the output that backward has saved, from which the graph leads to z. (torch's ``once_differentiable`` leads
-    nowhere: ``torch.autograd.grad`` would pass over it, and leave out a part of a second derivative without an error.)
+    In backward, ``grad`` is a constant and not a function of z, so a second derivative would be silently wrong.
+    ``value`` is the saved output of forward, which connects the graph to z. (torch's ``once_differentiable`` has no
+    connection to z: ``torch.autograd.grad`` would skip it and drop part of a second derivative without an error.)
     """
     return _NoSecondDerivative.apply(grad, value) if torch.is_grad_enabled() else grad
 
@@ -91,12 +98,15 @@ class _NoSecondDerivative(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> None:  # type: ignore[override]
         raise RuntimeError(
-            "the dispersion loss has no second derivative: its gradient is computed with its value, and saved"
+            "the dispersion loss has no second derivative: its gradient is computed in forward and saved"
         )
 
 
 class SumOverGroup(torch.autograd.Function):
-    """All-reduce (sum). Backward is the identity: every rank already holds the whole gradient of its own rows."""
+    """Compute the sum over ranks (all-reduce).
+
+    Backward is the identity: each rank already holds the whole gradient of its own rows.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:  # type: ignore[override]
@@ -110,7 +120,10 @@ class SumOverGroup(torch.autograd.Function):
 
 
 class LogSumExpOverGroup(torch.autograd.Function):
-    """log Σ_ranks exp(x). Backward scales by exp(x − total): x's own gradient is relative to its own sum."""
+    """Compute log Σ_ranks exp(x).
+
+    Backward scales by exp(x − total), because the gradient of x is relative to this rank's own sum.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:  # type: ignore[override]

@@ -1,7 +1,8 @@
-"""What a GPU wants otherwise than a CPU: tensor cores for products, one kernel for a chain of pointwise operations.
+"""This module holds what differs between GPU and CPU: the dtype of products, and compiled pointwise operations.
 
-bf16 activations meet bf16 tensor cores, with sums, and all that happens to a cosine, in float32. Everything else is computed in
-float32 (float64 stays float64), as bf16 products on a CPU would be slow, and fp16 could overflow.
+On a GPU, bf16 activations are multiplied on bf16 tensor cores; sums, and everything computed from a cosine, are in
+float32. Otherwise everything is computed in float32 (float64 stays float64), because bf16 products are slow on a CPU
+and float16 could overflow.
 """
 
 import functools
@@ -17,28 +18,32 @@ T = TypeVar("T")
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """float64 stays float64 (for reference computations); everything else is computed in float32."""
+    """Return the dtype of sums: float64 for float64 (reference computations), otherwise float32."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def operand_dtype(x: Tensor) -> torch.dtype:
-    """In which products of x are formed: bf16 where x is, on an accelerator; else the accumulation dtype."""
+    """Return the dtype in which products of x are formed: bf16 if x is bf16 on an accelerator, else the sums' dtype."""
     if x.dtype == torch.bfloat16 and x.device.type != "cpu":
         return torch.bfloat16
     return accumulation_dtype(x.dtype)
 
 
 def bf16_autocast(device: str) -> bool:
-    """Whether products of float32 are to be taken in bf16: AMP, with which TorchTitan trains on one GPU (no FSDP2).
+    """Return whether bf16 AMP is active, so that products of float32 activations should be formed in bf16.
 
-    Its blocks' outputs are float32, as sums of bf16 branches with float32 embeddings.
+    TorchTitan trains with AMP on one GPU, without FSDP2. Block outputs are then float32, because bf16 branches are
+    added to float32 embeddings.
     """
     return device != "cpu" and torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) == torch.bfloat16
 
 
 @functools.cache
 def _float32_results(device: torch.device) -> bool:
-    """Whether this device's bf16 products can be written in float32, as they are accumulated (CUDA since torch 2.8)."""
+    """Return whether this device can return bf16 products in float32.
+
+    It accumulates them in float32 anyway. CUDA can do so since torch 2.8.
+    """
     try:
         x = torch.ones(2, 16, 16, device=device, dtype=torch.bfloat16)
         out = torch.bmm(x, x, out_dtype=torch.float32)
@@ -50,16 +55,16 @@ def _float32_results(device: torch.device) -> bool:
 
 
 def product(a: Tensor, b: Tensor) -> Tensor:
-    """a @ b of [B, m, k] and [B, k, n], in the accumulation dtype."""
+    """Return a @ b in the accumulation dtype, for a [B, m, k] and b [B, k, n]."""
     if a.dtype == accumulation_dtype(a.dtype):
         return torch.bmm(a, b)
     if _float32_results(a.device):
         return torch.bmm(a, b, out_dtype=torch.float32)
-    return torch.bmm(a, b).float()  # rounded once, as the saved gradient will be
+    return torch.bmm(a, b).float()  # rounded to bf16 once, as the saved gradient is
 
 
 def add_product_(out: Tensor, a: Tensor, b: Tensor) -> None:
-    """out += a @ b, in the accumulation dtype of ``out`` [B, m, n]."""
+    """Add a @ b to ``out`` [B, m, n] in place. ``out`` has the accumulation dtype."""
     if a.dtype == out.dtype:
         out.baddbmm_(a, b)
     elif _float32_results(a.device):
@@ -69,9 +74,10 @@ def add_product_(out: Tensor, a: Tensor, b: Tensor) -> None:
 
 
 def fused(function: Callable[P, T]) -> Callable[P, T]:
-    """Compiled for tensors on an accelerator: one kernel, and no temporaries in memory. On a CPU, the function itself.
+    """Compile a function for tensors on an accelerator: one kernel without temporaries. On a CPU it runs as it is.
 
-    The first argument decides. Where nothing can be compiled (no compiler, no Triton), a warning, and the function itself.
+    The device of the first argument decides. If compilation fails (no compiler, no Triton), the function warns and runs
+    uncompiled.
     """
     compiled: list[Callable[P, T]] = []
 
@@ -89,8 +95,8 @@ def fused(function: Callable[P, T]) -> Callable[P, T]:
             return compiled[0](*args, **kwargs)
         except torch.OutOfMemoryError:
             raise
-        except Exception as error:  # Dynamo, Inductor, Triton and compilers raise their own, before anything has run
-            warnings.warn(f"{function.__name__} is not compiled, and slower: {error}", stacklevel=2)
+        except Exception as error:  # Dynamo, Inductor, Triton and compilers raise different types, before anything runs
+            warnings.warn(f"{function.__name__} could not be compiled and runs slower: {error}", stacklevel=2)
             compiled[0] = function
             return function(*args, **kwargs)
 

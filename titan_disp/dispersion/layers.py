@@ -1,10 +1,12 @@
-"""The tokens that the loss is computed of: whole or sequence-sharded activations (tensor parallel, context parallel, or both).
+"""The loss is computed from the tokens of several layers, which may be sharded along the sequence (TP, CP, or both).
 
-Exact and sharded: all-gather z in its own dtype along the sequence, meanwhile compute own rows × own columns, then × the
-others', all-reduce S: one stacked all-reduce for all layers. Moments gather some 64 tokens a layer
-and all-reduce F×F numbers; sampled tokens m×F a layer, for all layers at once.
+Communication of a sharded sequence:
+    exact: all-gather z in its own dtype. Meanwhile compute own rows × own columns, then own rows × other columns.
+        All-reduce S, stacked over the layers.
+    moments: per layer, all-gather about 64 tokens per sequence and all-reduce F×F numbers per sequence.
+    sampled: all-reduce m×F numbers per sequence and layer, for all layers at once (m sampled tokens).
 
-Convention: with a group, every rank gets the full L, and backward returns grad_output · ∂L/∂z_local.
+With a group, every rank gets the full loss, and backward returns grad_output · ∂loss/∂z_local.
 """
 
 import math
@@ -20,25 +22,25 @@ from titan_disp.dispersion.autograd import LogSumExpOverGroup, Result, SavedGrad
 from titan_disp.dispersion.kernels import accumulation_dtype
 from titan_disp.dispersion.masks import Count, TokenMask
 
-# This rank's tokens of some sequences of one layer, z [B, n, F] → value [B], ∂value/∂z [B, n, F]. Under a mask, z is 0 at padded
-# positions, and what is returned as their gradient does not matter.
+# Takes this rank's tokens of some sequences of one layer, z [B, n, F], and their mask. Returns value [B] and ∂value/∂z
+# [B, n, F]. Under a mask, z is 0 at padded positions, and the gradient returned there is ignored.
 Compute = Callable[[Tensor, TokenMask | None], Result]
 
-# Of z, whose float32 sums are in memory at a time, whatever the batch: 32 MiB, and 128 MiB on a GPU, which needs few and large
-# kernels.
+# The number of elements of z that are processed at a time, so that memory does not grow with the batch. In float32
+# they take 32 MiB, or 128 MiB on a GPU, which needs few and large kernels.
 BATCH_ELEMENTS = 1 << 23
 GPU_BATCH_ELEMENTS = 1 << 25
 
 
 class Layers(ABC):
-    """The tokens of every layer that the loss is computed of.
+    """This class holds the tokens of all layers from which the loss is computed.
 
     Attributes:
-        length: positions of a whole sequence.
+        length: positions per sequence that the loss takes, over all ranks.
         features: F.
-        mask: which positions hold tokens; None where all do.
-        group: over which the tokens are sharded; None where every rank holds all of them.
-        in_bf16: whether float32 tokens are to be rounded to bf16.
+        mask: which positions hold tokens; None if all do.
+        group: ranks over which the tokens are sharded; None if every rank holds all of them.
+        in_bf16: whether float32 tokens are rounded to bf16 first.
     """
 
     length: int
@@ -49,27 +51,30 @@ class Layers(ABC):
 
     @abstractmethod
     def each(self, compute: Compute) -> Tensor:
-        """A value for each layer and sequence, [L, B]."""
+        """Apply ``compute`` to each layer and return the values, [L, B]."""
 
     @property
     def tokens(self) -> Count:
-        """N of a whole sequence."""
+        """Return the number of tokens per sequence: an int, or [B] under a mask."""
         return self.tokens_of(self.mask)
 
     def tokens_of(self, mask: TokenMask | None) -> Count:
-        """N of the sequences that ``mask`` is of, at least 2: an empty sequence's loss will be replaced."""
+        """Return the number of tokens of the sequences of ``mask``, at least 2.
+
+        A sequence with fewer tokens has the loss 0, which is filled in later.
+        """
         return self.length if mask is None else mask.counts.clamp_min(2)
 
     def sum_over_group(self, values: Tensor) -> Tensor:
-        """Σ over the ranks that share a sequence."""
+        """Return the sum over the ranks that share a sequence."""
         return values if self.group is None else SumOverGroup.apply(values, self.group)
 
     def logsumexp_over_group(self, values: Tensor) -> Tensor:
-        """log Σ exp over the ranks that share a sequence."""
+        """Return log Σ exp over the ranks that share a sequence."""
         return values if self.group is None else LogSumExpOverGroup.apply(values, self.group)
 
     def mean_square(self) -> Tensor:
-        """mean(z²) over tokens and features, [L, B]."""
+        """Return mean(z²) over tokens and features, [L, B]."""
 
         def own_part(z: Tensor, mask: TokenMask | None) -> Result:
             z = z.to(accumulation_dtype(z.dtype))
@@ -87,7 +92,7 @@ class Layers(ABC):
 
 
 class WholeLayers(Layers):
-    """All tokens of ``zs``: one [B, N, F] for each layer, or this rank's [B, N/p, F]."""
+    """Use all tokens of ``zs``, which holds one [B, N, F] per layer, or this rank's [B, N/p, F]."""
 
     def __init__(
         self, zs: Sequence[Tensor], length: int, mask: TokenMask | None, group: dist.ProcessGroup | None, in_bf16: bool
@@ -99,14 +104,14 @@ class WholeLayers(Layers):
         def of_layer(z: Tensor) -> Result:
             if self.group is None:
                 return in_parts(z, self.mask, partial(self._apply, compute))
-            # Each part of the batch would cost one more collective call, and shards are small.
+            # The batch is not split: each part would need a collective call of its own, and shards are small.
             return self._apply(compute, z, self.mask)
 
         return torch.stack([SavedGradient.apply(z, of_layer) for z in self.zs])
 
 
 def in_parts(z: Tensor, mask: TokenMask | None, compute: Compute) -> Result:
-    """``compute(z, mask)``, for some sequences after the others, so that its temporaries do not grow with the batch."""
+    """Return ``compute(z, mask)``, computed for a few sequences at a time to bound the memory of temporaries."""
     elements = BATCH_ELEMENTS if z.device.type == "cpu" else GPU_BATCH_ELEMENTS
     most = max(1, elements // (z.shape[1] * z.shape[2]))
     if most >= len(z):

@@ -1,4 +1,4 @@
-"""The loss: a variant, computed by an estimator, for any sharding of the sequence."""
+"""The loss combines a variant with an estimator, for any sharding of the sequence."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
@@ -21,21 +21,23 @@ ESTIMATORS = ("exact", "moments", "sampled")
 
 @dataclass(frozen=True)
 class DispersionLoss:
-    """The dispersion loss with its options. An option that the variant or the estimator does not use must keep its default.
+    """Compute the dispersion loss. An option that the variant or the estimator does not use must keep its default.
 
     Attributes:
-        variant: of the paper's Table 1: angular, decorrelation, l2_repel, orthogonalization.
-        estimator: exact (all pairs); moments (all pairs, linear in N; angular only); sampled (``max_tokens`` positions).
+        variant: a loss of the paper's Table 1: angular, decorrelation, l2_repel or orthogonalization.
+        estimator: exact (all pairs); moments (all pairs, in time linear in N; angular only); sampled (the pairs of
+            ``max_tokens`` positions).
         tau: temperature of angular and l2_repel.
-        clamp: κ, of angular and orthogonalization.
-        norm_eps: ε, which they add to the norms.
-        norm_coeff: λ_norm of l2_repel, whose distances could otherwise grow for ever.
-        include_diagonal: whether l2_repel's mean is over all pairs, each token with itself among them, as in the authors' code.
+        clamp: κ of angular and orthogonalization. Cosines are clamped to [−1+κ, 1−κ].
+        norm_eps: ε of angular and orthogonalization, added to the norms.
+        norm_coeff: λ_norm of l2_repel, which keeps distances from growing without bound.
+        include_diagonal: whether the mean of l2_repel includes the pair of each token with itself, as in the authors'
+            code.
         max_tokens: positions per sequence of the sampled estimator.
-        seed: of these positions. The other estimators draw nothing, whatever the seed.
+        seed: seed of these positions. The other estimators draw nothing.
 
     Raises:
-        ValueError: an option is unknown, out of range or not used, or the variant does not support the estimator.
+        ValueError: an option is unknown, out of range or unused, or the variant does not support the estimator.
     """
 
     variant: str = "angular"
@@ -58,7 +60,11 @@ class DispersionLoss:
             raise ValueError(
                 f"estimator is {self.estimator!r}, which variant {self.variant!r} does not support: "
                 f"expected one of {', '.join(variant.estimators)}"
-                + (" (its exact form is linear in the tokens already)" if variant.linear_in_tokens else "")
+                + (
+                    " (the time of its exact form grows only linearly with the tokens beyond the number of features)"
+                    if variant.linear_in_tokens
+                    else ""
+                )
             )
         if self.max_tokens < 2:
             raise ValueError(f"max_tokens is {self.max_tokens}, expected at least 2")
@@ -94,26 +100,27 @@ class DispersionLoss:
         fit_errors: list[Tensor] | None = None,
         valid: Tensor | None = None,
     ) -> Tensor:
-        """Loss per layer and sequence.
+        """Return the loss per layer and sequence.
 
         Args:
-            zs: one [B, N, F] tensor per layer, or this rank's [B, N/p, F] shards when ``group`` is given. Shards must have equal
-                shapes on all ranks; which tokens a rank holds, and in which order, does not matter.
+            zs: one [B, N, F] tensor per layer, or this rank's [B, N/p, F] shards if ``group`` is given. Shards must
+                have equal shapes on all ranks. The exact loss does not depend on which tokens a rank holds or on their
+                order.
             group: process group or 1-D mesh over which the sequence is sharded.
-            step: of training, for the sampled estimator.
-            fit_errors: receives, per layer, the relative error [B] of the moments' fits: of the slope, each pair of tokens
-                weighted by its part in the gradient.
-            valid: bool [B, N], or this rank's [B, N/p]: True where there is a token, False where there is padding, which may hold
-                anything. The loss is that of each sequence without its padding; 0 where it has fewer than two tokens.
+            step: training step, from which the sampled estimator draws its positions.
+            fit_errors: list that receives, per layer, the relative error [B] of the slopes that the moments estimator
+                fitted. Each pair of tokens is weighted by its contribution to the gradient.
+            valid: bool [B, N], or this rank's [B, N/p]: True at tokens, False at padding, which may hold anything. The
+                loss of each sequence is computed without its padding; it is 0 for fewer than two tokens.
 
         Returns:
-            [len(zs), B], float32 (float64 for float64 input), the same full value on every rank of ``group``. Gradients reach
-            each rank's own shard, complete.
+            [len(zs), B] in float32 (float64 for float64 input), the same full value on every rank of ``group``. Each
+            rank's own shard receives its complete gradient.
 
         Raises:
-            ValueError: bad shape, or fewer than 2 positions per sequence.
+            ValueError: a wrong shape or dtype, or fewer than 2 positions per sequence.
 
-        Source: arXiv 2602.00217, Table 1; see ``variants`` and ``moments`` for the formulas.
+        Source: arXiv 2602.00217, Table 1; ``variants`` and ``moments`` have the formulas.
         """
         pg = process_group(group)
         length = _check(zs, 1 if pg is None else dist.get_world_size(pg))
@@ -122,7 +129,7 @@ class DispersionLoss:
             _check_valid(valid, zs[0])
             mask = token_mask(valid, pg)
         device = zs[0].device.type
-        # The loss itself knows what may be in bf16: AMP would round cosines, and lose the digits near the clamp.
+        # The loss chooses its dtypes itself: AMP would round cosines to bf16 and lose the digits near the clamp.
         in_bf16 = bf16_autocast(device) and self._variant.bf16_products
         with torch.autocast(device, enabled=False):
             layers = self._layers(zs, length, mask, pg, step, in_bf16)
@@ -151,12 +158,12 @@ class DispersionLoss:
 
 
 def options_of(variant: type[Variant]) -> list[str]:
-    """The names of the options that a variant uses."""
+    """Return the names of the options that a variant uses."""
     return [field.name for field in fields(variant)]
 
 
 def _check(zs: Sequence[Tensor], world: int) -> int:
-    """Positions of a whole sequence."""
+    """Check the shapes and return the number of positions of a whole sequence."""
     if not zs:
         raise ValueError("no layers given, expected at least one [B, N, F] tensor")
     for z in zs:
@@ -173,20 +180,23 @@ def _check(zs: Sequence[Tensor], world: int) -> int:
 def _check_valid(valid: Tensor, z: Tensor) -> None:
     if valid.dtype != torch.bool or valid.shape != z.shape[:2]:
         raise ValueError(
-            f"valid has shape {tuple(valid.shape)} and dtype {valid.dtype}, expected bool {tuple(z.shape[:2])}: True where there "
-            "is a token (an attention mask of 0 and 1 becomes that with .bool())"
+            f"valid has shape {tuple(valid.shape)} and dtype {valid.dtype}, expected bool {tuple(z.shape[:2])}, True "
+            "at tokens: convert an attention mask of 0 and 1 with .bool()"
         )
 
 
 def dispersion_losses(
     zs: Sequence[Tensor], *, group: Group = None, step: int = 0, valid: Tensor | None = None, **options: Any
 ) -> Tensor:
-    """Loss per layer and sequence, [len(zs), B]. ``options`` are ``DispersionLoss``'s attributes; see there."""
+    """Return the loss per layer and sequence, [len(zs), B].
+
+    ``options`` are the attributes of ``DispersionLoss``; its ``__call__`` documents the arguments.
+    """
     return DispersionLoss(**options)(zs, group, step, valid=valid)
 
 
 def dispersion_loss(
     z: Tensor, *, group: Group = None, step: int = 0, valid: Tensor | None = None, **options: Any
 ) -> Tensor:
-    """Loss of one layer, [B]: ``dispersion_losses([z], …)[0]``; see there."""
+    """Return the loss of one layer, [B]: ``dispersion_losses([z], …)[0]``, which documents the arguments."""
     return dispersion_losses([z], group=group, step=step, valid=valid, **options)[0]

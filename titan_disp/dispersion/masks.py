@@ -1,4 +1,8 @@
-"""Padding: positions that hold no token. Which these are is known on the device only, so that shapes do not depend on it."""
+"""A mask says which positions of padded sequences hold tokens.
+
+The mask is known on the device only, so no shape may depend on it. Where the number of chosen tokens varies between
+sequences, they are put into a fixed number of *slots*, some of which stay empty.
+"""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -11,16 +15,16 @@ from torch import Tensor
 
 from titan_disp.dispersion.collectives import all_gather
 
-Count = int | Tensor  # of tokens: one for all sequences, or [B]
+Count = int | Tensor  # a number of tokens: one for all sequences, or [B]
 
 
 @dataclass(frozen=True)
 class TokenMask:
-    """Which positions hold tokens.
+    """A token mask says which positions hold tokens.
 
     Attributes:
-        shards: [B, n] bool of every rank of the group, in its order.
-        rank: whose positions are this rank's own.
+        shards: for each rank of the group, in rank order, [B, n] bool.
+        rank: index of this rank's shard.
     """
 
     shards: tuple[Tensor, ...]
@@ -31,22 +35,25 @@ class TokenMask:
 
     @property
     def own(self) -> Tensor:
-        """[B, n, 1], of this rank's positions."""
+        """Return the mask of this rank's positions, [B, n, 1]."""
         return self.shards[self.rank][..., None]
 
     @cached_property
     def whole(self) -> Tensor:
-        """[B, N], of the whole sequence."""
+        """Return the mask of the whole sequences, [B, N]."""
         return torch.cat(self.shards, dim=1)
 
     @cached_property
     def counts(self) -> Tensor:
-        """Tokens of every sequence, [B]."""
+        """Return the number of tokens of each sequence, [B]."""
         return self.whole.sum(1)
 
 
 def token_mask(valid: Tensor, group: dist.ProcessGroup | None) -> TokenMask:
-    """The mask of ``valid`` [B, n], this rank's positions. A sequence with a single token has no pair, and counts as empty."""
+    """Gather the mask from ``valid`` [B, n], this rank's positions.
+
+    A sequence with a single token has no pair and counts as empty.
+    """
     shards, rank = [valid], 0
     if group is not None:
         world, rank = dist.get_world_size(group), dist.get_rank(group)
@@ -59,31 +66,33 @@ def token_mask(valid: Tensor, group: dist.ProcessGroup | None) -> TokenMask:
 
 
 def others_of(mask: TokenMask | None) -> Iterable[Tensor | None]:
-    """[B, n, 1] of each of the other ranks; None for ever where there is no mask."""
+    """Return the masks [B, n, 1] of the other ranks, or an endless iterator of None if there is no mask."""
     if mask is None:
         return repeat(None)
     return [shard[..., None] for rank, shard in enumerate(mask.shards) if rank != mask.rank]
 
 
 def slots_of(chosen: Tensor, slots: int) -> tuple[Tensor, Tensor]:
-    """Positions of the chosen tokens in a fixed number of slots.
+    """Put the positions of the chosen tokens into a fixed number of slots.
 
     Args:
-        chosen: [B, N] bool, at most ``slots`` in every sequence.
+        chosen: [B, N] bool, at most ``slots`` per sequence.
 
     Returns:
-        [B, slots] positions, first the chosen ones in ascending order, then others, none twice; [B, slots] bool, which slots hold
-        a chosen one.
+        Positions [B, slots], none of them twice: the chosen ones in ascending order, then others.
+        Mask [B, slots] bool: which slots hold a chosen position.
     """
     positions = chosen.logical_not().to(torch.uint8).argsort(dim=1, stable=True)[:, :slots]
     return positions, torch.arange(slots, device=chosen.device) < chosen.sum(1, keepdim=True)
 
 
 def own_tokens(z: Tensor, positions: Tensor, group: dist.ProcessGroup | None) -> tuple[Tensor, Tensor, Tensor]:
-    """The tokens at ``positions`` [B, m] of the whole sequence as far as this rank holds them.
+    """Return the tokens at ``positions`` [B, m] of the whole sequences, as far as this rank holds them.
 
     Returns:
-        [B, m, F], 0 where a position is another rank's; [B, m, 1] bool, which are this rank's; [B, m], where in z.
+        Tokens [B, m, F], 0 where another rank holds the position.
+        Mask [B, m, 1] bool: which of them this rank holds.
+        Indices of the tokens in z, [B, m].
     """
     n, rank = z.shape[1], 0 if group is None else dist.get_rank(group)
     mine = (positions // n == rank)[..., None]

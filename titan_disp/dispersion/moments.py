@@ -1,14 +1,17 @@
-"""Linear in N: sums over pairs of a quadratic function of the cosine collapse into moments of the tokens.
+"""The moments estimator sums over all pairs in time linear in N.
+
+Sums over pairs of a quadratic function of the cosine collapse into moments of the tokens:
 
     w(c_ij) ≈ a_i + b_i c_ij + ½ d_i c_ij²      s = Σ u_j      M = UᵀU  (F×F)      q_i = ‖u_i‖²
 
     S = Σ_i Σ_{j≠i} w(c_ij) ≈ Σ_i a_i (N−1) + b_i (u_i·s − q_i) + ½ d_i (u_i·M u_i − q_i²)
     ∂S/∂u_i = 2 Σ_{j≠i} r(c_ij) u_j ≈ 2 b_i (s − u_i) + 2 d_i (M u_i − q_i u_i)
 
-Exact for decorrelation (a = b = 0, d = 2). For the angular loss w(c) is so smooth that a quadratic carries it. Every token has
-its own, fitted to its cosines with some tokens of the sequence. One for all would fit the cosines that most pairs have. While
-embeddings collapse, these are those within a narrow cone, where the gradient nearly vanishes; most of it is of the few tokens
-outside, for whom that fit is wrong by as much as the slope itself.
+This is exact for decorrelation (a = b = 0, d = 2). For the angular loss, w(c) is smooth enough to be approximated by a
+quadratic. Each token has its own quadratic, fitted to its cosines with some tokens of the sequence. A common quadratic
+would fit the cosines of most pairs. While embeddings collapse, most pairs lie within a narrow cone, where the gradient
+nearly vanishes. Most of the gradient then belongs to the few tokens outside the cone, for which the slope of a common
+fit would be wrong by as much as the slope itself.
 """
 
 from typing import NamedTuple
@@ -23,17 +26,17 @@ from titan_disp.dispersion.masks import Count, TokenMask, own_tokens, slots_of
 from titan_disp.dispersion.pairwise import PairFunction
 from titan_disp.dispersion.vectors import norms, row_blocks
 
-FIT_TOKENS = 64  # of a sequence, evenly spaced, with which all others are compared
+FIT_TOKENS = 64  # evenly spaced tokens of a sequence, with which every token is compared
 GRAM_BLOCK = 256  # features
-RIDGE = 1e-6  # on the variance of a token's cosines: identical tokens have none
-FLOOR = 1e-3  # of sin θ: a token that all others are parallel to has no gradient, but a fit all the same
+RIDGE = 1e-6  # added to the variance of a token's cosines, which is 0 for identical tokens
+FLOOR = 1e-3  # of sin θ: a token that is parallel to all others has no gradient but still needs a fit
 
 
 def gram(u: Tensor) -> Tensor:
-    """UᵀU [B, F, F] of u [B, n, F], in the accumulation dtype. It is symmetric: blocks below the diagonal are copies."""
+    """Return UᵀU [B, F, F] of u [B, n, F] in the accumulation dtype. On a CPU, blocks below the diagonal are copies."""
     batch, _, f = u.shape
     if u.device.type != "cpu":
-        return product(u.transpose(1, 2), u)  # too small for its cores as it is
+        return product(u.transpose(1, 2), u)  # not in blocks: even the whole product is too small to fill a GPU
     m = u.new_empty((batch, f, f), dtype=accumulation_dtype(u.dtype))
     for i in range(0, f, GRAM_BLOCK):
         block = product(u[:, :, i : i + GRAM_BLOCK].transpose(1, 2), u[:, :, i:])
@@ -43,7 +46,10 @@ def gram(u: Tensor) -> Tensor:
 
 
 class Quadratic(NamedTuple):
-    """w(c_ij) ≈ offset + slope c_ij + ½ curvature c_ij², each [B, n, 1] for the tokens i, or one for all of them, [B, 1, 1]."""
+    """A quadratic approximates w(c_ij) ≈ offset + slope c_ij + ½ curvature c_ij².
+
+    Each coefficient is [B, n, 1], one for every token i, or [B, 1, 1], one for all of them.
+    """
 
     offset: Tensor
     slope: Tensor
@@ -53,16 +59,16 @@ class Quadratic(NamedTuple):
 def quadratic_sum_(
     u: Tensor, quadratic: Quadratic, tokens: Count, group: dist.ProcessGroup | None, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """Σ_i Σ_{j≠i} of these tokens i with all tokens j of the sequence, and ∂S/∂u of S, the sum over all i, in u's memory.
+    """Return Σ_i Σ_{j≠i} w(c_ij) over own tokens i and all tokens j, and ∂S/∂u of the sum S over all i, in u's memory.
 
     Args:
-        u: [B, n, F], in the accumulation dtype; 0 where there is no token, whose gradient does not matter.
+        u: [B, n, F] in the accumulation dtype; 0 where there is no token. The gradient there is ignored.
         quadratic: its offset is 0 where there is no token.
         tokens: N of the whole sequence.
-        dtype: of the operands of products.
+        dtype: dtype of the operands of products.
 
     Returns:
-        [B], this rank's part of S; [B, n, F].
+        This rank's part of S, [B], and ∂S/∂u, [B, n, F].
     """
     x = u.to(dtype)
     parts = [gram(x), u.sum(1)]
@@ -74,7 +80,7 @@ def quadratic_sum_(
     m, s = parts[0].to(dtype), parts[1][:, None]
     others = tokens - 1 if isinstance(tokens, int) else (tokens - 1)[:, None, None]
     total = u.new_zeros(u.shape[0])
-    for rows in row_blocks(u):  # u is read for the last time
+    for rows in row_blocks(u):  # overwrites u, which is not needed afterwards
         own = Quadratic(*(part if part.shape[1] == 1 else part[:, rows] for part in quadratic))
         total += _combine_(u[:, rows], product(x[:, rows], m), s, own, others)
     return total, u
@@ -82,7 +88,11 @@ def quadratic_sum_(
 
 @fused
 def _combine_(u: Tensor, um: Tensor, s: Tensor, quadratic: Quadratic, others: Count) -> Tensor:
-    """u becomes 2 slope (s − u) + 2 curvature (M u − ‖u‖² u); the sum over these tokens and all others, [B]."""
+    """Replace u by 2 slope (s − u) + 2 curvature (M u − ‖u‖² u).
+
+    Returns:
+        [B], the sum over the pairs of these tokens with all others.
+    """
     offset, slope, curvature = quadratic
     squares = u.square().sum(-1, keepdim=True)
     first = (u * s).sum(-1, keepdim=True) - squares
@@ -93,12 +103,12 @@ def _combine_(u: Tensor, um: Tensor, s: Tensor, quadratic: Quadratic, others: Co
 
 
 class Sample(NamedTuple):
-    """Some tokens of the sequence, the same on every rank of the group.
+    """A sample holds some tokens of each sequence, the same on every rank of the group.
 
     Attributes:
         z: [B, m, F].
-        rows: [B or 1, m], where they are among this rank's tokens; −1: they are another rank's.
-        filled: [B, m] bool, which of them are tokens; None: all are.
+        rows: [B or 1, m], their indices among this rank's tokens; −1 if another rank holds them.
+        filled: [B, m] bool, which entries hold tokens; None if all do.
     """
 
     z: Tensor
@@ -107,9 +117,9 @@ class Sample(NamedTuple):
 
 
 def sample(z: Tensor, tokens: int, group: dist.ProcessGroup | None) -> Sample:
-    """About FIT_TOKENS evenly spaced tokens.
+    """Return about FIT_TOKENS evenly spaced tokens of each sequence.
 
-    The stride is a power of two, so that shards of a common length take the tokens that one process would.
+    The stride is a power of two, so that shards of the usual lengths give the same tokens as one process.
     """
     stride = 1 << max(0, (tokens // FIT_TOKENS).bit_length() - 1)
     own = z[:, ::stride].contiguous()
@@ -125,7 +135,10 @@ def sample(z: Tensor, tokens: int, group: dist.ProcessGroup | None) -> Sample:
 
 
 def sample_tokens(z: Tensor, mask: TokenMask, group: dist.ProcessGroup | None) -> Sample:
-    """What ``sample`` would take of every sequence without its padding, in 2 FIT_TOKENS slots."""
+    """Return what ``sample`` would take from each sequence without its padding, in 2 FIT_TOKENS slots.
+
+    ``masks`` defines slots.
+    """
     length, counts = mask.whole.shape[1], mask.counts[:, None]
     stride = torch.ones_like(counts)
     twice = 2 * FIT_TOKENS
@@ -136,7 +149,7 @@ def sample_tokens(z: Tensor, mask: TokenMask, group: dist.ProcessGroup | None) -
     positions, filled = slots_of(mask.whole & (number % stride == 0), min(length, 2 * FIT_TOKENS))
     every, mine, local = own_tokens(z, positions, group)
     if group is not None:
-        dist.all_reduce(every, group=group)  # a sum of one token and zeros
+        dist.all_reduce(every, group=group)  # exact: adds only zeros to each token
     return Sample(every, local.where(mine[..., 0], -1), filled)
 
 
@@ -149,16 +162,21 @@ def fit(
     mask: TokenMask | None,
     dtype: torch.dtype,
 ) -> tuple[Quadratic, Tensor]:
-    """Every token's own quadratic, fitted to w and r over its cosines with the sampled tokens.
+    """Fit a quadratic to w and r for each token, over its cosines with the sampled tokens.
 
     Args:
-        u: [B, n, F] unit vectors of this rank's tokens. scale: [B, n, 1], 1/‖z‖.
-        some: [B, m, F] unit vectors of the sampled ones.
-        dtype: of the operands of products.
+        u: [B, n, F] unit vectors of this rank's tokens.
+        scale: [B, n, 1], 1/(‖z‖ + ε).
+        some: [B, m, F] unit vectors of the sampled tokens.
+        sampled: which tokens ``some`` are.
+        pair: w and r as functions of the cosine.
+        mask: which positions hold tokens; None if all do.
+        dtype: dtype of the operands of products.
 
     Returns:
-        The quadratics. [B, 2]: Σ e² and Σ r² over the pairs of this rank's tokens with the sampled ones, where e is the error of
-        the fitted slope, and each pair counts by the length of what it adds to the gradient.
+        The quadratics.
+        Σ e² and Σ r², [B, 2], over the pairs of this rank's tokens with the sampled ones. e is the error of the fitted
+        slope; each pair is weighted by the length of its contribution to the gradient.
     """
     x, some = u.to(dtype), some.to(dtype)
     squares, some_squares = norms(x).square_(), norms(some).square_().transpose(1, 2)
@@ -183,7 +201,7 @@ def fit(
     return Quadratic(*coefficients.split(1, dim=-1)), sums
 
 
-@fused  # some forty small kernels otherwise
+@fused  # otherwise about forty small kernels
 def _fit(
     c: Tensor,
     squares: Tensor,
@@ -195,13 +213,14 @@ def _fit(
     filled: Tensor | None,
     pair: PairFunction,
 ) -> tuple[Tensor, Tensor]:
-    """Of the cosines c [B, n, m]: offset, slope and curvature [B, n, 3], and the sums [B, 2]."""
+    """Return offset, slope and curvature [B, n, 3] for the cosines c [B, n, m], and the sums [B, 2] of ``fit``."""
     w, r = pair(c.clone())
-    pairs = sampled[:, None] != index  # a token with itself is no pair
+    pairs = sampled[:, None] != index  # a token and itself are not a pair
     if valid is not None and filled is not None:
         pairs = pairs & valid & filled[:, None]
     square = c.square()
-    # ‖u_i‖ ‖u_j‖ sin θ_ij, the length of what token j adds to the gradient of token i, and of what r is to be right for.
+    # The fit weights pairs by ‖u_i‖ ‖u_j‖ sin θ_ij. Times r_ij, this is the length of what token j adds to the gradient
+    # of token i.
     weight = (squares * some_squares - square).clamp_min_(0.0).add_(FLOOR**2).sqrt_().mul_(pairs)
 
     def mean(x: Tensor, weight: Tensor) -> Tensor:

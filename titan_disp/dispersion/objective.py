@@ -1,9 +1,9 @@
-"""CE + λ · dispersion, in the scale that a sum-reduced trainer needs.
+"""The training objective is CE + λ · dispersion, scaled for a trainer that sums its losses.
 
 TorchTitan 0.2.2 sums CE over the local tokens, divides by the *global* number of valid tokens, and sums gradients over
 ranks and microbatches. A mean auxiliary loss added naively would therefore be multiplied by ranks × accumulation steps.
-Here each sequence's dispersion is weighted by its number of valid labels (over the whole sequence), so that the same
-division makes it the mean over sequences, for any mesh and any accumulation.
+Here each sequence's dispersion is multiplied by its number of valid labels (over the whole sequence). The same division
+then makes it a mean over sequences, weighted by their valid labels, for any mesh and any accumulation.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,9 +20,9 @@ from titan_disp.dispersion.loss import DispersionLoss
 
 
 class LossLedger:
-    """Running sums of the terms since the last reset, on the device: adding never waits for the GPU.
+    """Accumulate the loss terms since the last reset. The sums stay on the device, so adding never waits for the GPU.
 
-    ``ce`` and ``dispersion`` are sums over valid tokens (unscaled: no λ), ``tokens`` counts them.
+    ``ce`` and ``dispersion`` are sums over valid tokens, without λ; ``tokens`` is the number of valid tokens.
     """
 
     def __init__(self) -> None:
@@ -34,16 +34,19 @@ class LossLedger:
         self._sums = terms if self._sums is None else self._sums + terms
 
     def non_finite(self) -> Tensor | None:
-        """[2] bool on the device: whether this rank's cross-entropy and dispersion are not finite; None before any add."""
+        """Return whether this rank's cross-entropy and dispersion are not finite.
+
+        [2] bool on the device; None before any add.
+        """
         return None if self._sums is None else ~self._sums[:2].isfinite()
 
     def add_fit_errors(self, errors: Tensor) -> None:
-        """Relative errors of the moments' fits, any shape: the worst is kept."""
+        """Take in relative errors of the moments' fits, of any shape, and keep the largest."""
         worst = errors.detach().max()
         self._worst_fit = worst if self._worst_fit is None else torch.maximum(self._worst_fit, worst)
 
     def worst_fit(self, mesh: DeviceMesh | None) -> float | None:
-        """The largest error of all ranks of ``mesh`` (a collective call), or None where nothing was fitted."""
+        """Return the largest error on all ranks of ``mesh``, or None if nothing was fitted. A collective call."""
         if self._worst_fit is None:
             return None
         worst = self._worst_fit.clone()
@@ -55,7 +58,10 @@ class LossLedger:
         self._sums = self._worst_fit = None
 
     def mean(self, mesh: DeviceMesh | None) -> dict[str, float] | None:
-        """Means over the valid tokens of all ranks of ``mesh`` (a collective call), or None before any add."""
+        """Return the means over the valid tokens of all ranks of ``mesh`` (a collective call).
+
+        None before any add.
+        """
         if self._sums is None:
             return None
         sums = self._sums.clone()
@@ -67,16 +73,17 @@ class LossLedger:
 
 @dataclass
 class DispersionObjective:
-    """TorchTitan's ``loss_fn(predictions, labels)``.
+    """Compute TorchTitan's ``loss_fn(predictions, labels)`` with dispersion added.
 
     Attributes:
-        cross_entropy: (logits [B, N, V], labels [B, N]) → CE summed over the valid tokens.
-        loss: the variant and its estimator.
-        coeff: λ, by the number of steps completed. step: → that number; it also decides which tokens are sampled.
-        group: over which the sequence of the activations is sharded (TP, CP, or CP×TP flattened).
-        cp_group: over which the labels are sharded too (CP).
-        ledger: receives the terms apart, in training only.
-        ignore_index: labels that do not count.
+        cross_entropy: takes logits [B, N, V] and labels [B, N]; returns CE summed over the valid tokens.
+        loss: the dispersion loss.
+        coeff: λ as a function of the number of completed steps.
+        step: returns the number of completed steps, which also decides which positions are sampled.
+        group: ranks over which the sequence of the activations is sharded (TP, CP, or CP×TP flattened).
+        cp_group: ranks over which the labels are sharded too (CP).
+        ledger: receives the two terms separately, in training only.
+        ignore_index: value of labels that do not count.
     """
 
     cross_entropy: Callable[[Tensor, Tensor], Tensor]
@@ -89,14 +96,14 @@ class DispersionObjective:
     ignore_index: int = -100
 
     def __call__(self, predictions: Tensor | tuple[Tensor, Sequence[Tensor]], labels: Tensor) -> Tensor:
-        """Loss summed over the valid tokens, to be divided by their global number.
+        """Return the loss summed over the valid tokens. The trainer divides it by their global number.
 
         Args:
             predictions: logits, or (logits, activations) with one [B, N/p, F] tensor per layer.
             labels: [B, N] token ids, or this CP rank's [B, N/cp].
 
         Returns:
-            Scalar. Its value summed over DP and CP ranks is the global sum; each rank's backward holds the complete
+            Scalar. Its value summed over DP and CP ranks is the global sum. Each rank's backward gives the complete
             gradient of its own shard exactly once.
         """
         logits, activations = predictions if isinstance(predictions, tuple) else (predictions, None)

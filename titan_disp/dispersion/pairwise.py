@@ -1,14 +1,15 @@
-"""All pairs of a sequence's tokens in one pass and O(N·F) memory: the exact estimator.
+"""The exact estimator sums over all pairs of a sequence's tokens in one pass, with O(N·F) memory.
 
-A variant is a function of cosines, summed over pairs (arXiv 2602.00217, Table 1):
+Most variants are functions w of cosines c, summed over pairs (arXiv 2602.00217, Table 1):
 
-    u_i = s_i x_i     c_ij = u_i·u_j     S = Σ_{i≠j} w(c_ij)     r = dw/dc     V_i = Σ_{j≠i} r(c_ij) u_j     ∂S/∂u_i = 2 V_i
+    u_i = s_i x_i     c_ij = u_i·u_j     S = Σ_{i≠j} w(c_ij)
+    r = dw/dc         V_i = Σ_{j≠i} r(c_ij) u_j     ∂S/∂u_i = 2 V_i
 
-so one walk over tiles of c yields both S and ∂S/∂z. Forward saves ∂S/∂z; backward only scales it. ``variants`` has w and r of
-each. Unit vectors are never stored: products are formed of x itself (which is z, exact in its own dtype), c is the
-product times s_i s_j, and with the symmetric q_ij = s_i r_ij s_j
+One walk over tiles of c therefore yields both S and ∂S/∂z. Forward saves ∂S/∂z; backward only scales it. ``variants``
+defines w and r. Products are formed of x (see ``vectors``), and c is the product times s_i s_j. W is what the walk adds
+up, with the symmetric q:
 
-    W_i = Σ_{j≠i} q_ij x_j = s_i V_i
+    q_ij = s_i r_ij s_j     W_i = Σ_{j≠i} q_ij x_j = s_i V_i
 """
 
 import functools
@@ -24,21 +25,22 @@ from titan_disp.dispersion.kernels import accumulation_dtype, add_product_, fuse
 from titan_disp.dispersion.masks import TokenMask, others_of
 from titan_disp.dispersion.vectors import Units
 
-Padded = tuple[Tensor, Tensor]  # of the rows [B, m, 1] and of the columns [B, 1, n] of a tile: which are padding
+Padded = tuple[Tensor, Tensor]  # which rows [B, m, 1] and which columns [B, 1, n] of a tile are padding
 PairFunction = Callable[[Tensor], tuple[Tensor, Tensor]]  # cosines [B, m, n], which it may overwrite → w and r = dw/dc
 
-# On 2 cores, 768 is 3 % slower than 1024 and takes 20 MiB less at the peak of N = 4096, F = 1024. A GPU needs larger
-# products to fill its cores (2048² is two waves of 128² tiles on 132 of them).
+# On 2 cores, 768 is 3 % slower than 1024 but saves 20 MiB of peak memory at N = 4096, F = 1024. A GPU needs larger
+# products to fill its cores (2048² is two waves of 128² tiles on 132 cores).
 CPU_TILE = 768
 GPU_TILE = 2048
-TILE_ELEMENTS = 1 << 24  # of one tile of c, all sequences of the batch together: 64 MiB in fp32, independent of N
+TILE_ELEMENTS = 1 << 24  # elements of one tile of c over the whole batch: 64 MiB in fp32, independent of N
 
 
 def tile_size(tokens: int, batch: int, device: str = "cpu") -> int:
-    """Rows (= columns) of a tile such that ``batch`` tiles hold at most TILE_ELEMENTS elements.
+    """Return the number of rows (and columns) of a tile such that ``batch`` tiles hold at most TILE_ELEMENTS elements.
 
-    On a GPU tiles are compiled for their shape. There they are equal, and multiples of 128, or at least of 16, where such a
-    number divides ``tokens`` and wastes no more than half of a tile; else multiples of 128, but the last.
+    GPU kernels are compiled for the shape of a tile, so tiles on a GPU are equal where possible. Their size is then a
+    multiple of 128, or at least of 16, that divides ``tokens`` and is more than half of the largest size allowed.
+    Otherwise it is a multiple of 128, and the last tile is smaller.
     """
     side = math.isqrt(max(1, TILE_ELEMENTS // max(1, batch)))
     most = max(16, min(CPU_TILE if device == "cpu" else GPU_TILE, side // 16 * 16))
@@ -55,20 +57,24 @@ def tile_size(tokens: int, batch: int, device: str = "cpu") -> int:
 
 @functools.cache
 def _epilogue(pair: PairFunction) -> Callable[..., tuple[Tensor, Tensor]]:
-    """What happens to a tile of products: → Σ w [B], q [B, m, n]. One per pair function, as compiling it takes seconds."""
+    """Return the function that turns a tile of products into Σ w [B] and q [B, m, n].
+
+    It is cached per pair function, because compiling it takes seconds.
+    """
 
     def epilogue(
         c: Tensor, s_rows: Tensor, s_cols: Tensor, diagonal: bool, dtype: torch.dtype, padded: Padded | None = None
     ) -> tuple[Tensor, Tensor]:
-        w, r = pair((c * s_rows).mul_(s_cols))  # not in c's memory: a kernel would have to write it back
+        w, r = pair((c * s_rows).mul_(s_cols))  # in place, the compiled kernel would have to write c back
         q = r.mul_(s_rows).mul_(s_cols).to(dtype)
-        if diagonal:  # a token with itself is no pair
+        if diagonal:  # a token and itself are not a pair
             index = torch.arange(c.shape[1], device=c.device)
             same = index[:, None] == index
             w.masked_fill_(same, 0.0)
             q.masked_fill_(same, 0.0)
         if padded is not None:
-            # To subtract w(0) from the sum afterwards would cancel at small τ. q multiplies x = 0, or is the padding's own.
+            # Subtracting w(0) from the sum afterwards would cancel digits at small τ. q needs no mask: where it enters
+            # the gradient of a token, it multiplies x = 0.
             w.masked_fill_(padded[0] | padded[1], 0.0)
         return w.sum(-1).sum(-1), q
 
@@ -76,10 +82,11 @@ def _epilogue(pair: PairFunction) -> Callable[..., tuple[Tensor, Tensor]]:
 
 
 class Tiles:
-    """Tokens x [B, n, F] with scales s [B, n, 1], taken a tile at a time in the dtype of the products.
+    """Divide tokens x [B, n, F] with scales s [B, n, 1] into tiles, in the dtype of the products.
 
-    ``valid`` [B, n, 1] says which are tokens, where not all are; ``tile`` is the number of rows of a tile, by default as many as
-    TILE_ELEMENTS allows.
+    Args:
+        valid: [B, n, 1] bool, which positions hold tokens; None if all do.
+        tile: rows of a tile; by default as many as TILE_ELEMENTS allows.
     """
 
     def __init__(self, x: Tensor, scale: Tensor, valid: Tensor | None = None, tile: int | None = None) -> None:
@@ -95,7 +102,7 @@ class Tiles:
     def pairs(
         self, rows: Tensor, i: slice, other: "Tiles", cols: Tensor, j: slice, pair: PairFunction, diagonal: bool
     ) -> tuple[Tensor, Tensor]:
-        """Σ w [B] and q [B, m, n] of own tokens i and the other's tokens j."""
+        """Return Σ w [B] and q [B, m, n] of own tokens i and the other's tokens j."""
         products, s_cols = product(rows, cols.transpose(1, 2)), other.scale[:, j].transpose(1, 2)
         padded = None
         if self.padded is not None and other.padded is not None:
@@ -111,11 +118,15 @@ def pair_sums(
     pair: PairFunction,
     group: dist.ProcessGroup | None,
 ) -> tuple[Tensor, Tensor]:
-    """This rank's part of S [B], and W [B, n, F] of its rows.
+    """Return this rank's part of S [B], and W [B, n, F] of its rows.
 
     Args:
-        units: ``to_units(z)``. to_units: z [B, n, F] → its unit vectors, for the other ranks' shards.
-        z: 0 where the mask, if there is one, has no token.
+        units: the unit vectors of z, ``to_units(z)``.
+        to_units: computes the unit vectors of other ranks' shards.
+        z: [B, n, F], 0 where the mask has no token.
+        mask: which positions hold tokens; None if all do.
+        pair: w and r as functions of the cosine.
+        group: ranks over which the sequence is sharded; None if it is not.
     """
     gathering = Gathering(z, group) if group is not None else None
     own = Tiles(units.x, units.scale, None if mask is None else mask.own)
@@ -128,7 +139,7 @@ def pair_sums(
 
 
 def all_pairs(tiles: Tiles, pair: PairFunction) -> tuple[Tensor, Tensor]:
-    """S and W over all ordered pairs i ≠ j of one set of tokens. Each tile above the diagonal serves both sides.
+    """Return S and W over all ordered pairs i ≠ j of one set of tokens. Each tile above the diagonal serves both sides.
 
     Returns:
         S [B] and W [B, N, F], in the accumulation dtype.
@@ -146,19 +157,19 @@ def all_pairs(tiles: Tiles, pair: PairFunction) -> tuple[Tensor, Tensor]:
             s += 2 * other
             add_product_(w[:, i], q, cols)
             add_product_(w[:, j], q.transpose(1, 2), rows)
-            del q  # before the next tile's products are there
+            del q  # free it before the next tile's products are allocated
     return s, w
 
 
 def add_pairs_with(own: Tiles, others: Tiles, w: Tensor, pair: PairFunction) -> Tensor:
-    """S of one shard's tokens against another shard's; their part of W is added to ``w`` in place.
+    """Return S of one shard's tokens against another shard's, and add their part of W to ``w`` in place.
 
     Args:
-        own, others: no token in both.
+        own, others: two disjoint sets of tokens.
         w: [B, n, F], W of the own tokens so far.
 
     Returns:
-        S [B], the sum of w over all (own, other) pairs.
+        S [B], the sum of w(c) over all (own, other) pairs.
     """
     s = w.new_zeros(w.shape[0])
     for i in own.slices:

@@ -1,7 +1,8 @@
-"""The loss of a few positions of every sequence, drawn anew for every step and layer, the same ones for all sequences.
+"""The sampled estimator takes a few positions of every sequence, drawn anew for every step and layer.
 
-The authors' released code does this by default, with 256 positions that it draws anew for every layer and microbatch. Here the
-draw depends on the step and the layer alone, so that it is the same on every mesh and after a resume.
+All sequences share the positions. The authors' released code samples by default: 256 positions, drawn anew for every
+layer and microbatch. Here the draw depends on the seed, the step and the layer alone, so it is the same on every mesh
+and after a resume.
 """
 
 from collections.abc import Sequence
@@ -17,21 +18,21 @@ from titan_disp.dispersion.masks import TokenMask, own_tokens, slots_of
 
 
 def order(tokens: int, seed: int, step: int, layer: int) -> Tensor:
-    """All positions below ``tokens`` in the order in which they are drawn, int64 on the CPU.
+    """Return all positions below ``tokens`` in the order in which they are drawn, int64 on the CPU.
 
-    Drawn from (seed, step, layer) alone: a resume, and every rank that holds a part of the sequence, draws the same.
+    The draw depends on (seed, step, layer) alone, so it is the same after a resume and on every rank of the sequence.
     """
     generator = torch.Generator().manual_seed((seed * 1_000_003 + step) * 1_009 + layer)
     return torch.randperm(tokens, generator=generator)
 
 
 class SampledLayers(Layers):
-    """The tokens of the drawn positions, on every rank; the same positions of all sequences.
+    """Use the tokens at the drawn positions, which are the same for all sequences. Every rank holds all these tokens.
 
     Args:
-        zs: one [B, N, F] for each layer, or this rank's [B, N/p, F] where the sequence is sharded over ``group``.
-        orders: [N] all positions in the order in which they are drawn, for each layer.
-        count: m, how many of them are taken.
+        zs: one [B, N, F] per layer, or this rank's [B, N/p, F] if the sequence is sharded over ``group``.
+        orders: for each layer, [N] all positions in the order in which they are drawn.
+        count: m, the number of positions to take.
     """
 
     group = None
@@ -48,7 +49,7 @@ class SampledLayers(Layers):
         self.zs, self.length, self.features, self.in_bf16 = zs, count, zs[0].shape[2], in_bf16
         rank = 0 if group is None else dist.get_rank(group)
         self.z = zs[0].new_zeros(len(zs), zs[0].shape[0], self.length, self.features)
-        # For each layer, which of the drawn tokens are this rank's, [k], and where in z these are, [k].
+        # For each layer: which of the drawn tokens this rank holds, [k], and their indices in z, [k].
         self.mine, self.local = [], []
         for z, order, gathered in zip(zs, orders, self.z, strict=True):
             positions, n = order[:count].sort().values, z.shape[1]
@@ -57,28 +58,32 @@ class SampledLayers(Layers):
             self.local.append((positions[own] - rank * n).to(z.device, non_blocking=True))
             gathered[:, self.mine[-1]] = z.detach()[:, self.local[-1]]
         if group is not None:
-            dist.all_reduce(self.z, group=group)  # a sum of one token and zeros: exact in any dtype
+            dist.all_reduce(self.z, group=group)  # adds only zeros to each token: exact in any dtype
 
     def each(self, compute: Compute) -> Tensor:
-        # All layers' few tokens at once: alone, they would be as many small kernels for each.
+        # All layers at once: each layer alone would take as many kernels, all of them small.
         values, grads = in_parts(self.z.flatten(0, 1), self.mask_of_all(), partial(self._apply, compute))
         rows = self.own_rows(grads.view_as(self.z))
         parts = zip(self.zs, values.view(len(self.zs), -1), rows, self.local, strict=True)
         return torch.stack([SavedRows.apply(*part) for part in parts])
 
     def mask_of_all(self) -> TokenMask | None:
-        """The mask of all layers' sequences."""
+        """Return the mask of the sequences of all layers."""
         return None
 
     def own_rows(self, grads: Tensor) -> list[Tensor]:
-        """Of gradients [L, B, m, F], the rows of this rank's tokens, at the positions ``local`` of each layer."""
+        """Return the rows of this rank's tokens from gradients [L, B, m, F], one tensor per layer.
+
+        Their positions in z are ``local``.
+        """
         return [grad[:, mine] for grad, mine in zip(grads, self.mine, strict=True)]
 
 
 class SampledTokens(SampledLayers):
-    """The same of padded sequences, each of which has positions of its own: the first of the order that hold tokens.
+    """Use the tokens at the drawn positions of padded sequences, where each sequence has its own positions.
 
-    A sequence with fewer tokens than ``count`` gives all of them.
+    These are the first positions of the order that hold tokens. A sequence with fewer tokens than ``count`` gives all
+    of them.
     """
 
     def __init__(
@@ -91,11 +96,11 @@ class SampledTokens(SampledLayers):
         in_bf16: bool,
     ) -> None:
         self.zs, self.length, self.features, self.in_bf16 = zs, count, zs[0].shape[2], in_bf16
-        # For each layer, which of the drawn tokens are this rank's, [B, m, 1], and where in z these are, [B, m].
+        # For each layer: which of the drawn tokens this rank holds, [B, m, 1], and their indices in z, [B, m].
         tokens, self.mine, self.local = [], [], []
         for z, order in zip(zs, orders, strict=True):
             chosen = first_of_order(mask, order.to(z.device, non_blocking=True), count)
-            positions, self.filled = slots_of(chosen, count)  # as many of every layer
+            positions, self.filled = slots_of(chosen, count)  # ``filled`` is the same for every layer
             own, mine, local = own_tokens(z.detach(), positions, group)
             tokens.append(own)
             self.mine.append(mine)
@@ -113,7 +118,7 @@ class SampledTokens(SampledLayers):
 
 
 def first_of_order(mask: TokenMask, order: Tensor, count: int) -> Tensor:
-    """The first ``count`` positions of the order that hold tokens, as [B, N] bool."""
+    """Return the first ``count`` positions of the order that hold tokens, as [B, N] bool."""
     in_order = mask.whole[:, order]
     chosen = torch.empty_like(in_order)
     chosen[:, order] = in_order & (in_order.cumsum(1) <= count)

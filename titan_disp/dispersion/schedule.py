@@ -1,4 +1,4 @@
-"""λ over the run: warm-up, then constant or decaying. The paper's is constant."""
+"""λ may change over a run: it warms up, then stays constant or decays. The paper's λ is constant."""
 
 import math
 from dataclasses import dataclass
@@ -8,16 +8,19 @@ DECAYS = ("constant", "linear", "cosine")
 
 @dataclass(frozen=True)
 class CoeffSchedule:
-    """λ by the number of steps completed.
+    """Compute λ from the number of completed steps.
 
     Attributes:
-        coeff: λ after warm-up. warmup_steps: it grows linearly to that over so many steps; the first has coeff / warmup_steps.
-        decay: from there on, constant, linear, or half a cosine to ``final_coeff``.
-        total_steps: of the run.
-        decay_steps: after so many steps of decay it is ``final_coeff``, and stays; 0: at the last step.
+        coeff: λ after warm-up.
+        warmup_steps: steps over which λ grows linearly to ``coeff``; the first step has coeff / warmup_steps.
+        decay: how λ goes from ``coeff`` to ``final_coeff`` after warm-up: not at all (constant), linear, or half a
+            cosine.
+        final_coeff: λ at the end of the decay.
+        total_steps: steps of the run.
+        decay_steps: steps of the decay, after which λ stays at ``final_coeff``; 0: the decay ends at the last step.
 
     Raises:
-        ValueError: out of range.
+        ValueError: an option is out of range.
     """
 
     coeff: float
@@ -34,20 +37,20 @@ class CoeffSchedule:
                 raise ValueError(f"{name} is {value}, expected a number ≥ 0")
         if not 0 <= self.warmup_steps <= self.total_steps:
             raise ValueError(
-                f"warmup_steps is {self.warmup_steps}, expected 0 to the {self.total_steps} steps of the run"
+                f"warmup_steps is {self.warmup_steps}, expected 0 to {self.total_steps}, the steps of the run"
             )
         if self.decay not in DECAYS:
             raise ValueError(f"decay is {self.decay!r}, expected one of {', '.join(DECAYS)}")
         left = self.total_steps - self.warmup_steps
         if not 0 <= self.decay_steps <= left:
-            raise ValueError(f"decay_steps is {self.decay_steps}, expected 0 to the {left} steps after warm-up")
+            raise ValueError(f"decay_steps is {self.decay_steps}, expected 0 to {left}, the steps after warm-up")
         if self.decay_steps and self.decay == "constant":
             raise ValueError(
                 f"decay_steps is {self.decay_steps}, but decay is 'constant': expected 0, or another decay"
             )
 
     def __call__(self, step: int) -> float:
-        """λ of the step after ``step`` completed ones."""
+        """Return λ of the step that follows ``step`` completed steps."""
         if step < self.warmup_steps:
             return self.coeff * (step + 1) / self.warmup_steps
         if self.decay == "constant":

@@ -1,4 +1,4 @@
-"""Tokens → unit vectors, and gradients back."""
+"""This module turns tokens into unit vectors, and gradients of unit vectors back into gradients of tokens."""
 
 import math
 from typing import Protocol
@@ -8,14 +8,14 @@ from torch import Tensor
 
 from titan_disp.dispersion.kernels import accumulation_dtype, fused, operand_dtype
 
-BLOCK_ELEMENTS = 1 << 18  # of z, per block of rows: 1 MiB in fp32
+BLOCK_ELEMENTS = 1 << 18  # elements of z per block of rows: 1 MiB in fp32
 
 
 class Units(Protocol):
-    """The unit vectors u = s x of tokens z [B, n, F], as ``pairwise`` takes them: products are formed of x.
+    """Unit vectors are u = s x for tokens z [B, n, F]. ``pairwise`` forms products of x.
 
     Attributes:
-        x: [B, n, F], in z's dtype or that of its products.
+        x: [B, n, F], in the dtype of z or of products of z.
         scale: s [B, n, 1], in the accumulation dtype.
     """
 
@@ -23,10 +23,10 @@ class Units(Protocol):
     scale: Tensor
 
     def vectors(self) -> Tensor:
-        """u [B, n, F] in the accumulation dtype, in memory of its own."""
+        """Return u [B, n, F] in the accumulation dtype, in new memory."""
 
     def backward_(self, grad: Tensor) -> Tensor:
-        """∂/∂z [B, n, F] of a function of u, given ∂/∂u in the accumulation dtype, whose memory is used."""
+        """Return ∂/∂z [B, n, F] of a function of u, given ∂/∂u in the accumulation dtype, whose memory is reused."""
 
 
 def check_norm_eps(norm_eps: float) -> None:
@@ -36,14 +36,14 @@ def check_norm_eps(norm_eps: float) -> None:
 
 
 def norms(z: Tensor) -> Tensor:
-    """‖z‖ over the last dimension, [..., 1], in the accumulation dtype."""
+    """Return ‖z‖ over the last dimension, [..., 1], in the accumulation dtype."""
     return torch.linalg.vector_norm(z, dim=-1, keepdim=True, dtype=accumulation_dtype(z.dtype))
 
 
 def row_blocks(x: Tensor) -> list[slice]:
-    """Rows [B, n, F] in blocks that stay in a core's cache, and whose temporaries cost no memory to speak of.
+    """Split rows [B, n, F] into blocks that fit into a core's cache, so that temporaries are small.
 
-    All in one on a GPU, where what is done with them is one kernel without temporaries.
+    A GPU takes all rows at once, because a fused kernel has no temporaries.
     """
     if x.device.type != "cpu":
         return [slice(None)]
@@ -52,7 +52,7 @@ def row_blocks(x: Tensor) -> list[slice]:
 
 
 class Normalized:
-    """u = z / (‖z‖ + ε). Unit vectors are not stored: x is z itself, exact in its own dtype."""
+    """Compute u = z / (‖z‖ + ε). Unit vectors are not stored: x is z itself, exact in its own dtype."""
 
     def __init__(self, z: Tensor, norm_eps: float) -> None:
         self.x, self.norm_eps = z, norm_eps
@@ -63,7 +63,7 @@ class Normalized:
         return self.x / (self.norm + self.norm_eps)
 
     def backward_(self, grad: Tensor) -> Tensor:
-        """At z = 0 the derivative of ‖z‖ is taken as 0, as autograd does."""
+        """The derivative of ‖z‖ at z = 0 is taken as 0, as in autograd."""
         for rows in row_blocks(grad):
             _normalize_backward_(grad[:, rows], self.x[:, rows], self.norm[:, rows], self.norm_eps)
         return grad
@@ -77,9 +77,10 @@ def _normalize_backward_(g: Tensor, z: Tensor, norm: Tensor, norm_eps: float) ->
 
 
 class Standardized:
-    """u = (z − μ) / (σ √(F − 1)) over the F ≥ 2 features, σ unbiased: u_i·u_j is the Pearson correlation of two tokens.
+    """Compute u = (z − μ) / (σ √(F − 1)) over the F ≥ 2 features, with the unbiased σ.
 
-    A token of equal features has no correlation with any other: its u is 0, and so is its gradient.
+    u_i·u_j is then the Pearson correlation of two tokens. A token whose features are all equal has no correlation with
+    any other: its u and its gradient are 0.
     """
 
     def __init__(self, z: Tensor) -> None:
@@ -87,7 +88,7 @@ class Standardized:
         z = z.to(accumulation_dtype(z.dtype))
         centred = z - z.mean(-1, keepdim=True)
         self.norm = torch.linalg.vector_norm(centred, dim=-1, keepdim=True)  # σ √(F − 1)
-        # What rounding leaves of a constant token is no direction.
+        # Centring a constant token leaves rounding errors, which have no meaningful direction.
         floor = 4 * torch.finfo(z.dtype).eps * torch.linalg.vector_norm(z, dim=-1, keepdim=True)
         self.u = torch.where(self.norm > floor, centred / self.norm, 0.0)
         self.x, self.scale = self.u.to(dtype), torch.ones_like(self.norm)

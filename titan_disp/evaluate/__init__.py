@@ -1,1 +1,1 @@
-"""Hugging Face models on the tasks of lm-evaluation-harness, compared document by document: ``titan-disp evaluate``."""
+"""This package runs lm-evaluation-harness on models and compares them document by document: ``titan-disp evaluate``."""

@@ -1,4 +1,4 @@
-"""Models against the first of them: paired over the documents that all of them saw, and over seeds where there are several."""
+"""This module compares models with the first one, paired by document, and over seeds if there are several."""
 
 import warnings
 from collections.abc import Mapping, Sequence
@@ -12,11 +12,12 @@ from titan_disp.evaluate.tasks import Row
 
 @dataclass(frozen=True)
 class OverSeeds:
-    """A difference of two conditions' mean scores, had there been other seeds: Welch's t-test of the seeds' scores.
+    """Uncertainty over seeds of the difference between two conditions' mean scores, by Welch's t-test.
 
     Attributes:
-        standard_error: of the difference, √(s²/n + s₀²/n₀).
-        p_value: two-sided. holm: the same, adjusted for the number of tasks.
+        standard_error: standard error of the difference, √(s²/n + s₀²/n₀).
+        p_value: two-sided p value; None if it is undefined.
+        holm: the p value, adjusted for the number of tasks.
     """
 
     standard_error: float
@@ -26,15 +27,17 @@ class OverSeeds:
 
 @dataclass(frozen=True)
 class Difference:
-    """Of a model to the first one on a task. None where it is undefined: one document, or all differences alike.
+    """Difference of a model to the first one on a task.
+
+    Fields are None if they are undefined, with a single document or if all differences are equal.
 
     Attributes:
-        mean: of the documents' differences.
-        standard_error: of that mean.
-        low, high: its 95 % interval, by Student's t.
-        p_value: two-sided, of a paired t-test.
-        holm: p_value, adjusted for the number of tasks (Holm 1979).
-        over_seeds: where both models are means over two seeds or more.
+        mean: mean of the documents' differences.
+        standard_error: standard error of the mean.
+        low, high: 95 % interval of the mean, by Student's t.
+        p_value: two-sided p value of a paired t-test.
+        holm: the p value, adjusted for the number of tasks (Holm 1979).
+        over_seeds: uncertainty over seeds, if both models have at least two seeds.
     """
 
     mean: float
@@ -48,13 +51,13 @@ class Difference:
 
 @dataclass(frozen=True)
 class MeanDifference:
-    """Of a model to the first one, averaged over tasks, which count alike.
+    """Difference of a model to the first one, averaged over tasks with equal weights.
 
     Attributes:
-        mean: of the tasks' differences.
-        standard_error_documents: had these tasks other documents.
-        standard_error_tasks: had there been other tasks: what the differences of the tasks scatter by.
-        over_seeds: had there been other seeds, where both models are means over two or more: of the seeds' means over tasks.
+        mean: mean of the tasks' differences.
+        standard_error_documents: standard error over the documents of these tasks.
+        standard_error_tasks: standard error over tasks, from the scatter of the tasks' differences.
+        over_seeds: uncertainty over seeds, from each seed's mean over tasks, if both models have at least two seeds.
     """
 
     mean: float
@@ -65,9 +68,11 @@ class MeanDifference:
 
 @dataclass(frozen=True)
 class TaskComparison:
-    """One task. ``ranks``: 1 is the best, ties share their mean. Dictionaries are by model; ``differences`` lacks the first.
+    """The comparison on one task. Dictionaries are by model; ``differences`` does not have the first model.
 
-    ``seed_errors``: standard error of the score over seeds, None of a single one.
+    Attributes:
+        ranks: rank of each model. Rank 1 is the best, and ties share their mean rank.
+        seed_errors: standard error of the score over seeds; None with a single seed.
     """
 
     task: str
@@ -83,11 +88,11 @@ class TaskComparison:
 
 @dataclass(frozen=True)
 class Comparison:
-    """All tasks, and means over them.
+    """The comparison on all tasks, and means over them.
 
     Attributes:
-        seeds: how many each model is the mean of.
-        mean_seed_error: standard error over seeds of the mean over tasks, None of a single one.
+        seeds: number of seeds of each model.
+        mean_seed_error: standard error over seeds of the mean over tasks; None with a single seed.
     """
 
     tasks: list[TaskComparison]
@@ -100,12 +105,13 @@ class Comparison:
 
 @dataclass(frozen=True)
 class Scores:
-    """A model's on a task.
+    """A model's scores on a task.
 
     Attributes:
-        score, standard_error: the harness's; of several seeds, their mean, and its standard error over documents.
-        values: [documents] float64, whose mean is the score: a group's documents are scaled by what its average gives them.
-        by_seed: the score of each seed that this is the mean of; empty: this is one.
+        score: the harness's score; for several seeds, their mean.
+        standard_error: the harness's standard error; for several seeds, that of their mean over documents.
+        values: [documents] float64, with the score as mean. A group's documents are scaled by their weights.
+        by_seed: score of each seed, or empty for a single model.
     """
 
     score: float
@@ -116,7 +122,7 @@ class Scores:
 
 
 def pooled(seeds: Sequence[Scores]) -> Scores:
-    """Several seeds of one condition as one model: every document's value is its mean over the seeds, all of which saw it."""
+    """Average several seeds of one condition into one model. Each document's value is its mean over all seeds."""
     if len(seeds) == 1:
         return seeds[0]
     scores = tuple(one.score for one in seeds)
@@ -125,21 +131,21 @@ def pooled(seeds: Sequence[Scores]) -> Scores:
 
 
 def scaled_values(values: Sequence[np.ndarray], weight_by_size: bool) -> np.ndarray:
-    """The documents of a group's tasks in one array, [all documents], such that its mean is the group's average.
+    """Scale the documents of a group's tasks into one array, [all documents], whose mean is the group's average.
 
     Args:
         values: [documents] for each task.
-        weight_by_size: all documents count alike; otherwise all tasks do.
+        weight_by_size: whether all documents have the same weight. Otherwise all tasks do.
     """
     total = sum(map(len, values))
     return np.concatenate([v if weight_by_size else v * (total / (len(values) * len(v))) for v in values])
 
 
 def paired_difference(values: np.ndarray, baseline: np.ndarray) -> Difference:
-    """A paired t-test of two models' [documents]."""
+    """Run a paired t-test of two models' values, each [documents]."""
     differences = values - baseline
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # one document, or differences all alike: NaN, which becomes None
+        warnings.simplefilter("ignore")  # a single document or equal differences give NaN, which becomes None
         test = stats.ttest_1samp(differences, 0.0)
         low, high = test.confidence_interval(0.95)
         error = stats.sem(differences)
@@ -148,20 +154,24 @@ def paired_difference(values: np.ndarray, baseline: np.ndarray) -> Difference:
 
 
 def difference_over_seeds(seeds: Sequence[float], baseline: Sequence[float]) -> OverSeeds | None:
-    """Not paired: seeds need not correspond, and where they do this is cautious. None of a single seed on either side."""
+    """Run Welch's t-test of the seeds' scores. Returns None if either side has a single seed.
+
+    The test is not paired, because seeds need not correspond. If they do, it is conservative.
+    """
     if min(len(seeds), len(baseline)) < 2:
         return None
     error = np.hypot(stats.sem(seeds), stats.sem(baseline))
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # scores all alike: NaN, which becomes None
+        warnings.simplefilter("ignore")  # equal scores give NaN, which becomes None
         return OverSeeds(float(error), _defined(stats.ttest_ind(seeds, baseline, equal_var=False).pvalue))
 
 
 def holm(p_values: Sequence[float | None]) -> list[float | None]:
-    """Adjusted for their number, so that all below α keep the chance of any false one among them below α (Holm 1979).
+    """Adjust p values for their number (Holm 1979).
 
-    The i-th smallest of m is multiplied by m − i + 1, and is no smaller than the one before it. An undefined one stays so, and
-    counts as a test that found nothing.
+    If all adjusted values below α are called significant, the probability of any false one among them is below α. The
+    i-th smallest of m values is multiplied by m − i + 1, and is at least as large as the one before it. An undefined
+    value stays undefined, and counts as 1.
     """
     p = np.array([1.0 if value is None else value for value in p_values])
     order = np.argsort(p)
@@ -175,11 +185,11 @@ def _defined(number: float) -> float | None:
 
 
 def compare(rows: Sequence[Row], models: Mapping[str, Mapping[str, Scores]]) -> Comparison:
-    """Every task and the means.
+    """Compare the models on every task and on average.
 
     Args:
         rows: the tasks.
-        models: scores by model and task; the first model is what the others are compared with.
+        models: scores by model and task. The others are compared with the first model.
     """
     tasks = [_compare_task(row, {model: scores[row.name] for model, scores in models.items()}) for row in rows]
     others = list(models)[1:]
@@ -225,12 +235,12 @@ def _compare_task(row: Row, models: Mapping[str, Scores]) -> TaskComparison:
 
 
 def standard_error(values: Sequence[float] | np.ndarray) -> float | None:
-    """Of the mean of several numbers; None of one or none."""
+    """Return the standard error of the mean, or None for fewer than two numbers."""
     return float(stats.sem(values)) if len(values) > 1 else None
 
 
 def _adjust(tasks: Sequence[TaskComparison], model: str) -> None:
-    """Put Holm's p values over all tasks into a model's differences."""
+    """Add Holm's p values over all tasks to a model's differences."""
     found = [task.differences[model] for task in tasks]
     over_documents = holm([difference.p_value for difference in found])
     over_seeds = holm([d.over_seeds.p_value if d.over_seeds is not None else None for d in found])

@@ -1,4 +1,4 @@
-"""``titan-disp evaluate``: models on tasks, checks first, files after every model."""
+"""``titan-disp evaluate`` checks everything, then evaluates models on tasks and writes its files after each model."""
 
 import json
 import sys
@@ -18,16 +18,17 @@ import torch
 from titan_disp.errors import ConfigError
 from titan_disp.evaluate.compare import Comparison, compare, pooled
 from titan_disp.evaluate.harness import Dtype, Result, Settings, run_model
-from titan_disp.evaluate.once import warnings_once
+from titan_disp.evaluate.harness_warnings import warnings_once
 from titan_disp.evaluate.table import to_csv, to_markdown
 from titan_disp.evaluate.tasks import PROTOCOLS, Suite, build_suite
+from titan_disp.export.export import export
 from titan_disp.inspection.groups import parse_group
 from titan_disp.inspection.targets import Target, find_targets, name_of
-from titan_disp.results.export import export
+from titan_disp.progress import no_bars_in_logs
 from titan_disp.run.folder import write_json
 
 Conditions = Mapping[str, Sequence[str]]
-"""Names of models by the condition whose seeds they are; a model by itself is a condition of its own name."""
+"""The names of models by condition. The models are the seeds of the condition. A single model is its own condition."""
 
 
 def evaluate(
@@ -45,22 +46,22 @@ def evaluate(
 ) -> Comparison:
     """Run lm-evaluation-harness on models, compare all with the first, and write the files of ``out``.
 
-    results.json (all numbers of the harness and of the comparison, settings, versions), samples.jsonl (every metric of
-    every document), table.md and table.csv are there after the first model, and anew after each.
+    The files are written after each model: results.json (all numbers of the harness and of the comparison, settings,
+    versions), samples.jsonl (every metric of every document), table.md and table.csv.
 
     Args:
-        models: Hugging Face folders of causal language models, such as titan-disp export writes, models of the hub, and RUN or
-            RUN/STEP, which is exported for as long as it is evaluated; or ``NAME=MODEL,MODEL,…``: seeds of one condition, which
-            are compared as one. Each is loaded once, one at a time.
-        tasks, include_path, num_fewshot: as ``build_suite`` takes them.
-        limit, batch_size, dtype, seed: as in ``Settings``; limit None: the protocol's.
-        device: default: the GPU where there is one.
+        models: Hugging Face folders of causal language models, such as titan-disp export writes, models of the hub, and
+            RUN or RUN/STEP, which is exported temporarily; or ``NAME=MODEL,MODEL,…``: seeds of one condition, which are
+            compared as one model. One model at a time is loaded.
+        tasks, include_path, num_fewshot: arguments of ``build_suite``.
+        limit, batch_size, dtype, seed: fields of ``Settings``. If limit is None, it is the protocol's.
+        device: a device such as "cpu"; by default the GPU, or the CPU without one.
         out: a folder without an earlier evaluation.
-        protocol: of ``PROTOCOLS``, for the number of documents and of examples.
+        protocol: a key of ``PROTOCOLS``, which sets the number of documents and examples.
 
     Raises:
-        ConfigError: no such model, task, data or device, or a number out of range, before anything is evaluated; weights
-            that are missing or damaged, or a run that cannot be exported, when their turn comes.
+        ConfigError: A model, task, data set or device does not exist, or a number is out of range; nothing is evaluated
+            then. Weights are missing or damaged, or a run cannot be exported; the models before it are evaluated then.
     """
     for option, number, least in (("--limit", limit, 1), ("--num-fewshot", num_fewshot, 0), ("--seed", seed, 0)):
         if number is not None and number < least:
@@ -72,7 +73,7 @@ def evaluate(
     settings = Settings(limit or chosen.limit, batch_size, _find_device(device), dtype, seed)
     found, conditions = _find_models(list(map(str, models)))
     _check_out(out)
-    with warnings_once():
+    with warnings_once(), no_bars_in_logs():
         suite = build_suite(tasks, include_path, num_fewshot, chosen.shots)
         results: dict[str, Result] = {}
         for name, model in _with_progress(found):
@@ -90,7 +91,7 @@ def evaluate(
 
 def _require_harness() -> None:
     try:
-        import_module("lm_eval.models.huggingface")  # and accelerate, which lm_eval alone does not install
+        import_module("lm_eval.models.huggingface")  # also imports accelerate, which lm_eval does not install
     except ImportError as error:
         raise ConfigError(
             f"titan-disp evaluate needs EleutherAI's lm-evaluation-harness: {error}. pip install 'titan-disp[eval]'"
@@ -108,18 +109,18 @@ def _find_device(name: str | None) -> str:
 
 def _check_out(out: Path) -> None:
     if (out / "results.json").exists():
-        raise ConfigError(f"--out {str(out)!r} holds an evaluation already; name another folder, or remove it")
+        raise ConfigError(f"--out {str(out)!r} already holds an evaluation; choose another folder, or remove this one")
     try:
         out.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=out):
             pass
-        (out / "samples.jsonl").unlink(missing_ok=True)  # of an evaluation that ended before its first results
+        (out / "samples.jsonl").unlink(missing_ok=True)  # left by an evaluation that stopped before its first results
     except OSError as error:
-        raise ConfigError(f"--out {str(out)!r} is no folder to write into: {error}") from error
+        raise ConfigError(f"--out {str(out)!r} is not a writable folder: {error}") from error
 
 
 def _find_models(names: Sequence[str]) -> tuple[dict[str, Target], Conditions]:
-    """By names that tell them apart, the first one first; and what is compared with what."""
+    """Find the models by unique names, in the given order, and their conditions."""
     if not names:
         raise ConfigError(
             "no model is given; expected folders of Hugging Face models, as titan-disp export writes them, models of the hub, "
@@ -138,14 +139,14 @@ def _find_models(names: Sequence[str]) -> tuple[dict[str, Target], Conditions]:
     if len(set(lengths.values())) > 1:
         told = ", ".join(f"{name} {length}" for name, length in lengths.items())
         print(
-            f"the models' positions differ ({told}): longer prompts lose their beginnings, in some and not in others",
+            f"the models' numbers of positions differ ({told}): a long prompt loses its beginning in only some of them",
             file=sys.stderr,
         )
     return models, conditions
 
 
 def _with_progress(models: Mapping[str, Target]) -> Iterator[tuple[str, Target]]:
-    """Each model, after a line that says which it is, and at the pace so far how long all that are left will take."""
+    """Yield each model after a line with its name and an estimate of the time left."""
     began = time.monotonic()
     for done, (name, model) in enumerate(models.items()):
         left = (time.monotonic() - began) / done * (len(models) - done) if done else None
@@ -156,7 +157,7 @@ def _with_progress(models: Mapping[str, Target]) -> Iterator[tuple[str, Target]]
 
 @contextmanager
 def _as_hugging_face(model: Target, out: Path) -> Iterator[Path]:
-    """The model's folder; a run's checkpoint is exported beside the results, and removed again."""
+    """Yield the model's folder. A run's checkpoint is exported to a temporary folder next to the results."""
     if model.run is None:
         yield model.folder
         return
@@ -166,7 +167,7 @@ def _as_hugging_face(model: Target, out: Path) -> Iterator[Path]:
 
 
 def _compare(suite: Suite, conditions: Conditions, results: Mapping[str, Result]) -> Comparison:
-    """Of the models so far."""
+    """Compare the models that have been evaluated."""
     models = {}
     for condition, members in conditions.items():
         if done := [results[name].scores for name in members if name in results]:
@@ -179,7 +180,7 @@ def _dtype_note(results: Mapping[str, Result]) -> list[str]:
         return []
     told = ", ".join(f"{name} {result.dtype}" for name, result in results.items())
     return [
-        f"The weights differ in their dtypes ({told}): part of a difference may be rounding. --dtype makes them the same."
+        f"The models' dtypes differ ({told}), so rounding may be part of a difference. Set --dtype to make them equal."
     ]
 
 

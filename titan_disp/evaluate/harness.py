@@ -1,4 +1,4 @@
-"""One model through lm-evaluation-harness."""
+"""This module runs lm-evaluation-harness on one model."""
 
 import gc
 import json
@@ -11,22 +11,22 @@ import torch
 
 from titan_disp.evaluate.compare import Scores, scaled_values
 from titan_disp.evaluate.tasks import Row, Suite
-from titan_disp.results.hugging_face import load_causal_lm, longest_sequence
+from titan_disp.export.hugging_face import load_causal_lm, longest_sequence
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
-CPU_BATCH = 8  # the harness finds the largest batch by running out of memory, which on a CPU kills the process
+CPU_BATCH = 8  # the harness searches for the largest batch until memory runs out, which kills the process on a CPU
 
 
 @dataclass(frozen=True)
 class Settings:
-    """Of an evaluation; the same for all its models.
+    """The settings for all models of an evaluation.
 
     Attributes:
-        limit: documents per task, the first ones; None: all.
-        batch_size: "auto" is the largest that fits on a GPU, 8 on a CPU.
-        device: such as "cpu" or "cuda:0".
-        dtype: of the weights; "auto": as they were saved.
-        seed: of the choice of examples, and of everything else that is random.
+        limit: number of first documents per task; None means all.
+        batch_size: sequences per batch; "auto" means the largest that fits on a GPU, or 8 on a CPU.
+        device: a device such as "cpu" or "cuda:0".
+        dtype: dtype of the weights; "auto" means the saved one.
+        seed: seed for the choice of examples, and for everything else that is random.
     """
 
     limit: int | None
@@ -38,13 +38,13 @@ class Settings:
 
 @dataclass(frozen=True)
 class Result:
-    """What the harness found of one model.
+    """The harness's results for one model.
 
     Attributes:
-        harness: all its numbers, task configs and versions, fit for JSON, without documents.
-        samples: for every document its task, doc_id, hashes of document and prompt, filter, and every metric.
-        scores: by row of the table.
-        dtype: of the weights.
+        harness: all numbers, task configs and versions as JSON values, without documents.
+        samples: task, doc_id, hashes of document and prompt, filter and every metric of each document.
+        scores: scores by row of the table.
+        dtype: dtype of the weights.
     """
 
     harness: dict[str, Any]
@@ -57,7 +57,7 @@ def run_model(folder: Path, suite: Suite, settings: Settings) -> Result:
     """Load a Hugging Face causal language model, run all tasks, and free it.
 
     Raises:
-        ConfigError: weights are missing or cannot be read.
+        ConfigError: Weights are missing or cannot be read.
     """
     from lm_eval import simple_evaluate
     from lm_eval.models.huggingface import HFLM
@@ -68,9 +68,9 @@ def run_model(folder: Path, suite: Suite, settings: Settings) -> Result:
     batch_size = CPU_BATCH if on_cpu and settings.batch_size == "auto" else settings.batch_size
     loaded = load_causal_lm(folder, settings.dtype).to(settings.device)
     model = HFLM(
-        # The model itself, not its name: given a name, the harness does not say which weights were missing.
+        # This is the model rather than its name, because the harness does not report missing weights of a named model.
         pretrained=loaded,
-        max_length=longest_sequence(loaded.config),  # the harness takes all positions, trained or not
+        max_length=longest_sequence(loaded.config),  # the harness would use all positions, trained or not
         tokenizer=AutoTokenizer.from_pretrained(folder, local_files_only=True),
         batch_size=batch_size,
     )
@@ -105,7 +105,7 @@ def _compact(task: str, sample: dict[str, Any]) -> dict[str, Any]:
 
 
 def _scores(row: Row, found: dict[str, Any], by_task: dict[str, list[dict[str, Any]]]) -> Scores:
-    """Where a task has several filters of a model's answer, its first counts."""
+    """Collect the scores of a row. If a task has several filters for a model's answer, the first one counts."""
     first = by_task[row.tasks[0]][0]["filter"]
     values = [np.array([s[row.metric] for s in by_task[task] if s["filter"] == first], float) for task in row.tasks]
     result = found["results"][row.name]

@@ -1,4 +1,4 @@
-"""A comparison as Markdown, for people, and as CSV, for spreadsheets."""
+"""This module renders a comparison as Markdown for people and as CSV for spreadsheets."""
 
 import csv
 import io
@@ -6,10 +6,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from titan_disp.evaluate.compare import Comparison, Difference, MeanDifference, OverSeeds
+from titan_disp.markdown import markdown_table
 
 
 def to_markdown(comparison: Comparison, notes: Sequence[str] = ()) -> str:
-    """Tasks × models, differences with their standard errors, and p values; below it what they are, and ``notes``."""
+    """Render tasks × models, differences, standard errors and p values, with an explanation and ``notes`` below."""
     models, others = list(comparison.mean), list(comparison.mean_difference)
     by_seed = [other for other in others if comparison.mean_difference[other].over_seeds is not None]
     header = ["task", "metric", "shots", "documents", *(_with_seeds(model, comparison) for model in models)]
@@ -31,22 +32,24 @@ def to_markdown(comparison: Comparison, notes: Sequence[str] = ()) -> str:
     if others:
         ranks = [f"{rank:.2f}" for rank in comparison.mean_rank.values()]
         rows.append(["mean rank", "", "", "", *ranks, *("" for _ in [*others, *by_seed])])
-    text = "\n".join("| " + " | ".join(row) + " |" for row in aligned([header, *rows])) + "\n"
+    text = markdown_table([header, *rows]) + "\n"
     paragraphs = [*([_explanation(comparison, bool(by_seed))] if others else []), *notes]
     return text + "".join(f"\n{paragraph}\n" for paragraph in paragraphs)
 
 
 def _explanation(comparison: Comparison, over_seeds: bool) -> str:
     lines = [
-        "Differences: mean ± standard error over the same documents, p of a paired t-test; Holm: that p adjusted for the number",
-        "of tasks. The mean's two standard errors: had these tasks other documents; had there been other tasks. Neither covers",
-        "another seed of the training.",
+        "Differences are means ± standard errors over the same documents, with p values of a paired t-test. Holm",
+        "adjusts these for the number of tasks. The mean has two standard errors: over the documents of these tasks,",
+        "and over tasks. Neither covers another seed of the training.",
     ]
     if any(count > 1 for count in comparison.seeds.values()):
-        lines[-1] += " Of several seeds, scores are means ± standard error over seeds, also those of a document."
+        lines[-1] += (
+            " Scores of several seeds are means ± standard errors over seeds. A document's score is their mean."
+        )
     if over_seeds:
         lines.append(
-            "Over seeds: the same difference ± its standard error had there been other seeds, p of Welch's t-test."
+            "Over seeds: the same difference ± its standard error over seeds, with the p value of Welch's t-test."
         )
     return "\n".join(lines)
 
@@ -54,18 +57,6 @@ def _explanation(comparison: Comparison, over_seeds: bool) -> str:
 def _with_seeds(model: str, comparison: Comparison) -> str:
     count = comparison.seeds[model]
     return f"{model} ({count} seeds)" if count > 1 else model
-
-
-def aligned(rows: Sequence[Sequence[str]], left: int = 2) -> list[list[str]]:
-    """With a ruler after the first; columns of one width, the first ``left`` of them to the left, numbers to the right."""
-    columns = []
-    for i, cells in enumerate(zip(*rows, strict=True)):
-        width = max(2, *map(len, cells))  # a ruler needs a dash before its colon
-        if i < left:
-            columns.append([cells[0].ljust(width), "-" * width, *(cell.ljust(width) for cell in cells[1:])])
-        else:
-            columns.append([cells[0].rjust(width), "-" * (width - 1) + ":", *(cell.rjust(width) for cell in cells[1:])])
-    return [list(row) for row in zip(*columns, strict=True)]
 
 
 def _error(error: float | None) -> str:
@@ -84,7 +75,7 @@ def _difference(found: Difference, several: bool) -> str:
 
 
 def _over_seeds(mean: float, found: OverSeeds | None, several: bool) -> str:
-    """``several`` tasks, over which p is adjusted."""
+    """Render a difference over seeds. With ``several`` tasks, it includes the adjusted p value."""
     if found is None:
         return ""
     return f"{mean:+.4f}{_error(found.standard_error)}{_p(found.p_value, found.holm if several else None)}"
@@ -96,7 +87,7 @@ def _mean_difference(difference: MeanDifference) -> str:
 
 
 def to_csv(comparison: Comparison) -> str:
-    """The same and more (standard errors, ranks, 95 % intervals) at full precision; empty where undefined."""
+    """Render the table at full precision, with standard errors, ranks and 95 % intervals. Undefined cells are empty."""
     models, others = list(comparison.mean), list(comparison.mean_difference)
     header = ["task", "metric", "num_fewshot", "documents"]
     header += [f"{model}{what}" for model in models for what in ("", " standard error", " seed error", " rank")]

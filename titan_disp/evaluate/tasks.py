@@ -1,6 +1,5 @@
-"""The tasks: the paper's ten or any of the harness's, built, with their data, before a model is loaded."""
+"""This module builds the tasks and loads their data, before a model is loaded."""
 
-import difflib
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -8,16 +7,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from titan_disp.errors import ConfigError
+from titan_disp.errors import ConfigError, did_you_mean
 
 
 @dataclass(frozen=True)
 class Protocol:
-    """How an evaluation is done.
+    """The rules of an evaluation.
 
     Attributes:
-        shots: the tasks, and the number of examples in the prompt of each.
-        limit: documents per task, the first ones; None: all.
+        shots: number of examples in the prompt of each task.
+        limit: number of first documents per task; None means all.
     """
 
     shots: Mapping[str, int]
@@ -38,10 +37,11 @@ PAPER = {
 }
 """The ten tasks of arXiv 2602.00217 and their numbers of few-shot examples.
 
-The paper's text names the tasks. The rest is the authors' released code (github.com/ChenLiu-1996/LM-Dispersion): which tasks have
-examples, and five of them, as in its mid-training of Qwen3 (GPT-2's has one); TruthfulQA as MC2 (the probability of the true
-answers); and the metric, ``acc`` for all ten, also where the harness has an ``acc_norm``, which is in results.json. It scores 200
-documents a task (Qwen3) or 500 (GPT-2); that all documents are scored here is our choice.
+The paper's text names the tasks. The rest follows the authors' released code (github.com/ChenLiu-1996/LM-Dispersion).
+Its mid-training of Qwen3 decides which tasks have examples, and that they have five (with GPT-2, they have one).
+TruthfulQA is MC2 (the probability of the true answers). The metric is ``acc`` for all ten; results.json also has
+``acc_norm`` if the harness has it. The authors' code scores 200 documents per task (Qwen3) or 500 (GPT-2). Scoring all
+documents is our choice.
 """
 
 PROTOCOLS = {
@@ -49,19 +49,20 @@ PROTOCOLS = {
     "authors-qwen3": Protocol(PAPER, limit=200),
     "authors-gpt2": Protocol({task: min(shots, 1) for task, shots in PAPER.items()}, limit=500),
 }
-"""By name: the paper's ten tasks on all documents, and as the authors' two mid-training scripts score them
-(train_configs/authors/README.md): Qwen3's with five examples or none on 200 documents, GPT-2's with one or none on 500."""
+"""The protocols by name. "paper" scores the paper's ten tasks on all documents. The others follow the authors' two
+mid-training scripts (train_configs/authors/README.md): Qwen3's has five examples or none and 200 documents, GPT-2's has
+one or none and 500."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """A line of the table: one task, or a group whose tasks are averaged, such as MMLU.
+    """A row of the table: one task, or a group of averaged tasks such as MMLU.
 
     Attributes:
-        name: the harness's.
-        metric: a mean over documents of which more is better.
-        tasks: names of the tasks that are averaged; one, but for a group.
-        weight_by_size: of a group: all documents count alike. Otherwise all tasks do.
+        name: the harness's name.
+        metric: a metric that is a mean over documents. Higher is better.
+        tasks: names of the averaged tasks; a single one unless the row is a group.
+        weight_by_size: whether all documents of a group have the same weight. Otherwise all tasks do.
     """
 
     name: str
@@ -72,7 +73,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Suite:
-    """The tasks of one evaluation. The same objects serve every model, so that all see the same documents and prompts."""
+    """The tasks of one evaluation. All models use the same objects, and so the same documents and prompts."""
 
     rows: tuple[Row, ...]
     items: list[Any]  # the harness's Task and Group objects
@@ -85,59 +86,58 @@ def build_suite(
     num_fewshot: int | None = None,
     shots: Mapping[str, int] = PAPER,
 ) -> Suite:
-    """Find the tasks and load their data sets: from the cache alone where the Hugging Face hub does not answer.
+    """Find the tasks and load their data sets. If the Hugging Face hub does not answer, only its cache is used.
 
     Args:
-        names: of tasks, groups or tags of the harness; ``paper`` stands for the ten of ``PAPER``.
+        names: names of the harness's tasks, groups or tags. ``paper`` stands for the ten tasks of ``PAPER``.
         include_path: folder with further task files.
-        num_fewshot: examples in every prompt, but for tasks that fix their number; None: those of ``shots``, and each task's own
-            for others.
-        shots: numbers of examples by task.
+        num_fewshot: examples in every prompt, except for tasks that fix their number. None takes the number in
+            ``shots``, or else the task's own.
+        shots: number of examples by task.
 
     Raises:
-        ConfigError: no such task, no data, tasks that overlap, or one without a metric that can be compared.
+        ConfigError: A task or its data do not exist, tasks overlap, or a task has no metric that can be compared.
     """
     from lm_eval.tasks import TaskManager
 
     if not names:
         raise ConfigError("--tasks is empty; expected paper, or names of tasks")
     if include_path is not None and not include_path.is_dir():
-        raise ConfigError(f"--include-path {str(include_path)!r} is no folder; expected one with task files (*.yaml)")
+        raise ConfigError(
+            f"--include-path {str(include_path)!r} is not a folder; expected one with task files (*.yaml)"
+        )
     manager = TaskManager(include_path=None if include_path is None else str(include_path))
     wanted = list(dict.fromkeys(one for name in names for one in (PAPER if name == "paper" else [name])))
     for name in wanted:
         if name not in manager.all_tasks:
-            close = difflib.get_close_matches(name, ["paper", *manager.all_tasks], n=5)
-            raise ConfigError(
-                f"lm-evaluation-harness has no task {name!r}"
-                + (f"; did you mean {' or '.join(close)}?" if close else "; lm-eval ls tasks lists them")
-            )
+            known = ["paper", *manager.all_tasks]
+            hint = did_you_mean(name, known, otherwise="; lm-eval ls tasks lists them", most=5)
+            raise ConfigError(f"lm-evaluation-harness has no task {name!r}{hint}")
     with _offline_if_unreachable() as reachable:
         built = _load(manager, wanted, reachable, include_path)
     items = {name: item for loaded in built for name, item in _outermost(loaded).items()}
     try:
         manager.load(list(items.values()))
     except ValueError as error:
-        raise ConfigError(f"--tasks: {error}; name one of them") from error
+        raise ConfigError(f"--tasks: {error}; name only one of them") from error
     for name, item in items.items():
         examples = shots.get(name) if num_fewshot is None else num_fewshot
         for task in manager.load(item)["tasks"].values():
-            if (
-                examples is not None and task.get_config("num_fewshot") != 0
-            ):  # 0 is fixed: TruthfulQA's prompt has its own
+            # A task with 0 fixes the number: TruthfulQA's prompt has its own examples.
+            if examples is not None and task.get_config("num_fewshot") != 0:
                 task.set_config("num_fewshot", examples)
     rows = {row.name: row for item in items.values() for row in _rows(item)}
     return Suite(tuple(rows.values()), list(items.values()), manager)
 
 
 def _outermost(loaded: Any) -> dict[str, Any]:
-    """What the manager has loaded, without members of groups."""
+    """Return what the manager has loaded, without the members of groups."""
     inside = {child for group in loaded["groups"].values() for child in group.child_names}
     return {name: item for name, item in (loaded["groups"] | loaded["tasks"]).items() if name not in inside}
 
 
 def _rows(item: Any) -> Iterator[Row]:
-    """Of a task or a group; a group that its authors do not average is a row for each member."""
+    """Yield the rows of a task or a group. A group without an average has a row for each member."""
     from lm_eval.api.group import Group
 
     if not isinstance(item, Group):
@@ -157,10 +157,12 @@ def _rows(item: Any) -> Iterator[Row]:
 
 
 def _metrics(task: Any) -> list[str]:
-    """Those that are a mean over documents of which more is better: what a difference and a rank make sense of.
+    """Return the metrics that are a mean over documents and better when they are higher.
+
+    Differences and ranks make sense only for these.
 
     Raises:
-        ConfigError: the task has none.
+        ConfigError: The task has no such metric.
     """
     from lm_eval.api.metrics import mean
 
@@ -169,13 +171,13 @@ def _metrics(task: Any) -> list[str]:
     if not found:
         raise ConfigError(
             f"the task {task.task_name!r} has no metric that is a mean over documents and better when it is higher (it has "
-            f"{', '.join(better)}), so models cannot be compared on it document by document; leave it out of --tasks"
+            f"{', '.join(better)}), so it cannot compare models document by document; leave it out of --tasks"
         )
     return found
 
 
 def _load(manager: Any, names: Sequence[str], reachable: bool, include_path: Path | None) -> list[Any]:
-    """What the manager loads for each name; all that fail are named at once, for one fetch to mend."""
+    """Load each name. The message lists all failures at once, so that one download can fetch all data."""
     loaded, failed = [], {}
     for name in names:
         try:
@@ -190,24 +192,24 @@ def _load(manager: Any, names: Sequence[str], reachable: bool, include_path: Pat
     if missing and not reachable:
         where = "" if include_path is None else f"include_path={str(include_path)!r}"
         message += (
-            "\nThe Hugging Face hub does not answer here, and the data are not in its cache. Fetch them where there is internet, "
-            "into a folder that this machine sees,\n  HF_HOME=DIR python -c "
+            "\nThe Hugging Face hub does not answer here, and the data are not in its cache. On a machine with "
+            "internet access, download them to a folder that this machine sees:\n  HF_HOME=DIR python -c "
             f'"from lm_eval.tasks import TaskManager; TaskManager({where}).load({missing})"\n'
-            "and set HF_HOME=DIR and HF_HUB_OFFLINE=1 here"
+            "Then set HF_HOME=DIR and HF_HUB_OFFLINE=1 here"
         )
     raise ConfigError(message)
 
 
 @contextmanager
 def _offline_if_unreachable() -> Iterator[bool]:
-    """One request decides: where the hub does not answer, a data set would be asked for six times, cached or not (24 s each)."""
+    """Ask the hub once, and go offline if it does not answer. Otherwise each data set would wait 24 s for it."""
     import datasets
     from huggingface_hub import constants
 
     if reachable := _hub_answers():
         yield reachable
         return
-    print("offline, or the Hugging Face hub does not answer: data sets are taken from its cache", file=sys.stderr)
+    print("the Hugging Face hub is offline or does not answer: data sets come from its cache", file=sys.stderr)
     before = constants.HF_HUB_OFFLINE, datasets.config.HF_HUB_OFFLINE
     constants.HF_HUB_OFFLINE = datasets.config.HF_HUB_OFFLINE = True
     try:
@@ -225,5 +227,5 @@ def _hub_answers(timeout: float = 5.0) -> bool:
         return False
     try:
         return get_session().head(constants.ENDPOINT, timeout=timeout).status_code < 500
-    except Exception:  # of requests, httpx or httpx2, by the hub's version
+    except Exception:  # of requests, httpx or httpx2, by the version of huggingface_hub
         return False

@@ -1,4 +1,4 @@
-"""GPT-2: learned positions, LayerNorm, GELU, biases, tied embeddings. No dropout."""
+"""This is GPT-2: learned positions, LayerNorm, GELU, biases and tied embeddings, without dropout."""
 
 from titan_disp.gpt2.flavors import flavors
 from titan_disp.gpt2.hf import GPT2HfAdapter

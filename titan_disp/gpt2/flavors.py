@@ -1,4 +1,4 @@
-"""Model arguments and the flavors of ``gpt2_disp``."""
+"""These are the model arguments and the flavors of ``gpt2_disp``."""
 
 from dataclasses import dataclass
 
@@ -9,12 +9,12 @@ from titan_disp.models.arguments import DispModelArgs, Flavors, Initial
 
 @dataclass
 class GPT2DispModelArgs(DispModelArgs):
-    """GPT-2's sizes; the defaults are those of 124M.
+    """The arguments are GPT-2's sizes; the defaults are those of 124M.
 
     Attributes:
-        context: rows of the table of positions, so that no sequence is longer.
-        max_seq_len: tokens of a training sequence, which may be fewer.
-        activations: indices as ``DispModel.forward`` takes them; empty: plain logits.
+        context: rows of the table of positions, the length of the longest sequence.
+        max_seq_len: tokens of a training sequence, at most ``context``.
+        activations: indices as ``DispModel.forward`` takes them; empty: only logits.
     """
 
     dim: int = 768
@@ -41,7 +41,10 @@ class GPT2DispModelArgs(DispModelArgs):
         return self.context
 
     def initial(self, name: str, shape: torch.Size) -> Initial:
-        """As in the GPT-2 paper and transformers: 0.02, and less for the 2·n_layers products that add to the residual stream."""
+        """Initialize as the GPT-2 paper and transformers do.
+
+        The standard deviation is 0.02, and less for the 2·n_layers products that add to the residual stream.
+        """
         if len(shape) == 1:
             return Initial(mean=0.0 if name.endswith("bias") else 1.0)
         residual = name.endswith(("wo.weight", "w2.weight"))
@@ -50,10 +53,11 @@ class GPT2DispModelArgs(DispModelArgs):
     def saved_elements(self, tp: int) -> dict[str, float]:
         d, h = self.dim, self.hidden_dim
         return {
-            # Both residuals; both normalised inputs; q, k, v and the attention's output; w1's output and its GELU.
+            # Both residuals; both normalized inputs; q, k, v and the attention's output; w1's output and its GELU.
             "none": 2 * d / tp + 2 * d + (4 * d + 2 * h) / tp,
-            # The block's input and the outputs of attention and of all products (parallelize.py) are kept; under TP those of wo
-            # and w2 are partial sums over the whole sequence, and both reduce-scatters are kept too.
+            # The block's input and the outputs of attention and of all products (parallelize.py) are kept. Under TP,
+            # the outputs of wo and w2 are partial sums over the whole sequence, and both reduce-scattered results are
+            # kept too.
             "op": d / tp + (4 * d + h) / tp + 2 * d + (2 * d / tp if tp > 1 else 0),
             "full": d / tp,
         }
@@ -65,12 +69,16 @@ def _untied(args: GPT2DispModelArgs) -> GPT2DispModelArgs:
 
 
 def _nano() -> GPT2DispModelArgs:
-    """0.5 M parameters: for tests on a CPU. 2,049 tokens, like 50,257, leave 1 when they are shared out over any power of two."""
+    """Return a model of 0.5 M parameters for tests on a CPU.
+
+    Its 2,049 tokens leave a remainder of 1 when they are divided among 2, 4, 8, … ranks, as GPT-2's 50,257 do.
+    """
     return GPT2DispModelArgs(dim=64, n_layers=6, n_heads=4, hidden_dim=256, vocab_size=2049)
 
 
-# In ascending order. Table 2 of the GPT-2 paper (Radford et al., 2019) names 117M to 1542M; these are the names that count all
-# parameters. Heads: config.json of openai-community/gpt2, -medium, -large, -xl, with which tests/test_gpt2.py compares them.
+# In ascending order. Table 2 of the GPT-2 paper (Radford et al., 2019) calls them 117M to 1542M; the names here count
+# all parameters. Numbers of heads are from config.json of openai-community/gpt2, -medium, -large and -xl;
+# tests/test_gpt2.py compares them.
 flavors = Flavors(
     {
         "nano": _nano(),

@@ -1,6 +1,7 @@
-"""GPT-2 as Hugging Face names it: config.json's keys, and the names and forms of its weights.
+"""This module converts GPT-2 to Hugging Face's keys in config.json, and to its names and layouts of weights.
 
-Its products are Conv1D, whose matrices are the transposes of nn.Linear's, and queries, keys and values are one product, c_attn.
+Its linear layers are Conv1D, whose matrices are the transposes of nn.Linear's. Queries, keys and values are one layer,
+c_attn.
 """
 
 import dataclasses
@@ -35,7 +36,7 @@ FUSED, PARTS = "attn.c_attn", ("attention.wq", "attention.wk", "attention.wv")
 
 
 class GPT2HfAdapter(HfAdapter):
-    """Weights of Hugging Face's GPT2LMHeadModel, with the prefix "transformer.", which the hub's own files leave out."""
+    """Convert to the weights of Hugging Face's GPT2LMHeadModel. The hub's own files omit the prefix "transformer."."""
 
     model_cls = GPT2DispModel
     model_args: GPT2DispModelArgs
@@ -51,7 +52,7 @@ class GPT2HfAdapter(HfAdapter):
     }
 
     def __init__(self, model_args: DispModelArgs, hf_assets_path: str | None) -> None:
-        self._layouts: dict[str, tuple[DeviceMesh, tuple[Placement, ...]]] = {}  # of what to_hf has made whole
+        self._layouts: dict[str, tuple[DeviceMesh, tuple[Placement, ...]]] = {}  # of weights that to_hf has gathered
         super().__init__(model_args, hf_assets_path)
 
     def architecture(self) -> dict[str, Any]:
@@ -74,10 +75,10 @@ class GPT2HfAdapter(HfAdapter):
 
     def extras(self) -> dict[str, Any]:
         return {
-            "resid_pdrop": 0.0,  # as it was trained; transformers' default is 0.1
+            "resid_pdrop": 0.0,  # as in training; transformers' default is 0.1
             "embd_pdrop": 0.0,
             "attn_pdrop": 0.0,
-            "trained_seq_len": self.model_args.max_seq_len,  # ours: rows of wpe beyond it have seen no training here
+            "trained_seq_len": self.model_args.max_seq_len,  # titan-disp's own key: later rows of wpe were not trained
         }
 
     def stated(self, config: dict[str, Any]) -> dict[str, Any]:
@@ -93,7 +94,10 @@ class GPT2HfAdapter(HfAdapter):
         return _Reader(path, self.canonical)
 
     def to_hf(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """Sharded products come whole and on the CPU, the rest as it is. A collective call where they are sharded."""
+        """Return Hugging Face's weights. This is a collective call if weights are sharded.
+
+        Linear layers come whole and on the CPU if they were sharded; other weights stay as they are.
+        """
         found: dict[str, Any] = {}
         for name, value in state_dict.items():
             if name in OUTSIDE:
@@ -112,7 +116,7 @@ class GPT2HfAdapter(HfAdapter):
         return found
 
     def from_hf(self, hf_state_dict: dict[str, Any]) -> dict[str, Any]:
-        """What ``to_hf`` has made whole is sharded again as it was. Other entries, such as masks, are left out."""
+        """Return our weights, sharded as they were before ``to_hf``. Other entries, such as masks, are left out."""
         hf = {self.canonical(name): value for name, value in hf_state_dict.items()}
         found = {ours: hf[theirs] for ours, theirs in OUTSIDE.items() if theirs in hf}
         if self.model_args.enable_weight_tying:
@@ -131,10 +135,10 @@ class GPT2HfAdapter(HfAdapter):
         if not isinstance(value, DTensor):
             return value
         self._layouts[name] = value.device_mesh, value.placements
-        return value.full_tensor().cpu()  # all of them at once would be much for a GPU
+        return value.full_tensor().cpu()  # all weights at once may not fit on a GPU
 
     def _put(self, found: dict[str, Any], names: list[str], value: Tensor) -> None:
-        """Equal rows of the linear layer's form under each of the names."""
+        """Store equal chunks of ``value``, in the linear layer's layout, under each of the names."""
         for name, whole in zip(names, _conv(value).chunk(len(names)), strict=True):
             if name in self._layouts:
                 mesh, placements = self._layouts[name]
@@ -145,7 +149,7 @@ class GPT2HfAdapter(HfAdapter):
 
 
 def _parse(name: str) -> tuple[str, str, str]:
-    """layers.3.attention.wq.weight → h.3, attention.wq, weight"""
+    """Split layers.3.attention.wq.weight into h.3, attention.wq and weight."""
     matched = re.fullmatch(r"layers\.(\d+)\.(.+)\.(weight|bias)", name)
     assert matched is not None, name
     layer, part, kind = matched.groups()
@@ -153,12 +157,12 @@ def _parse(name: str) -> tuple[str, str, str]:
 
 
 def _conv(value: Tensor) -> Tensor:
-    """A linear layer's matrix as Conv1D has it, and back; a bias as it is."""
+    """Convert a linear layer's matrix to Conv1D's layout or back. A bias stays as it is."""
     return value.t().contiguous() if value.ndim == 2 else value
 
 
 class _Reader(HuggingFaceStorageReader):
-    """Finds weights by their canonical names, whatever the file calls them."""
+    """Find weights by their canonical names, whatever the file calls them."""
 
     def __init__(self, path: str, canonical: Callable[[str], str]) -> None:
         super().__init__(path)

@@ -1,7 +1,8 @@
-"""GPT-2 whose forward can return intermediate activations.
+"""This is GPT-2 with a forward that can return intermediate activations.
 
-Queries, keys and values have matrices of their own: tensor parallelism shares out heads, and of one fused matrix it would give
-one rank queries and another values. Hugging Face's file has them fused, see ``hf.py``. No dropout, as in today's pre-training.
+Queries, keys and values have separate matrices. Tensor parallelism shards heads, and would give one rank the queries
+and another the values of a fused matrix. Hugging Face's files have them fused (see ``hf.py``). There is no dropout, as
+is usual in pre-training today.
 """
 
 import torch
@@ -41,7 +42,7 @@ class FeedForward(nn.Module):
 
 
 class TransformerBlock(nn.Module):
-    moe_enabled = False  # which TorchTitan's compile asks
+    moe_enabled = False  # TorchTitan's apply_compile reads it
 
     def __init__(self, args: GPT2DispModelArgs) -> None:
         super().__init__()
@@ -73,7 +74,7 @@ class GPT2DispModel(DispModel):
         return [self.tok_embeddings, self.pos_embeddings]
 
     def embed(self, tokens: Tensor, positions: Tensor | None) -> Tensor:
-        if positions is None:  # context parallelism says which ones it has shared out
+        if positions is None:  # context parallelism passes the positions of this rank's tokens
             positions = torch.arange(tokens.shape[1], device=tokens.device)[None]
         return self.tok_embeddings(tokens) + self.pos_embeddings(positions)
 

@@ -1,4 +1,4 @@
-"""How GPT-2 is parallelized: its tensor-parallel plan in ``models.parallelize``."""
+"""GPT-2 is parallelized by ``models.parallelize`` with this tensor-parallel plan."""
 
 from typing import Any
 
@@ -21,19 +21,21 @@ from torchtitan.tools.logging import logger
 from titan_disp.models.model import DispModel
 from titan_disp.models.parallelize import parallelize_model
 
-# A product with a bias is aten.addmm. TorchTitan's list knows aten.mm, of which its policy keeps every second one; of these, all.
+# A linear layer with a bias is aten.addmm. TorchTitan's list has aten.mm, and its policy keeps every second one of
+# those; of addmm it keeps all.
 SAVED_OPS = _op_sac_save_list | {torch.ops.aten.addmm.default}
 
 
 def parallelize(model: DispModel, parallel_dims: ParallelDims, job_config: JobConfig) -> nn.Module:
-    """As ``models.parallelize.parallelize_model``."""
+    """Parallelize the model in place, as ``models.parallelize.parallelize_model`` describes."""
     return parallelize_model(model, parallel_dims, job_config, _apply_tp, SAVED_OPS)
 
 
 def _apply_tp(model: DispModel, parallel_dims: ParallelDims, job_config: JobConfig) -> None:
-    """As TorchTitan's plan for Llama: heads, feed-forward and vocabulary are shared out, and between blocks the sequence.
+    """Shard heads, feed-forward and vocabulary, and the sequence between blocks, as in TorchTitan's plan for Llama.
 
-    The table of positions is shared out by rows like that of the tokens: its gradient is whole on the rank that holds a row.
+    The table of positions is sharded by rows like that of the tokens, so each row's whole gradient is on the rank that
+    holds it.
     """
     mesh = parallel_dims.get_mesh("tp")
     loss_parallel = not job_config.parallelism.disable_loss_parallel

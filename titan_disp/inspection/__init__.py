@@ -1,1 +1,1 @@
-"""Looking into trained models: condensation of runs and of Hugging Face models, on the same text."""
+"""This package measures the condensation of trained models: ``titan-disp condensation``."""

@@ -1,4 +1,4 @@
-"""``titan-disp condensation``: how condensed the embeddings of trained models are, layer by layer, on the same text."""
+"""``titan-disp condensation`` measures the condensation of trained models, layer by layer on the same text."""
 
 import sys
 from collections.abc import Sequence
@@ -8,26 +8,31 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
-from titan_disp.condensation.averaged import AveragedCosines
+from titan_disp.condensation.averaged_cosines import AveragedCosines
 from titan_disp.condensation.measure import Accumulator
 from titan_disp.condensation.record import Condensation
 from titan_disp.errors import ConfigError
 from titan_disp.inspection.groups import parse_group
-from titan_disp.inspection.report import Groups, Measured, table, write_figures, write_metrics
-from titan_disp.inspection.streaming import Layers
+from titan_disp.inspection.layer_by_layer import Layers
+from titan_disp.inspection.output import Groups, Measured, table, write_figures, write_metrics
 from titan_disp.inspection.targets import Device, SpecialTokens, Target, find_targets, name_of
 from titan_disp.inspection.texts import contiguous_sequences, cut_sequences, read_texts, surround
+from titan_disp.progress import progress
 
 
 @torch.no_grad()
 def measure(name: str, layers: Layers, tokens: Tensor, batch_size: int) -> Condensation:
-    """Every layer of one model on [count, length] token ids, the last block's before and after the final norm; a progress bar on
-    stderr.
+    """Measure every layer of one model, including the output of the final norm. A progress bar is on stderr.
+
+    Args:
+        name: name of the model in messages.
+        layers: the model.
+        tokens: [count, length] token ids.
+        batch_size: sequences per forward pass.
 
     Raises:
-        ConfigError: values that are not finite.
+        ConfigError: A layer has values that are not finite.
     """
     pooled, averaged = Accumulator(layers.count, layers.device), AveragedCosines(layers.count)
 
@@ -37,24 +42,26 @@ def measure(name: str, layers: Layers, tokens: Tensor, batch_size: int) -> Conde
         pooled.add(layer, z)
         averaged.add(layer, z)
 
-    with tqdm(total=len(tokens), desc=name, unit="seq", disable=None) as progress:
+    with progress(name, "sequence", total=len(tokens)) as bar:
         for batch in tokens.split(batch_size):
             layers(batch, take_in)
-            progress.update(len(batch))
+            bar.update(len(batch))
     found = pooled.result(tokens.shape[1], final_norm=True)
     return replace(found, averaged_histogram=averaged.histogram())
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """Which sequences are measured.
+    """How sequences are sampled from the text.
 
     Attributes:
-        sequences, max_length: at most so many sequences, of so many tokens.
-        seed: of the choice.
-        contiguous: each sequence is the text from a random place on. Otherwise pieces of the text, in random order, are
-            joined and cut.
-        special_tokens: each sequence has what the tokenizer puts around a text, within its ``max_length`` tokens.
+        sequences: largest number of sequences.
+        max_length: largest number of tokens per sequence.
+        seed: seed of the sample.
+        contiguous: whether each sequence is the text from a random place on. Otherwise, pieces of the text are joined
+            in random order and cut.
+        special_tokens: whether each sequence has the special tokens that the tokenizer puts around a text. They count
+            towards ``max_length``.
     """
 
     sequences: int = 32
@@ -78,28 +85,31 @@ def condensation(
     device: str = "cpu",
     dtype: str = "float32",
     trust_remote_code: bool = False,
+    text_field: str = "text",
 ) -> dict[str, Condensation]:
-    """Measure models on a random sample of a text, and write numbers and pictures into ``out``.
+    """Measure models on a random sample of a text, and write numbers and pictures to ``out``.
 
-    All models read sequences of the same length, which the one with the fewest positions limits: the mean over all N²
-    pairs depends on N, as the N of a token with itself are among them. Files in ``out`` of the same names are overwritten.
+    All models read sequences of the same length, which is limited by the model with the fewest positions. The length
+    matters: the mean over all N² pairs of tokens includes the N pairs of a token with itself. Files of the same names
+    in ``out`` are overwritten.
 
     Args:
-        names, all_steps, tokenizer, trust_remote_code: as ``find_targets`` takes them.
-        text, dataset: as ``read_text`` takes them.
-        sampling: of the sequences.
-        families: ``NAME=MODEL,MODEL,…``: models that are drawn by their size, besides being measured as ``names`` are.
-        pairs: ``BASE,MODEL``: models that are drawn beside each other, such as a model and one distilled into it.
-        batch_size: sequences per forward.
+        names, all_steps, tokenizer, trust_remote_code: arguments of ``find_targets``.
+        text, dataset, text_field: arguments of ``read_texts``.
+        out: folder for numbers and pictures.
+        sampling: how sequences are sampled.
+        families: ``NAME=MODEL,MODEL,…``: models that are measured like ``names``, and drawn by their size.
+        pairs: ``BASE,MODEL``: models that are measured like ``names``, and drawn side by side.
+        batch_size: sequences per forward pass.
         device: "cpu", "cuda", "cuda:N" or "auto" (``targets.Device``).
-        dtype: of weights and activations, as ``load_causal_lm`` takes it; cosines are taken in float64 all the same.
+        dtype: dtype of weights and activations, as for ``load_causal_lm``. Cosines are computed in float64.
 
     Returns:
         The measurements by target.
 
     Raises:
-        ConfigError: no such model, text or device, or a number out of range; but for what is wrong with weights, before
-            anything is measured.
+        ConfigError: A model, text or device does not exist, or a number is out of range. Only errors of weights come
+            after the first measurement.
     """
     least = {
         "--sequences": (sampling.sequences, 1),
@@ -118,22 +128,22 @@ def condensation(
     length = min(sampling.max_length, targets[shortest].max_tokens or sys.maxsize)
     if length < sampling.max_length:
         print(
-            f"sequences of {length} tokens, not {sampling.max_length}: {shortest} has no more positions",
+            f"sequences have {length} tokens, not {sampling.max_length}, because {shortest} has no more positions",
             file=sys.stderr,
         )
     cut = replace(sampling, max_length=length)
-    texts = read_texts(text, dataset, sampling.seed, in_order=sampling.contiguous)
+    texts = read_texts(text, dataset, sampling.seed, in_order=sampling.contiguous, text_field=text_field)
     samples = {name: _sample(name, target, texts, cut) for name, target in targets.items()}
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ConfigError(f"--out {str(out)!r} is no folder to write into: {error}") from error
+        raise ConfigError(f"--out {str(out)!r} is not a writable folder: {error}") from error
     found: dict[str, Measured] = {}
     for name, target in targets.items():
         layers = target.load(torch_device, dtype)
         found[name] = Measured(target, layers.parameters, measure(name, layers, samples[name], batch_size))
         found[name].condensation.save(out / f"{name}.npz")
-        del layers  # before the next one is loaded
+        del layers  # frees the memory before the next model is loaded
     groups = Groups(
         {family: [name_of(member, targets) for member in members] for family, members in by_family.items()},
         [(name_of(base, targets), name_of(other, targets)) for base, other in by_pair],
@@ -152,7 +162,7 @@ def condensation(
 def _members(text: str, option: str) -> tuple[str, list[str]]:
     group = parse_group(text)
     if group is None or len(group[1]) < 2:
-        raise ConfigError(f"{option} is {text!r}, expected NAME=MODEL,MODEL,… with two models or more")
+        raise ConfigError(f"{option} is {text!r}, expected NAME=MODEL,MODEL,… with at least two models")
     return group
 
 
@@ -167,12 +177,12 @@ def _find_device(name: str) -> Device:
     if name == "auto":
         if find_spec("accelerate") is None:
             raise ConfigError(
-                "--device auto needs accelerate, which shares a model out to the GPUs: pip install accelerate"
+                "--device auto needs accelerate, which spreads a model over the GPUs: pip install accelerate"
             )
         return "auto"
     try:
         device = torch.device(name)
-        torch.empty(1, dtype=torch.float64, device=device)  # in which cosines are taken
+        torch.empty(1, dtype=torch.float64, device=device)  # cosines need float64
     except (RuntimeError, AssertionError, TypeError) as error:
         raise ConfigError(f"--device {name!r} cannot be used here: {str(error).splitlines()[0]}") from error
     return device
@@ -182,7 +192,7 @@ def _sample(name: str, target: Target, texts: Sequence[str], sampling: Sampling)
     special = target.special_tokens if sampling.special_tokens else SpecialTokens()
     count, length = sampling.sequences, sampling.max_length - len(special.before) - len(special.after)
     if length < 2:
-        raise ConfigError(f"--max-length {sampling.max_length} leaves no room for text beside {name}'s special tokens")
+        raise ConfigError(f"--max-length {sampling.max_length} leaves no room for text next to {name}'s special tokens")
     if sampling.contiguous:
         tokens = contiguous_sequences(texts, target.encode, count, length, sampling.seed)
     else:
@@ -196,7 +206,8 @@ def _sample(name: str, target: Target, texts: Sequence[str], sampling: Sampling)
     if tokens.shape != (sampling.sequences, sampling.max_length):
         count, n = tokens.shape
         print(
-            f"{name}: the text gives {count} sequences of {n} tokens, not {sampling.sequences} of {sampling.max_length}",
+            f"{name}: the text gives {count} sequences of {n} tokens instead of {sampling.sequences} of "
+            f"{sampling.max_length}",
             file=sys.stderr,
         )
     return tokens

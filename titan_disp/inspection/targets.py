@@ -1,4 +1,4 @@
-"""Models to look into: checkpoints of runs, and causal language models of Hugging Face folders and of the hub."""
+"""This module finds models to measure: checkpoints of runs, and Hugging Face models in folders and on the hub."""
 
 import json
 import re
@@ -13,20 +13,20 @@ import torch
 from titan_disp.data.hf_tokenizer import plain_encoder
 from titan_disp.data.tokenizer import check_fits, load_tokenizer
 from titan_disp.errors import ConfigError
+from titan_disp.export.hugging_face import load_causal_lm, longest_sequence
+from titan_disp.export.saved import SavedModel, find_saved, is_run, load_model, saved_models
 from titan_disp.inspection.hub import PICKLES, HubModel, find_snapshot, parse_id
-from titan_disp.inspection.streaming import Layers, hugging_face_layers
+from titan_disp.inspection.layer_by_layer import Layers, hugging_face_layers
 from titan_disp.models.hf import INDEX
-from titan_disp.results.hugging_face import load_causal_lm, longest_sequence
-from titan_disp.results.saved import SavedModel, find_saved, is_run, load_model, saved_models
 
 Encode = Callable[[str], list[int]]
 Device = torch.device | Literal["auto"]
-"""auto: a Hugging Face model over all GPUs, as accelerate shares it out; a run on the first. Without a GPU, the CPU."""
+"""auto: accelerate spreads a Hugging Face model over all GPUs, a run uses the first GPU, and the CPU replaces none."""
 
 
 @dataclass(frozen=True)
 class SpecialTokens:
-    """What a tokenizer puts before and after a text by itself."""
+    """The tokens that a tokenizer puts before and after a text by default."""
 
     before: tuple[int, ...] = ()
     after: tuple[int, ...] = ()
@@ -34,20 +34,21 @@ class SpecialTokens:
 
 @dataclass(frozen=True)
 class Target:
-    """A model that has been found, with its tokenizer; the weights are read by ``load``.
+    """A model and its tokenizer. The weights are loaded by ``load``.
 
     Attributes:
-        folder: of the checkpoint or of the Hugging Face model.
-        path: that names its files: of the run or of the model's folder; of a model of the hub, its id.
-        called: the names that led to it.
-        run, step: of a checkpoint; None for a Hugging Face model.
-        revision: of a model of the hub, where one was named.
-        max_tokens: of the longest sequence that the model knows; None: any number.
-        vocab_size: token ids that it knows.
-        encode: text → token ids, without special tokens.
-        special_tokens: that the tokenizer adds where it is not told otherwise; of a run, that began documents in training.
-        load: (device, dtype) → the model in eval mode; dtype as ``load_causal_lm`` takes it. Raises ConfigError where weights are
-            missing, or the blocks cannot be found.
+        folder: folder of the checkpoint or of the Hugging Face model.
+        path: path that names the output files: the run's or the model's folder, or the id on the hub.
+        called: the names by which the user gave this model.
+        run: folder of a run; None for a Hugging Face model.
+        step: step of a checkpoint; None for a Hugging Face model.
+        revision: revision of a model on the hub, if the user named one.
+        max_tokens: tokens in the longest sequence; None means any number.
+        vocab_size: number of token ids.
+        encode: maps text to token ids without special tokens.
+        special_tokens: the tokens that the tokenizer adds by default. For a run, the token that begins documents.
+        load: maps (device, dtype) to the model in eval mode; the dtype is as for ``load_causal_lm``. Raises ConfigError
+            if weights are missing, or the blocks cannot be found.
     """
 
     folder: Path
@@ -66,19 +67,21 @@ class Target:
 def find_targets(
     names: Sequence[str], all_steps: bool, tokenizer: Path | None, trust_remote_code: bool = False
 ) -> dict[str, Target]:
-    """The models by a name for files, each model once, in the order of ``names``.
+    """Find models. The keys of the result name files. Each model comes once, in the order of ``names``.
 
     Args:
         names: RUN, RUN/STEP, a Hugging Face folder, or MODEL or MODEL@REVISION of the Hugging Face hub.
-        all_steps: all checkpoints of a RUN, not the newest only.
-        tokenizer: folder to use instead of each model's own tokenizer.
+        all_steps: whether to take all checkpoints of a RUN, rather than its newest one.
+        tokenizer: folder of a tokenizer that replaces each model's own.
         trust_remote_code: whether Python files that come with a Hugging Face model may run.
 
     Raises:
-        ConfigError: nothing there, no model, or a tokenizer that does not fit.
+        ConfigError: A name is not a model, or a tokenizer does not fit.
     """
     if not names:
-        raise ConfigError("expected at least one target: a run's folder (job.dump_folder), or a Hugging Face model")
+        raise ConfigError(
+            "no target is given; expected at least one run's folder (job.dump_folder) or Hugging Face model"
+        )
     if all_steps and not any(is_run(name) for name in names):
         raise ConfigError(f"--all-steps needs a run's folder (job.dump_folder), but was given {', '.join(names)}")
     found: dict[Path, Target] = {}
@@ -103,25 +106,28 @@ def _find(name: str, all_steps: bool, tokenizer: Path | None, trust_remote_code:
 
 
 def _file_names(targets: Iterable[Target]) -> list[str]:
-    """The folder's name, and the step or revision; as many parent folders before it as tell all targets apart."""
+    """Name files after the targets' folders and their steps or revisions.
+
+    As many parent folders are added as all names need to be unique.
+    """
     paths = [target.path.parts for target in targets]
     ends = [end_of_name(target) for target in targets]
     for depth in range(1, max(map(len, paths)) + 1):
         names = ["-".join(parts[-depth:]) + end for parts, end in zip(paths, ends, strict=True)]
         if len(set(names)) == len(names):
             return names
-    return [f"{i}-{name}" for i, name in enumerate(names)]  # /a/b-c and /a-b/c
+    return [f"{i}-{name}" for i, name in enumerate(names)]  # /a/b-c and /a-b/c give the same name
 
 
 def end_of_name(target: Target) -> str:
-    """That tells the steps of a run and the revisions of a model apart."""
+    """Return the end of a name, which distinguishes steps of a run and revisions of a model."""
     if target.revision is not None:
         return "@" + target.revision.replace("/", "-")
     return "" if target.step is None else f"-step-{target.step}"
 
 
 def name_of(called: str, targets: Mapping[str, Target]) -> str:
-    """What ``find_targets`` names the model that was given to it as ``called``; of several steps of a run, the newest."""
+    """Return the key of ``find_targets`` for the model that the user called ``called``, or of its newest step."""
     return [name for name, target in targets.items() if called in target.called][-1]
 
 
@@ -134,10 +140,10 @@ def _run_target(name: str, saved: SavedModel, tokenizer_folder: Path | None) -> 
             device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         model = load_model(saved)
         if dtype != "auto":  # a checkpoint's weights are float32
-            for parameter in model.parameters():  # and not the rotary table: it is rounded where it is used
+            for parameter in model.parameters():  # not the rotary table, which is rounded when it is used
                 parameter.data = parameter.data.to(getattr(torch, dtype))
         layers = Layers(model.to(device), model, list(model.layers.values()))
-        model.output = torch.nn.Identity()  # the "logits" are then what the final norm gives, without N × V numbers
+        model.output = torch.nn.Identity()  # the "logits" are then the final norm's output, not N × V numbers
         return layers
 
     return Target(
@@ -162,7 +168,7 @@ def _is_hugging_face(folder: Path) -> bool:
 def _hugging_face_target(
     name: str, folder: Path, model: HubModel | None, tokenizer_folder: Path | None, trust_remote_code: bool
 ) -> Target:
-    import transformers  # seconds, which runs alone do not need
+    import transformers  # the import takes seconds, and runs do not need it
 
     if lacking := _missing_weights(folder):
         more = [] if (folder / INDEX).is_file() else [PICKLES]
@@ -171,7 +177,7 @@ def _hugging_face_target(
             + (
                 "expected a run's folder or a Hugging Face model"
                 if model is None
-                else f"to fetch them where there is internet:\n  {model.command(trust_remote_code, more)}"
+                else f"download them on a machine with internet access:\n  {model.command(trust_remote_code, more)}"
             )
         )
     try:
@@ -213,7 +219,7 @@ def _hugging_face_target(
 
 
 def _missing_weights(folder: Path) -> str:
-    """What is wrong with a model's files of weights, before they are read; "" if nothing is. A download may have been cut off."""
+    """Describe missing files of weights, or return "". A download may have been interrupted."""
     safe = any(folder.glob("*.safetensors")) or (folder / INDEX).is_file()
     index = folder / (INDEX if safe else "pytorch_model.bin.index.json")
     if index.is_file() and not (folder / index.name.removesuffix(".index.json")).is_file():
@@ -227,7 +233,7 @@ def _missing_weights(folder: Path) -> str:
 
 def _about_code(error: Exception) -> str:
     asked = "trust_remote_code" in str(error)
-    return " Where you trust the authors of that code, as it may do anything: --trust-remote-code." if asked else ""
+    return " The code may do anything. If you trust its authors, add --trust-remote-code." if asked else ""
 
 
 def _their_tokenizer(folder: Path, trust_remote_code: bool) -> Any:
@@ -238,11 +244,11 @@ def _their_tokenizer(folder: Path, trust_remote_code: bool) -> Any:
         tokenizer = transformers.AutoTokenizer.from_pretrained(
             folder, local_files_only=True, trust_remote_code=trust_remote_code
         )
-    except Exception as error:  # tokenizers raises bare Exceptions
+    except Exception as error:  # tokenizers raises plain Exceptions
         raise ConfigError(
             f"transformers cannot load the tokenizer in {str(folder)!r}: {error}.{_about_code(error)} {hint}"
         ) from error
-    # transformers 5 makes one of nothing but special tokens where there are no files.
+    # Without files, transformers 5 creates a tokenizer that has only special tokens.
     if len(tokenizer) <= len(tokenizer.all_special_tokens):
         raise ConfigError(f"{str(folder)!r} holds no tokenizer. {hint}")
     return tokenizer
@@ -253,9 +259,9 @@ def _encode_theirs(tokenizer: Any, text: str) -> list[int]:
 
 
 def _their_special_tokens(tokenizer: Any) -> SpecialTokens:
-    """Read off a text of one letter: what comes before and after its tokens."""
+    """Return the tokens before and after those of a text with one letter."""
     bare, whole = _encode_theirs(tokenizer, "a"), tokenizer("a", verbose=False)["input_ids"]
     for start in range(len(whole) - len(bare) + 1):
         if whole[start : start + len(bare)] == bare:
             return SpecialTokens(tuple(whole[:start]), tuple(whole[start + len(bare) :]))
-    return SpecialTokens()  # a tokenizer that writes a text otherwise beside special tokens
+    return SpecialTokens()  # the tokenizer encodes a text differently next to special tokens

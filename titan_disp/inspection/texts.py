@@ -1,4 +1,4 @@
-"""Text to measure on: a random sample, the same for every model with the same tokenizer."""
+"""This module samples the text to measure on. Models with the same tokenizer get the same sample."""
 
 import random
 import re
@@ -11,33 +11,36 @@ from torch import Tensor
 
 from titan_disp.data.documents import Documents
 from titan_disp.data.files import DataFile, list_files
-from titan_disp.data.formats import JSON_LINES, PARQUET
+from titan_disp.data.formats import JSON_LINES, PARQUET, Format
 from titan_disp.data.hub_dataset import is_hub_name
 from titan_disp.data.records import BadDocument, DamagedFile, text_of
-from titan_disp.errors import ConfigError
+from titan_disp.errors import ConfigError, DataError
 
-MOST = 64 << 20  # characters that are read, so that the time does not grow with the file
+MOST = 64 << 20  # most characters that are read, so that the time does not grow with the file
 _DOCUMENTS = (*JSON_LINES, *PARQUET)
-MARGIN = 8  # characters for a token, of which English text needs about four
+MARGIN = 8  # characters to read per token: English text has about four
 PIECE = 8192  # characters of a plain text that stay together: about four sequences of 512 tokens
 
 
-def read_texts(text: Path | None, dataset: str | None, seed: int, in_order: bool = False) -> list[str]:
-    """Documents in random order, or in that of the text.
+def read_texts(
+    text: Path | None, dataset: str | None, seed: int, in_order: bool = False, text_field: str = "text"
+) -> list[str]:
+    """Read documents in random order, or in the order of the text.
 
     Args:
-        text: file of documents (named as training data is), or else a plain UTF-8 text, which is cut at line ends into
-            pieces of 8192 characters or a little more.
-        dataset: folder, whose validation split is taken, or file or glob of documents, or a data set of the hub (hf:…).
-        seed: of the order of files and documents. Of more than 64 M characters the first are taken, in the files' order.
-        in_order: the documents of a file follow each other as there, each ends in a blank line, and a plain text is cut into
-            lines: joined without anything between them, they are the text.
+        text: file of documents (named like training data), or of plain UTF-8 text. Plain text is cut at line ends into
+            pieces of about 8192 characters.
+        dataset: folder, whose validation split is used, file or glob of documents, or data set of the hub (hf:…).
+        seed: seed for the order of files and documents. Files are read in this order up to about 64 M characters.
+        in_order: whether the documents of a file keep their order. Then each ends in a blank line, and plain text is
+            cut into lines, so that joining the results gives the text.
+        text_field: field of JSON documents, and column of Parquet files, that holds the text, as stream.text_field of a run.
 
     Raises:
-        ConfigError: not exactly one of the two, missing, unreadable or empty.
+        ConfigError: None or both of text and dataset are given, or the text is missing, unreadable or empty.
     """
     if (text is None) == (dataset is None):
-        raise ConfigError("expected one of --text FILE and --dataset PATH: what to measure on")
+        raise ConfigError("expected one of --text FILE and --dataset PATH, with the text to measure on")
     shuffle = random.Random(seed).shuffle
     source = f"--text {str(text)!r}" if text is not None else f"--dataset {dataset!r}"
     if text is not None and not text.is_file():
@@ -52,11 +55,12 @@ def read_texts(text: Path | None, dataset: str | None, seed: int, in_order: bool
                 files = list_files(dataset, None, "validation")
             else:
                 files = list_files("c4_validation", str(text or dataset))
-        except ConfigError as error:  # speaks of a key that is not used here
+        except ConfigError as error:  # the message names a key of the config, which is not used here
             message = re.sub(r"(training.dataset_path|validation.dataset) is", "--dataset is", str(error))
             raise ConfigError(message) from error
         shuffle(files)
-        documents = (f"{document}\n\n" for document in _documents(files)) if in_order else _documents(files)
+        found = _documents(files, text_field)
+        documents = (f"{document}\n\n" for document in found) if in_order else found
     taken = _first(documents)
     if not taken:
         raise ConfigError(f"{source} holds no text")
@@ -93,36 +97,46 @@ def _pieces(path: Path, size: int) -> Iterator[str]:
         yield "".join(lines)
 
 
-def _documents(files: Iterable[DataFile]) -> Iterator[str]:
-    """Bad documents and the rest of damaged files are passed over, and said on stderr."""
+def _documents(files: Iterable[DataFile], text_field: str) -> Iterator[str]:
+    """Read documents. Bad documents and the rest of damaged files are skipped and reported on stderr."""
     for file in files:
-        reader, bad = Documents(file, max_bytes=MOST), 0
+        reader, bad, first = Documents(file, max_bytes=MOST, format=Format(text_field)), 0, ""
         try:
             while (record := reader.read()) is not None:
                 try:
-                    yield text_of(record)
-                except BadDocument:
+                    yield text_of(record, text_field)
+                except BadDocument as error:
                     bad += 1
+                    first = first or _of_options(error)
         except DamagedFile as error:
             print(f"{file.url} is damaged and ends early: {error}", file=sys.stderr)
+        except DataError as error:
+            raise ConfigError(_of_options(error)) from error
         finally:
             reader.close()
         if bad:
-            print(f"{file.url}: {bad} bad documents were passed over", file=sys.stderr)
+            print(f"{file.url}: {bad} bad documents were skipped, the first one: {first}", file=sys.stderr)
+
+
+def _of_options(error: Exception) -> str:
+    """Return a message about a key of the config with the name of the option here."""
+    return str(error).replace("stream.text_field", "--text-field")
 
 
 def cut_sequences(texts: Iterable[str], encode: Callable[[str], list[int]], count: int, length: int) -> Tensor:
-    """Token ids of the texts, joined by blank lines, in sequences of equal length.
+    """Join texts by blank lines, and cut their token ids into sequences of equal length.
 
     Args:
-        encode: text → token ids, without special tokens.
-        count, length: wanted; a short text gives fewer sequences, and where it does not fill one, a single shorter one.
+        texts: the texts.
+        encode: maps text to token ids without special tokens.
+        count, length: number and tokens of sequences. A short text gives fewer sequences. If it does not fill one, it
+            gives a single shorter sequence.
 
     Returns:
         [count, length] int64.
 
     Raises:
-        ConfigError: fewer than two tokens.
+        ConfigError: The text has fewer than two tokens.
     """
     ids: list[int] = []
     for text in texts:
@@ -139,19 +153,22 @@ def cut_sequences(texts: Iterable[str], encode: Callable[[str], list[int]], coun
 def contiguous_sequences(
     texts: Sequence[str], encode: Callable[[str], list[int]], count: int, length: int, seed: int
 ) -> Tensor:
-    """The text from random places on, as the paper measures: a document or line begins each sequence, and the next ones fill it.
+    """Start sequences at random places of the text, as in the paper.
+
+    A document or line begins each sequence, and the following ones fill it.
 
     Args:
-        texts: as ``read_texts`` gives them ``in_order``.
-        encode: text → token ids, without special tokens.
-        count, length: of the sequences, which may overlap. One that would run beyond the end begins earlier.
-        seed: of the places.
+        texts: texts of ``read_texts`` with ``in_order``.
+        encode: maps text to token ids without special tokens.
+        count, length: number and tokens of sequences, which may overlap. A sequence that would exceed the end of the
+            text begins earlier.
+        seed: seed of the places.
 
     Returns:
         [count, length] int64.
 
     Raises:
-        ConfigError: the whole text has fewer than ``length`` tokens.
+        ConfigError: The whole text has fewer than ``length`` tokens.
     """
     generator = random.Random(seed)
     return torch.tensor([_from(texts, generator.randrange(len(texts)), encode, length) for _ in range(count)])
@@ -176,7 +193,7 @@ def _from(texts: Sequence[str], start: int, encode: Callable[[str], list[int]], 
 
 
 def surround(tokens: Tensor, before: Sequence[int], after: Sequence[int]) -> Tensor:
-    """[count, length] token ids with these before and after each sequence."""
+    """Add tokens before and after each sequence of [count, length] token ids."""
     count = len(tokens)
     ends = [torch.tensor(ids, dtype=torch.int64).expand(count, len(ids)) for ids in (before, after)]
     return torch.cat([ends[0], tokens, ends[1]], dim=1)

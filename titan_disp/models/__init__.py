@@ -1,1 +1,4 @@
-"""What models have in common. It knows none of them: each is a folder of its own (CONTRIBUTING.md), listed in ``registry``."""
+"""This package holds what all models share.
+
+It imports none of them: each is a folder of its own, listed in ``registry``.
+"""

@@ -1,4 +1,4 @@
-"""What the arguments and flavors of all models have in common."""
+"""This module holds what the arguments and flavors of all models have in common."""
 
 import copy
 import math
@@ -12,17 +12,18 @@ from torchtitan.config import JobConfig
 from torchtitan.protocols.model import BaseModelArgs
 
 from titan_disp.errors import ConfigError
-from titan_disp.overrides import apply_overrides
+from titan_disp.model_overrides import apply_overrides
 
 
 def block_indices(layers: str | list[int], n_layers: int) -> tuple[int, ...]:
-    """The blocks that ``dispersion.layers`` names, ascending, from 0.
+    """Return the blocks that ``dispersion.layers`` names, in ascending order, from 0.
 
     Args:
         layers: "all", "last", "early_half", "late_half", or indices in [0, n_layers).
+        n_layers: number of blocks.
 
     Raises:
-        ConfigError: another word, an empty or repeated list, or an index out of range.
+        ConfigError: another word, an empty list, a repeated index, or an index out of range.
     """
     named = {
         "all": range(n_layers),
@@ -40,7 +41,8 @@ def block_indices(layers: str | list[int], n_layers: int) -> tuple[int, ...]:
         chosen = sorted(layers)
     if any(isinstance(i, bool) or not isinstance(i, int) or not 0 <= i < n_layers for i in chosen):
         raise ConfigError(
-            f"dispersion.layers is {layers}, but the model has {n_layers} blocks: expected indices from 0 to {n_layers - 1}"
+            f"dispersion.layers is {layers}, but the model has {n_layers} blocks: "
+            f"expected indices from 0 to {n_layers - 1}"
         )
     if not chosen or len(set(chosen)) != len(chosen):
         raise ConfigError(f"dispersion.layers is {layers}, expected at least one block and none of them twice")
@@ -48,7 +50,12 @@ def block_indices(layers: str | list[int], n_layers: int) -> tuple[int, ...]:
 
 
 def activation_indices(layers: str | list[int], final_norm: bool, n_layers: int) -> tuple[int, ...]:
-    """What ``dispersion.layers`` and ``dispersion.final_norm`` disperse, as ``DispModel.forward`` takes it.
+    """Return the activations to disperse, as ``DispModel.forward`` takes them.
+
+    Args:
+        layers: ``dispersion.layers``.
+        final_norm: ``dispersion.final_norm``.
+        n_layers: number of blocks.
 
     Raises:
         ConfigError: as ``block_indices``, or ``final_norm`` without the last block.
@@ -58,15 +65,18 @@ def activation_indices(layers: str | list[int], final_norm: bool, n_layers: int)
         return tuple(i + 1 for i in blocks)
     if blocks[-1] != n_layers - 1:
         raise ConfigError(
-            f"dispersion.final_norm is true, but dispersion.layers {layers!r} leaves the last block ({n_layers - 1}) out, whose "
-            "output the final norm takes: add it, or set dispersion.final_norm = false"
+            f"dispersion.final_norm is true, but dispersion.layers {layers!r} leaves the last block ({n_layers - 1}) "
+            "out, and the final norm follows it: add that block, or set dispersion.final_norm = false"
         )
     return (*(i + 1 for i in blocks[:-1]), n_layers + 1)
 
 
 @dataclass(frozen=True)
 class Initial:
-    """How a parameter begins: normal around ``mean``, cut off at ``mean`` ± ``cut``; all ``mean`` where ``std`` is 0."""
+    """A parameter is initialized from a normal distribution around ``mean``, cut off at ``mean`` ± ``cut``.
+
+    It is constant, ``mean``, if ``std`` is 0.
+    """
 
     mean: float = 0.0
     std: float = 0.0
@@ -74,13 +84,14 @@ class Initial:
 
 
 class DispModelArgs(BaseModelArgs):
-    """What the rest of titan-disp asks of a model's arguments, which are a dataclass that extends this.
+    """The arguments of a model are a dataclass that extends this class.
 
     Attributes:
         hidden_dim: width of the feed-forward.
         max_seq_len: tokens of a training sequence.
-        enable_weight_tying: whether embedding and output are one parameter.
-        activations: which ones a training forward returns, as ``DispModel.forward`` takes them; empty: plain logits.
+        enable_weight_tying: whether embedding and output layer are one parameter.
+        activations: indices of the activations that a training forward returns (see ``DispModel.forward``); empty: only
+            logits.
     """
 
     dim: int
@@ -96,23 +107,32 @@ class DispModelArgs(BaseModelArgs):
 
     @property
     def max_positions(self) -> int | None:
-        """Tokens of the longest sequence that the weights allow; None: any number, as with rotary embeddings."""
+        """Return the length of the longest sequence that the weights allow; None: any, as with rotary embeddings."""
         return None
 
     def initial(self, name: str, shape: torch.Size) -> Initial:
-        """How the parameter of this canonical name begins."""
+        """Return how the parameter with this canonical name is initialized."""
         raise NotImplementedError
 
     def saved_elements(self, tp: int) -> dict[str, float]:
-        """Elements that a block saves for backward, per token of a CP rank's part, by mode of activation checkpointing ("none",
-        "op", "full").
+        """Return the number of elements that a block saves for backward, per token of a CP rank's part.
 
-        Between blocks TP shards the sequence; it gathers the inputs of attention and feed-forward, and shards what is inside.
+        Between blocks, TP shards the sequence. It gathers the inputs of attention and feed-forward, and shards what
+        they compute.
+
+        Args:
+            tp: tensor-parallel degree.
+
+        Returns:
+            The number for each mode of activation checkpointing: "none", "op" and "full".
         """
         raise NotImplementedError
 
     def update_from_config(self, job_config: JobConfig, **kwargs) -> None:
-        """TorchTitan's hook between the flavor and the model."""
+        """Set what the config decides.
+
+        TorchTitan calls this after it has chosen the flavor and before it builds the model.
+        """
         apply_overrides(self, job_config.model.overrides)  # type: ignore[attr-defined]
         super().update_from_config(job_config, **kwargs)
         self.max_seq_len = job_config.training.seq_len
@@ -121,11 +141,11 @@ class DispModelArgs(BaseModelArgs):
             self.activations = activation_indices(dispersion.layers, dispersion.final_norm, self.n_layers)
 
     def get_nparams_and_flops(self, model: nn.Module, seq_len: int) -> tuple[int, int]:
-        """True parameter count (a tied embedding once) and model FLOPs per token, forward and backward.
+        """Return the parameter count (a tied embedding counts once) and the FLOPs per token, forward and backward.
 
-        TorchTitan 0.2.2 subtracts the embedding twice for tied models: from the count, and from the FLOPs, where the
-        tied matrix does multiply as the output layer. The attention term is TorchTitan's. Dispersion is not counted:
-        MFU is about the model.
+        TorchTitan 0.2.2 subtracts the embedding twice for tied models: from the count, and from the FLOPs, although the
+        tied matrix does multiply as the output layer. The attention term is TorchTitan's. Dispersion is not counted,
+        because MFU is about the model.
         """
         total = sum(p.numel() for p in model.parameters())  # shared parameters appear once
         looked_up = sum(p.numel() for table in model.embeddings for p in table.parameters())  # type: ignore[union-attr]
@@ -138,7 +158,10 @@ Args = TypeVar("Args", bound=DispModelArgs)
 
 
 class Flavors(Mapping[str, Args], Generic[Args]):
-    """Hands out copies: TorchTitan writes into the arguments it takes from a spec, also into registered ones."""
+    """Map names to copies of arguments.
+
+    TorchTitan modifies the arguments that it takes, even registered ones.
+    """
 
     def __init__(self, flavors: dict[str, Args]) -> None:
         self._flavors = flavors

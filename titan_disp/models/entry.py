@@ -1,4 +1,4 @@
-"""What a model's folder hands to the rest of titan-disp."""
+"""Each model's folder provides an entry to the rest of titan-disp."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,14 +12,15 @@ from titan_disp.models.model import DispModel
 
 @dataclass(frozen=True)
 class ModelEntry:
-    """A model, as ``registry.MODELS`` lists it.
+    """An entry describes a model; ``registry.MODELS`` lists them.
 
     Attributes:
-        name: ``model.name`` of a config.
-        title: for people.
-        flavors: its sizes, in ascending order: a preflight without an accelerator takes the first that fits.
-        parallelize: (model on the meta device, parallel_dims, job_config) → the model, in place.
-        adapter: to and from transformers.
+        name: ``model.name`` in a config.
+        title: the name for people.
+        flavors: its sizes, in ascending order. A preflight without an accelerator takes the first that fits.
+        model_cls: the model's class.
+        parallelize: parallelizes a model on the meta device in place, given (model, parallel_dims, job_config).
+        adapter: converts weights to and from transformers.
     """
 
     name: str

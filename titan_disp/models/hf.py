@@ -1,4 +1,7 @@
-"""Weights in Hugging Face's format, of every model: TorchTitan's adapter made safe, and the check of a folder before a load."""
+"""All models use TorchTitan's adapter for Hugging Face's weight format, with fixes.
+
+Folders are checked before a load.
+"""
 
 import json
 from pathlib import Path
@@ -17,16 +20,17 @@ INDEX = "model.safetensors.index.json"
 
 
 class HfAdapter(StateDictAdapter):
-    """TorchTitan's adapter, whose plan of output files (``model.safetensors.index.json`` in the assets folder) follows the model.
+    """Extend TorchTitan's adapter so that its plan of output files always fits the model.
 
-    Index files of the hub may list ``lm_head.weight``, which a tied model does not save: TorchTitan 0.2.2 would write an
-    ``lm_head`` without type and values, and no reader opens that file. An index that lacks a weight of this model would fail the
-    save at the end of training.
+    TorchTitan takes the plan from ``model.safetensors.index.json`` in the assets folder. Index files on the hub may
+    list ``lm_head.weight``, which a tied model does not save: TorchTitan 0.2.2 would write an ``lm_head`` without a
+    type or values, and no reader opens that file. An index without one of the model's weights would make the save at
+    the end of training fail.
 
     Attributes:
-        model_cls: the model.
-        transformers_class: its name in transformers, such as "Qwen3ForCausalLM".
-        defaults: of transformers, for keys of ``architecture`` that a config.json may leave out.
+        model_cls: the model's class.
+        transformers_class: name of its class in transformers, such as "Qwen3ForCausalLM".
+        defaults: transformers' defaults for the keys of ``architecture`` that a config.json may omit.
     """
 
     model_cls: type[DispModel]
@@ -44,31 +48,34 @@ class HfAdapter(StateDictAdapter):
         listed = {self.canonical(name): index for name, index in listed.items()}
         if missing := sorted(names - listed.keys()):
             logger.warning(
-                f"{INDEX} in {hf_assets_path!r} is of another model (it lacks {missing[0]!r}): checkpoint.last_save_in_hf "
-                "will write one file"
+                f"{INDEX} in {hf_assets_path!r} belongs to another model (it lacks {missing[0]!r}): "
+                "checkpoint.last_save_in_hf will write a single file"
             )
             self.fqn_to_index_mapping = None
         else:
             self.fqn_to_index_mapping = {name: listed[name] for name in names}
 
     def architecture(self) -> dict[str, Any]:
-        """What config.json says of the network itself: the same keys are written by an export and compared by an import."""
+        """Return the keys of config.json that describe the network.
+
+        An export writes them, and an import compares them.
+        """
         raise NotImplementedError
 
     def extras(self) -> dict[str, Any]:
-        """What else an export writes into config.json, which an import need not find."""
+        """Return the other keys that an export writes to config.json. An import does not need them."""
         return {}
 
     def stated(self, config: dict[str, Any]) -> dict[str, Any]:
-        """config.json with the keys of ``architecture``, however it spells them."""
+        """Return config.json with the keys of ``architecture``, whichever way the file spells them."""
         return self.defaults | config
 
     def canonical(self, name: str) -> str:
-        """The name that ``to_hf`` gives to the weight that a file calls ``name``."""
+        """Return the name that ``to_hf`` gives to the weight that a file calls ``name``."""
         return name
 
     def weight_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Every weight of the model under Hugging Face's name; a tied embedding once."""
+        """Return the shapes of all weights by their Hugging Face names. A tied embedding appears once."""
         with torch.device("meta"):
             model = self.model_cls(self.model_args)
         plain = type(self)(self.model_args, None)
@@ -76,11 +83,13 @@ class HfAdapter(StateDictAdapter):
 
 
 def check_hf_folder(folder: str | Path, adapter: HfAdapter) -> None:
-    """Whether weights can be loaded from a Hugging Face folder (``checkpoint.initial_load_in_hf``). Reads headers only.
+    """Check that weights can be loaded from a Hugging Face folder (``checkpoint.initial_load_in_hf``).
+
+    Only headers are read.
 
     Raises:
-        ConfigError: no folder, no safetensors or no config.json in it, another network than the flavor's, or damaged or missing
-            weights.
+        ConfigError: the folder, its safetensors or its config.json is missing; config.json describes another network
+            than the flavor; or weights are damaged or missing.
     """
     folder = Path(folder)
     where = f"checkpoint.initial_load_in_hf: {str(folder)!r}"
@@ -96,13 +105,14 @@ def check_hf_folder(folder: str | Path, adapter: HfAdapter) -> None:
     except ValueError as error:
         raise ConfigError(f"{where}: config.json is not valid JSON: {error}") from error
     differ = [
-        f"{key} {config.get(key)!r} there, {expected!r} in the flavor"
+        f"{key} is {config.get(key)!r} there and {expected!r} in the flavor"
         for key, expected in adapter.architecture().items()
         if config.get(key) != expected
     ]
     if differ:
         raise ConfigError(
-            f"{where} is another network than model.flavor's: {'; '.join(differ)}. Set model.flavor to that of the weights"
+            f"{where} is another network than model.flavor's: {'; '.join(differ)}. "
+            "Set model.flavor to that of the weights"
         )
     _check_weights(folder, adapter, where)
 
@@ -119,7 +129,8 @@ def _check_weights(folder: Path, adapter: HfAdapter, where: str) -> None:
     wanted = adapter.weight_shapes()
     if missing := sorted(wanted.keys() - found.keys()):
         raise ConfigError(
-            f"{where} lacks {len(missing)} of the {len(wanted)} weights, {missing[0]!r} first: is the download complete?"
+            f"{where} lacks {len(missing)} of the {len(wanted)} weights, {missing[0]!r} first: "
+            "is the download complete?"
         )
     for name, shape in wanted.items():
         if found[name] != shape:

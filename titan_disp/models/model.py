@@ -1,4 +1,4 @@
-"""The forward of every model: it can return intermediate activations."""
+"""All models share this forward, which can return intermediate activations."""
 
 from collections.abc import Sequence
 
@@ -13,10 +13,10 @@ from titan_disp.models.init import init_parameters
 
 
 class DispModel(ModelProtocol):
-    """A decoder of blocks with an embedding before and a norm and an output layer after them.
+    """A decoder consists of an embedding, blocks, a final norm and an output layer.
 
-    Activations are *returned*, never stashed: FSDP2 hooks module outputs only, and forward hooks on blocks would fire again when
-    activation checkpointing recomputes them.
+    Activations are *returned* and never stored in the module: FSDP2 hooks module outputs only, and forward hooks on
+    blocks would run again when activation checkpointing recomputes them.
     """
 
     model_args: DispModelArgs
@@ -28,11 +28,11 @@ class DispModel(ModelProtocol):
 
     @property
     def embeddings(self) -> list[nn.Module]:
-        """Every table that is looked up, that of the tokens first."""
+        """Return all embedding tables, the tokens' first."""
         return [self.tok_embeddings]
 
     def embed(self, tokens: Tensor, positions: Tensor | None) -> Tensor:
-        """What the first block is given."""
+        """Return the input of the first block."""
         return self.tok_embeddings(tokens)
 
     def run_block(
@@ -50,20 +50,21 @@ class DispModel(ModelProtocol):
         positions: Tensor | None = None,
         return_activations: Sequence[int] | None = None,
     ) -> Tensor | tuple[Tensor, tuple[Tensor, ...]]:
-        """Logits, and where asked for, activations.
+        """Return logits, and activations if they are requested.
 
         Args:
             tokens: [B, N] token ids.
-            attention_masks, positions: as TorchTitan's models take them.
-            return_activations: 0 = output of the embedding, i + 1 = output of block i (before the final norm), n_layers + 1 =
-                output of the final norm. None: in training the model arguments' ``activations``, in eval none.
+            attention_masks, positions: as in TorchTitan's models.
+            return_activations: indices of activations: 0 is the output of the embedding, i + 1 the output of block i
+                (before the final norm), n_layers + 1 the output of the final norm. None: ``activations`` of the model's
+                arguments in training, none in eval.
 
         Returns:
-            logits [B, N, V], or (logits, activations) with [B, N, F] tensors in ascending order of index. Under TP and
-            CP the activations are this rank's [B, N/p, F] shard of the sequence, plain local tensors.
+            Logits [B, N, V], or (logits, activations) with [B, N, F] tensors in ascending order of index. Under TP and
+            CP, the activations are this rank's [B, N/p, F] shard of the sequence, as plain local tensors.
 
         Raises:
-            ValueError: an index out of range.
+            ValueError: an index is out of range.
         """
         if return_activations is None:
             return_activations = self.model_args.activations if self.training else ()
@@ -74,7 +75,7 @@ class DispModel(ModelProtocol):
         activations = []
         h = self.embed(tokens, positions)
         if isinstance(h, AsyncCollectiveTensor):
-            # TP's reduce-scatter is still in flight, and a compiled block drops the gradient of such an input (torch 2.13).
+            # TP's reduce-scatter is still in flight. A compiled block drops the gradient of such an input (torch 2.13).
             h = h.clone()
         if 0 in wanted:
             activations.append(h)
@@ -84,18 +85,19 @@ class DispModel(ModelProtocol):
                 activations.append(h)
         h = self.norm(h)
         if after_norm in wanted:
-            # Under TP a DTensor, as the output's plan wants it. Its local tensor is a view, and of those FSDP2 warns.
+            # Under TP, h is a DTensor, which the output layer's plan expects. FSDP2 warns of views such as its local
+            # tensor.
             activations.append(h.to_local().clone() if isinstance(h, DTensor) else h)
         logits = self.output(h)
         return (logits, tuple(activations)) if wanted else logits
 
     def tie_weights(self) -> None:
-        """Make ``output.weight`` the same parameter as ``tok_embeddings.weight`` (again)."""
+        """Make ``output.weight`` the same parameter as ``tok_embeddings.weight`` (again), if weights are tied."""
         if self.model_args.enable_weight_tying:
             self.output.weight = self.tok_embeddings.weight
 
     def init_weights(self, buffer_device: torch.device | None = None) -> None:
-        """Fill parameters from the process's seed (``debug.seed``, or the one that TorchTitan agrees on over all ranks)."""
-        self.tie_weights()  # to_empty gave every module a storage of its own
+        """Fill parameters from the process's seed: ``debug.seed``, or the seed on which all ranks agree."""
+        self.tie_weights()  # to_empty gave every module its own storage
         self.init_buffers(buffer_device)
         init_parameters(self, self.model_args, torch.initial_seed())

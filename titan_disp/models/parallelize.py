@@ -1,9 +1,9 @@
-"""TP → tie → context parallel → activation checkpointing → compile → FSDP2/HSDP, for every model.
+"""All models are parallelized in this order: TP, tying, CP, activation checkpointing, compile, FSDP2 or HSDP.
 
-TorchTitan 0.2.2's own order fails for tied embeddings: TP replaces both parameters, which unties them, and separate FSDP
-groups for the embedding and the output either raise or train two matrices. Here they are tied again after TP, and the
-embeddings, the final norm and the output form one FSDP group. Of an untied model the embeddings are a group of their own, as in
-TorchTitan.
+TorchTitan 0.2.2's order fails for tied embeddings: TP replaces both parameters, which unties them, and separate FSDP
+groups for the embedding and the output layer either raise or train two matrices. Here the parameters are tied again
+after TP, and the embeddings, the final norm and the output layer form one FSDP group. In an untied model, the
+embeddings are a group of their own, as in TorchTitan.
 """
 
 from collections.abc import Callable, Collection
@@ -34,13 +34,16 @@ def parallelize_model(
     apply_tp: ApplyTP,
     saved_ops: Collection[torch._ops.OpOverload],
 ) -> nn.Module:
-    """Apply everything the config asks for to a model on the meta device, in place.
+    """Apply everything that the config asks for to a model on the meta device, in place.
 
-    Expects a config that has passed ``checks.check_config``: combinations that do not work were refused there.
+    The config must have passed ``config_checks.check_config``, which refuses combinations that do not work.
 
     Args:
+        model: the model.
+        parallel_dims: the meshes.
+        job_config: the config.
         apply_tp: the model's own tensor-parallel plan.
-        saved_ops: what selective activation checkpointing keeps.
+        saved_ops: operations whose outputs selective activation checkpointing keeps.
     """
     compiled = job_config.compile.enable and "model" in job_config.compile.components
     tp_mesh = parallel_dims.get_optional_mesh("tp")
@@ -85,7 +88,7 @@ def _apply_fsdp(model: DispModel, parallel_dims: ParallelDims, job_config: JobCo
         head = [*model.embeddings, *head]  # the shared parameter has one owner
     else:
         fully_shard(model.embeddings, reshard_after_forward=policy != "never", **config)
-    # Backward starts here, so resharding after forward would only gather it twice.
+    # Backward starts with this group, so resharding it after forward would only gather it twice.
     fully_shard(head, reshard_after_forward=policy == "always", **config)
     fully_shard(model, **config)
     # The objective divides by the global number of valid tokens; FSDP must only sum.
@@ -94,10 +97,11 @@ def _apply_fsdp(model: DispModel, parallel_dims: ParallelDims, job_config: JobCo
 
 
 def _columns_where_rows_are_uneven(param: nn.Parameter) -> Shard | None:
-    """FSDP shards rows, but for those that TP has shared out unevenly, such as GPT-2's 50,257 tokens.
+    """Shard columns if TP has divided the rows unevenly, such as GPT-2's 50,257 tokens; else FSDP shards rows.
 
-    DTensor (torch 2.13) takes the sum of a shard's rows over TP to be shared out as TP does it. For 50,257 rows over 2 TP ranks
-    and 8 shards that is wrong on the last shard, 3135 + 3141 rows: initial weights and checkpoints would mix them up.
+    DTensor (torch 2.13) assumes that the rows of an FSDP shard, summed over TP, are divided as TP divides them. For
+    50,257 rows over 2 TP ranks and 8 shards, this is wrong on the last shard (3135 + 3141 rows): initial weights and
+    checkpoints would mix rows up.
     """
     if isinstance(param, DTensor):
         for degree, placement in zip(param.device_mesh.shape, param.placements, strict=True):

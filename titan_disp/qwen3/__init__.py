@@ -1,4 +1,4 @@
-"""Qwen3 that returns intermediate activations, and its parallelization."""
+"""This is Qwen3 with a forward that can return intermediate activations, and its parallelization."""
 
 from titan_disp.models.entry import ModelEntry
 from titan_disp.qwen3.flavors import flavors

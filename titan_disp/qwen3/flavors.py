@@ -1,4 +1,4 @@
-"""Model arguments and the flavors of ``qwen3_disp``."""
+"""These are the model arguments and the flavors of ``qwen3_disp``."""
 
 import copy
 from dataclasses import dataclass
@@ -13,23 +13,23 @@ from titan_disp.models.arguments import DispModelArgs, Flavors, Initial
 
 @dataclass
 class Qwen3DispModelArgs(DispModelArgs, Qwen3ModelArgs):
-    """TorchTitan's Qwen3 arguments, and which activations a training forward returns.
+    """Extend TorchTitan's Qwen3 arguments with the activations that a training forward returns.
 
     Attributes:
-        activations: indices as ``DispModel.forward`` takes them; empty: plain logits.
+        activations: indices as ``DispModel.forward`` takes them; empty: only logits.
     """
 
     activations: tuple[int, ...] = ()
 
     not_overridable: ClassVar[dict[str, str]] = {
-        "qk_norm": "Hugging Face's Qwen3 normalises queries and keys, so that an export would be another model",
-        "eos_id": "it is the tokenizer's",
+        "qk_norm": "Hugging Face's Qwen3 always normalizes queries and keys, so an export would be a different model",
+        "eos_id": "the tokenizer defines it",
         "moe_enabled": "the model is dense",
         "moe_inter_dim": "the model is dense",
     }
 
     def initial(self, name: str, shape: torch.Size) -> Initial:
-        """As in TorchTitan 0.2.2's Qwen3."""
+        """Initialize as TorchTitan 0.2.2's Qwen3 does."""
         if len(shape) == 1:
             return Initial(mean=1.0)  # every vector in Qwen3 is an RMSNorm weight
         if name in ("tok_embeddings.weight", "output.weight"):
@@ -46,11 +46,11 @@ class Qwen3DispModelArgs(DispModelArgs, Qwen3ModelArgs):
         d, h = self.dim, self.hidden_dim
         q, kv = self.n_heads * self.head_dim, self.n_kv_heads * self.head_dim
         return {
-            # Both residuals; both normalised inputs; q and k before their norm, q, k, v, the attention's output; w1's output, its
-            # SiLU, w3's output, their product.
+            # Both residuals; both normalized inputs; q and k before their norm; q, k, v and the attention's output;
+            # w1's output, its SiLU, w3's output and their product.
             "none": 2 * d / tp + 2 * d + (3 * q + 3 * kv + 4 * h) / tp,
-            # The block's input, the attention's output and every second product (q, v, w1, w2) are kept. Under TP w2's output is
-            # a partial sum over the whole sequence, and both reduce-scatters are kept too.
+            # The block's input, the attention's output and every second product (q, v, w1, w2) are kept. Under TP, w2's
+            # output is a partial sum over the whole sequence, and both reduce-scattered results are kept too.
             "op": d / tp + (2 * q + kv + h) / tp + d + (2 * d / tp if tp > 1 else 0),
             "full": d / tp,
         }
@@ -60,8 +60,8 @@ def _like_torchtitan(name: str, **changes: Any) -> Qwen3DispModelArgs:
     return Qwen3DispModelArgs(**(vars(copy.deepcopy(qwen3_args[name])) | changes))
 
 
-# In ascending order. TorchTitan registers Qwen's published sizes: Table 1 of the Qwen3 technical report (arXiv 2505.09388)
-# and config.json of Qwen/Qwen3-*, with which tests/test_model.py compares them. Tied up to 4B.
+# In ascending order. TorchTitan registers Qwen's published sizes: Table 1 of the Qwen3 technical report (arXiv
+# 2505.09388) and config.json of Qwen/Qwen3-*; tests/test_qwen3.py compares them. Embeddings are tied up to 4B.
 flavors = Flavors(
     {
         "nano": Qwen3DispModelArgs(  # 0.4 M parameters: for the demo and tests on a CPU
@@ -78,10 +78,10 @@ flavors = Flavors(
             enable_weight_tying=True,
         ),
         "debugmodel": _like_torchtitan("debugmodel"),
-        # For a preflight of the untied ones on a CPU.
+        # For a preflight of untied models on a CPU.
         "debugmodel_untied": _like_torchtitan("debugmodel", enable_weight_tying=False),
         "0.6B": _like_torchtitan("0.6B"),
-        # What the authors' TorchTitan fork trained: FSDP made two parameters of the tied one, by accident (they say so).
+        # The model that the authors' TorchTitan fork trained: by accident, as they say, FSDP untied the embedding.
         "0.6B_untied": _like_torchtitan("0.6B", enable_weight_tying=False),
         "1.7B": _like_torchtitan("1.7B"),
         "4B": _like_torchtitan("4B"),

@@ -1,4 +1,4 @@
-"""Qwen3 as Hugging Face names it: config.json's keys, and TorchTitan's state dict adapter."""
+"""This module converts Qwen3 to Hugging Face's keys in config.json. TorchTitan's adapter converts the weights."""
 
 from typing import Any
 
@@ -10,9 +10,9 @@ from titan_disp.qwen3.model import Qwen3DispModel
 
 
 def architecture(args: Qwen3DispModelArgs) -> dict[str, Any]:
-    """As ``HfAdapter.architecture``.
+    """Return ``HfAdapter.architecture`` for Qwen3.
 
-    ``rope_theta`` stands at the top level, as in Qwen's own files: transformers 4.51 to 5 read it there.
+    ``rope_theta`` is at the top level, as in Qwen's own files: transformers 4.51 to 5 read it there.
     """
     return {
         "model_type": "qwen3",
@@ -34,7 +34,7 @@ def architecture(args: Qwen3DispModelArgs) -> dict[str, Any]:
 
 
 class Qwen3HfAdapter(HfAdapter, Qwen3StateDictAdapter):
-    """TorchTitan's names of Qwen3's weights."""
+    """Use TorchTitan's conversion of Qwen3's weights."""
 
     model_cls = Qwen3DispModel
     model_args: Qwen3DispModelArgs
@@ -45,11 +45,14 @@ class Qwen3HfAdapter(HfAdapter, Qwen3StateDictAdapter):
         return architecture(self.model_args)
 
     def extras(self) -> dict[str, Any]:
-        # transformers 4.51 warns where sliding_window is absent
+        # transformers 4.51 warns if sliding_window is absent
         return {"max_position_embeddings": self.model_args.max_seq_len, "sliding_window": None}
 
     def stated(self, config: dict[str, Any]) -> dict[str, Any]:
-        """With RoPE where ``architecture`` has it: transformers 5 writes ``rope_parameters`` instead."""
+        """Return config.json with RoPE in the keys of ``architecture``.
+
+        transformers 5 writes ``rope_parameters`` instead.
+        """
         config = super().stated(config)
         rope = config.get("rope_parameters")
         if not isinstance(rope, dict):

@@ -1,4 +1,4 @@
-"""Qwen3 whose forward can return intermediate activations."""
+"""This is Qwen3 with a forward that can return intermediate activations."""
 
 import torch
 from torch import Tensor, nn
@@ -10,7 +10,7 @@ from titan_disp.qwen3.flavors import Qwen3DispModelArgs
 
 
 class Qwen3DispModel(DispModel, Qwen3Model):
-    """TorchTitan's Qwen3."""
+    """Extend TorchTitan's Qwen3 with ``DispModel``'s forward."""
 
     model_args: Qwen3DispModelArgs
     rope_cache: Tensor

@@ -1,4 +1,4 @@
-"""How Qwen3 is parallelized: TorchTitan's tensor-parallel plan in ``models.parallelize``."""
+"""Qwen3 is parallelized by ``models.parallelize`` with TorchTitan's tensor-parallel plan."""
 
 from torch import nn
 from torchtitan.config import JobConfig
@@ -10,7 +10,7 @@ from titan_disp.models.parallelize import parallelize_model
 
 
 def parallelize(model: DispModel, parallel_dims: ParallelDims, job_config: JobConfig) -> nn.Module:
-    """As ``models.parallelize.parallelize_model``."""
+    """Parallelize the model in place, as ``models.parallelize.parallelize_model`` describes."""
     return parallelize_model(model, parallel_dims, job_config, _apply_tp, _op_sac_save_list)
 
 
@@ -20,7 +20,7 @@ def _apply_tp(model: DispModel, parallel_dims: ParallelDims, job_config: JobConf
         model,
         parallel_dims.get_mesh("tp"),
         loss_parallel=not job_config.parallelism.disable_loss_parallel,
-        # Rowwise float8 recipes all-gather in high precision, so they use regular TP.
+        # Rowwise float8 recipes all-gather in high precision, so they use ordinary TP.
         enable_float8_tensorwise_tp="float8" in job_config.model.converters
         and recipe not in ("rowwise", "rowwise_with_gw_hp"),
         enable_async_tp=job_config.parallelism.enable_async_tensor_parallel,

@@ -1,1 +1,1 @@
-"""One or several runs as one HTML page that needs nothing else: ``titan-disp report``."""
+"""This package writes an HTML page about one run or several, from the files in their folders: ``titan-disp report``."""

@@ -1,4 +1,4 @@
-"""The starts of a run: what ended each of them, and what was lost between them."""
+"""This module reconstructs the starts of a run: what ended each of them, and what was lost between them."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -6,22 +6,22 @@ from typing import Any
 
 BEGIN = ("start", "resume")
 END = ("complete", "stop", "save_failed")
-WHILE_LOADING = ("checkpoint_damaged", "streams_restarted")  # of a start whose resume event comes after them
+WHILE_LOADING = ("checkpoint_damaged", "streams_restarted")  # a start writes these before its resume event
 FAULTS = ("skip", "save_failed", *WHILE_LOADING)
 
 
 @dataclass
 class Attempt:
-    """One start of the training processes, seen through what it wrote.
+    """One start of the training processes, reconstructed from its records. Times are seconds since the epoch.
 
     Attributes:
         began: time of its start or resume event.
         job: SLURM's JOB.RESTARTS; empty without SLURM.
-        first_step: steps done at its begin.
-        times, steps: of its activity in order, the begin included.
-        end: its event of ``END``; None where it has none.
-        allocated: when its allocation began, as its begin tells; else the begin.
-        spent: (step, seconds by kind since then) of the records that tell.
+        first_step: number of steps done at its beginning.
+        times, steps: time and step of its records in order, including its beginning.
+        end: its event of ``END``, or None.
+        allocated: beginning of its allocation, from its first record; otherwise the same as ``began``.
+        spent: (step, seconds by kind since the allocation) of the records that have them.
     """
 
     began: float
@@ -46,7 +46,7 @@ class Attempt:
         return self.end is not None and self.end["event"] == "complete"
 
     def how(self) -> str:
-        """What ended it, by its events."""
+        """Describe what ended the start, by its events."""
         if self.end is None:
             return "no end recorded"
         reason = self.end.get("reason") or self.end.get("error")
@@ -54,18 +54,18 @@ class Attempt:
 
 
 def attempts(written: Sequence[Mapping[str, Any]], events: Sequence[Mapping[str, Any]]) -> list[Attempt]:
-    """In order of time; one where there are no events.
+    """Return the starts in order of time. Without events, there is one start.
 
     Args:
-        written: training rows of metrics.jsonl, all of them.
-        events: of events.jsonl, with times in seconds as the rows have them.
+        written: all training rows of metrics.jsonl.
+        events: events of events.jsonl, with times in seconds like those of the rows.
     """
     signs = [e for e in events if e["event"] not in WHILE_LOADING]
     records = sorted([*written, *signs], key=lambda record: record["time"])
     found: list[Attempt] = []
     for record in records:
         name = record.get("event")
-        # A start that trains nothing has no begin; its end tells when its allocation began.
+        # A start that trains nothing has no event for its beginning; its end has the beginning of its allocation.
         if name in BEGIN or "allocated" in record or not found:
             allocated = record.get("allocated", record["time"])
             found.append(Attempt(record["time"], record.get("job", ""), record["step"], [], [], allocated=allocated))
@@ -80,10 +80,10 @@ def attempts(written: Sequence[Mapping[str, Any]], events: Sequence[Mapping[str,
 
 
 def repeated_steps(found: Sequence[Attempt]) -> list[int]:
-    """Steps after each attempt that the next one had to do again; they were lost with it."""
+    """Return the number of each start's steps that were lost, so that the next start repeated them."""
     return [max(0, a.last_step - b.first_step) for a, b in zip(found, found[1:], strict=False)]
 
 
 def downtimes(found: Sequence[Attempt]) -> list[float]:
-    """Seconds from the last activity of each attempt to the begin of the next."""
+    """Return the seconds from the last activity of each start to the beginning of the next."""
     return [b.began - a.ended for a, b in zip(found, found[1:], strict=False)]

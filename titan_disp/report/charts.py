@@ -1,4 +1,4 @@
-"""Charts of training: few points whatever the length of the run, and the same colour and dashes for a run in all of them."""
+"""This module draws charts of training. The number of points is limited, and a run has the same style in all charts."""
 
 import base64
 import io
@@ -21,18 +21,18 @@ from titan_disp.condensation.record import Condensation, alike
 from titan_disp.report.attempts import FAULTS, Attempt
 from titan_disp.report.numbers import short
 
-BINS = 500  # points of a line at most: two pixels each where a chart is widest
-SIZE = (5.6, 3.3)  # inches, of one column on a laptop; shrunk to a phone's width its letters can still be read
-BEGINNING = 0.05  # of a run, in which the loss falls from so high that the rest would look flat
+BINS = 500  # most points of a line: two pixels each in the widest chart
+SIZE = (5.6, 3.3)  # inches: a column on a laptop, and still readable at a phone's width
+BEGINNING = 0.05  # fraction of a run: at first the loss is so high that the rest would look flat
 
 
 def drawing() -> AbstractContextManager[None]:
-    """Figures are made and written within it: text stays text, and the same figure has the same bytes."""
+    """Return a context for making and writing figures. Text stays text, and equal figures have equal bytes."""
     return matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "titan-disp", "font.size": 9.5})
 
 
 def to_uri(figure: Figure) -> str:
-    """An SVG picture as a data URI."""
+    """Convert a figure to an SVG data URI."""
     file = io.BytesIO()
     figure.savefig(file, format="svg", metadata={"Date": None})
     return "data:image/svg+xml;base64," + base64.b64encode(file.getvalue()).decode()
@@ -40,14 +40,14 @@ def to_uri(figure: Figure) -> str:
 
 @dataclass(frozen=True)
 class Line:
-    """One run in a chart.
+    """The line of one run or condition in a chart.
 
     Attributes:
-        name: the run's, or the condition's.
-        x, y: [n] numbers; points where one of them is not finite are left out.
-        place: of the run or condition in the report, which gives it its colour and dashes.
-        resumes: x where the run resumed, marked on the axis.
-        low, high: [n] of several seeds whose mean ``y`` is, the least and the greatest; None: it is one run.
+        name: name of the run or condition.
+        x, y: [n] numbers. Points with a non-finite number are left out.
+        place: index of the run or condition in the report, which sets its colour and dashes.
+        resumes: values of x at which the run resumed. They are marked on the axis.
+        low, high: [n] smallest and largest value over the seeds with mean ``y``; None for a single run.
     """
 
     name: str
@@ -60,7 +60,7 @@ class Line:
 
     @property
     def all_y(self) -> np.ndarray:
-        """Everything that is drawn of it."""
+        """All values that are drawn."""
         return np.concatenate([y for y in (self.y, self.low, self.high) if y is not None])
 
     @property
@@ -69,7 +69,11 @@ class Line:
 
 
 def binned(x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Means of x and y, least and greatest y, in at most ``BINS`` bins of equal width in x; all finite."""
+    """Bin the finite points into at most ``BINS`` bins of equal width in x.
+
+    Returns:
+        Mean x, mean y, smallest y and largest y of each bin.
+    """
     finite = np.isfinite(x) & np.isfinite(y)
     x, y = x[finite], y[finite]
     if len(x) <= BINS:
@@ -84,30 +88,30 @@ Scale = Callable[[Axes, Sequence[Line]], None]
 
 
 def as_it_is(axes: Axes, lines: Sequence[Line]) -> None:
-    """Axis y over all of the values."""
+    """Let axis y show all values."""
 
 
 def from_zero(axes: Axes, lines: Sequence[Line]) -> None:
-    """Axis y from 0, for numbers whose ratios count."""
+    """Start axis y at 0, for numbers whose ratios matter."""
     top = max(np.nanmax(line.all_y) for line in lines)
-    axes.set_ylim(0, 1.05 * top if top > 0 else None)  # numbers that hardly differ would be drawn on the frame
+    axes.set_ylim(0, 1.05 * top if top > 0 else None)  # otherwise nearly equal numbers would lie on the frame
     axes.yaxis.set_major_formatter(FuncFormatter(_tick))
 
 
 def correlation(axes: Axes, lines: Sequence[Line]) -> None:
-    """Axis y over all that a correlation can be."""
+    """Let axis y show the range of a correlation."""
     axes.set_ylim(-1.05, 1.05)
 
 
 def by_factors(axes: Axes, lines: Sequence[Line]) -> None:
-    """Axis y logarithmic, where the values spread over more than a factor of 30."""
+    """Make axis y logarithmic if the values differ by more than a factor of 30."""
     y = np.concatenate([line.all_y[np.isfinite(line.all_y)] for line in lines])
     if y.min() > 0 and y.max() > 30 * y.min():
         axes.set_yscale("log")
 
 
 def without_the_beginning(axes: Axes, lines: Sequence[Line]) -> None:
-    """Axis y over the values after the ``BEGINNING`` of the longest run."""
+    """Let axis y show the values after the ``BEGINNING`` of the longest run."""
     start = BEGINNING * max(np.nanmax(line.x) for line in lines)
     later = np.concatenate([_after(line, start) for line in lines])
     if len(later) > 30 * len(lines):
@@ -121,7 +125,7 @@ def _after(line: Line, start: float) -> np.ndarray:
 
 
 def draw_lines(axes: Axes, lines: Sequence[Line], xlabel: str, ylabel: str, scale: Scale) -> None:
-    """A line for each run or condition. In a band from least to greatest where it is the mean of seeds, or of many points."""
+    """Draw a line for each run or condition, in a band from smallest to largest value if it is a mean."""
     for line in lines:
         x, y, low, high = binned(line.x, line.y)
         if line.low is not None and line.high is not None:
@@ -141,7 +145,7 @@ def draw_lines(axes: Axes, lines: Sequence[Line], xlabel: str, ylabel: str, scal
 
 
 def curves(lines: Sequence[Line], xlabel: str, ylabel: str, scale: Scale) -> Figure:
-    """A chart of ``draw_lines``, with a legend above it."""
+    """Draw a chart of ``draw_lines`` with a legend above it."""
     figure = new_figure(*SIZE)
     draw_lines(figure.subplots(), lines, xlabel, ylabel, scale)
     longest = max(len(line.name) for line in lines)
@@ -154,10 +158,13 @@ def _tick(value: float, _: int) -> str:
 
 
 def draw_layer_map(axes: Axes, by_step: Mapping[int, Condensation], title: str, end: int) -> QuadMesh:
-    """Mean cosine by layer and step, of two measurements or more; one colour scale for all maps.
+    """Draw mean cosines by layer and step. All maps have the same colour scale.
 
     Args:
-        end: the last step of the run, at which the map ends.
+        axes: axes to draw in.
+        by_step: at least two measurements.
+        title: title of the map.
+        end: the last step of the run, where the map ends.
     """
     measured = alike(list(by_step.values()))
     values = np.array([found.mean_cosine for found in measured]).T
@@ -175,7 +182,7 @@ def draw_layer_map(axes: Axes, by_step: Mapping[int, Condensation], title: str, 
 
 
 def layer_map(by_step: Mapping[int, Condensation], name: str, end: int) -> Figure:
-    """``draw_layer_map`` of a run, with its colour scale."""
+    """Draw ``draw_layer_map`` of a run with its colour scale."""
     figure = new_figure(*SIZE)
     mesh = draw_layer_map(figure.subplots(), by_step, name, end)
     figure.colorbar(mesh, label=MEAN_COSINE)
@@ -187,7 +194,7 @@ def _dates(seconds: Sequence[float] | np.ndarray) -> np.ndarray:
 
 
 def timeline(found: Sequence[Attempt], events: Sequence[Mapping[str, Any]]) -> Figure:
-    """Steps against the clock (UTC), a row for each kind of event, and the time between attempts in grey."""
+    """Draw steps against time (UTC), a row for each kind of event, and the time between starts in grey."""
     kinds = list(dict.fromkeys(event["event"] for event in events)) or ["no events"]
     height = 0.22 * len(kinds) + 0.1
     figure = new_figure(9, 3.1 + height)

@@ -1,4 +1,8 @@
-"""Runs that are seeds of one condition, and what they have in common: a mean, in a band from the least to the greatest."""
+"""This module groups runs that are seeds of one condition, and averages their lines.
+
+A condition is one run, or several that differ only in their seeds. Its line is the mean, in a band from the smallest to
+the largest seed.
+"""
 
 import os
 import re
@@ -13,16 +17,17 @@ from titan_disp.report.charts import Line
 from titan_disp.report.configs import SEEDS
 from titan_disp.report.gather import Run
 
-WITHOUT_EFFECT = ("job.", "metrics.", "comm.", "profiling.", "condensation.", "validation.")  # on training
+# Keys that do not change training.
+WITHOUT_EFFECT = ("job.", "metrics.", "comm.", "profiling.", "condensation.", "validation.")
 
 
 @dataclass(frozen=True)
 class Condition:
-    """One run, or several that differ in their seeds.
+    """One run, or several that differ only in their seeds.
 
     Attributes:
-        name: in legends.
-        members: places of the runs in the report.
+        name: name in legends.
+        members: indices of the runs in the report.
     """
 
     name: str
@@ -30,8 +35,10 @@ class Condition:
 
 
 def conditions(runs: Sequence[Run]) -> list[Condition]:
-    """In the order of their first runs: those that were given under one name, and of the others those whose configs are the same
-    but for the seeds, which are all different."""
+    """Return the conditions, in the order of their first runs.
+
+    Runs that the user gave under one name are a condition. So are other runs with equal configs and different seeds.
+    """
     groups: dict[object, list[int]] = defaultdict(list)
     for place, run in enumerate(runs):
         groups[run.group or _recipe(run)].append(place)
@@ -48,7 +55,7 @@ def conditions(runs: Sequence[Run]) -> list[Condition]:
 
 
 def _recipe(run: Run) -> tuple[str, ...]:
-    """All of its config that training depends on, but the seeds."""
+    """Return the keys of the config that change training, without the seeds."""
     kept = {k: v for k, v in run.settings.items() if k not in SEEDS and not k.startswith(WITHOUT_EFFECT)}
     return tuple(f"{key}={value!r}" for key, value in sorted(kept.items()))
 
@@ -58,7 +65,7 @@ def _label(name: str, seeds: int) -> str:
 
 
 def _common_name(runs: Sequence[Run]) -> str:
-    """off-seed-1 and off-seed-2 → off."""
+    """Name a condition after its runs: off-seed-1 and off-seed-2 are off."""
     names = [run.name for run in runs]
     if len(names) == 1:
         return names[0]
@@ -69,10 +76,10 @@ def _common_name(runs: Sequence[Run]) -> str:
 
 
 def by_condition(runs: Sequence[Run], lines: Sequence[Line]) -> list[Line]:
-    """Lines of runs (``place``: of the run) as lines of conditions.
+    """Turn lines of runs, whose ``place`` is the run's, into lines of conditions.
 
-    Of several seeds: the mean, and the least and the greatest, at the x that all of them have; where they share fewer than two,
-    each seed's own line in the condition's colour.
+    Several seeds become their mean with a band, at the values of x that all of them have. If they share fewer than two,
+    each seed keeps its own line in the condition's colour.
     """
     found: list[Line] = []
     for place, condition in enumerate(conditions(runs)):
@@ -82,7 +89,7 @@ def by_condition(runs: Sequence[Run], lines: Sequence[Line]) -> list[Line]:
 
 
 def _shared(lines: Sequence[Line]) -> np.ndarray:
-    """The x at which all lines, one or more, have a number."""
+    """Return the values of x at which all lines have a finite number. There is at least one line."""
     return reduce(np.intersect1d, [line.x[np.isfinite(line.x) & np.isfinite(line.y)] for line in lines])
 
 

@@ -1,4 +1,4 @@
-"""What a run's folder says, read once. A run that is still going, was cut off, or lacks files is fine."""
+"""This module reads a run's folder once. The run may be training or interrupted, and files may be missing."""
 
 import contextlib
 import json
@@ -11,35 +11,35 @@ from typing import Any
 import numpy as np
 import torch
 
-from titan_disp.condensation.record import Condensation, load_steps
+from titan_disp.condensation.record import Condensation, load_steps, most_condensed
 from titan_disp.errors import ConfigError
+from titan_disp.export.saved import is_run
 from titan_disp.inspection.groups import parse_group
-from titan_disp.overrides import named
+from titan_disp.model_overrides import named
 from titan_disp.registry import MODELS, model_args
 from titan_disp.report.attempts import Attempt, attempts
 from titan_disp.report.goodput import Goodput, goodputs
-from titan_disp.results.saved import is_run
 from titan_disp.run.folder import by_step, flatten, read_events, read_rows
 from titan_disp.run.validation_loss import read_validation
 
 
 @dataclass(frozen=True)
 class Run:
-    """All times are seconds since the epoch.
+    """The contents of a run's folder. All times are seconds since the epoch.
 
     Attributes:
         path: the run's folder.
-        name: unique in the report.
-        group: the name under which it was given with others, as in off=RUN,RUN; None: alone.
-        config: config.json.
-        environment: environment.json; empty where there is none.
-        written: training rows of metrics.jsonl in the order of writing, with the steps repeated after a resume.
-        rows: those that count: one a step, ascending, none beyond ``step``.
-        events: events.jsonl.
+        name: unique name in the report.
+        group: name that the user gave to several runs, as in off=RUN,RUN; None for a run alone.
+        config: contents of config.json.
+        environment: contents of environment.json, or empty.
+        written: training rows of metrics.jsonl in the order of writing. Steps repeated after a resume come twice.
+        rows: the rows that count: one per step, ascending, none after ``step``.
+        events: contents of events.jsonl.
         condensation: measurements by step.
-        validation: loss by step.
-        failures: requeue.json, failures in a row without a new checkpoint; empty where there are none.
-        problems: what could not be read.
+        validation: validation loss by step.
+        failures: contents of requeue.json about failures in a row without a new checkpoint, or empty.
+        problems: messages about files that could not be read.
     """
 
     path: Path
@@ -57,8 +57,13 @@ class Run:
 
     @cached_property
     def step(self) -> int:
-        """Steps done. After a resume these may be fewer than before it."""
+        """Number of steps done. A resume may lower it."""
         return _newest_step(self.written, self.events)
+
+    @cached_property
+    def most_condensed(self) -> int:
+        """The step of the most condensed measurement, of a run that has one."""
+        return most_condensed(self.condensation)
 
     @cached_property
     def attempts(self) -> list[Attempt]:
@@ -66,7 +71,7 @@ class Run:
 
     @cached_property
     def goodputs(self) -> list[Goodput]:
-        """Of every start; empty for a run that did not write where its time went."""
+        """Goodput of every start; empty for a run that did not record how it spent its time."""
         return goodputs(self.written, self.events)
 
     @cached_property
@@ -76,7 +81,7 @@ class Run:
 
     @property
     def steps(self) -> int | None:
-        """Of the whole run."""
+        """Number of steps of the whole run, from its config."""
         return self.settings.get("training.steps")
 
     @property
@@ -85,25 +90,25 @@ class Run:
 
     @property
     def tokens_per_step(self) -> float:
-        """NaN before the first row."""
+        """Tokens per step; NaN before the first row."""
         return self.series("tokens")[-1] / self.rows[-1]["step"] if self.rows else float("nan")
 
     def series(self, key: str) -> np.ndarray:
-        """[rows] float64, NaN where a row lacks the number."""
+        """Return a column of ``rows`` as [rows] float64, with NaN for missing numbers."""
         return np.array([row.get(key) for row in self.rows], dtype=np.float64)
 
     @property
     def _overrides(self) -> dict[str, Any]:
-        return self.config.get("model", {}).get("overrides", {})  # older runs know none
+        return self.config.get("model", {}).get("overrides", {})  # older runs have none
 
     @property
     def model(self) -> str:
-        """Its name and flavor, with what was overridden."""
+        """The name of the model, its flavor and its overrides."""
         return f"{self.settings.get('model.name')} {named(str(self.settings.get('model.flavor')), self._overrides)}"
 
     @cached_property
     def parameters(self) -> int | None:
-        """Of the model, a tied embedding once; None for a model or flavor that this version does not know."""
+        """Number of parameters, with a tied embedding once; None if this version does not know the model or flavor."""
         entry, flavor = MODELS.get(self.settings.get("model.name", "")), self.settings.get("model.flavor", "")
         if entry is None or flavor not in list(entry.flavors):
             return None
@@ -136,7 +141,7 @@ def _read(path: Path, name: str, group: str | None) -> Run:
         raise ConfigError(f"the run {str(path)!r} cannot be read: {type(error).__name__}: {error}") from error
     try:
         condensation = load_steps(path / "condensation")
-    except Exception as error:  # a damaged archive raises anything
+    except Exception as error:  # a damaged archive can raise any exception
         condensation = {}
         problems.append(f"the measurements in {path / 'condensation'} cannot be read: {error}")
     validation = read_validation(path, config)
@@ -158,30 +163,30 @@ def _read(path: Path, name: str, group: str | None) -> Run:
 
 
 def gather(paths: Sequence[str | Path]) -> list[Run]:
-    """Read the runs, in this order.
+    """Read the runs in the given order.
 
     Args:
         paths: run folders, or ``NAME=RUN,RUN,…``: seeds of one condition.
 
     Raises:
-        ConfigError: none, one that is no run's folder or cannot be read, or one named twice.
+        ConfigError: No run is given, a path is not a run's folder or cannot be read, or a run is given twice.
     """
     given = [parse_group(str(path)) or (None, [str(path)]) for path in paths]
     folders, groups = [Path(m) for _, members in given for m in members], [g for g, members in given for _ in members]
     if not folders:
-        raise ConfigError("no run to report on: name one or several run folders (job.dump_folder)")
+        raise ConfigError("no run to report on: give one or several run folders (job.dump_folder)")
     for folder in folders:
         if not is_run(folder):
             what = (
-                "lacks config.json or metrics.jsonl: it is no run's folder, or the run has logged nothing yet, or it was "
-                "TorchTitan's own trainer's, which writes no config.json"
+                "lacks config.json or metrics.jsonl: it is not a run's folder, the run has not logged anything yet, or "
+                "TorchTitan's own trainer wrote it, without a config.json"
             )
             raise ConfigError(
                 f"{str(folder)!r} {what if folder.exists() else 'does not exist'}; expected a job.dump_folder"
             )
     resolved = [folder.resolve() for folder in folders]
     if len(set(resolved)) < len(resolved):
-        raise ConfigError(f"a run is named twice: {', '.join(map(str, folders))}")
+        raise ConfigError(f"a run is given twice: {', '.join(map(str, folders))}")
     short = [folder.name for folder in resolved]
     names = short if len(set(short)) == len(short) else [str(folder) for folder in folders]
     return [_read(folder, name, group) for folder, name, group in zip(folders, names, groups, strict=True)]

@@ -1,4 +1,4 @@
-"""Goodput: the part of the time since an allocation began that went into steps which count."""
+"""Goodput is the fraction of the time since an allocation began that went into steps which no later start repeated."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
@@ -11,14 +11,17 @@ from titan_disp.report.attempts import Attempt, attempts
 
 @dataclass(frozen=True)
 class Goodput:
-    """Seconds of one start, or of several.
+    """How one or several starts spent their time, in seconds.
 
     Attributes:
-        kept: in steps that no later start repeated. repeated: in steps that one did.
-        start_up: from the begin of the allocation through the first step, which compiles, or to the last line, if earlier.
-        waiting: from the last line that the start before wrote to the begin of this allocation, unless it had completed the run.
-            When a start was killed nobody tells, so that a hang before it is waiting too.
-        other: what is none of these, such as logging.
+        kept: time of steps that no later start repeated.
+        repeated: time of steps that a later start repeated.
+        start_up: time from the beginning of the allocation through the first step, which compiles, or to the last line
+            if that is earlier.
+        checkpoints, condensation, validation: time of saving and measuring.
+        waiting: time from the last line of the previous start to the beginning of this allocation, unless the previous
+            start completed the run. The time of a kill is not recorded, so a hang before it counts as waiting.
+        other: all other time, such as logging.
     """
 
     kept: float = 0.0
@@ -36,15 +39,15 @@ class Goodput:
 
     @property
     def fraction(self) -> float:
-        """NaN of no time."""
+        """The fraction of time in kept steps; NaN if there is no time."""
         return self.kept / self.total if self.total else float("nan")
 
     def in_its_allocation(self) -> "Goodput":
-        """Of one start, without the time before it."""
+        """Return the goodput of one start without the time before it."""
         return replace(self, waiting=0.0)
 
     def lost(self) -> dict[str, float]:
-        """Seconds that were not kept, by kind, the longest first; none that are nothing."""
+        """Return the other seconds by kind, the longest first. Kinds below half a second are left out."""
         parts = {
             name.replace("_", "-"): seconds for name, seconds in vars(self).items() if name != "kept" and seconds >= 0.5
         }
@@ -52,7 +55,7 @@ class Goodput:
 
 
 def _of(attempt: Attempt, before: Attempt | None, kept_until: int) -> Goodput:
-    """Of one start; the steps after ``kept_until`` were repeated later."""
+    """Return the goodput of one start. The steps after ``kept_until`` were repeated later."""
     began = attempt.allocated if before is None else max(attempt.allocated, before.ended)
     steps, spent = [attempt.first_step], [0.0]
     for step, seconds in attempt.spent:
@@ -63,7 +66,7 @@ def _of(attempt: Attempt, before: Attempt | None, kept_until: int) -> Goodput:
     found = Goodput(
         kept=kept,
         repeated=last["steps"] - kept,
-        # An allocation that held an earlier start began before that one's end.
+        # If the allocation also had an earlier start, it began before that start's end.
         start_up=max(0.0, last.get("start_up", 0.0) - (began - attempt.allocated)),
         checkpoints=last.get("checkpoints", 0.0),
         condensation=last.get("condensation", 0.0),
@@ -76,11 +79,11 @@ def _of(attempt: Attempt, before: Attempt | None, kept_until: int) -> Goodput:
 
 
 def goodputs(written: Sequence[Mapping[str, Any]], events: Sequence[Mapping[str, Any]]) -> list[Goodput]:
-    """Of every start, in order; none where the rows do not say what was spent.
+    """Return the goodput of every start in order. The list is empty if the rows do not record how time was spent.
 
     Args:
-        written: training rows of metrics.jsonl, all of them.
-        events: of events.jsonl, with times in seconds.
+        written: all training rows of metrics.jsonl.
+        events: events of events.jsonl, with times in seconds.
     """
     found = attempts(written, events)
     if not any(one.spent for one in found):
@@ -93,6 +96,6 @@ def goodputs(written: Sequence[Mapping[str, Any]], events: Sequence[Mapping[str,
 
 
 def together(parts: Iterable[Goodput]) -> Goodput:
-    """Of all these starts."""
+    """Sum the goodput of several starts."""
     parts = list(parts)
     return Goodput(**{f.name: sum(getattr(part, f.name) for part in parts) for f in fields(Goodput)})

@@ -1,4 +1,4 @@
-"""Numbers as people read them."""
+"""This module formats numbers for people."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ NOTHING = "–"
 
 
 def short(value: float, digits: int = 6) -> str:
-    """``1.5 B``, ``20 M``, ``11.23 k``, ``0.5``. B: a thousand millions, in which tokens are counted."""
+    """Format a number such as ``1.5 B``, ``20 M``, ``11.23 k`` or ``0.5``. B means 1e9, as for tokens."""
     for size, letter in ((1e12, " T"), (1e9, " B"), (1e6, " M"), (1e3, " k")):
         if abs(value) >= size:
             return f"{value / size:.{digits}g}{letter}"
@@ -16,7 +16,7 @@ def short(value: float, digits: int = 6) -> str:
 
 
 def number(value: Any, digits: int = 5) -> str:
-    """Whole numbers in full, others to ``digits``; ``NOTHING`` for None, NaN and infinities."""
+    """Format whole numbers in full and others with ``digits`` digits. None, NaN and infinities give ``NOTHING``."""
     if value is None or not np.isfinite(value):
         return NOTHING
     if float(value).is_integer():

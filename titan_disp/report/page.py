@@ -1,4 +1,4 @@
-"""The page: tables and pictures put into page.html.j2, written whole or not at all."""
+"""This module renders tables and pictures into page.html.j2, and writes the page atomically."""
 
 import json
 import time
@@ -9,7 +9,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from titan_disp.condensation.record import LEAST_RANGE
 from titan_disp.errors import ConfigError
-from titan_disp.files import whole
+from titan_disp.files import atomic_write
 from titan_disp.report import pictures, tables
 from titan_disp.report.charts import BEGINNING, BINS, drawing
 from titan_disp.report.conditions import conditions
@@ -18,10 +18,11 @@ from titan_disp.report.state import state
 
 
 def render(runs: Sequence[Run], now: float) -> str:
-    """The HTML. Nothing outside of it is needed to show it, and nothing from a run's files is markup in it.
+    """Render the HTML page. It needs no other file, and texts from a run's files are never markup in it.
 
     Args:
-        now: seconds since the epoch, by which a run is found to be alive.
+        runs: the runs.
+        now: seconds since the epoch, to decide whether a run is alive.
     """
     templates = Environment(
         loader=FileSystemLoader(Path(__file__).parent),
@@ -59,10 +60,14 @@ def render(runs: Sequence[Run], now: float) -> str:
 
 
 def write_report(paths: Sequence[str | Path], out: str | Path) -> Path:
-    """Write the page about the runs in these folders, or seeds of conditions (see ``gather``).
+    """Write the page about the runs in these folders, and return its path.
+
+    Args:
+        paths: arguments of ``gather``.
+        out: file of the page.
 
     Raises:
-        ConfigError: a folder that is no run's (see ``gather``), or ``out`` cannot be written.
+        ConfigError: A path is not a run's folder (see ``gather``), or ``out`` cannot be written.
     """
     out = Path(out)
     if out.is_dir() or not out.parent.is_dir():
@@ -70,7 +75,7 @@ def write_report(paths: Sequence[str | Path], out: str | Path) -> Path:
         raise ConfigError(f"--out {str(out)!r} {what}, expected a file such as report.html in an existing folder")
     html = render(gather(paths), time.time())
     try:
-        with whole(out) as partial:
+        with atomic_write(out) as partial:
             partial.write_text(html, encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"the report cannot be written to {str(out)!r}: {error.strerror}") from error

@@ -1,12 +1,12 @@
-"""The pictures of the page, with what they show in words."""
+"""This module draws the pictures of the page, and describes them in words."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from titan_disp.condensation.plot import draw_heatmaps, new_figure, over_training
-from titan_disp.condensation.record import Condensation, blocks_mean, most_condensed
+from titan_disp.condensation.record import Condensation, blocks_mean
 from titan_disp.condensation.table import telling_steps
 from titan_disp.report import charts
 from titan_disp.report.charts import Line, Scale, to_uri
@@ -14,15 +14,17 @@ from titan_disp.report.conditions import by_condition
 from titan_disp.report.gather import Run
 from titan_disp.report.numbers import number
 
-SHARED_STEPS = 4  # that runs need for a chart to show them at the same steps
+SHARED_STEPS = 4  # runs with so many common steps are shown at the same steps
 
 
 @dataclass(frozen=True)
 class Picture:
-    """Attributes:
-    uri: the picture itself, a data URI.
-    alt: what it shows, for who does not see it.
-    wide: it needs the whole width of the page.
+    """A picture of the page.
+
+    Attributes:
+        uri: the picture as a data URI.
+        alt: description for people who do not see it.
+        wide: whether it needs the whole width of the page.
     """
 
     uri: str
@@ -36,7 +38,7 @@ def _ends(y: np.ndarray) -> str:
 
 
 def _lines(runs: Sequence[Run], x: str, key: str) -> list[Line]:
-    """Of each run that has the number; ``place``: of the run."""
+    """Return a line for each run that has the number. Its ``place`` is the run's."""
     lines = []
     for place, run in enumerate(runs):
         at, values = run.series(x), run.series(key)
@@ -57,7 +59,7 @@ def _curves(
 
 
 def measured_lines(runs: Sequence[Run], read: Callable[[Condensation], float]) -> list[Line]:
-    """A number of every measurement against steps, of the runs that have it twice or more."""
+    """Return lines of one number of each measurement against steps, for runs that have it at least twice."""
     lines = []
     for place, run in enumerate(runs):
         values = np.array([read(found) for found in run.condensation.values()], dtype=np.float64)
@@ -67,7 +69,7 @@ def measured_lines(runs: Sequence[Run], read: Callable[[Condensation], float]) -
 
 
 def losses(runs: Sequence[Run]) -> list[Picture]:
-    """Cross-entropy and dispersion apart, and cross-entropies on other text where there are any, against tokens."""
+    """Draw cross-entropy and dispersion separately against tokens, and cross-entropy on other text if there is any."""
     dispersing = [line for line in _lines(runs, "tokens", "dispersion") if runs[line.place].disperses]
     validated = [
         Line(run.name, np.array(list(run.validation)) * run.tokens_per_step, np.array(list(run.validation.values())), i)
@@ -89,7 +91,7 @@ def losses(runs: Sequence[Run]) -> list[Picture]:
 
 
 def optimization(runs: Sequence[Run]) -> list[Picture]:
-    """What the optimizer and the machine did, against steps."""
+    """Draw learning rate, gradient norm and throughput against steps."""
     return [
         *_curves(runs, _lines(runs, "step", "lr"), "step", "learning rate"),
         *_curves(runs, _lines(runs, "step", "grad_norm"), "step", "gradient norm, before clipping", charts.by_factors),
@@ -98,7 +100,7 @@ def optimization(runs: Sequence[Run]) -> list[Picture]:
 
 
 def condensation_by_step(runs: Sequence[Run]) -> list[Picture]:
-    """How the cosines developed, in the runs that were measured twice or more."""
+    """Draw condensation against steps, for runs with at least two measurements."""
 
     def over_steps(
         ylabel: str, read: Callable[[Condensation], float], scale: Scale = charts.as_it_is
@@ -121,7 +123,7 @@ def condensation_by_step(runs: Sequence[Run]) -> list[Picture]:
 
 
 def condensation_maps(runs: Sequence[Run]) -> list[Picture]:
-    """Mean cosine by layer and step."""
+    """Draw mean cosines by layer and step."""
     return [
         Picture(
             to_uri(charts.layer_map(run.condensation, run.name, run.step)),
@@ -133,32 +135,37 @@ def condensation_maps(runs: Sequence[Run]) -> list[Picture]:
 
 
 def _some_steps(runs: Sequence[Run]) -> list[dict[int, Condensation]]:
-    """Of every run some measurements, at the same steps where the runs share enough of them: the first, the last, the most
-    condensed, and some between them in equal ratios, as a collapse comes early."""
+    """Choose some measurements of every run, at the same steps if the runs share enough of them.
+
+    These are the first, the last and the most condensed one, and some between them. The steps between grow by equal
+    ratios, because a collapse comes early.
+    """
     shared = set.intersection(*(set(run.condensation) for run in runs))
     some = []
     for run in runs:
         together = len(shared) >= SHARED_STEPS
-        highest = {most_condensed(one.condensation) for one in (runs if together else [run])}
+        highest = {one.most_condensed for one in (runs if together else [run])}
         steps = sorted(shared if together else run.condensation)
-        chosen = {*telling_steps(steps, highest & set(steps)), most_condensed(run.condensation), max(run.condensation)}
+        chosen = {*telling_steps(steps, highest & set(steps)), run.most_condensed, max(run.condensation)}
         some.append({step: run.condensation[step] for step in sorted(chosen)})
     return some
 
 
-def _ends_and_highest(by_step: Mapping[int, Condensation]) -> set[int]:
-    return {min(by_step), most_condensed(by_step), max(by_step)}
+def _ends_and_highest(run: Run) -> set[int]:
+    return {min(run.condensation), run.most_condensed, max(run.condensation)}
 
 
 def condensation_by_layer(runs: Sequence[Run]) -> list[Picture]:
-    """Mean cosine by layer at some steps, and the cosines of all pairs in the first, the most condensed and the last
-    measurement."""
+    """Draw mean cosines by layer at some steps, and the cosines of all pairs at three steps.
+
+    The three are the first, the most condensed and the last measurement.
+    """
     measured = [run for run in runs if run.condensation]
     if not measured:
         return []
     some = {run.name: by_step for run, by_step in zip(measured, _some_steps(measured), strict=True)}
     rows = [
-        {f"{run.name}, step {step:,}": run.condensation[step] for step in sorted(_ends_and_highest(run.condensation))}
+        {f"{run.name}, step {step:,}": run.condensation[step] for step in sorted(_ends_and_highest(run))}
         for run in measured
     ]
     heatmaps = new_figure(max(7.5, 1.1 + 2.6 * max(map(len, rows))), 0.9 + 2.6 * len(rows))
@@ -173,7 +180,7 @@ def condensation_by_layer(runs: Sequence[Run]) -> list[Picture]:
 
 
 def history(run: Run) -> Picture | None:
-    """Steps and events against time; None where nothing was logged."""
+    """Draw steps and events against time. Returns None if nothing was logged."""
     if not run.attempts:
         return None
     alt = f"steps and events of {run.name} against time, up to step {run.step}; number of starts: {len(run.attempts)}"

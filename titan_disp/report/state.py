@@ -1,14 +1,14 @@
-"""Whether a run is complete, alive or dead, by what it wrote."""
+"""This module decides from a run's files whether it is complete, alive or dead."""
 
 from statistics import median
 
 from titan_disp.report.gather import Run
 
-ALIVE = 900.0  # seconds without a row after which a run counts as dead, or ten log intervals where these are longer
+ALIVE = 900.0  # a run counts as dead after so many seconds without a row, or ten log intervals if they are longer
 
 
 def state(run: Run, now: float) -> tuple[str, str]:
-    """One word (empty, complete, stopped, running, interrupted), and a sentence."""
+    """Return the state (empty, complete, stopped, running or interrupted), and an explanation."""
     found = run.attempts
     if not found:
         return "empty", "nothing was logged yet"
@@ -27,7 +27,7 @@ def state(run: Run, now: float) -> tuple[str, str]:
 
 
 def duration(seconds: float) -> str:
-    """Two units: ``2 d 3 h``, ``3 h 12 min``, ``4 min 5 s``, ``12 s``."""
+    """Format seconds in at most two units, such as ``2 d 3 h``, ``3 h 12 min``, ``4 min 5 s`` or ``12 s``."""
     left = round(seconds)
     parts = []
     for unit, size in (("d", 86400), ("h", 3600), ("min", 60), ("s", 1)):

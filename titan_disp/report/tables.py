@@ -1,4 +1,4 @@
-"""The tables of the page, all of them text."""
+"""This module builds the tables of the page as text."""
 
 import json
 from collections import Counter
@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from titan_disp.condensation.record import Condensation, blocks_mean, most_condensed
+from titan_disp.condensation.record import Condensation, blocks_mean
 from titan_disp.report.attempts import downtimes, repeated_steps
 from titan_disp.report.conditions import conditions
 from titan_disp.report.configs import ABSENT, defaults, side_by_side, unlike
@@ -20,17 +20,18 @@ from titan_disp.report.numbers import NOTHING, number
 from titan_disp.report.state import duration, state
 from titan_disp.run.folder import flatten
 
-LAST_ROWS = 10  # over which a training loss is averaged: that of one batch is noisy
+LAST_ROWS = 10  # rows over which a training loss is averaged, because one batch's loss is noisy
 
-Rows = dict[str, list[str]]  # a heading, and a cell for each run
+Rows = dict[str, list[str]]  # a cell for each run, by heading
 
 
 def when(seconds: float) -> str:
+    """Format seconds since the epoch as a date and time in UTC."""
     return datetime.fromtimestamp(seconds, timezone.utc).strftime("%Y-%m-%d %H:%M:%S UTC")
 
 
 def _setting(value: Any) -> str:
-    """As JSON, so that the empty string, null and false can be told apart."""
+    """Format a value as JSON, which distinguishes the empty string, null and false."""
     return json.dumps(value, ensure_ascii=False)
 
 
@@ -53,11 +54,12 @@ def _failures(run: Run) -> str:
 
 
 def percent(part: Goodput) -> str:
+    """Format a goodput's fraction."""
     return f"{part.fraction:.1%}" if part.total else NOTHING
 
 
 def _goodput(run: Run) -> str:
-    """Of the time since the first allocation began; where the rest went."""
+    """Describe the goodput since the first allocation began, and the rest of the time."""
     if not run.goodputs:
         return NOTHING
     every = together(run.goodputs)
@@ -66,7 +68,7 @@ def _goodput(run: Run) -> str:
 
 
 def _stragglers(run: Run) -> str:
-    """Which ranks the others waited for, the most frequent first."""
+    """Describe the ranks that the others waited for, the most frequent first."""
     slow = [(row["step"], row["straggler"]) for row in run.written if row.get("straggler")]
     if not slow:
         return NOTHING
@@ -83,7 +85,7 @@ def _stragglers(run: Run) -> str:
 
 
 def overview(runs: Sequence[Run], now: float) -> Rows:
-    """What the runs are and where they stand."""
+    """Describe the runs and their states."""
 
     def times(run: Run) -> tuple[str, str]:
         found = run.attempts
@@ -122,7 +124,7 @@ def overview(runs: Sequence[Run], now: float) -> Rows:
 
 @dataclass(frozen=True)
 class Cell:
-    """A number of a run, the step that it is of, and what else must be known to read it."""
+    """A number of a run, its step, and a note on how to read it."""
 
     value: float | None
     step: int | None = None
@@ -130,7 +132,7 @@ class Cell:
 
 
 def _with_steps(cells: Sequence[Cell]) -> list[str]:
-    """Numbers of several runs; where they are not of the same step, each tells its own."""
+    """Format numbers of several runs. If their steps differ, each shows its own."""
     numbers = [number(cell.value) for cell in cells]
     differ = len({cell.step for cell, shown in zip(cells, numbers, strict=True) if shown != NOTHING}) > 1
 
@@ -143,7 +145,7 @@ def _with_steps(cells: Sequence[Cell]) -> list[str]:
 
 
 def final_numbers(runs: Sequence[Run]) -> Rows:
-    """What came out. The step that all runs have logged makes runs of different length comparable."""
+    """Collect the final numbers, and compare runs of different lengths at the latest step that all have logged."""
     shared = set.intersection(*({row["step"] for row in run.rows} for run in runs))
     compared = max(shared) if len(runs) > 1 and shared else None
 
@@ -175,7 +177,7 @@ def final_numbers(runs: Sequence[Run]) -> Rows:
     def highest(run: Run) -> Cell:
         if not run.condensation:
             return Cell(None)
-        step = most_condensed(run.condensation)
+        step = run.most_condensed
         return Cell(blocks_mean(run.condensation[step]), note=f"step {number(step)}")
 
     def throughput(run: Run) -> Cell:
@@ -208,7 +210,7 @@ def final_numbers(runs: Sequence[Run]) -> Rows:
 
 
 def data_counters(runs: Sequence[Run]) -> Rows:
-    """What the data loaders counted until the last row: sums over all ranks, but for epoch and waiting, the largest."""
+    """Return the data loaders' counters at the last row: sums over ranks, but maxima for epoch and waiting time."""
     counters = [run.rows[-1].get("data") or {} if run.rows else {} for run in runs]
     steps = [number(run.rows[-1]["step"]) if run.rows else NOTHING for run in runs]
     told = {"up to step": steps} if any(counters) and len(set(steps)) > 1 else {}
@@ -219,7 +221,7 @@ def data_counters(runs: Sequence[Run]) -> Rows:
 
 
 def config_differences(runs: Sequence[Run]) -> tuple[Rows, Rows]:
-    """Of default and runs: the keys in which the runs differ, and those that they share but that are not the default's."""
+    """Compare configs: keys in which runs differ, and keys with a common value that is not the default."""
     every = side_by_side([defaults(), *(run.settings for run in runs)])
     differ = {key: values for key, values in every.items() if unlike(values[1:])}
     shared = {key: values for key, values in every.items() if unlike(values) and key not in differ}
@@ -227,7 +229,7 @@ def config_differences(runs: Sequence[Run]) -> tuple[Rows, Rows]:
 
 
 def environments(runs: Sequence[Run]) -> Rows:
-    """environment.json: packages, machine and accelerators of the latest start."""
+    """Return environment.json: packages, machine and accelerators of the latest start."""
     return _as_settings(side_by_side([flatten(run.environment) for run in runs]))
 
 
@@ -236,8 +238,11 @@ def _as_settings(rows: Mapping[str, Sequence[Any]]) -> Rows:
 
 
 def starts(run: Run, now: float) -> list[list[str]]:
-    """A line for each: number, SLURM job, begin, duration, first and last step, tokens/s, steps repeated, goodput, time to next,
-    end."""
+    """Return a line for each start.
+
+    Its cells are number, SLURM job, beginning, duration, first and last step, tokens/s, repeated steps, goodput, time
+    to the next start, and end.
+    """
     found = run.attempts
     repeated, gaps = [*repeated_steps(found), None], [*downtimes(found), None]
     goodputs = [percent(part.in_its_allocation()) for part in run.goodputs] or [NOTHING] * len(found)
@@ -256,7 +261,7 @@ def starts(run: Run, now: float) -> list[list[str]]:
 
 
 def _collapsed(events: Sequence[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
-    """Events in groups: checkpoints in a row together, also skips; any other by itself."""
+    """Group consecutive checkpoints, and consecutive skips. Any other event is its own group."""
 
     def key(numbered: tuple[int, dict[str, Any]]) -> str | int:
         i, event = numbered
@@ -267,7 +272,7 @@ def _collapsed(events: Sequence[dict[str, Any]]) -> Iterator[list[dict[str, Any]
 
 
 def events(run: Run) -> list[list[str]]:
-    """Time, event, step, what else it says; checkpoints in a row are one line."""
+    """Return time, event, step and details of each event. Consecutive checkpoints share a line."""
     lines = []
     for group in _collapsed(run.events):
         first, last = group[0], group[-1]

@@ -1,10 +1,11 @@
-"""TorchTitan's checkpoint manager, made to survive the night.
+"""TorchTitan's checkpoint manager, extended so that a run survives failing nodes and damaged checkpoints.
 
-- A checkpoint is *complete* when DCP's ``.metadata``, which is written last, is there. Only complete ones are resumed from and
-  counted by the retention.
-- Every file has a hash, by which a checkpoint is verified before it is loaded, as are the files' lengths.
-- Resume takes the newest complete one that verifies and loads. One that does not is moved aside (nothing is deleted), loudly.
-- A failed load or save is known to all ranks, which stop together.
+- A checkpoint is *complete* if it has DCP's ``.metadata``, which is written last. Runs resume only from complete
+  checkpoints, and the retention (``checkpoint.keep_latest_k``) counts only these.
+- Every file has a hash. Before a checkpoint is loaded, its files' lengths and hashes are verified.
+- A run resumes from the newest complete checkpoint that verifies and loads. A checkpoint that does not is moved aside,
+  never deleted, and the log says so.
+- If a load or save fails on any rank, all ranks learn of it and stop together.
 """
 
 import os
@@ -24,35 +25,35 @@ from torchtitan.config.job_config import Checkpoint
 from torchtitan.tools import utils
 from torchtitan.tools.logging import logger
 
-from titan_disp import dcp
+from titan_disp import safe_dcp
 from titan_disp.data.files import on_rank_0
 from titan_disp.data.tokenizer import load_tokenizer
-from titan_disp.errors import CheckpointError, ConfigError
+from titan_disp.errors import CheckpointError, ConfigError, UserError
 from titan_disp.models.hf import INDEX, HfAdapter, check_hf_folder
 from titan_disp.run import identity
+from titan_disp.run.cleanup import clean_up, is_unfinished, rename_for_deletion
 from titan_disp.run.hashes import HASHES, HashingWriter
 from titan_disp.run.hf_folder import describe
 from titan_disp.run.integrity import checkpoints, damage, has_hashes, is_complete, is_model_only, problem
-from titan_disp.run.sweep import is_unfinished, rename_for_deletion, sweep
 
 
 def check_initial_load(checkpoint: Checkpoint, assets: str | None, adapter: HfAdapter) -> None:
-    """The weights that a new run begins with, where [checkpoint] names any.
+    """Check the weights that a new run begins with, if [checkpoint] names any.
 
     Args:
-        checkpoint: the section.
+        checkpoint: the config section.
         assets: ``model.hf_assets_path``.
-        adapter: of the model.
+        adapter: the model's adapter.
 
     Raises:
-        ConfigError: they are not there, damaged, or another model's.
+        ConfigError: the weights are missing, damaged, or another model's.
     """
     path = checkpoint.initial_load_path
     if not checkpoint.enable:
         if path or checkpoint.initial_load_in_hf:
             raise ConfigError(
-                "checkpoint.initial_load_path or initial_load_in_hf is set, but checkpoint.enable is false, so that nothing "
-                "would be loaded: set it to true"
+                "checkpoint.initial_load_path or initial_load_in_hf is set, but checkpoint.enable is false, so that "
+                "nothing would be loaded: set it to true"
             )
     elif checkpoint.initial_load_in_hf:
         if not checkpoint.initial_load_model_only:
@@ -62,19 +63,22 @@ def check_initial_load(checkpoint: Checkpoint, assets: str | None, adapter: HfAd
         check_hf_folder(path or assets or "", adapter)
     elif path and (reason := problem(path) if os.path.isdir(path) else "it is not a folder"):
         raise ConfigError(
-            f"checkpoint.initial_load_path {path!r} cannot be loaded: {reason}; expected RUN/checkpoint/step-N of another run, "
-            "or a Hugging Face folder with checkpoint.initial_load_in_hf = true"
+            f"checkpoint.initial_load_path {path!r} cannot be loaded: {reason}; expected RUN/checkpoint/step-N of "
+            "another run, or a Hugging Face folder with checkpoint.initial_load_in_hf = true"
         )
 
 
 class DispCheckpointManager(CheckpointManager):
-    """Attributes:
-    before_load: called with the step, before anything of it is loaded; raises ConfigError to refuse it.
-    healthy: whether the model's state is worth keeping now.
-    on_event: (name, step, details) for events.jsonl.
-    before_save: called with the step.
-    owns_folder: whether this process may delete what dead ones left there: rank 0, while it holds the run folder's lock.
-    saved_step: of the newest checkpoint that this process has saved completely; None before the first.
+    """Saves, verifies and loads checkpoints.
+
+    Attributes:
+        before_load: called with the step before anything is loaded; raises ConfigError to refuse the checkpoint.
+        healthy: whether the model's state is worth saving now.
+        on_event: called with (name, step, details) for events.jsonl.
+        before_save: called with the step.
+        owns_folder: whether this process may delete what dead processes have left in the checkpoint folder: rank 0,
+            while it holds the run folder's lock.
+        saved_step: step of the newest checkpoint that this process has completely saved; None before the first.
     """
 
     folder: str
@@ -83,7 +87,7 @@ class DispCheckpointManager(CheckpointManager):
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
-        self.sd_adapter = kwargs["sd_adapter"]  # TorchTitan leaves it out where checkpoints are off
+        self.sd_adapter = kwargs["sd_adapter"]  # TorchTitan does not set it if checkpoints are disabled
         self._config: Checkpoint = kwargs["checkpoint_config"]
         self.before_load: Callable[[int], None] = lambda step: None
         self.healthy: Callable[[], bool] = lambda: True
@@ -105,7 +109,7 @@ class DispCheckpointManager(CheckpointManager):
         if not self.enable or self.load_only:
             return False
         wanted = self._forced or self._due or super()._should_save(curr_step, last_step)
-        # A skipped step has changed no weights, so what is saved is sound; only the next good step is not far away.
+        # A skipped step changes no weights, so that a save would be sound; but the next good step is not far away.
         if wanted and not self.healthy() and not (self._forced or last_step):
             self._due = True
             logger.warning(
@@ -115,10 +119,10 @@ class DispCheckpointManager(CheckpointManager):
         return wanted
 
     def save(self, curr_step: int, last_step: bool = False) -> None:
-        """As TorchTitan's.
+        """Save a checkpoint as TorchTitan does, if one is due.
 
         Raises:
-            CheckpointError: on all ranks: this save failed, or the asynchronous one before it.
+            CheckpointError: on all ranks: this save or the asynchronous save before it failed.
         """
         if not self._should_save(curr_step, last_step):
             return
@@ -129,7 +133,7 @@ class DispCheckpointManager(CheckpointManager):
             super().save(curr_step, last_step)
         except CheckpointError:
             raise
-        except BaseException as error:  # DCP's CheckpointException is no Exception; it is raised on all ranks
+        except BaseException as error:  # DCP's CheckpointException is not an Exception; DCP raises it on all ranks
             raise self._failed(curr_step, error) from error
         self._forced = self._due = False
         if self.save_future is not None and not last_step:
@@ -138,25 +142,25 @@ class DispCheckpointManager(CheckpointManager):
             self._saved(curr_step)
 
     def _save_last_step(self, curr_step: int) -> None:
-        """As TorchTitan's; what it saves in Hugging Face's format loads with ``from_pretrained``."""
+        """Save as TorchTitan does; in Hugging Face's format, add the files that ``from_pretrained`` needs."""
         super()._save_last_step(curr_step)
         if not self.last_save_in_hf or dist.get_rank() != 0:
             return
         folder, assets = Path(self._create_checkpoint_id(curr_step)), self.sd_adapter.hf_assets_path
         try:
             describe(folder, self.sd_adapter, Path(assets), load_tokenizer(assets), self._config.export_dtype)
-        except (ConfigError, OSError) as error:  # the weights are safe
+        except (ConfigError, OSError) as error:  # the weights are saved
             logger.warning(
                 f"{folder} holds weights without config and tokenizer ({error}): titan-disp export writes both"
             )
 
     def _make_room(self, step: int) -> None:
-        """An unfinished folder of this step may hold files of another number of ranks."""
+        """Remove an unfinished save of this step, which may hold files of another number of ranks."""
         folder = Path(self._create_checkpoint_id(step))
         if dist.get_rank() == 0 and folder.is_dir() and not is_complete(folder):
             if is_unfinished(folder):
                 shutil.rmtree(folder, ignore_errors=True)
-            else:  # such as a checkpoint whose .metadata somebody moved away
+            else:  # for example a checkpoint whose .metadata was moved away
                 self._move_aside(step, "has no .metadata")
         if dist.get_backend() != "fake":
             dist.barrier()
@@ -164,14 +168,14 @@ class DispCheckpointManager(CheckpointManager):
     def _failed(self, step: int, error: BaseException) -> CheckpointError:
         reason = " ".join(str(error).split())[-600:] or type(error).__name__
         kept: list[int] = []
-        with suppress(OSError):  # what ended the save may end these
+        with suppress(OSError):  # what made the save fail may make these fail too
             kept = checkpoints(self.folder)
         with suppress(OSError):
             self.on_event("save_failed", step, error=reason)
         return CheckpointError(
             f"the checkpoint of step {step} could not be saved in {self.folder}: {reason}. "
             + (f"The last good one is step {kept[-1]}. " if kept else "")
-            + "Make room or mend the file system, then start the run again"
+            + "Free space or repair the file system, then start the run again"
         )
 
     def _saved(self, step: int) -> None:
@@ -189,7 +193,7 @@ class DispCheckpointManager(CheckpointManager):
         enable_garbage_collection: bool = False,
         to_hf: bool = False,
     ) -> Any:
-        """As TorchTitan's, with hashes of the files."""
+        """Save as TorchTitan does, and hash the files."""
         if to_hf:
             return super().dcp_save(state_dict, checkpoint_id, async_mode, enable_garbage_collection, to_hf)
         writer = HashingWriter(checkpoint_id)
@@ -210,7 +214,7 @@ class DispCheckpointManager(CheckpointManager):
         return saved
 
     def save_has_failed(self) -> bool:
-        """Whether an asynchronous save has ended with an error on this rank; never waits."""
+        """Whether an asynchronous save has failed on this rank. Does not wait for it."""
         future: Future[Any] | None = self.save_future if self.enable else None
         if future is None or not future.done():
             return False
@@ -224,7 +228,7 @@ class DispCheckpointManager(CheckpointManager):
         """Wait for an asynchronous save.
 
         Raises:
-            CheckpointError: it failed; on all ranks.
+            CheckpointError: on all ranks: it failed.
         """
         if not self.enable or self.save_future is None:
             return
@@ -239,12 +243,12 @@ class DispCheckpointManager(CheckpointManager):
             self._saved(step)
 
     def _purge_stale_checkpoints(self) -> None:
-        """Keep the newest ``keep_latest_k`` complete checkpoints; what is unfinished neither counts nor is touched."""
+        """Keep the newest ``keep_latest_k`` complete checkpoints. Unfinished saves neither count nor are deleted."""
         if self.keep_latest_k <= 0 or dist.get_rank() != 0 or self.load_only:
             return
         try:
             stale = checkpoints(self.folder)[: -self.keep_latest_k]
-        except OSError as error:  # it is on this rank only, and the next save deletes them
+        except OSError as error:  # only on this rank; the next save deletes them
             logger.warning(f"old checkpoints cannot be deleted: {error}")
             return
         for step in stale:
@@ -252,25 +256,26 @@ class DispCheckpointManager(CheckpointManager):
             try:
                 self.purge_queue.put(str(rename_for_deletion(path)))
             except FileNotFoundError:
-                pass  # somebody deleted it
+                pass  # somebody else deleted it
             except OSError as error:
                 logger.warning(f"cannot delete the old checkpoint {path}: {error}")
 
     # ---- load
 
     def ended_at(self) -> int | None:
-        """The step at which the run ended in a checkpoint of the model only, from which none can go on. A collective call.
+        """The step at which the run ended, if its last checkpoint holds the model only. A collective call.
 
-        None where that is damaged: the run goes on from the one before it.
+        Such a checkpoint cannot be continued. Returns None if it is damaged: the run then continues from the one before
+        it.
         """
         if not self.enable or (ended := on_rank_0(_ended_at, self.folder)) is None:
             return None
         folder = self._create_checkpoint_id(ended)
-        in_hf = on_rank_0(os.path.isfile, os.path.join(folder, INDEX))  # which has no hashes
+        in_hf = on_rank_0(os.path.isfile, os.path.join(folder, INDEX))  # this format has no hashes
         return ended if in_hf or self._damage(folder) is None else None
 
     def newest(self) -> int:
-        """The step of the newest complete checkpoint, from which a run can go on or not; 0 without one. A collective call."""
+        """The step of the newest complete checkpoint, model-only or not; 0 if there is none. A collective call."""
         steps = on_rank_0(checkpoints, self.folder, True) if self.enable else []
         return steps[-1] if steps else 0
 
@@ -282,15 +287,17 @@ class DispCheckpointManager(CheckpointManager):
         """Load ``step``, or the newest checkpoint that loads. A collective call.
 
         Raises:
-            ConfigError, CheckpointError: on all ranks: refused by ``before_load``, damaged (with an explicit step), newer ones in
-                the way, none of the checkpoints loads, or the weights to begin with are not there or another model's.
+            ConfigError: on all ranks: ``before_load`` refuses the checkpoint, or the weights to begin with are missing
+                or another model's.
+            CheckpointError: on all ranks: none of the checkpoints loads; or, with an explicit step, this checkpoint
+                does not load, or there are newer ones.
         """
         try:
             loaded = self._load(step)
         finally:
-            dcp.parse_metadata.cache_clear()  # large where many ranks have saved
+            safe_dcp.parse_metadata.cache_clear()  # the metadata is large if many ranks have saved
         if self.enable and not self.load_only and self.owns_folder():
-            sweep(Path(self.folder))
+            clean_up(Path(self.folder))
         return loaded
 
     def _load(self, step: int) -> bool:
@@ -305,7 +312,7 @@ class DispCheckpointManager(CheckpointManager):
         for candidate in reversed(steps):
             reason = self._try(candidate)
             if reason is None:
-                # Only now: where none loads, the config is likelier to be wrong than all of the checkpoints.
+                # Only now: if none loads, it is more likely that the config is wrong than that all checkpoints are.
                 for other, why in failed.items():
                     self._set_aside(other, why)
                 return True
@@ -313,11 +320,11 @@ class DispCheckpointManager(CheckpointManager):
             logger.error(f"the checkpoint {self._create_checkpoint_id(candidate)} cannot be loaded: {reason}")
         if failed:
             raise CheckpointError(
-                f"none of the {len(failed)} checkpoints in {self.folder} can be loaded; the newest: {failed[steps[-1]]}. Nothing "
-                "was trained: make the config what it was (config.json in the run folder), or start a new run in another "
-                "--job.dump_folder"
+                f"none of the {len(failed)} checkpoints in {self.folder} can be loaded; the newest: "
+                f"{failed[steps[-1]]}. Nothing was trained: restore the earlier config (config.json in the run "
+                "folder), or start a new run in another --job.dump_folder"
             )
-        # TorchTitan looks for initial_load_path only where the folder does not exist; ours may hold unfinished saves.
+        # TorchTitan uses initial_load_path only if the folder does not exist. Ours may exist and hold unfinished saves.
         self._check_initial_load()
         path = self.initial_load_path
         if path and not self.initial_load_in_hf and (reason := self._damage(path)):
@@ -340,8 +347,9 @@ class DispCheckpointManager(CheckpointManager):
         newer = [s for s in steps if s > step]
         if newer and not self.load_only:
             raise CheckpointError(
-                f"checkpoint.load_step is {step}, but {self.folder} holds newer checkpoints ({', '.join(map(str, newer))}), "
-                "which training on would overwrite: move them away, or copy this one into another --job.dump_folder"
+                f"checkpoint.load_step is {step}, but {self.folder} holds newer checkpoints "
+                f"({', '.join(map(str, newer))}), which training on would overwrite: move them away, or copy this one "
+                "into another --job.dump_folder"
             )
         reason = self._try(step)
         if reason is not None:
@@ -349,47 +357,48 @@ class DispCheckpointManager(CheckpointManager):
         return True
 
     def _states_to_load(self, model_only: bool) -> dict[str, Any]:
-        """As TorchTitan's; the identity was compared before, and older checkpoints have none."""
+        """As TorchTitan's, without the identity, which was compared before and which older checkpoints lack."""
         return {name: state for name, state in super()._states_to_load(model_only).items() if name != identity.NAME}
 
     def dcp_load(self, state_dict: dict[str, Any], checkpoint_id: str, from_hf: bool, from_quantized: bool) -> None:
-        """As TorchTitan's, without unpickling what no checkpoint needs."""
+        """Load as TorchTitan does, but unpickle only what checkpoints need."""
         if from_hf:
             super().dcp_load(state_dict, checkpoint_id, from_hf, from_quantized)
             return
-        dcp.load(state_dict, checkpoint_id)
+        safe_dcp.load(state_dict, checkpoint_id)
         if MODEL in self.states:
             self.states[MODEL].load_state_dict(state_dict)
 
     def _try(self, step: int) -> str | None:
-        """Load a step on all ranks; the reason if any of them could not."""
+        """Load a step on all ranks. Returns why any of them could not, or None."""
         folder = self._create_checkpoint_id(step)
         reason = self._damage(folder)
         if reason is not None:
             return reason
         if step > 0 and on_rank_0(is_model_only, folder):
             raise CheckpointError(
-                f"{folder} holds the model only (checkpoint.last_save_model_only): the run ended there and cannot be continued. "
-                "Start a new one in another --job.dump_folder, with --checkpoint.initial_load_path for these weights"
+                f"{folder} holds the model only (checkpoint.last_save_model_only): the run ended there and cannot be "
+                "continued. Start a new one in another --job.dump_folder, with --checkpoint.initial_load_path for "
+                "these weights"
             )
         try:
             self.before_load(step)
             super().load(step)
         except CheckpointError as error:
             reason = str(error)
-        except (KeyboardInterrupt, SystemExit, ConfigError):
+        except (KeyboardInterrupt, SystemExit, UserError):
             raise
-        except BaseException as error:  # DCP's CheckpointException is no Exception
+        except BaseException as error:  # DCP's CheckpointException is not an Exception
             reason = " ".join(f"{type(error).__name__}: {error}".split())[:600]
         return _first(reason)
 
     def _damage(self, folder: str) -> str | None:
-        """What is wrong with a checkpoint's files, each of which one rank reads whole; on all ranks."""
+        """What is wrong with a checkpoint's files, or None. The ranks share the files and agree on the answer."""
         reason = on_rank_0(problem, folder)
         if reason is not None:
             return reason
         if dist.get_rank() == 0 and not has_hashes(folder):
-            logger.warning(f"{folder} has no {HASHES}, so that it is loaded unverified: an older version saved it")
+            logger.warning(f"{folder} has no {HASHES} and is loaded unverified: an older version saved it")
         fake = dist.get_backend() == "fake"
         return _first(damage(folder) if fake else damage(folder, dist.get_rank(), dist.get_world_size()))
 
@@ -420,18 +429,18 @@ def _ended_at(folder: str) -> int | None:
 
 
 def _refuse_ended(folder: str) -> None:
-    """A run that ended in ``checkpoint.last_save_in_hf`` would train its last steps again and save over that model."""
+    """Refuse a run that ended with ``checkpoint.last_save_in_hf``: it would train again and overwrite that model."""
     ended = [path for path in Path(folder).glob("step-*") if (path / INDEX).is_file()]
     if ended:
         raise CheckpointError(
-            f"{ended[0]} holds the model only, in Hugging Face's format (checkpoint.last_save_in_hf): the run ended there. To go "
-            "on from an earlier checkpoint, move it away; to start a new run from it, set another --job.dump_folder, "
-            "--checkpoint.initial_load_in_hf and --checkpoint.initial_load_path"
+            f"{ended[0]} holds the model only, in Hugging Face's format (checkpoint.last_save_in_hf): the run ended "
+            "there. To continue from an earlier checkpoint, move this one away; to start a new run from it, set "
+            "another --job.dump_folder, --checkpoint.initial_load_in_hf and --checkpoint.initial_load_path"
         )
 
 
 def _first(reason: str | None) -> str | None:
-    """The reason of any rank that has one, on all ranks. A collective call."""
+    """Return, on all ranks, the reason of some rank that has one. A collective call."""
     if not dist.is_initialized() or dist.get_backend() == "fake":
         return reason
     failed = torch.tensor(float(reason is not None), device=utils.device_type)
@@ -440,4 +449,4 @@ def _first(reason: str | None) -> str | None:
         return None
     reasons: list[str | None] = [None] * dist.get_world_size()
     dist.all_gather_object(reasons, reason)
-    return next((r for r in reasons if r is not None), reason)
+    return next(r for r in reasons if r is not None)

@@ -1,4 +1,4 @@
-"""Where the wall time of one start goes, as its rows in metrics.jsonl and its end in events.jsonl tell (``spent``)."""
+"""Where a run's wall time has gone since its last start; metrics.jsonl and events.jsonl record it as ``spent``."""
 
 import os
 import time
@@ -10,7 +10,7 @@ KINDS = ("start_up", "steps", "checkpoints", "condensation", "validation")
 
 
 def process_began() -> float:
-    """Seconds since the epoch, as Linux tells; now where it does not."""
+    """When this process started, in seconds since the epoch, as Linux records it; the present time on other systems."""
     with suppress(OSError, ValueError, StopIteration, IndexError):
         ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
         boot = next(int(line.split()[1]) for line in Path("/proc/stat").read_text().splitlines() if "btime" in line)
@@ -19,17 +19,20 @@ def process_began() -> float:
 
 
 def allocation_began(environment: Mapping[str, str] = os.environ) -> float:
-    """Seconds since the epoch: SLURM's start of the job, which a requeue sets anew; without SLURM, this process's start."""
+    """When SLURM started the job, in seconds since the epoch; when this process started if there is no SLURM.
+
+    SLURM sets the start anew when it requeues a job.
+    """
     with suppress(KeyError, ValueError):
         return min(time.time(), float(environment["SLURM_JOB_START_TIME"]))
     return process_began()
 
 
 class Clock:
-    """Seconds by kind since the allocation began.
+    """Counts the seconds since the allocation began, by kind.
 
-    The first step counts as start-up, as most of it is compilation. What no kind has is the rest of the wall time. A machine's
-    clock that is set meanwhile changes nothing.
+    The first step counts as start-up, because most of it is compilation. The rest of the wall time belongs to no kind.
+    Setting the machine's clock has no effect.
     """
 
     def __init__(self, began: float) -> None:
@@ -44,7 +47,7 @@ class Clock:
 
     @contextmanager
     def during(self, kind: str) -> Iterator[None]:
-        """Not nested."""
+        """Count the time in this context as ``kind``. Contexts cannot be nested."""
         self._running = (kind, self._now())
         try:
             yield
@@ -53,15 +56,15 @@ class Clock:
             self._stepped = self._stepped or kind == "steps"
 
     def spent(self) -> dict[str, float]:
-        """Seconds by kind up to now, what is running included."""
+        """The seconds of each kind up to now, including the context that is running."""
         seconds, now = dict(self._seconds), self._now()
         kind, since = self._running or ("", now)
         if kind and (self._stepped or kind != "steps"):
             seconds[kind] += now - since
-        if not self._stepped and kind in ("", "steps"):  # all that came before, but for what has its own kind
+        if not self._stepped and kind in ("", "steps"):  # everything up to now that has no kind of its own
             seconds["start_up"] = now - self.began - sum(s for k, s in seconds.items() if k != "start_up")
         return seconds
 
     def rounded(self) -> dict[str, float]:
-        """``spent`` to the millisecond, for a line of JSON."""
+        """``spent`` rounded to milliseconds, for a line of JSON."""
         return {kind: round(seconds, 3) for kind, seconds in self.spent().items()}

@@ -1,6 +1,6 @@
-"""config.json, environment.json, events.jsonl and the lock of a run's folder. Written by rank 0 only.
+"""The files config.json, environment.json and events.jsonl of a run's folder, and its lock. Only rank 0 writes them.
 
-Reports, exports and tests read these files, not console text.
+Reports, exports and tests read these files instead of console text.
 """
 
 import contextlib
@@ -20,13 +20,13 @@ from torchtitan.config import JobConfig
 from torchtitan.tools.logging import logger
 
 from titan_disp.errors import ConfigError, InUseError
-from titan_disp.files import whole
+from titan_disp.files import atomic_write
 
 PACKAGES = ("titan-disp", "torch", "torchtitan", "datasets", "tokenizers", "sentencepiece", "triton")
 
 
 def environment(world_size: int) -> dict[str, Any]:
-    """What a run ran on: versions, machine, accelerators, SLURM's job."""
+    """What a run runs on: versions, machine, accelerators, and SLURM's job."""
     versions = {}
     for name in PACKAGES:
         with contextlib.suppress(PackageNotFoundError):
@@ -47,13 +47,13 @@ def environment(world_size: int) -> dict[str, Any]:
 
 
 def job_id() -> str:
-    """This start of this SLURM job, JOB.RESTARTS, as the batch script writes it too; empty without SLURM."""
+    """JOB.RESTARTS, which names this start of this SLURM job in the batch script's files too; empty without SLURM."""
     job = os.environ.get("SLURM_JOB_ID")
     return f"{job}.{os.environ.get('SLURM_RESTART_COUNT', '0')}" if job else ""
 
 
 def append_json(path: Path, record: dict[str, Any]) -> None:
-    """Append one line. A line that a killed process left unfinished is closed first, so that it spoils itself only."""
+    """Append one line of JSON. If a killed process has left an unfinished line, that line is ended first."""
     with open(path, "ab+") as file:
         if file.tell() and (file.seek(-1, os.SEEK_END), file.read(1))[1] != b"\n":
             file.write(b"\n")
@@ -61,7 +61,7 @@ def append_json(path: Path, record: dict[str, Any]) -> None:
 
 
 def read_json_lines(path: str | Path) -> list[dict[str, Any]]:
-    """All records of a .jsonl file; lines that killed processes or dead nodes left, unfinished or garbled, are dropped."""
+    """Read the records of a .jsonl file, except lines left unfinished or garbled by killed processes or dead nodes."""
     records = []
     for line in Path(path).read_bytes().splitlines():
         with contextlib.suppress(ValueError):
@@ -70,19 +70,19 @@ def read_json_lines(path: str | Path) -> list[dict[str, Any]]:
 
 
 def read_rows(run: str | Path) -> list[dict[str, Any]]:
-    """The training rows of metrics.jsonl in the order of writing, with the steps repeated after a resume."""
+    """Read all training rows of metrics.jsonl in the order of writing, including steps repeated after a resume."""
     return [record for record in read_json_lines(Path(run) / "metrics.jsonl") if "condensation" not in record]
 
 
 def read_events(run: str | Path) -> list[dict[str, Any]]:
-    """events.jsonl, with times in seconds since the epoch as metrics.jsonl has them; empty where there is none."""
+    """Read events.jsonl, if there is one, with times in seconds since the epoch as in metrics.jsonl."""
     path = Path(run) / "events.jsonl"
     events = read_json_lines(path) if path.exists() else []
     return [{**event, "time": datetime.fromisoformat(event["time"]).timestamp()} for event in events]
 
 
 def read_condensation(run: str | Path) -> dict[int, dict[str, Any]]:
-    """The measurements on held-out text in metrics.jsonl, by step, as ``Condensation.to_json`` wrote them."""
+    """Read the measurements on held-out text in metrics.jsonl, by step, as ``Condensation.to_json`` wrote them."""
     path = Path(run) / "metrics.jsonl"
     records = read_json_lines(path) if path.exists() else []
     found = by_step([record for record in records if "condensation" in record])
@@ -90,17 +90,17 @@ def read_condensation(run: str | Path) -> dict[int, dict[str, Any]]:
 
 
 def by_step(rows: list[dict[str, Any]]) -> dict[int, dict[str, Any]]:
-    """Rows by step, ascending. Steps repeated after a resume: the last row counts."""
+    """Index rows by step, ascending. If a step was repeated after a resume, its last row counts."""
     return dict(sorted({row["step"]: row for row in rows}.items()))
 
 
 def read_metrics(run: str | Path) -> dict[int, dict[str, Any]]:
-    """The training rows of metrics.jsonl that count, by step."""
+    """Read the training rows of metrics.jsonl, by step. If a step was repeated after a resume, its last row counts."""
     return by_step(read_rows(run))
 
 
 def flatten(nested: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """A config's values by dotted key; lists are values."""
+    """Return a config's values by dotted key. A list is one value."""
     flat: dict[str, Any] = {}
     for key, value in nested.items():
         flat |= flatten(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
@@ -118,19 +118,23 @@ def _read_config(file: Path) -> dict[str, Any]:
         if isinstance(content, dict):
             return content
         reason = f"it holds a {type(content).__name__}, expected an object"
-    except ValueError as error:  # also bytes that are no UTF-8
+    except ValueError as error:  # invalid JSON, or bytes that are not UTF-8
         reason = str(error)
     raise ConfigError(
-        f"{str(file)!r} cannot be read: {reason}. It tells what this run was started with; move it away to go on, and compare "
-        "the config with the one that you started with yourself"
+        f"{str(file)!r} cannot be read: {reason}. It records the config that this run was started with. To continue, "
+        "move it away, after comparing your config with the one that the run was started with"
     )
 
 
 def lock_folder(path: Path, name: str = ".lock") -> IO[str]:
-    """An open file that holds the folder's lock until it is closed. ``name``: of the lock's file, by default a run's own.
+    """Lock a folder, and return the open file that holds the lock until it is closed.
+
+    Args:
+        path: the folder.
+        name: name of the lock's file; the default is that of a run.
 
     Raises:
-        ConfigError: another job holds it.
+        InUseError: another job holds the lock.
     """
     lock = open(path / name, "a+")  # noqa: SIM115 — held for the life of the run
     try:
@@ -141,7 +145,7 @@ def lock_folder(path: Path, name: str = ".lock") -> IO[str]:
         lock.close()
         raise InUseError(
             f"job.dump_folder {str(path)!r} is in use by another job ({holder}): two jobs in one run folder would "
-            "corrupt it. Stop the other, or set another --job.dump_folder"
+            "corrupt it. Stop the other job, or set another --job.dump_folder"
         ) from error
     except OSError as error:  # some network file systems have no locks
         logger.warning(f"cannot lock {path}: {error}. Make sure that no second job uses this run folder")
@@ -149,13 +153,14 @@ def lock_folder(path: Path, name: str = ".lock") -> IO[str]:
 
 
 class RunFolder:
-    """An open run folder; the lock is held until ``close``."""
+    """An open run folder, which is locked until ``close``."""
 
     def __init__(self, job_config: JobConfig, world_size: int) -> None:
-        """Create the folder, take its lock, write config.json and environment.json.
+        """Create the folder, lock it, and write config.json and environment.json.
 
         Raises:
-            ConfigError: not writable, or another job holds the lock.
+            InUseError: another job holds the lock.
+            ConfigError: the folder is not writable, or its config.json cannot be read.
         """
         self.path = Path(job_config.job.dump_folder)
         self._lock: IO[str] | None = None
@@ -173,11 +178,11 @@ class RunFolder:
 
     @property
     def locked(self) -> bool:
-        """Whether no other job can have the folder: its lock is held, on a file system that has locks."""
+        """Whether no other job can use the folder: its lock is held, and the file system supports locks."""
         if self._lock is None:
             return False
         try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # held already: no change
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # changes nothing, because the lock is already held
         except OSError:
             return False
         return True
@@ -190,11 +195,11 @@ class RunFolder:
         )
         lock.flush()
         self._lock = lock
-        # The data's prefetch worker is a fork: outliving a killed rank by some seconds, it would keep the lock for as long.
+        # The data's prefetch worker is a fork, and outlives a killed rank by some seconds. It must not hold the lock.
         os.register_at_fork(after_in_child=lock.close)
 
     def event(self, name: str, step: int, **details: Any) -> None:
-        """Append to events.jsonl."""
+        """Append an event to events.jsonl."""
         time = datetime.now(timezone.utc).isoformat(timespec="milliseconds")
         job = {"job": job_id()} if job_id() else {}
         append_json(self.path / "events.jsonl", {"time": time, "event": name, "step": step, **job, **details})
@@ -206,6 +211,6 @@ class RunFolder:
 
 
 def write_json(path: Path, content: Any) -> None:
-    """The whole file or none."""
-    with whole(path) as partial:
+    """Write a file of JSON atomically."""
+    with atomic_write(path) as partial:
         partial.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n")

@@ -1,9 +1,10 @@
-"""Non-finite steps are skipped on all ranks alike; and what one rank knows, all ranks learn, once a step.
+"""Skip steps that are not finite, on all ranks alike; and share, once per step, what single ranks know.
 
-TorchTitan 0.2.2 goes on after a NaN. A check of each rank's own gradients would not do: after clipping by an infinite norm
-one rank holds NaN while the others hold zeros. So the verdict is all-reduced, in one small message that also carries other
-flags (asked to stop, a save that failed). Reading it waits for the GPU once more in a step, after the backward, where only
-the optimizer is still to be launched; TorchTitan waits once itself, for the number of valid tokens.
+TorchTitan 0.2.2 continues after a NaN. Ranks cannot check their own gradients only: after clipping by an infinite norm,
+one rank holds NaN while the others hold zeros. The verdict is therefore all-reduced, in one small message that also
+carries flags: whether a rank was asked to stop, and whether its save has failed. Reading the message waits for the GPU
+once per step, after the backward, when only the optimizer remains to be launched. TorchTitan itself also waits once,
+for the number of valid tokens.
 """
 
 from collections.abc import Callable
@@ -22,22 +23,29 @@ Terms = Callable[[], Tensor | None]
 
 
 class GuardedOptimizers(OptimizersContainer):
-    """TorchTitan's optimizers, stepped only where loss and gradients of all ranks are finite.
+    """TorchTitan's optimizers, which step only if loss and gradients are finite on all ranks.
 
     Attributes:
-        skipped: steps skipped since the start of the run. in_a_row: up to now. bad_terms: of the last step; empty if it was good.
-        flags: name → what this rank has to say, asked once a step. agreed: name → whether any rank said so in the last step.
+        skipped: steps skipped since the start of the run.
+        in_a_row: the most recent steps, all skipped; 0 after a good step.
+        bad_terms: what was not finite in the last step; empty if it was good.
+        flags: by name, functions that are called once per step for this rank's answer.
+        agreed: by name, whether any rank answered True in the last step.
     """
 
     def __init__(self, inner: OptimizersContainer, non_finite_terms: Terms, max_skipped_steps: int) -> None:
-        """Args:
-        inner: what TorchTitan built. non_finite_terms: → [2] bool on the device, whether this step's local cross-entropy and
-            dispersion are not finite; None where there was no loss. max_skipped_steps: in a row.
+        """Wrap TorchTitan's optimizers.
+
+        Args:
+            inner: what TorchTitan built.
+            non_finite_terms: a function that returns [2] bool on the device: whether this step's local cross-entropy
+                and local dispersion are not finite. It returns None if there was no loss.
+            max_skipped_steps: after so many skipped steps in a row, ``step`` raises.
         """
         self.inner, self.non_finite_terms, self.max_skipped_steps = inner, non_finite_terms, max_skipped_steps
         self.optimizers, self.model_parts = inner.optimizers, inner.model_parts
         self._post_init([p for group in inner.param_groups for p in group["params"]], inner.defaults)
-        self._counts = torch.zeros(3, dtype=torch.int64)  # steps, skipped, in a row; in the checkpoint
+        self._counts = torch.zeros(3, dtype=torch.int64)  # steps, skipped, in a row; saved in checkpoints
         self.bad_terms: list[str] = []
         self.flags: dict[str, Callable[[], bool]] = {}
         self.agreed: dict[str, bool] = {}
@@ -57,14 +65,18 @@ class GuardedOptimizers(OptimizersContainer):
         return [g for g in local if g.numel()]
 
     def _message(self) -> Tensor:
-        """What this rank has to say, 0 or 1: a gradient is not finite, one is not 0, either term is not finite, the flags."""
+        """This rank's part of the message, each 0 or 1.
+
+        A gradient is not finite, a gradient is not 0, the cross-entropy is not finite, the dispersion is not finite,
+        the flags.
+        """
         gradients = self._gradients()
         norms = torch.stack(torch._foreach_norm(gradients)) if gradients else torch.zeros(1)
         terms = self.non_finite_terms()
         if terms is None:
             terms = torch.zeros(2, dtype=torch.bool, device=next(self.model_parts[0].parameters()).device)
         said = torch.tensor([ask() for ask in self.flags.values()], dtype=torch.bool)
-        # Under training.enable_cpu_offload the gradients are the CPU's, and the terms, like collective calls, the GPU's.
+        # With training.enable_cpu_offload, the gradients are on the CPU; the terms and collective calls are on the GPU.
         found = torch.stack([~norms.isfinite().all(), norms.ne(0).any()]).to(terms.device)
         return torch.cat([found, terms, said.to(terms.device)]).float()
 
@@ -74,7 +86,7 @@ class GuardedOptimizers(OptimizersContainer):
             dist.all_reduce(message, op=dist.ReduceOp.MAX)
         bad_gradient, any_gradient, bad_ce, bad_dispersion, *agreed = map(bool, message.tolist())
         self.agreed = dict(zip(self.flags, agreed, strict=True))
-        # Clipping by a norm that overflowed, of finite gradients, leaves zeros everywhere.
+        # If the norm of finite gradients overflows, clipping by it leaves zeros everywhere.
         verdicts = {
             "cross-entropy": bad_ce,
             "dispersion": bad_dispersion,
@@ -83,16 +95,16 @@ class GuardedOptimizers(OptimizersContainer):
         self.bad_terms = [name for name, bad in verdicts.items() if bad]
 
     def step(self, *args: Any, **kwargs: Any) -> None:
-        """Step, or skip, on all ranks alike. A collective call.
+        """Step on all ranks, or skip the step on all ranks. A collective call.
 
         Raises:
-            NonFiniteError: on all ranks, after ``max_skipped_steps`` in a row.
+            NonFiniteError: on all ranks, after ``max_skipped_steps`` skipped steps in a row.
         """
         if not self.flags and not self._told:
             self._told = True
             logger.warning(
-                "this is TorchTitan's own trainer: stopping together on a signal, budget.stop_at_tokens, falling back from "
-                "damaged checkpoints and counting only complete ones need titan_disp.train"
+                "this is TorchTitan's own trainer: stopping together on a signal, budget.stop_at_tokens, falling back "
+                "from damaged checkpoints and counting only complete ones need titan_disp.train"
             )
         self._verdict()
         self._counts[0] += 1
@@ -105,9 +117,9 @@ class GuardedOptimizers(OptimizersContainer):
         logger.warning(f"step {step} is skipped on all ranks: {terms} not finite ({self.in_a_row} in a row)")
         if self.in_a_row >= self.max_skipped_steps:
             raise NonFiniteError(
-                f"step {step}: {terms} not finite, {self.in_a_row} steps in a row (guard.max_skipped_steps). No weights were "
-                "changed and no checkpoint was written since. Try a lower learning rate or longer warmup, or look at the data "
-                "of these steps (titan-disp data digest)"
+                f"step {step}: {terms} not finite, {self.in_a_row} steps in a row (guard.max_skipped_steps). These "
+                "steps changed no weights. Try a lower learning rate or a longer warmup, or look at the data of these "
+                "steps (titan-disp data digest)"
             )
 
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:

@@ -1,12 +1,13 @@
-"""DCP checkpoints with a hash of every file: DCP itself loads a flipped bit in a weight without a word.
+"""DCP checkpoints with a hash of every file. DCP itself would load a flipped bit in a weight without noticing.
 
-Each rank hashes what it writes while it writes. The hashes travel to the coordinator among the results of the writes, and
-hashes.json is there before ``.metadata``, the last file of a save, gets its name. Stock DCP reads such a checkpoint as any other.
+Each rank hashes its files while it writes them, and sends the hashes to the coordinator among the results of its
+writes. The coordinator writes hashes.json before it renames ``.metadata``, the last file of a save, to its final name.
+DCP alone reads such a checkpoint as it reads any other.
 """
 
 import json
 import os
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -18,19 +19,19 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from titan_disp.dcp import METADATA
-from titan_disp.files import whole
+from titan_disp.files import atomic_write
+from titan_disp.safe_dcp import METADATA
 
 HASHES = "hashes.json"
-SAVING = ".saving"  # in a checkpoint's folder from the beginning of its save to the end
+SAVING = ".saving"  # exists in a checkpoint's folder from the beginning of its save to the end
 ALGORITHM = "xxh3_128"
-_PREFIX = "titan_disp.hash/"  # of what is a hash among the results of the writes
+_PREFIX = "titan_disp.hash/"  # marks the hashes among the results of the writes
 _PIECE = 2**18  # bytes hashed and written at a time
 _CHUNK = 2**24  # bytes read at a time
 
 
 class _HashedStream:
-    """A file that is written from its beginning to its end, as DCP does."""
+    """Hashes what is written to a file. The file must be written from beginning to end, as DCP does."""
 
     def __init__(self, file: Any) -> None:
         self._file = file
@@ -39,7 +40,7 @@ class _HashedStream:
 
     def write(self, data: Any) -> int:
         view = memoryview(data).cast("B")
-        for start in range(0, len(view), _PIECE):  # small ones are still in the processor's cache when they are written
+        for start in range(0, len(view), _PIECE):  # a small piece is still in the CPU's cache when it is written
             piece = view[start : start + _PIECE]
             self.hash.update(piece)
             self._file.write(piece)
@@ -47,9 +48,11 @@ class _HashedStream:
 
 
 class _HashingFileSystem(FileSystem):
-    """Attributes:
-    hashes: of the files written, by name.
-    of_ranks: the hashes of all ranks' files, on the coordinator once they are known.
+    """DCP's file system, which hashes the files that it writes.
+
+    Attributes:
+        hashes: hashes of the files that this rank has written, by name.
+        of_ranks: hashes of the files of all ranks, on the coordinator, once they are known.
     """
 
     def __init__(self) -> None:
@@ -64,15 +67,15 @@ class _HashingFileSystem(FileSystem):
         self.hashes[os.path.basename(path)] = stream.hash.hexdigest()
 
     def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
-        """``.metadata`` gets its name, after which the checkpoint counts: not before hashes.json is there."""
+        """Write hashes.json, then give ``.metadata`` its final name, which makes the checkpoint complete."""
         files = self.of_ranks | {METADATA: self.hashes[os.path.basename(path)]}
-        with whole(Path(new_path).with_name(HASHES)) as partial:
+        with atomic_write(Path(new_path).with_name(HASHES)) as partial:
             partial.write_text(json.dumps({"algorithm": ALGORITHM, "files": dict(sorted(files.items()))}, indent=1))
         super().rename(path, new_path)
 
 
 class HashingWriter(_FileSystemWriter):  # not FileSystemWriter, which ``async_save`` would take for the stager too
-    """DCP's default writer, with hashes."""
+    """DCP's default writer, which also writes hashes."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         super().__init__(path)
@@ -106,11 +109,11 @@ class HashingWriter(_FileSystemWriter):  # not FileSystemWriter, which ``async_s
 
 
 def read_hashes(folder: str | os.PathLike[str]) -> dict[str, str] | None:
-    """The hashes of a checkpoint's files by name; None where it was saved without.
+    """Read the hashes of a checkpoint's files, by name; None if it was saved without hashes.
 
     Raises:
-        ValueError: hashes.json is damaged, or of an algorithm that is not known.
-        OSError: it cannot be read.
+        ValueError: hashes.json is damaged, or names an unknown algorithm.
+        OSError: hashes.json cannot be read.
     """
     try:
         content = json.loads((Path(folder) / HASHES).read_bytes())
@@ -128,10 +131,12 @@ def hash_bytes(content: bytes) -> str:
     return xxhash.xxh3_128(content).hexdigest()
 
 
-def hash_file(path: str | os.PathLike[str]) -> str:
-    """Raises OSError."""
+def hash_file(path: str | os.PathLike[str], read: Callable[[int], object] | None = None) -> str:
+    """Hash a file. ``read`` is called with the number of bytes of each read. Raises OSError if the file cannot be read."""
     found, buffer = xxhash.xxh3_128(), memoryview(bytearray(_CHUNK))
     with open(path, "rb", buffering=0) as file:
         while size := file.readinto(buffer):
             found.update(buffer[:size])
+            if read is not None:
+                read(size)
     return found.hexdigest()

@@ -1,4 +1,4 @@
-"""What ``from_pretrained`` needs beside the weights: config.json, generation_config.json, tokenizer."""
+"""Write what ``from_pretrained`` needs beside the weights: config.json, generation_config.json and the tokenizer."""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -12,7 +12,7 @@ from titan_disp.run.folder import write_json
 
 
 def hf_config(adapter: HfAdapter, tokenizer: BaseTokenizer, dtype: str) -> dict[str, Any]:
-    """config.json, with BOS and EOS as training put them around documents."""
+    """The content of config.json, with the BOS and EOS that training put around documents."""
     return {
         **adapter.architecture(),
         **adapter.extras(),
@@ -35,15 +35,15 @@ def describe(
 
     Args:
         dest: an existing folder.
-        adapter: of the model; ``model_args.max_seq_len`` is the sequence length of training.
-        tokenizer_folder: of ``tokenizer``.
-        tokenizer: training's.
+        adapter: the model's adapter; its ``model_args.max_seq_len`` is the sequence length of training.
+        tokenizer_folder: the folder of ``tokenizer``.
+        tokenizer: the tokenizer of training.
         dtype: of the weights: float32, bfloat16 or float16.
         documents: texts for which the written tokenizer must give training's ids, besides ``hf_tokenizer.PROBES``.
 
     Raises:
-        ConfigError: a tokenizer that cannot be converted, or gives other ids.
-        OSError: not writable, or no room.
+        ConfigError: the tokenizer cannot be converted, or gives other ids.
+        OSError: the folder is not writable, or the disk is full.
     """
     write_json(dest / "config.json", hf_config(adapter, tokenizer, dtype))
     ids = {"bos_token_id": tokenizer.bos_id, "eos_token_id": tokenizer.eos_id}

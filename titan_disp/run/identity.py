@@ -1,7 +1,7 @@
-"""What a checkpoint is of, kept in it: the model's architecture, and what else a run keeps.
+"""The identity that a checkpoint holds: the model's architecture, and everything else that a run must keep.
 
-A resume with others is refused. The tensors alone would not tell: fewer blocks load without a word, and so do as many numbers in
-other heads.
+A resume with another identity is refused. The tensors alone would not tell: a model with fewer blocks loads without an
+error, and so does one with as many parameters in other heads.
 """
 
 import json
@@ -10,17 +10,17 @@ from typing import Any
 
 from torch.distributed.checkpoint.api import CheckpointException
 
-from titan_disp import dcp
+from titan_disp import safe_dcp
 from titan_disp.errors import CheckpointError, ConfigError
 
-NAME = "identity"  # among the states of a checkpoint
+NAME = "identity"  # its name among the states of a checkpoint
 
 
 class Identity:
-    """A state of the checkpoint that is only ever saved; ``read_identity`` reads it before anything is loaded.
+    """A state that is saved but never loaded; ``read_identity`` reads it before anything is loaded.
 
     Attributes:
-        content: name → value, as an error shows both. JSON-able.
+        content: the identity as names and values, which errors show; it can be written as JSON.
     """
 
     def __init__(self, content: dict[str, Any]) -> None:
@@ -34,28 +34,28 @@ class Identity:
 
 
 def read_identity(checkpoint: str) -> dict[str, Any]:
-    """What the checkpoint in a folder is of; {} where an older version, or TorchTitan's trainer, saved it.
+    """Read a checkpoint's identity; {} if an older version or TorchTitan's own trainer saved the checkpoint.
 
     Raises:
         CheckpointError: it cannot be read.
     """
     try:
-        if f"{NAME}.json" not in dcp.read_metadata(checkpoint).state_dict_metadata:
+        if f"{NAME}.json" not in safe_dcp.read_metadata(checkpoint).state_dict_metadata:
             return {}
         state = {"json": ""}
-        dcp.load({NAME: state}, checkpoint, no_dist=True)
+        safe_dcp.load({NAME: state}, checkpoint, no_dist=True)
         return json.loads(state["json"])
     except (OSError, ValueError, UnpicklingError, CheckpointException) as error:
-        raise CheckpointError(f"cannot read what the checkpoint {checkpoint} is of: {error}") from error
+        raise CheckpointError(f"cannot read which model the checkpoint {checkpoint} holds: {error}") from error
 
 
 def differences(saved: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    """In words; of what both know, as versions may know more or fewer arguments of a model."""
+    """Describe the differences in words, without names that only one side knows: versions may add or drop arguments."""
     return [f"{key} {saved[key]!r} there, {now[key]!r} here" for key in saved if key in now and saved[key] != now[key]]
 
 
 def check_identity(saved: dict[str, Any], now: dict[str, Any]) -> None:
-    """Raise ConfigError where a run would go on as another one than its checkpoint's."""
+    """Raise ConfigError if a run's identity is not that of its checkpoint."""
     if found := differences(saved, now):
         raise ConfigError(
             f"the checkpoint is not of this config's model: {'; '.join(found)}. Make model.flavor, model.overrides and "

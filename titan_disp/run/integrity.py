@@ -1,21 +1,24 @@
-"""Which checkpoints of a run are complete, and what is wrong with those that are not."""
+"""Which checkpoints of a run are complete, and whether a checkpoint is damaged."""
 
 import os
 import re
 from collections import defaultdict
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
-from titan_disp.dcp import METADATA, parse_metadata, read_metadata
 from titan_disp.models.hf import INDEX
+from titan_disp.progress import progress
 from titan_disp.run.hashes import HASHES, hash_bytes, hash_file, read_hashes
+from titan_disp.safe_dcp import METADATA, parse_metadata, read_metadata
 
 _DIFFERS = "{} differs from its hash: its content is not what was saved"
 
 
 def problem(folder: str | Path) -> str | None:
-    """What is wrong with a DCP checkpoint, without reading its weights; None where its files are there in full length.
+    """What is wrong with a DCP checkpoint, without reading its weights; None if all files have their full length.
 
-    Where it has hashes.json, ``.metadata`` must be what it says, and every file that is needed must have a hash.
+    If there is a hashes.json, it must have the hash of ``.metadata``, and a hash for every file that is needed.
     """
     folder = Path(folder)
     try:
@@ -28,11 +31,11 @@ def problem(folder: str | Path) -> str | None:
         hashes = read_hashes(folder)
     except (OSError, ValueError) as error:
         return f"{HASHES} cannot be read: {error}"
-    if hashes is not None and hashes.get(METADATA) != hash_bytes(content):  # before anything in it is believed
+    if hashes is not None and hashes.get(METADATA) != hash_bytes(content):  # before any of it is unpickled
         return _DIFFERS.format(METADATA)
     try:
         lengths = _lengths(content)
-    except Exception as error:  # a damaged pickle raises anything
+    except Exception as error:  # a damaged pickle can raise anything
         return f"{METADATA} cannot be read: {type(error).__name__}: {error}"
     for name, needed in sorted(lengths.items()):
         if os.path.basename(name) != name:
@@ -41,7 +44,7 @@ def problem(folder: str | Path) -> str | None:
             found = (folder / name).stat().st_size
         except OSError as error:
             return f"{name}: {error.strerror}"
-        except ValueError:  # no name that a file can have
+        except ValueError:  # no file can have this name
             return f"{METADATA} names a file {name!r}"
         if found < needed:
             return f"{name} has {found:,} bytes, expected {needed:,}"
@@ -53,10 +56,13 @@ def problem(folder: str | Path) -> str | None:
     return None
 
 
-def damage(folder: str | Path, rank: int = 0, world_size: int = 1) -> str | None:
-    """What differs from its hash in this rank's share of a checkpoint's files, all of which are read.
+def damage(
+    folder: str | Path, rank: int = 0, world_size: int = 1, read: Callable[[int], object] | None = None
+) -> str | None:
+    """Read this rank's share of a checkpoint's files completely, and say which one differs from its hash.
 
-    None where nothing does, and where the checkpoint was saved without hashes.
+    Returns None if none does, or if the checkpoint was saved without hashes.
+    ``read`` is called with the number of bytes of each read.
     """
     folder = Path(folder)
     try:
@@ -65,20 +71,32 @@ def damage(folder: str | Path, rank: int = 0, world_size: int = 1) -> str | None
         return f"{HASHES} cannot be read: {error}"
     for name in sorted(hashes)[rank::world_size]:
         try:
-            if hash_file(folder / name) != hashes[name]:
+            if hash_file(folder / name, read) != hashes[name]:
                 return _DIFFERS.format(name)
         except OSError as error:
             return f"{name}: {error.strerror}"
     return None
 
 
+def verify(folder: str | Path) -> str | None:
+    """What is wrong with a checkpoint, all of whose files are read with a progress bar: ``problem``, then ``damage``."""
+    folder = Path(folder)
+    if reason := problem(folder):
+        return reason
+    size = None
+    with suppress(OSError, ValueError):  # ``damage`` says what is wrong
+        size = sum((folder / name).stat().st_size for name in read_hashes(folder) or {})
+    with progress(f"verifying {folder.name}", "B", total=size) as bar:
+        return damage(folder, read=bar.update)
+
+
 def has_hashes(folder: str | Path) -> bool:
-    """Whether a checkpoint can be verified: it was saved by titan_disp.train of a version that hashes."""
+    """Whether a checkpoint can be verified. Older versions and TorchTitan's own trainer save no hashes."""
     return (Path(folder) / HASHES).is_file()
 
 
 def _lengths(content: bytes) -> dict[str, int]:
-    """Bytes that each file must have, by the content of ``.metadata``."""
+    """The number of bytes that each file must have, from the content of ``.metadata``."""
     length: dict[str, int] = defaultdict(int)
     for info in (parse_metadata(content).storage_data or {}).values():
         length[info.relative_path] = max(length[info.relative_path], info.offset + info.length)
@@ -91,10 +109,11 @@ def is_model_only(folder: str | Path) -> bool:
 
 
 def checkpoints(folder: str | Path, hugging_face: bool = False) -> list[int]:
-    """Steps of the complete checkpoints in a folder, ascending.
+    """List the steps of the complete checkpoints in a folder, ascending.
 
     Args:
-        hugging_face: count those in Hugging Face's format too, from which no run can resume.
+        folder: the checkpoint folder.
+        hugging_face: whether to include those in Hugging Face's format, from which no run can resume.
     """
     try:
         names = os.listdir(folder)
@@ -105,6 +124,6 @@ def checkpoints(folder: str | Path, hugging_face: bool = False) -> list[int]:
 
 
 def is_complete(folder: str | Path, hugging_face: bool = True) -> bool:
-    """Whether a checkpoint was saved to its end, in DCP's format or Hugging Face's (``checkpoint.last_save_in_hf``)."""
+    """Whether a checkpoint was saved completely, in DCP's format or Hugging Face's (``checkpoint.last_save_in_hf``)."""
     files = (METADATA, INDEX) if hugging_face else (METADATA,)
     return any((Path(folder) / name).is_file() for name in files)

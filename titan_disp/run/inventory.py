@@ -1,4 +1,4 @@
-"""What is in a run's checkpoint folder, and whether it is what was saved. Loads no model."""
+"""List what is in a run's checkpoint folder, and verify it. No model is loaded."""
 
 import json
 import os
@@ -10,11 +10,11 @@ from pathlib import Path
 
 from safetensors import safe_open
 
-from titan_disp.dcp import METADATA
 from titan_disp.errors import ConfigError
 from titan_disp.models.hf import INDEX
 from titan_disp.run.folder import read_json_lines
-from titan_disp.run.integrity import damage, has_hashes, is_model_only, problem
+from titan_disp.run.integrity import has_hashes, is_model_only, verify
+from titan_disp.safe_dcp import METADATA
 
 
 @dataclass(frozen=True)
@@ -25,9 +25,9 @@ class Found:
         name: of the folder.
         step: optimizer steps done.
         modified: when its save ended, in seconds since the epoch.
-        size: bytes.
-        damaged: whether it counts as a checkpoint, but is not what was saved.
-        state: in words.
+        size: in bytes.
+        damaged: whether it counts as a checkpoint but is not what was saved.
+        state: a description in words.
     """
 
     name: str
@@ -43,10 +43,10 @@ class Found:
 
 
 def inventory(run: str | Path, step: int | None = None) -> Iterator[Found]:
-    """All folders of checkpoints by step, or those of one step, each verified when its turn comes.
+    """Yield the folders of all checkpoints, or those of one step, sorted by step. Each is verified in its turn.
 
     Raises:
-        ConfigError: not a run's folder, or nothing of this step in it.
+        ConfigError: this is not a run's folder, or it has no checkpoint of this step.
     """
     run = Path(run)
     try:
@@ -73,14 +73,14 @@ def inventory(run: str | Path, step: int | None = None) -> Iterator[Found]:
             else:
                 damaged, state = False, "being deleted"
         except FileNotFoundError:
-            continue  # deleted meanwhile by the run
+            continue  # the run has deleted it in the meantime
         yield Found(name, number, modified, size, damaged, state)
 
 
 def _state(path: Path) -> tuple[bool, str]:
-    """(damaged, in words) of a folder step-N."""
+    """(damaged, description) of a folder step-N."""
     if (path / METADATA).exists():
-        reason = problem(path) or damage(path)
+        reason = verify(path)
         if not (path / METADATA).exists():
             raise FileNotFoundError(path)
         if reason is not None:
@@ -99,9 +99,9 @@ def _state(path: Path) -> tuple[bool, str]:
 def _hugging_face_problem(path: Path) -> str | None:
     try:
         for name in sorted(set(json.loads((path / INDEX).read_text())["weight_map"].values())):
-            with safe_open(path / name, "numpy"):  # reads the header and compares the lengths
+            with safe_open(path / name, "numpy"):  # this reads the header and checks the length
                 pass
-    except Exception as error:  # safetensors has an exception of its own
+    except Exception as error:  # safetensors raises a type of its own
         return f"{type(error).__name__}: {error}"
     return None
 
@@ -111,7 +111,7 @@ def _aside(reason: str | None) -> str:
 
 
 def _reasons(run: Path) -> dict[int, str]:
-    """Why checkpoints were moved aside, by step, as events.jsonl says."""
+    """Why checkpoints were moved aside, by step, from events.jsonl."""
     if not (run / "events.jsonl").is_file():
         return {}
     events = read_json_lines(run / "events.jsonl")
@@ -119,7 +119,7 @@ def _reasons(run: Path) -> dict[int, str]:
 
 
 def _size(path: Path) -> tuple[float, int]:
-    """(when its save ended, bytes)."""
+    """(when the save ended, in seconds since the epoch; bytes)."""
     files = [file for file in path.rglob("*") if file.is_file()]
     ends = [file for file in (path / METADATA, path / INDEX) if file.exists()] or [path]
     return ends[0].stat().st_mtime, sum(file.stat().st_size for file in files)

@@ -1,7 +1,7 @@
-"""TorchTitan's metrics, with the loss terms apart, in a stable TensorBoard folder and in metrics.jsonl.
+"""TorchTitan's metrics, with each loss term apart, a stable TensorBoard folder, and metrics.jsonl.
 
-Works under the stock trainer too: everything hangs on ``should_log``, which the trainer calls every step on every rank,
-and on ``log``, which it calls on every rank when a step is logged.
+This works under TorchTitan's own trainer too, because it needs only two methods. The trainer calls ``should_log`` on
+every rank in every step, and ``log`` on every rank when a step is logged.
 """
 
 import copy
@@ -22,8 +22,7 @@ from torchtitan.distributed import ParallelDims
 from torchtitan.tools import utils
 from torchtitan.tools.logging import logger
 
-from titan_disp.batch import tokens_per_step
-from titan_disp.budget import last_step
+from titan_disp.batch import last_step, tokens_per_step
 from titan_disp.condensation.record import Condensation
 from titan_disp.data.files import on_rank_0
 from titan_disp.data.loader import StreamLoader, is_largest
@@ -33,11 +32,11 @@ from titan_disp.run.folder import append_json
 from titan_disp.run.stragglers import Stragglers
 from titan_disp.run.wandb_run import continue_run, run_id
 
-HEATMAP_RATIO = 1.25  # of the steps of two heatmaps in TensorBoard, at least: our choice
+HEATMAP_RATIO = 1.25  # smallest ratio of the steps of two successive heatmaps in TensorBoard; our choice
 
 
 def _said(data: dict[str, float]) -> str:
-    """Epochs and the wait for data, for the console."""
+    """Format the epochs and the wait for data for the console."""
     epochs = ", ".join(
         f"{name.partition('/')[2]} {x:.3f}".strip() for name, x in data.items() if name.startswith("epochs_read")
     )
@@ -45,10 +44,10 @@ def _said(data: dict[str, float]) -> str:
 
 
 class TensorBoardFolder(BaseLogger):
-    """One TensorBoard run per run folder, across requeues.
+    """Logs to one TensorBoard folder per run folder, across requeues.
 
-    TorchTitan's own folder is named by the date. The writer opens at the first log, when the step is known: ``purge_step``
-    hides what a killed job wrote beyond the checkpoint that this one resumed from.
+    TorchTitan would name the folder by the date. The writer is opened at the first log, when the step is known: its
+    ``purge_step`` hides what a killed job wrote after the checkpoint from which this job resumed.
     """
 
     def __init__(self, folder: str) -> None:
@@ -67,11 +66,11 @@ class TensorBoardFolder(BaseLogger):
             writer.add_scalar(name, value, step)
 
     def log_heatmap(self, found: Condensation, step: int) -> None:
-        """A picture takes a fifth of a second, for which all ranks wait: later ones come at steps that are ever farther apart."""
+        """Log a heatmap, at growing distances: all ranks wait a fifth of a second for each."""
         if step < self._next_heatmap:
             return
         self._next_heatmap = HEATMAP_RATIO * step
-        from titan_disp.condensation.plot import heatmap  # matplotlib: rank 0 alone pays for its import
+        from titan_disp.condensation.plot import heatmap  # imports matplotlib, which only rank 0 needs
 
         self._open(step).add_figure("condensation/heatmap", heatmap(found, f"step {step}"), step)
 
@@ -81,11 +80,11 @@ class TensorBoardFolder(BaseLogger):
 
 
 class DispersionMetrics(MetricsProcessor):
-    """Adds cross-entropy, dispersion and exact tokens seen to console, TensorBoard (W&B) and metrics.jsonl."""
+    """Logs cross-entropy, dispersion and the exact tokens seen to console, TensorBoard (W&B) and metrics.jsonl."""
 
     logger: BaseLogger
-    stragglers: Stragglers | None = None  # titan_disp.train sets it, where there are several ranks
-    clock: Clock | None = None  # titan_disp.train's
+    stragglers: Stragglers | None = None  # titan_disp.train sets it if there are several ranks
+    clock: Clock | None = None  # set by titan_disp.train
 
     def __init__(
         self,
@@ -106,7 +105,7 @@ class DispersionMetrics(MetricsProcessor):
         self.ledger = ledger
         self._loader = loader
         self._first_log: tuple[float, int] | None = None  # (time, tokens)
-        self._counted: dict[str, float] = {}  # by this rank's loader, until the last log
+        self._counted: dict[str, float] = {}  # this rank's counters at the last log
         self._jsonl = Path(job_config.job.dump_folder) / "metrics.jsonl" if rank == 0 else None
         if self._jsonl is not None:
             self._jsonl.parent.mkdir(parents=True, exist_ok=True)
@@ -122,7 +121,7 @@ class DispersionMetrics(MetricsProcessor):
             self.logger = both
 
     def tokens_seen(self, step: int) -> int:
-        """Tokens trained on after ``step`` steps. TorchTitan's own count counts every CP rank."""
+        """Tokens trained on after ``step`` steps. TorchTitan's own number counts the tokens of every CP rank."""
         dims = self.parallel_dims
         return step * tokens_per_step(self.job_config, dims.dp_replicate * dims.dp_shard)
 
@@ -133,7 +132,7 @@ class DispersionMetrics(MetricsProcessor):
         return self.tokens_seen(last_step(self.job_config, dims.dp_replicate * dims.dp_shard))
 
     def time_left(self, tokens: int) -> str:
-        """ ", 3:10:00 left" at the pace since this job's first log, or nothing before there is one."""
+        """Format the time left, as ", 3:10:00 left", at the pace since this job's first log; empty at the first log."""
         now = time.monotonic()
         if self._first_log is None:
             self._first_log = (now, tokens)
@@ -143,11 +142,11 @@ class DispersionMetrics(MetricsProcessor):
         return f", {timedelta(seconds=round((self.total_tokens - tokens) / pace))} left"
 
     def data_metrics(self, seconds: float) -> dict[str, float]:
-        """The loader's counters over all ranks: sums, but for the latest epoch and the longest wait. A collective call.
+        """Combine the loader's counters of all ranks by sum or maximum (``loader.LARGEST``). A collective call.
 
         Args:
-            seconds: since the last log, for stored_bytes_per_second, and wait_fraction: the part of them that the rank which
-                waited longest for its data did so.
+            seconds: since the last log. stored_bytes_per_second and wait_fraction refer to this time; wait_fraction is
+                that of the rank that waited longest for its data.
         """
         if self._loader is None:
             return {}
@@ -172,7 +171,7 @@ class DispersionMetrics(MetricsProcessor):
     def should_log(self, step: int) -> bool:
         if super().should_log(step):
             return True
-        self.ledger.reset()  # the next logged step reports its own terms only
+        self.ledger.reset()  # so that the next logged step reports only its own terms
         return False
 
     def log(
@@ -205,13 +204,14 @@ class DispersionMetrics(MetricsProcessor):
         progress = f" of {self.total_tokens:,} ({tokens / self.total_tokens:.1%}{self.time_left(tokens)})"
         progress += _said(data)
         logger.info(
-            f"{color.red}step: {step:2}  {color.green}ce: {terms['ce']:8.5f}  "
-            f"{color.magenta}dispersion: {terms['dispersion']:8.5f}  {color.blue}tokens: {tokens:,}{progress}{color.reset}"
+            f"{color.red}step: {step:2}  {color.green}ce: {terms['ce']:8.5f}  {color.magenta}dispersion: "
+            f"{terms['dispersion']:8.5f}  {color.blue}tokens: {tokens:,}{progress}{color.reset}"
         )
         if slowest is not None:
             logger.warning(
-                f"step {step}: rank {slowest['rank']} on {slowest['host']} is slow: it takes {slowest['seconds']:.3f} s a step "
-                f"for itself, half of the ranks {slowest['median']:.3f} s or less"
+                f"step {step}: rank {slowest['rank']} on {slowest['host']} is slow: its own work takes "
+                f"{slowest['seconds']:.3f} s per step, while that of half of the ranks takes {slowest['median']:.3f} s "
+                "or less"
             )
         if self._jsonl is not None:
             record = {
@@ -230,14 +230,15 @@ class DispersionMetrics(MetricsProcessor):
             }
             append_json(self._jsonl, record)
         if self._loader is not None:
-            self._loader.check_counters(data)  # by all ranks' counters: all of them stop, or none
+            self._loader.check_counters(data)  # these are counters of all ranks, so that all ranks stop, or none
 
     def log_condensation(self, step: int, found: Condensation, seconds: float) -> None:
-        """Console, TensorBoard (W&B), metrics.jsonl, and RUN/condensation/step-N.npz with the histograms, from rank 0.
+        """Log a measurement on rank 0: console, TensorBoard (W&B), metrics.jsonl and RUN/condensation/step-N.npz.
 
         Args:
-            found: on held-out text, after ``step`` steps.
-            seconds: that it took. They do not count as training's in the throughput, nor does what is written here.
+            step: steps trained before the measurement.
+            found: the measurement on held-out text; the .npz file holds its histograms.
+            seconds: that the measurement took. Neither these nor the time to write count in the throughput of training.
         """
         began = time.perf_counter()
         self.time_last_log += seconds
@@ -248,9 +249,9 @@ class DispersionMetrics(MetricsProcessor):
             if self._tensorboard is not None:
                 self._tensorboard.log_heatmap(found, step)
             found.save(self._jsonl.parent / "condensation" / f"step-{step}.npz")
-        except Exception as error:  # a picture must not end a run: matplotlib, or a full disk
+        except Exception as error:  # of matplotlib, or a full disk: a picture must not end a run
             logger.warning(
-                f"step {step}: the histograms of condensation could not be kept: {type(error).__name__}: {error}"
+                f"step {step}: the histograms of condensation could not be saved: {type(error).__name__}: {error}"
             )
         writing = time.perf_counter() - began
         self.time_last_log += writing
@@ -267,7 +268,7 @@ class DispersionMetrics(MetricsProcessor):
         )
 
     def _condensation_scalars(self, found: Condensation) -> dict[str, float]:
-        """By tag. Layer by layer they would be 4 × 29 of the 0.6B: only where condensation.per_layer asks for them."""
+        """The scalars of a measurement, by tag; with condensation.per_layer also of each layer (4 × 29 for 0.6B)."""
         scalars = {
             f"condensation_{name}/{part}": value
             for name, parts in found.by_part().items()

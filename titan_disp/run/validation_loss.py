@@ -1,14 +1,16 @@
-"""A run's validation losses, which TorchTitan writes into TensorBoard's files only."""
+"""Read a run's validation losses, which TorchTitan writes only to TensorBoard's files."""
 
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-VALIDATION_LOSS = "validation_metrics/loss"  # TorchTitan's name for it
+VALIDATION_LOSS = "validation_metrics/loss"  # TorchTitan's tag
 
 
 def read_validation(run: Path, config: Mapping[str, Any]) -> dict[int, float]:
-    """By step, ascending. Steps repeated after a resume: the last counts. Empty where the run does not validate.
+    """Read the validation losses by step, ascending; empty if the run does not validate.
+
+    If a step was repeated after a resume, its last loss counts.
 
     Args:
         run: the run's folder.
@@ -17,13 +19,13 @@ def read_validation(run: Path, config: Mapping[str, Any]) -> dict[int, float]:
     if not config.get("validation", {}).get("enable"):
         return {}
     folder = run / config["metrics"]["save_tb_folder"]
-    if (folder / "rank_0").is_dir():  # metrics.save_for_all_ranks
+    if (folder / "rank_0").is_dir():  # with metrics.save_for_all_ranks
         folder = folder / "rank_0"
     if not folder.is_dir():
         return {}
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator  # a second
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator  # takes a second to import
 
-    keep = {"scalars": 0, "images": 1}  # 0: all of them
+    keep = {"scalars": 0, "images": 1}  # 0 keeps all of them
     board = EventAccumulator(str(folder), size_guidance=keep, purge_orphaned_data=False).Reload()
     if VALIDATION_LOSS not in board.Tags()["scalars"]:
         return {}

@@ -1,10 +1,10 @@
-"""Sweeps: many runs from one file. (``run/sweep.py`` is something else: it deletes what unfinished saves left.)
+"""A sweep trains many runs from one file. Each run is a point. Points that differ only in their seeds are a condition.
 
-definition  the sweep's file, and the points that it stands for
-folder      a point's config, checked and written down before it runs
-state       what became of a point
-local       train the points on this machine
-submit      train them as an array of SLURM jobs
-comparison  conditions and their differences, from single numbers of runs (final) and a test (sign_flip)
-table       the comparison as Markdown, CSV and a picture (chart)
+definition  reads the sweep's file and lists its points
+folder      checks and writes the config of each point before it runs
+state       finds out whether a point has finished
+local       trains the points on this machine
+submit      trains them as an array of SLURM jobs
+comparison  compares conditions by one number per run (final_metric) and a test (sign_flip)
+table       writes the comparison as Markdown, CSV and a picture (chart)
 """

@@ -1,4 +1,4 @@
-"""A sweep's comparison as a picture: every seed, means, and differences with their intervals."""
+"""This module draws a sweep's comparison: every seed, means, and differences with their intervals."""
 
 from textwrap import fill
 
@@ -6,11 +6,11 @@ from matplotlib.figure import Figure
 
 from titan_disp.condensation.plot import OKABE_ITO, new_figure, plain
 from titan_disp.sweeps.comparison import Comparison
-from titan_disp.sweeps.final import label
+from titan_disp.sweeps.final_metric import label
 
 
 def draw(comparison: Comparison) -> Figure:
-    """Left a row of dots for each condition, one a seed, with mean ± standard error; right the paired differences."""
+    """Draw a row of dots for each condition, one per seed, with mean ± standard error, and the paired differences."""
     conditions = comparison.conditions
     two = any(condition.difference is not None for condition in conditions)
     figure = new_figure(10 if two else 6.5, 1.6 + 0.36 * len(conditions))

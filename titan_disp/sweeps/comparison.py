@@ -1,23 +1,25 @@
-"""A sweep's conditions, and what they differ by from one of them: means over seeds, and differences paired by seed."""
+"""This module compares a sweep's conditions: means over seeds, and differences to one condition, paired by seed."""
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import numpy as np
 
 from titan_disp.errors import ConfigError
 from titan_disp.evaluate.compare import Difference, holm, paired_difference, standard_error
 from titan_disp.sweeps.definition import Point, Sweep, points
-from titan_disp.sweeps.final import DEFAULTS, FALLBACK, check_metric, final
+from titan_disp.sweeps.final_metric import DEFAULTS, FALLBACK, check_metric, final_metric
 from titan_disp.sweeps.sign_flip import sign_flip_p
 from titan_disp.sweeps.state import state
 
-Seeds = tuple[tuple[str, object], ...]  # key and value
+Seeds = tuple[tuple[str, object], ...]  # keys and values of the config
+Key = TypeVar("Key", bound=Hashable)
 
 
 @dataclass(frozen=True)
 class Member:
-    """A point of a condition. ``value``: its metric; None where it has none, and ``missing`` says why."""
+    """A point of a condition. ``value`` is its metric, or None with the reason in ``missing``."""
 
     name: str
     seeds: Seeds
@@ -27,11 +29,12 @@ class Member:
 
 @dataclass(frozen=True)
 class Condition:
-    """Points that differ in their seeds only.
+    """Points that differ only in their seeds.
 
     Attributes:
-        pairs: the seeds that the condition shares with the one that it is compared with.
-        difference: to that one, over these pairs; its p value is the sign-flip test's. None without a pair, and of that one.
+        pairs: the seeds that this condition and the baseline have in common.
+        difference: difference to the baseline over these pairs, with the p value of the sign-flip test. None for the
+            baseline itself, and without pairs.
     """
 
     name: str
@@ -41,7 +44,7 @@ class Condition:
 
     @property
     def values(self) -> dict[Seeds, float]:
-        """The metric by seeds, of the points that have it."""
+        """The metric by seeds, for points that have it."""
         return {member.seeds: member.value for member in self.members if member.value is not None}
 
     @property
@@ -50,7 +53,7 @@ class Condition:
 
     @property
     def standard_error(self) -> float | None:
-        """Of the mean, over seeds; None of a single one."""
+        """The standard error of the mean over seeds; None for a single seed."""
         return standard_error(list(self.values.values()))
 
 
@@ -59,8 +62,8 @@ class Comparison:
     """A sweep's conditions in the order of its file.
 
     Attributes:
-        against: the name of the one that the others are compared with; None: they are not compared.
-        held_out_is_missing: nobody asked for this metric, but no run has measured held-out text.
+        against: name of the baseline, the condition that the others are compared with; None without a comparison.
+        held_out_is_missing: whether the metric is training cross-entropy because no run has measured held-out text.
     """
 
     metric: str
@@ -70,14 +73,15 @@ class Comparison:
 
 
 def compare(sweep: Sweep, metric: str | None = None, against: str | None = None) -> Comparison:
-    """Read the runs of a sweep.
+    """Read the runs of a sweep and compare them.
 
     Args:
-        metric: of ``final``; default: the sweep's own, else held-out cross-entropy, else the training's.
-        against: a condition; default: the sweep's own.
+        sweep: the sweep.
+        metric: a metric of ``final``. The default is the sweep's own, or else held-out or else training cross-entropy.
+        against: a condition. The default is the sweep's own.
 
     Raises:
-        ConfigError: no such metric or condition.
+        ConfigError: The metric or the condition does not exist.
     """
     found = points(sweep)
     states = {point.name: state(point.folder) for point in found}
@@ -98,21 +102,23 @@ def compare(sweep: Sweep, metric: str | None = None, against: str | None = None)
 
 
 def _default_metric(finished: Sequence[Point]) -> str:
-    return next((name for name in DEFAULTS if any(final(p.folder, name) is not None for p in finished)), FALLBACK)
+    return next(
+        (name for name in DEFAULTS if any(final_metric(p.folder, name) is not None for p in finished)), FALLBACK
+    )
 
 
 def _member(point: Point, word: str, detail: str, metric: str) -> Member:
     seeds = tuple(sorted(point.seeds.items()))
     if word != "finished":
         return Member(point.name, seeds, None, f"{word}: {detail}")
-    value = final(point.folder, metric)
+    value = final_metric(point.folder, metric)
     return Member(
         point.name, seeds, value, "" if value is not None else f"finished without a finite {metric} at its end"
     )
 
 
 def differences(conditions: Sequence[Condition], against: str | None) -> list[Condition]:
-    """The same with their differences to one of them, and Holm's p values over all that have one."""
+    """Add the differences to one condition, and Holm's p values over all differences."""
     baseline = next((condition for condition in conditions if condition.name == against), None)
     if baseline is None:
         return list(conditions)
@@ -125,9 +131,21 @@ def differences(conditions: Sequence[Condition], against: str | None) -> list[Co
 
 
 def _paired(condition: Condition, baseline: Condition) -> Condition:
-    pairs = tuple(seeds for seeds in condition.values if seeds in baseline.values)
-    if not pairs:
-        return condition
-    own, other = (np.array([one.values[seeds] for seeds in pairs]) for one in (condition, baseline))
-    found = replace(paired_difference(own, other), p_value=sign_flip_p(own - other))
+    pairs, found = paired_by_seed(condition.values, baseline.values)
     return replace(condition, pairs=pairs, difference=found)
+
+
+def paired_by_seed(own: Mapping[Key, float], other: Mapping[Key, float]) -> tuple[tuple[Key, ...], Difference | None]:
+    """The seeds that two conditions share, and the difference of the first to the second over these.
+
+    Args:
+        own, other: the metric by seed.
+
+    Returns:
+        The seeds in the order of ``own``; and the difference with the p value of the sign-flip test, or None without a pair.
+    """
+    pairs = tuple(seed for seed in own if seed in other)
+    if not pairs:
+        return pairs, None
+    values, others = (np.array([one[seed] for seed in pairs]) for one in (own, other))
+    return pairs, replace(paired_difference(values, others), p_value=sign_flip_p(values - others))

@@ -1,20 +1,19 @@
-"""A sweep's file, and the points that it stands for.
+"""This module reads a sweep's file and lists its points. A point is one run.
 
     [sweep]
     config = "train_configs/demo_cpu.toml"
-    folder = "outputs/sweep"                    # one run folder per point below it, named by what varies
+    folder = "outputs/sweep"                    # it has a run folder for each point, named by what varies
     overrides = ["--training.steps=4"]          # for every point
-    against = "coeff-0.0"                       # titan-disp sweep table compares the others with it
+    against = "coeff-0.0"                       # titan-disp sweep table compares the others with this point
 
     [grid]                                      # every combination
     "dispersion.coeff" = [0.0, 0.1]
     "debug.seed, stream.seed" = [1, 2]          # both keys take the same value
 
-Instead of ``[grid]``, or beside it, ``[[points]]`` lists points by ``name`` and ``overrides``, each with a ``grid`` of its own if
-it has one. Each of them is then combined with ``[grid]``.
+``[[points]]`` lists points by ``name`` and ``overrides``, and each may have its own ``grid``. If the file also has
+``[grid]``, each of them is combined with it.
 """
 
-import difflib
 import hashlib
 import re
 from collections import Counter
@@ -25,9 +24,9 @@ from pathlib import Path
 from typing import Any
 
 from titan_disp.config import read_toml
-from titan_disp.errors import ConfigError
-from titan_disp.overrides import KEY as OVERRIDES
-from titan_disp.overrides import shown, written_out
+from titan_disp.errors import ConfigError, did_you_mean
+from titan_disp.model_overrides import KEY as OVERRIDES
+from titan_disp.model_overrides import shown, written_out
 from titan_disp.report.configs import SEEDS
 
 KNOWN = {
@@ -35,18 +34,18 @@ KNOWN = {
     "[sweep]": ("config", "folder", "overrides", "against", "metric"),
     "[[points]]": ("name", "overrides", "grid"),
 }
-SAFE = r"[A-Za-z0-9][A-Za-z0-9._+-]*"  # of names: a file name everywhere, and no option
-LONGEST = 200  # characters of a point's name; file systems take 255
+SAFE = r"[A-Za-z0-9][A-Za-z0-9._+-]*"  # a name is a valid file name everywhere, and does not look like an option
+LONGEST = 200  # most characters in a point's name; file systems allow 255
 OURS = ("job.dump_folder", "job.config_file")  # the sweep sets these
 
 
 @dataclass(frozen=True)
 class Axis:
-    """What a line of a grid varies.
+    """A line of a grid: keys, and the values that they take.
 
     Attributes:
-        keys: of the config; several take the same value.
-        values: as in the TOML file; only those of model.overrides may be tables.
+        keys: keys of the config. Several keys take the same value.
+        values: values from the TOML file. Only model.overrides may have tables.
     """
 
     keys: tuple[str, ...]
@@ -59,7 +58,7 @@ class Axis:
 
 @dataclass(frozen=True)
 class Listed:
-    """One of ``[[points]]``. The name is empty where a sweep has a grid only."""
+    """One of ``[[points]]``. The name is empty if a sweep has only a grid."""
 
     name: str = ""
     overrides: tuple[str, ...] = ()
@@ -71,9 +70,9 @@ class Sweep:
     """A sweep's file.
 
     Attributes:
-        config: the TOML file that all points begin with; relative to where titan-disp runs, as all paths of configs are.
-        folder: holds the run folders.
-        overrides: TorchTitan's options for every point.
+        config: the TOML file of all points. Like all paths in configs, it is relative to where titan-disp runs.
+        folder: folder of the run folders.
+        overrides: options for keys of the config, for every point.
         listed: ``[[points]]``, or one without a name.
         axes: ``[grid]``.
         against, metric: defaults of ``titan-disp sweep table``.
@@ -93,12 +92,12 @@ class Point:
     """One run of a sweep.
 
     Attributes:
-        name: of its folder; unique in the sweep.
-        condition: the name without the seeds. Points of one condition differ in their seeds only.
-        seeds: by key. Points of two conditions with the same seeds are a pair.
-        folder: the run's (``job.dump_folder``).
+        name: name of its folder; unique in the sweep.
+        condition: the name without the seeds. Points of one condition differ only in their seeds.
+        folder: the run's folder (``job.dump_folder``).
         config: the TOML file.
-        overrides: TorchTitan's options beyond it, without the folder.
+        overrides: options for keys of the config, without the folder.
+        seeds: seeds by key. Points of two conditions with the same seeds are a pair.
     """
 
     name: str
@@ -109,15 +108,16 @@ class Point:
     seeds: Mapping[str, Any] = field(default_factory=dict)
 
     def argv(self, config: str | Path | None = None) -> list[str]:
-        """CONFIG and its overrides, as ``titan-disp train`` takes them. ``config``: another file than the sweep names."""
+        """Return CONFIG and its overrides, as for ``titan-disp train``. ``config`` replaces the sweep's file."""
         return [str(config or self.config), *self.overrides, "--job.dump_folder", str(self.folder)]
 
 
 def read_sweep(path: str | Path) -> Sweep:
-    """Read a sweep's file. The configs of its points are not looked at here: see ``folder.prepare``.
+    """Read a sweep's file. ``folder.prepare`` checks the configs of its points.
 
     Raises:
-        ConfigError: no such file, invalid TOML, an unknown key, a value of another type, or nothing that varies.
+        ConfigError: The file is missing or not valid TOML, a key is unknown, a value has the wrong type, or nothing
+            varies.
     """
     toml = read_toml(str(path))
     _check_keys(toml, "", path)
@@ -133,12 +133,12 @@ def read_sweep(path: str | Path) -> Sweep:
             raise ConfigError(f"sweep.{key} is {sweep[key]!r}, expected a string")
     listed, axes = _listed(toml.get("points", []), path), _axes(toml.get("grid", {}), "[grid]")
     if not listed and not axes:
-        raise ConfigError(f"nothing varies in {str(path)!r}: it needs a [grid] or [[points]]")
+        raise ConfigError(f"nothing varies in {str(path)!r}: add a [grid] or [[points]]")
     for one in listed:
         both = {key for axis in one.axes for key in axis.keys} & {key for axis in axes for key in axis.keys}
         if both:
             raise ConfigError(
-                f"{', '.join(sorted(both))} is in the grid of the point {one.name!r} and in [grid]: name it once"
+                f"{', '.join(sorted(both))} is in the grid of the point {one.name!r} and in [grid]: name it only once"
             )
     return Sweep(
         config=sweep["config"],
@@ -154,8 +154,7 @@ def read_sweep(path: str | Path) -> Sweep:
 def _check_keys(table: Mapping[str, Any], section: str, path: str | Path) -> None:
     for key in table:
         if key not in KNOWN[section]:
-            close = difflib.get_close_matches(key, KNOWN[section], n=1)
-            hint = f" (did you mean {close[0]}?)" if close else f"; expected {', '.join(KNOWN[section])}"
+            hint = did_you_mean(key, KNOWN[section], otherwise=f"; expected {', '.join(KNOWN[section])}")
             raise ConfigError(f"unknown key in {' '.join(filter(None, (section, 'of', repr(str(path)))))}: {key}{hint}")
 
 
@@ -189,7 +188,13 @@ def _axes(grid: Any, where: str) -> tuple[Axis, ...]:
         for value in values:
             if not (_is_value(value) or (isinstance(value, dict) and keys == (OVERRIDES,))):
                 raise ConfigError(
-                    f"{where}: {text} has {value!r}, expected a string, a number, true, false, or a list of these"
+                    f"{where}: {text} has {value!r}, expected a string, a number, true, false, or a list of numbers, of strings "
+                    "or of lists of strings"
+                )
+            if keys != (OVERRIDES,) and (joined := [one for one in _strings(value) if "," in one]):
+                raise ConfigError(
+                    f"{where}: {text} has {joined[0]!r}, which has a comma: TorchTitan's command line splits it there. Write the "
+                    "parts as strings of their own"
                 )
         found.append(Axis(keys, tuple(values)))
     twice = [key for key, count in Counter(key for axis in found for key in axis.keys).items() if count > 1]
@@ -199,9 +204,25 @@ def _axes(grid: Any, where: str) -> tuple[Axis, ...]:
 
 
 def _is_value(value: Any) -> bool:
+    """What TorchTitan's command line can take: a string or number, or a list of numbers, of strings or of lists of strings."""
     if isinstance(value, list):
-        return all(isinstance(one, (str, int, float)) for one in value)
+        return (
+            all(isinstance(one, (int, float)) for one in value)
+            or _are_strings(value)
+            or all(isinstance(one, list) and one and _are_strings(one) for one in value)
+        )
     return isinstance(value, (str, int, float))
+
+
+def _are_strings(values: Sequence[Any]) -> bool:
+    return all(isinstance(one, str) for one in values)
+
+
+def _strings(value: Any) -> list[str]:
+    """Those in a list, or in the lists of a list."""
+    if not isinstance(value, list):
+        return []
+    return [text for one in value for text in ([one] if isinstance(one, str) else _strings(one))]
 
 
 def _listed(tables: Any, path: str | Path) -> tuple[Listed, ...]:
@@ -220,15 +241,15 @@ def _listed(tables: Any, path: str | Path) -> tuple[Listed, ...]:
 
 
 def points(sweep: Sweep) -> list[Point]:
-    """All points of a sweep, in the order of its file; the last line of a grid varies fastest.
+    """Return all points of a sweep, in the order of its file. The last line of a grid varies fastest.
 
     Raises:
-        ConfigError: two points with one name, or a name that is too long.
+        ConfigError: Two points have the same name, or a name is too long.
     """
     found = [point for listed in sweep.listed for point in _combinations(sweep, listed)]
     for name, count in Counter(point.name for point in found).items():
         if count > 1:
-            raise ConfigError(f"{count} points of the sweep have the name {name!r}: is a value or a name there twice?")
+            raise ConfigError(f"{count} points of the sweep have the name {name!r}: remove the repeated value or name")
         if len(name) > LONGEST:
             raise ConfigError(f"the name {name!r} is too long for a folder: list the points as [[points]] with names")
     return found
@@ -258,13 +279,13 @@ def _combinations(sweep: Sweep, listed: Listed) -> Iterator[Point]:
 
 
 def _labels(axes: Sequence[Axis]) -> list[str]:
-    """The last part of each axis' first key; all of the key where two axes would have the same."""
+    """Label each axis with the last part of its first key, or with the whole key if two labels would be equal."""
     short = [axis.keys[0].rpartition(".")[2] for axis in axes]
     return [label if short.count(label) == 1 else axis.keys[0] for label, axis in zip(short, axes, strict=True)]
 
 
 def _texts(values: Sequence[Any]) -> list[str]:
-    """Values as parts of a file name; with a hash where two of them would be the same."""
+    """Turn values into parts of a file name. A hash is added to those that would be equal."""
     texts = [_text(value) for value in values]
     return [
         text if texts.count(text) == 1 else f"{text}-{hashlib.sha256(repr(value).encode()).hexdigest()[:6]}"
@@ -281,12 +302,14 @@ def _text(value: Any) -> str:
 
 
 def option(key: str, value: Any) -> list[str]:
-    """A key's value as TorchTitan's command line takes it."""
+    """Write a key and its value as options of TorchTitan's command line."""
     if key == OVERRIDES:
         return [f"--{key}={written_out(value) if isinstance(value, (list, dict)) else value}"]
     if isinstance(value, bool):
         section, _, name = key.rpartition(".")
         return [f"--{key}" if value else f"--{section}.no-{name}"]
     if isinstance(value, list):
-        return [f"--{key}", *map(str, value)]
+        if value and _are_strings(value):  # one word, which TorchTitan splits at the commas
+            return [f"--{key}={','.join(value)}"]
+        return [f"--{key}", *(",".join(one) if isinstance(one, list) else str(one) for one in value)]
     return [f"--{key}={value}"]

@@ -1,11 +1,11 @@
-"""A sweep's folder: every point's config, checked and written down before the point runs.
+"""This module prepares a sweep's folder: every point's config is checked and written there before the point runs.
 
-FOLDER/points.json       the points in the order in which they were first seen: an array's tasks are numbers in this list
-FOLDER/NAME/             the point's run folder, and beside what a run writes:
-    point.toml           a copy of the sweep's config: editing the original later does not change what runs
-    point.json           what the point was made with: arguments and resolved config, with which later calls compare
-    sweep.log            output of all starts
-    failed.json          why the last start on this machine failed
+FOLDER/points.json       the points in the order in which they were first seen; an array's tasks are indices into it
+FOLDER/NAME/             the point's run folder, with these files in addition to the run's own:
+    point.toml           a copy of the sweep's config, so that later edits of the original do not change what runs
+    point.json           the point's arguments and resolved config, which later calls compare with theirs
+    sweep.log            the output of all starts
+    failed.json          the reason why the last start on this machine failed
 """
 
 import contextlib
@@ -13,7 +13,6 @@ import fcntl
 import hashlib
 import io
 import json
-import logging
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,32 +21,33 @@ from typing import Any
 
 from torchtitan.config import JobConfig
 
-from titan_disp.batch import data_parallel_degree
-from titan_disp.budget import last_step
-from titan_disp.checks import check_config, check_device, check_inputs
+from titan_disp.batch import data_parallel_degree, last_step
 from titan_disp.config import load_config
+from titan_disp.config_checks import check_config, check_device, check_inputs
 from titan_disp.errors import ConfigError
-from titan_disp.files import whole
-from titan_disp.overrides import KEY as OVERRIDES
-from titan_disp.overrides import parse_overrides
+from titan_disp.files import atomic_write
+from titan_disp.model_overrides import KEY as OVERRIDES
+from titan_disp.model_overrides import parse_overrides
+from titan_disp.progress import progress
 from titan_disp.report.configs import defaults
 from titan_disp.run.folder import flatten, write_json
 from titan_disp.sweeps.definition import Point, Sweep, points
 from titan_disp.sweeps.state import state
 
 RECORD, CONFIG, LIST = "point.json", "point.toml", "points.json"
-NAMED = 5  # problems that one message has
+NAMED = 5  # most problems in one message
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """A point whose config has been checked and written down.
+    """A point whose config has been checked and written.
 
     Attributes:
-        argv: CONFIG and overrides that it is trained with: those of the first call that had it.
-        steps: after which it is finished.
-        checkpoints: their folder's name in the run folder.
-        place: in points.json.
+        point: the point.
+        argv: CONFIG and overrides for its training, from the first call that had this point.
+        steps: number of steps of the whole run.
+        checkpoints: name of the checkpoint folder in the run folder.
+        place: index in points.json.
     """
 
     point: Point
@@ -58,19 +58,22 @@ class Prepared:
 
 
 def prepare(sweep: Sweep, world_size: int, inputs: bool = True) -> list[Prepared]:
-    """Check every point's config with ``world_size`` ranks, then write down those that are new.
+    """Check every point's config for ``world_size`` ranks, then write the new ones.
 
-    A config takes a quarter of a second, so that those that an earlier call has checked are not loaded again.
+    Loading a config takes a quarter of a second, so configs that an earlier call checked are not loaded again.
 
     Args:
-        inputs: whether tokenizer and data are checked too, of points that are not finished, as for a start on this machine.
+        sweep: the sweep.
+        world_size: number of ranks per point.
+        inputs: whether to check the tokenizer and data of unfinished points as well, for a start on this machine.
 
     Raises:
-        ConfigError: points whose config cannot work, or that the folder has with another config. Nothing was written then.
+        ConfigError: A point's config cannot work, or differs from the one in the folder. Nothing is written in that
+            case.
     """
     preparation = _Preparation(world_size, inputs)
     problems = []
-    for point in points(sweep):
+    for point in progress("checking configs", "point", items=points(sweep)):
         try:
             preparation.check(point)
         except ConfigError as error:
@@ -86,11 +89,11 @@ class _Preparation:
         self.world_size, self.inputs = world_size, inputs
         self.known = defaults()
         self.read: set[str] = set()  # inputs that were checked
-        self.checked: list[tuple[Point, dict[str, Any]]] = []  # with the record
-        self.new: list[tuple[Point, dict[str, Any]]] = []  # of them, those whose record is to be written
+        self.checked: list[tuple[Point, dict[str, Any]]] = []  # points with their records
+        self.new: list[tuple[Point, dict[str, Any]]] = []  # those of them whose record must be written
 
     def check(self, point: Point) -> None:
-        """Raises: ConfigError: see ``prepare``."""
+        """Check one point. ``prepare`` describes the errors."""
         before, fingerprint = _record(point), self._fingerprint(point)
         unchanged = before is not None and before.get("fingerprint") == fingerprint
         if before is not None and unchanged and not self._inputs_to_check(point, before["resolved"]):
@@ -120,7 +123,7 @@ class _Preparation:
             self.new.append((point, record))
 
     def _fingerprint(self, point: Point) -> str:
-        """Of everything that the resolved config and its checks follow from."""
+        """Hash everything that determines the resolved config and its checks."""
         try:
             text = Path(point.config).read_text(errors="replace")
         except OSError as error:
@@ -128,7 +131,10 @@ class _Preparation:
         return hashlib.sha256(json.dumps([text, point.overrides, self.known, self.world_size]).encode()).hexdigest()
 
     def _inputs_to_check(self, point: Point, resolved: Mapping[str, Any]) -> str | None:
-        """What ``check_inputs`` looks at, which points have in common; None where that has been checked, or need not be."""
+        """Return a key of the config values that ``check_inputs`` reads, or None if they need no check (again).
+
+        Points often have these values in common.
+        """
         if not self.inputs or state(point.folder)[0] == "finished":
             return None
         parts = ("model.", "training.dataset", "training.seq_len", "validation.", "stream.", "checkpoint.")
@@ -136,14 +142,18 @@ class _Preparation:
         return None if key in self.read else key
 
     def write(self, folder: Path) -> list[Prepared]:
-        """Raises: ConfigError: the folder is not writable."""
+        """Write the new points and the list of points.
+
+        Raises:
+            ConfigError: The folder is not writable.
+        """
         try:
             folder.mkdir(parents=True, exist_ok=True)
             with _alone(folder):
                 for point, record in self.new:
                     point.folder.mkdir(exist_ok=True)
                     if not (point.folder / RECORD).exists():
-                        with whole(point.folder / CONFIG) as partial:
+                        with atomic_write(point.folder / CONFIG) as partial:
                             partial.write_bytes(Path(point.config).read_bytes())
                     write_json(point.folder / RECORD, record)
                 places = _places(folder, [record for _, record in self.checked])
@@ -163,31 +173,27 @@ class _Preparation:
 
 def _load(point: Point) -> JobConfig:
     told = io.StringIO()
-    level = logging.root.manager.disable
-    logging.disable(logging.WARNING)  # TorchTitan warns twice of every config whose tokenizer is not there
     try:
         with contextlib.redirect_stderr(told), contextlib.redirect_stdout(told):
             return load_config(["--job.config_file", *point.argv()])
-    except SystemExit as error:  # tyro has printed what it expected, in a box
+    except SystemExit as error:  # tyro has printed its message in a box
         text = " ".join(re.sub(r"\x1b\[[0-9;]*m|[╭╮╰╯─│]", " ", told.getvalue()).split())
-        raise ConfigError(text or f"its overrides are refused (status {error.code})") from error
-    finally:
-        logging.disable(level)
+        raise ConfigError(text or f"its overrides are not valid (status {error.code})") from error
 
 
 def _record(point: Point) -> dict[str, Any] | None:
-    """What an earlier call has written; None where there is none.
+    """Return the record of an earlier call, or None.
 
     Raises:
-        ConfigError: it cannot be read, or the folder is something else.
+        ConfigError: The record cannot be read, or the folder is not a point of a sweep.
     """
     path = point.folder / RECORD
     if not path.exists():
-        # A call that was killed may have left the copy of the config, and hidden files.
+        # A killed call may have left the copy of the config and hidden files.
         if point.folder.is_dir() and any(f.name != CONFIG and f.name[0] != "." for f in point.folder.iterdir()):
             raise ConfigError(
-                f"{str(point.folder)!r} is there already and is no point of this sweep (it has no {RECORD}): give the sweep "
-                "another folder, or move that one away"
+                f"{str(point.folder)!r} already exists and is not a point of this sweep (it has no {RECORD}): give the "
+                "sweep another folder, or move that one away"
             )
         return None
     try:
@@ -201,26 +207,27 @@ def _record(point: Point) -> dict[str, Any] | None:
 
 
 def _compare(point: Point, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    """Where things are written and what a run is called may change. Keys that this version does not know any more have no effect.
+    """Compare two configs of a point. Output folders and run names may differ. Keys of older versions are ignored.
 
     Raises:
-        ConfigError: the two configs differ.
+        ConfigError: The configs differ.
     """
-    # A table whose keys are no keys of the config: those that it does not name any more are gone.
+    # The entries of this table are not keys of the config, so one that is no longer named is a change.
     gone = [key for key in before if key.startswith(f"{OVERRIDES}.") and key not in now]
     keys = [key for key in (*now, *gone) if not key.startswith("job.")]
     changed = {k: (before.get(k), now.get(k)) for k in keys if before.get(k) != now.get(k)}
     if changed:
         what = ", ".join(f"{key} {old!r} → {new!r}" for key, (old, new) in changed.items())
         raise ConfigError(
-            f"its config has changed since {str(point.folder)!r} was made: {what}. Its results would be of neither: give the "
-            "changed sweep another folder, undo the change, or move that folder away to run the point anew"
+            f"its config has changed since {str(point.folder)!r} was created: {what}. Its results would mix both "
+            "configs: give the changed sweep another folder, undo the change, or move that folder away to run the "
+            "point again"
         )
 
 
 @contextlib.contextmanager
 def _alone(folder: Path) -> Iterator[None]:
-    """One call at a time writes the list of points; without locks on a file system, they are not kept apart."""
+    """Let only one call at a time write the list of points. This needs a file system with locks."""
     with open(folder / ".sweep.lock", "a") as lock:
         with contextlib.suppress(OSError):
             fcntl.flock(lock, fcntl.LOCK_EX)
@@ -228,7 +235,7 @@ def _alone(folder: Path) -> Iterator[None]:
 
 
 def _places(folder: Path, records: Sequence[Mapping[str, Any]]) -> dict[str, int]:
-    """Each point's place in points.json. A place is never given to another point: an array may be waiting that was told it."""
+    """Return each point's index in points.json. An index is never reused, because a waiting array may refer to it."""
     path = folder / LIST
     listed = json.loads(path.read_text())["points"] if path.exists() else []
     before = [dict(entry) for entry in listed]

@@ -1,7 +1,7 @@
-"""Train a sweep's points on this machine, some at a time, each in processes of its own with one core a rank.
+"""This module trains a sweep's points on this machine, some at a time, in separate processes with one core per rank.
 
-A point that is finished is skipped, one that was cut off goes on from its newest checkpoint, and one without a checkpoint begins
-anew in the same run folder: exactly what the same ``titan-disp train`` would do, so that no checkpoint is ever deleted here.
+Finished points are skipped. An interrupted point continues from its newest checkpoint. A point without a checkpoint
+starts again in the same run folder. ``titan-disp train`` would do the same, so no checkpoint is ever deleted here.
 """
 
 import contextlib
@@ -30,22 +30,23 @@ from titan_disp.sweeps.folder import Prepared, prepare
 from titan_disp.sweeps.state import FAILED, state, step_of
 
 LOG = "sweep.log"
-LOCK = ".point.lock"  # beside the run's own, which the run takes
-PAUSE = 0.2  # seconds between looks at the processes
-REPORT = 60.0  # seconds between lines that say how far the sweep is
-IN_USE = 60.0  # seconds that points which other processes use are waited for, once nothing else is left to do: they may be ending
-GRACE = 300.0  # seconds for the step under way and its save, after which processes are killed
+LOCK = ".point.lock"  # the run itself takes another lock
+PAUSE = 0.2  # seconds between checks of the processes
+REPORT = 60.0  # seconds between progress lines
+IN_USE = 60.0  # seconds to wait at the end for points that other processes use, because they may be ending
+GRACE = 300.0  # seconds for the current step and its save, before processes are killed
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
-_LIBC = ctypes.CDLL(None)  # loaded here: a child that has not called exec yet may load nothing
+_LIBC = ctypes.CDLL(None)  # loaded here, because a child must not load anything before it calls exec
 
 
 @dataclass(frozen=True)
 class Result:
-    """What this call has made of a point.
+    """The result of this call for a point.
 
     Attributes:
-        outcome: finished (now or before); failed; stopped before its end, without an error; in use by another process.
-        detail: a few words; of a failed one its first error.
+        name: name of the point.
+        outcome: finished (now or before), failed, stopped early without an error, or in use by another process.
+        detail: an explanation. For a failed point, it is the first error.
     """
 
     name: str
@@ -54,19 +55,21 @@ class Result:
 
 
 def run(sweep: Sweep, jobs: int = 1, nproc: int = 1, module: str = "titan_disp.train") -> list[Result]:
-    """Train all points that are not finished, ``jobs`` at a time. Says on the console what it does and how long it will take.
+    """Train all unfinished points, ``jobs`` at a time, and print progress and the time left.
 
-    SIGINT, SIGTERM and SIGHUP stop it: the points that are training save and end, and a second signal kills them.
+    SIGINT, SIGTERM or SIGHUP stops the sweep: the points in training save and end. A second signal kills them.
 
     Args:
-        nproc: ranks of each point.
-        module: run by Python with the point's config and overrides.
+        sweep: the sweep.
+        jobs: number of points that train at the same time.
+        nproc: ranks per point.
+        module: module that Python runs with the point's config and overrides.
 
     Returns:
-        One result a point, in the sweep's order.
+        One result per point, in the sweep's order.
 
     Raises:
-        ConfigError: a config that cannot work, before anything runs.
+        ConfigError: A config cannot work. In this case, nothing has run.
     """
     for name, value in (("jobs", jobs), ("nproc", nproc)):
         if value < 1:
@@ -89,24 +92,26 @@ def run(sweep: Sweep, jobs: int = 1, nproc: int = 1, module: str = "titan_disp.t
 
 
 def summary(results: Sequence[Result]) -> list[str]:
-    """How many points ended how, and each one that is not finished."""
+    """Return lines with the number of points by outcome, and each point that is not finished."""
     outcomes = [result.outcome for result in results]
     counts = ", ".join(f"{outcomes.count(word)} {word}" for word in dict.fromkeys(outcomes))
     return [counts, *(f"  {one.name}: {one.outcome}: {one.detail}" for one in results if one.outcome != "finished")]
 
 
 def time_left(elapsed: float, done: float, left: float) -> float | None:
-    """Seconds, at the pace so far. None before there is one.
+    """Estimate the seconds left from the speed so far. Returns None before the first step.
 
     Args:
-        elapsed: seconds since the sweep began. done, left: steps of all points.
+        elapsed: seconds since the sweep began.
+        done: steps that all points have done.
+        left: steps that all points have left.
     """
     return elapsed * left / done if done > 0 else None
 
 
 @dataclass
 class _Training:
-    """A point whose processes run."""
+    """A point in training."""
 
     prepared: Prepared
     process: subprocess.Popen[bytes]
@@ -122,14 +127,14 @@ class _Runner:
         self.todo, self.jobs, self.nproc, self.module = deque(todo), jobs, nproc, module
         self.free = list(range(jobs))
         self.training: list[_Training] = []
-        self.in_use: dict[str, str] = {}  # by whom, of points that are in todo still
+        self.in_use: dict[str, str] = {}  # who uses which point of todo
         self.results: dict[str, Result] = {}
-        self.steps_done = 0  # by points that have ended
+        self.steps_done = 0  # steps of points that have ended
         self.signals = 0
         self._previous: dict[int, object] = {}
 
     def __enter__(self) -> "_Runner":
-        with contextlib.suppress(ValueError):  # not in the main thread: whoever has started it hears signals
+        with contextlib.suppress(ValueError):  # outside of the main thread, Python forbids signal handlers
             for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
                 if signal.getsignal(number) is not signal.SIG_IGN:  # nohup ignores SIGHUP
                     self._previous[number] = signal.signal(number, self._heard)
@@ -150,7 +155,7 @@ class _Runner:
         while self.training or (self.todo and not self.signals):
             if self.signals and stopped_at is None:
                 stopped_at = time.monotonic()
-                _say(f"asked to stop: {len(self.training)} points save and end; once more to kill them")
+                _say(f"asked to stop: {len(self.training)} points save and end; a second signal kills them")
                 for one in self.training:
                     one.process.terminate()
             if self.training and stopped_at is not None and (self.signals > 1 or time.monotonic() - stopped_at > GRACE):
@@ -178,7 +183,7 @@ class _Runner:
         return self.results
 
     def _fill(self) -> bool:
-        """Begin points while there is room; whether any was. Those that are in use go to the end of the line."""
+        """Start points while there is room, and return whether any started. Points in use move to the queue's end."""
         begun = False
         for _ in range(len(self.todo)):
             if not self.free:
@@ -195,17 +200,21 @@ class _Runner:
         return begun
 
     def _begin(self, one: Prepared) -> None:
-        """Raises: InUseError: another sweep, or another job, has the point."""
+        """Start a point.
+
+        Raises:
+            InUseError: Another sweep or job uses the point.
+        """
         name, folder = one.point.name, one.point.folder
         lock = lock_folder(folder, LOCK)
         try:
-            lock_folder(folder).close()  # the run's own: a job of a cluster, or what is left of a sweep that was killed
+            lock_folder(folder).close()  # the run's own lock: a SLURM job, or processes of a killed sweep, may hold it
         except InUseError:
             lock.close()
             raise
         self.in_use.pop(name, None)
         word, detail = state(folder)
-        if word == "finished":  # by another call, since this one looked
+        if word == "finished":  # another call finished it meanwhile
             lock.close()
             self.results[name] = Result(name, "finished", detail)
             return
@@ -226,7 +235,7 @@ class _Runner:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                start_new_session=True,  # Ctrl-C reaches this process alone, which asks the others to save
+                start_new_session=True,  # so that Ctrl-C reaches only this process, which asks the others to save
                 preexec_fn=_end_with_parent if sys.platform == "linux" else None,
             )
         steps = checkpoints(folder / one.checkpoints)
@@ -237,7 +246,7 @@ class _Runner:
     def _command(self, one: Prepared) -> list[str]:
         config, *overrides = one.argv
         arguments = ["-m", self.module, "--job.config_file", config, *overrides]
-        if self.nproc == 1:  # torchrun would take a second process and its time
+        if self.nproc == 1:  # torchrun would cost a second process and time
             return arguments
         return [
             "-m",
@@ -251,7 +260,7 @@ class _Runner:
     def _environment(self, slot: int) -> dict[str, str]:
         environment = {"OMP_NUM_THREADS": "1", **os.environ, **_devices(slot, self.nproc)}
         environment["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = str(int(GRACE))
-        if self.nproc == 1:  # as torchrun would set it. Port 0: any that is free
+        if self.nproc == 1:  # torchrun would set these; port 0 means any free port
             environment |= {
                 "RANK": "0",
                 "LOCAL_RANK": "0",
@@ -259,9 +268,8 @@ class _Runner:
                 "MASTER_ADDR": "127.0.0.1",
                 "MASTER_PORT": "0",
             }
-            environment["LOCAL_WORLD_SIZE"] = str(
-                self.jobs
-            )  # the loader divides the machine's cores by it, for its threads
+            # The loader divides the machine's cores by this number to choose its threads.
+            environment["LOCAL_WORLD_SIZE"] = str(self.jobs)
         return environment
 
     def _end(self, one: _Training) -> None:
@@ -272,7 +280,7 @@ class _Runner:
         word, detail = state(folder)
         if word == "finished":
             self.results[name] = Result(name, "finished", detail)
-        elif self.signals or status == 0:  # asked to stop here, or by RUN/stop
+        elif self.signals or status == 0:  # stopped by a signal to the sweep, or by RUN/stop
             self.results[name] = Result(name, "stopped", detail)
         else:
             reason = f"{first_error(folder / LOG, one.log_begin)} ({_status(status)}; {folder / LOG})"
@@ -283,7 +291,7 @@ class _Runner:
         _say(f"{name}: {result.outcome}: {result.detail}")
 
     def _steps_since(self, one: _Training) -> int:
-        """Steps that a point has done in this call."""
+        """Return the number of steps that a point has done in this call."""
         if state(one.prepared.point.folder)[0] == "finished":
             return one.prepared.steps - one.first_step
         return max(0, (step_of(one.prepared.point.folder, one.began) or 0) - one.first_step)
@@ -300,10 +308,11 @@ class _Runner:
 
 
 def first_error(log: Path, begin: int) -> str:
-    """What a start of a point said went wrong: our own error line, else the last exception, else its last lines.
+    """Find the error of a point's start: titan-disp's error line, or else the last exception, or else the last lines.
 
     Args:
-        begin: where its output begins in the log.
+        log: log of the point.
+        begin: byte in the log where the output of the start begins.
     """
     with open(log, "rb") as file:
         file.seek(begin)
@@ -319,7 +328,7 @@ def first_error(log: Path, begin: int) -> str:
         ]
         if found:
             return found[0] if pattern.startswith("titan-disp") else found[-1]
-    return " / ".join(lines[-3:]) or "it said nothing"
+    return " / ".join(lines[-3:]) or "no output"
 
 
 def _status(status: int) -> str:
@@ -329,7 +338,7 @@ def _status(status: int) -> str:
 
 
 def _devices(slot: int, nproc: int) -> Mapping[str, str]:
-    """GPUs are dealt to the points in turn. Empty where there are none."""
+    """Assign GPUs to the points in turn. The result is empty without GPUs."""
     count = torch.accelerator.device_count()
     if not count:
         return {}
@@ -339,7 +348,7 @@ def _devices(slot: int, nproc: int) -> Mapping[str, str]:
 
 
 def _end_with_parent() -> None:
-    """In the child before it runs: SIGTERM when the sweep is killed, after which it saves and ends."""
+    """Run in the child before exec: it gets SIGTERM when the sweep is killed, and then saves and ends."""
     _LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
@@ -351,7 +360,7 @@ def _descendants(pid: int) -> Iterator[int]:
 
 
 def _kill(one: _Training) -> None:
-    """torchrun's ranks are in sessions of their own, and would outlive it."""
+    """Kill a point's processes. torchrun's ranks have their own sessions and would outlive it."""
     for pid in [*_descendants(one.process.pid), one.process.pid]:
         with contextlib.suppress(OSError):
             os.kill(pid, signal.SIGKILL)

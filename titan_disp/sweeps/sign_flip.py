@@ -1,21 +1,24 @@
-"""The exact sign-flip test of paired differences."""
+"""This module has the exact sign-flip test of paired differences."""
 
 from collections.abc import Sequence
 
 import numpy as np
 
-MOST = 50  # differences: half of them make 2²⁵ sums, 0.3 GB
-ROUNDING = 1e-12  # sums that differ by less, relative to the sum of all absolute values, count as equal
+MOST = 50  # most differences: half of them make 2²⁵ sums of 0.3 GB
+ROUNDING = 1e-12  # sums that differ by less count as equal, relative to the sum of all absolute values
 
 
 def sign_flip_p(differences: Sequence[float]) -> float | None:
-    """Two-sided p: the fraction of all 2ⁿ sign patterns whose sum is at least as far from 0 as the observed one.
+    """Return the two-sided p value of the sign-flip test.
 
-    Had the two conditions been the same, each pair's difference would be as likely with the other sign. No distribution is
-    assumed. The smallest p is 2/2ⁿ, so that 5 pairs cannot reach 0.05, and 6 can. None for no pair, or more than ``MOST``.
+    It is the fraction of all 2ⁿ sign patterns whose sum is at least as far from 0 as the observed one.
 
-    All patterns are counted without walking through them: the sums over one half of the pairs, sorted, tell for each sum over the
-    other half how many of them reach far enough.
+    If the two conditions were equal, each pair's difference would be as likely with the opposite sign. No distribution
+    is assumed. The smallest p value is 2/2ⁿ, so 5 pairs cannot reach 0.05, and 6 can. Without pairs, or with more than
+    ``MOST``, the result is None.
+
+    The patterns are counted without enumerating them: for each sum over one half of the pairs, a search in the sorted
+    sums over the other half counts those that reach far enough.
     """
     d = np.asarray(differences, dtype=np.float64)
     if not 0 < len(d) <= MOST:
@@ -30,7 +33,7 @@ def sign_flip_p(differences: Sequence[float]) -> float | None:
 
 
 def _sums(values: np.ndarray) -> np.ndarray:
-    """[2ⁿ] of all sign patterns."""
+    """Return the sums of all sign patterns, [2ⁿ]."""
     sums = np.zeros(1)
     for value in values:
         sums = np.concatenate([sums + value, sums - value])

@@ -1,4 +1,4 @@
-"""What became of a point, by what its run wrote."""
+"""This module decides the state of a point from the files of its run."""
 
 import contextlib
 import json
@@ -9,12 +9,12 @@ from titan_disp.report.attempts import BEGIN, END
 from titan_disp.run.folder import read_events, read_json_lines
 from titan_disp.run.heartbeat import FILE as HEARTBEAT
 
-FAILED = "failed.json"  # written by ``local``
+FAILED = "failed.json"  # ``local`` writes it
 State = Literal["finished", "failed", "unfinished", "not started"]
 
 
 def state(run: Path) -> tuple[State, str]:
-    """In a word, and a few more. A point that is training is unfinished."""
+    """Return a point's state and an explanation. A point in training is unfinished."""
     events = read_events(run)
     marks = [event for event in events if event["event"] in (*BEGIN, *END)]
     if marks and (marks[-1]["event"] == "complete" or marks[-1].get("reason") == "budget.stop_at_tokens"):
@@ -31,7 +31,7 @@ def state(run: Path) -> tuple[State, str]:
 
 
 def _failure(run: Path) -> str:
-    """Why its last start failed; empty where it has not."""
+    """Return the reason why the last start failed, or "" if it did not."""
     with contextlib.suppress(OSError, ValueError, KeyError):
         return json.loads((run / FAILED).read_text())["error"]
     with contextlib.suppress(OSError):
@@ -42,7 +42,7 @@ def _failure(run: Path) -> str:
 
 
 def step_of(run: Path, since: float) -> int | None:
-    """Steps done, as the run's heartbeat has it; None where it has none since then (seconds since the epoch)."""
+    """Return the steps in the run's heartbeat, or None if it is older than ``since`` (seconds since the epoch)."""
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
         beat = json.loads((run / HEARTBEAT).read_text())
         return int(beat["step"]) if beat["time"] >= since else None

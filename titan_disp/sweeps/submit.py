@@ -1,4 +1,4 @@
-"""A sweep as an array of SLURM jobs: one task for each point that is not finished, some at a time."""
+"""This module submits a sweep as an array of SLURM jobs, with one task for each unfinished point."""
 
 from collections.abc import Sequence
 from itertools import groupby
@@ -24,16 +24,21 @@ def submit(
     options: Sequence[str],
     dry_run: bool,
 ) -> int:
-    """Check all points, print the plan of the first one, and submit; returns sbatch's exit status.
+    """Check all points, print the plan of the first one, submit, and return sbatch's exit status.
 
-    Submitting again while an array waits or runs does no harm: of two tasks with one point, the second ends at once.
+    It is safe to submit again while an array waits or runs: the second of two tasks with the same point ends at once.
 
     Args:
-        jobs: tasks that run at a time.
-        nodes, gpus_per_node: of each point.
+        sweep: the sweep.
+        jobs: number of tasks that run at the same time.
+        nodes, gpus_per_node: nodes per point, and GPUs per node.
+        gpu: kind of GPU for the plan.
+        site: name of a file in slurm/sites without .sh, or a path.
+        options: further options of sbatch without dashes.
+        dry_run: whether to print the command instead of running it.
 
     Raises:
-        ConfigError: what would fail at the start, no sbatch here, or no scripts.
+        ConfigError: A point would fail at its start, or this machine has no sbatch or no scripts.
     """
     prepared = prepare(sweep, nodes * max(1, gpus_per_node), inputs=False)
     todo = [one for one in prepared if state(one.point.folder)[0] != "finished"]
@@ -46,12 +51,12 @@ def submit(
     line = command([str(sweep.folder)], nodes, gpus_per_node, site, [array, *options], SCRIPT)
     if not dry_run:
         for one in todo:
-            (one.point.folder / FAILED).unlink(missing_ok=True)  # of a start on this machine
+            (one.point.folder / FAILED).unlink(missing_ok=True)  # left by a start on this machine
     return send(line, dry_run)
 
 
 def ranges(numbers: Sequence[int]) -> str:
-    """As sbatch --array takes them: 0-3,7."""
+    """Format numbers for sbatch --array, such as 0-3,7."""
     runs = [
         [number for _, number in group]
         for _, group in groupby(enumerate(sorted(numbers)), key=lambda pair: pair[1] - pair[0])

@@ -1,4 +1,4 @@
-"""A sweep's comparison as Markdown for people, as CSV at full precision, and as a picture."""
+"""This module writes a sweep's comparison as Markdown for people, as CSV at full precision, and as a picture."""
 
 import csv
 import io
@@ -6,20 +6,20 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from titan_disp.evaluate.table import aligned
-from titan_disp.files import whole
+from titan_disp.files import atomic_write
+from titan_disp.markdown import markdown_table
 from titan_disp.report.numbers import NOTHING
 from titan_disp.sweeps.chart import draw
 from titan_disp.sweeps.comparison import Comparison, Condition, compare
 from titan_disp.sweeps.definition import Sweep
-from titan_disp.sweeps.final import label
+from titan_disp.sweeps.final_metric import label
 
 
 def write_table(sweep: Sweep, out: Path | None = None, metric: str | None = None, against: str | None = None) -> str:
-    """Write table.md, table.csv, values.csv and table.png into ``out`` (default: the sweep's folder); returns the Markdown.
+    """Write table.md, table.csv, values.csv and table.png to ``out`` or the sweep's folder, and return the Markdown.
 
     Raises:
-        ConfigError: no such metric or condition.
+        ConfigError: The metric or the condition does not exist.
     """
     comparison = compare(sweep, metric, against)
     out = out or sweep.folder
@@ -30,21 +30,21 @@ def write_table(sweep: Sweep, out: Path | None = None, metric: str | None = None
         ("table.csv", to_csv(comparison)),
         ("values.csv", values_csv(comparison)),
     ):
-        with whole(out / name) as partial:
+        with atomic_write(out / name) as partial:
             partial.write_text(content)
     if any(condition.values for condition in comparison.conditions):
-        with whole(out / "table.png") as partial:
+        with atomic_write(out / "table.png") as partial:
             draw(comparison).savefig(partial, format="png", dpi=120)
     return text
 
 
 def to_markdown(comparison: Comparison) -> str:
-    """A row for each condition; below it what the numbers are, and every point that is missing."""
+    """Render a row for each condition, with an explanation and the missing points below."""
     header = ["point", "seeds", label(comparison.metric)]
     if comparison.against is not None:
         header += [f"difference to {comparison.against}", "pairs", "95 % interval", "p", "Holm"]
     rows = [_row(condition, comparison.against) for condition in comparison.conditions]
-    table = "\n".join("| " + " | ".join(row) + " |" for row in aligned([header, *rows], left=1))
+    table = markdown_table([header, *rows], left=1)
     return "\n\n".join([table, *_notes(comparison)]) + "\n"
 
 
@@ -72,25 +72,25 @@ def _p(value: float | None) -> str:
 
 
 def _notes(comparison: Comparison) -> list[str]:
-    notes = [f"Mean ± standard error over seeds of the {label(comparison.metric)}."]
+    notes = [f"Numbers are means ± standard errors over seeds of the {label(comparison.metric)}."]
     if comparison.held_out_is_missing:
         notes[0] += " (No finished run has measured held-out text.)"
     if comparison.against is not None:
         notes[0] += (
-            f"\nDifferences to {comparison.against} are paired by seed: mean ± standard error, and its 95 % interval by "
-            "Student's t.\np: two-sided, of the exact sign-flip test, whose smallest value is 2/2ⁿ for n pairs. Holm: p "
-            "adjusted for the number of differences."
+            f"\nDifferences to {comparison.against} are paired by seed: mean ± standard error, and the 95 % interval "
+            "by Student's t.\np is the two-sided p value of the exact sign-flip test, which is at least 2/2ⁿ for n "
+            "pairs. Holm is p adjusted for the number of differences."
         )
     members = [member for condition in comparison.conditions for member in condition.members]
     missing = [f"- {member.name}: {member.missing}" for member in members if member.missing]
     if missing:
         count = f"**{len(missing)} of {len(members)} points are missing**"
-        notes.append(f"{count}, so that the numbers are those of the others:\n\n" + "\n".join(missing))
+        notes.append(f"{count}. The numbers are those of the others.\n\n" + "\n".join(missing))
     return notes
 
 
 def to_csv(comparison: Comparison) -> str:
-    """A row for each condition; empty where undefined."""
+    """Write a row for each condition. Undefined cells are empty."""
     header = ["point", "points", "finished", "mean", "standard_error"]
     header += ["against", "pairs", "difference", "difference_standard_error", "low", "high", "p", "holm"]
 
@@ -107,7 +107,7 @@ def to_csv(comparison: Comparison) -> str:
 
 
 def values_csv(comparison: Comparison) -> str:
-    """A row for each run: the numbers that the table is made of, and why some are missing."""
+    """Write a row for each run, with the numbers behind the table and the reasons for missing ones."""
     rows = [
         [
             member.name,

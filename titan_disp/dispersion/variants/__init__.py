@@ -1,4 +1,4 @@
-"""The variants of the loss (arXiv 2602.00217, Table 1). Each is one file; a new one is a file and a line in ``VARIANTS``."""
+"""These are the variants of the loss (arXiv 2602.00217, Table 1). A new one is a file and a line in ``VARIANTS``."""
 
 from titan_disp.dispersion.variants.angular import Angular
 from titan_disp.dispersion.variants.base import Variant

@@ -33,7 +33,7 @@ def angular_pair(tau: float, clamp: float) -> PairFunction:
 
 @dataclass(frozen=True)
 class Angular(CosineVariant):
-    """L = log S − log(N(N−1)), w = exp(−D/τ), which is so smooth a function of c that a quadratic carries it (moments)."""
+    """L = log S − log(N(N−1)), where w = exp(−D/τ) is smooth enough for the moments estimator's quadratics."""
 
     estimators: ClassVar[tuple[str, ...]] = ("exact", "moments", "sampled")
 
@@ -54,5 +54,5 @@ class Angular(CosineVariant):
         return Normalized(z, self.norm_eps)
 
     def normalize(self, sums: Tensor, tokens: Count) -> Tensor:
-        # The moments' sum is that of a fit, which may be negative for odd inputs.
+        # With the moments estimator, the sum comes from a fit and may be negative for unusual inputs.
         return torch.log((sums / (tokens * (tokens - 1))).clamp_min(torch.finfo(sums.dtype).tiny))

@@ -1,4 +1,4 @@
-"""What every variant of the loss defines, and what the variants that sum a function of cosines share."""
+"""This module defines what every variant of the loss implements, and what the functions of cosines share."""
 
 import math
 from abc import ABC, abstractmethod
@@ -17,10 +17,10 @@ from titan_disp.dispersion.moments import Quadratic, fit, quadratic_sum_, sample
 from titan_disp.dispersion.pairwise import PairFunction, pair_sums
 from titan_disp.dispersion.vectors import Units
 
-# Tokens z [B, n, F], their mask, their units and these units' vectors → the quadratic function that w is for each of them.
+# Takes tokens z [B, n, F], their mask, their units and the units' vectors; returns the quadratics that stand for w.
 QuadraticOf = Callable[[Tensor, TokenMask | None, Units, Tensor], Quadratic]
 
-# exp(−1/τ) must stay a normal fp32 number (exp(−80) ≈ 2e−35), else a sum of such numbers could underflow to 0.
+# exp(−1/τ) must be a normal fp32 number (exp(−80) ≈ 2e−35); otherwise a sum of such numbers could underflow to 0.
 MIN_TAU = 1.0 / 80.0
 
 
@@ -32,12 +32,12 @@ def check_tau(tau: float) -> None:
 
 @dataclass(frozen=True)
 class Variant(ABC):
-    """A variant of the loss. A subclass is a frozen dataclass whose fields are the options of ``DispersionLoss`` that it uses.
+    """A variant is a frozen dataclass. Its fields are the options of ``DispersionLoss`` that it uses.
 
     Attributes:
         estimators: the estimators that it supports.
-        bf16_products: whether AMP may take its products in bf16.
-        linear_in_tokens: whether its exact form takes time linear in the tokens.
+        bf16_products: whether products may be formed in bf16 under AMP.
+        linear_in_tokens: whether its exact form takes time linear in the number of tokens.
     """
 
     estimators: ClassVar[tuple[str, ...]] = ("exact", "sampled")
@@ -46,16 +46,16 @@ class Variant(ABC):
 
     @abstractmethod
     def exact(self, layers: Layers) -> Tensor:
-        """The loss over all pairs of the tokens, [L, B]."""
+        """Return the loss over all pairs of the tokens, [L, B]."""
 
     def moments(self, layers: Layers, fit_errors: list[Tensor] | None) -> Tensor:
-        """The loss by moments, [L, B]; ``fit_errors`` receives the fit's relative error [B] of every layer."""
+        """Return the loss by moments, [L, B]. ``fit_errors`` receives the relative error [B] of every layer's fit."""
         raise NotImplementedError
 
 
 @dataclass(frozen=True)
 class CosineVariant(Variant):
-    """A function w of the cosine c of two unit vectors, summed over pairs: S = Σ_{i≠j} w(c_ij), of which the loss is a function.
+    """The loss is a function of S = Σ_{i≠j} w(c_ij), where c_ij is the cosine of two tokens' unit vectors.
 
     Subclasses define ``pair`` (w and dw/dc), ``units`` (tokens → unit vectors) and ``normalize`` (S → loss).
     """
@@ -63,15 +63,15 @@ class CosineVariant(Variant):
     @property
     @abstractmethod
     def pair(self) -> PairFunction:
-        """w and r = dw/dc. The same object for the same options, so that what is compiled of it is found again."""
+        """Return w and r = dw/dc. Equal options give the same object, so that its compiled code is reused."""
 
     @abstractmethod
     def units(self, z: Tensor) -> Units:
-        """The unit vectors of z [B, n, F]."""
+        """Return the unit vectors of z [B, n, F]."""
 
     @abstractmethod
     def normalize(self, sums: Tensor, tokens: Count) -> Tensor:
-        """The loss [L, B], given S [L, B] of sequences of so many tokens."""
+        """Return the loss [L, B], given S [L, B] and the number of tokens per sequence."""
 
     def exact(self, layers: Layers) -> Tensor:
         def own_part(z: Tensor, mask: TokenMask | None) -> Result:
@@ -99,7 +99,7 @@ class CosineVariant(Variant):
         return losses
 
     def of_quadratic(self, layers: Layers, quadratic: QuadraticOf) -> Tensor:
-        """The loss [L, B] in time linear in the tokens, where w is a quadratic function of c."""
+        """Return the loss [L, B] in time linear in the tokens, where w is a quadratic function of c for each token."""
 
         def own_part(z: Tensor, mask: TokenMask | None) -> Result:
             units = self.units(z)

@@ -1,4 +1,4 @@
-"""Decorrelation: L = mean_{i≠j} c_ij², c the Pearson correlation of two tokens' features."""
+"""Decorrelation: L = mean_{i≠j} c_ij², where c is the Pearson correlation of two tokens' features."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -19,15 +19,15 @@ def square(c: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def square_of_all(z: Tensor, mask: TokenMask | None, units: Units, u: Tensor) -> Quadratic:
-    """c², for every token."""
-    # Kernels: a tensor of Python's numbers would make the host wait for its copy.
+    """Return the quadratic c² for every token."""
+    # These are filled on the device. With torch.tensor, the host would wait for the copy.
     nothing = u.new_zeros(len(u), 1, 1)
     return Quadratic(nothing, nothing, u.new_full((len(u), 1, 1), 2.0))
 
 
 @dataclass(frozen=True)
 class Decorrelation(CosineVariant):
-    """L = S / (N(N−1)), w = c². As w is quadratic, the exact form is linear in the tokens, and cheaper where F < N."""
+    """L = S / (N(N−1)) with w = c², a quadratic. The exact form therefore takes time linear in N where F < N."""
 
     linear_in_tokens: ClassVar[bool] = True
 

@@ -1,18 +1,18 @@
 """ℓ2-repel: L = log mean exp(−‖z_i − z_j‖²/τ) + λ_norm mean(z²), in one pass and O(N·F) memory.
 
-The authors' code takes the mean over all N² pairs, each token with itself (exp(0) = 1) among them:
+The authors' code takes the mean over all N² pairs, which include each token with itself (exp(0) = 1):
 
     L = log((N + Σ_{i≠j} exp(−‖z_i − z_j‖²/τ)) / N²) + λ_norm mean(z²)
 
-The N stand between the tokens and very large gradients. Without them, the log makes the sum's size irrelevant, so that the pairs
-that are closest share a gradient of 2‖z_i − z_j‖/τ, however far from each other they are. With them, far pairs have none.
+The N in the numerator bounds the gradients. Without it, the log makes the size of the sum irrelevant: the closest pairs
+share a gradient of 2‖z_i − z_j‖/τ, however far apart they are. With it, distant pairs have no gradient.
 
-Distances are unbounded, so that the exponents need a running maximum, kept per sequence. With e_ij = −‖z_i − z_j‖²/τ, the maximum
-M, and w_ij = exp(e_ij − M):
+Distances are unbounded, so the exponents need a running maximum, kept per sequence. With e_ij = −‖z_i − z_j‖²/τ, their
+maximum M, and w_ij = exp(e_ij − M):
 
     A = log Σ_{i≠j} exp(e_ij) = M + log Σ w_ij        ∂A/∂z_i = −4/(τ Σw) Σ_{j≠i} w_ij (z_i − z_j)
 
-(own rows × all columns: the pair's other half lies with the other rank).
+A rank sums over its own rows × all columns. The other half of each pair belongs to the other token's rank.
 """
 
 import math
@@ -34,9 +34,9 @@ from titan_disp.dispersion.variants.base import Variant, check_tau
 
 @dataclass(frozen=True)
 class L2Repel(Variant):
-    """L = log(N + exp A) − log N² + λ_norm mean(z²), or A − log(N(N−1)) + … without the diagonal.
+    """L = log(N + exp A) − log N² + λ_norm mean(z²), or A − log(N(N−1)) + λ_norm mean(z²) without the diagonal.
 
-    Without λ_norm, distances could grow for ever.
+    With λ_norm = 0, distances could grow without bound.
     """
 
     bf16_products: ClassVar[bool] = False  # distances are differences
@@ -56,7 +56,7 @@ class L2Repel(Variant):
         return losses + self.norm_coeff * layers.mean_square() if self.norm_coeff else losses
 
     def normalize(self, sums: Tensor, tokens: Count) -> Tensor:
-        """The log of the mean, given A [L, B] of sequences of so many tokens."""
+        """Return the log of the mean, given A [L, B] and the number of tokens per sequence."""
         if not self.include_diagonal:
             return sums - _log(tokens * (tokens - 1), sums)
         log_tokens = _log(tokens, sums)
@@ -68,7 +68,7 @@ def _log(count: Count, like: Tensor) -> Tensor:
 
 
 def pair_exponents(z: Tensor, mask: TokenMask | None, tau: float, group: dist.ProcessGroup | None) -> Result:
-    """This rank's part of A [B], and its gradient [B, n, F]."""
+    """Return this rank's part of A [B], and its gradient [B, n, F]."""
     dtype = accumulation_dtype(z.dtype)
     gathering = Gathering(z, group) if group is not None else None
     rows = PairExponents(z.to(dtype), tau, None if mask is None else mask.own)
@@ -80,11 +80,11 @@ def pair_exponents(z: Tensor, mask: TokenMask | None, tau: float, group: dist.Pr
 
 
 class PairExponents:
-    """The running state of one pass: M [B], Σw [B], Σ_j w_ij [B, n, 1] and Σ_j w_ij z_j [B, n, F] of the rows.
+    """Keep the running sums of one pass: M [B], Σw [B], Σ_j w_ij [B, n, 1] and Σ_j w_ij z_j [B, n, F].
 
-    The rows are [B, n, F] in the accumulation dtype. All tokens are taken relative to their mean, which changes no difference:
-    else ‖a‖² + ‖b‖² − 2ab, and the gradient's difference of sums, would lose what tokens far from the origin share.
-    ``valid`` [B, n, 1] says which rows are tokens, where not all are; the others must be 0.
+    The rows i are [B, n, F] in the accumulation dtype. The mean of the rows is subtracted from all tokens, which
+    changes no difference. Otherwise ‖a‖² + ‖b‖² − 2ab and the gradient, a difference of sums, would lose digits for
+    tokens far from the origin. ``valid`` [B, n, 1] says which rows are tokens, if not all are; the others must be 0.
     """
 
     def __init__(self, rows: Tensor, tau: float, valid: Tensor | None = None) -> None:
@@ -94,20 +94,20 @@ class PairExponents:
             self.centre = rows.sum(1, keepdim=True) / valid.sum(1, keepdim=True).clamp_min(1)
         self.rows, self.tau, self.valid = rows - self.centre, tau, valid
         self.maximum = rows.new_full((rows.shape[0],), -torch.inf)
-        # Not 0, whose log is infinite: rows that are all padding have no pair.
+        # Not 0, because its log is infinite: rows that are all padding have no pair.
         self.total = rows.new_full((rows.shape[0],), torch.finfo(rows.dtype).tiny)
         self.weights = rows.new_zeros(*rows.shape[:2], 1)
         self.vectors = torch.zeros_like(rows)
 
     def add(self, cols: Tensor | None = None, cols_valid: Tensor | None = None, tile: int | None = None) -> None:
-        """All pairs of the rows with ``cols`` [B, m, F], or with each other, i = j left out."""
+        """Add all pairs of the rows with ``cols`` [B, m, F]. Without ``cols``, add the pairs i ≠ j of the rows."""
         same = cols is None
         cols, cols_valid = (self.rows, self.valid) if cols is None else (cols - self.centre, cols_valid)
         batch, n, _ = self.rows.shape
         tile = tile or tile_size(n, batch, self.rows.device.type)
         for i in range(0, n, tile):
             rows = self.rows[:, i : i + tile]
-            first = i if same else 0  # with each other, a tile above the diagonal serves both sides
+            first = i if same else 0  # without ``cols``, a tile above the diagonal serves both sides
             for j in range(first, cols.shape[1], tile):
                 some = cols[:, j : j + tile]
                 e = _exponents(rows, some, self.tau)
@@ -127,7 +127,7 @@ class PairExponents:
                     self.vectors[:, j : j + tile].baddbmm_(w.transpose(1, 2), rows)
 
     def _raise_maximum(self, found: Tensor) -> None:
-        # A tile of one token with itself has no pair, and its maximum is −inf: nothing is rescaled by it.
+        # A tile without pairs, such as a token with itself, has the maximum −inf and must not rescale anything.
         new = torch.maximum(self.maximum, found)
         scale = torch.where(new > self.maximum, (self.maximum - new).exp(), 1.0)
         self.maximum = torch.where(new.isneginf(), torch.full_like(new, torch.finfo(new.dtype).min), new)
@@ -136,13 +136,13 @@ class PairExponents:
         self.vectors *= scale[:, None, None]
 
     def result(self) -> tuple[Tensor, Tensor]:
-        """A [B], and ∂A/∂z [B, n, F] of the rows, in which only their own rank's Σw counts."""
+        """Return A [B], and ∂A/∂z [B, n, F] of the rows relative to this rank's own Σw."""
         a = self.maximum + self.total.log()
         grad = self.rows * self.weights - self.vectors
         return a, grad.mul_((-4.0 / (self.tau * self.total))[:, None, None])
 
 
 def _exponents(rows: Tensor, cols: Tensor, tau: float) -> Tensor:
-    """−‖z_i − z_j‖²/τ, [B, m, n], at most 0."""
+    """Return −‖z_i − z_j‖²/τ, [B, m, n], at most 0."""
     e = torch.baddbmm(rows.square().sum(-1, keepdim=True), rows, cols.transpose(1, 2), alpha=-2.0)
     return e.add_(cols.square().sum(-1)[:, None]).clamp_min_(0.0).mul_(-1.0 / tau)

@@ -1,4 +1,4 @@
-"""What a preflight leaves out of a config: all that one step on this machine cannot do or does not need."""
+"""A preflight runs a reduced config, without the parts that one step on this machine cannot run or does not need."""
 
 import copy
 from typing import Any
@@ -6,21 +6,22 @@ from typing import Any
 from torchtitan.config import JobConfig
 
 from titan_disp import cpu
-from titan_disp.checks import check_mesh
+from titan_disp.config_checks import check_mesh
 from titan_disp.errors import ConfigError
+from titan_disp.model_overrides import shown
 from titan_disp.models.arguments import activation_indices
-from titan_disp.overrides import shown
 from titan_disp.registry import args_of, find_model
 
-SEQ_LEN = 128  # tokens, without an accelerator
+SEQ_LEN = 128  # tokens per sequence without an accelerator
 
 
 class Reduced:
-    """A copy of a config with changes.
+    """A changed copy of a config.
 
     Attributes:
         job_config: the copy.
-        changes: those that make the step smaller or other than the run's, as "key old → new", with a reason where it needs one.
+        changes: changes that make the step smaller than the run's or different from it, as "key old → new" or "key old
+            → new: reason".
     """
 
     def __init__(self, job_config: JobConfig) -> None:
@@ -28,7 +29,7 @@ class Reduced:
         self.changes: list[str] = []
 
     def set(self, key: str, new: Any, reason: str = "", *, said: bool = True) -> None:
-        """Set ``section.key``; a change, unless it is there already or ``said`` is off."""
+        """Set ``section.key``. The change is recorded if the value is new and ``said`` is true."""
         section, name = key.split(".")
         holder = getattr(self.job_config, section)
         old = getattr(holder, name)
@@ -38,9 +39,9 @@ class Reduced:
 
 
 def small_flavor(job_config: JobConfig, ranks: int) -> str:
-    """The smallest flavor that the mesh admits and whose embedding is tied or not as the config's own; at most the own one.
+    """Return the smallest flavor that fits the mesh and ties its embedding if the config's flavor does.
 
-    FSDP groups embedding and output by the latter. Flavors are in ascending order.
+    Tied embeddings change FSDP's groups. Flavors are in ascending order, up to the config's own flavor.
     """
     tied = args_of(job_config).enable_weight_tying
     for name, args in find_model(job_config.model.name).flavors.items():
@@ -62,11 +63,12 @@ def _fits(job_config: JobConfig, flavor: str, ranks: int) -> bool:
 
 
 def reduce(job_config: JobConfig, ranks: int, flavor: str | None = None, seq_len: int | None = None) -> Reduced:
-    """One step with fake communication, and on a CPU a small one.
+    """Reduce a config to one step with fake communication. On a CPU, the model is small, too.
 
     Args:
-        job_config: has passed ``checks.check_config``, which sets training.steps; left as it is.
-        flavor, seq_len: instead of the config's; None: the config's on an accelerator, small ones without.
+        job_config: a config that has passed ``config_checks.check_config``, which sets training.steps. It is not changed.
+        ranks: number of ranks of the whole job.
+        flavor, seq_len: replacements for the config's. None means the config's on an accelerator, or else small ones.
     """
     r = Reduced(job_config)
     one_step(r)
@@ -81,17 +83,17 @@ def reduce(job_config: JobConfig, ranks: int, flavor: str | None = None, seq_len
     if flavor is not None:
         r.set("model.flavor", flavor)
         if flavor != job_config.model.flavor:
-            r.set("model.overrides", {}, "they are of the config's own flavor")
+            r.set("model.overrides", {}, "they are for the config's own flavor")
         try:
             dispersion = r.job_config.dispersion  # type: ignore[attr-defined]
             activation_indices(dispersion.layers, dispersion.final_norm, args_of(r.job_config).n_layers)
-        except ConfigError:  # indices of the config's own model
+        except ConfigError:  # the indices are for the config's own model
             r.set("dispersion.layers", "all", f"{flavor} has another number of blocks")
     return r
 
 
 def one_step(r: Reduced) -> None:
-    """Without files and data, on the learning rate that the run's first step has."""
+    """Switch off files and data, and keep the learning rate of the run's first step."""
     job = r.job_config
     r.set("lr_scheduler.total_steps", job.lr_scheduler.total_steps or job.training.steps, said=False)
     for key, value in {
@@ -118,19 +120,19 @@ def one_step(r: Reduced) -> None:
 
 
 def for_cpu(r: Reduced) -> None:
-    """Without what only accelerators do."""
+    """Switch off what only accelerators support."""
     job = r.job_config
     p, t = job.parallelism, job.training
     cp = p.context_parallel_degree
     if cp > 1:
-        # FSDP shards over data_parallel_shard × context ranks, so that the shards stay as they are.
-        r.set("parallelism.context_parallel_degree", 1, "ring attention needs a GPU; its ranks take other sequences")
+        # FSDP shards over data_parallel_shard × context ranks, so the shards keep their size.
+        r.set("parallelism.context_parallel_degree", 1, "ring attention needs a GPU; its ranks get other sequences")
         if p.data_parallel_shard_degree != -1:
             r.set("parallelism.data_parallel_shard_degree", p.data_parallel_shard_degree * cp)
         if t.global_batch_size != -1:
             r.set("training.global_batch_size", t.global_batch_size * cp, "the same accumulation")
     if job.activation_checkpoint.mode == "memory_budget" and job.compile.enable:
-        r.set("activation_checkpoint.mode", "full", "a memory budget is the compiler's")
+        r.set("activation_checkpoint.mode", "full", "a memory budget needs the compiler")
     r.set("compile.enable", False)
     if job.optimizer.implementation == "fused":
         r.set("optimizer.implementation", "foreach")

@@ -1,4 +1,4 @@
-"""What files on disk and on the hub have in common: a place that moves with reads, and reads that are tried again."""
+"""What local and remote files share: a place that reads advance, and reads that are tried again after a failure."""
 
 import io
 import random
@@ -9,20 +9,20 @@ from typing import TypeVar
 from torchtitan.tools.logging import logger
 
 T = TypeVar("T")
-FIRST_PAUSE = 1.0  # seconds, on average, doubled up to …
+FIRST_PAUSE = 1.0  # seconds on average; it doubles with every try up to …
 LONGEST_PAUSE = 15.0
 
-# Ranks that failed together must not ask again together. It is the system's randomness because DataLoader seeds ``random`` in
-# the prefetch workers of all ranks alike, from debug.seed.
+# Ranks that failed at the same time must not try again at the same time. The randomness is the system's, because
+# DataLoader seeds ``random`` alike in the prefetch workers of all ranks (from debug.seed).
 uniform = random.SystemRandom().uniform
 
 
 class RetryingFile(io.RawIOBase):
-    """A file of a known size, read at any place. Subclasses say which failures of a read may pass.
+    """A file of known size that can be read at any place. Subclasses say which failures are worth another try.
 
     Args:
-        name: path or url, for messages.
-        size: bytes, as listed.
+        name: path or URL, for messages.
+        size: in bytes, as listed.
         retry_seconds: how long a read is tried again, with growing pauses.
     """
 
@@ -42,22 +42,27 @@ class RetryingFile(io.RawIOBase):
     def tell(self) -> int:
         return self._place
 
+    def _at_most(self, size: int) -> int:
+        """Bytes that ``read(size)`` may give: none beyond the end, and of a negative size all that are left."""
+        left = max(0, self._size - self._place)
+        return left if size < 0 else min(size, left)
+
     def _may_pass(self, error: Exception) -> bool:
-        """Whether what failed with this error is worth another try."""
+        """Whether another try may succeed after this error."""
         return True
 
     def _pauses(self, error: Exception, pause: float) -> tuple[float, float]:
-        """The shortest and the longest pause before another try, seconds. ``pause`` is the usual one, after so many tries."""
+        """The shortest and the longest pause before the next try, in seconds. ``pause`` is their usual mean."""
         return pause / 2, pause * 3 / 2
 
     def _pause(self, error: Exception, seconds: float) -> None:
         """Wait before another try."""
         reason = (str(error).splitlines() or [""])[0] or type(error).__name__
-        logger.warning(f"data: {self._name}: {reason}: tried again in {seconds:.2g} s")
+        logger.warning(f"data: {self._name}: {reason}: trying again in {seconds:.2g} s")
         time.sleep(seconds)
 
     def _again(self, attempt: Callable[[], T]) -> T:
-        """What ``attempt`` returns or raises, tried again until ``retry_seconds`` are over: one deadline for all tries."""
+        """Return what ``attempt`` returns. Errors are tried again for ``retry_seconds`` in total, then raised."""
         deadline, pause = time.monotonic() + self._retry_seconds, FIRST_PAUSE
         while True:
             try:

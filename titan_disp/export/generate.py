@@ -1,4 +1,4 @@
-"""Text from a saved or exported model: a first look at what it has learnt, on a CPU."""
+"""This module generates text on a CPU with a saved or exported model."""
 
 import sys
 from pathlib import Path
@@ -10,14 +10,18 @@ from torchtitan.components.tokenizer import BaseTokenizer
 from titan_disp.data.hf_tokenizer import plain_encoder
 from titan_disp.data.tokenizer import load_tokenizer
 from titan_disp.errors import ConfigError
-from titan_disp.results.export import hf_weights
-from titan_disp.results.hugging_face import load_causal_lm, longest_sequence
-from titan_disp.results.saved import find_saved, is_run
+from titan_disp.export.export import hf_weights
+from titan_disp.export.hugging_face import load_causal_lm, longest_sequence
+from titan_disp.export.saved import find_saved, is_run
 from titan_disp.run.hf_folder import hf_config
 
 
 def _load(target: str | Path, tokenizer: str | Path | None) -> tuple[Any, BaseTokenizer, int]:
-    """A transformers model, its tokenizer and its longest sequence, of a run's checkpoint or of a Hugging Face folder."""
+    """Load a transformers model from a run's checkpoint or a Hugging Face folder.
+
+    Returns:
+        The model, its tokenizer, and the tokens of its longest sequence.
+    """
     import transformers
     from transformers.utils import logging
 
@@ -43,25 +47,29 @@ def generate(
     seed: int = 0,
     tokenizer: str | Path | None = None,
 ) -> str:
-    """The prompt and what the model makes of it, up to EOS, ``max_new_tokens``, or the sequence length of training.
+    """Continue a prompt up to EOS, ``max_new_tokens``, or the sequence length of training.
 
     Args:
         target: RUN (its newest checkpoint), RUN/STEP, or a Hugging Face folder.
-        prompt: may be empty: a new document then.
-        max_new_tokens: at most.
-        temperature: 0 takes the most probable token every time.
-        top_k: sample among so many most probable tokens; 0: all.
-        seed: of the sampling.
-        tokenizer: the tokenizer's folder, where the run's config does not lead to it from here.
+        prompt: beginning of the text; an empty one begins a new document.
+        max_new_tokens: most tokens to generate.
+        temperature: temperature of the sampling; 0 always takes the most probable token.
+        top_k: number of most probable tokens to sample from; 0 means all.
+        seed: seed of the sampling.
+        tokenizer: folder of the tokenizer, if the path in the run's config does not exist here.
+
+    Returns:
+        The prompt and its continuation.
 
     Raises:
-        ConfigError: no such model, a bad number, or a prompt that fills the sequence.
+        ConfigError: The model does not exist, a number is out of range, or the prompt fills the sequence.
     """
     from transformers import GenerationConfig
 
     if max_new_tokens < 1 or temperature < 0 or top_k < 0:
         raise ConfigError(
-            f"max_new_tokens is {max_new_tokens}, temperature {temperature}, top_k {top_k}; expected at least 1, 0 and 0"
+            f"max_new_tokens is {max_new_tokens}, temperature is {temperature} and top_k is {top_k}; expected at least "
+            "1, 0 and 0"
         )
     model, loaded, longest = _load(target, tokenizer)
     begin = [] if loaded.bos_id is None else [loaded.bos_id]
@@ -71,7 +79,7 @@ def generate(
             f"the prompt has {len(ids)} tokens, expected fewer than the {longest} that the model was trained on"
         )
     sampling = {"do_sample": True, "temperature": temperature, "top_k": top_k} if temperature else {"do_sample": False}
-    # The embedding may have more rows than the tokenizer has tokens.
+    # The embedding may have more rows than the tokenizer has tokens: do not sample these rows.
     beyond = list(range(loaded.get_vocab_size(), model.config.vocab_size))
     settings = GenerationConfig(
         max_new_tokens=min(max_new_tokens, longest - len(ids)),

@@ -1,8 +1,9 @@
-"""A saved model as a Hugging Face folder that ``from_pretrained`` loads."""
+"""This module exports a saved model to a Hugging Face folder that ``from_pretrained`` loads."""
 
 import json
 import os
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,24 +14,26 @@ from torchtitan.config import TORCH_DTYPE_MAP
 
 from titan_disp.data.hf_tokenizer import local_documents
 from titan_disp.errors import ConfigError
-from titan_disp.results.model_card import model_card
-from titan_disp.results.saved import SavedModel, find_saved, load_weights
+from titan_disp.export.model_card import model_card
+from titan_disp.export.saved import SavedModel, find_saved, load_weights
 from titan_disp.run.hf_folder import describe
 
 
 def hf_weights(saved: SavedModel, dtype: str = "float32") -> dict[str, torch.Tensor]:
-    """The weights under Hugging Face's names, on the CPU; a tied embedding once. Needs the memory of the float32 weights.
+    """Load the weights under Hugging Face's names on the CPU. A tied embedding is included once.
+
+    This needs the memory of the float32 weights.
 
     Raises:
-        CheckpointError: the checkpoint is damaged.
-        ConfigError: a weight that is not finite in ``dtype``.
+        CheckpointError: The checkpoint is damaged.
+        ConfigError: A weight is not finite in ``dtype``.
     """
     weights = saved.adapter().to_hf(load_weights(saved))
     for name in weights:
         weights[name] = weights[name].to(TORCH_DTYPE_MAP[dtype])
         if not weights[name].isfinite().all():
             raise ConfigError(
-                f"{saved.name}: {name} has values that are not finite in {dtype}: take another step or dtype"
+                f"{saved.name}: {name} has values that are not finite in {dtype}: export another step or dtype"
             )
     return weights
 
@@ -42,29 +45,30 @@ def export(
     max_shard_size: str = "5GB",
     tokenizer: str | Path | None = None,
 ) -> SavedModel:
-    """Write a Hugging Face folder: weights, config, tokenizer, model card. It appears under its name when it is whole.
+    """Write a Hugging Face folder with weights, config, tokenizer and model card. The export is atomic.
 
     Args:
         target: RUN (its newest checkpoint) or RUN/STEP.
-        dest: the folder to write; must not exist, or be empty.
+        dest: folder to write. It must be empty or not exist.
         dtype: float32, bfloat16 or float16.
-        max_shard_size: of one safetensors file, such as "5GB".
-        tokenizer: the tokenizer's folder, where ``model.hf_assets_path`` does not lead to it from here.
+        max_shard_size: largest size of one safetensors file, such as "5GB".
+        tokenizer: folder of the tokenizer, if ``model.hf_assets_path`` does not exist here.
 
     Returns:
-        What was exported.
+        The exported checkpoint.
 
     Raises:
-        ConfigError: no such checkpoint or tokenizer, ``dest`` is taken, no room, or a tokenizer that cannot be converted.
+        ConfigError: The checkpoint or the tokenizer does not exist, ``dest`` is not empty, the disk is full, or the
+            tokenizer cannot be converted.
     """
     dest = Path(dest).absolute()
     if dest.exists() and not (dest.is_dir() and not any(dest.iterdir())):
-        raise ConfigError(f"{str(dest)!r} exists already; name a folder that does not, or remove it")
+        raise ConfigError(f"{str(dest)!r} already exists; choose a new folder, or remove this one")
     saved = find_saved(target)
     loaded = saved.tokenizer(tokenizer)
     partial = dest.with_name(f".{dest.name}.partial")
     try:
-        shutil.rmtree(partial, ignore_errors=True)  # of an export that was killed
+        shutil.rmtree(partial, ignore_errors=True)  # left by an export that was killed
         partial.mkdir(parents=True)
         text_field = saved.config.get("stream", {}).get("text_field", "text")
         documents = local_documents(_data_path(saved.config), text_field)
@@ -74,11 +78,13 @@ def export(
         facts = json.loads(environment.read_text()) if environment.is_file() else {}
         parameters = sum(w.numel() for w in weights.values())
         (partial / "README.md").write_text(model_card(saved, dest.name, parameters, dtype, facts))
+        size = sum(weight.nbytes for weight in weights.values())
+        print(f"{saved.name}: writing {size / 1e6:,.0f} MB", file=sys.stderr)
         _save(weights, partial, max_shard_size)
         os.rename(partial, dest)
     except (OSError, SafetensorError) as error:
         raise ConfigError(
-            f"cannot write {str(dest)!r}: {error}. Nothing was left there: make room, or name a folder on another disk"
+            f"cannot write {str(dest)!r}: {error}. No files were left there: make room, or choose another disk"
         ) from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
@@ -86,7 +92,7 @@ def export(
 
 
 def _data_path(config: dict[str, Any]) -> str | None:
-    """Where the run's training data was: of several sources, the first."""
+    """Return the path of the run's training data. If there are several sources, it is the first one's."""
     sources = config.get("stream", {}).get("sources")
     path: str | None = sources[0]["path"] if sources else config["training"]["dataset_path"]
     return path
@@ -97,5 +103,5 @@ def _save(weights: dict[str, torch.Tensor], folder: Path, max_shard_size: str) -
         save_torch_state_dict(weights, folder, max_shard_size=max_shard_size)
     except ValueError as error:
         raise ConfigError(f"--max-shard-size is {max_shard_size!r}: {error}") from error
-    for file in folder.glob("*.safetensors"):  # safetensors makes them private
+    for file in folder.glob("*.safetensors"):  # safetensors makes them readable for the owner only
         file.chmod((folder / "config.json").stat().st_mode)

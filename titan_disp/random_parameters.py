@@ -1,4 +1,4 @@
-"""Random parameters that are the same on every mesh: each rank draws the whole one on the CPU and keeps its shard."""
+"""Random parameters are the same on every mesh: each rank draws the whole parameter on the CPU and keeps its shard."""
 
 import hashlib
 
@@ -8,14 +8,14 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 
 def generator_of(seed: int, name: str) -> torch.Generator:
-    """A generator on the CPU whose numbers depend on the seed and the name only."""
+    """Return a generator on the CPU whose numbers depend on the seed and the name only."""
     digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
     return torch.Generator().manual_seed(int.from_bytes(digest[:8], "little", signed=True))
 
 
 @torch.no_grad()
 def fill_(param: nn.Parameter, full: Tensor) -> None:
-    """Copy the whole parameter, which every rank has, into a possibly sharded one, in its dtype and on its device."""
+    """Copy a whole parameter, which every rank has, into one that may be sharded, in its dtype and on its device."""
     full = full.to(param.dtype)
     if isinstance(param, DTensor):
         # src_data_rank=None: every rank has the same full tensor, so nothing is sent.

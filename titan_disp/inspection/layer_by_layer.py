@@ -1,7 +1,7 @@
-"""A model's activations one layer at a time: what a block is given is measured before the block runs, and then forgotten.
+"""This module reads a model's activations one layer at a time: a block's input is measured before the block runs.
 
-transformers' ``output_hidden_states=True`` keeps the activations of all layers until the forward ends: for a 32B model with 64
-blocks of width 5120, 8 sequences of 512 tokens in float32 are 5.5 GB, one layer of them 84 MB.
+transformers' ``output_hidden_states=True`` keeps the activations of all layers until the end of the forward pass. For a
+32B model with 64 blocks of width 5120 and 8 sequences of 512 tokens in float32, they take 5.5 GB, and one layer 84 MB.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,38 +14,39 @@ from torch import Tensor, nn
 from titan_disp.errors import ConfigError
 
 Consume = Callable[[int, Tensor], None]
-"""(layer, z): takes a layer's activations [B, N, F], on the device where the model has them. It must not keep them."""
+"""A function of (layer, z) that gets a layer's activations [B, N, F] on the model's device. It must not keep them."""
 
 
 class Layers:
-    """A loaded model, in eval mode, that hands on the activations of its layers in order.
+    """A loaded model in eval mode that passes on the activations of its layers in order.
 
-    Layer 0 is what the first block is given (the embedding), layer i + 1 what block i gives, and the last layer what the final
-    norm makes of the last block's output. The last two are what transformers' ``hidden_states`` leave out and what they end with.
+    Layer 0 is the input of the first block (the embedding), layer i + 1 is the output of block i, and the last layer is
+    the output of the final norm. transformers' ``hidden_states`` end with the final norm, and lack the last block's
+    output.
 
     Attributes:
-        count: of layers: blocks + 2.
-        parameters: numbers in the model; a tied embedding counts once.
-        device: where token ids go.
+        count: number of layers: blocks + 2.
+        parameters: number of parameters; a tied embedding counts once.
+        device: device for token ids.
     """
 
     def __init__(self, model: nn.Module, forward: Callable[[Tensor], Tensor], blocks: Sequence[nn.Module]) -> None:
-        """
+        """Wrap a model.
+
         Args:
-            model: for its size and device.
-            forward: [B, N] token ids → what the final norm gives.
-            blocks: in the order in which ``forward`` runs them; each is called with its input as the first argument.
+            model: the model.
+            forward: maps [B, N] token ids to the output of the final norm.
+            blocks: the blocks in the order in which ``forward`` runs them. Their input is their first argument.
         """
         self.forward, self.blocks = forward, blocks
         self.count = len(blocks) + 2
         self.parameters = sum(parameter.numel() for parameter in model.parameters())
         first = next(model.parameters()).device
-        self.device = (
-            torch.device("cpu") if first.type == "meta" else first
-        )  # accelerate moves ids to offloaded weights
+        # accelerate keeps offloaded weights on the meta device, and moves token ids to where they are needed.
+        self.device = torch.device("cpu") if first.type == "meta" else first
 
     def __call__(self, tokens: Tensor, consume: Consume) -> None:
-        """Run [B, N] token ids through the model."""
+        """Run [B, N] token ids through the model, and call ``consume`` for each layer."""
         hooks = [
             block.register_forward_pre_hook(partial(_input, consume, layer), with_kwargs=True)
             for layer, block in enumerate(self.blocks)
@@ -68,24 +69,25 @@ def _output(consume: Consume, layer: int, _: nn.Module, args: tuple[Any, ...], o
 
 
 def find_blocks(body: nn.Module, count: int) -> list[nn.Module]:
-    """The blocks of a transformers model: of its lists of ``count`` modules, the outermost one, as experts may be as many; of
-    several, the one with the most weights.
+    """Find the blocks of a transformers model: an outermost list of ``count`` modules, and of several the largest one.
+
+    Inner lists are not candidates, because a block may have as many experts. The largest list has the most weights.
 
     Raises:
-        ConfigError: there is no such list.
+        ConfigError: There is no such list.
     """
     lists = {name: module for name, module in body.named_modules() if isinstance(module, nn.ModuleList)}
     fitting = [name for name, module in lists.items() if len(module) == count]
     outermost = [lists[name] for name in fitting if not any(name.startswith(f"{other}.") for other in fitting)]
     if not outermost:
         raise ConfigError(
-            f"{type(body).__name__} has no list of its {count} layers among its modules, so that their outputs cannot be found"
+            f"{type(body).__name__} has no list of its {count} layers among its modules: their outputs cannot be found"
         )
     return list(max(outermost, key=lambda blocks: sum(p.numel() for b in blocks for p in b.parameters())))
 
 
 def hugging_face_layers(model: Any) -> Layers:
-    """Of a loaded ``AutoModelForCausalLM``, without its output layer: N × V logits that nobody needs."""
+    """Wrap a loaded ``AutoModelForCausalLM`` without its output layer, whose N × V logits are not needed."""
     body = model.base_model
     blocks = find_blocks(body, model.config.get_text_config().num_hidden_layers)
     return Layers(model, lambda tokens: body(tokens, use_cache=False)[0], blocks)

@@ -1,4 +1,4 @@
-"""What ``titan-disp condensation`` writes: numbers as .npz, JSON and CSV, and pictures."""
+"""This module writes the files of ``titan-disp condensation``: numbers as .npz, JSON and CSV, and pictures."""
 
 import csv
 import re
@@ -29,7 +29,7 @@ PLACES, RANKS = ("before_norm", "after_norm"), ("spearman", "kendall")
 
 @dataclass(frozen=True)
 class Measured:
-    """A model, and what was found. ``parameters``: a tied embedding counts once."""
+    """A model, the number of its parameters (a tied embedding counts once), and its measurement."""
 
     target: Target
     parameters: int
@@ -38,11 +38,11 @@ class Measured:
 
 @dataclass(frozen=True)
 class Groups:
-    """Models that are drawn together, by their names for files.
+    """Models that are drawn together. They are named as in file names.
 
     Attributes:
-        families: models of different sizes.
-        pairs: a model, and one made from it.
+        families: models of different sizes, by the name of the family.
+        pairs: a base model and a model made from it.
     """
 
     families: Mapping[str, Sequence[str]] = field(default_factory=dict)
@@ -50,8 +50,9 @@ class Groups:
 
 
 def write_metrics(out: Path, found: Mapping[str, Measured], settings: Mapping[str, Any]) -> list[str]:
-    """metrics.json, with ``settings`` of the measurement, and metrics.csv, a row for each layer of each target. Both name the
-    layers, and give ρ and τ with the last layer before the final norm and after it.
+    """Write metrics.json, which includes ``settings``, and metrics.csv, with a row for each layer of each target.
+
+    Both files name the layers. They give ρ and τ over depth twice: up to the last block, and up to the final norm.
 
     Returns:
         The names of the files.
@@ -73,15 +74,17 @@ def write_metrics(out: Path, found: Mapping[str, Measured], settings: Mapping[st
                 rows.writerow(
                     ["target", "layer", "layer_name", *by_layer, *(f"{c}_{p}" for p in PLACES for c in RANKS)]
                 )
-            correlations = [one[place][rank] for place in PLACES for rank in RANKS]  # None: empty
+            correlations = [one[place][rank] for place in PLACES for rank in RANKS]  # csv writes None as an empty cell
             for layer, numbers in enumerate(zip(one["layers"], *by_layer.values(), strict=True)):
                 rows.writerow([one["name"], layer, *numbers, *correlations])
     return ["metrics.json", "metrics.csv"]
 
 
 def write_figures(out: Path, found: Mapping[str, Measured], groups: Groups) -> list[str]:
-    """Both heatmaps of each target; all targets' heatmaps of a kind side by side, mean cosines, ρ and τ; where several steps of a
-    run or revisions of a model were measured, these over training; families by size, and pairs.
+    """Draw all pictures.
+
+    These are two heatmaps of each target, all targets' heatmaps of a kind side by side, mean cosines, ρ and τ. Several
+    steps of a run or revisions of a model are drawn over training, families by size, and pairs side by side.
 
     Returns:
         The names of the files.
@@ -113,8 +116,10 @@ def write_figures(out: Path, found: Mapping[str, Measured], groups: Groups) -> l
 def _over_training(
     found: Mapping[str, Measured],
 ) -> tuple[dict[str, dict[int, Condensation]], dict[str, dict[str, Condensation]]]:
-    """Runs and models of which several steps or revisions were measured: by step, and where revisions do not name steps, by
-    revision in the order given."""
+    """Group the measurements of several steps of a run, or several revisions of a model.
+
+    The first result is by step. The second one is by revision in the given order, for revisions that do not name steps.
+    """
     several: dict[str, list[Measured]] = defaultdict(list)
     for name, one in found.items():
         if end := end_of_name(one.target):
@@ -132,14 +137,17 @@ def _over_training(
 
 
 def step_of(target: Target) -> int | None:
-    """A checkpoint's, or the one that a revision names, as step1000 (Pythia) and stage1-step140000-tokens294B (OLMo) do."""
+    """Return the step of a checkpoint or revision, such as step1000 (Pythia) or stage1-step140000-tokens294B (OLMo)."""
     matched = re.search(r"step[-_]?(\d+)", target.revision or "")
     return int(matched[1]) if matched else target.step
 
 
 def table(found: Mapping[str, Condensation]) -> str:
-    """Mean cosines of the embedding, the middle and the last block, and after the final norm; their rank correlations with depth,
-    up to the last block and up to the final norm, or dashes where the mean cosines differ too little."""
+    """Render a table of mean cosines and their rank correlations with depth.
+
+    The mean cosines are those of the embedding, of the middle and the last block, and after the final norm. The
+    correlations are up to the last block and up to the final norm, or dashes if the mean cosines differ too little.
+    """
     width = max(map(len, found))
     lines = [
         f"{'':{width}}         mean cosine                        up to the last block  up to the final norm",

@@ -1,8 +1,10 @@
-"""``python -m titan_disp.cluster.nodecheck``: can this node train? Started once per node, before training or by preflight.sbatch.
+"""``python -m titan_disp.cluster.node_health`` checks whether this node can train.
 
-Prints a line with the node's report as JSON, see ``check_node``, and with ``--out`` writes it into a file; whoever started it
-compares the nodes. With TorchTitan's arguments (``--job.config_file CONFIG …``) also what the config names is looked at from
-this node.
+It does not check the config, as ``titan_disp.config_checks`` does, and does not know the other nodes.
+The batch script starts it once per node before training, and so does preflight.sbatch. It prints the node's report as
+one line of JSON (``check_node`` describes it). With ``--out``, it also writes the report to a file. The batch host
+compares the reports of all nodes. With TorchTitan's arguments (``--job.config_file CONFIG …``), it also checks that
+this node can read the data and tokenizer of the config.
 """
 
 import argparse
@@ -21,32 +23,35 @@ from typing import Any
 import torch
 from torchtitan.config import JobConfig
 
-from titan_disp.checks import tokenizer_of
 from titan_disp.cluster.gpu_health import gpu_problems
 from titan_disp.config import load_config
+from titan_disp.config_checks import tokenizer_of
 from titan_disp.data.files import check_hub, streams_from_hub
 from titan_disp.data.sources import DataSet, data_sets
 from titan_disp.errors import ConfigError
 from titan_disp.run.folder import write_json
 
-MINIMUM_DISK = 2 << 30  # bytes on the node's own disk: compiled kernels take some hundred MB, an environment some GB
-REPORT = "titan-disp-node-report: "  # begins the line that holds the report (slurm/supervise.py reads it)
-LINE = 1000  # bytes of it: srun passes on what is longer than 1024 in pieces, between which other nodes' lines come
-BUSY = 0.9  # a GPU with less of its memory free than this has another user, or a dead one's leftovers
+MINIMUM_DISK = 2 << 30  # bytes on the node's own disk: compiled kernels take hundreds of MB, an environment several GB
+REPORT = "titan-disp-node-report: "  # begins the line with the report (slurm/supervise.py reads it)
+LINE = 1000  # most bytes per line: srun splits lines above 1024 bytes, and mixes the parts with lines of other nodes
+BUSY = 0.9  # if a smaller fraction of a GPU's memory is free, another process uses it or has left memory behind
 
 
 def node_name() -> str:
-    """As SLURM calls it; several nodes may be one host. By default SLURM's name is the host's short one."""
+    """Return SLURM's name of this node, or the host's short name outside of SLURM.
+
+    By default both are the same. The names differ if one host runs several nodes.
+    """
     return os.environ.get("SLURMD_NODENAME") or socket.gethostname().split(".")[0]
 
 
 def in_order(nodes: Iterable[str]) -> list[str]:
-    """n2 before n10."""
+    """Sort node names by length and then alphabetically, so that n2 comes before n10."""
     return sorted(nodes, key=lambda name: (len(name), name))
 
 
 def writable(folder: str) -> str | None:
-    """Why nothing can be written in a folder, or None."""
+    """Return the reason why nothing can be written to a folder, or None if it is writable."""
     try:
         os.makedirs(folder, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder) as file:
@@ -59,21 +64,21 @@ def writable(folder: str) -> str | None:
 
 
 def check_gpu(index: int) -> tuple[int, str | None]:
-    """Bytes free on a GPU (0: it does not compute), and why it cannot be used, or None."""
+    """Return the free bytes of a GPU (0 if it cannot compute), and the reason why it cannot be used, or None."""
     try:
         free, total = torch.cuda.mem_get_info(index)
         if free < BUSY * total:
             return free, f"GPU {index} has {free / 1e9:.0f} of {total / 1e9:.0f} GB free"
         ones = torch.ones(1024, 1024, device=f"cuda:{index}")
         if not torch.equal((ones @ ones).cpu(), torch.full((1024, 1024), 1024.0)):
-            return 0, f"GPU {index} multiplies wrongly"
+            return 0, f"GPU {index} returns wrong matrix products"
     except RuntimeError as error:
         return 0, f"GPU {index}: {str(error).splitlines()[0]}"
     return free, None
 
 
 def input_problems(job_config: JobConfig) -> list[str]:
-    """Why tokenizer or data cannot be read from this node. Data on the hub is asked for, which needs internet."""
+    """Return the reasons why this node cannot read the tokenizer or the data. Data on the hub needs internet access."""
     checks: list[Callable[[], object]] = [
         partial(tokenizer_of, job_config),
         *(partial(_read_data, data) for data in data_sets(job_config)),
@@ -94,7 +99,7 @@ def _read_data(data: DataSet) -> None:
         check_hub(data.dataset, data.key)
         return
     files = data.files()
-    with open(files[0].url, "rb") as file:  # a file system may list what it cannot read
+    with open(files[0].url, "rb") as file:  # a file system may list files that it cannot read
         file.read(1)
 
 
@@ -105,25 +110,31 @@ def check_node(
     gpus: int | None,
     job_config: JobConfig | None = None,
 ) -> dict[str, Any]:
-    """This node's report: node; gpus: their names; free_gpu_bytes: of the fullest, 0 where one cannot compute; free_bytes: on
-    ``local``; run_free_bytes: in the run folder; clock: when it was written, by this node; problems: in words.
+    """Check this node.
 
     Args:
-        local: folder on its own disk. shared: folders that must be writable. readable: files and folders that must be there.
-        gpus: expected number; None: any.
-        job_config: whose run folder must be writable, and whose data and tokenizer readable.
+        local: folder on the node's own disk.
+        shared: folders that must be writable.
+        readable: files and folders that must be readable.
+        gpus: expected number of GPUs; None allows any number.
+        job_config: config whose run folder must be writable, and whose data and tokenizer must be readable.
+
+    Returns:
+        ``node``: its name. ``gpus``: names of its GPUs. ``free_gpu_bytes``: free memory of its fullest GPU, 0 if a GPU
+        cannot compute. ``free_bytes``: free disk space for ``local``. ``run_free_bytes``: free space for the run
+        folder. ``clock``: this node's time in seconds since the epoch. ``problems``: messages for the user.
     """
     shared = list(shared)
     if job_config is not None:
         run = job_config.job.dump_folder
         checkpoints = os.path.join(run, job_config.checkpoint.folder)
-        # An empty one that this made would change how the run starts.
+        # The checkpoint folder is not created here: an empty one would change how the run starts.
         shared += [run, checkpoints] if os.path.isdir(checkpoints) else [run]
     problems = [problem for folder in (local, *shared) if (problem := writable(folder))]
     problems += [f"{path} is missing or not readable" for path in readable if not os.access(path, os.R_OK)]
     free = _free_disk(local)
     if free < MINIMUM_DISK:
-        problems.append(f"{local} has {free / 1e9:.1f} GB free, expected {MINIMUM_DISK / 1e9:.1f}")
+        problems.append(f"{local} has {free / 1e9:.1f} GB free, expected at least {MINIMUM_DISK / 1e9:.1f} GB")
     count = torch.cuda.device_count()
     if gpus is not None and count != gpus:
         problems.append(f"{count} GPUs are visible, expected {gpus}")
@@ -148,7 +159,7 @@ def _free_disk(folder: str) -> int:
 
 
 def report_line(report: dict[str, Any]) -> str:
-    """A report as one line of ``LINE`` bytes at most: where it is longer, its problems are told short."""
+    """Return a report as one line of at most ``LINE`` bytes. The problems are cut if the line would be longer."""
     line = REPORT + json.dumps(report)
     text = "; ".join(report["problems"])
     while len(line) > LINE and text:
@@ -160,7 +171,7 @@ def report_line(report: dict[str, Any]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(allow_abbrev=False)
     parser.add_argument("--out", help="folder for the report, on a shared file system")
-    parser.add_argument("--local", required=True, help="folder on the node's own disk")
+    parser.add_argument("--local", required=True, help="a folder on the node's own disk")
     parser.add_argument("--writable", action="append", default=[])
     parser.add_argument("--readable", action="append", default=[])
     parser.add_argument("--gpus", type=int)

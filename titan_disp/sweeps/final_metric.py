@@ -1,4 +1,4 @@
-"""One number of a run that is finished, by name."""
+"""This module reads a finished run's final number by the name of a metric."""
 
 import json
 import math
@@ -15,7 +15,7 @@ TRAINING = ("loss", "ce", "dispersion", "grad_norm")  # of the last logged step
 OVER_DEPTH = ("spearman", "kendall")
 BY_PART = ("mean_cosine", "std_cosine", "mean_angle", "effective_rank")
 FALLBACK = "ce"
-DEFAULTS = ("validation", "cross_entropy", FALLBACK)  # the first of them that a finished run has
+DEFAULTS = ("validation", "cross_entropy", FALLBACK)  # the first one that any finished run has is the default
 LABELS = {
     "validation": "held-out cross-entropy (validation)",
     "cross_entropy": "held-out cross-entropy",
@@ -29,23 +29,27 @@ LABELS = {
 
 
 def check_metric(name: str) -> None:
-    """Raises: ConfigError: there is none of this name."""
+    """Check the name of a metric.
+
+    Raises:
+        ConfigError: There is no metric of this name.
+    """
     if name not in LABELS and name.partition(".")[0] not in BY_PART:
         raise ConfigError(
-            f"--metric is {name!r}, expected {', '.join(LABELS)}, or {', '.join(BY_PART)}, each with a part of the model such as "
-            "mean_cosine.middle_blocks (default: .blocks, all of them)"
+            f"--metric is {name!r}, expected {', '.join(LABELS)}, or {', '.join(BY_PART)}, each with a part of the "
+            "model such as mean_cosine.middle_blocks (the default is .blocks, which means all blocks)"
         )
 
 
 def label(name: str) -> str:
-    """In words."""
+    """Describe a metric in words."""
     return LABELS.get(name) or " of the ".join(part.replace("_", " ") for part in _parts(name))
 
 
-def final(run: Path, name: str) -> float | None:
-    """A number at the end of a run; None where the run has not measured it, or it is not finite.
+def final_metric(run: Path, name: str) -> float | None:
+    """Return a number at the end of a run, or None if the run has not measured it or it is not finite.
 
-    ``validation`` is TorchTitan's validation loss. ``cross_entropy``, and everything about cosines, is what the run measured on
+    ``validation`` is TorchTitan's validation loss. The run measures ``cross_entropy`` and everything about cosines on
     held-out text after its last step (``[condensation]``).
     """
     check_metric(name)
@@ -85,6 +89,6 @@ def _measured(run: Path, name: str, last: int) -> float | None:
 
 
 def _at_the_end(by_step: Mapping[int, Any], last: int) -> Any:
-    """The newest, unless the run was logged after it: it is then not the end's."""
+    """Return the newest entry, or None if the run logged later steps, because it is then not from the end."""
     newest = max(by_step, default=-1)
     return by_step[newest] if newest >= last else None

@@ -1,7 +1,7 @@
-"""The heatmap of arXiv 2602.00217: a layer's N×N cosines are averaged over the sequences first, then their histogram is taken.
+"""The heatmaps of arXiv 2602.00217 average a layer's N×N cosines over the sequences before they count them.
 
-Averaging narrows the spread: what differs between sequences cancels out, and what depends on the two positions stays. The mean
-over all pairs is that of the pooled pairs (measure.py), and so are its rank correlations with depth.
+Averaging narrows the histogram: differences between sequences cancel out, and what depends on the two positions stays.
+The mean over all pairs equals that of the pooled pairs (measure.py), and so do its rank correlations with depth.
 """
 
 import numpy as np
@@ -12,10 +12,10 @@ from titan_disp.condensation.record import BINS
 
 
 class AveragedCosines:
-    """Sums of cosine matrices over sequences of one length: layers · N² float32 numbers, those of a layer on its own device.
+    """Sum cosine matrices over sequences of one length: layers · N² float32 numbers, each layer's on its own device.
 
-    Float32 as in the authors' package ``embedding-condensation``, whose matrices these are. It divides a token z by
-    max(‖z‖, 1e-3), this by ‖z‖: tokens shorter than 1e-3 count here by their direction, too.
+    The authors' package ``embedding-condensation`` computes the same matrices, also in float32. It divides a token z by
+    max(‖z‖, 1e-3) and this class by ‖z‖, so that tokens shorter than 1e-3 count by their direction, too.
     """
 
     def __init__(self, layers: int) -> None:
@@ -24,7 +24,7 @@ class AveragedCosines:
 
     @torch.no_grad()
     def add(self, layer: int, z: Tensor) -> None:
-        """Take in one layer's activations, [B, N, F], whole sequences."""
+        """Add one layer's activations, [B, N, F], of whole sequences."""
         for sequence in z:
             u = torch.nn.functional.normalize(sequence.double(), dim=-1, eps=torch.finfo(torch.float64).tiny).float()
             cosines = (u @ u.T).clamp_(-1, 1)
@@ -33,13 +33,16 @@ class AveragedCosines:
             self._sequences[layer] += 1
 
     def matrix(self, layer: int) -> np.ndarray:
-        """[N, N] float64 on the host: the mean over all sequences."""
+        """Return the mean over all sequences, [N, N] float64 on the host."""
         summed = self._sums[layer]
         assert summed is not None
         return summed.double().cpu().numpy() / self._sequences[layer]
 
     def histogram(self) -> np.ndarray:
-        """[layers, 128] fraction of the N² pairs of positions by averaged cosine, in the bins of ``Condensation.histogram``."""
+        """Return the fractions of the N² pairs of positions by averaged cosine, [layers, 128].
+
+        The bins are those of ``Condensation.histogram``.
+        """
         rows = []
         for layer in range(len(self._sums)):
             averaged = self.matrix(layer)

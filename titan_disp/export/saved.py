@@ -1,4 +1,4 @@
-"""A run's saved models, read back on a CPU from a checkpoint of any mesh, without its optimizer."""
+"""This module loads a run's saved models on a CPU, from checkpoints of any mesh and without the optimizer."""
 
 import json
 import re
@@ -12,18 +12,18 @@ from safetensors.torch import load_file
 from torchtitan.components.tokenizer import BaseTokenizer
 from torchtitan.tools.logging import logger
 
-from titan_disp import dcp
+from titan_disp import safe_dcp
 from titan_disp.data.tokenizer import check_fits, load_tokenizer
 from titan_disp.errors import CheckpointError, ConfigError
+from titan_disp.model_overrides import architecture_of, named
 from titan_disp.models.arguments import DispModelArgs
 from titan_disp.models.entry import ModelEntry
 from titan_disp.models.hf import HfAdapter
 from titan_disp.models.model import DispModel
-from titan_disp.overrides import architecture_of, named
 from titan_disp.registry import MODELS, find_model, model_args
 from titan_disp.run.hashes import HASHES
 from titan_disp.run.identity import differences, read_identity
-from titan_disp.run.integrity import checkpoints, damage, has_hashes, problem
+from titan_disp.run.integrity import checkpoints, has_hashes, verify
 
 
 @dataclass(frozen=True)
@@ -32,9 +32,9 @@ class SavedModel:
 
     Attributes:
         run: the run's folder (``job.dump_folder``).
-        step: optimizer steps done.
-        folder: of the checkpoint: DCP's format, or safetensors (``checkpoint.last_save_in_hf``).
-        config: the run's resolved config, as in config.json.
+        step: number of optimizer steps done.
+        folder: folder of the checkpoint, in DCP's format or safetensors (``checkpoint.last_save_in_hf``).
+        config: the run's resolved config from config.json.
     """
 
     run: Path
@@ -55,41 +55,41 @@ class SavedModel:
         return find_model(self.config["model"]["name"])
 
     def model_args(self) -> DispModelArgs:
-        """The flavor's arguments, with model.overrides and the sequence length that the run trained with."""
+        """Return the flavor's arguments with model.overrides and the run's sequence length."""
         model = self.config["model"]
-        args = model_args(model["name"], model["flavor"], model.get("overrides", {}))  # older runs know none
+        args = model_args(model["name"], model["flavor"], model.get("overrides", {}))  # older runs have none
         args.max_seq_len = self.config["training"]["seq_len"]
         return args
 
     def adapter(self) -> HfAdapter:
-        """To and from transformers."""
+        """Return the adapter that converts weights to and from transformers."""
         return self.entry.adapter(self.model_args(), None)
 
     @property
     def flavor(self) -> str:
-        """With what was overridden, for people."""
+        """The flavor and its overrides, for people."""
         model = self.config["model"]
         return named(model["flavor"], model.get("overrides", {}))
 
     def tokenizer_folder(self, override: str | Path | None = None) -> Path:
-        """``model.hf_assets_path``, or ``override``. Relative paths of a config are relative to where the run was started.
+        """Return ``override`` or ``model.hf_assets_path``, which may be relative to the folder where the run started.
 
         Raises:
-            ConfigError: it is not there.
+            ConfigError: The folder does not exist.
         """
         folder = Path(override or self.config["model"]["hf_assets_path"])
         if not folder.is_dir():
             raise ConfigError(
-                f"{self.name}: the tokenizer's folder {str(folder)!r} does not exist here; run this where the training was "
-                "started, or name the folder with --tokenizer DIR"
+                f"{self.name}: the tokenizer's folder {str(folder)!r} does not exist here; run this command where the "
+                "training was started, or name the folder with --tokenizer DIR"
             )
         return folder
 
     def tokenizer(self, override: str | Path | None = None) -> BaseTokenizer:
-        """The tokenizer that the run trained with.
+        """Load the tokenizer that the run trained with.
 
         Raises:
-            ConfigError: missing, unreadable, or with more tokens than the model's vocabulary.
+            ConfigError: The tokenizer is missing, unreadable, or larger than the model's vocabulary.
         """
         folder = self.tokenizer_folder(override)
         tokenizer, args = load_tokenizer(folder), self.model_args()
@@ -99,19 +99,19 @@ class SavedModel:
 
 
 def is_run(path: str | Path) -> bool:
-    """Whether a path is a run's folder."""
+    """Return whether a path is a run's folder."""
     return (Path(path) / "config.json").is_file() and (Path(path) / "metrics.jsonl").is_file()
 
 
 def saved_models(run: str | Path) -> list[SavedModel]:
-    """All complete checkpoints of a run, ascending by step. Step 0 counts (``checkpoint.create_seed_checkpoint``).
+    """Return all complete checkpoints of a run, by ascending step, with step 0 (``checkpoint.create_seed_checkpoint``).
 
     Raises:
-        ConfigError: not a run's folder, or none in it.
+        ConfigError: The path is not a run's folder, or the run has no complete checkpoint.
     """
     run = Path(run)
     if not is_run(run):
-        what = "does not exist" if not run.exists() else "is not a run's folder (config.json and metrics.jsonl)"
+        what = "does not exist" if not run.exists() else "is not a run's folder (with config.json and metrics.jsonl)"
         raise ConfigError(
             f"{str(run)!r} {what}; expected a run's job.dump_folder, or RUN/STEP for one of its checkpoints"
         )
@@ -124,16 +124,16 @@ def saved_models(run: str | Path) -> list[SavedModel]:
     found = [SavedModel(run, step, folder / f"step-{step}", config) for step in steps]
     if not found:
         raise ConfigError(
-            f"{str(folder)!r} holds no complete checkpoint: the run has not saved one (checkpoint.enable?)"
+            f"{str(folder)!r} holds no complete checkpoint: wait until the run has saved one, or set checkpoint.enable"
         )
     return found
 
 
 def find_saved(target: str | Path) -> SavedModel:
-    """The checkpoint that ``RUN`` (the newest), ``RUN/300``, ``RUN/step-300`` or ``RUN/checkpoint/step-300`` names.
+    """Find the checkpoint named ``RUN`` (its newest), ``RUN/300``, ``RUN/step-300`` or ``RUN/checkpoint/step-300``.
 
     Raises:
-        ConfigError: no such run or step; it says which there are.
+        ConfigError: The run or the step does not exist. The message lists the steps of the run.
     """
     path = Path(target)
     matched = re.fullmatch(r"(?:step-)?(\d+)", path.name)
@@ -148,10 +148,10 @@ def find_saved(target: str | Path) -> SavedModel:
 
 
 def load_weights(saved: SavedModel) -> dict[str, torch.Tensor]:
-    """The model's weights under the model's names, float32 on the CPU; ``output.weight`` only where it is not tied.
+    """Load the weights under the model's names, in float32 on the CPU. A tied ``output.weight`` is left out.
 
     Raises:
-        CheckpointError: damaged, or without a model.
+        CheckpointError: The checkpoint is damaged, or its model is not the config's.
     """
     args = saved.model_args()
     if saved.in_hf_format:
@@ -160,20 +160,20 @@ def load_weights(saved: SavedModel) -> dict[str, torch.Tensor]:
             hf |= load_file(file)
         weights = {k: v.float() for k, v in saved.adapter().from_hf(hf).items()}
         return {k: v for k, v in weights.items() if k != "output.weight" or not args.enable_weight_tying}
-    if reason := problem(saved.folder) or damage(saved.folder):
+    if reason := verify(saved.folder):
         raise CheckpointError(f"the checkpoint {str(saved.folder)!r} cannot be read: {reason}")
     if not has_hashes(saved.folder):
-        logger.warning(f"{saved.folder} has no {HASHES}, so that it is read unverified: an older version saved it")
+        logger.warning(f"{saved.folder} has no {HASHES}, because an older version saved it: it is read without a check")
     with torch.device("meta"):
         wanted = saved.entry.model_cls(args).state_dict()
     if args.enable_weight_tying:
         wanted.pop("output.weight")
     if differ := differences(read_identity(str(saved.folder)), architecture_of(args)):
         raise CheckpointError(
-            f"config.json of the run is not of the checkpoint {str(saved.folder)!r}: {'; '.join(differ)}. A start with another "
-            "config wrote it: make model.flavor and model.overrides in it what they were"
+            f"config.json of the run does not belong to the checkpoint {str(saved.folder)!r}: {'; '.join(differ)}. "
+            "A later start with another config wrote it: restore model.flavor and model.overrides in it"
         )
-    in_checkpoint = dcp.read_metadata(saved.folder).state_dict_metadata
+    in_checkpoint = safe_dcp.read_metadata(saved.folder).state_dict_metadata
     if missing := sorted(wanted.keys() - in_checkpoint.keys()):
         raise CheckpointError(
             f"the checkpoint {str(saved.folder)!r} holds no model of flavor {saved.flavor!r}: "
@@ -188,9 +188,9 @@ def load_weights(saved: SavedModel) -> dict[str, torch.Tensor]:
             )
     try:
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "torch.distributed is disabled")  # as it should be here
-            dcp.load(weights, saved.folder, no_dist=True)
-    except BaseException as error:  # DCP's CheckpointException is no Exception
+            warnings.filterwarnings("ignore", "torch.distributed is disabled")  # a single process loads the weights
+            safe_dcp.load(weights, saved.folder, no_dist=True)
+    except BaseException as error:  # DCP's CheckpointException is not an Exception
         if isinstance(error, (KeyboardInterrupt, SystemExit)):
             raise
         raise CheckpointError(
@@ -200,7 +200,10 @@ def load_weights(saved: SavedModel) -> dict[str, torch.Tensor]:
 
 
 def load_model(saved: SavedModel) -> DispModel:
-    """The model in float32 on the CPU, in eval mode: plain logits, or activations through ``return_activations``."""
+    """Load the model in float32 on the CPU, in eval mode.
+
+    It returns plain logits, or activations through ``return_activations``.
+    """
     with torch.device("meta"):
         model = saved.entry.model_cls(saved.model_args())
     model.to_empty(device="cpu")

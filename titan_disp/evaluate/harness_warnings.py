@@ -1,4 +1,4 @@
-"""Warnings of lm-evaluation-harness once, not for each of 57 subjects of each of six models."""
+"""This module shows each warning of lm-evaluation-harness once, rather than for each of 57 subjects of each model."""
 
 import logging
 import sys
@@ -22,7 +22,7 @@ class _FirstOfEach(logging.Filter):
 
 @contextmanager
 def warnings_once(name: str = "lm_eval") -> Iterator[None]:
-    """Within it, a logger's warnings go to stderr, those of one line of code once; at the end it is said how many did not."""
+    """Print the first warning of each line of code on stderr, and at the end the number of others."""
     logger, first = logging.getLogger(name), _FirstOfEach()
     handler = logging.StreamHandler(sys.stderr)
     handler.setLevel(logging.WARNING)

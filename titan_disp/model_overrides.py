@@ -1,18 +1,17 @@
-"""``model.overrides``: a flavor with other sizes. Knows no model: every dataclass of model arguments will do.
+"""``model.overrides`` changes the sizes of a flavor. It works for any dataclass of model arguments.
 
-Which fields there are follows from the dataclass: those of type int, float or bool. It may name some that cannot be set, with the
-reason, in a class attribute ``not_overridable``.
+Fields of type int, float and bool can be overridden. The dataclass may exclude some in a class attribute
+``not_overridable``, which gives the reason for each.
 """
 
 import dataclasses
-import difflib
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, get_type_hints
 
 from tyro.constructors import PrimitiveConstructorSpec
 
-from titan_disp.errors import ConfigError
+from titan_disp.errors import ConfigError, did_you_mean
 
 KEY = "model.overrides"
 NOT_OVERRIDABLE = {"max_seq_len": "it is training.seq_len"}
@@ -20,10 +19,13 @@ _KINDS = {bool: "true or false", int: "a whole number ≥ 1", float: "a number >
 
 
 def parse_overrides(written: Mapping[str, Any] | Sequence[str] | str) -> dict[str, Any]:
-    """Field → value, as written: a TOML table, a list of "key=value", or "key=value,key=value", as on the command line.
+    """Return the overrides as a dict of fields and values.
+
+    Args:
+        written: a TOML table, a list of "key=value", or "key=value,key=value" as on the command line.
 
     Raises:
-        ConfigError: none of these, or a field that comes twice.
+        ConfigError: ``written`` is none of these, or a field is given twice.
     """
     if isinstance(written, Mapping):
         return dict(written)
@@ -32,12 +34,12 @@ def parse_overrides(written: Mapping[str, Any] | Sequence[str] | str) -> dict[st
     for pair in pairs:
         if not isinstance(pair, str) or not (pair.strip() == "" or "=" in pair):
             raise ConfigError(
-                f"{KEY} has {pair!r}, expected key=value, as in --model.overrides hidden_dim=16,n_layers=2, or a table: "
+                f"{KEY} has {pair!r}, expected key=value, as in --model.overrides hidden_dim=16,n_layers=2, or a table "
                 "[model.overrides]"
             )
         key, _, value = (part.strip() for part in pair.partition("="))
         if key in found:
-            raise ConfigError(f"{KEY}.{key} comes twice: {found[key]!r} and {value}")
+            raise ConfigError(f"{KEY}.{key} is given twice: {found[key]!r} and {value}. Remove one of them")
         if key or value:
             found[key] = _literal(value)
     return found
@@ -55,17 +57,17 @@ def _literal(text: str) -> bool | int | float | str:
 
 
 def shown(value: Any) -> str:
-    """A value of a config, for people and for the command line."""
+    """Format a config value for people and for the command line."""
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def written_out(overrides: Mapping[str, Any] | Sequence[str] | str) -> str:
-    """As the command line takes them."""
+    """Format overrides as the command line takes them."""
     return ",".join(f"{key}={shown(value)}" for key, value in parse_overrides(overrides).items())
 
 
-# In TOML a table; on the command line one word, which replaces the table. tyro by itself would make an option of every key that
-# the TOML file has, and know no others.
+# Overrides are a table in TOML, and one word on the command line, which replaces the table. By itself, tyro would make
+# an option of every key in the TOML file, and accept no others.
 Overrides = Annotated[
     dict[str, Any] | list[str] | str,
     PrimitiveConstructorSpec(
@@ -79,19 +81,21 @@ Overrides = Annotated[
 
 
 def _kinds(args: Any) -> dict[str, type]:
-    """The type of every field that can be set."""
+    """Return the type of every field that can be set."""
     hints = get_type_hints(type(args))
     return {f.name: hints[f.name] for f in dataclasses.fields(args) if hints[f.name] in _KINDS}
 
 
 def apply_overrides(args: Any, overrides: Mapping[str, Any] | Sequence[str] | str) -> None:
-    """Set fields of a model's arguments, in place. Twice is as once.
+    """Set fields of a model's arguments in place. A second call changes nothing.
 
     Args:
-        args: a dataclass. overrides: as ``parse_overrides`` takes them.
+        args: a dataclass of model arguments.
+        overrides: as in ``parse_overrides``.
 
     Raises:
-        ConfigError: a field that is not known or cannot be set, a value of another type or out of range, heads that do not fit.
+        ConfigError: a field is unknown or cannot be set, a value has the wrong type or is out of range, or numbers of
+            heads do not fit together.
     """
     found = parse_overrides(overrides)
     if not found:
@@ -102,12 +106,7 @@ def apply_overrides(args: Any, overrides: Mapping[str, Any] | Sequence[str] | st
             raise ConfigError(f"{KEY}.{key} cannot be set: {fixed[key]}. Leave it out")
         if key not in kinds:
             known = [name for name in kinds if name not in fixed]
-            close = difflib.get_close_matches(key, known, n=1)
-            raise ConfigError(
-                f"{KEY}.{key} is not known"
-                + (f" (did you mean {close[0]}?)" if close else "")
-                + f"; expected {', '.join(known)}"
-            )
+            raise ConfigError(f"{KEY}.{key} is not known{did_you_mean(key, known)}; expected {', '.join(known)}")
         kind = kinds[key]
         if not _fits(value, kind):
             raise ConfigError(f"{KEY}.{key} is {value!r}, expected {_KINDS[kind]}")
@@ -127,24 +126,24 @@ def _check_heads(args: Any) -> None:
     heads, key_value_heads, head_dim = (own.get(name) for name in ("n_heads", "n_kv_heads", "head_dim"))
     if heads and key_value_heads and heads % key_value_heads:
         raise ConfigError(
-            f"{KEY}: n_heads {heads} is no multiple of n_kv_heads {key_value_heads}, each of which serves as many heads: set both"
+            f"{KEY}: n_heads {heads} is not a multiple of n_kv_heads {key_value_heads}: set both so that it is"
         )
     if heads and not head_dim and own.get("dim") and own["dim"] % heads:
-        raise ConfigError(
-            f"{KEY}: dim {own['dim']} is no multiple of n_heads {heads}, among which it is divided: set both"
-        )
+        raise ConfigError(f"{KEY}: dim {own['dim']} is not a multiple of n_heads {heads}: set both so that it is")
     if head_dim and head_dim % 2 and "rope_theta" in own:
-        raise ConfigError(f"{KEY}.head_dim is {head_dim}, expected an even number: rotary embeddings turn pairs")
+        raise ConfigError(
+            f"{KEY}.head_dim is {head_dim}, expected an even number: rotary embeddings rotate pairs of features"
+        )
 
 
 def named(flavor: str, overrides: Mapping[str, Any] | Sequence[str] | str) -> str:
-    """A flavor and what is other about it, for people: "nano with hidden_dim = 16"."""
+    """Return a flavor's name with its overrides, for people: "nano with hidden_dim = 16"."""
     found = parse_overrides(overrides)
     return flavor + (" with " + ", ".join(f"{key} = {shown(value)}" for key, value in found.items()) if found else "")
 
 
 def architecture_of(args: Any) -> dict[str, Any]:
-    """What decides the network: all plain fields but the length of its sequences, which is training's. JSON-able."""
+    """Return the fields that define the network, ready for JSON: all plain fields except max_seq_len."""
     return dict(_plain(args))
 
 

@@ -1,8 +1,9 @@
-"""``python -m titan_disp.cluster.job``: what the batch script must know before it starts hundreds of ranks.
+"""The batch script runs ``python -m titan_disp.cluster.job_check`` to check a job before it starts hundreds of ranks.
 
-Checks the config, data and tokenizer for this number of nodes, and that no other job uses the run folder. Prints a line with
-the run folder, marked, as containers and srun may print more. Where something must be mended: a message on stderr and exit
-status 2; 3 where another job uses the run folder.
+This command checks the config, data and tokenizer for this number of nodes, and that no other job uses the run folder.
+It prints the run folder after a marker, because containers and srun may print other lines. If a check fails, the
+command prints a message on stderr and exits with status 2, or with status 3 if another job uses the run folder.
+``node_health`` checks the nodes.
 """
 
 import argparse
@@ -14,22 +15,25 @@ from pathlib import Path
 
 import torch
 
-from titan_disp.checks import check_config, check_device, check_inputs
 from titan_disp.config import load_config
-from titan_disp.errors import EXIT_CODE, IN_USE_EXIT_CODE, ConfigError, InUseError
+from titan_disp.config_checks import check_config, check_device, check_inputs
+from titan_disp.errors import EXIT_CODE, IN_USE_EXIT_CODE, ConfigError, InUseError, UserError
 from titan_disp.run.folder import lock_folder
 
-RUN_FOLDER = "titan-disp-run-folder: "  # stands before the run folder as JSON (slurm/supervise.py reads it)
+RUN_FOLDER = "titan-disp-run-folder: "  # marks the line; the run folder follows as JSON (slurm/supervise.py reads it)
 
 
 def prepare(argv: Sequence[str], nodes: int, nproc: str) -> Path:
-    """The absolute run folder of a config that can start on ``nodes`` × ``nproc`` ranks.
+    """Check that a config can start on ``nodes`` × ``nproc`` ranks, and return the absolute path of its run folder.
 
     Args:
-        argv: TorchTitan's arguments. nproc: ranks per node, or "gpu" for one per GPU of this node.
+        argv: TorchTitan's arguments.
+        nodes: number of nodes.
+        nproc: ranks per node, or "gpu" for one per GPU of this node.
 
     Raises:
-        ConfigError: what would fail at the start.
+        ConfigError: The run would fail at its start.
+        InUseError: Another job uses the run folder.
     """
     job_config = load_config(argv)
     if nproc != "gpu" and not nproc.isdecimal():
@@ -37,8 +41,8 @@ def prepare(argv: Sequence[str], nodes: int, nproc: str) -> Path:
     per_node = torch.accelerator.device_count() if nproc == "gpu" else int(nproc)
     if per_node < 1:
         raise ConfigError(
-            "no GPU is visible on this node: ask SLURM for them (--gpus-per-node or --gres), or set TITAN_DISP_NPROC to the "
-            "number of ranks per node for a run on CPUs"
+            "no GPU is visible on this node: request GPUs from SLURM (--gpus-per-node or --gres), or set "
+            "TITAN_DISP_NPROC to the number of ranks per node for a run on CPUs"
         )
     check_config(job_config, nodes * per_node)
     check_device(job_config)
@@ -59,7 +63,7 @@ def main() -> None:
     args, rest = parser.parse_known_args()
     try:
         run = prepare(rest, args.nodes, args.nproc)
-    except ConfigError as error:
+    except UserError as error:
         print(f"titan-disp: error: {error}", file=sys.stderr, flush=True)
         sys.exit(IN_USE_EXIT_CODE if isinstance(error, InUseError) else EXIT_CODE)
     print(RUN_FOLDER + json.dumps(os.fspath(run)), flush=True)

@@ -1,4 +1,4 @@
-"""README.md of an exported model: what the run knows of itself."""
+"""This module writes the README.md of an exported model from the files of its run."""
 
 import contextlib
 from collections.abc import Mapping, Sequence
@@ -9,17 +9,20 @@ from titan_disp.baselines import OPTIONS
 from titan_disp.data.files import list_files
 from titan_disp.data.fingerprint import read_data_state
 from titan_disp.errors import CheckpointError, ConfigError
-from titan_disp.results.saved import SavedModel
+from titan_disp.export.saved import SavedModel
 from titan_disp.run.folder import read_condensation, read_metrics
 from titan_disp.run.validation_loss import read_validation
 
-SHOWN_FILES = 4  # named one by one; of more, the first and the last
+SHOWN_FILES = 4  # up to so many files are listed; otherwise the first and the last one
 PAPER = "https://arxiv.org/abs/2602.00217"
 SHOWN = ("python", "titan-disp", "torch", "torchtitan", "tokenizers", "sentencepiece")
 
 
 def _files(saved: SavedModel) -> list[tuple[str, int]]:
-    """Name and bytes of every file of the training data: as the checkpoint has them, else as they are on this disk; or none."""
+    """Return name and bytes of every file of training data, from the checkpoint or else from this disk.
+
+    The list is empty if both fail.
+    """
     training = saved.config["training"]
     if not saved.in_hf_format:
         with contextlib.suppress(CheckpointError):
@@ -33,11 +36,11 @@ def _files(saved: SavedModel) -> list[tuple[str, int]]:
 
 
 def _data(saved: SavedModel) -> str:
-    """The data's files and where they were; a path tells its last part only, as the rest is about one machine."""
-    if sources := saved.config.get("stream", {}).get("sources"):  # older runs know none
+    """Describe the files of the data and their origin. Only the last part of a path makes sense elsewhere."""
+    if sources := saved.config.get("stream", {}).get("sources"):  # configs of older runs have none
         total = sum(source["weight"] for source in sources)
         parts = ", ".join(f"{_source(source)} ({source['weight'] / total:.0%})" for source in sources)
-        return parts + (f"; in all {_listed(files)}" if (files := _files(saved)) else "")
+        return parts + (f"; in total {_listed(files)}" if (files := _files(saved)) else "")
     training = saved.config["training"]
     path, files, dataset = training["dataset_path"], _files(saved), training["dataset"]
     name = "allenai/c4" if dataset.startswith("c4") else f"`{dataset}`" if dataset.startswith("hf:") else "documents"
@@ -46,7 +49,7 @@ def _data(saved: SavedModel) -> str:
 
 
 def _listed(files: Sequence[tuple[str, int]]) -> str:
-    """How many, how large, and their names, of many the first and the last."""
+    """Describe the number, size and names of files. Of many files, only the first and the last are named."""
     names = [f"`{name}`" for name, _ in files]
     listed = ", ".join(names) if len(names) <= SHOWN_FILES else f"{names[0]} to {names[-1]}"
     count = f"{len(files):,} files" if len(files) > 1 else "1 file"
@@ -61,7 +64,7 @@ def _bytes(size: float) -> str:
 
 
 def _condensation(measured: Mapping[str, Any]) -> str:
-    """``measured``: as ``Condensation.to_json`` wrote it; older versions end with the last block."""
+    """Describe the output of ``Condensation.to_json``. Its layers end with the last block in older versions."""
     mean = measured["mean_cosine"]
     normed = measured.get("layers", [""])[-1] == "final norm"
     blocks = mean[1 : len(mean) - normed]
@@ -104,7 +107,7 @@ def _dispersion(section: dict[str, Any]) -> str:
         "decay_steps",
         "final_coeff",
     )
-    return ", ".join(f"{name} = {section[name]}" for name in names if name in section)  # older runs know fewer
+    return ", ".join(f"{name} = {section[name]}" for name in names if name in section)  # older runs have fewer keys
 
 
 def _baseline(section: dict[str, Any]) -> str:
@@ -114,14 +117,14 @@ def _baseline(section: dict[str, Any]) -> str:
 
 
 def model_card(saved: SavedModel, name: str, parameters: int, dtype: str, environment: dict[str, Any]) -> str:
-    """The text of README.md.
+    """Write the text of README.md.
 
     Args:
         saved: the checkpoint.
-        name: of the exported model.
-        parameters: a tied embedding counts once.
-        dtype: of the exported weights.
-        environment: the run's environment.json, {} where it is missing.
+        name: name of the exported model.
+        parameters: number of parameters; a tied embedding counts once.
+        dtype: dtype of the exported weights.
+        environment: contents of the run's environment.json, or {} if it is missing.
     """
     config = saved.config
     training = config["training"]
@@ -135,14 +138,14 @@ def model_card(saved: SavedModel, name: str, parameters: int, dtype: str, enviro
         "optimizer": f"{config['optimizer']['name']}, peak learning rate {config['optimizer']['lr']:g}",
         "steps": f"{saved.step:,} of {training['steps']:,}",
     }
-    if (baseline := config.get("baseline", {"method": "none"}))["method"] != "none":  # older runs know none
+    if (baseline := config.get("baseline", {"method": "none"}))["method"] != "none":  # older runs have no section
         facts["baseline"] = _baseline(baseline)
     if config["checkpoint"]["initial_load_in_hf"]:
         start = config["checkpoint"]["initial_load_path"] or config["model"]["hf_assets_path"]
         facts["started from"] = f"the weights of `{Path(start).name}`"
     if logged:
         step, last = max(logged.items())
-        facts["tokens seen"] = f"{last['tokens'] * saved.step // step:,}"  # a constant number per step
+        facts["tokens seen"] = f"{last['tokens'] * saved.step // step:,}"  # the number per step is constant
         facts["cross-entropy, training batch"] = f"{last['ce']:.4f} at step {step:,}"
         facts["dispersion loss, training batch"] = f"{last['dispersion']:.4f} at step {step:,}"
     measured = {step: one for step, one in read_condensation(saved.run).items() if step <= saved.step}
@@ -191,5 +194,5 @@ inputs = tokenizer("The", return_tensors="pt")
 print(tokenizer.decode(model.generate(**inputs, max_new_tokens=32)[0]))
 ```
 
-The weights carry no licence yet: whoever publishes them chooses one (`license:` at the top), as the data allows.
+The weights have no licence yet. If you publish them, choose one that the data allows (`license:` at the top).
 """

@@ -1,9 +1,10 @@
-"""The first documents of a few local files, before training: is the data what the config says?
+"""Read the first documents of a few local files before training, to see whether they fit the config.
 
-What is damaged or bad here and there is for the run to pass over (``stream.on_bad_data``). What is wrong with every document,
-as the config names another field or the files are no documents at all, is refused here, with its cause.
+Files are refused if no document in them can be used: the config names a field that the documents do not have, or the
+files do not hold documents. Single bad documents and damaged files are left to the run (``stream.on_bad_data``).
 """
 
+import re
 from collections.abc import Sequence
 
 import numpy as np
@@ -17,25 +18,29 @@ from titan_disp.data.stream import StreamOptions
 from titan_disp.data.text_files import TOO_LONG
 from titan_disp.errors import ConfigError
 
-DOCUMENTS = 20  # of each of three files (the first, one of the middle, the last), until one can be used
+DOCUMENTS = 20  # read in each of three files (the first, a middle one, the last) until a usable one is found
 
 
-def list_and_look(data: Sequence[DataSet], options: StreamOptions) -> list[DataFile]:
-    """All files of some data sets; the first documents are looked at. Raises as ``DataSet.files`` and ``look_at``."""
+def list_and_check(data: Sequence[DataSet], options: StreamOptions) -> list[DataFile]:
+    """List the files of some data sets and check their content. Raises as ``DataSet.files`` and ``check_content``."""
     every = []
     for one in data:
         files = one.files()
-        look_at(files, options, one.key)
+        check_content(files, options, one.key)
         every += files
     return every
 
 
-def look_at(files: Sequence[DataFile], options: StreamOptions, key: str) -> None:
-    """Args:
-    files: sorted; those on the hub are left alone, as are token ids where no tokenizer is known. key: config section.
+def check_content(files: Sequence[DataFile], options: StreamOptions, key: str) -> None:
+    """Check the first documents of three local files.
+
+    Args:
+        files: sorted. Files on the hub are not read, nor are token ids if no tokenizer is known.
+        options: the format of the files, and the longest document allowed.
+        key: the config section, for messages.
 
     Raises:
-        ConfigError: the first cause that no document of a file can be used.
+        ConfigError: no document of a file can be used, for the first reason found.
     """
     format, max_bytes = options.format, options.max_document_bytes
     local = [file for file in files if not file.url.startswith("hf://")]
@@ -51,10 +56,12 @@ def look_at(files: Sequence[DataFile], options: StreamOptions, key: str) -> None
 
 
 def _cause(file: DataFile, options: StreamOptions) -> str | None:
-    """Why the first documents of a file cannot be used, where none can, and not for reasons of their own.
+    """Why none of the first documents of a file can be used, or None.
+
+    An empty or overlong document counts as usable here: it says nothing about the others.
 
     Raises:
-        ConfigError: from the reader, with the cause: no such column, ids of another tokenizer, a file that cannot be opened.
+        ConfigError: raised by the reader: no such column, ids of another tokenizer, a file that cannot be opened.
     """
     format, cause = options.format, None
     documents = Documents(file, options.max_document_bytes, options.retry_seconds, format=format)
@@ -80,9 +87,9 @@ def _cause(file: DataFile, options: StreamOptions) -> str | None:
 
 
 def _expected(error: str, file: DataFile) -> str:
-    """What an error leaves open that says only what is wrong with one document."""
-    if "expected" in error or "stream." in error:
+    """Advice to append if the error says only what is wrong with one document."""
+    if re.search(r"\bexpected\b|stream\.", error):  # but not "unexpected end of data", the error of truncated UTF-8
         return ""
     if file.name.endswith(PLAIN_TEXT):
         return "; expected UTF-8: convert it (iconv), or leave it out"
-    return "; expected one document a line, with a text field: convert the file, or leave it out"
+    return "; expected one document per line, with a text field: convert the file, or leave it out"

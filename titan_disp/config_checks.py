@@ -1,4 +1,10 @@
-"""What cannot work is refused here, before anything is allocated: one message, with what to change."""
+"""These checks refuse a config that cannot work, with one message that says what to change.
+
+Every command and every start of training runs them, in its own process, before it allocates anything. They build no
+model and need no GPU. ``check_inputs`` also opens the data, the tokenizer and the checkpoint that the config names.
+Other checks are elsewhere: ``cluster.preflight`` runs one real step, ``cluster.job_check`` runs these checks for a
+SLURM job, and ``cluster.node_health`` checks a node and not the config.
+"""
 
 import importlib.util
 import math
@@ -9,9 +15,8 @@ from torchtitan.config import JobConfig
 
 from titan_disp import cpu
 from titan_disp.baseline_config import check_baseline
-from titan_disp.batch import data_parallel_degree, global_batch_size, slot_count
-from titan_disp.budget import resolve_steps
-from titan_disp.data.first_look import look_at
+from titan_disp.batch import data_parallel_degree, global_batch_size, resolve_steps, slot_count
+from titan_disp.data.content_check import check_content
 from titan_disp.data.loader import stream_options
 from titan_disp.data.sources import data_sets, source_shares
 from titan_disp.data.tokenizer import load_tokenizer_for
@@ -19,19 +24,21 @@ from titan_disp.data.validation import validation_sequences
 from titan_disp.errors import ConfigError
 from titan_disp.loss_config import build_coeff_schedule, build_dispersion_loss
 from titan_disp.mesh import resolve_replicas
+from titan_disp.model_overrides import named, parse_overrides
 from titan_disp.models.arguments import activation_indices
-from titan_disp.overrides import named, parse_overrides
 from titan_disp.registry import args_of, find_model
 from titan_disp.run.checkpoint import check_initial_load
 from titan_disp.run.integrity import checkpoints
 
 
 def check_config(job_config: JobConfig, world_size: int) -> None:
-    """Everything that can be known from the config and the number of ranks. Sets training.steps from budget.tokens, and
-    data_parallel_replicate_degree and validation.seq_len where they are −1, and makes a table of model.overrides.
+    """Check everything that follows from the config and the number of ranks.
+
+    Also set training.steps from budget.tokens, replace data_parallel_replicate_degree and validation.seq_len of −1, and
+    turn model.overrides into a table.
 
     Raises:
-        ConfigError: the first thing that cannot work.
+        ConfigError: the first problem found.
     """
     if not hasattr(job_config, "dispersion"):
         raise ConfigError(
@@ -51,16 +58,16 @@ def check_config(job_config: JobConfig, world_size: int) -> None:
 
 
 def check_device(job_config: JobConfig) -> None:
-    """What this machine cannot do, by its kind of device and its packages.
+    """Check that this machine, with its kind of device and its packages, can run the config.
 
     Raises:
-        ConfigError: context parallelism or CPU offload on a CPU; Weights & Biases without its package, of which TorchTitan would
-            log an error line and train on.
+        ConfigError: context parallelism or CPU offload on a CPU, or Weights & Biases without its package. (TorchTitan
+            would only log an error for that and train on.)
     """
     if job_config.metrics.enable_wandb and importlib.util.find_spec("wandb") is None:
         raise ConfigError(
-            "metrics.enable_wandb is true, but the package wandb is not installed: pip install 'titan-disp[wandb]', or set "
-            "metrics.enable_wandb = false"
+            "metrics.enable_wandb is true, but the package wandb is not installed: pip install 'titan-disp[wandb]', "
+            "or set metrics.enable_wandb = false"
         )
     if job_config.training.enable_cpu_offload and cpu.active():
         raise ConfigError(
@@ -74,15 +81,15 @@ def check_device(job_config: JobConfig) -> None:
 
 
 def check_inputs(job_config: JobConfig) -> None:
-    """What the config names on disk: tokenizer, data, and the weights to begin with.
+    """Check what the config names on disk: the tokenizer, the data, and the initial weights.
 
     Raises:
-        ConfigError: missing, unreadable, a tokenizer that the model's vocabulary cannot hold, documents that are not what the
-            config says, or another model's weights.
+        ConfigError: something is missing or unreadable, the model's vocabulary is too small for the tokenizer,
+            documents are not what the config says, or weights belong to another model.
     """
     options = stream_options(job_config, tokenizer=tokenizer_of(job_config))
     for data in data_sets(job_config):
-        look_at(data.check(), options, data.key)
+        check_content(data.check(), options, data.key)
     checkpoint = job_config.checkpoint
     if not checkpoint.enable or not checkpoints(os.path.join(job_config.job.dump_folder, checkpoint.folder)):
         adapter = find_model(job_config.model.name).adapter(args_of(job_config), None)
@@ -90,10 +97,10 @@ def check_inputs(job_config: JobConfig) -> None:
 
 
 def tokenizer_of(job_config: JobConfig) -> BaseTokenizer:
-    """The tokenizer in ``model.hf_assets_path``.
+    """Return the tokenizer in ``model.hf_assets_path``.
 
     Raises:
-        ConfigError: missing, unreadable, or with more tokens than the model's vocabulary.
+        ConfigError: it is missing or unreadable, or has more tokens than the model's vocabulary.
     """
     model = job_config.model
     name = named(model.flavor, model.overrides)  # type: ignore[attr-defined]
@@ -101,7 +108,7 @@ def tokenizer_of(job_config: JobConfig) -> BaseTokenizer:
 
 
 def check_model(job_config: JobConfig) -> None:
-    """The flavor and the [dispersion] section."""
+    """Check the flavor, the training length and the [dispersion] section."""
     args = args_of(job_config)
     dispersion = job_config.dispersion  # type: ignore[attr-defined]
     training = job_config.training
@@ -130,13 +137,13 @@ def _dp_shard(job_config: JobConfig, world_size: int) -> int:
 
 
 def check_mesh(job_config: JobConfig, world_size: int) -> None:
-    """Parallelism: degrees, and combinations that TorchTitan 0.2.2 or this plugin cannot train correctly."""
+    """Check the degrees of parallelism, and refuse what TorchTitan 0.2.2 or titan-disp cannot train correctly."""
     p, args = job_config.parallelism, args_of(job_config)
     tp, cp = p.tensor_parallel_degree, p.context_parallel_degree
     if p.pipeline_parallel_degree > 1:
         raise ConfigError(
-            f"parallelism.pipeline_parallel_degree is {p.pipeline_parallel_degree}, expected 1: pipeline stages pass on one "
-            "tensor, while dispersion needs every block's output at the loss. Use FSDP, HSDP, TP or CP"
+            f"parallelism.pipeline_parallel_degree is {p.pipeline_parallel_degree}, expected 1: pipeline stages pass "
+            "on one tensor, while dispersion needs every block's output at the loss. Use FSDP, HSDP, TP or CP"
         )
     if p.expert_parallel_degree > 1 or p.expert_tensor_parallel_degree > 1:
         raise ConfigError(
@@ -147,33 +154,36 @@ def check_mesh(job_config: JobConfig, world_size: int) -> None:
             raise ConfigError(f"parallelism.{name}_parallel_degree is {degree}, expected at least 1")
     if world_size % (cp * tp):
         raise ConfigError(
-            f"context_parallel_degree {cp} × tensor_parallel_degree {tp} = {cp * tp} does not divide the {world_size} ranks: set "
-            "tensor_parallel_degree or context_parallel_degree to one that does, or use another number of ranks"
+            f"context_parallel_degree {cp} × tensor_parallel_degree {tp} = {cp * tp} does not divide the {world_size} "
+            "ranks: set tensor_parallel_degree or context_parallel_degree to one that does, or use another number of "
+            "ranks"
         )
     resolve_replicas(job_config, world_size)
     replicate = p.data_parallel_replicate_degree
     if replicate < 1:
         raise ConfigError(
-            f"parallelism.data_parallel_replicate_degree is {replicate}, expected at least 1, or -1 for what the shards leave"
+            f"parallelism.data_parallel_replicate_degree is {replicate}, expected at least 1, or -1 to compute it from "
+            "the number of ranks"
         )
     shard = _dp_shard(job_config, world_size)
     if shard < 1 or replicate * shard * cp * tp != world_size:
         raise ConfigError(
             f"data_parallel_replicate_degree {replicate} × data_parallel_shard_degree {shard} × "
-            f"context_parallel_degree {cp} × tensor_parallel_degree {tp} = {replicate * shard * cp * tp}, but there are "
-            f"{world_size} ranks: set data_parallel_replicate_degree = -1, which takes what the shards leave and makes fewer "
-            "shards of fewer ranks, or data_parallel_shard_degree = -1, which takes what the replicas leave"
+            f"context_parallel_degree {cp} × tensor_parallel_degree {tp} = {replicate * shard * cp * tp}, but there "
+            f"are {world_size} ranks: set data_parallel_replicate_degree = -1 or data_parallel_shard_degree = -1, "
+            "which is then computed from the number of ranks (the first also makes fewer shards if there are fewer "
+            "ranks)"
         )
     if replicate > 1 and shard * cp == 1:
         raise ConfigError(
-            f"pure data parallelism (data_parallel_replicate_degree {replicate}, data_parallel_shard_degree 1) is refused: "
-            "TorchTitan 0.2.2 averages its gradients a second time, which makes them too small. "
-            "Set data_parallel_replicate_degree = 1 (FSDP) or data_parallel_shard_degree ≥ 2 (HSDP)"
+            f"pure data parallelism (data_parallel_replicate_degree {replicate}, data_parallel_shard_degree 1) is "
+            "refused: TorchTitan 0.2.2 averages its gradients a second time, which makes them too small. Set "
+            "data_parallel_replicate_degree = 1 (FSDP) or data_parallel_shard_degree ≥ 2 (HSDP)"
         )
     if job_config.training.enable_cpu_offload and shard * cp == 1:
         raise ConfigError(
-            "training.enable_cpu_offload is true, but it is FSDP that offloads, and with data_parallel_shard_degree 1 there is "
-            "none: set it to false, or data_parallel_shard_degree ≥ 2"
+            "training.enable_cpu_offload is true, but only FSDP offloads, and it is off with "
+            "data_parallel_shard_degree 1: set enable_cpu_offload = false, or data_parallel_shard_degree ≥ 2"
         )
     flavor = named(job_config.model.flavor, job_config.model.overrides)  # type: ignore[attr-defined]
     for name, size in (
@@ -182,21 +192,26 @@ def check_mesh(job_config: JobConfig, world_size: int) -> None:
         ("hidden units of the MLP (hidden_dim)", args.hidden_dim),
     ):
         if size % tp:
-            raise ConfigError(f"tensor_parallel_degree {tp} does not divide the {size} {name} of {flavor!r}")
+            raise ConfigError(
+                f"tensor_parallel_degree {tp} does not divide the {size} {name} of {flavor!r}: set one that does"
+            )
     tables = [rows for rows in (args.vocab_size, args.max_positions) if rows is not None and rows % tp]
     if tables and args.dim % (shard * cp):
         raise ConfigError(
             f"tensor_parallel_degree {tp} does not divide the {tables[0]} rows of an embedding of {flavor!r}, "
             f"so that FSDP shards its {args.dim} columns, which {shard * cp} shards (data_parallel_shard_degree × "
-            "context_parallel_degree) do not divide: set a data_parallel_shard_degree that does, or tensor_parallel_degree = 1"
+            "context_parallel_degree) do not divide: set a data_parallel_shard_degree that does, or "
+            "tensor_parallel_degree = 1"
         )
     if cp > 1 and job_config.validation.enable:
         raise ConfigError(
-            "validation with context_parallel_degree > 1 fails in TorchTitan 0.2.2 (it reads freqs_cis, which the models have "
-            "not): set validation.enable = false or context_parallel_degree = 1"
+            "validation with context_parallel_degree > 1 fails in TorchTitan 0.2.2 (it reads freqs_cis, which the "
+            "models do not have): set validation.enable = false or context_parallel_degree = 1"
         )
     if p.enable_async_tensor_parallel and not (job_config.compile.enable and "model" in job_config.compile.components):
-        raise ConfigError("parallelism.enable_async_tensor_parallel needs compile.enable = true with component model")
+        raise ConfigError(
+            'parallelism.enable_async_tensor_parallel needs compile.enable = true, and "model" in compile.components'
+        )
     if job_config.fault_tolerance.enable:
         raise ConfigError("fault_tolerance.enable (torchft) is not supported: set it to false")
     if job_config.comm.mode == "local_tensor":
@@ -205,13 +220,13 @@ def check_mesh(job_config: JobConfig, world_size: int) -> None:
     if job_config.training.seq_len % sequence:
         raise ConfigError(
             f"training.seq_len {job_config.training.seq_len} is not divisible by {sequence} "
-            f"(tensor_parallel_degree {tp}{f' × 2 × context_parallel_degree {cp}' if cp > 1 else ''}): each rank holds an equal "
-            "part of the sequence"
+            f"(tensor_parallel_degree {tp}{f' × 2 × context_parallel_degree {cp}' if cp > 1 else ''}): each rank holds "
+            "an equal part of the sequence"
         )
 
 
 def check_batch(job_config: JobConfig, world_size: int) -> None:
-    """The global batch divides into equal microbatches over the data-parallel ranks."""
+    """Check that the global batch divides into equal microbatches over the data-parallel ranks."""
     t = job_config.training
     if t.local_batch_size < 1:
         raise ConfigError(f"training.local_batch_size is {t.local_batch_size}, expected at least 1")
@@ -224,7 +239,10 @@ def check_batch(job_config: JobConfig, world_size: int) -> None:
 
 
 def check_stream(job_config: JobConfig, world_size: int) -> None:
-    """[stream], and the numbers of validation sequences."""
+    """Check [stream], and the number of validation sequences.
+
+    A *slot* is one of the run's document streams. Each data-parallel rank reads some of the slots.
+    """
     stream = job_config.stream  # type: ignore[attr-defined]
     dp = data_parallel_degree(job_config, world_size)
     batch, slots = global_batch_size(job_config, dp), slot_count(job_config, dp)
@@ -245,7 +263,7 @@ def check_stream(job_config: JobConfig, world_size: int) -> None:
     if not 0 <= stream.max_skipped_fraction <= 1:
         raise ConfigError(f"stream.max_skipped_fraction is {stream.max_skipped_fraction}, expected a number in [0, 1]")
     if not stream.text_field:
-        raise ConfigError('stream.text_field is "", expected the name of a field: "text" is what most corpora call it')
+        raise ConfigError('stream.text_field is "", expected the name of a field: most corpora call it "text"')
     if not (math.isfinite(stream.max_document_mb) and stream.max_document_mb > 0):
         raise ConfigError(f"stream.max_document_mb is {stream.max_document_mb}, expected a number > 0")
     if not (math.isfinite(stream.retry_seconds) and stream.retry_seconds >= 0):
@@ -255,7 +273,7 @@ def check_stream(job_config: JobConfig, world_size: int) -> None:
 
 
 def check_validation(job_config: JobConfig) -> None:
-    """The length of validation sequences. Rotary embeddings are computed for training.seq_len positions."""
+    """Check the length of validation sequences. Rotary embeddings are computed for training.seq_len positions."""
     v, seq_len = job_config.validation, job_config.training.seq_len
     if not v.enable:
         return
@@ -263,19 +281,19 @@ def check_validation(job_config: JobConfig) -> None:
         v.seq_len = seq_len
     if not 1 <= v.seq_len <= seq_len:
         raise ConfigError(
-            f"validation.seq_len is {v.seq_len}, expected 1 to training.seq_len {seq_len}, as the model knows no more positions. "
-            "Leave it out: it is then the training length"
+            f"validation.seq_len is {v.seq_len}, expected 1 to training.seq_len {seq_len}, because the model has no "
+            "more positions. Leave it out to use the training length"
         )
     tp = job_config.parallelism.tensor_parallel_degree
     if v.seq_len % tp:
         raise ConfigError(
-            f"validation.seq_len {v.seq_len} is not divisible by tensor_parallel_degree {tp}: each rank holds an equal part of "
-            "the sequence"
+            f"validation.seq_len {v.seq_len} is not divisible by tensor_parallel_degree {tp}: each rank holds an equal "
+            "part of the sequence"
         )
 
 
 def check_operations(job_config: JobConfig) -> None:
-    """[guard], [checkpoint] and what they need of the optimizer."""
+    """Check [guard] and [checkpoint], and what they need from the optimizer."""
     option = job_config.activation_checkpoint.selective_ac_option
     if job_config.activation_checkpoint.mode == "selective" and option != "op" and not option.isdigit():
         raise ConfigError(
@@ -289,22 +307,25 @@ def check_operations(job_config: JobConfig) -> None:
             raise ConfigError(f"guard.{name} is {getattr(guard, name)}, expected a number > 0")
     if job_config.optimizer.early_step_in_backward:
         raise ConfigError(
-            "optimizer.early_step_in_backward applies gradients before all ranks can agree that they are finite: set it to false"
+            "optimizer.early_step_in_backward applies gradients before all ranks can agree that they are finite: "
+            "set it to false"
         )
     if checkpoint.last_save_in_hf and not checkpoint.last_save_model_only:
         raise ConfigError(
-            "checkpoint.last_save_in_hf needs checkpoint.last_save_model_only = true: safetensors hold no optimizer"
+            "checkpoint.last_save_in_hf needs checkpoint.last_save_model_only = true: safetensors hold no optimizer "
+            "state"
         )
     if checkpoint.enable and checkpoint.interval < 1:
         raise ConfigError(f"checkpoint.interval is {checkpoint.interval}, expected at least 1")
     if checkpoint.enable and checkpoint.keep_latest_k == 1:
         raise ConfigError(
-            "checkpoint.keep_latest_k is 1, expected 0 (keep all) or at least 2: a damaged newest one must have one before it"
+            "checkpoint.keep_latest_k is 1, expected 0 (keep all) or at least 2: if the newest checkpoint is damaged, "
+            "the one before it is needed"
         )
 
 
 def check_condensation(job_config: JobConfig) -> None:
-    """[condensation]."""
+    """Check [condensation]."""
     section = job_config.condensation  # type: ignore[attr-defined]
     for name, least in (("interval", 0), ("sequences", 1), ("max_tokens", 2)):
         if getattr(section, name) < least:

@@ -1,11 +1,11 @@
-"""``python -m titan_disp.cluster.nodes``: what the nodes' reports say together. The batch host's part of preflight.sbatch.
+"""``python -m titan_disp.cluster.node_reports`` summarizes the reports of all nodes, on the batch host of preflight.sbatch.
 
-    nodes folder --job.config_file CONFIG …                  prints the run folder
-    nodes able   --out DIR --nproc P --expected "n1 n2 …"    prints the nodes that can take part in the bandwidth test
-    nodes report --out DIR --nproc P --expected "n1 n2 …" --job.config_file CONFIG …
+    node_reports folder --job.config_file CONFIG …                  prints the run folder
+    node_reports able   --out DIR --nproc P --expected "n1 n2 …"    prints the nodes that can take part in the bandwidth test
+    node_reports report --out DIR --nproc P --expected "n1 n2 …" --job.config_file CONFIG …
 
-DIR holds nodes/NODE.json (nodecheck) and bandwidth.json (bandwidth); ``report`` adds report.json, prints a table and ends with
-exit status 1 where there is a problem.
+DIR holds nodes/NODE.json (from node_health) and bandwidth.json (from bandwidth). ``report`` adds report.json, prints a
+table, and exits with status 1 if there is a problem.
 """
 
 import argparse
@@ -17,26 +17,26 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from titan_disp.checks import check_config, check_device
 from titan_disp.cluster.bandwidth import Pair, best_bandwidths, slow_links, slow_nodes, usual_bandwidth
 from titan_disp.cluster.hub_requests import hub_warnings
-from titan_disp.cluster.nodecheck import in_order, writable
+from titan_disp.cluster.node_health import in_order, writable
 from titan_disp.config import load_config
-from titan_disp.errors import EXIT_CODE, ConfigError
+from titan_disp.config_checks import check_config, check_device
+from titan_disp.errors import EXIT_CODE, ConfigError, UserError
 
-CLOCK_LIMIT = 2.0  # seconds: logs and file times of different nodes are compared, credentials expire
-TEST_MEMORY = 2e9  # bytes of a GPU that the bandwidth test may take: two buffers, and what NCCL takes
-NAMED = 4  # nodes that a problem's line names
+CLOCK_LIMIT = 2.0  # seconds: users compare logs and file times of different nodes, and credentials expire
+TEST_MEMORY = 2e9  # bytes of a GPU for the bandwidth test: two buffers, and NCCL's own memory
+NAMED = 4  # most nodes that one line names
 
 Report = dict[str, Any]
 Problems = dict[str, list[str]]  # by node
 
 
 def run_folder(argv: Sequence[str]) -> Path:
-    """The absolute run folder of a config, made if it is not there.
+    """Return the absolute path of a config's run folder. The folder is created if it does not exist.
 
     Raises:
-        ConfigError: the config cannot be read, or the folder not be written.
+        ConfigError: The config cannot be read, or the folder is not writable.
     """
     run = Path(load_config(argv).job.dump_folder).absolute()
     if problem := writable(str(run)):
@@ -45,7 +45,7 @@ def run_folder(argv: Sequence[str]) -> Path:
 
 
 def collect(folder: Path, expected: Sequence[str]) -> tuple[dict[str, Report], Problems]:
-    """The reports of nodes that answered, and all nodes' problems so far."""
+    """Read the reports of the nodes that answered. Also returns the problems of each expected node."""
     reports: dict[str, Report] = {}
     problems: Problems = {}
     for node in in_order(expected):
@@ -54,27 +54,28 @@ def collect(folder: Path, expected: Sequence[str]) -> tuple[dict[str, Report], P
             problems[node] = list(reports[node]["problems"])
         except (OSError, ValueError):
             problems[node] = [
-                "it did not answer: its report is missing (a node that hangs, or does not see the run folder)"
+                "it did not answer: its report is missing (the node hangs, or does not see the run folder)"
             ]
     return reports, problems
 
 
 def gpus_of(report: Report) -> str:
-    """Such as "8 × NVIDIA H100 80GB HBM3"."""
+    """Describe a node's GPUs, for example as "8 × NVIDIA H100 80GB HBM3"."""
     counts: Counter[str] = Counter(report["gpus"])
     return ", ".join(f"{count} × {name}" for name, count in sorted(counts.items())) or "none"
 
 
 def unlike_most(values: Mapping[str, str]) -> tuple[str, list[str]]:
-    """The most common value, the first of those that are equally common; and the nodes that have another."""
+    """Return the most common value (the first one on a tie), and the nodes with another value."""
     common = Counter(values.values()).most_common(1)[0][0]
     return common, [node for node, value in values.items() if value != common]
 
 
 def gpu_problems(reports: Mapping[str, Report], nproc: str) -> Problems:
-    """GPUs that are not as many as ranks, of two kinds, or unlike the other nodes'.
+    """Find nodes with too few GPUs for the ranks, with different kinds of GPUs, or with other GPUs than most nodes.
 
     Args:
+        reports: the report of each node.
         nproc: ranks per node, or "gpu" for one per GPU.
     """
     if not reports:
@@ -88,14 +89,14 @@ def gpu_problems(reports: Mapping[str, Report], nproc: str) -> Problems:
         elif nproc != "gpu" and 0 < count < int(nproc):
             problems[node].append(f"{count} GPUs are visible for {nproc} ranks per node")
         if node in others:
-            problems[node].append(f"its GPUs are {gpus_of(report)}, those of most nodes {common}")
+            problems[node].append(f"its GPUs: {gpus_of(report)}; most nodes have {common}")
         elif len(set(report["gpus"])) > 1:
             problems[node].append(f"its GPUs are of different kinds: {common}")
     return dict(problems)
 
 
 def able_nodes(reports: Mapping[str, Report], nproc: str) -> list[str]:
-    """Nodes that can take part in the bandwidth test: as many GPUs as the others, all of which compute."""
+    """Return the nodes that can take part in the bandwidth test: their GPUs work and are like those of most nodes."""
     unfit = gpu_problems(reports, nproc)
     return [
         node
@@ -105,13 +106,13 @@ def able_nodes(reports: Mapping[str, Report], nproc: str) -> list[str]:
 
 
 def bandwidth_problems(bandwidth: Mapping[str, Any]) -> Problems:
-    """Nodes that are slow, or whose clocks are off."""
+    """Find nodes with a slow network or a wrong clock."""
     problems = defaultdict(list)
     pairs: list[Pair] = [tuple(pair) for pair in bandwidth["pairs"]]  # type: ignore[misc]
     usual = usual_bandwidth(pairs)
     for node, best in slow_nodes(pairs).items():
         problems[node].append(
-            f"slow: {best / 1e9:.2f} GB/s at most with its neighbours, most nodes reach {usual / 1e9:.2f}"
+            f"slow: at most {best / 1e9:.2f} GB/s with its neighbours; the median node reaches {usual / 1e9:.2f} GB/s"
         )
     for node, skew in bandwidth["clock_skew"].items():
         if abs(skew) > CLOCK_LIMIT:
@@ -122,7 +123,7 @@ def bandwidth_problems(bandwidth: Mapping[str, Any]) -> Problems:
 def config_problem(
     argv: Sequence[str], nodes: int, nproc: str, reports: Mapping[str, Report]
 ) -> tuple[list[str], list[str]]:
-    """Why the config cannot train on so many nodes of as many GPUs as most of them have; and what is to be said else."""
+    """Check the config for so many nodes with the most common number of GPUs. Returns problems and notes."""
     counts = Counter(len(report["gpus"]) for report in reports.values())
     per_node = int(nproc) if nproc != "gpu" else (counts.most_common(1)[0][0] if counts else 0)
     if not per_node:
@@ -137,11 +138,11 @@ def config_problem(
 
 
 def make_report(out: Path, expected: Sequence[str], nproc: str, argv: Sequence[str]) -> Report:
-    """Everything together.
+    """Combine the reports, the bandwidth test and the check of the config.
 
     Returns:
-        ``nodes``: their reports; ``bandwidth``: what was measured, or None; ``problems``: by node, "the config" or "bandwidth";
-        ``notes``: what is no problem by itself.
+        ``nodes``: report of each node. ``bandwidth``: result of the bandwidth test, or None. ``problems``: messages by
+        node, "the config" or "bandwidth". ``notes``: messages that are not problems by themselves.
     """
     reports, problems = collect(out / "nodes", expected)
     able, file = able_nodes(reports, nproc), out / "bandwidth.json"
@@ -151,13 +152,11 @@ def make_report(out: Path, expected: Sequence[str], nproc: str, argv: Sequence[s
     if bandwidth is not None:
         found.append(bandwidth_problems(bandwidth))
         links = slow_links([tuple(pair) for pair in bandwidth["pairs"]])  # type: ignore[misc]
-        notes += [f"{a} – {b} is slow, {speed / 1e9:.2f} GB/s, though neither is with others" for a, b, speed in links]
+        notes += [f"{a} – {b} is slow ({speed / 1e9:.2f} GB/s), but both are fast with others" for a, b, speed in links]
         if untested := [node for node in in_order(expected) if node not in able]:
             notes.append(f"not in the bandwidth test: {_named(untested)}")
     elif able:
-        found.append(
-            {"bandwidth": ["the test failed or hung; what it said is above and in the logs of the run folder"]}
-        )
+        found.append({"bandwidth": ["the test failed or hung; its output is above and in the logs of the run folder"]})
     for more in found:
         for key, texts in more.items():
             problems.setdefault(key, []).extend(texts)
@@ -171,7 +170,7 @@ def _named(nodes: Sequence[str]) -> str:
 
 
 def _row(node: str, report: Report | None, bandwidth: Mapping[str, Any] | None, problems: int) -> list[str]:
-    """GPUs, kind, free memory, free disk (local, run folder), clock, GB/s, verdict."""
+    """Return a node's row of the table, in the order of the headings in ``render``."""
     verdict = f"{problems} problem{'s' * (problems > 1)}" if problems else "ok"
     if report is None:
         return [node, *["–"] * 7, verdict]
@@ -191,7 +190,7 @@ def _row(node: str, report: Report | None, bandwidth: Mapping[str, Any] | None, 
 
 
 def render(report: Report, expected: Sequence[str]) -> list[str]:
-    """A table of the nodes, and below it the problems, the same ones of several nodes in one line."""
+    """Render the table of nodes, with notes and problems below it. Equal problems of several nodes share a line."""
     bandwidth, problems = report["bandwidth"], report["problems"]
     head = ["node", "GPUs", "kind", "GPU free", "local free", "run free", "clock", "GB/s with neighbours", ""]
     nodes = in_order(expected)
@@ -224,7 +223,7 @@ def main() -> None:
     if args.what == "folder":
         try:
             print(os.fspath(run_folder(titan)))
-        except ConfigError as error:
+        except UserError as error:
             print(f"titan-disp: error: {error}", file=sys.stderr, flush=True)
             sys.exit(EXIT_CODE)
     elif args.what == "able":

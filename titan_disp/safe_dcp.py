@@ -1,7 +1,8 @@
-"""DCP checkpoints read without running what somebody may have put into them.
+"""DCP checkpoints are read without running code that someone may have put into them.
 
-``.metadata`` is a pickle, and DCP unpickles it, and every entry that is no tensor, without restriction: either can run any
-command as the user who reads it. Here both may only hold what checkpoints hold. All of titan_disp reads them through this file.
+``.metadata`` is a pickle, and DCP unpickles it, and every entry that is not a tensor, without restriction. Either could
+run any command as the user who reads it. Here both may only hold what checkpoints hold. All of titan_disp reads
+checkpoints through this module.
 """
 
 import collections
@@ -23,8 +24,8 @@ from torch.distributed.checkpoint.planner import ReadItem
 
 METADATA = ".metadata"
 
-# All that checkpoints of one process, FSDP2, HSDP and TP name, saved synchronously or not. By exact name, so that a dotted one
-# ("metadata.os.system") is none of them.
+# All names in checkpoints of one process, FSDP2, HSDP and TP, saved synchronously or asynchronously. Names must match
+# exactly, so that a dotted name ("metadata.os.system") is refused.
 _ALLOWED: dict[tuple[str, str], Any] = {
     **{
         (metadata.__name__, name): getattr(metadata, name)
@@ -50,7 +51,7 @@ _ALLOWED: dict[tuple[str, str], Any] = {
 
 
 _CLASSES = {value for value in _ALLOWED.values() if dataclasses.is_dataclass(value)}
-# Of protocols 4 and 5, which Python ≥ 3.8 writes.
+# These are opcodes of protocols 4 and 5, which Python ≥ 3.8 writes.
 _OPCODES = (
     "PROTO FRAME STOP MARK MEMOIZE BINGET LONG_BINGET STACK_GLOBAL NEWOBJ REDUCE BUILD "
     "NONE NEWTRUE NEWFALSE BININT BININT1 BININT2 LONG1 BINFLOAT SHORT_BINUNICODE BINUNICODE "
@@ -60,7 +61,8 @@ _OPCODES = (
 
 def _refused(what: str) -> pickle.UnpicklingError:
     return pickle.UnpicklingError(
-        f"it {what}, which no checkpoint needs: PyTorch did not write this file, or it is damaged. Nothing in it was run"
+        f"it {what}, which no checkpoint needs: PyTorch did not write this file, or it is damaged. "
+        "Nothing in it was executed"
     )
 
 
@@ -70,7 +72,7 @@ class _Dispatch(dict[int, Any]):
 
 
 class _Unpickler(pickle._Unpickler):
-    """Python's, not C's: there six bytes (LONG_BINPUT) take 64 GB of memory, and BUILD may change classes."""
+    """Extend Python's unpickler, not C's: there, six bytes (LONG_BINPUT) take 64 GB, and BUILD may change classes."""
 
     dispatch = _Dispatch(
         {code: pickle._Unpickler.dispatch[code] for code in (getattr(pickle, name)[0] for name in _OPCODES.split())}
@@ -83,7 +85,7 @@ class _Unpickler(pickle._Unpickler):
             raise _refused(f"names {module}.{name}") from None
 
     def load_build(self) -> None:
-        """Set the attributes of an object. Of a class or a function they are everybody's, for as long as this process lives."""
+        """Set the attributes of an object. Those of a class or a function would change it for the whole process."""
         kind = type(self.stack[-2])  # type: ignore[attr-defined]
         if kind not in _CLASSES:
             raise _refused(f"sets attributes of a {kind.__name__}")
@@ -92,50 +94,56 @@ class _Unpickler(pickle._Unpickler):
     dispatch[pickle.BUILD[0]] = load_build
 
 
-@functools.lru_cache(maxsize=1)  # a resume asks for the same file again and again, and Python's unpickler is slow
+@functools.lru_cache(maxsize=1)  # a resume reads the same file several times, and Python's unpickler is slow
 def parse_metadata(content: bytes) -> Metadata:
-    """What the bytes of a ``.metadata`` file say: texts → what they hold, and where in which file it is. Not to be changed.
+    """Return the content of a ``.metadata`` file: for each name, its type and shape, and its place in the files.
+
+    Callers must not change it.
 
     Raises:
-        Exception: of any kind, where they are damaged; UnpicklingError where they name what no checkpoint needs.
+        UnpicklingError: the file names something that no checkpoint needs.
+        Exception: of any kind, if the file is damaged.
     """
     found = _Unpickler(io.BytesIO(content)).load()
     if not isinstance(found, Metadata):
         raise pickle.UnpicklingError(f"it holds {type(found).__name__}, expected Metadata")
     for key in found.state_dict_metadata:
         if not isinstance(key, str):
-            raise pickle.UnpicklingError(f"it has a key that is a {type(key).__name__}, expected a text")
+            raise pickle.UnpicklingError(f"it has a key of type {type(key).__name__}, expected str")
     for info in (found.storage_data or {}).values():
         kinds = type(info.relative_path), type(info.offset), type(info.length)
         if kinds != (str, int, int) or not 0 <= info.offset <= info.offset + info.length < 2**63:
-            raise pickle.UnpicklingError("it says of a piece of a file neither its name nor where it is")
+            raise pickle.UnpicklingError("it has a storage entry without a valid file name, offset and length")
     return found
 
 
 def read_metadata(folder: str | os.PathLike[str]) -> Metadata:
-    """What a checkpoint's ``.metadata`` says; raises as ``parse_metadata``, and OSError."""
+    """Return the content of a checkpoint's ``.metadata``. Raises OSError, and what ``parse_metadata`` raises."""
     return parse_metadata((Path(folder) / METADATA).read_bytes())
 
 
 class Reader(dcp.FileSystemReader):
-    """DCP's reader, without its unpickling. (DCP reads tensors with ``weights_only=True`` itself.)"""
+    """Extend DCP's reader to avoid its unpickling.
 
-    def read_metadata(self) -> Metadata:  # type: ignore[override]  # those with a rank are of saves without collectives
+    DCP itself reads tensors with ``weights_only=True``.
+    """
+
+    def read_metadata(self) -> Metadata:  # type: ignore[override]  # a rank is for saves without collectives
         found = read_metadata(self.path)
         own = dataclasses.replace(found.storage_meta or StorageMeta(), load_id=self.load_id)
         return dataclasses.replace(found, storage_meta=own)
 
 
 class LoadPlanner(DefaultLoadPlanner):
-    """DCP's planner, whose entries that are no tensors may be numbers, texts, lists, … only."""
+    """Extend DCP's planner so that entries that are not tensors can only be numbers, strings, lists and the like."""
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         plain = io.BytesIO()
-        torch.save(torch.load(value, weights_only=True), plain)  # what DCP unpickles next are bytes of our own
+        torch.save(torch.load(value, weights_only=True), plain)  # DCP then unpickles only bytes that we wrote
         plain.seek(0)
         super().load_bytes(read_item, plain)
 
 
 def load(state_dict: dict[str, Any], folder: str | os.PathLike[str], no_dist: bool = False) -> None:
-    """``torch.distributed.checkpoint.load`` from a folder; raises as that does."""
+    """Load as ``torch.distributed.checkpoint.load`` does, from a folder, and raise what it raises."""
     dcp.load(state_dict, storage_reader=Reader(folder), planner=LoadPlanner(), no_dist=no_dist)
