@@ -1,4 +1,4 @@
-# make demo and make test do all set-up on a fresh machine; PYTHON chooses the interpreter to build .venv with.
+# On a fresh machine, make demo and make test first do all set-up. PYTHON chooses the interpreter that builds .venv.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -6,13 +6,16 @@ NPROC ?= 2
 DATA := data/sample
 PART ?= all
 JOBS ?= 2
+# Worker processes of the tests: about one per core, and 2 GB of memory each. The tests of one file stay in one worker.
+WORKERS ?= 2
+PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 .PHONY: setup demo figure evidence test test-fast test-night test-authors slurm-test mutants lint format clean
 
 setup: $(VENV)/.ready
 
-# Where the interpreter has torch already (a GPU image, a cluster's module), that torch is used and never replaced.
-# Where it has none, a pinned one is installed first: an open range would fetch the newest build with gigabytes of CUDA.
+# If the interpreter already has torch (as in a GPU image or a cluster's module), that torch is used and never replaced.
+# Otherwise a pinned version is installed first, because an open range would download gigabytes of CUDA with the newest build.
 $(VENV)/.ready: pyproject.toml
 	@if $(PYTHON) -c "import torch" 2>/dev/null; then \
 	  $(PYTHON) -m venv --system-site-packages $(VENV); \
@@ -20,7 +23,7 @@ $(VENV)/.ready: pyproject.toml
 	  $(PYTHON) -m venv $(VENV) && $(BIN)/python -m pip install --quiet "torch==2.13.0"; \
 	fi
 	$(BIN)/python -m pip install --quiet -e ".[all]"
-	@# torchtitan imports triton, which the CPU build of torch does not bring; GPU builds bring their own.
+	@# torchtitan imports triton. GPU builds of torch include it, and the CPU build does not.
 	$(BIN)/python -c "import triton" 2>/dev/null || $(BIN)/python -m pip install --quiet -e ".[cpu]"
 	@touch $@
 
@@ -30,40 +33,44 @@ $(DATA)/README.md: | setup
 demo: setup $(DATA)/README.md
 	$(BIN)/titan-disp train train_configs/demo_cpu.toml --nproc $(NPROC)
 
-# docs/condensation.*: six runs, dispersion off and on with three seeds. Complete runs in outputs/figure are not trained again.
+# Writes docs/condensation.* from six runs: dispersion off and on, with three seeds. Complete runs in outputs/figure are kept.
 figure: setup $(DATA)/README.md
 	$(BIN)/python benchmarks/figure.py --nproc $(NPROC) --data $(DATA)
 
-# docs/evidence.md: all runs of docs/evidence_design.md that are missing, JOBS at a time, one core each. Hours; it resumes.
+# Writes docs/evidence.md. It trains the missing runs of docs/evidence_design.md, JOBS at a time with one core each.
+# This takes hours, and can be interrupted and resumed.
 evidence: setup data/evidence/README.md
 	$(BIN)/python -m benchmarks.evidence --part $(PART) --jobs $(JOBS)
 
-# 70 MB of Debian's packages, by apt-get.
+# Downloads 70 MB of Debian's packages with apt-get.
 data/evidence/README.md: | setup
 	$(BIN)/python -m benchmarks.corpus data/evidence
 
 test: setup
-	$(BIN)/python -m pytest -m "not night"
+	$(PYTEST) -m "not night"
 
 test-fast: setup
-	$(BIN)/python -m pytest -m "not slow and not night"
+	$(PYTEST) -m "not slow and not night"
 
-# Whole runs: NaN, full disks, damaged checkpoints and signals; imports, the figure and the report from the start.
+# Tests of whole runs: NaN, full disks, damaged checkpoints and signals; also imports, the figure and the report.
 test-night: setup
-	$(BIN)/python -m pytest -m night
+	$(PYTEST) -m night
 
-# Against the authors' package itself (7 kB). Its licence, Yale's, is for non-commercial use alone, so that nothing else installs it:
-# make test compares with numbers that it gave. It asks for an older transformers, which it does not need: --no-deps.
+# Compares with the authors' package itself (7 kB). Its licence, Yale's, is for non-commercial use only, so nothing else
+# installs it: make test compares with numbers that it gave. It requires an older transformers, but works with ours,
+# hence --no-deps.
 test-authors: setup
 	$(BIN)/python -m pip install --quiet --no-deps "embedding-condensation==2.0"
-	$(BIN)/python -m pytest tests/test_averaged.py
+	$(BIN)/python -m pytest tests/test_averaged_cosines.py
 
-# A real SLURM of four nodes on this machine: installed where it is missing (Debian or Ubuntu, root), stopped afterwards.
+# Runs a real SLURM with four nodes on this machine. It is installed if it is missing (Debian or Ubuntu, as root), and
+# stopped at the end.
 slurm-test: setup
 	$(BIN)/python -m pytest tests/slurm
 
-# Small wrong edits of a room (tests/mutants.py lists them) that its fast tests do not notice: make mutants ROOM=measure.
-# Minutes for most, an hour for the loss; ARGS=--again tries the survivors of the last run once more.
+# Finds small wrong edits of a room (tests/mutants.py lists the rooms) that its fast tests do not notice: make mutants
+# ROOM=measure. Most rooms take minutes, and the loss takes an hour. ARGS=--again tries the survivors of the last run
+# again.
 mutants: setup
 	@$(BIN)/python -c "import mutmut" 2>/dev/null || $(BIN)/python -m pip install --quiet -e ".[mutants]"
 	$(BIN)/python -m tests.mutants $(ROOM) $(ARGS)

@@ -1,4 +1,4 @@
-"""Open pages in a real Chromium, without a window and without a driver: found, or installed where that can be done."""
+"""Open pages in a headless Chromium without a driver. It is installed if it is missing and that is possible."""
 
 import os
 import shutil
@@ -16,18 +16,18 @@ OPTIONS = (
     "--disable-component-update",
     "--disable-sync",
     "--hide-scrollbars",
-    *(("--no-sandbox",) if os.geteuid() == 0 else ()),  # Chromium refuses to start as root with it
+    *(("--no-sandbox",) if os.geteuid() == 0 else ()),  # with its sandbox, Chromium refuses to start as root
 )
 
 
 def find_browser() -> str:
-    """The command of a Chromium that starts.
+    """Return the command of a Chromium that starts.
 
     Raises:
-        RuntimeError: there is none, and it cannot be installed here, or it does not start; why.
+        RuntimeError: there is none and it cannot be installed, or it does not start.
     """
     found = next(filter(None, map(shutil.which, NAMES)), None) or _install()
-    _run([found, "--version"], timeout=60)  # on Ubuntu the package may be a stub that asks for a snap
+    _run([found, "--version"], timeout=60)  # Ubuntu's package may be a stub that asks for a snap
     return found
 
 
@@ -41,10 +41,10 @@ def _install() -> str:
 
 
 def open_page(browser: str, page: Path, width: int, height: int, picture: Path | None = None) -> str:
-    """The page's DOM as HTML once it is loaded, or, with ``picture``, a PNG of it in that file.
+    """Return the DOM of the loaded page as HTML. With ``picture``, write a PNG of it to that file instead.
 
     Raises:
-        RuntimeError: Chromium failed; its last words.
+        RuntimeError: Chromium failed; the message ends with its output.
     """
     with tempfile.TemporaryDirectory(prefix="browser-") as profile:
         command = [browser, *OPTIONS, f"--user-data-dir={profile}", f"--window-size={width},{height}"]

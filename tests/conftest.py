@@ -1,22 +1,50 @@
+"""Fixtures that several test files share."""
+
+import logging
 import os
 from pathlib import Path
 
-# Small models: threads of several ranks on the same cores cost more than they give.
+# The models are small: with several ranks on the same cores, threads cost more than they gain.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest  # noqa: E402
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 
-import titan_disp.plugin  # noqa: E402, F401 — the model's spec, and TorchTitan's device type
+import titan_disp.plugin  # noqa: E402, F401 — registers the models, and sets TorchTitan's device type
 from titan_disp.data.sample import documents, write_sample  # noqa: E402
 
 torch.set_num_threads(1)
 
+# The longest files, longest first. `make test` gives whole files to its workers in this order (--no-loadscope-reorder),
+# so that no worker begins one of them when the others have nothing left to do.
+LONGEST = ("training", "meshes", "faults", "stream", "sweeps", "evidence", "plan", "config_errors", "report")
+
+
+def pytest_collection_modifyitems(items):
+    order = {f"test_{name}.py": place for place, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: order.get(item.path.name, len(LONGEST)))
+
+
+def stream_handlers():
+    loggers = [logging.root, *(x for x in logging.root.manager.loggerDict.values() if isinstance(x, logging.Logger))]
+    return {
+        (logger, handler) for logger in loggers for handler in logger.handlers if type(handler) is logging.StreamHandler
+    }
+
+
+@pytest.fixture(autouse=True)
+def _no_handler_outlives_its_test():
+    """Removes handlers that a test added: pytest closes the stream that they write to, and the next message would fail."""
+    before = stream_handlers()
+    yield
+    for logger, handler in stream_handlers() - before:
+        logger.removeHandler(handler)
+
 
 @pytest.fixture(scope="module")
 def one_rank():
-    """A process group of this process alone, for collective calls without a second process."""
+    """A process group of this process only, so that collective calls need no second process."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()
@@ -24,7 +52,7 @@ def one_rank():
 
 @pytest.fixture(scope="session")
 def sample(tmp_path_factory):
-    """The sample corpus with its SentencePiece tokenizer; SAMPLE names a folder that holds it already."""
+    """The sample corpus with its SentencePiece tokenizer. SAMPLE may name a folder that already holds them."""
     if written := os.environ.get("SAMPLE"):
         return Path(written)
     folder = tmp_path_factory.mktemp("data") / "sample"
@@ -34,7 +62,7 @@ def sample(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def hf_tokenizer(tmp_path_factory):
-    """A Hugging Face tokenizer folder of 2048 tokens trained on the sample's texts."""
+    """The folder of a Hugging Face tokenizer of 2048 tokens, trained on the sample's texts."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.BPE())

@@ -1,4 +1,4 @@
-"""The few answers of the Hugging Face hub that reading a data set needs, on loopback, with faults on demand."""
+"""A local server that gives the few answers of the Hugging Face hub that reading needs, with faults on demand."""
 
 import contextlib
 import hashlib
@@ -18,16 +18,18 @@ class FakeHub:
     """Serves ``root`` as allenai/c4, and the folders in ``datasets`` under their names, at COMMIT.
 
     Attributes:
-        url: to be set as HF_ENDPOINT (``use`` does it in this process).
+        url: the value for HF_ENDPOINT (``use`` sets it in this process).
         tagged: folders of data sets at OLDER, the tag v1.0.
-        gated: data sets that nobody may read.
+        gated: data sets to which nobody has access.
         fail_every: every n-th request for content is answered 503; 0 for none.
-        damaged: paths whose content is served with a wrong byte.
-        refusals: answers to the next requests for content, (status, headers).
-        cut: the connection breaks after so many bytes of an answer. short: answers hold so many bytes at most, and say so.
-        stall: nothing comes after so many bytes. 0 for none of these.
-        ignore_range: whole files are sent, whatever is asked for.
-        requests: counts by kind. ranges: (path, Range) of every GET for content.
+        damaged: paths whose content is served with one wrong byte.
+        refusals: answers to the next requests for content, as (status, headers).
+        cut: the connection breaks after this many bytes of an answer; 0 for never.
+        short: answers hold at most this many bytes, and say so; 0 for no limit.
+        stall: nothing more is sent after this many bytes; 0 for never.
+        ignore_range: whether whole files are sent, whatever is asked for.
+        requests: number of requests by kind.
+        ranges: (path, Range) of every GET for content.
     """
 
     def __init__(self, root: Path, repository: str = "allenai/c4") -> None:
@@ -47,7 +49,7 @@ class FakeHub:
                 hub.answer(self, body=True)
 
             def handle(self):
-                with contextlib.suppress(ConnectionError):  # the client has had enough of a file
+                with contextlib.suppress(ConnectionError):  # the client has closed the connection early
                     super().handle()
 
             def log_message(self, *args):
@@ -63,7 +65,7 @@ class FakeHub:
         self.server.server_close()
 
     def use(self, monkeypatch, folder):
-        """Have this process ask here, with caches in ``folder``."""
+        """Let this process use this hub, with its caches in ``folder``."""
         for name, value in {
             "huggingface_hub.constants.ENDPOINT": self.url,
             "huggingface_hub.constants.HUGGINGFACE_CO_URL_TEMPLATE": self.url
@@ -102,7 +104,7 @@ class FakeHub:
             info = {"id": repository, "sha": commits[match[1]], "gated": "auto" if repository in self.gated else False}
             return self.send(request, 200, json.dumps(info).encode(), {}, body)
         match = re.fullmatch(rf"/datasets/{repository}/resolve/({COMMIT}|{OLDER})/(.+)", path)
-        if repository in self.gated:  # with whatever is asked for, auth-check too
+        if repository in self.gated:  # for every request, including auth-check
             return self.send(request, 401, b"", {"X-Error-Code": "GatedRepo"}, body)
         if not match or unquote(match[2]) not in self.files(root):
             return self.send(request, 404, b"", {"X-Error-Code": "EntryNotFound"}, body)
@@ -135,7 +137,7 @@ class FakeHub:
         return self.send(request, 206, content[first : last + 1], headers, body, self.cut or self.stall or None)
 
     def tree(self, root, folder, recursive):
-        """Files and folders, as the hub lists them."""
+        """List files and folders as the hub does."""
         prefix, found = f"{folder}/" if folder else "", {}
         for name in self.files(root):
             if name.startswith(prefix):
@@ -161,7 +163,7 @@ class FakeHub:
         }
 
     def send(self, request, status, content, headers, body, sent=None):
-        """``sent``: bytes of the content that go out before the connection breaks or nothing more comes; None: all."""
+        """Send an answer, and break or stall the connection after ``sent`` bytes of the content unless it is None."""
         request.send_response(status)
         for name, value in {**headers, "Content-Length": str(len(content)), "Content-Type": "application/json"}.items():
             request.send_header(name, value)

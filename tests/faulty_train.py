@@ -1,11 +1,20 @@
-"""``python -m tests.faulty_train``: the trainer with faults, asked for by the environment variable FAULTS.
+"""``python -m tests.faulty_train``: the trainer with the faults that the environment variable FAULTS asks for.
 
-FAULTS="nan_loss:3@1,inf_gradient:5@0": at step 3 the cross-entropy of rank 1 is NaN, at step 5 rank 0 has an infinite
-gradient. "nan_loss:3-9@0" lasts from step 3 to 9. Others: crash (an exception; "crash:0@0" before anything is built), hang
-(SIGSTOP of itself), freeze (waits for ever before the step, as for a file system; with FAULTS_ONCE every rank that is named does
-so once), kill (SIGKILL of itself), kill_in_save (when it next writes a checkpoint), nospace (the file system is full from then
-on), slow (SLOW seconds more a step, by default half of one). FAULTS_ONCE names a file: faults happen only until it exists, and
-create it.
+FAULTS="nan_loss:3@1,inf_gradient:5-9@0" makes the cross-entropy of rank 1 NaN at step 3, and gives rank 0 an infinite
+gradient at steps 5 to 9. The faults are:
+
+nan_loss      the cross-entropy is NaN
+inf_gradient  a gradient is infinite
+crash         an exception; "crash:0@0" raises it before anything is built
+hang          the rank stops itself with SIGSTOP
+freeze        the rank waits forever before the step, as for a file system
+kill          the rank kills itself with SIGKILL
+kill_in_save  the rank kills itself when it next writes a checkpoint
+nospace       the file system is full from this step on
+slow          the step takes SLOW seconds longer, by default 0.5
+
+FAULTS_ONCE names a file that the first fault creates. Faults do not happen if it exists. (freeze uses one such file per
+rank, so that every named rank freezes once.)
 """
 
 import math

@@ -1,4 +1,4 @@
-"""One training step of the real trainer on a given mesh, with its whole gradients saved for comparison."""
+"""Run one training step of the real trainer on a given mesh, and save its full gradients for comparison."""
 
 import dataclasses
 import warnings
@@ -18,7 +18,7 @@ GLOBAL_BATCH, SEQ_LEN, VOCAB = 8, 32, 2048
 
 
 def global_batch():
-    """[8, 33] token ids, with labels of unequal numbers of valid tokens per sequence."""
+    """Input and label token ids, each [8, 32]. The sequences have different numbers of valid labels."""
     tokens = torch.randint(VOCAB, (GLOBAL_BATCH, SEQ_LEN + 1), generator=torch.Generator().manual_seed(7))
     labels = tokens[:, 1:].clone()
     labels[0, :20] = -100
@@ -37,7 +37,7 @@ def canonical(model):
 
 
 def reduced(flavor):
-    """A flavor's arguments with fewer and narrower layers; what is tied stays tied."""
+    """A flavor's arguments with fewer and narrower layers. Tied embeddings stay tied."""
     from titan_disp.qwen3.flavors import flavors
 
     sizes = {"n_layers": 2, "dim": 64, "hidden_dim": 192, "n_heads": 4, "n_kv_heads": 2, "head_dim": 16}
@@ -75,7 +75,7 @@ def build(sample, run_folder, *options):
 
 
 def mutate(objective, mutation):
-    """Break the objective's scale, as a naive one would be broken."""
+    """Break the scale of the objective in a way in which a naive objective would break it."""
     if mutation == "dropped":
         return dataclasses.replace(objective, coeff=lambda step: 0.0)
     if mutation.startswith("times"):
@@ -85,7 +85,7 @@ def mutate(objective, mutation):
 
 
 def step(trainer):
-    """One step on the fixed batch; returns the gradients as the optimizer saw them."""
+    """Train one step on the fixed batch. Returns the gradients that the optimizer saw."""
     dims = trainer.parallel_dims
     dp_rank = dims.get_mesh("batch").get_local_rank() if dims.dp_enabled else 0
     dp = dims.dp_replicate * dims.dp_shard
@@ -94,7 +94,7 @@ def step(trainer):
     gradients = {}
 
     def keep(optimizer, args, kwargs):
-        with _disable_current_modes():  # what this sends is not the step's
+        with _disable_current_modes():  # these collectives are not part of the step
             gradients.update({name: full(p.grad).clone() for name, p in canonical(trainer.model_parts[0]).items()})
 
     hook = trainer.optimizers.optimizers[0].register_step_pre_hook(keep)
@@ -108,7 +108,10 @@ def step(trainer):
 
 
 class Collectives(TorchDispatchMode):
-    """What a step sends: (all_gather, reduce_scatter or all_reduce; the group's ranks; bytes of the whole, not the shard)."""
+    """Records a step's collectives.
+
+    Each is (all_gather, reduce_scatter or all_reduce; the group's ranks; bytes of the whole tensor, not of a shard).
+    """
 
     KINDS = ("all_gather", "reduce_scatter", "all_reduce")
 
@@ -132,10 +135,11 @@ class Collectives(TorchDispatchMode):
 
 
 def run_cases(sample, folder, cases, checkpoint):
-    """For every case: build, step, save gradients and updated weights to ``folder/name.pt`` (rank 0)."""
+    """For every case, build a trainer, train a step, and save gradients and weights to ``folder/name.pt`` on rank 0."""
     from titan_disp.qwen3.flavors import flavors
 
-    # Users would be warned of a view among what the model returns. (Of an untied embedding's under TP, TorchTitan warns too.)
+    # Users would see this warning of a view among the model's outputs. (Under TP, TorchTitan itself gets one for an
+    # untied embedding.)
     warnings.filterwarnings("error", message=r"FSDP2-wrapped module \(FSDP\w+DispModel\)")
     flavors._flavors["8B"] = reduced("8B")
     if any("--parallelism.context_parallel_degree" in options for options, _ in cases.values()):
@@ -147,14 +151,14 @@ def run_cases(sample, folder, cases, checkpoint):
         assert_tied(model, tied)
         before = {n: full(p.detach()).clone() for n, p in canonical(model).items()}
         trainer.loss_fn = mutate(trainer.loss_fn, mutation)
-        compiled = "--compile.enable" in options  # in which the calls could not be seen
+        compiled = "--compile.enable" in options  # a dispatch mode cannot see the calls of compiled code
         with nullcontext() if compiled else Collectives() as collectives:
             gradients = step(trainer)
         assert_tied(model, tied)
         after = {n: full(p.detach()).clone() for n, p in canonical(model).items()}
         if checkpoint:
             trainer.checkpointer.save(trainer.step)
-            step(trainer)  # moves on, so that loading has something to undo
+            step(trainer)  # changes the weights, so that loading has something to undo
             trainer.checkpointer.load()
             assert_tied(model, tied)
             for n, p in canonical(model).items():

@@ -1,13 +1,14 @@
-"""Which small wrong edits of a room do its fast tests not notice? ``make mutants ROOM=measure``
+"""Find small wrong edits of the code that its fast tests do not notice: ``make mutants ROOM=measure``.
 
-A *mutant* is the code with one small edit: another operator, a number plus one, an argument left out or None. mutmut makes
-them, runs the tests that reach the edited function, and a mutant that fails none of them has *survived*. mutmut rather than
-cosmic-ray because it imports torch and TorchTitan (6 s) once and forks for every mutant, and because it runs only the tests
-that call the edited function: one mutant takes about a second. It leaves out code outside of functions, and functions with
-decorators other than staticmethod and classmethod.
+A *mutant* is the code with one small edit: another operator, a number plus one, an argument left out or None. mutmut
+makes mutants and runs the tests that reach the edited function. A mutant that fails none of them has *survived*. mutmut
+was chosen over cosmic-ray because it imports torch and TorchTitan (6 s) once and forks for every mutant, and because it
+runs only the tests that call the edited function, so that a mutant takes about a second. It does not edit code outside
+of functions, nor functions with decorators other than staticmethod and classmethod.
 
-Edits in the lines of messages are left out: tests look for what a message must say, not for every word of it. Survivors that
-cannot be noticed, because the edited code does the same, are listed with the reason in ``equivalent_mutants.toml``.
+A *room* is a set of source files and their tests. Lines of messages are not edited, because tests look for what a
+message must say and not for every word. Survivors that no test can notice, because the edited code does the same, are
+listed with the reason in ``equivalent_mutants.toml``.
 """
 
 import argparse
@@ -28,23 +29,23 @@ ROOT = Path(__file__).parents[1]
 BUILD = ROOT / "build" / "mutants"
 EQUIVALENT = ROOT / "tests" / "equivalent_mutants.toml"
 
-# A room: the files to edit, and the tests of which the fast ones (neither slow nor night) must notice.
+# For each room: the files to edit, and the test files of which only the fast tests (neither slow nor night) run.
 ROOMS = {
     "dispersion": (
         ["titan_disp/dispersion/*.py", "titan_disp/dispersion/variants/*.py"],
         [
             "test_pairwise",
             "test_variants",
-            "test_authors",
+            "test_authors_loss",
             "test_padding",
             "test_objective",
-            "test_sharded",
+            "test_sharded_loss",
             "test_gpu_path",
         ],
     ),
     "guard": (["titan_disp/run/guard.py"], ["test_guard", "test_ranks_agree"]),
     "checkpoint": (
-        [f"titan_disp/run/{file}.py" for file in ("checkpoint", "hashes", "integrity", "sweep")],
+        [f"titan_disp/run/{file}.py" for file in ("checkpoint", "hashes", "integrity", "cleanup")],
         ["test_checkpoint", "test_checkpoint_integrity", "test_checkpoint_trust", "test_ranks_agree"],
     ),
     "stream": (
@@ -62,14 +63,22 @@ ROOMS = {
                 "progress",
             )
         ],
-        ["test_stream", "test_shuffle", "test_mixture", "test_data", "test_formats", "test_bad_data"],
+        [
+            "test_stream",
+            "test_shuffle",
+            "test_mixture",
+            "test_local_files",
+            "test_tokenizers",
+            "test_formats",
+            "test_data_errors",
+        ],
     ),
     "formats": (
         [
             f"titan_disp/data/{file}.py"
-            for file in ("formats", "records", "json_lines", "text_files", "parquet", "pretokenized", "first_look")
+            for file in ("formats", "records", "json_lines", "text_files", "parquet", "pretokenized", "content_check")
         ],
-        ["test_formats", "test_bad_data"],
+        ["test_formats", "test_data_errors"],
     ),
     "supervise": (["slurm/supervise.py"], ["test_supervise"]),
     "plan": (["titan_disp/cluster/plan.py"], ["test_plan"]),
@@ -77,10 +86,11 @@ ROOMS = {
     "compare": (["titan_disp/evaluate/compare.py"], ["test_compare"]),
 }
 MESSAGES = r"logger\.|\bsay\(|raise |Error\(|^\s*\(?(\+ \(?)?f?\"[^\"]*\"( if .*)?[,)]*$"
-SURVIVED = {0: "survived", 5: "no test", 33: "no test"}  # mutmut's exit codes; a mutant that hangs counts as killed
+SURVIVED = {0: "survived", 5: "no test", 33: "no test"}  # mutmut's exit codes; a mutant that hangs counts as noticed
 
 
-# What ranks call counts as called by the test that starts them: mutmut knows of its own process only.
+# Appended to tests/distributed.py. mutmut sees the calls of its own process only; this credits what ranks call to the
+# test that starts them.
 RANKS = """
 
 import os as _os
@@ -137,7 +147,7 @@ class Survivor(NamedTuple):
 
 
 def prepare(room: str) -> Path:
-    """A copy of the checkout's files with mutmut's settings for the room, so that the checkout stays as it is."""
+    """Copy the files of the checkout, with mutmut's settings for the room, so that the checkout stays unchanged."""
     files, tests = ROOMS[room]
     folder = BUILD / room
     listed = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "-z"]
@@ -154,14 +164,14 @@ def prepare(room: str) -> Path:
         "do_not_mutate_patterns": [MESSAGES],
         "also_copy": ["train_configs", "benchmarks", "docs", "README.md", "CHANGELOG.md", "Makefile"],
         "pytest_add_cli_args_test_selection": [f"tests/{test}.py" for test in tests],
-        # Inductor cannot trace mutmut's switches.
-        # Nor does pytest look for what destructors raise: that takes five garbage collections, seconds where much is imported.
+        # Inductor cannot trace mutmut's switches. The plugins that look for exceptions in destructors and threads are
+        # off because they collect garbage five times, which takes seconds after many imports.
         "pytest_add_cli_args": [
             *("-m", "not slow and not night", "-k", "not compile", "-p", "no:cacheprovider"),
             *("-p", "no:unraisableexception", "-p", "no:threadexception"),
         ],
         "process_isolation": "forkserver",  # torch must not be forked from a process that has run tests
-        "timeout_multiplier": 4.0,  # of what the tests take without an edit
+        "timeout_multiplier": 4.0,  # times what the tests take without an edit
         "timeout_constant": 5.0,
         "use_git_change_detection": False,
     }
@@ -172,7 +182,7 @@ def prepare(room: str) -> Path:
 
 
 def sample() -> Path:
-    """The corpus of the tests, written once: seconds for every mutant."""
+    """The corpus of the tests, written once: writing it takes seconds, for every mutant."""
     from titan_disp.data.sample import is_complete, write_sample
 
     folder = BUILD / "sample"
@@ -182,24 +192,24 @@ def sample() -> Path:
 
 
 def verdicts(folder: Path) -> Iterator[tuple[Path, str, int | None]]:
-    """(source file, mutant, mutmut's exit code) of the last run."""
+    """Yield (source file, mutant, mutmut's exit code) of the last run; the code is None if a mutant was not tried."""
     for meta in sorted((folder / "mutants").rglob("*.meta")):
         for name, code in json.loads(meta.read_text())["exit_code_by_key"].items():
             yield meta.relative_to(folder / "mutants").with_suffix(""), name, code
 
 
 def not_noticed(folder: Path) -> list[str]:
-    """The survivors of the last run, and what it did not come to, where it was ended."""
+    """The mutants that survived the last run or that it has not tried."""
     return [name for _, name, code in verdicts(folder) if code in SURVIVED or code is None]
 
 
 def results(folder: Path) -> tuple[int, list[Survivor]]:
-    """How many mutants were tried, and those that survived."""
+    """How many mutants were tried, and the survivors among them."""
     from mutmut.mutation.diff_apply import get_diff_for_mutant
     from mutmut.utils.format_utils import orig_function_and_class_names_from_key
 
     total, survivors = 0, []
-    os.chdir(folder)  # where mutmut looks for its files
+    os.chdir(folder)  # mutmut looks for its files in the current folder
     for source, name, code in verdicts(folder):
         total += code is not None
         if code in SURVIVED:
@@ -223,7 +233,7 @@ def _first_line(source: Path, function: str, class_name: str | None) -> int:
 
 
 class Equivalent:
-    """Which survivors do the same as the code: those listed, and edits of arguments that decide nothing here."""
+    """Survivors that do the same as the code: those in the list, and edits of arguments that have no effect here."""
 
     def __init__(self) -> None:
         content = tomli.loads(EQUIVALENT.read_text())
@@ -236,7 +246,7 @@ class Equivalent:
 
 
 def _plain(line: str) -> str:
-    """A line without what a removed argument leaves: spaces and a comma."""
+    """A line without the spaces and the comma that a removed argument leaves."""
     return re.sub(r",?\s*\)", ")", " ".join(line.split()))
 
 
@@ -245,14 +255,22 @@ def main() -> None:
     parser.add_argument("room", choices=ROOMS)
     parser.add_argument("--processes", type=int, default=os.cpu_count())
     again = parser.add_mutually_exclusive_group()
-    again.add_argument("--report", action="store_true", help="print the results of the last run of this room")
+    again.add_argument("--report", action="store_true", help="only print the results of the room's last run")
     again.add_argument(
-        "--again", action="store_true", help="try the last run's survivors again, and what it did not come to"
+        "--again", action="store_true", help="try only the mutants that survived the last run or were not tried in it"
+    )
+    parser.add_argument(
+        "--ending",
+        default="",
+        metavar="DIGITS",
+        help="try only mutants whose number ends in one of these digits: 27 tries a fifth of them",
     )
     args = parser.parse_args()
     folder = BUILD / args.room
     if not args.report:
-        names = not_noticed(folder) if args.again else []
+        names = [f"*[{args.ending}]"] if args.ending else []
+        if args.again:
+            names = [name for name in not_noticed(folder) if not args.ending or name[-1] in args.ending]
         if not args.again:
             shutil.rmtree(folder, ignore_errors=True)
         prepare(args.room)
@@ -262,7 +280,7 @@ def main() -> None:
             subprocess.run(command, cwd=folder, env=environment, check=True)
     total, survivors = results(folder)
     if untried := sum(code is None for _, _, code in verdicts(folder)):
-        print(f"{untried} mutants have not been tried: the last run was ended")
+        print(f"{untried} mutants have not been tried")
     equivalent = Equivalent()
     same = [s for s in survivors if s in equivalent]
     noticed, possible = total - len(survivors), total - len(same)

@@ -1,4 +1,4 @@
-"""The dispersion loss as the paper writes it: plain float64 autograd over the whole N×N matrix."""
+"""The dispersion losses as the paper defines them: plain float64 autograd over the full N×N matrix."""
 
 import math
 
@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 class StraightThroughClamp(torch.autograd.Function):
-    """arccos(clamp(c)) whose slope beyond the bound stays the slope at the bound."""
+    """arccos(clamp(c)), with the slope at the bound everywhere beyond the bound."""
 
     @staticmethod
     def forward(ctx, c, bound):
@@ -22,7 +22,7 @@ class StraightThroughClamp(torch.autograd.Function):
 
 
 def dispersion_oracle(z: Tensor, tau: float, clamp: float, norm_eps: float) -> Tensor:
-    """[B, N, F] of any dtype → [B] float64, differentiable."""
+    """The angular loss: [B, N, F] of any dtype → [B] float64, differentiable."""
     z = z.double()
     n = z.shape[1]
     u = z / (torch.linalg.vector_norm(z, dim=-1, keepdim=True) + norm_eps)
@@ -32,12 +32,12 @@ def dispersion_oracle(z: Tensor, tau: float, clamp: float, norm_eps: float) -> T
 
 
 def _pairs(x: Tensor) -> Tensor:
-    """[B, N, N] → [B, N(N−1)], without the diagonal."""
+    """Drop the diagonal: [B, N, N] → [B, N(N−1)]."""
     return x[:, ~torch.eye(x.shape[1], dtype=torch.bool)]
 
 
 def orthogonalization_oracle(z: Tensor, clamp: float, norm_eps: float) -> Tensor:
-    """mean over i≠j of max(0, ½ − D)²; [B, N, F] → [B] float64."""
+    """The mean over i≠j of max(0, ½ − D)²: [B, N, F] → [B] float64."""
     z = z.double()
     u = z / (torch.linalg.vector_norm(z, dim=-1, keepdim=True) + norm_eps)
     d = StraightThroughClamp.apply(u @ u.transpose(1, 2), 1 - clamp) / math.pi
@@ -45,14 +45,14 @@ def orthogonalization_oracle(z: Tensor, clamp: float, norm_eps: float) -> Tensor
 
 
 def decorrelation_oracle(z: Tensor) -> Tensor:
-    """mean over i≠j of squared correlations, σ unbiased; [B, N, F] → [B] float64."""
+    """The mean over i≠j of squared correlations, with unbiased σ: [B, N, F] → [B] float64."""
     z = z.double()
     y = (z - z.mean(-1, keepdim=True)) / z.std(-1, keepdim=True)
     return _pairs((y @ y.transpose(1, 2) / (z.shape[-1] - 1)) ** 2).mean(1)
 
 
 def l2_repel_oracle(z: Tensor, tau: float, norm_coeff: float, include_diagonal: bool = True) -> Tensor:
-    """log mean over all i, j (or i≠j) of exp(−‖z_i − z_j‖²/τ), + λ_norm mean(z²); [B, N, F] → [B] float64."""
+    """log mean over all i, j (or i≠j) of exp(−‖z_i − z_j‖²/τ), plus λ_norm mean(z²): [B, N, F] → [B] float64."""
     z = z.double()
     d = (z[:, :, None] - z[:, None]).square().sum(-1)
     exponents = (-d / tau).flatten(1) if include_diagonal else _pairs(-d / tau)
@@ -68,7 +68,7 @@ def oracle(
     norm_coeff: float = 0.1,
     include_diagonal: bool = True,
 ):
-    """Any variant, [B, N, F] → [B] float64."""
+    """The loss of any variant: [B, N, F] → [B] float64."""
     if variant == "angular":
         return dispersion_oracle(z, tau, clamp, norm_eps)
     if variant == "orthogonalization":
@@ -79,6 +79,6 @@ def oracle(
 
 
 def drawing_order(tokens: int, seed: int, step: int, layer: int) -> Tensor:
-    """All positions in the order in which the sampled estimator draws them. Runs that resume rely on these numbers."""
+    """All positions in the order in which the sampled estimator draws them. Resumed runs rely on these numbers."""
     generator = torch.Generator().manual_seed((seed * 1_000_003 + step) * 1_009 + layer)
     return torch.randperm(tokens, generator=generator)

@@ -1,4 +1,4 @@
-"""Padded sequences, and the loss of each without its padding, from float64 oracles."""
+"""Padded sequences, and the loss of each sequence without its padding, from float64 oracles."""
 
 import math
 
@@ -19,16 +19,20 @@ CASES = [
     ("orthogonalization", "exact", {}),
     ("orthogonalization", "sampled", {"max_tokens": 24}),
 ]
-# Decorrelation has a form for few features and one for many.
+# Decorrelation has one form for few features and another one for many.
 NARROW_AND_WIDE = [(6, case) for case in CASES] + [(70, case) for case in CASES if case[0] == "decorrelation"]
 
 TOKENS = (64, 61, 30, 21, 3, 2, 1, 0)
-# Of the moments: numbers of tokens, and the stride of those that all are compared with: the largest power of two that leaves 64.
+# For the moments: number of tokens → stride of the tokens that all others are compared with, the largest power of two
+# that leaves 64 of them.
 STRIDES = {600: 8, 512: 8, 511: 4, 256: 4, 255: 2, 127: 1, 2: 1, 1: 0, 0: 0}
 
 
 def padded(counts, features, garbage=math.nan):
-    """z [B, N, F] and valid [B, N] with so many tokens per sequence, in one piece or scattered, and ``garbage`` between them."""
+    """z [B, N, F] and valid [B, N] with ``counts`` tokens per sequence and ``garbage`` elsewhere.
+
+    The tokens of every second sequence are scattered; those of the others are contiguous.
+    """
     generator = torch.Generator().manual_seed(7)
     length = max(counts)
     z = torch.randn(len(counts), length, features, generator=generator, dtype=torch.float64) + 0.3
@@ -41,10 +45,10 @@ def padded(counts, features, garbage=math.nan):
 
 
 def moments_oracle(z, tau, stride):
-    """Loss [1] of z [1, n, F], where w ≈ a + b c + ½ d c², fitted for every token to every stride-th one.
+    """The loss [1] of z [1, n, F] with w ≈ a + b c + ½ d c², which is fitted for every token to every stride-th token.
 
-    Its gradient is the estimator's: the fitted slope of the pair (i, j) is b + d c of token i. The constants 1e-6 and 1e-2 are
-    the ridge, the square of the floor, and ε.
+    Its gradient is the estimator's: the slope of the pair (i, j) is b + d c with the b and d of token i. The constant
+    1e-6 is both the ridge of the fit and the square of the smallest weight p; 1e-2 is ε.
     """
     n = z.shape[1]
     length = torch.linalg.vector_norm(z[0], dim=-1, keepdim=True)
@@ -71,7 +75,7 @@ def moments_oracle(z, tau, stride):
 
 
 def without_padding(z, valid, weights, case, layer):
-    """Loss [B] and gradient [B, N, F] of one shortened sequence after the other; 0 of those with fewer than two tokens."""
+    """Loss [B] and gradient [B, N, F], computed sequence by sequence without padding; 0 for fewer than two tokens."""
     variant, estimator, options = case
     options = dict(options)
     count = options.pop("max_tokens", None)
@@ -94,7 +98,7 @@ def without_padding(z, valid, weights, case, layer):
 
 
 def check(features, case, group=None, rank=0, world=1):
-    """Two layers against the oracles. With a group, this rank holds a contiguous part: of some sequences nothing but padding."""
+    """Compare two layers with the oracles. With a group, a rank holds a contiguous part, which may be padding only."""
     variant, estimator, options = case
     z, valid = padded(tuple(STRIDES) if estimator == "moments" else TOKENS, features)
     seed = {"seed": 3} if estimator == "sampled" else {}

@@ -1,4 +1,4 @@
-"""Commands and code blocks of the pages of the documentation, for the tests that compare them with the software."""
+"""These helpers read commands and code blocks from the documentation, for tests that compare it with the software."""
 
 import copy
 import functools
@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.cluster_of_one import DEMO, ROOT
+from tests.command_line import DEMO, ROOT
 from titan_disp import cli
-from titan_disp.checks import check_config
 from titan_disp.config import load_config
+from titan_disp.config_checks import check_config
 
-# What a subcommand calls once its words are understood: module and name. Each takes what it was given and does nothing.
+# The function that each subcommand calls with its parsed arguments, as module and name. Tests replace it to do nothing.
 ROOMS = {
     "train": ("titan_disp.launch", "launch"),
     "plan": ("titan_disp.cluster.plan", "make_plan"),
@@ -24,9 +24,9 @@ ROOMS = {
     "submit": ("titan_disp.cluster.submit", "submit"),
     "condensation": ("titan_disp.inspection.condensation", "condensation"),
     "report": ("titan_disp.report.page", "write_report"),
-    "export": ("titan_disp.results.export", "export"),
+    "export": ("titan_disp.export.export", "export"),
     "checkpoint": ("titan_disp.run.inventory", "inventory"),
-    "generate": ("titan_disp.results.generate", "generate"),
+    "generate": ("titan_disp.export.generate", "generate"),
     "evaluate": ("titan_disp.evaluate.evaluation", "evaluate"),
     "sample-data": ("titan_disp.data.sample", "write_sample"),
     "data fetch": ("titan_disp.data.mirror", "fetch"),
@@ -44,18 +44,18 @@ PLACEHOLDERS = {
 
 
 class Understood(Exception):
-    """A command has reached the room that does its work, with these arguments."""
+    """Raised when a command calls the function that does its work, with these arguments."""
 
 
 def blocks(text: str, language: str) -> list[str]:
-    """Fenced blocks of a language, also inside lists, without their indentation."""
+    """Return the fenced blocks of a language without their indentation, also inside lists."""
     found = re.findall(rf"^( *)```{language}\n(.*?)^\1```", text, flags=re.M | re.S)
     return [re.sub(rf"^{indent}", "", block, flags=re.M) for indent, block in found]
 
 
 def split(lines: str) -> Iterator[list[str]]:
-    """Shell lines → words of each command, placeholders filled in."""
-    for line in re.sub(r" > \S+", "", lines.replace("\\\n", " ")).splitlines():  # without the file that is written
+    """Yield the words of each command in shell lines, with placeholders filled in."""
+    for line in re.sub(r" > \S+", "", lines.replace("\\\n", " ")).splitlines():  # drops the file that is written
         words: list[str] = []
         for word in [*shlex.split(line, comments=True), "&&"]:
             if word != "&&":
@@ -66,7 +66,7 @@ def split(lines: str) -> Iterator[list[str]]:
 
 
 def commands(page: Path) -> list[list[str]]:
-    """Of a page's shell blocks; of a script's or a config's comments, what calls titan-disp."""
+    """Return the commands in a page's shell blocks, or titan-disp commands in the comments of a script or config."""
     text = page.read_text()
     if page.suffix == ".md":
         return list(split("\n".join(blocks(text, "bash"))))
@@ -83,7 +83,7 @@ def subcommand(words: list[str]) -> str:
 
 
 def understood(monkeypatch, words):
-    """The arguments with which the room is called: subcommand, options and values are known, and files are there."""
+    """Return the arguments of the function that a command calls. The command must be valid and its files present."""
 
     def room(*args, **kwargs):
         raise Understood(args, kwargs)
@@ -98,7 +98,7 @@ def understood(monkeypatch, words):
     return told.value.args
 
 
-@functools.cache  # tyro takes half a second
+@functools.cache  # tyro takes half a second to parse
 def loaded(*words):
     return load_config(["--job.config_file", *words])
 

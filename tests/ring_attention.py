@@ -1,6 +1,7 @@
-"""Context parallelism on a CPU: torch's ring attention over torch's CPU kernel, which its dispatcher leaves out.
+"""Context parallelism on a CPU: torch's ring attention with torch's CPU kernel, which its dispatcher does not support.
 
-Only the kernel is another than on a GPU. How the sequence is shared out, what is sent, and how parts are merged is torch's.
+Only the kernel differs from that on a GPU. torch decides how the sequence is sharded, what is sent, and how parts are
+merged.
 """
 
 import torch
@@ -13,7 +14,7 @@ BACKWARD = aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 
 
 def _arguments(op, args, kwargs):
-    """By name, DTensors as their local tensors."""
+    """The mesh, and the arguments by name with DTensors replaced by their local tensors."""
     named = dict(zip((a.name for a in op._schema.arguments), args, strict=False)) | kwargs
     mesh = next(v.device_mesh for v in named.values() if isinstance(v, DTensor))
     local = {n: v.to_local() if isinstance(v, DTensor) else v for n, v in named.items()}
@@ -38,7 +39,7 @@ def _backward(op, args, kwargs):
 
 
 def install():
-    """For this process; the trainer then no longer refuses context parallelism on a CPU."""
+    """Enable context parallelism on a CPU in this process. The trainer then no longer refuses it."""
     from titan_disp import spec, train
 
     ring.custom_ops.update({FORWARD: _forward, BACKWARD: _backward})

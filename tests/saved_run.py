@@ -1,11 +1,11 @@
-"""A run's folder with a checkpoint of random weights, made without training."""
+"""These helpers write a run's folder with a checkpoint of random weights, without training."""
 
 import json
 
 import torch
 import torch.distributed.checkpoint as dcp
 
-from tests.cluster_of_one import DEMO
+from tests.command_line import DEMO
 from titan_disp.config import load_config
 from titan_disp.registry import MODELS, model_args
 
@@ -13,7 +13,7 @@ SEQ_LEN = 64
 
 
 def random_model(std=0.2, flavor="nano", name="qwen3_disp", overrides=""):
-    """In eval mode; large weights, for logits that depend on every one of them."""
+    """Build a model in eval mode. Its weights are large, so that logits depend on every one of them."""
     args = model_args(name, flavor, overrides)
     args.max_seq_len = SEQ_LEN
     model = MODELS[name].model_cls(args)
@@ -26,7 +26,7 @@ def random_model(std=0.2, flavor="nano", name="qwen3_disp", overrides=""):
 
 
 def save_run(folder, model, tokenizer, *options, step=30):
-    """Write what a run leaves: config.json, environment.json, metrics.jsonl up to step 50 and one checkpoint of ``step``."""
+    """Write a run's config.json, environment.json, metrics.jsonl up to step 50, and one checkpoint of ``step``."""
     config = load_config(
         [
             "--job.config_file",

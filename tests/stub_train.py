@@ -1,7 +1,8 @@
-"""``python -m tests.stub_train``: what a sweep sees of a training run, without one. It imports nothing that takes time.
+"""``python -m tests.stub_train``: what a sweep sees of a training run, without training or slow imports.
 
-STUB holds JSON: what to do, by the name of the run folder. complete (the default), fail (an error of ours), crash (an exception),
-wait (train until SIGTERM, then save and stop), stubborn (wait, whatever comes), die (SIGKILL of itself).
+STUB holds JSON that maps names of run folders to what these runs do: complete (the default), fail (an error for the
+user), crash (an exception), wait (train until SIGTERM, then save and stop), stubborn (wait and ignore SIGTERM), die
+(SIGKILL of itself).
 """
 
 import json

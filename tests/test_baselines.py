@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch.distributed.tensor import Shard
+from torch.overrides import TorchFunctionMode
 
 from tests.distributed import spawn
 from tests.mesh import GLOBAL_BATCH, build, canonical, full, global_batch, step
@@ -112,6 +113,26 @@ class TestNoise:
         noise._before_model(model, (tokens,), {"positions": positions})
         half = noise._after_embedding(model.tok_embeddings, (), torch.zeros(3, 2, args.dim)).numpy() / bound
         np.testing.assert_allclose(half, expected(7, [0, 1, 2], own[2:]), **close)
+
+    def test_nothing_comes_from_the_host(self):
+        """A forward on a GPU must not wait for a copy. The meta device stands for it, and torch.tensor is such a copy always."""
+        host = []
+
+        class Host(TorchFunctionMode):
+            def __torch_function__(self, function, types, args=(), kwargs=None):
+                found = function(*args, **(kwargs or {}))
+                if function is torch.tensor or (isinstance(found, torch.Tensor) and found.device.type == "cpu"):
+                    host.append(function)
+                return found
+
+        model = torch.nn.Module()
+        model.tok_embeddings = torch.nn.Embedding(8, 4, device="meta")
+        model.forward = lambda tokens: model.tok_embeddings(tokens)
+        NoisyEmbedding(1.0, 16, 9, lambda: 1, slots=4, own_slots=2, first_slot=0, per_step=4).install(model)
+        tokens = torch.zeros(2, 16, dtype=torch.long, device="meta")
+        with Host():
+            assert model(tokens).shape == (2, 16, 4)
+        assert host == []
 
 
 class TestForgetting:

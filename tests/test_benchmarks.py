@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from benchmarks.measurement import Timed, busiest_rank, cost, heatmaps
-from tests.cluster_of_one import ROOT, environment
+from tests.command_line import ROOT, environment
 from titan_disp.config import load_config
 
 

@@ -1,7 +1,7 @@
 """What is saved, kept, resumed from and refused: the real checkpoint manager with a model of one weight, on one rank.
 
-The weight is always the step at which it was saved. (tests/test_ranks_agree.py has two ranks; whole runs are in
-tests/test_night.py.)
+The weight always is the step at which it was saved. (tests/test_ranks_agree.py uses two ranks, and tests/test_faults.py
+whole runs.)
 """
 
 import json
@@ -14,6 +14,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.distributed.checkpoint.filesystem import FileSystem, _StorageInfo
@@ -30,7 +31,7 @@ from titan_disp.run.checkpoint import DispCheckpointManager, check_initial_load,
 
 
 class State:
-    """Stands for the data loader, the schedulers and the trainer, which only have a state here."""
+    """Stands for the data loader, the schedulers and the trainer, which have nothing but a state here."""
 
     def __init__(self, value=0):
         self.value = value
@@ -75,7 +76,7 @@ class Run:
 
     @property
     def loaded(self):
-        """(the weight, the trainer's step)."""
+        """The loaded weight and the trainer's step."""
         return self.model.weight.item(), self.trainer.value
 
     @property
@@ -85,7 +86,7 @@ class Run:
 
 @pytest.fixture
 def start(one_rank, tmp_path):
-    """start(name="run", **checkpoint): another start of this run. Its model holds neither a step's weight nor state."""
+    """start(name="run", **checkpoint) starts this run again. Its model has neither a step's weight nor a state."""
     runs = []
 
     def start(name="run", **config):
@@ -105,7 +106,10 @@ def truncate(folder):
 
 
 def garble(folder):
-    """The right length, and saved by a version without hashes, so that only loading finds it."""
+    """Spoil a checkpoint that an older version saved without hashes.
+
+    Its files keep their length: only loading notices.
+    """
     (folder / "hashes.json").unlink()
     file = next(folder.glob("*.distcp"))
     file.write_bytes(b"\xff" * file.stat().st_size)
@@ -114,6 +118,15 @@ def garble(folder):
 def unfinished(folder):
     folder.mkdir(parents=True)
     (folder / "__7_0.distcp").write_bytes(b"half")
+
+
+def fails(number, reason):
+    """A function of the operating system that does."""
+
+    def fail(*args, **kwargs):
+        raise OSError(number, reason)
+
+    return fail
 
 
 def full_disk(self, path, mode):
@@ -153,7 +166,7 @@ def test_only_complete_checkpoints_count(tmp_path):
     for name in (*complete, "step-11", "step-12"):
         (tmp_path / name).mkdir()
     (tmp_path / "step-16").write_text("a file")
-    for name in complete:  # somebody's copy, "step-010", shall not have the retention count step 10 twice
+    for name in complete:  # a user's copy "step-010" must not make the retention count step 10 twice
         (tmp_path / name / ".metadata").touch()
     (tmp_path / "step-11" / INDEX).touch()
     assert checkpoints(tmp_path) == [9, 10]
@@ -178,7 +191,7 @@ def test_everything_is_saved_and_loaded(start):
 
 
 def test_the_newest_complete_ones_are_kept(start):
-    """Folders of unfinished saves are neither counted nor touched."""
+    """Folders of unfinished saves are neither counted nor deleted."""
     run = start(keep_latest_k=2)
     run.save(1, 2)
     for step in (0, 90, 91):
@@ -189,13 +202,36 @@ def test_the_newest_complete_ones_are_kept(start):
 
 
 def test_a_purge_that_is_killed_leaves_nothing_that_looks_complete(start, monkeypatch):
-    """The name goes first: the folder's files may take minutes to delete."""
+    """The folder is renamed first, because deleting its files may take minutes."""
     monkeypatch.setattr(shutil, "rmtree", lambda *args, **kwargs: None)
     run = start(keep_latest_k=2)
     run.save(1, 2, 3)
     run.manager.close()
     assert run.names == ["purging-1", "step-2", "step-3"]
     assert checkpoints(run.folder) == [2, 3]
+
+
+def test_one_rank_deletes(start, monkeypatch):
+    run = start(keep_latest_k=2)
+    run.save(1, 2, 3)
+    run.manager.keep_latest_k = 1
+    with monkeypatch.context() as patch:
+        patch.setattr(dist, "get_rank", lambda *group: 1)
+        run.manager._purge_stale_checkpoints()
+    assert checkpoints(run.folder) == [2, 3]
+    run.manager._purge_stale_checkpoints()
+    assert checkpoints(run.folder) == [3]
+
+
+def test_no_rank_saves_before_room_is_made(start, monkeypatch):
+    """Rank 0 makes it. With ``comm.mode = "fake_backend"`` there are no other ranks, which would wait."""
+    run, waited = start(), []
+    monkeypatch.setattr(dist, "barrier", lambda *group: waited.append(1))
+    run.manager._make_room(1)
+    assert waited == [1]
+    monkeypatch.setattr(dist, "get_backend", lambda *group: "fake")
+    run.manager._make_room(1)
+    assert waited == [1]
 
 
 def test_keep_latest_0_keeps_all(start):
@@ -205,7 +241,7 @@ def test_keep_latest_0_keeps_all(start):
 
 
 def test_a_run_whose_last_checkpoint_is_damaged_has_not_ended(start):
-    """It holds the model only, so that it is not loaded to say that the run is complete; but it is verified for that."""
+    """It holds the model only. It is not loaded to find out that the run is complete, but it is verified."""
     run = start(last_save_model_only=True)
     run.save(1, 2)
     run.save(3, last_step=True)
@@ -216,14 +252,16 @@ def test_a_run_whose_last_checkpoint_is_damaged_has_not_ended(start):
     file.write_bytes(content)
     again = start()
     assert again.manager.ended_at() is None
-    assert again.manager.load()  # and trains its last step again
+    assert again.manager.load()  # the run trains its last step again
     assert again.loaded == (2, 2)
 
 
 def test_a_save_is_due_forced_or_put_off(start):
-    run = start(interval=2)
+    run, told = start(interval=2), []
+    run.manager.before_save = told.append
     run.save(1, 2, 3)
-    assert checkpoints(run.folder) == [2]
+    assert checkpoints(run.folder) == told == [2]
+    assert run.manager.saved_step == 2
     run.manager.force()
     run.save(5, 7)
     assert checkpoints(run.folder) == [2, 5]
@@ -231,10 +269,10 @@ def test_a_save_is_due_forced_or_put_off(start):
     run.save(8)
     assert checkpoints(run.folder) == [2, 5]
     run.manager.healthy = lambda: True
-    run.save(9, 11)  # at once, and only once
+    run.save(9, 11)  # saves at once, and only once
     assert checkpoints(run.folder) == [2, 5, 9]
     run.manager.healthy = lambda: False
-    run.save(13)  # none was due
+    run.save(13)  # none is due at step 13
     run.manager.healthy = lambda: True
     run.save(15)
     assert checkpoints(run.folder) == [2, 5, 9]
@@ -244,11 +282,14 @@ def test_a_save_is_due_forced_or_put_off(start):
 
 @pytest.mark.parametrize("assets", ["the tokenizer", "no tokenizer"])
 def test_the_last_save_for_hugging_face(start, hf_tokenizer, tmp_path, caplog, assets):
-    """Config and tokenizer beside the weights, which are safe without them. The run has ended: nothing to resume from."""
+    """It also writes config and tokenizer, and keeps the weights if it cannot.
+
+    The run has ended and cannot be resumed.
+    """
     run = start(last_save_model_only=True, last_save_in_hf=True)
     folder = hf_tokenizer if assets == "the tokenizer" else tmp_path
     run.manager.sd_adapter = Qwen3HfAdapter(flavors["nano"], str(folder))
-    run.manager.sd_adapter.to_hf = dict  # of another model
+    run.manager.sd_adapter.to_hf = dict  # the adapter is another model's
     run.save(4)
     run.save(5, last_step=True)
     (weights,) = (run.folder / "step-5").glob("*.safetensors")
@@ -272,20 +313,30 @@ def test_nothing_is_saved(start, config):
 
 
 @pytest.mark.filterwarnings("ignore:Detected an existing checkpoint")
-def test_an_unfinished_folder_is_emptied_before_its_step_is_saved(start):
-    """It may hold files of another number of ranks. A complete one is not deleted for a save that may still fail."""
+def test_an_unfinished_folder_is_emptied_before_its_step_is_saved(start, monkeypatch, caplog):
+    """It may hold files of another number of ranks.
+
+    A complete one is not deleted, because the new save may still fail.
+    """
     run = start()
     unfinished(run.folder / "step-1")
     (run.folder / "step-1" / ".saving").touch()
-    unfinished(run.folder / "step-2")  # perhaps more than a save of titan_disp that did not end: moved aside
+    unfinished(run.folder / "step-2")  # possibly more than an unfinished save of titan-disp, and therefore moved aside
     run.save(1, 2)
     assert run.names == ["damaged-2", "step-1", "step-2"]
+    assert f"step-2 has no .metadata and was moved to {run.folder}/damaged-2" in caplog.text
     files = [".metadata", "__0_0.distcp", "hashes.json"]
     assert all(sorted(path.name for path in (run.folder / f"step-{i}").iterdir()) == files for i in (1, 2))
     kept = run.folder / "step-1" / "kept"
     kept.touch()
     run.save(1)
     assert kept.exists()
+    unfinished(run.folder / "step-3")
+    (run.folder / "step-3" / ".saving").touch()
+    with monkeypatch.context() as patch:  # as NFS does while another node still has one of its files open
+        patch.setattr(os, "rmdir", fails(39, "Directory not empty"))
+        run.save(3)
+    assert checkpoints(run.folder) == [1, 2, 3]
 
 
 def test_a_failed_save(start, monkeypatch):
@@ -303,10 +354,13 @@ def test_a_failed_save(start, monkeypatch):
         run.save(4)
     assert checkpoints(run.folder) == [2, 3]
     assert run.events == [("save_failed", 1), ("checkpoint", 2), ("checkpoint", 3), ("save_failed", 4)]
+    # The end of a long reason, where a chain of errors has its cause; and one that says nothing has a name.
+    assert f"{run.folder}: {'y' * 600}. The" in str(run.manager._failed(5, RuntimeError("x" * 9 + "y" * 600)))
+    assert f"{run.folder}: MemoryError. The" in str(run.manager._failed(5, MemoryError()))
 
 
 def test_a_failed_save_on_a_full_disk_that_takes_no_event_either(start, monkeypatch):
-    """Why the save failed is what is said, not what went wrong in saying so."""
+    """The message says why the save failed, not why it could not be recorded."""
     run = start()
     run.save(1)
 
@@ -323,7 +377,7 @@ def test_a_failed_save_on_a_full_disk_that_takes_no_event_either(start, monkeypa
 
 
 def test_checkpoints_that_cannot_be_listed_are_no_failed_save(start, monkeypatch, caplog):
-    """The retention deletes some other time."""
+    """The retention deletes old checkpoints at the next save."""
     run = start(keep_latest_k=2)
     run.save(1, 2)
 
@@ -340,7 +394,7 @@ def test_checkpoints_that_cannot_be_listed_are_no_failed_save(start, monkeypatch
 
 
 def test_an_asynchronous_save(start, monkeypatch):
-    """It counts when it has ended, not when it has begun; looking whether it failed never waits."""
+    """It counts when it has ended, not when it begins. Asking whether it has failed never waits."""
     run = start(async_mode="async", keep_latest_k=2)
     run.save(1)
     run.manager.wait()
@@ -360,7 +414,7 @@ def test_an_asynchronous_save(start, monkeypatch):
     run.manager.wait()
     assert len(run.events) == 3
     assert checkpoints(run.folder) == [2, 3]
-    run.save(4, last_step=True)  # which is synchronous
+    run.save(4, last_step=True)  # the last save is synchronous
     assert run.events[3:] == [("checkpoint", 4)]
 
 
@@ -378,7 +432,7 @@ def test_an_asynchronous_save_that_failed(start, monkeypatch, found_by):
         run.manager.wait() if found_by == "wait" else run.save(3)
     assert run.events == [("checkpoint", 1), ("save_failed", 2)]
     assert checkpoints(run.folder) == [1]
-    assert not run.manager.save_has_failed()  # told once
+    assert not run.manager.save_has_failed()  # a failure is reported once
     run.manager.wait()
 
 
@@ -386,13 +440,13 @@ def test_an_asynchronous_save_that_failed(start, monkeypatch, found_by):
 
 
 def test_the_newest_that_loads_is_resumed_from(start, caplog):
-    """Truncated and garbled ones are moved aside, those that a save left unfinished stay; nothing is deleted."""
+    """Truncated and garbled checkpoints are moved aside, and unfinished saves stay. Nothing is deleted."""
     run = start()
     run.save(2, 4, 6, 8, 10)
     truncate(run.folder / "step-10")
     garble(run.folder / "step-8")
     unfinished(run.folder / "step-9")
-    (run.folder / "damaged-8").mkdir()  # of an earlier start
+    (run.folder / "damaged-8").mkdir()  # from an earlier start
     again = start()
     asked = []
 
@@ -405,7 +459,7 @@ def test_the_newest_that_loads_is_resumed_from(start, caplog):
     assert again.manager.load()
     assert again.loaded == (4, 4)
     assert [step for step, _ in asked] == [8, 6, 4]
-    assert asked[0][1] == (-1, 0)  # before anything was loaded
+    assert asked[0][1] == (-1, 0)  # asked before anything was loaded
     assert again.names == ["damaged-10", "damaged-6", "damaged-8", "damaged-8x", "step-2", "step-4", "step-9"]
     assert again.events == [("checkpoint_damaged", step) for step in (10, 8, 6)]
     assert again.reasons[10].startswith("__0_0.distcp has ")
@@ -417,7 +471,10 @@ def test_the_newest_that_loads_is_resumed_from(start, caplog):
 
 
 def test_the_newest_step(start):
-    """Of the complete ones, also where none can go on from it; TorchTitan asks for those that can."""
+    """It is that of the newest complete checkpoint, even one that no run can resume from.
+
+    ``_find_load_step``, which TorchTitan calls, returns the newest one that a run can resume from.
+    """
     run = start(last_save_model_only=True)
     assert run.manager.newest() == 0
     assert run.manager._find_load_step() == -1
@@ -447,7 +504,7 @@ def test_a_damaged_one_that_cannot_be_moved_is_passed_over(start, monkeypatch):
 
 
 def test_none_that_loads_is_no_fresh_start(start):
-    """The config is likelier to be wrong than all of the checkpoints: they stay where they are."""
+    """The config is more likely to be wrong than all of the checkpoints, which therefore stay where they are."""
     run = start()
     run.save(1, 2)
     truncate(run.folder / "step-1")
@@ -485,7 +542,7 @@ def test_a_step_asked_for(start):
     assert again.loaded == (-1, 0)
     assert again.manager.load(6)
     assert again.loaded == (6, 6)
-    reader = start(load_only=True)  # overwrites nothing
+    reader = start(load_only=True)  # this start overwrites nothing
     assert reader.manager.load(2)
     assert reader.loaded == (2, 2)
     truncate(run.folder / "step-6")
@@ -512,7 +569,7 @@ def test_a_run_that_kept_its_model_only_has_ended(start):
 
 
 def test_a_seed_checkpoint_begins_a_run(start):
-    """Step 0 holds the model only, and may."""
+    """The checkpoint of step 0 may hold the model only."""
     run = start(last_save_model_only=True)
     run.save(0, last_step=True)
     again = start()
@@ -525,7 +582,7 @@ def test_a_seed_checkpoint_begins_a_run(start):
 
 
 def test_hugging_faces_weights_to_begin_with(tmp_path):
-    """Those at the path, else those beside the tokenizer, as TorchTitan takes them; of the model that is trained."""
+    """As in TorchTitan, they are those at the path, else those beside the tokenizer. They must be the model's."""
     adapter = Qwen3HfAdapter(flavors["nano"], None)
     there, beside = str(tmp_path / "a"), str(tmp_path / "b")
     for path, assets, where in ((there, beside, there), (None, beside, beside), (None, None, ".")):
@@ -536,7 +593,9 @@ def test_hugging_faces_weights_to_begin_with(tmp_path):
     save_file({"w": torch.zeros(1)}, tmp_path / "a" / "model.safetensors")
     (tmp_path / "a" / "config.json").write_text(json.dumps({**adapter.architecture(), "hidden_size": 7}))
     config.initial_load_path = there
-    with pytest.raises(ConfigError, match="another network than model.flavor's: hidden_size 7 there, 64 in the flavor"):
+    with pytest.raises(
+        ConfigError, match="another network than model.flavor's: hidden_size is 7 there and 64 in the flavor"
+    ):
         check_initial_load(config, beside, adapter)
     config.initial_load_model_only = False
     with pytest.raises(ConfigError, match="needs checkpoint.initial_load_model_only"):
@@ -555,7 +614,7 @@ def test_only_hugging_faces_weights_are_loaded_as_torchtitan_does(start, monkeyp
 
 
 def test_a_new_run_begins_with_another_ones_weights(start):
-    """Although its folder exists, with the unfinished save of a start that was killed."""
+    """Its folder may exist, with the unfinished save of a killed start."""
     other = start("other")
     other.save(3)
     unfinished(start().folder / "step-1")

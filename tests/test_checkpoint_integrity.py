@@ -1,4 +1,4 @@
-"""Every file of a checkpoint has a hash: what was not saved so is not loaded."""
+"""Every file of a checkpoint has a hash, so that nothing is loaded that differs from what was saved."""
 
 import json
 import os
@@ -6,6 +6,7 @@ import pickle
 import random
 import shutil
 import subprocess
+import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,19 +24,20 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torchtitan.components.optimizer import OptimizersContainer
 from torchtitan.config.job_config import Checkpoint
 
-from tests.cluster_of_one import DEMO
+from tests.command_line import DEMO
 from tests.distributed import spawn
 from tests.test_checkpoint import State
-from titan_disp import cli, dcp
+from titan_disp import cli, safe_dcp
 from titan_disp.config import load_config
 from titan_disp.errors import CheckpointError, InUseError
 from titan_disp.models.hf import INDEX
+from titan_disp.run import cleanup, integrity
 from titan_disp.run.checkpoint import DispCheckpointManager
+from titan_disp.run.cleanup import clean_up, rename_for_deletion
 from titan_disp.run.folder import RunFolder
 from titan_disp.run.hashes import HashingWriter
-from titan_disp.run.integrity import checkpoints, damage, is_model_only, problem
+from titan_disp.run.integrity import checkpoints, damage, is_model_only, problem, verify
 from titan_disp.run.inventory import inventory
-from titan_disp.run.sweep import sweep
 
 
 class Run:
@@ -71,7 +73,7 @@ class Run:
 
 @pytest.fixture(scope="module")
 def alone():
-    """A process group of this process alone."""
+    """A process group of this process only."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()
@@ -79,7 +81,7 @@ def alone():
 
 @pytest.fixture
 def start(alone, tmp_path):
-    """start(**checkpoint): another start of this run."""
+    """start(name="run", **checkpoint) starts this run again."""
     runs = []
 
     def start(name="run", **config):
@@ -92,16 +94,12 @@ def start(alone, tmp_path):
 
 
 def flip(file, bit):
-    """Flip one bit of a file, in place."""
+    """Flip one bit of a file in place."""
     with open(file, "r+b") as content:
         content.seek(bit // 8)
         byte = content.read(1)[0]
         content.seek(bit // 8)
         content.write(bytes([byte ^ 1 << bit % 8]))
-
-
-def wrong(folder):
-    return problem(folder) or damage(folder)
 
 
 def edit_hashes(folder, change):
@@ -123,11 +121,14 @@ def test_every_file_has_its_hash(start, async_mode):
         "files": {name: xxhash.xxh3_128_hexdigest((folder / name).read_bytes()) for name in names},
     }
     assert set(os.listdir(folder)) == names | {"hashes.json"}
-    assert wrong(folder) is None
+    assert verify(folder) is None
+    read = []
+    assert damage(folder, read=read.append) is None  # by which a progress bar counts
+    assert sum(read) == sum((folder / name).stat().st_size for name in names)
 
 
 def test_stock_dcp_reads_it(start):
-    """Without titan_disp: nothing of ours is in .metadata."""
+    """Without titan_disp: .metadata holds nothing of ours."""
     run = start()
     run.save(7)
     content = (run.folder / "step-7" / ".metadata").read_bytes()
@@ -141,28 +142,31 @@ def test_stock_dcp_reads_it(start):
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_a_writer_sent_to_another_process(tmp_path):
-    """checkpoint.async_mode = "async_with_pinned_mem" pickles it."""
+    """checkpoint.async_mode = "async_with_pinned_mem" pickles the writer."""
     writer = pickle.loads(pickle.dumps(HashingWriter(tmp_path)))
     torch_dcp.save({"a": torch.arange(5)}, storage_writer=writer, no_dist=True)
     assert json.loads((tmp_path / "hashes.json").read_text())["files"].keys() == {".metadata", "__0_0.distcp"}
-    assert wrong(tmp_path) is None
+    assert verify(tmp_path) is None
 
 
 def test_every_flipped_bit_is_noticed(start):
-    """400 flips: each names its file. The hash of .metadata is looked at before pickle is, which may do anything with it."""
+    """All of 400 flips are found.
+
+    The hash of .metadata is verified before it is unpickled, because a damaged pickle can do anything.
+    """
     run = start()
     run.save(1)
     folder, chance = run.folder / "step-1", random.Random(0)
     for name, flips in ((".metadata", 200), ("__0_0.distcp", 200)):
         for bit in chance.sample(range(8 * (folder / name).stat().st_size), flips):
             flip(folder / name, bit)
-            assert wrong(folder) == f"{name} differs from its hash: its content is not what was saved", bit
+            assert verify(folder) == f"{name} differs from its hash: its content is not what was saved", bit
             flip(folder / name, bit)
-    assert wrong(folder) is None
+    assert verify(folder) is None
 
 
 def test_a_flipped_bit_in_the_hashes(start):
-    """No flip of hashes.json makes a sound checkpoint raise; it is noticed, or changes nothing but blanks."""
+    """A flip in hashes.json of a sound checkpoint never raises. It is noticed, or changes nothing but white space."""
     run = start()
     run.save(1)
     folder = run.folder / "step-1"
@@ -170,7 +174,7 @@ def test_a_flipped_bit_in_the_hashes(start):
     meaning = json.loads(content)
     for bit in range(8 * len(content)):
         flip(folder / "hashes.json", bit)
-        if wrong(folder) is None:  # such as a blank that became another
+        if verify(folder) is None:  # for example a space that became another white space
             assert json.loads((folder / "hashes.json").read_bytes()) == meaning
         flip(folder / "hashes.json", bit)
 
@@ -194,7 +198,7 @@ def test_what_is_wrong(start, spoil, reason):
     run = start()
     run.save(1)
     spoil(run.folder / "step-1")
-    assert wrong(run.folder / "step-1").startswith(reason)
+    assert verify(run.folder / "step-1").startswith(reason)
 
 
 def test_a_flipped_weight_is_not_loaded(start):
@@ -208,7 +212,7 @@ def test_a_flipped_weight_is_not_loaded(start):
     flip(folder / "__0_0.distcp", 8 * (info.offset + position + 2) + 7)
     found = {"weight": torch.zeros(2, 3)}
     torch_dcp.load(found, checkpoint_id=folder)
-    assert found["weight"][0, 0] == 4.0  # 2.0 before; DCP by itself says nothing
+    assert found["weight"][0, 0] == 4.0  # it was 2.0; DCP alone does not notice
     again = start()
     assert again.manager.load()
     assert again.weight == 1
@@ -218,15 +222,17 @@ def test_a_flipped_weight_is_not_loaded(start):
 def test_an_older_checkpoint_loads_with_a_warning(start, caplog):
     run = start()
     run.save(1)
+    assert start().manager.load()
+    assert "unverified" not in caplog.text
     (run.folder / "step-1" / "hashes.json").unlink()
     again = start()
     assert again.manager.load()
     assert again.weight == 1
-    assert "step-1 has no hashes.json, so that it is loaded unverified" in caplog.text
+    assert "step-1 has no hashes.json and is loaded unverified" in caplog.text
 
 
 def _of(*files):
-    """A ``.metadata`` that places an entry at each (file, offset, length)."""
+    """Make a ``.metadata`` that places an entry at each (file, offset, length)."""
     return Metadata({}, storage_data={MetadataIndex(str(i)): _StorageInfo(*file) for i, file in enumerate(files)})
 
 
@@ -246,7 +252,10 @@ def _of(*files):
     ],
 )
 def test_an_older_checkpoint_with_damaged_metadata(start, content):
-    """Without hashes nothing but sense tells, and nonsense is damage, not an exception that ends the resume."""
+    """Without hashes, only nonsense can be noticed.
+
+    It counts as damage; it is not an exception that ends the resume.
+    """
     run = start()
     run.save(1, 2)
     folder = run.folder / "step-2"
@@ -259,7 +268,7 @@ def test_an_older_checkpoint_with_damaged_metadata(start, content):
 
 
 def test_flipped_bits_in_the_metadata_of_an_older_checkpoint(start):
-    """Whatever they do to it, they raise nothing. (Flips in names and hashes of nothing cannot be noticed here.)"""
+    """No flip raises an exception. (Without hashes, flips in names or in the entries' own hashes cannot be noticed.)"""
     run = start()
     run.save(1)
     folder, chance = run.folder / "step-1", random.Random(0)
@@ -273,17 +282,17 @@ def test_flipped_bits_in_the_metadata_of_an_older_checkpoint(start):
 
 
 def test_metadata_is_parsed_once_for_a_resume(start, monkeypatch):
-    """It takes seconds where hundreds of ranks have saved. What it says is not kept while the run trains."""
+    """Parsing takes seconds if hundreds of ranks have saved. The result is not kept while the run trains."""
     run = start()
     run.save(1, 2)
-    parsed, parse = [], dcp._Unpickler.load
-    monkeypatch.setattr(dcp._Unpickler, "load", lambda self: parsed.append(self) or parse(self))
+    parsed, parse = [], safe_dcp._Unpickler.load
+    monkeypatch.setattr(safe_dcp._Unpickler, "load", lambda self: parsed.append(self) or parse(self))
     again = start()
     assert again.manager.ended_at() is None
     assert again.manager.load()
     assert again.weight == 2
     assert len(parsed) == 1
-    assert dcp.parse_metadata.cache_info().currsize == 0
+    assert safe_dcp.parse_metadata.cache_info().currsize == 0
 
 
 def test_the_weights_to_begin_with_are_verified(start):
@@ -297,7 +306,7 @@ def test_the_weights_to_begin_with_are_verified(start):
 
 
 def test_a_save_that_is_killed_before_its_end(start, monkeypatch):
-    """hashes.json is there before .metadata has its name, so that no complete checkpoint lacks it."""
+    """hashes.json is written before .metadata gets its name, so that no complete checkpoint lacks it."""
     seen = []
     rename = torch_dcp.filesystem.FileSystem.rename
 
@@ -310,8 +319,25 @@ def test_a_save_that_is_killed_before_its_end(start, monkeypatch):
     assert seen == [(".metadata.tmp", [".metadata.tmp", ".saving", "__0_0.distcp", "hashes.json"])]
 
 
+def test_one_process_that_is_told_of_more_ranks_reads_every_file(start, monkeypatch):
+    """With ``comm.mode = "fake_backend"`` there are no other ranks, which would read their share or answer."""
+    run = start()
+    run.save(1)
+    folder = run.folder / "step-1"
+    flip(folder / "__0_0.distcp", 1234)  # of two ranks, the second one's
+
+    def nobody_answers(*args, **kwargs):
+        raise AssertionError
+
+    monkeypatch.setattr(dist, "get_backend", lambda *group: "fake")
+    monkeypatch.setattr(dist, "get_world_size", lambda *group: 2)
+    monkeypatch.setattr(dist, "all_reduce", nobody_answers)
+    assert damage(folder, 0, 2) is None
+    assert run.manager._damage(str(folder)).startswith("__0_0.distcp differs from its hash")
+
+
 def on_two_ranks(folder):
-    """Each rank writes files of its own, hashes them, and reads a share of them again; all agree on what is damaged."""
+    """Each rank writes and hashes its own files, and verifies a share of all files. All agree on what is damaged."""
     run = Run(folder)
     run.save(1, 2, 3)
     newest = run.folder / "step-3"
@@ -324,7 +350,7 @@ def on_two_ranks(folder):
         for step, name in ((3, "__1_0.distcp"), (2, "__0_0.distcp")):
             flip(run.folder / f"step-{step}" / name, 4321)
     dist.barrier()
-    # By rank: of the sorted files .metadata and __1_0 are rank 0's, __0_0 is rank 1's.
+    # The sorted files are shared by rank: .metadata and __1_0 belong to rank 0, __0_0 to rank 1.
     assert [damage(newest, rank, 2) is None for rank in (0, 1)] == [False, True]
     assert [damage(run.folder / "step-2", rank, 2) is None for rank in (0, 1)] == [True, False]
     again = Run(folder)
@@ -332,6 +358,10 @@ def on_two_ranks(folder):
     assert again.weight == 1
     dist.barrier()
     assert again.names == ["damaged-2", "damaged-3", "step-1"]
+    read, hash_file = [], integrity.hash_file
+    integrity.hash_file = lambda path, *others: read.append(path.name) or hash_file(path)
+    assert again.manager._damage(str(run.folder / "step-1")) is None
+    assert read == ([".metadata", "__1_0.distcp"] if dist.get_rank() == 0 else ["__0_0.distcp"])
 
 
 def test_two_ranks(tmp_path):
@@ -343,7 +373,7 @@ def test_two_ranks(tmp_path):
 
 @pytest.fixture
 def listed(monkeypatch, capsys):
-    """listed(*arguments): exit status and {folder: state} of `titan-disp checkpoint`."""
+    """listed(*arguments) runs `titan-disp checkpoint`. Returns its exit status and {folder: state}."""
 
     def listed(*arguments):
         monkeypatch.setattr("sys.argv", ["titan-disp", "checkpoint", *map(str, arguments)])
@@ -378,7 +408,7 @@ def test_checkpoints_are_listed(start, listed, tmp_path):
         "step-40": "Hugging Face format, without hashes: not verified",
     }
     assert listed(folder) == (0, states)
-    assert list(listed(folder)[1]) == list(states)  # by step, not by name
+    assert list(listed(folder)[1]) == list(states)  # sorted by step, not by name
 
     flip(run.folder / "step-20" / "__0_0.distcp", 1234)
     states["step-20"] = "damaged: __0_0.distcp differs from its hash: its content is not what was saved"
@@ -409,11 +439,11 @@ def test_size_and_date(start, tmp_path):
     assert (found.step, found.size, found.modified) == (5, sum(files), 1.6e9)
 
 
-# ---- what killed processes leave
+# ---- what killed processes leave behind
 
 
 def wait_until(condition):
-    """What is deleted in the background."""
+    """Wait for what is deleted in the background."""
     end = time.monotonic() + 20
     while not condition():
         assert time.monotonic() < end
@@ -426,7 +456,7 @@ class Killed(BaseException):
 
 @pytest.fixture
 def killed(monkeypatch):
-    """killed(run, step, at): a save whose process is killed when it renames ``.metadata``, or opens its first or last file."""
+    """killed(run, step, at): kill a save when it renames ``.metadata`` or opens its first or last file."""
 
     def die(*args):
         raise Killed
@@ -448,34 +478,34 @@ def killed(monkeypatch):
     return killed
 
 
-def test_unfinished_saves_and_deletions_are_swept(start, killed, caplog):
+def test_unfinished_saves_and_deletions_are_deleted(start, killed, caplog):
     caplog.set_level("INFO")
     run = start()
     run.save(10, 20)
     killed(run, 30, ".distcp")
     killed(run, 40, ".metadata.tmp")
     (run.folder / "step-50").mkdir()
-    (run.folder / "step-20").rename(run.folder / "purging-20")  # a killed deletion
+    (run.folder / "step-20").rename(run.folder / "purging-20")  # a deletion was killed
     assert sorted(os.listdir(run.folder / "step-40")) == [".saving", "__0_0.distcp"]
     again = start()
     again.manager.owns_folder = lambda: True
     assert again.manager.load()
     wait_until(lambda: again.names == ["step-10"])
     assert (
-        "deleting what unfinished saves and deletions left: purging-20, purging-30, purging-40, purging-50"
+        "deleting what unfinished saves and deletions have left: purging-20, purging-30, purging-40, purging-50"
         in caplog.text
     )
-    assert wrong(run.folder / "step-10") is None
+    assert verify(run.folder / "step-10") is None
 
 
 def test_what_may_be_somebodys_checkpoint_stays(start, killed, caplog, tmp_path):
     run = start()
     run.save(10, 11, 12, 13)
-    for step, name in ((10, ".metadata.bak"), (11, "../metadata-11")):  # hidden from the run, not deleted
+    for step, name in ((10, ".metadata.bak"), (11, "../metadata-11")):  # hidden from the run, but not deleted
         (run.folder / f"step-{step}" / ".metadata").rename(run.folder / f"step-{step}" / name)
-    (run.folder / "step-12" / ".metadata").unlink()  # as an older version saved it, and its .metadata deleted
+    (run.folder / "step-12" / ".metadata").unlink()  # saved by an older version; its .metadata was deleted
     (run.folder / "step-12" / "hashes.json").unlink()
-    killed(run, 14, "rename")  # all is there but the name of .metadata
+    killed(run, 14, "rename")  # only the name of .metadata is missing
     killed(run, 15, ".distcp")
     (run.folder / "step-15" / "notes.txt").write_text("mine")
     (run.folder / "step-16" / "sharded").mkdir(parents=True)  # an unfinished save in Hugging Face's format
@@ -485,14 +515,38 @@ def test_what_may_be_somebodys_checkpoint_stays(start, killed, caplog, tmp_path)
     (run.folder / "purging").mkdir()
     (run.folder / "step-19").symlink_to(tmp_path)
     before = sorted(str(path) for path in run.folder.rglob("*"))
-    sweep(run.folder)
+    clean_up(run.folder)
     assert sorted(str(path) for path in run.folder.rglob("*")) == before
-    for step in (10, 11, 12, 14, 15, 16):
-        assert f"step-{step} has no .metadata, so that it is not resumed from" in caplog.text
+    warned = [record.message for record in caplog.records if "so that no run resumes from it" in record.message]
+    expected = [f"{run.folder}/step-{step} has no .metadata" for step in (10, 11, 12, 14, 15, 16)]
+    assert [message.split(",")[0] for message in warned] == expected
+
+
+def test_a_deletion_that_is_still_under_way_keeps_its_name(tmp_path, monkeypatch):
+    """As where the step was saved again meanwhile: both are deleted at the next start."""
+    (tmp_path / "purging-3").mkdir()
+    for expected in ("purging-3x", "purging-3xx"):
+        (tmp_path / "step-3").mkdir()
+        assert rename_for_deletion(tmp_path / "step-3") == tmp_path / expected
+    doomed = []
+    monkeypatch.setattr(cleanup, "_delete", doomed.extend)
+    clean_up(tmp_path)
+    wait_until(lambda: [path.name for path in doomed] == ["purging-3", "purging-3x", "purging-3xx"])
+
+
+def test_a_deletion_holds_up_neither_the_others_nor_the_end_of_the_run(tmp_path, monkeypatch):
+    (tmp_path / "purging-3").mkdir()
+    cleanup._delete([tmp_path / "purging-2", tmp_path / "purging-3"])  # the first is gone: somebody else deleted it
+    assert os.listdir(tmp_path) == []
+    (tmp_path / "step-4").mkdir()
+    daemons = []
+    monkeypatch.setattr(cleanup, "_delete", lambda paths: daemons.append(threading.current_thread().daemon))
+    clean_up(tmp_path)
+    wait_until(lambda: daemons == [True])
 
 
 @pytest.mark.parametrize("who", ["another job holds the folder", "it only reads"])
-def test_nothing_is_swept_where(start, killed, who):
+def test_nothing_is_deleted_where(start, killed, who):
     run = start()
     run.save(1)
     killed(run, 2, ".distcp")
@@ -502,7 +556,7 @@ def test_nothing_is_swept_where(start, killed, who):
     assert again.names == ["step-1", "step-2"]
 
 
-def test_nothing_is_swept_where_none_loads(start, killed):
+def test_nothing_is_deleted_where_none_loads(start, killed):
     run = start()
     run.save(1)
     killed(run, 2, ".distcp")
@@ -515,7 +569,7 @@ def test_nothing_is_swept_where_none_loads(start, killed):
 
 
 def test_a_purge_is_one_rename(start, monkeypatch):
-    """Killed while it deletes files, it leaves nothing that looks like a checkpoint, and the next start deletes the rest."""
+    """If it is killed while it deletes files, nothing looks like a checkpoint, and the next start deletes the rest."""
     run = start(keep_latest_k=2)
     with monkeypatch.context() as patch:
         patch.setattr(shutil, "rmtree", lambda *args, **kwargs: None)
@@ -529,7 +583,7 @@ def test_a_purge_is_one_rename(start, monkeypatch):
 
 
 def test_a_save_moves_aside_what_may_be_a_checkpoint(start, killed):
-    """The step comes again: what surely is an unfinished save makes room, and what may be more is kept under another name."""
+    """When a step comes again, its unfinished save is deleted; a folder that may be more is kept under another name."""
     run = start()
     run.save(1)
     (run.folder / "step-1" / ".metadata").rename(run.folder / "step-1" / ".metadata.bak")
@@ -541,7 +595,7 @@ def test_a_save_moves_aside_what_may_be_a_checkpoint(start, killed):
 
 
 def test_the_lock_that_allows_it(tmp_path, monkeypatch):
-    """Without locks, as on some network file systems, another job may own the folder."""
+    """Without locks, as on some network file systems, the folder may be another job's."""
     config = load_config(["--job.config_file", str(DEMO), "--job.dump_folder", str(tmp_path / "run")])
     folder = RunFolder(config, 1)
     assert folder.locked

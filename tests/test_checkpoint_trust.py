@@ -1,4 +1,7 @@
-"""A checkpoint's ``.metadata`` and some of its entries are pickles: what somebody may have put into them is not run."""
+"""A checkpoint's ``.metadata`` and some of its entries are pickles.
+
+Code that somebody has put into them is never run.
+"""
 
 import builtins
 import os
@@ -15,7 +18,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torchtitan.config.job_config import Checkpoint
 
 from tests.saved_run import random_model, save_run
-from titan_disp import cli, dcp
+from titan_disp import cli, safe_dcp
 from titan_disp.data.fingerprint import read_data_state
 from titan_disp.errors import CheckpointError, ConfigError
 from titan_disp.qwen3.flavors import flavors
@@ -27,7 +30,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 
 class Call:
-    """Unpickled, it calls ``function(*args)``; either may be a Call again."""
+    """An object that calls ``function(*args)`` when it is unpickled. Either may be a Call again."""
 
     def __init__(self, function, *args):
         self.function, self.args = function, args
@@ -36,11 +39,11 @@ class Call:
         return self.function, self.args
 
     def __call__(self):
-        """pickle refuses functions that cannot be called."""
+        """Present because pickle refuses functions that cannot be called."""
 
 
 def dotted(command):
-    """Protocol 4 looks names up along their dots, and torch.distributed.checkpoint.filesystem has imported os."""
+    """Use that protocol 4 resolves dotted names, and that torch.distributed.checkpoint.filesystem imports os."""
     module, name, command = (
         b"\x8c" + bytes([len(text)]) + text.encode()
         for text in ("torch.distributed.checkpoint.filesystem", "os.system", command)
@@ -53,7 +56,7 @@ PAYLOADS = {
     "protocol 0": lambda command: pickle.dumps(Call(os.system, command), protocol=0),
     "exec": lambda command: pickle.dumps(Call(builtins.exec, f"import os; os.system({command!r})")),
     "getattr": lambda command: pickle.dumps(
-        Call(Call(getattr, Call(builtins.__import__, "os"), "system"), command)  # nothing of it is named
+        Call(Call(getattr, Call(builtins.__import__, "os"), "system"), command)  # the pickle does not name os.system
     ),
     "dotted": dotted,
     "inside": lambda command: pickle.dumps({"planner_data": [Call(os.system, command)]}),
@@ -61,7 +64,7 @@ PAYLOADS = {
 
 
 def pickled(*parts):
-    """Protocol 4: bytes are opcodes, a pair of texts is what they name, a text is itself."""
+    """Make a pickle of protocol 4: bytes are opcodes, a pair of texts is a global name, a text is itself."""
 
     def text(value):
         return b"\x8c" + bytes([len(value)]) + value.encode()
@@ -82,39 +85,42 @@ def ran(tmp_path):
 def test_nothing_in_metadata_is_run(tmp_path, ran, kind):
     content = PAYLOADS[kind](f"touch {ran}")
     pickle.loads(content)
-    assert ran.exists()  # it would
+    assert ran.exists()  # plain pickle runs it
     ran.unlink()
     (tmp_path / ".metadata").write_bytes(content)
     assert "which no checkpoint needs: PyTorch did not write this file" in problem(tmp_path)
     with pytest.raises(pickle.UnpicklingError):
-        dcp.read_metadata(tmp_path)
+        safe_dcp.read_metadata(tmp_path)
     with pytest.raises(CheckpointException, match="which no checkpoint needs"):
-        dcp.load({"a": torch.zeros(1)}, tmp_path, no_dist=True)
+        safe_dcp.load({"a": torch.zeros(1)}, tmp_path, no_dist=True)
     assert not ran.exists()
 
 
 @pytest.mark.parametrize("what", [("pathlib", "PosixPath"), ("torch.serialization", "_get_layout")])
 def test_nothing_in_metadata_changes_a_class_or_a_function(what):
-    """BUILD with (None, {name: value}) sets attributes. Had all paths another ``__str__``, an export would write elsewhere."""
+    """BUILD with (None, {name: value}) sets attributes.
+
+    If all paths got another ``__str__``, an export would write elsewhere.
+    """
     content = pickled(what, b"N}", "poisoned", b"K\x01s\x86b")
     changed = pickle.loads(content)
-    assert changed.poisoned == 1  # it would
+    assert changed.poisoned == 1  # plain pickle changes it
     del changed.poisoned
     with pytest.raises(pickle.UnpicklingError, match="sets attributes of a (type|function), which no checkpoint needs"):
-        dcp.parse_metadata(content)
+        safe_dcp.parse_metadata(content)
     assert not hasattr(changed, "poisoned")
 
 
 def test_metadata_takes_no_more_memory_than_it_has_bytes():
-    """LONG_BINPUT at 2²² has C's unpickler make room for twice as many objects; at 2³², for 64 GB."""
+    """LONG_BINPUT at 2²² makes C's unpickler allocate twice as many objects; at 2³², 64 GB."""
     content = pickled(b"N", b"r" + (2**22).to_bytes(4, "little"))
     tracemalloc.start()
     try:
         pickle.loads(content)
-        assert tracemalloc.get_traced_memory()[1] > 2**26  # it would
+        assert tracemalloc.get_traced_memory()[1] > 2**26  # plain pickle does
         tracemalloc.reset_peak()
         with pytest.raises(pickle.UnpicklingError, match="has the pickle opcode 0x72, which no checkpoint needs"):
-            dcp.parse_metadata(content)
+            safe_dcp.parse_metadata(content)
         assert tracemalloc.get_traced_memory()[1] < 2**20
     finally:
         tracemalloc.stop()
@@ -145,7 +151,7 @@ def test_no_command_runs_it(run, ran, sample, monkeypatch, capsys):
         cli.main()
     assert stopped.value.code == 1
     assert refused in capsys.readouterr().out
-    # Training, the plan of it and its preflight look at the weights to begin with; a resume looks at the data's position too.
+    # Training, plan and preflight check the weights to begin with. A resume also reads the data's position.
     config = Checkpoint(enable=True, initial_load_path=str(folder))
     with pytest.raises(ConfigError, match=refused):
         check_initial_load(config, None, Qwen3HfAdapter(flavors["nano"], None))
@@ -155,13 +161,13 @@ def test_no_command_runs_it(run, ran, sample, monkeypatch, capsys):
 
 
 def test_nothing_else_unpickles():
-    """Commands that open a run and are not above, such as report, evaluate and preflight, do not read checkpoints otherwise."""
-    package = Path(dcp.__file__).parent
+    """Other commands that open a run, such as report, evaluate and preflight, read checkpoints in no other way."""
+    package = Path(safe_dcp.__file__).parent
     unsafe = (
         r"\bpickle\.loads?\(|\bUnpickler\(|torch\.load\(|FileSystemReader|\bdcp\.load\(.*checkpoint_id=|allow_pickle"
     )
     found = {str(path.relative_to(package)) for path in package.rglob("*.py") if re.search(unsafe, path.read_text())}
-    assert found == {"dcp.py"}
+    assert found == {"safe_dcp.py"}
 
 
 def test_entries_that_are_no_tensors_are_plain(tmp_path, ran):
@@ -177,31 +183,31 @@ def test_entries_that_are_no_tensors_are_plain(tmp_path, ran):
     torch_dcp.save(plain, checkpoint_id=tmp_path / "plain", no_dist=True)
     found = {key: type(value)() if key != "g" else torch.zeros(3, dtype=torch.int64) for key, value in plain.items()}
     found["d"], found["e"] = [0, (0.0, 0)], {"f": False}
-    dcp.load(found, tmp_path / "plain", no_dist=True)
+    safe_dcp.load(found, tmp_path / "plain", no_dist=True)
     assert torch.equal(found.pop("g"), plain.pop("g"))
     assert found == plain
     torch_dcp.save({"a": Call(os.system, f"touch {ran}")}, checkpoint_id=tmp_path / "crafted", no_dist=True)
     with pytest.raises(CheckpointException, match="Weights only load failed|weights_only"):
-        dcp.load({"a": None}, tmp_path / "crafted", no_dist=True)
+        safe_dcp.load({"a": None}, tmp_path / "crafted", no_dist=True)
     assert not ran.exists()
     torch_dcp.load({"a": None}, checkpoint_id=tmp_path / "crafted", no_dist=True)
-    assert ran.exists()  # DCP by itself runs it
+    assert ran.exists()  # DCP alone runs it
 
 
 @pytest.mark.parametrize(
     "dtype", [torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.bool, torch.float8_e4m3fn]
 )
 def test_what_torch_writes_is_read(tmp_path, dtype):
-    """Against pickle's own reading of the same file."""
+    """The result is compared with pickle's own reading of the same file."""
     state = {"w": torch.zeros(2, 3).to(dtype), "image": torch.zeros(1, 2, 2, 2).to(memory_format=torch.channels_last)}
     torch_dcp.save({**state, "n": 3, "nested": {"x": [torch.ones(1), "y"]}}, checkpoint_id=tmp_path, no_dist=True)
     expected = pickle.loads((tmp_path / ".metadata").read_bytes())
-    assert dcp.read_metadata(tmp_path) == expected
-    assert dcp.read_metadata(tmp_path).state_dict_metadata["w"].properties.dtype == dtype
+    assert safe_dcp.read_metadata(tmp_path) == expected
+    assert safe_dcp.read_metadata(tmp_path).state_dict_metadata["w"].properties.dtype == dtype
 
 
 def test_a_file_of_another_folder(tmp_path):
-    """A crafted .metadata shall not make a rank wait for a pipe, or read what is not the checkpoint's."""
+    """A crafted .metadata must not make a rank wait for a pipe or read files that are not the checkpoint's."""
     torch_dcp.save({"a": torch.zeros(1)}, checkpoint_id=tmp_path, no_dist=True)
     content = (tmp_path / ".metadata").read_bytes()
     (tmp_path / ".metadata").write_bytes(content.replace(b"__0_0.distcp", b"/dev/../zero"))

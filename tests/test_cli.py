@@ -1,11 +1,11 @@
-"""The subcommands as they are typed. They run in this process, and whatever would start another one is replaced."""
+"""These tests type the subcommands. They run in this process and replace everything that would start another one."""
 
 import inspect
 import json
 from pathlib import Path
 from types import SimpleNamespace
 
-from tests.cluster_of_one import DEMO, ROOT
+from tests.command_line import DEMO, ROOT
 from titan_disp import cli, launch
 from titan_disp.cluster import preflight, submit
 from titan_disp.data import digest
@@ -15,11 +15,11 @@ OVERRIDES = (
     *("--training.seq_len", "64", "--training.global_batch_size=8", "--dispersion.no-enabled"),
     *("--lr_scheduler.min_lr_factor", "0.5", "--debug.seed", "-7"),
 )
-HANDED_ON = ("--job.config_file", str(DEMO), *OVERRIDES)  # to processes that read the config themselves
+HANDED_ON = ("--job.config_file", str(DEMO), *OVERRIDES)  # for processes that read the config themselves
 
 
 def typed(monkeypatch, *argv):
-    """Run titan-disp with these words; its exit status."""
+    """Run titan-disp with these words and return its exit status."""
     monkeypatch.setattr("sys.argv", ["titan-disp", *map(str, argv)])
     try:
         cli.main()
@@ -29,16 +29,16 @@ def typed(monkeypatch, *argv):
 
 
 def among(*own):
-    """A subcommand's own options in the middle of TorchTitan's, where users put them."""
+    """Put a subcommand's own options between those of the config, as users do."""
     return (*OVERRIDES[:2], *own, *OVERRIDES[2:])
 
 
 def assert_overridden(job_config):
-    """The TOML says seq_len 256, global batch 16, dispersion on, min_lr_factor 0.1 and seed 42."""
+    """The TOML file has seq_len 256, global batch 16, dispersion on, min_lr_factor 0.1 and seed 42."""
     assert (job_config.training.seq_len, job_config.training.global_batch_size) == (64, 8)
     assert (job_config.dispersion.enabled, job_config.lr_scheduler.min_lr_factor) == (False, 0.5)
     assert job_config.debug.seed == -7
-    assert job_config.training.local_batch_size == 4  # the TOML's, without which the rest would be defaults
+    assert job_config.training.local_batch_size == 4  # from the TOML file; without it, the rest would be defaults
     assert job_config.job.config_file == str(DEMO)
 
 
@@ -57,6 +57,8 @@ def test_train_hands_its_overrides_to_the_ranks(monkeypatch):
     ((how, (dash_m, module, *argv)),) = started
     assert (how.nproc_per_node, dash_m, module) == (2, "-m", "titan_disp.train")
     assert argv == list(HANDED_ON)
+    # A chroot, or a container without /etc/hosts, may not resolve localhost, nor a laptop its own name.
+    assert (how.rdzv_endpoint, how.local_addr) == ("127.0.0.1:0", "127.0.0.1")
 
 
 def test_plan(monkeypatch, capsys):
@@ -66,7 +68,7 @@ def test_plan(monkeypatch, capsys):
     assert (plan["seq_len"], plan["global_batch_size"], plan["tokens_per_step"]) == (64, 8, 512)
     assert plan["dispersion_flops_per_step"] == 0
     assert (plan["nodes"], plan["gpus_per_node"], plan["gpu"], plan["mfu"]) == (2, 1, "A100", 0.5)
-    assert plan["steps"] == 300  # the TOML's
+    assert plan["steps"] == 300  # from the TOML file
 
 
 def test_preflight_hands_its_overrides_to_the_step(monkeypatch, capsys):
@@ -130,7 +132,7 @@ def test_data_digest(monkeypatch, capsys):
 
 
 def test_sweep(monkeypatch, capsys, tmp_path):
-    """`sweep FILE` is `sweep run FILE`; the exit status says whether all points are finished; --submit hands its options on."""
+    """`sweep FILE` means `sweep run FILE`. Its status tells whether all points finished. --submit passes options on."""
     from titan_disp.sweeps import local
     from titan_disp.sweeps import submit as array
 

@@ -1,4 +1,4 @@
-"""The comparison of models by their documents' scores, by hand and by scipy's formulas."""
+"""These tests check the comparison of models by documents' scores, with numbers by hand and scipy's formulas."""
 
 import numpy as np
 import pytest
@@ -20,7 +20,7 @@ from titan_disp.evaluate.tasks import Row
 def test_paired_difference_against_the_plain_formula():
     rng = np.random.default_rng(0)
     baseline = rng.integers(0, 2, 300).astype(float)
-    values = np.where(rng.random(300) < 0.8, baseline, 1.0)  # mostly the same answers: far smaller than unpaired
+    values = np.where(rng.random(300) < 0.8, baseline, 1.0)  # mostly equal answers, far smaller error than unpaired
     found, d = paired_difference(values, baseline), values - baseline
     error = d.std(ddof=1) / np.sqrt(len(d))
     assert found.mean == pytest.approx(d.mean())
@@ -37,7 +37,7 @@ def test_paired_difference_against_the_plain_formula():
 def test_ranks_and_means():
     rng = np.random.default_rng(1)
     answers = {name: rng.integers(0, 2, (3, 40)).astype(float) for name in ("off", "on", "other")}
-    answers["other"][0] = answers["on"][0][::-1]  # the same score by other documents: a tie
+    answers["other"][0] = answers["on"][0][::-1]  # the same score from other documents is a tie
     rows = [Row(name, "acc", (name,)) for name in ("x", "y", "z")]
     scores = {
         model: {row.name: Scores(v.mean(), None, 0, v) for row, v in zip(rows, values, strict=True)}
@@ -57,7 +57,7 @@ def test_ranks_and_means():
 
 
 def test_means_of_two_tasks_by_hand():
-    """The differences 1 and 0.4; close scores are no tie; what one document leaves undefined is not taken for 0."""
+    """The differences are 1 and 0.4. Close scores are not ties. Undefined numbers of a single document are not 0."""
     x = {"off": Scores(0.501, 0.02, 5, np.zeros(5)), "on": Scores(0.502, 0.03, 5, np.array([0, 0, 0, 1, 1.0]))}
     y = {"off": Scores(0.9, None, 0, np.zeros(1)), "on": Scores(0.1, None, 0, np.ones(1))}
     rows = [Row("x", "acc", ("x",)), Row("y", "f1", ("y",))]
@@ -68,12 +68,12 @@ def test_means_of_two_tasks_by_hand():
     ]
     assert [t.standard_errors for t in found.tasks] == [{"off": 0.02, "on": 0.03}, {"off": None, "on": None}]
     assert [task.ranks for task in found.tasks] == [{"off": 2, "on": 1}, {"off": 1, "on": 2}]
-    # Of 0, 0, 0, 1, 1: variance (3 · 0.16 + 2 · 0.36) / 4 = 0.3, and 0.3 / 5 = 0.06.
+    # The variance of 0, 0, 0, 1, 1 is (3 · 0.16 + 2 · 0.36) / 4 = 0.3, and 0.3 / 5 = 0.06.
     assert [task.differences["on"].standard_error for task in found.tasks] == [pytest.approx(0.06**0.5), None]
     both = found.mean_difference["on"]
     assert both.mean == pytest.approx(0.7)
     assert both.standard_error_documents is None
-    assert both.standard_error_tasks == pytest.approx(0.3)  # of two numbers, half of how far they are apart
+    assert both.standard_error_tasks == pytest.approx(0.3)  # for two numbers, half of their distance
     alone = compare(rows[:1], {model: {"x": x[model]} for model in x}).mean_difference["on"]
     assert alone.standard_error_documents == pytest.approx(0.06**0.5)
     assert alone.standard_error_tasks is None
@@ -86,7 +86,7 @@ def test_documents_of_a_group_are_pooled_as_it_averages():
 
 
 def test_holm_against_a_published_example():
-    """Wikipedia, "Holm–Bonferroni method": of 0.01, 0.04, 0.03 and 0.005, the first and the last are rejected at 0.05.
+    """Wikipedia's "Holm–Bonferroni method" rejects the first and the last of 0.01, 0.04, 0.03 and 0.005 at 0.05.
 
     By hand: 0.005 · 4, 0.01 · 3, 0.03 · 2, and 0.04 · 1, which is raised to the one before it.
     """
@@ -102,7 +102,7 @@ def test_holm_of_other_numbers():
         None,
         pytest.approx(0.04),
         pytest.approx(0.03),
-    ]  # three tests, one without a result
+    ]  # one of three tests has no result
     ordered = holm(np.linspace(0.001, 0.05, 20).tolist())
     assert ordered == sorted(ordered)
 
@@ -127,7 +127,7 @@ def of_seeds(values):
 
 
 def test_seeds_of_one_condition():
-    """Off 0.5, 0.75, 0.25 and on 0.75, 0.75 by seed; by document 1/3, 1, 2/3, 0 and 1, 1, 1/2, 1/2."""
+    """By seed, off has 0.5, 0.75, 0.25 and on 0.75, 0.75; by document, 1/3, 1, 2/3, 0 and 1, 1, 1/2, 1/2."""
     off, on = of_seeds(OFF), of_seeds(ON)
     assert (off.score, off.by_seed) == (0.5, (0.5, 0.75, 0.25))
     np.testing.assert_allclose(off.values, [1 / 3, 1, 2 / 3, 0])
@@ -139,7 +139,7 @@ def test_seeds_of_one_condition():
     d = np.array([2 / 3, 0, -1 / 6, 1 / 2])
     assert difference.standard_error == pytest.approx(stats.sem(d))
     assert difference.p_value == pytest.approx(stats.ttest_1samp(d, 0).pvalue)
-    # Off has the variance 1/16 over three seeds, on none: a standard error of √(1/48).
+    # Off has the variance 1/16 over three seeds, and on has none: the standard error is √(1/48).
     assert difference.over_seeds.standard_error == mean.over_seeds.standard_error == pytest.approx(48**-0.5)
     assert task.seed_errors == {"off": pytest.approx(48**-0.5), "on": 0}
     assert (found.seeds, found.mean_seed_error["off"]) == ({"off": 3, "on": 2}, pytest.approx(48**-0.5))
@@ -164,7 +164,7 @@ def test_difference_over_seeds_is_welchs_test():
 
 
 def test_mean_over_tasks_by_seed():
-    """Seeds that are high in one task and low in the other have the same mean: what scatters is a seed's mean over tasks."""
+    """The uncertainty is the scatter of each seed's mean over tasks. These seeds are good in one task or the other."""
     rows = [Row(name, "acc", (name,)) for name in ("x", "y")]
     values = np.array([[0.0, 0], [1, 1]])
     off = {"x": of_seeds(values), "y": of_seeds(1 - values)}
@@ -188,7 +188,7 @@ def test_one_seed_each_says_nothing_over_seeds():
 
 
 def test_holm_over_seeds_too():
-    """Three seeds each, in two tasks: the p values of Welch's tests are adjusted for the two."""
+    """With three seeds each in two tasks, the p values of Welch's tests are adjusted for two tests."""
     rng = np.random.default_rng(3)
     rows = [Row(name, "acc", (name,)) for name in ("x", "y")]
     off, on = ({row.name: of_seeds(rng.random((3, 20)) + shift) for row in rows} for shift in (0.0, 0.1))
@@ -197,7 +197,7 @@ def test_holm_over_seeds_too():
 
 
 def test_seeds_on_one_document():
-    """Whose scatter over documents is unknown; the number of examples is that of the seeds."""
+    """The scatter over a single document is unknown. The number of examples is that of the seeds."""
     found = pooled([Scores(1.0, None, 5, np.ones(1)), Scores(0.0, None, 5, np.zeros(1))])
     assert (found.score, found.standard_error, found.num_fewshot) == (0.5, None, 5)
     assert (

@@ -9,7 +9,7 @@ import tomli
 import torchtitan
 
 from benchmarks.torchtitan_port import Imported, compare, imported_by, modules_of
-from tests.cluster_of_one import ROOT
+from tests.command_line import ROOT
 
 PAGE = ROOT / "docs" / "compatibility.md"
 

@@ -1,3 +1,5 @@
+"""Measures of condensation against plain formulas; their files, tables and division among ranks."""
+
 import dataclasses
 from collections import Counter
 
@@ -110,7 +112,7 @@ def test_ranks_of_mean_cosines_that_hardly_differ_mean_nothing():
     flat, steep = condensed(0.101, 0.104, 0.11), condensed(0.101, 0.104, 0.112)
     assert flat.to_json()["before_norm"] == {"spearman": None, "kendall": None, "range": pytest.approx(0.009)}
     assert steep.to_json()["before_norm"] == {"spearman": 1, "kendall": 1, "range": pytest.approx(0.011)}
-    assert str(flat.before_norm) == "ρ – τ – (the mean cosines differ by 0.009 only)"
+    assert str(flat.before_norm) == "ρ – τ – (the mean cosines differ by only 0.009)"
     assert str(steep.before_norm) == "ρ 1.00 τ 1.00"
 
 

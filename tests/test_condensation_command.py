@@ -1,4 +1,4 @@
-"""titan-disp condensation, on runs and Hugging Face models of random weights."""
+"""These tests run titan-disp condensation on runs and Hugging Face models with random weights."""
 
 import csv
 import json
@@ -7,12 +7,14 @@ import shutil
 import sys
 
 import numpy as np
+import pyarrow
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 import transformers
 from huggingface_hub import constants
 from matplotlib.image import imread
+from pyarrow import parquet
 from scipy import stats
 
 from tests.saved_run import random_model, save_run
@@ -20,10 +22,10 @@ from titan_disp import cli
 from titan_disp.condensation.record import EDGES, Condensation
 from titan_disp.data.sample import documents
 from titan_disp.errors import ConfigError
-from titan_disp.inspection.streaming import find_blocks
+from titan_disp.export.export import export
+from titan_disp.inspection.layer_by_layer import find_blocks
 from titan_disp.inspection.targets import find_targets
 from titan_disp.inspection.texts import cut_sequences, read_texts
-from titan_disp.results.export import export
 
 N = 48  # tokens per sequence
 
@@ -47,7 +49,7 @@ def save_hugging_face(model, tokenizer, folder):
 def gpt2(tmp_path_factory, hf_tokenizer):
     torch.manual_seed(0)
     sizes = {"n_positions": N, "n_embd": 32, "n_layer": 3, "n_head": 2}
-    config = transformers.GPT2Config(vocab_size=2048, **sizes, initializer_range=0.2)  # layers that differ
+    config = transformers.GPT2Config(vocab_size=2048, **sizes, initializer_range=0.2)  # so large that layers differ
     model = transformers.GPT2LMHeadModel(config)
     torch.nn.init.uniform_(model.transformer.ln_f.weight, 0.1, 3)  # ones would leave cosines as they are
     return save_hugging_face(model, hf_tokenizer, tmp_path_factory.mktemp("models") / "gpt2")
@@ -55,7 +57,7 @@ def gpt2(tmp_path_factory, hf_tokenizer):
 
 @pytest.fixture(scope="module")
 def qwen3(tmp_path_factory, hf_tokenizer):
-    """In bfloat16, as models are published."""
+    """The weights are in bfloat16, like those of published models."""
     torch.manual_seed(1)
     config = transformers.Qwen3Config(
         vocab_size=2048, hidden_size=32, intermediate_size=64, num_hidden_layers=4, num_attention_heads=2,
@@ -68,7 +70,7 @@ def qwen3(tmp_path_factory, hf_tokenizer):
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory, hf_tokenizer):
-    """A run with checkpoints of steps 10 and 20, of random weights: the final norm's are not ones, so that it counts."""
+    """A run has random weights at steps 10 and 20. Those of the final norm are not ones, so that it matters."""
     folder = save_run(tmp_path_factory.mktemp("runs") / "run", random_model(), hf_tokenizer, step=10)
     dcp.save(random_model(0.1).state_dict(), checkpoint_id=folder / "checkpoint" / "step-20", no_dist=True)
     return folder
@@ -86,7 +88,10 @@ def command(monkeypatch):
 
 
 def by_the_papers_formulas(hidden_states):
-    """Mean, standard deviation, histogram [layers, …] over all N² cosines of [layers][B, N, F], in numpy."""
+    """Compute mean, standard deviation and histogram over all N² cosines in numpy.
+
+    The activations are [layers][B, N, F], and the results [layers, …].
+    """
     u = np.stack([z.double().numpy() for z in hidden_states])
     u /= np.linalg.norm(u, axis=-1, keepdims=True)
     cosines = np.einsum("lbnf,lbmf->lbnm", u, u).clip(-1, 1)
@@ -96,7 +101,7 @@ def by_the_papers_formulas(hidden_states):
 
 
 def hidden_states(folder, tokens, norm):
-    """Of transformers, with what the final norm is given before the last of them, which is after it."""
+    """Return transformers' hidden states. The input of the final norm is inserted before the last one, its output."""
     model = transformers.AutoModelForCausalLM.from_pretrained(folder).float().eval()
     given = []
     model.get_submodule(norm).register_forward_pre_hook(lambda module, arguments: given.append(arguments[0]))
@@ -117,10 +122,10 @@ def test_numbers_are_the_papers(name, norm, request, command, text, tmp_path, ca
     found = Condensation.load(tmp_path / f"{name}.npz")
     assert (found.sequences, found.tokens) == (5, N)
     for got, expected in ((found.mean_cosine, mean), (found.std_cosine, std), (found.mean_angle, angles)):
-        np.testing.assert_allclose(got, expected, atol=1e-5)  # float32 forwards of other batch sizes
-    # Where a cosine lies on an edge its bin is a matter of rounding: a few of 11520 pairs.
+        np.testing.assert_allclose(got, expected, atol=1e-5)  # float32 forward passes with other batch sizes
+    # Rounding decides the bin of a cosine on an edge. This affects a few of 11520 pairs.
     np.testing.assert_allclose(found.histogram, histograms, atol=5e-4)
-    assert abs(mean[-1] - mean[-2]) > 1e-3  # before and after the final norm: not the same
+    assert abs(mean[-1] - mean[-2]) > 1e-3  # the final norm matters
     content = json.loads((tmp_path / "metrics.json").read_text())["targets"][0]
     np.testing.assert_allclose(content["mean_cosine"], mean, atol=1e-5)
     rows = list(csv.DictReader(open(tmp_path / "metrics.csv")))  # noqa: SIM115
@@ -145,13 +150,13 @@ def test_a_run_and_its_hugging_face_form_agree(command, run, text, tmp_path):
     command(run, tmp_path / "twin", "--text", text, "--out", tmp_path, "--sequences", 4)
     ours, theirs = (Condensation.load(tmp_path / f"{name}.npz") for name in ("run-step-20", "twin"))
     assert (ours.sequences, ours.tokens) == (theirs.sequences, theirs.tokens) == (4, 64)
-    # float32 in another order of operations.
+    # The order of float32 operations differs.
     for name in ("mean_cosine", "std_cosine", "mean_angle"):
         np.testing.assert_allclose(getattr(ours, name), getattr(theirs, name), atol=1e-5, err_msg=name)
     np.testing.assert_allclose(ours.effective_rank, theirs.effective_rank, rtol=1e-4)
     assert len(ours.mean_cosine) == 8
     assert ours.final_norm
-    assert np.ptp(ours.mean_cosine) > 0.1  # layers differ: agreement says something
+    assert np.ptp(ours.mean_cosine) > 0.1  # layers differ, so that agreement is meaningful
 
 
 def test_pictures_of_a_run_and_a_model(command, run, gpt2, text, tmp_path, capsys):
@@ -174,12 +179,12 @@ def test_pictures_of_a_run_and_a_model(command, run, gpt2, text, tmp_path, capsy
         assert height >= 200, picture
         ink = (pixels[..., :3] < 0.9).any(-1)
         assert 0.01 < ink.mean() < 0.9, picture
-        # Something is drawn everywhere: no quarter of the picture is blank.
+        # No quarter of the picture is blank.
         for quarter in (ink[: height // 2], ink[height // 2 :], ink[:, : width // 2], ink[:, width // 2 :]):
             assert quarter.any(), picture
     told = capsys.readouterr()
     assert all(name in told.out for name in names)
-    assert f"sequences of {N} tokens, not 512: gpt2 has no more positions" in told.err
+    assert f"sequences have {N} tokens, not 512, because gpt2 has no more positions" in told.err
 
 
 def test_seed_decides_the_sample(command, gpt2, text, tmp_path):
@@ -224,7 +229,21 @@ def test_bad_documents_are_passed_over(tmp_path, capsys):
     file = tmp_path / "some.jsonl"
     file.write_text('{"text": "one"}\nnot json\n{"text": ""}\n{"text": "two"}\n')
     assert sorted(read_texts(file, None, 0)) == ["one", "two"]
-    assert "2 bad documents were passed over" in capsys.readouterr().err
+    assert "2 bad documents were skipped, the first one: malformed JSON" in capsys.readouterr().err
+
+
+def test_another_field_of_the_text(tmp_path, capsys):
+    """stream.text_field of a run is an option here; where it is wrong, the message names the option."""
+    file, table = tmp_path / "some.jsonl", tmp_path / "some.parquet"
+    file.write_text('{"meta": {"body": "one"}}\n{"meta": {"body": "two"}}\n')
+    parquet.write_table(pyarrow.table({"body": ["one", "two"]}), table)
+    assert sorted(read_texts(file, None, 0, text_field="meta.body")) == ["one", "two"]
+    assert sorted(read_texts(None, str(table), 0, text_field="body")) == ["one", "two"]
+    with pytest.raises(ConfigError, match="holds no text"):
+        read_texts(file, None, 0)
+    assert 'no field "text", only meta.body: see --text-field' in capsys.readouterr().err
+    with pytest.raises(ConfigError, match=r"only body \(string\): set --text-field to the column of the text"):
+        read_texts(None, str(table), 0)
 
 
 def test_names_tell_targets_apart(gpt2, run, tmp_path):
@@ -267,7 +286,7 @@ def without_tokenizer(gpt2, folder):
     ("make", "message"),
     [
         (small_vocabulary, "has 2048 tokens, but .* vocabulary of 100"),
-        (partial_weights, "holds no whole causal language model: 12 weights are missing"),
+        (partial_weights, "holds an incomplete causal language model: 12 weights are missing"),
         (diverged, "layer 2 has values that are not finite"),
         (without_weights, "has a config.json but no weights"),
         (without_tokenizer, "holds no tokenizer. Name another folder with --tokenizer DIR"),
@@ -284,7 +303,7 @@ def test_unusable_models(make, message, gpt2, text, tmp_path, command, capsys):
 
 
 def test_blocks_are_found_by_what_they_are():
-    """The largest list of as many modules as there are layers, which in other models may be others, such as norms."""
+    """The blocks are the largest list with as many modules as layers. Other lists of the same length may be norms."""
     body = torch.nn.Module()
     body.norms = torch.nn.ModuleList(torch.nn.LayerNorm(4) for _ in range(3))
     body.inner = torch.nn.Module()
@@ -296,7 +315,7 @@ def test_blocks_are_found_by_what_they_are():
 
 
 def test_another_tokenizer(gpt2, sample, text, command, tmp_path):
-    """--tokenizer serves a model whose own cannot be loaded, and is refused where it does not fit."""
+    """--tokenizer replaces a tokenizer that cannot be loaded. It is refused if it does not fit the model."""
     folder = without_tokenizer(gpt2, tmp_path / "model")
     command(folder, "--tokenizer", sample / "tokenizer", "--text", text, "--out", tmp_path / "out", "--sequences", 1)
     small = small_vocabulary(gpt2, tmp_path / "small")
@@ -307,18 +326,18 @@ def test_another_tokenizer(gpt2, sample, text, command, tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (("nothing-here",), "'nothing-here' is no folder here"),
+        (("nothing-here",), "'nothing-here' is not a folder here"),
         (("{tmp}/nothing",), "nothing' does not exist"),
         (("{tmp}",), "is not a run's folder"),
         (("{run}/7",), "has no checkpoint of step 7; it has 10, 20"),
-        ((), "expected at least one target"),
+        ((), "no target is given"),
         (("{gpt2}", "--all-steps"), "--all-steps needs a run's folder"),
         (("{gpt2}", "--dataset", "x"), "expected one of --text FILE and --dataset PATH"),
         (("{gpt2}", "--sequences", "0"), "--sequences is 0, expected at least 1"),
         (("{gpt2}", "--max-length", "1"), "--max-length is 1, expected at least 2"),
         (("{gpt2}", "--batch-size", "0"), "--batch-size is 0, expected at least 1"),
         (("{gpt2}", "--device", "tpu"), "--device 'tpu' cannot be used here"),
-        (("{gpt2}", "--out", "{gpt2}/config.json"), "is no folder to write into"),
+        (("{gpt2}", "--out", "{gpt2}/config.json"), "is not a writable folder"),
         (("{gpt2}", "--tokenizer", "{tmp}"), "holds no tokenizer file"),
         (("{run}", "--tokenizer", "{tmp}"), "holds no tokenizer file"),
     ],

@@ -6,10 +6,11 @@ import subprocess
 import sys
 
 import pytest
+from torchtitan.tools.logging import logger as torchtitan_logger
 
-from tests.cluster_of_one import DEMO, ROOT, command, environment, rank_environment
-from titan_disp.checks import check_config
+from tests.command_line import DEMO, ROOT, command, environment, rank_environment
 from titan_disp.config import load_config
+from titan_disp.config_checks import check_config
 from titan_disp.errors import ConfigError
 from titan_disp.launch import launch
 
@@ -40,11 +41,11 @@ def options(sample):
             r"^dispersion.tau is 0.5, but variant",
         ),
         (1, ["--dispersion.max_tokens", "1"], r"dispersion.max_tokens is 1"),
-        (1, ["--dispersion.warmup_steps", "1000"], r"dispersion.warmup_steps is 1000, expected 0 to the 300 steps"),
+        (1, ["--dispersion.warmup_steps", "1000"], r"dispersion.warmup_steps is 1000, expected 0 to 300"),
         (
             1,
             ["--budget.tokens", "1_000"],
-            r"training.steps is 300, but budget.tokens 1,000 at 4,096 tokens per step makes 1",
+            r"training.steps is 300, but budget.tokens 1,000 at 4,096 tokens per step makes 1 step\(s\)",
         ),
         (1, ["--training.steps", "-1"], r"neither budget.tokens nor training.steps"),
         (1, ["--budget.stop_at_tokens", "5000000"], r"stop_at_tokens is 5,000,000, more than the 1,228,800 tokens"),
@@ -88,12 +89,16 @@ def options(sample):
             r"= 4, but there are 2 ranks: set data_parallel_replicate_degree = -1",
         ),
         (2, [REPLICAS, "-1"], r"replicate_degree is -1, but data_parallel_shard_degree is -1: only one of them"),
-        (2, [REPLICAS, "-2"], r"replicate_degree is -2, expected at least 1, or -1 for what the shards leave"),
+        (
+            2,
+            [REPLICAS, "-2"],
+            r"replicate_degree is -2, expected at least 1, or -1 to compute it from the number of ranks",
+        ),
         (2, [REPLICAS, "-1", "--parallelism.data_parallel_shard_degree", "1"], r"pure data parallelism .* is refused"),
         (
             12,
             [REPLICAS, "-1", "--parallelism.data_parallel_shard_degree", "8"],
-            r"takes what 12 ranks leave, .* not a multiple of data_parallel_shard_degree 8 × .* = 8: .* a divisor of them",
+            r"needs a multiple of data_parallel_shard_degree 8 × .* = 8 ranks, but there are 12: .* a divisor of 12$",
         ),
         (
             3,
@@ -119,7 +124,7 @@ def options(sample):
         (
             2,
             ["--training.enable_cpu_offload", "--parallelism.tensor_parallel_degree", "2"],
-            r"enable_cpu_offload is true, but it is FSDP that offloads, .* data_parallel_shard_degree 1",
+            r"enable_cpu_offload is true, but only FSDP offloads, .* data_parallel_shard_degree 1",
         ),
         (
             1,
@@ -286,10 +291,16 @@ def test_options_written_as_in_toml(written, right):
     assert config.training.steps == 3
 
 
-def test_nothing_is_said_of_a_tokenizer_that_nobody_asked_for(sample, caplog):
-    """TorchTitan's default folder of the tokenizer never exists here; its warning came before every message of ours."""
+def test_torchtitan_says_nothing_of_the_tokenizers_folder(sample, caplog):
+    """Its default folder never exists here, and of the config's own our message says more: its warning came before both. What
+    else it warns of is said."""
     load_config(["--job.config_file", str(DEMO), *options(sample)])
+    load_config(["--job.config_file", str(DEMO), "--model.hf_assets_path", "nowhere"])
     assert "does not exist" not in caplog.text
+    load_config(["--job.config_file", str(DEMO), "--model.tokenizer_path", "nowhere"])
+    assert [record.getMessage().split(",")[0] for record in caplog.records] == ["tokenizer_path is deprecated"]
+    torchtitan_logger.warning("HF assets path . does not exist!")
+    assert "does not exist" in caplog.text
 
 
 def test_missing_config():
@@ -321,7 +332,7 @@ def test_command_line_goes_before_toml():
 
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda p: p.name)
 def test_shipped_configs_are_valid(config):
-    from titan_disp.checks import check_config
+    from titan_disp.config_checks import check_config
 
     ranks = {"qwen3_0.6b_c4.toml": 640, "gpt2_124m_c4.toml": 8, "pretrain_0.6b_c4.toml": 640}.get(config.name, 1)
     check_config(load_config(["--job.config_file", str(config)]), ranks)
@@ -329,7 +340,7 @@ def test_shipped_configs_are_valid(config):
 
 @pytest.mark.parametrize("ranks", [1, 2, 4, 8, 16, 32, 64, 96, 128, 160, 192, 240, 320, 384, 480, 640, 960, 1920])
 def test_gpu_counts_that_the_paper_config_names(ranks):
-    from titan_disp.checks import check_config
+    from titan_disp.config_checks import check_config
 
     job_config = load_config(["--job.config_file", str(ROOT / "train_configs" / "qwen3_0.6b_c4.toml")])
     check_config(job_config, ranks)

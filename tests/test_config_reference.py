@@ -8,7 +8,7 @@ import pytest
 import tomli
 from torchtitan.config import JobConfig
 
-from tests.cluster_of_one import ROOT
+from tests.command_line import ROOT
 from tests.test_cli import typed
 from titan_disp import config_reference, job_config
 from titan_disp.errors import ConfigError
@@ -69,7 +69,7 @@ def test_the_keys_of_torchtitan_that_our_files_set():
 @pytest.mark.parametrize(
     ("name", "shown"),
     [
-        ("dispersion.tau", "[dispersion]\ntau = 1.0    # number\n    τ, temperature. 1.0: the paper's text."),
+        ("dispersion.tau", "[dispersion]\ntau = 1.0    # number\n    τ, the temperature. Default: the paper's text."),
         ("estimator", '[dispersion]\nestimator = "exact"    # "exact", "moments" or "sampled"\n'),
         ("layers", '[dispersion]\nlayers = "all"    # list of integers, "all", "last", "early_half" or "late_half"\n'),
         ("--dispersion.norm-eps", "[dispersion]\nnorm_eps = 0.01    # number"),  # as it is typed

@@ -13,7 +13,7 @@ import pytest
 import tomli
 import torch
 
-from tests.cluster_of_one import ROOT
+from tests.command_line import ROOT
 from tests.pages import blocks, can_start, commands, loaded, split, subcommand, understood
 from titan_disp.sweeps.definition import points, read_sweep
 
@@ -22,7 +22,20 @@ DOCS = sorted((ROOT / "docs").glob("*.md"))
 PAGES = [README, *DOCS, ROOT / "CONTRIBUTING.md", ROOT / "slurm" / "README.md", *(ROOT / "train_configs").rglob("*.md")]
 SCRIPTS = [*sorted((ROOT / "examples").glob("*.py")), *sorted((ROOT / "train_configs").rglob("*.toml"))]
 # Of the shell, of SLURM, of sites and of other projects; titan-disp, make, pip, python, sbatch and torchrun are looked at below.
-OTHERS = {"git", "cd", "source", "module", "export", "tar", "tail", "hf", "tensorboard"}
+OTHERS = {
+    "git",
+    "cd",
+    "source",
+    "module",
+    "export",
+    "tar",
+    "tail",
+    "hf",
+    "tensorboard",
+    "apptainer",
+    "podman",
+    "enroot",
+}
 LATER = {"docs/evidence.md", "docs/evidence.jsonl"}  # make evidence writes them
 FILES = {"csv", "json", "jsonl", "toml", "safetensors", "py", "npz", "png"}  # metrics.jsonl is no key
 EXTRAS = tomli.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]

@@ -1,3 +1,5 @@
+"""titan-disp evaluate, against plain transformers on the same documents; what is refused before a model is loaded."""
+
 import csv
 import json
 import logging
@@ -21,7 +23,7 @@ from titan_disp.evaluate import evaluation
 from titan_disp.evaluate.compare import Scores
 from titan_disp.evaluate.evaluation import evaluate
 from titan_disp.evaluate.harness import Result
-from titan_disp.evaluate.once import warnings_once
+from titan_disp.evaluate.harness_warnings import warnings_once
 from titan_disp.evaluate.tasks import PROTOCOLS, build_suite
 
 pytest.importorskip("lm_eval")
@@ -41,7 +43,10 @@ def load_plainly(folder: Path):
 
 
 def log_probabilities(folder: Path, context: str, continuation: str) -> tuple[float, bool]:
-    """Of a continuation, and whether each of its tokens is the most likely, by transformers alone; tokens are bytes."""
+    """Compute a continuation's log-likelihood with transformers alone, and whether each token is the most likely one.
+
+    Tokens are bytes.
+    """
     model, tokenizer = load_plainly(folder)
     tokens = torch.tensor(tokenizer(context + continuation)["input_ids"])
     n = len(tokenizer(continuation)["input_ids"])
@@ -52,7 +57,7 @@ def log_probabilities(folder: Path, context: str, continuation: str) -> tuple[fl
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
-    """a/hf and b/hf: a Qwen3 and a GPT-2 with random weights, large ones, for answers that depend on the question."""
+    """Save a Qwen3 as a/hf and a GPT-2 as b/hf. Their random weights are large: answers depend on the question."""
     from tokenizers import Tokenizer, decoders
     from tokenizers.models import BPE
     from tokenizers.pre_tokenizers import ByteLevel
@@ -86,7 +91,7 @@ def models(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def own(tmp_path_factory, models):
-    """Task files on local documents: "choice" among 4, "word" (like LAMBADA), and the group "both", whose tasks count alike."""
+    """Write task files for local documents: "choice" among 4, "word" (like LAMBADA), and "both", their average."""
     folder = tmp_path_factory.mktemp("tasks")
     rng = np.random.default_rng(0)
     words = ["tree", "stone", "a river", "sky", "old house", "bread"]
@@ -95,7 +100,7 @@ def own(tmp_path_factory, models):
         for i in range(20)
     ]
     texts = [f"{rng.integers(1000)} {rng.permutation(words)[0]}"[:-1] for _ in range(12)]
-    # Every other document ends with what the first model says, so that it knows some of them.
+    # Every other document ends with the first model's answer, so that this model knows some of them.
     likely = [next((c for c in map(chr, range(32, 127)) if log_probabilities(models[0], t, c)[1]), "e") for t in texts]
     word = [{"text": text, "last": c if i % 2 else "e"} for i, (text, c) in enumerate(zip(texts, likely, strict=True))]
     for name, documents in (("choice", choice), ("word", word)):
@@ -127,7 +132,7 @@ def manager(own):
 
 @pytest.fixture(autouse=True)
 def include_paths(manager, monkeypatch):
-    """The harness reads its task files, for seconds, once for all tests; here are the include paths that were asked for."""
+    """Read the harness's task files only once, because it takes seconds, and return the requested include paths."""
     asked = []
     monkeypatch.setattr(lm_eval.tasks, "TaskManager", lambda include_path: asked.append(include_path) or manager)
     return asked
@@ -138,7 +143,7 @@ def documents(own, name):
 
 
 def by_hand(folder, own):
-    """Whether each document is answered rightly, by task and metric."""
+    """Return whether each document is answered correctly, by task and metric."""
     choice = [
         [log_probabilities(folder, d["text"], f" {c}")[0] for c in d["choices"]] for d in documents(own, "choice")
     ]
@@ -169,7 +174,7 @@ def test_end_to_end_against_plain_transformers(models, own, tmp_path, include_pa
     assert include_paths == [str(own)]
 
     a, b = (by_hand(folder, own) for folder in models)
-    # Otherwise the test would see nothing.
+    # Otherwise the test would show nothing.
     assert 0 < a["choice"].mean() != b["choice"].mean()
     assert 0 < a["word"].mean() < 1
     found = json.loads((out / "results.json").read_text())
@@ -202,12 +207,12 @@ def test_end_to_end_against_plain_transformers(models, own, tmp_path, include_pa
     assert [row["task"] for row in rows] == ["choice", "word", "mean"]
     assert float(rows[0]["b-hf - a-hf"]) == b["choice"].mean() - a["choice"].mean()
 
-    with pytest.raises(ConfigError, match="holds an evaluation already"):
+    with pytest.raises(ConfigError, match="already holds an evaluation"):
         evaluate(models, ["word"], include_path=own, out=out)
 
 
 def test_group_whose_tasks_count_alike(models, own, tmp_path):
-    """And a limit, and one model alone."""
+    """The test also covers a limit and a single model."""
     a = by_hand(models[0], own)
     expected = (a["choice"].mean() + a["word"].mean()) / 2
     comparison = evaluate(models[:1], ["both"], include_path=own, out=tmp_path / "all")
@@ -239,7 +244,7 @@ HUB = {
 
 
 def small_hub(path, name=None, **_):
-    """datasets.load_dataset of what the paper's tasks read; 1 or 2 documents, by the length of the name."""
+    """Replace datasets.load_dataset for the paper's tasks. The length of a name decides between 1 and 2 documents."""
     return of_length(path, 1 + len(name or path) % 2)
 
 
@@ -283,7 +288,7 @@ def test_the_ten_of_the_paper(models, tmp_path, monkeypatch):
     assert mmlu.documents == sum(r["sample_len"] for r in subjects.values())
     right = sum(r["acc,none"] * r["sample_len"] for r in subjects.values())
     assert mmlu.scores["a-hf"] == pytest.approx(right / mmlu.documents)
-    # In the same order for both models, and one document for each.
+    # Both models have the same order, with one document for each.
     samples = [json.loads(line) for line in (tmp_path / "out/samples.jsonl").read_text().splitlines()]
     prompts = [[(s["task"], s["prompt_hash"]) for s in samples if s["model"] == m] for m in ("a-hf", "b-hf")]
     assert prompts[0] == prompts[1]
@@ -297,7 +302,7 @@ def test_the_ten_of_the_paper(models, tmp_path, monkeypatch):
 
 
 def test_number_of_examples(monkeypatch):
-    """A user's, but for TruthfulQA, which fixes it."""
+    """The user sets the number, except for TruthfulQA, which fixes it."""
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(datasets, "load_dataset", small_hub)
     names = ["anli_r2", "arc_easy", "truthfulqa_mc2"]
@@ -315,7 +320,7 @@ def test_without_internet_all_missing_data_are_named_at_once(models, tmp_path, m
     start = time.monotonic()
     with pytest.raises(ConfigError) as error:
         evaluate(models, ["openbookqa", "mmlu", "piqa"], out=tmp_path / "out")
-    # 24 s for each data set where the hub is asked again and again, before the first is found missing.
+    # Repeated requests to the hub would take 24 s for each data set, before the first is found missing.
     assert time.monotonic() - start < 40
     for word in (
         "openbookqa: ",
@@ -334,17 +339,17 @@ def test_without_internet_all_missing_data_are_named_at_once(models, tmp_path, m
 def test_tasks_are_refused(own, monkeypatch):
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     for names, message in (
-        (["arc_chalenge"], "no task 'arc_chalenge'; did you mean arc_challenge"),
+        (["arc_chalenge"], "no task 'arc_chalenge' \\(did you mean arc_challenge"),
         ([], "--tasks is empty"),
         (["papers"], "did you mean paper "),
         (["no_file"], "nowhere.jsonl"),
         (["perplexity_alone"], "has no metric that is a mean over documents"),
-        (["both", "choice"], "Duplicate task 'choice'.*name one of them"),
+        (["both", "choice"], "Duplicate task 'choice'.*name only one of them"),
     ):
         with pytest.raises(ConfigError, match=message) as error:
             build_suite(names, own)
         assert "TaskManager" not in str(error.value), "a fetch does not help here"
-    with pytest.raises(ConfigError, match="is no folder"):
+    with pytest.raises(ConfigError, match="is not a folder"):
         build_suite(["word"], own / "no")
 
 
@@ -356,7 +361,7 @@ def test_tasks_are_refused(own, monkeypatch):
         ({"batch_size": 0}, "--batch-size is 0"),
         ({"device": "gpu"}, "--device 'gpu' cannot be used"),
         ({"models": []}, "no model is given"),
-        ({"out": Path("file/inside")}, "no folder to write into"),
+        ({"out": Path("file/inside")}, "is not a writable folder"),
     ],
 )
 def test_arguments_are_refused(models, tmp_path, monkeypatch, changed, message):
@@ -374,7 +379,7 @@ def test_models_are_refused(models, tmp_path, monkeypatch):
     for given, message in (
         ([models[0], empty], "empty' is not a run's folder"),
         ([tmp_path / "nothing"], "does not exist"),
-        (["nothing"], "no folder here, and as a model of the Hugging Face hub"),
+        (["nothing"], "is not a folder here. As a model of the Hugging Face hub"),
         ([models[0], models[0]], "given twice"),
         ([f"off={models[0]}", f"on={models[0]}"], "given twice"),
         ([f"off={models[0]}", f"off={models[1]}"], "two conditions have the same name"),
@@ -394,7 +399,7 @@ RIGHT = {
 
 @pytest.fixture
 def answers(monkeypatch):
-    """No model runs: ``RIGHT`` says what each would answer; here are the folders that were asked."""
+    """Run no model: ``RIGHT`` has the answers. Returns the folders that were evaluated."""
     asked = []
 
     def run_model(folder, suite, settings):
@@ -410,7 +415,7 @@ def answers(monkeypatch):
 
 
 def test_seeds_of_a_condition_against_one_model(models, own, answers, tmp_path, capsys):
-    """A document's score is the mean over the seeds; the dtypes, which differ, are told."""
+    """A document's score is the mean over the seeds. A note says that the dtypes differ."""
     third = tmp_path / "c" / "hf"
     shutil.copytree(models[1], third)
     out = tmp_path / "out"
@@ -427,14 +432,14 @@ def test_seeds_of_a_condition_against_one_model(models, own, answers, tmp_path, 
     assert task.differences["pair"].p_value == pytest.approx(paired.pvalue)
     table, told = (out / "table.md").read_text(), capsys.readouterr().err
     assert "pair (2 seeds)" in table
-    assert "Welch" not in table  # of one seed nothing can be said
-    assert "dtypes (a-hf float32, b-hf float32, c-hf bfloat16)" in table
+    assert "Welch" not in table  # a single seed has no uncertainty
+    assert "dtypes differ (a-hf float32, b-hf float32, c-hf bfloat16)" in table
     assert "model 1 of 3: a-hf: " in told
     assert re.search(r"model 3 of 3, about 0:0\d:\d\d left: c-hf: ", told)
 
 
 def test_positions_that_were_never_trained_are_not_used(monkeypatch):
-    """A GPT-2 of 1024 positions, trained on sequences of 64; others keep all that they have."""
+    """A GPT-2 of 1024 positions that was trained on sequences of 64 uses 64. Other models use all positions."""
     from lm_eval.models import huggingface
     from transformers import GPT2Config
 
@@ -468,7 +473,7 @@ def test_a_run_is_exported_for_its_evaluation(own, answers, sample, tmp_path):
 
 
 def test_warnings_of_the_harness_come_once(capsys):
-    """Per line of its code, whatever the task it is about; afterwards its logger is what it was."""
+    """Each line of code warns once, whatever the task. Afterwards the logger is restored."""
     logger = logging.getLogger("lm_eval.some.module")
     before = logging.getLogger("lm_eval").handlers
     with warnings_once():
@@ -486,7 +491,7 @@ def test_warnings_of_the_harness_come_once(capsys):
 
 
 def test_protocols_by_name(monkeypatch):
-    """As midtrain_qwen3.py and midtrain_gpt2.py: --num_fewshot 5 and 1, --max_eval_samples 200 and 500."""
+    """midtrain_qwen3.py and midtrain_gpt2.py have --num_fewshot 5 and 1, and --max_eval_samples 200 and 500."""
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(datasets, "load_dataset", small_hub)
     assert {name: protocol.limit for name, protocol in PROTOCOLS.items()} == {
@@ -512,7 +517,7 @@ def test_a_protocol_limits_the_documents(models, own, tmp_path, monkeypatch):
 
 
 def test_weights_that_are_missing(models, own, tmp_path):
-    """transformers would take random ones."""
+    """transformers would initialize them randomly."""
     from safetensors.torch import load_file, save_file
 
     broken = tmp_path / "broken"

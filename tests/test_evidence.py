@@ -25,7 +25,7 @@ from benchmarks.evidence_analysis import (
 from benchmarks.evidence_page import page, write_page
 from benchmarks.evidence_parts import LRS, PARTS, SEEDS, STATES, WARMUPS, Job, Recipe, jobs, tuned
 from benchmarks.evidence_score import cosines, history, last_words, passage, token_losses, window
-from tests.cluster_of_one import ROOT
+from tests.command_line import ROOT
 
 ROWS = ROOT / "docs" / "evidence.jsonl"
 STEPS = [0, 20, 40]
@@ -212,8 +212,8 @@ def test_the_parts_are_the_design_s():
 
 def test_jobs_are_configs_that_can_run(sample):
     """TorchTitan's own reading of the options of one job of each kind."""
-    from titan_disp.checks import check_config
     from titan_disp.config import load_config
+    from titan_disp.config_checks import check_config
 
     rows = tuning_rows(INSIDE)
     every = {(job.part, job.condition): job for part in PARTS for job in jobs(part, rows) if job.seed in (1, 101)}
@@ -267,7 +267,7 @@ def test_the_page_has_the_rows_numbers(tmp_path):
     assert "| 0 of 8 | 0.0078 | 0.0469 | worse |" in text
     assert "| 2,400 steps | on, λ 0.1 | 4 of 4 |" in text
     assert "| new text | on, λ 0.5 | 8 of 8 |" in text
-    assert "Taken: off: lr 0.002, warm-up 5%; on: lr 0.004, warm-up 20%." in text
+    assert "Chosen: off: lr 0.002, warm-up 5%; on: lr 0.004, warm-up 20%." in text
     assert "| accumulation-4 | – | +0.0300 | – | – | 0.0300 |" in text
     assert "| main comparison | 16 | 0 | 8.00 |" in text
     assert "| main | train | 7,000 | 8 |" in text

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
-from tests.cluster_of_one import ROOT
+from tests.command_line import ROOT
 from tests.oracle import oracle
 
 

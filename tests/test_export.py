@@ -1,4 +1,4 @@
-"""titan-disp export, and checkpoint.last_save_in_hf: whatever is written loads with transformers and gives the same numbers."""
+"""Models from titan-disp export and checkpoint.last_save_in_hf load in transformers and give the same numbers."""
 
 import dataclasses
 import io
@@ -17,20 +17,20 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tests.cluster_of_one import DEMO, environment, train
+from tests.command_line import DEMO, environment, train
 from tests.saved_run import SEQ_LEN, random_model, save_run
-from titan_disp.checks import check_config
 from titan_disp.config import load_config
+from titan_disp.config_checks import check_config
 from titan_disp.data.hf_tokenizer import PROBES, check_same_ids, local_documents
 from titan_disp.data.sentencepiece_to_hf import convert
 from titan_disp.data.tokenizer import SentencePieceTokenizer
 from titan_disp.errors import ConfigError
+from titan_disp.export.export import export
+from titan_disp.export.saved import find_saved, load_model
 from titan_disp.models.hf import check_hf_folder
 from titan_disp.qwen3.flavors import flavors
 from titan_disp.qwen3.hf import Qwen3HfAdapter
 from titan_disp.registry import model_args
-from titan_disp.results.export import export
-from titan_disp.results.saved import find_saved, load_model
 
 TOKENS = torch.arange(2 * SEQ_LEN).view(2, SEQ_LEN) * 17 % 2048
 
@@ -54,7 +54,7 @@ def run(tmp_path_factory, model, sample):
 
 @torch.no_grad()
 def loaded_logits(folder):
-    """Of the exported model; every weight came from the file and the tied ones are one."""
+    """Compute the exported model's logits. All weights come from the file, and tied weights are the same object."""
     theirs, info = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
     assert not any(info.values()), info
     assert theirs.lm_head.weight is theirs.model.embed_tokens.weight
@@ -82,7 +82,7 @@ def test_logits_tokenizer_and_card(run, model, sample, texts, tmp_path):
         assert tokenizer.decode(trained.encode(text)) == trained.decode(trained.encode(text))
 
     card = (dest / "README.md").read_text()
-    assert "held-out" not in card  # of a run that measured nothing
+    assert "held-out" not in card  # the run measured nothing
     for fact in ("# small-model", "30 of 300", "30,720", "7.0000 at step 20", "-0.2000 at step 20", "427,008", "arXiv 2602.00217",
                  "torch 2.99", "7 ranks", "coeff = 0.1", "copy named `sample`"):  # fmt: skip
         assert fact in card, fact
@@ -91,7 +91,7 @@ def test_logits_tokenizer_and_card(run, model, sample, texts, tmp_path):
 
 @torch.no_grad()
 def test_untied_model_of_other_sizes(sample, tmp_path):
-    """Of model.overrides: out, and in again bit for bit; the output's matrix is one of its own."""
+    """A model with model.overrides is exported, and imported again bit for bit. Its output has its own matrix."""
     sizes = "enable_weight_tying=false,hidden_dim=48,n_layers=2,n_heads=6,head_dim=32"
     args, untied, dest = model_args("qwen3_disp", "nano", sizes), random_model(overrides=sizes), tmp_path / "out"
     run = save_run(tmp_path / "run", untied, sample / "tokenizer", "--model.overrides", sizes)
@@ -114,7 +114,7 @@ def test_untied_model_of_other_sizes(sample, tmp_path):
     imported = Qwen3HfAdapter(args, None).from_hf(load_file(dest / "model.safetensors"))
     assert imported.keys() == untied.state_dict().keys()
     assert all(torch.equal(imported[name], w) for name, w in untied.state_dict().items())
-    with pytest.raises(ConfigError, match="tie_word_embeddings False there, True in the flavor"):
+    with pytest.raises(ConfigError, match="tie_word_embeddings is False there and True in the flavor"):
         check_hf_folder(dest, Qwen3HfAdapter(dataclasses.replace(args, enable_weight_tying=True), None))
 
 
@@ -131,8 +131,9 @@ def test_shards_and_dtype(run, model, tmp_path):
 
 
 def test_hugging_face_tokenizer_is_copied(model, hf_tokenizer, tmp_path):
-    """With no class named, transformers would take Qwen's own pre-tokenizer because the model is a Qwen3."""
-    # A document that spells EOS, which training took as text, is none of transformers' default: the check asks for the same.
+    """If no class were named, transformers would use Qwen's pre-tokenizer, because the model is a Qwen3."""
+    # Training reads "<|endoftext|>" in a document as text. transformers does so only on request; the export requests
+    # it.
     (tmp_path / "train.jsonl").write_text('{"body": "a<|endoftext|>b", "text": 1}\n')
     data = ("--training.dataset_path", str(tmp_path / "train.jsonl"), "--stream.text_field", "body")
     export(save_run(tmp_path / "run", model, hf_tokenizer, *data), tmp_path / "out")
@@ -147,13 +148,13 @@ def test_hugging_face_tokenizer_is_copied(model, hf_tokenizer, tmp_path):
 def test_nothing_is_left_of_a_failed_export(run, sample, tmp_path):
     (tmp_path / "taken").mkdir()
     (tmp_path / "taken/file").touch()
-    with pytest.raises(ConfigError, match="exists already"):
+    with pytest.raises(ConfigError, match="already exists"):
         export(run, tmp_path / "taken")
     with pytest.raises(ConfigError, match="no checkpoint of step 7; it has 30"):
         export(f"{run}/7", tmp_path / "x")
     with pytest.raises(ConfigError, match="does not exist here"):
         export(run, tmp_path / "x", tokenizer=tmp_path / "nowhere")
-    (tmp_path / ".x.partial").mkdir()  # of an export that was killed
+    (tmp_path / ".x.partial").mkdir()  # left by an export that was killed
     (tmp_path / ".x.partial/model-00007-of-00009.safetensors").touch()
     limit = 1 << 20  # room for the tokenizer, not for the weights
     done = subprocess.run(
@@ -200,7 +201,7 @@ MODELS = {
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory, texts):
-    """name → a trained SentencePiece model, alone in its folder"""
+    """Train the SentencePiece models, each alone in its folder, and return their files by name."""
     lines = [line for text in texts for line in text.splitlines() if line.strip()]
     found = {}
     for name, options in MODELS.items():
@@ -224,7 +225,7 @@ def files(tmp_path_factory, texts):
 
 @pytest.fixture(scope="module")
 def pieces(files):
-    """name → (SentencePiece's processor, the converted tokenizer)"""
+    """Return SentencePiece's processor and the converted tokenizer by name."""
     return {
         name: (sentencepiece.SentencePieceProcessor(model_file=str(file)), convert(file)[0])
         for name, file in files.items()
@@ -261,7 +262,7 @@ def test_sentencepiece_on_odd_texts(pieces, name):
 
 @pytest.mark.parametrize("name", ["bpe of Llama's kind", "unigram with bytes"])
 def test_sentencepiece_on_any_text(pieces, name):
-    """With the identity as normalization, all of Unicode."""
+    """With the identity as normalization, both agree on all of Unicode."""
 
     @settings(max_examples=200, deadline=None)
     @given(st.text(max_size=30))
@@ -301,7 +302,7 @@ def test_another_tokenizer_is_noticed():
 
 
 def write_index(folder, *more, without=()):
-    """An index as Qwen's: weights in two files."""
+    """The index is like Qwen's, with weights in two files."""
     names = [name for name in Qwen3HfAdapter(flavors["nano"], None).weight_shapes() if name not in without]
     files = {name: f"model-0000{1 + (i > 30)}-of-00002.safetensors" for i, name in enumerate([*names, *more])}
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files}))
@@ -321,7 +322,7 @@ def test_plan_of_files_follows_the_model(tmp_path):
 @pytest.mark.slow
 @pytest.mark.night
 def test_last_save_in_hugging_face_format(sample, tmp_path):
-    """A real run on 2 ranks, with an index that lists lm_head among the assets: what it saves loads as it stands."""
+    """A real run on 2 ranks saves a model that loads unchanged, although an index among the assets lists lm_head."""
     assets = tmp_path / "assets"
     assets.mkdir()
     (assets / "sample.model").write_bytes((sample / "tokenizer/sample.model").read_bytes())
@@ -348,14 +349,14 @@ def test_last_save_in_hugging_face_format(sample, tmp_path):
     export(run, tmp_path / "last")
     assert torch.equal(loaded_logits(tmp_path / "last"), logits)
 
-    # The DCP checkpoint of 2 FSDP ranks before it.
+    # The DCP checkpoint before it is from 2 FSDP ranks.
     export(run / "2", tmp_path / "dcp")
     before = loaded_logits(tmp_path / "dcp")
     with torch.no_grad():
         torch.testing.assert_close(before, load_model(find_saved(run / "2"))(TOKENS), atol=1e-4, rtol=0)
     assert not torch.allclose(before, logits, atol=1e-3)
 
-    # Complete, and started again: it says so. With more steps it cannot go on from there.
+    # A second start reports that the run is complete. The run cannot continue from safetensors with more steps.
     again = train(DEMO, sample, run, *options)
     assert "complete already: step 3 of 3" in again.stdout
     more = train(DEMO, sample, run, *options, "--training.steps", "5", check=False)

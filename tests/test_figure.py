@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from matplotlib.image import imread
 
 from benchmarks import figure
-from tests.cluster_of_one import ROOT, environment
+from tests.command_line import ROOT, environment
 from tests.test_pictures import condensed, shown_at
 from tests.test_report import whole, write_run
 from titan_disp.report.gather import gather
@@ -94,10 +94,10 @@ def test_the_pages_numbers_by_hand():
     ):
         assert line in page.splitlines()
     said = " ".join(page.split())
-    assert "Seeds 4 and 7, on 1 rank;" in said
+    assert "on 1 rank, with seeds 4 and 7." in said
     assert "1.9 times the sample corpus" in said
-    assert "The highest mean cosine of all blocks: 0.80 at step 10, off; 0.70 at step 10, on." in said
-    assert "farthest apart at step 20, 0.60 off and 0.20 on." in said
+    assert "The highest mean cosine of all blocks is 0.80 at step 10 (off) and 0.70 at step 10 (on)." in said
+    assert "largest at step 20: 0.60 off and 0.20 on." in said
     assert (
         "lower with dispersion in 2 of 2 seeds, and held-out cross-entropy is higher in 2 of 2; the mean difference is +0.100."
         in said

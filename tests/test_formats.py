@@ -1,10 +1,15 @@
-"""Other corpora than C4's: the text's field, plain text, token ids. Each against a plain reading of the same bytes."""
+"""Other corpora than C4's: the text's field, plain text, token ids.
+
+Each is compared with a plain reading of the same bytes.
+"""
 
 import codecs
 import gzip
+import io
 import itertools
 import json
 import tracemalloc
+from types import SimpleNamespace
 
 import numpy as np
 import pyarrow
@@ -16,14 +21,14 @@ from sentencepiece import SentencePieceProcessor
 from tokenizers import Tokenizer
 
 from tests.test_stream import VALIDATION_FILE, batches, config, loader, streams_of
-from titan_disp.data import pretokenized
+from titan_disp.data import parquet, pretokenized
 from titan_disp.data.documents import Documents
 from titan_disp.data.files import DataFile, list_files
 from titan_disp.data.fingerprint import differences
 from titan_disp.data.formats import Format
 from titan_disp.data.loader import open_stream, stream_options
 from titan_disp.data.place import Field
-from titan_disp.data.records import BadDocument, DamagedFile, text_of
+from titan_disp.data.records import BadDocument, DamagedFile, OtherContent, size_of, text_of
 from titan_disp.data.tokenizer import load_tokenizer
 from titan_disp.data.validation import first_sequences
 from titan_disp.errors import ConfigError, DataError
@@ -32,7 +37,7 @@ EOS, VOCABULARY = 7, 5000
 
 
 def records_of(path, max_bytes=1 << 20, start=0, **options):
-    """Everything that a file's reader yields; a damaged end as its message."""
+    """Everything that a file's reader yields, with the message of a damaged end as the last item."""
     documents = Documents(DataFile(path.name, str(path), path.stat().st_size), max_bytes, 0.0, start, Format(**options))
     found = []
     try:
@@ -60,16 +65,19 @@ class TestTextField:
         nested = pyarrow.array([{"n": i, "lang": {"text": text}} for i, text in enumerate(column)])
         coded = pyarrow.array([f"c {i % 5}" for i in range(700)]).dictionary_encode()
         large = pyarrow.array([f"d {i}" for i in range(700)], pyarrow.large_string())
-        table = pyarrow.table({"id": range(700), "meta": nested, "coded": coded, "large": large, "x.y": column})
+        view = pyarrow.array([f"e {i}" for i in range(700)], pyarrow.string_view())
+        columns = {"id": range(700), "meta": nested, "coded": coded, "large": large, "view": view, "x.y": column}
+        table = pyarrow.table(columns)
         pyarrow.parquet.write_table(table, tmp_path / "a.parquet", row_group_size=300)
         assert texts_of(tmp_path / "a.parquet", "meta.lang.text") == column
         assert texts_of(tmp_path / "a.parquet", "meta.lang.text", start=650) == column[650:]
         assert texts_of(tmp_path / "a.parquet", "x.y") == column
         assert texts_of(tmp_path / "a.parquet", "coded") == coded.to_pylist()
         assert texts_of(tmp_path / "a.parquet", "large") == large.to_pylist()
+        assert texts_of(tmp_path / "a.parquet", "view") == view.to_pylist()
 
     def test_of_parquet_with_a_struct_of_the_same_name(self, tmp_path):
-        """The field whose own name has the dot goes first, also where it is the later one. A struct that is null has no text."""
+        """A field whose own name contains the dot comes first, wherever it is. A struct that is null has no text."""
         struct = pyarrow.array([{"text": "in it"}, None])
         table = pyarrow.table({"meta": struct, "meta.text": ["its own", "too"]})
         pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
@@ -78,7 +86,10 @@ class TestTextField:
         assert records_of(tmp_path / "a.parquet", text_field="meta.text") == ["in it", "text is null"]
 
     def test_of_a_run(self, tmp_path):
-        """Through slots, checkpoints and resumes; the default leaves fingerprints as they were."""
+        """The field works through slots, checkpoints and resumes.
+
+        With the default, fingerprints are as in older versions.
+        """
         (tmp_path / "a.jsonl").write_text("".join(json.dumps({"body": str(i)}) + "\n" for i in range(1, 41)))
         files = list_files("text", str(tmp_path))
         tokens, positions = batches(streams_of(files, 1, 1, format=Format(text_field="body")), 5)
@@ -122,9 +133,40 @@ def write_compressed(path, content):
 TEXT = "\n  \none\n two \n\n\nthree\r\nfour\r\n\r\n\t\r\nfive é\n \nsix"
 
 
+@pytest.mark.parametrize("name", ["a.bin", "a.npy", "a.parquet"])
+def test_the_kind_of_a_file_is_found_by_its_first_bytes(tmp_path, name):
+    """However large the file is."""
+    (tmp_path / name).write_bytes(b"<html>" + b"x" * (4 << 20))
+    documents = Documents(DataFile(name, str(tmp_path / name), (4 << 20) + 6), 1 << 20, format=Format(eos_id=EOS))
+    with pytest.raises(OtherContent, match="it is an HTML page"):
+        documents.read()
+    assert documents.bytes_read < 1 << 18
+
+
+def test_rows_of_parquet_that_are_decoded_at_a_time():
+    """256, or of long documents fewer, which have 4 MiB in all."""
+
+    def rows(size, count=1000):
+        """Of ``count`` rows in two groups of ``size`` bytes each."""
+        group = SimpleNamespace(total_byte_size=size)
+        return parquet._rows(SimpleNamespace(num_rows=count, num_row_groups=2, row_group=[group, group].__getitem__))
+
+    assert rows(0) == rows(1_000_000) == 256
+    assert rows(20_000_000) == 104  # of 40,000 bytes each: 4,194,304 / 40,000 = 104.9
+    assert rows(20_000_000, count=2) == 1
+
+
+def test_size_of_records():
+    """In bytes: by them a rank bounds its memory."""
+    assert size_of(np.zeros(5, "<u2")) == 10
+    assert size_of(np.zeros(5, "<u4")) == 20
+    assert size_of(b"12345") == size_of("12345") == 5
+    assert size_of(BadDocument("empty text")) == 0
+
+
 @pytest.mark.parametrize(("length", "count"), [(8000, 3000), (400_000, 60)])
 def test_an_open_parquet_file_holds_little_of_it(tmp_path, length, count):
-    """However far it is read, however large its row groups, and however long its documents."""
+    """This holds however far it is read, however large its row groups, and however long its documents."""
     text = np.random.default_rng(0).bytes(length * 6).hex()
     table = pyarrow.table({"text": [f"{i} {text[i % 10 * length :][:length]}" for i in range(count)]})
     pyarrow.parquet.write_table(
@@ -141,7 +183,7 @@ def test_an_open_parquet_file_holds_little_of_it(tmp_path, length, count):
         held = max(held, pyarrow.total_allocated_bytes() - before)
         if number == 0:
             assert documents.bytes_read < 8 << 20
-    _, peak = tracemalloc.get_traced_memory()  # what Python's file handed to pyarrow
+    _, peak = tracemalloc.get_traced_memory()  # what Python's file has handed to pyarrow
     tracemalloc.stop()
     print(f"{held / 1e6:.1f} MB of pyarrow's, {peak / 1e6:.1f} MB of Python's")
     assert held < 12 << 20
@@ -161,7 +203,7 @@ class TestPlainText:
             assert texts_of(path, text_split="blank_lines", start=start) == blocks[start:]
 
     def test_blocks_of_any_lines(self, tmp_path):
-        """Against a grouping of the whole text's lines."""
+        """The blocks are compared with a grouping of the whole text's lines."""
         rng = np.random.default_rng(0)
         for _ in range(50):
             lines = rng.choice(["a", "b c", "", " ", "\t"], rng.integers(1, 30)).tolist()
@@ -174,19 +216,28 @@ class TestPlainText:
         (tmp_path / "a.txt").write_bytes(b"x" * 100)
         assert records_of(tmp_path / "a.txt", 100) == ["x" * 100]
         assert 'set stream.text_split = "blank_lines"' in records_of(tmp_path / "a.txt", 99)[0]
-        # Of several lines, or of one; what follows is read.
+        # A long block of several lines or of one. What follows it is read.
         for long in (b"y\n" * 60, b"y" * 119 + b"\n"):
             (tmp_path / "b.txt").write_bytes(b"one\n\n" + long + b"\ntwo")
             found = records_of(tmp_path / "b.txt", 100, text_split="blank_lines")
             assert found == ["one", "120 bytes, more than stream.max_document_mb allows", "two"]
 
-    @pytest.mark.parametrize("split", ["file", "blank_lines"])
-    def test_a_long_document_does_not_fill_memory(self, tmp_path, split):
-        with open(tmp_path / "a.txt", "wb") as file:
+    @pytest.mark.parametrize(
+        ("name", "split", "end"),
+        [
+            ("a.txt", "file", b"\n"),
+            ("a.txt", "blank_lines", b"\n"),
+            ("a.txt", "blank_lines", b"x"),
+            ("a.json", "file", b"x"),
+        ],
+    )
+    def test_a_long_document_does_not_fill_memory(self, tmp_path, name, split, end):
+        """Neither one of many lines nor one of a single line."""
+        with open(tmp_path / name, "wb") as file:
             for _ in range(200):
-                file.write((b"x" * 999 + b"\n") * 100)
+                file.write((b"x" * 999 + end) * 100)
         tracemalloc.start()
-        (found,) = records_of(tmp_path / "a.txt", 1 << 20, text_split=split)
+        (found,) = records_of(tmp_path / name, 1 << 20, text_split=split)
         _, peak = tracemalloc.get_traced_memory()
         tracemalloc.stop()
         assert "more than stream.max_document_mb allows" in found
@@ -208,13 +259,13 @@ class TestPlainText:
         (tmp_path / "c.jsonl").write_text('{"text": "c"}\n')
         with caplog.at_level("INFO"):
             assert names(tmp_path) == ["c.jsonl"]
-        assert "left out, as there are documents in other formats: 1 *.txt, 1 *.txt.gz" in caplog.text
+        assert "left out, because there are documents in other formats: 1 *.txt, 1 *.txt.gz" in caplog.text
         assert names(tmp_path / "a.txt") == ["a.txt"]
         assert names(f"{tmp_path}/*.txt*") == ["a.txt", "b.txt.gz"]
 
     @pytest.mark.parametrize("suffix", ["json", "jsonl.gz"])
     def test_blank_lines_of_json_lines_are_no_documents(self, tmp_path, suffix):
-        """Nor damage, where there are many at the end of a compressed file. As pyarrow reads them."""
+        """Many of them at the end of a compressed file are not damage either. pyarrow reads them in the same way."""
         content = b"\n \r\n" + b'{"text": "a"}\r\n\r\n{"text": "b"}\n' + b"\n" * 20
         write_compressed(tmp_path / f"a.{suffix}", content)
         expected = pyarrow.json.read_json(pyarrow.BufferReader(content))["text"].to_pylist()
@@ -231,7 +282,7 @@ class TestPlainText:
 
 
 def write_ids(path, ids, layout="raw", dtype="<u2"):
-    """As the projects that are named do: with numpy alone."""
+    """Write ids as the named projects do, with numpy only."""
     ids = np.asarray(ids, dtype)
     if layout == "numpy":
         np.save(path, ids)
@@ -242,7 +293,7 @@ def write_ids(path, ids, layout="raw", dtype="<u2"):
 
 
 def documents_by_hand(ids, eos, longest):
-    """What pretokenized.py's first lines say, id by id."""
+    """Split ids into documents one by one, as pretokenized.py's docstring describes."""
     found, run = [], []
     for i in ids:
         if len(run) == longest:
@@ -268,7 +319,7 @@ class TestTokenIds:
         ("a.bin", "raw", "<u4", "uint32"),
         ("a.npy", "raw", "<u2", "uint16"),
         ("a.npy", "raw", "<u4", "uint32"),
-        ("a.npy", "numpy", "<u2", "uint32"),  # headers win
+        ("a.npy", "numpy", "<u2", "uint32"),  # the header takes precedence
         ("a.npy", "numpy", "<u4", "uint16"),
         ("a.bin", "llm.c", "<u2", "uint32"),
         ("a.bin", "llm.c", "<u4", "uint16"),
@@ -288,7 +339,7 @@ class TestTokenIds:
     @pytest.mark.parametrize("block", [1, 2, 3, 7, 64, 1 << 15])
     @pytest.mark.parametrize("longest", [2, 3, 5, 1 << 16])
     def test_runs_over_blocks(self, tmp_path, monkeypatch, block, longest):
-        """Wherever blocks end, and wherever runs are cut."""
+        """The documents do not depend on where blocks end and where runs are cut."""
         monkeypatch.setattr(pretokenized, "_BLOCK", block)
         monkeypatch.setattr(pretokenized, "LONGEST", longest)
         rng = np.random.default_rng(block)
@@ -300,14 +351,14 @@ class TestTokenIds:
             )
 
     def test_a_long_run_is_cut(self, tmp_path):
-        """Nothing but the cuts' length decides where, which docs/data.md says."""
+        """Only the length decides where it is cut, as docs/data.md says."""
         write_ids(tmp_path / "a.bin", [11] * 150_000 + [EOS] + [12, EOS])
         lengths = [len(record) for record in records_of(tmp_path / "a.bin", eos_id=EOS, vocab_size=20)]
         assert lengths == [65_536, 65_536, 150_001 - 2 * 65_536, 2]
 
     @pytest.mark.parametrize("name", ["{}.bin", "fineweb_{}_000001.bin", "part-0-{}.npy"])
     def test_names_of_splits(self, tmp_path, name):
-        """As nanoGPT and llm.c say it; validation is nothing to train on."""
+        """nanoGPT and llm.c name their splits in this way. Validation data is not trained on."""
         for split in ("train", "val"):
             write_ids(tmp_path / name.format(split), [11, EOS])
         (tmp_path / "input.txt").write_text("what nanoGPT's characters are made of")
@@ -316,7 +367,7 @@ class TestTokenIds:
             assert file.name == name.format(split)
 
     def test_both_conventions_give_the_same_documents(self, tmp_path):
-        """EOS after every document, as of nanoGPT and OLMo, or before it, as of llm.c."""
+        """EOS comes after every document, as in nanoGPT and OLMo, or before it, as in llm.c."""
         documents = [[11, 12], [13], [14, 15, 16]]
         write_ids(tmp_path / "after.bin", [i for document in documents for i in (*document, EOS)])
         write_ids(tmp_path / "before.bin", [i for document in documents for i in (EOS, *document)])
@@ -326,13 +377,13 @@ class TestTokenIds:
             assert rank.slots[0].sequence().tolist() == [11, 12, EOS, 13, EOS, 14, 15, 16, EOS]
 
     def test_damaged_ends(self, tmp_path):
-        """What is whole comes first."""
+        """The sound part is read first."""
         ids = [11, 12, EOS] * 20
         write_ids(tmp_path / "a.bin", ids)
         (tmp_path / "a.bin").write_bytes((tmp_path / "a.bin").read_bytes()[:-1])
         *found, damage = ids_of(tmp_path / "a.bin", eos_id=EOS, vocab_size=20)
         assert found == [[11, 12, EOS]] * 19 + [[11, 12]]
-        assert damage.startswith("damaged: its 119 bytes are no multiple of 2")
+        assert damage.startswith("damaged: its 119 bytes are not a multiple of 2")
         for layout, header in (("numpy", 128), ("llm.c", 1024)):
             path = tmp_path / ("b.npy" if layout == "numpy" else "b.bin")
             write_ids(path, ids, layout)
@@ -341,19 +392,19 @@ class TestTokenIds:
             assert found == [[11, 12, EOS]] * 8 + [[11]]
             assert damage == "damaged: its header says 60 ids of uint16, but the file holds 25.0"
 
-        write_ids(tmp_path / "b.bin", ids, "llm.c")  # and more than the header says
+        write_ids(tmp_path / "b.bin", ids, "llm.c")  # more ids than the header says
         (tmp_path / "b.bin").write_bytes((tmp_path / "b.bin").read_bytes() + b"\x0b\x00")
         *found, damage = ids_of(tmp_path / "b.bin", eos_id=EOS, vocab_size=20)
         assert found == [[11, 12, EOS]] * 20
         assert damage == "damaged: its header says 60 ids of uint16, but the file holds 61.0"
 
     def test_an_id_beyond_the_vocabulary(self, tmp_path):
-        """In the first block the run stops; later it is a bad document, as of a flipped bit."""
+        """In the first block, it stops the run; later, it is a bad document, because a flipped bit may be the cause."""
         ids = np.tile([11, 12, EOS], 20_000)
-        ids[50_001] = 25
+        ids[50_001] = 20  # ids go from 0 to 19
         write_ids(tmp_path / "a.bin", ids)
         found = ids_of(tmp_path / "a.bin", eos_id=EOS, vocab_size=20)
-        assert found.index("id 25, but the tokenizer has 20 ids") == 50_001 // 3
+        assert found.index("id 20, but the tokenizer has 20 ids") == 50_001 // 3
         assert found.count([11, 12, EOS]) == 19_999
         ids[1] = 20
         write_ids(tmp_path / "a.bin", ids)
@@ -362,12 +413,33 @@ class TestTokenIds:
         ):
             records_of(tmp_path / "a.bin", eos_id=EOS, vocab_size=20)
 
+    @pytest.mark.parametrize(
+        ("vocab_size", "high", "refused"),
+        [(65_536, 0, True), (65_536, 1, False), (65_537, 1, True), (200_000, 3, True), (200_000, 4, False)],
+    )
+    def test_halves_of_uint32(self, tmp_path, vocab_size, high, refused):
+        """Ids below 2¹⁶ · n have upper halves below n: these are every second id, where uint32 is read as uint16."""
+        write_ids(tmp_path / "a.bin", [5000, high] * 32)
+        options = {"eos_id": EOS, "vocab_size": vocab_size}
+        if refused:
+            with pytest.raises(DataError, match=f"every second id is at most {high}, as in uint32"):
+                records_of(tmp_path / "a.bin", **options)
+        else:
+            assert ids_of(tmp_path / "a.bin", **options) == [[5000, high] * 32]
+        write_ids(tmp_path / "a.bin", [5000, high] * 31)  # too few to judge by
+        assert ids_of(tmp_path / "a.bin", **options) == [[5000, high] * 31]
+
+    def test_a_file_that_is_shorter_than_listed(self):
+        stored = io.BytesIO(np.full(50, 11, "<u2").tobytes())
+        with pytest.raises(EOFError, match="the file ends 20 bytes early"):
+            list(pretokenized.records(stored, 120, "a.bin", Format(eos_id=EOS, vocab_size=20)))
+
     def test_documents_do_not_hold_blocks_in_memory(self, tmp_path):
         write_ids(tmp_path / "a.bin", [11, EOS] * 100)
         assert all(record.base is None for record in records_of(tmp_path / "a.bin", eos_id=EOS, vocab_size=20))
 
     def test_every_document_once_on_any_ranks_through_stops(self, tmp_path):
-        """As of any other file: two files for three slots, on one, three and one ranks."""
+        """Token ids are shared like any other file: two files for three slots, on one, three and one ranks."""
         number = 10
         for name, count in (("a.bin", 200), ("b.bin", 333)):
             ids = []
@@ -395,11 +467,11 @@ class TestTokenIds:
         third, at = batches(streams(1, at), 63)
         assert np.array_equal(np.concatenate([first, second, third]), whole)
         assert np.array_equal(at, end)
-        assert end[:, Field.BYTES].sum() == pytest.approx(2 * whole.size, rel=0.01)  # stored: two for an id
+        assert end[:, Field.BYTES].sum() == pytest.approx(2 * whole.size, rel=0.01)  # stored bytes: two per id
 
     @pytest.mark.parametrize("kind", ["sentencepiece", "hugging face", "gigatoken"])
     def test_the_same_batches_as_of_the_text(self, sample, hf_tokenizer, tmp_path, kind):
-        """One file for one slot; and the first sequences, as validation reads them."""
+        """One file for one slot, and the first sequences as validation reads them."""
         folder = str(sample / "tokenizer" if kind == "sentencepiece" else hf_tokenizer)
         with gzip.open(sample / VALIDATION_FILE, "rt", encoding="utf-8") as lines:
             texts = [json.loads(line)["text"] for line in lines]
@@ -412,7 +484,7 @@ class TestTokenIds:
         write_ids(tmp_path / "a.bin", ids)
         job = config(sample, "--model.hf_assets_path", folder, *["--stream.fast_tokenizer"] * (kind == "gigatoken"))
         tokenizer = load_tokenizer(folder)
-        job.stream.slots, job.stream.shuffle_window = 1, 0  # windows end by the bytes of their documents
+        job.stream.slots, job.stream.shuffle_window = 1, 0  # the bytes of documents decide where windows end
         stored = open_stream(job, list_files("text", str(tmp_path)), tokenizer, 1, 0)
         text = open_stream(job, list_files("c4_validation", str(sample)), tokenizer, 1, 0)
         a, b = iter(stored), iter(text)

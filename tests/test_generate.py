@@ -1,3 +1,5 @@
+"""titan-disp generate: greedy and sampled text of a run and of its export."""
+
 import pytest
 import torch
 
@@ -5,8 +7,8 @@ from tests.saved_run import SEQ_LEN, random_model, save_run
 from titan_disp import cli
 from titan_disp.data.tokenizer import SentencePieceTokenizer, load_tokenizer
 from titan_disp.errors import ConfigError
-from titan_disp.results.export import export
-from titan_disp.results.generate import generate
+from titan_disp.export.export import export
+from titan_disp.export.generate import generate
 
 PROMPT = "The function returns"
 
@@ -23,7 +25,7 @@ def run(tmp_path_factory, model, sample):
 
 @torch.no_grad()
 def test_greedy_is_the_models_own_choice(run, model, sample):
-    """Key-value cache against the whole sequence at every token."""
+    """Generation with the key-value cache equals generation from the whole sequence at every token."""
     tokenizer = load_tokenizer(sample / "tokenizer")
     ids = tokenizer.encode(PROMPT)
     for _ in range(12):
@@ -55,7 +57,7 @@ def test_an_exported_folder_says_the_same(run, tmp_path, capsys, monkeypatch):
 
 
 def test_length_ends_with_the_sequence_of_training(run, monkeypatch):
-    assert generate(run, "", 5, temperature=0)  # begins after an EOS, as a document does in training
+    assert generate(run, "", 5, temperature=0)  # begins after an EOS, like a document in training
     words = "the " * (SEQ_LEN - 4)
     monkeypatch.setattr(SentencePieceTokenizer, "decode", lambda self, ids: str(len(ids)))
     assert int(generate(run, words, 1, temperature=0)) < SEQ_LEN

@@ -1,4 +1,4 @@
-"""Where the time of a run went: on a run whose every second is written down here, and with a clock that the test moves."""
+"""These tests check how a run spent its time. Every second of it is listed here, and a clock is moved by the tests."""
 
 import time
 
@@ -18,11 +18,11 @@ def row(step, at, **spent):
 
 
 ROWS = [
-    # Allocated at 0, trains from 60, first step done at 70; ten seconds a step, a checkpoint of 10 s after step 15.
+    # Allocated at 0, trains from 60, first step done at 70. A step takes 10 s, and so does a checkpoint after step 15.
     row(10, 160, start_up=70, steps=90),
     row(20, 270, start_up=70, steps=190, checkpoints=10),
     row(30, 370, start_up=70, steps=290, checkpoints=10),
-    # Killed. Allocated again at 500, goes on from step 20 at 540, first step done at 560.
+    # Killed. Allocated again at 500, continues from step 20 at 540, first step done at 560.
     row(30, 650, start_up=60, steps=90),
     row(40, 770, start_up=60, steps=190, checkpoints=10, condensation=10),
 ]
@@ -64,7 +64,7 @@ def test_the_report_says_it(tmp_path):
 
 
 def test_two_starts_in_one_allocation():
-    """The second one's start-up begins where the first ended, not with the allocation; it repeats 5 of the first's steps."""
+    """The second start-up begins at the first start's end, not at the allocation. It repeats 5 of its steps."""
     events = [
         {"event": "start", "step": 0, "time": 10, "allocated": 0},
         {"event": "resume", "step": 15, "time": 240, "allocated": 0},
@@ -75,12 +75,12 @@ def test_two_starts_in_one_allocation():
         row(20, 290, start_up=250, steps=40),
     ]
     first, second = goodputs(rows, events)
-    assert first == Goodput(kept=140, repeated=50, start_up=20)  # half-way between the rows of steps 10 and 20
+    assert first == Goodput(kept=140, repeated=50, start_up=20)  # halfway between the rows of steps 10 and 20
     assert second == Goodput(kept=40, start_up=40)
 
 
 def test_a_start_that_trains_nothing():
-    """It is a start of its own: a killed run is held by a stop file a day later, and its time is not that of the one before."""
+    """A start that a stop file holds a day later is separate. Its time does not belong to the killed start before."""
     held = {"event": "stop", "step": 20, "time": 86_430, "allocated": 86_400}
     first, second = goodputs(ROWS[:3], [EVENTS[0], held])
     assert first == Goodput(kept=190, repeated=100, start_up=70, checkpoints=10)
@@ -88,7 +88,7 @@ def test_a_start_that_trains_nothing():
 
 
 def test_starts_that_were_killed_before_a_row():
-    """In the first step, 40 and 90 s after their allocations; the third start gets on."""
+    """Two starts are killed in the first step, 40 and 90 s after their allocations. The third one continues."""
     begins = [
         *(EVENTS[0], {"event": "resume", "step": 20, "time": 540, "allocated": 500}),
         {"event": "resume", "step": 20, "time": 790, "allocated": 700},
@@ -104,7 +104,7 @@ def test_starts_that_were_killed_before_a_row():
 
 @pytest.mark.parametrize("loaded", [True, False])
 def test_a_complete_run_waits_for_nothing(loaded):
-    """Started again after a day, as by a chain of jobs. A checkpoint of the model only is not loaded for that."""
+    """A chain of jobs starts the run again after a day. A checkpoint with only the model is not loaded then."""
     begin = [{"event": "resume", "step": 40, "time": 86_420, "allocated": 86_400}] if loaded else []
     end = {"event": "complete", "step": 40, "time": 86_430} | ({} if loaded else {"allocated": 86_400})
     *before, last = goodputs(ROWS, [*EVENTS, *begin, end])
@@ -133,7 +133,7 @@ def test_the_clock(monkeypatch):
         assert timer.spent()["start_up"] == 100 + 3 + 40
         now[0] += 2
     during("checkpoints", 5)
-    now[0] += 1  # nothing's
+    now[0] += 1  # other time
     with timer.during("steps"):
         now[0] += 4
         expected = {"start_up": 145.0, "steps": 4.0, "checkpoints": 5.0, "condensation": 7.0, "validation": 0.0}
@@ -144,7 +144,7 @@ def test_the_clock(monkeypatch):
 
 
 def test_a_clock_that_is_set(monkeypatch):
-    """By an hour, in the middle of a step: the step takes as long as it takes."""
+    """The clock is set by an hour in the middle of a step, which does not change the step's duration."""
     wall, ticks = [1000.0], [50.0]
     monkeypatch.setattr(clock.time, "time", lambda: wall[0])
     monkeypatch.setattr(clock.time, "monotonic", lambda: ticks[0])
@@ -159,4 +159,4 @@ def test_a_clock_that_is_set(monkeypatch):
 def test_the_begin_of_an_allocation():
     assert allocation_began({"SLURM_JOB_START_TIME": "1700000000"}) == 1_700_000_000
     assert allocation_began({"SLURM_JOB_START_TIME": "soon"}) == process_began()
-    assert 0 <= time.time() - process_began() < 3600  # pytest's own
+    assert 0 <= time.time() - process_began() < 3600  # when pytest began

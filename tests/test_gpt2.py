@@ -12,30 +12,30 @@ from safetensors.torch import load_file, save_file
 from torch.distributed.tensor import Shard
 from torchtitan.components.loss import cross_entropy_loss
 
-from tests.cluster_of_one import ROOT
+from tests.command_line import ROOT
 from tests.distributed import spawn
 from tests.mesh import GLOBAL_BATCH, SEQ_LEN, assert_tied, build, canonical, full, global_batch, job_config, step
 from tests.oracle import dispersion_oracle
 from tests.saved_run import SEQ_LEN as SAVED_SEQ_LEN
 from tests.saved_run import random_model, save_run
-from titan_disp.checks import check_config
 from titan_disp.cluster import plan
 from titan_disp.cluster.plan import make_plan
-from titan_disp.cluster.reduced import small_flavor
+from titan_disp.cluster.preflight_config import small_flavor
 from titan_disp.config import load_config
+from titan_disp.config_checks import check_config
 from titan_disp.data.tokenizer import check_fits, encoder, load_tokenizer
 from titan_disp.dispersion import DispersionLoss, DispersionObjective
 from titan_disp.errors import ConfigError
+from titan_disp.export.export import export
+from titan_disp.export.generate import generate
+from titan_disp.export.hugging_face import longest_sequence
+from titan_disp.export.saved import find_saved, load_model
 from titan_disp.gpt2.flavors import flavors
 from titan_disp.gpt2.hf import GPT2HfAdapter
 from titan_disp.gpt2.model import GPT2DispModel
 from titan_disp.inspection.targets import find_targets
 from titan_disp.models.hf import check_hf_folder
 from titan_disp.models.init import draw
-from titan_disp.results.export import export
-from titan_disp.results.generate import generate
-from titan_disp.results.hugging_face import longest_sequence
-from titan_disp.results.saved import find_saved, load_model
 
 TOKENS = torch.arange(96).view(2, 48) * 19 % 2049
 NANO = {"n_embd": 64, "n_layer": 6, "n_head": 4, "vocab_size": 2049}
@@ -271,7 +271,7 @@ def test_folders_are_read_as_dcp_reads_them(published, tmp_path, form):
         other = shutil.copytree(folder, tmp_path / key)
         config = json.loads((other / "config.json").read_text())
         (other / "config.json").write_text(json.dumps(config | {key: value}))
-        with pytest.raises(ConfigError, match=f"another network than model.flavor's: {key} {value!r} there"):
+        with pytest.raises(ConfigError, match=f"another network than model.flavor's: {key} is {value!r} there"):
             check_hf_folder(other, adapter)
 
 

@@ -1,4 +1,4 @@
-"""Which steps the guard skips, what it counts, and when it ends the run. (tests/test_ranks_agree.py has two ranks.)"""
+"""Which steps the guard skips, what it counts, and when it ends the run. (tests/test_ranks_agree.py uses two ranks.)"""
 
 import math
 
@@ -15,7 +15,7 @@ LR, MOMENTUM = 0.5, 0.5
 
 
 class Training:
-    """Two parameters of one element, which begin at 1 and 2. The loss's terms of a step go through a real ledger."""
+    """Two parameters of one element, which begin at 1 and 2. The terms of a step's loss go through a real ledger."""
 
     def __init__(self, max_skipped_steps=3):
         self.model = nn.ParameterDict({name: nn.Parameter(torch.tensor([x])) for name, x in (("a", 1.0), ("b", 2.0))})
@@ -69,7 +69,7 @@ def test_a_bad_step_is_skipped_and_named(gradients, loss, bad_terms, caplog):
     assert (training.optimizers.skipped, training.optimizers.in_a_row) == (1, 1)
     text = f"step 1 is skipped on all ranks: {' and '.join(bad_terms)} not finite (1 in a row)"
     assert text in caplog.messages
-    # Neither the momentum of the skipped step nor its verdict is left over.
+    # Nothing remains of the skipped step: neither momentum nor verdict.
     training.step(1.0, -2.0)
     assert training.weights == [0.5, 3.0]
     assert training.optimizers.bad_terms == []
@@ -80,13 +80,13 @@ def test_one_gradient_of_zero_or_none_is_no_reason_to_skip():
     training.step(0.0, 1.0)
     assert training.weights == [1.0, 1.5]
     training.optimizers.zero_grad()
-    training.model["a"].grad = torch.tensor([1.0])  # none for b
+    training.model["a"].grad = torch.tensor([1.0])  # b has no gradient
     training.optimizers.step()
     assert training.weights == [0.5, 1.5]
 
 
 def test_what_clipping_by_an_overflowed_norm_leaves_is_skipped():
-    """Finite gradients whose norm is more than float32 can hold: clipping divides them by infinity."""
+    """If the norm of finite gradients overflows float32, clipping divides them by infinity."""
     training = Training()
     for parameter in training.model.parameters():
         parameter.grad = torch.tensor([3e38])
@@ -110,7 +110,7 @@ def test_steps_in_a_row_end_the_run():
 
 
 def test_the_state_goes_on_after_a_resume():
-    """The counts and the momentum: v = 0.5 v + g, w = w − 0.5 v."""
+    """The counts and the momentum continue: v = 0.5 v + g, w = w − 0.5 v."""
     before = Training()
     before.step(1.0, 1.0)
     before.step(math.nan, 1.0)
@@ -118,7 +118,7 @@ def test_the_state_goes_on_after_a_resume():
     after = Training(max_skipped_steps=2)
     after.optimizers.load_state_dict(state)
     assert after.counts == [2, 1, 1]
-    with pytest.raises(NonFiniteError):  # the second in a row
+    with pytest.raises(NonFiniteError):  # the second bad step in a row
         after.step(math.nan, 1.0)
     assert state["guard"].tolist() == [2, 1, 1]
     after.step(1.0, 1.0)
@@ -133,7 +133,7 @@ def test_flags_are_asked_once_a_step(caplog):
     training.optimizers.flags["save_failed"] = lambda: bool(asked.append("save_failed"))
     training.step(1.0, 1.0)
     assert training.optimizers.agreed == {"stop": False, "save_failed": False}
-    training.step(math.nan, 1.0)  # on a bad step too
+    training.step(math.nan, 1.0)  # flags are asked in a bad step too
     assert training.optimizers.agreed == {"stop": True, "save_failed": False}
     assert asked == ["stop", "save_failed"] * 2
     assert "TorchTitan's own trainer" not in caplog.text
@@ -153,7 +153,7 @@ def test_before_the_first_step():
 
 
 def test_a_step_without_a_loss_or_gradients_is_skipped():
-    """Nothing has been computed on any rank: neither a loss in the ledger nor a gradient."""
+    """No rank has computed anything: there is no loss in the ledger and no gradient."""
     training = Training()
     training.optimizers.flags["stop"] = lambda: True
     training.optimizers.step()
@@ -163,7 +163,7 @@ def test_a_step_without_a_loss_or_gradients_is_skipped():
 
 
 def test_gradients_that_are_sharded(one_rank):
-    """As FSDP2 leaves them: DTensors, of which each rank looks at its own part."""
+    """Gradients as FSDP2 leaves them: DTensors, of which each rank looks at its own part."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Shard, distribute_tensor
 
@@ -178,7 +178,7 @@ def test_gradients_that_are_sharded(one_rank):
 
 
 def test_gradients_offloaded_to_the_cpu():
-    """training.enable_cpu_offload: gradients are on the CPU, the loss's terms on the GPU, for which meta stands here."""
+    """With training.enable_cpu_offload, gradients are on the CPU and the loss's terms on the GPU (here: meta)."""
     training = Training()
     training.optimizers.flags["stop"] = lambda: True
     training.ledger.add(*(torch.zeros((), device="meta") for _ in range(3)))
@@ -186,12 +186,12 @@ def test_gradients_offloaded_to_the_cpu():
         for parameter in training.model.parameters():
             parameter.grad = gradient
         message = training.optimizers._message()
-        # NCCL reduces it: two of the norms, two terms, a flag.
+        # NCCL reduces this message: two numbers for the norms, two terms, a flag.
         assert (message.device.type, message.shape) == ("meta", (5,))
 
 
 def test_the_optimizers_get_what_the_trainer_says(monkeypatch):
-    """Arguments pass through, and the guard's counters are no part of the optimizers' state."""
+    """Arguments are passed on, and the guard's counters are not part of the optimizers' state."""
     training = Training()
     calls = []
     for name in ("step", "zero_grad", "load_state_dict"):

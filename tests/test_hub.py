@@ -1,4 +1,4 @@
-"""Listing, streaming and mirroring from the hub, against a stand-in on loopback that speaks the hub's protocol."""
+"""Listing, streaming and mirroring from the hub, against a local stand-in that speaks the hub's protocol."""
 
 import json
 import sys
@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from tests.cluster_of_one import DEMO
+from tests.command_line import DEMO
 from tests.fake_hub import FakeHub
 from titan_disp import cli
 from titan_disp.data.mirror import parse_shards
@@ -17,14 +17,14 @@ from titan_disp.errors import ConfigError
 def hub(sample, tmp_path, monkeypatch):
     server = FakeHub(sample)
     server.use(monkeypatch, tmp_path / "cache")
-    monkeypatch.setattr("titan_disp.data.raw.FIRST_PAUSE", 0.01)
+    monkeypatch.setattr("titan_disp.data.retrying_file.FIRST_PAUSE", 0.01)
     yield server
     server.close()
 
 
 @pytest.fixture
 def titan_disp(monkeypatch, capsys):
-    """The command, in this process."""
+    """Run the command in this process."""
 
     def run(*arguments):
         monkeypatch.setattr(sys, "argv", ["titan-disp", *arguments])
@@ -40,7 +40,7 @@ def titan_disp(monkeypatch, capsys):
 
 
 def test_stream_from_the_hub_is_the_mirrors(hub, sample, tmp_path, titan_disp):
-    """Without dataset_path the hub is streamed, through failing requests, and gives the batches of the local copy."""
+    """Without dataset_path, the hub is streamed. Although requests fail, the batches are those of the local copy."""
     config = tmp_path / "hub.toml"
     config.write_text("\n".join(line for line in DEMO.read_text().splitlines() if not line.startswith("dataset_path")))
     options = ("--json", "--steps", "20", "--model.hf_assets_path", f"{sample}/tokenizer", "--stream.prefetch", "0")
@@ -49,7 +49,7 @@ def test_stream_from_the_hub_is_the_mirrors(hub, sample, tmp_path, titan_disp):
     streamed = titan_disp("data", "digest", str(config), *options)
     assert streamed.returncode == 0, streamed.stderr[-3000:]
     assert hub.requests["content"] > 8
-    # Listed once; no rank and no thread asks for anything but the content.
+    # The files were listed once. No rank and no thread has requested anything but content.
     assert (hub.requests["info"], hub.requests["tree"]) == (1, 1)
     ahead = titan_disp("data", "digest", str(config), *options, "--stream.prefetch", "4", "--ranks", "2")
     assert ahead.returncode == 0, ahead.stderr[-3000:]
@@ -60,7 +60,7 @@ def test_stream_from_the_hub_is_the_mirrors(hub, sample, tmp_path, titan_disp):
 
 
 def test_a_hub_that_stays_away_stops_the_run(hub, sample, tmp_path, titan_disp):
-    """Its files may be sound: they are not skipped, whatever on_bad_data says."""
+    """Its files may be sound and are therefore never skipped, whatever on_bad_data says."""
     config = tmp_path / "hub.toml"
     config.write_text("\n".join(line for line in DEMO.read_text().splitlines() if not line.startswith("dataset_path")))
     hub.fail_every = 1
@@ -82,7 +82,7 @@ def test_fetch(hub, sample, tmp_path, titan_disp):
     for name in names:
         assert (mirror / "en" / name).read_bytes() == (sample / "en" / name).read_bytes()
 
-    # Again, with one file cut and one of the right size but wrong: only these are fetched.
+    # Fetch again with one truncated file and one of the right size with wrong content: only these two are fetched.
     cut, wrong = mirror / "en" / names[0], mirror / "en" / names[1]
     cut.write_bytes(cut.read_bytes()[:1000])
     wrong.write_bytes(b"x" * wrong.stat().st_size)
@@ -92,7 +92,7 @@ def test_fetch(hub, sample, tmp_path, titan_disp):
     assert wrong.read_bytes() == (sample / "en" / wrong.name).read_bytes()
     assert hub.requests["content"] <= 6
 
-    # A file that arrives damaged every time: named, and not a success.
+    # A file that arrives damaged every time is named, and the command fails.
     hub.damaged = {"en/c4-train.00007-of-00008.json.gz"}
     failed = titan_disp("data", "fetch", str(mirror), "--shards", "6-7", "--split", "train")
     assert failed.returncode == 2

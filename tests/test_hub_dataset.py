@@ -7,10 +7,10 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from tests.cluster_of_one import DEMO
+from tests.command_line import DEMO
 from tests.fake_hub import COMMIT, OLDER, FakeHub
 from titan_disp.cli import app
-from titan_disp.cluster.nodecheck import input_problems
+from titan_disp.cluster.node_health import input_problems
 from titan_disp.config import load_config
 from titan_disp.data.digest import digest
 from titan_disp.data.documents import Documents
@@ -257,7 +257,7 @@ def test_mirror(hub, tmp_path, capsys):
     ):
         list_files("hf:some/prose:split", str(mirror), "validation")
     with pytest.raises(
-        ConfigError, match=r"train.jsonl', which is not a folder. Expected one that titan-disp data fetch"
+        ConfigError, match=r"train.jsonl', which is not a folder. Expected a mirror, as titan-disp data fetch"
     ):
         list_files("hf:some/prose", str(tmp_path / "train.jsonl"))
 

@@ -1,4 +1,4 @@
-"""Looking into models: layers one at a time, models of the hub, devices and dtypes, and the paper's way of sampling."""
+"""These tests inspect models: layers one at a time, models of the hub, devices and dtypes, and the paper's sampling."""
 
 import json
 import shutil
@@ -20,14 +20,14 @@ from titan_disp import cli
 from titan_disp.condensation.record import Condensation
 from titan_disp.data.sample import documents
 from titan_disp.errors import ConfigError
+from titan_disp.export.saved import find_saved, load_model
 from titan_disp.inspection import condensation as command_module
 from titan_disp.inspection.groups import parse_group
 from titan_disp.inspection.hub import HubModel, parse_id
-from titan_disp.inspection.report import step_of
-from titan_disp.inspection.streaming import find_blocks, hugging_face_layers
+from titan_disp.inspection.layer_by_layer import find_blocks, hugging_face_layers
+from titan_disp.inspection.output import step_of
 from titan_disp.inspection.targets import find_targets
 from titan_disp.inspection.texts import contiguous_sequences, read_texts, surround
-from titan_disp.results.saved import find_saved, load_model
 
 BLOCKS = 6
 SIZES = {"vocab_size": 120, "hidden_size": 16, "num_hidden_layers": BLOCKS, "num_attention_heads": 2}
@@ -38,7 +38,7 @@ CONFIGS = {
     "bloom": transformers.BloomConfig(vocab_size=120, hidden_size=16, n_layer=BLOCKS, n_head=2),
     "gpt_neox": transformers.GPTNeoXConfig(**SIZES, intermediate_size=32, max_position_embeddings=64),
     "opt": transformers.OPTConfig(**SIZES, ffn_dim=32, max_position_embeddings=64, word_embed_proj_dim=16),
-    # As many experts as layers, in lists of their own.
+    # There are as many experts as layers, in other lists.
     "mixtral": transformers.MixtralConfig(
         **SIZES, intermediate_size=32, num_local_experts=BLOCKS, num_key_value_heads=1
     ),
@@ -46,7 +46,7 @@ CONFIGS = {
 
 
 def random_causal_lm(name):
-    """With weights so large that every layer differs from the next."""
+    """The weights are so large that every layer differs from the next."""
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(CONFIGS[name]).eval()
     with torch.no_grad():
@@ -100,7 +100,7 @@ def test_layers_of_a_run(tmp_path, hf_tokenizer):
 
 
 def largest_number_alive(run):
-    """Of the tensors that ``run`` hands on, how many exist at a time."""
+    """Return the largest number of tensors from ``run`` that are alive at the same time."""
     alive, most = [], 0
 
     def take_in(_, z):
@@ -115,7 +115,7 @@ def largest_number_alive(run):
 @torch.no_grad()
 @pytest.mark.parametrize("name", [*CONFIGS, "run"])
 def test_one_layer_at_a_time(name, tmp_path, hf_tokenizer):
-    """Besides it the embedding, and what a block makes of it. transformers' own hidden states are alive together."""
+    """At most a layer, the embedding and a block's output are alive. transformers' hidden states are alive together."""
     if name == "run":
         run = save_run(tmp_path / "run", random_model(), hf_tokenizer)
         (target,) = find_targets([str(run)], False, None).values()
@@ -156,7 +156,7 @@ def gpt2(tmp_path_factory, hf_tokenizer):
 
 @pytest.fixture
 def hub(tmp_path, gpt2, hf_tokenizer, monkeypatch):
-    """A cache of the hub's client with lab/tiny at two revisions, and no internet."""
+    """The cache of the hub's client has lab/tiny at two revisions, and there is no internet."""
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
     repository = tmp_path / "hub" / "models--lab--tiny"
@@ -170,7 +170,7 @@ def hub(tmp_path, gpt2, hf_tokenizer, monkeypatch):
 
 @pytest.fixture
 def drawn(monkeypatch):
-    """What would be drawn, by file: figures take a second each."""
+    """Record what would be drawn, by file, because a figure takes a second."""
     figures = {}
 
     def keep(figure, path, **_):
@@ -196,7 +196,7 @@ def refused(command, capsys, *arguments):
 
 
 def test_a_model_of_the_hub(hub, gpt2, text, command, tmp_path):
-    """From the cache, the same numbers as of the same folder on disk; a revision by its name."""
+    """A model in the cache gives the same numbers as its folder on disk. Revisions are found by their names."""
     few = ("--text", text, "--sequences", 2)
     command("lab/tiny", "lab/tiny@step20", "--out", tmp_path / "a", *few)
     command(gpt2, "--out", tmp_path / "b", *few)
@@ -205,12 +205,12 @@ def test_a_model_of_the_hub(hub, gpt2, text, command, tmp_path):
     assert main.to_json() != step20.to_json()
     found = json.loads((tmp_path / "a" / "metrics.json").read_text())["targets"]
     assert [one["revision"] for one in found] == [None, "step20"]
-    # 2048 tokens and 48 positions of width 32; 3 blocks of 12 F² + 13 F; the final norm: 2 F.
+    # There are 2048 tokens and 48 positions of width 32, 3 blocks of 12 F² + 13 F, and 2 F in the final norm.
     assert [one["parameters"] for one in found] == [(2048 + 48 + 2) * 32 + 3 * (12 * 32**2 + 13 * 32)] * 2
 
 
 def test_revisions_over_training(hub, text, command, drawn, tmp_path):
-    """By the steps that their names tell, else in the order given."""
+    """Revisions are ordered by the steps in their names, or else as given."""
     (hub / "refs" / "new").write_text("a" * 40)
     (hub / "refs" / "old").write_text("b" * 40)
     command("lab/tiny@step1000", "lab/tiny@step20", "--text", text, "--sequences", 2, "--out", tmp_path)
@@ -240,17 +240,17 @@ def test_what_the_cache_lacks_is_told_with_the_command(hub, text, command, tmp_p
         ("lab/tiny@v2", "snapshot_download('lab/tiny', revision='v2', allow_patterns=["),
     ):
         told = refused(command, capsys, name, *rest)
-        assert "is no folder here" in told
+        assert "is not a folder here" in told
         assert f'python -c "from huggingface_hub import snapshot_download; {call}' in told
     (hub / "snapshots" / ("b" * 40) / "model.safetensors").unlink()
     told = refused(command, capsys, "lab/tiny@step20", *rest)
     assert "no weights" in told
     assert "snapshot_download('lab/tiny', revision='step20'" in told
-    assert "'pytorch_model*.bin'])" in told  # it may have no others
+    assert "'pytorch_model*.bin'])" in told  # the repository may have pickles only
 
 
 def test_a_download_that_was_cut_off(hub, gpt2, text, command, tmp_path, capsys):
-    """Of two files of weights one is there; an index of pickles that nobody fetched does not matter."""
+    """One of two files of weights is missing. An index of pickles that were not downloaded does not matter."""
     rest = ("--text", text, "--sequences", 2, "--out", tmp_path / "out")
     weights = {"weight_map": {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}}
     pickles = {"weight_map": {"a": "pytorch_model-00001-of-00001.bin"}}
@@ -283,7 +283,7 @@ def test_ids_of_the_hub(name, model):
 
 
 def test_a_run_goes_before_the_hub(hub, tmp_path, hf_tokenizer, monkeypatch):
-    """run/30 could be a model's id, and so could a missing run/7, which is told as a step that the run has not."""
+    """run/30 could be a model's id. So could the missing run/7, but the message says that the run has no such step."""
     save_run(tmp_path / "run", random_model(), hf_tokenizer)
     monkeypatch.chdir(tmp_path)
     assert list(find_targets(["run/30"], False, None)) == ["run-step-30"]
@@ -320,7 +320,7 @@ def test_code_of_strangers(gpt2, text, command, tmp_path, capsys, monkeypatch):
 
 
 def test_dtypes_and_devices(gpt2, text, command, tmp_path, hf_tokenizer):
-    """bf16 is near float32 and not the same, of a run, too; auto is the CPU where there is no GPU."""
+    """bf16 is close to float32 but not equal, also for a run. auto is the CPU without a GPU."""
     pytest.importorskip("accelerate")
     run = save_run(tmp_path / "run", random_model(), hf_tokenizer)
     for name, options in (
@@ -333,7 +333,7 @@ def test_dtypes_and_devices(gpt2, text, command, tmp_path, hf_tokenizer):
         f32, bf16, auto = (Condensation.load(tmp_path / out / f"{target}.npz") for out in ("f32", "bf16", "auto"))
         assert auto.to_json() == f32.to_json()
         difference = np.abs(bf16.mean_cosine - f32.mean_cosine)
-        assert 0 < difference.max() < 0.02  # eight bits: each activation is off by up to 1/256
+        assert 0 < difference.max() < 0.02  # with eight bits, each activation is off by up to 1/256
     assert json.loads((tmp_path / "bf16" / "metrics.json").read_text())["dtype"] == "bfloat16"
 
 
@@ -348,7 +348,7 @@ def letters(text):
 
 
 def test_contiguous_sequences():
-    """Every sequence is a stretch of the text that begins at a line; the places are the seed's."""
+    """Every sequence is a part of the text that begins at a line. The seed determines the places."""
     lines = [f"line {i}\n" for i in range(300)]
     whole = "".join(lines)
     found = contiguous_sequences(lines, letters, 50, 40, seed=3)
@@ -372,7 +372,7 @@ def test_texts_in_order(tmp_path, text):
 
 
 def test_special_tokens_are_those_of_transformers(gpt2, tmp_path, text):
-    """A tokenizer that begins and ends a text: the same ids as transformers gives, cut at max_length as it cuts."""
+    """A tokenizer adds tokens to both ends of a text. The ids equal transformers', which are also cut at max_length."""
     folder = shutil.copytree(gpt2, tmp_path / "model")
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     tokenizer.post_processor = processors.TemplateProcessing(single="! $A # #", special_tokens=[("!", 5), ("#", 6)])
@@ -426,7 +426,7 @@ def test_what_is_no_group(tmp_path, monkeypatch):
 
 
 def test_families_and_pairs(gpt2, hf_tokenizer, text, command, drawn, tmp_path):
-    """Models of --family and --pair are measured like targets, each once."""
+    """Models of --family and --pair are measured like targets, and only once."""
     wide = save_gpt2(tmp_path / "wide", hf_tokenizer, seed=2, width=64)
     out = tmp_path / "out"
     options = ("--family", f"gpt2={gpt2},{wide}", "--pair", f"{wide},{gpt2}", "--sequences", 2)
@@ -441,7 +441,7 @@ def test_families_and_pairs(gpt2, hf_tokenizer, text, command, drawn, tmp_path):
     ("options", "message"),
     [
         (("--family", "gpt2"), "--family is 'gpt2', expected NAME=MODEL,MODEL"),
-        (("--family", "gpt2=a"), "with two models or more"),
+        (("--family", "gpt2=a"), "with at least two models"),
         (("--pair", "a"), "--pair is 'a', expected two models"),
     ],
 )
@@ -453,12 +453,12 @@ HOSTILE = ["lr$5_$a", "_on", "a name of many words, $so_ that$ it is broken into
 
 
 def test_names_that_matplotlib_would_read_otherwise(gpt2, text, command, drawn, tmp_path):
-    """Once such a name ended the command after everything was measured, or was missing in a legend."""
+    """Such a name once stopped the command after all measurements, or was missing in a legend."""
     folders = [shutil.copytree(gpt2, tmp_path / name) for name in HOSTILE]
     pair, family = f"{folders[0]},{folders[1]}", f"$f_$={folders[1]},{gpt2}"
     options = ("--sequences", 1, "--max-length", 8, "--pair", pair, "--family", family)
     command(*folders, "--text", text, "--out", tmp_path / "out", *options)
     for figure in drawn.values():
-        figure.draw_without_rendering()  # lays text out, and fails for what is no mathematics
+        figure.draw_without_rendering()  # lays out text, and fails for invalid mathematics
     legend = [shown.get_text() for shown in drawn["mean_cosine.png"].legends[0].texts]
     assert [label.strip().replace(r"\$", "$") for label in legend] == [*(folder.name for folder in folders), "gpt2"]

@@ -5,7 +5,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from tests.cluster_of_one import ROOT
+from tests.command_line import ROOT
 
 PACKAGE = ROOT / "titan_disp"
 # (room, imported room): configs from before ``titan_disp.plugin`` name the package alone, which registers nothing by itself.

@@ -1,4 +1,4 @@
-"""What is logged beside TorchTitan's metrics: time left, damaged files, the TensorBoard folder."""
+"""What is logged beside TorchTitan's metrics: time left, counters of the data, condensation, one TensorBoard folder."""
 
 import logging
 import time
@@ -9,7 +9,7 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torchtitan.distributed import ParallelDims
 
-from tests.cluster_of_one import DEMO
+from tests.command_line import DEMO
 from titan_disp.condensation import plot
 from titan_disp.condensation.record import Condensation
 from titan_disp.config import load_config
@@ -22,7 +22,7 @@ from titan_disp.run.metrics import DispersionMetrics, TensorBoardFolder
 
 
 class DamagedFiles:
-    """A loader of 100 files in their first epoch; ``skipped`` of them ended early."""
+    """A loader of 100 files in their first epoch, ``skipped`` of which ended early."""
 
     check_counters = StreamLoader.check_counters
 
@@ -56,7 +56,10 @@ def log(metrics, step):
 
 
 def test_time_left_after_a_resume(one_rank, tmp_path, monkeypatch, caplog):
-    """At the pace of this start, whose first log is at step 41: 10 steps of 512 tokens in 20 s, and 25 088 tokens to go."""
+    """The pace is that of this start, which first logs at step 41: 10 steps of 512 tokens in 20 s.
+
+    25 088 tokens are left.
+    """
     caplog.set_level(logging.INFO)
     clock = SimpleNamespace(now=5000.0)
     monkeypatch.setattr(time, "monotonic", lambda: clock.now)
@@ -81,7 +84,7 @@ def test_many_damaged_files_stop_the_run_when_it_next_logs(one_rank, tmp_path):
 
 
 def test_bytes_and_waiting_since_the_last_log(one_rank, tmp_path, monkeypatch, caplog):
-    """4000 bytes in 8 s, of which 2 s were spent waiting; then 600 bytes in 3 s, without waiting."""
+    """4000 bytes in 8 s, 2 s of them spent waiting; then 600 bytes in 3 s without waiting."""
     caplog.set_level(logging.INFO)
     clock = SimpleNamespace(now=100.0)
     monkeypatch.setattr(time, "perf_counter", lambda: clock.now)
@@ -106,7 +109,7 @@ def condensed(*mean_cosine):
 
 
 def test_condensation_in_tensorboard(one_rank, tmp_path, monkeypatch):
-    """Parts of the model by default, every layer where the config asks for them; no ρ and τ of what hardly differs."""
+    """By default parts of the model, on request every layer; no ρ and τ of values that hardly differ."""
     monkeypatch.setattr(TensorBoardFolder, "log_heatmap", lambda self, found, step: None)
     for per_layer in (False, True):
         logged = metrics(tmp_path / str(per_layer), tensorboard=True)
@@ -126,7 +129,7 @@ def test_condensation_in_tensorboard(one_rank, tmp_path, monkeypatch):
         assert found["condensation_mean_angle/final_norm"] == [(0, 0.898), (7, 0.8)]
         assert found["condensation_effective_rank/last_block"] == [(0, 0.909), (7, 5.4)]
         assert found["condensation/spearman_before_norm"] == [(7, 1)]
-        assert found["condensation/kendall_after_norm"] == [(7, 0.3333)]  # of 0.1, 0.3, 0.2
+        assert found["condensation/kendall_after_norm"] == [(7, 0.3333)]  # for 0.1, 0.3, 0.2
         assert found["held_out/cross_entropy"] == [(0, 3.25), (7, 3.25)]
         if per_layer:
             assert found["condensation_mean_cosine/layer_02"] == [(0, 0.101), (7, 0.6)]
@@ -136,7 +139,7 @@ def test_condensation_in_tensorboard(one_rank, tmp_path, monkeypatch):
 
 
 def test_heatmaps_are_ever_farther_apart(tmp_path, monkeypatch):
-    """Measured every 10 steps: at the begin each of them, from step 40 on those that are a quarter later than the one before."""
+    """Measurements are made every 10 steps. All are drawn at first; from step 40 on, only those a quarter later."""
     monkeypatch.setattr(plot, "heatmap", lambda found, title: title)
     board = TensorBoardFolder(str(tmp_path))
     drawn = []
@@ -149,7 +152,7 @@ def test_heatmaps_are_ever_farther_apart(tmp_path, monkeypatch):
 
 
 def test_a_measurement_does_not_count_in_the_throughput(one_rank, tmp_path, monkeypatch):
-    """Neither what it took before, 5 s, nor the picture of it, which takes 3 s here."""
+    """Neither the measurement counts, which took 5 s, nor drawing it, which takes 3 s here."""
     now = 100.0
     monkeypatch.setattr(time, "perf_counter", lambda: now)
     logged = metrics(tmp_path, tensorboard=True)
@@ -167,13 +170,13 @@ def test_a_measurement_does_not_count_in_the_throughput(one_rank, tmp_path, monk
 
 
 def test_tensorboard_hides_what_a_killed_start_wrote_after_its_checkpoint(tmp_path, monkeypatch):
-    """Logged up to step 6, killed, resumed from a checkpoint of step 3."""
+    """The run logs up to step 6, is killed, and resumes from a checkpoint of step 3."""
     killed = TensorBoardFolder(str(tmp_path))
     for step in (1, 2, 3, 4, 5, 6):
         killed.log({"loss": float(step), "norm": 1.0}, step)
     killed.close()
     now = time.time()
-    monkeypatch.setattr(time, "time", lambda: now + 60)  # files are read in the order of the second in their names
+    monkeypatch.setattr(time, "time", lambda: now + 60)  # files are read in the order of the seconds in their names
     resumed = TensorBoardFolder(str(tmp_path))
     resumed.log({"loss": 40.0}, 4)
     resumed.log({"loss": 50.0}, 5)

@@ -1,4 +1,4 @@
-"""Several sources with weights: exact parts of the tokens, each source as in a run of its own, and every mistake in a config."""
+"""Several sources with weights: exact fractions of the tokens, each source as in a run of its own, bad configs."""
 
 import contextlib
 import copy
@@ -16,9 +16,9 @@ import pytest
 import torch
 from sentencepiece import SentencePieceProcessor
 
-from tests.cluster_of_one import DEMO, ROOT
+from tests.command_line import DEMO, ROOT
 from tests.test_stream import EOS, batches, config, loader, of_sizes, streams_of, write_files, write_uneven
-from titan_disp.cluster.nodecheck import input_problems
+from titan_disp.cluster.node_health import input_problems
 from titan_disp.config import load_config
 from titan_disp.data.assignment import Assignment, Run, Segment
 from titan_disp.data.digest import digest, global_batch
@@ -34,8 +34,8 @@ from titan_disp.data.sources import check_sources, source_name, source_shares, t
 from titan_disp.data.tokenizer import load_tokenizer
 from titan_disp.data.validation import held_out_sequences
 from titan_disp.errors import ConfigError
+from titan_disp.export.model_card import _data
 from titan_disp.job_config import Source, Stream
-from titan_disp.results.model_card import _data
 
 
 @pytest.mark.parametrize(
@@ -43,7 +43,7 @@ from titan_disp.results.model_card import _data
     [
         ([0.7, 0.2, 0.1], 10, [7, 2, 1]),
         ([3, 1], 8, [6, 2]),
-        ([1, 1, 1], 8, [3, 3, 2]),  # of equal remainders, the first
+        ([1, 1, 1], 8, [3, 3, 2]),  # ties go to the first sources
         ([0.5, 0.3, 0.2], 7, [4, 2, 1]),  # 3.5, 2.1, 1.4
         ([0.94, 0.03, 0.03], 33, [31, 1, 1]),  # 31.02, 0.99, 0.99
         ([5e-324, 5e-324], 2, [1, 1]),
@@ -64,12 +64,12 @@ def test_too_few_slots_for_a_source():
     ):
         shares({"a": 0.99, "b": 0.01}, 8)
     assert [share.slots for share in shares({"a": 0.99, "b": 0.01}, 100)] == [99, 1]
-    with pytest.raises(ConfigError, match=r"60 slots are too few for c, "):  # of 58.8, 0.6 and 0.6
+    with pytest.raises(ConfigError, match=r"60 slots are too few for c, "):  # the quotas are 58.8, 0.6 and 0.6
         shares({"a": 0.98, "b": 0.01, "c": 0.01}, 60)
 
 
 def test_a_source_is_assigned_as_in_a_run_of_its_own():
-    """Files of two sources may have the same names; the third has fewer files than slots."""
+    """Files of two sources may have the same names. The third source has fewer files than slots."""
     sources = {"a": of_sizes([10, 300, 40, 7] * 5), "b": of_sizes([80, 5, 90]), "c": of_sizes([12])}
     every = [file for name, files in sources.items() for file in prefixed(name, files)]
     assert len({file.name for file in every}) == 24
@@ -86,6 +86,8 @@ def test_a_source_is_assigned_as_in_a_run_of_its_own():
                 assert [(s.file - file, s.low, s.high, s.shift, s.length) for s in here.segments] == [
                     (s.file, s.low, s.high, s.shift, s.length) for s in there.segments
                 ]
+                reads = {file + segment.file for segment in there.segments}
+                assert mixture.files_of(range(slot + own, slot + own + 1), epoch) == reads
             for own in range(len(files)):
                 owners = alone.owners(own, epoch)
                 assert mixture.owners(file + own, epoch) == range(slot + owners.start, slot + owners.stop)
@@ -97,7 +99,7 @@ def test_a_source_is_assigned_as_in_a_run_of_its_own():
 
 
 def test_parts_of_the_tokens_are_exact(tmp_path):
-    """In every step, on any ranks and after resumes on others; and a source's documents come as in a run of its own."""
+    """They are exact in every step, on any ranks, after resumes; a source's documents come as in a run of its own."""
     web = write_files(tmp_path / "web", [40, 33, 51], words=lambda i: 1 + i % 5)
     code = write_files(tmp_path / "code", [25, 9], words=lambda i: 2 + i % 3)
     found = shares({"web": 2, "code": 1}, 6)
@@ -110,7 +112,7 @@ def test_parts_of_the_tokens_are_exact(tmp_path):
     tokens, end = batches(mixed(1), 60)
     assert np.array_equal(tokens[:, :4], batches(streams_of(web, 4, 1), 60)[0])
     assert np.array_equal(tokens[:, 4:], batches(streams_of(code, 2, 1), 60)[0])
-    assert end[4:, Field.EPOCH].min() > 1  # its epochs are its own
+    assert end[4:, Field.EPOCH].min() > 1  # this source has epochs of its own
     for stops in ([(2, 60)], [(3, 21), (6, 39)], [(6, 10), (1, 7), (2, 43)]):
         got, positions = [], None
         for ranks, steps in stops:
@@ -118,7 +120,7 @@ def test_parts_of_the_tokens_are_exact(tmp_path):
             got.append(part)
         assert np.array_equal(np.concatenate(got), tokens)
         assert np.array_equal(positions, end)
-    # One epoch of a source holds each of its documents once.
+    # One epoch of a source has each of its documents once.
     (rank,) = mixed(1)
     seen = []
     for slot in (4, 5):
@@ -133,7 +135,7 @@ def training_files(job):
 
 @pytest.fixture(scope="module")
 def job(sample, tmp_path_factory):
-    """Two sources, whose files have the same names: two thirds of one, a third of the other."""
+    """Two sources whose files have the same names, with two thirds and one third of the tokens."""
     root = tmp_path_factory.mktemp("sources")
     for name, first in (("web", 0), ("code", 4)):
         (root / name).mkdir()
@@ -147,7 +149,7 @@ def job(sample, tmp_path_factory):
 
 
 def changed(job, **options):
-    """A copy with other sources' options, or others of [training] and [stream]."""
+    """Copy a job, and change options of its sources, of [training] and of [stream]."""
     made = copy.deepcopy(job)
     for name, value in options.items():
         setattr(made.stream if name in ("sources", "slots", "shuffle_window") else made.training, name, value)
@@ -163,7 +165,8 @@ def test_a_config_with_sources_from_listing_to_batches(job, sample):
         iterators = [iter(open_stream(one, training_files(one), tokenizer, 1, 0))]
         return torch.stack([global_batch(iterators, one, batch, batch) for _ in range(5)])
 
-    found = first_batches(changed(job, shuffle_window=0), 6)  # the slots' numbers decide how they are shuffled
+    # Without shuffling, because the shuffled order depends on the slots' numbers.
+    found = first_batches(changed(job, shuffle_window=0), 6)
     for i, own, slots in ((0, slice(4), 4), (1, slice(4, 6), 2)):
         path = job.stream.sources[i].path
         alone = changed(job, sources=[], dataset="text", dataset_path=path, global_batch_size=slots, shuffle_window=0)
@@ -176,7 +179,7 @@ def test_a_config_with_sources_from_listing_to_batches(job, sample):
 
 
 def test_text_and_token_ids_mixed_and_shuffled(job, sample, tmp_path):
-    """Any number of ranks, through resumes; the ids are those of their file, each document once in an epoch."""
+    """On any number of ranks and through resumes, the ids are those of their file, each document once per epoch."""
     processor = SentencePieceProcessor(model_file=str(sample / "tokenizer" / "sample.model"))
     documents = [processor.encode(f"number {i} " * (1 + i % 7)) + [processor.eos_id()] for i in range(60)]
     np.array([i for document in documents for i in document], "<u2").tofile(tmp_path / "ids.bin")
@@ -198,7 +201,7 @@ def test_text_and_token_ids_mixed_and_shuffled(job, sample, tmp_path):
 
 
 def write_all_formats(folder):
-    """A source of each format; what other readers find in it: its documents, by source."""
+    """Write a source of each format. Returns what other readers find in them: the documents of each source."""
     rng, number = np.random.default_rng(0), itertools.count(10)
 
     def texts(count):
@@ -247,7 +250,7 @@ def write_all_formats(folder):
 
 @pytest.mark.parametrize("window", [0, 6])
 def test_every_format_mixed_against_other_readers(tmp_path, window):
-    """Each document once in each of two epochs, on one rank and on five; and the same tokens through resumes on 1 to 15."""
+    """Each document comes once per epoch, on one rank and on five; resumes on 1 to 15 ranks give the same tokens."""
     expected = write_all_formats(tmp_path)
     found = shares({"web": 6, "books": 4, "text": 2, "ids": 3}, 15)
     files = [file for name in expected for file in prefixed(name, list_files("text", str(tmp_path / name)))]
@@ -290,7 +293,10 @@ def split_at(tokens, eos):
 
 
 def test_a_resume_with_other_weights_is_refused(job, sample):
-    """Where they make other slots. Without sources the fingerprint is what it was before there were any."""
+    """It is refused if the weights give other numbers of slots.
+
+    Without sources, the fingerprint is as in older versions.
+    """
     files, tokenizer = training_files(job), load_tokenizer(sample / "tokenizer")
     one = open_stream(job, files, tokenizer, 1, 0)
     saved = one.state_dict()
@@ -317,7 +323,7 @@ def test_a_resume_with_other_weights_is_refused(job, sample):
 
 
 def test_files_that_end_early_are_judged_by_the_epochs_of_their_source(sample):
-    """Of a small source that is in its tenth epoch and a large one in its first: 9 × 10 + 100 files were begun."""
+    """A small source is in its tenth epoch and a large one in its first: 9 × 10 + 100 files were begun."""
     files = [DataFile(f"{name}/{i}", "", 1) for name, count in (("small", 9), ("large", 100)) for i in range(count)]
     one = loader(files, sample, slots=4, shares=shares({"small": 1, "large": 3}, 4), max_skipped_fraction=0.1)
     counters = {"documents": 9e9, "skipped_documents": 0, "epoch": 9, "epoch/small": 9, "epoch/large": 0}
@@ -327,7 +333,7 @@ def test_files_that_end_early_are_judged_by_the_epochs_of_their_source(sample):
 
 
 def test_bad_documents_of_a_small_source_are_judged_as_in_a_run_of_its_own(tmp_path):
-    """A thousand of them in a row end a file that is little of its source, however little the source is of all bytes."""
+    """A thousand bad documents in a row are judged one by one, because their file is much of its source."""
     large = json.dumps({"text": "3", "more": "x" * 2_000_000})
     for name, lines in (("web", [large]), ("code", ['{"text": " "}'] * 1000 + ['{"text": "5"}'] * 60)):
         (tmp_path / name).mkdir()
@@ -357,7 +363,10 @@ def test_what_is_said_of_a_slot_without_documents_names_its_source(tmp_path):
 
 
 def test_epochs_read_by_hand(sample):
-    """Of six slots on two ranks, in an epoch in which web's file of 300 bytes comes after that of 100: three slots share it."""
+    """Six slots on two ranks.
+
+    In this epoch, web's file of 300 bytes follows that of 100 bytes, and three slots share it.
+    """
     files = [
         DataFile(name, "", size) for name, size in (("web/a", 100), ("web/b", 300), ("code/a", 100), ("code/b", 100))
     ]
@@ -370,12 +379,12 @@ def test_epochs_read_by_hand(sample):
     assert [[s.file for s in run.segments] for run in runs] == [[0], [1], [1], [1]]
     for one in ranks:
         one.positions[:, Field.EPOCH] = epoch
-        one.densities = [2.0, 0.5]  # bytes of text in a stored byte
+        one.densities = [2.0, 0.5]  # bytes of text per stored byte
     # Slot 0 has read its file, slot 1 half of its share, slot 2 a tenth; slot 3 has not begun.
     first.positions[0, Field.DONE] = 2
     first.positions[1, Field.HEAD_BYTES] = 100
     first.positions[2, Field.HEAD_BYTES] = 20
-    # Of code, slot 4 has read 20 of 100 bytes, and slot 5, two epochs ahead, nothing yet.
+    # In the source code, slot 4 has read 20 of 100 bytes; slot 5 is two epochs ahead and has read nothing yet.
     second.positions[1, Field.BODY_BYTES] = 10
     second.positions[2, Field.EPOCH] = epoch + 2
     first.bytes_read[epoch, 1], second.bytes_read[epoch, 1], second.bytes_read[epoch, 3] = 150, 300, 20
@@ -387,7 +396,7 @@ def test_epochs_read_by_hand(sample):
 
 
 def test_fraction_of_a_run_by_hand():
-    """40 bytes of a file; whole ones of 10, 30 and 60 bytes, of which the current one is known; and 60 bytes of another."""
+    """A head of 40 bytes, whole files of 10, 30 and 60 bytes, and a tail of 60 bytes. The current file is known."""
     run = Run(
         Segment(0, 1, 2, 0, 40),
         tuple(Segment(i, 0, 2**64, 0, n) for i, n in ((1, 10), (2, 30), (3, 60))),
@@ -408,22 +417,23 @@ def test_fraction_of_a_run_by_hand():
     assert read(BODY_BYTES=25, BODY_FILE=1) == 25
     assert (read(BODY_BYTES=3, BODY_FILE=1), read(BODY_BYTES=99, BODY_FILE=1)) == (10, 40)
     assert read(BODY_BYTES=3, BODY_FILE=3, DONE=7) == 200
-    assert read(HEAD_BYTES=20, BODY_FILE=2, density=0.0) == 40  # nothing is measured yet
-    # In a window that began there, three documents have been used, of ten bytes on average.
+    assert read(HEAD_BYTES=20, BODY_FILE=2, density=0.0) == 40  # nothing has been measured yet
+    # Of a window that began there, three documents of ten bytes on average have been used.
     used = {"IN_WINDOW": 3, "DOCUMENTS": 20, "BYTES": 200}
     assert (read(HEAD_BYTES=20, **used), read(HEAD_BYTES=20, density=4.0, slots=2, **used)) == (50, 10 + 15)
+    assert read(HEAD_BYTES=20, IN_WINDOW=1, DOCUMENTS=1, BYTES=14) == 34
     assert read(DONE=6, **used | {"IN_WINDOW": 20}) == 200
     assert fraction_read(np.zeros(len(Field), dtype=np.int64), Run(None, (), None), 1, 1.0) == 0
 
 
 def texts_bytes(files):
-    """Of all documents."""
+    """The bytes of all documents' texts."""
     return sum(len(text_of(raw).encode()) for file in files for raw in iter(Documents(file, 1 << 20).read, None))
 
 
 @pytest.mark.parametrize(("suffix", "documents"), [("json", 1.0), ("json.gz", 2.5), ("parquet", 2.5)])
 def test_text_in_a_stored_byte(tmp_path, suffix, documents):
-    """At first the documents in a compressed byte are guessed, and the text in a document is known; then both are measured."""
+    """At first, the documents per compressed byte are guessed and the text per document is measured; later both are."""
     files = write_uneven(tmp_path, [60, 50], "parquet" if suffix == "parquet" else "json.gz")
     if suffix == "json":
         for file in files:
@@ -445,7 +455,7 @@ def test_text_in_a_stored_byte(tmp_path, suffix, documents):
 
 
 def test_text_in_a_stored_byte_of_a_file_in_the_middle(tmp_path):
-    """After 4 MiB, also from a resume on: what was read before it does not count."""
+    """It is measured after 4 MiB, also after a resume: what was read before the resume does not count."""
     line = json.dumps({"text": "x" * 900, "more": "y" * 1075}) + "\n"
     assert len(line) == 2000
     (tmp_path / "a.json").write_text(line * 8000)
@@ -462,8 +472,11 @@ def test_text_in_a_stored_byte_of_a_file_in_the_middle(tmp_path):
 
 @pytest.mark.parametrize("window", [0, 1000])
 def test_epochs_read_is_what_was_handed_out(sample, tmp_path, window):
-    """By counting text; the same on any ranks, whatever is read ahead, and through a resume. Also within a window, which may be
-    as large as an epoch."""
+    """The expected number is found by counting text.
+
+    It is the same on any ranks, with any reading ahead, after a resume, and within a window, which may be as large as
+    an epoch.
+    """
     files = write_uneven(tmp_path, [300, 120, 200], "json.gz")
     total, found = texts_bytes(files), []
     for ranks, prefetch, parts in ((1, 0, [450]), (3, 0, [450]), (1, 4, [201, 249])):
@@ -551,7 +564,7 @@ def test_sources_that_cannot_work(job, sources, options, message):
 
 
 def test_a_name_with_a_slash(job):
-    """web/a of one source and a of another called web would be one name in the fingerprint."""
+    """The file web/a of one source and the file a of a source called web would have one name in the fingerprint."""
     with pytest.raises(ConfigError, match=r"name is 'web/a', expected one without a slash"):
         check_sources(changed(job, sources=[Source(1.0, "/a", name="web/a")]))
 
@@ -569,7 +582,7 @@ def test_messages_name_the_source(job):
 
 
 def test_toml_and_command_line(tmp_path):
-    """The example of docs/data.md; values from the command line; tables that are none."""
+    """The example of docs/data.md, values from the command line, and values that are not tables."""
     example = re.search(r"```toml\n([^`]*\[\[stream\.sources\]\][^`]*)```", (ROOT / "docs" / "data.md").read_text())[1]
     lines = [line for line in DEMO.read_text().splitlines() if not line.startswith("dataset")]
     file = tmp_path / "mixture.toml"

@@ -1,4 +1,4 @@
-"""README.md of an exported model: what the data was, the losses on other text, condensation, and dispersion's settings."""
+"""README.md of an exported model describes the data, losses on other text, condensation, and dispersion's settings."""
 
 import json
 import re
@@ -12,8 +12,8 @@ from torch.utils.tensorboard import SummaryWriter
 from tests.saved_run import SEQ_LEN, random_model, save_run
 from titan_disp.condensation.record import Condensation
 from titan_disp.data.place import Field
-from titan_disp.results.model_card import model_card
-from titan_disp.results.saved import find_saved
+from titan_disp.export.model_card import model_card
+from titan_disp.export.saved import find_saved
 
 
 def rows_of(run):
@@ -27,7 +27,7 @@ def run(tmp_path, sample):
 
 
 def test_files_of_the_checkpoint(run):
-    """Which may be others than those that are there now."""
+    """The files on disk may have changed since the checkpoint."""
     c4 = [[f"c4-train.{i:05}-of-01024.json.gz", 319_400_000] for i in range(1024)]
     positions = torch.zeros(1, len(Field), dtype=torch.int64)
     state = {"dataloader": {"fingerprint": json.dumps({"files": c4}), "positions": positions}}
@@ -49,11 +49,11 @@ def test_files_of_several_sources(run):
     state = {"fingerprint": json.dumps({"files": [["a.jsonl", 1_500_000], ["b.jsonl", 500_000]]})}
     state["positions"] = torch.zeros(1, len(Field), dtype=torch.int64)
     dcp.save({"dataloader": state}, checkpoint_id=run / "checkpoint" / "step-40", no_dist=True)
-    assert rows_of(run)["data"] == "`web` (75%), `code` (25%); in all 2 files, 2 MB: `a.jsonl`, `b.jsonl`"
+    assert rows_of(run)["data"] == "`web` (75%), `code` (25%); in total 2 files, 2 MB: `a.jsonl`, `b.jsonl`"
 
 
 def test_files_on_this_disk(run, sample):
-    """Where the checkpoint has none: those of the training split."""
+    """If the checkpoint has no files, those of the training split are listed."""
     files = sorted((sample / "en").glob("c4-train*"))
     told = rows_of(run)["data"]
     assert told.startswith(f"{len(files)} files, ")
@@ -100,7 +100,7 @@ def test_a_baselines_settings(run):
     (run / "config.json").write_text(json.dumps(config))
     told = rows_of(run)["baseline"]
     assert told == "active_forgetting, forget_every = 100, forget_lr = 0.0, forget_warmup = 0.08"
-    del config["baseline"], config["model"]["overrides"]  # of an older version
+    del config["baseline"], config["model"]["overrides"]  # as in older versions
     (run / "config.json").write_text(json.dumps(config))
     assert "baseline" not in rows_of(run)
 
@@ -112,7 +112,7 @@ def measured(step, level):
 
 
 def test_losses_and_condensation_up_to_the_step(run):
-    """Of step 30, what was measured at 20, and not what came later."""
+    """The card of step 30 has the measurement of step 20, and not a later one."""
     with open(run / "metrics.jsonl", "a") as file:
         file.write(measured(10, 2.0) + measured(20, 1.0) + measured(40, 0.0))
     config = json.loads((run / "config.json").read_text())
@@ -132,7 +132,7 @@ def test_losses_and_condensation_up_to_the_step(run):
 
 
 def test_a_measurement_of_an_older_version(run):
-    """Without the final norm, and without names."""
+    """Measurements of older versions have no final norm and no names."""
     old = {"mean_cosine": [0.1, 0.2, 0.3], "spearman": 1.0, "kendall": None, "sequences": 8, "tokens": 64}
     with open(run / "metrics.jsonl", "a") as file:
         file.write(json.dumps({"step": 10, "time": 1.0, "condensation": old}) + "\n")

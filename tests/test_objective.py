@@ -1,3 +1,5 @@
+"""The training objective, cross-entropy + λ · dispersion, and the ledger of its terms, against the formula."""
+
 import pytest
 import torch
 

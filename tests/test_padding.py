@@ -1,6 +1,6 @@
 """Padded positions are no tokens: the loss of z with ``valid`` is that of every z[b, valid[b]] alone.
 
-On 2 and 4 ranks: ``test_sharded``.
+On 2 and 4 ranks: ``test_sharded_loss``.
 """
 
 import math

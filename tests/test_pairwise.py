@@ -1,3 +1,5 @@
+"""The exact estimator against the float64 oracle: values, gradients, dtypes, degenerate tokens, and memory."""
+
 import numpy as np
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""What pictures show, read back from matplotlib's own objects, for hand-made numbers that differ in every direction."""
+"""These tests read pictures back from matplotlib's objects, for hand-made numbers that differ in every direction."""
 
 from types import SimpleNamespace
 
@@ -15,7 +15,7 @@ LAYERS = "layer (0: embedding, 2: last block)"
 
 
 def condensed(*mean_cosine, pairs=(), final_norm=False):
-    """A measurement; ``pairs``: of each layer, {cosine: fraction of pairs}."""
+    """Build a measurement. ``pairs`` has {cosine: fraction of pairs} for each layer."""
     pairs = pairs or [{cosine: 1.0} for cosine in mean_cosine]
     histogram = np.stack([np.histogram(list(p), EDGES, weights=list(p.values()))[0] for p in pairs])
     mean = np.array(mean_cosine)
@@ -23,9 +23,10 @@ def condensed(*mean_cosine, pairs=(), final_norm=False):
 
 
 def shown_at(artist, x, y):
-    """The number that an image or a mesh shows at a point of its axes, as matplotlib tells it to a mouse."""
+    """Return the number of an image or a mesh at a point of its axes, as matplotlib shows it at the mouse cursor."""
     x, y = artist.axes.transData.transform((x, y))
-    return artist.get_cursor_data(SimpleNamespace(x=x, y=y, canvas=artist.figure.canvas))  # an event's are whole pixels
+    # The coordinates of a real mouse event would be whole pixels.
+    return artist.get_cursor_data(SimpleNamespace(x=x, y=y, canvas=artist.figure.canvas))
 
 
 def upright(axes):
@@ -46,7 +47,7 @@ def test_heatmap():
     assert [shown_at(image, 0, y) for y in (-0.76, 0.51)] == [0.25, 0.75]
     assert shown_at(image, 1, 0.1) == 1
     assert [shown_at(image, 2, y) for y in (0.9, -0.2)] == [0.9, 0.0999]
-    # Nothing else: fractions below 0.001 are left blank.
+    # Fractions below 0.001 are left blank.
     assert image.get_array().count() == 5
     assert shown_at(image, 2, 0.3) is np.ma.masked
     np.testing.assert_array_equal(axes.lines[0].get_xydata(), [[0, 0.2], [1, 0.1], [2, 0.8]])
@@ -58,7 +59,7 @@ def test_heatmap():
 
 
 def test_side_by_side():
-    """Row by row, three in each, every measurement below its own name."""
+    """Every measurement is below its own name, in rows of three."""
     levels = {"a": 0.1, "b": 0.3, "c": 0.5, "d": 0.7}
     figure = plot.side_by_side({name: condensed(0, level) for name, level in levels.items()})
     *grid, bar = figure.axes
@@ -83,7 +84,7 @@ def test_mean_cosine_by_layer():
 
 
 def test_last_layer_before_and_after_the_final_norm():
-    """Both are drawn, the second one past the last block, and both are named."""
+    """Both are drawn and named, the second one after the last block."""
     small, large = condensed(0.1, 0.2, 0.6, final_norm=True), condensed(0.1, 0.3, 0.4, 0.5, 0.7, final_norm=True)
     (axes,) = plot.mean_cosine_by_layer({"small": small, "also": small}).axes
     assert axes.lines[0].get_xydata().tolist() == [[0, 0.1], [1, 0.2], [2, 0.6]]
@@ -96,7 +97,7 @@ def test_last_layer_before_and_after_the_final_norm():
 
 
 def test_a_run_that_an_older_version_began():
-    """Its first measurement has no final norm, which the others' are then drawn without."""
+    """The first measurement has no final norm, so the others are drawn without it."""
     by_step = {0: condensed(0.1, 0.2), 50: condensed(0.1, 0.3, 0.9, final_norm=True)}
     axes = plot.over_training({"run": by_step}).axes[0]
     assert [line.get_ydata().tolist() for line in axes.lines] == [[0.1, 0.2], [0.1, 0.3]]
@@ -107,7 +108,7 @@ def test_a_run_that_an_older_version_began():
 
 
 def test_depth_bars():
-    """ρ and τ by hand: ranks 3, 1, 2, 4 are 1 − 6·6/60 and (4 − 2)/6."""
+    """The ranks 3, 1, 2, 4 give ρ = 1 − 6·6/60 and τ = (4 − 2)/6."""
     some, normed = condensed(0.5, 0.1, 0.25, 0.75), condensed(0.5, 0.1, 0.25, 0.1, 0.75, final_norm=True)
     found = {"some": some, "falling": condensed(0.9, 0.8, 0.1), "flat": condensed(0.2, 0.209)}
     (axes,) = plot.depth_bars(found).axes
@@ -134,12 +135,12 @@ def test_depth_bars():
     said = [text.get_text() for text in axes.texts]
     flat = "– (mean cosines within 0.01)"
     assert said == ["+0.40", "-1.00", flat, "+0.33", "-1.00", flat]
-    assert axes.yaxis_inverted()  # the first is on top
+    assert axes.yaxis_inverted()  # the first one is on top
     assert not axes.xaxis_inverted()
 
 
 def test_over_training():
-    """A panel for each run; the same step has the same colour in all of them, and in the legend."""
+    """Each run has a panel. A step has the same colour in all panels and in the legend."""
     runs = {
         "on": {0: condensed(0.1, 0.2), 50: condensed(0.3, 0.4), 1000: condensed(0.5, 0.6)},
         "off": {0: condensed(0.1, 0.7), 1000: condensed(0.2, 0.9)},
@@ -164,7 +165,7 @@ def test_over_training():
 
 
 def test_over_training_of_many_runs():
-    """Three in a row; a long label is broken, as it would reach into the next panel."""
+    """A row has three panels. A long label is broken into lines, because it would reach into the next panel."""
     figure = plot.over_training({name: {0: condensed(0.1, 0.2, 0.3, final_norm=True)} for name in "abcde"})
     assert [axes.get_title() for axes in figure.axes] == [*"abcde", ""]
     assert [axes.axison for axes in figure.axes] == [True] * 5 + [False]
@@ -180,7 +181,7 @@ def test_layer_map():
     assert upright(axes)
     for step, found in by_step.items():
         assert [shown_at(mesh, step + 1, layer) for layer in range(4)] == found.mean_cosine.tolist()
-    assert axes.get_xlim() == (10, 80)  # to the end of the run, not of a column as wide as the others
+    assert axes.get_xlim() == (10, 80)  # ends with the run, although other columns are wider
     assert charts.layer_map(by_step, "run", end=70).axes[0].get_xlim() == (10, 70)
     assert (axes.get_xlabel(), axes.get_ylabel()) == ("step", "layer (0: embedding,\n3: last block)")
     assert bar.get_ylabel() == "mean pairwise cosine"
@@ -209,7 +210,7 @@ def test_curves():
 
 
 def test_many_points_are_drawn_as_means_in_a_band():
-    """1500 points are three to a bin: those of 0, 1, 2 have the mean 1 and the band from 0 to 2."""
+    """With 1500 points, a bin has three. The values 0, 1, 2 have the mean 1 and a band from 0 to 2."""
     x = np.arange(1500.0)
     (axes,) = charts.curves([charts.Line("a", x, x % 3, place=0)], "step", "loss", charts.as_it_is).axes
     (band,) = axes.collections
@@ -231,13 +232,13 @@ def test_scales():
     assert scaled(charts.by_factors, 1.0, 31.0).get_yscale() == "log"
     assert scaled(charts.by_factors, 1.0, 29.0).get_yscale() == "linear"
     assert scaled(charts.by_factors, 0.0, 31.0).get_yscale() == "linear"
-    # Steps 0 to 99: the 50 of the first 5 % is left out, and nothing after it.
+    # In steps 0 to 99, the value 50 in the first 5 % is left out, and nothing after it.
     low, high = scaled(charts.without_the_beginning, *[50.0] * 5, 6.0, *[4.0, 2.0] * 47).get_ylim()
     assert (low, high) == pytest.approx((2 - 0.05 * 4, 6 + 0.05 * 4))
 
 
 def test_timeline():
-    """Two starts, an hour apart; every event in the row of its kind, the first kind on top."""
+    """Two starts are an hour apart. Every event is in the row of its kind, with the first kind on top."""
     begin = 1_772_323_200.0  # 2026-03-01 00:00 UTC
     first = Attempt(begin, job="7.0", first_step=0, times=[begin + 10, begin + 30], steps=[1, 3])
     second = Attempt(begin + 3630, job="7.1", first_step=2, times=[begin + 3630, begin + 3650], steps=[2, 3])
@@ -259,7 +260,7 @@ def test_timeline():
     drawn = {rows[line.get_ydata()[0]]: seconds(line) for line in below.lines}
     assert drawn == {"checkpoint": [20, 3660], "save failed": [25]}
     assert list(rows.values()) == ["checkpoint", "save failed"]
-    charts.timeline([first], [{"event": "$a_$", "time": begin}]).draw_without_rendering()  # no mathematics
+    charts.timeline([first], [{"event": "$a_$", "time": begin}]).draw_without_rendering()  # not as mathematics
     assert below.yaxis_inverted()
     assert upright(above)
     assert (below.get_xlabel(), above.get_ylabel()) == ("time (UTC)", "step")

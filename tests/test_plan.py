@@ -1,4 +1,4 @@
-"""The plan's numbers against hand computation and against what the real model, optimizer and autograd hold."""
+"""These tests compare the plan's numbers with hand computations and with the real model, optimizer and autograd."""
 
 import copy
 import dataclasses
@@ -18,7 +18,7 @@ from torchtitan.config import ActivationCheckpoint
 from torchtitan.distributed.activation_checkpoint import apply_ac
 from torchtitan.models.qwen3.infra.parallelize import _op_sac_save_list
 
-from tests.cluster_of_one import DEMO, ROOT
+from tests.command_line import DEMO, ROOT
 from titan_disp import cpu
 from titan_disp.cluster import memory
 from titan_disp.cluster import plan as plans
@@ -48,7 +48,7 @@ def config(path, *overrides):
 
 
 def paper(replicas=80, *overrides):
-    """A given number of replicas, and shards of what is left."""
+    """The config's number of replicas determines the shard degree."""
     degrees = (
         "--parallelism.data_parallel_replicate_degree",
         str(replicas),
@@ -65,12 +65,12 @@ def demo(sample, *overrides):
 
 @pytest.fixture
 def every_node_count():
-    """For tests that look at the node counts."""
+    """Try all node counts, for the tests that need them."""
 
 
 @pytest.fixture(autouse=True)
 def few_node_counts(monkeypatch, request):
-    """Else every plan tries a thousand."""
+    """Try few node counts: otherwise every plan tries a thousand."""
     if "every_node_count" not in request.fixturenames:
         monkeypatch.setattr(plans, "MAX_NODES", 1)
 
@@ -110,16 +110,17 @@ BLOCKS = 28 * (2 * 16 * 128 * 1024 + 2 * 8 * 128 * 1024 + 2 * 128 + 3 * 3072 * 1
 
 
 def test_bytes_and_seconds_of_hsdp_by_hand():
-    """80 nodes of 8 H100, 3 microbatches: an all-gather or reduce-scatter over n ranks sends (n−1)/n of the bytes."""
+    """On 80 nodes of 8 H100, an all-gather over n ranks sends (n−1)/n of the bytes. A step has 3 microbatches."""
     plan = make_plan(config(PAPER), 80, 8)
     assert ROOT_GROUP + BLOCKS == 596_049_920
     gathered_once, gathered_twice, reduced = 2 * ROOT_GROUP, 2 * 2 * BLOCKS, 4 * (ROOT_GROUP + BLOCKS)
     assert plan.within_bytes == pytest.approx(3 * 7 / 8 * (gathered_once + gathered_twice + reduced))
     assert plan.within_seconds == pytest.approx(plan.within_bytes / 450e9)
-    # Once a step, whatever the microbatches: the sum over 80 replicas of a shard's gradients.
+    # Each step sums a shard's gradients over 80 replicas once, whatever the number of microbatches.
     assert plan.between_bytes == pytest.approx(2 * 79 / 80 * reduced / 8)
     assert plan.between_seconds == pytest.approx(plan.between_bytes / 50e9)
-    # Every microbatch begins with the embedding's all-gather and ends with its reduce-scatter, the step with its all-reduce.
+    # A microbatch begins with the embedding's all-gather and ends with its reduce-scatter. Its all-reduce ends the
+    # step.
     ends = 3 * 7 / 8 * ROOT_GROUP * (2 + 4) / 450e9 + 2 * 79 / 80 * ROOT_GROUP / 8 * 4 / 50e9
     assert plan.exposed_seconds == pytest.approx(ends)
     assert plan.computing_seconds == pytest.approx(0.0801, abs=5e-5)
@@ -131,8 +132,11 @@ def test_bytes_and_seconds_of_hsdp_by_hand():
 
 
 def test_bytes_of_an_untied_model_by_hand():
-    """8B on 2 nodes of 8, 120 microbatches: the embedding is a group of its own, gathered for forward and again for backward, as
-    the blocks are; the output and the final norm stay gathered, so that their bytes run beside computing, both ways."""
+    """The untied embedding of 8B is its own FSDP group (2 nodes of 8 GPUs, 120 microbatches).
+
+    It is gathered for forward and again for backward, like the blocks. The output and the final norm stay gathered, so
+    their communication overlaps with computing in both directions.
+    """
     plan = make_plan(config(PAPER, "--model.flavor", "8B"), 2, 8)
     matrix, norm = 151_936 * 4096, 4096
     blocks = 36 * ((2 * 32 + 2 * 8) * 128 * 4096 + 2 * 128 + 3 * 12288 * 4096 + 2 * 4096)
@@ -140,25 +144,26 @@ def test_bytes_of_an_untied_model_by_hand():
     gathered, reduced = 2 * (2 * matrix + matrix + norm + 2 * blocks), 4 * plan.parameters
     assert plan.within_bytes == pytest.approx(120 * 7 / 8 * (gathered + reduced))
     assert plan.between_bytes == pytest.approx(2 * 1 / 2 * reduced / 8, rel=1e-9)
-    # With the first of its gathers every microbatch begins, and with its reduce-scatter it ends; the all-reduce ends the step.
+    # A microbatch begins with the embedding's first gather and ends with its reduce-scatter. Its all-reduce ends the
+    # step.
     ends = 120 * 7 / 8 * matrix * (2 + 4) / 450e9 + 2 * 1 / 2 * matrix / 8 * 4 / 50e9
     assert plan.exposed_seconds == pytest.approx(ends)
     reshard = ("--model.flavor", "8B", "--parallelism.fsdp_reshard_after_forward")
     kept = make_plan(config(PAPER, *reshard, "never"), 2, 8)
     assert kept.within_bytes == pytest.approx(120 * 7 / 8 * (2 + 4) * plan.parameters)
     assert kept.memory.unsharded == 2 * 2 * plan.parameters
-    always = make_plan(config(PAPER, *reshard, "always"), 2, 8)  # backward begins with gathering the output
+    always = make_plan(config(PAPER, *reshard, "always"), 2, 8)  # backward begins by gathering the output
     assert always.within_bytes == pytest.approx(120 * 7 / 8 * (2 + 2 + 4) * plan.parameters)
     assert always.exposed_seconds == pytest.approx(ends + 120 * 7 / 8 * 2 * (matrix + norm) / 450e9)
 
 
-# Billions of parameters without embedding and output, as Qwen's model cards give them.
+# Billions of parameters without embedding and output, from Qwen's model cards.
 NON_EMBEDDING = {"0.6B": 0.44, "0.6B_untied": 0.44, "1.7B": 1.4, "4B": 3.6, "8B": 6.95, "14B": 13.2, "32B": 31.2}
 
 
 @pytest.mark.parametrize("flavor", NON_EMBEDDING)
 def test_every_size(flavor):
-    """Planned on two nodes; a checkpoint has every weight and Adam's two moments, a tied matrix under two names."""
+    """A checkpoint has every weight and Adam's two moments. A tied matrix has two names. The plan is for two nodes."""
     plan = make_plan(config(PAPER, "--model.flavor", flavor), 2, 8)
     published = NON_EMBEDDING[flavor]
     assert plan.parameters_non_embedding / 1e9 == pytest.approx(published, rel=0.015)
@@ -166,21 +171,24 @@ def test_every_size(flavor):
     tied = flavors[flavor].enable_weight_tying
     assert plan.parameters == plan.parameters_non_embedding + (1 if tied else 2) * vocabulary
     assert plan.checkpoint_bytes == 4 * (3 * plan.parameters + (vocabulary if tied else 0))
-    # Gathered at one time: two blocks, the output, and the embedding if it is the output's.
+    # Two blocks and the output are gathered at the same time, and also the embedding if it is tied to the output.
     block = (plan.parameters_non_embedding - flavors[flavor].dim) // flavors[flavor].n_layers
     assert plan.memory.unsharded == 2 * 2 * (vocabulary + flavors[flavor].dim + 2 * block)
 
 
 def test_bytes_of_shards_that_span_nodes():
-    """A ring over 4 nodes of 8 crosses each of their borders once, for 8 GPUs together. The blocks stay gathered here."""
+    """A ring over 4 nodes of 8 leaves each node once, for all of its 8 GPUs. The blocks stay gathered here."""
     plan = make_plan(paper(1, "--parallelism.fsdp_reshard_after_forward", "never"), 4, 8)
     sent = 60 * 31 / 32 * (ROOT_GROUP + BLOCKS) * (2 + 4)
     assert (plan.within_bytes, plan.between_bytes) == pytest.approx((sent, sent / 8))
 
 
 def test_bytes_of_tensor_parallel(sample):
-    """Nano on two ranks, TP only, nothing recomputed: 4 collectives of [2, 32, 64] in each block's forward, 2 around embedding
-    and output, the same backward, in fp32; and the gather of each of 6 blocks' outputs for dispersion."""
+    """Nano runs on two ranks with TP only, in fp32, without recomputation.
+
+    Each block's forward has 4 collectives of [2, 32, 64], embedding and output have 2, and backward has as many.
+    Dispersion gathers the outputs of 6 blocks.
+    """
     mesh = ("--parallelism.tensor_parallel_degree", "2", "--training.local_batch_size", "2", "--training.seq_len", "32")
     plan = make_plan(
         demo(sample, *mesh, "--training.global_batch_size", "8", "--activation_checkpoint.mode", "none"), 1, 2
@@ -194,8 +202,11 @@ def test_bytes_of_tensor_parallel(sample):
 
 @pytest.mark.parametrize(("mode", "gathers"), [("none", 2), ("full", 3)])
 def test_bytes_of_context_parallel(sample, mode, gathers):
-    """Nano on two ranks, fp32, four microbatches. torch gathers keys and values, each [2, 32, 2 heads of 16], in forward,
-    when that is recomputed, and in backward, and passes their fp32 gradients on as often as there are ranks."""
+    """Nano runs on two ranks in fp32 with four microbatches.
+
+    torch gathers keys and values, each [2, 32, 2 heads of 16], in forward, in its recomputation and in backward. It
+    passes their fp32 gradients on as many times as there are ranks.
+    """
     mesh = (
         "--parallelism.context_parallel_degree",
         "2",
@@ -228,16 +239,18 @@ def test_one_gpu_sends_nothing():
 def test_warnings_of_communication_and_checkpoints():
     slow = {"network_bandwidth": 5e9, "storage_bandwidth": 0.5e9}
     plan = make_plan(config(PAPER), 80, 8, **slow)
-    # The all-reduce of the blocks' gradients no longer fits beside the last microbatch's backward.
+    # The last microbatch's backward no longer hides the whole all-reduce of the blocks' gradients.
     blocks = 2 * 79 / 80 * BLOCKS / 8 * 4 / 5e9
     ends = 3 * 7 / 8 * ROOT_GROUP * (2 + 4) / 450e9 + 2 * 79 / 80 * ROOT_GROUP / 8 * 4 / 5e9
     assert plan.exposed_seconds == pytest.approx(ends + blocks - plan.computing_seconds * 2 / 3 / 3)
     communication = next(w for w in plan.warnings if "communication that computing cannot hide" in w)
     assert f"{plan.exposed_seconds / plan.step_seconds:.0%} of a step" in communication
     often = make_plan(config(PAPER, "--checkpoint.interval", "400"), 80, 8)
-    assert any(w.startswith("a checkpoint comes every 35.5 s and takes about 3.9 s to write") for w in often.warnings)
+    assert any(
+        w.startswith("a checkpoint is saved every 35.5 s and takes about 3.9 s to write") for w in often.warnings
+    )
     assert not any(
-        "a checkpoint comes" in w for w in make_plan(config(PAPER, "--checkpoint.no-enable"), 80, 8).warnings
+        "a checkpoint is saved" in w for w in make_plan(config(PAPER, "--checkpoint.no-enable"), 80, 8).warnings
     )
     for name in ("node", "network", "storage"):
         with pytest.raises(ConfigError, match=f"{name} bandwidth is 0 GB/s"):
@@ -259,7 +272,7 @@ def test_dispersion_flops(sample, overrides, factor):
 
 
 def test_a_checkpoint_of_the_real_model_and_optimizer(sample):
-    """What TorchTitan's checkpoint manager would hand to DCP: ModelWrapper's and the optimizers' state dicts."""
+    """Build what TorchTitan's checkpoint manager hands to DCP: the state dicts of ModelWrapper and the optimizers."""
     from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
     model = Qwen3DispModel(flavors["nano"])
@@ -269,7 +282,7 @@ def test_a_checkpoint_of_the_real_model_and_optimizer(sample):
     optimizers.step()
     states = {**get_model_state_dict(model), **optimizers.state_dict()}
     assert {"tok_embeddings.weight", "output.weight"} <= states.keys()
-    # Without the optimizer's step counters, which are scalars.
+    # The optimizer's step counters are scalars and are left out.
     tensors = [v for v in states.values() if isinstance(v, torch.Tensor) and v.ndim]
     assert make_plan(demo(sample), 1, 1).checkpoint_bytes == sum(v.nbytes for v in tensors)
 
@@ -340,7 +353,7 @@ def test_missing_inputs_are_warned_about_one_by_one(sample):
 
 
 def test_sources_and_their_parts_of_the_tokens(sample):
-    """Of 16 slots; a part that misses its weight by more than a tenth is warned about, and so is a path that is not there."""
+    """The plan shows the sources' shares of 16 slots. It warns of shares more than 10 % off, and of missing paths."""
     mixed = demo(sample, "--checkpoint.no-enable")
     mixed.training.dataset_path = None
     mixed.stream.sources = [Source(0.9, f"{sample}/en", "c4", "web"), Source(0.1, "/nowhere/code")]
@@ -351,7 +364,10 @@ def test_sources_and_their_parts_of_the_tokens(sample):
     ]
     missing, coarse = plan.warnings
     assert missing.startswith("stream.sources.code.path is '/nowhere/code', which does not exist")
-    assert "ask: code: 12.50% of the tokens (10.00% asked for), 2 of 16 slots. Raise stream.slots" in coarse
+    assert (
+        "weights of stream.sources: code: 12.50% of the tokens (10.00% asked for), 2 of 16 slots. Raise stream.slots"
+        in coarse
+    )
     assert "sources         web: 87.50% of the tokens (90.00% asked for), 14 of 16 slots\n" in render(plan)
     mixed.training.dataset_path = str(sample)
     with pytest.raises(ConfigError, match="training.dataset_path is .*, and there are 2 stream.sources"):
@@ -364,18 +380,21 @@ def test_inputs_that_cannot_work_are_errors(sample):
 
 
 def test_streaming_from_the_hub_on_many_nodes_is_warned_about(sample):
-    """At most 1024 files + 640 ranks = 1,664 reads of C4 in an epoch, a request each."""
+    """An epoch of C4 takes at most 1024 files + 640 ranks = 1,664 reads, with one request each."""
     job, end = paper(), "training.dataset_path = DIR"
     (warning,) = hub_warnings(job, 640, 80)
     assert warning in make_plan(job, 80, 8).warnings
-    assert "'c4' is streamed from the Hugging Face hub by 640 ranks on 80 nodes: 1,664 requests" in warning
-    assert "3,000 in 5 minutes without a token, from one address, and 5,000 of a free account" in warning
+    assert (
+        "'c4' is streamed from the Hugging Face hub by 640 ranks on 80 nodes. Every epoch takes 1,664 requests"
+        in warning
+    )
+    assert "3,000 requests in 5 minutes from one address without a token, and 5,000 from a free account" in warning
     assert warning.endswith(f"Read a copy: titan-disp data fetch DIR, and {end}")
-    job.parallelism.tensor_parallel_degree = 2  # both ranks of a pair read what the pair trains on
+    job.parallelism.tensor_parallel_degree = 2  # both ranks of a pair read the pair's data
     assert "2,688 requests" in hub_warnings(job, 640, 80)[0]
     job.training.dataset = "hf:a/b:c"
     (warning,) = hub_warnings(job, 640)  # the number of its files is not known
-    assert "by 640 ranks on 80 nodes: at least 1,280 requests" in warning
+    assert "by 640 ranks on 80 nodes. Every epoch takes at least 1,280 requests" in warning
     assert warning.endswith(f"Read a copy: titan-disp data fetch DIR --dataset 'hf:a/b:c', and {end}")
     assert hub_warnings(job, 33)
     assert hub_warnings(job, 32) == hub_warnings(job, 32, 4) == []
@@ -427,7 +446,7 @@ def test_node_counts(every_node_count):
 
 
 def test_node_counts_of_a_mesh_wider_than_a_node(every_node_count):
-    """32 shards are four nodes of 8: any other number works with the config as it is, whose shard degree is what is left."""
+    """32 shards need four nodes of 8. Other numbers work with the unchanged config, whose shard degree adapts."""
     plan = make_plan(paper(1), 4, 8)
     assert plan.shard == 32
     assert plan.node_counts == [NodeCount(n, 1) for n in range(1, 1025) if 1920 % (8 * n) == 0]
@@ -437,7 +456,7 @@ def test_node_counts_of_a_mesh_wider_than_a_node(every_node_count):
 
 
 def test_a_batch_that_grows_with_the_ranks(sample, every_node_count):
-    """The token budget then makes another number of steps on every node count; none disagrees with the steps of another."""
+    """The token budget gives each node count its own number of steps, which must not leak into the next count."""
     job_config = demo(sample, "--training.global_batch_size", "-1", "--training.local_batch_size", "2")
     job_config.training.steps, job_config.budget.tokens = -1, 10_000_000
     plan = make_plan(job_config, 3, 4)
@@ -453,12 +472,13 @@ def test_context_and_tensor_parallel(monkeypatch, every_node_count):
     sharding = ["--parallelism.context_parallel_degree", "2", "--parallelism.tensor_parallel_degree", "2"]
     whole, parts = make_plan(paper(10), 10, 8), make_plan(paper(10, *sharding), 10, 8)
     assert (parts.shard, parts.data_parallel, parts.accumulation_steps) == (2, 20, 96)
-    for shards in (parts, make_plan(paper(40, *sharding[:2]), 40, 8)):  # CP and TP, and CP alone
+    for shards in (parts, make_plan(paper(40, *sharding[:2]), 40, 8)):  # CP with TP, and CP alone
         assert shards.dispersion_flops_per_step == whole.dispersion_flops_per_step * 4 / 3
     assert parts.memory.dispersion == whole.memory.dispersion // 4
-    # FSDP shards over CP too: 4 × TP 2 = 8 parts as before, but for the norms, which TP does not shard.
+    # FSDP also shards over CP: 4 × TP 2 = 8 parts as before, except for the norms, which TP does not shard.
     assert whole.memory.weights <= parts.memory.weights < 1.001 * whole.memory.weights
-    # Loss parallel: half of the tokens and of the vocabulary, and eager (12 bytes) where it was compiled (4 bytes).
+    # With loss parallel, a rank has half of the tokens and of the vocabulary. The loss is eager (12 bytes) rather than
+    # compiled (4 bytes).
     assert parts.memory.logits == whole.memory.logits * 3 // 4
     assert all(c.replicate == c.nodes for c in parts.node_counts)
 
@@ -480,11 +500,12 @@ def test_json_and_text(every_node_count):
     assert len(text.splitlines()) <= 36
     for line in (
         "  every         88.7 s; written in 3.9 s at 2 GB/s (--storage-bandwidth)",
-        "step            88.7 ms: 80.1 ms of computing at 40% of the bf16 peak, 989.4 TFLOP/s a GPU, and communication",
-        "  within nodes  11.70 GB sent by a GPU, 26.0 ms at 450 GB/s (--node-bandwidth)",
+        "step            88.7 ms: 80.1 ms of computing at 40% of the bf16 peak, 989.4 TFLOP/s per GPU, "
+        "plus communication",
+        "  within nodes  11.70 GB sent per GPU, 26.0 ms at 450 GB/s (--node-bandwidth)",
         "  between       0.59 GB, 11.8 ms at 50 GB/s (--network-bandwidth)",
         "  not hidden    8.5 ms, 9.6% of a step",
-        "throughput      69,305 tokens/s a GPU",
+        "throughput      69,305 tokens/s per GPU",
     ):
         assert line in text.splitlines()
     assert text.splitlines()[-1] == f"warning: {plan.warnings[-1]}"
@@ -493,7 +514,7 @@ def test_json_and_text(every_node_count):
 
 
 class LiveBytes(TorchDispatchMode):
-    """Bytes of storages made under this mode: alive now, and at the most."""
+    """Counts the bytes of storages that are created under this mode: the live ones, and their maximum."""
 
     def __init__(self):
         super().__init__()
@@ -519,7 +540,7 @@ class LiveBytes(TorchDispatchMode):
 
 
 class FusedNorm(torch.autograd.Function):
-    """What the GPU's RMSNorm saves; on a CPU it is made of small operations that save much more."""
+    """Saves what the GPU's RMSNorm saves. On a CPU, it consists of small operations that save much more."""
 
     @staticmethod
     def forward(ctx, x, weight):
@@ -533,7 +554,10 @@ class FusedNorm(torch.autograd.Function):
 
 
 def live_bytes(monkeypatch, mode, layers, tokens, estimator="exact", model=("qwen3_disp", "0.6B")):
-    """After the loss, and at the peak of backward: a bf16 step of a model on fake tensors. Estimator "": no dispersion."""
+    """Measure a bf16 step of a model on fake tensors, after the loss and at the peak of backward.
+
+    The estimator "" means no dispersion.
+    """
     entry = MODELS[model[0]]
     monkeypatch.setattr(torch.nn.RMSNorm, "forward", lambda norm, x: FusedNorm.apply(x, norm.weight))
     args = entry.flavors[model[1]]
@@ -567,7 +591,7 @@ def live_bytes(monkeypatch, mode, layers, tokens, estimator="exact", model=("qwe
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["none", "full"])
 def test_dispersion_adds_its_saved_gradients_and_no_more(monkeypatch, mode):
-    """Peak of a step: layers · B · N · F numbers in z's dtype, and at most 5 %."""
+    """At the peak of a step, dispersion adds layers · B · N · F numbers in z's dtype and at most 5 % more."""
     layers, tokens = 28, 1024
     peak = {name: live_bytes(monkeypatch, mode, layers, tokens, name)[1] for name in ("", "exact", "moments")}
     saved = layers * tokens * flavors["0.6B"].dim * 2
@@ -582,12 +606,12 @@ def test_memory_against_live_storages(monkeypatch, model, mode):
     (saved_2, _), (saved_4, peak) = (live_bytes(monkeypatch, mode, n, tokens, model=model) for n in (2, 4))
     dispersion = tokens * args.dim * 2
     block = args.saved_elements(1)[mode] * tokens * 2
-    # Left out: the norms' and attention's row statistics, and the rotations' cosines and sines in bf16.
+    # The estimate leaves out the row statistics of norms and attention, and the rotations' cosines and sines in bf16.
     assert (saved_4 - saved_2) / 2 == pytest.approx(block + dispersion, rel=0.015)
     head = 2 * args.dim * tokens * 2
     logits = 12 * args.vocab_size * tokens  # eager
     assert peak == pytest.approx(4 * (block + dispersion) + head + logits, rel=0.01)
-    # The estimate's parts are these, and one block's recomputation, which peaks at another time.
+    # The estimate has these parts, and one block's recomputation, which peaks at another time.
     names = ("--model.name", model[0], "--model.flavor", model[1])
     job_config = paper(8, "--training.seq_len", str(tokens), "--compile.no-enable", *names)
     job_config.activation_checkpoint.mode = "selective" if mode == "op" else mode

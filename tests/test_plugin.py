@@ -15,7 +15,7 @@ from torchtitan.config import ConfigManager
 from torchtitan.protocols import train_spec as titan
 
 import titan_disp
-from tests.cluster_of_one import DEMO, ROOT, environment
+from tests.command_line import DEMO, ROOT, environment
 from titan_disp import cpu, job_config, plugin
 from titan_disp.gpt2.model import GPT2DispModel
 from titan_disp.qwen3.model import Qwen3DispModel

@@ -1,4 +1,4 @@
-"""How a run is asked to stop: signals and the stop file. (What it does then: tests/test_night.py and tests/slurm.)"""
+"""Signals and the stop file ask a run to stop. tests/test_faults.py and tests/slurm test what the run does then."""
 
 import errno
 import os
@@ -20,7 +20,7 @@ def third_start_of_job_7(monkeypatch):
 
 @pytest.fixture(autouse=True)
 def heard():
-    """The signals that an earlier handler has heard, which stands for the default one: that would end these tests."""
+    """Record signals in a handler that replaces the default one, which would end these tests."""
     numbers: list[int] = []
     original = {n: signal.signal(n, lambda number, frame: numbers.append(number)) for n in ASKS_TO_STOP}
     yield numbers
@@ -30,7 +30,7 @@ def heard():
 
 @pytest.mark.parametrize("number", ASKS_TO_STOP)
 def test_a_signal_asks_to_stop(tmp_path, heard, number):
-    """SIGTERM too: SLURM sends it by itself. Afterwards the signals do again what they did before."""
+    """SIGTERM counts as well, because SLURM sends it by itself. Afterwards the previous handlers are back."""
     handlers = [signal.getsignal(n) for n in ASKS_TO_STOP]
     with closing(StopRequest(tmp_path)) as request:
         assert not request()
@@ -63,16 +63,16 @@ def test_the_stop_file_of_an_earlier_start_is_removed(tmp_path, third_start_of_j
 
 
 def test_the_stop_file_of_this_start_stops_it(tmp_path, third_start_of_job_7):
-    """The batch script may write it before the ranks are there. Once obeyed, it is taken away."""
+    """The batch script may write the file before the ranks start. It is removed after the run has stopped."""
     file = tmp_path / "stop"
     file.write_text("7.2\n")
     with closing(StopRequest(tmp_path)) as request:
-        assert not request.held()  # a step is trained and saved first, so that there is progress
+        assert not request.held()  # a step is trained and saved first, so that the run makes progress
         assert request()
         assert request.reason == f"the file {file}"
         request.done()
         assert not file.exists()
-        request.done()  # a user may have taken the file away
+        request.done()  # a user may have removed the file
     with closing(StopRequest(tmp_path)) as request:
         assert not request()
 
@@ -80,7 +80,7 @@ def test_the_stop_file_of_this_start_stops_it(tmp_path, third_start_of_job_7):
 @pytest.mark.parametrize("text", ["", "7", "please", "7.2.1", "\ufffd"])
 @pytest.mark.parametrize("job", ["7", None])
 def test_a_users_stop_file_holds(tmp_path, monkeypatch, text, job):
-    """From before the start or during it, with SLURM and without: until the user removes it."""
+    """A user's file from before or during the start holds the run until the user removes it, with or without SLURM."""
     if job is None:
         monkeypatch.delenv("SLURM_JOB_ID", raising=False)
     else:
@@ -102,7 +102,7 @@ def test_a_users_stop_file_holds(tmp_path, monkeypatch, text, job):
 
 @pytest.mark.parametrize("number", [errno.ESTALE, errno.EIO, errno.EACCES])
 def test_a_file_system_that_fails_for_a_moment_ends_no_step(tmp_path, monkeypatch, number):
-    """It is asked at every step; ``Path.exists`` raises what is neither "not found" nor the like."""
+    """The file is looked for at every step, but ``Path.exists`` raises errors other than "not found" and a few more."""
     stat = os.stat
 
     def fails(path, *args, **kwargs):

@@ -1,4 +1,4 @@
-"""One step of rank 0 of hundreds, in a process of its own."""
+"""A preflight runs one step of rank 0 of hundreds, in its own process."""
 
 import dataclasses
 import json
@@ -6,12 +6,12 @@ import subprocess
 
 import pytest
 
-from tests.cluster_of_one import ROOT
+from tests.command_line import ROOT
 from titan_disp import cpu
-from titan_disp.checks import check_config
 from titan_disp.cluster.preflight import Report, preflight, prepare
-from titan_disp.cluster.reduced import reduce, small_flavor
+from titan_disp.cluster.preflight_config import reduce, small_flavor
 from titan_disp.config import load_config
+from titan_disp.config_checks import check_config
 from titan_disp.errors import ConfigError
 
 PAPER = ("--job.config_file", str(ROOT / "train_configs" / "qwen3_0.6b_c4.toml"))
@@ -20,7 +20,7 @@ TP2 = ("--parallelism.tensor_parallel_degree", "2", "--parallelism.data_parallel
 
 @pytest.mark.night
 def test_the_papers_run():
-    """HSDP 80 × 8 with accumulation 3, as on 640 GPUs; small without one."""
+    """The mesh is HSDP 80 × 8 with accumulation 3, as on 640 GPUs. The model is small without a GPU."""
     report = preflight(PAPER, 640)
     assert report.mesh == {"batch": 640, "loss": 640, "dp_replicate": 80, "fsdp": 8}
     assert report.accumulation == 3
@@ -29,7 +29,7 @@ def test_the_papers_run():
     assert report.seconds > 0
     assert report.peak_bytes > 1e7
     lines = report.lines()
-    assert lines[-1] == "passed      the step ran; collectives are fake: no numbers are judged"
+    assert lines[-1] == "passed      the step ran; its numbers are not checked, because collectives are fake"
     if cpu.active():
         assert "training.seq_len 2048 → 128" in report.reduced
         assert "model.flavor 0.6B → nano" in report.reduced
@@ -54,7 +54,7 @@ def test_a_step_that_fails():
 
 
 def test_the_step_has_one_thread_unless_told_otherwise(monkeypatch):
-    """With two on a busy machine, a step of 22 s did not end in 400."""
+    """The step runs with one thread: with two on a busy machine, a step of 22 s did not end within 400 s."""
     seen = []
 
     def run(command, env, **options):
@@ -86,20 +86,20 @@ def test_errors_come_before_the_step(options, reduction, message):
 
 
 def test_errors_of_the_config_itself(monkeypatch):
-    """What the small model would do without: block 27 is there in the config's model, block 28 in none."""
+    """The unreduced config is checked: block 27 exists in the config's model only, and block 28 does not exist."""
     monkeypatch.setattr(cpu, "active", lambda: True)
     _, reduced = prepare((*PAPER, "--dispersion.layers", "27"), 640, None, None)
     assert reduced.job_config.dispersion.layers == "all"
     last = ("--dispersion.layers", "27", "--dispersion.final_norm")
-    for flavor in (None, "8B"):  # 6 blocks, and 36, of which block 27 is not the last
+    for flavor in (None, "8B"):  # 6 blocks; and 36 blocks, where block 27 is not the last
         _, reduced = prepare((*PAPER, *last), 640, flavor, None)
         assert reduced.job_config.dispersion.layers == "all"
-    # λ grows over more steps than the one that is taken.
+    # The warm-up of λ is longer than the single step.
     prepare((*PAPER, "--dispersion.warmup_steps", "100"), 640, None, None)
-    # Other sizes are of the config's own flavor.
+    # The overrides are for the config's own flavor.
     _, reduced = prepare((*PAPER, "--model.overrides", "hidden_dim=1000"), 640, None, None)
     assert reduced.job_config.model.overrides == {}
-    assert "model.overrides {'hidden_dim': 1000} → {}: they are of the config's own flavor" in reduced.changes
+    assert "model.overrides {'hidden_dim': 1000} → {}: they are for the config's own flavor" in reduced.changes
     with pytest.raises(ConfigError, match="has 28 blocks"):
         prepare((*PAPER, "--dispersion.layers", "28"), 640, None, None)
 
@@ -135,7 +135,7 @@ def test_what_a_cpu_leaves_out(monkeypatch):
     ],
 )
 def test_the_small_flavor_is_tied_as_the_large_one_is(flavor, tp, small):
-    """FSDP groups embedding and output by that."""
+    """The flavor for the step keeps the embedding tied or untied, because FSDP's groups depend on it."""
     job = load_config([*PAPER, "--model.flavor", flavor, "--parallelism.tensor_parallel_degree", str(tp)])
     assert small_flavor(job, 640) == small
 
@@ -147,7 +147,7 @@ SHARDS = ("--parallelism.data_parallel_shard_degree", "128", "--parallelism.data
 @pytest.mark.parametrize(
     ("options", "ranks", "small"),
     [
-        # 128 shards do not divide the 64 columns of nano's table, of whose rows 2 ranks cannot have the same number.
+        # 128 shards do not divide the 64 columns of nano's table, and 2 ranks cannot share its rows equally.
         ((*SHARDS, "--parallelism.tensor_parallel_degree", "2"), 256, "124M"),
         ((*SHARDS, "--parallelism.tensor_parallel_degree", "1"), 128, "nano"),
         # nano with 8 heads, which no smaller flavor has.
@@ -183,6 +183,6 @@ def test_lines_without_a_cpu():
     numbers = {"accumulation": 1, "parameters": 8, "own_parameters": 1, "seconds": 2.0, "peak_bytes": 3_000_000_000}
     report = Report(**fields, seq_len=2048, mesh={"fsdp": 8}, **numbers)
     text = "\n".join(report.lines())
-    assert "3.00 GB: allocated, without the GPU's context and buffers of communication" in text
+    assert "3.00 GB: allocated, without the GPU's context and communication buffers" in text
     assert "warning     of the hub" in "\n".join(dataclasses.replace(report, warnings=["of the hub"]).lines())
     assert json.dumps(vars(report))

@@ -13,7 +13,7 @@ import pytest
 from isal import igzip
 
 from tests.fake_hub import COMMIT, FakeHub
-from titan_disp.data import raw, remote
+from titan_disp.data import remote, retrying_file
 from titan_disp.data.assignment import Assignment
 from titan_disp.data.documents import Documents
 from titan_disp.data.files import DataFile
@@ -32,7 +32,7 @@ def hub(tmp_path, monkeypatch):
     (tmp_path / "data").mkdir()
     server = FakeHub(tmp_path / "data", "some/data")
     server.use(monkeypatch, tmp_path / "cache")
-    monkeypatch.setattr(raw, "FIRST_PAUSE", 0.01)
+    monkeypatch.setattr(retrying_file, "FIRST_PAUSE", 0.01)
     yield server
     server.close()
 
@@ -99,7 +99,7 @@ def test_an_answer_that_ends_early_is_continued(hub, monkeypatch, fault):
 @pytest.mark.parametrize("suffix", ["json.gz", "json.zst", "parquet", "json"])
 def test_a_file_is_known_by_its_beginning_however_little_comes_at_once(hub, monkeypatch, suffix):
     """A single byte of gzip's two would be no gzip, and the file damaged."""
-    monkeypatch.setattr(raw, "FIRST_PAUSE", 0.0001)
+    monkeypatch.setattr(retrying_file, "FIRST_PAUSE", 0.0001)
     path, line = hub.datasets["some/data"] / f"a.{suffix}", b'{"text": "7"}\n'
     if suffix == "parquet":
         pyarrow.parquet.write_table(pyarrow.table({"text": ["7"]}), path)
@@ -143,9 +143,11 @@ LIMIT = {"RateLimit-Policy": '"fixed window";"resolvers";q=3000;w=300'}
 def test_the_hubs_own_pauses(hub, monkeypatch):
     """RateLimit where it is the reason, Retry-After, else growing pauses; each spread, so that ranks do not ask together."""
     asked = []
-    monkeypatch.setattr(raw, "uniform", lambda shortest, longest: asked.append((shortest, longest)) or shortest)
+    monkeypatch.setattr(
+        retrying_file, "uniform", lambda shortest, longest: asked.append((shortest, longest)) or shortest
+    )
     monkeypatch.setattr(RemoteFile, "_pause", lambda self, error, seconds: asked.append(seconds))
-    monkeypatch.setattr(raw, "FIRST_PAUSE", 1.0)
+    monkeypatch.setattr(retrying_file, "FIRST_PAUSE", 1.0)
     hub.refusals = [
         (429, {"RateLimit": '"resolvers";r=0;t=48', **LIMIT}),
         (503, {"Retry-After": "2"}),
@@ -176,7 +178,7 @@ def test_pauses_of_ranks_with_the_same_seed_differ():
     drawn = []
     for _ in range(2):
         random.seed(0)
-        drawn.append(raw.uniform(0, 1))
+        drawn.append(retrying_file.uniform(0, 1))
     assert drawn[0] != drawn[1]
 
 
@@ -228,7 +230,7 @@ def corpus(tmp_path_factory):
 def corpus_on_hub(corpus, tmp_path, monkeypatch):
     server = FakeHub(corpus, "some/data")
     server.use(monkeypatch, tmp_path / "cache")
-    monkeypatch.setattr(raw, "FIRST_PAUSE", 0.01)
+    monkeypatch.setattr(retrying_file, "FIRST_PAUSE", 0.01)
     yield server, [on_hub(server, path.name) for path in sorted(corpus.iterdir())]
     server.close()
 

@@ -1,4 +1,4 @@
-"""The run report: what it says of synthetic runs and of a real one, and what a real browser makes of it."""
+"""These tests check the report of synthetic runs and of a real one, and how a real browser shows it."""
 
 import base64
 import dataclasses
@@ -14,7 +14,7 @@ from markupsafe import escape
 from PIL import Image
 
 from tests.browser import find_browser, open_page
-from tests.cluster_of_one import DEMO, train
+from tests.command_line import DEMO, train
 from titan_disp import cli
 from titan_disp.condensation.record import BINS as COSINE_BINS
 from titan_disp.condensation.record import Condensation
@@ -51,7 +51,7 @@ def measurement(level, layers=7):
 
 
 def write_run(folder, rows=(), events=(), measured=(), steps=100, **sections):
-    """A run's folder; ``sections`` change the default config; ``measured``: (step, mean cosine of the last layer)."""
+    """Write a run's folder. ``sections`` change the default config. ``measured``: (step, last layer's mean cosine)."""
     folder.mkdir(parents=True)
     config = {}
     for key, value in (defaults() | {"model.name": "qwen3_disp", "model.flavor": "nano"}).items():
@@ -74,13 +74,13 @@ def write_run(folder, rows=(), events=(), measured=(), steps=100, **sections):
 
 
 def whole(steps=100):
-    """Rows and events of a run without faults, a step every 10 s."""
+    """Write rows and events of a run without faults, with a step every 10 s."""
     rows = [row(s, T0 + 10 * s) for s in range(1, steps + 1)]
     return rows, [event("start", 0, T0), event("complete", steps, T0 + 10 * steps + 5)]
 
 
 def faulty():
-    """Killed after step 40, resumed from 30 with a damaged newest checkpoint, stopped at 60, complete at 100."""
+    """Killed after step 40, the run resumed from 30 with a damaged checkpoint, stopped at 60, and completed at 100."""
     rows = [row(s, T0 + 10 * s) for s in range(1, 41)]
     rows += [row(s, T0 + 1000 + 10 * (s - 30), ce=2.0) for s in range(31, 61)]
     rows += [row(s, T0 + 2000 + 10 * (s - 60)) for s in range(61, 101)]
@@ -99,25 +99,25 @@ def faulty():
 
 
 def cells(page, heading):
-    """Texts of a table's row."""
+    """Return the texts of a table's row."""
     found = re.search(rf'<th scope="row">{re.escape(escape(heading))}</th>(.*?)</tr>', page)
     assert found, f"no row {heading!r}"
     return [unbroken(html.unescape(cell)) for cell in re.findall(r"<td>(.*?)</td>", found.group(1))]
 
 
 def unbroken(text):
-    """A number's note is kept on one line."""
+    """Replace the non-breaking spaces that keep a number's note on one line."""
     return text.replace("\N{NO-BREAK SPACE}", " ")
 
 
 def pictures(page):
-    """The SVGs of the page."""
+    """Return the SVGs of the page."""
     return [base64.b64decode(uri).decode() for uri in re.findall(r'src="data:image/svg\+xml;base64,([^"]+)"', page)]
 
 
 @pytest.fixture(scope="module")
 def compared(tmp_path_factory):
-    """The page about a run with faults and dispersion, and one without either; hostile names and texts."""
+    """The page shows a run with faults and dispersion, and one without either. Their names and texts are hostile."""
     folder = tmp_path_factory.mktemp("runs")
     script = "<script>document.title = 'broken'</script>"
     on = write_run(
@@ -135,7 +135,7 @@ def test_numbers(compared):
     page = compared.read_text()
     assert cells(page, "state") == ["complete: all 100 steps are done", "complete: all 90 steps are done"]
     assert cells(page, "tokens seen") == [f"{100 * 4096:,}", f"{90 * 4096:,}"]
-    assert cells(page, "parameters") == ["427,008"] * 2  # of nano
+    assert cells(page, "parameters") == ["427,008"] * 2  # the number for nano
     assert cells(page, "cross-entropy, last row") == ["8 (step 100)", "8.1 (step 90)"]
     assert cells(page, "cross-entropy at step 90, the latest shared step") == ["8.1", "8.1"]
     assert cells(page, "dispersion loss, last row") == ["-0.3", "–"]
@@ -153,7 +153,7 @@ TPS = [100.0, 100.0, 100.0, 100.0, 100.0, 300.0, 300.0, 300.0, 300.0, 300.0, 300
 
 @pytest.fixture(scope="module")
 def by_hand(tmp_path_factory):
-    """Twelve steps with dispersion, and eight without, whose rows have numbers of dispersion all the same.
+    """One run has twelve steps with dispersion. The other has eight without, although its rows have dispersion.
 
     In every row ce, loss, dispersion, grad_norm, lr and tps are different numbers.
     """
@@ -167,7 +167,7 @@ def by_hand(tmp_path_factory):
     write_run(folder / "on", on, resume, steps=12, dispersion={"enabled": True})
     write_run(folder / "off", off, steps=8)
     runs = gather([folder / "on", folder / "off"])
-    # Ranks of the last one's mean cosines: 3, 1, 2, 4.
+    # The last one's mean cosines have the ranks 3, 1, 2, 4.
     first, last = (
         Condensation(
             np.array(mean), np.zeros(5), np.zeros(5), np.array(rank), np.full((5, 128), 1 / 128),
@@ -183,7 +183,7 @@ def by_hand(tmp_path_factory):
 
 
 def test_final_numbers_by_hand(by_hand):
-    """The last ten of CE are 10, 9, … 1; the eight of the other run are 24, 23.5, … 20.5."""
+    """The last ten values of CE are 10, 9, … 1. Those of the other run are 24, 23.5, … 20.5."""
     found = {heading: [unbroken(cell) for cell in row] for heading, row in final_numbers(by_hand).items()}
     assert found == {
         "cross-entropy, last row": ["1 (step 12)", "20.5 (step 8)"],
@@ -207,14 +207,14 @@ def test_final_numbers_by_hand(by_hand):
 
 
 def test_curves_by_hand(by_hand, monkeypatch):
-    """What every picture plots against what: its labels, and the first and the last point of each run's line."""
+    """Every picture has the right labels, and the right first and last point of each run's line."""
     drawn = []
     monkeypatch.setattr(picture_makers, "to_uri", lambda figure: drawn.append(figure.axes[0]) or "")
     for make in (picture_makers.losses, picture_makers.optimization, picture_makers.condensation_by_step):
         make(by_hand)
     found = {}
     for axes in drawn:
-        lines = axes.lines[::2]  # the others mark where a run resumed
+        lines = axes.lines[::2]  # the other lines mark where a run resumed
         ends = {line.get_label(): line.get_xydata()[[0, -1]].round(6).tolist() for line in lines}
         found[axes.get_ylabel()] = (axes.get_xlabel(), ends)
     assert found == {
@@ -257,7 +257,7 @@ def test_pictures_by_layer_by_hand(by_hand, monkeypatch):
 def test_configs_are_compared(compared, tmp_path):
     page = compared.read_text()
     assert cells(page, "dispersion.enabled") == ["false", "true", "false"]
-    differing, shared = page.split("What the runs share")
+    differing, shared = page.split("Common values")
     assert cells(shared, "model.flavor") == ['"debugmodel"', '"nano"', '"nano"']
     assert "model.flavor" not in differing.split('id="config"')[1]
     one = render(gather([write_run(tmp_path / "one", training={"seq_len": 77})]), T0)
@@ -266,7 +266,7 @@ def test_configs_are_compared(compared, tmp_path):
 
 
 def test_history(compared):
-    """Killed, resumed and stopped: what was lost is said, and a checkpoint that a start found damaged is no end of its own."""
+    """The report shows what a kill lost. A damaged checkpoint that a start found does not end a start."""
     run = gather([compared.parent / "_on$1$2"])[0]
     found = run.attempts
     assert [(a.job, a.first_step, a.last_step, a.how()) for a in found] == [
@@ -280,13 +280,13 @@ def test_history(compared):
     assert "checkpoint × 4" in page
     assert "training.local_batch_size" in page
     assert "checkpoint damaged" in page
-    # Repeated steps count once, as they were done last.
+    # Repeated steps count once, with their last values.
     assert run.series("ce")[34] == 2.0
     assert len(run.rows) == 100
 
 
 def test_only_what_counts_after_a_resume(tmp_path):
-    """A run that was killed at step 40 and is at step 33 again has no rows or measurements beyond it."""
+    """A run that was killed at step 40, and is at step 33 again, has no later rows or measurements."""
     rows, events = faulty()
     rows = rows[:43]
     condensed = {"step": 0, "time": T0 + 1, "condensation": {"mean_cosine": [0.1]}, "seconds": 1.0}
@@ -311,7 +311,7 @@ def test_states(tmp_path):
     stopped = gather([write_run(tmp_path / "stopped", rows[:70], events[:10])])[0]
     assert state(stopped, late) == ("stopped", "stop: SIGUSR1, after step 60")
     again = gather([write_run(tmp_path / "again", rows, [*events, event("resume", 100, T0 + 9000)])])[0]
-    assert state(again, late)[0] == "complete"  # started once more, and had nothing to do
+    assert state(again, late)[0] == "complete"  # a further start had nothing to do
     failed = [*events[:5], event("save_failed", 40, T0 + 410, error="no space")]
     failed = gather([write_run(tmp_path / "failed", rows[:40], failed)])[0]
     assert state(failed, T0 + 420) == ("interrupted", "save failed: no space, after step 40")
@@ -321,7 +321,7 @@ def test_states(tmp_path):
 
 
 def test_bare_and_damaged_runs(tmp_path):
-    """No events, measurements, environment; no rows at all; None, NaN and missing numbers; a garbled .npz."""
+    """Events, measurements, environment or rows may be missing, numbers None, NaN or absent, and an .npz garbled."""
     rows = [row(s, T0 + s, ce=None if s == 3 else float("nan") if s == 4 else 5.0, grad_norm=None) for s in range(1, 9)]
     del rows[5]["lr"], rows[5]["data"]
     bare = write_run(tmp_path / "bare", rows)
@@ -373,7 +373,7 @@ def test_bins_keep_extremes():
     assert (low.min(), high.max()) == (finite.min(), 99)
     assert (low <= mean).all()
     assert (mean <= high).all()
-    # 80 points a bin, 78 in the first
+    # There are 80 points per bin, and 78 in the first.
     weights = np.histogram(x[np.isfinite(y)], BINS)[0]
     assert np.average(mean, weights=weights) == pytest.approx(finite.mean())
     few = binned(x[:9], y[:9])
@@ -401,7 +401,7 @@ def test_nothing_is_markup_or_fetched(compared):
     assert "@import" not in page
     assert "default-src 'none'" in html.unescape(page)
     svgs = pictures(page)
-    assert "_on$1$2" in svgs[0]  # in the legend; no mathematics
+    assert "_on$1$2" in svgs[0]  # in the legend, and not as mathematics
     for svg in svgs:
         for address in re.findall(r'(?:href|src)="([^"]*)"', svg):
             assert address.startswith(("#", "data:"))
@@ -420,7 +420,7 @@ def test_errors(tmp_path, monkeypatch, capsys):
         ([], out, "no run"),
         ([tmp_path / "nowhere"], out, "nowhere' does not exist"),
         ([run, tmp_path / "folder"], out, "folder' lacks config.json"),
-        ([run, tmp_path / "folder" / ".." / "run"], out, "named twice"),
+        ([run, tmp_path / "folder" / ".." / "run"], out, "given twice"),
         ([run], tmp_path / "folder", "is a folder"),
         ([run], tmp_path / "missing" / "report.html", "does not exist"),
         ([run], tmp_path / ("x" * 250 + ".html"), "File name too long"),
@@ -473,7 +473,7 @@ MEASURE = """<script>addEventListener("load", () => {
   }), "*")
 })</script>"""
 
-# In a frame: Chromium's windows are no narrower than 500 pixels.
+# The page is in a frame, because Chromium's windows are at least 500 pixels wide.
 FRAME = """<!doctype html><title></title><script>addEventListener("message", e => { document.title = e.data })</script>
 <iframe src="copy.html" style="border: 0" width="WIDTH" height="800"></iframe>"""
 
@@ -488,7 +488,7 @@ def browser():
 
 @pytest.mark.parametrize("width", [390, 1200])
 def test_in_a_browser(browser, compared, tmp_path, width):
-    """All is drawn, nothing is wider than the window, and no text of a run is executed even where scripts may be."""
+    """Everything is drawn, nothing is wider than the window, and no text of a run is executed, even with scripts on."""
     page = compared.read_text()
     copy = re.sub(r"<meta http-equiv[^>]*>", "", page).replace("</body>", MEASURE + "</body>")
     (tmp_path / "copy.html").write_text(copy)
@@ -504,19 +504,19 @@ def test_in_a_browser(browser, compared, tmp_path, width):
 
 
 def test_screenshot(browser, compared, tmp_path):
-    """The page as it is, under its own policy: styled, and with its pictures."""
+    """Under its own security policy, the page has its style and pictures."""
     shot = tmp_path / "page.png"
     open_page(browser, compared, 1200, 5000, shot)
     image = np.asarray(Image.open(shot).convert("RGB"))
     assert image.shape[:2] == (5000, 1200)
     assert 0.05 < (image < 250).any(-1).mean() < 0.6
-    assert len(np.unique(image.reshape(-1, 3), axis=0)) > 500  # colour maps, not text alone
+    assert len(np.unique(image.reshape(-1, 3), axis=0)) > 500  # the page has colour maps, not only text
 
 
 @pytest.mark.slow
 @pytest.mark.night
 def test_a_real_run(sample, tmp_path):
-    """Files as training writes them: rows, events, validation, measurements."""
+    """Training itself writes these rows, events, validation losses and measurements."""
     run = tmp_path / "run"
     options = (
         *("--training.seq_len", "64", "--metrics.log_freq", "1", "--lr_scheduler.warmup_steps", "2"),
@@ -528,9 +528,9 @@ def test_a_real_run(sample, tmp_path):
     found = gather([run])[0]
     assert [r["step"] for r in found.rows] == list(range(1, 5))
     assert list(found.condensation) == [0, 2, 4]
-    assert found.validation[4] == pytest.approx(found.rows[-1]["ce"], abs=1)  # of other text
+    assert found.validation[4] == pytest.approx(found.rows[-1]["ce"], abs=1)  # for other text
     assert found.settings["validation.seq_len"] == 64  # the training length
-    # The four sequences of the validation are the first of the eight.
+    # The four validation sequences are the first of the eight.
     assert found.condensation[4].cross_entropy == pytest.approx(found.validation[4], abs=0.5)
     assert [a.how() for a in found.attempts] == ["complete"]
     page = write_report([run], tmp_path / "report.html").read_text()
@@ -567,7 +567,7 @@ def test_slow_ranks(tmp_path):
 
 
 def test_a_collapse_is_in_the_pictures_by_layer(tmp_path, monkeypatch):
-    """Measured every 10 steps, and high at one of them alone: steps at equal distances passed it over."""
+    """One of the measurements every 10 steps is high. Steps at equal distances missed it."""
     runs = [
         write_run(tmp_path / name, *whole(300), [(s, 0.9 if s == high else 0.2) for s in range(0, 310, 10)], steps=300)
         for name, high in (("one", 30), ("other", 60))

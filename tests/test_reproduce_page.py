@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cluster_of_one import ROOT
+from tests.command_line import ROOT
 from tests.pages import can_start, commands, loaded, subcommand, understood
 from titan_disp.cluster import plan as plans
 from titan_disp.data.hub_dataset import is_hub_name

@@ -1,3 +1,5 @@
+"""The files of a run's folder survive kills and broken nodes; a second job is refused; changes of the config are named."""
+
 import json
 import os
 

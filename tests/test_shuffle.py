@@ -1,4 +1,4 @@
-"""Documents shuffled in windows: in the right order, through resumes, in bounded memory."""
+"""Documents shuffled in windows: the right order, also through resumes, in bounded memory."""
 
 import hashlib
 import json
@@ -22,7 +22,7 @@ STEP = 0x9E3779B97F4A7C15
 
 
 def splitmix(state):
-    """SplitMix64, number by number."""
+    """Compute SplitMix64's numbers one by one."""
     while True:
         state = z = (state + STEP) % 2**64
         z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9 % 2**64
@@ -31,7 +31,7 @@ def splitmix(state):
 
 
 def test_permutation():
-    """Sorted by the numbers of SplitMix64, here those published for the seed 1234567."""
+    """The permutation sorts by SplitMix64's numbers; here by those published for the seed 1234567."""
     published = [
         6457827717110365317,
         3203168211198807973,
@@ -45,7 +45,7 @@ def test_permutation():
 
 
 def test_permutations_are_uniform():
-    """Every document is at every place, and is followed by every other one, equally often."""
+    """Every document is equally often at every place, and equally often followed by every other document."""
     n, many = 16, 8000
     orders = np.array([permutation(key, n) for key in range(many)])
     at, after = np.zeros((n, n)), np.zeros((n, n))
@@ -62,10 +62,10 @@ def first_64_bits(text):
 
 
 def shuffled_by_hand(order, size, window, slot, epoch):
-    """(document, number of its window, place in it): what shuffle.py's first lines say, done plainly.
+    """(document, number of its window, place in it), computed as shuffle.py's docstring describes.
 
     Args:
-        order: of the slot's documents in the epoch, without shuffling.
+        order: the slot's documents in the epoch, not shuffled.
     """
     waiting, out, number = deque(order), [], 0
     while waiting:
@@ -93,7 +93,7 @@ def shuffled_by_hand(order, size, window, slot, epoch):
     ],
 )
 def test_order_of_the_documents(tmp_path, counts, slots, window, words):
-    """Two epochs, document by document, with their positions. One epoch has the same documents as without shuffling."""
+    """Documents and positions over two epochs. Shuffling does not change which documents an epoch has."""
     files = write_files(tmp_path, counts, words)
     before = np.cumsum([1, *counts])
 
@@ -123,7 +123,10 @@ def test_order_of_the_documents(tmp_path, counts, slots, window, words):
 
 
 def test_a_resume_at_every_position(tmp_path):
-    """Within a document within a window, at windows' ends and at epochs' ends; the counters are right everywhere."""
+    """Resumes within a document of a window, at the ends of windows and of epochs.
+
+    The counters are right everywhere.
+    """
     texts, bad, number = {}, 0, 0
     for f in range(3):
         lines = []
@@ -156,14 +159,14 @@ def test_a_resume_at_every_position(tmp_path):
     assert every[:, Field.EPOCH].max() >= 2
     assert ((every[:, Field.OFFSET] > 0) & (every[:, Field.IN_WINDOW] > 0)).any()
     assert (every[:, Field.OFFSET] == 0).any()
-    # What could not be used counts when its window has been used up.
+    # Bad documents are counted once the window has been used.
     new = [p for p in positions if (p[:, Field.EPOCH] == 1).all() and not p[:, Field.WINDOW].any()]
     assert new
     assert {int(p[:, Field.SKIPPED].sum()) for p in new} == {bad}
 
 
 def test_slots_that_share_a_file_read_it_once_in_bounded_memory(tmp_path):
-    """Though each of them reads a window ahead of the others in turn, and the queue for unequal speed holds nearly nothing."""
+    """They share one pass although each in turn reads a window ahead. The queue for different speeds is tiny here."""
     slots, window = 24, 64
     files = write_files(tmp_path, [4800], words=lambda i: 30 + i % 50)
     (rank,) = streams_of(files, slots, 1, seq_len=127, shuffle_window=window, queue_bytes=20_000, tokenizer_threads=1)
@@ -178,22 +181,22 @@ def test_slots_that_share_a_file_read_it_once_in_bounded_memory(tmp_path):
     mean = 5 * (30 + 49 / 2)
     print(f"at most {max(held) / (slots * window * mean):.2f} × slots × window × mean length")
     assert max(held) <= 2 * slots * window * mean
-    assert np.mean(held[: len(held) // 2]) >= 0.5 * slots * window * mean  # that is what is held, not far less
+    assert np.mean(held[: len(held) // 2]) >= 0.5 * slots * window * mean  # the bound is not far too large
 
 
 @pytest.mark.parametrize("slots", [3, 48, 2048])
 def test_slots_refill_in_turn(tmp_path, slots):
-    """The first windows are of 1 to W documents, spread evenly over the slots of a rank."""
+    """The first windows have 1 to W documents, spread evenly over the slots of a rank."""
     files = write_files(tmp_path, [3])
     (rank,) = streams_of(files, slots, 1, shuffle_window=1000)
     lengths = sorted(slot.source._most() for slot in rank.slots.values())
     assert 1 <= lengths[0] <= lengths[-1] <= 1000
-    # Multiples of the golden ratio: no gap is larger than φ² / slots.
+    # The lengths are multiples of the golden ratio, so that no gap is larger than φ² / slots.
     assert np.diff([0, *lengths, 1000]).max() <= 2.62 * 1000 / slots + 1
 
 
 def test_epochs_have_other_batches(tmp_path):
-    """With more slots than files all documents of a place in their files come at the same time, in every epoch."""
+    """Without shuffling and with more slots than files, a document would come at the same time in every epoch."""
     files = write_files(tmp_path, [150] * 4, words=lambda i: 1 + i % 7)
     spread = {}
     for window in (0, 15, 1000):
@@ -207,7 +210,8 @@ def test_epochs_have_other_batches(tmp_path):
                 when[epoch, numbers[epoch]] = np.arange(len(numbers[epoch])) / len(numbers[epoch])
         spread[window] = (when[1] - when[0])[1:].std()
     print(spread)
-    # Two places that know nothing of each other are 1/√6 = 0.41 apart; two in windows of 15 of 100 documents, 0.15 / √3 = 0.09.
+    # Two independent places are 1/√6 = 0.41 apart. Two places in windows of 15 of 100 documents are 0.15 / √3 = 0.09
+    # apart.
     assert spread[0] < 0.06
     assert spread[15] == pytest.approx(0.09, abs=0.02)
     assert spread[1000] == pytest.approx(0.41, abs=0.03)
@@ -224,10 +228,10 @@ def test_epochs_have_other_batches(tmp_path):
     ],
 )
 def test_a_window_that_has_shrunk_is_refused(tmp_path, documents, reason):
-    """As the position in it would mean other documents. The first window has 10 here."""
+    """A position in it would mean other documents. Here the first window has 10."""
     path = tmp_path / "train.json"
     path.write_text('{"text": "7"}\n' * 40)
-    options = {"seq_len": 3, "shuffle_window": 30}  # two documents a sequence
+    options = {"seq_len": 3, "shuffle_window": 30}  # two documents per sequence
     _, positions = batches(streams_of(list_files("text", str(tmp_path)), 1, 1, **options), documents // 2)
     path.write_text('{"text": "7"}\n' * 2 + '{"text": "7",\n' * 38)
     with pytest.raises(DataError, match=reason):
@@ -242,7 +246,7 @@ def test_the_memory_is_said(sample, caplog):
         build_dataloader(2, 0, tokenizer, config(sample, *options, "1"))
         assert "shuffle" not in caplog.text
         build_dataloader(2, 0, tokenizer, config(sample, *options, "256"))
-    # 2 × 24 slots × 256 documents of 2.2 kB, or of 8 KiB.
+    # 2 × 24 slots × 256 documents of 2.2 kB or 8 KiB.
     assert "256 documents of each slot are shuffled together" in caplog.text
     assert "A rank of 24 slots holds up to 27 MB" in caplog.text
-    assert "and up to 101 MB where they are longer" in caplog.text
+    assert "and up to 101 MB if they are longer" in caplog.text

@@ -1,4 +1,8 @@
-"""The stream: every document once an epoch, the same batches on any ranks, through any stops, with bad data."""
+"""The document streams: every document once per epoch; the same batches on any ranks, after any stops, with bad data.
+
+Terms (slot, epoch, pass, position) are those of ``titan_disp.data``. ``*_by_hand`` functions compute the expected
+result in the plainest way.
+"""
 
 import dataclasses
 import errno
@@ -26,6 +30,7 @@ from sentencepiece import SentencePieceProcessor
 
 from titan_disp.config import load_config
 from titan_disp.data.assignment import Assignment
+from titan_disp.data.cursor import Faults
 from titan_disp.data.digest import digest
 from titan_disp.data.documents import Documents
 from titan_disp.data.files import DataFile, list_files
@@ -40,16 +45,16 @@ from titan_disp.data.worker import Sequences
 from titan_disp.errors import ConfigError, DataError
 
 EOS = 0
-VALIDATION_FILE = "en/c4-validation.00000-of-00001.json.gz"  # of the sample
+VALIDATION_FILE = "en/c4-validation.00000-of-00001.json.gz"  # in the sample corpus
 
 
 def encode(text):
-    """Tokens that say which document they come from: the number in the text, once per word, then EOS."""
+    """Make tokens that say which document they come from: one per word, the document's number; then EOS."""
     return [int(word) for word in text.split()] + [EOS]
 
 
 def write_files(folder, counts, words=lambda i: 1 + i % 5):
-    """Files of JSON lines; the document with number i holds words(i) times the word i. Numbers begin at 1."""
+    """Write files of JSON lines. Documents are numbered from 1; document i is the word i, repeated words(i) times."""
     folder.mkdir(parents=True, exist_ok=True)
     number = 0
     for f, count in enumerate(counts):
@@ -78,13 +83,13 @@ def streams_of(files, slots, ranks, seq_len=7, positions=None, assignment=None, 
 
 
 def batches(ranks, steps):
-    """[steps, slots, seq_len + 1], and the positions [slots, k] after them."""
+    """Return sequences [steps, slots, seq_len + 1], and the positions [slots, k] after them."""
     out = [np.stack([slot.sequence() for rank in ranks for slot in rank.slots.values()]) for _ in range(steps)]
     return np.stack(out), np.stack([slot.position for rank in ranks for slot in rank.slots.values()])
 
 
 def documents_in(tokens):
-    """Numbers of the documents whose EOS is in these tokens of one slot, in order."""
+    """The numbers of the documents that end in these tokens of one slot, in order."""
     flat = tokens.reshape(-1)
     ends = np.flatnonzero(flat == EOS)
     return [int(flat[i - 1]) for i in ends if i]
@@ -108,6 +113,8 @@ class TestAssignment:
             for segment in run.segments:
                 owned[segment.file].append((segment.low, segment.high))
                 assert slot in assignment.owners(segment.file, epoch)
+            reads = {file for file in owned if slot in assignment.owners(file, epoch)}
+            assert assignment.files_of(range(slot, slot + 1), epoch) == reads
         for file, parts in owned.items():
             assert len(parts) == len(assignment.owners(file, epoch))
             lows, highs = zip(*parts, strict=True)  # in the order of the slots
@@ -117,7 +124,7 @@ class TestAssignment:
     @settings(max_examples=100, deadline=None)
     @given(sizes=st.lists(st.integers(1, 5000), min_size=1, max_size=40), slots=st.integers(1, 60))
     def test_shares_are_equal_in_bytes(self, sizes, slots):
-        """Up to an eighth for a cut that is put on the edge of a file, which the runs after it share."""
+        """A cut that is moved to the edge of a file changes a share by up to an eighth, which later runs divide."""
         assignment = Assignment(of_sizes(sizes), slots, seed=1)
         for slot in range(slots):
             parts = [(s.high - s.low) / 2**64 * sizes[s.file] for s in assignment.run(slot, 0).segments]
@@ -130,7 +137,7 @@ class TestAssignment:
         assert all(sorted(order) == list(range(50)) for order in orders)
 
     def test_on_python_3_10(self, monkeypatch):
-        """There, from_bytes has no default for the order of the bytes."""
+        """Before Python 3.11, from_bytes has no default for the byte order."""
 
         class Int(int):
             @classmethod
@@ -167,7 +174,7 @@ class TestAssignment:
 
     @pytest.mark.parametrize("slots", [8, 64, 128])
     def test_files_about_equal_are_not_cut_into_slivers(self, slots):
-        """A rank whose share is about a file, or some whole ones, reads no others, though their sizes differ by some percent."""
+        """If file sizes differ by some percent, a rank whose share is about a whole number of files reads no others."""
         sizes = np.random.default_rng(0).normal(1e6, 1e4, 64).astype(int).tolist()
         assignment = Assignment(of_sizes(sizes), slots, seed=0)
         own, ranks = slots // min(slots, 64), min(slots, 64)
@@ -202,7 +209,7 @@ def test_same_batches_on_any_ranks_through_any_stops(tmp_path_factory, counts, s
 
 
 def parts_by_hand(files, counts, slots, slot, epoch):
-    """(bytes, [(file, index), …]) of a slot's head, whole files and tail: what assignment.py's first lines say, done plainly."""
+    """(bytes, [(file, index), …]) of a slot's head, whole files and tail, as assignment.py's docstring says."""
     hashes = [hashlib.sha256(f"0/{epoch}/{file.name}".encode()).digest() for file in files]
     line = sorted(range(len(files)), key=lambda f: hashes[f])
     edges = [Fraction(sum(files[f].size for f in line[:i])) for i in range(len(line) + 1)]
@@ -220,7 +227,7 @@ def parts_by_hand(files, counts, slots, slot, epoch):
         keys = [(k * 0x9E3779B97F4A7C15 + int.from_bytes(hashes[f][-8:])) % 2**64 for k in range(counts[f])]
         part = [(f, k) for k, key in enumerate(keys) if low <= Fraction(key, 2**64) < high]
         size, whole = (high - low) * files[f].size, high - low == 1
-        if whole and whole_before:  # all whole files are one part
+        if whole and whole_before:  # all whole files together are one part
             parts[-1] = (parts[-1][0] + size, parts[-1][1] + part)
         else:
             parts.append((size, part))
@@ -229,7 +236,10 @@ def parts_by_hand(files, counts, slots, slot, epoch):
 
 
 def order_by_hand(files, counts, slots, slot, epoch, size):
-    """Documents of one slot in one epoch, (file, index), in order. size: of a document's text."""
+    """The documents of one slot in one epoch, as (file, index), in order.
+
+    ``size`` gives the bytes of a document's text.
+    """
     parts = parts_by_hand(files, counts, slots, slot, epoch)
     read, taken, order = [0] * len(parts), [0] * len(parts), []
     while left := [i for i, (_, documents) in enumerate(parts) if read[i] < len(documents)]:
@@ -245,7 +255,7 @@ def order_by_hand(files, counts, slots, slot, epoch, size):
     [([21, 20, 22, 19, 23], 2), ([40, 33, 51, 20, 47], 3), ([14, 9, 20], 4), ([6, 7, 8, 9], 2), ([90, 4, 4, 70], 7)],
 )
 def test_order_of_the_documents(tmp_path, counts, slots):
-    """Two epochs, document by document. An order that changed with a version of this code would spoil every resume."""
+    """The order over two epochs, document by document. If a new version of the code changed it, no run could resume."""
     files = write_files(tmp_path, counts)
     before = np.cumsum([1, *counts])
 
@@ -264,10 +274,13 @@ def test_order_of_the_documents(tmp_path, counts, slots):
 
 
 def test_position_by_hand(tmp_path):
-    """As checkpoints store it. 5 equal files for 2 slots: two whole files and half of the third in the line.
+    """Positions as checkpoints store them.
 
-    Documents are of 1 byte, so that a slot takes four of its whole files for one of the shared one. Where both are equally far,
-    what comes first in the line is first: the whole files of slot 0, the shared file of slot 1.
+    With 5 equal files for 2 slots, each slot has two whole files and half of the third.
+
+    All documents have 1 byte, so that a slot takes four documents of its whole files for one of the shared file. If
+    both are equally far behind, the part that comes first in the line goes first: for slot 0 the whole files, for slot
+    1 the shared file.
     """
     for name in "abcde":
         (tmp_path / f"{name}.json").write_text('{"text": "7"}\n' * 8)
@@ -276,14 +289,16 @@ def test_position_by_hand(tmp_path):
     ((_, others), _) = parts_by_hand(files, [8] * 5, 2, 1, 0)
     assert {i for _, i in shared} | {i for _, i in others} == set(range(8))
     _, positions = batches(streams_of(files, 2, 1, seq_len=2), 4)
-    # Four sequences of 3 tokens: six documents of 2 tokens. Slot 0: b s b b b b; slot 1: s b b b b s.
+    # Four sequences of 3 tokens are six documents of 2 tokens. b: body, s: shared. Slot 0: b s b b b b; slot 1: s b b b
+    # b s.
     after = dict.fromkeys(Field, 0) | {Field.DOCUMENTS: 6, Field.BYTES: 6}
     first = after | {Field.BODY_DOCUMENT: 5, Field.BODY_BYTES: 5, Field.TAIL: shared[0][1] + 1, Field.TAIL_BYTES: 1}
     second = after | {Field.BODY_DOCUMENT: 4, Field.BODY_BYTES: 4, Field.HEAD: others[1][1] + 1, Field.HEAD_BYTES: 2}
     assert positions.tolist() == [[*first.values()], [*second.values()]]
     assert [int(field) for field in after] == list(range(16))
     _, positions = batches(streams_of(files, 2, 1, seq_len=2), 7)
-    # 21 tokens: ten documents, of which two are of the shared file, and a token of the next: in its second file, of slot 0.
+    # 21 tokens are ten documents, two of them from the shared file, and one token of the next; slot 0 is in its second
+    # file.
     after = dict.fromkeys(Field, 0) | {Field.DOCUMENTS: 10, Field.BYTES: 10, Field.OFFSET: 1, Field.BODY_BYTES: 8}
     first = after | {Field.BODY_FILE: 1, Field.TAIL: shared[1][1] + 1, Field.TAIL_BYTES: 2}
     second = after | {Field.BODY_DOCUMENT: 8, Field.HEAD: others[1][1] + 1, Field.HEAD_BYTES: 2}
@@ -291,7 +306,10 @@ def test_position_by_hand(tmp_path):
 
 
 def write_uneven(folder, counts, suffix="json.gz"):
-    """Files of documents of 10 to 90 words that do not compress to nothing; the first is the document's number, from 1 on."""
+    """Write files of documents of 10 to 90 words that compress badly.
+
+    The first word is the document's number, from 1 on.
+    """
     import pyarrow
     import pyarrow.parquet
 
@@ -328,7 +346,7 @@ UNEVEN = (np.random.default_rng(1).lognormal(3.8, 0.9, 97).astype(int) + 1).toli
     ],
 )
 def test_one_epoch_of_tokens_is_nearly_all_documents_once(tmp_path, counts, suffix, slots):
-    """Of any corpus: shares are equal in bytes, whatever the files are. Slots take equally many tokens."""
+    """This holds for any corpus, because shares are equal in bytes and slots take equal numbers of tokens."""
     files = write_uneven(tmp_path, counts, suffix)
     (rank,) = streams_of(files, slots, 1, seq_len=63)
     rank.encode = number_of_each_word
@@ -351,7 +369,10 @@ def test_one_epoch_of_tokens_is_nearly_all_documents_once(tmp_path, counts, suff
 )
 @pytest.mark.parametrize("window", [0, 3])
 def test_few_documents_stop_no_run(tmp_path, counts, slots, window):
-    """A slot that has none in one epoch goes on to the next, where others are its own. Here one document is nearly all bytes."""
+    """A slot without documents in one epoch continues with the next, where it owns others.
+
+    One document has nearly all bytes.
+    """
     files = write_files(tmp_path, counts, words=lambda i: 1 + (i == 2) * 2000)
     (rank,) = streams_of(files, slots, 1, seq_len=7, shuffle_window=window)
     rank.encode = lambda text: [int(text.split()[0]), EOS]
@@ -370,19 +391,19 @@ def test_every_document_once_an_epoch(tmp_path, files, slots, ranks):
     seen: Counter = Counter()
     for rank in streams_of(listed, slots, ranks, seq_len=1):
         for slot in rank.slots.values():
-            # Two whole epochs of this slot; a sequence of two tokens keeps document ends apart.
+            # Two whole epochs of this slot; with sequences of two tokens, no sequence holds two ends of documents.
             tokens = []
             while slot.position[Field.EPOCH] < 2:
                 tokens.append(slot.sequence())
             seen.update(documents_in(np.concatenate(tokens)))
-    # Each document twice in two epochs; the few that a slot had begun of the third may come a third time.
+    # Every document comes twice in two epochs. A few that a slot has begun in the third epoch may come a third time.
     assert set(seen) == set(range(1, total + 1))
     assert min(seen.values()) >= 2
     assert sum(count - 2 for count in seen.values()) <= 2 * slots
 
 
 def test_one_epoch_is_exact(tmp_path):
-    """Documents of the first epoch, over all slots, are all documents, each once."""
+    """In the first epoch, all slots together read every document once."""
     counts = [40, 33, 51, 20, 47]
     files = write_files(tmp_path, counts)
     seen = []
@@ -394,7 +415,7 @@ def test_one_epoch_is_exact(tmp_path):
 
 
 def test_slots_of_a_rank_share_one_pass(tmp_path):
-    """Read amplification measured in bytes over one epoch, with files that several slots share."""
+    """Read amplification over one epoch, measured in bytes, with files that several slots share."""
     files = write_files(tmp_path, [400] * 16, words=lambda i: 20 + i % 7)
     size = sum(f.size for f in files)
     for slots, ranks in ((12, 3), (12, 12), (16, 4), (10, 5), (24, 2)):
@@ -408,19 +429,63 @@ def test_slots_of_a_rank_share_one_pass(tmp_path):
 
 
 @pytest.mark.parametrize("window", [0, 8])
-def test_a_slot_far_behind_rereads_rather_than_fill_memory(tmp_path, window):
-    files = write_files(
-        tmp_path, [300] * 3, words=lambda i: 1 + (i % 3 == 0) * 200
-    )  # one class is far longer than the others
+def test_a_slot_far_behind_rereads_rather_than_fill_memory(tmp_path, monkeypatch, window):
+    # Every third document is far longer than the others.
+    files = write_files(tmp_path, [300] * 3, words=lambda i: 1 + (i % 3 == 0) * 200)
     expected, _ = batches(streams_of(files, 9, 9, seq_len=15, shuffle_window=window), 60)
+    read = 0
+
+    class Counting(io.FileIO):
+        def read(self, size=-1):
+            nonlocal read
+            data = super().read(size)
+            read += len(data)
+            return data
+
+    monkeypatch.setattr("titan_disp.data.disk.io.FileIO", Counting)
     (rank,) = streams_of(files, 9, 1, seq_len=15, queue_bytes=2000, shuffle_window=window)
     got, _ = batches([rank], 60)
     assert np.array_equal(got, expected)
+    # Every read of a file counts, also where several are open at once.
+    assert window or max(map(len, rank.passes._open.values())) > 1
+    assert sum(rank.bytes_read().values()) == read
+    assert sum(rank.bytes_read().values()) == 0  # since the last call
     lengths = [len(line) for f in files for line in gzip.decompress(Path(f.url).read_bytes()).splitlines()]
-    mean = 1.1 * sum(lengths) / len(lengths)  # of the part that a pass has read
+    mean = 1.1 * sum(lengths) / len(lengths)  # the part that a pass has read may have a larger mean
     for passes in rank.passes._open.values():
         for one in passes:
             assert one.queued <= 2000 + 9 * window * mean + 9 * max(lengths)
+
+
+@pytest.mark.parametrize("slots", [1, 4])
+def test_after_a_resume_slots_of_a_rank_share_one_pass_again(tmp_path, slots):
+    files = write_files(tmp_path, [60] * 2, words=lambda i: 5)
+    _, positions = batches(streams_of(files, slots, 1), 3)
+    (rank,) = streams_of(files, slots, 1, positions=positions)
+    assert [len(passes) for passes in rank.passes._open.values()] == [1, 1][: len(rank.passes._open)]
+    batches([rank], 1)
+    wanted = [sorted(one.queues) for passes in rank.passes._open.values() for one in passes]
+    assert sorted(slot for queues in wanted for slot in queues) == sorted(
+        slot for slot in range(slots) for _ in rank.slots[slot].cursor.place.upcoming()
+    )
+
+
+def test_close_waits_for_no_text_that_is_not_begun(tmp_path, monkeypatch):
+    """A run that ends need not tokenize first what it has read ahead."""
+    (tmp_path / "train.json").write_text((json.dumps({"text": "x" * 10_000}) + "\n") * 10)  # each one is a task
+    (rank,) = streams_of(list_files("c4", str(tmp_path)), 1, 1)
+    begun, release, shutdown = [], threading.Event(), rank.executor.shutdown
+    rank.encode = lambda text: [len(begun), begun.append(release.wait(10))][:1]
+    rank.slots[0].read_ahead(50_000)
+
+    def shut_down(**how):
+        shutdown(wait=False, **how)
+        release.set()
+        shutdown()
+
+    monkeypatch.setattr(rank.executor, "shutdown", shut_down)
+    rank.close()
+    assert begun == [True]
 
 
 def test_sequences_are_documents_joined_by_eos(tmp_path):
@@ -432,7 +497,7 @@ def test_sequences_are_documents_joined_by_eos(tmp_path):
 
 @pytest.mark.parametrize(
     ("tokens", "sequences"),
-    [(8, 16), (8192, 4), (65536, 2)],  # 128 KiB of text, at 4 bytes a token, but 2 to 16 sequences
+    [(8, 16), (8192, 4), (65536, 2)],  # 128 KiB of text at 4 bytes per token, but at least 2 and at most 16 sequences
 )
 def test_how_far_is_read_ahead(tmp_path, tokens, sequences):
     (tmp_path / "train.json").write_text((json.dumps({"text": "5 " * 1023 + "5"}) + "\n") * 300)  # 2047 bytes each
@@ -442,7 +507,10 @@ def test_how_far_is_read_ahead(tmp_path, tokens, sequences):
 
 
 def test_read_ahead_follows_the_text(tmp_path):
-    """15 bytes are 9 tokens: 16 sequences of 8 tokens come to be 213 bytes, not the 512 of the beginning, and stay that."""
+    """As 15 bytes are 9 tokens, 16 sequences of 8 tokens come to 213 bytes.
+
+    Reading ahead begins at 512 and goes to 213.
+    """
     (tmp_path / "train.json").write_text((json.dumps({"text": "5 5 5 5 5 5 5 5"}) + "\n") * 100)
     (rank,) = streams_of(list_files("c4", str(tmp_path)), 1, 1)
     slot = rank.slots[0]
@@ -454,7 +522,7 @@ def test_read_ahead_follows_the_text(tmp_path):
 
 
 def test_the_next_slots_are_read_ahead(tmp_path):
-    """In the order in which the rank asks for them, and round again."""
+    """Slots are read ahead in the order in which the rank asks for them; the first one follows the last."""
     files = write_files(tmp_path, [60] * 32, words=lambda i: 5)
     _, rank = streams_of(files, 64, 2)
     rank.read_ahead(59)
@@ -469,7 +537,7 @@ def test_bytes_are_of_utf8(tmp_path):
 
 
 def test_threads_and_read_ahead_decide_nothing(tmp_path, monkeypatch):
-    """Nor do files whose place is found in parallel after a resume, here all of them, with its progress in the log."""
+    """After a resume, all files here are sought in parallel, which does not change the batches either."""
     files = write_files(tmp_path, [60] * 7, words=lambda i: 1 + i % 23)
     expected, _ = batches(streams_of(files, 6, 1), 90)
     first, positions = batches(streams_of(files, 6, 2, tokenizer_threads=3), 41)
@@ -532,7 +600,7 @@ def test_formats(tmp_path, suffix):
 
 
 def write_large(folder, suffix):
-    """2000 documents that stay 2 MB when they are compressed: no reader holds them all in its buffers."""
+    """Write 2000 documents that take 2 MB even when compressed, so that no reader holds all of them in its buffers."""
     import pyarrow
     import pyarrow.parquet
 
@@ -553,7 +621,7 @@ def write_large(folder, suffix):
 class TestBadData:
     @pytest.fixture
     def files(self, tmp_path):
-        """Three files: malformed documents in the first, a truncated second, a sound third."""
+        """Three files: the first with malformed documents, the second truncated, the third sound."""
         sound = [json.dumps({"text": f"{i} {i}"}).encode() for i in range(1, 91)]
         bad = [
             b"{not json",
@@ -599,7 +667,7 @@ class TestBadData:
             batches(streams_of(files[1:2], 1, 1, on_bad_data="fail", **self.OPTIONS), 100000)
 
     def test_a_damaged_file_is_counted_once(self, tmp_path):
-        """Though two slots read it, in ranks of their own: 3 files for 4 slots."""
+        """Two slots read it, on different ranks: there are 3 files for 4 slots."""
         files = write_files(tmp_path, [40] * 3, words=lambda i: 600)
         path = Path(files[1].url)
         path.write_bytes(path.read_bytes()[:-60])
@@ -611,20 +679,36 @@ class TestBadData:
                 skipped += slot.position[Field.SKIPPED_FILES]
         assert skipped == 1
 
-    def test_all_bad(self, tmp_path):
-        (tmp_path / "x.json").write_text("broken\n" * 20)
+    def test_said_once(self, caplog):
+        """Of a thousand documents, and of every file; those that come again in a later epoch are not told again."""
+        faults = Faults(of_sizes([1, 1]), "skip", 1.0)
+        for _ in range(2):
+            for index in range(1001):
+                faults.bad(0, index, "empty text")
+            for file in (0, 1):
+                faults.bad(file, -1, "EOFError")
+        expected = [f"skipped: f0, document {index}: empty text" for index in range(1000)]
+        expected += [f"skipped: f{file} is damaged and ends early: EOFError" for file in (0, 1)]
+        assert [record.message for record in caplog.records] == expected
+
+    @pytest.mark.parametrize(
+        ("documents", "fraction", "epochs", "bad"),
+        [(20, 1.0, 21, 420), (500, 0.0, 2, 1000)],  # 20 · S epochs without a document, or 1,000 documents, are enough
+    )
+    def test_all_bad(self, tmp_path, documents, fraction, epochs, bad):
+        (tmp_path / "x.json").write_text("broken\n" * documents)
         with pytest.raises(
             ConfigError,
-            match="found no usable document in 21 epochs, and 420 that cannot be used, in 1 files",
+            match=f"found no usable document in {epochs} epochs, and {bad} that cannot be used, in 1 files",
         ):
-            batches(streams_of(list_files("c4", str(tmp_path)), 1, 1, max_skipped_fraction=1.0), 1)
+            batches(streams_of(list_files("c4", str(tmp_path)), 1, 1, max_skipped_fraction=fraction), 1)
 
     @pytest.mark.parametrize(
         ("files", "documents", "slots", "parsed"),
         [(200, 1100, 1, 20_000), (200, 2500, 400, 20_000), (2000, 150, 1, 3000), (1, 30_000, 1, 20_000)],
     )
     def test_a_wholly_wrong_corpus_stops_at_once(self, tmp_path, monkeypatch, files, documents, slots, parsed):
-        """Though a slot has many more documents to try: files are passed over, and 20 files or 20,000 documents are enough."""
+        """A slot does not try all its documents: files are skipped, and 20 of them or 20,000 documents are enough."""
         (tmp_path / "0000.json").write_text('{"content": 1}\n' * documents)
         for i in range(1, files):
             os.link(tmp_path / "0000.json", tmp_path / f"{i:04d}.json")
@@ -646,11 +730,16 @@ class TestBadData:
         assert caplog.text.count("is damaged and ends early") == 20
 
     @pytest.mark.parametrize(
-        ("files", "good", "wrong", "slots", "steps"),
-        [(1000, 1, 3000, 4, 250), (150, 20, 2500, 300, 4), (150, 20, 400, 50, 58)],
+        ("files", "good", "wrong", "slots", "steps", "in_a_row"),
+        [(1000, 1, 3000, 4, 250, 1000), (150, 20, 2500, 300, 4, 1000), (150, 20, 400, 50, 58, 400)],
     )
-    def test_one_wrong_file_among_many_is_passed_over(self, tmp_path, files, good, wrong, slots, steps, caplog):
-        """And counts as one file, whose documents do not count: of the second corpus, two slots need it first of all."""
+    def test_one_wrong_file_among_many_is_passed_over(
+        self, tmp_path, files, good, wrong, slots, steps, in_a_row, caplog
+    ):
+        """It counts as one skipped file, and its documents are not counted.
+
+        In the second corpus, two slots begin with it.
+        """
         size = 14 * wrong // good
         line = json.dumps({"text": "x" * (size - 13)}) + "\n"
         (tmp_path / "0000.json").write_text(line * good)
@@ -663,27 +752,33 @@ class TestBadData:
             for rank in streams:
                 rank.encode = lambda text: [1] * 7 + [EOS]
             ends.append(batches(streams, steps)[1])
+            # It is closed, and none of its documents is kept for anybody.
+            assert not any(files - 1 in rank.passes._open for rank in streams)
         assert np.array_equal(*ends)
         total = ends[0].sum(0)
         assert total[Field.DOCUMENTS] == slots * steps >= 1000
         assert (total[Field.SKIPPED], total[Field.SKIPPED_FILES]) == (0, 1)
-        assert "wrong.json is damaged and ends early: " in caplog.text
+        assert f"wrong.json is damaged and ends early: {in_a_row} documents in a row cannot be used" in caplog.text
 
     def test_a_wrong_file_that_is_much_of_the_data_is_not_passed_over(self, tmp_path):
-        """Its documents count, so that the run stops; and so it goes on where they are few among all."""
+        """Its documents are counted, so that the run stops, or continues if they are few among all."""
         (tmp_path / "a.json").write_text("{}\n" * 2000 + '{"text": "1"}\n')
         (tmp_path / "b.json").write_text('{"text": "1"}\n' * 200)
         (rank,) = streams_of(list_files("text", str(tmp_path)), 1, 1)
-        _, positions = batches([rank], 51)  # 204 documents of two tokens: an epoch, and three more
+        _, positions = batches([rank], 51)  # 204 documents of two tokens: one epoch and three more
         assert positions[0, Field.EPOCH] == 1
         assert positions[0, Field.SKIPPED] in (2000, 4000)
         assert positions[0, Field.SKIPPED_FILES] == 0
 
     @pytest.mark.parametrize("slots", [1, 4])
     def test_garbage_in_a_row_is_a_damaged_file(self, tmp_path, caplog, slots):
-        """In a compressed file, as of flipped bytes; not in a plain one. Empty texts are no garbage. The same through stops."""
+        """This holds for compressed files, where flipped bytes cause it; not for plain ones.
+
+        Empty texts are no garbage.
+        """
         good, empty = json.dumps({"text": "5 " * 20}), json.dumps({"text": " "})
-        spoiled = [good] * 100 + [empty] * 40 + ["{ga"] * 7 + [good] * 60 + ["rbage}"] * 300 + ['{"text": "666"}'] * 200
+        seven = [empty] * 40 + ["{ga"] * 7 + ['{"text": "8"}'] * 60  # which are one too few
+        spoiled = [good] * 100 + seven + ["rbage}"] * 300 + ['{"text": "666"}'] * 200
         (tmp_path / "a.json.gz").write_bytes(gzip.compress("\n".join(spoiled).encode()))
         (tmp_path / "b.json").write_text("\n".join([good] * 200 + ["garbage"] * 20 + ['{"text": "7"}'] * 100))
         options = {"max_skipped_fraction": 1.0}
@@ -694,9 +789,9 @@ class TestBadData:
             part, positions = batches(ranks, 1)
             tokens.append(part)
         tokens = np.concatenate(tokens)
-        assert "a.json.gz is damaged and ends early: 8 documents in a row are no JSON" in caplog.text
+        assert "a.json.gz is damaged and ends early: 8 documents in a row are not JSON" in caplog.text
         assert "b.json is damaged" not in caplog.text
-        assert (666 in tokens, 7 in tokens) == (False, True)
+        assert (8 in tokens, 666 in tokens, 7 in tokens) == (True, False, True)
         assert 1 <= positions[:, Field.SKIPPED_FILES].sum() <= positions[:, Field.EPOCH].max() + 1
         got, at, done = [], None, 0
         for steps in (1, 2, 3, 5, 8, 13, 21, len(tokens)):
@@ -721,7 +816,7 @@ class TestBadData:
 
     @pytest.mark.parametrize("on_bad_data", ["skip", "fail"])
     def test_a_file_of_another_size_than_listed_is_not_read(self, tmp_path, on_bad_data):
-        """Which the fingerprint of the run's checkpoints does not know."""
+        """The fingerprint in the run's checkpoints has the size that was listed."""
         files = write_files(tmp_path, [20, 20])
         for path in (Path(file.url) for file in files):
             path.write_bytes(path.read_bytes() + gzip.compress(b'{"text": "1"}\n'))
@@ -732,7 +827,10 @@ class TestBadData:
 
     @pytest.mark.parametrize("suffix", ["json", "json.gz", "json.zst", "parquet"])
     def test_a_file_that_is_cut_off_while_it_is_read_is_not_skipped(self, tmp_path, suffix):
-        """It was sound when it was opened. Plain JSON would just end, and the others would count as damaged."""
+        """The file is sound when it is opened.
+
+        Without the check, plain JSON would just end; others would count as damaged.
+        """
         path = write_large(tmp_path, suffix)
         documents = Documents(*list_files("text", str(tmp_path)), 1 << 20)
         documents.read()
@@ -741,7 +839,7 @@ class TestBadData:
             deque(iter(documents.read, None), maxlen=0)
 
     def test_what_is_appended_to_a_file_while_it_is_read_is_not_read(self, tmp_path):
-        """Or else slots that come there later would see other documents than those before them."""
+        """Otherwise slots that reach the end later would see other documents than earlier ones."""
         (tmp_path / "train.json").write_text('{"text": "5"}\n' * 10_000)
         documents = Documents(*list_files("text", str(tmp_path)), 1 << 20)
         documents.read()
@@ -751,7 +849,7 @@ class TestBadData:
 
     @pytest.mark.parametrize("suffix", ["json", "json.gz", "json.zst", "parquet"])
     def test_a_file_system_that_stays_away_stops_the_run(self, tmp_path, monkeypatch, suffix):
-        """With any format, whose library may have errors of its own for it: the file is not damaged."""
+        """This holds for any format, although its library may raise errors of its own: the file is not damaged."""
         write_large(tmp_path, suffix)
         left = 3
 
@@ -764,13 +862,16 @@ class TestBadData:
                 return super().read(size)
 
         monkeypatch.setattr("titan_disp.data.disk.io.FileIO", Failing)
-        monkeypatch.setattr("titan_disp.data.raw.FIRST_PAUSE", 0.001)
+        monkeypatch.setattr("titan_disp.data.retrying_file.FIRST_PAUSE", 0.001)
         documents = Documents(*list_files("text", str(tmp_path)), 1 << 20, retry_seconds=0.02)
         with pytest.raises(DataError, match=r"cannot read .*: OSError: \[Errno 5\].*of the server"):
             deque(iter(documents.read, None), maxlen=0)
 
     def test_a_failure_of_the_file_system_is_tried_again(self, tmp_path, monkeypatch, caplog):
-        """In the middle of a file, from where it was; one that lasts stops the run, as the file may be sound."""
+        """Reading continues at the same place of the file.
+
+        A failure that lasts stops the run, because the file may be sound.
+        """
         (file,) = write_files(tmp_path, [20_000])
         reads = 0
 
@@ -783,7 +884,7 @@ class TestBadData:
                 return super().read(size)
 
         monkeypatch.setattr("titan_disp.data.disk.io.FileIO", Failing)
-        monkeypatch.setattr("titan_disp.data.raw.FIRST_PAUSE", 0.001)
+        monkeypatch.setattr("titan_disp.data.retrying_file.FIRST_PAUSE", 0.001)
         failing = {1, 2, 5}
         documents = Documents(file, 1 << 20)
         numbers = []
@@ -791,7 +892,7 @@ class TestBadData:
             numbers.append(int(text_of(raw).split()[0]))
         assert numbers == list(range(1, 20_001))
         assert reads > 5
-        assert [record.message.count("tried again in 0.00") for record in caplog.records] == [1, 1, 1]
+        assert [record.message.count("trying again in 0.00") for record in caplog.records] == [1, 1, 1]
         failing, reads = range(3, 100), 0
         documents = Documents(file, 1 << 20, retry_seconds=0.05)
         with pytest.raises(DataError, match=r"cannot read .*: OSError: \[Errno \d+\] of the server"):
@@ -862,7 +963,7 @@ def test_position_is_of_batches_consumed_not_prefetched(sample):
 
 
 def test_what_travels_with_a_batch_does_not_grow_with_the_files_read(sample, tmp_path):
-    """Of a corpus of many small files, all that were ever read went through the worker's pipe with every group of batches."""
+    """With many small files, every group of batches once carried all files read so far through the worker's pipe."""
     for i in range(150):
         (tmp_path / f"{i:03d}.txt").write_text("some words of a small file")
     files, sizes = list_files("text", str(tmp_path)), []
@@ -873,13 +974,13 @@ def test_what_travels_with_a_batch_does_not_grow_with_the_files_read(sample, tmp
         if sum(one.bytes_read.values()) > 3 * sum(file.size for file in files):
             break
     assert {epoch for epoch, _ in one.bytes_read} >= {0, 1}
-    assert max(sizes[1:]) < 40  # the first has what is read ahead
+    assert max(sizes[1:]) < 40  # the first one includes what was read ahead
     first = [count for (epoch, _), count in one.bytes_read.items() if epoch == 0]
     assert sum(first) == sum(file.size for file in files)
 
 
 def test_batches_before_an_error_come_first(sample, tmp_path):
-    """The worker hands over microbatches in groups: those that were whole before a bad document are not lost with it."""
+    """The worker sends microbatches in groups. The complete microbatches before a bad document are not lost."""
     write_files(tmp_path, [60] * 3, words=lambda i: 20)
     broken = sorted(tmp_path.glob("*.gz"))[1]
     lines = gzip.decompress(broken.read_bytes()).splitlines(keepends=True)
@@ -893,13 +994,13 @@ def test_batches_before_an_error_come_first(sample, tmp_path):
         one.close()
         found.append((torch.stack(tokens), one.positions))
     (plain, at), (grouped, then) = found
-    assert len(plain) % 32  # the error is within a group
+    assert len(plain) % 32  # the error is in the middle of a group
     assert torch.equal(plain, grouped)
     assert torch.equal(at, then)
 
 
 def test_worker_outlives_signals_but_not_its_rank(sample):
-    """SIGTERM and SIGUSR1 from outside leave the prefetch worker at work; the end of Python does not wait for it."""
+    """SIGTERM and SIGUSR1 from outside do not stop the prefetch worker. When Python exits, the worker ends at once."""
     script = """
 import os, signal, subprocess, sys, time
 import multiprocessing
@@ -911,7 +1012,7 @@ next(batches)
 for name in ("TERM", "USR1", "INT"):
     subprocess.run(["sh", "-c", f"kill -{name} {worker.pid}"], check=True)
 time.sleep(0.5)
-for _ in range(200):  # they come in groups of 32
+for _ in range(200):  # batches come in groups of 32
     next(batches)
 assert worker.is_alive()
 print("alive", worker.pid)
@@ -923,7 +1024,7 @@ print("alive", worker.pid)
 
 
 def test_worker_ends_with_a_killed_rank(sample):
-    """Though the pipe that it writes to is full, and nobody will read from it."""
+    """The worker ends although its pipe is full and nobody will read from it."""
     script = """
 import os, signal, sys
 import multiprocessing
@@ -940,7 +1041,7 @@ os.kill(os.getpid(), signal.SIGKILL)
         rank.wait(60)
         deadline = time.monotonic() + 20
         while Path(f"/proc/{worker}/stat").exists() and time.monotonic() < deadline:
-            if Path(f"/proc/{worker}/stat").read_text().split()[2] == "Z":  # ended; nobody here asks for its status
+            if Path(f"/proc/{worker}/stat").read_text().split()[2] == "Z":  # a zombie: nobody here reaps it
                 break
             time.sleep(0.2)
         else:
@@ -958,7 +1059,7 @@ def test_documents_passed_over_are_not_parsed(tmp_path, monkeypatch):
 
 
 def verdict(loader, counters, allowed):
-    """Why a run would stop that allows so much; None: it would go on."""
+    """Why a run with this limit would stop; None if it would continue."""
     loader.options = dataclasses.replace(loader.options, max_skipped_fraction=allowed)
     try:
         loader.check_counters(counters)
@@ -968,11 +1069,12 @@ def verdict(loader, counters, allowed):
 
 
 def test_bad_documents_are_judged_over_all_ranks(sample, tmp_path):
-    """The same data stops any number of ranks, after the same step and with the same words, or none of them.
+    """The same data stops any number of ranks after the same step and with the same message, or none of them.
 
-    Each of 12 slots has a file of its own; every tenth document of one file cannot be used. A document is a sequence, a step two
-    of each slot. After step t, a slot has used 2t documents, and that of the file in question has passed (2t − 1) // 9 bad ones:
-    after step 42, 9 of 1017, which is less than 0.01 and more than 0.008; before, there are less than 1000.
+    Each of 12 slots has a file of its own, and in one file every tenth document cannot be used. A document is a
+    sequence, and a step takes two sequences of each slot. After step t, a slot has used 2t documents, and the slot of
+    the file in question has skipped (2t − 1) // 9. After step 42 these are 9 of 1017, a fraction between 0.008 and
+    0.01. Before that, there are fewer than 1000 documents.
     """
     for i in range(12):
         tenth = '{"text": 777}\n' if i == 4 else '{"text": "7"}\n'
@@ -982,9 +1084,8 @@ def test_bad_documents_are_judged_over_all_ranks(sample, tmp_path):
         loaders = [loader(files, sample, rank, ranks, slots=12) for rank in range(ranks)]
         for one in loaders:
             one.encode = lambda text: [1] * 32 + [EOS]
-            one.options = dataclasses.replace(
-                one.options, fast_tokenizer=True
-            )  # without threads, which would take longer
+            # Without threads, which would take longer.
+            one.options = dataclasses.replace(one.options, fast_tokenizer=True)
         batches = [iter(one) for one in loaders]
         verdicts = {}
         for step in range(1, 43):
@@ -1031,7 +1132,10 @@ def test_many_damaged_files_stop_the_run(sample, tmp_path):
 
 
 def test_a_damaged_file_of_a_few_stops_no_run_in_any_epoch(sample):
-    """Nine of sixteen files, in the tenth epoch: 90 of 160. Ten are too many in any epoch, and of a thousand eleven."""
+    """Nine damaged files of sixteen are 90 of 160 in the tenth epoch.
+
+    Ten are too many in any epoch; of a thousand, eleven are.
+    """
     for files, damaged, stops in ((16, 1, False), (16, 9, False), (16, 10, True), (1000, 10, False), (1000, 11, True)):
         one = loader([DataFile(f"{i}.json", "", 1) for i in range(files)], sample)
         for epoch in (0, 9, 99):
@@ -1051,7 +1155,7 @@ def test_a_damaged_file_of_a_few_stops_no_run_in_any_epoch(sample):
 
 
 def test_an_empty_file_is_a_damaged_one(tmp_path):
-    """What a full disk leaves. gzip takes nothing for a sound end."""
+    """A full disk leaves empty files. gzip alone would take one for a regular end."""
     write_files(tmp_path, [40] * 3)
     sorted(tmp_path.glob("*.gz"))[1].write_bytes(b"")
     ranks = streams_of(list_files("c4", str(tmp_path)), 1, 1)
@@ -1074,11 +1178,11 @@ def test_mismatch_is_named(sample, tmp_path):
         loader(files, sample, seed=3).load_state_dict(saved)
     with pytest.raises(ConfigError, match=r"shuffle_window: 0 then, 64 now"):
         loader(files, sample, shuffle_window=64).load_state_dict(saved)
-    loader(files, sample, shuffle_window=1).load_state_dict(saved)  # which shuffles nothing either
+    loader(files, sample, shuffle_window=1).load_state_dict(saved)  # a window of 1 shuffles nothing either
     changed = [DataFile(files[0].name, files[0].url, files[0].size + 1), *files[1:]]
     with pytest.raises(ConfigError, match=r"8 files then, 8 now, 1 differ; first c4-train.00000-of-00008.json.gz"):
         loader(changed, sample).load_state_dict(saved)
-    # From the hub to a mirror is no change: names are relative to the folder that holds the files.
+    # Moving from the hub to a mirror is no change, because names are relative to the folder that holds the files.
     mirror = tmp_path / "mirror" / "c4" / "en"
     mirror.parent.mkdir(parents=True)
     mirror.symlink_to(sample / "en")
@@ -1088,7 +1192,10 @@ def test_mismatch_is_named(sample, tmp_path):
 
 
 def test_a_checkpoint_of_another_loader(sample, tmp_path):
-    """Refused, with what to set; and setting it begins the data anew once, not at every resume from then on."""
+    """It is refused, and the message says what to set.
+
+    With this setting, the data begins anew once, not at every resume.
+    """
     dcp.save({"model": {"w": torch.ones(2)}}, checkpoint_id=tmp_path, no_dist=True)
     found, epoch = read_data_state(str(tmp_path))
     assert (found, epoch) == ({}, -1)
@@ -1100,14 +1207,17 @@ def test_a_checkpoint_of_another_loader(sample, tmp_path):
 
 
 def test_a_checkpoint_of_an_older_assignment(sample, tmp_path):
-    """Its positions, of other columns, are never loaded: refused, or begun anew after the last epoch that they had begun."""
+    """Its positions have other columns and are never loaded.
+
+    It is refused, or the data begins anew after the last epoch.
+    """
     now = loader(list_files("c4", str(sample)), sample)
     old = {key: value for key, value in now.fingerprint.items() if key != "assignment"}
     state = {"fingerprint": json.dumps(old), "positions": torch.tensor([[2] + [7] * 12] * 7 + [[3] + [9] * 12])}
     dcp.save({"dataloader": state}, checkpoint_id=tmp_path, no_dist=True)
     found, epoch = read_data_state(str(tmp_path))
     assert (found, epoch) == (old, 3)
-    refused = r'data: an older version of titan-disp shared out .*stream.on_mismatch = "restart"'
+    refused = r'data: an older version of titan-disp assigned .*stream.on_mismatch = "restart"'
     with pytest.raises(ConfigError, match=refused):
         check_fingerprint(found, now.fingerprint)
     with pytest.raises(ConfigError, match=refused):
@@ -1129,7 +1239,7 @@ def test_digest_of_no_ranks(sample):
 
 
 def first_sequences_by_hand(file, sample, count, length):
-    """The first [count, length] tokens of one file: gzip, json and sentencepiece alone."""
+    """The first [count, length] tokens of a file, computed with gzip, json and sentencepiece only."""
     processor = SentencePieceProcessor(model_file=str(sample / "tokenizer" / "sample.model"))
     tokens = []
     with gzip.open(file, "rt", encoding="utf-8") as lines:
@@ -1148,14 +1258,14 @@ def test_validation_is_the_same_on_any_ranks(sample):
         batches = [[torch.cat([x["input"], labels[:, -1:]], 1) for x, labels in one] for one in sets]
         assert {len(b) for b in batches} == {16 // ranks // 2}
         assert sorted(row.tolist() for b in batches for x in b for row in x) == expected
-        # A second validation gives the same again.
+        # A second validation gives the same batches.
         inputs, labels = next(iter(sets[-1]))
         assert torch.equal(inputs["input"], batches[-1][0][:, :-1])
         assert torch.equal(labels, batches[-1][0][:, 1:])
 
 
 def test_held_out_sequences_are_the_first_of_the_validation_split(sample, tmp_path, caplog):
-    """Of the split beside the training data, or of [validation]'s where it is enabled; None where there is neither."""
+    """The split beside the training data, or that of [validation] if it is enabled; None if there is neither."""
     tokenizer, job = load_tokenizer(sample / "tokenizer"), config(sample)
     expected = first_sequences_by_hand(sample / VALIDATION_FILE, sample, 5, 33)
     found = held_out_sequences(job, tokenizer, 5)
@@ -1165,13 +1275,13 @@ def test_held_out_sequences_are_the_first_of_the_validation_split(sample, tmp_pa
     other = shutil.copy(sample / "en" / "c4-train.00002-of-00008.json.gz", tmp_path / "valid.json.gz")
     section = job.validation
     section.enable, section.dataset, section.dataset_path = True, "text_validation", str(tmp_path)
-    section.seq_len = 64  # of another use
+    section.seq_len = 64  # of validation; held-out sequences have training's
     found = held_out_sequences(job, tokenizer, 5)
     assert torch.equal(found, first_sequences_by_hand(other, sample, 5, 33))
     assert not torch.equal(found, expected)
 
     section.enable = False
-    job.training.dataset_path = other  # one file, and nothing beside it
+    job.training.dataset_path = other  # a single file, with no validation split beside it
     assert held_out_sequences(job, tokenizer, 5) is None
     job.training.dataset_path = str(tmp_path / "train")
     (tmp_path / "train").mkdir()
@@ -1181,7 +1291,7 @@ def test_held_out_sequences_are_the_first_of_the_validation_split(sample, tmp_pa
 
 
 def test_held_out_text_is_of_all_folders(sample, tmp_path):
-    """Of documents that are not C4's, ``en`` is a folder like others: C4's own variants lie beside each other in this way."""
+    """For documents other than C4's, ``en`` is a folder like any other. C4's variants also lie beside each other."""
     for folder in ("de", "en", "en.noclean"):
         (tmp_path / folder).mkdir()
         (tmp_path / folder / "train.jsonl").write_text('{"text": "to train on"}\n')
@@ -1215,7 +1325,7 @@ def test_a_document_of_many_megabytes_does_not_fill_memory(tmp_path):
 
 
 def test_digest(sample):
-    """The real loaders: the same hashes for 1, 2, 4, 8 and 40 ranks, resumed twice, across an epoch, prefetch on or off."""
+    """The real loaders give the same hashes for 1 to 40 ranks, resumed twice, across an epoch, and with prefetch."""
     options = ("--training.global_batch_size", "80", "--training.local_batch_size", "1", "--training.seq_len", "256")
     job = config(sample, *options)
     steps = 60  # 1.2 M tokens: two epochs
@@ -1226,7 +1336,7 @@ def test_digest(sample):
         assert digest(job, steps, phases).hashes == expected.hashes, phases
     prefetched = config(sample, *options, "--stream.prefetch", "3")
     assert digest(prefetched, 20, [(0, 2), (7, 1)]).hashes == expected.hashes[:20]
-    # Fewer slots than sequences, and another accumulation: another stream, equally independent of the ranks.
+    # Fewer slots than sequences, and another accumulation: another stream, which does not depend on the ranks either.
     few = config(sample, *options, "--stream.slots", "16", "--training.local_batch_size", "5")
     assert digest(few, 10, [(0, 1)]).hashes == digest(few, 10, [(0, 8), (4, 16)]).hashes != expected.hashes[:10]
 
@@ -1252,7 +1362,7 @@ def test_fast_tokenizer_gives_the_same_batches(sample, hf_tokenizer):
 )
 @pytest.mark.slow
 def test_read_amplification_measured(tmp_path, files, slots, ranks):
-    """Tiny files, one whole epoch, bytes counted."""
+    """Read amplification over one epoch of tiny files, measured by counting bytes."""
     listed = write_files(tmp_path, [40] * files)
     size = sum(f.size for f in listed)
     read = 0

@@ -1,10 +1,10 @@
-"""titan-disp submit: the plan, and the sbatch command."""
+"""These tests check the plan and the sbatch command of ``titan-disp submit``."""
 
 import sys
 
 import pytest
 
-from tests.cluster_of_one import ROOT
+from tests.command_line import ROOT
 from titan_disp.cli import main
 from titan_disp.cluster import submit
 
@@ -36,7 +36,7 @@ def test_the_plan_and_the_command(command):
     code, out, _ = command(80, *options)
     assert code == 0
     assert "39,673 of 3,932,160 tokens" in out
-    assert "replicate 80 × shard 8 × context 1 × tensor 1" in out  # of -1 in the file
+    assert "replicate 80 × shard 8 × context 1 × tensor 1" in out  # the file has -1
     assert out.splitlines()[-1] == (
         "sbatch --nodes=80 --gpus-per-node=8 --time=24:00:00 --account=abc "
         f"--export=ALL,TITAN_DISP_SITE=frontier,TITAN_DISP_PYTHON={sys.executable} "
@@ -53,7 +53,7 @@ def test_what_would_fail_is_not_submitted(command):
 
 @pytest.mark.parametrize("name", submit.OTHER_PYTHON)
 def test_a_container_has_a_python_of_its_own(command, monkeypatch, name):
-    """The login node's interpreter is not there."""
+    """A container's nodes do not have the login node's interpreter."""
     monkeypatch.setenv(name, "apptainer exec --nv titan-disp.sif")
     _, out, _ = command(80)
     assert "--export=ALL,TITAN_DISP_SITE=frontier " in out.splitlines()[-1]

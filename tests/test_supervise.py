@@ -9,13 +9,15 @@ import subprocess
 import sys
 import threading
 import time
+from datetime import datetime
 
 import pytest
+import tomli
 from torch.distributed.run import config_from_args, parse_args
 from torchtitan.config import JobConfig
 
-from tests.cluster_of_one import DEMO, ROOT
-from titan_disp.cluster import job, nodecheck
+from tests.command_line import DEMO, ROOT
+from titan_disp.cluster import job_check, node_health
 from titan_disp.errors import IN_USE_EXIT_CODE, ConfigError
 
 spec = importlib.util.spec_from_file_location("slurm.supervise", ROOT / "slurm" / "supervise.py")
@@ -244,7 +246,7 @@ class TestDecide:
         (cluster.run / "checkpoint" / "step-x" / ".metadata").touch()
         assert decided(cluster, **options).reason.startswith(
             "failure 1 of at most 2 retries without a new checkpoint (newest checkpoint: step 4): a rank or a node died "
-            "without a word (srun's status 1)"
+            "without a message (srun's status 1)"
         )
         assert decided(cluster, **options).state == "requeue"
         cluster.error("RuntimeError: connection closed by peer\nmore", time=20)
@@ -350,6 +352,14 @@ class TestDecide:
         assert states == ["requeue", "requeue", "requeue", "give up"]
         log.write_bytes(b"\xff" * (1 << 20) + log.read_bytes())  # its end alone is read
         assert cluster.supervisor().uncounted() == 3
+        line = f"titan-disp: NOW requeue: x {supervise.UNWRITTEN}\n"
+        log.write_text(line + "x" * (1 << 20) + "\n" + line)  # of the first one, nothing is left in it
+        assert cluster.supervisor().uncounted() == 1
+        log.write_text(line * 2)  # and a short one is read from its first byte on
+        assert cluster.supervisor().uncounted() == 2
+        del cluster.job["StdOut"]
+        assert cluster.supervisor(restart=5).uncounted() == 5
+        cluster.job["StdOut"] = str(log)
         log.unlink()
         states = [decided(cluster, restart=restart).state for restart in range(4)]
         assert states == ["requeue", "requeue", "requeue", "give up"]
@@ -367,8 +377,10 @@ class TestWhatRanksLeave:
         text = f"the first ({node}/x/attempt_0/0/error.json)"
         assert supervise.first_error(str(cluster.run), "7.0") == text
         broken = ('{"mess', "[]", '{"message": "text"}', "{}", '{"message": {"message": "m", "extraInfo": {}}}')
-        nothing = {"message": {"message": "\n", "extraInfo": {"timestamp": "1"}}}
-        for name, content in enumerate((*broken, json.dumps(nothing))):
+        odd = (("\n", "1"), ("m", "soon"), (7, "1"))
+        odd = [json.dumps({"message": {"message": m, "extraInfo": {"timestamp": t}}}) for m, t in odd]
+        (node / "other.json").write_text(json.dumps({"message": {"message": "m", "extraInfo": {"timestamp": "1"}}}))
+        for name, content in enumerate((*broken, *odd)):
             folder = node / f"{name}"
             folder.mkdir()
             (folder / "error.json").write_text(content)
@@ -387,13 +399,18 @@ Thread 0x02 (most recent call first):\n  File "/a/checkpoint.py", line 213 in sa
             ("7.0", 1, 1): "no dump",
             ("7.0", 1, 2): self.DUMP.replace("Timeout (", "Fatal"),
             ("7.0", 1, 3): "Timeout (0:01:00)!",
+            ("7.0", 1, 4): self.DUMP + "Timeout (0:02:00)!\n",  # the older dump is not where it stands
             ("6.0", 0, 0): self.DUMP,
         }
         for (start, node, rank), text in logs.items():
             folder = cluster.run / "logs" / start / f"node-{node}" / "x" / "attempt_0" / str(rank)
             folder.mkdir(parents=True)
             (folder / "stderr.log").write_bytes(text.encode("latin-1"))
-        (folder / "stdout.log").write_text(self.DUMP)
+        logs = cluster.run / "logs" / "7.0"
+        (logs / "node-1" / "x" / "attempt_0" / "0" / "stdout.log").write_text(self.DUMP)
+        (logs / "node-1" / "stderr.log").symlink_to("nowhere")
+        (logs / "other").mkdir()
+        (logs / "other" / "stderr.log").write_text(self.DUMP)
         expected = "node 0 rank 1: save in checkpoint.py:213; node 1 rank 0: save in checkpoint.py:213"
         assert supervise.stacks(str(cluster.run), "7.0") == expected
         long = cluster.run / "logs" / "7.0" / "node-0" / "x" / "attempt_0" / "1" / "stderr.log"
@@ -415,10 +432,13 @@ Thread 0x02 (most recent call first):\n  File "/a/checkpoint.py", line 213 in sa
 
 
 class TestNodes:
-    def test_all_can_train(self, cluster):
+    ENDED = "the check of the nodes has taken 1 s and is ended"
+
+    def test_all_can_train(self, cluster, capsys):
         cluster.reports(**FOUR)
         supervisor = cluster.supervisor(SLURM_GPUS_PER_NODE="h100:8", TITAN_DISP_NPROC="gpu")
         assert supervisor.check_nodes() == Outcome("prepare", "4 nodes can train")
+        assert "is ended" not in capsys.readouterr().out
         (call,) = cluster.calls("srun")
         assert call == (
             f"--ntasks-per-node=1 --kill-on-bad-exit=0 --mem=0 --cpu-bind=none bash {ROOT}/slurm/node.sh check"
@@ -429,6 +449,17 @@ class TestNodes:
             "n3.json",
             "n4.json",
         ]
+
+    def test_reports_are_kept_for_whoever_looks(self, cluster):
+        """The newest of a start; where they cannot be written, the check goes on."""
+        nodes = cluster.run / "nodes" / "7.0"
+        for gpus in (8, 7):
+            cluster.reports(**dict.fromkeys(FOUR, (gpus, [])))
+            assert cluster.supervisor().check_nodes().state == "prepare"
+            assert len(json.loads((nodes / "n1.json").read_text())["gpus"]) == gpus
+        nodes.rename(cluster.run / "nodes" / "6.0")
+        nodes.write_text("no folder")
+        assert cluster.supervisor().check_nodes() == Outcome("prepare", "4 nodes can train")
 
     def test_the_names_of_the_nodes(self, cluster):
         """The list as SLURM writes it is no node that could be blamed."""
@@ -445,6 +476,12 @@ class TestNodes:
         assert not (cluster.run / "bad_nodes.json").exists()
         assert len(cluster.calls("srun")) == 1
 
+    def test_gpus_that_the_job_asked_for_and_no_node_has(self, cluster):
+        """All nodes agree, so that only what the job asked for shows it."""
+        cluster.reports(**dict.fromkeys(FOUR, (7, [])))
+        supervisor = cluster.supervisor(SLURM_GPUS_PER_NODE="8", TITAN_DISP_NPROC="gpu")
+        assert "n1: 7 of 8 GPUs are visible" in supervisor.check_nodes().reason
+
     def test_switched_off(self, cluster):
         assert cluster.supervisor(TITAN_DISP_CHECK_NODES="0").check_nodes().state == "prepare"
         assert not cluster.calls("srun")
@@ -454,8 +491,10 @@ class TestNodes:
         [
             ({"TITAN_DISP_NPROC": "gpu", "SLURM_GPUS_PER_NODE": "8"}, 8),
             ({"TITAN_DISP_NPROC": "gpu", "SLURM_GPUS_PER_NODE": "a100:4"}, 4),
+            ({"TITAN_DISP_NPROC": "gpu", "SLURM_GPUS_PER_NODE": "H100:4"}, 4),
             ({"TITAN_DISP_NPROC": "gpu", "SLURM_GPUS_ON_NODE": "2"}, 2),
             ({"TITAN_DISP_NPROC": "3", "SLURM_GPUS_ON_NODE": "4"}, 3),
+            ({"TITAN_DISP_NPROC": "3", "SLURM_GPUS_PER_NODE": "4"}, 3),
             ({"TITAN_DISP_NPROC": "2"}, None),  # ranks on CPUs
             ({"TITAN_DISP_NPROC": "gpu"}, None),
             ({"SLURM_GPUS_PER_NODE": "a100:2,v100:2"}, None),
@@ -471,7 +510,7 @@ class TestNodes:
             ((0, []), None, "0 GPUs are visible, most nodes have 8"),  # nobody said how many: the majority does
             ((9, []), None, "9 GPUs are visible, most nodes have 8"),
             ((7, []), 8, "7 of 8 GPUs are visible"),
-            ((8, ["GPU 3 multiplies wrongly", "/tmp is full"]), 8, "GPU 3 multiplies wrongly, /tmp is full"),
+            ((8, ["GPU 3 is in use", "/tmp is full"]), 8, "GPU 3 is in use, /tmp is full"),
         ],
     )
     def test_a_bad_node(self, cluster, found, asked, problem):
@@ -493,14 +532,16 @@ class TestNodes:
         assert supervise.judge_nodes(["n1"], {"n1": {}}, None) == {}  # a report that says nothing
 
     def test_a_node_that_fails_twice_is_excluded(self, cluster):
-        cluster.reports(**{**FOUR, "n3": (8, ["GPU 3 multiplies wrongly"])})
+        cluster.reports(**{**FOUR, "n3": (8, ["GPU 3 returns wrong matrix products", "/tmp is full"])})
         supervisor = cluster.supervisor()
         outcome = supervisor.check_nodes()
         assert outcome.state == "requeue"
-        assert outcome.reason.endswith("nodes that cannot train: node n3: GPU 3 multiplies wrongly")
+        assert outcome.reason.endswith(
+            "nodes that cannot train: node n3: GPU 3 returns wrong matrix products, /tmp is full"
+        )
         assert supervisor.bad_nodes() == []
         kept = cluster.run / "nodes" / "7.0" / "n3.json"
-        assert json.loads(kept.read_text())["problems"] == ["GPU 3 multiplies wrongly"]
+        assert json.loads(kept.read_text())["problems"] == ["GPU 3 returns wrong matrix products", "/tmp is full"]
         cluster.reports(**{node: found for node, found in FOUR.items() if node != "n3"})
         supervisor = cluster.supervisor(restart=1)
         outcome = supervisor.check_nodes()
@@ -529,11 +570,11 @@ class TestNodes:
         bad = (8, ["/scratch is not writable"])
         cluster.reports(**{**FOUR, "n1": bad, "n2": bad})
         outcome = cluster.supervisor().check_nodes()
-        assert "2 of 4 nodes fail their check, which is taken for the job's failure" in outcome.reason
+        assert "2 of 4 nodes fail their check, which counts as the job's failure" in outcome.reason
         assert "/scratch is not writable" in outcome.reason
         assert not (cluster.run / "bad_nodes.json").exists()
 
-    def test_a_check_that_hangs(self, cluster):
+    def test_a_check_that_hangs(self, cluster, capsys):
         """The nodes that answered are known, the one that did not is named, and the step is ended."""
         cluster.reports(**{node: found for node, found in FOUR.items() if node != "n2"})
         cluster.write("srun", f'cat "{cluster.commands}/reports"; exec sleep 60')
@@ -542,6 +583,7 @@ class TestNodes:
         assert time.monotonic() - start < 10
         assert outcome.reason.endswith("nodes that cannot train: node n2: it did not answer")
         assert cluster.calls("scancel") == ["--signal=KILL 7.0"]  # not 7.batch
+        assert self.ENDED in capsys.readouterr().out
 
     def test_what_else_srun_prints(self, cluster):
         """Labels, colours, two reports on a line, a line without an end, and bytes that are no text."""
@@ -555,10 +597,11 @@ class TestNodes:
         supervisor = cluster.supervisor(TITAN_DISP_CHECK_SECONDS="5")
         assert supervisor.check_nodes() == Outcome("prepare", "4 nodes can train")
 
-    def test_signalled_meanwhile(self, cluster):
+    def test_signalled_meanwhile(self, cluster, capsys):
         cluster.write("srun", "exec sleep 60")
         threading.Timer(0.3, lambda: cluster.signals.write_text("USR1\n")).start()
         assert cluster.supervisor().check_nodes() == Outcome("decide", "signalled during the check of the nodes")
+        assert "is ended" not in capsys.readouterr().out
 
 
 class TestPrepare:
@@ -566,25 +609,44 @@ class TestPrepare:
         other = cluster.folder / "other λ run"
         cluster.folder_is("python", other)
         supervisor = cluster.supervisor("--training.steps", "9")
-        assert supervisor.prepare().state == "train"
+        assert supervisor.prepare() == Outcome("train", "the config can start on these nodes")
         assert supervisor.run == str(other)
         assert cluster.calls("python") == [
-            "-m titan_disp.cluster.job --nodes 4 --nproc 1 --job.config_file config.toml --job.dump_folder "
+            "-m titan_disp.cluster.job_check --nodes 4 --nproc 1 --job.config_file config.toml --job.dump_folder "
             f"{cluster.run} --training.steps 9"
         ]
 
+    def test_with_a_prefix_and_nothing_said_of_ranks(self, cluster):
+        """A container that this program starts, such as apptainer exec; one rank per GPU on one node."""
+        cluster.write("apptainer", f'cat "{cluster.commands}/folder"')
+        supervisor = cluster.supervisor(TITAN_DISP_PREFIX="apptainer exec 'my image.sif'", TITAN_DISP_PYTHON="python3")
+        del supervisor.environment["TITAN_DISP_NPROC"], supervisor.environment["SLURM_NNODES"]
+        assert supervisor.prepare().state == "train"
+        (call,) = cluster.calls("apptainer")
+        assert call.startswith("exec my image.sif python3 -m titan_disp.cluster.job_check --nodes 1 --nproc gpu ")
+
     @pytest.mark.parametrize(
         ("restart", "checkpoint", "state"),
-        [(0, False, "end"), (1, False, "requeue"), (0, True, "requeue"), (1, True, "requeue")],
+        [(0, None, "end"), (0, 0, "end"), (1, None, "requeue"), (0, 1, "requeue"), (1, 4, "requeue")],
     )
     def test_a_failing_check_ends_only_what_has_never_trained(self, cluster, restart, checkpoint, state):
-        """No GPU, an unmounted file system, an import error: at a restart none of them is the config's fault."""
-        if checkpoint:
-            cluster.checkpoint(4)
+        """No GPU, an unmounted file system, an import error: at a restart none of them is the config's fault.
+
+        A checkpoint of step 0, TorchTitan's seed checkpoint, holds the weights to begin with.
+        """
+        if checkpoint is not None:
+            cluster.checkpoint(checkpoint)
         cluster.write("python", "echo ImportError >&2; exit 1")
         outcome = cluster.supervisor(restart=restart).prepare()
         assert outcome.state == state
         assert "the config could not be checked (status 1)" in outcome.reason
+        ends = outcome.reason.endswith("Not requeued: fix the config or the environment")
+        assert ends is (state == "end")
+
+    def test_signalled_meanwhile(self, cluster):
+        cluster.signals.write_text("USR1\n")
+        cluster.write("python", "sleep 60 & wait")
+        assert cluster.supervisor().prepare() == Outcome("decide", "signalled while the config was checked")
 
     def test_no_interpreter(self, cluster):
         outcome = cluster.supervisor(restart=1, TITAN_DISP_PYTHON="/nowhere/python").prepare()
@@ -605,7 +667,7 @@ class TestPrepare:
         assert supervisor.run == str(cluster.run)
         (call,) = cluster.calls("srun")
         assert call.startswith("--nodes=1 --ntasks=1 --nodelist=n1 --mem=0 --cpu-bind=none ")
-        assert "--container-image=/my images/a.sqsh python -m titan_disp.cluster.job" in call
+        assert "--container-image=/my images/a.sqsh python -m titan_disp.cluster.job_check" in call
 
     def test_no_run_folder_is_said(self, cluster, capsys):
         """As by an image with an older titan-disp; what it prints is in the log."""
@@ -613,7 +675,7 @@ class TestPrepare:
         outcome = cluster.supervisor().prepare()
         assert outcome.state == "end"
         assert (
-            "did not say the run folder: is titan-disp of the same version there as slurm/supervise.py"
+            "did not print the run folder: is titan-disp there of the same version as slurm/supervise.py"
             in outcome.reason
         )
         assert capsys.readouterr().out == f"{cluster.run}\n"
@@ -634,18 +696,20 @@ class TestPrepare:
             *options,
         ]
         monkeypatch.setattr("sys.argv", argv)
-        job.main()
+        job_check.main()
         lines = capsys.readouterr().out.splitlines(keepends=True)
         assert supervise.marked(lines, supervise.RUN_FOLDER) == [str(run)]
         with pytest.raises(ConfigError, match="TITAN_DISP_NPROC is '8x', expected gpu or a number of ranks per node"):
-            job.prepare(argv[5:], 1, "8x")
-        assert supervise.NODE_REPORT == nodecheck.REPORT
+            job_check.prepare(argv[5:], 1, "8x")
+        assert supervise.NODE_REPORT == node_health.REPORT
         assert supervise.IN_USE == IN_USE_EXIT_CODE
 
     def test_a_users_stop_file_holds(self, cluster):
         (cluster.run / "stop").touch()
         outcome = cluster.supervisor().prepare()
         assert outcome == Outcome("end", f"{cluster.run}/stop is there: nothing was trained. Remove it to go on")
+        (cluster.run / "stop").write_bytes(b"\xff")  # nothing that a start of a job writes
+        assert cluster.supervisor().prepare().state == "end"
         (cluster.run / "stop").write_text("6.2\n")  # of an earlier start of a job
         assert cluster.supervisor().prepare().state == "train"
 
@@ -679,6 +743,21 @@ def test_run_folder_without_titan_disp(tmp_path, monkeypatch, toml, overrides, f
 
         config = ConfigManager().parse_args(["--job.config_file", "c.toml", *overrides])
         assert os.path.abspath(config.job.dump_folder) == os.path.abspath(folder)
+
+
+def test_the_strings_of_a_toml_file():
+    """The keys as tomli gives them; what is no string has no value, and what is in an array no key."""
+    text = """first = "a"\n[job]\nsteps = 7\nflag = true\nwords = ["dump_folder = 'no'", "b"]\ndump_folder = 'x'
+inner = { number = 1, text = "c" }\n"""
+    assert tomli.loads(text)["job"]["inner"]["text"] == "c"
+    expected = [("first", "a"), ("job.dump_folder", "x"), ("job.inner.text", "c")]
+    assert list(supervise.toml_strings(text.splitlines(keepends=True))) == expected
+
+
+def test_a_group_that_has_ended_is_not_killed():
+    process = subprocess.Popen(["true"], start_new_session=True)
+    process.wait()
+    supervise.kill_group(process)
 
 
 def test_any_bytes_in_any_locale(cluster):
@@ -736,7 +815,7 @@ class TestAnotherJobsRun:
         self.left(cluster, state)
 
     def test_bad_nodes_are_no_failure_of_its_run(self, cluster, state, lock):
-        cluster.reports(**{**FOUR, "n3": (8, ["GPU 3 multiplies wrongly"])})
+        cluster.reports(**{**FOUR, "n3": (8, ["GPU 3 returns wrong matrix products"])})
         assert cluster.supervisor(restart=1).check_nodes().state == "end"
         self.left(cluster, state)
 
@@ -844,7 +923,7 @@ class TestTrain:
         cluster.write("srun", f"echo USR1 > {cluster.signals}; sleep 0.3; exit 3")
         assert cluster.supervisor().train() == Outcome("decide", "training ended with status 3")
         assert not (cluster.run / "stop").exists()
-        assert "so that the ranks do not know: No space left on device" in capsys.readouterr().out
+        assert "so the ranks are not asked to stop: No space left on device" in capsys.readouterr().out
 
     PIPES = ("heartbeat.json", "events.jsonl", "stop", "bad_nodes.json", "requeue.json", "supervisor.jsonl")
 
@@ -984,6 +1063,29 @@ class TestEnds:
         (cluster.run / "excluded.json").write_text('{"job": "6", "nodes": ["n2"]}')
         assert self.excluded(cluster, "n2") is None
         assert self.excluded(cluster, "n2", n3=1) == "n2,n3"
+        (cluster.run / "excluded.json").write_text('{"job": "7"}')  # and one that names nobody
+        assert self.excluded(cluster, "n2") is None
+
+    def test_a_list_that_cannot_be_changed(self, cluster, capsys):
+        """slurmctld may be busy: it is asked eight times."""
+        cluster.write("scontrol", 'case "$1" in show) cat "$0.job";; update) exit 1;; esac')
+        (cluster.run / "bad_nodes.json").write_text(json.dumps({"n2": [time.time(), time.time()]}))
+        assert cluster.supervisor().requeue() == 1
+        assert self.updates(cluster) == 8 * ["update JobId=7 ExcNodeList=n2"]
+        assert "submit it again with --exclude=n2" in capsys.readouterr().out
+        assert not (cluster.run / "excluded.json").exists()
+
+    def test_a_list_that_cannot_be_written_down(self, cluster):
+        """On a file system that refuses or hangs: the job is requeued already."""
+        supervisor = cluster.supervisor()
+        supervisor.patience = 0.1
+        partial = cluster.run / "excluded.json.partial"
+        partial.mkdir()
+        supervisor._remember_excluded("7", ["n2"])
+        partial.rmdir()
+        os.mkfifo(partial)
+        supervisor._remember_excluded("7", ["n2"])
+        os.close(os.open(partial, os.O_RDWR | os.O_NONBLOCK))  # let the thread go
 
     def test_names_that_slurm_does_not_say(self, cluster):
         """Nobody is taken from a list that cannot be read."""
@@ -1039,15 +1141,16 @@ class TestEnds:
         )
         assert "requeued" not in capsys.readouterr().out
 
-    def test_refused_and_resubmitted(self, cluster, capsys):
+    def test_refused_and_resubmitted(self, cluster, capfd):
         cluster.write("sbatch", 'echo "Submitted batch job 8${SLURM_RESTART_COUNT:+, with the restarts of this one}"')
         (cluster.run / "bad_nodes.json").write_text(json.dumps({"n3": [time.time(), time.time()]}))
         assert cluster.supervisor(TITAN_DISP_RESUBMIT="1", restart=2).requeue() == 0
         assert len(cluster.calls("sbatch")) == 1
-        assert "submitted again as Submitted batch job 8\n" in capsys.readouterr().out
+        assert "submitted again as Submitted batch job 8\n" in capfd.readouterr().out
         assert json.loads((cluster.run / "excluded.json").read_text()) == {"job": "8", "nodes": ["n3"]}
-        cluster.write("sbatch", "exit 1")
+        cluster.write("sbatch", "echo sbatch: error: no such partition >&2; exit 1")
         assert cluster.supervisor(TITAN_DISP_RESUBMIT="1").requeue() == 1
+        assert "sbatch: error: no such partition" in capfd.readouterr().err
 
     # What SLURM 22.05.8 says of a job of --gpus-per-task=1 --exclude=n[3-4] --licenses=fast:1 --comment='a TimeLimit=b'
     # --mail-type=END,FAIL --mail-user=x@y.z --nice=5 --switches=2@00:05:00 --contiguous --job-name='my run' --error=/e
@@ -1123,7 +1226,7 @@ class TestEnds:
         ("Account", "abc", "--account=abc"),
         ("Partition", "gpu", "--partition=gpu"),
         ("QOS", "high", "--qos=high"),
-        ("WCKey", "*key", "--wckey=key"),  # the star marks a default key
+        ("WCKey", "*X1", "--wckey=X1"),  # the star marks a default key
         ("TimeLimit", "1-00:00:00", "--time=1-00:00:00"),
         ("TimeMin", "00:30:00", "--time-min=00:30:00"),
         ("Features", "h100&ib", "--constraint=h100&ib"),
@@ -1217,6 +1320,8 @@ class TestEnds:
         assert log.read_bytes().startswith(b"titan-disp: again")
         log.unlink()
         cluster.supervisor().on_top("there is no log")
+        del cluster.job["StdOut"]
+        cluster.supervisor().on_top("nobody knows where it is")
 
 
 def test_the_program(cluster, monkeypatch):
@@ -1224,7 +1329,7 @@ def test_the_program(cluster, monkeypatch):
     met = []
 
     def supervised(self):
-        met.append((self.argv, self.signals))
+        met.append((self.argv, self.signals, self.address))
         for name in (signal.SIGUSR1, signal.SIGTERM):
             os.kill(os.getpid(), name)
             met.append(self.heard)
@@ -1237,13 +1342,22 @@ def test_the_program(cluster, monkeypatch):
         monkeypatch.setattr(sys, "argv", ["supervise.py", "--signals", "s", "c.toml", "--sig", "x"])
         with pytest.raises(SystemExit, match="5"):
             supervise.main()
-        assert met == [(["c.toml", "--sig", "x"], "s"), "USR1", "TERM"]
+        assert met == [(["c.toml", "--sig", "x"], "s", "7"), "USR1", "TERM"]
+        points = cluster.folder / "points.json"
+        points.write_text(json.dumps({"points": [{"argv": ["first.toml"]}, {"argv": ["second.toml", "--a=b"]}]}))
+        monkeypatch.setenv("SLURM_ARRAY_JOB_ID", "7")
+        monkeypatch.setenv("SLURM_ARRAY_TASK_ID", "1")
+        monkeypatch.setattr(sys, "argv", ["supervise.py", "--signals", "s", "--of-array", str(points)])
+        with pytest.raises(SystemExit, match="5"):
+            supervise.main()
+        assert met[3:] == [(["second.toml", "--a=b"], "s", "7_1"), "USR1", "TERM"]
     finally:
         for name, handler in handlers:
             signal.signal(name, handler)
     monkeypatch.setenv("TITAN_DISP_MAX_RETRIES", "many")
     with pytest.raises(SystemExit, match="2"):
         supervise.main()
+    monkeypatch.delenv("TITAN_DISP_MAX_RETRIES")
     for argv in (["c.toml"], ["--signals", "s"]):
         monkeypatch.setattr(sys, "argv", ["supervise.py", *argv])
         with pytest.raises(SystemExit, match="2"):
@@ -1263,13 +1377,16 @@ class TestSupervise:
         return [record["state"] for record in cluster.transitions()]
 
     def test_a_run_from_its_start_to_its_end(self, cluster, capsys):
+        began = time.time()
         cluster.reports(**FOUR)
         event = json.dumps({"event": "complete", "step": 9, "job": "7.0"})
         cluster.write("srun", f"cat {cluster.commands}/reports; echo '{event}' >> {cluster.run}/events.jsonl")
         assert cluster.supervisor().supervise() == 0
         assert self.states(cluster) == ["unpack", "check nodes", "prepare", "train", "decide", "end"]
-        last = cluster.transitions()[-1]
+        first, *_, last = cluster.transitions()
+        assert first["reason"] == "start 7.0 on n[1-4]"
         assert (last["job"], last["restart"], last["reason"]) == ("7", 0, "the run is complete: step 9")
+        assert 0 <= datetime.fromisoformat(last["time"]).timestamp() - began < 60
         assert "end: the run is complete: step 9" in capsys.readouterr().out
 
     def test_a_wrong_config_ends_the_job(self, cluster):
@@ -1309,6 +1426,23 @@ class TestSupervise:
         assert self.states(cluster) == ["unpack", "check nodes", "requeue"]
         assert cluster.transitions()[-1]["reason"].endswith("check nodes: OSError: stale file handle")
 
+    @pytest.mark.parametrize(
+        ("state", "signal", "seconds"),
+        [
+            ("check nodes", "", 32),  # three checks of 10 s and four waits of 0.5 s for what is ended
+            ("check nodes", "USR1", 32),
+            ("decide", "", 10),
+            ("decide", "USR1", 4),  # half of the time until SLURM ends the job
+        ],
+    )
+    def test_how_long_a_state_may_take(self, cluster, monkeypatch, state, signal, seconds):
+        cluster.signals.write_text(signal)
+        supervisor = cluster.supervisor(TITAN_DISP_CHECK_SECONDS="10", TITAN_DISP_SIGNAL_SECONDS="8")
+        allowed = []
+        monkeypatch.setattr(supervise, "within", lambda limit, method: allowed.append(limit) or method())
+        assert supervisor.enter(state, lambda: Outcome("end")).state == "end"
+        assert allowed == [seconds]
+
     def test_signalled_before_training(self, cluster):
         cluster.signals.write_text("TERM\n")
         cluster.job["JobState"] = "COMPLETING"
@@ -1322,11 +1456,17 @@ def test_unpack(cluster):
     supervisor = cluster.supervisor(TITAN_DISP_ENV_ARCHIVE="/a/env.tar", TITAN_DISP_LOCAL="/local")
     assert supervisor.unpack() == Outcome("check nodes", "the environment is on every node")
     assert cluster.calls("sbcast") == ["--force /a/env.tar /local/titan-disp-7.tar"]
-    assert cluster.calls("srun")[0].endswith("slurm/unpack.sh /local/titan-disp-7.tar")
+    assert cluster.calls("srun") == [
+        f"--ntasks-per-node=1 --kill-on-bad-exit=1 --mem=0 --cpu-bind=none bash {ROOT}/slurm/unpack.sh /local/titan-disp-7.tar"
+    ]
     assert supervisor.environment["TITAN_DISP_PYTHON"] == "/local/titan-disp-7/bin/python"
     cluster.write("sbcast", "exit 1")
     outcome = cluster.supervisor(TITAN_DISP_ENV_ARCHIVE="/a/env.tar").unpack()
     assert outcome.reason.endswith("the environment /a/env.tar could not be unpacked on every node")
+    assert cluster.supervisor().unpack() == Outcome("check nodes", "the environment is used where it is")
+    cluster.signals.write_text("USR1\n")
+    outcome = cluster.supervisor(TITAN_DISP_ENV_ARCHIVE="/a/env.tar").unpack()
+    assert outcome == Outcome("decide", "signalled while the environment was unpacked")
 
 
 @pytest.mark.parametrize("command", ["sbcast", "srun"])
@@ -1504,3 +1644,15 @@ class TestArray:
             file.write_text(text)
             with pytest.raises(supervise.Failure, match="task '2' of the array has no point in .*points.json"):
                 supervise.task_of_array(str(file), self.TASK)
+        with pytest.raises(supervise.Failure, match="task '' of the array has no point in"):
+            supervise.task_of_array(str(file), {})
+
+    def test_its_point_in_any_locale(self, cluster, monkeypatch):
+        file = cluster.folder / "points.json"
+        file.write_bytes('{"points": [{"argv": ["läufe.toml"]}]}'.encode())
+
+        def in_ascii(*args, encoding=None):
+            return open(*args, encoding=encoding or "ascii")
+
+        monkeypatch.setattr(supervise, "open", in_ascii, raising=False)  # as where the locale is C
+        assert supervise.task_of_array(str(file), {"SLURM_ARRAY_TASK_ID": "0"}) == ["läufe.toml"]

@@ -1,4 +1,4 @@
-"""titan-disp sweep table: the statistics by other means, and the table of runs that are written by hand."""
+"""These tests compute the statistics of titan-disp sweep table in other ways, and tabulate runs written by hand."""
 
 import csv
 import itertools
@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from tests.cluster_of_one import DEMO
+from tests.command_line import DEMO
 from titan_disp.condensation.record import BINS, Condensation
 from titan_disp.errors import ConfigError
-from titan_disp.evaluate.table import aligned
+from titan_disp.markdown import markdown_table
 from titan_disp.sweeps.comparison import Condition, Member, differences
 from titan_disp.sweeps.definition import points, read_sweep
-from titan_disp.sweeps.final import final
+from titan_disp.sweeps.final_metric import final_metric
 from titan_disp.sweeps.sign_flip import MOST, sign_flip_p
 from titan_disp.sweeps.table import write_table
 
@@ -26,7 +26,7 @@ class TestSignFlip:
             ([1, 2, 3], 2 / 8),
             ([-1, -2, -3], 2 / 8),
             ([1, 2, -3], 1.0),  # the sum is 0
-            ([3, 3, -1], 4 / 8),  # 5: +++ and ++−, and their mirror images
+            ([3, 3, -1], 4 / 8),  # +++ and ++− reach 5, and so do their mirror images
             ([0, 0, 2], 1.0),
             ([0, 1, 1], 4 / 8),
             ([0.1, 0.2, 0.3], 2 / 8),
@@ -39,7 +39,7 @@ class TestSignFlip:
 
     @pytest.mark.parametrize("n", [2, 5, 9])
     def test_all_patterns_one_by_one(self, n):
-        """Whole numbers, of which many sums are equal, so that a tie that is missed would show."""
+        """Many sums of whole numbers are equal, so a missed tie would show."""
         d = np.random.default_rng(n).integers(-4, 6, n)
         sums = [abs(np.dot(signs, d)) for signs in itertools.product((-1, 1), repeat=n)]
         assert sign_flip_p(d) == np.mean([s >= abs(d.sum()) for s in sums])
@@ -50,12 +50,12 @@ class TestSignFlip:
         assert sign_flip_p(d) == pytest.approx(exact.pvalue, rel=1e-12)
 
     def test_the_order_of_sums_does_not_matter(self):
-        """0.1 + 0.2 + 0.3 is not 0.3 + 0.2 + 0.1: both are as far from 0 as the observed sum."""
+        """0.1 + 0.2 + 0.3 is not 0.3 + 0.2 + 0.1 in floating point, but both are as far from 0 as the observed sum."""
         d = [0.1, 0.2, 0.3, 0.4, 0.7]
         assert {sign_flip_p(order) for order in itertools.permutations(d)} == {2 / 32}
 
     def test_many_pairs(self):
-        """40 pairs have 10¹² patterns: of 40 alike, the two with all signs equal."""
+        """40 pairs have 10¹² patterns. For 40 equal pairs, two count: those with all signs equal."""
         assert sign_flip_p([0.5] * 40) == 2 / 2**40
         assert sign_flip_p([]) is None
         assert sign_flip_p([1.0] * (MOST + 1)) is None
@@ -67,7 +67,7 @@ def condition(name, values):
 
 class TestDifferences:
     def test_by_hand(self):
-        """−0.1, −0.2, −0.3: mean −0.2, s.e. 0.1/√3, and t of 2 degrees of freedom is 4.302653 at 97.5 %."""
+        """−0.1, −0.2, −0.3 have the mean −0.2 and s.e. 0.1/√3. t with 2 degrees of freedom is 4.302653 at 97.5 %."""
         off, on = condition("off", {1: 4.0, 2: 4.2, 3: 4.4}), condition("on", {1: 3.9, 2: 4.0, 3: 4.1})
         first, second = differences([off, on], "off")
         assert first.difference is None
@@ -80,7 +80,7 @@ class TestDifferences:
         assert second.standard_error == pytest.approx(0.0577350, rel=1e-5)
 
     def test_only_shared_seeds_are_pairs(self):
-        """Of a seed that only one of the two has, the difference is unknown; the mean has it still."""
+        """A seed that only one of the two has gives no difference, but counts in the mean."""
         off, on = condition("off", {1: 1.0, 2: 2.0, 3: None}), condition("on", {2: 2.5, 3: 9.0, 4: 7.0})
         _, found = differences([off, on], "off")
         assert found.pairs == ((("debug.seed", 2),),)
@@ -89,7 +89,7 @@ class TestDifferences:
         assert found.mean == pytest.approx((2.5 + 9 + 7) / 3)
 
     def test_holm_over_the_points(self):
-        """p 2/16, 1 and 4/16 of three points: the smallest times 3, the next times 2. A point without a pair is no test."""
+        """Holm multiplies 2/16, the smallest of three, by 3, and 4/16 by 2. A point without pairs is not a test."""
         seeds = range(4)
         off = condition("off", dict.fromkeys(seeds, 0.0))
         clear = condition("clear", dict(zip(seeds, (1.0, 2.0, 3.0, 4.0), strict=True)))
@@ -103,7 +103,7 @@ class TestDifferences:
 
 
 def a_run(folder, ce, held_out=None, steps=4, complete=True, cosines=None):
-    """What the table reads of a run."""
+    """Write the files of a run that the table reads."""
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps({"validation": {"enable": False}}))
     rows = [
@@ -127,31 +127,32 @@ def a_run(folder, ce, held_out=None, steps=4, complete=True, cosines=None):
 
 class TestFinal:
     def test_numbers(self, tmp_path):
-        """Of the last row, and of what was measured on held-out text at the end. Blocks are 0.2, 0.4 and 0.6."""
+        """Numbers come from the last row and the last measurement on held-out text. Blocks have 0.2, 0.4 and 0.6."""
         a_run(tmp_path / "run", 3.0, 3.5, cosines=[0.0, 0.2, 0.4, 0.6])
         found = {
-            name: final(tmp_path / "run", name) for name in ("ce", "loss", "cross_entropy", "spearman", "validation")
+            name: final_metric(tmp_path / "run", name)
+            for name in ("ce", "loss", "cross_entropy", "spearman", "validation")
         }
         assert found == {"ce": 3.0, "loss": 13.0, "cross_entropy": 3.5, "spearman": 0.5, "validation": None}
-        assert final(tmp_path / "run", "mean_cosine") == pytest.approx(0.4)
-        assert final(tmp_path / "run", "mean_cosine.late_blocks") == pytest.approx(0.6)
+        assert final_metric(tmp_path / "run", "mean_cosine") == pytest.approx(0.4)
+        assert final_metric(tmp_path / "run", "mean_cosine.late_blocks") == pytest.approx(0.6)
         with pytest.raises(ConfigError, match="has no part 'middle'; it has blocks"):
-            final(tmp_path / "run", "mean_cosine.middle")
+            final_metric(tmp_path / "run", "mean_cosine.middle")
         with pytest.raises(ConfigError, match="--metric is 'accuracy', expected validation, cross_entropy"):
-            final(tmp_path / "run", "accuracy")
+            final_metric(tmp_path / "run", "accuracy")
 
     def test_what_is_not_the_end_or_no_number(self, tmp_path):
-        """A measurement before the last row is not the end's; NaN is none."""
+        """A measurement before the last row is not from the end. NaN counts as no number."""
         a_run(tmp_path / "early", 3.0, 3.5)
         with open(tmp_path / "early" / "metrics.jsonl", "a") as file:
             file.write('{"step": 5, "time": 10, "ce": NaN}\n')
-        assert final(tmp_path / "early", "cross_entropy") is None
-        assert final(tmp_path / "early", "ce") is None
+        assert final_metric(tmp_path / "early", "cross_entropy") is None
+        assert final_metric(tmp_path / "early", "ce") is None
 
 
 @pytest.fixture
 def sweep(tmp_path):
-    """off and two λ, two seeds each: one run of the second λ has stopped, one of it has no number."""
+    """The sweep has off and two λ with two seeds each. One run of the second λ has stopped, and one has no number."""
     text = f"""[sweep]
 config = "{DEMO}"
 folder = "{tmp_path / "runs"}"
@@ -173,7 +174,7 @@ name = "on"
 
 class TestTable:
     def test_all_of_it(self, sweep, tmp_path):
-        """Differences −0.1 and −0.2: mean −0.15, s.e. 0.05, t of 1 degree of freedom is 12.7062 at 97.5 %."""
+        """−0.1 and −0.2 have the mean −0.15 and s.e. 0.05. t with 1 degree of freedom is 12.7062 at 97.5 %."""
         text = write_table(sweep, against="off")
         rows = [
             [cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line.startswith("|")
@@ -212,7 +213,7 @@ class TestTable:
         assert (sweep.folder / "table.png").read_bytes()[1:4] == b"PNG"
 
     def test_without_held_out_text(self, sweep, tmp_path):
-        """The training's cross-entropy, and it is said; not where it was asked for."""
+        """Training cross-entropy replaces missing measurements, with a note unless the user asked for it."""
         for file in sweep.folder.glob("*/metrics.jsonl"):
             file.write_text("".join(line for line in file.open() if "condensation" not in line))
         text = write_table(sweep, tmp_path / "out")
@@ -222,8 +223,8 @@ class TestTable:
         assert "No finished run" not in write_table(sweep, tmp_path / "out", metric="ce")
 
     def test_a_column_of_one_letter(self):
-        """`:` alone is no ruler in Markdown."""
-        assert aligned([["a", "p"], ["b", "1"]], left=1) == [["a ", " p"], ["--", "-:"], ["b ", " 1"]]
+        """`:` alone is not a ruler in Markdown."""
+        assert markdown_table([["a", "p"], ["b", "1"]], left=1) == "| a  |  p |\n| -- | -: |\n| b  |  1 |"
 
     def test_names_that_are_not_there(self, sweep):
         with pytest.raises(ConfigError, match="is 'of', expected one of off, on_coeff-0.1, on_coeff-1.0"):

@@ -1,4 +1,4 @@
-"""Sweeps: the file, the points that it stands for, and training them here. What a run does is a stub's, but for the last test."""
+"""These tests read a sweep's file, list its points, and train them here. Except for the last test, a stub trains."""
 
 import copy
 import dataclasses
@@ -12,11 +12,12 @@ import threading
 import time
 
 import pytest
+from torchtitan.config import ConfigManager
 
-from tests.cluster_of_one import DEMO, ROOT, children, environment, train
+from tests.command_line import DEMO, ROOT, children, environment, train
 from titan_disp import config
-from titan_disp.checks import check_config
 from titan_disp.config import load_config
+from titan_disp.config_checks import check_config
 from titan_disp.errors import ConfigError
 from titan_disp.run.folder import lock_folder, read_events, read_metrics
 from titan_disp.sweeps import folder, local
@@ -28,7 +29,7 @@ from titan_disp.sweeps.submit import ranges, submit
 
 
 def write(path, text, config=DEMO, overrides=()):
-    """A sweep's file with the run folders beside it."""
+    """Write a sweep's file. The run folders are next to it."""
     head = f"[sweep]\nconfig = {json.dumps(str(config))}\nfolder = {json.dumps(str(path.parent / 'runs'))}\n"
     path.write_text(f"{head}overrides = {json.dumps(list(overrides))}\n{text}")
     return path
@@ -44,7 +45,7 @@ def sweep(tmp_path):
 
 class TestPoints:
     def test_a_grid(self, sweep):
-        """Every combination; seeds are not part of the condition; both keys of a line take the same value."""
+        """Every combination is a point. Seeds are not part of a condition. Both keys of a line take the same value."""
         grid = '[grid]\n"dispersion.coeff" = [0.0, 0.1]\n"debug.seed, stream.seed" = [1, 2]\n'
         found = points(sweep(grid, "--training.steps=4"))
         assert [(point.name, point.condition) for point in found] == [
@@ -61,7 +62,7 @@ class TestPoints:
         assert found[1].seeds == {"debug.seed": 2, "stream.seed": 2}
 
     def test_a_list_and_a_grid(self, sweep):
-        """Each listed point with its own grid, and all of them with the common one."""
+        """Each listed point is combined with its own grid and with the common one."""
         text = """
 [[points]]
 name = "off"
@@ -92,7 +93,7 @@ name = "on"
         assert {point.condition for point in found} == {"demo_cpu"}
 
     def test_names_are_safe_and_unique(self, sweep):
-        """Booleans and lists as the command line takes them; a hash where two values would have one name."""
+        """Booleans and lists are written as on a command line. A hash distinguishes values of the same name."""
         text = """[grid]
 "dispersion.enabled" = [true, false]
 "dispersion.layers" = ["all", [0, 2]]
@@ -113,7 +114,7 @@ name = "on"
         assert last.overrides[:4] == ("--dispersion.no-enabled", "--dispersion.layers", "0", "2")
 
     def test_models_in_a_grid(self, sweep):
-        """Overrides in each of their three forms are one option; models of another name have a part of the point's."""
+        """Overrides in each of their three forms become one option. They are part of the point's name."""
         text = """[grid]
 "model.name" = ["qwen3_disp", "gpt2_disp"]
 "model.overrides" = ["hidden_dim=16", ["hidden_dim=32", "n_layers=2"], {hidden_dim = 48, n_layers = 2}, ""]
@@ -133,9 +134,38 @@ name = "on"
         ]
 
     @pytest.mark.parametrize(
+        ("key", "value"),
+        [
+            ("compile.components", ["model", "loss"]),
+            ("compile.components", ["model"]),
+            ("quantize.grouped_mm.mx.fqns", ["experts", "router"]),
+            ("dispersion.layers", [0, 2]),
+            ("dispersion.layers", []),
+            (
+                "parallelism.module_fqns_per_model_part",
+                [["tok_embeddings", "layers.0"], ["layers.1"], ["norm", "output"]],
+            ),
+        ],
+    )
+    def test_lists_reach_the_config_as_they_are_written(self, sweep, key, value):
+        """TorchTitan's own parser reads a point's options back as the value in the grid."""
+        (point,) = points(sweep(f'[grid]\n"{key}" = [{json.dumps(value)}]'))
+        argv = ["--job.custom_config_module", config.MODULE, "--model.hf_assets_path", ".", *point.overrides]
+        parsed = ConfigManager().parse_args(argv)
+        assert functools.reduce(getattr, key.split("."), parsed) == value
+
+    @pytest.mark.parametrize(
         ("text", "told"),
         [
             ("", "nothing varies"),
+            ('[grid]\n"compile.components" = [["model,loss"]]', "'model,loss', which has a comma: .* splits it there"),
+            ('[grid]\n"compile.components" = [["model", 1]]', "expected a string, a number"),
+            ('[grid]\n"dispersion.layers" = [[[0, 1], [2]]]', "expected a string, a number"),
+            ('[grid]\n"parallelism.module_fqns_per_model_part" = [[["norm"], []]]', "expected a string, a number"),
+            (
+                '[grid]\n"parallelism.module_fqns_per_model_part" = [[["norm"], "output"]]',
+                "expected a string, a number",
+            ),
             ("[grids]", "unknown key in of '.*': grids \\(did you mean grid"),
             ("[grid]\ndispersion.coeff = [1]", 'write keys with a dot in quotes: "dispersion.coeff"'),
             ('[grid]\n"dispersion.coeff" = 1', "expected a list of values"),
@@ -149,7 +179,10 @@ name = "on"
             ('[[points]]\nname = "a"\n[[points]]\nname = "a"', "2 points of the sweep have the name 'a'"),
             ('[[points]]\nname = "a"\noverrides = "--x"', "overrides of the point 'a' is '--x', expected a list"),
             ('[[points]]\nname = "a"\noverrides = ["--job.dump-folder=x"]', "which the sweep sets itself"),
-            ('[[points]]\nname = "a"\n[points.grid]\n"debug.seed" = [1]\n[grid]\n"debug.seed" = [2]', "name it once"),
+            (
+                '[[points]]\nname = "a"\n[points.grid]\n"debug.seed" = [1]\n[grid]\n"debug.seed" = [2]',
+                "name it only once",
+            ),
             (f'[[points]]\nname = "{"a" * 201}"', "is too long for a folder"),
         ],
     )
@@ -184,7 +217,7 @@ def nano(sample):
 
 class TestPrepare:
     def test_every_config_is_checked_before_anything_is_written(self, sweep, sample):
-        """By the real loader and the real checks: an unknown key, a wrong type, a value that cannot work."""
+        """The real loader and checks find an unknown key, a wrong type, and a value that cannot work."""
         text = """
 [[points]]
 name = "fine"
@@ -218,7 +251,7 @@ overrides = ["--training.global_batch_size=3"]
         assert len(str(raised.value).splitlines()) == 4
 
     def test_points_that_are_new_or_changed(self, sweep, sample, tmp_path):
-        """New points are added, and places in the list stay; a point that would be another is refused, naming the key."""
+        """New points are added, and indices in the list stay. A changed point is refused with the name of the key."""
         one = prepare(sweep('[grid]\n"debug.seed" = [2]', *nano(sample)), 1)
         assert [(p.point.name, p.place, p.steps) for p in one] == [("seed-2", 0, 4)]
         two = prepare(sweep('[grid]\n"debug.seed" = [1, 2]', *nano(sample)), 1)
@@ -228,16 +261,16 @@ overrides = ["--training.global_batch_size=3"]
         assert tuple(listed[1]["argv"]) == two[0].argv
         assert two[0].argv[0] == str(tmp_path / "runs" / "seed-1" / "point.toml")
         assert (tmp_path / "runs" / "seed-1" / "point.toml").read_bytes() == DEMO.read_bytes()
-        # The same config written in another way is the same point.
+        # A config that is written differently is the same point.
         (same,) = prepare(sweep('[grid]\n"debug.seed" = [1]', *nano(sample), "--dispersion.tau=1.0"), 1)
-        assert same.argv == two[0].argv  # what its first start had, with the copy of the file of that time
+        assert same.argv == two[0].argv  # as in its first start, with the copy of the file from then
         with pytest.raises(
             ConfigError, match=r"the point seed-1: its config has changed .*: dispersion.tau 1.0 → 2.0\. "
         ):
             prepare(sweep('[grid]\n"debug.seed" = [1]', *nano(sample), "--dispersion.tau=2.0"), 1)
 
     def test_a_model_that_is_no_more_overridden(self, sweep, sample):
-        """A table has no key of its own where it is left out; written in another way it is the same."""
+        """A table that is left out has no key. A table that is written differently is the same."""
         text = '[grid]\n"debug.seed" = [1]'
         prepare(sweep(text, *nano(sample), "--model.overrides=hidden_dim=16,n_layers=2"), 1)
         prepare(sweep(text, *nano(sample), "--model.overrides=n_layers=2, hidden_dim=16"), 1)
@@ -249,7 +282,7 @@ overrides = ["--training.global_batch_size=3"]
             prepare(sweep(text, *nano(sample), "--model.overrides=dim=32,n_layers=2"), 1)
 
     def test_an_older_version_knew_fewer_keys(self, sweep, sample, tmp_path):
-        """A key that the record lacks had its default."""
+        """A key that the record does not have had its default."""
         made = sweep('[grid]\n"debug.seed" = [1]', *nano(sample))
         prepare(made, 1)
         file = tmp_path / "runs" / "seed-1" / "point.json"
@@ -258,18 +291,18 @@ overrides = ["--training.global_batch_size=3"]
         file.write_text(json.dumps(record))
         with pytest.raises(ConfigError) as raised:
             prepare(made, 1)
-        assert "training.seq_len 2048 → 32" in str(raised.value)  # TorchTitan's default, which this run never had
+        assert "training.seq_len 2048 → 32" in str(raised.value)  # 2048 is the default, which this run never had
         assert "dispersion.tau" not in str(raised.value)
 
     def test_a_folder_that_is_something_else(self, sweep, sample, tmp_path):
-        """Another run's; but what a call that was killed while it wrote has left is no obstacle."""
+        """The folder of another run is refused. Files of a call that was killed while it wrote are accepted."""
         made = sweep('[grid]\n"debug.seed" = [1]', *nano(sample))
         run = tmp_path / "runs" / "seed-1"
         run.mkdir(parents=True)
         (run / "point.toml").touch()
         (run / ".point.json.partial").touch()
         (run / "metrics.jsonl").touch()
-        with pytest.raises(ConfigError, match="is there already and is no point of this sweep"):
+        with pytest.raises(ConfigError, match="already exists and is not a point of this sweep"):
             prepare(made, 1)
         (run / "metrics.jsonl").unlink()
         prepare(made, 1)
@@ -278,7 +311,7 @@ overrides = ["--training.global_batch_size=3"]
 
 class TestState:
     def test_finished(self, tmp_path):
-        """By what the run itself has written last: also after a stop at budget.stop_at_tokens, and when it was started again."""
+        """The run's last event decides, also after a stop at budget.stop_at_tokens, and after another start."""
         for lines, expected in (
             ([], ("not started", "it has not begun to train")),
             ([("start", 0, "")], ("unfinished", "begun, step 0 or later")),
@@ -293,7 +326,7 @@ class TestState:
             assert state(tmp_path) == expected
 
     def test_failed(self, tmp_path):
-        """As the sweep's own record or the supervisor's says; but not once it is finished."""
+        """The record of the sweep or of the supervisor decides, unless the point is finished."""
         self.events(tmp_path, [("start", 0, "")])
         (tmp_path / "supervisor.jsonl").write_text(
             '{"state": "train"}\n{"state": "give up", "reason": "three times"}\n'
@@ -324,14 +357,14 @@ def _loaded(words):
 
 
 def loaded_once(argv):
-    """The config of a point whatever its folder, from the first test that asks for it: a quarter of a second each."""
+    """Cache the configs of points whatever their folder, because loading one takes a quarter of a second."""
     where = argv.index("--job.dump_folder")
     return copy.deepcopy(_loaded((*argv[:where], *argv[where + 2 :])))
 
 
 @pytest.fixture
 def heard():
-    """SIGINT and SIGHUP as in a terminal: the shells of background jobs and nohup ignore them for all that they start."""
+    """Handle SIGINT and SIGHUP as in a terminal. Shells ignore them for background jobs, and nohup for its command."""
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGHUP)}
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
@@ -342,7 +375,7 @@ def heard():
 
 @pytest.fixture
 def prepared(sweep, sample, monkeypatch, heard):
-    """A 2 × 2 sweep whose points the stub trains: what it does, by the point's name."""
+    """Build a 2 × 2 sweep that the stub trains. Its behaviour is given by the point's name."""
 
     def prepared(text=GRID, jobs=1, module="tests.stub_train", **what):
         monkeypatch.setenv("STUB", json.dumps(what))
@@ -358,14 +391,14 @@ def outcomes(results):
 
 
 def starts(tmp_path):
-    """How often each point has begun to train."""
+    """Count how often each point has begun to train."""
     runs = tmp_path / "runs"
     return {p.name: sum(e["event"] == "start" for e in read_events(p)) for p in sorted(runs.iterdir()) if p.is_dir()}
 
 
 class TestRun:
     def test_failures_are_named_and_a_second_call_goes_on(self, prepared, tmp_path, capsys):
-        """With the first error; what is finished is not trained again."""
+        """The first error is reported. Finished points are not trained again."""
         results = prepared(**{NAMES[1]: "fail", NAMES[2]: "crash", NAMES[3]: "die"})
         assert outcomes(results) == dict(zip(NAMES, ("finished", "failed", "failed", "failed"), strict=True))
         told = summary(results)
@@ -391,7 +424,7 @@ class TestRun:
         assert starts(tmp_path) == {NAMES[0]: 1, NAMES[1]: 1, NAMES[2]: 2, NAMES[3]: 2}
 
     def signalled(self, tmp_path, count, number=signal.SIGINT, times=1):
-        """Signal this process once so many points train."""
+        """Signal this process as soon as so many points train."""
 
         def wait():
             deadline = time.monotonic() + 60
@@ -407,7 +440,7 @@ class TestRun:
 
     @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
     def test_asked_to_stop(self, prepared, tmp_path, number):
-        """Two at a time: these two save and stop, the others are not begun, and the handlers are given back."""
+        """Two points train and save and stop. The others do not begin, and the signal handlers are restored."""
         before = signal.getsignal(number)
         self.signalled(tmp_path, 2, number)
         results = prepared(jobs=2, **dict.fromkeys(NAMES, "wait"))
@@ -419,15 +452,15 @@ class TestRun:
         assert signal.getsignal(number) is before
 
     def test_asked_to_stop_twice(self, prepared, tmp_path):
-        """What does not stop is killed."""
-        before = children(os.getpid())  # the servers that other tests' ranks are forked from
+        """Points that do not stop are killed."""
+        before = children(os.getpid())  # servers that fork the ranks of other tests
         self.signalled(tmp_path, 1, times=2)
         results = prepared(**{NAMES[0]: "stubborn"})
         assert outcomes(results)[NAMES[0]] == "stopped"
         assert children(os.getpid()) == before
 
     def test_two_calls_do_not_train_one_point_twice(self, prepared, tmp_path, monkeypatch):
-        """What another call, or a job on a cluster, holds is left to it and waited for a while; the others are trained."""
+        """Points that another call or job holds are left alone and waited for. The others are trained."""
         monkeypatch.setattr(local, "IN_USE", 0.5)
         held = []
         for name, lock in ((NAMES[1], local.LOCK), (NAMES[2], ".lock")):
@@ -442,7 +475,7 @@ class TestRun:
         assert set(outcomes(prepared()).values()) == {"finished"}
 
     def test_another_call_has_finished_it_meanwhile(self, prepared, tmp_path):
-        """Looked at again under the lock."""
+        """The state is read again under the lock."""
         prepared(text='[grid]\n"dispersion.coeff" = [0.0]\n"debug.seed" = [1]')
         held = lock_folder(tmp_path / "runs" / NAMES[0], local.LOCK)
         complete = (tmp_path / "runs" / NAMES[0] / "events.jsonl").read_text()
@@ -483,7 +516,7 @@ class TestRun:
         assert local._devices(1, 2)["CUDA_VISIBLE_DEVICES"] == "6,7"
 
     def test_time_left(self):
-        """Ten minutes for 200 steps: 100 more take five."""
+        """200 steps took ten minutes, so 100 more take five."""
         assert time_left(600.0, 200, 100) == 300.0
         assert time_left(600.0, 0, 100) is None
 
@@ -499,7 +532,7 @@ class TestRun:
         ("RuntimeError: x\nx.errors.ChildFailedError:\n", "RuntimeError: x"),
         ("titan-disp: error: mend it\nSystemExit\n", "mend it"),
         ("a\nb\n\nc\nd\n", "b / c / d"),
-        ("", "it said nothing"),
+        ("", "no output"),
     ],
 )
 def test_first_error(tmp_path, text, error):
@@ -516,7 +549,7 @@ class TestSubmit:
         assert ranges([7, 0, 1, 2, 3, 9, 10]) == "0-3,7,9-10"
 
     def test_the_command(self, sweep, sample, tmp_path, monkeypatch, capsys):
-        """The plan of the first point, and an array of what is not finished; nothing is submitted where nothing is left."""
+        """The plan of the first point is printed, and an array of the unfinished points, if any, is submitted."""
         monkeypatch.delenv("TITAN_DISP_PYTHON", raising=False)
         monkeypatch.setattr(folder, "load_config", loaded_once)
         made = sweep(GRID, *nano(sample))
@@ -531,13 +564,13 @@ class TestSubmit:
         )
         first = told()
         assert first.splitlines()[0].endswith("0 are finished, 4 to submit")
-        assert "4 of 512 tokens" in first  # the plan: 4 steps of 16 × 32
+        assert "4 of 512 tokens" in first  # the plan has 4 steps of 16 × 32 tokens
         assert first.splitlines()[-1] == line.format("0-3")
         (made.folder / NAMES[1] / "failed.json").write_text('{"error": "it broke"}')
         for name in (NAMES[0], NAMES[2]):
             TestState.events(made.folder / name, [("complete", 4, "")])
         assert told().splitlines()[-1] == line.format("1,3")
-        assert (made.folder / NAMES[1] / "failed.json").exists()  # a dry run forgets nothing
+        assert (made.folder / NAMES[1] / "failed.json").exists()  # a dry run deletes nothing
         for name in NAMES:
             TestState.events(made.folder / name, [("complete", 4, "")])
         assert told() == f"4 points in {made.folder}: 4 are finished, 0 to submit\n"
@@ -545,7 +578,7 @@ class TestSubmit:
 
 @pytest.mark.parametrize("file", sorted((ROOT / "train_configs" / "sweeps").glob("*.toml")), ids=lambda file: file.stem)
 def test_the_sweeps_that_come_with_it(file, monkeypatch):
-    """Every value of a grid is one that its key can have, and the condition that the others are compared with is there.
+    """Every value of a grid is valid for its key, and the condition that the others are compared with exists.
 
     A point of each list goes through the loader, and the other values are put into its config, which takes no time.
     """
@@ -567,7 +600,7 @@ def test_the_sweeps_that_come_with_it(file, monkeypatch):
 @pytest.mark.night
 @pytest.mark.timeout(1200)
 def test_killed_in_the_middle(sample, tmp_path):
-    """A real 2 × 2 sweep: kill -9 of it ends the point that trains, which saves; a second call repeats no finished point."""
+    """After kill -9 of a real 2 × 2 sweep, the point in training saves and ends. Finished points are not repeated."""
     file = write(tmp_path / "sweep.toml", GRID, overrides=(*nano(sample), "--checkpoint.interval=1"))
     command = [sys.executable, "-m", "titan_disp.cli", "sweep", str(file)]
     first = subprocess.Popen(command, cwd=ROOT, env=environment(), stdout=subprocess.PIPE, text=True)
@@ -580,7 +613,7 @@ def test_killed_in_the_middle(sample, tmp_path):
     (trainer,) = children(first.pid)
     first.kill()
     first.communicate()
-    while os.path.exists(f"/proc/{trainer}"):  # nobody's child any more: it saves, and ends by itself
+    while os.path.exists(f"/proc/{trainer}"):  # it is not our child any more: it saves and ends by itself
         assert time.monotonic() < deadline
         time.sleep(0.05)
     assert [state(runs / name)[0] for name in NAMES] == ["finished", "unfinished", "not started", "not started"]
@@ -598,7 +631,7 @@ def test_killed_in_the_middle(sample, tmp_path):
     }
     assert begun == {NAMES[0]: ["start"], NAMES[1]: ["start", "resume"], NAMES[2]: ["start"], NAMES[3]: ["start"]}
 
-    # A point is what `titan-disp train` makes of the same config, to the last bit, whether it was cut off or not.
+    # A point, interrupted or not, equals the run of `titan-disp train` with the same config bit for bit.
     train(DEMO, sample, tmp_path / "alone", *nano(sample)[:4], "--dispersion.coeff=0.0", "--debug.seed=2")
     losses = [
         {step: row["loss"] for step, row in read_metrics(r).items()} for r in (tmp_path / "alone", runs / NAMES[1])

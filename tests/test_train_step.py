@@ -9,8 +9,9 @@ from torch import nn
 from torchtitan.components.optimizer import OptimizersContainer
 from torchtitan.train import Trainer
 
+from titan_disp import train
 from titan_disp.config import load_config
-from titan_disp.errors import CheckpointError
+from titan_disp.errors import EXIT_CODE, CheckpointError, ConfigError, DataError, NonFiniteError
 from titan_disp.qwen3.flavors import flavors
 from titan_disp.run.clock import Clock
 from titan_disp.train import DispTrainer
@@ -140,3 +141,19 @@ def test_the_checkpointer_knows_the_guard_and_the_data(one_rank, tmp_path):
         assert trainer.calls == [("save", 3)]
     finally:
         manager.close()
+
+
+@pytest.mark.parametrize("error", [ConfigError, CheckpointError, DataError, NonFiniteError])
+def test_errors_of_the_user_are_said_without_a_traceback(monkeypatch, capsys, error):
+    """Also unstable training, which is no error of the configuration."""
+
+    def fail(job_config, trainer_class):
+        raise error("what was found, and what to change")
+
+    monkeypatch.setattr(train, "load_config", lambda argv: None)
+    monkeypatch.setattr(train, "run", fail)
+    with pytest.raises(SystemExit) as exit:
+        train.main([])
+    assert exit.value.code == EXIT_CODE
+    assert capsys.readouterr().err.splitlines()[-1] == "titan-disp: error: what was found, and what to change"
+    assert issubclass(error, ConfigError) == (error is not NonFiniteError)

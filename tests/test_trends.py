@@ -58,8 +58,8 @@ def test_pairs():
         assert axes.yaxis_inverted()
     assert [label.get_text() for label in figure.axes[0].get_yticklabels()] == ["base\n→ small\\$", "other\n→ made"]
     assert [text.get_text() for text in figure.legends[0].texts] == [
-        "first of the pair (the base)",
-        "second (made from it)",
+        "first of the pair (base model)",
+        "second of the pair (made from it)",
     ]
 
 

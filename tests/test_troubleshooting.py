@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from tests.cluster_of_one import ROOT
+from tests.command_line import ROOT
 
 PAGE = (ROOT / "docs" / "troubleshooting.md").read_text()
 SOURCES = [*sorted((ROOT / "titan_disp").rglob("*.py")), ROOT / "slurm" / "supervise.py"]

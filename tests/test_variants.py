@@ -370,7 +370,7 @@ def test_sharded(ranks):
             {"variant": "l2_repel", "estimator": "moments"},
             "'l2_repel' does not support: expected one of exact, sampled$",
         ),
-        ({"variant": "decorrelation", "estimator": "moments"}, "linear in the tokens already"),
+        ({"variant": "decorrelation", "estimator": "moments"}, "grows only linearly with the tokens"),
         ({"max_tokens": 1}, "max_tokens is 1, expected at least 2"),
         ({"variant": "l2_repel", "norm_coeff": -1.0}, "norm_coeff is -1.0, expected a number"),
     ],

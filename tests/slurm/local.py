@@ -1,12 +1,12 @@
-"""A real SLURM cluster on this machine, for tests: munged, slurmctld and one slurmd a node, all under one folder.
+"""A real SLURM cluster on this machine, for tests: munged, slurmctld and one slurmd per node, all in one folder.
 
     with LocalSlurm(tmp_path, nodes=4) as slurm:
         job = slurm.sbatch("--nodes=2", "train.sbatch")
         slurm.wait(job, "COMPLETED")
         print(slurm.log(job))
 
-``python -m tests.slurm.local`` starts one to try commands on. All nodes share this host's name and loopback, so a
-rendezvous goes to 127.0.0.1. Nothing of a system-wide SLURM or munge is read or touched.
+``python -m tests.slurm.local`` starts a cluster to try commands on. All nodes share this host's name and loopback
+interface, so that a rendezvous goes to 127.0.0.1. No system-wide SLURM or munge is read or changed.
 """
 
 import os
@@ -28,10 +28,10 @@ COMMANDS = ("munged", "slurmctld", "slurmd", "sbatch", "shellcheck")
 PATH = os.environ.get("PATH", os.defpath) + ":/usr/sbin:/sbin"  # where the daemons are
 ENDED = {"BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "TIMEOUT"}
 
-# cred_expire: a requeued job starts 1 s after its old credential is void; 5 s is the least, a lower value means 120 s.
-# sched_interval, bf_interval: seconds between looks at the queue. KillWait: from SIGTERM to SIGKILL.
-# MinJobAge: how long `scontrol show job` knows a finished job. config_overrides: believe CPUs=, whatever the host has.
-# ReturnToService: with 2, a node set DOWN whose slurmd lives is idle again within 0.1 s.
+# cred_expire: a requeued job starts 1 s after its old credential expires. The minimum is 5 s; a lower value means 120
+# s. sched_interval, bf_interval: seconds between scheduling passes. KillWait: seconds from SIGTERM to SIGKILL.
+# MinJobAge: how long `scontrol show job` knows a finished job. config_overrides: use CPUs=, whatever the host has.
+# ReturnToService: with 2, a node that was set DOWN while its slurmd lives would be idle again within 0.1 s.
 CONFIG = """\
 ClusterName={name}
 SlurmctldHost={host}(127.0.0.1)
@@ -63,7 +63,7 @@ PartitionName=debug Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 
 
 def install() -> None:
-    """Install SLURM, munge and shellcheck from the distribution's archive, where one of them is missing."""
+    """Install SLURM, munge and shellcheck from the distribution's archive if any of them is missing."""
     missing = ", ".join(command for command in COMMANDS if shutil.which(command, path=PATH) is None)
     if not missing:
         return
@@ -74,7 +74,7 @@ def install() -> None:
         )
     print(f"{missing} not found: installing {' '.join(PACKAGES)} with apt-get", flush=True)
     environment = {**os.environ, "DEBIAN_FRONTEND": "noninteractive", "PATH": PATH}
-    policy = Path("/usr/sbin/policy-rc.d")  # exit 101: packages start no service. One that is there stays as it is.
+    policy = Path("/usr/sbin/policy-rc.d")  # with exit 101, packages start no service; an existing file is kept
     with ExitStack() as stack:
         if not policy.exists():
             stack.callback(policy.unlink, missing_ok=True)
@@ -85,10 +85,11 @@ def install() -> None:
 
 
 class LocalSlurm:
-    """``nodes`` SLURM nodes n1, n2, … of two CPUs each, n2 of one; a context manager that leaves no process behind.
+    """A context manager for a cluster of ``nodes`` nodes n1, n2, … with two CPUs each (n2: one).
 
     ``folder`` gets the configuration, the state, munge's key and socket, and a log of each daemon. Its path must be
-    short (80 characters), for sockets are made in it. ``environment`` is for subprocesses that talk to the cluster.
+    short (80 characters) because sockets are created in it. ``environment`` is for subprocesses that talk to the
+    cluster. No process is left at the end.
     """
 
     def __init__(self, folder: str | Path, nodes: int = 4) -> None:
@@ -96,7 +97,7 @@ class LocalSlurm:
         if len(str(self.folder)) > 80:
             raise ValueError(f"{self.folder} is too long for the sockets in it: give a folder of up to 80 characters")
         self.nodes = [f"n{i + 1}" for i in range(nodes)]
-        own = re.compile("S(LURMD?|BATCH|RUN|ALLOC|CANCEL|QUEUE|INFO)_")  # they would act as options
+        own = re.compile("S(LURMD?|BATCH|RUN|ALLOC|CANCEL|QUEUE|INFO)_")  # these would act as options
         self.environment = {key: value for key, value in os.environ.items() if not own.match(key)}
         self.environment |= {"SLURM_CONF": str(self.folder / "slurm.conf"), "PATH": PATH}
         self._daemons: dict[str, subprocess.Popen[bytes]] = {}
@@ -113,18 +114,20 @@ class LocalSlurm:
         self._stop()
 
     def sbatch(self, *args: object, env: Mapping[str, str] | None = None, cwd: str | Path | None = None) -> int:
-        """Submit a job, with the variables of ``env`` added to ``environment``; returns its id."""
+        """Submit a job with the variables of ``env`` added to ``environment``. Returns its id."""
         return int(self._client("sbatch", "--parsable", *args, env=env, cwd=cwd).split(";")[0])
 
     def job(self, id: int) -> dict[str, str]:
-        """The fields of ``scontrol show job``: JobState, Reason, Restarts, ExitCode, NodeList, StdOut, …"""
+        """Return the fields of ``scontrol show job``: JobState, Reason, Restarts, ExitCode, NodeList, StdOut, …"""
         line = self._client("scontrol", "show", "job", "--oneliner", id).strip()
         return dict(re.findall(r"(?:^| )([A-Z][\w:/]*)=(.*?)(?= [A-Z][\w:/]*=|$)", line))
 
     def wait(self, id: int, states: Collection[str], timeout: float = 60, restarts: int = 0) -> dict[str, str]:
-        """Wait until the job is in the state, or one of the states, requeued ``restarts`` times or more.
+        """Wait until the job is in one of the states and was requeued at least ``restarts`` times. Returns its fields.
 
-        Returns its fields. Raises TimeoutError, or RuntimeError at once where the job has ended in another state.
+        Raises:
+            TimeoutError: it is not in one of the states in time.
+            RuntimeError: it has ended in another state.
         """
         states = {states} if isinstance(states, str) else set(states)
         deadline = time.monotonic() + timeout
@@ -143,7 +146,7 @@ class LocalSlurm:
             time.sleep(0.5)
 
     def signal(self, id: int, name: str) -> None:
-        """Signal the batch shell alone, as ``sbatch --signal=B:…`` does."""
+        """Signal only the batch shell, as ``sbatch --signal=B:…`` does."""
         self._client("scancel", f"--signal={name}", "--batch", id)
 
     def requeue(self, id: int) -> None:
@@ -153,7 +156,7 @@ class LocalSlurm:
         self._client("scancel", id)
 
     def set_node(self, name: str, state: str) -> None:
-        """``DOWN`` ends the node's jobs, or requeues them; ``RESUME`` brings it back."""
+        """Set a node's state. ``DOWN`` ends or requeues the node's jobs; ``RESUME`` brings it back."""
         self._client("scontrol", "update", f"NodeName={name}", f"State={state}", "Reason=test")
 
     def log(self, id: int) -> str:
@@ -168,29 +171,31 @@ class LocalSlurm:
 
     def _start(self) -> None:
         install()
-        _kill(lambda owner, name: not Path(f"/proc/{owner}").exists())  # what a killed Python has left
-        shutil.rmtree(self.folder / "state", ignore_errors=True)  # of a former cluster in this folder, as the socket
+        _kill(lambda owner, name: not Path(f"/proc/{owner}").exists())  # clusters whose Python process was killed
+        # The state and the socket of an earlier cluster in this folder.
+        shutil.rmtree(self.folder / "state", ignore_errors=True)
         (self.folder / "munge.socket").unlink(missing_ok=True)
         (self.folder / "state").mkdir(parents=True)
         key = self.folder / "munge.key"
         key.touch(0o600)
         key.write_bytes(os.urandom(1024))
         port, *ports = _free_ports(1 + len(self.nodes))
-        # The owner's pid and a port: unique among running clusters. Daemons and jobs carry it in their environment.
+        # The owner's pid and a port make the name unique among running clusters. Daemons and jobs have it in their
+        # environment.
         self.name = f"titan{os.getpid()}x{port}"
         host = socket.gethostname().split(".")[0]
         user = pwd.getpwuid(os.geteuid()).pw_name
         config = CONFIG.format(name=self.name, host=host, port=port, user=user, folder=self.folder)
         for node, port in zip(self.nodes, ports, strict=True):
-            cpus = 1 if node == "n2" else 2  # nodes of a job may be unequal
+            cpus = 1 if node == "n2" else 2  # so that the nodes of a job may differ
             config += f"NodeName={node} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} CPUs={cpus} State=UNKNOWN\n"
         (self.folder / "slurm.conf").write_text(config)
-        # slurmd loads a cgroup plugin though nothing here uses it, and v2's fails where no systemd runs.
+        # slurmd loads a cgroup plugin although nothing here uses it, and v2's fails on a machine without systemd.
         (self.folder / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\n")
 
         munge = {kind: f"{self.folder}/munge.{kind}" for kind in ("socket", "key", "pid", "seed")}
         files = [f"--{kind}-file={munge[kind]}" for kind in ("key", "pid", "seed")]
-        # --force: without it, a socket in a folder that is not open to all, as a test's is, is an error.
+        # Without --force, a socket in a folder that is not open to all users, such as a test's, is an error.
         self._daemon("munged", "--foreground", "--force", f"--socket={munge['socket']}", *files)
         self._until(Path(munge["socket"]).is_socket, "munged")
         self._daemon("slurmctld", "-D", "-c")
@@ -204,7 +209,7 @@ class LocalSlurm:
         return []
 
     def _daemon(self, *command: str, log: str | None = None) -> None:
-        """Start one in the foreground: a child, out of the terminal's Ctrl-C, that ends when Python is killed."""
+        """Start a daemon as a child that the terminal's Ctrl-C does not reach and that ends when Python is killed."""
         log = log or command[0]
         with (self.folder / f"{log}.log").open("wb") as file:
             self._daemons[log] = subprocess.Popen(
@@ -230,7 +235,7 @@ class LocalSlurm:
         try:
             if "slurmctld" in self._daemons and self._daemons["slurmctld"].poll() is None:
                 self._client("scancel", "--me", timeout=10)
-                deadline = time.monotonic() + 10  # KillWait and more
+                deadline = time.monotonic() + 10  # longer than KillWait
                 while self._client("squeue", "--noheader", timeout=10) and time.monotonic() < deadline:
                     time.sleep(0.2)
         except (RuntimeError, subprocess.TimeoutExpired) as error:
@@ -271,21 +276,21 @@ def _free_ports(count: int) -> list[int]:
 
 
 def processes_with(text: str) -> dict[int, str]:
-    """The commands, by pid, of what runs with ``text`` in its environment, as NAME=value."""
+    """The commands, by pid, of the processes that have ``text`` (NAME=value) in their environment."""
     found = {}
     for folder in Path("/proc").glob("[0-9]*"):
-        with suppress(OSError):  # ended
+        with suppress(OSError):  # the process has ended
             if text.encode() in (folder / "environ").read_bytes():
                 found[int(folder.name)] = (folder / "cmdline").read_text(errors="replace").replace("\0", " ")
     return found
 
 
 def _kill(chosen: Callable[[int, str], bool]) -> None:
-    """SIGKILL every process of the clusters ``chosen(owner's pid, cluster's name)``, also one that left its parent."""
+    """Kill all processes of the clusters for which ``chosen(owner's pid, cluster's name)``, including orphans."""
     for _ in range(100):
         pids = []
         for folder in Path("/proc").glob("[0-9]*"):
-            with suppress(OSError):  # ended, or another user's
+            with suppress(OSError):  # the process has ended, or is another user's
                 name = re.search(rb"\bSLURM_CLUSTER_NAME=(titan(\d+)x\d+)\0", (folder / "environ").read_bytes())
                 if name and chosen(int(name[2]), name[1].decode()):
                     pids.append(int(folder.name))

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cluster_of_one import DEMO, train
+from tests.command_line import DEMO, train
 from tests.slurm.local import processes_with
 from tests.slurm.test_pretrain import INTERVAL, OPTIONS, jobs, slurm, values  # noqa: F401
 from titan_disp.run.folder import read_metrics

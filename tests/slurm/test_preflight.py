@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from tests.cluster_of_one import DEMO, ROOT
+from tests.command_line import DEMO, ROOT
 from tests.slurm.local import LocalSlurm
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(600)]
@@ -68,7 +68,7 @@ def test_a_node_that_does_not_answer(preflight, tmp_path):
     """The other two are measured, and told from the one that is not."""
     python = tmp_path / "python"
     python.write_text(
-        '#!/bin/bash\n[[ "$SLURMD_NODENAME $*" != "n2 "*nodecheck* ]] || exit 1\n' + f'exec {sys.executable} "$@"\n'
+        '#!/bin/bash\n[[ "$SLURMD_NODENAME $*" != "n2 "*node_health* ]] || exit 1\n' + f'exec {sys.executable} "$@"\n'
     )
     python.chmod(0o755)
     mesh = ("--parallelism.data_parallel_replicate_degree", "2")

@@ -12,7 +12,7 @@ import time
 
 import pytest
 
-from tests.cluster_of_one import DEMO, ROOT, train
+from tests.command_line import DEMO, ROOT, train
 from tests.slurm.local import ENDED, LocalSlurm
 from titan_disp.run.folder import read_json_lines, read_metrics
 from titan_disp.run.integrity import checkpoints, problem
@@ -22,6 +22,7 @@ STEPS, INTERVAL = 16, 4
 OPTIONS = (
     *("--training.seq_len", "32", "--training.steps", str(STEPS), "--lr_scheduler.warmup_steps", "2"),
     *("--metrics.log_freq", "1", "--checkpoint.interval", str(INTERVAL), "--checkpoint.keep_latest_k", "0"),
+    *("--condensation.interval", "0"),  # seconds of every start, and tested elsewhere
 )
 KEYS = ("loss", "ce", "dispersion", "grad_norm", "lr", "tokens")
 
@@ -264,7 +265,7 @@ def test_crash_at_once(jobs, tmp_path):
     jobs.slurm.wait(wrong, "FAILED", timeout=60)
     log = jobs.slurm.log(wrong)
     assert "titan-disp: error: training.global_batch_size 3 is not a positive multiple" in log
-    assert "mend the config" in log
+    assert "fix the config" in log
     assert "Traceback" not in log
 
 
@@ -298,9 +299,9 @@ def test_sick_nodes(jobs, tmp_path):
     wrapper = tmp_path / "wrapper"
     wrapper.write_text(
         """case "${SLURM_RESTART_COUNT:-0} $(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1) $*" in
-"0 ${SLURMD_NODENAME:-} "*nodecheck*) exit 1 ;;
-"1 ${SLURMD_NODENAME:-} "*nodecheck*) sleep 600 ;;
-"2 ${SLURMD_NODENAME:-} "*nodecheck*) "$@" | sed 's/"gpus": \\[\\]/"gpus": ["A", "B"]/'; exit ;;
+"0 ${SLURMD_NODENAME:-} "*node_health*) exit 1 ;;
+"1 ${SLURMD_NODENAME:-} "*node_health*) sleep 600 ;;
+"2 ${SLURMD_NODENAME:-} "*node_health*) "$@" | sed 's/"gpus": \\[\\]/"gpus": ["A", "B"]/'; exit ;;
 esac
 exec "$@"
 """
@@ -357,7 +358,7 @@ def test_bad_node_is_excluded(jobs, tmp_path):
     """A node that fails its check twice is not asked again."""
     run = tmp_path / "run"
     wrapper = tmp_path / "wrapper"
-    wrapper.write_text('[[ ${SLURMD_NODENAME:-} != n2 || "$*" != *nodecheck* ]] || exit 1\nexec "$@"\n')
+    wrapper.write_text('[[ ${SLURMD_NODENAME:-} != n2 || "$*" != *node_health* ]] || exit 1\nexec "$@"\n')
     options = ("--training.steps", "2", "--lr_scheduler.warmup_steps", "1")
     job = jobs.submit(run, *options, TITAN_DISP_CHECK_NODES="1", TITAN_DISP_PREFIX=f"bash {wrapper}")
     log = jobs.completed(job, restarts=2)

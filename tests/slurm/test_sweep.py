@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from tests.cluster_of_one import ROOT
+from tests.command_line import ROOT
 from tests.slurm.local import LocalSlurm
 from tests.test_sweeps import GRID, NAMES, nano, write
 from titan_disp.cli import main

@@ -1,4 +1,4 @@
-"""Run the command line as a user does, in processes of its own."""
+"""These helpers run the command line like a user, in separate processes."""
 
 import os
 import signal
@@ -25,7 +25,7 @@ def environment():
 
 
 def rank_environment(rank=0, world_size=1):
-    """What torchrun would set."""
+    """Return the environment that torchrun would set."""
     return environment() | {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
@@ -36,7 +36,7 @@ def rank_environment(rank=0, world_size=1):
 
 
 def train(config, sample, run, *options, nproc=1, check=True):
-    """Train to the end; returns the completed process with its console text."""
+    """Train to the end, and return the completed process with its output."""
     done = subprocess.run(
         command(config, sample, run, *options, nproc=nproc),
         cwd=ROOT,
@@ -51,12 +51,12 @@ def train(config, sample, run, *options, nproc=1, check=True):
 
 
 def children(pid):
-    """Of a process that runs; torchrun starts its ranks in sessions of their own."""
+    """Return the children of a running process. torchrun starts its ranks in separate sessions."""
     return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
 def kill_tree(pid):
-    """kill -9 of a process and all below it."""
+    """Kill a process and all of its descendants with SIGKILL."""
     try:
         below = children(pid)
         os.kill(pid, signal.SIGKILL)

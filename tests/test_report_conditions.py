@@ -1,4 +1,4 @@
-"""Several seeds of one condition in the report: which runs these are, and what is drawn of them."""
+"""These tests check which runs the report treats as seeds of one condition, and how it draws them."""
 
 import re
 from types import SimpleNamespace
@@ -22,13 +22,13 @@ def seeded(folder, seed, rows=(), **sections):
 
 
 def one(name, seed, group=None, **settings):
-    """As much of a run as decides its condition."""
+    """Build the part of a run that decides its condition."""
     seeds = {"debug.seed": seed, "stream.seed": seed, "job.dump_folder": name, "metrics.log_freq": seed}
     return SimpleNamespace(name=name, group=group, settings={"dispersion.enabled": False, **seeds, **settings})
 
 
 def test_runs_that_differ_in_their_seeds_only():
-    """One condition; another λ is another one, and two runs of one seed are two."""
+    """Different seeds are one condition. A different λ, or the same seed again, is another condition."""
     on = {"dispersion.enabled": True}
     runs = [
         *(one(f"off-seed-{i}", i) for i in (1, 2)),
@@ -46,7 +46,7 @@ def test_runs_that_differ_in_their_seeds_only():
 
 
 def test_runs_that_were_named_together():
-    """Whatever their configs and seeds, and whatever comes between them."""
+    """Their configs and seeds, and the runs between them, do not matter."""
     runs = [one("a", 1), one("b", 1, "x", **{"optimizer.lr": 2.0}), one("c", 2), one("d", 1, "x"), one("e", 3, "y")]
     found = [Condition("a (2 seeds)", (0, 2)), Condition("x (2 seeds)", (1, 3)), Condition("y", (4,))]
     assert conditions(runs) == found
@@ -76,13 +76,13 @@ def test_the_page(tmp_path):
     assert "Several seeds of one condition are one line" in page
     alts = re.findall(r'alt="(cross-entropy \(training\)[^"]*)"', page)
     assert alts == ["cross-entropy (training) against tokens. a: 8.99 → 8.7; both (2 seeds): 8.99 → 8.7"]
-    with pytest.raises(ConfigError, match="named twice"):
+    with pytest.raises(ConfigError, match="given twice"):
         gather([str(a), f"x={a},{b}"])
 
 
 @pytest.fixture
 def three(tmp_path):
-    """Two seeds with dispersion off, one of which has come further, and one run with it."""
+    """Two seeds have no dispersion, and one of them has come further. One run has dispersion."""
     off = [
         seeded(tmp_path / f"off-{i}", i, [row(s, T0 + s, ce=ce + s) for s in range(2, 2 + last, 2)])
         for i, ce, last in ((1, 10.0, 6), (2, 13.0, 10))
@@ -92,7 +92,7 @@ def three(tmp_path):
 
 
 def test_a_band_by_hand(three):
-    """Of 10 + s and 13 + s at the steps 2, 4 and 6 that both have: the mean 11.5 + s, from the lower to the higher."""
+    """10 + s and 13 + s have steps 2, 4 and 6 in common. Their mean is 11.5 + s, and the band spans both."""
     lines = picture_makers._lines(three, "step", "ce")
     off, on = by_condition(three, lines)
     assert (off.name, off.place, on.name, on.place) == ("off (2 seeds)", 0, "on", 1)
@@ -108,7 +108,7 @@ def test_a_band_by_hand(three):
 
 
 def test_seeds_without_a_shared_step(three):
-    """Logged at other steps: their own lines, in one colour."""
+    """Seeds that were logged at different steps keep their own lines, in one colour."""
     lines = [Line("a", np.array([1.0, 3]), np.array([5.0, 6]), 0), Line("b", np.array([2.0, 4]), np.array([7.0, 8]), 1)]
     assert [(line.name, line.place, line.low) for line in by_condition(three, lines)] == [
         ("a", 0, None),
@@ -123,7 +123,7 @@ def test_seeds_without_a_shared_step(three):
 
 
 def test_many_points_of_seeds_keep_their_extremes():
-    """Three points to a bin: the band goes from the least of the lowest seed to the greatest of the highest."""
+    """With three points per bin, the band spans from the lowest seed's smallest value to the highest seed's largest."""
     x = np.arange(1500.0)
     line = Line("a", x, x % 3, 0, low=x % 3 - 10, high=x % 3 + 10)
     (axes,) = charts.curves([line], "step", "loss", charts.as_it_is).axes

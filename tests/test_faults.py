@@ -13,14 +13,17 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.cluster_of_one import DEMO, ROOT, environment, train
+from tests.command_line import DEMO, ROOT, environment, train
 from tests.distributed import free_port
 from titan_disp.cluster.plan import make_plan
 from titan_disp.config import load_config
 from titan_disp.run.folder import read_json_lines, read_metrics
 from titan_disp.run.integrity import checkpoints, problem
 
-SHORT = ("--training.seq_len", "32", "--metrics.log_freq", "1", "--lr_scheduler.warmup_steps", "2")
+SHORT = (
+    *("--training.seq_len", "32", "--metrics.log_freq", "1", "--lr_scheduler.warmup_steps", "2"),
+    *("--condensation.interval", "0"),  # seconds of every start, and tested elsewhere
+)
 pytestmark = [pytest.mark.slow, pytest.mark.night]
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import tomli
 
-from tests.cluster_of_one import ROOT
+from tests.command_line import ROOT
 from tests.distributed import spawn
 from titan_disp import job_config
 from titan_disp.config import load_config
@@ -152,7 +152,7 @@ RECIPES = {
 
 def test_recipes():
     """All are listed above, pass the checks of a start on one GPU and on more, and have the values that are known."""
-    from titan_disp.checks import check_config
+    from titan_disp.config_checks import check_config
 
     assert set(AUTHORS.glob("*.toml")) == set(RECIPES)
     for file, known in RECIPES.items():

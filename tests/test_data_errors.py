@@ -1,7 +1,7 @@
 """Bad inputs, one by one: each message says what was found, what was expected, and what to change.
 
-A case that names three parts is refused before training, by what every ``titan-disp`` command runs; the messages of a run that
-goes on (skipped documents, damaged files) say what was found.
+A case with three parts is refused before training, by the checks that every ``titan-disp`` command runs. The messages
+of a run that continues (about skipped documents and damaged files) say what was found.
 """
 
 import bz2
@@ -22,11 +22,11 @@ import pytest
 
 from tests.test_formats import records_of, write_compressed, write_ids
 from tests.test_stream import batches, loader, streams_of
-from titan_disp.checks import check_stream
 from titan_disp.config import load_config
+from titan_disp.config_checks import check_stream
+from titan_disp.data.content_check import list_and_check
 from titan_disp.data.documents import Documents
 from titan_disp.data.files import check_data, list_files
-from titan_disp.data.first_look import list_and_look
 from titan_disp.data.formats import Format
 from titan_disp.data.records import BadDocument, text_of
 from titan_disp.data.sources import DataSet
@@ -82,9 +82,15 @@ def llm_c(magic, version, count, content):
 
 @dataclass
 class Case:
-    """Attributes:
-    name: of the test. files: of the folder, or a function that makes it. parts: found, expected, change.
-    path: below the folder; None: no path. dataset: training.dataset. options: of ``Format``.
+    """A data set and the parts of the message that refuses it.
+
+    Attributes:
+        name: of the test.
+        files: of the folder, or a function that makes it.
+        parts: what was found, what was expected, what to change.
+        path: below the folder; None for no dataset_path.
+        dataset: ``training.dataset``.
+        options: of ``Format``.
     """
 
     name: str
@@ -106,11 +112,11 @@ def pipe(folder: Path) -> None:
 RANDOM = np.random.default_rng(0).integers(10, VOCABULARY, 400)
 LARGE = np.random.default_rng(0).integers(10, 60_000, 400)
 FIELD = "see stream.text_field"
-A_LINE = "expected one document a line"
+A_LINE = "expected one document per line"
 
 # fmt: off
 CASES = [
-    # What is named.
+    # What the config names.
     Case("no such data set", {}, ("'pile'", "expected c4 or c4_validation", "text or text_validation"), dataset="pile"),
     Case("no path", {}, ("training.dataset is 'text'", "folder, file or glob", "set training.dataset_path"), None),
     Case("no such path", {}, ("/x', which does not exist", "expected a folder, file or glob", "titan-disp sample"), "x"),
@@ -121,7 +127,7 @@ CASES = [
     Case("glob of nothing", {}, ("matches no file;", "expected files named *.json.gz", "name others"), "*.jsonl"),
     Case("glob of others", {"a.csv": b"x"}, ("no file, but 1 *.csv", "files named *.json.gz", "or convert them"), "*"),
     Case("dangling link", dangling, ("a link to '/nowhere/a.jsonl'", "does not exist", "restore it, or remove the link")),
-    Case("no file", pipe, ("is not a regular file", "expected files of documents", "name them or remove it")),
+    Case("no file", pipe, ("is not a regular file", "expected files of documents", "Name the files, or remove it")),
     Case(
         "no validation split",
         {"train.jsonl": DOCUMENT},
@@ -131,7 +137,7 @@ CASES = [
     Case(
         "texts and token ids",
         {"a.jsonl": DOCUMENT, "b.bin": ids(RANDOM)},
-        ("1 files of token ids, such as", "expected one of the kinds", "*.jsonl'"),
+        ("1 files of token ids, such as", "expected only one of the two", "*.jsonl'"),
     ),
     # What a file is.
     Case("gzip as JSON", {"a.json": gzip.compress(DOCUMENT)}, ("gzip-compressed", "which its name does not say", "*.gz")),
@@ -139,17 +145,17 @@ CASES = [
     Case("bzip2 as JSON", {"a.json": bz2.compress(DOCUMENT)}, ("bzip2-compressed", "its name does not say", "unpack it")),
     Case("xz as gzip", {"a.json.gz": lzma.compress(DOCUMENT)}, ("xz-compressed", "its name does not say", "unpack it")),
     Case("Parquet as JSON", {"a.json": parquet(text=["a"])}, ("it is Parquet", "its name does not say", "*.parquet")),
-    Case("JSON as gzip", {"a.json.gz": DOCUMENT}, ("it is not gz", "though its name says so", "the name of what it is")),
-    Case("JSON as zstd", {"a.json.zst": DOCUMENT}, ("it is not zst", "though its name says so", "the name of what it is")),
-    Case("JSON as Parquet", {"a.parquet": DOCUMENT}, ("it is not parquet", "its name says so", "the name of what it is")),
-    Case("text as gzip", {"a.txt.gz": b"x" * 99}, ("it is not gz", "though its name says so", "the name of what it is")),
-    Case("HTML as JSON", {"a.json": HTML}, ("it is an HTML page", "in the place of a file", "download the file again")),
-    Case("HTML as gzip", {"a.json.gz": b"\n" + HTML}, ("an HTML page", "in the place of a file", "download the file")),
-    Case("HTML as Parquet", {"a.parquet": HTML}, ("an HTML page", "in the place of a file", "download the file again")),
-    Case("HTML as token ids", {"a.npy": HTML}, ("an HTML page", "in the place of a file", "download the file again")),
-    Case("LFS pointer", {"a.json.gz": POINTER}, ("a Git LFS pointer", "not the data", "git lfs pull")),
-    Case("LFS pointer of Parquet", {"a.parquet": POINTER}, ("a Git LFS pointer", "not the data", "git lfs pull")),
-    Case("LFS pointer of ids", {"a.bin": POINTER}, ("a Git LFS pointer", "not the data", "git lfs pull")),
+    Case("JSON as gzip", {"a.json.gz": DOCUMENT}, ("it is not gz", "though its name says so", "rename it to what it is")),
+    Case("JSON as zstd", {"a.json.zst": DOCUMENT}, ("it is not zst", "though its name says so", "rename it to what it is")),
+    Case("JSON as Parquet", {"a.parquet": DOCUMENT}, ("it is not parquet", "its name says so", "rename it to what it is")),
+    Case("text as gzip", {"a.txt.gz": b"x" * 99}, ("it is not gz", "though its name says so", "rename it to what it is")),
+    Case("HTML as JSON", {"a.json": HTML}, ("it is an HTML page", "instead of a file", "download the file again")),
+    Case("HTML as gzip", {"a.json.gz": b"\n" + HTML}, ("an HTML page", "instead of a file", "download the file")),
+    Case("HTML as Parquet", {"a.parquet": HTML}, ("an HTML page", "instead of a file", "download the file again")),
+    Case("HTML as token ids", {"a.npy": HTML}, ("an HTML page", "instead of a file", "download the file again")),
+    Case("LFS pointer", {"a.json.gz": POINTER}, ("a Git LFS pointer", "instead of the data", "git lfs pull")),
+    Case("LFS pointer of Parquet", {"a.parquet": POINTER}, ("a Git LFS pointer", "instead of the data", "git lfs pull")),
+    Case("LFS pointer of ids", {"a.bin": POINTER}, ("a Git LFS pointer", "instead of the data", "git lfs pull")),
     Case("weights as ids", {"a.bin": archive()}, ("it is a zip archive", "torch.save", "unpack or convert it")),
     Case("UTF-16", {"a.json": DOCUMENT.decode().encode("utf-16")}, ("UTF-16 text", "its name does not say", "iconv")),
     Case("UTF-16 as text", {"a.txt": "a".encode("utf-16")}, ("UTF-16 text", "its name does not say", "iconv")),
@@ -158,15 +164,19 @@ CASES = [
     Case("array over lines", {"a.json": PRETTY}, ("document 0: malformed JSON", "beginning of a JSON array", "jq -c '.[]'")),
     Case("object over lines", {"a.json": b'{\n "text": "a"\n}\n'}, ("JSON over several lines", A_LINE, "`jq -c . FILE >")),
     Case("CSV as JSON", {"a.json": b"text,url\na,b\n"}, ("document 0: malformed JSON", "Expecting value", A_LINE)),
-    Case("numbers", {"a.json": b"1\n2\n"}, ("as it is a number", "expected a JSON object", 'no field "text"')),
+    Case("numbers", {"a.json": b"1\n2\n"}, ("because it is a number", "expected a JSON object", 'no field "text"')),
     Case(
         "other field",
         {"a.json": b'{"url": "u", "content": "a", "meta": {"lang": "en"}}\n'},
         ('no field "text"', "only url, content, meta.lang", FIELD),
     ),
     Case("no fields", {"a.json": b"{}\n{}\n"}, ('no field "text"', "only an empty object", FIELD)),
-    Case("a number as text", {"a.json": b'{"text": 3, "url": "u"}\n'}, ('"text" is a number', "not a text, of text, url", FIELD)),
-    Case("a list as text", {"a.json": b'{"text": ["a"]}\n'}, ('"text" is an array', "not a text", FIELD)),
+    Case(
+        "a number as text",
+        {"a.json": b'{"text": 3, "url": "u"}\n'},
+        ('"text" is a number', "expected a text; the fields are text, url", FIELD),
+    ),
+    Case("a list as text", {"a.json": b'{"text": ["a"]}\n'}, ('"text" is an array', "expected a text", FIELD)),
     Case(
         "no such nested field",
         {"a.json": b'{"meta": {"text": "a"}}\n'},
@@ -203,16 +213,21 @@ CASES = [
         {"a.txt": b"x" * 70_000},
         ("one document of 70,000 bytes", "stream.max_document_mb", 'set stream.text_split = "blank_lines"'),
     ),
+    Case(
+        "no UTF-8",
+        {"a.txt": b"caf\xe9"},
+        ("document 0: invalid UTF-8: unexpected end of data at byte 3", "; expected UTF-8: ", "convert it (iconv), or leave"),
+    ),
     # What token ids say.
     Case(
         "Megatron-LM",
         {"a.bin": ids(RANDOM), "a.idx": b"MMIDIDX"},
-        ("is Megatron-LM's, as its index 'a.idx'", "expected ids in which EOS ends", "write them so"),
+        ("is Megatron-LM's, because its index 'a.idx'", "expected ids in which EOS ends", "write such ids"),
     ),
     Case(
         "uint32 as uint16",
         {"a.bin": ids(RANDOM, "<u4")},
-        ("every second id is at most 0", "as of uint32", 'set stream.token_dtype = "uint32"'),
+        ("every second id is at most 0", "as in uint32", 'set stream.token_dtype = "uint32"'),
     ),
     Case(
         "uint16 as uint32",
@@ -223,7 +238,12 @@ CASES = [
     Case(
         "another tokenizer",
         {"a.npy": numpy_file(LARGE.astype("<u2"))},
-        ("holds the id 59,", "the tokenizer has 5,000 ids", "take the tokenizer that wrote them"),
+        ("uint16 and holds the id 59,", "the tokenizer has 5,000 ids: use", "the tokenizer that wrote them"),
+    ),
+    Case(
+        "another tokenizer, or another type",
+        {"a.bin": ids(LARGE)},
+        ("the tokenizer has 5,000 ids: set", 'token_dtype = "uint32" if they are of that type, or', "use the tokenizer that"),
     ),
     Case(
         "EOS of no uint16",
@@ -264,7 +284,7 @@ def test_refused_before_training(tmp_path, case):
     options = StreamOptions(seq_len=8, max_document_bytes=1 << 16, format=how)
     path = None if case.path is None else str(tmp_path / case.path)
     with pytest.raises(ConfigError) as error:
-        list_and_look([DataSet(case.dataset, path, "training")], options)
+        list_and_check([DataSet(case.dataset, path, "training")], options)
     message = str(error.value)
     print(message)
     for part in case.parts:
@@ -278,6 +298,24 @@ def documents_in(folder):
     return [DataSet("text", str(folder), "training")]
 
 
+def test_a_message_says_what_is_expected_once(tmp_path):
+    """It names the section of the config; and what is expected only where the reader's message does not."""
+    options = StreamOptions(seq_len=8, format=Format(eos_id=EOS, vocab_size=VOCABULARY))
+    for content, cause in (
+        (b"1\n", 'no field "text", because it is a number; expected a JSON object'),
+        (b'{"url": "u"}\n', 'no field "text", only url: see stream.text_field'),
+        (
+            b"{\xff}\n",
+            "invalid UTF-8: invalid start byte at byte 1; expected one document per line, with a text field: convert the file, "
+            "or leave it out",
+        ),
+    ):
+        (tmp_path / "a.json").write_bytes(content)
+        with pytest.raises(ConfigError) as error:
+            list_and_check([DataSet("text", str(tmp_path), "validation")], options)
+        assert str(error.value) == f"validation data: {tmp_path / 'a.json'}: document 0: {cause}"
+
+
 SOUND = [
     ("one bad document", {"a.json": b"garbage\n" + DOCUMENT}),
     ("a few bad documents, then none", {"a.json": b'{"url": 1}\n' * 19 + DOCUMENT}),
@@ -288,6 +326,7 @@ SOUND = [
     ("an odd number of bytes", {"a.bin": ids(RANDOM) + b"\x00"}),
     ("HTML as text", {"a.txt": HTML}),
     ("a long block", {"a.txt": b"x" * 70_000}),
+    ("the longest text that is allowed", {"a.txt": b"x" * (1 << 16)}),
     ("ids that begin as gzip", {"a.bin": b"\x1f\x8b\x08\x00" + ids(RANDOM)}),
     ("a byte-order mark", {"a.json": b"\xef\xbb\xbf" + DOCUMENT}),
     ("texts that begin as bzip2 and Parquet", {"a.txt": b"BZh4 is a name", "b.txt": b"PAR1 of 3"}),
@@ -300,35 +339,35 @@ SOUND = [
 
 @pytest.mark.parametrize(("name", "files"), SOUND, ids=[name for name, _ in SOUND])
 def test_left_to_the_run(tmp_path, name, files):
-    """What a run may meet, here and there, keeps none from its start."""
+    """Single bad documents and files do not keep a run from starting."""
     for file, content in files.items():
         (tmp_path / file).write_bytes(content)
     split = "blank_lines" if name == "a long block" else "file"
     how = Format(text_split=split, eos_id=EOS, vocab_size=40_000)
     options = StreamOptions(seq_len=8, max_document_bytes=1 << 16, format=how)
-    listed = list_and_look(documents_in(tmp_path), options)
+    listed = list_and_check(documents_in(tmp_path), options)
     assert len(listed) == len(files)
     if name in ("texts that begin as bzip2 and Parquet", "zstd by pzstd"):
         assert all(isinstance(Documents(file, 1 << 16).read(), (str, bytes)) for file in listed)
 
 
 def test_few_files_are_looked_at(tmp_path, monkeypatch):
-    """Of a thousand, three; and none of the hub."""
-    from titan_disp.data import first_look
+    """Three of a thousand files are looked at, and none on the hub."""
+    from titan_disp.data import content_check
 
     for i in range(100):
         (tmp_path / f"{i:03d}.json").write_bytes(DOCUMENT)
     looked = []
-    monkeypatch.setattr(first_look, "_cause", lambda file, *_: looked.append(file.name))
+    monkeypatch.setattr(content_check, "_cause", lambda file, *_: looked.append(file.name))
     options = StreamOptions(seq_len=8)
-    files = list_and_look(documents_in(tmp_path), options)
+    files = list_and_check(documents_in(tmp_path), options)
     assert looked == ["000.json", "050.json", "099.json"]
     hub = [type(file)(file.name, f"hf://datasets/a/b@c/{file.name}", file.size) for file in files]
-    first_look.look_at(hub, options, "training")
+    content_check.check_content(hub, options, "training")
     assert len(looked) == 3
 
 
-# Documents that a run passes over, with what its log says.
+# Documents that a run skips, and what its log says.
 @pytest.mark.parametrize(
     ("line", "reason"),
     [
@@ -336,10 +375,18 @@ def test_few_files_are_looked_at(tmp_path, monkeypatch):
         (b"[" * 100_000, "malformed JSON: maximum recursion"),
         (b'{"url": "u"}', 'no field "text", only url'),
         (b'{"text": null}', 'no field "text", only text'),
-        (b'{"text": true}', 'field "text" is true or false, not a text'),
-        (b'{"text": {"a": "b"}}', 'field "text" is an object, not a text, of text.a'),
-        (b"null", 'no field "text", as it is null; expected a JSON object'),
-        (b'"text"', "as it is a text; expected a JSON object"),
+        (
+            json.dumps(dict.fromkeys("abcdefghijkl")).encode(),
+            "only a, b, c, d, e, f, g, h, i, j, k, l: see stream.text_field",
+        ),
+        (
+            json.dumps(dict.fromkeys("abcdefghijklm")).encode(),
+            "only a, b, c, d, e, f, g, h, i, j, k, l, …: see stream.text_field",
+        ),
+        (b'{"text": true}', 'field "text" is true or false, expected a text'),
+        (b'{"text": {"a": "b"}}', 'field "text" is an object, expected a text; the fields are text.a'),
+        (b"null", 'no field "text", because it is null; expected a JSON object'),
+        (b'"text"', "because it is a text; expected a JSON object"),
         (b'{"text": "  "}', "empty text"),
         (b'{"text": "\xff\xfe"}', "invalid UTF-8: invalid start byte at byte 10"),
         ('{"text": "a"}'.encode("utf-16-be"), "malformed JSON: Expecting value"),
@@ -363,12 +410,12 @@ def test_bad_documents(line, reason):
         ("a.txt", b"x" * 200, 'more than 100 bytes, more than stream.max_document_mb allows: set stream.text_split = "bl'),
         ("a.txt", b"\xff", "invalid UTF-8: invalid start byte at byte 0"),
         ("a.json", b"", "damaged: the file is empty"),
-        ("a.json.gz", gzip.compress(DOCUMENT * 999)[:60], "damaged: EOFError"),
+        ("a.json.gz", gzip.compress(DOCUMENT * 999, mtime=0)[:60], "damaged: EOFError"),
         ("a.json.gz", POINTER, "damaged: it is a Git LFS pointer"),
         ("a.json.gz", DOCUMENT, "damaged: it is not gz, though its name says so"),
         ("a.json", HTML, "damaged: it is an HTML page"),
         ("a.parquet", parquet(text=["a"])[:-9], "damaged: "),
-        ("a.bin", ids([11, EOS, 12])[:-1], "damaged: its 5 bytes are no multiple of 2"),
+        ("a.bin", ids([11, EOS, 12])[:-1], "damaged: its 5 bytes are not a multiple of 2"),
         ("a.npy", numpy_file(RANDOM.astype("<u2"))[:-9], "damaged: its header says 400 ids of uint16, but the file holds 39"),
         ("a.bin", llm_c(20240520, 1, 9, ids([11, EOS])), "damaged: its header says 9 ids of uint16, but the file holds 2.0"),
         ("a.bin", llm_c(20240520, 1, 1, ids([11, EOS])), "damaged: its header says 1 ids of uint16, but the file holds 2.0"),
@@ -381,7 +428,7 @@ def test_bad_files(tmp_path, name, content, reason):
 
 
 def test_a_row_of_parquet_that_is_no_utf8(tmp_path):
-    """One bad document, as in JSON lines; not the end of its file, as an exception of the library would make it."""
+    """It is one bad document, as in JSON lines. The library's exception would otherwise end the file there."""
     offsets, content = np.array([0, 1, 3, 4], "<i4"), b"a\xff\xfeb"
     column = pyarrow.Array.from_buffers(pyarrow.string(), 3, [None, *map(pyarrow.py_buffer, (offsets, content))])
     (tmp_path / "a.parquet").write_bytes(parquet(text=column))
@@ -390,10 +437,13 @@ def test_a_row_of_parquet_that_is_no_utf8(tmp_path):
 
 
 def test_a_wrong_column_stops_the_run_at_once(tmp_path):
-    """Also where only one file lacks it, which nobody looked at: it is sound, so that skipping it would lose data."""
+    """This holds even if only one file lacks the column and was not checked.
+
+    The file is sound, so that skipping it would lose data.
+    """
     for i in range(5):
         (tmp_path / f"{i}.parquet").write_bytes(parquet(**{"body" if i == 1 else "text": ["7 7"] * 40}))
-    files = list_and_look(documents_in(tmp_path), StreamOptions(seq_len=8))
+    files = list_and_check(documents_in(tmp_path), StreamOptions(seq_len=8))
     expected = r'1.parquet has no column "text", only body \(string\): set stream.text_field'
     with pytest.raises(ConfigError, match=expected):
         batches(streams_of(files, 1, 1, on_bad_data="skip"), 60)
@@ -410,7 +460,7 @@ def test_a_run_says_what_it_skips_and_how_to_go_on(tmp_path):
 @pytest.mark.parametrize(
     ("toml", "parts"),
     [
-        ("text_field = ''", ('stream.text_field is ""', "expected the name of a field", '"text" is what')),
+        ("text_field = ''", ('stream.text_field is ""', "expected the name of a field", 'most corpora call it "text"')),
         ("text_split = 'lines'", ("stream.text_split is 'lines'", "file", "blank_lines")),
         ("token_dtype = 'int32'", ("stream.token_dtype is 'int32'", "uint16", "uint32")),
         ("text_feild = 'a'", ("unknown key", "stream.text_feild", "did you mean stream.text_field?")),
@@ -438,7 +488,7 @@ def validating(sample, folder):
 
 @pytest.fixture
 def small(sample, tmp_path):
-    """(folder, tokens of its validation split, each document's EOS among them)."""
+    """The folder, and the number of tokens in its validation split, including each document's EOS."""
     texts = [f"A sentence of some words, number {i}." for i in range(30)]
     (tmp_path / "validation.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     tokenizer = load_tokenizer(sample / "tokenizer")
@@ -446,12 +496,12 @@ def small(sample, tmp_path):
 
 
 def test_validation_with_fewer_sequences_than_asked_for(sample, small):
-    """Said before training, with their number; not made up for by a second time over the same text."""
+    """This is an error before training, with their number. The text is not repeated to make up for them."""
     folder, tokens, tokenizer = small
     there = tokens // 17
     assert there > 4
     job = validating(sample, folder)
-    job.validation.steps = 100  # of two sequences on two ranks
+    job.validation.steps = 100  # each takes two sequences on two ranks
     for wanted, asked in ((0, 400), (4 * (there // 4) + 4, 4 * (there // 4) + 4)):
         job.stream.validation_sequences = wanted
         for rank in (0, 1):
@@ -460,7 +510,7 @@ def test_validation_with_fewer_sequences_than_asked_for(sample, small):
             found = f"holds {there} sequences of 16 tokens"
             for part in (found, f"expected {asked}: set stream.validation_sequences", "of 4 ("):
                 assert part in str(error.value)
-    for job.stream.validation_sequences in (4, 4 * (there // 4)):  # all that there are is no error
+    for job.stream.validation_sequences in (4, 4 * (there // 4)):  # using all of them is no error
         _ValidationSet(job, tokenizer, 2, 0)
 
 
@@ -490,9 +540,9 @@ def test_resumes_with_other_data(sample):
 
 
 def test_commands_look_at_the_data(sample, tmp_path):
-    """``check_data`` lists; training, plan and digest look as well."""
-    from titan_disp.checks import check_inputs
+    """``check_data`` only lists files; training, plan and digest also look at them."""
     from titan_disp.cluster.plan import missing_inputs
+    from titan_disp.config_checks import check_inputs
     from titan_disp.data.digest import digest
 
     (tmp_path / "a.json").write_bytes(b'{"body": "a"}\n')

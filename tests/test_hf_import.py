@@ -1,4 +1,4 @@
-"""Training that begins with the weights of a Hugging Face folder (checkpoint.initial_load_in_hf)."""
+"""These tests begin training with the weights of a Hugging Face folder (checkpoint.initial_load_in_hf)."""
 
 import json
 import shutil
@@ -11,16 +11,16 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from tests.cluster_of_one import DEMO, ROOT, rank_environment, train
-from titan_disp.checks import check_inputs
+from tests.command_line import DEMO, ROOT, rank_environment, train
 from titan_disp.config import load_config
+from titan_disp.config_checks import check_inputs
 from titan_disp.data.files import check_data, list_files
 from titan_disp.errors import ConfigError
+from titan_disp.export.export import export, hf_weights
+from titan_disp.export.saved import find_saved, load_model
 from titan_disp.models.hf import check_hf_folder
 from titan_disp.qwen3.flavors import flavors
 from titan_disp.qwen3.hf import Qwen3HfAdapter, architecture
-from titan_disp.results.export import export, hf_weights
-from titan_disp.results.saved import find_saved, load_model
 
 NANO = Qwen3HfAdapter(flavors["nano"], None)
 WIKITEXT = ROOT / "examples" / "wikitext.py"
@@ -29,7 +29,7 @@ TOKENS = torch.arange(96).view(2, 48) * 19 % 2048
 
 @pytest.fixture(scope="module")
 def published(tmp_path_factory, hf_tokenizer):
-    """A model of nano's shape as transformers saves it: weights in float32, RoPE under rope_parameters, no lm_head."""
+    """Save a model of nano's shape with transformers: float32 weights, RoPE under rope_parameters, and no lm_head."""
     torch.manual_seed(0)
     config = transformers.Qwen3Config(
         **architecture(flavors["nano"]), max_position_embeddings=4096, initializer_range=0.2
@@ -43,7 +43,7 @@ def published(tmp_path_factory, hf_tokenizer):
 
 @pytest.fixture
 def folder(published, tmp_path):
-    """A copy to spoil."""
+    """Copy the folder for a test that damages it."""
     return shutil.copytree(published, tmp_path / "folder")
 
 
@@ -53,7 +53,7 @@ def edit_config(folder, **changes):
 
 
 def as_on_the_hub(folder):
-    """Qwen's own way: bfloat16, a second copy of the embedding as lm_head, several files, rope_theta at config.json's top."""
+    """Qwen's folders have several bfloat16 files, a copy of the embedding as lm_head, and rope_theta in config.json."""
     weights = {name: w.bfloat16() for name, w in load_file(folder / "model.safetensors").items()}
     weights["lm_head.weight"] = weights["model.embed_tokens.weight"].clone()
     (folder / "model.safetensors").unlink()
@@ -77,15 +77,21 @@ def test_folders_that_fit(published, folder):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"num_hidden_layers": 28}, "num_hidden_layers 28 there, 6 in the flavor.*Set model.flavor"),
-        ({"vocab_size": 151936, "hidden_size": 1024}, "vocab_size 151936 there, 2048 in the flavor; hidden_size 1024"),
-        ({"num_key_value_heads": 4}, "num_key_value_heads 4 there, 2"),
-        ({"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}, "rope_theta 10000.0 there, 1000000"),
-        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1000000}}, "rope_scaling {'rope_type': 'yarn'"),
-        ({"tie_word_embeddings": False}, "tie_word_embeddings False there, True"),
-        ({"model_type": "llama"}, "model_type 'llama' there, 'qwen3'"),
-        ({"rms_norm_eps": 1e-5}, "rms_norm_eps 1e-05 there, 1e-06"),
-        ({"attention_bias": True}, "attention_bias True there, False"),
+        ({"num_hidden_layers": 28}, "num_hidden_layers is 28 there and 6 in the flavor.*Set model.flavor"),
+        (
+            {"vocab_size": 151936, "hidden_size": 1024},
+            "vocab_size is 151936 there and 2048 in the flavor; hidden_size is 1024",
+        ),
+        ({"num_key_value_heads": 4}, "num_key_value_heads is 4 there and 2"),
+        (
+            {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}},
+            "rope_theta is 10000.0 there and 1000000",
+        ),
+        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1000000}}, "rope_scaling is {'rope_type': 'yarn'"),
+        ({"tie_word_embeddings": False}, "tie_word_embeddings is False there and True"),
+        ({"model_type": "llama"}, "model_type is 'llama' there and 'qwen3'"),
+        ({"rms_norm_eps": 1e-5}, "rms_norm_eps is 1e-05 there and 1e-06"),
+        ({"attention_bias": True}, "attention_bias is True there and False"),
     ],
 )
 def test_another_network(folder, changes, message):
@@ -149,7 +155,7 @@ def test_checked_before_training(sample, published, tmp_path):
             ConfigError, match=r"is set, but checkpoint\.enable is false, so that nothing would be loaded"
         ):
             check_inputs(job(sample, published, tmp_path / "run", *option, "--checkpoint.no-enable"))
-    # A run that has a checkpoint resumes from it, wherever the folder has gone.
+    # A run with a checkpoint resumes from it, even if the folder is gone.
     (tmp_path / "run/checkpoint/step-5").mkdir(parents=True)
     (tmp_path / "run/checkpoint/step-5/.metadata").touch()
     check_inputs(job(sample, published, tmp_path / "run", in_hf, path, str(tmp_path / "nowhere")))
@@ -164,7 +170,7 @@ ONE_STEP = (
 @pytest.mark.slow
 @pytest.mark.night
 def test_import_and_export_are_inverse(sample, published, tmp_path):
-    """A step with learning rate 0 in the real trainer, float32: the weights come back bit for bit."""
+    """After a step with learning rate 0 in the real trainer in float32, the weights are equal bit for bit."""
     run = tmp_path / "run"
     options = (*ONE_STEP, "--model.hf_assets_path", str(published))
     train(DEMO, sample, run, *options)
@@ -178,7 +184,7 @@ def test_import_and_export_are_inverse(sample, published, tmp_path):
         torch.testing.assert_close(load_model(find_saved(run))(TOKENS), theirs(TOKENS).logits, atol=1e-4, rtol=0)
     assert "started from | the weights of `published0`" in (tmp_path / "out/README.md").read_text()
 
-    # The same command goes on with the run, although the option is still there, and says so.
+    # The same command continues the run although the option is still set, and says so.
     again = train(DEMO, sample, run, *options, "--training.steps", "2")
     assert "initial_load_in_hf is True but the checkpoint.folder exists" in again.stdout
     assert find_saved(run).step == 2
@@ -187,7 +193,7 @@ def test_import_and_export_are_inverse(sample, published, tmp_path):
 @pytest.mark.slow
 @pytest.mark.night
 def test_import_on_two_ranks_from_a_folder_of_the_hub(sample, folder, tmp_path):
-    """Tensor parallel; bfloat16 files with a second copy of the embedding; an unfinished save of a killed start in the way."""
+    """Tensor-parallel ranks load bfloat16 files with a copy of the embedding, despite a partial save in the way."""
     weights = as_on_the_hub(folder)
     run = tmp_path / "run"
     (run / "checkpoint/step-1").mkdir(parents=True)
@@ -203,7 +209,7 @@ def test_import_on_two_ranks_from_a_folder_of_the_hub(sample, folder, tmp_path):
 @pytest.mark.slow
 @pytest.mark.night
 def test_another_models_weights_stop_every_start(sample, folder, tmp_path):
-    """Under torchrun, without the checks of titan-disp train."""
+    """The run starts under torchrun, without the checks of titan-disp train."""
     edit_config(folder, num_hidden_layers=7)
     options = ["--training.dataset_path", str(sample), "--model.hf_assets_path", str(folder), *ONE_STEP]
     done = subprocess.run(
@@ -224,15 +230,15 @@ def test_another_models_weights_stop_every_start(sample, folder, tmp_path):
         timeout=200,
     )
     assert done.returncode == 2
-    assert "num_hidden_layers 7 there, 6 in the flavor" in done.stderr
+    assert "num_hidden_layers is 7 there and 6 in the flavor" in done.stderr
     assert "Traceback" not in done.stdout + done.stderr
     assert not (tmp_path / "metrics.jsonl").exists()
 
 
 def test_wikitext_as_articles(tmp_path):
-    """Rows as on the hub: single lines, many of them empty, an article over two files; then the data set "text".
+    """Rows are single lines as on the hub, many of them empty, and an article spans two files. The data set is "text".
 
-    The original archive's text, where empty rows are lines of white space, gives the same documents.
+    The text of the original archive, which has lines of white space for empty rows, gives the same documents.
     """
     import pyarrow
     import pyarrow.parquet

@@ -96,5 +96,5 @@ def test_a_garbled_config_of_the_run_folder_is_one_error(sample, tmp_path, conte
     (tmp_path / "config.json").write_bytes(content)
     with pytest.raises(ConfigError, match=reason) as error:
         RunFolder(config, 1)
-    assert "move it away to go on" in str(error.value)
+    assert "To continue, move it away" in str(error.value)
     assert (tmp_path / "config.json").read_bytes() == content

@@ -1,3 +1,5 @@
+"""qwen3_disp against transformers and TorchTitan: logits, sizes, weights and the final norm; which layers a config selects."""
+
 import copy
 
 import pytest

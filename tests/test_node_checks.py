@@ -1,4 +1,4 @@
-"""What is wrong with a node, and which of the nodes it is."""
+"""These tests check how faulty nodes are found and named."""
 
 import json
 import os
@@ -10,16 +10,16 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.cluster_of_one import DEMO, ROOT
+from tests.command_line import DEMO, ROOT
 from tests.distributed import spawn
-from titan_disp.cluster import bandwidth, gpu_health, nodecheck, nodes
+from titan_disp.cluster import bandwidth, gpu_health, node_health, node_reports
 from titan_disp.cluster.bandwidth import clock_skews, pair_bandwidths, rounds, slow_links, slow_nodes
 
 H100, H200 = "NVIDIA H100 80GB HBM3", "NVIDIA H200"
 
 
 def ring(count, **slow):
-    """Pairs of n1 … n{count} at 40 GB/s; ``n2=8``: at most 8 GB/s with n2."""
+    """Return the pairs of n1 … n{count} at 40 GB/s. ``n2=8`` limits the pairs of n2 to 8 GB/s."""
     names = [f"n{i + 1}" for i in range(count)]
     pairs = [(names[i], names[j]) for round in rounds(count) for i, j in round]
     return [(a, b, min(slow.get(a, 40), slow.get(b, 40)) * 1e9) for a, b in pairs]
@@ -27,7 +27,7 @@ def ring(count, **slow):
 
 @pytest.mark.parametrize("count", range(13))
 def test_rounds(count):
-    """Every node is with two others (with one, of two), and in one pair of a round at most."""
+    """Every node is paired with two others (of two nodes, with one), and is in at most one pair of a round."""
     partners = {i: set() for i in range(count)}
     for pairs in rounds(count):
         busy = [node for pair in pairs for node in pair]
@@ -52,7 +52,7 @@ def test_slow_neighbours_and_links():
     assert slow_nodes(ring(8, n4=8, n5=8)) == {"n4": 8e9, "n5": 8e9}
     assert slow_nodes(ring(4, n2=8, n3=8)) == {"n2": 8e9, "n3": 8e9}
     assert slow_nodes(ring(8, n4=21)) == {}  # not below half
-    assert slow_nodes(ring(2, n1=8)) == {}  # of two it cannot be told
+    assert slow_nodes(ring(2, n1=8)) == {}  # of two nodes, either could be the slow one
     pairs = [(a, b, 8e9 if (a, b) == ("n3", "n4") else speed) for a, b, speed in ring(8)]
     assert slow_nodes(pairs) == {}
     assert slow_links(pairs) == [("n3", "n4", 8e9)]
@@ -60,19 +60,19 @@ def test_slow_neighbours_and_links():
 
 
 def test_pair_bandwidths():
-    """Two ranks a node send 100 bytes each at the same time; the slowest of the four takes 4 s."""
+    """Two ranks per node send 100 bytes each at the same time. The slowest of the four takes 4 s."""
     times = [("n2", {"n10": 1.0}), ("n2", {"n10": 2.0}), ("n10", {"n2": 4.0}), ("n10", {"n2": 1.0})]
     assert pair_bandwidths(times, 100) == [("n2", "n10", 50.0)]
 
 
 def test_clock_skews():
-    """n3 is 5 s ahead; n1 was late to read once, which makes n3's clock the median of that reading."""
+    """n3 is 5 s ahead. n1 read its clock late once, so that n3's clock is the median of that reading."""
     readings = {"n1": [100.0, 109.0, 102.0], "n2": [100.1, 101.1, 102.1], "n3": [105.0, 106.0, 107.0]}
     skews = clock_skews(readings)
     assert skews["n3"] == pytest.approx(4.9, abs=0.11)
     assert abs(skews["n1"]) <= 0.11
     assert abs(skews["n2"]) <= 0.11
-    found = nodes.bandwidth_problems({"pairs": [], "clock_skew": {"n1": 0.1, "n2": -7.25, "n3": 3.0}})
+    found = node_reports.bandwidth_problems({"pairs": [], "clock_skew": {"n1": 0.1, "n2": -7.25, "n3": 3.0}})
     assert found == {"n2": ["its clock is 7.2 s behind the others'"], "n3": ["its clock is 3.0 s ahead of the others'"]}
 
 
@@ -83,26 +83,26 @@ def node_report(gpus=(H100,) * 8, free=79e9, problems=()):
 
 def test_gpus_unlike_the_other_nodes():
     reports = {f"n{i}": node_report() for i in (1, 2, 3)}
-    assert nodes.gpu_problems(reports, "gpu") == {}
-    assert nodes.gpu_problems(reports, "8") == {}
-    assert nodes.gpu_problems({}, "gpu") == {}
-    assert nodes.gpu_problems(reports, "9")["n1"] == ["8 GPUs are visible for 9 ranks per node"]
+    assert node_reports.gpu_problems(reports, "gpu") == {}
+    assert node_reports.gpu_problems(reports, "8") == {}
+    assert node_reports.gpu_problems({}, "gpu") == {}
+    assert node_reports.gpu_problems(reports, "9")["n1"] == ["8 GPUs are visible for 9 ranks per node"]
     reports |= {"n4": node_report([H100] * 7), "n5": node_report([H200] * 8), "n6": node_report([])}
     reports |= {"n7": node_report(free=0)}
-    most = f"those of most nodes 8 × {H100}"
-    assert nodes.gpu_problems(reports, "gpu") == {
-        "n4": [f"its GPUs are 7 × {H100}, {most}"],
-        "n5": [f"its GPUs are 8 × {H200}, {most}"],
-        "n6": ["no GPU is visible", f"its GPUs are none, {most}"],
+    most = f"most nodes have 8 × {H100}"
+    assert node_reports.gpu_problems(reports, "gpu") == {
+        "n4": [f"its GPUs: 7 × {H100}; {most}"],
+        "n5": [f"its GPUs: 8 × {H200}; {most}"],
+        "n6": ["no GPU is visible", f"its GPUs: none; {most}"],
     }
-    assert nodes.able_nodes(reports, "gpu") == ["n1", "n2", "n3"]  # n7's GPU does not compute
-    mixed = nodes.gpu_problems({"n1": node_report([H100, H200])}, "gpu")
+    assert node_reports.able_nodes(reports, "gpu") == ["n1", "n2", "n3"]  # n7's GPU does not compute
+    mixed = node_reports.gpu_problems({"n1": node_report([H100, H200])}, "gpu")
     assert mixed == {"n1": [f"its GPUs are of different kinds: 1 × {H100}, 1 × {H200}"]}
-    assert nodes.able_nodes({"n1": node_report([])}, "4") == ["n1"]  # ranks on CPUs
+    assert node_reports.able_nodes({"n1": node_report([])}, "4") == ["n1"]  # ranks on CPUs
 
 
 def test_report(tmp_path):
-    """Three nodes: one slow with a taken GPU, one that did not answer, all without data."""
+    """Of five nodes, one is slow and has a GPU in use, one did not answer, and all others miss the data."""
     (tmp_path / "nodes").mkdir()
     data = "data: not readable"
     for node, problems in (
@@ -121,12 +121,12 @@ def test_report(tmp_path):
     }
     (tmp_path / "bandwidth.json").write_text(json.dumps(measured))
     expected = ["n10", "n1", "n2", "n3", "n4"]
-    report = nodes.make_report(tmp_path, expected, "gpu", ["--job.config_file", str(DEMO)])
+    report = node_reports.make_report(tmp_path, expected, "gpu", ["--job.config_file", str(DEMO)])
     assert list(report["nodes"]) == ["n1", "n2", "n4", "n10"]
     assert len(report["problems"]["n2"]) == 4
     assert report["problems"]["n1"] == [data]
     assert "the config" in report["problems"]  # 40 ranks do not divide the demo's 16 sequences
-    lines = nodes.render(report, expected)
+    lines = node_reports.render(report, expected)
     assert [line.split()[0] for line in lines[:6]] == ["node", "n1", "n2", "n3", "n4", "n10"]
     assert lines[2].split("  ")[-1] == "4 problems"
     assert "-3.5 s" in lines[2]
@@ -135,15 +135,15 @@ def test_report(tmp_path):
     assert "all-reduce of 256 MiB over 32 ranks of 4 nodes: 10.0 ms, bus bandwidth 52.00 GB/s (nccl)" in lines
     assert "note: not in the bandwidth test: n3" in lines
     assert "problem: n1, n2, n4, n10: data: not readable" in lines
-    assert "problem: n2: slow: 9.00 GB/s at most with its neighbours, most nodes reach 45.00" in lines
+    assert "problem: n2: slow: at most 9.00 GB/s with its neighbours; the median node reaches 45.00 GB/s" in lines
     assert any(line.startswith("problem: n3: it did not answer") for line in lines)
 
     (tmp_path / "bandwidth.json").unlink()
-    report = nodes.make_report(tmp_path, expected, "gpu", ["--job.config_file", str(DEMO)])
+    report = node_reports.make_report(tmp_path, expected, "gpu", ["--job.config_file", str(DEMO)])
     assert "bandwidth" in report["problems"]
-    assert nodes.render(report, expected)
+    assert node_reports.render(report, expected)
     paper = ["--job.config_file", str(ROOT / "train_configs" / "qwen3_0.6b_c4.toml")]
-    wrong, (note,) = nodes.config_problem(paper, 5, "8", {})
+    wrong, (note,) = node_reports.config_problem(paper, 5, "8", {})
     assert not wrong
     assert "streamed from the Hugging Face hub by 40 ranks on 5 nodes" in note
 
@@ -162,10 +162,10 @@ def test_gpu(monkeypatch, free, expected):
         return free
 
     monkeypatch.setattr(torch.cuda, "mem_get_info", mem_get_info)
-    assert nodecheck.check_gpu(3) == expected
+    assert node_health.check_gpu(3) == expected
 
 
-# amd-smi metric --ecc, as its change log shows it for ROCm 6.1.1.
+# Output of amd-smi metric --ecc in its change log for ROCm 6.1.1.
 AMD_SMI = """GPU: {gpu}
     ECC:
         TOTAL_CORRECTABLE_COUNT: 4
@@ -175,7 +175,7 @@ AMD_SMI = """GPU: {gpu}
         CACHE_UNCORRECTABLE_COUNT: {errors}
 
 """
-# rocm-smi --showrasinfo, as rocm_smi.py of October 2024 prints it.
+# Output of rocm-smi --showrasinfo in rocm_smi.py of October 2024.
 ROCM_SMI = """
 ============================ ROCm System Management Interface ============================
 ======================================== RAS Info ========================================
@@ -196,7 +196,7 @@ ________________________________________________________________________________
 ==========================================================================================
 =================================== End of ROCm SMI Log ==================================
 """
-# Lines of the kernel's log as drivers have written them: of dmesg and, without the time, of journalctl.
+# Lines that drivers wrote to the kernel log, as dmesg shows them. journalctl shows them without the time.
 XIDS = """[    0.000000] Linux version 6.8.0
 [{old}] NVRM: Xid (PCI:0000:10:1c): 79, pid='<unknown>', name=<unknown>, GPU has fallen off the bus.
 [{now}] NVRM: Xid (PCI:0000:0d:00): 31, pid=3234, Graphics SM Warp Exception on (GPC 2, TPC 2, SM 1): Out Of Range Address
@@ -214,7 +214,7 @@ HARDWARE_XIDS = [
 
 
 class TestGpuHealth:
-    """Against stand-ins that print what the vendors' tools do."""
+    """Test with stand-ins that print the output of the vendors' tools."""
 
     @pytest.fixture
     def tool(self, tmp_path, monkeypatch):
@@ -237,7 +237,7 @@ class TestGpuHealth:
     }
 
     def nvidia(self, tool, field, value):
-        """Of two GPUs the first has this value; None: the driver does not know the field."""
+        """The first of two GPUs has this value. With None, the driver does not know the field."""
         known = {**self.SOUND, field: value}
         cases = [
             f'*index,{name}*) echo "0, {v}"; echo "1, {self.SOUND[name]}"; exit;;' for name, v in known.items() if v
@@ -254,14 +254,14 @@ class TestGpuHealth:
                 "GPU 0: 3 uncorrectable memory errors since the driver was loaded",
             ),
             ("ecc.errors.uncorrected.volatile.total", "[N/A]", None),  # a GPU without ECC
-            ("remapped_rows.failure", "Yes", "GPU 0: memory that failed could not be remapped (Yes)"),
-            ("remapped_rows.pending", "Yes", "GPU 0: memory errors wait for a reset of the GPU (Yes)"),
+            ("remapped_rows.failure", "Yes", "GPU 0: failed memory could not be remapped (Yes)"),
+            ("remapped_rows.pending", "Yes", "GPU 0: remapping failed memory needs a reset of the GPU (Yes)"),
             ("gpu_recovery_action", "Reset", "GPU 0: the driver asks for a recovery action (Reset)"),
             ("remapped_rows.failure", None, None),
         ],
     )
     def test_nvidia(self, tool, field, value, problem):
-        """A driver that tells its recovery action knows of its Xids, also whether the GPU was reset since."""
+        """A driver that reports a recovery action knows its Xids, and whether the GPU was reset since then."""
         self.nvidia(tool, field, value)
         log = tool("dmesg", XIDS.format(now="9.9", old="1.0"))
         assert gpu_health.gpu_problems() == ([problem] if problem else [])
@@ -278,18 +278,18 @@ class TestGpuHealth:
 
     @pytest.fixture
     def xids(self, monkeypatch):
-        """The log of a node that has been up for three days and a half."""
+        """The kernel log is from a node that has been up for three and a half days."""
         monkeypatch.setattr(gpu_health, "time", SimpleNamespace(monotonic=lambda: 3.5 * 86400))
         return XIDS.format(now=f"{2.6 * 86400:12.6f}", old=f"{2.4 * 86400:12.6f}")
 
     def test_xids_of_dmesg(self, tool, xids):
-        """Of hardware, of the last day, each once. An application's own, such as 31, are not the node's fault."""
+        """Hardware Xids of the last day are reported once each. An application causes others, such as 31."""
         self.nvidia(tool, "gpu_recovery_action", None)
         tool("dmesg", xids)
         assert gpu_health.gpu_problems() == HARDWARE_XIDS
 
     def test_xids_of_the_journal(self, tool, xids):
-        """Where dmesg is root's, and the journal is not."""
+        """The journal is read if only root may run dmesg."""
         self.nvidia(tool, "gpu_recovery_action", None)
         tool("dmesg", status=1)
         lines = [line.split("] ")[1] for line in xids.splitlines() if "10:1c): 79" not in line]
@@ -314,7 +314,7 @@ class TestGpuHealth:
 
     @pytest.mark.parametrize("newer", [None, "GPU: 0\n    ECC:\n        TOTAL_UNCORRECTABLE_COUNT: N/A\n"])
     def test_older_amd(self, tool, newer):
-        """Where amd-smi is not there, or does not know."""
+        """rocm-smi is asked if amd-smi is missing or has no counts."""
         if newer:
             tool("amd-smi", newer)
         calls = tool("rocm-smi", ROCM_SMI)
@@ -323,24 +323,24 @@ class TestGpuHealth:
 
 
 def check(monkeypatch, out, *arguments):
-    """The report that this machine's nodecheck writes."""
+    """Run node_health on this machine and return its report."""
     monkeypatch.setenv("SLURMD_NODENAME", "n7")
-    monkeypatch.setattr(sys, "argv", ["nodecheck", "--out", str(out), "--local", str(out), *map(str, arguments)])
-    nodecheck.main()
+    monkeypatch.setattr(sys, "argv", ["node_health", "--out", str(out), "--local", str(out), *map(str, arguments)])
+    node_health.main()
     assert [path.name for path in out.glob("*.json")] == ["n7.json"]
     return json.loads((out / "n7.json").read_text())
 
 
 def test_the_name_of_a_node(monkeypatch):
-    """SLURM's, which is the host's short name where a container hides it."""
+    """The name is SLURM's, or the host's short name if a container hides SLURM's."""
     monkeypatch.setenv("SLURMD_NODENAME", "n7")
-    assert nodecheck.node_name() == "n7"
+    assert node_health.node_name() == "n7"
     monkeypatch.delenv("SLURMD_NODENAME")
-    monkeypatch.setattr(nodecheck.socket, "gethostname", lambda: "gpu10.cluster.example")
-    assert nodecheck.node_name() == "gpu10"
+    monkeypatch.setattr(node_health.socket, "gethostname", lambda: "gpu10.cluster.example")
+    assert node_health.node_name() == "gpu10"
 
 
-def test_nodecheck_as_pretrain_starts_it(monkeypatch, tmp_path):
+def test_node_health_as_pretrain_starts_it(monkeypatch, tmp_path):
     report = check(monkeypatch, tmp_path / "out", "--readable", tmp_path / "nowhere")
     assert report["node"] == "n7"
     assert report["problems"] == [f"{tmp_path}/nowhere is missing or not readable"]
@@ -351,7 +351,7 @@ def test_nodecheck_as_pretrain_starts_it(monkeypatch, tmp_path):
     "problem", ["GPU {}: CUDA error: uncorrectable ECC error encountered", "GPU {}: \u2192" + 200 * "x"]
 )
 def test_a_report_is_one_line_of_srun(problem):
-    """srun passes on lines of up to 1024 bytes whole; between the pieces of a longer one stand other nodes' lines."""
+    """srun keeps lines of up to 1024 bytes whole. Lines of other nodes come between the parts of longer ones."""
     report = {
         "node": "n1",
         "gpus": 8 * [H100],
@@ -360,24 +360,24 @@ def test_a_report_is_one_line_of_srun(problem):
         "run_free_bytes": 0,
     }
     report |= {"clock": 1.7e9, "problems": []}
-    assert nodecheck.report_line(report) == nodecheck.REPORT + json.dumps(report)
+    assert node_health.report_line(report) == node_health.REPORT + json.dumps(report)
     report["problems"] = [problem.format(i) for i in range(8)] + 4 * ["/scratch is not writable: Read-only file system"]
-    line = nodecheck.report_line(report)
+    line = node_health.report_line(report)
     assert 800 < len(line.encode()) <= 1000
-    read = json.loads(line[len(nodecheck.REPORT) :])
+    read = json.loads(line[len(node_health.REPORT) :])
     assert read["problems"][0].startswith(report["problems"][0])
     assert {**read, "problems": []} == {**report, "problems": []}
 
 
-def test_nodecheck_with_a_config(monkeypatch, sample, tmp_path):
-    """Good; then no tokenizer, no data and a run folder that is a file, all told at once; then no config."""
+def test_node_health_with_a_config(monkeypatch, sample, tmp_path):
+    """A good config passes. Problems with tokenizer, data and run folder are reported together, as is no config."""
     options = ("--job.config_file", DEMO, "--model.hf_assets_path", sample / "tokenizer", "--job.dump_folder")
     data = ("--training.dataset_path", sample)
     run, out = tmp_path / "run", tmp_path / "out"
     report = check(monkeypatch, out, *options, run, *data)
     assert report["problems"] == []
     assert report["run_free_bytes"] > 0
-    assert list(run.iterdir()) == []  # no checkpoint folder, which would change how the run starts
+    assert list(run.iterdir()) == []  # a checkpoint folder would change how the run starts
 
     file = tmp_path / "file"
     file.touch()
@@ -390,7 +390,7 @@ def test_nodecheck_with_a_config(monkeypatch, sample, tmp_path):
 
 
 def _measure():
-    """Four nodes of which the third is slow and the second's clock 10 s ahead; then two nodes of two ranks."""
+    """Of four nodes, the third is slow and the second's clock is 10 s ahead. Then there are two nodes of two ranks."""
     rank = dist.get_rank()
     exchange = bandwidth._exchange
     if rank == 2:
@@ -402,10 +402,10 @@ def _measure():
     assert measured["ranks"] == 4
     assert measured["all_reduce"]["bus_bandwidth"] == pytest.approx(1.5 * (1 << 20) / measured["all_reduce"]["seconds"])
     assert {(a, b) for a, b, _ in measured["pairs"]} == {("n1", "n2"), ("n2", "n3"), ("n3", "n4"), ("n1", "n4")}
-    # Four ranks on two cores: the others' bandwidths differ too, but not by as much as 0.3 s for a MiB.
+    # Four ranks share two cores, so the others' bandwidths differ too, but by less than 0.3 s per MiB.
     assert min(slow_nodes(measured["pairs"]), key=slow_nodes(measured["pairs"]).get) == "n3", measured["pairs"]
     assert all(("n3" in (a, b)) == (speed < 4e6) for a, b, speed in measured["pairs"])
-    assert measured["clock_skew"]["n2"] == pytest.approx(10, abs=1)  # one host; a second for busy cores
+    assert measured["clock_skew"]["n2"] == pytest.approx(10, abs=1)  # all are one host; busy cores may add a second
     assert max(abs(measured["clock_skew"][node]) for node in ("n1", "n3", "n4")) < 1
 
     bandwidth._exchange = exchange
@@ -421,7 +421,7 @@ def test_measuring_on_four_ranks():
 
 
 def test_one_node_has_no_neighbours():
-    """As on a node of its own: an all-reduce, no pairs."""
+    """On a single node, there is an all-reduce and no pairs."""
     spawn(1, _measure_alone)
 
 
@@ -435,5 +435,5 @@ def _measure_alone():
         "problems": {},
         "notes": [],
     }
-    assert nodes.render(report, ["n1"])[1].endswith("ok")
+    assert node_reports.render(report, ["n1"])[1].endswith("ok")
     assert os.environ["WORLD_SIZE"] == "1"

@@ -1,0 +1,197 @@
+"""Which local files belong to a split: folders, globs and links, what is left out, and what is refused."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from titan_disp.data.files import check_data, list_files
+from titan_disp.data.sample import TRAIN_FILES
+from titan_disp.errors import ConfigError
+
+
+def test_local_data_is_checked(sample, tmp_path):
+    check_data("c4", str(sample))
+    check_data("c4_validation", str(sample))
+    check_data("c4", None)  # on the hub, which is reached only when training starts
+    with pytest.raises(ConfigError, match="holds no train data, but no files; expected files such as en/c4-train"):
+        check_data("c4", str(tmp_path))
+    with pytest.raises(ConfigError, match=r"validation\.dataset_path .* holds no validation data"):
+        check_data("c4_validation", str(tmp_path), key="validation")
+    with pytest.raises(ConfigError, match="matches no file"):
+        check_data("c4", f"{tmp_path}/*.json.gz")
+    (tmp_path / "x.csv").write_text("x")
+    with pytest.raises(ConfigError, match=r"x.csv'; expected a name that ends in .json.gz"):
+        check_data("c4", f"{tmp_path}/x.csv")
+
+
+def test_local_layouts(sample, tmp_path):
+    hub = [(f.name, f.size) for f in list_files("c4", str(sample))]
+    assert [name for name, _ in hub] == [f"c4-train.{i:05d}-of-{TRAIN_FILES:05d}.json.gz" for i in range(TRAIN_FILES)]
+    for path in (sample / "en", f"{sample}/en/c4-train*", f"{sample}/**/c4-train.*.json.gz"):
+        assert [(f.name, f.size) for f in list_files("c4", str(path))] == hub
+    assert len(list_files("c4_validation", str(sample))) == 1
+    assert len(list_files("c4", f"{sample}/en/c4-train.00003-of-00008.json.gz")) == 1
+    # A folder whose names say no split is training data. Hidden files are ignored.
+    for name in ("a.jsonl", "b.parquet", ".hidden.jsonl", "c.txt"):
+        (tmp_path / name).write_text("")
+    assert [f.name for f in list_files("c4", str(tmp_path))] == ["a.jsonl", "b.parquet"]
+    # Only whole words of a name decide.
+    words = tmp_path / "words"
+    words.mkdir()
+    for name in ("constraints.jsonl", "latest.jsonl", "x_test.jsonl", "validation-0.jsonl"):
+        (words / name).write_text("")
+    assert [f.name for f in list_files("text", str(words))] == ["constraints.jsonl", "latest.jsonl"]
+    assert [f.name for f in list_files("text_validation", str(words))] == ["validation-0.jsonl"]
+    # In a clone of the data set, only en is read, as from the hub.
+    for folder in ("en", "en.noclean", "realnewslike"):
+        (tmp_path / "clone" / folder).mkdir(parents=True)
+        (tmp_path / "clone" / folder / "c4-train.00000-of-00001.json.gz").write_bytes(b"x")
+    (only,) = list_files("c4", str(tmp_path / "clone"))
+    assert Path(only.url).parent.name == "en"
+    assert len(list_files("text", str(tmp_path / "clone"))) == 3
+
+
+def write(folder, *names):
+    for name in names:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text('{"text": "a"}\n')
+
+
+def names_in(dataset, path):
+    return [file.name for file in list_files(dataset, str(path))]
+
+
+@pytest.fixture
+def told(caplog):
+    """What a listing logs, as if it were the first one in this process."""
+    from titan_disp.data import local
+
+    local._warn.cache_clear()
+    local._say.cache_clear()
+    with caplog.at_level("INFO"):
+        yield lambda level: [r.getMessage() for r in caplog.records if r.levelname == level]
+
+
+def test_links_are_followed(tmp_path, told):
+    """This holds for links to files and folders. A folder that is reached twice, or contains itself, counts once."""
+    write(tmp_path / "elsewhere", "b.jsonl", "deep/c.jsonl")
+    write(tmp_path / "data", "a.jsonl")
+    (tmp_path / "data" / "linked").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "data" / "linked-too").symlink_to(tmp_path / "elsewhere" / "deep")
+    (tmp_path / "data" / "linked" / "round").symlink_to(tmp_path / "data")
+    (tmp_path / "data" / "d.jsonl").symlink_to(tmp_path / "elsewhere" / "b.jsonl")
+    assert names_in("text", tmp_path / "data") == ["a.jsonl", "d.jsonl", "linked-too/c.jsonl", "linked/b.jsonl"]
+    assert [
+        "round is left out, because it is a link" in m or "deep is left out, because it" in m for m in told("WARNING")
+    ] == [True] * 2
+
+
+@pytest.mark.parametrize("name", ["b.jsonl", "folder"])
+def test_dangling_links_are_refused(tmp_path, name):
+    write(tmp_path, "a.jsonl")
+    (tmp_path / name).symlink_to("/nowhere/b")
+    with pytest.raises(ConfigError, match=rf"{name}' is a link to '/nowhere/b', which does not exist"):
+        list_files("text", str(tmp_path))
+    if name == "b.jsonl":
+        for path in (f"{tmp_path}/*.jsonl", tmp_path / name):
+            with pytest.raises(ConfigError, match=r"is a link to '/nowhere/b', which does not exist"):
+                list_files("text", str(path))
+
+
+def test_an_unreadable_folder_is_refused(tmp_path, monkeypatch):
+    """Root can read everything, so that the error is simulated."""
+    write(tmp_path, "a.jsonl", "closed/b.jsonl")
+    scandir = os.scandir
+
+    def refuse(path):
+        if str(path).endswith("closed"):
+            raise PermissionError(13, "Permission denied", str(path))
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", refuse)
+    with pytest.raises(
+        ConfigError, match=r"dataset_path is .*, but '.*closed' cannot be read: Permission denied. Give read"
+    ):
+        list_files("text", str(tmp_path))
+
+
+@pytest.mark.parametrize("pattern", ["**/*.jsonl", "*/*.jsonl", "clo*/b.jsonl", "*/**/b.jsonl"])
+def test_a_glob_refuses_what_cannot_be_read(tmp_path, monkeypatch, pattern):
+    """Python's own glob ignores such a folder, so that one file of two would be read."""
+    write(tmp_path, "a.jsonl", "open/a.jsonl", "closed/b.jsonl")
+    assert f"{tmp_path}/closed/b.jsonl" in [file.url for file in list_files("text", f"{tmp_path}/{pattern}")]
+    scandir = os.scandir
+    there = ("closed", "closed/") if pattern != "clo*/b.jsonl" else (str(tmp_path),)
+
+    def refuse(path):
+        if str(path).endswith(there):
+            raise PermissionError(13, "Permission denied", str(path))
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", refuse)
+    with pytest.raises(
+        ConfigError, match=rf"dataset_path is .*, but '.*{there[0]}/?' cannot be read: Permission denied. G"
+    ):
+        list_files("text", f"{tmp_path}/{pattern}")
+
+
+def test_what_a_glob_leaves_out_is_said(tmp_path, told):
+    """Folders that it matches are left out, and files that it would read twice through a link to their folder."""
+    write(tmp_path, "part-0.jsonl", "part-1/a.jsonl", "part-1/b.jsonl")
+    assert names_in("text", f"{tmp_path}/part-*") == ["part-0.jsonl"]
+    assert f"1 folders are left out, such as {tmp_path}/part-1. " in told("WARNING")[0]
+    with pytest.raises(ConfigError, match="which matches no file, but 1 folders; expected files named"):
+        list_files("text", f"{tmp_path}/part-1*")
+    (tmp_path / "part-1" / "round").symlink_to(tmp_path)
+    (tmp_path / "c.jsonl").symlink_to(tmp_path / "part-0.jsonl")
+    assert names_in("text", f"{tmp_path}/**") == ["c.jsonl", "part-0.jsonl", "part-1/a.jsonl", "part-1/b.jsonl"]
+    assert "files are left out, because links lead to their folders again, such as " in told("WARNING")[-1]
+    assert len(told("WARNING")) == 2
+
+
+def test_a_folder_that_may_be_listed_and_not_entered_is_refused(tmp_path, monkeypatch):
+    """Its files seem not to exist, although no link leads to them."""
+    write(tmp_path, "closed/b.jsonl")
+    stat = os.stat
+
+    def refuse(path, **options):
+        if str(path).endswith("b.jsonl"):
+            raise PermissionError(13, "Permission denied", str(path))
+        return stat(path, **options)
+
+    monkeypatch.setattr(os, "stat", refuse)
+    with pytest.raises(ConfigError, match=r"but '.*b.jsonl' cannot be read: Permission denied. Give read"):
+        list_files("text", str(tmp_path))
+
+
+def test_what_is_left_out_is_said(tmp_path, told):
+    write(tmp_path, "a.jsonl", "b.jsonl.bz2", "c.jsonl.bz2", "d.csv", "README.md", "e.json", ".hidden.jsonl")
+    write(tmp_path, "tokenizer/a.model")  # as in the sample of make demo
+    assert names_in("text", tmp_path) == ["a.jsonl", "e.json"]
+    assert names_in("text", tmp_path) == ["a.jsonl", "e.json"]  # logged once, although listed twice
+    left_out, mixed = told("WARNING")
+    assert "left out, because they end in none of" in left_out
+    assert ": 2 *.bz2, 1 *.csv, such as " in left_out
+    assert mixed.endswith("files of several formats are read together: 1 *.json, 1 *.jsonl")
+    assert [m.endswith("1 *.md, 1 *.model, such as " + str(tmp_path / "README.md")) for m in told("INFO")] == [True]
+
+
+def test_a_name_with_train_in_it_hides_no_others(tmp_path, told):
+    write(tmp_path / "text", "train_schedules.jsonl", "books1.jsonl", "books2.jsonl", "validation.jsonl")
+    assert names_in("text", tmp_path / "text") == ["books1.jsonl", "books2.jsonl", "train_schedules.jsonl"]
+    assert "1 of 4 files are left out, because their names do not say train: validation.jsonl" in told("WARNING")[0]
+    assert names_in("text", f"{tmp_path}/text/*.jsonl") == sorted(p.name for p in (tmp_path / "text").iterdir())
+    write(tmp_path / "c4", "c4-train.0.json", "c4-validation.0.json", "c4.json")
+    assert names_in("c4", tmp_path / "c4") == ["c4-train.0.json"]
+    assert (
+        "2 of 3 files are left out, because their names do not say train or they are not in en: c4-v"
+        in told("INFO")[-1]
+    )
+
+
+def test_a_path_that_exists_is_no_glob(tmp_path):
+    write(tmp_path, "runs [1]/a.jsonl", "runs 1/b.jsonl", "x[1].jsonl", "x1.jsonl")
+    assert names_in("text", tmp_path / "runs [1]") == ["a.jsonl"]
+    assert names_in("text", tmp_path / "x[1].jsonl") == ["x[1].jsonl"]
+    assert names_in("text", tmp_path / "x[0-9].jsonl") == ["x1.jsonl"]

@@ -1,0 +1,45 @@
+"""Progress bars: on a terminal, and nowhere else."""
+
+import io
+import sys
+
+import pytest
+import tqdm.auto
+from tqdm import tqdm as plain
+
+from titan_disp.progress import no_bars_in_logs, progress
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+@pytest.mark.parametrize("kind", [Terminal, io.StringIO])
+def test_a_bar_is_shown_on_terminals_alone(monkeypatch, kind):
+    stderr = kind()
+    monkeypatch.setattr(sys, "stderr", stderr)
+    assert list(progress("reading", "file", items=[1, 2, 3])) == [1, 2, 3]
+    with progress("hashing", "B", total=4_000_000) as bar:
+        bar.update(1_000_000)
+        bar.refresh()
+    shown = stderr.getvalue()
+    if kind is io.StringIO:
+        assert shown == ""
+        return
+    assert "reading:   0%" in shown
+    assert "1.00M/4.00M" in shown
+    assert shown.split("\r")[-2].strip() == ""  # the line is cleared at the end
+
+
+@pytest.mark.parametrize("bar", [plain, tqdm.auto.tqdm])
+@pytest.mark.parametrize("kind", [Terminal, io.StringIO])
+def test_bars_of_libraries_are_not_in_logs(monkeypatch, kind, bar):
+    """Not even bars that are enabled explicitly, or of subclasses; afterwards they are as before."""
+    stderr = kind()
+    monkeypatch.setattr(sys, "stderr", stderr)
+    with no_bars_in_logs():
+        assert list(bar([1, 2], disable=False)) == [1, 2]
+    assert (stderr.getvalue() != "") == (kind is Terminal)
+    list(bar([1, 2], disable=False))
+    assert "2/2" in stderr.getvalue()

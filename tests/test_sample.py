@@ -1,0 +1,58 @@
+"""The sample corpus: in C4's layout, the same on every machine, and read by ``datasets`` as the hub's C4 is."""
+
+import gzip
+import json
+
+import pytest
+from datasets import load_dataset
+
+from titan_disp.data.sample import TRAIN_FILES, documents, is_complete, write_sample
+
+
+def records(folder, pattern):
+    found = []
+    for file in sorted(folder.glob(pattern)):
+        with gzip.open(file, "rt", encoding="utf-8") as lines:
+            found += [json.loads(line) for line in lines]
+    return found
+
+
+def test_shape_of_c4(sample):
+    train_names = {f"c4-train.{i:05d}-of-{TRAIN_FILES:05d}.json.gz" for i in range(TRAIN_FILES)}
+    assert {p.name for p in (sample / "en").iterdir()} == {*train_names, "c4-validation.00000-of-00001.json.gz"}
+    train, validation = records(sample / "en", "c4-train*"), records(sample / "en", "c4-validation*")
+    assert all(set(r) == {"text", "timestamp", "url"} for r in train + validation)
+    assert len(train) > 1000
+    assert len(validation) > 30
+    texts = [r["text"] for r in train + validation]
+    assert len(texts) == len(set(texts)) == len(documents()), "a document is lost, doubled, or in both splits"
+
+
+def test_deterministic(sample, tmp_path):
+    write_sample(tmp_path / "again")
+    files = [p.relative_to(sample) for p in sample.rglob("*") if p.is_file()]
+    assert len(files) == TRAIN_FILES + 3
+    for file in files:
+        assert (tmp_path / "again" / file).read_bytes() == (sample / file).read_bytes(), file
+
+
+def test_names_no_path_of_this_machine(sample):
+    assert str(sample).encode() not in (sample / "tokenizer" / "sample.model").read_bytes()
+
+
+def test_read_by_datasets_as_the_hub_is(sample):
+    """TorchTitan's own c4 loader streams name="en" by split."""
+    train = load_dataset(str(sample), name="en", split="train", streaming=True)
+    assert train.num_shards == TRAIN_FILES
+    assert next(iter(train))["text"]
+    validation = load_dataset(str(sample), name="en", split="validation", streaming=True)
+    assert len(list(validation)) == len(records(sample / "en", "c4-validation*"))
+
+
+def test_an_existing_folder_is_kept(sample, tmp_path):
+    assert is_complete(sample)
+    (tmp_path / "mine.txt").write_text("precious")
+    with pytest.raises(FileExistsError, match="not a sample corpus"):
+        write_sample(tmp_path)
+    assert (tmp_path / "mine.txt").read_text() == "precious"
+    assert not is_complete(tmp_path)

@@ -1,0 +1,66 @@
+"""tests/distributed.py: a test whose ranks fail or die fails."""
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.distributed import spawn
+
+
+def fail_on_one():
+    if dist.get_rank() == 1:
+        raise ValueError("broken on purpose")
+
+
+def die_at_work(first):
+    """Once: another try would pass."""
+    if dist.get_rank() == 1 and not first.exists():
+        first.touch()
+        os.kill(os.getpid(), signal.SIGABRT)
+
+
+def die_at_exit():
+    dist.destroy_process_group = lambda: os.kill(os.getpid(), signal.SIGABRT)
+
+
+def segfault_at_exit():
+    dist.destroy_process_group = lambda: os.kill(os.getpid(), signal.SIGSEGV)
+
+
+def test_ranks_that_fail_or_die_fail_the_test(tmp_path):
+    """All but an abort after all work, which gloo is known for."""
+    with pytest.raises(AssertionError, match="rank 1 failed:(.|\n)*broken on purpose"):
+        spawn(2, fail_on_one)
+    with pytest.raises(AssertionError, match="died at work"):
+        spawn(2, die_at_work, tmp_path / "first")
+    with pytest.raises(AssertionError, match="-11"):
+        spawn(2, segfault_at_exit)
+    with pytest.warns(UserWarning, match="after their work"):
+        spawn(2, die_at_exit)
+
+
+def count_threads():
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    groups = [dist.group.WORLD, dist.new_group([0, 1])]
+    for group in groups:
+        both = torch.ones(1)
+        dist.all_reduce(both, group=group)
+        assert both == 2
+        assert group._get_backend(both.device).options._threads == 1
+    # Each has named itself by now: it has done a collective.
+    names = [file.read_text().strip() for file in Path("/proc/self/task").glob("*/comm")]
+    assert names.count("pt_gloo_runloop") == len(groups)
+    os.environ["GLOO_SOCKET_IFNAME"] = "no_such_interface"
+    with pytest.raises(RuntimeError, match="no_such_interface"):
+        dist.new_group([0, 1])
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="threads are counted in /proc")
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="two threads are left where there is an accelerator")
+def test_a_gloo_group_has_one_thread():
+    """Two of them corrupt the heap: titan_disp/cpu.py says how. The user still chooses the network's interface."""
+    spawn(2, count_threads)

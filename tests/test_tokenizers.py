@@ -1,0 +1,184 @@
+"""SentencePiece, Hugging Face and gigatoken: the same ids, no special tokens from text, and unusable tokenizers."""
+
+import gzip
+import json
+
+import pytest
+from sentencepiece import SentencePieceProcessor
+from tokenizers import Tokenizer
+from transformers import AutoTokenizer
+
+from titan_disp.data.fast_tokenizer import fast_encoder
+from titan_disp.data.files import list_files
+from titan_disp.data.fingerprint import differences, fingerprint
+from titan_disp.data.hf_tokenizer import plain_encoder
+from titan_disp.data.sample import train_tokenizer
+from titan_disp.data.stream import StreamOptions
+from titan_disp.data.tokenizer import encoder, find_tokenizer, load_tokenizer, load_tokenizer_for
+from titan_disp.errors import ConfigError, DataError
+
+TEXT = "Return a list of lines,\n\n    keepends: bool  — naïve 中"
+
+
+def records(folder, pattern):
+    found = []
+    for file in sorted(folder.glob(pattern)):
+        with gzip.open(file, "rt", encoding="utf-8") as lines:
+            found += [json.loads(line) for line in lines]
+    return found
+
+
+@pytest.mark.parametrize("kind", ["sentencepiece", "hugging face"])
+def test_tokenizer_protocol(sample, hf_tokenizer, kind):
+    tokenizer = load_tokenizer(sample / "tokenizer" if kind == "sentencepiece" else hf_tokenizer)
+    ids = tokenizer.encode(TEXT)
+    assert tokenizer.decode(ids) == TEXT
+    assert tokenizer.get_vocab_size() == 2048
+    assert all(0 <= i < 2048 for i in ids)
+    # Neither has a BOS token, as Qwen's and T5's tokenizers have none: asking for one adds nothing.
+    assert tokenizer.encode(TEXT, add_bos=True, add_eos=True) == [*ids, tokenizer.eos_id]
+    assert tokenizer.encode("", add_bos=False, add_eos=True) == [tokenizer.eos_id]
+
+
+@pytest.mark.parametrize("bos", [False, True])
+@pytest.mark.parametrize("template", [False, True])
+def test_encoder_agrees_with_torchtitans_tokenizer(hf_tokenizer, tmp_path, bos, template):
+    """The faster call gives the same ids, whether TorchTitan or the tokenizer itself adds BOS and EOS."""
+    from tokenizers import Tokenizer, processors
+
+    tokenizer = Tokenizer.from_file(str(hf_tokenizer / "tokenizer.json"))
+    tokenizer.add_special_tokens(["<s>"])
+    if template:
+        ids = [("<s>", tokenizer.token_to_id("<s>")), ("<|endoftext|>", tokenizer.token_to_id("<|endoftext|>"))]
+        single = "<s> $A <|endoftext|>" if bos else "$A <|endoftext|>"
+        tokenizer.post_processor = processors.TemplateProcessing(single=single, special_tokens=ids)
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    config = {"eos_token": "<|endoftext|>"} | ({"bos_token": "<s>"} if bos else {})
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    loaded = load_tokenizer(tmp_path)
+    for text in (TEXT, "", "plain"):
+        assert encoder(loaded)(text) == loaded.encode(text, add_bos=True, add_eos=True)
+    assert encoder(loaded)(TEXT)[-1] == loaded.eos_id
+    assert (encoder(loaded)(TEXT)[0] == loaded.bos_id) == bos
+    fast = fast_encoder(loaded, str(tmp_path), encoder(loaded))
+    for text in (TEXT, "", "plain"):
+        assert fast(text).tolist() == encoder(loaded)(text)
+
+
+def test_fast_tokenizer_of_sentencepiece(sample, tmp_path):
+    texts = [r["text"] for r in records(sample, "en/c4-validation*.json.gz")]
+    (tmp_path / "plain.model").write_bytes(train_tokenizer(texts, 2048, user_defined_symbols=()))
+    spm = load_tokenizer(tmp_path)
+    fast = fast_encoder(spm, str(tmp_path), encoder(spm))
+    assert all(fast(text).tolist() == encoder(spm)(text) for text in texts)
+
+
+def test_fast_tokenizer_is_not_trusted(sample, hf_tokenizer, monkeypatch):
+    import gigatoken
+
+    from titan_disp.data import fast_tokenizer
+
+    # gigatoken puts SentencePiece's dummy prefix after user-defined symbols too, one of which is the sample's "\n".
+    spm = load_tokenizer(sample / "tokenizer")
+    with pytest.raises(ConfigError, match="other ids than the tokenizer's own library"):
+        fast_encoder(spm, str(sample / "tokenizer"), encoder(spm))
+
+    class Wrong(gigatoken.Tokenizer):
+        """gigatoken without one character or one word."""
+
+        unknown = "\u4e2d"
+
+        def encode(self, text):
+            return super().encode(text.replace(self.unknown, ""))
+
+    monkeypatch.setattr(gigatoken, "Tokenizer", Wrong)
+    loaded = load_tokenizer(hf_tokenizer)
+    with pytest.raises(ConfigError, match="other ids"):
+        fast_encoder(loaded, str(hf_tokenizer), encoder(loaded))
+    Wrong.unknown = "dispersion"
+    monkeypatch.setattr(fast_tokenizer, "CHECK_EVERY", 3)
+    fast = fast_encoder(loaded, str(hf_tokenizer), encoder(loaded))
+    fast("dispersion")
+    fast("condensation")
+    with pytest.raises(DataError, match="set stream.fast_tokenizer = false"):
+        fast("dispersion")
+
+
+NAMES = ["</s>", "<unk>", "<|endoftext|>", "<|im_end|>", "<think>"]
+
+
+@pytest.fixture(params=["sentencepiece", "hugging face", "of Qwen's kind"])
+def with_special_tokens(request, sample, hf_tokenizer, tmp_path):
+    """A tokenizer's folder, and text → ids without EOS by the library alone, which here knows no special tokens."""
+    if request.param == "sentencepiece":
+        texts = [r["text"] for r in records(sample, "en/c4-validation*.json.gz")]
+        model = train_tokenizer(texts, 2048, user_defined_symbols=())
+        (tmp_path / "plain.model").write_bytes(model)
+        return tmp_path, SentencePieceProcessor(model_proto=model).encode
+    content = json.loads((hf_tokenizer / "tokenizer.json").read_text())
+    config = {"eos_token": "<|endoftext|>"}
+    if request.param == "of Qwen's kind":  # with an added word that is not special, such as <think>
+        added = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+        extra = [{"content": "<think>", "special": False} | added, {"content": "<|im_end|>", "special": True} | added]
+        content["added_tokens"] += [{"id": 2048 + i} | token for i, token in enumerate(extra)]
+        decoder = {"0": content["added_tokens"][0]} | {str(2048 + i): token for i, token in enumerate(extra)}
+        config["added_tokens_decoder"] = {i: {k: v for k, v in t.items() if k != "id"} for i, t in decoder.items()}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    words = [token for token in content["added_tokens"] if not token["special"]]
+    plain = Tokenizer.from_str(json.dumps(content | {"added_tokens": words}))
+    return tmp_path, lambda text: plain.encode(text).ids
+
+
+def test_text_makes_no_special_tokens(with_special_tokens):
+    """Only the end of a document produces EOS, whatever a text spells, with both kinds of tokenizers and gigatoken."""
+    folder, plain = with_special_tokens
+    loaded = load_tokenizer(folder)
+    encode, eos = encoder(loaded), loaded.eos_id
+    fast = fast_encoder(loaded, str(folder), encode)
+    for text in [*NAMES, *(f"a {name}b{name} {name}" for name in NAMES), "".join(NAMES * 3)]:
+        ids = encode(text)
+        assert ids == [*plain(text), eos]
+        assert ids.index(eos) == len(ids) - 1
+        assert fast(text).tolist() == ids
+        assert plain_encoder(loaded)(text) == ids[:-1]
+        assert loaded.decode(ids[:-1]) == text
+    if loaded.get_vocab_size() == 2050:  # of Qwen's kind
+        assert 2049 not in encode("<|im_end|>")
+        assert encode("<think>") == [2048, eos]
+        written = AutoTokenizer.from_pretrained(folder)
+        for text in ("a <think> b", "a <|im_end|> b"):
+            assert written(text, split_special_tokens=True).input_ids == encode(text)[:-1]
+
+
+def test_tokens_of_text_are_in_the_fingerprint(sample, hf_tokenizer):
+    """This concerns Hugging Face's tokenizers, whose ids were different in older versions."""
+    files, options = list_files("c4", str(sample)), StreamOptions(seq_len=8)
+    now = fingerprint(files, str(hf_tokenizer), options, 4)
+    old = {key: value for key, value in now.items() if key != "special_tokens"}
+    assert differences(now, now) == []
+    assert differences(old, now) == [
+        "data: an older version of titan-disp turned text that spells special tokens (</s>) into them"
+    ]
+    assert "special_tokens" not in fingerprint(files, str(sample / "tokenizer"), options, 4)
+
+
+def test_a_folder_with_both_uses_hugging_face(sample, hf_tokenizer, tmp_path):
+    (tmp_path / "tokenizer.json").write_bytes((hf_tokenizer / "tokenizer.json").read_bytes())
+    (tmp_path / "sample.model").write_bytes((sample / "tokenizer" / "sample.model").read_bytes())
+    assert find_tokenizer(tmp_path).name == "tokenizer.json"
+
+
+def test_bad_tokenizers(sample, tmp_path):
+    with pytest.raises(ConfigError, match="is not a folder"):
+        load_tokenizer(sample / "tokenizer" / "sample.model")
+    with pytest.raises(ConfigError, match="holds no tokenizer file"):
+        load_tokenizer(tmp_path)
+    (tmp_path / "a.model").write_bytes(b"nonsense")
+    with pytest.raises(ConfigError, match="cannot load the tokenizer"):
+        load_tokenizer(tmp_path)
+    (tmp_path / "b.model").write_bytes(b"nonsense")
+    with pytest.raises(ConfigError, match=r"holds a\.model, b\.model"):
+        load_tokenizer(tmp_path)
+    with pytest.raises(ConfigError, match="2048 tokens, but model.flavor 'tiny' has a vocabulary of 100"):
+        load_tokenizer_for("tiny", 100, sample / "tokenizer")
