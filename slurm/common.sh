@@ -1,6 +1,7 @@
 # shellcheck shell=bash disable=SC2154
-# How pretrain.sbatch, sweep.sbatch and preflight.sbatch begin; sourced, with `here` = this folder (SC2154 is about that).
-# pretrain.sbatch lists the variables. Exports TITAN_DISP_START, _LOCAL, _NPROC and _PYTHON.
+# The common beginning of pretrain.sbatch, sweep.sbatch and preflight.sbatch, which source this file. They set `here` to
+# this folder (hence SC2154). pretrain.sbatch lists the variables. This file exports TITAN_DISP_START, _LOCAL, _NPROC
+# and _PYTHON.
 
 say() { echo "titan-disp: $(date -u +%FT%TZ) $*"; }
 
@@ -16,17 +17,18 @@ set +u
 . "$site"
 set -u
 
-# What is set here and above reaches srun's tasks, also after sbatch --export=NONE or --export=ALL,NAME=ANOTHER_VALUE.
+# With this, srun's tasks get all variables that are set here and above, also after sbatch --export=NONE or
+# --export=ALL,NAME=VALUE.
 export SLURM_EXPORT_ENV=ALL
 export TITAN_DISP_START=$SLURM_JOB_ID.${SLURM_RESTART_COUNT:-0}
 export TITAN_DISP_LOCAL=${TITAN_DISP_LOCAL:-/tmp}
 export TITAN_DISP_NPROC=${TITAN_DISP_NPROC:-gpu}
 export TITAN_DISP_PYTHON=${TITAN_DISP_PYTHON:-python}
 
-# Runs supervise.py with these arguments, and ends with its status. Before, the caller's traps write the names of signals into the
-# file $signals and set `interrupted`.
+# Runs supervise.py with these arguments and exits with its status. The caller must first set traps that append the
+# names of signals to the file $signals and set `interrupted`.
 supervise() {
-  # Ignored until Python handles them: the supervisor must not die of a signal that comes while it starts.
+  # The signals are ignored until Python handles them: one that comes while the supervisor starts must not kill it.
   (
     trap '' USR1 TERM
     exec "${TITAN_DISP_HOST_PYTHON:-python3}" "$here/supervise.py" --signals "$signals" "$@"

@@ -1,8 +1,9 @@
 #!/bin/bash
-# What one node does: `node.sh train --job.config_file CONFIG …` or `node.sh check [arguments]`. Started by srun, once per node.
+# Runs the work of one node: `node.sh train --job.config_file CONFIG …` or `node.sh check [arguments]`. srun starts it
+# once per node.
 set -eu
 
-# Caches of compiled kernels belong on the node's own disk: a shared one is slow and meets races between ranks.
+# Caches of compiled kernels belong on the node's own disk: a shared disk is slow, and ranks would race on it.
 cache=$TITAN_DISP_LOCAL/titan-disp-cache-$(id -u)
 export TORCHINDUCTOR_CACHE_DIR=${TORCHINDUCTOR_CACHE_DIR:-$cache/inductor}
 export TRITON_CACHE_DIR=${TRITON_CACHE_DIR:-$cache/triton}
@@ -10,8 +11,8 @@ mkdir -p "$TORCHINDUCTOR_CACHE_DIR" "$TRITON_CACHE_DIR"
 export PYTHONUNBUFFERED=1
 python=("$TITAN_DISP_PYTHON")
 if [ -n "${TITAN_DISP_PREFIX:-}" ]; then
-  # A container may start with a clean environment (apptainer's --cleanenv): what SLURM, the site and this script say goes along,
-  # but nothing secret, as others on this node may read the command line.
+  # A container may start with a clean environment (apptainer's --cleanenv). The variables of SLURM, the site and this
+  # script are passed on, but no secrets, because others on this node may read the command line.
   settings=()
   while read -r name; do settings+=("$name=${!name}"); done < <(compgen -e | grep -E \
     '^(SLURM|TITAN_DISP_|PYTHONUNBUFFERED|TORCH|PYTORCH_|TRITON_|NCCL_|GLOO_|FI_|MIOPEN_|OMP_|HF_|WANDB_|[A-Z]+_VISIBLE_DEVICES)' |
@@ -23,13 +24,13 @@ fi
 what=$1
 shift
 if [ "$what" = check ]; then
-  exec "${python[@]}" -m titan_disp.cluster.nodecheck --local "$TITAN_DISP_LOCAL" "$@"
+  exec "${python[@]}" -m titan_disp.cluster.node_health --local "$TITAN_DISP_LOCAL" "$@"
 fi
 
 tee=()
-[ "$SLURM_NODEID" -ne 0 ] || tee=(--tee 0:3) # rank 0 speaks in the job's log; all ranks have files of their own
-# Static, so that rank 0 is on the first node: c10d orders nodes by their address as text, gpu10 before gpu8. Nodes that are
-# slow to start are waited for (torch: 900 s); ranks meet within comm.init_timeout_seconds.
+[ "$SLURM_NODEID" -ne 0 ] || tee=(--tee 0:3) # rank 0 also writes to the job's log; every rank has its own files
+# The rendezvous is static, so that rank 0 is on the first node: c10d sorts nodes by their address as text, gpu10 before
+# gpu8. torch waits 900 s for nodes that start slowly; then the ranks must meet within comm.init_timeout_seconds.
 exec "${python[@]}" -m torch.distributed.run \
   --nnodes "${SLURM_STEP_NUM_NODES:-$SLURM_NNODES}" --node-rank "$SLURM_NODEID" --nproc-per-node "$TITAN_DISP_NPROC" --max-restarts 0 \
   --rdzv-backend static --rdzv-id "$TITAN_DISP_START" --rdzv-endpoint "$TITAN_DISP_ENDPOINT" \

@@ -1,19 +1,19 @@
 #!/usr/bin/env python3
-"""What a SLURM job of pretrain.sbatch does, from its first second to its last. Standard library only, Python >= 3.6.
+"""Supervise a SLURM job of pretrain.sbatch from its first second to its last (standard library only, Python >= 3.6).
 
     supervise.py --signals FILE CONFIG [overrides]
-    supervise.py --signals FILE --of-array POINTS      # CONFIG and overrides are this task's in a sweep's points.json
+    supervise.py --signals FILE --of-array POINTS      # CONFIG and overrides come from a sweep's points.json
 
 One start of the job passes through the states
 
     unpack -> check nodes -> prepare -> train -> decide -> requeue | end | give up
 
-Each is a method of ``Supervisor`` that returns an ``Outcome``: the state that follows, and why. Every transition is a line of
-RUN/supervisor.jsonl (time, job, restart, state, reason) and of the job's log.
+Each state is a method of ``Supervisor`` that returns an ``Outcome``: the next state and the reason. Every transition is
+written as a line to RUN/supervisor.jsonl (time, job, restart, state, reason) and to the job's log.
 
-What the run says in RUN/events.jsonl decides, not exit statuses, of which torchrun and srun each make their own. Everything
-that is neither an end nor a stop with a save counts as a failure in RUN/requeue.json; a new complete checkpoint sets the count
-back. The batch script writes the names of signals that it receives into the file SIGNALS.
+The decision depends on what the run wrote to RUN/events.jsonl, not on exit statuses, because torchrun and srun each
+change these. A start that neither ends the run nor saves and stops counts as a failure in RUN/requeue.json; a new
+complete checkpoint resets the count. The batch script writes the names of the signals that it receives to FILE.
 """
 
 import argparse
@@ -34,24 +34,24 @@ from datetime import datetime, timezone
 
 UNPACK, CHECK, PREPARE, TRAIN, DECIDE = "unpack", "check nodes", "prepare", "train", "decide"
 REQUEUE, END, GIVE_UP = "requeue", "end", "give up"
-# What stands before the JSON that is meant for this program, on a line of output that may hold anything else.
+# These marks precede JSON that is meant for this program, on a line of output that may contain anything else.
 NODE_REPORT, RUN_FOLDER = "titan-disp-node-report: ", "titan-disp-run-folder: "
-IN_USE = 3  # exit status of titan_disp.cluster.job where another job uses the run folder
+IN_USE = 3  # exit status of titan_disp.cluster.job_check if another job uses the run folder
 DAY = 86400.0
-# Fields of scontrol that fill their lines: anything may stand in them, such as another field's name.
+# These fields of scontrol take a whole line, and may contain anything, even the name of another field.
 WHOLE_LINES = ("JobName", "Command", "SubmitLine", "WorkDir", "Comment", "AdminComment", "SystemComment", "Extra")
 WHOLE_LINES += ("StdErr", "StdIn", "StdOut")
-NOTHING = ("", "(null)", "None", "N/A")  # how scontrol writes that a field is not set
-UNWRITTEN = "cannot be written, so that only this log counts"
-LEAD = 300  # seconds: pretrain.sbatch's --signal
-TOP = 1 << 28  # bytes of a log that is written anew for a line on top of it
+NOTHING = ("", "(null)", "None", "N/A")  # what scontrol prints for a field that is not set
+UNWRITTEN = "cannot be written, so only this log has the count"
+LEAD = 300  # seconds before the time limit: pretrain.sbatch's --signal
+TOP = 1 << 28  # bytes of the largest log that is rewritten to add a line at its top
 HERE = os.path.dirname(os.path.abspath(__file__))
-# Whatever bytes paths and the output of commands hold, also where the locale is C: none of them may end the job.
+# No bytes in paths or in the output of commands may end the job, even if the locale is C.
 TEXT = {"encoding": sys.getfilesystemencoding(), "errors": "surrogateescape"}
 
 
 class Outcome:
-    """The state that follows, and why; the job's exit status where that state is END."""
+    """The next state and the reason for it, and the job's exit status if the state is END."""
 
     def __init__(self, state, reason="", status=0):
         self.state, self.reason, self.status = state, reason, status
@@ -64,11 +64,11 @@ class Outcome:
 
 
 class Failure(Exception):
-    """What this start of the job fails with; the message is the reason."""
+    """An error that makes this start of the job a failure; the message is the reason."""
 
 
 def show(text):
-    """Print, whatever the locale can say."""
+    """Print a text in any locale, with escapes if necessary."""
     try:
         print(text, flush=True)
     except UnicodeEncodeError:
@@ -81,7 +81,7 @@ def say(text):
 
 
 def read_json(path, default):
-    """The object in a file, or ``default`` where there is none that can be read or it is of another type."""
+    """Read the JSON value of a file; return ``default`` if it cannot be read or has another type."""
     try:
         with open(path, encoding="utf-8") as file:
             content = json.load(file)
@@ -97,7 +97,7 @@ def write_json(path, content):
 
 
 def marked(lines, mark):
-    """The JSON values behind a mark, around which labels of srun, colours or other nodes' lines may stand. Shows other lines."""
+    """Return the JSON values after a mark, whatever srun or other nodes print around them; print all other lines."""
     values = []
     for line in lines:
         other, *texts = line.split(mark)
@@ -110,7 +110,7 @@ def marked(lines, mark):
 
 
 def seconds_of(limit):
-    """Seconds of SLURM's time limit, [DAYS-]HOURS:MINUTES:SECONDS; None where there is none (UNLIMITED)."""
+    """Convert SLURM's time limit, [DAYS-]HOURS:MINUTES:SECONDS, to seconds; None means no limit (UNLIMITED)."""
     found = re.match(r"^(?:(\d+)-)?(\d+):(\d+):(\d+)$", limit)
     if not found:
         return None
@@ -119,7 +119,7 @@ def seconds_of(limit):
 
 
 def requested_option(argv, name):
-    """The value of ``--name value`` or ``--name=value`` among arguments, the last one; None without."""
+    """Return the last value of ``--name value`` or ``--name=value`` among the arguments, or None."""
     value = None
     for i, argument in enumerate(argv):
         if argument == "--" + name and i + 1 < len(argv):
@@ -130,9 +130,9 @@ def requested_option(argv, name):
 
 
 def run_folder(config, overrides):
-    """The run folder, found without importing anything: job.dump_folder of the overrides or the TOML file.
+    """Find the run folder without importing anything: job.dump_folder in the overrides or the TOML file.
 
-    ``prepare`` asks TorchTitan, and what it says counts; this is for what must be written down before.
+    The answer of TorchTitan, which ``prepare`` asks, takes precedence. This one is for what must be written before that.
     """
     folder = requested_option(overrides, "job.dump_folder") or requested_option(overrides, "job.dump-folder")
     if folder is None:
@@ -142,7 +142,7 @@ def run_folder(config, overrides):
 
 
 def toml_strings(lines):
-    """(dotted key, string) of a TOML file as far as this program needs it: values on one line, without escapes."""
+    """Yield (dotted key, string) of a TOML file; only values on one line and without escapes are found."""
     pair = re.compile(r"""\s*([\w."' -]+?)\s*=\s*(?:"([^"]*)"|'([^']*)'|[^,"'{}]*)\s*,?""")
     section = ""
     for line in lines:
@@ -158,11 +158,11 @@ def toml_strings(lines):
 
 
 def events(run, start):
-    """What one start of the job has written into events.jsonl."""
+    """Return the events that one start of the job has written to events.jsonl."""
     found = []
     with contextlib.suppress(OSError), open(os.path.join(run, "events.jsonl"), errors="replace") as file:
         for line in file:
-            with contextlib.suppress(ValueError):  # a line that a killed process left unfinished
+            with contextlib.suppress(ValueError):  # a killed process may leave an unfinished line
                 event = json.loads(line)
                 if isinstance(event, dict) and event.get("job") == start:
                     found.append(event)
@@ -170,13 +170,13 @@ def events(run, start):
 
 
 def checkpoint_options(run):
-    """[checkpoint] of the run's config; empty where it is not known."""
+    """Return the section [checkpoint] of the run's config, or an empty one if it is not known."""
     options = read_json(os.path.join(run, "config.json"), {}).get("checkpoint")
     return options if isinstance(options, dict) else {}
 
 
 def newest_checkpoint(run):
-    """Step of the newest complete checkpoint, -1 without one."""
+    """Return the step of the newest complete checkpoint, or -1 if there is none."""
     folder = checkpoint_options(run).get("folder")
     steps = [-1]
     for path in glob.glob(os.path.join(glob.escape(run), str(folder or "checkpoint"), "step-*", ".metadata")):
@@ -187,10 +187,10 @@ def newest_checkpoint(run):
 
 
 def first_error(run, start):
-    """The message of the rank that failed first, from the files that torchrun's ranks leave; None without any."""
+    """Return the message of the rank that failed first, from the files that torchrun's ranks leave, or None."""
     found = []
     for path in glob.glob(os.path.join(glob.escape(run), "logs", start, "**", "error.json"), recursive=True):
-        # One that is half written, by a node that died meanwhile, must not hide the others.
+        # A node that died may have left an unfinished file, which must not hide the others.
         with contextlib.suppress(AttributeError, LookupError, TypeError, ValueError):
             message = read_json(path, {})["message"]
             found.append((int(message["extraInfo"]["timestamp"]), message["message"].strip().splitlines()[0], path))
@@ -201,7 +201,7 @@ def first_error(run, start):
 
 
 def stacks(run, start):
-    """Where each rank stood when it had been silent for too long: "node 0 rank 1: save in checkpoint.py:213; …", or ""."""
+    """Return where the code of each silent rank was: "node 0 rank 1: save in checkpoint.py:213; …", or ""."""
     places = []
     for path in sorted(
         glob.glob(os.path.join(glob.escape(run), "logs", start, "node-*", "**", "stderr.log"), recursive=True)
@@ -209,7 +209,7 @@ def stacks(run, start):
         with contextlib.suppress(OSError), open(path, "rb") as file:
             file.seek(max(0, os.path.getsize(path) - (1 << 16)))
             _, mark, dump = file.read().decode(errors="replace").rpartition("Timeout (")  # Python's faulthandler
-            # Threads, the newest first; the main one is the last.
+            # The dump has the newest thread first and the main thread last.
             frame = re.search(r'File "([^"]*)", line (\d+) in (\S+)', dump.rpartition("(most recent call first):")[2])
             if mark and frame:
                 parts = path.split(os.sep)
@@ -220,7 +220,7 @@ def stacks(run, start):
 
 
 def flight_records(run, since):
-    """Files of NCCL's flight recorder, TorchTitan's comm.save_traces_folder, written since: the first and how many, or ""."""
+    """Return the first file that NCCL's flight recorder has written since then, and how many more there are, or ""."""
     comm = read_json(os.path.join(run, "config.json"), {}).get("comm")
     comm = comm if isinstance(comm, dict) else {}
     folder = os.path.join(run, str(comm.get("save_traces_folder", "comm_traces")))
@@ -235,9 +235,9 @@ def flight_records(run, since):
 
 
 def gpus_asked(environment):
-    """GPUs per node that the job asked for, or that its ranks need; None where nothing says so."""
+    """Return the GPUs per node that the job asked for or that its ranks need, or None if nothing tells."""
     names = ["SLURM_GPUS_PER_NODE", "SLURM_GPUS_ON_NODE"]
-    if any(name in environment for name in names):  # else the ranks are for CPUs, or nothing is known
+    if any(name in environment for name in names):  # otherwise the ranks run on CPUs, or nothing is known
         names.insert(0, "TITAN_DISP_NPROC")
     for name in names:
         found = re.match(r"^(?:[a-zA-Z][^:]*:)*(\d+)$", environment.get(name, ""))  # "8" or "h100:8"
@@ -247,10 +247,12 @@ def gpus_asked(environment):
 
 
 def judge_nodes(expected, reports, asked):
-    """node -> problems, of the nodes that cannot train.
+    """Return node -> problems of the nodes that cannot train.
 
     Args:
-        expected: names. reports: node -> its report. asked: GPUs per node, or None.
+        expected: names of the nodes.
+        reports: node -> its report.
+        asked: GPUs per node that the job asked for, or None.
     """
     problems = {}
     counts = sorted((len(report.get("gpus", [])) for report in reports.values()), reverse=True)
@@ -272,9 +274,10 @@ def judge_nodes(expected, reports, asked):
 
 
 def within(seconds, function, default=None):
-    """What a function returns or raises, or ``default`` where it takes longer than ``seconds``.
+    """Return or raise what a function does, or return ``default`` if it takes longer than ``seconds``.
 
-    A file system that hangs holds whoever touches it for as long, and no signal ends that: then a thread is held, and left.
+    A call to a file system that hangs also hangs, and no signal ends it. So the function runs in a thread, which may be
+    left behind.
     """
     found = []
 
@@ -294,16 +297,16 @@ def within(seconds, function, default=None):
 
 
 def gpus_of(tres):
-    """The GPUs of a field of scontrol, such as h100:8 of gres:gpu:h100:8 (before SLURM 23) or gres/gpu=h100:8; None without."""
+    """Return the GPUs of a field of scontrol, or None: h100:8 of gres:gpu:h100:8 (before SLURM 23) or gres/gpu=h100:8."""
     parts = [re.match(r"^(?:gres[:/])?gpu[:=](.+)$", part) for part in tres.split(",")]
     return next((part.group(1) for part in parts if part), None)
 
 
 def task_of_array(path, environment):
-    """CONFIG and overrides of this task: its point in a sweep's points.json.
+    """Return CONFIG and overrides of this task, which are its point in a sweep's points.json.
 
     Raises:
-        Failure: the list cannot be read, or has no such point.
+        Failure: the list cannot be read or has no such point.
     """
     number = environment.get("SLURM_ARRAY_TASK_ID", "")
     try:
@@ -324,8 +327,10 @@ class Supervisor:
     """One start of a job.
 
     Attributes:
-        argv: CONFIG and overrides. signals: the file that the batch script writes. environment: as SLURM and the site set it.
-        run: the run folder, from the config's text until ``prepare`` has asked TorchTitan.
+        argv: CONFIG and overrides.
+        signals: the file to which the batch script writes signals.
+        environment: the variables as SLURM and the site set them.
+        run: the run folder, read from the config's text until ``prepare`` has asked TorchTitan.
     """
 
     def __init__(self, argv, signals, environment=None, of_array=False):
@@ -334,31 +339,33 @@ class Supervisor:
         self.job = self.environment["SLURM_JOB_ID"]
         self.restart = int(self.environment.get("SLURM_RESTART_COUNT") or 0)
         self.start = f"{self.job}.{self.restart}"
-        # What SLURM's commands call this job. One task of an array has the array's own number, which would mean all of them.
-        # (A job that a task has submitted inherits these variables, and is no task.)
+        # The name of this job in SLURM's commands. One task of an array has the array's own number, which would mean
+        # all tasks. (A job that a task has submitted inherits these variables, but is not a task.)
         task = "{SLURM_ARRAY_JOB_ID}_{SLURM_ARRAY_TASK_ID}"
         self.address = task.format(**self.environment) if of_array else self.job
         self.max_retries = self._whole("MAX_RETRIES", 3, 0)
         self.lead = self._whole("SIGNAL_SECONDS", LEAD, 1)
         self.check_seconds = self._seconds("CHECK_SECONDS", 600)
-        # Two jobs of one user on one node must not meet: the port follows from the job. Below Linux' ephemeral ports (32768).
+        # The port is computed from the job's number, so that two jobs on one node do not use the same one. It is below
+        # Linux's ephemeral ports (32768).
         self.port = self._whole("PORT", 20000 + int(self.job) % 10000, 1, 65535)
         self.run = run_folder(argv[0], argv[1:])
-        self.heard = None  # a signal that this process received itself
+        self.heard = None  # the signal that this process received itself
         self.fields, self.hosts = {}, []
-        self.status = None  # srun's, once training has ended
-        # When the last transition was, and when training began, by the clock of the run folder's files.
+        self.status = None  # srun's exit status, once training has ended
+        # The times of the last transition and of the beginning of training, by the clock of the run folder's file system.
         self.noted = self.began = time.time()
-        self.stalled = ""  # why training was ended here
-        self.beat = ({}, time.monotonic())  # the newest heartbeat, and since when it has been known
+        self.stalled = ""  # why this process ended training
+        self.beat = ({}, time.monotonic())  # the newest heartbeat, and when it was first seen
         self.looking = None  # the thread that reads the heartbeat
-        self.seen = False  # whether there has been one of this start
-        self.grace = 5.0  # seconds in which the ranks write where they stand
-        # Seconds: between looks at signals, heartbeat and step; between tries of scontrol, as slurmctld may be busy or failing
-        # over; that a step gets to end; and that SLURM gets to end this script after it has requeued the job.
+        self.seen = False  # whether this start has had a heartbeat
+        self.grace = 5.0  # seconds in which the ranks write where their code is
+        # Seconds between two looks at signals, heartbeat and step; between two calls of scontrol, because slurmctld may
+        # be busy or failing over; that a step may take to end; and that SLURM may take to end this script after it has
+        # requeued the job.
         self.pause, self.requeue_pauses, self.kill_wait, self.last_wait = 0.5, (1, 2, 4, 8, 16), 60.0, 60.0
-        self.quiet = 1800.0  # seconds without a heartbeat of this start: Python and torchrun start, or end
-        self.patience = 20.0  # seconds for a small file of the run folder
+        self.quiet = 1800.0  # seconds without a heartbeat while Python and torchrun start or end
+        self.patience = 20.0  # seconds that reading or writing a small file of the run folder may take
 
     def _setting(self, name, default):
         return self.environment.get("TITAN_DISP_" + name) or default
@@ -376,10 +383,10 @@ class Supervisor:
             raise Failure(f"TITAN_DISP_{name} is {text!r}, expected a number above 0")
         return float(text)
 
-    # ---- what the cluster says and does
+    # ---- the cluster's commands
 
     def call(self, *command, **options):
-        """(status, stdout) of a command that is expected to be quick; status 124 after a minute, 127 where it is missing."""
+        """Run a quick command; return (status, stdout), with status 124 after a minute and 127 if it is missing."""
         try:
             done = subprocess.run(
                 command,
@@ -397,7 +404,7 @@ class Supervisor:
         return done.returncode, done.stdout
 
     def show_job(self):
-        """The fields of ``scontrol show job``; the last ones known where slurmctld does not answer."""
+        """Return the fields of ``scontrol show job``, or the last known ones if slurmctld does not answer."""
         status, text = self.call("scontrol", "show", "job", self.address)
         found = {}
         for line in text.replace(" JobName=", "\nJobName=", 1).splitlines() if status == 0 else ():
@@ -410,32 +417,32 @@ class Supervisor:
         return self.fields
 
     def cancelled(self):
-        """Whether scancel ended the job. One that ran into its time limit, or was preempted, is COMPLETING too."""
+        """Tell whether scancel ended the job. A job at its time limit or preempted is COMPLETING too."""
         job = self.show_job()
         preempted = job.get("PreemptTime", "None") != "None"
         return job.get("JobState") in ("CANCELLED", "COMPLETING") and job.get("Reason") != "TimeLimit" and not preempted
 
     def requeued_already(self):
-        """Whether SLURM has put this job back into its queue, or even started it anew, since this start of it began."""
+        """Tell whether SLURM has requeued this job, or even started it again, since this start began."""
         restarts = self.show_job().get("Restarts", "")
         return restarts.isdigit() and int(restarts) > self.restart
 
     def received(self):
-        """All signals that the batch script or this process received, in order."""
+        """Return all signals that the batch script or this process received, in order."""
         names = []
         with contextlib.suppress(OSError), open(self.signals) as file:
             names = file.read().split()
         return names + ([self.heard] if self.heard else [])
 
     def signalled(self):
-        """The first signal received; None without."""
+        """Return the first signal received, or None."""
         return next(iter(self.received()), None)
 
     def hostnames(self, names):
-        """The nodes of a list as SLURM writes it, such as gpu[01-80].
+        """Return the nodes of a list as SLURM writes it, such as gpu[01-80].
 
         Raises:
-            Failure: SLURM does not say.
+            Failure: SLURM does not answer.
         """
         for pause in (0,) + self.requeue_pauses:
             time.sleep(pause)
@@ -446,19 +453,20 @@ class Supervisor:
         raise Failure(f"scontrol show hostnames {names} failed {tries} times (status {status})")
 
     def nodes(self):
-        """The job's, in SLURM's order."""
+        """Return the job's nodes in SLURM's order."""
         self.hosts = self.hosts or self.hostnames(self.environment["SLURM_JOB_NODELIST"])
         return self.hosts
 
     def python(self):
-        """The interpreter with titan_disp, with its prefix."""
+        """Return the command of the Python that has titan_disp, with its prefix."""
         return shlex.split(self._setting("PREFIX", "")) + [self._setting("PYTHON", "python")]
 
     def step(self, *command, **options):
         """Start a command on every node by srun.
 
-        A task per node, with all of its memory, and all of its cores because nobody asks for any: --cpus-per-task would be one
-        number for all nodes, which fails on smaller ones and leaves cores of larger ones idle (--exact in srun(1)).
+        Each node gets one task, with all of the node's memory. The task also gets all cores, because no number is asked
+        for: --cpus-per-task would be one number for all nodes, which fails on small nodes and leaves cores of large
+        ones idle (--exact in srun(1)).
         """
         kill = options.pop("kill_on_bad_exit", True)
         command = self.srun("--ntasks-per-node=1", f"--kill-on-bad-exit={kill:d}") + list(command)
@@ -471,14 +479,14 @@ class Supervisor:
         return self.step("bash", os.path.join(HERE, "node.sh"), what, *arguments, **options)
 
     def end_step(self, process):
-        """End a step whose processes may not answer: they are killed, and srun too if it has not ended then."""
+        """End a step whose processes may hang: kill them, and then srun if it has not ended."""
         status, text = self.call("squeue", "--noheader", "--steps", "--job=" + self.address, "--format=%i")
-        found = re.findall(r"(?m)^\s*(\d+(?:_\d+)?\.\d+)\s*$", text)  # not .batch, which is this process
+        found = re.findall(r"(?m)^\s*(\d+(?:_\d+)?\.\d+)\s*$", text)  # without .batch, which is this process
         steps = found if status == 0 else []
         for name in steps:
             self.call("scancel", "--signal=KILL", name)
         if not steps:
-            process.terminate()  # srun tells the tasks
+            process.terminate()  # srun forwards it to the tasks
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(self.kill_wait)
             return
@@ -489,7 +497,7 @@ class Supervisor:
     # ---- states
 
     def check_time_limit(self):
-        """A limit within the signal's lead would end every start before it has trained. None where it is long enough."""
+        """End the job if its time limit is so short that no start could train; otherwise return None."""
         limit = seconds_of(self.show_job().get("TimeLimit", ""))
         if limit is not None and limit <= self.lead:
             return Outcome(
@@ -502,7 +510,7 @@ class Supervisor:
         return None
 
     def unpack(self):
-        """The environment's archive on every node's own disk, where there is one."""
+        """Unpack the environment's archive, if there is one, on every node's own disk."""
         archive = self.environment.get("TITAN_DISP_ENV_ARCHIVE")
         if not archive:
             return Outcome(CHECK, "the environment is used where it is")
@@ -511,7 +519,7 @@ class Supervisor:
         tar = local + ".tar"
         copy = functools.partial(subprocess.Popen, ["sbcast", "--force", archive, tar], env=self.environment)
         extract = functools.partial(self.step, "bash", os.path.join(HERE, "unpack.sh"), tar)
-        # sbcast is no step, and ended as what it is: a process.
+        # sbcast is not a step, so it is killed as a process.
         for begin, end in ((copy, subprocess.Popen.kill), (extract, self.end_step)):
             process = begin()
             _, finished = self._await(process, self.check_seconds, end)
@@ -523,7 +531,7 @@ class Supervisor:
         return Outcome(CHECK, "the environment is on every node")
 
     def check_nodes(self):
-        """Every node says within ``check_seconds`` what is wrong with it."""
+        """Ask every node what is wrong with it; the answers must come within ``check_seconds``."""
         if self._setting("CHECK_NODES", "1") == "0":
             return Outcome(PREPARE, "the check of the nodes is switched off")
         expected = self.nodes()
@@ -538,7 +546,7 @@ class Supervisor:
             reason = f"the check of the nodes failed as a whole (srun's status {status}): no node answered"
         elif len(problems) > max(1, len(expected) // 4):
             reason = (
-                f"{len(problems)} of {len(expected)} nodes fail their check, which is taken for the job's failure rather than "
+                f"{len(problems)} of {len(expected)} nodes fail their check, which counts as the job's failure and not as "
                 f"theirs: {reason}"
             )
         else:
@@ -548,7 +556,7 @@ class Supervisor:
         return self.count_failure(reason)
 
     def _node_reports(self):
-        """(node -> report, srun's status). A node that hangs is left out, and the step is ended."""
+        """Return (node -> report, srun's status). A node that hangs has no report, and the step is ended."""
         process = self.node("check", kill_on_bad_exit=False, stdout=subprocess.PIPE, **TEXT)
         lines, finished = self._await(process, self.check_seconds, self.end_step)
         if not finished and not self.signalled():
@@ -558,7 +566,7 @@ class Supervisor:
             for report in marked(lines, NODE_REPORT)
             if isinstance(report, dict) and isinstance(report.get("node"), str)
         }
-        with contextlib.suppress(OSError):  # for whoever looks later
+        with contextlib.suppress(OSError):  # keep the reports for later
             folder = os.path.join(self.run, "nodes", self.start)
             os.makedirs(folder, exist_ok=True)
             for node, report in reports.items():
@@ -566,10 +574,10 @@ class Supervisor:
         return reports, process.returncode
 
     def _await(self, process, seconds, end):
-        """Read a process's output until it ends, a signal comes or its time is over, when ``end`` ends it.
+        """Read a process's output until it ends; call ``end`` if a signal comes or its time is over.
 
         Returns:
-            Its lines, and whether it ended by itself.
+            The lines of its output, and whether it ended by itself.
         """
         lines = []
         reader = threading.Thread(target=lambda: lines.extend(process.stdout or ()), daemon=True)
@@ -586,14 +594,14 @@ class Supervisor:
         return lines, finished
 
     def _remember(self, problems):
-        """Write down which nodes failed."""
+        """Record which nodes failed."""
         times = self._failures_of_nodes()
         for node in problems:
             times[node] = times.get(node, []) + [time.time()]
         write_json(os.path.join(self.run, "bad_nodes.json"), times)
 
     def _failures_of_nodes(self):
-        """node -> when it failed within the last day."""
+        """Return node -> the times at which it failed within the last day."""
         times = {}
         for node, failures in read_json(os.path.join(self.run, "bad_nodes.json"), {}).items():
             recent = [t for t in failures if time.time() - t < DAY] if isinstance(failures, list) else []
@@ -602,18 +610,19 @@ class Supervisor:
         return times
 
     def bad_nodes(self):
-        """Those that have failed twice within a day."""
+        """Return the nodes that have failed twice within a day."""
         return sorted(node for node, times in self._failures_of_nodes().items() if len(times) >= 2)
 
     def prepare(self):
-        """The config is checked once, rather than on every rank; TorchTitan says which folder the run has.
+        """Check the config once, rather than on every rank, and ask TorchTitan for the run's folder.
 
-        Before the first training of a run the config or the environment is wrong when this fails, and the job ends. Later they
-        have been right before, and it is a failure like any other.
+        If this fails before the run has ever trained, the config or the environment is wrong, and the job ends. Later
+        they have worked before, so it is a failure like any other.
         """
-        first = self.restart == 0 and newest_checkpoint(self.run) < 0
-        command = self.python() + ["-m", "titan_disp.cluster.job", "--nodes", self.environment.get("SLURM_NNODES", "1")]
-        if self._setting("SRUN_ARGS", ""):  # a container that srun starts holds the interpreter
+        first = self.restart == 0 and newest_checkpoint(self.run) < 1  # 0: a seed checkpoint
+        nodes = self.environment.get("SLURM_NNODES", "1")
+        command = self.python() + ["-m", "titan_disp.cluster.job_check", "--nodes", nodes]
+        if self._setting("SRUN_ARGS", ""):  # the interpreter may be in a container that srun starts
             command = self.srun("--nodes=1", "--ntasks=1", "--nodelist=" + self.nodes()[0]) + command
         command += ["--nproc", self._setting("NPROC", "gpu"), "--job.config_file"] + self.argv
         try:
@@ -622,7 +631,7 @@ class Supervisor:
             )
             lines, finished = self._await(process, self.check_seconds, kill_group)
             status = process.returncode
-        except OSError as error:  # no such interpreter
+        except OSError as error:  # there is no such interpreter
             lines, finished, status = [], True, error
         if self.signalled():
             return Outcome(DECIDE, "signalled while the config was checked")
@@ -632,23 +641,23 @@ class Supervisor:
             if self.held():
                 return Outcome(END, f"{self.stop_file()} is there: nothing was trained. Remove it to go on")
             return Outcome(TRAIN, "the config can start on these nodes")
-        if status == IN_USE and self.restart == 0:  # at a restart it may be what this job's own start has left
+        if status == IN_USE and self.restart == 0:  # at a restart, an earlier start of this job may still hold it
             return Outcome(END, "{} uses the run folder. Not requeued".format(self.owner() or "another job"), 2)
         if not finished:
             reason = f"the check of the config took more than {self.check_seconds:.0f} s"
         elif status == 0:
-            reason = "the check of the config did not say the run folder: "
-            reason += "is titan-disp of the same version there as slurm/supervise.py here?"
+            reason = "the check of the config did not print the run folder: "
+            reason += "is titan-disp there of the same version as slurm/supervise.py here?"
         else:
             reason = f"the config could not be checked (status {status}); the lines above say why"
         if first:
-            return Outcome(END, reason + ". Not requeued: mend the config or the environment", 2)
+            return Outcome(END, reason + ". Not requeued: fix the config or the environment", 2)
         return self.count_failure(reason)
 
     def owner(self):
-        """Who holds the run folder's lock (run/folder.py), such as "job 6". None: this job, nobody, or there are no locks.
+        """Return which other job holds the run folder's lock (run/folder.py), such as "job 6", or None.
 
-        The state in the folder is that job's: neither its counters nor its stop file are touched.
+        The state in the folder belongs to that job: its counters and its stop file must not be changed.
         """
         with contextlib.suppress(OSError), open(os.path.join(self.run, ".lock"), "r+", errors="replace") as lock:
             try:
@@ -662,30 +671,30 @@ class Supervisor:
         return os.path.join(self.run, "stop")
 
     def held(self):
-        """Whether a user has asked the run to stop: a file that a start of a job wrote holds its number."""
+        """Tell whether a user has asked the run to stop. A stop file from a job contains the number of its start."""
         with contextlib.suppress(OSError), open(self.stop_file(), errors="replace") as file:
             return not re.match(r"^\d+\.\d+$", file.read().strip())
         return False
 
     def ask_to_stop(self):
-        """The stop file, whole or none: an empty one, as a full disk leaves, would be a user's, and hold the run for ever."""
-        if self.held() or self.owner():  # a user's file says the same
+        """Write the stop file atomically: an empty one, from a full disk, would look like a user's and hold the run."""
+        if self.held() or self.owner():  # a user's file asks for the same
             return
         try:
             with open(self.stop_file() + ".partial", "w") as file:
                 file.write(self.start + "\n")
             os.replace(self.stop_file() + ".partial", self.stop_file())
         except OSError as error:
-            say(f"{self.stop_file()} cannot be written, so that the ranks do not know: {error.strerror}")
+            say(f"{self.stop_file()} cannot be written, so the ranks are not asked to stop: {error.strerror}")
 
     def train(self):
-        """torchrun on every node, until it ends or has been silent for longer than the run itself allows."""
+        """Run torchrun on every node until it ends, or until the run is silent for longer than it allows itself."""
         if self.signalled():
             return Outcome(DECIDE, "signalled before training")
         head = self._setting("HEAD", self.nodes()[0])
         self.environment["TITAN_DISP_ENDPOINT"] = f"{head}:{self.port}"
         self.environment["TITAN_DISP_RUN"] = self.run
-        # torchrun gives ranks 30 s after a SIGTERM unless it is told otherwise: as long as SLURM's notice.
+        # torchrun gives ranks 30 s after a SIGTERM by default. Give them as long as SLURM's signal does.
         self.environment.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(self.lead))
         self.beat = ({}, time.monotonic())
         self.began = self.noted
@@ -702,15 +711,17 @@ class Supervisor:
                 self.end_step(process)
                 break
             time.sleep(self.pause)
-        self.status = process.returncode if process.returncode is not None else 137  # as if killed: nothing ends it
+        self.status = process.returncode if process.returncode is not None else 137  # as if srun had been killed
         return Outcome(DECIDE, f"training ended with status {self.status}")
 
     def silence(self):
-        """Why the run is taken for stuck, or "". Rank 0 writes what it does and how long that may take (run/heartbeat.py).
+        """Return why the run counts as stuck, or "".
 
-        Only collective operations have time-outs of their own; a file system that hangs is seen here alone. By this node's
-        clock, since the content changed: the file's time is that of a file server. This process reads it in a thread, as it
-        would hang with that file system.
+        Rank 0 writes what it does and how long that may take (run/heartbeat.py).
+
+        Only collective operations have their own time-outs; only this check notices a file system that hangs. The time
+        since the content last changed is measured with this node's clock, because the file's time is a file server's.
+        The file is read in a thread, because the read would hang with the file system.
         """
         if self.looking is None or not self.looking.is_alive():
             self.looking = threading.Thread(target=self._look, daemon=True)
@@ -721,7 +732,7 @@ class Supervisor:
         if beat.get("start") == self.start and isinstance(beat.get("allowed_seconds"), (int, float)):
             self.seen = True
             allowed, doing = beat["allowed_seconds"], "at step {} ({})".format(beat.get("step"), beat.get("doing"))
-        elif self.seen or not self._setting("MODULE", ""):  # another module may have no heartbeat
+        elif self.seen or not self._setting("MODULE", ""):  # another module may not write heartbeats
             allowed, doing = self.quiet, "at its end" if self.seen else "at its start"
         else:
             return ""
@@ -735,14 +746,14 @@ class Supervisor:
             self.beat = (beat, time.monotonic())
 
     def decide(self):
-        """From what this start has left behind."""
+        """Choose the next state from what this start has left in the run folder."""
         mine = events(self.run, self.start)
         last = next((e for e in reversed(mine) if e.get("event") in ("complete", "stop")), None)
         signalled = self.signalled()
         if last is not None and last["event"] == "complete":
             self.forget()
             return Outcome(END, "the run is complete: step {}".format(last["step"]))
-        if self.requeued_already():  # another requeue would fail, or end the next start
+        if self.requeued_already():  # a second requeue would fail, or end the next start
             return Outcome(END, "SLURM has requeued the job itself")
         if "TERM" in self.received() and self.cancelled():
             return Outcome(END, "the job was cancelled")
@@ -766,9 +777,7 @@ class Supervisor:
             where = stacks(self.run, self.start)
             reason = self.stalled + (f" ({where})" if where else "")
         elif reason is None:
-            reason = (
-                f"a rank or a node died without a word (srun's status {self.status}); see {self.run}/logs/{self.start}"
-            )
+            reason = f"a rank or a node died without a message (srun's status {self.status}); see {self.run}/logs/{self.start}"
         records = flight_records(self.run, self.began)
         if records:
             reason += f"; NCCL's flight recorder: {records}"
@@ -779,8 +788,9 @@ class Supervisor:
     def count_failure(self, reason):
         """Requeue, or give up after ``max_retries`` failures in a row without a new checkpoint.
 
-        New is one of a step beyond all before. One that this start has saved at or below it, because damaged ones were set aside,
-        is new too, but ``max_retries`` times only: a run whose checkpoints are damaged again and again comes no further.
+        A checkpoint is new if its step is beyond all earlier ones. If damaged ones were set aside, a checkpoint that
+        this start saved at or below that step is new too, but only ``max_retries`` times: otherwise a run whose
+        checkpoints are always damaged would never end.
         """
         owner = self.owner()
         if owner:
@@ -801,7 +811,7 @@ class Supervisor:
             reason += f" ({path} {UNWRITTEN}: {error.strerror})"
         where = f"newest checkpoint: step {step}" if step >= 0 else "no checkpoint yet"
         if failures > self.max_retries:
-            self.forget()  # whoever submits the job again has mended something
+            self.forget()  # a user who submits the job again has fixed something
             return Outcome(
                 GIVE_UP,
                 f"GIVEN UP after {failures} failures in a row without a new checkpoint ({where}). The last one: {reason}",
@@ -812,9 +822,9 @@ class Supervisor:
         )
 
     def uncounted(self):
-        """How many of the job's newest starts in a row have failed without a counter that they could write.
+        """Return how many of the newest starts in a row have failed and could not write the counter.
 
-        The job's log knows, which is elsewhere. Without it SLURM's count of restarts bounds them, of which most may be good.
+        The job's log, which is in another place, has this. Without the log, SLURM's count of restarts is an upper bound.
         """
         try:
             with open(self.show_job().get("StdOut", ""), "rb") as file:
@@ -836,12 +846,12 @@ class Supervisor:
     # ---- ends
 
     def requeue(self):
-        """Exit status: 0 where another job was submitted, 1 else (SLURM ends a requeued job while this waits)."""
+        """Requeue the job; return 0 if another one was submitted, else 1 (SLURM ends a requeued job meanwhile)."""
         for i, pause in enumerate(self.requeue_pauses):
             status = 0
-            if not self.requeued_already():  # this would end the next start
+            if not self.requeued_already():  # otherwise the call would end the next start
                 status, _ = self.call("scontrol", "requeue", self.address, loud=True)
-            if status == 0 or self.requeued_already():  # an answer may be lost that was yes
+            if status == 0 or self.requeued_already():  # the answer may have been lost
                 say("requeued")
                 self._exclude()
                 time.sleep(self.last_wait)
@@ -852,7 +862,7 @@ class Supervisor:
         command = self.resubmission(names)
         line = " ".join(shlex.quote(word) for word in command)
         if self._setting("RESUBMIT", "0") == "1":
-            self.environment.pop("SLURM_RESTART_COUNT", None)  # SLURM does not set it for a first start
+            self.environment.pop("SLURM_RESTART_COUNT", None)  # SLURM does not set it at a first start
             status, text = self.call(*command, loud=True)
             if status == 0:
                 say(f"this site does not permit requeueing: submitted again as {text.strip()}")
@@ -862,9 +872,10 @@ class Supervisor:
         return 1
 
     def exclusion(self):
-        """(nodes that the job excludes, nodes to exclude from now on, those of the latter that are there for their failures).
+        """Return (nodes that the job excludes now, nodes to exclude from now on, those of the latter that have failed).
 
-        What this program has put on the list (RUN/excluded.json) comes off it unless it is bad still. The user's own stays.
+        Nodes that this program has excluded (RUN/excluded.json) come off the list unless they are still bad. Those of
+        the user stay.
         """
         listed = self.fields.get("ExcNodeList", "")
         try:
@@ -885,7 +896,7 @@ class Supervisor:
         now, names, added = self.exclusion()
         if sorted(names) == sorted(now):
             return
-        # Only a pending job's list can be changed, which this one is from now on.
+        # SLURM changes this list of pending jobs only, and this job is pending from now on.
         for _ in range(8):
             status, _ = self.call("scontrol", "update", "JobId=" + self.address, "ExcNodeList=" + ",".join(names))
             if status == 0:
@@ -900,7 +911,7 @@ class Supervisor:
             within(self.patience, lambda: write_json(path, {"job": job, "nodes": nodes}))
 
     def resubmission(self, excluded):
-        """The sbatch command of a job like this one that excludes these nodes, as far as scontrol tells what it was asked for."""
+        """Return the sbatch command for a job like this one, as scontrol describes it, without these nodes."""
         fields = {name: value for name, value in self.fields.items() if value not in NOTHING}
         per_node = self.environment.get("SLURM_GPUS_PER_NODE")
         gres = gpus_of(fields.get("TresPerNode", ""))
@@ -941,23 +952,23 @@ class Supervisor:
         return ["sbatch"] + given + ["--export=ALL", os.path.join(HERE, "pretrain.sbatch")] + self.argv
 
     def on_top(self, text):
-        """Put the reason before everything else in the job's log. SLURM appends to it, so that it is changed in place.
+        """Put the reason at the top of the job's log. SLURM appends to this file, so it is changed in place.
 
-        A long log is left alone: the reason is at its end too.
+        A very long log is not changed; the reason is also at its end.
         """
         say(text)
         path = self.fields.get("StdOut") or self.show_job().get("StdOut", "")
-        with contextlib.suppress(OSError), open(path, "rb+") as file:  # bytes: a progress bar's \r stays what it is
+        with contextlib.suppress(OSError), open(path, "rb+") as file:  # as bytes, to keep a progress bar's \r
             if os.path.getsize(path) > TOP:
                 return
             content = file.read()
             file.seek(0)
             file.write(f"titan-disp: {text}\n\n".encode("utf-8", "surrogateescape") + content)
 
-    # ---- the machine
+    # ---- the state machine
 
     def note(self, outcome):
-        """A transition: a line of the job's log and of RUN/supervisor.jsonl."""
+        """Write a transition to the job's log and to RUN/supervisor.jsonl."""
         say(f"{outcome.state}: {outcome.reason}")
         record = {"time": datetime.now(timezone.utc).isoformat(), "job": self.job, "restart": self.restart}
         record.update(state=outcome.state, reason=outcome.reason)
@@ -975,24 +986,24 @@ class Supervisor:
             say(f"{self.run} cannot be written: {error}")
 
     def enter(self, state, method):
-        """A state's outcome. One that fails or hangs with the file system of the run folder is a failure like any other."""
+        """Run a state and return its outcome; it is a failure if the state raises or hangs with the file system."""
         limit = 3 * self.check_seconds + 4 * self.kill_wait
         if state == DECIDE:
             limit = min(self.check_seconds, self.lead / 2) if self.received() else self.check_seconds
         try:
-            # Training takes as long as it takes; it waits for no file.
+            # Training has no limit, and does not wait for files.
             outcome = method() if state == TRAIN else within(limit, method)
             if outcome is not None:
                 return outcome
             reason = f"{state}: no answer within {limit:.0f} s; does the file system of {self.run} hang?"
         except Failure as error:
             reason = f"{state}: {error}"
-        except Exception as error:  # such as a file system that went away: an error here must not end the run for good
+        except Exception as error:  # such as a lost file system; an error here must not end the run for good
             reason = f"{state}: {type(error).__name__}: {error}"
         return within(self.patience, lambda: self.count_failure(reason), Outcome(REQUEUE, reason + " (not counted)"))
 
     def supervise(self):
-        """Run the states; returns the job's exit status."""
+        """Run the states and return the job's exit status."""
         states = {
             UNPACK: self.unpack,
             CHECK: self.check_nodes,
@@ -1016,8 +1027,10 @@ class Supervisor:
 
 def main():
     parser = argparse.ArgumentParser(allow_abbrev=False)
-    parser.add_argument("--signals", required=True, help="the file into which the batch script writes signals' names")
-    parser.add_argument("--of-array", action="store_true", help="CONFIG is the list of a sweep's points")
+    parser.add_argument(
+        "--signals", required=True, help="the file to which the batch script writes the names of signals"
+    )
+    parser.add_argument("--of-array", action="store_true", help="CONFIG is a sweep's list of points (points.json)")
     parser.add_argument("config")
     args, overrides = parser.parse_known_args()
     try:
