@@ -1,11 +1,11 @@
-"""What the hashes add to a checkpoint's save, and what verifying it takes, beside DCP's own writer in one run.
+"""Measure what hashes add to saving a checkpoint and how long verifying takes, beside DCP's own writer.
 
     python benchmarks/checkpoint.py --gib 2          # a table
-    python benchmarks/checkpoint.py --gib 2 --json   # an object with "rows" and nothing else
+    python benchmarks/checkpoint.py --gib 2 --json   # only an object with "rows"
 
-Rows: dcp, DCP's own writer; hashed, ours, which writes in smaller pieces; pieces, ours without the hash; verify, reading it all
-again, from the page cache. One process saves random tensors synchronously; files are flushed to the disk (fsync), as in training.
-The writers take turns in random order.
+The rows are: dcp, DCP's own writer; hashed, our writer, which writes in smaller pieces; pieces, our writer without the
+hash; and verify, which reads everything again from the page cache. One process saves random tensors synchronously, and
+flushes files to the disk (fsync) as in training. The writers take turns in random order.
 """
 
 import json
@@ -36,7 +36,7 @@ WRITERS: dict[str, Callable[[Path], dcp.StorageWriter]] = {
 
 
 class NoHash:
-    """For "pieces": what hashing itself takes is the difference to "hashed"."""
+    """A writer without hashes, for the row "pieces"; its difference to "hashed" is the cost of hashing."""
 
     def update(self, data: object) -> None:
         pass
@@ -52,13 +52,13 @@ class Options:
     tensors: int = 64
     rounds: int = 6
     folder: Path | None = None
-    """Where to write; default: a temporary folder."""
+    """Where to write. The default is a temporary folder."""
     json: bool = False
-    """Print one JSON object and nothing else."""
+    """Print only one JSON object."""
 
 
 def timed(function: Callable[..., object], *args: object) -> tuple[float, float]:
-    """Seconds, and CPU seconds of this process, which a busy machine stretches less."""
+    """Return seconds and this process's CPU seconds, which depend less on how busy the machine is."""
     start, cpu = time.perf_counter(), time.process_time()
     function(*args)
     return time.perf_counter() - start, time.process_time() - cpu
@@ -78,7 +78,7 @@ def measure(options: Options, folder: Path) -> list[dict[str, object]]:
     size = max(1, int(options.gib * 2**30 / 4 / options.tensors))
     state = {f"layers.{i}.weight": torch.randn(size) for i in range(options.tensors)}
     taken: dict[str, list[tuple[float, float]]] = {name: [] for name in (*WRITERS, "verify")}
-    save(state, "dcp", folder)  # the first finds a colder disk
+    save(state, "dcp", folder)  # the first one has a colder disk
     order = random.Random(0)
     for _ in range(options.rounds):
         for name in order.sample(list(WRITERS), len(WRITERS)):

@@ -1,28 +1,26 @@
-"""A corpus for experiments on a CPU, in C4's layout, from Debian's documentation packages or any folder of text.
+"""Make a corpus for experiments on a CPU, in C4's layout, from Debian's documentation packages or any folder of text.
 
     python -m benchmarks.corpus data/evidence                        # the packages below: 70 MB to download
     python -m benchmarks.corpus data/mine --folder /data/c4/en       # HTML, pod, rst, man pages, text, C4's own files
 
     OUT/en/c4-train.*.json.gz, OUT/en/c4-validation.*.json.gz    training and development text
-    OUT/test/c4-validation.*.json.gz                             test text: a validation set of its own
-    OUT/held_back/…                                              the same again, of packages that are kept for mid-training
+    OUT/test/c4-validation.*.json.gz                             test text, which is a validation set of its own
+    OUT/held_back/…                                              the same again for packages that are kept for mid-training
     OUT/tokenizer, OUT/corpus.json, OUT/README.md                the tokenizer of OUT/en, sizes and sources
 
-Texts are cleaned of markup (corpus_text.py). What is short, not English or mostly no words is left out, and so are duplicates:
-equal texts, and, from the longest document to the shortest, each of whose runs of eight words more than half are in the
-documents kept before it (a sample of one run in eight). Documents are then sorted by the hash of their text; the first are
-development text, the next are test text, and the rest is for training. All of this depends on the texts alone.
+Markup is removed from the texts (corpus_text.py). Texts that are short, not English or mostly not words are left out,
+and so are duplicates. Duplicates are equal texts, and documents of which more than half of the runs of eight words are
+in documents that were kept before (one run in eight is sampled; long documents come first). Documents are then sorted
+by the hash of their text: the first are development text, the next are test text, and the rest is training text. All of
+this depends only on the texts.
 """
 
 import hashlib
 import io
 import json
-import os
 import re
-import shutil
 import subprocess
 import tarfile
-import tempfile
 import zlib
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -35,29 +33,31 @@ import tyro
 from benchmarks.corpus_text import DICTIONARY, clean, dictionary_pages, documents_of
 from titan_disp.data.sample import MIN_CHARACTERS, TIMESTAMP, train_tokenizer, write_shard
 from titan_disp.data.tokenizer import load_tokenizer
+from titan_disp.files import atomic_folder
+from titan_disp.progress import progress
 
-# NAME=VERSION of Debian 12. Debian keeps one or two versions: where these are gone, name the ones that there are.
+# NAME=VERSION of Debian 12's last point release, which the archive keeps. Security updates are replaced within weeks.
 PACKAGES = (
-    "linux-doc-6.1=6.1.192-2",
+    "linux-doc-6.1=6.1.176-1",
     "dict-gcide=0.48.5+nmu2",
-    "perl-doc=5.36.0-7+deb12u4",
-    "postgresql-doc-15=15.20-0+deb12u1",
+    "perl-doc=5.36.0-7+deb12u3",
+    "postgresql-doc-15=15.18-0+deb12u1",
     "anarchism=15.3-3",
 )
 HELD_BACK = ("dict-foldoc=20230119-1",)
-# What a package says twice: the kernel's pages as HTML beside their sources, pods as man pages, pages in Markdown.
-# Translations and device trees' bindings are no English prose.
+# Files that repeat others of a package: the kernel's pages in HTML beside their sources, pods as man pages, Markdown.
+# Translations and device tree bindings are not English prose.
 SKIPPED = re.compile(
     r"linux-doc-[\d.]+/html/|Documentation/(translations|devicetree/bindings)/|anarchism/markdown/|/postgresql/\d+/man/|"
     r"(?<=man/)man1/perl|/doc-base/|/lintian/|/bug/|/(copyright|changelog|CREDITS|NEWS|MAINTAINERS|Makefile|Kconfig)[^/]*$"
 )
 TRAIN_FILES = 16
-SHINGLE, SAMPLED = 8, 8  # words of a run, and one run in so many
-MOST_SEEN = 0.5  # of a document's runs, in documents kept before it
-LEAST_LETTERS = 0.6  # of the characters that are no white space
+SHINGLE, SAMPLED = 8, 8  # words in a run; one in how many runs is sampled
+MOST_SEEN = 0.5  # fraction of a document's runs that are in documents kept before it
+LEAST_LETTERS = 0.6  # fractions of the characters that are not white space
 LEAST_ASCII = 0.95
-TOKENIZER_CHARACTERS = 8_000_000  # of training text, for the tokenizer
-RARE = 20  # characters that come less often are left to the byte fallback
+TOKENIZER_CHARACTERS = 8_000_000  # characters of training text for the tokenizer
+RARE = 20  # rarer characters are left to the byte fallback
 
 
 @dataclass(frozen=True)
@@ -74,22 +74,22 @@ class Document:
 @dataclass
 class Options:
     out: tyro.conf.Positional[Path]
-    """Folder to write; it must not exist, or hold a corpus of the same sources, which is kept."""
+    """Folder to write. It must not exist, unless it has a corpus of the same sources, which is kept."""
     folder: Path | None = None
-    """Take this folder's texts in the place of Debian's packages, and hold none back."""
+    """Use this folder's texts instead of Debian's packages, and hold none back."""
     packages: tuple[str, ...] = PACKAGES
     held_back: tuple[str, ...] = HELD_BACK
     downloads: Path = Path("data/packages")
-    """Where the packages are, or are downloaded to by apt-get."""
+    """Folder of the packages. apt-get downloads missing ones to it."""
     held_out: int = 1500
-    """Documents of the development text, and as many of the test text. Of the held-back packages, a tenth of it each."""
+    """Number of documents of the development text, and of the test text. For the held-back packages it is a tenth."""
     characters: int = 300_000_000
-    """Stop reading there, at the end of a file: of a copy of C4, the first files are enough."""
+    """Stop reading after the file that reaches this number: the first files of a copy of C4 are enough."""
     vocab_size: int = 2048
 
 
 def download(package: str, folder: Path) -> Path:
-    """The .deb of NAME=VERSION, from the folder or by apt-get."""
+    """Return the .deb of NAME=VERSION, from the folder or from apt-get."""
     name, _, version = package.partition("=")
     pattern = f"{name}_{version.replace(':', '%3a')}_*.deb"
     if not (found := sorted(folder.glob(pattern))):
@@ -101,14 +101,15 @@ def download(package: str, folder: Path) -> Path:
             candidate = re.search(r"Candidate: (\S+)", offered)
             raise SystemExit(
                 f"{package} cannot be downloaded: {done.stderr.strip()[-500:]}\nDebian offers {name}="
-                f"{candidate.group(1) if candidate else '?'}: name it in --packages or --held-back (another corpus: numbers "
-                "measured on it are not comparable), or put the file into --downloads"
+                f"{candidate.group(1) if candidate else '?'} on this machine. Run apt-get update first, as its list of versions "
+                "may be old. If the version is gone, put the file into --downloads, or name another version in --packages or "
+                "--held-back: that makes another corpus, and numbers measured on it are not comparable"
             )
     return found[0]
 
 
 def package_documents(deb: Path, package: str) -> Iterator[Document]:
-    """All texts of a package that are documentation in English."""
+    """Yield all texts of a package that are documentation in English."""
     name = package.partition("=")[0]
     content = subprocess.run(["dpkg-deb", "--fsys-tarfile", str(deb)], capture_output=True, check=True).stdout
     dictionary: dict[str, bytes] = {}
@@ -134,7 +135,7 @@ def _dictionaries(source: str, files: dict[str, bytes]) -> Iterator[Document]:
 
 
 def folder_documents(folder: Path, characters: int) -> Iterator[Document]:
-    """Of all files of a format that is known, in the order of their paths, until there are so many characters."""
+    """Yield the documents of all files of a known format, in the order of their paths, up to a number of characters."""
     dictionary: dict[str, bytes] = {}
     for path in sorted(p for p in folder.rglob("*") if p.is_file() and not p.name.startswith(".")):
         if characters <= 0:
@@ -150,7 +151,7 @@ def folder_documents(folder: Path, characters: int) -> Iterator[Document]:
 
 
 def is_prose(text: str) -> bool:
-    """Long enough, English as far as its letters tell, and mostly words."""
+    """Tell whether a text is long enough, mostly words, and English as far as its letters tell."""
     if len(text) < MIN_CHARACTERS:
         return False
     solid = re.sub(r"\s+", "", text)
@@ -160,14 +161,14 @@ def is_prose(text: str) -> bool:
 
 
 def runs_of_words(text: str) -> set[int]:
-    """Hashes of one in ``SAMPLED`` of its runs of ``SHINGLE`` words; which ones depends on the words alone."""
+    """Return the hashes of one in ``SAMPLED`` of the runs of ``SHINGLE`` words; which ones depends only on the words."""
     words = re.findall(r"[a-z0-9]+", text.lower())
     hashes = (zlib.crc32(" ".join(words[i : i + SHINGLE]).encode()) for i in range(len(words) - SHINGLE + 1))
     return {value for value in hashes if value % SAMPLED == 0}
 
 
 def without_duplicates(documents: Iterable[Document]) -> tuple[list[Document], Counter[str]]:
-    """What is kept, sorted by hash, and how many were left out for which reason. The order of ``documents`` does not count."""
+    """Return the documents to keep, sorted by hash, and the number left out by reason, for any order of ``documents``."""
     left_out: Counter[str] = Counter()
     by_hash: dict[str, Document] = {}
     for document in documents:
@@ -180,7 +181,8 @@ def without_duplicates(documents: Iterable[Document]) -> tuple[list[Document], C
             by_hash[key] = document
     kept: list[Document] = []
     seen: set[int] = set()
-    for _, document in sorted(by_hash.items(), key=lambda item: (-len(item[1].text), item[0])):
+    longest_first = sorted(by_hash.items(), key=lambda item: (-len(item[1].text), item[0]))
+    for _, document in progress("comparing", "document", items=longest_first):
         runs = runs_of_words(document.text)
         if len(runs & seen) > MOST_SEEN * len(runs):
             left_out["near duplicates"] += 1
@@ -191,7 +193,7 @@ def without_duplicates(documents: Iterable[Document]) -> tuple[list[Document], C
 
 
 def split(documents: Sequence[Document], held_out: int) -> dict[str, list[Document]]:
-    """Documents sorted by hash: the first for development, the next for the test, the others for training."""
+    """Split documents that are sorted by hash: first development text, then test text, then training text."""
     if len(documents) < 4 * held_out:
         raise SystemExit(
             f"the sources hold {len(documents)} documents, expected at least {4 * held_out} for a development and a test text "
@@ -205,13 +207,13 @@ def split(documents: Sequence[Document], held_out: int) -> dict[str, list[Docume
 
 
 def seen_in(train: set[int], documents: Iterable[Document]) -> float:
-    """The part of a held-out text's runs of words that training text, whose runs are given, has too."""
+    """Return the fraction of a held-out text's runs of words that are among the given runs of training text."""
     runs = [run for document in documents for run in runs_of_words(document.text)]
     return sum(run in train for run in runs) / max(1, len(runs))
 
 
 def tokenizer_texts(documents: Iterable[Document]) -> list[str]:
-    """Training text without rare characters, which would take the place of words in a small vocabulary."""
+    """Return training text without rare characters, which would replace words in a small vocabulary."""
     texts, characters = list[str](), 0
     for document in documents:
         texts.append(document.text)
@@ -246,7 +248,7 @@ def _sizes(splits: dict[str, list[Document]], encode: Any) -> dict[str, dict[str
         name: {
             "documents": len(documents),
             "characters": sum(len(d.text) for d in documents),
-            "tokens": sum(len(encode(d.text)) + 1 for d in documents),  # with EOS
+            "tokens": sum(len(encode(d.text)) + 1 for d in progress(f"tokenizing {name}", "document", items=documents)),
             "by_source": dict(sorted(Counter(d.source for d in documents).items())),
             **({} if name == "train" else {"runs_of_words_in_training": round(seen_in(train, documents), 4)}),
         }
@@ -280,7 +282,7 @@ def _card(sources: dict[str, str], facts: dict[str, Any]) -> str:
 
 
 def build(options: Options, folder: Path) -> dict[str, Any]:
-    """Write the corpus into an empty folder; sizes and sources, as corpus.json has them."""
+    """Write the corpus into an empty folder; return sizes and sources, as in corpus.json."""
     parts: dict[str, Iterator[Document]] = {}
     sources: dict[str, str] = {}
     if options.folder is not None:
@@ -288,13 +290,14 @@ def build(options: Options, folder: Path) -> dict[str, Any]:
         sources[str(options.folder)] = "a folder"
     else:
         for part, packages in (("main", options.packages), ("held_back", options.held_back)):
-            files = {package: download(package, options.downloads) for package in packages}
+            bar = progress("downloading packages", "package", items=packages)
+            files = {package: download(package, options.downloads) for package in bar}
             sources |= {package: hashlib.sha256(deb.read_bytes()).hexdigest() for package, deb in files.items()}
             parts[part] = (document for package, deb in files.items() for document in package_documents(deb, package))
     facts: dict[str, Any] = {"sources": sources, "held_out": options.held_out, "left_out": {}, "sizes": {}}
     encode, digest = None, hashlib.sha256()
     for part, documents in parts.items():
-        kept, left_out = without_duplicates(documents)
+        kept, left_out = without_duplicates(progress(f"reading {part}", "document", items=documents))
         splits = split(kept, options.held_out if part == "main" else options.held_out // 10)
         digest.update("".join(d.sha256 for documents in splits.values() for d in documents).encode())
         _write_split(splits, folder if part == "main" else folder / part)
@@ -306,7 +309,7 @@ def build(options: Options, folder: Path) -> dict[str, Any]:
             encode = load_tokenizer(folder / "tokenizer").encode
         facts["left_out"][part] = dict(left_out)
         facts["sizes"][part] = _sizes(splits, encode)
-    facts["sha256"] = digest.hexdigest()  # of all that models are trained and measured on
+    facts["sha256"] = digest.hexdigest()  # of all texts that models are trained and measured on
     (folder / "corpus.json").write_text(json.dumps(facts, indent=2) + "\n")
     (folder / "README.md").write_text(_card(sources, facts))
     return facts
@@ -322,16 +325,8 @@ def main(options: Options) -> dict[str, Any]:
     else:
         if options.out.exists() and any(options.out.iterdir()):
             raise SystemExit(f"{options.out} exists and is not a corpus: choose another folder or remove it")
-        options.out.parent.mkdir(parents=True, exist_ok=True)
-        partial = Path(tempfile.mkdtemp(prefix=f".{options.out.name}-", dir=options.out.parent))
-        try:
+        with atomic_folder(options.out) as partial:
             facts = build(options, partial)
-            partial.chmod(0o755)  # mkdtemp's folders are private
-            if options.out.exists():
-                options.out.rmdir()
-            os.replace(partial, options.out)  # readers see all of it or nothing
-        finally:
-            shutil.rmtree(partial, ignore_errors=True)
     for part, sizes in facts["sizes"].items():
         for name, size in sizes.items():
             print(f"{part:10} {name:12} {size['documents']:8,} documents {size['characters']:12,} characters", end="")

@@ -1,7 +1,7 @@
-"""Plain text from documentation: HTML, man pages, pod, reStructuredText and dictd's dictionaries. Standard library only.
+"""Convert documentation to plain text: HTML, man pages, pod, reStructuredText and dictd's dictionaries.
 
-The converters are short on purpose. They take the markup away that would otherwise be most of what a small model sees; they do
-not render tables, images or mathematics.
+Only the standard library is used. The converters are short on purpose. They remove the markup that a small model would
+otherwise mostly see; they do not render tables, images or mathematics.
 """
 
 import gzip
@@ -13,12 +13,12 @@ from collections.abc import Iterator
 from html.parser import HTMLParser
 from pathlib import PurePosixPath
 
-DICTIONARY = (".dict.dz", ".index")  # dictd: the entries, and where each of them begins
-PAGE = 6000  # characters of a dictionary that make one document, as long as others; its entries are a line or two each
+DICTIONARY = (".dict.dz", ".index")  # dictd: the entries, and the index with their offsets
+PAGE = 6000  # characters of a dictionary per document, because its entries are only a line or two
 
 
 class _HtmlText(HTMLParser):
-    """Text outside scripts, navigation and tables of contents; white space as a browser shows it."""
+    """Collects text outside scripts, navigation and tables of contents, with white space as in a browser."""
 
     BLOCKS = frozenset(
         [
@@ -66,7 +66,7 @@ class _HtmlText(HTMLParser):
     def __init__(self) -> None:
         super().__init__(convert_charrefs=True)
         self.parts: list[str] = []
-        self.skipped: list[str] = []  # elements that are open, from the outermost one that is left out
+        self.skipped: list[str] = []  # open elements, from the outermost one that is left out
         self.preformatted = 0
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
@@ -80,12 +80,12 @@ class _HtmlText(HTMLParser):
             self.preformatted += tag == "pre"
 
     def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        if tag in self.VOID:  # <a id="x"/> has nothing in it, and no end of its own
+        if tag in self.VOID:  # <a id="x"/> is empty and has no end tag
             self.handle_starttag(tag, attrs)
 
     def handle_endtag(self, tag: str) -> None:
         if self.skipped:
-            if tag in self.skipped:  # with all that were left open in it, such as a <p> without its end
+            if tag in self.skipped:  # also closes what was left open in it, such as a <p> without an end tag
                 while self.skipped.pop() != tag:
                     pass
         elif tag in self.BLOCKS:
@@ -148,9 +148,9 @@ def _man_arguments(text: str) -> list[str]:
 
 
 def from_man(source: str) -> str:
-    """A man page from its first section on: what stands before are macros, of which Pod::Man writes a hundred lines."""
+    """Convert a man page from its first section on. Before it are only macros, a hundred lines of them from Pod::Man."""
     lines: list[str] = []
-    end: str | None = None  # of a definition or a block that is left out
+    end: str | None = None  # the end of a definition or a block that is left out
     begun = False
     for line in source.splitlines():
         if end is not None:
@@ -178,7 +178,7 @@ def from_man(source: str) -> str:
 
 
 def from_pod(source: str) -> str:
-    """Perl's documentation, with the program around it left out. Text before the first command is pod only in .pod files."""
+    """Convert Perl's documentation without its program. Only in .pod files is text before the first command pod too."""
     lines: list[str] = []
     skipped = False
     for line in source.splitlines():
@@ -204,7 +204,7 @@ def _pod_code(code: str, content: str) -> str:
     if code in "XZ":
         return ""
     if code == "E":
-        named = {"lt": "\0lt", "gt": "\0gt", "verbar": "|", "sol": "/"}  # brackets come back in clean
+        named = {"lt": "\0lt", "gt": "\0gt", "verbar": "|", "sol": "/"}  # clean restores the brackets
         return named.get(content, html.unescape(f"&{content};") if not content.isdigit() else chr(int(content)))
     if code == "L":
         return content.split("|")[0]
@@ -226,7 +226,7 @@ _RST_KEPT = {
 
 
 def from_rst(source: str) -> str:
-    """reStructuredText without comments, labels, tables of contents, underlines and roles."""
+    """Convert reStructuredText; leave out comments, labels, tables of contents, underlines and roles."""
     lines: list[str] = []
     skipped = False  # the indented block below a comment or a directive
     for line in source.splitlines():
@@ -249,10 +249,11 @@ def from_rst(source: str) -> str:
 
 
 def dictionary_pages(entries: bytes, index: str) -> Iterator[tuple[str, str]]:
-    """(first headword, text): entries of a dictd dictionary that follow one another, joined to pages.
+    """Yield (first headword, text) of pages, each of consecutive entries of a dictd dictionary.
 
     Args:
-        entries: of the .dict file, unpacked. index: headword, offset and length a line, the numbers in base 64.
+        entries: the unpacked .dict file.
+        index: lines of headword, offset and length, with the numbers in base 64.
     """
     digits = {d: i for i, d in enumerate("ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/")}
 
@@ -271,7 +272,7 @@ def dictionary_pages(entries: bytes, index: str) -> Iterator[tuple[str, str]]:
     for (offset, length), word in sorted(places.items()):
         name = name or word
         entry = entries[offset : offset + length].decode("utf-8", "replace").strip()
-        page += re.sub(r"\n *\[[^]\n]*]$", "", entry, flags=re.M) + "\n\n"  # without lines that say whose an entry is
+        page += re.sub(r"\n *\[[^]\n]*]$", "", entry, flags=re.M) + "\n\n"  # without lines that name an entry's source
         if len(page) >= PAGE:
             yield name, page
             name, page = "", ""
@@ -283,7 +284,7 @@ _CONTROL = re.compile("[\0-\x09\x0b-\x1f\x7f-\x9f\xad\u200b-\u200f\u2028-\u202e\
 
 
 def clean(text: str) -> str:
-    """Unicode in one form, no control characters, no white space at line ends, at most one blank line."""
+    """Normalise Unicode; remove control characters, white space at line ends and repeated blank lines."""
     text = unicodedata.normalize("NFC", text.replace("\0lt", "<").replace("\0gt", ">").replace("\xa0", " "))
     text = re.sub(r"[^\S\n]+$", "", text.expandtabs(8).replace("\r", ""), flags=re.M)
     text = _CONTROL.sub("", text)
@@ -298,10 +299,11 @@ def _decode(data: bytes) -> str:
 
 
 def documents_of(name: str, data: bytes) -> Iterator[tuple[str, str]]:
-    """(name, text) of a file's documents, by its name: one, or one a line of JSON lines. None of a format that is not known.
+    """Yield (name, text) of a file's documents: one, or one per line of JSON lines. Unknown formats have none.
 
     Args:
-        name: its path; ``.gz`` is unpacked. data: its bytes.
+        name: the path of the file, which decides its format; ``.gz`` is unpacked.
+        data: the bytes of the file.
     """
     if name.endswith(".gz"):
         name, data = name.removesuffix(".gz"), gzip.decompress(data)

@@ -1,11 +1,11 @@
-"""Tokens per second and rank of the data stream, beside TorchTitan's stock loader on the same files, in one run.
+"""Measure the tokens per second of one rank's data stream, beside TorchTitan's own loader on the same files.
 
     python benchmarks/data.py            # tables
-    python benchmarks/data.py --json     # an object with "rows", "bounds", "deep_resume" and nothing else
+    python benchmarks/data.py --json     # only an object with "rows", "bounds" and "deep_resume"
 
-One rank is driven in one process: rank 0 of 64 and of 40, on 64 files. Every rank of a real job does the same at the same
-time, so this is what one rank gets from its own cores, with files in the page cache. Texts have C4's mean length (2.2 kB) and
-spread. Rows "reading" have a tokenizer that costs nothing: what is left is the loaders' own work.
+One process runs rank 0 of 64 and of 40 ranks, on 64 files. Every rank of a real job does the same at the same time, so
+this is the speed of one rank with its own cores and files in the page cache. Texts have C4's mean length (2.2 kB) and
+spread. The rows "reading" use a tokenizer that takes no time, so they measure only the loaders.
 """
 
 import gzip
@@ -39,30 +39,30 @@ ROOT = Path(__file__).parent.parent
 @dataclass
 class Options:
     files: int = 64
-    """Files of the corpus."""
+    """Number of files of the corpus."""
     documents: int = 1500
-    """Documents per file: about 3.3 MB of text."""
+    """Documents per file, which have about 3.3 MB of text."""
     seq_len: int = 2048
     seconds: float = 4.0
-    """Measured time of each loader and round, after the first batch."""
+    """Seconds for which each loader is measured in each round, after the first batch."""
     rounds: int = 3
-    """The loaders take turns so many times; the median counts."""
+    """How many times the loaders take turns. The median counts."""
     many_files: int = 1024
-    """Files (names for the same 64) of the rows with many slots."""
+    """Number of files in the rows with many slots; they are names for the same 64 files."""
     seed: int = 0
-    """Of the texts."""
+    """Seed of the texts."""
     json: bool = False
-    """Print one JSON object and nothing else."""
+    """Print only one JSON object."""
 
 
 def write_corpus(folder: Path, options: Options) -> None:
-    """C4's layout and lengths of documents, of the sample corpus' text, and tokenizers of both kinds beside it."""
+    """Write the sample corpus's text with C4's layout and document lengths, and tokenizers of both kinds."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     texts = [d["text"] for d in documents()]
     words = " ".join(texts).split(" ")
     rng = np.random.default_rng(options.seed)
-    # Lognormal with a mean of 2.2 kB, most below 1.2 kB: about 370 words of 6 characters.
+    # A lognormal with a mean of 2.2 kB, most of it below 1.2 kB: about 370 words of 6 characters.
     lengths = rng.lognormal(math.log(370) - 0.6, 1.1, (options.files, options.documents)).astype(int) + 10
     starts = rng.integers(0, len(words), lengths.shape)
     (folder / "en").mkdir()
@@ -85,7 +85,7 @@ def write_corpus(folder: Path, options: Options) -> None:
     )
     tokenizer.train_from_iterator(texts, trainer)
     (folder / "spm").mkdir()
-    # Without user-defined symbols, which gigatoken takes otherwise than SentencePiece.
+    # There are no user-defined symbols, which gigatoken and SentencePiece treat differently.
     (folder / "spm" / "spm.model").write_bytes(train_tokenizer(texts, 2048, user_defined_symbols=()))
     (folder / "hf").mkdir()
     tokenizer.save(str(folder / "hf" / "tokenizer.json"))
@@ -93,7 +93,7 @@ def write_corpus(folder: Path, options: Options) -> None:
 
 
 class Free(BaseTokenizer):
-    """A token every four characters, at no cost."""
+    """A tokenizer that takes no time: every four characters are a token."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -136,12 +136,12 @@ def stock(job, ranks: int, free: bool):
 
 
 def read_by_this_process() -> int:
-    """Bytes that this process has read by system calls."""
+    """Return the bytes that this process has read by system calls."""
     return int(Path("/proc/self/io").read_text().split()[1])
 
 
 def measure(loader, options: Options) -> dict[str, float | None]:
-    """Tokens/s after the first batch, seconds to the first batch, stored bytes read per token (without a worker process)."""
+    """Measure tokens/s after the first batch, seconds to it, and (without a worker) stored bytes read per token."""
     start = time.perf_counter()
     batches = iter(loader)
     next(batches)
@@ -196,10 +196,11 @@ def speed(folder: Path, tokenizers: dict[str, str], options: Options) -> list[di
 
 
 def bounds(job, slots: int, rounds: int, skip: int) -> dict[str, Any]:
-    """All slots on one rank, in this process: memory, open files, time to a sequence of every slot.
+    """Run all slots on one rank, in this process; measure memory, open files, and the time to a sequence of every slot.
 
     Args:
-        rounds: sequences of each slot. skip: documents of every file to begin after, as at a resume.
+        rounds: sequences to read from each slot.
+        skip: documents of every file to skip first, as at a resume.
     """
     loader = ours(job, 1, slots)
     loader.positions[:, [Field.HEAD, Field.BODY_DOCUMENT, Field.TAIL]] = skip
@@ -225,7 +226,7 @@ def bounds(job, slots: int, rounds: int, skip: int) -> dict[str, Any]:
 
 
 def write_many(folder: Path, options: Options) -> None:
-    """The corpus again under more names."""
+    """Link the corpus under more names."""
     (folder / "many").mkdir()
     files = sorted((folder / "en").glob("*.gz"))
     for i in range(options.many_files):
@@ -233,10 +234,10 @@ def write_many(folder: Path, options: Options) -> None:
 
 
 def write_large(folder: Path) -> None:
-    """Sixteen files of 1,000 documents of 2 kB, and among the first of one of them a document of 50 MB.
+    """Write sixteen files of 1,000 documents of 2 kB; one of them also has a document of 50 MB near its beginning.
 
-    That document repeats itself, so that gzip stores it in few bytes: slots are equal in stored bytes, and with a file many
-    times larger than the others nearly all of them would share it and read it again and again.
+    The text of that document repeats, so that gzip stores it in few bytes. Slots have equal shares of the stored bytes:
+    if one file were many times larger than the others, nearly all slots would share it and read it again and again.
     """
     text = " ".join(d["text"] for d in documents())
     (folder / "large").mkdir()
@@ -249,7 +250,7 @@ def write_large(folder: Path) -> None:
 
 
 def in_a_fresh_process(case: str, folder: Path, options: Options) -> dict[str, Any]:
-    """Peak memory is a process's high-water mark, so every case has a process of its own."""
+    """Run a case in a process of its own, because peak memory is a process's high-water mark."""
     argv = [sys.executable, __file__, "--many-files", str(options.many_files), "--documents", str(options.documents)]
     done = subprocess.run(argv, env={**os.environ, "CASE": case, "FOLDER": str(folder)}, capture_output=True, text=True)
     if done.returncode:
@@ -273,7 +274,7 @@ CASES = ("2,048 slots", "2,048 slots, resumed", "16 slots", "16 slots, a documen
 
 
 def deep_resume(folder: Path) -> dict[str, float]:
-    """Seconds to the last document of one large gzip file, those before it being passed over unparsed."""
+    """Return the seconds to the last document of one large gzip file, when all others are skipped unparsed."""
     texts = [d["text"] for d in documents()]
     path = folder / "deep" / "train.json.gz"
     path.parent.mkdir()

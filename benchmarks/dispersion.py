@@ -1,13 +1,14 @@
-"""Time and peak extra memory of the dispersion loss, forward and backward, by estimator.
+"""Measure time and extra peak memory of the dispersion loss, forward and backward, by estimator.
 
     python benchmarks/dispersion.py                                   # a table
-    python benchmarks/dispersion.py --n 4096 --f 1024 --b 1 --json    # an object with "rows" and nothing else
+    python benchmarks/dispersion.py --n 4096 --f 1024 --b 1 --json    # only an object with "rows"
 
-naive is plain autograd in the same dtype: normalise, one N×N product, clamp, arccos, mask, logsumexp. floor is the bare products
-that all pairs need (3 N²F multiply-adds' worth of FLOPs: each tile above the diagonal once for the cosines, twice for the
-gradient) without anything between them. Times are the least of --repeat rounds, in which the estimators take turns, in one
-process. Memory is measured in a fresh process each: on a CPU the process's high-water mark less what it held before the call
-(resident pages, so what libraries keep for themselves counts), on a GPU the allocator's peak less what was allocated.
+"naive" is plain autograd in the same dtype: normalise, one N×N product, clamp, arccos, mask, logsumexp. "floor" is only
+the matrix products that all pairs need, with nothing between them: 3 N²F FLOPs, for each tile above the diagonal once
+for the cosines and twice for the gradient. Times are the least of --repeat rounds in one process, in which the
+estimators take turns. Memory is measured in a fresh process for each. On a CPU it is the process's high-water mark
+minus what it held before the call (in resident pages, so memory that libraries keep counts too). On a GPU it is the
+allocator's peak minus what was allocated.
 """
 
 import json
@@ -43,16 +44,16 @@ class Options:
     """Sequences."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     variant: str = "angular"
-    """Of exact, moments and sampled; naive and floor are angular."""
+    """Variant for exact, moments and sampled; naive and floor are always angular."""
     estimators: list[str] = field(default_factory=lambda: list(ESTIMATORS))
     device: str = "cuda" if torch.cuda.is_available() else "cpu"
     repeat: int = 3
     json: bool = False
-    """Print one JSON object and nothing else."""
+    """Print only one JSON object."""
 
 
 def tokens(options: Options, n: int) -> Tensor:
-    """[B, N, F] with a common direction and a decaying spectrum, as the activations of a model in training."""
+    """Return [B, N, F] with a common direction and a decaying spectrum, like the activations of a model in training."""
     generator = torch.Generator().manual_seed(0)
     spectrum = torch.arange(1, options.f + 1) ** -0.5
     z = torch.randn(options.b, n, options.f, generator=generator) * spectrum
@@ -84,7 +85,7 @@ def floor(z: Tensor) -> None:
 
 
 def call(estimator: str, options: Options) -> Callable[[Tensor], Tensor | None]:
-    """z → ∂(sum of losses)/∂z, or None for floor."""
+    """Return a function of z that computes ∂(sum of losses)/∂z, or for floor None."""
     if estimator == "floor":
         return lambda z: floor(z)
     loss = None if estimator == "naive" else DispersionLoss(options.variant, estimator)
@@ -108,7 +109,7 @@ def times(options: Options, n: int) -> dict[str, float]:
     z = tokens(options, n)
     calls = {name: call(name, options) for name in options.estimators}
     best = dict.fromkeys(calls, math.inf)
-    for round_ in range(options.repeat + 1):  # the first warms up
+    for round_ in range(options.repeat + 1):  # the first call warms up
         for name, function in calls.items():
             synchronize(options)
             start = time.perf_counter()
@@ -120,7 +121,7 @@ def times(options: Options, n: int) -> dict[str, float]:
 
 
 def agreement(options: Options, n: int) -> dict[str, dict[str, float]]:
-    """Cosine and relative error of each gradient to exact's."""
+    """Return the cosine of each gradient with the exact one, and its relative error."""
     z = tokens(options, n)
     exact = call("exact", options)(z).double().flatten()
     found = {}
@@ -136,20 +137,20 @@ def agreement(options: Options, n: int) -> dict[str, dict[str, float]]:
 
 
 def peak_bytes(options: Options, n: int, estimator: str) -> int:
-    """In this process: peak memory of one call beyond what was held before, after a call on little data."""
+    """Return the peak memory of one call in this process minus what was held before, after a call on little data."""
     small = Options(**{**vars(options), "n": [32]})
     function = call(estimator, options)
-    function(tokens(small, 32))  # thread pools, kernels' workspaces
+    function(tokens(small, 32))  # allocates thread pools and the kernels' workspaces
     z = tokens(options, n)
     if options.device == "cuda":
-        function(z)  # compiles and tunes for this shape, in memory of its own
+        function(z)  # compiling and tuning for this shape takes memory of its own
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
         function(z)
         torch.cuda.synchronize()
         return torch.cuda.max_memory_allocated() - before
-    Path("/proc/self/clear_refs").write_text("5")  # the high-water mark starts anew
+    Path("/proc/self/clear_refs").write_text("5")  # this resets the high-water mark
     before = resident_bytes()
     function(z)
     return high_water_mark() - before

@@ -1,18 +1,19 @@
-"""Does dispersion help? The runs of docs/evidence_design.md, all that are missing, and the page that they make.
+"""Run the experiment of docs/evidence_design.md: train all runs that are missing, and write the page about them.
 
-    make evidence                        # every part in its order; what is done already is not done again
-    make evidence PART=main JOBS=2       # one part: tuning main noise width depth long midtraining
-    python -m benchmarks.evidence --part page    # docs/evidence.md and its pictures from docs/evidence.jsonl alone
+    make evidence                        # all parts in their order; finished runs are not repeated
+    make evidence PART=main JOBS=2       # one of tuning, main, noise, width, depth, long, midtraining
+    python -m benchmarks.evidence --part page    # only docs/evidence.md and its pictures, from docs/evidence.jsonl
 
-Needs data/evidence (python -m benchmarks.corpus data/evidence). One process and one core a rank. A run that was cut off goes on
-from its newest checkpoint. Each run that has ended adds a row to docs/evidence.jsonl: finished or failed, with its recipe's
-hash, the commit, the corpus, its numbers and its seconds. A failed run is tried once more by each call, and adds another row.
+This needs data/evidence (python -m benchmarks.corpus data/evidence). Each rank is one process on one core. An
+interrupted run resumes from its newest checkpoint. Each run that has ended adds a row to docs/evidence.jsonl: finished
+or failed, with its recipe's hash, the commit, the corpus, its numbers and its seconds. Each call tries a failed run
+once more, and adds another row.
 """
 
 import json
 import subprocess
 from collections.abc import Callable, Sequence
-from concurrent.futures import Executor, ProcessPoolExecutor, as_completed
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
 from functools import cache
 from multiprocessing import get_context
@@ -26,21 +27,21 @@ from benchmarks.evidence_page import write_page
 from benchmarks.evidence_parts import CONFIG, PARTS, Job, Row, jobs, newest
 from benchmarks.evidence_score import HeldOut, held_out, history, score
 from titan_disp.data.tokenizer import load_tokenizer
-from titan_disp.results.saved import find_saved, load_model
+from titan_disp.export.saved import find_saved, load_model
 from titan_disp.run.folder import append_json, read_json_lines
 from titan_disp.sweeps.definition import Listed, Sweep
 from titan_disp.sweeps.local import run
 
 ROOT = Path(__file__).parent.parent
-TEXTS = {"development": "en", "test": "test", "new_test": "held_back/test"}  # folders of the corpus
+TEXTS = {"development": "en", "test": "test", "new_test": "held_back/test"}  # the folders of the corpus
 
 
 @dataclass
 class Options:
     part: str = "all"
-    """all, page, or one of the parts; several with commas between them."""
+    """all, page, or one or more parts, separated by commas."""
     jobs: int = 2
-    """Runs at a time."""
+    """Number of runs at a time."""
     data: Path = Path("data/evidence")
     runs: Path = Path("outputs/evidence")
     rows: Path = Path("docs/evidence.jsonl")
@@ -49,7 +50,7 @@ class Options:
 
 
 def commit() -> str:
-    """The checkout's, with + where something that runs has been changed since."""
+    """Return the checkout's commit, with + if code that runs has changed since."""
     paths = ("titan_disp", "benchmarks", "train_configs")
     head = subprocess.run(["git", "rev-parse", "--short=12", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout
     changed = subprocess.run(["git", "status", "--porcelain", *paths], cwd=ROOT, capture_output=True, text=True).stdout
@@ -68,7 +69,7 @@ def _text(folder: Path, tokenizer: Path, length: int) -> HeldOut:
 
 
 def measure(folder: Path, data: Path, texts: Sequence[str]) -> dict[str, Any]:
-    """Numbers of a run's last checkpoint by text. Runs in a process of its own, on one core."""
+    """Return the numbers of a run's last checkpoint by text. It is called in a process of its own, on one core."""
     torch.set_num_threads(1)
     saved = find_saved(folder)
     model, length = load_model(saved), saved.config["training"]["seq_len"]
@@ -76,7 +77,7 @@ def measure(folder: Path, data: Path, texts: Sequence[str]) -> dict[str, Any]:
 
 
 class Experiment:
-    """Trains, measures and writes rows down."""
+    """Trains and measures runs, and writes their rows."""
 
     def __init__(self, options: Options) -> None:
         self.options = options
@@ -94,7 +95,7 @@ class Experiment:
         return self.options.runs / part / f"{condition}_seed-{seed}"
 
     def missing(self, part: str) -> list[Job]:
-        """Runs without a row of a finished run with their recipe and corpus."""
+        """Return the runs that have no finished row with their recipe and corpus."""
         known = newest(self.rows)
         return [job for job in jobs(part, self.rows) if not self._done(job, known.get(job.key))]
 
@@ -108,7 +109,7 @@ class Experiment:
         return job.parent is None or (row is not None and row["status"] == "finished")
 
     def part(self, name: str) -> None:
-        """Everything of a part that is missing. A run that fails is tried once."""
+        """Do all missing runs of a part. A run that fails is not tried again."""
         tried: set[tuple[str, str, int]] = set()
         while todo := [job for job in self.missing(name) if job.key not in tried and self._ready(job)]:
             print(f"{name}: {len(todo)} runs are missing", flush=True)
@@ -118,7 +119,7 @@ class Experiment:
             self._measure([job for job in todo if not job.trained])
 
     def _train(self, part: str, todo: Sequence[Job], ranks: int) -> None:
-        """Groups of a few, so that a part that is stopped has rows of what was done."""
+        """Train in small groups, so that an interrupted part keeps the rows of finished groups."""
         size = 4 * self.options.jobs
         for some in (todo[i : i + size] for i in range(0, len(todo), size)):
             sweep = Sweep(
@@ -133,21 +134,20 @@ class Experiment:
                     self._write(job, status="failed", error=results[job.name].detail)
             self._measure([job for job in some if results[job.name].outcome == "finished"])
             if stopped := [result for result in results.values() if result.outcome not in ("finished", "failed")]:
-                raise SystemExit(f"{part}: {len(stopped)} runs were stopped or are in use; the same command goes on")
+                raise SystemExit(
+                    f"{part}: {len(stopped)} runs were stopped or are in use; run the same command again to continue"
+                )
 
     def _paths(self, job: Job) -> tuple[str, ...]:
         return tuple(path.format(data=self.options.data, runs=self.options.runs) for path in job.paths)
 
     def _measure(self, done: Sequence[Job]) -> None:
         with ProcessPoolExecutor(self.options.jobs, mp_context=get_context("spawn")) as pool:
-            self._collect(done, pool)
-
-    def _collect(self, done: Sequence[Job], pool: Executor) -> None:
-        waiting = {pool.submit(measure, self.folder(job), self.options.data, job.texts): job for job in done}
-        for future in as_completed(waiting):
-            job = waiting[future]
-            how = {"history": history(self.folder(job))} if job.trained else {}
-            self._write(job, status="finished", numbers=future.result(), **how)
+            waiting = {pool.submit(measure, self.folder(job), self.options.data, job.texts): job for job in done}
+            for future in as_completed(waiting):
+                job = waiting[future]
+                how = {"history": history(self.folder(job))} if job.trained else {}
+                self._write(job, status="finished", numbers=future.result(), **how)
 
     def _write(self, job: Job, **content: Any) -> None:
         row = {

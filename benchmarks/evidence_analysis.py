@@ -1,4 +1,4 @@
-"""The analysis of docs/evidence_design.md: rows of docs/evidence.jsonl to differences, intervals and words."""
+"""Analyse rows of docs/evidence.jsonl as docs/evidence_design.md says: differences, intervals and verdicts."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -7,8 +7,8 @@ import numpy as np
 from scipy import stats
 
 from benchmarks.evidence_parts import FEW_SEEDS, SEEDS, Row, newest
-from titan_disp.evaluate.compare import Difference, holm, paired_difference
-from titan_disp.sweeps.sign_flip import sign_flip_p
+from titan_disp.evaluate.compare import Difference, holm
+from titan_disp.sweeps.comparison import paired_by_seed
 
 MARGIN = 0.02  # nats; a smaller difference does not matter (docs/evidence_design.md)
 ALPHA = 0.05
@@ -16,11 +16,11 @@ ALPHA = 0.05
 
 @dataclass(frozen=True)
 class Contrast:
-    """A condition against one of the same part, paired by seed.
+    """A comparison of a condition with a baseline of the same part, paired by seed.
 
     Attributes:
-        family: contrasts that Holm's adjustment counts together; empty: too few seeds for a test.
-        text: that the numbers are of.
+        family: contrasts with the same family are adjusted together (Holm). Empty: there are too few seeds for a test.
+        text: the text that is measured.
     """
 
     part: str
@@ -51,12 +51,12 @@ CONTRASTS = (
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a contrast.
+    """The result of a contrast.
 
     Attributes:
         baseline, condition: the metric by seed of the runs that have finished.
-        difference: condition less baseline over the pairs; p of the sign-flip test. None where there is no pair.
-        failed: "off seed 3" and so on, of the two conditions.
+        difference: condition minus baseline over the pairs, with p of the sign-flip test. None if there is no pair.
+        failed: the failed runs of the two conditions, such as "off seed 3".
     """
 
     contrast: Contrast
@@ -71,7 +71,7 @@ class Outcome:
 
     @property
     def lower(self) -> int:
-        """In how many pairs the condition has the lower value."""
+        """Count the pairs in which the condition has the lower value."""
         return sum(self.condition[seed] < self.baseline[seed] for seed in self.pairs)
 
     @property
@@ -79,7 +79,7 @@ class Outcome:
         return len(self.pairs) == len(self.contrast.seeds)
 
     def verdict(self) -> str:
-        """In words, by the rules of the design."""
+        """Return the verdict in words, by the rules of the design."""
         d = self.difference
         if d is None or d.low is None or d.high is None:
             return "not run" if not self.pairs else f"too few pairs ({len(self.pairs)} of {len(self.contrast.seeds)})"
@@ -100,41 +100,38 @@ class Outcome:
         return own > len(self.failed) - own
 
 
+def finished(rows: Iterable[Row], part: str, condition: str) -> dict[int, Row]:
+    """Return the last row by seed, ascending, of a condition's finished runs."""
+    own = {key[2]: row for key, row in newest(rows).items() if key[:2] == (part, condition)}
+    return {seed: row for seed, row in sorted(own.items()) if row["status"] == "finished"}
+
+
 def by_seed(rows: Iterable[Row], part: str, condition: str, value: Callable[[Row], float | None]) -> dict[int, float]:
-    """Of the runs that have finished and have the value."""
-    found = {}
-    for (of_part, of_condition, seed), row in newest(rows).items():
-        if (of_part, of_condition) == (part, condition) and row["status"] == "finished":
-            number = value(row)
-            if number is not None:
-                found[seed] = number
-    return dict(sorted(found.items()))
+    """Return the value by seed, of the runs that have finished and have it."""
+    numbers = {seed: value(row) for seed, row in finished(rows, part, condition).items()}
+    return {seed: number for seed, number in numbers.items() if number is not None}
 
 
 def metric(text: str, name: str) -> Callable[[Row], float | None]:
-    """A number on held-out text, such as cross_entropy."""
+    """Return a function that reads a number on held-out text, such as cross_entropy."""
     return lambda row: row["numbers"].get(text, {}).get(name)
 
 
 def of_history(name: str) -> Callable[[Row], float | None]:
-    """A number of the way there: plateau_end or block_cosine."""
+    """Return a function that reads a number about training: plateau_end or block_cosine."""
     return lambda row: row["history"].get(name) if "history" in row else None
 
 
 def failures(rows: Iterable[Row]) -> list[Row]:
-    """Runs whose last row is a failed one."""
+    """Return the last rows of the runs whose last try failed."""
     return [row for row in newest(rows).values() if row["status"] == "failed"]
 
 
 def outcome(rows: Sequence[Row], contrast: Contrast, value: Callable[[Row], float | None]) -> Outcome:
-    """A contrast without Holm's adjustment."""
+    """Return the result of a contrast without Holm's adjustment."""
     both = {name: by_seed(rows, contrast.part, name, value) for name in (contrast.baseline, contrast.condition)}
     own, other = both[contrast.condition], both[contrast.baseline]
-    pairs = [seed for seed in own if seed in other]
-    found = None
-    if pairs:
-        found = paired_difference(np.array([own[s] for s in pairs]), np.array([other[s] for s in pairs]))
-        found = replace(found, p_value=sign_flip_p([own[s] - other[s] for s in pairs]))
+    _, found = paired_by_seed(own, other)
     failed = tuple(
         f"{row['condition']} seed {row['seed']}"
         for row in failures(rows)
@@ -144,7 +141,7 @@ def outcome(rows: Sequence[Row], contrast: Contrast, value: Callable[[Row], floa
 
 
 def outcomes(rows: Sequence[Row]) -> dict[Contrast, Outcome]:
-    """All contrasts in held-out cross-entropy. Holm's adjustment counts a family's contrasts that are not run yet, too."""
+    """Return all contrasts in held-out cross-entropy. Holm's adjustment also counts contrasts that are not run yet."""
     found = {c: outcome(rows, c, metric(c.text, "cross_entropy")) for c in CONTRASTS}
     for family in {contrast.family for contrast in CONTRASTS}:
         members = [contrast for contrast in CONTRASTS if contrast.family == family]
@@ -156,7 +153,7 @@ def outcomes(rows: Sequence[Row]) -> dict[Contrast, Outcome]:
 
 
 def noise(rows: Sequence[Row]) -> dict[str, dict[int, float]]:
-    """By arrangement and seed: test cross-entropy less that of main's off, which has the same seed and data."""
+    """Return test cross-entropy minus that of main's off with the same seed and data, by arrangement and seed."""
     value = metric("test", "cross_entropy")
     first = by_seed(rows, "main", "off", value)
     found = {}
@@ -167,7 +164,7 @@ def noise(rows: Sequence[Row]) -> dict[str, dict[int, float]]:
 
 
 def plateau_and_loss(rows: Sequence[Row], part: str, condition: str) -> tuple[float, int] | None:
-    """Spearman's ρ over seeds of the plateau's last step and the final loss, and how many seeds. None of fewer than four."""
+    """Return Spearman's ρ over seeds of the plateau's end and the final loss, and the seeds; None for fewer than four."""
     ends = by_seed(rows, part, condition, of_history("plateau_end"))
     losses = by_seed(rows, part, condition, metric("test", "cross_entropy"))
     seeds = [seed for seed in ends if seed in losses]
@@ -177,27 +174,23 @@ def plateau_and_loss(rows: Sequence[Row], part: str, condition: str) -> tuple[fl
 
 
 def curve_differences(rows: Sequence[Row], part: str) -> tuple[list[int], np.ndarray] | None:
-    """Tokens, and [seeds, steps] development cross-entropy of on less off while they trained. None without a pair."""
-    known = newest(rows)
-    pairs = []
-    for (of_part, condition, seed), row in known.items():
-        off = known.get((part, "off", seed))
-        if of_part == part and condition == "on" and off is not None and row["status"] == off["status"] == "finished":
-            pairs.append((row["history"], off["history"]))
+    """Return tokens, and [seeds, steps] of on − off in development cross-entropy during training; None without a pair."""
+    on, off = (finished(rows, part, state) for state in ("on", "off"))
+    pairs = [(on[seed]["history"], off[seed]["history"]) for seed in on if seed in off]
     if not pairs:
         return None
     steps = pairs[0][0]["steps"]
     per_step = pairs[0][0]["tokens"] / steps[-1]
     every = [
-        np.subtract(on["cross_entropy"], off["cross_entropy"])
-        for on, off in pairs
-        if on["steps"] == off["steps"] == steps
+        np.subtract(own["cross_entropy"], other["cross_entropy"])
+        for own, other in pairs
+        if own["steps"] == other["steps"] == steps
     ]
     return [round(step * per_step) for step in steps], np.stack(every)
 
 
 def interval(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """95 % interval of the mean over the first axis, by Student's t."""
+    """Return the 95 % interval of the mean over the first axis, by Student's t."""
     n = len(values)
     half = (
         stats.t.ppf(0.975, n - 1) * values.std(axis=0, ddof=1) / np.sqrt(n)

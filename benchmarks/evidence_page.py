@@ -1,4 +1,4 @@
-"""docs/evidence.md from docs/evidence.jsonl: every number of the page is computed here from the rows."""
+"""Write docs/evidence.md from docs/evidence.jsonl: every number of the page is computed here from the rows."""
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -15,6 +15,7 @@ from benchmarks.evidence_analysis import (
     Outcome,
     by_seed,
     failures,
+    finished,
     metric,
     noise,
     of_history,
@@ -25,7 +26,7 @@ from benchmarks.evidence_analysis import (
 from benchmarks.evidence_parts import LRS, PARTS, SEEDS, STATES, WARMUPS, Recipe, Row, newest, tuned, tuning_losses
 from benchmarks.evidence_plots import draw
 from titan_disp.evaluate.compare import standard_error
-from titan_disp.files import whole
+from titan_disp.files import atomic_write
 
 NOTHING = "–"
 NAMES = {
@@ -61,7 +62,7 @@ def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
 
 
 def _mean(values: Iterable[float], sign: str = "", digits: int = 3) -> str:
-    """With its standard error over seeds."""
+    """Format a mean with its standard error over seeds."""
     found = list(values)
     if not found:
         return NOTHING
@@ -81,7 +82,7 @@ def _p(value: float | None) -> str:
 
 
 def answer(found: Outcome) -> str:
-    """The first sentence of the page: of the primary contrast."""
+    """Return the first sentence of the page, about the primary contrast."""
     d = found.difference
     if d is None or d.low is None:
         return "The main comparison has not been run."
@@ -115,6 +116,8 @@ def _contrast_rows(found: dict[Contrast, Outcome], members: Iterable[Contrast], 
 
 
 HEADER = ["off", "on", "difference", "95 % interval", "lower in", "p", "Holm", "by the design's rules"]
+SECONDARY = ["", "", "plateau ends at step (median)", "its ρ with the loss (seeds)", "block cosine over time"]
+SECONDARY += ["accuracy", "last word", "accuracy − off's", "last word − off's"]
 
 
 def _tuning(rows: Sequence[Row]) -> list[str]:
@@ -122,17 +125,22 @@ def _tuning(rows: Sequence[Row]) -> list[str]:
     chosen = "; ".join(f"{state}: lr {r.lr:g}, warm-up {r.warmup:.0%}" for state, r in (recipes or {}).items())
     lrs = sorted({*LRS, *(r.lr for r in (recipes or {}).values()), LRS[0] / 2, LRS[-1] * 2})
     losses = {state: tuning_losses(rows, state, lrs) for state in STATES}
-    lines = ["## Tuning", "", f"Development cross-entropy, mean of two seeds. Taken: {chosen or 'nothing yet'}.", ""]
+    lines = [
+        "## Tuning",
+        "",
+        f"Development cross-entropy, mean of two seeds. Chosen: {chosen or 'nothing yet'}.",
+        "",
+    ]
     header = ["warm-up", *(f"lr {lr:g}" for lr in lrs)]
     body = [
         [f"{state}, {warmup:.0%}", *(_mean(losses[state][Recipe(lr, warmup)]) for lr in lrs)]
         for state in STATES
         for warmup in WARMUPS
     ]
-    for warmup in WARMUPS:  # whatever was taken: what dispersion does at the same recipe
+    for warmup in WARMUPS:  # for every recipe: the effect of dispersion at the same recipe
         recipes_of = [Recipe(lr, warmup) for lr in lrs]
         pairs = [zip(losses["on"][recipe], losses["off"][recipe], strict=False) for recipe in recipes_of]
-        body.append([f"on less off, {warmup:.0%}", *(_mean((a - b for a, b in pair), "+") for pair in pairs)])
+        body.append([f"on − off, {warmup:.0%}", *(_mean((a - b for a, b in pair), "+") for pair in pairs)])
     return [*lines, *table(header, body)]
 
 
@@ -140,7 +148,8 @@ def _noise(rows: Sequence[Row]) -> list[str]:
     lines = [
         "## Noise floor",
         "",
-        "Off again with the same seed, data and configuration, sums in another order: test cross-entropy less the first run's.",
+        "These runs repeat off with the same seed, data and configuration, but sum in another order. The numbers are their",
+        "test cross-entropy minus that of the first run.",
         "",
     ]
     body = [
@@ -154,7 +163,8 @@ def _noise(rows: Sequence[Row]) -> list[str]:
     return [*lines, *table(["", *(f"seed {s}" for s in SEEDS[:4]), "mean size"], body)]
 
 
-def _secondary(rows: Sequence[Row], part: str) -> list[str]:
+def _secondary(rows: Sequence[Row], part: str) -> list[list[str]]:
+    """Rows of the table below ``SECONDARY``."""
     names = [c for p, c in dict.fromkeys((p, c) for p, c, _ in newest(rows)) if p == part]
     body = []
     for name in names:
@@ -171,14 +181,11 @@ def _secondary(rows: Sequence[Row], part: str) -> list[str]:
             one = outcome(rows, Contrast(part, name, "main"), metric("test", key))
             cells.append(_interval(one, digits=4) if name != "off" else NOTHING)
         body.append(cells)
-    return table([""] * 9, body)[2:-1]
+    return body
 
 
 def _by_source(rows: Sequence[Row]) -> list[str]:
-    off, on = (
-        {s: r for (p, c, s), r in newest(rows).items() if (p, c) == ("main", x) and r["status"] == "finished"}
-        for x in STATES
-    )
+    off, on = (finished(rows, "main", state) for state in STATES)
     seeds = [seed for seed in on if seed in off]
     if not seeds:
         return []
@@ -195,7 +202,7 @@ def _by_source(rows: Sequence[Row]) -> list[str]:
 
 
 def _cosines(rows: Sequence[Row]) -> list[str]:
-    """Cross-entropy and mean cosines by layer of mid-trained models, before and after."""
+    """Return cross-entropy and mean cosines by layer of models before and after mid-training."""
     cells = []
     where = [("before", "main", "off", "test"), ("before", "midtraining", "before", "new_test")]
     where += [
@@ -204,8 +211,8 @@ def _cosines(rows: Sequence[Row]) -> list[str]:
     for label, part, name, text in where:
         found = [
             [row["numbers"][text]["cross_entropy"], *row["numbers"][text]["mean_cosine"]]
-            for (p, c, _), row in newest(rows).items()
-            if (p, c) == (part, name) and row["status"] == "finished" and text in row["numbers"]
+            for row in finished(rows, part, name).values()
+            if text in row["numbers"]
         ]
         if found:
             cells.append([TEXTS[text], label, *(f"{value:.3f}" for value in np.mean(found, axis=0))])
@@ -231,7 +238,7 @@ def _time(rows: Sequence[Row]) -> list[str]:
     lines = [
         "## What was run",
         "",
-        "Every run that ended, with the seconds of its training process. None is left out.",
+        "The table counts every run that ended, and the core-hours of its training process. No run is left out.",
         "",
     ]
     lines += table(["part", "runs", "failed", "core-hours"], body)
@@ -257,34 +264,27 @@ def _corpus(rows: Sequence[Row]) -> list[str]:
 
 
 def page(rows: Sequence[Row]) -> str:
-    """The Markdown."""
+    """Return the page as Markdown."""
     found = outcomes(rows)
     main = [c for c in CONTRASTS if c.family == "main"]
     few = [c for c in CONTRASTS if not c.family]
     mid = [c for c in CONTRASTS if c.family == "midtraining"]
-    secondary_header = [
-        "",
-        "",
-        "plateau ends at step (median)",
-        "its ρ with the loss (seeds)",
-        "block cosine over time",
-    ]
-    secondary_header += ["accuracy", "last word", "accuracy less off's", "last word less off's"]
     parts = [
         "# Does it help?",
         "",
         answer(found[PRIMARY]),
         "",
-        "Written by `make evidence` from [evidence.jsonl](evidence.jsonl), one row per run. Question, outcomes and rules",
-        "were fixed before the main runs: [evidence_design.md](evidence_design.md). Numbers are cross-entropy on held-out text",
-        "in nats, mean ± standard error over seeds; differences are on less off, paired by seed; below zero is better.",
+        "`make evidence` writes this page from [evidence.jsonl](evidence.jsonl), which has one row per run. Question,",
+        "outcomes and rules were fixed before the main runs: [evidence_design.md](evidence_design.md). Numbers are",
+        "cross-entropy on held-out text in nats, mean ± standard error over seeds. Differences are on − off, paired by",
+        "seed; below zero is better.",
         "",
         *_corpus(rows),
         "## Main comparison",
         "",
         *table(["", "condition", "pairs", *HEADER], _contrast_rows(found, main, "where")),
-        f"p is the exact sign-flip test's, Holm adjusts for the {len(main)} contrasts. With {len(SEEDS)} seeds p is at least"
-        f" {2 / 2 ** len(SEEDS):.4f}.",
+        f"p is from the exact sign-flip test, and Holm's method adjusts it for the {len(main)} contrasts. "
+        f"With {len(SEEDS)} seeds p is at least {2 / 2 ** len(SEEDS):.4f}.",
         "",
         "![Difference of cross-entropy over tokens](evidence_loss.png)",
         "",
@@ -296,9 +296,7 @@ def page(rows: Sequence[Row]) -> str:
         "",
         "## Condensation, plateau and accuracy",
         "",
-        *table(secondary_header, [])[:2],
-        *(line for part in WHERE for line in _secondary(rows, part)),
-        "",
+        *table(SECONDARY, [cells for part in WHERE for cells in _secondary(rows, part)]),
         "![Cosines by layer over the steps](evidence_cosine.png)",
         "",
         "![Difference against condensation without dispersion](evidence_baseline.png)",
@@ -312,11 +310,11 @@ def page(rows: Sequence[Row]) -> str:
         *_time(rows),
         "## What this cannot say",
         "",
-        "A model of 0.4 M parameters, 2.5 to 10 M tokens of technical documentation, a vocabulary of 2,048. The paper",
-        "trains 0.6 B parameters on 156 B tokens of C4. The intervals are over seeds, and hold for this text, tokenizer,",
-        "optimizer and schedule.",
+        "The model has 0.4 M parameters and a vocabulary of 2,048, and trains on 2.5 to 10 M tokens of technical",
+        "documentation. The paper trains 0.6 B parameters on 156 B tokens of C4. The intervals are over seeds, and hold",
+        "only for this text, tokenizer, optimizer and schedule.",
         "",
-        "## Again",
+        "## How to run it again",
         "",
         "    python -m benchmarks.corpus data/evidence",
         "    make evidence                # all that is missing; PART=main, JOBS=2",
@@ -327,5 +325,5 @@ def page(rows: Sequence[Row]) -> str:
 
 def write_page(rows: Sequence[Row], docs: Path) -> None:
     draw(rows, docs)
-    with whole(docs / "evidence.md") as partial:
+    with atomic_write(docs / "evidence.md") as partial:
         partial.write_text(page(rows))

@@ -1,4 +1,4 @@
-"""The experiment's runs, part by part: what docs/evidence_design.md says, as options of train_configs/evidence.toml."""
+"""The runs of the experiment, part by part: docs/evidence_design.md as options of train_configs/evidence.toml."""
 
 import hashlib
 import json
@@ -12,18 +12,18 @@ import tomli
 CONFIG = "train_configs/evidence.toml"
 STEPS, LONG, MIDTRAINING = 600, 2400, 200
 SEEDS = tuple(range(1, 9))
-FEW_SEEDS = SEEDS[:4]  # of what takes longer
-TUNING_SEEDS = (101, 102)  # no other part has them
+FEW_SEEDS = SEEDS[:4]  # for the parts that take longer
+TUNING_SEEDS = (101, 102)  # used in no other part
 LRS, WARMUPS = (1e-3, 2e-3, 4e-3, 8e-3), (0.05, 0.2)
 STATES = ("off", "on")
 PARTS = ("tuning", "main", "noise", "width", "depth", "long", "midtraining")
 
-Row = Mapping[str, Any]  # of docs/evidence.jsonl
+Row = Mapping[str, Any]  # a row of docs/evidence.jsonl
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """What is tuned. ``warmup``: part of the steps."""
+    """The hyperparameters that are tuned. ``warmup`` is a fraction of the steps."""
 
     lr: float
     warmup: float
@@ -38,15 +38,16 @@ class Recipe:
 
 @dataclass(frozen=True)
 class Job:
-    """A run and what it is measured on.
+    """A run, and the texts that it is measured on.
 
     Attributes:
         condition: runs of a part with the same condition differ in their seeds only.
-        options: beyond the config file, TorchTitan's, without paths.
-        texts: of the corpus: development, test, or new_test (of the held-back package).
-        paths: options that name files. They are no part of the recipe.
-        parent: key of the run that it begins from, which must have finished. begins: that run's recipe, in words.
-        trained: false where the parent itself is measured, on other texts than its own part does.
+        options: options in addition to the config file, without paths.
+        texts: texts of the corpus: development, test, or new_test (from the held-back package).
+        paths: options that name files. They are not part of the recipe.
+        parent: the key of the run that it starts from, which must have finished.
+        begins: the parent's recipe, in words.
+        trained: false if the parent itself is measured, on other texts than in its own part.
     """
 
     part: str
@@ -69,7 +70,7 @@ class Job:
         return self.part, self.condition, self.seed
 
     def recipe(self, config: str | Path = CONFIG) -> str:
-        """Hash of all that decides the run but for the code and the corpus: the config file's content, options, ranks, texts."""
+        """Return a hash of all that decides the run except code and corpus: config, options, ranks, texts and parent."""
         content = tomli.loads(Path(config).read_text())
         own = {
             "options": self.options,
@@ -86,7 +87,7 @@ def key_of(row: Row) -> tuple[str, str, int]:
 
 
 def newest(rows: Iterable[Row]) -> dict[tuple[str, str, int], Row]:
-    """The last row of each run: a failed one that was run again has two."""
+    """Return the last row of each run; a failed run that was tried again has two rows."""
     return {key_of(row): row for row in rows if "condition" in row}
 
 
@@ -113,7 +114,7 @@ def _tuning_jobs(state: str, lr: float) -> list[Job]:
 
 
 def tuning(rows: Iterable[Row]) -> list[Job]:
-    """The grid; where a state's best learning rate is at the grid's edge, the next one beyond it as well, once."""
+    """Return the grid. If a state's best learning rate is at its edge, it is extended by one, once."""
     rows = list(rows)
     jobs = [job for state in STATES for lr in LRS for job in _tuning_jobs(state, lr)]
     for state in STATES:
@@ -124,7 +125,7 @@ def tuning(rows: Iterable[Row]) -> list[Job]:
 
 
 def tuning_losses(rows: Iterable[Row], state: str, lrs: Sequence[float]) -> dict[Recipe, list[float]]:
-    """Development cross-entropy of the seeds; infinity of a failed run, which is so worse than any other."""
+    """Return the development cross-entropy of the seeds; it is infinite for a failed run, which then ranks last."""
     known, found = newest(rows), {}
     for recipe in (Recipe(lr, warmup) for lr in lrs for warmup in WARMUPS):
         own = [known.get(("tuning", f"{state}_{recipe}", seed)) for seed in TUNING_SEEDS]
@@ -137,7 +138,7 @@ def tuning_losses(rows: Iterable[Row], state: str, lrs: Sequence[float]) -> dict
 
 
 def best_recipe(rows: Iterable[Row], state: str, lrs: Sequence[float]) -> Recipe | None:
-    """That of the lowest mean over the seeds; of equal ones the first. None where runs are missing, or all have failed."""
+    """Return the (first) recipe with the lowest mean over the seeds; None if runs are missing or all failed."""
     losses = tuning_losses(rows, state, lrs)
     if any(len(values) < len(TUNING_SEEDS) for values in losses.values()):
         return None
@@ -146,7 +147,7 @@ def best_recipe(rows: Iterable[Row], state: str, lrs: Sequence[float]) -> Recipe
 
 
 def tuned(rows: Iterable[Row]) -> dict[str, Recipe] | None:
-    """What the other parts take, by state. None where tuning is not complete."""
+    """Return the recipes of the other parts by state, or None if tuning is not complete."""
     rows = list(rows)
     found = {}
     for state in STATES:
@@ -161,7 +162,7 @@ def tuned(rows: Iterable[Row]) -> dict[str, Recipe] | None:
 
 
 def jobs(part: str, rows: Iterable[Row]) -> list[Job]:
-    """The runs of a part. Empty, but for tuning, before tuning is complete."""
+    """Return the runs of a part. Before tuning is complete, all other parts have none."""
     rows = list(rows)
     if part == "tuning":
         return tuning(rows)
@@ -198,7 +199,7 @@ def _job(part: str, name: str, seed: int, recipe: Recipe, changed: tuple[str, ..
 
 
 def _noise(off: Recipe) -> list[Job]:
-    """What main's off is run like again: with the sums of a step in another order, and once with nothing changed."""
+    """Return repetitions of main's off: with the sums of a step in another order, and once without a change."""
     options = {seed: (*_dispersion("off"), *off.options(STEPS), *_seeds(seed)) for seed in FEW_SEEDS}
     return [
         *(Job("noise", "accumulation-4", seed, (*o, "--training.local_batch_size=4")) for seed, o in options.items()),
@@ -208,7 +209,7 @@ def _noise(off: Recipe) -> list[Job]:
 
 
 def _midtraining(off: Recipe) -> list[Job]:
-    """main's off models, continued on the held-back package with a tenth of their learning rate, and as they were before."""
+    """Return main's off models, before and after training on the held-back package with a tenth of the learning rate."""
     recipe = Recipe(off.lr / 10, 0.2)
     conditions = {
         "off": _dispersion("off"),

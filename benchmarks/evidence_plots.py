@@ -5,15 +5,15 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.evidence_analysis import MARGIN, by_seed, curve_differences, interval, metric, of_history
-from benchmarks.evidence_parts import Row, newest
+from benchmarks.evidence_analysis import MARGIN, by_seed, curve_differences, finished, interval, metric, of_history
+from benchmarks.evidence_parts import Row
 from titan_disp.condensation.plot import MARKERS, MEAN_COSINE, OKABE_ITO, new_figure
 
 LABELS = {"main": "600 steps", "width": "MLP width 16", "depth": "12 layers", "long": "2,400 steps"}
 
 
 def difference_over_tokens(rows: Sequence[Row], path: Path) -> None:
-    """Development cross-entropy of on less off, mean over seeds in its 95 % interval."""
+    """Draw development cross-entropy of on − off over tokens, as the mean over seeds in its 95 % interval."""
     found = {part: curve for part in LABELS if (curve := curve_differences(rows, part)) is not None}
     figure = new_figure(8, 4)
     axes = figure.subplots()
@@ -25,7 +25,7 @@ def difference_over_tokens(rows: Sequence[Row], path: Path) -> None:
     axes.axhline(0, color="black", linewidth=0.8)
     axes.set_ylim(*np.clip(axes.get_ylim(), -1, 1))
     axes.set_xlabel("tokens, millions")
-    axes.set_ylabel("cross-entropy, on less off (nats)")
+    axes.set_ylabel("cross-entropy, on − off (nats)")
     axes.grid(alpha=0.3)
     if found:
         axes.legend()
@@ -33,18 +33,14 @@ def difference_over_tokens(rows: Sequence[Row], path: Path) -> None:
 
 
 def cosine_maps(rows: Sequence[Row], path: Path) -> None:
-    """Mean cosine by layer and step, mean over seeds, off beside on."""
-    parts = [part for part in LABELS if by_seed(rows, part, "off", lambda row: 0.0)]
+    """Draw the mean cosine by layer and step, averaged over seeds, with off beside on."""
+    parts = [part for part in LABELS if finished(rows, part, "off")]
     figure = new_figure(8, 2.2 * max(1, len(parts)))
     grid = figure.subplots(max(1, len(parts)), 2, squeeze=False, sharey="row", sharex="row")
     image = None
     for part, axes_row in zip(parts, grid, strict=False):
         for state, axes in zip(("off", "on"), axes_row, strict=True):
-            own = [
-                row["history"]
-                for (p, c, _), row in newest(rows).items()
-                if (p, c) == (part, state) and "history" in row
-            ]
+            own = [row["history"] for row in finished(rows, part, state).values()]
             if not own:
                 continue
             mean = np.mean([one["mean_cosine"] for one in own if one["steps"] == own[0]["steps"]], axis=0)
@@ -60,7 +56,7 @@ def cosine_maps(rows: Sequence[Row], path: Path) -> None:
 
 
 def difference_against_condensation(rows: Sequence[Row], path: Path) -> None:
-    """By seed: test cross-entropy of on less off, against how condensed the run without dispersion was."""
+    """Draw test cross-entropy of on − off by seed, against how condensed the run without dispersion was."""
     figure = new_figure(8, 4)
     axes = figure.subplots()
     for part, color, marker in zip(LABELS, OKABE_ITO, MARKERS, strict=False):
@@ -73,7 +69,7 @@ def difference_against_condensation(rows: Sequence[Row], path: Path) -> None:
     axes.axhspan(-MARGIN, MARGIN, color="black", alpha=0.08, linewidth=0)
     axes.axhline(0, color="black", linewidth=0.8)
     axes.set_xlabel("mean cosine of the blocks without dispersion, averaged over its steps")
-    axes.set_ylabel("test cross-entropy, on less off (nats)")
+    axes.set_ylabel("test cross-entropy, on − off (nats)")
     axes.grid(alpha=0.3)
     if axes.get_legend_handles_labels()[0]:
         axes.legend()

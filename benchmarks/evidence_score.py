@@ -1,9 +1,9 @@
-"""What a run of the experiment is judged by: numbers on held-out text, and how it went. docs/evidence_design.md defines them.
+"""Score a run of the experiment: numbers on held-out text and about training, as docs/evidence_design.md defines them.
 
-cross_entropy   of the next token in nats, the mean over all tokens of one window of each held-out document
-accuracy        part of these tokens that the model ranks first
-last_word       part of held-out paragraphs whose last word is what greedy decoding makes of the words before it
-mean_cosine     by layer, of the windows that are as long as training's sequences
+cross_entropy   of the next token in nats: the mean over all tokens of one window of each held-out document
+accuracy        the fraction of these tokens that the model ranks first
+last_word       the fraction of held-out paragraphs whose last word greedy decoding predicts from the words before it
+mean_cosine     by layer, over the windows that are as long as training's sequences
 """
 
 import hashlib
@@ -28,12 +28,12 @@ from titan_disp.data.records import text_of
 from titan_disp.qwen3.model import Qwen3DispModel
 from titan_disp.run.folder import read_condensation, read_events, read_metrics
 
-PLATEAU = 6.0  # nats: below it, a run has left the plateau of its beginning
-IGNORED = -100  # labels that do not count
+PLATEAU = 6.0  # nats: a run below this has left its initial plateau
+IGNORED = -100  # the label of positions that do not count
 BATCH = 16
 PASSAGES = 600
-LEAST_WORDS = 20  # before the last one
-MEASURED = 64  # windows whose condensation is measured
+LEAST_WORDS = 20  # words before the last one
+MEASURED = 64  # number of windows whose condensation is measured
 
 
 @dataclass(frozen=True)
@@ -41,8 +41,9 @@ class HeldOut:
     """Held-out text as token ids.
 
     Attributes:
-        windows: of each document, up to N + 1 ids. sources: of the same documents.
-        passages: (ids before the last word, its ids).
+        windows: up to N + 1 ids of each document.
+        sources: the sources of the same documents.
+        passages: pairs of (ids before the last word, ids of that word).
     """
 
     windows: list[list[int]]
@@ -51,7 +52,7 @@ class HeldOut:
 
 
 def read_documents(folder: Path) -> Iterator[tuple[str, str]]:
-    """(source, text) of a validation set, as benchmarks/corpus.py writes it."""
+    """Yield (source, text) of a validation set that benchmarks/corpus.py has written."""
     for file in list_files("c4_validation", str(folder), "validation"):
         reader = Documents(file, max_bytes=1 << 30)
         try:
@@ -63,7 +64,7 @@ def read_documents(folder: Path) -> Iterator[tuple[str, str]]:
 
 
 def window(text: str, encode: Callable[[str], list[int]], eos: int, length: int) -> list[int]:
-    """``length`` + 1 ids of a document with EOS at its end, from a place that its text decides; all of a short one."""
+    """Return ``length`` + 1 ids of a document with EOS at its end, or all; its text decides at which position they begin."""
     ids = [*encode(text), eos]
     places = len(ids) - length
     if places <= 1:
@@ -73,9 +74,9 @@ def window(text: str, encode: Callable[[str], list[int]], eos: int, length: int)
 
 
 def passage(text: str, encode: Callable[[str], list[int]], length: int) -> tuple[list[int], list[int]] | None:
-    """The first paragraph of so many words that ends in a word and a full stop: what comes before the word, and the word.
+    """Return the text before the last word, and this word, of the first long paragraph that ends in a word and a full stop.
 
-    As in LAMBADA the word is to be guessed from the paragraph; nobody has made sure that a person could.
+    As in LAMBADA, the model must guess the word from the paragraph. Nobody has checked that a person could.
     """
     for paragraph in text.split("\n\n"):
         found = re.search(r" ([A-Za-z]{3,})\.$", paragraph.rstrip())
@@ -98,7 +99,7 @@ def held_out(folder: Path, encode: Callable[[str], list[int]], eos: int, length:
 
 
 def _batches(rows: Sequence[Sequence[int]]) -> Iterator[tuple[list[int], Tensor]]:
-    """(places, ids padded with zeros behind), rows of like length together: what is behind does not change what is before."""
+    """Yield (indices, ids padded with zeros at the end) for rows of similar length; padding changes nothing before it."""
     order = sorted(range(len(rows)), key=lambda i: (len(rows[i]), i))
     for start in range(0, len(order), BATCH):
         places = order[start : start + BATCH]
@@ -110,7 +111,7 @@ def _batches(rows: Sequence[Sequence[int]]) -> Iterator[tuple[list[int], Tensor]
 
 @torch.no_grad()
 def token_losses(model: Qwen3DispModel, windows: Sequence[Sequence[int]]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Of each window: the sum of its tokens' cross-entropies, how many of them the model ranks first, and their number."""
+    """Return for each window the sum of its tokens' cross-entropies, how many the model ranks first, and their number."""
     sums, right, number = np.zeros(len(windows)), np.zeros(len(windows), int), np.zeros(len(windows), int)
     for places, ids in _batches(windows):
         logits, labels = model(ids[:, :-1]), ids[:, 1:].clone()
@@ -125,7 +126,7 @@ def token_losses(model: Qwen3DispModel, windows: Sequence[Sequence[int]]) -> tup
 
 @torch.no_grad()
 def last_words(model: Qwen3DispModel, passages: Sequence[tuple[list[int], list[int]]]) -> int:
-    """How many words greedy decoding gets right: all tokens of each are first, given those before them."""
+    """Count the words that greedy decoding gets right: each of a word's tokens is ranked first, given those before it."""
     right = 0
     for places, ids in _batches([[*before, *word] for before, word in passages]):
         first = model(ids[:, :-1]).argmax(-1)
@@ -138,7 +139,7 @@ def last_words(model: Qwen3DispModel, passages: Sequence[tuple[list[int], list[i
 
 @torch.no_grad()
 def cosines(model: Qwen3DispModel, windows: Sequence[Sequence[int]], length: int) -> list[float]:
-    """Mean cosine by layer: embedding, blocks, final norm."""
+    """Return the mean cosine by layer: embedding, blocks, final norm."""
     chosen = torch.tensor([ids[:length] for ids in windows if len(ids) > length][:MEASURED])
     layers = range(model.n_layers + 2)
     sums = Accumulator(len(layers))
@@ -149,7 +150,7 @@ def cosines(model: Qwen3DispModel, windows: Sequence[Sequence[int]], length: int
 
 
 def score(model: Qwen3DispModel, text: HeldOut, length: int) -> dict[str, Any]:
-    """The numbers of a model on held-out text. ``length``: of training's sequences."""
+    """Return the numbers of a model on held-out text. ``length`` is that of training's sequences."""
     sums, right, number = token_losses(model, text.windows)
     source = np.array(text.sources)
     return {
@@ -168,13 +169,13 @@ def score(model: Qwen3DispModel, text: HeldOut, length: int) -> dict[str, Any]:
 
 
 def history(run: Path) -> dict[str, Any]:
-    """How training went.
+    """Summarise how training went.
 
     Returns:
-        plateau_end: the first logged step whose training cross-entropy is below ``PLATEAU``; None: there is none.
+        plateau_end: the first logged step whose training cross-entropy is below ``PLATEAU``, or None.
         block_cosine: the mean over the blocks of the mean cosine, averaged over the steps (trapezoids): from 0 to 1.
-        steps, cross_entropy, mean_cosine: what was measured on development text by step; the last one by layer.
-        seconds: of all starts, by what they went into.
+        steps, cross_entropy, mean_cosine: the measurements on development text by step; mean_cosine is also by layer.
+        seconds: the time of all starts, by what it was spent on.
     """
     rows, measured = read_metrics(run), read_condensation(run)
     steps = list(measured)

@@ -1,11 +1,12 @@
-"""Dispersion off and on, over several seeds: how embeddings collapse and are released while a small model trains, on a CPU.
+"""Show how embeddings collapse and are released while a small model trains on a CPU, with dispersion off and on.
 
     make figure                                              # docs/condensation.png, .json and .md
     python benchmarks/figure.py --seeds 1 --steps 100 --docs outputs/try
 
-Trains the nano model twice for each seed, by ``titan-disp train``: the same initial weights, the same data, dispersion off
-and on (λ = 0.1). A run that is complete is not trained again, and one that was stopped resumes. Each run measures held-out
-sequences as it trains; in the end, condensation and cross-entropy are measured on more of the validation split.
+``titan-disp train`` trains the nano model twice for each seed, with the same initial weights and data, and with
+dispersion off and on (λ = 0.1). A complete run is not trained again, and an interrupted one resumes. Each run measures
+held-out sequences while it trains. At the end, condensation and cross-entropy are measured on more of the validation
+split.
 """
 
 import json
@@ -29,7 +30,8 @@ from titan_disp.condensation.plot import MEAN_COSINE, new_figure
 from titan_disp.condensation.record import Condensation, blocks_mean
 from titan_disp.condensation.table import telling_steps
 from titan_disp.evaluate.compare import paired_difference
-from titan_disp.files import whole
+from titan_disp.export.saved import find_saved, load_model
+from titan_disp.files import atomic_write
 from titan_disp.inspection.condensation import measure
 from titan_disp.inspection.targets import find_targets
 from titan_disp.inspection.texts import cut_sequences, read_texts
@@ -37,34 +39,33 @@ from titan_disp.report.charts import Scale, as_it_is, draw_layer_map, draw_lines
 from titan_disp.report.conditions import by_condition
 from titan_disp.report.gather import Run, gather
 from titan_disp.report.pictures import measured_lines
-from titan_disp.results.saved import find_saved, load_model
 from titan_disp.run.folder import read_json_lines
 
 ROOT = Path(__file__).parent.parent
 STATES = ("off", "on")
 COEFF = 0.1  # λ
-PYTHON = ".".join(platform.python_version_tuple()[:2])  # whose documentation the sample corpus is
+PYTHON = ".".join(platform.python_version_tuple()[:2])  # the sample corpus is the documentation of this version
 
 
 @dataclass
 class Options:
     seeds: tuple[int, ...] = (1, 2, 3)
-    """Of the initial weights and of the data's order."""
+    """Seeds of the initial weights and of the order of the data."""
     steps: int = 300
     nproc: int = 2
-    """Ranks that train."""
+    """Number of ranks that train."""
     sequences: int = 64
-    """To measure on after training, of 256 tokens, as in training."""
+    """Sequences to measure on after training. They have 256 tokens, as in training."""
     runs: Path = Path("outputs/figure")
     """Folder of the runs."""
     data: Path = Path("data/sample")
-    """As titan-disp sample-data writes it."""
+    """Folder that titan-disp sample-data has written."""
     docs: Path = Path("docs")
     """Folder of the results."""
 
 
 def train(options: Options, seed: int, state: str) -> Path:
-    """The run's folder, trained to the end; one that is complete is left as it is."""
+    """Train a run to its end unless it is complete, and return its folder."""
     run = options.runs / f"{state}-seed-{seed}-steps-{options.steps}"
     command = [
         *(sys.executable, "-m", "titan_disp.cli", "train", str(ROOT / "train_configs" / "demo_cpu.toml")),
@@ -86,7 +87,7 @@ def train(options: Options, seed: int, state: str) -> Path:
 
 @torch.no_grad()
 def held_out_loss(run: Path, tokens: torch.Tensor) -> float:
-    """Mean cross-entropy of the next token, in nats, of the run's newest checkpoint."""
+    """Return the mean cross-entropy of the next token, in nats, of the run's newest checkpoint."""
     model = load_model(find_saved(run))
     losses = [
         cross_entropy(model(batch)[:, :-1].flatten(0, 1), batch[:, 1:].flatten(), reduction="sum")
@@ -96,7 +97,7 @@ def held_out_loss(run: Path, tokens: torch.Tensor) -> float:
 
 
 def measure_after(options: Options, run: Path, texts: Sequence[str]) -> Condensation:
-    """The newest checkpoint on the validation split."""
+    """Measure the newest checkpoint on the validation split."""
     ((name, target),) = find_targets([str(run)], all_steps=False, tokenizer=None).items()
     tokens = cut_sequences(texts, target.encode, options.sequences, target.max_tokens or 0)
     found = measure(name, target.load(torch.device("cpu"), "float32"), tokens, 8)
@@ -106,10 +107,12 @@ def measure_after(options: Options, run: Path, texts: Sequence[str]) -> Condensa
 def results(
     runs: Mapping[str, Sequence[Run]], after: Mapping[str, Sequence[Condensation]], seeds: Sequence[int]
 ) -> dict:
-    """All that the page says, for JSON; numbers of every seed in the order of ``seeds``.
+    """Return all numbers of the page, for JSON; those of every seed are in the order of ``seeds``.
 
     Args:
-        runs: of each state, by seed. after: what was measured on their last checkpoints.
+        runs: the runs of each state, by seed.
+        after: the measurements of their last checkpoints.
+        seeds: the seeds.
     """
     first = runs["off"][0]
     settings = first.settings
@@ -139,7 +142,7 @@ def results(
 
 
 def _over_time(run: Run) -> dict[str, Any]:
-    """By measurement, in the order of steps: the mean cosine of all blocks and of every layer, and the cross-entropy."""
+    """Return mean cosine of all blocks and of every layer, and cross-entropy, by measurement in the order of steps."""
     found = run.condensation.values()
     return {
         "blocks": [blocks_mean(one) for one in found],
@@ -153,14 +156,14 @@ def _at_the_end(found: Condensation) -> dict[str, Any]:
 
 
 def to_text(content: Mapping[str, Any]) -> str:
-    """JSON in five decimals, with lists of numbers on one line each."""
+    """Write JSON with five decimals, and each list of numbers on one line."""
     rounded = json.loads(json.dumps(content), parse_float=lambda number: round(float(number), 5))
     text = json.dumps(rounded, indent=1, ensure_ascii=False)
     return re.sub(r"\[[^\[\]{}]*\]", lambda some: " ".join(some[0].split()), text) + "\n"
 
 
 def draw(runs: Mapping[str, Sequence[Run]], path: Path) -> None:
-    """Above, maps of the mean cosine by layer and step, off and on; below, the mean over blocks and held-out cross-entropy."""
+    """Draw maps of the mean cosine by layer and step; below, its mean over blocks and held-out cross-entropy."""
     every = [run for of_state in runs.values() for run in of_state]
     figure = new_figure(9, 6.6)
     above, below = figure.subfigures(2, 1, height_ratios=[1, 1.1])
@@ -183,7 +186,7 @@ def draw(runs: Mapping[str, Sequence[Run]], path: Path) -> None:
 
 
 def _mean_over_seeds(runs: Sequence[Run]) -> dict[int, Condensation]:
-    """The first run's measurements with all runs' mean cosines in the place of its own, which alone are drawn."""
+    """Return the first run's measurements with the mean cosines averaged over all runs; only these are drawn."""
     first, *others = (run.condensation for run in runs)
     shared = [step for step in first if all(step in other for other in others)]
     return {
@@ -193,7 +196,7 @@ def _mean_over_seeds(runs: Sequence[Run]) -> dict[int, Condensation]:
 
 
 def markdown(content: Mapping[str, Any]) -> str:
-    """The page, of what is in the JSON alone."""
+    """Write the page from nothing but the JSON."""
     return "\n\n".join(["\n".join(part) for part in _parts(content)]) + "\n"
 
 
@@ -208,46 +211,47 @@ def _parts(content: Mapping[str, Any]) -> list[list[str]]:
             "(condensation.png)"
         ],
         _prose(
-            "Our measurements, on a CPU; `make figure` (`benchmarks/figure.py`) trains the runs and writes this page.",
+            "These are our measurements on a CPU. `make figure` (`benchmarks/figure.py`) trains the runs and writes the page.",
             f"The {model['flavor']} model ({model['parameters']:,} parameters, {model['blocks']} blocks) of",
             f"`train_configs/demo_cpu.toml` is trained from scratch for {content['steps']} steps of",
             f"{content['tokens_per_step']:,} tokens, which is {content['epochs']:.1f} times the sample corpus",
             f"(2 MB of Python {content['python']}'s texts), with dispersion off, and on with λ = {content['coeff']:g}.",
-            f"Seed{'s'[: len(seeds) > 1]} {_listed(seeds)}, on {ranks};",
-            "the two runs of a seed begin with the same weights and read the same data.",
+            f"The runs are on {ranks}, with seed{'s'[: len(seeds) > 1]} {_listed(seeds)}. The two runs of a seed",
+            "begin with the same weights and read the same data.",
         ),
         ["## While they train"],
         _prose(
             f"Each run measures the same {during['sequences']} held-out sequences of {during['tokens']} tokens every",
             f"{during['interval']} steps. In the figure, the maps are means over the seeds, and a line is the mean over the",
-            "seeds, in a band from the lowest to the highest seed. In the table, the range of the seeds is in brackets.",
+            "seeds, in a band from the lowest to the highest seed. In the table, brackets have the range over the seeds.",
         ),
         _while_training(during),
         ["## After training"],
         _prose(
-            f"The last checkpoint on {after['sequences']} held-out sequences of {after['tokens']} tokens: means over the seeds.",
-            "The interval is a paired one, by Student's t over the differences of the same seed. It covers other seeds of this",
-            "experiment, with its model, text and settings, and nothing else.",
+            f"The last checkpoint of each run is measured on {after['sequences']} held-out sequences of {after['tokens']}",
+            "tokens. The table has means over the seeds. The interval is paired: it is Student's t over the differences",
+            "between runs of the same seed. It covers other seeds of this experiment, with its model, text and settings,",
+            "and nothing else.",
         ),
         _differences(after),
         _prose(
-            f"Each run, layer by layer; layer {model['blocks']} is the last block. ρ and τ are up to the final norm, as the",
-            "paper's are.",
+            f"The next table has each run, layer by layer. Layer 0 is the embedding, and layer {model['blocks']} is the last",
+            "block. ρ and τ are up to the final norm, as in the paper.",
         ),
         _by_layer(after, seeds),
         ["## What this says, and what it does not"],
         _said(content),
         _prose(
-            "This is one very small model on little text, with few seeds. It shows what the loss does to embeddings. It does not",
-            "tell whether the loss makes a model better: at other learning rates, widths and depths, and on other text, we have",
-            "seen the difference in cross-entropy change its sign, and the order of the sums alone (gradient accumulation, or",
-            "another number of ranks) changes the cross-entropy of a run by 0.02 to 0.04.",
+            "This is one very small model on little text, with few seeds. It shows what the loss does to embeddings. It does",
+            "not tell whether the loss makes a model better. At other learning rates, widths and depths, and on other",
+            "text, the difference in cross-entropy changed its sign in our runs. Another order of the sums alone (gradient",
+            "accumulation, or another number of ranks) changes the cross-entropy of a run by 0.02 to 0.04.",
         ),
     ]
 
 
 def _prose(*lines: str, begin: str = "") -> list[str]:
-    """A paragraph, or with ``begin`` an item of a list, in lines of one width."""
+    """Wrap a paragraph, or with ``begin`` an item of a list."""
     return textwrap.wrap(
         " ".join(lines), 120, initial_indent=begin, subsequent_indent=" " * len(begin), break_on_hyphens=False
     )
@@ -264,7 +268,7 @@ def _seeds_cell(values: np.ndarray, digits: int) -> str:
 
 
 def _series(during: Mapping[str, Any]) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-    """Of each state, [seeds, steps]: mean cosine of all blocks, and cross-entropy."""
+    """Return two arrays [seeds, steps] for each state: mean cosine of all blocks, and cross-entropy."""
     return {
         state: (
             np.array([run["blocks"] for run in during[state]]),
@@ -290,12 +294,12 @@ def _while_training(during: Mapping[str, Any]) -> list[str]:
 
 
 def _gap(series: Mapping[str, tuple[np.ndarray, np.ndarray]]) -> np.ndarray:
-    """[steps]: by how much the mean cosine of all blocks is lower with dispersion, mean over the seeds."""
+    """Return [steps]: how much lower the mean cosine of all blocks is with dispersion, averaged over the seeds."""
     return (series["off"][0] - series["on"][0]).mean(0)
 
 
 def _of_seeds(after: Mapping[str, Any]) -> dict[str, dict[str, np.ndarray]]:
-    """[seeds] of each state, by what it is."""
+    """Return an array [seeds] for each state, by the name of the number."""
     read: dict[str, Callable[[Mapping[str, Any]], float]] = {
         "mean cosine of all blocks": lambda found: found["mean_cosine_of"]["blocks"],
         "mean cosine of the middle third of the blocks": lambda found: found["mean_cosine_of"]["middle_blocks"],
@@ -334,7 +338,7 @@ def _by_layer(after: Mapping[str, Any], seeds: Sequence[int]) -> list[str]:
 
 
 def _said(content: Mapping[str, Any]) -> list[str]:
-    """What the numbers say, in words that follow from them."""
+    """Say in words what the numbers show."""
     steps, series = content["while_training"]["steps"], _series(content["while_training"])
     means = {state: cosine.mean(0) for state, (cosine, _) in series.items()}
     peaks = {state: int(mean.argmax()) for state, mean in means.items()}
@@ -343,15 +347,15 @@ def _said(content: Mapping[str, Any]) -> list[str]:
     cosine, loss = told["mean cosine of all blocks"], told["held-out cross-entropy"]
     seeds = len(content["seeds"])
     lower, higher = (cosine["on"] < cosine["off"]).sum(), (loss["on"] > loss["off"]).sum()
-    reached = "; ".join(f"{means[state][at]:.2f} at step {steps[at]}, {state}" for state, at in peaks.items())
+    reached = " and ".join(f"{means[state][at]:.2f} at step {steps[at]} ({state})" for state, at in peaks.items())
     released = (
-        f"With dispersion they are released sooner: the two are farthest apart at step {steps[apart]}, {means['off'][apart]:.2f} "
-        f"off and {means['on'][apart]:.2f} on."
+        f"With dispersion they are released sooner. The difference is largest at step {steps[apart]}: "
+        f"{means['off'][apart]:.2f} off and {means['on'][apart]:.2f} on."
         if _gap(series)[apart] > 0
         else "With dispersion they are not released sooner."
     )
     every = [
-        f"The embeddings collapse early, with dispersion and without it. The highest mean cosine of all blocks: {reached}.",
+        f"The embeddings collapse early, with and without dispersion. The highest mean cosine of all blocks is {reached}.",
         released,
         f"After training, the mean cosine of all blocks is lower with dispersion in {lower} of {seeds} seeds, and held-out "
         f"cross-entropy is higher in {higher} of {seeds}; the mean difference is {(loss['on'] - loss['off']).mean():+.3f}.",
@@ -361,7 +365,7 @@ def _said(content: Mapping[str, Any]) -> list[str]:
 
 def main(options: Options) -> None:
     folders: dict[str, list[Path]] = {state: [] for state in STATES}
-    for seed in options.seeds:  # a seed's two runs follow each other, for what there is to be worth looking at
+    for seed in options.seeds:  # a seed's two runs follow each other, so that they can be compared early
         for state in STATES:
             folders[state].append(train(options, seed, state))
     texts = read_texts(None, str(options.data), seed=0)
@@ -372,7 +376,7 @@ def main(options: Options) -> None:
     text = to_text(results(runs, after, options.seeds))
     page = markdown(json.loads(text))
     for name, written in (("condensation.json", text), ("condensation.md", page)):
-        with whole(options.docs / name) as partial:
+        with atomic_write(options.docs / name) as partial:
             partial.write_text(written, encoding="utf-8")
     print(page)
 

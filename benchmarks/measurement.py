@@ -1,11 +1,12 @@
-"""What a measurement of condensation costs a run on GPUs: what a CPU can time is timed here, the rest is counted.
+"""Predict what a measurement of condensation costs a run on GPUs: some parts are timed on a CPU, the rest is calculated.
 
     python benchmarks/measurement.py             # the table of docs/measurements.md
     python benchmarks/measurement.py --config train_configs/debug.toml --nodes 1 2
 
-Timed, on one core: the eigenvalues of a layer's Gram matrix, drawing a heatmap, writing the files. Counted: the forward and the
-cross-entropy of the held-out sequences, and the products of their tokens, at the peaks below; how the ranks divide sequences and
-layers is asked of the monitor itself. The time of the steps in between is that of ``titan-disp plan``.
+These are timed on one core: the eigenvalues of a layer's Gram matrix, drawing a heatmap, and writing the files. These
+are calculated from the peaks below: the forward pass and the cross-entropy of the held-out sequences, and the products
+of their tokens. The monitor itself tells how the ranks divide sequences and layers. ``titan-disp plan`` predicts the
+time of the steps in between.
 """
 
 import json
@@ -31,9 +32,9 @@ from titan_disp.registry import args_of
 from titan_disp.run.folder import append_json
 from titan_disp.run.metrics import HEATMAP_RATIO
 
-# NVIDIA H100 Tensor Core GPU data sheet, SXM: 67 TFLOP/s of float64 on tensor cores, of which we count on 60; 3.35 TB/s.
+# NVIDIA H100 Tensor Core GPU data sheet, SXM: 67 TFLOP/s of float64 on tensor cores, of which we expect 60; 3.35 TB/s.
 FLOAT64_FLOPS, MEMORY_BANDWIDTH = 60e12, 3.35e12
-# Logits are written and read in bf16; then, 512 tokens at a time, they are float32 numbers, whose logarithms are taken: 20 bytes.
+# Logits are written and read in bf16, then converted to float32 for the logarithms, 512 tokens at a time: 20 bytes.
 BYTES_PER_LOGIT = 20
 
 
@@ -41,18 +42,18 @@ BYTES_PER_LOGIT = 20
 class Options:
     config: str = "train_configs/qwen3_0.6b_c4.toml"
     overrides: tuple[str, ...] = ()
-    """TorchTitan's options, such as --overrides=--training.local_batch_size=3."""
+    """Options of the config, such as --overrides=--training.local_batch_size=3."""
     nodes: tuple[int, ...] = (1, 8, 80)
     gpus_per_node: int = 8
     rounds: int = 9
-    """Of each timing, of which the least counts."""
+    """Rounds of each timing. The least counts."""
     json: bool = False
-    """Print one JSON object and nothing else."""
+    """Print only one JSON object."""
 
 
 @dataclass(frozen=True)
 class Timed:
-    """CPU seconds of one core: of a layer's eigenvalues, of a heatmap in TensorBoard, of the files of a measurement."""
+    """CPU seconds of one core for a layer's eigenvalues, a heatmap in TensorBoard, and the files of a measurement."""
 
     eigenvalues: float
     heatmap: float
@@ -60,7 +61,7 @@ class Timed:
 
 
 def least_seconds(rounds: int, function: Callable[[], object]) -> float:
-    """CPU time of this process, which others on the machine stretch less than the clock; the first call warms up."""
+    """Return the least CPU time, which other work on the machine changes less; the first call warms up."""
     taken = []
     for _ in range(rounds + 1):
         start = time.process_time()
@@ -75,7 +76,7 @@ def timed(tokens: int, dim: int, layers: int, rounds: int) -> Timed:
     gram = u @ u.T if tokens <= dim else u.T @ u
     sums = Accumulator(layers)
     for layer in range(layers):
-        sums.add(layer, torch.randn(1, 64, 16))  # of any tokens: what is drawn and written has the same size
+        sums.add(layer, torch.randn(1, 64, 16))  # any tokens do, because the pictures and files have the same size
     found = sums.result(64, final_norm=True)
     with tempfile.TemporaryDirectory() as folder, SummaryWriter(folder) as board:
 
@@ -91,7 +92,7 @@ def timed(tokens: int, dim: int, layers: int, rounds: int) -> Timed:
 
 
 def busiest_rank(ranks: int, sequences: int, batch_size: int, layers: int) -> tuple[int, int]:
-    """(sequences that go through the model, layers whose pairs are taken) of the rank that has most to do."""
+    """Return the numbers of sequences through the model and of layers to measure, for the rank that has most to do."""
     most = 0
     for rank in range(ranks):
         monitor = Monitor(torch.zeros(sequences, 3, dtype=torch.int64), batch_size, 2, (rank, ranks))
@@ -100,7 +101,7 @@ def busiest_rank(ranks: int, sequences: int, batch_size: int, layers: int) -> tu
 
 
 def heatmaps(measurements: Sequence[int]) -> int:
-    """How many are drawn, by the steps of the measurements."""
+    """Return how many heatmaps are drawn at the steps of the measurements."""
     drawn, following = 0, 0.0
     for step in measurements:
         if step >= following:
@@ -109,7 +110,7 @@ def heatmaps(measurements: Sequence[int]) -> int:
 
 
 def cost(job_config: JobConfig, plan: Plan, timed: Timed) -> dict[str, float]:
-    """Seconds of each part, of all, and of the steps between two measurements, and what part of the time all of it is."""
+    """Return seconds of each part, of all parts and of the steps between two measurements, and the fraction of the time."""
     section, args = job_config.condensation, args_of(job_config)  # type: ignore[attr-defined]
     n, layers = min(section.max_tokens, plan.seq_len), args.n_layers + 2
     sequences, pairs = busiest_rank(plan.data_parallel, section.sequences, plan.local_batch_size, layers)

@@ -1,16 +1,16 @@
-"""What ``stream.shuffle_window`` costs one rank, and what it does to the batches of a second epoch.
+"""Measure what ``stream.shuffle_window`` costs one rank, and how it changes the batches of a second epoch.
 
     python benchmarks/shuffle.py            # tables
-    python benchmarks/shuffle.py --json     # an object with "rows" and "apart", and nothing else
+    python benchmarks/shuffle.py --json     # only an object with "rows" and "apart"
 
-Cost: one rank in one process, with a tokenizer that costs nothing: what is left is the stream's own work, and a real tokenizer
-makes the differences small. Texts have C4's lengths (benchmarks/data.py), and there are two files for every three slots. Every
-case has a process of its own, since peak memory is a process's, and the cases take turns. Time is the processor's, not the
-wall's, so that other work on the machine does not count.
+Cost is measured on one rank in one process, with a tokenizer that takes no time, so only the stream's own work is left.
+With a real tokenizer the differences are small. Texts have C4's lengths (benchmarks/data.py), and there are two files
+for every three slots. Every case has a process of its own, because peak memory is a process's, and the cases take
+turns. Times are processor time, so that other work on the machine does not count.
 
-Batches: by how many steps documents come earlier or later in the second epoch than in the first, as a standard deviation, with
-three times as many slots as files and with eight times as many files as slots, and about 119 steps an epoch. Places that know
-nothing of each other are 119 / √6 = 49 apart.
+For batches, the result is how many steps earlier or later documents come in the second epoch than in the first, as a
+standard deviation. There are three times as many slots as files, or eight times as many files as slots, and about 119
+steps per epoch. Independent positions would give 119 / √6 = 49.
 """
 
 import gzip
@@ -44,16 +44,16 @@ class Options:
     slots: list[int] = field(default_factory=lambda: [48, 2048])
     windows: list[int] = field(default_factory=lambda: [0, 64, 256, 1024])
     files: int = 8
-    """Files of the corpus, which have as many names as are needed."""
+    """Number of files of the corpus. They get as many names as are needed."""
     documents: int = 4500
     """Documents per file."""
     seq_len: int = 2048
     seconds: float = 8.0
-    """Measured time of each case and round, after a sequence of every slot."""
+    """Seconds for which each case is measured in each round, after a sequence of every slot."""
     rounds: int = 3
-    """The cases take turns so many times; the median counts."""
+    """How many times the cases take turns. The median counts."""
     json: bool = False
-    """Print one JSON object and nothing else."""
+    """Print only one JSON object."""
 
 
 def in_a_process(function: Callable[..., Any], *args: Any) -> Any:
@@ -62,7 +62,7 @@ def in_a_process(function: Callable[..., Any], *args: Any) -> Any:
 
 
 def cost(folder: Path, slots: int, window: int, options: Options) -> dict[str, float]:
-    """All slots on one rank, in this process."""
+    """Run all slots on one rank, in this process, and measure them."""
     job = data.job_config(folder, str(folder.parent / "hf"), options.seq_len, 0)
     job.stream.shuffle_window = window
     loader = data.ours(job, 1, slots, free=True)
@@ -90,7 +90,7 @@ def cost(folder: Path, slots: int, window: int, options: Options) -> dict[str, f
 
 
 def costs(folder: Path, options: Options) -> list[dict[str, Any]]:
-    # Elsewhere, as memory that this process has freed would not show in its children's peaks.
+    # In another process: memory that this one has freed would hide the peaks of its children.
     in_a_process(data.write_corpus, folder, data.Options(files=options.files, documents=options.documents))
     stored = sorted((folder / "en").glob("*.gz"))
     rows = []
@@ -112,7 +112,7 @@ def costs(folder: Path, options: Options) -> list[dict[str, Any]]:
 
 
 def write_numbered(folder: Path, files: int, documents: int) -> list[int]:
-    """Documents of C4's spread, an eighth of its length, that begin with their number; their numbers of tokens."""
+    """Write numbered documents with C4's spread and an eighth of its length; return their token counts."""
     rng = np.random.default_rng(0)
     words = rng.lognormal(math.log(68) - 0.6, 1.1, files * documents).astype(int) + 2
     folder.mkdir()
@@ -125,7 +125,7 @@ def write_numbered(folder: Path, files: int, documents: int) -> list[int]:
 
 
 def apart(folder: Path, window: int, tokens: list[int], slots: int) -> float:
-    """Standard deviation of (a document's step in the second epoch − its step in the first)."""
+    """Return the standard deviation of (a document's step in the second epoch − its step in the first)."""
     files = list_files("text", str(folder))
     start = np.zeros((slots, len(Field)), dtype=np.int64)
     options = StreamOptions(seq_len=SEQUENCE - 1, shuffle_window=window)

@@ -1,13 +1,13 @@
-"""A training step with dispersion off, exact, moments and sampled: tokens per second, overhead, peak memory.
+"""Measure a training step with dispersion off, exact, moments and sampled: tokens per second, overhead, peak memory.
 
     python benchmarks/step.py                                              # the demo's model on a CPU, the 0.6B on a GPU
-    python benchmarks/step.py --config train_configs/debug.toml --json     # an object with "rows" and nothing else
+    python benchmarks/step.py --config train_configs/debug.toml --json     # only an object with "rows"
     python benchmarks/step.py --overrides --training.local_batch_size 2
 
-One rank with TorchTitan's trainer, random tokens, no data. Every estimator and sequence length has a process of its own,
-the estimators in turns: --rounds times over, of which the fastest median step counts. On a CPU also, in all threads' CPU seconds,
-which others at work on the machine change less, and as parts of the step without dispersion: what dispersion adds, what the step
-spends in the loss, and what the loss takes alone, outside of a step.
+One rank runs TorchTitan's trainer on random tokens. Every estimator and sequence length has a process of its own. The
+estimators take turns for --rounds rounds, and the round with the fastest median step counts. On a CPU there are three
+more numbers, in CPU seconds of all threads, which depend less on other work on the machine, as fractions of the step
+without dispersion: what dispersion adds, what the step spends in the loss, and what the loss takes outside of a step.
 """
 
 import json
@@ -33,19 +33,19 @@ ESTIMATORS = ("off", "exact", "moments", "sampled")
 @dataclass
 class Options:
     config: str = str(ROOT / "train_configs" / ("debug.toml" if torch.cuda.is_available() else "demo_cpu.toml"))
-    """TOML file."""
+    """The config, a TOML file."""
     flavor: str = "0.6B" if torch.cuda.is_available() else "nano"
     seq_len: list[int] = field(default_factory=lambda: [2048, 4096] if torch.cuda.is_available() else [256, 1024])
     estimators: list[str] = field(default_factory=lambda: list(ESTIMATORS))
     steps: int = 10
-    """Measured steps of every process."""
+    """Steps that every process measures."""
     warmup: int = 2
     """Steps before them, which compile and fill caches."""
     rounds: int = 2
     overrides: Annotated[list[str], tyro.conf.UseAppendAction] = field(default_factory=list)
-    """TorchTitan's options, each as --overrides=--section.key=value."""
+    """Options of the config, each as --overrides=--section.key=value."""
     json: bool = False
-    """Print one JSON object and nothing else."""
+    """Print only one JSON object."""
 
 
 def dispersion(estimator: str) -> list[str]:
@@ -55,7 +55,7 @@ def dispersion(estimator: str) -> list[str]:
 
 
 class LossTime:
-    """CPU seconds that steps spend in the dispersion loss: in its forward, and in its part of backward."""
+    """Counts the CPU seconds that steps spend in the dispersion loss, in the forward and backward passes."""
 
     def __init__(self) -> None:
         from titan_disp.dispersion.autograd import SavedGradient, SavedRows
@@ -84,12 +84,12 @@ class LossTime:
         return call
 
     def take(self) -> float:
-        """Seconds since the last call."""
+        """Return the seconds since the last call."""
         seconds, self.seconds = self.seconds, 0.0
         return seconds
 
     def alone(self) -> float:
-        """The same of all layers, outside of a step: the least of three, on the last layer's activations."""
+        """Return the seconds of the loss of all layers outside of a step: the least of three, on the last activations."""
         if self._last is None:
             return 0.0
         loss, z, layers = self._last
@@ -103,7 +103,7 @@ class LossTime:
 
 
 def measure(argv: list[str], warmup: int, steps: int) -> dict[str, Any]:
-    """Medians of a step and peak memory, in this process."""
+    """Return medians over steps and the peak memory, in this process."""
     from torchtitan.tools.logging import init_logger
     from torchtitan.train import Trainer
 
@@ -168,7 +168,7 @@ def in_a_fresh_process(options: Options, seq_len: int, estimator: str) -> dict[s
 
 
 def cpu_overheads(found: dict[str, Any], off: dict[str, Any]) -> dict[str, float]:
-    """As parts of the step without dispersion."""
+    """Return CPU seconds as fractions of the step without dispersion."""
     step = off["cpu_seconds"]
     return {
         "cpu_overhead": found["cpu_seconds"] / step - 1,

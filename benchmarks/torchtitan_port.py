@@ -1,9 +1,9 @@
-"""Which names that titan_disp imports from TorchTitan another version has, has elsewhere, or has not.
+"""List which of the names that titan_disp imports from TorchTitan have moved or are gone in another version.
 
     pip download --no-deps "torchtitan==0.3.*" --dest build
     python benchmarks/torchtitan_port.py build/torchtitan-0.3.0-py3-none-any.whl
 
-Both sides are read with ast; nothing is imported or installed. What is found under the same name may still take other arguments.
+Both sides are read with ast; nothing is imported or installed. A name that is still there may take other arguments.
 """
 
 import ast
@@ -23,7 +23,7 @@ class Imported:
 
 
 def modules_of(wheel: Path) -> dict[str, str]:
-    """Module → source, of a wheel or of a folder that holds the package; without the experiments."""
+    """Return module → source of a wheel, or of a folder with the package, without the experiments."""
     if wheel.is_dir():
         files = {str(file.relative_to(wheel)): file.read_text() for file in wheel.glob("torchtitan/**/*.py")}
     else:
@@ -35,7 +35,7 @@ def modules_of(wheel: Path) -> dict[str, str]:
 
 
 def imported_by(package: Path) -> set[Imported]:
-    """From imports, and attributes of modules that are imported under a name."""
+    """Return the names in from-imports, and the attributes of modules that are imported under a name."""
     found = set()
     for file in package.rglob("*.py"):
         tree = ast.parse(file.read_text())
@@ -52,7 +52,7 @@ def imported_by(package: Path) -> set[Imported]:
 
 
 def names_in(source: str) -> tuple[set[str], set[str]]:
-    """Names at a module's top level: those that it defines, and those that it imports."""
+    """Return the names that a module's top level defines, and those that it imports."""
     defined, taken = set(), set()
     for node in ast.parse(source).body:
         if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
@@ -66,7 +66,7 @@ def names_in(source: str) -> tuple[set[str], set[str]]:
 
 
 def compare(imports: set[Imported], modules: dict[str, str]) -> Iterator[tuple[Imported, str]]:
-    """Each import with "there", "elsewhere: MODULE, …" or "gone"."""
+    """Yield each import with "there", "elsewhere: MODULE, …" or "gone"."""
     names = {module: names_in(source) for module, source in modules.items()}
     for wanted in sorted(imports):
         defined, taken = names.get(wanted.module, (set(), set()))

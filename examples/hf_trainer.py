@@ -1,10 +1,11 @@
-"""The dispersion loss with Hugging Face's Trainer: a tiny Qwen3 or GPT-2, randomly initialised, on the texts of pydoc.
+"""Train a tiny, randomly initialised Qwen3 or GPT-2 with the dispersion loss in Hugging Face's Trainer, on pydoc's texts.
 
     pip install 'titan-disp[examples]'           # accelerate, which Trainer needs
-    python examples/hf_trainer.py                # Qwen3, padded batches of unequal sequences, 2 microbatches a step
+    python examples/hf_trainer.py                # Qwen3 with padded batches of unequal sequences, 2 microbatches per step
     python examples/hf_trainer.py --model gpt2 --coeff 0.2
 
-Copy ``DispersionTrainer``. With several GPUs, start one process for each (torchrun or accelerate launch).
+Copy ``DispersionTrainer`` into your own code. With several GPUs, start one process for each (torchrun or accelerate
+launch).
 """
 
 import argparse
@@ -29,21 +30,21 @@ from transformers import (
 from titan_disp.dispersion import dispersion_losses
 
 PAD, VOCABULARY = 256, 257  # after the bytes
-IGNORED = -100  # the label of positions that the cross-entropy leaves out
+IGNORED = -100  # the label of positions that the cross-entropy ignores
 
 
 class DispersionTrainer(Trainer):
-    """Cross-entropy + λ · dispersion in training, cross-entropy alone in evaluation.
+    """A Trainer that minimises cross-entropy + λ · dispersion in training, and measures cross-entropy alone in evaluation.
 
     Args:
         coeff: λ.
-        options: ``titan_disp.dispersion.DispersionLoss``'s, such as variant or estimator.
+        options: options of ``titan_disp.dispersion.DispersionLoss``, such as variant or estimator.
     """
 
     def __init__(self, *args: Any, coeff: float = 0.1, options: dict[str, Any] | None = None, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.coeff, self.options = coeff, options or {}
-        self.sums: list[Tensor] = []  # since the last log: dispersion over tokens, and tokens
+        self.sums: list[Tensor] = []  # since the last log: [dispersion summed over labels, number of labels]
 
     def compute_loss(
         self,
@@ -58,18 +59,20 @@ class DispersionTrainer(Trainer):
         # A model of L blocks returns L + 1 hidden states:
         #   [0]         the embedding, which no block has changed. Tokens condense with depth, so it is left out.
         #   [1 … L-1]   the outputs of all blocks but the last.
-        #   [L]         the last block's output *after the final norm*. What it is before the norm is not returned.
-        # [1:] is what the paper's authors take when they train on from published weights (mid-training). For pre-training they,
-        # and the model qwen3_disp, take the outputs of all blocks before the norm: [1:-1], and the last one by a forward hook.
+        #   [L]         the last block's output *after the final norm*. Its value before the norm is not returned.
+        # The paper's authors take [1:] when they start from published weights (mid-training). For pre-training, they
+        # and the model qwen3_disp take the outputs of all blocks before the norm: [1:-1], and the last one by a forward
+        # hook.
         layers = outputs.hidden_states[1:]
-        # Without the mask, padding would be dispersed as if it were tokens.
+        # Without the mask, padding would be dispersed as if it were text.
         losses = dispersion_losses(
             layers, valid=inputs["attention_mask"].bool(), step=self.state.global_step, **self.options
         )
         per_sequence = losses.mean(0)  # [layers, B] → [B]
-        # num_items_in_batch counts the labels of the whole step: of all microbatches and all ranks. The cross-entropy is a sum
-        # over this microbatch divided by that number, and Trainer adds the microbatches up. Dispersion must have the same scale,
-        # or it would be multiplied by the number of microbatches: every sequence weighs as much as it has labels.
+        # num_items_in_batch is the number of labels of the whole step, over all microbatches and ranks. The
+        # cross-entropy is a sum over this microbatch, divided by that number, and Trainer adds up the microbatches.
+        # Dispersion needs the same scale, or it would be multiplied by the number of microbatches. So every sequence is
+        # weighted by its number of labels.
         labels = (inputs["labels"][:, 1:] != IGNORED).sum(1)
         dispersion = (per_sequence * labels).sum()
         if num_items_in_batch is None:
@@ -84,7 +87,7 @@ class DispersionTrainer(Trainer):
         return (loss, outputs) if return_outputs else loss
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        """Beside the loss: dispersion of this rank's sequences, without λ."""
+        """Also log the dispersion of this rank's sequences, without λ."""
         if "loss" in logs and self.sums:
             dispersion, labels = torch.stack(self.sums).sum(0).tolist()
             logs["dispersion"] = dispersion / labels
@@ -93,7 +96,7 @@ class DispersionTrainer(Trainer):
 
 
 class Example(NamedTuple):
-    """For ``build_trainer``: small enough for seconds on a CPU."""
+    """The settings of ``build_trainer``, small enough to train in seconds on a CPU."""
 
     model: str = "qwen3"
     coeff: float = 0.1
@@ -112,7 +115,7 @@ def build_model(name: str, seq_len: int) -> PreTrainedModel:
         ids = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": PAD}
         config = GPT2Config(vocab_size=VOCABULARY, use_cache=False, **shape, **dropout, **ids)
         model = GPT2LMHeadModel(config)
-        model.loss_type = "ForCausalLM"  # transformers looks for these words in the name of the class
+        model.loss_type = "ForCausalLM"  # transformers expects these words in the name of the class
         return model
     shape = {"hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 4, "max_position_embeddings": seq_len}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
@@ -121,13 +124,13 @@ def build_model(name: str, seq_len: int) -> PreTrainedModel:
 
 
 def sequences(seq_len: int) -> list[list[int]]:
-    """Paragraphs as bytes: of unequal lengths, as documents are."""
+    """Return paragraphs as bytes; they have unequal lengths, like documents."""
     paragraphs = (text for topic in topics.values() for text in topic.split("\n\n"))
     return [list(text.encode()[:seq_len]) for text in paragraphs if len(text) > 16]
 
 
 def collate(batch: Sequence[list[int]]) -> dict[str, Tensor]:
-    """Padded on the right to the longest."""
+    """Pad sequences on the right to the longest one."""
     tokens = [torch.tensor(sequence) for sequence in batch]
     input_ids = torch.nn.utils.rnn.pad_sequence(tokens, batch_first=True, padding_value=PAD)
     mask = input_ids != PAD

@@ -1,10 +1,10 @@
-"""The dispersion loss in a plain PyTorch training loop: a small byte-level transformer on the texts of pydoc.
+"""Train with the dispersion loss in a plain PyTorch loop: a small byte-level transformer on the texts of pydoc.
 
     python examples/plain_loop.py                # with dispersion, 10 s on a CPU
     python examples/plain_loop.py --coeff 0      # without
 
-All it takes is a model that returns the outputs of its blocks. Of titan_disp only ``titan_disp.dispersion`` is imported,
-which needs nothing but PyTorch.
+You only need a model that returns the outputs of its blocks. The one import from titan_disp is
+``titan_disp.dispersion``, which needs only PyTorch.
 """
 
 import argparse
@@ -31,7 +31,7 @@ class Transformer(nn.Module):
         self.norm, self.output = nn.LayerNorm(width), nn.Linear(width, VOCABULARY)
 
     def forward(self, tokens: Tensor) -> tuple[Tensor, list[Tensor]]:
-        """[B, N] → logits [B, N, V], and every block's output [B, N, F]. The last of them is taken before the final norm."""
+        """Map tokens [B, N] to logits [B, N, V] and the blocks' outputs [B, N, F]; the last is before the final norm."""
         n = tokens.shape[1]
         causal = nn.Transformer.generate_square_subsequent_mask(n, device=tokens.device)
         x = self.tokens(tokens) + self.positions.weight[:n]
@@ -46,7 +46,7 @@ class Row(NamedTuple):
     step: int
     cross_entropy: float
     dispersion: float
-    cosine: float  # mean over all pairs of tokens of the last block's output
+    cosine: float  # of the last block's output, the mean over all pairs of tokens
 
 
 def mean_cosine(z: Tensor) -> Tensor:
@@ -66,7 +66,7 @@ def train(steps: int, coeff: float, batch_size: int, seq_len: int, width: int, d
         batch = text[starts + torch.arange(seq_len + 1)]
         logits, hidden = model(batch[:, :-1])
         ce = cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
-        dispersion = dispersion_losses(hidden).mean()  # of [layers, B]: one value for every layer and sequence
+        dispersion = dispersion_losses(hidden).mean()  # [layers, B] has one value for every layer and sequence
         (ce + coeff * dispersion).backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -78,12 +78,12 @@ def train(steps: int, coeff: float, batch_size: int, seq_len: int, width: int, d
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=100)
-    parser.add_argument("--coeff", type=float, default=0.1, help="λ; 0 measures dispersion without training on it")
+    parser.add_argument("--coeff", type=float, default=0.1, help="λ; with 0, dispersion is measured but not trained on")
     parser.add_argument("--batch-size", type=int, default=8)
     parser.add_argument("--seq-len", type=int, default=64)
     parser.add_argument("--width", type=int, default=128)
     parser.add_argument("--depth", type=int, default=4)
-    parser.add_argument("--every", type=int, default=20, help="steps between lines")
+    parser.add_argument("--every", type=int, default=20, help="steps between two lines of output")
     for row in train(**vars(parser.parse_args())):
         print("step {:4}  cross-entropy {:.3f}  dispersion {:.4f}  mean cosine {:.3f}".format(*row))
 

@@ -1,4 +1,4 @@
-"""A column of Parquet files as one plain text, for titan-disp condensation --text: a row is a line, empty rows are left out.
+"""Write a column of Parquet files as plain text for titan-disp condensation --text: a line per row, without empty rows.
 
 titan-disp data fetch data/squad --dataset hf:rajpurkar/squad:plain_text:train
 python examples/text_column.py data/squad context data/squad.txt
@@ -12,7 +12,7 @@ import pyarrow.parquet
 
 
 def rows(source: Path, column: str) -> Iterator[str]:
-    """Of the files of the train split below a folder; of all its files where none has train in its name."""
+    """Yield the rows of the train split below a folder, or of all its files if no name contains train."""
     files = sorted(source.rglob("*.parquet"))
     if not files:
         sys.exit(f"{source} has no *.parquet")

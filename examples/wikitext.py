@@ -1,10 +1,10 @@
-"""wikitext-103 as documents for titan-disp: its rows are single lines, a third of them empty; a document is an article.
+"""Write wikitext-103, whose rows are single lines and a third of them empty, as documents for titan-disp: articles.
 
 titan-disp data fetch data/wikitext --dataset hf:Salesforce/wikitext:wikitext-103-raw-v1
 python examples/wikitext.py data/wikitext/wikitext-103-raw-v1 data/wikitext-103
 
-The first folder may hold the text files of the original archive instead, wiki.train.raw and wiki.valid.raw: the documents are
-the same.
+The first folder may instead have the text files of the original archive, wiki.train.raw and wiki.valid.raw. The
+documents are the same.
 """
 
 import json
@@ -13,18 +13,18 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-TITLE = re.compile(r" = [^=].* = \n")  # sections have " = = "
-FILES = {"train": 64, "validation": 1}  # stream.seed shuffles files, and documents by a few hundred only
+TITLE = re.compile(r" = [^=].* = \n")  # titles of sections have " = = "
+FILES = {"train": 64, "validation": 1}  # stream.seed shuffles the files, but documents only within a few hundred
 TEXT = {"train": "wiki.train.*", "validation": "wiki.valid.*"}
 
 
 def find(source: Path, split: str) -> list[Path]:
-    """A split's files: Parquet where there is any."""
+    """Return a split's files: Parquet if there are any, otherwise text."""
     return sorted(source.glob(f"{split}-*.parquet")) or sorted(source.glob(TEXT[split]))
 
 
 def rows(file: Path) -> Iterator[str]:
-    """Lines with their ends. Parquet has "" where the text has a line of white space, which is left out."""
+    """Yield lines with their line ends, without blank lines. Parquet files have "" for those."""
     if file.suffix == ".parquet":
         import pyarrow.parquet
 
@@ -35,7 +35,7 @@ def rows(file: Path) -> Iterator[str]:
 
 
 def articles(files: list[Path]) -> Iterator[str]:
-    """The texts of a split's articles, each from its title to the line before the next."""
+    """Yield the texts of a split's articles, each from its title to the line before the next title."""
     lines: list[str] = []
     for file in files:
         for line in rows(file):
