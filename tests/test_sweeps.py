@@ -5,6 +5,7 @@ import dataclasses
 import functools
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from torchtitan.config import ConfigManager
 
 from tests.command_line import DEMO, ROOT, children, environment, train
 from titan_disp import config
+from titan_disp.cluster import plan as plans
 from titan_disp.config import load_config
 from titan_disp.config_checks import check_config
 from titan_disp.errors import ConfigError
@@ -595,6 +597,30 @@ def test_the_sweeps_that_come_with_it(file, monkeypatch):
                 setattr(getattr(other, section), name, value)
             config._check_types(other)
             check_config(other, 1)
+
+
+def test_the_cost_of_the_experiment_at_124m(monkeypatch):
+    """The hours that the file promises are the plan's, and its tuning differs from it only in learning rates and seeds."""
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(plans, "MAX_NODES", 1)
+    file, tuning = (ROOT / "train_configs" / "sweeps" / f"evidence_124m{part}.toml" for part in ("", "_tuning"))
+    said = re.search(
+        r"predicts (\d+) .*? and (\d+) without.*?: (\d+) hours .*?, and (\d+) hours", file.read_text(), re.S
+    )
+    minutes = {}
+    for point in points(read_sweep(file)):
+        if point.seeds == {"debug.seed": 1, "stream.seed": 1}:
+            plan = plans.make_plan(load_config(["--job.config_file", *point.argv()]), 1, 1)
+            minutes[point.condition] = plan.days * 1440
+    assert [round(minutes[name]) for name in ("on", "off")] == [int(number) for number in said.groups()[:2]]
+    hours = sum(minutes.values()) / 60
+    assert [round(8 * hours), round(6 * hours)] == [int(number) for number in said.groups()[2:]]
+    main, first = read_sweep(file), read_sweep(tuning)
+    assert (main.config, main.overrides) == (first.config, first.overrides)
+    rate = "--optimizer.lr=6e-4"
+    assert [(one.name, (*one.overrides, rate)) for one in first.listed] == [
+        (one.name, one.overrides) for one in main.listed
+    ]
 
 
 @pytest.mark.night
