@@ -15,6 +15,7 @@ import argparse
 import ast
 import json
 import os
+import random
 import re
 import shutil
 import subprocess
@@ -203,6 +204,22 @@ def not_noticed(folder: Path) -> list[str]:
     return [name for _, name, code in verdicts(folder) if code in SURVIVED or code is None]
 
 
+def drawn(folder: Path, number: int, environment: dict[str, str]) -> list[str]:
+    """Make the mutants, and draw some of them at random, the same ones for the same code.
+
+    mutmut tries the mutants with the fastest tests first, so that a run that is stopped says little about the others.
+    """
+    # mutmut stops at a name that it does not know after it has made the mutants and noted which tests reach them.
+    command = [sys.executable, "-m", "mutmut", "run", "--max-children", "1", "none"]
+    made = subprocess.run(
+        command, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    names = [name for _, name, _ in verdicts(folder)]
+    if "nothing matches" not in made.stdout or not names:
+        raise SystemExit(f"mutmut made no mutants:\n{made.stdout}")
+    return random.Random(0).sample(sorted(names), min(number, len(names)))
+
+
 def results(folder: Path) -> tuple[int, list[Survivor]]:
     """How many mutants were tried, and the survivors among them."""
     from mutmut.mutation.diff_apply import get_diff_for_mutant
@@ -265,7 +282,10 @@ def main() -> None:
         metavar="DIGITS",
         help="try only mutants whose number ends in one of these digits: 27 tries a fifth of them",
     )
+    again.add_argument("--draw", type=int, metavar="N", help="try only N mutants, drawn at random")
     args = parser.parse_args()
+    if args.draw and args.ending:
+        parser.error("--draw and --ending cannot be combined")
     folder = BUILD / args.room
     if not args.report:
         names = [f"*[{args.ending}]"] if args.ending else []
@@ -274,9 +294,11 @@ def main() -> None:
         if not args.again:
             shutil.rmtree(folder, ignore_errors=True)
         prepare(args.room)
+        environment = os.environ | {"OMP_NUM_THREADS": "1", "SAMPLE": str(sample())}
+        if args.draw:
+            names = drawn(folder, args.draw, environment)
         if names or not args.again:
             command = [sys.executable, "-m", "mutmut", "run", "--max-children", str(args.processes), *names]
-            environment = os.environ | {"OMP_NUM_THREADS": "1", "SAMPLE": str(sample())}
             subprocess.run(command, cwd=folder, env=environment, check=True)
     total, survivors = results(folder)
     if untried := sum(code is None for _, _, code in verdicts(folder)):

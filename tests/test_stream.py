@@ -36,7 +36,7 @@ from titan_disp.data.documents import Documents
 from titan_disp.data.files import DataFile, list_files
 from titan_disp.data.fingerprint import check_fingerprint, differences, read_data_state
 from titan_disp.data.loader import StreamLoader, together
-from titan_disp.data.place import Field
+from titan_disp.data.place import Field, Place
 from titan_disp.data.records import BadDocument, text_of
 from titan_disp.data.stream import RankStreams, StreamOptions
 from titan_disp.data.tokenizer import load_tokenizer
@@ -129,6 +129,21 @@ class TestAssignment:
         for slot in range(slots):
             parts = [(s.high - s.low) / 2**64 * sizes[s.file] for s in assignment.run(slot, 0).segments]
             assert sum(parts) * slots == pytest.approx(sum(sizes), rel=0.3)
+
+    def test_what_a_slot_wants_of_a_shared_file(self):
+        """Of two files and three slots, the second has parts of both: each from its position on, until it is read."""
+        assignment = Assignment(of_sizes([900, 900]), 3, seed=0)
+        run = assignment.run(1, 2)
+        place = Place(1, np.zeros(len(Field), dtype=np.int64), assignment)
+        place.position[[Field.EPOCH, Field.HEAD, Field.TAIL]] = 2, 40, 50
+        assert place.wants(run.head.file, 2) == (run.head, 40)
+        assert place.wants(run.tail.file, 2) == (run.tail, 50)
+        place.position[Field.DONE] = 1
+        assert place.wants(run.head.file, 2) is None
+        assert place.wants(run.tail.file, 2) == (run.tail, 50)
+        later = assignment.run(1, 3)
+        assert place.wants(later.head.file, 3) == (later.head, 0)
+        assert place.wants(run.tail.file, 1) is None
 
     def test_order_differs_by_epoch_and_seed(self):
         files = of_sizes([1] * 50)
