@@ -211,41 +211,44 @@ def _parts(content: Mapping[str, Any]) -> list[list[str]]:
             "(condensation.png)"
         ],
         _prose(
-            "These are our measurements on a CPU. `make figure` (`benchmarks/figure.py`) trains the runs and writes the page.",
-            f"The {model['flavor']} model ({model['parameters']:,} parameters, {model['blocks']} blocks) of",
-            f"`train_configs/demo_cpu.toml` is trained from scratch for {content['steps']} steps of",
-            f"{content['tokens_per_step']:,} tokens, which is {content['epochs']:.1f} times the sample corpus",
-            f"(2 MB of Python {content['python']}'s texts), with dispersion off, and on with λ = {content['coeff']:g}.",
-            f"The runs are on {ranks}, with seed{'s'[: len(seeds) > 1]} {_listed(seeds)}. The two runs of a seed",
-            "begin with the same weights and read the same data.",
+            "These are our measurements on a CPU. `make figure` (`benchmarks/figure.py`) trains the runs and writes this page.",
+            f"It trains the {model['flavor']} model of `train_configs/demo_cpu.toml` ({model['parameters']:,} parameters,",
+            f"{model['blocks']} blocks) from scratch for {content['steps']} steps of {content['tokens_per_step']:,} tokens.",
+            f"This is {content['epochs']:.1f} times the sample corpus (2 MB from the documentation of Python",
+            f"{content['python']}). Each seed has two runs, one with dispersion off, and one with dispersion on and",
+            f"λ = {content['coeff']:g}. Both start with the same weights and read the same data. The runs are on {ranks},",
+            f"with seed{'s'[: len(seeds) > 1]} {_listed(seeds)}.",
+            "*Mean cosine* is the mean over all pairs of tokens in a sequence: 1 if all tokens point in the same direction",
+            "([measurements.md](measurements.md#the-numbers)).",
         ),
         ["## While they train"],
         _prose(
             f"Each run measures the same {during['sequences']} held-out sequences of {during['tokens']} tokens every",
-            f"{during['interval']} steps. In the figure, the maps are means over the seeds, and a line is the mean over the",
-            "seeds, in a band from the lowest to the highest seed. In the table, brackets have the range over the seeds.",
+            f"{during['interval']} steps. In the figure, the maps show means over the seeds. Each line is a mean over the seeds,",
+            "and the band around it goes from the lowest to the highest seed. The table has the same means, and the range",
+            "over the seeds in brackets.",
         ),
         _while_training(during),
         ["## After training"],
         _prose(
             f"The last checkpoint of each run is measured on {after['sequences']} held-out sequences of {after['tokens']}",
-            "tokens. The table has means over the seeds. The interval is paired: it is Student's t over the differences",
-            "between runs of the same seed. It covers other seeds of this experiment, with its model, text and settings,",
-            "and nothing else.",
+            "tokens. The table has means over the seeds. The interval is Student's t interval of the differences between",
+            "the two runs of each seed. It describes other seeds with the same model, text and settings, and nothing else.",
         ),
         _differences(after),
         _prose(
-            f"The next table has each run, layer by layer. Layer 0 is the embedding, and layer {model['blocks']} is the last",
-            "block. ρ and τ are up to the final norm, as in the paper.",
+            "The next table shows the mean cosine of every layer in each run. Layer 0 is the embedding, and layer",
+            f"{model['blocks']} is the last block. ρ and τ are rank correlations of the mean cosine with depth. As in the",
+            "paper, they use the output of the final norm in place of the last block's.",
         ),
         _by_layer(after, seeds),
-        ["## What this says, and what it does not"],
+        ["## What this shows, and what it does not"],
         _said(content),
         _prose(
             "This is one very small model on little text, with few seeds. It shows what the loss does to embeddings. It does",
-            "not tell whether the loss makes a model better. At other learning rates, widths and depths, and on other",
-            "text, the difference in cross-entropy changed its sign in our runs. Another order of the sums alone (gradient",
-            "accumulation, or another number of ranks) changes the cross-entropy of a run by 0.02 to 0.04.",
+            "not show whether the loss makes a model better. In our runs, the difference in cross-entropy changed its sign",
+            "with other learning rates, widths, depths and texts. Merely summing in another order (with gradient",
+            "accumulation, or on another number of ranks) changes the cross-entropy of a run by 0.02 to 0.04.",
         ),
     ]
 
@@ -349,10 +352,10 @@ def _said(content: Mapping[str, Any]) -> list[str]:
     lower, higher = (cosine["on"] < cosine["off"]).sum(), (loss["on"] > loss["off"]).sum()
     reached = " and ".join(f"{means[state][at]:.2f} at step {steps[at]} ({state})" for state, at in peaks.items())
     released = (
-        f"With dispersion they are released sooner. The difference is largest at step {steps[apart]}: "
+        f"With dispersion, they spread again sooner. The difference is largest at step {steps[apart]}: "
         f"{means['off'][apart]:.2f} off and {means['on'][apart]:.2f} on."
         if _gap(series)[apart] > 0
-        else "With dispersion they are not released sooner."
+        else "With dispersion, they do not spread again sooner."
     )
     every = [
         f"The embeddings collapse early, with and without dispersion. The highest mean cosine of all blocks is {reached}.",
