@@ -472,6 +472,14 @@ def test_a_slot_far_behind_rereads_rather_than_fill_memory(tmp_path, monkeypatch
             assert one.queued <= 2000 + 9 * window * mean + 9 * max(lengths)
 
 
+def test_the_slot_that_waits_for_a_document_stays_in_its_pass(tmp_path):
+    """Memory is bounded by dropping other slots: a slot that asks would read the file again for every document."""
+    files = write_files(tmp_path, [300])
+    (rank,) = streams_of(files, 1, 1, queue_bytes=10)
+    batches([rank], 100)
+    assert sum(rank.bytes_read().values()) <= files[0].size
+
+
 @pytest.mark.parametrize("slots", [1, 4])
 def test_after_a_resume_slots_of_a_rank_share_one_pass_again(tmp_path, slots):
     files = write_files(tmp_path, [60] * 2, words=lambda i: 5)
