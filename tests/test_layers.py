@@ -15,7 +15,7 @@ EXCEPTIONS = {("job_config", "plugin")}
 def layers() -> dict[str, int]:
     """Room → its line in the picture, from the top."""
     text = (ROOT / "CONTRIBUTING.md").read_text()
-    picture = re.search(r"## The house\n.*?\n\n((?:    .*\n)+)", text, flags=re.DOTALL)
+    picture = re.search(r"## Code layout\n.*?\n\n((?:    .*\n)+)", text, flags=re.DOTALL)
     assert picture is not None
     lines = [line.split("  ") for line in picture.group(1).splitlines() if "│" not in line]
     return {room: at for at, line in enumerate(lines) for room in [word.strip() for word in line if word.strip()][1:]}
