@@ -202,7 +202,7 @@ def plan(
         nodes: number of nodes.
         gpus_per_node: number of GPUs per node, with one rank each. Each of the two dies (GCDs) of an MI250X counts as a
             GPU.
-        gpu: A100, H100, H200, MI250X-GCD or MI300X.
+        gpu: kind of GPU: A100, H100, H200, MI250X-GCD or MI300X.
         mfu: fraction of the GPU's peak bf16 FLOP/s that training is assumed to reach (model FLOPs utilization).
         node_bandwidth: GB/s from a GPU to the others of its node. The default is the vendor's peak
             (titan_disp/cluster/hardware.py).
@@ -292,8 +292,8 @@ def submit(
 def condensation(
     targets: Annotated[tuple[str, ...], Positional, arg(metavar="[TARGET ...]", help_behavior_hint="(optional)")],
     out: Path,
-    text: OptionalPath = None,
-    dataset: OptionalStr = None,
+    text: Annotated[Path | None, arg(metavar="PATH", help_behavior_hint="(required, or --dataset)")] = None,
+    dataset: Annotated[str | None, arg(metavar="STR", help_behavior_hint="(required, or --text)")] = None,
     text_field: str = "text",
     sequences: int = 32,
     max_length: int = 512,
@@ -319,9 +319,9 @@ def condensation(
             Hugging Face causal language model, or MODEL or MODEL@REVISION of the Hugging Face hub, such as gpt2. If the
             hub does not answer, the local cache is used. Several revisions of a model are drawn over training.
         out: folder for NAME.npz, metrics.json, metrics.csv and the pictures. Files of the same names are overwritten.
-        text: file of plain UTF-8 text, or of documents in .json.gz, .jsonl, .parquet, …
-        dataset: texts to use instead of --text: a folder as for training.dataset_path, of which the validation split is
-            used, a glob, or a data set of the hub, such as hf:OWNER/NAME.
+        text: file of plain UTF-8 text, or of documents, such as .json.gz, .jsonl or .parquet.
+        dataset: folder as for training.dataset_path, of which the validation split is used, glob, or data set of the hub,
+            such as hf:OWNER/NAME.
         text_field: field of JSON documents, or column of Parquet files, that holds the text.
         sequences: number of randomly sampled sequences.
         max_length: tokens per sequence, or fewer if a model has fewer positions.
