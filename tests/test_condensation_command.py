@@ -20,6 +20,7 @@ from scipy import stats
 from tests.saved_run import random_model, save_run
 from titan_disp import cli
 from titan_disp.condensation.record import EDGES, Condensation
+from titan_disp.data.documents import Documents
 from titan_disp.data.sample import documents
 from titan_disp.errors import ConfigError
 from titan_disp.export.export import export
@@ -244,6 +245,38 @@ def test_another_field_of_the_text(tmp_path, capsys):
     assert 'no field "text", only meta.body: see --text-field' in capsys.readouterr().err
     with pytest.raises(ConfigError, match=r"only body \(string\): set --text-field to the column of the text"):
         read_texts(None, str(table), 0)
+
+
+def test_a_wrong_field_is_found_before_the_files_are_read(tmp_path, monkeypatch):
+    """A data set may have a thousand files of 300 MB."""
+    read = []
+
+    def counted(documents, original=Documents.read):
+        read.append(documents.file.name)
+        return original(documents)
+
+    monkeypatch.setattr(Documents, "read", counted)
+    other, garbage = '{"url": "u", "body": "one"}\n', "url,body\n"
+    for content, found in ((other, 'no field "text", only url, body: see --text-field'), (garbage, "malformed JSON")):
+        for name in ("validation-0.jsonl", "validation-1.jsonl"):
+            (tmp_path / name).write_text(content * 700)
+        read.clear()
+        with pytest.raises(ConfigError, match=f"none of 1,000 documents can be used.*: {found}"):
+            read_texts(None, str(tmp_path), 0)
+        assert len(read) <= 1001
+    (tmp_path / "short.jsonl").write_text(other * 3)
+    with pytest.raises(
+        ConfigError, match='short.jsonl. holds no text: no field "text", only url, body: see --text-field'
+    ):
+        read_texts(tmp_path / "short.jsonl", None, 0)
+
+
+def test_a_corpus_with_many_bad_documents_is_read_to_its_end(tmp_path):
+    """Empty documents say nothing about the others, and a single text shows that the field is the right one."""
+    other, empty, one, two = '{"body": "a"}\n', '{"text": ""}\n', '{"text": "one"}\n', '{"text": "two"}\n'
+    for content in (other * 999 + one + two, empty * 3000 + one + two, one + other * 3000 + two):
+        (tmp_path / "some.jsonl").write_text(content)
+        assert sorted(read_texts(tmp_path / "some.jsonl", None, 0)) == ["one", "two"]
 
 
 def test_names_tell_targets_apart(gpt2, run, tmp_path):

@@ -8,6 +8,8 @@ import resource
 import subprocess
 import sys
 
+import pyarrow
+import pyarrow.parquet
 import pytest
 import sentencepiece
 import torch
@@ -59,6 +61,12 @@ def loaded_logits(folder):
     assert not any(info.values()), info
     assert theirs.lm_head.weight is theirs.model.embed_tokens.weight
     return theirs(TOKENS).logits
+
+
+def test_documents_of_another_column(tmp_path):
+    """stream.text_field names a column of Parquet as it does a field of JSON."""
+    pyarrow.parquet.write_table(pyarrow.table({"body": ["one", "two"]}), tmp_path / "validation.parquet")
+    assert list(local_documents(str(tmp_path), "body")) == ["one", "two"]
 
 
 @torch.no_grad()

@@ -22,6 +22,7 @@ from tests.command_line import DEMO, ROOT
 from titan_disp import cpu
 from titan_disp.cluster import memory
 from titan_disp.cluster import plan as plans
+from titan_disp.cluster.hardware import find_gpu
 from titan_disp.cluster.hub_requests import hub_warnings
 from titan_disp.cluster.plan import NodeCount, make_plan
 from titan_disp.cluster.plan_text import render
@@ -619,3 +620,20 @@ def test_memory_against_live_storages(monkeypatch, model, mode):
     recomputed = 0 if mode == "none" else args.saved_elements(1)["none"] * tokens * 2
     assert plan.activations == args.n_layers * block + head + recomputed
     assert (plan.dispersion, plan.logits) == (args.n_layers * dispersion, logits)
+
+
+@pytest.mark.parametrize(
+    ("name", "units", "bf16", "bf16_clock", "fp32", "fp32_clock"),
+    [
+        ("A100", 108, 2048, 1.41e9, 128, 1.41e9),
+        ("H100", 132, 4096, 1.83e9, 256, 1.98e9),
+        ("H200", 132, 4096, 1.83e9, 256, 1.98e9),
+        ("MI250X-GCD", 110, 1024, 1.7e9, 256, 1.7e9),
+        ("MI300X", 304, 2048, 2.1e9, 256, 2.1e9),
+    ],
+)
+def test_peaks_follow_from_the_units_and_their_clock(name, units, bf16, bf16_clock, fp32, fp32_clock):
+    """Multiprocessors or compute units, dense FLOPs of each per clock, and the clock, from the vendors' pages."""
+    gpu = find_gpu(name)
+    assert units * bf16 * bf16_clock == pytest.approx(gpu.bf16_flops, rel=1e-3)
+    assert units * fp32 * fp32_clock == pytest.approx(gpu.fp32_flops, rel=1e-3)

@@ -11,8 +11,10 @@ from tests.distributed import spawn
 from tests.test_checkpoint import Run, full_disk
 from tests.test_guard import Training
 from tests.test_metrics import DamagedFiles, metrics
-from titan_disp.errors import CheckpointError, DataError
+from titan_disp.data.files import on_rank_0
+from titan_disp.errors import CheckpointError, ConfigError, DataError, NonFiniteError
 from titan_disp.run.checkpoint import checkpoints
+from titan_disp.run.identity import read_identity
 
 GOOD = ((1.0, -2.0), {})
 
@@ -107,10 +109,26 @@ def check_saves_and_loads(folder):
     assert run.names == ["damaged-3", "step-2", "step-4"]
 
 
+def check_errors_of_rank_0(folder):
+    """Every error for the user reaches each rank as it is, so that one message is printed and no traceback."""
+    for kind in (ConfigError, CheckpointError, NonFiniteError):
+        with pytest.raises(kind, match="^a reason$"):
+            on_rank_0(fail, kind)
+    with pytest.raises(CheckpointError, match="cannot read which model the checkpoint .*nothing holds"):
+        on_rank_0(read_identity, str(folder / "nothing"))
+    with pytest.raises(RuntimeError, match="^rank 0: KeyError: 'a reason'$"):
+        on_rank_0(fail, KeyError)
+
+
+def fail(kind):
+    raise kind("a reason")
+
+
 def run_all(folder):
     check_verdicts()
     check_data_metrics(Path(folder) / "logged")
     check_saves_and_loads(Path(folder) / "saved")
+    check_errors_of_rank_0(Path(folder))
 
 
 def test_two_ranks(tmp_path):

@@ -1,4 +1,7 @@
-"""The SLURM job's states, with commands of SLURM that say what a test wants. (The whole of it runs in tests/slurm.)"""
+"""These tests take the supervisor of a SLURM job through its states.
+
+Stand-ins for SLURM's commands print what a test wants. tests/slurm runs whole jobs.
+"""
 
 import fcntl
 import importlib.util
@@ -34,7 +37,10 @@ JOB_STATES = (
 
 
 class Cluster:
-    """A folder of stand-ins for SLURM's commands. Each notes how it was called; a script of the command's name decides."""
+    """A folder of stand-ins for SLURM's commands.
+
+    Each records its calls and runs the script that a test has written for it.
+    """
 
     SHOW = """case "$1 $2" in
 "show job") cat "$0.job"; exit;;
@@ -69,7 +75,10 @@ esac"""
         file.chmod(0o755)
 
     def folder_is(self, name, run):
-        """What the check of the config prints, here with srun's labels, and a container that speaks before and after it."""
+        """Make a command print what the check of the config prints.
+
+        srun's labels and a container's lines are around it.
+        """
         text = f"0: a banner\n0: {supervise.RUN_FOLDER}{json.dumps(str(run))}\x1b[0m\n0: the container has ended\n"
         (self.commands / "folder").write_text(text)
         self.write(name, f'cat "{self.commands}/folder"')
@@ -97,7 +106,10 @@ esac"""
         return supervisor
 
     def reports(self, **problems):
-        """What srun of the check prints: a report for each node of the names given, between other lines."""
+        """Make srun print what the check of the nodes prints.
+
+        A report for each named node follows a line of a library.
+        """
         lines = ["a line of a library"]
         for node, (gpus, found) in problems.items():
             report = {"node": node, "gpus": ["H100"] * gpus, "problems": found}
@@ -117,7 +129,7 @@ esac"""
             file.write(json.dumps({"event": name, "step": step, "job": job, "reason": reason}) + "\n")
 
     def error(self, message, time, start="7.0"):
-        """What torchrun keeps of a rank's exception."""
+        """Write the file in which torchrun keeps a rank's exception."""
         folder = self.run / "logs" / start / f"node-{time}" / "x" / "attempt_0" / "0"
         folder.mkdir(parents=True)
         content = {"message": {"message": message, "extraInfo": {"timestamp": str(time)}}}
@@ -144,7 +156,7 @@ FOUR = {"n1": (8, []), "n2": (8, []), "n3": (8, []), "n4": (8, [])}
 
 class TestDecide:
     def test_complete(self, cluster):
-        """Whatever else: a run that is complete is not started again."""
+        """A complete run is not started again, even after a signal."""
         cluster.event("resume", 4)
         cluster.event("complete", 9)
         cluster.signals.write_text("USR1\n")
@@ -170,7 +182,7 @@ class TestDecide:
 
     @pytest.mark.parametrize("options", [{"enable": False}, {"enable": True, "load_only": True}])
     def test_a_stop_that_saves_nothing_counts(self, cluster, options):
-        """Else a run longer than its job's time limit would begin anew for ever."""
+        """Otherwise a run that is longer than its job's time limit would start over forever."""
         (cluster.run / "config.json").write_text(json.dumps({"checkpoint": options}))
         cluster.event("stop", 5, "SIGUSR1")
         cluster.signals.write_text("USR1\n")
@@ -181,7 +193,7 @@ class TestDecide:
 
     @pytest.mark.parametrize("state", JOB_STATES)
     def test_terminated_in_any_state(self, cluster, state):
-        """scancel sets CANCELLED, then COMPLETING, and sends TERM; in any other state TERM is a preemption."""
+        """scancel sets CANCELLED, then COMPLETING, and sends TERM. In any other state, TERM means a preemption."""
         cluster.job["JobState"] = state
         cluster.event("stop", 5, "SIGTERM")
         cluster.signals.write_text("TERM\n")
@@ -192,7 +204,7 @@ class TestDecide:
             assert outcome == Outcome("requeue", "saved at step 5 and stopped: SIGTERM")
 
     def test_the_time_limit_is_not_scancel(self, cluster):
-        """A run that could not save in time comes back."""
+        """A run that could not save before its time limit is requeued."""
         cluster.job.update(JobState="COMPLETING", Reason="TimeLimit")
         cluster.signals.write_text("USR1\nTERM\n")
         assert decided(cluster).state == "requeue"
@@ -200,27 +212,30 @@ class TestDecide:
         assert decided(cluster).state == "requeue"
 
     def test_cancelled_after_the_notice(self, cluster):
-        """scancel in the minutes between USR1 and the time limit must not bring the job back."""
+        """A job that is cancelled between USR1 and its time limit must not be requeued."""
         cluster.job.update(JobState="COMPLETING", Reason="None", PreemptTime="None")
         cluster.signals.write_text("USR1\nTERM\n")
         assert decided(cluster) == Outcome("end", "the job was cancelled")
 
     def test_preempted_without_a_save(self, cluster):
-        """PreemptMode=CANCEL: COMPLETING as after scancel, but the run comes back."""
+        """PreemptMode=CANCEL sets COMPLETING as scancel does, but the run is requeued."""
         cluster.job.update(JobState="COMPLETING", Reason="None", PreemptTime="2026-01-01T00:00:00")
         cluster.signals.write_text("TERM\n")
         assert decided(cluster).state == "requeue"
 
     @pytest.mark.parametrize(("restart", "ends"), [(2, True), (3, False), (4, False)])
     def test_requeued_by_slurm(self, cluster, restart, ends):
-        """A node died, or PreemptMode=REQUEUE. (SLURM_RESTART_COUNT may be inherited from a job that submitted this one.)"""
+        """SLURM requeues a job if a node dies, or with PreemptMode=REQUEUE.
+
+        SLURM_RESTART_COUNT alone does not show it, because a job that submitted this one may have set it.
+        """
         cluster.job["Restarts"] = "3"
         outcome = decided(cluster, restart=restart)
         assert outcome == Outcome("end", "SLURM has requeued the job itself") if ends else outcome.state == "requeue"
         assert (cluster.run / "requeue.json").exists() is not ends
 
     def test_cancelled_needs_a_signal(self, cluster):
-        """A job whose nodes went away is COMPLETING too."""
+        """A job that has lost its nodes is COMPLETING too."""
         cluster.job["JobState"] = "COMPLETING"
         assert decided(cluster).state == "requeue"
 
@@ -237,7 +252,10 @@ class TestDecide:
         assert decided(cluster).state == "end"
 
     def test_failures_are_counted_until_there_is_progress(self, cluster):
-        """Two retries without a new checkpoint, and two more after one; the first error of all ranks is the reason."""
+        """There are two retries without a new checkpoint, and two more after one.
+
+        The reason is the first error of all ranks.
+        """
         options = {"TITAN_DISP_MAX_RETRIES": "2"}
         assert [decided(cluster, **options).state for _ in range(2)] == ["requeue", "requeue"]
         cluster.checkpoint(4)
@@ -259,7 +277,7 @@ class TestDecide:
         )
 
     def after(self, cluster, restart, *saved, damaged=()):
-        """The outcome of a start that sets damaged checkpoints aside, saves others and dies."""
+        """Return the outcome of a start that sets damaged checkpoints aside, saves others and dies."""
         for step in damaged:
             (cluster.run / "checkpoint" / f"step-{step}").rename(
                 cluster.run / "checkpoint" / f"damaged-{step}-{restart}"
@@ -273,7 +291,10 @@ class TestDecide:
         return json.loads((cluster.run / "requeue.json").read_text())["failures"]
 
     def test_progress_below_a_damaged_checkpoint(self, cluster):
-        """The run trains its steps again: a checkpoint that was not there is progress, whatever its number."""
+        """The run trains the lost steps again.
+
+        Any checkpoint that was not there before is progress, whatever its step.
+        """
         self.after(cluster, 0, 4, 8)
         self.after(cluster, 1, 6, damaged=[8])
         assert self.failures(cluster) == 1
@@ -283,7 +304,7 @@ class TestDecide:
         assert self.failures(cluster) == 2
 
     def test_checkpoints_that_are_damaged_again_and_again(self, cluster):
-        """What is trained again does not count for ever: no start would come further."""
+        """Training the same steps again does not count as progress forever, because no start would get any further."""
         outcomes = [self.after(cluster, 0, 4, 8)]
         while outcomes[-1].state == "requeue":
             assert len(outcomes) < 9
@@ -307,7 +328,7 @@ class TestDecide:
         assert decided(cluster, **options).state == "give up"
 
     def test_given_up_and_submitted_again(self, cluster):
-        """Somebody has mended something: the retries begin anew."""
+        """A user who submits the run again has changed something, so the retries are counted from zero."""
         options = {"TITAN_DISP_MAX_RETRIES": "1"}
         states = [decided(cluster, **options).state for _ in range(4)]
         assert states == ["requeue", "give up", "requeue", "give up"]
@@ -332,13 +353,16 @@ class TestDecide:
         assert not (cluster.run / "requeue.json").exists()
 
     def test_a_signal_before_training_counts(self, cluster):
-        """A time limit that leaves no time to train would loop for ever."""
+        """Otherwise a time limit that leaves no time to train would requeue the job forever."""
         cluster.signals.write_text("USR1\n")
         reasons = [decided(cluster, status=None, restart=i).state for i in range(4)]
         assert reasons == ["requeue", "requeue", "requeue", "give up"]
 
     def test_a_run_folder_that_cannot_be_written(self, cluster):
-        """Then the job's log counts, and where there is none, SLURM's restarts. The 30th start may fail as the first."""
+        """Retries are then counted in the job's log, or by SLURM's restarts if there is no log.
+
+        The 30th start may fail as often as the first.
+        """
         cluster.run.rmdir()
         cluster.run.write_text("no folder")
         log = cluster.folder / "job.out"
@@ -367,7 +391,10 @@ class TestDecide:
 
 class TestWhatRanksLeave:
     def test_the_first_error(self, cluster):
-        """torchrun's error files: of this start alone, the earliest; half-written ones and other contents do no harm."""
+        """The earliest of torchrun's error files counts, of this start only.
+
+        Unfinished files and other contents do no harm.
+        """
         assert supervise.first_error(str(cluster.run), "7.0") is None
         cluster.error("of another start", time=1, start="6.0")
         assert supervise.first_error(str(cluster.run), "7.0") is None
@@ -390,7 +417,7 @@ class TestWhatRanksLeave:
 Thread 0x02 (most recent call first):\n  File "/a/checkpoint.py", line 213 in save\n  File "/a/train.py", line 7 in <module>\n"""
 
     def test_where_the_ranks_stood(self, cluster):
-        """Of what Python's faulthandler prints, the newest frame of the main thread, which comes last."""
+        """The reason names the newest frame of the main thread, which Python's faulthandler prints last."""
         logs = {
             ("7.0", 0, 1): self.DUMP,
             ("7.0", 1, 0): self.DUMP.replace("213", "5")
@@ -451,7 +478,7 @@ class TestNodes:
         ]
 
     def test_reports_are_kept_for_whoever_looks(self, cluster):
-        """The newest of a start; where they cannot be written, the check goes on."""
+        """The newest reports of a start are kept. If they cannot be written, the check continues."""
         nodes = cluster.run / "nodes" / "7.0"
         for gpus in (8, 7):
             cluster.reports(**dict.fromkeys(FOUR, (gpus, [])))
@@ -462,7 +489,7 @@ class TestNodes:
         assert cluster.supervisor().check_nodes() == Outcome("prepare", "4 nodes can train")
 
     def test_the_names_of_the_nodes(self, cluster):
-        """The list as SLURM writes it is no node that could be blamed."""
+        """If SLURM does not expand its list of nodes, the unexpanded list must not be blamed as if it were a node."""
         cluster.reports(**FOUR)
         cluster.write("scontrol", f'[ $(grep -c hostnames "$0.calls") -gt 2 ] || exit 1; {cluster.SHOW}')
         assert cluster.supervisor().check_nodes().state == "prepare"
@@ -477,7 +504,7 @@ class TestNodes:
         assert len(cluster.calls("srun")) == 1
 
     def test_gpus_that_the_job_asked_for_and_no_node_has(self, cluster):
-        """All nodes agree, so that only what the job asked for shows it."""
+        """All nodes have the same number of GPUs, so only the job's request shows that one is missing."""
         cluster.reports(**dict.fromkeys(FOUR, (7, [])))
         supervisor = cluster.supervisor(SLURM_GPUS_PER_NODE="8", TITAN_DISP_NPROC="gpu")
         assert "n1: 7 of 8 GPUs are visible" in supervisor.check_nodes().reason
@@ -559,7 +586,7 @@ class TestNodes:
         assert supervisor.bad_nodes() == ["n4"]
 
     def test_one_failed_srun_excludes_nobody(self, cluster):
-        """srun itself fails, twice: no node is to blame."""
+        """srun itself fails twice, so no node is to blame."""
         cluster.write("srun", "echo srun: error: Unable to create step >&2; exit 1")
         for restart in (0, 1):
             outcome = cluster.supervisor(restart=restart).check_nodes()
@@ -575,7 +602,7 @@ class TestNodes:
         assert not (cluster.run / "bad_nodes.json").exists()
 
     def test_a_check_that_hangs(self, cluster, capsys):
-        """The nodes that answered are known, the one that did not is named, and the step is ended."""
+        """The message names the node that did not answer, and the step is ended."""
         cluster.reports(**{node: found for node, found in FOUR.items() if node != "n2"})
         cluster.write("srun", f'cat "{cluster.commands}/reports"; exec sleep 60')
         start = time.monotonic()
@@ -586,7 +613,10 @@ class TestNodes:
         assert self.ENDED in capsys.readouterr().out
 
     def test_what_else_srun_prints(self, cluster):
-        """Labels, colours, two reports on a line, a line without an end, and bytes that are no text."""
+        """The output of srun is not only reports.
+
+        It may have labels, colours, two reports on a line, a line without an end, and bytes that are not text.
+        """
         cluster.reports(**FOUR)
         _, n1, n2, n3, n4 = (cluster.commands / "reports").read_bytes().splitlines()
         noise = b"\x1b[32m\xe2\x86 \xff\x00 a broken line\r\n"
@@ -617,7 +647,7 @@ class TestPrepare:
         ]
 
     def test_with_a_prefix_and_nothing_said_of_ranks(self, cluster):
-        """A container that this program starts, such as apptainer exec; one rank per GPU on one node."""
+        """The supervisor starts a container, such as apptainer exec. The default is one rank per GPU on one node."""
         cluster.write("apptainer", f'cat "{cluster.commands}/folder"')
         supervisor = cluster.supervisor(TITAN_DISP_PREFIX="apptainer exec 'my image.sif'", TITAN_DISP_PYTHON="python3")
         del supervisor.environment["TITAN_DISP_NPROC"], supervisor.environment["SLURM_NNODES"]
@@ -630,9 +660,9 @@ class TestPrepare:
         [(0, None, "end"), (0, 0, "end"), (1, None, "requeue"), (0, 1, "requeue"), (1, 4, "requeue")],
     )
     def test_a_failing_check_ends_only_what_has_never_trained(self, cluster, restart, checkpoint, state):
-        """No GPU, an unmounted file system, an import error: at a restart none of them is the config's fault.
+        """A missing GPU or an import error is not the config's fault at a restart, or if there is a checkpoint.
 
-        A checkpoint of step 0, TorchTitan's seed checkpoint, holds the weights to begin with.
+        TorchTitan's seed checkpoint, of step 0, holds the initial weights and does not count as training.
         """
         if checkpoint is not None:
             cluster.checkpoint(checkpoint)
@@ -670,7 +700,7 @@ class TestPrepare:
         assert "--container-image=/my images/a.sqsh python -m titan_disp.cluster.job_check" in call
 
     def test_no_run_folder_is_said(self, cluster, capsys):
-        """As by an image with an older titan-disp; what it prints is in the log."""
+        """An image with an older titan-disp does not print the run folder. What it prints is in the log."""
         cluster.write("python", f"echo {cluster.run}")
         outcome = cluster.supervisor().prepare()
         assert outcome.state == "end"
@@ -734,7 +764,7 @@ class TestPrepare:
     ],
 )
 def test_run_folder_without_titan_disp(tmp_path, monkeypatch, toml, overrides, folder):
-    """As TorchTitan reads it: of the overrides, the TOML file, or the default."""
+    """The folder is the one that TorchTitan reads from the overrides, the TOML file or the default."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "c.toml").write_text(toml)
     assert supervise.run_folder("c.toml", overrides) == os.path.abspath(folder)
@@ -746,7 +776,7 @@ def test_run_folder_without_titan_disp(tmp_path, monkeypatch, toml, overrides, f
 
 
 def test_the_strings_of_a_toml_file():
-    """The keys as tomli gives them; what is no string has no value, and what is in an array no key."""
+    """The keys are those of tomli. Only strings have values, and nothing inside an array has a key."""
     text = """first = "a"\n[job]\nsteps = 7\nflag = true\nwords = ["dump_folder = 'no'", "b"]\ndump_folder = 'x'
 inner = { number = 1, text = "c" }\n"""
     assert tomli.loads(text)["job"]["inner"]["text"] == "c"
@@ -761,7 +791,10 @@ def test_a_group_that_has_ended_is_not_killed():
 
 
 def test_any_bytes_in_any_locale(cluster):
-    """Python 3.6 reads and writes ASCII where the locale is C, as PYTHONCOERCECLOCALE=0 and no UTF-8 mode make it here."""
+    """In the C locale, Python 3.6 reads and writes ASCII.
+
+    Newer versions do so with PYTHONCOERCECLOCALE=0 and without UTF-8 mode.
+    """
     config = cluster.folder / "c.toml"
     config.write_bytes("# λ \n[job]\ndump_folder = 'läufe'\n".encode() + b"# \xff\n")
     cluster.job.update(JobName="λ", TimeLimit="00:01:00", StdOut=str(cluster.folder / "job.out"))
@@ -780,11 +813,11 @@ def test_any_bytes_in_any_locale(cluster):
 
 
 class TestAnotherJobsRun:
-    """Its counters, its heartbeat and its stop file belong to the job that holds the run folder's lock."""
+    """The counters, the heartbeat and the stop file of a run belong to the job that holds the run folder's lock."""
 
     @pytest.fixture
     def state(self, cluster):
-        """What there is to be left alone."""
+        """Write the files that this job must not change."""
         cluster.checkpoint(4)
         texts = {"requeue.json": '{"failures": 2, "step": 4}', "heartbeat.json": '{"start": "6.0"}'}
         for name, text in texts.items():
@@ -793,7 +826,7 @@ class TestAnotherJobsRun:
 
     @pytest.fixture
     def lock(self, cluster):
-        """As run/folder.py takes it; for another job, unless a test writes another number."""
+        """Take the lock as run/folder.py does, for another job unless a test writes another number."""
         with open(cluster.run / ".lock", "w") as file:
             file.write("host n9, pid 77, SLURM job 6")
             file.flush()
@@ -806,7 +839,7 @@ class TestAnotherJobsRun:
 
     @pytest.mark.parametrize("restart", [0, 1])
     def test_a_second_job_ends(self, cluster, state, lock, restart):
-        """It does not come back, which would be three more times."""
+        """The second job is not requeued. Otherwise it would start three more times."""
         cluster.write("python", "exit 3")
         supervisor = cluster.supervisor(restart=restart, TITAN_DISP_CHECK_NODES="0")
         assert supervisor.supervise() == 2
@@ -820,7 +853,7 @@ class TestAnotherJobsRun:
         self.left(cluster, state)
 
     def test_it_began_while_the_nodes_were_checked(self, cluster, state, lock):
-        """Ranks that meet the lock fail, and the job is signalled meanwhile."""
+        """The ranks find the run folder locked and fail, and the job gets a signal in the meantime."""
         cluster.write("srun", f"echo USR1 > {cluster.signals}; sleep 0.3; exit 1")
         supervisor = cluster.supervisor(restart=1)
         assert supervisor.train().state == "decide"
@@ -829,7 +862,10 @@ class TestAnotherJobsRun:
         self.left(cluster, state)
 
     def test_what_this_jobs_own_start_has_left(self, cluster, state, lock):
-        """A node that died may hold its locks for a while."""
+        """A dead node may hold its locks for a while.
+
+        A lock of this job's own earlier start counts as a failure to retry.
+        """
         lock.seek(0)
         lock.write("host n9, pid 77, SLURM job 7")
         lock.flush()
@@ -857,7 +893,7 @@ class TestAnotherJobsRun:
     ],
 )
 def test_a_setting_that_is_no_number(cluster, name, value, expected):
-    """One line before anything starts."""
+    """One line says so before anything starts."""
     cluster.supervisor()  # writes what `scontrol show job` says
     environment = {
         "PATH": f"{cluster.commands}:{os.environ['PATH']}",
@@ -891,7 +927,7 @@ class TestTrain:
         assert "TORCH_ELASTIC_SHUTDOWN_TIMEOUT=300" in seen
 
     def test_signalled_before(self, cluster):
-        """No rank is started for nothing."""
+        """No ranks are started if the job has got a signal already."""
         cluster.signals.write_text("USR1\n")
         assert cluster.supervisor().train() == Outcome("decide", "signalled before training")
         assert not cluster.calls("srun")
@@ -906,7 +942,7 @@ class TestTrain:
 
     @pytest.mark.parametrize("users", [False, True])
     def test_a_signal_becomes_the_stop_file(self, cluster, users):
-        """Which ranks look for. A user's file stays the user's."""
+        """The ranks look for the stop file. A user's own stop file is not changed."""
         stop = cluster.run / "stop"
         if users:
             stop.touch()
@@ -918,7 +954,7 @@ class TestTrain:
         assert stop.read_text() == ("" if users else "7.0\n")
 
     def test_a_stop_file_that_cannot_be_written(self, cluster, capsys):
-        """An empty one would be a user's: the run would never train again."""
+        """An empty stop file would look like a user's, and the run would never train again."""
         (cluster.run / "stop.partial").symlink_to("/dev/full")
         cluster.write("srun", f"echo USR1 > {cluster.signals}; sleep 0.3; exit 3")
         assert cluster.supervisor().train() == Outcome("decide", "training ended with status 3")
@@ -932,7 +968,7 @@ class TestTrain:
         return f"echo '{json.dumps(content)}' > {cluster.run}/heartbeat.json"
 
     def test_a_silent_run_is_ended(self, cluster):
-        """Rank 0 froze with no collective pending: nothing else would notice before the time limit."""
+        """Rank 0 is frozen and no collective is pending, so nothing else would notice before the time limit."""
         cluster.write("srun", f"{self.beat(cluster, 0.3)}; exec sleep 60")
         log = cluster.run / "logs" / "7.0" / "node-0" / "x" / "attempt_0" / "1" / "stderr.log"
         log.parent.mkdir(parents=True)
@@ -950,7 +986,10 @@ class TestTrain:
 
     @pytest.mark.parametrize("comm", [{}, {"save_traces_folder": "traces", "save_traces_file_prefix": "gpu"}])
     def test_the_flight_recorders_files_are_named(self, cluster, comm):
-        """Where NCCL's watchdog has written any in this start: <folder>/<prefix><rank>, as TorchTitan's [comm] says."""
+        """The reason names the files that NCCL's watchdog has written in this start.
+
+        TorchTitan's [comm] sets their names, <folder>/<prefix><rank>.
+        """
         default = JobConfig().comm
         folder = cluster.run / comm.get("save_traces_folder", default.save_traces_folder)
         prefix = comm.get("save_traces_file_prefix", default.save_traces_file_prefix)
@@ -973,7 +1012,10 @@ class TestTrain:
         assert supervisor.decide().reason.endswith(f"9 s; NCCL's flight recorder: {folder}/{prefix}2 and 2 more")
 
     def test_a_run_folder_that_hangs(self, cluster, capsys):
-        """It holds whoever touches it, which is this process too: files become pipes that nobody writes."""
+        """Any process that opens a file there hangs, the supervisor too.
+
+        Pipes that nobody writes to stand for the files.
+        """
         pipes = " ".join(self.PIPES)
         # Renamed: a file that is missing for a moment would be a run that has said its last word.
         hang = f"mkdir pipes; cd pipes; mkfifo {pipes}; sleep 0.4; mv -f {pipes} {cluster.run}"
@@ -994,7 +1036,7 @@ class TestTrain:
 
     @pytest.mark.parametrize(("beat", "text"), [(True, "at its end"), (False, "at its start")])
     def test_a_run_without_a_heartbeat(self, cluster, beat, text):
-        """Python hangs before rank 0 has said anything, or after it has said that nothing is expected any more."""
+        """Python hangs before rank 0 has written a heartbeat, or after rank 0 has removed it at the end."""
         said = f"{self.beat(cluster, 60)}; sleep 0.3; rm {cluster.run}/heartbeat.json; " if beat else ""
         cluster.write("srun", f"{said}exec sleep 60")
         supervisor = cluster.supervisor()
@@ -1011,7 +1053,7 @@ class TestTrain:
 
     @pytest.mark.parametrize("start", ["7.0", "6.0"])
     def test_a_run_that_beats_is_left_alone(self, cluster, start):
-        """Also where the heartbeat is of another start, or garbled."""
+        """This also holds if the heartbeat is from another start or unreadable."""
         beat = self.beat(cluster, 60 if start == "7.0" else 0, start)
         cluster.write("srun", f"{beat}; sleep 0.3; echo '{{' > {cluster.run}/heartbeat.json; sleep 0.2")
         assert cluster.supervisor().train() == Outcome("decide", "training ended with status 0")
@@ -1023,7 +1065,10 @@ class TestEnds:
         return [call for call in cluster.calls("scontrol") if call.startswith("update")]
 
     def excluded(self, cluster, own, **hours):
-        """The list of excluded nodes that a requeued job gets, after two failures of nodes so many hours ago; None: unchanged."""
+        """Return the excluded nodes of a requeued job whose nodes have failed twice, ``hours`` ago.
+
+        None means unchanged.
+        """
         # The update is what `scontrol show job` says from now on.
         cluster.write(
             "scontrol",
@@ -1046,7 +1091,10 @@ class TestEnds:
         return calls[-1][len("update JobId=7 ExcNodeList=") :] if calls else None
 
     def test_bad_nodes_are_excluded_for_a_day(self, cluster):
-        """And the user's own for ever, also one that was bad too: SLURM's update replaces the list."""
+        """The user's own excluded nodes stay excluded, even those that were bad too.
+
+        SLURM's update replaces the whole list.
+        """
         assert self.excluded(cluster, "n[7-9]", n2=1, n5=2, n6=25, n8=1) == "n7,n8,n9,n2,n5"
         assert self.excluded(cluster, None, n2=2, n5=3, n8=2) is None  # it is so already
         assert self.excluded(cluster, None, n2=25, n5=3, n8=26) == "n7,n8,n9,n5"
@@ -1059,7 +1107,7 @@ class TestEnds:
         assert self.excluded(cluster, None) == ""  # "": nobody
 
     def test_a_list_of_another_job(self, cluster):
-        """Where somebody submits the run anew, what is excluded there is the user's."""
+        """If a user submits the run again, the nodes excluded there are the user's."""
         (cluster.run / "excluded.json").write_text('{"job": "6", "nodes": ["n2"]}')
         assert self.excluded(cluster, "n2") is None
         assert self.excluded(cluster, "n2", n3=1) == "n2,n3"
@@ -1067,7 +1115,7 @@ class TestEnds:
         assert self.excluded(cluster, "n2") is None
 
     def test_a_list_that_cannot_be_changed(self, cluster, capsys):
-        """slurmctld may be busy: it is asked eight times."""
+        """slurmctld may be busy, so it is asked eight times."""
         cluster.write("scontrol", 'case "$1" in show) cat "$0.job";; update) exit 1;; esac')
         (cluster.run / "bad_nodes.json").write_text(json.dumps({"n2": [time.time(), time.time()]}))
         assert cluster.supervisor().requeue() == 1
@@ -1076,7 +1124,7 @@ class TestEnds:
         assert not (cluster.run / "excluded.json").exists()
 
     def test_a_list_that_cannot_be_written_down(self, cluster):
-        """On a file system that refuses or hangs: the job is requeued already."""
+        """A file system that refuses or hangs does no harm, because the job has been requeued already."""
         supervisor = cluster.supervisor()
         supervisor.patience = 0.1
         partial = cluster.run / "excluded.json.partial"
@@ -1088,7 +1136,7 @@ class TestEnds:
         os.close(os.open(partial, os.O_RDWR | os.O_NONBLOCK))  # let the thread go
 
     def test_names_that_slurm_does_not_say(self, cluster):
-        """Nobody is taken from a list that cannot be read."""
+        """If the list cannot be expanded, no node is removed from it."""
         cluster.write("scontrol", 'case "$1 $2" in "show job") cat "$0.job";; "show hostnames") exit 1;; esac')
         cluster.job["ExcNodeList"] = "n[7-9]"
         (cluster.run / "excluded.json").write_text('{"job": "7", "nodes": ["n7"]}')
@@ -1106,14 +1154,20 @@ class TestEnds:
         assert text.rstrip().endswith("requeued")
 
     def test_requeued_by_slurm(self, cluster):
-        """As when a node died during the check of the nodes: the start that follows is left alone."""
+        """SLURM has requeued the job, for example because a node died during the check.
+
+        The next start is left alone.
+        """
         cluster.job["Restarts"] = "1"
         assert cluster.supervisor(TITAN_DISP_RESUBMIT="1").requeue() == 1
         assert "requeue 7" not in cluster.calls("scontrol")
         assert not cluster.calls("sbatch")
 
     def test_an_answer_that_is_lost(self, cluster):
-        """slurmctld has requeued the job, but scontrol timed out: a second copy would meet the first in the run folder."""
+        """slurmctld has requeued the job, but scontrol timed out.
+
+        A second job would use the same run folder, so none is submitted.
+        """
         cluster.write(
             "scontrol",
             'case "$1 $2" in "show job") cat "$0.job";; requeue*) sed -i s/Restarts=0/Restarts=1/ "$0.job"; exit 1;; esac',
@@ -1127,7 +1181,7 @@ class TestEnds:
         assert cluster.calls("scontrol")[-1] == "update JobId=7 ExcNodeList=n2"
 
     def test_refused_and_not_resubmitted(self, cluster, capsys):
-        """It is not said that the job comes back; the command is."""
+        """The log does not say that the job is requeued. It says which command submits the job again."""
         cluster.job.update(Account="abc", QOS="normal", JobName="my run", Features="(null)", ExcNodeList="n9")
         code = cluster.supervisor("--training.steps", "9", SLURM_GPUS_PER_NODE="8").requeue()
         assert code == 1
@@ -1259,7 +1313,7 @@ class TestEnds:
 
     @pytest.mark.parametrize("kind", ["Job", "Socket", "Task"])
     def test_gpus_that_were_asked_for_in_other_ways(self, cluster, kind):
-        """As 22.05 and later ones write them."""
+        """The texts are those of SLURM 22.05 and later versions."""
         option = {"Job": "--gpus", "Socket": "--gpus-per-socket", "Task": "--gpus-per-task"}[kind]
         for text, number in (
             ("gres:gpu:h100:2", "h100:2"),
@@ -1282,7 +1336,7 @@ class TestEnds:
         ],
     )
     def test_the_same_gpus_and_signal_again(self, cluster, tres, gres):
-        """A job that asked for its GPUs by --gres must not come back without any."""
+        """A job that requested its GPUs by --gres must be submitted again with them."""
         cluster.job["TresPerNode"] = tres
         supervisor = cluster.supervisor(TITAN_DISP_SIGNAL_SECONDS="600")
         supervisor.show_job()
@@ -1307,7 +1361,7 @@ class TestEnds:
         assert (cluster.folder / "job.out").read_bytes().startswith("titan-disp: λ".encode())
 
     def test_the_longest_log_that_is_changed(self, cluster, monkeypatch):
-        """When scontrol was not asked before, too."""
+        """This also works if scontrol was not asked before."""
         log = cluster.folder / "job.out"
         monkeypatch.setattr(supervise, "TOP", log.stat().st_size)
         cluster.supervisor().on_top("a file's name: \udcff")
@@ -1325,7 +1379,7 @@ class TestEnds:
 
 
 def test_the_program(cluster, monkeypatch):
-    """Its arguments, its signals and its status. (Others run it as a process.)"""
+    """The program passes on its arguments and signals, and returns the status. Other tests run it as a process."""
     met = []
 
     def supervised(self):
@@ -1471,7 +1525,7 @@ def test_unpack(cluster):
 
 @pytest.mark.parametrize("command", ["sbcast", "srun"])
 def test_unpacking_that_hangs(cluster, command):
-    """Neither sbcast nor an srun that gets no step is one: there is nothing to wait for until they are ended."""
+    """sbcast, and an srun that gets no step, are not steps of the job, so they are ended without waiting."""
     cluster.write("squeue", "echo 7.batch")
     cluster.write("sbcast", "exit 0")
     cluster.write(command, "exec sleep 60")
@@ -1484,7 +1538,7 @@ def test_unpacking_that_hangs(cluster, command):
 
 
 def test_what_dead_jobs_left_on_a_node_is_removed(cluster, tmp_path):
-    """Only of jobs that SLURM does not list, and of nobody else; nothing where SLURM does not answer."""
+    """Only folders of jobs that SLURM does not list are removed. If SLURM does not answer, nothing is removed."""
     local = tmp_path / "local"
     for name in ("titan-disp-5", "titan-disp-6", "titan-disp-7", "titan-disp-x", "titan-disp-cache-0"):
         (local / name).mkdir(parents=True)
@@ -1507,7 +1561,7 @@ def test_what_dead_jobs_left_on_a_node_is_removed(cluster, tmp_path):
 
 @pytest.mark.parametrize("what", ["check", "train"])
 def test_a_container_that_cleans_the_environment(tmp_path, what):
-    """apptainer's --cleanenv, for which env -i stands: the node's name, the job's number and the site's settings get there."""
+    """env -i stands for apptainer's --cleanenv. The node's name, the job's id and the site's settings are passed on."""
     python = tmp_path / "a python"
     names = (
         "SLURMD_NODENAME",
@@ -1540,7 +1594,10 @@ def test_a_container_that_cleans_the_environment(tmp_path, what):
 
 @pytest.mark.parametrize("node", [0, 6])
 def test_what_torchrun_is_asked_for(tmp_path, monkeypatch, node):
-    """As torch reads it: node 6 has rank 6, whatever the addresses, and waits for the others as long as ranks do, or longer."""
+    """torch parses the arguments.
+
+    Node 6 has rank 6, whatever its address, and waits for the other nodes at least as long as ranks do.
+    """
     python = tmp_path / "python"
     python.write_text('#!/bin/bash\nprintf "%s\\0" "$@"')
     python.chmod(0o755)
@@ -1565,7 +1622,7 @@ def test_what_torchrun_is_asked_for(tmp_path, monkeypatch, node):
 
 
 def test_the_script_forwards_signals_and_the_status(cluster, tmp_path):
-    """pretrain.sbatch itself, in a checkout whose path has a space, with a site file that reads an unset variable."""
+    """pretrain.sbatch runs in a checkout whose path has a space, with a site file that reads an unset variable."""
     here = tmp_path / "a checkout" / "slurm"
     here.mkdir(parents=True)
     for name in ("common.sh", "node.sh", "supervise.py"):
@@ -1606,7 +1663,10 @@ def test_the_script_forwards_signals_and_the_status(cluster, tmp_path):
 
 
 class TestArray:
-    """A task of sweep.sbatch. One of them has the array's own number, which to SLURM's commands means all tasks."""
+    """A task of sweep.sbatch is asked for by its own id.
+
+    One task has the array's id as its job id, which SLURM's commands take for all tasks.
+    """
 
     TASK = {"SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "2"}
 
@@ -1629,13 +1689,13 @@ class TestArray:
         assert cluster.calls("scancel") == ["--signal=KILL 7_2.0"]
 
     def test_a_job_that_a_task_has_submitted_is_no_task(self, cluster):
-        """It inherits the variables."""
+        """Such a job inherits the variables of the array."""
         cluster.write("scontrol", 'case "$1" in show) cat "$0.job";; esac')
         assert cluster.supervisor(**self.TASK).requeue() == 1
         assert set(cluster.calls("scontrol")) == {"show job 7", "requeue 7"}
 
     def test_its_point(self, cluster):
-        """CONFIG and overrides come from the sweep's list; without a point there, one line says so."""
+        """CONFIG and overrides come from the sweep's list. If the list has no such point, one line says so."""
         file = cluster.folder / "points.json"
         points = [{"name": name, "argv": ["c.toml", "--job.dump_folder", name]} for name in ("a", "b", "c")]
         file.write_text(json.dumps({"points": points}))

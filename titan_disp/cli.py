@@ -1,25 +1,42 @@
 """This module is the command line ``titan-disp …``. Each subcommand calls one function of another module."""
 
+import io
 import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Literal
 
-import tyro
+from tyro.conf import Positional, arg
 
 from titan_disp.errors import EXIT_CODE, ConfigError, UserError
+from titan_disp.subcommands import Subcommands
 
-app = tyro.extras.SubcommandApp()
+# Without a metavar, help would name these arguments by their types, such as {None}|INT, and without a hint it would end
+# in "(default: None)".
+Config = Annotated[str, Positional, arg(metavar="CONFIG")]
+Overrides = Annotated[
+    tuple[str, ...], Positional, arg(metavar="[--SECTION.KEY VALUE ...]", help_behavior_hint="(optional)")
+]
+Sbatch = Annotated[tuple[str, ...], arg(metavar="NAME=VALUE ...", help_behavior_hint="(optional)")]
+Steps = Annotated[tuple[int, ...], arg(metavar="INT ...", help_behavior_hint="(optional)")]
+OptionalInt = Annotated[int | None, arg(metavar="INT", help_behavior_hint="(optional)")]
+OptionalFloat = Annotated[float | None, arg(metavar="FLOAT", help_behavior_hint="(optional)")]
+OptionalStr = Annotated[str | None, arg(metavar="STR", help_behavior_hint="(optional)")]
+OptionalPath = Annotated[Path | None, arg(metavar="PATH", help_behavior_hint="(optional)")]
+
+app = Subcommands("Pre-train language models with the dispersion loss, and measure their condensation.")
 
 
-@app.command(name="sample-data")
-def sample_data(folder: Annotated[Path, tyro.conf.Positional], vocab_size: int = 2048) -> None:
-    """Write a small corpus in C4's format and a SentencePiece tokenizer, made from texts of this Python installation.
+@app.command("sample-data")
+def sample_data(folder: Annotated[Path, Positional, arg(metavar="FOLDER")], vocab_size: int = 2048) -> None:
+    """Write a small corpus in C4's format, and a SentencePiece tokenizer for it.
+
+    The texts come from this Python installation. Nothing is downloaded.
 
     Args:
-        folder: folder to write to. An earlier sample in it is kept unchanged.
-        vocab_size: number of pieces of the tokenizer.
+        folder: folder to write to. If it already holds the sample corpus, nothing is changed.
+        vocab_size: size of the tokenizer's vocabulary.
     """
     from titan_disp.data.sample import is_complete, write_sample
 
@@ -36,30 +53,31 @@ def sample_data(folder: Annotated[Path, tyro.conf.Positional], vocab_size: int =
     )
 
 
-data = tyro.extras.SubcommandApp()
-app.command(data, name="data", help="Inspect the data stream, or download data.")
+data = app.group("data", "Download a data set, or hash the batches that a run trains on.")
 
 
-@data.command(name="digest")
+@data.command("digest")
 def data_digest(
-    config: Annotated[str, tyro.conf.Positional],
-    overrides: Annotated[tuple[str, ...], tyro.conf.Positional] = (),
+    config: Config,
+    overrides: Overrides = (),
     steps: int = 10,
     ranks: int = 1,
-    resume_at: tuple[int, ...] = (),
-    resume_ranks: tuple[int, ...] = (),
+    resume_at: Steps = (),
+    resume_ranks: Steps = (),
     json: bool = False,
 ) -> None:
-    """Run the data loaders of N ranks without a model, and print one sha256 per global batch.
+    """Run the data loaders without a model, and print the SHA-256 of each global batch.
+
+    Two configs that print the same hashes train on the same batches in the same order.
 
     Args:
-        config: TOML file.
-        overrides: options for any keys of the config, such as --training.dataset_path DIR --stream.prefetch 0.
+        config: TOML file of the run.
+        overrides: options that replace keys of the config, such as --training.dataset_path DIR --stream.prefetch 0.
         steps: number of global batches.
         ranks: number of data-parallel ranks.
-        resume_at: steps after which all ranks stop, and new ranks resume from the saved positions.
-        resume_ranks: number of ranks after each of these stops.
-        json: print only one JSON object, with hashes, bytes_read, files_read, read_amplification and counters.
+        resume_at: steps after which all ranks stop and new ranks resume from the saved positions. The default is never.
+        resume_ranks: number of new ranks after each step of --resume-at.
+        json: print one JSON object with hashes, bytes_read, files_read, read_amplification and counters.
     """
     import dataclasses
     from json import dumps
@@ -89,24 +107,24 @@ def data_digest(
     print("  ".join(f"{name}: {value:,g}" for name, value in result.counters.items()))
 
 
-@data.command(name="fetch")
+@data.command("fetch")
 def data_fetch(
-    folder: Annotated[Path, tyro.conf.Positional],
+    folder: Annotated[Path, Positional, arg(metavar="FOLDER")],
     dataset: str = "c4",
-    shards: str | None = None,
+    shards: OptionalStr = None,
     split: Literal["both", "train", "validation"] = "both",
     workers: int = 4,
 ) -> None:
-    """Download C4 or another data set from the Hugging Face hub, and check each file's size and sha256.
+    """Download C4 or another data set from the Hugging Face hub.
 
-    An interrupted download is resumed by the same command.
+    The size and the SHA-256 of each file are checked. Run the same command again to resume an interrupted download.
 
     Args:
-        folder: root folder of the copy. Set training.dataset_path to it in later runs.
+        folder: folder to download to. Set training.dataset_path to it in later runs.
         dataset: c4, hf:OWNER/NAME, hf:OWNER/NAME:CONFIGURATION or hf:OWNER/NAME:CONFIGURATION:SPLIT. Set
             training.dataset to the same name in later runs.
-        shards: numbers of the training files, such as 0-63 or 0-3,17. If the data set has a single split, its files are
-            meant. The default is all files (C4 has 1024, about 327 GB).
+        shards: numbers of the training files to download, such as 0-63 or 0-3,17. If the data set has a single split,
+            the numbers count its files. The default is all files (C4 has 1024, about 327 GB).
         split: split to download, unless the data set's name includes it. "both" also downloads the validation split, if
             there is one.
         workers: number of parallel downloads.
@@ -120,19 +138,19 @@ def data_fetch(
     print(f"{folder} is complete: training.dataset = {dataset!r}, training.dataset_path = {str(folder)!r}")
 
 
-@app.command
+@app.command("train")
 def train(
-    config: Annotated[str, tyro.conf.Positional],
-    overrides: Annotated[tuple[str, ...], tyro.conf.Positional] = (),
-    nproc: int | None = None,
+    config: Config,
+    overrides: Overrides = (),
+    nproc: OptionalInt = None,
 ) -> None:
-    """Train on this machine: run titan_disp.train under torchrun.
+    """Train on this machine, on all of its GPUs, or on the CPU if there is none.
 
-    titan-disp config and docs/configuration.md list the keys that the file and the options can set.
+    This runs titan_disp.train under torchrun. titan-disp config and docs/configuration.md list all keys of the config.
 
     Args:
-        config: TOML file.
-        overrides: options for any keys of the config, such as --training.steps 20 --dispersion.no-enabled
+        config: TOML file of the run.
+        overrides: options that replace keys of the config, such as --training.steps 20 --dispersion.no-enabled
             --dispersion.layers 1 2.
         nproc: number of ranks. The default is one per GPU, or 1 without a GPU.
     """
@@ -141,9 +159,12 @@ def train(
     raise SystemExit(launch(config, list(overrides), nproc))
 
 
-@app.command
-def config(name: Annotated[str | None, tyro.conf.Positional] = None, markdown: bool = False) -> None:
-    """Print the keys of the config with their types, defaults and descriptions. This does not import PyTorch.
+@app.command("config")
+def config(
+    name: Annotated[str | None, Positional, arg(metavar="[NAME]", help_behavior_hint="(optional)")] = None,
+    markdown: bool = False,
+) -> None:
+    """Print the keys of the config with their types, defaults and descriptions.
 
     Args:
         name: a section such as dispersion, or a key such as dispersion.coeff or seq_len, of titan-disp or TorchTitan.
@@ -157,37 +178,40 @@ def config(name: Annotated[str | None, tyro.conf.Positional] = None, markdown: b
     print(config_reference.markdown() if markdown else config_reference.reference(name) + "\n", end="", flush=True)
 
 
-@app.command
+@app.command("plan")
 def plan(
-    config: Annotated[str, tyro.conf.Positional],
-    overrides: Annotated[tuple[str, ...], tyro.conf.Positional] = (),
+    config: Config,
+    overrides: Overrides = (),
     nodes: int = 1,
     gpus_per_node: int = 8,
     gpu: str = "H100",
     mfu: float = 0.4,
-    node_bandwidth: float | None = None,
-    network_bandwidth: float | None = None,
+    node_bandwidth: OptionalFloat = None,
+    network_bandwidth: OptionalFloat = None,
     storage_bandwidth: float = 2.0,
     strict: bool = False,
     json: bool = False,
 ) -> None:
-    """Predict a run's mesh, batches, steps, bytes, FLOPs and days before it is queued. Needs no data, tokenizer or GPU.
+    """Predict a run's mesh, batches, steps, memory, communication and days before it is queued.
+
+    This needs no data, no tokenizer and no GPU.
 
     Args:
-        config: TOML file.
-        overrides: options for any keys of the config, such as --training.local_batch_size 3.
+        config: TOML file of the run.
+        overrides: options that replace keys of the config, such as --training.local_batch_size 3.
         nodes: number of nodes.
-        gpus_per_node: GPUs and ranks per node. On MI250X, each GCD counts as a GPU.
-        gpu: A100, H100, H200, MI250X-GCD or MI300X.
-        mfu: fraction of the GPU's bf16 peak that training is assumed to reach.
-        node_bandwidth: GB/s that a GPU sends to others of its node. The default is the vendor's peak
+        gpus_per_node: number of GPUs per node, with one rank each. Each of the two dies (GCDs) of an MI250X counts as a
+            GPU.
+        gpu: kind of GPU: A100, H100, H200, MI250X-GCD or MI300X.
+        mfu: fraction of the GPU's peak bf16 FLOP/s that training is assumed to reach (model FLOPs utilization).
+        node_bandwidth: GB/s from a GPU to the others of its node. The default is the vendor's peak
             (titan_disp/cluster/hardware.py).
-        network_bandwidth: GB/s that a GPU sends to other nodes. The default is 400 Gb/s per H100, H200 or MI300X, 200
-            Gb/s per A100, and 100 Gb/s per MI250X-GCD. slurm/preflight.sbatch measures the bandwidth of a whole node:
-            divide it by the number of the node's GPUs.
+        network_bandwidth: GB/s from a GPU to other nodes. The default is 50 per H100, H200 or MI300X, 25 per A100, and
+            12.5 per MI250X-GCD. slurm/preflight.sbatch measures the bandwidth of a whole node. Divide it by the number
+            of GPUs per node.
         storage_bandwidth: GB/s that all ranks together write to the run folder. The default is a guess.
-        strict: fail if data or the tokenizer is missing, rather than warn.
-        json: print only one JSON object.
+        strict: fail, rather than warn, if the data or the tokenizer is missing.
+        json: print one JSON object.
     """
     import dataclasses
     from json import dumps
@@ -211,24 +235,24 @@ def plan(
     print(dumps(dataclasses.asdict(made)) if json else render(made))
 
 
-@app.command
+@app.command("preflight")
 def preflight(
-    config: Annotated[str, tyro.conf.Positional],
-    overrides: Annotated[tuple[str, ...], tyro.conf.Positional] = (),
+    config: Config,
+    overrides: Overrides = (),
     ranks: int = 1,
-    flavor: str | None = None,
-    seq_len: int | None = None,
+    flavor: OptionalStr = None,
+    seq_len: OptionalInt = None,
 ) -> None:
-    """Run one real step of rank 0 of the config's mesh on this machine, with fake communication and random tokens.
+    """Run one training step as rank 0 of the whole job, with fake communication and random tokens.
 
-    Without a GPU, the model and the sequences are small. The report lists all changes to the config.
-    slurm/preflight.sbatch checks the nodes of a cluster.
+    Without a GPU, the model and the sequences are small. The report lists all changes to the config. To check the nodes
+    of a cluster, submit slurm/preflight.sbatch.
 
     Args:
-        config: TOML file.
-        overrides: options for any keys of the config.
+        config: TOML file of the run.
+        overrides: options that replace keys of the config, such as --training.local_batch_size 3.
         ranks: number of ranks of the whole job.
-        flavor: flavor of the model. The default is the config's on a GPU, and a small one without a GPU.
+        flavor: size of the model (model.flavor). The default is the config's on a GPU, and a small one without a GPU.
         seq_len: tokens per sequence. The default is the config's on a GPU, and about 128 without a GPU.
     """
     from titan_disp.cluster.preflight import preflight as run
@@ -236,40 +260,40 @@ def preflight(
     print("\n".join(run(["--job.config_file", config, *overrides], ranks, flavor, seq_len).lines()))
 
 
-@app.command
+@app.command("submit")
 def submit(
-    config: Annotated[str, tyro.conf.Positional],
-    overrides: Annotated[tuple[str, ...], tyro.conf.Positional] = (),
+    config: Config,
+    overrides: Overrides = (),
     nodes: int = 1,
     gpus_per_node: int = 8,
     gpu: str = "H100",
     site: str = "generic",
-    sbatch: tuple[str, ...] = (),
+    sbatch: Sbatch = (),
     dry_run: bool = False,
 ) -> None:
-    """Print the plan, then submit slurm/pretrain.sbatch to SLURM.
+    """Print the plan of a run, then submit it to SLURM (slurm/pretrain.sbatch).
 
     Args:
-        config: TOML file.
-        overrides: options for any keys of the config.
+        config: TOML file of the run.
+        overrides: options that replace keys of the config, such as --training.steps 20.
         nodes: number of nodes.
-        gpus_per_node: GPUs to request per node. 0 requests none, for nodes without GPUs.
-        gpu: kind of GPU for the plan's days and memory (titan-disp plan lists them).
-        site: name of a file in slurm/sites without .sh, or a path.
+        gpus_per_node: number of GPUs to request per node. 0 requests none, for nodes without GPUs.
+        gpu: kind of GPU for the plan: A100, H100, H200, MI250X-GCD or MI300X.
+        site: settings of your cluster: the name of a file in slurm/sites without .sh, or a path.
         sbatch: further options for sbatch without dashes, such as --sbatch time=24:00:00 account=abc partition=gpu.
-        dry_run: print the command instead of running it.
+        dry_run: print the sbatch command instead of running it.
     """
     from titan_disp.cluster.submit import submit as run
 
     raise SystemExit(run(config, list(overrides), nodes, gpus_per_node, gpu, site, list(sbatch), dry_run))
 
 
-@app.command
+@app.command("condensation")
 def condensation(
-    targets: Annotated[tuple[str, ...], tyro.conf.Positional],
+    targets: Annotated[tuple[str, ...], Positional, arg(metavar="[TARGET ...]", help_behavior_hint="(optional)")],
     out: Path,
-    text: Path | None = None,
-    dataset: str | None = None,
+    text: Annotated[Path | None, arg(metavar="PATH", help_behavior_hint="(required, or --dataset)")] = None,
+    dataset: Annotated[str | None, arg(metavar="STR", help_behavior_hint="(required, or --text)")] = None,
     text_field: str = "text",
     sequences: int = 32,
     max_length: int = 512,
@@ -277,27 +301,28 @@ def condensation(
     contiguous: bool = False,
     special_tokens: bool = False,
     all_steps: bool = False,
-    family: tuple[str, ...] = (),
-    pair: tuple[str, ...] = (),
-    tokenizer: Path | None = None,
+    family: Annotated[tuple[str, ...], arg(metavar="NAME=TARGET,… ...", help_behavior_hint="(optional)")] = (),
+    pair: Annotated[tuple[str, ...], arg(metavar="BASE,OTHER ...", help_behavior_hint="(optional)")] = (),
+    tokenizer: OptionalPath = None,
     batch_size: int = 8,
     device: str = "cpu",
     dtype: Literal["float32", "bfloat16", "float16", "auto"] = "float32",
     trust_remote_code: bool = False,
 ) -> None:
-    """Measure the condensation of trained models, layer by layer on the same text, and draw it.
+    """Measure and draw the embedding condensation of trained models, layer by layer, on the same text.
 
-    Use --sequences 100 --contiguous --special-tokens to measure as in the paper.
+    Condensation is measured by the cosines between the embeddings of a sequence's tokens. To measure as in the paper
+    (arXiv 2602.00217), use --sequences 100 --contiguous --special-tokens.
 
     Args:
-        targets: RUN (its newest checkpoint), RUN/STEP, a folder of a Hugging Face causal language model, or MODEL or
-            MODEL@REVISION of the Hugging Face hub, such as gpt2. If the hub does not answer, the local cache is used.
-            Several revisions of a model are drawn over training.
+        targets: models to measure. A target is RUN (the newest checkpoint of a run folder), RUN/STEP, a folder of a
+            Hugging Face causal language model, or MODEL or MODEL@REVISION of the Hugging Face hub, such as gpt2. If the
+            hub does not answer, the local cache is used. Several revisions of a model are drawn over training.
         out: folder for NAME.npz, metrics.json, metrics.csv and the pictures. Files of the same names are overwritten.
-        text: file of plain UTF-8 text, or of documents in .json.gz, .jsonl, .parquet, …
-        dataset: replaces --text: a folder as for training.dataset_path, whose validation split is used, a glob, or
-            hf:….
-        text_field: field of JSON documents, and column of Parquet files, that holds the text, as stream.text_field of a run.
+        text: file of plain UTF-8 text, or of documents, such as .json.gz, .jsonl or .parquet.
+        dataset: folder as for training.dataset_path, of which the validation split is used, glob, or data set of the hub,
+            such as hf:OWNER/NAME.
+        text_field: field of JSON documents, or column of Parquet files, that holds the text.
         sequences: number of randomly sampled sequences.
         max_length: tokens per sequence, or fewer if a model has fewer positions.
         seed: seed of the sample.
@@ -305,14 +330,14 @@ def condensation(
             joined pieces of it.
         special_tokens: give each sequence the special tokens that the tokenizer puts around a text.
         all_steps: measure all checkpoints of each RUN.
-        family: NAME=MODEL,MODEL,… for models of several sizes. They are measured like targets, and ρ and τ are drawn
-            against the number of parameters.
-        pair: BASE,MODEL for two models to compare, such as a base model and a distilled one. They are measured like
-            targets, and ρ and τ are drawn side by side.
+        family: models of several sizes, as NAME=TARGET,TARGET,…. They are measured too. The rank correlations between
+            cosine and depth (Spearman's ρ and Kendall's τ) are drawn against the number of parameters.
+        pair: two models to compare, as BASE,OTHER, such as a base model and a distilled one. They are measured too. The
+            same rank correlations are drawn side by side.
         tokenizer: folder of a tokenizer that replaces each model's own.
         batch_size: sequences per forward pass.
         device: cpu, cuda, cuda:1, or auto, which spreads a Hugging Face model over all GPUs (needs accelerate).
-        dtype: dtype of weights and activations; auto keeps the saved one. Cosines are computed in float64.
+        dtype: dtype of the weights and activations. auto keeps the saved one. Cosines are computed in float64.
         trust_remote_code: run the Python code that comes with a model if transformers does not know the model.
     """
     from titan_disp.inspection.condensation import Sampling
@@ -337,9 +362,9 @@ def condensation(
     )
 
 
-@app.command
+@app.command("report")
 def report(
-    runs: Annotated[tuple[str, ...], tyro.conf.Positional],
+    runs: Annotated[tuple[str, ...], Positional, arg(metavar="RUN ...", help_behavior_hint="(required)")],
     out: Path = Path("report.html"),
 ) -> None:
     """Write an HTML page that shows or compares the losses, condensation, restarts and configs of runs.
@@ -347,8 +372,9 @@ def report(
     The runs may still be training.
 
     Args:
-        runs: run folders (job.dump_folder), or NAME=RUN,RUN,… for several seeds of one condition. Curves show their
-            mean in a band. Runs whose configs differ only in their seeds are grouped automatically.
+        runs: run folders (job.dump_folder), or NAME=RUN,RUN,… for runs that differ only in their seeds. Curves show the
+            mean of such a group and a band around it. Runs whose configs differ only in their seeds are grouped
+            automatically.
         out: file of the page, which needs no other file and no network.
     """
     from titan_disp.report.page import write_report
@@ -357,22 +383,24 @@ def report(
     print(f"{written}: {written.stat().st_size / 1e6:.1f} MB")
 
 
-@app.command
+@app.command("export")
 def export(
-    target: Annotated[str, tyro.conf.Positional],
-    dest: Annotated[Path, tyro.conf.Positional],
+    target: Annotated[str, Positional, arg(metavar="TARGET")],
+    dest: Annotated[Path, Positional, arg(metavar="FOLDER")],
     dtype: Literal["float32", "bfloat16", "float16"] = "float32",
     max_shard_size: str = "5GB",
-    tokenizer: Path | None = None,
+    tokenizer: OptionalPath = None,
 ) -> None:
-    """Export a run's model to a Hugging Face folder with safetensors, config, tokenizer and model card. Needs no GPU.
+    """Export a run's model to a Hugging Face folder.
+
+    The folder has safetensors, the config, the tokenizer and a model card. This needs no GPU.
 
     Args:
-        target: RUN (its newest checkpoint) or RUN/STEP.
+        target: RUN (the newest checkpoint of a run folder) or RUN/STEP.
         dest: folder to write. It must be empty or not exist.
         dtype: dtype of the weights.
         max_shard_size: largest size of one safetensors file.
-        tokenizer: folder of the tokenizer, if the path in the run's config does not exist here.
+        tokenizer: folder of the tokenizer. The default is the path in the run's config.
     """
     from titan_disp.export.export import export as run
 
@@ -380,11 +408,12 @@ def export(
     print(f"{saved.name} is in {dest}: load it with AutoModelForCausalLM.from_pretrained({str(dest)!r})")
 
 
-@app.command
-def checkpoint(run: Annotated[Path, tyro.conf.Positional], step: int | None = None) -> None:
-    """List a run's checkpoints and verify all of their bytes. Needs no GPU. The run may be training.
+@app.command("checkpoint")
+def checkpoint(run: Annotated[Path, Positional, arg(metavar="RUN")], step: OptionalInt = None) -> None:
+    """List a run's checkpoints, and verify all of their bytes.
 
-    The exit status is 1 if a checkpoint is damaged. Checkpoints that a run has set aside (damaged-N) do not count.
+    This needs no GPU, and the run may be training. The exit status is 1 if a checkpoint is damaged. Checkpoints that
+    the run has already set aside as damaged (damaged-N) do not count.
 
     Args:
         run: the run's folder (job.dump_folder).
@@ -399,81 +428,79 @@ def checkpoint(run: Annotated[Path, tyro.conf.Positional], step: int | None = No
     raise SystemExit(1 if damaged else 0)
 
 
-@app.command
+@app.command("generate")
 def generate(
-    target: Annotated[str, tyro.conf.Positional],
-    prompt: Annotated[str, tyro.conf.Positional],
+    target: Annotated[str, Positional, arg(metavar="TARGET")],
+    prompt: Annotated[str, Positional, arg(metavar="PROMPT")],
     max_new_tokens: int = 64,
     temperature: float = 0.8,
     top_k: int = 50,
     seed: int = 0,
-    tokenizer: Path | None = None,
+    tokenizer: OptionalPath = None,
 ) -> None:
     """Continue a text on the CPU with the model of a run or an exported model.
 
     Args:
-        target: RUN (its newest checkpoint), RUN/STEP, or a Hugging Face folder.
-        prompt: beginning of the text; "" begins a new document.
-        max_new_tokens: most tokens to generate. The text also ends at the sequence length of training.
-        temperature: temperature of the sampling; 0 always takes the most probable token.
-        top_k: number of most probable tokens to sample from; 0 means all.
+        target: RUN (the newest checkpoint of a run folder), RUN/STEP, or a Hugging Face folder.
+        prompt: beginning of the text. "" begins a new document.
+        max_new_tokens: largest number of tokens to generate. The text also ends at the sequence length of training.
+        temperature: temperature of the sampling. 0 always takes the most probable token.
+        top_k: number of most probable tokens to sample from. 0 means all.
         seed: seed of the sampling.
-        tokenizer: folder of the tokenizer, if the path in the run's config does not exist here.
+        tokenizer: folder of the tokenizer. The default is the path in the run's config.
     """
     from titan_disp.export.generate import generate as run
 
     print(run(target, prompt, max_new_tokens, temperature, top_k, seed, tokenizer))
 
 
-@app.command
+@app.command("evaluate")
 def evaluate(
-    models: Annotated[tuple[str, ...], tyro.conf.Positional],
-    tasks: tuple[str, ...] = ("paper",),
-    limit: int | None = None,
-    num_fewshot: int | None = None,
+    models: Annotated[tuple[str, ...], Positional, arg(metavar="MODEL ...", help_behavior_hint="(required)")],
+    tasks: Annotated[tuple[str, ...], arg(metavar="TASK ...")] = ("paper",),
+    limit: OptionalInt = None,
+    num_fewshot: OptionalInt = None,
     batch_size: int | Literal["auto"] = "auto",
-    device: str | None = None,
+    device: OptionalStr = None,
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto",
     seed: int = 0,
-    include_path: Path | None = None,
+    include_path: OptionalPath = None,
     out: Path = Path("evaluation"),
     protocol: Literal["paper", "authors-qwen3", "authors-gpt2"] = "paper",
 ) -> None:
-    """Run lm-evaluation-harness on models, and compare them with the first one document by document and over seeds.
+    """Run lm-evaluation-harness on models, and compare each with the first one.
+
+    Models are compared document by document, and over several seeds.
 
     Args:
-        models: folders of Hugging Face models, such as titan-disp export writes, models of the hub, RUN or RUN/STEP, or
-            NAME=MODEL,MODEL,… for several seeds of one condition. The others are compared with the first one.
+        models: folders of Hugging Face models, such as titan-disp export writes, models of the hub, RUN (the newest
+            checkpoint of a run folder), RUN/STEP, or NAME=MODEL,MODEL,… for models that differ only in their seeds.
         tasks: names of the harness's tasks, groups or tags. "paper" stands for the ten tasks of arXiv 2602.00217.
-        limit: number of first documents per task (for MMLU, per subject). The default is the protocol's.
-        num_fewshot: examples in the prompt. The default is the protocol's for the paper's ten tasks, or else the task's
-            own.
+        limit: number of documents per task (for MMLU, per subject), from the first on. The default is that of
+            --protocol.
+        num_fewshot: number of examples in the prompt. The default is that of --protocol for the paper's ten tasks, and
+            the task's own for others.
         batch_size: sequences per batch. auto takes the largest batch that fits on a GPU, or 8 on a CPU.
         device: a device such as cpu or cuda:1. The default is the GPU, or the CPU without one.
-        dtype: dtype of the weights; auto keeps the saved one.
+        dtype: dtype of the weights. auto keeps the saved one.
         seed: seed for the choice of examples.
-        include_path: folder with your own task files.
+        include_path: folder with your own task files. The default is none.
         out: folder for results.json, samples.jsonl, table.md and table.csv. It must not hold an earlier evaluation.
         protocol: number of documents and examples for the paper's ten tasks. "paper" takes all documents, and five
             examples or none. The authors' scripts have two protocols: "authors-qwen3" takes 200 documents, and five
-            examples or none; "authors-gpt2" takes 500 documents, and one example or none.
+            examples or none. "authors-gpt2" takes 500 documents, and one example or none.
     """
     from titan_disp.evaluate.evaluation import evaluate as run
 
     run(models, tasks, limit, num_fewshot, batch_size, device, dtype, seed, include_path, out, protocol)
 
 
-sweep = tyro.extras.SubcommandApp()
-app.command(
-    sweep,
-    name="sweep",
-    help="Train or submit many runs from one file (sweep FILE), and compare them (sweep table FILE).",
-)
+sweep = app.group("sweep", "Train or submit the runs of a sweep, or compare them.")
 
 
-@sweep.command(name="run")
+@sweep.command("run")
 def sweep_run(
-    file: Annotated[Path, tyro.conf.Positional],
+    file: Annotated[Path, Positional, arg(metavar="FILE")],
     jobs: int = 1,
     nproc: int = 1,
     submit: bool = False,
@@ -481,12 +508,12 @@ def sweep_run(
     gpus_per_node: int = 8,
     gpu: str = "H100",
     site: str = "generic",
-    sbatch: tuple[str, ...] = (),
+    sbatch: Sbatch = (),
     dry_run: bool = False,
 ) -> None:
-    """Train all unfinished points of a sweep on this machine, or submit them as an array of SLURM jobs.
+    """Train all unfinished runs of a sweep on this machine, or submit them as an array of SLURM jobs.
 
-    A point is one run of the sweep. titan-disp sweep FILE is short for this command. Run it again to continue after an
+    Each run is a point of the sweep. titan-disp sweep FILE is short for this command. Run it again to continue after an
     interruption. The exit status is 0 if all points are finished or submitted.
 
     Args:
@@ -495,11 +522,11 @@ def sweep_run(
         nproc: ranks per point on this machine.
         submit: submit an array of jobs (slurm/sweep.sbatch) instead of training here. The options below apply to it.
         nodes: nodes per point.
-        gpus_per_node: GPUs to request per node. 0 requests none, for nodes without GPUs.
-        gpu: kind of GPU for the plan's days and memory (titan-disp plan lists them).
-        site: name of a file in slurm/sites without .sh, or a path.
+        gpus_per_node: number of GPUs to request per node. 0 requests none, for nodes without GPUs.
+        gpu: kind of GPU for the plan: A100, H100, H200, MI250X-GCD or MI300X.
+        site: settings of your cluster: the name of a file in slurm/sites without .sh, or a path.
         sbatch: further options for sbatch without dashes, such as --sbatch time=24:00:00 account=abc cpus-per-task=8.
-        dry_run: print the command instead of running it.
+        dry_run: print the sbatch command instead of running it.
     """
     from titan_disp.sweeps.definition import read_sweep
 
@@ -515,19 +542,19 @@ def sweep_run(
     raise SystemExit(int(any(result.outcome != "finished" for result in results)))
 
 
-@sweep.command(name="table")
+@sweep.command("table")
 def sweep_table(
-    file: Annotated[Path, tyro.conf.Positional],
-    against: str | None = None,
-    metric: str | None = None,
-    out: Path | None = None,
+    file: Annotated[Path, Positional, arg(metavar="FILE")],
+    against: OptionalStr = None,
+    metric: OptionalStr = None,
+    out: OptionalPath = None,
 ) -> None:
     """Compare the points of a sweep: means over seeds, and differences to one point, paired by seed.
 
-    The runs may still be training.
+    A point is one run of the sweep. The runs may still be training.
 
     Args:
-        file: TOML file of the sweep.
+        file: TOML file of the sweep (docs/sweeps.md).
         against: name of the point, without its seed, that the others are compared with. The default is the file's
             sweep.against. Without either, there is no comparison.
         metric: metric of each run after its last step: validation, cross_entropy, ce, loss, dispersion, grad_norm,
@@ -550,14 +577,16 @@ def _split_overrides(argv: Sequence[str]) -> list[str]:
     own: list[str] = []
     theirs: list[str] = []
     current = own
-    for arg in argv:
-        if arg.startswith("--"):
-            current = theirs if "." in arg.partition("=")[0] else own
-        current.append(arg)
+    for word in argv:
+        if word.startswith("--"):
+            current = theirs if "." in word.partition("=")[0] else own
+        current.append(word)
     return [*own, *(["--", *theirs] if theirs else [])]
 
 
 def main() -> None:
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # Help and tables have characters that a terminal may not have.
     argv = sys.argv[1:]
     if argv[:1] in (["train"], ["plan"], ["submit"], ["preflight"]) or argv[:2] == ["data", "digest"]:
         argv = _split_overrides(argv)

@@ -23,8 +23,11 @@ class InUseError(ConfigError):
     """Another job uses the run folder."""
 
 
-class CheckpointError(ConfigError):
-    """A checkpoint cannot be saved, or no checkpoint can be loaded."""
+class CheckpointError(UserError):
+    """A checkpoint cannot be saved, or no checkpoint can be loaded.
+
+    The configuration may be right and the disk full or the checkpoint damaged.
+    """
 
 
 class NonFiniteError(UserError):

@@ -160,7 +160,7 @@ class LocalSlurm:
         self._client("scontrol", "update", f"NodeName={name}", f"State={state}", "Reason=test")
 
     def log(self, id: int) -> str:
-        """What the job has written to its StdOut; empty before it has started."""
+        """Return what the job has written to its StdOut, or an empty text before it has started."""
         path = Path(self.job(id)["StdOut"])
         return path.read_text(errors="replace") if path.exists() else ""
 
@@ -276,7 +276,7 @@ def _free_ports(count: int) -> list[int]:
 
 
 def processes_with(text: str) -> dict[int, str]:
-    """The commands, by pid, of the processes that have ``text`` (NAME=value) in their environment."""
+    """Return the commands, by pid, of the processes that have ``text`` (NAME=value) in their environment."""
     found = {}
     for folder in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):  # the process has ended

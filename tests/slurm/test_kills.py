@@ -1,8 +1,8 @@
-"""A two-node job of a local SLURM whose processes are killed at random moments: KILLS of them, asked for by the environment.
+"""This test kills processes of a two-node job of a local SLURM at random moments, KILLS times.
 
 KILLS=20 SEED=1 python -m pytest tests/slurm/test_kills.py
 
-Half a minute each. `make test-night` does the same without SLURM (tests/test_training.py).
+Each kill takes half a minute. `make test-night` does the same without SLURM (tests/test_training.py).
 """
 
 import os
@@ -32,7 +32,10 @@ pytestmark = [
 
 
 def processes(job):
-    """Ids of the ranks, of torchrun and of srun; neither the batch script nor the supervisor, whose death ends the job."""
+    """Return the ids of the ranks, of torchrun and of srun.
+
+    The batch script and the supervisor are left out, because their death ends the job.
+    """
     commands = processes_with(f"SLURM_JOB_ID={job}\0")
     helpers = set()  # srun forks one, without which it goes on
     for pid, command in commands.items():
@@ -45,7 +48,10 @@ def processes(job):
 
 
 def test_killed_at_random_moments(jobs, sample, tmp_path):  # noqa: F811
-    """kill -9 while it starts, trains or saves: the losses are an uninterrupted run's, and no checkpoint is lost."""
+    """Processes are killed by kill -9 during start, training or saving.
+
+    The losses equal those of an uninterrupted run, and no checkpoint is lost.
+    """
     chance = random.Random(SEED)
     options = ("--training.steps", str(STEPS), "--checkpoint.async_mode", "async")
     run = tmp_path / "run"

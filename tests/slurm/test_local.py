@@ -1,4 +1,4 @@
-"""The local cluster itself: what the tests of our jobs rely on."""
+"""These tests check the local cluster itself, on which the tests of our jobs rely."""
 
 import os
 import subprocess
@@ -43,7 +43,7 @@ def slurm(tmp_path_factory):
 
 @pytest.fixture
 def submit(slurm, tmp_path):
-    """Submits a script; what is left of its jobs is cancelled."""
+    """Return a function that submits a script. Jobs that still run at the end are cancelled."""
     jobs = []
 
     def submit(script, *options, **env):
@@ -65,12 +65,12 @@ def until_logged(slurm, job, text, timeout=60):
 
 
 def when(log, word):
-    """The time of the line that begins with ``word``, in seconds."""
+    """Return the time in the line that begins with ``word``, in seconds."""
     return next(float(line.split()[-1]) for line in log.splitlines() if line.startswith(word))
 
 
 def processes(folder):
-    """What runs with the environment of the cluster in ``folder``: a pid and its command."""
+    """Return pid and command of each process that has the environment of the cluster in ``folder``."""
     return list(processes_with(f"SLURM_CONF={folder}/").items())
 
 
@@ -90,7 +90,10 @@ def test_two_nodes(slurm, submit):
 
 
 def test_a_step_has_all_cpus_of_unequal_nodes(slurm, submit):
-    """Where nobody asks for CPUs. The first node's count cannot be had on all; of an option given twice the last counts."""
+    """A step has them if nobody asks for CPUs.
+
+    The first node's number is more than other nodes have. If an option is given twice, the last one counts.
+    """
     step = "srun --ntasks-per-node=1 --mem=0 --cpu-bind=none"
     show = "bash -c 'echo $SLURMD_NODENAME $SLURM_CPUS_ON_NODE'"
     lines = [f"{step} {show}", f"echo; {step} --cpus-per-task=2 --cpus-per-task=1 {show}"]
@@ -139,7 +142,10 @@ def test_node_down(slurm, submit):
 
 
 def test_signal_before_the_time_limit(slurm, submit):
-    """Limits are looked at every 30 s and signals come up to 60 s early: within 30 s with a limit of one minute."""
+    """SLURM checks limits every 30 s and signals up to 60 s early.
+
+    With a limit of one minute, USR1 comes within 30 s.
+    """
     job = submit(RETURNS, "--time=1", "--signal=B:USR1@50")
     until_logged(slurm, job, "ready")
     until_logged(slurm, job, "USR1", timeout=45)
@@ -165,7 +171,10 @@ def stop_in_the_middle(folder):
 
 
 def test_another_cluster_leaves_nothing(slurm, tmp_path):
-    """Beside the first; also of a job that ignores SIGTERM, a process that left it, and after an exception."""
+    """A second cluster leaves no process, not even of a job that ignores SIGTERM, and not after an exception.
+
+    The first one runs on.
+    """
     with pytest.raises(ZeroDivisionError):
         stop_in_the_middle(tmp_path)
     assert processes(tmp_path) == []
@@ -173,7 +182,7 @@ def test_another_cluster_leaves_nothing(slurm, tmp_path):
 
 
 def test_after_a_killed_cluster(tmp_path):
-    """Its daemons end with their Python; its jobs end when the next cluster starts, here in the same folder."""
+    """The daemons end with their Python process. The jobs end when the next cluster starts, here in the same folder."""
     command = [sys.executable, "-m", "tests.slurm.local"]
     killed = subprocess.Popen(
         command, cwd=ROOT, env={**os.environ, "TMPDIR": str(tmp_path)}, stdout=subprocess.PIPE, text=True

@@ -1,4 +1,4 @@
-"""slurm/preflight.sbatch on two nodes of a real local SLURM."""
+"""These tests run slurm/preflight.sbatch on two nodes of a real local SLURM."""
 
 import json
 import sys
@@ -19,7 +19,10 @@ def slurm(tmp_path_factory):
 
 @pytest.fixture
 def preflight(slurm, sample, tmp_path):
-    """(options) → state, log and report.json of a job on two nodes; its run folder is ``tmp_path / "run"``."""
+    """Return a function that maps options to state, log and report.json of a job on two nodes.
+
+    Its run folder is ``tmp_path / "run"``.
+    """
     run = tmp_path / "run"
 
     def submit(*options, sbatch=("--nodes=2",), **env):
@@ -56,7 +59,7 @@ def test_good_nodes(preflight):
 
 
 def test_unreadable_data(preflight, tmp_path):
-    """Named once for both nodes; the bandwidth is measured all the same."""
+    """The report names the data once for both nodes. The bandwidth is measured nevertheless."""
     state, log, report = preflight("--training.dataset_path", str(tmp_path / "nowhere"))
     assert state == "FAILED"
     assert "problem: n1, n2: training.dataset_path is" in log
@@ -65,7 +68,7 @@ def test_unreadable_data(preflight, tmp_path):
 
 
 def test_a_node_that_does_not_answer(preflight, tmp_path):
-    """The other two are measured, and told from the one that is not."""
+    """The bandwidth of the other two nodes is measured, and the report says which node is missing."""
     python = tmp_path / "python"
     python.write_text(
         '#!/bin/bash\n[[ "$SLURMD_NODENAME $*" != "n2 "*node_health* ]] || exit 1\n' + f'exec {sys.executable} "$@"\n'

@@ -1,6 +1,7 @@
-"""Two-node jobs of the demo model on a real local SLURM, each with one thing that goes wrong at night.
+"""These tests train the demo model in two-node jobs on a real local SLURM. In each, one thing goes wrong.
 
-Unless a test says otherwise, metrics.jsonl must equal an uninterrupted run's at full precision: same mesh, same batches.
+Unless a test says otherwise, mesh and batches are those of an uninterrupted run, and metrics.jsonl must equal that
+run's exactly.
 """
 
 import json
@@ -35,7 +36,7 @@ def slurm(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def whole(sample, tmp_path_factory):
-    """An uninterrupted run of two ranks, without SLURM."""
+    """Return an uninterrupted run of two ranks, without SLURM."""
     run = tmp_path_factory.mktemp("whole") / "run"
     train(DEMO, sample, run, *OPTIONS, nproc=2)
     return run
@@ -99,7 +100,7 @@ def events(run, *names):
 
 
 def part_of(whole, run, steps):
-    """A run folder as it was after these checkpoints."""
+    """Make a run folder as it was after these checkpoints."""
     shutil.copytree(whole, run, ignore=lambda folder, names: [n for n in names if n in ("logs", "tb")])
     for step in set(checkpoints(run / "checkpoint")) - set(steps):
         shutil.rmtree(run / "checkpoint" / f"step-{step}")
@@ -110,7 +111,10 @@ def part_of(whole, run, steps):
 
 
 def test_completes_and_refuses_a_second_job(jobs, whole, tmp_path):
-    """With the check of the nodes, and a budget in tokens; a second job on the same run folder leaves the first unharmed."""
+    """The job checks the nodes and has a budget in tokens.
+
+    A second job on the same run folder leaves the first one unharmed.
+    """
     run = tmp_path / "run"
     tokens = ("--training.steps", "-1", "--budget.tokens", str(STEPS * 16 * 32))
     first = jobs.submit(run, *tokens, faults=f"slow:1-{STEPS}@0", TITAN_DISP_CHECK_NODES="1")
@@ -140,9 +144,9 @@ def test_completes_and_refuses_a_second_job(jobs, whole, tmp_path):
 
 
 def test_preempted(jobs, whole, tmp_path):
-    """USR1 to the batch script, as --signal=B:USR1@300 sends it: saves, requeues itself, completes.
+    """After USR1 to the batch script, which --signal=B:USR1@300 sends, the job saves, requeues itself and completes.
 
-    Before training, it is a failure that counts: a time limit that leaves no time to train would loop for ever.
+    A signal before training counts as a failure. Otherwise a short time limit would requeue the job forever.
     """
     run = tmp_path / "run"
     job = jobs.submit(run, faults=f"slow:1-{STEPS}@0")
@@ -162,7 +166,7 @@ def test_preempted(jobs, whole, tmp_path):
 
 
 def test_time_limit(jobs, whole, tmp_path):
-    """SLURM's own signal before the limit; the requeued job has the limit anew."""
+    """SLURM sends the signal before the limit. The requeued job has the full time limit again."""
     run = tmp_path / "run"
     lead = {"sbatch": ("--time=2", "--signal=B:USR1@75"), "TITAN_DISP_SIGNAL_SECONDS": "75"}
     job = jobs.submit(run, faults="slow:1-16@0", SLOW="3", **lead)
@@ -174,7 +178,7 @@ def test_time_limit(jobs, whole, tmp_path):
 
 
 def test_killed_rank(jobs, whole, tmp_path):
-    """kill -9 of one rank: requeued, completes, at most one checkpoint interval repeated."""
+    """After kill -9 of one rank, the job is requeued and completes. It repeats at most one checkpoint interval."""
     run = tmp_path / "run"
     job = jobs.submit(run, faults="kill:7@1", once=True)
     log = jobs.completed(job, restarts=1)
@@ -184,7 +188,7 @@ def test_killed_rank(jobs, whole, tmp_path):
 
 
 def test_killed_while_saving(jobs, whole, tmp_path):
-    """kill -9 in an asynchronous save: the unfinished folder is neither resumed from nor counted."""
+    """After kill -9 during an asynchronous save, the unfinished folder is neither loaded nor counted."""
     run = tmp_path / "run"
     options = ("--checkpoint.async_mode", "async", "--checkpoint.keep_latest_k", "2")
     job = jobs.submit(run, *options, faults="kill_in_save:8@1", once=True)
@@ -201,7 +205,7 @@ def test_killed_while_saving(jobs, whole, tmp_path):
 
 
 def test_node_down(jobs, whole, tmp_path):
-    """The job restarts on other nodes, by SLURM's own requeue."""
+    """SLURM requeues the job itself, and it restarts on other nodes."""
     run = tmp_path / "run"
     job = jobs.submit(run, faults=f"slow:1-{STEPS}@0", sbatch=("--nodelist=n[1-2]",))
     jobs.until_step(job, run, 6)
@@ -218,7 +222,7 @@ def test_node_down(jobs, whole, tmp_path):
 
 
 def test_one_node_instead_of_two(jobs, whole, tmp_path):
-    """The same batches; losses to fp32 in another order of summation."""
+    """The batches are the same. The losses agree up to fp32 rounding, because sums are in another order."""
     run = part_of(whole, tmp_path / "run", [4, 8])
     jobs.completed(jobs.submit(run, sbatch=("--nodes=1",)), restarts=0)
     assert events(run, "resume") == [("resume", 8)]
@@ -233,7 +237,7 @@ def test_one_node_instead_of_two(jobs, whole, tmp_path):
 
 @pytest.mark.parametrize("damage", ["truncated", "one bit"])
 def test_damaged_checkpoint(jobs, whole, tmp_path, damage):
-    """Falls back to the one before, and says so."""
+    """The run falls back to the checkpoint before, and says so."""
     run = part_of(whole, tmp_path / "run", [4, 8])
     file = next((run / "checkpoint" / "step-8").glob("__1_*.distcp"))
     if damage == "truncated":
@@ -252,7 +256,7 @@ def test_damaged_checkpoint(jobs, whole, tmp_path, damage):
 
 
 def test_crash_at_once(jobs, tmp_path):
-    """Stops after the cap, with the reason on top of the log."""
+    """The job stops after the largest number of retries, with the reason at the top of the log."""
     run = tmp_path / "run"
     job = jobs.submit(run, faults="crash:0@1", TITAN_DISP_MAX_RETRIES="1")
     fields = jobs.slurm.wait(job, "FAILED", timeout=200, restarts=1)
@@ -270,7 +274,7 @@ def test_crash_at_once(jobs, tmp_path):
 
 
 def test_not_finite(jobs, tmp_path):
-    """Skipped on all ranks alike; too many in a row: all ranks stop, with step and term on top of the log."""
+    """All ranks skip the step. After too many in a row, all ranks stop, with step and term at the top of the log."""
     run = tmp_path / "run"
     faults = "nan_loss:3@1,inf_gradient:5@0,nan_loss:9-16@0"
     job = jobs.submit(run, "--guard.max_skipped_steps", "3", faults=faults, TITAN_DISP_MAX_RETRIES="0")
@@ -285,7 +289,7 @@ def test_not_finite(jobs, tmp_path):
 
 
 def test_hang(jobs, whole, tmp_path):
-    """A rank that stops answering runs into the time-out of the others; requeued, completes."""
+    """If a rank stops answering, the other ranks time out. The job is requeued and completes."""
     run = tmp_path / "run"
     job = jobs.submit(run, "--comm.train_timeout_seconds", "10", faults="hang:7@1", once=True)
     jobs.completed(job, restarts=1)
@@ -294,7 +298,7 @@ def test_hang(jobs, whole, tmp_path):
 
 
 def test_sick_nodes(jobs, tmp_path):
-    """The first node does not start the check, then one hangs in it, then one lacks a GPU: no start ends the run."""
+    """First a node does not start the check, then one hangs in it, then one lacks a GPU. No start ends the run."""
     run = tmp_path / "run"
     wrapper = tmp_path / "wrapper"
     wrapper.write_text(
@@ -323,7 +327,10 @@ exec "$@"
 
 
 def test_frozen(jobs, whole, tmp_path):
-    """All ranks stand still with no collective pending: nothing but the heartbeat tells. Ended, and it completes."""
+    """All ranks stand still and no collective is pending, so that only the heartbeat shows it.
+
+    The job is requeued and completes.
+    """
     run = tmp_path / "run"
     options = ("--comm.train_timeout_seconds", "5", "--guard.silence_seconds", "2")
     job = jobs.submit(run, *options, faults="freeze:7@0,freeze:7@1", once=True, TITAN_DISP_MAX_RETRIES="1")
@@ -337,7 +344,7 @@ def test_frozen(jobs, whole, tmp_path):
 
 
 def test_requeue_refused(jobs, whole, tmp_path):
-    """Where jobs may not requeue themselves, it is said, and the job is submitted again if that is asked for."""
+    """If jobs may not requeue themselves, the log says so, and the job is submitted again if the user wants that."""
     run = tmp_path / "run"
     commands = tmp_path / "bin"
     commands.mkdir()
@@ -370,7 +377,7 @@ def test_bad_node_is_excluded(jobs, tmp_path):
 
 
 def test_cancelled(jobs, tmp_path):
-    """scancel means it."""
+    """A cancelled job is not requeued."""
     run = tmp_path / "run"
     job = jobs.submit(run, faults="slow:1-200@0")
     jobs.until_step(job, run, 2)

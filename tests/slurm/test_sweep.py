@@ -1,4 +1,4 @@
-"""A sweep as an array of jobs on a real local SLURM."""
+"""This test runs a sweep as an array of jobs on a real local SLURM."""
 
 import os
 import sys
@@ -22,8 +22,11 @@ def slurm(tmp_path_factory):
 
 
 def test_a_killed_rank_a_cancelled_task_and_a_second_call(slurm, sample, tmp_path, monkeypatch, capfd):
-    """Four points, two at a time. A rank of one dies, and that task alone is requeued; another is cancelled. The second call
-    submits that one only, and no finished point is trained again."""
+    """Two of four points train at a time.
+
+    A rank of one dies, and only that task is requeued. Another task is cancelled. The second call submits only that
+    one, and no finished point is trained again.
+    """
     file = write(tmp_path / "sweep.toml", GRID, overrides=(*nano(sample), "--checkpoint.interval=1"))
     for name, value in {
         **slurm.environment,
@@ -38,7 +41,7 @@ def test_a_killed_rank_a_cancelled_task_and_a_second_call(slurm, sample, tmp_pat
     monkeypatch.chdir(ROOT)
 
     def submit():
-        """The array's number, and the tasks that were asked for."""
+        """Return the array's id and the tasks that were requested."""
         sbatch = ("--sbatch", "time=15", f"output={tmp_path}/%A_%a.out")
         words = ("sweep", str(file), "--submit", "--jobs", "2", "--gpus-per-node", "0", "--site", "local_cpu", *sbatch)
         monkeypatch.setattr("sys.argv", ["titan-disp", *words])

@@ -12,7 +12,7 @@ from titan_disp.data.hub import DATASET, Listing, c4_files
 from titan_disp.data.hub_dataset import FORM, HubName, commit_of, is_hub_name, parse_name, resolve
 from titan_disp.data.local import list_local
 from titan_disp.data.mirror import mirrored_files
-from titan_disp.errors import ConfigError
+from titan_disp.errors import ConfigError, UserError
 
 T = TypeVar("T")
 
@@ -119,7 +119,7 @@ def on_rank_0(function: Callable[..., T], *args: Any) -> T:
     if dist.get_rank() == 0:
         try:
             box = [function(*args)]
-        except ConfigError as error:
+        except UserError as error:
             box = [error]
         except Exception as error:  # not every exception can be pickled
             box = [RuntimeError(f"rank 0: {type(error).__name__}: {error}")]

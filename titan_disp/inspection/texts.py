@@ -13,11 +13,12 @@ from titan_disp.data.documents import Documents
 from titan_disp.data.files import DataFile, list_files
 from titan_disp.data.formats import JSON_LINES, PARQUET, Format
 from titan_disp.data.hub_dataset import is_hub_name
-from titan_disp.data.records import BadDocument, DamagedFile, text_of
+from titan_disp.data.records import BadDocument, DamagedFile, Garbage, OtherShape, text_of
 from titan_disp.errors import ConfigError, DataError
 
 MOST = 64 << 20  # most characters that are read, so that the time does not grow with the file
 _DOCUMENTS = (*JSON_LINES, *PARQUET)
+HOPELESS = 1000  # documents without the field of the text, before any text: the field is likely to have another name
 MARGIN = 8  # characters to read per token: English text has about four
 PIECE = 8192  # characters of a plain text that stay together: about four sequences of 512 tokens
 
@@ -37,7 +38,8 @@ def read_texts(
         text_field: field of JSON documents, and column of Parquet files, that holds the text, as stream.text_field of a run.
 
     Raises:
-        ConfigError: None or both of text and dataset are given, or the text is missing, unreadable or empty.
+        ConfigError: None or both of text and dataset are given, or the text is missing, unreadable or empty, or the first
+            ``HOPELESS`` documents that are not empty have no text.
     """
     if (text is None) == (dataset is None):
         raise ConfigError("expected one of --text FILE and --dataset PATH, with the text to measure on")
@@ -47,6 +49,7 @@ def read_texts(
         raise ConfigError(
             f"{source} is not a file; expected plain text, or documents in {', '.join('*' + s for s in _DOCUMENTS)}"
         )
+    reasons: list[str] = []
     if text is not None and not text.name.endswith(_DOCUMENTS):
         documents = _pieces(text, 1 if in_order else PIECE)
     else:
@@ -59,11 +62,11 @@ def read_texts(
             message = re.sub(r"(training.dataset_path|validation.dataset) is", "--dataset is", str(error))
             raise ConfigError(message) from error
         shuffle(files)
-        found = _documents(files, text_field)
+        found = _documents(files, text_field, reasons)
         documents = (f"{document}\n\n" for document in found) if in_order else found
     taken = _first(documents)
     if not taken:
-        raise ConfigError(f"{source} holds no text")
+        raise ConfigError(f"{source} holds no text{': ' if reasons else ''}{''.join(reasons[:1])}")
     if not in_order:
         shuffle(taken)
     return taken
@@ -97,17 +100,37 @@ def _pieces(path: Path, size: int) -> Iterator[str]:
         yield "".join(lines)
 
 
-def _documents(files: Iterable[DataFile], text_field: str) -> Iterator[str]:
-    """Read documents. Bad documents and the rest of damaged files are skipped and reported on stderr."""
+def _documents(files: Iterable[DataFile], text_field: str, reasons: list[str]) -> Iterator[str]:
+    """Read documents. Bad documents and the rest of damaged files are skipped and reported on stderr.
+
+    Args:
+        files: files of documents.
+        text_field: see ``read_texts``.
+        reasons: for each file with bad documents, the reason why the first of them cannot be used is appended to it.
+
+    Raises:
+        ConfigError: the text is in another field or column.
+    """
+    without, usable = 0, False
     for file in files:
-        reader, bad, first = Documents(file, max_bytes=MOST, format=Format(text_field)), 0, ""
+        reader, bad = Documents(file, max_bytes=MOST, format=Format(text_field)), 0
         try:
             while (record := reader.read()) is not None:
                 try:
-                    yield text_of(record, text_field)
+                    text = text_of(record, text_field)
                 except BadDocument as error:
+                    if not bad:
+                        reasons.append(_of_options(error))
                     bad += 1
-                    first = first or _of_options(error)
+                    without += isinstance(error, OtherShape | Garbage)
+                    if without == HOPELESS and not usable:
+                        raise ConfigError(
+                            f"{file.url}: none of {HOPELESS:,} documents can be used, the last one for this reason: "
+                            f"{_of_options(error)}"
+                        ) from error
+                else:
+                    usable = True
+                    yield text
         except DamagedFile as error:
             print(f"{file.url} is damaged and ends early: {error}", file=sys.stderr)
         except DataError as error:
@@ -115,7 +138,7 @@ def _documents(files: Iterable[DataFile], text_field: str) -> Iterator[str]:
         finally:
             reader.close()
         if bad:
-            print(f"{file.url}: {bad} bad documents were skipped, the first one: {first}", file=sys.stderr)
+            print(f"{file.url}: {bad} bad documents were skipped, the first one: {reasons[-1]}", file=sys.stderr)
 
 
 def _of_options(error: Exception) -> str:

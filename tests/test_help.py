@@ -1,0 +1,100 @@
+"""These tests read the help of the command line as a user does: in terminals of several widths."""
+
+import inspect
+import re
+import subprocess
+import sys
+
+import docstring_parser
+import pytest
+
+from tests.command_line import ROOT, environment
+from tests.test_cli import typed
+from titan_disp import cli
+from titan_disp.cluster.hardware import GPUS
+from titan_disp.subcommands import Subcommands
+
+
+def functions(commands, words=()):
+    """Yield the words and the function of every subcommand."""
+    for name, member in commands._members.items():
+        if isinstance(member, Subcommands):
+            yield from functions(member, (*words, name))
+        else:
+            yield (*words, name), member
+
+
+ALL = dict(functions(cli.app))
+LISTS = [(), ("data",), ("sweep",)]
+
+
+@pytest.fixture
+def shown(monkeypatch, capsys):
+    def print_help(words, columns):
+        monkeypatch.setenv("COLUMNS", str(columns))
+        assert typed(monkeypatch, *words, "--help") == 0
+        return capsys.readouterr().out
+
+    return print_help
+
+
+def paragraphs(function):
+    return " ".join(function.__doc__.partition("\n\nArgs:")[0].split())
+
+
+@pytest.mark.parametrize("words", ALL, ids=" ".join)
+def test_a_description_is_broken_only_where_the_terminal_ends(shown, words):
+    """In a terminal of 2,000 columns, each description is on one line."""
+    out = shown(words, 2000)
+    assert f"\n\n  {paragraphs(ALL[words])}\n\n" in out
+    documented = docstring_parser.parse(ALL[words].__doc__).params
+    assert {one.arg_name for one in documented} == set(inspect.signature(ALL[words]).parameters)
+    for one in documented:
+        assert " ".join(one.description.split()) in out, one.arg_name
+
+
+@pytest.mark.parametrize("columns", [80, 100, 140])
+@pytest.mark.parametrize("words", [*LISTS, *ALL], ids=" ".join)
+def test_no_line_is_too_long_and_no_argument_is_named_by_its_type(shown, words, columns):
+    usage, *lines = shown(words, columns).splitlines()  # tyro does not wrap the usage
+    assert max(map(len, lines)) <= columns
+    box = "\n".join(lines)
+    assert not re.search(r"None|default: \)|--no-|\[\[", usage + box)
+    assert not re.search(r"^[│ ]+(STR|PATH)\b", box, flags=re.M)
+    assert not re.search(r"\n[│ ]*\n[│ ]+-", box)  # an empty line before an option
+
+
+@pytest.mark.parametrize("words", LISTS, ids=" ".join)
+def test_lists_have_the_first_paragraph_of_each_subcommand(shown, words):
+    out = shown(words, 2000)
+    for name, function in ALL.items():
+        if name[:-1] == words:
+            summary = " ".join(function.__doc__.partition("\n\n")[0].split())
+            assert re.search(rf"^\W*{name[-1]} +{re.escape(summary)}\W*$", out, flags=re.M)
+
+
+def test_the_kinds_of_gpu_are_those_of_the_table(shown):
+    *others, last = GPUS
+    for words in (("plan",), ("submit",), ("sweep", "run")):
+        assert f"{', '.join(others)} or {last}" in shown(words, 2000)
+
+
+def test_help_after_a_list_is_whole(shown):
+    """One process may print both, as these tests do."""
+    assert "verify all of their bytes" in shown((), 2000)
+    assert "The exit status is 1" in shown(("checkpoint",), 2000)
+    assert "The exit status is 1" not in shown((), 2000)
+
+
+@pytest.mark.parametrize("words", [(), ("condensation",)], ids=["list", "condensation"])
+def test_a_terminal_without_unicode(words):
+    """The help and other output have characters such as • and ρ."""
+    done = subprocess.run(
+        [sys.executable, "-m", "titan_disp.cli", *words, "--help"],
+        cwd=ROOT,
+        env=environment() | {"PYTHONIOENCODING": "ascii"},
+        capture_output=True,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stderr.decode()
+    assert b"show this help message" in done.stdout
