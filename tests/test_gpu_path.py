@@ -251,3 +251,33 @@ def test_gram_is_symmetric_whole_or_in_blocks(monkeypatch):
     u = tokens(2, 30, 20)
     monkeypatch.setattr(moments, "GRAM_BLOCK", 8)
     torch.testing.assert_close(moments.gram(u), u.transpose(1, 2) @ u)
+
+
+def test_the_moments_are_the_same_in_blocks_of_rows(monkeypatch):
+    """The blocks are small parts of the tokens, as on long sequences; the reference takes all rows at once."""
+    z = tokens(2, 40, 16).double().requires_grad_(True)
+    results = []
+    for elements in (2 * 40 * 16, 2 * 7 * 16):
+        monkeypatch.setattr(vectors, "BLOCK_ELEMENTS", elements)
+        value = dispersion_loss(z, estimator="moments")
+        results.append((value, torch.autograd.grad(value.sum(), z)[0]))
+    torch.testing.assert_close(*results)
+
+
+@pytest.mark.parametrize("dtype, saved", [(torch.bfloat16, torch.bfloat16), (torch.float16, torch.float32)])
+def test_the_saved_gradient_has_the_dtype_of_the_tokens(dtype, saved):
+    """It is as large as the activations; float16 would not hold its smallest values."""
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: (kept.append(t), t)[1], lambda t: t):
+        dispersion_loss(tokens(2, 20, 16).to(dtype).requires_grad_(True))
+    assert [t.dtype for t in kept if t.shape == (2, 20, 16)] == [saved]
+
+
+def test_gradient_of_standardized_tokens():
+    """Against autograd through the formula, for a gradient that is no sum of standardized tokens."""
+    z = tokens(2, 9, 16).double().requires_grad_(True)
+    centred = z - z.mean(-1, keepdim=True)
+    u = centred / (z.std(-1, keepdim=True) * 15**0.5)
+    grad = tokens(2, 9, 16).double().flip(-1).square()
+    (expected,) = torch.autograd.grad(u, z, grad)
+    torch.testing.assert_close(vectors.Standardized(z.detach()).backward_(grad.clone()), expected)
