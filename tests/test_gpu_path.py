@@ -264,7 +264,7 @@ def test_the_moments_are_the_same_in_blocks_of_rows(monkeypatch):
     torch.testing.assert_close(*results)
 
 
-@pytest.mark.parametrize("dtype, saved", [(torch.bfloat16, torch.bfloat16), (torch.float16, torch.float32)])
+@pytest.mark.parametrize(("dtype", "saved"), [(torch.bfloat16, torch.bfloat16), (torch.float16, torch.float32)])
 def test_the_saved_gradient_has_the_dtype_of_the_tokens(dtype, saved):
     """It is as large as the activations; float16 would not hold its smallest values."""
     kept = []

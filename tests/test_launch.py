@@ -1,0 +1,118 @@
+"""Ctrl-C on ``titan-disp train``: the ranks save and end. A second one kills them."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from tests.command_line import DEMO, ROOT, children, environment
+from titan_disp.launch import StopSignals
+from titan_disp.run.folder import read_events, read_metrics
+
+RANK = """
+import signal, sys, time
+
+def heard(number, frame):
+    print(signal.Signals(number).name, flush=True)
+    if sys.argv[1] == "obeys":
+        sys.exit(0)
+
+signal.signal(signal.SIGTERM, heard)
+print("ready", flush=True)
+while True:
+    time.sleep(0.01)
+"""
+
+
+@pytest.fixture
+def rank():
+    """Start a process as torchrun starts a rank, and wait until it listens."""
+    started = []
+
+    def start(kind):
+        command = [sys.executable, "-c", RANK, kind]
+        started.append(subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True))
+        assert started[-1].stdout.readline() == "ready\n"
+        return started[-1]
+
+    yield start
+    for process in started:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_ranks_get_sigterm_from_the_first_signal(rank, capsys, number):
+    ranks, stop = [rank("obeys"), rank("obeys")], StopSignals()
+    before = signal.getsignal(number)
+    with stop:
+        signal.raise_signal(number)
+        assert [process.wait(10) for process in ranks] == [0, 0]
+    assert [process.stdout.read() for process in ranks] == ["SIGTERM\n"] * 2
+    assert (stop.number, stop.name) == (number, number.name)
+    assert "A second signal kills them" in capsys.readouterr().err
+    assert signal.getsignal(number) == before
+
+
+def test_the_second_signal_kills_the_ranks(rank):
+    one, stop = rank("does not end"), StopSignals()
+    with stop:
+        signal.raise_signal(signal.SIGTERM)
+        assert one.stdout.readline() == "SIGTERM\n"
+        assert one.poll() is None
+        signal.raise_signal(signal.SIGINT)
+        assert one.wait(10) == -signal.SIGKILL
+    assert stop.number == signal.SIGTERM  # the exit status is that of the first
+
+
+def test_without_ranks_a_signal_ends_the_command():
+    with pytest.raises(SystemExit) as error, StopSignals():
+        signal.raise_signal(signal.SIGINT)
+    assert error.value.code == 130
+
+
+@pytest.mark.night
+def test_ctrl_c_saves_and_the_same_command_resumes(sample, tmp_path):
+    """SIGINT to the whole process group, as a terminal sends it."""
+    run = tmp_path / "run"
+    command = [
+        *(sys.executable, "-m", "titan_disp.cli", "train", str(DEMO), "--nproc", "2"),
+        *("--job.dump_folder", str(run), "--training.dataset_path", str(sample)),
+        *("--model.hf_assets_path", f"{sample}/tokenizer", "--training.seq_len", "32", "--metrics.log_freq", "1"),
+        *("--condensation.interval", "0", "--checkpoint.interval", "1000", "--training.steps"),
+    ]
+    first = subprocess.Popen(
+        [*command, "1000"],
+        cwd=ROOT,
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    deadline = time.monotonic() + 120
+    while not (run / "metrics.jsonl").exists() or not read_metrics(run):
+        assert time.monotonic() < deadline
+        assert first.poll() is None
+        time.sleep(0.1)
+    ranks = children(first.pid)
+    os.killpg(first.pid, signal.SIGINT)
+    output, _ = first.communicate(timeout=120)
+    assert first.returncode == 130, output[-4000:]
+    assert "Traceback" not in output
+    assert output.splitlines()[-1] == (
+        "titan-disp: SIGINT ended the run. The same command resumes from the newest checkpoint, "
+        "or begins anew if there is none."
+    )
+    assert not any(os.path.exists(f"/proc/{pid}") for pid in ranks)
+    stop = read_events(run)[-1]
+    assert (stop["event"], stop["reason"]) == ("stop", "SIGTERM")
+    assert (run / "checkpoint" / f"step-{stop['step']}").is_dir()
+    last = str(stop["step"] + 1)
+    again = subprocess.run([*command, last], cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=300)
+    assert again.returncode == 0, again.stderr[-4000:]
+    assert [e["step"] for e in read_events(run) if e["event"] == "resume"] == [stop["step"]]
