@@ -17,6 +17,7 @@ setup: $(VENV)/.ready
 # If the interpreter already has torch (as in a GPU image or a cluster's module), that torch is used and never replaced.
 # Otherwise a pinned version is installed first, because an open range would download gigabytes of CUDA with the newest build.
 $(VENV)/.ready: pyproject.toml
+	@echo "Installing into $(VENV): this takes a few minutes, and about 2 GB of disk."
 	@if $(PYTHON) -c "import torch" 2>/dev/null; then \
 	  $(PYTHON) -m venv --system-site-packages $(VENV); \
 	else \

@@ -242,7 +242,7 @@ def test_another_field_of_the_text(tmp_path, capsys):
     assert sorted(read_texts(None, str(table), 0, text_field="body")) == ["one", "two"]
     with pytest.raises(ConfigError, match="holds no text"):
         read_texts(file, None, 0)
-    assert 'no field "text", only meta.body: see --text-field' in capsys.readouterr().err
+    assert 'no field "text", only meta.body; set --text-field to the field of the text' in capsys.readouterr().err
     with pytest.raises(ConfigError, match=r"only body \(string\): set --text-field to the column of the text"):
         read_texts(None, str(table), 0)
 
@@ -257,7 +257,10 @@ def test_a_wrong_field_is_found_before_the_files_are_read(tmp_path, monkeypatch)
 
     monkeypatch.setattr(Documents, "read", counted)
     other, garbage = '{"url": "u", "body": "one"}\n', "url,body\n"
-    for content, found in ((other, 'no field "text", only url, body: see --text-field'), (garbage, "malformed JSON")):
+    for content, found in (
+        (other, 'no field "text", only url, body; set --text-field to the field of the text'),
+        (garbage, "malformed JSON"),
+    ):
         for name in ("validation-0.jsonl", "validation-1.jsonl"):
             (tmp_path / name).write_text(content * 700)
         read.clear()
@@ -266,7 +269,8 @@ def test_a_wrong_field_is_found_before_the_files_are_read(tmp_path, monkeypatch)
         assert len(read) <= 1001
     (tmp_path / "short.jsonl").write_text(other * 3)
     with pytest.raises(
-        ConfigError, match='short.jsonl. holds no text: no field "text", only url, body: see --text-field'
+        ConfigError,
+        match='short.jsonl. holds no text: no field "text", only url, body; set --text-field to the field of the text',
     ):
         read_texts(tmp_path / "short.jsonl", None, 0)
 

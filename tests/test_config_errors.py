@@ -303,9 +303,14 @@ def test_torchtitan_says_nothing_of_the_tokenizers_folder(sample, caplog):
     assert "does not exist" in caplog.text
 
 
-def test_missing_config():
-    with pytest.raises(ConfigError, match="cannot read the config 'nowhere.toml'"):
+def test_missing_config(tmp_path):
+    with pytest.raises(ConfigError, match="cannot read the config 'nowhere.toml': No such file or directory$"):
         load_config(["--job.config_file", "nowhere.toml"])
+    (tmp_path / "demo_cpu.toml").touch()
+    with pytest.raises(ConfigError, match=r"No such file or directory \(did you mean /.*/demo_cpu\.toml\?\)$"):
+        load_config(["--job.config_file", str(tmp_path / "demo_cpu.tml")])
+    with pytest.raises(ConfigError, match="Is a directory$"):
+        load_config(["--job.config_file", str(tmp_path)])
 
 
 @pytest.mark.parametrize("layers", ["all", "last", "early_half", "late_half", "[0, 3]"])

@@ -111,7 +111,7 @@ def pipe(folder: Path) -> None:
 
 RANDOM = np.random.default_rng(0).integers(10, VOCABULARY, 400)
 LARGE = np.random.default_rng(0).integers(10, 60_000, 400)
-FIELD = "see stream.text_field"
+FIELD = "set stream.text_field to the field of the text"
 A_LINE = "expected one document per line"
 
 # fmt: off
@@ -120,7 +120,7 @@ CASES = [
     Case("no such data set", {}, ("'pile'", "expected c4 or c4_validation", "text or text_validation"), dataset="pile"),
     Case("no path", {}, ("training.dataset is 'text'", "folder, file or glob", "set training.dataset_path"), None),
     Case("no such path", {}, ("/x', which does not exist", "expected a folder, file or glob", "titan-disp sample"), "x"),
-    Case("empty folder", {}, ("holds no train data, but no files", "expected files such as en/c4", "titan-disp sample-data")),
+    Case("empty folder", {}, ("no train data, because it has no files", "such as *.json.gz", "titan-disp sample-data")),
     Case("other formats only", {"a.csv": b"x", "b.jsonl.bz2": b"x"}, ("1 *.bz2, 1 *.csv", "expected", EXPECTED_NAMES[:9])),
     Case("other suffix", {"a.csv": b"x"}, ("a.csv'", f"ends in {EXPECTED_NAMES}", "convert or rename"), "a.csv"),
     Case("upper case", {"a.JSONL": DOCUMENT}, ("a.JSONL'", f"ends in {EXPECTED_NAMES}", "convert or rename"), "a.JSONL"),
@@ -186,7 +186,7 @@ CASES = [
     Case(
         "nothing nested",
         {"a.json": b'{"meta": "a"}\n'},
-        ('no field "meta.body"', "only meta:", FIELD),
+        ('no field "meta.body"', "only meta;", FIELD),
         options={"text_field": "meta.body"},
     ),
     # What Parquet says.
@@ -303,7 +303,7 @@ def test_a_message_says_what_is_expected_once(tmp_path):
     options = StreamOptions(seq_len=8, format=Format(eos_id=EOS, vocab_size=VOCABULARY))
     for content, cause in (
         (b"1\n", 'no field "text", because it is a number; expected a JSON object'),
-        (b'{"url": "u"}\n', 'no field "text", only url: see stream.text_field'),
+        (b'{"url": "u"}\n', 'no field "text", only url; set stream.text_field to the field of the text'),
         (
             b"{\xff}\n",
             "invalid UTF-8: invalid start byte at byte 1; expected one document per line, with a text field: convert the file, "
@@ -377,11 +377,11 @@ def test_few_files_are_looked_at(tmp_path, monkeypatch):
         (b'{"text": null}', 'no field "text", only text'),
         (
             json.dumps(dict.fromkeys("abcdefghijkl")).encode(),
-            "only a, b, c, d, e, f, g, h, i, j, k, l: see stream.text_field",
+            "only a, b, c, d, e, f, g, h, i, j, k, l; set stream.text_field to the field of the text",
         ),
         (
             json.dumps(dict.fromkeys("abcdefghijklm")).encode(),
-            "only a, b, c, d, e, f, g, h, i, j, k, l, …: see stream.text_field",
+            "only a, b, c, d, e, f, g, h, i, j, k, l, …; set stream.text_field to the field of the text",
         ),
         (b'{"text": true}', 'field "text" is true or false, expected a text'),
         (b'{"text": {"a": "b"}}', 'field "text" is an object, expected a text; the fields are text.a'),
@@ -550,7 +550,7 @@ def test_commands_look_at_the_data(sample, tmp_path):
     job = load_config(["--model.name", "qwen3_disp", "--model.hf_assets_path", f"{sample}/tokenizer", *argv])
     assert len(check_data("text", str(tmp_path))) == 1
     for look in (check_inputs, lambda job: missing_inputs(job, strict=False), lambda job: digest(job, 1, [(0, 1)])):
-        with pytest.raises(ConfigError, match='a.json: document 0: no field "text", only body: see stream.text_field'):
+        with pytest.raises(ConfigError, match='a.json: document 0: no field "text", only body; set stream.text_field'):
             look(job)
 
 

@@ -14,7 +14,9 @@ def test_local_data_is_checked(sample, tmp_path):
     check_data("c4", str(sample))
     check_data("c4_validation", str(sample))
     check_data("c4", None)  # on the hub, which is reached only when training starts
-    with pytest.raises(ConfigError, match="holds no train data, but no files; expected files such as en/c4-train"):
+    with pytest.raises(
+        ConfigError, match="holds no train data, because it has no files; expected files such as en/c4-train"
+    ):
         check_data("c4", str(tmp_path))
     with pytest.raises(ConfigError, match=r"validation\.dataset_path .* holds no validation data"):
         check_data("c4_validation", str(tmp_path), key="validation")

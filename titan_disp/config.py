@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import logging
+import os
 import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -37,9 +38,18 @@ def read_toml(path: str) -> dict[str, Any]:
         with open(path, "rb") as file:
             return tomli.load(file)
     except OSError as error:
-        raise ConfigError(f"cannot read the config {path!r}: {error.strerror}") from error
+        raise ConfigError(f"cannot read the config {path!r}: {error.strerror}{_near(path)}") from error
     except tomli.TOMLDecodeError as error:
         raise ConfigError(f"the config {path!r} is not valid TOML: {error}") from error
+
+
+def _near(path: str) -> str:
+    """Return a question with the file of the same folder whose name is most like that of a missing one, or nothing."""
+    folder, name = os.path.split(path)
+    with contextlib.suppress(OSError):
+        if not os.path.exists(path):
+            return did_you_mean(path, [os.path.join(folder, other) for other in os.listdir(folder or ".")])
+    return ""
 
 
 def _unknown_keys(toml: dict[str, Any], default: Any, prefix: str = "") -> Iterator[str]:

@@ -119,10 +119,11 @@ def _of_folder(folder: str, split: str, where: str, c4: bool) -> list[str]:
     if c4:  # a clone of the data set holds other variants too; the hub's stream reads only this one
         of_split = [path for path in of_split if Path(path).is_relative_to(Path(folder) / FOLDER)] or of_split
     if not of_split:
-        there = _counts(Counter(_suffix(path) for path in paths or found)) or "no files"
+        counts = _counts(Counter(_suffix(path) for path in paths or found))
+        there = f"but {counts}" if counts else "because it has no files"
+        example = f"en/c4-{split}.00000-of-01024.json.gz, or " if c4 else ""
         raise ConfigError(
-            f"{where}, which holds no {split} data, but {there}; expected files such as "
-            f"en/c4-{split}.00000-of-01024.json.gz, or "
+            f"{where}, which holds no {split} data, {there}; expected files such as {example}"
             f"{', '.join('*' + s for s in SUFFIXES)}{'' if split == 'train' else f' with {split} in their names'}. For "
             "a sample corpus: titan-disp sample-data DIR"
         )

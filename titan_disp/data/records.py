@@ -100,9 +100,10 @@ def _field_of(record: Any, field: str) -> str:
     if isinstance(value, str):
         return value
     if value is None:
-        raise OtherShape(f'no field "{field}", only {_names(record)}: see stream.text_field')
+        raise OtherShape(f'no field "{field}", only {_names(record)}; set stream.text_field to the field of the text')
     raise OtherShape(
-        f'field "{field}" is {_kind(value)}, expected a text; the fields are {_names(record)}: see stream.text_field'
+        f'field "{field}" is {_kind(value)}, expected a text; the fields are {_names(record)}; set stream.text_field to '
+        "the field of the text"
     )
 
 
