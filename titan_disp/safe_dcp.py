@@ -12,6 +12,7 @@ import io
 import os
 import pathlib
 import pickle
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -146,4 +147,7 @@ class LoadPlanner(DefaultLoadPlanner):
 
 def load(state_dict: dict[str, Any], folder: str | os.PathLike[str], no_dist: bool = False) -> None:
     """Load as ``torch.distributed.checkpoint.load`` does, from a folder, and raise what it raises."""
-    dcp.load(state_dict, storage_reader=Reader(folder), planner=LoadPlanner(), no_dist=no_dist)
+    with warnings.catch_warnings():
+        if no_dist:  # a single process is what was asked for
+            warnings.filterwarnings("ignore", "torch.distributed is disabled")
+        dcp.load(state_dict, storage_reader=Reader(folder), planner=LoadPlanner(), no_dist=no_dist)

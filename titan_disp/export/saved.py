@@ -2,7 +2,6 @@
 
 import json
 import re
-import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -187,9 +186,7 @@ def load_weights(saved: SavedModel) -> dict[str, torch.Tensor]:
                 f"for flavor {saved.flavor!r}"
             )
     try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "torch.distributed is disabled")  # a single process loads the weights
-            safe_dcp.load(weights, saved.folder, no_dist=True)
+        safe_dcp.load(weights, saved.folder, no_dist=True)
     except BaseException as error:  # DCP's CheckpointException is not an Exception
         if isinstance(error, (KeyboardInterrupt, SystemExit)):
             raise
