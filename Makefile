@@ -6,8 +6,10 @@ NPROC ?= 2
 DATA := data/sample
 PART ?= all
 JOBS ?= 2
-# Worker processes of the tests: about one per core, and 2 GB of memory each. The tests of one file stay in one worker.
-WORKERS ?= 2
+# Worker processes of the tests: one more than there are cores is good, because tests wait for processes that they start.
+# Each takes 2 GB of memory. The tests of one file stay in one worker. Whole training runs keep more cores busy.
+WORKERS ?= 3
+test-night: WORKERS = 2
 PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 .PHONY: setup demo figure evidence test test-fast test-night test-authors slurm-test mutants lint format clean
