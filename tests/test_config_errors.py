@@ -307,6 +307,9 @@ def test_missing_config(tmp_path):
     with pytest.raises(ConfigError, match="cannot read the config 'nowhere.toml': No such file or directory$"):
         load_config(["--job.config_file", "nowhere.toml"])
     (tmp_path / "demo_cpu.toml").touch()
+    (tmp_path / "zz").mkdir()
+    with pytest.raises(ConfigError, match="No such file or directory$"):  # nothing is near, but for the folder's name
+        load_config(["--job.config_file", str(tmp_path / "zzz")])
     with pytest.raises(ConfigError, match=r"No such file or directory \(did you mean /.*/demo_cpu\.toml\?\)$"):
         load_config(["--job.config_file", str(tmp_path / "demo_cpu.tml")])
     with pytest.raises(ConfigError, match="Is a directory$"):

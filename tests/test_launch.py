@@ -5,10 +5,13 @@ import signal
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import pytest
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 from tests.command_line import DEMO, ROOT, children, environment
+from titan_disp import launch
 from titan_disp.launch import StopSignals
 from titan_disp.run.folder import read_events, read_metrics
 
@@ -45,7 +48,7 @@ def rank():
         process.stdout.close()
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_ranks_get_sigterm_from_the_first_signal(rank, capsys, number):
     ranks, stop = [rank("obeys"), rank("obeys")], StopSignals()
     before = signal.getsignal(number)
@@ -58,15 +61,72 @@ def test_ranks_get_sigterm_from_the_first_signal(rank, capsys, number):
     assert signal.getsignal(number) == before
 
 
-def test_the_second_signal_kills_the_ranks(rank):
+def test_a_later_signal_kills_the_ranks(rank, monkeypatch):
+    """Not one within a second: timeout(1) signals a process and its group."""
+    now = [50.0]
+    monkeypatch.setattr(launch.time, "monotonic", lambda: now[0])
     one, stop = rank("does not end"), StopSignals()
     with stop:
         signal.raise_signal(signal.SIGTERM)
         assert one.stdout.readline() == "SIGTERM\n"
+        now[0] += 0.9
+        signal.raise_signal(signal.SIGTERM)
         assert one.poll() is None
+        now[0] += 0.2
         signal.raise_signal(signal.SIGINT)
         assert one.wait(10) == -signal.SIGKILL
     assert stop.number == signal.SIGTERM  # the exit status is that of the first
+
+
+def test_a_closed_stderr_does_not_keep_the_signal_from_the_ranks(rank, monkeypatch):
+    """Ctrl-C may end tee before titan-disp prints."""
+
+    class Closed:
+        def write(self, text):
+            raise BrokenPipeError
+
+    one, stop = rank("obeys"), StopSignals()
+    monkeypatch.setattr(sys, "stderr", Closed())
+    with stop:
+        signal.raise_signal(signal.SIGINT)
+    assert one.wait(10) == 0
+    assert stop.number == signal.SIGINT
+
+
+def test_an_ignored_signal_stays_ignored():
+    """As under nohup."""
+    previous = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with StopSignals():
+            signal.raise_signal(signal.SIGHUP)
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, previous)
+
+
+@pytest.mark.parametrize(
+    ("exitcode", "status", "line"), [(-15, 130, "not every rank ended by itself"), (1, 1, "rank 1 failed")]
+)
+def test_a_failure_is_told_from_the_signal(sample, tmp_path, monkeypatch, capsys, exitcode, status, line):
+    """A rank that fails by itself, before or after Ctrl-C, is reported as ever."""
+
+    def start(settings, program):
+        def run(*argv):
+            signal.raise_signal(signal.SIGINT)
+            failure = SimpleNamespace(exitcode=exitcode, local_rank=1, timestamp=0)
+            error = ChildFailedError("titan_disp.train", {1: failure})
+            monkeypatch.setattr(error, "get_first_failure", lambda: (1, failure))
+            raise error
+
+        return run
+
+    monkeypatch.setattr(launch, "elastic_launch", start)
+    monkeypatch.setattr(launch, "_ranks", lambda: [0x7FFFFFFF])  # no process has this number
+    monkeypatch.setattr(ChildFailedError, "format_msg", lambda *_: "", raising=False)
+    overrides = ["--job.dump_folder", str(tmp_path), "--training.dataset_path", str(sample)]
+    overrides += ["--model.hf_assets_path", f"{sample}/tokenizer"]
+    assert launch.launch(str(DEMO), overrides, 2) == status
+    assert line in capsys.readouterr().err
 
 
 def test_without_ranks_a_signal_ends_the_command():

@@ -44,11 +44,12 @@ def read_toml(path: str) -> dict[str, Any]:
 
 
 def _near(path: str) -> str:
-    """Return a question with the file of the same folder whose name is most like that of a missing one, or nothing."""
+    """Return a question with the TOML file of the same folder whose name is most like that of a missing one, or nothing."""
     folder, name = os.path.split(path)
     with contextlib.suppress(OSError):
-        if not os.path.exists(path):
-            return did_you_mean(path, [os.path.join(folder, other) for other in os.listdir(folder or ".")])
+        if not os.path.lexists(path):
+            files = [other for other in os.listdir(folder or ".") if other.endswith(".toml")]
+            return did_you_mean(name, files, prefix=os.path.join(folder, ""))
     return ""
 
 

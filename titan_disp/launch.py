@@ -4,6 +4,7 @@ import contextlib
 import os
 import signal
 import sys
+import time
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -16,6 +17,8 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from titan_disp.config import load_config
 from titan_disp.config_checks import check_config, check_device, check_inputs
 
+TWICE = 1.0  # seconds: timeout(1) signals a process and then its group, so that a request may arrive twice
+
 
 def launch(config: str, overrides: list[str], nproc: int | None) -> int:
     """Check everything in this process, so that an error is printed once, then start ``nproc`` ranks.
@@ -25,7 +28,7 @@ def launch(config: str, overrides: list[str], nproc: int | None) -> int:
         overrides: TorchTitan's command-line options.
         nproc: number of ranks; by default one per GPU, or 1 without a GPU.
 
-    SIGINT (Ctrl-C) or SIGTERM stops the run: the ranks finish their step, save and end. A second signal kills them.
+    SIGINT (Ctrl-C), SIGTERM or SIGHUP stops the run: the ranks finish their step, save and end. A second signal kills them.
 
     Returns:
         0, or the exit status of the first rank that failed, or 128 plus the number of the signal that stopped the run.
@@ -55,7 +58,7 @@ def launch(config: str, overrides: list[str], nproc: int | None) -> int:
         rdzv_endpoint="127.0.0.1:0",
         local_addr="127.0.0.1",
         max_restarts=0,
-        signals_to_handle="SIGHUP,SIGQUIT",  # torchrun would kill ranks that save for more than 30 seconds
+        signals_to_handle="SIGQUIT",  # at other signals, torchrun would kill ranks that save for more than 30 seconds
     )
     stop = StopSignals()
     then = "The same command resumes from the newest checkpoint, or begins anew if there is none."
@@ -65,10 +68,10 @@ def launch(config: str, overrides: list[str], nproc: int | None) -> int:
         with stop:
             elastic_launch(settings, sys.executable)("-m", "titan_disp.train", *argv)
     except ChildFailedError as error:
-        if stop.number:
-            print(f"titan-disp: {stop.name} ended the run before all ranks had saved. {then}", file=sys.stderr)
-            return 128 + stop.number
         rank, failure = error.get_first_failure()
+        if stop.number and failure.exitcode in (-signal.SIGTERM, -signal.SIGKILL):
+            _say(f"titan-disp: {stop.name} ended the run, and not every rank ended by itself. {then}")
+            return 128 + stop.number
         if reason := _last_error(logs, rank):
             print(reason, file=sys.stderr)
         print(
@@ -77,13 +80,13 @@ def launch(config: str, overrides: list[str], nproc: int | None) -> int:
         )
         return failure.exitcode if 0 < failure.exitcode < 256 else 1
     if stop.number:
-        print(f"titan-disp: {stop.name} ended the run. {then}", file=sys.stderr)
+        _say(f"titan-disp: {stop.name} ended the run. {then}")
         return 128 + stop.number
     return 0
 
 
 class StopSignals:
-    """Listen for SIGINT and SIGTERM while ranks train, and pass the first one on to them as SIGTERM.
+    """Listen for SIGINT, SIGTERM and SIGHUP while ranks train, and pass the first one on to them as SIGTERM.
 
     The ranks have sessions of their own, so a terminal does not signal them.
 
@@ -93,6 +96,7 @@ class StopSignals:
 
     def __init__(self) -> None:
         self.number = 0
+        self._heard_at = 0.0
         self._previous: dict[int, Any] = {}
 
     @property
@@ -101,41 +105,48 @@ class StopSignals:
 
     def __enter__(self) -> None:
         with contextlib.suppress(ValueError):  # outside of the main thread, Python forbids signal handlers
-            for number in (signal.SIGINT, signal.SIGTERM):
-                self._previous[number] = signal.signal(number, self._heard)
+            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+                if signal.getsignal(number) is not signal.SIG_IGN:  # nohup ignores SIGHUP
+                    self._previous[number] = signal.signal(number, self._heard)
 
     def __exit__(self, *error: object) -> None:
         for number, handler in self._previous.items():
             signal.signal(number, handler)
 
     def _heard(self, number: int, frame: FrameType | None) -> None:
-        ranks = _children()
+        ranks = _ranks()
         if not ranks:  # they have not started, or have ended
-            raise SystemExit(128 + number)
-        if not self.number:
-            print(
-                f"titan-disp: {signal.Signals(number).name}: the ranks finish their step, save and end. "
-                "A second signal kills them.",
-                file=sys.stderr,
-            )
+            raise SystemExit(128 + (self.number or number))
+        first = not self.number
+        if first:
+            self.number, self._heard_at = number, time.monotonic()
+        elif time.monotonic() - self._heard_at < TWICE:
+            return
         for rank in ranks:
-            with contextlib.suppress(OSError):
-                if self.number:
-                    os.killpg(rank, signal.SIGKILL)
-                else:
+            with contextlib.suppress(OSError):  # it has ended
+                if first:
                     os.kill(rank, signal.SIGTERM)
-        self.number = self.number or number
+                else:
+                    os.killpg(rank, signal.SIGKILL)
+        if first:
+            _say(f"titan-disp: {self.name}: the ranks finish their step, save and end. A second signal kills them.")
 
 
-def _children() -> list[int]:
-    """Return the ranks, which this process's main thread has started, each with a session of its own."""
-    pid = os.getpid()
-    ranks = []
-    for child in map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split()):
+def _say(text: str) -> None:
+    """Print to stderr, if there is one: a terminal that was closed, or a tee that Ctrl-C has ended, must not stop a save."""
+    with contextlib.suppress(OSError, ValueError, RuntimeError):
+        print(text, file=sys.stderr, flush=True)
+
+
+def _ranks() -> list[int]:
+    """Return the children of this process that run and lead a session, as torchrun starts ranks."""
+    found = []
+    for file in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):  # it has ended
-            if os.getsid(child) == child:
-                ranks.append(child)
-    return ranks
+            state, parent, _, session = file.read_text().rpartition(")")[2].split()[:4]
+            if state != "Z" and int(parent) == os.getpid() and session == file.parent.name:
+                found.append(int(session))
+    return found
 
 
 def _last_error(logs: str, rank: int) -> str | None:

@@ -108,8 +108,9 @@ def condensation(
         The measurements by target.
 
     Raises:
-        ConfigError: A model, text or device does not exist, or a number is out of range. Only errors of weights come
-            after the first measurement.
+        ConfigError: A model, text or device does not exist, or a number is out of range.
+        CheckpointError: The weights of a run cannot be read. This and other errors of weights may come after the first
+            measurement; all other errors come before it.
     """
     least = {
         "--sequences": (sampling.sequences, 1),

@@ -13,7 +13,7 @@ from titan_disp.data.documents import Documents
 from titan_disp.data.files import DataFile, list_files
 from titan_disp.data.formats import JSON_LINES, PARQUET, Format
 from titan_disp.data.hub_dataset import is_hub_name
-from titan_disp.data.records import BadDocument, DamagedFile, Garbage, OtherShape, text_of
+from titan_disp.data.records import BadDocument, DamagedFile, OtherShape, text_of
 from titan_disp.errors import ConfigError, DataError
 
 MOST = 64 << 20  # most characters that are read, so that the time does not grow with the file
@@ -122,10 +122,10 @@ def _documents(files: Iterable[DataFile], text_field: str, reasons: list[str]) -
                     if not bad:
                         reasons.append(_of_options(error))
                     bad += 1
-                    without += isinstance(error, OtherShape | Garbage)
+                    without += isinstance(error, OtherShape)  # not damage, which says nothing about other files
                     if without == HOPELESS and not usable:
                         raise ConfigError(
-                            f"{file.url}: none of {HOPELESS:,} documents can be used, the last one for this reason: "
+                            f"{file.url}: the first {HOPELESS:,} documents have no text, the last one for this reason: "
                             f"{_of_options(error)}"
                         ) from error
                 else:
