@@ -12,7 +12,7 @@ import subprocess
 import sys
 import threading
 import time
-from datetime import datetime
+from datetime import datetime, timezone
 
 import pytest
 import tomli
@@ -154,6 +154,18 @@ def decided(cluster, status=1, **options):
 FOUR = {"n1": (8, []), "n2": (8, []), "n3": (8, []), "n4": (8, [])}
 
 
+def test_every_line_has_its_time(capsys):
+    before = datetime.now(timezone.utc).replace(microsecond=0)
+    supervise.say("hello")
+    name, said, text = capsys.readouterr().out.split()
+    assert (
+        before
+        <= datetime.strptime(said, "%Y-%m-%dT%H:%M:%SZ").replace(tzinfo=timezone.utc)
+        <= datetime.now(timezone.utc)
+    )
+    assert (name, text) == ("titan-disp:", "hello")
+
+
 class TestDecide:
     def test_complete(self, cluster):
         """A complete run is not started again, even after a signal."""
@@ -179,6 +191,11 @@ class TestDecide:
         outcome = decided(cluster)
         assert outcome.state == state
         assert outcome.reason.endswith(f"step 5: {reason}" if state == "end" else f"step 5 and stopped: {reason}")
+
+    def test_a_stop_without_a_reason(self, cluster):
+        """As in a line of events.jsonl that another version wrote."""
+        (cluster.run / "events.jsonl").write_text('{"event": "stop", "step": 5, "job": "7.0"}\n')
+        assert decided(cluster) == Outcome("end", "stopped at step 5: ")
 
     @pytest.mark.parametrize("options", [{"enable": False}, {"enable": True, "load_only": True}])
     def test_a_stop_that_saves_nothing_counts(self, cluster, options):
