@@ -263,6 +263,15 @@ def _corpus(rows: Sequence[Row]) -> list[str]:
     return [f"Text: {sources}; sha256 {corpus['sha256'][:12]}.", "", *table(["", "split", "documents", "tokens"], body)]
 
 
+def _has_pictures(rows: Sequence[Row]) -> bool:
+    """Return whether there is anything to draw: all pictures need runs of the main part."""
+    return any(row["part"] == "main" for row in rows)
+
+
+def _pictures(rows: Sequence[Row], *links: str) -> list[str]:
+    return [line for link in links for line in (link, "")] if _has_pictures(rows) else []
+
+
 def page(rows: Sequence[Row]) -> str:
     """Return the page as Markdown."""
     found = outcomes(rows)
@@ -286,8 +295,7 @@ def page(rows: Sequence[Row]) -> str:
         f"p is from the exact sign-flip test, and Holm's method adjusts it for the {len(main)} contrasts. "
         f"With {len(SEEDS)} seeds p is at least {2 / 2 ** len(SEEDS):.4f}.",
         "",
-        "![Difference of cross-entropy over tokens](evidence_loss.png)",
-        "",
+        *_pictures(rows, "![Difference of cross-entropy over tokens](evidence_loss.png)"),
         *_by_source(rows),
         "## Depth and length",
         "",
@@ -297,10 +305,11 @@ def page(rows: Sequence[Row]) -> str:
         "## Condensation, plateau and accuracy",
         "",
         *table(SECONDARY, [cells for part in WHERE for cells in _secondary(rows, part)]),
-        "![Cosines by layer over the steps](evidence_cosine.png)",
-        "",
-        "![Difference against condensation without dispersion](evidence_baseline.png)",
-        "",
+        *_pictures(
+            rows,
+            "![Cosines by layer over the steps](evidence_cosine.png)",
+            "![Difference against condensation without dispersion](evidence_baseline.png)",
+        ),
         "## Mid-training",
         "",
         *table(["", "condition", "pairs", *HEADER], _contrast_rows(found, mid, "text")),
@@ -324,6 +333,7 @@ def page(rows: Sequence[Row]) -> str:
 
 
 def write_page(rows: Sequence[Row], docs: Path) -> None:
-    draw(rows, docs)
+    if _has_pictures(rows):
+        draw(rows, docs)
     with atomic_write(docs / "evidence.md") as partial:
         partial.write_text(page(rows))

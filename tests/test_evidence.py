@@ -278,6 +278,7 @@ def test_the_page_has_the_rows_numbers(tmp_path):
         "evidence_baseline.png",
     }
     assert page([]).startswith("# Does it help?\n\nThe main comparison has not been run.")
+    assert "png" not in page([row for row in rows if row["part"] == "tuning"])  # there is nothing to draw yet
 
 
 @pytest.mark.skipif(not ROWS.exists(), reason="the experiment has not been run")
