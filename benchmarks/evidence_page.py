@@ -325,8 +325,10 @@ def page(rows: Sequence[Row]) -> str:
         "",
         "## How to run it again",
         "",
-        "    python -m benchmarks.corpus data/evidence",
-        "    make evidence                # all that is missing; PART=main, JOBS=2",
+        "```bash",
+        "python -m benchmarks.corpus data/evidence",
+        "make evidence JOBS=2         # all that is missing; PART=main trains one part",
+        "```",
         "",
     ]
     return "\n".join(parts)
