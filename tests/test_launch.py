@@ -30,6 +30,20 @@ while True:
 """
 
 
+@pytest.fixture(autouse=True)
+def heard():
+    """Give the signals their usual handlers. A shell that starts the tests in the background has SIGINT ignored, nohup SIGHUP."""
+    handlers = {
+        signal.SIGINT: signal.default_int_handler,
+        signal.SIGTERM: signal.SIG_DFL,
+        signal.SIGHUP: signal.SIG_DFL,
+    }
+    previous = {number: signal.signal(number, handler) for number, handler in handlers.items()}
+    yield
+    for number, handler in previous.items():
+        signal.signal(number, handler)
+
+
 @pytest.fixture
 def rank():
     """Start a process as torchrun starts a rank, and wait until it listens."""
