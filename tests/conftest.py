@@ -2,6 +2,7 @@
 
 import logging
 import os
+import signal
 from pathlib import Path
 
 # The models are small: with several ranks on the same cores, threads cost more than they gain.
@@ -40,6 +41,20 @@ def _no_handler_outlives_its_test():
     yield
     for logger, handler in stream_handlers() - before:
         logger.removeHandler(handler)
+
+
+@pytest.fixture
+def heard():
+    """Handle SIGINT, SIGTERM and SIGHUP as in a terminal. Shells ignore SIGINT for background jobs, and nohup ignores SIGHUP."""
+    handlers = {
+        signal.SIGINT: signal.default_int_handler,
+        signal.SIGTERM: signal.SIG_DFL,
+        signal.SIGHUP: signal.SIG_DFL,
+    }
+    before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 @pytest.fixture(scope="module")

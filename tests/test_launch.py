@@ -12,8 +12,11 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 from tests.command_line import DEMO, ROOT, children, environment
 from titan_disp import launch
-from titan_disp.launch import StopSignals
+from titan_disp.cluster.stop_signals import stop_signals
+from titan_disp.launch import StopRanks
 from titan_disp.run.folder import read_events, read_metrics
+
+pytestmark = pytest.mark.usefixtures("heard")
 
 RANK = """
 import signal, sys, time
@@ -28,20 +31,6 @@ print("ready", flush=True)
 while True:
     time.sleep(0.01)
 """
-
-
-@pytest.fixture(autouse=True)
-def heard():
-    """Give the signals their usual handlers. A shell that starts the tests in the background has SIGINT ignored, nohup SIGHUP."""
-    handlers = {
-        signal.SIGINT: signal.default_int_handler,
-        signal.SIGTERM: signal.SIG_DFL,
-        signal.SIGHUP: signal.SIG_DFL,
-    }
-    previous = {number: signal.signal(number, handler) for number, handler in handlers.items()}
-    yield
-    for number, handler in previous.items():
-        signal.signal(number, handler)
 
 
 @pytest.fixture
@@ -64,9 +53,9 @@ def rank():
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_ranks_get_sigterm_from_the_first_signal(rank, capsys, number):
-    ranks, stop = [rank("obeys"), rank("obeys")], StopSignals()
+    ranks, stop = [rank("obeys"), rank("obeys")], StopRanks()
     before = signal.getsignal(number)
-    with stop:
+    with stop_signals(stop.heard):
         signal.raise_signal(number)
         assert [process.wait(10) for process in ranks] == [0, 0]
     assert [process.stdout.read() for process in ranks] == ["SIGTERM\n"] * 2
@@ -79,8 +68,8 @@ def test_a_later_signal_kills_the_ranks(rank, monkeypatch):
     """Not one within a second: timeout(1) signals a process and its group."""
     now = [50.0]
     monkeypatch.setattr(launch.time, "monotonic", lambda: now[0])
-    one, stop = rank("does not end"), StopSignals()
-    with stop:
+    one, stop = rank("does not end"), StopRanks()
+    with stop_signals(stop.heard):
         signal.raise_signal(signal.SIGTERM)
         assert one.stdout.readline() == "SIGTERM\n"
         now[0] += 0.9
@@ -99,9 +88,9 @@ def test_a_closed_stderr_does_not_keep_the_signal_from_the_ranks(rank, monkeypat
         def write(self, text):
             raise BrokenPipeError
 
-    one, stop = rank("obeys"), StopSignals()
+    one, stop = rank("obeys"), StopRanks()
     monkeypatch.setattr(sys, "stderr", Closed())
-    with stop:
+    with stop_signals(stop.heard):
         signal.raise_signal(signal.SIGINT)
     assert one.wait(10) == 0
     assert stop.number == signal.SIGINT
@@ -111,7 +100,7 @@ def test_an_ignored_signal_stays_ignored():
     """As under nohup."""
     previous = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
-        with StopSignals():
+        with stop_signals(StopRanks().heard):
             signal.raise_signal(signal.SIGHUP)
         assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
     finally:
@@ -144,7 +133,7 @@ def test_a_failure_is_told_from_the_signal(sample, tmp_path, monkeypatch, capsys
 
 
 def test_without_ranks_a_signal_ends_the_command():
-    with pytest.raises(SystemExit) as error, StopSignals():
+    with pytest.raises(SystemExit) as error, stop_signals(StopRanks().heard):
         signal.raise_signal(signal.SIGINT)
     assert error.value.code == 130
 

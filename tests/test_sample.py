@@ -1,20 +1,10 @@
 """The sample corpus: in C4's layout, the same on every machine, and read by ``datasets`` as the hub's C4 is."""
 
-import gzip
-import json
-
 import pytest
 from datasets import load_dataset
 
+from tests.json_lines import records
 from titan_disp.data.sample import TRAIN_FILES, documents, is_complete, write_sample
-
-
-def records(folder, pattern):
-    found = []
-    for file in sorted(folder.glob(pattern)):
-        with gzip.open(file, "rt", encoding="utf-8") as lines:
-            found += [json.loads(line) for line in lines]
-    return found
 
 
 def test_shape_of_c4(sample):

@@ -365,17 +365,6 @@ def loaded_once(argv):
 
 
 @pytest.fixture
-def heard():
-    """Handle SIGINT and SIGHUP as in a terminal. Shells ignore them for background jobs, and nohup for its command."""
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGHUP)}
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    signal.signal(signal.SIGHUP, signal.SIG_DFL)
-    yield
-    for number, handler in before.items():
-        signal.signal(number, handler)
-
-
-@pytest.fixture
 def prepared(sweep, sample, monkeypatch, heard):
     """Build a 2 × 2 sweep that the stub trains. Its behaviour is given by the point's name."""
 

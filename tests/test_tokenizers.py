@@ -1,6 +1,5 @@
 """SentencePiece, Hugging Face and gigatoken: the same ids, no special tokens from text, and unusable tokenizers."""
 
-import gzip
 import json
 
 import pytest
@@ -8,6 +7,7 @@ from sentencepiece import SentencePieceProcessor
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer
 
+from tests.json_lines import records
 from titan_disp.data.fast_tokenizer import fast_encoder
 from titan_disp.data.files import list_files
 from titan_disp.data.fingerprint import differences, fingerprint
@@ -18,14 +18,6 @@ from titan_disp.data.tokenizer import encoder, find_tokenizer, load_tokenizer, l
 from titan_disp.errors import ConfigError, DataError
 
 TEXT = "Return a list of lines,\n\n    keepends: bool  — naïve 中"
-
-
-def records(folder, pattern):
-    found = []
-    for file in sorted(folder.glob(pattern)):
-        with gzip.open(file, "rt", encoding="utf-8") as lines:
-            found += [json.loads(line) for line in lines]
-    return found
 
 
 @pytest.mark.parametrize("kind", ["sentencepiece", "hugging face"])

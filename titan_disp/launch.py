@@ -7,13 +7,13 @@ import sys
 import time
 from pathlib import Path
 from types import FrameType
-from typing import Any
 
 import torch
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+from titan_disp.cluster.stop_signals import stop_signals
 from titan_disp.config import load_config
 from titan_disp.config_checks import check_config, check_device, check_inputs
 
@@ -60,12 +60,12 @@ def launch(config: str, overrides: list[str], nproc: int | None) -> int:
         max_restarts=0,
         signals_to_handle="SIGQUIT",  # at other signals, torchrun would kill ranks that save for more than 30 seconds
     )
-    stop = StopSignals()
+    stop = StopRanks()
     then = "The same command resumes from the newest checkpoint, or begins anew if there is none."
     if not job_config.checkpoint.enable:
         then = "The same command begins anew, because checkpoint.enable is false."
     try:
-        with stop:
+        with stop_signals(stop.heard):
             elastic_launch(settings, sys.executable)("-m", "titan_disp.train", *argv)
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
@@ -85,8 +85,8 @@ def launch(config: str, overrides: list[str], nproc: int | None) -> int:
     return 0
 
 
-class StopSignals:
-    """Listen for SIGINT, SIGTERM and SIGHUP while ranks train, and pass the first one on to them as SIGTERM.
+class StopRanks:
+    """Pass the first signal on to the ranks that train as SIGTERM, and kill them at a later one.
 
     The ranks have sessions of their own, so a terminal does not signal them.
 
@@ -97,23 +97,12 @@ class StopSignals:
     def __init__(self) -> None:
         self.number = 0
         self._heard_at = 0.0
-        self._previous: dict[int, Any] = {}
 
     @property
     def name(self) -> str:
         return signal.Signals(self.number).name
 
-    def __enter__(self) -> None:
-        with contextlib.suppress(ValueError):  # outside of the main thread, Python forbids signal handlers
-            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-                if signal.getsignal(number) is not signal.SIG_IGN:  # nohup ignores SIGHUP
-                    self._previous[number] = signal.signal(number, self._heard)
-
-    def __exit__(self, *error: object) -> None:
-        for number, handler in self._previous.items():
-            signal.signal(number, handler)
-
-    def _heard(self, number: int, frame: FrameType | None) -> None:
+    def heard(self, number: int, frame: FrameType | None) -> None:
         ranks = _ranks()
         if not ranks:  # they have not started, or have ended
             raise SystemExit(128 + (self.number or number))

@@ -21,6 +21,7 @@ from typing import IO, Literal
 
 import torch
 
+from titan_disp.cluster.stop_signals import stop_signals
 from titan_disp.errors import ConfigError, InUseError
 from titan_disp.report.state import duration
 from titan_disp.run.folder import lock_folder, write_json
@@ -86,7 +87,8 @@ def run(sweep: Sweep, jobs: int = 1, nproc: int = 1, module: str = "titan_disp.t
     _say(
         f"{len(prepared)} points in {sweep.folder}: {len(results)} are finished, {len(todo)} to train, {jobs} at a time"
     )
-    with _Runner(todo, jobs, nproc, module) as runner:
+    runner = _Runner(todo, jobs, nproc, module)
+    with stop_signals(runner.heard), runner:
         results |= runner.run()
     return [results[one.point.name] for one in prepared]
 
@@ -131,22 +133,15 @@ class _Runner:
         self.results: dict[str, Result] = {}
         self.steps_done = 0  # steps of points that have ended
         self.signals = 0
-        self._previous: dict[int, object] = {}
 
     def __enter__(self) -> "_Runner":
-        with contextlib.suppress(ValueError):  # outside of the main thread, Python forbids signal handlers
-            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-                if signal.getsignal(number) is not signal.SIG_IGN:  # nohup ignores SIGHUP
-                    self._previous[number] = signal.signal(number, self._heard)
         return self
 
     def __exit__(self, *exception: object) -> None:
         for one in self.training:  # only after an exception
             _kill(one)
-        for number, handler in self._previous.items():
-            signal.signal(number, handler)  # type: ignore[arg-type]
 
-    def _heard(self, number: int, frame: object) -> None:
+    def heard(self, number: int, frame: object) -> None:
         self.signals += 1
 
     def run(self) -> dict[str, Result]:
