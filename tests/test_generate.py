@@ -1,5 +1,7 @@
 """titan-disp generate: greedy and sampled text of a run and of its export."""
 
+import logging
+
 import pytest
 import torch
 
@@ -54,6 +56,23 @@ def test_an_exported_folder_says_the_same(run, tmp_path, capsys, monkeypatch):
         said.append(capsys.readouterr().out)
     assert said[0] == said[1] == said[2]
     assert said[0].startswith(PROMPT)
+
+
+def test_transformers_has_nothing_to_warn_about(run, tmp_path):
+    """Its log does not reach pytest's, and it gives most warnings only once in a process."""
+    export(run, tmp_path / "hf")
+    said: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: said.append(record.getMessage())
+    transformers = logging.getLogger("transformers")
+    type(transformers).warning_once.cache_clear()
+    transformers.addHandler(handler)
+    try:
+        generate(tmp_path / "hf", PROMPT, 2)
+        generate(run, PROMPT, 2)
+    finally:
+        transformers.removeHandler(handler)
+    assert said == []
 
 
 def test_length_ends_with_the_sequence_of_training(run, monkeypatch):

@@ -25,7 +25,7 @@ def load_causal_lm(
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             folder,
-            torch_dtype=dtype,
+            dtype=dtype,
             device_map=device_map,
             trust_remote_code=trust_remote_code,
             local_files_only=True,
