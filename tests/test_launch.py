@@ -67,7 +67,7 @@ def test_ranks_get_sigterm_from_the_first_signal(rank, capsys, number):
 def test_a_later_signal_kills_the_ranks(rank, monkeypatch):
     """Not one within a second: timeout(1) signals a process and its group."""
     now = [50.0]
-    monkeypatch.setattr(launch.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
     one, stop = rank("does not end"), StopRanks()
     with stop_signals(stop.heard):
         signal.raise_signal(signal.SIGTERM)

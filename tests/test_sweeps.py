@@ -414,8 +414,8 @@ class TestRun:
         assert set(outcomes(prepared()).values()) == {"finished"}
         assert starts(tmp_path) == {NAMES[0]: 1, NAMES[1]: 1, NAMES[2]: 2, NAMES[3]: 2}
 
-    def signalled(self, tmp_path, count, number=signal.SIGINT, times=1):
-        """Signal this process as soon as so many points train."""
+    def signalled(self, tmp_path, count, number=signal.SIGINT, times=1, pause=1.2):
+        """Signal this process as soon as so many points train, and again after ``pause`` seconds."""
 
         def wait():
             deadline = time.monotonic() + 60
@@ -425,7 +425,7 @@ class TestRun:
                 time.sleep(0.02)
             for _ in range(times):
                 os.kill(os.getpid(), number)
-                time.sleep(1.0)
+                time.sleep(pause)
 
         threading.Thread(target=wait, daemon=True).start()
 
@@ -441,6 +441,12 @@ class TestRun:
         ]
         assert starts(tmp_path) == {NAMES[0]: 1, NAMES[1]: 1, NAMES[2]: 0, NAMES[3]: 0}
         assert signal.getsignal(number) is before
+
+    def test_a_doubled_signal_kills_no_point(self, prepared, tmp_path):
+        """timeout(1) signals a process and its group."""
+        self.signalled(tmp_path, 1, signal.SIGTERM, times=2, pause=0.05)
+        results = prepared(**dict.fromkeys(NAMES, "wait"))
+        assert (results[0].outcome, results[0].detail) == ("stopped", "stop at step 1: SIGTERM")
 
     def test_asked_to_stop_twice(self, prepared, tmp_path):
         """Points that do not stop are killed."""

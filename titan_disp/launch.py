@@ -4,7 +4,6 @@ import contextlib
 import os
 import signal
 import sys
-import time
 from pathlib import Path
 from types import FrameType
 
@@ -16,8 +15,6 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from titan_disp.cluster.stop_signals import stop_signals
 from titan_disp.config import load_config
 from titan_disp.config_checks import check_config, check_device, check_inputs
-
-TWICE = 1.0  # seconds: timeout(1) signals a process and then its group, so that a request may arrive twice
 
 
 def launch(config: str, overrides: list[str], nproc: int | None) -> int:
@@ -96,7 +93,6 @@ class StopRanks:
 
     def __init__(self) -> None:
         self.number = 0
-        self._heard_at = 0.0
 
     @property
     def name(self) -> str:
@@ -108,9 +104,7 @@ class StopRanks:
             raise SystemExit(128 + (self.number or number))
         first = not self.number
         if first:
-            self.number, self._heard_at = number, time.monotonic()
-        elif time.monotonic() - self._heard_at < TWICE:
-            return
+            self.number = number
         for rank in ranks:
             with contextlib.suppress(OSError):  # it has ended
                 if first:
