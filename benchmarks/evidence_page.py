@@ -1,7 +1,7 @@
 """Write docs/evidence.md from docs/evidence.jsonl: every number of the page is computed here from the rows."""
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from statistics import median
 
@@ -9,7 +9,6 @@ import numpy as np
 
 from benchmarks.evidence_analysis import (
     CONTRASTS,
-    MARGIN,
     PRIMARY,
     Contrast,
     Outcome,
@@ -25,34 +24,16 @@ from benchmarks.evidence_analysis import (
 )
 from benchmarks.evidence_parts import LRS, PARTS, SEEDS, STATES, WARMUPS, Recipe, Row, newest, tuned, tuning_losses
 from benchmarks.evidence_plots import draw
+from benchmarks.evidence_sentences import NAMES, PART_NAMES, TEXTS, answer, sentences
 from titan_disp.evaluate.compare import standard_error
 from titan_disp.files import atomic_write
 
 NOTHING = "–"
-NAMES = {
-    "on": "on, λ 0.1",
-    "on-0.03": "on, λ 0.03",
-    "on-first-quarter": "on in the first quarter",
-    "on-moments": "on, moments",
-    "noisy-embedding": "noisy embedding",
-    "on-0.1": "on, λ 0.1",
-    "on-0.5": "on, λ 0.5",
-}
 WHERE = {
     "main": "6 layers, MLP width 192, 600 steps",
     "width": "MLP width 16",
     "depth": "12 layers",
     "long": "2,400 steps",
-}
-TEXTS = {"test": "old text", "new_test": "new text"}
-PART_NAMES = {
-    "tuning": "learning rate and warm-up, on development text",
-    "main": "main comparison",
-    "noise": "noise floor",
-    "width": "MLP width 16",
-    "depth": "12 layers",
-    "long": "2,400 steps",
-    "midtraining": "mid-training",
 }
 
 
@@ -79,25 +60,6 @@ def _interval(found: Outcome, digits: int = 3) -> str:
 
 def _p(value: float | None) -> str:
     return NOTHING if value is None else f"{value:.4f}"
-
-
-def answer(found: Outcome) -> str:
-    """Return the first sentence of the page, about the primary contrast."""
-    d = found.difference
-    if d is None or d.low is None:
-        return "The main comparison has not been run."
-    p = f"{len(found.pairs)} seeds, sign-flip p {_p(d.p_value)}, Holm {_p(d.holm)}"
-    numbers = f"{d.mean:+.3f} nats (95 % interval {_interval(found)}, {p})"
-    verdict = found.verdict()
-    if verdict.startswith("no difference"):
-        says = f"Dispersion (λ 0.1) changes test cross-entropy by less than {MARGIN:g} here"
-    elif verdict.startswith("better"):
-        says = "Dispersion (λ 0.1) lowers test cross-entropy here"
-    elif verdict.startswith("worse"):
-        says = "Dispersion (λ 0.1) raises test cross-entropy here"
-    else:
-        says = "Whether dispersion (λ 0.1) helps is not decided here"
-    return f"**{says}: {numbers}.**"
 
 
 def _contrast_rows(found: dict[Contrast, Outcome], members: Iterable[Contrast], label: str) -> Iterable[list[str]]:
@@ -272,6 +234,11 @@ def _pictures(rows: Sequence[Row], *links: str) -> list[str]:
     return [line for link in links for line in (link, "")] if _has_pictures(rows) else []
 
 
+def _says(rows: Sequence[Row], found: Mapping[Contrast, Outcome]) -> list[str]:
+    lines = sentences(rows, found)
+    return ["## What it says", "", *lines, ""] if lines else []
+
+
 def page(rows: Sequence[Row]) -> str:
     """Return the page as Markdown."""
     found = outcomes(rows)
@@ -288,6 +255,7 @@ def page(rows: Sequence[Row]) -> str:
         "cross-entropy on held-out text in nats, mean ± standard error over seeds. Differences are on − off, paired by",
         "seed; below zero is better.",
         "",
+        *_says(rows, found),
         *_corpus(rows),
         "## Main comparison",
         "",

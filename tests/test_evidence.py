@@ -281,6 +281,34 @@ def test_the_page_has_the_rows_numbers(tmp_path):
     assert "png" not in page([row for row in rows if row["part"] == "tuning"])  # there is nothing to draw yet
 
 
+def test_sentences_say_what_scipy_and_the_pairs_say():
+    d = np.array([0.016, 0.006, 0.004, 0.005, 0.021, 0.024, 0.020, 0.002])
+    noisy = d * [1, -1, 1, -1, 1, -1, 1, -1]
+    rows = [*tuning_rows(INSIDE), *made_up(d), *made_up(noisy - 0.005, condition="on-first-quarter")[8:]]
+    rows += [
+        row("noise", name, 1, 5.01 + x) for name, x in (("accumulation-4", -0.02), ("2-ranks", 0.04), ("again", 0))
+    ]
+    text = page(rows)
+    low, high = stats.ttest_1samp(d, 0).confidence_interval()
+    assert (
+        f"raises test cross-entropy by less than 0.02 here: +0.012 nats (95 % interval {low:+.3f} … {high:+.3f}" in text
+    )
+    own = f"0.012 higher (95 % interval {low:+.3f} … {high:+.3f}; higher in 8 of 8 seeds)"
+    assert (
+        f"With dispersion, test cross-entropy is {own}. By the design's rules: no difference of 0.02 or more." in text
+    )
+    low, high = stats.ttest_1samp(noisy - 0.005, 0).confidence_interval()
+    quarter = f"is 0.002 lower (95 % interval {low:+.3f} … {high:+.3f}; lower in 5 of 8 seeds) than off's. Against on"
+    assert f"**On in the first quarter.** Test cross-entropy {quarter}" in text
+    low, high = stats.ttest_1samp(noisy - 0.005 - d, 0).confidence_interval()
+    assert f"Against on, λ 0.1, it is 0.014 lower (95 % interval {low:+.3f} … {high:+.3f}" in text
+    assert "ends 0.030 away on average, and 0.040 at most (2 runs)" in text
+    # Off is best at 0.002 and on at 0.004, each at one of two warm-ups.
+    assert "is +0.000 at 0.001, +0.500 at 0.002, -0.500 at 0.004, +0.000 at 0.008. So the sign depends" in text
+    assert "**Not run yet:** MLP width 16, 12 layers, 2,400 steps, mid-training." in text
+    assert "What it says" not in page(tuning_rows(INSIDE))
+
+
 @pytest.mark.skipif(not ROWS.exists(), reason="the experiment has not been run")
 def test_the_page_in_docs_is_made_of_the_rows_in_docs():
     rows = [json.loads(line) for line in ROWS.read_text().splitlines()]
