@@ -59,7 +59,9 @@ def moments_oracle(z, tau, stride):
         w = torch.exp(-torch.acos(near) / (math.pi * tau))
         slope = w / (math.pi * tau * torch.sqrt(1 - near**2))
         others = ~torch.eye(n, dtype=torch.bool)
-        compared = others & (torch.arange(n) % stride == 0)
+        blocks = range(-(-n // stride))
+        fitted = [min(k * stride + (k * 2654435769 % 2**32) * stride // 2**32, n - 1) for k in blocks]
+        compared = others & torch.isin(torch.arange(n), torch.tensor(fitted))
         squares = u.square().sum(-1)
         p = torch.sqrt((torch.outer(squares, squares) - c**2).clamp_min(0) + 1e-6) * compared
         p = p / p.sum(1, keepdim=True)

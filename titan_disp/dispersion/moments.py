@@ -26,7 +26,8 @@ from titan_disp.dispersion.masks import Count, TokenMask, own_tokens, slots_of
 from titan_disp.dispersion.pairwise import PairFunction
 from titan_disp.dispersion.vectors import norms, row_blocks
 
-FIT_TOKENS = 64  # evenly spaced tokens of a sequence, with which every token is compared
+FIT_TOKENS = 64  # tokens spread over a sequence, with which every token is compared
+GOLDEN = 2654435769  # 2**32 divided by the golden ratio
 GRAM_BLOCK = 256  # features
 RIDGE = 1e-6  # added to the variance of a token's cosines, which is 0 for identical tokens
 FLOOR = 1e-3  # of sin θ: a token that is parallel to all others has no gradient but still needs a fit
@@ -116,17 +117,33 @@ class Sample(NamedTuple):
     filled: Tensor | None = None
 
 
-def sample(z: Tensor, tokens: int, group: dist.ProcessGroup | None) -> Sample:
-    """Return about FIT_TOKENS evenly spaced tokens of each sequence.
+def offsets(blocks: Tensor, size: int | Tensor) -> Tensor:
+    """Return which token of each block is sampled: the fraction of block · golden ratio, times the size of a block.
 
-    The stride is a power of two, so that shards of the usual lengths give the same tokens as one process.
+    Tokens at a regular distance could all be of one kind, in a list or a table. Multiples of the golden ratio have
+    fractions that spread evenly, whatever the period of the text. Of the first block it is the first token, which is
+    often unlike all others in a language model.
+
+    Args:
+        blocks: numbers of the blocks, int64, counted from the beginning of the sequence.
+        size: tokens of a block.
     """
-    stride = 1 << max(0, (tokens // FIT_TOKENS).bit_length() - 1)
-    own = z[:, ::stride].contiguous()
-    rows = torch.arange(0, z.shape[1], stride, device=z.device)
+    return ((blocks * GOLDEN) % 2**32) * size >> 32
+
+
+def sample(z: Tensor, tokens: int, group: dist.ProcessGroup | None) -> Sample:
+    """Return one token of each block of a sequence, which has 64 to 128 blocks (all tokens of a shorter sequence).
+
+    The size of a block is a power of two, so that shards of the usual lengths give the same tokens as one process.
+    """
+    size = 1 << max(0, (tokens // FIT_TOKENS).bit_length() - 1)
+    rank = 0 if group is None else dist.get_rank(group)
+    begins = torch.arange(0, z.shape[1], size, device=z.device)
+    rows = (begins + offsets((begins + rank * z.shape[1]) // size, size)).clamp_max(z.shape[1] - 1)
+    own = z[:, rows]
     if group is None:
         return Sample(own, rows[None])
-    world, rank, m = dist.get_world_size(group), dist.get_rank(group), own.shape[1]
+    world, m = dist.get_world_size(group), own.shape[1]
     every = own.new_empty((world * own.shape[0], *own.shape[1:]))
     all_gather(every, own, group=group)
     every_row = rows.new_full((1, world * m), -1)
@@ -140,13 +157,15 @@ def sample_tokens(z: Tensor, mask: TokenMask, group: dist.ProcessGroup | None) -
     ``masks`` defines slots.
     """
     length, counts = mask.whole.shape[1], mask.counts[:, None]
-    stride = torch.ones_like(counts)
+    size = torch.ones_like(counts)
     twice = 2 * FIT_TOKENS
     while twice <= length:
-        stride = torch.where(counts >= twice, 2 * stride, stride)
+        size = torch.where(counts >= twice, 2 * size, size)
         twice *= 2
     number = mask.whole.cumsum(1) - 1  # of every token, from 0
-    positions, filled = slots_of(mask.whole & (number % stride == 0), min(length, 2 * FIT_TOKENS))
+    block = number // size
+    sampled = (block * size + offsets(block, size)).minimum(counts - 1)
+    positions, filled = slots_of(mask.whole & (number == sampled), min(length, 2 * FIT_TOKENS))
     every, mine, local = own_tokens(z, positions, group)
     if group is not None:
         dist.all_reduce(every, group=group)  # exact: adds only zeros to each token
