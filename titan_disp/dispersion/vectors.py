@@ -30,9 +30,12 @@ class Units(Protocol):
 
 
 def check_norm_eps(norm_eps: float) -> None:
-    """Raise ValueError unless ε is positive."""
-    if not (math.isfinite(norm_eps) and norm_eps > 0.0):
-        raise ValueError(f"norm_eps is {norm_eps}, expected a number > 0: an all-zero token is divided by it")
+    """Raise ValueError unless ε is positive, also in float32."""
+    smallest = torch.finfo(torch.float32).tiny
+    if not (math.isfinite(norm_eps) and norm_eps >= smallest):
+        raise ValueError(
+            f"norm_eps is {norm_eps}, expected a number > 0, at least {smallest:.3g}: an all-zero token is divided by it"
+        )
 
 
 def norms(z: Tensor) -> Tensor:
@@ -72,7 +75,8 @@ class Normalized:
 @fused
 def _normalize_backward_(g: Tensor, z: Tensor, norm: Tensor, norm_eps: float) -> None:
     z, scale = z.to(g.dtype), norm + norm_eps
-    radial = (z * g).sum(-1, keepdim=True) / (norm.clamp_min(torch.finfo(norm.dtype).tiny) * scale)
+    # Two divisions, because the product of the two numbers could underflow to 0.
+    radial = (z * g).sum(-1, keepdim=True) / norm.clamp_min(torch.finfo(norm.dtype).tiny) / scale
     g.addcmul_(z, radial, value=-1).div_(scale)
 
 
