@@ -38,7 +38,7 @@ class SavedGradient(torch.autograd.Function):
         with torch.no_grad():
             out = torch.empty_like(grad) if _graph_is_retained() else grad
             out = torch.mul(grad, grad_value[:, None, None], out=out).to(ctx.dtype)
-        return only_first_derivative(out, value), None
+        return only_first_derivative(out, value, grad_value), None
 
 
 # AOTAutograd calls this private function too. If torch lacks it, backward does not reuse the memory.
@@ -77,22 +77,23 @@ class SavedRows(torch.autograd.Function):
                 grad[:, positions] = scaled
             else:
                 grad.scatter_add_(1, positions[..., None].expand_as(scaled), scaled)
-        return only_first_derivative(grad, value), None, None, None
+        return only_first_derivative(grad, value, grad_value), None, None, None
 
 
-def only_first_derivative(grad: Tensor, value: Tensor) -> Tensor:
+def only_first_derivative(grad: Tensor, value: Tensor, grad_value: Tensor) -> Tensor:
     """Return ``grad``, and raise an error if it is differentiated again.
 
     In backward, ``grad`` is a constant and not a function of z, so a second derivative would be silently wrong.
-    ``value`` is the saved output of forward, which connects the graph to z. (torch's ``once_differentiable`` has no
-    connection to z: ``torch.autograd.grad`` would skip it and drop part of a second derivative without an error.)
+    ``value`` is the saved output of forward, which connects the graph to z. ``grad_value`` connects it to what the loss
+    was multiplied by, such as a λ that is learned. (torch's ``once_differentiable`` has no connection to either:
+    ``torch.autograd.grad`` would skip it and drop part of a second derivative without an error.)
     """
-    return _NoSecondDerivative.apply(grad, value) if torch.is_grad_enabled() else grad
+    return _NoSecondDerivative.apply(grad, value, grad_value) if torch.is_grad_enabled() else grad
 
 
 class _NoSecondDerivative(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, grad: Tensor, value: Tensor) -> Tensor:  # type: ignore[override]
+    def forward(ctx: Any, grad: Tensor, value: Tensor, grad_value: Tensor) -> Tensor:  # type: ignore[override]
         return grad.view_as(grad)
 
     @staticmethod
