@@ -210,5 +210,5 @@ def test_bad_shapes():
         dispersion_loss(torch.ones(4, 4), **PARAMETERS)
     with pytest.raises(ValueError, match="no layers"):
         dispersion_losses([], **PARAMETERS)
-    with pytest.raises(ValueError, match=r"layers differ in tokens per sequence: \[4, 6\]"):
+    with pytest.raises(ValueError, match=r"tokens per sequence: \(1, 4, 4\), \(1, 6, 4\)"):
         dispersion_losses([tokens(1, 4, 4), tokens(1, 6, 4)], **PARAMETERS)

@@ -37,14 +37,14 @@ class Layers(ABC):
 
     Attributes:
         length: positions per sequence that the loss takes, over all ranks.
-        features: F.
+        features: F of each layer.
         mask: which positions hold tokens; None if all do.
         group: ranks over which the tokens are sharded; None if every rank holds all of them.
         in_bf16: whether float32 tokens are rounded to bf16 first.
     """
 
     length: int
-    features: int
+    features: list[int]
     mask: TokenMask | None
     group: dist.ProcessGroup | None
     in_bf16: bool
@@ -80,7 +80,9 @@ class Layers(ABC):
             z = z.to(accumulation_dtype(z.dtype))
             return z.square().sum((1, 2)), 2 * z
 
-        return self.sum_over_group(self.each(own_part)) / (self.tokens * self.features)
+        features = torch.tensor(self.features)[:, None] if len(set(self.features)) > 1 else self.features[0]
+        sums = self.sum_over_group(self.each(own_part))
+        return sums / (self.tokens * (features if isinstance(features, int) else features.to(sums)))
 
     def _apply(self, compute: Compute, z: Tensor, mask: TokenMask | None) -> Result:
         if mask is not None:
@@ -98,7 +100,7 @@ class WholeLayers(Layers):
         self, zs: Sequence[Tensor], length: int, mask: TokenMask | None, group: dist.ProcessGroup | None, in_bf16: bool
     ) -> None:
         self.zs, self.mask, self.group, self.in_bf16 = zs, mask, group, in_bf16
-        self.length, self.features = length, zs[0].shape[2]
+        self.length, self.features = length, [z.shape[2] for z in zs]
 
     def each(self, compute: Compute) -> Tensor:
         def of_layer(z: Tensor) -> Result:

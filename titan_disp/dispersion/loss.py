@@ -1,6 +1,6 @@
 """The loss combines a variant with an estimator, for any sharding of the sequence."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Any
@@ -55,6 +55,9 @@ class DispersionLoss:
             raise ValueError(f"variant is {self.variant!r}, expected one of {', '.join(VARIANTS)}")
         if self.estimator not in ESTIMATORS:
             raise ValueError(f"estimator is {self.estimator!r}, expected one of {', '.join(ESTIMATORS)}")
+        for option in fields(self):
+            if isinstance(getattr(self, option.name), Tensor):
+                raise ValueError(f"{option.name} is a tensor, expected a number: options get no gradient")
         variant = self._variant
         if self.estimator not in variant.estimators:
             raise ValueError(
@@ -94,7 +97,7 @@ class DispersionLoss:
 
     def __call__(
         self,
-        zs: Sequence[Tensor],
+        zs: Iterable[Tensor],
         group: Group = None,
         step: int = 0,
         fit_errors: list[Tensor] | None = None,
@@ -103,11 +106,12 @@ class DispersionLoss:
         """Return the loss per layer and sequence.
 
         Args:
-            zs: one [B, N, F] tensor per layer, or this rank's [B, N/p, F] shards if ``group`` is given. Shards must
-                have equal shapes on all ranks. The exact loss does not depend on which tokens a rank holds or on their
-                order.
+            zs: one [B, N, F] tensor per layer, or this rank's [B, N/p, F] shards if ``group`` is given. The shards
+                of all ranks must have equal shapes. Layers may differ in dtype, and in F except with the sampled
+                estimator. The exact loss does not depend on which tokens a rank holds or on their order.
             group: process group or 1-D mesh over which the sequence is sharded.
-            step: training step, from which the sampled estimator draws its positions.
+            step: training step, from which the sampled estimator draws its positions. If it does not change, neither do
+                they.
             fit_errors: list that receives, per layer, the relative error [B] of the slopes that the moments estimator
                 fitted. Each pair of tokens is weighted by its contribution to the gradient.
             valid: bool [B, N], or this rank's [B, N/p]: True at tokens, False at padding, which may hold anything. The
@@ -118,12 +122,18 @@ class DispersionLoss:
             rank's own shard receives its complete gradient.
 
         Raises:
-            ValueError: a wrong shape or dtype, or fewer than 2 positions per sequence.
+            ValueError: a wrong shape or dtype, or fewer than 2 positions per sequence without ``valid``.
 
         Source: arXiv 2602.00217, Table 1; ``variants`` and ``moments`` have the formulas.
         """
         pg = process_group(group)
-        length = _check(zs, 1 if pg is None else dist.get_world_size(pg))
+        if isinstance(zs, Tensor):
+            raise ValueError(
+                f"zs is a tensor of shape {tuple(zs.shape)}, expected one tensor per layer in a list: for a single "
+                "layer, call dispersion_loss"
+            )
+        zs = list(zs)
+        length = _check(zs, 1 if pg is None else dist.get_world_size(pg), least=2 if valid is None else 1)
         mask = None
         if valid is not None:
             _check_valid(valid, zs[0])
@@ -151,6 +161,10 @@ class DispersionLoss:
     ) -> Layers:
         if self.estimator != "sampled" or self.max_tokens >= length:
             return WholeLayers(zs, length, mask, group, in_bf16)
+        if len({z.shape[2] for z in zs}) > 1:
+            raise ValueError(
+                f"layers differ in features: {[z.shape[2] for z in zs]}, which the sampled estimator does not support"
+            )
         orders = [order(length, self.seed, step, layer) for layer in range(len(zs))]
         if mask is None:
             return SampledLayers(zs, orders, self.max_tokens, group, in_bf16)
@@ -162,18 +176,26 @@ def options_of(variant: type[Variant]) -> list[str]:
     return [field.name for field in fields(variant)]
 
 
-def _check(zs: Sequence[Tensor], world: int) -> int:
-    """Check the shapes and return the number of positions of a whole sequence."""
+def _check(zs: Sequence[Tensor], world: int, least: int) -> int:
+    """Check the shapes and return the number of positions of a whole sequence, which is at least ``least``."""
     if not zs:
         raise ValueError("no layers given, expected at least one [B, N, F] tensor")
-    for z in zs:
+    for layer, z in enumerate(zs):
+        if not isinstance(z, Tensor):
+            raise ValueError(f"layer {layer} is {z!r}, expected a float tensor [B, N, F]")
         if z.ndim != 3 or not z.is_floating_point():
             raise ValueError(f"z has shape {tuple(z.shape)} and dtype {z.dtype}, expected a float tensor [B, N, F]")
+        if not z.shape[2]:
+            raise ValueError(f"z of shape {tuple(z.shape)} has no features, expected a float tensor [B, N, F]")
+    if differing := [z.shape for z in zs if z.shape[:2] != zs[0].shape[:2]]:
+        raise ValueError(
+            f"layers differ in sequences or tokens per sequence: {tuple(zs[0].shape)}, {tuple(differing[0])}"
+        )
     tokens = zs[0].shape[1] * world
-    if any(z.shape[1] * world != tokens for z in zs):
-        raise ValueError(f"layers differ in tokens per sequence: {[z.shape[1] for z in zs]}")
-    if tokens < 2:
-        raise ValueError(f"a sequence has {tokens} token(s), expected at least 2: dispersion is defined over pairs")
+    if tokens < least:
+        raise ValueError(
+            f"a sequence has {tokens} token(s), expected at least {least}: dispersion is defined over pairs"
+        )
     return tokens
 
 
@@ -186,7 +208,7 @@ def _check_valid(valid: Tensor, z: Tensor) -> None:
 
 
 def dispersion_losses(
-    zs: Sequence[Tensor], *, group: Group = None, step: int = 0, valid: Tensor | None = None, **options: Any
+    zs: Iterable[Tensor], *, group: Group = None, step: int = 0, valid: Tensor | None = None, **options: Any
 ) -> Tensor:
     """Return the loss per layer and sequence, [len(zs), B].
 

@@ -6,7 +6,7 @@ and after a resume.
 """
 
 from collections.abc import Sequence
-from functools import partial
+from functools import partial, reduce
 
 import torch
 import torch.distributed as dist
@@ -22,7 +22,7 @@ def order(tokens: int, seed: int, step: int, layer: int) -> Tensor:
 
     The draw depends on (seed, step, layer) alone, so it is the same after a resume and on every rank of the sequence.
     """
-    generator = torch.Generator().manual_seed((seed * 1_000_003 + step) * 1_009 + layer)
+    generator = torch.Generator().manual_seed(((seed * 1_000_003 + step) * 1_009 + layer) % 2**64)
     return torch.randperm(tokens, generator=generator)
 
 
@@ -46,9 +46,10 @@ class SampledLayers(Layers):
         group: dist.ProcessGroup | None,
         in_bf16: bool,
     ) -> None:
-        self.zs, self.length, self.features, self.in_bf16 = zs, count, zs[0].shape[2], in_bf16
+        self.zs, self.length, self.features, self.in_bf16 = zs, count, [z.shape[2] for z in zs], in_bf16
         rank = 0 if group is None else dist.get_rank(group)
-        self.z = zs[0].new_zeros(len(zs), zs[0].shape[0], self.length, self.features)
+        dtype = reduce(torch.promote_types, (z.dtype for z in zs))
+        self.z = zs[0].new_zeros(len(zs), zs[0].shape[0], self.length, zs[0].shape[2], dtype=dtype)
         # For each layer: which of the drawn tokens this rank holds, [k], and their indices in z, [k].
         self.mine, self.local = [], []
         for z, order, gathered in zip(zs, orders, self.z, strict=True):
@@ -56,7 +57,7 @@ class SampledLayers(Layers):
             own = (positions // n == rank).nonzero()[:, 0]
             self.mine.append(own.to(z.device, non_blocking=True))
             self.local.append((positions[own] - rank * n).to(z.device, non_blocking=True))
-            gathered[:, self.mine[-1]] = z.detach()[:, self.local[-1]]
+            gathered[:, self.mine[-1]] = z.detach()[:, self.local[-1]].to(dtype)
         if group is not None:
             dist.all_reduce(self.z, group=group)  # adds only zeros to each token: exact in any dtype
 
@@ -95,7 +96,7 @@ class SampledTokens(SampledLayers):
         group: dist.ProcessGroup | None,
         in_bf16: bool,
     ) -> None:
-        self.zs, self.length, self.features, self.in_bf16 = zs, count, zs[0].shape[2], in_bf16
+        self.zs, self.length, self.features, self.in_bf16 = zs, count, [z.shape[2] for z in zs], in_bf16
         # For each layer: which of the drawn tokens this rank holds, [B, m, 1], and their indices in z, [B, m].
         tokens, self.mine, self.local = [], [], []
         for z, order in zip(zs, orders, strict=True):

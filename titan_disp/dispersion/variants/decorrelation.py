@@ -42,6 +42,6 @@ class Decorrelation(CosineVariant):
         return sums / (tokens * (tokens - 1))
 
     def exact(self, layers: Layers) -> Tensor:
-        if layers.features < layers.length:
+        if max(layers.features) < layers.length:
             return self.of_quadratic(layers, square_of_all)
         return super().exact(layers)
