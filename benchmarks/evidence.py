@@ -11,6 +11,7 @@ once more, and adds another row.
 """
 
 import json
+import math
 import subprocess
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
@@ -24,7 +25,7 @@ import torch
 import tyro
 
 from benchmarks.evidence_page import write_page
-from benchmarks.evidence_parts import CONFIG, PARTS, Job, Row, jobs, newest
+from benchmarks.evidence_parts import CONFIG, PARTS, Job, Row, jobs, key_of, newest
 from benchmarks.evidence_score import HeldOut, held_out, history, score
 from titan_disp.data.tokenizer import load_tokenizer
 from titan_disp.export.saved import find_saved, load_model
@@ -59,6 +60,14 @@ def commit() -> str:
 
 def read_rows(path: Path) -> list[Row]:
     return read_json_lines(path) if path.exists() else []
+
+
+def current(rows: Sequence[Row], config: Path) -> list[Row]:
+    """Return the rows that count, by the design: those of the last corpus and with the present recipe of their run."""
+    corpora = [row["sha256"][:12] for row in rows if row["part"] == "corpus"]
+    own = [row for row in rows if "condition" in row and row["corpus"] in corpora[-1:]]
+    recipes = {job.key: job.recipe(config) for part in PARTS for job in jobs(part, own)}
+    return [row for row in rows if "condition" not in row or (row in own and recipes.get(key_of(row)) == row["recipe"])]
 
 
 @cache
@@ -145,9 +154,12 @@ class Experiment:
         with ProcessPoolExecutor(self.options.jobs, mp_context=get_context("spawn")) as pool:
             waiting = {pool.submit(measure, self.folder(job), self.options.data, job.texts): job for job in done}
             for future in as_completed(waiting):
-                job = waiting[future]
+                job, numbers = waiting[future], future.result()
                 how = {"history": history(self.folder(job))} if job.trained else {}
-                self._write(job, status="finished", numbers=future.result(), **how)
+                if all(math.isfinite(found["cross_entropy"]) for found in numbers.values()):
+                    self._write(job, status="finished", numbers=numbers, **how)
+                else:
+                    self._write(job, status="failed", error="its cross-entropy on held-out text is not finite", **how)
 
     def _write(self, job: Job, **content: Any) -> None:
         row = {
@@ -174,7 +186,7 @@ def main(options: Options, page: Callable[[Sequence[Row], Path], None] = write_p
             print(f"{part}: {'complete' if not left else f'{len(left)} runs are missing or failed'}", flush=True)
             if not jobs(part, experiment.rows):
                 raise SystemExit(f"{part} needs what tuning finds: run --part tuning first")
-    page(read_rows(options.rows), options.docs)
+    page(current(read_rows(options.rows), options.config), options.docs)
 
 
 if __name__ == "__main__":

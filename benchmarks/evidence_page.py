@@ -24,7 +24,7 @@ from benchmarks.evidence_analysis import (
 )
 from benchmarks.evidence_parts import LRS, PARTS, SEEDS, STATES, WARMUPS, Recipe, Row, newest, tuned, tuning_losses
 from benchmarks.evidence_plots import draw
-from benchmarks.evidence_sentences import NAMES, PART_NAMES, TEXTS, answer, sentences
+from benchmarks.evidence_sentences import NAMES, PART_NAMES, TEXTS, answer, sentences, verdict
 from titan_disp.evaluate.compare import standard_error
 from titan_disp.files import atomic_write
 
@@ -74,10 +74,10 @@ def _contrast_rows(found: dict[Contrast, Outcome], members: Iterable[Contrast], 
             _p(d.p_value) if d is not None and tested else NOTHING,
             _p(d.holm) if d is not None and tested else NOTHING,
         ]
-        yield [*cells, one.verdict()]
+        yield [*cells, verdict(one)]
 
 
-HEADER = ["off", "on", "difference", "95 % interval", "lower in", "p", "Holm", "by the design's rules"]
+HEADER = ["off", "condition", "difference", "95 % interval", "lower in", "p", "Holm", "by the design's rules"]
 SECONDARY = ["", "", "plateau ends at step (median)", "its ρ with the loss (seeds)", "block cosine over time"]
 SECONDARY += ["accuracy", "last word", "accuracy − off's", "last word − off's"]
 
@@ -85,12 +85,14 @@ SECONDARY += ["accuracy", "last word", "accuracy − off's", "last word − off'
 def _tuning(rows: Sequence[Row]) -> list[str]:
     recipes = tuned(rows)
     chosen = "; ".join(f"{state}: lr {r.lr:g}, warm-up {r.warmup:.0%}" for state, r in (recipes or {}).items())
+    highest = max(recipe.lr for recipe in recipes.values()) if recipes else 0.0
+    edge = " A higher learning rate was not tried." if highest > LRS[-1] else ""
     lrs = sorted({*LRS, *(r.lr for r in (recipes or {}).values()), LRS[0] / 2, LRS[-1] * 2})
     losses = {state: tuning_losses(rows, state, lrs) for state in STATES}
     lines = [
         "## Tuning",
         "",
-        f"Development cross-entropy, mean of two seeds. Chosen: {chosen or 'nothing yet'}.",
+        f"Development cross-entropy, mean of two seeds. Chosen: {chosen or 'nothing yet'}.{edge}",
         "",
     ]
     header = ["warm-up", *(f"lr {lr:g}" for lr in lrs)]
@@ -110,8 +112,9 @@ def _noise(rows: Sequence[Row]) -> list[str]:
     lines = [
         "## Noise floor",
         "",
-        "These runs repeat off with the same seed, data and configuration, but sum in another order. The numbers are their",
-        "test cross-entropy minus that of the first run.",
+        "These runs repeat off with the same seed, data and configuration. With accumulation and on 2 ranks, the sums of a",
+        "step have another order; *again* changes nothing. The numbers are their test cross-entropy minus that of the",
+        "first run.",
         "",
     ]
     body = [
@@ -200,10 +203,11 @@ def _time(rows: Sequence[Row]) -> list[str]:
     lines = [
         "## What was run",
         "",
-        "The table counts every run that ended, and the core-hours of its training process. No run is left out.",
+        "The table counts every attempt that ended, and the hours of the finished ones by the clock, from the start to the",
+        "end of training. A run uses one core, and runs on 2 ranks two. No run is left out.",
         "",
     ]
-    lines += table(["part", "runs", "failed", "core-hours"], body)
+    lines += table(["part", "attempts", "failed", "hours"], body)
     lines += [
         f"- failed: {row['part']} {row['condition']} seed {row['seed']}: {row['error']}" for row in failures(rows)
     ]
@@ -252,8 +256,8 @@ def page(rows: Sequence[Row]) -> str:
         "",
         "`make evidence` writes this page from [evidence.jsonl](evidence.jsonl), which has one row per run. Question,",
         "outcomes and rules were fixed before the main runs: [evidence_design.md](evidence_design.md). Numbers are",
-        "cross-entropy on held-out text in nats, mean ± standard error over seeds. Differences are on − off, paired by",
-        "seed; below zero is better.",
+        "cross-entropy on held-out text in nats, mean ± standard error over seeds. Differences are condition − off, paired",
+        "by seed; below zero is better.",
         "",
         *_says(rows, found),
         *_corpus(rows),
@@ -261,9 +265,15 @@ def page(rows: Sequence[Row]) -> str:
         "",
         *table(["", "condition", "pairs", *HEADER], _contrast_rows(found, main, "where")),
         f"p is from the exact sign-flip test, and Holm's method adjusts it for the {len(main)} contrasts. "
-        f"With {len(SEEDS)} seeds p is at least {2 / 2 ** len(SEEDS):.4f}.",
+        f"With {len(SEEDS)} seeds p is at least {2 / 2 ** len(SEEDS):.4f}. A contrast that is "
+        "not run counts as p = 1.",
         "",
-        *_pictures(rows, "![Difference of cross-entropy over tokens](evidence_loss.png)"),
+        *_pictures(
+            rows,
+            "![Difference of cross-entropy over tokens](evidence_loss.png)",
+            "The curve is the difference during training, in the 95 % interval over seeds. Its text is only 4,112 tokens of "
+            "one page of the dictionary, so it may differ from the table, whose text is the whole test split.",
+        ),
         *_by_source(rows),
         "## Depth and length",
         "",
@@ -275,6 +285,8 @@ def page(rows: Sequence[Row]) -> str:
         *table(SECONDARY, [cells for part in WHERE for cells in _secondary(rows, part)]),
         *_pictures(
             rows,
+            "The maps, and the cosine over time in the table and below, are measured on the same page as the curve. The last "
+            "word is right in a few of 600 paragraphs, which tells nothing at this size.",
             "![Cosines by layer over the steps](evidence_cosine.png)",
             "![Difference against condensation without dispersion](evidence_baseline.png)",
         ),

@@ -25,7 +25,7 @@ def difference_over_tokens(rows: Sequence[Row], path: Path) -> None:
     axes.axhline(0, color="black", linewidth=0.8)
     axes.set_ylim(*np.clip(axes.get_ylim(), -1, 1))
     axes.set_xlabel("tokens, millions")
-    axes.set_ylabel("cross-entropy, on − off (nats)")
+    axes.set_ylabel("cross-entropy of one page, on − off (nats)")
     axes.grid(alpha=0.3)
     if found:
         axes.legend()

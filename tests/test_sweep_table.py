@@ -36,6 +36,7 @@ class TestSignFlip:
     )
     def test_by_hand(self, differences, p):
         assert sign_flip_p(differences) == p
+        assert sign_flip_p([*differences, float("nan")]) is None
 
     @pytest.mark.parametrize("n", [2, 5, 9])
     def test_all_patterns_one_by_one(self, n):

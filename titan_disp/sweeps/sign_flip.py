@@ -14,14 +14,14 @@ def sign_flip_p(differences: Sequence[float]) -> float | None:
     It is the fraction of all 2ⁿ sign patterns whose sum is at least as far from 0 as the observed one.
 
     If the two conditions were equal, each pair's difference would be as likely with the opposite sign. No distribution
-    is assumed. The smallest p value is 2/2ⁿ, so 5 pairs cannot reach 0.05, and 6 can. Without pairs, or with more than
-    ``MOST``, the result is None.
+    is assumed. The smallest p value is 2/2ⁿ, so 5 pairs cannot reach 0.05, and 6 can. Without pairs, with more than
+    ``MOST``, or with a difference that is not finite, the result is None.
 
     The patterns are counted without enumerating them: for each sum over one half of the pairs, a search in the sorted
     sums over the other half counts those that reach far enough.
     """
     d = np.asarray(differences, dtype=np.float64)
-    if not 0 < len(d) <= MOST:
+    if not 0 < len(d) <= MOST or not np.isfinite(d).all():
         return None
     far = abs(d.sum()) - ROUNDING * np.abs(d).sum()
     if far <= 0:
