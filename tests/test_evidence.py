@@ -313,6 +313,14 @@ def test_sentences_say_what_scipy_and_the_pairs_say():
     assert "Only 1 of the 8 pairs of the main comparison" in page([*tuning_rows(INSIDE), *made_up(d[:1], seeds=(1,))])
 
 
+def test_the_readme_has_the_answer_of_the_rows():
+    rows = [json.loads(line) for line in ROWS.read_text().splitlines()]
+    d = outcomes(rows)[PRIMARY].difference
+    word = "higher" if d.mean > 0 else "lower"
+    said = f"is {abs(d.mean):.3f} nats {word} with dispersion (95 % interval {d.low:.3f} to {d.high:.3f})"
+    assert said in (ROOT / "README.md").read_text()
+
+
 def test_rows_of_another_recipe_or_corpus_do_not_count():
     """The rows in docs are all of the present ones. Of rows that are changed by hand, none is left."""
     rows = [json.loads(line) for line in ROWS.read_text().splitlines()]

@@ -610,6 +610,9 @@ def test_the_cost_of_the_experiment_at_124m(monkeypatch):
     assert [round(minutes[name]) for name in ("on", "off")] == [int(number) for number in said.groups()[:2]]
     hours = sum(minutes.values()) / 60
     assert [round(8 * hours), round(6 * hours)] == [int(number) for number in said.groups()[2:]]
+    assert (
+        f"plan predicts {int(said[3]) + int(said[4])} hours on an H100" in (ROOT / "docs" / "evidence.md").read_text()
+    )
     main, first = read_sweep(file), read_sweep(tuning)
     assert (main.config, main.overrides) == (first.config, first.overrides)
     rate = "--optimizer.lr=6e-4"
