@@ -13,7 +13,7 @@ once more, and adds another row.
 import json
 import math
 import subprocess
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
 from functools import cache
@@ -25,13 +25,13 @@ import torch
 import tyro
 
 from benchmarks.evidence_page import write_page
-from benchmarks.evidence_parts import CONFIG, PARTS, Job, Row, jobs, key_of, newest
+from benchmarks.evidence_parts import CONFIG, PARTS, RESTORED, STEPS, Job, Row, jobs, key_of, newest
 from benchmarks.evidence_score import HeldOut, held_out, history, score
 from titan_disp.data.tokenizer import load_tokenizer
 from titan_disp.export.saved import find_saved, load_model
 from titan_disp.run.folder import append_json, read_json_lines
 from titan_disp.sweeps.definition import Listed, Sweep
-from titan_disp.sweeps.local import run
+from titan_disp.sweeps.local import Result, run
 
 ROOT = Path(__file__).parent.parent
 TEXTS = {"development": "en", "test": "test", "new_test": "held_back/test"}  # the folders of the corpus
@@ -65,9 +65,9 @@ def read_rows(path: Path) -> list[Row]:
 def current(rows: Sequence[Row], config: Path) -> list[Row]:
     """Return the rows that count, by the design: those of the last corpus and with the present recipe of their run."""
     corpora = [row["sha256"][:12] for row in rows if row["part"] == "corpus"]
-    own = [row for row in rows if "condition" in row and row["corpus"] in corpora[-1:]]
+    own = [row for row in rows if row["part"] == "corpus" or row["corpus"] in corpora[-1:]]
     recipes = {job.key: job.recipe(config) for part in PARTS for job in jobs(part, own)}
-    return [row for row in rows if "condition" not in row or (row in own and recipes.get(key_of(row)) == row["recipe"])]
+    return [row for row in own if row["part"] == "corpus" or recipes.get(key_of(row)) == row["recipe"]]
 
 
 @cache
@@ -123,21 +123,48 @@ class Experiment:
         while todo := [job for job in self.missing(name) if job.key not in tried and self._ready(job)]:
             print(f"{name}: {len(todo)} runs are missing", flush=True)
             tried |= {job.key for job in todo}
+            self._restore_parents(todo)
             for ranks in sorted({job.ranks for job in todo}):
                 self._train(name, [job for job in todo if job.ranks == ranks and job.trained], ranks)
             self._measure([job for job in todo if not job.trained])
+
+    def _restore_parents(self, todo: Sequence[Job]) -> None:
+        """Train parents again whose checkpoints are gone. Their rows stay, and a row says how close the new models are."""
+        parents = {job.parent for job in todo}
+        every = [job for part in PARTS for job in jobs(part, self.rows) if job.key in parents]
+        gone = [job for job in every if not self._checkpoint(job).is_dir()]
+        if not gone:
+            return
+        print(f"{len(gone)} models to start from have no checkpoint here: they are trained again", flush=True)
+        for part in sorted({job.part for job in gone}):
+            own = [job for job in gone if job.part == part]
+            self._run(part, own, 1)
+            if lost := [self.folder(job) for job in own if not self._checkpoint(job).is_dir()]:
+                raise SystemExit(
+                    f"{lost[0]} has no checkpoint of step {STEPS}; delete the folder to train the run again"
+                )
+        for job, numbers in self._numbers(gone):
+            row = {"part": RESTORED, "of": list(job.key), "recipe": job.recipe(self.options.config), "commit": commit()}
+            append_json(self.options.rows, {**row, "corpus": self.corpus["sha256"][:12], "numbers": numbers})
+
+    def _checkpoint(self, job: Job) -> Path:
+        return self.folder(job) / "checkpoint" / f"step-{STEPS}"
+
+    def _run(self, part: str, todo: Sequence[Job], ranks: int) -> dict[str, Result]:
+        """Train, and return the results by the jobs' names."""
+        sweep = Sweep(
+            str(self.options.config),
+            self.options.runs / part,
+            self.common,
+            tuple(Listed(job.name, (*self._paths(job), *job.options)) for job in todo),
+        )
+        return {result.name: result for result in run(sweep, max(1, self.options.jobs // ranks), ranks)}
 
     def _train(self, part: str, todo: Sequence[Job], ranks: int) -> None:
         """Train in small groups, so that an interrupted part keeps the rows of finished groups."""
         size = 4 * self.options.jobs
         for some in (todo[i : i + size] for i in range(0, len(todo), size)):
-            sweep = Sweep(
-                str(self.options.config),
-                self.options.runs / part,
-                self.common,
-                tuple(Listed(job.name, (*self._paths(job), *job.options)) for job in some),
-            )
-            results = {result.name: result for result in run(sweep, max(1, self.options.jobs // ranks), ranks)}
+            results = self._run(part, some, ranks)
             for job in some:
                 if results[job.name].outcome == "failed":
                     self._write(job, status="failed", error=results[job.name].detail)
@@ -150,16 +177,20 @@ class Experiment:
     def _paths(self, job: Job) -> tuple[str, ...]:
         return tuple(path.format(data=self.options.data, runs=self.options.runs) for path in job.paths)
 
-    def _measure(self, done: Sequence[Job]) -> None:
+    def _numbers(self, done: Sequence[Job]) -> Iterator[tuple[Job, dict[str, Any]]]:
+        """Measure runs in processes of their own, and yield them with their numbers in the order in which they end."""
         with ProcessPoolExecutor(self.options.jobs, mp_context=get_context("spawn")) as pool:
             waiting = {pool.submit(measure, self.folder(job), self.options.data, job.texts): job for job in done}
             for future in as_completed(waiting):
-                job, numbers = waiting[future], future.result()
-                how = {"history": history(self.folder(job))} if job.trained else {}
-                if all(math.isfinite(found["cross_entropy"]) for found in numbers.values()):
-                    self._write(job, status="finished", numbers=numbers, **how)
-                else:
-                    self._write(job, status="failed", error="its cross-entropy on held-out text is not finite", **how)
+                yield waiting[future], future.result()
+
+    def _measure(self, done: Sequence[Job]) -> None:
+        for job, numbers in self._numbers(done):
+            how = {"history": history(self.folder(job))} if job.trained else {}
+            if all(math.isfinite(found["cross_entropy"]) for found in numbers.values()):
+                self._write(job, status="finished", numbers=numbers, **how)
+            else:
+                self._write(job, status="failed", error="its cross-entropy on held-out text is not finite", **how)
 
     def _write(self, job: Job, **content: Any) -> None:
         row = {

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from scipy import stats
 
-from benchmarks.evidence_parts import FEW_SEEDS, SEEDS, Row, newest
+from benchmarks.evidence_parts import FEW_SEEDS, RESTORED, SEEDS, Row, key_of, newest
 from titan_disp.evaluate.compare import Difference, holm
 from titan_disp.sweeps.comparison import paired_by_seed
 
@@ -160,6 +160,17 @@ def noise(rows: Sequence[Row]) -> dict[str, dict[int, float]]:
     for name in ("accumulation-4", "2-ranks", "again"):
         own = by_seed(rows, "noise", name, value)
         found[name] = {seed: own[seed] - first[seed] for seed in own if seed in first}
+    return found
+
+
+def restored(rows: Sequence[Row]) -> list[float]:
+    """Return test cross-entropy of models that were trained again for a later part, minus that of their first rows."""
+    first, found = newest(rows), []
+    for row in rows:
+        if row["part"] == RESTORED and (own := first.get(key_of(row))) is not None:
+            both = [one["numbers"].get("test", {}).get("cross_entropy") for one in (row, own)]
+            if None not in both:
+                found.append(both[0] - both[1])
     return found
 
 

@@ -21,6 +21,7 @@ from benchmarks.evidence_analysis import (
     outcome,
     outcomes,
     plateau_and_loss,
+    restored,
 )
 from benchmarks.evidence_parts import LRS, PARTS, SEEDS, STATES, WARMUPS, Recipe, Row, newest, tuned, tuning_losses
 from benchmarks.evidence_plots import draw
@@ -192,6 +193,21 @@ def _cosines(rows: Sequence[Row]) -> list[str]:
     ]
 
 
+def _restored(rows: Sequence[Row]) -> list[str]:
+    sizes = [abs(d) for d in restored(rows)]
+    if not sizes:
+        return []
+    count = "1 model was" if len(sizes) == 1 else f"{len(sizes)} models were"
+    near = f"{np.mean(sizes):.3f} away from the first one's on average, and {max(sizes):.3f} at most"
+    away = near if max(sizes) > 0 else "exactly the first one's"
+    return [
+        f"Mid-training begins from models of the main comparison. {count} trained again for it, as the files "
+        f"of the first runs were gone. The test cross-entropy of a model that was trained again is {away}. The main "
+        "comparison has the numbers of the first runs.",
+        "",
+    ]
+
+
 def _time(rows: Sequence[Row]) -> list[str]:
     seconds, number, failed = Counter[str](), Counter[str](), Counter[str]()
     for row in rows:
@@ -293,6 +309,7 @@ def page(rows: Sequence[Row]) -> str:
         "## Mid-training",
         "",
         *table(["", "condition", "pairs", *HEADER], _contrast_rows(found, mid, "text")),
+        *_restored(rows),
         *_cosines(rows),
         *_tuning(rows),
         *_noise(rows),

@@ -16,6 +16,7 @@ FEW_SEEDS = SEEDS[:4]  # for the parts that take longer
 TUNING_SEEDS = (101, 102)  # used in no other part
 LRS, WARMUPS = (1e-3, 2e-3, 4e-3, 8e-3), (0.05, 0.2)
 STATES = ("off", "on")
+RESTORED = "restored"  # rows of models that were trained again because a later part needs their files
 PARTS = ("tuning", "main", "noise", "width", "depth", "long", "midtraining")
 
 Row = Mapping[str, Any]  # a row of docs/evidence.jsonl
@@ -83,7 +84,9 @@ class Job:
 
 
 def key_of(row: Row) -> tuple[str, str, int]:
-    return row["part"], row["condition"], row["seed"]
+    """Return the key of a row's run. Restored rows name the run whose model was trained again."""
+    part, condition, seed = row["of"] if row["part"] == RESTORED else (row["part"], row["condition"], row["seed"])
+    return part, condition, seed
 
 
 def newest(rows: Iterable[Row]) -> dict[tuple[str, str, int], Row]:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import shutil
 from collections import Counter
 
 import numpy as np
@@ -154,6 +155,22 @@ def test_noise_and_plateau():
     rows = [row("main", "off", s, 5 + end / 1000, plateau_end=end) for s, end in ends.items()]
     assert plateau_and_loss(rows, "main", "off") == (pytest.approx(1.0), 4)
     assert plateau_and_loss(rows[:3], "main", "off") is None
+
+
+def test_restored_models_are_compared_with_the_rows_of_the_first_ones():
+    rows = made_up([0.0] * 8)
+    again = [
+        {"part": "restored", "of": ["main", "off", s], "numbers": {"test": {"cross_entropy": 5 + s / 100 + d}}}
+        for s, d in ((1, 0.01), (2, 0.0), (3, -0.03))
+    ]
+    text = page([*rows, *again])
+    assert "3 models were trained again" in text
+    assert "is 0.013 away from the first one's on average, and 0.030 at most" in text
+    assert outcomes([*rows, *again]) == outcomes(rows)
+    exact = page([*rows, again[1]])
+    assert "1 model was trained again" in exact
+    assert "is exactly the first one's" in exact
+    assert "trained again" not in page(rows)
 
 
 def test_curves_are_paired_by_seed():
@@ -328,6 +345,8 @@ def test_rows_of_another_recipe_or_corpus_do_not_count():
     assert current(rows, config) == rows
     one = next(row for row in rows if "condition" in row)
     assert current([*rows, one | {"recipe": "other"}, one | {"corpus": "other"}], config) == rows
+    again = {**one, "part": "restored", "of": [one["part"], one["condition"], one["seed"]]}
+    assert current([*rows, again, again | {"recipe": "other"}, again | {"corpus": "other"}], config) == [*rows, again]
     other_corpus = {**rows[0], "sha256": "0" * 64}
     assert rows[0]["part"] == "corpus"
     assert current([*rows, other_corpus], config) == [rows[0], other_corpus]
@@ -448,7 +467,7 @@ def test_an_experiment_from_its_runs_to_its_page(tmp_path, sample, monkeypatch):
         "STEPS": 5,
         "MIDTRAINING": 3,
     }.items():
-        for module in (evidence_parts, evidence_page, evidence_sentences):
+        for module in (evidence_parts, evidence, evidence_page, evidence_sentences):
             monkeypatch.setattr(module, name, value, raising=module is evidence_parts)
     every = evidence_parts.jobs
 
@@ -464,18 +483,25 @@ def test_an_experiment_from_its_runs_to_its_page(tmp_path, sample, monkeypatch):
 
     monkeypatch.setattr(evidence, "jobs", few)
     options = evidence.Options(
-        part="tuning,main,midtraining",
+        part="tuning,main",
         data=tmp_path / "data",
         runs=tmp_path / "runs",
         rows=tmp_path / "rows.jsonl",
         docs=tmp_path,
     )
     evidence.main(options)
+    shutil.rmtree(tmp_path / "runs" / "main" / "off_seed-1")  # as after a fresh clone, which has rows without models
+    evidence.main(dataclasses.replace(options, part="midtraining"))
     rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
     assert Counter((r["part"], r.get("status")) for r in rows) == {
         **{("corpus", None): 1, ("tuning", "finished"): 4, ("main", "finished"): 2, ("main", "failed"): 1},
-        ("midtraining", "finished"): 3,
+        **{("restored", None): 1, ("midtraining", "finished"): 3},
     }
+    (again,) = (r for r in rows if r["part"] == "restored")
+    (first,) = (r for r in rows if (r["part"], r.get("condition")) == ("main", "off"))
+    assert again["of"] == ["main", "off", 1]
+    assert again["numbers"] == first["numbers"]  # one machine, one core: the same sums
+    assert "trained again" in (tmp_path / "evidence.md").read_text()
     (on,) = (r for r in rows if (r["part"], r.get("condition")) == ("main", "on"))
     run = tmp_path / "runs" / "main" / "on_seed-1"
     measured = read_condensation(run)
