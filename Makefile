@@ -1,5 +1,7 @@
 # On a fresh machine, make demo and make test first do all set-up. PYTHON chooses the interpreter that builds .venv.
 PYTHON ?= python3
+# What pip installs if the interpreter has no torch. Pinned, so that everybody begins with the same.
+TORCH ?= torch==2.13.0
 VENV := .venv
 BIN := $(VENV)/bin
 NPROC ?= 2
@@ -17,13 +19,12 @@ PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-re
 setup: $(VENV)/.ready
 
 # If the interpreter already has torch (as in a GPU image or a cluster's module), that torch is used and never replaced.
-# Otherwise a pinned version is installed first, because an open range would download gigabytes of CUDA with the newest build.
 $(VENV)/.ready: pyproject.toml
-	@echo "Installing into $(VENV): this takes a few minutes, and about 2 GB of disk."
+	@echo "Installing into $(VENV): this takes a few minutes, and 2 GB of disk, or 5 GB if pip finds a CUDA build of torch."
 	@if $(PYTHON) -c "import torch" 2>/dev/null; then \
 	  $(PYTHON) -m venv --system-site-packages $(VENV); \
 	else \
-	  $(PYTHON) -m venv $(VENV) && $(BIN)/python -m pip install --quiet "torch==2.13.0"; \
+	  $(PYTHON) -m venv $(VENV) && $(BIN)/python -m pip install --quiet $(TORCH); \
 	fi
 	$(BIN)/python -m pip install --quiet -e ".[all]"
 	@# torchtitan imports triton. GPU builds of torch include it, and the CPU build does not.

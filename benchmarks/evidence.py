@@ -145,7 +145,8 @@ class Experiment:
                 )
         for job, numbers in self._numbers(gone):
             row = {"part": RESTORED, "of": list(job.key), "recipe": job.recipe(self.options.config), "commit": commit()}
-            append_json(self.options.rows, {**row, "corpus": self.corpus["sha256"][:12], "numbers": numbers})
+            how = {"numbers": numbers, "history": history(self.folder(job))}
+            append_json(self.options.rows, {**row, "corpus": self.corpus["sha256"][:12], **how})
 
     def _checkpoint(self, job: Job) -> Path:
         return self.folder(job) / "checkpoint" / f"step-{STEPS}"

@@ -1,12 +1,13 @@
 """Analyse rows of docs/evidence.jsonl as docs/evidence_design.md says: differences, intervals and verdicts."""
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 from scipy import stats
 
-from benchmarks.evidence_parts import FEW_SEEDS, RESTORED, SEEDS, Row, key_of, newest
+from benchmarks.evidence_parts import FEW_SEEDS, SEEDS, Row, newest
 from titan_disp.evaluate.compare import Difference, holm
 from titan_disp.sweeps.comparison import paired_by_seed
 
@@ -82,7 +83,9 @@ class Outcome:
         """Return the verdict in words, by the rules of the design."""
         d = self.difference
         if d is None or d.low is None or d.high is None:
-            return "not run" if not self.pairs else f"too few pairs ({len(self.pairs)} of {len(self.contrast.seeds)})"
+            if not self.pairs:
+                return f"no pair has finished ({len(self.failed)} runs failed)" if self.failed else "not run"
+            return f"too few pairs ({len(self.pairs)} of {len(self.contrast.seeds)})"
         unfinished = "" if self.complete else f" ({len(self.pairs)} of {len(self.contrast.seeds)} pairs)"
         if d.low > -MARGIN and d.high < MARGIN:
             return f"no difference of {MARGIN:g} or more{unfinished}"
@@ -91,7 +94,9 @@ class Outcome:
                 word = "better" if self.lower else "worse"
                 return f"{word} in all {len(self.pairs)} seeds, too few for a test{unfinished}"
             return f"better in {self.lower} of {len(self.pairs)} seeds, undecided{unfinished}"
-        if d.holm is not None and d.holm < ALPHA and not (d.mean < 0 and self._fails_more()):
+        if d.holm is not None and d.holm < ALPHA:
+            if d.mean < 0 and self._fails_more():
+                return "undecided: lower, but more of its runs failed" + unfinished
             return ("better" if d.mean < 0 else "worse") + unfinished
         return "undecided" + unfinished
 
@@ -107,9 +112,9 @@ def finished(rows: Iterable[Row], part: str, condition: str) -> dict[int, Row]:
 
 
 def by_seed(rows: Iterable[Row], part: str, condition: str, value: Callable[[Row], float | None]) -> dict[int, float]:
-    """Return the value by seed, of the runs that have finished and have it."""
+    """Return the value by seed, of the runs that have finished and have a finite one."""
     numbers = {seed: value(row) for seed, row in finished(rows, part, condition).items()}
-    return {seed: number for seed, number in numbers.items() if number is not None}
+    return {seed: number for seed, number in numbers.items() if number is not None and math.isfinite(number)}
 
 
 def metric(text: str, name: str) -> Callable[[Row], float | None]:
@@ -163,23 +168,12 @@ def noise(rows: Sequence[Row]) -> dict[str, dict[int, float]]:
     return found
 
 
-def restored(rows: Sequence[Row]) -> list[float]:
-    """Return test cross-entropy of models that were trained again for a later part, minus that of their first rows."""
-    first, found = newest(rows), []
-    for row in rows:
-        if row["part"] == RESTORED and (own := first.get(key_of(row))) is not None:
-            both = [one["numbers"].get("test", {}).get("cross_entropy") for one in (row, own)]
-            if None not in both:
-                found.append(both[0] - both[1])
-    return found
-
-
 def plateau_and_loss(rows: Sequence[Row], part: str, condition: str) -> tuple[float, int] | None:
     """Return Spearman's ρ over seeds of the plateau's end and the final loss, and the seeds; None for fewer than four."""
     ends = by_seed(rows, part, condition, of_history("plateau_end"))
     losses = by_seed(rows, part, condition, metric("test", "cross_entropy"))
     seeds = [seed for seed in ends if seed in losses]
-    if len(seeds) < 4 or len({ends[seed] for seed in seeds}) < 2:
+    if len(seeds) < 4 or min(len({own[seed] for seed in seeds}) for own in (ends, losses)) < 2:
         return None
     return float(stats.spearmanr([ends[s] for s in seeds], [losses[s] for s in seeds]).statistic), len(seeds)
 
@@ -188,15 +182,15 @@ def curve_differences(rows: Sequence[Row], part: str) -> tuple[list[int], np.nda
     """Return tokens, and [seeds, steps] of on − off in development cross-entropy during training; None without a pair."""
     on, off = (finished(rows, part, state) for state in ("on", "off"))
     pairs = [(on[seed]["history"], off[seed]["history"]) for seed in on if seed in off]
-    if not pairs:
-        return None
-    steps = pairs[0][0]["steps"]
-    per_step = pairs[0][0]["tokens"] / steps[-1]
+    steps = pairs[0][0]["steps"] if pairs else []
     every = [
         np.subtract(own["cross_entropy"], other["cross_entropy"])
         for own, other in pairs
         if own["steps"] == other["steps"] == steps
     ]
+    if not every:
+        return None
+    per_step = pairs[0][0]["tokens"] / steps[-1]
     return [round(step * per_step) for step in steps], np.stack(every)
 
 

@@ -5,9 +5,9 @@ from dataclasses import replace
 from statistics import median
 
 import numpy as np
+from scipy import stats
 
 from benchmarks.evidence_analysis import (
-    ALPHA,
     CONTRASTS,
     MARGIN,
     PRIMARY,
@@ -15,6 +15,7 @@ from benchmarks.evidence_analysis import (
     Outcome,
     by_seed,
     curve_differences,
+    finished,
     interval,
     metric,
     noise,
@@ -22,78 +23,34 @@ from benchmarks.evidence_analysis import (
     outcome,
     plateau_and_loss,
 )
-from benchmarks.evidence_parts import LRS, PARTS, STATES, WARMUPS, Recipe, Row, tuned, tuning_losses
-
-NAMES = {
-    "on": "on, λ 0.1",
-    "on-0.03": "on, λ 0.03",
-    "on-first-quarter": "on in the first quarter",
-    "on-moments": "on, moments",
-    "noisy-embedding": "noisy embedding",
-    "on-0.1": "on, λ 0.1",
-    "on-0.5": "on, λ 0.5",
-}
-TEXTS = {"test": "old text", "new_test": "new text"}
-PART_NAMES = {
-    "tuning": "learning rate and warm-up, on development text",
-    "main": "main comparison",
-    "noise": "noise floor",
-    "width": "MLP width 16",
-    "depth": "12 layers",
-    "long": "2,400 steps",
-    "midtraining": "mid-training",
-}
-
-
-def answer(found: Outcome) -> str:
-    """Return the first sentence of the page, about the primary contrast."""
-    d = found.difference
-    if d is None:
-        return "The main comparison has not been run."
-    if d.low is None or d.high is None or d.p_value is None:
-        return f"Only {len(found.pairs)} of the {len(found.contrast.seeds)} pairs of the main comparison have been run."
-    verdict = found.verdict()
-    if verdict.startswith("no difference"):
-        word = "changes" if not is_clear(found) else "lowers" if d.mean < 0 else "raises"
-        says = f"Dispersion (λ 0.1) {word} test cross-entropy by less than {MARGIN:g} here"
-    elif verdict.startswith("better"):
-        says = "Dispersion (λ 0.1) lowers test cross-entropy here"
-    elif verdict.startswith("worse"):
-        says = "Dispersion (λ 0.1) raises test cross-entropy here"
-    else:
-        says = "Whether dispersion (λ 0.1) helps is not decided here"
-    holm = "–" if d.holm is None else f"{d.holm:.4f}"
-    numbers = f"95 % interval {d.low:+.3f} … {d.high:+.3f}, {len(found.pairs)} seeds, sign-flip p {d.p_value:.4f}, Holm {holm}"
-    return f"**{says}: {d.mean:+.3f} nats ({numbers}).**"
-
-
-def is_clear(found: Outcome) -> bool:
-    """Return whether the sign of the difference is significant, which "no difference of 0.02 or more" does not say."""
-    return found.difference is not None and found.difference.holm is not None and found.difference.holm < ALPHA
-
-
-def verdict(found: Outcome) -> str:
-    """Return the verdict by the design's rules, and how many seeds agree where only the size says "no difference"."""
-    says = found.verdict()
-    if found.difference is None or not says.startswith("no difference") or not is_clear(found):
-        return says
-    word, count = ("lower", found.lower) if found.difference.mean < 0 else ("higher", len(found.pairs) - found.lower)
-    return f"{says}, though {word} in {count} of {len(found.pairs)} seeds"
-
-
-def change(found: Outcome) -> str:
-    """Return "0.012 higher (95 % interval +0.005 … +0.020; higher in 8 of 8 seeds)"; "not known" without a pair."""
-    d = found.difference
-    if d is None:
-        return "not known"
-    n, lower = len(found.pairs), found.lower
-    word, count = ("lower", lower) if d.mean < 0 else ("higher", n - lower)
-    interval = f"95 % interval {d.low:+.3f} … {d.high:+.3f}; " if d.low is not None and d.high is not None else ""
-    return f"{abs(d.mean):.3f} {word} ({interval}{word} in {count} of {n} seeds)"
+from benchmarks.evidence_details import (
+    Paired,
+    beginnings,
+    block_cosine,
+    lasting,
+    of_other_sources,
+    of_source,
+    seconds,
+    token_shares,
+)
+from benchmarks.evidence_parts import LRS, STATES, WARMUPS, Recipe, Row, tuned, tuning_losses
+from benchmarks.evidence_words import (
+    NAMES,
+    OFF,
+    PART_NAMES,
+    SHAPES,
+    TEXTS,
+    change,
+    is_clear,
+    paired,
+    percent,
+    signed,
+    verdict,
+)
 
 
 def sentences(rows: Sequence[Row], found: Mapping[Contrast, Outcome]) -> list[str]:
-    """Return one bullet for each result that there is, and one that names the parts that have not been run."""
+    """Return one bullet for each result that there is, and one that names the parts that are not complete."""
     if found[PRIMARY].difference is None:
         return []
     return [f"- {text}" for text in _sentences(rows, found)]
@@ -101,92 +58,272 @@ def sentences(rows: Sequence[Row], found: Mapping[Contrast, Outcome]) -> list[st
 
 def _sentences(rows: Sequence[Row], found: Mapping[Contrast, Outcome]) -> Iterator[str]:
     primary = found[PRIMARY]
-    yield f"**Loss.** With dispersion, test cross-entropy is {change(primary)}. By the design's rules: {verdict(primary)}."
-    curves = curve_differences(rows, "main")
-    if curves is not None and len(curves[1]) > 1:
-        last = curves[1][:, -1]
-        low, high = interval(last)
-        yield (
-            "**Other text.** On the development text of the curves below, which is one page of a dictionary, on − off of the "
-            f"same models ends at {last.mean():+.3f} (95 % interval {low:+.3f} … {high:+.3f}). Intervals cover the seeds, "
-            "not the choice of text."
-        )
-    cosine = {state: by_seed(rows, "main", state, of_history("block_cosine")) for state in STATES}
-    off, on = (np.mean(list(cosine[state].values())) for state in STATES)
-    at_end = {state: by_seed(rows, "main", state, _blocks_at_end) for state in STATES}
-    end_off, end_on = (np.mean(list(at_end[state].values())) for state in STATES)
     yield (
-        f"**Condensation.** The mean cosine of the blocks is {end_off:.2f} without dispersion and {end_on:.2f} with it, on "
-        f"windows of the test text after training. On the text of the curves, it is {off:.2f} and {on:.2f}, averaged over "
-        "training."
+        f"**Loss.** With dispersion, test cross-entropy is {change(paired(primary), OFF, 4)}. "
+        f"By the design's rules: {verdict(primary)}."
     )
+    yield from _sources(rows)
+    yield from _condensation(rows, primary)
+    yield from _curves(rows)
     yield from _learning_rates(rows)
     yield from _variants(rows, found)
+    yield from _shapes(found)
+    yield from _length(rows)
+    yield from _midtraining(rows, found)
     yield from _plateau(rows)
-    for contrast in CONTRASTS:
-        if contrast.part in ("width", "depth", "long") and found[contrast].difference is not None:
-            name = PART_NAMES[contrast.part]
-            yield f"**{name[0].upper()}{name[1:]}.** With dispersion, test cross-entropy is {change(found[contrast])}."
-    continued = [c for c in CONTRASTS if c.part == "midtraining" and found[c].difference is not None]
-    if continued:
-        each = "; ".join(
-            f"{TEXTS[c.text]}, {NAMES[c.condition].removeprefix('on, ')}: {change(found[c])}" for c in continued
-        )
-        yield f"**Mid-training.** Test cross-entropy against mid-training without dispersion: {each}."
-    sizes = [abs(d) for name, differences in noise(rows).items() if name != "again" for d in differences.values()]
-    if sizes:
-        yield (
-            f"**Noise.** The same seed, data and configuration with another order of sums ends {np.mean(sizes):.3f} away "
-            f"on average, and {max(sizes):.3f} at most ({len(sizes)} runs)."
-        )
-    missing = [PART_NAMES[part] for part in PARTS if part not in {row["part"] for row in rows}]
-    if missing:
-        yield f"**Not run yet:** {', '.join(missing)}."
+    yield from _noise(rows, primary)
+    yield from _time(rows)
+    yield from _missing(found)
 
 
-def _blocks_at_end(row: Row) -> float:
-    """Return the mean over the blocks, of the embedding, the blocks and the final norm that a row has."""
-    return float(np.mean(row["numbers"]["test"]["mean_cosine"][1:-1]))
+def _sources(rows: Sequence[Row]) -> Iterator[str]:
+    shares = token_shares(rows)
+    if shares is None or len(shares) < 2:
+        return
+    name = max(shares, key=lambda source: shares[source])
+    own, others = of_source(rows, name), of_other_sources(rows, name, shares)
+    unclear = " The second interval includes 0." if own.sign and not others.sign else ""
+    yield (
+        f"**By source.** {name} has {percent(shares[name])} of the test tokens. There the difference, on − off, is "
+        f"{signed(own)}. On the other packages together, it is {signed(others)}.{unclear}"
+    )
+
+
+def _condensation(rows: Sequence[Row], primary: Outcome) -> Iterator[str]:
+    own = {state: finished(rows, "main", state) for state in STATES}
+    at_end = {state: {s: block_cosine(row) for s, row in found.items()} for state, found in own.items()}
+    final = {s: np.mean([row["numbers"]["test"]["mean_cosine"][-1] for row in own[s].values()]) for s in STATES}
+    less = Paired.of(at_end["on"], at_end["off"])
+    off, on = (np.mean(list(at_end[state].values())) for state in STATES)
+    built_for = less.lower == len(less.values)
+    helps = primary.difference is not None and primary.difference.mean < 0
+    follows = (
+        f" So the loss does what it is built for{'' if helps else ', and the model does not predict better for it'}."
+        if built_for
+        else ""
+    )
+    yield (
+        f"**Condensation.** After training, the mean cosine of the blocks on the test text is {off:.2f} without dispersion "
+        f"and {on:.2f} with it (lower in {less.lower} of {len(less.values)} seeds). After the final norm, which the output "
+        f"layer reads, it is {final['off']:.2f} and {final['on']:.2f}.{follows}"
+    )
+
+
+def _curves(rows: Sequence[Row]) -> Iterator[str]:
+    curves = curve_differences(rows, "main")
+    if curves is None or len(curves[1]) < 2:
+        return
+    d = curves[1]
+    steps = next(iter(finished(rows, "main", "on").values()))["history"]["steps"]
+    mean, (low, high) = d.mean(axis=0), interval(d)
+
+    def at(i: int) -> str:
+        return f"{mean[i]:+.3f} at step {steps[i]} (95 % interval {low[i]:+.3f} … {high[i]:+.3f})"
+
+    later = range(1, len(steps))
+    best, worst = min(later, key=lambda i: mean[i]), max(later, key=lambda i: mean[i])
+    yield (
+        f"**During training.** On the text of the curves below, on − off is at its lowest {at(best)}, at its highest "
+        f"{at(worst)}, and ends {at(len(steps) - 1)}. The first two steps were picked because they are extreme. This text is "
+        "a single page of a dictionary, so the tables count and not the curves."
+    )
 
 
 def _learning_rates(rows: Sequence[Row]) -> Iterator[str]:
-    lrs = sorted({*LRS, *(recipe.lr for recipe in (tuned(rows) or {}).values())})
+    recipes = tuned(rows) or {}
+    lrs = sorted({*LRS, *(recipe.lr for recipe in recipes.values())})
     losses = {state: tuning_losses(rows, state, lrs) for state in STATES}
-    means = {}
+    means, off = {}, {}
     for lr in lrs:
         pairs = [zip(*(losses[s][Recipe(lr, warmup)] for s in ("on", "off")), strict=False) for warmup in WARMUPS]
-        differences = [on - off for pair in pairs for on, off in pair]
-        if differences and np.isfinite(differences).all():  # a failed run counts as infinite
-            means[lr] = float(np.mean(differences))
+        both = [pair for one in pairs for pair in one]
+        if both and np.isfinite(both).all():  # a failed run counts as infinite
+            means[lr], off[lr] = float(np.mean([a - b for a, b in both])), float(np.mean([b for _, b in both]))
     if not means:
         return
     each = ", ".join(f"{mean:+.3f} at {lr:g}" for lr, mean in means.items())
-    both = min(means.values()) < 0 < max(means.values())
-    yield (
+    text = (
         "**Learning rate.** In the tuning runs, on − off at the same learning rate, averaged over both warm-ups and two "
-        f"seeds, is {each}." + (" So the sign depends on the learning rate that is compared." if both else "")
+        f"seeds, is {each}."
     )
+    if left := [f"{lr:g}" for lr in lrs if lr not in means]:
+        text += f" A run is missing or failed at {', '.join(left)}."
+    if min(means.values()) < 0 < max(means.values()):
+        behind = min(off[lr] for lr in means if means[lr] < 0) - min(off.values())
+        text += " So the sign depends on the learning rate that is compared."
+        if behind > MARGIN:
+            text += (
+                f" Where dispersion is ahead, off is at least {behind:.2f} nats worse than at its best learning rate."
+            )
+    if recipes and all(recipe.lr == max(lrs) for recipe in recipes.values()) and max(lrs) > LRS[-1]:
+        text += f" Both sides chose the highest learning rate that was tried, {max(lrs):g}."
+    yield text
 
 
 def _variants(rows: Sequence[Row], found: Mapping[Contrast, Outcome]) -> Iterator[str]:
+    better = found[PRIMARY].verdict().startswith("better")
     for contrast in CONTRASTS[1:]:
-        if contrast.part == "main" and found[contrast].difference is not None:
-            name = NAMES[contrast.condition]
-            text = f"**{name[0].upper()}{name[1:]}.** Test cross-entropy is {change(found[contrast])} than off's."
-            against_on = outcome(rows, replace(contrast, baseline="on"), metric("test", "cross_entropy"))
-            if contrast.condition != "noisy-embedding" and against_on.difference is not None:
-                text += f" Against on, λ 0.1, it is {change(against_on)}."
-            yield text
+        if contrast.part != "main" or found[contrast].difference is None:
+            continue
+        name = NAMES[contrast.condition]
+        against_on = paired(outcome(rows, replace(contrast, baseline="on"), metric("test", "cross_entropy")))
+        text = f"**{name[0].upper()}{name[1:]}.** Test cross-entropy is {change(paired(found[contrast]), OFF)}."
+        if against_on.difference is not None:
+            text += f" It is {change(against_on, 'that of on, λ 0.1')}."
+        if contrast.condition == "on-first-quarter" and not better:
+            text += " As on is not better than off, there is no gain that a better start could explain."
+        if contrast.condition == "on-moments":
+            text += (
+                " These runs compared the tokens with evenly spaced ones. The estimator now chooses them differently "
+                "(CHANGELOG.md), so this says little about the present one."
+            )
+        if contrast.condition == "noisy-embedding" and against_on.sign:
+            word = "better" if against_on.sign < 0 else "worse"
+            text += f" So noise does {word} than dispersion here; no test of this was planned."
+        yield text
+
+
+def _shapes(found: Mapping[Contrast, Outcome]) -> Iterator[str]:
+    main = found[PRIMARY].difference
+    for contrast in CONTRASTS:
+        d = found[contrast].difference
+        if contrast.part not in SHAPES or d is None or main is None:
+            continue
+        own, same = paired(found[contrast]), d.mean * main.mean > 0
+        decided = is_clear(found[contrast]) if contrast.family else bool(own.sign)
+        which = "that of the main comparison" if same else "the opposite of the main comparison's"
+        if not decided:
+            sign = f"In the mean the sign is {which}, but by these rules and seeds it is not decided."
+        elif same:
+            sign = f"The sign is {which}."
+        else:
+            sign = (
+                f"The sign is {which}: the effect depends on the shape of the model, and nothing can be said about larger "
+                "models."
+            )
+        name = SHAPES[contrast.part]
+        yield (
+            f"**{name[0].upper()}{name[1:]}.** With dispersion, test cross-entropy is {change(own, OFF)}. "
+            f"By the design's rules: {verdict(found[contrast])}. {sign} The learning rate was not tuned again."
+        )
+
+
+def _length(rows: Sequence[Row]) -> Iterator[str]:
+    found = lasting(rows)
+    if found is None:
+        return
+    short, long, between = found
+    margins = long.difference
+    inside = margins is not None and None not in (margins.low, margins.high)
+    inside = inside and margins.low > -MARGIN and margins.high < MARGIN  # type: ignore[union-attr,operator]
+    if short.sign and long.sign == short.sign:
+        follows = "So it lasts."
+    elif short.sign and long.sign == -short.sign:
+        follows = "So its sign changes with the length of training."
+    elif inside and short.sign and between.sign == -short.sign:
+        follows = f"So it fades: it was a {'head' if short.sign < 0 else 'late'} start."
+    else:
+        follows = f"So {len(long.values)} seeds do not tell whether a difference lasts."
+    yield (
+        f"**2,400 steps.** On − off is {signed(long)} after 2,400 steps, and {signed(short)} after 600 steps with the same "
+        f"seeds. The change between them is {signed(between)}. {follows}"
+    )
+
+
+def _midtraining(rows: Sequence[Row], found: Mapping[Contrast, Outcome]) -> Iterator[str]:
+    explained = {
+        "new_test": "the package that was held back until then, dict-foldoc",
+        "test": "the test text of the main comparison",
+    }
+    for text, what in explained.items():
+        own = [c for c in CONTRASTS if c.part == "midtraining" and c.text == text and found[c].difference is not None]
+        if not own:
+            continue
+        first = beginnings(rows) if text == "test" else finished(rows, "midtraining", "before")
+        value = metric(text, "cross_entropy")
+        before = [value(row) for row in first.values()]
+        after = list(by_seed(rows, "midtraining", "off", value).values())
+        goes = f"from {np.mean([b for b in before if b is not None]):.3f} to" if before else "to"
+        each = " ".join(
+            f"With {NAMES[c.condition].removeprefix('on, ')}, it ends {change(paired(found[c]), 'without')}: "
+            f"{verdict(found[c])}."
+            for c in own
+        )
+        yield (
+            f"**Mid-training, {TEXTS[text]}** ({what}). Without dispersion, cross-entropy goes {goes} {np.mean(after):.3f}. "
+            f"{each}"
+        )
+    conditions = {"before mid-training": "before", "without dispersion": "off", "with λ 0.1": "on-0.1"}
+    conditions["with λ 0.5"] = "on-0.5"
+    cosines = {
+        label: [block_cosine(row, "new_test") for row in finished(rows, "midtraining", name).values()]
+        for label, name in conditions.items()
+    }
+    if cosines["before mid-training"] and cosines["without dispersion"]:
+        each = ", ".join(f"{np.mean(values):.3f} {label}" for label, values in cosines.items() if values)
+        yield f"**Mid-training, condensation.** The mean cosine of the blocks on the new text is {each}."
 
 
 def _plateau(rows: Sequence[Row]) -> Iterator[str]:
+    own = {state: finished(rows, "main", state) for state in STATES}
     ends = {state: by_seed(rows, "main", state, of_history("plateau_end")) for state in STATES}
     if not all(ends.values()):
         return
-    off, on = (f"{median(ends[state].values()):g}" for state in STATES)
-    text = f"**Plateau.** The median step at which it ends is {off} without dispersion and {on} with it."
+    both = Paired.of(ends["on"], ends["off"])
+    medians = {state: f"{median(ends[state].values()):g}" for state in STATES}
+    text = (
+        "**Plateau.** Training begins with a plateau, which ends where the training loss first falls below 6.0 nats. With "
+        f"dispersion it ends earlier in {both.lower} of {len(both.values)} seeds and later in {both.higher} (median step "
+        f"{medians['off']} without and {medians['on']} with it, logged every 5 steps)."
+    )
+    if stuck := [f"{len(own[s]) - len(ends[s])} with {s}" for s in STATES if len(own[s]) > len(ends[s])]:
+        text += f" Runs that never left it: {', '.join(stuck)}."
     related = {state: plateau_and_loss(rows, "main", state) for state in STATES}
     if all(related.values()):
         each = " and ".join(f"{r[0]:+.2f} ({state})" for state, r in related.items() if r)
-        text += f" Its rank correlation with the final loss over the seeds is {each}."
+        n = min(r[1] for r in related.values() if r)
+        t = stats.t.ppf(0.975, n - 2)
+        text += (
+            f" Its rank correlation with the final loss over the seeds is {each}. With {n} seeds, only about "
+            f"±{t / np.sqrt(n - 2 + t**2):.1f} or more would be significant."
+        )
     yield text
+
+
+def _noise(rows: Sequence[Row], primary: Outcome) -> Iterator[str]:
+    sizes = [abs(d) for name, differences in noise(rows).items() if name != "again" for d in differences.values()]
+    if not sizes:
+        return
+    yield (
+        "**Noise.** With the same seed and data, and the sums of a step in another order (gradient accumulation or two "
+        f"ranks), off ends {np.mean(sizes):.3f} away on average, and {max(sizes):.3f} at most ({len(sizes)} runs)."
+    )
+
+
+def _time(rows: Sequence[Row]) -> Iterator[str]:
+    off, on = (seconds(rows, "main", state) for state in STATES)
+    if off and on:
+        yield (
+            f"**Time.** A run of the main comparison takes {np.mean(off):.0f} s without dispersion and {np.mean(on):.0f} s "
+            f"with it ({percent(np.mean(on) / np.mean(off) - 1, '+')}) on one core. All comparisons are at equal tokens, "
+            "not at equal time. In larger models, the loss is a smaller part of a step."
+        )
+
+
+def _missing(found: Mapping[Contrast, Outcome]) -> Iterator[str]:
+    """Say which parts are not complete. Tuning and noise have no contrast and are not mentioned."""
+    left = []
+    for part, name in PART_NAMES.items():
+        own = [one for contrast, one in found.items() if contrast.part == part]
+        if all(one.complete for one in own):
+            continue
+        if not any(one.pairs or one.failed for one in own):
+            left.append(name)
+            continue
+        pairs, wanted = (
+            sum(len(x) for x in xs) for xs in zip(*((o.pairs, o.contrast.seeds) for o in own), strict=True)
+        )
+        failed = len({run for one in own for run in one.failed})
+        left.append(f"{name} ({pairs} of {wanted} pairs" + (f", {failed} runs failed)" if failed else ")"))
+    if left:
+        yield f"**Not run or not complete:** {', '.join(left)}."

@@ -1,0 +1,119 @@
+"""Names and phrases of docs/evidence.md: how a difference and a verdict are said."""
+
+from benchmarks.evidence_analysis import (
+    ALPHA,
+    MARGIN,
+    Outcome,
+)
+from benchmarks.evidence_details import (
+    Paired,
+)
+
+NAMES = {
+    "on": "on, λ 0.1",
+    "on-0.03": "on, λ 0.03",
+    "on-first-quarter": "on in the first quarter",
+    "on-moments": "on, moments",
+    "noisy-embedding": "noisy embedding",
+    "on-0.1": "on, λ 0.1",
+    "on-0.5": "on, λ 0.5",
+}
+OFF = "off's"
+TEXTS = {"test": "old text", "new_test": "new text"}
+SHAPES = {"width": "MLP width 16 instead of 192", "depth": "12 layers instead of 6"}
+PART_NAMES = {
+    "tuning": "tuning",
+    "main": "main comparison",
+    "noise": "noise floor",
+    "width": "MLP width 16",
+    "depth": "12 layers",
+    "long": "2,400 steps",
+    "midtraining": "mid-training",
+}
+
+
+def answer(found: Outcome) -> str:
+    """Return the first sentences of the page, about the primary contrast."""
+    d, n = found.difference, len(found.pairs)
+    if d is None:
+        return "The main comparison has not been run."
+    if d.low is None or d.high is None or d.p_value is None:
+        return f"Only {n} of the {len(found.contrast.seeds)} pairs of the main comparison have finished."
+    small = f" That is less than {MARGIN:g} nats, which the design fixed as the smallest difference that matters."
+    word = "lower" if d.mean < 0 else "higher"
+    states = {"lower": "slightly better", "higher": "slightly worse"}
+    verdict = found.verdict()
+    if verdict.startswith("no difference"):
+        says = (
+            f"{'Hardly' if word == 'lower' else 'No'}. At this size, dispersion (λ 0.1) makes test cross-entropy {states[word]}"
+            if is_clear(found)
+            else "There is no difference that matters. At this size, dispersion (λ 0.1) hardly changes test cross-entropy"
+        )
+    else:
+        small = ""
+        says = {
+            "better": "Yes, at this size: dispersion (λ 0.1) lowers test cross-entropy",
+            "worse": "No. At this size, dispersion (λ 0.1) raises test cross-entropy",
+        }.get(verdict.split()[0], "Not decided: whether dispersion (λ 0.1) helps cannot be told from these runs")
+    holm = "–" if d.holm is None else f"{d.holm:.4f}"
+    count = found.lower if word == "lower" else sum(found.condition[s] > found.baseline[s] for s in found.pairs)
+    numbers = (
+        f"95 % interval {d.low:+.4f} … {d.high:+.4f}; {word} in {count} of {n} seeds; sign-flip p {d.p_value:.4f}, "
+    )
+    text = f"**{says}: {d.mean:+.4f} nats ({numbers}{holm} after Holm's adjustment).{small}**"
+    if not found.complete:
+        text += f" {len(found.contrast.seeds) - n} of {len(found.contrast.seeds)} pairs are missing."
+    return text
+
+
+def is_clear(found: Outcome) -> bool:
+    """Return whether the sign of the difference is significant, which "no difference of 0.02 or more" does not say."""
+    return found.difference is not None and found.difference.holm is not None and found.difference.holm < ALPHA
+
+
+def verdict(found: Outcome) -> str:
+    """Return the verdict by the design's rules, and the direction where only the size says "no difference"."""
+    says, d = found.verdict(), found.difference
+    if d is None or not says.startswith("no difference"):
+        return says
+    word = "lower" if d.mean < 0 else "higher"
+    count = sum((found.condition[s] - found.baseline[s]) * d.mean > 0 for s in found.pairs)
+    agree = f"{word} in {count} of {len(found.pairs)} seeds"
+    if is_clear(found):
+        return f"{says}; the sign is significant ({agree})"
+    return f"{says} ({agree})" if not found.contrast.family and count == len(found.pairs) else says
+
+
+def percent(fraction: float, sign: str = "") -> str:
+    return f"{100 * fraction:{sign}.0f} %"
+
+
+def change(found: Paired, name: str, digits: int = 3) -> str:
+    """Return "0.012 higher than off's (95 % interval +0.005 … +0.020; higher in 8 of 8 seeds)".
+
+    ``name`` is what the value is compared with, such as "off's". Without a pair, the text is "not known".
+    """
+    d, n = found.difference, len(found.values)
+    if d is None:
+        return "not known"
+    word, count = ("lower", found.lower) if d.mean < 0 else ("higher", found.higher)
+    size = f"{abs(d.mean):.{digits}f}"
+    says = f"{size} {word} than {name}" if float(size) else f"the same as {name} to {digits} digits"
+    agree = f"{word} in {count} of {n} seeds" if n > 1 else "1 seed"
+    if d.low is None or d.high is None:
+        return f"{says} ({agree})"
+    return f"{says} (95 % interval {d.low:+.{digits}f} … {d.high:+.{digits}f}; {agree})"
+
+
+def signed(found: Paired) -> str:
+    """Return "+0.012 (95 % interval +0.005 … +0.020; higher in 8 of 8 seeds)"."""
+    d, n = found.difference, len(found.values)
+    if d is None:
+        return "not known"
+    agree = f"lower in {found.lower} of {n} seeds" if d.mean < 0 else f"higher in {found.higher} of {n} seeds"
+    within = f"95 % interval {d.low:+.3f} … {d.high:+.3f}; " if d.low is not None and d.high is not None else ""
+    return f"{d.mean:+.3f} ({within}{agree})"
+
+
+def paired(found: Outcome) -> Paired:
+    return Paired.of(found.condition, found.baseline)
