@@ -163,7 +163,7 @@ class Experiment:
 
     def _train(self, part: str, todo: Sequence[Job], ranks: int) -> None:
         """Train in small groups, so that an interrupted part keeps the rows of finished groups."""
-        size = 4 * self.options.jobs
+        size = self.options.jobs * (1 if part == "long" else 4)
         for some in (todo[i : i + size] for i in range(0, len(todo), size)):
             results = self._run(part, some, ranks)
             for job in some:
