@@ -5,7 +5,6 @@ from pathlib import Path
 
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 
 from benchmarks.evidence_analysis import MARGIN, by_seed, curve_differences, finished, interval, metric, of_history
 from benchmarks.evidence_parts import Row
@@ -15,41 +14,32 @@ LABELS = {"main": "main comparison", "width": "MLP width 16", "depth": "12 layer
 LIMIT = 0.2  # nats; larger differences occur only in the first steps
 
 
-def _panels(figure: Figure, parts: Sequence[str]) -> list[Axes]:
-    """Return axes side by side with one vertical scale, titled with the parts."""
-    grid = list(figure.subplots(1, max(1, len(parts)), squeeze=False, sharey=True)[0])
-    for part, axes in zip(parts, grid, strict=False):
-        axes.set_title(LABELS[part], fontsize=10)
-    for axes in grid:
-        axes.axhspan(-MARGIN, MARGIN, color="black", alpha=0.08, linewidth=0, label=f"±{MARGIN:g}: does not matter")
-        axes.axhline(0, color="black", linewidth=0.8)
-        axes.grid(alpha=0.3)
-    return grid
-
-
-def _say_directions(axes: Axes) -> None:
-    for place, side in ((0.98, "top"), (0.02, "bottom")):
-        word = "worse" if side == "top" else "better"
-        axes.text(0.98, place, f"dispersion is {word}", transform=axes.transAxes, ha="right", va=side, fontsize=8)
+def _mark_zero(axes: Axes) -> None:
+    axes.axhspan(-MARGIN, MARGIN, color="black", alpha=0.08, linewidth=0, label=f"±{MARGIN:g}: does not matter")
+    axes.axhline(0, color="black", linewidth=0.8)
+    axes.grid(alpha=0.3)
 
 
 def difference_over_tokens(rows: Sequence[Row], path: Path) -> None:
     """Draw development cross-entropy of on − off over tokens, as the mean over seeds in its 95 % interval."""
     found = {part: curve for part in LABELS if (curve := curve_differences(rows, part)) is not None}
     figure = new_figure(3.2 * max(2, len(found)), 3.6)
-    grid = _panels(figure, list(found))
-    for (tokens, d), axes, color in zip(found.values(), grid, OKABE_ITO, strict=False):
+    grid = list(figure.subplots(1, max(1, len(found)), squeeze=False, sharey=True)[0])
+    for (part, (tokens, d)), axes, color in zip(found.items(), grid, OKABE_ITO, strict=False):
         low, high = interval(d)
+        axes.set_title(LABELS[part], fontsize=10)
+        _mark_zero(axes)
         axes.plot(np.array(tokens) / 1e6, d.mean(axis=0), color=color, label=f"mean of {len(d)} seeds")
         axes.fill_between(
             np.array(tokens) / 1e6, low, high, color=color, alpha=0.25, linewidth=0, label="95 % interval over seeds"
         )
-        axes.legend(fontsize=7, loc="upper center")
+        axes.legend(fontsize=7, loc="upper right")
     for axes in grid:
         axes.set_ylim(*np.clip(axes.get_ylim(), -LIMIT, LIMIT))
         axes.set_xlabel("training tokens (millions)", fontsize=9)
-        _say_directions(axes)
-    grid[0].set_ylabel("cross-entropy on one dictionary page,\non − off (nats)", fontsize=9)
+    grid[0].set_ylabel(
+        "cross-entropy on one dictionary page,\non − off (nats; above 0, dispersion is worse)", fontsize=9
+    )
     figure.savefig(path, dpi=120)
 
 
@@ -82,24 +72,19 @@ def cosine_maps(rows: Sequence[Row], path: Path) -> None:
 
 def difference_against_condensation(rows: Sequence[Row], path: Path) -> None:
     """Draw test cross-entropy of on − off by seed, against how condensed the run without dispersion was."""
-    points = {}
-    for part in LABELS:
+    figure = new_figure(8, 4)
+    axes = figure.subplots()
+    _mark_zero(axes)
+    for part, color, marker in zip(LABELS, OKABE_ITO, MARKERS, strict=False):
         on, off = (by_seed(rows, part, state, metric("test", "cross_entropy")) for state in ("on", "off"))
         cosine = by_seed(rows, part, "off", of_history("block_cosine"))
         seeds = [seed for seed in on if seed in off and seed in cosine]
         if seeds:
-            points[part] = ([cosine[seed] for seed in seeds], [on[seed] - off[seed] for seed in seeds])
-    figure = new_figure(3.2 * max(2, len(points)), 3.6)
-    grid = _panels(figure, list(points))
-    for (x, y), axes, color, marker in zip(points.values(), grid, OKABE_ITO, MARKERS, strict=False):
-        axes.plot(x, y, marker, color=color)
-    for axes in grid:
-        axes.locator_params(axis="x", nbins=5)
-        _say_directions(axes)
-    figure.supxlabel(
-        "mean cosine of the blocks without dispersion, averaged over training (one dictionary page)", fontsize=9
-    )
-    grid[0].set_ylabel("test cross-entropy, on − off (nats)", fontsize=9)
+            d = [on[seed] - off[seed] for seed in seeds]
+            axes.plot([cosine[seed] for seed in seeds], d, marker, color=color, label=f"{LABELS[part]}, {len(d)} seeds")
+    axes.set_xlabel("mean cosine of the blocks without dispersion, averaged over training (one dictionary page)")
+    axes.set_ylabel("test cross-entropy, on − off\n(nats; above 0, dispersion is worse)")
+    axes.legend(fontsize=8)
     figure.savefig(path, dpi=120)
 
 

@@ -251,17 +251,24 @@ def corpus_table(rows: Sequence[Row]) -> list[str]:
 
 def related_to_condensation(rows: Sequence[Row]) -> str:
     """Return the caption of the last picture: rank correlations over the seeds."""
-    each = []
+    each, means = [], []
     for part in WHERE:
         cosine = by_seed(rows, part, "off", of_history("block_cosine"))
         value = metric("test", "cross_entropy")
         on, off = (by_seed(rows, part, state, value) for state in ("on", "off"))
         seeds = [seed for seed in on if seed in off and seed in cosine]
         d = [on[seed] - off[seed] for seed in seeds]
+        if seeds:
+            means.append((float(np.mean([cosine[s] for s in seeds])), float(np.mean(d)), part))
         if len(seeds) >= 4 and len({*d}) > 1 and len({cosine[s] for s in seeds}) > 1:
             rho = stats.spearmanr([cosine[s] for s in seeds], d).statistic
             each.append(f"{rho:+.2f} ({WHERE[part]}, {len(seeds)} seeds)")
     text = "Each point of the last picture is a seed."
     if each:
         text += f" The rank correlation of the two numbers is {', '.join(each)}. The design has no test of it."
+    if len(means) > 2 and max(means)[2] == min(means, key=lambda one: one[1])[2]:
+        text += (
+            f" Between the parts, dispersion does best where the models condense most without it ({WHERE[max(means)[2]]}). "
+            f"These are only {len(means)} parts, and nobody had planned to compare them."
+        )
     return text

@@ -384,6 +384,17 @@ def test_what_another_shape_says():
     assert "By the design's rules: better in all 4 seeds, too few for a test. The sign is the opposite" in deep
 
 
+def test_the_part_that_condenses_most_is_named_if_dispersion_does_best_there():
+    def rows(part, d, cosine):
+        return [one | {"history": one["history"] | {"block_cosine": cosine}} for one in made_up(d, part)]
+
+    both = [*rows("main", ONE, 0.3), *rows("depth", ONE, 0.2)]
+    says = "dispersion does best where the models condense most without it (MLP width 16). These are only 3 parts"
+    assert says in page([*both, *rows("width", [-x for x in ONE], 0.5)])
+    assert "condense most" not in page([*both, *rows("width", [2 * x for x in ONE], 0.5)])
+    assert "condense most" not in page(both)
+
+
 def test_mid_training_is_told_before_and_after_on_both_texts():
     rows = made_up([0.0] * 8)
     rows += [row("midtraining", "before", s, 6 + s / 100, "new_test") for s in SEEDS]
