@@ -97,6 +97,41 @@ def test_nothing_in_metadata_is_run(tmp_path, ran, kind):
     assert not ran.exists()
 
 
+def test_metadata_that_python_3_11_2_wrote_can_be_read(tmp_path, monkeypatch):
+    """Enum.__reduce_ex__ of Python 3.11.0 to 3.11.3, as on Debian 12, names getattr. That of all others names the class."""
+    enum = torch_dcp.metadata._MEM_FORMAT_ENCODING
+    monkeypatch.setattr(enum, "__reduce_ex__", lambda self, protocol: (getattr, (type(self), self._name_)))
+    torch_dcp.save({"a": torch.arange(3.0)}, checkpoint_id=tmp_path, no_dist=True)
+    assert b"getattr" in (tmp_path / ".metadata").read_bytes()
+    monkeypatch.undo()
+    found = {"a": torch.zeros(3)}
+    safe_dcp.load(found, tmp_path, no_dist=True)
+    assert torch.equal(found["a"], torch.arange(3.0))
+    assert problem(tmp_path) is None
+    properties = safe_dcp.read_metadata(tmp_path).state_dict_metadata["a"].properties
+    assert properties.memory_format is torch.contiguous_format
+
+
+ENUM = ("torch.distributed.checkpoint.metadata", "_MEM_FORMAT_ENCODING")
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        (("builtins", "getattr"), ENUM, "__class__"),  # no member
+        (("builtins", "getattr"), ENUM, "mro"),
+        (("builtins", "getattr"), ENUM, "_member_map_"),
+        (("builtins", "getattr"), ("collections", "OrderedDict"), "fromkeys"),
+        (("builtins", "getattr"), ("torch.serialization", "_get_layout"), "__globals__"),
+    ],
+)
+def test_getattr_gives_members_of_the_enum_and_nothing_else(parts):
+    content = pickled(*parts, b"\x86R")
+    pickle.loads(content)  # plain pickle gives it
+    with pytest.raises(pickle.UnpicklingError, match="which no checkpoint needs: PyTorch did not write this file"):
+        safe_dcp.parse_metadata(content)
+
+
 @pytest.mark.parametrize("what", [("pathlib", "PosixPath"), ("torch.serialization", "_get_layout")])
 def test_nothing_in_metadata_changes_a_class_or_a_function(what):
     """BUILD with (None, {name: value}) sets attributes.

@@ -24,6 +24,22 @@ from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import ReadItem
 
 METADATA = ".metadata"
+_ENUM: Any = metadata._MEM_FORMAT_ENCODING
+
+
+def _refused(what: str) -> pickle.UnpicklingError:
+    return pickle.UnpicklingError(
+        f"it {what}, which no checkpoint needs: PyTorch did not write this file, or it is damaged. "
+        "Nothing in it was executed"
+    )
+
+
+def _member(kind: Any, name: str) -> Any:
+    """Return a member of the one enum in checkpoints. Python 3.11.0 to 3.11.3 pickle it as getattr(enum, name)."""
+    if kind is not _ENUM or name not in _ENUM.__members__:
+        raise _refused(f"takes the attribute {name!r}")
+    return _ENUM[name]
+
 
 # All names in checkpoints of one process, FSDP2, HSDP and TP, saved synchronously or asynchronously. Names must match
 # exactly, so that a dotted name ("metadata.os.system") is refused.
@@ -42,6 +58,7 @@ _ALLOWED: dict[tuple[str, str], Any] = {
         )
     },
     (filesystem.__name__, "_StorageInfo"): filesystem._StorageInfo,
+    ("builtins", "getattr"): _member,
     ("collections", "OrderedDict"): collections.OrderedDict,
     ("pathlib", "PosixPath"): pathlib.PosixPath,
     ("pathlib._local", "PosixPath"): pathlib.PosixPath,  # Python 3.13
@@ -58,13 +75,6 @@ _OPCODES = (
     "NONE NEWTRUE NEWFALSE BININT BININT1 BININT2 LONG1 BINFLOAT SHORT_BINUNICODE BINUNICODE "
     "EMPTY_TUPLE TUPLE TUPLE1 TUPLE2 TUPLE3 EMPTY_LIST APPEND APPENDS EMPTY_DICT SETITEM SETITEMS"
 )
-
-
-def _refused(what: str) -> pickle.UnpicklingError:
-    return pickle.UnpicklingError(
-        f"it {what}, which no checkpoint needs: PyTorch did not write this file, or it is damaged. "
-        "Nothing in it was executed"
-    )
 
 
 class _Dispatch(dict[int, Any]):
