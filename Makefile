@@ -73,7 +73,7 @@ slurm-test: setup
 	$(BIN)/python -m pytest tests/slurm
 
 # Finds small wrong edits of a room (tests/mutants.py lists the rooms) that its fast tests do not notice: make mutants
-# ROOM=measure. Most rooms take minutes, and the loss takes an hour. ARGS=--again tries the survivors of the last run
+# ROOM=measure. Small rooms take minutes, and large ones hours. ARGS=--again tries the survivors of the last run
 # again.
 mutants: setup
 	@$(BIN)/python -c "import mutmut" 2>/dev/null || $(BIN)/python -m pip install --quiet -e ".[mutants]"
