@@ -43,6 +43,12 @@ WHOLE_LINES = ("JobName", "Command", "SubmitLine", "WorkDir", "Comment", "AdminC
 WHOLE_LINES += ("StdErr", "StdIn", "StdOut")
 NOTHING = ("", "(null)", "None", "N/A")  # what scontrol prints for a field that is not set
 UNWRITTEN = "cannot be written, so only this log has the count"
+# Variables that users set for a job (pretrain.sbatch describes them). A command that submits it again must set them, too,
+# but not HEAD, because its first node will be another one.
+VARIABLES = (
+    *("SITE", "PYTHON", "PREFIX", "SRUN_ARGS", "ENV_ARCHIVE", "NPROC", "PORT", "LOCAL", "CHECK_NODES"),
+    *("CHECK_SECONDS", "SIGNAL_SECONDS", "MAX_RETRIES", "RESUBMIT", "HOST_PYTHON"),
+)
 LEAD = 300  # seconds before the time limit: pretrain.sbatch's --signal
 TOP = 1 << 28  # bytes of the largest log that is rewritten to add a line at its top
 HERE = os.path.dirname(os.path.abspath(__file__))
@@ -336,6 +342,8 @@ class Supervisor:
     def __init__(self, argv, signals, environment=None, of_array=False):
         self.argv, self.signals = list(argv), signals
         self.environment = dict(os.environ if environment is None else environment)
+        names = ["TITAN_DISP_" + name for name in VARIABLES]
+        self.given = [(name, self.environment[name]) for name in names if self.environment.get(name)]
         self.job = self.environment["SLURM_JOB_ID"]
         self.restart = int(self.environment.get("SLURM_RESTART_COUNT") or 0)
         self.start = f"{self.job}.{self.restart}"
@@ -860,7 +868,7 @@ class Supervisor:
             time.sleep(pause)
         _, names, added = self.exclusion()
         command = self.resubmission(names)
-        line = " ".join(shlex.quote(word) for word in command)
+        words = [f"{name}={shlex.quote(value)}" for name, value in self.given] + [shlex.quote(word) for word in command]
         if self._setting("RESUBMIT", "0") == "1":
             self.environment.pop("SLURM_RESTART_COUNT", None)  # SLURM does not set it at a first start
             status, text = self.call(*command, loud=True)
@@ -868,7 +876,7 @@ class Supervisor:
                 say(f"this site does not permit requeueing: submitted again as {text.strip()}")
                 self._remember_excluded("".join(re.findall(r"\d+", text)[:1]), added)
                 return 0
-        self.on_top(f"NOT REQUEUED: SLURM refused it. Submit the job again: {line}")
+        self.on_top(f"NOT REQUEUED: SLURM refused it. Submit the job again: {' '.join(words)}")
         return 1
 
     def exclusion(self):

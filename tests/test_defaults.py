@@ -35,7 +35,7 @@ DEFAULTS = {
 
 
 def table():
-    """Rows of "Whose numbers": key → (value, whose, source)."""
+    """Rows of "Where the defaults come from": key → (value, whose, source)."""
     rows = re.findall(
         r"^\| `(\w+\.\w+)` \| `(.+?)` \| (.*?) \| ?(.*?) ?\|$", (ROOT / "docs" / "loss.md").read_text(), re.M
     )

@@ -1200,12 +1200,20 @@ class TestEnds:
     def test_refused_and_not_resubmitted(self, cluster, capsys):
         """The log does not say that the job is requeued. It says which command submits the job again."""
         cluster.job.update(Account="abc", QOS="normal", JobName="my run", Features="(null)", ExcNodeList="n9")
-        code = cluster.supervisor("--training.steps", "9", SLURM_GPUS_PER_NODE="8").requeue()
-        assert code == 1
+        given = {
+            "TITAN_DISP_SITE": "perlmutter",
+            "TITAN_DISP_SRUN_ARGS": "--cpus-per-task=8 -v",
+            "TITAN_DISP_ENV_ARCHIVE": "e.tar",
+        }
+        supervisor = cluster.supervisor("--training.steps", "9", SLURM_GPUS_PER_NODE="8", **given)
+        supervisor.environment["TITAN_DISP_PYTHON"] = "/tmp/unpacked/bin/python"  # as after unpacking, on this node
+        assert supervisor.requeue() == 1
         assert not cluster.calls("sbatch")
         top = (cluster.folder / "job.out").read_text().splitlines()[0]
         assert top == (
-            "titan-disp: NOT REQUEUED: SLURM refused it. Submit the job again: sbatch '--job-name=my run' --account=abc "
+            "titan-disp: NOT REQUEUED: SLURM refused it. Submit the job again: TITAN_DISP_SITE=perlmutter "
+            "TITAN_DISP_SRUN_ARGS='--cpus-per-task=8 -v' TITAN_DISP_ENV_ARCHIVE=e.tar TITAN_DISP_NPROC=1 "
+            "sbatch '--job-name=my run' --account=abc "
             "--partition=gpu --qos=normal --nodes=4 --time=1-00:00:00 --gpus-per-node=8 --exclude=n9 "
             f"--chdir=/work --output={cluster.folder}/%x-%j.out --export=ALL "
             f"{ROOT}/slurm/pretrain.sbatch config.toml --job.dump_folder {cluster.run} --training.steps 9"
