@@ -59,7 +59,7 @@ def cosine_maps(rows: Sequence[Row], path: Path) -> None:
             image = axes.imshow(mean.T, origin="lower", aspect="auto", vmin=0, vmax=1, cmap="magma_r", extent=extent)
             axes.set_title(f"{LABELS[part]}, dispersion {state}", fontsize=9)
             last = mean.shape[1] - 1
-            blocks = {block: f"block {block}" for block in (1, *range(3, last, 3))}
+            blocks = {block + 1: f"block {block}" for block in (*range(0, last - 2, 3), last - 2)}
             names = {0: "embedding", **blocks, last: "final norm"}
             axes.set_yticks(list(names), list(names.values()), fontsize=7)
     for axes in grid[-1]:

@@ -188,7 +188,7 @@ def cosines(rows: Sequence[Row]) -> list[str]:
     if not cells:
         return []
     layers = len(cells[0]) - 5
-    header = ["text", "", "cross-entropy", "embedding", *(f"block {i + 1}" for i in range(layers)), "final norm"]
+    header = ["text", "", "cross-entropy", "embedding", *(f"block {i}" for i in range(layers)), "final norm"]
     return [
         "Cross-entropy, and mean cosine by layer, before and after mid-training (means over seeds):",
         "",

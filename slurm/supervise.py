@@ -647,7 +647,7 @@ class Supervisor:
         if status == 0 and folders:
             self.run = folders[-1]
             if self.held():
-                return Outcome(END, f"{self.stop_file()} is there: nothing was trained. Remove it to go on")
+                return Outcome(END, f"{self.stop_file()} exists, so nothing was trained. Remove the file to continue")
             return Outcome(TRAIN, "the config can start on these nodes")
         if status == IN_USE and self.restart == 0:  # at a restart, an earlier start of this job may still hold it
             return Outcome(END, "{} uses the run folder. Not requeued".format(self.owner() or "another job"), 2)

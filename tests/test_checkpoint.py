@@ -510,7 +510,7 @@ def test_none_that_loads_is_no_fresh_start(start):
     truncate(run.folder / "step-1")
     garble(run.folder / "step-2")
     again = start()
-    message = r"none of the 2 checkpoints .* can be loaded; the newest: CheckpointException.*Nothing was trained"
+    message = r"no checkpoint in .* can be loaded \(2 tried\); the newest: CheckpointException.*Nothing was trained"
     with pytest.raises(CheckpointError, match=message):
         again.manager.load()
     assert again.names == ["step-1", "step-2"]
@@ -594,7 +594,7 @@ def test_hugging_faces_weights_to_begin_with(tmp_path):
     (tmp_path / "a" / "config.json").write_text(json.dumps({**adapter.architecture(), "hidden_size": 7}))
     config.initial_load_path = there
     with pytest.raises(
-        ConfigError, match="another network than model.flavor's: hidden_size is 7 there and 64 in the flavor"
+        ConfigError, match="another network than .* describe: hidden_size is 7 in config.json and 64 in this model"
     ):
         check_initial_load(config, beside, adapter)
     config.initial_load_model_only = False

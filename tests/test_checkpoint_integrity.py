@@ -228,7 +228,7 @@ def test_an_older_checkpoint_loads_with_a_warning(start, caplog):
     again = start()
     assert again.manager.load()
     assert again.weight == 1
-    assert "step-1 has no hashes.json and is loaded unverified" in caplog.text
+    assert "step-1 has no hashes.json, because an older version or TorchTitan's own trainer saved it" in caplog.text
 
 
 def _of(*files):
@@ -563,7 +563,7 @@ def test_nothing_is_deleted_where_none_loads(start, killed):
     flip(run.folder / "step-1" / "__0_0.distcp", 99)
     again = start()
     again.manager.owns_folder = lambda: True
-    with pytest.raises(CheckpointError, match="none of the 1 checkpoints"):
+    with pytest.raises(CheckpointError, match=r"can be loaded \(1 tried\)"):
         again.manager.load()
     assert again.names == ["step-1", "step-2"]
 

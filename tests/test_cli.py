@@ -157,4 +157,4 @@ def test_sweep(monkeypatch, capsys, tmp_path):
     assert called[-1] == (3, 2, 0, "H100", "local_cpu", ("time=15", "exclusive"), True)
 
     assert typed(monkeypatch, "sweep", "table", file, "--out", tmp_path / "out", "--metric", "ce") == 0
-    assert "| demo_cpu | 0 of 2 |" in capsys.readouterr().out
+    assert "| demo_cpu  | 0 of 2 |" in capsys.readouterr().out

@@ -243,7 +243,7 @@ def write(path, text):
         ("[dispersion]\ncoef = 1.0", r"dispersion.coef \(did you mean dispersion.coeff\?\)"),
         ("[trainig]\nsteps = 1", r"trainig \(did you mean training\?\)"),
         ("[training]\nstep = 1", r"training.step \(did you mean training.steps\?\)"),
-        ("training = 3", r"training \(a section, written \[training\]\)"),
+        ("training = 3", r"training \(this is a section: write \[training\]\)"),
         ("[dispersion]\ncoeff = 'much'", r"dispersion.coeff is 'much'"),
         ("[training]\nsteps = 'many'", r"training.steps is 'many'"),
         ("[training]\nsteps = true", r"training.steps is True, expected a number"),

@@ -248,7 +248,7 @@ CASES = [
     Case(
         "EOS of no uint16",
         {"a.bin": ids(RANDOM)},
-        ("is read as uint16", "EOS has the id 70000", 'set stream.token_dtype = "uint32"'),
+        ("is read as uint16", "EOS, 70000, does not fit in this type", 'set stream.token_dtype = "uint32"'),
         options={"eos_id": 70_000, "vocab_size": 80_000},
     ),
     Case("int64", {"a.npy": numpy_file(RANDOM)}, ("holds int64", "little-endian uint16 or uint32", "numpy.save(FILE")),

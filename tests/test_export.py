@@ -122,7 +122,7 @@ def test_untied_model_of_other_sizes(sample, tmp_path):
     imported = Qwen3HfAdapter(args, None).from_hf(load_file(dest / "model.safetensors"))
     assert imported.keys() == untied.state_dict().keys()
     assert all(torch.equal(imported[name], w) for name, w in untied.state_dict().items())
-    with pytest.raises(ConfigError, match="tie_word_embeddings is False there and True in the flavor"):
+    with pytest.raises(ConfigError, match="tie_word_embeddings is False in config.json and True in this model"):
         check_hf_folder(dest, Qwen3HfAdapter(dataclasses.replace(args, enable_weight_tying=True), None))
 
 
@@ -366,7 +366,7 @@ def test_last_save_in_hugging_face_format(sample, tmp_path):
 
     # A second start reports that the run is complete. The run cannot continue from safetensors with more steps.
     again = train(DEMO, sample, run, *options)
-    assert "complete already: step 3 of 3" in again.stdout
+    assert "already complete: step 3 of 3" in again.stdout
     more = train(DEMO, sample, run, *options, "--training.steps", "5", check=False)
     assert more.returncode == 2
     assert "step-3 holds the model only, in Hugging Face's format" in more.stdout + more.stderr

@@ -77,21 +77,21 @@ def test_folders_that_fit(published, folder):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"num_hidden_layers": 28}, "num_hidden_layers is 28 there and 6 in the flavor.*Set model.flavor"),
+        ({"num_hidden_layers": 28}, "num_hidden_layers is 28 in config.json and 6 in this model.*Change these keys"),
         (
             {"vocab_size": 151936, "hidden_size": 1024},
-            "vocab_size is 151936 there and 2048 in the flavor; hidden_size is 1024",
+            "vocab_size is 151936 in config.json and 2048 in this model; hidden_size is 1024",
         ),
-        ({"num_key_value_heads": 4}, "num_key_value_heads is 4 there and 2"),
+        ({"num_key_value_heads": 4}, "num_key_value_heads is 4 in config.json and 2"),
         (
             {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}},
-            "rope_theta is 10000.0 there and 1000000",
+            "rope_theta is 10000.0 in config.json and 1000000",
         ),
         ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1000000}}, "rope_scaling is {'rope_type': 'yarn'"),
-        ({"tie_word_embeddings": False}, "tie_word_embeddings is False there and True"),
-        ({"model_type": "llama"}, "model_type is 'llama' there and 'qwen3'"),
-        ({"rms_norm_eps": 1e-5}, "rms_norm_eps is 1e-05 there and 1e-06"),
-        ({"attention_bias": True}, "attention_bias is True there and False"),
+        ({"tie_word_embeddings": False}, "tie_word_embeddings is False in config.json and True"),
+        ({"model_type": "llama"}, "model_type is 'llama' in config.json and 'qwen3'"),
+        ({"rms_norm_eps": 1e-5}, "rms_norm_eps is 1e-05 in config.json and 1e-06"),
+        ({"attention_bias": True}, "attention_bias is True in config.json and False"),
     ],
 )
 def test_another_network(folder, changes, message):
@@ -230,7 +230,7 @@ def test_another_models_weights_stop_every_start(sample, folder, tmp_path):
         timeout=200,
     )
     assert done.returncode == 2
-    assert "num_hidden_layers is 7 there and 6 in the flavor" in done.stderr
+    assert "num_hidden_layers is 7 in config.json and 6 in this model" in done.stderr
     assert "Traceback" not in done.stdout + done.stderr
     assert not (tmp_path / "metrics.jsonl").exists()
 

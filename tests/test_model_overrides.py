@@ -154,9 +154,18 @@ def test_names():
 @pytest.mark.parametrize(
     ("overrides", "differs"),
     [
-        ("n_layers=5", ["n_layers 6 there, 5 here"]),  # a part of the tensors, which would load
-        ("n_kv_heads=1,head_dim=32", ["n_kv_heads 2 there, 1 here", "head_dim 16 there, 32 here"]),
-        ("norm_eps=1e-5", ["norm_eps 1e-06 there, 1e-05 here"]),
+        (
+            "n_layers=5",
+            ["n_layers is 6 in the checkpoint and 5 in the config"],
+        ),  # a part of the tensors, which would load
+        (
+            "n_kv_heads=1,head_dim=32",
+            [
+                "n_kv_heads is 2 in the checkpoint and 1 in the config",
+                "head_dim is 16 in the checkpoint and 32 in the config",
+            ],
+        ),
+        ("norm_eps=1e-5", ["norm_eps is 1e-06 in the checkpoint and 1e-05 in the config"]),
         ("hidden_dim=192", []),  # as the flavor has it
     ],
 )
@@ -180,7 +189,7 @@ def test_a_saved_model_is_read_as_what_it_is(sample, tmp_path):
     config = json.loads((run / "config.json").read_text())
     config["model"]["overrides"] = {"n_layers": 1}
     (run / "config.json").write_text(json.dumps(config))
-    with pytest.raises(CheckpointError, match="step-40': norm_eps 1e-05 there, 1e-06 here"):
+    with pytest.raises(CheckpointError, match="step-40': norm_eps is 1e-05 in the checkpoint and 1e-06 in the config"):
         load_model(find_saved(run))
 
 

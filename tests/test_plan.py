@@ -366,7 +366,7 @@ def test_sources_and_their_parts_of_the_tokens(sample):
     missing, coarse = plan.warnings
     assert missing.startswith("stream.sources.code.path is '/nowhere/code', which does not exist")
     assert (
-        "weights of stream.sources: code: 12.50% of the tokens (10.00% asked for), 2 of 16 slots. Raise stream.slots"
+        "weights of stream.sources: code: 12.50% of the tokens (10.00% asked for), 2 of 16 slots. Raise training."
         in coarse
     )
     assert "sources         web: 87.50% of the tokens (90.00% asked for), 14 of 16 slots\n" in render(plan)

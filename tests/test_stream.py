@@ -722,7 +722,7 @@ class TestBadData:
         (tmp_path / "x.json").write_text("broken\n" * documents)
         with pytest.raises(
             ConfigError,
-            match=f"found no usable document in {epochs} epochs, and {bad} that cannot be used, in 1 files",
+            match=rf"document \(completed epochs: {epochs}, bad documents: {bad}, damaged files: 0\) in these files: 1, ",
         ):
             batches(streams_of(list_files("c4", str(tmp_path)), 1, 1, max_skipped_fraction=fraction), 1)
 
@@ -738,7 +738,7 @@ class TestBadData:
         tried = []
         monkeypatch.setattr("titan_disp.data.cursor.text_of", lambda *args: tried.append(0) or text_of(*args))
         with pytest.raises(
-            DataError, match=r"found no usable document in \d+ epochs, and \d+ that cannot be used.*0000"
+            DataError, match=r"found no usable document \(completed epochs: \d+, bad documents: \d+.*0000.*log above"
         ):
             batches(streams_of(list_files("text", str(tmp_path)), slots, 1), 1)
         assert len(tried) == parsed
@@ -747,7 +747,7 @@ class TestBadData:
         for i in range(200):
             (tmp_path / f"{i}.json.gz").write_text("not gzip")
         with pytest.raises(
-            DataError, match=r"in 0 epochs, and 0 that cannot be used, and 20 damaged files, in 200 files"
+            DataError, match=r"completed epochs: 0, bad documents: 0, damaged files: 20\) in these files: 200"
         ):
             batches(streams_of(list_files("text", str(tmp_path)), 4, 1), 1)
         assert caplog.text.count("is damaged and ends early") == 20
@@ -827,7 +827,9 @@ class TestBadData:
 
     def test_no_documents_at_all(self, tmp_path):
         files = write_files(tmp_path, [0, 0])
-        with pytest.raises(ConfigError, match=r"slot \d of 8 found no usable document in 161 epochs, and 0 that"):
+        with pytest.raises(
+            ConfigError, match=r"slot \d of 8 found no usable document \(completed epochs: 161, .*add data"
+        ):
             batches(streams_of(files, 8, 1), 3)
 
     @pytest.mark.parametrize("on_bad_data", ["skip", "fail"])
@@ -1257,7 +1259,7 @@ def config(sample, *options):
 
 
 def test_digest_of_no_ranks(sample):
-    with pytest.raises(ConfigError, match="0 ranks, expected 1 or more"):
+    with pytest.raises(ConfigError, match="--ranks or --resume-ranks is 0, expected at least 1"):
         digest(config(sample), 1, [(0, 0)])
 
 

@@ -139,7 +139,7 @@ class TestFinal:
         assert final_metric(tmp_path / "run", "mean_cosine.late_blocks") == pytest.approx(0.6)
         with pytest.raises(ConfigError, match="has no part 'middle'; it has blocks"):
             final_metric(tmp_path / "run", "mean_cosine.middle")
-        with pytest.raises(ConfigError, match="--metric is 'accuracy', expected validation, cross_entropy"):
+        with pytest.raises(ConfigError, match="the metric is 'accuracy' .*, expected validation, cross_entropy"):
             final_metric(tmp_path / "run", "accuracy")
 
     def test_what_is_not_the_end_or_no_number(self, tmp_path):
@@ -181,7 +181,7 @@ class TestTable:
             [cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line.startswith("|")
         ]
         assert rows[0] == [
-            "point",
+            "condition",
             "seeds",
             "held-out cross-entropy",
             "difference to off",
@@ -230,7 +230,7 @@ class TestTable:
     def test_names_that_are_not_there(self, sweep):
         with pytest.raises(ConfigError, match="is 'of', expected one of off, on_coeff-0.1, on_coeff-1.0"):
             write_table(sweep, against="of")
-        with pytest.raises(ConfigError, match="--metric is 'x'"):
+        with pytest.raises(ConfigError, match="the metric is 'x'"):
             write_table(sweep, metric="x")
 
     def test_before_anything_has_run(self, tmp_path):
@@ -238,5 +238,5 @@ class TestTable:
             f'[sweep]\nconfig = "{DEMO}"\nfolder = "{tmp_path}/none"\n[grid]\n"debug.seed" = [1]\n'
         )
         text = write_table(read_sweep(tmp_path / "s.toml"))
-        assert "| demo_cpu | 0 of 1 |" in text
+        assert "| demo_cpu  | 0 of 1 |" in text
         assert "seed-1: not started" in text

@@ -63,7 +63,7 @@ def test_demo(sample, tmp_path):
         assert re.search(rf" {step} +{' +'.join(map(re.escape, numbers))}", done.stdout.split("On held-out text")[1])
 
     again = train(DEMO, sample, run, *options, nproc=2)
-    assert "complete already: step 40 of 40" in again.stdout
+    assert "already complete: step 40 of 40" in again.stdout
     assert read_metrics(run) == metrics
 
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator

@@ -549,13 +549,13 @@ def sweep_table(
     metric: OptionalStr = None,
     out: OptionalPath = None,
 ) -> None:
-    """Compare the points of a sweep: means over seeds, and differences to one point, paired by seed.
+    """Compare the conditions of a sweep: means over seeds, and differences to one condition, paired by seed.
 
-    A point is one run of the sweep. The runs may still be training.
+    A condition is all points that differ only in their seeds. The runs may still be training.
 
     Args:
         file: TOML file of the sweep (docs/sweeps.md).
-        against: name of the point, without its seed, that the others are compared with. The default is the file's
+        against: name of the condition that the others are compared with. The default is the file's
             sweep.against. Without either, there is no comparison.
         metric: metric of each run after its last step: validation, cross_entropy, ce, loss, dispersion, grad_norm,
             spearman or kendall; or mean_cosine, std_cosine, mean_angle or effective_rank, each with a part such as

@@ -62,7 +62,7 @@ def _unknown_keys(toml: dict[str, Any], default: Any, prefix: str = "") -> Itera
             if isinstance(value, dict):
                 yield from _unknown_keys(value, getattr(default, key), f"{prefix}{key}.")
             else:
-                yield f"{prefix}{key} (a section, written [{prefix}{key}])"
+                yield f"{prefix}{key} (this is a section: write [{prefix}{key}])"
 
 
 def _check_types(config: Any, prefix: str = "") -> None:

@@ -223,8 +223,8 @@ class Stream:
 
     max_document_mb: float = 16.0
     """
-    Documents of more than this many MiB, as stored, count as bad. Fixed for the life of a run, because it decides which
-    documents come.
+    Documents of more than this many MiB count as bad: of the decompressed line for JSON, of the UTF-8 text for Parquet and
+    plain text. Token ids have no limit. Fixed for the life of a run, because it decides which documents come.
     """
 
     text_field: str = "text"

@@ -9,10 +9,12 @@ from tqdm import tqdm
 
 
 def progress(what: str, unit: str, items: Iterable[Any] | None = None, total: float | None = None) -> tqdm:
-    """A bar that says what a command does, how far it is and how long the rest will take. It disappears when it is closed.
+    """Return a progress bar that says what a command does, how far it is and how long the rest will take.
+
+    It disappears when it is closed.
 
     Args:
-        what: the command does, such as "verifying step-300".
+        what: what the command does, such as "verifying step-300".
         unit: what is counted, such as "file"; bytes ("B") are shown in kB, MB and so on.
         items: iterated over through the bar, which then counts and closes by itself. Without them, call ``update`` and ``close``,
             or use the bar as a context manager.

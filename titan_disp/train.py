@@ -232,13 +232,14 @@ class DispTrainer(Trainer):
     def train(self) -> None:
         steps = self.job_config.training.steps
         if on_rank_0(self.stop_request.held):
-            logger.info(f"{self.stop_request.file} is there: nothing was trained. Remove it to go on")
+            if self.stop_request.file is not None:  # on rank 0
+                logger.info(f"{self.stop_request.file} exists, so nothing was trained. Remove the file to continue")
             reason = f"the file {self.stop_request.file} was there before the start"
             self.event("stop", self.checkpointer.newest(), allocated=self.clock.began, reason=reason)
             return
         ended = self.checkpointer.ended_at()
         if ended is not None and ended >= steps:
-            logger.info(f"This run was complete already: step {ended} of {steps}. Nothing was trained")
+            logger.info(f"This run was already complete: step {ended} of {steps}. Nothing was trained")
             self.event("complete", ended, allocated=self.clock.began)
             return
         super().train()
@@ -250,10 +251,10 @@ class DispTrainer(Trainer):
                 self.measure_condensation()
             self._end()
         elif self.step >= steps:
-            logger.info(f"This run was complete already: step {self.step} of {steps}. Nothing was trained")
+            logger.info(f"This run was already complete: step {self.step} of {steps}. Nothing was trained")
             self.event("complete", self.step)  # for what started the run again, such as a chain of jobs
         else:
-            logger.info(f"budget.stop_at_tokens was reached already: step {self.step} of {steps}. Nothing was trained")
+            logger.info(f"budget.stop_at_tokens was already reached: step {self.step} of {steps}. Nothing was trained")
             self.event("stop", self.step, reason="budget.stop_at_tokens")
         self.report()
 
@@ -309,7 +310,10 @@ class DispTrainer(Trainer):
         assert self.tokenizer is not None
         sequences = held_out_sequences(job, self.tokenizer, section.sequences)
         if sequences is None:
-            logger.warning("condensation is not measured: the training data have no validation split")
+            logger.warning(
+                "condensation is not measured: no validation split was found (one is looked for only on the hub or in a "
+                "folder). Set validation.enable = true with validation.dataset_path, or condensation.interval = 0"
+            )
             return None
         mesh = self.parallel_dims.get_optional_mesh("batch")
         return Monitor(

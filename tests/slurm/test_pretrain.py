@@ -123,7 +123,7 @@ def test_completes_and_refuses_a_second_job(jobs, whole, tmp_path):
     refused = jobs.slurm.wait(second, "FAILED", timeout=120)
     assert refused["Restarts"] == "0"
     log = jobs.slurm.log(second)
-    assert re.search(r"titan-disp: error: job.dump_folder .* is in use by another job \(host .*SLURM job \d+\)", log)
+    assert re.search(r"titan-disp: error: the run folder .* is in use by another job \(host .*SLURM job \d+\)", log)
     log = jobs.completed(first, restarts=0)
     assert f"the run is complete: step {STEPS}" in log
     assert f"tokens: {STEPS * 512:,} of {STEPS * 512:,} (100.0%" in log
@@ -138,7 +138,7 @@ def test_completes_and_refuses_a_second_job(jobs, whole, tmp_path):
 
     again = jobs.submit(run, *tokens)  # such as the next of a chain of jobs
     log = jobs.completed(again, restarts=0)
-    assert "This run was complete already" in log
+    assert "This run was already complete" in log
     assert f"the run is complete: step {STEPS}" in log
     assert values(run) == values(whole)
 

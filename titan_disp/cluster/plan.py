@@ -256,8 +256,8 @@ def make_plan(
     sources = source_shares(job_config, slot_count(job_config, dp))
     if coarse := [str(share) for share in sources if abs(share.tokens - share.asked) > NOTICED * share.asked]:
         warnings.append(
-            f"there are too few slots to follow the weights of stream.sources: {'; '.join(coarse)}. Raise stream.slots "
-            "(0 means training.global_batch_size)"
+            f"there are too few slots to follow the weights of stream.sources: {'; '.join(coarse)}. Raise "
+            "training.global_batch_size (and stream.slots, if it is set)"
         )
     saved, kept, on_disk = checkpoint_counts(job_config)
     model_flops = float(flops_per_token * step_tokens)

@@ -237,9 +237,13 @@ class Cursor:
         """Raise DataError: the slot has searched long enough."""
         search, slots = self._search, self.place.assignment.slots
         names = self.faults.beside(self.place.run().segments[0].file)
-        files = f", and {search.damaged} damaged files" if search.damaged else ""
+        advice = (
+            "The log above says why: repair or remove these files"
+            if search.bad or search.damaged
+            else "They hold no documents for this slot: add data, or lower stream.slots"
+        )
         raise DataError(
-            f"slot {self.place.index} of {slots} found no usable document in {search.epochs} epochs, and {search.bad} "
-            f"that cannot be used{files}, in {len(names)} files, {names[0]} to {names[-1]}: the log above says what is "
-            "wrong with them"
+            f"slot {self.place.index} of {slots} found no usable document (completed epochs: {search.epochs}, bad "
+            f"documents: {search.bad}, damaged files: {search.damaged}) in these files: {len(names)}, from {names[0]} to "
+            f"{names[-1]}. {advice}"
         )

@@ -64,7 +64,8 @@ def digest(job_config: JobConfig, steps: int, phases: Sequence[tuple[int, int]])
     t = job_config.training
     if t.global_batch_size < 1 and len({ranks for _, ranks in phases}) > 1:
         raise ConfigError(
-            "training.global_batch_size = -1 ties the slots to the ranks: set it to resume on another number"
+            f"training.global_batch_size is {t.global_batch_size}, so that the global batch would change with the number of "
+            "ranks: set it to a number of sequences to use --resume-ranks"
         )
     tokenizer = load_tokenizer(job_config.model.hf_assets_path)
     files = list_and_check(training_sets(job_config), stream_options(job_config, tokenizer=tokenizer))
@@ -73,7 +74,7 @@ def digest(job_config: JobConfig, steps: int, phases: Sequence[tuple[int, int]])
     ends = [begin for begin, _ in phases[1:]] + [steps]
     for (begin, ranks), end in zip(phases, ends, strict=True):
         if ranks < 1:
-            raise ConfigError(f"{ranks} ranks, expected 1 or more")
+            raise ConfigError(f"--ranks or --resume-ranks is {ranks}, expected at least 1")
         batch = global_batch_size(job_config, ranks)
         slots = slot_count(job_config, ranks)
         if batch % (ranks * t.local_batch_size) or batch % slots or slots % ranks:

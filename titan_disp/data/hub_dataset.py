@@ -201,6 +201,11 @@ def splits_in(root: str, name: HubName, commit: str | None, where: str) -> dict[
             raise ConfigError(f"{where}: it has {found}, only {', '.join(names)}; such as {example!r}") from error
         if isinstance(error, ValueError):
             raise ConfigError(f"{where}: datasets cannot tell which files belong to it: {error}") from error
+        if commit is None:  # a folder
+            raise ConfigError(
+                f"{where}: datasets cannot read this folder ({type(error).__name__}: {error}); expected a mirror, as "
+                f"titan-disp data fetch {fetch_arguments(name)} makes it, or a full copy of the repository"
+            ) from error
         raise cannot_list(str(name), error, fetch_arguments(name)) from error
     return {split: list(files) for split, files in (builder.config.data_files or {}).items()}
 

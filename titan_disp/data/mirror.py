@@ -14,7 +14,16 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
 from titan_disp.data.hub import HubFile, Listing, c4_files
-from titan_disp.data.hub_dataset import HubName, fetch_arguments, files_of_split, parse_name, resolve, splits_in
+from titan_disp.data.hub_dataset import (
+    FORM,
+    HubName,
+    fetch_arguments,
+    files_of_split,
+    is_hub_name,
+    parse_name,
+    resolve,
+    splits_in,
+)
 from titan_disp.errors import ConfigError
 from titan_disp.progress import progress
 
@@ -74,6 +83,8 @@ def fetch(folder: Path, dataset: str, split: str, shards: Sequence[range] | None
 
 
 def _listings(dataset: str, split: str, wanted: list[str]) -> list[tuple[HubName | None, Listing]]:
+    if not is_hub_name(dataset):
+        raise ConfigError(f"--dataset is {dataset!r}, expected c4, {FORM}")
     name, where = parse_name(dataset, "--dataset"), f"--dataset is {dataset!r}"
     if name.split is not None and split not in ("both", name.split):
         raise ConfigError(f"{where}, but --split is {split!r}: name the split in one of them")

@@ -77,7 +77,8 @@ def shares(weights: dict[str, float], slots: int) -> list[Share]:
         raise ConfigError(
             f"stream.sources: {slots} slots are too few for {', '.join(without)}, whose weight asks for "
             f"{', '.join(f'{float(quotas[name]):.2g}' for name in without)} of them, and a slot belongs to one source: "
-            f"set stream.slots (0: training.global_batch_size) to {least} or more, or raise the weight"
+            f"raise training.global_batch_size (and stream.slots, if it is set) until there are at least {least} slots, or "
+            "raise the weight"
         )
     found, first = [], 0
     for name, count in counts.items():

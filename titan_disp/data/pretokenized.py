@@ -69,8 +69,10 @@ def records(stored: io.BufferedReader, size: int, name: str, how: Format) -> Ite
     layout = _layout(stored, size, name, how)
     if how.eos_id > np.iinfo(layout.dtype).max:
         raise DataError(
-            f"{name} is read as {layout.dtype.name}, but the tokenizer's EOS has the id {how.eos_id}, which ends the "
-            'documents: set stream.token_dtype = "uint32" if they are, or use the tokenizer that wrote them'
+            f"{name} is read as {layout.dtype.name}, but the id of the tokenizer's EOS, {how.eos_id}, does not fit in this "
+            "type: "
+            + ("" if layout.declared else 'set stream.token_dtype = "uint32" if the ids are of that type, or ')
+            + "use the tokenizer that wrote them"
         )
     vocab_size = 1 << 32 if how.vocab_size is None else how.vocab_size
     rest = np.empty(0, layout.dtype)  # the beginning of a document that continues in the next block

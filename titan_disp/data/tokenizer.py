@@ -156,7 +156,8 @@ def encoder(tokenizer: BaseTokenizer) -> Callable[[str], list[int]]:
     """
     if tokenizer.eos_id is None:
         raise ConfigError(
-            "the tokenizer has no EOS token, which must separate documents: name one in tokenizer_config.json"
+            "the tokenizer has no EOS token, which must separate documents: set eos_token in tokenizer_config.json (Hugging "
+            "Face), or train the SentencePiece model with an EOS piece"
         )
     # The stream has its own threads. The tokenizer would start one for every core of the node.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")

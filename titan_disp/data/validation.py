@@ -127,7 +127,7 @@ def held_out_sequences(job_config: JobConfig, tokenizer: BaseTokenizer, count: i
             except ConfigError as error:
                 logger.warning(f"no validation split: {error}")
                 continue
-            asked = f"set condensation.sequences = {count} lower, or condensation.interval = 0"
+            asked = f"set condensation.sequences to less than {count}, or condensation.interval = 0"
             return first_sequences(files, tokenizer, job_config, job_config.training.seq_len, count, asked)
         return None
 

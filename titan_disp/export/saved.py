@@ -162,7 +162,10 @@ def load_weights(saved: SavedModel) -> dict[str, torch.Tensor]:
     if reason := verify(saved.folder):
         raise CheckpointError(f"the checkpoint {str(saved.folder)!r} cannot be read: {reason}")
     if not has_hashes(saved.folder):
-        logger.warning(f"{saved.folder} has no {HASHES}, because an older version saved it: it is read without a check")
+        logger.warning(
+            f"{saved.folder} has no {HASHES}, because an older version or TorchTitan's own trainer saved it: it is loaded "
+            "without verification"
+        )
     with torch.device("meta"):
         wanted = saved.entry.model_cls(args).state_dict()
     if args.enable_weight_tying:

@@ -72,7 +72,7 @@ def find_snapshot(model: HubModel, code: bool) -> Path:
     except GatedRepoError as error:
         raise ConfigError(
             f"the hub requires permission to download {model.id!r}: request access at "
-            f"https://huggingface.co/{model.id}, then log in (huggingface-cli login, or HF_TOKEN)"
+            f"https://huggingface.co/{model.id}, then log in (hf auth login, or HF_TOKEN)"
         ) from error
     except RevisionNotFoundError as error:
         raise ConfigError(f"{model.id!r} has no revision {model.revision!r} on the Hugging Face hub") from error

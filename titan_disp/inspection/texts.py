@@ -59,7 +59,9 @@ def read_texts(
             else:
                 files = list_files("c4_validation", str(text or dataset))
         except ConfigError as error:  # the message names a key of the config, which is not used here
-            message = re.sub(r"(training.dataset_path|validation.dataset) is", "--dataset is", str(error))
+            option = "--dataset" if text is None else "--text"
+            message = re.sub(r"(training\.dataset_path|validation\.dataset) is", f"{option} is", str(error))
+            message = message.replace("local copy: dataset_path", "local copy: --dataset")
             raise ConfigError(message) from error
         shuffle(files)
         found = _documents(files, text_field, reasons)

@@ -105,14 +105,14 @@ def check_hf_folder(folder: str | Path, adapter: HfAdapter) -> None:
     except ValueError as error:
         raise ConfigError(f"{where}: config.json is not valid JSON: {error}") from error
     differ = [
-        f"{key} is {config.get(key)!r} there and {expected!r} in the flavor"
+        f"{key} is {config.get(key)!r} in config.json and {expected!r} in this model"
         for key, expected in adapter.architecture().items()
         if config.get(key) != expected
     ]
     if differ:
         raise ConfigError(
-            f"{where} is another network than model.flavor's: {'; '.join(differ)}. "
-            "Set model.flavor to that of the weights"
+            f"{where} holds another network than model.name, model.flavor and model.overrides describe: "
+            f"{'; '.join(differ)}. Change these keys to match the weights"
         )
     _check_weights(folder, adapter, where)
 

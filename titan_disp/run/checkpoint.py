@@ -320,9 +320,9 @@ class DispCheckpointManager(CheckpointManager):
             logger.error(f"the checkpoint {self._create_checkpoint_id(candidate)} cannot be loaded: {reason}")
         if failed:
             raise CheckpointError(
-                f"none of the {len(failed)} checkpoints in {self.folder} can be loaded; the newest: "
-                f"{failed[steps[-1]]}. Nothing was trained: restore the earlier config (config.json in the run "
-                "folder), or start a new run in another --job.dump_folder"
+                f"no checkpoint in {self.folder} can be loaded ({len(failed)} tried); the newest: {failed[steps[-1]]}. "
+                "Nothing was trained. If the config has changed since they were saved, undo the change; if they are damaged, "
+                "restore a copy. Otherwise start a new run in another --job.dump_folder"
             )
         # TorchTitan uses initial_load_path only if the folder does not exist. Ours may exist and hold unfinished saves.
         self._check_initial_load()
@@ -398,7 +398,10 @@ class DispCheckpointManager(CheckpointManager):
         if reason is not None:
             return reason
         if dist.get_rank() == 0 and not has_hashes(folder):
-            logger.warning(f"{folder} has no {HASHES} and is loaded unverified: an older version saved it")
+            logger.warning(
+                f"{folder} has no {HASHES}, because an older version or TorchTitan's own trainer saved it: it is loaded "
+                "without verification"
+            )
         fake = dist.get_backend() == "fake"
         return _first(damage(folder) if fake else damage(folder, dist.get_rank(), dist.get_world_size()))
 

@@ -144,8 +144,8 @@ def lock_folder(path: Path, name: str = ".lock") -> IO[str]:
         holder = lock.read().strip()
         lock.close()
         raise InUseError(
-            f"job.dump_folder {str(path)!r} is in use by another job ({holder}): two jobs in one run folder would "
-            "corrupt it. Stop the other job, or set another --job.dump_folder"
+            f"the run folder {str(path)!r} is in use by another job ({holder}): two jobs in one run folder would "
+            "corrupt it. Stop the other job, or use another run folder (--job.dump_folder, or sweep.folder of a sweep)"
         ) from error
     except OSError as error:  # some network file systems have no locks
         logger.warning(f"cannot lock {path}: {error}. Make sure that no second job uses this run folder")

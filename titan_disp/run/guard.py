@@ -118,8 +118,8 @@ class GuardedOptimizers(OptimizersContainer):
         if self.in_a_row >= self.max_skipped_steps:
             raise NonFiniteError(
                 f"step {step}: {terms} not finite, {self.in_a_row} steps in a row (guard.max_skipped_steps). These "
-                "steps changed no weights. Try a lower learning rate or a longer warmup, or look at the data of these "
-                "steps (titan-disp data digest)"
+                "steps changed no weights. Try a lower learning rate or a longer warm-up, or check the "
+                "training data for unusual documents"
             )
 
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:

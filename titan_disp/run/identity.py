@@ -51,13 +51,17 @@ def read_identity(checkpoint: str) -> dict[str, Any]:
 
 def differences(saved: dict[str, Any], now: dict[str, Any]) -> list[str]:
     """Describe the differences in words, without names that only one side knows: versions may add or drop arguments."""
-    return [f"{key} {saved[key]!r} there, {now[key]!r} here" for key in saved if key in now and saved[key] != now[key]]
+    return [
+        f"{key} is {saved[key]!r} in the checkpoint and {now[key]!r} in the config"
+        for key in saved
+        if key in now and saved[key] != now[key]
+    ]
 
 
 def check_identity(saved: dict[str, Any], now: dict[str, Any]) -> None:
     """Raise ConfigError if a run's identity is not that of its checkpoint."""
     if found := differences(saved, now):
         raise ConfigError(
-            f"the checkpoint is not of this config's model: {'; '.join(found)}. Make model.flavor, model.overrides and "
-            "baseline.method what they were, or start a new run in another --job.dump_folder"
+            f"the checkpoint is not of this config's model: {'; '.join(found)}. Set model.name, model.flavor, "
+            "model.overrides and baseline.method back to their earlier values, or start a new run in another --job.dump_folder"
         )

@@ -36,8 +36,9 @@ def check_metric(name: str) -> None:
     """
     if name not in LABELS and name.partition(".")[0] not in BY_PART:
         raise ConfigError(
-            f"--metric is {name!r}, expected {', '.join(LABELS)}, or {', '.join(BY_PART)}, each with a part of the "
-            "model such as mean_cosine.middle_blocks (the default is .blocks, which means all blocks)"
+            f"the metric is {name!r} (--metric, or sweep.metric in the file), expected {', '.join(LABELS)}, or "
+            f"{', '.join(BY_PART)}, each with a part of the model such as mean_cosine.middle_blocks (the default is .blocks, "
+            "which means all blocks)"
         )
 
 
@@ -84,7 +85,9 @@ def _measured(run: Path, name: str, last: int) -> float | None:
         return None
     parts = Condensation.load(file).by_part()[kind]
     if part not in parts:
-        raise ConfigError(f"--metric {name}: {kind} has no part {part!r}; it has {', '.join(parts)}")
+        raise ConfigError(
+            f"the metric {name!r} (--metric, or sweep.metric in the file): {kind} has no part {part!r}; it has {', '.join(parts)}"
+        )
     return parts[part]
 
 

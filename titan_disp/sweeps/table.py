@@ -40,7 +40,7 @@ def write_table(sweep: Sweep, out: Path | None = None, metric: str | None = None
 
 def to_markdown(comparison: Comparison) -> str:
     """Render a row for each condition, with an explanation and the missing points below."""
-    header = ["point", "seeds", label(comparison.metric)]
+    header = ["condition", "seeds", label(comparison.metric)]
     if comparison.against is not None:
         header += [f"difference to {comparison.against}", "pairs", "95 % interval", "p", "Holm"]
     rows = [_row(condition, comparison.against) for condition in comparison.conditions]
