@@ -74,7 +74,7 @@ def contrast_rows(found: dict[Contrast, Outcome], members: Iterable[Contrast], l
         one, d = found[contrast], found[contrast].difference
         place = TEXTS[contrast.text] if label == "text" else WHERE[contrast.part]
         cells = [place, NAMES[contrast.condition], f"{len(one.pairs)} of {len(contrast.seeds)}"]
-        cells += [_mean(one.baseline.values()), _mean(one.condition.values())]
+        cells += [_mean(side[s] for s in one.pairs) for side in (one.baseline, one.condition)]
         cells += [f"{d.mean:+.4f}" if d is not None else NOTHING, _interval(d), f"{one.lower} of {len(one.pairs)}"]
         tested = d is not None and contrast.family
         cells += [
