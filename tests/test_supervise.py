@@ -754,7 +754,9 @@ class TestPrepare:
     def test_a_users_stop_file_holds(self, cluster):
         (cluster.run / "stop").touch()
         outcome = cluster.supervisor().prepare()
-        assert outcome == Outcome("end", f"{cluster.run}/stop exists, so nothing was trained. Remove the file to continue")
+        assert outcome == Outcome(
+            "end", f"{cluster.run}/stop exists, so nothing was trained. Remove the file to continue"
+        )
         (cluster.run / "stop").write_bytes(b"\xff")  # nothing that a start of a job writes
         assert cluster.supervisor().prepare().state == "end"
         (cluster.run / "stop").write_text("6.2\n")  # of an earlier start of a job
