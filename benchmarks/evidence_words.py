@@ -1,13 +1,7 @@
 """Names and phrases of docs/evidence.md: how a difference and a verdict are said."""
 
-from benchmarks.evidence_analysis import (
-    ALPHA,
-    MARGIN,
-    Outcome,
-)
-from benchmarks.evidence_details import (
-    Paired,
-)
+from benchmarks.evidence_analysis import ALPHA, MARGIN, Outcome
+from benchmarks.evidence_details import Paired
 
 NAMES = {
     "on": "on, λ 0.1",
@@ -56,11 +50,8 @@ def answer(found: Outcome) -> str:
             "worse": "No. At this size, dispersion (λ 0.1) raises test cross-entropy",
         }.get(verdict.split()[0], "Not decided: whether dispersion (λ 0.1) helps cannot be told from these runs")
     holm = "–" if d.holm is None else f"{d.holm:.4f}"
-    count = found.lower if word == "lower" else sum(found.condition[s] > found.baseline[s] for s in found.pairs)
-    numbers = (
-        f"95 % interval {d.low:+.4f} … {d.high:+.4f}; {word} in {count} of {n} seeds; sign-flip p {d.p_value:.4f}, "
-    )
-    text = f"**{says}: {d.mean:+.4f} nats ({numbers}{holm} after Holm's adjustment).{small}**"
+    p_values = f"sign-flip p {d.p_value:.4f}, {holm} after Holm's adjustment"
+    text = f"**{says}: {d.mean:+.4f} nats ({_certainty(paired(found), 4)}; {p_values}).{small}**"
     if not found.complete:
         text += f" {len(found.contrast.seeds) - n} of {len(found.contrast.seeds)} pairs are missing."
     return text
@@ -76,12 +67,11 @@ def verdict(found: Outcome) -> str:
     says, d = found.verdict(), found.difference
     if d is None or not says.startswith("no difference"):
         return says
-    word = "lower" if d.mean < 0 else "higher"
-    count = sum((found.condition[s] - found.baseline[s]) * d.mean > 0 for s in found.pairs)
-    agree = f"{word} in {count} of {len(found.pairs)} seeds"
+    both = paired(found)
     if is_clear(found):
-        return f"{says}; the sign is significant ({agree})"
-    return f"{says} ({agree})" if not found.contrast.family and count == len(found.pairs) else says
+        return f"{says}; the sign is significant ({_agreement(both)})"
+    unanimous = len(found.pairs) in (both.lower, both.higher)
+    return f"{says} ({_agreement(both)})" if not found.contrast.family and unanimous else says
 
 
 def percent(fraction: float, sign: str = "") -> str:
@@ -93,26 +83,31 @@ def change(found: Paired, name: str, digits: int = 3) -> str:
 
     ``name`` is what the value is compared with, such as "off's". Without a pair, the text is "not known".
     """
-    d, n = found.difference, len(found.values)
+    d = found.difference
     if d is None:
         return "not known"
-    word, count = ("lower", found.lower) if d.mean < 0 else ("higher", found.higher)
     size = f"{abs(d.mean):.{digits}f}"
-    says = f"{size} {word} than {name}" if float(size) else f"the same as {name} to {digits} digits"
-    agree = f"{word} in {count} of {n} seeds" if n > 1 else "1 seed"
-    if d.low is None or d.high is None:
-        return f"{says} ({agree})"
-    return f"{says} (95 % interval {d.low:+.{digits}f} … {d.high:+.{digits}f}; {agree})"
+    more = f"{size} {'lower' if d.mean < 0 else 'higher'} than {name}"
+    return f"{more if float(size) else f'the same as {name} to {digits} digits'} ({_certainty(found, digits)})"
 
 
 def signed(found: Paired) -> str:
     """Return "+0.012 (95 % interval +0.005 … +0.020; higher in 8 of 8 seeds)"."""
-    d, n = found.difference, len(found.values)
-    if d is None:
-        return "not known"
-    agree = f"lower in {found.lower} of {n} seeds" if d.mean < 0 else f"higher in {found.higher} of {n} seeds"
-    within = f"95 % interval {d.low:+.3f} … {d.high:+.3f}; " if d.low is not None and d.high is not None else ""
-    return f"{d.mean:+.3f} ({within}{agree})"
+    return "not known" if found.difference is None else f"{found.difference.mean:+.3f} ({_certainty(found, 3)})"
+
+
+def _certainty(found: Paired, digits: int) -> str:
+    """Return "95 % interval +0.005 … +0.020; higher in 8 of 8 seeds"; one seed has no interval."""
+    d = found.difference
+    if d is None or d.low is None or d.high is None:
+        return _agreement(found)
+    return f"95 % interval {d.low:+.{digits}f} … {d.high:+.{digits}f}; {_agreement(found)}"
+
+
+def _agreement(found: Paired) -> str:
+    below = found.difference is not None and found.difference.mean < 0
+    word, count = ("lower", found.lower) if below else ("higher", found.higher)
+    return f"{word} in {count} of {len(found.values)} seeds" if len(found.values) > 1 else "1 seed"
 
 
 def paired(found: Outcome) -> Paired:
