@@ -112,14 +112,14 @@ def measured(step, level):
 
 
 def test_losses_and_condensation_up_to_the_step(run):
-    """The card of step 30 has the measurement of step 20, and not a later one."""
+    """The card of step 30 has the measurement of step 20, not a later one, and the last loss of the repeated step 30."""
     with open(run / "metrics.jsonl", "a") as file:
         file.write(measured(10, 2.0) + measured(20, 1.0) + measured(40, 0.0))
     config = json.loads((run / "config.json").read_text())
     config["validation"]["enable"] = True
     (run / "config.json").write_text(json.dumps(config))
     with SummaryWriter(str(run / config["metrics"]["save_tb_folder"])) as board:
-        for step, loss in ((10, 8.0), (30, 7.25), (50, 6.0)):
+        for step, loss in ((10, 8.0), (30, 7.5), (30, 7.25), (50, 6.0)):
             board.add_scalar("validation_metrics/loss", loss, step)
     rows = rows_of(run)
     assert rows["cross-entropy, validation"] == "7.2500 at step 30"

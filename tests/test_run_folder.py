@@ -18,6 +18,13 @@ def job_config(folder, **training):
     return config
 
 
+def started(config, world_size=1):
+    """Open a run's folder as a start does that nothing refuses."""
+    folder = RunFolder(config, world_size)
+    folder.record_start()
+    return folder
+
+
 def test_a_line_cut_by_a_kill_spoils_itself_only(tmp_path):
     file = tmp_path / "metrics.jsonl"
     append_json(file, {"step": 1, "loss": 3.0})
@@ -63,7 +70,7 @@ def test_repeated_steps_the_last_counts(tmp_path):
 
 
 def test_second_job_is_refused_and_the_first_unharmed(tmp_path):
-    first = RunFolder(job_config(tmp_path), world_size=1)
+    first = started(job_config(tmp_path))
     before = (tmp_path / "config.json").read_bytes()
     with pytest.raises(ConfigError, match="in use by another job.*pid"):
         RunFolder(job_config(tmp_path, steps=7), world_size=1)
@@ -72,8 +79,19 @@ def test_second_job_is_refused_and_the_first_unharmed(tmp_path):
     RunFolder(job_config(tmp_path), world_size=1).close()
 
 
+def test_a_start_that_is_refused_leaves_the_config_of_the_run(tmp_path):
+    """The folder is opened before everything is checked: a refused start closes it without a record of itself."""
+    started(job_config(tmp_path, steps=5)).close()
+    before = {name: (tmp_path / name).read_bytes() for name in ("config.json", "environment.json")}
+    RunFolder(job_config(tmp_path, steps=9), world_size=3).close()
+    assert {name: (tmp_path / name).read_bytes() for name in before} == before
+    started(job_config(tmp_path, steps=9), world_size=3).close()
+    assert json.loads((tmp_path / "config.json").read_text())["training"]["steps"] == 9
+    assert json.loads((tmp_path / "environment.json").read_text())["world_size"] == 3
+
+
 def test_config_changes_are_named(tmp_path):
-    RunFolder(job_config(tmp_path, steps=5), world_size=1).close()
+    started(job_config(tmp_path, steps=5)).close()
     again = RunFolder(job_config(tmp_path, steps=9), world_size=1)
     assert again.config_changes == {"training.steps": [5, 9]}
     again.close()
@@ -89,7 +107,7 @@ def test_a_run_from_before_the_plugin_had_a_module_goes_on(tmp_path):
     """Its config.json says custom_import = "titan_disp"; the new name is a change like any other."""
     old, new = job_config(tmp_path), job_config(tmp_path)
     old.experimental.custom_import, new.experimental.custom_import = "titan_disp", "titan_disp.plugin"
-    RunFolder(old, world_size=1).close()
+    started(old).close()
     again = RunFolder(new, world_size=1)
     assert again.config_changes == {"experimental.custom_import": ["titan_disp", "titan_disp.plugin"]}
     again.close()

@@ -356,6 +356,8 @@ def test_resume_with_other_data(sample, tmp_path):
     assert refused.returncode == 2
     assert "titan-disp: error: the checkpoint was written with other data: seq_len: 64 then, 32 now" in refused.stderr
     assert "Traceback" not in refused.stdout + refused.stderr
+    training = json.loads((run / "config.json").read_text())["training"]
+    assert (training["steps"], training["seq_len"]) == (2, 64)  # as the run was trained, not as the refused start asked
     train(DEMO, sample, run, *options, "4", *other, "--stream.on_mismatch", "restart", nproc=2)
     metrics = read_metrics(run)
     assert list(metrics) == [1, 2, 3, 4]

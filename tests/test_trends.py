@@ -14,6 +14,22 @@ def points(line):
     return np.round(line.get_xydata(), 6).tolist()
 
 
+@pytest.mark.parametrize(
+    ("parameters", "text"),
+    [
+        (7, "7"),
+        (999, "999"),
+        (427_456, "427k"),
+        (999_499, "999k"),
+        (999_950, "1M"),
+        (124_439_808, "124M"),
+        (1_720_574_976, "1.72B"),
+    ],
+)
+def test_sizes_in_three_digits(parameters, text):
+    assert trends.size(parameters) == text
+
+
 def test_a_family_by_size():
     """From the smallest to the largest, whatever the order given; the legend has every model with its size."""
     families = {

@@ -148,6 +148,7 @@ class DispTrainer(Trainer):
                 )
         self._start_step = self.step
         if self.run_folder is not None:
+            self.run_folder.record_start()
             details = {"config_changes": self.run_folder.config_changes} if self.step else {}
             self.event("resume" if self.step else "start", self.step, allocated=self.clock.began, **details)
         if self.step == 0:
@@ -426,6 +427,8 @@ def run(job_config: JobConfig, trainer_class: type[DispTrainer] = DispTrainer) -
     try:
         trainer = trainer_class(job_config)
         if job_config.checkpoint.create_seed_checkpoint:
+            if trainer.run_folder is not None:
+                trainer.run_folder.record_start()
             trainer.checkpointer.save(curr_step=0, last_step=True)
         else:
             trainer.train()

@@ -26,9 +26,9 @@ def _over_depth(found: Condensation) -> OverDepth:
 def size(parameters: float) -> str:
     """Return a large number in three digits, as in names of models: ``427k``, ``124M``, ``1.72B``."""
     for unit, letter in ((1e9, "B"), (1e6, "M"), (1e3, "k")):
-        if parameters >= unit:
+        if parameters >= 0.9995 * unit:  # three digits round 999,950 to 1M
             return f"{parameters / unit:.3g}{letter}"
-    return f"{parameters:g}"
+    return f"{parameters:.3g}"
 
 
 def _correlation_axis(axes: Axes, label: str) -> None:

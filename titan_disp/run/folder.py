@@ -156,7 +156,7 @@ class RunFolder:
     """An open run folder, which is locked until ``close``."""
 
     def __init__(self, job_config: JobConfig, world_size: int) -> None:
-        """Create the folder, lock it, and write config.json and environment.json.
+        """Create the folder, lock it, and read the config of the run's former starts. Nothing else is written yet.
 
         Raises:
             InUseError: another job holds the lock.
@@ -167,14 +167,22 @@ class RunFolder:
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             self._take_lock()
-            config = json.loads(json.dumps(job_config.to_dict()))
+            self._config = json.loads(json.dumps(job_config.to_dict()))
+            self._world_size = world_size
             file = self.path / "config.json"
-            previous = _read_config(file) if file.exists() else config
-            self.config_changes = _differences(previous, config)
-            write_json(file, config)
-            write_json(self.path / "environment.json", environment(world_size))
+            previous = _read_config(file) if file.exists() else self._config
+            self.config_changes = _differences(previous, self._config)
         except OSError as error:
             raise ConfigError(f"job.dump_folder {str(self.path)!r} is not writable: {error}") from error
+
+    def record_start(self) -> None:
+        """Write config.json and environment.json of this start, once nothing can refuse it any more.
+
+        A start that is refused must leave the config of the run that is in the folder: reports, exports and the next
+        start read it.
+        """
+        write_json(self.path / "config.json", self._config)
+        write_json(self.path / "environment.json", environment(self._world_size))
 
     @property
     def locked(self) -> bool:

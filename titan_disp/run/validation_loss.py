@@ -29,4 +29,5 @@ def read_validation(run: Path, config: Mapping[str, Any]) -> dict[int, float]:
     board = EventAccumulator(str(folder), size_guidance=keep, purge_orphaned_data=False).Reload()
     if VALIDATION_LOSS not in board.Tags()["scalars"]:
         return {}
-    return dict(sorted((event.step, event.value) for event in board.Scalars(VALIDATION_LOSS)))
+    losses = {event.step: event.value for event in board.Scalars(VALIDATION_LOSS)}
+    return dict(sorted(losses.items()))
