@@ -7,6 +7,7 @@ from collections import Counter
 
 import numpy as np
 import pytest
+import tomli
 import torch
 from scipy import stats
 
@@ -467,6 +468,15 @@ def test_the_readme_has_the_answer_of_the_rows():
     word = "higher" if d.mean > 0 else "lower"
     said = f"is {abs(d.mean):.3f} nats {word} with dispersion (95 % interval {d.low:.4f} to {d.high:.4f}"
     assert said in (ROOT / "README.md").read_text()
+
+
+def test_the_demo_has_the_recipe_that_tuning_chose():
+    """Both sides chose the same one, so it serves the demo with dispersion on and off."""
+    recipes = tuned([json.loads(line) for line in ROWS.read_text().splitlines()])
+    assert recipes["on"] == recipes["off"]
+    demo = tomli.loads((ROOT / "train_configs" / "demo_cpu.toml").read_text())
+    assert demo["optimizer"]["lr"] == recipes["on"].lr
+    assert demo["lr_scheduler"]["warmup_steps"] == recipes["on"].warmup * demo["training"]["steps"]
 
 
 def test_rows_of_another_recipe_or_corpus_do_not_count():

@@ -20,6 +20,7 @@ from titan_disp.run.folder import read_events, read_json_lines, read_metrics, re
 SHORT = (
     *("--training.seq_len", "64", "--metrics.log_freq", "1", "--lr_scheduler.warmup_steps", "2"),
     *("--condensation.interval", "0"),  # seconds of every run, and tested elsewhere
+    *("--optimizer.lr", "4e-3"),  # with the demo's, Adam's first steps amplify the order of sums beyond the tolerances
 )
 pytestmark = pytest.mark.slow
 
