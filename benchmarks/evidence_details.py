@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from benchmarks.evidence_analysis import by_seed, finished, metric
+from benchmarks.evidence_analysis import by_seed, finished, metric, of_history
 from benchmarks.evidence_parts import RESTORED, STATES, Row, key_of, newest
 from titan_disp.evaluate.compare import Difference
 from titan_disp.sweeps.comparison import paired_by_seed
@@ -116,6 +116,13 @@ def lasting(rows: Sequence[Row]) -> tuple[Paired, Paired, Paired] | None:
         Paired.of(some["long"]["on"], some["long"]["off"]),
         Paired.of(d["long"], d["main"]),
     )
+
+
+def condensation_and_difference(rows: Sequence[Row], part: str) -> list[tuple[float, float]]:
+    """Return by seed how condensed off was over training, and the test cross-entropy of on − off."""
+    on, off = (by_seed(rows, part, state, metric("test", "cross_entropy")) for state in ("on", "off"))
+    cosine = by_seed(rows, part, "off", of_history("block_cosine"))
+    return [(cosine[seed], on[seed] - off[seed]) for seed in on if seed in off and seed in cosine]
 
 
 def seconds(rows: Sequence[Row], part: str, condition: str) -> list[float]:

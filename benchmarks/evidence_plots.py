@@ -6,7 +6,8 @@ from pathlib import Path
 import numpy as np
 from matplotlib.axes import Axes
 
-from benchmarks.evidence_analysis import MARGIN, by_seed, curve_differences, finished, interval, metric, of_history
+from benchmarks.evidence_analysis import MARGIN, curve_differences, finished, interval
+from benchmarks.evidence_details import condensation_and_difference
 from benchmarks.evidence_parts import Row
 from titan_disp.condensation.plot import MARKERS, MEAN_COSINE, OKABE_ITO, new_figure
 
@@ -76,12 +77,9 @@ def difference_against_condensation(rows: Sequence[Row], path: Path) -> None:
     axes = figure.subplots()
     _mark_zero(axes)
     for part, color, marker in zip(LABELS, OKABE_ITO, MARKERS, strict=False):
-        on, off = (by_seed(rows, part, state, metric("test", "cross_entropy")) for state in ("on", "off"))
-        cosine = by_seed(rows, part, "off", of_history("block_cosine"))
-        seeds = [seed for seed in on if seed in off and seed in cosine]
-        if seeds:
-            d = [on[seed] - off[seed] for seed in seeds]
-            axes.plot([cosine[seed] for seed in seeds], d, marker, color=color, label=f"{LABELS[part]}, {len(d)} seeds")
+        if points := condensation_and_difference(rows, part):
+            cosine, d = zip(*points, strict=True)
+            axes.plot(cosine, d, marker, color=color, label=f"{LABELS[part]}, {len(d)} seeds")
     axes.set_xlabel("mean cosine of the blocks without dispersion, averaged over training (one dictionary page)")
     axes.set_ylabel("test cross-entropy, on − off\n(nats; above 0, dispersion is worse)")
     axes.legend(fontsize=8)

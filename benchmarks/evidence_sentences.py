@@ -216,17 +216,21 @@ def _length(rows: Sequence[Row]) -> Iterator[str]:
     margins = long.difference
     inside = margins is not None and None not in (margins.low, margins.high)
     inside = inside and margins.low > -MARGIN and margins.high < MARGIN  # type: ignore[union-attr,operator]
+    grows = long.sign and between.sign == long.sign
     if short.sign and long.sign == short.sign:
-        follows = "So it lasts."
+        follows = "So it lasts, and grows with the length of training." if grows else "So it lasts."
     elif short.sign and long.sign == -short.sign:
         follows = "So its sign changes with the length of training."
     elif inside and short.sign and between.sign == -short.sign:
         follows = f"So it fades: it was a {'head' if short.sign < 0 else 'late'} start."
+    elif grows:
+        follows = "So it grows with the length of training."
     else:
         follows = f"So {len(long.values)} seeds do not tell whether a difference lasts."
     yield (
         f"**2,400 steps.** On − off is {signed(long)} after 2,400 steps, and {signed(short)} after 600 steps with the same "
-        f"seeds. The change between them is {signed(between)}. {follows}"
+        f"seeds. The change between them is {signed(between)}. {follows} The learning rate was tuned for 600 steps, and "
+        "not again."
     )
 
 

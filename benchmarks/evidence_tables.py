@@ -19,7 +19,14 @@ from benchmarks.evidence_analysis import (
     outcome,
     plateau_and_loss,
 )
-from benchmarks.evidence_details import Paired, beginnings, of_source, restored, token_shares
+from benchmarks.evidence_details import (
+    Paired,
+    beginnings,
+    condensation_and_difference,
+    of_source,
+    restored,
+    token_shares,
+)
 from benchmarks.evidence_parts import LRS, RESTORED, SEEDS, STATES, WARMUPS, Recipe, Row, newest, tuned, tuning_losses
 from benchmarks.evidence_words import NAMES, PART_NAMES, TEXTS, percent, verdict
 from titan_disp.evaluate.compare import Difference, standard_error
@@ -253,16 +260,13 @@ def related_to_condensation(rows: Sequence[Row]) -> str:
     """Return the caption of the last picture: rank correlations over the seeds."""
     each, means = [], []
     for part in WHERE:
-        cosine = by_seed(rows, part, "off", of_history("block_cosine"))
-        value = metric("test", "cross_entropy")
-        on, off = (by_seed(rows, part, state, value) for state in ("on", "off"))
-        seeds = [seed for seed in on if seed in off and seed in cosine]
-        d = [on[seed] - off[seed] for seed in seeds]
-        if seeds:
-            means.append((float(np.mean([cosine[s] for s in seeds])), float(np.mean(d)), part))
-        if len(seeds) >= 4 and len({*d}) > 1 and len({cosine[s] for s in seeds}) > 1:
-            rho = stats.spearmanr([cosine[s] for s in seeds], d).statistic
-            each.append(f"{rho:+.2f} ({WHERE[part]}, {len(seeds)} seeds)")
+        points = condensation_and_difference(rows, part)
+        if not points:
+            continue
+        cosine, d = zip(*points, strict=True)
+        means.append((float(np.mean(cosine)), float(np.mean(d)), part))
+        if len(points) >= 4 and min(len({*cosine}), len({*d})) > 1:
+            each.append(f"{stats.spearmanr(cosine, d).statistic:+.2f} ({WHERE[part]}, {len(points)} seeds)")
     text = "Each point of the last picture is a seed."
     if each:
         text += f" The rank correlation of the two numbers is {', '.join(each)}. The design has no test of it."

@@ -2,6 +2,7 @@
 
 from benchmarks.evidence_analysis import ALPHA, MARGIN, Outcome
 from benchmarks.evidence_details import Paired
+from titan_disp.evaluate.compare import Difference
 
 NAMES = {
     "on": "on, λ 0.1",
@@ -78,14 +79,18 @@ def percent(fraction: float, sign: str = "") -> str:
     return f"{100 * fraction:{sign}.0f} %"
 
 
-def change(found: Paired, name: str, digits: int = 3) -> str:
+def change(found: Paired, name: str, digits: int | None = None) -> str:
     """Return "0.012 higher than off's (95 % interval +0.005 … +0.020; higher in 8 of 8 seeds)".
 
-    ``name`` is what the value is compared with, such as "off's". Without a pair, the text is "not known".
+    Args:
+        found: the value by seed, and that with which it is compared. Without a pair, the text is "not known".
+        name: what the value is compared with, such as "off's".
+        digits: decimals. By default 3, or 4 where 3 would show a number as zero and so hide its sign.
     """
     d = found.difference
     if d is None:
         return "not known"
+    digits = digits or _digits(d)
     size = f"{abs(d.mean):.{digits}f}"
     more = f"{size} {'lower' if d.mean < 0 else 'higher'} than {name}"
     return f"{more if float(size) else f'the same as {name} to {digits} digits'} ({_certainty(found, digits)})"
@@ -93,7 +98,16 @@ def change(found: Paired, name: str, digits: int = 3) -> str:
 
 def signed(found: Paired) -> str:
     """Return "+0.012 (95 % interval +0.005 … +0.020; higher in 8 of 8 seeds)"."""
-    return "not known" if found.difference is None else f"{found.difference.mean:+.3f} ({_certainty(found, 3)})"
+    d = found.difference
+    if d is None:
+        return "not known"
+    digits = _digits(d)
+    return f"{d.mean:+.{digits}f} ({_certainty(found, digits)})"
+
+
+def _digits(d: Difference) -> int:
+    """Return how many decimals show the signs of the mean and of the interval: 3 if that is enough, or else 4."""
+    return 4 if any(x and abs(x) < 0.0005 for x in (d.mean, d.low, d.high)) else 3
 
 
 def _certainty(found: Paired, digits: int) -> str:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 import shutil
 from collections import Counter
 
@@ -25,10 +26,11 @@ from benchmarks.evidence_analysis import (
     outcomes,
     plateau_and_loss,
 )
-from benchmarks.evidence_details import token_shares
+from benchmarks.evidence_details import Paired, token_shares
 from benchmarks.evidence_page import page, write_page
 from benchmarks.evidence_parts import LRS, PARTS, SEEDS, STATES, WARMUPS, Job, Recipe, jobs, tuned
 from benchmarks.evidence_score import cosines, history, last_words, passage, token_losses, window
+from benchmarks.evidence_words import change
 from tests.command_line import ROOT
 
 ROWS = ROOT / "docs" / "evidence.jsonl"
@@ -347,7 +349,9 @@ ONE = [0.01, 0.02, 0.03, 0.02, 0.02, 0.01, 0.03, 0.02]  # positive in every seed
 @pytest.mark.parametrize(
     ("main", "long", "says"),
     [
-        ([-x for x in ONE], [-0.05, -0.04, -0.05, -0.06], "So it lasts."),
+        ([-x for x in ONE], [-0.01, -0.02, -0.03, -0.025], "So it lasts."),
+        ([-x for x in ONE], [-0.09, -0.08, -0.12, -0.11], "So it lasts, and grows with the length of training."),
+        ([-0.01, 0.01] * 4, [0.08, 0.07, 0.09, 0.10], "So it grows with the length of training."),
         ([-3 * x for x in ONE], [0.001, -0.001, 0.002, -0.002], "So it fades: it was a head start."),
         ([3 * x for x in ONE], [0.001, -0.001, 0.002, -0.002], "So it fades: it was a late start."),
         ([-x for x in ONE], [0.05, 0.04, 0.05, 0.06], "So its sign changes with the length of training."),
@@ -358,13 +362,28 @@ ONE = [0.01, 0.02, 0.03, 0.02, 0.02, 0.01, 0.03, 0.02]  # positive in every seed
 def test_whether_a_difference_lasts_is_said_of_the_same_seeds(main, long, says):
     text = page([*made_up(main), *made_up(long, "long", seeds=SEEDS[:4])])
     (line,) = (line for line in text.splitlines() if line.startswith("- **2,400 steps.**"))
-    assert line.endswith(says)
-    assert f"On − off is {np.mean(long):+.3f} (95 %" in line
-    assert f"and {np.mean(main[:4]):+.3f} (95 %" in line
+    assert line.endswith(f"{says} The learning rate was tuned for 600 steps, and not again.")
+    means = [float(x) for x in re.findall(r"([+-][\d.]+) \(95 %", line)]
+    assert means == pytest.approx([np.mean(long), np.mean(main[:4]), np.mean(long) - np.mean(main[:4])], abs=5.1e-4)
     change = stats.ttest_1samp(np.subtract(long, main[:4]), 0).confidence_interval()
     assert (
         f"The change between them is {np.mean(long) - np.mean(main[:4]):+.3f} (95 % interval {change.low:+.3f}" in line
     )
+
+
+@pytest.mark.parametrize(
+    ("d", "says"),
+    [
+        ([0.012, 0.013, 0.011, 0.012], "0.012 higher than off's (95 % interval +0.011 … +0.013"),
+        ([0.0003, 0.0004, 0.0003, 0.0002], "0.0003 higher than off's (95 % interval +0.0002 … +0.0004"),
+        ([-0.01533, -0.00467] * 2, "0.0100 lower than off's (95 % interval -0.0198 … -0.0002"),
+        ([0.0, 0.0, 0.0, 0.0], "the same as off's to 3 digits (95 % interval +0.000 … +0.000"),
+    ],
+)
+def test_a_fourth_digit_where_three_hide_the_sign(d, says):
+    own = {s: 5 + x for s, x in enumerate(d)}
+    found = Paired.of(own, dict.fromkeys(own, 5.0))
+    assert change(found, "off's").startswith(says)
 
 
 def test_what_another_shape_says():
@@ -464,10 +483,16 @@ def test_the_shares_of_the_sources_are_those_of_the_tokens():
 
 def test_the_readme_has_the_answer_of_the_rows():
     rows = [json.loads(line) for line in ROWS.read_text().splitlines()]
-    d = outcomes(rows)[PRIMARY].difference
+    found, readme = outcomes(rows), (ROOT / "README.md").read_text()
+    d = found[PRIMARY].difference
     word = "higher" if d.mean > 0 else "lower"
-    said = f"is {abs(d.mean):.3f} nats {word} with dispersion (95 % interval {d.low:.4f} to {d.high:.4f}"
-    assert said in (ROOT / "README.md").read_text()
+    assert f"is {abs(d.mean):.3f} nats {word} with dispersion (95 % interval {d.low:.4f} to {d.high:.4f}" in readme
+    (long,) = (found[contrast] for contrast in CONTRASTS if contrast.part == "long")
+    d = long.difference
+    assert len(long.pairs) == 4
+    assert d.mean > 0
+    said = f"With four times the steps and four seeds, it is {d.mean:.3f} higher ({d.low:.3f} to {d.high:.3f})"
+    assert said in readme
 
 
 def test_the_demo_has_the_recipe_that_tuning_chose():
