@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import PurePath
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from torchtitan.config import JobConfig
 
@@ -15,8 +15,13 @@ from titan_disp.data.files import DataFile, check_data, list_files, split_of
 from titan_disp.data.mixture import Share, prefixed, shares
 from titan_disp.errors import ConfigError
 
-if TYPE_CHECKING:
-    from titan_disp.job_config import Source  # which imports the plugin, and with it this
+
+class Source(Protocol):
+    """This is a table [[stream.sources]] of the config. ``job_config.Source`` describes its keys."""
+
+    name: str
+    path: str | None
+    dataset: str
 
 
 @dataclass(frozen=True)
@@ -75,7 +80,7 @@ class DataSet:
             raise ConfigError(str(error).replace(f"{self.key}.dataset_path", self.path_key)) from error
 
 
-def source_name(source: "Source") -> str:
+def source_name(source: Source) -> str:
     """The source's ``name``, else the last part of its path without wildcards, else the name of its data set."""
     if source.name:
         return source.name
