@@ -5,6 +5,8 @@ import json
 from pathlib import Path
 from types import SimpleNamespace
 
+import pytest
+
 from tests.command_line import DEMO, ROOT
 from titan_disp import cli, launch
 from titan_disp.cluster import preflight, submit
@@ -26,6 +28,26 @@ def typed(monkeypatch, *argv):
     except SystemExit as exit:
         return exit.code
     return 0
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("trian CONFIG", "'trian' is not a subcommand of titan-disp (did you mean train?); expected sample-data, "),
+        ("qqqq", "'qqqq' is not a subcommand of titan-disp; expected sample-data, data, "),
+        (
+            "data fecth there",
+            "'fecth' is not a subcommand of titan-disp data (did you mean fetch?); expected digest, fetch",
+        ),
+        ("sweep tabel FILE", "'tabel' is not a subcommand of titan-disp sweep (did you mean table?); expected "),
+        ("sweep tabel", "'tabel' is not a subcommand of titan-disp sweep (did you mean table?); expected "),
+        ("sweep qqqq.tml", "'qqqq.tml' is not a subcommand of titan-disp sweep; expected a TOML file, run, table"),
+        ("sweep table9.toml", "cannot read the config 'table9.toml'"),
+    ],
+)
+def test_misspelled_subcommands(monkeypatch, capsys, words, message):
+    assert typed(monkeypatch, *words.split()) == EXIT_CODE
+    assert f"titan-disp: error: {message}" in capsys.readouterr().err
 
 
 def among(*own):

@@ -239,7 +239,8 @@ def write(path, text):
 @pytest.mark.parametrize(
     ("toml", "message"),
     [
-        ("[dispersion]\nlambda = 1.0", r"unknown key .*dispersion.lambda"),
+        ("[dispersion]\nlambda = 1.0", r"unknown key .*dispersion.lambda \(did you mean dispersion.coeff\?\)"),
+        ("[dispersion]\ntemperature = 1.0", r"dispersion.temperature \(did you mean dispersion.tau\?\)"),
         ("[dispersion]\ncoef = 1.0", r"dispersion.coef \(did you mean dispersion.coeff\?\)"),
         ("[trainig]\nsteps = 1", r"trainig \(did you mean training\?\)"),
         ("[training]\nstep = 1", r"training.step \(did you mean training.steps\?\)"),
@@ -289,6 +290,12 @@ def test_options_written_as_in_toml(written, right):
     expected |= {"layers": "last" if value == "last" else [1, 2]}
     assert getattr(getattr(config, section), key) == expected[key]
     assert config.training.steps == 3
+
+
+@pytest.mark.parametrize("written", ["--dispersion.lambda 0.5", "--dispersion.lambda=0.5", "--dispersion.lamda 0.5"])
+def test_lambda_is_called_coeff(written):
+    with pytest.raises(ConfigError, match=r"unknown key --dispersion.lamb?da \(did you mean --dispersion.coeff\?\)"):
+        load_config(["--job.config_file", str(DEMO), *written.split()])
 
 
 def test_torchtitan_says_nothing_of_the_tokenizers_folder(sample, caplog):

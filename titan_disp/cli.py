@@ -495,7 +495,7 @@ def evaluate(
     run(models, tasks, limit, num_fewshot, batch_size, device, dtype, seed, include_path, out, protocol)
 
 
-sweep = app.group("sweep", "Train or submit the runs of a sweep, or compare them.")
+sweep = app.group("sweep", "Train or submit the runs of a sweep, or compare them.", others=["a TOML file"])
 
 
 @sweep.command("run")
@@ -584,13 +584,20 @@ def _split_overrides(argv: Sequence[str]) -> list[str]:
     return [*own, *(["--", *theirs] if theirs else [])]
 
 
+def _begins_with_a_file(words: Sequence[str]) -> bool:
+    """Return whether the words after ``sweep`` are those of ``sweep run``: a file, or options before it."""
+    if not words or words[0] in ("run", "table", "-h", "--help"):
+        return False
+    return words[0].startswith("-") or words[0].endswith(".toml") or Path(words[0]).is_file()
+
+
 def main() -> None:
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # Help and tables have characters that a terminal may not have.
     argv = sys.argv[1:]
     if argv[:1] in (["train"], ["plan"], ["submit"], ["preflight"]) or argv[:2] == ["data", "digest"]:
         argv = _split_overrides(argv)
-    if argv[:1] == ["sweep"] and argv[1:2] and argv[1] not in ("run", "table", "-h", "--help"):
+    if argv[:1] == ["sweep"] and _begins_with_a_file(argv[1:]):
         argv = ["sweep", "run", *argv[1:]]
     try:
         app.cli(prog="titan-disp", args=argv)

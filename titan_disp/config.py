@@ -14,7 +14,7 @@ from torchtitan.config import ConfigManager, JobConfig
 from torchtitan.tools.logging import logger
 
 from titan_disp.errors import ConfigError, did_you_mean
-from titan_disp.spelling import check_spelling
+from titan_disp.spelling import OTHER_NAMES, check_spelling
 
 MODULE = "titan_disp.job_config"
 
@@ -57,7 +57,8 @@ def _unknown_keys(toml: dict[str, Any], default: Any, prefix: str = "") -> Itera
     known = {f.name for f in dataclasses.fields(default)}
     for key, value in toml.items():
         if key not in known:
-            yield f"{prefix}{key}{did_you_mean(key, known, prefix=prefix)}"
+            name = OTHER_NAMES.get(f"{prefix}{key}")
+            yield f"{prefix}{key}" + (f" (did you mean {name}?)" if name else did_you_mean(key, known, prefix=prefix))
         elif dataclasses.is_dataclass(getattr(default, key)):
             if isinstance(value, dict):
                 yield from _unknown_keys(value, getattr(default, key), f"{prefix}{key}.")

@@ -1,4 +1,4 @@
-"""This module finds options written as in TOML.
+"""This module finds options written as in TOML, and keys by other names.
 
 tyro would reject them without a hint, or read them as something else.
 """
@@ -12,9 +12,15 @@ from titan_disp.errors import ConfigError
 
 _BOOLEANS = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
 
+# Names that are too far from the keys' own for difflib.
+OTHER_NAMES = {
+    **dict.fromkeys(("dispersion.lambda", "dispersion.lamda", "dispersion.weight"), "dispersion.coeff"),
+    "dispersion.temperature": "dispersion.tau",
+}
+
 
 def check_spelling(argv: Sequence[str], default: Any) -> None:
-    """Refuse options that are written as in TOML.
+    """Refuse options that are written as in TOML, and those that have another name.
 
     Booleans take no value. ``[1, 2]`` is written ``1 2``. A list of strings is written ``a,b``, which TorchTitan splits
     at the commas without further parsing: ``["a","b"]`` would become two strings that contain brackets and quotes.
@@ -24,13 +30,15 @@ def check_spelling(argv: Sequence[str], default: Any) -> None:
         default: the config's dataclass, whose fields have the types.
 
     Raises:
-        ConfigError: an option is written as in TOML. The message has the spelling that works.
+        ConfigError: an option is written as in TOML, or has another name. The message has the spelling that works.
     """
     for i, arg in enumerate(argv):
         option, equals, value = arg.partition("=")
         key = option.removeprefix("--").replace("-", "_")
         if not option.startswith("--") or "." not in key:
             continue
+        if key in OTHER_NAMES:
+            raise ConfigError(f"unknown key {option} (did you mean --{OTHER_NAMES[key]}?)")
         values = [value] if equals else _up_to_next_option(argv[i + 1 :])
         if right := _boolean(key, values, default) or _list(key, values, default):
             raise ConfigError(f"{' '.join([option, *values])} is not the command-line spelling: expected {right}")

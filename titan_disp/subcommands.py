@@ -9,6 +9,8 @@ from typing import Any, TypeVar
 
 import tyro
 
+from titan_disp.errors import ConfigError, did_you_mean
+
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
@@ -20,8 +22,15 @@ class Subcommands:
     not wrap a subcommand's description at all. Both are settled here before tyro sees the text.
     """
 
-    def __init__(self, description: str) -> None:
+    def __init__(self, description: str, others: Sequence[str] = ()) -> None:
+        """Create an empty list of subcommands.
+
+        Args:
+            description: what they do.
+            others: what else may be in the place of a subcommand, for messages. The caller handles it.
+        """
         self._description = description
+        self._others = others
         self._members: dict[str, Callable[..., Any] | Subcommands] = {}
 
     def command(self, name: str) -> Callable[[Function], Function]:
@@ -35,20 +44,35 @@ class Subcommands:
 
         return add
 
-    def group(self, name: str, description: str) -> "Subcommands":
-        group = self._members[name] = Subcommands(description)
+    def group(self, name: str, description: str, others: Sequence[str] = ()) -> "Subcommands":
+        """Add a subcommand that has subcommands, and return it. The arguments are those of the class."""
+        group = self._members[name] = Subcommands(description, others)
         return group
 
     def cli(self, args: Sequence[str], prog: str | None = None) -> Any:
         """Call the function that ``args`` names, and return its result.
 
         Raises:
+            ConfigError: a word in the place of a subcommand is none.
             SystemExit: tyro has printed help or an error.
         """
+        self._check_names(args, prog or "")
         app = self._app(listed=self._names_no_function(args))
         # Without pairs, help shows --json, and not "--json, --no-json".
         config = (tyro.conf.FlagCreatePairsOff,)
         return app.cli(prog=prog, description=_wrapped(self._description), args=args, config=config)
+
+    def _check_names(self, args: Sequence[str], prog: str) -> None:
+        """Refuse a misspelled subcommand. tyro would list the right ones, or call the word an unrecognized option."""
+        if not args or args[0].startswith("-"):
+            return
+        member = self._members.get(args[0])
+        if member is None:
+            hint = did_you_mean(args[0], self._members)
+            expected = ", ".join([*self._others, *self._members])
+            raise ConfigError(f"{args[0]!r} is not a subcommand of {prog}{hint}; expected {expected}")
+        if isinstance(member, Subcommands):
+            member._check_names(args[1:], f"{prog} {args[0]}")
 
     def _names_no_function(self, args: Sequence[str]) -> bool:
         """Whether ``--help`` would list subcommands, which takes only the first paragraph of each."""
