@@ -5,13 +5,18 @@ Commands are parsed by the real command line up to where they would begin to wor
 
 import ast
 import dataclasses
+import functools
 import importlib.util
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import tomli
 import torch
+import tyro
+from torch.distributed.run import get_args_parser
 
 from tests.command_line import ROOT
 from tests.pages import blocks, can_start, commands, loaded, split, subcommand, understood
@@ -20,7 +25,8 @@ from titan_disp.sweeps.definition import points, read_sweep
 README = ROOT / "README.md"
 DOCS = sorted((ROOT / "docs").glob("*.md"))
 PAGES = [README, *DOCS, ROOT / "CONTRIBUTING.md", ROOT / "slurm" / "README.md", *(ROOT / "train_configs").rglob("*.md")]
-SCRIPTS = [*sorted((ROOT / "examples").glob("*.py")), *sorted((ROOT / "train_configs").rglob("*.toml"))]
+PAGES += [ROOT / "examples" / "README.md"]
+SCRIPTS = [*sorted((ROOT / "examples").glob("*.[pt]*")), *sorted((ROOT / "train_configs").rglob("*.toml"))]
 # Of the shell, of SLURM, of sites and of other projects; titan-disp, make, pip, python, sbatch and torchrun are looked at below.
 OTHERS = {
     "git",
@@ -30,7 +36,6 @@ OTHERS = {
     "export",
     "tar",
     "tail",
-    "hf",
     "tensorboard",
     "apptainer",
     "podman",
@@ -38,6 +43,7 @@ OTHERS = {
 }
 FILES = {"csv", "json", "jsonl", "toml", "safetensors", "py", "npz", "png"}  # metrics.jsonl is no key
 EXTRAS = tomli.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+VARIABLES = set(re.findall(r"\$\((\w+)\)", (ROOT / "Makefile").read_text()))
 TARGETS = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), flags=re.M))
 
 
@@ -68,25 +74,69 @@ def check_titan_disp(words, monkeypatch):
         loaded(*args[0][1:])
 
 
+def check_script(script, arguments):
+    """Parse the arguments as the script does: with tyro, or by their number."""
+    text = script.read_text()
+    if parsed := re.search(r"tyro\.cli\((\w+)", text):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.syspath_prepend(script.parent)  # as Python does for a script: one imports another by its name
+            module = importlib.import_module(f"benchmarks.{script.stem}")
+        tyro.cli(getattr(module, parsed[1]), args=arguments)  # exits with 2 if they are wrong
+    elif number := re.search(r"len\(sys\.argv\) != (\d+)", text):
+        assert len(arguments) == int(number[1]) - 1, (script, arguments)
+    else:
+        assert len(arguments) == len(set(re.findall(r"sys\.argv\[(\d)\]", text))) > 0, (script, arguments)
+
+
+def check_pytest(arguments):
+    """The files exist, and have tests of these names."""
+    files = [ROOT / word for word in arguments if word.endswith(".py")]
+    texts = " ".join(file.read_text() for file in files)
+    if "-k" in arguments:
+        for name in arguments[arguments.index("-k") + 1].split(" or "):
+            assert name in texts, arguments
+    assert files, arguments
+
+
+@functools.cache
+def options_of_hf(subcommand):
+    call = "import sys; from huggingface_hub.cli.hf import main; sys.exit(main())"
+    return subprocess.run([sys.executable, "-c", call, subcommand, "--help"], capture_output=True, text=True)
+
+
+def check_hf(rest):
+    shown = options_of_hf(rest[0])
+    assert shown.returncode == 0, rest
+    for option in rest[1:]:
+        assert not option.startswith("--") or re.search(rf"{option}\b", shown.stdout), rest
+
+
 def check_other(words):
     command, *rest = words
     if command == "make":
         assert {word for word in rest if "=" not in word} <= TARGETS, words
+        assert {word.partition("=")[0] for word in rest if "=" in word} <= VARIABLES, words
     elif command == "pip":
         asked = {extra for word in rest for extra in "".join(re.findall(r"\[(.*)\]", word)).split(",") if extra}
         assert asked <= EXTRAS.keys(), words
+    elif command == "python" and rest[:2] == ["-m", "pytest"]:
+        check_pytest(rest[2:])
     elif command == "python" and rest[0] == "-m":
-        assert importlib.util.find_spec(rest[1]), words
+        spec = importlib.util.find_spec(rest[1])
+        assert spec, words
+        if rest[1].startswith("benchmarks."):
+            check_script(Path(spec.origin), rest[2:])
     elif command == "python" and rest[0] != "-c":
-        text = (ROOT / rest[0]).read_text()
-        for option in re.findall(r"--([\w-]+)", " ".join(word.partition("=")[0] for word in rest[1:])):
-            assert f"--{option}" in text or re.search(rf"\b{option.replace('-', '_')}\b", text), words
+        check_script(ROOT / rest[0], rest[1:])
+    elif command == "hf":
+        check_hf(rest)
     elif command == "sbatch":
         script = next(i for i, word in enumerate(rest) if word.endswith(".sbatch"))
         assert (ROOT / rest[script]).is_file(), words
         loaded(rest[script + 1], *overrides(rest[script:]))
     elif command == "torchrun":
         module = rest.index("-m") + 1
+        get_args_parser().parse_args(rest)  # exits with 2 if an option is unknown
         assert rest[module] in ("titan_disp.train", "torchtitan.train")
         assert rest[module + 1] == "--job.config_file"
         loaded(*rest[module + 2 :])
@@ -105,6 +155,27 @@ def test_commands(page, monkeypatch):
             check_other(words)
 
 
+@pytest.mark.parametrize(
+    "command",
+    [
+        "python -m pytest tests/no_such.py -k zzz",
+        "python -m pytest tests/test_files.py -k zzz",
+        "python -m benchmarks.corpus data/evidence --nosuch",
+        "python benchmarks/step.py --nosuch 1",
+        "python examples/wikitext.py data",
+        "hf dowload openai-community/gpt2",
+        "hf download openai-community/gpt2 --nosuch x",
+        "make test WROKERS=3",
+        "make tset",
+        "torchrun --nosuch -m titan_disp.train --job.config_file train_configs/demo_cpu.toml",
+    ],
+)
+def test_wrong_commands_are_found(command):
+    """These are commands of other programs than titan-disp, with a mistake in each."""
+    with pytest.raises((AssertionError, FileNotFoundError, SystemExit)):
+        check_other(command.split())
+
+
 @pytest.mark.parametrize("page", PAGES, ids=name)
 def test_commands_are_in_blocks_that_are_tested(page):
     assert re.findall(r"^ {4,}(?:\$ )?(?:titan-disp|python|make|sbatch|pip) .*", prose(page), flags=re.M) == []
@@ -118,14 +189,16 @@ def test_names_in_the_text(page):
     config = loaded("train_configs/demo_cpu.toml")
     for span in code_spans(page):
         if span.startswith("titan-disp "):
-            words = span.split()[1:]
+            words = [word for word in span.split()[1:] if word != "--help"]
+            if not words:
+                continue
             function = {
                 "data": getattr(cli, f"data_{words[1]}", None) if len(words) > 1 else cli.data,
                 "sweep": cli.sweep_table if words[1:2] == ["table"] else cli.sweep_run,
             }.get(words[0]) or getattr(cli, words[0].replace("-", "_"))
             known = getattr(function, "__annotations__", {})
             for option in re.findall(r"--([a-z-]+)(?![\w.-])", span):
-                assert option.replace("-", "_") in known, span
+                assert option == "help" or option.replace("-", "_") in known, span
         if re.match(r"(make|pip|python) \S", span) and "…" not in span:
             for words in split(span):
                 check_other(words)

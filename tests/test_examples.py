@@ -2,14 +2,23 @@
 
 import copy
 import importlib.util
+import json
 import re
+import subprocess
+import sys
+from pydoc_data.topics import topics
 
 import pytest
 import torch
+import transformers
 from torch.nn.functional import cross_entropy
 
-from tests.command_line import ROOT
+from tests.command_line import ROOT, environment
 from tests.oracle import oracle
+from tests.pages import commands, loaded
+from titan_disp.batch import global_batch_size
+from titan_disp.registry import args_of
+from titan_disp.run.folder import read_metrics
 
 
 def load(name):
@@ -124,3 +133,43 @@ def test_trainer_disperses(hf, tmp_path):
     model = trainer.model.eval()
     with torch.no_grad():
         assert torch.equal(trainer.compute_loss(model, batch), model(**batch).loss)
+
+
+def test_own_text(tmp_path, monkeypatch):
+    """A tokenizer is trained on text in two formats. Then the config trains with the options that its comment gives for a CPU."""
+    corpus, own = tmp_path / "corpus", tmp_path / "own_tokenizer"
+    corpus.mkdir()
+    texts = list(topics.values())
+    lines = [json.dumps({"text": text}) for text in texts]
+    (corpus / "train.jsonl").write_text("\n".join([*lines[:40], "no JSON", *lines[40:]]) + "\n")
+    monkeypatch.chdir(ROOT)
+    load("train_tokenizer").main(str(corpus), own, 2049)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(own)
+    for text in (texts[0], " naïve 🙂\n\ttabs"):
+        assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
+    assert tokenizer.eos_token == "<|endoftext|>"
+    assert len(tokenizer) == 2049
+
+    file = ROOT / "examples" / "own_text.toml"
+    (words,) = (words for words in commands(file) if "nano" in words)
+    words[words.index("--training.steps") + 1] = "5"
+    done = subprocess.run(
+        [sys.executable, "-m", "titan_disp.cli", *words[1:], "--job.dump_folder", str(tmp_path / "run")]
+        + ["--training.dataset_path", str(corpus), "--model.hf_assets_path", str(own)]
+        + ["--model.overrides", "vocab_size=2049", "--metrics.log_freq", "1"],
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    metrics = read_metrics(tmp_path / "run")
+    assert list(metrics) == [1, 2, 3, 4, 5]
+    assert metrics[5]["ce"] < metrics[1]["ce"]
+
+
+def test_own_text_fits_one_gpu_s_batches():
+    """The config itself, without its data: sizes, batches and schedule."""
+    job = copy.deepcopy(loaded("examples/own_text.toml"))
+    assert global_batch_size(job, 1) == 128
+    assert args_of(job).vocab_size == 16384
