@@ -16,6 +16,7 @@ from torchtitan.protocols import train_spec as titan
 
 import titan_disp
 from tests.command_line import DEMO, ROOT, environment
+from tests.test_help import ALL
 from titan_disp import cpu, job_config, plugin
 from titan_disp.gpt2.model import GPT2DispModel
 from titan_disp.qwen3.model import Qwen3DispModel
@@ -52,10 +53,32 @@ assert not heavy, heavy
     metadata = tomli.loads((ROOT / "pyproject.toml").read_text())
     version, *usage = printed.splitlines()
     assert version == titan_disp.__version__
-    # One place has the version, and packaging takes it from there.
+    # One place has the version. Packaging takes it from there, and CITATION.cff and the README repeat it.
     assert metadata["project"]["dynamic"] == ["version"]
     assert metadata["tool"]["setuptools"]["dynamic"]["version"] == {"attr": "titan_disp.__version__"}
+    assert f"\nversion: {version}\n" in (ROOT / "CITATION.cff").read_text()
+    assert f"**Status:** {version}, " in (ROOT / "README.md").read_text()
     assert "preflight" in "".join(usage)
+
+
+def test_the_help_of_every_subcommand_loads_no_torch():
+    """One process shows them all. Only the import of tyro takes time, and the rest has a second each on a busy machine."""
+    words = [list(words) for words in ((), ("data",), ("sweep",), *ALL)]
+    printed = fresh(f"""
+import sys, time
+from titan_disp.cli import main
+for words in {words!r}:
+    sys.argv, start = ["titan-disp", *words, "--help"], time.process_time()
+    try:
+        main()
+    except SystemExit as exit:
+        assert not exit.code
+    heavy = {{"torch", "torchtitan", "numpy", "transformers", "datasets", "matplotlib", "scipy"}} & sys.modules.keys()
+    assert not heavy, (words, heavy)
+    assert time.process_time() - start < 1, words
+print("all of them")
+""")
+    assert printed.endswith("all of them\n")
 
 
 # In an interpreter in which third-party packages are missing, but for those that `import torch` loads or torch depends on.
