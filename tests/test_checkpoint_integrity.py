@@ -426,6 +426,8 @@ def test_checkpoints_are_listed(start, listed, tmp_path):
     event = {"event": "checkpoint_damaged", "step": 20, "reason": "a flipped bit"}
     (folder / "events.jsonl").write_text(json.dumps(event) + "\n")
     assert listed(folder, "--step", "20") == (0, {"damaged-20": "moved aside as damaged: a flipped bit"})
+    (folder / "events.jsonl").write_text("")  # as after _make_room, which moves aside what it does not know
+    assert listed(folder, "--step", "20") == (0, {"damaged-20": "moved aside: the run's log says why"})
 
 
 def test_size_and_date(start, tmp_path):

@@ -1,6 +1,7 @@
 """Measures of condensation against plain formulas; their files, tables and division among ranks."""
 
 import dataclasses
+import json
 from collections import Counter
 
 import numpy as np
@@ -92,6 +93,20 @@ def test_directions_of_tiny_tokens_count():
     """Only a token of zeros has no direction."""
     z = torch.randn(1, 20, 6, generator=torch.Generator().manual_seed(0)).double()
     np.testing.assert_allclose(measured(z * 1e-30).mean_cosine, measured(z).mean_cosine, rtol=1e-12)
+
+
+def test_undefined_numbers_are_null_in_json():
+    """Not NaN, which no parser but Python's accepts. The table of a run's end says nan where there is nothing else to say."""
+    z = torch.randn(1, 8, 4, generator=torch.Generator().manual_seed(0))
+    bad = z.clone()
+    bad[0, 3, 2] = torch.inf  # as after an overflow in one token
+    found = measured(z, z, bad, z)
+    assert np.isnan(found.histogram[2]).all()
+    np.testing.assert_array_equal(found.histogram[[0, 1, 3]], measured(z, z, z, z).histogram[[0, 1, 3]])
+    written = json.dumps(found.to_json(), allow_nan=False)
+    assert json.loads(written)["mean_cosine"][2] is None
+    *_, last = over_training({0: measured(z, z, z, z).to_json(), 10: json.loads(written)})
+    assert last.split() == ["10", "–", "nan", f"{found.mean_cosine[3]:.2f}"]
 
 
 def test_sums_are_on_the_models_device():

@@ -41,11 +41,14 @@ class AveragedCosines:
     def histogram(self) -> np.ndarray:
         """Return the fractions of the N² pairs of positions by averaged cosine, [layers, 128].
 
-        The bins are those of ``Condensation.histogram``.
+        The bins are those of ``Condensation.histogram``. A layer with a cosine that is not finite has NaN.
         """
         rows = []
         for layer in range(len(self._sums)):
             averaged = self.matrix(layer)
+            if not np.isfinite(averaged).all():
+                rows.append(np.full(BINS, np.nan))
+                continue
             bins = ((averaged + 1) * (BINS / 2)).astype(np.int64).clip(0, BINS - 1)
             rows.append(np.bincount(bins.ravel(), minlength=BINS) / averaged.size)
         return np.stack(rows)

@@ -20,10 +20,12 @@ def _statistics(z: Tensor) -> Tensor:
     These are mean cosine, mean squared cosine, mean angle, effective rank, and the histogram. Both means of cosines and
     the histogram are over all N² pairs, including each token with itself, as in the paper (mean) and in the authors'
     released code (histogram). The angle arccos(c)/π is over the N(N−1) pairs of different tokens. An all-zero token has
-    cosine 0 with every other.
+    cosine 0 with every other. If a number of z is not finite, all numbers are NaN.
     """
     u = torch.nn.functional.normalize(z.double(), dim=-1, eps=torch.finfo(torch.float64).tiny)
     n = u.shape[0]
+    if not u.isfinite().all():  # bincount and eigvalsh would raise, and end a run that the guard may still save
+        return u.new_full((SCALARS + BINS,), math.nan)
     histogram = u.new_zeros(BINS)
     angles = u.new_zeros(())
     for start in range(0, n, _ROWS):

@@ -126,7 +126,7 @@ def side_by_side(found: Mapping[str, Condensation], title: str = "") -> Figure:
 
 
 def styles() -> Iterator[dict[str, Any]]:
-    """Yield line styles that differ in colour, marker and dashes, any one of which tells lines apart."""
+    """Yield line styles that differ in colour, marker and dashes, so that up to eight lines need no colour."""
     for color, marker, line in zip(cycle(OKABE_ITO), cycle(MARKERS), cycle(LINES), strict=False):
         yield {"color": color, "marker": marker, "linestyle": line}
 
@@ -161,7 +161,7 @@ def mean_cosine_by_layer(found: Mapping[str, Condensation]) -> Figure:
 def depth_bars(found: Mapping[str, Condensation]) -> Figure:
     """Draw Spearman's ρ and Kendall's τ of the mean cosine with depth, which are 1 if it grows with every layer.
 
-    The last layer is after the final norm, as in the paper, if that was measured.
+    The last layer is after the final norm, as in the paper, if all measurements have that.
     """
     figure = new_figure(8, 1.5 + 0.55 * len(found))
     axes = figure.subplots()

@@ -44,7 +44,7 @@ class OverDepth:
         return cls(float(spearman.statistic), float(kendall.statistic), spread)
 
     def to_json(self) -> dict[str, float | None]:
-        """Return the numbers by name, with None for NaN, as JSON has no NaN."""
+        """Return the numbers by name, with None for NaN."""
         return {name: _number(value) for name, value in asdict(self).items()}
 
     def __str__(self) -> str:
@@ -154,10 +154,10 @@ class Condensation:
         return {name: getattr(self, name) for name in ("mean_cosine", "std_cosine", "mean_angle", "effective_rank")}
 
     def to_json(self) -> dict[str, Any]:
-        """Return everything but the histogram, with None for numbers that are undefined or were not measured."""
+        """Return everything but the histograms, with None for correlations and a cross-entropy that are NaN."""
         return {
             "layers": self.layer_names,
-            **self.by_layer(),
+            **{name: [_number(value) for value in values] for name, values in self.by_layer().items()},
             "before_norm": self.before_norm.to_json(),
             "after_norm": self.after_norm.to_json(),
             "cross_entropy": _number(self.cross_entropy),
@@ -201,6 +201,7 @@ def most_condensed(by_step: Mapping[int, Condensation]) -> int:
 
 
 def _number(value: float) -> float | None:
+    """Return the number, or None for NaN: JSON has no NaN."""
     return None if math.isnan(value) else value
 
 

@@ -21,7 +21,7 @@ def over_training(measured: Mapping[int, Mapping[str, Any]]) -> list[str]:
     if len(measured) < 2:
         return []
     blocks = {step: _blocks(one) for step, one in measured.items()}
-    highest = max(blocks, key=lambda step: blocks[step].mean())
+    highest = max(blocks, key=lambda step: np.nan_to_num(blocks[step].mean(), nan=-1))
     lines = [
         "On held-out text. Mean cosine: 1 if all tokens of a sequence point the same way, near 0 if they share no "
         "direction.",
@@ -37,7 +37,7 @@ def over_training(measured: Mapping[int, Mapping[str, Any]]) -> list[str]:
 
 def _blocks(one: Mapping[str, Any]) -> np.ndarray:
     """Return the mean cosines after every block."""
-    names, mean = one.get("layers"), np.array(one["mean_cosine"])
+    names, mean = one.get("layers"), np.array(one["mean_cosine"], dtype=float)  # None becomes NaN
     return mean[1:-1] if names and names[-1] == "final norm" else mean[1:]
 
 

@@ -1,6 +1,7 @@
 """This module writes the README.md of an exported model from the files of its run."""
 
 import contextlib
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -65,7 +66,7 @@ def _bytes(size: float) -> str:
 
 def _condensation(measured: Mapping[str, Any]) -> str:
     """Describe the output of ``Condensation.to_json``. Its layers end with the last block in older versions."""
-    mean = measured["mean_cosine"]
+    mean = [math.nan if value is None else value for value in measured["mean_cosine"]]
     normed = measured.get("layers", [""])[-1] == "final norm"
     blocks = mean[1 : len(mean) - normed]
     over_depth = measured.get("before_norm", measured)

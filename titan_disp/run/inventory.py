@@ -1,4 +1,4 @@
-"""List what is in a run's checkpoint folder, and verify it. No model is loaded."""
+"""This module lists what is in a run's checkpoint folder, and verifies it. No model is loaded."""
 
 import json
 import os
@@ -19,13 +19,13 @@ from titan_disp.safe_dcp import METADATA
 
 @dataclass(frozen=True)
 class Found:
-    """One folder among a run's checkpoints.
+    """Represent one folder among a run's checkpoints.
 
     Attributes:
-        name: of the folder.
+        name: name of the folder.
         step: optimizer steps done.
         modified: when its save ended, in seconds since the epoch.
-        size: in bytes.
+        size: bytes of all its files.
         damaged: whether it counts as a checkpoint but is not what was saved.
         state: a description in words.
     """
@@ -78,7 +78,11 @@ def inventory(run: str | Path, step: int | None = None) -> Iterator[Found]:
 
 
 def _state(path: Path) -> tuple[bool, str]:
-    """(damaged, description) of a folder step-N."""
+    """Return (damaged, description) of a folder step-N.
+
+    Raises:
+        FileNotFoundError: the run has deleted it in the meantime.
+    """
     if (path / METADATA).exists():
         reason = verify(path)
         if not (path / METADATA).exists():
@@ -107,11 +111,11 @@ def _hugging_face_problem(path: Path) -> str | None:
 
 
 def _aside(reason: str | None) -> str:
-    return "moved aside as damaged" + (f": {reason}" if reason else "")
+    return f"moved aside as damaged: {reason}" if reason else "moved aside: the run's log says why"
 
 
 def _reasons(run: Path) -> dict[int, str]:
-    """Why checkpoints were moved aside, by step, from events.jsonl."""
+    """Return why checkpoints were moved aside, by step, from events.jsonl."""
     if not (run / "events.jsonl").is_file():
         return {}
     events = read_json_lines(run / "events.jsonl")
@@ -119,7 +123,7 @@ def _reasons(run: Path) -> dict[int, str]:
 
 
 def _size(path: Path) -> tuple[float, int]:
-    """(when the save ended, in seconds since the epoch; bytes)."""
+    """Return when the save ended, in seconds since the epoch, and the bytes of all files."""
     files = [file for file in path.rglob("*") if file.is_file()]
     ends = [file for file in (path / METADATA, path / INDEX) if file.exists()] or [path]
     return ends[0].stat().st_mtime, sum(file.stat().st_size for file in files)
