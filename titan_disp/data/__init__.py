@@ -1,4 +1,4 @@
-"""The data pipeline: files → documents → slots → sequences.
+"""This package is the data pipeline: files → documents → slots → sequences.
 
 The modules use these terms:
 

@@ -1,4 +1,4 @@
-"""Which slot reads which documents. Files, number of slots S, seed and epoch decide this; the ranks do not.
+"""The files, the number of slots S, seed and epoch decide which slot reads which documents; the ranks do not.
 
 In every epoch the files are laid end to end, each as long as its stored bytes, in an order that (seed, epoch) decides.
 This line is cut into S runs of equal length, and slot s reads run s. A cut that would fall close to the edge of a file
@@ -38,7 +38,7 @@ _KEPT = 1 << 18  # bound on the files and cuts in all cached lines: about 20 MB
 
 @dataclass(frozen=True)
 class Segment:
-    """The documents of one file that a slot owns in one epoch.
+    """Describe the documents of one file that a slot owns in one epoch.
 
     These are the documents with ``low ≤ (index · STEP + shift) mod KEYS < high``.
 
@@ -54,11 +54,11 @@ class Segment:
     length: int
 
     def key(self, index: int) -> int:
-        """The key of document ``index`` of the file, whichever slot owns it."""
+        """Return the key of document ``index`` of the file, whichever slot owns it."""
         return (index * STEP + self.shift) % KEYS
 
     def owns_any(self, start: int, end: int) -> bool:
-        """Whether the segment contains any document with ``start`` ≤ index < ``end``."""
+        """Return whether the segment contains any document with ``start`` ≤ index < ``end``."""
         low, high = np.uint64(self.low), np.uint64(self.high - 1)
         for first in range(start, end, _BLOCK):
             index = np.arange(first, min(first + _BLOCK, end), dtype=np.uint64)
@@ -70,7 +70,7 @@ class Segment:
 
 @dataclass(frozen=True)
 class Run:
-    """What one slot reads in one epoch: the end of a file, whole files, and the beginning of a file."""
+    """Hold what one slot reads in one epoch: the end of a file, whole files, and the beginning of a file."""
 
     head: Segment | None
     body: tuple[Segment, ...]
@@ -78,12 +78,12 @@ class Run:
 
     @property
     def segments(self) -> tuple[Segment, ...]:
-        """Head, body and tail, without those that are None."""
+        """Return head, body and tail, without those that are None."""
         return tuple(s for s in (self.head, *self.body, self.tail) if s is not None)
 
     @cached_property
     def weights(self) -> tuple[int, int, int]:
-        """The lengths of head, body and tail, which are their shares in the interleaving."""
+        """Return the lengths of head, body and tail, which are their shares in the interleaving."""
         return (
             self.head.length if self.head else 0,
             sum(s.length for s in self.body),
@@ -93,7 +93,7 @@ class Run:
 
 @dataclass(frozen=True)
 class _Line:
-    """The files of one epoch laid end to end, and where this line is cut. Its unit is 1/S of a stored byte.
+    """Hold the files of one epoch laid end to end, and where this line is cut. Its unit is 1/S of a stored byte.
 
     Attributes:
         order: indices of the files, in the order of the line.
@@ -111,7 +111,7 @@ class _Line:
 
 
 class Assignment:
-    """The runs of all slots in every epoch."""
+    """Compute the runs of all slots in every epoch: ``run(slot, epoch)`` returns one."""
 
     def __init__(self, files: Sequence[DataFile], slots: int, seed: int) -> None:
         """Prepare the runs.
@@ -141,7 +141,7 @@ class Assignment:
         return _Line(order, shifts, place, edges, _cut(edges, self.slots))
 
     def order(self, epoch: int) -> list[int]:
-        """The files in the shuffled order of an epoch."""
+        """Return the indices of the files in the shuffled order of an epoch."""
         return self._line(epoch).order
 
     def _run(self, slot: int, epoch: int) -> Run:
@@ -154,19 +154,19 @@ class Assignment:
         return Run(head, tuple(segments[head is not None : len(segments) - (tail is not None)]), tail)
 
     def _segment(self, line: _Line, i: int, begin: int, end: int) -> Segment:
-        """The part of the i-th file of the line that lies between ``begin`` and ``end``."""
+        """Return the part of the i-th file of the line that lies between ``begin`` and ``end``."""
         first, length = line.edges[i], line.edges[i + 1] - line.edges[i]
         begin, end = max(begin - first, 0), min(end - first, length)
         return Segment(line.order[i], begin * KEYS // length, end * KEYS // length, line.shifts[i], end - begin)
 
     def owners(self, file: int, epoch: int) -> range:
-        """The slots that own documents of a file in an epoch."""
+        """Return the slots that own documents of a file in an epoch."""
         line = self._line(epoch)
         i = line.place[file]
         return range(bisect_right(line.cuts, line.edges[i]) - 1, bisect_left(line.cuts, line.edges[i + 1]))
 
     def files_of(self, slots: range, epoch: int) -> set[int]:
-        """The files that a rank with these slots reads in an epoch."""
+        """Return the indices of the files that a rank with these slots reads in an epoch."""
         return {segment.file for slot in slots for segment in self.run(slot, epoch).segments}
 
 
@@ -175,7 +175,7 @@ def _is_whole(segment: Segment) -> bool:
 
 
 def _cut(edges: list[int], slots: int) -> list[int]:
-    """Where to cut the line, [slots + 1]: each run takes an equal part of what the runs before it have left."""
+    """Return where to cut the line, [slots + 1]: each run takes an equal part of what the runs before it have left."""
     cuts = [0]
     for left in range(slots, 1, -1):
         share = (edges[-1] - cuts[-1]) // left

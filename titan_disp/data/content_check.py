@@ -1,4 +1,4 @@
-"""Read the first documents of a few local files before training, to see whether they fit the config.
+"""This module reads the first documents of a few local files before training, to see whether they fit the config.
 
 Files are refused if no document in them can be used: the config names a field that the documents do not have, or the
 files do not hold documents. Single bad documents and damaged files are left to the run (``stream.on_bad_data``).
@@ -22,7 +22,11 @@ DOCUMENTS = 20  # read in each of three files (the first, a middle one, the last
 
 
 def list_and_check(data: Sequence[DataSet], options: StreamOptions) -> list[DataFile]:
-    """List the files of some data sets and check their content. Raises as ``DataSet.files`` and ``check_content``."""
+    """List the files of some data sets and check their content.
+
+    Raises:
+        ConfigError: as ``DataSet.files`` and ``check_content``.
+    """
     every = []
     for one in data:
         files = one.files()
@@ -32,7 +36,7 @@ def list_and_check(data: Sequence[DataSet], options: StreamOptions) -> list[Data
 
 
 def check_content(files: Sequence[DataFile], options: StreamOptions, key: str) -> None:
-    """Check the first documents of three local files.
+    """Check the first documents of up to three local files.
 
     Args:
         files: sorted. Files on the hub are not read, nor are token ids if no tokenizer is known.
@@ -40,7 +44,8 @@ def check_content(files: Sequence[DataFile], options: StreamOptions, key: str) -
         key: the config section, for messages.
 
     Raises:
-        ConfigError: no document of a file can be used, for the first reason found.
+        ConfigError: no document of a file can be used, for the first reason found; or a whole .txt file is one document
+            that is too long.
     """
     format, max_bytes = options.format, options.max_document_bytes
     local = [file for file in files if not file.url.startswith("hf://")]
@@ -56,7 +61,7 @@ def check_content(files: Sequence[DataFile], options: StreamOptions, key: str) -
 
 
 def _cause(file: DataFile, options: StreamOptions) -> str | None:
-    """Why none of the first documents of a file can be used, or None.
+    """Return why none of the first documents of a file can be used, or None.
 
     An empty or overlong document counts as usable here: it says nothing about the others.
 
@@ -87,7 +92,7 @@ def _cause(file: DataFile, options: StreamOptions) -> str | None:
 
 
 def _expected(error: str, file: DataFile) -> str:
-    """Advice to append if the error says only what is wrong with one document."""
+    """Return advice to append if the error says only what is wrong with one document, else an empty text."""
     if re.search(r"\bexpected\b|stream\.", error):  # but not "unexpected end of data", the error of truncated UTF-8
         return ""
     if file.name.endswith(PLAIN_TEXT):

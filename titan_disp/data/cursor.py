@@ -1,4 +1,4 @@
-"""The documents of a slot, one after another, without those that cannot be used.
+"""A cursor gives the documents of a slot, one after another, without those that cannot be used.
 
 The rules for skipping look at one slot and one file only, so that any number of ranks skips the same documents.
 Everything between two usable documents of a slot is skipped in one call. No stored position lies in the middle of it.
@@ -33,7 +33,7 @@ _HOPELESS_FILES = 20  # … damaged files in a row, for the same reason
 
 
 class Faults:
-    """Decides what happens to documents and files that cannot be used."""
+    """Decide what happens to documents and files that cannot be used."""
 
     def __init__(
         self,
@@ -72,7 +72,7 @@ class Faults:
             logger.warning(f"skipped: {text}")
 
     def wrong(self, file: int, in_a_row: int, least: int) -> str | None:
-        """Why the rest of a file of the wrong kind is skipped, or None if it is not.
+        """Return why the rest of a file of the wrong kind is skipped, or None if it is not.
 
         The documents of a file that is larger than what may be skipped of its source are judged one by one.
         """
@@ -81,7 +81,7 @@ class Faults:
         return f"{in_a_row} documents in a row cannot be used"
 
     def beside(self, file: int) -> list[str]:
-        """The names of all files of the source that a file belongs to."""
+        """Return the names of all files of the source that a file belongs to."""
         return self.names[self._sources[self._source(file)]]
 
     def _source(self, file: int) -> int:
@@ -90,7 +90,7 @@ class Faults:
 
 @dataclass(frozen=True)
 class Document:
-    """A usable document of a slot.
+    """Hold a usable document of a slot.
 
     Attributes:
         content: a text, or token ids as stored; not empty.
@@ -107,7 +107,7 @@ class Document:
 
 @dataclass
 class _Search:
-    """What a slot has met since its last usable document.
+    """Count what a slot has met since its last usable document.
 
     Attributes:
         epochs: epochs that ended.
@@ -127,7 +127,7 @@ class _Search:
 
 
 class Cursor:
-    """Walks over the documents of one slot, epoch after epoch."""
+    """Walk over the documents of one slot, epoch after epoch."""
 
     def __init__(self, place: Place, passes: Passes, faults: Faults) -> None:
         """Take over ``place``; the cursor moves it from here on."""
@@ -136,22 +136,22 @@ class Cursor:
 
     @property
     def position(self) -> np.ndarray:
-        """The position at the beginning of the next document, [k] int64."""
+        """Return the position at the beginning of the next document, [k] int64."""
         return self.place.position
 
     def next(self) -> Document:
         """Return the next usable document, from this epoch or the next one in which the slot has any.
 
         Raises:
-            DataError: a document cannot be used and on_bad_data is "fail", no usable document among very many
-                documents, files or epochs, or a file that cannot be read.
+            DataError: a document cannot be used and on_bad_data is "fail"; or there is no usable document among very
+                many documents, files or epochs; or a file cannot be read.
         """
         while (document := self.next_of_epoch()) is None:
             self.end_epoch()
         return document
 
     def next_of_epoch(self) -> Document | None:
-        """Return the next usable document of this epoch, or None at its end. Raises as ``next``."""
+        """Return the next usable document of this epoch, or None at its end. It raises what ``next`` raises."""
         place, p = self.place, self.place.position
         while True:
             part = place.choose()

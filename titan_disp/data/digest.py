@@ -1,4 +1,4 @@
-"""Run the data loaders of N ranks in one process, without a model, and hash every global batch."""
+"""This module runs the data loaders of N ranks in one process, without a model, and hashes every global batch."""
 
 import hashlib
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ from titan_disp.errors import ConfigError
 
 @dataclass
 class Digest:
-    """What the loaders handed out, and what reading it cost.
+    """Hold what the loaders handed out, and what reading it cost.
 
     Attributes:
         hashes: sha256 of the token ids of each global batch (little-endian int64 [batch, seq_len + 1], rows by round
@@ -50,7 +50,7 @@ def global_batch(iterators: Sequence[Any], job_config: JobConfig, batch: int, sl
 
 
 def digest(job_config: JobConfig, steps: int, phases: Sequence[tuple[int, int]]) -> Digest:
-    """Hash every global batch.
+    """Hash every global batch, and return the hashes with what reading the data cost.
 
     Args:
         job_config: names data, tokenizer and batch sizes.
@@ -106,7 +106,7 @@ def digest(job_config: JobConfig, steps: int, phases: Sequence[tuple[int, int]])
 
 
 def epoch_amplification(loaders: Sequence[StreamLoader]) -> float:
-    """Stored bytes that all ranks together read in the first epoch, divided by the bytes of all files.
+    """Return the stored bytes that all ranks together read in the first epoch, divided by the bytes of all files.
 
     The ratio is measured if every slot is past the first epoch. Before that, it is computed from the assignment:
     buffers read more than was asked for, so that a number taken in the middle of small files would mean nothing.

@@ -1,4 +1,4 @@
-"""A file on a local or shared file system. Reads that fail transiently are tried again."""
+"""This module reads files on a local or shared file system. Reads that fail transiently are tried again."""
 
 import errno
 import io
@@ -11,11 +11,11 @@ PASSING = (errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EAGAIN)
 
 
 class LocalFile(RetryingFile):
-    """Reads a file sequentially or at random. After a transient failure, it reopens the file and reads again.
+    """Read a file sequentially or at random. After a transient failure, the file is reopened and read again.
 
     Raises:
         DataError: the file's size is not the one that was listed, on opening or while it is read.
-        OSError: the file cannot be opened.
+        OSError: the file cannot be opened or read.
     """
 
     def __init__(self, path: str, size: int, retry_seconds: float) -> None:
@@ -24,7 +24,7 @@ class LocalFile(RetryingFile):
         self._again(self._open)
 
     def read(self, size: int = -1) -> bytes:
-        """Read at most ``size`` bytes; b"" at the end."""
+        """Return at most ``size`` bytes, or b"" at the end of the file."""
         wanted = self._at_most(size)
         found = self._again(lambda: self._read(wanted))
         if wanted and not found:  # a reader would take this for the end of the documents, or for damage

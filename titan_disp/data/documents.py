@@ -1,4 +1,4 @@
-"""The documents of one file, one after another, by the reader of its format.
+"""This module reads the documents of one file, one after another, by the reader of its format.
 
 Documents that no slot of this rank owns are passed over without being parsed.
 """
@@ -25,7 +25,7 @@ BUFFER = 1 << 16  # small, because a rank may hold two thousand files open
 
 
 def _decompressed(stored: io.BufferedReader, name: str) -> Any:
-    """A stream with ``read`` and ``readline``, which decompresses the file if its suffix says that it is compressed."""
+    """Return a stream with ``read`` and ``readline``, decompressed if the suffix says that the file is compressed."""
     if name.endswith(".gz"):
         return igzip.IGzipFile(fileobj=stored, mode="rb")
     if name.endswith(".zst"):
@@ -36,7 +36,7 @@ def _decompressed(stored: io.BufferedReader, name: str) -> Any:
 
 
 class _CountingFile(io.RawIOBase):
-    """A raw file that counts the stored (compressed) bytes that are read from it."""
+    """Count the stored (compressed) bytes that are read from a raw file."""
 
     def __init__(self, raw: io.RawIOBase) -> None:
         self.raw = raw
@@ -66,7 +66,7 @@ class _CountingFile(io.RawIOBase):
 
 
 class Documents:
-    """Reads the documents of one file sequentially.
+    """Read the documents of one file sequentially.
 
     Attributes:
         position: index of the next document.
@@ -80,7 +80,7 @@ class Documents:
         start: int = 0,
         format: Format = Format(),  # noqa: B008 — frozen
     ) -> None:
-        """The file is opened at the first read.
+        """Open nothing yet: the file is opened at the first read.
 
         Args:
             file: what to read.
@@ -102,7 +102,7 @@ class Documents:
 
     @property
     def bytes_read(self) -> int:
-        """Stored (compressed) bytes read so far."""
+        """Return the number of stored (compressed) bytes read so far."""
         return self._earlier_bytes + (self._raw.count if self._raw else 0)
 
     def read(self) -> Record | None:
@@ -162,7 +162,7 @@ class Documents:
         deque(islice(self._records, self.position), maxlen=0)
 
     def _reader(self, stored: io.BufferedReader) -> Iterator[Record]:
-        """The file's records, by the reader that the suffix of its name selects."""
+        """Return the file's records, by the reader that the suffix of its name selects."""
         name = self.file.name
         if name.endswith(PARQUET):
             return parquet.records(stored, self.file.url, self.format.text_field, self.max_bytes)

@@ -1,4 +1,4 @@
-"""Which files hold the data. They are listed once, on rank 0, and the list is broadcast to all ranks."""
+"""This module finds the data files. They are listed once, on rank 0, and the list is broadcast to all ranks."""
 
 import os
 from collections.abc import Callable
@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class DataFile:
-    """One file of documents.
+    """Describe one file of documents.
 
     Attributes:
         name: path relative to the folder that holds all files of the split; the same on the hub and in a mirror.
@@ -33,7 +33,7 @@ class DataFile:
 
 
 def split_of(dataset: str, key: str) -> str:
-    """The split that a dataset name selects.
+    """Return the split that a dataset name selects.
 
     A hub name that names no split selects validation in [validation], else train.
 
@@ -53,7 +53,7 @@ def split_of(dataset: str, key: str) -> str:
 
 
 def held_out(dataset: str) -> str:
-    """The name of the validation split that belongs to a training set."""
+    """Return the name of the validation split that belongs to a training set."""
     if is_hub_name(dataset):
         return str(parse_name(dataset, "training.dataset").of_split("validation"))
     return f"{dataset.removesuffix('_validation')}_validation"
@@ -108,7 +108,7 @@ def _list_hub(listing: Listing) -> list[DataFile]:
 
 
 def on_rank_0(function: Callable[..., T], *args: Any) -> T:
-    """Call ``function`` on rank 0 only and broadcast the result. A collective call.
+    """Call ``function`` on rank 0 only and broadcast the result. This is a collective call.
 
     If hundreds of ranks listed the files, the hub would answer 429 and a shared file system would be overloaded. An
     error on rank 0 is raised on every rank, so that none is left waiting.
@@ -133,14 +133,17 @@ def check_data(dataset: str, dataset_path: str | None, key: str = "training") ->
     """List local files; return an empty list for data on the hub, which is listed only when training starts.
 
     Raises:
-        ConfigError: local data is missing or cannot be read.
+        ConfigError: no data set has this name, or local data is missing or cannot be read.
     """
     split_of(dataset, key)
     return [] if streams_from_hub(dataset, dataset_path) else list_files(dataset, dataset_path, key)
 
 
 def check_hub(dataset: str, key: str = "training") -> None:
-    """Raise ConfigError if the hub does not answer or denies access. One or two requests, because every node asks."""
+    """Raise ConfigError if the hub does not answer, denies access or has no such data set.
+
+    It takes one or two requests only, because every node asks.
+    """
     where = f"{key}.dataset is {dataset!r}"
     if is_hub_name(dataset):
         commit_of(parse_name(dataset, f"{key}.dataset"), where)

@@ -1,4 +1,4 @@
-"""The fingerprint of a run's data. A checkpoint holds it, so that a resume with other data can be refused."""
+"""The fingerprint describes a run's data. A checkpoint holds it, so that a resume with other data can be refused."""
 
 import hashlib
 import json
@@ -23,7 +23,7 @@ from titan_disp.errors import CheckpointError, ConfigError
 
 
 def tokenizer_hash(folder: str) -> str:
-    """sha256 of the tokenizer's files."""
+    """Return the sha256 of the tokenizer's files, in hexadecimal."""
     file = find_tokenizer(folder)
     digest = hashlib.sha256(file.read_bytes())
     for name in ("tokenizer_config.json", "merges.txt"):

@@ -1,4 +1,6 @@
-"""The file formats that are read, which the suffix of a file's name selects, and a check that the content fits.
+"""This module lists the file formats that are read, and checks that a file's content fits its name.
+
+The suffix of a file's name selects its format:
 
 format       suffixes                                               module
 JSON lines   .json .jsonl, uncompressed, gzip (.gz) or zstd (.zst)  json_lines
@@ -21,7 +23,7 @@ COMPRESSED = (".gz", ".zst")
 
 @dataclass(frozen=True)
 class Format:
-    """How documents are found in files.
+    """Describe how documents are found in files.
 
     Attributes:
         text_field: the field of JSON documents, or the column of Parquet, that holds the text. Dots lead into nested
@@ -39,7 +41,7 @@ class Format:
     vocab_size: int | None = None
 
     def fingerprint(self) -> dict[str, Any]:
-        """The options that are not defaults. The fingerprints of checkpoints older than these options stay valid."""
+        """Return the options that are not defaults, so that fingerprints older than these options stay valid."""
         return {name: getattr(self, name) for name, default in DEFAULTS.items() if getattr(self, name) != default}
 
 

@@ -1,4 +1,4 @@
-"""Write an export's tokenizer: a copy of a Hugging Face one, or a conversion from SentencePiece; both are checked."""
+"""This module writes and checks an export's tokenizer: a copied Hugging Face one or a converted SentencePiece one."""
 
 import itertools
 import json

@@ -1,4 +1,4 @@
-"""List the files of allenai/c4 on the Hugging Face hub. hub_dataset uses the same helpers for other data sets."""
+"""This module lists the files of allenai/c4 on the Hugging Face hub. hub_dataset uses its helpers for others."""
 
 import re
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ ANSWER_SECONDS = 30.0  # time-out of the request for the commit
 
 @dataclass(frozen=True)
 class HubFile:
-    """A file of a data set at one commit.
+    """Describe a file of a data set at one commit.
 
     Attributes:
         path: path in the repository, such as en/c4-train.00000-of-01024.json.gz.
@@ -30,7 +30,7 @@ class HubFile:
 
 @dataclass(frozen=True)
 class Listing:
-    """The files of a split at one commit, so that all ranks and all restarts of a job read the same data."""
+    """Hold the files of a split at one commit, so that all ranks read the same data."""
 
     repository: str
     commit: str
@@ -55,7 +55,7 @@ def cannot_list(name: str, error: Exception, fetch: str) -> ConfigError:
 
 
 def entries_in(repository: str, commit: str, folder: str, recursive: bool) -> dict[str, Any]:
-    """Return the hub's entries of all files in a folder, by path. Raises what huggingface_hub raises."""
+    """Return the hub's entries of all files in a folder, by path. It raises what huggingface_hub raises."""
     from huggingface_hub import HfApi
     from huggingface_hub.hf_api import RepoFile
 

@@ -1,8 +1,8 @@
-"""List the files of any data set on the hub: those of one configuration and one split.
+"""This module lists the files of any data set on the hub: those of one configuration and one split.
 
 As in ``load_dataset``, the ``datasets`` library decides which files these are: by the configurations in the README,
-else by the names of files and folders. It is asked at one commit, so that all ranks and all restarts of a job read the
-same data. The files are then read as C4's are.
+else by the names of files and folders. It is asked at one commit, so that all ranks read the same data. The files
+are then read as C4's are.
 """
 
 import os
@@ -21,7 +21,7 @@ FORM = "hf:OWNER/NAME, hf:OWNER/NAME:CONFIGURATION or hf:OWNER/NAME:CONFIGURATIO
 
 @dataclass(frozen=True)
 class HubName:
-    """A data set on the hub, written hf:OWNER/NAME[@REVISION][:CONFIGURATION[:SPLIT]].
+    """Name a data set on the hub, written hf:OWNER/NAME[@REVISION][:CONFIGURATION[:SPLIT]].
 
     Attributes:
         repository: OWNER/NAME.
@@ -71,7 +71,7 @@ def parse_name(dataset: str, where: str) -> HubName:
 
 @dataclass(frozen=True)
 class HubDataset:
-    """One configuration of a data set at one commit.
+    """Describe one configuration of a data set at one commit.
 
     Attributes:
         name: as the config has it.
@@ -118,7 +118,7 @@ def resolve(name: HubName, where: str) -> HubDataset:
 
 
 def commit_of(name: HubName, where: str, fetch: str | None = None) -> tuple[str, str]:
-    """Ask the hub for the commit of a revision. One request, or two for a gated data set.
+    """Ask the hub for the commit of a revision. It takes one request, or two for a gated data set.
 
     Args:
         name: the data set and its revision.
@@ -229,5 +229,5 @@ def files_of_split(splits: dict[str, list[str]], split: str, name: HubName, wher
 
 
 def fetch_arguments(name: HubName) -> str:
-    """The arguments of ``titan-disp data fetch`` that mirror a data set."""
+    """Return the arguments of ``titan-disp data fetch`` that mirror a data set."""
     return f"DIR --dataset '{name}'"

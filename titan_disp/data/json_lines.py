@@ -1,4 +1,4 @@
-"""JSON lines: one document per line. Blank lines are not documents, as for pandas, pyarrow and datasets."""
+"""JSON lines hold one document per line. Blank lines are not documents, as for pandas, pyarrow and datasets."""
 
 import codecs
 from collections.abc import Iterator

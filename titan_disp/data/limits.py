@@ -1,4 +1,4 @@
-"""How many documents and files may be skipped before a run stops.
+"""This module decides how many documents and files may be skipped before a run stops.
 
 The counts are those of all ranks together. All ranks therefore decide alike, and so does any other number of ranks.
 """

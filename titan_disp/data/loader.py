@@ -1,4 +1,6 @@
-"""TorchTitan's dataloader on the document streams: prefetch, positions for the checkpoint, counters for the metrics.
+"""This module is TorchTitan's dataloader over the document streams.
+
+It prefetches, and holds the positions for the checkpoint and the counters for the metrics.
 
 A rank owns contiguous slots. It yields one sequence of each slot in turn, cut into microbatches. A global batch
 therefore holds the same sequences for any number of ranks and any accumulation.
@@ -48,7 +50,7 @@ LARGEST = ("epoch", "seconds_waited", "wait_fraction")  # of these counters, ``t
 
 
 def is_largest(name: str) -> bool:
-    """Whether ``together`` takes the largest value of a counter or the sum. "/SOURCE" may follow the counter's name."""
+    """Return whether ``together`` takes a counter's largest value instead of the sum. "/SOURCE" may follow the name."""
     return name.partition("/")[0] in LARGEST
 
 
@@ -58,14 +60,14 @@ def together(every: Sequence[dict[str, float]]) -> dict[str, float]:
 
 
 class StreamLoader(BaseDataLoader):
-    """The part of the data that one rank reads.
+    """Load the part of the data that one rank reads.
 
     Attributes:
         positions: [own slots, k] int64: each slot's position after the last sequence handed out, not the last one
             prefetched.
         groups: groups of slots whose epochs are counted separately.
         mesh: the data-parallel mesh over which a checkpoint shards the positions; None if there is one data-parallel
-            rank.
+            rank, and in ``digest``.
         seconds_waited: time that the consumer has waited for data since the start.
         bytes_read: stored bytes read so far, by (epoch, file).
         densities: bytes of text per stored byte, for each group.
@@ -100,6 +102,10 @@ class StreamLoader(BaseDataLoader):
             prefetch: microbatches that the worker prepares ahead; 0 reads in this process.
             pin_memory: whether the batches are in pinned memory.
             shares: the shares of the sources, if there are several.
+
+        Raises:
+            ConfigError: the slots cannot be divided among the ranks, the tokenizer has no EOS, or ``fast_encoder``
+                refuses it.
         """
         if slots % dp_world_size:
             raise ConfigError(
@@ -173,11 +179,12 @@ class StreamLoader(BaseDataLoader):
             del batches  # DataLoader stops its worker when its iterator is deleted
 
     def counters(self) -> dict[str, float]:
-        """This rank's totals for the sequences handed out since the start of the run.
+        """Return this rank's totals for the sequences handed out since the start of the run, or since ``restart``.
 
-        stored_bytes and seconds_waited are totals since this process started. epochs_read is this rank's part of the
-        mean number of epochs that all slots have read, with fractions; the ranks' parts add up to the mean. If there
-        are several sources, each has its own epoch and epochs_read.
+        stored_bytes and seconds_waited are totals since this process started. epoch is the latest epoch of the
+        rank's slots. epochs_read is this rank's part of the mean number of epochs that all slots have read, with
+        fractions; the ranks' parts add up to the mean. If there are several sources, each has its own epoch and
+        epochs_read.
         """
         columns = self.positions.sum(0).tolist()
         return {
@@ -219,14 +226,14 @@ class StreamLoader(BaseDataLoader):
         check_files(counters["skipped_files"], begun, len(self.files), allowed)
 
     def state_dict(self) -> dict[str, Any]:
-        """The fingerprint and a copy of the positions, [S, k] over all ranks."""
+        """Return the fingerprint (JSON) and a copy of the positions: [S, k] sharded over ``mesh``, or this rank's."""
         positions: Tensor = self.positions.clone()
         if self.mesh is not None:
             positions = DTensor.from_local(positions, self.mesh, [Shard(0)], run_check=False)
         return {"fingerprint": json.dumps(self.fingerprint), "positions": positions}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue at a checkpoint's positions, on any number of ranks.
+        """Continue at a checkpoint's positions, on any number of ranks. An empty state changes nothing.
 
         Raises:
             ConfigError: the checkpoint's fingerprint is not this run's.
@@ -272,7 +279,10 @@ def stream_options(
 
 
 def default_threads() -> int:
-    """The cores that this process may use, divided among the node's ranks; at most 4, which is enough for any GPU."""
+    """Return the number of tokenizer threads, from 1 to 4; 4 are enough for any GPU.
+
+    It is the number of cores that this process may use, divided among the node's ranks.
+    """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, min(4, cores // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
 
@@ -312,7 +322,7 @@ def open_stream(
 
 
 def build_dataloader(dp_world_size: int, dp_rank: int, tokenizer: BaseTokenizer, job_config: JobConfig) -> StreamLoader:
-    """TorchTitan's ``build_dataloader_fn``. Rank 0 lists the files.
+    """Build the loader, as TorchTitan's ``build_dataloader_fn``. Rank 0 lists the files.
 
     Raises:
         ConfigError: on all ranks: there is no data, the data is not what the config says, the hub cannot be reached, or

@@ -1,4 +1,4 @@
-"""Which files of a local folder or glob belong to a split. Files that are left out are logged with the reason."""
+"""This module finds a split's files in a local folder or glob. Files that are left out are logged with the reason."""
 
 import os
 import re
@@ -99,7 +99,7 @@ def _of_pattern(pattern: str, where: str) -> list[str]:
 
 
 def _searched(pattern: str) -> Iterator[str]:
-    """The folders whose entries decide what a glob matches."""
+    """Yield the folders whose entries decide what a glob matches."""
     parts = Path(pattern).parts
     for i, part in enumerate(parts):
         if _is_pattern(part):
@@ -256,7 +256,7 @@ def _of_split(paths: list[str], split: str, narrow: bool) -> list[str]:
 
 
 def _suffix(path: str) -> str:
-    """The known suffix of a path, else what follows its last dot."""
+    """Return the known suffix of a path, else the end of its name from the last dot on."""
     return next((suffix for suffix in SUFFIXES if path.endswith(suffix)), os.path.splitext(path)[1])
 
 

@@ -1,8 +1,8 @@
-"""Local copies (mirrors) of data sets on the hub, with a record of what they hold.
+"""This module makes local copies (mirrors) of data sets on the hub, with a record of what they hold.
 
 The names of C4's files say what they are. For other data sets, ``fetch`` writes a record into the mirror for every
-split that is complete. The mirror can then be read without the hub and without the README, which may name
-configurations that were not fetched.
+split of which all chosen files are there. The mirror can then be read without the hub and without the README, which may
+name configurations that were not fetched.
 """
 
 import hashlib
@@ -105,7 +105,7 @@ def _sha256(path: Path) -> str:
 
 
 def _problem(file: HubFile, path: Path) -> str | None:
-    """What is wrong with a local copy of a file, or None."""
+    """Return what is wrong with a local copy of a file, or None."""
     if not path.is_file():
         return "missing"
     if path.stat().st_size != file.size:

@@ -1,9 +1,9 @@
-"""Several sources with weights ([[stream.sources]]). Each slot belongs to one source.
+"""This module mixes several sources by weights ([[stream.sources]]). Each slot belongs to one source.
 
 All promises about slots therefore hold for each source: ranks, resumes and prefetch decide nothing, one pass over a
 file serves all slots of a rank, and each source has its own epochs. The documents of a source come in its slots as in a
-run of this source alone with this number of slots. Only their order within a shuffling window differs, because it
-depends on the slot's number.
+run of this source alone with this number of slots. Only the shuffling differs, because it depends on the slot's
+number.
 
 The S slots are divided among the sources in proportion to their weights, by largest remainder. Every slot gives one
 sequence in turn, so that in every S sequences a source's fraction of the tokens is exactly its fraction of the slots.
@@ -24,7 +24,7 @@ from titan_disp.errors import ConfigError
 
 @dataclass(frozen=True)
 class Share:
-    """One source's share of the run.
+    """Describe one source's share of the run.
 
     Attributes:
         name: of the source.
@@ -41,12 +41,12 @@ class Share:
     asked: float
 
     def owns(self, file: DataFile) -> bool:
-        """Whether a file whose name is ``prefixed`` belongs to this source."""
+        """Return whether a file whose name is ``prefixed`` belongs to this source."""
         return file.name.startswith(f"{self.name}/")
 
     @property
     def tokens(self) -> float:
-        """The source's fraction of the tokens."""
+        """Return the source's fraction of the tokens."""
         return self.slots / self.total
 
     def __str__(self) -> str:
@@ -94,7 +94,7 @@ def prefixed(name: str, files: Sequence[DataFile]) -> list[DataFile]:
 
 @dataclass(frozen=True)
 class _Part:
-    """One source: its slots, its files among those of all sources, and the assignment within the source."""
+    """Hold one source: its slots, its files among those of all sources, and the assignment within the source."""
 
     slots: range
     files: range
@@ -102,7 +102,7 @@ class _Part:
 
 
 class Mixture:
-    """The runs of all slots, with the interface of ``Assignment``. Each source has an ``Assignment`` of its own."""
+    """Compute all slots' runs, with the interface of ``Assignment``. Each source has an ``Assignment`` of its own."""
 
     def __init__(self, files: Sequence[DataFile], shares: Sequence[Share], seed: int) -> None:
         """Make one assignment for each source.
@@ -135,15 +135,15 @@ class Mixture:
         return Run(head, tuple(map(moved, run.body)), tail)
 
     def owners(self, file: int, epoch: int) -> range:
-        """The slots that own documents of a file in an epoch."""
+        """Return the slots that own documents of a file in an epoch."""
         part = self._parts[bisect_right(self.first_files, file) - 1]
         own = part.assignment.owners(file - part.files.start, epoch)
         return part.slots[own.start : own.stop]
 
     def order(self, epoch: int) -> list[int]:
-        """The files of an epoch, shuffled within each source."""
+        """Return the indices of the files of an epoch, shuffled within each source."""
         return [part.files[file] for part in self._parts for file in part.assignment.order(epoch)]
 
     def files_of(self, slots: range, epoch: int) -> set[int]:
-        """The files that a rank with these slots reads in an epoch."""
+        """Return the indices of the files that a rank with these slots reads in an epoch."""
         return {segment.file for slot in slots for segment in self.run(slot, epoch).segments}

@@ -1,4 +1,4 @@
-"""Parquet: each row of one string column is a document."""
+"""This module reads Parquet files: each row of one string column is a document."""
 
 import io
 from collections.abc import Iterator
@@ -57,7 +57,7 @@ def records(stored: io.BufferedReader, name: str, field: str, max_bytes: int) ->
 
 
 def _rows(metadata: Any) -> int:
-    """How many rows to decode at a time; few if rows are long."""
+    """Return how many rows to decode at a time; these are few if rows are long."""
     size = sum(metadata.row_group(i).total_byte_size for i in range(metadata.num_row_groups))
     return max(1, min(_ROWS, _BATCH * metadata.num_rows // max(1, size)))
 

@@ -1,4 +1,4 @@
-"""Passes: sequential reads of files, each of which serves all slots of a rank in one epoch."""
+"""A pass is one sequential read of a file, which serves all slots of a rank in one epoch."""
 
 import concurrent.futures as futures
 import time
@@ -23,7 +23,7 @@ DOCUMENT_BYTES = 1 << 13  # a shuffling window holds fewer documents if they are
 
 @dataclass
 class _Queue:
-    """Documents of a shared file that were read for a slot and that it has not taken yet.
+    """Hold documents of a shared file that were read for a slot and that it has not taken yet.
 
     Attributes:
         segment: the slot's documents of the file.
@@ -41,7 +41,7 @@ class _Queue:
 
 
 class _Pass:
-    """One sequential read of a file for those slots of this rank that own documents of it."""
+    """Read a file once and sequentially for those slots of this rank that own documents of it."""
 
     def __init__(
         self, epoch: int, documents: Documents, queues: dict[int, _Queue], queue_bytes: int, window: int
@@ -63,7 +63,7 @@ class _Pass:
         self.key = next(iter(queues.values())).segment.key  # the same in all segments of a file
 
     def owner(self, index: int) -> int | None:
-        """The slot of this pass that owns a document, or None."""
+        """Return the slot of this pass that owns a document, or None."""
         key = self.key(index)
         i = bisect_right(self.lows, key) - 1
         return self.slots[i] if i >= 0 and key < self.highs[i] else None
@@ -102,18 +102,21 @@ class _Pass:
                 others[max(others, key=lambda s: others[s].bytes)].fed = False
 
     def newly_read(self) -> int:
-        """Stored bytes read since the last call."""
+        """Return the number of stored bytes read since the last call."""
         before, self.counted = self.counted, self.documents.bytes_read
         return self.counted - before
 
     def limit(self) -> float:
-        """Bytes that all queues may hold. A slot that fills its shuffling window reads a window ahead of the others."""
+        """Return the number of bytes that all queues may hold.
+
+        A slot that fills its shuffling window reads a window ahead of the others.
+        """
         mean = min(self.read_bytes / self.read, DOCUMENT_BYTES)
         return self.queue_bytes + len(self.queues) * self.window * mean
 
 
 class Passes:
-    """The open files of a rank, and what it has read of them."""
+    """Hold the open files of a rank, and what it has read of them."""
 
     def __init__(
         self,
@@ -148,14 +151,14 @@ class Passes:
         self._densities = densities(files, self.first_files)
 
     def density(self, file: int) -> Density:
-        """The density of the source that a file belongs to."""
+        """Return the density of the source that a file belongs to."""
         return self._densities[self._source(file)]
 
     def _source(self, file: int) -> int:
         return bisect_right(self.first_files, file) - 1
 
     def text_per_stored_byte(self) -> list[float]:
-        """Bytes of text per stored byte, for each source, measured on what has been read so far."""
+        """Return the bytes of text per stored byte, for each source, measured on what has been read so far."""
         found = [replace(density) for density in self._densities]
         for file, passes in self._open.items():
             for one in passes:
@@ -171,7 +174,7 @@ class Passes:
             density.measured(one.read_bytes, one.documents.bytes_read - one.before, ended=False)
 
     def bytes_read(self) -> Counter[tuple[int, int]]:
-        """Stored bytes read since the last call, by (epoch, file)."""
+        """Return the number of stored bytes read since the last call, by (epoch, file)."""
         new, self._closed_bytes = self._closed_bytes, Counter()
         for file, passes in self._open.items():
             for one in passes:
@@ -233,7 +236,7 @@ class Passes:
                 logger.info(f"data: finding the place in {every} files: {done} done in {seconds:.0f} s{left}")
 
     def _pass(self, slot: int, epoch: int, file: int) -> _Pass | None:
-        """The pass over a file that serves this slot in this epoch; another slot may be an epoch ahead in the file."""
+        """Return the pass over a file for this slot and epoch, or None. Another slot may be an epoch ahead in it."""
         return next((p for p in self._open.get(file, ()) if p.epoch == epoch and slot in p.queues), None)
 
     def _begin(self, slot: int, epoch: int, segment: Segment, start: int) -> _Pass:

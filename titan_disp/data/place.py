@@ -1,4 +1,4 @@
-"""The position of a slot: a few integers, and what they mean in its documents."""
+"""A slot's position is a few integers. This module says what they mean in the slot's documents, and moves them."""
 
 from enum import IntEnum
 
@@ -9,7 +9,7 @@ from titan_disp.data.mixture import Mixture
 
 
 class Field(IntEnum):
-    """The columns of the position tensor, [S, k] int64.
+    """These are the columns of the position tensor, [S, k] int64.
 
     Head, body and tail are the three parts of a slot's run, see ``assignment``. If documents are shuffled, all columns
     up to WINDOW describe the beginning of the current window.
@@ -39,7 +39,7 @@ OF_AN_EPOCH = (*NEXT, *TAKEN, Field.BODY_FILE, Field.DONE, Field.WINDOW)
 
 
 class Place:
-    """One slot's position, with the methods that interpret and move it.
+    """Hold one slot's position, with the methods that interpret and move it.
 
     Attributes:
         index: the slot's number.
@@ -55,11 +55,11 @@ class Place:
         return int(self.position[Field.EPOCH])
 
     def run(self) -> Run:
-        """What the slot reads in its current epoch."""
+        """Return what the slot reads in its current epoch."""
         return self.assignment.run(self.index, self.epoch)
 
     def choose(self) -> int | None:
-        """Choose head (0), body (1) or tail (2): the part furthest behind its share. None if all are read."""
+        """Return the part furthest behind its share: head (0), body (1) or tail (2). Return None if all are read."""
         taken, weights = [int(self.position[column]) for column in TAKEN], self.run().weights
         best = None
         for part in self._left():  # the smallest taken / weight, compared without rounding; of equal ones the first

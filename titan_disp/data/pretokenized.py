@@ -1,4 +1,6 @@
-"""Token ids as other projects store them for memory maps: little-endian uint16 or uint32, one document after another.
+"""This module reads token ids as other projects store them for memory maps: little-endian uint16 or uint32.
+
+The documents follow one another:
 
     nanoGPT   .bin   uint16, no header; the id of <|endoftext|> after every document    data/openwebtext/prepare.py
     llm.c     .bin   256 int32 (magic 20240520, version 1: uint16; magic 20240801, version 7: uint32; then the number of
@@ -35,7 +37,7 @@ _DTYPES: dict[str, np.dtype] = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<
 
 @dataclass(frozen=True)
 class _Layout:
-    """The ids of a file.
+    """Describe the ids of a file.
 
     Attributes:
         dtype: of an id.
@@ -60,7 +62,7 @@ def records(stored: io.BufferedReader, size: int, name: str, how: Format) -> Ite
         how: token_dtype, and the tokenizer's eos_id and vocab_size.
 
     Raises:
-        DataError: the ids have another type or tokenizer than the config names.
+        DataError: the ids have another type or tokenizer than the config names, or no tokenizer is known.
         OtherContent: the file holds no ids.
         DamagedFile: raised at its end: the file is shorter or longer than its header says, or ends within an id.
     """

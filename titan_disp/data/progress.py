@@ -1,4 +1,4 @@
-"""How far the slots are in their epochs, measured by the text that they have handed out.
+"""This module measures how far the slots are in their epochs, by the text that they have handed out.
 
 A position holds the bytes of text that a slot has taken from its run, but the size of the run is known in stored bytes
 only. The worker therefore measures the bytes of text per stored byte while it reads (``Density``). Text that is
@@ -23,7 +23,7 @@ _RATIO = 2.5  # bytes of documents per stored byte of a compressed file, until i
 
 @dataclass(frozen=True)
 class Group:
-    """Slots whose epochs are counted together: all slots of the run, or those of one source.
+    """Describe slots whose epochs are counted together: all slots of the run, or those of one source.
 
     Attributes:
         suffix: appended to the names of the group's counters.
@@ -37,7 +37,7 @@ class Group:
 
 
 def groups_of(files: Sequence[DataFile], slots: int, shares: Sequence[Share]) -> list[Group]:
-    """One group for each of [[stream.sources]], or one for all slots if there are none."""
+    """Return one group for each of [[stream.sources]], or one for all slots if there are none."""
     if not shares:
         return [Group("", range(slots), len(files))]
     return [Group(f"/{s.name}", range(s.first, s.first + s.slots), sum(map(s.owns, files))) for s in shares]
@@ -45,7 +45,7 @@ def groups_of(files: Sequence[DataFile], slots: int, shares: Sequence[Share]) ->
 
 @dataclass
 class Density:
-    """Bytes of text per stored byte: (documents / stored) · (text / parsed).
+    """Measure the bytes of text per stored byte: (documents / stored) · (text / parsed).
 
     Attributes:
         compressed: whether the files are compressed.
@@ -68,7 +68,7 @@ class Density:
             self.stored += stored
 
     def value(self) -> float:
-        """Bytes of text per stored byte; 0 if nothing has been read."""
+        """Return the bytes of text per stored byte, or 0 if nothing has been read."""
         ratio = self.documents / self.stored if self.stored else _RATIO if self.compressed else 1.0
         return ratio * self.text / max(1, self.parsed)
 
@@ -79,7 +79,7 @@ def densities(files: Sequence[DataFile], starts: Sequence[int]) -> list[Density]
 
 
 def fraction_read(position: np.ndarray, run: Run, slots: int, density: float) -> float:
-    """The fraction of its run that a slot has handed out, from 0 to 1.
+    """Return the fraction of its run that a slot has handed out, from 0 to 1.
 
     Args:
         position: [k] int64, the slot's position.

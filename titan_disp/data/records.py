@@ -1,4 +1,4 @@
-"""What the readers of files yield: documents that are not parsed yet, or a reason why one cannot be used."""
+"""The readers of files yield these records: documents that are not parsed yet, or a reason why one cannot be used."""
 
 import json
 from typing import Any
@@ -7,15 +7,15 @@ import numpy as np
 
 
 class BadDocument(Exception):
-    """One document that cannot be used; the message says why."""
+    """One document cannot be used; the message says why."""
 
 
 class OtherShape(BadDocument):
-    """JSON without the text field. If all documents lack it, the config names the wrong field."""
+    """The document is JSON without a text in the text field. If all are so, the config names the wrong field."""
 
 
 class Garbage(BadDocument):
-    """A document that is not JSON or not UTF-8. Flipped bytes in a compressed file make many of them in a row."""
+    """The document is not JSON or not UTF-8. Flipped bytes in a compressed file make many such documents in a row."""
 
 
 class DamagedFile(Exception):
@@ -31,14 +31,14 @@ Record = bytes | str | np.ndarray | BadDocument
 
 
 def size_of(record: Record) -> int:
-    """About how many bytes of memory a record takes."""
+    """Return about how many bytes of memory a record takes."""
     if isinstance(record, BadDocument):
         return 0
     return record.nbytes if isinstance(record, np.ndarray) else len(record)
 
 
 def too_long(size: int) -> BadDocument:
-    """The record in place of a document of ``size`` bytes."""
+    """Return the record in place of a document of ``size`` bytes, which are too many."""
     return BadDocument(f"{size:,} bytes, more than stream.max_document_mb allows")
 
 
@@ -113,7 +113,7 @@ def _kind(value: Any) -> str:
 
 
 def _names(record: dict[str, Any]) -> str:
-    """The fields of a document; the fields of nested objects have dots."""
+    """Return the names of a document's fields as a text; those of fields in nested objects have dots."""
     names = []
     for name, value in record.items():
         names += [f"{name}.{inner}" for inner in value] if isinstance(value, dict) and value else [name]

@@ -1,4 +1,4 @@
-"""A file on the hub, read by one request that is held open.
+"""This module reads a file on the hub by one request that is held open.
 
 Only the file's content is requested: its place and size were found once, on rank 0. ``HfFileSystem`` would ask for the
 repository and list its folder in every thread of every rank, and the hub answers 429 to hundreds of ranks. The hub
@@ -19,7 +19,7 @@ REQUEST_SECONDS = 10.0  # time-out without a byte
 
 
 class RemoteFile(RetryingFile):
-    """A file named hf://datasets/OWNER/NAME@COMMIT/PATH. After any failure of the hub, the read is tried again.
+    """Read a file named hf://datasets/OWNER/NAME@COMMIT/PATH. After any failure of the hub, the read is tried again.
 
     It holds a connection and at most one piece of the answer, 64 KiB.
 
@@ -38,7 +38,7 @@ class RemoteFile(RetryingFile):
         self.error: Exception | None = None
 
     def read(self, size: int = -1) -> bytes:
-        """Read at most ``size`` bytes, as many as have come; b"" at the end."""
+        """Return at most ``size`` bytes, as many as have come, or b"" at the end of the file."""
         wanted = self._at_most(size)
         if not wanted:
             return b""
@@ -74,7 +74,7 @@ class RemoteFile(RetryingFile):
             self._answer = None
 
     def _pauses(self, error: Exception, pause: float) -> tuple[float, float]:
-        """Wait as long as the hub asks for, and then for different times on different ranks."""
+        """Return pauses at least as long as the hub asks for, so far apart that the ranks wait for different times."""
         asked = _seconds_asked(error)
         if asked is None:
             return super()._pauses(error, pause)
@@ -82,7 +82,7 @@ class RemoteFile(RetryingFile):
 
 
 class _Answer:
-    """The hub's answer to one request.
+    """Hold the hub's answer to one request.
 
     Attributes:
         place: the place in the file of the next byte.
@@ -124,7 +124,7 @@ class _Answer:
 
 
 def _first_byte(response: Any, begin: int, size: int) -> int:
-    """The place of an answer's first byte: ``begin``, or 0 if the server does not support ranges.
+    """Return the place of an answer's first byte: ``begin``, or 0 if the server does not support ranges.
 
     Raises:
         OSError: the answer is not what was asked for.
@@ -142,7 +142,10 @@ def _first_byte(response: Any, begin: int, size: int) -> int:
 
 
 def _seconds_asked(error: Exception) -> float | None:
-    """How long the hub asks to wait, by RateLimit in an answer 429, else by Retry-After; None if it does not say."""
+    """Return how many seconds the hub asks to wait, or None if it does not say.
+
+    The number is in the header RateLimit of an answer 429, else in Retry-After.
+    """
     from huggingface_hub.utils import parse_ratelimit_headers
 
     response = getattr(error, "response", None)
@@ -157,7 +160,10 @@ def _seconds_asked(error: Exception) -> float | None:
 
 @cache
 def _client() -> Any:
-    """This process's HTTP client. huggingface_hub's own allows 100 connections, but a rank of many slots needs more."""
+    """Return this process's HTTP client.
+
+    huggingface_hub's own client allows 100 connections, but a rank of many slots needs more.
+    """
     from huggingface_hub.utils import httpx
 
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=20)

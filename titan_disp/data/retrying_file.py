@@ -1,4 +1,4 @@
-"""What local and remote files share: a place that reads advance, and reads that are tried again after a failure."""
+"""This module holds what local and remote files share: a place that reads advance, and reads that are tried again."""
 
 import io
 import random
@@ -18,7 +18,7 @@ uniform = random.SystemRandom().uniform
 
 
 class RetryingFile(io.RawIOBase):
-    """A file of known size that can be read at any place. Subclasses say which failures are worth another try.
+    """Represent a file of known size that can be read at any place. Subclasses say which failures are tried again.
 
     Args:
         name: path or URL, for messages.
@@ -43,16 +43,16 @@ class RetryingFile(io.RawIOBase):
         return self._place
 
     def _at_most(self, size: int) -> int:
-        """Bytes that ``read(size)`` may give: none beyond the end, and of a negative size all that are left."""
+        """Return how many bytes ``read(size)`` may give: none beyond the end, all that are left for a negative size."""
         left = max(0, self._size - self._place)
         return left if size < 0 else min(size, left)
 
     def _may_pass(self, error: Exception) -> bool:
-        """Whether another try may succeed after this error."""
+        """Return whether another try may succeed after this error."""
         return True
 
     def _pauses(self, error: Exception, pause: float) -> tuple[float, float]:
-        """The shortest and the longest pause before the next try, in seconds. ``pause`` is their usual mean."""
+        """Return the shortest and the longest pause before the next try, in seconds. ``pause`` is their usual mean."""
         return pause / 2, pause * 3 / 2
 
     def _pause(self, error: Exception, seconds: float) -> None:
@@ -62,7 +62,7 @@ class RetryingFile(io.RawIOBase):
         time.sleep(seconds)
 
     def _again(self, attempt: Callable[[], T]) -> T:
-        """Return what ``attempt`` returns. Errors are tried again for ``retry_seconds`` in total, then raised."""
+        """Return what ``attempt`` returns. Errors that may pass are tried again for ``retry_seconds``, then raised."""
         deadline, pause = time.monotonic() + self._retry_seconds, FIRST_PAUSE
         while True:
             try:

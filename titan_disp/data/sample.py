@@ -1,4 +1,6 @@
-"""Make a sample corpus in C4's layout, of English text that every Python installation contains, and a tokenizer for it.
+"""This module makes a sample corpus in C4's layout, and a tokenizer for it.
+
+Its texts are English and part of every Python installation.
 
 Layout and fields are those of allenai/c4 on the hub, so that the same code reads both: ``en/c4-train.*-of-*.json.gz``
 with one JSON object per line (text, timestamp, url), a validation shard, and a dataset card that names the splits.
@@ -43,7 +45,7 @@ def prose() -> Iterator[tuple[str, str]]:
     """Yield (url, text) of every document in a fixed order.
 
     The documents are the topics of the language reference and the docstrings of the standard library. They depend on
-    the version of Python only.
+    the Python installation only.
     """
     for name, text in sorted(topics.topics.items()):
         yield f"python:topics/{name}", text
@@ -109,7 +111,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, user_defined_symbols:
 
 
 def is_complete(folder: Path) -> bool:
-    """Whether ``write_sample`` has finished in this folder; it writes the card last."""
+    """Return whether ``write_sample`` has finished in this folder; it writes the card last."""
     return (folder / "README.md").is_file() and (folder / "README.md").read_text() == CARD
 
 

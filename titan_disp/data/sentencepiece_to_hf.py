@@ -1,4 +1,4 @@
-"""Convert a SentencePiece model to a ``tokenizers.Tokenizer`` that gives the same ids.
+"""This module converts a SentencePiece model to a ``tokenizers.Tokenizer`` that gives the same ids.
 
 As in SentencePiece, the normalizer runs over the whole text before anything splits it. ``tokenizers`` would split text
 at added tokens first, and then add the dummy prefix to each piece and strip spaces around it. User-defined symbols are
@@ -57,7 +57,7 @@ def _texts(model: Any, *types: int) -> list[str]:
 
 
 def _merges(model: Any) -> list[tuple[str, str]]:
-    """The merges, best first.
+    """Return the merges, best first.
 
     SentencePiece merges the neighbours whose concatenation is the piece of the highest score, leftmost first. All ways
     to split a piece have the same rank there, but different ranks here. The way with the longer left part comes first,
@@ -74,7 +74,7 @@ def _merges(model: Any) -> list[tuple[str, str]]:
 
 
 def _scores(model: Any) -> list[tuple[str, float]]:
-    """Pieces and their scores, for unigram.
+    """Return the pieces and their scores, for unigram.
 
     Text that spells a control symbol or a byte (``<0x41>``) must not become it. The score of these pieces is therefore
     so low that ordinary pieces, at worst one per character, score better. ``_cuts`` handles characters that are not
@@ -174,7 +174,7 @@ def _decoder(model: Any) -> decoders.Decoder:
 
 
 def is_unigram(file: str | Path) -> bool:
-    """Whether a SentencePiece model is unigram (it chooses the most probable segmentation) instead of BPE."""
+    """Return whether a SentencePiece model is unigram (it chooses the most probable segmentation) instead of BPE."""
     return read_model(file).trainer_spec.model_type == protobuf.TrainerSpec.UNIGRAM
 
 

@@ -1,8 +1,8 @@
-"""The documents of a slot, shuffled in windows.
+"""A slot's documents are shuffled in windows.
 
 A window is the next W documents of the cursor, in an order that (seed, epoch, slot, window) decides. It is shorter at
-the end of an epoch, and when its text reaches W · DOCUMENT_BYTES, so that long documents fit into memory too. Other
-slots have no influence on it, and therefore ranks have none.
+the beginning and the end of an epoch, and when its text reaches W · DOCUMENT_BYTES, so that long documents fit into
+memory too. Other slots have no influence on it, and therefore ranks have none.
 
 The position of a document is the position of its window's beginning, and the number of documents of the window before
 it. A resume reads the window again. Bad documents and ends of files that were passed while the window was read are
@@ -36,7 +36,7 @@ def permutation(key: int, count: int) -> list[int]:
 
 
 def memory(slots: int, window: int, document_bytes: float) -> float:
-    """The most bytes of text that a rank holds for shuffling.
+    """Return the most bytes of text that a rank holds for shuffling.
 
     Slots refill their windows at different times, so that windows are half full on average. The slot that refills reads
     one window ahead of the others, so that their documents of a shared file wait: half a window too, at most a whole
@@ -55,7 +55,7 @@ def _hash(*numbers: int) -> int:
 
 
 class Shuffle:
-    """Gives the documents of a cursor one by one, shuffled in windows."""
+    """Give the documents of a cursor one by one, shuffled in windows."""
 
     def __init__(self, cursor: Cursor, window: int) -> None:
         """Take over a cursor.
@@ -132,7 +132,7 @@ class Shuffle:
         return documents
 
     def _most(self) -> int:
-        """The size of the next window in documents, if they are not too long and the epoch does not end.
+        """Return the size of the next window in documents, if they are not too long and the epoch does not end.
 
         An epoch's first window is shorter, from 1 to W, spread evenly over the slots. Otherwise all slots would refill
         at the same time, and the windows of two epochs would hold the same documents of a file.

@@ -1,4 +1,4 @@
-"""The data sets that a run reads, from [training], [[stream.sources]] and [validation]."""
+"""This module names the data sets that a run reads, from [training], [[stream.sources]] and [validation]."""
 
 import math
 import re
@@ -26,7 +26,7 @@ class Source(Protocol):
 
 @dataclass(frozen=True)
 class DataSet:
-    """One data set as a config names it.
+    """Describe one data set as a config names it.
 
     Attributes:
         dataset: see ``list_files``.
@@ -42,7 +42,7 @@ class DataSet:
 
     @property
     def path_key(self) -> str:
-        """The config key of ``path``."""
+        """Return the config key of ``path``."""
         return f"{self.key}.path" if self.source else f"{self.key}.dataset_path"
 
     def check_name(self) -> None:
@@ -54,7 +54,7 @@ class DataSet:
         """List its files if they are local.
 
         Raises:
-            ConfigError: local data is missing.
+            ConfigError: no data set has this name, or local data is missing or cannot be read.
         """
         with self._said():
             return check_data(self.dataset, self.path, self.key)
@@ -81,7 +81,10 @@ class DataSet:
 
 
 def source_name(source: Source) -> str:
-    """The source's ``name``, else the last part of its path without wildcards, else the name of its data set."""
+    """Return the source's ``name``, else the last part of its path that has no wildcards.
+
+    Without a path, return the data set's name without owner, configuration and split.
+    """
     if source.name:
         return source.name
     if source.path is None:  # "c4", or "hf:OWNER/NAME:CONFIG:SPLIT"
@@ -93,7 +96,8 @@ def check_sources(job_config: JobConfig) -> None:
     """Check [[stream.sources]] as far as the config alone allows.
 
     Raises:
-        ConfigError: a bad weight or name, two sources of one name, or ``training.dataset_path`` beside the sources.
+        ConfigError: a bad weight or name, two sources of one name, own texts without a path, or
+            ``training.dataset_path`` beside the sources.
     """
     sources = job_config.stream.sources  # type: ignore[attr-defined]
     path = job_config.training.dataset_path
@@ -120,7 +124,7 @@ def check_sources(job_config: JobConfig) -> None:
 
 
 def source_shares(job_config: JobConfig, slots: int) -> list[Share]:
-    """Divide S slots among [[stream.sources]]; an empty list if there are no sources.
+    """Divide S slots among [[stream.sources]]; return an empty list if there are no sources.
 
     Raises:
         ConfigError: as ``check_sources``, or there are too few slots.
@@ -131,7 +135,7 @@ def source_shares(job_config: JobConfig, slots: int) -> list[Share]:
 
 
 def training_sets(job_config: JobConfig) -> list[DataSet]:
-    """The data sets that a run trains on: one, or all sources in the order of the config."""
+    """Return the data sets that a run trains on: one, or all sources in the order of the config."""
     training = job_config.training
     sources = job_config.stream.sources  # type: ignore[attr-defined]
     if not sources:
@@ -141,7 +145,7 @@ def training_sets(job_config: JobConfig) -> list[DataSet]:
 
 
 def data_sets(job_config: JobConfig) -> list[DataSet]:
-    """All data sets that a run reads: for training, and for [validation] if it is enabled."""
+    """Return all data sets that a run reads: for training, and for [validation] if it is enabled."""
     v = job_config.validation
     validation = [DataSet(v.dataset, v.dataset_path, "validation")] if v.enable else []
     return [*training_sets(job_config), *validation]

@@ -1,11 +1,11 @@
-"""The slots of a rank: documents are tokenized and packed into sequences of seq_len + 1 tokens.
+"""The slots of a rank tokenize documents and pack them into sequences of seq_len + 1 tokens.
 
     files ──one pass each──▶ Passes ──documents──▶ Cursor ──▶ Shuffle ──text, tokenized ahead──▶ Slot ──▶ sequences
 
-A slot's sequences depend only on what the fingerprint holds. After a resume, the documents at a slot's position are
-read again; no text is stored. Documents are read some sequences ahead and tokenized by threads: tokenizing takes 97 %
-of the time, and the tokenizers release the GIL. (``fast_tokenizer`` takes less time than waking a thread, and is called
-when its tokens are needed.)
+A slot's sequences depend only on what the fingerprint holds and, if many documents in a row are bad, on
+``stream.max_skipped_fraction``. After a resume, the documents at a slot's position are read again; no text is stored.
+Documents are read some sequences ahead and tokenized by threads: tokenizing takes 97 % of the time, and the tokenizers
+release the GIL. (``fast_tokenizer`` takes less time than waking a thread, and is called when its tokens are needed.)
 """
 
 import math
@@ -32,7 +32,7 @@ TASK_BYTES = 1 << 13  # of text for one task of a thread: tokenizing takes about
 
 @dataclass(frozen=True)
 class StreamOptions:
-    """How documents become sequences, what happens to bad ones, and how many threads tokenize them.
+    """Describe how documents become sequences, what happens to bad ones, and how many threads tokenize them.
 
     Attributes:
         seq_len: tokens of a sequence, without the last label.
@@ -62,7 +62,7 @@ class StreamOptions:
 
 
 class RankStreams:
-    """The slots of one rank, and the files they read."""
+    """Hold the slots of one rank, and the files they read."""
 
     def __init__(
         self,
@@ -102,11 +102,11 @@ class RankStreams:
             self.passes.seek(self.executor)
 
     def bytes_read(self) -> Counter[tuple[int, int]]:
-        """Stored bytes read since the last call, by (epoch, file)."""
+        """Return the number of stored bytes read since the last call, by (epoch, file)."""
         return self.passes.bytes_read()
 
     def text_per_stored_byte(self) -> list[float]:
-        """Bytes of text per stored byte, for each source, measured on what has been read so far."""
+        """Return the bytes of text per stored byte, for each source, measured on what has been read so far."""
         return self.passes.text_per_stored_byte()
 
     def read_ahead(self, slot: int) -> None:
@@ -154,7 +154,7 @@ class RankStreams:
 
 @dataclass
 class _Ahead:
-    """A document that was read ahead. ``place`` is its place in the list that ``tokens`` returns."""
+    """Hold a document that was read ahead. ``place`` is its place in the list that ``tokens`` returns."""
 
     document: Document
     tokens: Callable[[], list[np.ndarray]]
@@ -162,7 +162,7 @@ class _Ahead:
 
 
 class Slot:
-    """One document stream of the run.
+    """This is one document stream of the run.
 
     Attributes:
         position: [k] int64, after the last sequence handed out.

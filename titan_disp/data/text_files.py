@@ -1,4 +1,4 @@
-"""Plain text in UTF-8: the whole file is a document, or every block of lines between blank lines is one."""
+"""In plain text (UTF-8), the whole file is a document, or every block of lines between blank lines is one."""
 
 import codecs
 from collections.abc import Iterator

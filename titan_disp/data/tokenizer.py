@@ -1,4 +1,4 @@
-"""Load the tokenizer in ``model.hf_assets_path``: a Hugging Face tokenizer or a SentencePiece model."""
+"""This module loads the tokenizer in ``model.hf_assets_path``: a Hugging Face tokenizer or a SentencePiece model."""
 
 import json
 import os
@@ -15,7 +15,7 @@ HUGGING_FACE_FILES = ("tokenizer.json", "vocab.json", "vocab.txt")
 
 
 class SentencePieceTokenizer(BaseTokenizer):
-    """A SentencePiece model with TorchTitan's tokenizer interface.
+    """Give a SentencePiece model TorchTitan's tokenizer interface.
 
     Attributes:
         bos_id: None if the model has no BOS token.
@@ -33,7 +33,7 @@ class SentencePieceTokenizer(BaseTokenizer):
         return token_id if token_id >= 0 else None
 
     def encode(self, text: str, add_bos: bool = False, add_eos: bool = False) -> list[int]:  # type: ignore[override]
-        """Token ids, with BOS and EOS if they are asked for and the model has them."""
+        """Return token ids, with BOS and EOS if they are asked for and the model has them."""
         ids = self.processor.encode(text)
         if add_bos and self.bos_id is not None:
             ids.insert(0, self.bos_id)

@@ -1,4 +1,4 @@
-"""Validation on the first sequences of the validation split, which are the same in every run and on any mesh."""
+"""Validation runs on the first sequences of the validation split, which are the same in every run and on any mesh."""
 
 import os
 from collections.abc import Iterator
@@ -30,11 +30,11 @@ from titan_disp.errors import ConfigError
 
 
 def validation_sequences(job_config: JobConfig, dp_world_size: int) -> int:
-    """The number of validation sequences over all ranks.
+    """Return the number of validation sequences over all ranks.
 
     Raises:
-        ConfigError: it is not a multiple of what the ranks take in one step, or it is unlimited (validation.steps =
-            −1).
+        ConfigError: it is not a multiple of what the ranks take in one step, validation.steps would end before it, or
+            no key sets it (validation.steps below 1).
     """
     v, wanted = job_config.validation, job_config.stream.validation_sequences  # type: ignore[attr-defined]
     step = v.local_batch_size * dp_world_size
@@ -69,7 +69,8 @@ def first_sequences(
         asked: what asks for so many, and how to ask for fewer; for the message.
 
     Raises:
-        ConfigError: the split has fewer sequences. Repeating some would give these more weight.
+        ConfigError: the split has fewer sequences. Repeating some would give these more weight. Or its files are not
+            what the config says, or too many of its documents cannot be used.
     """
     options = stream_options(job_config, seq_len, tokenizer)
     check_content(files, options, "validation")
@@ -99,14 +100,17 @@ def first_sequences(
 
 
 def held_out_sequences(job_config: JobConfig, tokenizer: BaseTokenizer, count: int) -> Tensor | None:
-    """Read the first sequences of the validation split, the same on every rank and in every run. A collective call.
+    """Read the first sequences of the validation split, the same on every rank and in every run.
 
-    The split is that of [validation] if it is enabled, else the one beside the training data. Of several sources, the
-    first one that has a validation split is used.
+    This is a collective call. The split is that of [validation] if it is enabled, else the one beside the training
+    data. Of several sources, the first one that has a validation split is used.
 
     Returns:
         [count, training.seq_len + 1] token ids, int64, the last of which is only a label; None if there is no
         validation split.
+
+    Raises:
+        ConfigError: on all ranks: as ``first_sequences``.
     """
     v = job_config.validation
     if v.enable:
@@ -136,7 +140,7 @@ def held_out_sequences(job_config: JobConfig, tokenizer: BaseTokenizer, count: i
 
 
 class _ValidationSet:
-    """Iterates over this rank's validation batches. The sequences are read once, before training, and kept as int32.
+    """Iterate over this rank's validation batches. The sequences are read once, before training, and kept as int32.
 
     Raises:
         ConfigError: on all ranks: there is no such split, or it has fewer sequences.
@@ -161,7 +165,7 @@ class _ValidationSet:
 
 
 class StreamValidator(Validator):
-    """TorchTitan's validation loop on our data. Its own ``__init__`` would build TorchTitan's loader."""
+    """Run TorchTitan's validation loop on our data. The parent's ``__init__`` would build TorchTitan's loader."""
 
     def __init__(
         self,
@@ -187,5 +191,5 @@ class StreamValidator(Validator):
 
 
 def build_validator(**kwargs: Any) -> StreamValidator:
-    """TorchTitan's ``build_validator_fn``; drops the arguments for pipeline parallelism, which is not supported."""
+    """Build the validator, as TorchTitan's ``build_validator_fn``. Arguments for pipeline parallelism are dropped."""
     return StreamValidator(**{k: v for k, v in kwargs.items() if not k.startswith("pp_")})

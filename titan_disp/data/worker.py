@@ -1,4 +1,4 @@
-"""The prefetch worker: a process of each rank that makes the rank's sequences ahead of training."""
+"""The prefetch worker is a process of each rank that makes the rank's sequences ahead of training."""
 
 import multiprocessing
 import os
@@ -25,7 +25,7 @@ def as_it_is(batch: Any) -> Any:
 
 
 class Sequences(IterableDataset):
-    """The iterable that runs in the prefetch worker.
+    """Make the rank's sequences, in the prefetch worker if there is one.
 
     It yields tuples of tokens [n, seq_len + 1], positions [n, k], bytes newly read by (epoch, file), and bytes of text
     per stored byte of each source. n is ``batch`` · ``group``. If reading fails, it yields what was read before (n may
