@@ -7,7 +7,7 @@ from titan_disp.errors import ConfigError
 
 @dataclass(frozen=True)
 class Gpu:
-    """One device as torch sees it.
+    """Describe one device as torch sees it.
 
     Attributes:
         bf16_flops: peak FLOP/s of dense bf16 matrix products. Peaks with sparsity in data sheets are twice as high.

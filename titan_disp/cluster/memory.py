@@ -16,7 +16,7 @@ from titan_disp.models.model import DispModel
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes on one GPU. The terms do not all peak at the same moment, so their sum is an upper estimate.
+    """Hold the bytes on one GPU. The terms do not all peak at the same moment, so their sum is an upper estimate.
 
     Attributes:
         weights, gradients, optimizer: the rank's shards; 0 with training.enable_cpu_offload.

@@ -31,7 +31,7 @@ NOTICED = 0.1
 
 @dataclass(frozen=True)
 class NodeCount:
-    """A possible number of nodes, and its data_parallel_replicate_degree. The degree −1 adapts to any number."""
+    """Hold a possible number of nodes, and its data_parallel_replicate_degree. The degree −1 adapts to any number."""
 
     nodes: int
     replicate: int
@@ -39,7 +39,7 @@ class NodeCount:
 
 @dataclass(frozen=True)
 class Plan:
-    """The prediction for a run. ``dataclasses.asdict`` turns it into JSON values.
+    """Hold the prediction for a run. ``dataclasses.asdict`` turns it into JSON values.
 
     FLOPs are those of forward and backward, without recomputation.
 

@@ -25,14 +25,14 @@ STOP_FILE = "stop"
 
 
 class StopRequest:
-    """This rank's view of the request to stop.
+    """Hold this rank's view of the request to stop.
 
     Attributes:
         reason: why this rank was asked to stop; None if it was not asked.
     """
 
     def __init__(self, run: Path | None) -> None:
-        """Listen for SIGTERM and SIGUSR1.
+        """Listen for SIGTERM and SIGUSR1, and remove a stop file that an earlier job left.
 
         Args:
             run: folder where this rank looks for the stop file; None if it does not look.

@@ -49,7 +49,7 @@ LAST_LINES = 15  # lines of a failed step's stderr in the message
 
 @dataclass(frozen=True)
 class Report:
-    """The result of one step of rank 0.
+    """Hold the result of one step of rank 0.
 
     Attributes:
         config: path of the TOML file.
@@ -169,7 +169,7 @@ def _run(argv: list[str], ranks: int, flavor: str | None, seq_len: int | None, f
 
 
 class RandomTokens(BaseDataLoader):
-    """Repeats one microbatch forever, in the real loader's form: ({"input": [local_batch, seq_len]}, labels), int64."""
+    """Repeat one microbatch forever, in the real loader's form: ({"input": [local_batch, seq_len]}, labels), int64."""
 
     def __init__(self, vocab_size: int, local_batch_size: int, seq_len: int) -> None:
         generator = torch.Generator().manual_seed(0)
@@ -188,7 +188,7 @@ class RandomTokens(BaseDataLoader):
 
 @contextmanager
 def synthetic_inputs(job_config: JobConfig) -> Iterator[None]:
-    """Within this context, the registered spec has no tokenizer, and its data are random tokens."""
+    """Give the registered spec random tokens as data, and no tokenizer, within this context."""
     spec = get_train_spec(job_config.model.name)
     before = spec.build_tokenizer_fn, spec.build_dataloader_fn
     training, vocab_size = job_config.training, args_of(job_config).vocab_size

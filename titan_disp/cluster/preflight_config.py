@@ -16,7 +16,7 @@ SEQ_LEN = 128  # tokens per sequence without an accelerator
 
 
 class Reduced:
-    """A changed copy of a config.
+    """Hold a changed copy of a config.
 
     Attributes:
         job_config: the copy.

@@ -1,4 +1,4 @@
-"""The signals by which a user or a terminal asks a command that starts trainings to stop."""
+"""This module handles the signals by which a user or a terminal asks a command that starts trainings to stop."""
 
 import contextlib
 import signal

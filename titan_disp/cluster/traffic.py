@@ -22,7 +22,7 @@ BACKWARD = 2 / 3  # backward's fraction of a microbatch's computing
 
 @dataclass(frozen=True)
 class Sent:
-    """Bytes that one GPU sends over the links of its node and, at the same time, over the network."""
+    """Hold the bytes that one GPU sends over the links of its node and, at the same time, over the network."""
 
     within: float = 0.0
     between: float = 0.0
@@ -39,7 +39,7 @@ class Sent:
 
 @dataclass(frozen=True)
 class Traffic:
-    """The communication of one GPU in one step.
+    """Describe the communication of one GPU in one step.
 
     Attributes:
         at_the_ends: communication that nothing can hide. A GPU has nothing to compute during tensor parallelism's

@@ -154,7 +154,7 @@ class Condensation:
         return {name: getattr(self, name) for name in ("mean_cosine", "std_cosine", "mean_angle", "effective_rank")}
 
     def to_json(self) -> dict[str, Any]:
-        """Return everything but the histograms, with None for correlations and a cross-entropy that are NaN."""
+        """Return everything but the histograms, with None for numbers that are undefined or were not measured."""
         return {
             "layers": self.layer_names,
             **{name: [_number(value) for value in values] for name, values in self.by_layer().items()},

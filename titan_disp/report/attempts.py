@@ -12,7 +12,7 @@ FAULTS = ("skip", "save_failed", *WHILE_LOADING)
 
 @dataclass
 class Attempt:
-    """One start of the training processes, reconstructed from its records. Times are seconds since the epoch.
+    """Represent one start of the training processes, reconstructed from its records. Times are seconds since the epoch.
 
     Attributes:
         began: time of its start or resume event.

@@ -40,7 +40,7 @@ def to_uri(figure: Figure) -> str:
 
 @dataclass(frozen=True)
 class Line:
-    """The line of one run or condition in a chart.
+    """Represent the line of one run or condition in a chart.
 
     Attributes:
         name: name of the run or condition.
@@ -60,7 +60,7 @@ class Line:
 
     @property
     def all_y(self) -> np.ndarray:
-        """All values that are drawn."""
+        """Return all values that are drawn."""
         return np.concatenate([y for y in (self.y, self.low, self.high) if y is not None])
 
     @property
@@ -125,7 +125,7 @@ def _after(line: Line, start: float) -> np.ndarray:
 
 
 def draw_lines(axes: Axes, lines: Sequence[Line], xlabel: str, ylabel: str, scale: Scale) -> None:
-    """Draw a line for each run or condition, in a band from smallest to largest value if it is a mean."""
+    """Draw a line for each run or condition, in a band from smallest to largest value if its points are means."""
     for line in lines:
         x, y, low, high = binned(line.x, line.y)
         if line.low is not None and line.high is not None:

@@ -23,7 +23,7 @@ WITHOUT_EFFECT = ("job.", "metrics.", "comm.", "profiling.", "condensation.", "v
 
 @dataclass(frozen=True)
 class Condition:
-    """One run, or several that differ only in their seeds.
+    """Represent one run, or several that differ only in their seeds.
 
     Attributes:
         name: name in legends.

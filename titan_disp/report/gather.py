@@ -25,7 +25,7 @@ from titan_disp.run.validation_loss import read_validation
 
 @dataclass(frozen=True)
 class Run:
-    """The contents of a run's folder. All times are seconds since the epoch.
+    """Hold the contents of a run's folder. All times are seconds since the epoch.
 
     Attributes:
         path: the run's folder.
@@ -57,12 +57,12 @@ class Run:
 
     @cached_property
     def step(self) -> int:
-        """Number of steps done. A resume may lower it."""
+        """Return the number of steps done. A resume may lower it."""
         return _newest_step(self.written, self.events)
 
     @cached_property
     def most_condensed(self) -> int:
-        """The step of the most condensed measurement, of a run that has one."""
+        """Return the step of the most condensed measurement, of a run that has one."""
         return most_condensed(self.condensation)
 
     @cached_property
@@ -71,17 +71,17 @@ class Run:
 
     @cached_property
     def goodputs(self) -> list[Goodput]:
-        """Goodput of every start; empty for a run that did not record how it spent its time."""
+        """Return the goodput of every start; empty for a run that did not record how it spent its time."""
         return goodputs(self.written, self.events)
 
     @cached_property
     def settings(self) -> dict[str, Any]:
-        """The config by dotted key."""
+        """Return the config by dotted key."""
         return flatten(self.config)
 
     @property
     def steps(self) -> int | None:
-        """Number of steps of the whole run, from its config."""
+        """Return the number of steps of the whole run, from its config."""
         return self.settings.get("training.steps")
 
     @property
@@ -90,7 +90,7 @@ class Run:
 
     @property
     def tokens_per_step(self) -> float:
-        """Tokens per step; NaN before the first row."""
+        """Return the tokens per step; NaN before the first row."""
         return self.series("tokens")[-1] / self.rows[-1]["step"] if self.rows else float("nan")
 
     def series(self, key: str) -> np.ndarray:
@@ -103,12 +103,12 @@ class Run:
 
     @property
     def model(self) -> str:
-        """The name of the model, its flavor and its overrides."""
+        """Return the name of the model, its flavor and its overrides."""
         return f"{self.settings.get('model.name')} {named(str(self.settings.get('model.flavor')), self._overrides)}"
 
     @cached_property
     def parameters(self) -> int | None:
-        """Number of parameters, with a tied embedding once; None if this version does not know the model or flavor."""
+        """Return the number of parameters, with a tied embedding once; None if the model or flavor is unknown."""
         entry, flavor = MODELS.get(self.settings.get("model.name", "")), self.settings.get("model.flavor", "")
         if entry is None or flavor not in list(entry.flavors):
             return None

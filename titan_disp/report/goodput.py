@@ -11,7 +11,7 @@ from titan_disp.report.attempts import Attempt, attempts
 
 @dataclass(frozen=True)
 class Goodput:
-    """How one or several starts spent their time, in seconds.
+    """Hold the seconds that one or several starts spent, by what they spent them on.
 
     Attributes:
         kept: time of steps that no later start repeated.
@@ -39,7 +39,7 @@ class Goodput:
 
     @property
     def fraction(self) -> float:
-        """The fraction of time in kept steps; NaN if there is no time."""
+        """Return the fraction of time in kept steps; NaN if there is no time."""
         return self.kept / self.total if self.total else float("nan")
 
     def in_its_allocation(self) -> "Goodput":

@@ -19,7 +19,7 @@ SHARED_STEPS = 4  # runs with so many common steps are shown at the same steps
 
 @dataclass(frozen=True)
 class Picture:
-    """A picture of the page.
+    """Represent a picture of the page.
 
     Attributes:
         uri: the picture as a data URI.

@@ -124,7 +124,7 @@ def overview(runs: Sequence[Run], now: float) -> Rows:
 
 @dataclass(frozen=True)
 class Cell:
-    """A number of a run, its step, and a note on how to read it."""
+    """Hold a number of a run, its step, and a note on how to read it."""
 
     value: float | None
     step: int | None = None
@@ -272,7 +272,7 @@ def _collapsed(events: Sequence[dict[str, Any]]) -> Iterator[list[dict[str, Any]
 
 
 def events(run: Run) -> list[list[str]]:
-    """Return time, event, step and details of each event. Consecutive checkpoints share a line."""
+    """Return time, event, step and details of each event. Consecutive checkpoints share a line, and so do skips."""
     lines = []
     for group in _collapsed(run.events):
         first, last = group[0], group[-1]

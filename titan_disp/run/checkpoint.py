@@ -1,9 +1,9 @@
-"""TorchTitan's checkpoint manager, extended so that a run survives failing nodes and damaged checkpoints.
+"""This module extends TorchTitan's checkpoint manager so that a run survives failing nodes and damaged checkpoints.
 
 - A checkpoint is *complete* if it has DCP's ``.metadata``, which is written last. Runs resume only from complete
   checkpoints, and the retention (``checkpoint.keep_latest_k``) counts only these.
-- Every file has a hash. Before a checkpoint is loaded, its files' lengths and hashes are verified.
-- A run resumes from the newest complete checkpoint that verifies and loads. A checkpoint that does not is moved aside,
+- DCP's files have hashes. Before a checkpoint is loaded, its files' lengths and hashes are verified.
+- A run resumes from the newest complete checkpoint that verifies and loads. Newer ones that do not are moved aside,
   never deleted, and the log says so.
 - If a load or save fails on any rank, all ranks learn of it and stop together.
 """
@@ -46,7 +46,8 @@ def check_initial_load(checkpoint: Checkpoint, assets: str | None, adapter: HfAd
         adapter: the model's adapter.
 
     Raises:
-        ConfigError: the weights are missing, damaged, or another model's.
+        ConfigError: the keys contradict each other, or the weights are missing, incomplete, or (in Hugging Face's
+            format) another model's. Hashes are not compared here.
     """
     path = checkpoint.initial_load_path
     if not checkpoint.enable:
@@ -69,7 +70,7 @@ def check_initial_load(checkpoint: Checkpoint, assets: str | None, adapter: HfAd
 
 
 class DispCheckpointManager(CheckpointManager):
-    """Saves, verifies and loads checkpoints.
+    """Save, verify and load checkpoints.
 
     Attributes:
         before_load: called with the step before anything is loaded; raises ConfigError to refuse the checkpoint.
@@ -122,7 +123,7 @@ class DispCheckpointManager(CheckpointManager):
         """Save a checkpoint as TorchTitan does, if one is due.
 
         Raises:
-            CheckpointError: on all ranks: this save or the asynchronous save before it failed.
+            CheckpointError: this save or the asynchronous save before it failed. DCP raises its errors on all ranks.
         """
         if not self._should_save(curr_step, last_step):
             return
@@ -155,7 +156,10 @@ class DispCheckpointManager(CheckpointManager):
             )
 
     def _make_room(self, step: int) -> None:
-        """Remove an unfinished save of this step, which may hold files of another number of ranks."""
+        """Remove an unfinished save of this step, which may hold files of another number of ranks.
+
+        A folder that may be more than an unfinished save is moved aside instead. This is a collective call.
+        """
         folder = Path(self._create_checkpoint_id(step))
         if dist.get_rank() == 0 and folder.is_dir() and not is_complete(folder):
             if is_unfinished(folder):
@@ -193,7 +197,7 @@ class DispCheckpointManager(CheckpointManager):
         enable_garbage_collection: bool = False,
         to_hf: bool = False,
     ) -> Any:
-        """Save as TorchTitan does, and hash the files."""
+        """Save as TorchTitan does, and hash the files, except in Hugging Face's format."""
         if to_hf:
             return super().dcp_save(state_dict, checkpoint_id, async_mode, enable_garbage_collection, to_hf)
         writer = HashingWriter(checkpoint_id)
@@ -214,7 +218,10 @@ class DispCheckpointManager(CheckpointManager):
         return saved
 
     def save_has_failed(self) -> bool:
-        """Whether an asynchronous save has failed on this rank. Does not wait for it."""
+        """Return whether an asynchronous save has failed on this rank, without waiting for it.
+
+        If it has ended well, it is recorded as saved.
+        """
         future: Future[Any] | None = self.save_future if self.enable else None
         if future is None or not future.done():
             return False
@@ -228,7 +235,7 @@ class DispCheckpointManager(CheckpointManager):
         """Wait for an asynchronous save.
 
         Raises:
-            CheckpointError: on all ranks: it failed.
+            CheckpointError: the save failed on this rank. DCP raises its errors on all ranks.
         """
         if not self.enable or self.save_future is None:
             return
@@ -263,10 +270,10 @@ class DispCheckpointManager(CheckpointManager):
     # ---- load
 
     def ended_at(self) -> int | None:
-        """The step at which the run ended, if its last checkpoint holds the model only. A collective call.
+        """Return the step at which the run ended, if its last checkpoint holds the model only, or else None.
 
-        Such a checkpoint cannot be continued. Returns None if it is damaged: the run then continues from the one before
-        it.
+        Such a checkpoint cannot be continued. If it is damaged, the result is None, and the run continues from the one
+        before it. This is a collective call.
         """
         if not self.enable or (ended := on_rank_0(_ended_at, self.folder)) is None:
             return None
@@ -275,7 +282,10 @@ class DispCheckpointManager(CheckpointManager):
         return ended if in_hf or self._damage(folder) is None else None
 
     def newest(self) -> int:
-        """The step of the newest complete checkpoint, model-only or not; 0 if there is none. A collective call."""
+        """Return the step of the newest complete checkpoint, model-only or not; 0 if there is none.
+
+        This is a collective call.
+        """
         steps = on_rank_0(checkpoints, self.folder, True) if self.enable else []
         return steps[-1] if steps else 0
 
@@ -284,13 +294,19 @@ class DispCheckpointManager(CheckpointManager):
         return steps[-1] if steps else -1
 
     def load(self, step: int = -1) -> bool:
-        """Load ``step``, or the newest checkpoint that loads. A collective call.
+        """Load ``step``, or with -1 the newest checkpoint that loads. This is a collective call.
+
+        If there is no checkpoint, the weights to begin with are loaded, if [checkpoint] names any.
+
+        Returns:
+            Whether anything was loaded.
 
         Raises:
             ConfigError: on all ranks: ``before_load`` refuses the checkpoint, or the weights to begin with are missing
                 or another model's.
-            CheckpointError: on all ranks: none of the checkpoints loads; or, with an explicit step, this checkpoint
-                does not load, or there are newer ones.
+            CheckpointError: on all ranks: none of the checkpoints loads, the weights to begin with are damaged, or the
+                run has ended with a model-only checkpoint; or, with an explicit step, this checkpoint does not load, or
+                there are newer ones.
         """
         try:
             loaded = self._load(step)
@@ -357,7 +373,7 @@ class DispCheckpointManager(CheckpointManager):
         return True
 
     def _states_to_load(self, model_only: bool) -> dict[str, Any]:
-        """As TorchTitan's, without the identity, which was compared before and which older checkpoints lack."""
+        """Return TorchTitan's states without the identity, which was compared before and which older saves lack."""
         return {name: state for name, state in super()._states_to_load(model_only).items() if name != identity.NAME}
 
     def dcp_load(self, state_dict: dict[str, Any], checkpoint_id: str, from_hf: bool, from_quantized: bool) -> None:
@@ -370,7 +386,11 @@ class DispCheckpointManager(CheckpointManager):
             self.states[MODEL].load_state_dict(state_dict)
 
     def _try(self, step: int) -> str | None:
-        """Load a step on all ranks. Returns why any of them could not, or None."""
+        """Load a step on all ranks, and return why any of them could not, or None.
+
+        Raises:
+            CheckpointError: the checkpoint holds the model only.
+        """
         folder = self._create_checkpoint_id(step)
         reason = self._damage(folder)
         if reason is not None:
@@ -393,7 +413,7 @@ class DispCheckpointManager(CheckpointManager):
         return _first(reason)
 
     def _damage(self, folder: str) -> str | None:
-        """What is wrong with a checkpoint's files, or None. The ranks share the files and agree on the answer."""
+        """Return what is wrong with a checkpoint's files, or None. Ranks share the files and agree on the answer."""
         reason = on_rank_0(problem, folder)
         if reason is not None:
             return reason
@@ -432,7 +452,11 @@ def _ended_at(folder: str) -> int | None:
 
 
 def _refuse_ended(folder: str) -> None:
-    """Refuse a run that ended with ``checkpoint.last_save_in_hf``: it would train again and overwrite that model."""
+    """Refuse a run that ended with ``checkpoint.last_save_in_hf``: it would train again and overwrite that model.
+
+    Raises:
+        CheckpointError: the checkpoint folder holds a model in Hugging Face's format.
+    """
     ended = [path for path in Path(folder).glob("step-*") if (path / INDEX).is_file()]
     if ended:
         raise CheckpointError(
@@ -443,7 +467,7 @@ def _refuse_ended(folder: str) -> None:
 
 
 def _first(reason: str | None) -> str | None:
-    """Return, on all ranks, the reason of some rank that has one. A collective call."""
+    """Return, on all ranks, the reason of the first rank that has one, or None. This is a collective call."""
     if not dist.is_initialized() or dist.get_backend() == "fake":
         return reason
     failed = torch.tensor(float(reason is not None), device=utils.device_type)

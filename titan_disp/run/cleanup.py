@@ -1,9 +1,9 @@
-"""Delete, at the start of a run, what unfinished saves and deletions have left in its checkpoint folder.
+"""This module deletes, at the start of a run, what unfinished saves and deletions left in its checkpoint folder.
 
 These folders are deleted:
 
-- ``purging-N``. Only the retention (``checkpoint.keep_latest_k``) makes such names: it renames a checkpoint before
-  deleting it.
+- ``purging-N``. Only the retention (``checkpoint.keep_latest_k``) and this module make such names: they rename a folder
+  before deleting it.
 - ``step-N`` that is empty, or in which titan-disp began a save (``.saving``) that did not end: there is no
   ``.metadata``, no hashes.json (which is written once all ranks have written everything), and no file that is not
   DCP's.
@@ -69,7 +69,7 @@ def clean_up(folder: Path) -> None:
 
 
 def is_unfinished(path: Path) -> bool:
-    """Whether a folder step-N holds nothing but a save that began and did not end."""
+    """Return whether a folder step-N is empty or holds nothing but a save that began and did not end."""
     names = os.listdir(path)
     return not names or (SAVING in names and all(re.fullmatch(_OF_A_SAVE, name) for name in names))
 

@@ -1,4 +1,4 @@
-"""Where a run's wall time has gone since its last start; metrics.jsonl and events.jsonl record it as ``spent``."""
+"""This module counts how a job spends its wall time. metrics.jsonl and events.jsonl record it as ``spent``."""
 
 import os
 import time
@@ -10,7 +10,7 @@ KINDS = ("start_up", "steps", "checkpoints", "condensation", "validation")
 
 
 def process_began() -> float:
-    """When this process started, in seconds since the epoch, as Linux records it; the present time on other systems."""
+    """Return when this process started, in seconds since the epoch. Outside of Linux, return the present time."""
     with suppress(OSError, ValueError, StopIteration, IndexError):
         ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
         boot = next(int(line.split()[1]) for line in Path("/proc/stat").read_text().splitlines() if "btime" in line)
@@ -19,7 +19,7 @@ def process_began() -> float:
 
 
 def allocation_began(environment: Mapping[str, str] = os.environ) -> float:
-    """When SLURM started the job, in seconds since the epoch; when this process started if there is no SLURM.
+    """Return when SLURM started the job, in seconds since the epoch, or without SLURM, when this process started.
 
     SLURM sets the start anew when it requeues a job.
     """
@@ -29,9 +29,10 @@ def allocation_began(environment: Mapping[str, str] = os.environ) -> float:
 
 
 class Clock:
-    """Counts the seconds since the allocation began, by kind.
+    """Count the seconds since the allocation began, by kind.
 
-    The first step counts as start-up, because most of it is compilation. The rest of the wall time belongs to no kind.
+    The first step counts as start-up, because most of it is compilation. So does the time before it that has no kind of
+    its own. After the first step, such time belongs to no kind.
     Setting the machine's clock has no effect.
     """
 
@@ -56,7 +57,7 @@ class Clock:
             self._stepped = self._stepped or kind == "steps"
 
     def spent(self) -> dict[str, float]:
-        """The seconds of each kind up to now, including the context that is running."""
+        """Return the seconds of each kind up to now, including the context that is running."""
         seconds, now = dict(self._seconds), self._now()
         kind, since = self._running or ("", now)
         if kind and (self._stepped or kind != "steps"):
@@ -66,5 +67,5 @@ class Clock:
         return seconds
 
     def rounded(self) -> dict[str, float]:
-        """``spent`` rounded to milliseconds, for a line of JSON."""
+        """Return ``spent`` rounded to milliseconds, for a line of JSON."""
         return {kind: round(seconds, 3) for kind, seconds in self.spent().items()}

@@ -1,6 +1,7 @@
-"""The files config.json, environment.json and events.jsonl of a run's folder, and its lock. Only rank 0 writes them.
+"""This module locks a run's folder, and writes and reads its files of JSON. Only rank 0 writes them.
 
-Reports, exports and tests read these files instead of console text.
+These are config.json, environment.json, events.jsonl and metrics.jsonl. Reports, exports and tests read them instead of
+console text.
 """
 
 import contextlib
@@ -26,7 +27,7 @@ PACKAGES = ("titan-disp", "torch", "torchtitan", "datasets", "tokenizers", "sent
 
 
 def environment(world_size: int) -> dict[str, Any]:
-    """What a run runs on: versions, machine, accelerators, and SLURM's job."""
+    """Return what a run runs on: versions, machine, accelerators, number of ranks, and SLURM's job."""
     versions = {}
     for name in PACKAGES:
         with contextlib.suppress(PackageNotFoundError):
@@ -47,7 +48,7 @@ def environment(world_size: int) -> dict[str, Any]:
 
 
 def job_id() -> str:
-    """JOB.RESTARTS, which names this start of this SLURM job in the batch script's files too; empty without SLURM."""
+    """Return JOB.RESTARTS, which also names this start in the batch script's files, or "" without SLURM."""
     job = os.environ.get("SLURM_JOB_ID")
     return f"{job}.{os.environ.get('SLURM_RESTART_COUNT', '0')}" if job else ""
 
@@ -153,7 +154,7 @@ def lock_folder(path: Path, name: str = ".lock") -> IO[str]:
 
 
 class RunFolder:
-    """An open run folder, which is locked until ``close``."""
+    """Represent an open run folder, which is locked until ``close``."""
 
     def __init__(self, job_config: JobConfig, world_size: int) -> None:
         """Create the folder, lock it, and read the config of the run's former starts. Nothing else is written yet.
@@ -186,7 +187,7 @@ class RunFolder:
 
     @property
     def locked(self) -> bool:
-        """Whether no other job can use the folder: its lock is held, and the file system supports locks."""
+        """Return whether no other job can use the folder: its lock is held, and the file system supports locks."""
         if self._lock is None:
             return False
         try:

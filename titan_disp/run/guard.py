@@ -1,4 +1,4 @@
-"""Skip steps that are not finite, on all ranks alike; and share, once per step, what single ranks know.
+"""This module skips steps that are not finite, on all ranks alike, and shares what single ranks know once per step.
 
 TorchTitan 0.2.2 continues after a NaN. Ranks cannot check their own gradients only: after clipping by an infinite norm,
 one rank holds NaN while the others hold zeros. The verdict is therefore all-reduced, in one small message that also
@@ -23,12 +23,13 @@ Terms = Callable[[], Tensor | None]
 
 
 class GuardedOptimizers(OptimizersContainer):
-    """TorchTitan's optimizers, which step only if loss and gradients are finite on all ranks.
+    """Hold TorchTitan's optimizers, which step only if loss and gradients are finite on all ranks.
 
     Attributes:
-        skipped: steps skipped since the start of the run.
-        in_a_row: the most recent steps, all skipped; 0 after a good step.
-        bad_terms: what was not finite in the last step; empty if it was good.
+        skipped: number of steps skipped since the start of the run.
+        in_a_row: number of steps skipped since the last good one; 0 after a good step.
+        bad_terms: what was not finite in the last step; empty if it was good. Gradients that are all 0 count as not
+            finite, because clipping by an infinite norm leaves zeros.
         flags: by name, functions that are called once per step for this rank's answer.
         agreed: by name, whether any rank answered True in the last step.
     """
@@ -40,7 +41,7 @@ class GuardedOptimizers(OptimizersContainer):
             inner: what TorchTitan built.
             non_finite_terms: a function that returns [2] bool on the device: whether this step's local cross-entropy
                 and local dispersion are not finite. It returns None if there was no loss.
-            max_skipped_steps: after so many skipped steps in a row, ``step`` raises.
+            max_skipped_steps: after so many skipped steps in a row, ``step`` raises NonFiniteError.
         """
         self.inner, self.non_finite_terms, self.max_skipped_steps = inner, non_finite_terms, max_skipped_steps
         self.optimizers, self.model_parts = inner.optimizers, inner.model_parts
@@ -65,10 +66,10 @@ class GuardedOptimizers(OptimizersContainer):
         return [g for g in local if g.numel()]
 
     def _message(self) -> Tensor:
-        """This rank's part of the message, each 0 or 1.
+        """Return this rank's part of the message, [4 + flags] float32, each 0 or 1.
 
-        A gradient is not finite, a gradient is not 0, the cross-entropy is not finite, the dispersion is not finite,
-        the flags.
+        The numbers say whether a gradient is not finite, a gradient is not 0, the cross-entropy is not finite, and the
+        dispersion is not finite. The answers of the flags follow.
         """
         gradients = self._gradients()
         norms = torch.stack(torch._foreach_norm(gradients)) if gradients else torch.zeros(1)
@@ -95,7 +96,7 @@ class GuardedOptimizers(OptimizersContainer):
         self.bad_terms = [name for name, bad in verdicts.items() if bad]
 
     def step(self, *args: Any, **kwargs: Any) -> None:
-        """Step on all ranks, or skip the step on all ranks. A collective call.
+        """Step on all ranks, or skip the step on all ranks. This is a collective call.
 
         Raises:
             NonFiniteError: on all ranks, after ``max_skipped_steps`` skipped steps in a row.

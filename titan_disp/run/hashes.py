@@ -1,4 +1,4 @@
-"""DCP checkpoints with a hash of every file. DCP itself would load a flipped bit in a weight without noticing.
+"""This module saves DCP checkpoints with a hash of every file. DCP alone would not notice a flipped bit in a weight.
 
 Each rank hashes its files while it writes them, and sends the hashes to the coordinator among the results of its
 writes. The coordinator writes hashes.json before it renames ``.metadata``, the last file of a save, to its final name.
@@ -31,7 +31,7 @@ _CHUNK = 2**24  # bytes read at a time
 
 
 class _HashedStream:
-    """Hashes what is written to a file. The file must be written from beginning to end, as DCP does."""
+    """Hash what is written to a file. The file must be written from beginning to end, as DCP does."""
 
     def __init__(self, file: Any) -> None:
         self._file = file
@@ -48,7 +48,7 @@ class _HashedStream:
 
 
 class _HashingFileSystem(FileSystem):
-    """DCP's file system, which hashes the files that it writes.
+    """This is DCP's file system, which also hashes the files that it writes.
 
     Attributes:
         hashes: hashes of the files that this rank has written, by name.
@@ -75,7 +75,7 @@ class _HashingFileSystem(FileSystem):
 
 
 class HashingWriter(_FileSystemWriter):  # not FileSystemWriter, which ``async_save`` would take for the stager too
-    """DCP's default writer, which also writes hashes."""
+    """This is DCP's default writer, which also writes hashes."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         super().__init__(path)
@@ -109,7 +109,7 @@ class HashingWriter(_FileSystemWriter):  # not FileSystemWriter, which ``async_s
 
 
 def read_hashes(folder: str | os.PathLike[str]) -> dict[str, str] | None:
-    """Read the hashes of a checkpoint's files, by name; None if it was saved without hashes.
+    """Read the hashes of a checkpoint's files, by name. The result is None if it was saved without hashes.
 
     Raises:
         ValueError: hashes.json is damaged, or names an unknown algorithm.
@@ -132,7 +132,15 @@ def hash_bytes(content: bytes) -> str:
 
 
 def hash_file(path: str | os.PathLike[str], read: Callable[[int], object] | None = None) -> str:
-    """Hash a file. ``read`` is called with the number of bytes of each read. Raises OSError if the file cannot be read."""
+    """Return the hash of a file, in hexadecimal digits.
+
+    Args:
+        path: the file.
+        read: a function that is called with the number of bytes of each read.
+
+    Raises:
+        OSError: the file cannot be read.
+    """
     found, buffer = xxhash.xxh3_128(), memoryview(bytearray(_CHUNK))
     with open(path, "rb", buffering=0) as file:
         while size := file.readinto(buffer):

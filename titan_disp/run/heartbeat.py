@@ -1,4 +1,4 @@
-"""The heartbeat of a run: what it is doing, and how long that may take.
+"""This module writes the heartbeat of a run: what it is doing, and how long that may take.
 
 Collective operations have time-outs. A hanging file system, or any other stall in which no rank waits for another, has
 none and would hold all GPUs until the job's time limit. Rank 0 therefore writes RUN/heartbeat.json whenever it begins
@@ -21,7 +21,7 @@ PAUSE = 1.0  # seconds between two writes of the same kind: steps may be shorter
 
 
 class Heartbeat:
-    """Writes the heartbeat file and arms the faulthandler.
+    """Write the heartbeat file, and arm the faulthandler.
 
     Attributes:
         slowest: seconds of the slowest step so far, without the first one, which compiles.
@@ -30,7 +30,7 @@ class Heartbeat:
     def __init__(
         self, run: Path | None, init_timeout: float, train_timeout: float, save: float, silence: float
     ) -> None:
-        """Nothing is written before ``begin``.
+        """Set the time limits, in seconds. Nothing is written before ``begin``.
 
         Args:
             run: the run folder on rank 0, None on other ranks.
@@ -47,7 +47,7 @@ class Heartbeat:
         self._doing, self._written, self._began = "", -PAUSE, time.monotonic()
 
     def allowed(self, doing: str) -> float:
-        """Seconds allowed until the next heartbeat.
+        """Return the seconds allowed until the next heartbeat.
 
         A time-out counts twice, because that of another rank may have to pass before this rank's begins.
         """
@@ -64,7 +64,11 @@ class Heartbeat:
         self.begin("step", step)
 
     def begin(self, doing: str, step: int) -> None:
-        """Announce something that may take long: start, step, save, validation or condensation."""
+        """Announce something that may take long: start, step, save, validation or condensation.
+
+        The faulthandler is armed on every rank. The file is written on rank 0, for the same thing at most once per
+        ``PAUSE``.
+        """
         now, allowed = time.monotonic(), self.allowed(doing)
         faulthandler.dump_traceback_later(allowed, file=2)  # stderr, which is this rank's log
         self._began = now
@@ -78,7 +82,7 @@ class Heartbeat:
             os.replace(partial, self.file)
 
     def close(self) -> None:
-        """Remove the heartbeat file: nothing is expected any more."""
+        """Disarm the faulthandler and remove the heartbeat file: nothing is expected any more."""
         faulthandler.cancel_dump_traceback_later()
         if self.file is not None:
             with contextlib.suppress(OSError):

@@ -1,4 +1,4 @@
-"""Write what ``from_pretrained`` needs beside the weights: config.json, generation_config.json and the tokenizer."""
+"""This module writes what ``from_pretrained`` needs beside the weights: two files of config, and the tokenizer."""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -12,7 +12,7 @@ from titan_disp.run.folder import write_json
 
 
 def hf_config(adapter: HfAdapter, tokenizer: BaseTokenizer, dtype: str) -> dict[str, Any]:
-    """The content of config.json, with the BOS and EOS that training put around documents."""
+    """Return the content of config.json, with the BOS and EOS that training put around documents."""
     return {
         **adapter.architecture(),
         **adapter.extras(),
@@ -31,14 +31,14 @@ def describe(
     dtype: str,
     documents: Iterable[str] = (),
 ) -> None:
-    """Write everything but the weights into ``dest``.
+    """Write config.json, generation_config.json and the tokenizer into ``dest``.
 
     Args:
         dest: an existing folder.
         adapter: the model's adapter; its ``model_args.max_seq_len`` is the sequence length of training.
         tokenizer_folder: the folder of ``tokenizer``.
         tokenizer: the tokenizer of training.
-        dtype: of the weights: float32, bfloat16 or float16.
+        dtype: dtype of the weights: float32, bfloat16 or float16.
         documents: texts for which the written tokenizer must give training's ids, besides ``hf_tokenizer.PROBES``.
 
     Raises:

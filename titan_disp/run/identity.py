@@ -1,4 +1,4 @@
-"""The identity that a checkpoint holds: the model's architecture, and everything else that a run must keep.
+"""This module handles a checkpoint's identity: the model's architecture, and everything else that a run must keep.
 
 A resume with another identity is refused. The tensors alone would not tell: a model with fewer blocks loads without an
 error, and so does one with as many parameters in other heads.
@@ -17,7 +17,7 @@ NAME = "identity"  # its name among the states of a checkpoint
 
 
 class Identity:
-    """A state that is saved but never loaded; ``read_identity`` reads it before anything is loaded.
+    """Hold a state that is saved but never loaded. ``read_identity`` reads it before anything is loaded.
 
     Attributes:
         content: the identity as names and values, which errors show; it can be written as JSON.
@@ -34,7 +34,7 @@ class Identity:
 
 
 def read_identity(checkpoint: str) -> dict[str, Any]:
-    """Read a checkpoint's identity; {} if an older version or TorchTitan's own trainer saved the checkpoint.
+    """Read a checkpoint's identity, which is {} if an older version or TorchTitan's own trainer saved the checkpoint.
 
     Raises:
         CheckpointError: it cannot be read.

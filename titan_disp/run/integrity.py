@@ -1,4 +1,4 @@
-"""Which checkpoints of a run are complete, and whether a checkpoint is damaged."""
+"""This module finds out which checkpoints of a run are complete, and whether a checkpoint is damaged."""
 
 import os
 import re
@@ -16,9 +16,10 @@ _DIFFERS = "{} differs from its hash: its content is not what was saved"
 
 
 def problem(folder: str | Path) -> str | None:
-    """What is wrong with a DCP checkpoint, without reading its weights; None if all files have their full length.
+    """Return what is wrong with a DCP checkpoint, or None if all files have their full length. No weights are read.
 
-    If there is a hashes.json, it must have the hash of ``.metadata``, and a hash for every file that is needed.
+    If there is a hashes.json, it must have the hash of ``.metadata`` and of every file that is needed, and all files
+    that it names must exist.
     """
     folder = Path(folder)
     try:
@@ -59,10 +60,10 @@ def problem(folder: str | Path) -> str | None:
 def damage(
     folder: str | Path, rank: int = 0, world_size: int = 1, read: Callable[[int], object] | None = None
 ) -> str | None:
-    """Read this rank's share of a checkpoint's files completely, and say which one differs from its hash.
+    """Read this rank's share of a checkpoint's files completely, and return which one differs from its hash.
 
-    Returns None if none does, or if the checkpoint was saved without hashes.
-    ``read`` is called with the number of bytes of each read.
+    The result is None if none does, or if the checkpoint was saved without hashes. ``read`` is called with the number
+    of bytes of each read.
     """
     folder = Path(folder)
     try:
@@ -79,7 +80,7 @@ def damage(
 
 
 def verify(folder: str | Path) -> str | None:
-    """What is wrong with a checkpoint, all of whose files are read with a progress bar: ``problem``, then ``damage``."""
+    """Return what is wrong with a checkpoint, or None: first ``problem``, then ``damage`` with a progress bar."""
     folder = Path(folder)
     if reason := problem(folder):
         return reason
@@ -91,12 +92,12 @@ def verify(folder: str | Path) -> str | None:
 
 
 def has_hashes(folder: str | Path) -> bool:
-    """Whether a checkpoint can be verified. Older versions and TorchTitan's own trainer save no hashes."""
+    """Return whether a checkpoint can be verified. Older versions and TorchTitan's own trainer save no hashes."""
     return (Path(folder) / HASHES).is_file()
 
 
 def _lengths(content: bytes) -> dict[str, int]:
-    """The number of bytes that each file must have, from the content of ``.metadata``."""
+    """Return the number of bytes that each file must have at least, from the content of ``.metadata``."""
     length: dict[str, int] = defaultdict(int)
     for info in (parse_metadata(content).storage_data or {}).values():
         length[info.relative_path] = max(length[info.relative_path], info.offset + info.length)
@@ -104,7 +105,7 @@ def _lengths(content: bytes) -> dict[str, int]:
 
 
 def is_model_only(folder: str | Path) -> bool:
-    """Whether a complete checkpoint holds the model without the optimizer."""
+    """Return whether a complete DCP checkpoint holds the model without the optimizer."""
     return not any(key.startswith("optimizer.") for key in read_metadata(folder).state_dict_metadata)
 
 
@@ -113,7 +114,8 @@ def checkpoints(folder: str | Path, hugging_face: bool = False) -> list[int]:
 
     Args:
         folder: the checkpoint folder.
-        hugging_face: whether to include those in Hugging Face's format, from which no run can resume.
+        hugging_face: whether to include those in Hugging Face's format (``checkpoint.last_save_in_hf``), from which no
+            run can resume.
     """
     try:
         names = os.listdir(folder)
@@ -124,6 +126,6 @@ def checkpoints(folder: str | Path, hugging_face: bool = False) -> list[int]:
 
 
 def is_complete(folder: str | Path, hugging_face: bool = True) -> bool:
-    """Whether a checkpoint was saved completely, in DCP's format or Hugging Face's (``checkpoint.last_save_in_hf``)."""
+    """Return whether a checkpoint was saved completely, in DCP's format or, if ``hugging_face``, in Hugging Face's."""
     files = (METADATA, INDEX) if hugging_face else (METADATA,)
     return any((Path(folder) / name).is_file() for name in files)

@@ -1,4 +1,4 @@
-"""TorchTitan's metrics, with each loss term apart, a stable TensorBoard folder, and metrics.jsonl.
+"""This module adds to TorchTitan's metrics: each loss term apart, a stable TensorBoard folder, and metrics.jsonl.
 
 This works under TorchTitan's own trainer too, because it needs only two methods. The trainer calls ``should_log`` on
 every rank in every step, and ``log`` on every rank when a step is logged.
@@ -44,7 +44,7 @@ def _said(data: dict[str, float]) -> str:
 
 
 class TensorBoardFolder(BaseLogger):
-    """Logs to one TensorBoard folder per run folder, across requeues.
+    """Log to one TensorBoard folder per run folder, across requeues.
 
     TorchTitan would name the folder by the date. The writer is opened at the first log, when the step is known: its
     ``purge_step`` hides what a killed job wrote after the checkpoint from which this job resumed.
@@ -66,7 +66,7 @@ class TensorBoardFolder(BaseLogger):
             writer.add_scalar(name, value, step)
 
     def log_heatmap(self, found: Condensation, step: int) -> None:
-        """Log a heatmap, at growing distances: all ranks wait a fifth of a second for each."""
+        """Log a heatmap, but only at growing distances, because all ranks wait a fifth of a second for each."""
         if step < self._next_heatmap:
             return
         self._next_heatmap = HEATMAP_RATIO * step
@@ -80,7 +80,7 @@ class TensorBoardFolder(BaseLogger):
 
 
 class DispersionMetrics(MetricsProcessor):
-    """Logs cross-entropy, dispersion and the exact tokens seen to console, TensorBoard (W&B) and metrics.jsonl."""
+    """Log cross-entropy, dispersion and the exact tokens seen to console, TensorBoard (W&B) and metrics.jsonl."""
 
     logger: BaseLogger
     stragglers: Stragglers | None = None  # titan_disp.train sets it if there are several ranks
@@ -121,13 +121,13 @@ class DispersionMetrics(MetricsProcessor):
             self.logger = both
 
     def tokens_seen(self, step: int) -> int:
-        """Tokens trained on after ``step`` steps. TorchTitan's own number counts the tokens of every CP rank."""
+        """Return the tokens trained on after ``step`` steps. TorchTitan's own number counts those of every CP rank."""
         dims = self.parallel_dims
         return step * tokens_per_step(self.job_config, dims.dp_replicate * dims.dp_shard)
 
     @property
     def total_tokens(self) -> int:
-        """Tokens that this job will have seen at its end."""
+        """Return the tokens that this job will have seen at its end."""
         dims = self.parallel_dims
         return self.tokens_seen(last_step(self.job_config, dims.dp_replicate * dims.dp_shard))
 
@@ -142,10 +142,10 @@ class DispersionMetrics(MetricsProcessor):
         return f", {timedelta(seconds=round((self.total_tokens - tokens) / pace))} left"
 
     def data_metrics(self, seconds: float) -> dict[str, float]:
-        """Combine the loader's counters of all ranks by sum or maximum (``loader.LARGEST``). A collective call.
+        """Combine the loader's counters of all ranks by sum or maximum (``loader.LARGEST``). This is a collective call.
 
         Args:
-            seconds: since the last log. stored_bytes_per_second and wait_fraction refer to this time; wait_fraction is
+            seconds: time since the last log. stored_bytes_per_second and wait_fraction refer to it; wait_fraction is
                 that of the rank that waited longest for its data.
         """
         if self._loader is None:
@@ -238,7 +238,8 @@ class DispersionMetrics(MetricsProcessor):
         Args:
             step: steps trained before the measurement.
             found: the measurement on held-out text; the .npz file holds its histograms.
-            seconds: that the measurement took. Neither these nor the time to write count in the throughput of training.
+            seconds: time that the measurement took. Neither this nor the time to write counts in the throughput of
+                training.
         """
         began = time.perf_counter()
         self.time_last_log += seconds
@@ -268,7 +269,10 @@ class DispersionMetrics(MetricsProcessor):
         )
 
     def _condensation_scalars(self, found: Condensation) -> dict[str, float]:
-        """The scalars of a measurement, by tag; with condensation.per_layer also of each layer (4 × 29 for 0.6B)."""
+        """Return the scalars of a measurement, by tag, without those that are NaN.
+
+        With condensation.per_layer, those of each layer are among them (4 × 29 for 0.6B).
+        """
         scalars = {
             f"condensation_{name}/{part}": value
             for name, parts in found.by_part().items()

@@ -1,4 +1,4 @@
-"""Find the rank for which the others wait.
+"""This module finds the rank for which the others wait.
 
 In every step, ranks first meet where TorchTitan sums the valid tokens of all ranks and reads the sum on the host. The
 time from the arrival of a rank's last microbatch to its first forward is time spent waiting for the slowest rank. The
@@ -32,6 +32,9 @@ def straggler(own: Sequence[float], hosts: Sequence[str]) -> dict[str, Any] | No
         own: own seconds per step of every rank. With two ranks in the middle, the faster one is the median, so that one
             of two ranks can be found slow.
         hosts: host name of every rank.
+
+    Returns:
+        ``rank``, ``host``, ``seconds`` and ``median`` of all ranks; or None.
     """
     median = median_low(own)
     slowest = max(range(len(own)), key=own.__getitem__)
@@ -41,7 +44,7 @@ def straggler(own: Sequence[float], hosts: Sequence[str]) -> dict[str, Any] | No
 
 
 class Stragglers:
-    """Measures this rank's own time, and compares all ranks on request."""
+    """Measure this rank's own time, and compare all ranks on request."""
 
     def __init__(self) -> None:
         # When the current interval began; None until the first comparison, because a run's first step compiles.
@@ -63,14 +66,17 @@ class Stragglers:
             self._arrived = None
 
     def own_seconds(self) -> float:
-        """The rank's own seconds per step since the last call; 0 at the first call."""
+        """Return the rank's own seconds per step since the last call; 0 at the first call."""
         now = time.perf_counter()
         own = (now - self._since - self._waited) / max(1, self._steps) if self._since is not None else 0.0
         self._since, self._waited, self._steps = now, 0.0, 0
         return own
 
     def find(self) -> dict[str, Any] | None:
-        """Find the slowest rank as ``straggler`` does. A collective call: it gathers a number, and once host names."""
+        """Find the slowest rank as ``straggler`` does.
+
+        This is a collective call: it gathers a number, and once host names.
+        """
         if not self._hosts:
             self._hosts = [""] * dist.get_world_size()
             dist.all_gather_object(self._hosts, socket.gethostname())

@@ -1,4 +1,4 @@
-"""Read a run's validation losses, which TorchTitan writes only to TensorBoard's files."""
+"""This module reads a run's validation losses, which TorchTitan writes only to TensorBoard's files."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -8,13 +8,13 @@ VALIDATION_LOSS = "validation_metrics/loss"  # TorchTitan's tag
 
 
 def read_validation(run: Path, config: Mapping[str, Any]) -> dict[int, float]:
-    """Read the validation losses by step, ascending; empty if the run does not validate.
+    """Read the validation losses by step, ascending. The result is empty if there are none.
 
     If a step was repeated after a resume, its last loss counts.
 
     Args:
         run: the run's folder.
-        config: its config.json.
+        config: content of its config.json.
     """
     if not config.get("validation", {}).get("enable"):
         return {}

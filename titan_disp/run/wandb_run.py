@@ -1,4 +1,4 @@
-"""One Weights & Biases run per run folder, across requeues.
+"""This module keeps one Weights & Biases run per run folder, across requeues.
 
 TorchTitan's WandBLogger takes the id from WANDB_RUN_ID, and wandb itself reads WANDB_RESUME. Values that the user has
 set are kept.
@@ -30,7 +30,7 @@ def continue_run(folder_id: str, rank: int | None, environment: MutableMapping[s
 
     Args:
         folder_id: what ``run_id`` returns.
-        rank: if every rank has a run of its own, else None.
+        rank: this rank, if every rank has a run of its own, else None.
         environment: the variables to set.
     """
     environment.setdefault("WANDB_RUN_ID", folder_id if rank is None else f"{folder_id}-rank{rank}")

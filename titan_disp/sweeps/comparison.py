@@ -19,7 +19,7 @@ Key = TypeVar("Key", bound=Hashable)
 
 @dataclass(frozen=True)
 class Member:
-    """A point of a condition. ``value`` is its metric, or None with the reason in ``missing``."""
+    """Represent a point of a condition. ``value`` is its metric, or None with the reason in ``missing``."""
 
     name: str
     seeds: Seeds
@@ -29,7 +29,7 @@ class Member:
 
 @dataclass(frozen=True)
 class Condition:
-    """Points that differ only in their seeds.
+    """Hold the points that differ only in their seeds.
 
     Attributes:
         pairs: the seeds that this condition and the baseline have in common.
@@ -44,7 +44,7 @@ class Condition:
 
     @property
     def values(self) -> dict[Seeds, float]:
-        """The metric by seeds, for points that have it."""
+        """Return the metric by seeds, for points that have it."""
         return {member.seeds: member.value for member in self.members if member.value is not None}
 
     @property
@@ -53,13 +53,13 @@ class Condition:
 
     @property
     def standard_error(self) -> float | None:
-        """The standard error of the mean over seeds; None for a single seed."""
+        """Return the standard error of the mean over seeds, or None for fewer than two seeds."""
         return standard_error(list(self.values.values()))
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """A sweep's conditions in the order of its file.
+    """Hold a sweep's conditions in the order of its file.
 
     Attributes:
         against: name of the baseline, the condition that the others are compared with; None without a comparison.
@@ -77,7 +77,7 @@ def compare(sweep: Sweep, metric: str | None = None, against: str | None = None)
 
     Args:
         sweep: the sweep.
-        metric: a metric of ``final``. The default is the sweep's own, or else held-out or else training cross-entropy.
+        metric: a metric of ``final_metric``. The default is the sweep's own, or else held-out or else training cross-entropy.
         against: a condition. The default is the sweep's own.
 
     Raises:
@@ -136,7 +136,7 @@ def _paired(condition: Condition, baseline: Condition) -> Condition:
 
 
 def paired_by_seed(own: Mapping[Key, float], other: Mapping[Key, float]) -> tuple[tuple[Key, ...], Difference | None]:
-    """The seeds that two conditions share, and the difference of the first to the second over these.
+    """Return the seeds that two conditions share, and the difference of the first to the second over these.
 
     Args:
         own, other: the metric by seed.

@@ -4,7 +4,7 @@
     config = "train_configs/demo_cpu.toml"
     folder = "outputs/sweep"                    # it has a run folder for each point, named by what varies
     overrides = ["--training.steps=4"]          # for every point
-    against = "coeff-0.0"                       # titan-disp sweep table compares the others with this point
+    against = "coeff-0.0"                       # titan-disp sweep table compares the others with this one
 
     [grid]                                      # every combination
     "dispersion.coeff" = [0.0, 0.1]
@@ -41,7 +41,7 @@ OURS = ("job.dump_folder", "job.config_file")  # the sweep sets these
 
 @dataclass(frozen=True)
 class Axis:
-    """A line of a grid: keys, and the values that they take.
+    """Represent a line of a grid: keys, and the values that they take.
 
     Attributes:
         keys: keys of the config. Several keys take the same value.
@@ -58,7 +58,7 @@ class Axis:
 
 @dataclass(frozen=True)
 class Listed:
-    """One of ``[[points]]``. The name is empty if a sweep has only a grid."""
+    """Represent one of ``[[points]]``. The name is empty if a sweep has only a grid."""
 
     name: str = ""
     overrides: tuple[str, ...] = ()
@@ -67,7 +67,7 @@ class Listed:
 
 @dataclass(frozen=True)
 class Sweep:
-    """A sweep's file.
+    """Hold the content of a sweep's file.
 
     Attributes:
         config: the TOML file of all points. Like all paths in configs, it is relative to where titan-disp runs.
@@ -89,7 +89,7 @@ class Sweep:
 
 @dataclass(frozen=True)
 class Point:
-    """One run of a sweep.
+    """Represent one run of a sweep.
 
     Attributes:
         name: name of its folder; unique in the sweep.
@@ -204,7 +204,10 @@ def _axes(grid: Any, where: str) -> tuple[Axis, ...]:
 
 
 def _is_value(value: Any) -> bool:
-    """What TorchTitan's command line can take: a string or number, or a list of numbers, of strings or of lists of strings."""
+    """Return whether TorchTitan's command line can take a value.
+
+    It takes strings, numbers and booleans, and lists of numbers, of strings, or of lists of strings.
+    """
     if isinstance(value, list):
         return (
             all(isinstance(one, (int, float)) for one in value)
@@ -219,7 +222,7 @@ def _are_strings(values: Sequence[Any]) -> bool:
 
 
 def _strings(value: Any) -> list[str]:
-    """Those in a list, or in the lists of a list."""
+    """Return the strings in a list, or in the lists of a list."""
     if not isinstance(value, list):
         return []
     return [text for one in value for text in ([one] if isinstance(one, str) else _strings(one))]

@@ -40,7 +40,7 @@ NAMED = 5  # most problems in one message
 
 @dataclass(frozen=True)
 class Prepared:
-    """A point whose config has been checked and written.
+    """Represent a point whose config has been checked and written.
 
     Attributes:
         point: the point.
@@ -68,8 +68,8 @@ def prepare(sweep: Sweep, world_size: int, inputs: bool = True) -> list[Prepared
         inputs: whether to check the tokenizer and data of unfinished points as well, for a start on this machine.
 
     Raises:
-        ConfigError: A point's config cannot work, or differs from the one in the folder. Nothing is written in that
-            case.
+        ConfigError: A point's config cannot work or differs from the one in the folder (nothing is written in that
+            case), or the folder is not writable.
     """
     preparation = _Preparation(world_size, inputs)
     problems = []

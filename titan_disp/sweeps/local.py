@@ -42,7 +42,7 @@ _LIBC = ctypes.CDLL(None)  # loaded here, because a child must not load anything
 
 @dataclass(frozen=True)
 class Result:
-    """The result of this call for a point.
+    """Hold the result of this call for a point.
 
     Attributes:
         name: name of the point.
@@ -113,7 +113,7 @@ def time_left(elapsed: float, done: float, left: float) -> float | None:
 
 @dataclass
 class _Training:
-    """A point in training."""
+    """Represent a point in training."""
 
     prepared: Prepared
     process: subprocess.Popen[bytes]
@@ -343,7 +343,7 @@ def _devices(slot: int, nproc: int) -> Mapping[str, str]:
 
 
 def _end_with_parent() -> None:
-    """Run in the child before exec: it gets SIGTERM when the sweep is killed, and then saves and ends."""
+    """Ask Linux, in the child before exec, for SIGTERM when the sweep is killed: the child then saves and ends."""
     _LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 

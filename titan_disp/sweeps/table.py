@@ -39,7 +39,7 @@ def write_table(sweep: Sweep, out: Path | None = None, metric: str | None = None
 
 
 def to_markdown(comparison: Comparison) -> str:
-    """Render a row for each condition, with an explanation and the missing points below."""
+    """Return Markdown with a row for each condition, with an explanation and the missing points below."""
     header = ["condition", "seeds", label(comparison.metric)]
     if comparison.against is not None:
         header += [f"difference to {comparison.against}", "pairs", "95 % interval", "p", "Holm"]
@@ -90,7 +90,7 @@ def _notes(comparison: Comparison) -> list[str]:
 
 
 def to_csv(comparison: Comparison) -> str:
-    """Write a row for each condition. Undefined cells are empty."""
+    """Return CSV with a row for each condition. Undefined cells are empty."""
     header = ["point", "points", "finished", "mean", "standard_error"]
     header += ["against", "pairs", "difference", "difference_standard_error", "low", "high", "p", "holm"]
 
@@ -107,7 +107,7 @@ def to_csv(comparison: Comparison) -> str:
 
 
 def values_csv(comparison: Comparison) -> str:
-    """Write a row for each run, with the numbers behind the table and the reasons for missing ones."""
+    """Return CSV with a row for each run, with the numbers behind the table and the reasons for missing ones."""
     rows = [
         [
             member.name,
