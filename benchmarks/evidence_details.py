@@ -51,6 +51,15 @@ def restored(rows: Sequence[Row]) -> list[float]:
     return found
 
 
+def against_second_runs(rows: Sequence[Row]) -> Paired:
+    """Return main's on against the models of off that were trained again for a later part; empty if there are none."""
+    value = metric("test", "cross_entropy")
+    again = {
+        key_of(row)[2]: value(row) for row in rows if row["part"] == RESTORED and key_of(row)[:2] == ("main", "off")
+    }
+    return Paired.of(by_seed(rows, "main", "on", value), {s: ce for s, ce in again.items() if ce is not None})
+
+
 def beginnings(rows: Sequence[Row]) -> dict[int, Row]:
     """Return by seed the rows of the models that mid-training began from: trained again, or main's off."""
     own = {key_of(row)[2]: row for row in rows if row["part"] == RESTORED and key_of(row)[:2] == ("main", "off")}
@@ -75,24 +84,26 @@ def token_shares(rows: Iterable[Row]) -> dict[str, float] | None:
     return dict(zip(names, weights.tolist(), strict=True))
 
 
-def of_source(rows: Sequence[Row], name: str) -> Paired:
-    """Return main's on against off on the test text of one source."""
+def of_source(rows: Sequence[Row], name: str, part: str = "main", condition: str = "on") -> Paired:
+    """Return a condition against off on the test text of one source."""
     on, off = (
-        {s: row["numbers"]["test"]["by_source"][name] for s, row in finished(rows, "main", state).items()}
-        for state in ("on", "off")
+        {s: row["numbers"]["test"]["by_source"][name] for s, row in finished(rows, part, state).items()}
+        for state in (condition, "off")
     )
     return Paired.of(on, off)
 
 
-def of_other_sources(rows: Sequence[Row], name: str, shares: Mapping[str, float]) -> Paired:
-    """Return main's on against off on all test text but that of one source, as a mean over the tokens."""
+def of_other_sources(
+    rows: Sequence[Row], name: str, shares: Mapping[str, float], part: str = "main", condition: str = "on"
+) -> Paired:
+    """Return a condition against off on all test text but that of one source, as a mean over the tokens."""
 
     def value(row: Row) -> float:
         by_source = row["numbers"]["test"]["by_source"]
         others = [other for other in by_source if other != name]
         return float(np.average([by_source[o] for o in others], weights=[shares[o] for o in others]))
 
-    on, off = ({s: value(row) for s, row in finished(rows, "main", state).items()} for state in ("on", "off"))
+    on, off = ({s: value(row) for s, row in finished(rows, part, state).items()} for state in (condition, "off"))
     return Paired.of(on, off)
 
 
@@ -125,9 +136,9 @@ def condensation_and_difference(rows: Sequence[Row], part: str) -> list[tuple[fl
     return [(cosine[seed], on[seed] - off[seed]) for seed in on if seed in off and seed in cosine]
 
 
-def seconds(rows: Sequence[Row], part: str, condition: str) -> list[float]:
-    """Return the seconds of each run of a condition, from the start to the end of training."""
-    return [sum(row["history"]["seconds"].values()) for row in finished(rows, part, condition).values()]
+def seconds(rows: Iterable[Row]) -> list[float]:
+    """Return the seconds of each run, from the start to the end of training."""
+    return [sum(row["history"]["seconds"].values()) for row in rows if "history" in row]
 
 
 def block_cosine(row: Row, text: str = "test") -> float:

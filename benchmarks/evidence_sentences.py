@@ -30,10 +30,13 @@ from benchmarks.evidence_details import (
     lasting,
     of_other_sources,
     of_source,
+    restored,
     seconds,
     token_shares,
 )
-from benchmarks.evidence_parts import LRS, STATES, WARMUPS, Recipe, Row, tuned, tuning_losses
+from benchmarks.evidence_parts import LRS, RESTORED, STATES, WARMUPS, Recipe, Row, tuned, tuning_losses
+from benchmarks.evidence_score import MEASURED
+from benchmarks.evidence_tables import WHERE
 from benchmarks.evidence_words import (
     NAMES,
     OFF,
@@ -68,7 +71,7 @@ def _sentences(rows: Sequence[Row], found: Mapping[Contrast, Outcome]) -> Iterat
     yield from _learning_rates(rows)
     yield from _variants(rows, found)
     yield from _shapes(found)
-    yield from _length(rows)
+    yield from _length(rows, found)
     yield from _midtraining(rows, found)
     yield from _plateau(rows)
     yield from _noise(rows, primary)
@@ -103,9 +106,9 @@ def _condensation(rows: Sequence[Row], primary: Outcome) -> Iterator[str]:
         else ""
     )
     yield (
-        f"**Condensation.** After training, the mean cosine of the blocks on the test text is {off:.2f} without dispersion "
-        f"and {on:.2f} with it (lower in {less.lower} of {len(less.values)} seeds). After the final norm, which the output "
-        f"layer reads, it is {final['off']:.2f} and {final['on']:.2f}.{follows}"
+        f"**Condensation.** After training, the mean cosine of the blocks on the first {MEASURED} full windows of the test "
+        f"text is {off:.2f} without dispersion and {on:.2f} with it (lower in {less.lower} of {len(less.values)} seeds). "
+        f"After the final norm, which the output layer reads, it is {final['off']:.2f} and {final['on']:.2f}.{follows}"
     )
 
 
@@ -115,10 +118,10 @@ def _curves(rows: Sequence[Row]) -> Iterator[str]:
         return
     d = curves[1]
     steps = next(iter(finished(rows, "main", "on").values()))["history"]["steps"]
-    mean, (low, high) = d.mean(axis=0), interval(d)
+    mean = d.mean(axis=0)
 
     def at(i: int) -> str:
-        return f"{mean[i]:+.3f} at step {steps[i]} (95 % interval {low[i]:+.3f} … {high[i]:+.3f})"
+        return _at(i, steps, d)
 
     later = range(1, len(steps))
     best, worst = min(later, key=lambda i: mean[i]), max(later, key=lambda i: mean[i])
@@ -129,9 +132,14 @@ def _curves(rows: Sequence[Row]) -> Iterator[str]:
     )
 
 
-def _learning_rates(rows: Sequence[Row]) -> Iterator[str]:
-    recipes = tuned(rows) or {}
-    lrs = sorted({*LRS, *(recipe.lr for recipe in recipes.values())})
+def _at(i: int, steps: Sequence[int], d: np.ndarray) -> str:
+    """Return the mean over seeds of ``d``, [seeds, steps], at the i-th step, with its interval."""
+    low, high = interval(d[:, i])
+    return f"{d[:, i].mean():+.3f} at step {steps[i]} (95 % interval {low:+.3f} … {high:+.3f})"
+
+
+def _by_learning_rate(rows: Sequence[Row], lrs: Sequence[float]) -> tuple[dict[float, float], dict[float, float]]:
+    """Return on − off and off in tuning, by learning rate, averaged over warm-ups and seeds."""
     losses = {state: tuning_losses(rows, state, lrs) for state in STATES}
     means, off = {}, {}
     for lr in lrs:
@@ -139,6 +147,17 @@ def _learning_rates(rows: Sequence[Row]) -> Iterator[str]:
         both = [pair for one in pairs for pair in one]
         if both and np.isfinite(both).all():  # a failed run counts as infinite
             means[lr], off[lr] = float(np.mean([a - b for a, b in both])), float(np.mean([b for _, b in both]))
+    return means, off
+
+
+def _tried(rows: Sequence[Row]) -> list[float]:
+    """Return the learning rates that were tried, ascending."""
+    return sorted({*LRS, *(recipe.lr for recipe in (tuned(rows) or {}).values())})
+
+
+def _learning_rates(rows: Sequence[Row]) -> Iterator[str]:
+    recipes, lrs = tuned(rows) or {}, _tried(rows)
+    means, off = _by_learning_rate(rows, lrs)
     if not means:
         return
     each = ", ".join(f"{mean:+.3f} at {lr:g}" for lr, mean in means.items())
@@ -153,7 +172,7 @@ def _learning_rates(rows: Sequence[Row]) -> Iterator[str]:
         text += " So the sign depends on the learning rate that is compared."
         if behind > MARGIN:
             text += (
-                f" Where dispersion is ahead, off is at least {behind:.2f} nats worse than at its best learning rate."
+                f" Where dispersion is ahead, off is {behind:.1f} nats or more worse than at its best learning rate."
             )
     if recipes and all(recipe.lr == max(lrs) for recipe in recipes.values()) and max(lrs) > LRS[-1]:
         text += f" Both sides chose the highest learning rate that was tried, {max(lrs):g}."
@@ -171,7 +190,7 @@ def _variants(rows: Sequence[Row], found: Mapping[Contrast, Outcome]) -> Iterato
         if against_on.difference is not None:
             text += f" It is {change(against_on, 'that of on, λ 0.1')}."
         if contrast.condition == "on-first-quarter" and not better:
-            text += " As on is not better than off, there is no gain that a better start could explain."
+            text += " As on is not better than off, there is no gain at the end that a better start could explain."
         if contrast.condition == "on-moments":
             text += (
                 " These runs compared the tokens with evenly spaced ones. The estimator now chooses them differently "
@@ -208,30 +227,47 @@ def _shapes(found: Mapping[Contrast, Outcome]) -> Iterator[str]:
         )
 
 
-def _length(rows: Sequence[Row]) -> Iterator[str]:
-    found = lasting(rows)
-    if found is None:
+def _length(rows: Sequence[Row], found: Mapping[Contrast, Outcome]) -> Iterator[str]:
+    parts = lasting(rows)
+    if parts is None:
         return
-    short, long, between = found
+    short, long, between = parts
     margins = long.difference
     inside = margins is not None and None not in (margins.low, margins.high)
     inside = inside and margins.low > -MARGIN and margins.high < MARGIN  # type: ignore[union-attr,operator]
     grows = long.sign and between.sign == long.sign
     if short.sign and long.sign == short.sign:
-        follows = "So it lasts, and grows with the length of training." if grows else "So it lasts."
+        follows = "So the difference lasts" + (", and is larger in longer training." if grows else ".")
     elif short.sign and long.sign == -short.sign:
-        follows = "So its sign changes with the length of training."
+        follows = "So the sign changes with the length of training."
     elif inside and short.sign and between.sign == -short.sign:
-        follows = f"So it fades: it was a {'head' if short.sign < 0 else 'late'} start."
+        follows = f"So the difference fades: it was a {'head' if short.sign < 0 else 'late'} start."
     elif grows:
-        follows = "So it grows with the length of training."
+        follows = "So with this recipe, the difference is larger in longer training."
     else:
         follows = f"So {len(long.values)} seeds do not tell whether a difference lasts."
-    yield (
-        f"**2,400 steps.** On − off is {signed(long)} after 2,400 steps, and {signed(short)} after 600 steps with the same "
-        f"seeds. The change between them is {signed(between)}. {follows} The learning rate was tuned for 600 steps, and "
-        "not again."
+    (contrast,) = (one for one in CONTRASTS if one.part == "long")
+    text = (
+        f"**2,400 steps.** On − off is {signed(long)}. By the design's rules: {verdict(found[contrast])}. In the main "
+        f"comparison, whose runs have a schedule of 600 steps, it is {signed(short)} with the same seeds. The change is "
+        f"{signed(between)}. {follows}"
     )
+    curves = curve_differences(rows, "long")
+    if curves is not None and len(curves[1]) > 1:
+        steps = next(iter(finished(rows, "long", "on").values()))["history"]["steps"]
+        lowest = 1 + int(curves[1].mean(axis=0)[1:].argmin())
+        text += (
+            f" On the text of the curves below, on − off is at its lowest {_at(lowest, steps, curves[1])}, and ends "
+            f"{_at(len(steps) - 1, steps, curves[1])}."
+        )
+    text += " The learning rate was tuned for 600 steps, and not again."
+    means, _ = _by_learning_rate(rows, _tried(rows))
+    if long.sign > 0 and len(means) > 1 and means[max(means)] > means[min(means)]:
+        text += (
+            " In tuning, dispersion did worse at high learning rates, so a part of this difference may come from the "
+            "learning rate and not from the length."
+        )
+    yield text
 
 
 def _midtraining(rows: Sequence[Row], found: Mapping[Contrast, Outcome]) -> Iterator[str]:
@@ -249,13 +285,13 @@ def _midtraining(rows: Sequence[Row], found: Mapping[Contrast, Outcome]) -> Iter
         after = list(by_seed(rows, "midtraining", "off", value).values())
         goes = f"from {np.mean([b for b in before if b is not None]):.3f} to" if before else "to"
         each = " ".join(
-            f"With {NAMES[c.condition].removeprefix('on, ')}, it ends {change(paired(found[c]), 'without')}: "
+            f"With {NAMES[c.condition].removeprefix('on, ')}, it ends {change(paired(found[c]), 'without', 4)}: "
             f"{verdict(found[c])}."
             for c in own
         )
         yield (
             f"**Mid-training, {TEXTS[text]}** ({what}). Without dispersion, cross-entropy goes {goes} {np.mean(after):.3f}. "
-            f"{each}"
+            f"{each}{_forgetting(rows, own, before, after) if text == 'test' else ''}"
         )
     conditions = {"before mid-training": "before", "without dispersion": "off", "with λ 0.1": "on-0.1"}
     conditions["with λ 0.5"] = "on-0.5"
@@ -268,6 +304,27 @@ def _midtraining(rows: Sequence[Row], found: Mapping[Contrast, Outcome]) -> Iter
         yield f"**Mid-training, condensation.** The mean cosine of the blocks on the new text is {each}."
 
 
+def _forgetting(
+    rows: Sequence[Row], own: Sequence[Contrast], before: Sequence[float | None], after: Sequence[float]
+) -> str:
+    """Say how much worse the old text gets in mid-training, and on which sources conditions differ."""
+    text, worse = "", np.mean(after) - np.mean([b for b in before if b is not None])
+    if worse > MARGIN:
+        text += f" So further training makes the old text {worse:.2f} nats worse (forgetting), also without dispersion."
+    shares = token_shares(rows)
+    if shares is None or len(shares) < 2:
+        return text
+    name = max(shares, key=lambda source: shares[source])
+    for contrast in own:
+        at = (contrast.part, contrast.condition)
+        one, others = of_source(rows, name, *at), of_other_sources(rows, name, shares, *at)
+        text += (
+            f" With {NAMES[contrast.condition].removeprefix('on, ')}, the difference is {signed(one, 4)} on {name} and "
+            f"{signed(others, 4)} on the other packages together."
+        )
+    return text
+
+
 def _plateau(rows: Sequence[Row]) -> Iterator[str]:
     own = {state: finished(rows, "main", state) for state in STATES}
     ends = {state: by_seed(rows, "main", state, of_history("plateau_end")) for state in STATES}
@@ -275,10 +332,16 @@ def _plateau(rows: Sequence[Row]) -> Iterator[str]:
         return
     both = Paired.of(ends["on"], ends["off"])
     medians = {state: f"{median(ends[state].values()):g}" for state in STATES}
+    d = both.difference
+    mean = (
+        ""
+        if d is None or d.low is None
+        else f", on average {d.mean:+.1f} steps, 95 % interval {d.low:+.1f} … {d.high:+.1f}"
+    )
     text = (
         "**Plateau.** Training begins with a plateau, which ends where the training loss first falls below 6.0 nats. With "
         f"dispersion it ends earlier in {both.lower} of {len(both.values)} seeds and later in {both.higher} (median step "
-        f"{medians['off']} without and {medians['on']} with it, logged every 5 steps)."
+        f"{medians['off']} without and {medians['on']} with it, logged every 5 steps{mean})."
     )
     if stuck := [f"{len(own[s]) - len(ends[s])} with {s}" for s in STATES if len(own[s]) > len(ends[s])]:
         text += f" Runs that never left it: {', '.join(stuck)}."
@@ -287,10 +350,13 @@ def _plateau(rows: Sequence[Row]) -> Iterator[str]:
         each = " and ".join(f"{r[0]:+.2f} ({state})" for state, r in related.items() if r)
         n = min(r[1] for r in related.values() if r)
         t = stats.t.ppf(0.975, n - 2)
+        least = t / np.sqrt(n - 2 + t**2)
         text += (
             f" Its rank correlation with the final loss over the seeds is {each}. With {n} seeds, only about "
-            f"±{t / np.sqrt(n - 2 + t**2):.1f} or more would be significant."
+            f"±{least:.1f} or more would be significant."
         )
+        if all(abs(r[0]) < least for r in related.values() if r):
+            text += " So these runs do not show that the plateau explains the final loss, and cannot exclude it."
     yield text
 
 
@@ -298,20 +364,41 @@ def _noise(rows: Sequence[Row], primary: Outcome) -> Iterator[str]:
     sizes = [abs(d) for name, differences in noise(rows).items() if name != "again" for d in differences.values()]
     if not sizes:
         return
-    yield (
+    text = (
         "**Noise.** With the same seed and data, and the sums of a step in another order (gradient accumulation or two "
         f"ranks), off ends {np.mean(sizes):.3f} away on average, and {max(sizes):.3f} at most ({len(sizes)} runs)."
     )
+    if again := [abs(d) for d in restored(rows)]:
+        text += (
+            f" The {len(again)} models of off that were trained again for mid-training end {np.mean(again):.3f} away on "
+            f"average, and {max(again):.3f} at most. Nothing was changed on purpose; it was probably another machine, and the "
+            "rows do not show the cause."
+        )
+    if primary.difference is not None and max([*sizes, *again]) > abs(primary.difference.mean):
+        text += (
+            " So in a single pair of runs, noise can be larger than the difference of the main comparison, "
+            f"{primary.difference.mean:+.3f}."
+        )
+    yield text
 
 
 def _time(rows: Sequence[Row]) -> Iterator[str]:
-    off, on = (seconds(rows, "main", state) for state in STATES)
-    if off and on:
-        yield (
-            f"**Time.** A run of the main comparison takes {np.mean(off):.0f} s without dispersion and {np.mean(on):.0f} s "
-            f"with it ({percent(np.mean(on) / np.mean(off) - 1, '+')}) on one core. All comparisons are at equal tokens, "
-            "not at equal time. In larger models, the loss is a smaller part of a step."
-        )
+    times = {part: [seconds(finished(rows, part, state).values()) for state in STATES] for part in WHERE}
+    (off, on), again = times["main"], seconds(row for row in rows if row["part"] == RESTORED)
+    if not off or not on:
+        return
+    more = {part: percent(np.mean(own[1]) / np.mean(own[0]) - 1, "+") for part, own in times.items() if all(own)}
+    others = ", ".join(f"{PART_NAMES[part]}: {part_more}" for part, part_more in more.items() if part != "main")
+    text = (
+        f"**Time.** A run of the main comparison takes {np.mean(off):.0f} s without dispersion and {np.mean(on):.0f} s with it "
+        f"({more['main']}) on one core"
+    )
+    text += f" ({others})." if others else "."
+    if again:
+        text += f" These times are rough: when off was trained again, it took {np.mean(again):.0f} s."
+    yield text + (
+        " All comparisons are at equal tokens, not at equal time. `titan-disp plan` predicts a smaller share for larger models."
+    )
 
 
 def _missing(found: Mapping[Contrast, Outcome]) -> Iterator[str]:

@@ -44,8 +44,8 @@ WHERE = {
 HEADER = ["condition", "pairs of seeds", "cross-entropy, off", "with the condition", "difference", "95 % interval"]
 HEADER += ["lower in", "p", "p after Holm", "by the design's rules"]
 SECONDARY = ["", "condition", "plateau ends at step (median)", "rank correlation of that step with the loss (seeds)"]
-SECONDARY += ["block cosine over time", "accuracy", "last word", "accuracy − off's, 95 % interval"]
-SECONDARY += ["last word − off's, 95 % interval"]
+SECONDARY += ["block cosine over time", "accuracy", "last word", "block cosine − off's, 95 % interval"]
+SECONDARY += ["accuracy − off's, 95 % interval", "last word − off's, 95 % interval"]
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
@@ -153,8 +153,8 @@ def secondary_rows(rows: Sequence[Row], part: str) -> list[list[str]]:
             _mean(by_seed(rows, part, name, metric("test", key)).values(), digits=4)
             for key in ("accuracy", "last_word")
         ]
-        for key in ("accuracy", "last_word"):
-            one = outcome(rows, Contrast(part, name, "main"), metric("test", key))
+        for value in (of_history("block_cosine"), metric("test", "accuracy"), metric("test", "last_word")):
+            one = outcome(rows, Contrast(part, name, "main"), value)
             cells.append(_interval(one.difference) if name != "off" else NOTHING)
         body.append(cells)
     return body
@@ -178,7 +178,7 @@ def by_source(rows: Sequence[Row]) -> list[str]:
 
 
 def cosines(rows: Sequence[Row]) -> list[str]:
-    """Return cross-entropy and mean cosines by layer of models before and after mid-training."""
+    """Return cross-entropy, accuracy and mean cosines by layer of models before and after mid-training."""
     cells = []
     where = [(label, "midtraining", name, text) for text in TEXTS for label, name in AFTER.items()]
     found = {("test", "before mid-training"): beginnings(rows)}
@@ -186,7 +186,10 @@ def cosines(rows: Sequence[Row]) -> list[str]:
     found |= {(text, label): finished(rows, part, name) for label, part, name, text in where}
     for (text, label), own in found.items():
         numbers = [
-            [row["numbers"][text]["cross_entropy"], *row["numbers"][text]["mean_cosine"]]
+            [
+                *(row["numbers"][text][name] for name in ("cross_entropy", "accuracy")),
+                *row["numbers"][text]["mean_cosine"],
+            ]
             for row in own.values()
             if text in row["numbers"]
         ]
@@ -194,10 +197,18 @@ def cosines(rows: Sequence[Row]) -> list[str]:
             cells.append([TEXTS[text], label, *(f"{value:.3f}" for value in np.mean(numbers, axis=0))])
     if not cells:
         return []
-    layers = len(cells[0]) - 5
-    header = ["text", "", "cross-entropy", "embedding", *(f"block {i}" for i in range(layers)), "final norm"]
+    layers = len(cells[0]) - 6
+    header = [
+        "text",
+        "",
+        "cross-entropy",
+        "accuracy",
+        "embedding",
+        *(f"block {i}" for i in range(layers)),
+        "final norm",
+    ]
     return [
-        "Cross-entropy, and mean cosine by layer, before and after mid-training (means over seeds):",
+        "Cross-entropy, accuracy, and mean cosine by layer, before and after mid-training (means over seeds):",
         "",
         *table(header, sorted(cells, key=lambda c: list(TEXTS.values()).index(c[0]))),
     ]

@@ -27,8 +27,13 @@ PART_NAMES = {
 }
 
 
-def answer(found: Outcome) -> str:
-    """Return the first sentences of the page, about the primary contrast."""
+def answer(found: Outcome, again: Paired) -> str:
+    """Return the first sentences of the page, about the primary contrast.
+
+    Args:
+        found: the primary contrast.
+        again: the same against second runs of off, or empty.
+    """
     d, n = found.difference, len(found.pairs)
     if d is None:
         return "The main comparison has not been run."
@@ -55,7 +60,19 @@ def answer(found: Outcome) -> str:
     text = f"**{says}: {d.mean:+.4f} nats ({_certainty(paired(found), 4)}; {p_values}).{small}**"
     if not found.complete:
         text += f" {len(found.contrast.seeds) - n} of {len(found.contrast.seeds)} pairs are missing."
-    return text
+    return text + _second_runs(again, is_clear(found))
+
+
+def _second_runs(again: Paired, clear: bool) -> str:
+    d = again.difference
+    if d is None or d.p_value is None:
+        return ""
+    text = (
+        "\n\nOff was trained a second time, with the same seeds and options, because mid-training needed its models. Against "
+        f"these second runs, the difference is {d.mean:+.4f} ({_certainty(again, 4)}; sign-flip p {d.p_value:.4f}). "
+        "This check had not been planned."
+    )
+    return text + (" The sign is therefore less certain than the first p says." if clear and not again.sign else "")
 
 
 def is_clear(found: Outcome) -> bool:
@@ -70,7 +87,7 @@ def verdict(found: Outcome) -> str:
         return says
     both = paired(found)
     if is_clear(found):
-        return f"{says}; the sign is significant ({_agreement(both)})"
+        return f"{says}; the direction is significant after Holm's adjustment"
     unanimous = len(found.pairs) in (both.lower, both.higher)
     return f"{says} ({_agreement(both)})" if not found.contrast.family and unanimous else says
 
@@ -96,12 +113,12 @@ def change(found: Paired, name: str, digits: int | None = None) -> str:
     return f"{more if float(size) else f'the same as {name} to {digits} digits'} ({_certainty(found, digits)})"
 
 
-def signed(found: Paired) -> str:
-    """Return "+0.012 (95 % interval +0.005 … +0.020; higher in 8 of 8 seeds)"."""
+def signed(found: Paired, digits: int | None = None) -> str:
+    """Return "+0.012 (95 % interval +0.005 … +0.020; higher in 8 of 8 seeds)". ``digits`` is that of ``change``."""
     d = found.difference
     if d is None:
         return "not known"
-    digits = _digits(d)
+    digits = digits or _digits(d)
     return f"{d.mean:+.{digits}f} ({_certainty(found, digits)})"
 
 
