@@ -470,6 +470,19 @@ def test_the_newest_that_loads_is_resumed_from(start, caplog):
     assert len(list((run.folder / "damaged-8x").iterdir())) == 2
 
 
+def test_a_start_that_only_reads_moves_nothing_aside(start, caplog):
+    """With checkpoint.load_only, the folder may be that of another run, which is still training."""
+    run = start()
+    run.save(2, 4)
+    truncate(run.folder / "step-4")
+    reader = start(load_only=True)
+    assert reader.manager.load()
+    assert reader.loaded == (2, 2)
+    assert reader.names == ["step-2", "step-4"]
+    assert reader.events == [("checkpoint_damaged", 4)]
+    assert "step-4 cannot be loaded" in caplog.text
+
+
 def test_the_newest_step(start):
     """It is that of the newest complete checkpoint, even one that no run can resume from.
 

@@ -114,3 +114,5 @@ def test_parse_shards():
     assert parse_shards(None) is None
     with pytest.raises(ConfigError, match="expected numbers and ranges"):
         parse_shards("0..3")
+    with pytest.raises(ConfigError, match="--shards has the range 63-60, expected the smaller number first"):
+        parse_shards("0-3,63-60")

@@ -155,6 +155,26 @@ def test_tokens_of_text_are_in_the_fingerprint(sample, hf_tokenizer):
     assert "special_tokens" not in fingerprint(files, str(sample / "tokenizer"), options, 4)
 
 
+def test_the_eos_of_config_json_is_in_the_fingerprint(sample, hf_tokenizer, tmp_path):
+    """GPT-2's tokenizer_config.json names no token, so that config.json decides what ends a document."""
+    files, options = list_files("c4", str(sample)), StreamOptions(seq_len=8)
+    tokenizer = Tokenizer.from_file(str(hf_tokenizer / "tokenizer.json"))
+    tokenizer.add_special_tokens(["<|one|>", "<|other|>"])
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    one, other = (tokenizer.token_to_id(token) for token in ("<|one|>", "<|other|>"))
+    without = fingerprint(files, str(tmp_path), options, 4)
+    found = {}
+    for eos in (one, other):
+        (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": eos}))
+        assert load_tokenizer(tmp_path).eos_id == eos
+        found[eos] = fingerprint(files, str(tmp_path), options, 4)
+    assert differences(found[one], found[other]) == [f"eos_token_id: {one} then, {other} now"]
+    assert differences(found[one], found[one]) == []
+    assert differences(without, found[one]) == []  # older checkpoints do not have it
+    (tmp_path / "tokenizer_config.json").write_bytes((hf_tokenizer / "tokenizer_config.json").read_bytes())
+    assert "eos_token_id" not in fingerprint(files, str(tmp_path), options, 4)  # tokenizer_config.json decides
+
+
 def test_a_folder_with_both_uses_hugging_face(sample, hf_tokenizer, tmp_path):
     (tmp_path / "tokenizer.json").write_bytes((hf_tokenizer / "tokenizer.json").read_bytes())
     (tmp_path / "sample.model").write_bytes((sample / "tokenizer" / "sample.model").read_bytes())

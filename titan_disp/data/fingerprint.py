@@ -33,12 +33,26 @@ def tokenizer_hash(folder: str) -> str:
     return digest.hexdigest()
 
 
+def _eos_of_model(folder: str) -> int | None:
+    """Return EOS as config.json gives it, if the tokenizer's own files name neither BOS nor EOS; or else None.
+
+    ``tokenizer_hash`` covers those files. It leaves out config.json, which may change for other reasons.
+    """
+    own, model = Path(folder) / "tokenizer_config.json", Path(folder) / "config.json"
+    if find_tokenizer(folder).suffix == ".model" or not model.is_file():
+        return None
+    names = json.loads(own.read_text()) if own.is_file() else {}
+    found = json.loads(model.read_text()).get("eos_token_id")
+    return None if names.get("eos_token") or names.get("bos_token") or not isinstance(found, int) else found
+
+
 def fingerprint(
     files: list[DataFile], tokenizer_folder: str, options: StreamOptions, slots: int, shares: Sequence[Share] = ()
 ) -> dict[str, Any]:
     """Collect everything that decides which tokens each slot gets."""
     # Hugging Face's library once turned text that spells a special token into that token; SentencePiece never did.
     as_text = {} if find_tokenizer(tokenizer_folder).suffix == ".model" else {"special_tokens": "as text"}
+    eos = _eos_of_model(tokenizer_folder)
     found = {
         "files": [[file.name, file.size] for file in files],
         "tokenizer": tokenizer_hash(tokenizer_folder),
@@ -49,6 +63,7 @@ def fingerprint(
         "max_document_mb": options.max_document_bytes / 2**20,
         "assignment": VERSION,
         **as_text,
+        **({} if eos is None else {"eos_token_id": eos}),
         **options.format.fingerprint(),
     }
     return found | ({"sources": [[share.name, share.slots] for share in shares]} if shares else {})
@@ -75,6 +90,8 @@ def differences(saved: dict[str, Any], now: dict[str, Any]) -> list[str]:
     for key in ("tokenizer", "seq_len", "seed", "shuffle_window", "slots", "max_document_mb"):
         if key in saved and saved[key] != now[key]:
             found.append(f"{key}: {saved.get(key)} then, {now[key]} now")
+    if "eos_token_id" in saved and saved["eos_token_id"] != now.get("eos_token_id"):
+        found.append(f"eos_token_id: {saved['eos_token_id']} then, {now.get('eos_token_id')} now")
     for key, default in DEFAULTS.items():
         if (then := saved.get(key, default)) != (new := now.get(key, default)):
             found.append(f"stream.{key}: {then!r} then, {new!r} now")

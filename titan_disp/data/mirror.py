@@ -41,7 +41,11 @@ def parse_shards(text: str | None) -> list[range] | None:
     found = [re.fullmatch(r"(\d+)(?:-(\d+))?", part.strip()) for part in text.split(",")]
     if not all(found):
         raise ConfigError(f"--shards is {text!r}, expected numbers and ranges such as 0-63,100")
-    return [range(int(m[1]), int(m[2] or m[1]) + 1) for m in found if m]
+    ranges = [range(int(m[1]), int(m[2] or m[1]) + 1) for m in found if m]
+    for part, one in zip(text.split(","), ranges, strict=True):
+        if not one:
+            raise ConfigError(f"--shards has the range {part.strip()}, expected the smaller number first")
+    return ranges
 
 
 def fetch(folder: Path, dataset: str, split: str, shards: Sequence[range] | None = None, workers: int = 4) -> list[str]:

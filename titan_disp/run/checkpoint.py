@@ -427,7 +427,7 @@ class DispCheckpointManager(CheckpointManager):
 
     def _set_aside(self, step: int, reason: str) -> None:
         self.on_event("checkpoint_damaged", step, reason=reason)
-        if dist.get_rank() == 0:
+        if dist.get_rank() == 0 and not self.load_only:  # then the folder may be that of a run that is training
             self._move_aside(step, "is damaged")
 
     def _move_aside(self, step: int, why: str) -> None:
