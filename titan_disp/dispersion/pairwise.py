@@ -165,7 +165,8 @@ def add_pairs_with(own: Tiles, others: Tiles, w: Tensor, pair: PairFunction) -> 
     """Return S of one shard's tokens against another shard's, and add their part of W to ``w`` in place.
 
     Args:
-        own, others: two disjoint sets of tokens.
+        own: one set of tokens.
+        others: another set of tokens, disjoint from the first.
         w: [B, n, F], W of the own tokens so far.
 
     Returns:

@@ -53,8 +53,13 @@ def evaluate(
         models: Hugging Face folders of causal language models, such as titan-disp export writes, models of the hub, and
             RUN or RUN/STEP, which is exported temporarily; or ``NAME=MODEL,MODEL,…``: seeds of one condition, which are
             compared as one model. One model at a time is loaded.
-        tasks, include_path, num_fewshot: arguments of ``build_suite``.
-        limit, batch_size, dtype, seed: fields of ``Settings``. If limit is None, it is the protocol's.
+        tasks: names of the harness's tasks, groups or tags, or "paper"; see ``build_suite``.
+        limit: documents per task, from the first on; by default the protocol's.
+        num_fewshot: examples in the prompt; by default the protocol's or the task's.
+        batch_size: sequences per batch, or "auto".
+        dtype: dtype of the weights; "auto" keeps the saved one.
+        seed: seed for the choice of examples.
+        include_path: folder with more task files.
         device: a device such as "cpu"; by default the GPU, or the CPU without one.
         out: a folder without an earlier evaluation.
         protocol: a key of ``PROTOCOLS``, which sets the number of documents and examples.

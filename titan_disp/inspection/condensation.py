@@ -94,8 +94,13 @@ def condensation(
     in ``out`` are overwritten.
 
     Args:
-        names, all_steps, tokenizer, trust_remote_code: arguments of ``find_targets``.
-        text, dataset, text_field: arguments of ``read_texts``.
+        names: what to measure; see ``find_targets``.
+        all_steps: whether to take all checkpoints of a RUN, rather than its newest one.
+        tokenizer: folder of a tokenizer that replaces each model's own.
+        trust_remote_code: whether Python files that come with a Hugging Face model may run.
+        text: file of text or documents; see ``read_texts``.
+        dataset: folder, file, glob or data set of the hub, in place of ``text``.
+        text_field: field or column of the text in documents.
         out: folder for numbers and pictures.
         sampling: how sequences are sampled.
         families: ``NAME=MODEL,MODEL,…``: models that are measured like ``names``, and drawn by their size.

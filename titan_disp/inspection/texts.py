@@ -154,8 +154,8 @@ def cut_sequences(texts: Iterable[str], encode: Callable[[str], list[int]], coun
     Args:
         texts: the texts.
         encode: maps text to token ids without special tokens.
-        count, length: number and tokens of sequences. A short text gives fewer sequences. If it does not fill one, it
-            gives a single shorter sequence.
+        count: number of sequences. A short text gives fewer.
+        length: tokens per sequence. If the text does not fill one, the result is a single shorter sequence.
 
     Returns:
         [count, length] int64.
@@ -185,8 +185,8 @@ def contiguous_sequences(
     Args:
         texts: texts of ``read_texts`` with ``in_order``.
         encode: maps text to token ids without special tokens.
-        count, length: number and tokens of sequences, which may overlap. A sequence that would exceed the end of the
-            text begins earlier.
+        count: number of sequences, which may overlap.
+        length: tokens per sequence. A sequence that would exceed the end of the text begins earlier.
         seed: seed of the places.
 
     Returns:

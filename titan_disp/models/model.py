@@ -54,7 +54,8 @@ class DispModel(ModelProtocol):
 
         Args:
             tokens: [B, N] token ids.
-            attention_masks, positions: as in TorchTitan's models.
+            attention_masks: as in TorchTitan's models.
+            positions: as in TorchTitan's models.
             return_activations: indices of activations: 0 is the output of the embedding, i + 1 the output of block i
                 (before the final norm), n_layers + 1 the output of the final norm. None: ``activations`` of the model's
                 arguments in training, none in eval.

@@ -139,7 +139,8 @@ def paired_by_seed(own: Mapping[Key, float], other: Mapping[Key, float]) -> tupl
     """Return the seeds that two conditions share, and the difference of the first to the second over these.
 
     Args:
-        own, other: the metric by seed.
+        own: the metric by seed.
+        other: the metric of the other condition by seed.
 
     Returns:
         The seeds in the order of ``own``; and the difference with the p value of the sign-flip test, or None without a pair.

@@ -31,7 +31,8 @@ def submit(
     Args:
         sweep: the sweep.
         jobs: number of tasks that run at the same time.
-        nodes, gpus_per_node: nodes per point, and GPUs per node.
+        nodes: nodes per point.
+        gpus_per_node: GPUs per node.
         gpu: kind of GPU for the plan.
         site: name of a file in slurm/sites without .sh, or a path.
         options: further options of sbatch without dashes.
