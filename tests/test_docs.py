@@ -212,6 +212,12 @@ def test_names_in_the_text(page):
             assert (ROOT / path[1]).exists(), span
 
 
+def test_the_index_has_every_page():
+    index = ROOT / "docs" / "README.md"
+    here = {(index.parent / link.partition("#")[0]).resolve() for link in links(index)}
+    assert {page.resolve() for page in PAGES} - {index} <= here
+
+
 def anchors(page: Path) -> set[str]:
     """As GitHub makes them of headings."""
     headings = re.findall(r"^#+ (.*)$", prose(page), flags=re.M)
