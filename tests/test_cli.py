@@ -70,8 +70,9 @@ def test_all_subcommands_with_overrides_are_tested_below():
     assert found == {"train", "plan", "preflight", "submit", "data_digest"}
 
 
-def test_train_hands_its_overrides_to_the_ranks(monkeypatch):
+def test_train_hands_its_overrides_to_the_ranks(monkeypatch, tmp_path):
     checked, started = [], []
+    monkeypatch.chdir(tmp_path)  # torchrun's folder for logs is created in the run's, which is relative
     monkeypatch.setattr(launch, "check_inputs", checked.append)
     monkeypatch.setattr(launch, "elastic_launch", lambda how, entry: lambda *argv: started.append((how, argv)))
     assert typed(monkeypatch, "train", DEMO, *among("--nproc", "2")) == 0
