@@ -83,7 +83,7 @@ lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	@if command -v shellcheck >/dev/null; then shellcheck slurm/*.sh slurm/*.sbatch slurm/sites/*.sh; fi
+	$(BIN)/shellcheck slurm/*.sh slurm/*.sbatch slurm/sites/*.sh .ci/run
 
 format: setup
 	$(BIN)/ruff check --fix .
