@@ -32,6 +32,7 @@ from titan_disp.data.loader import StreamLoader, default_threads, open_stream
 from titan_disp.data.place import Field
 from titan_disp.data.sample import CARD, documents, train_tokenizer, write_sample
 from titan_disp.data.tokenizer import load_tokenizer
+from titan_disp.wording import counted
 
 ROOT = Path(__file__).parent.parent
 
@@ -309,7 +310,7 @@ def main(options: Options) -> None:
     if options.json:
         print(json.dumps({"rows": rows, "bounds": cases, "deep_resume": deep, "threads": default_threads()}))
         return
-    print(f"{default_threads()} threads tokenize; {options.files} files")
+    print(f"tokenizing with {counted(default_threads(), 'thread')}; {counted(options.files, 'file')}")
     print(f"{'loader':42}{'tokenizer':16}{'ranks':>6}{'tokens/s':>12}{'vs TorchTitan':>15}{'read per token':>16}")
     for r in rows:
         read = "" if r["bytes_read_per_token"] is None else f"{r['bytes_read_per_token']:.1f} B"

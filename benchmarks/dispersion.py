@@ -29,6 +29,7 @@ from torch import Tensor
 from titan_disp.cpu import high_water_mark, resident_bytes
 from titan_disp.dispersion import DispersionLoss
 from titan_disp.dispersion.pairwise import tile_size
+from titan_disp.wording import counted
 
 ESTIMATORS = ("naive", "floor", "exact", "moments", "sampled")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -187,7 +188,9 @@ def main(options: Options) -> None:
     if options.json:
         print(json.dumps({"rows": found}))
         return
-    print(f"B = {options.b}, F = {options.f}, {options.dtype}, {options.device}, {torch.get_num_threads()} threads")
+    print(
+        f"B = {options.b}, F = {options.f}, {options.dtype}, {options.device}, {counted(torch.get_num_threads(), 'thread')}"
+    )
     print(f"{'N':>6} {'estimator':10}{'seconds':>10}{'/ exact':>9}{'peak extra':>14}{'cosine':>10}{'rel. error':>12}")
     exact = {r["n"]: r["seconds"] for r in found if r["estimator"] == "exact"}
     for r in found:

@@ -32,6 +32,7 @@ from titan_disp.export.saved import find_saved, load_model
 from titan_disp.run.folder import append_json, read_json_lines
 from titan_disp.sweeps.definition import Listed, Sweep
 from titan_disp.sweeps.local import Result, run
+from titan_disp.wording import counted
 
 ROOT = Path(__file__).parent.parent
 TEXTS = {"development": "en", "test": "test", "new_test": "held_back/test"}  # the folders of the corpus
@@ -121,7 +122,7 @@ class Experiment:
         """Do all missing runs of a part. A run that fails is not tried again."""
         tried: set[tuple[str, str, int]] = set()
         while todo := [job for job in self.missing(name) if job.key not in tried and self._ready(job)]:
-            print(f"{name}: {len(todo)} runs are missing", flush=True)
+            print(f"{name}: {counted(len(todo), 'run')} to do", flush=True)
             tried |= {job.key for job in todo}
             self._restore_parents(todo)
             for ranks in sorted({job.ranks for job in todo}):
@@ -135,7 +136,10 @@ class Experiment:
         gone = [job for job in every if not self._checkpoint(job).is_dir()]
         if not gone:
             return
-        print(f"{len(gone)} models to start from have no checkpoint here: they are trained again", flush=True)
+        print(
+            f"training again what other runs start from: {counted(len(gone), 'model')} without a checkpoint here",
+            flush=True,
+        )
         for part in sorted({job.part for job in gone}):
             own = [job for job in gone if job.part == part]
             self._run(part, own, 1)
@@ -172,7 +176,8 @@ class Experiment:
             self._measure([job for job in some if results[job.name].outcome == "finished"])
             if stopped := [result for result in results.values() if result.outcome not in ("finished", "failed")]:
                 raise SystemExit(
-                    f"{part}: {len(stopped)} runs were stopped or are in use; run the same command again to continue"
+                    f"{part}: {counted(len(stopped), 'run')} did not finish (stopped or in use); run the same command again "
+                    "to continue"
                 )
 
     def _paths(self, job: Job) -> tuple[str, ...]:
@@ -215,7 +220,8 @@ def main(options: Options, page: Callable[[Sequence[Row], Path], None] = write_p
         for part in parts:
             experiment.part(part)
             left = experiment.missing(part)
-            print(f"{part}: {'complete' if not left else f'{len(left)} runs are missing or failed'}", flush=True)
+            state = f"{counted(len(left), 'run')} missing or failed" if left else "complete"
+            print(f"{part}: {state}", flush=True)
             if not jobs(part, experiment.rows):
                 raise SystemExit(f"{part} needs what tuning finds: run --part tuning first")
     page(current(read_rows(options.rows), options.config), options.docs)

@@ -252,6 +252,11 @@ def gpus_asked(environment):
     return None
 
 
+def counted(number, noun, plural=None):
+    """Return a number with its noun in the singular or plural, as titan_disp.wording does."""
+    return f"{number} {noun if number == 1 else plural or noun + 's'}"
+
+
 def judge_nodes(expected, reports, asked):
     """Return node -> problems of the nodes that cannot train.
 
@@ -271,9 +276,9 @@ def judge_nodes(expected, reports, asked):
         found = list(report.get("problems", []))
         count = len(report.get("gpus", []))
         if asked is not None and count < asked:
-            found.append(f"{count} of {asked} GPUs are visible")
+            found.append(f"the number of visible GPUs is {count}, expected {asked}")
         elif count != usual:
-            found.append(f"{count} GPUs are visible, most nodes have {usual}")
+            found.append(f"the number of visible GPUs is {count}, but most nodes have {usual}")
         if found:
             problems[node] = found
     return problems
@@ -548,7 +553,7 @@ class Supervisor:
             return Outcome(DECIDE, "signalled during the check of the nodes")
         problems = judge_nodes(expected, reports, gpus_asked(self.environment))
         if not problems:
-            return Outcome(PREPARE, f"{len(expected)} nodes can train")
+            return Outcome(PREPARE, counted(len(expected), "node") + " can train")
         reason = "; ".join("node {}: {}".format(node, ", ".join(found)) for node, found in sorted(problems.items()))
         if not reports:
             reason = f"the check of the nodes failed as a whole (srun's status {status}): no node answered"
@@ -822,11 +827,13 @@ class Supervisor:
             self.forget()  # a user who submits the job again has fixed something
             return Outcome(
                 GIVE_UP,
-                f"GIVEN UP after {failures} failures in a row without a new checkpoint ({where}). The last one: {reason}",
+                f"GIVEN UP after {counted(failures, 'failure')} in a row without a new checkpoint ({where}). The last one: "
+                f"{reason}",
             )
         return Outcome(
             REQUEUE,
-            f"failure {failures} of at most {self.max_retries} retries without a new checkpoint ({where}): {reason}",
+            f"failure {failures} of at most {counted(self.max_retries, 'retry', 'retries')} without a new checkpoint "
+            f"({where}): {reason}",
         )
 
     def uncounted(self):

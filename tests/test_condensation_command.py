@@ -230,7 +230,7 @@ def test_bad_documents_are_passed_over(tmp_path, capsys):
     file = tmp_path / "some.jsonl"
     file.write_text('{"text": "one"}\nnot json\n{"text": ""}\n{"text": "two"}\n')
     assert sorted(read_texts(file, None, 0)) == ["one", "two"]
-    assert "2 bad documents were skipped, the first one: malformed JSON" in capsys.readouterr().err
+    assert "skipped 2 bad documents, the first one: malformed JSON" in capsys.readouterr().err
 
 
 def test_another_field_of_the_text(tmp_path, capsys):
@@ -324,7 +324,7 @@ def without_tokenizer(gpt2, folder):
     ("make", "message"),
     [
         (small_vocabulary, "has 2048 tokens, but .* vocabulary of 100"),
-        (partial_weights, "holds an incomplete causal language model: 12 weights are missing"),
+        (partial_weights, "holds an incomplete causal language model: it lacks 12 weights"),
         (diverged, "layer 2 has values that are not finite"),
         (without_weights, "has a config.json but no weights"),
         (without_tokenizer, "holds no tokenizer. Name another folder with --tokenizer DIR"),
@@ -392,7 +392,7 @@ def test_bad_options(options, message, gpt2, run, text, tmp_path, command, capsy
     [
         (None, "is not a file; expected plain text, or documents"),
         (b"", "holds no text"),
-        (b"a", "the text has 1 tokens, expected at least 2"),
+        (b"a", "the text has 1 token, expected at least 2"),
         (b"caf\xe9", "is not UTF-8 text"),
     ],
 )

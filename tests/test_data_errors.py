@@ -137,7 +137,7 @@ CASES = [
     Case(
         "texts and token ids",
         {"a.jsonl": DOCUMENT, "b.bin": ids(RANDOM)},
-        ("1 files of token ids, such as", "expected only one of the two", "*.jsonl'"),
+        ("1 file of token ids, such as", "expected only one of the two", "*.jsonl'"),
     ),
     # What a file is.
     Case("gzip as JSON", {"a.json": gzip.compress(DOCUMENT)}, ("gzip-compressed", "which its name does not say", "*.gz")),

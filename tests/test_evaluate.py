@@ -525,7 +525,7 @@ def test_weights_that_are_missing(models, own, tmp_path):
     weights = load_file(broken / "model.safetensors")
     weights.pop("transformer.ln_f.weight")
     save_file(weights, broken / "model.safetensors", {"format": "pt"})
-    with pytest.raises(ConfigError, match="1 weights are missing, 'transformer.ln_f.weight'"):
+    with pytest.raises(ConfigError, match="it lacks 1 weight, 'transformer.ln_f.weight'"):
         evaluate([models[0], broken], ["word"], include_path=own, out=tmp_path / "out")
     assert list(json.loads((tmp_path / "out/results.json").read_text())["models"]) == ["hf"], "the first is kept"
 

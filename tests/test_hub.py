@@ -97,7 +97,7 @@ def test_fetch(hub, sample, tmp_path, titan_disp):
     failed = titan_disp("data", "fetch", str(mirror), "--shards", "6-7", "--split", "train")
     assert failed.returncode == 2
     assert "en/c4-train.00007-of-00008.json.gz: its sha256 differs from the hub's" in failed.stderr
-    assert "titan-disp: error: 1 files are missing or damaged" in failed.stderr
+    assert "titan-disp: error: 1 file could not be fetched" in failed.stderr
     assert "Traceback" not in failed.stderr
 
 

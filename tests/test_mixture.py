@@ -316,7 +316,7 @@ def test_a_resume_with_other_weights_is_refused(job, sample):
     with pytest.raises(ConfigError, match=r"web 4, code 2 then, code 2, web 4 now"):
         open_stream(swapped, training_files(swapped), tokenizer, 1, 0).load_state_dict(saved)
     alone = changed(job, sources=[], dataset="text", dataset_path=web.path)
-    with pytest.raises(ConfigError, match=r"6 files then, 3 now, 9 differ.*: web 4, code 2 then, none now"):
+    with pytest.raises(ConfigError, match=r"6 files then, 3 now, with 9 differences.*: web 4, code 2 then, none now"):
         open_stream(alone, training_files(alone), tokenizer, 1, 0).load_state_dict(saved)
     assert "sources" not in open_stream(alone, training_files(alone), tokenizer, 1, 0).fingerprint
     assert json.loads(saved["fingerprint"])["sources"] == [["web", 4], ["code", 2]]

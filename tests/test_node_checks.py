@@ -86,7 +86,9 @@ def test_gpus_unlike_the_other_nodes():
     assert node_reports.gpu_problems(reports, "gpu") == {}
     assert node_reports.gpu_problems(reports, "8") == {}
     assert node_reports.gpu_problems({}, "gpu") == {}
-    assert node_reports.gpu_problems(reports, "9")["n1"] == ["8 GPUs are visible for 9 ranks per node"]
+    assert node_reports.gpu_problems(reports, "9")["n1"] == [
+        "the number of visible GPUs is 8, too few for 9 ranks per node"
+    ]
     reports |= {"n4": node_report([H100] * 7), "n5": node_report([H200] * 8), "n6": node_report([])}
     reports |= {"n7": node_report(free=0)}
     most = f"most nodes have 8 × {H100}"

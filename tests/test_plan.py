@@ -316,7 +316,7 @@ def test_checkpoint_counts(sample, overrides, expected):
     ("nodes", "replicas", "message"),
     [
         (7, 7, "not a positive multiple"),
-        (79, 80, "but there are 632 ranks"),
+        (79, 80, "but the number of ranks is 632"),
         (0, 1, "at least 1"),
         (80, 640, "refused"),
     ],

@@ -74,7 +74,7 @@ def test_the_step_has_one_thread_unless_told_otherwise(monkeypatch):
 @pytest.mark.parametrize(
     ("options", "reduction", "message"),
     [
-        (("--parallelism.data_parallel_replicate_degree", "79"), {}, "= 632, but there are 640 ranks"),
+        (("--parallelism.data_parallel_replicate_degree", "79"), {}, "= 632, but the number of ranks is 640"),
         (TP2, {"seq_len": 63}, "seq_len 63 is not divisible by 2"),
         ((), {"flavor": "0.7B"}, "model.flavor is '0.7B'"),
         ((), {"seq_len": 0}, "training.seq_len is 0"),

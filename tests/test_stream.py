@@ -1205,7 +1205,9 @@ def test_mismatch_is_named(sample, tmp_path):
         loader(files, sample, shuffle_window=64).load_state_dict(saved)
     loader(files, sample, shuffle_window=1).load_state_dict(saved)  # a window of 1 shuffles nothing either
     changed = [DataFile(files[0].name, files[0].url, files[0].size + 1), *files[1:]]
-    with pytest.raises(ConfigError, match=r"8 files then, 8 now, 1 differ; first c4-train.00000-of-00008.json.gz"):
+    with pytest.raises(
+        ConfigError, match=r"8 files then, 8 now, with 1 difference; first c4-train.00000-of-00008.json.gz"
+    ):
         loader(changed, sample).load_state_dict(saved)
     # Moving from the hub to a mirror is no change, because names are relative to the folder that holds the files.
     mirror = tmp_path / "mirror" / "c4" / "en"

@@ -524,7 +524,7 @@ class TestNodes:
         """All nodes have the same number of GPUs, so only the job's request shows that one is missing."""
         cluster.reports(**dict.fromkeys(FOUR, (7, [])))
         supervisor = cluster.supervisor(SLURM_GPUS_PER_NODE="8", TITAN_DISP_NPROC="gpu")
-        assert "n1: 7 of 8 GPUs are visible" in supervisor.check_nodes().reason
+        assert "n1: the number of visible GPUs is 7, expected 8" in supervisor.check_nodes().reason
 
     def test_switched_off(self, cluster):
         assert cluster.supervisor(TITAN_DISP_CHECK_NODES="0").check_nodes().state == "prepare"
@@ -551,9 +551,10 @@ class TestNodes:
         ("found", "asked", "problem"),
         [
             ((8, []), None, None),
-            ((0, []), None, "0 GPUs are visible, most nodes have 8"),  # nobody said how many: the majority does
-            ((9, []), None, "9 GPUs are visible, most nodes have 8"),
-            ((7, []), 8, "7 of 8 GPUs are visible"),
+            # Nobody said how many: the majority does.
+            ((0, []), None, "the number of visible GPUs is 0, but most nodes have 8"),
+            ((9, []), None, "the number of visible GPUs is 9, but most nodes have 8"),
+            ((7, []), 8, "the number of visible GPUs is 7, expected 8"),
             ((8, ["GPU 3 is in use", "/tmp is full"]), 8, "GPU 3 is in use, /tmp is full"),
         ],
     )
@@ -566,13 +567,15 @@ class TestNodes:
 
     def test_all_nodes_lack_a_gpu(self):
         reports = {node: {"gpus": ["H100"] * 7, "problems": []} for node in ("n1", "n2")}
-        assert supervise.judge_nodes(["n1", "n2"], reports, 8) == {n: ["7 of 8 GPUs are visible"] for n in ("n1", "n2")}
+        problem = "the number of visible GPUs is 7, expected 8"
+        assert supervise.judge_nodes(["n1", "n2"], reports, 8) == {"n1": [problem], "n2": [problem]}
         assert supervise.judge_nodes(["n1", "n2"], reports, None) == {}
         silent = ["it did not answer"]
         assert supervise.judge_nodes(["n1", "n2"], {}, None) == {"n1": silent, "n2": silent}
         # The majority decides; of two halves the one with more GPUs, since they do not come from nowhere.
         reports = {node: {"gpus": ["H100"] * gpus} for node, gpus in (("n1", 7), ("n2", 8))}
-        assert supervise.judge_nodes(["n1", "n2"], reports, None) == {"n1": ["7 GPUs are visible, most nodes have 8"]}
+        problem = "the number of visible GPUs is 7, but most nodes have 8"
+        assert supervise.judge_nodes(["n1", "n2"], reports, None) == {"n1": [problem]}
         assert supervise.judge_nodes(["n1"], {"n1": {}}, None) == {}  # a report that says nothing
 
     def test_a_node_that_fails_twice_is_excluded(self, cluster):
@@ -1496,7 +1499,7 @@ class TestSupervise:
     def test_giving_up(self, cluster):
         cluster.reports(n1=(8, []))
         assert cluster.supervisor(TITAN_DISP_MAX_RETRIES="0").supervise() == 1
-        assert (cluster.folder / "job.out").read_text().startswith("titan-disp: GIVEN UP after 1 failures in a row")
+        assert (cluster.folder / "job.out").read_text().startswith("titan-disp: GIVEN UP after 1 failure in a row")
 
     def test_an_error_of_its_own_is_a_failure_like_any_other(self, cluster, monkeypatch):
         def gone(self):
@@ -1683,7 +1686,7 @@ def test_the_script_forwards_signals_and_the_status(cluster, tmp_path):
     text, _ = job.communicate(timeout=30)
     assert job.returncode == 1
     assert "USR1 received: asking all ranks to save and stop" in text
-    assert "GIVEN UP after 1 failures" in text
+    assert "GIVEN UP after 1 failure in a row" in text
     assert "asked to stop (USR1) but not saved in time" in text
     assert (cluster.run / "stop").read_text() == "7.0\n"
     assert (cluster.folder / "site").read_text() == "1 ALL\n"

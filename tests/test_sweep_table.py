@@ -195,7 +195,7 @@ class TestTable:
             ["on_coeff-0.1", "2 of 2", "4.9500 ± 0.0500", "-0.1500 ± 0.0500", "2", "-0.7853 … +0.4853", "0.5", "0.5"],
             ["on_coeff-1.0", "0 of 2", "–", "–", "–", "–", "–", "–"],
         ]
-        assert "**2 of 6 points are missing**" in text
+        assert "**The table lacks 2 of 6 points**" in text
         assert "- on_coeff-1.0_seed-1: unfinished: stop at step 2: SIGTERM" in text
         assert "- on_coeff-1.0_seed-2: finished without a finite cross_entropy at its end" in text
         with open(sweep.folder / "table.csv") as file:

@@ -400,14 +400,14 @@ class TestRun:
         assert "killed by SIGKILL" in told[3]
         assert [state(tmp_path / "runs" / name)[0] for name in NAMES] == ["finished", "failed", "failed", "failed"]
         said = capsys.readouterr().out
-        assert "0 are finished, 4 to train, 1 at a time" in said
+        assert "0 finished, 4 to train, 1 at a time" in said
         assert "1 finished, 3 failed, 0 training, 0 waiting" in said
 
         results = prepared(**{NAMES[2]: "fail"})
         assert outcomes(results) == dict(zip(NAMES, ("finished", "finished", "failed", "finished"), strict=True))
         assert starts(tmp_path) == {NAMES[0]: 1, NAMES[1]: 1, NAMES[2]: 1, NAMES[3]: 2}
         assert "the data is not there" in summary(results)[1]  # not the error of the first call
-        assert "1 are finished, 3 to train" in capsys.readouterr().out
+        assert "1 finished, 3 to train" in capsys.readouterr().out
 
         assert set(outcomes(prepared()).values()) == {"finished"}
         assert starts(tmp_path) == {NAMES[0]: 1, NAMES[1]: 1, NAMES[2]: 2, NAMES[3]: 2}
@@ -560,7 +560,7 @@ class TestSubmit:
             f"--export=ALL,TITAN_DISP_SITE=local_cpu,TITAN_DISP_PYTHON={sys.executable} {ROOT}/slurm/sweep.sbatch {made.folder}"
         )
         first = told()
-        assert first.splitlines()[0].endswith("0 are finished, 4 to submit")
+        assert first.splitlines()[0].endswith("0 finished, 4 to submit")
         assert "4 of 512 tokens" in first  # the plan has 4 steps of 16 × 32 tokens
         assert first.splitlines()[-1] == line.format("0-3")
         (made.folder / NAMES[1] / "failed.json").write_text('{"error": "it broke"}')
@@ -570,7 +570,7 @@ class TestSubmit:
         assert (made.folder / NAMES[1] / "failed.json").exists()  # a dry run deletes nothing
         for name in NAMES:
             TestState.events(made.folder / name, [("complete", 4, "")])
-        assert told() == f"4 points in {made.folder}: 4 are finished, 0 to submit\n"
+        assert told() == f"4 points in {made.folder}: 4 finished, 0 to submit\n"
 
 
 @pytest.mark.parametrize("file", sorted((ROOT / "train_configs" / "sweeps").glob("*.toml")), ids=lambda file: file.stem)
@@ -648,7 +648,7 @@ def test_killed_in_the_middle(sample, tmp_path):
 
     done = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "1 are finished, 3 to train, 1 at a time" in done.stdout
+    assert "1 finished, 3 to train, 1 at a time" in done.stdout
     assert done.stdout.splitlines()[-1] == "4 finished"
     begun = {
         name: [e["event"] for e in read_events(runs / name) if e["event"] in ("start", "resume")] for name in NAMES

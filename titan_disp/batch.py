@@ -6,6 +6,7 @@ A *slot* is one of the run's document streams. Each data-parallel rank reads som
 from torchtitan.config import JobConfig
 
 from titan_disp.errors import ConfigError
+from titan_disp.wording import counted
 
 
 def data_parallel_degree(job_config: JobConfig, world_size: int) -> int:
@@ -46,7 +47,7 @@ def resolve_steps(job_config: JobConfig, world_size: int) -> None:
         if training.steps not in (-1, steps):
             raise ConfigError(
                 f"training.steps is {training.steps}, but budget.tokens {budget.tokens:,} at {per_step:,} tokens per "
-                f"step makes {steps} step(s): set only one of them (--budget.tokens 0 leaves training.steps)"
+                f"step makes {counted(steps, 'step')}: set only one of them (--budget.tokens 0 leaves training.steps)"
             )
         training.steps = steps
     if training.steps == -1:
@@ -54,7 +55,7 @@ def resolve_steps(job_config: JobConfig, world_size: int) -> None:
     if budget.stop_at_tokens > training.steps * per_step:
         raise ConfigError(
             f"budget.stop_at_tokens is {budget.stop_at_tokens:,}, more than the {training.steps * per_step:,} "
-            f"tokens of the whole run ({training.steps} steps): lower it, or raise budget.tokens or training.steps"
+            f"tokens of the whole run ({counted(training.steps, 'step')}): lower it, or raise budget.tokens or training.steps"
         )
 
 

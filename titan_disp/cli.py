@@ -11,6 +11,7 @@ from tyro.conf import Positional, arg
 
 from titan_disp.errors import EXIT_CODE, ConfigError, UserError
 from titan_disp.subcommands import Subcommands
+from titan_disp.wording import counted
 
 # Without a metavar, help would name these arguments by their types, such as {None}|INT, and without a hint it would end
 # in "(default: None)".
@@ -102,7 +103,7 @@ def data_digest(
     for step, sha256 in enumerate(result.hashes, start=1):
         print(f"{step:6}  {sha256}")
     for rank, (files, count) in enumerate(zip(result.files_read, result.bytes_read, strict=True)):
-        print(f"rank {rank}: {files} files, {count:,} bytes")
+        print(f"rank {rank}: {counted(files, 'file')}, {count:,} bytes")
     print(f"read amplification {result.read_amplification:.3f}")
     print("  ".join(f"{name}: {value:,g}" for name, value in result.counters.items()))
 
@@ -134,7 +135,7 @@ def data_fetch(
     left = fetch(folder, dataset, split, parse_shards(shards), workers)
     if left:
         print("\n".join(left), file=sys.stderr)
-        raise ConfigError(f"{len(left)} files are missing or damaged; run the same command again to fetch them")
+        raise ConfigError(f"{counted(len(left), 'file')} could not be fetched; run the same command again")
     print(f"{folder} is complete: training.dataset = {dataset!r}, training.dataset_path = {str(folder)!r}")
 
 

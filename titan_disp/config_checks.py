@@ -29,6 +29,7 @@ from titan_disp.models.arguments import activation_indices
 from titan_disp.registry import args_of, find_model
 from titan_disp.run.checkpoint import check_initial_load
 from titan_disp.run.integrity import checkpoints
+from titan_disp.wording import counted
 
 
 def check_config(job_config: JobConfig, world_size: int) -> None:
@@ -154,9 +155,9 @@ def check_mesh(job_config: JobConfig, world_size: int) -> None:
             raise ConfigError(f"parallelism.{name}_parallel_degree is {degree}, expected at least 1")
     if world_size % (cp * tp):
         raise ConfigError(
-            f"context_parallel_degree {cp} × tensor_parallel_degree {tp} = {cp * tp} does not divide the {world_size} "
-            "ranks: set tensor_parallel_degree or context_parallel_degree to one that does, or use another number of "
-            "ranks"
+            f"context_parallel_degree {cp} × tensor_parallel_degree {tp} = {cp * tp} does not divide the number "
+            f"of ranks, {world_size}: set tensor_parallel_degree or context_parallel_degree to one that does, or use "
+            "another number of ranks"
         )
     resolve_replicas(job_config, world_size)
     replicate = p.data_parallel_replicate_degree
@@ -169,8 +170,8 @@ def check_mesh(job_config: JobConfig, world_size: int) -> None:
     if shard < 1 or replicate * shard * cp * tp != world_size:
         raise ConfigError(
             f"data_parallel_replicate_degree {replicate} × data_parallel_shard_degree {shard} × "
-            f"context_parallel_degree {cp} × tensor_parallel_degree {tp} = {replicate * shard * cp * tp}, but there "
-            f"are {world_size} ranks: set data_parallel_replicate_degree = -1 or data_parallel_shard_degree = -1, "
+            f"context_parallel_degree {cp} × tensor_parallel_degree {tp} = {replicate * shard * cp * tp}, but the "
+            f"number of ranks is {world_size}: set data_parallel_replicate_degree = -1 or data_parallel_shard_degree = -1, "
             "which is then computed from the number of ranks (the first also makes fewer shards if there are fewer "
             "ranks)"
         )
@@ -234,7 +235,7 @@ def check_batch(job_config: JobConfig, world_size: int) -> None:
     if t.global_batch_size != -1 and (t.global_batch_size < 1 or t.global_batch_size % (t.local_batch_size * dp)):
         raise ConfigError(
             f"training.global_batch_size {t.global_batch_size} is not a positive multiple of local_batch_size "
-            f"{t.local_batch_size} × {dp} data-parallel ranks = {t.local_batch_size * dp}"
+            f"{t.local_batch_size} × {counted(dp, 'data-parallel rank')} = {t.local_batch_size * dp}"
         )
 
 
@@ -248,8 +249,8 @@ def check_stream(job_config: JobConfig, world_size: int) -> None:
     batch, slots = global_batch_size(job_config, dp), slot_count(job_config, dp)
     if slots < 1 or batch % slots or slots % dp:
         raise ConfigError(
-            f"stream.slots is {slots}; expected a divisor of the global batch {batch} that is a multiple of the {dp} "
-            "data-parallel ranks"
+            f"stream.slots is {slots}; expected a divisor of the global batch {batch} that is a multiple of the "
+            f"number of data-parallel ranks, {dp}"
         )
     source_shares(job_config, slots)
     if stream.prefetch < 0:

@@ -323,7 +323,7 @@ exec "$@"
     assert "it did not answer" in reasons[0]
     assert "the check of the nodes has taken 40 s and is ended" in log
     assert "it did not answer" in reasons[1]
-    assert "GPUs are visible, most nodes have 2" in reasons[2]
+    assert "but most nodes have 2" in reasons[2]
     assert events(run, "complete") == [("complete", 2)]
 
 

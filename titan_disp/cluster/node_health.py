@@ -137,7 +137,7 @@ def check_node(
         problems.append(f"{local} has {free / 1e9:.1f} GB free, expected at least {MINIMUM_DISK / 1e9:.1f} GB")
     count = torch.cuda.device_count()
     if gpus is not None and count != gpus:
-        problems.append(f"{count} GPUs are visible, expected {gpus}")
+        problems.append(f"the number of visible GPUs is {count}, expected {gpus}")
     checked = [check_gpu(i) for i in range(count)]
     problems += [problem for _, problem in checked if problem]
     problems += gpu_problems() if count else []

@@ -23,6 +23,7 @@ from titan_disp.cluster.node_health import in_order, writable
 from titan_disp.config import load_config
 from titan_disp.config_checks import check_config, check_device
 from titan_disp.errors import EXIT_CODE, ConfigError, UserError
+from titan_disp.wording import counted
 
 CLOCK_LIMIT = 2.0  # seconds: users compare logs and file times of different nodes, and credentials expire
 TEST_MEMORY = 2e9  # bytes of a GPU for the bandwidth test: two buffers, and NCCL's own memory
@@ -87,7 +88,7 @@ def gpu_problems(reports: Mapping[str, Report], nproc: str) -> Problems:
         if nproc == "gpu" and not count:
             problems[node].append("no GPU is visible")
         elif nproc != "gpu" and 0 < count < int(nproc):
-            problems[node].append(f"{count} GPUs are visible for {nproc} ranks per node")
+            problems[node].append(f"the number of visible GPUs is {count}, too few for {nproc} ranks per node")
         if node in others:
             problems[node].append(f"its GPUs: {gpus_of(report)}; most nodes have {common}")
         elif len(set(report["gpus"])) > 1:
@@ -171,7 +172,7 @@ def _named(nodes: Sequence[str]) -> str:
 
 def _row(node: str, report: Report | None, bandwidth: Mapping[str, Any] | None, problems: int) -> list[str]:
     """Return a node's row of the table, in the order of the headings in ``render``."""
-    verdict = f"{problems} problem{'s' * (problems > 1)}" if problems else "ok"
+    verdict = counted(problems, "problem") if problems else "ok"
     if report is None:
         return [node, *["–"] * 7, verdict]
     skew = bandwidth["clock_skew"].get(node) if bandwidth else None
@@ -201,7 +202,8 @@ def render(report: Report, expected: Sequence[str]) -> list[str]:
         speeds = best_bandwidths(tuple(pair) for pair in bandwidth["pairs"])  # type: ignore[misc]
         reduced = bandwidth["all_reduce"]
         lines.append(
-            f"all-reduce of {reduced['bytes'] >> 20} MiB over {bandwidth['ranks']} ranks of {max(1, len(speeds))} nodes: "
+            f"all-reduce of {reduced['bytes'] >> 20} MiB over {counted(bandwidth['ranks'], 'rank')} of "
+            f"{counted(max(1, len(speeds)), 'node')}: "
             f"{reduced['seconds'] * 1e3:.1f} ms, bus bandwidth {reduced['bus_bandwidth'] / 1e9:.2f} GB/s ({bandwidth['backend']})"
         )
     by_text: dict[str, list[str]] = defaultdict(list)

@@ -2,6 +2,7 @@
 
 from titan_disp.cluster.hardware import GPUS
 from titan_disp.cluster.plan import MAX_NODES, Plan
+from titan_disp.wording import counted
 
 _SHOWN = 24  # most node counts on the line
 
@@ -43,16 +44,16 @@ def render(plan: Plan) -> str:
     share = plan.dispersion_flops_per_step / plan.flops_per_step
     rows = [
         ("plan", plan.config),
-        ("machine", f"{plan.nodes} node{'s'[: plan.nodes > 1]} × {plan.gpus_per_node} {plan.gpu} = {world:,} GPUs"),
+        ("machine", f"{counted(plan.nodes, 'node')} × {plan.gpus_per_node} {plan.gpu} = {counted(world, 'GPU')}"),
         (
             "mesh",
             f"replicate {plan.replicate} × shard {plan.shard} × context {plan.context_parallel} × "
-            f"tensor {plan.tensor_parallel}; {plan.data_parallel:,} data-parallel ranks",
+            f"tensor {plan.tensor_parallel}; {counted(plan.data_parallel, 'data-parallel rank')}",
         ),
         (
             "batch",
-            f"{plan.global_batch_size:,} sequences of {plan.seq_len:,} tokens = {plan.local_batch_size} × "
-            f"{plan.data_parallel:,} ranks × {plan.accumulation_steps} accumulation steps",
+            f"{counted(plan.global_batch_size, 'sequence')} of {plan.seq_len:,} tokens = {plan.local_batch_size} × "
+            f"{counted(plan.data_parallel, 'rank')} × {counted(plan.accumulation_steps, 'accumulation step')}",
         ),
         (
             "steps",

@@ -42,6 +42,7 @@ from titan_disp.config_checks import check_config
 from titan_disp.errors import ConfigError
 from titan_disp.model_overrides import named
 from titan_disp.registry import args_of
+from titan_disp.wording import counted
 
 TIMEOUT = 1800  # seconds; compiling the full model takes minutes
 LAST_LINES = 15  # lines of a failed step's stderr in the message
@@ -90,11 +91,12 @@ class Report:
             if on_cpu
             else "allocated, without the GPU's context and communication buffers"
         )
+        microbatches = counted(self.accumulation, "microbatch", "microbatches")
         tokens = f"{self.local_batch_size} × {self.seq_len:,} tokens"
         rows = [
             ("preflight", f"{self.config}, one step of rank 0 of {self.ranks:,} on {self.device}"),
             ("mesh", ", ".join(f"{name} {size}" for name, size in self.mesh.items()) or "one rank"),
-            ("step", f"{self.accumulation} microbatches of {tokens}, {self.flavor}, in {self.seconds:.1f} s"),
+            ("step", f"{microbatches} of {tokens}, {self.flavor}, in {self.seconds:.1f} s"),
             ("parameters", f"{self.parameters:,}, of which rank 0 holds {self.own_parameters:,}"),
             ("memory", f"{self.peak_bytes / 1e9:.2f} GB: {memory}"),
             *(("reduced" if i == 0 else "", change) for i, change in enumerate(self.reduced)),

@@ -20,6 +20,7 @@ from titan_disp.data.place import Field
 from titan_disp.data.stream import StreamOptions
 from titan_disp.data.tokenizer import find_tokenizer
 from titan_disp.errors import CheckpointError, ConfigError
+from titan_disp.wording import counted
 
 
 def tokenizer_hash(folder: str) -> str:
@@ -77,7 +78,7 @@ def differences(saved: dict[str, Any], now: dict[str, Any]) -> list[str]:
         changed = sorted(name for name in old.keys() | new.keys() if old.get(name) != new.get(name))
         first = changed[0]
         found.append(
-            f"data: {len(old)} files then, {len(new)} now, {len(changed)} differ; first {first} "
+            f"data: {counted(len(old), 'file')} then, {len(new)} now, with {counted(len(changed), 'difference')}; first {first} "
             f"({old.get(first, 'missing')} bytes then, {new.get(first, 'missing')} now)"
         )
     if saved.get("sources") != now.get("sources"):

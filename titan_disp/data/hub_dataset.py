@@ -222,7 +222,7 @@ def files_of_split(splits: dict[str, list[str]], split: str, name: HubName, wher
     paths = sorted(set(splits[split]))
     if unread := [path for path in paths if not path.endswith(SUFFIXES)]:
         raise ConfigError(
-            f"{where}: {len(unread)} of the split's {len(paths)} files cannot be read, such as {unread[0]}; expected "
+            f"{where}: the split has files that cannot be read ({len(unread)} of {len(paths)}, such as {unread[0]}); expected "
             f"names that end in {', '.join(SUFFIXES)}"
         )
     return paths

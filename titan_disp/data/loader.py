@@ -41,6 +41,7 @@ from titan_disp.data.stream import RankStreams, StreamOptions
 from titan_disp.data.tokenizer import encoder
 from titan_disp.data.worker import Sequences, as_it_is, worker_signals
 from titan_disp.errors import ConfigError
+from titan_disp.wording import counted
 
 Batch = tuple[dict[str, Tensor], Tensor]
 _GROUP = 32  # the prefetch worker sends up to this many microbatches at once …
@@ -332,7 +333,7 @@ def build_dataloader(dp_world_size: int, dp_rank: int, tokenizer: BaseTokenizer,
     files = on_rank_0(list_and_check, training_sets(job_config), options)
     if dp_rank == 0:
         gigabytes = sum(file.size for file in files) / 1e9
-        logger.info(f"data: {len(files)} files, {gigabytes:.3g} GB, from {files[0].url} to {files[-1].url}")
+        logger.info(f"data: {counted(len(files), 'file')}, {gigabytes:.3g} GB, from {files[0].url} to {files[-1].url}")
         for share in source_shares(job_config, slot_count(job_config, dp_world_size)):
             logger.info(f"data: {share}")
     loader = open_stream(

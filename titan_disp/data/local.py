@@ -14,6 +14,7 @@ from torchtitan.tools.logging import logger
 from titan_disp.data.formats import PLAIN_TEXT, SUFFIXES, TOKEN_IDS
 from titan_disp.data.hub import FOLDER
 from titan_disp.errors import ConfigError
+from titan_disp.wording import counted
 
 # Usual beside documents: leaving them out is not worth a warning. (The .model is SentencePiece's.)
 _NO_DATA = (".md", ".py", ".lock", ".metadata", ".model")
@@ -80,16 +81,17 @@ def _of_pattern(pattern: str, where: str) -> list[str]:
             again.append(path)
     if again:
         _warn(
-            f"{where}: {len(again)} files are left out, because links lead to their folders again, such as {again[0]}"
+            f"{where}: left out, because links lead to the same folders again: {counted(len(again), 'file')}, such as {again[0]}"
         )
     if folders and found and "**" not in pattern:
         _warn(
-            f"{where}: {len(folders)} folders are left out, such as {folders[0]}. (A glob with /** includes their "
-            "files)"
+            f"{where}: the glob leaves out {counted(len(folders), 'folder')}, such as {folders[0]}. (A glob with /** "
+            "includes the files in folders)"
         )
     paths = _readable_formats(list(found.values()), where)
     if not paths:
-        there = [_counts(Counter(map(_suffix, found)))] * bool(found) + [f"{len(folders)} folders"] * bool(folders)
+        there = [_counts(Counter(map(_suffix, found)))] if found else []
+        there += [counted(len(folders), "folder")] if folders else []
         others = f", but {' and '.join(there)}" if there else ""
         raise ConfigError(
             f"{where}, which matches no file{others}; expected files named {', '.join('*' + s for s in SUFFIXES)}: "
@@ -128,10 +130,10 @@ def _of_folder(folder: str, split: str, where: str, c4: bool) -> list[str]:
             "a sample corpus: titan-disp sample-data DIR"
         )
     if left_out := sorted(set(paths) - set(of_split)):
-        text = f"{where}: {len(left_out)} of {len(paths)} files are left out, because their names do not say {split}"
-        text += f" or they are not in {FOLDER}" if c4 else ""
+        rule = f"whose names do not say {split}" + (f" or that are not in {FOLDER}" if c4 else "")
         (_say if c4 or split != "train" else _warn)(
-            f"{text}: {_some(left_out, folder)}. (A glob instead of the folder reads every file that it matches)"
+            f"{where}: files {rule} are left out, {len(left_out)} of {len(paths)}: {_some(left_out, folder)}. (A glob "
+            "instead of the folder reads every file that it matches)"
         )
     return of_split
 
@@ -186,8 +188,9 @@ def _check_kinds(paths: list[str], where: str) -> None:
         other = next(path for path in paths if not path.endswith(TOKEN_IDS))
         others = f"{os.path.dirname(other)}/*{_suffix(other)}"
         raise ConfigError(
-            f"{where}, which holds {len(ids)} files of token ids, such as {ids[0]!r}, and {len(paths) - len(ids)} of "
-            f"text, such as {other!r}; expected only one of the two: select one by a glob, such as {others!r}"
+            f"{where}, which holds {counted(len(ids), 'file')} of token ids, such as {ids[0]!r}, and "
+            f"{len(paths) - len(ids)} of text, such as {other!r}; expected only one of the two: select one by a glob, "
+            f"such as {others!r}"
         )
 
 

@@ -76,7 +76,7 @@ def fetch(folder: Path, dataset: str, split: str, shards: Sequence[range] | None
         chosen = [file for file in listing.files if some is None or any(file.index in part for part in some)]
         if not chosen:
             raise ConfigError(
-                f"--shards names none of the {len(listing.files)} files, 0 to {listing.files[-1].index}, such as "
+                f"--shards names none of the files, which have the numbers 0 to {listing.files[-1].index}, such as "
                 f"{listing.files[0].path}"
             )
         missing = _mirror(folder, listing, chosen, workers)
@@ -207,7 +207,7 @@ def mirrored_files(folder: str, name: HubName, where: str) -> list[tuple[str, in
     wrong = [file for file, size in files if not os.path.isfile(file) or os.path.getsize(file) != size]
     if wrong:
         raise ConfigError(
-            f"{where}, where {len(wrong)} of {len(files)} files are missing or have another size than on the hub, such "
-            f"as {wrong[0]}: {fetch}"
+            f"{where}, where files are missing or have another size than on the hub ({len(wrong)} of {len(files)}, such as "
+            f"{wrong[0]}): {fetch}"
         )
     return files

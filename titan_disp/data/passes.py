@@ -16,6 +16,7 @@ from titan_disp.data.formats import Format
 from titan_disp.data.place import Place
 from titan_disp.data.progress import Density, densities
 from titan_disp.data.records import DamagedFile, Record, size_of
+from titan_disp.wording import counted
 
 PROGRESS_SECONDS = 10.0
 DOCUMENT_BYTES = 1 << 13  # a shuffling window holds fewer documents if they are longer than this on average
@@ -233,7 +234,9 @@ class Passes:
             if waiting:
                 done, seconds = every - len(waiting), time.monotonic() - began
                 left = f", about {seconds * len(waiting) / done:.0f} s left" if done else ""
-                logger.info(f"data: finding the place in {every} files: {done} done in {seconds:.0f} s{left}")
+                logger.info(
+                    f"data: finding the place in {counted(every, 'file')}: {done} done in {seconds:.0f} s{left}"
+                )
 
     def _pass(self, slot: int, epoch: int, file: int) -> _Pass | None:
         """Return the pass over a file for this slot and epoch, or None. Another slot may be an epoch ahead in it."""

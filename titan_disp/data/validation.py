@@ -27,6 +27,7 @@ from titan_disp.data.sources import training_sets
 from titan_disp.data.stream import RankStreams
 from titan_disp.data.tokenizer import encoder
 from titan_disp.errors import ConfigError
+from titan_disp.wording import counted
 
 
 def validation_sequences(job_config: JobConfig, dp_world_size: int) -> int:
@@ -50,7 +51,7 @@ def validation_sequences(job_config: JobConfig, dp_world_size: int) -> int:
     if wanted < 1 or wanted % step:
         raise ConfigError(
             f"stream.validation_sequences is {wanted}, expected a multiple of validation.local_batch_size "
-            f"{v.local_batch_size} × {dp_world_size} data-parallel ranks = {step}"
+            f"{v.local_batch_size} × {counted(dp_world_size, 'data-parallel rank')} = {step}"
         )
     return wanted
 
@@ -88,8 +89,8 @@ def first_sequences(
             found.append(slot.sequence().astype(np.int32))
             if slot.position[Field.EPOCH] > 0:
                 raise ConfigError(
-                    f"the validation split ({len(files)} files, {files[0].url} to {files[-1].url}) holds "
-                    f"{len(found) - 1} sequences of {seq_len} tokens, expected {count}: {asked}, or take more text"
+                    f"the validation split ({counted(len(files), 'file')}, {files[0].url} to {files[-1].url}) holds "
+                    f"{counted(len(found) - 1, 'sequence')} of {seq_len} tokens, expected {count}: {asked}, or take more text"
                 )
     finally:
         streams.close()

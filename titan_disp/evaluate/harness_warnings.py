@@ -6,6 +6,8 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from titan_disp.wording import counted
+
 
 class _FirstOfEach(logging.Filter):
     """Lets the first record of each line of code through, and counts the others."""
@@ -34,4 +36,7 @@ def warnings_once(name: str = "lm_eval") -> Iterator[None]:
     finally:
         logger.handlers, logger.propagate = before
         if more := sum(first.seen.values()) - len(first.seen):
-            print(f"{name} gave {more} more warnings of the same kinds, for other tasks or models", file=sys.stderr)
+            print(
+                f"{name} gave {counted(more, 'more warning')} of the same kinds, for other tasks or models",
+                file=sys.stderr,
+            )

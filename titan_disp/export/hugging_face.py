@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from titan_disp.errors import ConfigError
+from titan_disp.wording import counted
 
 
 def load_causal_lm(
@@ -36,7 +37,7 @@ def load_causal_lm(
     model, loading = loaded
     if missing := sorted(loading["missing_keys"]):
         raise ConfigError(
-            f"{str(folder)!r} holds an incomplete causal language model: {len(missing)} weights are missing, "
+            f"{str(folder)!r} holds an incomplete causal language model: it lacks {counted(len(missing), 'weight')}, "
             f"{missing[0]!r} first"
         )
     return model.eval()

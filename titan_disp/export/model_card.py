@@ -13,6 +13,7 @@ from titan_disp.errors import CheckpointError, ConfigError
 from titan_disp.export.saved import SavedModel
 from titan_disp.run.folder import read_condensation, read_metrics
 from titan_disp.run.validation_loss import read_validation
+from titan_disp.wording import counted
 
 SHOWN_FILES = 4  # up to so many files are listed; otherwise the first and the last one
 PAPER = "https://arxiv.org/abs/2602.00217"
@@ -53,8 +54,7 @@ def _listed(files: Sequence[tuple[str, int]]) -> str:
     """Describe the number, size and names of files. Of many files, only the first and the last are named."""
     names = [f"`{name}`" for name, _ in files]
     listed = ", ".join(names) if len(names) <= SHOWN_FILES else f"{names[0]} to {names[-1]}"
-    count = f"{len(files):,} files" if len(files) > 1 else "1 file"
-    return f"{count}, {_bytes(sum(size for _, size in files))}: {listed}"
+    return f"{counted(len(files), 'file')}, {_bytes(sum(size for _, size in files))}: {listed}"
 
 
 def _bytes(size: float) -> str:
@@ -152,7 +152,7 @@ def model_card(saved: SavedModel, name: str, parameters: int, dtype: str, enviro
     measured = {step: one for step, one in read_condensation(saved.run).items() if step <= saved.step}
     if measured and (held_out := max(measured.items()))[1].get("cross_entropy") is not None:
         step, one = held_out
-        text = f"{one['sequences']} sequences of {training['seq_len']:,} tokens"
+        text = f"{counted(one['sequences'], 'sequence')} of {training['seq_len']:,} tokens"
         facts["cross-entropy, held-out text"] = f"{one['cross_entropy']:.4f} at step {step:,} ({text})"
     validated = {step: loss for step, loss in read_validation(saved.run, config).items() if step <= saved.step}
     if validated:
@@ -160,13 +160,13 @@ def model_card(saved: SavedModel, name: str, parameters: int, dtype: str, enviro
         facts["cross-entropy, validation"] = f"{loss:.4f} at step {step:,}"
     if measured:
         step, one = max(measured.items())
-        text = f"{one['sequences']} sequences, {one['tokens']:,} tokens of each"
+        text = f"{counted(one['sequences'], 'sequence')}, {one['tokens']:,} tokens of each"
         facts["condensation, held-out text"] = f"{_condensation(one)}; at step {step:,} ({text})"
     packages = {"python": environment.get("python")} | environment.get("packages", {})
     if versions := [f"{p} {packages[p]}" for p in SHOWN if packages.get(p)]:
         facts["trained with"] = ", ".join(versions)
         devices = ", ".join(sorted(set(environment.get("accelerators", [])))) or "CPU"
-        facts["trained on"] = f"{environment.get('world_size')} ranks, {devices}"
+        facts["trained on"] = f"{counted(environment.get('world_size', 1), 'rank')}, {devices}"
     table = "\n".join(f"| {key} | {value} |" for key, value in facts.items())
     return f"""---
 library_name: transformers

@@ -179,7 +179,7 @@ def load_weights(saved: SavedModel) -> dict[str, torch.Tensor]:
     if missing := sorted(wanted.keys() - in_checkpoint.keys()):
         raise CheckpointError(
             f"the checkpoint {str(saved.folder)!r} holds no model of flavor {saved.flavor!r}: "
-            f"{len(missing)} of {len(wanted)} weights are missing, {missing[0]!r} first"
+            f"it lacks {len(missing)} of {len(wanted)} weights, {missing[0]!r} first"
         )
     weights = {name: torch.empty(like.shape, dtype=torch.float32) for name, like in wanted.items()}
     for name, like in weights.items():

@@ -19,6 +19,7 @@ from titan_disp.inspection.output import Groups, Measured, table, write_figures,
 from titan_disp.inspection.targets import Device, SpecialTokens, Target, find_targets, name_of
 from titan_disp.inspection.texts import contiguous_sequences, cut_sequences, read_texts, surround
 from titan_disp.progress import progress
+from titan_disp.wording import counted
 
 
 @torch.no_grad()
@@ -212,7 +213,7 @@ def _sample(name: str, target: Target, texts: Sequence[str], sampling: Sampling)
     if tokens.shape != (sampling.sequences, sampling.max_length):
         count, n = tokens.shape
         print(
-            f"{name}: the text gives {count} sequences of {n} tokens instead of {sampling.sequences} of "
+            f"{name}: the text gives {counted(count, 'sequence')} of {n} tokens instead of {sampling.sequences} of "
             f"{sampling.max_length}",
             file=sys.stderr,
         )

@@ -18,6 +18,7 @@ from titan_disp.export.saved import SavedModel, find_saved, is_run, load_model, 
 from titan_disp.inspection.hub import PICKLES, HubModel, find_snapshot, parse_id
 from titan_disp.inspection.layer_by_layer import Layers, hugging_face_layers
 from titan_disp.models.hf import INDEX
+from titan_disp.wording import counted
 
 Encode = Callable[[str], list[int]]
 Device = torch.device | Literal["auto"]
@@ -225,7 +226,8 @@ def _missing_weights(folder: Path) -> str:
     if index.is_file() and not (folder / index.name.removesuffix(".index.json")).is_file():
         files = sorted(set(json.loads(index.read_text())["weight_map"].values()))
         missing = [file for file in files if not (folder / file).is_file()]
-        return f"lacks {len(missing)} of its {len(files)} files of weights, {missing[0]!r} first" if missing else ""
+        every = counted(len(files), "file")
+        return f"lacks {len(missing)} of its {every} of weights, {missing[0]!r} first" if missing else ""
     if safe or any(folder.glob(PICKLES)):
         return ""
     return "has a config.json but no weights (*.safetensors or pytorch_model*.bin)"

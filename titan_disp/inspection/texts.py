@@ -15,6 +15,7 @@ from titan_disp.data.formats import JSON_LINES, PARQUET, Format
 from titan_disp.data.hub_dataset import is_hub_name
 from titan_disp.data.records import BadDocument, DamagedFile, OtherShape, text_of
 from titan_disp.errors import ConfigError, DataError
+from titan_disp.wording import counted
 
 MOST = 64 << 20  # most characters that are read, so that the time does not grow with the file
 _DOCUMENTS = (*JSON_LINES, *PARQUET)
@@ -140,7 +141,7 @@ def _documents(files: Iterable[DataFile], text_field: str, reasons: list[str]) -
         finally:
             reader.close()
         if bad:
-            print(f"{file.url}: {bad} bad documents were skipped, the first one: {reasons[-1]}", file=sys.stderr)
+            print(f"{file.url}: skipped {counted(bad, 'bad document')}, the first one: {reasons[-1]}", file=sys.stderr)
 
 
 def _of_options(error: Exception) -> str:
@@ -169,7 +170,9 @@ def cut_sequences(texts: Iterable[str], encode: Callable[[str], list[int]], coun
         if len(ids) >= count * length:
             break
     if len(ids) < 2:
-        raise ConfigError(f"the text has {len(ids)} tokens, expected at least 2: a cosine needs a pair of tokens")
+        raise ConfigError(
+            f"the text has {counted(len(ids), 'token')}, expected at least 2: a cosine needs a pair of tokens"
+        )
     length = min(length, len(ids))
     count = min(count, len(ids) // length)
     return torch.tensor(ids[: count * length]).view(count, length)
@@ -214,7 +217,9 @@ def _from(texts: Sequence[str], start: int, encode: Callable[[str], list[int]], 
         elif start:
             start //= 2
         else:
-            raise ConfigError(f"the text has {len(ids)} tokens, expected at least {length} for a contiguous sequence")
+            raise ConfigError(
+                f"the text has {counted(len(ids), 'token')}, expected at least {length} for a contiguous sequence"
+            )
 
 
 def surround(tokens: Tensor, before: Sequence[int], after: Sequence[int]) -> Tensor:

@@ -19,6 +19,7 @@ from titan_disp.report.goodput import Goodput, together
 from titan_disp.report.numbers import NOTHING, number
 from titan_disp.report.state import duration, state
 from titan_disp.run.folder import flatten
+from titan_disp.wording import counted
 
 LAST_ROWS = 10  # rows over which a training loss is averaged, because one batch's loss is noisy
 
@@ -156,7 +157,7 @@ def final_numbers(runs: Sequence[Run]) -> Rows:
         if not run.rows:
             return Cell(None)
         found = run.series("ce")[-LAST_ROWS:]
-        few = f"of {len(found)} row{'s' if len(found) > 1 else ''}" if len(found) < LAST_ROWS else ""
+        few = f"of {counted(len(found), 'row')}" if len(found) < LAST_ROWS else ""
         return Cell(found.mean(), run.rows[-1]["step"], few)
 
     def at_compared(run: Run) -> Cell:

@@ -18,6 +18,7 @@ from torchtitan.components.optimizer import OptimizersContainer
 from torchtitan.tools.logging import logger
 
 from titan_disp.errors import NonFiniteError
+from titan_disp.wording import counted
 
 Terms = Callable[[], Tensor | None]
 
@@ -118,7 +119,7 @@ class GuardedOptimizers(OptimizersContainer):
         logger.warning(f"step {step} is skipped on all ranks: {terms} not finite ({self.in_a_row} in a row)")
         if self.in_a_row >= self.max_skipped_steps:
             raise NonFiniteError(
-                f"step {step}: {terms} not finite, {self.in_a_row} steps in a row (guard.max_skipped_steps). These "
+                f"step {step}: {terms} not finite, {counted(self.in_a_row, 'step')} in a row (guard.max_skipped_steps). These "
                 "steps changed no weights. Try a lower learning rate or a longer warm-up, or check the "
                 "training data for unusual documents"
             )

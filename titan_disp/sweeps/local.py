@@ -29,6 +29,7 @@ from titan_disp.run.integrity import checkpoints
 from titan_disp.sweeps.definition import Sweep
 from titan_disp.sweeps.folder import Prepared, prepare
 from titan_disp.sweeps.state import FAILED, state, step_of
+from titan_disp.wording import counted
 
 LOG = "sweep.log"
 LOCK = ".point.lock"  # the run itself takes another lock
@@ -85,7 +86,7 @@ def run(sweep: Sweep, jobs: int = 1, nproc: int = 1, module: str = "titan_disp.t
         else:
             todo.append(one)
     _say(
-        f"{len(prepared)} points in {sweep.folder}: {len(results)} are finished, {len(todo)} to train, {jobs} at a time"
+        f"{counted(len(prepared), 'point')} in {sweep.folder}: {len(results)} finished, {len(todo)} to train, {jobs} at a time"
     )
     runner = _Runner(todo, jobs, nproc, module)
     with stop_signals(runner.heard), runner:
@@ -150,7 +151,9 @@ class _Runner:
         while self.training or (self.todo and not self.signals):
             if self.signals and stopped_at is None:
                 stopped_at = time.monotonic()
-                _say(f"asked to stop: {len(self.training)} points save and end; a second signal kills them")
+                _say(
+                    f"asked to stop: {counted(len(self.training), 'point')} will save and end; a second signal kills what is left"
+                )
                 for one in self.training:
                     one.process.terminate()
             if self.training and stopped_at is not None and (self.signals > 1 or time.monotonic() - stopped_at > GRACE):

@@ -10,6 +10,7 @@ from titan_disp.config import load_config
 from titan_disp.sweeps.definition import Sweep
 from titan_disp.sweeps.folder import prepare
 from titan_disp.sweeps.state import FAILED, state
+from titan_disp.wording import counted
 
 SCRIPT = "sweep.sbatch"
 
@@ -43,7 +44,9 @@ def submit(
     """
     prepared = prepare(sweep, nodes * max(1, gpus_per_node), inputs=False)
     todo = [one for one in prepared if state(one.point.folder)[0] != "finished"]
-    print(f"{len(prepared)} points in {sweep.folder}: {len(prepared) - len(todo)} are finished, {len(todo)} to submit")
+    print(
+        f"{counted(len(prepared), 'point')} in {sweep.folder}: {len(prepared) - len(todo)} finished, {len(todo)} to submit"
+    )
     if not todo:
         return 0
     first = load_config(["--job.config_file", *todo[0].argv])

@@ -13,6 +13,7 @@ from titan_disp.sweeps.chart import draw
 from titan_disp.sweeps.comparison import Comparison, Condition, compare
 from titan_disp.sweeps.definition import Sweep
 from titan_disp.sweeps.final_metric import label
+from titan_disp.wording import counted
 
 
 def write_table(sweep: Sweep, out: Path | None = None, metric: str | None = None, against: str | None = None) -> str:
@@ -84,7 +85,7 @@ def _notes(comparison: Comparison) -> list[str]:
     members = [member for condition in comparison.conditions for member in condition.members]
     missing = [f"- {member.name}: {member.missing}" for member in members if member.missing]
     if missing:
-        count = f"**{len(missing)} of {len(members)} points are missing**"
+        count = f"**The table lacks {len(missing)} of {counted(len(members), 'point')}**"
         notes.append(f"{count}. The numbers are those of the others.\n\n" + "\n".join(missing))
     return notes
 
