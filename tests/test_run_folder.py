@@ -103,6 +103,18 @@ def test_unwritable_folder(tmp_path):
         RunFolder(job_config(tmp_path / "file" / "run"), world_size=1)
 
 
+def test_a_disk_that_is_full_when_the_start_is_recorded(tmp_path, monkeypatch):
+    folder = RunFolder(job_config(tmp_path), world_size=1)
+
+    def full(path, content):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("titan_disp.run.folder.write_json", full)
+    with pytest.raises(ConfigError, match="is not writable: .*No space left on device"):
+        folder.record_start()
+    folder.close()
+
+
 def test_a_run_from_before_the_plugin_had_a_module_goes_on(tmp_path):
     """Its config.json says custom_import = "titan_disp"; the new name is a change like any other."""
     old, new = job_config(tmp_path), job_config(tmp_path)

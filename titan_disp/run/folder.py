@@ -153,6 +153,10 @@ def lock_folder(path: Path, name: str = ".lock") -> IO[str]:
     return lock
 
 
+def _not_writable(path: Path, error: OSError) -> ConfigError:
+    return ConfigError(f"job.dump_folder {str(path)!r} is not writable: {error}")
+
+
 class RunFolder:
     """Represent an open run folder, which is locked until ``close``."""
 
@@ -174,16 +178,22 @@ class RunFolder:
             previous = _read_config(file) if file.exists() else self._config
             self.config_changes = _differences(previous, self._config)
         except OSError as error:
-            raise ConfigError(f"job.dump_folder {str(self.path)!r} is not writable: {error}") from error
+            raise _not_writable(self.path, error) from error
 
     def record_start(self) -> None:
         """Write config.json and environment.json of this start, once nothing can refuse it any more.
 
         A start that is refused must leave the config of the run that is in the folder: reports, exports and the next
         start read it.
+
+        Raises:
+            ConfigError: the folder is not writable, or its disk is full.
         """
-        write_json(self.path / "config.json", self._config)
-        write_json(self.path / "environment.json", environment(self._world_size))
+        try:
+            write_json(self.path / "config.json", self._config)
+            write_json(self.path / "environment.json", environment(self._world_size))
+        except OSError as error:
+            raise _not_writable(self.path, error) from error
 
     @property
     def locked(self) -> bool:
