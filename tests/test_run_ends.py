@@ -47,9 +47,13 @@ def all_ends(sample, folder):
     assert events(run) == [("start", 0), ("skip", 2), ("complete", 2)]
     assert checkpoints(run / "checkpoint") == [2]
 
-    # Complete, and started again: it says so again, for whoever decides by the events of this start.
-    assert train(sample, run, *steps) == 2
+    # Complete, and started again: it says so again, for whoever decides by the events of this start. With other options, nothing
+    # is trained with them, so that config.json, which exports read, stays.
+    before = (run / "config.json").read_bytes()
+    assert train(sample, run, *steps, "--optimizer.lr", "0.5") == 2
     assert events(run)[3:] == [("resume", 2), ("complete", 2)]
+    assert (run / "config.json").read_bytes() == before
+    assert "config_changes" not in read_json_lines(run / "events.jsonl")[-2]
 
     # The same where its last checkpoint holds the model only.
     model = Path(folder) / "model"

@@ -148,8 +148,10 @@ class DispTrainer(Trainer):
                 )
         self._start_step = self.step
         if self.run_folder is not None:
-            self.run_folder.record_start()
-            details = {"config_changes": self.run_folder.config_changes} if self.step else {}
+            trains = self.step < self.last_step
+            if trains:  # otherwise the config is not what the run was trained with
+                self.run_folder.record_start()
+            details = {"config_changes": self.run_folder.config_changes} if self.step and trains else {}
             self.event("resume" if self.step else "start", self.step, allocated=self.clock.began, **details)
         if self.step == 0:
             self.measure_condensation()

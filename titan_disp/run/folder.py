@@ -181,10 +181,10 @@ class RunFolder:
             raise _not_writable(self.path, error) from error
 
     def record_start(self) -> None:
-        """Write config.json and environment.json of this start, once nothing can refuse it any more.
+        """Write config.json and environment.json of this start, once it is certain that it trains.
 
-        A start that is refused must leave the config of the run that is in the folder: reports, exports and the next
-        start read it.
+        A start that is refused, or that finds a complete run, must leave the config that the run was trained with:
+        reports, exports and the next start read it.
 
         Raises:
             ConfigError: the folder is not writable, or its disk is full.
