@@ -82,6 +82,18 @@ def check_script(script, arguments):
             patch.syspath_prepend(script.parent)  # as Python does for a script: one imports another by its name
             module = importlib.import_module(f"benchmarks.{script.stem}")
         tyro.cli(getattr(module, parsed[1]), args=arguments)  # exits with 2 if they are wrong
+    elif "argparse" in text:
+        spec = importlib.util.spec_from_file_location(script.stem, script)
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("sys.argv", [script.name, *arguments])
+            for name in ("train", "build_trainer"):  # what the example does with the arguments
+                if hasattr(module, name):
+                    patch.setattr(module, name, lambda *args, **options: sys.exit(0))
+            with pytest.raises(SystemExit) as ended:
+                module.main()
+        assert ended.value.code == 0, (script, arguments)
     elif number := re.search(r"len\(sys\.argv\) != (\d+)", text):
         assert len(arguments) == int(number[1]) - 1, (script, arguments)
     else:

@@ -135,7 +135,7 @@ def test_trainer_disperses(hf, tmp_path):
         assert torch.equal(trainer.compute_loss(model, batch), model(**batch).loss)
 
 
-def test_own_text(tmp_path, monkeypatch):
+def test_own_text(tmp_path, monkeypatch, capsys):
     """A tokenizer is trained on text in two formats. Then the config trains with the options that its comment gives for a CPU."""
     corpus, own = tmp_path / "corpus", tmp_path / "own_tokenizer"
     corpus.mkdir()
@@ -143,7 +143,24 @@ def test_own_text(tmp_path, monkeypatch):
     lines = [json.dumps({"text": text}) for text in texts]
     (corpus / "train.jsonl").write_text("\n".join([*lines[:40], "no JSON", *lines[40:]]) + "\n")
     monkeypatch.chdir(ROOT)
-    load("train_tokenizer").main(str(corpus), own, 2049)
+    example = load("train_tokenizer")
+    monkeypatch.setattr("sys.argv", ["train_tokenizer.py", str(corpus), str(own), "2049"])
+    example.main()
+    printed = capsys.readouterr()
+    assert f'hf_assets_path = "{own}"\noverrides = {{ vocab_size = 2049 }}\n' in printed.out
+    assert "documents that cannot be used: 1, the first: " in printed.err
+    for arguments, message in (
+        ([str(corpus), "x", "256"], "vocab_size is 256, expected at least 257"),
+        ([str(corpus), "x", "many"], "invalid int value"),
+        ([str(tmp_path / "nowhere"), str(tmp_path / "x"), "300"], "which does not exist"),
+        ([str(corpus), str(corpus / "train.jsonl"), "300"], "File exists"),
+        ([str(corpus), str(tmp_path / "x"), "300", "--text-field", "body"], "has no text in the field 'body'"),
+    ):
+        monkeypatch.setattr("sys.argv", ["train_tokenizer.py", *arguments])
+        with pytest.raises(SystemExit) as exit:
+            example.main()
+        assert message in f"{exit.value.code} {capsys.readouterr().err}"
+    assert not (tmp_path / "x" / "tokenizer.json").exists()
     tokenizer = transformers.AutoTokenizer.from_pretrained(own)
     for text in (texts[0], " naïve 🙂\n\ttabs"):
         assert tokenizer.decode(tokenizer(text)["input_ids"]) == text

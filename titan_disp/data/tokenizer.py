@@ -141,7 +141,7 @@ def load_tokenizer_for(flavor: str, vocab_size: int, folder: str | Path) -> Base
         ConfigError: the tokenizer is missing, unreadable, or has more tokens than the flavor's vocabulary.
     """
     tokenizer = load_tokenizer(folder)
-    advice = "choose a flavor with a larger vocabulary or a smaller tokenizer"
+    advice = "choose a flavor with a larger vocabulary or a smaller tokenizer, or set vocab_size in model.overrides"
     check_fits(tokenizer.get_vocab_size(), folder, vocab_size, f"model.flavor {flavor!r}", advice)
     return tokenizer
 
