@@ -36,12 +36,13 @@ class Contrast:
 
 
 PRIMARY = Contrast("main", "on", "main")
+LONG = Contrast("long", "on", "")
 CONTRASTS = (
     PRIMARY,
     *(Contrast("main", name, "main") for name in ("on-0.03", "on-first-quarter", "on-moments", "noisy-embedding")),
     Contrast("width", "on", "main"),
     Contrast("depth", "on", ""),
-    Contrast("long", "on", ""),
+    LONG,
     *(
         Contrast("midtraining", name, "midtraining", text)
         for text in ("test", "new_test")

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from benchmarks.evidence_analysis import (
     CONTRASTS,
+    LONG,
     PRIMARY,
     Contrast,
     Outcome,
@@ -73,7 +74,9 @@ def page(rows: Sequence[Row]) -> str:
     parts = [
         "# Does it help?",
         "",
-        answer(found[PRIMARY], against_second_runs(rows)),
+        "This page asks whether the dispersion loss lowers the cross-entropy of text that a small model has not seen.",
+        "",
+        answer(found[PRIMARY], against_second_runs(rows), found[LONG]),
         "",
         "`make evidence` writes this page from [evidence.jsonl](evidence.jsonl), which has one row per run. Question, outcomes",
         "and rules were fixed before the main runs: [evidence_design.md](evidence_design.md), which marks what was added later.",

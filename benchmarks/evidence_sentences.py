@@ -9,6 +9,7 @@ from scipy import stats
 
 from benchmarks.evidence_analysis import (
     CONTRASTS,
+    LONG,
     MARGIN,
     PRIMARY,
     Contrast,
@@ -246,9 +247,8 @@ def _length(rows: Sequence[Row], found: Mapping[Contrast, Outcome]) -> Iterator[
         follows = "So with this recipe, the difference is larger in longer training."
     else:
         follows = f"So {len(long.values)} seeds do not tell whether a difference lasts."
-    (contrast,) = (one for one in CONTRASTS if one.part == "long")
     text = (
-        f"**2,400 steps.** On − off is {signed(long)}. By the design's rules: {verdict(found[contrast])}. In the main "
+        f"**2,400 steps.** On − off is {signed(long)}. By the design's rules: {verdict(found[LONG])}. In the main "
         f"comparison, whose runs have a schedule of 600 steps, it is {signed(short)} with the same seeds. The change is "
         f"{signed(between)}. {follows}"
     )

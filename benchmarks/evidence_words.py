@@ -27,12 +27,13 @@ PART_NAMES = {
 }
 
 
-def answer(found: Outcome, again: Paired) -> str:
+def answer(found: Outcome, again: Paired, long: Outcome) -> str:
     """Return the first sentences of the page, about the primary contrast.
 
     Args:
         found: the primary contrast.
         again: the same against second runs of off, or empty.
+        long: the contrast of the long runs.
     """
     d, n = found.difference, len(found.pairs)
     if d is None:
@@ -60,7 +61,14 @@ def answer(found: Outcome, again: Paired) -> str:
     text = f"**{says}: {d.mean:+.4f} nats ({_certainty(paired(found), 4)}; {p_values}).{small}**"
     if not found.complete:
         text += f" {len(found.contrast.seeds) - n} of {len(found.contrast.seeds)} pairs are missing."
-    return text + _second_runs(again, is_clear(found))
+    return text + _long_runs(long) + _second_runs(again, is_clear(found))
+
+
+def _long_runs(long: Outcome) -> str:
+    d = long.difference
+    if d is None or d.low is None:
+        return ""
+    return f"\n\nWith four times the steps and the same recipe, the difference is {signed(paired(long))}."
 
 
 def _second_runs(again: Paired, clear: bool) -> str:
@@ -68,8 +76,9 @@ def _second_runs(again: Paired, clear: bool) -> str:
     if d is None or d.p_value is None:
         return ""
     text = (
-        "\n\nOff was trained a second time, with the same seeds and options, because mid-training needed its models. Against "
-        f"these second runs, the difference is {d.mean:+.4f} ({_certainty(again, 4)}; sign-flip p {d.p_value:.4f}). "
+        "\n\nThe runs without dispersion were trained a second time, with the same seeds and options, because a later part of "
+        f"the experiment needed their models. Against these second runs, the first difference is {d.mean:+.4f} "
+        f"({_certainty(again, 4)}; sign-flip p {d.p_value:.4f}). "
         "This check had not been planned."
     )
     return text + (" The sign is therefore less certain than the first p says." if clear and not again.sign else "")
