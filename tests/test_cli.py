@@ -41,7 +41,9 @@ def typed(monkeypatch, *argv):
         ),
         ("sweep tabel FILE", "'tabel' is not a subcommand of titan-disp sweep (did you mean table?); expected "),
         ("sweep tabel", "'tabel' is not a subcommand of titan-disp sweep (did you mean table?); expected "),
-        ("sweep qqqq.tml", "'qqqq.tml' is not a subcommand of titan-disp sweep; expected a TOML file, run, table"),
+        ("sweep qqqq", "'qqqq' is not a subcommand of titan-disp sweep; expected a TOML file, run, table"),
+        ("sweep qqqq.tml", "cannot read the config 'qqqq.tml'"),
+        ("sweep there/qqqq", "cannot read the config 'there/qqqq'"),
         ("sweep table9.toml", "cannot read the config 'table9.toml'"),
     ],
 )

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 from collections import Counter
 
 import numpy as np
@@ -103,6 +104,8 @@ def test_undefined_numbers_are_null_in_json():
     found = measured(z, z, bad, z)
     assert np.isnan(found.histogram[2]).all()
     np.testing.assert_array_equal(found.histogram[[0, 1, 3]], measured(z, z, z, z).histogram[[0, 1, 3]])
+    assert str(found.before_norm) == "ρ – τ – (not all cosines are finite)"
+    assert dataclasses.replace(found, cross_entropy=math.inf).to_json()["cross_entropy"] is None
     written = json.dumps(found.to_json(), allow_nan=False)
     assert json.loads(written)["mean_cosine"][2] is None
     *_, last = over_training({0: measured(z, z, z, z).to_json(), 10: json.loads(written)})

@@ -96,6 +96,9 @@ def test_both_sections_that_have_a_key_are_shown():
 def test_misspelled():
     with pytest.raises(ConfigError, match=r"'dispersoin' is neither .* \(did you mean dispersion\?\)"):
         config_reference.reference("dispersoin")
+    for name in ("dispersion.lambda", "lambda"):
+        with pytest.raises(ConfigError, match=r"\(did you mean dispersion.coeff\?\)"):
+            config_reference.reference(name)
     with pytest.raises(ConfigError, match="titan-disp config lists them"):
         config_reference.reference("qqqqqqqq")
 

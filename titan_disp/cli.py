@@ -586,10 +586,13 @@ def _split_overrides(argv: Sequence[str]) -> list[str]:
 
 
 def _begins_with_a_file(words: Sequence[str]) -> bool:
-    """Return whether the words after ``sweep`` are those of ``sweep run``: a file, or options before it."""
+    """Return whether the words after ``sweep`` are those of ``sweep run``: a file, or options before it.
+
+    A word with a dot or a slash means a file even if there is none, for the sake of the message.
+    """
     if not words or words[0] in ("run", "table", "-h", "--help"):
         return False
-    return words[0].startswith("-") or words[0].endswith(".toml") or Path(words[0]).is_file()
+    return words[0].startswith("-") or bool(set("./") & set(words[0])) or Path(words[0]).is_file()
 
 
 def main() -> None:

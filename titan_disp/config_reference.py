@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from titan_disp.errors import ConfigError, did_you_mean
+from titan_disp.spelling import OTHER_NAMES
 
 # TorchTitan's keys that the files in train_configs set (tests/test_config_reference.py), with their meaning in
 # titan-disp.
@@ -228,7 +229,9 @@ def _not_found(name: str) -> ConfigError:
     sections = [s for known in (own_sections(), torchtitan_sections()) for s in known.values()]
     names = {s.name for s in sections} | {key.full for s in sections for key in s.keys}
     names |= {key.name for s in sections for key in s.keys}
+    other = OTHER_NAMES.get(name) or OTHER_NAMES.get(f"dispersion.{name}")
     hint = did_you_mean(name, sorted(names), otherwise="; titan-disp config lists them")
+    hint = f" (did you mean {other}?)" if other else hint
     return ConfigError(f"{name!r} is neither a section nor a key of the config{hint}")
 
 

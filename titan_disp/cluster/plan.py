@@ -223,7 +223,7 @@ def make_plan(
         ConfigError: The run would fail at its start, or an argument is out of range.
     """
     if nodes < 1 or gpus_per_node < 1:
-        raise ConfigError(f"{nodes} nodes of {gpus_per_node} GPUs: expected at least 1 of both")
+        raise ConfigError(f"nodes is {nodes} and gpus_per_node is {gpus_per_node}, expected at least 1 of both")
     if not 0 < mfu <= 1:
         raise ConfigError(f"mfu is {mfu}, expected a number in (0, 1]")
     device, given = find_gpu(gpu), job_config

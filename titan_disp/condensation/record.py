@@ -48,6 +48,8 @@ class OverDepth:
         return {name: _number(value) for name, value in asdict(self).items()}
 
     def __str__(self) -> str:
+        if not math.isfinite(self.range):
+            return "ρ – τ – (not all cosines are finite)"
         if math.isnan(self.spearman):
             return f"ρ – τ – (the mean cosines differ by only {self.range:.3f})"
         return f"ρ {self.spearman:.2f} τ {self.kendall:.2f}"
@@ -201,8 +203,8 @@ def most_condensed(by_step: Mapping[int, Condensation]) -> int:
 
 
 def _number(value: float) -> float | None:
-    """Return the number, or None for NaN: JSON has no NaN."""
-    return None if math.isnan(value) else value
+    """Return the number, or None if it is not finite: JSON has neither NaN nor infinity."""
+    return value if math.isfinite(value) else None
 
 
 def load_steps(folder: str | Path) -> dict[int, Condensation]:

@@ -15,6 +15,7 @@ from titan_disp.data.place import Field
 from titan_disp.data.sources import training_sets
 from titan_disp.data.tokenizer import load_tokenizer
 from titan_disp.errors import ConfigError
+from titan_disp.wording import counted
 
 
 @dataclass
@@ -79,7 +80,7 @@ def digest(job_config: JobConfig, steps: int, phases: Sequence[tuple[int, int]])
         slots = slot_count(job_config, ranks)
         if batch % (ranks * t.local_batch_size) or batch % slots or slots % ranks:
             raise ConfigError(
-                f"{ranks} ranks: the global batch {batch} must be a multiple of ranks × local_batch_size "
+                f"{counted(ranks, 'rank')}: the global batch {batch} must be a multiple of ranks × local_batch_size "
                 f"{t.local_batch_size}, and the slots {slots} must divide it and be a multiple of the ranks"
             )
         loaders = [open_stream(job_config, files, tokenizer, ranks, rank) for rank in range(ranks)]
