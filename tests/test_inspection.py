@@ -360,7 +360,7 @@ def test_contiguous_sequences():
     assert not torch.equal(found, contiguous_sequences(lines, letters, 50, 40, seed=4))
     all_of_it = contiguous_sequences(lines, letters, 3, len(whole), seed=0)
     assert "".join(map(chr, all_of_it[2])) == whole
-    with pytest.raises(ConfigError, match=f"has {len(whole)} tokens, expected at least {len(whole) + 1}"):
+    with pytest.raises(ConfigError, match=f"has {len(whole):,} tokens, expected at least {len(whole) + 1:,}"):
         contiguous_sequences(lines, letters, 1, len(whole) + 1, seed=0)
 
 

@@ -243,7 +243,7 @@ overrides = ["--training.global_batch_size=3"]
         assert "warm" in second
         assert third == (
             "the point batch: training.global_batch_size 3 is not a positive multiple of local_batch_size 4 × 1 data-parallel "
-            "ranks = 4"
+            "rank = 4"
         )
         assert not made.folder.exists()
 

@@ -218,7 +218,7 @@ def _from(texts: Sequence[str], start: int, encode: Callable[[str], list[int]], 
             start //= 2
         else:
             raise ConfigError(
-                f"the text has {counted(len(ids), 'token')}, expected at least {length} for a contiguous sequence"
+                f"the text has {counted(len(ids), 'token')}, expected at least {length:,} for a contiguous sequence"
             )
 
 
