@@ -51,19 +51,21 @@ def restored(rows: Sequence[Row]) -> list[float]:
     return found
 
 
+def _second_runs(rows: Sequence[Row]) -> dict[int, Row]:
+    """Return by seed the rows of main's off that were trained again for a later part."""
+    return {key_of(row)[2]: row for row in rows if row["part"] == RESTORED and key_of(row)[:2] == ("main", "off")}
+
+
 def against_second_runs(rows: Sequence[Row]) -> Paired:
     """Return main's on against the models of off that were trained again for a later part; empty if there are none."""
     value = metric("test", "cross_entropy")
-    again = {
-        key_of(row)[2]: value(row) for row in rows if row["part"] == RESTORED and key_of(row)[:2] == ("main", "off")
-    }
-    return Paired.of(by_seed(rows, "main", "on", value), {s: ce for s, ce in again.items() if ce is not None})
+    again = {seed: ce for seed, row in _second_runs(rows).items() if (ce := value(row)) is not None}
+    return Paired.of(by_seed(rows, "main", "on", value), again)
 
 
 def beginnings(rows: Sequence[Row]) -> dict[int, Row]:
     """Return by seed the rows of the models that mid-training began from: trained again, or main's off."""
-    own = {key_of(row)[2]: row for row in rows if row["part"] == RESTORED and key_of(row)[:2] == ("main", "off")}
-    return finished(rows, "main", "off") | own
+    return finished(rows, "main", "off") | _second_runs(rows)
 
 
 def token_shares(rows: Iterable[Row]) -> dict[str, float] | None:
