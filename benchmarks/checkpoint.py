@@ -25,8 +25,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 import tyro
 
-from titan_disp.run.hashes import HashingWriter
-from titan_disp.run.integrity import damage, problem
+from titan_disp.run.integrity import HashingWriter, damage, problem
 
 WRITERS: dict[str, Callable[[Path], dcp.StorageWriter]] = {
     "dcp": dcp.FileSystemWriter,

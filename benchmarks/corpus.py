@@ -33,8 +33,7 @@ import tyro
 from benchmarks.corpus_text import DICTIONARY, clean, dictionary_pages, documents_of
 from titan_disp.data.sample import MIN_CHARACTERS, TIMESTAMP, train_tokenizer, write_shard
 from titan_disp.data.tokenizer import load_tokenizer
-from titan_disp.files import atomic_folder
-from titan_disp.progress import progress
+from titan_disp.files import atomic_folder, progress
 
 # NAME=VERSION of Debian 12's last point release, which the archive keeps. Security updates are replaced within weeks.
 PACKAGES = (

@@ -24,15 +24,15 @@ import numpy as np
 import tyro
 from torchtitan.components.tokenizer import BaseTokenizer
 
-from titan_disp.config import load_config
+from titan_disp.config.load import load_config
 from titan_disp.cpu import high_water_mark, resident_bytes
 from titan_disp.data.documents import Documents
 from titan_disp.data.files import list_files
 from titan_disp.data.loader import StreamLoader, default_threads, open_stream
-from titan_disp.data.place import Field
+from titan_disp.data.position import Field
 from titan_disp.data.sample import CARD, documents, train_tokenizer, write_sample
 from titan_disp.data.tokenizer import load_tokenizer
-from titan_disp.wording import counted
+from titan_disp.errors import counted
 
 ROOT = Path(__file__).parent.parent
 

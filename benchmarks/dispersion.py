@@ -29,7 +29,7 @@ from torch import Tensor
 from titan_disp.cpu import high_water_mark, resident_bytes
 from titan_disp.dispersion import DispersionLoss
 from titan_disp.dispersion.pairwise import tile_size
-from titan_disp.wording import counted
+from titan_disp.errors import counted
 
 ESTIMATORS = ("naive", "floor", "exact", "moments", "sampled")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}

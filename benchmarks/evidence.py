@@ -28,11 +28,11 @@ from benchmarks.evidence_page import write_page
 from benchmarks.evidence_parts import CONFIG, PARTS, RESTORED, STEPS, Job, Row, jobs, key_of, newest
 from benchmarks.evidence_score import HeldOut, held_out, history, score
 from titan_disp.data.tokenizer import load_tokenizer
-from titan_disp.export.saved import find_saved, load_model
+from titan_disp.errors import counted
+from titan_disp.lab.export.saved import find_saved, load_model
+from titan_disp.lab.sweeps.definition import Listed, Sweep
+from titan_disp.lab.sweeps.local import Result, run
 from titan_disp.run.folder import append_json, read_json_lines
-from titan_disp.sweeps.definition import Listed, Sweep
-from titan_disp.sweeps.local import Result, run
-from titan_disp.wording import counted
 
 ROOT = Path(__file__).parent.parent
 TEXTS = {"development": "en", "test": "test", "new_test": "held_back/test"}  # the folders of the corpus

@@ -9,7 +9,8 @@ from matplotlib.axes import Axes
 from benchmarks.evidence_analysis import MARGIN, curve_differences, finished, interval
 from benchmarks.evidence_details import condensation_and_difference
 from benchmarks.evidence_parts import Row
-from titan_disp.condensation.plot import MARKERS, MEAN_COSINE, OKABE_ITO, new_figure
+from titan_disp.condensation.heatmap import new_figure
+from titan_disp.lab.plots import MARKERS, MEAN_COSINE, OKABE_ITO
 
 LABELS = {"main": "main comparison", "width": "MLP width 16", "depth": "12 layers", "long": "2,400 steps"}
 LIMIT = 0.2  # nats; larger differences occur only in the first steps

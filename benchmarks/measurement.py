@@ -22,13 +22,13 @@ import tyro
 from torch.utils.tensorboard import SummaryWriter
 from torchtitan.config import JobConfig
 
-from titan_disp.cluster.hardware import find_gpu
+from titan_disp.cluster.cost import find_gpu
 from titan_disp.cluster.plan import Plan, make_plan
+from titan_disp.condensation.heatmap import heatmap
 from titan_disp.condensation.measure import Accumulator, _effective_rank
 from titan_disp.condensation.monitor import Monitor
-from titan_disp.condensation.plot import heatmap
-from titan_disp.config import load_config
-from titan_disp.registry import args_of
+from titan_disp.config.load import load_config
+from titan_disp.models.registry import args_of
 from titan_disp.run.folder import append_json
 from titan_disp.run.metrics import HEATMAP_RATIO
 

@@ -33,7 +33,7 @@ import data
 from titan_disp.cpu import high_water_mark, resident_bytes
 from titan_disp.data.assignment import Assignment
 from titan_disp.data.files import list_files
-from titan_disp.data.place import Field
+from titan_disp.data.position import Field
 from titan_disp.data.stream import RankStreams, StreamOptions
 
 SEQUENCE = 257  # tokens, of the table of batches

@@ -108,9 +108,9 @@ def measure(argv: list[str], warmup: int, steps: int) -> dict[str, Any]:
     from torchtitan.train import Trainer
 
     import titan_disp.plugin  # noqa: F401 — device type
-    from titan_disp.batch import tokens_per_step
     from titan_disp.cluster.preflight import synthetic_inputs
-    from titan_disp.config import load_config
+    from titan_disp.config.batch import tokens_per_step
+    from titan_disp.config.load import load_config
     from titan_disp.cpu import high_water_mark
 
     init_logger()

@@ -253,7 +253,7 @@ def gpus_asked(environment):
 
 
 def counted(number, noun, plural=None):
-    """Return a number with its noun in the singular or plural, as titan_disp.wording does."""
+    """Return a number with its noun in the singular or plural, as titan_disp.errors does."""
     return f"{number} {noun if number == 1 else plural or noun + 's'}"
 
 

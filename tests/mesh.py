@@ -31,14 +31,14 @@ def full(tensor):
 
 
 def canonical(model):
-    from titan_disp.models.init import canonical_name
+    from titan_disp.models.decoder import canonical_name
 
     return {canonical_name(name): p for name, p in model.named_parameters()}
 
 
 def reduced(flavor):
     """A flavor's arguments with fewer and narrower layers. Tied embeddings stay tied."""
-    from titan_disp.qwen3.flavors import flavors
+    from titan_disp.models.qwen3 import flavors
 
     sizes = {"n_layers": 2, "dim": 64, "hidden_dim": 192, "n_heads": 4, "n_kv_heads": 2, "head_dim": 16}
     return dataclasses.replace(flavors[flavor], vocab_size=VOCAB, **sizes)
@@ -50,7 +50,7 @@ def assert_tied(model, tied=True):
 
 
 def job_config(sample, run_folder, *options):
-    from titan_disp.config import load_config
+    from titan_disp.config.load import load_config
 
     return load_config(
         [
@@ -136,7 +136,7 @@ class Collectives(TorchDispatchMode):
 
 def run_cases(sample, folder, cases, checkpoint):
     """For every case, build a trainer, train a step, and save gradients and weights to ``folder/name.pt`` on rank 0."""
-    from titan_disp.qwen3.flavors import flavors
+    from titan_disp.models.qwen3 import flavors
 
     # Users would see this warning of a view among the model's outputs. (Under TP, TorchTitan itself gets one for an
     # untied embedding.)

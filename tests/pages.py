@@ -11,29 +11,29 @@ import pytest
 
 from tests.command_line import DEMO, ROOT
 from titan_disp import cli
-from titan_disp.config import load_config
-from titan_disp.config_checks import check_config
+from titan_disp.config.checks import check_config
+from titan_disp.config.load import load_config
 
 # The function that each subcommand calls with its parsed arguments, as module and name. Tests replace it to do nothing.
 ROOMS = {
-    "train": ("titan_disp.launch", "launch"),
+    "train": ("titan_disp.cluster.launch", "launch"),
     "plan": ("titan_disp.cluster.plan", "make_plan"),
-    "config": ("titan_disp.config_reference", "reference"),
-    "config --markdown": ("titan_disp.config_reference", "markdown"),
+    "config": ("titan_disp.config.reference", "reference"),
+    "config --markdown": ("titan_disp.config.reference", "markdown"),
     "preflight": ("titan_disp.cluster.preflight", "preflight"),
     "submit": ("titan_disp.cluster.submit", "submit"),
-    "condensation": ("titan_disp.inspection.condensation", "condensation"),
-    "report": ("titan_disp.report.page", "write_report"),
-    "export": ("titan_disp.export.export", "export"),
+    "condensation": ("titan_disp.lab.inspection.command", "condensation"),
+    "report": ("titan_disp.lab.report.page", "write_report"),
+    "export": ("titan_disp.lab.export.export", "export"),
     "checkpoint": ("titan_disp.run.inventory", "inventory"),
-    "generate": ("titan_disp.export.generate", "generate"),
-    "evaluate": ("titan_disp.evaluate.evaluation", "evaluate"),
+    "generate": ("titan_disp.lab.export.generate", "generate"),
+    "evaluate": ("titan_disp.lab.evaluate.evaluation", "evaluate"),
     "sample-data": ("titan_disp.data.sample", "write_sample"),
     "data fetch": ("titan_disp.data.mirror", "fetch"),
     "data digest": ("titan_disp.data.digest", "digest"),
-    "sweep": ("titan_disp.sweeps.local", "run"),
-    "sweep --submit": ("titan_disp.sweeps.submit", "submit"),
-    "sweep table": ("titan_disp.sweeps.table", "write_table"),
+    "sweep": ("titan_disp.lab.sweeps.local", "run"),
+    "sweep --submit": ("titan_disp.lab.sweeps.folder", "submit"),
+    "sweep table": ("titan_disp.lab.sweeps.table", "write_table"),
 }
 PLACEHOLDERS = {
     "CONFIG": str(DEMO.relative_to(ROOT)),

@@ -6,8 +6,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from tests.command_line import DEMO
-from titan_disp.config import load_config
-from titan_disp.registry import MODELS, model_args
+from titan_disp.config.load import load_config
+from titan_disp.models.registry import MODELS, model_args
 
 SEQ_LEN = 64
 

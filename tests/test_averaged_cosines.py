@@ -10,11 +10,10 @@ import torch
 import transformers
 from scipy import stats
 
-from titan_disp.condensation.averaged_cosines import AveragedCosines
-from titan_disp.condensation.measure import Accumulator
+from titan_disp.condensation.measure import Accumulator, AveragedCosines
 from titan_disp.condensation.record import EDGES, Condensation
-from titan_disp.inspection.condensation import measure
-from titan_disp.inspection.layer_by_layer import hugging_face_layers
+from titan_disp.lab.inspection.command import measure
+from titan_disp.lab.inspection.layer_by_layer import hugging_face_layers
 
 N = 40
 

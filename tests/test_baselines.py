@@ -12,10 +12,9 @@ from torch.overrides import TorchFunctionMode
 
 from tests.distributed import spawn
 from tests.mesh import GLOBAL_BATCH, build, canonical, full, global_batch, step
-from titan_disp.baselines.forgetting import draw, lr_factor
-from titan_disp.baselines.noise import NoisyEmbedding, uniform
-from titan_disp.qwen3.model import Qwen3DispModel
-from titan_disp.registry import find_model, model_args
+from titan_disp.models.baselines import NoisyEmbedding, draw, lr_factor, uniform
+from titan_disp.models.qwen3 import Qwen3DispModel
+from titan_disp.models.registry import find_model, model_args
 
 
 def numpy_noise(seed, step, sequences, positions, features):

@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks.measurement import Timed, busiest_rank, cost, heatmaps
 from tests.command_line import ROOT, environment
-from titan_disp.config import load_config
+from titan_disp.config.load import load_config
 
 
 def rows(script, *options):

@@ -25,8 +25,7 @@ from torchtitan.config.job_config import Checkpoint
 
 from titan_disp.errors import CheckpointError, ConfigError
 from titan_disp.models.hf import INDEX
-from titan_disp.qwen3.flavors import flavors
-from titan_disp.qwen3.hf import Qwen3HfAdapter
+from titan_disp.models.qwen3 import Qwen3HfAdapter, flavors
 from titan_disp.run.checkpoint import DispCheckpointManager, check_initial_load, checkpoints, problem
 
 

@@ -27,16 +27,23 @@ from torchtitan.config.job_config import Checkpoint
 from tests.command_line import DEMO
 from tests.distributed import spawn
 from tests.test_checkpoint import State
-from titan_disp import cli, safe_dcp
-from titan_disp.config import load_config
+from titan_disp import cli
+from titan_disp.config.load import load_config
 from titan_disp.errors import CheckpointError, InUseError
 from titan_disp.models.hf import INDEX
-from titan_disp.run import cleanup, integrity
+from titan_disp.run import integrity, safe_dcp
 from titan_disp.run.checkpoint import DispCheckpointManager
-from titan_disp.run.cleanup import clean_up, rename_for_deletion
 from titan_disp.run.folder import RunFolder
-from titan_disp.run.hashes import HashingWriter
-from titan_disp.run.integrity import checkpoints, damage, is_model_only, problem, verify
+from titan_disp.run.integrity import (
+    HashingWriter,
+    checkpoints,
+    clean_up,
+    damage,
+    is_model_only,
+    problem,
+    rename_for_deletion,
+    verify,
+)
 from titan_disp.run.inventory import inventory
 
 
@@ -531,18 +538,18 @@ def test_a_deletion_that_is_still_under_way_keeps_its_name(tmp_path, monkeypatch
         (tmp_path / "step-3").mkdir()
         assert rename_for_deletion(tmp_path / "step-3") == tmp_path / expected
     doomed = []
-    monkeypatch.setattr(cleanup, "_delete", doomed.extend)
+    monkeypatch.setattr(integrity, "_delete", doomed.extend)
     clean_up(tmp_path)
     wait_until(lambda: [path.name for path in doomed] == ["purging-3", "purging-3x", "purging-3xx"])
 
 
 def test_a_deletion_holds_up_neither_the_others_nor_the_end_of_the_run(tmp_path, monkeypatch):
     (tmp_path / "purging-3").mkdir()
-    cleanup._delete([tmp_path / "purging-2", tmp_path / "purging-3"])  # the first is gone: somebody else deleted it
+    integrity._delete([tmp_path / "purging-2", tmp_path / "purging-3"])  # the first is gone: somebody else deleted it
     assert os.listdir(tmp_path) == []
     (tmp_path / "step-4").mkdir()
     daemons = []
-    monkeypatch.setattr(cleanup, "_delete", lambda paths: daemons.append(threading.current_thread().daemon))
+    monkeypatch.setattr(integrity, "_delete", lambda paths: daemons.append(threading.current_thread().daemon))
     clean_up(tmp_path)
     wait_until(lambda: daemons == [True])
 

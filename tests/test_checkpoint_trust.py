@@ -19,11 +19,11 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torchtitan.config.job_config import Checkpoint
 
 from tests.saved_run import random_model, save_run
-from titan_disp import cli, safe_dcp
+from titan_disp import cli
 from titan_disp.data.fingerprint import read_data_state
 from titan_disp.errors import CheckpointError, ConfigError
-from titan_disp.qwen3.flavors import flavors
-from titan_disp.qwen3.hf import Qwen3HfAdapter
+from titan_disp.models.qwen3 import Qwen3HfAdapter, flavors
+from titan_disp.run import safe_dcp
 from titan_disp.run.checkpoint import check_initial_load
 from titan_disp.run.integrity import problem
 

@@ -8,8 +8,8 @@ from types import SimpleNamespace
 import pytest
 
 from tests.command_line import DEMO, ROOT
-from titan_disp import cli, launch
-from titan_disp.cluster import preflight, submit
+from titan_disp import cli
+from titan_disp.cluster import launch, preflight, submit
 from titan_disp.data import digest
 from titan_disp.errors import EXIT_CODE
 
@@ -158,8 +158,8 @@ def test_data_digest(monkeypatch, capsys):
 
 def test_sweep(monkeypatch, capsys, tmp_path):
     """`sweep FILE` means `sweep run FILE`. Its status tells whether all points finished. --submit passes options on."""
-    from titan_disp.sweeps import local
-    from titan_disp.sweeps import submit as array
+    from titan_disp.lab.sweeps import folder as array
+    from titan_disp.lab.sweeps import local
 
     file = tmp_path / "sweep.toml"
     file.write_text(f'[sweep]\nconfig = "{DEMO}"\nfolder = "{tmp_path}/runs"\n[grid]\n"debug.seed" = [1, 2]\n')

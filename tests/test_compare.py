@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from titan_disp.evaluate.compare import (
+from titan_disp.lab.evaluate.compare import (
     Scores,
     compare,
     difference_over_seeds,
@@ -12,9 +12,10 @@ from titan_disp.evaluate.compare import (
     paired_difference,
     pooled,
     scaled_values,
+    to_csv,
+    to_markdown,
 )
-from titan_disp.evaluate.table import to_csv, to_markdown
-from titan_disp.evaluate.tasks import Row
+from titan_disp.lab.evaluate.tasks import Row
 
 
 def test_paired_difference_against_the_plain_formula():

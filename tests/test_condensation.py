@@ -13,10 +13,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from titan_disp.condensation import monitor
-from titan_disp.condensation.cross_entropy import cross_entropies
 from titan_disp.condensation.measure import Accumulator
-from titan_disp.condensation.record import BINS, EDGES, Condensation, alike, load_steps
-from titan_disp.condensation.table import over_training
+from titan_disp.condensation.monitor import cross_entropies
+from titan_disp.condensation.record import BINS, EDGES, Condensation, alike, load_steps, over_training
 
 KEYS = ("spearman", "kendall", "range")
 

@@ -9,10 +9,10 @@ import pytest
 from torchtitan.tools.logging import logger as torchtitan_logger
 
 from tests.command_line import DEMO, ROOT, command, environment, rank_environment
-from titan_disp.config import load_config
-from titan_disp.config_checks import check_config
+from titan_disp.cluster.launch import launch
+from titan_disp.config.checks import check_config
+from titan_disp.config.load import load_config
 from titan_disp.errors import ConfigError
-from titan_disp.launch import launch
 
 CONFIGS = sorted((ROOT / "train_configs").glob("*.toml"))
 
@@ -347,7 +347,7 @@ def test_command_line_goes_before_toml():
 
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda p: p.name)
 def test_shipped_configs_are_valid(config):
-    from titan_disp.config_checks import check_config
+    from titan_disp.config.checks import check_config
 
     ranks = {"qwen3_0.6b_c4.toml": 640, "gpt2_124m_c4.toml": 8, "pretrain_0.6b_c4.toml": 640}.get(config.name, 1)
     check_config(load_config(["--job.config_file", str(config)]), ranks)
@@ -355,7 +355,7 @@ def test_shipped_configs_are_valid(config):
 
 @pytest.mark.parametrize("ranks", [1, 2, 4, 8, 16, 32, 64, 96, 128, 160, 192, 240, 320, 384, 480, 640, 960, 1920])
 def test_gpu_counts_that_the_paper_config_names(ranks):
-    from titan_disp.config_checks import check_config
+    from titan_disp.config.checks import check_config
 
     job_config = load_config(["--job.config_file", str(ROOT / "train_configs" / "qwen3_0.6b_c4.toml")])
     check_config(job_config, ranks)

@@ -10,7 +10,8 @@ from torchtitan.config import JobConfig
 
 from tests.command_line import ROOT
 from tests.test_cli import typed
-from titan_disp import config_reference, job_config
+from titan_disp import job_config
+from titan_disp.config import reference
 from titan_disp.errors import ConfigError
 
 
@@ -38,7 +39,7 @@ def test_the_page_is_what_the_command_prints(monkeypatch, capsys):
 
 
 def test_every_key_of_titan_disp_with_its_default():
-    ours = config_reference.markdown().split("## TorchTitan's keys")[0]
+    ours = reference.markdown().split("## TorchTitan's keys")[0]
     for section in dataclasses.fields(job_config.JobConfig):
         expected = defaults(section.type)
         found = {key: of_toml(default) for key, (_, default) in table(ours, f"[{section.name}]").items()}
@@ -59,9 +60,9 @@ def test_the_keys_of_torchtitan_that_our_files_set():
     files = [*(ROOT / "train_configs").glob("*.toml"), *(ROOT / "train_configs" / "authors").glob("*.toml")]
     configs = [tomli.loads(file.read_text()) for file in files]
     set_there = {f"{section}.{key}" for config in configs for section, keys in config.items() for key in keys}
-    assert set(config_reference.USED) == set_there - ours
-    page = config_reference.markdown().split("## TorchTitan's keys")[1]
-    for name in config_reference.USED:
+    assert set(reference.USED) == set_there - ours
+    page = reference.markdown().split("## TorchTitan's keys")[1]
+    for name in reference.USED:
         section, key = name.split(".")
         assert of_toml(table(page, f"[{section}]")[key][1]) == getattr(getattr(JobConfig(), section), key), name
 
@@ -84,23 +85,23 @@ def test_the_keys_of_torchtitan_that_our_files_set():
     ],
 )
 def test_parts(name, shown):
-    assert config_reference.reference(name).startswith(shown)
+    assert reference.reference(name).startswith(shown)
 
 
 def test_both_sections_that_have_a_key_are_shown():
-    found = config_reference.reference("seq_len")
+    found = reference.reference("seq_len")
     assert "[validation]\nseq_len = -1" in found
     assert "[training]\nseq_len = 2048" in found
 
 
 def test_misspelled():
     with pytest.raises(ConfigError, match=r"'dispersoin' is neither .* \(did you mean dispersion\?\)"):
-        config_reference.reference("dispersoin")
+        reference.reference("dispersoin")
     for name in ("dispersion.lambda", "lambda"):
         with pytest.raises(ConfigError, match=r"\(did you mean dispersion.coeff\?\)"):
-            config_reference.reference(name)
+            reference.reference(name)
     with pytest.raises(ConfigError, match="titan-disp config lists them"):
-        config_reference.reference("qqqqqqqq")
+        reference.reference("qqqqqqqq")
 
 
 def test_everything_is_printed_without_a_name(monkeypatch, capsys):
@@ -115,7 +116,7 @@ def test_everything_is_printed_without_a_name(monkeypatch, capsys):
 
 def test_nothing_heavy_is_imported():
     """The command is for looking something up while one types."""
-    source = Path(config_reference.__file__).read_text()
+    source = Path(reference.__file__).read_text()
     imported = {line.split()[1].split(".")[0] for line in source.splitlines() if line.startswith(("import ", "from "))}
     assert imported - set(sys.stdlib_module_names) == {"titan_disp"}
 

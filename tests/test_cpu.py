@@ -8,7 +8,7 @@ from torchtitan.tools.logging import logger
 from torchtitan.tools.utils import Color, NoColor
 
 from titan_disp import cpu
-from titan_disp.config import load_config
+from titan_disp.config.load import load_config
 
 pytestmark = pytest.mark.skipif(not cpu.active(), reason="this machine has an accelerator")
 

@@ -22,14 +22,13 @@ import pytest
 
 from tests.test_formats import records_of, write_compressed, write_ids
 from tests.test_stream import batches, loader, streams_of
-from titan_disp.config import load_config
-from titan_disp.config_checks import check_stream
-from titan_disp.data.content_check import list_and_check
+from titan_disp.config.checks import check_stream
+from titan_disp.config.load import load_config
 from titan_disp.data.documents import Documents
 from titan_disp.data.files import check_data, list_files
 from titan_disp.data.formats import Format
 from titan_disp.data.records import BadDocument, text_of
-from titan_disp.data.sources import DataSet
+from titan_disp.data.sources import DataSet, list_and_check
 from titan_disp.data.stream import StreamOptions
 from titan_disp.data.tokenizer import load_tokenizer
 from titan_disp.data.validation import _ValidationSet, held_out_sequences
@@ -353,17 +352,17 @@ def test_left_to_the_run(tmp_path, name, files):
 
 def test_few_files_are_looked_at(tmp_path, monkeypatch):
     """Three of a thousand files are looked at, and none on the hub."""
-    from titan_disp.data import content_check
+    from titan_disp.data import sources
 
     for i in range(100):
         (tmp_path / f"{i:03d}.json").write_bytes(DOCUMENT)
     looked = []
-    monkeypatch.setattr(content_check, "_cause", lambda file, *_: looked.append(file.name))
+    monkeypatch.setattr(sources, "_cause", lambda file, *_: looked.append(file.name))
     options = StreamOptions(seq_len=8)
     files = list_and_check(documents_in(tmp_path), options)
     assert looked == ["000.json", "050.json", "099.json"]
     hub = [type(file)(file.name, f"hf://datasets/a/b@c/{file.name}", file.size) for file in files]
-    content_check.check_content(hub, options, "training")
+    sources.check_content(hub, options, "training")
     assert len(looked) == 3
 
 
@@ -542,7 +541,7 @@ def test_resumes_with_other_data(sample):
 def test_commands_look_at_the_data(sample, tmp_path):
     """``check_data`` only lists files; training, plan and digest also look at them."""
     from titan_disp.cluster.plan import missing_inputs
-    from titan_disp.config_checks import check_inputs
+    from titan_disp.config.checks import check_inputs
     from titan_disp.data.digest import digest
 
     (tmp_path / "a.json").write_bytes(b'{"body": "a"}\n')
@@ -555,7 +554,7 @@ def test_commands_look_at_the_data(sample, tmp_path):
 
 
 def test_token_ids_where_text_is_needed(sample, tmp_path):
-    from titan_disp.inspection.texts import read_texts
+    from titan_disp.lab.inspection.texts import read_texts
 
     write_ids(tmp_path / "validation.bin", RANDOM)
     with pytest.raises(ConfigError, match="validation.bin holds token ids, expected text: name a file of text"):

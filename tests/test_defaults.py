@@ -14,7 +14,7 @@ import tomli
 from tests.command_line import ROOT
 from tests.distributed import spawn
 from titan_disp import job_config
-from titan_disp.config import load_config
+from titan_disp.config.load import load_config
 
 AUTHORS = ROOT / "train_configs" / "authors"
 FINEWEB, C4, MIDTRAIN, GPT2 = (
@@ -152,7 +152,7 @@ RECIPES = {
 
 def test_recipes():
     """All are listed above, pass the checks of a start on one GPU and on more, and have the values that are known."""
-    from titan_disp.config_checks import check_config
+    from titan_disp.config.checks import check_config
 
     assert set(AUTHORS.glob("*.toml")) == set(RECIPES)
     for file, known in RECIPES.items():

@@ -20,7 +20,7 @@ from torch.distributed.run import get_args_parser
 
 from tests.command_line import ROOT
 from tests.pages import blocks, can_start, commands, loaded, split, subcommand, understood
-from titan_disp.sweeps.definition import points, read_sweep
+from titan_disp.lab.sweeps.definition import points, read_sweep
 
 README = ROOT / "README.md"
 DOCS = sorted((ROOT / "docs").glob("*.md"))

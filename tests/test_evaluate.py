@@ -19,12 +19,11 @@ from scipy import stats
 from tests.saved_run import random_model, save_run
 from titan_disp.cli import main
 from titan_disp.errors import ConfigError
-from titan_disp.evaluate import evaluation
-from titan_disp.evaluate.compare import Scores
-from titan_disp.evaluate.evaluation import evaluate
-from titan_disp.evaluate.harness import Result
-from titan_disp.evaluate.harness_warnings import warnings_once
-from titan_disp.evaluate.tasks import PROTOCOLS, build_suite
+from titan_disp.lab.evaluate import evaluation
+from titan_disp.lab.evaluate.compare import Scores
+from titan_disp.lab.evaluate.evaluation import evaluate
+from titan_disp.lab.evaluate.harness import Result, warnings_once
+from titan_disp.lab.evaluate.tasks import PROTOCOLS, build_suite
 
 pytest.importorskip("lm_eval")
 import datasets  # noqa: E402
@@ -443,7 +442,7 @@ def test_positions_that_were_never_trained_are_not_used(monkeypatch):
     from lm_eval.models import huggingface
     from transformers import GPT2Config
 
-    from titan_disp.evaluate import harness
+    from titan_disp.lab.evaluate import harness
 
     given = []
 

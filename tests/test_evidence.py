@@ -235,8 +235,8 @@ def test_the_parts_are_the_design_s():
 
 def test_jobs_are_configs_that_can_run(sample):
     """TorchTitan's own reading of the options of one job of each kind."""
-    from titan_disp.config import load_config
-    from titan_disp.config_checks import check_config
+    from titan_disp.config.checks import check_config
+    from titan_disp.config.load import load_config
 
     rows = tuning_rows(INSIDE)
     every = {(job.part, job.condition): job for part in PARTS for job in jobs(part, rows) if job.seed in (1, 101)}

@@ -16,8 +16,8 @@ from torch.nn.functional import cross_entropy
 from tests.command_line import ROOT, environment
 from tests.oracle import oracle
 from tests.pages import commands, loaded
-from titan_disp.batch import global_batch_size
-from titan_disp.registry import args_of
+from titan_disp.config.batch import global_batch_size
+from titan_disp.models.registry import args_of
 from titan_disp.run.folder import read_metrics
 
 

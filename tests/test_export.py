@@ -21,18 +21,16 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.command_line import DEMO, environment, train
 from tests.saved_run import SEQ_LEN, random_model, save_run
-from titan_disp.config import load_config
-from titan_disp.config_checks import check_config
-from titan_disp.data.hf_tokenizer import PROBES, check_same_ids, local_documents
-from titan_disp.data.sentencepiece_to_hf import convert
+from titan_disp.config.checks import check_config
+from titan_disp.config.load import load_config
+from titan_disp.data.hf_tokenizer import PROBES, check_same_ids, convert, local_documents
 from titan_disp.data.tokenizer import SentencePieceTokenizer
 from titan_disp.errors import ConfigError
-from titan_disp.export.export import export
-from titan_disp.export.saved import find_saved, load_model
+from titan_disp.lab.export.export import export
+from titan_disp.lab.export.saved import find_saved, load_model
 from titan_disp.models.hf import check_hf_folder
-from titan_disp.qwen3.flavors import flavors
-from titan_disp.qwen3.hf import Qwen3HfAdapter
-from titan_disp.registry import model_args
+from titan_disp.models.qwen3 import Qwen3HfAdapter, flavors
+from titan_disp.models.registry import model_args
 
 TOKENS = torch.arange(2 * SEQ_LEN).view(2, SEQ_LEN) * 17 % 2048
 

@@ -16,7 +16,7 @@ import torch
 from tests.command_line import DEMO, ROOT, environment, train
 from tests.distributed import free_port
 from titan_disp.cluster.plan import make_plan
-from titan_disp.config import load_config
+from titan_disp.config.load import load_config
 from titan_disp.run.folder import read_json_lines, read_metrics
 from titan_disp.run.integrity import checkpoints, problem
 

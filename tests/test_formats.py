@@ -21,13 +21,13 @@ from sentencepiece import SentencePieceProcessor
 from tokenizers import Tokenizer
 
 from tests.test_stream import VALIDATION_FILE, batches, config, loader, streams_of
-from titan_disp.data import parquet, pretokenized
+from titan_disp.data import parquet, token_ids
 from titan_disp.data.documents import Documents
 from titan_disp.data.files import DataFile, list_files
 from titan_disp.data.fingerprint import differences
 from titan_disp.data.formats import Format
 from titan_disp.data.loader import open_stream, stream_options
-from titan_disp.data.place import Field
+from titan_disp.data.position import Field
 from titan_disp.data.records import BadDocument, DamagedFile, OtherContent, size_of, text_of
 from titan_disp.data.tokenizer import load_tokenizer
 from titan_disp.data.validation import first_sequences
@@ -340,8 +340,8 @@ class TestTokenIds:
     @pytest.mark.parametrize("longest", [2, 3, 5, 1 << 16])
     def test_runs_over_blocks(self, tmp_path, monkeypatch, block, longest):
         """The documents do not depend on where blocks end and where runs are cut."""
-        monkeypatch.setattr(pretokenized, "_BLOCK", block)
-        monkeypatch.setattr(pretokenized, "LONGEST", longest)
+        monkeypatch.setattr(token_ids, "_BLOCK", block)
+        monkeypatch.setattr(token_ids, "LONGEST", longest)
         rng = np.random.default_rng(block)
         for _ in range(20):
             ids = rng.choice([EOS, EOS, 11, 12, 13, 14], rng.integers(1, 70))
@@ -432,7 +432,7 @@ class TestTokenIds:
     def test_a_file_that_is_shorter_than_listed(self):
         stored = io.BytesIO(np.full(50, 11, "<u2").tobytes())
         with pytest.raises(EOFError, match="the file ends 20 bytes early"):
-            list(pretokenized.records(stored, 120, "a.bin", Format(eos_id=EOS, vocab_size=20)))
+            list(token_ids.records(stored, 120, "a.bin", Format(eos_id=EOS, vocab_size=20)))
 
     def test_documents_do_not_hold_blocks_in_memory(self, tmp_path):
         write_ids(tmp_path / "a.bin", [11, EOS] * 100)

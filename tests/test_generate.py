@@ -9,8 +9,8 @@ from tests.saved_run import SEQ_LEN, random_model, save_run
 from titan_disp import cli
 from titan_disp.data.tokenizer import SentencePieceTokenizer, load_tokenizer
 from titan_disp.errors import ConfigError
-from titan_disp.export.export import export
-from titan_disp.export.generate import generate
+from titan_disp.lab.export.export import export
+from titan_disp.lab.export.generate import generate
 
 PROMPT = "The function returns"
 

@@ -6,11 +6,11 @@ import pytest
 
 from tests.test_report import T0, event, write_run
 from tests.test_report import row as report_row
-from titan_disp.report import tables
-from titan_disp.report.gather import gather
-from titan_disp.report.goodput import Goodput, goodputs, together
-from titan_disp.run import clock
-from titan_disp.run.clock import Clock, allocation_began, process_began
+from titan_disp.lab.report import tables
+from titan_disp.lab.report.gather import gather
+from titan_disp.run import liveness
+from titan_disp.run.history import Goodput, goodputs, together
+from titan_disp.run.liveness import Clock, allocation_began, process_began
 
 
 def row(step, at, **spent):
@@ -118,8 +118,8 @@ def test_a_run_of_an_earlier_version_says_nothing():
 
 def test_the_clock(monkeypatch):
     now = [1000.0]
-    monkeypatch.setattr(clock.time, "time", lambda: now[0])
-    monkeypatch.setattr(clock.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(liveness.time, "time", lambda: now[0])
+    monkeypatch.setattr(liveness.time, "monotonic", lambda: now[0])
     timer = Clock(began=900.0)
 
     def during(kind, seconds):
@@ -146,14 +146,14 @@ def test_the_clock(monkeypatch):
 def test_a_clock_that_is_set(monkeypatch):
     """The clock is set by an hour in the middle of a step, which does not change the step's duration."""
     wall, ticks = [1000.0], [50.0]
-    monkeypatch.setattr(clock.time, "time", lambda: wall[0])
-    monkeypatch.setattr(clock.time, "monotonic", lambda: ticks[0])
+    monkeypatch.setattr(liveness.time, "time", lambda: wall[0])
+    monkeypatch.setattr(liveness.time, "monotonic", lambda: ticks[0])
     timer = Clock(began=990.0)
     for jump in (0, 3600, -7200):
         with timer.during("steps"):
             ticks[0] += 10
             wall[0] += 10 + jump
-    assert timer.spent() == dict.fromkeys(clock.KINDS, 0.0) | {"start_up": 20.0, "steps": 20.0}
+    assert timer.spent() == dict.fromkeys(liveness.KINDS, 0.0) | {"start_up": 20.0, "steps": 20.0}
 
 
 def test_the_begin_of_an_allocation():

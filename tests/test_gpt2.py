@@ -20,22 +20,19 @@ from tests.saved_run import SEQ_LEN as SAVED_SEQ_LEN
 from tests.saved_run import random_model, save_run
 from titan_disp.cluster import plan
 from titan_disp.cluster.plan import make_plan
-from titan_disp.cluster.preflight_config import small_flavor
-from titan_disp.config import load_config
-from titan_disp.config_checks import check_config
+from titan_disp.cluster.preflight import small_flavor
+from titan_disp.config.checks import check_config
+from titan_disp.config.load import load_config
 from titan_disp.data.tokenizer import check_fits, encoder, load_tokenizer
 from titan_disp.dispersion import DispersionLoss, DispersionObjective
 from titan_disp.errors import ConfigError
-from titan_disp.export.export import export
-from titan_disp.export.generate import generate
-from titan_disp.export.hugging_face import longest_sequence
-from titan_disp.export.saved import find_saved, load_model
-from titan_disp.gpt2.flavors import flavors
-from titan_disp.gpt2.hf import GPT2HfAdapter
-from titan_disp.gpt2.model import GPT2DispModel
-from titan_disp.inspection.targets import find_targets
+from titan_disp.lab.export.export import export
+from titan_disp.lab.export.generate import generate
+from titan_disp.lab.export.saved import find_saved, load_model, longest_sequence
+from titan_disp.lab.inspection.targets import find_targets
+from titan_disp.models.decoder import draw
+from titan_disp.models.gpt2 import GPT2DispModel, GPT2HfAdapter, flavors
 from titan_disp.models.hf import check_hf_folder
-from titan_disp.models.init import draw
 
 TOKENS = torch.arange(96).view(2, 48) * 19 % 2049
 NANO = {"n_embd": 64, "n_layer": 6, "n_head": 4, "vocab_size": 2049}

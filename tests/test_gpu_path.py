@@ -8,15 +8,7 @@ import torch
 from torch._inductor.utils import run_and_get_code
 
 from tests.oracle import dispersion_oracle
-from titan_disp.dispersion import (
-    DispersionLoss,
-    dispersion_loss,
-    kernels,
-    layers,
-    moments,
-    pairwise,
-    vectors,
-)
+from titan_disp.dispersion import DispersionLoss, dispersion_loss, kernels, layers, moments, pairwise, vectors
 from titan_disp.dispersion.variants import base
 from titan_disp.dispersion.variants.angular import angular_pair
 from titan_disp.dispersion.variants.decorrelation import square

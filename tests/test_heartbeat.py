@@ -6,8 +6,8 @@ import sys
 
 import pytest
 
-from titan_disp.run import heartbeat
-from titan_disp.run.heartbeat import Heartbeat
+from titan_disp.run import liveness
+from titan_disp.run.liveness import Heartbeat
 
 
 class Clock:
@@ -24,7 +24,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch):
     clock = Clock()
-    monkeypatch.setattr(heartbeat, "time", clock)
+    monkeypatch.setattr(liveness, "time", clock)
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     monkeypatch.setenv("SLURM_RESTART_COUNT", "2")
     return clock
@@ -91,7 +91,7 @@ def test_other_ranks_write_nothing_but_where_they_stand():
     """Every rank's own log tells where its threads are, once it has been silent for too long, and not before."""
     code = """if True:
         import time
-        from titan_disp.run.heartbeat import Heartbeat
+        from titan_disp.run.liveness import Heartbeat
         beat = Heartbeat(None, 1e9, 0.05, 1e9, 0.1)
         def quick():
             beat.step(1)

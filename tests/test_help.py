@@ -11,8 +11,8 @@ import pytest
 from tests.command_line import ROOT, environment
 from tests.test_cli import typed
 from titan_disp import cli
-from titan_disp.cluster.hardware import GPUS
-from titan_disp.subcommands import Subcommands
+from titan_disp.cli import Subcommands
+from titan_disp.cluster.cost import GPUS
 
 
 def functions(commands, words=()):

@@ -12,15 +12,14 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from tests.command_line import DEMO, ROOT, rank_environment, train
-from titan_disp.config import load_config
-from titan_disp.config_checks import check_inputs
+from titan_disp.config.checks import check_inputs
+from titan_disp.config.load import load_config
 from titan_disp.data.files import check_data, list_files
 from titan_disp.errors import ConfigError
-from titan_disp.export.export import export, hf_weights
-from titan_disp.export.saved import find_saved, load_model
+from titan_disp.lab.export.export import export, hf_weights
+from titan_disp.lab.export.saved import find_saved, load_model
 from titan_disp.models.hf import check_hf_folder
-from titan_disp.qwen3.flavors import flavors
-from titan_disp.qwen3.hf import Qwen3HfAdapter, architecture
+from titan_disp.models.qwen3 import Qwen3HfAdapter, architecture, flavors
 
 NANO = Qwen3HfAdapter(flavors["nano"], None)
 WIKITEXT = ROOT / "examples" / "wikitext.py"

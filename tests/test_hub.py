@@ -17,7 +17,7 @@ from titan_disp.errors import ConfigError
 def hub(sample, tmp_path, monkeypatch):
     server = FakeHub(sample)
     server.use(monkeypatch, tmp_path / "cache")
-    monkeypatch.setattr("titan_disp.data.retrying_file.FIRST_PAUSE", 0.01)
+    monkeypatch.setattr("titan_disp.data.storage.FIRST_PAUSE", 0.01)
     yield server
     server.close()
 

@@ -11,14 +11,14 @@ from tests.command_line import DEMO
 from tests.fake_hub import COMMIT, OLDER, FakeHub
 from titan_disp.cli import app
 from titan_disp.cluster.node_health import input_problems
-from titan_disp.config import load_config
+from titan_disp.config.load import load_config
 from titan_disp.data.digest import digest
 from titan_disp.data.documents import Documents
 from titan_disp.data.files import check_data, check_hub, held_out, list_files, split_of
-from titan_disp.data.hub_dataset import HubName, parse_name
+from titan_disp.data.hub import HubName, parse_name
 from titan_disp.data.mirror import RECORDS, fetch
 from titan_disp.errors import ConfigError
-from titan_disp.inspection.texts import read_texts
+from titan_disp.lab.inspection.texts import read_texts
 
 # As FineWeb-Edu's: the default configuration is everything, samples lie elsewhere; and a configuration with three splits.
 CARD = """---

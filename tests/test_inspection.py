@@ -20,14 +20,12 @@ from titan_disp import cli
 from titan_disp.condensation.record import Condensation
 from titan_disp.data.sample import documents
 from titan_disp.errors import ConfigError
-from titan_disp.export.saved import find_saved, load_model
-from titan_disp.inspection import condensation as command_module
-from titan_disp.inspection.groups import parse_group
-from titan_disp.inspection.hub import HubModel, parse_id
-from titan_disp.inspection.layer_by_layer import find_blocks, hugging_face_layers
-from titan_disp.inspection.output import step_of
-from titan_disp.inspection.targets import find_targets
-from titan_disp.inspection.texts import contiguous_sequences, read_texts, surround
+from titan_disp.lab.export.saved import find_saved, load_model
+from titan_disp.lab.inspection import command as command_module
+from titan_disp.lab.inspection.command import step_of
+from titan_disp.lab.inspection.layer_by_layer import find_blocks, hugging_face_layers
+from titan_disp.lab.inspection.targets import HubModel, find_targets, parse_group, parse_id
+from titan_disp.lab.inspection.texts import contiguous_sequences, read_texts, surround
 
 BLOCKS = 6
 SIZES = {"vocab_size": 120, "hidden_size": 16, "num_hidden_layers": BLOCKS, "num_attention_heads": 2}

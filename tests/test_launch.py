@@ -11,9 +11,8 @@ import pytest
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 from tests.command_line import DEMO, ROOT, children, environment
-from titan_disp import launch
-from titan_disp.cluster.stop_signals import stop_signals
-from titan_disp.launch import StopRanks
+from titan_disp.cluster import launch
+from titan_disp.cluster.launch import StopRanks, stop_signals
 from titan_disp.run.folder import read_events, read_metrics
 
 pytestmark = pytest.mark.usefixtures("heard")

@@ -1,7 +1,9 @@
-"""Imports run one way: CONTRIBUTING.md's picture of the rooms, held against every import."""
+"""Imports run one way: CONTRIBUTING.md's picture of the packages, held against every import."""
 
 import ast
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from graphlib import TopologicalSorter
 from pathlib import Path
@@ -11,51 +13,87 @@ from tests.command_line import ROOT
 PACKAGE = ROOT / "titan_disp"
 
 
+ABOVE_BOTH = "cli"  # the table of commands
+
+
 def layers() -> dict[str, int]:
-    """Room → its line in the picture, from the top."""
+    """Package or module → its line in the picture, from the top."""
     text = (ROOT / "CONTRIBUTING.md").read_text()
     picture = re.search(r"## Code layout\n.*?\n\n((?:    .*\n)+)", text, flags=re.DOTALL)
     assert picture is not None
     lines = [line.split("  ") for line in picture.group(1).splitlines() if "│" not in line]
-    return {room: at for at, line in enumerate(lines) for room in [word.strip() for word in line if word.strip()][1:]}
+    return {name: at for at, line in enumerate(lines) for name in [word.strip() for word in line if word.strip()][1:]}
 
 
-def room_of(path: Path) -> str:
-    return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+LAYERS = layers()
 
 
-def imported_rooms(path: Path) -> Iterator[str]:
-    """Yield the rooms that a module imports, anywhere in it."""
+def place(module: str) -> str:
+    """Return the longest name in the picture that a module without ``titan_disp.`` has or is inside of, or its own name."""
+    parts = module.split(".")
+    names = (".".join(parts[:n]) for n in range(len(parts), 0, -1))
+    return next((name for name in names if name in LAYERS), module)
+
+
+def modules() -> dict[str, Path]:
+    """Every module but the empty packages, without ``titan_disp.``."""
+    found = {}
+    for path in PACKAGE.rglob("*.py"):
+        parts = path.relative_to(PACKAGE).with_suffix("").parts
+        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return {name: path for name, path in found.items() if name not in ("", "lab")}
+
+
+def imported(path: Path) -> Iterator[str]:
+    """Yield what a module imports of titan_disp, anywhere in it, without ``titan_disp.``."""
     for node in ast.walk(ast.parse(path.read_text())):
         assert not (isinstance(node, ast.ImportFrom) and node.level), f"{path}: a relative import"
         if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "titan_disp":
-            names = [f"titan_disp.{a.name}" for a in node.names] if node.module == "titan_disp" else [str(node.module)]
+            base = str(node.module).removeprefix("titan_disp").lstrip(".")
+            packages = (PACKAGE / base.replace(".", "/")).is_dir()
+            yield from (f"{base}.{a.name}".lstrip(".") for a in node.names) if packages else (base,)
         elif isinstance(node, ast.Import):
-            names = [a.name for a in node.names if a.name.startswith("titan_disp.")]
-        else:
-            continue
-        yield from (name.split(".")[1] for name in names)
+            yield from (a.name.removeprefix("titan_disp.") for a in node.names if a.name.startswith("titan_disp."))
 
 
-def test_every_room_is_in_the_picture():
-    rooms = {room_of(path) for path in PACKAGE.rglob("*.py")} - {"__init__"}
-    assert layers().keys() == rooms
+def test_every_module_is_in_the_picture():
+    assert {place(module) for module in modules()} == LAYERS.keys()
 
 
 def test_imports_run_one_way():
-    at = layers()
     wrong = {
-        f"{path.relative_to(ROOT)} imports {room}"
-        for path in PACKAGE.rglob("*.py")
-        for room in imported_rooms(path)
-        if room_of(path) != "__init__" and at[room] > at[room_of(path)]
+        f"{module} imports {other}"
+        for module, path in modules().items()
+        for other in imported(path)
+        if LAYERS[place(other)] > LAYERS[place(module)]
     }
     assert not wrong
 
 
-def test_no_rooms_import_each_other_in_a_circle():
-    """Not even rooms on one line of the picture."""
-    imports: dict[str, set[str]] = {}
-    for path in PACKAGE.rglob("*.py"):
-        imports.setdefault(room_of(path), set()).update(imported_rooms(path))
-    TopologicalSorter({room: of - {room} for room, of in imports.items()}).prepare()  # raises CycleError
+def test_the_core_never_imports_the_lab():
+    wrong = {
+        f"{module} imports {other}"
+        for module, path in modules().items()
+        for other in imported(path)
+        if other.split(".")[0] == "lab" and module.split(".")[0] not in ("lab", ABOVE_BOTH)
+    }
+    assert not wrong
+
+
+def test_nothing_imports_in_a_circle():
+    """Neither packages of the picture, even on one line of it, nor modules of one package."""
+    by_place: dict[str, set[str]] = {}
+    by_module: dict[str, set[str]] = {}
+    own = modules()
+    for module, path in own.items():
+        others = {other if other in own else other.rpartition(".")[0] for other in imported(path)}
+        by_place.setdefault(place(module), set()).update({place(other) for other in others} - {place(module)})
+        by_module[module] = others - {module}
+    TopologicalSorter(by_place).prepare()  # raises CycleError
+    TopologicalSorter(by_module).prepare()
+
+
+def test_the_core_works_without_the_lab():
+    """The lab is blocked, as if it were not installed."""
+    code = "import sys; sys.modules['titan_disp.lab'] = None; import titan_disp.train, titan_disp.cluster.submit, titan_disp.cli"
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)

@@ -5,9 +5,9 @@ import torch
 
 from tests.distributed import spawn
 from tests.mesh import global_batch, job_config, run_cases
+from titan_disp.cluster.cost import traffic
 from titan_disp.cluster.plan import meta_model
-from titan_disp.cluster.traffic import traffic
-from titan_disp.config_checks import check_config
+from titan_disp.config.checks import check_config
 
 FSDP, HSDP, TP = (
     (),

@@ -19,23 +19,21 @@ from sentencepiece import SentencePieceProcessor
 from tests.command_line import DEMO, ROOT
 from tests.test_stream import EOS, batches, config, loader, of_sizes, streams_of, write_files, write_uneven
 from titan_disp.cluster.node_health import input_problems
-from titan_disp.config import load_config
-from titan_disp.data.assignment import Assignment, Run, Segment
+from titan_disp.config.load import load_config
+from titan_disp.data.assignment import Assignment, Mixture, Run, Segment, prefixed, shares
 from titan_disp.data.digest import digest, global_batch
 from titan_disp.data.documents import Documents
 from titan_disp.data.files import DataFile, list_files
 from titan_disp.data.formats import Format
 from titan_disp.data.loader import open_stream, together
-from titan_disp.data.mixture import Mixture, prefixed, shares
-from titan_disp.data.place import Field
-from titan_disp.data.progress import fraction_read
+from titan_disp.data.position import Field, fraction_read
 from titan_disp.data.records import text_of
 from titan_disp.data.sources import check_sources, source_name, source_shares, training_sets
 from titan_disp.data.tokenizer import load_tokenizer
 from titan_disp.data.validation import held_out_sequences
 from titan_disp.errors import ConfigError
-from titan_disp.export.model_card import _data
 from titan_disp.job_config import Source, Stream
+from titan_disp.lab.export.model_card import _data
 
 
 @pytest.mark.parametrize(

@@ -11,9 +11,9 @@ from torch.utils.tensorboard import SummaryWriter
 
 from tests.saved_run import SEQ_LEN, random_model, save_run
 from titan_disp.condensation.record import Condensation
-from titan_disp.data.place import Field
-from titan_disp.export.model_card import model_card
-from titan_disp.export.saved import find_saved
+from titan_disp.data.position import Field
+from titan_disp.lab.export.model_card import model_card
+from titan_disp.lab.export.saved import find_saved
 
 
 def rows_of(run):

@@ -11,14 +11,14 @@ from torchtitan.config import ConfigManager
 from tests.command_line import DEMO, ROOT
 from tests.saved_run import random_model, save_run
 from titan_disp.cluster.plan import make_plan
-from titan_disp.config import load_config
-from titan_disp.config_checks import check_config
+from titan_disp.config.checks import check_config
+from titan_disp.config.load import load_config
 from titan_disp.errors import CheckpointError, ConfigError
-from titan_disp.export.saved import find_saved, load_model
-from titan_disp.model_overrides import apply_overrides, architecture_of, named, parse_overrides
-from titan_disp.qwen3.flavors import flavors
-from titan_disp.registry import model_args
-from titan_disp.report.gather import gather
+from titan_disp.lab.export.saved import find_saved, load_model
+from titan_disp.lab.report.gather import gather
+from titan_disp.models.arguments import apply_overrides, architecture_of, named, parse_overrides
+from titan_disp.models.qwen3 import flavors
+from titan_disp.models.registry import model_args
 from titan_disp.run.identity import Identity, check_identity, differences
 
 NARROW = {"hidden_dim": 16, "n_layers": 2}

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from tests.command_line import DEMO, ROOT
 from tests.distributed import spawn
-from titan_disp.cluster import bandwidth, gpu_health, node_health, node_reports
+from titan_disp.cluster import bandwidth, node_health, node_reports
 from titan_disp.cluster.bandwidth import clock_skews, pair_bandwidths, rounds, slow_links, slow_nodes
 
 H100, H200 = "NVIDIA H100 80GB HBM3", "NVIDIA H200"
@@ -266,29 +266,29 @@ class TestGpuHealth:
         """A driver that reports a recovery action knows its Xids, and whether the GPU was reset since then."""
         self.nvidia(tool, field, value)
         log = tool("dmesg", XIDS.format(now="9.9", old="1.0"))
-        assert gpu_health.gpu_problems() == ([problem] if problem else [])
+        assert node_health.gpu_problems() == ([problem] if problem else [])
         assert not log.exists()
 
     def test_nothing_there(self, tool):
-        assert gpu_health.gpu_problems() == []
+        assert node_health.gpu_problems() == []
 
     @pytest.mark.parametrize("name", ["nvidia-smi", "amd-smi", "rocm-smi"])
     def test_a_driver_that_hangs(self, tool, monkeypatch, name):
-        monkeypatch.setattr(gpu_health, "LIMIT", 0.2)
+        monkeypatch.setattr(node_health, "LIMIT", 0.2)
         tool(name, script="exec /bin/sleep 20")
-        assert gpu_health.gpu_problems() == [f"{name} does not answer within 0.2 s"]
+        assert node_health.gpu_problems() == [f"{name} does not answer within 0.2 s"]
 
     @pytest.fixture
     def xids(self, monkeypatch):
         """The kernel log is from a node that has been up for three and a half days."""
-        monkeypatch.setattr(gpu_health, "time", SimpleNamespace(monotonic=lambda: 3.5 * 86400))
+        monkeypatch.setattr(node_health, "time", SimpleNamespace(monotonic=lambda: 3.5 * 86400))
         return XIDS.format(now=f"{2.6 * 86400:12.6f}", old=f"{2.4 * 86400:12.6f}")
 
     def test_xids_of_dmesg(self, tool, xids):
         """Hardware Xids of the last day are reported once each. An application causes others, such as 31."""
         self.nvidia(tool, "gpu_recovery_action", None)
         tool("dmesg", xids)
-        assert gpu_health.gpu_problems() == HARDWARE_XIDS
+        assert node_health.gpu_problems() == HARDWARE_XIDS
 
     def test_xids_of_the_journal(self, tool, xids):
         """The journal is read if only root may run dmesg."""
@@ -296,21 +296,21 @@ class TestGpuHealth:
         tool("dmesg", status=1)
         lines = [line.split("] ")[1] for line in xids.splitlines() if "10:1c): 79" not in line]
         calls = tool("journalctl", "\n".join(lines))
-        assert gpu_health.gpu_problems() == HARDWARE_XIDS
+        assert node_health.gpu_problems() == HARDWARE_XIDS
         assert calls.read_text() == "--dmesg --since=-24h --output=cat --no-pager --quiet\n"
         tool("journalctl", status=1)
-        assert gpu_health.gpu_problems() == []
+        assert node_health.gpu_problems() == []
 
     def test_a_journal_that_hangs_is_no_sick_gpu(self, tool, monkeypatch):
-        monkeypatch.setattr(gpu_health, "LIMIT", 0.2)
+        monkeypatch.setattr(node_health, "LIMIT", 0.2)
         tool("dmesg", status=1)
         tool("journalctl", script="exec /bin/sleep 20")
-        assert gpu_health.gpu_problems() == []
+        assert node_health.gpu_problems() == []
 
     def test_amd(self, tool):
         calls = tool("amd-smi", AMD_SMI.format(gpu=0, errors="N/A") + AMD_SMI.format(gpu=1, errors=3))
         other = tool("rocm-smi", ROCM_SMI)
-        assert gpu_health.gpu_problems() == ["GPU 1: 3 uncorrectable errors"]
+        assert node_health.gpu_problems() == ["GPU 1: 3 uncorrectable errors"]
         assert calls.read_text() == "metric --ecc\n"
         assert not other.exists()
 
@@ -320,7 +320,7 @@ class TestGpuHealth:
         if newer:
             tool("amd-smi", newer)
         calls = tool("rocm-smi", ROCM_SMI)
-        assert gpu_health.gpu_problems() == ["GPU 1: 3 uncorrectable errors"]
+        assert node_health.gpu_problems() == ["GPU 1: 3 uncorrectable errors"]
         assert calls.read_text() == "--showrasinfo\n"
 
 

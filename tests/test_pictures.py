@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 from matplotlib.dates import num2date
 
-from titan_disp.condensation import plot
 from titan_disp.condensation.record import EDGES, Condensation
-from titan_disp.report import charts
-from titan_disp.report.attempts import Attempt
+from titan_disp.lab import plots
+from titan_disp.lab.report import charts
+from titan_disp.run.history import Attempt
 
 LAYERS = "layer (0: embedding, 2: last block)"
 
@@ -39,7 +39,7 @@ def darkness(artist, value):
 
 def test_heatmap():
     layers = [{-0.76: 0.25, 0.51: 0.75}, {0.1: 1.0}, {0.9: 0.9, -0.2: 0.0999, 0.3: 0.0001}]
-    figure = plot.heatmap(condensed(0.2, 0.1, 0.8, pairs=layers), "gpt2")
+    figure = plots.heatmap(condensed(0.2, 0.1, 0.8, pairs=layers), "gpt2")
     axes, bar = figure.axes
     (image,) = axes.images
     assert upright(axes)
@@ -61,7 +61,7 @@ def test_heatmap():
 def test_side_by_side():
     """Every measurement is below its own name, in rows of three."""
     levels = {"a": 0.1, "b": 0.3, "c": 0.5, "d": 0.7}
-    figure = plot.side_by_side({name: condensed(0, level) for name, level in levels.items()})
+    figure = plots.side_by_side({name: condensed(0, level) for name, level in levels.items()})
     *grid, bar = figure.axes
     assert bar.get_ylabel() == "fraction of pairs"
     assert [axes.get_title() for axes in grid] == ["a", "b", "c", "d", "", ""]
@@ -72,13 +72,13 @@ def test_side_by_side():
 
 
 def test_mean_cosine_by_layer():
-    figure = plot.mean_cosine_by_layer({"a": condensed(0.1, 0.4, 0.2), "b": condensed(0.3, 0.0, 0.9)})
+    figure = plots.mean_cosine_by_layer({"a": condensed(0.1, 0.4, 0.2), "b": condensed(0.3, 0.0, 0.9)})
     (axes,) = figure.axes
     lines = {line.get_label(): line.get_xydata().tolist() for line in axes.lines}
     assert lines == {"a": [[0, 0.1], [1, 0.4], [2, 0.2]], "b": [[0, 0.3], [1, 0.0], [2, 0.9]]}
     assert (axes.get_xlabel(), axes.get_ylabel()) == (LAYERS, "mean pairwise cosine")
     assert [text.get_text() for text in figure.legends[0].texts] == ["a", "b"]
-    (axes,) = plot.mean_cosine_by_layer({"deep": condensed(*(0.1,) * 5), "flat": condensed(0.1, 0.1)}).axes
+    (axes,) = plots.mean_cosine_by_layer({"deep": condensed(*(0.1,) * 5), "flat": condensed(0.1, 0.1)}).axes
     assert [line.get_xdata().tolist() for line in axes.lines] == [[0, 0.25, 0.5, 0.75, 1], [0, 1]]
     assert axes.get_xlabel() == "relative depth (0: embedding, 1: last block)"
 
@@ -86,20 +86,22 @@ def test_mean_cosine_by_layer():
 def test_last_layer_before_and_after_the_final_norm():
     """Both are drawn and named, the second one after the last block."""
     small, large = condensed(0.1, 0.2, 0.6, final_norm=True), condensed(0.1, 0.3, 0.4, 0.5, 0.7, final_norm=True)
-    (axes,) = plot.mean_cosine_by_layer({"small": small, "also": small}).axes
+    (axes,) = plots.mean_cosine_by_layer({"small": small, "also": small}).axes
     assert axes.lines[0].get_xydata().tolist() == [[0, 0.1], [1, 0.2], [2, 0.6]]
     assert axes.get_xlabel() == "layer (0: embedding, 1: last block, 2: final norm)"
-    (axes,) = plot.mean_cosine_by_layer({"small": small, "large": large}).axes
+    (axes,) = plots.mean_cosine_by_layer({"small": small, "large": large}).axes
     assert [line.get_xdata().tolist() for line in axes.lines] == [[0, 1, 1.05], [0, 1 / 3, 2 / 3, 1, 1.05]]
     assert axes.get_xlabel() == "relative depth (0: embedding, 1: last block, beyond: final norm)"
-    assert plot.layer_label([small, large]) == "layer (0: embedding, last two: last block, final norm)"
-    assert plot.layer_label([condensed(0.1, 0.2), condensed(0.1, 0.2, 0.3)]) == "layer (0: embedding, last: last block)"
+    assert plots.layer_label([small, large]) == "layer (0: embedding, last two: last block, final norm)"
+    assert (
+        plots.layer_label([condensed(0.1, 0.2), condensed(0.1, 0.2, 0.3)]) == "layer (0: embedding, last: last block)"
+    )
 
 
 def test_a_run_that_an_older_version_began():
     """The first measurement has no final norm, so the others are drawn without it."""
     by_step = {0: condensed(0.1, 0.2), 50: condensed(0.1, 0.3, 0.9, final_norm=True)}
-    axes = plot.over_training({"run": by_step}).axes[0]
+    axes = plots.over_training({"run": by_step}).axes[0]
     assert [line.get_ydata().tolist() for line in axes.lines] == [[0.1, 0.2], [0.1, 0.3]]
     assert axes.get_xlabel() == "layer (0: embedding,\n1: last block)"
     axes = charts.layer_map(by_step, "run", end=50).axes[0]
@@ -111,9 +113,9 @@ def test_depth_bars():
     """The ranks 3, 1, 2, 4 give ρ = 1 − 6·6/60 and τ = (4 − 2)/6."""
     some, normed = condensed(0.5, 0.1, 0.25, 0.75), condensed(0.5, 0.1, 0.25, 0.1, 0.75, final_norm=True)
     found = {"some": some, "falling": condensed(0.9, 0.8, 0.1), "flat": condensed(0.2, 0.209)}
-    (axes,) = plot.depth_bars(found).axes
+    (axes,) = plots.depth_bars(found).axes
     assert axes.get_xlabel() == "rank correlation of the mean cosine with depth\n(last layer: the last block)"
-    (as_papers,) = plot.depth_bars({"normed": normed}).axes
+    (as_papers,) = plots.depth_bars({"normed": normed}).axes
     assert [bar.get_width() for bar in as_papers.patches] == [pytest.approx(0.4), pytest.approx(1 / 3)]
     assert (
         as_papers.get_xlabel() == "rank correlation of the mean cosine with depth\n(last layer: after the final norm)"
@@ -145,7 +147,7 @@ def test_over_training():
         "on": {0: condensed(0.1, 0.2), 50: condensed(0.3, 0.4), 1000: condensed(0.5, 0.6)},
         "off": {0: condensed(0.1, 0.7), 1000: condensed(0.2, 0.9)},
     }
-    figure = plot.over_training(runs)
+    figure = plots.over_training(runs)
     (legend,) = figure.legends
     colors = {
         text.get_text(): tuple(handle.get_color())
@@ -166,7 +168,7 @@ def test_over_training():
 
 def test_over_training_of_many_runs():
     """A row has three panels. A long label is broken into lines, because it would reach into the next panel."""
-    figure = plot.over_training({name: {0: condensed(0.1, 0.2, 0.3, final_norm=True)} for name in "abcde"})
+    figure = plots.over_training({name: {0: condensed(0.1, 0.2, 0.3, final_norm=True)} for name in "abcde"})
     assert [axes.get_title() for axes in figure.axes] == [*"abcde", ""]
     assert [axes.axison for axes in figure.axes] == [True] * 5 + [False]
     assert figure.axes[4].get_xlabel() == "layer (0: embedding,\n1: last block, 2: final norm)"
@@ -201,7 +203,7 @@ def test_curves():
     a, resumed, b, never = axes.lines
     assert (a.get_label(), a.get_xydata().tolist()) == ("a", [[1, 4], [2, 3], [4, 1]])
     assert (b.get_label(), b.get_xydata().tolist()) == ("b", [[2, 1], [4, 4], [6, 9], [8, 16]])
-    assert a.get_color() == resumed.get_color() == plot.OKABE_ITO[2] != b.get_color()
+    assert a.get_color() == resumed.get_color() == plots.OKABE_ITO[2] != b.get_color()
     assert (list(resumed.get_xdata()), list(never.get_xdata())) == ([3], [])
     assert (axes.get_xlabel(), axes.get_ylabel()) == ("tokens", "loss")
     assert upright(axes)

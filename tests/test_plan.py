@@ -20,20 +20,18 @@ from torchtitan.models.qwen3.infra.parallelize import _op_sac_save_list
 
 from tests.command_line import DEMO, ROOT
 from titan_disp import cpu
-from titan_disp.cluster import memory
+from titan_disp.cluster import cost
 from titan_disp.cluster import plan as plans
-from titan_disp.cluster.hardware import find_gpu
-from titan_disp.cluster.hub_requests import hub_warnings
-from titan_disp.cluster.plan import NodeCount, make_plan
-from titan_disp.cluster.plan_text import render
-from titan_disp.config import load_config
+from titan_disp.cluster.cost import find_gpu
+from titan_disp.cluster.job_check import hub_warnings
+from titan_disp.cluster.plan import NodeCount, make_plan, render
+from titan_disp.config.load import load_config
 from titan_disp.dispersion import DispersionLoss, DispersionObjective
 from titan_disp.errors import ConfigError
-from titan_disp.gpt2.parallelize import SAVED_OPS as GPT2_SAVED_OPS
 from titan_disp.job_config import Source
-from titan_disp.qwen3.flavors import flavors
-from titan_disp.qwen3.model import Qwen3DispModel
-from titan_disp.registry import MODELS
+from titan_disp.models.gpt2 import SAVED_OPS as GPT2_SAVED_OPS
+from titan_disp.models.qwen3 import Qwen3DispModel, flavors
+from titan_disp.models.registry import MODELS
 
 PAPER = ROOT / "train_configs" / "qwen3_0.6b_c4.toml"
 SAVED_OPS = {"qwen3_disp": _op_sac_save_list, "gpt2_disp": GPT2_SAVED_OPS}
@@ -309,7 +307,7 @@ def test_checkpoint_counts(sample, overrides, expected):
         "--checkpoint.keep_latest_k",
         "9",
     ]
-    assert memory.checkpoint_counts(demo(sample, *base, *overrides)) == expected
+    assert cost.checkpoint_counts(demo(sample, *base, *overrides)) == expected
 
 
 @pytest.mark.parametrize(

@@ -18,10 +18,10 @@ import titan_disp
 from tests.command_line import DEMO, ROOT, environment
 from tests.test_help import ALL
 from titan_disp import cpu, job_config, plugin
-from titan_disp.gpt2.model import GPT2DispModel
-from titan_disp.qwen3.model import Qwen3DispModel
-from titan_disp.registry import MODELS
-from titan_disp.run import checkpoint, metrics, stragglers
+from titan_disp.models.gpt2 import GPT2DispModel
+from titan_disp.models.qwen3 import Qwen3DispModel
+from titan_disp.models.registry import MODELS
+from titan_disp.run import checkpoint, liveness, metrics
 
 CONFIGS = sorted(path for path in (ROOT / "train_configs").rglob("*.toml") if "sweeps" not in path.parts)
 
@@ -122,7 +122,7 @@ sys.meta_path.remove(finder)
 import matplotlib.figure, matplotlib.backends.backend_agg
 finder.allowed |= top_levels() | {"scipy"}
 sys.meta_path.insert(0, finder)
-import titan_disp.condensation.monitor, titan_disp.condensation.plot
+import titan_disp.condensation.monitor, titan_disp.lab.plots
 print(of_ours / of_torch)
 """
 
@@ -192,7 +192,7 @@ def test_the_device_type_reaches_modules_imported_before_the_plugin(monkeypatch)
     assert math.isnan(titan_utils.get_peak_flops("CPU"))  # no A100's
 
 
-@pytest.mark.parametrize("module", [checkpoint, metrics, stragglers])
+@pytest.mark.parametrize("module", [checkpoint, metrics, liveness])
 def test_ours_take_no_copy_of_the_device_type(module):
     """They may be imported before the plugin, when TorchTitan still takes an absent GPU for its device."""
     assert not hasattr(module, "device_type")

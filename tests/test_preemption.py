@@ -7,7 +7,7 @@ from contextlib import closing
 
 import pytest
 
-from titan_disp.cluster.preemption import StopRequest
+from titan_disp.run.liveness import StopRequest
 
 ASKS_TO_STOP = (signal.SIGTERM, signal.SIGUSR1)
 

@@ -8,10 +8,9 @@ import pytest
 
 from tests.command_line import ROOT
 from titan_disp import cpu
-from titan_disp.cluster.preflight import Report, preflight, prepare
-from titan_disp.cluster.preflight_config import reduce, small_flavor
-from titan_disp.config import load_config
-from titan_disp.config_checks import check_config
+from titan_disp.cluster.preflight import Report, preflight, prepare, reduce, small_flavor
+from titan_disp.config.checks import check_config
+from titan_disp.config.load import load_config
 from titan_disp.errors import ConfigError
 
 PAPER = ("--job.config_file", str(ROOT / "train_configs" / "qwen3_0.6b_c4.toml"))

@@ -7,7 +7,7 @@ import pytest
 import tqdm.auto
 from tqdm import tqdm as plain
 
-from titan_disp.progress import no_bars_in_logs, progress
+from titan_disp.files import no_bars_in_logs, progress
 
 
 class Terminal(io.StringIO):

@@ -10,16 +10,14 @@ from torchtitan.models.qwen3.model.model import Qwen3Model
 from torchtitan.models.qwen3.model.state_dict_adapter import Qwen3StateDictAdapter
 
 from tests.oracle import dispersion_oracle
-from titan_disp.config import load_config
+from titan_disp.config.load import load_config
 from titan_disp.data.tokenizer import check_fits
 from titan_disp.dispersion import DispersionLoss, DispersionObjective
 from titan_disp.errors import ConfigError
 from titan_disp.models.arguments import block_indices
+from titan_disp.models.decoder import draw
 from titan_disp.models.hf import check_hf_folder
-from titan_disp.models.init import draw
-from titan_disp.qwen3.flavors import flavors
-from titan_disp.qwen3.hf import Qwen3HfAdapter, architecture
-from titan_disp.qwen3.model import Qwen3DispModel
+from titan_disp.models.qwen3 import Qwen3DispModel, Qwen3HfAdapter, architecture, flavors
 
 
 def build(flavor="nano", activations=()):

@@ -13,13 +13,13 @@ import pytest
 from isal import igzip
 
 from tests.fake_hub import COMMIT, FakeHub
-from titan_disp.data import remote, retrying_file
+from titan_disp.data import storage
 from titan_disp.data.assignment import Assignment
 from titan_disp.data.documents import Documents
 from titan_disp.data.files import DataFile
-from titan_disp.data.place import Field
+from titan_disp.data.position import Field
 from titan_disp.data.records import text_of
-from titan_disp.data.remote import RemoteFile
+from titan_disp.data.storage import RemoteFile
 from titan_disp.data.stream import RankStreams, StreamOptions
 from titan_disp.errors import DataError
 
@@ -32,7 +32,7 @@ def hub(tmp_path, monkeypatch):
     (tmp_path / "data").mkdir()
     server = FakeHub(tmp_path / "data", "some/data")
     server.use(monkeypatch, tmp_path / "cache")
-    monkeypatch.setattr(retrying_file, "FIRST_PAUSE", 0.01)
+    monkeypatch.setattr(storage, "FIRST_PAUSE", 0.01)
     yield server
     server.close()
 
@@ -86,7 +86,7 @@ def test_seeks(hub):
 def test_an_answer_that_ends_early_is_continued(hub, monkeypatch, fault):
     """The connection breaks, the server sends less than was asked for, or nothing more comes: on from that byte."""
     if fault == "stall":
-        monkeypatch.setattr(remote, "REQUEST_SECONDS", 0.3)
+        monkeypatch.setattr(storage, "REQUEST_SECONDS", 0.3)
     setattr(hub, fault, 150_000)
     content, file = random_file(hub)
     assert read_all(file) == content
@@ -99,7 +99,7 @@ def test_an_answer_that_ends_early_is_continued(hub, monkeypatch, fault):
 @pytest.mark.parametrize("suffix", ["json.gz", "json.zst", "parquet", "json"])
 def test_a_file_is_known_by_its_beginning_however_little_comes_at_once(hub, monkeypatch, suffix):
     """A single byte of gzip's two would be no gzip, and the file damaged."""
-    monkeypatch.setattr(retrying_file, "FIRST_PAUSE", 0.0001)
+    monkeypatch.setattr(storage, "FIRST_PAUSE", 0.0001)
     path, line = hub.datasets["some/data"] / f"a.{suffix}", b'{"text": "7"}\n'
     if suffix == "parquet":
         pyarrow.parquet.write_table(pyarrow.table({"text": ["7"]}), path)
@@ -143,11 +143,9 @@ LIMIT = {"RateLimit-Policy": '"fixed window";"resolvers";q=3000;w=300'}
 def test_the_hubs_own_pauses(hub, monkeypatch):
     """RateLimit where it is the reason, Retry-After, else growing pauses; each spread, so that ranks do not ask together."""
     asked = []
-    monkeypatch.setattr(
-        retrying_file, "uniform", lambda shortest, longest: asked.append((shortest, longest)) or shortest
-    )
+    monkeypatch.setattr(storage, "uniform", lambda shortest, longest: asked.append((shortest, longest)) or shortest)
     monkeypatch.setattr(RemoteFile, "_pause", lambda self, error, seconds: asked.append(seconds))
-    monkeypatch.setattr(retrying_file, "FIRST_PAUSE", 1.0)
+    monkeypatch.setattr(storage, "FIRST_PAUSE", 1.0)
     hub.refusals = [
         (429, {"RateLimit": '"resolvers";r=0;t=48', **LIMIT}),
         (503, {"Retry-After": "2"}),
@@ -178,7 +176,7 @@ def test_pauses_of_ranks_with_the_same_seed_differ():
     drawn = []
     for _ in range(2):
         random.seed(0)
-        drawn.append(retrying_file.uniform(0, 1))
+        drawn.append(storage.uniform(0, 1))
     assert drawn[0] != drawn[1]
 
 
@@ -194,12 +192,12 @@ def test_many_files_are_open_at_once(hub):
 
 
 def test_a_forked_worker_has_connections_of_its_own(hub):
-    before = remote._client()
+    before = storage._client()
     child = os.fork()
     if child == 0:
-        os._exit(0 if remote._client() is not before else 1)
+        os._exit(0 if storage._client() is not before else 1)
     assert os.waitpid(child, 0)[1] == 0
-    assert remote._client() is before
+    assert storage._client() is before
 
 
 DOCUMENTS = 200  # of a file, 100,000 characters each: twice as many as their stored bytes in gzip
@@ -230,7 +228,7 @@ def corpus(tmp_path_factory):
 def corpus_on_hub(corpus, tmp_path, monkeypatch):
     server = FakeHub(corpus, "some/data")
     server.use(monkeypatch, tmp_path / "cache")
-    monkeypatch.setattr(retrying_file, "FIRST_PAUSE", 0.01)
+    monkeypatch.setattr(storage, "FIRST_PAUSE", 0.01)
     yield server, [on_hub(server, path.name) for path in sorted(corpus.iterdir())]
     server.close()
 

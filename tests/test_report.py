@@ -19,15 +19,14 @@ from titan_disp import cli
 from titan_disp.condensation.record import BINS as COSINE_BINS
 from titan_disp.condensation.record import Condensation
 from titan_disp.errors import EXIT_CODE, ConfigError
-from titan_disp.report import pictures as picture_makers
-from titan_disp.report.attempts import downtimes, repeated_steps
-from titan_disp.report.charts import BINS, binned
-from titan_disp.report.configs import defaults
-from titan_disp.report.gather import gather
-from titan_disp.report.numbers import number
-from titan_disp.report.page import render, write_report
-from titan_disp.report.state import duration, state
-from titan_disp.report.tables import final_numbers
+from titan_disp.lab.report import page as picture_makers
+from titan_disp.lab.report.charts import BINS, binned
+from titan_disp.lab.report.conditions import defaults
+from titan_disp.lab.report.gather import gather
+from titan_disp.lab.report.page import render, write_report
+from titan_disp.lab.report.tables import duration, final_numbers, state
+from titan_disp.run.history import downtimes, repeated_steps
+from titan_disp.text import number
 
 T0 = datetime(2026, 3, 1, tzinfo=timezone.utc).timestamp()
 SECTIONS = ("runs", "numbers", "losses", "optimization", "condensation", "history", "data", "config", "environment")

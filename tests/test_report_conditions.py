@@ -8,12 +8,12 @@ import pytest
 
 from tests.test_report import T0, cells, row, whole, write_run
 from titan_disp.errors import ConfigError
-from titan_disp.report import charts
-from titan_disp.report import pictures as picture_makers
-from titan_disp.report.charts import BINS, Line
-from titan_disp.report.conditions import Condition, by_condition, conditions
-from titan_disp.report.gather import gather
-from titan_disp.report.page import render
+from titan_disp.lab.report import charts
+from titan_disp.lab.report import page as picture_makers
+from titan_disp.lab.report.charts import BINS, Line
+from titan_disp.lab.report.conditions import Condition, by_condition, conditions
+from titan_disp.lab.report.gather import gather
+from titan_disp.lab.report.page import render
 
 
 def seeded(folder, seed, rows=(), **sections):

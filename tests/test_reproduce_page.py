@@ -11,10 +11,9 @@ import pytest
 from tests.command_line import ROOT
 from tests.pages import can_start, commands, loaded, subcommand, understood
 from titan_disp.cluster import plan as plans
-from titan_disp.data.hub_dataset import is_hub_name
-from titan_disp.inspection.groups import parse_group
-from titan_disp.inspection.hub import parse_id
-from titan_disp.sweeps.definition import points, read_sweep
+from titan_disp.data.hub import is_hub_name
+from titan_disp.lab.inspection.targets import parse_group, parse_id
+from titan_disp.lab.sweeps.definition import points, read_sweep
 
 PAGE = ROOT / "docs" / "reproduce.md"
 ARGUMENTS = {"text_column.py": 3, "wikitext.py": 2}  # of examples

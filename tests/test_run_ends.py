@@ -93,7 +93,7 @@ def test_ends(sample, tmp_path):
     ],
 )
 def test_a_garbled_config_of_the_run_folder_is_one_error(sample, tmp_path, content, reason):
-    from titan_disp.config import load_config
+    from titan_disp.config.load import load_config
     from titan_disp.run.folder import RunFolder
 
     config = load_config(["--job.dump_folder", str(tmp_path)])

@@ -11,7 +11,7 @@ from tests import padding
 from tests.distributed import spawn
 from tests.mesh import assert_tied
 from tests.oracle import dispersion_oracle
-from titan_disp.dispersion import DispersionLoss, DispersionObjective, LossLedger, collectives, dispersion_loss
+from titan_disp.dispersion import DispersionLoss, DispersionObjective, LossLedger, autograd, dispersion_loss
 
 B, N, F = 3, 48, 16
 PARAMETERS = {"tau": 0.5, "clamp": 0.25, "norm_eps": 1e-2}
@@ -51,7 +51,7 @@ def check_shards():
     alone.sum().backward()
     local = z.bfloat16().chunk(world, dim=1)[rank].requires_grad_(True)
     assert not local.is_contiguous()
-    with mock.patch.object(collectives, "all_gather", wraps=collectives.all_gather) as gather:
+    with mock.patch.object(autograd, "all_gather", wraps=autograd.all_gather) as gather:
         sharded = dispersion_loss(local, group=mesh, **PARAMETERS)
     (call,) = gather.call_args_list
     assert call.args[1].is_contiguous(), "gloo takes any tensor, NCCL takes contiguous ones only"
@@ -169,10 +169,8 @@ def check_objective_of_context_and_tensor_parallel():
 def check_embedding_and_output_after_tensor_parallel():
     """TP replaces both parameters; ``init_weights`` would tie them again, but FSDP groups them before. Tied ones are one group of
     FSDP with the final norm; an untied embedding is gathered and reduced by itself, as TorchTitan has it."""
-    from titan_disp.config import load_config
-    from titan_disp.qwen3.flavors import flavors
-    from titan_disp.qwen3.model import Qwen3DispModel
-    from titan_disp.qwen3.parallelize import parallelize
+    from titan_disp.config.load import load_config
+    from titan_disp.models.qwen3 import Qwen3DispModel, flavors, parallelize
 
     def groups(flavor, **changes):
         config = load_config(["--model.name", "qwen3_disp"])

@@ -13,7 +13,7 @@ from scipy.stats import chi2
 from tests.test_stream import EOS, batches, config, order_by_hand, streams_of, write_files
 from titan_disp.data.files import list_files
 from titan_disp.data.loader import build_dataloader
-from titan_disp.data.place import Field
+from titan_disp.data.position import Field
 from titan_disp.data.shuffle import permutation
 from titan_disp.data.tokenizer import load_tokenizer
 from titan_disp.errors import DataError

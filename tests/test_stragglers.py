@@ -2,8 +2,8 @@
 
 import pytest
 
-from titan_disp.run import stragglers
-from titan_disp.run.stragglers import Stragglers, straggler
+from titan_disp.run import liveness
+from titan_disp.run.liveness import Stragglers, straggler
 
 HOSTS = ["a", "a", "b", "b"]
 
@@ -26,7 +26,7 @@ def test_the_slowest_is_named(own, expected):
 def test_waiting_for_others_is_not_a_ranks_own_time(monkeypatch):
     """Steps of 10 s wall time with two microbatches; this rank waits 4 s in the first and 6 s in the second."""
     now = [0.0]
-    monkeypatch.setattr(stragglers.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(liveness.time, "perf_counter", lambda: now[0])
     timer = Stragglers()
 
     def step(loading, waiting, computing):

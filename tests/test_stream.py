@@ -28,7 +28,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from sentencepiece import SentencePieceProcessor
 
-from titan_disp.config import load_config
+from titan_disp.config.load import load_config
 from titan_disp.data.assignment import Assignment
 from titan_disp.data.cursor import Faults
 from titan_disp.data.digest import digest
@@ -36,12 +36,11 @@ from titan_disp.data.documents import Documents
 from titan_disp.data.files import DataFile, list_files
 from titan_disp.data.fingerprint import check_fingerprint, differences, read_data_state
 from titan_disp.data.loader import StreamLoader, together
-from titan_disp.data.place import Field, Place
+from titan_disp.data.position import Field, Place
 from titan_disp.data.records import BadDocument, text_of
-from titan_disp.data.stream import RankStreams, StreamOptions
+from titan_disp.data.stream import RankStreams, Sequences, StreamOptions
 from titan_disp.data.tokenizer import load_tokenizer
 from titan_disp.data.validation import _ValidationSet, first_sequences, held_out_sequences
-from titan_disp.data.worker import Sequences
 from titan_disp.errors import ConfigError, DataError
 
 EOS = 0
@@ -457,7 +456,7 @@ def test_a_slot_far_behind_rereads_rather_than_fill_memory(tmp_path, monkeypatch
             read += len(data)
             return data
 
-    monkeypatch.setattr("titan_disp.data.disk.io.FileIO", Counting)
+    monkeypatch.setattr("titan_disp.data.storage.io.FileIO", Counting)
     (rank,) = streams_of(files, 9, 1, seq_len=15, queue_bytes=2000, shuffle_window=window)
     got, _ = batches([rank], 60)
     assert np.array_equal(got, expected)
@@ -886,8 +885,8 @@ class TestBadData:
                     raise OSError(errno.EIO, "of the server")
                 return super().read(size)
 
-        monkeypatch.setattr("titan_disp.data.disk.io.FileIO", Failing)
-        monkeypatch.setattr("titan_disp.data.retrying_file.FIRST_PAUSE", 0.001)
+        monkeypatch.setattr("titan_disp.data.storage.io.FileIO", Failing)
+        monkeypatch.setattr("titan_disp.data.storage.FIRST_PAUSE", 0.001)
         documents = Documents(*list_files("text", str(tmp_path)), 1 << 20, retry_seconds=0.02)
         with pytest.raises(DataError, match=r"cannot read .*: OSError: \[Errno 5\].*of the server"):
             deque(iter(documents.read, None), maxlen=0)
@@ -908,8 +907,8 @@ class TestBadData:
                     raise OSError(errno.ESTALE if reads % 2 else errno.EIO, "of the server")
                 return super().read(size)
 
-        monkeypatch.setattr("titan_disp.data.disk.io.FileIO", Failing)
-        monkeypatch.setattr("titan_disp.data.retrying_file.FIRST_PAUSE", 0.001)
+        monkeypatch.setattr("titan_disp.data.storage.io.FileIO", Failing)
+        monkeypatch.setattr("titan_disp.data.storage.FIRST_PAUSE", 0.001)
         failing = {1, 2, 5}
         documents = Documents(file, 1 << 20)
         numbers = []

@@ -11,12 +11,11 @@ from scipy import stats
 from tests.command_line import DEMO
 from titan_disp.condensation.record import BINS, Condensation
 from titan_disp.errors import ConfigError
-from titan_disp.markdown import markdown_table
-from titan_disp.sweeps.comparison import Condition, Member, differences
-from titan_disp.sweeps.definition import points, read_sweep
-from titan_disp.sweeps.final_metric import final_metric
-from titan_disp.sweeps.sign_flip import MOST, sign_flip_p
-from titan_disp.sweeps.table import write_table
+from titan_disp.lab.statistics import MOST, sign_flip_p
+from titan_disp.lab.sweeps.comparison import Condition, Member, differences, final_metric
+from titan_disp.lab.sweeps.definition import points, read_sweep
+from titan_disp.lab.sweeps.table import write_table
+from titan_disp.text import markdown_table
 
 
 class TestSignFlip:

@@ -16,18 +16,16 @@ import pytest
 from torchtitan.config import ConfigManager
 
 from tests.command_line import DEMO, ROOT, children, environment, train
-from titan_disp import config
 from titan_disp.cluster import plan as plans
-from titan_disp.config import load_config
-from titan_disp.config_checks import check_config
+from titan_disp.config import load
+from titan_disp.config.checks import check_config
+from titan_disp.config.load import load_config
 from titan_disp.errors import ConfigError
+from titan_disp.lab.sweeps import folder, local
+from titan_disp.lab.sweeps.definition import points, read_sweep
+from titan_disp.lab.sweeps.folder import prepare, ranges, state, submit
+from titan_disp.lab.sweeps.local import first_error, run, summary, time_left
 from titan_disp.run.folder import lock_folder, read_events, read_metrics
-from titan_disp.sweeps import folder, local
-from titan_disp.sweeps.definition import points, read_sweep
-from titan_disp.sweeps.folder import prepare
-from titan_disp.sweeps.local import first_error, run, summary, time_left
-from titan_disp.sweeps.state import state
-from titan_disp.sweeps.submit import ranges, submit
 
 
 def write(path, text, config=DEMO, overrides=()):
@@ -152,7 +150,7 @@ name = "on"
     def test_lists_reach_the_config_as_they_are_written(self, sweep, key, value):
         """TorchTitan's own parser reads a point's options back as the value in the grid."""
         (point,) = points(sweep(f'[grid]\n"{key}" = [{json.dumps(value)}]'))
-        argv = ["--job.custom_config_module", config.MODULE, "--model.hf_assets_path", ".", *point.overrides]
+        argv = ["--job.custom_config_module", load.MODULE, "--model.hf_assets_path", ".", *point.overrides]
         parsed = ConfigManager().parse_args(argv)
         assert functools.reduce(getattr, key.split("."), parsed) == value
 
@@ -590,7 +588,7 @@ def test_the_sweeps_that_come_with_it(file, monkeypatch):
             other = copy.deepcopy(job_config)
             for section, _, name in (key.rpartition(".") for key in axis.keys):
                 setattr(getattr(other, section), name, value)
-            config._check_types(other)
+            load._check_types(other)
             check_config(other, 1)
 
 

@@ -8,13 +8,12 @@ from tokenizers import Tokenizer
 from transformers import AutoTokenizer
 
 from tests.json_lines import records
-from titan_disp.data.fast_tokenizer import fast_encoder
 from titan_disp.data.files import list_files
 from titan_disp.data.fingerprint import differences, fingerprint
 from titan_disp.data.hf_tokenizer import plain_encoder
 from titan_disp.data.sample import train_tokenizer
 from titan_disp.data.stream import StreamOptions
-from titan_disp.data.tokenizer import encoder, find_tokenizer, load_tokenizer, load_tokenizer_for
+from titan_disp.data.tokenizer import encoder, fast_encoder, find_tokenizer, load_tokenizer, load_tokenizer_for
 from titan_disp.errors import ConfigError, DataError
 
 TEXT = "Return a list of lines,\n\n    keepends: bool  — naïve 中"
@@ -68,7 +67,7 @@ def test_fast_tokenizer_of_sentencepiece(sample, tmp_path):
 def test_fast_tokenizer_is_not_trusted(sample, hf_tokenizer, monkeypatch):
     import gigatoken
 
-    from titan_disp.data import fast_tokenizer
+    from titan_disp.data import tokenizer
 
     # gigatoken puts SentencePiece's dummy prefix after user-defined symbols too, one of which is the sample's "\n".
     spm = load_tokenizer(sample / "tokenizer")
@@ -88,7 +87,7 @@ def test_fast_tokenizer_is_not_trusted(sample, hf_tokenizer, monkeypatch):
     with pytest.raises(ConfigError, match="other ids"):
         fast_encoder(loaded, str(hf_tokenizer), encoder(loaded))
     Wrong.unknown = "dispersion"
-    monkeypatch.setattr(fast_tokenizer, "CHECK_EVERY", 3)
+    monkeypatch.setattr(tokenizer, "CHECK_EVERY", 3)
     fast = fast_encoder(loaded, str(hf_tokenizer), encoder(loaded))
     fast("dispersion")
     fast("condensation")

@@ -10,10 +10,10 @@ from torchtitan.components.optimizer import OptimizersContainer
 from torchtitan.train import Trainer
 
 from titan_disp import train
-from titan_disp.config import load_config
+from titan_disp.config.load import load_config
 from titan_disp.errors import EXIT_CODE, CheckpointError, ConfigError, DataError, NonFiniteError
-from titan_disp.qwen3.flavors import flavors
-from titan_disp.run.clock import Clock
+from titan_disp.models.qwen3 import flavors
+from titan_disp.run.liveness import Clock
 from titan_disp.train import DispTrainer
 
 

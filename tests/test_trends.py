@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from tests.test_pictures import condensed
-from titan_disp.condensation import trends
+from titan_disp.lab import plots
 
 # ρ and τ by hand: ranks 3, 1, 2, 4 are 1 − 6·6/60 and (4 − 2)/6.
 RISING, FALLING, SOME = condensed(0.1, 0.2, 0.3), condensed(0.9, 0.5, 0.1), condensed(0.5, 0.1, 0.25, 0.75)
@@ -27,7 +27,7 @@ def points(line):
     ],
 )
 def test_sizes_in_three_digits(parameters, text):
-    assert trends.size(parameters) == text
+    assert plots.size(parameters) == text
 
 
 def test_a_family_by_size():
@@ -36,7 +36,7 @@ def test_a_family_by_size():
         "a": {"a-large": (2_000_000_000, SOME), "a-small": (124_439_808, FALLING)},
         "_b$": {"b": (427_008, RISING)},
     }
-    figure = trends.by_size(families)
+    figure = plots.by_size(families)
     spearman, kendall = figure.axes
     assert [points(line) for line in spearman.lines if len(line.get_xdata()) != 2 or line.get_xdata()[0] > 1] == [
         [[124_439_808, -1], [2_000_000_000, 0.4]],
@@ -59,13 +59,13 @@ def test_a_family_by_size():
 def test_with_the_last_layer_after_the_final_norm_where_there_is_one():
     """As the paper measures: 0.5, 0.1, 0.25 and, after the norm, 0.2 are ranks 4, 1, 3, 2."""
     normed = condensed(0.5, 0.1, 0.25, 0.75, 0.2, final_norm=True)
-    axes = trends.by_size({"a": {"m": (1000, normed)}}).axes[0]
+    axes = plots.by_size({"a": {"m": (1000, normed)}}).axes[0]
     assert points(axes.lines[1]) == [[1000, pytest.approx(1 - 6 * 14 / 60)]]
 
 
 def test_pairs():
     """The first on top, base and distilled in one row, joined."""
-    figure = trends.pairs([(("base", RISING), ("small$", FALLING)), (("other", SOME), ("made", RISING))])
+    figure = plots.pairs([(("base", RISING), ("small$", FALLING)), (("other", SOME), ("made", RISING))])
     for axes, some in zip(figure.axes, (0.4, 1 / 3), strict=True):
         base, made = axes.lines[:2]
         assert [points(base), points(made)] == [[[1, 0], [round(some, 6), 1]], [[-1, 0], [1, 1]]]
@@ -81,7 +81,7 @@ def test_pairs():
 
 def test_over_steps():
     runs = {"on": {0: RISING, 50: FALLING, 100: SOME}, "_off": {0: RISING, 100: RISING}}
-    figure = trends.over_steps(runs)
+    figure = plots.over_steps(runs)
     drawn = {axes.get_title(): [points(line) for line in axes.lines[:2]] for axes in figure.axes}
     assert drawn == {
         "mean pairwise cosine, mean over all blocks": [
@@ -94,5 +94,5 @@ def test_over_steps():
     }
     assert {axes.get_xscale() for axes in figure.axes} == {"linear"}
     assert [text.get_text() for text in figure.legends[0].texts] == ["on", " _off"]
-    published = trends.over_steps({"pythia": dict.fromkeys((0, 1, 512, 143000), SOME)})
+    published = plots.over_steps({"pythia": dict.fromkeys((0, 1, 512, 143000), SOME)})
     assert {axes.get_xscale() for axes in published.axes} == {"symlog"}

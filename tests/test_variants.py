@@ -12,7 +12,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from tests.distributed import spawn
 from tests.oracle import drawing_order, oracle
-from titan_disp.config import load_config
+from titan_disp.config.checks import build_coeff_schedule, build_dispersion_loss
+from titan_disp.config.load import load_config
 from titan_disp.dispersion import CoeffSchedule, DispersionLoss, dispersion_loss, pairwise, variants
 from titan_disp.dispersion.loss import ESTIMATORS
 from titan_disp.dispersion.moments import sample
@@ -20,7 +21,6 @@ from titan_disp.dispersion.sampled import order
 from titan_disp.dispersion.variants.base import CosineVariant
 from titan_disp.dispersion.vectors import Normalized
 from titan_disp.job_config import Dispersion
-from titan_disp.loss_config import build_coeff_schedule, build_dispersion_loss
 
 VARIANTS = ("angular", "decorrelation", "l2_repel", "orthogonalization")
 EVERY_VARIANT = [(v, {}) for v in VARIANTS] + [("l2_repel", {"include_diagonal": False})]

@@ -10,10 +10,10 @@ import torch.distributed as dist
 from torchtitan.config import JobConfig
 from torchtitan.distributed import ParallelDims
 
-from titan_disp.config_checks import check_device
+from titan_disp.config.checks import check_device
 from titan_disp.dispersion import LossLedger
+from titan_disp.run.folder import continue_run, run_id
 from titan_disp.run.metrics import DispersionMetrics
-from titan_disp.run.wandb_run import continue_run, run_id
 
 
 @pytest.fixture

@@ -2,7 +2,7 @@
 
 import pytest
 
-from titan_disp.wording import counted
+from titan_disp.errors import counted
 
 
 @pytest.mark.parametrize(

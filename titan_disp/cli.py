@@ -1,17 +1,120 @@
 """This module is the command line ``titan-disp …``. Each subcommand calls one function of another module."""
 
+import inspect
 import io
 import os
+import re
+import shutil
 import sys
-from collections.abc import Sequence
+import textwrap
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
+import tyro
 from tyro.conf import Positional, arg
 
-from titan_disp.errors import EXIT_CODE, ConfigError, UserError
-from titan_disp.subcommands import Subcommands
-from titan_disp.wording import counted
+from titan_disp.errors import EXIT_CODE, ConfigError, UserError, counted, did_you_mean
+
+# The subcommands of a command line, and their help texts. tyro parses the words and prints the boxes.
+
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+class Subcommands:
+    """Functions that are subcommands, and groups of them.
+
+    tyro reads a function's docstring, but does two things that a reader of ``--help`` does not expect. It keeps the
+    line breaks inside an argument's description and then wraps the lines once more, so that lines end early. It does
+    not wrap a subcommand's description at all. Both are settled here before tyro sees the text.
+    """
+
+    def __init__(self, description: str, others: Sequence[str] = ()) -> None:
+        """Create an empty list of subcommands.
+
+        Args:
+            description: what they do.
+            others: what else may be in the place of a subcommand, for messages. The caller handles it.
+        """
+        self._description = description
+        self._others = others
+        self._members: dict[str, Callable[..., Any] | Subcommands] = {}
+
+    def command(self, name: str) -> Callable[[Function], Function]:
+        """Return a decorator that adds a function. The first paragraph of its docstring is its line in the list."""
+
+        def add(function: Function) -> Function:
+            self._members[name] = function
+            doc = inspect.cleandoc(function.__doc__ or "")
+            function.__doc__ = re.sub(r"\n {8}", " ", doc)  # joins the lines of each argument's description
+            return function
+
+        return add
+
+    def group(self, name: str, description: str, others: Sequence[str] = ()) -> "Subcommands":
+        """Add a subcommand that has subcommands, and return it. The arguments are those of the class."""
+        group = self._members[name] = Subcommands(description, others)
+        return group
+
+    def cli(self, args: Sequence[str], prog: str | None = None) -> Any:
+        """Call the function that ``args`` names, and return its result.
+
+        Raises:
+            ConfigError: a word in the place of a subcommand is none.
+            SystemExit: tyro has printed help or an error.
+        """
+        self._check_names(args, prog or "")
+        app = self._app(listed=self._names_no_function(args))
+        # Without pairs, help shows --json, and not "--json, --no-json".
+        config = (tyro.conf.FlagCreatePairsOff,)
+        return app.cli(prog=prog, description=_wrapped(self._description), args=args, config=config)
+
+    def _check_names(self, args: Sequence[str], prog: str) -> None:
+        """Refuse a misspelled subcommand. tyro would list the right ones, or call the word an unrecognized option."""
+        if not args or args[0].startswith("-"):
+            return
+        member = self._members.get(args[0])
+        if member is None:
+            hint = did_you_mean(args[0], self._members)
+            expected = ", ".join([*self._others, *self._members])
+            raise ConfigError(f"{args[0]!r} is not a subcommand of {prog}{hint}; expected {expected}")
+        if isinstance(member, Subcommands):
+            member._check_names(args[1:], f"{prog} {args[0]}")
+
+    def _names_no_function(self, args: Sequence[str]) -> bool:
+        """Whether ``--help`` would list subcommands, which takes only the first paragraph of each."""
+        member = self._members.get(args[0]) if args else None
+        return member is None or (isinstance(member, Subcommands) and member._names_no_function(args[1:]))
+
+    def _app(self, listed: bool) -> Any:
+        app = tyro.extras.SubcommandApp()
+        for name, member in self._members.items():
+            if isinstance(member, Subcommands):
+                app.command(member._app(listed), name=name, help=_wrapped(member._description))
+            else:
+                app.command(name=name, help=_summary(member) if listed else _description(member))(member)
+        return app
+
+
+def _summary(function: Callable[..., Any]) -> str:
+    return " ".join((function.__doc__ or "").partition("\n\n")[0].split())
+
+
+def _description(function: Callable[..., Any]) -> str:
+    return _wrapped((function.__doc__ or "").partition("\n\nArgs:")[0])
+
+
+def _wrapped(text: str) -> str:
+    """Wrap paragraphs to the terminal, as one.
+
+    tyro joins lines again unless they begin with a blank. The indentation also aligns the text with that in the boxes.
+    """
+    width = shutil.get_terminal_size().columns - 2
+    return textwrap.fill(
+        " ".join(text.split()), width, initial_indent="  ", subsequent_indent="  ", break_on_hyphens=False
+    )
+
 
 # Without a metavar, help would name these arguments by their types, such as {None}|INT, and without a hint it would end
 # in "(default: None)".
@@ -83,7 +186,7 @@ def data_digest(
     import dataclasses
     from json import dumps
 
-    from titan_disp.config import load_config
+    from titan_disp.config.load import load_config
     from titan_disp.data.digest import digest
 
     if (
@@ -155,7 +258,7 @@ def train(
             --dispersion.layers 1 2.
         nproc: number of ranks. The default is one per GPU, or 1 without a GPU.
     """
-    from titan_disp.launch import launch
+    from titan_disp.cluster.launch import launch
 
     raise SystemExit(launch(config, list(overrides), nproc))
 
@@ -172,11 +275,11 @@ def config(
             The default is all keys of titan-disp and the most common ones of TorchTitan.
         markdown: print the page docs/configuration.md.
     """
-    from titan_disp import config_reference
+    from titan_disp.config import reference
 
     if markdown and name is not None:
         raise ConfigError("--markdown prints the whole page: leave out the name")
-    print(config_reference.markdown() if markdown else config_reference.reference(name) + "\n", end="", flush=True)
+    print(reference.markdown() if markdown else reference.reference(name) + "\n", end="", flush=True)
 
 
 @app.command("plan")
@@ -206,7 +309,7 @@ def plan(
         gpu: kind of GPU: A100, H100, H200, MI250X-GCD or MI300X.
         mfu: fraction of the GPU's peak bf16 FLOP/s that training is assumed to reach (model FLOPs utilization).
         node_bandwidth: GB/s from a GPU to the others of its node. The default is the vendor's peak
-            (titan_disp/cluster/hardware.py).
+            (titan_disp/cluster/cost.py).
         network_bandwidth: GB/s from a GPU to other nodes. The default is 50 per H100, H200 or MI300X, 25 per A100, and
             12.5 per MI250X-GCD. slurm/preflight.sbatch measures the bandwidth of a whole node. Divide it by the number
             of GPUs per node.
@@ -217,9 +320,8 @@ def plan(
     import dataclasses
     from json import dumps
 
-    from titan_disp.cluster.plan import make_plan
-    from titan_disp.cluster.plan_text import render
-    from titan_disp.config import load_config
+    from titan_disp.cluster.plan import make_plan, render
+    from titan_disp.config.load import load_config
 
     job_config = load_config(["--job.config_file", config, *overrides])
     made = make_plan(
@@ -341,8 +443,8 @@ def condensation(
         dtype: dtype of the weights and activations. auto keeps the saved one. Cosines are computed in float64.
         trust_remote_code: run the Python code that comes with a model if transformers does not know the model.
     """
-    from titan_disp.inspection.condensation import Sampling
-    from titan_disp.inspection.condensation import condensation as run
+    from titan_disp.lab.inspection.command import Sampling
+    from titan_disp.lab.inspection.command import condensation as run
 
     sampling = Sampling(sequences, max_length, seed, contiguous, special_tokens)
     run(
@@ -378,7 +480,7 @@ def report(
             automatically.
         out: file of the page, which needs no other file and no network.
     """
-    from titan_disp.report.page import write_report
+    from titan_disp.lab.report.page import write_report
 
     written = write_report(runs, out)
     print(f"{written}: {written.stat().st_size / 1e6:.1f} MB")
@@ -403,7 +505,7 @@ def export(
         max_shard_size: largest size of one safetensors file.
         tokenizer: folder of the tokenizer. The default is the path in the run's config.
     """
-    from titan_disp.export.export import export as run
+    from titan_disp.lab.export.export import export as run
 
     saved = run(target, dest, dtype, max_shard_size, tokenizer)
     print(f"{saved.name} is in {dest}: load it with AutoModelForCausalLM.from_pretrained({str(dest)!r})")
@@ -450,7 +552,7 @@ def generate(
         seed: seed of the sampling.
         tokenizer: folder of the tokenizer. The default is the path in the run's config.
     """
-    from titan_disp.export.generate import generate as run
+    from titan_disp.lab.export.generate import generate as run
 
     print(run(target, prompt, max_new_tokens, temperature, top_k, seed, tokenizer))
 
@@ -491,7 +593,7 @@ def evaluate(
             examples or none. The authors' scripts have two protocols: "authors-qwen3" takes 200 documents, and five
             examples or none. "authors-gpt2" takes 500 documents, and one example or none.
     """
-    from titan_disp.evaluate.evaluation import evaluate as run
+    from titan_disp.lab.evaluate.evaluation import evaluate as run
 
     run(models, tasks, limit, num_fewshot, batch_size, device, dtype, seed, include_path, out, protocol)
 
@@ -529,14 +631,14 @@ def sweep_run(
         sbatch: further options for sbatch without dashes, such as --sbatch time=24:00:00 account=abc cpus-per-task=8.
         dry_run: print the sbatch command instead of running it.
     """
-    from titan_disp.sweeps.definition import read_sweep
+    from titan_disp.lab.sweeps.definition import read_sweep
 
     found = read_sweep(file)
     if submit:
-        from titan_disp.sweeps.submit import submit as run_submit
+        from titan_disp.lab.sweeps.folder import submit as run_submit
 
         raise SystemExit(run_submit(found, jobs, nodes, gpus_per_node, gpu, site, sbatch, dry_run))
-    from titan_disp.sweeps.local import run, summary
+    from titan_disp.lab.sweeps.local import run, summary
 
     results = run(found, jobs, nproc)
     print("\n".join(summary(results)))
@@ -564,8 +666,8 @@ def sweep_table(
             cross_entropy and ce that a run has.
         out: folder for table.md, table.csv, values.csv and table.png. The default is the sweep's folder.
     """
-    from titan_disp.sweeps.definition import read_sweep
-    from titan_disp.sweeps.table import write_table
+    from titan_disp.lab.sweeps.definition import read_sweep
+    from titan_disp.lab.sweeps.table import write_table
 
     print(write_table(read_sweep(file), out, metric, against), end="")
 

@@ -12,7 +12,7 @@ from typing import Any, Literal
 # to register the models. With this import they keep working, also under TorchTitan's own trainer.
 import titan_disp.plugin  # noqa: F401
 from titan_disp.errors import ConfigError, did_you_mean
-from titan_disp.model_overrides import Overrides
+from titan_disp.models.arguments import Overrides
 
 
 @dataclass

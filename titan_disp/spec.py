@@ -20,15 +20,19 @@ from torchtitan.distributed import ParallelDims
 from torchtitan.protocols.model import BaseModelArgs
 from torchtitan.tools.logging import logger
 
-from titan_disp.baseline_config import build_forgetting, build_forgetting_schedule, build_noise
-from titan_disp.config_checks import check_config, check_device, tokenizer_of
+from titan_disp.config.checks import (
+    build_coeff_schedule,
+    build_dispersion_loss,
+    check_config,
+    check_device,
+    tokenizer_of,
+)
 from titan_disp.data.loader import StreamLoader, build_dataloader
 from titan_disp.data.validation import build_validator
 from titan_disp.dispersion import DispersionObjective, LossLedger
-from titan_disp.loss_config import build_coeff_schedule, build_dispersion_loss
-from titan_disp.models.entry import ModelEntry
-from titan_disp.models.model import DispModel
-from titan_disp.registry import MODELS
+from titan_disp.models.baselines import build_forgetting, build_forgetting_schedule, build_noise
+from titan_disp.models.decoder import DispModel
+from titan_disp.models.registry import MODELS, ModelEntry
 from titan_disp.run.guard import GuardedOptimizers
 from titan_disp.run.metrics import DispersionMetrics
 

@@ -22,30 +22,26 @@ from torchtitan.tools.logging import init_logger, logger
 from torchtitan.train import Trainer
 
 import titan_disp.plugin  # noqa: F401 — the model's spec and the device type, whatever the config imports
-from titan_disp.batch import data_parallel_degree, last_step
-from titan_disp.cluster.preemption import StopRequest
-from titan_disp.condensation.cross_entropy import cross_entropies
-from titan_disp.condensation.monitor import Forward, Monitor
-from titan_disp.condensation.table import over_training
-from titan_disp.config import load_config
-from titan_disp.config_checks import check_config, check_device
+from titan_disp.condensation.monitor import Forward, Monitor, cross_entropies
+from titan_disp.condensation.record import over_training
+from titan_disp.config.batch import data_parallel_degree, last_step
+from titan_disp.config.checks import check_config, check_device
+from titan_disp.config.load import load_config
 from titan_disp.data.files import on_rank_0
 from titan_disp.data.fingerprint import check_fingerprint, read_data_state
 from titan_disp.data.loader import StreamLoader
 from titan_disp.data.validation import held_out_sequences
-from titan_disp.dispersion.collectives import process_group
+from titan_disp.dispersion.autograd import process_group
 from titan_disp.errors import EXIT_CODE, CheckpointError, ConfigError, DataError, UserError
-from titan_disp.model_overrides import architecture_of
-from titan_disp.report.goodput import Goodput, goodputs, together
+from titan_disp.models.arguments import architecture_of
 from titan_disp.run import identity
 from titan_disp.run.checkpoint import DispCheckpointManager
-from titan_disp.run.clock import Clock, allocation_began
 from titan_disp.run.folder import RunFolder, read_condensation, read_events, read_rows
 from titan_disp.run.guard import GuardedOptimizers
-from titan_disp.run.heartbeat import Heartbeat
+from titan_disp.run.history import Goodput, goodputs, together
 from titan_disp.run.identity import Identity
+from titan_disp.run.liveness import Clock, Heartbeat, StopRequest, Stragglers, allocation_began
 from titan_disp.run.metrics import DispersionMetrics
-from titan_disp.run.stragglers import Stragglers
 
 
 def world_size_from_environment(job_config: JobConfig) -> int:

@@ -9,8 +9,8 @@ from tests.command_line import ROOT
 from tests.slurm.local import LocalSlurm
 from tests.test_sweeps import GRID, NAMES, nano, write
 from titan_disp.cli import main
+from titan_disp.lab.sweeps.folder import state
 from titan_disp.run.folder import read_events, read_json_lines
-from titan_disp.sweeps.state import state
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(1800)]
 

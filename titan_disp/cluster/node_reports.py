@@ -18,12 +18,11 @@ from pathlib import Path
 from typing import Any
 
 from titan_disp.cluster.bandwidth import Pair, best_bandwidths, slow_links, slow_nodes, usual_bandwidth
-from titan_disp.cluster.hub_requests import hub_warnings
+from titan_disp.cluster.job_check import hub_warnings
 from titan_disp.cluster.node_health import in_order, writable
-from titan_disp.config import load_config
-from titan_disp.config_checks import check_config, check_device
-from titan_disp.errors import EXIT_CODE, ConfigError, UserError
-from titan_disp.wording import counted
+from titan_disp.config.checks import check_config, check_device
+from titan_disp.config.load import load_config
+from titan_disp.errors import EXIT_CODE, ConfigError, UserError, counted
 
 CLOCK_LIMIT = 2.0  # seconds: users compare logs and file times of different nodes, and credentials expire
 TEST_MEMORY = 2e9  # bytes of a GPU for the bandwidth test: two buffers, and NCCL's own memory

@@ -7,9 +7,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from titan_disp.cluster.plan import make_plan
-from titan_disp.cluster.plan_text import render
-from titan_disp.config import load_config
+from titan_disp.cluster.plan import make_plan, render
+from titan_disp.config.load import load_config
 from titan_disp.errors import ConfigError
 
 SCRIPT = "pretrain.sbatch"

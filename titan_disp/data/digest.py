@@ -8,14 +8,12 @@ from typing import Any
 import torch
 from torchtitan.config import JobConfig
 
-from titan_disp.batch import global_batch_size, slot_count
-from titan_disp.data.content_check import list_and_check
+from titan_disp.config.batch import global_batch_size, slot_count
 from titan_disp.data.loader import StreamLoader, open_stream, stream_options, together
-from titan_disp.data.place import Field
-from titan_disp.data.sources import training_sets
+from titan_disp.data.position import Field
+from titan_disp.data.sources import list_and_check, training_sets
 from titan_disp.data.tokenizer import load_tokenizer
-from titan_disp.errors import ConfigError
-from titan_disp.wording import counted
+from titan_disp.errors import ConfigError, counted
 
 
 @dataclass

@@ -13,12 +13,11 @@ from typing import Any
 
 from isal import igzip, isal_zlib
 
-from titan_disp.data import json_lines, parquet, pretokenized, text_files
-from titan_disp.data.disk import LocalFile
+from titan_disp.data import parquet, token_ids
 from titan_disp.data.files import DataFile
 from titan_disp.data.formats import HEAD, PARQUET, PLAIN_TEXT, TOKEN_IDS, Format, mistaken
-from titan_disp.data.records import DamagedFile, OtherContent, Record
-from titan_disp.data.remote import RemoteFile
+from titan_disp.data.records import DamagedFile, OtherContent, Record, json_line_records, text_records
+from titan_disp.data.storage import LocalFile, RemoteFile
 from titan_disp.errors import DataError
 
 BUFFER = 1 << 16  # small, because a rank may hold two thousand files open
@@ -167,7 +166,7 @@ class Documents:
         if name.endswith(PARQUET):
             return parquet.records(stored, self.file.url, self.format.text_field, self.max_bytes)
         if name.endswith(TOKEN_IDS):
-            return pretokenized.records(stored, self.file.size, self.file.url, self.format)
+            return token_ids.records(stored, self.file.size, self.file.url, self.format)
         head = stored.peek(HEAD)[:HEAD]
         if len(head) < min(HEAD, self.file.size):  # a piece of the hub's answer may be a single byte
             head = stored.read(HEAD)
@@ -175,8 +174,8 @@ class Documents:
         if (found := mistaken(head, name)) is not None:
             raise OtherContent(found)
         if name.endswith(PLAIN_TEXT):
-            return text_files.records(_decompressed(stored, name), self.max_bytes, self.format.text_split)
-        return json_lines.records(_decompressed(stored, name), self.max_bytes)
+            return text_records(_decompressed(stored, name), self.max_bytes, self.format.text_split)
+        return json_line_records(_decompressed(stored, name), self.max_bytes)
 
     def close(self) -> None:
         """Close the file. A later ``read`` opens it again and continues."""

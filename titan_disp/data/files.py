@@ -8,8 +8,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from titan_disp.data.hub import DATASET, Listing, c4_files
-from titan_disp.data.hub_dataset import FORM, HubName, commit_of, is_hub_name, parse_name, resolve
+from titan_disp.data.hub import DATASET, FORM, HubName, Listing, c4_files, commit_of, is_hub_name, parse_name, resolve
 from titan_disp.data.local import list_local
 from titan_disp.data.mirror import mirrored_files
 from titan_disp.errors import ConfigError, UserError

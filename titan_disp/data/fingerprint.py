@@ -11,16 +11,14 @@ import torch
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from titan_disp import safe_dcp
-from titan_disp.data.assignment import VERSION
+from titan_disp.data.assignment import VERSION, Share
 from titan_disp.data.files import DataFile
 from titan_disp.data.formats import DEFAULTS
-from titan_disp.data.mixture import Share
-from titan_disp.data.place import Field
+from titan_disp.data.position import Field
 from titan_disp.data.stream import StreamOptions
 from titan_disp.data.tokenizer import find_tokenizer
-from titan_disp.errors import CheckpointError, ConfigError
-from titan_disp.wording import counted
+from titan_disp.errors import CheckpointError, ConfigError, counted
+from titan_disp.run import safe_dcp
 
 
 def tokenizer_hash(folder: str) -> str:

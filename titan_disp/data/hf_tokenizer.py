@@ -3,11 +3,15 @@
 import itertools
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+import tokenizers
+from sentencepiece import sentencepiece_model_pb2
+from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
 from torchtitan.components.tokenizer import BaseTokenizer, HuggingFaceTokenizer
 
 from titan_disp.data.documents import Documents
@@ -16,6 +20,209 @@ from titan_disp.data.formats import Format
 from titan_disp.data.records import BadDocument, DamagedFile, text_of
 from titan_disp.data.tokenizer import find_tokenizer
 from titan_disp.errors import ConfigError
+
+# This module converts a SentencePiece model to a ``tokenizers.Tokenizer`` that gives the same ids.
+#
+# As in SentencePiece, the normalizer runs over the whole text before anything splits it. ``tokenizers`` would split text
+# at added tokens first, and then add the dummy prefix to each piece and strip spaces around it. User-defined symbols are
+# therefore split off by a pre-tokenizer instead of being added tokens.
+
+
+SPACE = "▁"
+protobuf: Any = sentencepiece_model_pb2  # generated code without types
+Piece = protobuf.ModelProto.SentencePiece
+_TYPES = (protobuf.TrainerSpec.UNIGRAM, protobuf.TrainerSpec.BPE)
+
+
+def read_model(file: str | Path) -> Any:
+    """Read a SentencePiece model as protobuf's ModelProto.
+
+    Raises:
+        ConfigError: the model uses features that ``tokenizers`` cannot express.
+    """
+    model = protobuf.ModelProto()
+    model.ParseFromString(Path(file).read_bytes())
+    trainer, normalizer = model.trainer_spec, model.normalizer_spec
+    unsupported = [
+        name
+        for name, used in (
+            (f"model type {protobuf.TrainerSpec.ModelType.Name(trainer.model_type)}", trainer.model_type not in _TYPES),
+            ("treat_whitespace_as_suffix", trainer.treat_whitespace_as_suffix),
+            ("escape_whitespaces = false", not normalizer.escape_whitespaces),
+            ("a denormalizer", bool(model.denormalizer_spec.precompiled_charsmap)),
+            ("user-defined symbols with spaces", any(" " in s for s in _texts(model, Piece.USER_DEFINED))),
+            ("unused pieces", any(p.type == Piece.UNUSED for p in model.pieces)),
+        )
+        if used
+    ]
+    if unsupported:
+        raise ConfigError(
+            f"the SentencePiece model {str(file)!r} has {', '.join(unsupported)}, which a Hugging Face tokenizer "
+            "cannot express; name a Hugging Face tokenizer with the same ids (a folder with tokenizer.json) with "
+            "--tokenizer DIR"
+        )
+    return model
+
+
+def _texts(model: Any, *types: int) -> list[str]:
+    return [p.piece for p in model.pieces if p.type in types]
+
+
+def _merges(model: Any) -> list[tuple[str, str]]:
+    """Return the merges, best first.
+
+    SentencePiece merges the neighbours whose concatenation is the piece of the highest score, leftmost first. All ways
+    to split a piece have the same rank there, but different ranks here. The way with the longer left part comes first,
+    which is what "leftmost first" makes of a run of one character.
+    """
+    scores = {p.piece: p.score for p in model.pieces if p.type == Piece.NORMAL}
+    ranked = [
+        (-score, -cut, piece)
+        for piece, score in scores.items()
+        for cut in range(1, len(piece))
+        if piece[:cut] in scores and piece[cut:] in scores
+    ]
+    return [(piece[:-cut], piece[-cut:]) for _, cut, piece in sorted(ranked)]
+
+
+def _scores(model: Any) -> list[tuple[str, float]]:
+    """Return the pieces and their scores, for unigram.
+
+    Text that spells a control symbol or a byte (``<0x41>``) must not become it. The score of these pieces is therefore
+    so low that ordinary pieces, at worst one per character, score better. ``_cuts`` handles characters that are not
+    pieces.
+    """
+    never = min(p.score for p in model.pieces) * 100 - 100
+    spelled = (Piece.NORMAL, Piece.USER_DEFINED)
+    return [(p.piece, p.score if p.type in spelled else never) for p in model.pieces]
+
+
+def _model(model: Any) -> models.Model:
+    fallback = model.trainer_spec.byte_fallback
+    unknown = model.trainer_spec.unk_id
+    if model.trainer_spec.model_type == protobuf.TrainerSpec.UNIGRAM:
+        return models.Unigram(_scores(model), unk_id=unknown, byte_fallback=fallback)
+    return models.BPE(
+        {p.piece: i for i, p in enumerate(model.pieces)},
+        _merges(model),
+        unk_token=model.pieces[unknown].piece,
+        fuse_unk=True,
+        byte_fallback=fallback,
+        # No merges build a user-defined symbol of several characters. It is split off whole, and must be taken whole.
+        ignore_merges=_has_long_symbols(model),
+    )
+
+
+def _has_long_symbols(model: Any) -> bool:
+    return any(len(symbol) > 1 for symbol in _texts(model, Piece.USER_DEFINED))
+
+
+def _pre_tokenizer(model: Any) -> pre_tokenizers.PreTokenizer:
+    steps = []
+    if symbols := _longest_first(_texts(model, Piece.USER_DEFINED)):
+        steps.append(pre_tokenizers.Split(Regex("|".join(map(re.escape, symbols))), "isolated"))
+    if cuts := list(_cuts(model)):
+        steps.append(pre_tokenizers.Split(Regex("|".join(cuts)), "merged_with_previous"))
+    return pre_tokenizers.Sequence(steps)
+
+
+def _cuts(model: Any) -> Iterator[str]:
+    """Yield regular expressions that end where text that spells a control symbol or a byte must be cut.
+
+    Without the cut, the text would become the symbol or byte.
+    """
+    known = set(_texts(model, Piece.NORMAL))
+    unigram = model.trainer_spec.model_type == protobuf.TrainerSpec.UNIGRAM
+    for name in _texts(model, Piece.CONTROL, Piece.UNKNOWN, Piece.BYTE):
+        if not unigram:
+            if _has_long_symbols(model):  # then a text between two symbols is taken whole too
+                yield rf"\A{re.escape(name[0])}(?={re.escape(name[1:])}\z)"
+            continue
+        # A character that is no piece scores even less than the symbol (``_scores``). A cut beside such characters
+        # changes nothing else, because a run of them is one unknown token.
+        at = next((i for i in range(1, len(name)) if (name[i - 1] in known) != (name[i] in known)), None)
+        if at is not None:
+            yield f"{re.escape(name[:at])}(?={re.escape(name[at:])})"
+
+
+def _normalizer(model: Any) -> normalizers.Normalizer:
+    spec = model.normalizer_spec
+    steps: list[normalizers.Normalizer] = []
+    if spec.precompiled_charsmap:
+        charsmap = normalizers.Precompiled(spec.precompiled_charsmap)
+        change = charsmap.normalize_str
+        # SentencePiece does not normalize user-defined symbols. Noncharacters stand in for those that the map would
+        # change.
+        hidden = {
+            symbol: chr(0x10FFFF - i)
+            for i, symbol in enumerate(_longest_first(_texts(model, Piece.USER_DEFINED)))
+            if change(symbol) != symbol
+        }
+        steps += [normalizers.Replace(symbol, mark) for symbol, mark in hidden.items()]
+        # Precompiled looks up grapheme clusters: "\r\n" is one, and so is a letter with two marks.
+        if change("e\N{COMBINING ACUTE ACCENT}") == "\N{LATIN SMALL LETTER E WITH ACUTE}":
+            steps.append(normalizers.NFC())
+        steps.append(normalizers.Replace("\r\n", change("\r") + change("\n")))
+        steps.append(charsmap)
+        steps += [normalizers.Replace(mark, symbol) for symbol, mark in hidden.items()]
+    if spec.remove_extra_whitespaces:
+        steps.append(normalizers.Replace(Regex(rf"\A +|[ {SPACE}]+\z"), ""))
+        steps.append(normalizers.Replace(Regex(" {2,}"), " "))
+    if spec.add_dummy_prefix:
+        steps.append(normalizers.Prepend(SPACE))
+    steps.append(normalizers.Replace(" ", SPACE))
+    return normalizers.Sequence(steps)
+
+
+def _longest_first(symbols: list[str]) -> list[str]:
+    return sorted(symbols, key=len, reverse=True)
+
+
+def _decoder(model: Any) -> decoders.Decoder:
+    steps = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+    if model.normalizer_spec.add_dummy_prefix or model.normalizer_spec.remove_extra_whitespaces:
+        steps.append(decoders.Strip(" ", 1, 0))
+    return decoders.Sequence(steps)
+
+
+def is_unigram(file: str | Path) -> bool:
+    """Return whether a SentencePiece model is unigram (it chooses the most probable segmentation) instead of BPE."""
+    return read_model(file).trainer_spec.model_type == protobuf.TrainerSpec.UNIGRAM
+
+
+def convert(file: str | Path) -> tuple[tokenizers.Tokenizer, dict[str, str]]:
+    """Convert a SentencePiece model.
+
+    Returns:
+        The tokenizer, and the names of its special tokens as in tokenizer_config.json (bos_token, …). If the model has
+        BOS, the tokenizer begins every text with it, as training does.
+
+    Raises:
+        ConfigError: the model uses features that ``tokenizers`` cannot express.
+    """
+    model = read_model(file)
+    trainer = model.trainer_spec
+    tokenizer = tokenizers.Tokenizer(_model(model))
+    tokenizer.normalizer = _normalizer(model)
+    tokenizer.decoder = _decoder(model)
+    tokenizer.pre_tokenizer = _pre_tokenizer(model)
+    special = _texts(model, Piece.CONTROL, Piece.UNKNOWN)
+    tokenizer.add_special_tokens([AddedToken(piece, normalized=False, special=True) for piece in special])
+    # SentencePiece never turns text that spells a control symbol into that symbol.
+    tokenizer.encode_special_tokens = True
+    names = {
+        "unk_token": trainer.unk_id,
+        "bos_token": trainer.bos_id,
+        "eos_token": trainer.eos_id,
+        "pad_token": trainer.pad_id,
+    }
+    if trainer.bos_id >= 0:
+        bos = model.pieces[trainer.bos_id].piece
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single=f"{bos} $A", pair=f"{bos} $A {bos} $B", special_tokens=[(bos, trainer.bos_id)]
+        )
+    return tokenizer, {name: model.pieces[i].piece for name, i in names.items() if i >= 0}
+
 
 DOCUMENTS = 100
 
@@ -100,8 +307,6 @@ def write_tokenizer(
         ConfigError: the SentencePiece model cannot be converted, or the written tokenizer gives other ids.
     """
     from transformers import AutoTokenizer  # takes seconds to import, and training does not need it
-
-    from titan_disp.data.sentencepiece_to_hf import convert, is_unigram
 
     file = find_tokenizer(source)
     if file.suffix == ".model":

@@ -1,9 +1,12 @@
 """This module lists the files of allenai/c4 on the Hugging Face hub. hub_dataset uses its helpers for others."""
 
+import os
 import re
-from dataclasses import dataclass
+import tempfile
+from dataclasses import dataclass, replace
 from typing import Any
 
+from titan_disp.data.formats import SUFFIXES
 from titan_disp.errors import ConfigError
 
 DATASET = "allenai/c4"
@@ -87,3 +90,228 @@ def c4_files(split: str) -> Listing:
     if not files or not commit:
         raise ConfigError(f"{DATASET} on the hub holds no {FOLDER}/c4-{split}.*.json.gz")
     return Listing(DATASET, commit, sorted(files, key=lambda file: file.index))
+
+
+# This module lists the files of any data set on the hub: those of one configuration and one split.
+#
+# As in ``load_dataset``, the ``datasets`` library decides which files these are: by the configurations in the README,
+# else by the names of files and folders. It is asked at one commit, so that all ranks read the same data. The files
+# are then read as C4's are.
+
+
+PREFIX = "hf:"
+FORM = "hf:OWNER/NAME, hf:OWNER/NAME:CONFIGURATION or hf:OWNER/NAME:CONFIGURATION:SPLIT"
+
+
+@dataclass(frozen=True)
+class HubName:
+    """Name a data set on the hub, written hf:OWNER/NAME[@REVISION][:CONFIGURATION[:SPLIT]].
+
+    Attributes:
+        repository: OWNER/NAME.
+        revision: a branch, tag or commit; None stands for main.
+        config: None stands for the data set's default configuration.
+        split: None if the name leaves it out.
+    """
+
+    repository: str
+    revision: str | None = None
+    config: str | None = None
+    split: str | None = None
+
+    def __str__(self) -> str:
+        revision = f"@{self.revision}" if self.revision else ""
+        config = f":{self.config or ''}" if self.config or self.split else ""
+        split = f":{self.split}" if self.split else ""
+        return f"{PREFIX}{self.repository}{revision}{config}{split}"
+
+    def of_split(self, split: str) -> "HubName":
+        return replace(self, split=split)
+
+
+def is_hub_name(dataset: str) -> bool:
+    return dataset.startswith(PREFIX)
+
+
+def parse_name(dataset: str, where: str) -> HubName:
+    """Parse a name such as hf:OWNER/NAME:CONFIGURATION.
+
+    Args:
+        dataset: the name.
+        where: what the name is a value of, such as "training.dataset"; the message begins with it.
+
+    Raises:
+        ConfigError: the name does not have the form that ``HubName`` describes.
+    """
+    head, *rest = dataset.removeprefix(PREFIX).split(":")
+    repository, at, revision = head.partition("@")
+    # hf:OWNER/NAME::SPLIT is a split of the default configuration.
+    named = is_hub_name(dataset) and (not rest or rest[-1] != "")
+    if len(rest) > 2 or not named or bool(at) != bool(revision) or not re.fullmatch(r"[\w.-]+/[\w.-]+", repository):
+        raise ConfigError(f"{where} is {dataset!r}, expected {FORM} (OWNER/NAME@REVISION for a branch, tag or commit)")
+    config, split = (*rest, "", "")[:2]
+    return HubName(repository, revision or None, config or None, split or None)
+
+
+@dataclass(frozen=True)
+class HubDataset:
+    """Describe one configuration of a data set at one commit.
+
+    Attributes:
+        name: as the config has it.
+        repository: the hub's present name of it.
+        commit: the revision's commit.
+        splits: the paths in the repository of each split's files.
+    """
+
+    name: HubName
+    repository: str
+    commit: str
+    splits: dict[str, list[str]]
+
+    def files(self, split: str, where: str) -> Listing:
+        """List the files of one split, sorted by path, with their sizes.
+
+        Raises:
+            ConfigError: there is no such split, its files have a format that is not read, or the hub cannot be reached.
+        """
+        paths = files_of_split(self.splits, split, self.name, where)
+        folder = os.path.commonpath([os.path.dirname(path) for path in paths])
+        try:
+            entries = entries_in(self.repository, self.commit, folder, recursive=True)
+            files = [hub_file(entries[path], index) for index, path in enumerate(paths)]
+        except Exception as error:  # see cannot_list
+            raise cannot_list(str(self.name), error, fetch_arguments(self.name)) from error
+        return Listing(self.repository, self.commit, files)
+
+
+def resolve(name: HubName, where: str) -> HubDataset:
+    """Ask the hub for the files of a data set.
+
+    Raises:
+        ConfigError: no such data set, revision or configuration, no access, no files that ``datasets`` knows, or no
+            hub.
+    """
+    repository, commit = commit_of(name, where)
+    root = f"hf://datasets/{repository}"
+    splits = splits_in(root, name, commit, where)
+    inside = f"{root}@{commit}/"
+    return HubDataset(
+        name, repository, commit, {s: [u.removeprefix(inside) for u in urls] for s, urls in splits.items()}
+    )
+
+
+def commit_of(name: HubName, where: str, fetch: str | None = None) -> tuple[str, str]:
+    """Ask the hub for the commit of a revision. It takes one request, or two for a gated data set.
+
+    Args:
+        name: the data set and its revision.
+        where: begins the message.
+        fetch: arguments of ``titan-disp data fetch``, for messages; by default those for ``name``.
+
+    Returns:
+        The repository's present name and the commit.
+
+    Raises:
+        ConfigError: see ``resolve``.
+    """
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, RepositoryNotFoundError, RevisionNotFoundError
+
+    api, page = HfApi(), f"huggingface.co/datasets/{name.repository}"
+    token = "a token of an account that has it (hf auth login, or HF_TOKEN)"
+    try:
+        info = api.dataset_info(name.repository, revision=name.revision, timeout=ANSWER_SECONDS)
+        if info.gated:
+            api.auth_check(info.id, repo_type="dataset")
+    except GatedRepoError as error:
+        raise ConfigError(
+            f"{where}: the data set is gated. Accept its terms or ask for access at {page}, and use {token}"
+        ) from error
+    except RepositoryNotFoundError as error:
+        raise ConfigError(
+            f"{where}: there is no such data set on the hub, or it is private (its page: {page}). A private one needs "
+            f"{token}"
+        ) from error
+    except RevisionNotFoundError as error:
+        raise ConfigError(f"{where}: the data set has no revision {name.revision!r}, see {page}/tree/main") from error
+    except Exception as error:  # httpx and OSError each raise their own
+        if isinstance(error, HfHubHTTPError) and error.response.status_code in (401, 403):
+            raise ConfigError(f"{where}: the hub refuses access. See {page}, and use {token}") from error
+        raise cannot_list(name.repository, error, fetch or fetch_arguments(name)) from error
+    return info.id, info.sha or ""
+
+
+def splits_in(root: str, name: HubName, commit: str | None, where: str) -> dict[str, list[str]]:
+    """Return the paths or URLs of the files of every split of a configuration.
+
+    Args:
+        root: hf://datasets/OWNER/NAME, or a folder with all of its files.
+        name: the configuration.
+        commit: None for a folder.
+        where: begins the message.
+
+    Raises:
+        ConfigError: see ``resolve``.
+    """
+    from datasets import get_dataset_config_names, load_dataset_builder
+    from datasets.data_files import EmptyDatasetError
+    from datasets.exceptions import DataFilesNotFoundError, DatasetNotFoundError
+
+    def ask(function: Any, *args: Any) -> Any:
+        # With an empty cache: if the hub fails, datasets would use what an earlier download has left.
+        with tempfile.TemporaryDirectory() as cache:
+            return function(root, *args, revision=commit, cache_dir=cache)
+
+    try:
+        builder = ask(load_dataset_builder, name.config)
+    except DatasetNotFoundError as error:
+        raise ConfigError(f"{where}: {error}") from error
+    except Exception as error:  # datasets, huggingface_hub, httpx and the system each raise their own types
+        if "scripts are no longer supported" in str(error):
+            raise ConfigError(
+                f"{where}: the data set is made by a script on the hub, which datasets no longer runs. Use another "
+                f"copy of it, whose files end in {', '.join(SUFFIXES)}"
+            ) from error
+        if isinstance(error, (EmptyDatasetError, DataFilesNotFoundError)) or "Unable to find" in str(error):
+            raise ConfigError(
+                f"{where}: datasets finds no data there ({error}); expected files that end in {', '.join(SUFFIXES)}"
+            ) from error
+        missing, unknown = "Config name is missing" in str(error), f"'{name.config}' not found" in str(error)
+        if isinstance(error, ValueError) and (missing or unknown):
+            names = ask(get_dataset_config_names)
+            found = "no default configuration" if missing else f"no configuration {name.config!r}"
+            example = str(replace(name, config=names[0]))
+            raise ConfigError(f"{where}: it has {found}, only {', '.join(names)}; such as {example!r}") from error
+        if isinstance(error, ValueError):
+            raise ConfigError(f"{where}: datasets cannot tell which files belong to it: {error}") from error
+        if commit is None:  # a folder
+            raise ConfigError(
+                f"{where}: datasets cannot read this folder ({type(error).__name__}: {error}); expected a mirror, as "
+                f"titan-disp data fetch {fetch_arguments(name)} makes it, or a full copy of the repository"
+            ) from error
+        raise cannot_list(str(name), error, fetch_arguments(name)) from error
+    return {split: list(files) for split, files in (builder.config.data_files or {}).items()}
+
+
+def files_of_split(splits: dict[str, list[str]], split: str, name: HubName, where: str) -> list[str]:
+    """Return the paths of a split's files, sorted.
+
+    Raises:
+        ConfigError: there is no such split, or its files have a format that is not read.
+    """
+    if split not in splits:
+        example = name.of_split(next(iter(splits), "SPLIT"))
+        raise ConfigError(f"{where}: it has no split {split!r}, only {', '.join(splits)}; such as {str(example)!r}")
+    paths = sorted(set(splits[split]))
+    if unread := [path for path in paths if not path.endswith(SUFFIXES)]:
+        raise ConfigError(
+            f"{where}: the split has files that cannot be read ({len(unread)} of {len(paths)}, such as {unread[0]}); expected "
+            f"names that end in {', '.join(SUFFIXES)}"
+        )
+    return paths
+
+
+def fetch_arguments(name: HubName) -> str:
+    """Return the arguments of ``titan-disp data fetch`` that mirror a data set."""
+    return f"DIR --dataset '{name}'"

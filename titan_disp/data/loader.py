@@ -24,24 +24,18 @@ from torchtitan.components.tokenizer import BaseTokenizer
 from torchtitan.config import JobConfig
 from torchtitan.tools.logging import logger
 
-from titan_disp.batch import slot_count
-from titan_disp.data.assignment import Assignment
-from titan_disp.data.content_check import list_and_check
-from titan_disp.data.fast_tokenizer import fast_encoder
+from titan_disp.config.batch import slot_count
+from titan_disp.data.assignment import Assignment, Mixture, Share
+from titan_disp.data.cursor import check_documents, check_files
 from titan_disp.data.files import DataFile, on_rank_0
 from titan_disp.data.fingerprint import check_fingerprint, fingerprint
 from titan_disp.data.formats import Format
-from titan_disp.data.limits import check_documents, check_files
-from titan_disp.data.mixture import Mixture, Share
-from titan_disp.data.place import Field
-from titan_disp.data.progress import fraction_read, groups_of
+from titan_disp.data.position import Field, fraction_read, groups_of
 from titan_disp.data.shuffle import memory
-from titan_disp.data.sources import source_shares, training_sets
-from titan_disp.data.stream import RankStreams, StreamOptions
-from titan_disp.data.tokenizer import encoder
-from titan_disp.data.worker import Sequences, as_it_is, worker_signals
-from titan_disp.errors import ConfigError
-from titan_disp.wording import counted
+from titan_disp.data.sources import list_and_check, source_shares, training_sets
+from titan_disp.data.stream import RankStreams, Sequences, StreamOptions, as_it_is, worker_signals
+from titan_disp.data.tokenizer import encoder, fast_encoder
+from titan_disp.errors import ConfigError, counted
 
 Batch = tuple[dict[str, Tensor], Tensor]
 _GROUP = 32  # the prefetch worker sends up to this many microbatches at once …

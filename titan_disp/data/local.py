@@ -13,8 +13,7 @@ from torchtitan.tools.logging import logger
 
 from titan_disp.data.formats import PLAIN_TEXT, SUFFIXES, TOKEN_IDS
 from titan_disp.data.hub import FOLDER
-from titan_disp.errors import ConfigError
-from titan_disp.wording import counted
+from titan_disp.errors import ConfigError, counted
 
 # Usual beside documents: leaving them out is not worth a warning. (The .model is SentencePiece's.)
 _NO_DATA = (".md", ".py", ".lock", ".metadata", ".model")

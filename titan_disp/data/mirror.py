@@ -13,10 +13,12 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
-from titan_disp.data.hub import HubFile, Listing, c4_files
-from titan_disp.data.hub_dataset import (
+from titan_disp.data.hub import (
     FORM,
+    HubFile,
     HubName,
+    Listing,
+    c4_files,
     fetch_arguments,
     files_of_split,
     is_hub_name,
@@ -25,7 +27,7 @@ from titan_disp.data.hub_dataset import (
     splits_in,
 )
 from titan_disp.errors import ConfigError
-from titan_disp.progress import progress
+from titan_disp.files import progress
 
 RECORDS = ".titan-disp"  # hidden, so that it is not listed as data
 

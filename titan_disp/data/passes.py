@@ -13,10 +13,9 @@ from titan_disp.data.assignment import Segment
 from titan_disp.data.documents import Documents
 from titan_disp.data.files import DataFile
 from titan_disp.data.formats import Format
-from titan_disp.data.place import Place
-from titan_disp.data.progress import Density, densities
+from titan_disp.data.position import Density, Place, densities
 from titan_disp.data.records import DamagedFile, Record, size_of
-from titan_disp.wording import counted
+from titan_disp.errors import counted
 
 PROGRESS_SECONDS = 10.0
 DOCUMENT_BYTES = 1 << 13  # a shuffling window holds fewer documents if they are longer than this on average

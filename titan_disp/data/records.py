@@ -1,6 +1,8 @@
 """The readers of files yield these records: documents that are not parsed yet, or a reason why one cannot be used."""
 
+import codecs
 import json
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -118,3 +120,92 @@ def _names(record: dict[str, Any]) -> str:
     for name, value in record.items():
         names += [f"{name}.{inner}" for inner in value] if isinstance(value, dict) and value else [name]
     return ", ".join(names[:12]) + (", …" if len(names) > 12 else "") if names else "an empty object"
+
+
+# JSON lines hold one document per line. Blank lines are not documents, as for pandas, pyarrow and datasets.
+
+
+_DRAIN = 1 << 20
+
+
+def json_line_records(lines: Any, max_bytes: int) -> Iterator[bytes | BadDocument]:
+    """Yield the lines that are not blank, unparsed.
+
+    Args:
+        lines: a binary stream with ``readline``.
+        max_bytes: longer lines are bad documents, and are never in memory as a whole.
+    """
+    first = True
+    while line := lines.readline(max_bytes + 1):
+        if len(line) > max_bytes and not line.endswith(b"\n"):
+            size = len(line)
+            while (rest := lines.readline(_DRAIN)) and not rest.endswith(b"\n"):
+                size += len(rest)
+            yield too_long(size + len(rest))
+        else:
+            document = line.removeprefix(codecs.BOM_UTF8) if first else line
+            if not document.isspace():
+                yield document
+        first = False
+
+
+# In plain text (UTF-8), the whole file is a document, or every block of lines between blank lines is one.
+
+
+TOO_LONG = 'more than stream.max_document_mb allows: set stream.text_split = "blank_lines", or allow more'
+
+
+def text_records(stream: Any, max_bytes: int, split: str) -> Iterator[str | BadDocument]:
+    """Yield the documents of a text file.
+
+    Args:
+        stream: a binary stream.
+        max_bytes: longer documents are bad, and are never in memory as a whole.
+        split: "file" or "blank_lines", see ``Format``.
+    """
+    return _blocks(stream, max_bytes) if split == "blank_lines" else _whole(stream, max_bytes)
+
+
+def _whole(stream: Any, max_bytes: int) -> Iterator[str | BadDocument]:
+    parts, size = [], 0
+    while part := stream.read(min(1 << 20, max_bytes + 1 - size)):
+        parts.append(part)
+        size += len(part)
+        if size > max_bytes:
+            yield BadDocument(f"the file has more than {max_bytes:,} bytes, {TOO_LONG}")
+            return
+    yield _decoded(b"".join(parts).removeprefix(codecs.BOM_UTF8))
+
+
+def _blocks(stream: Any, max_bytes: int) -> Iterator[str | BadDocument]:
+    """Yield the blocks between blank lines (only white space), without the line break at the end (\\n or \\r\\n)."""
+    block: list[bytes] = []
+    size, at_line_start = 0, True
+    first = True
+    while piece := stream.readline(max_bytes + 1):  # a longer line comes in pieces
+        if first:
+            piece, first = piece.removeprefix(codecs.BOM_UTF8), False
+        blank = at_line_start and not piece.strip()
+        at_line_start = piece.endswith(b"\n")
+        if not blank:
+            size += len(piece)
+            if size <= max_bytes:
+                block.append(piece)
+            else:
+                block.clear()
+        elif size:
+            yield _end_block(block, size, max_bytes)
+            block, size = [], 0
+    if size:
+        yield _end_block(block, size, max_bytes)
+
+
+def _end_block(block: list[bytes], size: int, max_bytes: int) -> str | BadDocument:
+    return _decoded(b"".join(block).rstrip(b"\r\n")) if size <= max_bytes else too_long(size)
+
+
+def _decoded(text: bytes) -> str | BadDocument:
+    try:
+        return text.decode()
+    except UnicodeDecodeError as error:
+        return Garbage(f"invalid UTF-8: {error.reason} at byte {error.start}")

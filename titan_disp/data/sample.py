@@ -19,8 +19,7 @@ from pydoc_data import topics
 
 import sentencepiece
 
-from titan_disp.files import atomic_folder
-from titan_disp.progress import progress
+from titan_disp.files import atomic_folder, progress
 
 TRAIN_FILES = 8
 VALIDATION_SHARE = 32  # one document in 32

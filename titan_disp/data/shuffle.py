@@ -16,7 +16,7 @@ import numpy as np
 from titan_disp.data.assignment import KEYS, STEP
 from titan_disp.data.cursor import Cursor, Document
 from titan_disp.data.passes import DOCUMENT_BYTES
-from titan_disp.data.place import Field
+from titan_disp.data.position import Field
 from titan_disp.data.records import size_of
 from titan_disp.errors import DataError
 

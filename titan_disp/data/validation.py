@@ -18,16 +18,14 @@ from torchtitan.distributed import ParallelDims
 from torchtitan.tools.logging import logger
 
 from titan_disp.data.assignment import Assignment
-from titan_disp.data.content_check import check_content
+from titan_disp.data.cursor import check_documents
 from titan_disp.data.files import DataFile, held_out, list_files, on_rank_0, streams_from_hub
-from titan_disp.data.limits import check_documents
 from titan_disp.data.loader import stream_options
-from titan_disp.data.place import Field
-from titan_disp.data.sources import training_sets
+from titan_disp.data.position import Field
+from titan_disp.data.sources import check_content, training_sets
 from titan_disp.data.stream import RankStreams
 from titan_disp.data.tokenizer import encoder
-from titan_disp.errors import ConfigError
-from titan_disp.wording import counted
+from titan_disp.errors import ConfigError, counted
 
 
 def validation_sequences(job_config: JobConfig, dp_world_size: int) -> int:

@@ -8,8 +8,7 @@ rank then holds n = N/p tokens.
 """
 
 from titan_disp.dispersion.loss import DispersionLoss, dispersion_loss, dispersion_losses
-from titan_disp.dispersion.objective import DispersionObjective, LossLedger
-from titan_disp.dispersion.schedule import CoeffSchedule
+from titan_disp.dispersion.objective import CoeffSchedule, DispersionObjective, LossLedger
 
 __all__ = [
     "CoeffSchedule",

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from titan_disp.dispersion.collectives import Group, process_group
+from titan_disp.dispersion.autograd import Group, process_group
 from titan_disp.dispersion.kernels import bf16_autocast
 from titan_disp.dispersion.layers import Layers, WholeLayers
 from titan_disp.dispersion.masks import TokenMask, token_mask

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from titan_disp.dispersion.collectives import all_gather
+from titan_disp.dispersion.autograd import all_gather
 
 Count = int | Tensor  # a number of tokens: one for all sequences, or [B]
 

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from titan_disp.dispersion.collectives import all_gather
+from titan_disp.dispersion.autograd import all_gather
 from titan_disp.dispersion.kernels import accumulation_dtype, fused, product
 from titan_disp.dispersion.masks import Count, TokenMask, own_tokens, slots_of
 from titan_disp.dispersion.pairwise import PairFunction

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from titan_disp.dispersion.collectives import Gathering
+from titan_disp.dispersion.autograd import Gathering
 from titan_disp.dispersion.kernels import accumulation_dtype, add_product_, fused, operand_dtype, product
 from titan_disp.dispersion.masks import TokenMask, others_of
 from titan_disp.dispersion.vectors import Units

@@ -14,7 +14,7 @@ from torchtitan.tools.logging import logger
 
 from titan_disp.errors import ConfigError
 from titan_disp.models.arguments import DispModelArgs
-from titan_disp.models.model import DispModel
+from titan_disp.models.decoder import DispModel
 
 INDEX = "model.safetensors.index.json"
 

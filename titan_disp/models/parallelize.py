@@ -22,7 +22,7 @@ from torchtitan.models.llama4.infra.parallelize import apply_compile
 from torchtitan.tools.logging import logger
 
 from titan_disp import cpu
-from titan_disp.models.model import DispModel
+from titan_disp.models.decoder import DispModel
 
 ApplyTP = Callable[[DispModel, ParallelDims, JobConfig], None]
 

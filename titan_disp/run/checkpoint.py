@@ -25,16 +25,25 @@ from torchtitan.config.job_config import Checkpoint
 from torchtitan.tools import utils
 from torchtitan.tools.logging import logger
 
-from titan_disp import safe_dcp
 from titan_disp.data.files import on_rank_0
 from titan_disp.data.tokenizer import load_tokenizer
 from titan_disp.errors import CheckpointError, ConfigError, UserError
 from titan_disp.models.hf import INDEX, HfAdapter, check_hf_folder
-from titan_disp.run import identity
-from titan_disp.run.cleanup import clean_up, is_unfinished, rename_for_deletion
-from titan_disp.run.hashes import HASHES, HashingWriter
+from titan_disp.run import identity, safe_dcp
 from titan_disp.run.hf_folder import describe
-from titan_disp.run.integrity import checkpoints, damage, has_hashes, is_complete, is_model_only, problem
+from titan_disp.run.integrity import (
+    HASHES,
+    HashingWriter,
+    checkpoints,
+    clean_up,
+    damage,
+    has_hashes,
+    is_complete,
+    is_model_only,
+    is_unfinished,
+    problem,
+    rename_for_deletion,
+)
 
 
 def check_initial_load(checkpoint: Checkpoint, assets: str | None, adapter: HfAdapter) -> None:

@@ -10,7 +10,8 @@ import json
 import os
 import platform
 import socket
-from collections.abc import Mapping
+import uuid
+from collections.abc import Mapping, MutableMapping
 from datetime import datetime, timezone
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -233,3 +234,67 @@ def write_json(path: Path, content: Any) -> None:
     """Write a file of JSON atomically."""
     with atomic_write(path) as partial:
         partial.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n")
+
+
+# This module keeps one Weights & Biases run per run folder, across requeues.
+#
+# TorchTitan's WandBLogger takes the id from WANDB_RUN_ID, and wandb itself reads WANDB_RESUME. Values that the user has
+# set are kept.
+
+
+def run_id(folder: str | Path) -> str:
+    """Read the id in ``folder``/wandb_run_id; make one if there is none.
+
+    The id is not a hash of the path, because a new run in an emptied folder is another run.
+    """
+    file = Path(folder) / "wandb_run_id"
+    if not file.exists() or not file.read_text().strip():
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with atomic_write(file) as partial:
+            partial.write_text(uuid.uuid4().hex + "\n")
+    return file.read_text().strip()
+
+
+def continue_run(folder_id: str, rank: int | None, environment: MutableMapping[str, str] = os.environ) -> None:
+    """Make wandb continue the folder's run, or begin it if there is none yet.
+
+    Args:
+        folder_id: what ``run_id`` returns.
+        rank: this rank, if every rank has a run of its own, else None.
+        environment: the variables to set.
+    """
+    environment.setdefault("WANDB_RUN_ID", folder_id if rank is None else f"{folder_id}-rank{rank}")
+    if not environment.keys() & {"WANDB_RESUME_FROM", "WANDB_FORK_FROM"}:  # wandb refuses both at once
+        environment.setdefault("WANDB_RESUME", "allow")
+
+
+# This module reads a run's validation losses, which TorchTitan writes only to TensorBoard's files.
+
+
+VALIDATION_LOSS = "validation_metrics/loss"  # TorchTitan's tag
+
+
+def read_validation(run: Path, config: Mapping[str, Any]) -> dict[int, float]:
+    """Read the validation losses by step, ascending. The result is empty if there are none.
+
+    If a step was repeated after a resume, its last loss counts.
+
+    Args:
+        run: the run's folder.
+        config: content of its config.json.
+    """
+    if not config.get("validation", {}).get("enable"):
+        return {}
+    folder = run / config["metrics"]["save_tb_folder"]
+    if (folder / "rank_0").is_dir():  # with metrics.save_for_all_ranks
+        folder = folder / "rank_0"
+    if not folder.is_dir():
+        return {}
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator  # takes a second to import
+
+    keep = {"scalars": 0, "images": 1}  # 0 keeps all of them
+    board = EventAccumulator(str(folder), size_guidance=keep, purge_orphaned_data=False).Reload()
+    if VALIDATION_LOSS not in board.Tags()["scalars"]:
+        return {}
+    losses = {event.step: event.value for event in board.Scalars(VALIDATION_LOSS)}
+    return dict(sorted(losses.items()))

@@ -17,8 +17,7 @@ from torch.distributed.tensor import DTensor
 from torchtitan.components.optimizer import OptimizersContainer
 from torchtitan.tools.logging import logger
 
-from titan_disp.errors import NonFiniteError
-from titan_disp.wording import counted
+from titan_disp.errors import NonFiniteError, counted
 
 Terms = Callable[[], Tensor | None]
 

@@ -10,8 +10,8 @@ from typing import Any
 
 from torch.distributed.checkpoint.api import CheckpointException
 
-from titan_disp import safe_dcp
 from titan_disp.errors import CheckpointError, ConfigError
+from titan_disp.run import safe_dcp
 
 NAME = "identity"  # its name among the states of a checkpoint
 

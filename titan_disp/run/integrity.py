@@ -1,16 +1,163 @@
 """This module finds out which checkpoints of a run are complete, and whether a checkpoint is damaged."""
 
+import contextlib
+import json
 import os
 import re
+import shutil
+import threading
 from collections import defaultdict
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Generator
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
+import xxhash
+from torch.distributed.checkpoint.filesystem import FileSystem, _FileSystemWriter
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
+from torchtitan.tools.logging import logger
+
+from titan_disp.files import atomic_write, progress
 from titan_disp.models.hf import INDEX
-from titan_disp.progress import progress
-from titan_disp.run.hashes import HASHES, hash_bytes, hash_file, read_hashes
-from titan_disp.safe_dcp import METADATA, parse_metadata, read_metadata
+from titan_disp.run.safe_dcp import METADATA, parse_metadata, read_metadata
+
+# This module saves DCP checkpoints with a hash of every file. DCP alone would not notice a flipped bit in a weight.
+#
+# Each rank hashes its files while it writes them, and sends the hashes to the coordinator among the results of its
+# writes. The coordinator writes hashes.json before it renames ``.metadata``, the last file of a save, to its final name.
+# DCP alone reads such a checkpoint as it reads any other.
+
+
+HASHES = "hashes.json"
+SAVING = ".saving"  # exists in a checkpoint's folder from the beginning of its save to the end
+ALGORITHM = "xxh3_128"
+_PREFIX = "titan_disp.hash/"  # marks the hashes among the results of the writes
+_PIECE = 2**18  # bytes hashed and written at a time
+_CHUNK = 2**24  # bytes read at a time
+
+
+class _HashedStream:
+    """Hash what is written to a file. The file must be written from beginning to end, as DCP does."""
+
+    def __init__(self, file: Any) -> None:
+        self._file = file
+        self.hash = xxhash.xxh3_128()
+        self.tell, self.flush, self.fileno, self.close = file.tell, file.flush, file.fileno, file.close
+
+    def write(self, data: Any) -> int:
+        view = memoryview(data).cast("B")
+        for start in range(0, len(view), _PIECE):  # a small piece is still in the CPU's cache when it is written
+            piece = view[start : start + _PIECE]
+            self.hash.update(piece)
+            self._file.write(piece)
+        return len(view)
+
+
+class _HashingFileSystem(FileSystem):
+    """This is DCP's file system, which also hashes the files that it writes.
+
+    Attributes:
+        hashes: hashes of the files that this rank has written, by name.
+        of_ranks: hashes of the files of all ranks, on the coordinator, once they are known.
+    """
+
+    def __init__(self) -> None:
+        self.hashes: dict[str, str] = {}
+        self.of_ranks: dict[str, str] = {}
+
+    @contextmanager
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Generator[Any, None, None]:
+        with super().create_stream(path, mode) as file:
+            stream = _HashedStream(file)
+            yield stream
+        self.hashes[os.path.basename(path)] = stream.hash.hexdigest()
+
+    def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
+        """Write hashes.json, then give ``.metadata`` its final name, which makes the checkpoint complete."""
+        files = self.of_ranks | {METADATA: self.hashes[os.path.basename(path)]}
+        with atomic_write(Path(new_path).with_name(HASHES)) as partial:
+            partial.write_text(json.dumps({"algorithm": ALGORITHM, "files": dict(sorted(files.items()))}, indent=1))
+        super().rename(path, new_path)
+
+
+class HashingWriter(_FileSystemWriter):  # not FileSystemWriter, which ``async_save`` would take for the stager too
+    """This is DCP's default writer, which also writes hashes."""
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        super().__init__(path)
+        self.fs: _HashingFileSystem = _HashingFileSystem()
+        self._is_coordinator = False
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        super().set_up_storage_writer(is_coordinator, *args, **kwargs)
+        self._is_coordinator = is_coordinator
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        plan = super().prepare_local_plan(plan)
+        if self._is_coordinator:
+            (Path(self.path) / SAVING).touch()
+        return plan
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        written = super().write_data(plan, planner).wait()
+        hashes = [WriteResult(MetadataIndex(_PREFIX + name), 0, digest) for name, digest in self.fs.hashes.items()]
+        both: Future[list[WriteResult]] = Future()
+        both.set_result([*written, *hashes])
+        return both
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        every = [result for of_rank in results for result in of_rank]
+        hashes = [result for result in every if result.index.fqn.startswith(_PREFIX)]
+        self.fs.of_ranks = {result.index.fqn.removeprefix(_PREFIX): result.storage_data for result in hashes}
+        super().finish(metadata, [[result for result in every if not result.index.fqn.startswith(_PREFIX)]])
+        with suppress(OSError):
+            (Path(self.path) / SAVING).unlink()
+
+
+def read_hashes(folder: str | os.PathLike[str]) -> dict[str, str] | None:
+    """Read the hashes of a checkpoint's files, by name. The result is None if it was saved without hashes.
+
+    Raises:
+        ValueError: hashes.json is damaged, or names an unknown algorithm.
+        OSError: hashes.json cannot be read.
+    """
+    try:
+        content = json.loads((Path(folder) / HASHES).read_bytes())
+    except FileNotFoundError:
+        return None
+    if not isinstance(content, dict) or content.get("algorithm") != ALGORITHM:
+        raise ValueError(f'expected {{"algorithm": "{ALGORITHM}", …}}')
+    files = content.get("files")
+    if not isinstance(files, dict) or not all(os.path.basename(name) == name for name in files):
+        raise ValueError('expected "files": {name: hash, …} of files in this folder')
+    return files
+
+
+def hash_bytes(content: bytes) -> str:
+    return xxhash.xxh3_128(content).hexdigest()
+
+
+def hash_file(path: str | os.PathLike[str], read: Callable[[int], object] | None = None) -> str:
+    """Return the hash of a file, in hexadecimal digits.
+
+    Args:
+        path: the file.
+        read: a function that is called with the number of bytes of each read.
+
+    Raises:
+        OSError: the file cannot be read.
+    """
+    found, buffer = xxhash.xxh3_128(), memoryview(bytearray(_CHUNK))
+    with open(path, "rb", buffering=0) as file:
+        while size := file.readinto(buffer):
+            found.update(buffer[:size])
+            if read is not None:
+                read(size)
+    return found.hexdigest()
+
 
 _DIFFERS = "{} differs from its hash: its content is not what was saved"
 
@@ -129,3 +276,76 @@ def is_complete(folder: str | Path, hugging_face: bool = True) -> bool:
     """Return whether a checkpoint was saved completely, in DCP's format or, if ``hugging_face``, in Hugging Face's."""
     files = (METADATA, INDEX) if hugging_face else (METADATA,)
     return any((Path(folder) / name).is_file() for name in files)
+
+
+# This module deletes, at the start of a run, what unfinished saves and deletions left in its checkpoint folder.
+#
+# These folders are deleted:
+#
+# - ``purging-N``. Only the retention (``checkpoint.keep_latest_k``) and this module make such names: they rename a folder
+#   before deleting it.
+# - ``step-N`` that is empty, or in which titan-disp began a save (``.saving``) that did not end: there is no
+#   ``.metadata``, no hashes.json (which is written once all ranks have written everything), and no file that is not
+#   DCP's.
+#
+# Everything else is kept. Any other ``step-N`` without ``.metadata`` may be a checkpoint whose ``.metadata`` was moved
+# away, or an unfinished save of an older version. Only its owner can tell.
+
+
+_OF_A_SAVE = rf"__\d+_\d+\.distcp|\.metadata\.tmp|\.{re.escape(HASHES)}\.partial|{re.escape(SAVING)}"
+
+
+def rename_for_deletion(path: Path) -> Path:
+    """Rename a checkpoint so that it no longer counts as one; deleting its files may then take minutes.
+
+    Returns:
+        The new path.
+
+    Raises:
+        OSError: the folder cannot be renamed.
+    """
+    gone = path.with_name(path.name.replace("step-", "purging-"))
+    while gone.exists():
+        gone = gone.with_name(gone.name + "x")
+    path.rename(gone)
+    return gone
+
+
+def clean_up(folder: Path) -> None:
+    """Delete in the background what saves and deletions have left in a checkpoint folder, and log it.
+
+    Only the process that owns the run folder may call this, and only while it is not saving.
+    """
+    names = sorted(os.listdir(folder)) if folder.is_dir() else []
+    doomed = [folder / name for name in names if re.fullmatch(r"purging-\d+x*", name) and _is_folder(folder / name)]
+    for path in (folder / name for name in names if re.fullmatch(r"step-\d+", name)):
+        if not _is_folder(path) or (path / ".metadata").exists() or (path / INDEX).exists():
+            continue
+        if not is_unfinished(path):
+            logger.warning(
+                f"{path} has no .metadata, so that no run resumes from it. It may be more than an unfinished save and "
+                "is therefore kept: delete it if you do not need it"
+            )
+            continue
+        with contextlib.suppress(OSError):  # a folder that cannot be renamed does no harm
+            doomed.append(rename_for_deletion(path))
+    if doomed:
+        logger.info(
+            f"deleting what unfinished saves and deletions have left: {', '.join(path.name for path in doomed)}"
+        )
+        threading.Thread(target=_delete, args=(doomed,), daemon=True).start()
+
+
+def is_unfinished(path: Path) -> bool:
+    """Return whether a folder step-N is empty or holds nothing but a save that began and did not end."""
+    names = os.listdir(path)
+    return not names or (SAVING in names and all(re.fullmatch(_OF_A_SAVE, name) for name in names))
+
+
+def _is_folder(path: Path) -> bool:
+    return path.is_dir() and not path.is_symlink()
+
+
+def _delete(paths: list[Path]) -> None:
+    for path in paths:
+        shutil.rmtree(path, ignore_errors=True)

@@ -14,7 +14,7 @@ from titan_disp.errors import ConfigError
 from titan_disp.models.hf import INDEX
 from titan_disp.run.folder import read_json_lines
 from titan_disp.run.integrity import has_hashes, is_model_only, verify
-from titan_disp.safe_dcp import METADATA
+from titan_disp.run.safe_dcp import METADATA
 
 
 @dataclass(frozen=True)

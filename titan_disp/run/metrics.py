@@ -22,15 +22,13 @@ from torchtitan.distributed import ParallelDims
 from torchtitan.tools import utils
 from torchtitan.tools.logging import logger
 
-from titan_disp.batch import last_step, tokens_per_step
 from titan_disp.condensation.record import Condensation
+from titan_disp.config.batch import last_step, tokens_per_step
 from titan_disp.data.files import on_rank_0
 from titan_disp.data.loader import StreamLoader, is_largest
 from titan_disp.dispersion import LossLedger
-from titan_disp.run.clock import Clock
-from titan_disp.run.folder import append_json
-from titan_disp.run.stragglers import Stragglers
-from titan_disp.run.wandb_run import continue_run, run_id
+from titan_disp.run.folder import append_json, continue_run, run_id
+from titan_disp.run.liveness import Clock, Stragglers
 
 HEATMAP_RATIO = 1.25  # smallest ratio of the steps of two successive heatmaps in TensorBoard; our choice
 
@@ -70,7 +68,7 @@ class TensorBoardFolder(BaseLogger):
         if step < self._next_heatmap:
             return
         self._next_heatmap = HEATMAP_RATIO * step
-        from titan_disp.condensation.plot import heatmap  # imports matplotlib, which only rank 0 needs
+        from titan_disp.condensation.heatmap import heatmap  # imports matplotlib, which only rank 0 needs
 
         self._open(step).add_figure("condensation/heatmap", heatmap(found, f"step {step}"), step)
 

@@ -23,8 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from titan_disp.dispersion.autograd import Result
-from titan_disp.dispersion.collectives import Gathering
+from titan_disp.dispersion.autograd import Gathering, Result
 from titan_disp.dispersion.kernels import accumulation_dtype
 from titan_disp.dispersion.layers import Layers
 from titan_disp.dispersion.masks import Count, TokenMask, others_of

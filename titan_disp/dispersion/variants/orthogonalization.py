@@ -8,8 +8,7 @@ from torch import Tensor
 
 from titan_disp.dispersion.masks import Count
 from titan_disp.dispersion.pairwise import PairFunction
-from titan_disp.dispersion.variants.angles import bound_of, check_clamp, slope_of_arccos
-from titan_disp.dispersion.variants.base import CosineVariant
+from titan_disp.dispersion.variants.base import CosineVariant, bound_of, check_clamp, slope_of_arccos
 from titan_disp.dispersion.vectors import Normalized, check_norm_eps
 
 

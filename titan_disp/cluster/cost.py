@@ -1,0 +1,378 @@
+"""This module computes one GPU's peak memory in a step, and the size of checkpoints, from shapes alone.
+
+The activations are counted as eager PyTorch saves them for backward, with flash attention and a fused norm. A compiled
+block saves less, so the estimate errs on the safe side. tests/test_plan.py compares it with the live storages in a step
+of the real model. It has not been compared with a GPU's memory yet.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torchtitan.config import TORCH_DTYPE_MAP, JobConfig
+
+from titan_disp.config.batch import data_parallel_degree, global_batch_size
+from titan_disp.errors import ConfigError
+from titan_disp.models.arguments import DispModelArgs
+from titan_disp.models.decoder import DispModel
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Hold the bytes on one GPU. The terms do not all peak at the same moment, so their sum is an upper estimate.
+
+    Attributes:
+        weights, gradients, optimizer: the rank's shards; 0 with training.enable_cpu_offload.
+        unsharded: weights gathered (or cast by autocast) for computing, and their gradients before the reduction.
+        activations: activations saved for backward, and those of one block while it is recomputed.
+        dispersion: the saved ∂S/∂z of all dispersed layers.
+        logits: all copies that the loss makes of the logits, log-probabilities and their gradients.
+    """
+
+    weights: int
+    gradients: int
+    optimizer: int
+    unsharded: int
+    activations: int
+    dispersion: int
+    logits: int
+
+    @property
+    def total(self) -> int:
+        return sum(vars(self).values())
+
+
+def compute_dtype(job_config: JobConfig, fsdp_degree: int) -> torch.dtype:
+    """Return the dtype of products and block outputs.
+
+    FSDP or autocast sets it. TorchTitan 0.2.2 uses neither for TP without FSDP.
+    """
+    t = job_config.training
+    mixed = fsdp_degree > 1 or job_config.parallelism.tensor_parallel_degree == 1
+    return TORCH_DTYPE_MAP[t.mixed_precision_param if mixed else t.dtype]
+
+
+def block_elements(job_config: JobConfig, args: DispModelArgs) -> float:
+    """Count the saved activations of all blocks, with one block's recomputation: elements per token of a CP rank."""
+    ac = job_config.activation_checkpoint
+    saved = args.saved_elements(job_config.parallelism.tensor_parallel_degree)
+    none, full, layers = saved["none"], saved["full"], args.n_layers
+    if ac.mode == "none":
+        return layers * none
+    if ac.mode == "memory_budget":  # the compiler interpolates: 0 is full, 1 is none
+        return layers * (full + ac.memory_budget * (none - full))
+    if ac.mode == "full":
+        return layers * full + none
+    if ac.selective_ac_option == "op":
+        return layers * saved["op"] + none
+    every = int(ac.selective_ac_option)
+    checkpointed = layers // every if every else 0
+    return checkpointed * full + (layers - checkpointed) * none + none
+
+
+def logit_bytes(job_config: JobConfig, args: DispModelArgs, itemsize: int) -> int:
+    """Return the bytes for logits per token of a CP rank, at the peak in the loss's backward."""
+    tp = job_config.parallelism.tensor_parallel_degree
+    loss_parallel = tp > 1 and not job_config.parallelism.disable_loss_parallel
+    compiled = job_config.compile.enable and "loss" in job_config.compile.components and not loss_parallel
+    # A compiled loss holds the logits and their gradient. An eager loss holds three tensors in fp32: the
+    # log-probabilities, their gradient, and the gradient of the logits.
+    return args.vocab_size // (tp if loss_parallel else 1) * (2 * itemsize if compiled else 12)
+
+
+def estimate(job_config: JobConfig, model: DispModel, fsdp_degree: int) -> Memory:
+    """Estimate the memory of one rank.
+
+    Args:
+        job_config: a config that has passed ``config_checks.check_config``.
+        model: the model on the meta device.
+        fsdp_degree: number of ranks over which FSDP shards: data_parallel_shard_degree × context_parallel_degree.
+    """
+    p, t, args = job_config.parallelism, job_config.training, model.model_args
+    tp = p.tensor_parallel_degree
+
+    def held(module: torch.nn.Module) -> int:
+        """Count a rank's elements before FSDP: TP shards matrices and replicates the vectors of norms."""
+        return sum(w.numel() // tp if w.ndim > 1 else w.numel() for w in module.parameters())
+
+    dtype = compute_dtype(job_config, fsdp_degree)
+    parameter_bytes = 0 if t.enable_cpu_offload else TORCH_DTYPE_MAP[t.dtype].itemsize
+    shard = -(-held(model) // fsdp_degree) * parameter_bytes
+    blocks = sum(held(block) for block in model.layers.values())
+    if fsdp_degree == 1:  # autocast keeps the cast weights for backward; they have no gradients of their own
+        unsharded = held(model) * dtype.itemsize if dtype != TORCH_DTYPE_MAP[t.dtype] else 0
+    else:
+        # The final norm, the output and a tied model's embeddings stay gathered until their backward. Of the blocks,
+        # the current and the next one are gathered. Untied embeddings are not gathered while the output is.
+        never = p.fsdp_reshard_after_forward == "never"
+        gathered = blocks if never else 2 * blocks // args.n_layers
+        elsewhen = 0 if never or args.enable_weight_tying else sum(map(held, model.embeddings))
+        unsharded = (held(model) - blocks - elsewhen + gathered) * dtype.itemsize * 2
+    tokens = t.local_batch_size * t.seq_len // p.context_parallel_degree
+    head = args.dim / tp + args.dim  # the final norm's input and output
+    return Memory(
+        weights=shard,
+        gradients=shard,
+        optimizer=2 * shard,  # Adam's two moments
+        unsharded=unsharded,
+        activations=round(tokens * dtype.itemsize * (block_elements(job_config, args) + head)),
+        # Outputs of blocks are counted as saved inputs of the next blocks. The tiles are freed before the logits' peak.
+        dispersion=len(args.activations) * tokens // tp * args.dim * dtype.itemsize,
+        logits=tokens * logit_bytes(job_config, args, dtype.itemsize),
+    )
+
+
+def checkpoint_bytes(job_config: JobConfig, model: DispModel) -> int:
+    """Return the size of a full checkpoint.
+
+    It holds the weight of every key in the state dict, so a tied matrix counts twice. Adam's two moments count once.
+    """
+    names = sum(w.numel() for _, w in model.named_parameters(remove_duplicate=False))
+    moments = 2 * sum(w.numel() for w in model.parameters())
+    return (names + moments) * TORCH_DTYPE_MAP[job_config.training.dtype].itemsize
+
+
+def checkpoint_counts(job_config: JobConfig) -> tuple[int, int, int]:
+    """Return how many checkpoints are saved over the run, how many are kept, and the most on disk at any time."""
+    c, steps = job_config.checkpoint, job_config.training.steps
+    if not c.enable or c.load_only:
+        return 0, 0, 0
+    saved = -(-steps // c.interval)  # the last step is saved too
+    if c.enable_first_step_checkpoint and c.interval > 1 and steps > 1:
+        saved += 1
+    kept = min(saved, c.keep_latest_k) if c.keep_latest_k > 0 else saved
+    return saved, kept, min(saved, kept + 1)
+
+
+# This table has the peak FLOP/s, memory and bandwidths of GPUs, each with its source.
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """Describe one device as torch sees it.
+
+    Attributes:
+        bf16_flops: peak FLOP/s of dense bf16 matrix products. Peaks with sparsity in data sheets are twice as high.
+        fp32_flops: peak FLOP/s of fp32 matrix products without TF32.
+        memory: bytes, with 1 GB = 1e9 bytes. Vendors mean GiB, which are 7 % larger. About as much is taken by the CUDA
+            or ROCm context, NCCL and fragmentation.
+        node_bandwidth: peak bytes/s that a device sends to others of its node. Data sheets often name the sum of both
+            directions, which is twice as much.
+        network_bandwidth: bytes/s that a device sends to other nodes, for the machine named next to it. Other machines
+            have other network cards.
+    """
+
+    bf16_flops: float
+    fp32_flops: float
+    memory: float
+    node_bandwidth: float
+    network_bandwidth: float
+
+
+# Each number was compared with the source named beside it: data sheets and the white paper in copies of their tables that
+# others have published, the other pages themselves. "derived" says how a number follows from others. None of these
+# numbers was measured here.
+GPUS = {
+    "A100": Gpu(
+        bf16_flops=312e12,  # NVIDIA A100 data sheet (80 GB SXM): 624 with sparsity
+        fp32_flops=19.5e12,  # the same
+        memory=80e9,  # the same
+        node_bandwidth=300e9,  # NVIDIA's blog "Introducing NVIDIA HGX A100": 600 GB/s both ways, through NVSwitch
+        network_bandwidth=25e9,  # DGX A100 data sheet: 8 single-port ConnectX-6 cards of 200 Gb/s for 8 GPUs
+    ),
+    "H100": Gpu(
+        # Hopper white paper, H100 SXM5. Data sheet: 1,979 TFLOP/s with sparsity, which is twice as much.
+        bf16_flops=989.4e12,
+        fp32_flops=66.9e12,  # the same; derived: 132 SMs of 128 cores at 1.98 GHz, 2 FLOPs each
+        memory=80e9,  # H100 data sheet, SXM
+        node_bandwidth=450e9,  # the same: NVLink, 900 GB/s both ways
+        network_bandwidth=50e9,  # DGX BasePOD reference architecture: 8 single-port ConnectX-7 of 400 Gb/s for 8 GPUs
+    ),
+    "H200": Gpu(
+        bf16_flops=989.4e12,  # H200 data sheet, SXM: the compute of an H100 (1,979 TFLOP/s with sparsity)
+        fp32_flops=66.9e12,  # the same (67 TFLOP/s)
+        memory=141e9,  # the same
+        node_bandwidth=450e9,  # the same: NVLink, 900 GB/s both ways
+        network_bandwidth=50e9,  # DGX BasePOD reference architecture: DGX H200 has the network cards of DGX H100
+    ),
+    # One of the two dies (GCDs) of a card. torch sees each as a device.
+    "MI250X-GCD": Gpu(
+        # AMD's table of the MI200 series: 383.0 TFLOP/s for a card. Derived from ROCm's page "MI250 microarchitecture":
+        # 1,024 FLOPs per clock and CU, 110 CUs, 1.7 GHz.
+        bf16_flops=191.5e12,
+        fp32_flops=47.85e12,  # AMD's table: 95.7 TFLOP/s for a card (matrix). Derived: 256 FLOPs per clock and CU
+        memory=64e9,  # ROCm's page "GPU specifications": 128 GiB for a card
+        # Frontier User Guide: 200 GB/s between the two dies of a card, and 50 to 100 GB/s between dies of two cards. A
+        # ring over all eight is as fast as its slowest link, if it uses one of 50 GB/s; that it does is our assumption.
+        node_bandwidth=50e9,
+        network_bandwidth=12.5e9,  # Frontier User Guide: 4 cards of 200 Gb/s for 8 dies
+    ),
+    "MI300X": Gpu(
+        bf16_flops=1307.4e12,  # ROCm's page "MI300 microarchitecture": peak of dense bf16 matrix products
+        fp32_flops=163.4e12,  # the same, fp32 matrix products
+        memory=192e9,  # ROCm's page "GPU specifications": 192 GiB
+        # The same page on the microarchitecture: a link to each of the other seven. Derived: 16 lanes of 32 Gb/s are 64
+        # GB/s one way. The lanes' number and speed are from the press (B. Wheeler, January 2024), not from AMD's pages.
+        # A ring uses fewer links at a time than all seven, and may be slower.
+        node_bandwidth=448e9,
+        network_bandwidth=50e9,  # Azure ND MI300X v5: 8 NDR ports of 400 Gb/s for 8 GPUs. Other machines differ
+    ),
+}
+
+
+def find_gpu(name: str) -> Gpu:
+    """Return a GPU of the table.
+
+    Raises:
+        ConfigError: The table has no GPU of this name.
+    """
+    if name not in GPUS:
+        raise ConfigError(f"gpu is {name!r}, expected one of {', '.join(GPUS)}")
+    return GPUS[name]
+
+
+# This module counts the bytes that one GPU sends in a step, and how long communication delays the step.
+#
+# The bytes follow from shapes and from ring algorithms, which NCCL and RCCL use for large messages. In a group of n
+# ranks, an all-gather or a reduce-scatter of B bytes sends (n−1)/n · B from every rank, and an all-reduce twice as much.
+# If g ranks of the group share a node, the ring leaves the node once for all of them, so each sends 1/g of its bytes over
+# the network. Trees, latency and other jobs on the network are ignored. The numbers have not been compared with
+# measurements on GPUs yet.
+
+
+BACKWARD = 2 / 3  # backward's fraction of a microbatch's computing
+
+
+@dataclass(frozen=True)
+class Sent:
+    """Hold the bytes that one GPU sends over the links of its node and, at the same time, over the network."""
+
+    within: float = 0.0
+    between: float = 0.0
+
+    def __add__(self, other: "Sent") -> "Sent":
+        return Sent(self.within + other.within, self.between + other.between)
+
+    def __mul__(self, factor: float) -> "Sent":
+        return Sent(self.within * factor, self.between * factor)
+
+    def seconds(self, node_bandwidth: float, network_bandwidth: float) -> float:
+        return max(self.within / node_bandwidth, self.between / network_bandwidth)
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Describe the communication of one GPU in one step.
+
+    Attributes:
+        at_the_ends: communication that nothing can hide. A GPU has nothing to compute during tensor parallelism's
+            collectives. A microbatch begins by gathering the embedding and ends by reducing its gradients. The FSDP
+            group of a tied embedding also has the final norm and the output.
+        beside: communication that can overlap with computing in any microbatch.
+        beside_last_backward: the all-reduce over replicas, which waits for the last microbatch.
+        microbatches: number of microbatches in a step.
+    """
+
+    at_the_ends: tuple[Sent, ...]
+    beside: tuple[Sent, ...]
+    beside_last_backward: tuple[Sent, ...]
+    microbatches: int
+
+    @property
+    def total(self) -> Sent:
+        return sum((*self.at_the_ends, *self.beside, *self.beside_last_backward), Sent())
+
+    def exposed(self, computing: float, node_bandwidth: float, network_bandwidth: float) -> float:
+        """Return the seconds that communication adds to ``computing`` seconds of a step. Bandwidths are in bytes/s.
+
+        This is a lower bound: all of the computing hides communication that can overlap with it.
+        """
+
+        def seconds(sent: Iterable[Sent]) -> float:
+            return sum(s.seconds(node_bandwidth, network_bandwidth) for s in sent)
+
+        last_backward = BACKWARD * computing / self.microbatches
+        return (
+            seconds(self.at_the_ends)
+            + max(0.0, seconds(self.beside) - computing)
+            + max(0.0, seconds(self.beside_last_backward) - last_backward)
+        )
+
+
+def ring(size: int, stride: int, gpus_per_node: int, count: float) -> Sent:
+    """Count what a rank sends in one all-gather or reduce-scatter.
+
+    Args:
+        size: ranks in the group.
+        stride: distance between the numbers of neighbouring ranks in the group.
+        gpus_per_node: GPUs per node.
+        count: bytes of the whole tensor, not of a shard.
+    """
+    sent = (size - 1) / size * count
+    together = max(1, min(size, gpus_per_node // stride))
+    return Sent(sent if together > 1 else 0.0, sent / together if together < size else 0.0)
+
+
+def traffic(job_config: JobConfig, model: DispModel, gpus_per_node: int, world_size: int) -> Traffic:
+    """Count the communication of a step.
+
+    Args:
+        job_config: a config that has passed ``config_checks.check_config`` for ``world_size`` ranks.
+        model: the model on the meta device.
+        gpus_per_node: GPUs per node.
+        world_size: number of ranks.
+    """
+    p, t, args = job_config.parallelism, job_config.training, model.model_args
+    tp, cp, replicas = p.tensor_parallel_degree, p.context_parallel_degree, p.data_parallel_replicate_degree
+    fsdp = world_size // (replicas * tp)  # number of shards; ranks of context parallelism are among them
+    dp = data_parallel_degree(job_config, world_size)
+    microbatches = global_batch_size(job_config, dp) // (t.local_batch_size * dp)
+
+    def held(module: torch.nn.Module) -> int:
+        return sum(w.numel() // tp if w.ndim > 1 else w.numel() for w in module.parameters())
+
+    # FSDP's groups (models/parallelize.py) are the blocks, untied embeddings, and the rest.
+    blocks = sum(held(block) for block in model.layers.values())
+    embedding = 0 if args.enable_weight_tying else sum(map(held, model.embeddings))
+    head = held(model) - blocks - embedding
+    outer = embedding or head  # a microbatch begins and ends with this group
+    inner = held(model) - outer
+    parameter, gradient = (TORCH_DTYPE_MAP[d].itemsize for d in (t.mixed_precision_param, t.mixed_precision_reduce))
+    # Weights are gathered for forward, and for backward if they were resharded. Gradients are reduced after backward.
+    policy = p.fsdp_reshard_after_forward
+    again = head * (policy == "always")  # backward begins with the head
+    outer_bytes = outer * (parameter + gradient) + again * parameter
+    inner_bytes = inner * (parameter + gradient) + (blocks + embedding) * (policy != "never") * parameter
+
+    def sharded(count: float) -> Sent:
+        return ring(fsdp, tp, gpus_per_node, count) * microbatches
+
+    def replicated(elements: int) -> Sent:
+        """Count the all-reduce of ``titan_disp.train``, once per step, as a reduce-scatter and an all-gather."""
+        return ring(replicas, tp * fsdp, gpus_per_node, elements / fsdp * gradient) * 2
+
+    tokens = t.local_batch_size * t.seq_len
+    itemsize = compute_dtype(job_config, fsdp).itemsize
+    activation = tokens * args.dim * itemsize
+    # Each block gathers and scatters around attention and around the feed-forward, in forward and in backward.
+    # Activation checkpointing repeats some of these (op keeps the scatters' outputs). Embedding and output add two more
+    # in each direction.
+    recomputed = {"none": 0, "selective": 2}.get(job_config.activation_checkpoint.mode, 4)
+    # All sequences of a microbatch share one lookup of positions. With context parallelism, each sequence has its own.
+    tables = len(model.embeddings) - 1
+    positions = 2 * tables / (t.local_batch_size if cp == 1 else 1)
+    tensor = ring(tp, 1, gpus_per_node, activation / cp) * ((8 + recomputed) * args.n_layers + 4 + positions)
+    exact = job_config.dispersion.estimator == "exact"  # type: ignore[attr-defined]
+    dispersed = ring(cp * tp, 1, gpus_per_node, activation * len(args.activations) * exact)
+    # torch's ring attention gathers keys and values in forward and backward. It passes their fp32 gradients to the next
+    # rank as many times as there are ranks.
+    heads = 2 * tokens * args.n_kv_heads * args.head_dim // tp * args.n_layers
+    gathers = 2 if job_config.activation_checkpoint.mode in ("none", "selective") else 3
+    passed = heads * 4 * (cp / (cp - 1) if cp > 1 else 0)
+    context = ring(cp, tp, gpus_per_node, gathers * heads * itemsize + passed)
+    return Traffic(
+        at_the_ends=(sharded(outer_bytes), tensor * microbatches, replicated(outer)),
+        beside=(sharded(inner_bytes), dispersed * microbatches, context * microbatches),
+        beside_last_backward=(replicated(inner),),
+        microbatches=microbatches,
+    )

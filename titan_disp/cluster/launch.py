@@ -1,0 +1,176 @@
+"""``titan-disp train`` starts torchrun on one machine."""
+
+import contextlib
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import FrameType
+
+import torch
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+from titan_disp.config.checks import check_config, check_device, check_inputs
+from titan_disp.config.load import load_config
+
+# This module handles the signals by which a user or a terminal asks a command that starts trainings to stop.
+
+
+TWICE = 1.0  # seconds: timeout(1) signals a process and then its group, so that a request may arrive twice
+
+
+@contextlib.contextmanager
+def stop_signals(heard: Callable[[int, FrameType | None], None]) -> Iterator[None]:
+    """Call ``heard`` at SIGINT, SIGTERM and SIGHUP, but not again within a second of the first.
+
+    Signals that are ignored stay ignored, as SIGHUP under nohup.
+    """
+    first = None
+
+    def once(number: int, frame: FrameType | None) -> None:
+        nonlocal first
+        now = time.monotonic()
+        if first is None:
+            first = now
+        elif now - first < TWICE:
+            return
+        heard(number, frame)
+
+    previous = {}
+    try:
+        with contextlib.suppress(ValueError):  # outside of the main thread, Python forbids signal handlers
+            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+                if signal.getsignal(number) is not signal.SIG_IGN:
+                    previous[number] = signal.signal(number, once)
+        yield
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+def launch(config: str, overrides: list[str], nproc: int | None) -> int:
+    """Check everything in this process, so that an error is printed once, then start ``nproc`` ranks.
+
+    Args:
+        config: TOML file.
+        overrides: TorchTitan's command-line options.
+        nproc: number of ranks; by default one per GPU, or 1 without a GPU.
+
+    SIGINT (Ctrl-C), SIGTERM or SIGHUP stops the run: the ranks finish their step, save and end. A second signal kills them.
+
+    Returns:
+        0, or the exit status of the first rank that failed, or 128 plus the number of the signal that stopped the run.
+
+    Raises:
+        ConfigError: A check failed. No rank has started.
+    """
+    argv = ["--job.config_file", config, *overrides]
+    job_config = load_config(argv)
+    nproc = nproc or torch.accelerator.device_count() or 1
+    fake = job_config.comm.mode != "default"
+    check_config(job_config, int(os.environ.get("NGPU", "1")) if fake else nproc)
+    check_device(job_config)
+    check_inputs(job_config)
+    # torchrun sets one thread per rank. Here the ranks share the machine's cores.
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // nproc)))
+    logs = os.path.join(job_config.job.dump_folder, "logs")
+    settings = LaunchConfig(
+        role="rank",  # so that lines on the console begin with [rank0]
+        logs_specs=DefaultLogsSpecs(log_dir=logs, tee=Std.ALL, local_ranks_filter={0}),
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=nproc,
+        run_id=f"titan-disp-{os.getpid()}",
+        rdzv_backend="c10d",
+        # Addresses, because not every container resolves localhost, and not every laptop its own name.
+        rdzv_endpoint="127.0.0.1:0",
+        local_addr="127.0.0.1",
+        max_restarts=0,
+        signals_to_handle="SIGQUIT",  # at other signals, torchrun would kill ranks that save for more than 30 seconds
+    )
+    stop = StopRanks()
+    then = "The same command resumes from the newest checkpoint, or begins anew if there is none."
+    if not job_config.checkpoint.enable:
+        then = "The same command begins anew, because checkpoint.enable is false."
+    try:
+        with stop_signals(stop.heard):
+            elastic_launch(settings, sys.executable)("-m", "titan_disp.train", *argv)
+    except ChildFailedError as error:
+        rank, failure = error.get_first_failure()
+        if stop.number and failure.exitcode in (-signal.SIGTERM, -signal.SIGKILL):
+            _say(f"titan-disp: {stop.name} ended the run, and not every rank ended by itself. {then}")
+            return 128 + stop.number
+        if reason := _last_error(logs, rank):
+            print(reason, file=sys.stderr)
+        print(
+            f"titan-disp: rank {rank} failed with exit status {failure.exitcode}; logs of all ranks: {logs}",
+            file=sys.stderr,
+        )
+        return failure.exitcode if 0 < failure.exitcode < 256 else 1
+    if stop.number:
+        _say(f"titan-disp: {stop.name} ended the run. {then}")
+        return 128 + stop.number
+    return 0
+
+
+class StopRanks:
+    """Pass the first signal on to the ranks that train as SIGTERM, and kill them at a later one.
+
+    The ranks have sessions of their own, so a terminal does not signal them.
+
+    Attributes:
+        number: the signal that was heard first; 0 if there was none.
+    """
+
+    def __init__(self) -> None:
+        self.number = 0
+
+    @property
+    def name(self) -> str:
+        return signal.Signals(self.number).name
+
+    def heard(self, number: int, frame: FrameType | None) -> None:
+        ranks = _ranks()
+        if not ranks:  # they have not started, or have ended
+            raise SystemExit(128 + (self.number or number))
+        first = not self.number
+        if first:
+            self.number = number
+        for rank in ranks:
+            with contextlib.suppress(OSError):  # it has ended
+                if first:
+                    os.kill(rank, signal.SIGTERM)
+                else:
+                    os.killpg(rank, signal.SIGKILL)
+        if first:
+            _say(f"titan-disp: {self.name}: the ranks finish their step, save and end. A second signal kills them.")
+
+
+def _say(text: str) -> None:
+    """Print to stderr, if there is one: a terminal that was closed, or a tee that Ctrl-C has ended, must not stop a save."""
+    with contextlib.suppress(OSError, ValueError, RuntimeError):
+        print(text, file=sys.stderr, flush=True)
+
+
+def _ranks() -> list[int]:
+    """Return the children of this process that run and lead a session, as torchrun starts ranks."""
+    found = []
+    for file in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):  # it has ended
+            state, parent, _, session = file.read_text().rpartition(")")[2].split()[:4]
+            if state != "Z" and int(parent) == os.getpid() and session == file.parent.name:
+                found.append(int(session))
+    return found
+
+
+def _last_error(logs: str, rank: int) -> str | None:
+    """Return the error line of a rank other than 0, whose output is not on the console, or None if it has none."""
+    if rank == 0:
+        return None
+    files = sorted(Path(logs).glob(f"*/attempt_*/{rank}/stderr.log"), key=lambda p: p.stat().st_mtime)
+    lines = files[-1].read_text(errors="replace").splitlines() if files else []
+    return next((line for line in reversed(lines) if line.startswith("titan-disp: error")), None)

@@ -1,0 +1,86 @@
+"""This module draws heatmaps: cosine histograms by layer, as in arXiv 2602.00217 (Figures 2, 4 and 6).
+
+Figures are made without pyplot, which keeps all of them in a global. They are therefore safe in threads and while a
+model trains.
+"""
+
+from collections.abc import Mapping, Sequence
+from textwrap import fill
+
+import numpy as np
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.colors import LogNorm
+from matplotlib.figure import Figure, FigureBase
+from matplotlib.patheffects import withStroke
+from matplotlib.ticker import MaxNLocator
+
+from titan_disp.condensation.record import Condensation
+
+
+def plain(name: str) -> str:
+    """Escape a name for matplotlib, which takes $…$ for mathematics and omits names that begin with _ from legends."""
+    return (" " if name.startswith("_") else "") + name.replace("$", r"\$")
+
+
+def new_figure(width: float, height: float) -> Figure:
+    """Return a figure of this size in inches. A README is 8 inches wide."""
+    figure = Figure(figsize=(width, height), dpi=100, layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure
+
+
+def layer_label(found: Sequence[Condensation], gap: str = " ") -> str:
+    """Return the label of an axis of layers, which says which layer is what.
+
+    Args:
+        gap: " ", or "\\n" for two lines.
+    """
+    normed = any(one.final_norm for one in found)
+    last = found[0].last_block
+    if any(one.last_block != last for one in found):
+        ends = "last two: last block, final norm" if normed else "last: last block"
+    else:
+        ends = f"{last}: last block, {last + 1}: final norm" if normed else f"{last}: last block"
+    return f"layer (0: embedding,{gap}{ends})"
+
+
+def draw_heatmaps(figure: FigureBase, rows: Sequence[Mapping[str, Condensation]]) -> None:
+    """Draw measurements by title, in rows, with shared axes and one colour scale.
+
+    Each layer is a column of 128 bins of the cosine, and the line is the mean. The scale is logarithmic from 10⁻³ to 1,
+    so that one can read both a layer whose pairs fill a single bin and one whose pairs fill a hundred. Emptier bins are
+    blank.
+    """
+    alike = len({len(found.mean_cosine) for row in rows for found in row.values()}) == 1
+    grid = figure.subplots(len(rows), max(map(len, rows)), sharex=alike, sharey=True, squeeze=False)
+    least = 1e-3
+    for axes_row, row in zip(grid, rows, strict=True):
+        for axes in axes_row[len(row) :]:
+            axes.set_axis_off()
+        for axes, (title, found) in zip(axes_row, row.items(), strict=False):
+            layers = len(found.mean_cosine)
+            image = axes.imshow(
+                np.ma.masked_less(found.histogram.T, least),
+                origin="lower",
+                extent=(-0.5, layers - 0.5, -1, 1),
+                aspect="auto",
+                interpolation="nearest",
+                cmap="magma_r",
+                norm=LogNorm(least, 1),
+            )
+            outline = [withStroke(linewidth=3, foreground="black")]
+            axes.plot(range(layers), found.mean_cosine, "o-", color="white", markersize=2.5, path_effects=outline)
+            axes.set_title(plain(fill(title, 24)), fontsize=10)
+            axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=8))
+            axes.set_yticks([-1, -0.5, 0, 0.5, 1])
+            axes.set_ylim(-1.05, 1.05)  # a condensed layer fills only the last bin, which the frame would hide
+    figure.supxlabel(layer_label([found for row in rows for found in row.values()]), fontsize=11)
+    figure.supylabel("cosine of two tokens (line: mean)", fontsize=11)
+    figure.colorbar(image, ax=grid, label="fraction of pairs", fraction=0.05, aspect=30)
+
+
+def heatmap(found: Condensation, title: str) -> Figure:
+    """Draw one measurement, layer against cosine, with all pairs pooled."""
+    figure = new_figure(6, 4)
+    draw_heatmaps(figure, [{title: found}])
+    return figure

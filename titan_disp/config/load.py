@@ -1,0 +1,210 @@
+"""This module reads a TOML config and command-line options through TorchTitan's ConfigManager, with helpful errors."""
+
+import contextlib
+import dataclasses
+import logging
+import os
+import re
+import warnings
+from collections.abc import Iterator, Sequence
+from typing import Any, get_args
+
+import tomli
+import typeguard
+from torchtitan.config import ConfigManager, JobConfig
+from torchtitan.tools.logging import logger
+
+from titan_disp.errors import ConfigError, did_you_mean
+
+# This module finds options written as in TOML, and keys by other names.
+#
+# tyro would reject them without a hint, or read them as something else.
+
+
+_BOOLEANS = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
+
+# Names that are too far from the keys' own for difflib.
+OTHER_NAMES = {
+    **dict.fromkeys(("dispersion.lambda", "dispersion.lamda", "dispersion.weight"), "dispersion.coeff"),
+    "dispersion.temperature": "dispersion.tau",
+}
+
+
+def check_spelling(argv: Sequence[str], default: Any) -> None:
+    """Refuse options that are written as in TOML, and those that have another name.
+
+    Booleans take no value. ``[1, 2]`` is written ``1 2``. A list of strings is written ``a,b``, which TorchTitan splits
+    at the commas without further parsing: ``["a","b"]`` would become two strings that contain brackets and quotes.
+
+    Args:
+        argv: options such as --dispersion.enabled.
+        default: the config's dataclass, whose fields have the types.
+
+    Raises:
+        ConfigError: an option is written as in TOML, or has another name. The message has the spelling that works.
+    """
+    for i, arg in enumerate(argv):
+        option, equals, value = arg.partition("=")
+        key = option.removeprefix("--").replace("-", "_")
+        if not option.startswith("--") or "." not in key:
+            continue
+        if key in OTHER_NAMES:
+            raise ConfigError(f"unknown key {option} (did you mean --{OTHER_NAMES[key]}?)")
+        values = [value] if equals else _up_to_next_option(argv[i + 1 :])
+        if right := _boolean(key, values, default) or _list(key, values, default):
+            raise ConfigError(f"{' '.join([option, *values])} is not the command-line spelling: expected {right}")
+
+
+def _up_to_next_option(argv: Sequence[str]) -> list[str]:
+    end = next((i for i, arg in enumerate(argv) if arg.startswith("--")), len(argv))
+    return list(argv[:end])
+
+
+def _boolean(key: str, values: list[str], default: Any) -> str | None:
+    section, _, name = key.rpartition(".")
+    asked = _BOOLEANS.get(values[0].lower()) if len(values) == 1 else None
+    if asked is None:
+        return None
+    if _type(key, default) is bool:
+        return f"--{section}.{'' if asked else 'no-'}{name}"
+    if name.startswith("no_") and _type(f"{section}.{name.removeprefix('no_')}", default) is bool:
+        return f"--{section}.{'no-' if asked else ''}{name.removeprefix('no_')}"
+    return None
+
+
+def _list(key: str, values: list[str], default: Any) -> str | None:
+    type_, text = _type(key, default), " ".join(values)
+    items = re.findall(r"[^\s,\[\]\"']+", text)
+    if not items:
+        return None
+    if type_ == list[str] and ("[" in text or len(values) > 1):
+        return f"--{key} {','.join(items)}"
+    if list[int] in (type_, *get_args(type_)) and ("[" in text or "," in text):
+        return f"--{key} {' '.join(items)}"
+    return None
+
+
+def _type(key: str, default: Any) -> Any:
+    """Return the type of a key, or None if there is no such key."""
+    *sections, name = key.split(".")
+    for section in sections:
+        default = getattr(default, section, None)
+    fields = dataclasses.fields(default) if dataclasses.is_dataclass(default) else ()
+    return next((field.type for field in fields if field.name == name), None)
+
+
+MODULE = "titan_disp.job_config"
+
+
+def _option(argv: Sequence[str], *names: str) -> str | None:
+    """Return the value of ``--name value`` or ``--name=value``. Hyphens and underscores are the same, as in tyro."""
+    for i, arg in enumerate(argv):
+        key, equals, value = arg.partition("=")
+        if key.replace("-", "_") in {f"__{name}" for name in names}:
+            return value if equals else (argv[i + 1] if i + 1 < len(argv) else None)
+    return None
+
+
+def read_toml(path: str) -> dict[str, Any]:
+    """Return the content of a TOML file.
+
+    Raises:
+        ConfigError: the file cannot be read, or is not valid TOML.
+    """
+    try:
+        with open(path, "rb") as file:
+            return tomli.load(file)
+    except OSError as error:
+        raise ConfigError(f"cannot read the config {path!r}: {error.strerror}{_near(path)}") from error
+    except tomli.TOMLDecodeError as error:
+        raise ConfigError(f"the config {path!r} is not valid TOML: {error}") from error
+
+
+def _near(path: str) -> str:
+    """Return a question with the TOML file of the same folder whose name is most like that of a missing one, or nothing."""
+    folder, name = os.path.split(path)
+    with contextlib.suppress(OSError):
+        if not os.path.lexists(path):
+            files = [other for other in os.listdir(folder or ".") if other.endswith(".toml")]
+            return did_you_mean(name, files, prefix=os.path.join(folder, ""))
+    return ""
+
+
+def _unknown_keys(toml: dict[str, Any], default: Any, prefix: str = "") -> Iterator[str]:
+    known = {f.name for f in dataclasses.fields(default)}
+    for key, value in toml.items():
+        if key not in known:
+            name = OTHER_NAMES.get(f"{prefix}{key}")
+            yield f"{prefix}{key}" + (f" (did you mean {name}?)" if name else did_you_mean(key, known, prefix=prefix))
+        elif dataclasses.is_dataclass(getattr(default, key)):
+            if isinstance(value, dict):
+                yield from _unknown_keys(value, getattr(default, key), f"{prefix}{key}.")
+            else:
+                yield f"{prefix}{key} (this is a section: write [{prefix}{key}])"
+
+
+def _check_types(config: Any, prefix: str = "") -> None:
+    for f in dataclasses.fields(config):
+        value = getattr(config, f.name)
+        if dataclasses.is_dataclass(value):
+            _check_types(value, f"{prefix}{f.name}.")
+            continue
+        try:
+            typeguard.check_type(value, f.type)
+        except typeguard.TypeCheckError as error:
+            raise ConfigError(f"{prefix}{f.name} is {value!r}: {error}") from error
+        if isinstance(value, bool) and f.type in (int, float):
+            raise ConfigError(f"{prefix}{f.name} is {value!r}, expected a number")
+
+
+@contextlib.contextmanager
+def _no_word_on_hf_assets() -> Iterator[None]:
+    """Drop TorchTitan's warning of a tokenizer's folder that does not exist, which is mostly its own default.
+
+    Commands that need the folder say that it is missing, and what to do.
+    """
+
+    def is_other(record: logging.LogRecord) -> bool:
+        return not record.getMessage().startswith("HF assets path ")
+
+    logger.addFilter(is_other)
+    try:
+        yield
+    finally:
+        logger.removeFilter(is_other)
+
+
+@_no_word_on_hf_assets()
+def load_config(argv: Sequence[str]) -> JobConfig:
+    """Return the merged config: the command line takes precedence over the TOML file, and that over defaults.
+
+    Args:
+        argv: TorchTitan's arguments, including ``--job.config_file X``. The [dispersion] section is known whether or
+            not the TOML file sets ``job.custom_config_module``.
+
+    Raises:
+        ConfigError: no such file, invalid TOML, unknown keys, values of the wrong type, or options written as in TOML.
+        SystemExit: a bad command-line option, for which tyro has printed what it expected.
+    """
+    argv = list(argv)
+    path = _option(argv, "job.config_file")
+    toml = read_toml(path) if path else {}
+    if not _option(argv, "job.custom_config_module") and "custom_config_module" not in toml.get("job", {}):
+        argv += ["--job.custom_config_module", MODULE]
+    module = _option(argv, "job.custom_config_module") or toml["job"]["custom_config_module"]
+    known = ConfigManager().parse_args(["--job.custom_config_module", module])  # only its keys are used
+    if unknown := list(_unknown_keys(toml, known)):
+        raise ConfigError(f"unknown key in {path!r}: {', '.join(unknown)}")
+    if toml.get("stream", {}).get("sources") == []:
+        raise ConfigError("stream.sources is empty: name at least one source, [[stream.sources]], or leave it out")
+    check_spelling(argv, known)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # tyro warns about types that _check_types refuses below
+            config = ConfigManager().parse_args(argv)
+    except ConfigError:
+        raise
+    except ValueError as error:
+        raise ConfigError(f"bad value in the config: {error}") from error
+    _check_types(config)
+    return config

@@ -1,0 +1,323 @@
+"""``titan-disp config`` and ``docs/configuration.md`` list every key with its type, default and description.
+
+They are read from the source code of ``titan_disp/job_config.py`` and of TorchTitan's, where a description is the
+string below a field. Neither module is imported, so that this takes a fraction of a second and not the many seconds of
+PyTorch.
+"""
+
+import ast
+import importlib.util
+import json
+import textwrap
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from titan_disp.config.load import OTHER_NAMES
+from titan_disp.errors import ConfigError, did_you_mean
+
+# TorchTitan's keys that the files in train_configs set (tests/test_config_reference.py), with their meaning in
+# titan-disp.
+USED = {
+    "job.dump_folder": "The run folder: checkpoints, metrics and logs. A run that is started again in it resumes.",
+    "job.description": "A line for the log.",
+    "job.custom_config_module": 'Module with more keys. titan_disp.train uses "titan_disp.job_config" by default.',
+    "experimental.custom_import": 'Module to import first: "titan_disp.plugin", which registers the models.',
+    "model.name": '"qwen3_disp" or "gpt2_disp".',
+    "model.flavor": "The size, such as nano, 0.6B or 124M.",
+    "model.hf_assets_path": "Folder of the tokenizer, and of the weights if checkpoint.initial_load_in_hf is true.",
+    "training.dataset": '"c4", "text" (any documents at dataset_path) or "hf:OWNER/NAME…": docs/data.md.',
+    "training.dataset_path": "Folder, file or glob of the documents. Unset: they are streamed from the hub.",
+    "training.seq_len": "Tokens per sequence.",
+    "training.local_batch_size": "Sequences per microbatch on a data-parallel rank.",
+    "training.global_batch_size": (
+        "Sequences per step. Gradients are accumulated as needed. -1: local_batch_size × data-parallel ranks."
+    ),
+    "training.max_norm": "Norm to which gradients are clipped.",
+    "training.dtype": "Type of weights and optimizer states. float32 with mixed precision is the usual choice.",
+    "training.mixed_precision_param": "Type of weights and activations in forward and backward.",
+    "training.mixed_precision_reduce": "Type of gradients while they are summed over ranks.",
+    "optimizer.name": '"AdamW" or "Adam".',
+    "optimizer.lr": "The highest learning rate.",
+    "optimizer.beta1": "Decay rate of the moving average of gradients.",
+    "optimizer.beta2": "Decay rate of the moving average of squared gradients.",
+    "optimizer.eps": "Number that is added to the denominator of the update.",
+    "optimizer.weight_decay": "Weight decay, decoupled as in AdamW.",
+    "optimizer.implementation": "fused is the fastest on GPUs, foreach on CPUs.",
+    "lr_scheduler.warmup_steps": "Steps over which the learning rate grows linearly from 0.",
+    "lr_scheduler.decay_type": "How the learning rate falls after warm-up.",
+    "lr_scheduler.min_lr_factor": "The last learning rate, as a fraction of optimizer.lr.",
+    "parallelism.data_parallel_replicate_degree": (
+        "Replicas of the shards (HSDP). -1: computed from the number of ranks (titan-disp only)."
+    ),
+    "parallelism.data_parallel_shard_degree": (
+        "Ranks that share one copy of the weights (FSDP). -1: computed from the number of ranks."
+    ),
+    "parallelism.tensor_parallel_degree": "Ranks that share the work of every layer.",
+    "activation_checkpoint.mode": "What is recomputed in backward to save memory.",
+    "activation_checkpoint.selective_ac_option": 'For mode selective: "op", or "N" for every N-th block.',
+    "compile.enable": "Whether to use torch.compile.",
+    "compile.components": "What is compiled.",
+    "checkpoint.enable": "Whether to save checkpoints and to resume from them.",
+    "checkpoint.interval": "Steps between checkpoints.",
+    "checkpoint.async_mode": "async: training goes on while a checkpoint is written.",
+    "checkpoint.keep_latest_k": "Checkpoints to keep. 0: all.",
+    "checkpoint.initial_load_in_hf": (
+        "Whether to begin from Hugging Face weights, in initial_load_path or model.hf_assets_path."
+    ),
+    "comm.init_timeout_seconds": "Time-out of communication until the end of the first step.",
+    "comm.train_timeout_seconds": "Time-out of communication afterwards.",
+    "metrics.log_freq": "Steps between lines of the log and points of the curves.",
+    "metrics.enable_tensorboard": "Whether to write TensorBoard files to the run folder.",
+    "metrics.disable_color_printing": "Whether the log has no colours.",
+    "debug.seed": "Decides the initial weights and the sampled positions. Unset: weights differ from run to run.",
+}
+NAMES = {"str": "string", "int": "integer", "float": "number", "bool": "boolean", "Overrides": "table"}
+
+
+@dataclass(frozen=True)
+class Key:
+    section: str  # with dots if it is nested: stream.sources
+    name: str
+    type: str
+    default: str
+    text: str
+
+    @property
+    def full(self) -> str:
+        return f"{self.section}.{self.name}"
+
+
+@dataclass(frozen=True)
+class Section:
+    name: str
+    text: str
+    keys: tuple[Key, ...]
+
+
+def _words(text: str) -> str:
+    """Return a docstring as one line."""
+    return " ".join(text.split())
+
+
+def _type(node: ast.expr) -> str:
+    """Describe an annotation: ``str | None`` → string; ``Literal["a", "b"]`` → "a" or "b"."""
+    alternatives = list(_alternatives(node))
+    return " or ".join([", ".join(alternatives[:-1]), alternatives[-1]] if len(alternatives) > 1 else alternatives)
+
+
+def _alternatives(node: ast.expr) -> Iterator[str]:
+    if isinstance(node, ast.BinOp):
+        yield from _alternatives(node.left)
+        yield from _alternatives(node.right)
+    elif isinstance(node, ast.Subscript) and ast.unparse(node.value) == "Literal":
+        values = node.slice.elts if isinstance(node.slice, ast.Tuple) else [node.slice]
+        yield from (json.dumps(ast.literal_eval(value)) for value in values)
+    elif isinstance(node, ast.Subscript):
+        yield f"list of {NAMES.get(ast.unparse(node.slice), 'table')}s"
+    elif ast.unparse(node) != "None":
+        yield NAMES.get(ast.unparse(node), ast.unparse(node))
+
+
+def _default(node: ast.expr | None) -> str:
+    """Return a default as it is written in TOML."""
+    if node is None:
+        return "required"
+    if isinstance(node, ast.Call):  # field(default_factory=…)
+        (factory,) = (keyword.value for keyword in node.keywords)
+        made = factory.body if isinstance(factory, ast.Lambda) else None
+        return ast.unparse(made).replace("'", '"') if made else {"dict": "{}", "list": "[]"}[ast.unparse(factory)]
+    value = ast.literal_eval(node)
+    return "unset" if value is None else json.dumps(value, ensure_ascii=False)
+
+
+def _sections(source: Path) -> dict[str, Section]:
+    """Return all sections of the file's class JobConfig in its order, including nested ones."""
+    classes = {node.name: node for node in ast.parse(source.read_text()).body if isinstance(node, ast.ClassDef)}
+    found: dict[str, Section] = {}
+
+    def read(cls: ast.ClassDef, name: str) -> None:
+        keys = []
+        nested: list[tuple[ast.ClassDef, str]] = []
+        for i, field in enumerate(cls.body):
+            if not (isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)):
+                continue
+            full = f"{name}.{field.target.id}".lstrip(".")
+            item = field.annotation.slice if isinstance(field.annotation, ast.Subscript) else field.annotation
+            inner = classes.get(ast.unparse(item))
+            if inner is not None:
+                nested.append((inner, full))
+            if inner is None or item is not field.annotation:  # a list of tables is both a key and a section
+                text = _text_below(cls, i)
+                keys.append(Key(name, field.target.id, _type(field.annotation), _default(field.value), text))
+        if name and keys:
+            found[name] = Section(name, _words(ast.get_docstring(cls) or ""), tuple(keys))
+        for inner, full in nested:
+            read(inner, full)
+
+    read(classes["JobConfig"], "")
+    return found
+
+
+def _text_below(cls: ast.ClassDef, i: int) -> str:
+    below = cls.body[i + 1] if i + 1 < len(cls.body) else None
+    is_text = (
+        isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant) and isinstance(below.value.value, str)
+    )
+    return _words(below.value.value) if is_text else ""  # type: ignore[union-attr]
+
+
+def own_sections() -> dict[str, Section]:
+    """Return titan-disp's sections, including the keys that it adds to TorchTitan's sections."""
+    return _sections(Path(__file__).parents[1] / "job_config.py")
+
+
+def torchtitan_sections() -> dict[str, Section]:
+    """Return TorchTitan's sections without the keys for which titan-disp has other defaults."""
+    spec = importlib.util.find_spec("torchtitan")  # finds the package without importing it
+    assert spec is not None
+    assert spec.submodule_search_locations
+    ours = {key.full for section in own_sections().values() for key in section.keys}
+    sections = _sections(Path(spec.submodule_search_locations[0]) / "config" / "job_config.py")
+    return {
+        name: replace(section, keys=tuple(key for key in section.keys if key.full not in ours))
+        for name, section in sections.items()
+    }
+
+
+def _used(sections: dict[str, Section]) -> Iterator[Section]:
+    """Yield TorchTitan's keys in USED with the descriptions given there."""
+    for section in sections.values():
+        keys = tuple(replace(key, text=USED[key.full]) for key in section.keys if key.full in USED)
+        if keys:
+            yield Section(section.name, "", keys)
+
+
+def _lines(section: Section) -> Iterator[str]:
+    """Yield a section as annotated TOML."""
+    yield _title(section)
+    if section.text:
+        yield from textwrap.wrap(section.text, 100, initial_indent="# ", subsequent_indent="# ")
+    for key in section.keys:
+        yield f"{key.name} = {key.default}    # {key.type}"
+        yield from textwrap.wrap(key.text, 96, initial_indent="    ", subsequent_indent="    ")
+    yield ""
+
+
+def _title(section: Section) -> str:
+    """Return the TOML heading. [[stream.sources]] is an array of tables; the keys of [stream] are not in it."""
+    return f"[[{section.name}]]" if section.name == "stream.sources" else f"[{section.name}]"
+
+
+def _find(name: str) -> Iterator[Section]:
+    """Yield a section (titan-disp's keys first), one key, or all keys with this last part in any section."""
+    both = [own_sections(), torchtitan_sections()]
+    for sections in both:
+        for section in sections.values():
+            if name == section.name or section.name.startswith(f"{name}."):
+                yield _in_our_words(section)
+            elif keys := tuple(key for key in section.keys if name in (key.full, key.name)):
+                yield _in_our_words(Section(section.name, "", keys))
+
+
+def _in_our_words(section: Section) -> Section:
+    keys = (replace(k, text=f"{USED[k.full]} TorchTitan: {k.text}") if k.full in USED else k for k in section.keys)
+    return replace(section, keys=tuple(keys))
+
+
+def _not_found(name: str) -> ConfigError:
+    sections = [s for known in (own_sections(), torchtitan_sections()) for s in known.values()]
+    names = {s.name for s in sections} | {key.full for s in sections for key in s.keys}
+    names |= {key.name for s in sections for key in s.keys}
+    other = OTHER_NAMES.get(name) or OTHER_NAMES.get(f"dispersion.{name}")
+    hint = did_you_mean(name, sorted(names), otherwise="; titan-disp config lists them")
+    hint = f" (did you mean {other}?)" if other else hint
+    return ConfigError(f"{name!r} is neither a section nor a key of the config{hint}")
+
+
+def reference(name: str | None) -> str:
+    """Return titan-disp's keys and the most used ones of TorchTitan, or one section or key in full.
+
+    Raises:
+        ConfigError: there is no such section or key.
+    """
+    if name is None:
+        others = torchtitan_sections()
+        lines = [
+            "# titan-disp's keys, with their defaults.",
+            "",
+            *(line for section in own_sections().values() for line in _lines(section)),
+            "# TorchTitan's keys that the files in train_configs set.",
+            "",
+            *(line for section in _used(others) for line in _lines(section)),
+            *textwrap.wrap(
+                f"# titan-disp config SECTION or KEY shows more; TorchTitan's sections are {', '.join(others)}.",
+                110,
+                subsequent_indent="# ",
+            ),
+        ]
+    else:
+        name = name.lstrip("-").replace("-", "_").strip("[]")
+        lines = [line for section in _find(name) for line in _lines(section)]
+        if not lines:
+            raise _not_found(name)
+    return "\n".join(lines).rstrip()
+
+
+PAGE = """# Configuration
+
+This page lists the keys that titan-disp adds to TorchTitan's, and TorchTitan's keys that the files in
+[train_configs](../train_configs) set. It is generated from the descriptions in
+[job_config.py](../titan_disp/job_config.py), and a test checks that it is up to date:
+
+```bash
+titan-disp config --markdown > docs/configuration.md
+```
+
+`titan-disp config` prints the same in a terminal, `titan-disp config dispersion` prints one section, and
+`titan-disp config training.seq_len` prints one key. The last two know every section and key of TorchTitan 0.2.2.
+
+## How to set a key
+
+A key is set in the TOML file, under its section, or on the command line, which takes precedence:
+
+| in the file | on the command line |
+|---|---|
+| `[dispersion]`, then `coeff = 0.2` | `--dispersion.coeff 0.2` |
+| `[dispersion]`, then `enabled = true` | `--dispersion.enabled` |
+| `[dispersion]`, then `enabled = false` | `--dispersion.no-enabled` |
+| `[dispersion]`, then `layers = [1, 2]` | `--dispersion.layers 1 2` |
+| `[compile]`, then `components = ["model", "loss"]` | `--compile.components model,loss` |
+| `[model.overrides]`, then `hidden_dim = 16` and `n_layers = 2` | `--model.overrides hidden_dim=16,n_layers=2` |
+| `[[stream.sources]]`, then `path = "/data/web"` and `weight = 1.0` | `--stream.sources.0.path /data/web` (of one in the file) |
+
+Unknown keys and values of the wrong type are refused before anything starts.
+"""
+
+
+def markdown() -> str:
+    """Return the content of ``docs/configuration.md``."""
+    lines = [PAGE, "## titan-disp's keys", ""]
+    for section in own_sections().values():
+        lines += [*_table(section), ""]
+    lines += [
+        "## TorchTitan's keys",
+        "",
+        "The defaults are TorchTitan's. Keys whose defaults titan-disp changes are listed above.",
+        "",
+    ]
+    for section in _used(torchtitan_sections()):
+        lines += [*_table(section), ""]
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def _table(section: Section) -> Iterator[str]:
+    yield f"### {_title(section)}"
+    yield ""
+    if section.text:
+        yield section.text
+        yield ""
+    yield "| key | type | default | what it does |"
+    yield "|---|---|---|---|"
+    for key in section.keys:
+        yield f"| `{key.name}` | {key.type} | `{key.default}` | {key.text.replace('|', chr(92) + '|')} |"

@@ -1,0 +1,1 @@
+"""The lab reads the folders of runs. The core never imports it."""

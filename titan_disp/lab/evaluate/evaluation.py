@@ -1,0 +1,212 @@
+"""``titan-disp evaluate`` checks everything, then evaluates models on tasks and writes its files after each model."""
+
+import json
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from datetime import timedelta
+from importlib import import_module
+from importlib.metadata import version
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from titan_disp.errors import ConfigError
+from titan_disp.files import no_bars_in_logs
+from titan_disp.lab.evaluate.compare import Comparison, compare, pooled, to_csv, to_markdown
+from titan_disp.lab.evaluate.harness import Dtype, Result, Settings, run_model, warnings_once
+from titan_disp.lab.evaluate.tasks import PROTOCOLS, Suite, build_suite
+from titan_disp.lab.export.export import export
+from titan_disp.lab.inspection.targets import Target, find_targets, name_of, parse_group
+from titan_disp.run.folder import write_json
+
+Conditions = Mapping[str, Sequence[str]]
+"""The names of models by condition. The models are the seeds of the condition. A single model is its own condition."""
+
+
+def evaluate(
+    models: Sequence[str | Path],
+    tasks: Sequence[str] = ("paper",),
+    limit: int | None = None,
+    num_fewshot: int | None = None,
+    batch_size: int | Literal["auto"] = "auto",
+    device: str | None = None,
+    dtype: Dtype = "auto",
+    seed: int = 0,
+    include_path: Path | None = None,
+    out: Path = Path("evaluation"),
+    protocol: str = "paper",
+) -> Comparison:
+    """Run lm-evaluation-harness on models, compare all with the first, and write the files of ``out``.
+
+    The files are written after each model: results.json (all numbers of the harness and of the comparison, settings,
+    versions), samples.jsonl (every metric of every document), table.md and table.csv.
+
+    Args:
+        models: Hugging Face folders of causal language models, such as titan-disp export writes, models of the hub, and
+            RUN or RUN/STEP, which is exported temporarily; or ``NAME=MODEL,MODEL,…``: seeds of one condition, which are
+            compared as one model. One model at a time is loaded.
+        tasks: names of the harness's tasks, groups or tags, or "paper"; see ``build_suite``.
+        limit: documents per task, from the first on; by default the protocol's.
+        num_fewshot: examples in the prompt; by default the protocol's or the task's.
+        batch_size: sequences per batch, or "auto".
+        dtype: dtype of the weights; "auto" keeps the saved one.
+        seed: seed for the choice of examples.
+        include_path: folder with more task files.
+        device: a device such as "cpu"; by default the GPU, or the CPU without one.
+        out: a folder without an earlier evaluation.
+        protocol: a key of ``PROTOCOLS``, which sets the number of documents and examples.
+
+    Raises:
+        ConfigError: A model, task, data set or device does not exist, or a number is out of range; nothing is evaluated
+            then. Weights are missing or damaged, or a run cannot be exported; the models before it are evaluated then.
+    """
+    for option, number, least in (("--limit", limit, 1), ("--num-fewshot", num_fewshot, 0), ("--seed", seed, 0)):
+        if number is not None and number < least:
+            raise ConfigError(f"{option} is {number}, expected at least {least}")
+    if batch_size != "auto" and batch_size < 1:
+        raise ConfigError(f"--batch-size is {batch_size}, expected auto or at least 1")
+    _require_harness()
+    chosen = PROTOCOLS[protocol]
+    settings = Settings(limit or chosen.limit, batch_size, _find_device(device), dtype, seed)
+    found, conditions = _find_models(list(map(str, models)))
+    _check_out(out)
+    with warnings_once(), no_bars_in_logs():
+        suite = build_suite(tasks, include_path, num_fewshot, chosen.shots)
+        results: dict[str, Result] = {}
+        for name, model in _with_progress(found):
+            with _as_hugging_face(model, out) as folder:
+                results[name] = run_model(folder, suite, settings)
+            with open(out / "samples.jsonl", "a") as file:
+                file.writelines(json.dumps({"model": name, **sample}) + "\n" for sample in results[name].samples)
+            comparison = _compare(suite, conditions, results)
+            notes = _dtype_note(results)
+            _write(out, comparison, notes, settings, suite, found, conditions, results, protocol)
+    print(to_markdown(comparison, notes))
+    print(f"{out}: results.json, samples.jsonl, table.md, table.csv")
+    return comparison
+
+
+def _require_harness() -> None:
+    try:
+        import_module("lm_eval.models.huggingface")  # also imports accelerate, which lm_eval does not install
+    except ImportError as error:
+        raise ConfigError(
+            f"titan-disp evaluate needs EleutherAI's lm-evaluation-harness: {error}. pip install 'titan-disp[eval]'"
+        ) from error
+
+
+def _find_device(name: str | None) -> str:
+    name = name or ("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        torch.empty(1, device=name)
+    except (RuntimeError, AssertionError) as error:
+        raise ConfigError(f"--device {name!r} cannot be used here: {str(error).splitlines()[0]}") from error
+    return name
+
+
+def _check_out(out: Path) -> None:
+    if (out / "results.json").exists():
+        raise ConfigError(f"--out {str(out)!r} already holds an evaluation; choose another folder, or remove this one")
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=out):
+            pass
+        (out / "samples.jsonl").unlink(missing_ok=True)  # left by an evaluation that stopped before its first results
+    except OSError as error:
+        raise ConfigError(f"--out {str(out)!r} is not a writable folder: {error}") from error
+
+
+def _find_models(names: Sequence[str]) -> tuple[dict[str, Target], Conditions]:
+    """Find the models by unique names, in the given order, and their conditions."""
+    if not names:
+        raise ConfigError(
+            "no model is given; expected folders of Hugging Face models, as titan-disp export writes them, models of the hub, "
+            "runs, or NAME=MODEL,MODEL,… for seeds of one condition"
+        )
+    groups = [parse_group(name) or (None, [name]) for name in names]
+    members = [member for _, group in groups for member in group]
+    models = find_targets(members, all_steps=False, tokenizer=None)
+    if len(models) < len(members):
+        raise ConfigError(f"a model is given twice: {', '.join(members)}")
+    named = [[name_of(member, models) for member in group] for _, group in groups]
+    conditions = {name or group[0]: group for (name, _), group in zip(groups, named, strict=True)}
+    if len(conditions) < len(groups):
+        raise ConfigError(f"two conditions have the same name: {', '.join(names)}")
+    lengths = {name: model.max_tokens for name, model in models.items()}
+    if len(set(lengths.values())) > 1:
+        told = ", ".join(f"{name} {length}" for name, length in lengths.items())
+        print(
+            f"the models' numbers of positions differ ({told}): a long prompt loses its beginning in only some of them",
+            file=sys.stderr,
+        )
+    return models, conditions
+
+
+def _with_progress(models: Mapping[str, Target]) -> Iterator[tuple[str, Target]]:
+    """Yield each model after a line with its name and an estimate of the time left."""
+    began = time.monotonic()
+    for done, (name, model) in enumerate(models.items()):
+        left = (time.monotonic() - began) / done * (len(models) - done) if done else None
+        pace = "" if left is None else f", about {timedelta(seconds=round(left))} left"
+        print(f"model {done + 1} of {len(models)}{pace}: {name}: {model.folder}", file=sys.stderr)
+        yield name, model
+
+
+@contextmanager
+def _as_hugging_face(model: Target, out: Path) -> Iterator[Path]:
+    """Yield the model's folder. A run's checkpoint is exported to a temporary folder next to the results."""
+    if model.run is None:
+        yield model.folder
+        return
+    with tempfile.TemporaryDirectory(prefix=".export-", dir=out) as folder:
+        export(f"{model.run}/{model.step}", Path(folder) / "model")
+        yield Path(folder) / "model"
+
+
+def _compare(suite: Suite, conditions: Conditions, results: Mapping[str, Result]) -> Comparison:
+    """Compare the models that have been evaluated."""
+    models = {}
+    for condition, members in conditions.items():
+        if done := [results[name].scores for name in members if name in results]:
+            models[condition] = {row.name: pooled([scores[row.name] for scores in done]) for row in suite.rows}
+    return compare(suite.rows, models)
+
+
+def _dtype_note(results: Mapping[str, Result]) -> list[str]:
+    if len({result.dtype for result in results.values()}) < 2:
+        return []
+    told = ", ".join(f"{name} {result.dtype}" for name, result in results.items())
+    return [
+        f"The models' dtypes differ ({told}), so rounding may be part of a difference. Set --dtype to make them equal."
+    ]
+
+
+def _write(
+    out: Path,
+    comparison: Comparison,
+    notes: Sequence[str],
+    settings: Settings,
+    suite: Suite,
+    models: Mapping[str, Target],
+    conditions: Conditions,
+    results: Mapping[str, Result],
+    protocol: str,
+) -> None:
+    content = {
+        "settings": {"protocol": protocol, **asdict(settings), "rows": [asdict(row) for row in suite.rows]},
+        "versions": {name: version(name) for name in ("titan-disp", "lm_eval", "transformers", "torch", "datasets")},
+        "conditions": conditions,
+        "comparison": asdict(comparison),
+        "models": {
+            name: {"folder": str(models[name].folder.resolve()), "dtype": result.dtype, "harness": result.harness}
+            for name, result in results.items()
+        },
+    }
+    (out / "table.md").write_text(to_markdown(comparison, notes))
+    (out / "table.csv").write_text(to_csv(comparison))
+    write_json(out / "results.json", content)

@@ -1,0 +1,107 @@
+"""This module exports a saved model to a Hugging Face folder that ``from_pretrained`` loads."""
+
+import json
+import os
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import save_torch_state_dict
+from safetensors import SafetensorError
+from torchtitan.config import TORCH_DTYPE_MAP
+
+from titan_disp.data.hf_tokenizer import local_documents
+from titan_disp.errors import ConfigError
+from titan_disp.lab.export.model_card import model_card
+from titan_disp.lab.export.saved import SavedModel, find_saved, load_weights
+from titan_disp.run.hf_folder import describe
+
+
+def hf_weights(saved: SavedModel, dtype: str = "float32") -> dict[str, torch.Tensor]:
+    """Load the weights under Hugging Face's names on the CPU. A tied embedding is included once.
+
+    This needs the memory of the float32 weights.
+
+    Raises:
+        CheckpointError: The checkpoint is damaged.
+        ConfigError: A weight is not finite in ``dtype``.
+    """
+    weights = saved.adapter().to_hf(load_weights(saved))
+    for name in weights:
+        weights[name] = weights[name].to(TORCH_DTYPE_MAP[dtype])
+        if not weights[name].isfinite().all():
+            raise ConfigError(
+                f"{saved.name}: {name} has values that are not finite in {dtype}: export another step or dtype"
+            )
+    return weights
+
+
+def export(
+    target: str | Path,
+    dest: str | Path,
+    dtype: str = "float32",
+    max_shard_size: str = "5GB",
+    tokenizer: str | Path | None = None,
+) -> SavedModel:
+    """Write a Hugging Face folder with weights, config, tokenizer and model card. The export is atomic.
+
+    Args:
+        target: RUN (its newest checkpoint) or RUN/STEP.
+        dest: folder to write. It must be empty or not exist.
+        dtype: float32, bfloat16 or float16.
+        max_shard_size: largest size of one safetensors file, such as "5GB".
+        tokenizer: folder of the tokenizer, if ``model.hf_assets_path`` does not exist here.
+
+    Returns:
+        The exported checkpoint.
+
+    Raises:
+        ConfigError: The checkpoint or the tokenizer does not exist, ``dest`` is not empty, the disk is full, or the
+            tokenizer cannot be converted.
+    """
+    dest = Path(dest).absolute()
+    if dest.exists() and not (dest.is_dir() and not any(dest.iterdir())):
+        raise ConfigError(f"{str(dest)!r} already exists; choose a new folder, or remove this one")
+    saved = find_saved(target)
+    loaded = saved.tokenizer(tokenizer)
+    partial = dest.with_name(f".{dest.name}.partial")
+    try:
+        shutil.rmtree(partial, ignore_errors=True)  # left by an export that was killed
+        partial.mkdir(parents=True)
+        text_field = saved.config.get("stream", {}).get("text_field", "text")
+        documents = local_documents(_data_path(saved.config), text_field)
+        describe(partial, saved.adapter(), saved.tokenizer_folder(tokenizer), loaded, dtype, documents)
+        weights = hf_weights(saved, dtype)
+        environment = saved.run / "environment.json"
+        facts = json.loads(environment.read_text()) if environment.is_file() else {}
+        parameters = sum(w.numel() for w in weights.values())
+        (partial / "README.md").write_text(model_card(saved, dest.name, parameters, dtype, facts))
+        size = sum(weight.nbytes for weight in weights.values())
+        print(f"{saved.name}: writing {size / 1e6:,.0f} MB", file=sys.stderr)
+        _save(weights, partial, max_shard_size)
+        os.rename(partial, dest)
+    except (OSError, SafetensorError) as error:
+        raise ConfigError(
+            f"cannot write {str(dest)!r}: {error}. No files were left there: make room, or choose another disk"
+        ) from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    return saved
+
+
+def _data_path(config: dict[str, Any]) -> str | None:
+    """Return the path of the run's training data. If there are several sources, it is the first one's."""
+    sources = config.get("stream", {}).get("sources")
+    path: str | None = sources[0]["path"] if sources else config["training"]["dataset_path"]
+    return path
+
+
+def _save(weights: dict[str, torch.Tensor], folder: Path, max_shard_size: str) -> None:
+    try:
+        save_torch_state_dict(weights, folder, max_shard_size=max_shard_size)
+    except ValueError as error:
+        raise ConfigError(f"--max-shard-size is {max_shard_size!r}: {error}") from error
+    for file in folder.glob("*.safetensors"):  # safetensors makes them readable for the owner only
+        file.chmod((folder / "config.json").stat().st_mode)

@@ -1,0 +1,94 @@
+"""This module generates text on a CPU with a saved or exported model."""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from torchtitan.components.tokenizer import BaseTokenizer
+
+from titan_disp.data.hf_tokenizer import plain_encoder
+from titan_disp.data.tokenizer import load_tokenizer
+from titan_disp.errors import ConfigError
+from titan_disp.lab.export.export import hf_weights
+from titan_disp.lab.export.saved import find_saved, is_run, load_causal_lm, longest_sequence
+from titan_disp.run.hf_folder import hf_config
+
+
+def _load(target: str | Path, tokenizer: str | Path | None) -> tuple[Any, BaseTokenizer, int]:
+    """Load a transformers model from a run's checkpoint or a Hugging Face folder.
+
+    Returns:
+        The model, its tokenizer, and the tokens of its longest sequence.
+    """
+    import transformers
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    if (Path(target) / "config.json").is_file() and not is_run(target):
+        model = load_causal_lm(target)
+        return model, load_tokenizer(tokenizer or target), longest_sequence(model.config) or sys.maxsize
+    saved = find_saved(target)
+    loaded = saved.tokenizer(tokenizer)
+    adapter = saved.adapter()
+    theirs = getattr(transformers, adapter.transformers_class)
+    config = theirs.config_class(**hf_config(adapter, loaded, "float32"))
+    model = theirs.from_pretrained(None, config=config, state_dict=hf_weights(saved))
+    return model, loaded, adapter.model_args.max_seq_len
+
+
+def generate(
+    target: str | Path,
+    prompt: str,
+    max_new_tokens: int = 64,
+    temperature: float = 0.8,
+    top_k: int = 50,
+    seed: int = 0,
+    tokenizer: str | Path | None = None,
+) -> str:
+    """Continue a prompt up to EOS, ``max_new_tokens``, or the sequence length of training.
+
+    Args:
+        target: RUN (its newest checkpoint), RUN/STEP, or a Hugging Face folder.
+        prompt: beginning of the text; an empty one begins a new document.
+        max_new_tokens: most tokens to generate.
+        temperature: temperature of the sampling; 0 always takes the most probable token.
+        top_k: number of most probable tokens to sample from; 0 means all.
+        seed: seed of the sampling.
+        tokenizer: folder of the tokenizer, if the path in the run's config does not exist here.
+
+    Returns:
+        The prompt and its continuation.
+
+    Raises:
+        ConfigError: The model does not exist, a number is out of range, or the prompt fills the sequence.
+    """
+    from transformers import GenerationConfig
+
+    if max_new_tokens < 1 or temperature < 0 or top_k < 0:
+        raise ConfigError(
+            f"max_new_tokens is {max_new_tokens}, temperature is {temperature} and top_k is {top_k}; expected at least "
+            "1, 0 and 0"
+        )
+    model, loaded, longest = _load(target, tokenizer)
+    begin = [] if loaded.bos_id is None else [loaded.bos_id]
+    ids = begin + plain_encoder(loaded)(prompt) or [loaded.eos_id]
+    if len(ids) >= longest:
+        raise ConfigError(
+            f"the prompt has {len(ids)} tokens, expected fewer than the {longest} that the model was trained on"
+        )
+    sampling = {"do_sample": True, "temperature": temperature, "top_k": top_k} if temperature else {"do_sample": False}
+    # The embedding may have more rows than the tokenizer has tokens: do not sample these rows.
+    beyond = list(range(loaded.get_vocab_size(), model.config.vocab_size))
+    settings = GenerationConfig(
+        max_new_tokens=min(max_new_tokens, longest - len(ids)),
+        eos_token_id=loaded.eos_id,
+        pad_token_id=loaded.eos_id,
+        suppress_tokens=beyond or None,
+        **sampling,
+    )
+    inputs = torch.tensor([ids])
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        (output,) = model.generate(inputs, attention_mask=torch.ones_like(inputs), generation_config=settings)
+    return loaded.decode(output.tolist())

@@ -1,0 +1,197 @@
+"""This module writes the README.md of an exported model from the files of its run."""
+
+import contextlib
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from titan_disp.data.files import list_files
+from titan_disp.data.fingerprint import read_data_state
+from titan_disp.errors import CheckpointError, ConfigError, counted
+from titan_disp.lab.export.saved import SavedModel
+from titan_disp.models.baselines import OPTIONS
+from titan_disp.run.folder import read_condensation, read_metrics, read_validation
+
+SHOWN_FILES = 4  # up to so many files are listed; otherwise the first and the last one
+PAPER = "https://arxiv.org/abs/2602.00217"
+SHOWN = ("python", "titan-disp", "torch", "torchtitan", "tokenizers", "sentencepiece")
+
+
+def _files(saved: SavedModel) -> list[tuple[str, int]]:
+    """Return name and bytes of every file of training data, from the checkpoint or else from this disk.
+
+    The list is empty if both fail.
+    """
+    training = saved.config["training"]
+    if not saved.in_hf_format:
+        with contextlib.suppress(CheckpointError):
+            known, _ = read_data_state(str(saved.folder))
+            if "files" in known:
+                return [(name, size) for name, size in known["files"]]
+    if training["dataset_path"]:
+        with contextlib.suppress(ConfigError):
+            return [(file.name, file.size) for file in list_files(training["dataset"], training["dataset_path"])]
+    return []
+
+
+def _data(saved: SavedModel) -> str:
+    """Describe the files of the data and their origin. Only the last part of a path makes sense elsewhere."""
+    if sources := saved.config.get("stream", {}).get("sources"):  # configs of older runs have none
+        total = sum(source["weight"] for source in sources)
+        parts = ", ".join(f"{_source(source)} ({source['weight'] / total:.0%})" for source in sources)
+        return parts + (f"; in total {_listed(files)}" if (files := _files(saved)) else "")
+    training = saved.config["training"]
+    path, files, dataset = training["dataset_path"], _files(saved), training["dataset"]
+    name = "allenai/c4" if dataset.startswith("c4") else f"`{dataset}`" if dataset.startswith("hf:") else "documents"
+    source = name + (f", a local copy named `{Path(path).name}`" if path else ", from the hub")
+    return f"{_listed(files)} ({source})" if files else source
+
+
+def _listed(files: Sequence[tuple[str, int]]) -> str:
+    """Describe the number, size and names of files. Of many files, only the first and the last are named."""
+    names = [f"`{name}`" for name, _ in files]
+    listed = ", ".join(names) if len(names) <= SHOWN_FILES else f"{names[0]} to {names[-1]}"
+    return f"{counted(len(files), 'file')}, {_bytes(sum(size for _, size in files))}: {listed}"
+
+
+def _bytes(size: float) -> str:
+    for unit, name in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB")):
+        if size >= unit:
+            return f"{size / unit:.4g} {name}"
+    return f"{size / 1e3:.4g} kB"
+
+
+def _condensation(measured: Mapping[str, Any]) -> str:
+    """Describe the output of ``Condensation.to_json``. Its layers end with the last block in older versions."""
+    mean = [math.nan if value is None else value for value in measured["mean_cosine"]]
+    normed = measured.get("layers", [""])[-1] == "final norm"
+    blocks = mean[1 : len(mean) - normed]
+    over_depth = measured.get("before_norm", measured)
+    parts = [
+        *(f"{mean[0]:.3f} in the embedding", f"{sum(blocks) / len(blocks):.3f} on average over the blocks"),
+        f"{blocks[-1]:.3f} after the last block",
+        *([f"{mean[-1]:.3f} after the final norm"] if normed else []),
+    ]
+    ranks = [
+        f"{letter} {over_depth[name]:.2f}"
+        for name, letter in (("spearman", "ρ"), ("kendall", "τ"))
+        if over_depth.get(name) is not None
+    ]
+    depth = f"; with depth, up to the last block: {', '.join(ranks)}" if ranks else ""
+    return f"mean cosine of two tokens {', '.join(parts)}{depth}"
+
+
+def _source(source: dict[str, Any]) -> str:
+    return f"`{source['name'] or Path(source['path'] or source['dataset']).name}`"
+
+
+def _dispersion(section: dict[str, Any]) -> str:
+    if not section["enabled"]:
+        return "off: plain cross-entropy"
+    names = (
+        "coeff",
+        "tau",
+        "layers",
+        "final_norm",
+        "variant",
+        "estimator",
+        "clamp",
+        "norm_eps",
+        "norm_coeff",
+        "include_diagonal",
+        "max_tokens",
+        "warmup_steps",
+        "decay",
+        "decay_steps",
+        "final_coeff",
+    )
+    return ", ".join(f"{name} = {section[name]}" for name in names if name in section)  # older runs have fewer keys
+
+
+def _baseline(section: dict[str, Any]) -> str:
+    method = section["method"]
+    options = {k: v for k, v in section.items() if OPTIONS.get(k) == method}
+    return ", ".join([method, *(f"{name} = {value}" for name, value in options.items())])
+
+
+def model_card(saved: SavedModel, name: str, parameters: int, dtype: str, environment: dict[str, Any]) -> str:
+    """Write the text of README.md.
+
+    Args:
+        saved: the checkpoint.
+        name: name of the exported model.
+        parameters: number of parameters; a tied embedding counts once.
+        dtype: dtype of the exported weights.
+        environment: contents of the run's environment.json, or {} if it is missing.
+    """
+    config = saved.config
+    training = config["training"]
+    logged = {step: record for step, record in read_metrics(saved.run).items() if step <= saved.step}
+    model = f"{saved.entry.title}, {parameters:,} parameters (flavor {saved.flavor})"
+    facts = {
+        "architecture": f"{model}, weights in {dtype}",
+        "data": _data(saved),
+        "sequence length": f"{training['seq_len']:,}",
+        "dispersion": _dispersion(config["dispersion"]),
+        "optimizer": f"{config['optimizer']['name']}, peak learning rate {config['optimizer']['lr']:g}",
+        "steps": f"{saved.step:,} of {training['steps']:,}",
+    }
+    if (baseline := config.get("baseline", {"method": "none"}))["method"] != "none":  # older runs have no section
+        facts["baseline"] = _baseline(baseline)
+    if config["checkpoint"]["initial_load_in_hf"]:
+        start = config["checkpoint"]["initial_load_path"] or config["model"]["hf_assets_path"]
+        facts["started from"] = f"the weights of `{Path(start).name}`"
+    if logged:
+        step, last = max(logged.items())
+        facts["tokens seen"] = f"{last['tokens'] * saved.step // step:,}"  # the number per step is constant
+        facts["cross-entropy, training batch"] = f"{last['ce']:.4f} at step {step:,}"
+        facts["dispersion loss, training batch"] = f"{last['dispersion']:.4f} at step {step:,}"
+    measured = {step: one for step, one in read_condensation(saved.run).items() if step <= saved.step}
+    if measured and (held_out := max(measured.items()))[1].get("cross_entropy") is not None:
+        step, one = held_out
+        text = f"{counted(one['sequences'], 'sequence')} of {training['seq_len']:,} tokens"
+        facts["cross-entropy, held-out text"] = f"{one['cross_entropy']:.4f} at step {step:,} ({text})"
+    validated = {step: loss for step, loss in read_validation(saved.run, config).items() if step <= saved.step}
+    if validated:
+        step, loss = max(validated.items())
+        facts["cross-entropy, validation"] = f"{loss:.4f} at step {step:,}"
+    if measured:
+        step, one = max(measured.items())
+        text = f"{counted(one['sequences'], 'sequence')}, {one['tokens']:,} tokens of each"
+        facts["condensation, held-out text"] = f"{_condensation(one)}; at step {step:,} ({text})"
+    packages = {"python": environment.get("python")} | environment.get("packages", {})
+    if versions := [f"{p} {packages[p]}" for p in SHOWN if packages.get(p)]:
+        facts["trained with"] = ", ".join(versions)
+        devices = ", ".join(sorted(set(environment.get("accelerators", [])))) or "CPU"
+        facts["trained on"] = f"{counted(environment.get('world_size', 1), 'rank')}, {devices}"
+    table = "\n".join(f"| {key} | {value} |" for key, value in facts.items())
+    return f"""---
+library_name: transformers
+pipeline_tag: text-generation
+tags:
+- dispersion-loss
+- titan-disp
+---
+
+# {name}
+
+A language model pre-trained with titan-disp, a TorchTitan plugin for the dispersion loss of
+[Dispersion loss counteracts embedding condensation and improves generalization in small language models]({PAPER})
+(arXiv 2602.00217).
+
+| | |
+|---|---|
+{table}
+
+```python
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+tokenizer = AutoTokenizer.from_pretrained("{name}")
+model = AutoModelForCausalLM.from_pretrained("{name}")
+inputs = tokenizer("The", return_tensors="pt")
+print(tokenizer.decode(model.generate(**inputs, max_new_tokens=32)[0]))
+```
+
+The weights have no licence yet. If you publish them, choose one that the data allows (`license:` at the top).
+"""

@@ -1,0 +1,259 @@
+"""This module loads a run's saved models on a CPU, from checkpoints of any mesh and without the optimizer."""
+
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torchtitan.components.tokenizer import BaseTokenizer
+from torchtitan.tools.logging import logger
+
+from titan_disp.data.tokenizer import check_fits, load_tokenizer
+from titan_disp.errors import CheckpointError, ConfigError, counted
+from titan_disp.models.arguments import DispModelArgs, architecture_of, named
+from titan_disp.models.decoder import DispModel
+from titan_disp.models.hf import HfAdapter
+from titan_disp.models.registry import MODELS, ModelEntry, find_model, model_args
+from titan_disp.run import safe_dcp
+from titan_disp.run.identity import differences, read_identity
+from titan_disp.run.integrity import HASHES, checkpoints, has_hashes, verify
+
+
+@dataclass(frozen=True)
+class SavedModel:
+    """One checkpoint of a run.
+
+    Attributes:
+        run: the run's folder (``job.dump_folder``).
+        step: number of optimizer steps done.
+        folder: folder of the checkpoint, in DCP's format or safetensors (``checkpoint.last_save_in_hf``).
+        config: the run's resolved config from config.json.
+    """
+
+    run: Path
+    step: int
+    folder: Path
+    config: dict[str, Any]
+
+    @property
+    def name(self) -> str:
+        return f"{self.run.resolve().name}/step-{self.step}"
+
+    @property
+    def in_hf_format(self) -> bool:
+        return not (self.folder / ".metadata").is_file()
+
+    @property
+    def entry(self) -> ModelEntry:
+        return find_model(self.config["model"]["name"])
+
+    def model_args(self) -> DispModelArgs:
+        """Return the flavor's arguments with model.overrides and the run's sequence length."""
+        model = self.config["model"]
+        args = model_args(model["name"], model["flavor"], model.get("overrides", {}))  # older runs have none
+        args.max_seq_len = self.config["training"]["seq_len"]
+        return args
+
+    def adapter(self) -> HfAdapter:
+        """Return the adapter that converts weights to and from transformers."""
+        return self.entry.adapter(self.model_args(), None)
+
+    @property
+    def flavor(self) -> str:
+        """The flavor and its overrides, for people."""
+        model = self.config["model"]
+        return named(model["flavor"], model.get("overrides", {}))
+
+    def tokenizer_folder(self, override: str | Path | None = None) -> Path:
+        """Return ``override`` or ``model.hf_assets_path``, which may be relative to the folder where the run started.
+
+        Raises:
+            ConfigError: The folder does not exist.
+        """
+        folder = Path(override or self.config["model"]["hf_assets_path"])
+        if not folder.is_dir():
+            raise ConfigError(
+                f"{self.name}: the tokenizer's folder {str(folder)!r} does not exist here; run this command where the "
+                "training was started, or name the folder with --tokenizer DIR"
+            )
+        return folder
+
+    def tokenizer(self, override: str | Path | None = None) -> BaseTokenizer:
+        """Load the tokenizer that the run trained with.
+
+        Raises:
+            ConfigError: The tokenizer is missing, unreadable, or larger than the model's vocabulary.
+        """
+        folder = self.tokenizer_folder(override)
+        tokenizer, args = load_tokenizer(folder), self.model_args()
+        advice = "it is not the tokenizer of this run"
+        check_fits(tokenizer.get_vocab_size(), folder, args.vocab_size, self.name, advice)
+        return tokenizer
+
+
+def is_run(path: str | Path) -> bool:
+    """Return whether a path is a run's folder."""
+    return (Path(path) / "config.json").is_file() and (Path(path) / "metrics.jsonl").is_file()
+
+
+def saved_models(run: str | Path) -> list[SavedModel]:
+    """Return all complete checkpoints of a run, by ascending step, with step 0 (``checkpoint.create_seed_checkpoint``).
+
+    Raises:
+        ConfigError: The path is not a run's folder, or the run has no complete checkpoint.
+    """
+    run = Path(run)
+    if not is_run(run):
+        what = "does not exist" if not run.exists() else "is not a run's folder (with config.json and metrics.jsonl)"
+        raise ConfigError(
+            f"{str(run)!r} {what}; expected a run's job.dump_folder, or RUN/STEP for one of its checkpoints"
+        )
+    config = json.loads((run / "config.json").read_text())
+    if config["model"]["name"] not in MODELS:
+        known = " or ".join(MODELS)
+        raise ConfigError(f"{str(run)!r} trained the model {config['model']['name']!r}, expected {known}")
+    folder = run / config["checkpoint"]["folder"]
+    steps = checkpoints(folder, hugging_face=True)
+    found = [SavedModel(run, step, folder / f"step-{step}", config) for step in steps]
+    if not found:
+        raise ConfigError(
+            f"{str(folder)!r} holds no complete checkpoint: wait until the run has saved one, or set checkpoint.enable"
+        )
+    return found
+
+
+def find_saved(target: str | Path) -> SavedModel:
+    """Find the checkpoint named ``RUN`` (its newest), ``RUN/300``, ``RUN/step-300`` or ``RUN/checkpoint/step-300``.
+
+    Raises:
+        ConfigError: The run or the step does not exist. The message lists the steps of the run.
+    """
+    path = Path(target)
+    matched = re.fullmatch(r"(?:step-)?(\d+)", path.name)
+    if is_run(path) or not matched:
+        return saved_models(path)[-1]
+    run = next((p for p in (path.parent, path.parent.parent) if is_run(p)), path.parent)
+    every, step = saved_models(run), int(matched.group(1))
+    for saved in every:
+        if saved.step == step:
+            return saved
+    raise ConfigError(f"{str(run)!r} has no checkpoint of step {step}; it has {', '.join(str(s.step) for s in every)}")
+
+
+def load_weights(saved: SavedModel) -> dict[str, torch.Tensor]:
+    """Load the weights under the model's names, in float32 on the CPU. A tied ``output.weight`` is left out.
+
+    Raises:
+        CheckpointError: The checkpoint is damaged, or its model is not the config's.
+    """
+    args = saved.model_args()
+    if saved.in_hf_format:
+        hf: dict[str, torch.Tensor] = {}
+        for file in sorted(saved.folder.glob("*.safetensors")):
+            hf |= load_file(file)
+        weights = {k: v.float() for k, v in saved.adapter().from_hf(hf).items()}
+        return {k: v for k, v in weights.items() if k != "output.weight" or not args.enable_weight_tying}
+    if reason := verify(saved.folder):
+        raise CheckpointError(f"the checkpoint {str(saved.folder)!r} cannot be read: {reason}")
+    if not has_hashes(saved.folder):
+        logger.warning(
+            f"{saved.folder} has no {HASHES}, because an older version or TorchTitan's own trainer saved it: it is loaded "
+            "without verification"
+        )
+    with torch.device("meta"):
+        wanted = saved.entry.model_cls(args).state_dict()
+    if args.enable_weight_tying:
+        wanted.pop("output.weight")
+    if differ := differences(read_identity(str(saved.folder)), architecture_of(args)):
+        raise CheckpointError(
+            f"config.json of the run does not belong to the checkpoint {str(saved.folder)!r}: {'; '.join(differ)}. "
+            "A later start with another config wrote it: restore model.flavor and model.overrides in it"
+        )
+    in_checkpoint = safe_dcp.read_metadata(saved.folder).state_dict_metadata
+    if missing := sorted(wanted.keys() - in_checkpoint.keys()):
+        raise CheckpointError(
+            f"the checkpoint {str(saved.folder)!r} holds no model of flavor {saved.flavor!r}: "
+            f"it lacks {len(missing)} of {len(wanted)} weights, {missing[0]!r} first"
+        )
+    weights = {name: torch.empty(like.shape, dtype=torch.float32) for name, like in wanted.items()}
+    for name, like in weights.items():
+        if (size := in_checkpoint[name].size) != like.shape:  # type: ignore[union-attr]
+            raise CheckpointError(
+                f"the checkpoint {str(saved.folder)!r} has {name} of shape {tuple(size)}, expected {tuple(like.shape)} "
+                f"for flavor {saved.flavor!r}"
+            )
+    try:
+        safe_dcp.load(weights, saved.folder, no_dist=True)
+    except BaseException as error:  # DCP's CheckpointException is not an Exception
+        if isinstance(error, (KeyboardInterrupt, SystemExit)):
+            raise
+        raise CheckpointError(
+            f"the checkpoint {str(saved.folder)!r} cannot be read: {' '.join(str(error).split())[-400:]}"
+        ) from error
+    return weights
+
+
+def load_model(saved: SavedModel) -> DispModel:
+    """Load the model in float32 on the CPU, in eval mode.
+
+    It returns plain logits, or activations through ``return_activations``.
+    """
+    with torch.device("meta"):
+        model = saved.entry.model_cls(saved.model_args())
+    model.to_empty(device="cpu")
+    model.tie_weights()
+    model.init_buffers(torch.device("cpu"))
+    model.load_state_dict(load_weights(saved), strict=False)  # a tied output.weight is not among them
+    return model.eval()
+
+
+# This module loads causal language models from Hugging Face folders, and rejects incomplete ones.
+
+
+def load_causal_lm(
+    folder: str | Path, dtype: str = "float32", device_map: str | None = None, trust_remote_code: bool = False
+) -> Any:
+    """Load ``AutoModelForCausalLM`` from a local folder, in eval mode.
+
+    Args:
+        folder: folder of the model.
+        dtype: dtype of the weights: "float32", "bfloat16", "float16", or "auto" for the saved one.
+        device_map: "auto" spreads the blocks over all GPUs (accelerate); None loads the model on the CPU.
+        trust_remote_code: whether Python files of the folder may run if transformers does not know the model.
+
+    Raises:
+        ConfigError: Weights cannot be read or are missing. transformers would initialize missing ones randomly.
+    """
+    from transformers import AutoModelForCausalLM  # the import takes seconds
+
+    try:
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            folder,
+            dtype=dtype,
+            device_map=device_map,
+            trust_remote_code=trust_remote_code,
+            local_files_only=True,
+            output_loading_info=True,
+        )
+    except Exception as error:  # OSError, ValueError, RuntimeError or an error of safetensors
+        raise ConfigError(f"transformers cannot load the model {str(folder)!r}: {error}") from error
+    model, loading = loaded
+    if missing := sorted(loading["missing_keys"]):
+        raise ConfigError(
+            f"{str(folder)!r} holds an incomplete causal language model: it lacks {counted(len(missing), 'weight')}, "
+            f"{missing[0]!r} first"
+        )
+    return model.eval()
+
+
+def longest_sequence(config: Any) -> int | None:
+    """Return the number of tokens in the longest sequence for a transformers model, or None if its config has none.
+
+    This is the number of its positions. An exported GPT-2 may have more positions than training's sequences had tokens;
+    then it is the latter.
+    """
+    positions: int | None = getattr(config, "max_position_embeddings", None)
+    return positions if positions is None else min(positions, getattr(config, "trained_seq_len", positions))

@@ -1,0 +1,375 @@
+"""This module finds models to measure: checkpoints of runs, and Hugging Face models in folders and on the hub."""
+
+import json
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from titan_disp.data.hf_tokenizer import plain_encoder
+from titan_disp.data.tokenizer import check_fits, load_tokenizer
+from titan_disp.errors import ConfigError, counted
+from titan_disp.lab.export.saved import (
+    SavedModel,
+    find_saved,
+    is_run,
+    load_causal_lm,
+    load_model,
+    longest_sequence,
+    saved_models,
+)
+from titan_disp.lab.inspection.layer_by_layer import Layers, hugging_face_layers
+from titan_disp.models.hf import INDEX
+
+# This module finds models of the Hugging Face hub by their ids. It uses the local cache if the hub does not answer.
+
+
+WANTED = ("*.json", "*.txt", "*.model", "*.jinja", "*.safetensors")  # config, tokenizer, weights
+CODE = "*.py"
+PICKLES = "pytorch_model*.bin"  # weights of models that were never converted to safetensors
+_ID = re.compile(r"(?P<id>[A-Za-z0-9][\w.-]*(?:/[\w.-]+)?)(?:@(?P<revision>[\w./-]+))?")
+
+
+@dataclass(frozen=True)
+class HubModel:
+    """``MODEL@REVISION``: an id such as gpt2 or Qwen/Qwen3-0.6B, and a branch, tag or commit. None means main."""
+
+    id: str
+    revision: str | None
+
+    def patterns(self, code: bool) -> list[str]:
+        """Return the patterns of files to download. ``code`` adds Python files."""
+        return [*WANTED, *([CODE] if code else [])]
+
+    def command(self, code: bool, more: Sequence[str] = ()) -> str:
+        """Return the command that downloads the model to the cache. ``more`` has patterns of further files."""
+        revision = "" if self.revision is None else f"revision={self.revision!r}, "
+        call = f"snapshot_download({self.id!r}, {revision}allow_patterns={[*self.patterns(code), *more]})"
+        return f'python -c "from huggingface_hub import snapshot_download; {call}"'
+
+
+def parse_id(name: str) -> HubModel | None:
+    """Parse an id of the hub. Returns None for a name that cannot be one, such as an absolute path."""
+    matched = _ID.fullmatch(name)
+    return None if matched is None else HubModel(matched["id"], matched["revision"])
+
+
+def find_snapshot(model: HubModel, code: bool) -> Path:
+    """Return the model's folder in the cache of huggingface_hub. It is updated if the hub answers.
+
+    Args:
+        model: the model.
+        code: whether to download the repository's Python files, too.
+
+    Raises:
+        ConfigError: The model or revision does not exist, access is denied, or the hub does not answer and the cache
+            does not have the model. In this case, the message has the command that downloads it.
+    """
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import (
+        GatedRepoError,
+        LocalEntryNotFoundError,
+        RepositoryNotFoundError,
+        RevisionNotFoundError,
+    )
+
+    def download(patterns: list[str]) -> Path:
+        return Path(snapshot_download(model.id, revision=model.revision, allow_patterns=patterns))
+
+    try:
+        folder = download(model.patterns(code))
+        if not any(folder.glob("*.safetensors")) and (folder / "config.json").is_file():
+            folder = download([*model.patterns(code), PICKLES])
+    except LocalEntryNotFoundError as error:
+        raise ConfigError(
+            f"{model.id!r} is not a folder here. As a model of the Hugging Face hub, it is missing or incomplete in "
+            "the cache, and the hub does not answer. Run this command on a machine with internet access, with HF_HOME "
+            "on a disk that this machine sees:\n  " + model.command(code)
+        ) from error
+    except GatedRepoError as error:
+        raise ConfigError(
+            f"the hub requires permission to download {model.id!r}: request access at "
+            f"https://huggingface.co/{model.id}, then log in (hf auth login, or HF_TOKEN)"
+        ) from error
+    except RevisionNotFoundError as error:
+        raise ConfigError(f"{model.id!r} has no revision {model.revision!r} on the Hugging Face hub") from error
+    except RepositoryNotFoundError as error:
+        raise ConfigError(
+            f"{model.id!r} does not exist as a folder here or on the Hugging Face hub (a private model needs HF_TOKEN)"
+        ) from error
+    except Exception as error:  # of requests, httpx or httpx2, by the version of huggingface_hub; or a full disk
+        raise ConfigError(f"{model.id!r} cannot be fetched from the Hugging Face hub: {error}") from error
+    if not (folder / "config.json").is_file():
+        raise ConfigError(f"{model.id!r} has no config.json on the Hugging Face hub: transformers cannot load it")
+    return folder
+
+
+# ``NAME=A,B,C`` on a command line names a group of models or runs.
+
+
+def parse_group(text: str) -> tuple[str, list[str]] | None:
+    """Parse ``NAME=A,B,C`` into (NAME, [A, B, C]). Returns None for a text without =, or an existing path.
+
+    Raises:
+        ConfigError: The name or a member is empty, or a member comes twice.
+    """
+    if "=" not in text or Path(text).exists():
+        return None
+    name, _, rest = text.partition("=")
+    members = rest.split(",")
+    if not name or not all(members) or len(set(members)) < len(members):
+        raise ConfigError(f"{text!r} is not a group; expected NAME=A,B,C with a name, and each member once")
+    return name, members
+
+
+Encode = Callable[[str], list[int]]
+Device = torch.device | Literal["auto"]
+"""auto: accelerate spreads a Hugging Face model over all GPUs, a run uses the first GPU, and the CPU replaces none."""
+
+
+@dataclass(frozen=True)
+class SpecialTokens:
+    """The tokens that a tokenizer puts before and after a text by default."""
+
+    before: tuple[int, ...] = ()
+    after: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Target:
+    """A model and its tokenizer. The weights are loaded by ``load``.
+
+    Attributes:
+        folder: folder of the checkpoint or of the Hugging Face model.
+        path: path that names the output files: the run's or the model's folder, or the id on the hub.
+        called: the names by which the user gave this model.
+        run: folder of a run; None for a Hugging Face model.
+        step: step of a checkpoint; None for a Hugging Face model.
+        revision: revision of a model on the hub, if the user named one.
+        max_tokens: tokens in the longest sequence; None means any number.
+        vocab_size: number of token ids.
+        encode: maps text to token ids without special tokens.
+        special_tokens: the tokens that the tokenizer adds by default. For a run, the token that begins documents.
+        load: maps (device, dtype) to the model in eval mode; the dtype is as for ``load_causal_lm``. Raises ConfigError
+            if weights are missing, or the blocks cannot be found.
+    """
+
+    folder: Path
+    path: Path
+    called: tuple[str, ...]
+    run: Path | None
+    step: int | None
+    revision: str | None
+    max_tokens: int | None
+    vocab_size: int
+    encode: Encode
+    special_tokens: SpecialTokens
+    load: Callable[[Device, str], Layers]
+
+
+def find_targets(
+    names: Sequence[str], all_steps: bool, tokenizer: Path | None, trust_remote_code: bool = False
+) -> dict[str, Target]:
+    """Find models. The keys of the result name files. Each model comes once, in the order of ``names``.
+
+    Args:
+        names: RUN, RUN/STEP, a Hugging Face folder, or MODEL or MODEL@REVISION of the Hugging Face hub.
+        all_steps: whether to take all checkpoints of a RUN, rather than its newest one.
+        tokenizer: folder of a tokenizer that replaces each model's own.
+        trust_remote_code: whether Python files that come with a Hugging Face model may run.
+
+    Raises:
+        ConfigError: A name is not a model, or a tokenizer does not fit.
+    """
+    if not names:
+        raise ConfigError(
+            "no target is given; expected at least one run's folder (job.dump_folder) or Hugging Face model"
+        )
+    if all_steps and not any(is_run(name) for name in names):
+        raise ConfigError(f"--all-steps needs a run's folder (job.dump_folder), but was given {', '.join(names)}")
+    found: dict[Path, Target] = {}
+    for name in names:
+        for target in _find(name, all_steps, tokenizer, trust_remote_code):
+            key = target.folder.resolve()
+            known = found.get(key, target)
+            found[key] = replace(known, called=tuple(dict.fromkeys([*known.called, name])))
+    return dict(zip(_file_names(found.values()), found.values(), strict=True))
+
+
+def _find(name: str, all_steps: bool, tokenizer: Path | None, trust_remote_code: bool) -> list[Target]:
+    path = Path(name)
+    if _is_hugging_face(path):
+        return [_hugging_face_target(name, path, None, tokenizer, trust_remote_code)]
+    step_of_run = re.fullmatch(r"(?:step-)?\d+", path.name) and any(map(is_run, path.parents[:2]))
+    if not path.exists() and not step_of_run and (model := parse_id(name)) is not None:
+        folder = find_snapshot(model, trust_remote_code)
+        return [_hugging_face_target(name, folder, model, tokenizer, trust_remote_code)]
+    saved = saved_models(name) if all_steps and is_run(name) else [find_saved(name)]
+    return [_run_target(name, one, tokenizer) for one in saved]
+
+
+def _file_names(targets: Iterable[Target]) -> list[str]:
+    """Name files after the targets' folders and their steps or revisions.
+
+    As many parent folders are added as all names need to be unique.
+    """
+    paths = [target.path.parts for target in targets]
+    ends = [end_of_name(target) for target in targets]
+    for depth in range(1, max(map(len, paths)) + 1):
+        names = ["-".join(parts[-depth:]) + end for parts, end in zip(paths, ends, strict=True)]
+        if len(set(names)) == len(names):
+            return names
+    return [f"{i}-{name}" for i, name in enumerate(names)]  # /a/b-c and /a-b/c give the same name
+
+
+def end_of_name(target: Target) -> str:
+    """Return the end of a name, which distinguishes steps of a run and revisions of a model."""
+    if target.revision is not None:
+        return "@" + target.revision.replace("/", "-")
+    return "" if target.step is None else f"-step-{target.step}"
+
+
+def name_of(called: str, targets: Mapping[str, Target]) -> str:
+    """Return the key of ``find_targets`` for the model that the user called ``called``, or of its newest step."""
+    return [name for name, target in targets.items() if called in target.called][-1]
+
+
+def _run_target(name: str, saved: SavedModel, tokenizer_folder: Path | None) -> Target:
+    args = saved.model_args()
+    tokenizer = saved.tokenizer(tokenizer_folder)
+
+    def load(device: Device, dtype: str) -> Layers:
+        if device == "auto":
+            device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        model = load_model(saved)
+        if dtype != "auto":  # a checkpoint's weights are float32
+            for parameter in model.parameters():  # not the rotary table, which is rounded when it is used
+                parameter.data = parameter.data.to(getattr(torch, dtype))
+        layers = Layers(model.to(device), model, list(model.layers.values()))
+        model.output = torch.nn.Identity()  # the "logits" are then the final norm's output, not N × V numbers
+        return layers
+
+    return Target(
+        folder=saved.folder,
+        path=saved.run.resolve().relative_to("/"),
+        called=(name,),
+        run=saved.run,
+        step=saved.step,
+        revision=None,
+        max_tokens=args.max_seq_len,
+        vocab_size=args.vocab_size,
+        encode=plain_encoder(tokenizer),
+        special_tokens=SpecialTokens(() if tokenizer.bos_id is None else (tokenizer.bos_id,)),
+        load=load,
+    )
+
+
+def _is_hugging_face(folder: Path) -> bool:
+    return (folder / "config.json").is_file() and not is_run(folder)
+
+
+def _hugging_face_target(
+    name: str, folder: Path, model: HubModel | None, tokenizer_folder: Path | None, trust_remote_code: bool
+) -> Target:
+    import transformers  # the import takes seconds, and runs do not need it
+
+    if lacking := _missing_weights(folder):
+        more = [] if (folder / INDEX).is_file() else [PICKLES]
+        raise ConfigError(
+            f"{str(folder)!r} {lacking}; "
+            + (
+                "expected a run's folder or a Hugging Face model"
+                if model is None
+                else f"download them on a machine with internet access:\n  {model.command(trust_remote_code, more)}"
+            )
+        )
+    try:
+        config = transformers.AutoConfig.from_pretrained(
+            folder, local_files_only=True, trust_remote_code=trust_remote_code
+        ).get_text_config()
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"{str(folder)!r} is not a model that transformers knows: {error}{_about_code(error)}"
+        ) from error
+    if tokenizer_folder is not None:
+        own = load_tokenizer(tokenizer_folder)
+        encode, tokens = plain_encoder(own), own.get_vocab_size()
+        special_tokens = SpecialTokens(() if own.bos_id is None else (own.bos_id,))
+    else:
+        theirs = _their_tokenizer(folder, trust_remote_code)
+        encode, tokens, special_tokens = partial(_encode_theirs, theirs), len(theirs), _their_special_tokens(theirs)
+    advice = "it is not this model's tokenizer"
+    check_fits(tokens, tokenizer_folder or folder, config.vocab_size, f"the model {str(folder)!r}", advice)
+
+    def load(device: Device, dtype: str) -> Layers:
+        spread = device == "auto"
+        loaded = load_causal_lm(folder, dtype, "auto" if spread else None, trust_remote_code)
+        return hugging_face_layers(loaded if spread else loaded.to(device))
+
+    return Target(
+        folder=folder,
+        path=folder.resolve().relative_to("/") if model is None else Path(model.id),
+        called=(name,),
+        run=None,
+        step=None,
+        revision=None if model is None else model.revision,
+        max_tokens=longest_sequence(config),
+        vocab_size=config.vocab_size,
+        encode=encode,
+        special_tokens=special_tokens,
+        load=load,
+    )
+
+
+def _missing_weights(folder: Path) -> str:
+    """Describe missing files of weights, or return "". A download may have been interrupted."""
+    safe = any(folder.glob("*.safetensors")) or (folder / INDEX).is_file()
+    index = folder / (INDEX if safe else "pytorch_model.bin.index.json")
+    if index.is_file() and not (folder / index.name.removesuffix(".index.json")).is_file():
+        files = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        missing = [file for file in files if not (folder / file).is_file()]
+        every = counted(len(files), "file")
+        return f"lacks {len(missing)} of its {every} of weights, {missing[0]!r} first" if missing else ""
+    if safe or any(folder.glob(PICKLES)):
+        return ""
+    return "has a config.json but no weights (*.safetensors or pytorch_model*.bin)"
+
+
+def _about_code(error: Exception) -> str:
+    asked = "trust_remote_code" in str(error)
+    return " The code may do anything. If you trust its authors, add --trust-remote-code." if asked else ""
+
+
+def _their_tokenizer(folder: Path, trust_remote_code: bool) -> Any:
+    import transformers
+
+    hint = "Name another folder with --tokenizer DIR"
+    try:
+        tokenizer = transformers.AutoTokenizer.from_pretrained(
+            folder, local_files_only=True, trust_remote_code=trust_remote_code
+        )
+    except Exception as error:  # tokenizers raises plain Exceptions
+        raise ConfigError(
+            f"transformers cannot load the tokenizer in {str(folder)!r}: {error}.{_about_code(error)} {hint}"
+        ) from error
+    # Without files, transformers 5 creates a tokenizer that has only special tokens.
+    if len(tokenizer) <= len(tokenizer.all_special_tokens):
+        raise ConfigError(f"{str(folder)!r} holds no tokenizer. {hint}")
+    return tokenizer
+
+
+def _encode_theirs(tokenizer: Any, text: str) -> list[int]:
+    return tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+
+
+def _their_special_tokens(tokenizer: Any) -> SpecialTokens:
+    """Return the tokens before and after those of a text with one letter."""
+    bare, whole = _encode_theirs(tokenizer, "a"), tokenizer("a", verbose=False)["input_ids"]
+    for start in range(len(whole) - len(bare) + 1):
+        if whole[start : start + len(bare)] == bare:
+            return SpecialTokens(tuple(whole[:start]), tuple(whole[start + len(bare) :]))
+    return SpecialTokens()  # the tokenizer encodes a text differently next to special tokens

@@ -1,0 +1,228 @@
+"""This module samples the text to measure on. Models with the same tokenizer get the same sample."""
+
+import random
+import re
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from titan_disp.data.documents import Documents
+from titan_disp.data.files import DataFile, list_files
+from titan_disp.data.formats import JSON_LINES, PARQUET, Format
+from titan_disp.data.hub import is_hub_name
+from titan_disp.data.records import BadDocument, DamagedFile, OtherShape, text_of
+from titan_disp.errors import ConfigError, DataError, counted
+
+MOST = 64 << 20  # most characters that are read, so that the time does not grow with the file
+_DOCUMENTS = (*JSON_LINES, *PARQUET)
+HOPELESS = 1000  # documents without the field of the text, before any text: the field is likely to have another name
+MARGIN = 8  # characters to read per token: English text has about four
+PIECE = 8192  # characters of a plain text that stay together: about four sequences of 512 tokens
+
+
+def read_texts(
+    text: Path | None, dataset: str | None, seed: int, in_order: bool = False, text_field: str = "text"
+) -> list[str]:
+    """Read documents in random order, or in the order of the text.
+
+    Args:
+        text: file of documents (named like training data), or of plain UTF-8 text. Plain text is cut at line ends into
+            pieces of about 8192 characters.
+        dataset: folder, whose validation split is used, file or glob of documents, or data set of the hub (hf:…).
+        seed: seed for the order of files and documents. Files are read in this order up to about 64 M characters.
+        in_order: whether the documents of a file keep their order. Then each ends in a blank line, and plain text is
+            cut into lines, so that joining the results gives the text.
+        text_field: field of JSON documents, and column of Parquet files, that holds the text, as stream.text_field of a run.
+
+    Raises:
+        ConfigError: None or both of text and dataset are given, or the text is missing, unreadable or empty, or the first
+            ``HOPELESS`` documents that are not empty have no text.
+    """
+    if (text is None) == (dataset is None):
+        raise ConfigError("expected one of --text FILE and --dataset PATH, with the text to measure on")
+    shuffle = random.Random(seed).shuffle
+    source = f"--text {str(text)!r}" if text is not None else f"--dataset {dataset!r}"
+    if text is not None and not text.is_file():
+        raise ConfigError(
+            f"{source} is not a file; expected plain text, or documents in {', '.join('*' + s for s in _DOCUMENTS)}"
+        )
+    reasons: list[str] = []
+    if text is not None and not text.name.endswith(_DOCUMENTS):
+        documents = _pieces(text, 1 if in_order else PIECE)
+    else:
+        try:
+            if dataset is not None and is_hub_name(dataset):
+                files = list_files(dataset, None, "validation")
+            else:
+                files = list_files("c4_validation", str(text or dataset))
+        except ConfigError as error:  # the message names a key of the config, which is not used here
+            option = "--dataset" if text is None else "--text"
+            message = re.sub(r"(training\.dataset_path|validation\.dataset) is", f"{option} is", str(error))
+            message = message.replace("local copy: dataset_path", "local copy: --dataset")
+            raise ConfigError(message) from error
+        shuffle(files)
+        found = _documents(files, text_field, reasons)
+        documents = (f"{document}\n\n" for document in found) if in_order else found
+    taken = _first(documents)
+    if not taken:
+        raise ConfigError(f"{source} holds no text{': ' if reasons else ''}{''.join(reasons[:1])}")
+    if not in_order:
+        shuffle(taken)
+    return taken
+
+
+def _first(documents: Iterable[str]) -> list[str]:
+    taken: list[str] = []
+    characters = 0
+    for document in documents:
+        taken.append(document)
+        characters += len(document)
+        if characters >= MOST:
+            break
+    return taken
+
+
+def _pieces(path: Path, size: int) -> Iterator[str]:
+    lines: list[str] = []
+    characters = 0
+    try:
+        with open(path, encoding="utf-8") as file:
+            for line in file:
+                lines.append(line)
+                characters += len(line)
+                if characters >= size:
+                    yield "".join(lines)
+                    lines, characters = [], 0
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"--text {str(path)!r} is not UTF-8 text: {error}") from error
+    if lines:
+        yield "".join(lines)
+
+
+def _documents(files: Iterable[DataFile], text_field: str, reasons: list[str]) -> Iterator[str]:
+    """Read documents. Bad documents and the rest of damaged files are skipped and reported on stderr.
+
+    Args:
+        files: files of documents.
+        text_field: see ``read_texts``.
+        reasons: for each file with bad documents, the reason why the first of them cannot be used is appended to it.
+
+    Raises:
+        ConfigError: the text is in another field or column.
+    """
+    without, usable = 0, False
+    for file in files:
+        reader, bad = Documents(file, max_bytes=MOST, format=Format(text_field)), 0
+        try:
+            while (record := reader.read()) is not None:
+                try:
+                    text = text_of(record, text_field)
+                except BadDocument as error:
+                    if not bad:
+                        reasons.append(_of_options(error))
+                    bad += 1
+                    without += isinstance(error, OtherShape)  # not damage, which says nothing about other files
+                    if without == HOPELESS and not usable:
+                        raise ConfigError(
+                            f"{file.url}: the first {HOPELESS:,} documents have no text, the last one for this reason: "
+                            f"{_of_options(error)}"
+                        ) from error
+                else:
+                    usable = True
+                    yield text
+        except DamagedFile as error:
+            print(f"{file.url} is damaged and ends early: {error}", file=sys.stderr)
+        except DataError as error:
+            raise ConfigError(_of_options(error)) from error
+        finally:
+            reader.close()
+        if bad:
+            print(f"{file.url}: skipped {counted(bad, 'bad document')}, the first one: {reasons[-1]}", file=sys.stderr)
+
+
+def _of_options(error: Exception) -> str:
+    """Return a message about a key of the config with the name of the option here."""
+    return str(error).replace("stream.text_field", "--text-field")
+
+
+def cut_sequences(texts: Iterable[str], encode: Callable[[str], list[int]], count: int, length: int) -> Tensor:
+    """Join texts by blank lines, and cut their token ids into sequences of equal length.
+
+    Args:
+        texts: the texts.
+        encode: maps text to token ids without special tokens.
+        count: number of sequences. A short text gives fewer.
+        length: tokens per sequence. If the text does not fill one, the result is a single shorter sequence.
+
+    Returns:
+        [count, length] int64.
+
+    Raises:
+        ConfigError: The text has fewer than two tokens.
+    """
+    ids: list[int] = []
+    for text in texts:
+        ids += encode(f"\n\n{text}" if ids else text)
+        if len(ids) >= count * length:
+            break
+    if len(ids) < 2:
+        raise ConfigError(
+            f"the text has {counted(len(ids), 'token')}, expected at least 2: a cosine needs a pair of tokens"
+        )
+    length = min(length, len(ids))
+    count = min(count, len(ids) // length)
+    return torch.tensor(ids[: count * length]).view(count, length)
+
+
+def contiguous_sequences(
+    texts: Sequence[str], encode: Callable[[str], list[int]], count: int, length: int, seed: int
+) -> Tensor:
+    """Start sequences at random places of the text, as in the paper.
+
+    A document or line begins each sequence, and the following ones fill it.
+
+    Args:
+        texts: texts of ``read_texts`` with ``in_order``.
+        encode: maps text to token ids without special tokens.
+        count: number of sequences, which may overlap.
+        length: tokens per sequence. A sequence that would exceed the end of the text begins earlier.
+        seed: seed of the places.
+
+    Returns:
+        [count, length] int64.
+
+    Raises:
+        ConfigError: The whole text has fewer than ``length`` tokens.
+    """
+    generator = random.Random(seed)
+    return torch.tensor([_from(texts, generator.randrange(len(texts)), encode, length) for _ in range(count)])
+
+
+def _from(texts: Sequence[str], start: int, encode: Callable[[str], list[int]], length: int) -> list[int]:
+    characters = MARGIN * length
+    while True:
+        end, taken = start, 0
+        while end < len(texts) and taken < characters:
+            taken += len(texts[end])
+            end += 1
+        ids = encode("".join(texts[start:end]))
+        if len(ids) >= length:
+            return ids[:length]
+        if end < len(texts):
+            characters *= 2
+        elif start:
+            start //= 2
+        else:
+            raise ConfigError(
+                f"the text has {counted(len(ids), 'token')}, expected at least {length:,} for a contiguous sequence"
+            )
+
+
+def surround(tokens: Tensor, before: Sequence[int], after: Sequence[int]) -> Tensor:
+    """Add tokens before and after each sequence of [count, length] token ids."""
+    count = len(tokens)
+    ends = [torch.tensor(ids, dtype=torch.int64).expand(count, len(ids)) for ids in (before, after)]
+    return torch.cat([ends[0], tokens, ends[1]], dim=1)

@@ -1,0 +1,224 @@
+"""This module draws charts of training. The number of points is limited, and a run has the same style in all charts."""
+
+import base64
+import io
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import matplotlib
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.collections import QuadMesh
+from matplotlib.dates import AutoDateLocator, ConciseDateFormatter
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, MaxNLocator
+from scipy.stats import binned_statistic
+
+from titan_disp.condensation.heatmap import layer_label, new_figure, plain
+from titan_disp.condensation.record import Condensation, alike
+from titan_disp.lab.plots import LINES, MEAN_COSINE, OKABE_ITO
+from titan_disp.run.history import FAULTS, Attempt
+from titan_disp.text import short
+
+BINS = 500  # most points of a line: two pixels each in the widest chart
+SIZE = (5.6, 3.3)  # inches: a column on a laptop, and still readable at a phone's width
+BEGINNING = 0.05  # fraction of a run: at first the loss is so high that the rest would look flat
+
+
+def drawing() -> AbstractContextManager[None]:
+    """Return a context for making and writing figures. Text stays text, and equal figures have equal bytes."""
+    return matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "titan-disp", "font.size": 9.5})
+
+
+def to_uri(figure: Figure) -> str:
+    """Convert a figure to an SVG data URI."""
+    file = io.BytesIO()
+    figure.savefig(file, format="svg", metadata={"Date": None})
+    return "data:image/svg+xml;base64," + base64.b64encode(file.getvalue()).decode()
+
+
+@dataclass(frozen=True)
+class Line:
+    """Represent the line of one run or condition in a chart.
+
+    Attributes:
+        name: name of the run or condition.
+        x, y: [n] numbers. Points with a non-finite number are left out.
+        place: index of the run or condition in the report, which sets its colour and dashes.
+        resumes: values of x at which the run resumed. They are marked on the axis.
+        low, high: [n] smallest and largest value over the seeds with mean ``y``; None for a single run.
+    """
+
+    name: str
+    x: np.ndarray
+    y: np.ndarray
+    place: int
+    resumes: Sequence[float] = ()
+    low: np.ndarray | None = None
+    high: np.ndarray | None = None
+
+    @property
+    def all_y(self) -> np.ndarray:
+        """Return all values that are drawn."""
+        return np.concatenate([y for y in (self.y, self.low, self.high) if y is not None])
+
+    @property
+    def style(self) -> dict[str, Any]:
+        return {"color": OKABE_ITO[self.place % len(OKABE_ITO)], "linestyle": LINES[self.place % len(LINES)]}
+
+
+def binned(x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """Bin the finite points into at most ``BINS`` bins of equal width in x.
+
+    Returns:
+        Mean x, mean y, smallest y and largest y of each bin.
+    """
+    finite = np.isfinite(x) & np.isfinite(y)
+    x, y = x[finite], y[finite]
+    if len(x) <= BINS:
+        return x, y, y, y
+    means, _, place = binned_statistic(x, [x, y], "mean", BINS)
+    low, high = (binned_statistic(x, y, name, BINS).statistic for name in ("min", "max"))
+    filled = np.unique(place) - 1
+    return means[0][filled], means[1][filled], low[filled], high[filled]
+
+
+Scale = Callable[[Axes, Sequence[Line]], None]
+
+
+def as_it_is(axes: Axes, lines: Sequence[Line]) -> None:
+    """Let axis y show all values."""
+
+
+def from_zero(axes: Axes, lines: Sequence[Line]) -> None:
+    """Start axis y at 0, for numbers whose ratios matter."""
+    top = max(np.nanmax(line.all_y) for line in lines)
+    axes.set_ylim(0, 1.05 * top if top > 0 else None)  # otherwise nearly equal numbers would lie on the frame
+    axes.yaxis.set_major_formatter(FuncFormatter(_tick))
+
+
+def correlation(axes: Axes, lines: Sequence[Line]) -> None:
+    """Let axis y show the range of a correlation."""
+    axes.set_ylim(-1.05, 1.05)
+
+
+def by_factors(axes: Axes, lines: Sequence[Line]) -> None:
+    """Make axis y logarithmic if the values differ by more than a factor of 30."""
+    y = np.concatenate([line.all_y[np.isfinite(line.all_y)] for line in lines])
+    if y.min() > 0 and y.max() > 30 * y.min():
+        axes.set_yscale("log")
+
+
+def without_the_beginning(axes: Axes, lines: Sequence[Line]) -> None:
+    """Let axis y show the values after the ``BEGINNING`` of the longest run."""
+    start = BEGINNING * max(np.nanmax(line.x) for line in lines)
+    later = np.concatenate([_after(line, start) for line in lines])
+    if len(later) > 30 * len(lines):
+        margin = 0.05 * np.ptp(later) + 1e-9
+        axes.set_ylim(later.min() - margin, later.max() + margin)
+
+
+def _after(line: Line, start: float) -> np.ndarray:
+    values = np.stack([y for y in (line.y, line.low, line.high) if y is not None])[:, line.x > start]
+    return values[np.isfinite(values)]
+
+
+def draw_lines(axes: Axes, lines: Sequence[Line], xlabel: str, ylabel: str, scale: Scale) -> None:
+    """Draw a line for each run or condition, in a band from smallest to largest value if its points are means."""
+    for line in lines:
+        x, y, low, high = binned(line.x, line.y)
+        if line.low is not None and line.high is not None:
+            low, high = binned(line.x, line.low)[2], binned(line.x, line.high)[3]
+        if len(x) == BINS or line.low is not None:
+            axes.fill_between(x, low, high, color=line.style["color"], alpha=0.2, linewidth=0)
+        marker = "o" if len(x) <= 30 else None
+        axes.plot(x, y, label=plain(line.name), linewidth=1.5, marker=marker, markersize=3, **line.style)
+        on_axis = axes.get_xaxis_transform()
+        heights = [0.025] * len(line.resumes)
+        axes.plot(line.resumes, heights, "^", color=line.style["color"], markersize=5, transform=on_axis)
+    axes.set_xlabel(xlabel)
+    axes.set_ylabel(ylabel)
+    axes.xaxis.set_major_formatter(FuncFormatter(_tick))
+    scale(axes, lines)
+    axes.grid(alpha=0.3)
+
+
+def curves(lines: Sequence[Line], xlabel: str, ylabel: str, scale: Scale) -> Figure:
+    """Draw a chart of ``draw_lines`` with a legend above it."""
+    figure = new_figure(*SIZE)
+    draw_lines(figure.subplots(), lines, xlabel, ylabel, scale)
+    longest = max(len(line.name) for line in lines)
+    figure.legend(loc="outside upper center", ncols=1 if longest > 24 else 3)
+    return figure
+
+
+def _tick(value: float, _: int) -> str:
+    return short(value)
+
+
+def draw_layer_map(axes: Axes, by_step: Mapping[int, Condensation], title: str, end: int) -> QuadMesh:
+    """Draw mean cosines by layer and step. All maps have the same colour scale.
+
+    Args:
+        axes: axes to draw in.
+        by_step: at least two measurements.
+        title: title of the map.
+        end: the last step of the run, where the map ends.
+    """
+    measured = alike(list(by_step.values()))
+    values = np.array([found.mean_cosine for found in measured]).T
+    layers = np.arange(len(values))
+    mesh = axes.pcolormesh(
+        list(by_step), layers, values, shading="nearest", cmap="magma_r", vmin=0, vmax=1, rasterized=True
+    )
+    axes.set_xlim(min(by_step), max(end, *by_step))
+    axes.set_title(plain(title), fontsize=10)
+    axes.set_xlabel("step")
+    axes.set_ylabel(layer_label(measured, gap="\n"))
+    axes.xaxis.set_major_formatter(FuncFormatter(_tick))
+    axes.yaxis.set_major_locator(MaxNLocator(integer=True))
+    return mesh
+
+
+def layer_map(by_step: Mapping[int, Condensation], name: str, end: int) -> Figure:
+    """Draw ``draw_layer_map`` of a run with its colour scale."""
+    figure = new_figure(*SIZE)
+    mesh = draw_layer_map(figure.subplots(), by_step, name, end)
+    figure.colorbar(mesh, label=MEAN_COSINE)
+    return figure
+
+
+def _dates(seconds: Sequence[float] | np.ndarray) -> np.ndarray:
+    return (np.asarray(seconds, dtype=np.float64) * 1000).astype("datetime64[ms]")
+
+
+def timeline(found: Sequence[Attempt], events: Sequence[Mapping[str, Any]]) -> Figure:
+    """Draw steps against time (UTC), a row for each kind of event, and the time between starts in grey."""
+    kinds = list(dict.fromkeys(event["event"] for event in events)) or ["no events"]
+    height = 0.22 * len(kinds) + 0.1
+    figure = new_figure(9, 3.1 + height)
+    above, below = figure.subplots(2, sharex=True, height_ratios=[2.4, height])
+    for attempt in found:
+        times, steps, *_ = binned(np.array(attempt.times), np.array(attempt.steps, dtype=np.float64))
+        above.plot(_dates(times), steps, color=OKABE_ITO[0], linewidth=1.8, marker="o" if len(times) < 3 else None)
+    for one, following in zip(found, found[1:], strict=False):
+        for axes in (above, below):
+            axes.axvspan(*_dates([one.ended, following.began]), color="0.85", linewidth=0)
+    for row, kind in enumerate(kinds):
+        times = _dates([event["time"] for event in events if event["event"] == kind])
+        marker, color = ("X", OKABE_ITO[1]) if kind in FAULTS else ("|", "black")
+        below.plot(times, [row] * len(times), marker, color=color, markersize=7)
+    below.set_yticks(range(len(kinds)), [plain(kind.replace("_", " ")) for kind in kinds])
+    below.set_ylim(len(kinds) - 0.5, -0.5)
+    below.set_xlabel("time (UTC)")
+    above.set_ylabel("step")
+    above.set_ylim(bottom=0)
+    above.yaxis.set_major_formatter(FuncFormatter(_tick))
+    for axes in (above, below):
+        axes.grid(axis="x", alpha=0.3)
+    locator = AutoDateLocator()
+    below.xaxis.set_major_locator(locator)
+    below.xaxis.set_major_formatter(ConciseDateFormatter(locator))
+    return figure

@@ -1,0 +1,262 @@
+"""This module renders tables and pictures into page.html.j2, and writes the page atomically."""
+
+import json
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+from titan_disp.condensation.heatmap import draw_heatmaps, new_figure
+from titan_disp.condensation.record import LEAST_RANGE, Condensation, blocks_mean, telling_steps
+from titan_disp.errors import ConfigError
+from titan_disp.files import atomic_write
+from titan_disp.lab.plots import over_training
+from titan_disp.lab.report import charts, tables
+from titan_disp.lab.report.charts import BEGINNING, BINS, Line, Scale, drawing, to_uri
+from titan_disp.lab.report.conditions import by_condition, conditions
+from titan_disp.lab.report.gather import Run, gather
+from titan_disp.lab.report.tables import state
+from titan_disp.text import number
+
+# This module draws the pictures of the page, and describes them in words.
+
+
+SHARED_STEPS = 4  # runs with so many common steps are shown at the same steps
+
+
+@dataclass(frozen=True)
+class Picture:
+    """Represent a picture of the page.
+
+    Attributes:
+        uri: the picture as a data URI.
+        alt: description for people who do not see it.
+        wide: whether it needs the whole width of the page.
+    """
+
+    uri: str
+    alt: str
+    wide: bool = False
+
+
+def _ends(y: np.ndarray) -> str:
+    finite = y[np.isfinite(y)]
+    return f"{number(finite[0], 4)} → {number(finite[-1], 4)}" if len(finite) else "no number"
+
+
+def _lines(runs: Sequence[Run], x: str, key: str) -> list[Line]:
+    """Return a line for each run that has the number. Its ``place`` is the run's."""
+    lines = []
+    for place, run in enumerate(runs):
+        at, values = run.series(x), run.series(key)
+        if np.isfinite(at + values).any():
+            per_step = run.tokens_per_step if x == "tokens" else 1.0
+            resumes = [e["step"] * per_step for e in run.events if e["event"] == "resume" and e["step"] <= run.step]
+            lines.append(Line(run.name, at, values, place, resumes))
+    return lines
+
+
+def _curves(
+    runs: Sequence[Run], lines: Sequence[Line], xlabel: str, ylabel: str, scale: Scale = charts.as_it_is
+) -> Iterator[Picture]:
+    if lines:
+        drawn = by_condition(runs, lines)
+        ends = "; ".join(f"{line.name}: {_ends(line.y)}" for line in drawn)
+        yield Picture(to_uri(charts.curves(drawn, xlabel, ylabel, scale)), f"{ylabel} against {xlabel}. {ends}")
+
+
+def measured_lines(runs: Sequence[Run], read: Callable[[Condensation], float]) -> list[Line]:
+    """Return lines of one number of each measurement against steps, for runs that have it at least twice."""
+    lines = []
+    for place, run in enumerate(runs):
+        values = np.array([read(found) for found in run.condensation.values()], dtype=np.float64)
+        if np.isfinite(values).sum() > 1:
+            lines.append(Line(run.name, np.array(list(run.condensation)), values, place))
+    return lines
+
+
+def losses(runs: Sequence[Run]) -> list[Picture]:
+    """Draw cross-entropy and dispersion separately against tokens, and cross-entropy on other text if there is any."""
+    dispersing = [line for line in _lines(runs, "tokens", "dispersion") if runs[line.place].disperses]
+    validated = [
+        Line(run.name, np.array(list(run.validation)) * run.tokens_per_step, np.array(list(run.validation.values())), i)
+        for i, run in enumerate(runs)
+        if run.validation
+    ]
+    held_out = [
+        Line(line.name, line.x * runs[line.place].tokens_per_step, line.y, line.place)
+        for line in measured_lines(runs, lambda found: found.cross_entropy)
+    ]
+    return [
+        *_curves(
+            runs, _lines(runs, "tokens", "ce"), "tokens", "cross-entropy (training)", charts.without_the_beginning
+        ),
+        *_curves(runs, dispersing, "tokens", "dispersion loss, without λ"),
+        *_curves(runs, validated, "tokens", "cross-entropy (validation)"),
+        *_curves(runs, held_out, "tokens", "cross-entropy (held-out text)"),
+    ]
+
+
+def optimization(runs: Sequence[Run]) -> list[Picture]:
+    """Draw learning rate, gradient norm and throughput against steps."""
+    return [
+        *_curves(runs, _lines(runs, "step", "lr"), "step", "learning rate"),
+        *_curves(runs, _lines(runs, "step", "grad_norm"), "step", "gradient norm, before clipping", charts.by_factors),
+        *_curves(runs, _lines(runs, "step", "tps"), "step", "tokens/s of one rank", charts.from_zero),
+    ]
+
+
+def condensation_by_step(runs: Sequence[Run]) -> list[Picture]:
+    """Draw condensation against steps, for runs with at least two measurements."""
+
+    def over_steps(
+        ylabel: str, read: Callable[[Condensation], float], scale: Scale = charts.as_it_is
+    ) -> Iterator[Picture]:
+        yield from _curves(runs, measured_lines(runs, read), "step", ylabel, scale)
+
+    def mean_cosine(part: str) -> Callable[[Condensation], float]:
+        return lambda found: found.by_part()["mean_cosine"].get(part, np.nan)
+
+    return [
+        *over_steps("mean cosine, last block", mean_cosine("last_block")),
+        *over_steps("mean cosine, after the final norm", mean_cosine("final_norm")),
+        *over_steps("mean cosine, average of all blocks", blocks_mean),
+        *over_steps("Spearman's ρ, up to the last block", lambda found: found.before_norm.spearman, charts.correlation),
+        *over_steps("Kendall's τ, up to the last block", lambda found: found.before_norm.kendall, charts.correlation),
+        *over_steps(
+            "effective rank, last block", lambda found: found.effective_rank[found.last_block], charts.from_zero
+        ),
+    ]
+
+
+def condensation_maps(runs: Sequence[Run]) -> list[Picture]:
+    """Draw mean cosines by layer and step."""
+    return [
+        Picture(
+            to_uri(charts.layer_map(run.condensation, run.name, run.step)),
+            f"mean cosine by layer and step, {run.name}: {len(run.condensation)} measurements",
+        )
+        for run in runs
+        if len(run.condensation) > 1
+    ]
+
+
+def _some_steps(runs: Sequence[Run]) -> list[dict[int, Condensation]]:
+    """Choose some measurements of every run, at the same steps if the runs share enough of them.
+
+    These are the first, the last and the most condensed one, and some between them. The steps between grow by equal
+    ratios, because a collapse comes early.
+    """
+    shared = set.intersection(*(set(run.condensation) for run in runs))
+    some = []
+    for run in runs:
+        together = len(shared) >= SHARED_STEPS
+        highest = {one.most_condensed for one in (runs if together else [run])}
+        steps = sorted(shared if together else run.condensation)
+        chosen = {*telling_steps(steps, highest & set(steps)), run.most_condensed, max(run.condensation)}
+        some.append({step: run.condensation[step] for step in sorted(chosen)})
+    return some
+
+
+def _ends_and_highest(run: Run) -> set[int]:
+    return {min(run.condensation), run.most_condensed, max(run.condensation)}
+
+
+def condensation_by_layer(runs: Sequence[Run]) -> list[Picture]:
+    """Draw mean cosines by layer at some steps, and the cosines of all pairs at three steps.
+
+    The three are the first, the most condensed and the last measurement.
+    """
+    measured = [run for run in runs if run.condensation]
+    if not measured:
+        return []
+    some = {run.name: by_step for run, by_step in zip(measured, _some_steps(measured), strict=True)}
+    rows = [
+        {f"{run.name}, step {step:,}": run.condensation[step] for step in sorted(_ends_and_highest(run))}
+        for run in measured
+    ]
+    heatmaps = new_figure(max(7.5, 1.1 + 2.6 * max(map(len, rows))), 0.9 + 2.6 * len(rows))
+    draw_heatmaps(heatmaps, rows)
+    names = ", ".join(run.name for run in measured)
+    by_layer = f"mean cosine by layer, a line for each of some steps: {names}"
+    pairs = f"cosines of all pairs of tokens by layer, first, most condensed and last measurement: {names}"
+    return [
+        Picture(to_uri(over_training(some)), by_layer, wide=True),
+        Picture(to_uri(heatmaps), pairs, wide=True),
+    ]
+
+
+def history(run: Run) -> Picture | None:
+    """Draw steps and events against time. Returns None if nothing was logged."""
+    if not run.attempts:
+        return None
+    alt = f"steps and events of {run.name} against time, up to step {run.step}; number of starts: {len(run.attempts)}"
+    return Picture(to_uri(charts.timeline(run.attempts, run.events)), alt, wide=True)
+
+
+def render(runs: Sequence[Run], now: float) -> str:
+    """Render the HTML page. It needs no other file, and texts from a run's files are never markup in it.
+
+    Args:
+        runs: the runs.
+        now: seconds since the epoch, to decide whether a run is alive.
+    """
+    templates = Environment(
+        loader=FileSystemLoader(Path(__file__).parent),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    differ, shared = tables.config_differences(runs)
+    with drawing():
+        return templates.get_template("page.html.j2").render(
+            runs=runs,
+            states=[state(run, now)[0] for run in runs],
+            written=tables.when(now),
+            bins=BINS,
+            several_seeds=len(conditions(runs)) < len(runs),
+            beginning=f"{BEGINNING:.0%}",
+            least_range=LEAST_RANGE,
+            overview=tables.overview(runs, now),
+            final_numbers=tables.final_numbers(runs),
+            losses=losses(runs),
+            optimization=optimization(runs),
+            condensation=[
+                condensation_by_step(runs),
+                condensation_maps(runs),
+                condensation_by_layer(runs),
+            ],
+            histories=[(run, history(run), tables.starts(run, now), tables.events(run)) for run in runs],
+            data_counters=tables.data_counters(runs),
+            differ=differ,
+            shared=shared,
+            configs=[(run.name, json.dumps(run.config, indent=2, ensure_ascii=False)) for run in runs],
+            environments=tables.environments(runs),
+        )
+
+
+def write_report(paths: Sequence[str | Path], out: str | Path) -> Path:
+    """Write the page about the runs in these folders, and return its path.
+
+    Args:
+        paths: arguments of ``gather``.
+        out: file of the page.
+
+    Raises:
+        ConfigError: A path is not a run's folder (see ``gather``), or ``out`` cannot be written.
+    """
+    out = Path(out)
+    if out.is_dir() or not out.parent.is_dir():
+        what = "is a folder" if out.is_dir() else "is in a folder that does not exist"
+        raise ConfigError(f"--out {str(out)!r} {what}, expected a file such as report.html in an existing folder")
+    html = render(gather(paths), time.time())
+    try:
+        with atomic_write(out) as partial:
+            partial.write_text(html, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"the report cannot be written to {str(out)!r}: {error.strerror}") from error
+    return out

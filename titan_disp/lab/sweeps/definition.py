@@ -1,0 +1,318 @@
+"""This module reads a sweep's file and lists its points. A point is one run.
+
+    [sweep]
+    config = "train_configs/demo_cpu.toml"
+    folder = "outputs/sweep"                    # it has a run folder for each point, named by what varies
+    overrides = ["--training.steps=4"]          # for every point
+    against = "coeff-0.0"                       # titan-disp sweep table compares the others with this one
+
+    [grid]                                      # every combination
+    "dispersion.coeff" = [0.0, 0.1]
+    "debug.seed, stream.seed" = [1, 2]          # both keys take the same value
+
+``[[points]]`` lists points by ``name`` and ``overrides``, and each may have its own ``grid``. If the file also has
+``[grid]``, each of them is combined with it.
+"""
+
+import hashlib
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+from titan_disp.config.load import read_toml
+from titan_disp.errors import ConfigError, did_you_mean
+from titan_disp.lab.report.conditions import SEEDS
+from titan_disp.models.arguments import KEY as OVERRIDES
+from titan_disp.models.arguments import shown, written_out
+
+KNOWN = {
+    "": ("sweep", "grid", "points"),
+    "[sweep]": ("config", "folder", "overrides", "against", "metric"),
+    "[[points]]": ("name", "overrides", "grid"),
+}
+SAFE = r"[A-Za-z0-9][A-Za-z0-9._+-]*"  # a name is a valid file name everywhere, and does not look like an option
+LONGEST = 200  # most characters in a point's name; file systems allow 255
+OURS = ("job.dump_folder", "job.config_file")  # the sweep sets these
+
+
+@dataclass(frozen=True)
+class Axis:
+    """Represent a line of a grid: keys, and the values that they take.
+
+    Attributes:
+        keys: keys of the config. Several keys take the same value.
+        values: values from the TOML file. Only model.overrides may have tables.
+    """
+
+    keys: tuple[str, ...]
+    values: tuple[Any, ...]
+
+    @property
+    def is_seed(self) -> bool:
+        return all(key in SEEDS for key in self.keys)
+
+
+@dataclass(frozen=True)
+class Listed:
+    """Represent one of ``[[points]]``. The name is empty if a sweep has only a grid."""
+
+    name: str = ""
+    overrides: tuple[str, ...] = ()
+    axes: tuple[Axis, ...] = ()
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """Hold the content of a sweep's file.
+
+    Attributes:
+        config: the TOML file of all points. Like all paths in configs, it is relative to where titan-disp runs.
+        folder: folder of the run folders.
+        overrides: options for keys of the config, for every point.
+        listed: ``[[points]]``, or one without a name.
+        axes: ``[grid]``.
+        against, metric: defaults of ``titan-disp sweep table``.
+    """
+
+    config: str
+    folder: Path
+    overrides: tuple[str, ...] = ()
+    listed: tuple[Listed, ...] = (Listed(),)
+    axes: tuple[Axis, ...] = ()
+    against: str | None = None
+    metric: str | None = None
+
+
+@dataclass(frozen=True)
+class Point:
+    """Represent one run of a sweep.
+
+    Attributes:
+        name: name of its folder; unique in the sweep.
+        condition: the name without the seeds. Points of one condition differ only in their seeds.
+        folder: the run's folder (``job.dump_folder``).
+        config: the TOML file.
+        overrides: options for keys of the config, without the folder.
+        seeds: seeds by key. Points of two conditions with the same seeds are a pair.
+    """
+
+    name: str
+    condition: str
+    folder: Path
+    config: str
+    overrides: tuple[str, ...]
+    seeds: Mapping[str, Any] = field(default_factory=dict)
+
+    def argv(self, config: str | Path | None = None) -> list[str]:
+        """Return CONFIG and its overrides, as for ``titan-disp train``. ``config`` replaces the sweep's file."""
+        return [str(config or self.config), *self.overrides, "--job.dump_folder", str(self.folder)]
+
+
+def read_sweep(path: str | Path) -> Sweep:
+    """Read a sweep's file. ``folder.prepare`` checks the configs of its points.
+
+    Raises:
+        ConfigError: The file is missing or not valid TOML, a key is unknown, a value has the wrong type, or nothing
+            varies.
+    """
+    toml = read_toml(str(path))
+    _check_keys(toml, "", path)
+    sweep = toml.get("sweep")
+    if not isinstance(sweep, dict):
+        raise ConfigError(f"{str(path)!r} has no [sweep] section with config and folder")
+    _check_keys(sweep, "[sweep]", path)
+    for key in ("config", "folder"):
+        if key not in sweep:
+            raise ConfigError(f"[sweep] of {str(path)!r} has no {key}")
+    for key in ("config", "folder", "against", "metric"):
+        if key in sweep and (not isinstance(sweep[key], str) or not sweep[key]):
+            raise ConfigError(f"sweep.{key} is {sweep[key]!r}, expected a string")
+    listed, axes = _listed(toml.get("points", []), path), _axes(toml.get("grid", {}), "[grid]")
+    if not listed and not axes:
+        raise ConfigError(f"nothing varies in {str(path)!r}: add a [grid] or [[points]]")
+    for one in listed:
+        both = {key for axis in one.axes for key in axis.keys} & {key for axis in axes for key in axis.keys}
+        if both:
+            raise ConfigError(
+                f"{', '.join(sorted(both))} is in the grid of the point {one.name!r} and in [grid]: name it only once"
+            )
+    return Sweep(
+        config=sweep["config"],
+        folder=Path(sweep["folder"]),
+        overrides=_overrides(sweep.get("overrides", []), "sweep.overrides"),
+        listed=listed or (Listed(),),
+        axes=axes,
+        against=sweep.get("against"),
+        metric=sweep.get("metric"),
+    )
+
+
+def _check_keys(table: Mapping[str, Any], section: str, path: str | Path) -> None:
+    for key in table:
+        if key not in KNOWN[section]:
+            hint = did_you_mean(key, KNOWN[section], otherwise=f"; expected {', '.join(KNOWN[section])}")
+            raise ConfigError(f"unknown key in {' '.join(filter(None, (section, 'of', repr(str(path)))))}: {key}{hint}")
+
+
+def _overrides(value: Any, where: str) -> tuple[str, ...]:
+    if not isinstance(value, list) or not all(isinstance(word, str) for word in value):
+        raise ConfigError(f'{where} is {value!r}, expected a list of options, such as ["--training.steps=4"]')
+    for word in value:
+        key = word.partition("=")[0].lstrip("-").replace("-", "_")
+        if word.startswith("--") and key in OURS:
+            raise ConfigError(f"{where} has {word!r}, which the sweep sets itself: sweep.config and sweep.folder")
+    return tuple(value)
+
+
+def _axes(grid: Any, where: str) -> tuple[Axis, ...]:
+    if not isinstance(grid, dict):
+        raise ConfigError(f"{where} is {grid!r}, expected a table of lists")
+    found: list[Axis] = []
+    for text, values in grid.items():
+        if isinstance(values, dict):
+            raise ConfigError(
+                f'{where}: {text} is a table; write keys with a dot in quotes: "{text}.{next(iter(values), "key")}" = […]'
+            )
+        keys = tuple(key.strip() for key in text.split(","))
+        if not isinstance(values, list) or not values:
+            raise ConfigError(f"{where}: {text} is {values!r}, expected a list of values")
+        for key in keys:
+            if not re.fullmatch(r"\w+(\.\w+)+", key) or key in OURS:
+                raise ConfigError(
+                    f'{where}: {key!r} cannot vary; expected a key of the config, such as "dispersion.coeff"'
+                )
+        for value in values:
+            if not (_is_value(value) or (isinstance(value, dict) and keys == (OVERRIDES,))):
+                raise ConfigError(
+                    f"{where}: {text} has {value!r}, expected a string, a number, true, false, or a list of numbers, of strings "
+                    "or of lists of strings"
+                )
+            if keys != (OVERRIDES,) and (joined := [one for one in _strings(value) if "," in one]):
+                raise ConfigError(
+                    f"{where}: {text} has {joined[0]!r}, which has a comma: TorchTitan's command line splits it there. Write the "
+                    "parts as strings of their own"
+                )
+        found.append(Axis(keys, tuple(values)))
+    twice = [key for key, count in Counter(key for axis in found for key in axis.keys).items() if count > 1]
+    if twice:
+        raise ConfigError(f"{where} varies {', '.join(twice)} twice")
+    return tuple(found)
+
+
+def _is_value(value: Any) -> bool:
+    """Return whether TorchTitan's command line can take a value.
+
+    It takes strings, numbers and booleans, and lists of numbers, of strings, or of lists of strings.
+    """
+    if isinstance(value, list):
+        return (
+            all(isinstance(one, (int, float)) for one in value)
+            or _are_strings(value)
+            or all(isinstance(one, list) and one and _are_strings(one) for one in value)
+        )
+    return isinstance(value, (str, int, float))
+
+
+def _are_strings(values: Sequence[Any]) -> bool:
+    return all(isinstance(one, str) for one in values)
+
+
+def _strings(value: Any) -> list[str]:
+    """Return the strings in a list, or in the lists of a list."""
+    if not isinstance(value, list):
+        return []
+    return [text for one in value for text in ([one] if isinstance(one, str) else _strings(one))]
+
+
+def _listed(tables: Any, path: str | Path) -> tuple[Listed, ...]:
+    if not isinstance(tables, list) or not all(isinstance(table, dict) for table in tables):
+        raise ConfigError(f"points is {tables!r}, expected tables, each written [[points]]")
+    found = []
+    for table in tables:
+        _check_keys(table, "[[points]]", path)
+        name = table.get("name")
+        if not isinstance(name, str) or not re.fullmatch(SAFE, name):
+            raise ConfigError(f"the name of one of [[points]] is {name!r}, expected letters, digits and . _ + -")
+        where = f"the point {name!r}"
+        overrides = _overrides(table.get("overrides", []), f"overrides of {where}")
+        found.append(Listed(name, overrides, _axes(table.get("grid", {}), f"the grid of {where}")))
+    return tuple(found)
+
+
+def points(sweep: Sweep) -> list[Point]:
+    """Return all points of a sweep, in the order of its file. The last line of a grid varies fastest.
+
+    Raises:
+        ConfigError: Two points have the same name, or a name is too long.
+    """
+    found = [point for listed in sweep.listed for point in _combinations(sweep, listed)]
+    for name, count in Counter(point.name for point in found).items():
+        if count > 1:
+            raise ConfigError(f"{count} points of the sweep have the name {name!r}: remove the repeated value or name")
+        if len(name) > LONGEST:
+            raise ConfigError(f"the name {name!r} is too long for a folder: list the points as [[points]] with names")
+    return found
+
+
+def _combinations(sweep: Sweep, listed: Listed) -> Iterator[Point]:
+    axes = (*listed.axes, *sweep.axes)
+    labels = _labels(axes)
+    named = [
+        [(value, f"{label}-{text}") for value, text in zip(axis.values, _texts(axis.values), strict=True)]
+        for axis, label in zip(axes, labels, strict=True)
+    ]
+    for chosen in product(*named):
+        parts = [(axis, value, text) for axis, (value, text) in zip(axes, chosen, strict=True)]
+        first = [listed.name] if listed.name else []
+        condition = "_".join([*first, *(text for axis, _, text in parts if not axis.is_seed)])
+        name = "_".join([*first, *(text for _, _, text in parts)])
+        varied = [word for axis, value, _ in parts for key in axis.keys for word in option(key, value)]
+        yield Point(
+            name=name,
+            condition=condition or Path(sweep.config).stem,
+            folder=sweep.folder / name,
+            config=sweep.config,
+            overrides=(*sweep.overrides, *listed.overrides, *varied),
+            seeds={key: value for axis, value, _ in parts if axis.is_seed for key in axis.keys},
+        )
+
+
+def _labels(axes: Sequence[Axis]) -> list[str]:
+    """Label each axis with the last part of its first key, or with the whole key if two labels would be equal."""
+    short = [axis.keys[0].rpartition(".")[2] for axis in axes]
+    return [label if short.count(label) == 1 else axis.keys[0] for label, axis in zip(short, axes, strict=True)]
+
+
+def _texts(values: Sequence[Any]) -> list[str]:
+    """Turn values into parts of a file name. A hash is added to those that would be equal."""
+    texts = [_text(value) for value in values]
+    return [
+        text if texts.count(text) == 1 else f"{text}-{hashlib.sha256(repr(value).encode()).hexdigest()[:6]}"
+        for text, value in zip(texts, values, strict=True)
+    ]
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, dict):
+        return _text(written_out(value))
+    if isinstance(value, list):
+        return "+".join(map(_text, value)) or "none"
+    return re.sub(r"[^A-Za-z0-9._+-]+", "-", shown(value))[:60].strip("-" if isinstance(value, str) else "") or "empty"
+
+
+def option(key: str, value: Any) -> list[str]:
+    """Write a key and its value as options of TorchTitan's command line."""
+    if key == OVERRIDES:
+        return [f"--{key}={written_out(value) if isinstance(value, (list, dict)) else value}"]
+    if isinstance(value, bool):
+        section, _, name = key.rpartition(".")
+        return [f"--{key}" if value else f"--{section}.no-{name}"]
+    if isinstance(value, list):
+        if value and _are_strings(value):  # one word, which TorchTitan splits at the commas
+            return [f"--{key}={','.join(value)}"]
+        return [f"--{key}", *(",".join(one) if isinstance(one, list) else str(one) for one in value)]
+    return [f"--{key}={value}"]

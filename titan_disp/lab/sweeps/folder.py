@@ -1,0 +1,357 @@
+"""This module prepares a sweep's folder: every point's config is checked and written there before the point runs.
+
+FOLDER/points.json       the points in the order in which they were first seen; an array's tasks are indices into it
+FOLDER/NAME/             the point's run folder, with these files in addition to the run's own:
+    point.toml           a copy of the sweep's config, so that later edits of the original do not change what runs
+    point.json           the point's arguments and resolved config, which later calls compare with theirs
+    sweep.log            the output of all starts
+    failed.json          the reason why the last start on this machine failed
+"""
+
+import contextlib
+import fcntl
+import hashlib
+import io
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+from typing import Any, Literal
+
+from torchtitan.config import JobConfig
+
+from titan_disp.cluster.plan import make_plan, render
+from titan_disp.cluster.submit import command, send
+from titan_disp.config.batch import data_parallel_degree, last_step
+from titan_disp.config.checks import check_config, check_device, check_inputs
+from titan_disp.config.load import load_config
+from titan_disp.errors import ConfigError, counted
+from titan_disp.files import atomic_write, progress
+from titan_disp.lab.report.conditions import defaults
+from titan_disp.lab.sweeps.definition import Point, Sweep, points
+from titan_disp.models.arguments import KEY as OVERRIDES
+from titan_disp.models.arguments import parse_overrides
+from titan_disp.run.folder import flatten, read_events, read_json_lines, write_json
+from titan_disp.run.history import BEGIN, END
+from titan_disp.run.liveness import FILE as HEARTBEAT
+
+# This module decides the state of a point from the files of its run.
+
+
+FAILED = "failed.json"  # ``local`` writes it
+State = Literal["finished", "failed", "unfinished", "not started"]
+
+
+def state(run: Path) -> tuple[State, str]:
+    """Return a point's state and an explanation. A point in training is unfinished."""
+    events = read_events(run)
+    marks = [event for event in events if event["event"] in (*BEGIN, *END)]
+    if marks and (marks[-1]["event"] == "complete" or marks[-1].get("reason") == "budget.stop_at_tokens"):
+        return "finished", f"step {marks[-1]['step']}"
+    if failure := _failure(run):
+        return "failed", failure
+    if not marks:
+        return "not started", "it has not begun to train"
+    last = marks[-1]
+    how = last.get("reason") or last.get("error")
+    if how:
+        return "unfinished", f"{last['event'].replace('_', ' ')} at step {last['step']}: {how}"
+    return "unfinished", f"begun, step {max(event['step'] for event in events)} or later"
+
+
+def _failure(run: Path) -> str:
+    """Return the reason why the last start failed, or "" if it did not."""
+    with contextlib.suppress(OSError, ValueError, KeyError):
+        return json.loads((run / FAILED).read_text())["error"]
+    with contextlib.suppress(OSError):
+        last = (read_json_lines(run / "supervisor.jsonl") or [{}])[-1]
+        if last.get("state") == "give up":
+            return str(last.get("reason"))
+    return ""
+
+
+def step_of(run: Path, since: float) -> int | None:
+    """Return the steps in the run's heartbeat, or None if it is older than ``since`` (seconds since the epoch)."""
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        beat = json.loads((run / HEARTBEAT).read_text())
+        return int(beat["step"]) if beat["time"] >= since else None
+    return None
+
+
+RECORD, CONFIG, LIST = "point.json", "point.toml", "points.json"
+NAMED = 5  # most problems in one message
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """Represent a point whose config has been checked and written.
+
+    Attributes:
+        point: the point.
+        argv: CONFIG and overrides for its training, from the first call that had this point.
+        steps: number of steps of the whole run.
+        checkpoints: name of the checkpoint folder in the run folder.
+        place: index in points.json.
+    """
+
+    point: Point
+    argv: tuple[str, ...]
+    steps: int
+    checkpoints: str
+    place: int = -1
+
+
+def prepare(sweep: Sweep, world_size: int, inputs: bool = True) -> list[Prepared]:
+    """Check every point's config for ``world_size`` ranks, then write the new ones.
+
+    Loading a config takes a quarter of a second, so configs that an earlier call checked are not loaded again.
+
+    Args:
+        sweep: the sweep.
+        world_size: number of ranks per point.
+        inputs: whether to check the tokenizer and data of unfinished points as well, for a start on this machine.
+
+    Raises:
+        ConfigError: A point's config cannot work or differs from the one in the folder (nothing is written in that
+            case), or the folder is not writable.
+    """
+    preparation = _Preparation(world_size, inputs)
+    problems = []
+    for point in progress("checking configs", "point", items=points(sweep)):
+        try:
+            preparation.check(point)
+        except ConfigError as error:
+            problems.append(f"the point {point.name}: {error}")
+    if problems:
+        more = f"\n… and {len(problems) - NAMED} more" if len(problems) > NAMED else ""
+        raise ConfigError("\n".join(problems[:NAMED]) + more)
+    return preparation.write(sweep.folder)
+
+
+class _Preparation:
+    def __init__(self, world_size: int, inputs: bool) -> None:
+        self.world_size, self.inputs = world_size, inputs
+        self.known = defaults()
+        self.read: set[str] = set()  # inputs that were checked
+        self.checked: list[tuple[Point, dict[str, Any]]] = []  # points with their records
+        self.new: list[tuple[Point, dict[str, Any]]] = []  # those of them whose record must be written
+
+    def check(self, point: Point) -> None:
+        """Check one point. ``prepare`` describes the errors."""
+        before, fingerprint = _record(point), self._fingerprint(point)
+        unchanged = before is not None and before.get("fingerprint") == fingerprint
+        if before is not None and unchanged and not self._inputs_to_check(point, before["resolved"]):
+            self.checked.append((point, before))
+            return
+        job_config = _load(point)
+        job_config.model.overrides = parse_overrides(job_config.model.overrides)  # type: ignore[attr-defined]
+        resolved = flatten(json.loads(json.dumps(job_config.to_dict())))
+        if before is not None:
+            _compare(point, {**self.known, **before["resolved"]}, resolved)
+        check_config(job_config, self.world_size)
+        if key := self._inputs_to_check(point, resolved):
+            check_device(job_config)
+            check_inputs(job_config)
+            self.read.add(key)
+        record = {
+            "name": point.name,
+            "config": point.config,
+            "overrides": list(point.overrides),
+            "argv": point.argv(point.folder / CONFIG) if before is None else before["argv"],
+            "resolved": resolved,
+            "steps": last_step(job_config, data_parallel_degree(job_config, self.world_size)),
+            "fingerprint": fingerprint,
+        }
+        self.checked.append((point, record))
+        if not unchanged:
+            self.new.append((point, record))
+
+    def _fingerprint(self, point: Point) -> str:
+        """Hash everything that determines the resolved config and its checks."""
+        try:
+            text = Path(point.config).read_text(errors="replace")
+        except OSError as error:
+            raise ConfigError(f"cannot read the config {point.config!r}: {error.strerror}") from error
+        return hashlib.sha256(json.dumps([text, point.overrides, self.known, self.world_size]).encode()).hexdigest()
+
+    def _inputs_to_check(self, point: Point, resolved: Mapping[str, Any]) -> str | None:
+        """Return a key of the config values that ``check_inputs`` reads, or None if they need no check (again).
+
+        Points often have these values in common.
+        """
+        if not self.inputs or state(point.folder)[0] == "finished":
+            return None
+        parts = ("model.", "training.dataset", "training.seq_len", "validation.", "stream.", "checkpoint.")
+        key = json.dumps({k: v for k, v in resolved.items() if k.startswith(parts) and k != "stream.seed"})
+        return None if key in self.read else key
+
+    def write(self, folder: Path) -> list[Prepared]:
+        """Write the new points and the list of points.
+
+        Raises:
+            ConfigError: The folder is not writable.
+        """
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            with _alone(folder):
+                for point, record in self.new:
+                    point.folder.mkdir(exist_ok=True)
+                    if not (point.folder / RECORD).exists():
+                        with atomic_write(point.folder / CONFIG) as partial:
+                            partial.write_bytes(Path(point.config).read_bytes())
+                    write_json(point.folder / RECORD, record)
+                places = _places(folder, [record for _, record in self.checked])
+        except OSError as error:
+            raise ConfigError(f"sweep.folder {str(folder)!r} is not writable: {error}") from error
+        return [
+            Prepared(
+                point,
+                tuple(record["argv"]),
+                record["steps"],
+                record["resolved"]["checkpoint.folder"],
+                places[point.name],
+            )
+            for point, record in self.checked
+        ]
+
+
+def _load(point: Point) -> JobConfig:
+    told = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(told), contextlib.redirect_stdout(told):
+            return load_config(["--job.config_file", *point.argv()])
+    except SystemExit as error:  # tyro has printed its message in a box
+        text = " ".join(re.sub(r"\x1b\[[0-9;]*m|[╭╮╰╯─│]", " ", told.getvalue()).split())
+        raise ConfigError(text or f"its overrides are not valid (status {error.code})") from error
+
+
+def _record(point: Point) -> dict[str, Any] | None:
+    """Return the record of an earlier call, or None.
+
+    Raises:
+        ConfigError: The record cannot be read, or the folder is not a point of a sweep.
+    """
+    path = point.folder / RECORD
+    if not path.exists():
+        # A killed call may have left the copy of the config and hidden files.
+        if point.folder.is_dir() and any(f.name != CONFIG and f.name[0] != "." for f in point.folder.iterdir()):
+            raise ConfigError(
+                f"{str(point.folder)!r} already exists and is not a point of this sweep (it has no {RECORD}): give the "
+                "sweep another folder, or move that one away"
+            )
+        return None
+    try:
+        record = json.loads(path.read_text())
+        if {"argv", "resolved", "steps"} <= record.keys():
+            return record
+        reason = "keys are missing"
+    except (OSError, ValueError, AttributeError) as error:
+        reason = str(error)
+    raise ConfigError(f"{str(path)!r} cannot be read ({reason}): move {str(point.folder)!r} away")
+
+
+def _compare(point: Point, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    """Compare two configs of a point. Output folders and run names may differ. Keys of older versions are ignored.
+
+    Raises:
+        ConfigError: The configs differ.
+    """
+    # The entries of this table are not keys of the config, so one that is no longer named is a change.
+    gone = [key for key in before if key.startswith(f"{OVERRIDES}.") and key not in now]
+    keys = [key for key in (*now, *gone) if not key.startswith("job.")]
+    changed = {k: (before.get(k), now.get(k)) for k in keys if before.get(k) != now.get(k)}
+    if changed:
+        what = ", ".join(f"{key} {old!r} → {new!r}" for key, (old, new) in changed.items())
+        raise ConfigError(
+            f"its config has changed since {str(point.folder)!r} was created: {what}. Its results would mix both "
+            "configs: give the changed sweep another folder, undo the change, or move that folder away to run the "
+            "point again"
+        )
+
+
+@contextlib.contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """Let only one call at a time write the list of points. This needs a file system with locks."""
+    with open(folder / ".sweep.lock", "a") as lock:
+        with contextlib.suppress(OSError):
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def _places(folder: Path, records: Sequence[Mapping[str, Any]]) -> dict[str, int]:
+    """Return each point's index in points.json. An index is never reused, because a waiting array may refer to it."""
+    path = folder / LIST
+    listed = json.loads(path.read_text())["points"] if path.exists() else []
+    before = [dict(entry) for entry in listed]
+    places = {entry["name"]: i for i, entry in enumerate(listed)}
+    for record in records:
+        entry = {"name": record["name"], "argv": list(record["argv"])}
+        if entry["name"] in places:
+            listed[places[entry["name"]]] = entry
+        else:
+            places[entry["name"]] = len(listed)
+            listed.append(entry)
+    if listed != before:
+        write_json(path, {"points": listed})
+    return places
+
+
+# This module submits a sweep as an array of SLURM jobs, with one task for each unfinished point.
+
+
+SCRIPT = "sweep.sbatch"
+
+
+def submit(
+    sweep: Sweep,
+    jobs: int,
+    nodes: int,
+    gpus_per_node: int,
+    gpu: str,
+    site: str,
+    options: Sequence[str],
+    dry_run: bool,
+) -> int:
+    """Check all points, print the plan of the first one, submit, and return sbatch's exit status.
+
+    It is safe to submit again while an array waits or runs: the second of two tasks with the same point ends at once.
+
+    Args:
+        sweep: the sweep.
+        jobs: number of tasks that run at the same time.
+        nodes: nodes per point.
+        gpus_per_node: GPUs per node.
+        gpu: kind of GPU for the plan.
+        site: name of a file in slurm/sites without .sh, or a path.
+        options: further options of sbatch without dashes.
+        dry_run: whether to print the command instead of running it.
+
+    Raises:
+        ConfigError: A point would fail at its start, or this machine has no sbatch or no scripts.
+    """
+    prepared = prepare(sweep, nodes * max(1, gpus_per_node), inputs=False)
+    todo = [one for one in prepared if state(one.point.folder)[0] != "finished"]
+    print(
+        f"{counted(len(prepared), 'point')} in {sweep.folder}: {len(prepared) - len(todo)} finished, {len(todo)} to submit"
+    )
+    if not todo:
+        return 0
+    first = load_config(["--job.config_file", *todo[0].argv])
+    print(f"{todo[0].point.name}:\n{render(make_plan(first, nodes, max(1, gpus_per_node), gpu))}", flush=True)
+    array = f"array={ranges([one.place for one in todo])}%{jobs}"
+    line = command([str(sweep.folder)], nodes, gpus_per_node, site, [array, *options], SCRIPT)
+    if not dry_run:
+        for one in todo:
+            (one.point.folder / FAILED).unlink(missing_ok=True)  # left by a start on this machine
+    return send(line, dry_run)
+
+
+def ranges(numbers: Sequence[int]) -> str:
+    """Format numbers for sbatch --array, such as 0-3,7."""
+    runs = [
+        [number for _, number in group]
+        for _, group in groupby(enumerate(sorted(numbers)), key=lambda pair: pair[1] - pair[0])
+    ]
+    return ",".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)

@@ -1,0 +1,367 @@
+"""This module trains a sweep's points on this machine, some at a time, in separate processes with one core per rank.
+
+Finished points are skipped. An interrupted point continues from its newest checkpoint. A point without a checkpoint
+starts again in the same run folder. ``titan-disp train`` would do the same, so no checkpoint is ever deleted here.
+"""
+
+import contextlib
+import ctypes
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import IO, Literal
+
+import torch
+
+from titan_disp.cluster.launch import stop_signals
+from titan_disp.errors import ConfigError, InUseError, counted
+from titan_disp.lab.report.tables import duration
+from titan_disp.lab.sweeps.definition import Sweep
+from titan_disp.lab.sweeps.folder import FAILED, Prepared, prepare, state, step_of
+from titan_disp.run.folder import lock_folder, write_json
+from titan_disp.run.integrity import checkpoints
+
+LOG = "sweep.log"
+LOCK = ".point.lock"  # the run itself takes another lock
+PAUSE = 0.2  # seconds between checks of the processes
+REPORT = 60.0  # seconds between progress lines
+IN_USE = 60.0  # seconds to wait at the end for points that other processes use, because they may be ending
+GRACE = 300.0  # seconds for the current step and its save, before processes are killed
+PR_SET_PDEATHSIG = 1  # linux/prctl.h
+_LIBC = ctypes.CDLL(None)  # loaded here, because a child must not load anything before it calls exec
+
+
+@dataclass(frozen=True)
+class Result:
+    """Hold the result of this call for a point.
+
+    Attributes:
+        name: name of the point.
+        outcome: finished (now or before), failed, stopped early without an error, or in use by another process.
+        detail: an explanation. For a failed point, it is the first error.
+    """
+
+    name: str
+    outcome: Literal["finished", "failed", "stopped", "in use"]
+    detail: str
+
+
+def run(sweep: Sweep, jobs: int = 1, nproc: int = 1, module: str = "titan_disp.train") -> list[Result]:
+    """Train all unfinished points, ``jobs`` at a time, and print progress and the time left.
+
+    SIGINT, SIGTERM or SIGHUP stops the sweep: the points in training save and end. A second signal kills them.
+
+    Args:
+        sweep: the sweep.
+        jobs: number of points that train at the same time.
+        nproc: ranks per point.
+        module: module that Python runs with the point's config and overrides.
+
+    Returns:
+        One result per point, in the sweep's order.
+
+    Raises:
+        ConfigError: A config cannot work. In this case, nothing has run.
+    """
+    for name, value in (("jobs", jobs), ("nproc", nproc)):
+        if value < 1:
+            raise ConfigError(f"--{name} is {value}, expected at least 1")
+    prepared = prepare(sweep, nproc)
+    results: dict[str, Result] = {}
+    todo = []
+    for one in prepared:
+        word, detail = state(one.point.folder)
+        if word == "finished":
+            results[one.point.name] = Result(one.point.name, "finished", detail)
+        else:
+            todo.append(one)
+    _say(
+        f"{counted(len(prepared), 'point')} in {sweep.folder}: {len(results)} finished, {len(todo)} to train, {jobs} at a time"
+    )
+    runner = _Runner(todo, jobs, nproc, module)
+    with stop_signals(runner.heard), runner:
+        results |= runner.run()
+    return [results[one.point.name] for one in prepared]
+
+
+def summary(results: Sequence[Result]) -> list[str]:
+    """Return lines with the number of points by outcome, and each point that is not finished."""
+    outcomes = [result.outcome for result in results]
+    counts = ", ".join(f"{outcomes.count(word)} {word}" for word in dict.fromkeys(outcomes))
+    return [counts, *(f"  {one.name}: {one.outcome}: {one.detail}" for one in results if one.outcome != "finished")]
+
+
+def time_left(elapsed: float, done: float, left: float) -> float | None:
+    """Estimate the seconds left from the speed so far. Returns None before the first step.
+
+    Args:
+        elapsed: seconds since the sweep began.
+        done: steps that all points have done.
+        left: steps that all points have left.
+    """
+    return elapsed * left / done if done > 0 else None
+
+
+@dataclass
+class _Training:
+    """Represent a point in training."""
+
+    prepared: Prepared
+    process: subprocess.Popen[bytes]
+    lock: IO[str]
+    slot: int
+    began: float
+    first_step: int
+    log_begin: int
+
+
+class _Runner:
+    def __init__(self, todo: Sequence[Prepared], jobs: int, nproc: int, module: str) -> None:
+        self.todo, self.jobs, self.nproc, self.module = deque(todo), jobs, nproc, module
+        self.free = list(range(jobs))
+        self.training: list[_Training] = []
+        self.in_use: dict[str, str] = {}  # who uses which point of todo
+        self.results: dict[str, Result] = {}
+        self.steps_done = 0  # steps of points that have ended
+        self.signals = 0
+
+    def __enter__(self) -> "_Runner":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        for one in self.training:  # only after an exception
+            _kill(one)
+
+    def heard(self, number: int, frame: object) -> None:
+        self.signals += 1
+
+    def run(self) -> dict[str, Result]:
+        began = reported = time.monotonic()
+        stopped_at = waiting_since = None
+        while self.training or (self.todo and not self.signals):
+            if self.signals and stopped_at is None:
+                stopped_at = time.monotonic()
+                _say(
+                    f"asked to stop: {counted(len(self.training), 'point')} will save and end; a second signal kills what is left"
+                )
+                for one in self.training:
+                    one.process.terminate()
+            if self.training and stopped_at is not None and (self.signals > 1 or time.monotonic() - stopped_at > GRACE):
+                for one in self.training:
+                    _kill(one)
+            ended = [one for one in self.training if one.process.poll() is not None]
+            for one in ended:
+                self._end(one)
+            begun = not self.signals and self._fill()
+            now = time.monotonic()
+            if ended or now - reported > REPORT:
+                reported = now
+                _say(self._progress(now - began))
+            if self.training or begun:
+                waiting_since = None
+            elif self.todo:
+                waiting_since = waiting_since or now
+                if now - waiting_since > IN_USE:
+                    break
+            time.sleep(PAUSE)
+        for left in self.todo:
+            name = left.point.name
+            holder = self.in_use.get(name)
+            self.results[name] = Result(name, "in use", holder) if holder else Result(name, "stopped", "not begun")
+        return self.results
+
+    def _fill(self) -> bool:
+        """Start points while there is room, and return whether any started. Points in use move to the queue's end."""
+        begun = False
+        for _ in range(len(self.todo)):
+            if not self.free:
+                break
+            one = self.todo.popleft()
+            try:
+                self._begin(one)
+                begun = True
+            except InUseError as error:
+                if one.point.name not in self.in_use:
+                    _say(f"{one.point.name} is in use; it is tried again later")
+                self.in_use[one.point.name] = str(error)
+                self.todo.append(one)
+        return begun
+
+    def _begin(self, one: Prepared) -> None:
+        """Start a point.
+
+        Raises:
+            InUseError: Another sweep or job uses the point.
+        """
+        name, folder = one.point.name, one.point.folder
+        lock = lock_folder(folder, LOCK)
+        try:
+            lock_folder(folder).close()  # the run's own lock: a SLURM job, or processes of a killed sweep, may hold it
+        except InUseError:
+            lock.close()
+            raise
+        self.in_use.pop(name, None)
+        word, detail = state(folder)
+        if word == "finished":  # another call finished it meanwhile
+            lock.close()
+            self.results[name] = Result(name, "finished", detail)
+            return
+        lock.truncate(0)
+        lock.write(f"titan-disp sweep, pid {os.getpid()}")
+        lock.flush()
+        (folder / FAILED).unlink(missing_ok=True)
+        slot = self.free.pop(0)
+        with open(folder / LOG, "ab") as log:
+            log.write(
+                f"titan-disp sweep: {datetime.now(timezone.utc).isoformat(timespec='seconds')}: {name}\n".encode()
+            )
+            log.flush()
+            begin = log.tell()
+            process = subprocess.Popen(
+                [sys.executable, "-u", *self._command(one)],
+                env=self._environment(slot),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,  # so that Ctrl-C reaches only this process, which asks the others to save
+                preexec_fn=_end_with_parent if sys.platform == "linux" else None,
+            )
+        steps = checkpoints(folder / one.checkpoints)
+        first = steps[-1] if steps else 0
+        _say(f"{name}: {'from step ' + str(first) if first else 'from the start'}; log: {folder / LOG}")
+        self.training.append(_Training(one, process, lock, slot, time.time(), first, begin))
+
+    def _command(self, one: Prepared) -> list[str]:
+        config, *overrides = one.argv
+        arguments = ["-m", self.module, "--job.config_file", config, *overrides]
+        if self.nproc == 1:  # torchrun would cost a second process and time
+            return arguments
+        return [
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            f"--nproc-per-node={self.nproc}",
+            "--max-restarts=0",
+            *arguments,
+        ]
+
+    def _environment(self, slot: int) -> dict[str, str]:
+        environment = {"OMP_NUM_THREADS": "1", **os.environ, **_devices(slot, self.nproc)}
+        environment["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = str(int(GRACE))
+        if self.nproc == 1:  # torchrun would set these; port 0 means any free port
+            environment |= {
+                "RANK": "0",
+                "LOCAL_RANK": "0",
+                "WORLD_SIZE": "1",
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": "0",
+            }
+            # The loader divides the machine's cores by this number to choose its threads.
+            environment["LOCAL_WORLD_SIZE"] = str(self.jobs)
+        return environment
+
+    def _end(self, one: _Training) -> None:
+        self.training.remove(one)
+        self.free.append(one.slot)
+        name, folder, status = one.prepared.point.name, one.prepared.point.folder, one.process.returncode
+        self.steps_done += self._steps_since(one)
+        word, detail = state(folder)
+        if word == "finished":
+            self.results[name] = Result(name, "finished", detail)
+        elif self.signals or status == 0:  # stopped by a signal to the sweep, or by RUN/stop
+            self.results[name] = Result(name, "stopped", detail)
+        else:
+            reason = f"{first_error(folder / LOG, one.log_begin)} ({_status(status)}; {folder / LOG})"
+            write_json(folder / FAILED, {"status": status, "error": reason})
+            self.results[name] = Result(name, "failed", reason)
+        one.lock.close()
+        result = self.results[name]
+        _say(f"{name}: {result.outcome}: {result.detail}")
+
+    def _steps_since(self, one: _Training) -> int:
+        """Return the number of steps that a point has done in this call."""
+        if state(one.prepared.point.folder)[0] == "finished":
+            return one.prepared.steps - one.first_step
+        return max(0, (step_of(one.prepared.point.folder, one.began) or 0) - one.first_step)
+
+    def _progress(self, elapsed: float) -> str:
+        under_way = {one.prepared.point.name: self._steps_since(one) for one in self.training}
+        left = sum(one.prepared.steps - one.first_step - under_way[one.prepared.point.name] for one in self.training)
+        left += sum(one.steps for one in self.todo)
+        seconds = time_left(elapsed, self.steps_done + sum(under_way.values()), left)
+        outcomes = [result.outcome for result in self.results.values()]
+        counts = [f"{outcomes.count(word)} {word}" for word in dict.fromkeys(outcomes)]
+        counts += [f"{len(self.training)} training", f"{len(self.todo)} waiting"]
+        return ", ".join(counts) + (f"; about {duration(seconds)} left" if seconds else "")
+
+
+def first_error(log: Path, begin: int) -> str:
+    """Find the error of a point's start: titan-disp's error line, or else the last exception, or else the last lines.
+
+    Args:
+        log: log of the point.
+        begin: byte in the log where the output of the start begins.
+    """
+    with open(log, "rb") as file:
+        file.seek(begin)
+        lines = [line.strip() for line in file.read().decode(errors="replace").splitlines() if line.strip()]
+    for pattern in (
+        r"titan-disp: error: (.*)",
+        r"(?:\[rank\d+\]:? ?)?((?:\w+\.)*\w*(?:Error|Exception|Interrupt)\b.*)",
+    ):
+        found = [
+            matched.group(1)
+            for line in lines
+            if "ChildFailedError" not in line and (matched := re.match(pattern, line))
+        ]
+        if found:
+            return found[0] if pattern.startswith("titan-disp") else found[-1]
+    return " / ".join(lines[-3:]) or "no output"
+
+
+def _status(status: int) -> str:
+    with contextlib.suppress(ValueError):
+        return f"killed by {signal.Signals(-status).name}" if status < 0 else f"status {status}"
+    return f"status {status}"
+
+
+def _devices(slot: int, nproc: int) -> Mapping[str, str]:
+    """Assign GPUs to the points in turn. The result is empty without GPUs."""
+    count = torch.accelerator.device_count()
+    if not count:
+        return {}
+    names = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+    names = names if len(names) == count else [str(i) for i in range(count)]
+    return {"CUDA_VISIBLE_DEVICES": ",".join(dict.fromkeys(names[(slot * nproc + i) % count] for i in range(nproc)))}
+
+
+def _end_with_parent() -> None:
+    """Ask Linux, in the child before exec, for SIGTERM when the sweep is killed: the child then saves and ends."""
+    _LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+def _descendants(pid: int) -> Iterator[int]:
+    with contextlib.suppress(OSError):
+        for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
+            yield from _descendants(int(child))
+            yield int(child)
+
+
+def _kill(one: _Training) -> None:
+    """Kill a point's processes. torchrun's ranks have their own sessions and would outlive it."""
+    for pid in [*_descendants(one.process.pid), one.process.pid]:
+        with contextlib.suppress(OSError):
+            os.kill(pid, signal.SIGKILL)
+    one.process.wait()
+
+
+def _say(text: str) -> None:
+    print(f"titan-disp sweep: {datetime.now().strftime('%H:%M:%S')} {text}", flush=True)

@@ -1,0 +1,168 @@
+"""All models share this forward, which can return intermediate activations."""
+
+import hashlib
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torchtitan.protocols.model import AttentionMasksType, ModelProtocol
+
+from titan_disp.models.arguments import DispModelArgs
+
+# Random parameters are the same on every mesh: each rank draws the whole parameter on the CPU and keeps its shard.
+
+
+def generator_of(seed: int, name: str) -> torch.Generator:
+    """Return a generator on the CPU whose numbers depend on the seed and the name only."""
+    digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest[:8], "little", signed=True))
+
+
+@torch.no_grad()
+def fill_(param: nn.Parameter, full: Tensor) -> None:
+    """Copy a whole parameter, which every rank has, into one that may be sharded, in its dtype and on its device."""
+    full = full.to(param.dtype)
+    if isinstance(param, DTensor):
+        # src_data_rank=None: every rank has the same full tensor, so nothing is sent.
+        full = full.to(param.to_local().device)
+        param.copy_(distribute_tensor(full, param.device_mesh, param.placements, src_data_rank=None))
+    else:
+        param.copy_(full)
+
+
+# Initial weights depend on the seed and the parameter's name only, not on the mesh or the device.
+#
+# DTensor's random initialization has this property on GPUs but not on a CPU mesh, and a CPU and a GPU draw different
+# numbers. Here every rank draws the whole parameter on the CPU and keeps its shard. This happens once, and takes a few
+# seconds for 0.6B and some minutes for 32B.
+
+
+# Activation checkpointing and torch.compile add these wrappers to parameter names.
+_WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
+
+
+def canonical_name(name: str) -> str:
+    """Return a parameter's name without the wrappers of activation checkpointing and torch.compile."""
+    for wrapper in _WRAPPERS:
+        name = name.replace(wrapper, "")
+    return name
+
+
+def draw(name: str, shape: torch.Size, args: DispModelArgs, seed: int) -> Tensor:
+    """Return the whole initial parameter, float32 on the CPU.
+
+    Args:
+        name: canonical name.
+        shape: shape of the whole parameter.
+        args: the model's arguments.
+        seed: seed of the run.
+    """
+    initial = args.initial(name, shape)
+    if initial.std == 0:
+        return torch.full(shape, initial.mean)
+    generator = generator_of(seed, name)
+    mean, std, cut = initial.mean, initial.std, initial.cut
+    if math.isinf(cut):  # some versions of trunc_normal_ invert the distribution function, which would give infinities
+        return torch.empty(shape).normal_(mean, std, generator=generator)
+    return nn.init.trunc_normal_(torch.empty(shape), mean, std, mean - cut, mean + cut, generator=generator)
+
+
+def init_parameters(model: nn.Module, args: DispModelArgs, seed: int) -> None:
+    """Fill all parameters of a materialized model in place. They may be sharded."""
+    for name, param in model.named_parameters():
+        fill_(param, draw(canonical_name(name), param.shape, args, seed))
+
+
+class DispModel(ModelProtocol):
+    """A decoder consists of an embedding, blocks, a final norm and an output layer.
+
+    Activations are *returned* and never stored in the module: FSDP2 hooks module outputs only, and forward hooks on
+    blocks would run again when activation checkpointing recomputes them.
+    """
+
+    model_args: DispModelArgs
+    n_layers: int
+    tok_embeddings: nn.Embedding
+    layers: nn.ModuleDict
+    norm: nn.Module
+    output: nn.Module
+
+    @property
+    def embeddings(self) -> list[nn.Module]:
+        """Return all embedding tables, the tokens' first."""
+        return [self.tok_embeddings]
+
+    def embed(self, tokens: Tensor, positions: Tensor | None) -> Tensor:
+        """Return the input of the first block."""
+        return self.tok_embeddings(tokens)
+
+    def run_block(
+        self, block: nn.Module, h: Tensor, attention_masks: AttentionMasksType | None, positions: Tensor | None
+    ) -> Tensor:
+        raise NotImplementedError
+
+    def init_buffers(self, device: torch.device | None = None) -> None:
+        """Compute buffers, on ``device`` or where they are."""
+
+    def forward(
+        self,
+        tokens: Tensor,
+        attention_masks: AttentionMasksType | None = None,
+        positions: Tensor | None = None,
+        return_activations: Sequence[int] | None = None,
+    ) -> Tensor | tuple[Tensor, tuple[Tensor, ...]]:
+        """Return logits, and activations if they are requested.
+
+        Args:
+            tokens: [B, N] token ids.
+            attention_masks: as in TorchTitan's models.
+            positions: as in TorchTitan's models.
+            return_activations: indices of activations: 0 is the output of the embedding, i + 1 the output of block i
+                (before the final norm), n_layers + 1 the output of the final norm. None: ``activations`` of the model's
+                arguments in training, none in eval.
+
+        Returns:
+            Logits [B, N, V], or (logits, activations) with [B, N, F] tensors in ascending order of index. Under TP and
+            CP, the activations are this rank's [B, N/p, F] shard of the sequence, as plain local tensors.
+
+        Raises:
+            ValueError: an index is out of range.
+        """
+        if return_activations is None:
+            return_activations = self.model_args.activations if self.training else ()
+        wanted = frozenset(return_activations)
+        after_norm = self.n_layers + 1
+        if not wanted <= set(range(after_norm + 1)):
+            raise ValueError(f"return_activations is {sorted(wanted)}, expected indices from 0 to {after_norm}")
+        activations = []
+        h = self.embed(tokens, positions)
+        if isinstance(h, AsyncCollectiveTensor):
+            # TP's reduce-scatter is still in flight. A compiled block drops the gradient of such an input (torch 2.13).
+            h = h.clone()
+        if 0 in wanted:
+            activations.append(h)
+        for i, block in enumerate(self.layers.values(), start=1):
+            h = self.run_block(block, h, attention_masks, positions)
+            if i in wanted:
+                activations.append(h)
+        h = self.norm(h)
+        if after_norm in wanted:
+            # Under TP, h is a DTensor, which the output layer's plan expects. FSDP2 warns of views such as its local
+            # tensor.
+            activations.append(h.to_local().clone() if isinstance(h, DTensor) else h)
+        logits = self.output(h)
+        return (logits, tuple(activations)) if wanted else logits
+
+    def tie_weights(self) -> None:
+        """Make ``output.weight`` the same parameter as ``tok_embeddings.weight`` (again), if weights are tied."""
+        if self.model_args.enable_weight_tying:
+            self.output.weight = self.tok_embeddings.weight
+
+    def init_weights(self, buffer_device: torch.device | None = None) -> None:
+        """Fill parameters from the process's seed: ``debug.seed``, or the seed on which all ranks agree."""
+        self.tie_weights()  # to_empty gave every module its own storage
+        self.init_buffers(buffer_device)
+        init_parameters(self, self.model_args, torch.initial_seed())

@@ -1,0 +1,423 @@
+"""These are the model arguments and the flavors of ``gpt2_disp``."""
+
+import dataclasses
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.checkpoint import HuggingFaceStorageReader
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+from torch.futures import Future
+from torchtitan.config import JobConfig
+from torchtitan.distributed import ParallelDims
+from torchtitan.distributed.tensor_parallel import maybe_enable_async_tp
+from torchtitan.models.attention import ScaledDotProductAttentionWrapper
+from torchtitan.models.qwen3.infra.parallelize import _op_sac_save_list
+from torchtitan.protocols.model import AttentionMasksType
+from torchtitan.tools.logging import logger
+
+from titan_disp.models.arguments import DispModelArgs, Flavors, Initial
+from titan_disp.models.decoder import DispModel
+from titan_disp.models.hf import HfAdapter
+from titan_disp.models.parallelize import parallelize_model
+
+
+@dataclass
+class GPT2DispModelArgs(DispModelArgs):
+    """The arguments are GPT-2's sizes; the defaults are those of 124M.
+
+    Attributes:
+        context: rows of the table of positions, the length of the longest sequence.
+        max_seq_len: tokens of a training sequence, at most ``context``.
+        activations: indices as ``DispModel.forward`` takes them; empty: only logits.
+    """
+
+    dim: int = 768
+    n_layers: int = 12
+    n_heads: int = 12
+    hidden_dim: int = 3072
+    vocab_size: int = 50257
+    context: int = 1024
+    max_seq_len: int = 1024
+    norm_eps: float = 1e-5
+    enable_weight_tying: bool = True
+    activations: tuple[int, ...] = ()
+
+    @property
+    def n_kv_heads(self) -> int:  # type: ignore[override]
+        return self.n_heads
+
+    @property
+    def head_dim(self) -> int:  # type: ignore[override]
+        return self.dim // self.n_heads
+
+    @property
+    def max_positions(self) -> int:
+        return self.context
+
+    def initial(self, name: str, shape: torch.Size) -> Initial:
+        """Initialize as the GPT-2 paper and transformers do.
+
+        The standard deviation is 0.02, and less for the 2·n_layers products that add to the residual stream.
+        """
+        if len(shape) == 1:
+            return Initial(mean=0.0 if name.endswith("bias") else 1.0)
+        residual = name.endswith(("wo.weight", "w2.weight"))
+        return Initial(std=0.02 / (2 * self.n_layers) ** 0.5 if residual else 0.02)
+
+    def saved_elements(self, tp: int) -> dict[str, float]:
+        d, h = self.dim, self.hidden_dim
+        return {
+            # Both residuals; both normalized inputs; q, k, v and the attention's output; w1's output and its GELU.
+            "none": 2 * d / tp + 2 * d + (4 * d + 2 * h) / tp,
+            # The block's input and the outputs of attention and of all products (parallelize.py) are kept. Under TP,
+            # the outputs of wo and w2 are partial sums over the whole sequence, and both reduce-scattered results are
+            # kept too.
+            "op": d / tp + (4 * d + h) / tp + 2 * d + (2 * d / tp if tp > 1 else 0),
+            "full": d / tp,
+        }
+
+
+def _untied(args: GPT2DispModelArgs) -> GPT2DispModelArgs:
+    args.enable_weight_tying = False
+    return args
+
+
+def _nano() -> GPT2DispModelArgs:
+    """Return a model of 0.5 M parameters for tests on a CPU.
+
+    Its 2,049 tokens leave a remainder of 1 when they are divided among 2, 4, 8, … ranks, as GPT-2's 50,257 do.
+    """
+    return GPT2DispModelArgs(dim=64, n_layers=6, n_heads=4, hidden_dim=256, vocab_size=2049)
+
+
+# In ascending order. Table 2 of the GPT-2 paper (Radford et al., 2019) calls them 117M to 1542M; the names here count
+# all parameters. Numbers of heads are from config.json of openai-community/gpt2, -medium, -large and -xl;
+# tests/test_gpt2.py compares them.
+flavors = Flavors(
+    {
+        "nano": _nano(),
+        "nano_untied": _untied(_nano()),
+        "124M": GPT2DispModelArgs(),
+        "355M": GPT2DispModelArgs(dim=1024, n_layers=24, n_heads=16, hidden_dim=4096),
+        "774M": GPT2DispModelArgs(dim=1280, n_layers=36, n_heads=20, hidden_dim=5120),
+        "1.5B": GPT2DispModelArgs(dim=1600, n_layers=48, n_heads=25, hidden_dim=6400),
+    }
+)
+
+
+# GPT-2 is parallelized by ``models.parallelize`` with this tensor-parallel plan.
+
+
+# A linear layer with a bias is aten.addmm. TorchTitan's list has aten.mm, and its policy keeps every second one of
+# those; of addmm it keeps all.
+SAVED_OPS = _op_sac_save_list | {torch.ops.aten.addmm.default}
+
+
+def parallelize(model: DispModel, parallel_dims: ParallelDims, job_config: JobConfig) -> nn.Module:
+    """Parallelize the model in place, as ``models.parallelize.parallelize_model`` describes."""
+    return parallelize_model(model, parallel_dims, job_config, _apply_tp, SAVED_OPS)
+
+
+def _apply_tp(model: DispModel, parallel_dims: ParallelDims, job_config: JobConfig) -> None:
+    """Shard heads, feed-forward and vocabulary, and the sequence between blocks, as in TorchTitan's plan for Llama.
+
+    The table of positions is sharded by rows like that of the tokens, so each row's whole gradient is on the rank that
+    holds it.
+    """
+    mesh = parallel_dims.get_mesh("tp")
+    loss_parallel = not job_config.parallelism.disable_loss_parallel
+    table: dict[str, Any] = {"input_layouts": Replicate(), "output_layouts": Shard(1)}
+    parallelize_module(
+        model,
+        mesh,
+        {
+            "tok_embeddings": RowwiseParallel(**table),
+            "pos_embeddings": RowwiseParallel(**table),
+            "norm": SequenceParallel(),
+            "output": ColwiseParallel(
+                input_layouts=Shard(1),
+                output_layouts=Shard(-1) if loss_parallel else Replicate(),
+                use_local_output=not loss_parallel,
+            ),
+        },
+    )
+    gather: dict[str, Any] = {"input_layouts": (Shard(1),), "desired_input_layouts": (Replicate(),)}
+    for block in model.layers.values():
+        parallelize_module(
+            block,
+            mesh,
+            {
+                "attention_norm": SequenceParallel(),
+                "attention": PrepareModuleInput(**gather),
+                "attention.wq": ColwiseParallel(),
+                "attention.wk": ColwiseParallel(),
+                "attention.wv": ColwiseParallel(),
+                "attention.wo": RowwiseParallel(output_layouts=Shard(1)),
+                "ffn_norm": SequenceParallel(),
+                "feed_forward": PrepareModuleInput(**gather),
+                "feed_forward.w1": ColwiseParallel(),
+                "feed_forward.w2": RowwiseParallel(output_layouts=Shard(1)),
+            },
+        )
+    maybe_enable_async_tp(job_config, mesh)
+    logger.info("Applied Tensor Parallelism to the model")
+
+
+# This is GPT-2 with a forward that can return intermediate activations.
+#
+# Queries, keys and values have separate matrices. Tensor parallelism shards heads, and would give one rank the queries
+# and another the values of a fused matrix. Hugging Face's files have them fused (see ``hf.py``). There is no dropout, as
+# is usual in pre-training today.
+
+
+class Attention(nn.Module):
+    def __init__(self, args: GPT2DispModelArgs) -> None:
+        super().__init__()
+        self.head_dim = args.head_dim
+        self.wq = nn.Linear(args.dim, args.dim)
+        self.wk = nn.Linear(args.dim, args.dim)
+        self.wv = nn.Linear(args.dim, args.dim)
+        self.wo = nn.Linear(args.dim, args.dim)
+        self.inner_attention = ScaledDotProductAttentionWrapper()
+
+    def forward(self, x: Tensor) -> Tensor:
+        # [B, N, this rank's heads × head_dim] → [B, heads, N, head_dim]
+        q, k, v = (w(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for w in (self.wq, self.wk, self.wv))
+        return self.wo(self.inner_attention(q, k, v).transpose(1, 2).flatten(2))
+
+
+class FeedForward(nn.Module):
+    def __init__(self, args: GPT2DispModelArgs) -> None:
+        super().__init__()
+        self.w1 = nn.Linear(args.dim, args.hidden_dim)
+        self.w2 = nn.Linear(args.hidden_dim, args.dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.w2(F.gelu(self.w1(x), approximate="tanh"))
+
+
+class TransformerBlock(nn.Module):
+    moe_enabled = False  # TorchTitan's apply_compile reads it
+
+    def __init__(self, args: GPT2DispModelArgs) -> None:
+        super().__init__()
+        self.attention_norm = nn.LayerNorm(args.dim, eps=args.norm_eps)
+        self.attention = Attention(args)
+        self.ffn_norm = nn.LayerNorm(args.dim, eps=args.norm_eps)
+        self.feed_forward = FeedForward(args)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention(self.attention_norm(x))
+        return x + self.feed_forward(self.ffn_norm(x))
+
+
+class GPT2DispModel(DispModel):
+    model_args: GPT2DispModelArgs
+
+    def __init__(self, args: GPT2DispModelArgs) -> None:
+        super().__init__(args)
+        self.model_args, self.n_layers = args, args.n_layers
+        self.tok_embeddings = nn.Embedding(args.vocab_size, args.dim)
+        self.pos_embeddings = nn.Embedding(args.context, args.dim)
+        self.layers = nn.ModuleDict({str(i): TransformerBlock(args) for i in range(args.n_layers)})
+        self.norm = nn.LayerNorm(args.dim, eps=args.norm_eps)
+        self.output = nn.Linear(args.dim, args.vocab_size, bias=False)
+        self.tie_weights()
+
+    @property
+    def embeddings(self) -> list[nn.Module]:
+        return [self.tok_embeddings, self.pos_embeddings]
+
+    def embed(self, tokens: Tensor, positions: Tensor | None) -> Tensor:
+        if positions is None:  # context parallelism passes the positions of this rank's tokens
+            positions = torch.arange(tokens.shape[1], device=tokens.device)[None]
+        return self.tok_embeddings(tokens) + self.pos_embeddings(positions)
+
+    def run_block(
+        self, block: nn.Module, h: Tensor, attention_masks: AttentionMasksType | None, positions: Tensor | None
+    ) -> Tensor:
+        return block(h)
+
+
+# This module converts GPT-2 to Hugging Face's keys in config.json, and to its names and layouts of weights.
+#
+# Its linear layers are Conv1D, whose matrices are the transposes of nn.Linear's. Queries, keys and values are one layer,
+# c_attn.
+
+
+# fmt: off
+OUTSIDE = {
+    "tok_embeddings.weight": "transformer.wte.weight", "pos_embeddings.weight": "transformer.wpe.weight",
+    "norm.weight": "transformer.ln_f.weight", "norm.bias": "transformer.ln_f.bias",
+    "output.weight": "lm_head.weight",
+}
+NORMS = {"attention_norm": "ln_1", "ffn_norm": "ln_2"}
+PRODUCTS = {"attention.wo": "attn.c_proj", "feed_forward.w1": "mlp.c_fc", "feed_forward.w2": "mlp.c_proj"}
+FUSED, PARTS = "attn.c_attn", ("attention.wq", "attention.wk", "attention.wv")
+# fmt: on
+
+
+class GPT2HfAdapter(HfAdapter):
+    """Convert to the weights of Hugging Face's GPT2LMHeadModel. The hub's own files omit the prefix "transformer."."""
+
+    model_cls = GPT2DispModel
+    model_args: GPT2DispModelArgs
+    transformers_class = "GPT2LMHeadModel"
+    defaults = {
+        "n_inner": None,
+        "activation_function": "gelu_new",
+        "layer_norm_epsilon": 1e-5,
+        "scale_attn_weights": True,
+        "scale_attn_by_inverse_layer_idx": False,
+        "add_cross_attention": False,
+        "tie_word_embeddings": True,
+    }
+
+    def __init__(self, model_args: DispModelArgs, hf_assets_path: str | None) -> None:
+        self._layouts: dict[str, tuple[DeviceMesh, tuple[Placement, ...]]] = {}  # of weights that to_hf has gathered
+        super().__init__(model_args, hf_assets_path)
+
+    def architecture(self) -> dict[str, Any]:
+        args = self.model_args
+        return {
+            "model_type": "gpt2",
+            "vocab_size": args.vocab_size,
+            "n_positions": args.context,
+            "n_embd": args.dim,
+            "n_layer": args.n_layers,
+            "n_head": args.n_heads,
+            "n_inner": args.hidden_dim,
+            "activation_function": "gelu_new",
+            "layer_norm_epsilon": args.norm_eps,
+            "scale_attn_weights": True,
+            "scale_attn_by_inverse_layer_idx": False,
+            "add_cross_attention": False,
+            "tie_word_embeddings": args.enable_weight_tying,
+        }
+
+    def extras(self) -> dict[str, Any]:
+        return {
+            "resid_pdrop": 0.0,  # as in training; transformers' default is 0.1
+            "embd_pdrop": 0.0,
+            "attn_pdrop": 0.0,
+            "trained_seq_len": self.model_args.max_seq_len,  # titan-disp's own key: later rows of wpe were not trained
+        }
+
+    def stated(self, config: dict[str, Any]) -> dict[str, Any]:
+        config = super().stated(config)
+        if config["n_inner"] is None and isinstance(config.get("n_embd"), int):
+            return config | {"n_inner": 4 * config["n_embd"]}
+        return config
+
+    def canonical(self, name: str) -> str:
+        return name if name.startswith(("transformer.", "lm_head.")) else f"transformer.{name}"
+
+    def get_hf_storage_reader(self, path: str, from_quantized: bool = False) -> HuggingFaceStorageReader:
+        return _Reader(path, self.canonical)
+
+    def to_hf(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """Return Hugging Face's weights. This is a collective call if weights are sharded.
+
+        Linear layers come whole and on the CPU if they were sharded; other weights stay as they are.
+        """
+        found: dict[str, Any] = {}
+        for name, value in state_dict.items():
+            if name in OUTSIDE:
+                if name != "output.weight" or not self.model_args.enable_weight_tying:
+                    found[OUTSIDE[name]] = value
+                continue
+            block, part, kind = _parse(name)
+            if part in NORMS:
+                found[f"transformer.{block}.{NORMS[part]}.{kind}"] = value
+            elif part in PRODUCTS:
+                found[f"transformer.{block}.{PRODUCTS[part]}.{kind}"] = _conv(self._whole(name, value))
+            elif part == PARTS[0]:
+                names = [f"layers.{block.removeprefix('h.')}.{p}.{kind}" for p in PARTS]
+                whole = torch.cat([self._whole(n, state_dict[n]) for n in names])
+                found[f"transformer.{block}.{FUSED}.{kind}"] = _conv(whole)
+        return found
+
+    def from_hf(self, hf_state_dict: dict[str, Any]) -> dict[str, Any]:
+        """Return our weights, sharded as they were before ``to_hf``. Other entries, such as masks, are left out."""
+        hf = {self.canonical(name): value for name, value in hf_state_dict.items()}
+        found = {ours: hf[theirs] for ours, theirs in OUTSIDE.items() if theirs in hf}
+        if self.model_args.enable_weight_tying:
+            found["output.weight"] = found["tok_embeddings.weight"]
+        for i in range(self.model_args.n_layers):
+            for kind in ("weight", "bias"):
+                block = f"transformer.h.{i}"
+                for part, theirs in NORMS.items():
+                    found[f"layers.{i}.{part}.{kind}"] = hf[f"{block}.{theirs}.{kind}"]
+                for part, theirs in PRODUCTS.items():
+                    self._put(found, [f"layers.{i}.{part}.{kind}"], hf[f"{block}.{theirs}.{kind}"])
+                self._put(found, [f"layers.{i}.{part}.{kind}" for part in PARTS], hf[f"{block}.{FUSED}.{kind}"])
+        return found
+
+    def _whole(self, name: str, value: Tensor) -> Tensor:
+        if not isinstance(value, DTensor):
+            return value
+        self._layouts[name] = value.device_mesh, value.placements
+        return value.full_tensor().cpu()  # all weights at once may not fit on a GPU
+
+    def _put(self, found: dict[str, Any], names: list[str], value: Tensor) -> None:
+        """Store equal chunks of ``value``, in the linear layer's layout, under each of the names."""
+        for name, whole in zip(names, _conv(value).chunk(len(names)), strict=True):
+            if name in self._layouts:
+                mesh, placements = self._layouts[name]
+                whole = whole.contiguous().to(mesh.device_type)
+                found[name] = distribute_tensor(whole, mesh, placements, src_data_rank=None)
+            else:
+                found[name] = whole.contiguous()
+
+
+def _parse(name: str) -> tuple[str, str, str]:
+    """Split layers.3.attention.wq.weight into h.3, attention.wq and weight."""
+    matched = re.fullmatch(r"layers\.(\d+)\.(.+)\.(weight|bias)", name)
+    assert matched is not None, name
+    layer, part, kind = matched.groups()
+    return f"h.{layer}", part, kind
+
+
+def _conv(value: Tensor) -> Tensor:
+    """Convert a linear layer's matrix to Conv1D's layout or back. A bias stays as it is."""
+    return value.t().contiguous() if value.ndim == 2 else value
+
+
+class _Reader(HuggingFaceStorageReader):
+    """Find weights by their canonical names, whatever the file calls them."""
+
+    def __init__(self, path: str, canonical: Callable[[str], str]) -> None:
+        super().__init__(path)
+        self._canonical = canonical
+        self._in_file: dict[str, str] = {}
+
+    def read_metadata(self) -> Metadata:
+        metadata = super().read_metadata()
+        names: Iterable[str] = metadata.state_dict_metadata
+        self._in_file = {self._canonical(name): name for name in names}
+        metadata.state_dict_metadata = {
+            self._canonical(name): tensor for name, tensor in metadata.state_dict_metadata.items()
+        }
+        return metadata
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        items = []
+        for item in plan.items:
+            index = dataclasses.replace(item.storage_index, fqn=self._in_file[item.storage_index.fqn])
+            items.append(dataclasses.replace(item, storage_index=index))
+        return super().read_data(dataclasses.replace(plan, items=items), planner)

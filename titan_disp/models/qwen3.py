@@ -1,0 +1,198 @@
+"""These are the model arguments and the flavors of ``qwen3_disp``."""
+
+import copy
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torchtitan.config import JobConfig
+from torchtitan.distributed import ParallelDims
+from torchtitan.models.qwen3 import qwen3_args
+from torchtitan.models.qwen3.infra.parallelize import _op_sac_save_list, apply_non_moe_tp
+from torchtitan.models.qwen3.model.args import Qwen3ModelArgs
+from torchtitan.models.qwen3.model.model import Qwen3Model
+from torchtitan.models.qwen3.model.state_dict_adapter import Qwen3StateDictAdapter
+from torchtitan.protocols.model import AttentionMasksType
+
+from titan_disp.models.arguments import DispModelArgs, Flavors, Initial
+from titan_disp.models.decoder import DispModel
+from titan_disp.models.hf import HfAdapter
+from titan_disp.models.parallelize import parallelize_model
+
+
+@dataclass
+class Qwen3DispModelArgs(DispModelArgs, Qwen3ModelArgs):
+    """Extend TorchTitan's Qwen3 arguments with the activations that a training forward returns.
+
+    Attributes:
+        activations: indices as ``DispModel.forward`` takes them; empty: only logits.
+    """
+
+    activations: tuple[int, ...] = ()
+
+    not_overridable: ClassVar[dict[str, str]] = {
+        "qk_norm": "Hugging Face's Qwen3 always normalizes queries and keys, so an export would be a different model",
+        "eos_id": "the tokenizer defines it",
+        "moe_enabled": "the model is dense",
+        "moe_inter_dim": "the model is dense",
+    }
+
+    def initial(self, name: str, shape: torch.Size) -> Initial:
+        """Initialize as TorchTitan 0.2.2's Qwen3 does."""
+        if len(shape) == 1:
+            return Initial(mean=1.0)  # every vector in Qwen3 is an RMSNorm weight
+        if name in ("tok_embeddings.weight", "output.weight"):
+            if name == "tok_embeddings.weight" and not self.enable_weight_tying:
+                return Initial(std=1.0)
+            std = self.dim**-0.5
+            return Initial(std=std, cut=3 * std)
+        layer = int(name.split(".")[1]) if self.depth_init else self.n_layers - 1
+        if name.endswith(("wo.weight", "w2.weight", "w3.weight")):
+            return Initial(std=0.02 / (2 * (layer + 1)) ** 0.5, cut=2.0)
+        return Initial(std=0.02, cut=2.0)
+
+    def saved_elements(self, tp: int) -> dict[str, float]:
+        d, h = self.dim, self.hidden_dim
+        q, kv = self.n_heads * self.head_dim, self.n_kv_heads * self.head_dim
+        return {
+            # Both residuals; both normalized inputs; q and k before their norm; q, k, v and the attention's output;
+            # w1's output, its SiLU, w3's output and their product.
+            "none": 2 * d / tp + 2 * d + (3 * q + 3 * kv + 4 * h) / tp,
+            # The block's input, the attention's output and every second product (q, v, w1, w2) are kept. Under TP, w2's
+            # output is a partial sum over the whole sequence, and both reduce-scattered results are kept too.
+            "op": d / tp + (2 * q + kv + h) / tp + d + (2 * d / tp if tp > 1 else 0),
+            "full": d / tp,
+        }
+
+
+def _like_torchtitan(name: str, **changes: Any) -> Qwen3DispModelArgs:
+    return Qwen3DispModelArgs(**(vars(copy.deepcopy(qwen3_args[name])) | changes))
+
+
+# In ascending order. TorchTitan registers Qwen's published sizes: Table 1 of the Qwen3 technical report (arXiv
+# 2505.09388) and config.json of Qwen/Qwen3-*; tests/test_qwen3.py compares them. Embeddings are tied up to 4B.
+flavors = Flavors(
+    {
+        "nano": Qwen3DispModelArgs(  # 0.4 M parameters: for the demo and tests on a CPU
+            vocab_size=2048,
+            max_seq_len=4096,
+            head_dim=16,
+            dim=64,
+            n_layers=6,
+            n_heads=4,
+            n_kv_heads=2,
+            qk_norm=True,
+            hidden_dim=192,
+            rope_theta=1000000,
+            enable_weight_tying=True,
+        ),
+        "debugmodel": _like_torchtitan("debugmodel"),
+        # For a preflight of untied models on a CPU.
+        "debugmodel_untied": _like_torchtitan("debugmodel", enable_weight_tying=False),
+        "0.6B": _like_torchtitan("0.6B"),
+        # The model that the authors' TorchTitan fork trained: by accident, as they say, FSDP untied the embedding.
+        "0.6B_untied": _like_torchtitan("0.6B", enable_weight_tying=False),
+        "1.7B": _like_torchtitan("1.7B"),
+        "4B": _like_torchtitan("4B"),
+        "8B": _like_torchtitan("8B"),
+        "14B": _like_torchtitan("14B"),
+        "32B": _like_torchtitan("32B"),
+    }
+)
+
+
+# Qwen3 is parallelized by ``models.parallelize`` with TorchTitan's tensor-parallel plan.
+
+
+def parallelize(model: DispModel, parallel_dims: ParallelDims, job_config: JobConfig) -> nn.Module:
+    """Parallelize the model in place, as ``models.parallelize.parallelize_model`` describes."""
+    return parallelize_model(model, parallel_dims, job_config, _apply_tp, _op_sac_save_list)
+
+
+def _apply_tp(model: DispModel, parallel_dims: ParallelDims, job_config: JobConfig) -> None:
+    recipe = job_config.quantize.linear.float8.recipe_name
+    apply_non_moe_tp(
+        model,
+        parallel_dims.get_mesh("tp"),
+        loss_parallel=not job_config.parallelism.disable_loss_parallel,
+        # Rowwise float8 recipes all-gather in high precision, so they use ordinary TP.
+        enable_float8_tensorwise_tp="float8" in job_config.model.converters
+        and recipe not in ("rowwise", "rowwise_with_gw_hp"),
+        enable_async_tp=job_config.parallelism.enable_async_tensor_parallel,
+        cp_enabled=parallel_dims.cp_enabled,
+    )
+
+
+# This is Qwen3 with a forward that can return intermediate activations.
+
+
+class Qwen3DispModel(DispModel, Qwen3Model):
+    """Extend TorchTitan's Qwen3 with ``DispModel``'s forward."""
+
+    model_args: Qwen3DispModelArgs
+    rope_cache: Tensor
+
+    def run_block(
+        self, block: nn.Module, h: Tensor, attention_masks: AttentionMasksType | None, positions: Tensor | None
+    ) -> Tensor:
+        return block(h, self.rope_cache, attention_masks, positions)
+
+    def init_buffers(self, device: torch.device | None = None) -> None:
+        with torch.device(device or self.rope_cache.device):
+            self.rope_cache = self._precompute_rope_cache()
+
+
+# This module converts Qwen3 to Hugging Face's keys in config.json. TorchTitan's adapter converts the weights.
+
+
+def architecture(args: Qwen3DispModelArgs) -> dict[str, Any]:
+    """Return ``HfAdapter.architecture`` for Qwen3.
+
+    ``rope_theta`` is at the top level, as in Qwen's own files: transformers 4.51 to 5 read it there.
+    """
+    return {
+        "model_type": "qwen3",
+        "vocab_size": args.vocab_size,
+        "hidden_size": args.dim,
+        "intermediate_size": args.hidden_dim,
+        "num_hidden_layers": args.n_layers,
+        "num_attention_heads": args.n_heads,
+        "num_key_value_heads": args.n_kv_heads,
+        "head_dim": args.head_dim,
+        "hidden_act": "silu",
+        "rms_norm_eps": args.norm_eps,  # of queries and keys too
+        "rope_theta": args.rope_theta,
+        "rope_scaling": None,
+        "attention_bias": False,
+        "use_sliding_window": False,
+        "tie_word_embeddings": args.enable_weight_tying,
+    }
+
+
+class Qwen3HfAdapter(HfAdapter, Qwen3StateDictAdapter):
+    """Use TorchTitan's conversion of Qwen3's weights."""
+
+    model_cls = Qwen3DispModel
+    model_args: Qwen3DispModelArgs
+    transformers_class = "Qwen3ForCausalLM"
+    defaults = {"rope_scaling": None, "attention_bias": False, "use_sliding_window": False, "hidden_act": "silu"}
+
+    def architecture(self) -> dict[str, Any]:
+        return architecture(self.model_args)
+
+    def extras(self) -> dict[str, Any]:
+        # transformers 4.51 warns if sliding_window is absent
+        return {"max_position_embeddings": self.model_args.max_seq_len, "sliding_window": None}
+
+    def stated(self, config: dict[str, Any]) -> dict[str, Any]:
+        """Return config.json with RoPE in the keys of ``architecture``.
+
+        transformers 5 writes ``rope_parameters`` instead.
+        """
+        config = super().stated(config)
+        rope = config.get("rope_parameters")
+        if not isinstance(rope, dict):
+            return config
+        plain = rope.get("rope_type", "default") == "default"
+        return config | {"rope_theta": rope.get("rope_theta"), "rope_scaling": None if plain else rope}

@@ -1,0 +1,186 @@
+"""This module reconstructs the starts of a run: what ended each of them, and what was lost between them."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
+
+import numpy as np
+
+BEGIN = ("start", "resume")
+END = ("complete", "stop", "save_failed")
+WHILE_LOADING = ("checkpoint_damaged", "streams_restarted")  # a start writes these before its resume event
+FAULTS = ("skip", "save_failed", *WHILE_LOADING)
+
+
+@dataclass
+class Attempt:
+    """Represent one start of the training processes, reconstructed from its records. Times are seconds since the epoch.
+
+    Attributes:
+        began: time of its start or resume event.
+        job: SLURM's JOB.RESTARTS; empty without SLURM.
+        first_step: number of steps done at its beginning.
+        times, steps: time and step of its records in order, including its beginning.
+        end: its event of ``END``, or None.
+        allocated: beginning of its allocation, from its first record; otherwise the same as ``began``.
+        spent: (step, seconds by kind since the allocation) of the records that have them.
+    """
+
+    began: float
+    job: str
+    first_step: int
+    times: list[float]
+    steps: list[int]
+    end: Mapping[str, Any] | None = None
+    allocated: float = 0.0
+    spent: list[tuple[int, Mapping[str, float]]] = field(default_factory=list)
+
+    @property
+    def ended(self) -> float:
+        return self.times[-1]
+
+    @property
+    def last_step(self) -> int:
+        return max(self.steps)
+
+    @property
+    def complete(self) -> bool:
+        return self.end is not None and self.end["event"] == "complete"
+
+    def how(self) -> str:
+        """Describe what ended the start, by its events."""
+        if self.end is None:
+            return "no end recorded"
+        reason = self.end.get("reason") or self.end.get("error")
+        return self.end["event"].replace("_", " ") + (f": {reason}" if reason else "")
+
+
+def attempts(written: Sequence[Mapping[str, Any]], events: Sequence[Mapping[str, Any]]) -> list[Attempt]:
+    """Return the starts in order of time. Without events, there is one start.
+
+    Args:
+        written: all training rows of metrics.jsonl.
+        events: events of events.jsonl, with times in seconds like those of the rows.
+    """
+    signs = [e for e in events if e["event"] not in WHILE_LOADING]
+    records = sorted([*written, *signs], key=lambda record: record["time"])
+    found: list[Attempt] = []
+    for record in records:
+        name = record.get("event")
+        # A start that trains nothing has no event for its beginning; its end has the beginning of its allocation.
+        if name in BEGIN or "allocated" in record or not found:
+            allocated = record.get("allocated", record["time"])
+            found.append(Attempt(record["time"], record.get("job", ""), record["step"], [], [], allocated=allocated))
+        current = found[-1]
+        current.times.append(record["time"])
+        current.steps.append(record["step"])
+        if "spent" in record:
+            current.spent.append((record["step"], record["spent"]))
+        if name in END:
+            current.end = record
+    return found
+
+
+def repeated_steps(found: Sequence[Attempt]) -> list[int]:
+    """Return the number of each start's steps that were lost, so that the next start repeated them."""
+    return [max(0, a.last_step - b.first_step) for a, b in zip(found, found[1:], strict=False)]
+
+
+def downtimes(found: Sequence[Attempt]) -> list[float]:
+    """Return the seconds from the last activity of each start to the beginning of the next."""
+    return [b.began - a.ended for a, b in zip(found, found[1:], strict=False)]
+
+
+# Goodput is the fraction of the time since an allocation began that went into steps which no later start repeated.
+
+
+@dataclass(frozen=True)
+class Goodput:
+    """Hold the seconds that one or several starts spent, by what they spent them on.
+
+    Attributes:
+        kept: time of steps that no later start repeated.
+        repeated: time of steps that a later start repeated.
+        start_up: time from the beginning of the allocation through the first step, which compiles, or to the last line
+            if that is earlier.
+        checkpoints, condensation, validation: time of saving and measuring.
+        waiting: time from the last line of the previous start to the beginning of this allocation, unless the previous
+            start completed the run. The time of a kill is not recorded, so a hang before it counts as waiting.
+        other: all other time, such as logging.
+    """
+
+    kept: float = 0.0
+    repeated: float = 0.0
+    start_up: float = 0.0
+    checkpoints: float = 0.0
+    condensation: float = 0.0
+    validation: float = 0.0
+    waiting: float = 0.0
+    other: float = 0.0
+
+    @property
+    def total(self) -> float:
+        return sum(vars(self).values())
+
+    @property
+    def fraction(self) -> float:
+        """Return the fraction of time in kept steps; NaN if there is no time."""
+        return self.kept / self.total if self.total else float("nan")
+
+    def in_its_allocation(self) -> "Goodput":
+        """Return the goodput of one start without the time before it."""
+        return replace(self, waiting=0.0)
+
+    def lost(self) -> dict[str, float]:
+        """Return the other seconds by kind, the longest first. Kinds below half a second are left out."""
+        parts = {
+            name.replace("_", "-"): seconds for name, seconds in vars(self).items() if name != "kept" and seconds >= 0.5
+        }
+        return dict(sorted(parts.items(), key=lambda part: -part[1]))
+
+
+def _of(attempt: Attempt, before: Attempt | None, kept_until: int) -> Goodput:
+    """Return the goodput of one start. The steps after ``kept_until`` were repeated later."""
+    began = attempt.allocated if before is None else max(attempt.allocated, before.ended)
+    steps, spent = [attempt.first_step], [0.0]
+    for step, seconds in attempt.spent:
+        steps.append(step)
+        spent.append(seconds["steps"])
+    last = attempt.spent[-1][1] if attempt.spent else {"steps": 0.0}
+    kept = float(np.interp(kept_until, steps, spent))
+    found = Goodput(
+        kept=kept,
+        repeated=last["steps"] - kept,
+        # If the allocation also had an earlier start, it began before that start's end.
+        start_up=max(0.0, last.get("start_up", 0.0) - (began - attempt.allocated)),
+        checkpoints=last.get("checkpoints", 0.0),
+        condensation=last.get("condensation", 0.0),
+        validation=last.get("validation", 0.0),
+        waiting=0.0 if before is None or before.complete else began - before.ended,
+    )
+    rest = max(0.0, attempt.ended - began - (found.total - found.waiting))
+    stepped = attempt.spent or attempt.last_step > attempt.first_step
+    return replace(found, other=rest) if stepped else replace(found, start_up=rest)
+
+
+def goodputs(written: Sequence[Mapping[str, Any]], events: Sequence[Mapping[str, Any]]) -> list[Goodput]:
+    """Return the goodput of every start in order. The list is empty if the rows do not record how time was spent.
+
+    Args:
+        written: all training rows of metrics.jsonl.
+        events: events of events.jsonl, with times in seconds.
+    """
+    found = attempts(written, events)
+    if not any(one.spent for one in found):
+        return []
+    pairs = zip([None, *found], found, strict=False)
+    return [
+        _of(one, before, min((later.first_step for later in found[i + 1 :]), default=one.last_step))
+        for i, (before, one) in enumerate(pairs)
+    ]
+
+
+def together(parts: Iterable[Goodput]) -> Goodput:
+    """Sum the goodput of several starts."""
+    parts = list(parts)
+    return Goodput(**{f.name: sum(getattr(part, f.name) for part in parts) for f in fields(Goodput)})

@@ -1,0 +1,326 @@
+"""This module writes the heartbeat of a run: what it is doing, and how long that may take.
+
+Collective operations have time-outs. A hanging file system, or any other stall in which no rank waits for another, has
+none and would hold all GPUs until the job's time limit. Rank 0 therefore writes RUN/heartbeat.json whenever it begins
+something, and slurm/supervise.py ends a run that has been silent for longer than this file allows. At that moment,
+Python's faulthandler writes the stack traces of every rank's threads into the rank's log, so that the hanging rank can
+be found.
+"""
+
+import contextlib
+import faulthandler
+import json
+import os
+import re
+import signal
+import socket
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from statistics import median_low
+from types import FrameType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torchtitan.tools import utils
+from torchtitan.tools.logging import logger
+
+from titan_disp.dispersion.autograd import all_gather
+from titan_disp.run.folder import job_id
+
+FILE = "heartbeat.json"
+PAUSE = 1.0  # seconds between two writes of the same kind: steps may be shorter, and the file system may be shared
+
+
+class Heartbeat:
+    """Write the heartbeat file, and arm the faulthandler.
+
+    Attributes:
+        slowest: seconds of the slowest step so far, without the first one, which compiles.
+    """
+
+    def __init__(
+        self, run: Path | None, init_timeout: float, train_timeout: float, save: float, silence: float
+    ) -> None:
+        """Set the time limits, in seconds. Nothing is written before ``begin``.
+
+        Args:
+            run: the run folder on rank 0, None on other ranks.
+            init_timeout: ``comm.init_timeout_seconds``, which holds until the first step has ended.
+            train_timeout: ``comm.train_timeout_seconds``, which holds for later steps.
+            save: ``guard.save_seconds``.
+            silence: ``guard.silence_seconds``.
+        """
+        self.file = run / FILE if run is not None else None
+        self.init_timeout, self.train_timeout = init_timeout, train_timeout
+        self.save, self.silence = save, silence
+        self.slowest = 0.0
+        self._steps = 0
+        self._doing, self._written, self._began = "", -PAUSE, time.monotonic()
+
+    def allowed(self, doing: str) -> float:
+        """Return the seconds allowed until the next heartbeat.
+
+        A time-out counts twice, because that of another rank may have to pass before this rank's begins.
+        """
+        if doing == "save":
+            return self.save + self.silence
+        timeout = self.train_timeout if doing == "step" and self._steps else self.init_timeout
+        return 2 * max(timeout, self.slowest) + self.silence
+
+    def step(self, step: int) -> None:
+        """Note that the step which ``begin("step", …)`` announced has ended, and announce the next one."""
+        if self._steps:
+            self.slowest = max(self.slowest, time.monotonic() - self._began)
+        self._steps += 1
+        self.begin("step", step)
+
+    def begin(self, doing: str, step: int) -> None:
+        """Announce something that may take long: start, step, save, validation or condensation.
+
+        The faulthandler is armed on every rank. The file is written on rank 0, for the same thing at most once per
+        ``PAUSE``.
+        """
+        now, allowed = time.monotonic(), self.allowed(doing)
+        faulthandler.dump_traceback_later(allowed, file=2)  # stderr, which is this rank's log
+        self._began = now
+        if self.file is None or (doing == self._doing and now - self._written < PAUSE):
+            return
+        self._doing, self._written = doing, now
+        content = {"start": job_id(), "step": step, "doing": doing, "allowed_seconds": allowed, "time": time.time()}
+        with contextlib.suppress(OSError):  # a full disk must not end a step; the supervisor will notice the silence
+            partial = self.file.with_suffix(".partial")
+            partial.write_text(json.dumps(content))
+            os.replace(partial, self.file)
+
+    def close(self) -> None:
+        """Disarm the faulthandler and remove the heartbeat file: nothing is expected any more."""
+        faulthandler.cancel_dump_traceback_later()
+        if self.file is not None:
+            with contextlib.suppress(OSError):
+                self.file.unlink(missing_ok=True)
+
+
+# This module finds the rank for which the others wait.
+#
+# In every step, ranks first meet where TorchTitan sums the valid tokens of all ranks and reads the sum on the host. The
+# time from the arrival of a rank's last microbatch to its first forward is time spent waiting for the slowest rank. The
+# rest of a step's wall time is the rank's *own* time. Measuring it waits for no GPU.
+#
+# This finds hosts that are slow at loading data, in Python or at writing logs, or that stop for a while. It does not find
+# a GPU that computes slowly: in forward and backward, all ranks wait for it inside collective operations, where the host
+# cannot tell waiting from computing. (slurm/preflight.sbatch checks GPUs and measures links.) Nor does it find a
+# difference between ranks of one tensor- or context-parallel group.
+
+
+NOTICED = 1.2  # times the median of all ranks' own time
+
+
+def straggler(own: Sequence[float], hosts: Sequence[str]) -> dict[str, Any] | None:
+    """Find the slowest rank, if it takes more than ``NOTICED`` times the median.
+
+    Args:
+        own: own seconds per step of every rank. With two ranks in the middle, the faster one is the median, so that one
+            of two ranks can be found slow.
+        hosts: host name of every rank.
+
+    Returns:
+        ``rank``, ``host``, ``seconds`` and ``median`` of all ranks; or None.
+    """
+    median = median_low(own)
+    slowest = max(range(len(own)), key=own.__getitem__)
+    if own[slowest] <= NOTICED * median:
+        return None
+    return {"rank": slowest, "host": hosts[slowest], "seconds": own[slowest], "median": median}
+
+
+class Stragglers:
+    """Measure this rank's own time, and compare all ranks on request."""
+
+    def __init__(self) -> None:
+        # When the current interval began; None until the first comparison, because a run's first step compiles.
+        self._since: float | None = None
+        self._waited = 0.0
+        self._steps = 0
+        self._arrived: float | None = None
+        self._hosts: list[str] = []
+
+    def arrived(self) -> None:
+        """Note that a microbatch has arrived. With the last one of a step, this rank is ready to meet the others."""
+        self._arrived = time.perf_counter()
+
+    def met(self) -> None:
+        """Note that a forward begins. At the first one of a step, all ranks have met."""
+        if self._arrived is not None:
+            self._waited += time.perf_counter() - self._arrived
+            self._steps += 1
+            self._arrived = None
+
+    def own_seconds(self) -> float:
+        """Return the rank's own seconds per step since the last call; 0 at the first call."""
+        now = time.perf_counter()
+        own = (now - self._since - self._waited) / max(1, self._steps) if self._since is not None else 0.0
+        self._since, self._waited, self._steps = now, 0.0, 0
+        return own
+
+    def find(self) -> dict[str, Any] | None:
+        """Find the slowest rank as ``straggler`` does.
+
+        This is a collective call: it gathers a number, and once host names.
+        """
+        if not self._hosts:
+            self._hosts = [""] * dist.get_world_size()
+            dist.all_gather_object(self._hosts, socket.gethostname())
+        own = torch.tensor([self.own_seconds()], device=utils.device_type)
+        every = torch.empty(dist.get_world_size(), device=utils.device_type)
+        all_gather(every, own)
+        return straggler(every.tolist(), self._hosts)
+
+
+# This module counts how a job spends its wall time. metrics.jsonl and events.jsonl record it as ``spent``.
+
+
+KINDS = ("start_up", "steps", "checkpoints", "condensation", "validation")
+
+
+def process_began() -> float:
+    """Return when this process started, in seconds since the epoch. Outside of Linux, return the present time."""
+    with suppress(OSError, ValueError, StopIteration, IndexError):
+        ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+        boot = next(int(line.split()[1]) for line in Path("/proc/stat").read_text().splitlines() if "btime" in line)
+        return min(time.time(), boot + ticks / os.sysconf("SC_CLK_TCK"))
+    return time.time()
+
+
+def allocation_began(environment: Mapping[str, str] = os.environ) -> float:
+    """Return when SLURM started the job, in seconds since the epoch, or without SLURM, when this process started.
+
+    SLURM sets the start anew when it requeues a job.
+    """
+    with suppress(KeyError, ValueError):
+        return min(time.time(), float(environment["SLURM_JOB_START_TIME"]))
+    return process_began()
+
+
+class Clock:
+    """Count the seconds since the allocation began, by kind.
+
+    The first step counts as start-up, because most of it is compilation. So does the time before it that has no kind of
+    its own. After the first step, such time belongs to no kind.
+    Setting the machine's clock has no effect.
+    """
+
+    def __init__(self, began: float) -> None:
+        self.began = began
+        self._offset = time.time() - time.monotonic()
+        self._seconds = dict.fromkeys(KINDS, 0.0)
+        self._running: tuple[str, float] | None = None
+        self._stepped = False
+
+    def _now(self) -> float:
+        return self._offset + time.monotonic()
+
+    @contextmanager
+    def during(self, kind: str) -> Iterator[None]:
+        """Count the time in this context as ``kind``. Contexts cannot be nested."""
+        self._running = (kind, self._now())
+        try:
+            yield
+        finally:
+            self._seconds, self._running = self.spent(), None
+            self._stepped = self._stepped or kind == "steps"
+
+    def spent(self) -> dict[str, float]:
+        """Return the seconds of each kind up to now, including the context that is running."""
+        seconds, now = dict(self._seconds), self._now()
+        kind, since = self._running or ("", now)
+        if kind and (self._stepped or kind != "steps"):
+            seconds[kind] += now - since
+        if not self._stepped and kind in ("", "steps"):  # everything up to now that has no kind of its own
+            seconds["start_up"] = now - self.began - sum(s for k, s in seconds.items() if k != "start_up")
+        return seconds
+
+    def rounded(self) -> dict[str, float]:
+        """Return ``spent`` rounded to milliseconds, for a line of JSON."""
+        return {kind: round(seconds, 3) for kind, seconds in self.spent().items()}
+
+
+# A signal or a file in the run folder asks a run to stop.
+#
+# SLURM signals a job some minutes before its end. The batch script cannot pass the signal on through torchrun (USR1 kills
+# torchrun's agent), so it writes its id, JOB.RESTART, to the file RUN/stop. A rank may also be signalled directly. As
+# soon as one rank knows of the request, the training loop makes all ranks agree, save and end.
+#
+# A user may also create RUN/stop. That file stays until the user removes it, and until then no start of the run trains.
+
+
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+STOP_FILE = "stop"
+
+
+class StopRequest:
+    """Hold this rank's view of the request to stop.
+
+    Attributes:
+        reason: why this rank was asked to stop; None if it was not asked.
+    """
+
+    def __init__(self, run: Path | None) -> None:
+        """Listen for SIGTERM and SIGUSR1, and remove a stop file that an earlier job left.
+
+        Args:
+            run: folder where this rank looks for the stop file; None if it does not look.
+        """
+        self.file = run / STOP_FILE if run is not None else None
+        self.reason: str | None = None
+        if self._of_a_job() not in (None, job_id()):
+            logger.info(f"removed {self.file}, which an earlier job left")
+            self._remove()
+        self._previous: dict[int, Any] = {}
+        if threading.current_thread() is threading.main_thread():
+            self._previous = {number: signal.signal(number, self._heard) for number in SIGNALS}
+
+    def _heard(self, number: int, frame: FrameType | None) -> None:
+        self.reason = signal.Signals(number).name
+
+    def _is_there(self) -> bool:
+        """Return whether the file exists. This runs at every step, so an error of the file system counts as False.
+
+        ``Path.exists`` would raise most of these errors.
+        """
+        return self.file is not None and os.path.exists(self.file)
+
+    def _of_a_job(self) -> str | None:
+        """Return the id in a stop file that a job's script wrote, or None for a user's file or no file."""
+        with contextlib.suppress(OSError):
+            text = self.file.read_text(errors="replace").strip() if self.file is not None else ""
+            return text if re.fullmatch(r"\d+\.\d+", text) else None
+        return None
+
+    def _remove(self) -> None:
+        if self.file is not None:
+            self.file.unlink(missing_ok=True)
+
+    def held(self) -> bool:
+        """Return whether there is a user's stop file. If so, no start of the run trains."""
+        return self._is_there() and self._of_a_job() is None
+
+    def __call__(self) -> bool:
+        """Return whether this rank was asked to stop."""
+        if self.reason is None and self._is_there():
+            self.reason = f"the file {self.file}"
+        return self.reason is not None
+
+    def done(self) -> None:
+        """Remove a job's stop file after the run has stopped, so that it does not stop the next start."""
+        if self._of_a_job() is not None:
+            self._remove()
+
+    def close(self) -> None:
+        """Restore the previous signal handlers."""
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+        self._previous = {}
