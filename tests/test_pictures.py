@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from matplotlib.dates import num2date
 
+from titan_disp.condensation import heatmap
 from titan_disp.condensation.record import EDGES, Condensation
 from titan_disp.lab import plots
 from titan_disp.lab.report import charts
@@ -39,7 +40,7 @@ def darkness(artist, value):
 
 def test_heatmap():
     layers = [{-0.76: 0.25, 0.51: 0.75}, {0.1: 1.0}, {0.9: 0.9, -0.2: 0.0999, 0.3: 0.0001}]
-    figure = plots.heatmap(condensed(0.2, 0.1, 0.8, pairs=layers), "gpt2")
+    figure = heatmap.heatmap(condensed(0.2, 0.1, 0.8, pairs=layers), "gpt2")
     axes, bar = figure.axes
     (image,) = axes.images
     assert upright(axes)
@@ -92,9 +93,9 @@ def test_last_layer_before_and_after_the_final_norm():
     (axes,) = plots.mean_cosine_by_layer({"small": small, "large": large}).axes
     assert [line.get_xdata().tolist() for line in axes.lines] == [[0, 1, 1.05], [0, 1 / 3, 2 / 3, 1, 1.05]]
     assert axes.get_xlabel() == "relative depth (0: embedding, 1: last block, beyond: final norm)"
-    assert plots.layer_label([small, large]) == "layer (0: embedding, last two: last block, final norm)"
+    assert heatmap.layer_label([small, large]) == "layer (0: embedding, last two: last block, final norm)"
     assert (
-        plots.layer_label([condensed(0.1, 0.2), condensed(0.1, 0.2, 0.3)]) == "layer (0: embedding, last: last block)"
+        heatmap.layer_label([condensed(0.1, 0.2), condensed(0.1, 0.2, 0.3)]) == "layer (0: embedding, last: last block)"
     )
 
 
