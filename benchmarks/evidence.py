@@ -13,7 +13,7 @@ once more, and adds another row.
 import json
 import math
 import subprocess
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
 from functools import cache
@@ -24,7 +24,7 @@ from typing import Any
 import torch
 import tyro
 
-from benchmarks.evidence_page import write_page
+from benchmarks.evidence_page import Refused, missing, write_page
 from benchmarks.evidence_parts import CONFIG, PARTS, RESTORED, STEPS, Job, Row, jobs, key_of, newest
 from benchmarks.evidence_score import HeldOut, held_out, history, score
 from titan_disp.data.tokenizer import load_tokenizer
@@ -211,8 +211,8 @@ class Experiment:
         )
 
 
-def main(options: Options, page: Callable[[Sequence[Row], Path], None] = write_page) -> None:
-    parts = PARTS if options.part == "all" else tuple(p for p in options.part.split(",") if p != "page")
+def main(options: Options) -> None:
+    parts = tuple(PARTS) if options.part == "all" else tuple(p for p in options.part.split(",") if p != "page")
     if unknown := set(parts) - set(PARTS):
         raise SystemExit(f"there is no part {', '.join(sorted(unknown))}; expected all, page, {', '.join(PARTS)}")
     if parts:
@@ -224,7 +224,15 @@ def main(options: Options, page: Callable[[Sequence[Row], Path], None] = write_p
             print(f"{part}: {state}", flush=True)
             if not jobs(part, experiment.rows):
                 raise SystemExit(f"{part} needs what tuning finds: run --part tuning first")
-    page(current(read_rows(options.rows), options.config), options.docs)
+    rows = current(read_rows(options.rows), options.config)
+    page = options.docs / "evidence.md"
+    if parts and (left := missing(rows)):
+        print(f"{page} is not written before all runs have ended; missing:", *left, sep="\n  ", flush=True)
+        return
+    try:
+        write_page(rows, options.docs)
+    except Refused as error:
+        raise SystemExit(f"{page} is not written: {error}") from error
 
 
 if __name__ == "__main__":

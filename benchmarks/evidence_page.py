@@ -1,166 +1,278 @@
-"""Write docs/evidence.md from docs/evidence.jsonl."""
+"""Write docs/evidence.md from docs/evidence.jsonl and the template evidence.md.j2, which has the prose.
 
-from collections.abc import Mapping, Sequence
-from pathlib import Path
-
-from benchmarks.evidence_analysis import (
-    CONTRASTS,
-    LONG,
-    PRIMARY,
-    Contrast,
-    Outcome,
-    outcomes,
-)
-from benchmarks.evidence_details import against_second_runs
-from benchmarks.evidence_parts import SEEDS, Row
-from benchmarks.evidence_plots import draw
-from benchmarks.evidence_sentences import sentences
-from benchmarks.evidence_tables import (
-    HEADER,
-    SECONDARY,
-    WHERE,
-    attempts,
-    by_source,
-    contrast_rows,
-    corpus_table,
-    cosines,
-    noise_table,
-    related_to_condensation,
-    restored_models,
-    secondary_rows,
-    table,
-    tuning_tables,
-)
-from benchmarks.evidence_words import answer
-from titan_disp.files import atomic_write
-
-SHORT = """The model is the nano Qwen3 (0.4 M parameters, 6 layers, width 64), trained from scratch on 2.5 M tokens of Debian's
-documentation, of which none is seen twice (9.8 M tokens in the part of 2,400 steps). Then its cross-entropy is measured
-on other documents of the same packages. Off and on have the learning rate and warm-up that were best for each of them
-on a third text. Two runs with the same seed begin with the same weights and read the same data, so that differences
-are taken seed by seed.
-
-| condition | what it is |
-|---|---|
-| off | cross-entropy alone |
-| on, λ 0.1 | with the dispersion loss over all pairs of tokens, in all layers; this λ is the paper's |
-| on, λ 0.03 | the same with a smaller weight |
-| on in the first quarter | λ goes from 0.1 to 0 in the first 150 steps |
-| on, moments | λ 0.1 with the cheaper *moments* estimator ([loss.md](loss.md)) |
-| noisy embedding | no dispersion, but noise on the embeddings (NEFTune, α = 5), one of the paper's baselines |
+The numbers are computed here, and the words are written there by hand. The words that rely on a sign or a size are
+marked with it (``holds``). If the rows say otherwise, the page is not written, and the error names what to rewrite.
 """
 
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import Any
 
-def _has_pictures(rows: Sequence[Row]) -> bool:
-    """Return whether there is anything to draw: all pictures need runs of the main part."""
-    return any(row["part"] == "main" for row in rows)
+import numpy as np
+import tomli
+import torch
+from jinja2 import Environment, StrictUndefined
+from scipy import stats
+
+from benchmarks import evidence_analysis as analysis
+from benchmarks import evidence_parts as design
+from benchmarks.evidence_analysis import Paired
+from benchmarks.evidence_parts import (
+    CONFIG,
+    LRS,
+    PARTS,
+    RESTORED,
+    TRAINED,
+    Recipe,
+    Row,
+    jobs,
+    newest,
+    tuned,
+    tuning_losses,
+)
+from benchmarks.evidence_plots import draw
+from benchmarks.evidence_score import MEASURED, PASSAGES, PLATEAU
+from titan_disp.files import atomic_write
+from titan_disp.qwen3.model import Qwen3DispModel
+from titan_disp.registry import model_args
+
+TEMPLATE = Path(__file__).parent / "evidence.md.j2"
+NOTHING = "–"
+NAMES = {
+    "off": "off",
+    "on": "on, λ 0.1",
+    "on-0.03": "on, λ 0.03",
+    "on-first-quarter": "on in the first quarter",
+    "on-moments": "on, moments",
+    "noisy-embedding": "noisy embedding",
+    "on-0.1": "on, λ 0.1",
+    "on-0.5": "on, λ 0.5",
+}
+TEXTS = {"test": "old text", "new_test": "new text"}
 
 
-def _pictures(rows: Sequence[Row], *links: str) -> list[str]:
-    return [line for link in links for line in (link, "")] if _has_pictures(rows) else []
+class Refused(Exception):
+    """The rows are not complete, or contradict the template's prose."""
 
 
-def _says(rows: Sequence[Row], found: Mapping[Contrast, Outcome]) -> list[str]:
-    lines = sentences(rows, found)
-    return ["## What it says", "", *lines, ""] if lines else []
+def mean(values: Iterable[float], digits: int = 3, sign: str = "") -> str:
+    """Format a mean with its standard error over seeds."""
+    found = list(values)
+    if not found:
+        return NOTHING
+    error = f" ± {stats.sem(found):.{digits}f}" if len(found) > 1 else ""
+    return f"{np.mean(found):{sign}.{digits}f}{error}"
+
+
+def interval(found: Paired, digits: int) -> str:
+    return NOTHING if np.isnan(found.low) else f"{found.low:+.{digits}f} … {found.high:+.{digits}f}"
+
+
+def certainty(found: Paired, digits: int) -> str:
+    """Return "95 % interval +0.005 … +0.020; higher in 8 of 8 seeds"."""
+    return f"95 % interval {interval(found, digits)}; {found.agreement()}"
+
+
+def signed(found: Paired, digits: int | None = None) -> str:
+    """Return "+0.012 (95 % interval +0.005 … +0.020; higher in 8 of 8 seeds)".
+
+    By default it has 3 decimals, or 4 where 3 would show a number as zero and so hide its sign.
+    """
+    digits = digits or (4 if any(x and abs(x) < 0.0005 for x in (found.mean, found.low, found.high)) else 3)
+    return f"{found.mean:+.{digits}f} ({certainty(found, digits)})"
+
+
+FILTERS = {
+    "number": lambda value, form: format(value, form),
+    "percent": lambda fraction, sign="": f"{100 * fraction:{sign}.0f} %",
+    "mean": mean,
+    "mean_only": lambda values, digits: f"{np.mean(list(values)):.{digits}f}",
+    "median": lambda values: f"{median(values):g}",
+    "interval": interval,
+    "certainty": certainty,
+    "signed": signed,
+}
+
+
+def extremes(rows: Sequence[Row], part: str) -> dict[str, str]:
+    """Return on − off on the curves' text, where its mean over seeds is lowest and highest after step 0, and at the end."""
+    steps, _, d = analysis.curve_differences(rows, part)
+    low, high = analysis.interval(d)
+    over_seeds = d.mean(axis=0)
+
+    def at(i: int) -> str:
+        return f"{over_seeds[i]:+.3f} at step {steps[i]} (95 % interval {low[i]:+.3f} … {high[i]:+.3f})"
+
+    return {
+        "lowest": at(1 + int(over_seeds[1:].argmin())),
+        "highest": at(1 + int(over_seeds[1:].argmax())),
+        "end": at(-1),
+    }
+
+
+def numbers(rows: Sequence[Row], text: str, condition: str) -> dict[str, Any]:
+    """Return means over seeds of a condition of mid-training, or of the models before it."""
+    own = analysis.finished(rows, "midtraining", condition)
+    own = analysis.before_midtraining(rows, text) if condition == "before" else own
+    found = [row["numbers"][text] for row in own.values()]
+    cosine = np.mean([one["mean_cosine"] for one in found], axis=0).tolist()
+    means = {name: float(np.mean([one[name] for one in found])) for name in ("cross_entropy", "accuracy")}
+    return {**means, "mean_cosine": cosine, "blocks": float(np.mean(cosine[1:-1]))}
+
+
+def tuning_cell(rows: Sequence[Row], state: str, lr: float, warmup: float) -> str:
+    """Return the mean loss of a state, or of on − off, with one recipe."""
+    losses = {one: tuning_losses(rows, one, [lr])[Recipe(lr, warmup)] for one in design.STATES}
+    losses["on − off"] = [on - off for on, off in zip(losses["on"], losses["off"], strict=False)]
+    return (
+        mean(losses[state], sign="" if state in design.STATES else "+")
+        if np.isfinite(losses[state]).all()
+        else "failed"
+    )
+
+
+def attempts(rows: Sequence[Row]) -> dict[str, dict[str, Any]]:
+    """Return number, failures and hours of all attempts by part. Other rows only measure a model again."""
+    tried = [row for row in rows if "history" in row or row.get("status") == "failed"]
+    number = Counter(row["part"] for row in tried)
+    failed = Counter(row["part"] for row in tried if row.get("status") == "failed")
+    spent = {part: [row["history"] for row in tried if row["part"] == part and "history" in row] for part in number}
+    hours = {part: sum(sum(one["seconds"].values()) for one in own) / 3600 for part, own in spent.items()}
+    return {
+        name: {"number": number[part], "failed": failed[part], "hours": hours[part]}
+        for part, name in {**PARTS, RESTORED: "main comparison's off, trained again for mid-training"}.items()
+        if part in number
+    }
+
+
+def seconds(rows: Sequence[Row], part: str, condition: str = "") -> float:
+    """Return the mean seconds of a condition's runs, or of those of ``RESTORED``, from the start to the end of training."""
+    again = [row for row in rows if row["part"] == RESTORED]
+    own = again if part == RESTORED else analysis.finished(rows, part, condition).values()
+    return float(np.mean([sum(row["history"]["seconds"].values()) for row in own]))
+
+
+def missing(rows: Sequence[Row]) -> list[str]:
+    """Return the runs of the design that have no row, by part; a failed run has one."""
+    known = newest(rows)
+    wanted = {part: [job.name for job in jobs(part, rows) if job.key not in known] for part in PARTS}
+    if not tuned(rows):
+        return ["tuning is not complete, and decides the recipes of all other runs"]
+    return [f"{part}: {', '.join(names)}" for part, names in wanted.items() if names]
+
+
+def context(rows: Sequence[Row]) -> dict[str, Any]:
+    """Return all that the template can name: functions of the rows, constants of the design, and results."""
+    config = tomli.loads(Path(CONFIG).read_text())
+    model = model_args(config["model"]["name"], config["model"]["flavor"])
+    with torch.device("meta"):
+        parameters = sum(one.numel() for one in Qwen3DispModel(model).parameters())
+    outcomes = {(c.part, c.condition, c.text): one for c, one in analysis.outcomes(rows).items()}
+    shares, rates = analysis.token_shares(rows) or {}, analysis.by_learning_rate(rows)
+    best = min(of["off"] for of in rates.values())
+    points = {part: np.mean(analysis.condensation_and_difference(rows, part), axis=0) for part in TRAINED}
+    noise = analysis.noise(rows)
+    tested = [row["numbers"]["test"] for row in newest(rows).values() if "test" in row.get("numbers", {})]
+    known = list(dict.fromkeys(key[:2] for key in newest(rows)))
+    return {
+        **{function.__name__: partial(function, rows) for function in OF_ROWS},
+        **{function.__name__: function for function in OF_NUMBERS},
+        "design": design,
+        "config": config,
+        "model": model,
+        "parameters": parameters / 1e6,
+        "coeff": config["dispersion"]["coeff"],
+        "coeffs": {name: NAMES[name].removeprefix("on, ") for name in ("on-0.1", "on-0.5")},
+        "margin": analysis.MARGIN,
+        "plateau": PLATEAU,
+        "passages": PASSAGES,
+        "measured_windows": MEASURED,
+        "names": NAMES,
+        "parts": PARTS,
+        "texts": TEXTS,
+        "trained": TRAINED,
+        "ce": analysis.metric("test"),
+        "final_norm": lambda row: row["numbers"]["test"]["mean_cosine"][-1],
+        "outcomes": list(outcomes.values()),
+        "outcome": lambda part, condition, text="test": outcomes[part, condition, text],
+        "tokens": lambda part: next(iter(analysis.finished(rows, part, "off").values()))["history"]["tokens"] / 1e6,
+        "shares": shares,
+        "largest": max(shares, key=lambda name: shares[name]),
+        "most_last_words": max(one["last_word"] for one in tested),
+        "conditions": [key for part in TRAINED for key in known if key[0] == part],
+        "recipes": tuned(rows),
+        "rates": rates,
+        "tuning_lrs": sorted({*rates, LRS[0] / 2, LRS[-1] * 2}),
+        "behind": min((of["off"] - best for of in rates.values() if of["difference"] < 0), default=0.0),
+        "most_condensed": max(points, key=lambda part: points[part][0]),
+        "best_part": min(points, key=lambda part: points[part][1]),
+        "noise": noise,
+        "reordered": [abs(d) for name, own in noise.items() if name != "again" for d in own.values()],
+        "restored": [abs(d) for d in analysis.restored(rows)],
+        "attempts": attempts(rows),
+        "failures": analysis.failures(rows),
+        "commits": sorted({row["commit"] for row in rows if "commit" in row}),
+        "corpus": next(row for row in reversed(rows) if row["part"] == "corpus"),
+    }
+
+
+OF_ROWS = (
+    analysis.compare,
+    analysis.by_seed,
+    analysis.finished,
+    analysis.plateau_and_loss,
+    analysis.lasting,
+    analysis.condensation_and_difference,
+    analysis.against_second_runs,
+    extremes,
+    numbers,
+    tuning_cell,
+    seconds,
+)
+OF_NUMBERS = (
+    analysis.metric,
+    analysis.of_history,
+    analysis.of_source,
+    analysis.of_other_sources,
+    analysis.block_cosine,
+    analysis.rank_correlation,
+    analysis.least_correlation,
+)
 
 
 def page(rows: Sequence[Row]) -> str:
-    """Return the page as Markdown."""
-    found = outcomes(rows)
-    main = [c for c in CONTRASTS if c.family == "main"]
-    few = [c for c in CONTRASTS if not c.family]
-    mid = [c for c in CONTRASTS if c.family == "midtraining"]
-    parts = [
-        "# Does it help?",
-        "",
-        "This page asks whether the dispersion loss lowers the cross-entropy of text that a small model has not seen.",
-        "",
-        answer(found[PRIMARY], against_second_runs(rows), found[LONG]),
-        "",
-        "`make evidence` writes this page from [evidence.jsonl](evidence.jsonl), which has one row per run. Question, outcomes",
-        "and rules were fixed before the main runs: [evidence_design.md](evidence_design.md), which marks what was added later.",
-        "Numbers are cross-entropy on held-out text in nats, mean ± standard error over seeds. Differences are condition − off,",
-        "paired by seed; below zero is better.",
-        "",
-        "## The experiment in short",
-        "",
-        SHORT,
-        *_says(rows, found),
-        "## Main comparison",
-        "",
-        *table(["", *HEADER], contrast_rows(found, main, "where")),
-        "*Lower in* counts the seeds in which the condition has the lower cross-entropy. p is from the exact sign-flip test, and "
-        f"Holm's method adjusts it for the {len(main)} contrasts. With {len(SEEDS)} seeds p is at least "
-        f"{2 / 2 ** len(SEEDS):.4f}. A contrast that has not been run counts as p = 1.",
-        "",
-        *_pictures(
-            rows,
-            "![Difference of cross-entropy over tokens](evidence_loss.png)",
-            "The curves are the difference during training, in the 95 % interval over seeds. Their text is only 4,112 tokens of "
-            "one page of the dictionary, so they may differ from the table, whose text is the whole test split. Each run has a "
-            "learning rate that falls to a tenth at its own end, so the long runs cannot be compared with the others midway.",
-        ),
-        *by_source(rows),
-        "## Depth and length",
-        "",
-        *table(["", *HEADER], contrast_rows(found, few, "where")),
-        "Four seeds cannot reach p < 0.05 in the sign-flip test.",
-        "",
-        "## Condensation, plateau and accuracy",
-        "",
-        "The *mean cosine* is over all pairs of tokens in a sequence: 1 means that all tokens point in the same direction. The",
-        "*block cosine over time* is its mean over the blocks and over training. The *plateau* ends at the first logged step at",
-        "which the training loss is below 6.0. *Accuracy* is the fraction of test tokens that the model ranks first.",
-        "",
-        *table(SECONDARY, [cells for part in WHERE for cells in secondary_rows(rows, part)]),
-        *_pictures(
-            rows,
-            "The maps, and the cosine over time in the table and below, are measured on the same page as the curves. The last "
-            "word is right in a few of 600 paragraphs, which tells nothing at this size.",
-            "![Cosines by layer over the steps](evidence_cosine.png)",
-            "![Difference against condensation without dispersion](evidence_baseline.png)",
-            related_to_condensation(rows),
-        ),
-        "## Mid-training",
-        "",
-        "The models of off are trained further on a package that was held back, dict-foldoc, with dispersion off and on. *Old",
-        "text* is the test text of the main comparison, and *new text* is that of the held-back package. Training lasts 200",
-        "steps (0.8 M tokens), with a tenth of off's learning rate, 20 % warm-up and a cosine to 0. No recipe was tuned for",
-        "it, for either λ.",
-        "",
-        *table(["text", *HEADER], contrast_rows(found, mid, "text")),
-        *restored_models(rows),
-        *cosines(rows),
-        *tuning_tables(rows),
-        *noise_table(rows),
-        *attempts(rows),
-        *corpus_table(rows),
-        "## What this cannot say",
-        "",
-        "The model has 0.4 M parameters and a vocabulary of 2,048, and trains on 2.5 to 10 M tokens of technical",
-        "documentation. The paper trains 0.6 B parameters on 156 B tokens of C4. In larger models the cosine grows with depth",
-        "(paper), which the model here hardly shows. The intervals are over seeds, and hold only for this text, tokenizer,",
-        "optimizer and schedule.",
-        "",
-        "To ask the question at 124 M parameters, one GPU is enough:",
-        "[`train_configs/sweeps/evidence_124m.toml`](../train_configs/sweeps/evidence_124m.toml) trains GPT-2 on 2.5 B tokens of",
-        "C4, off and on with eight seeds each, after `evidence_124m_tuning.toml` has been used to choose a learning rate for",
-        "each side. The plan predicts 42 hours on an H100 for both sweeps together. Nobody has run them yet.",
-        "",
-        "## How to run it again",
-        "",
-        "```bash",
-        "python -m benchmarks.corpus data/evidence",
-        "make evidence JOBS=2         # all that is missing; PART=main trains one part",
-        "```",
-        "",
-    ]
-    return "\n".join(parts)
+    """Return the page as Markdown.
+
+    Raises:
+        Refused: Runs are missing, or words of the template are not true of the rows.
+    """
+    if left := missing(rows):
+        raise Refused("\n  ".join(["runs are missing that the text of docs/evidence.md is about:", *left]))
+    wrong = []
+
+    def holds(words: str, *conditions: object) -> str:
+        if not all(conditions):
+            wrong.append(words)
+        return words
+
+    environment = Environment(
+        undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True
+    )
+    environment.filters |= {**FILTERS, "holds": holds}
+    text = environment.from_string(TEMPLATE.read_text()).render(context(rows))
+    if wrong:
+        said = [f'"{words}"' for words in wrong]
+        raise Refused(
+            "\n  ".join([f"the rows do not say what {TEMPLATE.name} says; rewrite these sentences there:", *said])
+        )
+    return text
 
 
 def write_page(rows: Sequence[Row], docs: Path) -> None:
-    if _has_pictures(rows):
-        draw(rows, docs)
-    with atomic_write(docs / "evidence.md") as partial:
-        partial.write_text(page(rows))
+    text = page(rows)
+    draw(rows, docs)
+    with atomic_write(docs / "evidence.md") as partial_file:
+        partial_file.write_text(text)

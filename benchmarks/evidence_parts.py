@@ -11,13 +11,26 @@ import tomli
 
 CONFIG = "train_configs/evidence.toml"
 STEPS, LONG, MIDTRAINING = 600, 2400, 200
+QUARTER = STEPS // 4  # the steps in which on-first-quarter has dispersion
+NARROW, DEEP = 16, 12  # the MLP's width, and the layers
+NOISE_ALPHA = 5  # NEFTune's α
+MIDTRAINING_LR, MIDTRAINING_WARMUP = 0.1, 0.2  # as fractions of off's learning rate and of the steps
 SEEDS = tuple(range(1, 9))
 FEW_SEEDS = SEEDS[:4]  # for the parts that take longer
 TUNING_SEEDS = (101, 102)  # used in no other part
 LRS, WARMUPS = (1e-3, 2e-3, 4e-3, 8e-3), (0.05, 0.2)
 STATES = ("off", "on")
 RESTORED = "restored"  # rows of models that were trained again because a later part needs their files
-PARTS = ("tuning", "main", "noise", "width", "depth", "long", "midtraining")
+PARTS = {
+    "tuning": "tuning",
+    "main": "main comparison",
+    "noise": "noise floor",
+    "width": f"MLP width {NARROW}",
+    "depth": f"{DEEP} layers",
+    "long": f"{LONG:,} steps",
+    "midtraining": "mid-training",
+}
+TRAINED = ("main", "width", "depth", "long")  # the parts that compare on with off from scratch
 
 Row = Mapping[str, Any]  # a row of docs/evidence.jsonl
 
@@ -173,14 +186,14 @@ def jobs(part: str, rows: Iterable[Row]) -> list[Job]:
     if recipes is None:
         return []
     off, on = recipes["off"], recipes["on"]
-    quarter = ("--dispersion.decay=linear", f"--dispersion.decay_steps={STEPS // 4}")
+    quarter = ("--dispersion.decay=linear", f"--dispersion.decay_steps={QUARTER}")
     both = {"off": (off, ()), "on": (on, ())}
     conditions: dict[str, tuple[Recipe, tuple[str, ...]]] = {
         **both,
         "on-0.03": (on, ("--dispersion.coeff=0.03",)),
         "on-first-quarter": (on, quarter),
         "on-moments": (on, ("--dispersion.estimator=moments",)),
-        "noisy-embedding": (off, ("--baseline.method=noisy_embedding", "--baseline.noise_alpha=5")),
+        "noisy-embedding": (off, ("--baseline.method=noisy_embedding", f"--baseline.noise_alpha={NOISE_ALPHA}")),
     }
     if part == "main":
         return [_job(part, name, seed, *conditions[name]) for name in conditions for seed in SEEDS]
@@ -189,8 +202,8 @@ def jobs(part: str, rows: Iterable[Row]) -> list[Job]:
     if part == "midtraining":
         return _midtraining(off)
     changed, seeds, steps = {
-        "width": (("--model.overrides=hidden_dim=16",), SEEDS, STEPS),
-        "depth": (("--model.overrides=n_layers=12",), FEW_SEEDS, STEPS),
+        "width": ((f"--model.overrides=hidden_dim={NARROW}",), SEEDS, STEPS),
+        "depth": ((f"--model.overrides=n_layers={DEEP}",), FEW_SEEDS, STEPS),
         "long": ((), FEW_SEEDS, LONG),
     }[part]
     return [_job(part, name, seed, recipe, changed, steps) for name, (recipe, _) in both.items() for seed in seeds]
@@ -212,8 +225,8 @@ def _noise(off: Recipe) -> list[Job]:
 
 
 def _midtraining(off: Recipe) -> list[Job]:
-    """Return main's off models, before and after training on the held-back package with a tenth of the learning rate."""
-    recipe = Recipe(off.lr / 10, 0.2)
+    """Return main's off models, before and after training on the held-back package."""
+    recipe = Recipe(off.lr * MIDTRAINING_LR, MIDTRAINING_WARMUP)
     conditions = {
         "off": _dispersion("off"),
         "on-0.1": (*_dispersion("on"), "--dispersion.coeff=0.1"),
