@@ -25,6 +25,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 import tyro
 
+from titan_disp.markdown import markdown_table
 from titan_disp.run.hashes import HashingWriter
 from titan_disp.run.integrity import damage, problem
 
@@ -110,11 +111,11 @@ def main() -> None:
     if options.json:
         print(json.dumps({"rows": rows}))
         return
+    table = [["", "GB", "median s", "x dcp", "least s", "least CPU s"]]
     for row in rows:
-        print(
-            "{what:8} {gigabytes:.2f} GB   median {seconds:.3f} s ({ratio:.3f} x dcp)   least {least:.3f} s   "
-            "least CPU {least_cpu:.3f} s".format(**row)
-        )
+        numbers = (row[name] for name in ("gigabytes", "seconds", "ratio", "least", "least_cpu"))
+        table.append([str(row["what"]), *(f"{number:.3f}" for number in numbers)])
+    print(markdown_table(table, left=1))
 
 
 if __name__ == "__main__":

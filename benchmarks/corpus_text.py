@@ -17,51 +17,20 @@ DICTIONARY = (".dict.dz", ".index")  # dictd: the entries, and the index with th
 PAGE = 6000  # characters of a dictionary per document, because its entries are only a line or two
 
 
+def _names(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
 class _HtmlText(HTMLParser):
     """Collects text outside scripts, navigation and tables of contents, with white space as in a browser."""
 
-    BLOCKS = frozenset(
-        [
-            "address",
-            "article",
-            "blockquote",
-            "body",
-            "caption",
-            "center",
-            "dd",
-            "div",
-            "dl",
-            "dt",
-            "figcaption",
-            "figure",
-            "footer",
-            "form",
-            "h1",
-            "h2",
-            "h3",
-            "h4",
-            "h5",
-            "h6",
-            "header",
-            "hr",
-            "li",
-            "main",
-            "ol",
-            "p",
-            "pre",
-            "section",
-            "table",
-            "td",
-            "th",
-            "tr",
-            "ul",
-        ]
+    BLOCKS = _names(
+        "address article blockquote body caption center dd div dl dt figcaption figure footer form h1 h2 h3 h4 h5 h6 "
+        "header hr li main ol p pre section table td th tr ul"
     )
-    SKIPPED = frozenset(["head", "nav", "noscript", "script", "style", "svg", "template"])
-    SKIPPED_CLASSES = frozenset(["navheader", "navfooter", "toc", "related", "sphinxsidebar", "headerlink"])
-    VOID = frozenset(
-        ["area", "base", "br", "col", "embed", "hr", "img", "input", "link", "meta", "source", "track", "wbr"]
-    )
+    SKIPPED = _names("head nav noscript script style svg template")
+    SKIPPED_CLASSES = _names("navheader navfooter toc related sphinxsidebar headerlink")
+    VOID = _names("area base br col embed hr img input link meta source track wbr")
 
     def __init__(self) -> None:
         super().__init__(convert_charrefs=True)
@@ -110,31 +79,13 @@ def from_html(source: str) -> str:
     return "".join(parser.parts)
 
 
-_MAN_FONTS = {"B", "I", "R", "BR", "RB", "BI", "IB", "RI", "IR", "SM", "SB"}
-_MAN_BREAKS = {"PP", "P", "LP", "TP", "TQ", "IP", "HP", "sp", "br", "Vb", "Ve", "nf", "fi", "RS", "RE", "EX", "EE"}
+_MAN_FONTS = _names("B I R BR RB BI IB RI IR SM SB")
+_MAN_BREAKS = _names("PP P LP TP TQ IP HP sp br Vb Ve nf fi RS RE EX EE")
+_MAN_NAMED = _names("aq' lq\" rq\" dq\" oq' cq' em-- en- hy- bu* mi- ti~ ha^")  # two letters, and what they stand for
 _MAN_ESCAPES = {
-    **{
-        r"\-": "-",
-        r"\e": "\\",
-        r"\\": "\\",
-        r"\ ": " ",
-        r"\~": " ",
-        r"\'": "'",
-        r"\`": "`",
-        r"\(aq": "'",
-        r"\*(Aq": "'",
-    },
-    **{r"\*(L" + '"': '"', r"\*(R" + '"': '"', r"\(lq": '"', r"\(rq": '"', r"\(dq": '"', r"\(oq": "'", r"\(cq": "'"},
-    **{
-        r"\(em": "--",
-        r"\*(--": "--",
-        r"\(en": "-",
-        r"\(hy": "-",
-        r"\(bu": "*",
-        r"\(mi": "-",
-        r"\(ti": "~",
-        r"\(ha": "^",
-    },
+    **{f"\\{character}": character for character in "-\\ '`"},
+    **{f"\\({word[:2]}": word[2:] for word in _MAN_NAMED},
+    **{r"\e": "\\", r"\~": " ", r"\*(Aq": "'", r"\*(L" + '"': '"', r"\*(R" + '"': '"', r"\*(--": "--"},
 }
 _MAN_ESCAPE = re.compile(r"""\\(?:f(?:\(..|\[[^]]*]|.)|s[-+]?\d|\*?\(..|\*?\[[^]]*]|\*.|.)""")
 
@@ -211,18 +162,7 @@ def _pod_code(code: str, content: str) -> str:
     return content.replace("<", "\0lt").replace(">", "\0gt")
 
 
-_RST_KEPT = {
-    "note",
-    "warning",
-    "caution",
-    "important",
-    "tip",
-    "hint",
-    "attention",
-    "code",
-    "code-block",
-    "parsed-literal",
-}
+_RST_KEPT = _names("note warning caution important tip hint attention code code-block parsed-literal")
 
 
 def from_rst(source: str) -> str:

@@ -12,11 +12,12 @@ import gzip
 import json
 import math
 import os
-import subprocess
-import sys
 import tempfile
 import time
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ from titan_disp.data.loader import StreamLoader, default_threads, open_stream
 from titan_disp.data.place import Field
 from titan_disp.data.sample import CARD, documents, train_tokenizer, write_sample
 from titan_disp.data.tokenizer import load_tokenizer
+from titan_disp.markdown import markdown_table
 from titan_disp.wording import counted
 
 ROOT = Path(__file__).parent.parent
@@ -166,33 +168,27 @@ def speed(folder: Path, tokenizers: dict[str, str], options: Options) -> list[di
     rows = []
     for kind, path in tokenizers.items():
         free = kind == "reading"
+        cases = {"titan-disp": (4, ()), "titan-disp, prefetch = 0": (0, ())}
+        if not free:
+            fast = ("--stream.fast_tokenizer",)
+            cases |= {"titan-disp, fast_tokenizer": (4, fast), "titan-disp, fast_tokenizer, prefetch = 0": (0, fast)}
+        cases["TorchTitan"] = (0, ())
         for ranks in (64, 40):
-            cases = {
-                "titan-disp": lambda p=path, r=ranks, f=free: ours(
-                    job_config(folder, p, options.seq_len, 4), r, 2 * r, f
-                ),
-                "titan-disp, prefetch = 0": lambda p=path, r=ranks, f=free: ours(
-                    job_config(folder, p, options.seq_len, 0), r, 2 * r, f
-                ),
-                **(
-                    {}
-                    if free
-                    else {
-                        f"titan-disp, fast_tokenizer{note}": lambda p=path, r=ranks, n=prefetch: ours(
-                            job_config(folder, p, options.seq_len, n, "--stream.fast_tokenizer"), r, 2 * r
-                        )
-                        for note, prefetch in (("", 4), (", prefetch = 0", 0))
-                    }
-                ),
-                "TorchTitan": lambda p=path, r=ranks, f=free: stock(job_config(folder, p, options.seq_len, 0), r, f),
+            measured: dict[str, list[dict[str, Any]]] = {name: [] for name in cases}
+            for _ in range(options.rounds):
+                for name, (prefetch, overrides) in cases.items():
+                    job = job_config(folder, path, options.seq_len, prefetch, *overrides)
+                    titan = name == "TorchTitan"
+                    loader = stock(job, ranks, free) if titan else ours(job, ranks, 2 * ranks, free)
+                    measured[name].append(measure(loader, options))
+            medians = {
+                name: sorted(found, key=lambda m: m["tokens_per_second"])[options.rounds // 2]
+                for name, found in measured.items()
             }
-            measured = [{name: measure(make(), options) for name, make in cases.items()} for _ in range(options.rounds)]
-            group = []
-            for name in cases:
-                middle = sorted((m[name] for m in measured), key=lambda m: m["tokens_per_second"])[options.rounds // 2]
+            for name, found in medians.items():
+                ratio = found["tokens_per_second"] / medians["TorchTitan"]["tokens_per_second"]
                 row = {"loader": name, "tokenizer": kind, "files": options.files, "ranks": ranks}
-                group.append({**row, **middle})
-            rows += [{**r, "ratio": r["tokens_per_second"] / group[-1]["tokens_per_second"]} for r in group]
+                rows.append({**row, **found, "ratio": ratio})
     return rows
 
 
@@ -250,25 +246,22 @@ def write_large(folder: Path) -> None:
                 file.write(json.dumps({"text": document}) + "\n")
 
 
-def in_a_fresh_process(case: str, folder: Path, options: Options) -> dict[str, Any]:
-    """Run a case in a process of its own, because peak memory is a process's high-water mark."""
-    argv = [sys.executable, __file__, "--many-files", str(options.many_files), "--documents", str(options.documents)]
-    done = subprocess.run(argv, env={**os.environ, "CASE": case, "FOLDER": str(folder)}, capture_output=True, text=True)
-    if done.returncode:
-        raise SystemExit(done.stderr)
-    return {"case": case, **json.loads(done.stdout.splitlines()[-1])}
+def in_a_fresh_process(function: Callable[..., Any], *args: object) -> Any:
+    """Call a function in a process of its own, because peak memory is a process's high-water mark."""
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+        return pool.submit(function, *args).result()
 
 
 def one_case(case: str, folder: Path, options: Options) -> dict[str, Any]:
-    slots, source, rounds, skip, max_mb, seq_len = {
-        "2,048 slots": (2048, "many", 1, 0, 16.0, 2048),
-        "2,048 slots, resumed": (2048, "many", 1, options.documents // 2, 16.0, 2048),
-        "16 slots": (16, "large", 8, 0, 16.0, 2048),
-        "16 slots, a document of 50 MB": (16, "large", 24, 0, 64.0, 2048),
+    slots, source, rounds, skip, max_mb = {
+        "2,048 slots": (2048, "many", 1, 0, 16.0),
+        "2,048 slots, resumed": (2048, "many", 1, options.documents // 2, 16.0),
+        "16 slots": (16, "large", 8, 0, 16.0),
+        "16 slots, a document of 50 MB": (16, "large", 24, 0, 64.0),
     }[case]
-    job = job_config(folder / source, str(folder / "sample" / "tokenizer"), seq_len, 0)
+    job = job_config(folder / source, str(folder / "sample" / "tokenizer"), 2048, 0)
     job.stream.max_document_mb = max_mb
-    return bounds(job, slots, rounds, skip)
+    return {"case": case, **bounds(job, slots, rounds, skip)}
 
 
 CASES = ("2,048 slots", "2,048 slots, resumed", "16 slots", "16 slots, a document of 50 MB")
@@ -305,26 +298,23 @@ def main(options: Options) -> None:
             "reading": str(folder / "hf"),
         }
         rows = speed(folder, tokenizers, options)
-        cases = [in_a_fresh_process(case, folder, options) for case in CASES]
+        cases = [in_a_fresh_process(one_case, case, folder, options) for case in CASES]
         deep = deep_resume(folder)
     if options.json:
         print(json.dumps({"rows": rows, "bounds": cases, "deep_resume": deep, "threads": default_threads()}))
         return
     print(f"tokenizing with {counted(default_threads(), 'thread')}; {counted(options.files, 'file')}")
-    print(f"{'loader':42}{'tokenizer':16}{'ranks':>6}{'tokens/s':>12}{'vs TorchTitan':>15}{'read per token':>16}")
+    table = [["loader", "tokenizer", "ranks", "tokens/s", "vs TorchTitan", "read per token"]]
     for r in rows:
         read = "" if r["bytes_read_per_token"] is None else f"{r['bytes_read_per_token']:.1f} B"
-        print(
-            f"{r['loader']:42}{r['tokenizer']:16}{r['ranks']:6}{r['tokens_per_second']:12,.0f}{r['ratio']:14.1f}×{read:>16}"
-        )
-    print(
-        f"\n{'on one rank':32}{'files':>7}{'peak memory':>13}{'open files':>12}{'first batch':>13}{'sequences/s':>13}"
-    )
+        cells = [r["loader"], r["tokenizer"], str(r["ranks"]), f"{r['tokens_per_second']:,.0f}"]
+        table.append([*cells, f"{r['ratio']:.1f}×", read])
+    print(markdown_table(table))
+    table = [["on one rank", "files", "peak memory", "open files", "first batch", "sequences/s"]]
     for c in cases:
-        print(
-            f"{c['case']:32}{c['files']:7}{c['peak_bytes'] / 2**20:9.0f} MiB{c['open_files']:12}"
-            f"{c['seconds_to_first_batch']:11.2f} s{c['sequences'] / c['seconds']:13.0f}"
-        )
+        cells = [c["case"], str(c["files"]), f"{c['peak_bytes'] / 2**20:.0f} MiB", str(c["open_files"])]
+        table.append([*cells, f"{c['seconds_to_first_batch']:.2f} s", f"{c['sequences'] / c['seconds']:.0f}"])
+    print("\n" + markdown_table(table, left=1))
     print(
         f"\nresume at document {deep['documents']:,} of a gzip file of {deep['bytes'] / 1e6:.0f} MB of text: "
         f"{deep['seconds']:.1f} s, {deep['megabytes_per_second']:.0f} MB/s"
@@ -332,8 +322,4 @@ def main(options: Options) -> None:
 
 
 if __name__ == "__main__":
-    chosen = tyro.cli(Options, description=__doc__)
-    if "CASE" in os.environ:
-        print(json.dumps(one_case(os.environ["CASE"], Path(os.environ["FOLDER"]), chosen)))
-    else:
-        main(chosen)
+    main(tyro.cli(Options, description=__doc__))

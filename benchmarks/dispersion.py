@@ -13,12 +13,11 @@ allocator's peak minus what was allocated.
 
 import json
 import math
-import os
-import subprocess
-import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, Literal
 
@@ -29,6 +28,7 @@ from torch import Tensor
 from titan_disp.cpu import high_water_mark, resident_bytes
 from titan_disp.dispersion import DispersionLoss
 from titan_disp.dispersion.pairwise import tile_size
+from titan_disp.markdown import markdown_table
 from titan_disp.wording import counted
 
 ESTIMATORS = ("naive", "floor", "exact", "moments", "sampled")
@@ -157,13 +157,9 @@ def peak_bytes(options: Options, n: int, estimator: str) -> int:
     return high_water_mark() - before
 
 
-def in_a_fresh_process(options: Options, n: int, estimator: str) -> int:
-    argv = [sys.executable, __file__, "--n", str(n), "--f", str(options.f), "--b", str(options.b)]
-    argv += ["--dtype", options.dtype, "--variant", options.variant, "--device", options.device]
-    done = subprocess.run(argv, env={**os.environ, "PEAK_OF": estimator}, capture_output=True, text=True)
-    if done.returncode:
-        raise SystemExit(done.stderr)
-    return int(done.stdout.split()[-1])
+def in_a_fresh_process(function: Callable[..., Any], *args: object) -> Any:
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+        return pool.submit(function, *args).result()
 
 
 def rows(options: Options) -> list[dict[str, Any]]:
@@ -176,7 +172,7 @@ def rows(options: Options) -> list[dict[str, Any]]:
                     "estimator": name,
                     **{"n": n, "f": options.f, "b": options.b, "dtype": options.dtype, "variant": options.variant},
                     **{"device": options.device, "seconds": seconds[name]},
-                    "peak_bytes": in_a_fresh_process(options, n, name),
+                    "peak_bytes": in_a_fresh_process(peak_bytes, options, n, name),
                     **closeness.get(name, {}),
                 }
             )
@@ -191,20 +187,16 @@ def main(options: Options) -> None:
     print(
         f"B = {options.b}, F = {options.f}, {options.dtype}, {options.device}, {counted(torch.get_num_threads(), 'thread')}"
     )
-    print(f"{'N':>6} {'estimator':10}{'seconds':>10}{'/ exact':>9}{'peak extra':>14}{'cosine':>10}{'rel. error':>12}")
     exact = {r["n"]: r["seconds"] for r in found if r["estimator"] == "exact"}
+    table = [["estimator", "N", "seconds", "/ exact", "peak extra", "cosine", "rel. error"]]
     for r in found:
         ratio = f"{r['seconds'] / exact[r['n']]:.2f}" if r["n"] in exact else ""
-        cosine, error = r.get("gradient_cosine"), r.get("gradient_relative_error")
-        closeness = "" if cosine is None else f"{cosine:10.4f}{error:12.1e}"
-        print(
-            f"{r['n']:6} {r['estimator']:10}{r['seconds']:10.4f}{ratio:>9}{r['peak_bytes'] / 2**20:10.1f} MiB{closeness}"
-        )
+        cells = [r["estimator"], str(r["n"]), f"{r['seconds']:.4f}", ratio, f"{r['peak_bytes'] / 2**20:.1f} MiB"]
+        close = "gradient_cosine" in r
+        cells += [f"{r['gradient_cosine']:.4f}", f"{r['gradient_relative_error']:.1e}"] if close else ["", ""]
+        table.append(cells)
+    print(markdown_table(table, left=1))
 
 
 if __name__ == "__main__":
-    chosen = tyro.cli(Options, description=__doc__)
-    if "PEAK_OF" in os.environ:
-        print(peak_bytes(chosen, chosen.n[0], os.environ["PEAK_OF"]))
-    else:
-        main(chosen)
+    main(tyro.cli(Options, description=__doc__))

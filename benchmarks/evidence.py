@@ -24,9 +24,10 @@ from typing import Any
 import torch
 import tyro
 
-from benchmarks.evidence_page import Refused, missing, write_page
+from benchmarks.evidence_page import missing, write_page
 from benchmarks.evidence_parts import CONFIG, PARTS, RESTORED, STEPS, Job, Row, jobs, key_of, newest
 from benchmarks.evidence_score import HeldOut, held_out, history, score
+from benchmarks.templates import Refused
 from titan_disp.data.tokenizer import load_tokenizer
 from titan_disp.export.saved import find_saved, load_model
 from titan_disp.run.folder import append_json, read_json_lines

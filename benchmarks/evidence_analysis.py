@@ -10,8 +10,8 @@ import numpy as np
 from scipy import stats
 
 from benchmarks.evidence_parts import (
+    ALL_LRS,
     FEW_SEEDS,
-    LRS,
     RESTORED,
     SEEDS,
     STATES,
@@ -214,6 +214,21 @@ def block_cosine(text: str = "test") -> Value:
     return lambda row: float(np.mean(row["numbers"][text]["mean_cosine"][1:-1]))
 
 
+def final_norm(row: Row) -> float:
+    """Return the mean cosine after the final norm."""
+    return row["numbers"]["test"]["mean_cosine"][-1]
+
+
+def tokens(rows: Iterable[Row], part: str) -> float:
+    """Return the millions of tokens that a run of a part reads."""
+    return next(iter(finished(rows, part, "off").values()))["history"]["tokens"] / 1e6
+
+
+def most_last_words(rows: Iterable[Row]) -> float:
+    """Return the greatest fraction of last words that any run predicts."""
+    return max(row["numbers"]["test"]["last_word"] for row in newest(rows).values() if "test" in row.get("numbers", {}))
+
+
 def failures(rows: Iterable[Row]) -> list[Row]:
     """Return the last rows of the runs whose last try failed."""
     return [row for row in newest(rows).values() if row["status"] == "failed"]
@@ -339,7 +354,7 @@ def condensation_and_difference(rows: Sequence[Row], part: str) -> list[tuple[fl
 def by_learning_rate(rows: Sequence[Row]) -> dict[float, dict[str, Any]]:
     """Return tuning's losses by learning rate and state, over warm-ups and seeds, where no run is missing or failed."""
     found = {}
-    for lr in (LRS[0] / 2, *LRS, LRS[-1] * 2):
+    for lr in ALL_LRS:
         losses = {s: [tuning_losses(rows, s, [lr])[Recipe(lr, w)] for w in WARMUPS] for s in STATES}
         values = {state: np.concatenate(of) for state, of in losses.items()}
         if len(values["on"]) == len(values["off"]) > 0 and np.isfinite([*values["on"], *values["off"]]).all():

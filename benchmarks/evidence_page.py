@@ -6,7 +6,6 @@ marked with it (``holds``). If the rows say otherwise, the page is not written, 
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -14,15 +13,14 @@ from typing import Any
 import numpy as np
 import tomli
 import torch
-from jinja2 import Environment, StrictUndefined
 from scipy import stats
 
 from benchmarks import evidence_analysis as analysis
 from benchmarks import evidence_parts as design
+from benchmarks import evidence_score
 from benchmarks.evidence_analysis import Paired
 from benchmarks.evidence_parts import (
     CONFIG,
-    LRS,
     PARTS,
     RESTORED,
     TRAINED,
@@ -34,12 +32,11 @@ from benchmarks.evidence_parts import (
     tuning_losses,
 )
 from benchmarks.evidence_plots import draw
-from benchmarks.evidence_score import MEASURED, PASSAGES, PLATEAU
+from benchmarks.templates import Refused, render
 from titan_disp.files import atomic_write
 from titan_disp.qwen3.model import Qwen3DispModel
 from titan_disp.registry import model_args
 
-TEMPLATE = Path(__file__).parent / "evidence.md.j2"
 NOTHING = "–"
 NAMES = {
     "off": "off",
@@ -52,10 +49,6 @@ NAMES = {
     "on-0.5": "on, λ 0.5",
 }
 TEXTS = {"test": "old text", "new_test": "new text"}
-
-
-class Refused(Exception):
-    """The rows are not complete, or contradict the template's prose."""
 
 
 def mean(values: Iterable[float], digits: int = 3, sign: str = "") -> str:
@@ -86,7 +79,6 @@ def signed(found: Paired, digits: int | None = None) -> str:
 
 
 FILTERS = {
-    "number": lambda value, form: format(value, form),
     "percent": lambda fraction, sign="": f"{100 * fraction:{sign}.0f} %",
     "mean": mean,
     "mean_only": lambda values, digits: f"{np.mean(list(values)):.{digits}f}",
@@ -165,82 +157,32 @@ def missing(rows: Sequence[Row]) -> list[str]:
 
 
 def context(rows: Sequence[Row]) -> dict[str, Any]:
-    """Return all that the template can name: functions of the rows, constants of the design, and results."""
+    """Return what the template can name: the analysis and the design, and what is said of these rows."""
     config = tomli.loads(Path(CONFIG).read_text())
     model = model_args(config["model"]["name"], config["model"]["flavor"])
     with torch.device("meta"):
         parameters = sum(one.numel() for one in Qwen3DispModel(model).parameters())
-    outcomes = {(c.part, c.condition, c.text): one for c, one in analysis.outcomes(rows).items()}
-    shares, rates = analysis.token_shares(rows) or {}, analysis.by_learning_rate(rows)
+    shares, rates, noise = analysis.token_shares(rows) or {}, analysis.by_learning_rate(rows), analysis.noise(rows)
     best = min(of["off"] for of in rates.values())
     points = {part: np.mean(analysis.condensation_and_difference(rows, part), axis=0) for part in TRAINED}
-    noise = analysis.noise(rows)
-    tested = [row["numbers"]["test"] for row in newest(rows).values() if "test" in row.get("numbers", {})]
-    known = list(dict.fromkeys(key[:2] for key in newest(rows)))
+    known = dict.fromkeys(key[:2] for key in newest(rows))
     return {
-        **{function.__name__: partial(function, rows) for function in OF_ROWS},
-        **{function.__name__: function for function in OF_NUMBERS},
-        "design": design,
-        "config": config,
-        "model": model,
-        "parameters": parameters / 1e6,
-        "coeff": config["dispersion"]["coeff"],
-        "coeffs": {name: NAMES[name].removeprefix("on, ") for name in ("on-0.1", "on-0.5")},
-        "margin": analysis.MARGIN,
-        "plateau": PLATEAU,
-        "passages": PASSAGES,
-        "measured_windows": MEASURED,
-        "names": NAMES,
-        "parts": PARTS,
-        "texts": TEXTS,
-        "trained": TRAINED,
-        "ce": analysis.metric("test"),
-        "final_norm": lambda row: row["numbers"]["test"]["mean_cosine"][-1],
-        "outcomes": list(outcomes.values()),
-        "outcome": lambda part, condition, text="test": outcomes[part, condition, text],
-        "tokens": lambda part: next(iter(analysis.finished(rows, part, "off").values()))["history"]["tokens"] / 1e6,
-        "shares": shares,
+        **vars(analysis),
+        **{one.__name__: one for one in (attempts, extremes, numbers, seconds, tuning_cell)},
+        **{"design": design, "score": evidence_score, "config": config, "model": model, "rows": rows},
+        **{"names": NAMES, "texts": TEXTS, "coeff": config["dispersion"]["coeff"], "parameters": parameters / 1e6},
+        **{"rates": rates, "recipes": tuned(rows), "shares": shares, "differences": noise},
+        "outcomes": {(c.part, c.condition, c.text): one for c, one in analysis.outcomes(rows).items()},
         "largest": max(shares, key=lambda name: shares[name]),
-        "most_last_words": max(one["last_word"] for one in tested),
-        "conditions": [key for part in TRAINED for key in known if key[0] == part],
-        "recipes": tuned(rows),
-        "rates": rates,
-        "tuning_lrs": sorted({*rates, LRS[0] / 2, LRS[-1] * 2}),
         "behind": min((of["off"] - best for of in rates.values() if of["difference"] < 0), default=0.0),
+        "conditions": [key for part in TRAINED for key in known if key[0] == part],
         "most_condensed": max(points, key=lambda part: points[part][0]),
         "best_part": min(points, key=lambda part: points[part][1]),
-        "noise": noise,
         "reordered": [abs(d) for name, own in noise.items() if name != "again" for d in own.values()],
-        "restored": [abs(d) for d in analysis.restored(rows)],
-        "attempts": attempts(rows),
-        "failures": analysis.failures(rows),
+        "second": [abs(d) for d in analysis.restored(rows)],
         "commits": sorted({row["commit"] for row in rows if "commit" in row}),
         "corpus": next(row for row in reversed(rows) if row["part"] == "corpus"),
     }
-
-
-OF_ROWS = (
-    analysis.compare,
-    analysis.by_seed,
-    analysis.finished,
-    analysis.plateau_and_loss,
-    analysis.lasting,
-    analysis.condensation_and_difference,
-    analysis.against_second_runs,
-    extremes,
-    numbers,
-    tuning_cell,
-    seconds,
-)
-OF_NUMBERS = (
-    analysis.metric,
-    analysis.of_history,
-    analysis.of_source,
-    analysis.of_other_sources,
-    analysis.block_cosine,
-    analysis.rank_correlation,
-    analysis.least_correlation,
-)
 
 
 def page(rows: Sequence[Row]) -> str:
@@ -251,28 +193,11 @@ def page(rows: Sequence[Row]) -> str:
     """
     if left := missing(rows):
         raise Refused("\n  ".join(["runs are missing that the text of docs/evidence.md is about:", *left]))
-    wrong = []
-
-    def holds(words: str, *conditions: object) -> str:
-        if not all(conditions):
-            wrong.append(words)
-        return words
-
-    environment = Environment(
-        undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True
-    )
-    environment.filters |= {**FILTERS, "holds": holds}
-    text = environment.from_string(TEMPLATE.read_text()).render(context(rows))
-    if wrong:
-        said = [f'"{words}"' for words in wrong]
-        raise Refused(
-            "\n  ".join([f"the rows do not say what {TEMPLATE.name} says; rewrite these sentences there:", *said])
-        )
-    return text
+    return render("evidence.md.j2", context(rows), **FILTERS)
 
 
 def write_page(rows: Sequence[Row], docs: Path) -> None:
     text = page(rows)
     draw(rows, docs)
-    with atomic_write(docs / "evidence.md") as partial_file:
-        partial_file.write_text(text)
+    with atomic_write(docs / "evidence.md") as partial:
+        partial.write_text(text)

@@ -19,6 +19,7 @@ SEEDS = tuple(range(1, 9))
 FEW_SEEDS = SEEDS[:4]  # for the parts that take longer
 TUNING_SEEDS = (101, 102)  # used in no other part
 LRS, WARMUPS = (1e-3, 2e-3, 4e-3, 8e-3), (0.05, 0.2)
+ALL_LRS = (LRS[0] / 2, *LRS, LRS[-1] * 2)  # and those beyond
 STATES = ("off", "on")
 RESTORED = "restored"  # rows of models that were trained again because a later part needs their files
 PARTS = {

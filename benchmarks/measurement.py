@@ -16,7 +16,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 import torch
 import tyro
 from torch.utils.tensorboard import SummaryWriter
@@ -28,6 +27,7 @@ from titan_disp.condensation.measure import Accumulator, _effective_rank
 from titan_disp.condensation.monitor import Monitor
 from titan_disp.condensation.plot import heatmap
 from titan_disp.config import load_config
+from titan_disp.markdown import markdown_table
 from titan_disp.registry import args_of
 from titan_disp.run.folder import append_json
 from titan_disp.run.metrics import HEATMAP_RATIO
@@ -142,13 +142,12 @@ def main() -> None:
         print(json.dumps({"timed": vars(taken), "rows": rows}))
         return
     print("  ".join(f"{name}: {1e3 * seconds:.1f} ms" for name, seconds in vars(taken).items()))
-    for name in rows[0]:
-        cells = np.array([row[name] for row in rows])
-        shown = [
-            f"{cell:.3%}" if name == "part" else f"{cell:.0f}" if name in ("gpus", "layers") else f"{cell:.3f} s"
-            for cell in cells
-        ]
-        print(f"{name:14}" + "".join(f"{cell:>12}" for cell in shown))
+    forms = {"part": "{:.3%}", "gpus": "{:.0f}", "layers": "{:.0f}"}
+    print(
+        markdown_table(
+            [[name, *(forms.get(name, "{:.3f} s").format(row[name]) for row in rows)] for name in rows[0]], left=1
+        )
+    )
 
 
 if __name__ == "__main__":

@@ -16,12 +16,9 @@ steps per epoch. Independent positions would give 119 / √6 = 49.
 import gzip
 import json
 import math
-import multiprocessing
 import os
 import tempfile
 import time
-from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -35,6 +32,7 @@ from titan_disp.data.assignment import Assignment
 from titan_disp.data.files import list_files
 from titan_disp.data.place import Field
 from titan_disp.data.stream import RankStreams, StreamOptions
+from titan_disp.markdown import markdown_table
 
 SEQUENCE = 257  # tokens, of the table of batches
 
@@ -54,11 +52,6 @@ class Options:
     """How many times the cases take turns. The median counts."""
     json: bool = False
     """Print only one JSON object."""
-
-
-def in_a_process(function: Callable[..., Any], *args: Any) -> Any:
-    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("fork")) as executor:
-        return executor.submit(function, *args).result()
 
 
 def cost(folder: Path, slots: int, window: int, options: Options) -> dict[str, float]:
@@ -90,8 +83,7 @@ def cost(folder: Path, slots: int, window: int, options: Options) -> dict[str, f
 
 
 def costs(folder: Path, options: Options) -> list[dict[str, Any]]:
-    # In another process: memory that this one has freed would hide the peaks of its children.
-    in_a_process(data.write_corpus, folder, data.Options(files=options.files, documents=options.documents))
+    data.write_corpus(folder, data.Options(files=options.files, documents=options.documents))
     stored = sorted((folder / "en").glob("*.gz"))
     rows = []
     for slots in options.slots:
@@ -100,7 +92,7 @@ def costs(folder: Path, options: Options) -> list[dict[str, Any]]:
         for i in range(count := 2 * slots // 3):
             os.link(stored[i % len(stored)], names / f"c4-train.{i:05d}-of-{count:05d}.json.gz")
         measured = [
-            [in_a_process(cost, names, slots, window, options) for window in options.windows]
+            [data.in_a_fresh_process(cost, names, slots, window, options) for window in options.windows]
             for _ in range(options.rounds)
         ]
         group = []
@@ -149,27 +141,29 @@ def main(options: Options) -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         rows = costs(folder, options)
-        table = []
+        steps = []
         for slots, files in ((48, 16), (48, 384)):
             tokens = write_numbered(folder / f"numbered {files}", files, slots * 436 // files)
             epoch = {"slots": slots, "files": files, "documents": len(tokens), "steps": sum(tokens) / slots / SEQUENCE}
             for window in options.windows:
-                steps = apart(folder / f"numbered {files}", window, tokens, slots)
-                table.append({**epoch, "window": window, "apart": steps})
+                found = apart(folder / f"numbered {files}", window, tokens, slots)
+                steps.append({**epoch, "window": window, "apart": found})
     if options.json:
-        print(json.dumps({"rows": rows, "apart": table}))
+        print(json.dumps({"rows": rows, "apart": steps}))
         return
-    print(f"{'slots':>6}{'files':>7}{'window':>8}{'sequences/s':>13}{'ratio':>7}{'peak memory':>14}", end="")
-    print(f"{'first of all slots':>20}{'slowest sequence':>18}")
+    table = [
+        ["slots", "files", "window", "sequences/s", "ratio", "peak memory", "first of all slots", "slowest sequence"]
+    ]
     for r in rows:
-        print(
-            f"{r['slots']:6}{r['files']:7}{r['window']:8}{r['sequences_per_second']:13,.0f}{r['ratio']:7.2f}"
-            f"{r['peak_bytes'] / 1e6:11,.0f} MB{r['first_seconds']:18.2f} s{1000 * r['slowest_seconds']:15.0f} ms"
-        )
-    print(f"\n{'slots':>6}{'files':>7}{'documents/slot':>16}{'steps an epoch':>16}{'window':>8}{'steps apart':>13}")
-    for r in table:
-        print(f"{r['slots']:6}{r['files']:7}{r['documents'] / r['slots']:16.0f}{r['steps']:16.0f}", end="")
-        print(f"{r['window']:8}{r['apart']:13.1f}")
+        cells = [str(r[name]) for name in ("slots", "files", "window")]
+        cells += [f"{r['sequences_per_second']:,.0f}", f"{r['ratio']:.2f}", f"{r['peak_bytes'] / 1e6:,.0f} MB"]
+        table.append([*cells, f"{r['first_seconds']:.2f} s", f"{1000 * r['slowest_seconds']:.0f} ms"])
+    print(markdown_table(table, left=0))
+    table = [["slots", "files", "documents/slot", "steps an epoch", "window", "steps apart"]]
+    for r in steps:
+        cells = [str(r["slots"]), str(r["files"]), f"{r['documents'] / r['slots']:.0f}", f"{r['steps']:.0f}"]
+        table.append([*cells, str(r["window"]), f"{r['apart']:.1f}"])
+    print("\n" + markdown_table(table, left=0))
 
 
 if __name__ == "__main__":

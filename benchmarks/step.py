@@ -12,19 +12,20 @@ without dispersion: what dispersion adds, what the step spends in the loss, and 
 
 import json
 import os
-import socket
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Annotated, Any
 
 import torch
 import tyro
+
+from titan_disp.markdown import markdown_table
 
 ROOT = Path(__file__).parent.parent
 ESTIMATORS = ("off", "exact", "moments", "sampled")
@@ -104,7 +105,7 @@ class LossTime:
 
 def measure(argv: list[str], warmup: int, steps: int) -> dict[str, Any]:
     """Return medians over steps and the peak memory, in this process."""
-    from torchtitan.tools.logging import init_logger
+    os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
     from torchtitan.train import Trainer
 
     import titan_disp.plugin  # noqa: F401 — device type
@@ -113,7 +114,6 @@ def measure(argv: list[str], warmup: int, steps: int) -> dict[str, Any]:
     from titan_disp.config import load_config
     from titan_disp.cpu import high_water_mark
 
-    init_logger()
     job_config = load_config(argv)
     with synthetic_inputs(job_config):
         trainer = Trainer(job_config)
@@ -152,19 +152,8 @@ def in_a_fresh_process(options: Options, seq_len: int, estimator: str) -> dict[s
             *("--metrics.no-enable_tensorboard", "--metrics.log_freq", "1000000", *dispersion(estimator)),
             *options.overrides,
         ]
-        with socket.socket() as s:
-            s.bind(("127.0.0.1", 0))
-            port = str(s.getsockname()[1])
-        rank = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-        environment = {
-            **os.environ,
-            **rank,
-            "MEASURE": json.dumps([argv, options.warmup, options.steps]),
-        }
-        done = subprocess.run([sys.executable, __file__], env=environment, capture_output=True, text=True, cwd=ROOT)
-    if done.returncode:
-        raise SystemExit(done.stderr)
-    return json.loads(done.stdout.splitlines()[-1])
+        with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+            return pool.submit(measure, argv, options.warmup, options.steps).result()
 
 
 def cpu_overheads(found: dict[str, Any], off: dict[str, Any]) -> dict[str, float]:
@@ -175,10 +164,6 @@ def cpu_overheads(found: dict[str, Any], off: dict[str, Any]) -> dict[str, float
         "loss_cpu_overhead": found["loss_cpu_seconds"] / step,
         "loss_alone_cpu_overhead": found["loss_alone_cpu_seconds"] / step,
     }
-
-
-def percent(part: float | None, form: str = ".1%") -> str:
-    return "" if part is None else format(part, form)
 
 
 def main(options: Options) -> None:
@@ -203,21 +188,21 @@ def main(options: Options) -> None:
     if options.json:
         print(json.dumps({"rows": rows}))
         return
-    print(
-        f"{'flavor':12}{'seq_len':>8} {'estimator':10}{'tokens/s':>10}{'overhead':>10}{'CPU':>9}{'in the loss':>13}"
-        f"{'loss alone':>12}{'peak memory':>14}"
-    )
+    table = [
+        ["flavor", "estimator", "seq_len", "tokens/s", "overhead", "CPU", "in the loss", "loss alone", "peak memory"]
+    ]
     for r in rows:
-        print(
-            f"{r['flavor']:12}{r['seq_len']:8} {r['estimator']:10}{r['tokens_per_second']:10,.0f}"
-            f"{percent(r['overhead'], '+.1%'):>10}{percent(r.get('cpu_overhead'), '+.1%'):>9}"
-            f"{percent(r.get('loss_cpu_overhead')):>13}{percent(r.get('loss_alone_cpu_overhead')):>12}"
-            f"{r['peak_bytes'] / 2**30:10.2f} GiB"
+        parts = (
+            ("overhead", "+.1%"),
+            ("cpu_overhead", "+.1%"),
+            ("loss_cpu_overhead", ".1%"),
+            ("loss_alone_cpu_overhead", ".1%"),
         )
+        cells = [r["flavor"], r["estimator"], str(r["seq_len"]), f"{r['tokens_per_second']:,.0f}"]
+        cells += ["" if r.get(name) is None else format(r[name], form) for name, form in parts]
+        table.append([*cells, f"{r['peak_bytes'] / 2**30:.2f} GiB"])
+    print(markdown_table(table))
 
 
 if __name__ == "__main__":
-    if "MEASURE" in os.environ:
-        print(json.dumps(measure(*json.loads(os.environ["MEASURE"]))))
-    else:
-        main(tyro.cli(Options, description=__doc__))
+    main(tyro.cli(Options, description=__doc__))

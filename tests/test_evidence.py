@@ -33,13 +33,14 @@ from benchmarks.evidence_analysis import (
     restored,
     token_shares,
 )
-from benchmarks.evidence_page import TEMPLATE, Refused, attempts, extremes, missing, numbers, page, seconds, signed
+from benchmarks.evidence_page import attempts, extremes, missing, numbers, page, seconds, signed
 from benchmarks.evidence_parts import LRS, PARTS, SEEDS, STATES, WARMUPS, Job, Recipe, jobs, tuned
 from benchmarks.evidence_score import cosines, history, last_words, passage, token_losses, window
+from benchmarks.templates import FOLDER, Refused
 from tests.command_line import ROOT
 
-ROWS = ROOT / "docs" / "evidence.jsonl"
-RECORDED = [json.loads(line) for line in ROWS.read_text().splitlines()]
+RECORDED = [json.loads(line) for line in (ROOT / "docs" / "evidence.jsonl").read_text().splitlines()]
+TEMPLATE = (FOLDER / "evidence.md.j2").read_text()
 STEPS = [0, 20, 40]
 
 
@@ -420,9 +421,8 @@ NUMBER = r"\d|\b(three|four|five|six|seven|eight|nine|ten|twelve|tenth|half|twic
 
 
 def test_no_number_stands_outside_a_place():
-    template = TEMPLATE.read_text()
-    prose = re.sub(r"\{\{.*?\}\}|\{%.*?%\}|\{#.*?#\}|```.*?```", "", template, flags=re.S)
-    prose += "\n".join(re.findall(r'"([^"]*)" \| holds', template))
+    prose = re.sub(r"\{\{.*?\}\}|\{%.*?%\}|\{#.*?#\}|```.*?```", "", TEMPLATE, flags=re.S)
+    prose += "\n".join(re.findall(r'"([^"]*)" \| holds', TEMPLATE))
     for known in NOT_OF_THE_ROWS:
         assert known in prose
         prose = prose.replace(known, "")
@@ -509,7 +509,7 @@ def test_the_page_is_refused_when_a_sign_has_turned(case):
 
 
 def test_every_claim_can_turn():
-    template = re.sub(r"\{#.*?#\}", "", TEMPLATE.read_text(), flags=re.S)
+    template = re.sub(r"\{#.*?#\}", "", TEMPLATE, flags=re.S)
     claims = re.findall(r'"([^"]*)" \| holds', template)
     assert len(claims) == template.count("holds(") > 20
     known = [words for _, sentences in TURNED.values() for words in sentences]
