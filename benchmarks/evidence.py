@@ -137,10 +137,8 @@ class Experiment:
         gone = [job for job in every if not self._checkpoint(job).is_dir()]
         if not gone:
             return
-        print(
-            f"training again what other runs start from: {counted(len(gone), 'model')} without a checkpoint here",
-            flush=True,
-        )
+        count = counted(len(gone), "model")
+        print(f"training again what other runs start from: {count} without a checkpoint here", flush=True)
         for part in sorted({job.part for job in gone}):
             own = [job for job in gone if job.part == part]
             self._run(part, own, 1)
@@ -150,8 +148,7 @@ class Experiment:
                 )
         for job, numbers in self._numbers(gone):
             row = {"part": RESTORED, "of": list(job.key), "recipe": job.recipe(self.options.config), "commit": commit()}
-            how = {"numbers": numbers, "history": history(self.folder(job))}
-            append_json(self.options.rows, {**row, "corpus": self.corpus["sha256"][:12], **how})
+            self._append(row, numbers=numbers, history=history(self.folder(job)))
 
     def _checkpoint(self, job: Job) -> Path:
         return self.folder(job) / "checkpoint" / f"step-{STEPS}"
@@ -176,9 +173,9 @@ class Experiment:
                     self._write(job, status="failed", error=results[job.name].detail)
             self._measure([job for job in some if results[job.name].outcome == "finished"])
             if stopped := [result for result in results.values() if result.outcome not in ("finished", "failed")]:
+                count = counted(len(stopped), "run")
                 raise SystemExit(
-                    f"{part}: {counted(len(stopped), 'run')} did not finish (stopped or in use); run the same command again "
-                    "to continue"
+                    f"{part}: {count} did not finish (stopped or in use); run the same command again to continue"
                 )
 
     def _paths(self, job: Job) -> tuple[str, ...]:
@@ -200,16 +197,12 @@ class Experiment:
                 self._write(job, status="failed", error="its cross-entropy on held-out text is not finite", **how)
 
     def _write(self, job: Job, **content: Any) -> None:
-        row = {
-            "part": job.part,
-            "condition": job.condition,
-            "seed": job.seed,
-            "recipe": job.recipe(self.options.config),
-        }
-        append_json(
-            self.options.rows,
-            {**row, "options": list(job.options), "commit": commit(), "corpus": self.corpus["sha256"][:12], **content},
-        )
+        row = {"part": job.part, "condition": job.condition, "seed": job.seed}
+        row |= {"recipe": job.recipe(self.options.config), "options": list(job.options), "commit": commit()}
+        self._append(row, **content)
+
+    def _append(self, row: Row, **content: Any) -> None:
+        append_json(self.options.rows, {**row, "corpus": self.corpus["sha256"][:12], **content})
 
 
 def main(options: Options) -> None:

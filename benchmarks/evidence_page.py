@@ -4,7 +4,6 @@ The numbers are computed here, and the words are written there by hand. The word
 marked with it (``holds``). If the rows say otherwise, the page is not written, and the error names what to rewrite.
 """
 
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from statistics import median
@@ -19,18 +18,7 @@ from benchmarks import evidence_analysis as analysis
 from benchmarks import evidence_parts as design
 from benchmarks import evidence_score
 from benchmarks.evidence_analysis import Paired
-from benchmarks.evidence_parts import (
-    CONFIG,
-    PARTS,
-    RESTORED,
-    TRAINED,
-    Recipe,
-    Row,
-    jobs,
-    newest,
-    tuned,
-    tuning_losses,
-)
+from benchmarks.evidence_parts import PARTS, RESTORED, TRAINED, Recipe, Row, jobs, newest, tuned, tuning_losses
 from benchmarks.evidence_plots import draw
 from benchmarks.templates import Refused, render
 from titan_disp.files import atomic_write
@@ -119,32 +107,32 @@ def tuning_cell(rows: Sequence[Row], state: str, lr: float, warmup: float) -> st
     """Return the mean loss of a state, or of on − off, with one recipe."""
     losses = {one: tuning_losses(rows, one, [lr])[Recipe(lr, warmup)] for one in design.STATES}
     losses["on − off"] = [on - off for on, off in zip(losses["on"], losses["off"], strict=False)]
-    return (
-        mean(losses[state], sign="" if state in design.STATES else "+")
-        if np.isfinite(losses[state]).all()
-        else "failed"
-    )
+    if not np.isfinite(losses[state]).all():
+        return "failed"
+    return mean(losses[state], sign="" if state in design.STATES else "+")
 
 
 def attempts(rows: Sequence[Row]) -> dict[str, dict[str, Any]]:
     """Return number, failures and hours of all attempts by part. Other rows only measure a model again."""
     tried = [row for row in rows if "history" in row or row.get("status") == "failed"]
-    number = Counter(row["part"] for row in tried)
-    failed = Counter(row["part"] for row in tried if row.get("status") == "failed")
-    spent = {part: [row["history"] for row in tried if row["part"] == part and "history" in row] for part in number}
-    hours = {part: sum(sum(one["seconds"].values()) for one in own) / 3600 for part, own in spent.items()}
-    return {
-        name: {"number": number[part], "failed": failed[part], "hours": hours[part]}
-        for part, name in {**PARTS, RESTORED: "main comparison's off, trained again for mid-training"}.items()
-        if part in number
-    }
+    found = {}
+    for part, name in {**PARTS, RESTORED: "main comparison's off, trained again for mid-training"}.items():
+        if own := [row for row in tried if row["part"] == part]:
+            hours = sum(_seconds(row) for row in own if "history" in row) / 3600
+            failed = sum(row.get("status") == "failed" for row in own)
+            found[name] = {"number": len(own), "failed": failed, "hours": hours}
+    return found
+
+
+def _seconds(row: Row) -> float:
+    return sum(row["history"]["seconds"].values())
 
 
 def seconds(rows: Sequence[Row], part: str, condition: str = "") -> float:
     """Return the mean seconds of a condition's runs, or of those of ``RESTORED``, from the start to the end of training."""
     again = [row for row in rows if row["part"] == RESTORED]
     own = again if part == RESTORED else analysis.finished(rows, part, condition).values()
-    return float(np.mean([sum(row["history"]["seconds"].values()) for row in own]))
+    return float(np.mean([_seconds(row) for row in own]))
 
 
 def missing(rows: Sequence[Row]) -> list[str]:
@@ -158,7 +146,7 @@ def missing(rows: Sequence[Row]) -> list[str]:
 
 def context(rows: Sequence[Row]) -> dict[str, Any]:
     """Return what the template can name: the analysis and the design, and what is said of these rows."""
-    config = tomli.loads(Path(CONFIG).read_text())
+    config = tomli.loads((Path(__file__).parent.parent / design.CONFIG).read_text())
     model = model_args(config["model"]["name"], config["model"]["flavor"])
     with torch.device("meta"):
         parameters = sum(one.numel() for one in Qwen3DispModel(model).parameters())
