@@ -187,36 +187,33 @@ def compare(rows: Iterable[Row], part: str, condition: str, value: Value, baseli
     return paired(own, other)
 
 
-def metric(text: str, name: str = "cross_entropy") -> Value:
-    """Return a function that reads a number on held-out text."""
-    return lambda row: row["numbers"].get(text, {}).get(name)
+def read(*keys: str | int) -> Value:
+    """Return a function that reads a number of a row by its keys, or None if the row does not have it."""
+
+    def value(row: Any) -> float | None:
+        for key in keys:
+            if isinstance(row, dict) and key not in row:
+                return None
+            row = row[key]
+        return row
+
+    return value
 
 
-def of_history(name: str) -> Value:
-    """Return a function that reads a number about training: plateau_end or block_cosine."""
-    return lambda row: row["history"].get(name) if "history" in row else None
-
-
-def of_source(name: str) -> Value:
-    """Return a function that reads the cross-entropy of one source's test text."""
-    return lambda row: row["numbers"]["test"]["by_source"][name]
+def loss(text: str) -> Value:
+    return read("numbers", text, "cross_entropy")
 
 
 def of_other_sources(name: str, shares: Mapping[str, float]) -> Value:
     """Return a function that reads the cross-entropy of all test text but one source's, as a mean over the tokens."""
-    others = [other for other in shares if other != name]
-    weights = [shares[other] for other in others]
-    return lambda row: float(np.average([of_source(other)(row) for other in others], weights=weights))
+    others = [one for one in shares if one != name]
+    weights = [shares[one] for one in others]
+    return lambda row: float(np.average([row["numbers"]["test"]["by_source"][one] for one in others], weights=weights))
 
 
 def block_cosine(text: str = "test") -> Value:
     """Return a function that reads the mean cosine over the blocks, without the embedding and the final norm."""
     return lambda row: float(np.mean(row["numbers"][text]["mean_cosine"][1:-1]))
-
-
-def final_norm(row: Row) -> float:
-    """Return the mean cosine after the final norm."""
-    return row["numbers"]["test"]["mean_cosine"][-1]
 
 
 def tokens(rows: Iterable[Row], part: str) -> float:
@@ -238,7 +235,7 @@ def outcomes(rows: Sequence[Row]) -> dict[Contrast, Outcome]:
     """Return all contrasts in held-out cross-entropy. Holm's adjustment also counts contrasts that are not run yet."""
     found = {}
     for contrast in CONTRASTS:
-        own = compare(rows, contrast.part, contrast.condition, metric(contrast.text))
+        own = compare(rows, contrast.part, contrast.condition, loss(contrast.text))
         failed = tuple(
             f"{row['condition']} seed {row['seed']}"
             for row in failures(rows)
@@ -254,15 +251,15 @@ def outcomes(rows: Sequence[Row]) -> dict[Contrast, Outcome]:
 
 def noise(rows: Sequence[Row]) -> dict[str, dict[int, float]]:
     """Return test cross-entropy minus that of main's off with the same seed and data, by arrangement and seed."""
-    first = by_seed(rows, "main", "off", metric("test"))
-    own = {name: by_seed(rows, "noise", name, metric("test")) for name in ("accumulation-4", "2-ranks", "again")}
+    first = by_seed(rows, "main", "off", loss("test"))
+    own = {name: by_seed(rows, "noise", name, loss("test")) for name in ("accumulation-4", "2-ranks", "again")}
     return {name: {seed: ce - first[seed] for seed, ce in of.items() if seed in first} for name, of in own.items()}
 
 
 def plateau_and_loss(rows: Sequence[Row], part: str, condition: str) -> tuple[float, int] | None:
     """Return Spearman's ρ over seeds of the plateau's end and the final loss, and the seeds; None for fewer than four."""
-    ends = by_seed(rows, part, condition, of_history("plateau_end"))
-    losses = by_seed(rows, part, condition, metric("test"))
+    ends = by_seed(rows, part, condition, read("history", "plateau_end"))
+    losses = by_seed(rows, part, condition, loss("test"))
     return rank_correlation([(ends[seed], losses[seed]) for seed in ends if seed in losses])
 
 
@@ -296,7 +293,7 @@ def curve_differences(rows: Sequence[Row], part: str) -> tuple[list[int], list[i
 def restored(rows: Sequence[Row]) -> list[float]:
     """Return test cross-entropy of models that were trained again for a later part, minus that of their first rows."""
     first, again = newest(rows), [row for row in rows if row["part"] == RESTORED]
-    both = [(metric("test")(row), metric("test")(first[key_of(row)])) for row in again if key_of(row) in first]
+    both = [(loss("test")(row), loss("test")(first[key_of(row)])) for row in again if key_of(row) in first]
     return [own - other for own, other in both if own is not None and other is not None]
 
 
@@ -306,8 +303,8 @@ def second_runs(rows: Sequence[Row]) -> dict[int, Row]:
 
 
 def against_second_runs(rows: Sequence[Row]) -> Paired:
-    again = {seed: ce for seed, row in second_runs(rows).items() if (ce := metric("test")(row)) is not None}
-    return paired(by_seed(rows, "main", "on", metric("test")), again)
+    again = {seed: ce for seed, row in second_runs(rows).items() if (ce := loss("test")(row)) is not None}
+    return paired(by_seed(rows, "main", "on", loss("test")), again)
 
 
 def before_midtraining(rows: Sequence[Row], text: str) -> dict[int, Row]:
@@ -337,7 +334,7 @@ def token_shares(rows: Iterable[Row]) -> dict[str, float] | None:
 
 def lasting(rows: Sequence[Row]) -> tuple[Paired, Paired, Paired]:
     """Return on against off after 600 and after 2,400 steps, and the change between them, over the same seeds."""
-    both = {part: compare(rows, part, "on", metric("test")) for part in ("main", "long")}
+    both = {part: compare(rows, part, "on", loss("test")) for part in ("main", "long")}
     seeds = [seed for seed in both["long"].own if seed in both["main"].own]
     short, long = (paired({seed: one.own[seed] for seed in seeds}, one.other) for one in both.values())
     d = [{seed: one.own[seed] - one.other[seed] for seed in seeds} for one in (long, short)]
@@ -346,8 +343,8 @@ def lasting(rows: Sequence[Row]) -> tuple[Paired, Paired, Paired]:
 
 def condensation_and_difference(rows: Sequence[Row], part: str) -> list[tuple[float, float]]:
     """Return by seed how condensed off was over training, and the test cross-entropy of on − off."""
-    found = compare(rows, part, "on", metric("test"))
-    cosine = by_seed(rows, part, "off", of_history("block_cosine"))
+    found = compare(rows, part, "on", loss("test"))
+    cosine = by_seed(rows, part, "off", read("history", "block_cosine"))
     return [(cosine[seed], found.own[seed] - found.other[seed]) for seed in found.own if seed in cosine]
 
 

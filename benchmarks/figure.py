@@ -20,8 +20,8 @@ import numpy as np
 import torch
 import tyro
 from scipy import stats
-from torch.nn.functional import cross_entropy
 
+from benchmarks.evidence_score import token_losses
 from benchmarks.templates import render
 from titan_disp.condensation.plot import MEAN_COSINE, new_figure
 from titan_disp.condensation.record import Condensation, blocks_mean
@@ -81,23 +81,13 @@ def train(options: Options) -> dict[str, list[Path]]:
     return {state: [point.folder for point in points(sweep) if point.condition == state] for state in STATES}
 
 
-@torch.no_grad()
-def held_out_loss(run: Path, tokens: torch.Tensor) -> float:
-    """Return the mean cross-entropy of the next token, in nats, of the run's newest checkpoint."""
-    model = load_model(find_saved(run))
-    losses = [
-        cross_entropy(model(batch)[:, :-1].flatten(0, 1), batch[:, 1:].flatten(), reduction="sum")
-        for batch in tokens.split(8)
-    ]
-    return (sum(losses) / tokens[:, 1:].numel()).item()
-
-
 def measure_after(options: Options, run: Path, texts: Sequence[str]) -> Condensation:
     """Measure the newest checkpoint on the validation split."""
     ((name, target),) = find_targets([str(run)], all_steps=False, tokenizer=None).items()
     tokens = cut_sequences(texts, target.encode, options.sequences, target.max_tokens or 0)
     found = measure(name, target.load(torch.device("cpu"), "float32"), tokens, 8)
-    return replace(found, cross_entropy=held_out_loss(run, tokens))
+    sums, _, number = token_losses(load_model(find_saved(run)), tokens.tolist())
+    return replace(found, cross_entropy=float(sums.sum() / number.sum()))
 
 
 def results(
