@@ -25,7 +25,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 import tyro
 
-from titan_disp.markdown import markdown_table
+from measuring import table
 from titan_disp.run.hashes import HashingWriter
 from titan_disp.run.integrity import damage, problem
 
@@ -88,18 +88,13 @@ def measure(options: Options, folder: Path) -> list[dict[str, object]]:
             if name == "hashed":
                 taken["verify"].append(timed(verify, folder))
     base = statistics.median(seconds for seconds, _ in taken["dcp"])
-    return [
-        {
-            "what": name,
-            "gigabytes": options.tensors * size * 4 / 1e9,
-            "seconds": statistics.median(seconds for seconds, _ in found),
-            "least": min(seconds for seconds, _ in found),
-            "least_cpu": min(cpu for _, cpu in found),
-            "ratio": statistics.median(seconds for seconds, _ in found) / base,
-            "all": found,
-        }
-        for name, found in taken.items()
-    ]
+    rows = []
+    for name, found in taken.items():
+        seconds, cpu = zip(*found, strict=True)
+        middle = statistics.median(seconds)
+        row = {"what": name, "gigabytes": options.tensors * size * 4 / 1e9, "seconds": middle, "ratio": middle / base}
+        rows.append({**row, "least": min(seconds), "least_cpu": min(cpu), "all": found})
+    return rows
 
 
 def main() -> None:
@@ -111,11 +106,7 @@ def main() -> None:
     if options.json:
         print(json.dumps({"rows": rows}))
         return
-    table = [["", "GB", "median s", "x dcp", "least s", "least CPU s"]]
-    for row in rows:
-        numbers = (row[name] for name in ("gigabytes", "seconds", "ratio", "least", "least_cpu"))
-        table.append([str(row["what"]), *(f"{number:.3f}" for number in numbers)])
-    print(markdown_table(table, left=1))
+    print(table([{name: number for name, number in row.items() if name != "all"} for row in rows]))
 
 
 if __name__ == "__main__":

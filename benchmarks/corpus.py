@@ -298,10 +298,7 @@ def main(options: Options) -> dict[str, Any]:
             raise SystemExit(f"{options.out} exists and is not a corpus: choose another folder or remove it")
         with atomic_folder(options.out) as partial:
             facts = build(options, partial)
-    for part, sizes in facts["sizes"].items():
-        for name, size in sizes.items():
-            print(f"{part:10} {name:12} {size['documents']:8,} documents {size['characters']:12,} characters", end="")
-            print(f" {size['tokens']:11,} tokens")
+    print((options.out / "README.md").read_text())
     return facts
 
 

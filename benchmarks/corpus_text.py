@@ -238,12 +238,13 @@ def _decode(data: bytes) -> str:
         return data.decode("latin-1")
 
 
+_CONVERTERS = {".pod": from_pod, ".rst": from_rst, **dict.fromkeys((".html", ".htm", ".xhtml"), from_html)}
+
+
 def documents_of(name: str, data: bytes) -> Iterator[tuple[str, str]]:
     """Yield (name, text) of a file's documents: one, or one per line of JSON lines. Unknown formats have none.
 
-    Args:
-        name: the path of the file, which decides its format; ``.gz`` is unpacked.
-        data: the bytes of the file.
+    The path of the file decides its format; ``.gz`` is unpacked.
     """
     if name.endswith(".gz"):
         name, data = name.removesuffix(".gz"), gzip.decompress(data)
@@ -252,12 +253,8 @@ def documents_of(name: str, data: bytes) -> Iterator[tuple[str, str]]:
         for i, line in enumerate(data.splitlines()):
             record = json.loads(line)
             yield record.get("url", f"{name}:{i + 1}"), clean(record["text"])
-    elif suffix in (".html", ".htm", ".xhtml"):
-        yield name, clean(from_html(_decode(data)))
-    elif suffix == ".pod":
-        yield name, clean(from_pod(_decode(data)))
-    elif suffix == ".rst":
-        yield name, clean(from_rst(_decode(data)))
+    elif suffix in _CONVERTERS:
+        yield name, clean(_CONVERTERS[suffix](_decode(data)))
     elif re.search(r"/man\d\w*/[^/]+$", name):
         yield name, clean(from_man(_decode(data)))
     elif (suffix in (".txt", ".md", "") or "/ABI/" in name) and b"\0" not in data:

@@ -3,9 +3,8 @@
     python benchmarks/data.py            # tables
     python benchmarks/data.py --json     # only an object with "rows", "bounds" and "deep_resume"
 
-One process runs rank 0 of 64 and of 40 ranks, on 64 files. Every rank of a real job does the same at the same time, so
-this is the speed of one rank with its own cores and files in the page cache. Texts have C4's mean length (2.2 kB) and
-spread. The rows "reading" use a tokenizer that takes no time, so they measure only the loaders.
+One process runs rank 0 of 64 and of 40 ranks, on 64 files: this is the speed of one rank with its own cores and files in
+the page cache. Texts have C4's mean length (2.2 kB) and spread. The rows "reading" use a tokenizer that takes no time.
 """
 
 import gzip
@@ -14,10 +13,8 @@ import math
 import os
 import tempfile
 import time
-from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Sequence
 from dataclasses import dataclass
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +22,7 @@ import numpy as np
 import tyro
 from torchtitan.components.tokenizer import BaseTokenizer
 
+from measuring import in_a_fresh_process, table
 from titan_disp.config import load_config
 from titan_disp.cpu import high_water_mark, resident_bytes
 from titan_disp.data.documents import Documents
@@ -33,7 +31,6 @@ from titan_disp.data.loader import StreamLoader, default_threads, open_stream
 from titan_disp.data.place import Field
 from titan_disp.data.sample import CARD, documents, train_tokenizer, write_sample
 from titan_disp.data.tokenizer import load_tokenizer
-from titan_disp.markdown import markdown_table
 from titan_disp.wording import counted
 
 ROOT = Path(__file__).parent.parent
@@ -156,6 +153,10 @@ def measure(loader, options: Options) -> dict[str, float | None]:
     }
 
 
+def median(found: Sequence[dict[str, Any]], key: str) -> dict[str, Any]:
+    return sorted(found, key=lambda one: one[key])[len(found) // 2]
+
+
 def speed(folder: Path, tokenizers: dict[str, str], options: Options) -> list[dict[str, Any]]:
     rows = []
     for kind, path in tokenizers.items():
@@ -167,16 +168,12 @@ def speed(folder: Path, tokenizers: dict[str, str], options: Options) -> list[di
         cases["TorchTitan"] = (0, ())
         for ranks in (64, 40):
             measured: dict[str, list[dict[str, Any]]] = {name: [] for name in cases}
-            for _ in range(options.rounds):
-                for name, (prefetch, overrides) in cases.items():
-                    job = job_config(folder, path, options.seq_len, prefetch, *overrides)
-                    titan = name == "TorchTitan"
-                    loader = stock(job, ranks, free) if titan else ours(job, ranks, 2 * ranks, free)
-                    measured[name].append(measure(loader, options))
-            medians = {
-                name: sorted(found, key=lambda m: m["tokens_per_second"])[options.rounds // 2]
-                for name, found in measured.items()
-            }
+            for name, (prefetch, overrides) in [*cases.items()] * options.rounds:
+                job = job_config(folder, path, options.seq_len, prefetch, *overrides)
+                stocks = name == "TorchTitan"
+                loader = stock(job, ranks, free) if stocks else ours(job, ranks, 2 * ranks, free)
+                measured[name].append(measure(loader, options))
+            medians = {name: median(found, "tokens_per_second") for name, found in measured.items()}
             for name, found in medians.items():
                 ratio = found["tokens_per_second"] / medians["TorchTitan"]["tokens_per_second"]
                 row = {"loader": name, "tokenizer": kind, "files": options.files, "ranks": ranks}
@@ -184,15 +181,22 @@ def speed(folder: Path, tokenizers: dict[str, str], options: Options) -> list[di
     return rows
 
 
-def bounds(job, slots: int, rounds: int, skip: int) -> dict[str, Any]:
-    """Run all slots on one rank, in this process; measure memory, open files, and the time to a sequence of every slot.
+CASES = {  # slots, corpus, sequences of each slot, part of each file to skip first, limit of a document in MB
+    "2,048 slots": (2048, "many", 1, 0, 16.0),
+    "2,048 slots, resumed": (2048, "many", 1, 0.5, 16.0),
+    "16 slots": (16, "large", 8, 0, 16.0),
+    "16 slots, a document of 50 MB": (16, "large", 24, 0, 64.0),
+}
 
-    Args:
-        rounds: sequences to read from each slot.
-        skip: documents of every file to skip first, as at a resume.
-    """
+
+def bounds(case: str, folder: Path, options: Options) -> dict[str, Any]:
+    """Run all slots on one rank, in this process; measure memory, open files, and the time to a sequence of every slot."""
+    slots, source, rounds, part, max_mb = CASES[case]
+    job = job_config(folder / source, str(folder / "sample" / "tokenizer"), 2048, 0)
+    job.stream.max_document_mb = max_mb
     loader = ours(job, 1, slots)
-    loader.positions[:, [Field.HEAD, Field.BODY_DOCUMENT, Field.TAIL]] = skip
+    skip = int(part * options.documents)
+    loader.positions[:, [Field.HEAD, Field.BODY_DOCUMENT, Field.TAIL]] = skip  # as at a resume
     before = resident_bytes()
     start, batches = time.perf_counter(), iter(loader)
     next(batches)
@@ -202,16 +206,9 @@ def bounds(job, slots: int, rounds: int, skip: int) -> dict[str, Any]:
     seconds = time.perf_counter() - start
     fds = len(os.listdir("/proc/self/fd"))
     loader.close()
-    return {
-        "slots": slots,
-        "files": len(loader.files),
-        "resumed_at_document": skip,
-        "seconds_to_first_batch": first,
-        "seconds": seconds,
-        "sequences": slots * rounds,
-        "peak_bytes": high_water_mark() - before,
-        "open_files": fds,
-    }
+    found = {"case": case, "slots": slots, "files": len(loader.files), "resumed_at_document": skip}
+    found |= {"seconds_to_first_batch": first, "seconds": seconds, "sequences": slots * rounds}
+    return {**found, "peak_bytes": high_water_mark() - before, "open_files": fds}
 
 
 def write_many(folder: Path, options: Options) -> None:
@@ -236,27 +233,6 @@ def write_large(folder: Path) -> None:
                 at = (1000 * i + k) * 997 % (len(text) - 2000)
                 document = text[:1000] * ((50 << 20) // 1000) if i == 3 and k == 40 else text[at : at + 2000]
                 file.write(json.dumps({"text": document}) + "\n")
-
-
-def in_a_fresh_process(function: Callable[..., Any], *args: object) -> Any:
-    """Call a function in a process of its own, because peak memory is a process's high-water mark."""
-    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
-        return pool.submit(function, *args).result()
-
-
-CASES = {  # slots, corpus, sequences of each slot, part of each file to skip first, limit of a document in MB
-    "2,048 slots": (2048, "many", 1, 0, 16.0),
-    "2,048 slots, resumed": (2048, "many", 1, 0.5, 16.0),
-    "16 slots": (16, "large", 8, 0, 16.0),
-    "16 slots, a document of 50 MB": (16, "large", 24, 0, 64.0),
-}
-
-
-def one_case(case: str, folder: Path, options: Options) -> dict[str, Any]:
-    slots, source, rounds, skip, max_mb = CASES[case]
-    job = job_config(folder / source, str(folder / "sample" / "tokenizer"), 2048, 0)
-    job.stream.max_document_mb = max_mb
-    return {"case": case, **bounds(job, slots, rounds, int(skip * options.documents))}
 
 
 def deep_resume(folder: Path) -> dict[str, float]:
@@ -284,33 +260,16 @@ def main(options: Options) -> None:
         write_many(folder, options)
         write_large(folder)
         write_sample(folder / "sample")
-        tokenizers = {
-            "SentencePiece": str(folder / "spm"),
-            "Hugging Face": str(folder / "hf"),
-            "reading": str(folder / "hf"),
-        }
+        names = {"SentencePiece": "spm", "Hugging Face": "hf", "reading": "hf"}
+        tokenizers = {kind: str(folder / name) for kind, name in names.items()}
         rows = speed(folder, tokenizers, options)
-        cases = [in_a_fresh_process(one_case, case, folder, options) for case in CASES]
+        cases = [in_a_fresh_process(bounds, case, folder, options) for case in CASES]
         deep = deep_resume(folder)
     if options.json:
         print(json.dumps({"rows": rows, "bounds": cases, "deep_resume": deep, "threads": default_threads()}))
         return
     print(f"tokenizing with {counted(default_threads(), 'thread')}; {counted(options.files, 'file')}")
-    table = [["loader", "tokenizer", "ranks", "tokens/s", "vs TorchTitan", "read per token"]]
-    for r in rows:
-        read = "" if r["bytes_read_per_token"] is None else f"{r['bytes_read_per_token']:.1f} B"
-        cells = [r["loader"], r["tokenizer"], str(r["ranks"]), f"{r['tokens_per_second']:,.0f}"]
-        table.append([*cells, f"{r['ratio']:.1f}×", read])
-    print(markdown_table(table))
-    table = [["on one rank", "files", "peak memory", "open files", "first batch", "sequences/s"]]
-    for c in cases:
-        cells = [c["case"], str(c["files"]), f"{c['peak_bytes'] / 2**20:.0f} MiB", str(c["open_files"])]
-        table.append([*cells, f"{c['seconds_to_first_batch']:.2f} s", f"{c['sequences'] / c['seconds']:.0f}"])
-    print("\n" + markdown_table(table, left=1))
-    print(
-        f"\nresume at document {deep['documents']:,} of a gzip file of {deep['bytes'] / 1e6:.0f} MB of text: "
-        f"{deep['seconds']:.1f} s, {deep['megabytes_per_second']:.0f} MB/s"
-    )
+    print(f"{table(rows)}\n\non one rank:\n{table(cases)}\n\nat the end of a gzip file:\n{table([deep])}")
 
 
 if __name__ == "__main__":

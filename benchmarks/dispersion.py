@@ -6,18 +6,15 @@
 "naive" is plain autograd in the same dtype: normalise, one N×N product, clamp, arccos, mask, logsumexp. "floor" is only
 the matrix products that all pairs need, with nothing between them: 3 N²F FLOPs, for each tile above the diagonal once
 for the cosines and twice for the gradient. Times are the least of --repeat rounds in one process, in which the
-estimators take turns. Memory is measured in a fresh process for each. On a CPU it is the process's high-water mark
-minus what it held before the call (in resident pages, so memory that libraries keep counts too). On a GPU it is the
-allocator's peak minus what was allocated.
+estimators take turns. Memory is the peak of a fresh process, minus what it held before the call: resident pages on a
+CPU, and the allocator's count on a GPU.
 """
 
 import json
 import math
 import time
 from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, Literal
 
@@ -25,10 +22,10 @@ import torch
 import tyro
 from torch import Tensor
 
+from measuring import in_a_fresh_process, table
 from titan_disp.cpu import high_water_mark, resident_bytes
 from titan_disp.dispersion import DispersionLoss
 from titan_disp.dispersion.pairwise import tile_size
-from titan_disp.markdown import markdown_table
 from titan_disp.wording import counted
 
 ESTIMATORS = ("naive", "floor", "exact", "moments", "sampled")
@@ -157,25 +154,16 @@ def peak_bytes(options: Options, n: int, estimator: str) -> int:
     return high_water_mark() - before
 
 
-def in_a_fresh_process(function: Callable[..., Any], *args: object) -> Any:
-    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
-        return pool.submit(function, *args).result()
-
-
 def rows(options: Options) -> list[dict[str, Any]]:
     found = []
     for n in options.n:
         seconds, closeness = times(options, n), agreement(options, n)
         for name in options.estimators:
-            found.append(
-                {
-                    "estimator": name,
-                    **{"n": n, "f": options.f, "b": options.b, "dtype": options.dtype, "variant": options.variant},
-                    **{"device": options.device, "seconds": seconds[name]},
-                    "peak_bytes": in_a_fresh_process(peak_bytes, options, n, name),
-                    **closeness.get(name, {}),
-                }
-            )
+            row = {"estimator": name, "n": n, "f": options.f, "b": options.b, "dtype": options.dtype}
+            row |= {"variant": options.variant, "device": options.device, "seconds": seconds[name]}
+            row["peak_bytes"] = in_a_fresh_process(peak_bytes, options, n, name)
+            row["ratio_to_exact"] = seconds[name] / seconds["exact"] if "exact" in seconds else None
+            found.append({**row, **closeness.get(name, {})})
     return found
 
 
@@ -184,18 +172,7 @@ def main(options: Options) -> None:
     if options.json:
         print(json.dumps({"rows": found}))
         return
-    print(
-        f"B = {options.b}, F = {options.f}, {options.dtype}, {options.device}, {counted(torch.get_num_threads(), 'thread')}"
-    )
-    exact = {r["n"]: r["seconds"] for r in found if r["estimator"] == "exact"}
-    table = [["estimator", "N", "seconds", "/ exact", "peak extra", "cosine", "rel. error"]]
-    for r in found:
-        ratio = f"{r['seconds'] / exact[r['n']]:.2f}" if r["n"] in exact else ""
-        cells = [r["estimator"], str(r["n"]), f"{r['seconds']:.4f}", ratio, f"{r['peak_bytes'] / 2**20:.1f} MiB"]
-        close = "gradient_cosine" in r
-        cells += [f"{r['gradient_cosine']:.4f}", f"{r['gradient_relative_error']:.1e}"] if close else ["", ""]
-        table.append(cells)
-    print(markdown_table(table, left=1))
+    print(f"{counted(torch.get_num_threads(), 'thread')}\n{table(found)}")
 
 
 if __name__ == "__main__":

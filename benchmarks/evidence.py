@@ -108,12 +108,11 @@ class Experiment:
     def missing(self, part: str) -> list[Job]:
         """Return the runs that have no finished row with their recipe and corpus."""
         known = newest(self.rows)
-        return [job for job in jobs(part, self.rows) if not self._done(job, known.get(job.key))]
+        finished = {key: (row["recipe"], row["corpus"]) for key, row in known.items() if row["status"] == "finished"}
+        return [job for job in jobs(part, self.rows) if finished.get(job.key) != self._recipe(job)]
 
-    def _done(self, job: Job, row: Row | None) -> bool:
-        if row is None or row["status"] != "finished":
-            return False
-        return (row["recipe"], row["corpus"]) == (job.recipe(self.options.config), self.corpus["sha256"][:12])
+    def _recipe(self, job: Job) -> tuple[str, str]:
+        return job.recipe(self.options.config), self.corpus["sha256"][:12]
 
     def _ready(self, job: Job) -> bool:
         row = newest(self.rows).get(job.parent) if job.parent is not None else None
@@ -155,11 +154,12 @@ class Experiment:
 
     def _run(self, part: str, todo: Sequence[Job], ranks: int) -> dict[str, Result]:
         """Train, and return the results by the jobs' names."""
+        paths = {"data": self.options.data, "runs": self.options.runs}
         sweep = Sweep(
             str(self.options.config),
             self.options.runs / part,
             self.common,
-            tuple(Listed(job.name, (*self._paths(job), *job.options)) for job in todo),
+            tuple(Listed(job.name, (*(p.format(**paths) for p in job.paths), *job.options)) for job in todo),
         )
         return {result.name: result for result in run(sweep, max(1, self.options.jobs // ranks), ranks)}
 
@@ -177,9 +177,6 @@ class Experiment:
                 raise SystemExit(
                     f"{part}: {count} did not finish (stopped or in use); run the same command again to continue"
                 )
-
-    def _paths(self, job: Job) -> tuple[str, ...]:
-        return tuple(path.format(data=self.options.data, runs=self.options.runs) for path in job.paths)
 
     def _numbers(self, done: Sequence[Job]) -> Iterator[tuple[Job, dict[str, Any]]]:
         """Measure runs in processes of their own, and yield them with their numbers in the order in which they end."""

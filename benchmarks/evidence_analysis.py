@@ -35,28 +35,20 @@ class Paired:
     """Values by seed of a condition and of a baseline, over the seeds that both have.
 
     Attributes:
+        n, lower, higher: the number of pairs, and of those in which the condition has the lower or the higher value.
         mean, low, high: mean of condition − baseline, and its 95 % interval by Student's t. NaN where it is undefined.
         p: two-sided p of the exact sign-flip test.
     """
 
     own: Mapping[int, float] = field(default_factory=dict)
     other: Mapping[int, float] = field(default_factory=dict)
+    n: int = 0
+    lower: int = 0
+    higher: int = 0
     mean: float = math.nan
     low: float = math.nan
     high: float = math.nan
     p: float = math.nan
-
-    @property
-    def n(self) -> int:
-        return len(self.own)
-
-    @property
-    def lower(self) -> int:
-        return sum(self.own[seed] < self.other[seed] for seed in self.own)
-
-    @property
-    def higher(self) -> int:
-        return sum(self.own[seed] > self.other[seed] for seed in self.own)
 
     @property
     def sign(self) -> int:
@@ -77,7 +69,8 @@ def paired(own: Mapping[int, float], other: Mapping[int, float]) -> Paired:
     low, high = interval(d)
     flips = {"permutation_type": "samples", "n_resamples": np.inf}  # all sign patterns
     p = stats.permutation_test((d,), np.mean, **flips).pvalue if len(d) > 1 else 1.0
-    return Paired(own, other, float(d.mean()), float(low), float(high), float(p))
+    counts = len(d), int((d < 0).sum()), int((d > 0).sum())
+    return Paired(own, other, *counts, float(d.mean()), float(low), float(high), float(p))
 
 
 def interval(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -88,47 +81,30 @@ def interval(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return found.low, found.high
 
 
-@dataclass(frozen=True)
-class Contrast:
-    """A comparison of a condition with off in the same part, paired by seed.
-
-    Attributes:
-        family: contrasts with the same family are adjusted together (Holm). Empty: there are too few seeds for a test.
-        text: the text that is measured.
-    """
-
-    part: str
-    condition: str
-    family: str
-    text: str = "test"
-
-    @property
-    def seeds(self) -> tuple[int, ...]:
-        return SEEDS if self.family else FEW_SEEDS
-
-
-PRIMARY = Contrast("main", "on", "main")
-CONTRASTS = (
-    PRIMARY,
-    *(Contrast("main", name, "main") for name in ("on-0.03", "on-first-quarter", "on-moments", "noisy-embedding")),
-    Contrast("width", "on", "main"),
-    Contrast("depth", "on", ""),
-    Contrast("long", "on", ""),
-    *(
-        Contrast("midtraining", name, "midtraining", text)
-        for text in ("test", "new_test")
-        for name in ("on-0.1", "on-0.5")
-    ),
-)
+# The contrasts with off: part, condition and text, and the family in which Holm's method adjusts it. Contrasts without a
+# family have too few seeds for a test.
+FAMILIES = {
+    **{
+        ("main", name, "test"): "main"
+        for name in ("on", "on-0.03", "on-first-quarter", "on-moments", "noisy-embedding")
+    },
+    **{("width", "on", "test"): "main", ("depth", "on", "test"): "", ("long", "on", "test"): ""},
+    **{("midtraining", name, "test"): "midtraining" for name in ("on-0.1", "on-0.5")},
+    **{("midtraining", name, "new_test"): "midtraining" for name in ("on-0.1", "on-0.5")},
+}
 
 
 @dataclass(frozen=True)
 class Outcome(Paired):
     """The result of a contrast in cross-entropy, and the failed runs of its two conditions, such as "off seed 3"."""
 
-    contrast: Contrast = PRIMARY
+    family: str = ""
     failed: tuple[str, ...] = ()
     holm: float | None = None
+
+    @property
+    def seeds(self) -> int:
+        return len(SEEDS if self.family else FEW_SEEDS)
 
     @property
     def clear(self) -> bool:
@@ -141,15 +117,14 @@ class Outcome(Paired):
 
     def verdict(self) -> str:
         """Return the verdict in words, by the rules of the design."""
-        seeds = len(self.contrast.seeds)
         if not self.n:
             return f"no pair has finished ({len(self.failed)} runs failed)" if self.failed else "not run"
         if self.n == 1:
-            return f"too few pairs (1 of {seeds})"
-        return self._says() + ("" if self.n == seeds else f" ({self.n} of {seeds} pairs)")
+            return f"too few pairs (1 of {self.seeds})"
+        return self._says() + ("" if self.n == self.seeds else f" ({self.n} of {self.seeds} pairs)")
 
     def _says(self) -> str:
-        word, family = "better" if self.mean < 0 else "worse", self.contrast.family
+        word, family = "better" if self.mean < 0 else "worse", self.family
         if self.small:
             says = f"no difference of {MARGIN:g} or more"
             if self.clear:
@@ -231,21 +206,18 @@ def failures(rows: Iterable[Row]) -> list[Row]:
     return [row for row in newest(rows).values() if row["status"] == "failed"]
 
 
-def outcomes(rows: Sequence[Row]) -> dict[Contrast, Outcome]:
+def outcomes(rows: Sequence[Row]) -> dict[tuple[str, str, str], Outcome]:
     """Return all contrasts in held-out cross-entropy. Holm's adjustment also counts contrasts that are not run yet."""
     found = {}
-    for contrast in CONTRASTS:
-        own = compare(rows, contrast.part, contrast.condition, loss(contrast.text))
-        failed = tuple(
-            f"{row['condition']} seed {row['seed']}"
-            for row in failures(rows)
-            if row["part"] == contrast.part and row["condition"] in ("off", contrast.condition)
-        )
-        found[contrast] = Outcome(**vars(own), contrast=contrast, failed=failed)
-    for family in {contrast.family for contrast in CONTRASTS} - {""}:
-        members = [one for one in found.values() if one.contrast.family == family]
-        for one, adjusted in zip(members, holm([one.p if one.n else None for one in members]), strict=True):
-            found[one.contrast] = replace(one, holm=adjusted)
+    for (part, condition, text), family in FAMILIES.items():
+        lost = [row for row in failures(rows) if row["part"] == part and row["condition"] in ("off", condition)]
+        failed = tuple(f"{row['condition']} seed {row['seed']}" for row in lost)
+        own = compare(rows, part, condition, loss(text))
+        found[part, condition, text] = Outcome(**vars(own), family=family, failed=failed)
+    for family in {*FAMILIES.values()} - {""}:
+        members = {key: one for key, one in found.items() if one.family == family}
+        adjusted = holm([one.p if one.n else None for one in members.values()])
+        found |= {key: replace(one, holm=p) for (key, one), p in zip(members.items(), adjusted, strict=True)}
     return found
 
 

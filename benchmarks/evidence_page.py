@@ -26,17 +26,6 @@ from titan_disp.qwen3.model import Qwen3DispModel
 from titan_disp.registry import model_args
 
 NOTHING = "–"
-NAMES = {
-    "off": "off",
-    "on": "on, λ 0.1",
-    "on-0.03": "on, λ 0.03",
-    "on-first-quarter": "on in the first quarter",
-    "on-moments": "on, moments",
-    "noisy-embedding": "noisy embedding",
-    "on-0.1": "on, λ 0.1",
-    "on-0.5": "on, λ 0.5",
-}
-TEXTS = {"test": "old text", "new_test": "new text"}
 
 
 def mean(values: Iterable[float], digits: int = 3, sign: str = "") -> str:
@@ -156,19 +145,16 @@ def context(rows: Sequence[Row]) -> dict[str, Any]:
     known = dict.fromkeys(key[:2] for key in newest(rows))
     return {
         **vars(analysis),
+        "outcomes": analysis.outcomes(rows),
         **{one.__name__: one for one in (attempts, extremes, numbers, seconds, tuning_cell)},
         **{"design": design, "score": evidence_score, "config": config, "model": model, "rows": rows},
-        **{"names": NAMES, "texts": TEXTS, "coeff": config["dispersion"]["coeff"], "parameters": parameters / 1e6},
+        **{"coeff": config["dispersion"]["coeff"], "parameters": parameters / 1e6},
         **{"rates": rates, "recipes": tuned(rows), "shares": shares, "differences": noise},
-        "outcomes": {(c.part, c.condition, c.text): one for c, one in analysis.outcomes(rows).items()},
         "largest": max(shares, key=lambda name: shares[name]),
         "behind": min((of["off"] - best for of in rates.values() if of["difference"] < 0), default=0.0),
         "conditions": [key for part in TRAINED for key in known if key[0] == part],
         "most_condensed": max(points, key=lambda part: points[part][0]),
         "best_part": min(points, key=lambda part: points[part][1]),
-        "reordered": [abs(d) for name, own in noise.items() if name != "again" for d in own.values()],
-        "second": [abs(d) for d in analysis.restored(rows)],
-        "commits": sorted({row["commit"] for row in rows if "commit" in row}),
         "corpus": next(row for row in reversed(rows) if row["part"] == "corpus"),
     }
 

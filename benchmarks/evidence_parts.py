@@ -53,28 +53,18 @@ class Recipe:
 
 @dataclass(frozen=True)
 class Job:
-    """A run, and the texts that it is measured on.
-
-    Attributes:
-        condition: runs of a part with the same condition differ in their seeds only.
-        options: options in addition to the config file, without paths.
-        texts: texts of the corpus: development, test, or new_test (from the held-back package).
-        paths: options that name files. They are not part of the recipe.
-        parent: the key of the run that it starts from, which must have finished.
-        begins: the parent's recipe, in words.
-        trained: false if the parent itself is measured, on other texts than in its own part.
-    """
+    """A run, and the texts that it is measured on."""
 
     part: str
-    condition: str
+    condition: str  # the runs of a condition differ in their seeds only
     seed: int
-    options: tuple[str, ...]
-    texts: tuple[str, ...] = ("test",)
+    options: tuple[str, ...]  # in addition to the config file, without paths
+    texts: tuple[str, ...] = ("test",)  # development, test, or new_test (from the held-back package)
     ranks: int = 1
-    paths: tuple[str, ...] = ()
-    parent: tuple[str, str, int] | None = None
-    begins: str = ""
-    trained: bool = True
+    paths: tuple[str, ...] = ()  # options that name files; they are not part of the recipe
+    parent: tuple[str, str, int] | None = None  # the run that it starts from, which must have finished
+    begins: str = ""  # the parent's recipe, in words
+    trained: bool = True  # false if the parent itself is measured, on other texts than in its own part
 
     @property
     def name(self) -> str:
@@ -87,13 +77,7 @@ class Job:
     def recipe(self, config: str | Path = CONFIG) -> str:
         """Return a hash of all that decides the run except code and corpus: config, options, ranks, texts and parent."""
         content = tomli.loads(Path(config).read_text())
-        own = {
-            "options": self.options,
-            "ranks": self.ranks,
-            "texts": self.texts,
-            "parent": self.parent,
-            "begins": self.begins,
-        }
+        own = {name: getattr(self, name) for name in ("options", "ranks", "texts", "parent", "begins")}
         return hashlib.sha256(json.dumps({"config": content, **own}, sort_keys=True).encode()).hexdigest()[:12]
 
 

@@ -38,17 +38,11 @@ MEASURED = 64  # number of windows whose condensation is measured
 
 @dataclass(frozen=True)
 class HeldOut:
-    """Held-out text as token ids.
+    """Held-out text as token ids."""
 
-    Attributes:
-        windows: up to N + 1 ids of each document.
-        sources: the sources of the same documents.
-        passages: pairs of (ids before the last word, ids of that word).
-    """
-
-    windows: list[list[int]]
-    sources: list[str]
-    passages: list[tuple[list[int], list[int]]]
+    windows: list[list[int]]  # up to N + 1 ids of each document
+    sources: list[str]  # the sources of the same documents
+    passages: list[tuple[list[int], list[int]]]  # ids before the last word, and ids of that word
 
 
 def read_documents(folder: Path) -> Iterator[tuple[str, str]]:

@@ -93,13 +93,7 @@ def measure_after(options: Options, run: Path, texts: Sequence[str]) -> Condensa
 def results(
     runs: Mapping[str, Sequence[Run]], after: Mapping[str, Sequence[Condensation]], seeds: Sequence[int]
 ) -> dict:
-    """Return all numbers of the page, for JSON; those of every seed are in the order of ``seeds``.
-
-    Args:
-        runs: the runs of each state, by seed.
-        after: the measurements of their last checkpoints.
-        seeds: the seeds.
-    """
+    """Return all numbers of the page, for JSON: of the runs by state and seed, and of their last checkpoints."""
     first = runs["off"][0]
     settings = first.settings
     measured = next(iter(first.condensation.values()))
@@ -122,7 +116,10 @@ def results(
         "after_training": {
             "sequences": after["off"][0].sequences,
             "tokens": after["off"][0].tokens,
-            **{state: [_at_the_end(found) for found in of_state] for state, of_state in after.items()},
+            **{
+                state: [{**one.to_json(), "mean_cosine_of": one.by_part()["mean_cosine"]} for one in of_state]
+                for state, of_state in after.items()
+            },
         },
     }
 
@@ -135,10 +132,6 @@ def _over_time(run: Run) -> dict[str, Any]:
         "mean_cosine": [one.mean_cosine.tolist() for one in found],
         "cross_entropy": [one.cross_entropy for one in found],
     }
-
-
-def _at_the_end(found: Condensation) -> dict[str, Any]:
-    return {**found.to_json(), "mean_cosine_of": found.by_part()["mean_cosine"]}
 
 
 def to_text(content: Mapping[str, Any]) -> str:
@@ -192,14 +185,8 @@ def markdown(content: Mapping[str, Any]) -> str:
     peaks = {state: int(mean.argmax()) for state, mean in means.items()}
     apart = int((means["off"] - means["on"]).argmax())
     shown = telling_steps(steps, {steps[i] for i in (*peaks.values(), apart)})
-    facts = {
-        "cosine": cosine,
-        "loss": loss,
-        "shown": {step: steps.index(step) for step in shown},
-        "highest": {state: {"step": steps[i], "value": means[state][i]} for state, i in peaks.items()},
-        "apart": {"step": steps[apart], **{state: mean[apart] for state, mean in means.items()}},
-        "after": _compared(content["after_training"]),
-    }
+    facts = {"cosine": cosine, "loss": loss, "means": means, "peaks": peaks, "apart": apart}
+    facts |= {"shown": [steps.index(step) for step in shown], "after": _compared(content["after_training"])}
     return render("condensation.md.j2", {**content, **facts})
 
 

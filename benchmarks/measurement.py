@@ -12,9 +12,10 @@ time of the steps in between.
 import json
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from timeit import repeat
 
 import torch
 import tyro
@@ -51,26 +52,13 @@ class Options:
     """Print only one JSON object."""
 
 
-@dataclass(frozen=True)
-class Timed:
-    """CPU seconds of one core for a layer's eigenvalues, a heatmap in TensorBoard, and the files of a measurement."""
-
-    eigenvalues: float
-    heatmap: float
-    files: float
-
-
 def least_seconds(rounds: int, function: Callable[[], object]) -> float:
     """Return the least CPU time, which other work on the machine changes less; the first call warms up."""
-    taken = []
-    for _ in range(rounds + 1):
-        start = time.process_time()
-        function()
-        taken.append(time.process_time() - start)
-    return min(taken[1:])
+    return min(repeat(function, timer=time.process_time, number=1, repeat=rounds + 1)[1:])
 
 
-def timed(tokens: int, dim: int, layers: int, rounds: int) -> Timed:
+def timed(tokens: int, dim: int, layers: int, rounds: int) -> dict[str, float]:
+    """Return CPU seconds of one core for a layer's eigenvalues, a heatmap in TensorBoard, and a measurement's files."""
     torch.set_num_threads(1)
     u = torch.nn.functional.normalize(torch.randn(tokens, dim, dtype=torch.float64), dim=-1)
     gram = u @ u.T if tokens <= dim else u.T @ u
@@ -84,11 +72,11 @@ def timed(tokens: int, dim: int, layers: int, rounds: int) -> Timed:
             found.save(Path(folder) / "step-0.npz")
             append_json(Path(folder) / "metrics.jsonl", found.to_json())
 
-        return Timed(
-            eigenvalues=least_seconds(rounds, lambda: _effective_rank(gram)),
-            heatmap=least_seconds(rounds, lambda: board.add_figure("heatmap", heatmap(found, "step 0"), 0)),
-            files=least_seconds(rounds, write),
-        )
+        return {
+            "eigenvalues": least_seconds(rounds, lambda: _effective_rank(gram)),
+            "heatmap": least_seconds(rounds, lambda: board.add_figure("heatmap", heatmap(found, "step 0"), 0)),
+            "files": least_seconds(rounds, write),
+        }
 
 
 def busiest_rank(ranks: int, sequences: int, batch_size: int, layers: int) -> tuple[int, int]:
@@ -109,7 +97,7 @@ def heatmaps(measurements: Sequence[int]) -> int:
     return drawn
 
 
-def cost(job_config: JobConfig, plan: Plan, timed: Timed) -> dict[str, float]:
+def cost(job_config: JobConfig, plan: Plan, taken: Mapping[str, float]) -> dict[str, float]:
     """Return seconds of each part, of all parts and of the steps between two measurements, and the fraction of the time."""
     section, args = job_config.condensation, args_of(job_config)  # type: ignore[attr-defined]
     n, layers = min(section.max_tokens, plan.seq_len), args.n_layers + 2
@@ -120,9 +108,9 @@ def cost(job_config: JobConfig, plan: Plan, timed: Timed) -> dict[str, float]:
         "forward": sequences * plan.flops_per_step / plan.global_batch_size / 3 / flops,
         "cross-entropy": sequences * plan.seq_len * args.vocab_size * BYTES_PER_LOGIT / MEMORY_BANDWIDTH,
         "products": pairs * 2 * 2 * n**2 * args.dim / FLOAT64_FLOPS,
-        "eigenvalues": pairs * timed.eigenvalues,
-        "files": timed.files,
-        "heatmaps": timed.heatmap * heatmaps(measurements) / len(measurements),
+        "eigenvalues": pairs * taken["eigenvalues"],
+        "files": taken["files"],
+        "heatmaps": taken["heatmap"] * heatmaps(measurements) / len(measurements),
     }
     everything, steps = sum(parts.values()), section.interval * plan.step_seconds
     return {"layers": pairs, **parts, "all": everything, "steps": steps, "part": everything / (everything + steps)}
@@ -139,9 +127,9 @@ def main() -> None:
         plan = make_plan(job_config, nodes, options.gpus_per_node)
         rows.append({"gpus": nodes * options.gpus_per_node, **cost(job_config, plan, taken)})
     if options.json:
-        print(json.dumps({"timed": vars(taken), "rows": rows}))
+        print(json.dumps({"timed": taken, "rows": rows}))
         return
-    print("  ".join(f"{name}: {1e3 * seconds:.1f} ms" for name, seconds in vars(taken).items()))
+    print("  ".join(f"{name}: {1e3 * seconds:.1f} ms" for name, seconds in taken.items()))
     forms = {"part": "{:.3%}", "gpus": "{:.0f}", "layers": "{:.0f}"}
     print(
         markdown_table(

@@ -4,13 +4,11 @@
     python benchmarks/shuffle.py --json     # only an object with "rows" and "apart"
 
 Cost is measured on one rank in one process, with a tokenizer that takes no time, so only the stream's own work is left.
-With a real tokenizer the differences are small. Texts have C4's lengths (benchmarks/data.py), and there are two files
-for every three slots. Every case has a process of its own, because peak memory is a process's, and the cases take
-turns. Times are processor time, so that other work on the machine does not count.
+Texts have C4's lengths (benchmarks/data.py), and there are two files for every three slots. Every case has a process of
+its own, and the cases take turns. Times are processor time, so that other work on the machine does not count.
 
-For batches, the result is how many steps earlier or later documents come in the second epoch than in the first, as a
-standard deviation. There are three times as many slots as files, or eight times as many files as slots, and about 119
-steps per epoch. Independent positions would give 119 / √6 = 49.
+"apart" is how many steps earlier or later documents come in the second epoch than in the first, as a standard deviation
+(docs/shuffling.md).
 """
 
 import gzip
@@ -27,12 +25,12 @@ import numpy as np
 import tyro
 
 import data
+from measuring import in_a_fresh_process, table
 from titan_disp.cpu import high_water_mark, resident_bytes
 from titan_disp.data.assignment import Assignment
 from titan_disp.data.files import list_files
 from titan_disp.data.place import Field
 from titan_disp.data.stream import RankStreams, StreamOptions
-from titan_disp.markdown import markdown_table
 
 SEQUENCE = 257  # tokens, of the table of batches
 
@@ -71,15 +69,9 @@ def cost(folder: Path, slots: int, window: int, options: Options) -> dict[str, f
         slowest = max(slowest, time.process_time() - now)
     seconds = time.process_time() - start
     loader.close()
-    return {
-        "slots": slots,
-        "window": window,
-        "files": len(loader.files),
-        "first_seconds": first,
-        "sequences_per_second": count / seconds,
-        "slowest_seconds": slowest,
-        "peak_bytes": high_water_mark() - before,
-    }
+    found = {"slots": slots, "window": window, "files": len(loader.files), "first_seconds": first}
+    found |= {"sequences_per_second": count / seconds, "slowest_seconds": slowest}
+    return {**found, "peak_bytes": high_water_mark() - before}
 
 
 def costs(folder: Path, options: Options) -> list[dict[str, Any]]:
@@ -91,13 +83,10 @@ def costs(folder: Path, options: Options) -> list[dict[str, Any]]:
         names.mkdir()
         for i in range(count := 2 * slots // 3):
             os.link(stored[i % len(stored)], names / f"c4-train.{i:05d}-of-{count:05d}.json.gz")
-        measured = [
-            [data.in_a_fresh_process(cost, names, slots, window, options) for window in options.windows]
-            for _ in range(options.rounds)
-        ]
-        group = []
-        for of_one in zip(*measured, strict=True):
-            group.append(sorted(of_one, key=lambda m: m["sequences_per_second"])[options.rounds // 2])
+        measured: dict[int, list[dict[str, Any]]] = {window: [] for window in options.windows}
+        for window in options.windows * options.rounds:
+            measured[window].append(in_a_fresh_process(cost, names, slots, window, options))
+        group = [data.median(found, "sequences_per_second") for found in measured.values()]
         first = group[0]["sequences_per_second"]
         rows += [{**row, "ratio": row["sequences_per_second"] / first} for row in group]
     return rows
@@ -151,19 +140,7 @@ def main(options: Options) -> None:
     if options.json:
         print(json.dumps({"rows": rows, "apart": steps}))
         return
-    table = [
-        ["slots", "files", "window", "sequences/s", "ratio", "peak memory", "first of all slots", "slowest sequence"]
-    ]
-    for r in rows:
-        cells = [str(r[name]) for name in ("slots", "files", "window")]
-        cells += [f"{r['sequences_per_second']:,.0f}", f"{r['ratio']:.2f}", f"{r['peak_bytes'] / 1e6:,.0f} MB"]
-        table.append([*cells, f"{r['first_seconds']:.2f} s", f"{1000 * r['slowest_seconds']:.0f} ms"])
-    print(markdown_table(table, left=0))
-    table = [["slots", "files", "documents/slot", "steps an epoch", "window", "steps apart"]]
-    for r in steps:
-        cells = [str(r["slots"]), str(r["files"]), f"{r['documents'] / r['slots']:.0f}", f"{r['steps']:.0f}"]
-        table.append([*cells, str(r["window"]), f"{r['apart']:.1f}"])
-    print("\n" + markdown_table(table, left=0))
+    print(f"{table(rows)}\n\n{table(steps)}")
 
 
 if __name__ == "__main__":

@@ -16,16 +16,15 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
-from multiprocessing import get_context
 from pathlib import Path
+from timeit import repeat
 from typing import Annotated, Any
 
 import torch
 import tyro
 
-from titan_disp.markdown import markdown_table
+from measuring import in_a_fresh_process, table
 
 ROOT = Path(__file__).parent.parent
 ESTIMATORS = ("off", "exact", "moments", "sampled")
@@ -47,12 +46,6 @@ class Options:
     """Options of the config, each as --overrides=--section.key=value."""
     json: bool = False
     """Print only one JSON object."""
-
-
-def dispersion(estimator: str) -> list[str]:
-    if estimator == "off":
-        return ["--dispersion.no-enabled"]
-    return ["--dispersion.enabled", "--dispersion.estimator", estimator]
 
 
 class LossTime:
@@ -94,13 +87,13 @@ class LossTime:
         if self._last is None:
             return 0.0
         loss, z, layers = self._last
-        found = []
-        for _ in range(3):
-            z = z.detach().requires_grad_()
-            start = time.process_time()
+        z.requires_grad_()
+
+        def once() -> None:
+            z.grad = None
             self._call(loss, [z]).sum().backward()
-            found.append(layers * (time.process_time() - start))
-        return min(found)
+
+        return layers * min(repeat(once, timer=time.process_time, number=1, repeat=3))
 
 
 def measure(argv: list[str], warmup: int, steps: int) -> dict[str, Any]:
@@ -144,26 +137,17 @@ def measure(argv: list[str], warmup: int, steps: int) -> dict[str, Any]:
     }
 
 
-def in_a_fresh_process(options: Options, seq_len: int, estimator: str) -> dict[str, Any]:
+def run(options: Options, seq_len: int, estimator: str) -> dict[str, Any]:
+    on = ("--dispersion.enabled", "--dispersion.estimator", estimator)
+    dispersion = on if estimator != "off" else ("--dispersion.no-enabled",)
     with tempfile.TemporaryDirectory() as folder:
         argv = [
             *("--job.config_file", options.config, "--job.dump_folder", folder, "--model.flavor", options.flavor),
             *("--training.seq_len", str(seq_len), "--training.steps", "10000", "--checkpoint.no-enable"),
-            *("--metrics.no-enable_tensorboard", "--metrics.log_freq", "1000000", *dispersion(estimator)),
+            *("--metrics.no-enable_tensorboard", "--metrics.log_freq", "1000000", *dispersion),
             *options.overrides,
         ]
-        with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
-            return pool.submit(measure, argv, options.warmup, options.steps).result()
-
-
-def cpu_overheads(found: dict[str, Any], off: dict[str, Any]) -> dict[str, float]:
-    """Return CPU seconds as fractions of the step without dispersion."""
-    step = off["cpu_seconds"]
-    return {
-        "cpu_overhead": found["cpu_seconds"] / step - 1,
-        "loss_cpu_overhead": found["loss_cpu_seconds"] / step,
-        "loss_alone_cpu_overhead": found["loss_alone_cpu_seconds"] / step,
-    }
+        return in_a_fresh_process(measure, argv, options.warmup, options.steps)
 
 
 def main(options: Options) -> None:
@@ -172,36 +156,24 @@ def main(options: Options) -> None:
         best: dict[str, dict[str, Any]] = {}
         for _ in range(options.rounds):
             for estimator in options.estimators:
-                found = in_a_fresh_process(options, seq_len, estimator)
+                found = run(options, seq_len, estimator)
                 if estimator not in best or found["seconds"] < best[estimator]["seconds"]:
                     best[estimator] = found
         off = best.get("off")
         for estimator, found in best.items():
-            rows.append(
-                {
-                    **{"estimator": estimator, "flavor": options.flavor, "seq_len": seq_len, **found},
-                    "tokens_per_second": found["tokens"] / found["seconds"],
-                    "overhead": None if off is None else found["seconds"] / off["seconds"] - 1,
-                    **({} if off is None or found["loss_cpu_seconds"] is None else cpu_overheads(found, off)),
-                }
-            )
+            row = {"estimator": estimator, "flavor": options.flavor, "seq_len": seq_len, **found}
+            row["tokens_per_second"] = found["tokens"] / found["seconds"]
+            row["overhead"] = None if off is None else found["seconds"] / off["seconds"] - 1
+            if off is not None and found["loss_cpu_seconds"] is not None:
+                step = off["cpu_seconds"]
+                row["cpu_overhead"] = found["cpu_seconds"] / step - 1
+                row["loss_cpu_overhead"] = found["loss_cpu_seconds"] / step
+                row["loss_alone_cpu_overhead"] = found["loss_alone_cpu_seconds"] / step
+            rows.append(row)
     if options.json:
         print(json.dumps({"rows": rows}))
         return
-    table = [
-        ["flavor", "estimator", "seq_len", "tokens/s", "overhead", "CPU", "in the loss", "loss alone", "peak memory"]
-    ]
-    for r in rows:
-        parts = (
-            ("overhead", "+.1%"),
-            ("cpu_overhead", "+.1%"),
-            ("loss_cpu_overhead", ".1%"),
-            ("loss_alone_cpu_overhead", ".1%"),
-        )
-        cells = [r["flavor"], r["estimator"], str(r["seq_len"]), f"{r['tokens_per_second']:,.0f}"]
-        cells += ["" if r.get(name) is None else format(r[name], form) for name, form in parts]
-        table.append([*cells, f"{r['peak_bytes'] / 2**30:.2f} GiB"])
-    print(markdown_table(table))
+    print(table(rows))
 
 
 if __name__ == "__main__":

@@ -17,9 +17,7 @@ from scipy import stats
 from benchmarks import evidence_analysis, evidence_page, evidence_parts
 from benchmarks.evidence import current
 from benchmarks.evidence_analysis import (
-    CONTRASTS,
-    PRIMARY,
-    Contrast,
+    FAMILIES,
     against_second_runs,
     by_learning_rate,
     condensation_and_difference,
@@ -39,6 +37,7 @@ from benchmarks.evidence_score import cosines, history, last_words, passage, tok
 from benchmarks.templates import FOLDER, Refused
 from tests.command_line import ROOT
 
+PRIMARY = ("main", "on", "test")
 RECORDED = [json.loads(line) for line in (ROOT / "docs" / "evidence.jsonl").read_text().splitlines()]
 TEMPLATE = (FOLDER / "evidence.md.j2").read_text()
 STEPS = [0, 20, 40]
@@ -100,14 +99,13 @@ def test_a_difference_is_what_scipy_and_all_sign_patterns_make_of_the_pairs():
 
 def test_holm_counts_a_family_that_is_not_run_yet_too():
     """Six contrasts: 2/256 × 6 = 0.047 for one that all seeds agree on."""
-    assert Counter(c.family for c in CONTRASTS) == {"main": 6, "": 2, "midtraining": 4}
+    assert Counter(FAMILIES.values()) == {"main": 6, "": 2, "midtraining": 4}
     found = outcomes(made_up([-0.2, -0.1] * 4))
     assert found[PRIMARY].holm == pytest.approx(6 * 2 / 256)
     assert found[PRIMARY].verdict() == "better"
-    assert found[Contrast("main", "on-0.03", "main")].verdict() == "not run"
+    assert found["main", "on-0.03", "test"].verdict() == "not run"
     rows = made_up([-0.2, -0.1] * 4, "midtraining", "on-0.1", text="new_test")
-    new = Contrast("midtraining", "on-0.1", "midtraining", "new_test")
-    assert outcomes(rows)[new].holm == pytest.approx(4 * 2 / 256)
+    assert outcomes(rows)["midtraining", "on-0.1", "new_test"].holm == pytest.approx(4 * 2 / 256)
 
 
 @pytest.mark.parametrize(
@@ -128,7 +126,7 @@ def test_verdicts(d, says):
 
 def test_verdicts_of_four_seeds():
     def verdict(d):
-        return outcomes(made_up(d, "long", seeds=SEEDS[:4]))[Contrast("long", "on", "")].verdict()
+        return outcomes(made_up(d, "long", seeds=SEEDS[:4]))["long", "on", "test"].verdict()
 
     assert verdict([-0.1, -0.2, -0.1, -0.2]) == "better in all 4 seeds, too few for a test"
     assert verdict([-0.1, -0.2, -0.1, 0.2]) == "better in 3 of 4 seeds, undecided"
@@ -160,7 +158,7 @@ def test_failures_are_counted_and_do_not_help():
     worse = outcomes([*made_up([-0.2, -0.1] * 4), {**failed, "seed": 9}])[PRIMARY]
     assert worse.verdict() == "undecided: lower, but more of its runs failed"
     width = [{**failed, "part": "width", "condition": c, "seed": s} for c in STATES for s in SEEDS]
-    assert outcomes(width)[Contrast("width", "on", "main")].verdict() == "no pair has finished (16 runs failed)"
+    assert outcomes(width)["width", "on", "test"].verdict() == "no pair has finished (16 runs failed)"
 
 
 def test_noise_and_plateau():
@@ -369,12 +367,12 @@ def test_the_readme_has_the_answer_of_the_rows():
     d = found[PRIMARY]
     word = "higher" if d.mean > 0 else "lower"
     assert f"is {abs(d.mean):.3f} nats {word} with dispersion (95 % interval {d.low:.4f} to {d.high:.4f}" in readme
-    (d,) = (found[contrast] for contrast in CONTRASTS if contrast.part == "long")
+    d = found["long", "on", "test"]
     assert d.n == 4
     assert d.mean > 0
     said = f"With four times the steps, four seeds and no new tuning, it is {d.mean:.3f} higher ({d.low:.3f} to {d.high:.3f})"
     assert said in readme
-    (width,) = (found[contrast] for contrast in CONTRASTS if contrast.part == "width")
+    width = found["width", "on", "test"]
     assert width.verdict() == "undecided"
     assert f"In a narrower model, it is {-width.mean:.3f} lower, which is\nundecided after" in readme
 
