@@ -8,7 +8,6 @@ hash; and verify, which reads everything again from the page cache. One process 
 flushes files to the disk (fsync) as in training. The writers take turns in random order.
 """
 
-import json
 import random
 import shutil
 import statistics
@@ -19,31 +18,23 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 
 import torch
 import torch.distributed.checkpoint as dcp
 import tyro
 
-from measuring import table
+from measuring import show
 from titan_disp.run.hashes import HashingWriter
 from titan_disp.run.integrity import damage, problem
 
-WRITERS: dict[str, Callable[[Path], dcp.StorageWriter]] = {
-    "dcp": dcp.FileSystemWriter,
-    "pieces": HashingWriter,
-    "hashed": HashingWriter,
-}
+WRITERS = {"dcp": dcp.FileSystemWriter, "pieces": HashingWriter, "hashed": HashingWriter}
 
 
-class NoHash:
-    """A writer without hashes, for the row "pieces"; its difference to "hashed" is the cost of hashing."""
-
-    def update(self, data: object) -> None:
-        pass
-
-    def hexdigest(self) -> str:
-        return ""
+def no_hash() -> SimpleNamespace:
+    """Return a hash that computes nothing, for the row "pieces"; its difference to "hashed" is the cost of hashing."""
+    return SimpleNamespace(update=lambda data: None, hexdigest=lambda: "")
 
 
 @dataclass
@@ -66,7 +57,7 @@ def timed(function: Callable[..., object], *args: object) -> tuple[float, float]
 
 
 def save(state: dict[str, torch.Tensor], writer: str, folder: Path) -> None:
-    with mock.patch("xxhash.xxh3_128", NoHash) if writer == "pieces" else nullcontext():
+    with mock.patch("xxhash.xxh3_128", no_hash) if writer == "pieces" else nullcontext():
         dcp.save(state, storage_writer=WRITERS[writer](folder), no_dist=True)
 
 
@@ -103,10 +94,7 @@ def main() -> None:
     torch.manual_seed(0)
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
         rows = measure(options, Path(folder) / "step-1")
-    if options.json:
-        print(json.dumps({"rows": rows}))
-        return
-    print(table([{name: number for name, number in row.items() if name != "all"} for row in rows]))
+    show(options.json, rows=rows)
 
 
 if __name__ == "__main__":

@@ -8,11 +8,10 @@
     OUT/held_back/…                                              the same again for packages that are kept for mid-training
     OUT/tokenizer, OUT/corpus.json, OUT/README.md                the tokenizer of OUT/en, sizes and sources
 
-Markup is removed from the texts (corpus_text.py). Texts that are short, not English or mostly not words are left out,
-and so are duplicates. Duplicates are equal texts, and documents of which more than half of the runs of eight words are
-in documents that were kept before (one run in eight is sampled; long documents come first). Documents are then sorted
-by the hash of their text: the first are development text, the next are test text, and the rest is training text. All of
-this depends only on the texts.
+Markup is removed (corpus_text.py), and texts that are short, not English or mostly not words are left out. So are
+duplicates: equal texts, and documents of which more than half of the runs of eight words are in documents that were
+kept before (one run in eight is sampled; long documents come first). Documents are then sorted by the hash of their
+text: the first are development text, the next are test text, and the rest is training text.
 """
 
 import hashlib

@@ -22,7 +22,7 @@ import numpy as np
 import tyro
 from torchtitan.components.tokenizer import BaseTokenizer
 
-from measuring import in_a_fresh_process, table
+from measuring import in_a_fresh_process, show
 from titan_disp.config import load_config
 from titan_disp.cpu import high_water_mark, resident_bytes
 from titan_disp.data.documents import Documents
@@ -31,9 +31,6 @@ from titan_disp.data.loader import StreamLoader, default_threads, open_stream
 from titan_disp.data.place import Field
 from titan_disp.data.sample import CARD, documents, train_tokenizer, write_sample
 from titan_disp.data.tokenizer import load_tokenizer
-from titan_disp.wording import counted
-
-ROOT = Path(__file__).parent.parent
 
 
 @dataclass
@@ -176,7 +173,7 @@ def speed(folder: Path, tokenizers: dict[str, str], options: Options) -> list[di
             medians = {name: median(found, "tokens_per_second") for name, found in measured.items()}
             for name, found in medians.items():
                 ratio = found["tokens_per_second"] / medians["TorchTitan"]["tokens_per_second"]
-                row = {"loader": name, "tokenizer": kind, "files": options.files, "ranks": ranks}
+                row = {"loader": name, "tokenizer": kind, "threads": default_threads(), "ranks": ranks}
                 rows.append({**row, **found, "ratio": ratio})
     return rows
 
@@ -211,12 +208,11 @@ def bounds(case: str, folder: Path, options: Options) -> dict[str, Any]:
     return {**found, "peak_bytes": high_water_mark() - before, "open_files": fds}
 
 
-def write_many(folder: Path, options: Options) -> None:
-    """Link the corpus under more names."""
-    (folder / "many").mkdir()
-    files = sorted((folder / "en").glob("*.gz"))
-    for i in range(options.many_files):
-        os.link(files[i % len(files)], folder / "many" / f"c4-train.{i:05d}-of-{options.many_files:05d}.json.gz")
+def link_many(files: Sequence[Path], folder: Path, count: int) -> None:
+    """Link a corpus under more names."""
+    folder.mkdir()
+    for i in range(count):
+        os.link(files[i % len(files)], folder / f"c4-train.{i:05d}-of-{count:05d}.json.gz")
 
 
 def write_large(folder: Path) -> None:
@@ -257,7 +253,7 @@ def main(options: Options) -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         write_corpus(folder, options)
-        write_many(folder, options)
+        link_many(sorted((folder / "en").glob("*.gz")), folder / "many", options.many_files)
         write_large(folder)
         write_sample(folder / "sample")
         names = {"SentencePiece": "spm", "Hugging Face": "hf", "reading": "hf"}
@@ -265,11 +261,7 @@ def main(options: Options) -> None:
         rows = speed(folder, tokenizers, options)
         cases = [in_a_fresh_process(bounds, case, folder, options) for case in CASES]
         deep = deep_resume(folder)
-    if options.json:
-        print(json.dumps({"rows": rows, "bounds": cases, "deep_resume": deep, "threads": default_threads()}))
-        return
-    print(f"tokenizing with {counted(default_threads(), 'thread')}; {counted(options.files, 'file')}")
-    print(f"{table(rows)}\n\non one rank:\n{table(cases)}\n\nat the end of a gzip file:\n{table([deep])}")
+    show(options.json, rows=rows, bounds=cases, deep_resume=[deep])
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ estimators take turns. Memory is the peak of a fresh process, minus what it held
 CPU, and the allocator's count on a GPU.
 """
 
-import json
 import math
 import time
 from collections.abc import Callable
@@ -22,14 +21,12 @@ import torch
 import tyro
 from torch import Tensor
 
-from measuring import in_a_fresh_process, table
+from measuring import in_a_fresh_process, show
 from titan_disp.cpu import high_water_mark, resident_bytes
 from titan_disp.dispersion import DispersionLoss
 from titan_disp.dispersion.pairwise import tile_size
-from titan_disp.wording import counted
 
 ESTIMATORS = ("naive", "floor", "exact", "moments", "sampled")
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 @dataclass
@@ -56,7 +53,7 @@ def tokens(options: Options, n: int) -> Tensor:
     spectrum = torch.arange(1, options.f + 1) ** -0.5
     z = torch.randn(options.b, n, options.f, generator=generator) * spectrum
     z[..., 0] += 1.0
-    return z.to(options.device, DTYPES[options.dtype])
+    return z.to(options.device, getattr(torch, options.dtype))
 
 
 def naive(z: Tensor) -> Tensor:
@@ -123,9 +120,7 @@ def agreement(options: Options, n: int) -> dict[str, dict[str, float]]:
     z = tokens(options, n)
     exact = call("exact", options)(z).double().flatten()
     found = {}
-    for name in options.estimators:
-        if name in ("floor", "exact"):
-            continue
+    for name in set(options.estimators) - {"floor", "exact"}:
         grad = call(name, options)(z).double().flatten()
         found[name] = {
             "gradient_cosine": torch.nn.functional.cosine_similarity(grad, exact, dim=0).item(),
@@ -168,11 +163,7 @@ def rows(options: Options) -> list[dict[str, Any]]:
 
 
 def main(options: Options) -> None:
-    found = rows(options)
-    if options.json:
-        print(json.dumps({"rows": found}))
-        return
-    print(f"{counted(torch.get_num_threads(), 'thread')}\n{table(found)}")
+    show(options.json, rows=rows(options))
 
 
 if __name__ == "__main__":

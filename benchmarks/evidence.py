@@ -4,9 +4,8 @@
     make evidence PART=main JOBS=2       # one of tuning, main, noise, width, depth, long, midtraining
     python -m benchmarks.evidence --part page    # only docs/evidence.md and its pictures, from docs/evidence.jsonl
 
-This needs data/evidence (python -m benchmarks.corpus data/evidence). Each rank is one process on one core. An
-interrupted run resumes from its newest checkpoint. Each run that has ended adds a row to docs/evidence.jsonl: finished
-or failed, with its recipe's hash, the commit, the corpus, its numbers and its seconds. Each call tries a failed run
+This needs data/evidence (python -m benchmarks.corpus data/evidence). An interrupted run resumes from its newest
+checkpoint. Each run that has ended, finished or failed, adds a row to docs/evidence.jsonl. Each call tries a failed run
 once more, and adds another row.
 """
 

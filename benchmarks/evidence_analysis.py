@@ -191,16 +191,6 @@ def block_cosine(text: str = "test") -> Value:
     return lambda row: float(np.mean(row["numbers"][text]["mean_cosine"][1:-1]))
 
 
-def tokens(rows: Iterable[Row], part: str) -> float:
-    """Return the millions of tokens that a run of a part reads."""
-    return next(iter(finished(rows, part, "off").values()))["history"]["tokens"] / 1e6
-
-
-def most_last_words(rows: Iterable[Row]) -> float:
-    """Return the greatest fraction of last words that any run predicts."""
-    return max(row["numbers"]["test"]["last_word"] for row in newest(rows).values() if "test" in row.get("numbers", {}))
-
-
 def failures(rows: Iterable[Row]) -> list[Row]:
     """Return the last rows of the runs whose last try failed."""
     return [row for row in newest(rows).values() if row["status"] == "failed"]
@@ -277,13 +267,6 @@ def second_runs(rows: Sequence[Row]) -> dict[int, Row]:
 def against_second_runs(rows: Sequence[Row]) -> Paired:
     again = {seed: ce for seed, row in second_runs(rows).items() if (ce := loss("test")(row)) is not None}
     return paired(by_seed(rows, "main", "on", loss("test")), again)
-
-
-def before_midtraining(rows: Sequence[Row], text: str) -> dict[int, Row]:
-    """Return by seed the rows of the models that mid-training began from: trained again, or main's off."""
-    if text == "new_test":
-        return finished(rows, "midtraining", "before")
-    return finished(rows, "main", "off") | second_runs(rows)
 
 
 def token_shares(rows: Iterable[Row]) -> dict[str, float] | None:

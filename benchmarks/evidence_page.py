@@ -85,7 +85,8 @@ def extremes(rows: Sequence[Row], part: str) -> dict[str, str]:
 def numbers(rows: Sequence[Row], text: str, condition: str) -> dict[str, Any]:
     """Return means over seeds of a condition of mid-training, or of the models before it."""
     own = analysis.finished(rows, "midtraining", condition)
-    own = analysis.before_midtraining(rows, text) if condition == "before" else own
+    if (text, condition) == ("test", "before"):  # measured in main, or when they were trained again
+        own = analysis.finished(rows, "main", "off") | analysis.second_runs(rows)
     found = [row["numbers"][text] for row in own.values()]
     cosine = np.mean([one["mean_cosine"] for one in found], axis=0).tolist()
     means = {name: float(np.mean([one[name] for one in found])) for name in ("cross_entropy", "accuracy")}

@@ -54,11 +54,9 @@ class Options:
     sequences: int = 64
     """Sequences to measure on after training. They have 256 tokens, as in training."""
     runs: Path = Path("outputs/figure")
-    """Folder of the runs."""
     data: Path = Path("data/sample")
     """Folder that titan-disp sample-data has written."""
     docs: Path = Path("docs")
-    """Folder of the results."""
 
 
 def train(options: Options) -> dict[str, list[Path]]:

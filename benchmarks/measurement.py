@@ -3,10 +3,9 @@
     python benchmarks/measurement.py             # the table of docs/measurements.md
     python benchmarks/measurement.py --config train_configs/debug.toml --nodes 1 2
 
-These are timed on one core: the eigenvalues of a layer's Gram matrix, drawing a heatmap, and writing the files. These
-are calculated from the peaks below: the forward pass and the cross-entropy of the held-out sequences, and the products
-of their tokens. The monitor itself tells how the ranks divide sequences and layers. ``titan-disp plan`` predicts the
-time of the steps in between.
+The eigenvalues of a layer's Gram matrix, a heatmap and the files are timed on one core. The forward pass and the
+cross-entropy of the held-out sequences, and the products of their tokens, are calculated from the peaks below. The
+monitor tells how the ranks divide the work, and ``titan-disp plan`` predicts the steps in between.
 """
 
 import json

@@ -14,7 +14,6 @@ its own, and the cases take turns. Times are processor time, so that other work 
 import gzip
 import json
 import math
-import os
 import tempfile
 import time
 from dataclasses import dataclass, field
@@ -25,7 +24,7 @@ import numpy as np
 import tyro
 
 import data
-from measuring import in_a_fresh_process, table
+from measuring import in_a_fresh_process, show
 from titan_disp.cpu import high_water_mark, resident_bytes
 from titan_disp.data.assignment import Assignment
 from titan_disp.data.files import list_files
@@ -80,9 +79,7 @@ def costs(folder: Path, options: Options) -> list[dict[str, Any]]:
     rows = []
     for slots in options.slots:
         names = folder / str(slots)
-        names.mkdir()
-        for i in range(count := 2 * slots // 3):
-            os.link(stored[i % len(stored)], names / f"c4-train.{i:05d}-of-{count:05d}.json.gz")
+        data.link_many(stored, names, 2 * slots // 3)
         measured: dict[int, list[dict[str, Any]]] = {window: [] for window in options.windows}
         for window in options.windows * options.rounds:
             measured[window].append(in_a_fresh_process(cost, names, slots, window, options))
@@ -137,10 +134,7 @@ def main(options: Options) -> None:
             for window in options.windows:
                 found = apart(folder / f"numbered {files}", window, tokens, slots)
                 steps.append({**epoch, "window": window, "apart": found})
-    if options.json:
-        print(json.dumps({"rows": rows, "apart": steps}))
-        return
-    print(f"{table(rows)}\n\n{table(steps)}")
+    show(options.json, rows=rows, apart=steps)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ more numbers, in CPU seconds of all threads, which depend less on other work on 
 without dispersion: what dispersion adds, what the step spends in the loss, and what the loss takes outside of a step.
 """
 
-import json
 import os
 import statistics
 import tempfile
@@ -24,7 +23,7 @@ from typing import Annotated, Any
 import torch
 import tyro
 
-from measuring import in_a_fresh_process, table
+from measuring import in_a_fresh_process, show
 
 ROOT = Path(__file__).parent.parent
 ESTIMATORS = ("off", "exact", "moments", "sampled")
@@ -170,10 +169,7 @@ def main(options: Options) -> None:
                 row["loss_cpu_overhead"] = found["loss_cpu_seconds"] / step
                 row["loss_alone_cpu_overhead"] = found["loss_alone_cpu_seconds"] / step
             rows.append(row)
-    if options.json:
-        print(json.dumps({"rows": rows}))
-        return
-    print(table(rows))
+    show(options.json, rows=rows)
 
 
 if __name__ == "__main__":
