@@ -47,7 +47,6 @@ class Options:
     many_files: int = 1024
     """Number of files in the rows with many slots; they are names for the same 64 files."""
     seed: int = 0
-    """Seed of the texts."""
     json: bool = False
     """Print only one JSON object."""
 
@@ -109,19 +108,15 @@ def job_config(folder: Path, tokenizer: str, seq_len: int, prefetch: int, *overr
     )
 
 
-def tokenizer_of(job, free: bool) -> BaseTokenizer:
-    return Free() if free else load_tokenizer(job.model.hf_assets_path)
-
-
-def ours(job, ranks: int, slots: int, free: bool = False) -> StreamLoader:
+def ours(job, ranks: int, slots: int, tokenizer: BaseTokenizer) -> StreamLoader:
     job.stream.slots = slots
-    return open_stream(job, list_files("c4", job.training.dataset_path), tokenizer_of(job, free), ranks, 0)
+    return open_stream(job, list_files("c4", job.training.dataset_path), tokenizer, ranks, 0)
 
 
-def stock(job, ranks: int, free: bool):
+def stock(job, ranks: int, tokenizer: BaseTokenizer):
     from torchtitan.hf_datasets.text_datasets import build_text_dataloader
 
-    return build_text_dataloader(ranks, 0, tokenizer_of(job, free), job)
+    return build_text_dataloader(ranks, 0, tokenizer, job)
 
 
 def read_by_this_process() -> int:
@@ -167,8 +162,9 @@ def speed(folder: Path, tokenizers: dict[str, str], options: Options) -> list[di
             measured: dict[str, list[dict[str, Any]]] = {name: [] for name in cases}
             for name, (prefetch, overrides) in [*cases.items()] * options.rounds:
                 job = job_config(folder, path, options.seq_len, prefetch, *overrides)
+                tokenizer = Free() if free else load_tokenizer(path)
                 stocks = name == "TorchTitan"
-                loader = stock(job, ranks, free) if stocks else ours(job, ranks, 2 * ranks, free)
+                loader = stock(job, ranks, tokenizer) if stocks else ours(job, ranks, 2 * ranks, tokenizer)
                 measured[name].append(measure(loader, options))
             medians = {name: median(found, "tokens_per_second") for name, found in measured.items()}
             for name, found in medians.items():
@@ -191,7 +187,7 @@ def bounds(case: str, folder: Path, options: Options) -> dict[str, Any]:
     slots, source, rounds, part, max_mb = CASES[case]
     job = job_config(folder / source, str(folder / "sample" / "tokenizer"), 2048, 0)
     job.stream.max_document_mb = max_mb
-    loader = ours(job, 1, slots)
+    loader = ours(job, 1, slots, load_tokenizer(job.model.hf_assets_path))
     skip = int(part * options.documents)
     loader.positions[:, [Field.HEAD, Field.BODY_DOCUMENT, Field.TAIL]] = skip  # as at a resume
     before = resident_bytes()

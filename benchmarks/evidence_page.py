@@ -75,11 +75,8 @@ def extremes(rows: Sequence[Row], part: str) -> dict[str, str]:
     def at(i: int) -> str:
         return f"{over_seeds[i]:+.3f} at step {steps[i]} (95 % interval {low[i]:+.3f} … {high[i]:+.3f})"
 
-    return {
-        "lowest": at(1 + int(over_seeds[1:].argmin())),
-        "highest": at(1 + int(over_seeds[1:].argmax())),
-        "end": at(-1),
-    }
+    steps_of = {"lowest": 1 + int(over_seeds[1:].argmin()), "highest": 1 + int(over_seeds[1:].argmax()), "end": -1}
+    return {name: at(i) for name, i in steps_of.items()}
 
 
 def numbers(rows: Sequence[Row], text: str, condition: str) -> dict[str, Any]:

@@ -36,9 +36,8 @@ def difference_over_tokens(rows: Sequence[Row], path: Path) -> None:
     for axes in grid:
         axes.set_ylim(*np.clip(axes.get_ylim(), -LIMIT, LIMIT))
         axes.set_xlabel("training tokens (millions)", fontsize=9)
-    grid[0].set_ylabel(
-        "cross-entropy on one dictionary page,\non − off (nats; above 0, dispersion is worse)", fontsize=9
-    )
+    label = "cross-entropy on one dictionary page,\non − off (nats; above 0, dispersion is worse)"
+    grid[0].set_ylabel(label, fontsize=9)
     figure.savefig(path, dpi=120)
 
 

@@ -55,7 +55,7 @@ def cost(folder: Path, slots: int, window: int, options: Options) -> dict[str, f
     """Run all slots on one rank, in this process, and measure them."""
     job = data.job_config(folder, str(folder.parent / "hf"), options.seq_len, 0)
     job.stream.shuffle_window = window
-    loader = data.ours(job, 1, slots, free=True)
+    loader = data.ours(job, 1, slots, data.Free())
     before = resident_bytes()
     start, batches = time.process_time(), iter(loader)
     for _ in range(slots):
