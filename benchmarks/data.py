@@ -169,8 +169,8 @@ def speed(folder: Path, tokenizers: dict[str, str], options: Options) -> list[di
             medians = {name: median(found, "tokens_per_second") for name, found in measured.items()}
             for name, found in medians.items():
                 ratio = found["tokens_per_second"] / medians["TorchTitan"]["tokens_per_second"]
-                row = {"loader": name, "tokenizer": kind, "threads": default_threads(), "ranks": ranks}
-                rows.append({**row, **found, "ratio": ratio})
+                row = {"loader": name, "tokenizer": kind, "files": options.files, "ranks": ranks}
+                rows.append({**row, "threads": default_threads(), **found, "ratio": ratio})
     return rows
 
 
@@ -257,7 +257,7 @@ def main(options: Options) -> None:
         rows = speed(folder, tokenizers, options)
         cases = [in_a_fresh_process(bounds, case, folder, options) for case in CASES]
         deep = deep_resume(folder)
-    show(options.json, rows=rows, bounds=cases, deep_resume=[deep])
+    show(options.json, rows=rows, bounds=cases, deep_resume=deep)
 
 
 if __name__ == "__main__":

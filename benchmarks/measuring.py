@@ -21,7 +21,7 @@ def show(as_json: bool, **results: Any) -> None:
         print(json.dumps(results))
         return
     for name, rows in results.items():
-        frame = pandas.DataFrame(rows).drop(columns="all", errors="ignore")
+        frame = pandas.DataFrame([rows] if isinstance(rows, dict) else rows).drop(columns="all", errors="ignore")
         for column in frame.filter(like="_bytes"):
             frame[column.replace("_bytes", "_MiB")] = frame.pop(column) / 2**20
         frame.columns = [column.replace("_", " ") for column in frame.columns]
