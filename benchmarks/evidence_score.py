@@ -11,6 +11,7 @@ import json
 import math
 import re
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -38,29 +39,20 @@ MEASURED = 64  # number of windows whose condensation is measured
 
 @dataclass(frozen=True)
 class HeldOut:
-    """Held-out text as token ids.
+    """Held-out text as token ids."""
 
-    Attributes:
-        windows: up to N + 1 ids of each document.
-        sources: the sources of the same documents.
-        passages: pairs of (ids before the last word, ids of that word).
-    """
-
-    windows: list[list[int]]
-    sources: list[str]
-    passages: list[tuple[list[int], list[int]]]
+    windows: list[list[int]]  # up to N + 1 ids of each document
+    sources: list[str]  # the sources of the same documents
+    passages: list[tuple[list[int], list[int]]]  # ids before the last word, and ids of that word
 
 
 def read_documents(folder: Path) -> Iterator[tuple[str, str]]:
     """Yield (source, text) of a validation set that benchmarks/corpus.py has written."""
     for file in list_files("c4_validation", str(folder), "validation"):
-        reader = Documents(file, max_bytes=1 << 30)
-        try:
+        with closing(Documents(file, max_bytes=1 << 30)) as reader:
             while (record := reader.read()) is not None:
                 assert isinstance(record, bytes)
                 yield json.loads(record)["url"].partition(":")[0], text_of(record)
-        finally:
-            reader.close()
 
 
 def window(text: str, encode: Callable[[str], list[int]], eos: int, length: int) -> list[int]:
