@@ -39,7 +39,7 @@ from titan_disp.lab.report.charts import Scale, as_it_is, draw_layer_map, draw_l
 from titan_disp.lab.report.conditions import by_condition
 from titan_disp.lab.report.gather import Run, gather
 from titan_disp.lab.report.page import measured_lines
-from titan_disp.run.folder import read_json_lines
+from titan_disp.run.reader import read_json_lines
 
 ROOT = Path(__file__).parent.parent
 STATES = ("off", "on")

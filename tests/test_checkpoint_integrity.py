@@ -26,7 +26,7 @@ from torchtitan.config.job_config import Checkpoint
 
 from tests.command_line import DEMO
 from tests.distributed import spawn
-from tests.test_checkpoint import State
+from tests.test_checkpoint import State, hooks
 from titan_disp import cli
 from titan_disp.config.load import load_config
 from titan_disp.errors import CheckpointError, InUseError
@@ -51,7 +51,9 @@ class Run:
     def __init__(self, folder, **config):
         self.model = nn.Linear(3, 2)
         self.folder = Path(folder) / "checkpoint"
+        self.hooks = hooks()
         self.manager = DispCheckpointManager(
+            hooks=self.hooks,
             dataloader=State(),
             model_parts=[self.model],
             optimizers=OptimizersContainer([self.model], torch.optim.AdamW, {"lr": 0.1}),
@@ -235,7 +237,7 @@ def test_an_older_checkpoint_loads_with_a_warning(start, caplog):
     again = start()
     assert again.manager.load()
     assert again.weight == 1
-    assert "step-1 has no hashes.json, because an older version or TorchTitan's own trainer saved it" in caplog.text
+    assert "step-1 has no hashes.json, because TorchTitan's own trainer saved it" in caplog.text
 
 
 def _of(*files):
@@ -497,7 +499,7 @@ def test_unfinished_saves_and_deletions_are_deleted(start, killed, caplog):
     (run.folder / "step-20").rename(run.folder / "purging-20")  # a deletion was killed
     assert sorted(os.listdir(run.folder / "step-40")) == [".saving", "__0_0.distcp"]
     again = start()
-    again.manager.owns_folder = lambda: True
+    again.hooks.owns_folder = lambda: True
     assert again.manager.load()
     wait_until(lambda: again.names == ["step-10"])
     assert (
@@ -560,7 +562,7 @@ def test_nothing_is_deleted_where(start, killed, who):
     run.save(1)
     killed(run, 2, ".distcp")
     again = start(load_only=who == "it only reads")
-    again.manager.owns_folder = lambda: who == "it only reads"
+    again.hooks.owns_folder = lambda: who == "it only reads"
     assert again.manager.load()
     assert again.names == ["step-1", "step-2"]
 
@@ -571,7 +573,7 @@ def test_nothing_is_deleted_where_none_loads(start, killed):
     killed(run, 2, ".distcp")
     flip(run.folder / "step-1" / "__0_0.distcp", 99)
     again = start()
-    again.manager.owns_folder = lambda: True
+    again.hooks.owns_folder = lambda: True
     with pytest.raises(CheckpointError, match=r"can be loaded \(1 tried\)"):
         again.manager.load()
     assert again.names == ["step-1", "step-2"]
@@ -586,7 +588,7 @@ def test_a_purge_is_one_rename(start, monkeypatch):
         run.manager.close()
     assert run.names == ["purging-1", "step-2", "step-3"]
     again = start(keep_latest_k=2)
-    again.manager.owns_folder = lambda: True
+    again.hooks.owns_folder = lambda: True
     assert again.manager.load()
     wait_until(lambda: again.names == ["step-2", "step-3"])
 

@@ -7,7 +7,8 @@ import pytest
 from torchtitan.config import JobConfig
 
 from titan_disp.errors import ConfigError
-from titan_disp.run.folder import RunFolder, append_json, read_json_lines, read_metrics, write_json
+from titan_disp.run.folder import RunFolder, append_json, write_json
+from titan_disp.run.reader import read_json_lines, read_metrics
 
 
 def job_config(folder, **training):

@@ -6,10 +6,10 @@ Each *start* of a run continues from its newest checkpoint.
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, cast
 
 import torch
@@ -30,18 +30,19 @@ from titan_disp.config.load import load_config
 from titan_disp.data.files import on_rank_0
 from titan_disp.data.fingerprint import check_fingerprint, read_data_state
 from titan_disp.data.loader import StreamLoader
-from titan_disp.data.validation import held_out_sequences
+from titan_disp.data.validation import StreamValidator, held_out_sequences
 from titan_disp.dispersion.autograd import process_group
 from titan_disp.errors import EXIT_CODE, CheckpointError, ConfigError, DataError, UserError
 from titan_disp.models.arguments import architecture_of
 from titan_disp.run import identity
 from titan_disp.run.checkpoint import DispCheckpointManager
-from titan_disp.run.folder import RunFolder, read_condensation, read_events, read_rows
+from titan_disp.run.folder import RunFolder
 from titan_disp.run.guard import GuardedOptimizers
 from titan_disp.run.history import Goodput, goodputs, together
 from titan_disp.run.identity import Identity
 from titan_disp.run.liveness import Clock, Heartbeat, StopRequest, Stragglers, allocation_began
 from titan_disp.run.metrics import DispersionMetrics
+from titan_disp.run.reader import read_condensation, read_events, read_rows
 
 
 def world_size_from_environment(job_config: JobConfig) -> int:
@@ -73,25 +74,21 @@ class DispTrainer(Trainer):
         check_device(job_config)
         if int(os.environ.get("RANK", "0")) == 0:
             self.run_folder = RunFolder(job_config, world_size)
-        comm, guard = job_config.comm, job_config.guard  # type: ignore[attr-defined]
-        self.heartbeat = Heartbeat(
-            self.run_folder.path if self.run_folder is not None else None,
-            comm.init_timeout_seconds,
-            comm.train_timeout_seconds,
-            guard.save_seconds,
-            guard.silence_seconds,
-        )
+        path = self.run_folder.path if self.run_folder is not None else None
+        self.heartbeat = Heartbeat(path, job_config)
         self.heartbeat.begin("start", 0)
         self.last_step = last_step(job_config, data_parallel_degree(job_config, world_size))
         # TorchTitan's checkpoint manager is not part of the spec: it is disabled here, and ours is built afterwards.
         with _disabled(job_config.checkpoint):
             super().__init__(job_config)
         self.checkpointer = self._build_checkpointer()
+        if job_config.validation.enable:
+            cast(StreamValidator, self.validator).around = partial(self.busy, "validation")
         metrics = cast(DispersionMetrics, self.metrics_processor)
         metrics.clock = self.clock
         if job_config.comm.mode == "default" and world_size > 1:
             self.stragglers = metrics.stragglers = Stragglers()
-        self.stop_request = StopRequest(self.run_folder.path if self.run_folder is not None else None)
+        self.stop_request = StopRequest(path)
         self.optimizers.flags["stop"] = self.stop_request
         self.optimizers.flags["save_failed"] = self.checkpointer.save_has_failed
 
@@ -104,7 +101,8 @@ class DispTrainer(Trainer):
                 **architecture_of(self.model_args),
             }
         )
-        manager = DispCheckpointManager(
+        return DispCheckpointManager(
+            hooks=self,
             dataloader=self.dataloader,
             model_parts=self.model_parts,
             optimizers=self.optimizers,
@@ -114,21 +112,25 @@ class DispTrainer(Trainer):
             sd_adapter=adapter(self.model_args, self.job_config.model.hf_assets_path) if adapter else None,  # type: ignore[arg-type]
             base_folder=self.job_config.job.dump_folder,
         )
-        manager.before_load = self.check_resume
-        manager.healthy = lambda: self.optimizers.in_a_row == 0
-        manager.on_event = self.event
-        manager.owns_folder = lambda: self.run_folder is not None and self.run_folder.locked
-        manager.before_save = lambda step: self.heartbeat.begin("save", step)
-        _time(manager, "save", self.clock, "checkpoints")
-        if self.job_config.validation.enable:
-            _time(self.validator, "validate", self.clock, "validation")
-            _before(self.validator, "validate", lambda: self.heartbeat.begin("validation", self.step))
-        return manager
 
     def event(self, name: str, step: int, **details: Any) -> None:
         """Write an event to events.jsonl, on rank 0."""
         if self.run_folder is not None:
             self.run_folder.event(name, step, **details)
+
+    def healthy(self) -> bool:
+        return self.optimizers.in_a_row == 0
+
+    def owns_folder(self) -> bool:
+        """Return whether this is rank 0, and no other job can use the run folder."""
+        return self.run_folder is not None and self.run_folder.locked
+
+    @contextmanager
+    def busy(self, doing: str, step: int) -> Iterator[None]:
+        """Announce a save, validation or condensation in the heartbeat, and count its time."""
+        self.heartbeat.begin(doing, step)
+        with self.clock.during("checkpoints" if doing == "save" else doing):
+            yield
 
     def batch_generator(self, data_iterable: Iterable[Any]) -> Iterator[Any]:
         """Yield batches. TorchTitan calls this once, after it has loaded a checkpoint: the step is known from here on.
@@ -242,8 +244,7 @@ class DispTrainer(Trainer):
             self.event("complete", ended, allocated=self.clock.began)
             return
         super().train()
-        self.heartbeat.begin("save", self.step)
-        with self.clock.during("checkpoints"):
+        with self.busy("save", self.step):
             self.checkpointer.wait()
         if self.step > self._start_step:
             if not self.optimizers.agreed["stop"]:  # a stopped job has to end soon
@@ -288,7 +289,7 @@ class DispTrainer(Trainer):
 
         Steps that were lost, because a later start trained them again, do not count.
         """
-        if self.run_folder is None or not (self.run_folder.path / "metrics.jsonl").exists():
+        if self.run_folder is None:
             return
         try:
             starts = goodputs(read_rows(self.run_folder.path), read_events(self.run_folder.path))
@@ -330,12 +331,11 @@ class DispTrainer(Trainer):
 
         Weights, random numbers and data stay as they are.
         """
-        with self.clock.during("condensation"):
+        with self.busy("condensation", self.step):
             self._measure_condensation()
 
     def _measure_condensation(self) -> None:
         start = time.perf_counter()
-        self.heartbeat.begin("condensation", self.step)
         if self.monitor is None:
             return
         model = self.model_parts[0]
@@ -373,28 +373,6 @@ class DispTrainer(Trainer):
             if getattr(self, "step", 0) > self._start_step:
                 self.report_goodput()
             self.run_folder.close()
-
-
-def _time(part: Any, method: str, clock: Clock, kind: str) -> None:
-    """Count the time spent in ``part.method``, which TorchTitan's loop calls between steps."""
-    call = getattr(part, method)
-
-    def timed(*args: Any, **kwargs: Any) -> Any:
-        with clock.during(kind):
-            return call(*args, **kwargs)
-
-    setattr(part, method, timed)
-
-
-def _before(part: Any, method: str, first: Callable[[], None]) -> None:
-    """Call ``first`` before every ``part.method``, which TorchTitan's loop calls between steps."""
-    call = getattr(part, method)
-
-    def both(*args: Any, **kwargs: Any) -> Any:
-        first()
-        return call(*args, **kwargs)
-
-    setattr(part, method, both)
 
 
 def _said(goodput: Goodput) -> str:

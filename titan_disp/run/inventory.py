@@ -12,8 +12,8 @@ from safetensors import safe_open
 
 from titan_disp.errors import ConfigError
 from titan_disp.models.hf import INDEX
-from titan_disp.run.folder import read_json_lines
 from titan_disp.run.integrity import has_hashes, is_model_only, verify
+from titan_disp.run.reader import read_config, read_events
 from titan_disp.run.safe_dcp import METADATA
 
 
@@ -50,8 +50,7 @@ def inventory(run: str | Path, step: int | None = None) -> Iterator[Found]:
     """
     run = Path(run)
     try:
-        config = json.loads((run / "config.json").read_text())
-        folder = run / config["checkpoint"]["folder"]
+        folder = run / read_config(run)["checkpoint"]["folder"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"{str(run)!r} is not a run's folder: its config.json cannot be read ({error})") from error
     reasons = _reasons(run)
@@ -115,11 +114,8 @@ def _aside(reason: str | None) -> str:
 
 
 def _reasons(run: Path) -> dict[int, str]:
-    """Return why checkpoints were moved aside, by step, from events.jsonl."""
-    if not (run / "events.jsonl").is_file():
-        return {}
-    events = read_json_lines(run / "events.jsonl")
-    return {e["step"]: e.get("reason", "") for e in events if e.get("event") == "checkpoint_damaged"}
+    """Return why checkpoints were moved aside, by step."""
+    return {e["step"]: e["reason"] for e in read_events(run) if e["event"] == "checkpoint_damaged"}
 
 
 def _size(path: Path) -> tuple[float, int]:

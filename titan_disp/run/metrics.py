@@ -27,8 +27,9 @@ from titan_disp.config.batch import last_step, tokens_per_step
 from titan_disp.data.files import on_rank_0
 from titan_disp.data.loader import StreamLoader, is_largest
 from titan_disp.dispersion import LossLedger
-from titan_disp.run.folder import append_json, continue_run, run_id
+from titan_disp.run.folder import append_json, continue_wandb, wandb_run_id
 from titan_disp.run.liveness import Clock, Stragglers
+from titan_disp.run.reader import METRICS
 
 HEATMAP_RATIO = 1.25  # smallest ratio of the steps of two successive heatmaps in TensorBoard; our choice
 
@@ -95,7 +96,7 @@ class DispersionMetrics(MetricsProcessor):
         rank = dist.get_rank()
         if job_config.metrics.enable_wandb:
             own = rank if job_config.metrics.save_for_all_ranks else None
-            continue_run(on_rank_0(run_id, job_config.job.dump_folder), own)
+            continue_wandb(on_rank_0(wandb_run_id, job_config.job.dump_folder), own)
         stock = copy.copy(job_config)
         stock.metrics = dataclasses.replace(job_config.metrics, enable_tensorboard=False)
         super().__init__(stock, parallel_dims, tag)
@@ -104,7 +105,7 @@ class DispersionMetrics(MetricsProcessor):
         self._loader = loader
         self._first_log: tuple[float, int] | None = None  # (time, tokens)
         self._counted: dict[str, float] = {}  # this rank's counters at the last log
-        self._jsonl = Path(job_config.job.dump_folder) / "metrics.jsonl" if rank == 0 else None
+        self._jsonl = Path(job_config.job.dump_folder) / METRICS if rank == 0 else None
         if self._jsonl is not None:
             self._jsonl.parent.mkdir(parents=True, exist_ok=True)
         self._tensorboard: TensorBoardFolder | None = None
