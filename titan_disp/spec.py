@@ -38,10 +38,7 @@ from titan_disp.run.metrics import DispersionMetrics
 
 
 def sequence_mesh(parallel_dims: ParallelDims) -> DeviceMesh | None:
-    """Return the 1-D mesh over which block outputs are sharded along the sequence: TP, CP, or CP×TP flattened.
-
-    None if they are not sharded.
-    """
+    """Return the 1-D mesh over which block outputs are sharded along the sequence, if any: TP, CP, or CP×TP flattened."""
     names = [name for name in ("cp", "tp") if parallel_dims.get_optional_mesh(name) is not None]
     if not names:
         return None
@@ -50,11 +47,7 @@ def sequence_mesh(parallel_dims: ParallelDims) -> DeviceMesh | None:
 
 
 def build_tokenizer(job_config: JobConfig) -> BaseTokenizer:
-    """Check the config and build the tokenizer. Under the stock trainer, this hook is the first to see the config.
-
-    Raises:
-        ConfigError: the config cannot work.
-    """
+    """Check the config and build the tokenizer. Under the stock trainer, this hook is the first to see the config."""
     check_config(job_config, dist.get_world_size())
     check_device(job_config)
     return tokenizer_of(job_config)

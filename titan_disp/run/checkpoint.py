@@ -90,20 +90,15 @@ def hf_config(adapter: HfAdapter, tokenizer: BaseTokenizer, dtype: str) -> dict[
 
 
 def describe(
-    dest: Path,
-    adapter: HfAdapter,
-    tokenizer_folder: Path,
-    tokenizer: BaseTokenizer,
-    dtype: str,
-    documents: Iterable[str] = (),
+    dest: Path, adapter: HfAdapter, folder: Path, tokenizer: BaseTokenizer, dtype: str, documents: Iterable[str] = ()
 ) -> None:
     """Write what ``from_pretrained`` needs beside the weights into ``dest``: two files of config, and the tokenizer.
 
     Args:
         dest: an existing folder.
         adapter: the model's adapter; its ``model_args.max_seq_len`` is the sequence length of training.
-        tokenizer_folder: the folder of ``tokenizer``.
-        tokenizer: the tokenizer of training.
+        folder: that of the tokenizer of training.
+        tokenizer: what was loaded from it.
         dtype: dtype of the weights: float32, bfloat16 or float16.
         documents: texts for which the written tokenizer must give training's ids, besides ``hf_tokenizer.PROBES``.
 
@@ -114,7 +109,7 @@ def describe(
     write_json(dest / "config.json", hf_config(adapter, tokenizer, dtype))
     ids = {"bos_token_id": tokenizer.bos_id, "eos_token_id": tokenizer.eos_id}
     write_json(dest / "generation_config.json", {k: v for k, v in ids.items() if v is not None})
-    write_tokenizer(tokenizer_folder, tokenizer, dest, adapter.model_args.max_seq_len, documents)
+    write_tokenizer(folder, tokenizer, dest, adapter.model_args.max_seq_len, documents)
 
 
 class Hooks(Protocol):
@@ -260,16 +255,10 @@ class DispCheckpointManager(CheckpointManager):
         writer = HashingWriter(checkpoint_id)
         if async_mode == AsyncMode.DISABLED:
             saved = torch_dcp.save(state_dict, storage_writer=writer)
-        elif async_mode == AsyncMode.ASYNC:
-            saved = torch_dcp.async_save(state_dict, storage_writer=writer, process_group=self.pg)
         else:
-            saved = torch_dcp.async_save(
-                state_dict,
-                storage_writer=writer,
-                process_group=self.pg,
-                async_checkpointer_type=AsyncCheckpointerType.PROCESS,
-                async_stager=self.stager,
-            )
+            pinned = {"async_checkpointer_type": AsyncCheckpointerType.PROCESS, "async_stager": self.stager}
+            how = {} if async_mode == AsyncMode.ASYNC else pinned
+            saved = torch_dcp.async_save(state_dict, storage_writer=writer, process_group=self.pg, **how)
         if enable_garbage_collection:
             utils.GarbageCollection.collect("GC collection invoked by checkpointer.")
         return saved
@@ -289,20 +278,14 @@ class DispCheckpointManager(CheckpointManager):
         return False
 
     def wait(self) -> None:
-        """Wait for an asynchronous save.
-
-        Raises:
-            CheckpointError: the save failed on this rank. DCP raises its errors on all ranks.
-        """
+        """Wait for an asynchronous save. Raises CheckpointError if it failed on this rank; DCP raises on all ranks."""
         if not self.enable or self.save_future is None:
             return
-        step = self._saving
+        future, step, self.save_future = self.save_future, self._saving, None
         try:
-            self.save_future.result()
+            future.result()
         except BaseException as error:
-            self.save_future = None
             raise self._failed(step if step is not None else -1, error) from error
-        self.save_future = None
         if step is not None:
             self._saved(step)
 
@@ -339,10 +322,7 @@ class DispCheckpointManager(CheckpointManager):
         return ended if in_hf or self._damage(folder) is None else None
 
     def newest(self) -> int:
-        """Return the step of the newest complete checkpoint, model-only or not; 0 if there is none.
-
-        This is a collective call.
-        """
+        """Return the step of the newest complete checkpoint, model-only or not; 0 if there is none. A collective call."""
         steps = on_rank_0(checkpoints, self.folder, True) if self.enable else []
         return steps[-1] if steps else 0
 
@@ -353,10 +333,8 @@ class DispCheckpointManager(CheckpointManager):
     def load(self, step: int = -1) -> bool:
         """Load ``step``, or with -1 the newest checkpoint that loads. This is a collective call.
 
-        If there is no checkpoint, the weights to begin with are loaded, if [checkpoint] names any.
-
-        Returns:
-            Whether anything was loaded.
+        If there is no checkpoint, the weights to begin with are loaded, if [checkpoint] names any. The result says
+        whether anything was loaded.
 
         Raises:
             ConfigError: on all ranks: ``check_resume`` refuses the checkpoint, or the weights to begin with are missing
@@ -443,11 +421,7 @@ class DispCheckpointManager(CheckpointManager):
             self.states[MODEL].load_state_dict(state_dict)
 
     def _try(self, step: int) -> str | None:
-        """Load a step on all ranks, and return why any of them could not, or None.
-
-        Raises:
-            CheckpointError: the checkpoint holds the model only.
-        """
+        """Load a step on all ranks, and return why any of them could not, or None. Raises if it holds the model only."""
         folder = self._create_checkpoint_id(step)
         reason = self._damage(folder)
         if reason is not None:
@@ -508,11 +482,7 @@ def _ended_at(folder: str) -> int | None:
 
 
 def _refuse_ended(folder: str) -> None:
-    """Refuse a run that ended with ``checkpoint.last_save_in_hf``: it would train again and overwrite that model.
-
-    Raises:
-        CheckpointError: the checkpoint folder holds a model in Hugging Face's format.
-    """
+    """Refuse a run that ended with ``checkpoint.last_save_in_hf``: it would train again and overwrite that model."""
     ended = [path for path in Path(folder).glob("step-*") if (path / INDEX).is_file()]
     if ended:
         raise CheckpointError(

@@ -43,10 +43,10 @@ def _said(data: dict[str, float]) -> str:
 
 
 class TensorBoardFolder(BaseLogger):
-    """Log to one TensorBoard folder per run folder, across requeues.
+    """Log to one TensorBoard folder per run folder, across requeues. TorchTitan would name it by the date.
 
-    TorchTitan would name the folder by the date. The writer is opened at the first log, when the step is known: its
-    ``purge_step`` hides what a killed job wrote after the checkpoint from which this job resumed.
+    The writer is opened at the first log, when the step is known: its ``purge_step`` hides what a killed job wrote after
+    the checkpoint from which this job resumed.
     """
 
     def __init__(self, folder: str) -> None:
@@ -124,28 +124,26 @@ class DispersionMetrics(MetricsProcessor):
         dims = self.parallel_dims
         return step * tokens_per_step(self.job_config, dims.dp_replicate * dims.dp_shard)
 
-    @property
-    def total_tokens(self) -> int:
-        """Return the tokens that this job will have seen at its end."""
-        dims = self.parallel_dims
-        return self.tokens_seen(last_step(self.job_config, dims.dp_replicate * dims.dp_shard))
+    def progress(self, tokens: int) -> str:
+        """Format the progress, as " of 2,048 (12.5%, 3:10:00 left)", at the pace since this job's first log.
 
-    def time_left(self, tokens: int) -> str:
-        """Format the time left, as ", 3:10:00 left", at the pace since this job's first log; empty at the first log."""
-        now = time.monotonic()
+        The first log has no time.
+        """
+        dims, now, left = self.parallel_dims, time.monotonic(), ""
+        total = self.tokens_seen(last_step(self.job_config, dims.dp_replicate * dims.dp_shard))
         if self._first_log is None:
             self._first_log = (now, tokens)
-            return ""
-        since, then = self._first_log
-        pace = (tokens - then) / (now - since)
-        return f", {timedelta(seconds=round((self.total_tokens - tokens) / pace))} left"
+        else:
+            since, then = self._first_log
+            pace = (tokens - then) / (now - since)
+            left = f", {timedelta(seconds=round((total - tokens) / pace))} left"
+        return f" of {total:,} ({tokens / total:.1%}{left})"
 
     def data_metrics(self, seconds: float) -> dict[str, float]:
         """Combine the loader's counters of all ranks by sum or maximum (``loader.LARGEST``). This is a collective call.
 
-        Args:
-            seconds: time since the last log. stored_bytes_per_second and wait_fraction refer to it; wait_fraction is
-                that of the rank that waited longest for its data.
+        stored_bytes_per_second and wait_fraction refer to the ``seconds`` since the last log. wait_fraction is that of
+        the rank that waited longest for its data.
         """
         if self._loader is None:
             return {}
@@ -181,11 +179,9 @@ class DispersionMetrics(MetricsProcessor):
         grad_norm: float,
         extra_metrics: dict[str, Any] | None = None,
     ) -> None:
-        terms = self.ledger.mean(self.parallel_dims.get_optional_mesh("loss")) or {
-            "ce": global_avg_loss,
-            "dispersion": 0.0,
-        }
-        fit_error = self.ledger.worst_fit(self.parallel_dims.get_optional_mesh("loss"))
+        mesh = self.parallel_dims.get_optional_mesh("loss")
+        terms = self.ledger.mean(mesh) or {"ce": global_avg_loss, "dispersion": 0.0}
+        fit_error = self.ledger.worst_fit(mesh)
         self.ledger.reset()
         extra = dict(extra_metrics or {})
         extra["n_tokens_seen"] = tokens = self.tokens_seen(step)
@@ -200,11 +196,9 @@ class DispersionMetrics(MetricsProcessor):
         tps = self.ntokens_since_last_log / (seconds * self.parallel_dims.non_data_parallel_size)
         super().log(step, global_avg_loss, global_max_loss, grad_norm, extra)
         color = self.color
-        progress = f" of {self.total_tokens:,} ({tokens / self.total_tokens:.1%}{self.time_left(tokens)})"
-        progress += _said(data)
         logger.info(
             f"{color.red}step: {step:2}  {color.green}ce: {terms['ce']:8.5f}  {color.magenta}dispersion: "
-            f"{terms['dispersion']:8.5f}  {color.blue}tokens: {tokens:,}{progress}{color.reset}"
+            f"{terms['dispersion']:8.5f}  {color.blue}tokens: {tokens:,}{self.progress(tokens)}{_said(data)}{color.reset}"
         )
         if slowest is not None:
             logger.warning(
@@ -234,11 +228,7 @@ class DispersionMetrics(MetricsProcessor):
     def log_condensation(self, step: int, found: Condensation, seconds: float) -> None:
         """Log a measurement on rank 0: console, TensorBoard (W&B), metrics.jsonl and RUN/condensation/step-N.npz.
 
-        Args:
-            step: steps trained before the measurement.
-            found: the measurement on held-out text; the .npz file holds its histograms.
-            seconds: time that the measurement took. Neither this nor the time to write counts in the throughput of
-                training.
+        Neither the ``seconds`` that the measurement took nor the time to write count in the throughput of training.
         """
         began = time.perf_counter()
         self.time_last_log += seconds
