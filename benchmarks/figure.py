@@ -39,7 +39,7 @@ from titan_disp.lab.report.charts import Scale, as_it_is, draw_layer_map, draw_l
 from titan_disp.lab.report.conditions import by_condition
 from titan_disp.lab.report.gather import Run, gather
 from titan_disp.lab.report.page import measured_lines
-from titan_disp.run.reader import read_json_lines
+from titan_disp.run.reader import read_events
 
 ROOT = Path(__file__).parent.parent
 STATES = ("off", "on")
@@ -74,8 +74,7 @@ def train(options: Options, seed: int, state: str) -> Path:
         *("--debug.seed", str(seed), "--stream.seed", str(seed), "--dispersion.coeff", str(COEFF)),
         "--dispersion.enabled" if state == "on" else "--dispersion.no-enabled",
     ]
-    events = run / "events.jsonl"
-    if events.is_file() and any(event["event"] == "complete" for event in read_json_lines(events)):
+    if any(event["event"] == "complete" for event in read_events(run)):
         print(f"{run}: complete already", flush=True)
         return run
     print(f"{run}: {options.steps} steps", flush=True)

@@ -118,7 +118,7 @@ def truncate(folder):
 
 
 def garble(folder):
-    """Spoil a checkpoint that an older version saved without hashes.
+    """Spoil a checkpoint that was saved without hashes.
 
     Its files keep their length: only loading notices.
     """

@@ -41,7 +41,7 @@ from titan_disp.run.integrity import (
     damage,
     is_model_only,
     problem,
-    rename_for_deletion,
+    rename_step,
     verify,
 )
 from titan_disp.run.inventory import inventory
@@ -514,7 +514,7 @@ def test_what_may_be_somebodys_checkpoint_stays(start, killed, caplog, tmp_path)
     run.save(10, 11, 12, 13)
     for step, name in ((10, ".metadata.bak"), (11, "../metadata-11")):  # hidden from the run, but not deleted
         (run.folder / f"step-{step}" / ".metadata").rename(run.folder / f"step-{step}" / name)
-    (run.folder / "step-12" / ".metadata").unlink()  # saved by an older version; its .metadata was deleted
+    (run.folder / "step-12" / ".metadata").unlink()  # saved without hashes; its .metadata was deleted
     (run.folder / "step-12" / "hashes.json").unlink()
     killed(run, 14, "rename")  # only the name of .metadata is missing
     killed(run, 15, ".distcp")
@@ -538,7 +538,7 @@ def test_a_deletion_that_is_still_under_way_keeps_its_name(tmp_path, monkeypatch
     (tmp_path / "purging-3").mkdir()
     for expected in ("purging-3x", "purging-3xx"):
         (tmp_path / "step-3").mkdir()
-        assert rename_for_deletion(tmp_path / "step-3") == tmp_path / expected
+        assert rename_step(tmp_path / "step-3", "purging") == tmp_path / expected
     doomed = []
     monkeypatch.setattr(integrity, "_delete", doomed.extend)
     clean_up(tmp_path)

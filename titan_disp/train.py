@@ -45,11 +45,6 @@ from titan_disp.run.metrics import DispersionMetrics
 from titan_disp.run.reader import read_condensation, read_events, read_rows
 
 
-def world_size_from_environment(job_config: JobConfig) -> int:
-    """Return the ranks of this job: torchrun's WORLD_SIZE, or NGPU if communication is fake."""
-    return int(os.environ.get("WORLD_SIZE" if job_config.comm.mode == "default" else "NGPU", "1"))
-
-
 class DispTrainer(Trainer):
     """Extend TorchTitan's Trainer by overriding its hooks."""
 
@@ -69,7 +64,8 @@ class DispTrainer(Trainer):
             ConfigError: the config cannot work. Every rank raises it before anything is allocated.
         """
         self.clock = Clock(allocation_began())
-        world_size = world_size_from_environment(job_config)
+        fake = job_config.comm.mode != "default"
+        world_size = int(os.environ.get("NGPU" if fake else "WORLD_SIZE", "1"))
         check_config(job_config, world_size)
         check_device(job_config)
         if int(os.environ.get("RANK", "0")) == 0:
@@ -86,7 +82,7 @@ class DispTrainer(Trainer):
             cast(StreamValidator, self.validator).around = partial(self.busy, "validation")
         metrics = cast(DispersionMetrics, self.metrics_processor)
         metrics.clock = self.clock
-        if job_config.comm.mode == "default" and world_size > 1:
+        if world_size > 1 and not fake:
             self.stragglers = metrics.stragglers = Stragglers()
         self.stop_request = StopRequest(path)
         self.optimizers.flags["stop"] = self.stop_request
@@ -133,13 +129,9 @@ class DispTrainer(Trainer):
             yield
 
     def batch_generator(self, data_iterable: Iterable[Any]) -> Iterator[Any]:
-        """Yield batches. TorchTitan calls this once, after it has loaded a checkpoint: the step is known from here on.
-
-        Raises:
-            ConfigError: the checkpoint is from another baseline.method but does not say so. Every rank raises it.
-        """
+        """Yield batches. TorchTitan calls this once, after it has loaded a checkpoint: the step is known from here on."""
         for scheduler in cast(Any, self.lr_schedulers).schedulers:
-            if (saved := len(scheduler.base_lrs)) != (own := len(scheduler.lr_lambdas)):
+            if (saved := len(scheduler.base_lrs)) != (own := len(scheduler.lr_lambdas)):  # a save without identity
                 raise ConfigError(
                     f"the checkpoint's schedule has {saved} groups of parameters, expected {own}: it was trained with "
                     "another baseline.method. Set the former method, or start a new run in another --job.dump_folder"
@@ -260,15 +252,16 @@ class DispTrainer(Trainer):
 
     def _end(self) -> None:
         """Log why training ended, after everything is saved."""
+        spent = self.clock.rounded()
         if self.step >= self.job_config.training.steps:
-            self.event("complete", self.step, spent=self.clock.rounded())
+            self.event("complete", self.step, spent=spent)
         elif self.optimizers.agreed["stop"]:
             reason = self.stop_request.reason or "another rank was asked to stop"
             saved = ", saved" if self.checkpointer.saved_step == self.step else ", not saved"
             logger.info(f"Stopped after step {self.step}{saved}: {reason}")
-            self.event("stop", self.step, reason=reason, spent=self.clock.rounded())
+            self.event("stop", self.step, reason=reason, spent=spent)
         else:
-            self.event("stop", self.step, reason="budget.stop_at_tokens", spent=self.clock.rounded())
+            self.event("stop", self.step, reason="budget.stop_at_tokens", spent=spent)
         self.stop_request.done()
 
     def report(self) -> None:
@@ -285,10 +278,7 @@ class DispTrainer(Trainer):
                 logger.info(line)
 
     def report_goodput(self) -> None:
-        """Log the part of the time spent in steps that count, for this start and for all, from the run's files.
-
-        Steps that were lost, because a later start trained them again, do not count.
-        """
+        """Log the part of the time spent in steps that count, for this start and for all, from the run's files."""
         if self.run_folder is None:
             return
         try:
@@ -327,10 +317,7 @@ class DispTrainer(Trainer):
         )
 
     def measure_condensation(self) -> None:
-        """Measure condensation and cross-entropy on held-out text, and log them. This is a collective call.
-
-        Weights, random numbers and data stay as they are.
-        """
+        """Measure condensation and cross-entropy on held-out text, and log them. A collective call that changes nothing."""
         with self.busy("condensation", self.step):
             self._measure_condensation()
 
@@ -362,15 +349,12 @@ class DispTrainer(Trainer):
         metrics.log_condensation(self.step, found, time.perf_counter() - start)
 
     def close(self) -> None:
-        if getattr(self, "heartbeat", None) is not None:
-            self.heartbeat.close()
-        if getattr(self, "stop_request", None) is not None:
-            self.stop_request.close()
+        self.heartbeat.close()
+        self.stop_request.close()
         super().close()
-        if getattr(self, "dataloader", None) is not None:
-            cast(StreamLoader, self.dataloader).close()
+        cast(StreamLoader, self.dataloader).close()
         if self.run_folder is not None:
-            if getattr(self, "step", 0) > self._start_step:
+            if self.step > self._start_step:
                 self.report_goodput()
             self.run_folder.close()
 
@@ -388,13 +372,6 @@ def _disabled(section: Any) -> Iterator[None]:
         yield
     finally:
         section.enable = enable
-
-
-def exit_with(error: UserError) -> None:
-    """Print a user's error once per job, without a traceback, and exit."""
-    if int(os.environ.get("RANK", "0")) == 0 or isinstance(error, DataError):
-        print(f"titan-disp: error: {error}", file=sys.stderr, flush=True)
-    sys.exit(EXIT_CODE)
 
 
 def run(job_config: JobConfig, trainer_class: type[DispTrainer] = DispTrainer) -> None:
@@ -421,8 +398,10 @@ def main(argv: Sequence[str] | None = None, trainer_class: type[DispTrainer] = D
     try:
         # ``record`` writes a file from which torchrun reports the first rank that failed, and why.
         record(run)(load_config(sys.argv[1:] if argv is None else argv), trainer_class)
-    except UserError as error:
-        exit_with(error)
+    except UserError as error:  # without a traceback, and once per job
+        if int(os.environ.get("RANK", "0")) == 0 or isinstance(error, DataError):
+            print(f"titan-disp: error: {error}", file=sys.stderr, flush=True)
+        sys.exit(EXIT_CODE)
 
 
 if __name__ == "__main__":

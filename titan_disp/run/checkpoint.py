@@ -46,7 +46,7 @@ from titan_disp.run.integrity import (
     is_model_only,
     is_unfinished,
     problem,
-    rename_for_deletion,
+    rename_step,
 )
 
 
@@ -301,7 +301,7 @@ class DispCheckpointManager(CheckpointManager):
         for step in stale:
             path = Path(self._create_checkpoint_id(step))
             try:
-                self.purge_queue.put(str(rename_for_deletion(path)))
+                self.purge_queue.put(str(rename_step(path, "purging")))
             except FileNotFoundError:
                 pass  # somebody else deleted it
             except OSError as error:
@@ -461,14 +461,11 @@ class DispCheckpointManager(CheckpointManager):
             self._move_aside(step, "is damaged")
 
     def _move_aside(self, step: int, why: str) -> None:
-        folder, aside = self._create_checkpoint_id(step), os.path.join(self.folder, f"damaged-{step}")
-        while os.path.exists(aside):
-            aside += "x"
+        folder = Path(self._create_checkpoint_id(step))
         try:
-            os.rename(folder, aside)
-            logger.error(f"{folder} {why} and was moved to {aside}")
+            logger.error(f"{folder} {why} and was moved to {rename_step(folder, 'damaged')}")
         except OSError as error:
-            logger.error(f"{folder} {why}, but cannot be moved to {aside}: {error}")
+            logger.error(f"{folder} {why}, but cannot be moved to damaged-{step}: {error}")
 
 
 def _ended_at(folder: str) -> int | None:

@@ -67,11 +67,7 @@ def _environment(world_size: int) -> dict[str, Any]:
 
 
 def lock_folder(path: Path, name: str = LOCK) -> IO[str]:
-    """Lock a folder, and return the open file that holds the lock until it is closed.
-
-    Raises:
-        InUseError: another job holds the lock.
-    """
+    """Lock a folder, and return the open file that holds the lock until it is closed. Raises InUseError if it is held."""
     lock = open(path / name, "a+")  # noqa: SIM115 — held for the life of the run
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -95,8 +91,7 @@ class RunFolder:
         """Create the folder, lock it, and read the config of the run's former starts. Nothing else is written yet.
 
         Raises:
-            InUseError: another job holds the lock.
-            ConfigError: the folder is not writable, or its config.json cannot be read.
+            ConfigError: another job holds the lock, the folder is not writable, or its config.json cannot be read.
         """
         self.path = Path(job_config.job.dump_folder)
         self._config = json.loads(json.dumps(job_config.to_dict()))
@@ -141,9 +136,6 @@ class RunFolder:
 
         A start that is refused, or that finds a complete run, must leave the config that the run was trained with:
         reports, exports and the next start read it.
-
-        Raises:
-            ConfigError: the folder is not writable, or its disk is full.
         """
         try:
             write_json(self.path / CONFIG, self._config)
@@ -190,12 +182,8 @@ def wandb_run_id(folder: str | Path) -> str:
 def continue_wandb(run_id: str, rank: int | None, environment: MutableMapping[str, str] = os.environ) -> None:
     """Make wandb continue the folder's run, or begin it if there is none yet. Values that the user has set are kept.
 
-    TorchTitan's WandBLogger takes the id from WANDB_RUN_ID, and wandb itself reads WANDB_RESUME.
-
-    Args:
-        run_id: what ``wandb_run_id`` returns.
-        rank: this rank, if every rank has a run of its own, else None.
-        environment: the variables to set.
+    TorchTitan's WandBLogger takes the id from WANDB_RUN_ID, and wandb itself reads WANDB_RESUME. ``rank`` is given if
+    every rank has a run of its own.
     """
     environment.setdefault("WANDB_RUN_ID", run_id if rank is None else f"{run_id}-rank{rank}")
     if not environment.keys() & {"WANDB_RESUME_FROM", "WANDB_FORK_FROM"}:  # wandb refuses both at once

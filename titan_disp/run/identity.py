@@ -17,10 +17,7 @@ NAME = "identity"  # its name among the states of a checkpoint
 
 
 class Identity:
-    """Hold a state that is saved but never loaded. ``read_identity`` reads it before anything is loaded.
-
-    ``content`` has names and values, which errors show; it can be written as JSON.
-    """
+    """Hold names and values that are saved but never loaded. ``read_identity`` reads them before anything is loaded."""
 
     def __init__(self, content: dict[str, Any]) -> None:
         self.content = content

@@ -111,12 +111,7 @@ class HashingWriter(_FileSystemWriter):  # not FileSystemWriter, which ``async_s
 
 
 def read_hashes(folder: str | os.PathLike[str]) -> dict[str, str] | None:
-    """Read the hashes of a checkpoint's files, by name. The result is None if it was saved without hashes.
-
-    Raises:
-        ValueError: hashes.json is damaged, or names an unknown algorithm.
-        OSError: hashes.json cannot be read.
-    """
+    """Read the hashes of a checkpoint's files, by name, or None if it was saved without. Raises OSError or ValueError."""
     try:
         content = json.loads((Path(folder) / HASHES).read_bytes())
     except FileNotFoundError:
@@ -257,19 +252,21 @@ def is_complete(folder: str | Path, hugging_face: bool = True) -> bool:
     return any((Path(folder) / name).is_file() for name in files)
 
 
-def rename_for_deletion(path: Path) -> Path:
-    """Rename a checkpoint so that it no longer counts as one, and return its path. Deleting its files may take minutes."""
-    gone = path.with_name(path.name.replace("step-", "purging-"))
-    while gone.exists():
-        gone = gone.with_name(gone.name + "x")
-    path.rename(gone)
-    return gone
+def rename_step(path: Path, kind: str) -> Path:
+    """Rename step-N to KIND-N, which no longer counts as a checkpoint, and return the new path.
+
+    Before a checkpoint is deleted, which may take minutes, it becomes purging-N.
+    """
+    to = path.with_name(path.name.replace("step-", f"{kind}-"))
+    while to.exists():
+        to = to.with_name(to.name + "x")
+    return path.rename(to)
 
 
 def clean_up(folder: Path) -> None:
     """Delete in the background what unfinished saves and deletions have left in a checkpoint folder, and log it.
 
-    That is ``purging-N``, because only ``rename_for_deletion`` makes such names, and every ``step-N`` that
+    That is ``purging-N``, because nothing else makes such names, and every ``step-N`` that
     ``is_unfinished``. Any other ``step-N`` without ``.metadata`` may be a checkpoint whose ``.metadata`` was moved away,
     or an unfinished save of TorchTitan's own trainer, and is kept: only its owner can tell.
 
@@ -287,7 +284,7 @@ def clean_up(folder: Path) -> None:
             )
             continue
         with suppress(OSError):  # a folder that cannot be renamed does no harm
-            doomed.append(rename_for_deletion(path))
+            doomed.append(rename_step(path, "purging"))
     if doomed:
         names = [path.name for path in doomed]
         logger.info(f"deleting what unfinished saves and deletions have left: {', '.join(names)}")

@@ -70,11 +70,7 @@ def inventory(run: str | Path, step: int | None = None) -> Iterator[Found]:
 
 
 def _state(path: Path) -> tuple[bool, str]:
-    """Return (damaged, description) of a folder step-N.
-
-    Raises:
-        FileNotFoundError: the run has deleted it in the meantime.
-    """
+    """Return (damaged, description) of a folder step-N. Raises FileNotFoundError if the run deletes it in the meantime."""
     if (path / METADATA).exists():
         reason = verify(path)
         if not (path / METADATA).exists():

@@ -43,10 +43,7 @@ class Heartbeat:
     """
 
     def __init__(self, run: Path | None, job_config: JobConfig) -> None:
-        """Take the time limits from the config. Nothing is written before ``begin``.
-
-        ``run`` is the run folder on rank 0, and None on other ranks.
-        """
+        """Take the time limits from the config. ``run`` is the run folder on rank 0, and None on other ranks."""
         self.file = run / HEARTBEAT if run is not None else None
         comm, guard = job_config.comm, job_config.guard  # type: ignore[attr-defined]
         # The first one holds until the first step has ended.
@@ -156,10 +153,7 @@ class Stragglers:
         return own
 
     def find(self) -> dict[str, Any] | None:
-        """Find the slowest rank as ``straggler`` does.
-
-        This is a collective call: it gathers a number, and once host names.
-        """
+        """Find the slowest rank as ``straggler`` does. A collective call that gathers a number, and once host names."""
         if not self._hosts:
             self._hosts = [""] * dist.get_world_size()
             dist.all_gather_object(self._hosts, socket.gethostname())
@@ -182,10 +176,7 @@ def process_began() -> float:
 
 
 def allocation_began(environment: Mapping[str, str] = os.environ) -> float:
-    """Return when SLURM started the job, in seconds since the epoch, or without SLURM, when this process started.
-
-    SLURM sets the start anew when it requeues a job.
-    """
+    """Return when SLURM started or requeued the job, or without SLURM, when this process started (s since the epoch)."""
     with suppress(KeyError, ValueError):
         return min(time.time(), float(environment["SLURM_JOB_START_TIME"]))
     return process_began()
@@ -263,10 +254,7 @@ class StopRequest:
         self.reason = signal.Signals(number).name
 
     def _is_there(self) -> bool:
-        """Return whether the file exists. This runs at every step, so an error of the file system counts as False.
-
-        ``Path.exists`` would raise most of these errors.
-        """
+        # At every step: an error of the file system counts as no file. ``Path.exists`` would raise most of these errors.
         return self.file is not None and os.path.exists(self.file)
 
     def _of_a_job(self) -> str | None:

@@ -86,12 +86,7 @@ class DispersionMetrics(MetricsProcessor):
     clock: Clock | None = None  # set by titan_disp.train
 
     def __init__(
-        self,
-        job_config: JobConfig,
-        parallel_dims: ParallelDims,
-        ledger: LossLedger,
-        loader: StreamLoader | None = None,
-        tag: str | None = None,
+        self, job_config: JobConfig, parallel_dims: ParallelDims, ledger: LossLedger, loader: StreamLoader | None = None
     ) -> None:
         rank = dist.get_rank()
         if job_config.metrics.enable_wandb:
@@ -99,8 +94,9 @@ class DispersionMetrics(MetricsProcessor):
             continue_wandb(on_rank_0(wandb_run_id, job_config.job.dump_folder), own)
         stock = copy.copy(job_config)
         stock.metrics = dataclasses.replace(job_config.metrics, enable_tensorboard=False)
-        super().__init__(stock, parallel_dims, tag)
+        super().__init__(stock, parallel_dims)
         self.job_config = job_config
+        self._dp_degree = parallel_dims.dp_replicate * parallel_dims.dp_shard
         self.ledger = ledger
         self._loader = loader
         self._first_log: tuple[float, int] | None = None  # (time, tokens)
@@ -121,16 +117,11 @@ class DispersionMetrics(MetricsProcessor):
 
     def tokens_seen(self, step: int) -> int:
         """Return the tokens trained on after ``step`` steps. TorchTitan's own number counts those of every CP rank."""
-        dims = self.parallel_dims
-        return step * tokens_per_step(self.job_config, dims.dp_replicate * dims.dp_shard)
+        return step * tokens_per_step(self.job_config, self._dp_degree)
 
     def progress(self, tokens: int) -> str:
-        """Format the progress, as " of 2,048 (12.5%, 3:10:00 left)", at the pace since this job's first log.
-
-        The first log has no time.
-        """
-        dims, now, left = self.parallel_dims, time.monotonic(), ""
-        total = self.tokens_seen(last_step(self.job_config, dims.dp_replicate * dims.dp_shard))
+        """Format the progress, as " of 2,048 (12.5%, 3:10:00 left)", at the pace since this job's first log."""
+        total, now, left = self.tokens_seen(last_step(self.job_config, self._dp_degree)), time.monotonic(), ""
         if self._first_log is None:
             self._first_log = (now, tokens)
         else:
@@ -258,16 +249,13 @@ class DispersionMetrics(MetricsProcessor):
         )
 
     def _condensation_scalars(self, found: Condensation) -> dict[str, float]:
-        """Return the scalars of a measurement, by tag, without those that are NaN.
-
-        With condensation.per_layer, those of each layer are among them (4 × 29 for 0.6B).
-        """
+        """Return the scalars of a measurement, by tag, without those that are NaN."""
         scalars = {
             f"condensation_{name}/{part}": value
             for name, parts in found.by_part().items()
             for part, value in parts.items()
         }
-        if self.job_config.condensation.per_layer:  # type: ignore[attr-defined]
+        if self.job_config.condensation.per_layer:  # type: ignore[attr-defined]  # 4 × 29 scalars for 0.6B
             scalars |= {
                 f"condensation_{name}/layer_{i:02}": values[i]
                 for name, values in found.by_layer().items()
