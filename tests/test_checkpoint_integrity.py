@@ -432,7 +432,7 @@ def test_checkpoints_are_listed(start, listed, tmp_path):
     assert listed(folder, "--step", "40")[0] == 1
     assert listed(folder, "--step", "40")[1]["step-40"].startswith("damaged: SafetensorError")
     (run.folder / "step-20").rename(run.folder / "damaged-20")
-    event = {"event": "checkpoint_damaged", "step": 20, "reason": "a flipped bit"}
+    event = {"time": "2026-01-01T00:00:00+00:00", "event": "checkpoint_damaged", "step": 20, "reason": "a flipped bit"}
     (folder / "events.jsonl").write_text(json.dumps(event) + "\n")
     assert listed(folder, "--step", "20") == (0, {"damaged-20": "moved aside as damaged: a flipped bit"})
     (folder / "events.jsonl").write_text("")  # as after _make_room, which moves aside what it does not know

@@ -220,6 +220,7 @@ def test_what_is_read_of_a_run(trained, tmp_path):
     losses = read_validation(trained)
     assert list(losses) == [1, 2, 4]
     assert all(loss == pytest.approx(8.5, abs=0.5) for loss in losses.values())
+    assert min(read_events(trained)[-1]["spent"].values()) > 0  # steps, checkpoints, condensation and validation
     assert read_heartbeat(trained) == read_failures(trained) == {}
     assert read_transitions(trained) == []
     assert not is_run(tmp_path)
