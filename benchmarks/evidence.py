@@ -32,7 +32,8 @@ from titan_disp.errors import counted
 from titan_disp.lab.export.saved import find_saved, load_model
 from titan_disp.lab.sweeps.definition import Listed, Sweep
 from titan_disp.lab.sweeps.local import Result, run
-from titan_disp.run.folder import append_json, read_json_lines
+from titan_disp.run.folder import append_json
+from titan_disp.run.reader import read_json_lines
 
 ROOT = Path(__file__).parent.parent
 TEXTS = {"development": "en", "test": "test", "new_test": "held_back/test"}  # the folders of the corpus

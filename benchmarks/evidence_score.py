@@ -27,7 +27,7 @@ from titan_disp.data.documents import Documents
 from titan_disp.data.files import list_files
 from titan_disp.data.records import text_of
 from titan_disp.models.qwen3 import Qwen3DispModel
-from titan_disp.run.folder import read_condensation, read_events, read_metrics
+from titan_disp.run.reader import read_condensation, read_events, read_metrics
 
 PLATEAU = 6.0  # nats: a run below this has left its initial plateau
 IGNORED = -100  # the label of positions that do not count

@@ -188,7 +188,7 @@ TRAINED = {
 
 
 def three_steps_of_each(sample, folder):
-    from titan_disp.run.folder import read_metrics
+    from titan_disp.run.reader import read_metrics
     from titan_disp.train import DispTrainer
 
     for file, (coeff, curve, lr, (least, most), dtype) in TRAINED.items():

@@ -624,7 +624,7 @@ def test_a_job_is_known_by_what_decides_it(tmp_path):
 def test_an_experiment_from_its_runs_to_its_page(tmp_path, sample, monkeypatch):
     """A few steps of a few conditions: rows as the runs' files have them; a second call runs nothing; a failure is a row."""
     from benchmarks import corpus, evidence
-    from titan_disp.run.folder import read_condensation, read_events
+    from titan_disp.run.reader import read_condensation, read_events
 
     corpus.main(corpus.Options(tmp_path / "data", folder=sample / "en", held_out=80))
     (tmp_path / "data" / "held_back").mkdir()

@@ -17,8 +17,8 @@ from tests.command_line import DEMO, ROOT, environment, train
 from tests.distributed import free_port
 from titan_disp.cluster.plan import make_plan
 from titan_disp.config.load import load_config
-from titan_disp.run.folder import read_json_lines, read_metrics
 from titan_disp.run.integrity import checkpoints, problem
+from titan_disp.run.reader import read_json_lines, read_metrics
 
 SHORT = (
     *("--training.seq_len", "32", "--metrics.log_freq", "1", "--lr_scheduler.warmup_steps", "2"),

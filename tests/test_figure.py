@@ -15,7 +15,7 @@ from tests.command_line import ROOT, environment
 from tests.test_pictures import condensed, shown_at
 from tests.test_report import whole, write_run
 from titan_disp.lab.report.gather import gather
-from titan_disp.run.folder import read_json_lines
+from titan_disp.run.reader import read_json_lines
 
 DOCS = ROOT / "docs"
 

@@ -13,7 +13,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from tests.command_line import DEMO, ROOT, children, environment
 from titan_disp.cluster import launch
 from titan_disp.cluster.launch import StopRanks, stop_signals
-from titan_disp.run.folder import read_events, read_metrics
+from titan_disp.run.reader import read_events, read_metrics
 
 pytestmark = pytest.mark.usefixtures("heard")
 

@@ -17,8 +17,8 @@ from titan_disp.data.loader import StreamLoader
 from titan_disp.data.position import Group
 from titan_disp.dispersion import LossLedger
 from titan_disp.errors import DataError
-from titan_disp.run.folder import read_condensation, read_json_lines, read_metrics
 from titan_disp.run.metrics import DispersionMetrics, TensorBoardFolder
+from titan_disp.run.reader import read_condensation, read_json_lines, read_metrics
 
 
 class DamagedFiles:

@@ -176,7 +176,7 @@ def test_a_run_keeps_its_model(overrides, differs):
     args.max_seq_len, args.activations = 7, (1,)
     now = architecture_of(args)
     assert sorted(differences(saved, now)) == sorted(differs)
-    check_identity({}, now)  # of an older version
+    check_identity({}, now)  # saved by TorchTitan's own trainer
 
 
 def test_a_saved_model_is_read_as_what_it_is(sample, tmp_path):

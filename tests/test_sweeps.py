@@ -25,7 +25,8 @@ from titan_disp.lab.sweeps import folder, local
 from titan_disp.lab.sweeps.definition import points, read_sweep
 from titan_disp.lab.sweeps.folder import prepare, ranges, state, submit
 from titan_disp.lab.sweeps.local import first_error, run, summary, time_left
-from titan_disp.run.folder import lock_folder, read_events, read_metrics
+from titan_disp.run.folder import lock_folder
+from titan_disp.run.reader import read_events, read_metrics
 
 
 def write(path, text, config=DEMO, overrides=()):

@@ -1,14 +1,14 @@
 """Validation runs on the first sequences of the validation split, which are the same in every run and on any mesh."""
 
 import os
-from collections.abc import Iterator
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torchtitan.components.loss import LossFunction
 from torchtitan.components.metrics import MetricsProcessor
 from torchtitan.components.tokenizer import BaseTokenizer
@@ -164,7 +164,13 @@ class _ValidationSet:
 
 
 class StreamValidator(Validator):
-    """Run TorchTitan's validation loop on our data. The parent's ``__init__`` would build TorchTitan's loader."""
+    """Run TorchTitan's validation loop on our data. The parent's ``__init__`` would build TorchTitan's loader.
+
+    Attributes:
+        around: returns, for a step, a context in which to validate. titan_disp.train announces and times it.
+    """
+
+    around: Callable[[int], AbstractContextManager[Any]] = nullcontext
 
     def __init__(
         self,
@@ -187,6 +193,10 @@ class StreamValidator(Validator):
         self.metrics_processor = metrics_processor
         self.pp_schedule = self.pp_has_first_stage = self.pp_has_last_stage = None
         self.validation_dataloader = _ValidationSet(job_config, tokenizer, dp_world_size, dp_rank)  # type: ignore[assignment]
+
+    def validate(self, model_parts: list[nn.Module], step: int) -> None:
+        with self.around(step):
+            super().validate(model_parts, step)
 
 
 def build_validator(**kwargs: Any) -> StreamValidator:

@@ -17,11 +17,7 @@ NAME = "identity"  # its name among the states of a checkpoint
 
 
 class Identity:
-    """Hold a state that is saved but never loaded. ``read_identity`` reads it before anything is loaded.
-
-    Attributes:
-        content: the identity as names and values, which errors show; it can be written as JSON.
-    """
+    """Hold names and values that are saved but never loaded. ``read_identity`` reads them before anything is loaded."""
 
     def __init__(self, content: dict[str, Any]) -> None:
         self.content = content
@@ -34,7 +30,7 @@ class Identity:
 
 
 def read_identity(checkpoint: str) -> dict[str, Any]:
-    """Read a checkpoint's identity, which is {} if an older version or TorchTitan's own trainer saved the checkpoint.
+    """Read a checkpoint's identity, which is {} if TorchTitan's own trainer saved the checkpoint.
 
     Raises:
         CheckpointError: it cannot be read.
@@ -50,7 +46,7 @@ def read_identity(checkpoint: str) -> dict[str, Any]:
 
 
 def differences(saved: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    """Describe the differences in words, without names that only one side knows: versions may add or drop arguments."""
+    """Describe the differences in words, without names that only one side knows."""
     return [
         f"{key} is {saved[key]!r} in the checkpoint and {now[key]!r} in the config"
         for key in saved

@@ -1,6 +1,5 @@
 """This module exports a saved model to a Hugging Face folder that ``from_pretrained`` loads."""
 
-import json
 import os
 import shutil
 import sys
@@ -16,7 +15,8 @@ from titan_disp.data.hf_tokenizer import local_documents
 from titan_disp.errors import ConfigError
 from titan_disp.lab.export.model_card import model_card
 from titan_disp.lab.export.saved import SavedModel, find_saved, load_weights
-from titan_disp.run.hf_folder import describe
+from titan_disp.run.checkpoint import describe
+from titan_disp.run.reader import read_environment
 
 
 def hf_weights(saved: SavedModel, dtype: str = "float32") -> dict[str, torch.Tensor]:
@@ -74,10 +74,8 @@ def export(
         documents = local_documents(_data_path(saved.config), text_field)
         describe(partial, saved.adapter(), saved.tokenizer_folder(tokenizer), loaded, dtype, documents)
         weights = hf_weights(saved, dtype)
-        environment = saved.run / "environment.json"
-        facts = json.loads(environment.read_text()) if environment.is_file() else {}
         parameters = sum(w.numel() for w in weights.values())
-        (partial / "README.md").write_text(model_card(saved, dest.name, parameters, dtype, facts))
+        (partial / "README.md").write_text(model_card(saved, dest.name, parameters, dtype, read_environment(saved.run)))
         size = sum(weight.nbytes for weight in weights.values())
         print(f"{saved.name}: writing {size / 1e6:,.0f} MB", file=sys.stderr)
         _save(weights, partial, max_shard_size)

@@ -11,8 +11,9 @@ from titan_disp.data.hf_tokenizer import plain_encoder
 from titan_disp.data.tokenizer import load_tokenizer
 from titan_disp.errors import ConfigError
 from titan_disp.lab.export.export import hf_weights
-from titan_disp.lab.export.saved import find_saved, is_run, load_causal_lm, longest_sequence
-from titan_disp.run.hf_folder import hf_config
+from titan_disp.lab.export.saved import find_saved, load_causal_lm, longest_sequence
+from titan_disp.run.checkpoint import hf_config
+from titan_disp.run.reader import is_run
 
 
 def _load(target: str | Path, tokenizer: str | Path | None) -> tuple[Any, BaseTokenizer, int]:

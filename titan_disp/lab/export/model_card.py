@@ -11,7 +11,7 @@ from titan_disp.data.fingerprint import read_data_state
 from titan_disp.errors import CheckpointError, ConfigError, counted
 from titan_disp.lab.export.saved import SavedModel
 from titan_disp.models.baselines import OPTIONS
-from titan_disp.run.folder import read_condensation, read_metrics, read_validation
+from titan_disp.run.reader import read_condensation, read_metrics, read_validation
 
 SHOWN_FILES = 4  # up to so many files are listed; otherwise the first and the last one
 PAPER = "https://arxiv.org/abs/2602.00217"
@@ -152,7 +152,7 @@ def model_card(saved: SavedModel, name: str, parameters: int, dtype: str, enviro
         step, one = held_out
         text = f"{counted(one['sequences'], 'sequence')} of {training['seq_len']:,} tokens"
         facts["cross-entropy, held-out text"] = f"{one['cross_entropy']:.4f} at step {step:,} ({text})"
-    validated = {step: loss for step, loss in read_validation(saved.run, config).items() if step <= saved.step}
+    validated = {step: loss for step, loss in read_validation(saved.run).items() if step <= saved.step}
     if validated:
         step, loss = max(validated.items())
         facts["cross-entropy, validation"] = f"{loss:.4f} at step {step:,}"

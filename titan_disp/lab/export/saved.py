@@ -1,6 +1,5 @@
 """This module loads a run's saved models on a CPU, from checkpoints of any mesh and without the optimizer."""
 
-import json
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +19,7 @@ from titan_disp.models.registry import MODELS, ModelEntry, find_model, model_arg
 from titan_disp.run import safe_dcp
 from titan_disp.run.identity import differences, read_identity
 from titan_disp.run.integrity import HASHES, checkpoints, has_hashes, verify
+from titan_disp.run.reader import is_run, read_config
 
 
 @dataclass(frozen=True)
@@ -94,11 +94,6 @@ class SavedModel:
         return tokenizer
 
 
-def is_run(path: str | Path) -> bool:
-    """Return whether a path is a run's folder."""
-    return (Path(path) / "config.json").is_file() and (Path(path) / "metrics.jsonl").is_file()
-
-
 def saved_models(run: str | Path) -> list[SavedModel]:
     """Return all complete checkpoints of a run, by ascending step, with step 0 (``checkpoint.create_seed_checkpoint``).
 
@@ -111,7 +106,7 @@ def saved_models(run: str | Path) -> list[SavedModel]:
         raise ConfigError(
             f"{str(run)!r} {what}; expected a run's job.dump_folder, or RUN/STEP for one of its checkpoints"
         )
-    config = json.loads((run / "config.json").read_text())
+    config = read_config(run)
     if config["model"]["name"] not in MODELS:
         known = " or ".join(MODELS)
         raise ConfigError(f"{str(run)!r} trained the model {config['model']['name']!r}, expected {known}")
@@ -160,8 +155,7 @@ def load_weights(saved: SavedModel) -> dict[str, torch.Tensor]:
         raise CheckpointError(f"the checkpoint {str(saved.folder)!r} cannot be read: {reason}")
     if not has_hashes(saved.folder):
         logger.warning(
-            f"{saved.folder} has no {HASHES}, because an older version or TorchTitan's own trainer saved it: it is loaded "
-            "without verification"
+            f"{saved.folder} has no {HASHES}, because TorchTitan's own trainer saved it: it is loaded without verification"
         )
     with torch.device("meta"):
         wanted = saved.entry.model_cls(args).state_dict()

@@ -16,7 +16,6 @@ from titan_disp.errors import ConfigError, counted
 from titan_disp.lab.export.saved import (
     SavedModel,
     find_saved,
-    is_run,
     load_causal_lm,
     load_model,
     longest_sequence,
@@ -24,6 +23,7 @@ from titan_disp.lab.export.saved import (
 )
 from titan_disp.lab.inspection.layer_by_layer import Layers, hugging_face_layers
 from titan_disp.models.hf import INDEX
+from titan_disp.run.reader import is_run
 
 # This module finds models of the Hugging Face hub by their ids. It uses the local cache if the hub does not answer.
 

@@ -19,7 +19,7 @@ from torchtitan.config import ConfigManager
 from titan_disp.config.load import MODULE
 from titan_disp.lab.report.charts import Line
 from titan_disp.lab.report.gather import Run
-from titan_disp.run.folder import flatten
+from titan_disp.run.reader import flatten
 
 # This module compares the configs of several runs key by key.
 

@@ -15,8 +15,8 @@ from titan_disp.condensation.record import Condensation, blocks_mean
 from titan_disp.errors import counted
 from titan_disp.lab.report.conditions import ABSENT, conditions, defaults, side_by_side, unlike
 from titan_disp.lab.report.gather import Run
-from titan_disp.run.folder import flatten
 from titan_disp.run.history import Goodput, downtimes, repeated_steps, together
+from titan_disp.run.reader import flatten
 from titan_disp.text import NOTHING, number
 
 # This module decides from a run's files whether it is complete, alive or dead.

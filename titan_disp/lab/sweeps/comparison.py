@@ -1,6 +1,5 @@
 """This module compares a sweep's conditions: means over seeds, and differences to one condition, paired by seed."""
 
-import json
 import math
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -15,7 +14,7 @@ from titan_disp.lab.evaluate.compare import Difference, holm, paired_difference,
 from titan_disp.lab.statistics import sign_flip_p
 from titan_disp.lab.sweeps.definition import Point, Sweep, points
 from titan_disp.lab.sweeps.folder import state
-from titan_disp.run.folder import read_condensation, read_metrics, read_validation
+from titan_disp.run.reader import read_condensation, read_metrics, read_validation
 
 # This module reads a finished run's final number by the name of a metric.
 
@@ -68,7 +67,7 @@ def final_metric(run: Path, name: str) -> float | None:
     if name in TRAINING:
         value = rows[last].get(name) if rows else None
     elif name == "validation":
-        value = _at_the_end(read_validation(run, json.loads((run / "config.json").read_text())), last)
+        value = _at_the_end(read_validation(run), last)
     else:
         value = _measured(run, name, last)
     return value if value is not None and math.isfinite(value) else None

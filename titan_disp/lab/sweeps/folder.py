@@ -33,9 +33,9 @@ from titan_disp.lab.report.conditions import defaults
 from titan_disp.lab.sweeps.definition import Point, Sweep, points
 from titan_disp.models.arguments import KEY as OVERRIDES
 from titan_disp.models.arguments import parse_overrides
-from titan_disp.run.folder import flatten, read_events, read_json_lines, write_json
+from titan_disp.run.folder import write_json
 from titan_disp.run.history import BEGIN, END
-from titan_disp.run.liveness import FILE as HEARTBEAT
+from titan_disp.run.reader import flatten, read_events, read_heartbeat, read_transitions
 
 # This module decides the state of a point from the files of its run.
 
@@ -66,7 +66,7 @@ def _failure(run: Path) -> str:
     with contextlib.suppress(OSError, ValueError, KeyError):
         return json.loads((run / FAILED).read_text())["error"]
     with contextlib.suppress(OSError):
-        last = (read_json_lines(run / "supervisor.jsonl") or [{}])[-1]
+        last = (read_transitions(run) or [{}])[-1]
         if last.get("state") == "give up":
             return str(last.get("reason"))
     return ""
@@ -75,7 +75,7 @@ def _failure(run: Path) -> str:
 def step_of(run: Path, since: float) -> int | None:
     """Return the steps in the run's heartbeat, or None if it is older than ``since`` (seconds since the epoch)."""
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-        beat = json.loads((run / HEARTBEAT).read_text())
+        beat = read_heartbeat(run)
         return int(beat["step"]) if beat["time"] >= since else None
     return None
 
