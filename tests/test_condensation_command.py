@@ -156,7 +156,6 @@ def test_a_run_and_its_hugging_face_form_agree(command, run, text, tmp_path):
         np.testing.assert_allclose(getattr(ours, name), getattr(theirs, name), atol=1e-5, err_msg=name)
     np.testing.assert_allclose(ours.effective_rank, theirs.effective_rank, rtol=1e-4)
     assert len(ours.mean_cosine) == 8
-    assert ours.final_norm
     assert np.ptp(ours.mean_cosine) > 0.1  # layers differ, so that agreement is meaningful
 
 

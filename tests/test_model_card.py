@@ -107,7 +107,7 @@ def test_a_baselines_settings(run):
 
 def measured(step, level):
     mean = np.array([0.1, 0.2, 0.4, 0.9 * level, 0.5])
-    found = Condensation(mean, mean, mean, mean, np.zeros((5, 128)), 64, 8, final_norm=True, cross_entropy=5 * level)
+    found = Condensation(mean, mean, mean, mean, np.zeros((5, 128)), 64, 8, cross_entropy=5 * level)
     return json.dumps({"step": step, "time": 1.0, "condensation": found.to_json(), "seconds": 1.0}) + "\n"
 
 

@@ -211,7 +211,7 @@ def measure(name: str, layers: Layers, tokens: Tensor, batch_size: int) -> Conde
         for batch in tokens.split(batch_size):
             layers(batch, take_in)
             bar.update(len(batch))
-    found = pooled.result(tokens.shape[1], final_norm=True)
+    found = pooled.result(tokens.shape[1])
     return replace(found, averaged_histogram=averaged.histogram())
 
 
