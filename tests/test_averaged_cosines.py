@@ -13,7 +13,7 @@ from scipy import stats
 from titan_disp.condensation.measure import Accumulator, AveragedCosines
 from titan_disp.condensation.record import EDGES
 from titan_disp.lab.inspection.command import measure
-from titan_disp.lab.inspection.layer_by_layer import hugging_face_layers
+from titan_disp.lab.inspection.targets import hugging_face_layers
 
 N = 40
 

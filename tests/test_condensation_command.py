@@ -24,8 +24,7 @@ from titan_disp.data.documents import Documents
 from titan_disp.data.sample import documents
 from titan_disp.errors import ConfigError
 from titan_disp.lab.export.export import export
-from titan_disp.lab.inspection.layer_by_layer import find_blocks
-from titan_disp.lab.inspection.targets import find_targets
+from titan_disp.lab.inspection.targets import find_blocks, find_targets
 from titan_disp.lab.inspection.texts import cut_sequences, read_texts
 
 N = 48  # tokens per sequence

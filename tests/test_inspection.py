@@ -23,8 +23,14 @@ from titan_disp.errors import ConfigError
 from titan_disp.lab.export.saved import find_saved, load_model
 from titan_disp.lab.inspection import command as command_module
 from titan_disp.lab.inspection.command import step_of
-from titan_disp.lab.inspection.layer_by_layer import find_blocks, hugging_face_layers
-from titan_disp.lab.inspection.targets import HubModel, find_targets, parse_group, parse_id
+from titan_disp.lab.inspection.targets import (
+    HubModel,
+    find_blocks,
+    find_targets,
+    hugging_face_layers,
+    parse_group,
+    parse_id,
+)
 from titan_disp.lab.inspection.texts import contiguous_sequences, read_texts, surround
 
 BLOCKS = 6

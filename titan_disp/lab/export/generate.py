@@ -11,7 +11,7 @@ from titan_disp.data.hf_tokenizer import plain_encoder
 from titan_disp.data.tokenizer import load_tokenizer
 from titan_disp.errors import ConfigError
 from titan_disp.lab.export.export import hf_weights
-from titan_disp.lab.export.saved import find_saved, is_run, load_causal_lm, longest_sequence
+from titan_disp.lab.export.saved import find_saved, is_hugging_face, load_causal_lm, longest_sequence
 from titan_disp.run.hf_folder import hf_config
 
 
@@ -25,7 +25,7 @@ def _load(target: str | Path, tokenizer: str | Path | None) -> tuple[Any, BaseTo
     from transformers.utils import logging
 
     logging.disable_progress_bar()
-    if (Path(target) / "config.json").is_file() and not is_run(target):
+    if is_hugging_face(target):
         model = load_causal_lm(target)
         return model, load_tokenizer(tokenizer or target), longest_sequence(model.config) or sys.maxsize
     saved = find_saved(target)

@@ -99,6 +99,11 @@ def is_run(path: str | Path) -> bool:
     return (Path(path) / "config.json").is_file() and (Path(path) / "metrics.jsonl").is_file()
 
 
+def is_hugging_face(path: str | Path) -> bool:
+    """Return whether a path is a Hugging Face model's folder."""
+    return (Path(path) / "config.json").is_file() and not is_run(path)
+
+
 def saved_models(run: str | Path) -> list[SavedModel]:
     """Return all complete checkpoints of a run, by ascending step, with step 0 (``checkpoint.create_seed_checkpoint``).
 

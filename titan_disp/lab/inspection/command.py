@@ -1,11 +1,14 @@
-"""``titan-disp condensation`` measures the condensation of trained models, layer by layer on the same text."""
+"""``titan-disp condensation`` measures the condensation of trained models, layer by layer on the same text.
+
+It writes numbers as .npz, JSON and CSV, and pictures.
+"""
 
 import csv
 import re
 import sys
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from math import isnan
 from pathlib import Path
@@ -18,9 +21,10 @@ from titan_disp.condensation.measure import Accumulator, AveragedCosines
 from titan_disp.condensation.record import Condensation
 from titan_disp.errors import ConfigError, counted
 from titan_disp.files import progress
-from titan_disp.lab.inspection.layer_by_layer import Layers
+from titan_disp.lab import plots
 from titan_disp.lab.inspection.targets import (
     Device,
+    Layers,
     SpecialTokens,
     Target,
     end_of_name,
@@ -29,23 +33,7 @@ from titan_disp.lab.inspection.targets import (
     parse_group,
 )
 from titan_disp.lab.inspection.texts import contiguous_sequences, cut_sequences, read_texts, surround
-from titan_disp.lab.plots import (
-    AVERAGED,
-    POOLED,
-    averaged,
-    both_heatmaps,
-    by_size,
-    depth_bars,
-    mean_cosine_by_layer,
-    over_steps,
-    over_training,
-    pairs,
-    side_by_side,
-)
 from titan_disp.run.folder import write_json
-
-# This module writes the files of ``titan-disp condensation``: numbers as .npz, JSON and CSV, and pictures.
-
 
 PLACES, RANKS = ("before_norm", "after_norm"), ("spearman", "kendall")
 
@@ -61,76 +49,61 @@ class Measured:
 
 @dataclass(frozen=True)
 class Groups:
-    """Models that are drawn together. They are named as in file names.
+    """Models that are drawn together, named as in file names: of different sizes, or a base and one made from it."""
 
-    Attributes:
-        families: models of different sizes, by the name of the family.
-        pairs: a base model and a model made from it.
-    """
-
-    families: Mapping[str, Sequence[str]] = field(default_factory=dict)
-    pairs: Sequence[tuple[str, str]] = ()
+    families: Mapping[str, Sequence[str]]
+    pairs: Sequence[tuple[str, str]]
 
 
 def write_metrics(out: Path, found: Mapping[str, Measured], settings: Mapping[str, Any]) -> list[str]:
     """Write metrics.json, which includes ``settings``, and metrics.csv, with a row for each layer of each target.
 
-    Both files name the layers. They give ρ and τ over depth twice: up to the last block, and up to the final norm.
-
-    Returns:
-        The names of the files.
+    Both files name the layers. They give ρ and τ over depth twice: up to the last block, and up to the final norm. The
+    names of the files are returned.
     """
-    content = [
-        {
-            **{"name": name, "folder": str(one.target.folder), "step": one.target.step},
-            **{"revision": one.target.revision, "parameters": one.parameters},
-            **one.condensation.to_json(),
-        }
-        for name, one in found.items()
-    ]
+    content, rows = [], []
+    for name, one in found.items():
+        told, by_layer = one.condensation.to_json(), one.condensation.by_layer()
+        target = {"name": name, "folder": str(one.target.folder), "step": one.target.step}
+        content.append({**target, "revision": one.target.revision, "parameters": one.parameters, **told})
+        correlations = {f"{rank}_{place}": told[place][rank] for place in PLACES for rank in RANKS}
+        for layer, layer_name in enumerate(told["layers"]):
+            numbers = {key: values[layer] for key, values in by_layer.items()}
+            rows.append({"target": name, "layer": layer, "layer_name": layer_name, **numbers, **correlations})
     write_json(out / "metrics.json", {**settings, "targets": content})
     with open(out / "metrics.csv", "w", newline="") as file:
-        rows = csv.writer(file)
-        for one in content:
-            by_layer = found[one["name"]].condensation.by_layer()
-            if file.tell() == 0:
-                rows.writerow(
-                    ["target", "layer", "layer_name", *by_layer, *(f"{c}_{p}" for p in PLACES for c in RANKS)]
-                )
-            correlations = [one[place][rank] for place in PLACES for rank in RANKS]  # csv writes None as an empty cell
-            for layer, numbers in enumerate(zip(one["layers"], *by_layer.values(), strict=True)):
-                rows.writerow([one["name"], layer, *numbers, *correlations])
+        table = csv.DictWriter(file, rows[0])  # it writes None as an empty cell
+        table.writeheader()
+        table.writerows(rows)
     return ["metrics.json", "metrics.csv"]
 
 
 def write_figures(out: Path, found: Mapping[str, Measured], groups: Groups) -> list[str]:
-    """Draw all pictures.
+    """Draw all pictures, and return the names of their files.
 
     These are two heatmaps of each target, all targets' heatmaps of a kind side by side, mean cosines, ρ and τ. Several
     steps of a run or revisions of a model are drawn over training, families by size, and pairs side by side.
-
-    Returns:
-        The names of the files.
     """
     measured = {name: one.condensation for name, one in found.items()}
-    figures = {f"heatmap-{name}.png": both_heatmaps(one, name) for name, one in measured.items()}
-    figures["side_by_side_pooled.png"] = side_by_side(measured, POOLED)
-    figures["side_by_side_averaged.png"] = side_by_side({name: averaged(m) for name, m in measured.items()}, AVERAGED)
-    figures["mean_cosine.png"] = mean_cosine_by_layer(measured)
-    figures["depth.png"] = depth_bars(measured)
+    averaged = {name: plots.averaged(one) for name, one in measured.items()}
+    figures = {f"heatmap-{name}.png": plots.both_heatmaps(one, name) for name, one in measured.items()}
+    figures["side_by_side_pooled.png"] = plots.side_by_side(measured, plots.POOLED)
+    figures["side_by_side_averaged.png"] = plots.side_by_side(averaged, plots.AVERAGED)
+    figures["mean_cosine.png"] = plots.mean_cosine_by_layer(measured)
+    figures["depth.png"] = plots.depth_bars(measured)
     by_step, by_revision = _over_training(found)
     if by_step or by_revision:
-        figures["over_training.png"] = over_training({**by_step, **by_revision})
+        figures["over_training.png"] = plots.over_training({**by_step, **by_revision})
     if by_step:
-        figures["over_steps.png"] = over_steps(by_step)
+        figures["over_steps.png"] = plots.over_steps(by_step)
     if groups.families:
         families = {
             family: {name: (found[name].parameters, measured[name]) for name in members}
             for family, members in groups.families.items()
         }
-        figures["by_size.png"] = by_size(families)
+        figures["by_size.png"] = plots.by_size(families)
     if groups.pairs:
-        figures["pairs.png"] = pairs([((a, measured[a]), (b, measured[b])) for a, b in groups.pairs])
+        figures["pairs.png"] = plots.pairs([((a, measured[a]), (b, measured[b])) for a, b in groups.pairs])
     for name, figure in figures.items():
         figure.savefig(out / name, dpi=150)
     return list(figures)
@@ -188,13 +161,7 @@ def table(found: Mapping[str, Condensation]) -> str:
 
 @torch.no_grad()
 def measure(name: str, layers: Layers, tokens: Tensor, batch_size: int) -> Condensation:
-    """Measure every layer of one model, including the output of the final norm. A progress bar is on stderr.
-
-    Args:
-        name: name of the model in messages.
-        layers: the model.
-        tokens: [count, length] token ids.
-        batch_size: sequences per forward pass.
+    """Measure every layer of one model on [count, length] token ids. ``name`` is for messages and a progress bar.
 
     Raises:
         ConfigError: A layer has values that are not finite.

@@ -1,4 +1,9 @@
-"""This module finds models to measure: checkpoints of runs, and Hugging Face models in folders and on the hub."""
+"""Models to measure are checkpoints of runs, and Hugging Face models in folders and on the hub.
+
+A model's activations are read one layer at a time: a block's input is measured before the block runs. transformers'
+``output_hidden_states=True`` keeps the activations of all layers until the end of the forward pass. For a 32B model
+with 64 blocks of width 5120 and 8 sequences of 512 tokens in float32, they take 5.5 GB, and one layer 84 MB.
+"""
 
 import json
 import re
@@ -9,6 +14,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from huggingface_hub import errors, snapshot_download
+from torch import Tensor, nn
+from torchtitan.components.tokenizer import BaseTokenizer
 
 from titan_disp.data.hf_tokenizer import plain_encoder
 from titan_disp.data.tokenizer import check_fits, load_tokenizer
@@ -16,22 +24,39 @@ from titan_disp.errors import ConfigError, counted
 from titan_disp.lab.export.saved import (
     SavedModel,
     find_saved,
+    is_hugging_face,
     is_run,
     load_causal_lm,
     load_model,
     longest_sequence,
     saved_models,
 )
-from titan_disp.lab.inspection.layer_by_layer import Layers, hugging_face_layers
 from titan_disp.models.hf import INDEX
-
-# This module finds models of the Hugging Face hub by their ids. It uses the local cache if the hub does not answer.
-
 
 WANTED = ("*.json", "*.txt", "*.model", "*.jinja", "*.safetensors")  # config, tokenizer, weights
 CODE = "*.py"
 PICKLES = "pytorch_model*.bin"  # weights of models that were never converted to safetensors
 _ID = re.compile(r"(?P<id>[A-Za-z0-9][\w.-]*(?:/[\w.-]+)?)(?:@(?P<revision>[\w./-]+))?")
+Consume = Callable[[int, Tensor], None]
+"""A function of (layer, z) that gets a layer's activations [B, N, F] on the model's device. It must not keep them."""
+Encode = Callable[[str], list[int]]
+Device = torch.device | Literal["auto"]
+"""auto: accelerate spreads a Hugging Face model over all GPUs, a run uses the first GPU, and the CPU replaces none."""
+
+
+def parse_group(text: str) -> tuple[str, list[str]] | None:
+    """Parse ``NAME=A,B,C`` into (NAME, [A, B, C]). Returns None for a text without =, or an existing path.
+
+    Raises:
+        ConfigError: The name or a member is empty, or a member comes twice.
+    """
+    if "=" not in text or Path(text).exists():
+        return None
+    name, _, rest = text.partition("=")
+    members = rest.split(",")
+    if not name or not all(members) or len(set(members)) < len(members):
+        raise ConfigError(f"{text!r} is not a group; expected NAME=A,B,C with a name, and each member once")
+    return name, members
 
 
 @dataclass(frozen=True)
@@ -61,43 +86,31 @@ def parse_id(name: str) -> HubModel | None:
 def find_snapshot(model: HubModel, code: bool) -> Path:
     """Return the model's folder in the cache of huggingface_hub. It is updated if the hub answers.
 
-    Args:
-        model: the model.
-        code: whether to download the repository's Python files, too.
+    ``code`` includes Python files.
 
     Raises:
         ConfigError: The model or revision does not exist, access is denied, or the hub does not answer and the cache
             does not have the model. In this case, the message has the command that downloads it.
     """
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import (
-        GatedRepoError,
-        LocalEntryNotFoundError,
-        RepositoryNotFoundError,
-        RevisionNotFoundError,
-    )
-
-    def download(patterns: list[str]) -> Path:
-        return Path(snapshot_download(model.id, revision=model.revision, allow_patterns=patterns))
-
+    download, patterns = partial(snapshot_download, model.id, revision=model.revision), model.patterns(code)
     try:
-        folder = download(model.patterns(code))
+        folder = Path(download(allow_patterns=patterns))
         if not any(folder.glob("*.safetensors")) and (folder / "config.json").is_file():
-            folder = download([*model.patterns(code), PICKLES])
-    except LocalEntryNotFoundError as error:
+            folder = Path(download(allow_patterns=[*patterns, PICKLES]))
+    except errors.LocalEntryNotFoundError as error:
         raise ConfigError(
             f"{model.id!r} is not a folder here. As a model of the Hugging Face hub, it is missing or incomplete in "
             "the cache, and the hub does not answer. Run this command on a machine with internet access, with HF_HOME "
             "on a disk that this machine sees:\n  " + model.command(code)
         ) from error
-    except GatedRepoError as error:
+    except errors.GatedRepoError as error:
         raise ConfigError(
             f"the hub requires permission to download {model.id!r}: request access at "
             f"https://huggingface.co/{model.id}, then log in (hf auth login, or HF_TOKEN)"
         ) from error
-    except RevisionNotFoundError as error:
+    except errors.RevisionNotFoundError as error:
         raise ConfigError(f"{model.id!r} has no revision {model.revision!r} on the Hugging Face hub") from error
-    except RepositoryNotFoundError as error:
+    except errors.RepositoryNotFoundError as error:
         raise ConfigError(
             f"{model.id!r} does not exist as a folder here or on the Hugging Face hub (a private model needs HF_TOKEN)"
         ) from error
@@ -108,27 +121,68 @@ def find_snapshot(model: HubModel, code: bool) -> Path:
     return folder
 
 
-# ``NAME=A,B,C`` on a command line names a group of models or runs.
+class Layers:
+    """A loaded model in eval mode that passes on the activations of its layers in order.
+
+    Layer 0 is the input of the first block (the embedding), layer i + 1 is the output of block i, and the last layer is
+    the output of the final norm. transformers' ``hidden_states`` end with the final norm, and lack the last block's
+    output. ``forward`` maps [B, N] token ids to the output of the final norm, and runs ``blocks`` in this order.
+    """
+
+    def __init__(self, model: nn.Module, forward: Callable[[Tensor], Tensor], blocks: Sequence[nn.Module]) -> None:
+        self.forward, self.blocks = forward, blocks
+        self.count = len(blocks) + 2
+        self.parameters = sum(parameter.numel() for parameter in model.parameters())  # a tied embedding counts once
+        first = next(model.parameters()).device
+        # accelerate keeps offloaded weights on the meta device, and moves token ids to where they are needed.
+        self.device = torch.device("cpu") if first.type == "meta" else first
+
+    def __call__(self, tokens: Tensor, consume: Consume) -> None:
+        """Run [B, N] token ids through the model, and call ``consume`` for each layer."""
+        hooks = [
+            block.register_forward_pre_hook(partial(_input, consume, layer), with_kwargs=True)
+            for layer, block in enumerate(self.blocks)
+        ]
+        hooks.append(self.blocks[-1].register_forward_hook(partial(_output, consume, len(self.blocks))))
+        try:
+            normed = self.forward(tokens.to(self.device))
+        finally:
+            for hook in hooks:
+                hook.remove()
+        consume(self.count - 1, normed)
 
 
-def parse_group(text: str) -> tuple[str, list[str]] | None:
-    """Parse ``NAME=A,B,C`` into (NAME, [A, B, C]). Returns None for a text without =, or an existing path.
+def _input(consume: Consume, layer: int, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    consume(layer, args[0] if args else kwargs["hidden_states"])
+
+
+def _output(consume: Consume, layer: int, _: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+    consume(layer, output if isinstance(output, Tensor) else output[0])
+
+
+def find_blocks(body: nn.Module, count: int) -> list[nn.Module]:
+    """Find the blocks of a transformers model: an outermost list of ``count`` modules, and of several the largest one.
+
+    Inner lists are not candidates, because a block may have as many experts. The largest list has the most weights.
 
     Raises:
-        ConfigError: The name or a member is empty, or a member comes twice.
+        ConfigError: There is no such list.
     """
-    if "=" not in text or Path(text).exists():
-        return None
-    name, _, rest = text.partition("=")
-    members = rest.split(",")
-    if not name or not all(members) or len(set(members)) < len(members):
-        raise ConfigError(f"{text!r} is not a group; expected NAME=A,B,C with a name, and each member once")
-    return name, members
+    lists = {name: module for name, module in body.named_modules() if isinstance(module, nn.ModuleList)}
+    fitting = [name for name, module in lists.items() if len(module) == count]
+    outermost = [lists[name] for name in fitting if not any(name.startswith(f"{other}.") for other in fitting)]
+    if not outermost:
+        raise ConfigError(
+            f"{type(body).__name__} has no list of its {count} layers among its modules: their outputs cannot be found"
+        )
+    return list(max(outermost, key=lambda blocks: sum(p.numel() for b in blocks for p in b.parameters())))
 
 
-Encode = Callable[[str], list[int]]
-Device = torch.device | Literal["auto"]
-"""auto: accelerate spreads a Hugging Face model over all GPUs, a run uses the first GPU, and the CPU replaces none."""
+def hugging_face_layers(model: Any) -> Layers:
+    """Wrap a loaded ``AutoModelForCausalLM`` without its output layer, whose N × V logits are not needed."""
+    body = model.base_model
+    blocks = find_blocks(body, model.config.get_text_config().num_hidden_layers)
+    return Layers(model, lambda tokens: body(tokens, use_cache=False)[0], blocks)
 
 
 @dataclass(frozen=True)
@@ -144,31 +198,28 @@ class Target:
     """A model and its tokenizer. The weights are loaded by ``load``.
 
     Attributes:
-        folder: folder of the checkpoint or of the Hugging Face model.
         path: path that names the output files: the run's or the model's folder, or the id on the hub.
         called: the names by which the user gave this model.
-        run: folder of a run; None for a Hugging Face model.
-        step: step of a checkpoint; None for a Hugging Face model.
-        revision: revision of a model on the hub, if the user named one.
         max_tokens: tokens in the longest sequence; None means any number.
-        vocab_size: number of token ids.
         encode: maps text to token ids without special tokens.
         special_tokens: the tokens that the tokenizer adds by default. For a run, the token that begins documents.
-        load: maps (device, dtype) to the model in eval mode; the dtype is as for ``load_causal_lm``. Raises ConfigError
-            if weights are missing, or the blocks cannot be found.
+        load: maps (device, dtype) to the model; the dtype is as for ``load_causal_lm``. Raises ConfigError if weights
+            are missing, or the blocks cannot be found.
+        run, step: of a checkpoint.
+        revision: revision of a model on the hub, if the user named one.
     """
 
     folder: Path
     path: Path
     called: tuple[str, ...]
-    run: Path | None
-    step: int | None
-    revision: str | None
     max_tokens: int | None
     vocab_size: int
     encode: Encode
     special_tokens: SpecialTokens
     load: Callable[[Device, str], Layers]
+    run: Path | None = None
+    step: int | None = None
+    revision: str | None = None
 
 
 def find_targets(
@@ -180,7 +231,6 @@ def find_targets(
         names: RUN, RUN/STEP, a Hugging Face folder, or MODEL or MODEL@REVISION of the Hugging Face hub.
         all_steps: whether to take all checkpoints of a RUN, rather than its newest one.
         tokenizer: folder of a tokenizer that replaces each model's own.
-        trust_remote_code: whether Python files that come with a Hugging Face model may run.
 
     Raises:
         ConfigError: A name is not a model, or a tokenizer does not fit.
@@ -202,7 +252,7 @@ def find_targets(
 
 def _find(name: str, all_steps: bool, tokenizer: Path | None, trust_remote_code: bool) -> list[Target]:
     path = Path(name)
-    if _is_hugging_face(path):
+    if is_hugging_face(path):
         return [_hugging_face_target(name, path, None, tokenizer, trust_remote_code)]
     step_of_run = re.fullmatch(r"(?:step-)?\d+", path.name) and any(map(is_run, path.parents[:2]))
     if not path.exists() and not step_of_run and (model := parse_id(name)) is not None:
@@ -257,19 +307,18 @@ def _run_target(name: str, saved: SavedModel, tokenizer_folder: Path | None) -> 
         folder=saved.folder,
         path=saved.run.resolve().relative_to("/"),
         called=(name,),
-        run=saved.run,
-        step=saved.step,
-        revision=None,
         max_tokens=args.max_seq_len,
         vocab_size=args.vocab_size,
         encode=plain_encoder(tokenizer),
-        special_tokens=SpecialTokens(() if tokenizer.bos_id is None else (tokenizer.bos_id,)),
+        special_tokens=_bos(tokenizer),
         load=load,
+        run=saved.run,
+        step=saved.step,
     )
 
 
-def _is_hugging_face(folder: Path) -> bool:
-    return (folder / "config.json").is_file() and not is_run(folder)
+def _bos(tokenizer: BaseTokenizer) -> SpecialTokens:
+    return SpecialTokens(() if tokenizer.bos_id is None else (tokenizer.bos_id,))
 
 
 def _hugging_face_target(
@@ -297,8 +346,7 @@ def _hugging_face_target(
         ) from error
     if tokenizer_folder is not None:
         own = load_tokenizer(tokenizer_folder)
-        encode, tokens = plain_encoder(own), own.get_vocab_size()
-        special_tokens = SpecialTokens(() if own.bos_id is None else (own.bos_id,))
+        encode, tokens, special_tokens = plain_encoder(own), own.get_vocab_size(), _bos(own)
     else:
         theirs = _their_tokenizer(folder, trust_remote_code)
         encode, tokens, special_tokens = partial(_encode_theirs, theirs), len(theirs), _their_special_tokens(theirs)
@@ -314,14 +362,12 @@ def _hugging_face_target(
         folder=folder,
         path=folder.resolve().relative_to("/") if model is None else Path(model.id),
         called=(name,),
-        run=None,
-        step=None,
-        revision=None if model is None else model.revision,
         max_tokens=longest_sequence(config),
         vocab_size=config.vocab_size,
         encode=encode,
         special_tokens=special_tokens,
         load=load,
+        revision=None if model is None else model.revision,
     )
 
 
