@@ -1,4 +1,4 @@
-"""This module exports a saved model to a Hugging Face folder that ``from_pretrained`` loads."""
+"""A saved model is exported to a Hugging Face folder that ``from_pretrained`` loads."""
 
 import json
 import os
@@ -20,9 +20,9 @@ from titan_disp.run.hf_folder import describe
 
 
 def hf_weights(saved: SavedModel, dtype: str = "float32") -> dict[str, torch.Tensor]:
-    """Load the weights under Hugging Face's names on the CPU. A tied embedding is included once.
+    """Load the weights under Hugging Face's names on the CPU, which needs the memory of the float32 weights.
 
-    This needs the memory of the float32 weights.
+    A tied embedding is included once.
 
     Raises:
         CheckpointError: The checkpoint is damaged.
@@ -70,8 +70,7 @@ def export(
     try:
         shutil.rmtree(partial, ignore_errors=True)  # left by an export that was killed
         partial.mkdir(parents=True)
-        text_field = saved.config.get("stream", {}).get("text_field", "text")
-        documents = local_documents(_data_path(saved.config), text_field)
+        documents = local_documents(_data_path(saved.config), saved.config["stream"]["text_field"])
         describe(partial, saved.adapter(), saved.tokenizer_folder(tokenizer), loaded, dtype, documents)
         weights = hf_weights(saved, dtype)
         environment = saved.run / "environment.json"
@@ -93,9 +92,8 @@ def export(
 
 def _data_path(config: dict[str, Any]) -> str | None:
     """Return the path of the run's training data. If there are several sources, it is the first one's."""
-    sources = config.get("stream", {}).get("sources")
-    path: str | None = sources[0]["path"] if sources else config["training"]["dataset_path"]
-    return path
+    sources = config["stream"]["sources"]
+    return sources[0]["path"] if sources else config["training"]["dataset_path"]
 
 
 def _save(weights: dict[str, torch.Tensor], folder: Path, max_shard_size: str) -> None:

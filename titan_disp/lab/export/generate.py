@@ -1,4 +1,4 @@
-"""This module generates text on a CPU with a saved or exported model."""
+"""A saved or exported model generates text on a CPU."""
 
 import sys
 from pathlib import Path
@@ -11,21 +11,17 @@ from titan_disp.data.hf_tokenizer import plain_encoder
 from titan_disp.data.tokenizer import load_tokenizer
 from titan_disp.errors import ConfigError
 from titan_disp.lab.export.export import hf_weights
-from titan_disp.lab.export.saved import find_saved, is_hugging_face, load_causal_lm, longest_sequence
+from titan_disp.lab.export.saved import find_saved, is_run, load_causal_lm, longest_sequence
 from titan_disp.run.hf_folder import hf_config
 
 
 def _load(target: str | Path, tokenizer: str | Path | None) -> tuple[Any, BaseTokenizer, int]:
-    """Load a transformers model from a run's checkpoint or a Hugging Face folder.
-
-    Returns:
-        The model, its tokenizer, and the tokens of its longest sequence.
-    """
+    """Return a transformers model, its tokenizer, and the tokens of its longest sequence."""
     import transformers
     from transformers.utils import logging
 
     logging.disable_progress_bar()
-    if is_hugging_face(target):
+    if (Path(target) / "config.json").is_file() and not is_run(target):
         model = load_causal_lm(target)
         return model, load_tokenizer(tokenizer or target), longest_sequence(model.config) or sys.maxsize
     saved = find_saved(target)

@@ -24,7 +24,6 @@ from titan_disp.errors import ConfigError, counted
 from titan_disp.lab.export.saved import (
     SavedModel,
     find_saved,
-    is_hugging_face,
     is_run,
     load_causal_lm,
     load_model,
@@ -252,7 +251,7 @@ def find_targets(
 
 def _find(name: str, all_steps: bool, tokenizer: Path | None, trust_remote_code: bool) -> list[Target]:
     path = Path(name)
-    if is_hugging_face(path):
+    if (path / "config.json").is_file() and not is_run(path):
         return [_hugging_face_target(name, path, None, tokenizer, trust_remote_code)]
     step_of_run = re.fullmatch(r"(?:step-)?\d+", path.name) and any(map(is_run, path.parents[:2]))
     if not path.exists() and not step_of_run and (model := parse_id(name)) is not None:
