@@ -66,10 +66,7 @@ def _statistics(z: Tensor) -> Tensor:
 
 
 def _effective_rank(gram: Tensor) -> Tensor:
-    """Return the effective rank of a matrix from its Gram matrix: exp of the entropy of the normalized singular values.
-
-    Source: Roy & Vetterli 2007.
-    """
+    """Return exp of the entropy of a matrix' normalized singular values, from its Gram matrix (Roy & Vetterli 2007)."""
     squares = torch.linalg.eigvalsh(gram)
     noise = len(squares) * torch.finfo(gram.dtype).eps * squares[-1]
     p = torch.where(squares > noise, squares, 0).sqrt()
@@ -129,10 +126,7 @@ class AveragedCosines:
         return summed.double().cpu().numpy() / self._sequences[layer]
 
     def histogram(self) -> np.ndarray:
-        """Return the fractions of the N² pairs of positions by averaged cosine, [layers, 128].
-
-        The bins are those of ``Condensation.histogram``. A layer with a cosine that is not finite has NaN.
-        """
+        """Return the fractions of the N² pairs of positions by averaged cosine, [layers, 128]; NaN if not finite."""
         rows = []
         for layer in range(len(self._sums)):
             averaged = self.matrix(layer)

@@ -96,10 +96,7 @@ class Condensation:
 
     @property
     def layer_names(self) -> list[str]:
-        """Return the names of the layers.
-
-        Blocks count from 0, as in ``dispersion.layers`` and the names of the weights.
-        """
+        """Return the names of the layers. Blocks count from 0, as in ``dispersion.layers`` and the weights' names."""
         return ["embedding", *(f"block {i}" for i in range(self.last_block)), "final norm"]
 
     @property
@@ -173,10 +170,7 @@ class Condensation:
 
 
 def load_steps(folder: str | Path) -> dict[int, Condensation]:
-    """Return what a run measured while it trained, by step: its files RUN/condensation/step-N.npz.
-
-    Empty if there are none.
-    """
+    """Return what a run measured while it trained, by step: its files RUN/condensation/step-N.npz, if any."""
     found = {}
     for path in Path(folder).glob("step-*.npz"):
         if matched := re.fullmatch(r"step-(\d+)\.npz", path.name):
@@ -231,10 +225,7 @@ def over_training(measured: Mapping[int, Mapping[str, Any]]) -> list[str]:
 
 
 def telling_steps(steps: Sequence[int], highest: Collection[int]) -> list[int]:
-    """Return the first, the last and the highest of ascending steps, and some between them.
-
-    Those between grow by equal ratios, because a collapse comes early.
-    """
+    """Return the first, the last, the highest and others of ascending steps, by equal ratios: a collapse comes early."""
     after = [step for step in steps if step > 0]
     wanted: Sequence[float] = np.geomspace(after[0], after[-1], ROWS - 2).tolist() if after else []
     return sorted({steps[0], *highest, *(min(after, key=lambda step: abs(step - w)) for w in wanted)})

@@ -47,14 +47,6 @@ class Measured:
     condensation: Condensation
 
 
-@dataclass(frozen=True)
-class Groups:
-    """Models that are drawn together, named as in file names: of different sizes, or a base and one made from it."""
-
-    families: Mapping[str, Sequence[str]]
-    pairs: Sequence[tuple[str, str]]
-
-
 def write_metrics(out: Path, found: Mapping[str, Measured], settings: Mapping[str, Any]) -> list[str]:
     """Write metrics.json, which includes ``settings``, and metrics.csv, with a row for each layer of each target.
 
@@ -78,7 +70,12 @@ def write_metrics(out: Path, found: Mapping[str, Measured], settings: Mapping[st
     return ["metrics.json", "metrics.csv"]
 
 
-def write_figures(out: Path, found: Mapping[str, Measured], groups: Groups) -> list[str]:
+def write_figures(
+    out: Path,
+    found: Mapping[str, Measured],
+    families: Mapping[str, Sequence[str]],
+    pairs: Sequence[tuple[str, str]],
+) -> list[str]:
     """Draw all pictures, and return the names of their files.
 
     These are two heatmaps of each target, all targets' heatmaps of a kind side by side, mean cosines, ρ and τ. Several
@@ -91,45 +88,41 @@ def write_figures(out: Path, found: Mapping[str, Measured], groups: Groups) -> l
     figures["side_by_side_averaged.png"] = plots.side_by_side(averaged, plots.AVERAGED)
     figures["mean_cosine.png"] = plots.mean_cosine_by_layer(measured)
     figures["depth.png"] = plots.depth_bars(measured)
-    by_step, by_revision = _over_training(found)
-    if by_step or by_revision:
-        figures["over_training.png"] = plots.over_training({**by_step, **by_revision})
+    over_training = _over_training(found)
+    by_step = {name: group for name, group in over_training.items() if all(isinstance(step, int) for step in group)}
+    if over_training:
+        figures["over_training.png"] = plots.over_training(by_step | over_training)
     if by_step:
         figures["over_steps.png"] = plots.over_steps(by_step)
-    if groups.families:
-        families = {
-            family: {name: (found[name].parameters, measured[name]) for name in members}
-            for family, members in groups.families.items()
-        }
-        figures["by_size.png"] = plots.by_size(families)
-    if groups.pairs:
-        figures["pairs.png"] = plots.pairs([((a, measured[a]), (b, measured[b])) for a, b in groups.pairs])
+    if families:
+        sizes = {name: (one.parameters, one.condensation) for name, one in found.items()}
+        figures["by_size.png"] = plots.by_size(
+            {family: {name: sizes[name] for name in members} for family, members in families.items()}
+        )
+    if pairs:
+        figures["pairs.png"] = plots.pairs([((a, measured[a]), (b, measured[b])) for a, b in pairs])
     for name, figure in figures.items():
         figure.savefig(out / name, dpi=150)
     return list(figures)
 
 
-def _over_training(
-    found: Mapping[str, Measured],
-) -> tuple[dict[str, dict[int, Condensation]], dict[str, dict[str, Condensation]]]:
-    """Group the measurements of several steps of a run, or several revisions of a model.
+def _over_training(found: Mapping[str, Measured]) -> dict[str, dict[Any, Condensation]]:
+    """Group the measurements of several steps of a run, or revisions of a model, by ascending step.
 
-    The first result is by step. The second one is by revision in the given order, for revisions that do not name steps.
+    Revisions that do not name steps are grouped by their names, in the given order.
     """
     several: dict[str, list[Measured]] = defaultdict(list)
     for name, one in found.items():
         if end := end_of_name(one.target):
             several[name.removesuffix(end)].append(one)
-    by_step: dict[str, dict[int, Condensation]] = {}
-    by_revision: dict[str, dict[str, Condensation]] = {}
+    groups: dict[str, dict[Any, Condensation]] = {}
     for name, many in several.items():
-        steps = [step_of(one.target) for one in many]
-        numbered = {step: one.condensation for step, one in zip(steps, many, strict=True) if step is not None}
-        if len(numbered) == len(many) > 1:
-            by_step[name] = dict(sorted(numbered.items()))
-        elif len(many) > 1:
-            by_revision[name] = {str(one.target.revision): one.condensation for one in many}
-    return by_step, by_revision
+        by_step = {step_of(one.target): one.condensation for one in many}
+        if None not in by_step and len(by_step) == len(many):
+            groups[name] = dict(sorted(by_step.items()))
+        else:
+            groups[name] = {str(one.target.revision): one.condensation for one in many}
+    return {name: group for name, group in groups.items() if len(group) > 1}
 
 
 def step_of(target: Target) -> int | None:
@@ -282,15 +275,13 @@ def condensation(
         found[name] = Measured(target, layers.parameters, measure(name, layers, samples[name], batch_size))
         found[name].condensation.save(out / f"{name}.npz")
         del layers  # frees the memory before the next model is loaded
-    groups = Groups(
-        {family: [name_of(member, targets) for member in members] for family, members in by_family.items()},
-        [(name_of(base, targets), name_of(other, targets)) for base, other in by_pair],
-    )
+    named_families = {family: [name_of(member, targets) for member in members] for family, members in by_family.items()}
+    named_pairs = [(name_of(base, targets), name_of(other, targets)) for base, other in by_pair]
     settings = {
         **{"text": str(text or dataset), "seed": sampling.seed, "dtype": dtype},
         **{"contiguous": sampling.contiguous, "special_tokens": sampling.special_tokens},
     }
-    files = [*write_metrics(out, found, settings), *write_figures(out, found, groups)]
+    files = [*write_metrics(out, found, settings), *write_figures(out, found, named_families, named_pairs)]
     measurements = {name: one.condensation for name, one in found.items()}
     print(table(measurements))
     print(f"{out}: {', '.join([*(f'{name}.npz' for name in found), *files])}")

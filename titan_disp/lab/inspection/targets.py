@@ -33,7 +33,6 @@ from titan_disp.lab.export.saved import (
 from titan_disp.models.hf import INDEX
 
 WANTED = ("*.json", "*.txt", "*.model", "*.jinja", "*.safetensors")  # config, tokenizer, weights
-CODE = "*.py"
 PICKLES = "pytorch_model*.bin"  # weights of models that were never converted to safetensors
 _ID = re.compile(r"(?P<id>[A-Za-z0-9][\w.-]*(?:/[\w.-]+)?)(?:@(?P<revision>[\w./-]+))?")
 Consume = Callable[[int, Tensor], None]
@@ -66,8 +65,7 @@ class HubModel:
     revision: str | None
 
     def patterns(self, code: bool) -> list[str]:
-        """Return the patterns of files to download. ``code`` adds Python files."""
-        return [*WANTED, *([CODE] if code else [])]
+        return [*WANTED, *(["*.py"] if code else [])]
 
     def command(self, code: bool, more: Sequence[str] = ()) -> str:
         """Return the command that downloads the model to the cache. ``more`` has patterns of further files."""
@@ -83,9 +81,7 @@ def parse_id(name: str) -> HubModel | None:
 
 
 def find_snapshot(model: HubModel, code: bool) -> Path:
-    """Return the model's folder in the cache of huggingface_hub. It is updated if the hub answers.
-
-    ``code`` includes Python files.
+    """Return the model's folder in the cache, with its Python files if ``code``. It is updated if the hub answers.
 
     Raises:
         ConfigError: The model or revision does not exist, access is denied, or the hub does not answer and the cache
@@ -96,25 +92,20 @@ def find_snapshot(model: HubModel, code: bool) -> Path:
         folder = Path(download(allow_patterns=patterns))
         if not any(folder.glob("*.safetensors")) and (folder / "config.json").is_file():
             folder = Path(download(allow_patterns=[*patterns, PICKLES]))
-    except errors.LocalEntryNotFoundError as error:
-        raise ConfigError(
-            f"{model.id!r} is not a folder here. As a model of the Hugging Face hub, it is missing or incomplete in "
-            "the cache, and the hub does not answer. Run this command on a machine with internet access, with HF_HOME "
-            "on a disk that this machine sees:\n  " + model.command(code)
-        ) from error
-    except errors.GatedRepoError as error:
-        raise ConfigError(
-            f"the hub requires permission to download {model.id!r}: request access at "
-            f"https://huggingface.co/{model.id}, then log in (hf auth login, or HF_TOKEN)"
-        ) from error
-    except errors.RevisionNotFoundError as error:
-        raise ConfigError(f"{model.id!r} has no revision {model.revision!r} on the Hugging Face hub") from error
-    except errors.RepositoryNotFoundError as error:
-        raise ConfigError(
-            f"{model.id!r} does not exist as a folder here or on the Hugging Face hub (a private model needs HF_TOKEN)"
-        ) from error
-    except Exception as error:  # of requests, httpx or httpx2, by the version of huggingface_hub; or a full disk
-        raise ConfigError(f"{model.id!r} cannot be fetched from the Hugging Face hub: {error}") from error
+    except Exception as error:
+        messages = {
+            errors.LocalEntryNotFoundError: f"{model.id!r} is not a folder here. As a model of the Hugging Face hub, it is "
+            "missing or incomplete in the cache, and the hub does not answer. Run this command on a machine with internet "
+            f"access, with HF_HOME on a disk that this machine sees:\n  {model.command(code)}",
+            errors.GatedRepoError: f"the hub requires permission to download {model.id!r}: request access at "
+            f"https://huggingface.co/{model.id}, then log in (hf auth login, or HF_TOKEN)",
+            errors.RevisionNotFoundError: f"{model.id!r} has no revision {model.revision!r} on the Hugging Face hub",
+            errors.RepositoryNotFoundError: f"{model.id!r} does not exist as a folder here or on the Hugging Face hub (a "
+            "private model needs HF_TOKEN)",
+            # Of requests, httpx or httpx2, by the version of huggingface_hub; or a full disk.
+            Exception: f"{model.id!r} cannot be fetched from the Hugging Face hub: {error}",
+        }
+        raise ConfigError(next(told for kind, told in messages.items() if isinstance(error, kind))) from error
     if not (folder / "config.json").is_file():
         raise ConfigError(f"{model.id!r} has no config.json on the Hugging Face hub: transformers cannot load it")
     return folder
@@ -138,25 +129,24 @@ class Layers:
 
     def __call__(self, tokens: Tensor, consume: Consume) -> None:
         """Run [B, N] token ids through the model, and call ``consume`` for each layer."""
+
+        def take_input(layer: int, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            consume(layer, args[0] if args else kwargs["hidden_states"])
+
+        def take_output(_: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+            consume(len(self.blocks), output if isinstance(output, Tensor) else output[0])
+
         hooks = [
-            block.register_forward_pre_hook(partial(_input, consume, layer), with_kwargs=True)
+            block.register_forward_pre_hook(partial(take_input, layer), with_kwargs=True)
             for layer, block in enumerate(self.blocks)
         ]
-        hooks.append(self.blocks[-1].register_forward_hook(partial(_output, consume, len(self.blocks))))
+        hooks.append(self.blocks[-1].register_forward_hook(take_output))
         try:
             normed = self.forward(tokens.to(self.device))
         finally:
             for hook in hooks:
                 hook.remove()
         consume(self.count - 1, normed)
-
-
-def _input(consume: Consume, layer: int, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    consume(layer, args[0] if args else kwargs["hidden_states"])
-
-
-def _output(consume: Consume, layer: int, _: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-    consume(layer, output if isinstance(output, Tensor) else output[0])
 
 
 def find_blocks(body: nn.Module, count: int) -> list[nn.Module]:
@@ -262,10 +252,7 @@ def _find(name: str, all_steps: bool, tokenizer: Path | None, trust_remote_code:
 
 
 def _file_names(targets: Iterable[Target]) -> list[str]:
-    """Name files after the targets' folders and their steps or revisions.
-
-    As many parent folders are added as all names need to be unique.
-    """
+    """Name files after as many parts of the targets' paths as all names need to be unique, and steps or revisions."""
     paths = [target.path.parts for target in targets]
     ends = [end_of_name(target) for target in targets]
     for depth in range(1, max(map(len, paths)) + 1):
