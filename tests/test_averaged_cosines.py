@@ -33,7 +33,7 @@ def averaged_in_numpy(z):
 
 def test_against_the_plain_formula():
     layers = [activations(0), 1e-25 * activations(1)]  # the second one's squares are no float32 numbers
-    averaged, pooled = AveragedCosines(2), Accumulator(2)
+    averaged, pooled = AveragedCosines(), Accumulator(2)
     for layer, z in enumerate(layers):
         for some in (z[:4], z[4:]):
             averaged.add(layer, some)
@@ -53,7 +53,7 @@ def test_against_the_plain_formula():
 def test_tokens_without_a_direction_and_equal_ones():
     z = torch.ones(2, 5, 3)
     z[:, 0] = 0
-    averaged = AveragedCosines(1)
+    averaged = AveragedCosines()
     averaged.add(0, z)
     assert averaged.matrix(0)[0].tolist() == [0] * 5
     assert averaged.matrix(0)[1:, 1:] == pytest.approx(np.ones((4, 4)))
@@ -85,7 +85,7 @@ class HiddenStates(torch.nn.Module):
 def test_recorded_numbers_of_the_authors_package():
     """Matrices, their means over all pairs, and histograms; ρ and τ are scipy's of these means, as the package has none."""
     recorded = np.array(json.loads(RECORDED.read_text()))
-    averaged, pooled = AveragedCosines(4), Accumulator(4)
+    averaged, pooled = AveragedCosines(), Accumulator(4)
     for text in range(3):
         for layer, z in enumerate(hidden_states(text)):
             averaged.add(layer, z)
@@ -138,7 +138,7 @@ def test_both_heatmaps_are_the_packages(package):
     tokens = torch.randint(0, 300, (9, N), generator=torch.Generator().manual_seed(1))
     expected = theirs(package, model, tokens)
 
-    averaged = AveragedCosines(6)
+    averaged = AveragedCosines()
     with torch.no_grad():
         hugging_face_layers(model)(tokens, averaged.add)
     ours = [averaged.matrix(layer) for layer in (0, 1, 2, 3, 5)]  # their layers leave out the last block's output

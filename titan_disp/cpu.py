@@ -144,8 +144,7 @@ def _with_one_thread(timeout: timedelta) -> Any:
     options = gloo._Options()
     options._timeout = timeout
     options._threads = 1
-    interfaces = os.environ.get("GLOO_SOCKET_IFNAME")
-    if interfaces:
+    if interfaces := os.environ.get("GLOO_SOCKET_IFNAME"):
         options._devices = [gloo.create_device(interface=interface) for interface in interfaces.split(",")]
     else:
         options._devices = [gloo.create_default_device()]

@@ -15,6 +15,7 @@ therefore do not depend on the mesh.
 """
 
 import math
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -105,9 +106,9 @@ class AveragedCosines:
     max(‖z‖, 1e-3) and this class by ‖z‖, so that tokens shorter than 1e-3 count by their direction, too.
     """
 
-    def __init__(self, layers: int) -> None:
-        self._sums: list[Tensor | None] = [None] * layers
-        self._sequences = [0] * layers
+    def __init__(self) -> None:
+        self._sums: dict[int, Tensor] = {}
+        self._sequences: Counter[int] = Counter()
 
     @torch.no_grad()
     def add(self, layer: int, z: Tensor) -> None:
@@ -115,21 +116,17 @@ class AveragedCosines:
         for sequence in z:
             u = _unit(sequence).float()
             cosines = (u @ u.T).clamp_(-1, 1)
-            summed = self._sums[layer]
-            self._sums[layer] = cosines if summed is None else summed.add_(cosines)
+            self._sums[layer] = self._sums[layer].add_(cosines) if layer in self._sums else cosines
             self._sequences[layer] += 1
 
     def matrix(self, layer: int) -> np.ndarray:
         """Return the mean over all sequences, [N, N] float64 on the host."""
-        summed = self._sums[layer]
-        assert summed is not None
-        return summed.double().cpu().numpy() / self._sequences[layer]
+        return self._sums[layer].double().cpu().numpy() / self._sequences[layer]
 
     def histogram(self) -> np.ndarray:
         """Return the fractions of the N² pairs of positions by averaged cosine, [layers, 128]; NaN if not finite."""
         rows = []
-        for layer in range(len(self._sums)):
-            averaged = self.matrix(layer)
+        for averaged in map(self.matrix, sorted(self._sums)):
             if not np.isfinite(averaged).all():
                 rows.append(np.full(BINS, np.nan))
                 continue

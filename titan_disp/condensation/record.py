@@ -1,7 +1,6 @@
 """A measurement of condensation has numbers for each layer. They are summed up over depth, and in a table over training."""
 
 import math
-import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -171,11 +170,8 @@ class Condensation:
 
 def load_steps(folder: str | Path) -> dict[int, Condensation]:
     """Return what a run measured while it trained, by step: its files RUN/condensation/step-N.npz, if any."""
-    found = {}
-    for path in Path(folder).glob("step-*.npz"):
-        if matched := re.fullmatch(r"step-(\d+)\.npz", path.name):
-            found[int(matched.group(1))] = Condensation.load(path)
-    return dict(sorted(found.items()))
+    steps = {path.stem.removeprefix("step-"): path for path in Path(folder).glob("step-*.npz")}
+    return {int(step): Condensation.load(steps[step]) for step in sorted(filter(str.isdecimal, steps), key=int)}
 
 
 def blocks_mean(found: Condensation) -> float:

@@ -5,7 +5,6 @@ import os
 import shutil
 import sys
 from pathlib import Path
-from typing import Any
 
 import torch
 from huggingface_hub import save_torch_state_dict
@@ -70,7 +69,9 @@ def export(
     try:
         shutil.rmtree(partial, ignore_errors=True)  # left by an export that was killed
         partial.mkdir(parents=True)
-        documents = local_documents(_data_path(saved.config), saved.config["stream"]["text_field"])
+        stream, training = saved.config["stream"], saved.config["training"]
+        data = stream["sources"][0]["path"] if stream["sources"] else training["dataset_path"]
+        documents = local_documents(data, stream["text_field"])
         describe(partial, saved.adapter(), saved.tokenizer_folder(tokenizer), loaded, dtype, documents)
         weights = hf_weights(saved, dtype)
         environment = saved.run / "environment.json"
@@ -88,12 +89,6 @@ def export(
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     return saved
-
-
-def _data_path(config: dict[str, Any]) -> str | None:
-    """Return the path of the run's training data. If there are several sources, it is the first one's."""
-    sources = config["stream"]["sources"]
-    return sources[0]["path"] if sources else config["training"]["dataset_path"]
 
 
 def _save(weights: dict[str, torch.Tensor], folder: Path, max_shard_size: str) -> None:

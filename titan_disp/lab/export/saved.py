@@ -62,11 +62,7 @@ class SavedModel:
         return named(self.config["model"]["flavor"], self.config["model"]["overrides"])
 
     def tokenizer_folder(self, override: str | Path | None = None) -> Path:
-        """Return ``override`` or ``model.hf_assets_path``, which may be relative to the folder where the run started.
-
-        Raises:
-            ConfigError: The folder does not exist.
-        """
+        """Return ``override`` or ``model.hf_assets_path``, which may be relative to the folder where the run started."""
         folder = Path(override or self.config["model"]["hf_assets_path"])
         if not folder.is_dir():
             raise ConfigError(

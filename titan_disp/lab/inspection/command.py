@@ -71,10 +71,7 @@ def write_metrics(out: Path, found: Mapping[str, Measured], settings: Mapping[st
 
 
 def write_figures(
-    out: Path,
-    found: Mapping[str, Measured],
-    families: Mapping[str, Sequence[str]],
-    pairs: Sequence[tuple[str, str]],
+    out: Path, found: Mapping[str, Measured], families: Mapping[str, Sequence[str]], pairs: Sequence[tuple[str, str]]
 ) -> list[str]:
     """Draw all pictures, and return the names of their files.
 
@@ -159,7 +156,7 @@ def measure(name: str, layers: Layers, tokens: Tensor, batch_size: int) -> Conde
     Raises:
         ConfigError: A layer has values that are not finite.
     """
-    pooled, averaged = Accumulator(layers.count, layers.device), AveragedCosines(layers.count)
+    pooled, averaged = Accumulator(layers.count, layers.device), AveragedCosines()
 
     def take_in(layer: int, z: Tensor) -> None:
         if not z.isfinite().all():

@@ -81,12 +81,7 @@ def parse_id(name: str) -> HubModel | None:
 
 
 def find_snapshot(model: HubModel, code: bool) -> Path:
-    """Return the model's folder in the cache, with its Python files if ``code``. It is updated if the hub answers.
-
-    Raises:
-        ConfigError: The model or revision does not exist, access is denied, or the hub does not answer and the cache
-            does not have the model. In this case, the message has the command that downloads it.
-    """
+    """Return the model's folder in the cache, with its Python files if ``code``. It is updated if the hub answers."""
     download, patterns = partial(snapshot_download, model.id, revision=model.revision), model.patterns(code)
     try:
         folder = Path(download(allow_patterns=patterns))
@@ -153,9 +148,6 @@ def find_blocks(body: nn.Module, count: int) -> list[nn.Module]:
     """Find the blocks of a transformers model: an outermost list of ``count`` modules, and of several the largest one.
 
     Inner lists are not candidates, because a block may have as many experts. The largest list has the most weights.
-
-    Raises:
-        ConfigError: There is no such list.
     """
     lists = {name: module for name, module in body.named_modules() if isinstance(module, nn.ModuleList)}
     fitting = [name for name, module in lists.items() if len(module) == count]
