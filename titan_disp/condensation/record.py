@@ -113,7 +113,8 @@ class Condensation:
 
     def by_layer(self) -> dict[str, list[float]]:
         """Return the numbers by layer, without the histogram."""
-        return {name: values.tolist() for name, values in self._numbers().items()}
+        numbers = ("mean_cosine", "std_cosine", "mean_angle", "effective_rank")
+        return {name: getattr(self, name).tolist() for name in numbers}
 
     def by_part(self) -> dict[str, dict[str, float]]:
         """Return means of the numbers over parts of the model.
@@ -131,12 +132,9 @@ class Condensation:
             "final_norm": slice(-1, None),
         }
         return {
-            name: {part: float(values[rows].mean()) for part, rows in parts.items() if len(values[rows])}
-            for name, values in self._numbers().items()
+            name: {part: float(np.mean(values[rows])) for part, rows in parts.items() if values[rows]}
+            for name, values in self.by_layer().items()
         }
-
-    def _numbers(self) -> dict[str, np.ndarray]:
-        return {name: getattr(self, name) for name in ("mean_cosine", "std_cosine", "mean_angle", "effective_rank")}
 
     def to_json(self) -> dict[str, Any]:
         """Return everything but the histograms, with None for numbers that are undefined or were not measured."""
@@ -150,16 +148,15 @@ class Condensation:
             "sequences": self.sequences,
         }
 
-    def save(self, path: str | Path) -> None:
+    def save(self, path: Path) -> None:
         """Write everything to an .npz file. The write is atomic."""
-        path = Path(path)
         path.parent.mkdir(parents=True, exist_ok=True)
         values = {name: value for name, value in asdict(self).items() if value is not None}
         with atomic_write(path) as partial, open(partial, "wb") as file:
             np.savez_compressed(file, edges=EDGES, final_norm=True, **values)  # final_norm names the last layer
 
     @classmethod
-    def load(cls, path: str | Path) -> "Condensation":
+    def load(cls, path: Path) -> "Condensation":
         """Read what ``save`` wrote."""
         with np.load(path) as arrays:
             content: dict[str, Any] = {

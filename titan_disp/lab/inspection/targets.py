@@ -208,10 +208,8 @@ def find_targets(
 ) -> dict[str, Target]:
     """Find models. The keys of the result name files. Each model comes once, in the order of ``names``.
 
-    Args:
-        names: RUN, RUN/STEP, a Hugging Face folder, or MODEL or MODEL@REVISION of the Hugging Face hub.
-        all_steps: whether to take all checkpoints of a RUN, rather than its newest one.
-        tokenizer: folder of a tokenizer that replaces each model's own.
+    ``names`` are RUN (all its checkpoints, or the newest one), RUN/STEP, a Hugging Face folder, or MODEL or
+    MODEL@REVISION of the Hugging Face hub. ``tokenizer`` is a folder that replaces each model's own.
 
     Raises:
         ConfigError: A name is not a model, or a tokenizer does not fit.
