@@ -180,7 +180,6 @@ class Target:
 
     Attributes:
         path: path that names the output files: the run's or the model's folder, or the id on the hub.
-        called: the names by which the user gave this model.
         max_tokens: tokens in the longest sequence; None means any number.
         encode: maps text to token ids without special tokens.
         special_tokens: the tokens that the tokenizer adds by default. For a run, the token that begins documents.
@@ -188,11 +187,11 @@ class Target:
             are missing, or the blocks cannot be found.
         run, step: of a checkpoint.
         revision: revision of a model on the hub, if the user named one.
+        called: the names by which the user gave this model.
     """
 
     folder: Path
     path: Path
-    called: tuple[str, ...]
     max_tokens: int | None
     vocab_size: int
     encode: Encode
@@ -201,6 +200,7 @@ class Target:
     run: Path | None = None
     step: int | None = None
     revision: str | None = None
+    called: tuple[str, ...] = ()
 
 
 def find_targets(
@@ -232,13 +232,13 @@ def find_targets(
 def _find(name: str, all_steps: bool, tokenizer: Path | None, trust_remote_code: bool) -> list[Target]:
     path = Path(name)
     if (path / "config.json").is_file() and not is_run(path):
-        return [_hugging_face_target(name, path, None, tokenizer, trust_remote_code)]
+        return [_hugging_face_target(path, None, tokenizer, trust_remote_code)]
     step_of_run = re.fullmatch(r"(?:step-)?\d+", path.name) and any(map(is_run, path.parents[:2]))
     if not path.exists() and not step_of_run and (model := parse_id(name)) is not None:
         folder = find_snapshot(model, trust_remote_code)
-        return [_hugging_face_target(name, folder, model, tokenizer, trust_remote_code)]
+        return [_hugging_face_target(folder, model, tokenizer, trust_remote_code)]
     saved = saved_models(name) if all_steps and is_run(name) else [find_saved(name)]
-    return [_run_target(name, one, tokenizer) for one in saved]
+    return [_run_target(one, tokenizer) for one in saved]
 
 
 def _file_names(targets: Iterable[Target]) -> list[str]:
@@ -264,7 +264,7 @@ def name_of(called: str, targets: Mapping[str, Target]) -> str:
     return [name for name, target in targets.items() if called in target.called][-1]
 
 
-def _run_target(name: str, saved: SavedModel, tokenizer_folder: Path | None) -> Target:
+def _run_target(saved: SavedModel, tokenizer_folder: Path | None) -> Target:
     args = saved.model_args()
     tokenizer = saved.tokenizer(tokenizer_folder)
 
@@ -282,7 +282,6 @@ def _run_target(name: str, saved: SavedModel, tokenizer_folder: Path | None) -> 
     return Target(
         folder=saved.folder,
         path=saved.run.resolve().relative_to("/"),
-        called=(name,),
         max_tokens=args.max_seq_len,
         vocab_size=args.vocab_size,
         encode=plain_encoder(tokenizer),
@@ -298,20 +297,16 @@ def _bos(tokenizer: BaseTokenizer) -> SpecialTokens:
 
 
 def _hugging_face_target(
-    name: str, folder: Path, model: HubModel | None, tokenizer_folder: Path | None, trust_remote_code: bool
+    folder: Path, model: HubModel | None, tokenizer_folder: Path | None, trust_remote_code: bool
 ) -> Target:
     import transformers  # the import takes seconds, and runs do not need it
 
     if lacking := _missing_weights(folder):
-        more = [] if (folder / INDEX).is_file() else [PICKLES]
-        raise ConfigError(
-            f"{str(folder)!r} {lacking}; "
-            + (
-                "expected a run's folder or a Hugging Face model"
-                if model is None
-                else f"download them on a machine with internet access:\n  {model.command(trust_remote_code, more)}"
-            )
-        )
+        advice = "expected a run's folder or a Hugging Face model"
+        if model is not None:
+            command = model.command(trust_remote_code, [] if (folder / INDEX).is_file() else [PICKLES])
+            advice = f"download them on a machine with internet access:\n  {command}"
+        raise ConfigError(f"{str(folder)!r} {lacking}; {advice}")
     try:
         config = transformers.AutoConfig.from_pretrained(
             folder, local_files_only=True, trust_remote_code=trust_remote_code
@@ -337,7 +332,6 @@ def _hugging_face_target(
     return Target(
         folder=folder,
         path=folder.resolve().relative_to("/") if model is None else Path(model.id),
-        called=(name,),
         max_tokens=longest_sequence(config),
         vocab_size=config.vocab_size,
         encode=encode,

@@ -66,13 +66,7 @@ def read_texts(
         shuffle(files)
         found = _documents(files, text_field, reasons)
         documents = (f"{document}\n\n" for document in found) if in_order else found
-    taken: list[str] = []
-    characters = 0
-    for document in documents:
-        taken.append(document)
-        characters += len(document)
-        if characters >= MOST:
-            break
+    taken = next(_groups(documents, MOST), [])
     if not taken:
         raise ConfigError(f"{source} holds no text{': ' if reasons else ''}{''.join(reasons[:1])}")
     if not in_order:
@@ -80,21 +74,26 @@ def read_texts(
     return taken
 
 
-def _pieces(path: Path, size: int) -> Iterator[str]:
-    lines: list[str] = []
+def _groups(texts: Iterable[str], size: int) -> Iterator[list[str]]:
+    """Group texts so that each group but the last just reaches ``size`` characters."""
+    group: list[str] = []
     characters = 0
+    for text in texts:
+        group.append(text)
+        characters += len(text)
+        if characters >= size:
+            yield group
+            group, characters = [], 0
+    if group:
+        yield group
+
+
+def _pieces(path: Path, size: int) -> Iterator[str]:
     try:
         with open(path, encoding="utf-8") as file:
-            for line in file:
-                lines.append(line)
-                characters += len(line)
-                if characters >= size:
-                    yield "".join(lines)
-                    lines, characters = [], 0
+            yield from map("".join, _groups(file, size))
     except UnicodeDecodeError as error:
         raise ConfigError(f"--text {str(path)!r} is not UTF-8 text: {error}") from error
-    if lines:
-        yield "".join(lines)
 
 
 def _documents(files: Iterable[DataFile], text_field: str, reasons: list[str]) -> Iterator[str]:
