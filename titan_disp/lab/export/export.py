@@ -19,9 +19,7 @@ from titan_disp.run.hf_folder import describe
 
 
 def hf_weights(saved: SavedModel, dtype: str = "float32") -> dict[str, torch.Tensor]:
-    """Load the weights under Hugging Face's names on the CPU, which needs the memory of the float32 weights.
-
-    A tied embedding is included once.
+    """Load the weights under Hugging Face's names on the CPU, in float32 at first. A tied embedding is included once.
 
     Raises:
         CheckpointError: The checkpoint is damaged.

@@ -233,10 +233,9 @@ def load_causal_lm(
 
 
 def longest_sequence(config: Any) -> int | None:
-    """Return the number of tokens in the longest sequence for a transformers model, or None if its config has none.
+    """Return the number of a transformers model's positions, or None if its config has none.
 
-    This is the number of its positions. An exported GPT-2 may have more positions than training's sequences had tokens;
-    then it is the latter.
+    An exported GPT-2 may have more positions than training's sequences had tokens; then it is the latter.
     """
     positions: int | None = getattr(config, "max_position_embeddings", None)
     return positions if positions is None else min(positions, getattr(config, "trained_seq_len", positions))

@@ -164,10 +164,7 @@ def contiguous_sequences(
     """Start sequences at random places of texts in order, as in the paper. The result is [count, length] int64.
 
     A document or line begins each sequence, and the following ones fill it. Sequences may overlap. One that would
-    exceed the end of the text begins earlier.
-
-    Raises:
-        ConfigError: The whole text has fewer than ``length`` tokens.
+    exceed the end of the text begins earlier. A text shorter than that is a ConfigError.
     """
     generator = random.Random(seed)
     return torch.tensor([_from(texts, generator.randrange(len(texts)), encode, length) for _ in range(count)])
