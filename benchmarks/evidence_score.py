@@ -138,7 +138,7 @@ def cosines(model: Qwen3DispModel, windows: Sequence[Sequence[int]], length: int
     for batch in chosen.split(BATCH):
         for layer, z in enumerate(model(batch, return_activations=layers)[1]):
             sums.add(layer, z)
-    return sums.result(length, final_norm=True).mean_cosine.round(5).tolist()
+    return sums.result(length).mean_cosine.round(5).tolist()
 
 
 def score(model: Qwen3DispModel, text: HeldOut, length: int) -> dict[str, Any]:

@@ -24,8 +24,7 @@ from torchtitan.config import JobConfig
 from titan_disp.cluster.cost import find_gpu
 from titan_disp.cluster.plan import Plan, make_plan
 from titan_disp.condensation.heatmap import heatmap
-from titan_disp.condensation.measure import Accumulator, _effective_rank
-from titan_disp.condensation.monitor import Monitor
+from titan_disp.condensation.measure import Accumulator, Monitor, _effective_rank
 from titan_disp.config.load import load_config
 from titan_disp.models.registry import args_of
 from titan_disp.run.folder import append_json
@@ -64,7 +63,7 @@ def timed(tokens: int, dim: int, layers: int, rounds: int) -> dict[str, float]:
     sums = Accumulator(layers)
     for layer in range(layers):
         sums.add(layer, torch.randn(1, 64, 16))  # any tokens do, because the pictures and files have the same size
-    found = sums.result(64, final_norm=True)
+    found = sums.result(64)
     with tempfile.TemporaryDirectory() as folder, SummaryWriter(folder) as board:
 
         def write() -> None:

@@ -112,7 +112,7 @@ def test_the_picture(tmp_path, monkeypatch):
         for seed, (folder, level) in enumerate(zip(of_state, levels[state], strict=True), start=1):
             write_run(folder, *whole(20), steps=20, debug={"seed": seed}, dispersion={"enabled": state == "on"})
             for step in (0, 10, 20):
-                one = condensed(0.05, level, level + step / 100, 0.5, final_norm=True)
+                one = condensed(0.05, level, level + step / 100, 0.5)
                 replace(one, cross_entropy=7 - level).save(folder / "condensation" / f"step-{step}.npz")
     named = [f"dispersion {state}={','.join(map(str, of_state))}" for state, of_state in folders.items()]
     every = gather(named)

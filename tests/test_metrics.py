@@ -105,7 +105,7 @@ def test_bytes_and_waiting_since_the_last_log(one_rank, tmp_path, monkeypatch, c
 def condensed(*mean_cosine):
     mean = np.array(mean_cosine)
     histogram = np.full((len(mean), 128), 1 / 128)
-    return Condensation(mean, mean / 2, 1 - mean, 9 * mean, histogram, 8, 2, final_norm=True, cross_entropy=3.25)
+    return Condensation(mean, mean / 2, 1 - mean, 9 * mean, histogram, 8, 2, cross_entropy=3.25)
 
 
 def test_condensation_in_tensorboard(one_rank, tmp_path, monkeypatch):

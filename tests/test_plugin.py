@@ -121,7 +121,7 @@ sys.meta_path.remove(finder)
 import matplotlib.figure, matplotlib.backends.backend_agg
 finder.allowed |= top_levels() | {"scipy"}
 sys.meta_path.insert(0, finder)
-import titan_disp.condensation.monitor, titan_disp.lab.plots
+import titan_disp.condensation.measure, titan_disp.lab.plots
 print(of_ours / of_torch)
 """
 

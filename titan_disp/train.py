@@ -22,7 +22,7 @@ from torchtitan.tools.logging import init_logger, logger
 from torchtitan.train import Trainer
 
 import titan_disp.plugin  # noqa: F401 — the model's spec and the device type, whatever the config imports
-from titan_disp.condensation.monitor import Forward, Monitor, cross_entropies
+from titan_disp.condensation.measure import Forward, Monitor, cross_entropies
 from titan_disp.condensation.record import over_training
 from titan_disp.config.batch import data_parallel_degree, last_step
 from titan_disp.config.checks import check_config, check_device

@@ -240,12 +240,11 @@ class DispersionMetrics(MetricsProcessor):
         append_json(
             self._jsonl, {"step": step, "time": time.time(), "condensation": found.to_json(), "seconds": seconds}
         )
-        cosines = " ".join(f"{c:.2f}" for c in found.mean_cosine[: found.last_block + 1])
-        normed = f"  after the final norm: {found.mean_cosine[-1]:.2f}" if found.final_norm else ""
+        cosines = " ".join(f"{c:.2f}" for c in found.mean_cosine[:-1])
         logger.info(
             f"{self.color.cyan}step: {step:2}  held-out text: ce: {found.cross_entropy:8.5f}  "
-            f"mean cosine, embedding → last block: {cosines}{normed}  over depth: {found.before_norm}  "
-            f"({seconds:.1f} s){self.color.reset}"
+            f"mean cosine, embedding → last block: {cosines}  after the final norm: {found.mean_cosine[-1]:.2f}  "
+            f"over depth: {found.before_norm}  ({seconds:.1f} s){self.color.reset}"
         )
 
     def _condensation_scalars(self, found: Condensation) -> dict[str, float]:

@@ -1,10 +1,9 @@
-"""This module exports a saved model to a Hugging Face folder that ``from_pretrained`` loads."""
+"""A saved model is exported to a Hugging Face folder that ``from_pretrained`` loads."""
 
 import os
 import shutil
 import sys
 from pathlib import Path
-from typing import Any
 
 import torch
 from huggingface_hub import save_torch_state_dict
@@ -20,9 +19,7 @@ from titan_disp.run.reader import read_environment
 
 
 def hf_weights(saved: SavedModel, dtype: str = "float32") -> dict[str, torch.Tensor]:
-    """Load the weights under Hugging Face's names on the CPU. A tied embedding is included once.
-
-    This needs the memory of the float32 weights.
+    """Load the weights under Hugging Face's names on the CPU, in float32 at first. A tied embedding is included once.
 
     Raises:
         CheckpointError: The checkpoint is damaged.
@@ -70,8 +67,9 @@ def export(
     try:
         shutil.rmtree(partial, ignore_errors=True)  # left by an export that was killed
         partial.mkdir(parents=True)
-        text_field = saved.config.get("stream", {}).get("text_field", "text")
-        documents = local_documents(_data_path(saved.config), text_field)
+        stream, training = saved.config["stream"], saved.config["training"]
+        data = stream["sources"][0]["path"] if stream["sources"] else training["dataset_path"]
+        documents = local_documents(data, stream["text_field"])
         describe(partial, saved.adapter(), saved.tokenizer_folder(tokenizer), loaded, dtype, documents)
         weights = hf_weights(saved, dtype)
         parameters = sum(w.numel() for w in weights.values())
@@ -87,13 +85,6 @@ def export(
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     return saved
-
-
-def _data_path(config: dict[str, Any]) -> str | None:
-    """Return the path of the run's training data. If there are several sources, it is the first one's."""
-    sources = config.get("stream", {}).get("sources")
-    path: str | None = sources[0]["path"] if sources else config["training"]["dataset_path"]
-    return path
 
 
 def _save(weights: dict[str, torch.Tensor], folder: Path, max_shard_size: str) -> None:

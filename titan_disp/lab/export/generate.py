@@ -1,4 +1,4 @@
-"""This module generates text on a CPU with a saved or exported model."""
+"""A saved or exported model generates text on a CPU."""
 
 import sys
 from pathlib import Path
@@ -17,11 +17,7 @@ from titan_disp.run.reader import is_run
 
 
 def _load(target: str | Path, tokenizer: str | Path | None) -> tuple[Any, BaseTokenizer, int]:
-    """Load a transformers model from a run's checkpoint or a Hugging Face folder.
-
-    Returns:
-        The model, its tokenizer, and the tokens of its longest sequence.
-    """
+    """Return a transformers model, its tokenizer, and the tokens of its longest sequence."""
     import transformers
     from transformers.utils import logging
 

@@ -1,11 +1,14 @@
-"""``titan-disp condensation`` measures the condensation of trained models, layer by layer on the same text."""
+"""``titan-disp condensation`` measures the condensation of trained models, layer by layer on the same text.
+
+It writes numbers as .npz, JSON and CSV, and pictures.
+"""
 
 import csv
 import re
 import sys
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from math import isnan
 from pathlib import Path
@@ -18,9 +21,10 @@ from titan_disp.condensation.measure import Accumulator, AveragedCosines
 from titan_disp.condensation.record import Condensation
 from titan_disp.errors import ConfigError, counted
 from titan_disp.files import progress
-from titan_disp.lab.inspection.layer_by_layer import Layers
+from titan_disp.lab import plots
 from titan_disp.lab.inspection.targets import (
     Device,
+    Layers,
     SpecialTokens,
     Target,
     end_of_name,
@@ -29,23 +33,7 @@ from titan_disp.lab.inspection.targets import (
     parse_group,
 )
 from titan_disp.lab.inspection.texts import contiguous_sequences, cut_sequences, read_texts, surround
-from titan_disp.lab.plots import (
-    AVERAGED,
-    POOLED,
-    averaged,
-    both_heatmaps,
-    by_size,
-    depth_bars,
-    mean_cosine_by_layer,
-    over_steps,
-    over_training,
-    pairs,
-    side_by_side,
-)
 from titan_disp.run.folder import write_json
-
-# This module writes the files of ``titan-disp condensation``: numbers as .npz, JSON and CSV, and pictures.
-
 
 PLACES, RANKS = ("before_norm", "after_norm"), ("spearman", "kendall")
 
@@ -59,104 +47,79 @@ class Measured:
     condensation: Condensation
 
 
-@dataclass(frozen=True)
-class Groups:
-    """Models that are drawn together. They are named as in file names.
-
-    Attributes:
-        families: models of different sizes, by the name of the family.
-        pairs: a base model and a model made from it.
-    """
-
-    families: Mapping[str, Sequence[str]] = field(default_factory=dict)
-    pairs: Sequence[tuple[str, str]] = ()
-
-
 def write_metrics(out: Path, found: Mapping[str, Measured], settings: Mapping[str, Any]) -> list[str]:
     """Write metrics.json, which includes ``settings``, and metrics.csv, with a row for each layer of each target.
 
-    Both files name the layers. They give ρ and τ over depth twice: up to the last block, and up to the final norm.
-
-    Returns:
-        The names of the files.
+    Both files name the layers. They give ρ and τ over depth twice: up to the last block, and up to the final norm. The
+    names of the files are returned.
     """
-    content = [
-        {
-            **{"name": name, "folder": str(one.target.folder), "step": one.target.step},
-            **{"revision": one.target.revision, "parameters": one.parameters},
-            **one.condensation.to_json(),
-        }
-        for name, one in found.items()
-    ]
+    content, rows = [], []
+    for name, one in found.items():
+        told, by_layer = one.condensation.to_json(), one.condensation.by_layer()
+        target = {"name": name, "folder": str(one.target.folder), "step": one.target.step}
+        content.append({**target, "revision": one.target.revision, "parameters": one.parameters, **told})
+        correlations = {f"{rank}_{place}": told[place][rank] for place in PLACES for rank in RANKS}
+        for layer, layer_name in enumerate(told["layers"]):
+            numbers = {key: values[layer] for key, values in by_layer.items()}
+            rows.append({"target": name, "layer": layer, "layer_name": layer_name, **numbers, **correlations})
     write_json(out / "metrics.json", {**settings, "targets": content})
     with open(out / "metrics.csv", "w", newline="") as file:
-        rows = csv.writer(file)
-        for one in content:
-            by_layer = found[one["name"]].condensation.by_layer()
-            if file.tell() == 0:
-                rows.writerow(
-                    ["target", "layer", "layer_name", *by_layer, *(f"{c}_{p}" for p in PLACES for c in RANKS)]
-                )
-            correlations = [one[place][rank] for place in PLACES for rank in RANKS]  # csv writes None as an empty cell
-            for layer, numbers in enumerate(zip(one["layers"], *by_layer.values(), strict=True)):
-                rows.writerow([one["name"], layer, *numbers, *correlations])
+        table = csv.DictWriter(file, rows[0])  # it writes None as an empty cell
+        table.writeheader()
+        table.writerows(rows)
     return ["metrics.json", "metrics.csv"]
 
 
-def write_figures(out: Path, found: Mapping[str, Measured], groups: Groups) -> list[str]:
-    """Draw all pictures.
+def write_figures(
+    out: Path, found: Mapping[str, Measured], families: Mapping[str, Sequence[str]], pairs: Sequence[tuple[str, str]]
+) -> list[str]:
+    """Draw all pictures, and return the names of their files.
 
     These are two heatmaps of each target, all targets' heatmaps of a kind side by side, mean cosines, ρ and τ. Several
     steps of a run or revisions of a model are drawn over training, families by size, and pairs side by side.
-
-    Returns:
-        The names of the files.
     """
     measured = {name: one.condensation for name, one in found.items()}
-    figures = {f"heatmap-{name}.png": both_heatmaps(one, name) for name, one in measured.items()}
-    figures["side_by_side_pooled.png"] = side_by_side(measured, POOLED)
-    figures["side_by_side_averaged.png"] = side_by_side({name: averaged(m) for name, m in measured.items()}, AVERAGED)
-    figures["mean_cosine.png"] = mean_cosine_by_layer(measured)
-    figures["depth.png"] = depth_bars(measured)
-    by_step, by_revision = _over_training(found)
-    if by_step or by_revision:
-        figures["over_training.png"] = over_training({**by_step, **by_revision})
+    averaged = {name: plots.averaged(one) for name, one in measured.items()}
+    figures = {f"heatmap-{name}.png": plots.both_heatmaps(one, name) for name, one in measured.items()}
+    figures["side_by_side_pooled.png"] = plots.side_by_side(measured, plots.POOLED)
+    figures["side_by_side_averaged.png"] = plots.side_by_side(averaged, plots.AVERAGED)
+    figures["mean_cosine.png"] = plots.mean_cosine_by_layer(measured)
+    figures["depth.png"] = plots.depth_bars(measured)
+    over_training = _over_training(found)
+    by_step = {name: group for name, group in over_training.items() if all(isinstance(step, int) for step in group)}
+    if over_training:
+        figures["over_training.png"] = plots.over_training(by_step | over_training)
     if by_step:
-        figures["over_steps.png"] = over_steps(by_step)
-    if groups.families:
-        families = {
-            family: {name: (found[name].parameters, measured[name]) for name in members}
-            for family, members in groups.families.items()
-        }
-        figures["by_size.png"] = by_size(families)
-    if groups.pairs:
-        figures["pairs.png"] = pairs([((a, measured[a]), (b, measured[b])) for a, b in groups.pairs])
+        figures["over_steps.png"] = plots.over_steps(by_step)
+    if families:
+        sizes = {name: (one.parameters, one.condensation) for name, one in found.items()}
+        figures["by_size.png"] = plots.by_size(
+            {family: {name: sizes[name] for name in members} for family, members in families.items()}
+        )
+    if pairs:
+        figures["pairs.png"] = plots.pairs([((a, measured[a]), (b, measured[b])) for a, b in pairs])
     for name, figure in figures.items():
         figure.savefig(out / name, dpi=150)
     return list(figures)
 
 
-def _over_training(
-    found: Mapping[str, Measured],
-) -> tuple[dict[str, dict[int, Condensation]], dict[str, dict[str, Condensation]]]:
-    """Group the measurements of several steps of a run, or several revisions of a model.
+def _over_training(found: Mapping[str, Measured]) -> dict[str, dict[Any, Condensation]]:
+    """Group the measurements of several steps of a run, or revisions of a model, by ascending step.
 
-    The first result is by step. The second one is by revision in the given order, for revisions that do not name steps.
+    Revisions that do not name steps are grouped by their names, in the given order.
     """
     several: dict[str, list[Measured]] = defaultdict(list)
     for name, one in found.items():
         if end := end_of_name(one.target):
             several[name.removesuffix(end)].append(one)
-    by_step: dict[str, dict[int, Condensation]] = {}
-    by_revision: dict[str, dict[str, Condensation]] = {}
+    groups: dict[str, dict[Any, Condensation]] = {}
     for name, many in several.items():
-        steps = [step_of(one.target) for one in many]
-        numbered = {step: one.condensation for step, one in zip(steps, many, strict=True) if step is not None}
-        if len(numbered) == len(many) > 1:
-            by_step[name] = dict(sorted(numbered.items()))
-        elif len(many) > 1:
-            by_revision[name] = {str(one.target.revision): one.condensation for one in many}
-    return by_step, by_revision
+        by_step = {step_of(one.target): one.condensation for one in many}
+        if None not in by_step and len(by_step) == len(many):
+            groups[name] = dict(sorted(by_step.items()))
+        else:
+            groups[name] = {str(one.target.revision): one.condensation for one in many}
+    return {name: group for name, group in groups.items() if len(group) > 1}
 
 
 def step_of(target: Target) -> int | None:
@@ -188,18 +151,12 @@ def table(found: Mapping[str, Condensation]) -> str:
 
 @torch.no_grad()
 def measure(name: str, layers: Layers, tokens: Tensor, batch_size: int) -> Condensation:
-    """Measure every layer of one model, including the output of the final norm. A progress bar is on stderr.
-
-    Args:
-        name: name of the model in messages.
-        layers: the model.
-        tokens: [count, length] token ids.
-        batch_size: sequences per forward pass.
+    """Measure every layer of one model on [count, length] token ids. ``name`` is for messages and a progress bar.
 
     Raises:
         ConfigError: A layer has values that are not finite.
     """
-    pooled, averaged = Accumulator(layers.count, layers.device), AveragedCosines(layers.count)
+    pooled, averaged = Accumulator(layers.count, layers.device), AveragedCosines()
 
     def take_in(layer: int, z: Tensor) -> None:
         if not z.isfinite().all():
@@ -211,7 +168,7 @@ def measure(name: str, layers: Layers, tokens: Tensor, batch_size: int) -> Conde
         for batch in tokens.split(batch_size):
             layers(batch, take_in)
             bar.update(len(batch))
-    found = pooled.result(tokens.shape[1], final_norm=True)
+    found = pooled.result(tokens.shape[1])
     return replace(found, averaged_histogram=averaged.histogram())
 
 
@@ -315,15 +272,13 @@ def condensation(
         found[name] = Measured(target, layers.parameters, measure(name, layers, samples[name], batch_size))
         found[name].condensation.save(out / f"{name}.npz")
         del layers  # frees the memory before the next model is loaded
-    groups = Groups(
-        {family: [name_of(member, targets) for member in members] for family, members in by_family.items()},
-        [(name_of(base, targets), name_of(other, targets)) for base, other in by_pair],
-    )
+    named_families = {family: [name_of(member, targets) for member in members] for family, members in by_family.items()}
+    named_pairs = [(name_of(base, targets), name_of(other, targets)) for base, other in by_pair]
     settings = {
         **{"text": str(text or dataset), "seed": sampling.seed, "dtype": dtype},
         **{"contiguous": sampling.contiguous, "special_tokens": sampling.special_tokens},
     }
-    files = [*write_metrics(out, found, settings), *write_figures(out, found, groups)]
+    files = [*write_metrics(out, found, settings), *write_figures(out, found, named_families, named_pairs)]
     measurements = {name: one.condensation for name, one in found.items()}
     print(table(measurements))
     print(f"{out}: {', '.join([*(f'{name}.npz' for name in found), *files])}")

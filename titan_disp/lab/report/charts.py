@@ -17,7 +17,7 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator
 from scipy.stats import binned_statistic
 
 from titan_disp.condensation.heatmap import layer_label, new_figure, plain
-from titan_disp.condensation.record import Condensation, alike
+from titan_disp.condensation.record import Condensation
 from titan_disp.lab.plots import LINES, MEAN_COSINE, OKABE_ITO
 from titan_disp.run.history import FAULTS, Attempt
 from titan_disp.text import short
@@ -167,7 +167,7 @@ def draw_layer_map(axes: Axes, by_step: Mapping[int, Condensation], title: str, 
         title: title of the map.
         end: the last step of the run, where the map ends.
     """
-    measured = alike(list(by_step.values()))
+    measured = list(by_step.values())
     values = np.array([found.mean_cosine for found in measured]).T
     layers = np.arange(len(values))
     mesh = axes.pcolormesh(

@@ -232,9 +232,7 @@ def final_numbers(runs: Sequence[Run]) -> Rows:
         "mean cosine of all blocks, highest": highest,
         "mean cosine of the last block, first": measured(lambda found: found.mean_cosine[found.last_block], 0),
         "mean cosine of the last block, last": measured(lambda found: found.mean_cosine[found.last_block]),
-        "mean cosine after the final norm, last": measured(
-            lambda found: found.by_part()["mean_cosine"].get("final_norm", np.nan)
-        ),
+        "mean cosine after the final norm, last": measured(lambda found: found.mean_cosine[-1]),
         "Spearman's ρ up to the last block, last": measured(lambda found: found.before_norm.spearman),
         "Spearman's ρ up to the final norm, last": measured(lambda found: found.after_norm.spearman),
         "Kendall's τ up to the last block, last": measured(lambda found: found.before_norm.kendall),
