@@ -15,7 +15,7 @@ from torchtitan.components.loss import cross_entropy_loss
 from tests.command_line import ROOT
 from tests.distributed import spawn
 from tests.mesh import GLOBAL_BATCH, SEQ_LEN, assert_tied, build, canonical, full, global_batch, job_config, step
-from tests.oracle import dispersion_oracle
+from tests.oracle import angular
 from tests.saved_run import SEQ_LEN as SAVED_SEQ_LEN
 from tests.saved_run import random_model, save_run
 from titan_disp.cluster import plan
@@ -147,7 +147,7 @@ def test_final_norm_is_the_authors_mid_training():
     ours, labels = of_ours(theirs, args.activations), TOKENS.roll(-1, 1)
     loss = DispersionObjective(cross_entropy_loss, DispersionLoss(clamp=0.1), lambda step: 1.0)(ours(TOKENS), labels)
     out = theirs(TOKENS, output_hidden_states=True)
-    per_layer = [dispersion_oracle(z.double(), tau=1.0, clamp=0.1, norm_eps=1e-2) for z in out.hidden_states[1:]]
+    per_layer = [angular(z.double(), tau=1.0, clamp=0.1, norm_eps=1e-2) for z in out.hidden_states[1:]]
     ce = torch.nn.functional.cross_entropy(out.logits.flatten(0, 1), labels.flatten(), reduction="sum")
     expected = ce + 48 * torch.stack(per_layer).mean(0).sum()  # 48 tokens a sequence
     torch.testing.assert_close(loss.double(), expected.double(), rtol=1e-6, atol=0)

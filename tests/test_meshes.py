@@ -5,6 +5,7 @@ import torch
 
 from tests.distributed import spawn
 from tests.mesh import global_batch, job_config, run_cases
+from tests.oracle import EVERY_ESTIMATOR
 from titan_disp.cluster.cost import traffic
 from titan_disp.cluster.plan import meta_model
 from titan_disp.config.checks import check_config
@@ -100,17 +101,11 @@ NIGHT = [name for name in (*NIGHT_ON_ONE, *NIGHT_ON_TWO, *EIGHT_RANKS) if name !
 # Every other variant × estimator: one process, FSDP2, TP, and FSDP2 × TP.
 FAMILY = {
     f"{variant}_{estimator}": (
-        "--dispersion.variant",
-        variant,
-        "--dispersion.estimator",
-        estimator,
+        *("--dispersion.variant", variant, "--dispersion.estimator", estimator),
         *(("--dispersion.max_tokens", "10") if estimator == "sampled" else ()),
     )
-    for variant, estimator in (
-        ("angular", "moments"),
-        ("angular", "sampled"),
-        *((v, e) for v in ("decorrelation", "l2_repel", "orthogonalization") for e in ("exact", "sampled")),
-    )
+    for variant, estimator in EVERY_ESTIMATOR
+    if (variant, estimator) != ("angular", "exact")
 }
 FAMILY_ALONE = {
     f"{name}_alone": ((*options, "--training.local_batch_size", "8"), "") for name, options in FAMILY.items()

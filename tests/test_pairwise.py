@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.oracle import dispersion_oracle
+from tests.oracle import angular
 from titan_disp.dispersion import dispersion_loss, dispersion_losses, pairwise, vectors
 from titan_disp.dispersion.variants.angular import angular_pair
 
@@ -23,7 +23,7 @@ def loss_and_gradient(function, z, **parameters):
 def assert_agrees(z, loss_tolerance, grad_tolerance, **parameters):
     parameters = PARAMETERS | parameters
     loss, grad = loss_and_gradient(dispersion_loss, z, **parameters)
-    expected, expected_grad = loss_and_gradient(dispersion_oracle, z.double(), **parameters)
+    expected, expected_grad = loss_and_gradient(angular, z.double(), **parameters)
     assert loss.isfinite().all()
     assert grad.isfinite().all()
     torch.testing.assert_close(loss, expected, rtol=0, atol=loss_tolerance)
@@ -117,7 +117,7 @@ def test_degenerate_tokens_agree(case):
         # The oracle's ‖z‖ has subgradient 0 at 0, as here.
         z = torch.cat([z[:, :5], torch.zeros(1, 4, 32), tokens(1, 4, 32)], 1)
     loss, grad = loss_and_gradient(dispersion_loss, z, **PARAMETERS)
-    expected, expected_grad = loss_and_gradient(dispersion_oracle, z, **PARAMETERS)
+    expected, expected_grad = loss_and_gradient(angular, z, **PARAMETERS)
     torch.testing.assert_close(loss, expected)
     # Beside identical tokens the tangential gradient vanishes; compare with an absolute floor.
     torch.testing.assert_close(grad, expected_grad, rtol=1e-9, atol=1e-12)

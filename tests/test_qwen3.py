@@ -9,7 +9,7 @@ from torchtitan.models.qwen3 import qwen3_args
 from torchtitan.models.qwen3.model.model import Qwen3Model
 from torchtitan.models.qwen3.model.state_dict_adapter import Qwen3StateDictAdapter
 
-from tests.oracle import dispersion_oracle
+from tests.oracle import angular
 from titan_disp.config.load import load_config
 from titan_disp.data.tokenizer import check_fits
 from titan_disp.dispersion import DispersionLoss, DispersionObjective
@@ -111,7 +111,7 @@ def test_final_norm_is_the_authors_mid_training(nano):
 
     loss = DispersionObjective(cross_entropy, DispersionLoss(), lambda step: 1.0)(ours(TOKENS), labels)
     out = theirs(TOKENS, output_hidden_states=True)
-    per_layer = [dispersion_oracle(z.double(), tau=1.0, clamp=0.25, norm_eps=1e-2) for z in out.hidden_states[1:]]
+    per_layer = [angular(z.double(), tau=1.0, clamp=0.25, norm_eps=1e-2) for z in out.hidden_states[1:]]
     expected = cross_entropy(out.logits, labels) + 20 * torch.stack(per_layer).mean(0).sum()  # 20 tokens a sequence
     torch.testing.assert_close(loss.double(), expected.double(), rtol=1e-6, atol=0)
     loss.backward()

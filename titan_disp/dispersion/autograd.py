@@ -2,7 +2,7 @@
 
 Forward computes a layer's value together with its gradient and saves the gradient. Backward only scales it. If a
 sequence is sharded, each rank saves the complete gradient of its own tokens, so backward needs no communication: the
-derivative of a sum over ranks is the identity.
+derivative of a sum over ranks is the identity. A sequence may be sharded over a process group or a 1-D mesh.
 """
 
 from collections.abc import Callable
@@ -13,13 +13,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-# A sequence may be sharded over a process group. This module resolves the group and gathers shards over it.
-
-
 # torch 2.13 renamed this function and warns about the old name.
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 Group = dist.ProcessGroup | DeviceMesh | None
+Result = tuple[Tensor, Tensor]  # value [B], ∂value/∂z [B, n, F]
 
 
 def process_group(group: Group) -> dist.ProcessGroup | None:
@@ -52,9 +50,6 @@ class Gathering:
         """Wait for the all-gather and return the other ranks' shards, each [B, N/p, F]."""
         self.work.wait()
         return [shard for other, shard in enumerate(self.gathered.chunk(self.world)) if other != self.rank]
-
-
-Result = tuple[Tensor, Tensor]  # value [B], ∂value/∂z [B, n, F]
 
 
 class SavedGradient(torch.autograd.Function):

@@ -24,12 +24,12 @@ class DispersionLoss:
     """Compute the dispersion loss. An option that the variant or the estimator does not use must keep its default.
 
     Attributes:
-        variant: a loss of the paper's Table 1: angular, decorrelation, l2_repel or orthogonalization.
-        estimator: exact (all pairs); moments (all pairs, in time linear in N; angular only); sampled (the pairs of
-            ``max_tokens`` positions).
-        tau: temperature of angular and l2_repel.
-        clamp: κ of angular and orthogonalization. Cosines are clamped to [−1+κ, 1−κ].
-        norm_eps: ε of angular and orthogonalization, added to the norms.
+        variant: a name in ``VARIANTS``. docs/loss.md has the formulas, and the options that each variant uses.
+        estimator: exact (all pairs); moments (all pairs, in time linear in N; if the variant's w is smooth); sampled
+            (the pairs of ``max_tokens`` positions).
+        tau: τ, the temperature.
+        clamp: κ. Cosines are clamped to [−1+κ, 1−κ].
+        norm_eps: ε, added to the norms.
         norm_coeff: λ_norm of l2_repel, which keeps distances from growing without bound.
         include_diagonal: whether the mean of l2_repel includes the pair of each token with itself, as in the authors'
             code.
