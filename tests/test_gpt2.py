@@ -1,4 +1,4 @@
-"""gpt2_disp against transformers' GPT2LMHeadModel: sizes, logits, gradients, files; and on a mesh."""
+"""gpt2_disp against transformers' GPT2LMHeadModel: sizes, initial weights, files; and on a mesh."""
 
 import json
 import shutil
@@ -15,7 +15,6 @@ from torchtitan.components.loss import cross_entropy_loss
 from tests.command_line import ROOT
 from tests.distributed import spawn
 from tests.mesh import GLOBAL_BATCH, SEQ_LEN, assert_tied, build, canonical, full, global_batch, job_config, step
-from tests.oracle import angular
 from tests.saved_run import SEQ_LEN as SAVED_SEQ_LEN
 from tests.saved_run import random_model, save_run
 from titan_disp.cluster import plan
@@ -104,60 +103,12 @@ def test_flavors_are_gpt2s(flavor, tmp_path):
         check_fits(50258, "a larger one", args.vocab_size, flavor, "")
 
 
-def test_flavors_come_in_ascending_order():
-    """A preflight takes the first that fits."""
-    sizes = []
-    for name in flavors:
-        with torch.device("meta"):
-            sizes.append(sum(p.numel() for p in GPT2DispModel(flavors[name]).parameters()))
-    assert sizes == sorted(sizes)
-
-
-@pytest.mark.parametrize("tied", [True, False])
 @torch.no_grad()
-def test_logits_and_activations_are_transformers(tied):
-    theirs = random_weights(tie_word_embeddings=tied)
-    ours = of_ours(theirs).eval()
-    assert_tied(ours, tied)
-    logits, activations = ours(TOKENS, return_activations=(0, 1, 2, 3, 4, 5, 7))
-    out = theirs(TOKENS, output_hidden_states=True)
-    torch.testing.assert_close(logits, out.logits, rtol=0, atol=1e-5)
-    for mine, hidden in zip(activations, out.hidden_states, strict=True):  # whose last is after the final norm
-        torch.testing.assert_close(mine, hidden, rtol=0, atol=1e-5)
-    # Context parallelism shares out and permutes tokens, and says which positions they have.
+def test_positions_of_permuted_tokens():
+    """Context parallelism shares out and permutes tokens, and says which positions they have."""
+    model = of_ours(random_weights())
     order = torch.arange(48).flip(0)
-    torch.testing.assert_close(
-        ours.embed(TOKENS[:, order], order.expand(2, 48)), activations[0][:, order], rtol=0, atol=0
-    )
-    # And back.
-    again = GPT2HfAdapter(ours.model_args, None).to_hf(ours.state_dict())
-    weights = {name: w for name, w in theirs.state_dict().items() if name != "lm_head.weight" or not tied}
-    assert again.keys() == weights.keys()
-    assert all(torch.equal(again[name], w) for name, w in weights.items())
-
-
-def test_final_norm_is_the_authors_mid_training():
-    """Cross-entropy + λ · dispersion of transformers' hidden_states[1:]: loss, and the gradient of every weight."""
-    args = flavors["nano"]
-    args.update_from_config(
-        load_config(["--dispersion.enabled", "--dispersion.final_norm", "--training.seq_len", "48"])
-    )
-    assert args.activations == (1, 2, 3, 4, 5, 7)
-    theirs = random_weights()
-    ours, labels = of_ours(theirs, args.activations), TOKENS.roll(-1, 1)
-    loss = DispersionObjective(cross_entropy_loss, DispersionLoss(clamp=0.1), lambda step: 1.0)(ours(TOKENS), labels)
-    out = theirs(TOKENS, output_hidden_states=True)
-    per_layer = [angular(z.double(), tau=1.0, clamp=0.1, norm_eps=1e-2) for z in out.hidden_states[1:]]
-    ce = torch.nn.functional.cross_entropy(out.logits.flatten(0, 1), labels.flatten(), reduction="sum")
-    expected = ce + 48 * torch.stack(per_layer).mean(0).sum()  # 48 tokens a sequence
-    torch.testing.assert_close(loss.double(), expected.double(), rtol=1e-6, atol=0)
-    loss.backward()
-    expected.backward()
-    gradients = GPT2HfAdapter(args, None).to_hf({name: p.grad for name, p in ours.named_parameters()})
-    assert gradients.keys() == {name for name, _ in theirs.named_parameters()}
-    for name, p in theirs.named_parameters():
-        error = (gradients[name] - p.grad).norm() / p.grad.norm()
-        assert error < 1e-4, f"{name}: {error:.1e}"
+    assert torch.equal(model.embed(TOKENS[:, order], order.expand(2, 48)), model.embed(TOKENS, None)[:, order])
 
 
 def test_initial_weights_are_transformers():

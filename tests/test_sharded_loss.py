@@ -170,13 +170,15 @@ def check_embedding_and_output_after_tensor_parallel():
     """TP replaces both parameters; ``init_weights`` would tie them again, but FSDP groups them before. Tied ones are one group of
     FSDP with the final norm; an untied embedding is gathered and reduced by itself, as TorchTitan has it."""
     from titan_disp.config.load import load_config
-    from titan_disp.models.qwen3 import Qwen3DispModel, flavors, parallelize
+    from titan_disp.models.registry import MODELS
+
+    qwen3 = MODELS["qwen3_disp"]
 
     def groups(flavor, **changes):
         config = load_config(["--model.name", "qwen3_disp"])
         with torch.device("meta"):
-            model = Qwen3DispModel(dataclasses.replace(flavors[flavor], **changes))
-        parallelize(model, dims(dp_shard=2, tp=2), config)
+            model = qwen3.model_cls(dataclasses.replace(qwen3.flavors[flavor], **changes))
+        qwen3.parallelize(model, dims(dp_shard=2, tp=2), config)
         assert_tied(model, tied=flavor == "nano")
         return [module._get_fsdp_state()._modules for module in (model.tok_embeddings, model.norm, model.output)], model
 

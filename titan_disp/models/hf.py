@@ -1,7 +1,4 @@
-"""All models use TorchTitan's adapter for Hugging Face's weight format, with fixes.
-
-Folders are checked before a load.
-"""
+"""All models use TorchTitan's adapter for Hugging Face's weight format, with fixes; folders are checked before a load."""
 
 import json
 from pathlib import Path
@@ -56,10 +53,7 @@ class HfAdapter(StateDictAdapter):
             self.fqn_to_index_mapping = {name: listed[name] for name in names}
 
     def architecture(self) -> dict[str, Any]:
-        """Return the keys of config.json that describe the network.
-
-        An export writes them, and an import compares them.
-        """
+        """Return the keys of config.json that describe the network: an export writes them, an import compares them."""
         raise NotImplementedError
 
     def extras(self) -> dict[str, Any]:
@@ -83,9 +77,7 @@ class HfAdapter(StateDictAdapter):
 
 
 def check_hf_folder(folder: str | Path, adapter: HfAdapter) -> None:
-    """Check that weights can be loaded from a Hugging Face folder (``checkpoint.initial_load_in_hf``).
-
-    Only headers are read.
+    """Check, by headers alone, that a Hugging Face folder can be loaded (``checkpoint.initial_load_in_hf``).
 
     Raises:
         ConfigError: the folder, its safetensors or its config.json is missing; config.json describes another network
