@@ -21,11 +21,7 @@ Result = tuple[Tensor, Tensor]  # value [B], ∂value/∂z [B, n, F]
 
 
 def process_group(group: Group) -> dist.ProcessGroup | None:
-    """Return the process group of ``group``, or None if there is nothing to communicate.
-
-    Raises:
-        ValueError: the mesh has more than one dimension.
-    """
+    """Return the process group of ``group``, or None if there is nothing to communicate."""
     if isinstance(group, DeviceMesh):
         if group.ndim != 1:
             raise ValueError(f"the mesh over the sequence has {group.ndim} dimensions, expected 1: flatten it first")
@@ -36,10 +32,7 @@ def process_group(group: Group) -> dist.ProcessGroup | None:
 
 
 class Gathering:
-    """Start an all-gather of z [B, N/p, F] in its own dtype.
-
-    Normalized float32 vectors would cost more traffic for no gain.
-    """
+    """An all-gather of z [B, N/p, F] in its own dtype: normalized float32 vectors would cost more traffic for no gain."""
 
     def __init__(self, z: Tensor, group: dist.ProcessGroup) -> None:
         self.world, self.rank = dist.get_world_size(group), dist.get_rank(group)
@@ -139,10 +132,7 @@ class _NoSecondDerivative(torch.autograd.Function):
 
 
 class SumOverGroup(torch.autograd.Function):
-    """Compute the sum over ranks (all-reduce).
-
-    Backward is the identity: each rank already holds the whole gradient of its own rows.
-    """
+    """Compute the sum over ranks. Backward is the identity, as each rank holds the whole gradient of its own rows."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:  # type: ignore[override]
@@ -156,10 +146,7 @@ class SumOverGroup(torch.autograd.Function):
 
 
 class LogSumExpOverGroup(torch.autograd.Function):
-    """Compute log Σ_ranks exp(x).
-
-    Backward scales by exp(x − total), because the gradient of x is relative to this rank's own sum.
-    """
+    """Compute log Σ_ranks exp(x). Backward scales by exp(x − total), as x's gradient is relative to this rank's sum."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:  # type: ignore[override]

@@ -33,7 +33,7 @@ GPU_BATCH_ELEMENTS = 1 << 25
 
 
 class Layers(ABC):
-    """This class holds the tokens of all layers from which the loss is computed.
+    """The tokens of all layers from which the loss is computed.
 
     Attributes:
         length: positions per sequence that the loss takes, over all ranks.
@@ -55,22 +55,16 @@ class Layers(ABC):
 
     @property
     def tokens(self) -> Count:
-        """Return the number of tokens per sequence: an int, or [B] under a mask."""
         return self.tokens_of(self.mask)
 
     def tokens_of(self, mask: TokenMask | None) -> Count:
-        """Return the number of tokens of the sequences of ``mask``, at least 2.
-
-        A sequence with fewer tokens has the loss 0, which is filled in later.
-        """
+        """Return the number of tokens per sequence, at least 2: the loss 0 of shorter ones is filled in later."""
         return self.length if mask is None else mask.counts.clamp_min(2)
 
     def sum_over_group(self, values: Tensor) -> Tensor:
-        """Return the sum over the ranks that share a sequence."""
         return values if self.group is None else SumOverGroup.apply(values, self.group)
 
     def logsumexp_over_group(self, values: Tensor) -> Tensor:
-        """Return log Σ exp over the ranks that share a sequence."""
         return values if self.group is None else LogSumExpOverGroup.apply(values, self.group)
 
     def mean_square(self) -> Tensor:

@@ -23,16 +23,11 @@ class HfAdapter(StateDictAdapter):
     list ``lm_head.weight``, which a tied model does not save: TorchTitan 0.2.2 would write an ``lm_head`` without a
     type or values, and no reader opens that file. An index without one of the model's weights would make the save at
     the end of training fail.
-
-    Attributes:
-        model_cls: the model's class.
-        transformers_class: name of its class in transformers, such as "Qwen3ForCausalLM".
-        defaults: transformers' defaults for the keys of ``architecture`` that a config.json may omit.
     """
 
     model_cls: type[DispModel]
-    transformers_class: str
-    defaults: dict[str, Any]
+    transformers_class: str  # such as "Qwen3ForCausalLM"
+    defaults: dict[str, Any]  # transformers' defaults for the keys of ``architecture`` that a config.json may omit
     fqn_to_index_mapping: dict[Any, int] | None
 
     def __init__(self, model_args: DispModelArgs, hf_assets_path: str | None) -> None:
