@@ -33,21 +33,13 @@ GPU_BATCH_ELEMENTS = 1 << 25
 
 
 class Layers(ABC):
-    """The tokens of all layers from which the loss is computed.
+    """The tokens of all layers from which the loss is computed."""
 
-    Attributes:
-        length: positions per sequence that the loss takes, over all ranks.
-        features: F of each layer.
-        mask: which positions hold tokens; None if all do.
-        group: ranks over which the tokens are sharded; None if every rank holds all of them.
-        in_bf16: whether float32 tokens are rounded to bf16 first.
-    """
-
-    length: int
-    features: list[int]
-    mask: TokenMask | None
-    group: dist.ProcessGroup | None
-    in_bf16: bool
+    length: int  # positions per sequence that the loss takes, over all ranks
+    features: list[int]  # F of each layer
+    mask: TokenMask | None  # which positions hold tokens; None if all do
+    group: dist.ProcessGroup | None  # ranks over which the tokens are sharded; None if every rank holds all of them
+    in_bf16: bool  # whether float32 tokens are rounded to bf16 first
 
     @abstractmethod
     def each(self, compute: Compute) -> Tensor:

@@ -8,12 +8,11 @@ import math
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
 from torch import Tensor
 
 from titan_disp.dispersion.masks import Count
 from titan_disp.dispersion.pairwise import PairFunction
-from titan_disp.dispersion.variants.base import AngleVariant, bound_of, check_tau, slope_of_arccos
+from titan_disp.dispersion.variants.base import AngleVariant, bound_of, check_tau, safe_log, slope_of_arccos
 
 
 @functools.cache
@@ -45,5 +44,4 @@ class Angular(AngleVariant):
         return angular_pair(self.tau, self.clamp)
 
     def normalize(self, sums: Tensor, tokens: Count) -> Tensor:
-        # With the moments estimator, the sum comes from a fit and may be negative for unusual inputs.
-        return torch.log(super().normalize(sums, tokens).clamp_min(torch.finfo(sums.dtype).tiny))
+        return safe_log(super().normalize(sums, tokens))

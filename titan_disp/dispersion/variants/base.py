@@ -115,6 +115,14 @@ class CosineVariant(Variant):
         return self.normalize(layers.sum_over_group(layers.each(own_part)), layers.tokens)
 
 
+def safe_log(mean: Tensor) -> Tensor:
+    """Return the log of a mean of positive w. It is finite where the mean is not positive: a sequence may have no pair.
+
+    With the moments estimator, the sum comes from a fit and may be negative for unusual inputs.
+    """
+    return torch.log(mean.clamp_min(torch.finfo(mean.dtype).tiny))
+
+
 @dataclass(frozen=True)
 class AngleVariant(CosineVariant):
     """w is a function of the angle D = arccos(c̃)/π between unit vectors, where c̃ = clamp(c, −1+κ, 1−κ).
