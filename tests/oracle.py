@@ -91,3 +91,15 @@ def drawing_order(tokens: int, seed: int, step: int, layer: int) -> Tensor:
     """All positions in the order in which the sampled estimator draws them. Resumed runs rely on these numbers."""
     generator = torch.Generator().manual_seed((seed * 1_000_003 + step) * 1_009 + layer)
     return torch.randperm(tokens, generator=generator)
+
+
+def tokens(b: int, n: int, f: int, seed: int = 0, mean: float = 0.3) -> Tensor:
+    return torch.randn(b, n, f, generator=torch.Generator().manual_seed(seed)) + mean
+
+
+def loss_and_gradient(function, z: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
+    """Both in float64. Sequences have distinct weights: a gradient that leaks from one into another would show."""
+    z = z.clone().requires_grad_(True)
+    loss = function(z, **options)
+    (grad,) = torch.autograd.grad((loss * torch.arange(1, len(loss) + 1, dtype=loss.dtype)).sum(), z)
+    return loss.detach().double(), grad.double()

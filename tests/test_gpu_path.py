@@ -7,21 +7,10 @@ import pytest
 import torch
 from torch._inductor.utils import run_and_get_code
 
-from tests.oracle import EVERY_ESTIMATOR, OPTIONS, angular, drawn
+from tests.oracle import EVERY_ESTIMATOR, OPTIONS, angular, drawn, loss_and_gradient, tokens
 from titan_disp.dispersion import DispersionLoss, dispersion_loss, kernels, layers, moments, pairwise, vectors
 from titan_disp.dispersion.variants import VARIANTS, base
 from titan_disp.dispersion.variants.angular import angular_pair
-
-
-def tokens(b, n, f, mean=0.3):
-    return torch.randn(b, n, f, generator=torch.Generator().manual_seed(0)) + mean
-
-
-def loss_and_gradient(function, z, **options):
-    z = z.clone().requires_grad_(True)
-    loss = function(z, **options)
-    loss.sum().backward()
-    return loss.detach().double(), z.grad.double()
 
 
 @pytest.fixture
@@ -34,7 +23,7 @@ def bf16_products(monkeypatch):
 @pytest.mark.parametrize("mean", [0.0, 0.3, 3.0])
 def test_bf16_products(bf16_products, mean):
     """Cosines rounded to bf16 (2^-9): the slope of w, 1/(πτ√(1 − c²)) < ½, carries that to the loss; of r, to the gradient."""
-    z = tokens(2, 300, 64, mean).bfloat16()
+    z = tokens(2, 300, 64, mean=mean).bfloat16()
     options = {"tau": 1.0, "clamp": 0.25, "norm_eps": 1e-2}
     expected, expected_grad = loss_and_gradient(angular, z.double(), **options)
     loss, grad = loss_and_gradient(dispersion_loss, z, **options)

@@ -4,20 +4,11 @@ import numpy as np
 import pytest
 import torch
 
-from tests.oracle import angular
+from tests.oracle import angular, loss_and_gradient, tokens
 from titan_disp.dispersion import dispersion_loss, dispersion_losses, pairwise, vectors
 from titan_disp.dispersion.variants.angular import angular_pair
 
 PARAMETERS = {"tau": 1.0, "clamp": 0.25, "norm_eps": 1e-2}
-
-
-def loss_and_gradient(function, z, **parameters):
-    z = z.clone().requires_grad_(True)
-    loss = function(z, **parameters)
-    # Distinct weights: a gradient that leaks from one sequence into another would show.
-    weights = torch.arange(1, len(loss) + 1, dtype=loss.dtype)
-    (grad,) = torch.autograd.grad((loss * weights).sum(), z)
-    return loss.detach().double(), grad.double()
 
 
 def assert_agrees(z, loss_tolerance, grad_tolerance, **parameters):
@@ -29,11 +20,6 @@ def assert_agrees(z, loss_tolerance, grad_tolerance, **parameters):
     torch.testing.assert_close(loss, expected, rtol=0, atol=loss_tolerance)
     error = (grad - expected_grad).norm() / expected_grad.norm()
     assert error <= grad_tolerance, f"relative gradient error {error:.1e}"
-
-
-def tokens(b, n, f, seed=0, mean=0.3):
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(b, n, f, generator=generator) + mean
 
 
 # fp32 keeps about 1e-7 a product; over the tile sums 2e-6 (value) and 1e-5 (gradient) leave room for any order of summation.
