@@ -63,16 +63,15 @@ class Dispersion:
     norm_eps: float = 1e-2
     """ε, which is added to the norms of tokens. Default: the authors' released code."""
 
-    variant: Literal["angular", "decorrelation", "l2_repel", "orthogonalization"] = "angular"
+    variant: str = "angular"
     """
-    Which loss of the paper's Table 1 to use; angular is the loss of the paper's text. tau is an option of angular and
-    l2_repel; clamp and norm_eps of angular and orthogonalization; norm_coeff and include_diagonal of l2_repel. An
-    option that the variant does not use must keep its default.
+    Which loss to use: the name of a variant in docs/loss.md, which lists the options of each. An option that the
+    variant does not use must keep its default. Default: the paper's text, whose Table 1 has the variants.
     """
 
     estimator: Literal["exact", "moments", "sampled"] = "exact"
     """
-    exact takes all pairs of tokens. moments takes all pairs too, in time linear in the sequence (angular only). sampled
+    exact takes all pairs of tokens. moments takes all pairs too, in time linear in the sequence (not for every variant). sampled
     takes the pairs of max_tokens positions per sequence, as the authors' released code does. Default: our choice.
     """
 

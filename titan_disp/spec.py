@@ -29,7 +29,7 @@ from titan_disp.config.checks import (
 from titan_disp.data.loader import StreamLoader, build_dataloader
 from titan_disp.data.validation import build_validator
 from titan_disp.dispersion import DispersionObjective, LossLedger
-from titan_disp.models.baselines import build_forgetting, build_forgetting_schedule, build_noise
+from titan_disp.models.baselines import ForgettingOptimizers, build_noise, forgetting_schedule
 from titan_disp.models.decoder import DispModel
 from titan_disp.models.registry import MODELS, ModelEntry
 from titan_disp.run.guard import GuardedOptimizers
@@ -112,13 +112,13 @@ def train_spec(entry: ModelEntry) -> titan.TrainSpec:
     def build_guarded_optimizers(*arguments: Any) -> GuardedOptimizers:
         inner = build_optimizers(*arguments)
         if shared.forgetting is not None:
-            inner = build_forgetting(inner, shared.forgetting, shared.steps_completed)
+            inner = ForgettingOptimizers(inner, shared.forgetting, shared.steps_completed)
         return GuardedOptimizers(inner, shared.ledger.non_finite, shared.max_skipped_steps)
 
     def build_schedulers(optimizers: OptimizersContainer, config: LRScheduler, steps: int) -> LRSchedulersContainer:
         shared.schedulers = build_lr_schedulers(optimizers, config, steps)
         if shared.forgetting is not None:
-            shared.schedulers = build_forgetting_schedule(shared.schedulers, shared.forgetting)
+            shared.schedulers = forgetting_schedule(shared.schedulers, shared.forgetting)
         return shared.schedulers
 
     def build_metrics(job_config: JobConfig, parallel_dims: ParallelDims, *_: Any) -> DispersionMetrics:

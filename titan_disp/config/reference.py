@@ -23,7 +23,7 @@ USED = {
     "job.description": "A line for the log.",
     "job.custom_config_module": 'Module with more keys. titan_disp.train uses "titan_disp.job_config" by default.',
     "experimental.custom_import": 'Module to import first: "titan_disp.plugin", which registers the models.',
-    "model.name": '"qwen3_disp" or "gpt2_disp".',
+    "model.name": "The model: docs/training.md lists them.",
     "model.flavor": "The size, such as nano, 0.6B or 124M.",
     "model.hf_assets_path": "Folder of the tokenizer, and of the weights if checkpoint.initial_load_in_hf is true.",
     "training.dataset": '"c4", "text" (any documents at dataset_path) or "hf:OWNER/NAME…": docs/data.md.',
