@@ -33,8 +33,9 @@ import data
 from titan_disp.cpu import high_water_mark, resident_bytes
 from titan_disp.data.assignment import Assignment
 from titan_disp.data.files import list_files
+from titan_disp.data.options import StreamOptions
 from titan_disp.data.position import Field
-from titan_disp.data.stream import RankStreams, StreamOptions
+from titan_disp.data.stream import RankStreams
 
 SEQUENCE = 257  # tokens, of the table of batches
 

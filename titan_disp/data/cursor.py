@@ -14,10 +14,10 @@ from torchtitan.tools.logging import logger
 
 from titan_disp.data.assignment import Segment
 from titan_disp.data.files import DataFile
-from titan_disp.data.formats import COMPRESSED
+from titan_disp.data.formats import COMPRESSED, BadDocument, Garbage, Record, size_of, text_of
+from titan_disp.data.options import StreamOptions
 from titan_disp.data.passes import Passes
-from titan_disp.data.position import Field, Place
-from titan_disp.data.records import BadDocument, Garbage, Record, size_of, text_of
+from titan_disp.data.position import Field, Position
 from titan_disp.errors import DataError
 
 # The rest of a file is skipped after …
@@ -35,26 +35,16 @@ _HOPELESS_FILES = 20  # … damaged files in a row, for the same reason
 class Faults:
     """Decide what happens to documents and files that cannot be used."""
 
-    def __init__(
-        self,
-        files: Sequence[DataFile],
-        on_bad_data: str,
-        max_skipped_fraction: float,
-        first_files: Sequence[int] = (0,),
-    ) -> None:
-        """Remember the sizes of the files and how much of each source may be skipped.
+    def __init__(self, files: Sequence[DataFile], options: StreamOptions, first_files: Sequence[int] = (0,)) -> None:
+        """Remember the sizes of all files of all sources. ``first_files`` holds the index of each source's first file.
 
-        Args:
-            files: all files of all sources.
-            on_bad_data: "skip" or "fail".
-            max_skipped_fraction: ``wrong`` never skips a file that is a larger fraction of its source's stored bytes.
-            first_files: index of the first file of each source.
+        ``wrong`` never skips a file that is a larger fraction of its source's stored bytes than may be skipped.
         """
         self.names, self.sizes = [file.name for file in files], [file.size for file in files]
-        self.on_bad_data = on_bad_data
+        self.options = options
         self._first_files = first_files
         self._sources = [slice(*bounds) for bounds in pairwise([*first_files, len(files)])]
-        self._expendable = [max_skipped_fraction * sum(self.sizes[source]) for source in self._sources]  # bytes
+        self._expendable = [options.max_skipped_fraction * sum(self.sizes[source]) for source in self._sources]  # bytes
         self._told: set[tuple[int, int]] = set()
 
     def bad(self, file: int, index: int, reason: str) -> None:
@@ -65,7 +55,7 @@ class Faults:
         """
         name = self.names[file]
         text = f"{name}, document {index}: {reason}" if index >= 0 else f"{name} is damaged and ends early: {reason}"
-        if self.on_bad_data == "fail":
+        if self.options.on_bad_data == "fail":
             raise DataError(f'{text}. stream.on_bad_data = "skip" would pass over it')
         if (file, index) not in self._told and (index < 0 or len(self._told) < 1000):
             self._told.add((file, index))
@@ -129,15 +119,10 @@ class _Search:
 class Cursor:
     """Walk over the documents of one slot, epoch after epoch."""
 
-    def __init__(self, place: Place, passes: Passes, faults: Faults) -> None:
-        """Take over ``place``; the cursor moves it from here on."""
-        self.place, self.passes, self.faults = place, passes, faults
+    def __init__(self, position: Position, passes: Passes, faults: Faults) -> None:
+        """Take over ``position``; the cursor moves it from here on."""
+        self.position, self.passes, self.faults = position, passes, faults
         self._search = _Search()
-
-    @property
-    def position(self) -> np.ndarray:
-        """Return the position at the beginning of the next document, [k] int64."""
-        return self.place.position
 
     def next(self) -> Document:
         """Return the next usable document, from this epoch or the next one in which the slot has any.
@@ -152,13 +137,13 @@ class Cursor:
 
     def next_of_epoch(self) -> Document | None:
         """Return the next usable document of this epoch, or None at its end. It raises what ``next`` raises."""
-        place, p = self.place, self.place.position
+        position, p = self.position, self.position.values
         while True:
-            part = place.choose()
+            part = position.choose()
             if part is None:
                 return None
-            segment, first = place.next(part)
-            index, raw, damage = self.passes.fetch(place.index, place.epoch, segment, first)
+            segment, first = position.next(part)
+            index, raw, damage = self.passes.fetch(position.slot, position.epoch, segment, first)
             if raw is None:
                 self._end_file(part, segment, damage or self.faults.wrong(segment.file, self._search.row, _WRONG_END))
                 continue
@@ -173,7 +158,7 @@ class Cursor:
             density = self.passes.density(segment.file)
             density.parsed += size_of(raw)
             density.text += size
-            place.take(part, index, size)
+            position.take(part, index, size)
             self._search = _Search()
             return Document(content, size, start, p.copy())
 
@@ -181,33 +166,33 @@ class Cursor:
         """Return what a document holds, and its size in bytes."""
         if isinstance(raw, np.ndarray):
             return raw, raw.nbytes
-        text = text_of(raw, self.passes.format.text_field)
+        text = text_of(raw, self.passes.options.format.text_field)
         return text, len(text.encode())
 
     def _pass_over(self, part: int, segment: Segment, index: int, error: BadDocument) -> None:
         """Skip one document, and the rest of its file if no better documents are to be expected there."""
         search = self._search
         self.faults.bad(segment.file, index, str(error))
-        self.place.position[Field.SKIPPED] += 1
+        self.position.values[Field.SKIPPED] += 1
         search.bad, search.row, search.counted = search.bad + 1, search.row + 1, search.counted + 1
         garbage = isinstance(error, Garbage) and self.faults.names[segment.file].endswith(COMPRESSED)
         search.garbage = search.garbage + 1 if garbage else 0
-        self.place.take(part, index, 0)
+        self.position.take(part, index, 0)
         if search.garbage == _GARBAGE:
             damage: str | None = f"{_GARBAGE} documents in a row are not JSON"
         else:
             damage = self.faults.wrong(segment.file, search.row, _WRONG)
         if damage is not None:
-            self.passes.leave(self.place.index, self.place.epoch, segment.file)
+            self.passes.leave(self.position.slot, self.position.epoch, segment.file)
             self._end_file(part, segment, damage)
         if search.bad == _HOPELESS:
             self._give_up()
 
     def _end_file(self, part: int, segment: Segment, damage: str | None) -> None:
-        p, search = self.place.position, self._search
+        p, search = self.position.values, self._search
         row = search.row
         search.row = search.garbage = 0
-        self.place.end_file(part)
+        self.position.end_file(part)
         if damage is not None:
             self.faults.bad(segment.file, -1, damage)
             p[Field.SKIPPED_FILES] += segment.low == 0  # of all slots that share the file, one counts it …
@@ -228,22 +213,22 @@ class Cursor:
             DataError: the slot gives up. On average, a slot has a document in at least one of S epochs.
         """
         search = self._search
-        self.place.end_epoch()
+        self.position.end_epoch()
         search.epochs += 1
-        if search.counted >= _BAD or search.epochs > _EPOCHS * self.place.assignment.slots:
+        if search.counted >= _BAD or search.epochs > _EPOCHS * self.position.assignment.slots:
             self._give_up()
 
     def _give_up(self) -> None:
         """Raise DataError: the slot has searched long enough."""
-        search, slots = self._search, self.place.assignment.slots
-        names = self.faults.beside(self.place.run().segments[0].file)
+        search, slots = self._search, self.position.assignment.slots
+        names = self.faults.beside(self.position.run().segments[0].file)
         advice = (
             "The log above says why: repair or remove these files"
             if search.bad or search.damaged
             else "They hold no documents for this slot: add data, or lower stream.slots"
         )
         raise DataError(
-            f"slot {self.place.index} of {slots} found no usable document (completed epochs: {search.epochs}, bad "
+            f"slot {self.position.slot} of {slots} found no usable document (completed epochs: {search.epochs}, bad "
             f"documents: {search.bad}, damaged files: {search.damaged}) in these files: {len(names)}, from {names[0]} to "
             f"{names[-1]}. {advice}"
         )

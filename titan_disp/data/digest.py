@@ -9,7 +9,8 @@ import torch
 from torchtitan.config import JobConfig
 
 from titan_disp.config.batch import global_batch_size, slot_count
-from titan_disp.data.loader import StreamLoader, open_stream, stream_options, together
+from titan_disp.data.loader import StreamLoader, open_stream, together
+from titan_disp.data.options import stream_options
 from titan_disp.data.position import Field
 from titan_disp.data.sources import list_and_check, training_sets
 from titan_disp.data.tokenizer import load_tokenizer

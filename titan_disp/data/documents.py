@@ -13,10 +13,22 @@ from typing import Any
 
 from isal import igzip, isal_zlib
 
-from titan_disp.data import parquet, token_ids
+from titan_disp.data import token_ids
 from titan_disp.data.files import DataFile
-from titan_disp.data.formats import HEAD, PARQUET, PLAIN_TEXT, TOKEN_IDS, Format, mistaken
-from titan_disp.data.records import DamagedFile, OtherContent, Record, json_line_records, text_records
+from titan_disp.data.formats import (
+    HEAD,
+    PARQUET,
+    PLAIN_TEXT,
+    TOKEN_IDS,
+    DamagedFile,
+    OtherContent,
+    Record,
+    json_line_records,
+    mistaken,
+    parquet_records,
+    text_records,
+)
+from titan_disp.data.options import StreamOptions
 from titan_disp.data.storage import LocalFile, RemoteFile
 from titan_disp.errors import DataError
 
@@ -71,29 +83,15 @@ class Documents:
         position: index of the next document.
     """
 
-    def __init__(
-        self,
-        file: DataFile,
-        max_bytes: int,
-        retry_seconds: float = 60.0,
-        start: int = 0,
-        format: Format = Format(),  # noqa: B008 — frozen
-    ) -> None:
+    def __init__(self, file: DataFile, options: StreamOptions, start: int = 0) -> None:
         """Open nothing yet: the file is opened at the first read.
 
         Args:
             file: what to read.
-            max_bytes: longer documents are bad.
-            retry_seconds: how long a failing hub or file system is tried again, with growing pauses, before an error is
-                raised.
+            options: how documents are found, which are too long, and how long a failing read is tried again.
             start: index of the first document to read; the documents before it are passed over without being parsed.
-            format: how documents are found in the file.
         """
-        self.file = file
-        self.max_bytes = max_bytes
-        self.retry_seconds = retry_seconds
-        self.format = format
-        self.position = start
+        self.file, self.options, self.position = file, options, start
         self._earlier_bytes = 0
         self._raw: _CountingFile | None = None
         self._remote: RemoteFile | None = None
@@ -131,7 +129,7 @@ class Documents:
             self.close()
             if lost is not None:
                 raise DataError(
-                    f"cannot read {self.file.url} within {self.retry_seconds:g} s (stream.retry_seconds): "
+                    f"cannot read {self.file.url} within {self.options.retry_seconds:g} s (stream.retry_seconds): "
                     f"{type(lost).__name__}: {lost}"
                 ) from error
             # Decoders raise OSError too, but only the operating system sets errno.
@@ -147,14 +145,11 @@ class Documents:
             self.close()
 
     def _start(self) -> None:
-        """Open the file and pass over the documents before ``position``."""
         if self.file.size == 0:  # as a full disk leaves it; gzip would take it for a regular end
             raise DamagedFile("the file is empty")
         if self.file.url.startswith("hf://"):
-            self._remote = RemoteFile(self.file.url, self.file.size, self.retry_seconds)
-            self._raw = _CountingFile(self._remote)
-        else:
-            self._raw = _CountingFile(LocalFile(self.file.url, self.file.size, self.retry_seconds))
+            self._remote = RemoteFile(self.file, self.options)
+        self._raw = _CountingFile(self._remote or LocalFile(self.file, self.options))
         # Parquet readers jump about in the file, to where its footer points.
         buffer = io.DEFAULT_BUFFER_SIZE if self.file.name.endswith(PARQUET) else BUFFER
         self._records = self._reader(io.BufferedReader(self._raw, buffer))
@@ -164,9 +159,9 @@ class Documents:
         """Return the file's records, by the reader that the suffix of its name selects."""
         name = self.file.name
         if name.endswith(PARQUET):
-            return parquet.records(stored, self.file.url, self.format.text_field, self.max_bytes)
+            return parquet_records(stored, self.file.url, self.options)
         if name.endswith(TOKEN_IDS):
-            return token_ids.records(stored, self.file.size, self.file.url, self.format)
+            return token_ids.records(stored, self.file, self.options.format)
         head = stored.peek(HEAD)[:HEAD]
         if len(head) < min(HEAD, self.file.size):  # a piece of the hub's answer may be a single byte
             head = stored.read(HEAD)
@@ -174,8 +169,8 @@ class Documents:
         if (found := mistaken(head, name)) is not None:
             raise OtherContent(found)
         if name.endswith(PLAIN_TEXT):
-            return text_records(_decompressed(stored, name), self.max_bytes, self.format.text_split)
-        return json_line_records(_decompressed(stored, name), self.max_bytes)
+            return text_records(_decompressed(stored, name), self.options)
+        return json_line_records(_decompressed(stored, name), self.options)
 
     def close(self) -> None:
         """Close the file. A later ``read`` opens it again and continues."""

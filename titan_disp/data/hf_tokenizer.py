@@ -16,8 +16,8 @@ from torchtitan.components.tokenizer import BaseTokenizer, HuggingFaceTokenizer
 
 from titan_disp.data.documents import Documents
 from titan_disp.data.files import list_files
-from titan_disp.data.formats import Format
-from titan_disp.data.records import BadDocument, DamagedFile, text_of
+from titan_disp.data.formats import BadDocument, DamagedFile, text_of
+from titan_disp.data.options import Format, StreamOptions
 from titan_disp.data.tokenizer import find_tokenizer
 from titan_disp.errors import ConfigError
 
@@ -257,7 +257,7 @@ def local_documents(path: str | None, text_field: str = "text") -> Iterator[str]
             continue
         if file is None:
             return
-        documents = Documents(file, max_bytes=1 << 24, format=Format(text_field))
+        documents = Documents(file, StreamOptions(format=Format(text_field)))
         try:
             for _ in range(DOCUMENTS):
                 raw = documents.read()

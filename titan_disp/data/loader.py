@@ -8,7 +8,6 @@ therefore holds the same sequences for any number of ranks and any accumulation.
 
 import json
 import math
-import os
 import time
 from collections import Counter
 from collections.abc import Generator, Iterator, Sequence
@@ -29,11 +28,11 @@ from titan_disp.data.assignment import Assignment, Mixture, Share
 from titan_disp.data.cursor import check_documents, check_files
 from titan_disp.data.files import DataFile, on_rank_0
 from titan_disp.data.fingerprint import check_fingerprint, fingerprint
-from titan_disp.data.formats import Format
+from titan_disp.data.options import StreamOptions, stream_options
 from titan_disp.data.position import Field, fraction_read, groups_of
 from titan_disp.data.shuffle import memory
 from titan_disp.data.sources import list_and_check, source_shares, training_sets
-from titan_disp.data.stream import RankStreams, Sequences, StreamOptions, as_it_is, worker_signals
+from titan_disp.data.stream import RankStreams, Sequences, as_it_is, worker_signals
 from titan_disp.data.tokenizer import encoder, fast_encoder
 from titan_disp.errors import ConfigError, counted
 
@@ -245,41 +244,6 @@ class StreamLoader(BaseDataLoader):
         """Begin all streams anew at an epoch that no slot has read yet."""
         self.positions.zero_()
         self.positions[:, Field.EPOCH] = epoch
-
-
-def stream_options(
-    job_config: JobConfig, seq_len: int | None = None, tokenizer: BaseTokenizer | None = None
-) -> StreamOptions:
-    """Take the stream's options from [stream] and [training]. Without a tokenizer, token ids on disk cannot be read."""
-    stream = job_config.stream  # type: ignore[attr-defined]
-    return StreamOptions(
-        seq_len=seq_len or job_config.training.seq_len,
-        seed=stream.seed,
-        shuffle_window=stream.shuffle_window,
-        on_bad_data=stream.on_bad_data,
-        max_skipped_fraction=stream.max_skipped_fraction,
-        max_document_bytes=int(stream.max_document_mb * 2**20),
-        # If a rank tried again for longer than the other ranks wait for it, it would look like a hang.
-        retry_seconds=min(stream.retry_seconds, 0.6 * job_config.comm.train_timeout_seconds),
-        tokenizer_threads=stream.tokenizer_threads or default_threads(),
-        fast_tokenizer=stream.fast_tokenizer,
-        format=Format(
-            stream.text_field,
-            stream.text_split,
-            stream.token_dtype,
-            eos_id=tokenizer.eos_id if tokenizer is not None else None,
-            vocab_size=tokenizer.get_vocab_size() if tokenizer is not None else None,
-        ),
-    )
-
-
-def default_threads() -> int:
-    """Return the number of tokenizer threads, from 1 to 4; 4 are enough for any GPU.
-
-    It is the number of cores that this process may use, divided among the node's ranks.
-    """
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, min(4, cores // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
 
 
 def open_stream(

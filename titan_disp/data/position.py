@@ -41,29 +41,29 @@ TAKEN = (Field.HEAD_BYTES, Field.BODY_BYTES, Field.TAIL_BYTES)
 OF_AN_EPOCH = (*NEXT, *TAKEN, Field.BODY_FILE, Field.DONE, Field.WINDOW)
 
 
-class Place:
+class Position:
     """Hold one slot's position, with the methods that interpret and move it.
 
     Attributes:
-        index: the slot's number.
-        position: [k] int64, at the beginning of a document; the methods change it.
+        slot: its number.
+        values: [k] int64, at the beginning of a document; the methods change it.
     """
 
-    def __init__(self, index: int, position: np.ndarray, assignment: Assignment | Mixture) -> None:
-        """Take over ``position``, which is not copied."""
-        self.index, self.position, self.assignment = index, position, assignment
+    def __init__(self, slot: int, values: np.ndarray, assignment: Assignment | Mixture) -> None:
+        """Take over ``values``, which is not copied."""
+        self.slot, self.values, self.assignment = slot, values, assignment
 
     @property
     def epoch(self) -> int:
-        return int(self.position[Field.EPOCH])
+        return int(self.values[Field.EPOCH])
 
     def run(self) -> Run:
         """Return what the slot reads in its current epoch."""
-        return self.assignment.run(self.index, self.epoch)
+        return self.assignment.run(self.slot, self.epoch)
 
     def choose(self) -> int | None:
         """Return the part furthest behind its share: head (0), body (1) or tail (2). Return None if all are read."""
-        taken, weights = [int(self.position[column]) for column in TAKEN], self.run().weights
+        taken, weights = [int(self.values[column]) for column in TAKEN], self.run().weights
         best = None
         for part in self._left():  # the smallest taken / weight, compared without rounding; of equal ones the first
             if best is None or taken[part] * weights[best] < taken[best] * weights[part]:
@@ -73,9 +73,9 @@ class Place:
     def next(self, part: int) -> tuple[Segment, int]:
         """Return a part's current segment and the index of the next document in its file. The part must not be over."""
         run = self.run()
-        segment = (run.head, run.body[int(self.position[Field.BODY_FILE])] if part == 1 else None, run.tail)[part]
+        segment = (run.head, run.body[int(self.values[Field.BODY_FILE])] if part == 1 else None, run.tail)[part]
         assert segment is not None
-        return segment, int(self.position[NEXT[part]])
+        return segment, int(self.values[NEXT[part]])
 
     def upcoming(self) -> list[tuple[Segment, int]]:
         """Return ``next`` of all parts that are not over; at most three."""
@@ -88,23 +88,23 @@ class Place:
         """
         if self.epoch > epoch:
             return None
-        run = self.assignment.run(self.index, epoch)
+        run = self.assignment.run(self.slot, epoch)
         for part, segment in ((0, run.head), (2, run.tail)):
             if segment is not None and segment.file == file:
                 if self.epoch < epoch:
                     return segment, 0
-                if not self.position[Field.DONE] >> part & 1:
-                    return segment, int(self.position[NEXT[part]])
+                if not self.values[Field.DONE] >> part & 1:
+                    return segment, int(self.values[NEXT[part]])
         return None
 
     def take(self, part: int, index: int, size: int) -> None:
         """Move past document ``index`` of a part. ``size`` is its bytes of text, or 0 if it cannot be used."""
-        self.position[NEXT[part]] = index + 1
-        self.position[TAKEN[part]] += size
+        self.values[NEXT[part]] = index + 1
+        self.values[TAKEN[part]] += size
 
     def end_file(self, part: int) -> None:
         """Move past the end of a part's current file."""
-        p = self.position
+        p = self.values
         if part == 1:
             p[Field.BODY_FILE] += 1
             p[Field.BODY_DOCUMENT] = 0
@@ -113,12 +113,12 @@ class Place:
         p[Field.DONE] |= 1 << part
 
     def end_epoch(self) -> None:
-        self.position[Field.EPOCH] += 1
-        self.position[list(OF_AN_EPOCH)] = 0
+        self.values[Field.EPOCH] += 1
+        self.values[list(OF_AN_EPOCH)] = 0
 
     def _left(self) -> list[int]:
         weights = self.run().weights
-        return [part for part in range(3) if weights[part] and not self.position[Field.DONE] >> part & 1]
+        return [part for part in range(3) if weights[part] and not self.values[Field.DONE] >> part & 1]
 
 
 # This module measures how far the slots are in their epochs, by the text that they have handed out.

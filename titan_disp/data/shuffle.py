@@ -15,9 +15,9 @@ import numpy as np
 
 from titan_disp.data.assignment import KEYS, STEP
 from titan_disp.data.cursor import Cursor, Document
+from titan_disp.data.formats import size_of
 from titan_disp.data.passes import DOCUMENT_BYTES
 from titan_disp.data.position import Field
-from titan_disp.data.records import size_of
 from titan_disp.errors import DataError
 
 
@@ -68,7 +68,7 @@ class Shuffle:
         # The unused documents of the window, the next one last. As UTF-8, because a str may take four bytes per
         # character.
         self._documents: list[bytes | np.ndarray] = []
-        p = cursor.position
+        p = cursor.position.values
         self._position = p.copy()  # of the next document
         # Go back to the beginning of the window. The bytes of its documents are known once it has been read again.
         self._used = int(p[Field.IN_WINDOW])
@@ -90,29 +90,29 @@ class Shuffle:
             end[Field.DOCUMENTS] += 1
             end[Field.BYTES] += size_of(stored)
         else:
-            end = self.cursor.position.copy()
+            end = self.cursor.position.values.copy()
         self._position = end.copy()
         content = stored.decode() if isinstance(stored, bytes) else stored
         return Document(content, size_of(stored), start, end)
 
     def _fill(self) -> None:
-        begin = self.cursor.position.copy()
+        begin = self.cursor.position.values.copy()
         while not (documents := self._read()) and not self._used:
             self.cursor.end_epoch()
-            begin = self.cursor.position.copy()
-        place, epoch, window = self.cursor.place, int(begin[Field.EPOCH]), int(begin[Field.WINDOW])
-        order = permutation(_hash(place.assignment.seed, epoch, place.index, window), len(documents))
+            begin = self.cursor.position.values.copy()
+        position, epoch, window = self.cursor.position, int(begin[Field.EPOCH]), int(begin[Field.WINDOW])
+        order = permutation(_hash(position.assignment.seed, epoch, position.slot, window), len(documents))
         used, self._used = self._used, 0
         if used >= len(documents):
             raise DataError(
-                f"slot {place.index} had used {used} documents of window {window} in epoch {epoch} when the checkpoint "
+                f"slot {position.slot} had used {used} documents of window {window} in epoch {epoch} when the checkpoint "
                 f"was written, and now finds {len(documents)} in it: a file's content has changed, although its name and size "
                 "have not. Restore the files as they were, or start a new run in another --job.dump_folder"
             )
         size = sum(size_of(documents[i]) for i in order[:used])
         self._documents = [documents[i] for i in reversed(order[used:])]
-        self.cursor.position[Field.BYTES] -= size
-        self.cursor.position[Field.WINDOW] += 1
+        self.cursor.position.values[Field.BYTES] -= size
+        self.cursor.position.values[Field.WINDOW] += 1
         self._position = begin  # its BYTES include the documents used, after a resume too
         self._position[Field.IN_WINDOW] = used
         self._position[Field.DOCUMENTS] += used
@@ -137,8 +137,8 @@ class Shuffle:
         An epoch's first window is shorter, from 1 to W, spread evenly over the slots. Otherwise all slots would refill
         at the same time, and the windows of two epochs would hold the same documents of a file.
         """
-        place = self.cursor.place
-        if self.cursor.position[Field.WINDOW]:
+        position = self.cursor.position
+        if self.cursor.position.values[Field.WINDOW]:
             return self.window
-        shift = _hash(place.assignment.seed, place.epoch)
-        return 1 + (place.index * STEP + shift) % KEYS * self.window // KEYS
+        shift = _hash(position.assignment.seed, position.epoch)
+        return 1 + (position.slot * STEP + shift) % KEYS * self.window // KEYS

@@ -15,9 +15,18 @@ from torchtitan.config import JobConfig
 from titan_disp.data.assignment import Share, prefixed, shares
 from titan_disp.data.documents import Documents
 from titan_disp.data.files import DataFile, check_data, list_files, split_of
-from titan_disp.data.formats import PLAIN_TEXT, TOKEN_IDS
-from titan_disp.data.records import TOO_LONG, BadDocument, DamagedFile, Garbage, OtherContent, OtherShape, text_of
-from titan_disp.data.stream import StreamOptions
+from titan_disp.data.formats import (
+    PLAIN_TEXT,
+    TOKEN_IDS,
+    TOO_LONG,
+    BadDocument,
+    DamagedFile,
+    Garbage,
+    OtherContent,
+    OtherShape,
+    text_of,
+)
+from titan_disp.data.options import StreamOptions
 from titan_disp.errors import ConfigError
 
 
@@ -213,7 +222,7 @@ def _cause(file: DataFile, options: StreamOptions) -> str | None:
         ConfigError: raised by the reader: no such column, ids of another tokenizer, a file that cannot be opened.
     """
     format, cause = options.format, None
-    documents = Documents(file, options.max_document_bytes, options.retry_seconds, format=format)
+    documents = Documents(file, options)
     try:
         for _ in range(DOCUMENTS):
             record = documents.read()

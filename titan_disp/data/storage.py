@@ -1,4 +1,10 @@
-"""This module reads files on a local or shared file system. Reads that fail transiently are tried again."""
+"""This module reads the bytes of a file: on a local or shared file system, or on the hub. Failed reads are tried again.
+
+A file on the hub is read by one request that is held open. Only its content is requested: its place and size were found
+once, on rank 0. ``HfFileSystem`` would ask for the repository and list its folder in every thread of every rank, and
+the hub answers 429 to hundreds of ranks. The hub counts requests, not bytes. As long as reads go forward, a file
+therefore takes one request, from the first byte wanted to its end, and one more after each broken connection.
+"""
 
 import errno
 import io
@@ -12,10 +18,9 @@ from typing import Any, TypeVar
 
 from torchtitan.tools.logging import logger
 
+from titan_disp.data.files import DataFile
+from titan_disp.data.options import StreamOptions
 from titan_disp.errors import DataError
-
-# This module holds what local and remote files share: a place that reads advance, and reads that are tried again.
-
 
 T = TypeVar("T")
 FIRST_PAUSE = 1.0  # seconds on average; it doubles with every try up to …
@@ -27,16 +32,11 @@ uniform = random.SystemRandom().uniform
 
 
 class RetryingFile(io.RawIOBase):
-    """Represent a file of known size that can be read at any place. Subclasses say which failures are tried again.
+    """Represent a file that can be read at any place. Subclasses say which failures are tried again."""
 
-    Args:
-        name: path or URL, for messages.
-        size: in bytes, as listed.
-        retry_seconds: how long a read is tried again, with growing pauses.
-    """
-
-    def __init__(self, name: str, size: int, retry_seconds: float) -> None:
-        self._name, self._size, self._retry_seconds, self._place = name, size, retry_seconds, 0
+    def __init__(self, file: DataFile, options: StreamOptions) -> None:
+        self._name, self._size, self._place = file.url, file.size, 0
+        self._retry_seconds = options.retry_seconds
 
     def readable(self) -> bool:
         return True
@@ -57,7 +57,6 @@ class RetryingFile(io.RawIOBase):
         return left if size < 0 else min(size, left)
 
     def _may_pass(self, error: Exception) -> bool:
-        """Return whether another try may succeed after this error."""
         return True
 
     def _pauses(self, error: Exception, pause: float) -> tuple[float, float]:
@@ -65,7 +64,6 @@ class RetryingFile(io.RawIOBase):
         return pause / 2, pause * 3 / 2
 
     def _pause(self, error: Exception, seconds: float) -> None:
-        """Wait before another try."""
         reason = (str(error).splitlines() or [""])[0] or type(error).__name__
         logger.warning(f"data: {self._name}: {reason}: trying again in {seconds:.2g} s")
         time.sleep(seconds)
@@ -97,8 +95,8 @@ class LocalFile(RetryingFile):
         OSError: the file cannot be opened or read.
     """
 
-    def __init__(self, path: str, size: int, retry_seconds: float) -> None:
-        super().__init__(path, size, retry_seconds)
+    def __init__(self, file: DataFile, options: StreamOptions) -> None:
+        super().__init__(file, options)
         self._file: io.FileIO | None = None
         self._again(self._open)
 
@@ -148,14 +146,6 @@ class LocalFile(RetryingFile):
         return error.errno in PASSING
 
 
-# This module reads a file on the hub by one request that is held open.
-#
-# Only the file's content is requested: its place and size were found once, on rank 0. ``HfFileSystem`` would ask for the
-# repository and list its folder in every thread of every rank, and the hub answers 429 to hundreds of ranks. The hub
-# counts requests, not bytes. As long as reads go forward, a file therefore takes one request, from the first byte wanted
-# to its end, and one more after each broken connection.
-
-
 GAP = 4 << 20  # up to this many bytes are read and dropped to get to a later place; a new request takes about as long
 REQUEST_SECONDS = 10.0  # time-out without a byte
 
@@ -169,12 +159,12 @@ class RemoteFile(RetryingFile):
         error: the error after which reading was given up, or None. Decoders hide it in exceptions of their own.
     """
 
-    def __init__(self, url: str, size: int, retry_seconds: float) -> None:
+    def __init__(self, file: DataFile, options: StreamOptions) -> None:
         from huggingface_hub import hf_hub_url
 
-        super().__init__(url, size, retry_seconds)
-        matched = re.fullmatch(r"hf://datasets/([^/]+/[^/@]+)@([^/]+)/(.+)", url)
-        assert matched is not None, url
+        super().__init__(file, options)
+        matched = re.fullmatch(r"hf://datasets/([^/]+/[^/@]+)@([^/]+)/(.+)", file.url)
+        assert matched is not None, file.url
         self._url = hf_hub_url(matched[1], matched[3], repo_type="dataset", revision=matched[2])
         self._answer: _Answer | None = None
         self.error: Exception | None = None
@@ -224,14 +214,10 @@ class RemoteFile(RetryingFile):
 
 
 class _Answer:
-    """Hold the hub's answer to one request.
-
-    Attributes:
-        place: the place in the file of the next byte.
-    """
+    """Hold the hub's answer to one request. ``place`` is the place in the file of its next byte."""
 
     def __init__(self, url: str, begin: int, size: int) -> None:
-        """Request a file of ``size`` bytes from byte ``begin`` on. The answer may begin earlier: see ``place``."""
+        """Request a file of ``size`` bytes from byte ``begin`` on. The answer may begin earlier."""
         from huggingface_hub.utils import build_hf_headers, hf_raise_for_status
 
         headers = {**build_hf_headers(), "Range": f"bytes={begin}-", "Accept-Encoding": "identity"}
@@ -247,11 +233,7 @@ class _Answer:
         self._piece = memoryview(b"")
 
     def take(self, size: int) -> bytes:
-        """Return at most ``size`` of the next bytes.
-
-        Raises:
-            OSError: the answer has ended.
-        """
+        """Return at most ``size`` of the next bytes."""
         while not self._piece:
             piece = next(self._pieces, None)
             if piece is None:
@@ -266,11 +248,7 @@ class _Answer:
 
 
 def _first_byte(response: Any, begin: int, size: int) -> int:
-    """Return the place of an answer's first byte: ``begin``, or 0 if the server does not support ranges.
-
-    Raises:
-        OSError: the answer is not what was asked for.
-    """
+    """Return the place of an answer's first byte: ``begin``, or 0 if the server does not support ranges."""
     if response.status_code == 200:
         first, right = 0, response.headers.get("Content-Length", str(size)) == str(size)
     else:
@@ -284,10 +262,7 @@ def _first_byte(response: Any, begin: int, size: int) -> int:
 
 
 def _seconds_asked(error: Exception) -> float | None:
-    """Return how many seconds the hub asks to wait, or None if it does not say.
-
-    The number is in the header RateLimit of an answer 429, else in Retry-After.
-    """
+    """Return the seconds that the hub asks to wait, by RateLimit in an answer 429 or by Retry-After, or None."""
     from huggingface_hub.utils import parse_ratelimit_headers
 
     response = getattr(error, "response", None)
@@ -302,10 +277,7 @@ def _seconds_asked(error: Exception) -> float | None:
 
 @cache
 def _client() -> Any:
-    """Return this process's HTTP client.
-
-    huggingface_hub's own client allows 100 connections, but a rank of many slots needs more.
-    """
+    """Return this process's HTTP client. huggingface_hub's own allows 100 connections: too few for many slots."""
     from huggingface_hub.utils import httpx
 
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=20)

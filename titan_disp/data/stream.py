@@ -27,46 +27,15 @@ from torch.utils.data import IterableDataset
 from titan_disp.data.assignment import Assignment, Mixture
 from titan_disp.data.cursor import Cursor, Document, Faults
 from titan_disp.data.files import DataFile
-from titan_disp.data.formats import Format
+from titan_disp.data.options import StreamOptions
 from titan_disp.data.passes import Passes
-from titan_disp.data.position import Field, Place
+from titan_disp.data.position import Field, Position
 from titan_disp.data.shuffle import Shuffle
 from titan_disp.errors import ConfigError
 
 AHEAD_BYTES = 1 << 17  # of text that a rank tokenizes ahead, in all its slots together …
 AHEAD_SEQUENCES = 16  # … but no more sequences than these
 TASK_BYTES = 1 << 13  # of text for one task of a thread: tokenizing takes about 4 ms, the task itself 0.05 ms
-
-
-@dataclass(frozen=True)
-class StreamOptions:
-    """Describe how documents become sequences, what happens to bad ones, and how many threads tokenize them.
-
-    Attributes:
-        seq_len: tokens of a sequence, without the last label.
-        seed: ``stream.seed``.
-        shuffle_window: documents of a slot that are shuffled together; 0 or 1 for none.
-        on_bad_data: "skip" or "fail".
-        max_skipped_fraction: see ``limits``.
-        max_document_bytes: longer documents are bad.
-        retry_seconds: how long a failing read is tried again.
-        queue_bytes: memory of a pass, see ``Passes``.
-        tokenizer_threads: does not affect the sequences.
-        fast_tokenizer: whether gigatoken is used.
-        format: how documents are found in the files.
-    """
-
-    seq_len: int
-    seed: int = 0
-    shuffle_window: int = 0
-    on_bad_data: str = "skip"
-    max_skipped_fraction: float = 0.01
-    max_document_bytes: int = 16 << 20
-    retry_seconds: float = 60.0
-    queue_bytes: int = 32 << 20
-    tokenizer_threads: int = 1
-    fast_tokenizer: bool = False
-    format: Format = Format()
 
 
 class RankStreams:
@@ -92,19 +61,11 @@ class RankStreams:
             options: see ``StreamOptions``.
         """
         self.encode, self.options = encode, options
-        places = [Place(slot, position.copy(), assignment) for slot, position in zip(slots, positions, strict=True)]
-        self.faults = Faults(files, options.on_bad_data, options.max_skipped_fraction, assignment.first_files)
-        self.passes = Passes(
-            files,
-            places,
-            options.max_document_bytes,
-            options.retry_seconds,
-            options.queue_bytes,
-            options.shuffle_window,
-            options.format,
-        )
+        own = [Position(slot, values.copy(), assignment) for slot, values in zip(slots, positions, strict=True)]
+        self.faults = Faults(files, options, assignment.first_files)
+        self.passes = Passes(files, own, options)
         self.executor = ThreadPoolExecutor(options.tokenizer_threads, thread_name_prefix="tokenize")
-        self.slots = {place.index: Slot(Cursor(place, self.passes, self.faults), self) for place in places}
+        self.slots = {position.slot: Slot(Cursor(position, self.passes, self.faults), self) for position in own}
         self._bytes_per_token = 4.0
         if positions[:, [Field.HEAD, Field.BODY_DOCUMENT, Field.TAIL]].any():
             self.passes.seek(self.executor)
@@ -178,9 +139,9 @@ class Slot:
 
     def __init__(self, cursor: Cursor, streams: RankStreams) -> None:
         self.cursor, self.streams = cursor, streams
-        self.position = cursor.position.copy()
-        self._offset = int(cursor.position[Field.OFFSET])  # tokens already taken from the next document
-        cursor.position[Field.OFFSET] = 0
+        self.position = cursor.position.values.copy()
+        self._offset = int(cursor.position.values[Field.OFFSET])  # tokens already taken from the next document
+        cursor.position.values[Field.OFFSET] = 0
         window = streams.options.shuffle_window
         self.source = Shuffle(cursor, window) if window > 1 else cursor
         self._ahead: deque[_Ahead] = deque()
@@ -206,7 +167,7 @@ class Slot:
     def fill(self, out: np.ndarray) -> None:
         """Write the next len(out) tokens into ``out``, and move the position past them."""
         if not self.streams.options.fast_tokenizer:  # it gains nothing from reading ahead
-            self.streams.read_ahead(self.cursor.place.index)
+            self.streams.read_ahead(self.cursor.position.slot)
         filled = 0
         while filled < len(out):
             if not self._ahead:

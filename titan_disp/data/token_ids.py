@@ -21,8 +21,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from titan_disp.data.formats import HEAD, Format, mistaken
-from titan_disp.data.records import BadDocument, DamagedFile, OtherContent
+from titan_disp.data.files import DataFile
+from titan_disp.data.formats import HEAD, BadDocument, DamagedFile, OtherContent, mistaken
+from titan_disp.data.options import Format
 from titan_disp.errors import DataError
 
 LONGEST = 1 << 16  # most ids of a document
@@ -52,23 +53,18 @@ class _Layout:
     declared: bool
 
 
-def records(stored: io.BufferedReader, size: int, name: str, how: Format) -> Iterator[np.ndarray | BadDocument]:
-    """Yield the documents as ids, [n] uint16 or uint32.
-
-    Args:
-        stored: the file, at its beginning.
-        size: its bytes.
-        name: the file's name, for messages.
-        how: token_dtype, and the tokenizer's eos_id and vocab_size.
+def records(stored: io.BufferedReader, file: DataFile, how: Format) -> Iterator[np.ndarray | BadDocument]:
+    """Yield the documents as ids, [n] uint16 or uint32. ``stored`` is the file, at its beginning.
 
     Raises:
         DataError: the ids have another type or tokenizer than the config names, or no tokenizer is known.
         OtherContent: the file holds no ids.
         DamagedFile: raised at its end: the file is shorter or longer than its header says, or ends within an id.
     """
+    name = file.url
     if how.eos_id is None:
         raise DataError(f"{name} holds token ids, expected text: name a file of text")
-    layout = _layout(stored, size, name, how)
+    layout = _layout(stored, file.size, name, how)
     if how.eos_id > np.iinfo(layout.dtype).max:
         raise DataError(
             f"{name} is read as {layout.dtype.name}, but the id of the tokenizer's EOS, {how.eos_id}, does not fit in this "

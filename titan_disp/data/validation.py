@@ -20,7 +20,7 @@ from torchtitan.tools.logging import logger
 from titan_disp.data.assignment import Assignment
 from titan_disp.data.cursor import check_documents
 from titan_disp.data.files import DataFile, held_out, list_files, on_rank_0, streams_from_hub
-from titan_disp.data.loader import stream_options
+from titan_disp.data.options import stream_options
 from titan_disp.data.position import Field
 from titan_disp.data.sources import check_content, training_sets
 from titan_disp.data.stream import RankStreams
