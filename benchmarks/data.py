@@ -155,7 +155,7 @@ def measure(loader, options: Options) -> dict[str, float | None]:
     read = read_by_this_process() - read
     if isinstance(loader, StreamLoader):
         loader.close()
-    worker = isinstance(loader, StreamLoader) and loader.prefetch > 0
+    worker = isinstance(loader, StreamLoader) and loader.options.prefetch > 0
     return {
         "tokens_per_second": count / seconds,
         "seconds_to_first_batch": first,

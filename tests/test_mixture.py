@@ -442,16 +442,16 @@ def test_text_in_a_stored_byte(tmp_path, suffix, documents):
         files = list_files("text", str(tmp_path))
     (rank,) = streams_of(files, 1, 1, seq_len=1)
     rank.encode = lambda text: [1, EOS]
-    assert rank.text_per_stored_byte() == [0.0]
+    assert rank.passes.text_per_stored_byte() == [0.0]
     slot = rank.slots[0]
     slot.sequence()
     read = slot.cursor.position.values
     as_stored = read[Field.BYTES] + (suffix != "parquet") * len('{"text": ""}\n') * read[Field.DOCUMENTS]
-    assert rank.text_per_stored_byte() == [pytest.approx(documents * read[Field.BYTES] / as_stored)]
+    assert rank.passes.text_per_stored_byte() == [pytest.approx(documents * read[Field.BYTES] / as_stored)]
     while slot.position[Field.EPOCH] == 0:
         slot.sequence()
     exact = texts_bytes(files) / sum(file.size for file in files)
-    assert rank.text_per_stored_byte() == [pytest.approx(exact, rel=0.005)]
+    assert rank.passes.text_per_stored_byte() == [pytest.approx(exact, rel=0.005)]
 
 
 def test_text_in_a_stored_byte_of_a_file_in_the_middle(tmp_path):
@@ -464,7 +464,7 @@ def test_text_in_a_stored_byte_of_a_file_in_the_middle(tmp_path):
         (rank,) = streams_of(files, 1, 1, positions=positions)
         rank.encode = lambda text: [1, EOS]
         _, positions = batches([rank], steps)
-        assert rank.text_per_stored_byte() == [pytest.approx(0.45, rel=0.05)]
+        assert rank.passes.text_per_stored_byte() == [pytest.approx(0.45, rel=0.05)]
         (one,) = rank.passes._open[0]
         assert not one.ended
         assert (one.start == 0) == (steps == 750)

@@ -277,7 +277,7 @@ def test_requests_of_an_epoch(corpus_on_hub):
                     streams.slots[slot].sequence()
             for slot in slots:
                 positions[slot] = streams.slots[slot].position
-            reads += len(streams.bytes_read())
+            reads += len(streams.passes.bytes_read())
             streams.close()
     assert len(seen) >= 6 * 120  # of 800, and what was read ahead
     assert 0 < len(hub.ranges) <= 2 * reads <= 2 * 2 * (len(files) + 2)

@@ -14,7 +14,7 @@ from torchtitan.tools.logging import logger
 
 from titan_disp.data.assignment import Segment
 from titan_disp.data.files import DataFile
-from titan_disp.data.formats import COMPRESSED, BadDocument, Garbage, Record, size_of, text_of
+from titan_disp.data.formats import COMPRESSED, BadDocument, Garbage, size_of, text_of
 from titan_disp.data.options import StreamOptions
 from titan_disp.data.passes import Passes
 from titan_disp.data.position import Field, Position
@@ -36,10 +36,7 @@ class Faults:
     """Decide what happens to documents and files that cannot be used."""
 
     def __init__(self, files: Sequence[DataFile], options: StreamOptions, first_files: Sequence[int] = (0,)) -> None:
-        """Remember the sizes of all files of all sources. ``first_files`` holds the index of each source's first file.
-
-        ``wrong`` never skips a file that is a larger fraction of its source's stored bytes than may be skipped.
-        """
+        """``first_files`` holds the index of each source's first file."""
         self.names, self.sizes = [file.name for file in files], [file.size for file in files]
         self.options = options
         self._first_files = first_files
@@ -48,11 +45,7 @@ class Faults:
         self._told: set[tuple[int, int]] = set()
 
     def bad(self, file: int, index: int, reason: str) -> None:
-        """Log once that a document, or the rest of a file (index −1), is skipped.
-
-        Raises:
-            DataError: on_bad_data is "fail".
-        """
+        """Log once that a document, or the rest of a file (index −1), is skipped. Raise DataError if on_bad_data is "fail"."""
         name = self.names[file]
         text = f"{name}, document {index}: {reason}" if index >= 0 else f"{name} is damaged and ends early: {reason}"
         if self.options.on_bad_data == "fail":
@@ -64,14 +57,13 @@ class Faults:
     def wrong(self, file: int, in_a_row: int, least: int) -> str | None:
         """Return why the rest of a file of the wrong kind is skipped, or None if it is not.
 
-        The documents of a file that is larger than what may be skipped of its source are judged one by one.
+        The documents of a file that is a larger fraction of its source than may be skipped are judged one by one.
         """
         if in_a_row < least or self.sizes[file] > self._expendable[self._source(file)]:
             return None
         return f"{in_a_row} documents in a row cannot be used"
 
     def beside(self, file: int) -> list[str]:
-        """Return the names of all files of the source that a file belongs to."""
         return self.names[self._sources[self._source(file)]]
 
     def _source(self, file: int) -> int:
@@ -80,13 +72,10 @@ class Faults:
 
 @dataclass(frozen=True)
 class Document:
-    """Hold a usable document of a slot.
+    """Hold a usable document of a slot: a text, or token ids as stored; not empty.
 
-    Attributes:
-        content: a text, or token ids as stored; not empty.
-        size: bytes of the text in UTF-8, or of the ids as stored.
-        start: [k] int64, the slot's position at the document's first token.
-        end: [k] int64, the slot's position after its last token.
+    ``size`` is its bytes in UTF-8, or of the ids as stored; ``start`` and ``end`` are the slot's positions at its first
+    token and after its last one, [k] int64.
     """
 
     content: str | np.ndarray
@@ -97,30 +86,20 @@ class Document:
 
 @dataclass
 class _Search:
-    """Count what a slot has met since its last usable document.
+    """Count what a slot has met since its last usable document."""
 
-    Attributes:
-        epochs: epochs that ended.
-        bad: documents that cannot be used.
-        row: of these, the most recent ones, all in the current file.
-        garbage: of these, the most recent ones that are not JSON, in a compressed file.
-        counted: those of the bad documents that are not in a damaged file.
-        damaged: damaged files without a sound file between them.
-    """
-
-    epochs: int = 0
-    bad: int = 0
-    row: int = 0
-    garbage: int = 0
-    counted: int = 0
-    damaged: int = 0
+    epochs: int = 0  # that ended
+    bad: int = 0  # documents that cannot be used
+    row: int = 0  # of these, the most recent ones, all in the current file
+    garbage: int = 0  # of these, the most recent ones that are not JSON, in a compressed file
+    counted: int = 0  # those of the bad documents that are not in a damaged file
+    damaged: int = 0  # damaged files without a sound file between them
 
 
 class Cursor:
-    """Walk over the documents of one slot, epoch after epoch."""
+    """Walk over the documents of one slot, epoch after epoch. The cursor moves ``position``."""
 
     def __init__(self, position: Position, passes: Passes, faults: Faults) -> None:
-        """Take over ``position``; the cursor moves it from here on."""
         self.position, self.passes, self.faults = position, passes, faults
         self._search = _Search()
 
@@ -148,10 +127,11 @@ class Cursor:
                 self._end_file(part, segment, damage or self.faults.wrong(segment.file, self._search.row, _WRONG_END))
                 continue
             try:
-                content, size = self._content(raw)
+                content = raw if isinstance(raw, np.ndarray) else text_of(raw, self.passes.options.format.text_field)
             except BadDocument as error:
                 self._pass_over(part, segment, index, error)
                 continue
+            size = len(content.encode()) if isinstance(content, str) else content.nbytes
             start = p.copy()
             p[Field.DOCUMENTS] += 1
             p[Field.BYTES] += size
@@ -161,13 +141,6 @@ class Cursor:
             position.take(part, index, size)
             self._search = _Search()
             return Document(content, size, start, p.copy())
-
-    def _content(self, raw: Record) -> tuple[str | np.ndarray, int]:
-        """Return what a document holds, and its size in bytes."""
-        if isinstance(raw, np.ndarray):
-            return raw, raw.nbytes
-        text = text_of(raw, self.passes.options.format.text_field)
-        return text, len(text.encode())
 
     def _pass_over(self, part: int, segment: Segment, index: int, error: BadDocument) -> None:
         """Skip one document, and the rest of its file if no better documents are to be expected there."""
@@ -205,12 +178,9 @@ class Cursor:
             search.damaged = 0
 
     def end_epoch(self) -> None:
-        """Go on to the next epoch.
+        """Go on to the next epoch. The slot gives up after many: on average, it has a document in at least one of S epochs.
 
         A slot has no documents in some epochs if the corpus has few documents or if their lengths differ much.
-
-        Raises:
-            DataError: the slot gives up. On average, a slot has a document in at least one of S epochs.
         """
         search = self._search
         self.position.end_epoch()
@@ -219,7 +189,6 @@ class Cursor:
             self._give_up()
 
     def _give_up(self) -> None:
-        """Raise DataError: the slot has searched long enough."""
         search, slots = self._search, self.position.assignment.slots
         names = self.faults.beside(self.position.run().segments[0].file)
         advice = (
@@ -234,26 +203,13 @@ class Cursor:
         )
 
 
-# This module decides how many documents and files may be skipped before a run stops.
-#
 # The counts are those of all ranks together. All ranks therefore decide alike, and so does any other number of ranks.
-
-
 _FIRST = 1000  # documents; among fewer, a few bad ones are a large fraction
 _FEW = 10  # damaged files per epoch; with fewer, a small data set may still be worth a run
 
 
 def check_documents(skipped: float, used: float, allowed: float) -> None:
-    """Stop the run if too many documents cannot be used.
-
-    Args:
-        skipped: documents skipped so far.
-        used: documents used so far.
-        allowed: ``stream.max_skipped_fraction``.
-
-    Raises:
-        DataError: a larger fraction was skipped; never among the first 1000 documents.
-    """
+    """Raise DataError if too many documents cannot be used; never among the first 1000."""
     every = skipped + used
     if every >= _FIRST and skipped > allowed * every:
         raise DataError(
@@ -263,16 +219,9 @@ def check_documents(skipped: float, used: float, allowed: float) -> None:
 
 
 def check_files(skipped: float, begun: float, files: int, allowed: float) -> None:
-    """Stop the run if too many files are damaged and end early.
+    """Raise DataError if too many files are damaged and end early: at least 10 per epoch.
 
-    Args:
-        skipped: damaged files so far, counted again in every epoch.
-        begun: files begun so far, counted again in every epoch.
-        files: number of files of the data.
-        allowed: ``stream.max_skipped_fraction``.
-
-    Raises:
-        DataError: a larger fraction of the files is damaged, and at least 10 files per epoch are.
+    ``skipped`` and ``begun`` files are counted again in every epoch; ``files`` is the number of files of the data.
     """
     # Per epoch: otherwise one damaged file among a few would stop a run in its tenth epoch, and again after every
     # resume.

@@ -105,7 +105,6 @@ def size_of(record: Record) -> int:
 
 
 def too_long(size: int) -> BadDocument:
-    """Return the record in place of a document of ``size`` bytes, which are too many."""
     return BadDocument(f"{size:,} bytes, more than stream.max_document_mb allows")
 
 
@@ -180,7 +179,6 @@ def _kind(value: Any) -> str:
 
 
 def _names(record: dict[str, Any]) -> str:
-    """Return the names of a document's fields as a text; those of fields in nested objects have dots."""
     names = []
     for name, value in record.items():
         names += [f"{name}.{inner}" for inner in value] if isinstance(value, dict) and value else [name]
@@ -191,7 +189,7 @@ _DRAIN = 1 << 20
 
 
 def json_line_records(lines: Any, options: StreamOptions) -> Iterator[bytes | BadDocument]:
-    """Yield the lines of a binary stream that are not blank, unparsed. Too long ones are never in memory as a whole.
+    """Yield the lines of a binary stream, unparsed. Too long ones are never in memory as a whole.
 
     Blank lines are not documents, as for pandas, pyarrow and datasets.
     """
@@ -269,11 +267,9 @@ _BATCH = 4 << 20  # … no more bytes than these
 
 
 def parquet_records(stored: io.BufferedReader, name: str, options: StreamOptions) -> Iterator[str | BadDocument]:
-    """Yield the texts of the column ``Format.text_field``. ``name`` is the file's, for messages.
+    """Yield the texts of the column ``Format.text_field``.
 
-    Raises:
-        DataError: the file has no such column, or the column is not text. The file is sound; the config has to change.
-        OtherContent: the file is not Parquet.
+    DataError is raised for a sound file without such a column, or whose column is not text: the config has to change.
     """
     import pyarrow
     import pyarrow.parquet

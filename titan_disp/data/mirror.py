@@ -111,7 +111,6 @@ def _sha256(path: Path) -> str:
 
 
 def _problem(file: HubFile, path: Path) -> str | None:
-    """Return what is wrong with a local copy of a file, or None."""
     if not path.is_file():
         return "missing"
     if path.stat().st_size != file.size:
@@ -122,11 +121,7 @@ def _problem(file: HubFile, path: Path) -> str | None:
 
 
 def _mirror(folder: Path, listing: Listing, files: list[HubFile], workers: int, attempts: int = 3) -> list[str]:
-    """Keep sound copies, resume broken downloads and replace damaged files.
-
-    Returns:
-        One line for each file that is still missing or damaged.
-    """
+    """Keep sound copies, resume broken downloads and replace damaged files. Return the problems that are left."""
     from huggingface_hub import hf_hub_download
 
     def mirror(file: HubFile) -> str | None:
@@ -181,16 +176,7 @@ def _write_record(folder: Path, name: HubName, listing: Listing, files: list[Hub
 
 
 def mirrored_files(folder: str, name: HubName, where: str) -> list[tuple[str, int]]:
-    """List (path, size) of a data set's files in a mirror, or in a full copy of its repository.
-
-    Args:
-        folder: the mirror.
-        name: the data set, with a split.
-        where: begins the messages.
-
-    Raises:
-        ConfigError: the folder is neither of these, or files are missing.
-    """
+    """List (path, size) of a split's files in a mirror, or in a full copy of its repository. None may be missing."""
     root, fetch = Path(folder), f"titan-disp data fetch {folder} --dataset '{name}'"
     if not root.is_dir():
         raise ConfigError(

@@ -47,6 +47,7 @@ class StreamOptions:
         max_document_bytes: longer documents are bad.
         retry_seconds: how long a failing read of a file system or the hub is tried again, with growing pauses.
         queue_bytes: bytes that the queues of a pass may hold, beside the slots' shuffling windows.
+        prefetch: microbatches that the worker prepares ahead; 0 reads in the training process.
         fast_tokenizer: whether gigatoken is used.
     """
 
@@ -58,6 +59,7 @@ class StreamOptions:
     max_document_bytes: int = 16 << 20
     retry_seconds: float = 60.0
     queue_bytes: int = 32 << 20
+    prefetch: int = 0
     tokenizer_threads: int = 1
     fast_tokenizer: bool = False
     format: Format = Format()
@@ -77,6 +79,7 @@ def stream_options(
         max_document_bytes=int(stream.max_document_mb * 2**20),
         # If a rank tried again for longer than the other ranks wait for it, it would look like a hang.
         retry_seconds=min(stream.retry_seconds, 0.6 * job_config.comm.train_timeout_seconds),
+        prefetch=stream.prefetch,
         tokenizer_threads=stream.tokenizer_threads or default_threads(),
         fast_tokenizer=stream.fast_tokenizer,
         format=Format(

@@ -12,9 +12,9 @@ from torchtitan.tools.logging import logger
 from titan_disp.data.assignment import Segment
 from titan_disp.data.documents import Documents
 from titan_disp.data.files import DataFile
-from titan_disp.data.formats import DamagedFile, Record, size_of
+from titan_disp.data.formats import COMPRESSED, PARQUET, DamagedFile, Record, size_of
 from titan_disp.data.options import StreamOptions
-from titan_disp.data.position import Density, Position, densities
+from titan_disp.data.position import Density, Position
 from titan_disp.errors import counted
 
 PROGRESS_SECONDS = 10.0
@@ -23,21 +23,13 @@ DOCUMENT_BYTES = 1 << 13  # a shuffling window holds fewer documents if they are
 
 @dataclass
 class _Queue:
-    """Hold documents of a shared file that were read for a slot and that it has not taken yet.
+    """Hold documents of a shared file that were read for a slot and that it has not taken yet."""
 
-    Attributes:
-        segment: the slot's documents of the file.
-        start: index of the first document that the slot wants.
-        documents: (index, document) of each.
-        bytes: of these documents.
-        fed: whether the pass still adds documents.
-    """
-
-    segment: Segment
-    start: int
-    documents: deque = field(default_factory=deque)
-    bytes: int = 0
-    fed: bool = True
+    segment: Segment  # the slot's documents of the file
+    start: int  # index of the first document that the slot wants
+    documents: deque = field(default_factory=deque)  # (index, document) of each
+    bytes: int = 0  # of these documents
+    fed: bool = True  # whether the pass still adds documents
 
 
 class _Pass:
@@ -60,17 +52,12 @@ class _Pass:
         self.key = next(iter(queues.values())).segment.key  # the same in all segments of a file
 
     def owner(self, index: int) -> int | None:
-        """Return the slot of this pass that owns a document, or None."""
         key = self.key(index)
         i = bisect_right(self.lows, key) - 1
         return self.slots[i] if i >= 0 and key < self.highs[i] else None
 
     def advance(self, asking: int) -> None:
-        """Read one document and put it into the queue of the slot that owns it.
-
-        Args:
-            asking: the slot that waits for a document; its queue is always fed.
-        """
+        """Read one document for the slot that owns it. The queue of the slot that asks is always fed."""
         index = self.documents.position
         try:
             document = self.documents.read()
@@ -99,7 +86,6 @@ class _Pass:
                 others[max(others, key=lambda s: others[s].bytes)].fed = False
 
     def newly_read(self) -> int:
-        """Return the number of stored bytes read since the last call."""
         before, self.counted = self.counted, self.documents.bytes_read
         return self.counted - before
 
@@ -116,23 +102,15 @@ class Passes:
     """Hold the open files of a rank, and what it has read of them."""
 
     def __init__(self, files: Sequence[DataFile], positions: Sequence[Position], options: StreamOptions) -> None:
-        """Begin without open files.
-
-        Args:
-            files: all files of all sources.
-            positions: those of the rank's slots, which their cursors move.
-            options: see ``StreamOptions``.
-        """
         self.files, self.positions, self.options = files, {position.slot: position for position in positions}, options
         self._open: dict[int, list[_Pass]] = {}
         # For each file that was read to its end: its number of documents, and what was damaged.
         self._ends: dict[int, tuple[int, str | None]] = {}
         self._closed_bytes: Counter[tuple[int, int]] = Counter()  # since the last call of bytes_read
         self.first_files = positions[0].assignment.first_files
-        self._densities = densities(files, self.first_files)
+        self._densities = [Density(files[first].name.endswith((*COMPRESSED, *PARQUET))) for first in self.first_files]
 
     def density(self, file: int) -> Density:
-        """Return the density of the source that a file belongs to."""
         return self._densities[self._source(file)]
 
     def _source(self, file: int) -> int:
@@ -163,13 +141,10 @@ class Passes:
         return new
 
     def fetch(self, slot: int, epoch: int, segment: Segment, start: int) -> tuple[int, Record | None, str | None]:
-        """Return the first document of a segment at or after index ``start``, unparsed.
+        """Return the first document of a segment at or after index ``start``, unparsed: (index, document, None).
 
-        A slot must not ask with a smaller ``start`` than before.
-
-        Returns:
-            (index, document, None), or (number of documents in the file, None, damage) at the end of the file, where
-            damage is None if the file is sound.
+        At the end of the file, it returns (number of documents in the file, None, damage), where damage is None if the file
+        is sound. A slot must not ask with a smaller ``start`` than before.
         """
         mine = self._pass(slot, epoch, segment.file)
         if mine is None:
@@ -196,11 +171,7 @@ class Passes:
             mine.advance(slot)
 
     def seek(self, executor: futures.Executor) -> None:
-        """After a resume, pass over what was read before, in all files at once.
-
-        Args:
-            executor: threads to do this in; decompression releases the GIL.
-        """
+        """After a resume, pass over what was read before, in all files at once. Decompression releases the GIL."""
         waiting: set[futures.Future[None]] = set()
         for slot, position in self.positions.items():
             for segment, start in position.upcoming():

@@ -1,14 +1,17 @@
-"""A slot's position is a few integers. This module says what they mean in the slot's documents, and moves them."""
+"""A slot's position is a few integers. This module says what they mean in the slot's documents, and moves them.
 
-from collections.abc import Sequence
+It also measures how far the slots are in their epochs, by the text that they have handed out. A position holds the
+bytes of text that a slot has taken from its run, but the size of the run is known in stored bytes only. The worker
+therefore measures the bytes of text per stored byte while it reads (``Density``). Text that is prefetched does not
+count, and after a resume the fraction continues where it was.
+"""
+
 from dataclasses import dataclass
 from enum import IntEnum
 
 import numpy as np
 
-from titan_disp.data.assignment import Assignment, Mixture, Run, Segment, Share
-from titan_disp.data.files import DataFile
-from titan_disp.data.formats import COMPRESSED
+from titan_disp.data.assignment import Assignment, Run, Segment
 
 
 class Field(IntEnum):
@@ -42,15 +45,9 @@ OF_AN_EPOCH = (*NEXT, *TAKEN, Field.BODY_FILE, Field.DONE, Field.WINDOW)
 
 
 class Position:
-    """Hold one slot's position, with the methods that interpret and move it.
+    """Hold one slot's position (``values``, [k] int64, at the beginning of a document), and interpret and move it."""
 
-    Attributes:
-        slot: its number.
-        values: [k] int64, at the beginning of a document; the methods change it.
-    """
-
-    def __init__(self, slot: int, values: np.ndarray, assignment: Assignment | Mixture) -> None:
-        """Take over ``values``, which is not copied."""
+    def __init__(self, slot: int, values: np.ndarray, assignment: Assignment) -> None:
         self.slot, self.values, self.assignment = slot, values, assignment
 
     @property
@@ -58,7 +55,6 @@ class Position:
         return int(self.values[Field.EPOCH])
 
     def run(self) -> Run:
-        """Return what the slot reads in its current epoch."""
         return self.assignment.run(self.slot, self.epoch)
 
     def choose(self) -> int | None:
@@ -121,57 +117,20 @@ class Position:
         return [part for part in range(3) if weights[part] and not self.values[Field.DONE] >> part & 1]
 
 
-# This module measures how far the slots are in their epochs, by the text that they have handed out.
-#
-# A position holds the bytes of text that a slot has taken from its run, but the size of the run is known in stored bytes
-# only. The worker therefore measures the bytes of text per stored byte while it reads (``Density``). Text that is
-# prefetched does not count, and after a resume the fraction continues where it was.
-
-
 # Stored bytes that must be read of an unfinished file before it is measured: buffers and decoders hold up to 512 KiB.
 _ENOUGH = 4 << 20
 _RATIO = 2.5  # bytes of documents per stored byte of a compressed file, until it is measured
 
 
-@dataclass(frozen=True)
-class Group:
-    """Describe slots whose epochs are counted together: all slots of the run, or those of one source.
-
-    Attributes:
-        suffix: appended to the names of the group's counters.
-        slots: the group's slots, over all ranks.
-        files: how many files these slots read in an epoch.
-    """
-
-    suffix: str
-    slots: range
-    files: int
-
-
-def groups_of(files: Sequence[DataFile], slots: int, shares: Sequence[Share]) -> list[Group]:
-    """Return one group for each of [[stream.sources]], or one for all slots if there are none."""
-    if not shares:
-        return [Group("", range(slots), len(files))]
-    return [Group(f"/{s.name}", range(s.first, s.first + s.slots), sum(map(s.owns, files))) for s in shares]
-
-
 @dataclass
 class Density:
-    """Measure the bytes of text per stored byte: (documents / stored) · (text / parsed).
+    """Measure the bytes of text per stored byte: (documents / stored) · (text / parsed)."""
 
-    Attributes:
-        compressed: whether the files are compressed.
-        documents: bytes of all documents read, whichever slot owns them.
-        stored: stored bytes of these documents.
-        parsed: bytes of the documents that this rank uses.
-        text: bytes of their text.
-    """
-
-    compressed: bool
-    documents: int = 0
-    stored: float = 0
-    parsed: int = 0
-    text: int = 0
+    compressed: bool  # whether the files are
+    documents: int = 0  # bytes of all documents read, whichever slot owns them
+    stored: float = 0  # stored bytes of these documents
+    parsed: int = 0  # bytes of the documents that this rank uses
+    text: int = 0  # bytes of their text
 
     def measured(self, documents: int, stored: float, ended: bool) -> None:
         """Add a measurement: ``stored`` bytes of a file, read to its end or not, held ``documents`` bytes."""
@@ -185,19 +144,10 @@ class Density:
         return ratio * self.text / max(1, self.parsed)
 
 
-def densities(files: Sequence[DataFile], starts: Sequence[int]) -> list[Density]:
-    """Make one empty Density for each source. ``starts`` holds the index of each source's first file."""
-    return [Density(files[start].name.endswith((*COMPRESSED, ".parquet"))) for start in starts]
-
-
 def fraction_read(position: np.ndarray, run: Run, slots: int, density: float) -> float:
     """Return the fraction of its run that a slot has handed out, from 0 to 1.
 
-    Args:
-        position: [k] int64, the slot's position.
-        run: the slot's run in its current epoch.
-        slots: the number of slots that ``Segment.length`` was multiplied by.
-        density: bytes of text per stored byte.
+    ``slots`` is the number that ``Segment.length`` was multiplied by; ``density`` is in bytes of text per stored byte.
     """
     every, read = sum(run.weights), 0.0
     for part, length in enumerate(run.weights):

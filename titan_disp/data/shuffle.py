@@ -36,16 +36,11 @@ def permutation(key: int, count: int) -> list[int]:
 
 
 def memory(slots: int, window: int, document_bytes: float) -> float:
-    """Return the most bytes of text that a rank holds for shuffling.
+    """Return the most bytes of text that a rank holds for shuffling its slots in windows of documents of this mean length.
 
     Slots refill their windows at different times, so that windows are half full on average. The slot that refills reads
     one window ahead of the others, so that their documents of a shared file wait: half a window too, at most a whole
     one (``Passes``).
-
-    Args:
-        slots: of the rank.
-        window: W.
-        document_bytes: mean length of the documents.
     """
     return 2 * slots * window * min(document_bytes, DOCUMENT_BYTES)
 
@@ -55,15 +50,10 @@ def _hash(*numbers: int) -> int:
 
 
 class Shuffle:
-    """Give the documents of a cursor one by one, shuffled in windows."""
+    """Give the documents of a cursor one by one, shuffled in windows of W ≥ 2."""
 
     def __init__(self, cursor: Cursor, window: int) -> None:
-        """Take over a cursor.
-
-        Args:
-            cursor: its position is one that this class has stored, or that of the beginning.
-            window: W, at least 2.
-        """
+        """The cursor's position is one that this class has stored, or that of the beginning."""
         self.cursor, self.window = cursor, window
         # The unused documents of the window, the next one last. As UTF-8, because a str may take four bytes per
         # character.
@@ -76,11 +66,7 @@ class Shuffle:
         p[Field.IN_WINDOW] = 0
 
     def next(self) -> Document:
-        """Return the next usable document.
-
-        Raises:
-            DataError: as ``Cursor.next``, or the data has changed since the position was stored.
-        """
+        """Return the next usable document. Beside what ``Cursor.next`` raises: DataError if the data has changed."""
         if not self._documents:
             self._fill()
         start, stored = self._position, self._documents.pop()

@@ -32,14 +32,25 @@ uniform = random.SystemRandom().uniform
 
 
 class RetryingFile(io.RawIOBase):
-    """Represent a file that can be read at any place. Subclasses say which failures are tried again."""
+    """Represent a file that can be read at any place. Subclasses say which failures are tried again.
+
+    ``count`` is the number of bytes that a buffer has read. ``error`` is the error after which reading was given up, or
+    None: decoders hide it in exceptions of their own.
+    """
 
     def __init__(self, file: DataFile, options: StreamOptions) -> None:
-        self._name, self._size, self._place = file.url, file.size, 0
+        self._name, self._size, self._place, self.count = file.url, file.size, 0, 0
         self._retry_seconds = options.retry_seconds
+        self.error: Exception | None = None
 
     def readable(self) -> bool:
         return True
+
+    def readinto(self, buffer: Any) -> int:
+        data = self.read(len(buffer))
+        buffer[: len(data)] = data
+        self.count += len(data)
+        return len(data)
 
     def seekable(self) -> bool:
         return True
@@ -48,13 +59,30 @@ class RetryingFile(io.RawIOBase):
         self._place = offset + (0, self._place, self._size)[whence]
         return self._place
 
-    def tell(self) -> int:
-        return self._place
-
-    def _at_most(self, size: int) -> int:
-        """Return how many bytes ``read(size)`` may give: none beyond the end, all that are left for a negative size."""
+    def read(self, size: int = -1) -> bytes:
+        """Return at most ``size`` bytes, as many as have come, or b"" at the end of the file."""
         left = max(0, self._size - self._place)
-        return left if size < 0 else min(size, left)
+        wanted = left if size < 0 else min(size, left)
+        if not wanted:
+            return b""
+        try:
+            found = self._again(lambda: self._read(wanted))
+        except Exception as error:  # httpx and huggingface_hub raise their own
+            self.error = error
+            raise
+        self._place += len(found)
+        return found
+
+    def close(self) -> None:
+        self._let_go()
+        super().close()
+
+    def _read(self, size: int) -> bytes:
+        raise NotImplementedError
+
+    def _let_go(self) -> None:
+        """Close what the reads hold open; the next one opens it again."""
+        raise NotImplementedError
 
     def _may_pass(self, error: Exception) -> bool:
         return True
@@ -88,30 +116,12 @@ PASSING = (errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EAGAIN)
 
 
 class LocalFile(RetryingFile):
-    """Read a file sequentially or at random. After a transient failure, the file is reopened and read again.
-
-    Raises:
-        DataError: the file's size is not the one that was listed, on opening or while it is read.
-        OSError: the file cannot be opened or read.
-    """
+    """Read a file sequentially or at random. After a transient failure, the file is reopened and read again."""
 
     def __init__(self, file: DataFile, options: StreamOptions) -> None:
         super().__init__(file, options)
         self._file: io.FileIO | None = None
         self._again(self._open)
-
-    def read(self, size: int = -1) -> bytes:
-        """Return at most ``size`` bytes, or b"" at the end of the file."""
-        wanted = self._at_most(size)
-        found = self._again(lambda: self._read(wanted))
-        if wanted and not found:  # a reader would take this for the end of the documents, or for damage
-            raise self._changed(self._place)
-        self._place += len(found)
-        return found
-
-    def close(self) -> None:
-        self._let_go()
-        super().close()
 
     def _open(self) -> io.FileIO:
         if self._file is None:
@@ -132,7 +142,9 @@ class LocalFile(RetryingFile):
         file = self._open()
         if file.tell() != self._place:
             file.seek(self._place)
-        return file.read(size)
+        if not (found := file.read(size)):  # a reader would take this for the end of the documents, or for damage
+            raise self._changed(self._place)
+        return found
 
     def _let_go(self) -> None:
         if self._file is not None:
@@ -154,9 +166,6 @@ class RemoteFile(RetryingFile):
     """Read a file named hf://datasets/OWNER/NAME@COMMIT/PATH. After any failure of the hub, the read is tried again.
 
     It holds a connection and at most one piece of the answer, 64 KiB.
-
-    Attributes:
-        error: the error after which reading was given up, or None. Decoders hide it in exceptions of their own.
     """
 
     def __init__(self, file: DataFile, options: StreamOptions) -> None:
@@ -167,26 +176,6 @@ class RemoteFile(RetryingFile):
         assert matched is not None, file.url
         self._url = hf_hub_url(matched[1], matched[3], repo_type="dataset", revision=matched[2])
         self._answer: _Answer | None = None
-        self.error: Exception | None = None
-
-    def read(self, size: int = -1) -> bytes:
-        """Return at most ``size`` bytes, as many as have come, or b"" at the end of the file."""
-        wanted = self._at_most(size)
-        if not wanted:
-            return b""
-        try:
-            found = self._again(lambda: self._read(wanted))
-        except Exception as error:  # httpx and huggingface_hub raise their own
-            self.error = error
-            raise
-        self._place += len(found)
-        if self._place == self._size:
-            self._let_go()
-        return found
-
-    def close(self) -> None:
-        self._let_go()
-        super().close()
 
     def _read(self, size: int) -> bytes:
         try:
@@ -195,10 +184,13 @@ class RemoteFile(RetryingFile):
                 self._answer = _Answer(self._url, self._place, self._size)
             while self._answer.place < self._place:
                 self._answer.take(self._place - self._answer.place)
-            return self._answer.take(size)
+            found = self._answer.take(size)
         except Exception:
             self._let_go()
             raise
+        if self._place + len(found) == self._size:
+            self._let_go()
+        return found
 
     def _let_go(self) -> None:
         if self._answer is not None:

@@ -5,7 +5,8 @@
 A slot's sequences depend only on what the fingerprint holds and, if many documents in a row are bad, on
 ``stream.max_skipped_fraction``. After a resume, the documents at a slot's position are read again; no text is stored.
 Documents are read some sequences ahead and tokenized by threads: tokenizing takes 97 % of the time, and the tokenizers
-release the GIL. (``fast_tokenizer`` takes less time than waking a thread, and is called when its tokens are needed.)
+release the GIL. (gigatoken takes less time than waking a thread, and is called when its tokens are needed.) The
+prefetch worker, a process of each rank, does all this ahead of training.
 """
 
 import math
@@ -14,7 +15,7 @@ import os
 import resource
 import signal
 import threading
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -24,7 +25,7 @@ import numpy as np
 import torch
 from torch.utils.data import IterableDataset
 
-from titan_disp.data.assignment import Assignment, Mixture
+from titan_disp.data.assignment import Assignment
 from titan_disp.data.cursor import Cursor, Document, Faults
 from titan_disp.data.files import DataFile
 from titan_disp.data.options import StreamOptions
@@ -46,19 +47,14 @@ class RankStreams:
         files: Sequence[DataFile],
         slots: range,
         positions: np.ndarray,
-        assignment: Assignment | Mixture,
+        assignment: Assignment,
         encode: Callable[[str], Sequence[int] | np.ndarray],
         options: StreamOptions,
     ) -> None:
-        """Start at the given positions; after a resume, first pass over what was read before.
+        """Start at ``positions``, [len(slots), k] int64, copied. After a resume, first pass over what was read before.
 
-        Args:
-            files: all files of all sources.
-            slots: this rank's slots.
-            positions: [len(slots), k] int64, copied.
-            assignment: of all slots.
-            encode: a function from a text to token ids that end in EOS; called from several threads.
-            options: see ``StreamOptions``.
+        ``files`` are all files of all sources, and ``slots`` are this rank's, of those in ``assignment``. ``encode`` makes
+        token ids that end in EOS of a text; several threads call it.
         """
         self.encode, self.options = encode, options
         own = [Position(slot, values.copy(), assignment) for slot, values in zip(slots, positions, strict=True)]
@@ -69,14 +65,6 @@ class RankStreams:
         self._bytes_per_token = 4.0
         if positions[:, [Field.HEAD, Field.BODY_DOCUMENT, Field.TAIL]].any():
             self.passes.seek(self.executor)
-
-    def bytes_read(self) -> Counter[tuple[int, int]]:
-        """Return the number of stored bytes read since the last call, by (epoch, file)."""
-        return self.passes.bytes_read()
-
-    def text_per_stored_byte(self) -> list[float]:
-        """Return the bytes of text per stored byte, for each source, measured on what has been read so far."""
-        return self.passes.text_per_stored_byte()
 
     def read_ahead(self, slot: int) -> None:
         """Begin to tokenize the documents of the rank's next sequences, of all its slots in turn from this one on."""
@@ -95,8 +83,7 @@ class RankStreams:
     def tokenize(self, contents: list[str | np.ndarray]) -> Callable[[], list[np.ndarray]]:
         """Begin to tokenize documents, in a thread unless waking one takes longer than the work.
 
-        Returns:
-            A function that waits and returns the token ids of each document, int32, ending in EOS.
+        It returns a function that waits for the token ids of each document, int32, ending in EOS.
         """
         if not self.options.fast_tokenizer:
             return self.executor.submit(self._tokenize, contents).result
@@ -104,17 +91,15 @@ class RankStreams:
         return lambda: done
 
     def _tokenize(self, contents: list[str | np.ndarray]) -> list[np.ndarray]:
-        return [
-            self._stored_ids(content)
-            if isinstance(content, np.ndarray)
-            else np.asarray(self.encode(content), dtype=np.int32)
-            for content in contents
-        ]
-
-    def _stored_ids(self, ids: np.ndarray) -> np.ndarray:
-        eos_id = self.options.format.eos_id
-        assert eos_id is not None  # without it, the reader would have refused the ids
-        return np.append(ids, eos_id).astype(np.int32) if ids[-1] != eos_id else ids.astype(np.int32)
+        eos_id, found = self.options.format.eos_id, []
+        for content in contents:
+            if isinstance(content, str):
+                content = np.asarray(self.encode(content), dtype=np.int32)
+            elif content[-1] != eos_id:
+                assert eos_id is not None  # without it, the reader would have refused the ids
+                content = np.append(content, eos_id)
+            found.append(content.astype(np.int32, copy=False))
+        return found
 
     def close(self) -> None:
         self.executor.shutdown(cancel_futures=True)
@@ -131,11 +116,7 @@ class _Ahead:
 
 
 class Slot:
-    """This is one document stream of the run.
-
-    Attributes:
-        position: [k] int64, after the last sequence handed out.
-    """
+    """This is one document stream of the run. ``position``, [k] int64, is that after the last sequence handed out."""
 
     def __init__(self, cursor: Cursor, streams: RankStreams) -> None:
         self.cursor, self.streams = cursor, streams
@@ -190,14 +171,11 @@ class Slot:
                 self.position = head.document.end
 
 
-# The prefetch worker is a process of each rank that makes the rank's sequences ahead of training.
-
-
 _WATCH_SECONDS = 2.0  # how often the worker checks that its rank is alive
 
 
 def as_it_is(batch: Any) -> Any:
-    """Return the batch unchanged. DataLoader's own collate function would turn arrays into tensors in the worker."""
+    """DataLoader's own collate function would turn arrays into tensors in the worker."""
     return batch
 
 
@@ -236,7 +214,8 @@ class Sequences(IterableDataset):
                     failed = error
                 whole = done - done % self.batch
                 if whole:
-                    yield tokens[:whole], positions[:whole], streams.bytes_read(), streams.text_per_stored_byte()
+                    read = streams.passes
+                    yield tokens[:whole], positions[:whole], read.bytes_read(), read.text_per_stored_byte()
                 if failed is not None:
                     raise failed
         except ConfigError as error:

@@ -38,19 +38,10 @@ _DTYPES: dict[str, np.dtype] = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<
 
 @dataclass(frozen=True)
 class _Layout:
-    """Describe the ids of a file.
-
-    Attributes:
-        dtype: of an id.
-        count: whole ids in the file; no more than its header says.
-        damage: what is wrong at the end of the file, or None.
-        declared: whether a header says the type; if not, stream.token_dtype does.
-    """
-
     dtype: np.dtype
-    count: int
-    damage: str | None
-    declared: bool
+    count: int  # whole ids in the file; no more than its header says
+    damage: str | None  # what is wrong at the end of the file
+    declared: bool  # whether a header says the type; if not, stream.token_dtype does
 
 
 def records(stored: io.BufferedReader, file: DataFile, how: Format) -> Iterator[np.ndarray | BadDocument]:
@@ -58,7 +49,6 @@ def records(stored: io.BufferedReader, file: DataFile, how: Format) -> Iterator[
 
     Raises:
         DataError: the ids have another type or tokenizer than the config names, or no tokenizer is known.
-        OtherContent: the file holds no ids.
         DamagedFile: raised at its end: the file is shorter or longer than its header says, or ends within an id.
     """
     name = file.url
