@@ -295,7 +295,7 @@ def write_ids(path, ids, layout="raw", dtype="<u2"):
 
 
 def documents_by_hand(ids, eos, longest):
-    """Split ids into documents one by one, as pretokenized.py's docstring describes."""
+    """Split ids into documents one by one, as token_ids.py's docstring describes."""
     found, run = [], []
     for i in ids:
         if len(run) == longest:

@@ -107,8 +107,8 @@ class Cursor:
         """Return the next usable document, from this epoch or the next one in which the slot has any.
 
         Raises:
-            DataError: a document cannot be used and on_bad_data is "fail"; or there is no usable document among very
-                many documents, files or epochs; or a file cannot be read.
+            DataError: a document cannot be used and on_bad_data is "fail"; very many documents, files or epochs have no
+                usable one; or a file cannot be read.
         """
         while (document := self.next_of_epoch()) is None:
             self.end_epoch()

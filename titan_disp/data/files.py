@@ -86,10 +86,9 @@ def list_files(dataset: str, dataset_path: str | None, key: str = "training") ->
 
 
 def on_rank_0(function: Callable[..., T], *args: Any) -> T:
-    """Call ``function`` on rank 0 only and broadcast the result. This is a collective call.
+    """Call ``function`` on rank 0 only and broadcast the result or the error. This is a collective call.
 
-    If hundreds of ranks listed the files, the hub would answer 429 and a shared file system would be overloaded. An
-    error on rank 0 is raised on every rank, so that none is left waiting.
+    If hundreds of ranks listed the files, the hub would answer 429 and a shared file system would be overloaded.
     """
     if not dist.is_initialized() or dist.get_world_size() == 1 or dist.get_backend() == "fake":
         return function(*args)
@@ -114,10 +113,7 @@ def check_data(dataset: str, dataset_path: str | None, key: str = "training") ->
 
 
 def check_hub(dataset: str, key: str = "training") -> None:
-    """Raise ConfigError if the hub does not answer, denies access or has no such data set.
-
-    It takes one or two requests only, because every node asks.
-    """
+    """Raise ConfigError if the hub does not answer, denies access or has no such data set: one or two requests of a node."""
     where = f"{key}.dataset is {dataset!r}"
     if is_hub_name(dataset):
         commit_of(parse_name(dataset, f"{key}.dataset"), where)

@@ -235,23 +235,19 @@ PROBES = (
 
 def local_documents(path: str | None, text_field: str = "text") -> Iterator[str]:
     """Yield the first documents of the validation data, or the training data, if they are on this disk."""
-    for dataset in ("c4_validation", "c4"):
+    for dataset in ("c4_validation", "c4") if path and os.path.exists(path) else ():
         try:
-            file = list_files(dataset, path)[0] if path and os.path.exists(path) else None
+            file = list_files(dataset, path)[0]
         except ConfigError:
             continue
-        if file is None:
-            return
         documents = Documents(file, StreamOptions(format=Format(text_field)))
         try:
             for _ in range(DOCUMENTS):
                 raw = documents.read()
-                if raw is None:
-                    return
-                if not isinstance(raw, BadDocument):
+                if raw is not None and not isinstance(raw, BadDocument):
                     yield text_of(raw, text_field)
         except (BadDocument, DamagedFile, ConfigError):  # training reports these; here, other texts are enough
-            return
+            pass
         finally:
             documents.close()
         return

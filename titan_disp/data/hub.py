@@ -207,11 +207,7 @@ def commit_of(name: HubName, where: str, fetch: str | None = None) -> tuple[str,
 def splits_in(root: str, name: HubName, commit: str | None, where: str) -> dict[str, list[str]]:
     """Return the paths or URLs of the files of every split of a configuration.
 
-    Args:
-        root: hf://datasets/OWNER/NAME, or a folder with all of its files.
-        name: the configuration.
-        commit: None for a folder.
-        where: begins the message.
+    ``root`` is hf://datasets/OWNER/NAME, or a folder with all of its files: then ``commit`` is None.
     """
     from datasets import get_dataset_config_names, load_dataset_builder
     from datasets.data_files import EmptyDatasetError

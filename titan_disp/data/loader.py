@@ -163,8 +163,7 @@ class StreamLoader(BaseDataLoader):
 
         stored_bytes and seconds_waited are totals since this process started. epoch is the latest epoch of the
         rank's slots. epochs_read is this rank's part of the mean number of epochs that all slots have read, with
-        fractions; the ranks' parts add up to the mean. If there are several sources, each has its own epoch and
-        epochs_read.
+        fractions; the ranks' parts add up to the mean. Each of several sources has its own epoch and epochs_read.
         """
         columns = self.positions.sum(0).tolist()
         return {

@@ -21,14 +21,10 @@ _MARKS = {"train": ("train",), "validation": ("validation", "valid", "val"), "te
 
 
 def list_local(dataset_path: str, split: str, key: str, c4: bool) -> list[str]:
-    """List the paths of a split's files.
+    """List the paths of a split's files in a folder (searched recursively, through links), a glob, or one file.
 
-    Args:
-        dataset_path: a folder (searched recursively, through links), a glob, or one file. A path that exists is never a
-            glob.
-        split: train or validation.
-        key: the config section, for messages.
-        c4: whether the files are laid out and named as C4's.
+    A path that exists is never a glob. ``key`` is the config section, for messages. ``c4`` says whether the files are laid
+    out and named as C4's.
     """
     where = f"{key}.dataset_path is {dataset_path!r}"
     if os.path.isdir(dataset_path):
@@ -110,7 +106,13 @@ def _searched(pattern: str) -> Iterator[str]:
 def _of_folder(folder: str, split: str, where: str, c4: bool) -> list[str]:
     found = _walk(folder, where)
     if any(path.endswith(SUFFIXES) and not path.endswith(PLAIN_TEXT) for path in found):
-        found = _without_plain_text(found, where)
+        texts = [path for path in found if path.endswith(PLAIN_TEXT)]
+        if texts:  # beside documents in other formats, plain text is about them (README.txt, LICENSE.txt)
+            _say(
+                f"{where}: left out, because there are documents in other formats: "
+                f"{_counts(texts)}, such as {texts[0]}. (A glob instead of the folder includes them)"
+            )
+        found = [path for path in found if not path.endswith(PLAIN_TEXT)]
     paths = _readable_formats(found, where)
     of_split = _of_split(paths, split, narrow=c4)
     if c4:  # a clone of the data set holds other variants too; the hub's stream reads only this one
@@ -156,17 +158,6 @@ def _walk(folder: str, where: str) -> list[str]:
     for path in found:
         _refuse_dangling(path, where)
     return found
-
-
-def _without_plain_text(paths: list[str], where: str) -> list[str]:
-    """Leave out plain text, which beside documents in other formats is about them (README.txt, LICENSE.txt)."""
-    texts = [path for path in paths if path.endswith(PLAIN_TEXT)]
-    if texts:
-        _say(
-            f"{where}: left out, because there are documents in other formats: "
-            f"{_counts(texts)}, such as {texts[0]}. (A glob instead of the folder includes them)"
-        )
-    return [path for path in paths if not path.endswith(PLAIN_TEXT)]
 
 
 def _check_kinds(paths: list[str], where: str) -> None:

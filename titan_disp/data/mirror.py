@@ -27,7 +27,7 @@ from titan_disp.data.hub import (
     splits_in,
 )
 from titan_disp.errors import ConfigError
-from titan_disp.files import progress
+from titan_disp.files import atomic_write, progress
 
 RECORDS = ".titan-disp"  # hidden, so that it is not listed as data
 
@@ -144,12 +144,8 @@ def _mirror(folder: Path, listing: Listing, files: list[HubFile], workers: int, 
                 problem = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
         return f"{file.path}: {problem}"
 
-    left = []
-    total = sum(file.size for file in files)
-    with (
-        ThreadPoolExecutor(workers) as pool,
-        progress(listing.repository, "B", total=total) as bar,
-    ):
+    left, total = [], sum(file.size for file in files)
+    with ThreadPoolExecutor(workers) as pool, progress(listing.repository, "B", total=total) as bar:
         running = {pool.submit(mirror, file): file for file in files}
         for done in as_completed(running):
             if (problem := done.result()) is not None:
@@ -168,11 +164,10 @@ def _write_record(folder: Path, name: HubName, listing: Listing, files: list[Hub
     before = set(map(tuple, json.loads(path.read_text())["files"])) if path.exists() else set()
     now = {(file.path, file.size) for file in files}
     known = {(file.path, file.size) for file in listing.files}
-    path.parent.mkdir(exist_ok=True)
-    partial = path.with_suffix(".partial")
     content = {"dataset": str(name), "commit": listing.commit, "files": sorted(now | before & known)}
-    partial.write_text(json.dumps(content, indent=1) + "\n")
-    os.replace(partial, path)
+    path.parent.mkdir(exist_ok=True)
+    with atomic_write(path) as partial:
+        partial.write_text(json.dumps(content, indent=1) + "\n")
 
 
 def mirrored_files(folder: str, name: HubName, where: str) -> list[tuple[str, int]]:

@@ -93,9 +93,6 @@ def stream_options(
 
 
 def default_threads() -> int:
-    """Return the number of tokenizer threads, from 1 to 4; 4 are enough for any GPU.
-
-    It is the number of cores that this process may use, divided among the node's ranks.
-    """
+    """Return the cores that this process may use, divided among the node's ranks: from 1 to 4, enough for any GPU."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, min(4, cores // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))

@@ -18,7 +18,6 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -106,15 +105,6 @@ class RankStreams:
         self.passes.close()
 
 
-@dataclass
-class _Ahead:
-    """Hold a document that was read ahead. ``place`` is its place in the list that ``tokens`` returns."""
-
-    document: Document
-    tokens: Callable[[], list[np.ndarray]]
-    place: int
-
-
 class Slot:
     """This is one document stream of the run. ``position``, [k] int64, is that after the last sequence handed out."""
 
@@ -125,7 +115,8 @@ class Slot:
         cursor.position.values[Field.OFFSET] = 0
         window = streams.options.shuffle_window
         self.source = Shuffle(cursor, window) if window > 1 else cursor
-        self._ahead: deque[_Ahead] = deque()
+        # Documents read ahead, each with a function that returns a list of token ids, and its index in this list.
+        self._ahead: deque[tuple[Document, Callable[[], list[np.ndarray]], int]] = deque()
         self._bytes = 0.0  # text read ahead and not packed yet
 
     def read_ahead(self, size: float) -> None:
@@ -136,7 +127,7 @@ class Slot:
                 documents.append(self.source.next())
                 total += documents[-1].size
             task = self.streams.tokenize([document.content for document in documents])
-            self._ahead.extend(_Ahead(document, task, place) for place, document in enumerate(documents))
+            self._ahead.extend((document, task, index) for index, document in enumerate(documents))
             self._bytes += total
 
     def sequence(self) -> np.ndarray:
@@ -154,21 +145,21 @@ class Slot:
             if not self._ahead:
                 self._bytes = 0.0  # drops rounding errors, and what was packed of a document before a resume
                 self.read_ahead(1)
-            head = self._ahead[0]
-            tokens = head.tokens()[head.place]
+            document, task, index = self._ahead[0]
+            tokens = task()[index]
             piece = tokens[self._offset : self._offset + len(out) - filled]
             out[filled : filled + len(piece)] = piece
             filled += len(piece)
             self._offset += len(piece)
-            self._bytes -= head.document.size * len(piece) / len(tokens)
+            self._bytes -= document.size * len(piece) / len(tokens)
             if self._offset < len(tokens):
-                self.position = head.document.start
+                self.position = document.start
                 self.position[Field.OFFSET] = self._offset
             else:
-                self.streams.learn(head.document, len(tokens))
+                self.streams.learn(document, len(tokens))
                 self._ahead.popleft()
                 self._offset = 0
-                self.position = head.document.end
+                self.position = document.end
 
 
 _WATCH_SECONDS = 2.0  # how often the worker checks that its rank is alive

@@ -65,7 +65,10 @@ def records(stored: io.BufferedReader, file: DataFile, how: Format) -> Iterator[
     vocab_size = 1 << 32 if how.vocab_size is None else how.vocab_size
     rest = np.empty(0, layout.dtype)  # the beginning of a document that continues in the next block
     for first in range(0, layout.count, _BLOCK):
-        block = _read(stored, min(_BLOCK, layout.count - first), layout.dtype)
+        wanted = min(_BLOCK, layout.count - first) * layout.dtype.itemsize
+        if len(data := stored.read(wanted)) < wanted:
+            raise EOFError(f"the file ends {wanted - len(data):,} bytes early")
+        block = np.frombuffer(data, layout.dtype)
         if first == 0:
             _check_first(block, layout, name, vocab_size)
         ids = np.concatenate([rest, block])
@@ -106,13 +109,6 @@ def _checked(ids: np.ndarray, vocab_size: int) -> np.ndarray | BadDocument:
     return (
         ids.copy() if largest < vocab_size else BadDocument(f"id {largest:,}, but the tokenizer has {vocab_size:,} ids")
     )
-
-
-def _read(stored: io.BufferedReader, count: int, dtype: np.dtype) -> np.ndarray:
-    data = stored.read(count * dtype.itemsize)
-    if len(data) < count * dtype.itemsize:
-        raise EOFError(f"the file ends {count * dtype.itemsize - len(data):,} bytes early")
-    return np.frombuffer(data, dtype)
 
 
 def _layout(stored: io.BufferedReader, size: int, name: str, how: Format) -> _Layout:
