@@ -27,7 +27,8 @@ from titan_disp.config.load import load_config
 from titan_disp.cpu import high_water_mark, resident_bytes
 from titan_disp.data.documents import Documents
 from titan_disp.data.files import list_files
-from titan_disp.data.loader import StreamLoader, default_threads, open_stream
+from titan_disp.data.loader import StreamLoader, open_stream
+from titan_disp.data.options import StreamOptions, default_threads
 from titan_disp.data.position import Field
 from titan_disp.data.sample import CARD, documents, train_tokenizer, write_sample
 from titan_disp.data.tokenizer import load_tokenizer
@@ -137,7 +138,7 @@ def measure(loader, options: Options) -> dict[str, float | None]:
     read = read_by_this_process() - read
     if isinstance(loader, StreamLoader):
         loader.close()
-    worker = isinstance(loader, StreamLoader) and loader.prefetch > 0
+    worker = isinstance(loader, StreamLoader) and loader.options.prefetch > 0
     return {
         "tokens_per_second": count / seconds,
         "seconds_to_first_batch": first,
@@ -240,7 +241,7 @@ def deep_resume(folder: Path) -> dict[str, float]:
             count += 1
     (listed,) = list_files("c4", str(path.parent))
     start = time.perf_counter()
-    assert Documents(listed, 16 << 20, start=count - 1).read() is not None
+    assert Documents(listed, StreamOptions(), count - 1).read() is not None
     seconds = time.perf_counter() - start
     return {"documents": count, "bytes": size, "seconds": seconds, "megabytes_per_second": size / 1e6 / seconds}
 

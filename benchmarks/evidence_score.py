@@ -25,7 +25,8 @@ from torch.nn.functional import cross_entropy
 from titan_disp.condensation.measure import Accumulator
 from titan_disp.data.documents import Documents
 from titan_disp.data.files import list_files
-from titan_disp.data.records import text_of
+from titan_disp.data.formats import text_of
+from titan_disp.data.options import StreamOptions
 from titan_disp.models.qwen3 import Qwen3DispModel
 from titan_disp.run.reader import read_condensation, read_events, read_metrics
 
@@ -49,7 +50,7 @@ class HeldOut:
 def read_documents(folder: Path) -> Iterator[tuple[str, str]]:
     """Yield (source, text) of a validation set that benchmarks/corpus.py has written."""
     for file in list_files("c4_validation", str(folder), "validation"):
-        with closing(Documents(file, max_bytes=1 << 30)) as reader:
+        with closing(Documents(file, StreamOptions(max_document_bytes=1 << 30))) as reader:
             while (record := reader.read()) is not None:
                 assert isinstance(record, bytes)
                 yield json.loads(record)["url"].partition(":")[0], text_of(record)

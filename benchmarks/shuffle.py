@@ -28,8 +28,9 @@ from measuring import in_a_fresh_process, show
 from titan_disp.cpu import high_water_mark, resident_bytes
 from titan_disp.data.assignment import Assignment
 from titan_disp.data.files import list_files
+from titan_disp.data.options import StreamOptions
 from titan_disp.data.position import Field
-from titan_disp.data.stream import RankStreams, StreamOptions
+from titan_disp.data.stream import RankStreams
 
 SEQUENCE = 257  # tokens, of the table of batches
 

@@ -17,6 +17,7 @@ from titan_disp.data.documents import Documents
 from titan_disp.data.files import check_data, check_hub, held_out, list_files, split_of
 from titan_disp.data.hub import HubName, parse_name
 from titan_disp.data.mirror import RECORDS, fetch
+from titan_disp.data.options import StreamOptions
 from titan_disp.errors import ConfigError
 from titan_disp.lab.inspection.texts import read_texts
 
@@ -112,7 +113,7 @@ def test_a_revision(hub, tmp_path):
     hub.tagged["some/prose"] = hub.datasets.pop("some/older")
     (file,) = list_files("hf:some/prose@v1.0", None)
     assert file.url == f"hf://datasets/some/prose@{OLDER}/then.jsonl"
-    assert Documents(file, 1 << 20).read() == b'{"text": "one two three"}\n'
+    assert Documents(file, StreamOptions()).read() == b'{"text": "one two three"}\n'
     assert len(list_files("hf:some/prose", None)) == 2
 
 

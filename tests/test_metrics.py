@@ -13,8 +13,8 @@ from tests.command_line import DEMO
 from titan_disp.condensation import heatmap
 from titan_disp.condensation.record import Condensation
 from titan_disp.config.load import load_config
+from titan_disp.data.assignment import Share
 from titan_disp.data.loader import StreamLoader
-from titan_disp.data.position import Group
 from titan_disp.dispersion import LossLedger
 from titan_disp.errors import DataError
 from titan_disp.run.metrics import DispersionMetrics, TensorBoardFolder
@@ -27,7 +27,7 @@ class DamagedFiles:
     check_counters = StreamLoader.check_counters
 
     def __init__(self, skipped):
-        self.groups, self.options = [Group("", range(8), 100)], SimpleNamespace(max_skipped_fraction=0.2)
+        self.groups, self.options = [Share("", 0, 8, 8, 1.0)], SimpleNamespace(max_skipped_fraction=0.2)
         self.files, self.skipped, self.read, self.waited = range(100), skipped, 0, 0.5
 
     def counters(self):

@@ -24,10 +24,10 @@ from titan_disp.data.assignment import Assignment, Mixture, Run, Segment, prefix
 from titan_disp.data.digest import digest, global_batch
 from titan_disp.data.documents import Documents
 from titan_disp.data.files import DataFile, list_files
-from titan_disp.data.formats import Format
+from titan_disp.data.formats import text_of
 from titan_disp.data.loader import open_stream, together
+from titan_disp.data.options import Format, StreamOptions
 from titan_disp.data.position import Field, fraction_read
-from titan_disp.data.records import text_of
 from titan_disp.data.sources import check_sources, source_name, source_shares, training_sets
 from titan_disp.data.tokenizer import load_tokenizer
 from titan_disp.data.validation import held_out_sequences
@@ -426,7 +426,9 @@ def test_fraction_of_a_run_by_hand():
 
 def texts_bytes(files):
     """The bytes of all documents' texts."""
-    return sum(len(text_of(raw).encode()) for file in files for raw in iter(Documents(file, 1 << 20).read, None))
+    return sum(
+        len(text_of(raw).encode()) for file in files for raw in iter(Documents(file, StreamOptions()).read, None)
+    )
 
 
 @pytest.mark.parametrize(("suffix", "documents"), [("json", 1.0), ("json.gz", 2.5), ("parquet", 2.5)])
@@ -440,16 +442,16 @@ def test_text_in_a_stored_byte(tmp_path, suffix, documents):
         files = list_files("text", str(tmp_path))
     (rank,) = streams_of(files, 1, 1, seq_len=1)
     rank.encode = lambda text: [1, EOS]
-    assert rank.text_per_stored_byte() == [0.0]
+    assert rank.passes.text_per_stored_byte() == [0.0]
     slot = rank.slots[0]
     slot.sequence()
-    read = slot.cursor.position
+    read = slot.cursor.position.values
     as_stored = read[Field.BYTES] + (suffix != "parquet") * len('{"text": ""}\n') * read[Field.DOCUMENTS]
-    assert rank.text_per_stored_byte() == [pytest.approx(documents * read[Field.BYTES] / as_stored)]
+    assert rank.passes.text_per_stored_byte() == [pytest.approx(documents * read[Field.BYTES] / as_stored)]
     while slot.position[Field.EPOCH] == 0:
         slot.sequence()
     exact = texts_bytes(files) / sum(file.size for file in files)
-    assert rank.text_per_stored_byte() == [pytest.approx(exact, rel=0.005)]
+    assert rank.passes.text_per_stored_byte() == [pytest.approx(exact, rel=0.005)]
 
 
 def test_text_in_a_stored_byte_of_a_file_in_the_middle(tmp_path):
@@ -462,7 +464,7 @@ def test_text_in_a_stored_byte_of_a_file_in_the_middle(tmp_path):
         (rank,) = streams_of(files, 1, 1, positions=positions)
         rank.encode = lambda text: [1, EOS]
         _, positions = batches([rank], steps)
-        assert rank.text_per_stored_byte() == [pytest.approx(0.45, rel=0.05)]
+        assert rank.passes.text_per_stored_byte() == [pytest.approx(0.45, rel=0.05)]
         (one,) = rank.passes._open[0]
         assert not one.ended
         assert (one.start == 0) == (steps == 750)

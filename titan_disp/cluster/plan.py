@@ -11,7 +11,7 @@ from titan_disp.cluster.job_check import hub_warnings
 from titan_disp.config.batch import data_parallel_degree, global_batch_size, slot_count, tokens_per_step
 from titan_disp.config.checks import check_config, tokenizer_of
 from titan_disp.data.assignment import Share
-from titan_disp.data.loader import stream_options
+from titan_disp.data.options import stream_options
 from titan_disp.data.sources import check_content, data_sets, source_shares
 from titan_disp.data.tokenizer import find_tokenizer
 from titan_disp.errors import ConfigError, counted

@@ -16,7 +16,7 @@ from torchtitan.config import JobConfig
 
 from titan_disp import cpu
 from titan_disp.config.batch import data_parallel_degree, global_batch_size, resolve_steps, slot_count
-from titan_disp.data.loader import stream_options
+from titan_disp.data.options import stream_options
 from titan_disp.data.sources import check_content, data_sets, source_shares
 from titan_disp.data.tokenizer import load_tokenizer_for
 from titan_disp.data.validation import validation_sequences

@@ -13,9 +13,8 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from titan_disp.data.assignment import VERSION, Share
 from titan_disp.data.files import DataFile
-from titan_disp.data.formats import DEFAULTS
+from titan_disp.data.options import DEFAULTS, StreamOptions
 from titan_disp.data.position import Field
-from titan_disp.data.stream import StreamOptions
 from titan_disp.data.tokenizer import find_tokenizer
 from titan_disp.errors import CheckpointError, ConfigError, counted
 from titan_disp.run import safe_dcp

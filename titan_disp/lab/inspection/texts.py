@@ -11,9 +11,9 @@ from torch import Tensor
 
 from titan_disp.data.documents import Documents
 from titan_disp.data.files import DataFile, list_files
-from titan_disp.data.formats import JSON_LINES, PARQUET, Format
+from titan_disp.data.formats import JSON_LINES, PARQUET, BadDocument, DamagedFile, OtherShape, text_of
 from titan_disp.data.hub import is_hub_name
-from titan_disp.data.records import BadDocument, DamagedFile, OtherShape, text_of
+from titan_disp.data.options import Format, StreamOptions
 from titan_disp.errors import ConfigError, DataError, counted
 
 MOST = 64 << 20  # most characters that are read, so that the time does not grow with the file
@@ -103,7 +103,7 @@ def _documents(files: Iterable[DataFile], text_field: str, reasons: list[str]) -
     """
     without, usable = 0, False
     for file in files:
-        reader, bad = Documents(file, max_bytes=MOST, format=Format(text_field)), 0
+        reader, bad = Documents(file, StreamOptions(max_document_bytes=MOST, format=Format(text_field))), 0
         try:
             while (record := reader.read()) is not None:
                 try:
