@@ -70,11 +70,14 @@ def test_the_keys_of_torchtitan_that_our_files_set():
 @pytest.mark.parametrize(
     ("name", "shown"),
     [
-        ("dispersion.tau", "[dispersion]\ntau = 1.0    # number\n    τ, the temperature. Default: the paper's text."),
-        ("estimator", '[dispersion]\nestimator = "exact"    # "exact", "moments" or "sampled"\n'),
-        ("layers", '[dispersion]\nlayers = "all"    # list of integers, "all", "last", "early_half" or "late_half"\n'),
+        (
+            "dispersion.tau",
+            "[dispersion]\ntau = 1.0    # number > 0; default: the paper's text\n    τ, the temperature.",
+        ),
+        ("estimator", '[dispersion]\nestimator = "exact"    # "exact", "moments" or "sampled"; default: our choice\n'),
+        ("layers", '[dispersion]\nlayers = "all"    # list of integers, "all", "last", "early_half" or "late_half"; '),
         ("--dispersion.norm-eps", "[dispersion]\nnorm_eps = 0.01    # number"),  # as it is typed
-        ("budget", "[budget]\ntokens = 0    # integer"),
+        ("budget", "[budget]\ntokens = 0    # integer ≥ 0; "),
         ("[guard]", "[guard]\nmax_skipped_steps = 10    # integer"),
         (
             "min_lr_factor",

@@ -1,7 +1,7 @@
 """These exceptions report problems that the user can fix; their messages share ``did_you_mean``."""
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 
 class UserError(Exception):
@@ -41,16 +41,20 @@ EXIT_CODE = 2
 IN_USE_EXIT_CODE = 3
 
 
-def did_you_mean(name: str, known: Iterable[str], otherwise: str = "", prefix: str = "", most: int = 1) -> str:
+def did_you_mean(
+    name: str, known: Iterable[str] | Mapping[str, str], otherwise: str = "", prefix: str = "", most: int = 1
+) -> str:
     """A question with the known names that are close to ``name``, for the end of a message.
 
     Args:
+        known: the names; or names that users may try, each with the name that is shown instead.
         otherwise: returned where none is close.
         prefix: stands before every name that is shown, as the section does before a key.
         most: names to show.
     """
-    close = difflib.get_close_matches(name, list(known), n=most)
-    return f" (did you mean {' or '.join(f'{prefix}{one}' for one in close)}?)" if close else otherwise
+    names = known if isinstance(known, Mapping) else {one: one for one in known}
+    close = dict.fromkeys(f"{prefix}{names[one]}" for one in difflib.get_close_matches(name, list(names), n=most))
+    return f" (did you mean {' or '.join(close)}?)" if close else otherwise
 
 
 # This module helps messages to be English whatever they count.

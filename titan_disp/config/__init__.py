@@ -1,5 +1,12 @@
 """A run's config: keys as data, loading, checks, and the reference page."""
 
-from titan_disp.config.load import load_config
+from typing import Any
 
-__all__ = ["load_config"]
+
+def __getattr__(name: str) -> Any:
+    """Import ``load_config`` when it is asked for: it needs TorchTitan, for which the reference page does not wait."""
+    if name == "load_config":
+        from titan_disp.config.load import load_config
+
+        return load_config
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

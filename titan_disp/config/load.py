@@ -14,27 +14,20 @@ import typeguard
 from torchtitan.config import ConfigManager, JobConfig
 from torchtitan.tools.logging import logger
 
+from titan_disp.config.keys import names
 from titan_disp.errors import ConfigError, did_you_mean
 
-# This module finds options written as in TOML, and keys by other names.
-#
-# tyro would reject them without a hint, or read them as something else.
-
+MODULE = "titan_disp.job_config"
 
 _BOOLEANS = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
-
-# Names that are too far from the keys' own for difflib.
-OTHER_NAMES = {
-    **dict.fromkeys(("dispersion.lambda", "dispersion.lamda", "dispersion.weight"), "dispersion.coeff"),
-    "dispersion.temperature": "dispersion.tau",
-}
 
 
 def check_spelling(argv: Sequence[str], default: Any) -> None:
     """Refuse options that are written as in TOML, and those that have another name.
 
-    Booleans take no value. ``[1, 2]`` is written ``1 2``. A list of strings is written ``a,b``, which TorchTitan splits
-    at the commas without further parsing: ``["a","b"]`` would become two strings that contain brackets and quotes.
+    tyro would reject them without a hint, or read them as something else. Booleans take no value. ``[1, 2]`` is written
+    ``1 2``. A list of strings is written ``a,b``, which TorchTitan splits at the commas without further parsing:
+    ``["a","b"]`` would become two strings that contain brackets and quotes.
 
     Args:
         argv: options such as --dispersion.enabled.
@@ -48,8 +41,10 @@ def check_spelling(argv: Sequence[str], default: Any) -> None:
         key = option.removeprefix("--").replace("-", "_")
         if not option.startswith("--") or "." not in key:
             continue
-        if key in OTHER_NAMES:
-            raise ConfigError(f"unknown key {option} (did you mean --{OTHER_NAMES[key]}?)")
+        section, _, name = key.rpartition(".")
+        meant = names(found).get(name, name) if (found := _section(section, default)) else name
+        if meant != name:
+            raise ConfigError(f"unknown key {option} (did you mean --{section}.{meant}?)")
         values = [value] if equals else _up_to_next_option(argv[i + 1 :])
         if right := _boolean(key, values, default) or _list(key, values, default):
             raise ConfigError(f"{' '.join([option, *values])} is not the command-line spelling: expected {right}")
@@ -84,16 +79,17 @@ def _list(key: str, values: list[str], default: Any) -> str | None:
     return None
 
 
+def _section(name: str, default: Any) -> Any:
+    """Return the dataclass of a section, or None if there is no such section."""
+    for part in name.split("."):
+        default = getattr(default, part, None)
+    return default if dataclasses.is_dataclass(default) else None
+
+
 def _type(key: str, default: Any) -> Any:
-    """Return the type of a key, or None if there is no such key."""
-    *sections, name = key.split(".")
-    for section in sections:
-        default = getattr(default, section, None)
-    fields = dataclasses.fields(default) if dataclasses.is_dataclass(default) else ()
-    return next((field.type for field in fields if field.name == name), None)
-
-
-MODULE = "titan_disp.job_config"
+    section, _, name = key.rpartition(".")
+    found = _section(section, default)
+    return next((f.type for f in dataclasses.fields(found) if f.name == name), None) if found else None
 
 
 def _option(argv: Sequence[str], *names: str) -> str | None:
@@ -131,11 +127,9 @@ def _near(path: str) -> str:
 
 
 def _unknown_keys(toml: dict[str, Any], default: Any, prefix: str = "") -> Iterator[str]:
-    known = {f.name for f in dataclasses.fields(default)}
     for key, value in toml.items():
-        if key not in known:
-            name = OTHER_NAMES.get(f"{prefix}{key}")
-            yield f"{prefix}{key}" + (f" (did you mean {name}?)" if name else did_you_mean(key, known, prefix=prefix))
+        if key not in {f.name for f in dataclasses.fields(default)}:
+            yield f"{prefix}{key}{did_you_mean(key, names(default), prefix=prefix)}"
         elif dataclasses.is_dataclass(getattr(default, key)):
             if isinstance(value, dict):
                 yield from _unknown_keys(value, getattr(default, key), f"{prefix}{key}.")

@@ -11,7 +11,6 @@ token ids    .npy .bin                                              pretokenized
 
 import os
 from dataclasses import dataclass
-from typing import Any
 
 JSON_LINES = (".json.gz", ".jsonl.gz", ".json", ".jsonl", ".json.zst", ".jsonl.zst")
 PARQUET = (".parquet",)
@@ -40,12 +39,6 @@ class Format:
     eos_id: int | None = None
     vocab_size: int | None = None
 
-    def fingerprint(self) -> dict[str, Any]:
-        """Return the options that are not defaults, so that fingerprints older than these options stay valid."""
-        return {name: getattr(self, name) for name, default in DEFAULTS.items() if getattr(self, name) != default}
-
-
-DEFAULTS = {name: getattr(Format, name) for name in ("text_field", "text_split", "token_dtype")}
 
 HEAD = 512  # first bytes of a file, which are enough to recognize its format
 _POINTER = b"version https://git-lfs.github.com/spec/"

@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 from torchtitan.config import JobConfig
 
-from titan_disp.errors import ConfigError
+from titan_disp.errors import ConfigError, did_you_mean
 from titan_disp.models import gpt2, qwen3
 from titan_disp.models.arguments import DispModelArgs, Flavors, apply_overrides
 from titan_disp.models.decoder import DispModel
@@ -68,7 +68,7 @@ def find_model(name: str) -> ModelEntry:
     """
     if name not in MODELS:
         known = " or ".join(f'"{known}"' for known in MODELS)
-        raise ConfigError(f"model.name is {name!r}, expected {known}")
+        raise ConfigError(f"model.name is {name!r}, expected {known}{did_you_mean(name, MODELS)}")
     return MODELS[name]
 
 
