@@ -241,7 +241,7 @@ def test_ranges(name):
     ],
 )
 def test_words_of_ranges(name, value, expected):
-    config = load_config([])
+    config = load_config(["--job.config_file", str(DEMO)])
     set_key(config, name, value)
     with pytest.raises(ConfigError, match=re.escape(f"{name} is {value}, expected {expected}") + "$"):
         check_config(config, 1)

@@ -125,8 +125,7 @@ def check_inputs(job_config: JobConfig) -> None:
 
 def tokenizer_of(job_config: JobConfig) -> BaseTokenizer:
     """Return the tokenizer in ``model.hf_assets_path``, if the model's vocabulary is large enough for it."""
-    vocab_size, folder = args_of(job_config).vocab_size, job_config.model.hf_assets_path
-    return load_tokenizer_for(_flavor(job_config), vocab_size, folder)
+    return load_tokenizer_for(_flavor(job_config), args_of(job_config).vocab_size, job_config.model.hf_assets_path)
 
 
 def check_model(job_config: JobConfig) -> None:

@@ -6,7 +6,8 @@ loop over these fields. This module imports nothing heavy: ``titan-disp config``
 
 import math
 import operator
-from dataclasses import Field, dataclass, field, fields
+from collections.abc import Iterable
+from dataclasses import Field, dataclass, field
 from typing import Any, Literal
 
 from titan_disp.errors import ConfigError
@@ -52,27 +53,22 @@ class Facts:
 
     def check(self, name: str, value: Any, kind: Any) -> None:
         """Raise ConfigError if a value of the key's type, ``kind``, is out of range."""
-        bounds = [
-            (operator.ge, self.least),
-            (operator.gt, self.above),
-            (operator.le, self.most),
-            (operator.lt, self.below),
-        ]
-        if self.range and self.finite:
-            bounds.append((operator.lt, math.inf))
-        if not all(bound is None or holds(value, bound) for holds, bound in bounds):
+        top = math.inf if self.range and self.finite else None
+        bounds = {
+            operator.ge: self.least,
+            operator.gt: self.above,
+            operator.le: self.most,
+            operator.lt: self.below or top,
+        }
+        if not all(bound is None or holds(value, bound) for holds, bound in bounds.items()):
             expected = f"{self.least} or more {self.noun}" if kind is int else f"a number {self.range}"
             raise ConfigError(f"{name} is {value}, expected {expected}")
 
 
 def key(default: Any, source: str = "ours", **facts: Any) -> Any:
     """Return a dataclass field with ``Facts``. A default of ``list`` or ``dict`` stands for a new empty one."""
-    metadata = {"facts": Facts(source, **facts)}
-    return (
-        field(default_factory=default, metadata=metadata)
-        if callable(default)
-        else field(default=default, metadata=metadata)
-    )
+    made: dict[str, Any] = {"default_factory" if callable(default) else "default": default}
+    return field(**made, metadata={"facts": Facts(source, **facts)})
 
 
 def facts_of(field: Field[Any]) -> Facts:
@@ -80,6 +76,6 @@ def facts_of(field: Field[Any]) -> Facts:
     return field.metadata.get("facts", Facts())
 
 
-def names(section: Any) -> dict[str, str]:
-    """Return the keys of a section, a dataclass, and the other names that users may try, each with the key."""
-    return {name: f.name for f in fields(section) for name in (f.name, *facts_of(f).also)}
+def names(fields: Iterable[Field[Any]]) -> dict[str, str]:
+    """Return the names of the fields and the other names that users may try, each with the field's."""
+    return {name: f.name for f in fields for name in (f.name, *facts_of(f).also)}

@@ -1,8 +1,7 @@
 """``titan-disp config`` and ``docs/configuration.md`` list every key with its type, default and description.
 
-They are read from the source code of ``titan_disp/job_config.py`` and of TorchTitan's, where a description is the
-string below a field. Neither module is imported, so that this takes a fraction of a second and not the many seconds of
-PyTorch.
+They are read from the source code of ``titan_disp/job_config.py`` and of TorchTitan's, where the string below a field
+describes it. Importing the modules would take the many seconds of PyTorch.
 """
 
 import ast
@@ -16,8 +15,7 @@ from pathlib import Path
 from titan_disp.config.keys import SOURCES, Facts
 from titan_disp.errors import ConfigError, did_you_mean
 
-# TorchTitan's keys that the files in train_configs set (tests/test_config_reference.py), with their meaning in
-# titan-disp.
+# TorchTitan's keys that the files in train_configs set, with their meaning in titan-disp.
 USED = {
     "job.dump_folder": "The run folder: checkpoints, metrics and logs. A run that is started again in it resumes.",
     "job.description": "A line for the log.",
@@ -136,7 +134,7 @@ def _declared(node: ast.expr | None) -> tuple[str, Facts | None]:
         )
         return _declared(default)[0], facts
     if isinstance(node, ast.Call):  # field(default_factory=…)
-        return _declared(node.keywords[0].value)
+        node = node.keywords[0].value
     if isinstance(node, ast.Lambda):
         return ast.unparse(node.body).replace("'", '"'), None
     if isinstance(node, ast.Name):
