@@ -5,7 +5,6 @@ loop over these fields. This module imports nothing heavy: ``titan-disp config``
 """
 
 import math
-import operator
 from collections.abc import Iterable
 from dataclasses import Field, dataclass, field
 from typing import Any, Literal
@@ -53,14 +52,9 @@ class Facts:
 
     def check(self, name: str, value: Any, kind: Any) -> None:
         """Raise ConfigError if a value of the key's type, ``kind``, is out of range."""
-        top = math.inf if self.range and self.finite else None
-        bounds = {
-            operator.ge: self.least,
-            operator.gt: self.above,
-            operator.le: self.most,
-            operator.lt: self.below or top,
-        }
-        if not all(bound is None or holds(value, bound) for holds, bound in bounds.items()):
+        low = (self.least is None or value >= self.least) and (self.above is None or value > self.above)
+        high = (self.most is None or value <= self.most) and (self.below is None or value < self.below)
+        if not (low and high) or (self.range and self.finite and not value < math.inf):
             expected = f"{self.least} or more {self.noun}" if kind is int else f"a number {self.range}"
             raise ConfigError(f"{name} is {value}, expected {expected}")
 
