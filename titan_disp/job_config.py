@@ -17,9 +17,8 @@ from titan_disp.models.arguments import Overrides
 @dataclass
 class Model:
     overrides: Overrides = key(dict, fixes="model")
-    """
-    Sizes that differ from the flavor's, by their names in the model's arguments. Write a table [model.overrides] with
-    hidden_dim = 16, …, or --model.overrides hidden_dim=16,n_layers=2, which replaces the table.
+    """Sizes that differ from the flavor's, by their names in the model's arguments. Write a table [model.overrides]
+    with hidden_dim = 16, …, or --model.overrides hidden_dim=16,n_layers=2, which replaces the table.
     """
 
 
@@ -28,9 +27,8 @@ class Dispersion:
     """docs/loss.md has the formulas, and says more about the sources of the defaults."""
 
     enabled: bool = key(False)
-    """
-    Whether to add λ · dispersion to the cross-entropy. When it is off, the model is TorchTitan's Qwen3 (its embeddings
-    stay tied under FSDP, too) or plain GPT-2.
+    """Whether to add λ · dispersion to the cross-entropy. When it is off, the model is TorchTitan's Qwen3 (its
+    embeddings stay tied under FSDP, too) or plain GPT-2.
     """
 
     coeff: float = key(0.1, "paper", least=0, also=("lambda", "lamda", "weight"))
@@ -43,8 +41,7 @@ class Dispersion:
     """Blocks whose outputs are dispersed: all, last, early_half, late_half, or a list of block indices from 0."""
 
     final_norm: bool = key(False, "authors")
-    """
-    Whether to take the last block's activations after the final norm. The mid-training of the authors' released code
+    """Whether to take the last block's activations after the final norm. The mid-training of the authors' released code
     does so: it takes Hugging Face's hidden_states[1:], whose last entry is after the norm. Its pre-training takes the
     blocks' outputs, as false does.
     """
@@ -56,31 +53,27 @@ class Dispersion:
     """ε, which is added to the norms of tokens."""
 
     variant: str = key("angular", "paper")
-    """
-    Which loss to use: the name of a variant in docs/loss.md, which lists the options of each. An option that the
+    """Which loss to use: the name of a variant in docs/loss.md, which lists the options of each. An option that the
     variant does not use must keep its default.
     """
 
     estimator: Literal["exact", "moments", "sampled"] = key("exact")
-    """
-    exact takes all pairs of tokens. moments takes all pairs too, in time linear in the sequence (not for every
+    """exact takes all pairs of tokens. moments takes all pairs too, in time linear in the sequence (not for every
     variant). sampled takes the pairs of max_tokens positions per sequence, as the authors' released code does.
     """
 
     max_tokens: int = key(256, "authors", least=2, noun="positions")
-    """
-    Positions per sequence of the sampled estimator. They are drawn anew for every step and layer, and are the same for
-    all sequences of a step.
+    """Positions per sequence of the sampled estimator. They are drawn anew for every step and layer, and are the same
+    for all sequences of a step.
     """
 
     norm_coeff: float = key(0.1, "authors", least=0)
     """λ_norm of l2_repel, the weight of the mean square of the activations."""
 
     include_diagonal: bool = key(True, "authors")
-    """
-    Whether the mean of l2_repel includes the pair of each token with itself, as in the authors' released code. Without
-    these pairs, the gradients of wide models are thousands of times as large, and almost all on the tokens that are
-    closest.
+    """Whether the mean of l2_repel includes the pair of each token with itself, as in the authors' released code.
+    Without these pairs, the gradients of wide models are thousands of times as large, and almost all on the tokens that
+    are closest.
     """
 
     warmup_steps: int = key(0, "authors", least=0, noun="steps")
@@ -101,9 +94,8 @@ class Baseline:
     """docs/baselines.md describes these other methods, which are said to counteract condensation, too."""
 
     method: Literal["none", "noisy_embedding", "active_forgetting"] = key("none", fixes="model")
-    """
-    noisy_embedding adds uniform noise to the token embeddings in training (NEFTune). active_forgetting draws the token
-    embeddings anew every forget_every steps.
+    """noisy_embedding adds uniform noise to the token embeddings in training (NEFTune). active_forgetting draws the
+    token embeddings anew every forget_every steps.
     """
 
     with_dispersion: bool = key(False, "authors")
@@ -119,8 +111,7 @@ class Baseline:
     """Highest learning rate of the embeddings under active_forgetting. 0: optimizer.lr."""
 
     forget_warmup: float = key(0.08, "authors", least=0, below=1)
-    """
-    Fraction of every forget_every steps in which the embeddings' learning rate grows linearly. It falls to 0 in the
+    """Fraction of every forget_every steps in which the embeddings' learning rate grows linearly. It falls to 0 in the
     rest.
     """
 
@@ -150,67 +141,57 @@ class Stream:
     """A slot is one of the run's document streams. Its epoch is one time through its share of the documents."""
 
     sources: list[Source] = key(list, fixes="data")
-    """
-    Several sources of training data, each with a weight, in place of training.dataset and dataset_path. Each is a table
-    [[stream.sources]]. A slot belongs to one source, so that the sources' shares of the tokens are shares of the slots.
-    The log and titan-disp plan show them.
+    """Several sources of training data, each with a weight, in place of training.dataset and dataset_path. Each is a
+    table [[stream.sources]]. A slot belongs to one source, so that the sources' shares of the tokens are shares of the
+    slots. The log and titan-disp plan show them.
     """
 
     slots: int = key(0, least=0, noun="slots", fixes="data")
-    """
-    Slots of the run. 0: training.global_batch_size. The global batch must be a multiple of the slots, and the slots a
-    multiple of the data-parallel ranks.
+    """Slots of the run. 0: training.global_batch_size. The global batch must be a multiple of the slots, and the slots
+    a multiple of the data-parallel ranks.
     """
 
     seed: int = key(0, fixes="data")
     """Decides the order of files in every epoch, and of documents in every window of shuffle_window documents."""
 
     shuffle_window: int = key(256, least=0, noun="documents", fixes="data")
-    """
-    Documents of a slot that are shuffled at a time. 0 or 1: documents come in the order of their files. A rank holds up
-    to 2 × its slots × this × the mean length of a document in memory (docs/shuffling.md).
+    """Documents of a slot that are shuffled at a time. 0 or 1: documents come in the order of their files. A rank holds
+    up to 2 × its slots × this × the mean length of a document in memory (docs/shuffling.md).
     """
 
     prefetch: int = key(4, least=0, noun="microbatches")
-    """
-    Least number of microbatches that a worker process prepares ahead. It hands them over in groups of up to 32. 0: the
-    training process prepares each microbatch when it is needed.
+    """Least number of microbatches that a worker process prepares ahead. It hands them over in groups of up to 32. 0:
+    the training process prepares each microbatch when it is needed.
     """
 
     tokenizer_threads: int = key(0, least=0, noun="threads")
     """Threads per rank that tokenize ahead. 0: the cores of the node divided among its ranks, at most 4."""
 
     fast_tokenizer: bool = key(False)
-    """
-    Whether to tokenize with gigatoken (pip install 'titan-disp[fast]') in place of the tokenizer's own library. It is
-    many times as fast and gives the same ids. This is checked at the start and for one document in a thousand; if the
-    ids differ, the run stops.
+    """Whether to tokenize with gigatoken (pip install 'titan-disp[fast]') in place of the tokenizer's own library. It
+    is many times as fast and gives the same ids. This is checked at the start and for one document in a thousand; if
+    the ids differ, the run stops.
     """
 
     on_bad_data: Literal["skip", "fail"] = key("skip")
-    """
-    What to do with documents that are malformed, empty or too long, and with the rest of damaged files: skip them,
+    """What to do with documents that are malformed, empty or too long, and with the rest of damaged files: skip them,
     which is logged and counted, or fail, which stops the run.
     """
 
     max_skipped_fraction: float = key(0.01, least=0, most=1)
-    """
-    The run stops when it next logs if more than this fraction of the documents was skipped (after the first 1000), or
-    if more than this fraction of the files ended early (and at least 10 per epoch). Both are counted over all ranks.
+    """The run stops when it next logs if more than this fraction of the documents was skipped (after the first 1000),
+    or if more than this fraction of the files ended early (and at least 10 per epoch). Both are counted over all ranks.
     After 1000 bad documents in a row, the rest of a file is skipped, and the file counts as one that ended early. This
     does not apply to a file that is itself more than this fraction of the data (or of its source).
     """
 
     max_document_mb: float = key(16.0, above=0, fixes="data")
-    """
-    Documents of more than this many MiB count as bad: of the decompressed line for JSON, of the UTF-8 text for Parquet
-    and plain text. Token ids have no limit.
+    """Documents of more than this many MiB count as bad: of the decompressed line for JSON, of the UTF-8 text for
+    Parquet and plain text. Token ids have no limit.
     """
 
     text_field: str = key("text", fixes="data")
-    """
-    Field of JSON documents, or column of Parquet files, that holds the text. Dots lead into nested fields (meta.text).
-    """
+    """Field of JSON documents or column of Parquet files with the text. Dots lead into nested fields (meta.text)."""
 
     text_split: Literal["file", "blank_lines"] = key("file", fixes="data")
     """What a document of a .txt file is: the whole file, or every block of lines between blank lines."""
@@ -219,21 +200,18 @@ class Stream:
     """Type of token ids in .bin and .npy files that have no header with the type (docs/data.md)."""
 
     validation_sequences: int = key(0, least=0, noun="sequences")
-    """
-    Sequences of every validation, over all ranks. If it is set, they are the same on any mesh. 0: validation.steps ×
+    """Sequences of every validation, over all ranks. If it is set, they are the same on any mesh. 0: validation.steps ×
     validation.local_batch_size × data-parallel ranks.
     """
 
     retry_seconds: float = key(60.0, least=0)
-    """
-    How long a failing read is tried again, with growing pauses, if the hub or a file system has failed (EIO, ESTALE).
-    At most 60 % of comm.train_timeout_seconds, because the other ranks wait meanwhile.
+    """How long a failing read is tried again, with growing pauses, if the hub or a file system has failed (EIO,
+    ESTALE). At most 60 % of comm.train_timeout_seconds, because the other ranks wait meanwhile.
     """
 
     on_mismatch: Literal["fail", "restart"] = key("fail")
-    """
-    What to do if a checkpoint was written with other data, tokenizer, seq_len, seed or slots. fail: stop and name the
-    difference. restart: go on with streams that begin a new epoch; steps and tokens seen are kept.
+    """What to do if a checkpoint was written with other data, tokenizer, seq_len, seed or slots. fail: stop and name
+    the difference. restart: go on with streams that begin a new epoch; steps and tokens seen are kept.
     """
 
     def __post_init__(self) -> None:
@@ -278,8 +256,7 @@ class Training:
 @dataclass
 class Validation:
     seq_len: int = key(-1)
-    """
-    Tokens of a validation sequence, at most training.seq_len, because the rotary embeddings end there. −1:
+    """Tokens of a validation sequence, at most training.seq_len, because the rotary embeddings end there. −1:
     training.seq_len. TorchTitan's default is 2048.
     """
 
@@ -290,23 +267,19 @@ class Budget:
     """Tokens to train on. training.steps is then ceil(tokens / (global batch × seq_len)). 0: training.steps counts."""
 
     stop_at_tokens: int = key(0, least=0, noun="tokens")
-    """
-    Stop, with a checkpoint, after this many tokens. The schedule stays that of the whole budget. 0: do not stop early.
-    """
+    """Stop, with a checkpoint, after this many tokens. The schedule stays that of the whole budget. 0: never."""
 
 
 @dataclass
 class Guard:
     max_skipped_steps: int = key(10, least=1, noun="steps")
-    """
-    A step whose loss or gradient norm is not finite changes no weights, on any rank. After this many such steps in a
+    """A step whose loss or gradient norm is not finite changes no weights, on any rank. After this many such steps in a
     row, all ranks stop.
     """
 
     silence_seconds: float = key(60.0, above=0, finite=False)
-    """
-    Rank 0 writes to RUN/heartbeat.json what it is doing. Under slurm/pretrain.sbatch, a run is ended and started again
-    if it is silent for this much longer than twice the time-out in [comm] or twice its slowest step, whichever is
+    """Rank 0 writes to RUN/heartbeat.json what it is doing. Under slurm/pretrain.sbatch, a run is ended and started
+    again if it is silent for this much longer than twice the time-out in [comm] or twice its slowest step, whichever is
     longer; during a save, for this much longer than save_seconds.
     """
 
@@ -317,22 +290,18 @@ class Guard:
 @dataclass
 class Condensation:
     interval: int = key(500, least=0, noun="steps")
-    """
-    Steps between measurements of condensation and cross-entropy on the validation split, which titan_disp.train also
+    """Steps between measurements of condensation and cross-entropy on the validation split, which titan_disp.train also
     takes at the start and at the end. 0: never. docs/measurements.md says what is measured and what it costs.
     """
 
     sequences: int = key(8, least=1, noun="sequences")
-    """
-    Sequences to measure. They are the same every time and in every run, and are divided among the data-parallel ranks.
-    """
+    """Sequences to measure, the same every time and in every run. They are divided among the data-parallel ranks."""
 
     max_tokens: int = key(512, least=2, noun="positions")
     """Positions of each sequence whose pairs are taken. They are evenly spaced."""
 
     per_layer: bool = key(False)
-    """
-    Whether TensorBoard and W&B also get every number of every layer, as curves: 4 × 29 of them for the 0.6B. They
+    """Whether TensorBoard and W&B also get every number of every layer, as curves: 4 × 29 of them for the 0.6B. They
     always get the means over all blocks and over thirds of them, the last block and the final norm. metrics.jsonl
     always has every layer.
     """
@@ -341,9 +310,8 @@ class Condensation:
 @dataclass
 class Checkpoint:
     last_save_model_only: bool = key(False)
-    """
-    Whether the last checkpoint holds the model only. TorchTitan's default is true, with which a finished run cannot be
-    continued. export reads full checkpoints as well.
+    """Whether the last checkpoint holds the model only. TorchTitan's default is true, with which a finished run cannot
+    be continued. export reads full checkpoints as well.
     """
 
 
