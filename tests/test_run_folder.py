@@ -113,3 +113,13 @@ def test_a_disk_that_is_full_when_the_start_is_recorded(tmp_path, monkeypatch):
     with pytest.raises(ConfigError, match="is not writable: .*No space left on device"):
         folder.record_start()
     folder.close()
+
+
+def test_a_run_from_before_the_plugin_had_a_module_goes_on(tmp_path):
+    """Its config.json says custom_import = "titan_disp"; the new name is a change like any other."""
+    old, new = job_config(tmp_path), job_config(tmp_path)
+    old.experimental.custom_import, new.experimental.custom_import = "titan_disp", "titan_disp.plugin"
+    started(old).close()
+    again = RunFolder(new, world_size=1)
+    assert again.config_changes == {"experimental.custom_import": ["titan_disp", "titan_disp.plugin"]}
+    again.close()

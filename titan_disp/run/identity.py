@@ -31,7 +31,7 @@ def of_model(job_config: JobConfig, args: BaseModelArgs) -> dict[str, Any]:
 
 
 class Identity:
-    """Hold a state that is saved but never loaded. ``read_identity`` reads it before anything is loaded."""
+    """Hold names and values that are saved but never loaded. ``read_identity`` reads them before anything is loaded."""
 
     def __init__(self, content: dict[str, Any]) -> None:
         self.content = content
