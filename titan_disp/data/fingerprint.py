@@ -69,17 +69,22 @@ def fingerprint(
 
 def differences(saved: dict[str, Any], now: dict[str, Any]) -> list[str]:
     """Describe each difference between two fingerprints in words."""
-    return [_difference(key, saved.get(key), now.get(key)) for key in now | saved if saved.get(key) != now.get(key)]
+    found = []
+    for key in now | saved:
+        then, today = saved.get(key), now.get(key)
+        if key == "files":  # in any order
+            then, today = dict(then or []), dict(now[key])
+        if then != today:
+            found.append(_difference(key, then, today))
+    return found
 
 
 def _difference(key: str, then: Any, today: Any) -> str:
     if key == "files":
-        old, new = dict(map(tuple, then or [])), dict(map(tuple, today))
-        changed = sorted(name for name in old.keys() | new.keys() if old.get(name) != new.get(name))
-        first = changed[0]
+        changed = sorted(name for name in then.keys() | today.keys() if then.get(name) != today.get(name))
         return (
-            f"data: {counted(len(old), 'file')} then, {len(new)} now, with {counted(len(changed), 'difference')}; first {first} "
-            f"({old.get(first, 'missing')} bytes then, {new.get(first, 'missing')} now)"
+            f"data: {counted(len(then), 'file')} then, {len(today)} now, with {counted(len(changed), 'difference')}; first "
+            f"{changed[0]} ({then.get(changed[0], 'missing')} bytes then, {today.get(changed[0], 'missing')} now)"
         )
     if key == "stream.sources":
         words = (", ".join(f"{name} {n}" for name, n in one or []) or "none" for one in (then, today))
