@@ -220,28 +220,28 @@ def test_ranges(name):
     """Values beside every bound that a key declares are refused by a message that begins with the key."""
     config, facts = load_config([]), RANGES[name]
     check_ranges(config)
-    values = [facts.above, facts.below, math.nan, *([math.inf] if facts.finite else [])]
-    values += [bound + step for bound, step in ((facts.least, -1), (facts.most, 1)) if bound is not None]
-    for value in values:
+    outside = [facts.above, facts.below, math.nan, *([math.inf] if facts.finite else [])]
+    outside += [bound + step for bound, step in ((facts.least, -1), (facts.most, 1)) if bound is not None]
+    for value in outside:
         if value is not None:
             set_key(config, name, value)
             with pytest.raises(ConfigError, match=rf"^{name} is {value}, expected .*\d"):
                 check_ranges(config)
 
 
-@pytest.mark.parametrize(
-    ("name", "value", "expected"),
-    [
-        ("dispersion.coeff", -0.1, "a number ≥ 0"),
-        ("dispersion.tau", 0.0, "a number > 0"),
-        ("baseline.forget_warmup", 1.0, "a number in [0, 1)"),
-        ("stream.max_skipped_fraction", 2.0, "a number in [0, 1]"),
-        ("stream.prefetch", -1, "0 or more microbatches"),
-        ("baseline.forget_every", 1, "2 or more steps"),
-    ],
-)
-def test_words_of_ranges(name, value, expected):
-    config = load_config(["--job.config_file", str(DEMO)])
+WORDS = {
+    "dispersion.coeff": (-0.1, "a number ≥ 0"),
+    "dispersion.tau": (0.0, "a number > 0"),
+    "baseline.forget_warmup": (1.0, "a number in [0, 1)"),
+    "stream.max_skipped_fraction": (2.0, "a number in [0, 1]"),
+    "stream.prefetch": (-1, "0 or more microbatches"),
+    "baseline.forget_every": (1, "2 or more steps"),
+}
+
+
+@pytest.mark.parametrize("name", WORDS)
+def test_words_of_ranges(name):
+    config, (value, expected) = load_config(["--job.config_file", str(DEMO)]), WORDS[name]
     set_key(config, name, value)
     with pytest.raises(ConfigError, match=re.escape(f"{name} is {value}, expected {expected}") + "$"):
         check_config(config, 1)
@@ -372,16 +372,12 @@ def test_command_line_goes_before_toml():
 
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda p: p.name)
 def test_shipped_configs_are_valid(config):
-    from titan_disp.config.checks import check_config
-
     ranks = {"qwen3_0.6b_c4.toml": 640, "gpt2_124m_c4.toml": 8, "pretrain_0.6b_c4.toml": 640}.get(config.name, 1)
     check_config(load_config(["--job.config_file", str(config)]), ranks)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4, 8, 16, 32, 64, 96, 128, 160, 192, 240, 320, 384, 480, 640, 960, 1920])
 def test_gpu_counts_that_the_paper_config_names(ranks):
-    from titan_disp.config.checks import check_config
-
     job_config = load_config(["--job.config_file", str(ROOT / "train_configs" / "qwen3_0.6b_c4.toml")])
     check_config(job_config, ranks)
     # TorchTitan is handed these: it knows no -1 for replicas.

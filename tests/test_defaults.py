@@ -25,28 +25,16 @@ FINEWEB, C4, MIDTRAIN, GPT2 = (
 )
 # Whose the numbers of the loss are, by hand. The rest of [dispersion] is our choice.
 PAPER = {"coeff", "tau", "variant"}
-RELEASED = {
-    "layers",
-    "final_norm",
-    "clamp",
-    "norm_eps",
-    "max_tokens",
-    "norm_coeff",
-    "include_diagonal",
-    "warmup_steps",
-    "decay",
-}
+RELEASED = {"layers", "final_norm", "clamp", "norm_eps", "max_tokens", "norm_coeff", "include_diagonal"}
+RELEASED |= {"warmup_steps", "decay"}
 
 
 def test_whose_the_defaults_are():
     """Those of the loss as known by hand; the others as docs/configuration.md says, which a test compares."""
-    found = {name: facts_of(field).source for name, field in keys().items()}
-    assert set(found.values()) <= set(SOURCES)
-    loss = {name.removeprefix("dispersion."): of for name, of in found.items() if name.startswith("dispersion.")}
-    assert {of: {name for name in loss if loss[name] == of} for of in ("paper", "authors")} == {
-        "paper": PAPER,
-        "authors": RELEASED,
-    }
+    loss = {name: facts_of(field).source for name, field in keys().items() if name.startswith("dispersion.")}
+    for source, known in (("paper", PAPER), ("authors", RELEASED)):
+        assert {name.removeprefix("dispersion.") for name in loss if loss[name] == source} == known
+    assert {facts_of(field).source for field in keys().values()} <= set(SOURCES)
     _, _, page = (ROOT / "docs" / "loss.md").read_text().partition("## Where the defaults come from")
     assert re.findall(r"^- \*\*(.*?)\*\*", page, flags=re.M)[: len(SOURCES)] == list(SOURCES.values())
 
