@@ -20,18 +20,17 @@ import torch
 from sentencepiece import SentencePieceProcessor
 from tokenizers import Tokenizer
 
-from tests.test_stream import VALIDATION_FILE, batches, config, loader, streams_of
+from tests.test_stream import VALIDATION_FILE, batches, config, streams_of
 from titan_disp.data import formats, token_ids
 from titan_disp.data.documents import Documents
 from titan_disp.data.files import DataFile, list_files
-from titan_disp.data.fingerprint import differences
 from titan_disp.data.formats import BadDocument, DamagedFile, OtherContent, size_of, text_of
 from titan_disp.data.loader import open_stream
 from titan_disp.data.options import Format, StreamOptions, stream_options
 from titan_disp.data.position import Field
 from titan_disp.data.tokenizer import load_tokenizer
 from titan_disp.data.validation import first_sequences
-from titan_disp.errors import ConfigError, DataError
+from titan_disp.errors import DataError
 
 EOS, VOCABULARY = 7, 5000
 
@@ -87,10 +86,7 @@ class TestTextField:
         assert records_of(tmp_path / "a.parquet", text_field="meta.text") == ["in it", "text is null"]
 
     def test_of_a_run(self, tmp_path):
-        """The field works through slots, checkpoints and resumes.
-
-        With the default, fingerprints are as in older versions.
-        """
+        """The field works through slots, checkpoints and resumes."""
         (tmp_path / "a.jsonl").write_text("".join(json.dumps({"body": str(i)}) + "\n" for i in range(1, 41)))
         files = list_files("text", str(tmp_path))
         tokens, positions = batches(streams_of(files, 1, 1, format=Format(text_field="body")), 5)
@@ -104,21 +100,6 @@ class TestTextField:
         assert stream_options(job).format == Format("body", "blank_lines", "uint32")
         tokenizer = load_tokenizer(sample / "tokenizer")
         assert stream_options(job, tokenizer=tokenizer).format == Format("body", "blank_lines", "uint32", 1, 2048)
-
-    def test_fingerprint(self, sample):
-        files = list_files("c4", str(sample))
-        plain, body = loader(files, sample), loader(files, sample, format=Format(text_field="body"))
-        assert not {"text_field", "text_split", "token_dtype", "special_tokens"} & set(plain.fingerprint)
-        with pytest.raises(ConfigError, match=r"stream.text_field: 'text' then, 'body' now"):
-            body.load_state_dict(plain.state_dict())
-        with pytest.raises(ConfigError, match=r"stream.text_field: 'body' then, 'text' now"):
-            plain.load_state_dict(body.state_dict())
-        blocks = loader(files, sample, format=Format(text_split="blank_lines", token_dtype="uint32"))
-        found = differences(plain.fingerprint, blocks.fingerprint)
-        assert found == [
-            "stream.text_split: 'file' then, 'blank_lines' now",
-            "stream.token_dtype: 'uint16' then, 'uint32' now",
-        ]
 
 
 def write_compressed(path, content):

@@ -11,6 +11,7 @@ import hashlib
 import io
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -29,20 +30,21 @@ from hypothesis import strategies as st
 from sentencepiece import SentencePieceProcessor
 
 from titan_disp.config.load import load_config
-from titan_disp.data.assignment import Assignment
+from titan_disp.data.assignment import VERSION, Assignment
 from titan_disp.data.cursor import Faults
 from titan_disp.data.digest import digest
 from titan_disp.data.documents import Documents
 from titan_disp.data.files import DataFile, list_files
 from titan_disp.data.fingerprint import check_fingerprint, differences, read_data_state
 from titan_disp.data.formats import BadDocument, text_of
-from titan_disp.data.loader import StreamLoader, together
+from titan_disp.data.loader import StreamLoader, open_stream, together
 from titan_disp.data.options import StreamOptions
 from titan_disp.data.position import Field, Position
 from titan_disp.data.stream import RankStreams, Sequences
 from titan_disp.data.tokenizer import load_tokenizer
 from titan_disp.data.validation import _ValidationSet, first_sequences, held_out_sequences
 from titan_disp.errors import ConfigError, DataError
+from titan_disp.job_config import fixed
 
 EOS = 0
 READ = StreamOptions(max_document_bytes=1 << 20)
@@ -1195,14 +1197,8 @@ def test_mismatch_is_named(sample, tmp_path):
     saved = loader(files, sample).state_dict()
     with pytest.raises(ConfigError, match=r"seq_len: 32 then, 64 now.*on_mismatch"):
         loader(files, sample, seq_len=64).load_state_dict(saved)
-    with pytest.raises(ConfigError, match=r"slots: 8 then, 4 now.*global_batch_size = -1 ties"):
+    with pytest.raises(ConfigError, match=r"stream.slots: 8 then, 4 now.*global_batch_size = -1 ties"):
         loader(files, sample, slots=4).load_state_dict(saved)
-    with pytest.raises(ConfigError, match=r"max_document_mb: 16.0 then, 0.5 now"):  # other documents would count as bad
-        loader(files, sample, max_document_bytes=1 << 19).load_state_dict(saved)
-    with pytest.raises(ConfigError, match=r"seed: 0 then, 3 now"):
-        loader(files, sample, seed=3).load_state_dict(saved)
-    with pytest.raises(ConfigError, match=r"shuffle_window: 0 then, 64 now"):
-        loader(files, sample, shuffle_window=64).load_state_dict(saved)
     loader(files, sample, shuffle_window=1).load_state_dict(saved)  # a window of 1 shuffles nothing either
     changed = [DataFile(files[0].name, files[0].url, files[0].size + 1), *files[1:]]
     with pytest.raises(
@@ -1216,6 +1212,36 @@ def test_mismatch_is_named(sample, tmp_path):
     assert (
         differences(json.loads(saved["fingerprint"]), loader(list_files("c4", str(mirror)), sample).fingerprint) == []
     )
+
+
+# For every key that fixes the data: its value in the checkpoint, and another. The sources are test_mixture's.
+FIXED = {
+    "slots": (16, 8),
+    "seed": (0, 3),
+    "shuffle_window": (256, 64),
+    "max_document_mb": (16.0, 0.5),
+    "text_field": ("text", "body"),
+    "text_split": ("file", "blank_lines"),
+    "token_dtype": ("uint16", "uint32"),
+}
+
+
+def test_every_key_that_fixes_the_data(sample):
+    """A resume with another value of such a key of the config is refused, both ways, by its name."""
+    assert {f"stream.{key}" for key in FIXED} == set(fixed("data")) - {"stream.sources"}
+    job, files, tokenizer = config(sample), list_files("c4", str(sample)), load_tokenizer(sample / "tokenizer")
+    job.stream.slots = 16
+    before = open_stream(job, files, tokenizer, 1, 0)
+    for key, (then, now) in FIXED.items():
+        assert getattr(job.stream, key) == then
+        setattr(job.stream, key, now)
+        after = open_stream(job, files, tokenizer, 1, 0)
+        setattr(job.stream, key, then)
+        for one, other, first, second in ((before, after, then, now), (after, before, now, then)):
+            with pytest.raises(
+                ConfigError, match=re.escape(f"other data: stream.{key}: {first!r} then, {second!r} now.")
+            ):
+                other.load_state_dict(one.state_dict())
 
 
 def test_a_checkpoint_of_another_loader(sample, tmp_path):
@@ -1233,18 +1259,18 @@ def test_a_checkpoint_of_another_loader(sample, tmp_path):
     assert not now.positions.any()
 
 
-def test_a_checkpoint_of_an_older_assignment(sample, tmp_path):
+def test_a_checkpoint_of_another_assignment(sample, tmp_path):
     """Its positions have other columns and are never loaded.
 
     It is refused, or the data begins anew after the last epoch.
     """
     now = loader(list_files("c4", str(sample)), sample)
-    old = {key: value for key, value in now.fingerprint.items() if key != "assignment"}
+    old = now.fingerprint | {"assignment": VERSION - 1}
     state = {"fingerprint": json.dumps(old), "positions": torch.tensor([[2] + [7] * 12] * 7 + [[3] + [9] * 12])}
     dcp.save({"dataloader": state}, checkpoint_id=tmp_path, no_dist=True)
     found, epoch = read_data_state(str(tmp_path))
     assert (found, epoch) == (old, 3)
-    refused = r'data: an older version of titan-disp assigned .*stream.on_mismatch = "restart"'
+    refused = rf'other data: assignment: {VERSION - 1} then, {VERSION} now.*stream.on_mismatch = "restart"'
     with pytest.raises(ConfigError, match=refused):
         check_fingerprint(found, now.fingerprint)
     with pytest.raises(ConfigError, match=refused):

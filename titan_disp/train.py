@@ -33,7 +33,6 @@ from titan_disp.data.loader import StreamLoader
 from titan_disp.data.validation import StreamValidator, held_out_sequences
 from titan_disp.dispersion.autograd import process_group
 from titan_disp.errors import EXIT_CODE, CheckpointError, ConfigError, DataError, UserError
-from titan_disp.models.arguments import architecture_of
 from titan_disp.run import identity
 from titan_disp.run.checkpoint import DispCheckpointManager
 from titan_disp.run.folder import RunFolder
@@ -90,13 +89,7 @@ class DispTrainer(Trainer):
 
     def _build_checkpointer(self) -> DispCheckpointManager:
         adapter, job = self.train_spec.state_dict_adapter, self.job_config
-        self.identity = Identity(
-            {
-                "model.name": job.model.name,
-                "baseline.method": job.baseline.method,  # type: ignore[attr-defined]
-                **architecture_of(self.model_args),
-            }
-        )
+        self.identity = Identity(identity.of_model(job, self.model_args))
         return DispCheckpointManager(
             hooks=self,
             dataloader=self.dataloader,

@@ -2,7 +2,6 @@
 
 import os
 from dataclasses import dataclass
-from typing import Any
 
 from torchtitan.components.tokenizer import BaseTokenizer
 from torchtitan.config import JobConfig
@@ -26,13 +25,6 @@ class Format:
     token_dtype: str = "uint16"
     eos_id: int | None = None
     vocab_size: int | None = None
-
-    def fingerprint(self) -> dict[str, Any]:
-        """Return the options that are not defaults."""
-        return {name: getattr(self, name) for name, default in DEFAULTS.items() if getattr(self, name) != default}
-
-
-DEFAULTS = {name: getattr(Format, name) for name in ("text_field", "text_split", "token_dtype")}
 
 
 @dataclass(frozen=True)

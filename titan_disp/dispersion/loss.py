@@ -15,6 +15,7 @@ from titan_disp.dispersion.layers import Layers, WholeLayers
 from titan_disp.dispersion.masks import TokenMask, token_mask
 from titan_disp.dispersion.sampled import SampledLayers, SampledTokens, order
 from titan_disp.dispersion.variants import VARIANTS, Variant
+from titan_disp.errors import did_you_mean
 
 ESTIMATORS = ("exact", "moments", "sampled")
 
@@ -52,7 +53,8 @@ class DispersionLoss:
 
     def __post_init__(self) -> None:
         if self.variant not in VARIANTS:
-            raise ValueError(f"variant is {self.variant!r}, expected one of {', '.join(VARIANTS)}")
+            hint = did_you_mean(self.variant, VARIANTS)
+            raise ValueError(f"variant is {self.variant!r}, expected one of {', '.join(VARIANTS)}{hint}")
         if self.estimator not in ESTIMATORS:
             raise ValueError(f"estimator is {self.estimator!r}, expected one of {', '.join(ESTIMATORS)}")
         for option in fields(self):

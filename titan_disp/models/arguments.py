@@ -269,7 +269,9 @@ class Flavors(Mapping[str, Args], Generic[Args]):
 
     def __getitem__(self, name: str) -> Args:
         if name not in self._flavors:
-            raise ConfigError(f"model.flavor is {name!r}, expected one of {', '.join(self._flavors)}")
+            raise ConfigError(
+                f"model.flavor is {name!r}, expected one of {', '.join(self._flavors)}{did_you_mean(name, self)}"
+            )
         return copy.deepcopy(self._flavors[name])
 
     def __iter__(self) -> Iterator[str]:

@@ -8,7 +8,7 @@ from torch import nn
 from torchtitan.config import JobConfig
 from torchtitan.distributed import ParallelDims
 
-from titan_disp.errors import ConfigError
+from titan_disp.errors import ConfigError, did_you_mean
 from titan_disp.models import gpt2, qwen3
 from titan_disp.models.arguments import DispModelArgs, Flavors, Written, apply_overrides
 from titan_disp.models.decoder import DispModel
@@ -58,7 +58,7 @@ def find_model(name: str) -> ModelEntry:
     """Return the model that ``model.name`` names, or raise ConfigError."""
     if name not in MODELS:
         known = " or ".join(f'"{known}"' for known in MODELS)
-        raise ConfigError(f"model.name is {name!r}, expected {known}")
+        raise ConfigError(f"model.name is {name!r}, expected {known}{did_you_mean(name, MODELS)}")
     return MODELS[name]
 
 

@@ -1,19 +1,33 @@
-"""This module handles a checkpoint's identity: the model's architecture, and everything else that a run must keep.
+"""A checkpoint has an identity: the model's architecture, and every key that fixes the model.
 
 A resume with another identity is refused. The tensors alone would not tell: a model with fewer blocks loads without an
 error, and so does one with as many parameters in other heads.
 """
 
 import json
+import operator
 from pickle import UnpicklingError
 from typing import Any
 
 from torch.distributed.checkpoint.api import CheckpointException
+from torchtitan.config import JobConfig
+from torchtitan.protocols.model import BaseModelArgs
 
 from titan_disp.errors import CheckpointError, ConfigError
+from titan_disp.job_config import fixed
+from titan_disp.models.arguments import architecture_of
 from titan_disp.run import safe_dcp
 
 NAME = "identity"  # its name among the states of a checkpoint
+
+
+def of_model(job_config: JobConfig, args: BaseModelArgs) -> dict[str, Any]:
+    """Return the names and values that a run must keep, ready for JSON.
+
+    The flavor and the overrides show in ``args``, the arguments of the model.
+    """
+    keys = ["model.name", *(key for key in fixed("model") if key != "model.overrides")]
+    return {key: operator.attrgetter(key)(job_config) for key in keys} | architecture_of(args)
 
 
 class Identity:
