@@ -1,7 +1,7 @@
 """``python -m titan_disp.cluster.node_health`` checks whether this node can train.
 
 It does not check the config, as ``titan_disp.config.checks`` does, and does not know the other nodes.
-The batch script starts it once per node before training, and so does preflight.sbatch. It prints the node's report as
+The batch script starts it once per node before training, and so does check_nodes.sbatch. It prints the node's report as
 one line of JSON (``check_node`` describes it). With ``--out``, it also writes the report to a file. The batch host
 compares the reports of all nodes. With TorchTitan's arguments (``--job.config_file CONFIG …``), it also checks that
 this node can read the data and tokenizer of the config.

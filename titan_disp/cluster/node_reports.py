@@ -1,4 +1,4 @@
-"""``python -m titan_disp.cluster.node_reports`` summarizes the reports of all nodes, on the batch host of preflight.sbatch.
+"""``python -m titan_disp.cluster.node_reports`` summarizes the reports of all nodes, on the batch host of check_nodes.sbatch.
 
     node_reports folder --job.config_file CONFIG …                  prints the run folder
     node_reports able   --out DIR --nproc P --expected "n1 n2 …"    prints the nodes that can take part in the bandwidth test
