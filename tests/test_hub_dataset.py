@@ -9,7 +9,7 @@ import pytest
 
 from tests.command_line import DEMO
 from tests.fake_hub import COMMIT, OLDER, FakeHub
-from titan_disp.cli import app
+from titan_disp import cli
 from titan_disp.cluster.node_health import input_problems
 from titan_disp.config.load import load_config
 from titan_disp.config.options import FetchOptions
@@ -224,7 +224,7 @@ def names_of(files):
 
 
 def run(capsys, *arguments):
-    app.cli(args=list(arguments))
+    cli.run(list(arguments), "titan-disp")
     return capsys.readouterr()
 
 
