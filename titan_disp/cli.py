@@ -123,9 +123,10 @@ def condensation(options: CondensationOptions) -> None:
 
 def report(options: ReportOptions) -> None:
     from titan_disp.lab.report.page import write_report
+    from titan_disp.text import byte_size
 
     written = write_report(options.runs, options.out)
-    print(f"{written}: {written.stat().st_size / 1e6:.1f} MB")
+    print(f"{written}: {byte_size(written.stat().st_size, 3)}")
 
 
 def export(options: ExportOptions) -> None:

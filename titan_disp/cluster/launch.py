@@ -120,13 +120,10 @@ class StopRanks:
     """Pass the first signal on to the ranks that train as SIGTERM, and kill them at a later one.
 
     The ranks have sessions of their own, so a terminal does not signal them.
-
-    Attributes:
-        number: the signal that was heard first; 0 if there was none.
     """
 
     def __init__(self) -> None:
-        self.number = 0
+        self.number = 0  # of the signal that was heard first; 0 if there was none
 
     @property
     def name(self) -> str:

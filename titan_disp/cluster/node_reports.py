@@ -74,9 +74,7 @@ def unlike_most(values: Mapping[str, str]) -> tuple[str, list[str]]:
 def gpu_problems(reports: Mapping[str, Report], nproc: str) -> Problems:
     """Find nodes with too few GPUs for the ranks, with different kinds of GPUs, or with other GPUs than most nodes.
 
-    Args:
-        reports: the report of each node.
-        nproc: ranks per node, or "gpu" for one per GPU.
+    ``nproc`` is a number of ranks per node, or "gpu" for one per GPU.
     """
     if not reports:
         return {}
