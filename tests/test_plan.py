@@ -521,6 +521,13 @@ def test_json_and_text(every_node_count):
     assert "1, 2, 3, 4, 5, 6, 8," in text
 
 
+@pytest.mark.parametrize(
+    ("days", "words"), [(0.0327, "47 minutes"), (1 / 12, "2.0 hours"), (0.95, "22.8 hours"), (3.06, "3.1 days")]
+)
+def test_the_time_of_a_run(days, words):
+    assert plans._days(days) == words
+
+
 class LiveBytes(TorchDispatchMode):
     """Counts the bytes of storages that are created under this mode: the live ones, and their maximum."""
 
