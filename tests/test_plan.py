@@ -80,11 +80,8 @@ def test_the_papers_run():
     assert plan.model.parameters == 596_049_920
     assert plan.model.parameters_non_embedding == 596_049_920 - 151_936 * 1024
     assert (plan.mesh.replicate, plan.mesh.shard, plan.mesh.context, plan.mesh.tensor) == (80, 8, 1, 1)
-    assert (plan.batch.global_batch_size, plan.batch.accumulation_steps, plan.batch.tokens_per_step) == (
-        1920,
-        3,
-        1920 * 2048,
-    )
+    batch = plan.batch
+    assert (batch.global_batch_size, batch.accumulation_steps, batch.tokens_per_step) == (1920, 3, 1920 * 2048)
     assert 156e9 <= plan.batch.total_tokens < 156e9 + plan.batch.tokens_per_step
     assert plan.batch.steps == 39_673
     assert (plan.checkpoints.saved, plan.checkpoints.kept) == (40, 5)
