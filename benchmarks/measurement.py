@@ -26,6 +26,7 @@ from titan_disp.cluster.plan import Plan, make_plan
 from titan_disp.condensation.heatmap import heatmap
 from titan_disp.condensation.measure import Accumulator, Monitor, _effective_rank
 from titan_disp.config.load import load_config
+from titan_disp.config.options import Machine
 from titan_disp.models.registry import args_of
 from titan_disp.run.folder import append_json
 from titan_disp.run.metrics import HEATMAP_RATIO
@@ -98,19 +99,19 @@ def heatmaps(measurements: Sequence[int]) -> int:
 def cost(job_config: JobConfig, plan: Plan, taken: Mapping[str, float]) -> dict[str, float]:
     """Return seconds of each part, of all parts and of the steps between two measurements, and the fraction of the time."""
     section, args = job_config.condensation, args_of(job_config)  # type: ignore[attr-defined]
-    n, layers = min(section.max_tokens, plan.seq_len), args.n_layers + 2
-    sequences, pairs = busiest_rank(plan.data_parallel, section.sequences, plan.local_batch_size, layers)
-    flops = find_gpu(plan.gpu).bf16_flops * plan.mfu
-    measurements = range(0, plan.steps + 1, section.interval)
+    n, layers = min(section.max_tokens, plan.batch.seq_len), args.n_layers + 2
+    sequences, pairs = busiest_rank(plan.mesh.data_parallel, section.sequences, plan.batch.local_batch_size, layers)
+    flops = find_gpu(plan.machine.gpu).bf16_flops * plan.machine.mfu
+    measurements = range(0, plan.batch.steps + 1, section.interval)
     parts = {
-        "forward": sequences * plan.flops_per_step / plan.global_batch_size / 3 / flops,
-        "cross-entropy": sequences * plan.seq_len * args.vocab_size * BYTES_PER_LOGIT / MEMORY_BANDWIDTH,
+        "forward": sequences * plan.model.flops / plan.batch.global_batch_size / 3 / flops,
+        "cross-entropy": sequences * plan.batch.seq_len * args.vocab_size * BYTES_PER_LOGIT / MEMORY_BANDWIDTH,
         "products": pairs * 2 * 2 * n**2 * args.dim / FLOAT64_FLOPS,
         "eigenvalues": pairs * taken["eigenvalues"],
         "files": taken["files"],
         "heatmaps": taken["heatmap"] * heatmaps(measurements) / len(measurements),
     }
-    everything, steps = sum(parts.values()), section.interval * plan.step_seconds
+    everything, steps = sum(parts.values()), section.interval * plan.time.step_seconds
     return {"layers": pairs, **parts, "all": everything, "steps": steps, "part": everything / (everything + steps)}
 
 
@@ -122,7 +123,7 @@ def main() -> None:
     taken = timed(n, args.dim, args.n_layers + 2, options.rounds)
     rows = []
     for nodes in options.nodes:
-        plan = make_plan(job_config, nodes, options.gpus_per_node)
+        plan = make_plan(job_config, Machine(nodes, options.gpus_per_node))
         rows.append({"gpus": nodes * options.gpus_per_node, **cost(job_config, plan, taken)})
     if options.json:
         print(json.dumps({"timed": taken, "rows": rows}))

@@ -20,6 +20,7 @@ from scipy import stats
 from tests.saved_run import change_config, random_model, save_run
 from titan_disp import cli
 from titan_disp.condensation.record import EDGES, Condensation
+from titan_disp.config.options import ExportOptions
 from titan_disp.data.documents import Documents
 from titan_disp.data.sample import documents
 from titan_disp.errors import ConfigError
@@ -153,7 +154,7 @@ def test_numbers_are_the_papers(name, norm, request, command, text, tmp_path, ca
 
 
 def test_a_run_and_its_hugging_face_form_agree(command, run, text, tmp_path):
-    export(run, tmp_path / "twin")
+    export(ExportOptions(run, tmp_path / "twin"))
     command(run, tmp_path / "twin", "--text", text, "--out", tmp_path, "--sequences", 4)
     ours, theirs = (Condensation.load(tmp_path / f"{name}.npz") for name in ("run-step-20", "twin"))
     assert (ours.sequences, ours.tokens) == (theirs.sequences, theirs.tokens) == (4, 64)

@@ -14,6 +14,7 @@ from titan_disp.cluster.launch import launch
 from titan_disp.config.checks import check_config, check_ranges
 from titan_disp.config.keys import facts_of
 from titan_disp.config.load import load_config
+from titan_disp.config.options import TrainOptions
 from titan_disp.errors import ConfigError
 from titan_disp.job_config import keys
 
@@ -208,7 +209,7 @@ def test_refused(sample, tmp_path, nproc, change, message, monkeypatch):
     installed = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: None if name == "wandb" else installed(name, *a))
     with pytest.raises(ConfigError, match=message):
-        launch(str(DEMO), [*options(sample), "--job.dump_folder", str(tmp_path / "run"), *change], nproc)
+        launch(TrainOptions(str(DEMO), (*options(sample), "--job.dump_folder", str(tmp_path / "run"), *change), nproc))
     assert not (tmp_path / "run").exists(), "a refused run left something behind"
 
 
@@ -393,7 +394,11 @@ def test_tokenizer_larger_than_the_vocabulary(sample, tmp_path):
     with pytest.raises(
         ConfigError, match="tokenizer in .* has 3000 tokens, but model.flavor 'nano' has a vocabulary of 2048"
     ):
-        launch(str(DEMO), [*options(sample), "--model.hf_assets_path", str(tmp_path / "big" / "tokenizer")], 1)
+        launch(
+            TrainOptions(
+                str(DEMO), (*options(sample), "--model.hf_assets_path", str(tmp_path / "big" / "tokenizer")), 1
+            )
+        )
 
 
 def test_console_shows_one_message_and_no_traceback(sample, tmp_path):

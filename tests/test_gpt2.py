@@ -23,6 +23,7 @@ from titan_disp.cluster.plan import make_plan
 from titan_disp.cluster.preflight import small_flavor
 from titan_disp.config.checks import check_config
 from titan_disp.config.load import load_config
+from titan_disp.config.options import ExportOptions, GenerateOptions, Machine
 from titan_disp.data.tokenizer import encoder, load_tokenizer
 from titan_disp.dispersion import DispersionLoss, DispersionObjective
 from titan_disp.errors import ConfigError
@@ -141,15 +142,16 @@ def test_accepted(sample):
 
 def test_the_plan(monkeypatch):
     monkeypatch.setattr(plan, "MAX_NODES", 1)  # of the node counts that are tried
-    found = make_plan(load_config(["--job.config_file", str(CONFIG)]), 1, 8)
-    assert found.parameters == 124_439_808
-    assert found.parameters_non_embedding == 124_439_808 - (50257 + 1024) * 768
-    assert (found.replicate, found.shard, found.accumulation_steps, found.steps) == (1, 8, 4, 19_074)
-    assert found.flops_per_step == 512 * 1024 * (6 * (124_439_808 - 1024 * 768) + 6 * 12 * 2 * 768 * 1024)
+    found = make_plan(load_config(["--job.config_file", str(CONFIG)]), Machine(1, 8))
+    assert found.model.parameters == 124_439_808
+    assert found.model.parameters_non_embedding == 124_439_808 - (50257 + 1024) * 768
+    assert (found.mesh.replicate, found.mesh.shard) == (1, 8)
+    assert (found.batch.accumulation_steps, found.batch.steps) == (4, 19_074)
+    assert found.model.flops == 512 * 1024 * (6 * (124_439_808 - 1024 * 768) + 6 * 12 * 2 * 768 * 1024)
     # bf16 gathers, twice for blocks, and fp32 reduces: the embeddings, the final norm and the output are one group.
     blocks = 12 * 7_087_872
     root = 124_439_808 - blocks
-    assert found.within_bytes == pytest.approx(4 * 7 / 8 * (root * (2 + 4) + blocks * (2 * 2 + 4)))
+    assert found.time.within_bytes == pytest.approx(4 * 7 / 8 * (root * (2 + 4) + blocks * (2 * 2 + 4)))
 
 
 @pytest.fixture(scope="module")
@@ -235,7 +237,7 @@ def test_export_generate_and_condensation_of_a_run(published, tmp_path):
     options = ("--model.name", "gpt2_disp", "--model.flavor", "nano")
     run = save_run(tmp_path / "run", model, published, *options)
     dest = tmp_path / "exported"
-    export(run, dest)
+    export(ExportOptions(run, dest))
     theirs, info = transformers.AutoModelForCausalLM.from_pretrained(dest, output_loading_info=True)
     assert not any(info.values()), info
     assert isinstance(theirs, transformers.GPT2LMHeadModel)
@@ -247,7 +249,9 @@ def test_export_generate_and_condensation_of_a_run(published, tmp_path):
     tokenizer = transformers.AutoTokenizer.from_pretrained(dest)
     assert tokenizer.eos_token_id == load_tokenizer(published).eos_id
     # Up to the 64 tokens of training's sequences: the other rows of the table of positions were never trained.
-    assert generate(run, "A text", 100, temperature=0) == generate(dest, "A text", 100, temperature=0)
+    assert generate(GenerateOptions(run, "A text", 100, temperature=0)) == generate(
+        GenerateOptions(dest, "A text", 100, temperature=0)
+    )
     assert longest_sequence(theirs.config) == SAVED_SEQ_LEN < theirs.config.n_positions
     assert [one.max_tokens for one in find_targets([str(run), str(dest)], False, None).values()] == [SAVED_SEQ_LEN] * 2
 

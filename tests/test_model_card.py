@@ -80,7 +80,7 @@ def test_other_documents(tmp_path, sample):
     (tmp_path / "docs" / "a.jsonl").write_text('{"text": "a b"}\n')
     options = ("--training.dataset", "text", "--training.dataset_path", str(tmp_path / "docs"))
     run = save_run(tmp_path / "run", random_model(), sample / "tokenizer", *options)
-    assert rows_of(run)["data"] == "1 file, 0.016 kB: `a.jsonl` (documents, a local copy named `docs`)"
+    assert rows_of(run)["data"] == "1 file, 16 bytes: `a.jsonl` (documents, a local copy named `docs`)"
 
 
 def test_dispersions_settings(run):

@@ -13,6 +13,7 @@ from tests.saved_run import random_model, save_run
 from titan_disp.cluster.plan import make_plan
 from titan_disp.config.checks import check_config
 from titan_disp.config.load import load_config
+from titan_disp.config.options import Machine
 from titan_disp.errors import CheckpointError, ConfigError
 from titan_disp.job_config import fixed
 from titan_disp.lab.export.saved import find_saved, load_model
@@ -127,8 +128,8 @@ def test_any_dataclass_of_arguments():
 def test_the_model_that_is_planned_trained_and_reported(tmp_path):
     """One count of parameters by hand; the registered flavor stays as it is."""
     config = load_config(["--job.config_file", str(DEMO), "--model.overrides", "hidden_dim=16,n_layers=2"])
-    plan = make_plan(config, 1, 1)
-    assert plan.parameters == PARAMETERS
+    plan = make_plan(config, Machine(1, 1))
+    assert plan.model.parameters == PARAMETERS
     # The two blocks' outputs are dispersed, of 4 sequences of 256 tokens.
     assert plan.memory.dispersion == 2 * 4 * 256 * 64 * 4
     args = flavors["nano"]

@@ -35,6 +35,7 @@ from titan_disp.data.sources import list_and_check, source_shares, training_sets
 from titan_disp.data.stream import RankStreams, Sequences, as_it_is, worker_signals
 from titan_disp.data.tokenizer import encoder, fast_encoder
 from titan_disp.errors import ConfigError, counted
+from titan_disp.text import byte_size
 
 Batch = tuple[dict[str, Tensor], Tensor]
 _GROUP = 32  # the prefetch worker sends up to this many microbatches at once …
@@ -261,8 +262,8 @@ def build_dataloader(dp_world_size: int, dp_rank: int, tokenizer: BaseTokenizer,
     options = stream_options(job_config, tokenizer=tokenizer)
     files = on_rank_0(list_and_check, training_sets(job_config), options)
     if dp_rank == 0:
-        gigabytes = sum(file.size for file in files) / 1e9
-        logger.info(f"data: {counted(len(files), 'file')}, {gigabytes:.3g} GB, from {files[0].url} to {files[-1].url}")
+        total = byte_size(sum(file.size for file in files), 3)
+        logger.info(f"data: {counted(len(files), 'file')}, {total}, from {files[0].url} to {files[-1].url}")
         for share in source_shares(job_config, slot_count(job_config, dp_world_size)):
             logger.info(f"data: {share}")
     loader = open_stream(
@@ -270,10 +271,10 @@ def build_dataloader(dp_world_size: int, dp_rank: int, tokenizer: BaseTokenizer,
     )
     own, window = len(loader.slots), loader.options.shuffle_window
     if dp_rank == 0 and window > 1:
-        usual, most = (memory(own, window, length) / 1e6 for length in (C4_DOCUMENT_BYTES, math.inf))
+        usual, most = (byte_size(memory(own, window, length), 3) for length in (C4_DOCUMENT_BYTES, math.inf))
         logger.info(
             f"data: {window} documents of each slot are shuffled together (stream.shuffle_window). A rank of {own} "
-            f"slots holds up to {usual:,.3g} MB for that if documents are as long as C4's, and up to {most:,.3g} MB "
+            f"slots holds up to {usual} for that if documents are as long as C4's, and up to {most} "
             "if they are longer"
         )
     return loader

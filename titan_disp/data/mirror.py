@@ -9,10 +9,10 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
+from titan_disp.config.options import FetchOptions
 from titan_disp.data.hub import (
     FORM,
     HubFile,
@@ -50,28 +50,21 @@ def parse_shards(text: str | None) -> list[range] | None:
     return ranges
 
 
-def fetch(folder: Path, dataset: str, split: str, shards: Sequence[range] | None = None, workers: int = 4) -> list[str]:
+def fetch(options: FetchOptions) -> list[str]:
     """Mirror a data set. An interrupted fetch continues where it stopped.
-
-    Args:
-        folder: root of the mirror, for use as ``training.dataset_path``.
-        dataset: c4, or a name hf:….
-        split: train, validation, or "both" (validation only if there is one). If ``dataset`` names a split, this must
-            be the same split or "both".
-        shards: which files of the training split, or of the only split; None for all.
-        workers: number of simultaneous downloads.
 
     Returns:
         One line for each file that is still missing or damaged; empty if the mirror is complete.
 
     Raises:
-        ConfigError: the data set cannot be listed, or ``shards`` selects no file.
+        ConfigError: the data set cannot be listed, or ``shards`` is malformed or selects no file.
     """
-    wanted = ["validation", "train"] if split == "both" else [split]
-    if dataset == "c4":
+    shards = parse_shards(options.shards)
+    wanted: list[str] = ["validation", "train"] if options.split == "both" else [options.split]
+    if options.dataset == "c4":
         listings: list[tuple[HubName | None, Listing]] = [(None, c4_files(one)) for one in wanted]
     else:
-        listings = _listings(dataset, split, wanted)
+        listings = _listings(options.dataset, options.split, wanted)
     left = []
     for record, listing in listings:
         some = shards if listing is listings[-1][1] else None
@@ -81,9 +74,9 @@ def fetch(folder: Path, dataset: str, split: str, shards: Sequence[range] | None
                 f"--shards names none of the files, which have the numbers 0 to {listing.files[-1].index}, such as "
                 f"{listing.files[0].path}"
             )
-        missing = _mirror(folder, listing, chosen, workers)
+        missing = _mirror(options.folder, listing, chosen, options.workers)
         if record is not None and not missing:
-            _write_record(folder, record, listing, chosen)
+            _write_record(options.folder, record, listing, chosen)
         left += missing
     return left
 

@@ -14,6 +14,7 @@ from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormat
 
 from titan_disp.condensation.heatmap import draw_heatmaps, layer_label, new_figure, plain
 from titan_disp.condensation.record import LEAST_RANGE, Condensation, blocks_mean
+from titan_disp.text import short
 
 MEAN_COSINE = "mean pairwise cosine"
 POOLED = "all pairs of all sequences"
@@ -137,10 +138,7 @@ def over_training(runs: Mapping[str, Mapping[int, Condensation] | Mapping[str, C
 
 def size(parameters: float) -> str:
     """Return a large number in three digits, as in names of models: ``427k``, ``124M``, ``1.72B``."""
-    for unit, letter in ((1e9, "B"), (1e6, "M"), (1e3, "k")):
-        if parameters >= 0.9995 * unit:  # three digits round 999,950 to 1M
-            return f"{parameters / unit:.3g}{letter}"
-    return f"{parameters:.3g}"
+    return short(parameters, 3).replace(" ", "")
 
 
 def _correlation_axis(axes: Axes, label: str) -> None:

@@ -122,7 +122,7 @@ class Stragglers:
 
     This finds hosts that are slow at loading data, in Python or at writing logs, or that stop for a while. It does not
     find a GPU that computes slowly: in forward and backward, all ranks wait for it inside collective operations, where
-    the host cannot tell waiting from computing. (slurm/preflight.sbatch checks GPUs and measures links.) Nor does it
+    the host cannot tell waiting from computing. (slurm/check_nodes.sbatch checks GPUs and measures links.) Nor does it
     find a difference between ranks of one tensor- or context-parallel group.
     """
 

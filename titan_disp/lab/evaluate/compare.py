@@ -1,7 +1,5 @@
 """This module compares models with the first one, paired by document, and over seeds if there are several."""
 
-import csv
-import io
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -11,7 +9,7 @@ import numpy as np
 from scipy import stats
 
 from titan_disp.lab.evaluate.tasks import Row
-from titan_disp.text import markdown_table
+from titan_disp.text import csv_text, markdown_table
 
 
 @dataclass(frozen=True)
@@ -348,21 +346,19 @@ def _mean_difference_cell(difference: MeanDifference) -> str:
 def to_csv(comparison: Comparison) -> str:
     """Render the table at full precision, with standard errors, ranks and 95 % intervals. Undefined cells are empty."""
     models, others = list(comparison.mean), list(comparison.mean_difference)
-    header = ["task", "metric", "num_fewshot", "documents"]
+    header: list[Any] = ["task", "metric", "num_fewshot", "documents"]
     header += [f"{model}{what}" for model in models for what in ("", " standard error", " seed error", " rank")]
     over_seeds = (" seed error", " seed p", " seed holm")
     of_difference = ("", " standard error", " low", " high", " p", " holm", *over_seeds)
     header += [f"{other} - {models[0]}{what}" for other in others for what in of_difference]
-    text = io.StringIO()
-    rows = csv.writer(text)
-    rows.writerow(header)
+    rows = [header]
     for task in comparison.tasks:
         row: list[Any] = [task.task, task.metric, task.num_fewshot, task.documents]
         by_model = (task.scores, task.standard_errors, task.seed_errors, task.ranks)
         row += [one[model] for model in models for one in by_model]
         for d in task.differences.values():
             row += [d.mean, d.standard_error, d.low, d.high, d.p_value, d.holm, *_cells(d.over_seeds)]
-        rows.writerow(row)
+        rows.append(row)
     means = [
         one
         for model in models
@@ -373,8 +369,7 @@ def to_csv(comparison: Comparison) -> str:
         for d in comparison.mean_difference.values()
         for one in (d.mean, d.standard_error_documents, None, None, None, None, *_cells(d.over_seeds))
     ]
-    rows.writerow(["mean", None, None, None, *means, *mean_differences])
-    return text.getvalue()
+    return csv_text([*rows, ["mean", None, None, None, *means, *mean_differences]])
 
 
 def _cells(found: OverSeeds | None) -> tuple[float | None, float | None, float | None]:

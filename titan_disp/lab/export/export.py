@@ -10,12 +10,14 @@ from huggingface_hub import save_torch_state_dict
 from safetensors import SafetensorError
 from torchtitan.config import TORCH_DTYPE_MAP
 
+from titan_disp.config.options import ExportOptions
 from titan_disp.data.hf_tokenizer import local_documents
 from titan_disp.errors import ConfigError
 from titan_disp.lab.export.model_card import model_card
 from titan_disp.lab.export.saved import SavedModel, find_saved, load_weights
 from titan_disp.run.checkpoint import describe
 from titan_disp.run.reader import read_environment
+from titan_disp.text import byte_size
 
 
 def hf_weights(saved: SavedModel, dtype: str = "float32") -> dict[str, torch.Tensor]:
@@ -35,21 +37,8 @@ def hf_weights(saved: SavedModel, dtype: str = "float32") -> dict[str, torch.Ten
     return weights
 
 
-def export(
-    target: str | Path,
-    dest: str | Path,
-    dtype: str = "float32",
-    max_shard_size: str = "5GB",
-    tokenizer: str | Path | None = None,
-) -> SavedModel:
+def export(options: ExportOptions) -> SavedModel:
     """Write a Hugging Face folder with weights, config, tokenizer and model card. The export is atomic.
-
-    Args:
-        target: RUN (its newest checkpoint) or RUN/STEP.
-        dest: folder to write. It must be empty or not exist.
-        dtype: float32, bfloat16 or float16.
-        max_shard_size: largest size of one safetensors file, such as "5GB".
-        tokenizer: folder of the tokenizer, if ``model.hf_assets_path`` does not exist here.
 
     Returns:
         The exported checkpoint.
@@ -58,10 +47,10 @@ def export(
         ConfigError: The checkpoint or the tokenizer does not exist, ``dest`` is not empty, the disk is full, or the
             tokenizer cannot be converted.
     """
-    dest = Path(dest).absolute()
+    dest, dtype, tokenizer = options.dest.absolute(), options.dtype, options.tokenizer
     if dest.exists() and not (dest.is_dir() and not any(dest.iterdir())):
         raise ConfigError(f"{str(dest)!r} already exists; choose a new folder, or remove this one")
-    saved = find_saved(target)
+    saved = find_saved(options.target)
     loaded = saved.tokenizer(tokenizer)
     partial = dest.with_name(f".{dest.name}.partial")
     try:
@@ -75,8 +64,8 @@ def export(
         parameters = sum(w.numel() for w in weights.values())
         (partial / "README.md").write_text(model_card(saved, dest.name, parameters, dtype, read_environment(saved.run)))
         size = sum(weight.nbytes for weight in weights.values())
-        print(f"{saved.name}: writing {size / 1e6:,.0f} MB", file=sys.stderr)
-        _save(weights, partial, max_shard_size)
+        print(f"{saved.name}: writing {byte_size(size)}", file=sys.stderr)
+        _save(weights, partial, options.max_shard_size)
         os.rename(partial, dest)
     except (OSError, SafetensorError) as error:
         raise ConfigError(

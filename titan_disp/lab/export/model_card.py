@@ -12,6 +12,7 @@ from titan_disp.errors import CheckpointError, ConfigError, counted
 from titan_disp.lab.export.saved import SavedModel
 from titan_disp.models.baselines import OPTIONS
 from titan_disp.run.reader import read_condensation, read_metrics, read_validation
+from titan_disp.text import byte_size
 
 SHOWN_FILES = 4  # up to so many files are listed; otherwise the first and the last one
 PAPER = "https://arxiv.org/abs/2602.00217"
@@ -49,14 +50,7 @@ def _listed(files: Sequence[tuple[str, int]]) -> str:
     """Describe the number, size and names of files. Of many files, only the first and the last are named."""
     names = [f"`{name}`" for name, _ in files]
     listed = ", ".join(names) if len(names) <= SHOWN_FILES else f"{names[0]} to {names[-1]}"
-    return f"{counted(len(files), 'file')}, {_bytes(sum(size for _, size in files))}: {listed}"
-
-
-def _bytes(size: float) -> str:
-    for unit, name in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB")):
-        if size >= unit:
-            return f"{size / unit:.4g} {name}"
-    return f"{size / 1e3:.4g} kB"
+    return f"{counted(len(files), 'file')}, {byte_size(sum(size for _, size in files))}: {listed}"
 
 
 def _condensation(measured: Mapping[str, Any]) -> str:

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from titan_disp.condensation.measure import Accumulator, AveragedCosines
 from titan_disp.condensation.record import Condensation
+from titan_disp.config.options import CondensationOptions
 from titan_disp.errors import ConfigError, counted
 from titan_disp.files import progress
 from titan_disp.lab import plots
@@ -172,64 +173,12 @@ def measure(name: str, layers: Layers, tokens: Tensor, batch_size: int) -> Conde
     return replace(found, averaged_histogram=averaged.histogram())
 
 
-@dataclass(frozen=True)
-class Sampling:
-    """How sequences are sampled from the text.
-
-    Attributes:
-        sequences: largest number of sequences.
-        max_length: largest number of tokens per sequence.
-        seed: seed of the sample.
-        contiguous: whether each sequence is the text from a random place on. Otherwise, pieces of the text are joined
-            in random order and cut.
-        special_tokens: whether each sequence has the special tokens that the tokenizer puts around a text. They count
-            towards ``max_length``.
-    """
-
-    sequences: int = 32
-    max_length: int = 512
-    seed: int = 0
-    contiguous: bool = False
-    special_tokens: bool = False
-
-
-def condensation(
-    names: Sequence[str],
-    text: Path | None,
-    dataset: str | None,
-    out: Path,
-    sampling: Sampling = Sampling(),  # noqa: B008 — it is frozen
-    all_steps: bool = False,
-    families: Sequence[str] = (),
-    pairs: Sequence[str] = (),
-    tokenizer: Path | None = None,
-    batch_size: int = 8,
-    device: str = "cpu",
-    dtype: str = "float32",
-    trust_remote_code: bool = False,
-    text_field: str = "text",
-) -> dict[str, Condensation]:
-    """Measure models on a random sample of a text, and write numbers and pictures to ``out``.
+def condensation(options: CondensationOptions) -> dict[str, Condensation]:
+    """Measure models on a random sample of a text, and write numbers and pictures to ``options.out``.
 
     All models read sequences of the same length, which is limited by the model with the fewest positions. The length
     matters: the mean over all N² pairs of tokens includes the N pairs of a token with itself. Files of the same names
     in ``out`` are overwritten.
-
-    Args:
-        names: what to measure; see ``find_targets``.
-        all_steps: whether to take all checkpoints of a RUN, rather than its newest one.
-        tokenizer: folder of a tokenizer that replaces each model's own.
-        trust_remote_code: whether Python files that come with a Hugging Face model may run.
-        text: file of text or documents; see ``read_texts``.
-        dataset: folder, file, glob or data set of the hub, in place of ``text``.
-        text_field: field or column of the text in documents.
-        out: folder for numbers and pictures.
-        sampling: how sequences are sampled.
-        families: ``NAME=MODEL,MODEL,…``: models that are measured like ``names``, and drawn by their size.
-        pairs: ``BASE,MODEL``: models that are measured like ``names``, and drawn side by side.
-        batch_size: sequences per forward pass.
-        device: "cpu", "cuda", "cuda:N" or "auto" (``targets.Device``).
-        dtype: dtype of weights and activations, as for ``load_causal_lm``. Cosines are computed in float64.
 
     Returns:
         The measurements by target.
@@ -240,27 +189,30 @@ def condensation(
             measurement; all other errors come before it.
     """
     least = {
-        "--sequences": (sampling.sequences, 1),
-        "--max-length": (sampling.max_length, 2),
-        "--batch-size": (batch_size, 1),
+        "--sequences": (options.sequences, 1),
+        "--max-length": (options.max_length, 2),
+        "--batch-size": (options.batch_size, 1),
     }
     for option, (value, minimum) in least.items():
         if value < minimum:
             raise ConfigError(f"{option} is {value}, expected at least {minimum}")
-    torch_device = _find_device(device)
-    by_family = dict(_members(family, "--family") for family in families)
-    by_pair = [_pair(pair) for pair in pairs]
-    every = [*names, *(m for members in by_family.values() for m in members), *(m for pair in by_pair for m in pair)]
-    targets = find_targets(list(dict.fromkeys(every)), all_steps, tokenizer, trust_remote_code)
+    torch_device = _find_device(options.device)
+    by_family = dict(_members(family, "--family") for family in options.family)
+    by_pair = [_pair(pair) for pair in options.pair]
+    grouped = [member for members in (*by_family.values(), *by_pair) for member in members]
+    every = list(dict.fromkeys([*options.targets, *grouped]))
+    targets = find_targets(every, options.all_steps, options.tokenizer, options.trust_remote_code)
     shortest = min(targets, key=lambda name: targets[name].max_tokens or sys.maxsize)
-    length = min(sampling.max_length, targets[shortest].max_tokens or sys.maxsize)
-    if length < sampling.max_length:
+    length = min(options.max_length, targets[shortest].max_tokens or sys.maxsize)
+    if length < options.max_length:
         print(
-            f"sequences have {length} tokens, not {sampling.max_length}, because {shortest} has no more positions",
+            f"sequences have {length} tokens, not {options.max_length}, because {shortest} has no more positions",
             file=sys.stderr,
         )
-    cut = replace(sampling, max_length=length)
-    texts = read_texts(text, dataset, sampling.seed, in_order=sampling.contiguous, text_field=text_field)
+    cut, out = replace(options, max_length=length), options.out
+    texts = read_texts(
+        options.text, options.dataset, options.seed, in_order=options.contiguous, text_field=options.text_field
+    )
     samples = {name: _sample(name, target, texts, cut) for name, target in targets.items()}
     try:
         out.mkdir(parents=True, exist_ok=True)
@@ -268,15 +220,15 @@ def condensation(
         raise ConfigError(f"--out {str(out)!r} is not a writable folder: {error}") from error
     found: dict[str, Measured] = {}
     for name, target in targets.items():
-        layers = target.load(torch_device, dtype)
-        found[name] = Measured(target, layers.parameters, measure(name, layers, samples[name], batch_size))
+        layers = target.load(torch_device, options.dtype)
+        found[name] = Measured(target, layers.parameters, measure(name, layers, samples[name], options.batch_size))
         found[name].condensation.save(out / f"{name}.npz")
         del layers  # frees the memory before the next model is loaded
     named_families = {family: [name_of(member, targets) for member in members] for family, members in by_family.items()}
     named_pairs = [(name_of(base, targets), name_of(other, targets)) for base, other in by_pair]
     settings = {
-        **{"text": str(text or dataset), "seed": sampling.seed, "dtype": dtype},
-        **{"contiguous": sampling.contiguous, "special_tokens": sampling.special_tokens},
+        **{"text": str(options.text or options.dataset), "seed": options.seed, "dtype": options.dtype},
+        **{"contiguous": options.contiguous, "special_tokens": options.special_tokens},
     }
     files = [*write_metrics(out, found, settings), *write_figures(out, found, named_families, named_pairs)]
     measurements = {name: one.condensation for name, one in found.items()}
@@ -314,13 +266,13 @@ def _find_device(name: str) -> Device:
     return device
 
 
-def _sample(name: str, target: Target, texts: Sequence[str], sampling: Sampling) -> Tensor:
-    special = target.special_tokens if sampling.special_tokens else SpecialTokens()
-    count, length = sampling.sequences, sampling.max_length - len(special.before) - len(special.after)
+def _sample(name: str, target: Target, texts: Sequence[str], options: CondensationOptions) -> Tensor:
+    special = target.special_tokens if options.special_tokens else SpecialTokens()
+    count, length = options.sequences, options.max_length - len(special.before) - len(special.after)
     if length < 2:
-        raise ConfigError(f"--max-length {sampling.max_length} leaves no room for text next to {name}'s special tokens")
-    if sampling.contiguous:
-        tokens = contiguous_sequences(texts, target.encode, count, length, sampling.seed)
+        raise ConfigError(f"--max-length {options.max_length} leaves no room for text next to {name}'s special tokens")
+    if options.contiguous:
+        tokens = contiguous_sequences(texts, target.encode, count, length, options.seed)
     else:
         tokens = cut_sequences(texts, target.encode, count, length)
     if tokens.max() >= target.vocab_size:
@@ -329,11 +281,11 @@ def _sample(name: str, target: Target, texts: Sequence[str], sampling: Sampling)
             "model's tokenizer"
         )
     tokens = surround(tokens, special.before, special.after)
-    if tokens.shape != (sampling.sequences, sampling.max_length):
+    if tokens.shape != (options.sequences, options.max_length):
         count, n = tokens.shape
         print(
-            f"{name}: the text gives {counted(count, 'sequence')} of {n} tokens instead of {sampling.sequences} of "
-            f"{sampling.max_length}",
+            f"{name}: the text gives {counted(count, 'sequence')} of {n} tokens instead of {options.sequences} of "
+            f"{options.max_length}",
             file=sys.stderr,
         )
     return tokens

@@ -17,7 +17,7 @@ from titan_disp.lab.report.conditions import ABSENT, conditions, defaults, side_
 from titan_disp.lab.report.gather import Run
 from titan_disp.run.history import Goodput, downtimes, repeated_steps, together
 from titan_disp.run.reader import flatten
-from titan_disp.text import NOTHING, number
+from titan_disp.text import NOTHING, duration, number
 
 # This module decides from a run's files whether it is complete, alive or dead.
 
@@ -42,18 +42,6 @@ def state(run: Run, now: float) -> tuple[str, str]:
     if last.end is None:
         return "interrupted", f"no end recorded, last activity at step {run.step:,}"
     return "interrupted", f"{last.how()}, after step {run.step:,}"
-
-
-def duration(seconds: float) -> str:
-    """Format seconds in at most two units, such as ``2 d 3 h``, ``3 h 12 min``, ``4 min 5 s`` or ``12 s``."""
-    left = round(seconds)
-    parts = []
-    for unit, size in (("d", 86400), ("h", 3600), ("min", 60), ("s", 1)):
-        count, left = divmod(left, size)
-        parts.append((count, unit))
-    while len(parts) > 1 and not parts[0][0]:
-        parts.pop(0)
-    return " ".join(f"{count} {unit}" for count, unit in parts[:2])
 
 
 LAST_ROWS = 10  # rows over which a training loss is averaged, because one batch's loss is noisy

@@ -22,11 +22,12 @@ from typing import Any, Literal
 
 from torchtitan.config import JobConfig
 
+from titan_disp.cluster.launch import command, send
 from titan_disp.cluster.plan import make_plan, render
-from titan_disp.cluster.submit import command, send
 from titan_disp.config.batch import data_parallel_degree, last_step
 from titan_disp.config.checks import check_config, check_device, check_inputs
 from titan_disp.config.load import load_config
+from titan_disp.config.options import SweepOptions
 from titan_disp.errors import ConfigError, counted
 from titan_disp.files import atomic_write, progress
 from titan_disp.lab.report.conditions import defaults
@@ -304,34 +305,15 @@ def _places(folder: Path, records: Sequence[Mapping[str, Any]]) -> dict[str, int
 SCRIPT = "sweep.sbatch"
 
 
-def submit(
-    sweep: Sweep,
-    jobs: int,
-    nodes: int,
-    gpus_per_node: int,
-    gpu: str,
-    site: str,
-    options: Sequence[str],
-    dry_run: bool,
-) -> int:
+def submit(sweep: Sweep, options: SweepOptions) -> int:
     """Check all points, print the plan of the first one, submit, and return sbatch's exit status.
 
     It is safe to submit again while an array waits or runs: the second of two tasks with the same point ends at once.
 
-    Args:
-        sweep: the sweep.
-        jobs: number of tasks that run at the same time.
-        nodes: nodes per point.
-        gpus_per_node: GPUs per node.
-        gpu: kind of GPU for the plan.
-        site: name of a file in slurm/sites without .sh, or a path.
-        options: further options of sbatch without dashes.
-        dry_run: whether to print the command instead of running it.
-
     Raises:
         ConfigError: A point would fail at its start, or this machine has no sbatch or no scripts.
     """
-    prepared = prepare(sweep, nodes * max(1, gpus_per_node), inputs=False)
+    prepared = prepare(sweep, options.nodes * max(1, options.gpus_per_node), inputs=False)
     todo = [one for one in prepared if state(one.point.folder)[0] != "finished"]
     print(
         f"{counted(len(prepared), 'point')} in {sweep.folder}: {len(prepared) - len(todo)} finished, {len(todo)} to submit"
@@ -339,13 +321,13 @@ def submit(
     if not todo:
         return 0
     first = load_config(["--job.config_file", *todo[0].argv])
-    print(f"{todo[0].point.name}:\n{render(make_plan(first, nodes, max(1, gpus_per_node), gpu))}", flush=True)
-    array = f"array={ranges([one.place for one in todo])}%{jobs}"
-    line = command([str(sweep.folder)], nodes, gpus_per_node, site, [array, *options], SCRIPT)
-    if not dry_run:
+    print(f"{todo[0].point.name}:\n{render(make_plan(first, options.machine))}", flush=True)
+    array = f"array={ranges([one.place for one in todo])}%{options.jobs}"
+    line = command(options, [str(sweep.folder)], SCRIPT, [array])
+    if not options.dry_run:
         for one in todo:
             (one.point.folder / FAILED).unlink(missing_ok=True)  # left by a start on this machine
-    return send(line, dry_run)
+    return send(line, options.dry_run)
 
 
 def ranges(numbers: Sequence[int]) -> str:

@@ -1,8 +1,5 @@
 """This module writes a sweep's comparison as Markdown for people, as CSV at full precision, and as a picture."""
 
-import csv
-import io
-from collections.abc import Iterable, Sequence
 from pathlib import Path
 from textwrap import fill
 from typing import Any
@@ -15,7 +12,7 @@ from titan_disp.files import atomic_write
 from titan_disp.lab.plots import OKABE_ITO
 from titan_disp.lab.sweeps.comparison import Comparison, Condition, compare, label
 from titan_disp.lab.sweeps.definition import Sweep
-from titan_disp.text import NOTHING, markdown_table
+from titan_disp.text import NOTHING, csv_text, markdown_table
 
 # This module draws a sweep's comparison: every seed, means, and differences with their intervals.
 
@@ -144,7 +141,7 @@ def to_csv(comparison: Comparison) -> str:
         numbers = (found.mean, found.standard_error, found.low, found.high, found.p_value, found.holm)
         return [*cells, comparison.against, len(condition.pairs), *numbers]
 
-    return _csv(header, map(row, comparison.conditions))
+    return csv_text([header, *map(row, comparison.conditions)])
 
 
 def values_csv(comparison: Comparison) -> str:
@@ -161,10 +158,4 @@ def values_csv(comparison: Comparison) -> str:
         for condition in comparison.conditions
         for member in condition.members
     ]
-    return _csv(["run", "point", "seeds", "metric", "value", "missing"], rows)
-
-
-def _csv(header: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
-    text = io.StringIO()
-    csv.writer(text).writerows([header, *rows])
-    return text.getvalue()
+    return csv_text([["run", "point", "seeds", "metric", "value", "missing"], *rows])
