@@ -225,7 +225,7 @@ def _not_found(name: str) -> ConfigError:
     sections = [*own_sections(), *torchtitan_sections()]
     keys = [key for section in sections for key in section.keys]
     known = {s.name for s in sections} | {name for key in keys for name in (key.full, key.name)}
-    others = {}
+    others: dict[str, str] = {}
     for key in keys:
         for other in key.facts.also if key.facts else ():
             others |= {other: key.full, f"{key.section}.{other}": key.full}
