@@ -42,14 +42,19 @@ IN_USE_EXIT_CODE = 3
 
 
 def did_you_mean(
-    name: str, known: Iterable[str] | Mapping[str, str], otherwise: str = "", prefix: str = "", most: int = 1
+    name: str,
+    known: Iterable[str],
+    otherwise: str = "",
+    prefix: str = "",
+    most: int = 1,
+    instead: Mapping[str, str] | None = None,
 ) -> str:
     """A question with at most ``most`` of the known names that are close to ``name``, for the end of a message.
 
-    It is ``otherwise`` if none is close. ``prefix`` stands before every name, as the section does before a key. ``known``
-    may have names that users try, each with the one that is shown instead.
+    It is ``otherwise`` if none is close. ``prefix`` stands before every name, as the section does before a key.
+    ``instead`` has other names that users may try, each with the one to show.
     """
-    names = known if isinstance(known, Mapping) else {one: one for one in known}
+    names = {one: one for one in known} | dict(instead or {})
     close = dict.fromkeys(f"{prefix}{names[one]}" for one in difflib.get_close_matches(name, list(names), n=most))
     return f" (did you mean {' or '.join(close)}?)" if close else otherwise
 

@@ -70,6 +70,6 @@ def facts_of(field: Field[Any]) -> Facts:
     return field.metadata.get("facts", Facts())
 
 
-def names(fields: Iterable[Field[Any]]) -> dict[str, str]:
-    """Return the names of the fields and the other names that users may try, each with the field's."""
-    return {name: f.name for f in fields for name in (f.name, *facts_of(f).also)}
+def other_names(fields: Iterable[Field[Any]]) -> dict[str, str]:
+    """Return the other names that users may try, each with the name of the field that they mean."""
+    return {other: f.name for f in fields for other in facts_of(f).also}

@@ -14,7 +14,7 @@ import typeguard
 from torchtitan.config import ConfigManager, JobConfig
 from torchtitan.tools.logging import logger
 
-from titan_disp.config.keys import names
+from titan_disp.config.keys import other_names
 from titan_disp.errors import ConfigError, did_you_mean
 
 MODULE = "titan_disp.job_config"
@@ -35,8 +35,8 @@ def check_spelling(argv: Sequence[str], default: Any) -> None:
         if not option.startswith("--") or "." not in key:
             continue
         section, _, name = key.rpartition(".")
-        if (meant := names(_fields(section, default)).get(name, name)) != name:
-            raise ConfigError(f"unknown key {option} (did you mean --{section}.{meant}?)")
+        if name in (others := other_names(_fields(section, default))):
+            raise ConfigError(f"unknown key {option} (did you mean --{section}.{others[name]}?)")
         values = [value] if equals else _up_to_next_option(argv[i + 1 :])
         if right := _boolean(key, values, default) or _list(key, values, default):
             raise ConfigError(f"{' '.join([option, *values])} is not the command-line spelling: expected {right}")
@@ -118,9 +118,10 @@ def _near(path: str) -> str:
 
 def _unknown_keys(toml: dict[str, Any], default: Any, prefix: str = "") -> Iterator[str]:
     known = dataclasses.fields(default)
+    names = [f.name for f in known]
     for key, value in toml.items():
-        if key not in {f.name for f in known}:
-            yield f"{prefix}{key}{did_you_mean(key, names(known), prefix=prefix)}"
+        if key not in names:
+            yield f"{prefix}{key}{did_you_mean(key, names, prefix=prefix, instead=other_names(known))}"
         elif dataclasses.is_dataclass(getattr(default, key)):
             if isinstance(value, dict):
                 yield from _unknown_keys(value, getattr(default, key), f"{prefix}{key}.")

@@ -222,14 +222,14 @@ def _find(name: str) -> Iterator[Section]:
 
 
 def _not_found(name: str) -> ConfigError:
-    known = {}
-    for section in (*own_sections(), *torchtitan_sections()):
-        known[section.name] = section.name
-        for key in section.keys:
-            known |= {key.full: key.full, key.name: key.name}
-            for other in key.facts.also if key.facts else ():
-                known |= {f"{section.name}.{other}": key.full, other: key.full}
-    hint = did_you_mean(name, known, otherwise="; titan-disp config lists them")
+    sections = [*own_sections(), *torchtitan_sections()]
+    keys = [key for section in sections for key in section.keys]
+    known = {s.name for s in sections} | {name for key in keys for name in (key.full, key.name)}
+    others: dict[str, str] = {}
+    for key in keys:
+        for other in key.facts.also if key.facts else ():
+            others |= {other: key.full, f"{key.section}.{other}": key.full}
+    hint = did_you_mean(name, sorted(known), otherwise="; titan-disp config lists them", instead=others)
     return ConfigError(f"{name!r} is neither a section nor a key of the config{hint}")
 
 
