@@ -1,1 +1,1 @@
-"""This package plans a run, checks its config and nodes, submits it, and stops it on request."""
+"""This package plans a run, checks its nodes, and starts it on this machine or submits it to SLURM."""
