@@ -5,6 +5,7 @@ import pytest
 from scipy import stats
 
 from titan_disp.lab.evaluate.compare import (
+    Row,
     Scores,
     compare,
     difference_over_seeds,
@@ -15,7 +16,6 @@ from titan_disp.lab.evaluate.compare import (
     to_csv,
     to_markdown,
 )
-from titan_disp.lab.evaluate.tasks import Row
 
 
 def test_paired_difference_against_the_plain_formula():

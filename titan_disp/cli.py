@@ -666,8 +666,8 @@ def sweep_table(
             cross_entropy and ce that a run has.
         out: folder for table.md, table.csv, values.csv and table.png. The default is the sweep's folder.
     """
+    from titan_disp.lab.sweeps.comparison import write_table
     from titan_disp.lab.sweeps.definition import read_sweep
-    from titan_disp.lab.sweeps.table import write_table
 
     print(write_table(read_sweep(file), out, metric, against), end="")
 

@@ -1,9 +1,18 @@
 """Tables in Markdown that are also readable as plain text."""
 
-from collections.abc import Sequence
+import csv
+import io
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
+
+
+def csv_text(rows: Iterable[Sequence[Any]]) -> str:
+    """Format rows, of which the first is the header, as CSV. None is an empty cell."""
+    text = io.StringIO()
+    csv.writer(text).writerows(rows)
+    return text.getvalue()
 
 
 def markdown_table(rows: Sequence[Sequence[str]], left: int = 2) -> str:

@@ -18,8 +18,16 @@ import torch
 from titan_disp.errors import ConfigError
 from titan_disp.files import no_bars_in_logs
 from titan_disp.lab.evaluate.compare import Comparison, compare, pooled, to_csv, to_markdown
-from titan_disp.lab.evaluate.harness import Dtype, Result, Settings, run_model, warnings_once
-from titan_disp.lab.evaluate.tasks import PROTOCOLS, Suite, build_suite
+from titan_disp.lab.evaluate.harness import (
+    PROTOCOLS,
+    Dtype,
+    Result,
+    Settings,
+    Suite,
+    build_suite,
+    run_model,
+    warnings_once,
+)
 from titan_disp.lab.export.export import export
 from titan_disp.lab.inspection.targets import Target, find_targets, name_of, parse_group
 from titan_disp.run.folder import write_json
