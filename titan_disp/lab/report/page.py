@@ -15,9 +15,8 @@ from titan_disp.errors import ConfigError
 from titan_disp.files import atomic_write
 from titan_disp.lab.plots import over_training
 from titan_disp.lab.report import charts, tables
-from titan_disp.lab.report.charts import BEGINNING, BINS, Line, Scale, drawing, to_uri
-from titan_disp.lab.report.conditions import by_condition, conditions
-from titan_disp.lab.report.gather import Run, gather
+from titan_disp.lab.report.charts import BEGINNING, BINS, Line, Scale, by_condition, drawing, to_uri
+from titan_disp.lab.report.gather import Run, conditions, gather
 from titan_disp.lab.report.tables import state
 from titan_disp.text import number
 

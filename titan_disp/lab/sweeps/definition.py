@@ -25,7 +25,7 @@ from typing import Any
 
 from titan_disp.config.load import read_toml
 from titan_disp.errors import ConfigError, did_you_mean
-from titan_disp.lab.report.conditions import SEEDS
+from titan_disp.lab.report.gather import SEEDS
 from titan_disp.models.arguments import KEY as OVERRIDES
 from titan_disp.models.arguments import shown, written_out
 
@@ -41,15 +41,10 @@ OURS = ("job.dump_folder", "job.config_file")  # the sweep sets these
 
 @dataclass(frozen=True)
 class Axis:
-    """Represent a line of a grid: keys, and the values that they take.
-
-    Attributes:
-        keys: keys of the config. Several keys take the same value.
-        values: values from the TOML file. Only model.overrides may have tables.
-    """
+    """Represent a line of a grid: keys of the config, which take the same value, and their values."""
 
     keys: tuple[str, ...]
-    values: tuple[Any, ...]
+    values: tuple[Any, ...]  # only model.overrides may have tables
 
     @property
     def is_seed(self) -> bool:
@@ -67,22 +62,13 @@ class Listed:
 
 @dataclass(frozen=True)
 class Sweep:
-    """Hold the content of a sweep's file.
-
-    Attributes:
-        config: the TOML file of all points. Like all paths in configs, it is relative to where titan-disp runs.
-        folder: folder of the run folders.
-        overrides: options for keys of the config, for every point.
-        listed: ``[[points]]``, or one without a name.
-        axes: ``[grid]``.
-        against, metric: defaults of ``titan-disp sweep table``.
-    """
+    """Hold the content of a sweep's file. The paths are relative to where titan-disp runs."""
 
     config: str
     folder: Path
-    overrides: tuple[str, ...] = ()
-    listed: tuple[Listed, ...] = (Listed(),)
-    axes: tuple[Axis, ...] = ()
+    overrides: tuple[str, ...] = ()  # for every point
+    listed: tuple[Listed, ...] = (Listed(),)  # [[points]], or one without a name
+    axes: tuple[Axis, ...] = ()  # [grid]
     against: str | None = None
     metric: str | None = None
 
@@ -95,7 +81,6 @@ class Point:
         name: name of its folder; unique in the sweep.
         condition: the name without the seeds. Points of one condition differ only in their seeds.
         folder: the run's folder (``job.dump_folder``).
-        config: the TOML file.
         overrides: options for keys of the config, without the folder.
         seeds: seeds by key. Points of two conditions with the same seeds are a pair.
     """
@@ -113,12 +98,7 @@ class Point:
 
 
 def read_sweep(path: str | Path) -> Sweep:
-    """Read a sweep's file. ``folder.prepare`` checks the configs of its points.
-
-    Raises:
-        ConfigError: The file is missing or not valid TOML, a key is unknown, a value has the wrong type, or nothing
-            varies.
-    """
+    """Read and check a sweep's file. ``folder.prepare`` checks the configs of its points."""
     toml = read_toml(str(path))
     _check_keys(toml, "", path)
     sweep = toml.get("sweep")
@@ -159,7 +139,7 @@ def _check_keys(table: Mapping[str, Any], section: str, path: str | Path) -> Non
 
 
 def _overrides(value: Any, where: str) -> tuple[str, ...]:
-    if not isinstance(value, list) or not all(isinstance(word, str) for word in value):
+    if not isinstance(value, list) or not _are(str, value):
         raise ConfigError(f'{where} is {value!r}, expected a list of options, such as ["--training.steps=4"]')
     for word in value:
         key = word.partition("=")[0].lstrip("-").replace("-", "_")
@@ -208,17 +188,14 @@ def _is_value(value: Any) -> bool:
 
     It takes strings, numbers and booleans, and lists of numbers, of strings, or of lists of strings.
     """
-    if isinstance(value, list):
-        return (
-            all(isinstance(one, (int, float)) for one in value)
-            or _are_strings(value)
-            or all(isinstance(one, list) and one and _are_strings(one) for one in value)
-        )
-    return isinstance(value, (str, int, float))
+    if not isinstance(value, list):
+        return isinstance(value, (str, int, float))
+    lists_of_strings = all(isinstance(one, list) and one and _are(str, one) for one in value)
+    return _are((int, float), value) or _are(str, value) or lists_of_strings
 
 
-def _are_strings(values: Sequence[Any]) -> bool:
-    return all(isinstance(one, str) for one in values)
+def _are(kind: type | tuple[type, ...], values: Sequence[Any]) -> bool:
+    return all(isinstance(one, kind) for one in values)
 
 
 def _strings(value: Any) -> list[str]:
@@ -229,7 +206,7 @@ def _strings(value: Any) -> list[str]:
 
 
 def _listed(tables: Any, path: str | Path) -> tuple[Listed, ...]:
-    if not isinstance(tables, list) or not all(isinstance(table, dict) for table in tables):
+    if not isinstance(tables, list) or not _are(dict, tables):
         raise ConfigError(f"points is {tables!r}, expected tables, each written [[points]]")
     found = []
     for table in tables:
@@ -260,13 +237,11 @@ def points(sweep: Sweep) -> list[Point]:
 
 def _combinations(sweep: Sweep, listed: Listed) -> Iterator[Point]:
     axes = (*listed.axes, *sweep.axes)
-    labels = _labels(axes)
     named = [
-        [(value, f"{label}-{text}") for value, text in zip(axis.values, _texts(axis.values), strict=True)]
-        for axis, label in zip(axes, labels, strict=True)
+        [(axis, value, f"{label}-{text}") for value, text in zip(axis.values, _texts(axis.values), strict=True)]
+        for axis, label in zip(axes, _labels(axes), strict=True)
     ]
-    for chosen in product(*named):
-        parts = [(axis, value, text) for axis, (value, text) in zip(axes, chosen, strict=True)]
+    for parts in product(*named):
         first = [listed.name] if listed.name else []
         condition = "_".join([*first, *(text for axis, _, text in parts if not axis.is_seed)])
         name = "_".join([*first, *(text for _, _, text in parts)])
@@ -312,7 +287,7 @@ def option(key: str, value: Any) -> list[str]:
         section, _, name = key.rpartition(".")
         return [f"--{key}" if value else f"--{section}.no-{name}"]
     if isinstance(value, list):
-        if value and _are_strings(value):  # one word, which TorchTitan splits at the commas
+        if value and _are(str, value):  # one word, which TorchTitan splits at the commas
             return [f"--{key}={','.join(value)}"]
         return [f"--{key}", *(",".join(one) if isinstance(one, list) else str(one) for one in value)]
     return [f"--{key}={value}"]

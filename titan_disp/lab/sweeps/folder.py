@@ -1,4 +1,6 @@
-"""This module prepares a sweep's folder: every point's config is checked and written there before the point runs.
+"""This module prepares and reads a sweep's folder, and submits its unfinished points as an array of SLURM jobs.
+
+Every point's config is checked and written before the point runs:
 
 FOLDER/points.json       the points in the order in which they were first seen; an array's tasks are indices into it
 FOLDER/NAME/             the point's run folder, with these files in addition to the run's own:
@@ -29,7 +31,7 @@ from titan_disp.config.checks import check_config, check_device, check_inputs
 from titan_disp.config.load import load_config
 from titan_disp.errors import ConfigError, counted
 from titan_disp.files import atomic_write, progress
-from titan_disp.lab.report.conditions import defaults
+from titan_disp.lab.report.gather import defaults
 from titan_disp.lab.sweeps.definition import Point, Sweep, points
 from titan_disp.models.arguments import KEY as OVERRIDES
 from titan_disp.models.arguments import parse_overrides
@@ -37,10 +39,10 @@ from titan_disp.run.folder import flatten, read_events, read_json_lines, write_j
 from titan_disp.run.history import BEGIN, END
 from titan_disp.run.liveness import FILE as HEARTBEAT
 
-# This module decides the state of a point from the files of its run.
-
-
+RECORD, CONFIG, LIST = "point.json", "point.toml", "points.json"
 FAILED = "failed.json"  # ``local`` writes it
+SCRIPT = "sweep.sbatch"
+NAMED = 5  # most problems in one message
 State = Literal["finished", "failed", "unfinished", "not started"]
 
 
@@ -80,16 +82,11 @@ def step_of(run: Path, since: float) -> int | None:
     return None
 
 
-RECORD, CONFIG, LIST = "point.json", "point.toml", "points.json"
-NAMED = 5  # most problems in one message
-
-
 @dataclass(frozen=True)
 class Prepared:
     """Represent a point whose config has been checked and written.
 
     Attributes:
-        point: the point.
         argv: CONFIG and overrides for its training, from the first call that had this point.
         steps: number of steps of the whole run.
         checkpoints: name of the checkpoint folder in the run folder.
@@ -109,7 +106,6 @@ def prepare(sweep: Sweep, world_size: int, inputs: bool = True) -> list[Prepared
     Loading a config takes a quarter of a second, so configs that an earlier call checked are not loaded again.
 
     Args:
-        sweep: the sweep.
         world_size: number of ranks per point.
         inputs: whether to check the tokenizer and data of unfinished points as well, for a start on this machine.
 
@@ -139,7 +135,6 @@ class _Preparation:
         self.new: list[tuple[Point, dict[str, Any]]] = []  # those of them whose record must be written
 
     def check(self, point: Point) -> None:
-        """Check one point. ``prepare`` describes the errors."""
         before, fingerprint = _record(point), self._fingerprint(point)
         unchanged = before is not None and before.get("fingerprint") == fingerprint
         if before is not None and unchanged and not self._inputs_to_check(point, before["resolved"]):
@@ -188,11 +183,7 @@ class _Preparation:
         return None if key in self.read else key
 
     def write(self, folder: Path) -> list[Prepared]:
-        """Write the new points and the list of points.
-
-        Raises:
-            ConfigError: The folder is not writable.
-        """
+        """Write the new points and the list of points."""
         try:
             folder.mkdir(parents=True, exist_ok=True)
             with _alone(folder):
@@ -228,11 +219,7 @@ def _load(point: Point) -> JobConfig:
 
 
 def _record(point: Point) -> dict[str, Any] | None:
-    """Return the record of an earlier call, or None.
-
-    Raises:
-        ConfigError: The record cannot be read, or the folder is not a point of a sweep.
-    """
+    """Return the record of an earlier call, or None."""
     path = point.folder / RECORD
     if not path.exists():
         # A killed call may have left the copy of the config and hidden files.
@@ -253,11 +240,7 @@ def _record(point: Point) -> dict[str, Any] | None:
 
 
 def _compare(point: Point, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    """Compare two configs of a point. Output folders and run names may differ. Keys of older versions are ignored.
-
-    Raises:
-        ConfigError: The configs differ.
-    """
+    """Refuse a config of a point that has changed. Output folders and run names may differ. Only known keys count."""
     # The entries of this table are not keys of the config, so one that is no longer named is a change.
     gone = [key for key in before if key.startswith(f"{OVERRIDES}.") and key not in now]
     keys = [key for key in (*now, *gone) if not key.startswith("job.")]
@@ -283,25 +266,12 @@ def _alone(folder: Path) -> Iterator[None]:
 def _places(folder: Path, records: Sequence[Mapping[str, Any]]) -> dict[str, int]:
     """Return each point's index in points.json. An index is never reused, because a waiting array may refer to it."""
     path = folder / LIST
-    listed = json.loads(path.read_text())["points"] if path.exists() else []
-    before = [dict(entry) for entry in listed]
-    places = {entry["name"]: i for i, entry in enumerate(listed)}
-    for record in records:
-        entry = {"name": record["name"], "argv": list(record["argv"])}
-        if entry["name"] in places:
-            listed[places[entry["name"]]] = entry
-        else:
-            places[entry["name"]] = len(listed)
-            listed.append(entry)
-    if listed != before:
-        write_json(path, {"points": listed})
-    return places
-
-
-# This module submits a sweep as an array of SLURM jobs, with one task for each unfinished point.
-
-
-SCRIPT = "sweep.sbatch"
+    before = json.loads(path.read_text())["points"] if path.exists() else []
+    listed = {entry["name"]: entry for entry in before}  # a known name keeps its place
+    listed |= {record["name"]: {"name": record["name"], "argv": list(record["argv"])} for record in records}
+    if list(listed.values()) != before:
+        write_json(path, {"points": list(listed.values())})
+    return {name: place for place, name in enumerate(listed)}
 
 
 def submit(

@@ -12,8 +12,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
@@ -35,23 +35,21 @@ PAUSE = 0.2  # seconds between checks of the processes
 REPORT = 60.0  # seconds between progress lines
 IN_USE = 60.0  # seconds to wait at the end for points that other processes use, because they may be ending
 GRACE = 300.0  # seconds for the current step and its save, before processes are killed
+TOLD = "titan-disp: error: "
+RAISED = r"(?:\[rank\d+\]:? ?)?((?:\w+\.)*\w*(?:Error|Exception|Interrupt)\b.*)"  # an exception's line, of a rank
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _LIBC = ctypes.CDLL(None)  # loaded here, because a child must not load anything before it calls exec
 
 
 @dataclass(frozen=True)
 class Result:
-    """Hold the result of this call for a point.
-
-    Attributes:
-        name: name of the point.
-        outcome: finished (now or before), failed, stopped early without an error, or in use by another process.
-        detail: an explanation. For a failed point, it is the first error.
-    """
+    """Hold the result of this call for a point."""
 
     name: str
-    outcome: Literal["finished", "failed", "stopped", "in use"]
-    detail: str
+    outcome: Literal[
+        "finished", "failed", "stopped", "in use"
+    ]  # finished now or before; stopped early without an error
+    detail: str  # an explanation; for a failed point, its first error
 
 
 def run(sweep: Sweep, jobs: int = 1, nproc: int = 1, module: str = "titan_disp.train") -> list[Result]:
@@ -59,14 +57,12 @@ def run(sweep: Sweep, jobs: int = 1, nproc: int = 1, module: str = "titan_disp.t
 
     SIGINT, SIGTERM or SIGHUP stops the sweep: the points in training save and end. A second signal kills them.
 
+    Returns one result per point, in the sweep's order.
+
     Args:
-        sweep: the sweep.
         jobs: number of points that train at the same time.
         nproc: ranks per point.
         module: module that Python runs with the point's config and overrides.
-
-    Returns:
-        One result per point, in the sweep's order.
 
     Raises:
         ConfigError: A config cannot work. In this case, nothing has run.
@@ -87,26 +83,23 @@ def run(sweep: Sweep, jobs: int = 1, nproc: int = 1, module: str = "titan_disp.t
         f"{counted(len(prepared), 'point')} in {sweep.folder}: {len(results)} finished, {len(todo)} to train, {jobs} at a time"
     )
     runner = _Runner(todo, jobs, nproc, module)
-    with stop_signals(runner.heard), runner:
+    with stop_signals(runner.heard), contextlib.closing(runner):
         results |= runner.run()
     return [results[one.point.name] for one in prepared]
 
 
 def summary(results: Sequence[Result]) -> list[str]:
     """Return lines with the number of points by outcome, and each point that is not finished."""
-    outcomes = [result.outcome for result in results]
-    counts = ", ".join(f"{outcomes.count(word)} {word}" for word in dict.fromkeys(outcomes))
-    return [counts, *(f"  {one.name}: {one.outcome}: {one.detail}" for one in results if one.outcome != "finished")]
+    open_ones = [f"  {one.name}: {one.outcome}: {one.detail}" for one in results if one.outcome != "finished"]
+    return [", ".join(_counts(results)), *open_ones]
+
+
+def _counts(results: Iterable[Result]) -> list[str]:
+    return [f"{count} {word}" for word, count in Counter(result.outcome for result in results).items()]
 
 
 def time_left(elapsed: float, done: float, left: float) -> float | None:
-    """Estimate the seconds left from the speed so far. Returns None before the first step.
-
-    Args:
-        elapsed: seconds since the sweep began.
-        done: steps that all points have done.
-        left: steps that all points have left.
-    """
+    """Estimate the seconds left from the speed so far, in steps of all points. Returns None before the first step."""
     return elapsed * left / done if done > 0 else None
 
 
@@ -133,10 +126,7 @@ class _Runner:
         self.steps_done = 0  # steps of points that have ended
         self.signals = 0
 
-    def __enter__(self) -> "_Runner":
-        return self
-
-    def __exit__(self, *exception: object) -> None:
+    def close(self) -> None:
         for one in self.training:  # only after an exception
             _kill(one)
 
@@ -244,26 +234,15 @@ class _Runner:
         arguments = ["-m", self.module, "--job.config_file", config, *overrides]
         if self.nproc == 1:  # torchrun would cost a second process and time
             return arguments
-        return [
-            "-m",
-            "torch.distributed.run",
-            "--standalone",
-            f"--nproc-per-node={self.nproc}",
-            "--max-restarts=0",
-            *arguments,
-        ]
+        torchrun = ["torch.distributed.run", "--standalone", f"--nproc-per-node={self.nproc}", "--max-restarts=0"]
+        return ["-m", *torchrun, *arguments]
 
     def _environment(self, slot: int) -> dict[str, str]:
         environment = {"OMP_NUM_THREADS": "1", **os.environ, **_devices(slot, self.nproc)}
         environment["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = str(int(GRACE))
         if self.nproc == 1:  # torchrun would set these; port 0 means any free port
-            environment |= {
-                "RANK": "0",
-                "LOCAL_RANK": "0",
-                "WORLD_SIZE": "1",
-                "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": "0",
-            }
+            environment |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
+            environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
             # The loader divides the machine's cores by this number to choose its threads.
             environment["LOCAL_WORLD_SIZE"] = str(self.jobs)
         return environment
@@ -297,39 +276,26 @@ class _Runner:
         left = sum(one.prepared.steps - one.first_step - under_way[one.prepared.point.name] for one in self.training)
         left += sum(one.steps for one in self.todo)
         seconds = time_left(elapsed, self.steps_done + sum(under_way.values()), left)
-        outcomes = [result.outcome for result in self.results.values()]
-        counts = [f"{outcomes.count(word)} {word}" for word in dict.fromkeys(outcomes)]
-        counts += [f"{len(self.training)} training", f"{len(self.todo)} waiting"]
+        counts = [*_counts(self.results.values()), f"{len(self.training)} training", f"{len(self.todo)} waiting"]
         return ", ".join(counts) + (f"; about {duration(seconds)} left" if seconds else "")
 
 
 def first_error(log: Path, begin: int) -> str:
-    """Find the error of a point's start: titan-disp's error line, or else the last exception, or else the last lines.
+    """Find the error of a start in a point's log: titan-disp's error line, or the last exception, or the last lines.
 
-    Args:
-        log: log of the point.
-        begin: byte in the log where the output of the start begins.
+    The output of the start begins at the byte ``begin``.
     """
     with open(log, "rb") as file:
         file.seek(begin)
         lines = [line.strip() for line in file.read().decode(errors="replace").splitlines() if line.strip()]
-    for pattern in (
-        r"titan-disp: error: (.*)",
-        r"(?:\[rank\d+\]:? ?)?((?:\w+\.)*\w*(?:Error|Exception|Interrupt)\b.*)",
-    ):
-        found = [
-            matched.group(1)
-            for line in lines
-            if "ChildFailedError" not in line and (matched := re.match(pattern, line))
-        ]
-        if found:
-            return found[0] if pattern.startswith("titan-disp") else found[-1]
-    return " / ".join(lines[-3:]) or "no output"
+    told = [line.removeprefix(TOLD) for line in lines if line.startswith(TOLD)]
+    raised = [found.group(1) for line in lines if "ChildFailedError" not in line and (found := re.match(RAISED, line))]
+    return next(iter([*told, *raised[::-1]]), " / ".join(lines[-3:]) or "no output")
 
 
 def _status(status: int) -> str:
     with contextlib.suppress(ValueError):
-        return f"killed by {signal.Signals(-status).name}" if status < 0 else f"status {status}"
+        return f"killed by {signal.Signals(-status).name}"
     return f"status {status}"
 
 
