@@ -15,17 +15,11 @@ Key = TypeVar("Key", bound=Hashable)
 
 @dataclass(frozen=True)
 class OverSeeds:
-    """Uncertainty over seeds of the difference between two conditions' mean scores, by Welch's t-test.
+    """Uncertainty over seeds of the difference between two conditions' mean scores, by Welch's t-test."""
 
-    Attributes:
-        standard_error: standard error of the difference, √(s²/n + s₀²/n₀).
-        p_value: two-sided p value; None if it is undefined.
-        holm: the p value, adjusted for the number of tasks.
-    """
-
-    standard_error: float
-    p_value: float | None
-    holm: float | None = None
+    standard_error: float  # √(s²/n + s₀²/n₀)
+    p_value: float | None  # two-sided; None if it is undefined
+    holm: float | None = None  # adjusted for the number of tasks
 
 
 @dataclass(frozen=True)
@@ -33,22 +27,15 @@ class Difference:
     """Mean difference of a condition to the baseline over pairs, which are documents or seeds.
 
     Fields are None if they are undefined, with a single pair or if all differences are equal.
-
-    Attributes:
-        mean, standard_error: of the pairs' differences.
-        low, high: 95 % interval of the mean, by Student's t.
-        p_value: two-sided p value of a paired t-test, or of the sign-flip test if the pairs are seeds.
-        holm: the p value, adjusted for the number of tasks or conditions.
-        over_seeds: uncertainty over seeds, if the pairs are documents and both models have at least two seeds.
     """
 
     mean: float
     standard_error: float | None
-    low: float | None
+    low: float | None  # 95 % interval of the mean, by Student's t
     high: float | None
-    p_value: float | None
-    holm: float | None = None
-    over_seeds: OverSeeds | None = None
+    p_value: float | None  # two-sided, of a paired t-test, or of the sign-flip test if the pairs are seeds
+    holm: float | None = None  # adjusted for the number of tasks or conditions
+    over_seeds: OverSeeds | None = None  # if the pairs are documents and both models have at least two seeds
 
 
 def standard_error(values: Sequence[float] | np.ndarray) -> float | None:

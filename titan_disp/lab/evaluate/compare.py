@@ -1,6 +1,6 @@
 """This module compares models with the first one, paired by document and over seeds, and writes the tables of it."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
@@ -21,63 +21,38 @@ from titan_disp.text import csv_text, markdown_table
 
 @dataclass(frozen=True)
 class Row:
-    """A row of the table: one task, or a group of averaged tasks such as MMLU.
+    """A row of the table: one task, or a group of averaged tasks such as MMLU."""
 
-    Attributes:
-        name: the harness's name.
-        metric: a metric that is a mean over documents. Higher is better.
-        tasks: names of the averaged tasks; a single one unless the row is a group.
-        weight_by_size: whether all documents of a group have the same weight. Otherwise all tasks do.
-    """
-
-    name: str
-    metric: str
-    tasks: tuple[str, ...]
-    weight_by_size: bool = True
+    name: str  # the harness's
+    metric: str  # a mean over documents; higher is better
+    tasks: tuple[str, ...]  # the averaged tasks; a single one unless the row is a group
+    weight_by_size: bool = True  # whether all documents of a group have the same weight; otherwise all tasks do
 
 
 @dataclass(frozen=True)
 class Scores:
-    """A model's scores on a task.
+    """A model's scores on a task."""
 
-    Attributes:
-        score: the harness's score; for several seeds, their mean.
-        standard_error: the harness's standard error; for several seeds, that of their mean over documents.
-        values: [documents] float64, with the score as mean. A group's documents are scaled by their weights.
-        by_seed: score of each seed, or empty for a single model.
-    """
-
-    score: float
-    standard_error: float | None
+    score: float  # the harness's; for several seeds, their mean
+    standard_error: float | None  # the harness's; for several seeds, that of their mean over documents
     num_fewshot: int | str
-    values: np.ndarray
-    by_seed: tuple[float, ...] = ()
+    values: np.ndarray  # [documents] float64, with the score as mean; a group's documents are scaled by their weights
+    by_seed: tuple[float, ...] = ()  # empty for a single model
 
 
 @dataclass(frozen=True)
 class MeanDifference:
-    """Difference of a model to the first one, averaged over tasks with equal weights.
-
-    Attributes:
-        standard_error_documents: standard error over the documents of these tasks.
-        standard_error_tasks: standard error over tasks, from the scatter of the tasks' differences.
-        over_seeds: uncertainty over seeds, from each seed's mean over tasks, if both models have at least two seeds.
-    """
+    """Difference of a model to the first one, averaged over tasks with equal weights."""
 
     mean: float
-    standard_error_documents: float | None
-    standard_error_tasks: float | None
-    over_seeds: OverSeeds | None
+    standard_error_documents: float | None  # over the documents of these tasks
+    standard_error_tasks: float | None  # over tasks, from the scatter of the tasks' differences
+    over_seeds: OverSeeds | None  # from each seed's mean over tasks, if both models have at least two seeds
 
 
 @dataclass(frozen=True)
 class TaskComparison:
-    """The comparison on one task. Dictionaries are by model; ``differences`` does not have the first model.
-
-    Attributes:
-        seed_errors: standard error of the score over seeds; None with a single seed.
-        ranks: rank of each model. Rank 1 is the best, and ties share their mean rank.
-    """
+    """The comparison on one task. Dictionaries are by model; ``differences`` does not have the first model."""
 
     task: str
     metric: str
@@ -85,24 +60,19 @@ class TaskComparison:
     documents: int
     scores: dict[str, float]
     standard_errors: dict[str, float | None]
-    seed_errors: dict[str, float | None]
-    ranks: dict[str, float]
+    seed_errors: dict[str, float | None]  # standard error of the score over seeds; None with a single seed
+    ranks: dict[str, float]  # 1 is the best, and ties share their mean rank
     differences: dict[str, Difference]
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """The comparison on all tasks, and means over them. Dictionaries are by model.
-
-    Attributes:
-        seeds: number of seeds of each model.
-        mean_seed_error: standard error over seeds of the mean over tasks; None with a single seed.
-    """
+    """The comparison on all tasks, and means over them. Dictionaries are by model."""
 
     tasks: list[TaskComparison]
     seeds: dict[str, int]
     mean: dict[str, float]
-    mean_seed_error: dict[str, float | None]
+    mean_seed_error: dict[str, float | None]  # over seeds, of the mean over tasks; None with a single seed
     mean_rank: dict[str, float]
     mean_difference: dict[str, MeanDifference]
 
@@ -117,23 +87,13 @@ def pooled(seeds: Sequence[Scores]) -> Scores:
 
 
 def scaled_values(values: Sequence[np.ndarray], weight_by_size: bool) -> np.ndarray:
-    """Scale the documents of a group's tasks into one array, [all documents], whose mean is the group's average.
-
-    Args:
-        values: [documents] for each task.
-        weight_by_size: whether all documents have the same weight. Otherwise all tasks do.
-    """
+    """Scale the documents of a group's tasks into one array, [all documents], whose mean is the group's average."""
     total = sum(map(len, values))
     return np.concatenate([v if weight_by_size else v * (total / (len(values) * len(v))) for v in values])
 
 
 def compare(rows: Sequence[Row], models: Mapping[str, Mapping[str, Scores]]) -> Comparison:
-    """Compare the models on every task and on average.
-
-    Args:
-        rows: the tasks.
-        models: scores by model and task. The others are compared with the first model.
-    """
+    """Compare models, whose scores are by model and task, with the first one, on every task and on average."""
     tasks = [_compare_task(row, {model: scores[row.name] for model, scores in models.items()}) for row in rows]
     first, *others = models
     for other in others:
@@ -193,33 +153,32 @@ def _mean_difference(differences: Sequence[Difference], over_seeds: OverSeeds | 
     return MeanDifference(float(np.mean(means)), over_documents, standard_error(means), over_seeds)
 
 
+def _lines(comparison: Comparison) -> Iterator[tuple[tuple[Any, ...], tuple[dict[str, Any], ...], dict[str, Any]]]:
+    """Yield the first cells, the numbers by model and the differences of each task, and of the mean over tasks."""
+    for task in comparison.tasks:
+        begin = (task.task, task.metric, task.num_fewshot, task.documents)
+        yield begin, (task.scores, task.standard_errors, task.seed_errors, task.ranks), task.differences
+    means = (comparison.mean, dict.fromkeys(comparison.mean), comparison.mean_seed_error, comparison.mean_rank)
+    yield ("mean", None, None, None), means, comparison.mean_difference
+
+
 def to_markdown(comparison: Comparison, notes: Sequence[str] = ()) -> str:
     """Render tasks × models, differences, standard errors and p values, with an explanation and ``notes`` below."""
     first, *others = comparison.mean
-    means = comparison.mean_difference
-    by_seed = [other for other in others if means[other].over_seeds is not None]
+    by_seed = [other for other, found in comparison.mean_difference.items() if found.over_seeds is not None]
     several = len(comparison.tasks) > 1  # then p values are adjusted
     named = [f"{model} ({count} seeds)" if count > 1 else model for model, count in comparison.seeds.items()]
     columns = [f"{other} − {first}" for other in others] + [f"{other} − {first}, over seeds" for other in by_seed]
     rows = [["task", "metric", "shots", "documents", *named, *columns]]
-    for task in comparison.tasks:
-        found = task.differences
+    for begin, (scores, _, seed_errors, _), differences in _lines(comparison):
         rows.append(
             [
-                *(task.task, task.metric, str(task.num_fewshot), str(task.documents)),
-                *(f"{score:.4f}{_error(task.seed_errors[model])}" for model, score in task.scores.items()),
-                *(_difference(d.mean, d, several) for d in found.values()),
-                *(_difference(found[other].mean, found[other].over_seeds, several) for other in by_seed),
+                *("" if cell is None else str(cell) for cell in begin),
+                *(f"{score:.4f}{_error(seed_errors[model])}" for model, score in scores.items()),
+                *(_over_documents(found, several) for found in differences.values()),
+                *(_with_p(differences[other].mean, differences[other].over_seeds, several) for other in by_seed),
             ]
         )
-    rows.append(
-        [
-            *("mean", "", "", ""),
-            *(f"{mean:.4f}{_error(comparison.mean_seed_error[model])}" for model, mean in comparison.mean.items()),
-            *map(_mean_difference_cell, means.values()),
-            *(_difference(means[other].mean, means[other].over_seeds, several) for other in by_seed),
-        ]
-    )
     if others:
         ranks = [f"{rank:.2f}" for rank in comparison.mean_rank.values()]
         rows.append(["mean rank", "", "", "", *ranks, *("" for _ in columns)])
@@ -228,27 +187,23 @@ def to_markdown(comparison: Comparison, notes: Sequence[str] = ()) -> str:
 
 
 def _explanation(comparison: Comparison, over_seeds: bool) -> str:
-    lines = [
-        "Differences are means ± standard errors over the same documents, with p values of a paired t-test. Holm",
-        "adjusts these for the number of tasks. The mean has two standard errors: over the documents of these tasks,",
-        "and over tasks. Neither covers another seed of the training.",
-    ]
+    text = (
+        "Differences are means ± standard errors over the same documents, with p values of a paired t-test. Holm\n"
+        "adjusts these for the number of tasks. The mean has two standard errors: over the documents of these tasks,\n"
+        "and over tasks. Neither covers another seed of the training."
+    )
     if any(count > 1 for count in comparison.seeds.values()):
-        lines[-1] += (
-            " Scores of several seeds are means ± standard errors over seeds. A document's score is their mean."
-        )
+        text += " Scores of several seeds are means ± standard errors over seeds. A document's score is their mean."
     if over_seeds:
-        lines.append(
-            "Over seeds: the same difference ± its standard error over seeds, with the p value of Welch's t-test."
-        )
-    return "\n".join(lines)
+        text += "\nOver seeds: the same difference ± its standard error over seeds, with the p value of Welch's t-test."
+    return text
 
 
 def _error(error: float | None) -> str:
     return "" if error is None else f" ± {error:.4f}"
 
 
-def _difference(mean: float, found: Difference | OverSeeds | None, several: bool) -> str:
+def _with_p(mean: float, found: Difference | OverSeeds | None, several: bool) -> str:
     """Render a difference over documents or seeds. With ``several`` tasks, it includes the adjusted p value."""
     if found is None:
         return ""
@@ -257,48 +212,31 @@ def _difference(mean: float, found: Difference | OverSeeds | None, several: bool
     return f"{mean:+.4f}{_error(found.standard_error)}{p}"
 
 
-def _mean_difference_cell(difference: MeanDifference) -> str:
-    documents, tasks = _error(difference.standard_error_documents), _error(difference.standard_error_tasks)
-    return f"{difference.mean:+.4f}" + (documents and f"{documents} (documents)") + (tasks and f"{tasks} (tasks)")
+def _over_documents(found: Difference | MeanDifference, several: bool) -> str:
+    if isinstance(found, Difference):
+        return _with_p(found.mean, found, several)
+    documents, tasks = _error(found.standard_error_documents), _error(found.standard_error_tasks)
+    return f"{found.mean:+.4f}" + (documents and f"{documents} (documents)") + (tasks and f"{tasks} (tasks)")
 
 
 def to_csv(comparison: Comparison) -> str:
     """Render the table at full precision, with standard errors, ranks and 95 % intervals. Undefined cells are empty."""
-    first, *others = models = list(comparison.mean)
+    first, *others = comparison.mean
     of_model = ("", " standard error", " seed error", " rank")
     of_difference = ("", " standard error", " low", " high", " p", " holm", " seed error", " seed p", " seed holm")
-
-    def row(
-        begin: Sequence[Any], by_model: Sequence[Mapping[str, Any]], differences: Iterable[Sequence[Any]]
-    ) -> list[Any]:
-        return [*begin, *(column[model] for model in models for column in by_model), *chain(*differences)]
-
-    header = row(
-        ("task", "metric", "num_fewshot", "documents"),
-        [{model: f"{model}{what}" for model in models} for what in of_model],
-        [[f"{other} - {first}{what}" for what in of_difference] for other in others],
-    )
-    tasks = [
-        row(
-            (task.task, task.metric, task.num_fewshot, task.documents),
-            (task.scores, task.standard_errors, task.seed_errors, task.ranks),
-            [
-                (d.mean, d.standard_error, d.low, d.high, d.p_value, d.holm, *_cells(d.over_seeds))
-                for d in task.differences.values()
-            ],
-        )
-        for task in comparison.tasks
-    ]
-    mean = row(
-        ("mean", None, None, None),
-        (comparison.mean, dict.fromkeys(models), comparison.mean_seed_error, comparison.mean_rank),
-        [
-            (d.mean, d.standard_error_documents, None, None, None, None, *_cells(d.over_seeds))
-            for d in comparison.mean_difference.values()
-        ],
-    )
-    return csv_text([header, *tasks, mean])
+    header = ["task", "metric", "num_fewshot", "documents"]
+    header += [f"{model}{what}" for model in comparison.mean for what in of_model]
+    header += [f"{other} - {first}{what}" for other in others for what in of_difference]
+    rows: list[list[Any]] = [header]
+    for begin, by_model, differences in _lines(comparison):
+        of_models = [column[model] for model in comparison.mean for column in by_model]
+        rows.append([*begin, *of_models, *chain.from_iterable(map(_numbers, differences.values()))])
+    return csv_text(rows)
 
 
-def _cells(found: OverSeeds | None) -> tuple[float | None, float | None, float | None]:
-    return (None, None, None) if found is None else (found.standard_error, found.p_value, found.holm)
+def _numbers(found: Difference | MeanDifference) -> list[float | None]:
+    seeds = found.over_seeds
+    over_seeds = [None] * 3 if seeds is None else [seeds.standard_error, seeds.p_value, seeds.holm]
+    if isinstance(found, Difference):
+        return [found.mean, found.standard_error, found.low, found.high, found.p_value, found.holm, *over_seeds]
+    return [found.mean, found.standard_error_documents, *[None] * 4, *over_seeds]

@@ -47,22 +47,15 @@ def to_uri(figure: Figure) -> str:
 
 @dataclass(frozen=True)
 class Line:
-    """Represent the line of one run or condition in a chart.
-
-    Attributes:
-        x, y: [n] numbers. Points with a non-finite number are left out.
-        place: index of the run or condition in the report, which sets its colour and dashes.
-        resumes: values of x at which the run resumed. They are marked on the axis.
-        low, high: [n] smallest and largest value over the seeds with mean ``y``; None for a single run.
-    """
+    """Represent the line of one run or condition in a chart. Points with a non-finite number are left out."""
 
     name: str
-    x: np.ndarray
+    x: np.ndarray  # [n]
     y: np.ndarray
-    place: int
-    resumes: Sequence[float] = ()
-    low: np.ndarray | None = None
-    high: np.ndarray | None = None
+    place: int  # index of the run or condition in the report, which sets its colour and dashes
+    resumes: Sequence[float] = ()  # values of x at which the run resumed, which are marked on the axis
+    low: np.ndarray | None = None  # smallest value over the seeds with mean ``y``; None for a single run
+    high: np.ndarray | None = None  # largest value
 
     @property
     def all_y(self) -> np.ndarray:

@@ -36,31 +36,20 @@ ABSENT = object()  # stands for the value of a key that a column does not have
 
 @dataclass(frozen=True)
 class Run:
-    """Hold the contents of a run's folder. All times are seconds since the epoch.
-
-    Attributes:
-        name: unique name in the report.
-        group: name that the user gave to several runs, as in off=RUN,RUN; None for a run alone.
-        config, environment, events: contents of config.json, environment.json and events.jsonl, or empty.
-        written: training rows of metrics.jsonl in the order of writing. Steps repeated after a resume come twice.
-        rows: the rows that count: one per step, ascending, none after ``step``.
-        condensation, validation: measurements and validation loss by step.
-        failures: contents of requeue.json about failures in a row without a new checkpoint, or empty.
-        problems: messages about files that could not be read.
-    """
+    """Hold the contents of a run's folder. All times are seconds since the epoch."""
 
     path: Path
-    name: str
-    group: str | None
+    name: str  # unique in the report
+    group: str | None  # name that the user gave to several runs, as in off=RUN,RUN; None for a run alone
     config: dict[str, Any]
     environment: dict[str, Any]
-    written: list[dict[str, Any]]
-    rows: list[dict[str, Any]]
+    written: list[dict[str, Any]]  # rows in the order of writing; steps repeated after a resume come twice
+    rows: list[dict[str, Any]]  # the rows that count: one per step, ascending, none after ``step``
     events: list[dict[str, Any]]
-    condensation: dict[int, Condensation]
-    validation: dict[int, float]
-    failures: dict[str, Any]
-    problems: list[str]
+    condensation: dict[int, Condensation]  # by step
+    validation: dict[int, float]  # loss by step
+    failures: dict[str, Any]  # about failures in a row without a new checkpoint, or empty
+    problems: list[str]  # messages about files that could not be read
 
     @cached_property
     def step(self) -> int:
@@ -170,10 +159,7 @@ def _read(path: Path, name: str, group: str | None) -> Run:
 
 
 def gather(paths: Sequence[str | Path]) -> list[Run]:
-    """Read the runs in the given order.
-
-    Args:
-        paths: run folders, or ``NAME=RUN,RUN,…``: seeds of one condition.
+    """Read the runs, given as folders or as ``NAME=RUN,RUN,…`` for seeds of one condition, in their order.
 
     Raises:
         ConfigError: No run is given, a path is not a run's folder or cannot be read, or a run is given twice.

@@ -167,47 +167,40 @@ def _with_steps(cells: Sequence[Cell]) -> list[str]:
 def final_numbers(runs: Sequence[Run]) -> Rows:
     """Collect the final numbers, and compare runs of different lengths at the latest step that all have logged."""
     shared = set.intersection(*({row["step"] for row in run.rows} for run in runs))
-    compared = max(shared) if len(runs) > 1 and shared else None
+    found = [_final_numbers(run, max(shared) if len(runs) > 1 and shared else None) for run in runs]
+    return _filled({heading: _with_steps([cells[heading] for cells in found]) for heading in found[0]})
 
-    def last(key: str) -> Callable[[Run], Cell]:
-        return lambda run: Cell(run.series(key)[-1], run.rows[-1]["step"]) if run.rows else Cell()
 
-    def mean_of_last(run: Run) -> Cell:
-        found = run.series("ce")[-LAST_ROWS:]
-        few = f"of {counted(len(found), 'row')}" if len(found) < LAST_ROWS else ""
-        return Cell(found.mean(), run.rows[-1]["step"], few) if run.rows else Cell()
+def _final_numbers(run: Run, compared: int | None) -> dict[str, Cell]:
+    step = run.rows[-1]["step"] if run.rows else None
 
-    def at_compared(run: Run) -> Cell:
-        return Cell(next((row.get("ce") for row in run.rows if row["step"] == compared), None))
+    def last(key: str) -> Cell:
+        return Cell(run.series(key)[-1], step) if run.rows else Cell()
 
-    def validated(run: Run) -> Cell:
-        return Cell(*list(run.validation.items())[-1][::-1]) if run.validation else Cell()
+    def measured(read: Callable[[Condensation], float], which: int = -1) -> Cell:
+        if not run.condensation:
+            return Cell()
+        at, found = list(run.condensation.items())[which]
+        return Cell(read(found), at)
 
-    def measured(read: Callable[[Condensation], float], which: int = -1) -> Callable[[Run], Cell]:
-        def cell(run: Run) -> Cell:
-            step, found = list(run.condensation.items())[which]
-            return Cell(read(found), step)
-
-        return lambda run: cell(run) if run.condensation else Cell()
-
-    def highest(run: Run) -> Cell:
-        step = run.most_condensed
-        return Cell(blocks_mean(run.condensation[step]), note=f"step {number(step)}")
-
-    def throughput(run: Run) -> Cell:
-        tps = run.series("tps")
-        return Cell(np.median(tps[np.isfinite(tps)])) if np.isfinite(tps).any() else Cell()
-
-    cells: dict[str, Callable[[Run], Cell]] = {
+    ce, tps = run.series("ce")[-LAST_ROWS:], run.series("tps")
+    few = f"of {counted(len(ce), 'row')}" if len(ce) < LAST_ROWS else ""
+    highest = Cell()
+    if run.condensation:
+        most = run.most_condensed
+        highest = Cell(blocks_mean(run.condensation[most]), note=f"step {number(most)}")
+    return {
         "cross-entropy, last row": last("ce"),
-        f"cross-entropy, mean of the last {LAST_ROWS} rows": mean_of_last,
-        f"cross-entropy at step {number(compared)}, the latest shared step": at_compared,
-        "validation loss, last": validated,
+        f"cross-entropy, mean of the last {LAST_ROWS} rows": Cell(ce.mean(), step, few) if run.rows else Cell(),
+        f"cross-entropy at step {number(compared)}, the latest shared step": Cell(
+            next((row.get("ce") for row in run.rows if row["step"] == compared), None)
+        ),
+        "validation loss, last": Cell(*list(run.validation.items())[-1][::-1]) if run.validation else Cell(),
         "cross-entropy on held-out text, last": measured(lambda found: found.cross_entropy),
-        "dispersion loss, last row": lambda run: last("dispersion")(run) if run.disperses else Cell(),
+        "dispersion loss, last row": last("dispersion") if run.disperses else Cell(),
         "gradient norm, last row": last("grad_norm"),
-        "tokens/s of one rank, median": throughput,
-        "mean cosine of all blocks, highest": lambda run: highest(run) if run.condensation else Cell(),
+        "tokens/s of one rank, median": Cell(np.median(tps[np.isfinite(tps)])) if np.isfinite(tps).any() else Cell(),
+        "mean cosine of all blocks, highest": highest,
         "mean cosine of the last block, first": measured(lambda found: found.mean_cosine[found.last_block], 0),
         "mean cosine of the last block, last": measured(lambda found: found.mean_cosine[found.last_block]),
         "mean cosine after the final norm, last": measured(
@@ -219,7 +212,6 @@ def final_numbers(runs: Sequence[Run]) -> Rows:
         "Kendall's τ up to the final norm, last": measured(lambda found: found.after_norm.kendall),
         "effective rank of the last block, last": measured(lambda found: found.effective_rank[found.last_block]),
     }
-    return _filled({heading: _with_steps([cell(run) for run in runs]) for heading, cell in cells.items()})
 
 
 def data_counters(runs: Sequence[Run]) -> Rows:
@@ -251,11 +243,7 @@ def _as_settings(rows: Mapping[str, Sequence[Any]]) -> Rows:
 
 
 def starts(run: Run, now: float) -> list[list[str]]:
-    """Return a line for each start.
-
-    Its cells are number, SLURM job, beginning, duration, first and last step, tokens/s, repeated steps, goodput, time
-    to the next start, and end.
-    """
+    """Return a line for each start, with the cells that page.html.j2 names."""
     found = run.attempts
     repeated, gaps = [*repeated_steps(found), None], [*downtimes(found), None]
     goodputs = [_percent(part.in_its_allocation()) for part in run.goodputs] or [NOTHING] * len(found)

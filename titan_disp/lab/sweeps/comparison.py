@@ -44,11 +44,7 @@ LABELS = {
 
 
 def check_metric(name: str) -> None:
-    """Check the name of a metric.
-
-    Raises:
-        ConfigError: There is no metric of this name.
-    """
+    """Raise ConfigError if there is no metric of this name."""
     if name not in LABELS and name.partition(".")[0] not in BY_PART:
         raise ConfigError(
             f"the metric is {name!r} (--metric, or sweep.metric in the file), expected {', '.join(LABELS)}, or "
@@ -127,17 +123,12 @@ class Member:
 
 @dataclass(frozen=True)
 class Condition:
-    """Hold the points that differ only in their seeds.
-
-    Attributes:
-        pairs: the seeds that this condition and the baseline have in common.
-        difference: difference to the baseline over these pairs. None for the baseline itself, and without pairs.
-    """
+    """Hold the points that differ only in their seeds."""
 
     name: str
     members: tuple[Member, ...]
-    pairs: tuple[Seeds, ...] = ()
-    difference: Difference | None = None
+    pairs: tuple[Seeds, ...] = ()  # the seeds that this condition and the baseline have in common
+    difference: Difference | None = None  # over these pairs; None for the baseline itself, and without pairs
 
     @property
     def values(self) -> dict[Seeds, float]:
@@ -155,32 +146,26 @@ class Condition:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Hold a sweep's conditions in the order of its file.
-
-    Attributes:
-        against: name of the baseline; None without a comparison.
-        held_out_is_missing: whether the metric is training cross-entropy because no run has measured held-out text.
-    """
+    """Hold a sweep's conditions in the order of its file."""
 
     metric: str
-    against: str | None
+    against: str | None  # name of the baseline
     conditions: list[Condition]
-    held_out_is_missing: bool
+    held_out_is_missing: bool  # the metric is training cross-entropy because no run has measured held-out text
 
 
 def compare(sweep: Sweep, metric: str | None = None, against: str | None = None) -> Comparison:
     """Read the runs of a sweep and compare them by a metric of ``final_metric`` with the condition ``against``.
 
     The defaults are the sweep's own. Without a metric of its own, it is the first of ``DEFAULTS`` that any run has.
-
-    Raises:
-        ConfigError: The metric or the condition does not exist.
     """
     by_condition: dict[str, list[tuple[Point, str, str]]] = {}
     for point in points(sweep):
         by_condition.setdefault(point.condition, []).append((point, *state(point.folder)))
     asked = metric or sweep.metric
-    metric = asked or _default_metric([one for members in by_condition.values() for one in members])
+    finished = [point.folder for members in by_condition.values() for point, word, _ in members if word == "finished"]
+    measured = (name for name in DEFAULTS if any(final_metric(run, name) is not None for run in finished))
+    metric = asked or next(measured, FALLBACK)
     check_metric(metric)
     against = against or sweep.against
     if against is not None and against not in by_condition:
@@ -189,11 +174,6 @@ def compare(sweep: Sweep, metric: str | None = None, against: str | None = None)
         Condition(name, tuple(_member(*one, metric) for one in members)) for name, members in by_condition.items()
     ]
     return Comparison(metric, against, differences(conditions, against), not asked and metric == FALLBACK)
-
-
-def _default_metric(found: Sequence[tuple[Point, str, str]]) -> str:
-    finished = [point.folder for point, word, _ in found if word == "finished"]
-    return next((name for name in DEFAULTS if any(final_metric(run, name) is not None for run in finished)), FALLBACK)
 
 
 def _member(point: Point, word: str, detail: str, metric: str) -> Member:

@@ -120,15 +120,9 @@ def read_sweep(path: str | Path) -> Sweep:
             raise ConfigError(
                 f"{', '.join(sorted(both))} is in the grid of the point {one.name!r} and in [grid]: name it only once"
             )
-    return Sweep(
-        config=sweep["config"],
-        folder=Path(sweep["folder"]),
-        overrides=_overrides(sweep.get("overrides", []), "sweep.overrides"),
-        listed=listed or (Listed(),),
-        axes=axes,
-        against=sweep.get("against"),
-        metric=sweep.get("metric"),
-    )
+    overrides = _overrides(sweep.get("overrides", []), "sweep.overrides")
+    parsed = {"folder": Path(sweep["folder"]), "overrides": overrides, "listed": listed or (Listed(),), "axes": axes}
+    return Sweep(**(sweep | parsed))
 
 
 def _check_keys(table: Mapping[str, Any], section: str, path: str | Path) -> None:
@@ -184,10 +178,7 @@ def _axes(grid: Any, where: str) -> tuple[Axis, ...]:
 
 
 def _is_value(value: Any) -> bool:
-    """Return whether TorchTitan's command line can take a value.
-
-    It takes strings, numbers and booleans, and lists of numbers, of strings, or of lists of strings.
-    """
+    """Return whether TorchTitan's command line can take a value."""
     if not isinstance(value, list):
         return isinstance(value, (str, int, float))
     lists_of_strings = all(isinstance(one, list) and one and _are(str, one) for one in value)
@@ -265,10 +256,8 @@ def _labels(axes: Sequence[Axis]) -> list[str]:
 def _texts(values: Sequence[Any]) -> list[str]:
     """Turn values into parts of a file name. A hash is added to those that would be equal."""
     texts = [_text(value) for value in values]
-    return [
-        text if texts.count(text) == 1 else f"{text}-{hashlib.sha256(repr(value).encode()).hexdigest()[:6]}"
-        for text, value in zip(texts, values, strict=True)
-    ]
+    hashes = [hashlib.sha256(repr(value).encode()).hexdigest()[:6] for value in values]
+    return [text if texts.count(text) == 1 else f"{text}-{end}" for text, end in zip(texts, hashes, strict=True)]
 
 
 def _text(value: Any) -> str:

@@ -16,7 +16,7 @@ import hashlib
 import io
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
@@ -41,7 +41,6 @@ from titan_disp.run.liveness import FILE as HEARTBEAT
 
 RECORD, CONFIG, LIST = "point.json", "point.toml", "points.json"
 FAILED = "failed.json"  # ``local`` writes it
-SCRIPT = "sweep.sbatch"
 NAMED = 5  # most problems in one message
 State = Literal["finished", "failed", "unfinished", "not started"]
 
@@ -84,20 +83,13 @@ def step_of(run: Path, since: float) -> int | None:
 
 @dataclass(frozen=True)
 class Prepared:
-    """Represent a point whose config has been checked and written.
-
-    Attributes:
-        argv: CONFIG and overrides for its training, from the first call that had this point.
-        steps: number of steps of the whole run.
-        checkpoints: name of the checkpoint folder in the run folder.
-        place: index in points.json.
-    """
+    """Represent a point whose config has been checked and written."""
 
     point: Point
-    argv: tuple[str, ...]
-    steps: int
-    checkpoints: str
-    place: int = -1
+    argv: tuple[str, ...]  # CONFIG and overrides for its training, from the first call that had this point
+    steps: int  # of the whole run
+    checkpoints: str  # name of the checkpoint folder in the run folder
+    place: int = -1  # index in points.json
 
 
 def prepare(sweep: Sweep, world_size: int, inputs: bool = True) -> list[Prepared]:
@@ -105,9 +97,7 @@ def prepare(sweep: Sweep, world_size: int, inputs: bool = True) -> list[Prepared
 
     Loading a config takes a quarter of a second, so configs that an earlier call checked are not loaded again.
 
-    Args:
-        world_size: number of ranks per point.
-        inputs: whether to check the tokenizer and data of unfinished points as well, for a start on this machine.
+    With ``inputs``, the tokenizer and data of unfinished points are checked as well, for a start on this machine.
 
     Raises:
         ConfigError: A point's config cannot work or differs from the one in the folder (nothing is written in that
@@ -183,10 +173,12 @@ class _Preparation:
         return None if key in self.read else key
 
     def write(self, folder: Path) -> list[Prepared]:
-        """Write the new points and the list of points."""
+        """Write the new points and the list of points, one call at a time."""
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            with _alone(folder):
+            with open(folder / ".sweep.lock", "a") as lock:
+                with contextlib.suppress(OSError):  # some file systems have no locks
+                    fcntl.flock(lock, fcntl.LOCK_EX)
                 for point, record in self.new:
                     point.folder.mkdir(exist_ok=True)
                     if not (point.folder / RECORD).exists():
@@ -197,14 +189,8 @@ class _Preparation:
         except OSError as error:
             raise ConfigError(f"sweep.folder {str(folder)!r} is not writable: {error}") from error
         return [
-            Prepared(
-                point,
-                tuple(record["argv"]),
-                record["steps"],
-                record["resolved"]["checkpoint.folder"],
-                places[point.name],
-            )
-            for point, record in self.checked
+            Prepared(point, tuple(r["argv"]), r["steps"], r["resolved"]["checkpoint.folder"], places[point.name])
+            for point, r in self.checked
         ]
 
 
@@ -254,15 +240,6 @@ def _compare(point: Point, before: Mapping[str, Any], now: Mapping[str, Any]) ->
         )
 
 
-@contextlib.contextmanager
-def _alone(folder: Path) -> Iterator[None]:
-    """Let only one call at a time write the list of points. This needs a file system with locks."""
-    with open(folder / ".sweep.lock", "a") as lock:
-        with contextlib.suppress(OSError):
-            fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
-
-
 def _places(folder: Path, records: Sequence[Mapping[str, Any]]) -> dict[str, int]:
     """Return each point's index in points.json. An index is never reused, because a waiting array may refer to it."""
     path = folder / LIST
@@ -272,6 +249,9 @@ def _places(folder: Path, records: Sequence[Mapping[str, Any]]) -> dict[str, int
     if list(listed.values()) != before:
         write_json(path, {"points": list(listed.values())})
     return {name: place for place, name in enumerate(listed)}
+
+
+SCRIPT = "sweep.sbatch"
 
 
 def submit(

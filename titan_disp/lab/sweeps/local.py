@@ -57,12 +57,7 @@ def run(sweep: Sweep, jobs: int = 1, nproc: int = 1, module: str = "titan_disp.t
 
     SIGINT, SIGTERM or SIGHUP stops the sweep: the points in training save and end. A second signal kills them.
 
-    Returns one result per point, in the sweep's order.
-
-    Args:
-        jobs: number of points that train at the same time.
-        nproc: ranks per point.
-        module: module that Python runs with the point's config and overrides.
+    Returns one result per point, in the sweep's order. Each point runs ``module`` on ``nproc`` ranks.
 
     Raises:
         ConfigError: A config cannot work. In this case, nothing has run.
@@ -105,8 +100,6 @@ def time_left(elapsed: float, done: float, left: float) -> float | None:
 
 @dataclass
 class _Training:
-    """Represent a point in training."""
-
     prepared: Prepared
     process: subprocess.Popen[bytes]
     lock: IO[str]
@@ -186,11 +179,7 @@ class _Runner:
         return begun
 
     def _begin(self, one: Prepared) -> None:
-        """Start a point.
-
-        Raises:
-            InUseError: Another sweep or job uses the point.
-        """
+        """Start a point, or raise InUseError if another sweep or job uses it."""
         name, folder = one.point.name, one.point.folder
         lock = lock_folder(folder, LOCK)
         try:
@@ -209,10 +198,9 @@ class _Runner:
         lock.flush()
         (folder / FAILED).unlink(missing_ok=True)
         slot = self.free.pop(0)
+        began = datetime.now(timezone.utc).isoformat(timespec="seconds")
         with open(folder / LOG, "ab") as log:
-            log.write(
-                f"titan-disp sweep: {datetime.now(timezone.utc).isoformat(timespec='seconds')}: {name}\n".encode()
-            )
+            log.write(f"titan-disp sweep: {began}: {name}\n".encode())
             log.flush()
             begin = log.tell()
             process = subprocess.Popen(
@@ -251,7 +239,7 @@ class _Runner:
         self.training.remove(one)
         self.free.append(one.slot)
         name, folder, status = one.prepared.point.name, one.prepared.point.folder, one.process.returncode
-        self.steps_done += self._steps_since(one)
+        self.steps_done += _steps_done(one)
         word, detail = state(folder)
         if word == "finished":
             self.results[name] = Result(name, "finished", detail)
@@ -265,19 +253,20 @@ class _Runner:
         result = self.results[name]
         _say(f"{name}: {result.outcome}: {result.detail}")
 
-    def _steps_since(self, one: _Training) -> int:
-        """Return the number of steps that a point has done in this call."""
-        if state(one.prepared.point.folder)[0] == "finished":
-            return one.prepared.steps - one.first_step
-        return max(0, (step_of(one.prepared.point.folder, one.began) or 0) - one.first_step)
-
     def _progress(self, elapsed: float) -> str:
-        under_way = {one.prepared.point.name: self._steps_since(one) for one in self.training}
-        left = sum(one.prepared.steps - one.first_step - under_way[one.prepared.point.name] for one in self.training)
+        under_way = sum(map(_steps_done, self.training))
+        left = sum(one.prepared.steps - one.first_step for one in self.training) - under_way
         left += sum(one.steps for one in self.todo)
-        seconds = time_left(elapsed, self.steps_done + sum(under_way.values()), left)
+        seconds = time_left(elapsed, self.steps_done + under_way, left)
         counts = [*_counts(self.results.values()), f"{len(self.training)} training", f"{len(self.todo)} waiting"]
         return ", ".join(counts) + (f"; about {duration(seconds)} left" if seconds else "")
+
+
+def _steps_done(one: _Training) -> int:
+    """Return the number of steps that a point has done in this call."""
+    if state(one.prepared.point.folder)[0] == "finished":
+        return one.prepared.steps - one.first_step
+    return max(0, (step_of(one.prepared.point.folder, one.began) or 0) - one.first_step)
 
 
 def first_error(log: Path, begin: int) -> str:
