@@ -43,6 +43,11 @@ def standard_error(values: Sequence[float] | np.ndarray) -> float | None:
     return float(stats.sem(values)) if len(values) > 1 else None
 
 
+def with_error(mean: float, error: float | None, sign: str = "") -> str:
+    """Format a mean and its standard error such as ``4.0000 ± 0.0577``. The sign is a ``+`` for differences."""
+    return f"{mean:{sign}.4f}" + ("" if error is None else f" ± {error:.4f}")
+
+
 def paired_difference(values: np.ndarray, baseline: np.ndarray) -> Difference:
     """Run a paired t-test of two models' values, each [pairs]."""
     differences = values - baseline

@@ -15,6 +15,7 @@ from titan_disp.lab.statistics import (
     holm,
     paired_difference,
     standard_error,
+    with_error,
 )
 from titan_disp.text import csv_text, markdown_table
 
@@ -174,7 +175,7 @@ def to_markdown(comparison: Comparison, notes: Sequence[str] = ()) -> str:
         rows.append(
             [
                 *("" if cell is None else str(cell) for cell in begin),
-                *(f"{score:.4f}{_error(seed_errors[model])}" for model, score in scores.items()),
+                *(with_error(score, seed_errors[model]) for model, score in scores.items()),
                 *(_over_documents(found, several) for found in differences.values()),
                 *(_with_p(differences[other].mean, differences[other].over_seeds, several) for other in by_seed),
             ]
@@ -199,24 +200,21 @@ def _explanation(comparison: Comparison, over_seeds: bool) -> str:
     return text
 
 
-def _error(error: float | None) -> str:
-    return "" if error is None else f" ± {error:.4f}"
-
-
 def _with_p(mean: float, found: Difference | OverSeeds | None, several: bool) -> str:
     """Render a difference over documents or seeds. With ``several`` tasks, it includes the adjusted p value."""
     if found is None:
         return ""
     adjusted = f", Holm {found.holm:.2g}" if several and found.holm is not None else ""
     p = "" if found.p_value is None else f" (p {found.p_value:.2g}{adjusted})"
-    return f"{mean:+.4f}{_error(found.standard_error)}{p}"
+    return with_error(mean, found.standard_error, "+") + p
 
 
 def _over_documents(found: Difference | MeanDifference, several: bool) -> str:
     if isinstance(found, Difference):
         return _with_p(found.mean, found, several)
-    documents, tasks = _error(found.standard_error_documents), _error(found.standard_error_tasks)
-    return f"{found.mean:+.4f}" + (documents and f"{documents} (documents)") + (tasks and f"{tasks} (tasks)")
+    errors = {"documents": found.standard_error_documents, "tasks": found.standard_error_tasks}
+    told = [f" ± {error:.4f} ({over})" for over, error in errors.items() if error is not None]
+    return f"{found.mean:+.4f}" + "".join(told)
 
 
 def to_csv(comparison: Comparison) -> str:

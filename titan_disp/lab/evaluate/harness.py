@@ -9,7 +9,7 @@ import logging
 import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -27,8 +27,6 @@ CPU_BATCH = 8  # the harness searches for the largest batch until memory runs ou
 
 @dataclass(frozen=True)
 class Protocol:
-    """The rules of an evaluation."""
-
     shots: Mapping[str, int]  # examples in the prompt of each task
     limit: int | None  # first documents per task; None means all
 
@@ -194,30 +192,20 @@ def _offline_if_unreachable() -> Iterator[bool]:
     """Ask the hub once, and go offline if it does not answer. Otherwise each data set would wait 24 s for it."""
     import datasets
     from huggingface_hub import constants
+    from huggingface_hub.utils import get_session
 
-    if reachable := _hub_answers():
-        yield reachable
-        return
-    print("the Hugging Face hub is offline or does not answer: data sets come from its cache", file=sys.stderr)
     before = constants.HF_HUB_OFFLINE, datasets.config.HF_HUB_OFFLINE
-    constants.HF_HUB_OFFLINE = datasets.config.HF_HUB_OFFLINE = True
+    reachable = False
+    if not any(before):
+        with suppress(Exception):  # of requests, httpx or httpx2, by the version of huggingface_hub
+            reachable = get_session().head(constants.ENDPOINT, timeout=5.0).status_code < 500
+    if not reachable:
+        print("the Hugging Face hub is offline or does not answer: data sets come from its cache", file=sys.stderr)
+        constants.HF_HUB_OFFLINE = datasets.config.HF_HUB_OFFLINE = True
     try:
         yield reachable
     finally:
         constants.HF_HUB_OFFLINE, datasets.config.HF_HUB_OFFLINE = before
-
-
-def _hub_answers(timeout: float = 5.0) -> bool:
-    import datasets
-    from huggingface_hub import constants
-    from huggingface_hub.utils import get_session
-
-    if constants.HF_HUB_OFFLINE or datasets.config.HF_HUB_OFFLINE:
-        return False
-    try:
-        return get_session().head(constants.ENDPOINT, timeout=timeout).status_code < 500
-    except Exception:  # of requests, httpx or httpx2, by the version of huggingface_hub
-        return False
 
 
 @dataclass(frozen=True)
@@ -233,18 +221,12 @@ class Settings:
 
 @dataclass(frozen=True)
 class Result:
-    """The harness's results for one model.
+    """The harness's results for one model."""
 
-    Attributes:
-        harness: all numbers, task configs and versions as JSON values, without documents.
-        samples: task, doc_id, hashes of document and prompt, filter and every metric of each document.
-        scores: scores by row of the table.
-    """
-
-    harness: dict[str, Any]
-    samples: list[dict[str, Any]]
-    scores: dict[str, Scores]
-    dtype: str
+    harness: dict[str, Any]  # all numbers, task configs and versions as JSON values, without documents
+    samples: list[dict[str, Any]]  # task, doc_id, hashes of document and prompt, filter, metrics of each document
+    scores: dict[str, Scores]  # by row of the table
+    dtype: str  # of the weights
 
 
 def run_model(folder: Path, suite: Suite, settings: Settings) -> Result:

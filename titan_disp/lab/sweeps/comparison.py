@@ -20,7 +20,7 @@ from titan_disp.condensation.record import Condensation
 from titan_disp.errors import ConfigError, counted
 from titan_disp.files import atomic_write
 from titan_disp.lab.plots import OKABE_ITO
-from titan_disp.lab.statistics import EXACT, Difference, holm, paired_by_seed, standard_error
+from titan_disp.lab.statistics import EXACT, Difference, holm, paired_by_seed, standard_error, with_error
 from titan_disp.lab.sweeps.definition import Point, Sweep, points
 from titan_disp.lab.sweeps.folder import state
 from titan_disp.run.folder import read_condensation, read_metrics, read_validation
@@ -230,19 +230,14 @@ def to_markdown(comparison: Comparison) -> str:
 
 def _row(condition: Condition) -> list[str]:
     seeds = f"{len(condition.values)} of {len(condition.members)}"
-    cells = [condition.name, seeds, _with_error(condition.mean, condition.standard_error)]
+    mean = NOTHING if condition.mean is None else with_error(condition.mean, condition.standard_error)
+    cells = [condition.name, seeds, mean]
     found = condition.difference
     if found is None:
         return [*cells, *[NOTHING] * 5]
     interval = NOTHING if found.low is None or found.high is None else f"{found.low:+.4f} … {found.high:+.4f}"
     p_values = [NOTHING if p is None else f"{p:.2g}" for p in (found.p_value, found.holm)]
-    return [*cells, _with_error(found.mean, found.standard_error, "+"), str(len(condition.pairs)), interval, *p_values]
-
-
-def _with_error(mean: float | None, error: float | None, sign: str = "") -> str:
-    if mean is None:
-        return NOTHING
-    return f"{mean:{sign}.4f}" + ("" if error is None else f" ± {error:.4f}")
+    return [*cells, with_error(found.mean, found.standard_error, "+"), str(len(condition.pairs)), interval, *p_values]
 
 
 def _notes(comparison: Comparison) -> list[str]:

@@ -23,6 +23,8 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+from typeguard import CollectionCheckStrategy, TypeCheckError, check_type
+
 from titan_disp.config.load import read_toml
 from titan_disp.errors import ConfigError, did_you_mean
 from titan_disp.lab.report.gather import SEEDS
@@ -35,6 +37,7 @@ KNOWN = {
     "[[points]]": ("name", "overrides", "grid"),
 }
 SAFE = r"[A-Za-z0-9][A-Za-z0-9._+-]*"  # a name is a valid file name everywhere, and does not look like an option
+VALUE = str | float | list[float] | list[str] | list[list[str]]  # what TorchTitan's command line can take
 LONGEST = 200  # most characters in a point's name; file systems allow 255
 OURS = ("job.dump_folder", "job.config_file")  # the sweep sets these
 
@@ -133,7 +136,7 @@ def _check_keys(table: Mapping[str, Any], section: str, path: str | Path) -> Non
 
 
 def _overrides(value: Any, where: str) -> tuple[str, ...]:
-    if not isinstance(value, list) or not _are(str, value):
+    if not _is(value, list[str]):
         raise ConfigError(f'{where} is {value!r}, expected a list of options, such as ["--training.steps=4"]')
     for word in value:
         key = word.partition("=")[0].lstrip("-").replace("-", "_")
@@ -160,7 +163,8 @@ def _axes(grid: Any, where: str) -> tuple[Axis, ...]:
                     f'{where}: {key!r} cannot vary; expected a key of the config, such as "dispersion.coeff"'
                 )
         for value in values:
-            if not (_is_value(value) or (isinstance(value, dict) and keys == (OVERRIDES,))):
+            is_value = _is(value, VALUE) and not (isinstance(value, list) and [] in value)
+            if not is_value and not (isinstance(value, dict) and keys == (OVERRIDES,)):
                 raise ConfigError(
                     f"{where}: {text} has {value!r}, expected a string, a number, true, false, or a list of numbers, of strings "
                     "or of lists of strings"
@@ -177,16 +181,12 @@ def _axes(grid: Any, where: str) -> tuple[Axis, ...]:
     return tuple(found)
 
 
-def _is_value(value: Any) -> bool:
-    """Return whether TorchTitan's command line can take a value."""
-    if not isinstance(value, list):
-        return isinstance(value, (str, int, float))
-    lists_of_strings = all(isinstance(one, list) and one and _are(str, one) for one in value)
-    return _are((int, float), value) or _are(str, value) or lists_of_strings
-
-
-def _are(kind: type | tuple[type, ...], values: Sequence[Any]) -> bool:
-    return all(isinstance(one, kind) for one in values)
+def _is(value: Any, expected: Any) -> bool:
+    try:
+        check_type(value, expected, collection_check_strategy=CollectionCheckStrategy.ALL_ITEMS)
+    except TypeCheckError:
+        return False
+    return True
 
 
 def _strings(value: Any) -> list[str]:
@@ -197,7 +197,7 @@ def _strings(value: Any) -> list[str]:
 
 
 def _listed(tables: Any, path: str | Path) -> tuple[Listed, ...]:
-    if not isinstance(tables, list) or not _are(dict, tables):
+    if not _is(tables, list[dict]):
         raise ConfigError(f"points is {tables!r}, expected tables, each written [[points]]")
     found = []
     for table in tables:
@@ -276,7 +276,7 @@ def option(key: str, value: Any) -> list[str]:
         section, _, name = key.rpartition(".")
         return [f"--{key}" if value else f"--{section}.no-{name}"]
     if isinstance(value, list):
-        if value and _are(str, value):  # one word, which TorchTitan splits at the commas
+        if value and _is(value, list[str]):  # one word, which TorchTitan splits at the commas
             return [f"--{key}={','.join(value)}"]
         return [f"--{key}", *(",".join(one) if isinstance(one, list) else str(one) for one in value)]
     return [f"--{key}={value}"]

@@ -66,14 +66,9 @@ def run(sweep: Sweep, jobs: int = 1, nproc: int = 1, module: str = "titan_disp.t
         if value < 1:
             raise ConfigError(f"--{name} is {value}, expected at least 1")
     prepared = prepare(sweep, nproc)
-    results: dict[str, Result] = {}
-    todo = []
-    for one in prepared:
-        word, detail = state(one.point.folder)
-        if word == "finished":
-            results[one.point.name] = Result(one.point.name, "finished", detail)
-        else:
-            todo.append(one)
+    states = {one.point.name: state(one.point.folder) for one in prepared}
+    results = {name: Result(name, "finished", detail) for name, (word, detail) in states.items() if word == "finished"}
+    todo = [one for one in prepared if one.point.name not in results]
     _say(
         f"{counted(len(prepared), 'point')} in {sweep.folder}: {len(results)} finished, {len(todo)} to train, {jobs} at a time"
     )
