@@ -8,8 +8,7 @@ import numpy as np
 from scipy import stats
 
 from benchmarks.evidence_parts import FEW_SEEDS, SEEDS, Row, newest
-from titan_disp.lab.evaluate.compare import Difference, holm
-from titan_disp.lab.sweeps.comparison import paired_by_seed
+from titan_disp.lab.statistics import Difference, holm, paired_by_seed
 
 MARGIN = 0.02  # nats; a smaller difference does not matter (docs/evidence_design.md)
 ALPHA = 0.05

@@ -7,8 +7,7 @@ import numpy as np
 
 from benchmarks.evidence_analysis import by_seed, finished, metric, of_history
 from benchmarks.evidence_parts import RESTORED, STATES, Row, key_of, newest
-from titan_disp.lab.evaluate.compare import Difference
-from titan_disp.lab.sweeps.comparison import paired_by_seed
+from titan_disp.lab.statistics import Difference, paired_by_seed
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ from benchmarks.evidence_details import (
 )
 from benchmarks.evidence_parts import LRS, RESTORED, SEEDS, STATES, WARMUPS, Recipe, Row, newest, tuned, tuning_losses
 from benchmarks.evidence_words import NAMES, PART_NAMES, TEXTS, percent, verdict
-from titan_disp.lab.evaluate.compare import Difference, standard_error
+from titan_disp.lab.statistics import Difference, standard_error
 
 NOTHING = "–"
 AFTER = {"after, off": "off", "after, λ 0.1": "on-0.1", "after, λ 0.5": "on-0.5"}

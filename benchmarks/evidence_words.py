@@ -2,7 +2,7 @@
 
 from benchmarks.evidence_analysis import ALPHA, MARGIN, Outcome
 from benchmarks.evidence_details import Paired
-from titan_disp.lab.evaluate.compare import Difference
+from titan_disp.lab.statistics import Difference
 
 NAMES = {
     "on": "on, λ 0.1",

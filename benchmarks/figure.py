@@ -29,7 +29,6 @@ from torch.nn.functional import cross_entropy
 from titan_disp.condensation.heatmap import new_figure
 from titan_disp.condensation.record import Condensation, blocks_mean, telling_steps
 from titan_disp.files import atomic_write
-from titan_disp.lab.evaluate.compare import paired_difference
 from titan_disp.lab.export.saved import find_saved, load_model
 from titan_disp.lab.inspection.command import measure
 from titan_disp.lab.inspection.targets import find_targets
@@ -38,6 +37,7 @@ from titan_disp.lab.plots import MEAN_COSINE
 from titan_disp.lab.report.charts import Scale, as_it_is, by_condition, draw_layer_map, draw_lines, from_zero
 from titan_disp.lab.report.gather import Run, gather
 from titan_disp.lab.report.page import measured_lines
+from titan_disp.lab.statistics import paired_difference
 from titan_disp.run.folder import read_json_lines
 
 ROOT = Path(__file__).parent.parent

@@ -38,6 +38,9 @@ class Difference:
     over_seeds: OverSeeds | None = None  # if the pairs are documents and both models have at least two seeds
 
 
+Test = TypeVar("Test", Difference, Difference | None, OverSeeds | None)
+
+
 def standard_error(values: Sequence[float] | np.ndarray) -> float | None:
     """Return the standard error of the mean, or None for fewer than two numbers."""
     return float(stats.sem(values)) if len(values) > 1 else None
@@ -122,6 +125,12 @@ def holm(p_values: Sequence[float | None]) -> list[float | None]:
     adjusted = np.empty(len(p))
     adjusted[order] = np.maximum.accumulate((len(p) - np.arange(len(p))) * p[order]).clip(max=1)
     return [None if value is None else float(a) for value, a in zip(p_values, adjusted, strict=True)]
+
+
+def with_holm(found: Sequence[Test]) -> list[Test]:
+    """Add Holm's p values over all tests. None is not a test."""
+    adjusted = iter(holm([one.p_value for one in found if one is not None]))
+    return [one if one is None else replace(one, holm=next(adjusted)) for one in found]
 
 
 def _defined(number: float) -> float | None:

@@ -12,10 +12,10 @@ from titan_disp.lab.statistics import (
     Difference,
     OverSeeds,
     difference_over_seeds,
-    holm,
     paired_difference,
     standard_error,
     with_error,
+    with_holm,
 )
 from titan_disp.text import csv_text, markdown_table
 
@@ -107,9 +107,7 @@ def compare(rows: Sequence[Row], models: Mapping[str, Mapping[str, Scores]]) -> 
         mean_seed_error={model: standard_error(by_seed[model]) for model in models},
         mean_rank={model: float(np.mean([task.ranks[model] for task in tasks])) for model in models},
         mean_difference={
-            other: _mean_difference(
-                [task.differences[other] for task in tasks], difference_over_seeds(by_seed[other], by_seed[first])
-            )
+            other: _mean_difference(tasks, other, difference_over_seeds(by_seed[other], by_seed[first]))
             for other in others
         },
     )
@@ -139,17 +137,15 @@ def _compare_task(row: Row, models: Mapping[str, Scores]) -> TaskComparison:
 
 def _adjust(tasks: Sequence[TaskComparison], model: str) -> None:
     """Add Holm's p values over all tasks to a model's differences."""
-    found = [task.differences[model] for task in tasks]
-    over_documents = holm([difference.p_value for difference in found])
-    over_seeds = holm([d.over_seeds.p_value if d.over_seeds is not None else None for d in found])
-    for task, difference, p, p_seeds in zip(tasks, found, over_documents, over_seeds, strict=True):
-        seeds = None if difference.over_seeds is None else replace(difference.over_seeds, holm=p_seeds)
-        task.differences[model] = replace(difference, holm=p, over_seeds=seeds)
+    found = with_holm([task.differences[model] for task in tasks])
+    over_seeds = with_holm([task.differences[model].over_seeds for task in tasks])
+    for task, difference, seeds in zip(tasks, found, over_seeds, strict=True):
+        task.differences[model] = replace(difference, over_seeds=seeds)
 
 
-def _mean_difference(differences: Sequence[Difference], over_seeds: OverSeeds | None) -> MeanDifference:
-    means = [difference.mean for difference in differences]
-    errors = [difference.standard_error for difference in differences]
+def _mean_difference(tasks: Sequence[TaskComparison], model: str, over_seeds: OverSeeds | None) -> MeanDifference:
+    means = [task.differences[model].mean for task in tasks]
+    errors = [task.differences[model].standard_error for task in tasks]
     over_documents = None if None in errors else float(np.linalg.norm(errors) / len(errors))  # type: ignore[arg-type]
     return MeanDifference(float(np.mean(means)), over_documents, standard_error(means), over_seeds)
 

@@ -174,9 +174,7 @@ def draw_layer_map(axes: Axes, by_step: Mapping[int, Condensation], title: str, 
     measured = alike(list(by_step.values()))
     values = np.array([found.mean_cosine for found in measured]).T
     layers = np.arange(len(values))
-    mesh = axes.pcolormesh(
-        list(by_step), layers, values, shading="nearest", cmap="magma_r", vmin=0, vmax=1, rasterized=True
-    )
+    mesh = axes.pcolormesh(list(by_step), layers, values, cmap="magma_r", vmin=0, vmax=1, rasterized=True)
     axes.set_xlim(min(by_step), max(end, *by_step))
     axes.set_title(plain(title), fontsize=10)
     axes.set(xlabel="step", ylabel=layer_label(measured, gap="\n"))
@@ -186,7 +184,6 @@ def draw_layer_map(axes: Axes, by_step: Mapping[int, Condensation], title: str, 
 
 
 def layer_map(by_step: Mapping[int, Condensation], name: str, end: int) -> Figure:
-    """Draw ``draw_layer_map`` of a run with its colour scale."""
     figure = new_figure(*SIZE)
     mesh = draw_layer_map(figure.subplots(), by_step, name, end)
     figure.colorbar(mesh, label=MEAN_COSINE)

@@ -77,7 +77,6 @@ class Run:
 
     @property
     def steps(self) -> int | None:
-        """Return the number of steps of the whole run, from its config."""
         return self.settings.get("training.steps")
 
     @property
@@ -99,7 +98,6 @@ class Run:
 
     @property
     def model(self) -> str:
-        """Return the name of the model, its flavor and its overrides."""
         return f"{self.settings.get('model.name')} {named(str(self.settings.get('model.flavor')), self._overrides)}"
 
     @cached_property
@@ -199,7 +197,6 @@ def side_by_side(columns: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
 
 
 def unlike(values: Sequence[Any]) -> bool:
-    """Return whether any of the values differ."""
     return any(value != values[0] for value in values[1:])
 
 

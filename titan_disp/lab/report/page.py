@@ -93,7 +93,6 @@ def losses(runs: Sequence[Run]) -> list[Picture]:
 
 
 def optimization(runs: Sequence[Run]) -> list[Picture]:
-    """Draw learning rate, gradient norm and throughput against steps."""
     charted = (
         ("learning rate", _lines(runs, "step", "lr"), charts.as_it_is),
         ("gradient norm, before clipping", _lines(runs, "step", "grad_norm"), charts.by_factors),
@@ -122,7 +121,6 @@ def condensation_by_step(runs: Sequence[Run]) -> list[Picture]:
 
 
 def condensation_maps(runs: Sequence[Run]) -> list[Picture]:
-    """Draw mean cosines by layer and step."""
     return [
         Picture(
             to_uri(charts.layer_map(run.condensation, run.name, run.step)),

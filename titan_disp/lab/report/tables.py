@@ -104,16 +104,13 @@ def _stragglers(run: Run) -> str:
     told = []
     for (host, rank), count in Counter((found["host"], found["rank"]) for _, found in slow).most_common(3):
         step, found = last[host, rank]
+        often = f"in {count} of {len(run.written)} rows, last at step {number(step)}"
         seconds = f"{number(found['seconds'], 3)} s, median {number(found['median'], 3)} s"
-        told.append(
-            f"rank {rank} on {host} in {count} of {len(run.written)} rows, last at step {number(step)}: {seconds}"
-        )
+        told.append(f"rank {rank} on {host} {often}: {seconds}")
     return "; ".join(told) + (f"; and {len(last) - 3} more" if len(last) > 3 else "")
 
 
 def overview(runs: Sequence[Run], now: float) -> Rows:
-    """Describe the runs and their states."""
-
     def last_activity(run: Run) -> str:
         end = run.attempts[-1].ended
         return f"{when(end)}, {duration(now - end)} before this report"
@@ -184,6 +181,7 @@ def _final_numbers(run: Run, compared: int | None) -> dict[str, Cell]:
         return Cell(read(found), at)
 
     ce, tps = run.series("ce")[-LAST_ROWS:], run.series("tps")
+    ce_there = next((row.get("ce") for row in run.rows if row["step"] == compared), None)
     few = f"of {counted(len(ce), 'row')}" if len(ce) < LAST_ROWS else ""
     highest = Cell()
     if run.condensation:
@@ -192,9 +190,7 @@ def _final_numbers(run: Run, compared: int | None) -> dict[str, Cell]:
     return {
         "cross-entropy, last row": last("ce"),
         f"cross-entropy, mean of the last {LAST_ROWS} rows": Cell(ce.mean(), step, few) if run.rows else Cell(),
-        f"cross-entropy at step {number(compared)}, the latest shared step": Cell(
-            next((row.get("ce") for row in run.rows if row["step"] == compared), None)
-        ),
+        f"cross-entropy at step {number(compared)}, the latest shared step": Cell(ce_there),
         "validation loss, last": Cell(*list(run.validation.items())[-1][::-1]) if run.validation else Cell(),
         "cross-entropy on held-out text, last": measured(lambda found: found.cross_entropy),
         "dispersion loss, last row": last("dispersion") if run.disperses else Cell(),

@@ -20,7 +20,7 @@ from titan_disp.condensation.record import Condensation
 from titan_disp.errors import ConfigError, counted
 from titan_disp.files import atomic_write
 from titan_disp.lab.plots import OKABE_ITO
-from titan_disp.lab.statistics import EXACT, Difference, holm, paired_by_seed, standard_error, with_error
+from titan_disp.lab.statistics import EXACT, Difference, paired_by_seed, standard_error, with_error, with_holm
 from titan_disp.lab.sweeps.definition import Point, Sweep, points
 from titan_disp.lab.sweeps.folder import state
 from titan_disp.run.folder import read_condensation, read_metrics, read_validation
@@ -54,7 +54,6 @@ def check_metric(name: str) -> None:
 
 
 def label(name: str) -> str:
-    """Describe a metric in words."""
     return LABELS.get(name) or " of the ".join(part.replace("_", " ") for part in _parts(name))
 
 
@@ -159,20 +158,18 @@ def compare(sweep: Sweep, metric: str | None = None, against: str | None = None)
 
     The defaults are the sweep's own. Without a metric of its own, it is the first of ``DEFAULTS`` that any run has.
     """
-    by_condition: dict[str, list[tuple[Point, str, str]]] = {}
-    for point in points(sweep):
-        by_condition.setdefault(point.condition, []).append((point, *state(point.folder)))
-    asked = metric or sweep.metric
-    finished = [point.folder for members in by_condition.values() for point, word, _ in members if word == "finished"]
+    found = [(point, *state(point.folder)) for point in points(sweep)]
+    finished = [point.folder for point, word, _ in found if word == "finished"]
     measured = (name for name in DEFAULTS if any(final_metric(run, name) is not None for run in finished))
+    asked, against = metric or sweep.metric, against or sweep.against
     metric = asked or next(measured, FALLBACK)
     check_metric(metric)
-    against = against or sweep.against
+    by_condition: dict[str, list[Member]] = {}
+    for point, word, detail in found:
+        by_condition.setdefault(point.condition, []).append(_member(point, word, detail, metric))
     if against is not None and against not in by_condition:
         raise ConfigError(f"sweep.against or --against is {against!r}, expected one of {', '.join(by_condition)}")
-    conditions = [
-        Condition(name, tuple(_member(*one, metric) for one in members)) for name, members in by_condition.items()
-    ]
+    conditions = [Condition(name, tuple(members)) for name, members in by_condition.items()]
     return Comparison(metric, against, differences(conditions, against), not asked and metric == FALLBACK)
 
 
@@ -187,14 +184,12 @@ def differences(conditions: Sequence[Condition], against: str | None) -> list[Co
     baseline = next((condition for condition in conditions if condition.name == against), None)
     if baseline is None:
         return list(conditions)
-    paired = []
-    for one in conditions:
-        pairs, found = ((), None) if one is baseline else paired_by_seed(one.values, baseline.values)
-        paired.append(replace(one, pairs=pairs, difference=found))
-    adjusted = iter(holm([one.difference.p_value for one in paired if one.difference is not None]))
+    values = baseline.values
+    paired = [((), None) if one is baseline else paired_by_seed(one.values, values) for one in conditions]
+    adjusted = with_holm([difference for _, difference in paired])
     return [
-        one if one.difference is None else replace(one, difference=replace(one.difference, holm=next(adjusted)))
-        for one in paired
+        replace(one, pairs=pairs, difference=difference)
+        for one, (pairs, _), difference in zip(conditions, paired, adjusted, strict=True)
     ]
 
 
@@ -229,9 +224,8 @@ def to_markdown(comparison: Comparison) -> str:
 
 
 def _row(condition: Condition) -> list[str]:
-    seeds = f"{len(condition.values)} of {len(condition.members)}"
     mean = NOTHING if condition.mean is None else with_error(condition.mean, condition.standard_error)
-    cells = [condition.name, seeds, mean]
+    cells = [condition.name, f"{len(condition.values)} of {len(condition.members)}", mean]
     found = condition.difference
     if found is None:
         return [*cells, *[NOTHING] * 5]

@@ -1,18 +1,4 @@
-"""This module reads a sweep's file and lists its points. A point is one run.
-
-    [sweep]
-    config = "train_configs/demo_cpu.toml"
-    folder = "outputs/sweep"                    # it has a run folder for each point, named by what varies
-    overrides = ["--training.steps=4"]          # for every point
-    against = "coeff-0.0"                       # titan-disp sweep table compares the others with this one
-
-    [grid]                                      # every combination
-    "dispersion.coeff" = [0.0, 0.1]
-    "debug.seed, stream.seed" = [1, 2]          # both keys take the same value
-
-``[[points]]`` lists points by ``name`` and ``overrides``, and each may have its own ``grid``. If the file also has
-``[grid]``, each of them is combined with it.
-"""
+"""This module reads a sweep's file, which docs/sweeps.md describes, and lists its points. A point is one run."""
 
 import hashlib
 import re

@@ -1,13 +1,8 @@
 """This module prepares and reads a sweep's folder, and submits its unfinished points as an array of SLURM jobs.
 
-Every point's config is checked and written before the point runs:
-
-FOLDER/points.json       the points in the order in which they were first seen; an array's tasks are indices into it
-FOLDER/NAME/             the point's run folder, with these files in addition to the run's own:
-    point.toml           a copy of the sweep's config, so that later edits of the original do not change what runs
-    point.json           the point's arguments and resolved config, which later calls compare with theirs
-    sweep.log            the output of all starts
-    failed.json          the reason why the last start on this machine failed
+Every point's config is checked and written before the point runs. docs/sweeps.md lists the files that a point's folder
+has besides the run's own. points.json in the sweep's folder lists the points in the order in which they were first
+seen; an array's tasks are indices into it.
 """
 
 import contextlib
