@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import reduce
+from itertools import pairwise
 from typing import Any
 
 import matplotlib
@@ -203,7 +204,7 @@ def timeline(found: Sequence[Attempt], events: Sequence[Mapping[str, Any]]) -> F
     for attempt in found:
         times, steps, *_ = binned(np.array(attempt.times), np.array(attempt.steps, dtype=np.float64))
         above.plot(_dates(times), steps, color=OKABE_ITO[0], linewidth=1.8, marker="o" if len(times) < 3 else None)
-    for one, following in zip(found, found[1:], strict=False):
+    for one, following in pairwise(found):
         for axes in (above, below):
             axes.axvspan(*_dates([one.ended, following.began]), color="0.85", linewidth=0)
     for row, kind in enumerate(kinds):

@@ -131,7 +131,7 @@ def condensation_maps(runs: Sequence[Run]) -> list[Picture]:
     ]
 
 
-def _some_steps(runs: Sequence[Run]) -> list[dict[int, Condensation]]:
+def _some_steps(runs: Sequence[Run]) -> dict[str, dict[int, Condensation]]:
     """Choose some measurements of every run, at the same steps if the runs share enough of them.
 
     These are the first, the last and the most condensed one, and some between them. The steps between grow by equal
@@ -139,12 +139,12 @@ def _some_steps(runs: Sequence[Run]) -> list[dict[int, Condensation]]:
     """
     shared = set.intersection(*(set(run.condensation) for run in runs))
     together = len(shared) >= SHARED_STEPS
-    some = []
+    some = {}
     for run in runs:
         highest = {one.most_condensed for one in (runs if together else [run])}
         steps = sorted(shared if together else run.condensation)
         chosen = {*telling_steps(steps, highest & set(steps)), run.most_condensed, max(run.condensation)}
-        some.append({step: run.condensation[step] for step in sorted(chosen)})
+        some[run.name] = {step: run.condensation[step] for step in sorted(chosen)}
     return some
 
 
@@ -156,7 +156,6 @@ def condensation_by_layer(runs: Sequence[Run]) -> list[Picture]:
     measured = [run for run in runs if run.condensation]
     if not measured:
         return []
-    some = {run.name: by_step for run, by_step in zip(measured, _some_steps(measured), strict=True)}
     rows = []
     for run in measured:
         steps = sorted({min(run.condensation), run.most_condensed, max(run.condensation)})
@@ -166,10 +165,8 @@ def condensation_by_layer(runs: Sequence[Run]) -> list[Picture]:
     names = ", ".join(run.name for run in measured)
     by_layer = f"mean cosine by layer, a line for each of some steps: {names}"
     pairs = f"cosines of all pairs of tokens by layer, first, most condensed and last measurement: {names}"
-    return [
-        Picture(to_uri(over_training(some)), by_layer, wide=True),
-        Picture(to_uri(heatmaps), pairs, wide=True),
-    ]
+    lines = over_training(_some_steps(measured))
+    return [Picture(to_uri(lines), by_layer, wide=True), Picture(to_uri(heatmaps), pairs, wide=True)]
 
 
 def history(run: Run) -> Picture | None:

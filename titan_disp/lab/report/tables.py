@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
-from itertools import groupby
+from itertools import groupby, pairwise
 from statistics import median
 from typing import Any
 
@@ -34,7 +34,7 @@ def state(run: Run, now: float) -> tuple[str, str]:
         return "complete", f"all {run.steps:,} steps are done"
     if last.end is not None and last.end["event"] != "save_failed":
         return "stopped", f"{last.how()}, after step {run.step:,}"
-    gaps = [b - a for a, b in zip(last.times, last.times[1:], strict=False)]
+    gaps = [b - a for a, b in pairwise(last.times)]
     silent = now - last.ended
     if last.end is None and silent < max(ALIVE, 10 * median(gaps or [0])):
         return "running", f"by its latest line, {duration(silent)} before this report"
