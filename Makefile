@@ -39,7 +39,7 @@ demo: setup $(DATA)/README.md
 
 # Writes docs/condensation.* from six runs: dispersion off and on, with three seeds. Complete runs in outputs/figure are kept.
 figure: setup $(DATA)/README.md
-	$(BIN)/python benchmarks/figure.py --nproc $(NPROC) --data $(DATA)
+	$(BIN)/python -m benchmarks.figure --nproc $(NPROC) --data $(DATA)
 
 # Writes docs/evidence.md. It trains the missing runs of docs/evidence_design.md, JOBS at a time with one core each.
 # This takes hours, and can be interrupted and resumed.

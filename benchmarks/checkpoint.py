@@ -8,7 +8,6 @@ hash; and verify, which reads everything again from the page cache. One process 
 flushes files to the disk (fsync) as in training. The writers take turns in random order.
 """
 
-import json
 import random
 import shutil
 import statistics
@@ -19,29 +18,22 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 
 import torch
 import torch.distributed.checkpoint as dcp
 import tyro
 
+from measuring import show
 from titan_disp.run.integrity import HashingWriter, damage, problem
 
-WRITERS: dict[str, Callable[[Path], dcp.StorageWriter]] = {
-    "dcp": dcp.FileSystemWriter,
-    "pieces": HashingWriter,
-    "hashed": HashingWriter,
-}
+WRITERS = {"dcp": dcp.FileSystemWriter, "pieces": HashingWriter, "hashed": HashingWriter}
 
 
-class NoHash:
-    """A writer without hashes, for the row "pieces"; its difference to "hashed" is the cost of hashing."""
-
-    def update(self, data: object) -> None:
-        pass
-
-    def hexdigest(self) -> str:
-        return ""
+def no_hash() -> SimpleNamespace:
+    """Return a hash that computes nothing, for the row "pieces"; its difference to "hashed" is the cost of hashing."""
+    return SimpleNamespace(update=lambda data: None, hexdigest=lambda: "")
 
 
 @dataclass
@@ -64,7 +56,7 @@ def timed(function: Callable[..., object], *args: object) -> tuple[float, float]
 
 
 def save(state: dict[str, torch.Tensor], writer: str, folder: Path) -> None:
-    with mock.patch("xxhash.xxh3_128", NoHash) if writer == "pieces" else nullcontext():
+    with mock.patch("xxhash.xxh3_128", no_hash) if writer == "pieces" else nullcontext():
         dcp.save(state, storage_writer=WRITERS[writer](folder), no_dist=True)
 
 
@@ -86,18 +78,13 @@ def measure(options: Options, folder: Path) -> list[dict[str, object]]:
             if name == "hashed":
                 taken["verify"].append(timed(verify, folder))
     base = statistics.median(seconds for seconds, _ in taken["dcp"])
-    return [
-        {
-            "what": name,
-            "gigabytes": options.tensors * size * 4 / 1e9,
-            "seconds": statistics.median(seconds for seconds, _ in found),
-            "least": min(seconds for seconds, _ in found),
-            "least_cpu": min(cpu for _, cpu in found),
-            "ratio": statistics.median(seconds for seconds, _ in found) / base,
-            "all": found,
-        }
-        for name, found in taken.items()
-    ]
+    rows = []
+    for name, found in taken.items():
+        seconds, cpu = zip(*found, strict=True)
+        middle = statistics.median(seconds)
+        row = {"what": name, "gigabytes": options.tensors * size * 4 / 1e9, "seconds": middle, "ratio": middle / base}
+        rows.append({**row, "least": min(seconds), "least_cpu": min(cpu), "all": found})
+    return rows
 
 
 def main() -> None:
@@ -106,14 +93,7 @@ def main() -> None:
     torch.manual_seed(0)
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
         rows = measure(options, Path(folder) / "step-1")
-    if options.json:
-        print(json.dumps({"rows": rows}))
-        return
-    for row in rows:
-        print(
-            "{what:8} {gigabytes:.2f} GB   median {seconds:.3f} s ({ratio:.3f} x dcp)   least {least:.3f} s   "
-            "least CPU {least_cpu:.3f} s".format(**row)
-        )
+    show(options.json, rows=rows)
 
 
 if __name__ == "__main__":

@@ -8,16 +8,16 @@
     OUT/held_back/…                                              the same again for packages that are kept for mid-training
     OUT/tokenizer, OUT/corpus.json, OUT/README.md                the tokenizer of OUT/en, sizes and sources
 
-Markup is removed from the texts (corpus_text.py). Texts that are short, not English or mostly not words are left out,
-and so are duplicates. Duplicates are equal texts, and documents of which more than half of the runs of eight words are
-in documents that were kept before (one run in eight is sampled; long documents come first). Documents are then sorted
-by the hash of their text: the first are development text, the next are test text, and the rest is training text. All of
-this depends only on the texts.
+Markup is removed (corpus_text.py), and texts that are short, not English or mostly not words are left out. So are
+duplicates: equal texts, and documents of which more than half of the runs of eight words are in documents that were
+kept before (one run in eight is sampled; long documents come first). Documents are then sorted by the hash of their
+text: the first are development text, the next are test text, and the rest is training text.
 """
 
 import hashlib
 import io
 import json
+import math
 import re
 import subprocess
 import tarfile
@@ -25,12 +25,14 @@ import zlib
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import tyro
 
 from benchmarks.corpus_text import DICTIONARY, clean, dictionary_pages, documents_of
+from benchmarks.templates import render
 from titan_disp.data.sample import MIN_CHARACTERS, TIMESTAMP, train_tokenizer, write_shard
 from titan_disp.data.tokenizer import load_tokenizer
 from titan_disp.files import atomic_folder, progress
@@ -107,46 +109,38 @@ def download(package: str, folder: Path) -> Path:
     return found[0]
 
 
-def package_documents(deb: Path, package: str) -> Iterator[Document]:
-    """Yield all texts of a package that are documentation in English."""
-    name = package.partition("=")[0]
+def package_files(deb: Path) -> Iterator[tuple[str, bytes]]:
+    """Yield path and content of a package's files, without those that repeat others or are not English."""
     content = subprocess.run(["dpkg-deb", "--fsys-tarfile", str(deb)], capture_output=True, check=True).stdout
-    dictionary: dict[str, bytes] = {}
     with tarfile.open(fileobj=io.BytesIO(content)) as archive:
         for member in archive:
-            if not member.isfile() or SKIPPED.search(member.name):
-                continue
-            file = archive.extractfile(member)
-            assert file is not None
-            if member.name.endswith(DICTIONARY):
-                dictionary[member.name.removeprefix("./")] = file.read()
-            else:
-                for path, text in documents_of(member.name.removeprefix("./"), file.read()):
-                    yield Document(name, path, text)
-    yield from _dictionaries(name, dictionary)
+            if member.isfile() and not SKIPPED.search(member.name):
+                file = archive.extractfile(member)
+                assert file is not None
+                yield member.name.removeprefix("./"), file.read()
 
 
-def _dictionaries(source: str, files: dict[str, bytes]) -> Iterator[Document]:
-    for path in sorted(path for path in files if path.endswith(DICTIONARY[0])):
-        index = files[path.removesuffix(DICTIONARY[0]) + DICTIONARY[1]].decode()
-        for word, text in dictionary_pages(zlib.decompress(files[path], wbits=31), index):
-            yield Document(source, f"{path}#{word}", clean(text))
-
-
-def folder_documents(folder: Path, characters: int) -> Iterator[Document]:
-    """Yield the documents of all files of a known format, in the order of their paths, up to a number of characters."""
-    dictionary: dict[str, bytes] = {}
+def folder_files(folder: Path) -> Iterator[tuple[str, bytes]]:
     for path in sorted(p for p in folder.rglob("*") if p.is_file() and not p.name.startswith(".")):
+        yield path.relative_to(folder).as_posix(), path.read_bytes()
+
+
+def read(source: str, files: Iterable[tuple[str, bytes]], characters: float = math.inf) -> Iterator[Document]:
+    """Yield the documents of all files of a known format, up to the file that reaches a number of characters."""
+    dictionary: dict[str, bytes] = {}
+    for name, content in files:
         if characters <= 0:
             return
-        name = path.relative_to(folder).as_posix()
         if name.endswith(DICTIONARY):
-            dictionary[name] = path.read_bytes()
+            dictionary[name] = content
             continue
-        for found, text in documents_of(f"/{name}", path.read_bytes()):
+        for path, text in documents_of(f"/{name}", content):
             characters -= len(text)
-            yield Document(folder.name, found.lstrip("/"), text)
-    yield from _dictionaries(folder.name, dictionary)
+            yield Document(source, path.lstrip("/"), text)
+    for path in sorted(path for path in dictionary if path.endswith(DICTIONARY[0])):
+        index = dictionary[path.removesuffix(DICTIONARY[0]) + DICTIONARY[1]].decode()
+        for word, text in dictionary_pages(zlib.decompress(dictionary[path], wbits=31), index):
+            yield Document(source, f"{path}#{word}", clean(text))
 
 
 def is_prose(text: str) -> bool:
@@ -255,44 +249,20 @@ def _sizes(splits: dict[str, list[Document]], encode: Any) -> dict[str, dict[str
     }
 
 
-def _card(sources: dict[str, str], facts: dict[str, Any]) -> str:
-    rows = [
-        f"| {part} | {name} | {size['documents']:,} | {size['characters']:,} | {size['tokens']:,} |"
-        for part in facts["sizes"]
-        for name, size in facts["sizes"][part].items()
-    ]
-    return "\n".join(
-        [
-            "---",
-            *("configs:", "- config_name: en", "  data_files:"),
-            *("  - split: train", "    path: en/c4-train.*.json.gz"),
-            *("  - split: validation", "    path: en/c4-validation.*.json.gz"),
-            "---",
-            "Written by `python -m benchmarks.corpus`, in the shape of allenai/c4. That file says what was left out",
-            "and how the text was split. `test` is a second validation set; `held_back` is for mid-training.",
-            "",
-            *(f"- {source}: {digest}" for source, digest in sources.items()),
-            "",
-            *("| part | split | documents | characters | tokens |", "|---|---|---|---|---|"),
-            *rows,
-            "",
-        ]
-    )
-
-
 def build(options: Options, folder: Path) -> dict[str, Any]:
     """Write the corpus into an empty folder; return sizes and sources, as in corpus.json."""
     parts: dict[str, Iterator[Document]] = {}
     sources: dict[str, str] = {}
     if options.folder is not None:
-        parts["main"] = folder_documents(options.folder, options.characters)
+        parts["main"] = read(options.folder.name, folder_files(options.folder), options.characters)
         sources[str(options.folder)] = "a folder"
     else:
         for part, packages in (("main", options.packages), ("held_back", options.held_back)):
             bar = progress("downloading packages", "package", items=packages)
             files = {package: download(package, options.downloads) for package in bar}
             sources |= {package: hashlib.sha256(deb.read_bytes()).hexdigest() for package, deb in files.items()}
-            parts[part] = (document for package, deb in files.items() for document in package_documents(deb, package))
+            debs = ((package.partition("=")[0], deb) for package, deb in files.items())
+            parts[part] = chain.from_iterable(read(name, package_files(deb)) for name, deb in debs)
     facts: dict[str, Any] = {"sources": sources, "held_out": options.held_out, "left_out": {}, "sizes": {}}
     encode, digest = None, hashlib.sha256()
     for part, documents in parts.items():
@@ -310,7 +280,7 @@ def build(options: Options, folder: Path) -> dict[str, Any]:
         facts["sizes"][part] = _sizes(splits, encode)
     facts["sha256"] = digest.hexdigest()  # of all texts that models are trained and measured on
     (folder / "corpus.json").write_text(json.dumps(facts, indent=2) + "\n")
-    (folder / "README.md").write_text(_card(sources, facts))
+    (folder / "README.md").write_text(render("corpus.md.j2", facts))
     return facts
 
 
@@ -326,10 +296,7 @@ def main(options: Options) -> dict[str, Any]:
             raise SystemExit(f"{options.out} exists and is not a corpus: choose another folder or remove it")
         with atomic_folder(options.out) as partial:
             facts = build(options, partial)
-    for part, sizes in facts["sizes"].items():
-        for name, size in sizes.items():
-            print(f"{part:10} {name:12} {size['documents']:8,} documents {size['characters']:12,} characters", end="")
-            print(f" {size['tokens']:11,} tokens")
+    print((options.out / "README.md").read_text())
     return facts
 
 

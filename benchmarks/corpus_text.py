@@ -17,51 +17,20 @@ DICTIONARY = (".dict.dz", ".index")  # dictd: the entries, and the index with th
 PAGE = 6000  # characters of a dictionary per document, because its entries are only a line or two
 
 
+def _names(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
 class _HtmlText(HTMLParser):
     """Collects text outside scripts, navigation and tables of contents, with white space as in a browser."""
 
-    BLOCKS = frozenset(
-        [
-            "address",
-            "article",
-            "blockquote",
-            "body",
-            "caption",
-            "center",
-            "dd",
-            "div",
-            "dl",
-            "dt",
-            "figcaption",
-            "figure",
-            "footer",
-            "form",
-            "h1",
-            "h2",
-            "h3",
-            "h4",
-            "h5",
-            "h6",
-            "header",
-            "hr",
-            "li",
-            "main",
-            "ol",
-            "p",
-            "pre",
-            "section",
-            "table",
-            "td",
-            "th",
-            "tr",
-            "ul",
-        ]
+    BLOCKS = _names(
+        "address article blockquote body caption center dd div dl dt figcaption figure footer form h1 h2 h3 h4 h5 h6 "
+        "header hr li main ol p pre section table td th tr ul"
     )
-    SKIPPED = frozenset(["head", "nav", "noscript", "script", "style", "svg", "template"])
-    SKIPPED_CLASSES = frozenset(["navheader", "navfooter", "toc", "related", "sphinxsidebar", "headerlink"])
-    VOID = frozenset(
-        ["area", "base", "br", "col", "embed", "hr", "img", "input", "link", "meta", "source", "track", "wbr"]
-    )
+    SKIPPED = _names("head nav noscript script style svg template")
+    SKIPPED_CLASSES = _names("navheader navfooter toc related sphinxsidebar headerlink")
+    VOID = _names("area base br col embed hr img input link meta source track wbr")
 
     def __init__(self) -> None:
         super().__init__(convert_charrefs=True)
@@ -110,31 +79,13 @@ def from_html(source: str) -> str:
     return "".join(parser.parts)
 
 
-_MAN_FONTS = {"B", "I", "R", "BR", "RB", "BI", "IB", "RI", "IR", "SM", "SB"}
-_MAN_BREAKS = {"PP", "P", "LP", "TP", "TQ", "IP", "HP", "sp", "br", "Vb", "Ve", "nf", "fi", "RS", "RE", "EX", "EE"}
+_MAN_FONTS = _names("B I R BR RB BI IB RI IR SM SB")
+_MAN_BREAKS = _names("PP P LP TP TQ IP HP sp br Vb Ve nf fi RS RE EX EE")
+_MAN_NAMED = _names("aq' lq\" rq\" dq\" oq' cq' em-- en- hy- bu* mi- ti~ ha^")  # two letters, and what they stand for
 _MAN_ESCAPES = {
-    **{
-        r"\-": "-",
-        r"\e": "\\",
-        r"\\": "\\",
-        r"\ ": " ",
-        r"\~": " ",
-        r"\'": "'",
-        r"\`": "`",
-        r"\(aq": "'",
-        r"\*(Aq": "'",
-    },
-    **{r"\*(L" + '"': '"', r"\*(R" + '"': '"', r"\(lq": '"', r"\(rq": '"', r"\(dq": '"', r"\(oq": "'", r"\(cq": "'"},
-    **{
-        r"\(em": "--",
-        r"\*(--": "--",
-        r"\(en": "-",
-        r"\(hy": "-",
-        r"\(bu": "*",
-        r"\(mi": "-",
-        r"\(ti": "~",
-        r"\(ha": "^",
-    },
+    **{f"\\{character}": character for character in "-\\ '`"},
+    **{f"\\({word[:2]}": word[2:] for word in _MAN_NAMED},
+    **{r"\e": "\\", r"\~": " ", r"\*(Aq": "'", r"\*(L" + '"': '"', r"\*(R" + '"': '"', r"\*(--": "--"},
 }
 _MAN_ESCAPE = re.compile(r"""\\(?:f(?:\(..|\[[^]]*]|.)|s[-+]?\d|\*?\(..|\*?\[[^]]*]|\*.|.)""")
 
@@ -211,18 +162,7 @@ def _pod_code(code: str, content: str) -> str:
     return content.replace("<", "\0lt").replace(">", "\0gt")
 
 
-_RST_KEPT = {
-    "note",
-    "warning",
-    "caution",
-    "important",
-    "tip",
-    "hint",
-    "attention",
-    "code",
-    "code-block",
-    "parsed-literal",
-}
+_RST_KEPT = _names("note warning caution important tip hint attention code code-block parsed-literal")
 
 
 def from_rst(source: str) -> str:
@@ -298,12 +238,13 @@ def _decode(data: bytes) -> str:
         return data.decode("latin-1")
 
 
+_CONVERTERS = {".pod": from_pod, ".rst": from_rst, **dict.fromkeys((".html", ".htm", ".xhtml"), from_html)}
+
+
 def documents_of(name: str, data: bytes) -> Iterator[tuple[str, str]]:
     """Yield (name, text) of a file's documents: one, or one per line of JSON lines. Unknown formats have none.
 
-    Args:
-        name: the path of the file, which decides its format; ``.gz`` is unpacked.
-        data: the bytes of the file.
+    The path of the file decides its format; ``.gz`` is unpacked.
     """
     if name.endswith(".gz"):
         name, data = name.removesuffix(".gz"), gzip.decompress(data)
@@ -312,12 +253,8 @@ def documents_of(name: str, data: bytes) -> Iterator[tuple[str, str]]:
         for i, line in enumerate(data.splitlines()):
             record = json.loads(line)
             yield record.get("url", f"{name}:{i + 1}"), clean(record["text"])
-    elif suffix in (".html", ".htm", ".xhtml"):
-        yield name, clean(from_html(_decode(data)))
-    elif suffix == ".pod":
-        yield name, clean(from_pod(_decode(data)))
-    elif suffix == ".rst":
-        yield name, clean(from_rst(_decode(data)))
+    elif suffix in _CONVERTERS:
+        yield name, clean(_CONVERTERS[suffix](_decode(data)))
     elif re.search(r"/man\d\w*/[^/]+$", name):
         yield name, clean(from_man(_decode(data)))
     elif (suffix in (".txt", ".md", "") or "/ABI/" in name) and b"\0" not in data:

@@ -6,16 +6,11 @@
 "naive" is plain autograd in the same dtype: normalise, one N×N product, clamp, arccos, mask, logsumexp. "floor" is only
 the matrix products that all pairs need, with nothing between them: 3 N²F FLOPs, for each tile above the diagonal once
 for the cosines and twice for the gradient. Times are the least of --repeat rounds in one process, in which the
-estimators take turns. Memory is measured in a fresh process for each. On a CPU it is the process's high-water mark
-minus what it held before the call (in resident pages, so memory that libraries keep counts too). On a GPU it is the
-allocator's peak minus what was allocated.
+estimators take turns. Memory is the peak of a fresh process, minus what it held before the call: resident pages on a
+CPU, and the allocator's count on a GPU.
 """
 
-import json
 import math
-import os
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -26,13 +21,12 @@ import torch
 import tyro
 from torch import Tensor
 
+from measuring import in_a_fresh_process, show
 from titan_disp.cpu import high_water_mark, resident_bytes
 from titan_disp.dispersion import DispersionLoss
 from titan_disp.dispersion.pairwise import tile_size
-from titan_disp.errors import counted
 
 ESTIMATORS = ("naive", "floor", "exact", "moments", "sampled")
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 @dataclass
@@ -59,7 +53,7 @@ def tokens(options: Options, n: int) -> Tensor:
     spectrum = torch.arange(1, options.f + 1) ** -0.5
     z = torch.randn(options.b, n, options.f, generator=generator) * spectrum
     z[..., 0] += 1.0
-    return z.to(options.device, DTYPES[options.dtype])
+    return z.to(options.device, getattr(torch, options.dtype))
 
 
 def naive(z: Tensor) -> Tensor:
@@ -126,9 +120,7 @@ def agreement(options: Options, n: int) -> dict[str, dict[str, float]]:
     z = tokens(options, n)
     exact = call("exact", options)(z).double().flatten()
     found = {}
-    for name in options.estimators:
-        if name in ("floor", "exact"):
-            continue
+    for name in set(options.estimators) - {"floor", "exact"}:
         grad = call(name, options)(z).double().flatten()
         found[name] = {
             "gradient_cosine": torch.nn.functional.cosine_similarity(grad, exact, dim=0).item(),
@@ -157,54 +149,22 @@ def peak_bytes(options: Options, n: int, estimator: str) -> int:
     return high_water_mark() - before
 
 
-def in_a_fresh_process(options: Options, n: int, estimator: str) -> int:
-    argv = [sys.executable, __file__, "--n", str(n), "--f", str(options.f), "--b", str(options.b)]
-    argv += ["--dtype", options.dtype, "--variant", options.variant, "--device", options.device]
-    done = subprocess.run(argv, env={**os.environ, "PEAK_OF": estimator}, capture_output=True, text=True)
-    if done.returncode:
-        raise SystemExit(done.stderr)
-    return int(done.stdout.split()[-1])
-
-
 def rows(options: Options) -> list[dict[str, Any]]:
     found = []
     for n in options.n:
         seconds, closeness = times(options, n), agreement(options, n)
         for name in options.estimators:
-            found.append(
-                {
-                    "estimator": name,
-                    **{"n": n, "f": options.f, "b": options.b, "dtype": options.dtype, "variant": options.variant},
-                    **{"device": options.device, "seconds": seconds[name]},
-                    "peak_bytes": in_a_fresh_process(options, n, name),
-                    **closeness.get(name, {}),
-                }
-            )
+            row = {"estimator": name, "n": n, "f": options.f, "b": options.b, "dtype": options.dtype}
+            row |= {"variant": options.variant, "device": options.device, "seconds": seconds[name]}
+            row["peak_bytes"] = in_a_fresh_process(peak_bytes, options, n, name)
+            row["ratio_to_exact"] = seconds[name] / seconds["exact"] if "exact" in seconds else None
+            found.append({**row, **closeness.get(name, {})})
     return found
 
 
 def main(options: Options) -> None:
-    found = rows(options)
-    if options.json:
-        print(json.dumps({"rows": found}))
-        return
-    print(
-        f"B = {options.b}, F = {options.f}, {options.dtype}, {options.device}, {counted(torch.get_num_threads(), 'thread')}"
-    )
-    print(f"{'N':>6} {'estimator':10}{'seconds':>10}{'/ exact':>9}{'peak extra':>14}{'cosine':>10}{'rel. error':>12}")
-    exact = {r["n"]: r["seconds"] for r in found if r["estimator"] == "exact"}
-    for r in found:
-        ratio = f"{r['seconds'] / exact[r['n']]:.2f}" if r["n"] in exact else ""
-        cosine, error = r.get("gradient_cosine"), r.get("gradient_relative_error")
-        closeness = "" if cosine is None else f"{cosine:10.4f}{error:12.1e}"
-        print(
-            f"{r['n']:6} {r['estimator']:10}{r['seconds']:10.4f}{ratio:>9}{r['peak_bytes'] / 2**20:10.1f} MiB{closeness}"
-        )
+    show(options.json, rows=rows(options))
 
 
 if __name__ == "__main__":
-    chosen = tyro.cli(Options, description=__doc__)
-    if "PEAK_OF" in os.environ:
-        print(peak_bytes(chosen, chosen.n[0], os.environ["PEAK_OF"]))
-    else:
-        main(chosen)
+    main(tyro.cli(Options, description=__doc__))

@@ -4,16 +4,15 @@
     make evidence PART=main JOBS=2       # one of tuning, main, noise, width, depth, long, midtraining
     python -m benchmarks.evidence --part page    # only docs/evidence.md and its pictures, from docs/evidence.jsonl
 
-This needs data/evidence (python -m benchmarks.corpus data/evidence). Each rank is one process on one core. An
-interrupted run resumes from its newest checkpoint. Each run that has ended adds a row to docs/evidence.jsonl: finished
-or failed, with its recipe's hash, the commit, the corpus, its numbers and its seconds. Each call tries a failed run
+This needs data/evidence (python -m benchmarks.corpus data/evidence). An interrupted run resumes from its newest
+checkpoint. Each run that has ended, finished or failed, adds a row to docs/evidence.jsonl. Each call tries a failed run
 once more, and adds another row.
 """
 
 import json
 import math
 import subprocess
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
 from functools import cache
@@ -24,15 +23,17 @@ from typing import Any
 import torch
 import tyro
 
-from benchmarks.evidence_page import write_page
+from benchmarks.evidence_page import missing, write_page
 from benchmarks.evidence_parts import CONFIG, PARTS, RESTORED, STEPS, Job, Row, jobs, key_of, newest
 from benchmarks.evidence_score import HeldOut, held_out, history, score
+from benchmarks.templates import Refused
 from titan_disp.data.tokenizer import load_tokenizer
 from titan_disp.errors import counted
 from titan_disp.lab.export.saved import find_saved, load_model
 from titan_disp.lab.sweeps.definition import Listed, Sweep
 from titan_disp.lab.sweeps.local import Result, run
-from titan_disp.run.folder import append_json, read_json_lines
+from titan_disp.run.folder import append_json
+from titan_disp.run.reader import read_json_lines
 
 ROOT = Path(__file__).parent.parent
 TEXTS = {"development": "en", "test": "test", "new_test": "held_back/test"}  # the folders of the corpus
@@ -107,12 +108,11 @@ class Experiment:
     def missing(self, part: str) -> list[Job]:
         """Return the runs that have no finished row with their recipe and corpus."""
         known = newest(self.rows)
-        return [job for job in jobs(part, self.rows) if not self._done(job, known.get(job.key))]
+        finished = {key: (row["recipe"], row["corpus"]) for key, row in known.items() if row["status"] == "finished"}
+        return [job for job in jobs(part, self.rows) if finished.get(job.key) != self._recipe(job)]
 
-    def _done(self, job: Job, row: Row | None) -> bool:
-        if row is None or row["status"] != "finished":
-            return False
-        return (row["recipe"], row["corpus"]) == (job.recipe(self.options.config), self.corpus["sha256"][:12])
+    def _recipe(self, job: Job) -> tuple[str, str]:
+        return job.recipe(self.options.config), self.corpus["sha256"][:12]
 
     def _ready(self, job: Job) -> bool:
         row = newest(self.rows).get(job.parent) if job.parent is not None else None
@@ -136,10 +136,8 @@ class Experiment:
         gone = [job for job in every if not self._checkpoint(job).is_dir()]
         if not gone:
             return
-        print(
-            f"training again what other runs start from: {counted(len(gone), 'model')} without a checkpoint here",
-            flush=True,
-        )
+        count = counted(len(gone), "model")
+        print(f"training again what other runs start from: {count} without a checkpoint here", flush=True)
         for part in sorted({job.part for job in gone}):
             own = [job for job in gone if job.part == part]
             self._run(part, own, 1)
@@ -149,19 +147,19 @@ class Experiment:
                 )
         for job, numbers in self._numbers(gone):
             row = {"part": RESTORED, "of": list(job.key), "recipe": job.recipe(self.options.config), "commit": commit()}
-            how = {"numbers": numbers, "history": history(self.folder(job))}
-            append_json(self.options.rows, {**row, "corpus": self.corpus["sha256"][:12], **how})
+            self._append(row, numbers=numbers, history=history(self.folder(job)))
 
     def _checkpoint(self, job: Job) -> Path:
         return self.folder(job) / "checkpoint" / f"step-{STEPS}"
 
     def _run(self, part: str, todo: Sequence[Job], ranks: int) -> dict[str, Result]:
         """Train, and return the results by the jobs' names."""
+        paths = {"data": self.options.data, "runs": self.options.runs}
         sweep = Sweep(
             str(self.options.config),
             self.options.runs / part,
             self.common,
-            tuple(Listed(job.name, (*self._paths(job), *job.options)) for job in todo),
+            tuple(Listed(job.name, (*(p.format(**paths) for p in job.paths), *job.options)) for job in todo),
         )
         return {result.name: result for result in run(sweep, max(1, self.options.jobs // ranks), ranks)}
 
@@ -175,13 +173,10 @@ class Experiment:
                     self._write(job, status="failed", error=results[job.name].detail)
             self._measure([job for job in some if results[job.name].outcome == "finished"])
             if stopped := [result for result in results.values() if result.outcome not in ("finished", "failed")]:
+                count = counted(len(stopped), "run")
                 raise SystemExit(
-                    f"{part}: {counted(len(stopped), 'run')} did not finish (stopped or in use); run the same command again "
-                    "to continue"
+                    f"{part}: {count} did not finish (stopped or in use); run the same command again to continue"
                 )
-
-    def _paths(self, job: Job) -> tuple[str, ...]:
-        return tuple(path.format(data=self.options.data, runs=self.options.runs) for path in job.paths)
 
     def _numbers(self, done: Sequence[Job]) -> Iterator[tuple[Job, dict[str, Any]]]:
         """Measure runs in processes of their own, and yield them with their numbers in the order in which they end."""
@@ -199,20 +194,16 @@ class Experiment:
                 self._write(job, status="failed", error="its cross-entropy on held-out text is not finite", **how)
 
     def _write(self, job: Job, **content: Any) -> None:
-        row = {
-            "part": job.part,
-            "condition": job.condition,
-            "seed": job.seed,
-            "recipe": job.recipe(self.options.config),
-        }
-        append_json(
-            self.options.rows,
-            {**row, "options": list(job.options), "commit": commit(), "corpus": self.corpus["sha256"][:12], **content},
-        )
+        row = {"part": job.part, "condition": job.condition, "seed": job.seed}
+        row |= {"recipe": job.recipe(self.options.config), "options": list(job.options), "commit": commit()}
+        self._append(row, **content)
+
+    def _append(self, row: Row, **content: Any) -> None:
+        append_json(self.options.rows, {**row, "corpus": self.corpus["sha256"][:12], **content})
 
 
-def main(options: Options, page: Callable[[Sequence[Row], Path], None] = write_page) -> None:
-    parts = PARTS if options.part == "all" else tuple(p for p in options.part.split(",") if p != "page")
+def main(options: Options) -> None:
+    parts = tuple(PARTS) if options.part == "all" else tuple(p for p in options.part.split(",") if p != "page")
     if unknown := set(parts) - set(PARTS):
         raise SystemExit(f"there is no part {', '.join(sorted(unknown))}; expected all, page, {', '.join(PARTS)}")
     if parts:
@@ -224,7 +215,15 @@ def main(options: Options, page: Callable[[Sequence[Row], Path], None] = write_p
             print(f"{part}: {state}", flush=True)
             if not jobs(part, experiment.rows):
                 raise SystemExit(f"{part} needs what tuning finds: run --part tuning first")
-    page(current(read_rows(options.rows), options.config), options.docs)
+    rows = current(read_rows(options.rows), options.config)
+    page = options.docs / "evidence.md"
+    if parts and (left := missing(rows)):
+        print(f"{page} is not written before all runs have ended; missing:", *left, sep="\n  ", flush=True)
+        return
+    try:
+        write_page(rows, options.docs)
+    except Refused as error:
+        raise SystemExit(f"{page} is not written: {error}") from error
 
 
 if __name__ == "__main__":

@@ -1,107 +1,146 @@
 """Analyse rows of docs/evidence.jsonl as docs/evidence_design.md says: differences, intervals and verdicts."""
 
 import math
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 from scipy import stats
 
-from benchmarks.evidence_parts import FEW_SEEDS, SEEDS, Row, newest
-from titan_disp.lab.statistics import Difference, holm, paired_by_seed
+from benchmarks.evidence_parts import (
+    ALL_LRS,
+    FEW_SEEDS,
+    RESTORED,
+    SEEDS,
+    STATES,
+    WARMUPS,
+    Recipe,
+    Row,
+    key_of,
+    newest,
+    tuning_losses,
+)
+from titan_disp.lab.statistics import holm
 
 MARGIN = 0.02  # nats; a smaller difference does not matter (docs/evidence_design.md)
 ALPHA = 0.05
 
-
-@dataclass(frozen=True)
-class Contrast:
-    """A comparison of a condition with a baseline of the same part, paired by seed.
-
-    Attributes:
-        family: contrasts with the same family are adjusted together (Holm). Empty: there are too few seeds for a test.
-        text: the text that is measured.
-    """
-
-    part: str
-    condition: str
-    family: str
-    text: str = "test"
-    baseline: str = "off"
-
-    @property
-    def seeds(self) -> tuple[int, ...]:
-        return SEEDS if self.family else FEW_SEEDS
-
-
-PRIMARY = Contrast("main", "on", "main")
-LONG = Contrast("long", "on", "")
-CONTRASTS = (
-    PRIMARY,
-    *(Contrast("main", name, "main") for name in ("on-0.03", "on-first-quarter", "on-moments", "noisy-embedding")),
-    Contrast("width", "on", "main"),
-    Contrast("depth", "on", ""),
-    LONG,
-    *(
-        Contrast("midtraining", name, "midtraining", text)
-        for text in ("test", "new_test")
-        for name in ("on-0.1", "on-0.5")
-    ),
-)
+Value = Callable[[Row], float | None]
 
 
 @dataclass(frozen=True)
-class Outcome:
-    """The result of a contrast.
+class Paired:
+    """Values by seed of a condition and of a baseline, over the seeds that both have.
 
     Attributes:
-        baseline, condition: the metric by seed of the runs that have finished.
-        difference: condition minus baseline over the pairs, with p of the sign-flip test. None if there is no pair.
-        failed: the failed runs of the two conditions, such as "off seed 3".
+        n, lower, higher: the number of pairs, and of those in which the condition has the lower or the higher value.
+        mean, low, high: mean of condition − baseline, and its 95 % interval by Student's t. NaN where it is undefined.
+        p: two-sided p of the exact sign-flip test.
     """
 
-    contrast: Contrast
-    baseline: Mapping[int, float]
-    condition: Mapping[int, float]
-    difference: Difference | None
-    failed: tuple[str, ...]
+    own: Mapping[int, float] = field(default_factory=dict)
+    other: Mapping[int, float] = field(default_factory=dict)
+    n: int = 0
+    lower: int = 0
+    higher: int = 0
+    mean: float = math.nan
+    low: float = math.nan
+    high: float = math.nan
+    p: float = math.nan
 
     @property
-    def pairs(self) -> list[int]:
-        return [seed for seed in self.condition if seed in self.baseline]
+    def sign(self) -> int:
+        """-1 or 1 if the interval is below or above 0, and 0 if it includes 0 or is undefined."""
+        return int(self.low > 0) - int(self.high < 0)
+
+    def agreement(self) -> str:
+        word, count = ("lower", self.lower) if self.mean < 0 else ("higher", self.higher)
+        return f"{word} in {count} of {self.n} seeds"
+
+
+def paired(own: Mapping[int, float], other: Mapping[int, float]) -> Paired:
+    seeds = [seed for seed in own if seed in other]
+    if not seeds:
+        return Paired()
+    own, other = ({seed: one[seed] for seed in seeds} for one in (own, other))
+    d = np.array([own[seed] - other[seed] for seed in seeds])
+    low, high = interval(d)
+    flips = {"permutation_type": "samples", "n_resamples": np.inf}  # all sign patterns
+    p = stats.permutation_test((d,), np.mean, **flips).pvalue if len(d) > 1 else 1.0
+    counts = len(d), int((d < 0).sum()), int((d > 0).sum())
+    return Paired(own, other, *counts, float(d.mean()), float(low), float(high), float(p))
+
+
+def interval(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return the 95 % interval of the mean over the first axis, by Student's t; NaN for a single value."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of a single value, and of equal values
+        found = stats.ttest_1samp(values, 0).confidence_interval(0.95)
+    return found.low, found.high
+
+
+# The contrasts with off: part, condition and text, and the family in which Holm's method adjusts it. Contrasts without a
+# family have too few seeds for a test.
+FAMILIES = {
+    **{
+        ("main", name, "test"): "main"
+        for name in ("on", "on-0.03", "on-first-quarter", "on-moments", "noisy-embedding")
+    },
+    **{("width", "on", "test"): "main", ("depth", "on", "test"): "", ("long", "on", "test"): ""},
+    **{("midtraining", name, "test"): "midtraining" for name in ("on-0.1", "on-0.5")},
+    **{("midtraining", name, "new_test"): "midtraining" for name in ("on-0.1", "on-0.5")},
+}
+
+
+@dataclass(frozen=True)
+class Outcome(Paired):
+    """The result of a contrast in cross-entropy, and the failed runs of its two conditions, such as "off seed 3"."""
+
+    family: str = ""
+    failed: tuple[str, ...] = ()
+    holm: float | None = None
 
     @property
-    def lower(self) -> int:
-        """Count the pairs in which the condition has the lower value."""
-        return sum(self.condition[seed] < self.baseline[seed] for seed in self.pairs)
+    def seeds(self) -> int:
+        return len(SEEDS if self.family else FEW_SEEDS)
 
     @property
-    def complete(self) -> bool:
-        return len(self.pairs) == len(self.contrast.seeds)
+    def clear(self) -> bool:
+        """Whether the sign is significant, which "no difference of 0.02 or more" does not say."""
+        return self.holm is not None and self.holm < ALPHA
+
+    @property
+    def small(self) -> bool:
+        return self.low > -MARGIN and self.high < MARGIN
 
     def verdict(self) -> str:
         """Return the verdict in words, by the rules of the design."""
-        d = self.difference
-        if d is None or d.low is None or d.high is None:
-            if not self.pairs:
-                return f"no pair has finished ({len(self.failed)} runs failed)" if self.failed else "not run"
-            return f"too few pairs ({len(self.pairs)} of {len(self.contrast.seeds)})"
-        unfinished = "" if self.complete else f" ({len(self.pairs)} of {len(self.contrast.seeds)} pairs)"
-        if d.low > -MARGIN and d.high < MARGIN:
-            return f"no difference of {MARGIN:g} or more{unfinished}"
-        if not self.contrast.family:
-            if self.lower in (0, len(self.pairs)):
-                word = "better" if self.lower else "worse"
-                return f"{word} in all {len(self.pairs)} seeds, too few for a test{unfinished}"
-            return f"better in {self.lower} of {len(self.pairs)} seeds, undecided{unfinished}"
-        if d.holm is not None and d.holm < ALPHA:
-            if d.mean < 0 and self._fails_more():
-                return "undecided: lower, but more of its runs failed" + unfinished
-            return ("better" if d.mean < 0 else "worse") + unfinished
-        return "undecided" + unfinished
+        if not self.n:
+            return f"no pair has finished ({len(self.failed)} runs failed)" if self.failed else "not run"
+        if self.n == 1:
+            return f"too few pairs (1 of {self.seeds})"
+        return self._says() + ("" if self.n == self.seeds else f" ({self.n} of {self.seeds} pairs)")
 
-    def _fails_more(self) -> bool:
-        own = sum(not name.startswith(f"{self.contrast.baseline} ") for name in self.failed)
+    def _says(self) -> str:
+        word, family = "better" if self.mean < 0 else "worse", self.family
+        if self.small:
+            says = f"no difference of {MARGIN:g} or more"
+            if self.clear:
+                return f"{says}; the direction is significant after Holm's adjustment"
+            return f"{says} ({self.agreement()})" if not family and self.n in (self.lower, self.higher) else says
+        if not family and self.lower in (0, self.n):
+            return f"{word} in all {self.n} seeds, too few for a test"
+        if not family:
+            return f"better in {self.lower} of {self.n} seeds, undecided"
+        if self.clear and word == "better" and self.fails_more:
+            return "undecided: lower, but more of its runs failed"
+        return word if self.clear else "undecided"
+
+    @property
+    def fails_more(self) -> bool:
+        own = sum(not name.startswith("off ") for name in self.failed)
         return own > len(self.failed) - own
 
 
@@ -111,20 +150,45 @@ def finished(rows: Iterable[Row], part: str, condition: str) -> dict[int, Row]:
     return {seed: row for seed, row in sorted(own.items()) if row["status"] == "finished"}
 
 
-def by_seed(rows: Iterable[Row], part: str, condition: str, value: Callable[[Row], float | None]) -> dict[int, float]:
+def by_seed(rows: Iterable[Row], part: str, condition: str, value: Value) -> dict[int, float]:
     """Return the value by seed, of the runs that have finished and have a finite one."""
     numbers = {seed: value(row) for seed, row in finished(rows, part, condition).items()}
     return {seed: number for seed, number in numbers.items() if number is not None and math.isfinite(number)}
 
 
-def metric(text: str, name: str) -> Callable[[Row], float | None]:
-    """Return a function that reads a number on held-out text, such as cross_entropy."""
-    return lambda row: row["numbers"].get(text, {}).get(name)
+def compare(rows: Iterable[Row], part: str, condition: str, value: Value, baseline: str = "off") -> Paired:
+    rows = list(rows)
+    own, other = (by_seed(rows, part, name, value) for name in (condition, baseline))
+    return paired(own, other)
 
 
-def of_history(name: str) -> Callable[[Row], float | None]:
-    """Return a function that reads a number about training: plateau_end or block_cosine."""
-    return lambda row: row["history"].get(name) if "history" in row else None
+def read(*keys: str | int) -> Value:
+    """Return a function that reads a number of a row by its keys, or None if the row does not have it."""
+
+    def value(row: Any) -> float | None:
+        for key in keys:
+            if isinstance(row, dict) and key not in row:
+                return None
+            row = row[key]
+        return row
+
+    return value
+
+
+def loss(text: str) -> Value:
+    return read("numbers", text, "cross_entropy")
+
+
+def of_other_sources(name: str, shares: Mapping[str, float]) -> Value:
+    """Return a function that reads the cross-entropy of all test text but one source's, as a mean over the tokens."""
+    others = [one for one in shares if one != name]
+    weights = [shares[one] for one in others]
+    return lambda row: float(np.average([row["numbers"]["test"]["by_source"][one] for one in others], weights=weights))
+
+
+def block_cosine(text: str = "test") -> Value:
+    """Return a function that reads the mean cosine over the blocks, without the embedding and the final norm."""
+    return lambda row: float(np.mean(row["numbers"][text]["mean_cosine"][1:-1]))
 
 
 def failures(rows: Iterable[Row]) -> list[Row]:
@@ -132,74 +196,120 @@ def failures(rows: Iterable[Row]) -> list[Row]:
     return [row for row in newest(rows).values() if row["status"] == "failed"]
 
 
-def outcome(rows: Sequence[Row], contrast: Contrast, value: Callable[[Row], float | None]) -> Outcome:
-    """Return the result of a contrast without Holm's adjustment."""
-    both = {name: by_seed(rows, contrast.part, name, value) for name in (contrast.baseline, contrast.condition)}
-    own, other = both[contrast.condition], both[contrast.baseline]
-    _, found = paired_by_seed(own, other)
-    failed = tuple(
-        f"{row['condition']} seed {row['seed']}"
-        for row in failures(rows)
-        if row["part"] == contrast.part and row["condition"] in both
-    )
-    return Outcome(contrast, other, own, found, failed)
-
-
-def outcomes(rows: Sequence[Row]) -> dict[Contrast, Outcome]:
+def outcomes(rows: Sequence[Row]) -> dict[tuple[str, str, str], Outcome]:
     """Return all contrasts in held-out cross-entropy. Holm's adjustment also counts contrasts that are not run yet."""
-    found = {c: outcome(rows, c, metric(c.text, "cross_entropy")) for c in CONTRASTS}
-    for family in {contrast.family for contrast in CONTRASTS}:
-        members = [contrast for contrast in CONTRASTS if contrast.family == family]
-        p_values = [d.p_value if (d := found[contrast].difference) is not None else None for contrast in members]
-        for contrast, adjusted in zip(members, holm(p_values) if family else [None] * len(members), strict=True):
-            if (d := found[contrast].difference) is not None:
-                found[contrast] = replace(found[contrast], difference=replace(d, holm=adjusted))
+    found = {}
+    for (part, condition, text), family in FAMILIES.items():
+        lost = [row for row in failures(rows) if row["part"] == part and row["condition"] in ("off", condition)]
+        failed = tuple(f"{row['condition']} seed {row['seed']}" for row in lost)
+        own = compare(rows, part, condition, loss(text))
+        found[part, condition, text] = Outcome(**vars(own), family=family, failed=failed)
+    for family in {*FAMILIES.values()} - {""}:
+        members = {key: one for key, one in found.items() if one.family == family}
+        adjusted = holm([one.p if one.n else None for one in members.values()])
+        found |= {key: replace(one, holm=p) for (key, one), p in zip(members.items(), adjusted, strict=True)}
     return found
 
 
 def noise(rows: Sequence[Row]) -> dict[str, dict[int, float]]:
     """Return test cross-entropy minus that of main's off with the same seed and data, by arrangement and seed."""
-    value = metric("test", "cross_entropy")
-    first = by_seed(rows, "main", "off", value)
-    found = {}
-    for name in ("accumulation-4", "2-ranks", "again"):
-        own = by_seed(rows, "noise", name, value)
-        found[name] = {seed: own[seed] - first[seed] for seed in own if seed in first}
-    return found
+    first = by_seed(rows, "main", "off", loss("test"))
+    own = {name: by_seed(rows, "noise", name, loss("test")) for name in ("accumulation-4", "2-ranks", "again")}
+    return {name: {seed: ce - first[seed] for seed, ce in of.items() if seed in first} for name, of in own.items()}
 
 
 def plateau_and_loss(rows: Sequence[Row], part: str, condition: str) -> tuple[float, int] | None:
     """Return Spearman's ρ over seeds of the plateau's end and the final loss, and the seeds; None for fewer than four."""
-    ends = by_seed(rows, part, condition, of_history("plateau_end"))
-    losses = by_seed(rows, part, condition, metric("test", "cross_entropy"))
-    seeds = [seed for seed in ends if seed in losses]
-    if len(seeds) < 4 or min(len({own[seed] for seed in seeds}) for own in (ends, losses)) < 2:
+    ends = by_seed(rows, part, condition, read("history", "plateau_end"))
+    losses = by_seed(rows, part, condition, loss("test"))
+    return rank_correlation([(ends[seed], losses[seed]) for seed in ends if seed in losses])
+
+
+def rank_correlation(points: Sequence[tuple[float, float]]) -> tuple[float, int] | None:
+    """Return Spearman's ρ and the number of points; None for fewer than four, or if one side is constant."""
+    if len(points) < 4 or min(len(set(side)) for side in zip(*points, strict=True)) < 2:
         return None
-    return float(stats.spearmanr([ends[s] for s in seeds], [losses[s] for s in seeds]).statistic), len(seeds)
+    return float(stats.spearmanr(*zip(*points, strict=True)).statistic), len(points)
 
 
-def curve_differences(rows: Sequence[Row], part: str) -> tuple[list[int], np.ndarray] | None:
-    """Return tokens, and [seeds, steps] of on − off in development cross-entropy during training; None without a pair."""
+def least_correlation(n: int) -> float:
+    """Return the correlation of n points from which on it is significant (p < 0.05), by Student's t."""
+    t = stats.t.ppf(1 - ALPHA / 2, n - 2)
+    return float(t / np.sqrt(n - 2 + t**2))
+
+
+def curve_differences(rows: Sequence[Row], part: str) -> tuple[list[int], list[int], np.ndarray]:
+    """Return steps, tokens, and [seeds, steps] of on − off in development cross-entropy during training."""
     on, off = (finished(rows, part, state) for state in ("on", "off"))
     pairs = [(on[seed]["history"], off[seed]["history"]) for seed in on if seed in off]
-    steps = pairs[0][0]["steps"] if pairs else []
+    steps = pairs[0][0]["steps"]
     every = [
         np.subtract(own["cross_entropy"], other["cross_entropy"])
         for own, other in pairs
         if own["steps"] == other["steps"] == steps
     ]
-    if not every:
-        return None
     per_step = pairs[0][0]["tokens"] / steps[-1]
-    return [round(step * per_step) for step in steps], np.stack(every)
+    return steps, [round(step * per_step) for step in steps], np.stack(every)
 
 
-def interval(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the 95 % interval of the mean over the first axis, by Student's t."""
-    n = len(values)
-    half = (
-        stats.t.ppf(0.975, n - 1) * values.std(axis=0, ddof=1) / np.sqrt(n)
-        if n > 1
-        else np.full(values.shape[1:], np.nan)
-    )
-    return values.mean(axis=0) - half, values.mean(axis=0) + half
+def restored(rows: Sequence[Row]) -> list[float]:
+    """Return test cross-entropy of models that were trained again for a later part, minus that of their first rows."""
+    first, again = newest(rows), [row for row in rows if row["part"] == RESTORED]
+    both = [(loss("test")(row), loss("test")(first[key_of(row)])) for row in again if key_of(row) in first]
+    return [own - other for own, other in both if own is not None and other is not None]
+
+
+def second_runs(rows: Sequence[Row]) -> dict[int, Row]:
+    """Return by seed the rows of main's off that were trained again for a later part."""
+    return {key_of(row)[2]: row for row in rows if row["part"] == RESTORED and key_of(row)[:2] == ("main", "off")}
+
+
+def against_second_runs(rows: Sequence[Row]) -> Paired:
+    again = {seed: ce for seed, row in second_runs(rows).items() if (ce := loss("test")(row)) is not None}
+    return paired(by_seed(rows, "main", "on", loss("test")), again)
+
+
+def token_shares(rows: Iterable[Row]) -> dict[str, float] | None:
+    """Return the fraction of the test tokens that each source has.
+
+    The rows have the cross-entropy over all tokens and by source, and the first is the mean of the others with these
+    fractions as weights. They are therefore the solution of linear equations, one per row. Returns None if the rows do
+    not determine it.
+    """
+    tests = [row["numbers"]["test"] for row in rows if "test" in row.get("numbers", {})]
+    if not tests:
+        return None
+    names = list(tests[0]["by_source"])
+    matrix = np.array([[test["by_source"][name] for name in names] for test in tests])
+    weights, _, rank, _ = np.linalg.lstsq(matrix, np.array([test["cross_entropy"] for test in tests]), rcond=None)
+    if rank < len(names) or abs(weights.sum() - 1) > 1e-3 or weights.min() < 0:
+        return None
+    return dict(zip(names, weights.tolist(), strict=True))
+
+
+def lasting(rows: Sequence[Row]) -> tuple[Paired, Paired, Paired]:
+    """Return on against off after 600 and after 2,400 steps, and the change between them, over the same seeds."""
+    both = {part: compare(rows, part, "on", loss("test")) for part in ("main", "long")}
+    seeds = [seed for seed in both["long"].own if seed in both["main"].own]
+    short, long = (paired({seed: one.own[seed] for seed in seeds}, one.other) for one in both.values())
+    d = [{seed: one.own[seed] - one.other[seed] for seed in seeds} for one in (long, short)]
+    return short, long, paired(*d)
+
+
+def condensation_and_difference(rows: Sequence[Row], part: str) -> list[tuple[float, float]]:
+    """Return by seed how condensed off was over training, and the test cross-entropy of on − off."""
+    found = compare(rows, part, "on", loss("test"))
+    cosine = by_seed(rows, part, "off", read("history", "block_cosine"))
+    return [(cosine[seed], found.own[seed] - found.other[seed]) for seed in found.own if seed in cosine]
+
+
+def by_learning_rate(rows: Sequence[Row]) -> dict[float, dict[str, Any]]:
+    """Return tuning's losses by learning rate and state, over warm-ups and seeds, where no run is missing or failed."""
+    found = {}
+    for lr in ALL_LRS:
+        losses = {s: [tuning_losses(rows, s, [lr])[Recipe(lr, w)] for w in WARMUPS] for s in STATES}
+        values = {state: np.concatenate(of) for state, of in losses.items()}
+        if len(values["on"]) == len(values["off"]) > 0 and np.isfinite([*values["on"], *values["off"]]).all():
+            means = {state: float(of.mean()) for state, of in values.items()}
+            found[lr] = {**means, "difference": means["on"] - means["off"]}
+    return found

@@ -1,166 +1,175 @@
-"""Write docs/evidence.md from docs/evidence.jsonl."""
+"""Write docs/evidence.md from docs/evidence.jsonl and the template evidence.md.j2, which has the prose.
 
-from collections.abc import Mapping, Sequence
-from pathlib import Path
-
-from benchmarks.evidence_analysis import (
-    CONTRASTS,
-    LONG,
-    PRIMARY,
-    Contrast,
-    Outcome,
-    outcomes,
-)
-from benchmarks.evidence_details import against_second_runs
-from benchmarks.evidence_parts import SEEDS, Row
-from benchmarks.evidence_plots import draw
-from benchmarks.evidence_sentences import sentences
-from benchmarks.evidence_tables import (
-    HEADER,
-    SECONDARY,
-    WHERE,
-    attempts,
-    by_source,
-    contrast_rows,
-    corpus_table,
-    cosines,
-    noise_table,
-    related_to_condensation,
-    restored_models,
-    secondary_rows,
-    table,
-    tuning_tables,
-)
-from benchmarks.evidence_words import answer
-from titan_disp.files import atomic_write
-
-SHORT = """The model is the nano Qwen3 (0.4 M parameters, 6 layers, width 64), trained from scratch on 2.5 M tokens of Debian's
-documentation, of which none is seen twice (9.8 M tokens in the part of 2,400 steps). Then its cross-entropy is measured
-on other documents of the same packages. Off and on have the learning rate and warm-up that were best for each of them
-on a third text. Two runs with the same seed begin with the same weights and read the same data, so that differences
-are taken seed by seed.
-
-| condition | what it is |
-|---|---|
-| off | cross-entropy alone |
-| on, λ 0.1 | with the dispersion loss over all pairs of tokens, in all layers; this λ is the paper's |
-| on, λ 0.03 | the same with a smaller weight |
-| on in the first quarter | λ goes from 0.1 to 0 in the first 150 steps |
-| on, moments | λ 0.1 with the cheaper *moments* estimator ([loss.md](loss.md)) |
-| noisy embedding | no dispersion, but noise on the embeddings (NEFTune, α = 5), one of the paper's baselines |
+The numbers are computed here, and the words are written there by hand. The words that rely on a sign or a size are
+marked with it (``holds``). If the rows say otherwise, the page is not written, and the error names what to rewrite.
 """
 
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
 
-def _has_pictures(rows: Sequence[Row]) -> bool:
-    """Return whether there is anything to draw: all pictures need runs of the main part."""
-    return any(row["part"] == "main" for row in rows)
+import numpy as np
+import tomli
+import torch
+from scipy import stats
+
+from benchmarks import evidence_analysis as analysis
+from benchmarks import evidence_parts as design
+from benchmarks import evidence_score
+from benchmarks.evidence_analysis import Paired
+from benchmarks.evidence_parts import PARTS, RESTORED, TRAINED, Recipe, Row, jobs, newest, tuned, tuning_losses
+from benchmarks.evidence_plots import draw
+from benchmarks.templates import Refused, render
+from titan_disp.files import atomic_write
+from titan_disp.models.qwen3 import Qwen3DispModel
+from titan_disp.models.registry import model_args
+
+NOTHING = "–"
 
 
-def _pictures(rows: Sequence[Row], *links: str) -> list[str]:
-    return [line for link in links for line in (link, "")] if _has_pictures(rows) else []
+def mean(values: Iterable[float], digits: int = 3, sign: str = "") -> str:
+    """Format a mean with its standard error over seeds."""
+    found = list(values)
+    if not found:
+        return NOTHING
+    error = f" ± {stats.sem(found):.{digits}f}" if len(found) > 1 else ""
+    return f"{np.mean(found):{sign}.{digits}f}{error}"
 
 
-def _says(rows: Sequence[Row], found: Mapping[Contrast, Outcome]) -> list[str]:
-    lines = sentences(rows, found)
-    return ["## What it says", "", *lines, ""] if lines else []
+def interval(found: Paired, digits: int) -> str:
+    return NOTHING if np.isnan(found.low) else f"{found.low:+.{digits}f} … {found.high:+.{digits}f}"
+
+
+def certainty(found: Paired, digits: int) -> str:
+    """Return "95 % interval +0.005 … +0.020; higher in 8 of 8 seeds"."""
+    return f"95 % interval {interval(found, digits)}; {found.agreement()}"
+
+
+def signed(found: Paired, digits: int | None = None) -> str:
+    """Return "+0.012 (95 % interval +0.005 … +0.020; higher in 8 of 8 seeds)".
+
+    By default it has 3 decimals, or 4 where 3 would show a number as zero and so hide its sign.
+    """
+    digits = digits or (4 if any(x and abs(x) < 0.0005 for x in (found.mean, found.low, found.high)) else 3)
+    return f"{found.mean:+.{digits}f} ({certainty(found, digits)})"
+
+
+FILTERS = {
+    "percent": lambda fraction, sign="": f"{100 * fraction:{sign}.0f} %",
+    "mean": mean,
+    "mean_only": lambda values, digits: f"{np.mean(list(values)):.{digits}f}",
+    "median": lambda values: f"{median(values):g}",
+    "interval": interval,
+    "certainty": certainty,
+    "signed": signed,
+}
+
+
+def extremes(rows: Sequence[Row], part: str) -> dict[str, str]:
+    """Return on − off on the curves' text, where its mean over seeds is lowest and highest after step 0, and at the end."""
+    steps, _, d = analysis.curve_differences(rows, part)
+    low, high = analysis.interval(d)
+    over_seeds = d.mean(axis=0)
+
+    def at(i: int) -> str:
+        return f"{over_seeds[i]:+.3f} at step {steps[i]} (95 % interval {low[i]:+.3f} … {high[i]:+.3f})"
+
+    steps_of = {"lowest": 1 + int(over_seeds[1:].argmin()), "highest": 1 + int(over_seeds[1:].argmax()), "end": -1}
+    return {name: at(i) for name, i in steps_of.items()}
+
+
+def numbers(rows: Sequence[Row], text: str, condition: str) -> dict[str, Any]:
+    """Return means over seeds of a condition of mid-training, or of the models before it."""
+    own = analysis.finished(rows, "midtraining", condition)
+    if (text, condition) == ("test", "before"):  # measured in main, or when they were trained again
+        own = analysis.finished(rows, "main", "off") | analysis.second_runs(rows)
+    found = [row["numbers"][text] for row in own.values()]
+    cosine = np.mean([one["mean_cosine"] for one in found], axis=0).tolist()
+    means = {name: float(np.mean([one[name] for one in found])) for name in ("cross_entropy", "accuracy")}
+    return {**means, "mean_cosine": cosine, "blocks": float(np.mean(cosine[1:-1]))}
+
+
+def tuning_cell(rows: Sequence[Row], state: str, lr: float, warmup: float) -> str:
+    """Return the mean loss of a state, or of on − off, with one recipe."""
+    losses = {one: tuning_losses(rows, one, [lr])[Recipe(lr, warmup)] for one in design.STATES}
+    losses["on − off"] = [on - off for on, off in zip(losses["on"], losses["off"], strict=False)]
+    if not np.isfinite(losses[state]).all():
+        return "failed"
+    return mean(losses[state], sign="" if state in design.STATES else "+")
+
+
+def attempts(rows: Sequence[Row]) -> dict[str, dict[str, Any]]:
+    """Return number, failures and hours of all attempts by part. Other rows only measure a model again."""
+    tried = [row for row in rows if "history" in row or row.get("status") == "failed"]
+    found = {}
+    for part, name in {**PARTS, RESTORED: "main comparison's off, trained again for mid-training"}.items():
+        if own := [row for row in tried if row["part"] == part]:
+            hours = sum(_seconds(row) for row in own if "history" in row) / 3600
+            failed = sum(row.get("status") == "failed" for row in own)
+            found[name] = {"number": len(own), "failed": failed, "hours": hours}
+    return found
+
+
+def _seconds(row: Row) -> float:
+    return sum(row["history"]["seconds"].values())
+
+
+def seconds(rows: Sequence[Row], part: str, condition: str = "") -> float:
+    """Return the mean seconds of a condition's runs, or of those of ``RESTORED``, from the start to the end of training."""
+    again = [row for row in rows if row["part"] == RESTORED]
+    own = again if part == RESTORED else analysis.finished(rows, part, condition).values()
+    return float(np.mean([_seconds(row) for row in own]))
+
+
+def missing(rows: Sequence[Row]) -> list[str]:
+    """Return the runs of the design that have no row, by part; a failed run has one."""
+    known = newest(rows)
+    wanted = {part: [job.name for job in jobs(part, rows) if job.key not in known] for part in PARTS}
+    if not tuned(rows):
+        return ["tuning is not complete, and decides the recipes of all other runs"]
+    return [f"{part}: {', '.join(names)}" for part, names in wanted.items() if names]
+
+
+def context(rows: Sequence[Row]) -> dict[str, Any]:
+    """Return what the template can name: the analysis and the design, and what is said of these rows."""
+    config = tomli.loads((Path(__file__).parent.parent / design.CONFIG).read_text())
+    model = model_args(config["model"]["name"], config["model"]["flavor"])
+    with torch.device("meta"):
+        parameters = sum(one.numel() for one in Qwen3DispModel(model).parameters())
+    shares, rates, noise = analysis.token_shares(rows) or {}, analysis.by_learning_rate(rows), analysis.noise(rows)
+    best = min(of["off"] for of in rates.values())
+    points = {part: np.mean(analysis.condensation_and_difference(rows, part), axis=0) for part in TRAINED}
+    known = dict.fromkeys(key[:2] for key in newest(rows))
+    return {
+        **vars(analysis),
+        "outcomes": analysis.outcomes(rows),
+        **{one.__name__: one for one in (attempts, extremes, numbers, seconds, tuning_cell)},
+        **{"design": design, "score": evidence_score, "config": config, "model": model, "rows": rows},
+        **{"coeff": config["dispersion"]["coeff"], "parameters": parameters / 1e6},
+        **{"rates": rates, "recipes": tuned(rows), "shares": shares, "differences": noise},
+        "largest": max(shares, key=lambda name: shares[name]),
+        "behind": min((of["off"] - best for of in rates.values() if of["difference"] < 0), default=0.0),
+        "conditions": [key for part in TRAINED for key in known if key[0] == part],
+        "most_condensed": max(points, key=lambda part: points[part][0]),
+        "best_part": min(points, key=lambda part: points[part][1]),
+        "corpus": next(row for row in reversed(rows) if row["part"] == "corpus"),
+    }
 
 
 def page(rows: Sequence[Row]) -> str:
-    """Return the page as Markdown."""
-    found = outcomes(rows)
-    main = [c for c in CONTRASTS if c.family == "main"]
-    few = [c for c in CONTRASTS if not c.family]
-    mid = [c for c in CONTRASTS if c.family == "midtraining"]
-    parts = [
-        "# Does it help?",
-        "",
-        "This page asks whether the dispersion loss lowers the cross-entropy of text that a small model has not seen.",
-        "",
-        answer(found[PRIMARY], against_second_runs(rows), found[LONG]),
-        "",
-        "`make evidence` writes this page from [evidence.jsonl](evidence.jsonl), which has one row per run. Question, outcomes",
-        "and rules were fixed before the main runs: [evidence_design.md](evidence_design.md), which marks what was added later.",
-        "Numbers are cross-entropy on held-out text in nats, mean ± standard error over seeds. Differences are condition − off,",
-        "paired by seed; below zero is better.",
-        "",
-        "## The experiment in short",
-        "",
-        SHORT,
-        *_says(rows, found),
-        "## Main comparison",
-        "",
-        *table(["", *HEADER], contrast_rows(found, main, "where")),
-        "*Lower in* counts the seeds in which the condition has the lower cross-entropy. p is from the exact sign-flip test, and "
-        f"Holm's method adjusts it for the {len(main)} contrasts. With {len(SEEDS)} seeds p is at least "
-        f"{2 / 2 ** len(SEEDS):.4f}. A contrast that has not been run counts as p = 1.",
-        "",
-        *_pictures(
-            rows,
-            "![Difference of cross-entropy over tokens](evidence_loss.png)",
-            "The curves are the difference during training, in the 95 % interval over seeds. Their text is only 4,112 tokens of "
-            "one page of the dictionary, so they may differ from the table, whose text is the whole test split. Each run has a "
-            "learning rate that falls to a tenth at its own end, so the long runs cannot be compared with the others midway.",
-        ),
-        *by_source(rows),
-        "## Depth and length",
-        "",
-        *table(["", *HEADER], contrast_rows(found, few, "where")),
-        "Four seeds cannot reach p < 0.05 in the sign-flip test.",
-        "",
-        "## Condensation, plateau and accuracy",
-        "",
-        "The *mean cosine* is over all pairs of tokens in a sequence: 1 means that all tokens point in the same direction. The",
-        "*block cosine over time* is its mean over the blocks and over training. The *plateau* ends at the first logged step at",
-        "which the training loss is below 6.0. *Accuracy* is the fraction of test tokens that the model ranks first.",
-        "",
-        *table(SECONDARY, [cells for part in WHERE for cells in secondary_rows(rows, part)]),
-        *_pictures(
-            rows,
-            "The maps, and the cosine over time in the table and below, are measured on the same page as the curves. The last "
-            "word is right in a few of 600 paragraphs, which tells nothing at this size.",
-            "![Cosines by layer over the steps](evidence_cosine.png)",
-            "![Difference against condensation without dispersion](evidence_baseline.png)",
-            related_to_condensation(rows),
-        ),
-        "## Mid-training",
-        "",
-        "The models of off are trained further on a package that was held back, dict-foldoc, with dispersion off and on. *Old",
-        "text* is the test text of the main comparison, and *new text* is that of the held-back package. Training lasts 200",
-        "steps (0.8 M tokens), with a tenth of off's learning rate, 20 % warm-up and a cosine to 0. No recipe was tuned for",
-        "it, for either λ.",
-        "",
-        *table(["text", *HEADER], contrast_rows(found, mid, "text")),
-        *restored_models(rows),
-        *cosines(rows),
-        *tuning_tables(rows),
-        *noise_table(rows),
-        *attempts(rows),
-        *corpus_table(rows),
-        "## What this cannot say",
-        "",
-        "The model has 0.4 M parameters and a vocabulary of 2,048, and trains on 2.5 to 10 M tokens of technical",
-        "documentation. The paper trains 0.6 B parameters on 156 B tokens of C4. In larger models the cosine grows with depth",
-        "(paper), which the model here hardly shows. The intervals are over seeds, and hold only for this text, tokenizer,",
-        "optimizer and schedule.",
-        "",
-        "To ask the question at 124 M parameters, one GPU is enough:",
-        "[`train_configs/sweeps/evidence_124m.toml`](../train_configs/sweeps/evidence_124m.toml) trains GPT-2 on 2.5 B tokens of",
-        "C4, off and on with eight seeds each, after `evidence_124m_tuning.toml` has been used to choose a learning rate for",
-        "each side. The plan predicts 42 hours on an H100 for both sweeps together. Nobody has run them yet.",
-        "",
-        "## How to run it again",
-        "",
-        "```bash",
-        "python -m benchmarks.corpus data/evidence",
-        "make evidence JOBS=2         # all that is missing; PART=main trains one part",
-        "```",
-        "",
-    ]
-    return "\n".join(parts)
+    """Return the page as Markdown.
+
+    Raises:
+        Refused: Runs are missing, or words of the template are not true of the rows.
+    """
+    if left := missing(rows):
+        raise Refused("\n  ".join(["runs are missing that the text of docs/evidence.md is about:", *left]))
+    return render("evidence.md.j2", context(rows), **FILTERS)
 
 
 def write_page(rows: Sequence[Row], docs: Path) -> None:
-    if _has_pictures(rows):
-        draw(rows, docs)
+    text = page(rows)
+    draw(rows, docs)
     with atomic_write(docs / "evidence.md") as partial:
-        partial.write_text(page(rows))
+        partial.write_text(text)

@@ -3,7 +3,7 @@
 import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +11,27 @@ import tomli
 
 CONFIG = "train_configs/evidence.toml"
 STEPS, LONG, MIDTRAINING = 600, 2400, 200
+QUARTER = STEPS // 4  # the steps in which on-first-quarter has dispersion
+NARROW, DEEP = 16, 12  # the MLP's width, and the layers
+NOISE_ALPHA = 5  # NEFTune's α
+MIDTRAINING_LR, MIDTRAINING_WARMUP = 0.1, 0.2  # as fractions of off's learning rate and of the steps
 SEEDS = tuple(range(1, 9))
 FEW_SEEDS = SEEDS[:4]  # for the parts that take longer
 TUNING_SEEDS = (101, 102)  # used in no other part
 LRS, WARMUPS = (1e-3, 2e-3, 4e-3, 8e-3), (0.05, 0.2)
+ALL_LRS = (LRS[0] / 2, *LRS, LRS[-1] * 2)  # and those beyond
 STATES = ("off", "on")
 RESTORED = "restored"  # rows of models that were trained again because a later part needs their files
-PARTS = ("tuning", "main", "noise", "width", "depth", "long", "midtraining")
+PARTS = {
+    "tuning": "tuning",
+    "main": "main comparison",
+    "noise": "noise floor",
+    "width": f"MLP width {NARROW}",
+    "depth": f"{DEEP} layers",
+    "long": f"{LONG:,} steps",
+    "midtraining": "mid-training",
+}
+TRAINED = ("main", "width", "depth", "long")  # the parts that compare on with off from scratch
 
 Row = Mapping[str, Any]  # a row of docs/evidence.jsonl
 
@@ -39,28 +53,18 @@ class Recipe:
 
 @dataclass(frozen=True)
 class Job:
-    """A run, and the texts that it is measured on.
-
-    Attributes:
-        condition: runs of a part with the same condition differ in their seeds only.
-        options: options in addition to the config file, without paths.
-        texts: texts of the corpus: development, test, or new_test (from the held-back package).
-        paths: options that name files. They are not part of the recipe.
-        parent: the key of the run that it starts from, which must have finished.
-        begins: the parent's recipe, in words.
-        trained: false if the parent itself is measured, on other texts than in its own part.
-    """
+    """A run, and the texts that it is measured on."""
 
     part: str
-    condition: str
+    condition: str  # the runs of a condition differ in their seeds only
     seed: int
-    options: tuple[str, ...]
-    texts: tuple[str, ...] = ("test",)
+    options: tuple[str, ...]  # in addition to the config file, without paths
+    texts: tuple[str, ...] = ("test",)  # development, test, or new_test (from the held-back package)
     ranks: int = 1
-    paths: tuple[str, ...] = ()
-    parent: tuple[str, str, int] | None = None
-    begins: str = ""
-    trained: bool = True
+    paths: tuple[str, ...] = ()  # options that name files; they are not part of the recipe
+    parent: tuple[str, str, int] | None = None  # the run that it starts from, which must have finished
+    begins: str = ""  # the parent's recipe, in words
+    trained: bool = True  # false if the parent itself is measured, on other texts than in its own part
 
     @property
     def name(self) -> str:
@@ -73,13 +77,7 @@ class Job:
     def recipe(self, config: str | Path = CONFIG) -> str:
         """Return a hash of all that decides the run except code and corpus: config, options, ranks, texts and parent."""
         content = tomli.loads(Path(config).read_text())
-        own = {
-            "options": self.options,
-            "ranks": self.ranks,
-            "texts": self.texts,
-            "parent": self.parent,
-            "begins": self.begins,
-        }
+        own = {name: getattr(self, name) for name in ("options", "ranks", "texts", "parent", "begins")}
         return hashlib.sha256(json.dumps({"config": content, **own}, sort_keys=True).encode()).hexdigest()[:12]
 
 
@@ -94,37 +92,23 @@ def newest(rows: Iterable[Row]) -> dict[tuple[str, str, int], Row]:
     return {key_of(row): row for row in rows if "condition" in row}
 
 
-def _dispersion(state: str) -> tuple[str, ...]:
-    return ("--dispersion.enabled",) if state == "on" else ("--dispersion.no-enabled",)
-
-
-def _seeds(seed: int) -> tuple[str, ...]:
-    return (f"--debug.seed={seed}", f"--stream.seed={seed}")
-
-
-def _tuning_jobs(state: str, lr: float) -> list[Job]:
-    return [
-        Job(
-            "tuning",
-            f"{state}_{recipe}",
-            seed,
-            (*_dispersion(state), *recipe.options(STEPS), *_seeds(seed)),
-            ("development",),
-        )
-        for recipe in (Recipe(lr, warmup) for warmup in WARMUPS)
-        for seed in TUNING_SEEDS
-    ]
+def _options(state: str, recipe: Recipe, seed: int, *changed: str, steps: int = 0) -> tuple[str, ...]:
+    dispersion = "--dispersion.enabled" if state == "on" else "--dispersion.no-enabled"
+    seeds = (f"--debug.seed={seed}", f"--stream.seed={seed}")
+    return (dispersion, *changed, *recipe.options(steps or STEPS), *seeds)
 
 
 def tuning(rows: Iterable[Row]) -> list[Job]:
     """Return the grid. If a state's best learning rate is at its edge, it is extended by one, once."""
     rows = list(rows)
-    jobs = [job for state in STATES for lr in LRS for job in _tuning_jobs(state, lr)]
-    for state in STATES:
-        best = best_recipe(rows, state, LRS)
-        if best is not None and best.lr in (LRS[0], LRS[-1]):
-            jobs += _tuning_jobs(state, best.lr / 2 if best.lr == LRS[0] else best.lr * 2)
-    return jobs
+    grid = [(state, lr) for state in STATES for lr in LRS]
+    grid += [(state, lr) for state in STATES for lr in _lrs(rows, state) if lr not in LRS]
+    return [
+        Job("tuning", f"{state}_{recipe}", seed, _options(state, recipe, seed), ("development",))
+        for state, lr in grid
+        for recipe in (Recipe(lr, warmup) for warmup in WARMUPS)
+        for seed in TUNING_SEEDS
+    ]
 
 
 def tuning_losses(rows: Iterable[Row], state: str, lrs: Sequence[float]) -> dict[Recipe, list[float]]:
@@ -149,19 +133,19 @@ def best_recipe(rows: Iterable[Row], state: str, lrs: Sequence[float]) -> Recipe
     return best if sum(losses[best]) < float("inf") else None
 
 
+def _lrs(rows: Iterable[Row], state: str) -> tuple[float, ...]:
+    """Return the learning rates of a state: one more if the best one is at the edge."""
+    best = best_recipe(rows, state, LRS)
+    if best is None or best.lr not in (LRS[0], LRS[-1]):
+        return LRS
+    return (*LRS, ALL_LRS[0] if best.lr == LRS[0] else ALL_LRS[-1])
+
+
 def tuned(rows: Iterable[Row]) -> dict[str, Recipe] | None:
     """Return the recipes of the other parts by state, or None if tuning is not complete."""
     rows = list(rows)
-    found = {}
-    for state in STATES:
-        best = best_recipe(rows, state, LRS)
-        if best is not None and best.lr in (LRS[0], LRS[-1]):
-            beyond = best.lr / 2 if best.lr == LRS[0] else best.lr * 2
-            best = best_recipe(rows, state, (*LRS, beyond))
-        if best is None:
-            return None
-        found[state] = best
-    return found
+    found = {state: best_recipe(rows, state, _lrs(rows, state)) for state in STATES}
+    return {state: best for state, best in found.items() if best} if all(found.values()) else None
 
 
 def jobs(part: str, rows: Iterable[Row]) -> list[Job]:
@@ -173,82 +157,60 @@ def jobs(part: str, rows: Iterable[Row]) -> list[Job]:
     if recipes is None:
         return []
     off, on = recipes["off"], recipes["on"]
-    quarter = ("--dispersion.decay=linear", f"--dispersion.decay_steps={STEPS // 4}")
-    both = {"off": (off, ()), "on": (on, ())}
-    conditions: dict[str, tuple[Recipe, tuple[str, ...]]] = {
-        **both,
-        "on-0.03": (on, ("--dispersion.coeff=0.03",)),
-        "on-first-quarter": (on, quarter),
-        "on-moments": (on, ("--dispersion.estimator=moments",)),
-        "noisy-embedding": (off, ("--baseline.method=noisy_embedding", "--baseline.noise_alpha=5")),
-    }
-    if part == "main":
-        return [_job(part, name, seed, *conditions[name]) for name in conditions for seed in SEEDS]
     if part == "noise":
         return _noise(off)
     if part == "midtraining":
         return _midtraining(off)
-    changed, seeds, steps = {
-        "width": (("--model.overrides=hidden_dim=16",), SEEDS, STEPS),
-        "depth": (("--model.overrides=n_layers=12",), FEW_SEEDS, STEPS),
-        "long": ((), FEW_SEEDS, LONG),
-    }[part]
-    return [_job(part, name, seed, recipe, changed, steps) for name, (recipe, _) in both.items() for seed in seeds]
-
-
-def _job(part: str, name: str, seed: int, recipe: Recipe, changed: tuple[str, ...] = (), steps: int = 0) -> Job:
-    state = name.partition("-")[0]
-    return Job(part, name, seed, (*_dispersion(state), *changed, *recipe.options(steps or STEPS), *_seeds(seed)))
+    conditions: dict[str, tuple[Recipe, tuple[str, ...]]] = {"off": (off, ()), "on": (on, ())}
+    seeds, steps = SEEDS if part in ("main", "width") else FEW_SEEDS, LONG if part == "long" else STEPS
+    if part == "main":
+        quarter = ("--dispersion.decay=linear", f"--dispersion.decay_steps={QUARTER}")
+        noisy = ("--baseline.method=noisy_embedding", f"--baseline.noise_alpha={NOISE_ALPHA}")
+        conditions |= {"on-0.03": (on, ("--dispersion.coeff=0.03",)), "on-first-quarter": (on, quarter)}
+        conditions |= {"on-moments": (on, ("--dispersion.estimator=moments",)), "noisy-embedding": (off, noisy)}
+    shape = {"width": (f"--model.overrides=hidden_dim={NARROW}",), "depth": (f"--model.overrides=n_layers={DEEP}",)}
+    return [
+        Job(
+            part,
+            name,
+            seed,
+            _options(name.partition("-")[0], recipe, seed, *changed, *shape.get(part, ()), steps=steps),
+        )
+        for name, (recipe, changed) in conditions.items()
+        for seed in seeds
+    ]
 
 
 def _noise(off: Recipe) -> list[Job]:
     """Return repetitions of main's off: with the sums of a step in another order, and once without a change."""
-    options = {seed: (*_dispersion("off"), *off.options(STEPS), *_seeds(seed)) for seed in FEW_SEEDS}
+    arrangements = {"accumulation-4": (4, 1), "2-ranks": (8, 2)}  # local batch size, ranks
     return [
-        *(Job("noise", "accumulation-4", seed, (*o, "--training.local_batch_size=4")) for seed, o in options.items()),
-        *(Job("noise", "2-ranks", seed, (*o, "--training.local_batch_size=8"), ranks=2) for seed, o in options.items()),
-        Job("noise", "again", FEW_SEEDS[0], options[FEW_SEEDS[0]]),
+        *(
+            Job("noise", name, seed, (*_options("off", off, seed), f"--training.local_batch_size={size}"), ranks=ranks)
+            for name, (size, ranks) in arrangements.items()
+            for seed in FEW_SEEDS
+        ),
+        Job("noise", "again", FEW_SEEDS[0], _options("off", off, FEW_SEEDS[0])),
     ]
 
 
 def _midtraining(off: Recipe) -> list[Job]:
-    """Return main's off models, before and after training on the held-back package with a tenth of the learning rate."""
-    recipe = Recipe(off.lr / 10, 0.2)
-    conditions = {
-        "off": _dispersion("off"),
-        "on-0.1": (*_dispersion("on"), "--dispersion.coeff=0.1"),
-        "on-0.5": (*_dispersion("on"), "--dispersion.coeff=0.5"),
-    }
+    """Return main's off models, before and after training on the held-back package."""
+    recipe = Recipe(off.lr * MIDTRAINING_LR, MIDTRAINING_WARMUP)
+    last = "--lr_scheduler.min_lr_factor=0"
+    found = [Job("midtraining", "before", seed, (), ("new_test",), trained=False) for seed in SEEDS]
+    for name, coeff in {
+        "off": (),
+        "on-0.1": ("--dispersion.coeff=0.1",),
+        "on-0.5": ("--dispersion.coeff=0.5",),
+    }.items():
+        for seed in SEEDS:
+            *options, debug, stream = _options(name.partition("-")[0], recipe, seed, *coeff, steps=MIDTRAINING)
+            paths = (
+                "--training.dataset_path={data}/held_back",
+                f"--checkpoint.initial_load_path={{runs}}/main/off_seed-{seed}/checkpoint/step-{STEPS}",
+            )
+            options = (*options, last, debug, stream)
+            found.append(Job("midtraining", name, seed, options, ("test", "new_test"), paths=paths))
     begins = f"{off}_steps-{STEPS}"
-    return [
-        *(
-            Job(
-                "midtraining",
-                "before",
-                seed,
-                (),
-                ("new_test",),
-                parent=("main", "off", seed),
-                begins=begins,
-                trained=False,
-            )
-            for seed in SEEDS
-        ),
-        *(
-            Job(
-                "midtraining",
-                name,
-                seed,
-                (*state, *recipe.options(MIDTRAINING), "--lr_scheduler.min_lr_factor=0", *_seeds(seed)),
-                ("test", "new_test"),
-                parent=("main", "off", seed),
-                begins=begins,
-                paths=(
-                    "--training.dataset_path={data}/held_back",
-                    f"--checkpoint.initial_load_path={{runs}}/main/off_seed-{seed}/checkpoint/step-{STEPS}",
-                ),
-            )
-            for name, state in conditions.items()
-            for seed in SEEDS
-        ),
-    ]
+    return [replace(job, parent=("main", "off", job.seed), begins=begins) for job in found]

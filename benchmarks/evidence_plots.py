@@ -6,13 +6,12 @@ from pathlib import Path
 import numpy as np
 from matplotlib.axes import Axes
 
-from benchmarks.evidence_analysis import MARGIN, curve_differences, finished, interval
-from benchmarks.evidence_details import condensation_and_difference
-from benchmarks.evidence_parts import Row
+from benchmarks.evidence_analysis import MARGIN, condensation_and_difference, curve_differences, finished, interval
+from benchmarks.evidence_parts import PARTS, TRAINED, Row
 from titan_disp.condensation.heatmap import new_figure
 from titan_disp.lab.plots import MARKERS, MEAN_COSINE, OKABE_ITO
 
-LABELS = {"main": "main comparison", "width": "MLP width 16", "depth": "12 layers", "long": "2,400 steps"}
+LABELS = {part: PARTS[part] for part in TRAINED}
 LIMIT = 0.2  # nats; larger differences occur only in the first steps
 
 
@@ -24,38 +23,32 @@ def _mark_zero(axes: Axes) -> None:
 
 def difference_over_tokens(rows: Sequence[Row], path: Path) -> None:
     """Draw development cross-entropy of on − off over tokens, as the mean over seeds in its 95 % interval."""
-    found = {part: curve for part in LABELS if (curve := curve_differences(rows, part)) is not None}
-    figure = new_figure(3.2 * max(2, len(found)), 3.6)
-    grid = list(figure.subplots(1, max(1, len(found)), squeeze=False, sharey=True)[0])
-    for (part, (tokens, d)), axes, color in zip(found.items(), grid, OKABE_ITO, strict=False):
+    figure = new_figure(3.2 * len(LABELS), 3.6)
+    grid = figure.subplots(1, len(LABELS), sharey=True)
+    for part, axes, color in zip(LABELS, grid, OKABE_ITO, strict=False):
+        _, tokens, d = curve_differences(rows, part)
         low, high = interval(d)
         axes.set_title(LABELS[part], fontsize=10)
         _mark_zero(axes)
-        axes.plot(np.array(tokens) / 1e6, d.mean(axis=0), color=color, label=f"mean of {len(d)} seeds")
-        axes.fill_between(
-            np.array(tokens) / 1e6, low, high, color=color, alpha=0.25, linewidth=0, label="95 % interval over seeds"
-        )
+        x = np.array(tokens) / 1e6
+        axes.plot(x, d.mean(axis=0), color=color, label=f"mean of {len(d)} seeds")
+        axes.fill_between(x, low, high, color=color, alpha=0.25, linewidth=0, label="95 % interval over seeds")
         axes.legend(fontsize=7, loc="upper right")
     for axes in grid:
         axes.set_ylim(*np.clip(axes.get_ylim(), -LIMIT, LIMIT))
         axes.set_xlabel("training tokens (millions)", fontsize=9)
-    grid[0].set_ylabel(
-        "cross-entropy on one dictionary page,\non − off (nats; above 0, dispersion is worse)", fontsize=9
-    )
+    label = "cross-entropy on one dictionary page,\non − off (nats; above 0, dispersion is worse)"
+    grid[0].set_ylabel(label, fontsize=9)
     figure.savefig(path, dpi=120)
 
 
 def cosine_maps(rows: Sequence[Row], path: Path) -> None:
     """Draw the mean cosine by layer and step, averaged over seeds, with off beside on."""
-    parts = [part for part in LABELS if finished(rows, part, "off")]
-    figure = new_figure(8, 2.4 * max(1, len(parts)))
-    grid = figure.subplots(max(1, len(parts)), 2, squeeze=False, sharey="row", sharex="row")
-    image = None
-    for part, axes_row in zip(parts, grid, strict=False):
+    figure = new_figure(8, 2.4 * len(LABELS))
+    grid = figure.subplots(len(LABELS), 2, sharey="row", sharex="row")
+    for part, axes_row in zip(LABELS, grid, strict=True):
         for state, axes in zip(("off", "on"), axes_row, strict=True):
             own = [row["history"] for row in finished(rows, part, state).values()]
-            if not own:
-                continue
             mean = np.mean([one["mean_cosine"] for one in own if one["steps"] == own[0]["steps"]], axis=0)
             extent = (0, own[0]["steps"][-1], -0.5, mean.shape[1] - 0.5)
             image = axes.imshow(mean.T, origin="lower", aspect="auto", vmin=0, vmax=1, cmap="magma_r", extent=extent)
@@ -66,9 +59,7 @@ def cosine_maps(rows: Sequence[Row], path: Path) -> None:
             axes.set_yticks(list(names), list(names.values()), fontsize=7)
     for axes in grid[-1]:
         axes.set_xlabel("step")
-    if image is not None:
-        label = f"{MEAN_COSINE} (1: same direction)"
-        figure.colorbar(image, ax=grid.ravel().tolist(), label=label)
+    figure.colorbar(image, ax=grid.ravel().tolist(), label=f"{MEAN_COSINE} (1: same direction)")
     figure.savefig(path, dpi=120)
 
 

@@ -11,6 +11,7 @@ import json
 import math
 import re
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,9 +25,10 @@ from torch.nn.functional import cross_entropy
 from titan_disp.condensation.measure import Accumulator
 from titan_disp.data.documents import Documents
 from titan_disp.data.files import list_files
-from titan_disp.data.records import text_of
+from titan_disp.data.formats import text_of
+from titan_disp.data.options import StreamOptions
 from titan_disp.models.qwen3 import Qwen3DispModel
-from titan_disp.run.folder import read_condensation, read_events, read_metrics
+from titan_disp.run.reader import read_condensation, read_events, read_metrics
 
 PLATEAU = 6.0  # nats: a run below this has left its initial plateau
 IGNORED = -100  # the label of positions that do not count
@@ -38,29 +40,20 @@ MEASURED = 64  # number of windows whose condensation is measured
 
 @dataclass(frozen=True)
 class HeldOut:
-    """Held-out text as token ids.
+    """Held-out text as token ids."""
 
-    Attributes:
-        windows: up to N + 1 ids of each document.
-        sources: the sources of the same documents.
-        passages: pairs of (ids before the last word, ids of that word).
-    """
-
-    windows: list[list[int]]
-    sources: list[str]
-    passages: list[tuple[list[int], list[int]]]
+    windows: list[list[int]]  # up to N + 1 ids of each document
+    sources: list[str]  # the sources of the same documents
+    passages: list[tuple[list[int], list[int]]]  # ids before the last word, and ids of that word
 
 
 def read_documents(folder: Path) -> Iterator[tuple[str, str]]:
     """Yield (source, text) of a validation set that benchmarks/corpus.py has written."""
     for file in list_files("c4_validation", str(folder), "validation"):
-        reader = Documents(file, max_bytes=1 << 30)
-        try:
+        with closing(Documents(file, StreamOptions(max_document_bytes=1 << 30))) as reader:
             while (record := reader.read()) is not None:
                 assert isinstance(record, bytes)
                 yield json.loads(record)["url"].partition(":")[0], text_of(record)
-        finally:
-            reader.close()
 
 
 def window(text: str, encode: Callable[[str], list[int]], eos: int, length: int) -> list[int]:
@@ -146,7 +139,7 @@ def cosines(model: Qwen3DispModel, windows: Sequence[Sequence[int]], length: int
     for batch in chosen.split(BATCH):
         for layer, z in enumerate(model(batch, return_activations=layers)[1]):
             sums.add(layer, z)
-    return sums.result(length, final_norm=True).mean_cosine.round(5).tolist()
+    return sums.result(length).mean_cosine.round(5).tolist()
 
 
 def score(model: Qwen3DispModel, text: HeldOut, length: int) -> dict[str, Any]:

@@ -1,21 +1,16 @@
 """Show how embeddings collapse and are released while a small model trains on a CPU, with dispersion off and on.
 
     make figure                                              # docs/condensation.png, .json and .md
-    python benchmarks/figure.py --seeds 1 --steps 100 --docs outputs/try
+    python -m benchmarks.figure --seeds 1 --steps 100 --docs outputs/try
 
-``titan-disp train`` trains the nano model twice for each seed, with the same initial weights and data, and with
-dispersion off and on (λ = 0.1). A complete run is not trained again, and an interrupted one resumes. Each run measures
-held-out sequences while it trains. At the end, condensation and cross-entropy are measured on more of the validation
-split.
+A sweep trains the nano model twice for each seed, with the same initial weights and data, and with dispersion off and
+on (λ = 0.1). A complete run is not trained again, and an interrupted one resumes. Each run measures held-out sequences
+while it trains. At the end, condensation and cross-entropy are measured on more of the validation split.
 """
 
 import json
-import os
 import platform
 import re
-import subprocess
-import sys
-import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -24,8 +19,10 @@ from typing import Any
 import numpy as np
 import torch
 import tyro
-from torch.nn.functional import cross_entropy
+from scipy import stats
 
+from benchmarks.evidence_score import token_losses
+from benchmarks.templates import render
 from titan_disp.condensation.heatmap import new_figure
 from titan_disp.condensation.record import Condensation, blocks_mean, telling_steps
 from titan_disp.files import atomic_write
@@ -37,8 +34,8 @@ from titan_disp.lab.plots import MEAN_COSINE
 from titan_disp.lab.report.charts import Scale, as_it_is, by_condition, draw_layer_map, draw_lines, from_zero
 from titan_disp.lab.report.gather import Run, gather
 from titan_disp.lab.report.page import measured_lines
-from titan_disp.lab.statistics import paired_difference
-from titan_disp.run.folder import read_json_lines
+from titan_disp.lab.sweeps.definition import Axis, Listed, Sweep, points
+from titan_disp.lab.sweeps.local import run, summary
 
 ROOT = Path(__file__).parent.parent
 STATES = ("off", "on")
@@ -56,43 +53,29 @@ class Options:
     sequences: int = 64
     """Sequences to measure on after training. They have 256 tokens, as in training."""
     runs: Path = Path("outputs/figure")
-    """Folder of the runs."""
     data: Path = Path("data/sample")
     """Folder that titan-disp sample-data has written."""
     docs: Path = Path("docs")
-    """Folder of the results."""
 
 
-def train(options: Options, seed: int, state: str) -> Path:
-    """Train a run to its end unless it is complete, and return its folder."""
-    run = options.runs / f"{state}-seed-{seed}-steps-{options.steps}"
-    command = [
-        *(sys.executable, "-m", "titan_disp.cli", "train", str(ROOT / "train_configs" / "demo_cpu.toml")),
-        *("--nproc", str(options.nproc), "--job.dump_folder", str(run), "--training.steps", str(options.steps)),
-        *("--training.dataset_path", str(options.data), "--model.hf_assets_path", str(options.data / "tokenizer")),
-        *("--debug.seed", str(seed), "--stream.seed", str(seed), "--dispersion.coeff", str(COEFF)),
-        "--dispersion.enabled" if state == "on" else "--dispersion.no-enabled",
-    ]
-    events = run / "events.jsonl"
-    if events.is_file() and any(event["event"] == "complete" for event in read_json_lines(events)):
-        print(f"{run}: complete already", flush=True)
-        return run
-    print(f"{run}: {options.steps} steps", flush=True)
-    done = subprocess.run(command, env={"OMP_NUM_THREADS": "1", **os.environ}, capture_output=True, text=True)
-    if done.returncode:
-        raise SystemExit(done.stdout[-4000:] + done.stderr[-4000:])
-    return run
-
-
-@torch.no_grad()
-def held_out_loss(run: Path, tokens: torch.Tensor) -> float:
-    """Return the mean cross-entropy of the next token, in nats, of the run's newest checkpoint."""
-    model = load_model(find_saved(run))
-    losses = [
-        cross_entropy(model(batch)[:, :-1].flatten(0, 1), batch[:, 1:].flatten(), reduction="sum")
-        for batch in tokens.split(8)
-    ]
-    return (sum(losses) / tokens[:, 1:].numel()).item()
+def train(options: Options) -> dict[str, list[Path]]:
+    """Train all runs to their ends, and return their folders by state, in the order of the seeds."""
+    sweep = Sweep(
+        str(ROOT / "train_configs" / "demo_cpu.toml"),
+        options.runs / f"steps-{options.steps}",
+        (
+            f"--training.steps={options.steps}",
+            f"--training.dataset_path={options.data}",
+            f"--model.hf_assets_path={options.data / 'tokenizer'}",
+            f"--dispersion.coeff={COEFF}",
+        ),
+        (Listed("off", ("--dispersion.no-enabled",)), Listed("on", ("--dispersion.enabled",))),
+        (Axis(("debug.seed", "stream.seed"), options.seeds),),
+    )
+    results = run(sweep, nproc=options.nproc)
+    if any(result.outcome != "finished" for result in results):
+        raise SystemExit("\n".join(summary(results)))
+    return {state: [point.folder for point in points(sweep) if point.condition == state] for state in STATES}
 
 
 def measure_after(options: Options, run: Path, texts: Sequence[str]) -> Condensation:
@@ -100,19 +83,14 @@ def measure_after(options: Options, run: Path, texts: Sequence[str]) -> Condensa
     ((name, target),) = find_targets([str(run)], all_steps=False, tokenizer=None).items()
     tokens = cut_sequences(texts, target.encode, options.sequences, target.max_tokens or 0)
     found = measure(name, target.load(torch.device("cpu"), "float32"), tokens, 8)
-    return replace(found, cross_entropy=held_out_loss(run, tokens))
+    sums, _, number = token_losses(load_model(find_saved(run)), tokens.tolist())
+    return replace(found, cross_entropy=float(sums.sum() / number.sum()))
 
 
 def results(
     runs: Mapping[str, Sequence[Run]], after: Mapping[str, Sequence[Condensation]], seeds: Sequence[int]
 ) -> dict:
-    """Return all numbers of the page, for JSON; those of every seed are in the order of ``seeds``.
-
-    Args:
-        runs: the runs of each state, by seed.
-        after: the measurements of their last checkpoints.
-        seeds: the seeds.
-    """
+    """Return all numbers of the page, for JSON: of the runs by state and seed, and of their last checkpoints."""
     first = runs["off"][0]
     settings = first.settings
     measured = next(iter(first.condensation.values()))
@@ -135,7 +113,10 @@ def results(
         "after_training": {
             "sequences": after["off"][0].sequences,
             "tokens": after["off"][0].tokens,
-            **{state: [_at_the_end(found) for found in of_state] for state, of_state in after.items()},
+            **{
+                state: [{**one.to_json(), "mean_cosine_of": one.by_part()["mean_cosine"]} for one in of_state]
+                for state, of_state in after.items()
+            },
         },
     }
 
@@ -148,10 +129,6 @@ def _over_time(run: Run) -> dict[str, Any]:
         "mean_cosine": [one.mean_cosine.tolist() for one in found],
         "cross_entropy": [one.cross_entropy for one in found],
     }
-
-
-def _at_the_end(found: Condensation) -> dict[str, Any]:
-    return {**found.to_json(), "mean_cosine_of": found.by_part()["mean_cosine"]}
 
 
 def to_text(content: Mapping[str, Any]) -> str:
@@ -196,182 +173,39 @@ def _mean_over_seeds(runs: Sequence[Run]) -> dict[int, Condensation]:
 
 def markdown(content: Mapping[str, Any]) -> str:
     """Write the page from nothing but the JSON."""
-    return "\n\n".join(["\n".join(part) for part in _parts(content)]) + "\n"
-
-
-def _parts(content: Mapping[str, Any]) -> list[list[str]]:
-    model, during, after = content["model"], content["while_training"], content["after_training"]
-    seeds = content["seeds"]
-    ranks = "1 rank" if content["ranks"] == [1] else f"{_listed(content['ranks'])} ranks"
-    return [
-        ["# Condensation with dispersion off and on"],
-        [
-            "![Dispersion off and on: mean cosine by layer and step, its mean over blocks, and held-out cross-entropy]"
-            "(condensation.png)"
-        ],
-        _prose(
-            "These are our measurements on a CPU. `make figure` (`benchmarks/figure.py`) trains the runs and writes this page.",
-            f"It trains the {model['flavor']} model of `train_configs/demo_cpu.toml` ({model['parameters']:,} parameters,",
-            f"{model['blocks']} blocks) from scratch for {content['steps']} steps of {content['tokens_per_step']:,} tokens.",
-            f"This is {content['epochs']:.1f} times the sample corpus (2 MB from the documentation of Python",
-            f"{content['python']}). Each seed has two runs, one with dispersion off, and one with dispersion on and",
-            f"λ = {content['coeff']:g}. Both start with the same weights and read the same data. The runs are on {ranks},",
-            f"with seed{'s'[: len(seeds) > 1]} {_listed(seeds)}.",
-            "*Mean cosine* is the mean over all pairs of tokens in a sequence: 1 if all tokens point in the same direction",
-            "([measurements.md](measurements.md#the-numbers)).",
-        ),
-        ["## While they train"],
-        _prose(
-            f"Each run measures the same {during['sequences']} held-out sequences of {during['tokens']} tokens every",
-            f"{during['interval']} steps. In the figure, the maps show means over the seeds. Each line is a mean over the seeds,",
-            "and the band around it goes from the lowest to the highest seed. The table has the same means, and the range",
-            "over the seeds in brackets.",
-        ),
-        _while_training(during),
-        ["## After training"],
-        _prose(
-            f"The last checkpoint of each run is measured on {after['sequences']} held-out sequences of {after['tokens']}",
-            "tokens. The table has means over the seeds. The interval is Student's t interval of the differences between",
-            "the two runs of each seed. It describes other seeds with the same model, text and settings, and nothing else.",
-        ),
-        _differences(after),
-        _prose(
-            "The next table shows the mean cosine of every layer in each run. Layer 0 is the embedding, and layer",
-            f"{model['blocks']} is the last block. ρ and τ are rank correlations of the mean cosine with depth. As in the",
-            "paper, they use the output of the final norm in place of the last block's.",
-        ),
-        _by_layer(after, seeds),
-        ["## What this shows, and what it does not"],
-        _said(content),
-        _prose(
-            "This is one very small model on little text, with few seeds. It shows what the loss does to embeddings. It does",
-            "not show whether the loss makes a model better: [an experiment](evidence.md) asks that, with learning rates",
-            "tuned for both sides, more text and eight seeds. In our first runs, the difference in cross-entropy changed its",
-            "sign with other learning rates, widths, depths and texts. Merely summing in another order (with gradient",
-            "accumulation, or on another number of ranks) changed the cross-entropy of those runs by 0.02 to 0.04; in the",
-            "experiment, it changes it by 0.002 on average and by 0.011 at most.",
-        ),
-    ]
-
-
-def _prose(*lines: str, begin: str = "") -> list[str]:
-    """Wrap a paragraph, or with ``begin`` an item of a list."""
-    return textwrap.wrap(
-        " ".join(lines), 120, initial_indent=begin, subsequent_indent=" " * len(begin), break_on_hyphens=False
+    during, steps = content["while_training"], content["while_training"]["steps"]
+    cosine, loss = (
+        {state: np.array([run[name] for run in during[state]]) for state in STATES}  # [seeds, steps]
+        for name in ("blocks", "cross_entropy")
     )
+    means = {state: values.mean(0) for state, values in cosine.items()}
+    peaks = {state: int(mean.argmax()) for state, mean in means.items()}
+    apart = int((means["off"] - means["on"]).argmax())
+    shown = telling_steps(steps, {steps[i] for i in (*peaks.values(), apart)})
+    facts = {"cosine": cosine, "loss": loss, "means": means, "peaks": peaks, "apart": apart}
+    facts |= {"shown": [steps.index(step) for step in shown], "after": _compared(content["after_training"])}
+    return render("condensation.md.j2", {**content, **facts})
 
 
-def _listed(items: Sequence[Any]) -> str:
-    *others, last = map(str, items)
-    return f"{', '.join(others)} and {last}" if others else last
-
-
-def _seeds_cell(values: np.ndarray, digits: int) -> str:
-    ends = f" ({values.min():.{digits}f} to {values.max():.{digits}f})" if len(values) > 1 else ""
-    return f"{values.mean():.{digits}f}{ends}"
-
-
-def _series(during: Mapping[str, Any]) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-    """Return two arrays [seeds, steps] for each state: mean cosine of all blocks, and cross-entropy."""
-    return {
-        state: (
-            np.array([run["blocks"] for run in during[state]]),
-            np.array([run["cross_entropy"] for run in during[state]]),
-        )
-        for state in STATES
-    }
-
-
-def _while_training(during: Mapping[str, Any]) -> list[str]:
-    steps, series = during["steps"], _series(during)
-    highest = {steps[int(cosine.mean(0).argmax())] for cosine, _ in series.values()}
-    apart = steps[int(_gap(series).argmax())]
-    lines = [
-        "| step | mean cosine of all blocks: off | on | held-out cross-entropy: off | on |",
-        "|---|---|---|---|---|",
-    ]
-    for step in telling_steps(steps, highest | {apart}):
-        at = steps.index(step)
-        cells = [_seeds_cell(series[state][which][:, at], 2) for which in (0, 1) for state in STATES]
-        lines.append(f"| {step} | " + " | ".join(cells) + " |")
-    return lines
-
-
-def _gap(series: Mapping[str, tuple[np.ndarray, np.ndarray]]) -> np.ndarray:
-    """Return [steps]: how much lower the mean cosine of all blocks is with dispersion, averaged over the seeds."""
-    return (series["off"][0] - series["on"][0]).mean(0)
-
-
-def _of_seeds(after: Mapping[str, Any]) -> dict[str, dict[str, np.ndarray]]:
-    """Return an array [seeds] for each state, by the name of the number."""
+def _compared(after: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Return numbers of off and on, [seeds], and their mean difference with its 95 % interval, by name."""
     read: dict[str, Callable[[Mapping[str, Any]], float]] = {
         "mean cosine of all blocks": lambda found: found["mean_cosine_of"]["blocks"],
         "mean cosine of the middle third of the blocks": lambda found: found["mean_cosine_of"]["middle_blocks"],
         "mean cosine of the last block": lambda found: found["mean_cosine_of"]["last_block"],
         "held-out cross-entropy": lambda found: found["cross_entropy"],
     }
-    return {
-        name: {state: np.array([number(found) for found in after[state]]) for state in STATES}
-        for name, number in read.items()
-    }
-
-
-def _differences(after: Mapping[str, Any]) -> list[str]:
-    lines = ["| | off | on | on − off | 95 % interval | lower with dispersion |", "|---|---|---|---|---|---|"]
-    for name, values in _of_seeds(after).items():
-        found = paired_difference(values["on"], values["off"])
-        interval = "–" if found.low is None else f"{found.low:+.3f} to {found.high:+.3f}"
-        lower = f"{(values['on'] < values['off']).sum()} of {len(values['on'])} seeds"
-        means = f"{values['off'].mean():.3f} | {values['on'].mean():.3f} | {found.mean:+.3f}"
-        lines.append(f"| {name} | {means} | {interval} | {lower} |")
-    return lines
-
-
-def _by_layer(after: Mapping[str, Any], seeds: Sequence[int]) -> list[str]:
-    *layers, _ = range(len(after["on"][0]["layers"]))
-    lines = [
-        "| mean cosine by layer | " + " | ".join(map(str, layers)) + " | final norm | Spearman's ρ | Kendall's τ |",
-        "|---" * (len(layers) + 4) + "|",
-    ]
-    for seed, pair in zip(seeds, zip(*(after[state] for state in STATES), strict=True), strict=True):
-        for state, found in zip(STATES, pair, strict=True):
-            cells = [*found["mean_cosine"], *(found["after_norm"][rank] for rank in ("spearman", "kendall"))]
-            shown = ("–" if cell is None else f"{cell:.3f}" for cell in cells)
-            lines.append(f"| {state}, seed {seed} | " + " | ".join(shown) + " |")
-    return lines
-
-
-def _said(content: Mapping[str, Any]) -> list[str]:
-    """Say in words what the numbers show."""
-    steps, series = content["while_training"]["steps"], _series(content["while_training"])
-    means = {state: cosine.mean(0) for state, (cosine, _) in series.items()}
-    peaks = {state: int(mean.argmax()) for state, mean in means.items()}
-    apart = int(_gap(series).argmax())
-    told = _of_seeds(content["after_training"])
-    cosine, loss = told["mean cosine of all blocks"], told["held-out cross-entropy"]
-    seeds = len(content["seeds"])
-    lower, higher = (cosine["on"] < cosine["off"]).sum(), (loss["on"] > loss["off"]).sum()
-    reached = " and ".join(f"{means[state][at]:.2f} at step {steps[at]} ({state})" for state, at in peaks.items())
-    released = (
-        f"With dispersion, they spread again sooner. The difference is largest at step {steps[apart]}: "
-        f"{means['off'][apart]:.2f} off and {means['on'][apart]:.2f} on."
-        if _gap(series)[apart] > 0
-        else "With dispersion, they do not spread again sooner."
-    )
-    every = [
-        f"The embeddings collapse early, with and without dispersion. The highest mean cosine of all blocks is {reached}.",
-        released,
-        f"After training, the mean cosine of all blocks is lower with dispersion in {lower} of {seeds} seeds, and held-out "
-        f"cross-entropy is higher in {higher} of {seeds}; the mean difference is {(loss['on'] - loss['off']).mean():+.3f}.",
-    ]
-    return [line for item in every for line in _prose(item, begin="- ")]
+    compared = {}
+    for name, number in read.items():
+        off, on = (np.array([number(found) for found in after[state]]) for state in STATES)
+        compared[name] = {"off": off, "on": on, "difference": (on - off).mean()}
+        if len(off) > 1:
+            compared[name]["interval"] = stats.ttest_rel(on, off).confidence_interval(0.95)
+    return compared
 
 
 def main(options: Options) -> None:
-    folders: dict[str, list[Path]] = {state: [] for state in STATES}
-    for seed in options.seeds:  # a seed's two runs follow each other, so that they can be compared early
-        for state in STATES:
-            folders[state].append(train(options, seed, state))
+    folders = train(options)
     texts = read_texts(None, str(options.data), seed=0)
     after = {state: [measure_after(options, run, texts) for run in of_state] for state, of_state in folders.items()}
     every = iter(gather([f"dispersion {state}={','.join(map(str, of_state))}" for state, of_state in folders.items()]))

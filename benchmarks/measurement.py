@@ -3,20 +3,19 @@
     python benchmarks/measurement.py             # the table of docs/measurements.md
     python benchmarks/measurement.py --config train_configs/debug.toml --nodes 1 2
 
-These are timed on one core: the eigenvalues of a layer's Gram matrix, drawing a heatmap, and writing the files. These
-are calculated from the peaks below: the forward pass and the cross-entropy of the held-out sequences, and the products
-of their tokens. The monitor itself tells how the ranks divide sequences and layers. ``titan-disp plan`` predicts the
-time of the steps in between.
+The eigenvalues of a layer's Gram matrix, a heatmap and the files are timed on one core. The forward pass and the
+cross-entropy of the held-out sequences, and the products of their tokens, are calculated from the peaks below. The
+monitor tells how the ranks divide the work, and ``titan-disp plan`` predicts the steps in between.
 """
 
 import json
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from timeit import repeat
 
-import numpy as np
 import torch
 import tyro
 from torch.utils.tensorboard import SummaryWriter
@@ -25,12 +24,13 @@ from torchtitan.config import JobConfig
 from titan_disp.cluster.cost import find_gpu
 from titan_disp.cluster.plan import Plan, make_plan
 from titan_disp.condensation.heatmap import heatmap
-from titan_disp.condensation.measure import Accumulator, _effective_rank
-from titan_disp.condensation.monitor import Monitor
+from titan_disp.condensation.measure import Accumulator, Monitor, _effective_rank
 from titan_disp.config.load import load_config
+from titan_disp.config.options import Machine
 from titan_disp.models.registry import args_of
 from titan_disp.run.folder import append_json
 from titan_disp.run.metrics import HEATMAP_RATIO
+from titan_disp.text import markdown_table
 
 # NVIDIA H100 Tensor Core GPU data sheet, SXM: 67 TFLOP/s of float64 on tensor cores, of which we expect 60; 3.35 TB/s.
 FLOAT64_FLOPS, MEMORY_BANDWIDTH = 60e12, 3.35e12
@@ -51,44 +51,31 @@ class Options:
     """Print only one JSON object."""
 
 
-@dataclass(frozen=True)
-class Timed:
-    """CPU seconds of one core for a layer's eigenvalues, a heatmap in TensorBoard, and the files of a measurement."""
-
-    eigenvalues: float
-    heatmap: float
-    files: float
-
-
 def least_seconds(rounds: int, function: Callable[[], object]) -> float:
     """Return the least CPU time, which other work on the machine changes less; the first call warms up."""
-    taken = []
-    for _ in range(rounds + 1):
-        start = time.process_time()
-        function()
-        taken.append(time.process_time() - start)
-    return min(taken[1:])
+    return min(repeat(function, timer=time.process_time, number=1, repeat=rounds + 1)[1:])
 
 
-def timed(tokens: int, dim: int, layers: int, rounds: int) -> Timed:
+def timed(tokens: int, dim: int, layers: int, rounds: int) -> dict[str, float]:
+    """Return CPU seconds of one core for a layer's eigenvalues, a heatmap in TensorBoard, and a measurement's files."""
     torch.set_num_threads(1)
     u = torch.nn.functional.normalize(torch.randn(tokens, dim, dtype=torch.float64), dim=-1)
     gram = u @ u.T if tokens <= dim else u.T @ u
     sums = Accumulator(layers)
     for layer in range(layers):
         sums.add(layer, torch.randn(1, 64, 16))  # any tokens do, because the pictures and files have the same size
-    found = sums.result(64, final_norm=True)
+    found = sums.result(64)
     with tempfile.TemporaryDirectory() as folder, SummaryWriter(folder) as board:
 
         def write() -> None:
             found.save(Path(folder) / "step-0.npz")
             append_json(Path(folder) / "metrics.jsonl", found.to_json())
 
-        return Timed(
-            eigenvalues=least_seconds(rounds, lambda: _effective_rank(gram)),
-            heatmap=least_seconds(rounds, lambda: board.add_figure("heatmap", heatmap(found, "step 0"), 0)),
-            files=least_seconds(rounds, write),
-        )
+        return {
+            "eigenvalues": least_seconds(rounds, lambda: _effective_rank(gram)),
+            "heatmap": least_seconds(rounds, lambda: board.add_figure("heatmap", heatmap(found, "step 0"), 0)),
+            "files": least_seconds(rounds, write),
+        }
 
 
 def busiest_rank(ranks: int, sequences: int, batch_size: int, layers: int) -> tuple[int, int]:
@@ -109,22 +96,22 @@ def heatmaps(measurements: Sequence[int]) -> int:
     return drawn
 
 
-def cost(job_config: JobConfig, plan: Plan, timed: Timed) -> dict[str, float]:
+def cost(job_config: JobConfig, plan: Plan, taken: Mapping[str, float]) -> dict[str, float]:
     """Return seconds of each part, of all parts and of the steps between two measurements, and the fraction of the time."""
     section, args = job_config.condensation, args_of(job_config)  # type: ignore[attr-defined]
-    n, layers = min(section.max_tokens, plan.seq_len), args.n_layers + 2
-    sequences, pairs = busiest_rank(plan.data_parallel, section.sequences, plan.local_batch_size, layers)
-    flops = find_gpu(plan.gpu).bf16_flops * plan.mfu
-    measurements = range(0, plan.steps + 1, section.interval)
+    n, layers = min(section.max_tokens, plan.batch.seq_len), args.n_layers + 2
+    sequences, pairs = busiest_rank(plan.mesh.data_parallel, section.sequences, plan.batch.local_batch_size, layers)
+    flops = find_gpu(plan.machine.gpu).bf16_flops * plan.machine.mfu
+    measurements = range(0, plan.batch.steps + 1, section.interval)
     parts = {
-        "forward": sequences * plan.flops_per_step / plan.global_batch_size / 3 / flops,
-        "cross-entropy": sequences * plan.seq_len * args.vocab_size * BYTES_PER_LOGIT / MEMORY_BANDWIDTH,
+        "forward": sequences * plan.model.flops / plan.batch.global_batch_size / 3 / flops,
+        "cross-entropy": sequences * plan.batch.seq_len * args.vocab_size * BYTES_PER_LOGIT / MEMORY_BANDWIDTH,
         "products": pairs * 2 * 2 * n**2 * args.dim / FLOAT64_FLOPS,
-        "eigenvalues": pairs * timed.eigenvalues,
-        "files": timed.files,
-        "heatmaps": timed.heatmap * heatmaps(measurements) / len(measurements),
+        "eigenvalues": pairs * taken["eigenvalues"],
+        "files": taken["files"],
+        "heatmaps": taken["heatmap"] * heatmaps(measurements) / len(measurements),
     }
-    everything, steps = sum(parts.values()), section.interval * plan.step_seconds
+    everything, steps = sum(parts.values()), section.interval * plan.time.step_seconds
     return {"layers": pairs, **parts, "all": everything, "steps": steps, "part": everything / (everything + steps)}
 
 
@@ -136,19 +123,18 @@ def main() -> None:
     taken = timed(n, args.dim, args.n_layers + 2, options.rounds)
     rows = []
     for nodes in options.nodes:
-        plan = make_plan(job_config, nodes, options.gpus_per_node)
+        plan = make_plan(job_config, Machine(nodes, options.gpus_per_node))
         rows.append({"gpus": nodes * options.gpus_per_node, **cost(job_config, plan, taken)})
     if options.json:
-        print(json.dumps({"timed": vars(taken), "rows": rows}))
+        print(json.dumps({"timed": taken, "rows": rows}))
         return
-    print("  ".join(f"{name}: {1e3 * seconds:.1f} ms" for name, seconds in vars(taken).items()))
-    for name in rows[0]:
-        cells = np.array([row[name] for row in rows])
-        shown = [
-            f"{cell:.3%}" if name == "part" else f"{cell:.0f}" if name in ("gpus", "layers") else f"{cell:.3f} s"
-            for cell in cells
-        ]
-        print(f"{name:14}" + "".join(f"{cell:>12}" for cell in shown))
+    print("  ".join(f"{name}: {1e3 * seconds:.1f} ms" for name, seconds in taken.items()))
+    forms = {"part": "{:.3%}", "gpus": "{:.0f}", "layers": "{:.0f}"}
+    print(
+        markdown_table(
+            [[name, *(forms.get(name, "{:.3f} s").format(row[name]) for row in rows)] for name in rows[0]], left=1
+        )
+    )
 
 
 if __name__ == "__main__":

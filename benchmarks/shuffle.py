@@ -4,24 +4,18 @@
     python benchmarks/shuffle.py --json     # only an object with "rows" and "apart"
 
 Cost is measured on one rank in one process, with a tokenizer that takes no time, so only the stream's own work is left.
-With a real tokenizer the differences are small. Texts have C4's lengths (benchmarks/data.py), and there are two files
-for every three slots. Every case has a process of its own, because peak memory is a process's, and the cases take
-turns. Times are processor time, so that other work on the machine does not count.
+Texts have C4's lengths (benchmarks/data.py), and there are two files for every three slots. Every case has a process of
+its own, and the cases take turns. Times are processor time, so that other work on the machine does not count.
 
-For batches, the result is how many steps earlier or later documents come in the second epoch than in the first, as a
-standard deviation. There are three times as many slots as files, or eight times as many files as slots, and about 119
-steps per epoch. Independent positions would give 119 / √6 = 49.
+"apart" is how many steps earlier or later documents come in the second epoch than in the first, as a standard deviation
+(docs/shuffling.md).
 """
 
 import gzip
 import json
 import math
-import multiprocessing
-import os
 import tempfile
 import time
-from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -30,11 +24,13 @@ import numpy as np
 import tyro
 
 import data
+from measuring import in_a_fresh_process, show
 from titan_disp.cpu import high_water_mark, resident_bytes
 from titan_disp.data.assignment import Assignment
 from titan_disp.data.files import list_files
+from titan_disp.data.options import StreamOptions
 from titan_disp.data.position import Field
-from titan_disp.data.stream import RankStreams, StreamOptions
+from titan_disp.data.stream import RankStreams
 
 SEQUENCE = 257  # tokens, of the table of batches
 
@@ -56,16 +52,11 @@ class Options:
     """Print only one JSON object."""
 
 
-def in_a_process(function: Callable[..., Any], *args: Any) -> Any:
-    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("fork")) as executor:
-        return executor.submit(function, *args).result()
-
-
 def cost(folder: Path, slots: int, window: int, options: Options) -> dict[str, float]:
     """Run all slots on one rank, in this process, and measure them."""
     job = data.job_config(folder, str(folder.parent / "hf"), options.seq_len, 0)
     job.stream.shuffle_window = window
-    loader = data.ours(job, 1, slots, free=True)
+    loader = data.ours(job, 1, slots, data.Free())
     before = resident_bytes()
     start, batches = time.process_time(), iter(loader)
     for _ in range(slots):
@@ -78,34 +69,22 @@ def cost(folder: Path, slots: int, window: int, options: Options) -> dict[str, f
         slowest = max(slowest, time.process_time() - now)
     seconds = time.process_time() - start
     loader.close()
-    return {
-        "slots": slots,
-        "window": window,
-        "files": len(loader.files),
-        "first_seconds": first,
-        "sequences_per_second": count / seconds,
-        "slowest_seconds": slowest,
-        "peak_bytes": high_water_mark() - before,
-    }
+    found = {"slots": slots, "window": window, "files": len(loader.files), "first_seconds": first}
+    found |= {"sequences_per_second": count / seconds, "slowest_seconds": slowest}
+    return {**found, "peak_bytes": high_water_mark() - before}
 
 
 def costs(folder: Path, options: Options) -> list[dict[str, Any]]:
-    # In another process: memory that this one has freed would hide the peaks of its children.
-    in_a_process(data.write_corpus, folder, data.Options(files=options.files, documents=options.documents))
+    data.write_corpus(folder, data.Options(files=options.files, documents=options.documents))
     stored = sorted((folder / "en").glob("*.gz"))
     rows = []
     for slots in options.slots:
         names = folder / str(slots)
-        names.mkdir()
-        for i in range(count := 2 * slots // 3):
-            os.link(stored[i % len(stored)], names / f"c4-train.{i:05d}-of-{count:05d}.json.gz")
-        measured = [
-            [in_a_process(cost, names, slots, window, options) for window in options.windows]
-            for _ in range(options.rounds)
-        ]
-        group = []
-        for of_one in zip(*measured, strict=True):
-            group.append(sorted(of_one, key=lambda m: m["sequences_per_second"])[options.rounds // 2])
+        data.link_many(stored, names, 2 * slots // 3)
+        measured: dict[int, list[dict[str, Any]]] = {window: [] for window in options.windows}
+        for window in options.windows * options.rounds:
+            measured[window].append(in_a_fresh_process(cost, names, slots, window, options))
+        group = [data.median(found, "sequences_per_second") for found in measured.values()]
         first = group[0]["sequences_per_second"]
         rows += [{**row, "ratio": row["sequences_per_second"] / first} for row in group]
     return rows
@@ -149,27 +128,14 @@ def main(options: Options) -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         rows = costs(folder, options)
-        table = []
+        steps = []
         for slots, files in ((48, 16), (48, 384)):
             tokens = write_numbered(folder / f"numbered {files}", files, slots * 436 // files)
             epoch = {"slots": slots, "files": files, "documents": len(tokens), "steps": sum(tokens) / slots / SEQUENCE}
             for window in options.windows:
-                steps = apart(folder / f"numbered {files}", window, tokens, slots)
-                table.append({**epoch, "window": window, "apart": steps})
-    if options.json:
-        print(json.dumps({"rows": rows, "apart": table}))
-        return
-    print(f"{'slots':>6}{'files':>7}{'window':>8}{'sequences/s':>13}{'ratio':>7}{'peak memory':>14}", end="")
-    print(f"{'first of all slots':>20}{'slowest sequence':>18}")
-    for r in rows:
-        print(
-            f"{r['slots']:6}{r['files']:7}{r['window']:8}{r['sequences_per_second']:13,.0f}{r['ratio']:7.2f}"
-            f"{r['peak_bytes'] / 1e6:11,.0f} MB{r['first_seconds']:18.2f} s{1000 * r['slowest_seconds']:15.0f} ms"
-        )
-    print(f"\n{'slots':>6}{'files':>7}{'documents/slot':>16}{'steps an epoch':>16}{'window':>8}{'steps apart':>13}")
-    for r in table:
-        print(f"{r['slots']:6}{r['files']:7}{r['documents'] / r['slots']:16.0f}{r['steps']:16.0f}", end="")
-        print(f"{r['window']:8}{r['apart']:13.1f}")
+                found = apart(folder / f"numbered {files}", window, tokens, slots)
+                steps.append({**epoch, "window": window, "apart": found})
+    show(options.json, rows=rows, apart=steps)
 
 
 if __name__ == "__main__":

@@ -10,21 +10,20 @@ more numbers, in CPU seconds of all threads, which depend less on other work on 
 without dispersion: what dispersion adds, what the step spends in the loss, and what the loss takes outside of a step.
 """
 
-import json
 import os
-import socket
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from timeit import repeat
 from typing import Annotated, Any
 
 import torch
 import tyro
+
+from measuring import in_a_fresh_process, show
 
 ROOT = Path(__file__).parent.parent
 ESTIMATORS = ("off", "exact", "moments", "sampled")
@@ -46,12 +45,6 @@ class Options:
     """Options of the config, each as --overrides=--section.key=value."""
     json: bool = False
     """Print only one JSON object."""
-
-
-def dispersion(estimator: str) -> list[str]:
-    if estimator == "off":
-        return ["--dispersion.no-enabled"]
-    return ["--dispersion.enabled", "--dispersion.estimator", estimator]
 
 
 class LossTime:
@@ -93,18 +86,18 @@ class LossTime:
         if self._last is None:
             return 0.0
         loss, z, layers = self._last
-        found = []
-        for _ in range(3):
-            z = z.detach().requires_grad_()
-            start = time.process_time()
+        z.requires_grad_()
+
+        def once() -> None:
+            z.grad = None
             self._call(loss, [z]).sum().backward()
-            found.append(layers * (time.process_time() - start))
-        return min(found)
+
+        return layers * min(repeat(once, timer=time.process_time, number=1, repeat=3))
 
 
 def measure(argv: list[str], warmup: int, steps: int) -> dict[str, Any]:
     """Return medians over steps and the peak memory, in this process."""
-    from torchtitan.tools.logging import init_logger
+    os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
     from torchtitan.train import Trainer
 
     import titan_disp.plugin  # noqa: F401 — device type
@@ -113,7 +106,6 @@ def measure(argv: list[str], warmup: int, steps: int) -> dict[str, Any]:
     from titan_disp.config.load import load_config
     from titan_disp.cpu import high_water_mark
 
-    init_logger()
     job_config = load_config(argv)
     with synthetic_inputs(job_config):
         trainer = Trainer(job_config)
@@ -144,41 +136,17 @@ def measure(argv: list[str], warmup: int, steps: int) -> dict[str, Any]:
     }
 
 
-def in_a_fresh_process(options: Options, seq_len: int, estimator: str) -> dict[str, Any]:
+def run(options: Options, seq_len: int, estimator: str) -> dict[str, Any]:
+    on = ("--dispersion.enabled", "--dispersion.estimator", estimator)
+    dispersion = on if estimator != "off" else ("--dispersion.no-enabled",)
     with tempfile.TemporaryDirectory() as folder:
         argv = [
             *("--job.config_file", options.config, "--job.dump_folder", folder, "--model.flavor", options.flavor),
             *("--training.seq_len", str(seq_len), "--training.steps", "10000", "--checkpoint.no-enable"),
-            *("--metrics.no-enable_tensorboard", "--metrics.log_freq", "1000000", *dispersion(estimator)),
+            *("--metrics.no-enable_tensorboard", "--metrics.log_freq", "1000000", *dispersion),
             *options.overrides,
         ]
-        with socket.socket() as s:
-            s.bind(("127.0.0.1", 0))
-            port = str(s.getsockname()[1])
-        rank = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-        environment = {
-            **os.environ,
-            **rank,
-            "MEASURE": json.dumps([argv, options.warmup, options.steps]),
-        }
-        done = subprocess.run([sys.executable, __file__], env=environment, capture_output=True, text=True, cwd=ROOT)
-    if done.returncode:
-        raise SystemExit(done.stderr)
-    return json.loads(done.stdout.splitlines()[-1])
-
-
-def cpu_overheads(found: dict[str, Any], off: dict[str, Any]) -> dict[str, float]:
-    """Return CPU seconds as fractions of the step without dispersion."""
-    step = off["cpu_seconds"]
-    return {
-        "cpu_overhead": found["cpu_seconds"] / step - 1,
-        "loss_cpu_overhead": found["loss_cpu_seconds"] / step,
-        "loss_alone_cpu_overhead": found["loss_alone_cpu_seconds"] / step,
-    }
-
-
-def percent(part: float | None, form: str = ".1%") -> str:
-    return "" if part is None else format(part, form)
+        return in_a_fresh_process(measure, argv, options.warmup, options.steps)
 
 
 def main(options: Options) -> None:
@@ -187,37 +155,22 @@ def main(options: Options) -> None:
         best: dict[str, dict[str, Any]] = {}
         for _ in range(options.rounds):
             for estimator in options.estimators:
-                found = in_a_fresh_process(options, seq_len, estimator)
+                found = run(options, seq_len, estimator)
                 if estimator not in best or found["seconds"] < best[estimator]["seconds"]:
                     best[estimator] = found
         off = best.get("off")
         for estimator, found in best.items():
-            rows.append(
-                {
-                    **{"estimator": estimator, "flavor": options.flavor, "seq_len": seq_len, **found},
-                    "tokens_per_second": found["tokens"] / found["seconds"],
-                    "overhead": None if off is None else found["seconds"] / off["seconds"] - 1,
-                    **({} if off is None or found["loss_cpu_seconds"] is None else cpu_overheads(found, off)),
-                }
-            )
-    if options.json:
-        print(json.dumps({"rows": rows}))
-        return
-    print(
-        f"{'flavor':12}{'seq_len':>8} {'estimator':10}{'tokens/s':>10}{'overhead':>10}{'CPU':>9}{'in the loss':>13}"
-        f"{'loss alone':>12}{'peak memory':>14}"
-    )
-    for r in rows:
-        print(
-            f"{r['flavor']:12}{r['seq_len']:8} {r['estimator']:10}{r['tokens_per_second']:10,.0f}"
-            f"{percent(r['overhead'], '+.1%'):>10}{percent(r.get('cpu_overhead'), '+.1%'):>9}"
-            f"{percent(r.get('loss_cpu_overhead')):>13}{percent(r.get('loss_alone_cpu_overhead')):>12}"
-            f"{r['peak_bytes'] / 2**30:10.2f} GiB"
-        )
+            row = {"estimator": estimator, "flavor": options.flavor, "seq_len": seq_len, **found}
+            row["tokens_per_second"] = found["tokens"] / found["seconds"]
+            row["overhead"] = None if off is None else found["seconds"] / off["seconds"] - 1
+            if off is not None and found["loss_cpu_seconds"] is not None:
+                step = off["cpu_seconds"]
+                row["cpu_overhead"] = found["cpu_seconds"] / step - 1
+                row["loss_cpu_overhead"] = found["loss_cpu_seconds"] / step
+                row["loss_alone_cpu_overhead"] = found["loss_alone_cpu_seconds"] / step
+            rows.append(row)
+    show(options.json, rows=rows)
 
 
 if __name__ == "__main__":
-    if "MEASURE" in os.environ:
-        print(json.dumps(measure(*json.loads(os.environ["MEASURE"]))))
-    else:
-        main(tyro.cli(Options, description=__doc__))
+    main(tyro.cli(Options, description=__doc__))

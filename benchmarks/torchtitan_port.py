@@ -10,14 +10,13 @@ import ast
 import sys
 import zipfile
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 PACKAGE = Path(__file__).parent.parent / "titan_disp"
 
 
-@dataclass(frozen=True, order=True)
-class Imported:
+class Imported(NamedTuple):
     module: str  # torchtitan.components.loss
     name: str
 

@@ -17,8 +17,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from titan_disp.data.documents import Documents
 from titan_disp.data.files import list_files
-from titan_disp.data.formats import Format
-from titan_disp.data.records import BadDocument, DamagedFile, text_of
+from titan_disp.data.formats import BadDocument, DamagedFile, text_of
+from titan_disp.data.options import Format, StreamOptions
 from titan_disp.errors import UserError
 
 EOS = "<|endoftext|>"  # separates documents
@@ -43,7 +43,7 @@ class Corpus:
 
     def __iter__(self) -> Iterator[str]:
         for file in self.files:
-            reader = Documents(file, LONGEST, format=Format(self.text_field))
+            reader = Documents(file, StreamOptions(max_document_bytes=LONGEST, format=Format(self.text_field)))
             try:
                 while (record := reader.read()) is not None:
                     try:

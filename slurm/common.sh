@@ -1,5 +1,5 @@
 # shellcheck shell=bash disable=SC2154
-# The common beginning of pretrain.sbatch, sweep.sbatch and preflight.sbatch, which source this file. They set `here` to
+# The common beginning of pretrain.sbatch, sweep.sbatch and check_nodes.sbatch, which source this file. They set `here` to
 # this folder (hence SC2154). pretrain.sbatch lists the variables. This file exports TITAN_DISP_START, _LOCAL, _NPROC
 # and _PYTHON.
 

@@ -11,6 +11,7 @@ One start of the job passes through the states
 Each state is a method of ``Supervisor`` that returns an ``Outcome``: the next state and the reason. Every transition is
 written as a line to RUN/supervisor.jsonl (time, job, restart, state, reason) and to the job's log.
 
+RUN is the run's folder: docs/run_folder.md lists its files, which this program reads and writes without importing titan_disp.
 The decision depends on what the run wrote to RUN/events.jsonl, not on exit statuses, because torchrun and srun each
 change these. A start that neither ends the run nor saves and stops counts as a failure in RUN/requeue.json; a new
 complete checkpoint resets the count. The batch script writes the names of the signals that it receives to FILE.

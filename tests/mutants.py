@@ -62,7 +62,7 @@ ROOMS = {
         ],
     ),
     "formats": (
-        [f"titan_disp/data/{file}.py" for file in ("formats", "records", "parquet", "token_ids", "sources")],
+        [f"titan_disp/data/{file}.py" for file in ("formats", "token_ids", "sources")],
         ["test_formats", "test_data_errors"],
     ),
     "supervise": (["slurm/supervise.py"], ["test_supervise"]),

@@ -1,9 +1,13 @@
 """The dispersion losses as the paper defines them: plain float64 autograd over the full N×N matrix."""
 
 import math
+from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
+
+from titan_disp.dispersion.variants import VARIANTS
 
 
 class StraightThroughClamp(torch.autograd.Function):
@@ -21,64 +25,81 @@ class StraightThroughClamp(torch.autograd.Function):
         return -grad / torch.sqrt(1 - clamped**2), None
 
 
-def dispersion_oracle(z: Tensor, tau: float, clamp: float, norm_eps: float) -> Tensor:
-    """The angular loss: [B, N, F] of any dtype → [B] float64, differentiable."""
-    z = z.double()
-    n = z.shape[1]
+def angles(z: Tensor, clamp: float, norm_eps: float) -> Tensor:
+    """D of all pairs: [B, N, F] → [B, N, N]."""
     u = z / (torch.linalg.vector_norm(z, dim=-1, keepdim=True) + norm_eps)
-    d = StraightThroughClamp.apply(u @ u.transpose(1, 2), 1 - clamp) / math.pi
-    off_diagonal = ~torch.eye(n, dtype=torch.bool)
-    return torch.logsumexp(-d[:, off_diagonal] / tau, dim=1) - math.log(n * (n - 1))
+    return StraightThroughClamp.apply(u @ u.transpose(1, 2), 1 - clamp) / math.pi
 
 
-def _pairs(x: Tensor) -> Tensor:
+def pairs(x: Tensor) -> Tensor:
     """Drop the diagonal: [B, N, N] → [B, N(N−1)]."""
     return x[:, ~torch.eye(x.shape[1], dtype=torch.bool)]
 
 
-def orthogonalization_oracle(z: Tensor, clamp: float, norm_eps: float) -> Tensor:
-    """The mean over i≠j of max(0, ½ − D)²: [B, N, F] → [B] float64."""
-    z = z.double()
-    u = z / (torch.linalg.vector_norm(z, dim=-1, keepdim=True) + norm_eps)
-    d = StraightThroughClamp.apply(u @ u.transpose(1, 2), 1 - clamp) / math.pi
-    return _pairs((0.5 - d).clamp_min(0) ** 2).mean(1)
+def log_mean_exp(x: Tensor) -> Tensor:
+    return torch.logsumexp(x, 1) - math.log(x.shape[1])
 
 
-def decorrelation_oracle(z: Tensor) -> Tensor:
-    """The mean over i≠j of squared correlations, with unbiased σ: [B, N, F] → [B] float64."""
-    z = z.double()
+# Each is named as the variant: [B, N, F] float64 → [B], differentiable.
+
+
+def angular(z: Tensor, tau: float = 1.0, clamp: float = 0.25, norm_eps: float = 1e-2) -> Tensor:
+    return log_mean_exp(pairs(-angles(z, clamp, norm_eps) / tau))
+
+
+def orthogonalization(z: Tensor, clamp: float = 0.25, norm_eps: float = 1e-2) -> Tensor:
+    return (0.5 - pairs(angles(z, clamp, norm_eps))).clamp_min(0).square().mean(1)
+
+
+def decorrelation(z: Tensor) -> Tensor:
+    """The mean of squared correlations, with unbiased σ."""
     y = (z - z.mean(-1, keepdim=True)) / z.std(-1, keepdim=True)
-    return _pairs((y @ y.transpose(1, 2) / (z.shape[-1] - 1)) ** 2).mean(1)
+    return pairs(y @ y.transpose(1, 2) / (z.shape[-1] - 1)).square().mean(1)
 
 
-def l2_repel_oracle(z: Tensor, tau: float, norm_coeff: float, include_diagonal: bool = True) -> Tensor:
-    """log mean over all i, j (or i≠j) of exp(−‖z_i − z_j‖²/τ), plus λ_norm mean(z²): [B, N, F] → [B] float64."""
-    z = z.double()
-    d = (z[:, :, None] - z[:, None]).square().sum(-1)
-    exponents = (-d / tau).flatten(1) if include_diagonal else _pairs(-d / tau)
-    return torch.logsumexp(exponents, 1) - math.log(exponents.shape[1]) + norm_coeff * z.square().mean((1, 2))
+def l2_repel(z: Tensor, tau: float = 1.0, norm_coeff: float = 0.1, include_diagonal: bool = True) -> Tensor:
+    e = -(z[:, :, None] - z[:, None]).square().sum(-1) / tau
+    return log_mean_exp(e.flatten(1) if include_diagonal else pairs(e)) + norm_coeff * z.square().mean((1, 2))
 
 
-def oracle(
-    variant: str,
-    z: Tensor,
-    tau: float = 1.0,
-    clamp: float = 0.25,
-    norm_eps: float = 1e-2,
-    norm_coeff: float = 0.1,
-    include_diagonal: bool = True,
-):
-    """The loss of any variant: [B, N, F] → [B] float64."""
-    if variant == "angular":
-        return dispersion_oracle(z, tau, clamp, norm_eps)
-    if variant == "orthogonalization":
-        return orthogonalization_oracle(z, clamp, norm_eps)
-    return (
-        decorrelation_oracle(z) if variant == "decorrelation" else l2_repel_oracle(z, tau, norm_coeff, include_diagonal)
-    )
+ORACLES = {formula.__name__: formula for formula in (angular, decorrelation, l2_repel, orthogonalization)}
+# Options with which the tests try a variant, if not the defaults alone.
+OPTIONS: dict[str, list[dict[str, Any]]] = {
+    "angular": [{"tau": 0.7}],
+    "l2_repel": [{"tau": 20.0}, {"tau": 5.0, "include_diagonal": False}],
+}
+EVERY_VARIANT = [(variant, options) for variant in VARIANTS for options in OPTIONS.get(variant, [{}])]
+EVERY_ESTIMATOR = [(variant, estimator) for variant, kind in VARIANTS.items() for estimator in kind.estimators]
+EVERY_LOSS = [(v, e, options) for v, options in EVERY_VARIANT for e in VARIANTS[v].estimators]
+
+
+def oracle(variant: str, z: Tensor, **options: Any) -> Tensor:
+    """The loss of any variant: [B, N, F] of any dtype → [B] float64."""
+    if variant not in ORACLES:
+        pytest.fail(
+            f"add an oracle for {variant!r} to tests/oracle.py: the plain float64 formula, and its line in ORACLES"
+        )
+    return ORACLES[variant](z.double(), **options)
+
+
+def drawn(estimator: str, tokens: int) -> dict[str, int]:
+    """The options that make the sampled estimator take so many tokens."""
+    return {"max_tokens": tokens} if estimator == "sampled" else {}
 
 
 def drawing_order(tokens: int, seed: int, step: int, layer: int) -> Tensor:
     """All positions in the order in which the sampled estimator draws them. Resumed runs rely on these numbers."""
     generator = torch.Generator().manual_seed((seed * 1_000_003 + step) * 1_009 + layer)
     return torch.randperm(tokens, generator=generator)
+
+
+def tokens(b: int, n: int, f: int, seed: int = 0, mean: float = 0.3) -> Tensor:
+    return torch.randn(b, n, f, generator=torch.Generator().manual_seed(seed)) + mean
+
+
+def loss_and_gradient(function, z: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
+    """Both in float64. Sequences have distinct weights: a gradient that leaks from one into another would show."""
+    z = z.clone().requires_grad_(True)
+    loss = function(z, **options)
+    (grad,) = torch.autograd.grad((loss * torch.arange(1, len(loss) + 1, dtype=loss.dtype)).sum(), z)
+    return loss.detach().double(), grad.double()

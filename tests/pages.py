@@ -21,7 +21,7 @@ ROOMS = {
     "config": ("titan_disp.config.reference", "reference"),
     "config --markdown": ("titan_disp.config.reference", "markdown"),
     "preflight": ("titan_disp.cluster.preflight", "preflight"),
-    "submit": ("titan_disp.cluster.submit", "submit"),
+    "submit": ("titan_disp.cluster.launch", "submit"),
     "condensation": ("titan_disp.lab.inspection.command", "condensation"),
     "report": ("titan_disp.lab.report.page", "write_report"),
     "export": ("titan_disp.lab.export.export", "export"),

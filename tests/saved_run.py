@@ -48,3 +48,12 @@ def save_run(folder, model, tokenizer, *options, step=30):
     state = model.state_dict() | {"optimizer.state": torch.zeros(8)}
     dcp.save(state, checkpoint_id=folder / "checkpoint" / f"step-{step}", no_dist=True)
     return folder
+
+
+def change_config(run, section, **changes):
+    """Change keys of a section in a run's config.json, and return the whole."""
+    file = run / "config.json"
+    config = json.loads(file.read_text())
+    config[section] |= changes
+    file.write_text(json.dumps(config))
+    return config

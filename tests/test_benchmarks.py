@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from benchmarks.measurement import Timed, busiest_rank, cost, heatmaps
+from benchmarks.measurement import busiest_rank, cost, heatmaps
 from tests.command_line import ROOT, environment
 from titan_disp.config.load import load_config
 
@@ -73,7 +73,7 @@ def test_cost_of_a_measurement():
             **{"gpu": "H100", "mfu": 0.4, "steps": 39_673, "flops_per_step": 1.96e16, "global_batch_size": 1920},
             **{"local_batch_size": 1, "data_parallel": ranks, "seq_len": 2048, "step_seconds": step_seconds},
         )
-        found[ranks] = cost(job_config, plan, Timed(eigenvalues=0.014, heatmap=0.16, files=0.003))
+        found[ranks] = cost(job_config, plan, {"eigenvalues": 0.014, "heatmap": 0.16, "files": 0.003})
     assert found[640] == {
         "layers": 1,
         "forward": pytest.approx(1.96e16 / 1920 / 3 / (0.4 * 989.4e12)),  # 8.6 ms

@@ -10,6 +10,7 @@ import pickle
 import shutil
 import threading
 from concurrent.futures import wait
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -42,13 +43,28 @@ class State:
         self.value = state["value"]
 
 
+def hooks(event=lambda name, step, **details: None):
+    """A trainer that refuses nothing, and owns no folder."""
+    return SimpleNamespace(
+        check_resume=lambda step: None,
+        healthy=lambda: True,
+        owns_folder=lambda: False,
+        event=event,
+        busy=lambda doing, step: nullcontext(),
+    )
+
+
 class Run:
     def __init__(self, folder, **config):
         self.model = nn.Linear(1, 1, bias=False)
         self.optimizers = OptimizersContainer([self.model], torch.optim.AdamW, {"lr": 0.1})
         self.trainer = State()
         self.folder = folder / "checkpoint"
+        self.events = []
+        self.reasons = {}
+        self.hooks = hooks(event=self.note)
         self.manager = DispCheckpointManager(
+            hooks=self.hooks,
             dataloader=State(),
             model_parts=[self.model],
             optimizers=self.optimizers,
@@ -58,9 +74,6 @@ class Run:
             sd_adapter=SimpleNamespace(hf_assets_path=None, model_args=None),
             base_folder=str(folder),
         )
-        self.events = []
-        self.reasons = {}
-        self.manager.on_event = self.note
 
     def note(self, name, step, reason=None, **details):
         self.events.append((name, step))
@@ -105,7 +118,7 @@ def truncate(folder):
 
 
 def garble(folder):
-    """Spoil a checkpoint that an older version saved without hashes.
+    """Spoil a checkpoint that was saved without hashes.
 
     Its files keep their length: only loading notices.
     """
@@ -257,22 +270,22 @@ def test_a_run_whose_last_checkpoint_is_damaged_has_not_ended(start):
 
 def test_a_save_is_due_forced_or_put_off(start):
     run, told = start(interval=2), []
-    run.manager.before_save = told.append
+    run.hooks.busy = lambda doing, step: nullcontext(told.append(step))
     run.save(1, 2, 3)
     assert checkpoints(run.folder) == told == [2]
     assert run.manager.saved_step == 2
     run.manager.force()
     run.save(5, 7)
     assert checkpoints(run.folder) == [2, 5]
-    run.manager.healthy = lambda: False
+    run.hooks.healthy = lambda: False
     run.save(8)
     assert checkpoints(run.folder) == [2, 5]
-    run.manager.healthy = lambda: True
+    run.hooks.healthy = lambda: True
     run.save(9, 11)  # saves at once, and only once
     assert checkpoints(run.folder) == [2, 5, 9]
-    run.manager.healthy = lambda: False
+    run.hooks.healthy = lambda: False
     run.save(13)  # none is due at step 13
-    run.manager.healthy = lambda: True
+    run.hooks.healthy = lambda: True
     run.save(15)
     assert checkpoints(run.folder) == [2, 5, 9]
     run.save(15, last_step=True)
@@ -366,7 +379,7 @@ def test_a_failed_save_on_a_full_disk_that_takes_no_event_either(start, monkeypa
     def fail(*args, **kwargs):
         raise OSError(5, "Input/output error", "events.jsonl")
 
-    run.manager.on_event = fail
+    run.hooks.event = fail
     monkeypatch.setattr(FileSystem, "create_stream", full_disk)
     with monkeypatch.context() as patch:
         patch.setattr(os, "listdir", fail)
@@ -449,12 +462,12 @@ def test_the_newest_that_loads_is_resumed_from(start, caplog):
     again = start()
     asked = []
 
-    def before_load(step):
+    def check_resume(step):
         asked.append((step, again.loaded))
         if step == 6:
             raise CheckpointError("its data cannot be read")
 
-    again.manager.before_load = before_load
+    again.hooks.check_resume = check_resume
     assert again.manager.load()
     assert again.loaded == (4, 4)
     assert [step for step, _ in asked] == [8, 6, 4]
@@ -533,11 +546,11 @@ def test_a_refusal_is_no_damage(start):
     run = start()
     run.save(1, 2)
 
-    def before_load(step):
+    def check_resume(step):
         raise ConfigError("other data")
 
     again = start()
-    again.manager.before_load = before_load
+    again.hooks.check_resume = check_resume
     with pytest.raises(ConfigError, match="^other data$"):
         again.manager.load()
     assert again.names == ["step-1", "step-2"]

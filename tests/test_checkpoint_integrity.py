@@ -26,7 +26,7 @@ from torchtitan.config.job_config import Checkpoint
 
 from tests.command_line import DEMO
 from tests.distributed import spawn
-from tests.test_checkpoint import State
+from tests.test_checkpoint import State, hooks
 from titan_disp import cli
 from titan_disp.config.load import load_config
 from titan_disp.errors import CheckpointError, InUseError
@@ -41,7 +41,7 @@ from titan_disp.run.integrity import (
     damage,
     is_model_only,
     problem,
-    rename_for_deletion,
+    rename_step,
     verify,
 )
 from titan_disp.run.inventory import inventory
@@ -51,7 +51,9 @@ class Run:
     def __init__(self, folder, **config):
         self.model = nn.Linear(3, 2)
         self.folder = Path(folder) / "checkpoint"
+        self.hooks = hooks()
         self.manager = DispCheckpointManager(
+            hooks=self.hooks,
             dataloader=State(),
             model_parts=[self.model],
             optimizers=OptimizersContainer([self.model], torch.optim.AdamW, {"lr": 0.1}),
@@ -235,7 +237,7 @@ def test_an_older_checkpoint_loads_with_a_warning(start, caplog):
     again = start()
     assert again.manager.load()
     assert again.weight == 1
-    assert "step-1 has no hashes.json, because an older version or TorchTitan's own trainer saved it" in caplog.text
+    assert "step-1 has no hashes.json, because TorchTitan's own trainer saved it" in caplog.text
 
 
 def _of(*files):
@@ -430,7 +432,7 @@ def test_checkpoints_are_listed(start, listed, tmp_path):
     assert listed(folder, "--step", "40")[0] == 1
     assert listed(folder, "--step", "40")[1]["step-40"].startswith("damaged: SafetensorError")
     (run.folder / "step-20").rename(run.folder / "damaged-20")
-    event = {"event": "checkpoint_damaged", "step": 20, "reason": "a flipped bit"}
+    event = {"time": "2026-01-01T00:00:00+00:00", "event": "checkpoint_damaged", "step": 20, "reason": "a flipped bit"}
     (folder / "events.jsonl").write_text(json.dumps(event) + "\n")
     assert listed(folder, "--step", "20") == (0, {"damaged-20": "moved aside as damaged: a flipped bit"})
     (folder / "events.jsonl").write_text("")  # as after _make_room, which moves aside what it does not know
@@ -497,7 +499,7 @@ def test_unfinished_saves_and_deletions_are_deleted(start, killed, caplog):
     (run.folder / "step-20").rename(run.folder / "purging-20")  # a deletion was killed
     assert sorted(os.listdir(run.folder / "step-40")) == [".saving", "__0_0.distcp"]
     again = start()
-    again.manager.owns_folder = lambda: True
+    again.hooks.owns_folder = lambda: True
     assert again.manager.load()
     wait_until(lambda: again.names == ["step-10"])
     assert (
@@ -512,7 +514,7 @@ def test_what_may_be_somebodys_checkpoint_stays(start, killed, caplog, tmp_path)
     run.save(10, 11, 12, 13)
     for step, name in ((10, ".metadata.bak"), (11, "../metadata-11")):  # hidden from the run, but not deleted
         (run.folder / f"step-{step}" / ".metadata").rename(run.folder / f"step-{step}" / name)
-    (run.folder / "step-12" / ".metadata").unlink()  # saved by an older version; its .metadata was deleted
+    (run.folder / "step-12" / ".metadata").unlink()  # saved without hashes; its .metadata was deleted
     (run.folder / "step-12" / "hashes.json").unlink()
     killed(run, 14, "rename")  # only the name of .metadata is missing
     killed(run, 15, ".distcp")
@@ -536,7 +538,7 @@ def test_a_deletion_that_is_still_under_way_keeps_its_name(tmp_path, monkeypatch
     (tmp_path / "purging-3").mkdir()
     for expected in ("purging-3x", "purging-3xx"):
         (tmp_path / "step-3").mkdir()
-        assert rename_for_deletion(tmp_path / "step-3") == tmp_path / expected
+        assert rename_step(tmp_path / "step-3", "purging") == tmp_path / expected
     doomed = []
     monkeypatch.setattr(integrity, "_delete", doomed.extend)
     clean_up(tmp_path)
@@ -560,7 +562,7 @@ def test_nothing_is_deleted_where(start, killed, who):
     run.save(1)
     killed(run, 2, ".distcp")
     again = start(load_only=who == "it only reads")
-    again.manager.owns_folder = lambda: who == "it only reads"
+    again.hooks.owns_folder = lambda: who == "it only reads"
     assert again.manager.load()
     assert again.names == ["step-1", "step-2"]
 
@@ -571,7 +573,7 @@ def test_nothing_is_deleted_where_none_loads(start, killed):
     killed(run, 2, ".distcp")
     flip(run.folder / "step-1" / "__0_0.distcp", 99)
     again = start()
-    again.manager.owns_folder = lambda: True
+    again.hooks.owns_folder = lambda: True
     with pytest.raises(CheckpointError, match=r"can be loaded \(1 tried\)"):
         again.manager.load()
     assert again.names == ["step-1", "step-2"]
@@ -586,7 +588,7 @@ def test_a_purge_is_one_rename(start, monkeypatch):
         run.manager.close()
     assert run.names == ["purging-1", "step-2", "step-3"]
     again = start(keep_latest_k=2)
-    again.manager.owns_folder = lambda: True
+    again.hooks.owns_folder = lambda: True
     assert again.manager.load()
     wait_until(lambda: again.names == ["step-2", "step-3"])
 

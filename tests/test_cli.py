@@ -9,7 +9,8 @@ import pytest
 
 from tests.command_line import DEMO, ROOT
 from titan_disp import cli
-from titan_disp.cluster import launch, preflight, submit
+from titan_disp.cluster import launch, preflight
+from titan_disp.config import options
 from titan_disp.data import digest
 from titan_disp.errors import EXIT_CODE
 
@@ -67,9 +68,9 @@ def assert_overridden(job_config):
 
 
 def test_all_subcommands_with_overrides_are_tested_below():
-    functions = inspect.getmembers(cli, inspect.isfunction)
-    found = {name for name, function in functions if "overrides" in inspect.signature(function).parameters}
-    assert found == {"train", "plan", "preflight", "submit", "data_digest"}
+    classes = inspect.getmembers(options, inspect.isclass)
+    found = {name for name, one in classes if issubclass(one, options.ConfigOptions)} - {"ConfigOptions"}
+    assert found == {f"{name}Options" for name in ("Train", "Plan", "Preflight", "Submit", "Digest")}
 
 
 def test_train_hands_its_overrides_to_the_ranks(monkeypatch, tmp_path):
@@ -90,10 +91,11 @@ def test_plan(monkeypatch, capsys):
     own = ("--nodes", "2", "--gpus-per-node", "1", "--gpu", "A100", "--mfu", "0.5", "--json")
     assert typed(monkeypatch, "plan", DEMO, *among(*own)) == 0
     plan = json.loads(capsys.readouterr().out)
-    assert (plan["seq_len"], plan["global_batch_size"], plan["tokens_per_step"]) == (64, 8, 512)
-    assert plan["dispersion_flops_per_step"] == 0
-    assert (plan["nodes"], plan["gpus_per_node"], plan["gpu"], plan["mfu"]) == (2, 1, "A100", 0.5)
-    assert plan["steps"] == 300  # from the TOML file
+    assert [plan["batch"][key] for key in ("seq_len", "global_batch_size", "tokens_per_step")] == [64, 8, 512]
+    assert plan["model"]["dispersion_flops"] == 0
+    assert [plan["machine"][key] for key in ("nodes", "gpus_per_node", "gpu", "mfu")] == [2, 1, "A100", 0.5]
+    assert plan["machine"]["node_bandwidth"] == 300
+    assert plan["batch"]["steps"] == 300  # from the TOML file
 
 
 def test_preflight_hands_its_overrides_to_the_step(monkeypatch, capsys):
@@ -102,24 +104,23 @@ def test_preflight_hands_its_overrides_to_the_step(monkeypatch, capsys):
     def one_step(command, **_):
         started.append(command)
         measured = {"device": "CPU", "mesh": {}, "accumulation": 1, "parameters": 1, "own_parameters": 1}
-        folder = Path(command[command.index("--folder") + 1])
-        (folder / "measured.json").write_text(json.dumps({**measured, "seconds": 1.0, "peak_bytes": 1}))
+        (Path(command[3]) / "measured.json").write_text(json.dumps({**measured, "seconds": 1.0, "peak_bytes": 1}))
         return SimpleNamespace(returncode=0)
 
     monkeypatch.setattr(preflight.subprocess, "run", one_step)
     own = ("--ranks", "2", "--flavor", "debugmodel", "--seq-len", "32")
     assert typed(monkeypatch, "preflight", DEMO, *among(*own)) == 0
     (command,) = started
-    assert command[command.index("--job.config_file") :] == list(HANDED_ON)
-    options = dict(zip(command, command[1:], strict=False))
-    assert (options["--ranks"], options["--flavor"], options["--seq-len"]) == ("2", "debugmodel", "32")
+    given = options.PreflightOptions(**json.loads(command[4]))
+    assert given.argv == list(HANDED_ON)
+    assert (given.ranks, given.flavor, given.seq_len) == (2, "debugmodel", 32)
     assert "training.seq_len 64 → 32" in capsys.readouterr().out
 
 
 def test_submit_hands_its_overrides_to_sbatch(monkeypatch, capsys):
     started = []
     monkeypatch.setattr(
-        submit.subprocess, "run", lambda line, env: started.append(line) or SimpleNamespace(returncode=3)
+        launch.subprocess, "run", lambda line, env: started.append(line) or SimpleNamespace(returncode=3)
     )
     own = ("--nodes", "2", "--gpus-per-node", "0", "--sbatch", "time=1:00:00")
     assert typed(monkeypatch, "submit", DEMO, *among(*own)) == 3
@@ -176,10 +177,12 @@ def test_sweep(monkeypatch, capsys, tmp_path):
     assert called == [("runs", 3, 2)] * 4
     assert "  seed-2: failed: why" in capsys.readouterr().out
 
-    monkeypatch.setattr(array, "submit", lambda sweep, *given: called.append(given) or 5)
+    monkeypatch.setattr(array, "submit", lambda sweep, given: called.append(given) or 5)
     own = ("--submit", "--jobs", "3", "--nodes", "2", "--gpus-per-node", "0", "--site", "local_cpu", "--dry-run")
     assert typed(monkeypatch, "sweep", file, *own, "--sbatch", "time=15", "exclusive") == 5
-    assert called[-1] == (3, 2, 0, "H100", "local_cpu", ("time=15", "exclusive"), True)
+    given = called[-1]
+    assert (given.jobs, given.nodes, given.gpus_per_node, given.gpu) == (3, 2, 0, "H100")
+    assert (given.site, given.sbatch, given.dry_run) == ("local_cpu", ("time=15", "exclusive"), True)
 
     assert typed(monkeypatch, "sweep", "table", file, "--out", tmp_path / "out", "--metric", "ce") == 0
     assert "| demo_cpu  | 0 of 2 |" in capsys.readouterr().out

@@ -12,31 +12,30 @@ from scipy import stats
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from titan_disp.condensation import monitor
-from titan_disp.condensation.measure import Accumulator
-from titan_disp.condensation.monitor import cross_entropies
-from titan_disp.condensation.record import BINS, EDGES, Condensation, alike, load_steps, over_training
+from titan_disp.condensation import measure
+from titan_disp.condensation.measure import Accumulator, cross_entropies
+from titan_disp.condensation.record import BINS, EDGES, Condensation, load_steps, over_training
 
 KEYS = ("spearman", "kendall", "range")
 
 
-def measured(*layers: torch.Tensor, final_norm: bool = False) -> Condensation:
+def measured(*layers: torch.Tensor) -> Condensation:
     accumulator = Accumulator(len(layers))
     for i, z in enumerate(layers):
         accumulator.add(i, z)
-    return accumulator.result(layers[0].shape[1], final_norm)
+    return accumulator.result(layers[0].shape[1])
 
 
-def condensed(*mean_cosine: float, final_norm: bool = False) -> Condensation:
+def condensed(*mean_cosine: float) -> Condensation:
     """Of one token, whose other numbers are multiples of the mean cosine."""
     mean = np.array(mean_cosine)
-    return Condensation(mean, 2 * mean, 3 * mean, 4 * mean, np.zeros((len(mean), BINS)), 1, 1, final_norm)
+    return Condensation(mean, 2 * mean, 3 * mean, 4 * mean, np.zeros((len(mean), BINS)), 1, 1)
 
 
 @pytest.mark.parametrize(("n", "f"), [(17, 5), (16, 40), (1500, 3)])
 def test_against_the_plain_formulas(n, f):
     generator = torch.Generator().manual_seed(n)
-    layers = [torch.randn(3, n, f, generator=generator) + shift for shift in (0.0, 0.4, 2.0)]
+    layers = [torch.randn(3, n, f, generator=generator) + shift for shift in (0.0, 0.4, 2.0, 1.0)]
     found = measured(*layers)
     for i, z in enumerate(layers):
         u = z.double().numpy() / np.linalg.norm(z.double().numpy(), axis=-1, keepdims=True)
@@ -54,9 +53,9 @@ def test_against_the_plain_formulas(n, f):
         # A cosine on an edge may round to either side: the diagonal is in the last bin in both.
         np.testing.assert_allclose(found.histogram[i], histogram, atol=5e-5)
         assert found.histogram[i].sum() == pytest.approx(1)
-    depth = range(len(layers))
-    assert found.before_norm.spearman == stats.spearmanr(depth, found.mean_cosine).statistic
-    assert found.before_norm.kendall == stats.kendalltau(depth, found.mean_cosine).statistic
+    before = found.mean_cosine[:-1]
+    assert found.before_norm.spearman == stats.spearmanr(range(len(before)), before).statistic
+    assert found.before_norm.kendall == stats.kendalltau(range(len(before)), before).statistic
     assert (found.tokens, found.sequences) == (n, 3)
 
 
@@ -100,14 +99,14 @@ def test_undefined_numbers_are_null_in_json():
     z = torch.randn(1, 8, 4, generator=torch.Generator().manual_seed(0))
     bad = z.clone()
     bad[0, 3, 2] = torch.inf  # as after an overflow in one token
-    found = measured(z, z, bad, z)
+    found = measured(z, z, bad, z, z)
     assert np.isnan(found.histogram[2]).all()
-    np.testing.assert_array_equal(found.histogram[[0, 1, 3]], measured(z, z, z, z).histogram[[0, 1, 3]])
+    np.testing.assert_array_equal(found.histogram[[0, 1, 3]], measured(z, z, z, z, z).histogram[[0, 1, 3]])
     assert str(found.before_norm) == "ρ – τ – (not all cosines are finite)"
     assert dataclasses.replace(found, cross_entropy=math.inf).to_json()["cross_entropy"] is None
     written = json.dumps(found.to_json(), allow_nan=False)
     assert json.loads(written)["mean_cosine"][2] is None
-    *_, last = over_training({0: measured(z, z, z, z).to_json(), 10: json.loads(written)})
+    *_, last = over_training({0: measured(z, z, z, z, z).to_json(), 10: json.loads(written)})
     assert last.split() == ["10", "–", "nan", f"{found.mean_cosine[3]:.2f}"]
 
 
@@ -126,7 +125,7 @@ def test_sums_of_ranks_add_up():
 
 def test_ranks_of_mean_cosines_that_hardly_differ_mean_nothing():
     """0.009 apart, as at initialisation: neither number is given, but how far apart they are. 0.011 apart they are ranked."""
-    flat, steep = condensed(0.101, 0.104, 0.11), condensed(0.101, 0.104, 0.112)
+    flat, steep = condensed(0.101, 0.104, 0.11, 0.3), condensed(0.101, 0.104, 0.112, 0.3)
     assert flat.to_json()["before_norm"] == {"spearman": None, "kendall": None, "range": pytest.approx(0.009)}
     assert steep.to_json()["before_norm"] == {"spearman": 1, "kendall": 1, "range": pytest.approx(0.011)}
     assert str(flat.before_norm) == "ρ – τ – (the mean cosines differ by only 0.009)"
@@ -135,68 +134,44 @@ def test_ranks_of_mean_cosines_that_hardly_differ_mean_nothing():
 
 def test_last_layer_before_and_after_the_final_norm():
     """ρ and τ by hand: of 0.1, 0.3, 0.2 they are ½ and ⅓, and of 0.1, 0.3, 0.4, with the norm in the last block's place, 1."""
-    found = condensed(0.1, 0.3, 0.2, 0.4, final_norm=True)
+    found = condensed(0.1, 0.3, 0.2, 0.4)
     assert found.layer_names == ["embedding", "block 0", "block 1", "final norm"]
     assert found.mean_cosine[found.last_block] == 0.2
     said = found.to_json()
     assert said["before_norm"] == {name: pytest.approx(v) for name, v in zip(KEYS, (0.5, 1 / 3, 0.2), strict=True)}
     assert said["after_norm"] == {name: pytest.approx(v) for name, v in zip(KEYS, (1, 1, 0.3), strict=True)}
     assert said["layers"] == found.layer_names
-    shorter = found.without_final_norm()
-    assert shorter.to_json()["before_norm"] == said["before_norm"]
-    assert shorter.to_json()["after_norm"] == dict.fromkeys(KEYS)
-    assert shorter.layer_names == found.layer_names[:-1]
-    assert shorter.effective_rank.tolist() == found.effective_rank[:3].tolist()
-    assert len(shorter.histogram) == 3
-    assert [one.final_norm for one in alike([found, found])] == [True, True]
-    assert [one.final_norm for one in alike([found, shorter])] == [False, False]
 
 
 def test_means_over_thirds_of_the_blocks():
     """Seven blocks: three early ones (3i < 7), two and two."""
-    found = condensed(9, 1, 2, 3, 4, 5, 6, 8, 7, final_norm=True).by_part()
+    found = condensed(9, 1, 2, 3, 4, 5, 6, 8, 7).by_part()
     cosines = {
         "blocks": 29 / 7, "early_blocks": 2, "middle_blocks": 4.5, "late_blocks": 7, "last_block": 8, "final_norm": 7,
     }  # fmt: skip
     factors = {"mean_cosine": 1, "std_cosine": 2, "mean_angle": 3, "effective_rank": 4}
     assert found == {name: {part: pytest.approx(f * c) for part, c in cosines.items()} for name, f in factors.items()}
-    one = condensed(9, 1, 7, final_norm=True).by_part()["mean_cosine"]
+    one = condensed(9, 1, 7).by_part()["mean_cosine"]
     assert one == {"blocks": 1, "early_blocks": 1, "last_block": 1, "final_norm": 7}
-    assert "final_norm" not in condensed(9, 1, 2).by_part()["mean_cosine"]
 
 
-def test_saved_and_loaded(tmp_path):
+@pytest.mark.parametrize("averaged", [None, np.eye(3, BINS)])
+def test_saved_and_loaded(averaged, tmp_path):
     z = torch.randn(2, 8, 4, generator=torch.Generator().manual_seed(0))
-    found = dataclasses.replace(measured(z, z**2, z, final_norm=True), cross_entropy=2.5)
+    found = dataclasses.replace(measured(z, z**2, z), cross_entropy=2.5, averaged_histogram=averaged)
     found.save(tmp_path / "new" / "step-5.npz")
     loaded = load_steps(tmp_path / "new")[5]
     assert loaded.to_json() == found.to_json()
-    assert (loaded.final_norm, loaded.cross_entropy, loaded.sequences) == (True, 2.5, 2)
+    assert (loaded.cross_entropy, loaded.sequences) == (2.5, 2)
     np.testing.assert_array_equal(loaded.histogram, found.histogram)
+    np.testing.assert_array_equal(loaded.averaged_histogram, averaged)
     assert found.histogram.shape == (3, BINS)
-
-
-def test_files_of_older_versions_load(tmp_path):
-    """They hold ½ − D as angular_distance, and end with the last block."""
-    mean = np.array([0.1, 0.2, 0.4])
-    arrays = dict.fromkeys(("mean_cosine", "std_cosine", "effective_rank"), mean)
-    np.savez_compressed(
-        tmp_path / "step-7.npz", edges=EDGES, **arrays, angular_distance=np.array([0.0, 0.1, 0.5]),
-        histogram=np.zeros((3, BINS)), tokens=8, sequences=2,
-    )  # fmt: skip
-    loaded = load_steps(tmp_path)[7]
-    np.testing.assert_allclose(loaded.mean_angle, [0.5, 0.4, 0])
-    assert loaded.layer_names == ["embedding", "block 0", "block 1"]
-    assert loaded.to_json()["cross_entropy"] is None
-    assert loaded.before_norm.spearman == 1
 
 
 def over_training_of(highest, steps=range(0, 310, 10)):
     """Every 10 steps, the mean cosines of a block 0.3 and of the last one 0.5, but for 0.9 and 1 at ``highest``."""
     return {
-        step: condensed(
-            *((0.04, 0.9, 1.0, 0.2) if step == highest else (0.04, 0.3, 0.5, 0.2)), final_norm=True
-        ).to_json()
+        step: condensed(*((0.04, 0.9, 1.0, 0.2) if step == highest else (0.04, 0.3, 0.5, 0.2))).to_json()
         | {"cross_entropy": 7 - step / 100}
         for step in steps
     }
@@ -213,10 +188,10 @@ def test_table_of_a_collapse_and_its_release():
     assert ends == {headings.index("cross-entropy") + len("cross-entropy")}, "the columns are not aligned"
 
 
-def test_table_of_few_measurements_and_of_older_versions():
+def test_table_of_few_measurements():
     assert over_training({}) == over_training(over_training_of(0, steps=[5])) == []
-    old = {step: {"mean_cosine": [0.04, 0.2, 0.6], "spearman": 1.0} for step in (2, 4)}
-    assert [row.split() for row in over_training(old)[2:]] == [
+    same = {step: condensed(0.04, 0.2, 0.6, 0.1).to_json() for step in (2, 4)}  # whose cross-entropy was not measured
+    assert [row.split() for row in over_training(same)[2:]] == [
         ["2", "–", "0.40", "0.60", "(highest)"],
         ["4", "–", "0.40", "0.60"],
     ]
@@ -233,8 +208,8 @@ class Recorder:
     def add(self, layer, z):
         self.measured.update((layer, int(sequence[0, 0])) for sequence in z)
 
-    def result(self, tokens, final_norm):
-        return condensed(0.5, final_norm=final_norm)
+    def result(self, tokens):
+        return condensed(0.5)
 
 
 @pytest.mark.parametrize("batch_size", [1, 2, 8])
@@ -242,7 +217,7 @@ class Recorder:
 def test_ranks_divide_sequences_and_layers(ranks, batch_size, monkeypatch):
     """Every layer of every sequence is measured once, and every label counts once, whatever the ranks; 40 share the work of 5 in
     layers too."""
-    monkeypatch.setattr(monitor, "Accumulator", Recorder)
+    monkeypatch.setattr(measure, "Accumulator", Recorder)
     Recorder.measured = Counter()
     sequences = torch.arange(5)[:, None].expand(5, 4)
     cross_entropy, most = 0.0, 0
@@ -250,11 +225,11 @@ def test_ranks_divide_sequences_and_layers(ranks, batch_size, monkeypatch):
     def forward(tokens, labels):
         assert tokens.shape == labels.shape == (batch_size, 3)
         z = tokens[:, :, None].double()
-        return monitor.Forward([z] * 7, 10.0 ** labels[:, 0].double())
+        return measure.Forward([z] * 7, 10.0 ** labels[:, 0].double())
 
     for rank in range(ranks):
         before = Recorder.measured.total()
-        found = monitor.Monitor(sequences, batch_size, 3, (rank, ranks)).measure(forward)
+        found = measure.Monitor(sequences, batch_size, 3, (rank, ranks)).measure(forward)
         cross_entropy += found.cross_entropy
         most = max(most, Recorder.measured.total() - before)
     assert Recorder.measured == {(layer, sequence): 1 for layer in range(7) for sequence in range(5)}

@@ -20,6 +20,7 @@ from torch.distributed.run import get_args_parser
 
 from tests.command_line import ROOT
 from tests.pages import blocks, can_start, commands, loaded, split, subcommand, understood
+from titan_disp import cli
 from titan_disp.lab.sweeps.definition import points, read_sweep
 
 README = ROOT / "README.md"
@@ -68,10 +69,8 @@ def overrides(words: list[str]) -> list[str]:
 
 def check_titan_disp(words, monkeypatch):
     args, _ = understood(monkeypatch, words)
-    if subcommand(words) in ("train", "submit"):
-        loaded(args[0], *args[1])
-    elif subcommand(words) == "preflight":
-        loaded(*args[0][1:])
+    if subcommand(words) in ("train", "submit", "preflight"):
+        loaded(*args[0].argv[1:])
 
 
 def check_script(script, arguments):
@@ -196,19 +195,16 @@ def test_commands_are_in_blocks_that_are_tested(page):
 @pytest.mark.parametrize("page", PAGES, ids=name)
 def test_names_in_the_text(page):
     """Subcommands and their options, keys of the config, files and targets that the text mentions exist."""
-    import titan_disp.cli as cli
-
     config = loaded("train_configs/demo_cpu.toml")
     for span in code_spans(page):
         if span.startswith("titan-disp "):
             words = [word for word in span.split()[1:] if word != "--help"]
             if not words:
                 continue
-            function = {
-                "data": getattr(cli, f"data_{words[1]}", None) if len(words) > 1 else cli.data,
-                "sweep": cli.sweep_table if words[1:2] == ["table"] else cli.sweep_run,
-            }.get(words[0]) or getattr(cli, words[0].replace("-", "_"))
-            known = getattr(function, "__annotations__", {})
+            found = cli.COMMANDS[words[0]]
+            if isinstance(found, dict):
+                found = found.get(words[1] if len(words) > 1 else "", found.get("run"))  # sweep FILE is sweep run FILE
+            known = {field.name for field in dataclasses.fields(cli.options_of(found))} if found else ()
             for option in re.findall(r"--([a-z-]+)(?![\w.-])", span):
                 assert option == "help" or option.replace("-", "_") in known, span
         if re.match(r"(make|pip|python) \S", span) and "…" not in span:

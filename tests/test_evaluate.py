@@ -18,6 +18,7 @@ from scipy import stats
 
 from tests.saved_run import random_model, save_run
 from titan_disp.cli import main
+from titan_disp.config.options import EvaluateOptions
 from titan_disp.errors import ConfigError
 from titan_disp.lab.evaluate import evaluation
 from titan_disp.lab.evaluate.compare import Scores
@@ -206,19 +207,19 @@ def test_end_to_end_against_plain_transformers(models, own, tmp_path, include_pa
     assert float(rows[0]["b-hf - a-hf"]) == b["choice"].mean() - a["choice"].mean()
 
     with pytest.raises(ConfigError, match="already holds an evaluation"):
-        evaluate(models, ["word"], include_path=own, out=out)
+        evaluate(EvaluateOptions(models, ["word"], include_path=own, out=out))
 
 
 def test_group_whose_tasks_count_alike(models, own, tmp_path):
     """The test also covers a limit and a single model."""
     a = by_hand(models[0], own)
     expected = (a["choice"].mean() + a["word"].mean()) / 2
-    comparison = evaluate(models[:1], ["both"], include_path=own, out=tmp_path / "all")
+    comparison = evaluate(EvaluateOptions(models[:1], ["both"], include_path=own, out=tmp_path / "all"))
     (task,) = comparison.tasks
     assert (task.task, task.documents, task.scores["hf"]) == ("both", 32, pytest.approx(expected))
     assert comparison.mean_difference == {}
     assert "mean rank" not in (tmp_path / "all/table.md").read_text()
-    comparison = evaluate(models[:1], ["choice"], limit=1, include_path=own, out=tmp_path / "one")
+    comparison = evaluate(EvaluateOptions(models[:1], ["choice"], limit=1, include_path=own, out=tmp_path / "one"))
     assert comparison.tasks[0].documents == 1
     assert comparison.tasks[0].standard_errors == {"hf": None}
 
@@ -263,7 +264,7 @@ def test_the_ten_of_the_paper(models, tmp_path, monkeypatch):
     """
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(datasets, "load_dataset", small_hub)
-    comparison = evaluate(models, ["paper"], batch_size=64, out=tmp_path / "out")
+    comparison = evaluate(EvaluateOptions(models, ["paper"], batch_size=64, out=tmp_path / "out"))
     assert [(task.task, task.metric, task.num_fewshot) for task in comparison.tasks] == [
         ("anli_r2", "acc", 0),
         ("lambada_openai", "acc", 0),
@@ -317,7 +318,7 @@ def test_without_internet_all_missing_data_are_named_at_once(models, tmp_path, m
     monkeypatch.setenv("HF_HOME", str(tmp_path))
     start = time.monotonic()
     with pytest.raises(ConfigError) as error:
-        evaluate(models, ["openbookqa", "mmlu", "piqa"], out=tmp_path / "out")
+        evaluate(EvaluateOptions(models, ["openbookqa", "mmlu", "piqa"], out=tmp_path / "out"))
     # Repeated requests to the hub would take 24 s for each data set, before the first is found missing.
     assert time.monotonic() - start < 40
     for word in (
@@ -366,7 +367,7 @@ def test_arguments_are_refused(models, tmp_path, monkeypatch, changed, message):
     monkeypatch.chdir(tmp_path)
     Path("file").touch()
     with pytest.raises(ConfigError, match=message):
-        evaluate(**{"models": models, "tasks": ["word"]} | changed)
+        evaluate(EvaluateOptions(**{"models": models, "tasks": ["word"]} | changed))
 
 
 def test_models_are_refused(models, tmp_path, monkeypatch):
@@ -384,7 +385,7 @@ def test_models_are_refused(models, tmp_path, monkeypatch):
         ([f"off={models[0]},"], "expected NAME=A,B,C"),
     ):
         with pytest.raises(ConfigError, match=message):
-            evaluate(given, ["word"], out=tmp_path / "out")
+            evaluate(EvaluateOptions(given, ["word"], out=tmp_path / "out"))
     assert not (tmp_path / "out").exists()
 
 
@@ -417,7 +418,9 @@ def test_seeds_of_a_condition_against_one_model(models, own, answers, tmp_path, 
     third = tmp_path / "c" / "hf"
     shutil.copytree(models[1], third)
     out = tmp_path / "out"
-    comparison = evaluate([models[0], f"pair={models[1]},{third}"], ["word"], include_path=own, out=out)
+    comparison = evaluate(
+        EvaluateOptions([models[0], f"pair={models[1]},{third}"], ["word"], include_path=own, out=out)
+    )
     assert answers == [*models, third]
     found = json.loads((out / "results.json").read_text())
     assert found["conditions"] == {"a-hf": ["a-hf"], "pair": ["b-hf", "c-hf"]}
@@ -462,7 +465,7 @@ def test_positions_that_were_never_trained_are_not_used(monkeypatch):
 
 def test_a_run_is_exported_for_its_evaluation(own, answers, sample, tmp_path):
     run = save_run(tmp_path / "run", random_model(), sample / "tokenizer")
-    found = evaluate([run], ["word"], include_path=own, out=tmp_path / "out")
+    found = evaluate(EvaluateOptions([run], ["word"], include_path=own, out=tmp_path / "out"))
     assert list(found.tasks[0].scores) == ["run-step-30"]
     (folder,) = answers
     assert folder.name == "model"
@@ -510,7 +513,7 @@ def test_a_protocol_limits_the_documents(models, own, tmp_path, monkeypatch):
     monkeypatch.setattr(evaluation, "run_model", lambda folder, suite, settings: limits.append(settings.limit) or 1 / 0)
     for more in ({"protocol": "authors-gpt2"}, {"protocol": "authors-qwen3", "limit": 7}, {}):
         with pytest.raises(ZeroDivisionError):
-            evaluate(models[:1], ["word"], include_path=own, out=tmp_path / "out", **more)
+            evaluate(EvaluateOptions(models[:1], ["word"], include_path=own, out=tmp_path / "out", **more))
     assert limits == [500, 7, None]
 
 
@@ -524,11 +527,11 @@ def test_weights_that_are_missing(models, own, tmp_path):
     weights.pop("transformer.ln_f.weight")
     save_file(weights, broken / "model.safetensors", {"format": "pt"})
     with pytest.raises(ConfigError, match="it lacks 1 weight, 'transformer.ln_f.weight'"):
-        evaluate([models[0], broken], ["word"], include_path=own, out=tmp_path / "out")
+        evaluate(EvaluateOptions([models[0], broken], ["word"], include_path=own, out=tmp_path / "out"))
     assert list(json.loads((tmp_path / "out/results.json").read_text())["models"]) == ["hf"], "the first is kept"
 
 
 def test_harness_not_installed(models, monkeypatch):
     monkeypatch.setitem(sys.modules, "lm_eval.models.huggingface", None)
     with pytest.raises(ConfigError, match=r"pip install 'titan-disp\[eval\]'"):
-        evaluate(models)
+        evaluate(EvaluateOptions(models))

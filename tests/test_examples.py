@@ -18,7 +18,7 @@ from tests.oracle import oracle
 from tests.pages import commands, loaded
 from titan_disp.config.batch import global_batch_size
 from titan_disp.models.registry import args_of
-from titan_disp.run.folder import read_metrics
+from titan_disp.run.reader import read_metrics
 
 
 def load(name):

@@ -23,6 +23,7 @@ from tests.command_line import DEMO, environment, train
 from tests.saved_run import SEQ_LEN, random_model, save_run
 from titan_disp.config.checks import check_config
 from titan_disp.config.load import load_config
+from titan_disp.config.options import ExportOptions
 from titan_disp.data.hf_tokenizer import PROBES, check_same_ids, convert, local_documents
 from titan_disp.data.tokenizer import SentencePieceTokenizer
 from titan_disp.errors import ConfigError
@@ -70,7 +71,7 @@ def test_documents_of_another_column(tmp_path):
 @torch.no_grad()
 def test_logits_tokenizer_and_card(run, model, sample, texts, tmp_path):
     dest = tmp_path / "out" / "small-model"
-    assert export(run, dest).step == 30
+    assert export(ExportOptions(run, dest)).step == 30
     torch.testing.assert_close(loaded_logits(dest), model(TOKENS), atol=1e-4, rtol=0)
     with safe_open(dest / "model.safetensors", framework="pt") as file:
         assert set(file.keys()) == set(Qwen3HfAdapter(model.model_args, None).weight_shapes())
@@ -101,7 +102,7 @@ def test_untied_model_of_other_sizes(sample, tmp_path):
     sizes = "enable_weight_tying=false,hidden_dim=48,n_layers=2,n_heads=6,head_dim=32"
     args, untied, dest = model_args("qwen3_disp", "nano", sizes), random_model(overrides=sizes), tmp_path / "out"
     run = save_run(tmp_path / "run", untied, sample / "tokenizer", "--model.overrides", sizes)
-    export(run, dest)
+    export(ExportOptions(run, dest))
     config = json.loads((dest / "config.json").read_text())
     assert [config[key] for key in ("intermediate_size", "num_hidden_layers", "num_attention_heads", "head_dim")] == [
         48,
@@ -125,14 +126,14 @@ def test_untied_model_of_other_sizes(sample, tmp_path):
 
 
 def test_shards_and_dtype(run, model, tmp_path):
-    export(f"{run}/30", tmp_path / "bf16", "bfloat16", "300KB")
+    export(ExportOptions(f"{run}/30", tmp_path / "bf16", "bfloat16", "300KB"))
     index = json.loads((tmp_path / "bf16" / "model.safetensors.index.json").read_text())
     assert len(set(index["weight_map"].values())) > 2
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "bf16", dtype=torch.bfloat16)
     assert torch.equal(theirs.model.norm.weight, model.norm.weight.bfloat16())
     loaded_logits(tmp_path / "bf16")
     with pytest.raises(ConfigError, match="--max-shard-size is 'huge'"):
-        export(run, tmp_path / "x", max_shard_size="huge")
+        export(ExportOptions(run, tmp_path / "x", max_shard_size="huge"))
     assert [p.name for p in tmp_path.iterdir()] == ["bf16"]
 
 
@@ -142,7 +143,7 @@ def test_hugging_face_tokenizer_is_copied(model, hf_tokenizer, tmp_path):
     # it.
     (tmp_path / "train.jsonl").write_text('{"body": "a<|endoftext|>b", "text": 1}\n')
     data = ("--training.dataset_path", str(tmp_path / "train.jsonl"), "--stream.text_field", "body")
-    export(save_run(tmp_path / "run", model, hf_tokenizer, *data), tmp_path / "out")
+    export(ExportOptions(save_run(tmp_path / "run", model, hf_tokenizer, *data), tmp_path / "out"))
     assert (tmp_path / "out/tokenizer.json").read_bytes() == (hf_tokenizer / "tokenizer.json").read_bytes()
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
     assert tokenizer.eos_token == "<|endoftext|>"
@@ -155,11 +156,11 @@ def test_nothing_is_left_of_a_failed_export(run, sample, tmp_path):
     (tmp_path / "taken").mkdir()
     (tmp_path / "taken/file").touch()
     with pytest.raises(ConfigError, match="already exists"):
-        export(run, tmp_path / "taken")
+        export(ExportOptions(run, tmp_path / "taken"))
     with pytest.raises(ConfigError, match="no checkpoint of step 7; it has 30"):
-        export(f"{run}/7", tmp_path / "x")
+        export(ExportOptions(f"{run}/7", tmp_path / "x"))
     with pytest.raises(ConfigError, match="does not exist here"):
-        export(run, tmp_path / "x", tokenizer=tmp_path / "nowhere")
+        export(ExportOptions(run, tmp_path / "x", tokenizer=tmp_path / "nowhere"))
     (tmp_path / ".x.partial").mkdir()  # left by an export that was killed
     (tmp_path / ".x.partial/model-00007-of-00009.safetensors").touch()
     limit = 1 << 20  # room for the tokenizer, not for the weights
@@ -176,7 +177,7 @@ def test_nothing_is_left_of_a_failed_export(run, sample, tmp_path):
     assert "File too large" in done.stderr
     assert "Traceback" not in done.stderr
     assert sorted(p.name for p in tmp_path.iterdir()) == ["taken"]
-    assert export(run, tmp_path / "x").step == 30
+    assert export(ExportOptions(run, tmp_path / "x")).step == 30
 
 
 def test_not_finite_weights(model, sample, tmp_path):
@@ -185,8 +186,8 @@ def test_not_finite_weights(model, sample, tmp_path):
         broken.norm.weight[3] = 1e6
     run = save_run(tmp_path / "run", broken, sample / "tokenizer")
     with pytest.raises(ConfigError, match=r"model\.norm\.weight has values that are not finite in float16"):
-        export(run, tmp_path / "x", "float16")
-    assert export(run, tmp_path / "x").name == "run/step-30"
+        export(ExportOptions(run, tmp_path / "x", "float16"))
+    assert export(ExportOptions(run, tmp_path / "x")).name == "run/step-30"
 
 
 MODELS = {
@@ -281,7 +282,7 @@ def test_sentencepiece_on_any_text(pieces, name):
 @pytest.mark.parametrize("name", ["bpe of Llama's kind", "unigram with bytes"])
 def test_bos_begins_a_text_as_in_training(files, model, sample, tmp_path, name):
     run = save_run(tmp_path / "run", model, files[name].parent, "--training.dataset_path", str(sample))
-    export(run, tmp_path / "out")
+    export(ExportOptions(run, tmp_path / "out"))
     exported, trained = AutoTokenizer.from_pretrained(tmp_path / "out"), SentencePieceTokenizer(files[name])
     assert exported("a word").input_ids == trained.encode("a word", add_bos=True)
     assert exported("</s> is text", add_special_tokens=False).input_ids == trained.encode("</s> is text")
@@ -352,11 +353,11 @@ def test_last_save_in_hugging_face_format(sample, tmp_path):
     assert AutoTokenizer.from_pretrained(step)("a  b").input_ids == SentencePieceTokenizer(
         sample / "tokenizer/sample.model"
     ).encode("a  b")
-    export(run, tmp_path / "last")
+    export(ExportOptions(run, tmp_path / "last"))
     assert torch.equal(loaded_logits(tmp_path / "last"), logits)
 
     # The DCP checkpoint before it is from 2 FSDP ranks.
-    export(run / "2", tmp_path / "dcp")
+    export(ExportOptions(run / "2", tmp_path / "dcp"))
     before = loaded_logits(tmp_path / "dcp")
     with torch.no_grad():
         torch.testing.assert_close(before, load_model(find_saved(run / "2"))(TOKENS), atol=1e-4, rtol=0)

@@ -17,8 +17,9 @@ from tests.command_line import DEMO, ROOT, environment, train
 from tests.distributed import free_port
 from titan_disp.cluster.plan import make_plan
 from titan_disp.config.load import load_config
-from titan_disp.run.folder import read_json_lines, read_metrics
+from titan_disp.config.options import Machine
 from titan_disp.run.integrity import checkpoints, problem
+from titan_disp.run.reader import read_json_lines, read_metrics
 
 SHORT = (
     *("--training.seq_len", "32", "--metrics.log_freq", "1", "--lr_scheduler.warmup_steps", "2"),
@@ -230,8 +231,8 @@ def test_budget(sample, tmp_path):
     train(DEMO, sample, tmp_path / "whole", *options)
     expected = read_metrics(tmp_path / "whole")
     assert list(expected) == [1, 2, 3, 4, 5, 6]
-    plan = make_plan(load_config(["--job.config_file", str(DEMO), *options]), nodes=1, gpus_per_node=1)
-    assert (plan.steps, plan.total_tokens) == (6, expected[6]["tokens"])
+    plan = make_plan(load_config(["--job.config_file", str(DEMO), *options]), Machine(1, 1))
+    assert (plan.batch.steps, plan.batch.total_tokens) == (6, expected[6]["tokens"])
     done = train(DEMO, sample, run, *options, "--budget.stop_at_tokens", str(16 * 32 * 4))
     assert "tokens: 2,048 of 2,048 (100.0%" in done.stdout
     assert events(run)[-1]["reason"] == "budget.stop_at_tokens"

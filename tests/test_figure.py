@@ -15,7 +15,7 @@ from tests.command_line import ROOT, environment
 from tests.test_pictures import condensed, shown_at
 from tests.test_report import whole, write_run
 from titan_disp.lab.report.gather import gather
-from titan_disp.run.folder import read_json_lines
+from titan_disp.run.reader import read_json_lines
 
 DOCS = ROOT / "docs"
 
@@ -112,7 +112,7 @@ def test_the_picture(tmp_path, monkeypatch):
         for seed, (folder, level) in enumerate(zip(of_state, levels[state], strict=True), start=1):
             write_run(folder, *whole(20), steps=20, debug={"seed": seed}, dispersion={"enabled": state == "on"})
             for step in (0, 10, 20):
-                one = condensed(0.05, level, level + step / 100, 0.5, final_norm=True)
+                one = condensed(0.05, level, level + step / 100, 0.5)
                 replace(one, cross_entropy=7 - level).save(folder / "condensation" / f"step-{step}.npz")
     named = [f"dispersion {state}={','.join(map(str, of_state))}" for state, of_state in folders.items()]
     every = gather(named)
@@ -142,7 +142,7 @@ def test_the_picture(tmp_path, monkeypatch):
 @pytest.mark.night
 def test_figure(sample, tmp_path):
     """The script on two runs of two steps; a second time, nothing is trained."""
-    argv = [sys.executable, str(ROOT / "benchmarks" / "figure.py"), "--seeds", "5", "--steps", "2", "--nproc", "1"]
+    argv = [sys.executable, "-m", "benchmarks.figure", "--seeds", "5", "--steps", "2", "--nproc", "1"]
     argv += ["--data", str(sample), "--runs", str(tmp_path / "runs"), "--docs", str(tmp_path), "--sequences", "2"]
     for _ in range(2):
         done = subprocess.run(argv, capture_output=True, text=True, env=environment(), cwd=ROOT, timeout=300)
@@ -157,5 +157,7 @@ def test_figure(sample, tmp_path):
     assert run["mean_cosine"][-1] == pytest.approx(found["mean_cosine"], abs=0.1)
     assert f"| off, seed 5 | {found['mean_cosine'][0]:.3f} |" in (tmp_path / "condensation.md").read_text()
     assert imread(tmp_path / "condensation.png").shape[1] >= 800
-    for run in (tmp_path / "runs").iterdir():
+    runs = [path.parent for path in (tmp_path / "runs").glob("*/*/events.jsonl")]
+    assert {run.name for run in runs} == {"off_seed-5", "on_seed-5"}
+    for run in runs:
         assert [e["event"] for e in read_json_lines(run / "events.jsonl")].count("complete") == 1

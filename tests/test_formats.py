@@ -20,25 +20,25 @@ import torch
 from sentencepiece import SentencePieceProcessor
 from tokenizers import Tokenizer
 
-from tests.test_stream import VALIDATION_FILE, batches, config, loader, streams_of
-from titan_disp.data import parquet, token_ids
+from tests.test_stream import VALIDATION_FILE, batches, config, streams_of
+from titan_disp.data import formats, token_ids
 from titan_disp.data.documents import Documents
 from titan_disp.data.files import DataFile, list_files
-from titan_disp.data.fingerprint import differences
-from titan_disp.data.formats import Format
-from titan_disp.data.loader import open_stream, stream_options
+from titan_disp.data.formats import BadDocument, DamagedFile, OtherContent, size_of, text_of
+from titan_disp.data.loader import open_stream
+from titan_disp.data.options import Format, StreamOptions, stream_options
 from titan_disp.data.position import Field
-from titan_disp.data.records import BadDocument, DamagedFile, OtherContent, size_of, text_of
 from titan_disp.data.tokenizer import load_tokenizer
 from titan_disp.data.validation import first_sequences
-from titan_disp.errors import ConfigError, DataError
+from titan_disp.errors import DataError
 
 EOS, VOCABULARY = 7, 5000
 
 
 def records_of(path, max_bytes=1 << 20, start=0, **options):
     """Everything that a file's reader yields, with the message of a damaged end as the last item."""
-    documents = Documents(DataFile(path.name, str(path), path.stat().st_size), max_bytes, 0.0, start, Format(**options))
+    how = StreamOptions(max_document_bytes=max_bytes, retry_seconds=0.0, format=Format(**options))
+    documents = Documents(DataFile(path.name, str(path), path.stat().st_size), how, start)
     found = []
     try:
         while (record := documents.read()) is not None:
@@ -86,10 +86,7 @@ class TestTextField:
         assert records_of(tmp_path / "a.parquet", text_field="meta.text") == ["in it", "text is null"]
 
     def test_of_a_run(self, tmp_path):
-        """The field works through slots, checkpoints and resumes.
-
-        With the default, fingerprints are as in older versions.
-        """
+        """The field works through slots, checkpoints and resumes."""
         (tmp_path / "a.jsonl").write_text("".join(json.dumps({"body": str(i)}) + "\n" for i in range(1, 41)))
         files = list_files("text", str(tmp_path))
         tokens, positions = batches(streams_of(files, 1, 1, format=Format(text_field="body")), 5)
@@ -103,21 +100,6 @@ class TestTextField:
         assert stream_options(job).format == Format("body", "blank_lines", "uint32")
         tokenizer = load_tokenizer(sample / "tokenizer")
         assert stream_options(job, tokenizer=tokenizer).format == Format("body", "blank_lines", "uint32", 1, 2048)
-
-    def test_fingerprint(self, sample):
-        files = list_files("c4", str(sample))
-        plain, body = loader(files, sample), loader(files, sample, format=Format(text_field="body"))
-        assert not {"text_field", "text_split", "token_dtype", "special_tokens"} & set(plain.fingerprint)
-        with pytest.raises(ConfigError, match=r"stream.text_field: 'text' then, 'body' now"):
-            body.load_state_dict(plain.state_dict())
-        with pytest.raises(ConfigError, match=r"stream.text_field: 'body' then, 'text' now"):
-            plain.load_state_dict(body.state_dict())
-        blocks = loader(files, sample, format=Format(text_split="blank_lines", token_dtype="uint32"))
-        found = differences(plain.fingerprint, blocks.fingerprint)
-        assert found == [
-            "stream.text_split: 'file' then, 'blank_lines' now",
-            "stream.token_dtype: 'uint16' then, 'uint32' now",
-        ]
 
 
 def write_compressed(path, content):
@@ -137,7 +119,8 @@ TEXT = "\n  \none\n two \n\n\nthree\r\nfour\r\n\r\n\t\r\nfive é\n \nsix"
 def test_the_kind_of_a_file_is_found_by_its_first_bytes(tmp_path, name):
     """However large the file is."""
     (tmp_path / name).write_bytes(b"<html>" + b"x" * (4 << 20))
-    documents = Documents(DataFile(name, str(tmp_path / name), (4 << 20) + 6), 1 << 20, format=Format(eos_id=EOS))
+    options = StreamOptions(format=Format(eos_id=EOS))
+    documents = Documents(DataFile(name, str(tmp_path / name), (4 << 20) + 6), options)
     with pytest.raises(OtherContent, match="it is an HTML page"):
         documents.read()
     assert documents.bytes_read < 1 << 18
@@ -149,7 +132,7 @@ def test_rows_of_parquet_that_are_decoded_at_a_time():
     def rows(size, count=1000):
         """Of ``count`` rows in two groups of ``size`` bytes each."""
         group = SimpleNamespace(total_byte_size=size)
-        return parquet._rows(SimpleNamespace(num_rows=count, num_row_groups=2, row_group=[group, group].__getitem__))
+        return formats._rows(SimpleNamespace(num_rows=count, num_row_groups=2, row_group=[group, group].__getitem__))
 
     assert rows(0) == rows(1_000_000) == 256
     assert rows(20_000_000) == 104  # of 40,000 bytes each: 4,194,304 / 40,000 = 104.9
@@ -177,7 +160,7 @@ def test_an_open_parquet_file_holds_little_of_it(tmp_path, length, count):
     assert file.size > 24_000_000
     tracemalloc.start()
     before, held = pyarrow.total_allocated_bytes(), 0
-    documents = Documents(file, 1 << 20)
+    documents = Documents(file, StreamOptions())
     for number in range(count):
         assert documents.read().startswith(f"{number} ")
         held = max(held, pyarrow.total_allocated_bytes() - before)
@@ -293,7 +276,7 @@ def write_ids(path, ids, layout="raw", dtype="<u2"):
 
 
 def documents_by_hand(ids, eos, longest):
-    """Split ids into documents one by one, as pretokenized.py's docstring describes."""
+    """Split ids into documents one by one, as token_ids.py's docstring describes."""
     found, run = [], []
     for i in ids:
         if len(run) == longest:
@@ -432,7 +415,7 @@ class TestTokenIds:
     def test_a_file_that_is_shorter_than_listed(self):
         stored = io.BytesIO(np.full(50, 11, "<u2").tobytes())
         with pytest.raises(EOFError, match="the file ends 20 bytes early"):
-            list(token_ids.records(stored, 120, "a.bin", Format(eos_id=EOS, vocab_size=20)))
+            list(token_ids.records(stored, DataFile("a.bin", "a.bin", 120), Format(eos_id=EOS, vocab_size=20)))
 
     def test_documents_do_not_hold_blocks_in_memory(self, tmp_path):
         write_ids(tmp_path / "a.bin", [11, EOS] * 100)

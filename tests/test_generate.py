@@ -7,6 +7,7 @@ import torch
 
 from tests.saved_run import SEQ_LEN, random_model, save_run
 from titan_disp import cli
+from titan_disp.config.options import ExportOptions, GenerateOptions
 from titan_disp.data.tokenizer import SentencePieceTokenizer, load_tokenizer
 from titan_disp.errors import ConfigError
 from titan_disp.lab.export.export import export
@@ -32,21 +33,23 @@ def test_greedy_is_the_models_own_choice(run, model, sample):
     ids = tokenizer.encode(PROMPT)
     for _ in range(12):
         ids.append(model(torch.tensor([ids]))[0, -1].argmax().item())
-    assert generate(run, PROMPT, 12, temperature=0) == tokenizer.decode(ids)
+    assert generate(GenerateOptions(run, PROMPT, 12, temperature=0)) == tokenizer.decode(ids)
 
 
 def test_sampling_follows_the_seed(run):
     state = torch.get_rng_state()
-    text = generate(run, PROMPT, 12, temperature=1.0, seed=1)
+    text = generate(GenerateOptions(run, PROMPT, 12, temperature=1.0, seed=1))
     assert text.startswith(PROMPT)
-    assert generate(run, PROMPT, 12, temperature=1.0, seed=1) == text
-    assert generate(run, PROMPT, 12, temperature=1.0, seed=2) != text
-    assert generate(run, PROMPT, 12, temperature=1.0, top_k=1) == generate(run, PROMPT, 12, temperature=0)
+    assert generate(GenerateOptions(run, PROMPT, 12, temperature=1.0, seed=1)) == text
+    assert generate(GenerateOptions(run, PROMPT, 12, temperature=1.0, seed=2)) != text
+    assert generate(GenerateOptions(run, PROMPT, 12, temperature=1.0, top_k=1)) == generate(
+        GenerateOptions(run, PROMPT, 12, temperature=0)
+    )
     assert torch.equal(torch.get_rng_state(), state)
 
 
 def test_an_exported_folder_says_the_same(run, tmp_path, capsys, monkeypatch):
-    export(run, tmp_path / "hf")
+    export(ExportOptions(run, tmp_path / "hf"))
     said = []
     for target in (run, f"{run}/30", tmp_path / "hf"):
         monkeypatch.setattr(
@@ -60,7 +63,7 @@ def test_an_exported_folder_says_the_same(run, tmp_path, capsys, monkeypatch):
 
 def test_transformers_has_nothing_to_warn_about(run, tmp_path):
     """Its log does not reach pytest's, and it gives most warnings only once in a process."""
-    export(run, tmp_path / "hf")
+    export(ExportOptions(run, tmp_path / "hf"))
     said: list[str] = []
     handler = logging.Handler(logging.WARNING)
     handler.emit = lambda record: said.append(record.getMessage())
@@ -68,23 +71,23 @@ def test_transformers_has_nothing_to_warn_about(run, tmp_path):
     type(transformers).warning_once.cache_clear()
     transformers.addHandler(handler)
     try:
-        generate(tmp_path / "hf", PROMPT, 2)
-        generate(run, PROMPT, 2)
+        generate(GenerateOptions(tmp_path / "hf", PROMPT, 2))
+        generate(GenerateOptions(run, PROMPT, 2))
     finally:
         transformers.removeHandler(handler)
     assert said == []
 
 
 def test_length_ends_with_the_sequence_of_training(run, monkeypatch):
-    assert generate(run, "", 5, temperature=0)  # begins after an EOS, like a document in training
+    assert generate(GenerateOptions(run, "", 5, temperature=0))  # begins after an EOS, like a document in training
     words = "the " * (SEQ_LEN - 4)
     monkeypatch.setattr(SentencePieceTokenizer, "decode", lambda self, ids: str(len(ids)))
-    assert int(generate(run, words, 1, temperature=0)) < SEQ_LEN
-    assert int(generate(run, words, 100, temperature=0)) == SEQ_LEN
+    assert int(generate(GenerateOptions(run, words, 1, temperature=0))) < SEQ_LEN
+    assert int(generate(GenerateOptions(run, words, 100, temperature=0))) == SEQ_LEN
     with pytest.raises(
         ConfigError, match=r"the prompt has \d+ tokens, expected fewer than the 64 that the model was trained on"
     ):
-        generate(run, words + words)
+        generate(GenerateOptions(run, words + words))
 
 
 def test_ids_beyond_the_tokenizer_are_never_taken(tmp_path):
@@ -97,7 +100,9 @@ def test_ids_beyond_the_tokenizer_are_never_taken(tmp_path):
     folder.mkdir()
     small.save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text('{"eos_token": "<end>"}')
-    text = generate(save_run(tmp_path / "run", random_model(), folder), "a", 20, temperature=1.0, top_k=0)
+    text = generate(
+        GenerateOptions(save_run(tmp_path / "run", random_model(), folder), "a", 20, temperature=1.0, top_k=0)
+    )
     assert len(text.replace(" ", "")) > 1  # other ids decode to nothing
     assert set(text) <= set("ab ")
 
@@ -105,12 +110,12 @@ def test_ids_beyond_the_tokenizer_are_never_taken(tmp_path):
 @pytest.mark.parametrize("options", [{"max_new_tokens": 0}, {"temperature": -1}, {"top_k": -1}])
 def test_bad_numbers(run, options):
     with pytest.raises(ConfigError, match="expected at least 1, 0 and 0"):
-        generate(run, PROMPT, **options)
+        generate(GenerateOptions(run, PROMPT, **options))
 
 
 def test_no_model(tmp_path):
     with pytest.raises(ConfigError, match="does not exist; expected a run's job.dump_folder"):
-        generate(tmp_path / "nowhere", PROMPT)
+        generate(GenerateOptions(tmp_path / "nowhere", PROMPT))
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(ConfigError, match="transformers cannot load the model"):
-        generate(tmp_path, PROMPT)
+        generate(GenerateOptions(tmp_path, PROMPT))

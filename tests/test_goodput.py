@@ -112,8 +112,8 @@ def test_a_complete_run_waits_for_nothing(loaded):
     assert last == Goodput(start_up=30)
 
 
-def test_a_run_of_an_earlier_version_says_nothing():
-    assert goodputs([{"step": 1, "time": 5.0}], [{"event": "start", "step": 0, "time": 0.0}]) == []
+def test_nothing_is_said_before_the_first_row():
+    assert goodputs([], [{"event": "start", "step": 0, "time": 0.0, "allocated": 0.0}]) == []
 
 
 def test_the_clock(monkeypatch):

@@ -7,30 +7,10 @@ import pytest
 import torch
 from torch._inductor.utils import run_and_get_code
 
-from tests.oracle import dispersion_oracle
+from tests.oracle import EVERY_ESTIMATOR, OPTIONS, angular, drawn, loss_and_gradient, tokens
 from titan_disp.dispersion import DispersionLoss, dispersion_loss, kernels, layers, moments, pairwise, vectors
-from titan_disp.dispersion.variants import base
+from titan_disp.dispersion.variants import VARIANTS, base
 from titan_disp.dispersion.variants.angular import angular_pair
-from titan_disp.dispersion.variants.decorrelation import square
-from titan_disp.dispersion.variants.orthogonalization import orthogonalization_pair
-
-CASES = [
-    ("angular", "exact"),
-    ("angular", "moments"),
-    ("angular", "sampled"),
-    *((v, e) for v in ("decorrelation", "l2_repel", "orthogonalization") for e in ("exact", "sampled")),
-]
-
-
-def tokens(b, n, f, mean=0.3):
-    return torch.randn(b, n, f, generator=torch.Generator().manual_seed(0)) + mean
-
-
-def loss_and_gradient(function, z, **options):
-    z = z.clone().requires_grad_(True)
-    loss = function(z, **options)
-    loss.sum().backward()
-    return loss.detach().double(), z.grad.double()
 
 
 @pytest.fixture
@@ -43,9 +23,9 @@ def bf16_products(monkeypatch):
 @pytest.mark.parametrize("mean", [0.0, 0.3, 3.0])
 def test_bf16_products(bf16_products, mean):
     """Cosines rounded to bf16 (2^-9): the slope of w, 1/(πτ√(1 − c²)) < ½, carries that to the loss; of r, to the gradient."""
-    z = tokens(2, 300, 64, mean).bfloat16()
+    z = tokens(2, 300, 64, mean=mean).bfloat16()
     options = {"tau": 1.0, "clamp": 0.25, "norm_eps": 1e-2}
-    expected, expected_grad = loss_and_gradient(dispersion_oracle, z.double(), **options)
+    expected, expected_grad = loss_and_gradient(angular, z.double(), **options)
     loss, grad = loss_and_gradient(dispersion_loss, z, **options)
     assert (loss - expected).abs().max() < 1e-3
     assert torch.nn.functional.cosine_similarity(grad.flatten(), expected_grad.flatten(), dim=0) > 0.9999
@@ -55,37 +35,30 @@ def test_bf16_products(bf16_products, mean):
     assert torch.nn.functional.cosine_similarity(moments_grad.flatten(), expected_grad.flatten(), dim=0) > 0.99
 
 
-@pytest.mark.parametrize(("variant", "estimator"), CASES)
+@pytest.mark.parametrize(("variant", "estimator"), EVERY_ESTIMATOR)
 def test_under_amp_products_are_bf16(bf16_products, monkeypatch, variant, estimator):
-    """One GPU without FSDP2: float32 activations give what bf16 ones do, but in ℓ2-repel."""
+    """One GPU without FSDP2: float32 activations give what bf16 ones do, unless products are float32."""
     z = tokens(2, 160, 24)
-    options = {"variant": variant, "estimator": estimator} | ({"max_tokens": 50} if estimator == "sampled" else {})
+    options = {"variant": variant, "estimator": estimator, **drawn(estimator, 50)}
+    in_bf16 = VARIANTS[variant].bf16_products
     plain = loss_and_gradient(dispersion_loss, z, **options)
-    expected = loss_and_gradient(dispersion_loss, z if variant == "l2_repel" else z.bfloat16(), **options)
+    expected = loss_and_gradient(dispersion_loss, z.bfloat16() if in_bf16 else z, **options)
     monkeypatch.setattr("titan_disp.dispersion.loss.bf16_autocast", lambda device: True)
     loss, grad = loss_and_gradient(dispersion_loss, z, **options)
     assert torch.equal(loss, expected[0])
-    assert torch.equal(loss, plain[0]) == (variant == "l2_repel")
+    assert torch.equal(loss, plain[0]) != in_bf16
     # The gradient is float32 here, as z is; of bf16 activations it is saved in bf16.
     torch.testing.assert_close(grad, expected[1], rtol=2**-7, atol=2**-8 * grad.abs().max().item())
 
 
 @pytest.mark.parametrize(
-    ("name", "diagonal", "padding"),
-    [
-        (name, diagonal, False)
-        for name in ("angular", "orthogonalization", "decorrelation")
-        for diagonal in (True, False)
-    ]
+    ("variant", "diagonal", "padding"),
+    [(v, d, False) for v, kind in VARIANTS.items() if issubclass(kind, base.CosineVariant) for d in (True, False)]
     + [("angular", True, True)],
 )
-def test_epilogue_compiles_to_one_kernel(name, diagonal, padding):
+def test_epilogue_compiles_to_one_kernel(variant, diagonal, padding):
     """Inductor's result is eager's, from one kernel."""
-    pair = {
-        "angular": angular_pair(0.5, 0.25),
-        "orthogonalization": orthogonalization_pair(0.25),
-        "decorrelation": square,
-    }[name]
+    pair = DispersionLoss(variant, **OPTIONS.get(variant, [{}])[0])._variant.pair
     u = torch.nn.functional.normalize(tokens(2, 96, 32), dim=-1)
     scale = torch.rand(2, 96, 1, generator=torch.Generator().manual_seed(1)) + 0.5
     padded = scale > 1.2
@@ -161,7 +134,7 @@ def test_a_function_that_cannot_be_compiled_runs_as_it_is(monkeypatch):
 
 
 @pytest.mark.parametrize("padded", [False, True])
-@pytest.mark.parametrize(("variant", "estimator"), CASES)
+@pytest.mark.parametrize(("variant", "estimator"), EVERY_ESTIMATOR)
 def test_the_host_never_waits(monkeypatch, variant, estimator, padded):
     """Tensors without data, on no CPU: whatever would have to look at a value raises, and so does a copy to the host."""
     monkeypatch.setattr(torch, "compile", lambda function: function)
@@ -169,7 +142,7 @@ def test_the_host_never_waits(monkeypatch, variant, estimator, padded):
     monkeypatch.setattr("titan_disp.dispersion.loss.bf16_autocast", lambda device: True)  # likewise
     waits = "the host would wait for this copy"
     monkeypatch.setattr(torch.Tensor, "new_tensor", lambda *a, **k: pytest.fail(waits))  # not seen without data
-    loss = DispersionLoss(variant, estimator, **({"max_tokens": 16} if estimator == "sampled" else {}))
+    loss = DispersionLoss(variant, estimator, **drawn(estimator, 16))
     monkeypatch.setattr(pairwise, "GPU_TILE", 48)  # several tiles
     z = torch.empty(3, 128, 64, device="meta", dtype=torch.bfloat16, requires_grad=True)
     with pytest.raises((RuntimeError, NotImplementedError)):

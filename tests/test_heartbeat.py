@@ -6,6 +6,7 @@ import sys
 
 import pytest
 
+from titan_disp.config.load import load_config
 from titan_disp.run import liveness
 from titan_disp.run.liveness import Heartbeat
 
@@ -30,13 +31,20 @@ def clock(monkeypatch):
     return clock
 
 
+def heartbeat(run):
+    job_config = load_config([])
+    job_config.comm.init_timeout_seconds, job_config.comm.train_timeout_seconds = 300, 100
+    job_config.guard.save_seconds, job_config.guard.silence_seconds = 1800, 60
+    return Heartbeat(run, job_config)
+
+
 def read(run):
     return json.loads((run / "heartbeat.json").read_text())
 
 
 def test_what_is_allowed(tmp_path, clock):
     """Twice the run's own time-outs, or twice the slowest step, and `silence`; the first step and a save by their own."""
-    beat = Heartbeat(tmp_path, init_timeout=300, train_timeout=100, save=1800, silence=60)
+    beat = heartbeat(tmp_path)
     try:
         beat.begin("start", 0)
         assert read(tmp_path) == {
@@ -66,7 +74,7 @@ def test_what_is_allowed(tmp_path, clock):
 
 
 def test_short_steps_write_once_a_second(tmp_path, clock):
-    beat = Heartbeat(tmp_path, 300, 100, 1800, 60)
+    beat = heartbeat(tmp_path)
     try:
         written = []
         for step in range(1, 31):
@@ -81,7 +89,7 @@ def test_short_steps_write_once_a_second(tmp_path, clock):
 
 
 def test_a_full_disk_ends_no_step(tmp_path, clock):
-    beat = Heartbeat(tmp_path / "gone", 300, 100, 1800, 60)
+    beat = heartbeat(tmp_path / "gone")
     beat.begin("step", 1)
     beat.step(1)
     beat.close()
@@ -92,7 +100,9 @@ def test_other_ranks_write_nothing_but_where_they_stand():
     code = """if True:
         import time
         from titan_disp.run.liveness import Heartbeat
-        beat = Heartbeat(None, 1e9, 0.05, 1e9, 0.1)
+        from types import SimpleNamespace as Section
+        comm = Section(init_timeout_seconds=1e9, train_timeout_seconds=0.05)
+        beat = Heartbeat(None, Section(comm=comm, guard=Section(save_seconds=1e9, silence_seconds=0.1)))
         def quick():
             beat.step(1)
             time.sleep(0.05)

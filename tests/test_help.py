@@ -1,6 +1,6 @@
 """These tests read the help of the command line as a user does: in terminals of several widths."""
 
-import inspect
+import dataclasses
 import re
 import subprocess
 import sys
@@ -11,20 +11,19 @@ import pytest
 from tests.command_line import ROOT, environment
 from tests.test_cli import typed
 from titan_disp import cli
-from titan_disp.cli import Subcommands
 from titan_disp.cluster.cost import GPUS
 
 
 def functions(commands, words=()):
-    """Yield the words and the function of every subcommand."""
-    for name, member in commands._members.items():
-        if isinstance(member, Subcommands):
+    """Yield the words and the options of every subcommand."""
+    for name, member in commands.items():
+        if isinstance(member, dict):
             yield from functions(member, (*words, name))
         else:
-            yield (*words, name), member
+            yield (*words, name), cli.options_of(member)
 
 
-ALL = dict(functions(cli.app))
+ALL = dict(functions(cli.COMMANDS))
 LISTS = [(), ("data",), ("sweep",)]
 
 
@@ -38,17 +37,13 @@ def shown(monkeypatch, capsys):
     return print_help
 
 
-def paragraphs(function):
-    return " ".join(function.__doc__.partition("\n\nArgs:")[0].split())
-
-
 @pytest.mark.parametrize("words", ALL, ids=" ".join)
 def test_a_description_is_broken_only_where_the_terminal_ends(shown, words):
     """In a terminal of 2,000 columns, each description is on one line."""
     out = shown(words, 2000)
-    assert f"\n\n  {paragraphs(ALL[words])}\n\n" in out
+    assert f"\n\n  {' '.join(cli.description(ALL[words]).split())}\n\n" in out
     documented = docstring_parser.parse(ALL[words].__doc__).params
-    assert {one.arg_name for one in documented} == set(inspect.signature(ALL[words]).parameters)
+    assert {one.arg_name for one in documented} == {field.name for field in dataclasses.fields(ALL[words])}
     for one in documented:
         assert " ".join(one.description.split()) in out, one.arg_name
 
@@ -67,9 +62,9 @@ def test_no_line_is_too_long_and_no_argument_is_named_by_its_type(shown, words, 
 @pytest.mark.parametrize("words", LISTS, ids=" ".join)
 def test_lists_have_the_first_paragraph_of_each_subcommand(shown, words):
     out = shown(words, 2000)
-    for name, function in ALL.items():
+    for name, options in ALL.items():
         if name[:-1] == words:
-            summary = " ".join(function.__doc__.partition("\n\n")[0].split())
+            summary = " ".join(cli.description(options).partition("\n\n")[0].split())
             assert re.search(rf"^\W*{name[-1]} +{re.escape(summary)}\W*$", out, flags=re.M)
 
 

@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from tests.command_line import DEMO, ROOT, rank_environment, train
 from titan_disp.config.checks import check_inputs
 from titan_disp.config.load import load_config
+from titan_disp.config.options import ExportOptions
 from titan_disp.data.files import check_data, list_files
 from titan_disp.errors import ConfigError
 from titan_disp.lab.export.export import export, hf_weights
@@ -173,7 +174,7 @@ def test_import_and_export_are_inverse(sample, published, tmp_path):
     run = tmp_path / "run"
     options = (*ONE_STEP, "--model.hf_assets_path", str(published))
     train(DEMO, sample, run, *options)
-    export(run, tmp_path / "out")
+    export(ExportOptions(run, tmp_path / "out"))
     before, after = (load_file(f / "model.safetensors") for f in (published, tmp_path / "out"))
     assert before.keys() == after.keys()
     for name, weight in before.items():

@@ -9,14 +9,16 @@ import pytest
 
 from tests.command_line import DEMO
 from tests.fake_hub import COMMIT, OLDER, FakeHub
-from titan_disp.cli import app
+from titan_disp import cli
 from titan_disp.cluster.node_health import input_problems
 from titan_disp.config.load import load_config
+from titan_disp.config.options import FetchOptions
 from titan_disp.data.digest import digest
 from titan_disp.data.documents import Documents
 from titan_disp.data.files import check_data, check_hub, held_out, list_files, split_of
 from titan_disp.data.hub import HubName, parse_name
 from titan_disp.data.mirror import RECORDS, fetch
+from titan_disp.data.options import StreamOptions
 from titan_disp.errors import ConfigError
 from titan_disp.lab.inspection.texts import read_texts
 
@@ -112,7 +114,7 @@ def test_a_revision(hub, tmp_path):
     hub.tagged["some/prose"] = hub.datasets.pop("some/older")
     (file,) = list_files("hf:some/prose@v1.0", None)
     assert file.url == f"hf://datasets/some/prose@{OLDER}/then.jsonl"
-    assert Documents(file, 1 << 20).read() == b'{"text": "one two three"}\n'
+    assert Documents(file, StreamOptions()).read() == b'{"text": "one two three"}\n'
     assert len(list_files("hf:some/prose", None)) == 2
 
 
@@ -223,7 +225,7 @@ def names_of(files):
 
 
 def run(capsys, *arguments):
-    app.cli(args=list(arguments))
+    cli.run(list(arguments), "titan-disp")
     return capsys.readouterr()
 
 
@@ -270,18 +272,18 @@ def test_a_mirror_of_some_files(hub, tmp_path):
     """What several commands have fetched is read together; what comes damaged is no mirror yet."""
     mirror = tmp_path / "mirror"
     hub.damaged = {"split/a2.jsonl"}
-    (problem,) = fetch(mirror, "hf:some/prose:split", "train")
+    (problem,) = fetch(FetchOptions(mirror, "hf:some/prose:split", split="train"))
     assert problem == "split/a2.jsonl: its sha256 differs from the hub's"
     assert not (mirror / RECORDS).exists()
     hub.damaged = set()
     for number in (1, 0):
-        assert fetch(mirror, "hf:some/prose:split", "train", [range(number, number + 1)]) == []
+        assert fetch(FetchOptions(mirror, "hf:some/prose:split", str(number), "train")) == []
         assert len(list_files("hf:some/prose:split", str(mirror))) == 2 - number
     with pytest.raises(ConfigError, match="--shards names none of the files, which have the numbers 0 to 1, such as "):
-        fetch(mirror, "hf:some/prose:split", "train", [range(2, 3)])
+        fetch(FetchOptions(mirror, "hf:some/prose:split", "2", "train"))
     with pytest.raises(ConfigError, match="but --split is 'train': name the split in one of them"):
-        fetch(mirror, "hf:some/prose:split:tiny", "train")
-    assert fetch(mirror, "hf:some/prose:split:tiny", "both") == []
+        fetch(FetchOptions(mirror, "hf:some/prose:split:tiny", split="train"))
+    assert fetch(FetchOptions(mirror, "hf:some/prose:split:tiny")) == []
     assert len(list_files("hf:some/prose:split:tiny", str(mirror))) == 1
 
 
@@ -299,7 +301,7 @@ def test_a_copy_of_the_whole_repository(hub, tmp_path):
 def test_batches_from_the_hub_and_from_a_mirror_are_the_same(hub, sample, tmp_path):
     """Parquet and JSON lines; and a run that begins on the hub goes on in the mirror."""
     dataset = "hf:some/prose:sample-2"
-    fetch(tmp_path / "mirror", dataset, "both")
+    fetch(FetchOptions(tmp_path / "mirror", dataset))
     options = ("--stream.prefetch", "0", "--training.seq_len", "32", "--model.hf_assets_path", f"{sample}/tokenizer")
     job = load_config(["--job.config_file", str(DEMO), *options, "--training.dataset", dataset])
     hashes = []

@@ -13,7 +13,8 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from tests.command_line import DEMO, ROOT, children, environment
 from titan_disp.cluster import launch
 from titan_disp.cluster.launch import StopRanks, stop_signals
-from titan_disp.run.folder import read_events, read_metrics
+from titan_disp.config.options import TrainOptions
+from titan_disp.run.reader import read_events, read_metrics
 
 pytestmark = pytest.mark.usefixtures("heard")
 
@@ -127,7 +128,7 @@ def test_a_failure_is_told_from_the_signal(sample, tmp_path, monkeypatch, capsys
     monkeypatch.setattr(ChildFailedError, "format_msg", lambda *_: "", raising=False)
     overrides = ["--job.dump_folder", str(tmp_path), "--training.dataset_path", str(sample)]
     overrides += ["--model.hf_assets_path", f"{sample}/tokenizer"]
-    assert launch.launch(str(DEMO), overrides, 2) == status
+    assert launch.launch(TrainOptions(str(DEMO), tuple(overrides), 2)) == status
     assert line in capsys.readouterr().err
 
 

@@ -4,10 +4,12 @@ import pytest
 import torch
 
 from tests.distributed import spawn
-from tests.oracle import oracle
+from tests.oracle import drawn, oracle
 from titan_disp.dispersion import DispersionLoss, dispersion_loss, dispersion_losses
+from titan_disp.dispersion.loss import ESTIMATORS
 from titan_disp.dispersion.moments import FIT_TOKENS, sample
 from titan_disp.dispersion.sampled import order
+from titan_disp.dispersion.variants import VARIANTS
 
 
 def gradient(z, **options):
@@ -138,11 +140,11 @@ def test_an_epsilon_that_is_zero_in_float32_is_refused():
         DispersionLoss(norm_eps=1e-300)
 
 
-@pytest.mark.parametrize("estimator", ["exact", "moments", "sampled"])
+@pytest.mark.parametrize("estimator", ESTIMATORS)
 def test_layers_of_several_dtypes(estimator):
     """transformers gives the embeddings in float32 and the blocks' outputs in bf16 under autocast."""
     z = torch.randn(2, 40, 8, generator=torch.Generator().manual_seed(0)).bfloat16()
-    options = {"estimator": estimator} | ({"max_tokens": 10} if estimator == "sampled" else {})
+    options = {"estimator": estimator, **drawn(estimator, 10)}
     mixed = [z.float().requires_grad_(True), z.clone().requires_grad_(True)]
     losses = dispersion_losses(mixed, **options)
     losses.sum().backward()
@@ -170,10 +172,7 @@ def test_no_part_of_a_second_derivative_is_dropped():
     for estimator in ("exact", "sampled"):
         z = torch.randn(1, 8, 4, dtype=torch.float64, requires_grad=True)
         weight = torch.tensor(0.7, dtype=torch.float64, requires_grad=True)
-        loss = weight * (
-            z.square().sum()
-            + dispersion_loss(z, estimator=estimator, max_tokens=4 if estimator == "sampled" else 256).sum()
-        )
+        loss = weight * (z.square().sum() + dispersion_loss(z, estimator=estimator, **drawn(estimator, 4)).sum())
         (grad,) = torch.autograd.grad(loss, z, create_graph=True)
         with pytest.raises(RuntimeError, match="no second derivative"):
             torch.autograd.grad(grad.square().sum(), weight)
@@ -212,7 +211,7 @@ def test_wrong_layers_are_refused(zs, message):
 def test_layers_of_several_widths():
     """Each layer has the value and the gradient that it has alone. ℓ2-repel divided by the first layer's features."""
     zs = [torch.randn(2, 12, f, generator=torch.Generator().manual_seed(f), dtype=torch.float64) for f in (4, 64, 9)]
-    for variant in ("angular", "decorrelation", "l2_repel", "orthogonalization"):
+    for variant in VARIANTS:
         losses = dispersion_losses(zs, variant=variant)
         for z, found in zip(zs, losses, strict=True):
             torch.testing.assert_close(found, oracle(variant, z))

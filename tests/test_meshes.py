@@ -5,9 +5,11 @@ import torch
 
 from tests.distributed import spawn
 from tests.mesh import global_batch, job_config, run_cases
+from tests.oracle import EVERY_ESTIMATOR
 from titan_disp.cluster.cost import traffic
 from titan_disp.cluster.plan import meta_model
 from titan_disp.config.checks import check_config
+from titan_disp.models.registry import MODELS
 
 FSDP, HSDP, TP = (
     (),
@@ -21,8 +23,7 @@ FULL_AC = ("--activation_checkpoint.mode", "full")
 
 FINAL_NORM = ("--dispersion.final_norm",)
 UNTIED = ("--model.flavor", "8B")  # made small by tests/mesh.py
-GPT2 = ("--model.name", "gpt2_disp")
-GPT2_UNTIED = (*GPT2, "--model.flavor", "nano_untied")
+GPT2_UNTIED = ("--model.name", "gpt2_disp", "--model.flavor", "nano_untied")
 # Another place of a token in the batch, or another position, would be another gradient.
 NOISE = ("--baseline.method", "noisy_embedding", "--baseline.with_dispersion", "--baseline.noise_alpha", "100")
 
@@ -42,7 +43,6 @@ ONE_RANK = {
     "last_layer": (("--dispersion.layers", "last"), ""),
     "untied": ((*UNTIED, "--training.local_batch_size", "8"), ""),
     "final_norm": ((*FINAL_NORM, "--training.local_batch_size", "8"), ""),
-    "gpt2": ((*GPT2, "--training.local_batch_size", "8"), ""),
     "noise": ((*NOISE, "--training.local_batch_size", "8"), ""),
 }
 TWO_RANKS = {
@@ -55,8 +55,6 @@ TWO_RANKS = {
     "tp_full_ac": ((*TP, *FULL_AC), ""),
     # The norm is gathered once more in backward.
     "final_norm_fsdp_full_ac": ((*FINAL_NORM, *FULL_AC, "--parallelism.fsdp_reshard_after_forward", "always"), ""),
-    "gpt2_fsdp_full_ac": ((*GPT2, *FULL_AC), ""),
-    "gpt2_tp_selective_op": ((*GPT2, *TP, *SELECTIVE_OP), ""),
     "fsdp_dropped": (FSDP, "dropped"),
     "fsdp_times_ranks": (FSDP, "times2"),
     "tp_times_ranks": (TP, "times2"),
@@ -67,50 +65,55 @@ FOUR_RANKS = {
     "fsdp_tp": (TP, ""),
     "untied_fsdp_tp": ((*TP, *UNTIED), ""),
     "final_norm_fsdp_tp": ((*TP, *FINAL_NORM), ""),
-    "gpt2_hsdp": ((*GPT2, *HSDP, "--training.local_batch_size", "1"), ""),
-    "gpt2_fsdp_tp": ((*GPT2, *TP), ""),
     "noise_fsdp_tp": ((*TP, *NOISE), ""),
     "hsdp_times_ranks": (HSDP, "times4"),
 }
 NIGHT_ON_ONE = {
     "final_norm_compile_selective_op": ((*FINAL_NORM, *COMPILE, *SELECTIVE_OP), ""),
     "gpt2_untied": ((*GPT2_UNTIED, "--training.local_batch_size", "8"), ""),
-    "gpt2_compile_selective_op": ((*GPT2, *COMPILE, *SELECTIVE_OP), ""),
-    "gpt2_accumulation_full_ac": ((*GPT2, *FULL_AC), ""),
 }
 NIGHT_ON_TWO = {
     "final_norm_tp_compile": ((*FINAL_NORM, *TP, *COMPILE), ""),
-    "gpt2_tp": ((*GPT2, *TP), ""),
-    "gpt2_fsdp_compile": ((*GPT2, *COMPILE), ""),
-    "gpt2_tp_compile": ((*GPT2, *TP, *COMPILE), ""),
-    "gpt2_tp_no_loss_parallel": ((*GPT2, *TP, "--parallelism.disable_loss_parallel"), ""),
-    "gpt2_tp_full_ac": ((*GPT2, *TP, *FULL_AC), ""),
     "cp": (CP, ""),
     "noise_cp": ((*CP, *NOISE), ""),
-    "gpt2_cp": ((*GPT2, *CP), ""),
 }
 EIGHT_RANKS = {  # two replicas of two shards of two parts of every layer
     "hsdp_tp": ((*HSDP, *TP, "--training.local_batch_size", "1"), ""),  # two microbatches
     "untied_hsdp_tp": ((*HSDP, *TP, *UNTIED), ""),
     "final_norm_hsdp_tp": ((*HSDP, *TP, *FINAL_NORM), ""),
-    "gpt2_hsdp_tp": ((*GPT2, *HSDP, *TP, "--training.local_batch_size", "1"), ""),
     "gpt2_untied_fsdp_tp": ((*GPT2_UNTIED, *TP), ""),  # over 4 × 2 ranks torch would share 2,049 rows out wrongly
 }
+# Every other model: its nano flavor.
+OTHER_MODELS = [name.removesuffix("_disp") for name in MODELS if name != "qwen3_disp"]
+for model in OTHER_MODELS:
+    for cases, of_model in (
+        (ONE_RANK, {"": ("--training.local_batch_size", "8")}),
+        (TWO_RANKS, {"_fsdp_full_ac": FULL_AC, "_tp_selective_op": (*TP, *SELECTIVE_OP)}),
+        (FOUR_RANKS, {"_hsdp": (*HSDP, "--training.local_batch_size", "1"), "_fsdp_tp": TP}),
+        (NIGHT_ON_ONE, {"_compile_selective_op": (*COMPILE, *SELECTIVE_OP), "_accumulation_full_ac": FULL_AC}),
+        (
+            NIGHT_ON_TWO,
+            {
+                "_tp": TP,
+                "_fsdp_compile": COMPILE,
+                "_tp_compile": (*TP, *COMPILE),
+                "_tp_no_loss_parallel": (*TP, "--parallelism.disable_loss_parallel"),
+                "_tp_full_ac": (*TP, *FULL_AC),
+                "_cp": CP,
+            },
+        ),
+        (EIGHT_RANKS, {"_hsdp_tp": (*HSDP, *TP, "--training.local_batch_size", "1")}),
+    ):
+        cases.update({model + n: (("--model.name", f"{model}_disp", *options), "") for n, options in of_model.items()})
 NIGHT = [name for name in (*NIGHT_ON_ONE, *NIGHT_ON_TWO, *EIGHT_RANKS) if name != "gpt2_untied"]
 # Every other variant × estimator: one process, FSDP2, TP, and FSDP2 × TP.
 FAMILY = {
     f"{variant}_{estimator}": (
-        "--dispersion.variant",
-        variant,
-        "--dispersion.estimator",
-        estimator,
+        *("--dispersion.variant", variant, "--dispersion.estimator", estimator),
         *(("--dispersion.max_tokens", "10") if estimator == "sampled" else ()),
     )
-    for variant, estimator in (
-        ("angular", "moments"),
-        ("angular", "sampled"),
-        *((v, e) for v in ("decorrelation", "l2_repel", "orthogonalization") for e in ("exact", "sampled")),
-    )
+    for variant, estimator in EVERY_ESTIMATOR
+    if (variant, estimator) != ("angular", "exact")
 }
 FAMILY_ALONE = {
     f"{name}_alone": ((*options, "--training.local_batch_size", "8"), "") for name, options in FAMILY.items()
@@ -122,7 +125,7 @@ FAMILY_ON_TWO = {
 }
 FAMILY_ON_FOUR = {f"{name}_fsdp_tp": ((*options, *TP), "") for name, options in FAMILY.items()}
 BROKEN = {name for cases in (ONE_RANK, TWO_RANKS, FOUR_RANKS) for name, (_, mutation) in cases.items() if mutation}
-REFERENCES = ("reference", "untied", "final_norm", "noise", "gpt2_untied", "gpt2")
+REFERENCES = ("reference", "untied", "final_norm", "noise", "gpt2_untied", *OTHER_MODELS)
 CASES = [*ONE_RANK, *TWO_RANKS, *FOUR_RANKS]
 
 # fp32 sums in another order over ranks and microbatches: about 1e-6 seen; ten times that is still far below any wrong scale.
@@ -178,7 +181,7 @@ def test_gradients_cross_replicas_once_a_step(results):
     "name",
     [
         *("fsdp", "fsdp_full_ac", "tp", "tp_full_ac", "hsdp", "fsdp_4", "fsdp_tp"),
-        *("gpt2_fsdp_full_ac", "gpt2_tp_selective_op", "gpt2_hsdp"),
+        *(model + name for model in OTHER_MODELS for name in ("_fsdp_full_ac", "_tp_selective_op", "_hsdp")),
     ],
 )
 def test_bytes_of_the_plan(results, sample, name, gpus_per_node):
@@ -270,7 +273,9 @@ def test_initial_weights_do_not_depend_on_the_mesh(results, name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["reference", "fsdp", "hsdp", "tp", "fsdp_tp", "gpt2", "gpt2_fsdp_tp"])
+@pytest.mark.parametrize(
+    "name", ["reference", "fsdp", "hsdp", "tp", "fsdp_tp", *(m + n for m in OTHER_MODELS for n in ("", "_fsdp_tp"))]
+)
 def test_every_vocabulary_row_seen_changes(results, name):
     inputs, labels = global_batch()
     seen = torch.cat([inputs.flatten(), labels[labels != -100]]).unique()

@@ -10,15 +10,15 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from torchtitan.distributed import ParallelDims
 
 from tests.command_line import DEMO
+from titan_disp.condensation import heatmap
 from titan_disp.condensation.record import Condensation
 from titan_disp.config.load import load_config
+from titan_disp.data.assignment import Share
 from titan_disp.data.loader import StreamLoader
-from titan_disp.data.position import Group
 from titan_disp.dispersion import LossLedger
 from titan_disp.errors import DataError
-from titan_disp.lab import plots
-from titan_disp.run.folder import read_condensation, read_json_lines, read_metrics
 from titan_disp.run.metrics import DispersionMetrics, TensorBoardFolder
+from titan_disp.run.reader import read_condensation, read_json_lines, read_metrics
 
 
 class DamagedFiles:
@@ -27,7 +27,7 @@ class DamagedFiles:
     check_counters = StreamLoader.check_counters
 
     def __init__(self, skipped):
-        self.groups, self.options = [Group("", range(8), 100)], SimpleNamespace(max_skipped_fraction=0.2)
+        self.groups, self.options = [Share("", 0, 8, 8, 1.0)], SimpleNamespace(max_skipped_fraction=0.2)
         self.files, self.skipped, self.read, self.waited = range(100), skipped, 0, 0.5
 
     def counters(self):
@@ -105,7 +105,7 @@ def test_bytes_and_waiting_since_the_last_log(one_rank, tmp_path, monkeypatch, c
 def condensed(*mean_cosine):
     mean = np.array(mean_cosine)
     histogram = np.full((len(mean), 128), 1 / 128)
-    return Condensation(mean, mean / 2, 1 - mean, 9 * mean, histogram, 8, 2, final_norm=True, cross_entropy=3.25)
+    return Condensation(mean, mean / 2, 1 - mean, 9 * mean, histogram, 8, 2, cross_entropy=3.25)
 
 
 def test_condensation_in_tensorboard(one_rank, tmp_path, monkeypatch):
@@ -140,7 +140,7 @@ def test_condensation_in_tensorboard(one_rank, tmp_path, monkeypatch):
 
 def test_heatmaps_are_ever_farther_apart(tmp_path, monkeypatch):
     """Measurements are made every 10 steps. All are drawn at first; from step 40 on, only those a quarter later."""
-    monkeypatch.setattr(plots, "heatmap", lambda found, title: title)
+    monkeypatch.setattr(heatmap, "heatmap", lambda found, title: title)
     board = TensorBoardFolder(str(tmp_path))
     drawn = []
     monkeypatch.setattr(

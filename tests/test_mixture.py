@@ -24,10 +24,10 @@ from titan_disp.data.assignment import Assignment, Mixture, Run, Segment, prefix
 from titan_disp.data.digest import digest, global_batch
 from titan_disp.data.documents import Documents
 from titan_disp.data.files import DataFile, list_files
-from titan_disp.data.formats import Format
+from titan_disp.data.formats import text_of
 from titan_disp.data.loader import open_stream, together
+from titan_disp.data.options import Format, StreamOptions
 from titan_disp.data.position import Field, fraction_read
-from titan_disp.data.records import text_of
 from titan_disp.data.sources import check_sources, source_name, source_shares, training_sets
 from titan_disp.data.tokenizer import load_tokenizer
 from titan_disp.data.validation import held_out_sequences
@@ -291,10 +291,7 @@ def split_at(tokens, eos):
 
 
 def test_a_resume_with_other_weights_is_refused(job, sample):
-    """It is refused if the weights give other numbers of slots.
-
-    Without sources, the fingerprint is as in older versions.
-    """
+    """It is refused if the weights give other numbers of slots."""
     files, tokenizer = training_files(job), load_tokenizer(sample / "tokenizer")
     one = open_stream(job, files, tokenizer, 1, 0)
     saved = one.state_dict()
@@ -316,8 +313,6 @@ def test_a_resume_with_other_weights_is_refused(job, sample):
     alone = changed(job, sources=[], dataset="text", dataset_path=web.path)
     with pytest.raises(ConfigError, match=r"6 files then, 3 now, with 9 differences.*: web 4, code 2 then, none now"):
         open_stream(alone, training_files(alone), tokenizer, 1, 0).load_state_dict(saved)
-    assert "sources" not in open_stream(alone, training_files(alone), tokenizer, 1, 0).fingerprint
-    assert json.loads(saved["fingerprint"])["sources"] == [["web", 4], ["code", 2]]
 
 
 def test_files_that_end_early_are_judged_by_the_epochs_of_their_source(sample):
@@ -426,7 +421,9 @@ def test_fraction_of_a_run_by_hand():
 
 def texts_bytes(files):
     """The bytes of all documents' texts."""
-    return sum(len(text_of(raw).encode()) for file in files for raw in iter(Documents(file, 1 << 20).read, None))
+    return sum(
+        len(text_of(raw).encode()) for file in files for raw in iter(Documents(file, StreamOptions()).read, None)
+    )
 
 
 @pytest.mark.parametrize(("suffix", "documents"), [("json", 1.0), ("json.gz", 2.5), ("parquet", 2.5)])
@@ -440,16 +437,16 @@ def test_text_in_a_stored_byte(tmp_path, suffix, documents):
         files = list_files("text", str(tmp_path))
     (rank,) = streams_of(files, 1, 1, seq_len=1)
     rank.encode = lambda text: [1, EOS]
-    assert rank.text_per_stored_byte() == [0.0]
+    assert rank.passes.text_per_stored_byte() == [0.0]
     slot = rank.slots[0]
     slot.sequence()
-    read = slot.cursor.position
+    read = slot.cursor.position.values
     as_stored = read[Field.BYTES] + (suffix != "parquet") * len('{"text": ""}\n') * read[Field.DOCUMENTS]
-    assert rank.text_per_stored_byte() == [pytest.approx(documents * read[Field.BYTES] / as_stored)]
+    assert rank.passes.text_per_stored_byte() == [pytest.approx(documents * read[Field.BYTES] / as_stored)]
     while slot.position[Field.EPOCH] == 0:
         slot.sequence()
     exact = texts_bytes(files) / sum(file.size for file in files)
-    assert rank.text_per_stored_byte() == [pytest.approx(exact, rel=0.005)]
+    assert rank.passes.text_per_stored_byte() == [pytest.approx(exact, rel=0.005)]
 
 
 def test_text_in_a_stored_byte_of_a_file_in_the_middle(tmp_path):
@@ -462,7 +459,7 @@ def test_text_in_a_stored_byte_of_a_file_in_the_middle(tmp_path):
         (rank,) = streams_of(files, 1, 1, positions=positions)
         rank.encode = lambda text: [1, EOS]
         _, positions = batches([rank], steps)
-        assert rank.text_per_stored_byte() == [pytest.approx(0.45, rel=0.05)]
+        assert rank.passes.text_per_stored_byte() == [pytest.approx(0.45, rel=0.05)]
         (one,) = rank.passes._open[0]
         assert not one.ended
         assert (one.start == 0) == (steps == 750)

@@ -9,7 +9,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.utils.tensorboard import SummaryWriter
 
-from tests.saved_run import SEQ_LEN, random_model, save_run
+from tests.saved_run import SEQ_LEN, change_config, random_model, save_run
 from titan_disp.condensation.record import Condensation
 from titan_disp.data.position import Field
 from titan_disp.lab.export.model_card import model_card
@@ -43,9 +43,7 @@ def test_files_of_several_sources(run):
         {"name": "", "path": "/data/web", "dataset": "text", "weight": 3.0},
         {"name": "code", "path": "/data/c", "dataset": "text", "weight": 1.0},
     ]
-    config = json.loads((run / "config.json").read_text())
-    config["stream"]["sources"] = sources
-    (run / "config.json").write_text(json.dumps(config))
+    change_config(run, "stream", sources=sources)
     state = {"fingerprint": json.dumps({"files": [["a.jsonl", 1_500_000], ["b.jsonl", 500_000]]})}
     state["positions"] = torch.zeros(1, len(Field), dtype=torch.int64)
     dcp.save({"dataloader": state}, checkpoint_id=run / "checkpoint" / "step-40", no_dist=True)
@@ -73,9 +71,7 @@ def test_files_on_this_disk(run, sample):
 def test_files_that_nobody_knows(options, told, tmp_path, sample):
     run = save_run(tmp_path / "run", random_model(), sample / "tokenizer", *options)
     if not options:
-        config = json.loads((run / "config.json").read_text())
-        config["training"]["dataset_path"] = None
-        (run / "config.json").write_text(json.dumps(config))
+        change_config(run, "training", dataset_path=None)
     assert rows_of(run)["data"] == told
 
 
@@ -84,7 +80,7 @@ def test_other_documents(tmp_path, sample):
     (tmp_path / "docs" / "a.jsonl").write_text('{"text": "a b"}\n')
     options = ("--training.dataset", "text", "--training.dataset_path", str(tmp_path / "docs"))
     run = save_run(tmp_path / "run", random_model(), sample / "tokenizer", *options)
-    assert rows_of(run)["data"] == "1 file, 0.016 kB: `a.jsonl` (documents, a local copy named `docs`)"
+    assert rows_of(run)["data"] == "1 file, 16 bytes: `a.jsonl` (documents, a local copy named `docs`)"
 
 
 def test_dispersions_settings(run):
@@ -95,19 +91,14 @@ def test_dispersions_settings(run):
 
 
 def test_a_baselines_settings(run):
-    config = json.loads((run / "config.json").read_text())
-    config["baseline"] |= {"method": "active_forgetting", "forget_every": 100}
-    (run / "config.json").write_text(json.dumps(config))
+    change_config(run, "baseline", method="active_forgetting", forget_every=100)
     told = rows_of(run)["baseline"]
     assert told == "active_forgetting, forget_every = 100, forget_lr = 0.0, forget_warmup = 0.08"
-    del config["baseline"], config["model"]["overrides"]  # as in older versions
-    (run / "config.json").write_text(json.dumps(config))
-    assert "baseline" not in rows_of(run)
 
 
 def measured(step, level):
     mean = np.array([0.1, 0.2, 0.4, 0.9 * level, 0.5])
-    found = Condensation(mean, mean, mean, mean, np.zeros((5, 128)), 64, 8, final_norm=True, cross_entropy=5 * level)
+    found = Condensation(mean, mean, mean, mean, np.zeros((5, 128)), 64, 8, cross_entropy=5 * level)
     return json.dumps({"step": step, "time": 1.0, "condensation": found.to_json(), "seconds": 1.0}) + "\n"
 
 
@@ -115,9 +106,7 @@ def test_losses_and_condensation_up_to_the_step(run):
     """The card of step 30 has the measurement of step 20, not a later one, and the last loss of the repeated step 30."""
     with open(run / "metrics.jsonl", "a") as file:
         file.write(measured(10, 2.0) + measured(20, 1.0) + measured(40, 0.0))
-    config = json.loads((run / "config.json").read_text())
-    config["validation"]["enable"] = True
-    (run / "config.json").write_text(json.dumps(config))
+    config = change_config(run, "validation", enable=True)
     with SummaryWriter(str(run / config["metrics"]["save_tb_folder"])) as board:
         for step, loss in ((10, 8.0), (30, 7.5), (30, 7.25), (50, 6.0)):
             board.add_scalar("validation_metrics/loss", loss, step)
@@ -131,15 +120,13 @@ def test_losses_and_condensation_up_to_the_step(run):
     )
 
 
-def test_a_measurement_of_an_older_version(run):
-    """Measurements of older versions have no final norm and no names."""
-    old = {"mean_cosine": [0.1, 0.2, 0.3], "spearman": 1.0, "kendall": None, "sequences": 8, "tokens": 64}
+def test_mean_cosines_that_hardly_differ(run):
+    """ρ and τ are then left out."""
+    found = json.loads(measured(10, 1.0))
+    found["condensation"]["before_norm"] |= {"spearman": None, "kendall": None}
     with open(run / "metrics.jsonl", "a") as file:
-        file.write(json.dumps({"step": 10, "time": 1.0, "condensation": old}) + "\n")
-    assert rows_of(run)["condensation, held-out text"] == (
-        "mean cosine of two tokens 0.100 in the embedding, 0.250 on average over the blocks, 0.300 after the last block; "
-        "with depth, up to the last block: ρ 1.00; at step 10 (8 sequences, 64 tokens of each)"
-    )
+        file.write(json.dumps(found) + "\n")
+    assert "0.500 after the final norm; at step 10" in rows_of(run)["condensation, held-out text"]
 
 
 def test_what_a_run_has_not_is_not_told(run):

@@ -13,13 +13,15 @@ from tests.saved_run import random_model, save_run
 from titan_disp.cluster.plan import make_plan
 from titan_disp.config.checks import check_config
 from titan_disp.config.load import load_config
+from titan_disp.config.options import Machine
 from titan_disp.errors import CheckpointError, ConfigError
+from titan_disp.job_config import fixed
 from titan_disp.lab.export.saved import find_saved, load_model
 from titan_disp.lab.report.gather import gather
 from titan_disp.models.arguments import apply_overrides, architecture_of, named, parse_overrides
 from titan_disp.models.qwen3 import flavors
-from titan_disp.models.registry import model_args
-from titan_disp.run.identity import Identity, check_identity, differences
+from titan_disp.models.registry import args_of, model_args
+from titan_disp.run.identity import Identity, check_identity, differences, of_model
 
 NARROW = {"hidden_dim": 16, "n_layers": 2}
 # Embedding; of two blocks: q, k, v and output matrices, norms of q and k, the feed-forward's three matrices, norms; last norm.
@@ -126,8 +128,8 @@ def test_any_dataclass_of_arguments():
 def test_the_model_that_is_planned_trained_and_reported(tmp_path):
     """One count of parameters by hand; the registered flavor stays as it is."""
     config = load_config(["--job.config_file", str(DEMO), "--model.overrides", "hidden_dim=16,n_layers=2"])
-    plan = make_plan(config, 1, 1)
-    assert plan.parameters == PARAMETERS
+    plan = make_plan(config, Machine(1, 1))
+    assert plan.model.parameters == PARAMETERS
     # The two blocks' outputs are dispersed, of 4 sequences of 256 tokens.
     assert plan.memory.dispersion == 2 * 4 * 256 * 64 * 4
     args = flavors["nano"]
@@ -176,7 +178,23 @@ def test_a_run_keeps_its_model(overrides, differs):
     args.max_seq_len, args.activations = 7, (1,)
     now = architecture_of(args)
     assert sorted(differences(saved, now)) == sorted(differs)
-    check_identity({}, now)  # of an older version
+    check_identity({}, now)  # of TorchTitan's own trainer
+
+
+def test_every_key_that_fixes_the_model():
+    """A resume with another value of such a key is refused."""
+    changes = {
+        "baseline.method": ("active_forgetting", "baseline.method is 'none' in the checkpoint and 'active_forgetting'"),
+        "model.overrides": ("n_layers=5", "n_layers is 6 in the checkpoint and 5"),
+        "model.flavor": ("debugmodel", "dim is"),
+        "model.name": ("gpt2_disp", "model.name is 'qwen3_disp' in the checkpoint and 'gpt2_disp'"),
+    }
+    assert changes.keys() == {*fixed("model"), "model.name", "model.flavor"}
+    kept = load_config(["--job.config_file", str(DEMO)])
+    for key, (value, message) in changes.items():
+        now = load_config(["--job.config_file", str(DEMO), f"--{key}", value])
+        with pytest.raises(ConfigError, match=message):
+            check_identity(of_model(kept, args_of(kept)), of_model(now, args_of(now)))
 
 
 def test_a_saved_model_is_read_as_what_it_is(sample, tmp_path):

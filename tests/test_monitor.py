@@ -14,9 +14,9 @@ from torchtitan.distributed.context_parallel import cp_shard
 from tests.distributed import spawn
 from tests.mesh import SEQ_LEN, VOCAB, build
 from tests.test_stream import first_sequences_by_hand
-from titan_disp.condensation.monitor import Forward, Monitor
+from titan_disp.condensation.measure import Forward, Monitor
 from titan_disp.condensation.record import load_steps
-from titan_disp.run.folder import read_json_lines, read_metrics
+from titan_disp.run.reader import read_json_lines, read_metrics
 
 # 5 sequences divide among no number of ranks here, and 10 of 32 positions are not the first ones.
 SECTION = ("--condensation.sequences", "5", "--condensation.max_tokens", "10")

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.oracle import dispersion_oracle, drawing_order
+from tests.oracle import angular, drawing_order
 from titan_disp.dispersion import DispersionLoss, DispersionObjective, LossLedger
 
 PARAMETERS = {"tau": 1.0, "clamp": 0.25, "norm_eps": 1e-2}
@@ -25,7 +25,7 @@ def batch():
 
 def summed_dispersion(layers, labels):
     """The oracle's mean over layers, summed over the valid labels of every sequence."""
-    per_sequence = torch.stack([dispersion_oracle(z, **PARAMETERS) for z in layers]).mean(0)
+    per_sequence = torch.stack([angular(z, **PARAMETERS) for z in layers]).mean(0)
     return ((labels != -100).sum(1) * per_sequence).sum()
 
 

@@ -6,20 +6,21 @@ import numpy as np
 import pytest
 from matplotlib.dates import num2date
 
+from titan_disp.condensation import heatmap
 from titan_disp.condensation.record import EDGES, Condensation
 from titan_disp.lab import plots
 from titan_disp.lab.report import charts
 from titan_disp.run.history import Attempt
 
-LAYERS = "layer (0: embedding, 2: last block)"
+LAYERS = "layer (0: embedding, 1: last block, 2: final norm)"
 
 
-def condensed(*mean_cosine, pairs=(), final_norm=False):
-    """Build a measurement. ``pairs`` has {cosine: fraction of pairs} for each layer."""
+def condensed(*mean_cosine, pairs=()):
+    """Build a measurement. ``pairs`` has {cosine: fraction of pairs} for each layer, of which the last is the final norm."""
     pairs = pairs or [{cosine: 1.0} for cosine in mean_cosine]
     histogram = np.stack([np.histogram(list(p), EDGES, weights=list(p.values()))[0] for p in pairs])
     mean = np.array(mean_cosine)
-    return Condensation(mean, mean / 3, mean / 2, 9 - 8 * mean, histogram, 8, 2, final_norm)
+    return Condensation(mean, mean / 3, mean / 2, 9 - 8 * mean, histogram, 8, 2)
 
 
 def shown_at(artist, x, y):
@@ -39,7 +40,7 @@ def darkness(artist, value):
 
 def test_heatmap():
     layers = [{-0.76: 0.25, 0.51: 0.75}, {0.1: 1.0}, {0.9: 0.9, -0.2: 0.0999, 0.3: 0.0001}]
-    figure = plots.heatmap(condensed(0.2, 0.1, 0.8, pairs=layers), "gpt2")
+    figure = heatmap.heatmap(condensed(0.2, 0.1, 0.8, pairs=layers), "gpt2")
     axes, bar = figure.axes
     (image,) = axes.images
     assert upright(axes)
@@ -61,9 +62,9 @@ def test_heatmap():
 def test_side_by_side():
     """Every measurement is below its own name, in rows of three."""
     levels = {"a": 0.1, "b": 0.3, "c": 0.5, "d": 0.7}
-    figure = plots.side_by_side({name: condensed(0, level) for name, level in levels.items()})
+    figure = plots.side_by_side({name: condensed(0, level) for name, level in levels.items()}, "all")
     *grid, bar = figure.axes
-    assert bar.get_ylabel() == "fraction of pairs"
+    assert (figure.get_suptitle(), bar.get_ylabel()) == ("all", "fraction of pairs")
     assert [axes.get_title() for axes in grid] == ["a", "b", "c", "d", "", ""]
     assert [axes.axison for axes in grid] == [True] * 4 + [False] * 2
     for axes, level in zip(grid[:4], levels.values(), strict=True):
@@ -78,48 +79,22 @@ def test_mean_cosine_by_layer():
     assert lines == {"a": [[0, 0.1], [1, 0.4], [2, 0.2]], "b": [[0, 0.3], [1, 0.0], [2, 0.9]]}
     assert (axes.get_xlabel(), axes.get_ylabel()) == (LAYERS, "mean pairwise cosine")
     assert [text.get_text() for text in figure.legends[0].texts] == ["a", "b"]
-    (axes,) = plots.mean_cosine_by_layer({"deep": condensed(*(0.1,) * 5), "flat": condensed(0.1, 0.1)}).axes
-    assert [line.get_xdata().tolist() for line in axes.lines] == [[0, 0.25, 0.5, 0.75, 1], [0, 1]]
-    assert axes.get_xlabel() == "relative depth (0: embedding, 1: last block)"
-
-
-def test_last_layer_before_and_after_the_final_norm():
-    """Both are drawn and named, the second one after the last block."""
-    small, large = condensed(0.1, 0.2, 0.6, final_norm=True), condensed(0.1, 0.3, 0.4, 0.5, 0.7, final_norm=True)
-    (axes,) = plots.mean_cosine_by_layer({"small": small, "also": small}).axes
-    assert axes.lines[0].get_xydata().tolist() == [[0, 0.1], [1, 0.2], [2, 0.6]]
-    assert axes.get_xlabel() == "layer (0: embedding, 1: last block, 2: final norm)"
+    small, large = condensed(0.1, 0.2, 0.6), condensed(0.1, 0.3, 0.4, 0.5, 0.7)
     (axes,) = plots.mean_cosine_by_layer({"small": small, "large": large}).axes
     assert [line.get_xdata().tolist() for line in axes.lines] == [[0, 1, 1.05], [0, 1 / 3, 2 / 3, 1, 1.05]]
     assert axes.get_xlabel() == "relative depth (0: embedding, 1: last block, beyond: final norm)"
-    assert plots.layer_label([small, large]) == "layer (0: embedding, last two: last block, final norm)"
-    assert (
-        plots.layer_label([condensed(0.1, 0.2), condensed(0.1, 0.2, 0.3)]) == "layer (0: embedding, last: last block)"
-    )
-
-
-def test_a_run_that_an_older_version_began():
-    """The first measurement has no final norm, so the others are drawn without it."""
-    by_step = {0: condensed(0.1, 0.2), 50: condensed(0.1, 0.3, 0.9, final_norm=True)}
-    axes = plots.over_training({"run": by_step}).axes[0]
-    assert [line.get_ydata().tolist() for line in axes.lines] == [[0.1, 0.2], [0.1, 0.3]]
-    assert axes.get_xlabel() == "layer (0: embedding,\n1: last block)"
-    axes = charts.layer_map(by_step, "run", end=50).axes[0]
-    assert axes.collections[0].get_array().tolist() == [[0.1, 0.1], [0.2, 0.3]]
-    assert axes.get_ylabel() == "layer (0: embedding,\n1: last block)"
+    assert heatmap.layer_label([small, large]) == "layer (0: embedding, last two: last block, final norm)"
 
 
 def test_depth_bars():
-    """The ranks 3, 1, 2, 4 give ρ = 1 − 6·6/60 and τ = (4 − 2)/6."""
-    some, normed = condensed(0.5, 0.1, 0.25, 0.75), condensed(0.5, 0.1, 0.25, 0.1, 0.75, final_norm=True)
-    found = {"some": some, "falling": condensed(0.9, 0.8, 0.1), "flat": condensed(0.2, 0.209)}
+    """Without the last block, the ranks 3, 1, 2, 4 give ρ = 1 − 6·6/60 and τ = (4 − 2)/6."""
+    found = {
+        "some": condensed(0.5, 0.1, 0.25, 0.1, 0.75),
+        "falling": condensed(0.9, 0.8, 0.95, 0.1),
+        "flat": condensed(0.2, 0.9, 0.209),
+    }
     (axes,) = plots.depth_bars(found).axes
-    assert axes.get_xlabel() == "rank correlation of the mean cosine with depth\n(last layer: the last block)"
-    (as_papers,) = plots.depth_bars({"normed": normed}).axes
-    assert [bar.get_width() for bar in as_papers.patches] == [pytest.approx(0.4), pytest.approx(1 / 3)]
-    assert (
-        as_papers.get_xlabel() == "rank correlation of the mean cosine with depth\n(last layer: after the final norm)"
-    )
+    assert axes.get_xlabel() == "rank correlation of the mean cosine with depth\n(last layer: after the final norm)"
     names = dict(zip(axes.get_yticks(), (label.get_text() for label in axes.get_yticklabels()), strict=True))
     bars = {
         (container.get_label(), names[round(bar.get_y() + bar.get_height() / 2)]): bar.get_width()
@@ -157,7 +132,7 @@ def test_over_training():
     assert len(set(colors.values())) == 3
     assert legend.get_title().get_text() == "step"
     for axes, (name, by_step) in zip(figure.axes, runs.items(), strict=True):
-        assert (axes.get_title(), axes.get_xlabel()) == (name, "layer (0: embedding,\n1: last block)")
+        assert (axes.get_title(), axes.get_xlabel()) == (name, "layer (0: embedding,\n0: last block, 1: final norm)")
         drawn = {tuple(line.get_color()): line.get_xydata().tolist() for line in axes.lines}
         assert drawn == {
             colors[f"{step:,}"]: [[0, found.mean_cosine[0]], [1, found.mean_cosine[1]]]
@@ -168,7 +143,7 @@ def test_over_training():
 
 def test_over_training_of_many_runs():
     """A row has three panels. A long label is broken into lines, because it would reach into the next panel."""
-    figure = plots.over_training({name: {0: condensed(0.1, 0.2, 0.3, final_norm=True)} for name in "abcde"})
+    figure = plots.over_training({name: {0: condensed(0.1, 0.2, 0.3)} for name in "abcde"})
     assert [axes.get_title() for axes in figure.axes] == [*"abcde", ""]
     assert [axes.axison for axes in figure.axes] == [True] * 5 + [False]
     assert figure.axes[4].get_xlabel() == "layer (0: embedding,\n1: last block, 2: final norm)"
@@ -185,7 +160,7 @@ def test_layer_map():
         assert [shown_at(mesh, step + 1, layer) for layer in range(4)] == found.mean_cosine.tolist()
     assert axes.get_xlim() == (10, 80)  # ends with the run, although other columns are wider
     assert charts.layer_map(by_step, "run", end=70).axes[0].get_xlim() == (10, 70)
-    assert (axes.get_xlabel(), axes.get_ylabel()) == ("step", "layer (0: embedding,\n3: last block)")
+    assert (axes.get_xlabel(), axes.get_ylabel()) == ("step", "layer (0: embedding,\n2: last block, 3: final norm)")
     assert bar.get_ylabel() == "mean pairwise cosine"
     assert mesh.get_clim() == (0, 1)
     assert darkness(mesh, 0.1) < darkness(mesh, 0.9)

@@ -16,7 +16,6 @@ from torchtitan.components.loss import cross_entropy_loss
 from torchtitan.components.optimizer import OptimizersContainer
 from torchtitan.config import ActivationCheckpoint
 from torchtitan.distributed.activation_checkpoint import apply_ac
-from torchtitan.models.qwen3.infra.parallelize import _op_sac_save_list
 
 from tests.command_line import DEMO, ROOT
 from titan_disp import cpu
@@ -26,15 +25,16 @@ from titan_disp.cluster.cost import find_gpu
 from titan_disp.cluster.job_check import hub_warnings
 from titan_disp.cluster.plan import NodeCount, make_plan, render
 from titan_disp.config.load import load_config
+from titan_disp.config.options import Machine
 from titan_disp.dispersion import DispersionLoss, DispersionObjective
 from titan_disp.errors import ConfigError
 from titan_disp.job_config import Source
-from titan_disp.models.gpt2 import SAVED_OPS as GPT2_SAVED_OPS
 from titan_disp.models.qwen3 import Qwen3DispModel, flavors
 from titan_disp.models.registry import MODELS
 
 PAPER = ROOT / "train_configs" / "qwen3_0.6b_c4.toml"
-SAVED_OPS = {"qwen3_disp": _op_sac_save_list, "gpt2_disp": GPT2_SAVED_OPS}
+# Of each model, the smallest flavor of a size that is trained: logits and norms would be most of a nano's memory.
+SMALLEST = [(e.name, next(f for f in e.flavors if e.flavors[f].dim > 512)) for e in MODELS.values()]
 
 
 @functools.cache  # tyro takes half a second
@@ -75,31 +75,34 @@ def few_node_counts(monkeypatch, request):
 
 
 def test_the_papers_run():
-    plan = make_plan(config(PAPER), 80, 8)
-    assert plan.parameters == 596_049_920
-    assert plan.parameters_non_embedding == 596_049_920 - 151_936 * 1024
-    assert (plan.replicate, plan.shard, plan.context_parallel, plan.tensor_parallel) == (80, 8, 1, 1)
-    assert (plan.global_batch_size, plan.accumulation_steps, plan.tokens_per_step) == (1920, 3, 1920 * 2048)
-    assert 156e9 <= plan.total_tokens < 156e9 + plan.tokens_per_step
-    assert plan.steps == 39_673
-    assert (plan.checkpoints, plan.checkpoints_kept) == (40, 5)
-    assert plan.checkpoint_disk_bytes == 6 * plan.checkpoint_bytes
+    plan = make_plan(config(PAPER), Machine(80, 8))
+    assert plan.model.parameters == 596_049_920
+    assert plan.model.parameters_non_embedding == 596_049_920 - 151_936 * 1024
+    assert (plan.mesh.replicate, plan.mesh.shard, plan.mesh.context, plan.mesh.tensor) == (80, 8, 1, 1)
+    batch = plan.batch
+    assert (batch.global_batch_size, batch.accumulation_steps, batch.tokens_per_step) == (1920, 3, 1920 * 2048)
+    assert 156e9 <= plan.batch.total_tokens < 156e9 + plan.batch.tokens_per_step
+    assert plan.batch.steps == 39_673
+    assert (plan.checkpoints.saved, plan.checkpoints.kept) == (40, 5)
+    assert plan.checkpoints.disk == 6 * plan.checkpoints.size
 
 
 def test_flops_and_days_by_hand():
-    plan = make_plan(config(PAPER), 80, 8, "MI250X-GCD", mfu=0.5)
+    plan = make_plan(config(PAPER), Machine(80, 8, "MI250X-GCD", mfu=0.5))
     # Forward and backward: 6 per weight that multiplies (the tied embedding does, as output), and attention's two products.
     per_token = 6 * 596_049_920 + 28 * 6 * 2 * (16 * 128) * 2048
-    assert plan.flops_per_step == per_token * 1920 * 2048
-    assert plan.dispersion_flops_per_step == 1920 * 28 * 3 * 2048 * 2048 * 1024
-    seconds = (plan.total_flops + plan.total_dispersion_flops) / (640 * 191.5e12 * 0.5)
-    assert plan.computing_seconds * 39_673 == pytest.approx(seconds)
-    sending = 39_673 * plan.exposed_seconds / 86400
-    assert plan.days == pytest.approx(seconds / 86400 + sending)
+    assert plan.model.flops == per_token * 1920 * 2048
+    assert plan.model.dispersion_flops == 1920 * 28 * 3 * 2048 * 2048 * 1024
+    seconds = (plan.model.flops * 39_673 + plan.model.dispersion_flops * 39_673) / (640 * 191.5e12 * 0.5)
+    assert plan.time.computing_seconds * 39_673 == pytest.approx(seconds)
+    sending = 39_673 * plan.time.exposed_seconds / 86400
+    assert plan.time.days == pytest.approx(seconds / 86400 + sending)
     peak_days = 640 * 0.5 * 86400
-    without = plan.total_flops / 191.5e12 / peak_days + sending
-    assert plan.days_without_dispersion == pytest.approx(without)
-    assert plan.days_fp32_dispersion == pytest.approx(without + plan.total_dispersion_flops / 47.85e12 / peak_days)
+    without = plan.model.flops * 39_673 / 191.5e12 / peak_days + sending
+    assert plan.time.days_without_dispersion == pytest.approx(without)
+    assert plan.time.days_fp32_dispersion == pytest.approx(
+        without + plan.model.dispersion_flops * 39_673 / 47.85e12 / peak_days
+    )
 
 
 # The 0.6B model's parameters: the embedding and the final norm, and 28 blocks of attention (16 and 8 heads of 128, two
@@ -110,23 +113,23 @@ BLOCKS = 28 * (2 * 16 * 128 * 1024 + 2 * 8 * 128 * 1024 + 2 * 128 + 3 * 3072 * 1
 
 def test_bytes_and_seconds_of_hsdp_by_hand():
     """On 80 nodes of 8 H100, an all-gather over n ranks sends (n−1)/n of the bytes. A step has 3 microbatches."""
-    plan = make_plan(config(PAPER), 80, 8)
+    plan = make_plan(config(PAPER), Machine(80, 8))
     assert ROOT_GROUP + BLOCKS == 596_049_920
     gathered_once, gathered_twice, reduced = 2 * ROOT_GROUP, 2 * 2 * BLOCKS, 4 * (ROOT_GROUP + BLOCKS)
-    assert plan.within_bytes == pytest.approx(3 * 7 / 8 * (gathered_once + gathered_twice + reduced))
-    assert plan.within_seconds == pytest.approx(plan.within_bytes / 450e9)
+    assert plan.time.within_bytes == pytest.approx(3 * 7 / 8 * (gathered_once + gathered_twice + reduced))
+    assert plan.time.within_seconds == pytest.approx(plan.time.within_bytes / 450e9)
     # Each step sums a shard's gradients over 80 replicas once, whatever the number of microbatches.
-    assert plan.between_bytes == pytest.approx(2 * 79 / 80 * reduced / 8)
-    assert plan.between_seconds == pytest.approx(plan.between_bytes / 50e9)
+    assert plan.time.between_bytes == pytest.approx(2 * 79 / 80 * reduced / 8)
+    assert plan.time.between_seconds == pytest.approx(plan.time.between_bytes / 50e9)
     # A microbatch begins with the embedding's all-gather and ends with its reduce-scatter. Its all-reduce ends the
     # step.
     ends = 3 * 7 / 8 * ROOT_GROUP * (2 + 4) / 450e9 + 2 * 79 / 80 * ROOT_GROUP / 8 * 4 / 50e9
-    assert plan.exposed_seconds == pytest.approx(ends)
-    assert plan.computing_seconds == pytest.approx(0.0801, abs=5e-5)
-    assert plan.step_seconds == pytest.approx(0.0801 + ends, abs=5e-5)
-    assert plan.tokens_per_second_per_gpu == pytest.approx(3 * 2048 / plan.step_seconds)
-    assert plan.checkpoint_interval_seconds == pytest.approx(1000 * plan.step_seconds)
-    assert plan.checkpoint_seconds == pytest.approx(plan.checkpoint_bytes / 2e9)
+    assert plan.time.exposed_seconds == pytest.approx(ends)
+    assert plan.time.computing_seconds == pytest.approx(0.0801, abs=5e-5)
+    assert plan.time.step_seconds == pytest.approx(0.0801 + ends, abs=5e-5)
+    assert plan.time.tokens_per_second_per_gpu == pytest.approx(3 * 2048 / plan.time.step_seconds)
+    assert plan.checkpoints.interval_seconds == pytest.approx(1000 * plan.time.step_seconds)
+    assert plan.checkpoints.seconds == pytest.approx(plan.checkpoints.size / 2e9)
     assert not any("communication" in w or "checkpoint" in w for w in plan.warnings)
 
 
@@ -136,24 +139,24 @@ def test_bytes_of_an_untied_model_by_hand():
     It is gathered for forward and again for backward, like the blocks. The output and the final norm stay gathered, so
     their communication overlaps with computing in both directions.
     """
-    plan = make_plan(config(PAPER, "--model.flavor", "8B"), 2, 8)
+    plan = make_plan(config(PAPER, "--model.flavor", "8B"), Machine(2, 8))
     matrix, norm = 151_936 * 4096, 4096
     blocks = 36 * ((2 * 32 + 2 * 8) * 128 * 4096 + 2 * 128 + 3 * 12288 * 4096 + 2 * 4096)
-    assert plan.parameters == 2 * matrix + norm + blocks == 8_190_735_360
-    gathered, reduced = 2 * (2 * matrix + matrix + norm + 2 * blocks), 4 * plan.parameters
-    assert plan.within_bytes == pytest.approx(120 * 7 / 8 * (gathered + reduced))
-    assert plan.between_bytes == pytest.approx(2 * 1 / 2 * reduced / 8, rel=1e-9)
+    assert plan.model.parameters == 2 * matrix + norm + blocks == 8_190_735_360
+    gathered, reduced = 2 * (2 * matrix + matrix + norm + 2 * blocks), 4 * plan.model.parameters
+    assert plan.time.within_bytes == pytest.approx(120 * 7 / 8 * (gathered + reduced))
+    assert plan.time.between_bytes == pytest.approx(2 * 1 / 2 * reduced / 8, rel=1e-9)
     # A microbatch begins with the embedding's first gather and ends with its reduce-scatter. Its all-reduce ends the
     # step.
     ends = 120 * 7 / 8 * matrix * (2 + 4) / 450e9 + 2 * 1 / 2 * matrix / 8 * 4 / 50e9
-    assert plan.exposed_seconds == pytest.approx(ends)
+    assert plan.time.exposed_seconds == pytest.approx(ends)
     reshard = ("--model.flavor", "8B", "--parallelism.fsdp_reshard_after_forward")
-    kept = make_plan(config(PAPER, *reshard, "never"), 2, 8)
-    assert kept.within_bytes == pytest.approx(120 * 7 / 8 * (2 + 4) * plan.parameters)
-    assert kept.memory.unsharded == 2 * 2 * plan.parameters
-    always = make_plan(config(PAPER, *reshard, "always"), 2, 8)  # backward begins by gathering the output
-    assert always.within_bytes == pytest.approx(120 * 7 / 8 * (2 + 2 + 4) * plan.parameters)
-    assert always.exposed_seconds == pytest.approx(ends + 120 * 7 / 8 * 2 * (matrix + norm) / 450e9)
+    kept = make_plan(config(PAPER, *reshard, "never"), Machine(2, 8))
+    assert kept.time.within_bytes == pytest.approx(120 * 7 / 8 * (2 + 4) * plan.model.parameters)
+    assert kept.memory.unsharded == 2 * 2 * plan.model.parameters
+    always = make_plan(config(PAPER, *reshard, "always"), Machine(2, 8))  # backward begins by gathering the output
+    assert always.time.within_bytes == pytest.approx(120 * 7 / 8 * (2 + 2 + 4) * plan.model.parameters)
+    assert always.time.exposed_seconds == pytest.approx(ends + 120 * 7 / 8 * 2 * (matrix + norm) / 450e9)
 
 
 # Billions of parameters without embedding and output, from Qwen's model cards.
@@ -163,23 +166,23 @@ NON_EMBEDDING = {"0.6B": 0.44, "0.6B_untied": 0.44, "1.7B": 1.4, "4B": 3.6, "8B"
 @pytest.mark.parametrize("flavor", NON_EMBEDDING)
 def test_every_size(flavor):
     """A checkpoint has every weight and Adam's two moments. A tied matrix has two names. The plan is for two nodes."""
-    plan = make_plan(config(PAPER, "--model.flavor", flavor), 2, 8)
+    plan = make_plan(config(PAPER, "--model.flavor", flavor), Machine(2, 8))
     published = NON_EMBEDDING[flavor]
-    assert plan.parameters_non_embedding / 1e9 == pytest.approx(published, rel=0.015)
+    assert plan.model.parameters_non_embedding / 1e9 == pytest.approx(published, rel=0.015)
     vocabulary = 151_936 * flavors[flavor].dim
     tied = flavors[flavor].enable_weight_tying
-    assert plan.parameters == plan.parameters_non_embedding + (1 if tied else 2) * vocabulary
-    assert plan.checkpoint_bytes == 4 * (3 * plan.parameters + (vocabulary if tied else 0))
+    assert plan.model.parameters == plan.model.parameters_non_embedding + (1 if tied else 2) * vocabulary
+    assert plan.checkpoints.size == 4 * (3 * plan.model.parameters + (vocabulary if tied else 0))
     # Two blocks and the output are gathered at the same time, and also the embedding if it is tied to the output.
-    block = (plan.parameters_non_embedding - flavors[flavor].dim) // flavors[flavor].n_layers
+    block = (plan.model.parameters_non_embedding - flavors[flavor].dim) // flavors[flavor].n_layers
     assert plan.memory.unsharded == 2 * 2 * (vocabulary + flavors[flavor].dim + 2 * block)
 
 
 def test_bytes_of_shards_that_span_nodes():
     """A ring over 4 nodes of 8 leaves each node once, for all of its 8 GPUs. The blocks stay gathered here."""
-    plan = make_plan(paper(1, "--parallelism.fsdp_reshard_after_forward", "never"), 4, 8)
+    plan = make_plan(paper(1, "--parallelism.fsdp_reshard_after_forward", "never"), Machine(4, 8))
     sent = 60 * 31 / 32 * (ROOT_GROUP + BLOCKS) * (2 + 4)
-    assert (plan.within_bytes, plan.between_bytes) == pytest.approx((sent, sent / 8))
+    assert (plan.time.within_bytes, plan.time.between_bytes) == pytest.approx((sent, sent / 8))
 
 
 def test_bytes_of_tensor_parallel(sample):
@@ -190,13 +193,13 @@ def test_bytes_of_tensor_parallel(sample):
     """
     mesh = ("--parallelism.tensor_parallel_degree", "2", "--training.local_batch_size", "2", "--training.seq_len", "32")
     plan = make_plan(
-        demo(sample, *mesh, "--training.global_batch_size", "8", "--activation_checkpoint.mode", "none"), 1, 2
+        demo(sample, *mesh, "--training.global_batch_size", "8", "--activation_checkpoint.mode", "none"), Machine(1, 2)
     )
     activation = 2 * 32 * 64 * 4
     tensor = 4 * (2 * (4 * 6 + 2)) * activation / 2
-    assert plan.within_bytes == pytest.approx(tensor + 4 * 6 * activation / 2)
-    assert plan.between_bytes == 0
-    assert plan.exposed_seconds >= tensor / 450e9
+    assert plan.time.within_bytes == pytest.approx(tensor + 4 * 6 * activation / 2)
+    assert plan.time.between_bytes == 0
+    assert plan.time.exposed_seconds >= tensor / 450e9
 
 
 @pytest.mark.parametrize(("mode", "gathers"), [("none", 2), ("full", 3)])
@@ -215,45 +218,47 @@ def test_bytes_of_context_parallel(sample, mode, gathers):
         "32",
     )
     options = ("--training.global_batch_size", "8", "--activation_checkpoint.mode", mode)
-    plan = make_plan(demo(sample, *mesh, *options), 1, 2)
+    plan = make_plan(demo(sample, *mesh, *options), Machine(1, 2))
     root, blocks = 2048 * 64 + 64, 427_008 - (2048 * 64 + 64)
     fsdp = root * (4 + 4) + blocks * (2 * 4 + 4)
     keys_and_values = 2 * (2 * 32 * 2 * 16) * 4
     ring = 6 * (gathers * keys_and_values / 2 + 2 * keys_and_values / 2)
     dispersion = 6 * (2 * 32 * 64) * 4
-    assert plan.within_bytes == pytest.approx(4 * (fsdp / 2 + ring + dispersion / 2))
+    assert plan.time.within_bytes == pytest.approx(4 * (fsdp / 2 + ring + dispersion / 2))
 
 
 def test_one_gpu_sends_nothing():
     plan = make_plan(
-        config(PAPER, "--checkpoint.no-enable", "--training.local_batch_size", "2"), 1, 1, mfu=1.0, node_bandwidth=0.5
+        config(PAPER, "--checkpoint.no-enable", "--training.local_batch_size", "2"),
+        Machine(1, 1, mfu=1.0, node_bandwidth=0.5),
     )
-    assert (plan.within_bytes, plan.between_bytes, plan.exposed_seconds) == (0, 0, 0)
-    assert (plan.checkpoints, plan.checkpoint_interval_seconds) == (0, 0.0)
-    assert (plan.config, plan.local_batch_size, plan.accumulation_steps) == (str(PAPER), 2, 960)
-    assert isinstance(plan.accumulation_steps, int)
-    assert plan.step_seconds == plan.computing_seconds
+    assert (plan.time.within_bytes, plan.time.between_bytes, plan.time.exposed_seconds) == (0, 0, 0)
+    assert (plan.checkpoints.saved, plan.checkpoints.interval_seconds) == (0, 0.0)
+    assert (plan.config, plan.batch.local_batch_size, plan.batch.accumulation_steps) == (str(PAPER), 2, 960)
+    assert isinstance(plan.batch.accumulation_steps, int)
+    assert plan.time.step_seconds == plan.time.computing_seconds
 
 
 def test_warnings_of_communication_and_checkpoints():
-    slow = {"network_bandwidth": 5e9, "storage_bandwidth": 0.5e9}
-    plan = make_plan(config(PAPER), 80, 8, **slow)
+    slow = {"network_bandwidth": 5.0, "storage_bandwidth": 0.5}
+    plan = make_plan(config(PAPER), Machine(80, 8, **slow))
     # The last microbatch's backward no longer hides the whole all-reduce of the blocks' gradients.
     blocks = 2 * 79 / 80 * BLOCKS / 8 * 4 / 5e9
     ends = 3 * 7 / 8 * ROOT_GROUP * (2 + 4) / 450e9 + 2 * 79 / 80 * ROOT_GROUP / 8 * 4 / 5e9
-    assert plan.exposed_seconds == pytest.approx(ends + blocks - plan.computing_seconds * 2 / 3 / 3)
+    assert plan.time.exposed_seconds == pytest.approx(ends + blocks - plan.time.computing_seconds * 2 / 3 / 3)
     communication = next(w for w in plan.warnings if "communication that computing cannot hide" in w)
-    assert f"{plan.exposed_seconds / plan.step_seconds:.0%} of a step" in communication
-    often = make_plan(config(PAPER, "--checkpoint.interval", "400"), 80, 8)
+    assert f"{plan.time.exposed_seconds / plan.time.step_seconds:.0%} of a step" in communication
+    often = make_plan(config(PAPER, "--checkpoint.interval", "400"), Machine(80, 8))
     assert any(
         w.startswith("a checkpoint is saved every 35.5 s and takes about 3.9 s to write") for w in often.warnings
     )
     assert not any(
-        "a checkpoint is saved" in w for w in make_plan(config(PAPER, "--checkpoint.no-enable"), 80, 8).warnings
+        "a checkpoint is saved" in w
+        for w in make_plan(config(PAPER, "--checkpoint.no-enable"), Machine(80, 8)).warnings
     )
     for name in ("node", "network", "storage"):
         with pytest.raises(ConfigError, match=f"{name} bandwidth is 0 GB/s"):
-            make_plan(config(PAPER), 80, 8, **{f"{name}_bandwidth": 0.0})
+            make_plan(config(PAPER), Machine(80, 8, **{f"{name}_bandwidth": 0.0}))
 
 
 @pytest.mark.parametrize(
@@ -265,8 +270,8 @@ def test_warnings_of_communication_and_checkpoints():
     ],
 )
 def test_dispersion_flops(sample, overrides, factor):
-    plan = make_plan(demo(sample, "--training.seq_len", "32", *overrides), 1, 2)
-    assert plan.dispersion_flops_per_step == plan.global_batch_size * factor * 32 * 32 * 64
+    plan = make_plan(demo(sample, "--training.seq_len", "32", *overrides), Machine(1, 2))
+    assert plan.model.dispersion_flops == plan.batch.global_batch_size * factor * 32 * 32 * 64
     assert (plan.memory.dispersion > 0) == (factor > 0)
 
 
@@ -283,7 +288,7 @@ def test_a_checkpoint_of_the_real_model_and_optimizer(sample):
     assert {"tok_embeddings.weight", "output.weight"} <= states.keys()
     # The optimizer's step counters are scalars and are left out.
     tensors = [v for v in states.values() if isinstance(v, torch.Tensor) and v.ndim]
-    assert make_plan(demo(sample), 1, 1).checkpoint_bytes == sum(v.nbytes for v in tensors)
+    assert make_plan(demo(sample), Machine(1, 1)).checkpoints.size == sum(v.nbytes for v in tensors)
 
 
 @pytest.mark.parametrize(
@@ -321,7 +326,7 @@ def test_checkpoint_counts(sample, overrides, expected):
 )
 def test_bad_node_counts(nodes, replicas, message):
     with pytest.raises(ConfigError, match=message):
-        make_plan(paper(replicas), nodes, 8)
+        make_plan(paper(replicas), Machine(nodes, 8))
 
 
 @pytest.mark.parametrize(
@@ -330,24 +335,24 @@ def test_bad_node_counts(nodes, replicas, message):
 )
 def test_bad_options(options, message):
     with pytest.raises(ConfigError, match=message):
-        make_plan(config(PAPER), 80, 8, **options)
+        make_plan(config(PAPER), Machine(80, 8, **options))
 
 
 def test_missing_inputs_are_warned_about_one_by_one(sample):
     complete = demo(sample, "--checkpoint.no-enable")  # so small a model's steps take microseconds on a GPU
-    assert make_plan(complete, 1, 1, strict=True).warnings == []
+    assert make_plan(complete, Machine(1, 1), strict=True).warnings == []
     complete.model.hf_assets_path = "/nowhere/tokenizer"
     complete.training.dataset_path = "/nowhere/data"
-    tokenizer, data = make_plan(complete, 1, 1).warnings
+    tokenizer, data = make_plan(complete, Machine(1, 1)).warnings
     assert "model.hf_assets_path is '/nowhere/tokenizer'" in tokenizer
     assert "training.dataset_path is '/nowhere/data'" in data
     with pytest.raises(ConfigError, match="/nowhere/tokenizer"):
-        make_plan(complete, 1, 1, strict=True)
+        make_plan(complete, Machine(1, 1), strict=True)
     complete.training.dataset_path = None  # the hub is not asked
-    assert make_plan(complete, 1, 1).warnings == [tokenizer]
+    assert make_plan(complete, Machine(1, 1)).warnings == [tokenizer]
     section = complete.validation
     section.enable, section.steps, section.dataset_path = True, 1, "/nowhere/validation"
-    _, validation = make_plan(complete, 1, 1).warnings
+    _, validation = make_plan(complete, Machine(1, 1)).warnings
     assert "validation.dataset_path is '/nowhere/validation'" in validation
 
 
@@ -356,7 +361,7 @@ def test_sources_and_their_parts_of_the_tokens(sample):
     mixed = demo(sample, "--checkpoint.no-enable")
     mixed.training.dataset_path = None
     mixed.stream.sources = [Source(0.9, f"{sample}/en", "c4", "web"), Source(0.1, "/nowhere/code")]
-    plan = make_plan(mixed, 1, 1)
+    plan = make_plan(mixed, Machine(1, 1))
     assert [(share.name, share.slots, share.tokens) for share in plan.sources] == [
         ("web", 14, 0.875),
         ("code", 2, 0.125),
@@ -370,19 +375,19 @@ def test_sources_and_their_parts_of_the_tokens(sample):
     assert "sources         web: 87.50% of the tokens (90.00% asked for), 14 of 16 slots\n" in render(plan)
     mixed.training.dataset_path = str(sample)
     with pytest.raises(ConfigError, match="training.dataset_path is .*, and there are 2 stream.sources"):
-        make_plan(mixed, 1, 1)
+        make_plan(mixed, Machine(1, 1))
 
 
 def test_inputs_that_cannot_work_are_errors(sample):
     with pytest.raises(ConfigError, match="training.dataset is 'pile'"):
-        make_plan(demo(sample, "--training.dataset", "pile"), 1, 1)
+        make_plan(demo(sample, "--training.dataset", "pile"), Machine(1, 1))
 
 
 def test_streaming_from_the_hub_on_many_nodes_is_warned_about(sample):
     """An epoch of C4 takes at most 1024 files + 640 ranks = 1,664 reads, with one request each."""
     job, end = paper(), "training.dataset_path = DIR"
     (warning,) = hub_warnings(job, 640, 80)
-    assert warning in make_plan(job, 80, 8).warnings
+    assert warning in make_plan(job, Machine(80, 8)).warnings
     assert (
         "'c4' is streamed from the Hugging Face hub by 640 ranks on 80 nodes. Every epoch takes 1,664 requests"
         in warning
@@ -400,7 +405,7 @@ def test_streaming_from_the_hub_on_many_nodes_is_warned_about(sample):
     job.training.dataset_path = "/data"
     assert hub_warnings(job, 640, 80) == []
     with pytest.raises(ConfigError, match="training.dataset is 'hf:a', expected hf:OWNER/NAME, "):
-        make_plan(demo(sample, "--training.dataset", "hf:a"), 1, 1)
+        make_plan(demo(sample, "--training.dataset", "hf:a"), Machine(1, 1))
 
 
 @pytest.mark.parametrize(
@@ -416,10 +421,10 @@ def test_streaming_from_the_hub_on_many_nodes_is_warned_about(sample):
     ],
 )
 def test_one_file_serves_a_gpu_and_240_nodes(nodes, gpus_per_node, mesh, every_node_count):
-    plan = make_plan(config(PAPER), nodes, gpus_per_node)
-    assert (plan.replicate, plan.shard) == mesh
-    assert plan.steps == 39_673
-    assert plan.global_batch_size == 1920
+    plan = make_plan(config(PAPER), Machine(nodes, gpus_per_node))
+    assert (plan.mesh.replicate, plan.mesh.shard) == mesh
+    assert plan.batch.steps == 39_673
+    assert plan.batch.global_batch_size == 1920
     if gpus_per_node == 8:
         assert plan.node_counts == [NodeCount(n, -1) for n in range(1, 1025) if 1920 % (8 * n) == 0]
         assert "data_parallel_replicate_degree = -1 (tried" in render(plan)
@@ -428,28 +433,28 @@ def test_one_file_serves_a_gpu_and_240_nodes(nodes, gpus_per_node, mesh, every_n
 def test_replicas_beside_tensor_and_context_parallel(monkeypatch):
     monkeypatch.setattr(cpu, "active", lambda: False)
     sharding = ["--parallelism.context_parallel_degree", "2", "--parallelism.tensor_parallel_degree", "2"]
-    plan = make_plan(config(PAPER, *sharding, "--parallelism.data_parallel_shard_degree", "4"), 10, 8)
-    assert (plan.replicate, plan.shard, plan.context_parallel, plan.tensor_parallel) == (5, 4, 2, 2)
+    plan = make_plan(config(PAPER, *sharding, "--parallelism.data_parallel_shard_degree", "4"), Machine(10, 8))
+    assert (plan.mesh.replicate, plan.mesh.shard, plan.mesh.context, plan.mesh.tensor) == (5, 4, 2, 2)
 
 
 def test_node_counts(every_node_count):
-    counts = make_plan(paper(80), 80, 8).node_counts
+    counts = make_plan(paper(80), Machine(80, 8)).node_counts
     assert [c.nodes for c in counts] == [n for n in range(1, 1025) if 1920 % (8 * n) == 0]
     assert {1, 80} <= {c.nodes for c in counts}
     assert 7 not in {c.nodes for c in counts}
     assert all(c.replicate == c.nodes for c in counts)
     for nodes in (1, 240):
-        assert make_plan(paper(nodes), nodes, 8).node_counts == counts
-    slots = make_plan(paper(80, "--stream.slots", "640"), 80, 8).node_counts
+        assert make_plan(paper(nodes), Machine(nodes, 8)).node_counts == counts
+    slots = make_plan(paper(80, "--stream.slots", "640"), Machine(80, 8)).node_counts
     assert [c.nodes for c in slots] == [n for n in range(1, 1025) if 640 % (8 * n) == 0]
 
 
 def test_node_counts_of_a_mesh_wider_than_a_node(every_node_count):
     """32 shards need four nodes of 8. Other numbers work with the unchanged config, whose shard degree adapts."""
-    plan = make_plan(paper(1), 4, 8)
-    assert plan.shard == 32
+    plan = make_plan(paper(1), Machine(4, 8))
+    assert plan.mesh.shard == 32
     assert plan.node_counts == [NodeCount(n, 1) for n in range(1, 1025) if 1920 % (8 * n) == 0]
-    fixed = make_plan(paper(1, "--parallelism.data_parallel_shard_degree", "32"), 4, 8)
+    fixed = make_plan(paper(1, "--parallelism.data_parallel_shard_degree", "32"), Machine(4, 8))
     assert fixed.node_counts == [NodeCount(n, n // 4) for n in range(4, 1025, 4) if 1920 % (8 * n) == 0]
     assert "4 (1), 8 (2), 12 (3)" in render(fixed)
 
@@ -458,10 +463,10 @@ def test_a_batch_that_grows_with_the_ranks(sample, every_node_count):
     """The token budget gives each node count its own number of steps, which must not leak into the next count."""
     job_config = demo(sample, "--training.global_batch_size", "-1", "--training.local_batch_size", "2")
     job_config.training.steps, job_config.budget.tokens = -1, 10_000_000
-    plan = make_plan(job_config, 3, 4)
-    assert plan.global_batch_size == 24
+    plan = make_plan(job_config, Machine(3, 4))
+    assert plan.batch.global_batch_size == 24
     assert [c.nodes for c in plan.node_counts] == list(range(1, 1025))
-    assert 10_000_000 <= plan.total_tokens < 10_000_000 + plan.tokens_per_step
+    assert 10_000_000 <= plan.batch.total_tokens < 10_000_000 + plan.batch.tokens_per_step
     assert job_config.training.steps == -1, "make_plan changed the config it was given"
     assert len(next(line for line in render(plan).splitlines() if line.startswith("node counts"))) < 250
 
@@ -469,10 +474,10 @@ def test_a_batch_that_grows_with_the_ranks(sample, every_node_count):
 def test_context_and_tensor_parallel(monkeypatch, every_node_count):
     monkeypatch.setattr(cpu, "active", lambda: False)
     sharding = ["--parallelism.context_parallel_degree", "2", "--parallelism.tensor_parallel_degree", "2"]
-    whole, parts = make_plan(paper(10), 10, 8), make_plan(paper(10, *sharding), 10, 8)
-    assert (parts.shard, parts.data_parallel, parts.accumulation_steps) == (2, 20, 96)
-    for shards in (parts, make_plan(paper(40, *sharding[:2]), 40, 8)):  # CP with TP, and CP alone
-        assert shards.dispersion_flops_per_step == whole.dispersion_flops_per_step * 4 / 3
+    whole, parts = make_plan(paper(10), Machine(10, 8)), make_plan(paper(10, *sharding), Machine(10, 8))
+    assert (parts.mesh.shard, parts.mesh.data_parallel, parts.batch.accumulation_steps) == (2, 20, 96)
+    for shards in (parts, make_plan(paper(40, *sharding[:2]), Machine(40, 8))):  # CP with TP, and CP alone
+        assert shards.model.dispersion_flops == whole.model.dispersion_flops * 4 / 3
     assert parts.memory.dispersion == whole.memory.dispersion // 4
     # FSDP also shards over CP: 4 × TP 2 = 8 parts as before, except for the norms, which TP does not shard.
     assert whole.memory.weights <= parts.memory.weights < 1.001 * whole.memory.weights
@@ -483,18 +488,18 @@ def test_context_and_tensor_parallel(monkeypatch, every_node_count):
 
 
 def test_memory_that_does_not_fit():
-    warnings = make_plan(paper(80, "--training.local_batch_size", "3"), 80, 8).warnings
+    warnings = make_plan(paper(80, "--training.local_batch_size", "3"), Machine(80, 8)).warnings
     assert not any("GPU would need" in w for w in warnings)
-    plan = make_plan(paper(1, "--training.local_batch_size", "240"), 1, 8, "MI250X-GCD")
+    plan = make_plan(paper(1, "--training.local_batch_size", "240"), Machine(1, 8, "MI250X-GCD"))
     needed = sum(dataclasses.asdict(plan.memory).values()) / 1e9
     said = f"a GPU would need about {needed:.1f} GB, but MI250X-GCD has 64 GB"
     assert any(said in w for w in plan.warnings)
 
 
 def test_json_and_text(every_node_count):
-    plan = make_plan(config(PAPER), 80, 8)
+    plan = make_plan(config(PAPER), Machine(80, 8))
     assert json.loads(json.dumps(dataclasses.asdict(plan))) == dataclasses.asdict(plan)
-    assert sum(dataclasses.asdict(plan.memory).values()) == plan.memory_total
+    assert sum(dataclasses.asdict(plan.memory).values()) == plan.memory.total
     text = render(plan)
     assert len(text.splitlines()) <= 36
     for line in (
@@ -510,6 +515,13 @@ def test_json_and_text(every_node_count):
     assert text.splitlines()[-1] == f"warning: {plan.warnings[-1]}"
     assert "596,049,920" in text
     assert "1, 2, 3, 4, 5, 6, 8," in text
+
+
+@pytest.mark.parametrize(
+    ("days", "words"), [(0.0327, "47 minutes"), (1 / 12, "2.0 hours"), (0.95, "22.8 hours"), (3.06, "3.1 days")]
+)
+def test_the_time_of_a_run(days, words):
+    assert plans._days(days) == words
 
 
 class LiveBytes(TorchDispatchMode):
@@ -570,7 +582,7 @@ def live_bytes(monkeypatch, mode, layers, tokens, estimator="exact", model=("qwe
             torch.set_default_dtype(torch.float32)
         if mode != "none":
             ac = ActivationCheckpoint(mode="selective" if mode == "op" else mode, selective_ac_option="op")
-            apply_ac(model, ac, op_sac_save_list=SAVED_OPS[entry.name] | {flash_on_cpu})
+            apply_ac(model, ac, op_sac_save_list={*entry.saved_ops, flash_on_cpu})
         for p in model.parameters():
             p.grad = torch.zeros_like(p)
         inputs = torch.zeros(1, tokens, dtype=torch.long)
@@ -599,7 +611,7 @@ def test_dispersion_adds_its_saved_gradients_and_no_more(monkeypatch, mode):
 
 
 @pytest.mark.parametrize("mode", ["none", "op", "full"])
-@pytest.mark.parametrize("model", [("qwen3_disp", "0.6B"), ("gpt2_disp", "124M")], ids=lambda model: model[0])
+@pytest.mark.parametrize("model", SMALLEST, ids=lambda model: model[0])
 def test_memory_against_live_storages(monkeypatch, model, mode):
     tokens, args = 1024, MODELS[model[0]].flavors[model[1]]
     (saved_2, _), (saved_4, peak) = (live_bytes(monkeypatch, mode, n, tokens, model=model) for n in (2, 4))
@@ -614,7 +626,7 @@ def test_memory_against_live_storages(monkeypatch, model, mode):
     names = ("--model.name", model[0], "--model.flavor", model[1])
     job_config = paper(8, "--training.seq_len", str(tokens), "--compile.no-enable", *names)
     job_config.activation_checkpoint.mode = "selective" if mode == "op" else mode
-    plan = make_plan(job_config, 8, 8).memory
+    plan = make_plan(job_config, Machine(8, 8)).memory
     recomputed = 0 if mode == "none" else args.saved_elements(1)["none"] * tokens * 2
     assert plan.activations == args.n_layers * block + head + recomputed
     assert (plan.dispersion, plan.logits) == (args.n_layers * dispersion, logits)

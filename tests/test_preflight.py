@@ -11,16 +11,17 @@ from titan_disp import cpu
 from titan_disp.cluster.preflight import Report, preflight, prepare, reduce, small_flavor
 from titan_disp.config.checks import check_config
 from titan_disp.config.load import load_config
+from titan_disp.config.options import PreflightOptions
 from titan_disp.errors import ConfigError
 
-PAPER = ("--job.config_file", str(ROOT / "train_configs" / "qwen3_0.6b_c4.toml"))
+PAPER = str(ROOT / "train_configs" / "qwen3_0.6b_c4.toml")
 TP2 = ("--parallelism.tensor_parallel_degree", "2", "--parallelism.data_parallel_replicate_degree", "40")
 
 
 @pytest.mark.night
 def test_the_papers_run():
     """The mesh is HSDP 80 × 8 with accumulation 3, as on 640 GPUs. The model is small without a GPU."""
-    report = preflight(PAPER, 640)
+    report = preflight(PreflightOptions(PAPER, ranks=640))
     assert report.mesh == {"batch": 640, "loss": 640, "dp_replicate": 80, "fsdp": 8}
     assert report.accumulation == 3
     assert report.own_parameters * 8 == report.parameters
@@ -38,7 +39,7 @@ def test_the_papers_run():
 
 @pytest.mark.night
 def test_tensor_parallel():
-    report = preflight((*PAPER, *TP2), 640, flavor="debugmodel", seq_len=64)
+    report = preflight(PreflightOptions(PAPER, TP2, 640, "debugmodel", 64))
     assert (report.mesh["dp_replicate"], report.mesh["fsdp"], report.mesh["tp"]) == (40, 8, 2)
     assert (report.flavor, report.seq_len, report.accumulation) == ("debugmodel", 64, 6)
     assert report.own_parameters < report.parameters / 15  # the norms are not sharded by TP
@@ -47,7 +48,7 @@ def test_tensor_parallel():
 @pytest.mark.night
 def test_a_step_that_fails():
     with pytest.raises(ConfigError) as caught:
-        preflight((*PAPER, "--experimental.custom_import", "no_such_plugin"), 640)
+        preflight(PreflightOptions(PAPER, ("--experimental.custom_import", "no_such_plugin"), 640))
     assert "the step of rank 0 of 640 failed (exit status 1)" in str(caught.value)
     assert "No module named 'no_such_plugin'" in str(caught.value)
 
@@ -66,7 +67,7 @@ def test_the_step_has_one_thread_unless_told_otherwise(monkeypatch):
         if threads is not None:
             monkeypatch.setenv("OMP_NUM_THREADS", threads)
         with pytest.raises(ConfigError, match="did not end within 1800 s"):
-            preflight(PAPER, 64)
+            preflight(PreflightOptions(PAPER, ranks=64))
     assert seen == ["1", "3"]
 
 
@@ -81,26 +82,26 @@ def test_the_step_has_one_thread_unless_told_otherwise(monkeypatch):
 )
 def test_errors_come_before_the_step(options, reduction, message):
     with pytest.raises(ConfigError, match=message):
-        preflight((*PAPER, *options), 640, **reduction)
+        preflight(PreflightOptions(PAPER, options, 640, **reduction))
 
 
 def test_errors_of_the_config_itself(monkeypatch):
     """The unreduced config is checked: block 27 exists in the config's model only, and block 28 does not exist."""
     monkeypatch.setattr(cpu, "active", lambda: True)
-    _, reduced = prepare((*PAPER, "--dispersion.layers", "27"), 640, None, None)
+    _, reduced = prepare(PreflightOptions(PAPER, ("--dispersion.layers", "27"), 640))
     assert reduced.job_config.dispersion.layers == "all"
     last = ("--dispersion.layers", "27", "--dispersion.final_norm")
     for flavor in (None, "8B"):  # 6 blocks; and 36 blocks, where block 27 is not the last
-        _, reduced = prepare((*PAPER, *last), 640, flavor, None)
+        _, reduced = prepare(PreflightOptions(PAPER, last, 640, flavor))
         assert reduced.job_config.dispersion.layers == "all"
     # The warm-up of λ is longer than the single step.
-    prepare((*PAPER, "--dispersion.warmup_steps", "100"), 640, None, None)
+    prepare(PreflightOptions(PAPER, ("--dispersion.warmup_steps", "100"), 640))
     # The overrides are for the config's own flavor.
-    _, reduced = prepare((*PAPER, "--model.overrides", "hidden_dim=1000"), 640, None, None)
+    _, reduced = prepare(PreflightOptions(PAPER, ("--model.overrides", "hidden_dim=1000"), 640))
     assert reduced.job_config.model.overrides == {}
     assert "model.overrides {'hidden_dim': 1000} → {}: they are for the config's own flavor" in reduced.changes
     with pytest.raises(ConfigError, match="has 28 blocks"):
-        prepare((*PAPER, "--dispersion.layers", "28"), 640, None, None)
+        prepare(PreflightOptions(PAPER, ("--dispersion.layers", "28"), 640))
 
 
 def test_what_a_cpu_leaves_out(monkeypatch):
@@ -111,7 +112,7 @@ def test_what_a_cpu_leaves_out(monkeypatch):
         (f"--parallelism.{k if k.startswith('data') else k + '_parallel'}_degree", str(v)) for k, v in mesh.items()
     ]
     options = [word for pair in degrees for word in pair]
-    job, reduced = prepare((*PAPER, *options, "--training.global_batch_size", "8"), 64, None, None)
+    job, reduced = prepare(PreflightOptions(PAPER, (*options, "--training.global_batch_size", "8"), 64))
     small = reduced.job_config
     assert job.parallelism.context_parallel_degree == 2
     assert small.parallelism.context_parallel_degree == 1
@@ -135,7 +136,9 @@ def test_what_a_cpu_leaves_out(monkeypatch):
 )
 def test_the_small_flavor_is_tied_as_the_large_one_is(flavor, tp, small):
     """The flavor for the step keeps the embedding tied or untied, because FSDP's groups depend on it."""
-    job = load_config([*PAPER, "--model.flavor", flavor, "--parallelism.tensor_parallel_degree", str(tp)])
+    job = load_config(
+        ["--job.config_file", PAPER, "--model.flavor", flavor, "--parallelism.tensor_parallel_degree", str(tp)]
+    )
     assert small_flavor(job, 640) == small
 
 
@@ -165,7 +168,7 @@ def test_the_small_flavor_of_gpt2_fits_the_mesh(monkeypatch, options, ranks, sma
 
 def test_an_accelerator_leaves_out_nothing_but_files(monkeypatch):
     monkeypatch.setattr(cpu, "active", lambda: False)
-    job, reduced = prepare((*PAPER, "--validation.enable", "--validation.steps", "1"), 640, None, None)
+    job, reduced = prepare(PreflightOptions(PAPER, ("--validation.enable", "--validation.steps", "1"), 640))
     small = reduced.job_config
     assert reduced.changes == [
         "checkpoint.enable true → false",

@@ -17,10 +17,11 @@ from titan_disp.data import storage
 from titan_disp.data.assignment import Assignment
 from titan_disp.data.documents import Documents
 from titan_disp.data.files import DataFile
+from titan_disp.data.formats import text_of
+from titan_disp.data.options import StreamOptions
 from titan_disp.data.position import Field
-from titan_disp.data.records import text_of
 from titan_disp.data.storage import RemoteFile
-from titan_disp.data.stream import RankStreams, StreamOptions
+from titan_disp.data.stream import RankStreams
 from titan_disp.errors import DataError
 
 SIZE = 500_000
@@ -47,7 +48,7 @@ def random_file(hub, size=SIZE):
     content = np.random.default_rng(size).bytes(size)
     (hub.datasets["some/data"] / "random.bin").write_bytes(content)
     file = on_hub(hub, "random.bin")
-    return content, RemoteFile(file.url, file.size, retry_seconds=5.0)
+    return content, RemoteFile(file, StreamOptions(retry_seconds=5.0))
 
 
 def read_all(file):
@@ -109,7 +110,7 @@ def test_a_file_is_known_by_its_beginning_however_little_comes_at_once(hub, monk
     else:
         path.write_bytes(igzip.compress(line) if suffix == "json.gz" else line)
     hub.short = 1 if suffix != "parquet" else 100
-    assert numbers_of(Documents(on_hub(hub, path.name), MIB)) == [7]
+    assert numbers_of(Documents(on_hub(hub, path.name), StreamOptions())) == [7]
 
 
 def test_a_server_that_knows_no_ranges(hub):
@@ -120,7 +121,7 @@ def test_a_server_that_knows_no_ranges(hub):
     assert read_all(file) == content[300_000:]
     assert begins(hub) == [300_000]
     hub.cut = 400_000  # so that it can never get further
-    file = RemoteFile(file._name, SIZE, retry_seconds=0.05)
+    file = RemoteFile(DataFile("", file._name, SIZE), StreamOptions(retry_seconds=0.05))
     file.seek(390_000)
     assert file.read(10_000) == content[390_000:400_000]
     with pytest.raises(Exception, match="without sending complete message body"):
@@ -132,7 +133,7 @@ def test_another_file_than_listed_is_not_read(hub):
     content, _ = random_file(hub)
     for ignored in (False, True):
         hub.ignore_range = ignored
-        file = RemoteFile(on_hub(hub, "random.bin").url, SIZE + 1, retry_seconds=0.05)
+        file = RemoteFile(replace(on_hub(hub, "random.bin"), size=SIZE + 1), StreamOptions(retry_seconds=0.05))
         with pytest.raises(OSError, match=rf"asked for bytes 0- of {SIZE + 1}, the hub answered 20[06], .*{SIZE}"):
             file.read(1)
 
@@ -163,7 +164,7 @@ def test_a_rate_limit_that_lasts_longer_than_a_rank_may_wait(hub):
     """It is no use to hold up hundreds of ranks until the deadline."""
     hub.refusals = [(429, {"RateLimit": '"resolvers";r=0;t=200', **LIMIT})] * 9
     random_file(hub)
-    documents = Documents(replace(on_hub(hub, "random.bin"), name="random.json"), MIB, retry_seconds=60.0)
+    documents = Documents(replace(on_hub(hub, "random.bin"), name="random.json"), StreamOptions())
     with pytest.raises(
         DataError, match=r"within 60 s \(stream.retry_seconds\): .*429 Too Many Requests.*\nRetry after 200"
     ):
@@ -183,7 +184,7 @@ def test_pauses_of_ranks_with_the_same_seed_differ():
 def test_many_files_are_open_at_once(hub):
     """A rank with many slots holds more connections than an HTTP library allows by itself."""
     content, file = random_file(hub, 10_000)
-    files = [RemoteFile(file._name, 10_000, retry_seconds=1.0) for _ in range(110)]
+    files = [RemoteFile(DataFile("", file._name, 10_000), StreamOptions(retry_seconds=1.0)) for _ in range(110)]
     assert {one.read(10) for one in files} == {content[:10]}
     assert {one.read(10) for one in files} == {content[10:20]}
     assert len(hub.ranges) == 110
@@ -244,7 +245,7 @@ def test_requests_for_a_file(corpus_on_hub):
         for index, file in enumerate(files):
             hub.ranges.clear()
             first = index * DOCUMENTS
-            assert numbers_of(Documents(file, MIB, start=begin)) == list(range(first + begin, first + DOCUMENTS))
+            assert numbers_of(Documents(file, StreamOptions(), begin)) == list(range(first + begin, first + DOCUMENTS))
             assert len(hub.ranges) == (2 if file.name.endswith("parquet") else 1), hub.ranges
 
 
@@ -252,7 +253,9 @@ def test_a_file_is_the_same_through_broken_connections(corpus_on_hub):
     hub, files = corpus_on_hub
     hub.cut = 3_000_000
     for index in (0, 2):
-        assert numbers_of(Documents(files[index], MIB)) == list(range(index * DOCUMENTS, (index + 1) * DOCUMENTS))
+        assert numbers_of(Documents(files[index], StreamOptions())) == list(
+            range(index * DOCUMENTS, (index + 1) * DOCUMENTS)
+        )
     assert len(hub.ranges) > 8
 
 
@@ -274,7 +277,7 @@ def test_requests_of_an_epoch(corpus_on_hub):
                     streams.slots[slot].sequence()
             for slot in slots:
                 positions[slot] = streams.slots[slot].position
-            reads += len(streams.bytes_read())
+            reads += len(streams.passes.bytes_read())
             streams.close()
     assert len(seen) >= 6 * 120  # of 800, and what was read ahead
     assert 0 < len(hub.ranges) <= 2 * reads <= 2 * 2 * (len(files) + 2)

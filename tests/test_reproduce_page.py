@@ -11,6 +11,7 @@ import pytest
 from tests.command_line import ROOT
 from tests.pages import can_start, commands, loaded, subcommand, understood
 from titan_disp.cluster import plan as plans
+from titan_disp.config.options import Machine
 from titan_disp.data.hub import is_hub_name
 from titan_disp.lab.inspection.targets import parse_group, parse_id
 from titan_disp.lab.sweeps.definition import points, read_sweep
@@ -53,13 +54,11 @@ def test_runs_can_start_and_data_sets_have_names(monkeypatch):
             continue
         args, _ = understood(monkeypatch, words)
         if subcommand(words) == "train":
-            config, overrides, nproc = args
-            can_start(nproc, config, *overrides)
+            can_start(args[0].nproc, args[0].config, *args[0].overrides)
         elif subcommand(words) == "submit":
-            config, overrides, nodes, gpus_per_node = args[:4]
-            can_start(nodes * gpus_per_node, config, *overrides)
+            can_start(args[0].nodes * args[0].gpus_per_node, args[0].config, *args[0].overrides)
         else:
-            assert args[1] == "c4" or is_hub_name(args[1])
+            assert args[0].dataset == "c4" or is_hub_name(args[0].dataset)
 
 
 def test_models_and_runs(monkeypatch):
@@ -68,13 +67,14 @@ def test_models_and_runs(monkeypatch):
     for words in TITAN_DISP:
         if words[0] not in ("condensation", "evaluate", "report"):
             continue
-        args, options = understood(monkeypatch, words)
-        for pair in options.get("pairs", ()):
+        (options, *_), _ = understood(monkeypatch, words)
+        for pair in getattr(options, "pair", ()):
             assert len(pair.split(",")) == 2
             found += pair.split(",")
-        for family in options.get("families", ()):
+        for family in getattr(options, "family", ()):
             found += parse_group(family)[1]
-        for target in args[0]:
+        of_command = {"condensation": "targets", "evaluate": "models"}.get(words[0])
+        for target in getattr(options, of_command) if of_command else options:  # the runs of a report
             group = parse_group(target)
             found += group[1] if group else [target]
     assert len(found) > 50
@@ -121,11 +121,11 @@ def test_costs(monkeypatch):
     for words, *numbers in rows:
         steps, gigabytes, on_eight, on_one = (float(number.replace(",", "")) for number in numbers)
         config = loaded(*words.split())
-        eight, one = (plans.make_plan(copy.deepcopy(config), 1, gpus) for gpus in (8, 1))
-        assert eight.steps == one.steps == steps
-        assert eight.memory_total / 1e9 == pytest.approx(gigabytes, abs=0.05)
-        assert eight.days * 1440 == pytest.approx(on_eight, rel=0.06)
-        assert one.days * 1440 == pytest.approx(on_one, rel=0.01)
+        eight, one = (plans.make_plan(copy.deepcopy(config), Machine(1, gpus)) for gpus in (8, 1))
+        assert eight.batch.steps == one.batch.steps == steps
+        assert eight.memory.total / 1e9 == pytest.approx(gigabytes, abs=0.05)
+        assert eight.time.days * 1440 == pytest.approx(on_eight, rel=0.06)
+        assert one.time.days * 1440 == pytest.approx(on_one, rel=0.01)
 
 
 def test_a_column_as_text(tmp_path):

@@ -7,8 +7,8 @@ import pytest
 
 from tests.distributed import spawn
 from titan_disp.errors import ConfigError
-from titan_disp.run.folder import read_json_lines
 from titan_disp.run.integrity import checkpoints
+from titan_disp.run.reader import read_json_lines
 
 
 def events(run):

@@ -2,12 +2,32 @@
 
 import json
 import os
+import re
+import shutil
+from pathlib import Path
 
 import pytest
 from torchtitan.config import JobConfig
 
+from tests.command_line import ROOT
+from tests.distributed import spawn
 from titan_disp.errors import ConfigError
-from titan_disp.run.folder import RunFolder, append_json, read_json_lines, read_metrics, write_json
+from titan_disp.run.folder import RunFolder, append_json, write_json
+from titan_disp.run.liveness import straggler
+from titan_disp.run.reader import (
+    is_run,
+    read_condensation,
+    read_config,
+    read_environment,
+    read_events,
+    read_failures,
+    read_heartbeat,
+    read_json_lines,
+    read_metrics,
+    read_rows,
+    read_transitions,
+    read_validation,
+)
 
 
 def job_config(folder, **training):
@@ -115,11 +135,96 @@ def test_a_disk_that_is_full_when_the_start_is_recorded(tmp_path, monkeypatch):
     folder.close()
 
 
-def test_a_run_from_before_the_plugin_had_a_module_goes_on(tmp_path):
-    """Its config.json says custom_import = "titan_disp"; the new name is a change like any other."""
-    old, new = job_config(tmp_path), job_config(tmp_path)
-    old.experimental.custom_import, new.experimental.custom_import = "titan_disp", "titan_disp.plugin"
-    started(old).close()
-    again = RunFolder(new, world_size=1)
-    assert again.config_changes == {"experimental.custom_import": ["titan_disp", "titan_disp.plugin"]}
-    again.close()
+def two_starts(sample, folder):
+    """Train four steps in two starts, and keep what the heartbeat says before each start ends."""
+    from tests.mesh import build
+
+    run = Path(folder) / "run"
+    for steps in ("2", "4"):
+        trainer = build(
+            *(sample, run, "--training.steps", steps, "--stream.prefetch", "0", "--metrics.log_freq", "1"),
+            *("--checkpoint.enable", "--checkpoint.interval", "2", "--metrics.enable_tensorboard"),
+            *("--condensation.interval", "2", "--condensation.sequences", "2", "--validation.enable"),
+            *("--validation.dataset", "c4", "--validation.dataset_path", sample, "--validation.freq", "2"),
+            *("--validation.steps", "1", "--validation.seq_len", "32", "--validation.local_batch_size", "2"),
+        )
+        trainer.train()
+        shutil.copy(run / "heartbeat.json", Path(folder) / "heartbeat.json")
+        trainer.close()
+
+
+@pytest.fixture(scope="module")
+def trained(sample, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("trained")
+    spawn(1, two_starts, str(sample), str(folder))
+    return folder / "run"
+
+
+def named(heading=None):
+    """What docs/run_folder.md names in `code`, in all of it or below one heading."""
+    page = (ROOT / "docs" / "run_folder.md").read_text()
+    if heading is not None:
+        page = re.split(r"\n(?=## )", page.split(f"\n## {heading}\n")[1])[0]
+    return set(re.findall(r"`([^`]+)`", page))
+
+
+def test_the_page_names_every_file(trained):
+    general = (
+        (r"step-\d+", "step-N"),
+        (r"__\d+_\d+", "__RANK_I"),
+        (r"^tb/.*", "tb/"),
+        (r"^checkpoint/step-N/(?=.)", ""),
+    )
+    found = set()
+    for path in trained.rglob("*"):
+        if path.is_file():
+            name = str(path.relative_to(trained))
+            for pattern, words in general:
+                name = re.sub(pattern, words, name)
+            found.add(name)
+    assert found <= named()
+    assert len(found) == 10
+
+
+def test_the_page_names_every_field(trained):
+    config, environment = read_config(trained), read_environment(trained)
+    assert config.keys() | environment.keys() <= named("config.json and environment.json")
+    events, rows = read_events(trained), read_rows(trained)
+    assert {event["event"] for event in events} == {"start", "checkpoint", "complete", "resume"}
+    assert {key for event in events for key in event} <= named("events.jsonl")
+    measured = [row for row in read_json_lines(trained / "metrics.jsonl") if "condensation" in row]
+    fields = {key for row in (*rows, *measured) for key in row}
+    fields |= {key for row in rows for part in ("data", "spent") for key in row[part]}
+    fields |= {key for row in measured for key in row["condensation"]}
+    assert fields | {"spearman", "kendall", "range"} <= named("metrics.jsonl")
+    assert {"rank", "host", "seconds", "median"} == straggler([1.0, 9.0], ["a", "b"]).keys() <= named("metrics.jsonl")
+    beat = read_heartbeat(trained.parent)
+    assert beat["step"] == 4
+    assert beat.keys() <= named("heartbeat.json")
+    hashes = json.loads((trained / "checkpoint" / "step-4" / "hashes.json").read_text())
+    assert hashes.keys() <= named("Checkpoints")
+
+
+def test_the_page_names_every_event():
+    sources = "".join(path.read_text() for path in (ROOT / "titan_disp").rglob("*.py"))
+    written = set(re.findall(r'\bevent\(\s*"(\w+)"(?: if [\w.]+ else "(\w+)")?', sources))
+    table = (ROOT / "docs" / "run_folder.md").read_text().split("| `event` |")[1].split("\n\n")[0]
+    cells = [line.split("|")[1] for line in table.splitlines() if line.startswith("| `")]
+    assert {name for names in written for name in names if name} == set(re.findall(r"`(\w+)`", "".join(cells)))
+
+
+def test_what_is_read_of_a_run(trained, tmp_path):
+    assert is_run(trained)
+    assert list(read_metrics(trained)) == [1, 2, 3, 4]
+    assert list(read_condensation(trained)) == [0, 2, 4]
+    losses = read_validation(trained)
+    assert list(losses) == [1, 2, 4]
+    assert all(loss == pytest.approx(8.5, abs=0.5) for loss in losses.values())
+    assert min(read_events(trained)[-1]["spent"].values()) > 0  # steps, checkpoints, condensation and validation
+    assert read_heartbeat(trained) == read_failures(trained) == {}
+    assert read_transitions(trained) == []
+    assert not is_run(tmp_path)
+    assert read_rows(tmp_path) == read_events(tmp_path) == []
+    assert read_environment(tmp_path) == {}
+    with pytest.raises(FileNotFoundError):
+        read_config(tmp_path)

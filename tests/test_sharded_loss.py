@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from tests import padding
 from tests.distributed import spawn
 from tests.mesh import assert_tied
-from tests.oracle import dispersion_oracle
+from tests.oracle import angular
 from titan_disp.dispersion import DispersionLoss, DispersionObjective, LossLedger, autograd, dispersion_loss
 
 B, N, F = 3, 48, 16
@@ -25,7 +25,7 @@ def check_shards():
     rank, world = dist.get_rank(), dist.get_world_size()
     z = full_tokens()
     reference = z.double().requires_grad_(True)
-    expected = dispersion_oracle(reference, **PARAMETERS)
+    expected = angular(reference, **PARAMETERS)
     weights = torch.tensor([1.0, 2.0, 3.0])
     (expected * weights).sum().backward()
     contiguous = torch.arange(N).chunk(world)[rank]
@@ -99,7 +99,7 @@ def check_context_parallel_objective():
     torch.testing.assert_close(total, expected.detach())
 
     weights = (labels != -100).sum(1).double()
-    per_sequence = (dispersion_oracle(z, **PARAMETERS) + dispersion_oracle(2 * z, **PARAMETERS)) / 2
+    per_sequence = (angular(z, **PARAMETERS) + angular(2 * z, **PARAMETERS)) / 2
     terms = ledger.mean(mesh)
     assert abs(terms["dispersion"] - (weights * per_sequence).sum().item() / weights.sum().item()) < 1e-12
     assert abs(terms["ce"] - ce(z @ head, labels).item() / weights.sum().item()) < 1e-12
@@ -142,7 +142,7 @@ def check_objective_of_context_and_tensor_parallel():
     labels = torch.randint(11, (B, N), generator=generator)
     labels[0, :30] = -100  # sequences weigh differently, and so do the CP ranks' parts of the first
     weights = (labels != -100).sum(1)
-    expected = 2.0 * (weights * dispersion_oracle(whole, **PARAMETERS)).sum()
+    expected = 2.0 * (weights * angular(whole, **PARAMETERS)).sum()
     expected.backward()
 
     labels_here = torch.arange(N).chunk(2)[cp.get_local_rank()]
@@ -170,13 +170,15 @@ def check_embedding_and_output_after_tensor_parallel():
     """TP replaces both parameters; ``init_weights`` would tie them again, but FSDP groups them before. Tied ones are one group of
     FSDP with the final norm; an untied embedding is gathered and reduced by itself, as TorchTitan has it."""
     from titan_disp.config.load import load_config
-    from titan_disp.models.qwen3 import Qwen3DispModel, flavors, parallelize
+    from titan_disp.models.registry import MODELS
+
+    qwen3 = MODELS["qwen3_disp"]
 
     def groups(flavor, **changes):
         config = load_config(["--model.name", "qwen3_disp"])
         with torch.device("meta"):
-            model = Qwen3DispModel(dataclasses.replace(flavors[flavor], **changes))
-        parallelize(model, dims(dp_shard=2, tp=2), config)
+            model = qwen3.model_cls(dataclasses.replace(qwen3.flavors[flavor], **changes))
+        qwen3.parallelize(model, dims(dp_shard=2, tp=2), config)
         assert_tied(model, tied=flavor == "nano")
         return [module._get_fsdp_state()._modules for module in (model.tok_embeddings, model.norm, model.output)], model
 

@@ -177,7 +177,7 @@ def test_slots_that_share_a_file_read_it_once_in_bounded_memory(tmp_path):
             waiting = sum(len(text) for other in rank.slots.values() for text in other.source._documents)
             queued = sum(one.queued for passes in rank.passes._open.values() for one in passes)
             held.append(waiting + queued)
-    assert rank.bytes_read()[0, 0] == files[0].size
+    assert rank.passes.bytes_read()[0, 0] == files[0].size
     mean = 5 * (30 + 49 / 2)
     print(f"at most {max(held) / (slots * window * mean):.2f} × slots × window × mean length")
     assert max(held) <= 2 * slots * window * mean

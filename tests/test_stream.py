@@ -11,6 +11,7 @@ import hashlib
 import io
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -29,21 +30,24 @@ from hypothesis import strategies as st
 from sentencepiece import SentencePieceProcessor
 
 from titan_disp.config.load import load_config
-from titan_disp.data.assignment import Assignment
+from titan_disp.data.assignment import VERSION, Assignment
 from titan_disp.data.cursor import Faults
 from titan_disp.data.digest import digest
 from titan_disp.data.documents import Documents
 from titan_disp.data.files import DataFile, list_files
 from titan_disp.data.fingerprint import check_fingerprint, differences, read_data_state
-from titan_disp.data.loader import StreamLoader, together
-from titan_disp.data.position import Field, Place
-from titan_disp.data.records import BadDocument, text_of
-from titan_disp.data.stream import RankStreams, Sequences, StreamOptions
+from titan_disp.data.formats import BadDocument, text_of
+from titan_disp.data.loader import StreamLoader, open_stream, together
+from titan_disp.data.options import StreamOptions
+from titan_disp.data.position import Field, Position
+from titan_disp.data.stream import RankStreams, Sequences
 from titan_disp.data.tokenizer import load_tokenizer
 from titan_disp.data.validation import _ValidationSet, first_sequences, held_out_sequences
 from titan_disp.errors import ConfigError, DataError
+from titan_disp.job_config import fixed
 
 EOS = 0
+READ = StreamOptions(max_document_bytes=1 << 20)
 VALIDATION_FILE = "en/c4-validation.00000-of-00001.json.gz"  # in the sample corpus
 
 
@@ -133,16 +137,16 @@ class TestAssignment:
         """Of two files and three slots, the second has parts of both: each from its position on, until it is read."""
         assignment = Assignment(of_sizes([900, 900]), 3, seed=0)
         run = assignment.run(1, 2)
-        place = Place(1, np.zeros(len(Field), dtype=np.int64), assignment)
-        place.position[[Field.EPOCH, Field.HEAD, Field.TAIL]] = 2, 40, 50
-        assert place.wants(run.head.file, 2) == (run.head, 40)
-        assert place.wants(run.tail.file, 2) == (run.tail, 50)
-        place.position[Field.DONE] = 1
-        assert place.wants(run.head.file, 2) is None
-        assert place.wants(run.tail.file, 2) == (run.tail, 50)
+        position = Position(1, np.zeros(len(Field), dtype=np.int64), assignment)
+        position.values[[Field.EPOCH, Field.HEAD, Field.TAIL]] = 2, 40, 50
+        assert position.wants(run.head.file, 2) == (run.head, 40)
+        assert position.wants(run.tail.file, 2) == (run.tail, 50)
+        position.values[Field.DONE] = 1
+        assert position.wants(run.head.file, 2) is None
+        assert position.wants(run.tail.file, 2) == (run.tail, 50)
         later = assignment.run(1, 3)
-        assert place.wants(later.head.file, 3) == (later.head, 0)
-        assert place.wants(run.tail.file, 1) is None
+        assert position.wants(later.head.file, 3) == (later.head, 0)
+        assert position.wants(run.tail.file, 1) is None
 
     def test_order_differs_by_epoch_and_seed(self):
         files = of_sizes([1] * 50)
@@ -366,7 +370,7 @@ def test_one_epoch_of_tokens_is_nearly_all_documents_once(tmp_path, counts, suff
     rank.encode = number_of_each_word
     sizes = []
     for file in files:
-        documents = Documents(file, 1 << 20)
+        documents = Documents(file, READ)
         while (raw := documents.read()) is not None:
             sizes.append(len(number_of_each_word(text_of(raw))))
     assert len(sizes) == sum(counts)
@@ -438,7 +442,7 @@ def test_slots_of_a_rank_share_one_pass(tmp_path):
             while any(slot.position[Field.EPOCH] == 0 for slot in rank.slots.values()):
                 for slot in rank.slots.values():
                     slot.sequence()
-            read += sum(count for (epoch, _), count in rank.bytes_read().items() if epoch == 0)
+            read += sum(count for (epoch, _), count in rank.passes.bytes_read().items() if epoch == 0)
         assert read / size <= 1 + ranks / len(files), (slots, ranks)
 
 
@@ -462,8 +466,8 @@ def test_a_slot_far_behind_rereads_rather_than_fill_memory(tmp_path, monkeypatch
     assert np.array_equal(got, expected)
     # Every read of a file counts, also where several are open at once.
     assert window or max(map(len, rank.passes._open.values())) > 1
-    assert sum(rank.bytes_read().values()) == read
-    assert sum(rank.bytes_read().values()) == 0  # since the last call
+    assert sum(rank.passes.bytes_read().values()) == read
+    assert sum(rank.passes.bytes_read().values()) == 0  # since the last call
     lengths = [len(line) for f in files for line in gzip.decompress(Path(f.url).read_bytes()).splitlines()]
     mean = 1.1 * sum(lengths) / len(lengths)  # the part that a pass has read may have a larger mean
     for passes in rank.passes._open.values():
@@ -476,7 +480,7 @@ def test_the_slot_that_waits_for_a_document_stays_in_its_pass(tmp_path):
     files = write_files(tmp_path, [300])
     (rank,) = streams_of(files, 1, 1, queue_bytes=10)
     batches([rank], 100)
-    assert sum(rank.bytes_read().values()) <= files[0].size
+    assert sum(rank.passes.bytes_read().values()) <= files[0].size
 
 
 @pytest.mark.parametrize("slots", [1, 4])
@@ -488,7 +492,7 @@ def test_after_a_resume_slots_of_a_rank_share_one_pass_again(tmp_path, slots):
     batches([rank], 1)
     wanted = [sorted(one.queues) for passes in rank.passes._open.values() for one in passes]
     assert sorted(slot for queues in wanted for slot in queues) == sorted(
-        slot for slot in range(slots) for _ in rank.slots[slot].cursor.place.upcoming()
+        slot for slot in range(slots) for _ in rank.slots[slot].cursor.position.upcoming()
     )
 
 
@@ -525,7 +529,7 @@ def test_how_far_is_read_ahead(tmp_path, tokens, sequences):
     (tmp_path / "train.json").write_text((json.dumps({"text": "5 " * 1023 + "5"}) + "\n") * 300)  # 2047 bytes each
     (rank,) = streams_of(list_files("c4", str(tmp_path)), 1, 1, seq_len=tokens - 1)
     rank.slots[0].sequence()
-    assert 0 <= rank.slots[0].cursor.position[Field.BYTES] - 4 * tokens * sequences < 2047
+    assert 0 <= rank.slots[0].cursor.position.values[Field.BYTES] - 4 * tokens * sequences < 2047
 
 
 def test_read_ahead_follows_the_text(tmp_path):
@@ -539,7 +543,7 @@ def test_read_ahead_follows_the_text(tmp_path):
     for i in range(1200):
         slot.sequence()
         if i >= 600:
-            ahead = slot.cursor.position[Field.BYTES] - slot.position[Field.BYTES]
+            ahead = slot.cursor.position.values[Field.BYTES] - slot.position[Field.BYTES]
             assert 213 - 8 * 15 / 9 - 1 <= ahead <= 213 + 2 * 15
 
 
@@ -548,7 +552,7 @@ def test_the_next_slots_are_read_ahead(tmp_path):
     files = write_files(tmp_path, [60] * 32, words=lambda i: 5)
     _, rank = streams_of(files, 64, 2)
     rank.read_ahead(59)
-    begun = [index for index, slot in rank.slots.items() if slot.cursor.position[Field.BYTES]]
+    begun = [index for index, slot in rank.slots.items() if slot.cursor.position.values[Field.BYTES]]
     assert begun == [*range(32, 43), *range(59, 64)]
 
 
@@ -612,13 +616,13 @@ def test_formats(tmp_path, suffix):
         path.write_bytes(lines)
     (file,) = list_files("c4", str(tmp_path))
     for start in (0, 1, 333, 699):
-        documents = Documents(file, 1 << 20, start=start)
+        documents = Documents(file, READ, start)
         got = []
         while (raw := documents.read()) is not None:
             got.append(raw if isinstance(raw, str) else json.loads(raw)["text"])
         assert got == texts[start:]
         assert documents.bytes_read > 0
-    assert Documents(file, 1 << 20, start=700).read() is None
+    assert Documents(file, READ, 700).read() is None
 
 
 def write_large(folder, suffix):
@@ -703,7 +707,7 @@ class TestBadData:
 
     def test_said_once(self, caplog):
         """Of a thousand documents, and of every file; those that come again in a later epoch are not told again."""
-        faults = Faults(of_sizes([1, 1]), "skip", 1.0)
+        faults = Faults(of_sizes([1, 1]), StreamOptions(max_skipped_fraction=1.0))
         for _ in range(2):
             for index in range(1001):
                 faults.bad(0, index, "empty text")
@@ -856,7 +860,7 @@ class TestBadData:
         Without the check, plain JSON would just end; others would count as damaged.
         """
         path = write_large(tmp_path, suffix)
-        documents = Documents(*list_files("text", str(tmp_path)), 1 << 20)
+        documents = Documents(*list_files("text", str(tmp_path)), READ)
         documents.read()
         os.truncate(path, path.stat().st_size // 2)
         with pytest.raises(DataError, match=rf"train.{suffix} has \d+ bytes, but had \d+ when the files were listed"):
@@ -865,7 +869,7 @@ class TestBadData:
     def test_what_is_appended_to_a_file_while_it_is_read_is_not_read(self, tmp_path):
         """Otherwise slots that reach the end later would see other documents than earlier ones."""
         (tmp_path / "train.json").write_text('{"text": "5"}\n' * 10_000)
-        documents = Documents(*list_files("text", str(tmp_path)), 1 << 20)
+        documents = Documents(*list_files("text", str(tmp_path)), READ)
         documents.read()
         with open(tmp_path / "train.json", "a") as file:
             file.write('{"text": "6"}\n' * 10_000)
@@ -887,7 +891,7 @@ class TestBadData:
 
         monkeypatch.setattr("titan_disp.data.storage.io.FileIO", Failing)
         monkeypatch.setattr("titan_disp.data.storage.FIRST_PAUSE", 0.001)
-        documents = Documents(*list_files("text", str(tmp_path)), 1 << 20, retry_seconds=0.02)
+        documents = Documents(*list_files("text", str(tmp_path)), dataclasses.replace(READ, retry_seconds=0.02))
         with pytest.raises(DataError, match=r"cannot read .*: OSError: \[Errno 5\].*of the server"):
             deque(iter(documents.read, None), maxlen=0)
 
@@ -909,16 +913,16 @@ class TestBadData:
 
         monkeypatch.setattr("titan_disp.data.storage.io.FileIO", Failing)
         monkeypatch.setattr("titan_disp.data.storage.FIRST_PAUSE", 0.001)
-        failing = {1, 2, 5}
-        documents = Documents(file, 1 << 20)
+        failing = {1, 2, 4}
+        documents = Documents(file, READ)
         numbers = []
         while (raw := documents.read()) is not None:
             numbers.append(int(text_of(raw).split()[0]))
         assert numbers == list(range(1, 20_001))
-        assert reads > 5
+        assert reads > 4
         assert [record.message.count("trying again in 0.00") for record in caplog.records] == [1, 1, 1]
-        failing, reads = range(3, 100), 0
-        documents = Documents(file, 1 << 20, retry_seconds=0.05)
+        failing, reads = range(2, 100), 0
+        documents = Documents(file, dataclasses.replace(READ, retry_seconds=0.05))
         with pytest.raises(DataError, match=r"cannot read .*: OSError: \[Errno \d+\] of the server"):
             deque(iter(documents.read, None), maxlen=0)
 
@@ -957,13 +961,12 @@ def loader(files, sample, rank=0, ranks=1, prefetch=0, slots=8, shares=(), **opt
         files,
         load_tokenizer(folder),
         folder,
-        StreamOptions(**({"seq_len": 32} | options)),
+        StreamOptions(prefetch=prefetch, **({"seq_len": 32} | options)),
         slots=slots,
         shares=shares,
         local_batch_size=2,
         dp_rank=rank,
         dp_world_size=ranks,
-        prefetch=prefetch,
     )
 
 
@@ -1075,8 +1078,8 @@ os.kill(os.getpid(), signal.SIGKILL)
 def test_documents_passed_over_are_not_parsed(tmp_path, monkeypatch):
     (file,) = write_files(tmp_path, [500])
     parsed = []
-    monkeypatch.setattr("titan_disp.data.records.json.loads", lambda raw: parsed.append(raw) or {"text": "1"})
-    documents = Documents(file, 1 << 20, start=499)
+    monkeypatch.setattr("titan_disp.data.formats.json.loads", lambda raw: parsed.append(raw) or {"text": "1"})
+    documents = Documents(file, READ, 499)
     assert text_of(documents.read()) == "1"
     assert documents.read() is None
     assert len(parsed) == 1
@@ -1194,14 +1197,8 @@ def test_mismatch_is_named(sample, tmp_path):
     saved = loader(files, sample).state_dict()
     with pytest.raises(ConfigError, match=r"seq_len: 32 then, 64 now.*on_mismatch"):
         loader(files, sample, seq_len=64).load_state_dict(saved)
-    with pytest.raises(ConfigError, match=r"slots: 8 then, 4 now.*global_batch_size = -1 ties"):
+    with pytest.raises(ConfigError, match=r"stream.slots: 8 then, 4 now.*global_batch_size = -1 ties"):
         loader(files, sample, slots=4).load_state_dict(saved)
-    with pytest.raises(ConfigError, match=r"max_document_mb: 16.0 then, 0.5 now"):  # other documents would count as bad
-        loader(files, sample, max_document_bytes=1 << 19).load_state_dict(saved)
-    with pytest.raises(ConfigError, match=r"seed: 0 then, 3 now"):
-        loader(files, sample, seed=3).load_state_dict(saved)
-    with pytest.raises(ConfigError, match=r"shuffle_window: 0 then, 64 now"):
-        loader(files, sample, shuffle_window=64).load_state_dict(saved)
     loader(files, sample, shuffle_window=1).load_state_dict(saved)  # a window of 1 shuffles nothing either
     changed = [DataFile(files[0].name, files[0].url, files[0].size + 1), *files[1:]]
     with pytest.raises(
@@ -1215,6 +1212,36 @@ def test_mismatch_is_named(sample, tmp_path):
     assert (
         differences(json.loads(saved["fingerprint"]), loader(list_files("c4", str(mirror)), sample).fingerprint) == []
     )
+
+
+# For every key that fixes the data: its value in the checkpoint, and another. The sources are test_mixture's.
+FIXED = {
+    "slots": (16, 8),
+    "seed": (0, 3),
+    "shuffle_window": (256, 64),
+    "max_document_mb": (16.0, 0.5),
+    "text_field": ("text", "body"),
+    "text_split": ("file", "blank_lines"),
+    "token_dtype": ("uint16", "uint32"),
+}
+
+
+def test_every_key_that_fixes_the_data(sample):
+    """A resume with another value of such a key of the config is refused, both ways, by its name."""
+    assert {f"stream.{key}" for key in FIXED} == set(fixed("data")) - {"stream.sources"}
+    job, files, tokenizer = config(sample), list_files("c4", str(sample)), load_tokenizer(sample / "tokenizer")
+    job.stream.slots = 16
+    before = open_stream(job, files, tokenizer, 1, 0)
+    for key, (then, now) in FIXED.items():
+        assert getattr(job.stream, key) == then
+        setattr(job.stream, key, now)
+        after = open_stream(job, files, tokenizer, 1, 0)
+        setattr(job.stream, key, then)
+        for one, other, first, second in ((before, after, then, now), (after, before, now, then)):
+            with pytest.raises(
+                ConfigError, match=re.escape(f"other data: stream.{key}: {first!r} then, {second!r} now.")
+            ):
+                other.load_state_dict(one.state_dict())
 
 
 def test_a_checkpoint_of_another_loader(sample, tmp_path):
@@ -1232,18 +1259,18 @@ def test_a_checkpoint_of_another_loader(sample, tmp_path):
     assert not now.positions.any()
 
 
-def test_a_checkpoint_of_an_older_assignment(sample, tmp_path):
+def test_a_checkpoint_of_another_assignment(sample, tmp_path):
     """Its positions have other columns and are never loaded.
 
     It is refused, or the data begins anew after the last epoch.
     """
     now = loader(list_files("c4", str(sample)), sample)
-    old = {key: value for key, value in now.fingerprint.items() if key != "assignment"}
+    old = now.fingerprint | {"assignment": VERSION - 1}
     state = {"fingerprint": json.dumps(old), "positions": torch.tensor([[2] + [7] * 12] * 7 + [[3] + [9] * 12])}
     dcp.save({"dataloader": state}, checkpoint_id=tmp_path, no_dist=True)
     found, epoch = read_data_state(str(tmp_path))
     assert (found, epoch) == (old, 3)
-    refused = r'data: an older version of titan-disp assigned .*stream.on_mismatch = "restart"'
+    refused = rf'other data: assignment: {VERSION - 1} then, {VERSION} now.*stream.on_mismatch = "restart"'
     with pytest.raises(ConfigError, match=refused):
         check_fingerprint(found, now.fingerprint)
     with pytest.raises(ConfigError, match=refused):
@@ -1340,7 +1367,7 @@ def test_a_document_of_many_megabytes_does_not_fill_memory(tmp_path):
             file.write(b"x" * (1 << 20))
         file.write(b'"}\n{"text": "last"}\n')
     (file,) = list_files("c4", str(tmp_path))
-    documents = Documents(file, max_bytes=1 << 20)
+    documents = Documents(file, READ)
     tracemalloc.start()
     got = [documents.read() for _ in range(4)]
     _, peak = tracemalloc.get_traced_memory()
@@ -1397,7 +1424,7 @@ def test_read_amplification_measured(tmp_path, files, slots, ranks):
             for slot in rank.slots.values():
                 if slot.position[Field.EPOCH] == 0:
                     slot.sequence()
-        read += sum(count for (epoch, _), count in rank.bytes_read().items() if epoch == 0)
+        read += sum(count for (epoch, _), count in rank.passes.bytes_read().items() if epoch == 0)
         rank.close()
     assert read / size <= 1 + ranks / files
     print(f"{files} files, {slots} slots, {ranks} ranks: read amplification {read / size:.3f}")

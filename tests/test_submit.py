@@ -6,14 +6,14 @@ import pytest
 
 from tests.command_line import ROOT
 from titan_disp.cli import main
-from titan_disp.cluster import submit
+from titan_disp.cluster import launch
 
 CONFIG = str(ROOT / "train_configs" / "qwen3_0.6b_c4.toml")
 
 
 @pytest.fixture
 def command(monkeypatch, capsys, tmp_path):
-    for name in submit.OTHER_PYTHON:
+    for name in launch.OTHER_PYTHON:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.chdir(tmp_path)
 
@@ -51,7 +51,7 @@ def test_what_would_fail_is_not_submitted(command):
     assert "sbatch" not in out
 
 
-@pytest.mark.parametrize("name", submit.OTHER_PYTHON)
+@pytest.mark.parametrize("name", launch.OTHER_PYTHON)
 def test_a_container_has_a_python_of_its_own(command, monkeypatch, name):
     """A container's nodes do not have the login node's interpreter."""
     monkeypatch.setenv(name, "apptainer exec --nv titan-disp.sif")

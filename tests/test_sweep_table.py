@@ -138,7 +138,7 @@ def a_run(folder, ce, held_out=None, steps=4, complete=True, cosines=None):
 class TestFinal:
     def test_numbers(self, tmp_path):
         """Numbers come from the last row and the last measurement on held-out text. Blocks have 0.2, 0.4 and 0.6."""
-        a_run(tmp_path / "run", 3.0, 3.5, cosines=[0.0, 0.2, 0.4, 0.6])
+        a_run(tmp_path / "run", 3.0, 3.5, cosines=[0.0, 0.2, 0.4, 0.6, 0.9])
         found = {
             name: final_metric(tmp_path / "run", name)
             for name in ("ce", "loss", "cross_entropy", "spearman", "validation")

@@ -20,12 +20,14 @@ from titan_disp.cluster import plan as plans
 from titan_disp.config import load
 from titan_disp.config.checks import check_config
 from titan_disp.config.load import load_config
+from titan_disp.config.options import Machine, SweepOptions
 from titan_disp.errors import ConfigError
 from titan_disp.lab.sweeps import folder, local
 from titan_disp.lab.sweeps.definition import points, read_sweep
 from titan_disp.lab.sweeps.folder import prepare, ranges, state, submit
 from titan_disp.lab.sweeps.local import first_error, run, summary, time_left
-from titan_disp.run.folder import lock_folder, read_events, read_metrics
+from titan_disp.run.folder import lock_folder
+from titan_disp.run.reader import read_events, read_metrics
 
 
 def write(path, text, config=DEMO, overrides=()):
@@ -548,9 +550,11 @@ class TestSubmit:
         monkeypatch.delenv("TITAN_DISP_PYTHON", raising=False)
         monkeypatch.setattr(folder, "load_config", loaded_once)
         made = sweep(GRID, *nano(sample))
+        jobs = {"jobs": 2, "gpus_per_node": 0, "site": "local_cpu", "sbatch": ("time=15", "account=abc")}
+        options = SweepOptions(made.folder, **jobs, dry_run=True)
 
         def told():
-            assert submit(made, 2, 1, 0, "H100", "local_cpu", ["time=15", "account=abc"], dry_run=True) == 0
+            assert submit(made, options) == 0
             return capsys.readouterr().out
 
         line = (
@@ -603,8 +607,8 @@ def test_the_cost_of_the_experiment_at_124m(monkeypatch):
     minutes = {}
     for point in points(read_sweep(file)):
         if point.seeds == {"debug.seed": 1, "stream.seed": 1}:
-            plan = plans.make_plan(load_config(["--job.config_file", *point.argv()]), 1, 1)
-            minutes[point.condition] = plan.days * 1440
+            plan = plans.make_plan(load_config(["--job.config_file", *point.argv()]), Machine(1, 1))
+            minutes[point.condition] = plan.time.days * 1440
     assert [round(minutes[name]) for name in ("on", "off")] == [int(number) for number in said.groups()[:2]]
     hours = sum(minutes.values()) / 60
     assert [round(8 * hours), round(6 * hours)] == [int(number) for number in said.groups()[2:]]

@@ -132,13 +132,14 @@ def test_the_checkpointer_knows_the_guard_and_the_data(one_rank, tmp_path):
         assert manager.states["train_state"] is trainer
         kept = manager.states["identity"].content
         assert (kept["model.name"], kept["baseline.method"], kept["hidden_dim"]) == ("qwen3_disp", "none", 192)
-        assert manager.before_load == trainer.check_resume
-        assert manager.on_event == trainer.event
-        assert manager.healthy()
+        assert manager.hooks is trainer
+        assert trainer.healthy()
         optimizers.in_a_row = 1
-        assert not manager.healthy()
-        manager.before_save(3)
-        assert trainer.calls == [("save", 3)]
+        assert not trainer.healthy()
+        with trainer.busy("save", 3):
+            assert trainer.calls == [("save", 3)]
+            time.sleep(0.01)
+        assert trainer.clock.spent()["checkpoints"] >= 0.01
     finally:
         manager.close()
 

@@ -15,7 +15,7 @@ import torch
 from tests.command_line import DEMO, ROOT, children, environment, kill_tree, rank_environment, train
 from tests.distributed import free_port
 from titan_disp.condensation.record import load_steps
-from titan_disp.run.folder import read_events, read_json_lines, read_metrics, read_rows
+from titan_disp.run.reader import read_events, read_json_lines, read_metrics, read_rows
 
 SHORT = (
     *("--training.seq_len", "64", "--metrics.log_freq", "1", "--lr_scheduler.warmup_steps", "2"),

@@ -1,7 +1,10 @@
-"""The loss family against plain float64 autograd: four variants, three estimators, whole and sharded."""
+"""The loss family against plain float64 autograd: every variant and estimator, whole and sharded."""
 
 import dataclasses
+import inspect
 import math
+import re
+from pathlib import Path
 from typing import get_args, get_type_hints
 
 import numpy as np
@@ -10,21 +13,20 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
+from tests.command_line import ROOT
 from tests.distributed import spawn
-from tests.oracle import drawing_order, oracle
+from tests.oracle import EVERY_ESTIMATOR, EVERY_LOSS, EVERY_VARIANT, drawing_order, drawn, oracle
 from titan_disp.config.checks import build_coeff_schedule, build_dispersion_loss
 from titan_disp.config.load import load_config
-from titan_disp.dispersion import CoeffSchedule, DispersionLoss, dispersion_loss, pairwise, variants
-from titan_disp.dispersion.loss import ESTIMATORS
+from titan_disp.dispersion import CoeffSchedule, DispersionLoss, dispersion_loss, pairwise
+from titan_disp.dispersion.loss import ESTIMATORS, options_of
 from titan_disp.dispersion.moments import sample
 from titan_disp.dispersion.sampled import order
+from titan_disp.dispersion.variants import VARIANTS, Variant
 from titan_disp.dispersion.variants.base import CosineVariant
 from titan_disp.dispersion.vectors import Normalized
 from titan_disp.job_config import Dispersion
 
-VARIANTS = ("angular", "decorrelation", "l2_repel", "orthogonalization")
-EVERY_VARIANT = [(v, {}) for v in VARIANTS] + [("l2_repel", {"include_diagonal": False})]
-ALLOWED = [(v, e, o) for v, o in EVERY_VARIANT for e in ("exact", "sampled")] + [("angular", "moments", {})]
 # fp32 keeps about 1e-7 a product; sums over tiles in any order, and differences of distances for ℓ2, take more.
 TOLERANCE = {torch.float64: 1e-11, torch.float32: 3e-5, torch.bfloat16: 2e-2}
 
@@ -40,8 +42,7 @@ def both(variant, z, dtype=torch.float64, **options):
     value = dispersion_loss(ours, variant=variant, **options)
     (value * weights).sum().backward()
     reference = ours.detach().double().requires_grad_(True)
-    known = {k: v for k, v in options.items() if k in ("tau", "clamp", "norm_eps", "norm_coeff", "include_diagonal")}
-    expected = oracle(variant, reference, **known)
+    expected = oracle(variant, reference, **{k: v for k, v in options.items() if k in options_of(VARIANTS[variant])})
     (expected * weights).sum().backward()
     return value.detach().double(), ours.grad.double(), expected.detach(), reference.grad
 
@@ -52,24 +53,19 @@ def relative(a, b):
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("shape", [(2, 3, 5), (1, 2, 3), (3, 33, 17), (2, 40, 64), (1, 130, 16)])
-@pytest.mark.parametrize("variant", [*VARIANTS, "l2_repel without the diagonal"])
-def test_exact_equals_the_oracle(variant, shape, dtype, monkeypatch):
+@pytest.mark.parametrize(("variant", "options"), EVERY_VARIANT, ids=str)
+def test_exact_equals_the_oracle(variant, options, shape, dtype, monkeypatch):
     """Odd shapes, several tiles, both forms of decorrelation (F < N and F ≥ N)."""
     monkeypatch.setattr(pairwise, "TILE_ELEMENTS", shape[0] * 48 * 48)
-    options = {
-        "angular": {"tau": 0.7},
-        "l2_repel": {"tau": 30.0},
-        "l2_repel without the diagonal": {"tau": 9.0, "include_diagonal": False},
-    }.get(variant, {})
-    value, grad, expected, expected_grad = both(variant.split()[0], tokens(*shape), dtype, **options)
+    value, grad, expected, expected_grad = both(variant, tokens(*shape), dtype, **options)
     tolerance = TOLERANCE[dtype]
     assert (value - expected).abs().max() <= tolerance * max(1.0, expected.abs().max())
     assert relative(grad, expected_grad) <= tolerance
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize(("variant", "estimator"), EVERY_ESTIMATOR)
 @pytest.mark.parametrize("case", ["identical", "zero", "antiparallel", "far", "constant features", "fp16"])
-def test_never_nan(variant, case):
+def test_never_nan(variant, estimator, case):
     z = tokens(1, 12, 8).float()
     if case == "identical":
         z = z[:, :1].expand(1, 12, 8).clone()
@@ -85,13 +81,11 @@ def test_never_nan(variant, case):
         z[:, 2] = 5.0
     elif case == "fp16":
         z = z.half()
-    for estimator in ("exact", "sampled") if variant != "angular" else ("exact", "sampled", "moments"):
-        ours = z.clone().requires_grad_(True)
-        drawn = {"max_tokens": 5} if estimator == "sampled" else {}
-        value = dispersion_loss(ours, variant=variant, estimator=estimator, **drawn)
-        value.sum().backward()
-        assert value.isfinite().all(), (estimator, value)
-        assert ours.grad.isfinite().all(), estimator
+    z.requires_grad_(True)
+    value = dispersion_loss(z, variant=variant, estimator=estimator, **drawn(estimator, 5))
+    value.sum().backward()
+    assert value.isfinite().all()
+    assert z.grad.isfinite().all()
 
 
 @pytest.mark.parametrize("include_diagonal", [True, False])
@@ -134,11 +128,10 @@ def test_a_token_of_equal_features_has_no_correlation(scale):
     assert not z.grad[:, 2].any()
 
 
-@pytest.mark.parametrize(("variant", "estimator", "options"), ALLOWED, ids=str)
+@pytest.mark.parametrize(("variant", "estimator", "options"), EVERY_LOSS, ids=str)
 def test_a_second_derivative_is_an_error(variant, estimator, options):
     """The saved gradient is no function of z: whoever differentiates it must not get a wrong number, nor a part of one."""
-    drawn = {"max_tokens": 5} if estimator == "sampled" else {}
-    loss = DispersionLoss(variant, estimator, **options, **drawn)
+    loss = DispersionLoss(variant, estimator, **options, **drawn(estimator, 5))
     z = tokens(2, 12, 8).requires_grad_(True)
     (expected,) = torch.autograd.grad(loss([z]).sum(), z)
     for of_gradient in (torch.sum, lambda grad: (grad * z).sum()):
@@ -341,12 +334,10 @@ def check_sharded(ranks):
     mesh = init_device_mesh("cpu", (dist.get_world_size() // ranks, ranks), mesh_dim_names=("data", "sequence"))
     rank = mesh.get_local_rank("sequence")
     # 256 tokens: the moments' fit then takes the same ones on every mesh.
-    for variant, estimator, more in ALLOWED:
+    for variant, estimator, more in EVERY_LOSS:
         for features in (8, 300):  # decorrelation's linear and its pairwise form
             z = tokens(2, 256, features, seed=mesh.get_local_rank("data")) / math.sqrt(features)
-            options = {"variant": variant, "estimator": estimator} | more
-            options |= {"max_tokens": 40} if estimator == "sampled" else {}
-            options |= {"tau": 0.8} if variant in ("angular", "l2_repel") else {}
+            options = {"variant": variant, "estimator": estimator, **more, **drawn(estimator, 40)}
             whole = z.clone().requires_grad_(True)
             expected = dispersion_loss(whole, **options)
             (expected * torch.tensor([1.0, 3.0])).sum().backward()
@@ -382,26 +373,39 @@ def test_refused(options, message):
         DispersionLoss(**options)
 
 
-# Option → a value other than its default, the variants that use it, and how a refusal names these.
-OPTIONS = {
-    "tau": (0.5, {"angular", "l2_repel"}, "angular, l2_repel"),
-    "clamp": (0.1, {"angular", "orthogonalization"}, "angular, orthogonalization"),
-    "norm_eps": (1e-3, {"angular", "orthogonalization"}, "angular, orthogonalization"),
-    "norm_coeff": (0.2, {"l2_repel"}, "l2_repel"),
-    "include_diagonal": (False, {"l2_repel"}, "l2_repel"),
-}
-
-
-@pytest.mark.parametrize("option", OPTIONS)
+@pytest.mark.parametrize("option", sorted({option for kind in VARIANTS.values() for option in options_of(kind)}))
 def test_an_option_that_the_variant_does_not_use_is_refused(option):
-    value, users, named = OPTIONS[option]
+    default = getattr(DispersionLoss(), option)
+    value = not default if isinstance(default, bool) else default / 2
+    users = [variant for variant, kind in VARIANTS.items() if option in options_of(kind)]
     for variant in VARIANTS:
         if variant in users:
-            assert getattr(DispersionLoss(variant, **{option: value}), option) == value
+            assert getattr(DispersionLoss(variant, **{option: value})._variant, option) == value
             continue
-        message = f"^{option} is {value}, but variant '{variant}' does not use it: leave it at .* option of {named}"
-        with pytest.raises(ValueError, match=message):
+        message = (
+            f"{option} is {value}, but variant {variant!r} does not use it: leave it at {default} (it is an option of"
+        )
+        with pytest.raises(ValueError, match=re.escape(f"{message} {', '.join(users)})")):
             DispersionLoss(variant, **{option: value})
+
+
+def test_every_variant_is_in_the_table():
+    """A file in the folder that ``VARIANTS`` does not list would be an unknown name, and nothing more."""
+    folder = Path(inspect.getfile(Variant)).parent
+    listed = {Path(inspect.getfile(kind)).name for kind in VARIANTS.values()}
+    for file in sorted({path.name for path in folder.glob("*.py")} - {"__init__.py", "base.py"}):
+        assert file in listed, f"add a line for {file} to VARIANTS in titan_disp/dispersion/variants/__init__.py"
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_every_variant_is_documented(variant):
+    """With its options, which a user would otherwise have to guess."""
+    page = (ROOT / "docs" / "loss.md").read_text()
+    rows = re.findall(rf"^\| `{variant}` \| .+ \| (.+) \|$", page, re.MULTILINE)
+    assert len(rows) == 1, f"add a row for {variant!r} to the table of variants in docs/loss.md: name, formula, options"
+    options = options_of(VARIANTS[variant])
+    assert sorted(re.findall(r"`(\w+)`", rows[0])) == sorted(options), f"docs/loss.md: the options of {variant!r}"
+    assert ('estimator="moments"' in rows[0]) == ("moments" in VARIANTS[variant].estimators)
 
 
 def test_a_fifth_variant_is_a_class_and_a_line_in_the_table(monkeypatch):
@@ -409,6 +413,7 @@ def test_a_fifth_variant_is_a_class_and_a_line_in_the_table(monkeypatch):
 
     @dataclasses.dataclass(frozen=True)
     class Fifth(CosineVariant):
+        name = "fifth"
         estimators = ("exact", "moments", "sampled")
 
         tau: float  # p
@@ -420,10 +425,7 @@ def test_a_fifth_variant_is_a_class_and_a_line_in_the_table(monkeypatch):
         def units(self, z):
             return Normalized(z, 1e-6)
 
-        def normalize(self, sums, tokens):
-            return sums / (tokens * (tokens - 1))
-
-    monkeypatch.setitem(variants.VARIANTS, "fifth", Fifth)
+    monkeypatch.setitem(VARIANTS, "fifth", Fifth)
     z = tokens(2, 30, 5)
     for estimator, chosen in (
         ("exact", range(30)),
@@ -432,8 +434,7 @@ def test_a_fifth_variant_is_a_class_and_a_line_in_the_table(monkeypatch):
     ):
         u = torch.nn.functional.normalize(z[:, list(chosen)], dim=-1)
         c = (u @ u.transpose(1, 2))[:, ~torch.eye(len(chosen), dtype=torch.bool)]
-        drawn = {"max_tokens": 9} if estimator == "sampled" else {}
-        found = dispersion_loss(z, variant="fifth", estimator=estimator, tau=3.0, **drawn)
+        found = dispersion_loss(z, variant="fifth", estimator=estimator, tau=3.0, **drawn(estimator, 9))
         torch.testing.assert_close(found, 3 * c.square().mean(1), rtol=1e-4, atol=0)  # ε, and the fit's ridge
     with pytest.raises(ValueError, match="clamp is 0.1, but variant 'fifth' does not use it"):
         DispersionLoss("fifth", clamp=0.1)
@@ -476,9 +477,7 @@ def test_schedule():
 def test_loss_of_a_config():
     """No option of [dispersion] gets lost on the way, nor the seed of the positions."""
     assert build_dispersion_loss(load_config([])) == DispersionLoss()
-    types = get_type_hints(Dispersion)
-    assert get_args(types["variant"]) == tuple(variants.VARIANTS) == VARIANTS
-    assert get_args(types["estimator"]) == ESTIMATORS
+    assert get_args(get_type_hints(Dispersion)["estimator"]) == ESTIMATORS
     for options in (
         {"variant": "l2_repel", "estimator": "sampled", "tau": 0.3, "norm_coeff": 0.4, "max_tokens": 7},
         {"variant": "l2_repel", "include_diagonal": False},

@@ -12,7 +12,7 @@ from torchtitan.distributed import ParallelDims
 
 from titan_disp.config.checks import check_device
 from titan_disp.dispersion import LossLedger
-from titan_disp.run.folder import continue_run, run_id
+from titan_disp.run.folder import continue_wandb, wandb_run_id
 from titan_disp.run.metrics import DispersionMetrics
 
 
@@ -52,15 +52,15 @@ def test_a_requeue_continues_the_run(wandb, tmp_path, monkeypatch):
 def test_an_id_that_never_reached_the_disk_is_made_again(tmp_path):
     """W&B would begin another run at every start with an empty one."""
     (tmp_path / "wandb_run_id").write_text("\n")
-    made = run_id(tmp_path)
+    made = wandb_run_id(tmp_path)
     assert len(made) == 32
-    assert run_id(tmp_path) == made
+    assert wandb_run_id(tmp_path) == made
 
 
 def test_what_the_user_has_set_stays():
     mine = {"WANDB_RUN_ID": "mine", "WANDB_RESUME": "must"}
-    continue_run("folder", None, mine)
+    continue_wandb("folder", None, mine)
     assert mine == {"WANDB_RUN_ID": "mine", "WANDB_RESUME": "must"}
     forked = {"WANDB_FORK_FROM": "other?_step=100"}
-    continue_run("folder", 3, forked)
+    continue_wandb("folder", 3, forked)
     assert forked == {"WANDB_FORK_FROM": "other?_step=100", "WANDB_RUN_ID": "folder-rank3"}

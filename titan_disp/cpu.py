@@ -33,11 +33,7 @@ def active() -> bool:
 
 
 def resident_bytes() -> int:
-    """Return the bytes of memory that this process holds now.
-
-    Raises:
-        OSError: there is no /proc.
-    """
+    """Return the bytes of memory that this process holds now. Raises OSError where there is no /proc."""
     with open("/proc/self/statm") as file:
         return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
@@ -72,24 +68,18 @@ class _CpuModule(ModuleType):
     @staticmethod
     def memory_stats(device: Any = None) -> dict[str, int]:
         """Return the resident memory of this process. Only Linux reports it cheaply; elsewhere it is left out."""
+        none = {"num_alloc_retries": 0, "num_ooms": 0}
         try:
             resident = resident_bytes()
         except OSError:
-            return {"num_alloc_retries": 0, "num_ooms": 0}
-        return {
-            "active_bytes.all.peak": resident,
-            "reserved_bytes.all.peak": resident,
-            "num_alloc_retries": 0,
-            "num_ooms": 0,
-        }
+            return none
+        return {"active_bytes.all.peak": resident, "reserved_bytes.all.peak": resident, **none}
 
     @staticmethod
     def reset_peak_memory_stats(device: Any = None) -> None:
         pass
 
-    @staticmethod
-    def empty_cache() -> None:
-        pass
+    empty_cache = reset_peak_memory_stats
 
 
 def install() -> None:
@@ -149,16 +139,12 @@ def _give_gloo_groups_one_thread() -> None:
 
 
 def _with_one_thread(timeout: timedelta) -> Any:
-    """Return the options that torch makes from a timeout, but with one thread.
-
-    Source: ``ProcessGroupGloo::Options::create_default``.
-    """
+    """Return the options that torch makes from a timeout (``Options::create_default``), but with one thread."""
     gloo: Any = dist.ProcessGroupGloo
     options = gloo._Options()
     options._timeout = timeout
     options._threads = 1
-    interfaces = os.environ.get("GLOO_SOCKET_IFNAME")
-    if interfaces:
+    if interfaces := os.environ.get("GLOO_SOCKET_IFNAME"):
         options._devices = [gloo.create_device(interface=interface) for interface in interfaces.split(",")]
     else:
         options._devices = [gloo.create_default_device()]
@@ -166,12 +152,7 @@ def _with_one_thread(timeout: timedelta) -> Any:
 
 
 def adapt(model: nn.Module, tp_mesh: DeviceMesh | None) -> None:
-    """Adapt a parallelized model before its first step.
-
-    Args:
-        model: a model with blocks in ``model.layers``, after TP and FSDP.
-        tp_mesh: the tensor-parallel mesh, or None.
-    """
+    """Adapt a model with blocks in ``model.layers`` after TP and FSDP, and before its first step."""
     if not active():
         return
     for module in model.modules():
@@ -184,10 +165,7 @@ def adapt(model: nn.Module, tp_mesh: DeviceMesh | None) -> None:
 
 
 def _on_local_heads(attention: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Run attention on each rank's own heads.
-
-    [B, heads, N, head_dim] is sharded over heads, so nothing is communicated.
-    """
+    """Run attention on each rank's own heads: [B, heads, N, head_dim] is sharded over them. Nothing is communicated."""
 
     def forward(q: Tensor, k: Tensor, v: Tensor, **kwargs: Any) -> Tensor:
         if not isinstance(q, DTensor) or not isinstance(k, DTensor) or not isinstance(v, DTensor):

@@ -1,7 +1,7 @@
-"""These exceptions report problems that the user can fix; their messages share ``did_you_mean``."""
+"""These exceptions report problems that the user can fix; their messages share ``did_you_mean`` and ``counted``."""
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 
 class UserError(Exception):
@@ -41,27 +41,24 @@ EXIT_CODE = 2
 IN_USE_EXIT_CODE = 3
 
 
-def did_you_mean(name: str, known: Iterable[str], otherwise: str = "", prefix: str = "", most: int = 1) -> str:
-    """A question with the known names that are close to ``name``, for the end of a message.
+def did_you_mean(
+    name: str,
+    known: Iterable[str],
+    otherwise: str = "",
+    prefix: str = "",
+    most: int = 1,
+    instead: Mapping[str, str] | None = None,
+) -> str:
+    """A question with at most ``most`` of the known names that are close to ``name``, for the end of a message.
 
-    Args:
-        otherwise: returned where none is close.
-        prefix: stands before every name that is shown, as the section does before a key.
-        most: names to show.
+    It is ``otherwise`` if none is close. ``prefix`` stands before every name, as the section does before a key.
+    ``instead`` has other names that users may try, each with the one to show.
     """
-    close = difflib.get_close_matches(name, list(known), n=most)
-    return f" (did you mean {' or '.join(f'{prefix}{one}' for one in close)}?)" if close else otherwise
-
-
-# This module helps messages to be English whatever they count.
+    names = {one: one for one in known} | dict(instead or {})
+    close = dict.fromkeys(f"{prefix}{names[one]}" for one in difflib.get_close_matches(name, list(names), n=most))
+    return f" (did you mean {' or '.join(close)}?)" if close else otherwise
 
 
 def counted(number: int, noun: str, plural: str | None = None) -> str:
-    """Return a number with its noun in the singular or plural, such as "1 file" or "1,234 files".
-
-    Args:
-        number: how many there are.
-        noun: the singular, such as "file".
-        plural: the plural, if it is not the singular with an s.
-    """
+    """Return a number with its noun in the singular or plural, such as "1 file" or "1,234 files"."""
     return f"{number:,} {noun if number == 1 else plural or noun + 's'}"

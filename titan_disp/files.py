@@ -1,4 +1,7 @@
-"""Files and folders are written atomically: a reader finds the whole one, the one before it, or none."""
+"""Files and folders are written atomically: a reader finds the whole one, the one before it, or none.
+
+The progress bars of long commands are here, too.
+"""
 
 import contextlib
 import os
@@ -48,20 +51,14 @@ def atomic_folder(path: Path) -> Iterator[Path]:
         shutil.rmtree(partial, ignore_errors=True)
 
 
-# Progress bars of long commands, on stderr. Only a terminal shows them: a log, such as that of a SLURM job, has none.
+# Bars are on stderr. Only a terminal shows them: a log, such as that of a SLURM job, has none.
 
 
 def progress(what: str, unit: str, items: Iterable[Any] | None = None, total: float | None = None) -> tqdm:
     """Return a progress bar that says what a command does, how far it is and how long the rest will take.
 
-    It disappears when it is closed.
-
-    Args:
-        what: what the command does, such as "verifying step-300".
-        unit: what is counted, such as "file"; bytes ("B") are shown in kB, MB and so on.
-        items: iterated over through the bar, which then counts and closes by itself. Without them, call ``update`` and ``close``,
-            or use the bar as a context manager.
-        total: how many units there are in all; default: the length of ``items`` where it has one.
+    It disappears when it is closed. Bytes (the unit "B") are shown in kB, MB and so on. A bar with ``items`` is iterated
+    over, and counts and closes by itself. Without them, call ``update`` and ``close``, or use the bar as a context manager.
     """
     return tqdm(items, desc=what, total=total, unit=unit, unit_scale=unit == "B", leave=False, disable=None)
 

@@ -1,147 +1,118 @@
 """titan-disp adds these TOML sections and keys to TorchTitan's JobConfig (``[job] custom_config_module``).
 
-The docstrings are the help texts of ``titan-disp config`` and docs/configuration.md. This module has no ``from
-__future__ import annotations``, because TorchTitan merges the classes by their real types.
+A field is all that declares a key. The docstring below it is its help text, and ``config.keys.Facts`` lists what else it
+can say. This module has no ``from __future__ import annotations``, because TorchTitan merges the classes by their real
+types.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import Field, dataclass, field, fields
 from typing import Any, Literal
 
-# TorchTitan imports this module before it builds anything. Older configs say custom_import = "titan_disp", which used
-# to register the models. With this import they keep working, also under TorchTitan's own trainer.
-import titan_disp.plugin  # noqa: F401
+from titan_disp.config.keys import facts_of, key
 from titan_disp.errors import ConfigError, did_you_mean
 from titan_disp.models.arguments import Overrides
 
 
 @dataclass
 class Model:
-    overrides: Overrides = field(default_factory=dict)
-    """
-    Sizes that differ from the flavor's, by their names in the model's arguments. Write a table [model.overrides] with
-    hidden_dim = 16, …, or --model.overrides hidden_dim=16,n_layers=2, which replaces the table. Fixed for the life of a
-    run.
+    overrides: Overrides = key(dict, fixes="model")
+    """Sizes that differ from the flavor's, by their names in the model's arguments. Write a table [model.overrides]
+    with hidden_dim = 16, …, or --model.overrides hidden_dim=16,n_layers=2, which replaces the table.
     """
 
 
 @dataclass
 class Dispersion:
-    """docs/loss.md gives the source of every default."""
+    """docs/loss.md has the formulas, and says more about the sources of the defaults."""
 
-    enabled: bool = False
-    """
-    Whether to add λ · dispersion to the cross-entropy. When it is off, the model is TorchTitan's Qwen3 (its embeddings
-    stay tied under FSDP, too) or plain GPT-2. Default: our choice.
-    """
-
-    coeff: float = 0.1
-    """λ, the weight of the dispersion loss. Default: the paper's text."""
-
-    tau: float = 1.0
-    """τ, the temperature. Default: the paper's text."""
-
-    layers: list[int] | Literal["all", "last", "early_half", "late_half"] = "all"
-    """
-    Blocks whose outputs are dispersed: all, last, early_half, late_half, or a list of block indices from 0. Default:
-    the authors' released code.
+    enabled: bool = key(False)
+    """Whether to add λ · dispersion to the cross-entropy. When it is off, the model is TorchTitan's Qwen3 (its
+    embeddings stay tied under FSDP, too) or plain GPT-2.
     """
 
-    final_norm: bool = False
-    """
-    Whether to take the last block's activations after the final norm. The mid-training of the authors' released code
+    coeff: float = key(0.1, "paper", least=0, also=("lambda", "lamda", "weight"))
+    """λ, the weight of the dispersion loss."""
+
+    tau: float = key(1.0, "paper", above=0, also=("temperature",))
+    """τ, the temperature."""
+
+    layers: list[int] | Literal["all", "last", "early_half", "late_half"] = key("all", "authors")
+    """Blocks whose outputs are dispersed: all, last, early_half, late_half, or a list of block indices from 0."""
+
+    final_norm: bool = key(False, "authors")
+    """Whether to take the last block's activations after the final norm. The mid-training of the authors' released code
     does so: it takes Hugging Face's hidden_states[1:], whose last entry is after the norm. Its pre-training takes the
     blocks' outputs, as false does.
     """
 
-    clamp: float = 0.25
-    """
-    κ. Cosines are clamped to [−1+κ, 1−κ], straight-through. Default: the authors' released code, where it is the
-    default of the class; its mid-training of GPT-2 passes 0.1.
+    clamp: float = key(0.25, "authors", least=0, below=1)
+    """κ. Cosines are clamped to [−1+κ, 1−κ], straight-through."""
+
+    norm_eps: float = key(1e-2, "authors", above=0)
+    """ε, which is added to the norms of tokens."""
+
+    variant: str = key("angular", "paper")
+    """Which loss to use: the name of a variant in docs/loss.md, which lists the options of each. An option that the
+    variant does not use must keep its default.
     """
 
-    norm_eps: float = 1e-2
-    """ε, which is added to the norms of tokens. Default: the authors' released code."""
-
-    variant: Literal["angular", "decorrelation", "l2_repel", "orthogonalization"] = "angular"
-    """
-    Which loss of the paper's Table 1 to use; angular is the loss of the paper's text. tau is an option of angular and
-    l2_repel; clamp and norm_eps of angular and orthogonalization; norm_coeff and include_diagonal of l2_repel. An
-    option that the variant does not use must keep its default.
+    estimator: Literal["exact", "moments", "sampled"] = key("exact")
+    """exact takes all pairs of tokens. moments takes all pairs too, in time linear in the sequence (not for every
+    variant). sampled takes the pairs of max_tokens positions per sequence, as the authors' released code does.
     """
 
-    estimator: Literal["exact", "moments", "sampled"] = "exact"
-    """
-    exact takes all pairs of tokens. moments takes all pairs too, in time linear in the sequence (angular only). sampled
-    takes the pairs of max_tokens positions per sequence, as the authors' released code does. Default: our choice.
-    """
-
-    max_tokens: int = 256
-    """
-    Positions per sequence of the sampled estimator. They are drawn anew for every step and layer, and are the same for
-    all sequences of a step. Default: the authors' released code, which draws anew for every layer and microbatch.
+    max_tokens: int = key(256, "authors", least=2, noun="positions")
+    """Positions per sequence of the sampled estimator. They are drawn anew for every step and layer, and are the same
+    for all sequences of a step.
     """
 
-    norm_coeff: float = 0.1
-    """λ_norm of l2_repel, the weight of the mean square of the activations. Default: the authors' released code."""
+    norm_coeff: float = key(0.1, "authors", least=0)
+    """λ_norm of l2_repel, the weight of the mean square of the activations."""
 
-    include_diagonal: bool = True
-    """
-    Whether the mean of l2_repel includes the pair of each token with itself, as in the authors' released code. Without
-    these pairs, the gradients of wide models are thousands of times as large, and almost all on the tokens that are
-    closest.
-    """
-
-    warmup_steps: int = 0
-    """Steps over which coeff grows linearly from 0. Default: the authors' released code, where λ is constant."""
-
-    decay: Literal["constant", "linear", "cosine"] = "constant"
-    """How coeff goes to final_coeff after warm-up. Default: the authors' released code, where λ is constant."""
-
-    decay_steps: int = 0
-    """
-    Steps of the decay, after which coeff stays at final_coeff. 0: the decay ends at the last step. Default: our choice.
+    include_diagonal: bool = key(True, "authors")
+    """Whether the mean of l2_repel includes the pair of each token with itself, as in the authors' released code.
+    Without these pairs, the gradients of wide models are thousands of times as large, and almost all on the tokens that
+    are closest.
     """
 
-    final_coeff: float = 0.0
-    """λ at the end of the decay. It has no effect if decay is constant. Default: our choice."""
+    warmup_steps: int = key(0, "authors", least=0, noun="steps")
+    """Steps over which coeff grows linearly from 0."""
+
+    decay: Literal["constant", "linear", "cosine"] = key("constant", "authors")
+    """How coeff goes to final_coeff after warm-up."""
+
+    decay_steps: int = key(0, least=0, noun="steps")
+    """Steps of the decay, after which coeff stays at final_coeff. 0: the decay ends at the last step."""
+
+    final_coeff: float = key(0.0, least=0)
+    """λ at the end of the decay. It has no effect if decay is constant."""
 
 
 @dataclass
 class Baseline:
     """docs/baselines.md describes these other methods, which are said to counteract condensation, too."""
 
-    method: Literal["none", "noisy_embedding", "active_forgetting"] = "none"
-    """
-    noisy_embedding adds uniform noise to the token embeddings in training (NEFTune). active_forgetting draws the token
-    embeddings anew every forget_every steps. Fixed for the life of a run.
+    method: Literal["none", "noisy_embedding", "active_forgetting"] = key("none", fixes="model")
+    """noisy_embedding adds uniform noise to the token embeddings in training (NEFTune). active_forgetting draws the
+    token embeddings anew every forget_every steps.
     """
 
-    with_dispersion: bool = False
+    with_dispersion: bool = key(False, "authors")
     """Whether the method may be combined with dispersion.enabled. Otherwise, that is an error."""
 
-    noise_alpha: float = 1.0
-    """
-    α of noisy_embedding. The bound of the noise is α/√(N·F), with N positions in a sequence and F features. Default:
-    the authors' released code. NEFTune's paper has 5, 10 and 15.
-    """
+    noise_alpha: float = key(1.0, "authors", above=0)
+    """α of noisy_embedding. The bound of the noise is α/√(N·F), with N positions in a sequence and F features."""
 
-    forget_every: int = 1000
-    """
-    K of active_forgetting: the embeddings are drawn anew every K steps. Default: its paper, and the authors' released
-    code.
-    """
+    forget_every: int = key(1000, "authors", least=2, noun="steps")
+    """K of active_forgetting: the embeddings are drawn anew every K steps."""
 
-    forget_lr: float = 0.0
-    """
-    Highest learning rate of the embeddings under active_forgetting. 0: optimizer.lr, as in the code of its paper. The
-    authors' released code has 5e-5.
-    """
+    forget_lr: float = key(0.0, least=0)
+    """Highest learning rate of the embeddings under active_forgetting. 0: optimizer.lr."""
 
-    forget_warmup: float = 0.08
-    """
-    Fraction of every forget_every steps in which the embeddings' learning rate grows linearly. It falls to 0 in the
-    rest. Default: the authors' released code, and the 10,000 of 125,000 steps in the code of the method's paper.
+    forget_warmup: float = key(0.08, "authors", least=0, below=1)
+    """Fraction of every forget_every steps in which the embeddings' learning rate grows linearly. It falls to 0 in the
+    rest.
     """
 
 
@@ -169,92 +140,78 @@ class Source:
 class Stream:
     """A slot is one of the run's document streams. Its epoch is one time through its share of the documents."""
 
-    sources: list[Source] = field(default_factory=list)
-    """
-    Several sources of training data, each with a weight, in place of training.dataset and dataset_path. Each is a table
-    [[stream.sources]]. A slot belongs to one source, so that the sources' shares of the tokens are shares of the slots.
-    The log and titan-disp plan show them.
-    """
-
-    slots: int = 0
-    """
-    Slots of the run, fixed for its life. 0: training.global_batch_size. The global batch must be a multiple of the
-    slots, and the slots a multiple of the data-parallel ranks.
+    sources: list[Source] = key(list, fixes="data")
+    """Several sources of training data, each with a weight, in place of training.dataset and dataset_path. Each is a
+    table [[stream.sources]]. A slot belongs to one source, so that the sources' shares of the tokens are shares of the
+    slots. The log and titan-disp plan show them.
     """
 
-    seed: int = 0
+    slots: int = key(0, least=0, noun="slots", fixes="data")
+    """Slots of the run. 0: training.global_batch_size. The global batch must be a multiple of the slots, and the slots
+    a multiple of the data-parallel ranks.
+    """
+
+    seed: int = key(0, fixes="data")
     """Decides the order of files in every epoch, and of documents in every window of shuffle_window documents."""
 
-    shuffle_window: int = 256
-    """
-    Documents of a slot that are shuffled at a time. Fixed for the life of a run. 0 or 1: documents come in the order of
-    their files. A rank holds up to 2 × its slots × this × the mean length of a document in memory (docs/shuffling.md).
-    """
-
-    prefetch: int = 4
-    """
-    Least number of microbatches that a worker process prepares ahead. It hands them over in groups of up to 32. 0: the
-    training process prepares each microbatch when it is needed.
+    shuffle_window: int = key(256, least=0, noun="documents", fixes="data")
+    """Documents of a slot that are shuffled at a time. 0 or 1: documents come in the order of their files. A rank holds
+    up to 2 × its slots × this × the mean length of a document in memory (docs/shuffling.md).
     """
 
-    tokenizer_threads: int = 0
+    prefetch: int = key(4, least=0, noun="microbatches")
+    """Least number of microbatches that a worker process prepares ahead. It hands them over in groups of up to 32. 0:
+    the training process prepares each microbatch when it is needed.
+    """
+
+    tokenizer_threads: int = key(0, least=0, noun="threads")
     """Threads per rank that tokenize ahead. 0: the cores of the node divided among its ranks, at most 4."""
 
-    fast_tokenizer: bool = False
-    """
-    Whether to tokenize with gigatoken (pip install 'titan-disp[fast]') in place of the tokenizer's own library. It is
-    many times as fast and gives the same ids. This is checked at the start and for one document in a thousand; if the
-    ids differ, the run stops.
+    fast_tokenizer: bool = key(False)
+    """Whether to tokenize with gigatoken (pip install 'titan-disp[fast]') in place of the tokenizer's own library. It
+    is many times as fast and gives the same ids. This is checked at the start and for one document in a thousand; if
+    the ids differ, the run stops.
     """
 
-    on_bad_data: Literal["skip", "fail"] = "skip"
-    """
-    What to do with documents that are malformed, empty or too long, and with the rest of damaged files: skip them,
+    on_bad_data: Literal["skip", "fail"] = key("skip")
+    """What to do with documents that are malformed, empty or too long, and with the rest of damaged files: skip them,
     which is logged and counted, or fail, which stops the run.
     """
 
-    max_skipped_fraction: float = 0.01
-    """
-    The run stops when it next logs if more than this fraction of the documents was skipped (after the first 1000), or
-    if more than this fraction of the files ended early (and at least 10 per epoch). Both are counted over all ranks.
+    max_skipped_fraction: float = key(0.01, least=0, most=1)
+    """The run stops when it next logs if more than this fraction of the documents was skipped (after the first 1000),
+    or if more than this fraction of the files ended early (and at least 10 per epoch). Both are counted over all ranks.
     After 1000 bad documents in a row, the rest of a file is skipped, and the file counts as one that ended early. This
     does not apply to a file that is itself more than this fraction of the data (or of its source).
     """
 
-    max_document_mb: float = 16.0
-    """
-    Documents of more than this many MiB count as bad: of the decompressed line for JSON, of the UTF-8 text for Parquet and
-    plain text. Token ids have no limit. Fixed for the life of a run, because it decides which documents come.
-    """
-
-    text_field: str = "text"
-    """
-    Field of JSON documents, or column of Parquet files, that holds the text. Dots lead into nested fields (meta.text).
-    This and the next two keys are fixed for the life of a run.
+    max_document_mb: float = key(16.0, above=0, fixes="data")
+    """Documents of more than this many MiB count as bad: of the decompressed line for JSON, of the UTF-8 text for
+    Parquet and plain text. Token ids have no limit.
     """
 
-    text_split: Literal["file", "blank_lines"] = "file"
+    text_field: str = key("text", fixes="data")
+    """Field of JSON documents or column of Parquet files with the text. Dots lead into nested fields (meta.text)."""
+
+    text_split: Literal["file", "blank_lines"] = key("file", fixes="data")
     """What a document of a .txt file is: the whole file, or every block of lines between blank lines."""
 
-    token_dtype: Literal["uint16", "uint32"] = "uint16"
+    token_dtype: Literal["uint16", "uint32"] = key("uint16", fixes="data")
     """Type of token ids in .bin and .npy files that have no header with the type (docs/data.md)."""
 
-    validation_sequences: int = 0
-    """
-    Sequences of every validation, over all ranks. If it is set, they are the same on any mesh. 0: validation.steps ×
+    validation_sequences: int = key(0, least=0, noun="sequences")
+    """Sequences of every validation, over all ranks. If it is set, they are the same on any mesh. 0: validation.steps ×
     validation.local_batch_size × data-parallel ranks.
     """
 
-    retry_seconds: float = 60.0
-    """
-    How long a failing read is tried again, with growing pauses, if the hub or a file system has failed (EIO, ESTALE).
-    At most 60 % of comm.train_timeout_seconds, because the other ranks wait meanwhile.
+    retry_seconds: float = key(60.0, least=0)
+    """How long a failing read is tried again, with growing pauses, if the hub or a file system has failed (EIO,
+    ESTALE). At most 60 % of comm.train_timeout_seconds, because the other ranks wait meanwhile.
     """
 
-    on_mismatch: Literal["fail", "restart"] = "fail"
-    """
-    What to do if a checkpoint was written with other data, tokenizer, seq_len, seed or slots. fail: stop and name the
-    difference. restart: go on with streams that begin a new epoch; steps and tokens seen are kept.
+    on_mismatch: Literal["fail", "restart"] = key("fail")
+    """What to do if a checkpoint was written with other data, tokenizer, seq_len, seed or slots. fail: stop and name
+    the difference. restart: go on with streams that begin a new epoch; steps and tokens seen are kept.
     """
 
     def __post_init__(self) -> None:
@@ -262,29 +219,29 @@ class Stream:
 
 
 def read_sources(tables: Any) -> list[Source]:
-    """Turn the tables of [[stream.sources]] into ``Source`` objects.
-
-    TorchTitan does this for sections, but not for tables in arrays.
+    """Turn the tables of [[stream.sources]] into ``Source`` objects. TorchTitan does this for sections only.
 
     Raises:
         ConfigError: it is not an array of tables, a key is unknown, or a value has the wrong type.
     """
     if not isinstance(tables, Sequence) or isinstance(tables, str):
         raise ConfigError(f"stream.sources is {tables!r}, expected tables, each written [[stream.sources]]")
-    return [table if isinstance(table, Source) else _source(i, table) for i, table in enumerate(tables)]
+    return [
+        table if isinstance(table, Source) else _source(f"stream.sources[{i}]", table) for i, table in enumerate(tables)
+    ]
 
 
-def _source(i: int, table: Any) -> Source:
-    where, known = f"stream.sources[{i}]", [f.name for f in fields(Source)]
+def _source(where: str, table: Any) -> Source:
     if not isinstance(table, Mapping):
         raise ConfigError(f"{where} is {table!r}, expected a table, written [[stream.sources]]")
-    for key, value in table.items():
-        if key not in known:
-            hint = did_you_mean(key, known, otherwise=f"; expected {', '.join(known)}")
-            raise ConfigError(f"{where}.{key} is not known{hint}")
-        kinds = (int, float) if key == "weight" else (str,)
+    known = [f.name for f in fields(Source)]
+    for name, value in table.items():
+        if name not in known:
+            hint = did_you_mean(name, known, otherwise=f"; expected {', '.join(known)}")
+            raise ConfigError(f"{where}.{name} is not known{hint}")
+        kind, kinds = ("number", (int, float)) if name == "weight" else ("string", (str,))
         if not isinstance(value, kinds) or isinstance(value, bool):
-            raise ConfigError(f"{where}.{key} is {value!r}, expected a {'number' if key == 'weight' else 'string'}")
+            raise ConfigError(f"{where}.{name} is {value!r}, expected a {kind}")
     if "weight" not in table:
         raise ConfigError(f"{where} has no weight: set it to its share of the training tokens, relative to the others")
     return Source(**{**table, "weight": float(table["weight"])})
@@ -292,68 +249,59 @@ def _source(i: int, table: Any) -> Source:
 
 @dataclass
 class Training:
-    steps: int = -1
+    steps: int = key(-1)
     """Optimizer steps of the whole run, which the learning-rate schedule follows. −1: computed from budget.tokens."""
 
 
 @dataclass
 class Validation:
-    seq_len: int = -1
-    """
-    Tokens of a validation sequence, at most training.seq_len, because the rotary embeddings end there. −1:
+    seq_len: int = key(-1)
+    """Tokens of a validation sequence, at most training.seq_len, because the rotary embeddings end there. −1:
     training.seq_len. TorchTitan's default is 2048.
     """
 
 
 @dataclass
 class Budget:
-    tokens: int = 0
+    tokens: int = key(0, least=0, noun="tokens")
     """Tokens to train on. training.steps is then ceil(tokens / (global batch × seq_len)). 0: training.steps counts."""
 
-    stop_at_tokens: int = 0
-    """
-    Stop, with a checkpoint, after this many tokens. The schedule stays that of the whole budget. 0: do not stop early.
-    """
+    stop_at_tokens: int = key(0, least=0, noun="tokens")
+    """Stop, with a checkpoint, after this many tokens. The schedule stays that of the whole budget. 0: never."""
 
 
 @dataclass
 class Guard:
-    max_skipped_steps: int = 10
-    """
-    A step whose loss or gradient norm is not finite changes no weights, on any rank. After this many such steps in a
+    max_skipped_steps: int = key(10, least=1, noun="steps")
+    """A step whose loss or gradient norm is not finite changes no weights, on any rank. After this many such steps in a
     row, all ranks stop.
     """
 
-    silence_seconds: float = 60.0
-    """
-    Rank 0 writes to RUN/heartbeat.json what it is doing. Under slurm/pretrain.sbatch, a run is ended and started again
-    if it is silent for this much longer than twice the time-out in [comm] or twice its slowest step, whichever is
+    silence_seconds: float = key(60.0, above=0, finite=False)
+    """Rank 0 writes to RUN/heartbeat.json what it is doing. Under slurm/pretrain.sbatch, a run is ended and started
+    again if it is silent for this much longer than twice the time-out in [comm] or twice its slowest step, whichever is
     longer; during a save, for this much longer than save_seconds.
     """
 
-    save_seconds: float = 1800.0
+    save_seconds: float = key(1800.0, above=0, finite=False)
     """How long training may wait for a save before the run counts as silent."""
 
 
 @dataclass
 class Condensation:
-    interval: int = 500
-    """
-    Steps between measurements of condensation and cross-entropy on the validation split, which titan_disp.train also
+    interval: int = key(500, least=0, noun="steps")
+    """Steps between measurements of condensation and cross-entropy on the validation split, which titan_disp.train also
     takes at the start and at the end. 0: never. docs/measurements.md says what is measured and what it costs.
     """
 
-    sequences: int = 8
-    """
-    Sequences to measure. They are the same every time and in every run, and are divided among the data-parallel ranks.
-    """
+    sequences: int = key(8, least=1, noun="sequences")
+    """Sequences to measure, the same every time and in every run. They are divided among the data-parallel ranks."""
 
-    max_tokens: int = 512
+    max_tokens: int = key(512, least=2, noun="positions")
     """Positions of each sequence whose pairs are taken. They are evenly spaced."""
 
-    per_layer: bool = False
-    """
-    Whether TensorBoard and W&B also get every number of every layer, as curves: 4 × 29 of them for the 0.6B. They
+    per_layer: bool = key(False)
+    """Whether TensorBoard and W&B also get every number of every layer, as curves: 4 × 29 of them for the 0.6B. They
     always get the means over all blocks and over thirds of them, the last block and the final norm. metrics.jsonl
     always has every layer.
     """
@@ -361,10 +309,9 @@ class Condensation:
 
 @dataclass
 class Checkpoint:
-    last_save_model_only: bool = False
-    """
-    Whether the last checkpoint holds the model only. TorchTitan's default is true, with which a finished run cannot be
-    continued. export reads full checkpoints as well.
+    last_save_model_only: bool = key(False)
+    """Whether the last checkpoint holds the model only. TorchTitan's default is true, with which a finished run cannot
+    be continued. export reads full checkpoints as well.
     """
 
 
@@ -380,3 +327,13 @@ class JobConfig:
     guard: Guard = field(default_factory=Guard)
     condensation: Condensation = field(default_factory=Condensation)
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
+
+
+def keys() -> dict[str, Field[Any]]:
+    """Return titan-disp's keys by their full names, such as "stream.seed", in the order of this file."""
+    return {f"{section.name}.{f.name}": f for section in fields(JobConfig) for f in fields(section.type)}  # type: ignore[arg-type]
+
+
+def fixed(what: str) -> list[str]:
+    """Return the full names of the keys that fix the "data" or the "model" of a run."""
+    return [name for name, f in keys().items() if facts_of(f).fixes == what]

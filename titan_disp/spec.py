@@ -4,20 +4,19 @@ A *slot* is one of the run's document streams. Each data-parallel rank reads som
 """
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch.distributed as dist
 import torchtitan.protocols.train_spec as titan
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torchtitan.components.ft import FTManager
 from torchtitan.components.loss import IGNORE_INDEX, LossFunction, build_cross_entropy_loss, cross_entropy_loss
 from torchtitan.components.lr_scheduler import LRSchedulersContainer, build_lr_schedulers
 from torchtitan.components.optimizer import OptimizersContainer, build_optimizers
 from torchtitan.components.tokenizer import BaseTokenizer
 from torchtitan.config import JobConfig
-from torchtitan.config.job_config import LRScheduler, Optimizer
+from torchtitan.config.job_config import LRScheduler
 from torchtitan.distributed import ParallelDims
-from torchtitan.protocols.model import BaseModelArgs
 from torchtitan.tools.logging import logger
 
 from titan_disp.config.checks import (
@@ -30,7 +29,7 @@ from titan_disp.config.checks import (
 from titan_disp.data.loader import StreamLoader, build_dataloader
 from titan_disp.data.validation import build_validator
 from titan_disp.dispersion import DispersionObjective, LossLedger
-from titan_disp.models.baselines import build_forgetting, build_forgetting_schedule, build_noise
+from titan_disp.models.baselines import ForgettingOptimizers, build_noise, forgetting_schedule
 from titan_disp.models.decoder import DispModel
 from titan_disp.models.registry import MODELS, ModelEntry
 from titan_disp.run.guard import GuardedOptimizers
@@ -38,10 +37,7 @@ from titan_disp.run.metrics import DispersionMetrics
 
 
 def sequence_mesh(parallel_dims: ParallelDims) -> DeviceMesh | None:
-    """Return the 1-D mesh over which block outputs are sharded along the sequence: TP, CP, or CP×TP flattened.
-
-    None if they are not sharded.
-    """
+    """Return the 1-D mesh over which block outputs are sharded along the sequence, if any: TP, CP, or CP×TP flattened."""
     names = [name for name in ("cp", "tp") if parallel_dims.get_optional_mesh(name) is not None]
     if not names:
         return None
@@ -50,11 +46,7 @@ def sequence_mesh(parallel_dims: ParallelDims) -> DeviceMesh | None:
 
 
 def build_tokenizer(job_config: JobConfig) -> BaseTokenizer:
-    """Check the config and build the tokenizer. Under the stock trainer, this hook is the first to see the config.
-
-    Raises:
-        ConfigError: the config cannot work.
-    """
+    """Check the config and build the tokenizer. Under the stock trainer, this hook is the first to see the config."""
     check_config(job_config, dist.get_world_size())
     check_device(job_config)
     return tokenizer_of(job_config)
@@ -117,30 +109,20 @@ def train_spec(entry: ModelEntry) -> titan.TrainSpec:
             ignore_index=IGNORE_INDEX,
         )
 
-    def build_guarded_optimizers(
-        model_parts: list[nn.Module],
-        optimizer_config: Optimizer,
-        parallel_dims: ParallelDims,
-        ft_manager: FTManager | None = None,
-    ) -> GuardedOptimizers:
-        inner = build_optimizers(model_parts, optimizer_config, parallel_dims, ft_manager)
+    def build_guarded_optimizers(*arguments: Any) -> GuardedOptimizers:
+        inner = build_optimizers(*arguments)
         if shared.forgetting is not None:
-            inner = build_forgetting(inner, shared.forgetting, shared.steps_completed)
+            inner = ForgettingOptimizers(inner, shared.forgetting, shared.steps_completed)
         return GuardedOptimizers(inner, shared.ledger.non_finite, shared.max_skipped_steps)
 
     def build_schedulers(optimizers: OptimizersContainer, config: LRScheduler, steps: int) -> LRSchedulersContainer:
         shared.schedulers = build_lr_schedulers(optimizers, config, steps)
         if shared.forgetting is not None:
-            shared.schedulers = build_forgetting_schedule(shared.schedulers, shared.forgetting)
+            shared.schedulers = forgetting_schedule(shared.schedulers, shared.forgetting)
         return shared.schedulers
 
-    def build_metrics(
-        job_config: JobConfig,
-        parallel_dims: ParallelDims,
-        model_args: BaseModelArgs | None = None,
-        tag: str | None = None,
-    ) -> DispersionMetrics:
-        return DispersionMetrics(job_config, parallel_dims, shared.ledger, shared.loader, tag)
+    def build_metrics(job_config: JobConfig, parallel_dims: ParallelDims, *_: Any) -> DispersionMetrics:
+        return DispersionMetrics(job_config, parallel_dims, shared.ledger, shared.loader)
 
     return titan.TrainSpec(
         model_cls=entry.model_cls,

@@ -6,10 +6,10 @@ Each *start* of a run continues from its newest checkpoint.
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, cast
 
 import torch
@@ -22,7 +22,7 @@ from torchtitan.tools.logging import init_logger, logger
 from torchtitan.train import Trainer
 
 import titan_disp.plugin  # noqa: F401 — the model's spec and the device type, whatever the config imports
-from titan_disp.condensation.monitor import Forward, Monitor, cross_entropies
+from titan_disp.condensation.measure import Forward, Monitor, cross_entropies
 from titan_disp.condensation.record import over_training
 from titan_disp.config.batch import data_parallel_degree, last_step
 from titan_disp.config.checks import check_config, check_device
@@ -30,23 +30,18 @@ from titan_disp.config.load import load_config
 from titan_disp.data.files import on_rank_0
 from titan_disp.data.fingerprint import check_fingerprint, read_data_state
 from titan_disp.data.loader import StreamLoader
-from titan_disp.data.validation import held_out_sequences
+from titan_disp.data.validation import StreamValidator, held_out_sequences
 from titan_disp.dispersion.autograd import process_group
 from titan_disp.errors import EXIT_CODE, CheckpointError, ConfigError, DataError, UserError
-from titan_disp.models.arguments import architecture_of
 from titan_disp.run import identity
 from titan_disp.run.checkpoint import DispCheckpointManager
-from titan_disp.run.folder import RunFolder, read_condensation, read_events, read_rows
+from titan_disp.run.folder import RunFolder
 from titan_disp.run.guard import GuardedOptimizers
 from titan_disp.run.history import Goodput, goodputs, together
 from titan_disp.run.identity import Identity
 from titan_disp.run.liveness import Clock, Heartbeat, StopRequest, Stragglers, allocation_began
 from titan_disp.run.metrics import DispersionMetrics
-
-
-def world_size_from_environment(job_config: JobConfig) -> int:
-    """Return the ranks of this job: torchrun's WORLD_SIZE, or NGPU if communication is fake."""
-    return int(os.environ.get("WORLD_SIZE" if job_config.comm.mode == "default" else "NGPU", "1"))
+from titan_disp.run.reader import read_condensation, read_events, read_rows
 
 
 class DispTrainer(Trainer):
@@ -68,43 +63,35 @@ class DispTrainer(Trainer):
             ConfigError: the config cannot work. Every rank raises it before anything is allocated.
         """
         self.clock = Clock(allocation_began())
-        world_size = world_size_from_environment(job_config)
+        fake = job_config.comm.mode != "default"
+        world_size = int(os.environ.get("NGPU" if fake else "WORLD_SIZE", "1"))
         check_config(job_config, world_size)
         check_device(job_config)
         if int(os.environ.get("RANK", "0")) == 0:
             self.run_folder = RunFolder(job_config, world_size)
-        comm, guard = job_config.comm, job_config.guard  # type: ignore[attr-defined]
-        self.heartbeat = Heartbeat(
-            self.run_folder.path if self.run_folder is not None else None,
-            comm.init_timeout_seconds,
-            comm.train_timeout_seconds,
-            guard.save_seconds,
-            guard.silence_seconds,
-        )
+        path = self.run_folder.path if self.run_folder is not None else None
+        self.heartbeat = Heartbeat(path, job_config)
         self.heartbeat.begin("start", 0)
         self.last_step = last_step(job_config, data_parallel_degree(job_config, world_size))
         # TorchTitan's checkpoint manager is not part of the spec: it is disabled here, and ours is built afterwards.
         with _disabled(job_config.checkpoint):
             super().__init__(job_config)
         self.checkpointer = self._build_checkpointer()
+        if job_config.validation.enable:
+            cast(StreamValidator, self.validator).around = partial(self.busy, "validation")
         metrics = cast(DispersionMetrics, self.metrics_processor)
         metrics.clock = self.clock
-        if job_config.comm.mode == "default" and world_size > 1:
+        if world_size > 1 and not fake:
             self.stragglers = metrics.stragglers = Stragglers()
-        self.stop_request = StopRequest(self.run_folder.path if self.run_folder is not None else None)
+        self.stop_request = StopRequest(path)
         self.optimizers.flags["stop"] = self.stop_request
         self.optimizers.flags["save_failed"] = self.checkpointer.save_has_failed
 
     def _build_checkpointer(self) -> DispCheckpointManager:
         adapter, job = self.train_spec.state_dict_adapter, self.job_config
-        self.identity = Identity(
-            {
-                "model.name": job.model.name,
-                "baseline.method": job.baseline.method,  # type: ignore[attr-defined]
-                **architecture_of(self.model_args),
-            }
-        )
-        manager = DispCheckpointManager(
+        self.identity = Identity(identity.of_model(job, self.model_args))
+        return DispCheckpointManager(
+            hooks=self,
             dataloader=self.dataloader,
             model_parts=self.model_parts,
             optimizers=self.optimizers,
@@ -114,30 +101,30 @@ class DispTrainer(Trainer):
             sd_adapter=adapter(self.model_args, self.job_config.model.hf_assets_path) if adapter else None,  # type: ignore[arg-type]
             base_folder=self.job_config.job.dump_folder,
         )
-        manager.before_load = self.check_resume
-        manager.healthy = lambda: self.optimizers.in_a_row == 0
-        manager.on_event = self.event
-        manager.owns_folder = lambda: self.run_folder is not None and self.run_folder.locked
-        manager.before_save = lambda step: self.heartbeat.begin("save", step)
-        _time(manager, "save", self.clock, "checkpoints")
-        if self.job_config.validation.enable:
-            _time(self.validator, "validate", self.clock, "validation")
-            _before(self.validator, "validate", lambda: self.heartbeat.begin("validation", self.step))
-        return manager
 
     def event(self, name: str, step: int, **details: Any) -> None:
         """Write an event to events.jsonl, on rank 0."""
         if self.run_folder is not None:
             self.run_folder.event(name, step, **details)
 
-    def batch_generator(self, data_iterable: Iterable[Any]) -> Iterator[Any]:
-        """Yield batches. TorchTitan calls this once, after it has loaded a checkpoint: the step is known from here on.
+    def healthy(self) -> bool:
+        return self.optimizers.in_a_row == 0
 
-        Raises:
-            ConfigError: the checkpoint is from another baseline.method but does not say so. Every rank raises it.
-        """
+    def owns_folder(self) -> bool:
+        """Return whether this is rank 0, and no other job can use the run folder."""
+        return self.run_folder is not None and self.run_folder.locked
+
+    @contextmanager
+    def busy(self, doing: str, step: int) -> Iterator[None]:
+        """Announce a save, validation or condensation in the heartbeat, and count its time."""
+        self.heartbeat.begin(doing, step)
+        with self.clock.during("checkpoints" if doing == "save" else doing):
+            yield
+
+    def batch_generator(self, data_iterable: Iterable[Any]) -> Iterator[Any]:
+        """Yield batches. TorchTitan calls this once, after it has loaded a checkpoint: the step is known from here on."""
         for scheduler in cast(Any, self.lr_schedulers).schedulers:
-            if (saved := len(scheduler.base_lrs)) != (own := len(scheduler.lr_lambdas)):
+            if (saved := len(scheduler.base_lrs)) != (own := len(scheduler.lr_lambdas)):  # a save without identity
                 raise ConfigError(
                     f"the checkpoint's schedule has {saved} groups of parameters, expected {own}: it was trained with "
                     "another baseline.method. Set the former method, or start a new run in another --job.dump_folder"
@@ -242,8 +229,7 @@ class DispTrainer(Trainer):
             self.event("complete", ended, allocated=self.clock.began)
             return
         super().train()
-        self.heartbeat.begin("save", self.step)
-        with self.clock.during("checkpoints"):
+        with self.busy("save", self.step):
             self.checkpointer.wait()
         if self.step > self._start_step:
             if not self.optimizers.agreed["stop"]:  # a stopped job has to end soon
@@ -259,15 +245,16 @@ class DispTrainer(Trainer):
 
     def _end(self) -> None:
         """Log why training ended, after everything is saved."""
+        spent = self.clock.rounded()
         if self.step >= self.job_config.training.steps:
-            self.event("complete", self.step, spent=self.clock.rounded())
+            self.event("complete", self.step, spent=spent)
         elif self.optimizers.agreed["stop"]:
             reason = self.stop_request.reason or "another rank was asked to stop"
             saved = ", saved" if self.checkpointer.saved_step == self.step else ", not saved"
             logger.info(f"Stopped after step {self.step}{saved}: {reason}")
-            self.event("stop", self.step, reason=reason, spent=self.clock.rounded())
+            self.event("stop", self.step, reason=reason, spent=spent)
         else:
-            self.event("stop", self.step, reason="budget.stop_at_tokens", spent=self.clock.rounded())
+            self.event("stop", self.step, reason="budget.stop_at_tokens", spent=spent)
         self.stop_request.done()
 
     def report(self) -> None:
@@ -284,11 +271,8 @@ class DispTrainer(Trainer):
                 logger.info(line)
 
     def report_goodput(self) -> None:
-        """Log the part of the time spent in steps that count, for this start and for all, from the run's files.
-
-        Steps that were lost, because a later start trained them again, do not count.
-        """
-        if self.run_folder is None or not (self.run_folder.path / "metrics.jsonl").exists():
+        """Log the part of the time spent in steps that count, for this start and for all, from the run's files."""
+        if self.run_folder is None:
             return
         try:
             starts = goodputs(read_rows(self.run_folder.path), read_events(self.run_folder.path))
@@ -326,16 +310,12 @@ class DispTrainer(Trainer):
         )
 
     def measure_condensation(self) -> None:
-        """Measure condensation and cross-entropy on held-out text, and log them. This is a collective call.
-
-        Weights, random numbers and data stay as they are.
-        """
-        with self.clock.during("condensation"):
+        """Measure condensation and cross-entropy on held-out text, and log them. A collective call that changes nothing."""
+        with self.busy("condensation", self.step):
             self._measure_condensation()
 
     def _measure_condensation(self) -> None:
         start = time.perf_counter()
-        self.heartbeat.begin("condensation", self.step)
         if self.monitor is None:
             return
         model = self.model_parts[0]
@@ -362,39 +342,14 @@ class DispTrainer(Trainer):
         metrics.log_condensation(self.step, found, time.perf_counter() - start)
 
     def close(self) -> None:
-        if getattr(self, "heartbeat", None) is not None:
-            self.heartbeat.close()
-        if getattr(self, "stop_request", None) is not None:
-            self.stop_request.close()
+        self.heartbeat.close()
+        self.stop_request.close()
         super().close()
-        if getattr(self, "dataloader", None) is not None:
-            cast(StreamLoader, self.dataloader).close()
+        cast(StreamLoader, self.dataloader).close()
         if self.run_folder is not None:
-            if getattr(self, "step", 0) > self._start_step:
+            if self.step > self._start_step:
                 self.report_goodput()
             self.run_folder.close()
-
-
-def _time(part: Any, method: str, clock: Clock, kind: str) -> None:
-    """Count the time spent in ``part.method``, which TorchTitan's loop calls between steps."""
-    call = getattr(part, method)
-
-    def timed(*args: Any, **kwargs: Any) -> Any:
-        with clock.during(kind):
-            return call(*args, **kwargs)
-
-    setattr(part, method, timed)
-
-
-def _before(part: Any, method: str, first: Callable[[], None]) -> None:
-    """Call ``first`` before every ``part.method``, which TorchTitan's loop calls between steps."""
-    call = getattr(part, method)
-
-    def both(*args: Any, **kwargs: Any) -> Any:
-        first()
-        return call(*args, **kwargs)
-
-    setattr(part, method, both)
 
 
 def _said(goodput: Goodput) -> str:
@@ -410,13 +365,6 @@ def _disabled(section: Any) -> Iterator[None]:
         yield
     finally:
         section.enable = enable
-
-
-def exit_with(error: UserError) -> None:
-    """Print a user's error once per job, without a traceback, and exit."""
-    if int(os.environ.get("RANK", "0")) == 0 or isinstance(error, DataError):
-        print(f"titan-disp: error: {error}", file=sys.stderr, flush=True)
-    sys.exit(EXIT_CODE)
 
 
 def run(job_config: JobConfig, trainer_class: type[DispTrainer] = DispTrainer) -> None:
@@ -443,8 +391,10 @@ def main(argv: Sequence[str] | None = None, trainer_class: type[DispTrainer] = D
     try:
         # ``record`` writes a file from which torchrun reports the first rank that failed, and why.
         record(run)(load_config(sys.argv[1:] if argv is None else argv), trainer_class)
-    except UserError as error:
-        exit_with(error)
+    except UserError as error:  # without a traceback, and once per job
+        if int(os.environ.get("RANK", "0")) == 0 or isinstance(error, DataError):
+            print(f"titan-disp: error: {error}", file=sys.stderr, flush=True)
+        sys.exit(EXIT_CODE)
 
 
 if __name__ == "__main__":

@@ -17,8 +17,8 @@ import pytest
 from tests.command_line import DEMO, train
 from tests.slurm.local import processes_with
 from tests.slurm.test_pretrain import INTERVAL, OPTIONS, jobs, slurm, values  # noqa: F401
-from titan_disp.run.folder import read_metrics
 from titan_disp.run.integrity import checkpoints, damage, problem
+from titan_disp.run.reader import read_metrics
 
 KILLS = int(os.environ.get("KILLS", 0))
 SEED = int(os.environ.get("SEED", 1))

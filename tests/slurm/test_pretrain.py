@@ -15,8 +15,8 @@ import pytest
 
 from tests.command_line import DEMO, ROOT, train
 from tests.slurm.local import ENDED, LocalSlurm
-from titan_disp.run.folder import read_json_lines, read_metrics
 from titan_disp.run.integrity import checkpoints, problem
+from titan_disp.run.reader import read_json_lines, read_metrics
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(900)]
 STEPS, INTERVAL = 16, 4

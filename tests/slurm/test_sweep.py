@@ -10,7 +10,7 @@ from tests.slurm.local import LocalSlurm
 from tests.test_sweeps import GRID, NAMES, nano, write
 from titan_disp.cli import main
 from titan_disp.lab.sweeps.folder import state
-from titan_disp.run.folder import read_events, read_json_lines
+from titan_disp.run.reader import read_events, read_json_lines
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(1800)]
 

@@ -46,9 +46,6 @@ def pair_bandwidths(times: Iterable[tuple[str, Mapping[str, float]]], size: int)
     Args:
         times: for every rank, the name of its node, and the seconds that the exchange with each other node took.
         size: bytes that every rank sends and receives.
-
-    Returns:
-        Both nodes of each pair, and bytes per second in each direction.
     """
     by_pair: dict[tuple[str, str], list[float]] = defaultdict(list)
     for node, seconds in times:
@@ -93,9 +90,8 @@ def slow_links(pairs: Sequence[Pair]) -> list[Pair]:
 def clock_skews(readings: Mapping[str, Sequence[float]]) -> dict[str, float]:
     """Return the seconds by which each node's clock is ahead of the median of all nodes.
 
-    Args:
-        readings: each node's clock right after each of the same barriers, at least three. The median of the differences
-            counts, because a rank may be late once.
+    ``readings`` are each node's clock right after each of the same barriers, at least three. The median of the
+    differences counts, because a rank may be late once.
     """
     medians = [statistics.median_low(column) for column in zip(*readings.values(), strict=True)]
     return {
@@ -128,13 +124,9 @@ def _gather(value: T) -> list[T]:
 
 
 def measure(node: str, local_rank: int, device: torch.device, size: int) -> dict[str, Any]:
-    """Measure everything. All ranks call this together and get the same result.
+    """Measure everything with buffers of ``size`` bytes. All ranks call this together and get the same result.
 
-    Args:
-        node: name of this rank's node.
-        local_rank: number of this rank on its node. Ranks with the same number are partners.
-        device: device of the buffers.
-        size: bytes per buffer.
+    Ranks with the same number on their nodes are partners.
 
     Returns:
         ``ranks``: their number. ``all_reduce``: {bytes, seconds, bus_bandwidth}; the bus bandwidth is in bytes per
@@ -176,11 +168,7 @@ def measure(node: str, local_rank: int, device: torch.device, size: int) -> dict
     slowest = max(g[2] for g in gathered)
     return {
         "ranks": ranks,
-        "all_reduce": {
-            "bytes": size,
-            "seconds": slowest,
-            "bus_bandwidth": 2 * (ranks - 1) / ranks * size / slowest,
-        },
+        "all_reduce": {"bytes": size, "seconds": slowest, "bus_bandwidth": 2 * (ranks - 1) / ranks * size / slowest},
         "pairs": [list(pair) for pair in pair_bandwidths([(g[0], g[3]) for g in gathered], size)],
         "clock_skew": clock_skews({g[0]: g[4] for g in gathered if g[1] == 0}),
     }

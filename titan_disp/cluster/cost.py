@@ -1,12 +1,19 @@
-"""This module computes one GPU's peak memory in a step, and the size of checkpoints, from shapes alone.
+"""This module computes what a step costs from shapes alone: memory and checkpoints, communication, and a table of GPUs.
 
 The activations are counted as eager PyTorch saves them for backward, with flash attention and a fused norm. A compiled
 block saves less, so the estimate errs on the safe side. tests/test_plan.py compares it with the live storages in a step
 of the real model. It has not been compared with a GPU's memory yet.
+
+Communication is counted for ring algorithms, which NCCL and RCCL use for large messages. In a group of n ranks, an
+all-gather or a reduce-scatter of B bytes sends (n−1)/n · B from every rank, and an all-reduce twice as much. If g ranks
+of the group share a node, the ring leaves the node once for all of them, so each sends 1/g of its bytes over the
+network. Trees, latency and other jobs on the network are ignored. The numbers have not been compared with measurements
+on GPUs yet.
 """
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torchtitan.config import TORCH_DTYPE_MAP, JobConfig
@@ -52,6 +59,11 @@ def compute_dtype(job_config: JobConfig, fsdp_degree: int) -> torch.dtype:
     return TORCH_DTYPE_MAP[t.mixed_precision_param if mixed else t.dtype]
 
 
+def elements(module: torch.nn.Module, tp: int) -> int:
+    """Count a rank's elements before FSDP: TP shards matrices and replicates the vectors of norms."""
+    return sum(w.numel() // tp if w.ndim > 1 else w.numel() for w in module.parameters())
+
+
 def block_elements(job_config: JobConfig, args: DispModelArgs) -> float:
     """Count the saved activations of all blocks, with one block's recomputation: elements per token of a CP rank."""
     ac = job_config.activation_checkpoint
@@ -81,20 +93,14 @@ def logit_bytes(job_config: JobConfig, args: DispModelArgs, itemsize: int) -> in
 
 
 def estimate(job_config: JobConfig, model: DispModel, fsdp_degree: int) -> Memory:
-    """Estimate the memory of one rank.
+    """Estimate the memory of one rank of a checked config, with the model on the meta device.
 
-    Args:
-        job_config: a config that has passed ``config_checks.check_config``.
-        model: the model on the meta device.
-        fsdp_degree: number of ranks over which FSDP shards: data_parallel_shard_degree × context_parallel_degree.
+    FSDP shards over ``fsdp_degree`` ranks: data_parallel_shard_degree × context_parallel_degree.
     """
     p, t, args = job_config.parallelism, job_config.training, model.model_args
     tp = p.tensor_parallel_degree
 
-    def held(module: torch.nn.Module) -> int:
-        """Count a rank's elements before FSDP: TP shards matrices and replicates the vectors of norms."""
-        return sum(w.numel() // tp if w.ndim > 1 else w.numel() for w in module.parameters())
-
+    held = partial(elements, tp=tp)
     dtype = compute_dtype(job_config, fsdp_degree)
     parameter_bytes = 0 if t.enable_cpu_offload else TORCH_DTYPE_MAP[t.dtype].itemsize
     shard = -(-held(model) // fsdp_degree) * parameter_bytes
@@ -142,9 +148,6 @@ def checkpoint_counts(job_config: JobConfig) -> tuple[int, int, int]:
         saved += 1
     kept = min(saved, c.keep_latest_k) if c.keep_latest_k > 0 else saved
     return saved, kept, min(saved, kept + 1)
-
-
-# This table has the peak FLOP/s, memory and bandwidths of GPUs, each with its source.
 
 
 @dataclass(frozen=True)
@@ -231,15 +234,6 @@ def find_gpu(name: str) -> Gpu:
     return GPUS[name]
 
 
-# This module counts the bytes that one GPU sends in a step, and how long communication delays the step.
-#
-# The bytes follow from shapes and from ring algorithms, which NCCL and RCCL use for large messages. In a group of n
-# ranks, an all-gather or a reduce-scatter of B bytes sends (n−1)/n · B from every rank, and an all-reduce twice as much.
-# If g ranks of the group share a node, the ring leaves the node once for all of them, so each sends 1/g of its bytes over
-# the network. Trees, latency and other jobs on the network are ignored. The numbers have not been compared with
-# measurements on GPUs yet.
-
-
 BACKWARD = 2 / 3  # backward's fraction of a microbatch's computing
 
 
@@ -300,13 +294,9 @@ class Traffic:
 
 
 def ring(size: int, stride: int, gpus_per_node: int, count: float) -> Sent:
-    """Count what a rank sends in one all-gather or reduce-scatter.
+    """Count what a rank sends in one all-gather or reduce-scatter of ``count`` bytes, those of the whole tensor.
 
-    Args:
-        size: ranks in the group.
-        stride: distance between the numbers of neighbouring ranks in the group.
-        gpus_per_node: GPUs per node.
-        count: bytes of the whole tensor, not of a shard.
+    The group has ``size`` ranks. The numbers of neighbours in it differ by ``stride``.
     """
     sent = (size - 1) / size * count
     together = max(1, min(size, gpus_per_node // stride))
@@ -314,23 +304,14 @@ def ring(size: int, stride: int, gpus_per_node: int, count: float) -> Sent:
 
 
 def traffic(job_config: JobConfig, model: DispModel, gpus_per_node: int, world_size: int) -> Traffic:
-    """Count the communication of a step.
-
-    Args:
-        job_config: a config that has passed ``config_checks.check_config`` for ``world_size`` ranks.
-        model: the model on the meta device.
-        gpus_per_node: GPUs per node.
-        world_size: number of ranks.
-    """
+    """Count the communication of a step of a checked config, with the model on the meta device."""
     p, t, args = job_config.parallelism, job_config.training, model.model_args
     tp, cp, replicas = p.tensor_parallel_degree, p.context_parallel_degree, p.data_parallel_replicate_degree
     fsdp = world_size // (replicas * tp)  # number of shards; ranks of context parallelism are among them
     dp = data_parallel_degree(job_config, world_size)
     microbatches = global_batch_size(job_config, dp) // (t.local_batch_size * dp)
 
-    def held(module: torch.nn.Module) -> int:
-        return sum(w.numel() // tp if w.ndim > 1 else w.numel() for w in module.parameters())
-
+    held = partial(elements, tp=tp)
     # FSDP's groups (models/parallelize.py) are the blocks, untied embeddings, and the rest.
     blocks = sum(held(block) for block in model.layers.values())
     embedding = 0 if args.enable_weight_tying else sum(map(held, model.embeddings))

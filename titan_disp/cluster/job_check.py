@@ -4,6 +4,9 @@ This command checks the config, data and tokenizer for this number of nodes, and
 It prints the run folder after a marker, because containers and srun may print other lines. If a check fails, the
 command prints a message on stderr and exits with status 2, or with status 3 if another job uses the run folder.
 ``node_health`` checks the nodes.
+
+``hub_warnings``, which the plan and the preflight also show, is about hundreds of ranks that send their requests to the
+Hugging Face hub at once.
 """
 
 import argparse
@@ -26,15 +29,18 @@ from titan_disp.errors import EXIT_CODE, IN_USE_EXIT_CODE, ConfigError, InUseErr
 from titan_disp.run.folder import lock_folder
 
 RUN_FOLDER = "titan-disp-run-folder: "  # marks the line; the run folder follows as JSON (slurm/supervise.py reads it)
+FEW_NODES = 4  # so many nodes may stream without a warning: our choice
+GPUS_PER_NODE = 8  # assumed if only the number of ranks is known
+C4_FILES = 1024  # files of the training split
+# Requests for files in 5 minutes, by Hugging Face's documentation (huggingface.co/docs/hub/rate-limits, "Resolvers").
+WITHOUT_TOKEN = 3000  # per IP address, which the nodes of a cluster often share
+FREE_ACCOUNT = 5000
 
 
 def prepare(argv: Sequence[str], nodes: int, nproc: str) -> Path:
     """Check that a config can start on ``nodes`` × ``nproc`` ranks, and return the absolute path of its run folder.
 
-    Args:
-        argv: TorchTitan's arguments.
-        nodes: number of nodes.
-        nproc: ranks per node, or "gpu" for one per GPU of this node.
+    ``nproc`` is a number of ranks per node, or "gpu" for one per GPU of this node.
 
     Raises:
         ConfigError: The run would fail at its start.
@@ -61,37 +67,10 @@ def prepare(argv: Sequence[str], nodes: int, nproc: str) -> Path:
     return run
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--nodes", type=int, required=True)
-    parser.add_argument("--nproc", default="gpu")
-    args, rest = parser.parse_known_args()
-    try:
-        run = prepare(rest, args.nodes, args.nproc)
-    except UserError as error:
-        print(f"titan-disp: error: {error}", file=sys.stderr, flush=True)
-        sys.exit(IN_USE_EXIT_CODE if isinstance(error, InUseError) else EXIT_CODE)
-    print(RUN_FOLDER + json.dumps(os.fspath(run)), flush=True)
-
-
-# This module warns before hundreds of ranks send their requests to the Hugging Face hub at once.
-
-
-FEW_NODES = 4  # so many nodes may stream without a warning: our choice
-GPUS_PER_NODE = 8  # assumed if only the number of ranks is known
-C4_FILES = 1024  # files of the training split
-# Requests for files in 5 minutes, by Hugging Face's documentation (huggingface.co/docs/hub/rate-limits, "Resolvers").
-WITHOUT_TOKEN = 3000  # per IP address, which the nodes of a cluster often share
-FREE_ACCOUNT = 5000
-
-
 def hub_warnings(job_config: JobConfig, ranks: int, nodes: int | None = None) -> list[str]:
     """Return a warning for each training data set that more than a few nodes would stream from the hub.
 
-    Args:
-        job_config: config of the run.
-        ranks: number of ranks.
-        nodes: number of nodes; by default, 8 ranks are assumed per node.
+    By default, 8 ranks are assumed per node.
     """
     nodes = nodes or -(-ranks // GPUS_PER_NODE)
     if nodes <= FEW_NODES:
@@ -117,6 +96,19 @@ def _warning(job_config: JobConfig, data: DataSet, ranks: int, nodes: int) -> st
         f"a token, and {FREE_ACCOUNT:,} from a free account. Read a copy: titan-disp data fetch {fetch}, and "
         f"{data.path_key} = DIR"
     )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--nodes", type=int, required=True)
+    parser.add_argument("--nproc", default="gpu")
+    args, rest = parser.parse_known_args()
+    try:
+        run = prepare(rest, args.nodes, args.nproc)
+    except UserError as error:
+        print(f"titan-disp: error: {error}", file=sys.stderr, flush=True)
+        sys.exit(IN_USE_EXIT_CODE if isinstance(error, InUseError) else EXIT_CODE)
+    print(RUN_FOLDER + json.dumps(os.fspath(run)), flush=True)
 
 
 if __name__ == "__main__":

@@ -1,11 +1,16 @@
-"""``titan-disp train`` starts torchrun on one machine."""
+"""``titan-disp train`` starts torchrun on this machine, and ``titan-disp submit`` starts sbatch.
+
+Both check a run first, so that an error is printed once.
+"""
 
 import contextlib
 import os
+import shlex
 import signal
+import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import FrameType
 
@@ -14,11 +19,11 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+from titan_disp.cluster.plan import make_plan, render
 from titan_disp.config.checks import check_config, check_device, check_inputs
 from titan_disp.config.load import load_config
-
-# This module handles the signals by which a user or a terminal asks a command that starts trainings to stop.
-
+from titan_disp.config.options import SlurmOptions, SubmitOptions, TrainOptions
+from titan_disp.errors import ConfigError
 
 TWICE = 1.0  # seconds: timeout(1) signals a process and then its group, so that a request may arrive twice
 
@@ -52,13 +57,8 @@ def stop_signals(heard: Callable[[int, FrameType | None], None]) -> Iterator[Non
             signal.signal(number, handler)
 
 
-def launch(config: str, overrides: list[str], nproc: int | None) -> int:
-    """Check everything in this process, so that an error is printed once, then start ``nproc`` ranks.
-
-    Args:
-        config: TOML file.
-        overrides: TorchTitan's command-line options.
-        nproc: number of ranks; by default one per GPU, or 1 without a GPU.
+def launch(options: TrainOptions) -> int:
+    """Check everything in this process, then start the ranks.
 
     SIGINT (Ctrl-C), SIGTERM or SIGHUP stops the run: the ranks finish their step, save and end. A second signal kills them.
 
@@ -68,9 +68,8 @@ def launch(config: str, overrides: list[str], nproc: int | None) -> int:
     Raises:
         ConfigError: A check failed. No rank has started.
     """
-    argv = ["--job.config_file", config, *overrides]
-    job_config = load_config(argv)
-    nproc = nproc or torch.accelerator.device_count() or 1
+    job_config = load_config(options.argv)
+    nproc = options.nproc or torch.accelerator.device_count() or 1
     fake = job_config.comm.mode != "default"
     check_config(job_config, int(os.environ.get("NGPU", "1")) if fake else nproc)
     check_device(job_config)
@@ -98,7 +97,7 @@ def launch(config: str, overrides: list[str], nproc: int | None) -> int:
         then = "The same command begins anew, because checkpoint.enable is false."
     try:
         with stop_signals(stop.heard):
-            elastic_launch(settings, sys.executable)("-m", "titan_disp.train", *argv)
+            elastic_launch(settings, sys.executable)("-m", "titan_disp.train", *options.argv)
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         if stop.number and failure.exitcode in (-signal.SIGTERM, -signal.SIGKILL):
@@ -121,13 +120,10 @@ class StopRanks:
     """Pass the first signal on to the ranks that train as SIGTERM, and kill them at a later one.
 
     The ranks have sessions of their own, so a terminal does not signal them.
-
-    Attributes:
-        number: the signal that was heard first; 0 if there was none.
     """
 
     def __init__(self) -> None:
-        self.number = 0
+        self.number = 0  # of the signal that was heard first; 0 if there was none
 
     @property
     def name(self) -> str:
@@ -174,3 +170,67 @@ def _last_error(logs: str, rank: int) -> str | None:
     files = sorted(Path(logs).glob(f"*/attempt_*/{rank}/stderr.log"), key=lambda p: p.stat().st_mtime)
     lines = files[-1].read_text(errors="replace").splitlines() if files else []
     return next((line for line in reversed(lines) if line.startswith("titan-disp: error")), None)
+
+
+SCRIPT = "pretrain.sbatch"
+# If one of these is set, the nodes have their own Python, from a container or an archive.
+OTHER_PYTHON = ("TITAN_DISP_PYTHON", "TITAN_DISP_PREFIX", "TITAN_DISP_SRUN_ARGS", "TITAN_DISP_ENV_ARCHIVE")
+
+
+def find_script(name: str = SCRIPT) -> Path:
+    """Find a script of slurm/ in the checkout of this package, or in the current folder.
+
+    Raises:
+        ConfigError: The package is installed without its checkout, and the current folder is not one.
+    """
+    script = Path("slurm") / name
+    for root in (Path(__file__).parents[2], Path.cwd()):
+        if (root / script).is_file():
+            return root / script
+    raise ConfigError(f"{script} is not here: run this in a checkout of titan-disp, which holds the SLURM scripts")
+
+
+def command(
+    options: SlurmOptions, arguments: Sequence[str], script: str = SCRIPT, more: Sequence[str] = ()
+) -> list[str]:
+    """Build the sbatch command line.
+
+    Args:
+        arguments: arguments of the script.
+        script: name of the script in slurm/.
+        more: further options of sbatch without dashes, as NAME=VALUE or NAME.
+    """
+    gpus = [f"--gpus-per-node={options.gpus_per_node}"] if options.gpus_per_node else []
+    given = [f"--{option.lstrip('-')}" for option in (*more, *options.sbatch)]
+    exported = ["ALL", f"TITAN_DISP_SITE={options.site}"]
+    if not any(os.environ.get(name) for name in OTHER_PYTHON):
+        exported.append(f"TITAN_DISP_PYTHON={sys.executable}")
+    return [
+        *("sbatch", f"--nodes={options.nodes}", *gpus, *given),
+        *(f"--export={','.join(exported)}", str(find_script(script)), *arguments),
+    ]
+
+
+def send(line: Sequence[str], dry_run: bool) -> int:
+    """Print an sbatch command, run it unless this is a dry run, and return its exit status.
+
+    Raises:
+        ConfigError: This machine has no sbatch.
+    """
+    print(f"\n{shlex.join(line)}", flush=True)
+    if dry_run:
+        return 0
+    try:
+        return subprocess.run(line, env=os.environ).returncode
+    except FileNotFoundError as error:
+        raise ConfigError("there is no sbatch on this machine: submit from a login node, or use --dry-run") from error
+
+
+def submit(options: SubmitOptions) -> int:
+    """Print the plan, submit the run, and return sbatch's exit status.
+
+    Raises:
+        ConfigError: The run would fail at its start, or this machine has no sbatch or no scripts.
+    """
+    print(render(make_plan(load_config(options.argv), options.machine)), flush=True)
+    return send(command(options, [options.config, *options.overrides]), options.dry_run)

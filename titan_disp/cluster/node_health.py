@@ -1,10 +1,15 @@
 """``python -m titan_disp.cluster.node_health`` checks whether this node can train.
 
 It does not check the config, as ``titan_disp.config.checks`` does, and does not know the other nodes.
-The batch script starts it once per node before training, and so does preflight.sbatch. It prints the node's report as
+The batch script starts it once per node before training, and so does check_nodes.sbatch. It prints the node's report as
 one line of JSON (``check_node`` describes it). With ``--out``, it also writes the report to a file. The batch host
 compares the reports of all nodes. With TorchTitan's arguments (``--job.config_file CONFIG …``), it also checks that
 this node can read the data and tokenizer of the config.
+
+Faulty GPUs are found as far as their drivers report faults to users other than root. nvidia-smi, amd-smi and rocm-smi
+count uncorrectable errors. nvidia-smi does not show Xids, the errors that NVIDIA's driver writes to the kernel log. Newer
+drivers report the action that they require (``gpu_recovery_action``). With older drivers, the kernel log is read if this
+user has permission.
 """
 
 import argparse
@@ -33,13 +38,10 @@ from titan_disp.data.sources import DataSet, data_sets
 from titan_disp.errors import ConfigError
 from titan_disp.run.folder import write_json
 
-# This module finds faulty GPUs of this node, as far as their drivers report faults to users other than root.
-#
-# nvidia-smi, amd-smi and rocm-smi count uncorrectable errors. nvidia-smi does not show Xids, the errors that NVIDIA's
-# driver writes to the kernel log. Newer drivers report the action that they require (``gpu_recovery_action``). With older
-# drivers, the kernel log is read if this user has permission.
-
-
+MINIMUM_DISK = 2 << 30  # bytes on the node's own disk: compiled kernels take hundreds of MB, an environment several GB
+REPORT = "titan-disp-node-report: "  # begins the line with the report (slurm/supervise.py reads it)
+LINE = 1000  # most bytes per line: srun splits lines above 1024 bytes, and mixes the parts with lines of other nodes
+BUSY = 0.9  # if a smaller fraction of a GPU's memory is free, another process uses it or has left memory behind
 LIMIT = 60  # seconds for a tool: if it hangs, so does the driver
 DAY = 86400.0
 RECOVERY = "gpu_recovery_action"
@@ -124,12 +126,6 @@ def _xids() -> Iterator[str]:
             yield f"GPU at {gpu}: Xid {xid} within a day: {text}"
 
 
-MINIMUM_DISK = 2 << 30  # bytes on the node's own disk: compiled kernels take hundreds of MB, an environment several GB
-REPORT = "titan-disp-node-report: "  # begins the line with the report (slurm/supervise.py reads it)
-LINE = 1000  # most bytes per line: srun splits lines above 1024 bytes, and mixes the parts with lines of other nodes
-BUSY = 0.9  # if a smaller fraction of a GPU's memory is free, another process uses it or has left memory behind
-
-
 def node_name() -> str:
     """Return SLURM's name of this node, or the host's short name outside of SLURM.
 
@@ -207,8 +203,7 @@ def check_node(
 
     Args:
         local: folder on the node's own disk.
-        shared: folders that must be writable.
-        readable: files and folders that must be readable.
+        shared, readable: folders that must be writable, and files and folders that must be readable.
         gpus: expected number of GPUs; None allows any number.
         job_config: config whose run folder must be writable, and whose data and tokenizer must be readable.
 

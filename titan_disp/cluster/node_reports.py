@@ -1,4 +1,4 @@
-"""``python -m titan_disp.cluster.node_reports`` summarizes the reports of all nodes, on the batch host of preflight.sbatch.
+"""``python -m titan_disp.cluster.node_reports`` summarizes the reports of all nodes, on the batch host of check_nodes.sbatch.
 
     node_reports folder --job.config_file CONFIG …                  prints the run folder
     node_reports able   --out DIR --nproc P --expected "n1 n2 …"    prints the nodes that can take part in the bandwidth test
@@ -65,30 +65,22 @@ def gpus_of(report: Report) -> str:
     return ", ".join(f"{count} × {name}" for name, count in sorted(counts.items())) or "none"
 
 
-def unlike_most(values: Mapping[str, str]) -> tuple[str, list[str]]:
-    """Return the most common value (the first one on a tie), and the nodes with another value."""
-    common = Counter(values.values()).most_common(1)[0][0]
-    return common, [node for node, value in values.items() if value != common]
-
-
 def gpu_problems(reports: Mapping[str, Report], nproc: str) -> Problems:
     """Find nodes with too few GPUs for the ranks, with different kinds of GPUs, or with other GPUs than most nodes.
 
-    Args:
-        reports: the report of each node.
-        nproc: ranks per node, or "gpu" for one per GPU.
+    ``nproc`` is a number of ranks per node, or "gpu" for one per GPU.
     """
     if not reports:
         return {}
     problems = defaultdict(list)
-    common, others = unlike_most({node: gpus_of(report) for node, report in reports.items()})
+    common = Counter(map(gpus_of, reports.values())).most_common(1)[0][0]  # the first one on a tie
     for node, report in reports.items():
         count = len(report["gpus"])
         if nproc == "gpu" and not count:
             problems[node].append("no GPU is visible")
         elif nproc != "gpu" and 0 < count < int(nproc):
             problems[node].append(f"the number of visible GPUs is {count}, too few for {nproc} ranks per node")
-        if node in others:
+        if gpus_of(report) != common:
             problems[node].append(f"its GPUs: {gpus_of(report)}; most nodes have {common}")
         elif len(set(report["gpus"])) > 1:
             problems[node].append(f"its GPUs are of different kinds: {common}")

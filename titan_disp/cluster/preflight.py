@@ -1,7 +1,7 @@
 """A preflight runs one real step of rank 0 of the whole mesh in one process, before a user requests hundreds of GPUs.
 
-It finds what ``titan_disp.config.checks`` cannot find: the model cannot be built or sharded, or a step fails.
-``slurm/preflight.sbatch`` is another thing: it checks the nodes, by ``node_health``.
+It finds what ``titan_disp.config.checks`` cannot find: the model cannot be built or sharded, or a step fails. The config
+is reduced first: what one step on this machine cannot run or does not need is switched off.
 
 TorchTitan's trainer builds the mesh of all ranks, and shards, computes, clips and steps as rank 0 would. Only the
 communication is fake: with ``comm.mode = "fake_backend"``, collectives return at once with this rank's values. Losses
@@ -11,7 +11,6 @@ neither the checkpoints nor the run folder of ``titan_disp.train``.
 The step runs as ``python -m titan_disp.cluster.preflight``, because a process group would stay in the caller's process.
 """
 
-import argparse
 import copy
 import json
 import os
@@ -19,9 +18,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -39,24 +38,18 @@ from titan_disp import cpu
 from titan_disp.cluster.job_check import hub_warnings
 from titan_disp.config.checks import check_config, check_mesh
 from titan_disp.config.load import load_config
+from titan_disp.config.options import PreflightOptions
 from titan_disp.errors import ConfigError, counted
 from titan_disp.models.arguments import activation_indices, named, shown
 from titan_disp.models.registry import args_of, find_model
 
-# A preflight runs a reduced config, without the parts that one step on this machine cannot run or does not need.
-
-
 SEQ_LEN = 128  # tokens per sequence without an accelerator
+TIMEOUT = 1800  # seconds; compiling the full model takes minutes
+LAST_LINES = 15  # lines of a failed step's stderr in the message
 
 
 class Reduced:
-    """Hold a changed copy of a config.
-
-    Attributes:
-        job_config: the copy.
-        changes: changes that make the step smaller than the run's or different from it, as "key old → new" or "key old
-            → new: reason".
-    """
+    """Hold a changed copy of a config, and the changes that make the step smaller than the run's or different from it."""
 
     def __init__(self, job_config: JobConfig) -> None:
         self.job_config = copy.deepcopy(job_config)
@@ -99,10 +92,7 @@ def _fits(job_config: JobConfig, flavor: str, ranks: int) -> bool:
 def reduce(job_config: JobConfig, ranks: int, flavor: str | None = None, seq_len: int | None = None) -> Reduced:
     """Reduce a config to one step with fake communication. On a CPU, the model is small, too.
 
-    Args:
-        job_config: a config that has passed ``config_checks.check_config``, which sets training.steps. It is not changed.
-        ranks: number of ranks of the whole job.
-        flavor, seq_len: replacements for the config's. None means the config's on an accelerator, or else small ones.
+    The config has passed ``check_config``, which sets training.steps. It is not changed.
     """
     r = Reduced(job_config)
     _one_step(r)
@@ -174,23 +164,13 @@ def for_cpu(r: Reduced) -> None:
     r.set("training.enable_cpu_offload", False)
 
 
-TIMEOUT = 1800  # seconds; compiling the full model takes minutes
-LAST_LINES = 15  # lines of a failed step's stderr in the message
-
-
 @dataclass(frozen=True)
 class Report:
     """Hold the result of one step of rank 0.
 
     Attributes:
-        config: path of the TOML file.
-        ranks: number of ranks of the whole job.
         reduced: changes to the config for this step, as "key old → new".
-        device: name of the device, or CPU.
-        flavor: flavor of the model in this step.
-        local_batch_size, seq_len: sequences per microbatch and tokens per sequence in this step.
         mesh: size of every dimension of the mesh with more than one rank.
-        accumulation: number of microbatches in the step.
         parameters: number of the model's parameters; a tied embedding counts once.
         own_parameters: elements of them that rank 0 holds.
         seconds: duration of the step, with compilation if it is on.
@@ -236,61 +216,53 @@ class Report:
         return [f"{name:<11} {text}" for name, text in rows]
 
 
-def preflight(argv: Sequence[str], ranks: int, flavor: str | None = None, seq_len: int | None = None) -> Report:
-    """Check a config for ``ranks`` ranks, then run one step of rank 0 in its own process.
-
-    Args:
-        argv: TorchTitan's arguments.
-        ranks: number of ranks of the whole job.
-        flavor: flavor for the step. The default is the config's on an accelerator, and otherwise the smallest one that
-            fits the mesh.
-        seq_len: tokens per sequence. The default is the config's on an accelerator, and otherwise about 128.
+def preflight(options: PreflightOptions) -> Report:
+    """Check a config for all ranks of the job, then run one step of rank 0 in its own process.
 
     Raises:
         ConfigError: The unreduced config cannot work on so many ranks, or the step fails. The message then has the last
             lines of its output.
     """
-    whole, reduced = prepare(argv, ranks, flavor, seq_len)
+    whole, reduced = prepare(options)
     with tempfile.TemporaryDirectory(prefix="titan-disp-preflight-") as folder:
-        measured = _run(list(argv), ranks, flavor, seq_len, Path(folder))
+        measured = _run(options, Path(folder))
     job = reduced.job_config
     return Report(
         config=job.job.config_file or "the config",
-        ranks=ranks,
+        ranks=options.ranks,
         reduced=reduced.changes,
         flavor=named(job.model.flavor, job.model.overrides),  # type: ignore[attr-defined]
         local_batch_size=job.training.local_batch_size,
         seq_len=job.training.seq_len,
-        warnings=hub_warnings(whole, ranks),
+        warnings=hub_warnings(whole, options.ranks),
         **measured,
     )
 
 
-def prepare(argv: Sequence[str], ranks: int, flavor: str | None, seq_len: int | None) -> tuple[JobConfig, Reduced]:
+def prepare(options: PreflightOptions) -> tuple[JobConfig, Reduced]:
     """Check the config and its reduced form for one step, and return both.
 
     Raises:
         ConfigError: One of the two cannot work.
     """
-    job_config = load_config(argv)
-    check_config(job_config, ranks)
-    reduced = reduce(job_config, ranks, flavor, seq_len)
-    check_config(reduced.job_config, ranks)
+    job_config = load_config(options.argv)
+    check_config(job_config, options.ranks)
+    reduced = reduce(job_config, options.ranks, options.flavor, options.seq_len)
+    check_config(reduced.job_config, options.ranks)
     return job_config, reduced
 
 
-def _run(argv: list[str], ranks: int, flavor: str | None, seq_len: int | None, folder: Path) -> dict[str, Any]:
+def _run(options: PreflightOptions, folder: Path) -> dict[str, Any]:
     """Run ``one_step`` in a process and return its measurements."""
-    command = [sys.executable, "-m", "titan_disp.cluster.preflight", "--ranks", str(ranks), "--folder", str(folder)]
-    command += ["--flavor", flavor] if flavor is not None else []
-    command += ["--seq-len", str(seq_len)] if seq_len is not None else []
+    ranks = options.ranks
+    command = [sys.executable, "-m", "titan_disp.cluster.preflight", str(folder), json.dumps(asdict(options))]
     # Inside torchrun or a SLURM step, the process is rank 0 of the fake ranks all the same.
     environment = {k: v for k, v in os.environ.items() if not k.startswith("TORCHELASTIC_")}
     # This is torchrun's default. On busy cores, threads would wait for each other in every small operation of the step.
     environment.setdefault("OMP_NUM_THREADS", "1")
     environment |= {"NGPU": str(ranks), "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(ranks)}
     try:
-        done = subprocess.run(command + argv, env=environment, capture_output=True, text=True, timeout=TIMEOUT)
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=TIMEOUT)
     except subprocess.TimeoutExpired as error:
         raise ConfigError(f"preflight: the step did not end within {TIMEOUT} s") from error
     if done.returncode:
@@ -368,19 +340,13 @@ def one_step(job_config: JobConfig) -> dict[str, Any]:
     return measured
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(allow_abbrev=False)
-    parser.add_argument("--ranks", type=int, required=True)
-    parser.add_argument("--folder", type=Path, required=True, help="for measured.json and what the step writes")
-    parser.add_argument("--flavor")
-    parser.add_argument("--seq-len", type=int)
-    args, rest = parser.parse_known_args()
+def main(folder: Path, options: PreflightOptions) -> None:
+    """Take the step, and write measured.json to ``folder``, which also takes what the step writes."""
     init_logger()
-    _, reduced = prepare(rest, args.ranks, args.flavor, args.seq_len)
-    reduced.job_config.job.dump_folder = str(args.folder / "run")
-    measured = one_step(reduced.job_config)
-    (args.folder / "measured.json").write_text(json.dumps(measured))
+    _, reduced = prepare(options)
+    reduced.job_config.job.dump_folder = str(folder / "run")
+    (folder / "measured.json").write_text(json.dumps(one_step(reduced.job_config)))
 
 
 if __name__ == "__main__":
-    main()
+    main(Path(sys.argv[1]), PreflightOptions(**json.loads(sys.argv[2])))

@@ -1,7 +1,7 @@
-"""This module draws heatmaps: cosine histograms by layer, as in arXiv 2602.00217 (Figures 2, 4 and 6).
+"""Heatmaps draw cosine histograms by layer, as in arXiv 2602.00217 (Figures 2, 4 and 6).
 
 Figures are made without pyplot, which keeps all of them in a global. They are therefore safe in threads and while a
-model trains.
+model trains. The pictures of ``titan_disp.lab`` are made with the same figures and labels.
 """
 
 from collections.abc import Mapping, Sequence
@@ -30,18 +30,11 @@ def new_figure(width: float, height: float) -> Figure:
 
 
 def layer_label(found: Sequence[Condensation], gap: str = " ") -> str:
-    """Return the label of an axis of layers, which says which layer is what.
-
-    Args:
-        gap: " ", or "\\n" for two lines.
-    """
-    normed = any(one.final_norm for one in found)
+    """Return the label of an axis of layers, which says which layer is what. ``gap`` may break it into two lines."""
     last = found[0].last_block
     if any(one.last_block != last for one in found):
-        ends = "last two: last block, final norm" if normed else "last: last block"
-    else:
-        ends = f"{last}: last block, {last + 1}: final norm" if normed else f"{last}: last block"
-    return f"layer (0: embedding,{gap}{ends})"
+        return f"layer (0: embedding,{gap}last two: last block, final norm)"
+    return f"layer (0: embedding,{gap}{last}: last block, {last + 1}: final norm)"
 
 
 def draw_heatmaps(figure: FigureBase, rows: Sequence[Mapping[str, Condensation]]) -> None:

@@ -1,18 +1,42 @@
 """Condensation is measured by the cosines of all pairs of a sequence's tokens in each layer (arXiv 2602.00217, §3.1).
 
-Everything is float64: this code is off the hot path, and arccos near 1 loses half the digits.
+``Accumulator`` pools the pairs of all sequences. Everything is float64: this code is off the hot path, and arccos near
+1 loses half the digits.
+
+``AveragedCosines`` is for the heatmaps of the paper, which average a layer's N×N cosines over the sequences before they
+count them. Averaging narrows the histogram: differences between sequences cancel out, and what depends on the two
+positions stays. The mean over all pairs equals that of the pooled pairs, and so do its rank correlations with depth.
+
+``Monitor`` measures condensation and cross-entropy on held-out text while a model trains. It does not affect training:
+it takes no gradients, draws no random numbers, and has its own data. The sequences are the same in every run and are
+divided among the data-parallel ranks. If there are more ranks than sequences, several ranks take the same sequence and
+divide its layers. If a sequence is sharded (TP, CP), its activations are gathered before they are measured. The numbers
+therefore do not depend on the mesh.
 """
 
 import math
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.nn.functional import cross_entropy
 
 from titan_disp.condensation.record import BINS, Condensation
 
 _ROWS = 1024  # rows of the N×N matrix at a time
 SCALARS = 4  # numbers before the histogram in a row of statistics
+# Tokens whose logits are in float32 at a time: 0.3 GB with Qwen's vocabulary, and as much again for their logarithms.
+_TOKENS = 512
+
+
+def _unit(z: Tensor) -> Tensor:
+    """Return the directions of tokens in float64. Only a token of zeros has none."""
+    return torch.nn.functional.normalize(z.double(), dim=-1, eps=torch.finfo(torch.float64).tiny)
 
 
 def _statistics(z: Tensor) -> Tensor:
@@ -23,7 +47,7 @@ def _statistics(z: Tensor) -> Tensor:
     released code (histogram). The angle arccos(c)/π is over the N(N−1) pairs of different tokens. An all-zero token has
     cosine 0 with every other. If a number of z is not finite, all numbers are NaN.
     """
-    u = torch.nn.functional.normalize(z.double(), dim=-1, eps=torch.finfo(torch.float64).tiny)
+    u = _unit(z)
     n = u.shape[0]
     if not u.isfinite().all():  # bincount and eigvalsh would raise, and end a run that the guard may still save
         return u.new_full((SCALARS + BINS,), math.nan)
@@ -43,10 +67,7 @@ def _statistics(z: Tensor) -> Tensor:
 
 
 def _effective_rank(gram: Tensor) -> Tensor:
-    """Return the effective rank of a matrix from its Gram matrix: exp of the entropy of the normalized singular values.
-
-    Source: Roy & Vetterli 2007.
-    """
+    """Return exp of the entropy of a matrix' normalized singular values, from its Gram matrix (Roy & Vetterli 2007)."""
     squares = torch.linalg.eigvalsh(gram)
     noise = len(squares) * torch.finfo(gram.dtype).eps * squares[-1]
     p = torch.where(squares > noise, squares, 0).sqrt()
@@ -55,13 +76,10 @@ def _effective_rank(gram: Tensor) -> Tensor:
 
 
 class Accumulator:
-    """Average statistics over sequences of equal weight. The sums of several ranks can be added.
-
-    Attributes:
-        sums: [layers + 1, 4 + BINS] float64: rows of statistics, then a row that holds the number of sequences.
-    """
+    """Average statistics over sequences of equal weight. The sums of several ranks can be added."""
 
     def __init__(self, layers: int, device: torch.device | str = "cpu") -> None:
+        # Rows of statistics, then a row that holds the number of sequences.
         self.sums = torch.zeros(layers + 1, SCALARS + BINS, dtype=torch.float64, device=device)
 
     @torch.no_grad()
@@ -72,32 +90,13 @@ class Accumulator:
         if layer == 0:
             self.sums[-1] += len(z)
 
-    def result(self, tokens: int, final_norm: bool = False) -> Condensation:
-        """Return the averages.
-
-        Args:
-            tokens: N.
-            final_norm: whether the last layer is after the final norm, so that the one before it is the last block.
-        """
+    def result(self, tokens: int) -> Condensation:
+        """Return the averages over sequences of N ``tokens``."""
         sums = self.sums.cpu().numpy()
         rows, sequences = sums[:-1] / sums[-1, 0], int(sums[-1, 0])
         mean, square, angle, rank = rows[:, :SCALARS].T
-        return Condensation(
-            mean_cosine=mean,
-            std_cosine=(square - mean**2).clip(0) ** 0.5,
-            mean_angle=angle,
-            effective_rank=rank,
-            histogram=rows[:, SCALARS:],
-            tokens=tokens,
-            sequences=sequences,
-            final_norm=final_norm,
-        )
-
-
-# The heatmaps of arXiv 2602.00217 average a layer's N×N cosines over the sequences before they count them.
-#
-# Averaging narrows the histogram: differences between sequences cancel out, and what depends on the two positions stays.
-# The mean over all pairs equals that of the pooled pairs (measure.py), and so do its rank correlations with depth.
+        std = (square - mean**2).clip(0) ** 0.5
+        return Condensation(mean, std, angle, rank, rows[:, SCALARS:], tokens, sequences)
 
 
 class AveragedCosines:
@@ -107,37 +106,142 @@ class AveragedCosines:
     max(‖z‖, 1e-3) and this class by ‖z‖, so that tokens shorter than 1e-3 count by their direction, too.
     """
 
-    def __init__(self, layers: int) -> None:
-        self._sums: list[Tensor | None] = [None] * layers
-        self._sequences = [0] * layers
+    def __init__(self) -> None:
+        self._sums: dict[int, Tensor] = {}
+        self._sequences: Counter[int] = Counter()
 
     @torch.no_grad()
     def add(self, layer: int, z: Tensor) -> None:
         """Add one layer's activations, [B, N, F], of whole sequences."""
         for sequence in z:
-            u = torch.nn.functional.normalize(sequence.double(), dim=-1, eps=torch.finfo(torch.float64).tiny).float()
+            u = _unit(sequence).float()
             cosines = (u @ u.T).clamp_(-1, 1)
-            summed = self._sums[layer]
-            self._sums[layer] = cosines if summed is None else summed.add_(cosines)
+            self._sums[layer] = self._sums[layer].add_(cosines) if layer in self._sums else cosines
             self._sequences[layer] += 1
 
     def matrix(self, layer: int) -> np.ndarray:
         """Return the mean over all sequences, [N, N] float64 on the host."""
-        summed = self._sums[layer]
-        assert summed is not None
-        return summed.double().cpu().numpy() / self._sequences[layer]
+        return self._sums[layer].double().cpu().numpy() / self._sequences[layer]
 
     def histogram(self) -> np.ndarray:
-        """Return the fractions of the N² pairs of positions by averaged cosine, [layers, 128].
-
-        The bins are those of ``Condensation.histogram``. A layer with a cosine that is not finite has NaN.
-        """
+        """Return the fractions of the N² pairs of positions by averaged cosine, [layers, 128]; NaN if not finite."""
         rows = []
-        for layer in range(len(self._sums)):
-            averaged = self.matrix(layer)
+        for averaged in map(self.matrix, sorted(self._sums)):
             if not np.isfinite(averaged).all():
                 rows.append(np.full(BINS, np.nan))
                 continue
             bins = ((averaged + 1) * (BINS / 2)).astype(np.int64).clip(0, BINS - 1)
             rows.append(np.bincount(bins.ravel(), minlength=BINS) / averaged.size)
         return np.stack(rows)
+
+
+@torch.no_grad()
+def cross_entropies(logits: Tensor, labels: Tensor) -> Tensor:
+    """Return the cross-entropy of each sequence, summed over its tokens, in nats, as [B] float64.
+
+    Args:
+        logits: [B, N, V], or a DTensor of this shape that is sharded over the vocabulary, within ``loss_parallel()``.
+            The result is the same on all ranks over which the vocabulary is sharded.
+        labels: [B, N] token ids.
+    """
+    sums = torch.zeros(len(labels), dtype=torch.float64, device=labels.device)
+    for i, sequence in enumerate(labels):
+        for start in range(0, len(sequence), _TOKENS):
+            some = slice(start, start + _TOKENS)
+            of_some = cross_entropy(logits[i, some].float(), sequence[some], reduction="sum")
+            sums[i] += of_some.to_local() if isinstance(of_some, DTensor) else of_some
+    return sums
+
+
+def gather_sequence(z: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    """Return [B, N, F] on every rank, from the [B, N/p, F] shards of the sequence in rank order."""
+    if group is None:
+        return z
+    shards = [torch.empty_like(z) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(shards, z.contiguous(), group=group)
+    return torch.cat(shards, dim=1)
+
+
+@dataclass
+class Forward:
+    """The results of a forward pass over B sequences.
+
+    Attributes:
+        activations: [B, N/p, F] for every layer, the last one after the final norm.
+        cross_entropies: [B] float64, sums over this rank's labels: all N of them, or N/cp under CP.
+        positions: [N/cp] of these labels in the sequence; None: in order.
+    """
+
+    activations: Sequence[Tensor]
+    cross_entropies: Tensor
+    positions: Tensor | None = None
+
+
+class Monitor:
+    """Measure a model on fixed sequences.
+
+    Args:
+        sequences: [n, N + 1] token ids, int64, the same on all ranks, on the device.
+        batch_size: sequences per forward. It is always the same, so that a compiled model sees one shape.
+        max_tokens: positions per sequence whose activations are measured, evenly spaced; all N if it is larger.
+        ranks: (rank, number of ranks) of this data-parallel rank.
+        data_group: ranks whose sums are added up; None: one rank.
+        sequence_group: ranks over which the activations of a sequence are sharded (TP, CP, or both); None: not sharded.
+        label_group: ranks over which its labels are sharded (CP), a part of sequence_group; None: not sharded.
+    """
+
+    def __init__(
+        self,
+        sequences: Tensor,
+        batch_size: int,
+        max_tokens: int,
+        ranks: tuple[int, int] = (0, 1),
+        data_group: dist.ProcessGroup | None = None,
+        sequence_group: dist.ProcessGroup | None = None,
+        label_group: dist.ProcessGroup | None = None,
+    ) -> None:
+        rank, number = ranks
+        count, n = sequences.shape[0], sequences.shape[1] - 1
+        forwards = -(-count // (number * batch_size))  # the same on all ranks, as a forward is a collective call
+        places = number * batch_size * forwards  # in all ranks' batches, filled with the sequences over and over
+        own = torch.arange(rank, places, number).view(forwards, batch_size)
+        self.copies = places // count
+        self.copy = own // count  # copy c measures layers c, c + copies, …; an incomplete copy measures none
+        self.batches = sequences[(own % count).to(sequences.device)]
+        self.labels = count * n
+        self.tokens = min(max_tokens, n)
+        self.positions = torch.linspace(0, n - 1, self.tokens, dtype=torch.float64).round().long()
+        self.data_group, self.sequence_group, self.label_group = data_group, sequence_group, label_group
+
+    @torch.no_grad()
+    def measure(self, forward: Callable[[Tensor, Tensor], Forward]) -> Condensation:
+        """Measure and return the same result on every rank. This is a collective call.
+
+        ``forward`` takes token ids [B, N] and their labels, the tokens that follow them.
+        """
+        sums: Accumulator | None = None
+        ce = torch.zeros((), dtype=torch.float64, device=self.batches.device)
+        for batch, copy in zip(self.batches, self.copy, strict=True):
+            found = forward(batch[:, :-1], batch[:, 1:])
+            ce += found.cross_entropies[copy == 0].sum()
+            if sums is None:
+                sums = Accumulator(len(found.activations), batch.device)
+            chosen = self._chosen(found.positions)
+            for layer, z in enumerate(found.activations):
+                own = copy == layer % self.copies
+                if own.any():  # the same on all ranks that share a sequence
+                    sums.add(layer, gather_sequence(z, self.sequence_group)[own][:, chosen])
+        assert sums is not None
+        if self.label_group is not None:
+            dist.all_reduce(ce, group=self.label_group)
+        if self.data_group is not None:
+            dist.all_reduce(sums.sums, group=self.data_group)
+            dist.all_reduce(ce, group=self.data_group)
+        return replace(sums.result(self.tokens), cross_entropy=ce.item() / self.labels)
+
+    def _chosen(self, positions: Tensor | None) -> Tensor:
+        """Return where the measured positions are in a gathered sequence, which load balancing under CP permutes."""
+        if positions is None:
+            return self.positions
+        order = gather_sequence(positions[None, :, None], self.label_group).flatten()
+        return order.argsort()[self.positions.to(order.device)]

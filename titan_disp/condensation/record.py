@@ -1,9 +1,8 @@
-"""A measurement of condensation has numbers for each layer. They are summed up over depth."""
+"""A measurement of condensation has numbers for each layer. They are summed up over depth, and in a table over training."""
 
 import math
-import re
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ from titan_disp.files import atomic_write
 BINS = 128
 EDGES = np.linspace(-1, 1, BINS + 1)  # of the histogram's bins
 LEAST_RANGE = 0.01  # the range of mean cosines below which ρ and τ are not given: our choice
+ROWS = 8  # of a run's table, at most
 
 
 @dataclass(frozen=True)
@@ -59,8 +59,8 @@ class OverDepth:
 class Condensation:
     """A measurement holds averages over sequences, by layer.
 
-    Index 0 of every array is the embedding's output, and i + 1 the output of block i before the final norm. If
-    ``final_norm`` is set, the last index is the last block's output after the final norm.
+    Index 0 of every array is the embedding's output, and i + 1 the output of block i before the final norm. The last
+    index is the last block's output after the final norm.
 
     Attributes:
         mean_cosine: [layers] mean of all N² pairwise cosines of a sequence.
@@ -72,12 +72,10 @@ class Condensation:
         histogram: [layers, 128] fraction of the pairs of all sequences by cosine, in bins of equal width on [−1, 1].
         tokens: N, per sequence.
         sequences: number of sequences.
-        final_norm: whether the last index is after the final norm. Measurements of older versions end with the last
-            block.
         cross_entropy: of the next token, in nats, mean over all tokens of the same sequences; NaN if it was not
             measured.
         averaged_histogram: [layers, 128] the paper's histogram, of the N×N cosines averaged over the sequences first
-            (averaged_cosines.py). None if it was not taken, as while a run trains.
+            (``AveragedCosines``). None if it was not taken, as while a run trains.
     """
 
     mean_cosine: np.ndarray
@@ -87,49 +85,36 @@ class Condensation:
     histogram: np.ndarray
     tokens: int
     sequences: int
-    final_norm: bool = False
     cross_entropy: float = math.nan
     averaged_histogram: np.ndarray | None = None
 
     @property
     def last_block(self) -> int:
         """Return the index of the last block's output, before the final norm."""
-        return len(self.mean_cosine) - 1 - self.final_norm
+        return len(self.mean_cosine) - 2
 
     @property
     def layer_names(self) -> list[str]:
-        """Return the names of the layers.
-
-        Blocks count from 0, as in ``dispersion.layers`` and the names of the weights.
-        """
-        names = ["embedding", *(f"block {i}" for i in range(self.last_block))]
-        return [*names, "final norm"] if self.final_norm else names
+        """Return the names of the layers. Blocks count from 0, as in ``dispersion.layers`` and the weights' names."""
+        return ["embedding", *(f"block {i}" for i in range(self.last_block)), "final norm"]
 
     @property
     def before_norm(self) -> OverDepth:
         """Return the change over the embedding and all blocks."""
-        return OverDepth.of(self.mean_cosine[: self.last_block + 1])
+        return OverDepth.of(self.mean_cosine[:-1])
 
     @property
     def after_norm(self) -> OverDepth:
         """Return the change over the embedding, all blocks but the last, and the final norm.
 
-        These are the hidden states of Hugging Face, which the paper measures. NaN if the final norm was not measured.
+        These are the hidden states of Hugging Face, which the paper measures.
         """
-        if not self.final_norm:
-            return OverDepth(math.nan, math.nan, math.nan)
         return OverDepth.of(np.delete(self.mean_cosine, self.last_block))
-
-    def without_final_norm(self) -> "Condensation":
-        """Return the measurement up to the last block."""
-        if not self.final_norm:
-            return self
-        shorter: dict[str, Any] = {n: values[:-1] for n, values in vars(self).items() if isinstance(values, np.ndarray)}
-        return replace(self, final_norm=False, **shorter)
 
     def by_layer(self) -> dict[str, list[float]]:
         """Return the numbers by layer, without the histogram."""
-        return {name: values.tolist() for name, values in self._numbers().items()}
+        numbers = ("mean_cosine", "std_cosine", "mean_angle", "effective_rank")
+        return {name: getattr(self, name).tolist() for name in numbers}
 
     def by_part(self) -> dict[str, dict[str, float]]:
         """Return means of the numbers over parts of the model.
@@ -137,23 +122,19 @@ class Condensation:
         The parts are all blocks, their early, middle and late thirds, the last block, and the final norm. Block i of L
         is early if 3i < L, and late if 3i ≥ 2L.
         """
-        end = self.last_block + 1
         first, second = (1 + math.ceil(third * self.last_block / 3) for third in (1, 2))
         parts = {
-            "blocks": slice(1, end),
+            "blocks": slice(1, -1),
             "early_blocks": slice(1, first),
             "middle_blocks": slice(first, second),
-            "late_blocks": slice(second, end),
-            "last_block": slice(end - 1, end),
-            "final_norm": slice(end, None),
+            "late_blocks": slice(second, -1),
+            "last_block": slice(-2, -1),
+            "final_norm": slice(-1, None),
         }
         return {
-            name: {part: float(values[rows].mean()) for part, rows in parts.items() if len(values[rows])}
-            for name, values in self._numbers().items()
+            name: {part: float(np.mean(values[rows])) for part, rows in parts.items() if values[rows]}
+            for name, values in self.by_layer().items()
         }
-
-    def _numbers(self) -> dict[str, np.ndarray]:
-        return {name: getattr(self, name) for name in ("mean_cosine", "std_cosine", "mean_angle", "effective_rank")}
 
     def to_json(self) -> dict[str, Any]:
         """Return everything but the histograms, with None for numbers that are undefined or were not measured."""
@@ -167,29 +148,27 @@ class Condensation:
             "sequences": self.sequences,
         }
 
-    def save(self, path: str | Path) -> None:
+    def save(self, path: Path) -> None:
         """Write everything to an .npz file. The write is atomic."""
-        path = Path(path)
         path.parent.mkdir(parents=True, exist_ok=True)
+        values = {name: value for name, value in asdict(self).items() if value is not None}
         with atomic_write(path) as partial, open(partial, "wb") as file:
-            np.savez_compressed(file, edges=EDGES, **{k: v for k, v in asdict(self).items() if v is not None})
+            np.savez_compressed(file, edges=EDGES, final_norm=True, **values)  # final_norm names the last layer
 
     @classmethod
-    def load(cls, path: str | Path) -> "Condensation":
-        """Read what ``save`` wrote.
-
-        Older versions wrote angular_distance, which is ½ − mean_angle, and no final norm.
-        """
+    def load(cls, path: Path) -> "Condensation":
+        """Read what ``save`` wrote."""
         with np.load(path) as arrays:
-            content: dict[str, Any] = {name: arrays[name] for name in arrays.files if name != "edges"}
-        if "angular_distance" in content:
-            content["mean_angle"] = 0.5 - content.pop("angular_distance")
+            content: dict[str, Any] = {
+                name: arrays[name] for name in arrays.files if name not in ("edges", "final_norm")
+            }
         return cls(**{name: values if values.ndim else values.item() for name, values in content.items()})
 
 
-def alike(found: Sequence[Condensation]) -> list[Condensation]:
-    """Return the measurements, without the final norm unless all have it: an older version may have begun the run."""
-    return list(found) if all(one.final_norm for one in found) else [one.without_final_norm() for one in found]
+def load_steps(folder: str | Path) -> dict[int, Condensation]:
+    """Return what a run measured while it trained, by step: its files RUN/condensation/step-N.npz, if any."""
+    steps = {path.stem.removeprefix("step-"): path for path in Path(folder).glob("step-*.npz")}
+    return {int(step): Condensation.load(steps[step]) for step in sorted(filter(str.isdecimal, steps), key=int)}
 
 
 def blocks_mean(found: Condensation) -> float:
@@ -199,30 +178,16 @@ def blocks_mean(found: Condensation) -> float:
 
 def most_condensed(by_step: Mapping[int, Condensation]) -> int:
     """Return the step with the highest mean cosine of all blocks, the first of several."""
-    return max(by_step, key=lambda step: np.nan_to_num(blocks_mean(by_step[step]), nan=-1))
+    return _highest({step: blocks_mean(one) for step, one in by_step.items()})
+
+
+def _highest(by_step: Mapping[int, float]) -> int:
+    return max(by_step, key=lambda step: np.nan_to_num(by_step[step], nan=-1))
 
 
 def _number(value: float) -> float | None:
     """Return the number, or None if it is not finite: JSON has neither NaN nor infinity."""
     return value if math.isfinite(value) else None
-
-
-def load_steps(folder: str | Path) -> dict[int, Condensation]:
-    """Return what a run measured while it trained, by step: its files RUN/condensation/step-N.npz.
-
-    Empty if there are none.
-    """
-    found = {}
-    for path in Path(folder).glob("step-*.npz"):
-        if matched := re.fullmatch(r"step-(\d+)\.npz", path.name):
-            found[int(matched.group(1))] = Condensation.load(path)
-    return dict(sorted(found.items()))
-
-
-# Measurements over training are shown in a few rows of text.
-
-
-ROWS = 8  # of one run, at most
 
 
 def over_training(measured: Mapping[int, Mapping[str, Any]]) -> list[str]:
@@ -232,37 +197,28 @@ def over_training(measured: Mapping[int, Mapping[str, Any]]) -> list[str]:
     steps were measured.
 
     Args:
-        measured: by step, what ``Condensation.to_json`` returns. Older versions wrote no cross-entropy and end with the
-            last block.
+        measured: by step, what ``Condensation.to_json`` returns.
     """
     if len(measured) < 2:
         return []
-    blocks = {step: _blocks(one) for step, one in measured.items()}
-    highest = max(blocks, key=lambda step: np.nan_to_num(blocks[step].mean(), nan=-1))
+    last = {step: np.array(one["mean_cosine"], dtype=float)[-2] for step, one in measured.items()}  # None becomes NaN
+    blocks = {step: np.array(one["mean_cosine"], dtype=float)[1:-1].mean() for step, one in measured.items()}
+    highest = _highest(blocks)
     lines = [
         "On held-out text. Mean cosine: 1 if all tokens of a sequence point the same way, near 0 if they share no "
         "direction.",
         f"{'step':>9}  cross-entropy  mean cosine of all blocks  of the last block",
     ]
     for step in telling_steps(sorted(blocks), {highest}):
-        ce = measured[step].get("cross_entropy")
+        ce = measured[step]["cross_entropy"]
         shown = f"{ce:.3f}" if ce is not None else "–"
         mark = "  (highest)" if step == highest else ""
-        lines.append(f"{step:9,}  {shown:>13}  {blocks[step].mean():25.2f}  {blocks[step][-1]:17.2f}{mark}")
+        lines.append(f"{step:9,}  {shown:>13}  {blocks[step]:25.2f}  {last[step]:17.2f}{mark}")
     return lines
 
 
-def _blocks(one: Mapping[str, Any]) -> np.ndarray:
-    """Return the mean cosines after every block."""
-    names, mean = one.get("layers"), np.array(one["mean_cosine"], dtype=float)  # None becomes NaN
-    return mean[1:-1] if names and names[-1] == "final norm" else mean[1:]
-
-
 def telling_steps(steps: Sequence[int], highest: Collection[int]) -> list[int]:
-    """Return the first, the last and the highest of ascending steps, and some between them.
-
-    Those between grow by equal ratios, because a collapse comes early.
-    """
+    """Return the first, the last, the highest and others of ascending steps, by equal ratios: a collapse comes early."""
     after = [step for step in steps if step > 0]
     wanted: Sequence[float] = np.geomspace(after[0], after[-1], ROWS - 2).tolist() if after else []
     return sorted({steps[0], *highest, *(min(after, key=lambda step: abs(step - w)) for w in wanted)})

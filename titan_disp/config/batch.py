@@ -34,13 +34,10 @@ def resolve_steps(job_config: JobConfig, world_size: int) -> None:
     """Set training.steps from budget.tokens. A second call changes nothing.
 
     Raises:
-        ConfigError: neither is set, they disagree, or a number of tokens is out of range.
+        ConfigError: neither is set, they disagree, or the run is to stop after its end.
     """
     training, budget = job_config.training, job_config.budget  # type: ignore[attr-defined]
     per_step = tokens_per_step(job_config, data_parallel_degree(job_config, world_size))
-    for key in ("tokens", "stop_at_tokens"):
-        if getattr(budget, key) < 0:
-            raise ConfigError(f"budget.{key} is {getattr(budget, key)}, expected a number of tokens, or 0 for none")
     if budget.tokens:
         steps = -(-budget.tokens // per_step)
         if training.steps not in (-1, steps):

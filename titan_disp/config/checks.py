@@ -2,33 +2,37 @@
 
 Every command and every start of training runs them, in its own process, before it allocates anything. They build no
 model and need no GPU. ``check_inputs`` also opens the data, the tokenizer and the checkpoint that the config names.
-Other checks are elsewhere: ``cluster.preflight`` runs one real step, ``cluster.job_check`` runs these checks for a
-SLURM job, and ``cluster.node_health`` checks a node and not the config.
+Each raises ConfigError for the first problem that it finds. Other checks are elsewhere: ``cluster.preflight`` runs one
+real step, and ``cluster.job_check`` runs these checks for a SLURM job.
 """
 
 import importlib.util
-import math
+import operator
 import os
+from collections.abc import Callable
 from dataclasses import fields
+from typing import Any, TypeVar
 
 from torchtitan.components.tokenizer import BaseTokenizer
 from torchtitan.config import JobConfig
 
 from titan_disp import cpu
 from titan_disp.config.batch import data_parallel_degree, global_batch_size, resolve_steps, slot_count
-from titan_disp.data.loader import stream_options
+from titan_disp.config.keys import facts_of
+from titan_disp.data.options import stream_options
 from titan_disp.data.sources import check_content, data_sets, source_shares
 from titan_disp.data.tokenizer import load_tokenizer_for
 from titan_disp.data.validation import validation_sequences
 from titan_disp.dispersion import CoeffSchedule, DispersionLoss
 from titan_disp.errors import ConfigError, counted
+from titan_disp.job_config import keys
 from titan_disp.models.arguments import activation_indices, named, parse_overrides
 from titan_disp.models.baselines import check_baseline
 from titan_disp.models.registry import args_of, find_model
 from titan_disp.run.checkpoint import check_initial_load
 from titan_disp.run.integrity import checkpoints
 
-# This module computes replicas and shards from a config and a number of ranks.
+Built = TypeVar("Built")
 
 
 def resolve_replicas(job_config: JobConfig, world_size: int) -> None:
@@ -37,9 +41,6 @@ def resolve_replicas(job_config: JobConfig, world_size: int) -> None:
     A second call changes nothing. The shard degree is then an upper bound: 8 is right for any number of nodes of 8
     GPUs, and for 1, 2 or 4 GPUs, which hold one replica. TorchTitan 0.2.2 does not accept −1 here, so this must run
     before it sees the config. The ranks must be a multiple of the degrees of context and tensor parallelism.
-
-    Raises:
-        ConfigError: the number of shards per replica is not set, or the ranks are not a multiple of it.
     """
     p = job_config.parallelism
     if p.data_parallel_replicate_degree != -1:
@@ -63,44 +64,11 @@ def resolve_replicas(job_config: JobConfig, world_size: int) -> None:
     p.data_parallel_shard_degree, p.data_parallel_replicate_degree = shard, left // shard
 
 
-# This module builds the loss and its weight λ from the [dispersion] section.
-
-
-def build_dispersion_loss(job_config: JobConfig) -> DispersionLoss:
-    """Return the loss that [dispersion] describes. ``debug.seed`` decides which positions are sampled.
-
-    Raises:
-        ConfigError: an option is out of range or unused.
-    """
-    section = job_config.dispersion  # type: ignore[attr-defined]
-    options = {field.name: getattr(section, field.name) for field in fields(DispersionLoss) if field.name != "seed"}
-    try:
-        return DispersionLoss(**options, seed=job_config.debug.seed or 0)
-    except ValueError as error:
-        raise ConfigError(f"dispersion.{error}") from error
-
-
-def build_coeff_schedule(job_config: JobConfig) -> CoeffSchedule:
-    """Return λ over the run, as [dispersion] describes it. training.steps must be known.
-
-    Raises:
-        ConfigError: an option is out of range.
-    """
-    d = job_config.dispersion  # type: ignore[attr-defined]
-    try:
-        return CoeffSchedule(d.coeff, d.warmup_steps, d.decay, d.final_coeff, job_config.training.steps, d.decay_steps)
-    except ValueError as error:
-        raise ConfigError(f"dispersion.{error}") from error
-
-
 def check_config(job_config: JobConfig, world_size: int) -> None:
     """Check everything that follows from the config and the number of ranks.
 
     Also set training.steps from budget.tokens, replace data_parallel_replicate_degree and validation.seq_len of −1, and
     turn model.overrides into a table.
-
-    Raises:
-        ConfigError: the first problem found.
     """
     if not hasattr(job_config, "dispersion"):
         raise ConfigError(
@@ -108,6 +76,7 @@ def check_config(job_config: JobConfig, world_size: int) -> None:
         )
     find_model(job_config.model.name)
     job_config.model.overrides = parse_overrides(job_config.model.overrides)  # type: ignore[attr-defined]
+    check_ranges(job_config)
     check_mesh(job_config, world_size)
     check_batch(job_config, world_size)
     resolve_steps(job_config, world_size)
@@ -115,17 +84,18 @@ def check_config(job_config: JobConfig, world_size: int) -> None:
     check_validation(job_config)
     check_stream(job_config, world_size)
     check_operations(job_config)
-    check_condensation(job_config)
     check_baseline(job_config)
 
 
-def check_device(job_config: JobConfig) -> None:
-    """Check that this machine, with its kind of device and its packages, can run the config.
+def check_ranges(job_config: JobConfig) -> None:
+    """Check every key of ``titan_disp.job_config`` by itself."""
+    for name, field in keys().items():
+        facts_of(field).check(name, operator.attrgetter(name)(job_config), field.type)
 
-    Raises:
-        ConfigError: context parallelism or CPU offload on a CPU, or Weights & Biases without its package. (TorchTitan
-            would only log an error for that and train on.)
-    """
+
+def check_device(job_config: JobConfig) -> None:
+    """Check that this machine, with its kind of device and its packages, can run the config."""
+    # Without the package, TorchTitan would only log an error and train on.
     if job_config.metrics.enable_wandb and importlib.util.find_spec("wandb") is None:
         raise ConfigError(
             "metrics.enable_wandb is true, but the package wandb is not installed: pip install 'titan-disp[wandb]', "
@@ -143,12 +113,7 @@ def check_device(job_config: JobConfig) -> None:
 
 
 def check_inputs(job_config: JobConfig) -> None:
-    """Check what the config names on disk: the tokenizer, the data, and the initial weights.
-
-    Raises:
-        ConfigError: something is missing or unreadable, the model's vocabulary is too small for the tokenizer,
-            documents are not what the config says, or weights belong to another model.
-    """
+    """Check what the config names on disk: the tokenizer, the data, and the initial weights."""
     options = stream_options(job_config, tokenizer=tokenizer_of(job_config))
     for data in data_sets(job_config):
         check_content(data.check(), options, data.key)
@@ -159,14 +124,8 @@ def check_inputs(job_config: JobConfig) -> None:
 
 
 def tokenizer_of(job_config: JobConfig) -> BaseTokenizer:
-    """Return the tokenizer in ``model.hf_assets_path``.
-
-    Raises:
-        ConfigError: it is missing or unreadable, or has more tokens than the model's vocabulary.
-    """
-    model = job_config.model
-    name = named(model.flavor, model.overrides)  # type: ignore[attr-defined]
-    return load_tokenizer_for(name, args_of(job_config).vocab_size, model.hf_assets_path)
+    """Return the tokenizer in ``model.hf_assets_path``, if the model's vocabulary is large enough for it."""
+    return load_tokenizer_for(_flavor(job_config), args_of(job_config).vocab_size, job_config.model.hf_assets_path)
 
 
 def check_model(job_config: JobConfig) -> None:
@@ -177,9 +136,8 @@ def check_model(job_config: JobConfig) -> None:
     if training.seq_len < 1 + dispersion.enabled:
         raise ConfigError(f"training.seq_len is {training.seq_len}, expected at least {1 + dispersion.enabled}")
     if args.max_positions is not None and training.seq_len > args.max_positions:
-        flavor = named(job_config.model.flavor, job_config.model.overrides)  # type: ignore[attr-defined]
         raise ConfigError(
-            f"training.seq_len is {training.seq_len}, but {job_config.model.name} {flavor!r} has learned "
+            f"training.seq_len is {training.seq_len}, but {job_config.model.name} {_flavor(job_config)!r} has learned "
             f"positions for {args.max_positions} tokens: set training.seq_len to at most that"
         )
     if training.steps < 1:
@@ -189,18 +147,17 @@ def check_model(job_config: JobConfig) -> None:
     activation_indices(dispersion.layers, dispersion.final_norm, args.n_layers)
 
 
-def _dp_shard(job_config: JobConfig, world_size: int) -> int:
-    p = job_config.parallelism
-    if p.data_parallel_shard_degree != -1:
-        return p.data_parallel_shard_degree
-    return max(
-        1, world_size // (p.data_parallel_replicate_degree * p.context_parallel_degree * p.tensor_parallel_degree)
-    )
-
-
 def check_mesh(job_config: JobConfig, world_size: int) -> None:
     """Check the degrees of parallelism, and refuse what TorchTitan 0.2.2 or titan-disp cannot train correctly."""
-    p, args = job_config.parallelism, args_of(job_config)
+    _check_degrees(job_config, world_size)
+    resolve_replicas(job_config, world_size)
+    shards = _check_shards(job_config, world_size)
+    _check_sharded_sizes(job_config, shards)
+    _check_supported(job_config)
+
+
+def _check_degrees(job_config: JobConfig, world_size: int) -> None:
+    p = job_config.parallelism
     tp, cp = p.tensor_parallel_degree, p.context_parallel_degree
     if p.pipeline_parallel_degree > 1:
         raise ConfigError(
@@ -220,14 +177,20 @@ def check_mesh(job_config: JobConfig, world_size: int) -> None:
             f"of ranks, {world_size}: set tensor_parallel_degree or context_parallel_degree to one that does, or use "
             "another number of ranks"
         )
-    resolve_replicas(job_config, world_size)
-    replicate = p.data_parallel_replicate_degree
+
+
+def _check_shards(job_config: JobConfig, world_size: int) -> int:
+    """Check data parallelism, and return the number of ranks that share one copy of the weights."""
+    p = job_config.parallelism
+    tp, cp, replicate = p.tensor_parallel_degree, p.context_parallel_degree, p.data_parallel_replicate_degree
     if replicate < 1:
         raise ConfigError(
             f"parallelism.data_parallel_replicate_degree is {replicate}, expected at least 1, or -1 to compute it from "
             "the number of ranks"
         )
-    shard = _dp_shard(job_config, world_size)
+    shard = p.data_parallel_shard_degree
+    if shard == -1:
+        shard = max(1, world_size // (replicate * cp * tp))
     if shard < 1 or replicate * shard * cp * tp != world_size:
         raise ConfigError(
             f"data_parallel_replicate_degree {replicate} × data_parallel_shard_degree {shard} × "
@@ -247,7 +210,13 @@ def check_mesh(job_config: JobConfig, world_size: int) -> None:
             "training.enable_cpu_offload is true, but only FSDP offloads, and it is off with "
             "data_parallel_shard_degree 1: set enable_cpu_offload = false, or data_parallel_shard_degree ≥ 2"
         )
-    flavor = named(job_config.model.flavor, job_config.model.overrides)  # type: ignore[attr-defined]
+    return shard * cp
+
+
+def _check_sharded_sizes(job_config: JobConfig, shards: int) -> None:
+    """Check that the model's sizes and the sequence divide into equal parts. ``shards`` share the weights."""
+    tp, cp = job_config.parallelism.tensor_parallel_degree, job_config.parallelism.context_parallel_degree
+    args, flavor = args_of(job_config), _flavor(job_config)
     for name, size in (
         ("attention heads", args.n_heads),
         ("key/value heads", args.n_kv_heads),
@@ -258,19 +227,30 @@ def check_mesh(job_config: JobConfig, world_size: int) -> None:
                 f"tensor_parallel_degree {tp} does not divide the {size} {name} of {flavor!r}: set one that does"
             )
     tables = [rows for rows in (args.vocab_size, args.max_positions) if rows is not None and rows % tp]
-    if tables and args.dim % (shard * cp):
+    if tables and args.dim % shards:
         raise ConfigError(
             f"tensor_parallel_degree {tp} does not divide the {tables[0]} rows of an embedding of {flavor!r}, "
-            f"so that FSDP shards its {args.dim} columns, which {shard * cp} shards (data_parallel_shard_degree × "
+            f"so that FSDP shards its {args.dim} columns, which {shards} shards (data_parallel_shard_degree × "
             "context_parallel_degree) do not divide: set a data_parallel_shard_degree that does, or "
             "tensor_parallel_degree = 1"
         )
-    if cp > 1 and job_config.validation.enable:
+    parts = tp * (2 * cp if cp > 1 else 1)
+    if job_config.training.seq_len % parts:
+        raise ConfigError(
+            f"training.seq_len {job_config.training.seq_len} is not divisible by {parts} "
+            f"(tensor_parallel_degree {tp}{f' × 2 × context_parallel_degree {cp}' if cp > 1 else ''}): each rank holds "
+            "an equal part of the sequence"
+        )
+
+
+def _check_supported(job_config: JobConfig) -> None:
+    p, compiled = job_config.parallelism, job_config.compile
+    if p.context_parallel_degree > 1 and job_config.validation.enable:
         raise ConfigError(
             "validation with context_parallel_degree > 1 fails in TorchTitan 0.2.2 (it reads freqs_cis, which the "
             "models do not have): set validation.enable = false or context_parallel_degree = 1"
         )
-    if p.enable_async_tensor_parallel and not (job_config.compile.enable and "model" in job_config.compile.components):
+    if p.enable_async_tensor_parallel and not (compiled.enable and "model" in compiled.components):
         raise ConfigError(
             'parallelism.enable_async_tensor_parallel needs compile.enable = true, and "model" in compile.components'
         )
@@ -278,13 +258,10 @@ def check_mesh(job_config: JobConfig, world_size: int) -> None:
         raise ConfigError("fault_tolerance.enable (torchft) is not supported: set it to false")
     if job_config.comm.mode == "local_tensor":
         raise ConfigError('comm.mode = "local_tensor" is not supported: use "default" or "fake_backend"')
-    sequence = tp * (2 * cp if cp > 1 else 1)
-    if job_config.training.seq_len % sequence:
-        raise ConfigError(
-            f"training.seq_len {job_config.training.seq_len} is not divisible by {sequence} "
-            f"(tensor_parallel_degree {tp}{f' × 2 × context_parallel_degree {cp}' if cp > 1 else ''}): each rank holds "
-            "an equal part of the sequence"
-        )
+
+
+def _flavor(job_config: JobConfig) -> str:
+    return named(job_config.model.flavor, job_config.model.overrides)  # type: ignore[attr-defined]
 
 
 def check_batch(job_config: JobConfig, world_size: int) -> None:
@@ -301,11 +278,10 @@ def check_batch(job_config: JobConfig, world_size: int) -> None:
 
 
 def check_stream(job_config: JobConfig, world_size: int) -> None:
-    """Check [stream], and the number of validation sequences.
+    """Check the slots, their sources, and the number of validation sequences.
 
     A *slot* is one of the run's document streams. Each data-parallel rank reads some of the slots.
     """
-    stream = job_config.stream  # type: ignore[attr-defined]
     dp = data_parallel_degree(job_config, world_size)
     batch, slots = global_batch_size(job_config, dp), slot_count(job_config, dp)
     if slots < 1 or batch % slots or slots % dp:
@@ -314,22 +290,8 @@ def check_stream(job_config: JobConfig, world_size: int) -> None:
             f"number of data-parallel ranks, {dp}"
         )
     source_shares(job_config, slots)
-    if stream.prefetch < 0:
-        raise ConfigError(f"stream.prefetch is {stream.prefetch}, expected 0 or more microbatches")
-    if stream.shuffle_window < 0:
-        raise ConfigError(
-            f"stream.shuffle_window is {stream.shuffle_window}, expected 0 (no shuffling) or more documents"
-        )
-    if stream.tokenizer_threads < 0:
-        raise ConfigError(f"stream.tokenizer_threads is {stream.tokenizer_threads}, expected 0 or more")
-    if not 0 <= stream.max_skipped_fraction <= 1:
-        raise ConfigError(f"stream.max_skipped_fraction is {stream.max_skipped_fraction}, expected a number in [0, 1]")
-    if not stream.text_field:
+    if not job_config.stream.text_field:  # type: ignore[attr-defined]
         raise ConfigError('stream.text_field is "", expected the name of a field: most corpora call it "text"')
-    if not (math.isfinite(stream.max_document_mb) and stream.max_document_mb > 0):
-        raise ConfigError(f"stream.max_document_mb is {stream.max_document_mb}, expected a number > 0")
-    if not (math.isfinite(stream.retry_seconds) and stream.retry_seconds >= 0):
-        raise ConfigError(f"stream.retry_seconds is {stream.retry_seconds}, expected a number of seconds, 0 or more")
     if job_config.validation.enable:
         validation_sequences(job_config, dp)
 
@@ -355,18 +317,13 @@ def check_validation(job_config: JobConfig) -> None:
 
 
 def check_operations(job_config: JobConfig) -> None:
-    """Check [guard] and [checkpoint], and what they need from the optimizer."""
+    """Check what saving, resuming and skipping steps need of [checkpoint] and other sections of TorchTitan."""
     option = job_config.activation_checkpoint.selective_ac_option
     if job_config.activation_checkpoint.mode == "selective" and option != "op" and not option.isdigit():
         raise ConfigError(
             f'activation_checkpoint.selective_ac_option is {option!r}, expected "op" or a number of layers'
         )
-    guard, checkpoint = job_config.guard, job_config.checkpoint  # type: ignore[attr-defined]
-    if guard.max_skipped_steps < 1:
-        raise ConfigError(f"guard.max_skipped_steps is {guard.max_skipped_steps}, expected at least 1")
-    for name in ("silence_seconds", "save_seconds"):
-        if not getattr(guard, name) > 0:
-            raise ConfigError(f"guard.{name} is {getattr(guard, name)}, expected a number > 0")
+    checkpoint = job_config.checkpoint
     if job_config.optimizer.early_step_in_backward:
         raise ConfigError(
             "optimizer.early_step_in_backward applies gradients before all ranks can agree that they are finite: "
@@ -386,12 +343,20 @@ def check_operations(job_config: JobConfig) -> None:
         )
 
 
-def check_condensation(job_config: JobConfig) -> None:
-    """Check [condensation]."""
-    section = job_config.condensation  # type: ignore[attr-defined]
-    for name, least in (("interval", 0), ("sequences", 1), ("max_tokens", 2)):
-        if getattr(section, name) < least:
-            raise ConfigError(
-                f"condensation.{name} is {getattr(section, name)}, expected at least {least}"
-                + (" (0 = never)" if name == "interval" else "")
-            )
+def build_dispersion_loss(job_config: JobConfig) -> DispersionLoss:
+    """Return the loss that [dispersion] describes. ``debug.seed`` decides which positions are sampled."""
+    return _build(DispersionLoss, job_config, seed=job_config.debug.seed or 0)
+
+
+def build_coeff_schedule(job_config: JobConfig) -> CoeffSchedule:
+    """Return λ over the run, as [dispersion] describes it. training.steps must be known."""
+    return _build(CoeffSchedule, job_config, total_steps=job_config.training.steps)
+
+
+def _build(kind: Callable[..., Built], job_config: JobConfig, **others: Any) -> Built:
+    section = job_config.dispersion  # type: ignore[attr-defined]
+    options = {f.name: getattr(section, f.name) for f in fields(kind) if f.name not in others}  # type: ignore[arg-type]
+    try:
+        return kind(**options, **others)
+    except ValueError as error:
+        raise ConfigError(f"dispersion.{error}") from error

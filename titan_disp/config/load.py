@@ -14,42 +14,29 @@ import typeguard
 from torchtitan.config import ConfigManager, JobConfig
 from torchtitan.tools.logging import logger
 
+from titan_disp.config.keys import other_names
 from titan_disp.errors import ConfigError, did_you_mean
 
-# This module finds options written as in TOML, and keys by other names.
-#
-# tyro would reject them without a hint, or read them as something else.
-
+MODULE = "titan_disp.job_config"
 
 _BOOLEANS = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
 
-# Names that are too far from the keys' own for difflib.
-OTHER_NAMES = {
-    **dict.fromkeys(("dispersion.lambda", "dispersion.lamda", "dispersion.weight"), "dispersion.coeff"),
-    "dispersion.temperature": "dispersion.tau",
-}
-
 
 def check_spelling(argv: Sequence[str], default: Any) -> None:
-    """Refuse options that are written as in TOML, and those that have another name.
+    """Raise ConfigError with the spelling that works for options that are written as in TOML or have another name.
 
-    Booleans take no value. ``[1, 2]`` is written ``1 2``. A list of strings is written ``a,b``, which TorchTitan splits
-    at the commas without further parsing: ``["a","b"]`` would become two strings that contain brackets and quotes.
-
-    Args:
-        argv: options such as --dispersion.enabled.
-        default: the config's dataclass, whose fields have the types.
-
-    Raises:
-        ConfigError: an option is written as in TOML, or has another name. The message has the spelling that works.
+    tyro would reject them without a hint, or read them as something else. Booleans take no value. ``[1, 2]`` is written
+    ``1 2``. A list of strings is written ``a,b``, which TorchTitan splits at the commas without further parsing:
+    ``["a","b"]`` would become two strings that contain brackets and quotes. ``default`` is a config, which has the types.
     """
     for i, arg in enumerate(argv):
         option, equals, value = arg.partition("=")
         key = option.removeprefix("--").replace("-", "_")
         if not option.startswith("--") or "." not in key:
             continue
-        if key in OTHER_NAMES:
-            raise ConfigError(f"unknown key {option} (did you mean --{OTHER_NAMES[key]}?)")
+        section, _, name = key.rpartition(".")
+        if name in (others := other_names(_fields(section, default))):
+            raise ConfigError(f"unknown key {option} (did you mean --{section}.{others[name]}?)")
         values = [value] if equals else _up_to_next_option(argv[i + 1 :])
         if right := _boolean(key, values, default) or _list(key, values, default):
             raise ConfigError(f"{' '.join([option, *values])} is not the command-line spelling: expected {right}")
@@ -84,16 +71,15 @@ def _list(key: str, values: list[str], default: Any) -> str | None:
     return None
 
 
+def _fields(section: str, default: Any) -> tuple[dataclasses.Field[Any], ...]:
+    for part in section.split("."):
+        default = getattr(default, part, None)
+    return dataclasses.fields(default) if dataclasses.is_dataclass(default) else ()
+
+
 def _type(key: str, default: Any) -> Any:
-    """Return the type of a key, or None if there is no such key."""
-    *sections, name = key.split(".")
-    for section in sections:
-        default = getattr(default, section, None)
-    fields = dataclasses.fields(default) if dataclasses.is_dataclass(default) else ()
-    return next((field.type for field in fields if field.name == name), None)
-
-
-MODULE = "titan_disp.job_config"
+    section, _, name = key.rpartition(".")
+    return next((f.type for f in _fields(section, default) if f.name == name), None)
 
 
 def _option(argv: Sequence[str], *names: str) -> str | None:
@@ -121,7 +107,7 @@ def read_toml(path: str) -> dict[str, Any]:
 
 
 def _near(path: str) -> str:
-    """Return a question with the TOML file of the same folder whose name is most like that of a missing one, or nothing."""
+    """Ask whether a TOML file of the same folder is meant, if there is no such file."""
     folder, name = os.path.split(path)
     with contextlib.suppress(OSError):
         if not os.path.lexists(path):
@@ -131,11 +117,11 @@ def _near(path: str) -> str:
 
 
 def _unknown_keys(toml: dict[str, Any], default: Any, prefix: str = "") -> Iterator[str]:
-    known = {f.name for f in dataclasses.fields(default)}
+    known = dataclasses.fields(default)
+    names = [f.name for f in known]
     for key, value in toml.items():
-        if key not in known:
-            name = OTHER_NAMES.get(f"{prefix}{key}")
-            yield f"{prefix}{key}" + (f" (did you mean {name}?)" if name else did_you_mean(key, known, prefix=prefix))
+        if key not in names:
+            yield f"{prefix}{key}{did_you_mean(key, names, prefix=prefix, instead=other_names(known))}"
         elif dataclasses.is_dataclass(getattr(default, key)):
             if isinstance(value, dict):
                 yield from _unknown_keys(value, getattr(default, key), f"{prefix}{key}.")
@@ -159,10 +145,7 @@ def _check_types(config: Any, prefix: str = "") -> None:
 
 @contextlib.contextmanager
 def _no_word_on_hf_assets() -> Iterator[None]:
-    """Drop TorchTitan's warning of a tokenizer's folder that does not exist, which is mostly its own default.
-
-    Commands that need the folder say that it is missing, and what to do.
-    """
+    """Drop TorchTitan's warning of a tokenizer's folder, mostly its own default. Commands that need one say what to do."""
 
     def is_other(record: logging.LogRecord) -> bool:
         return not record.getMessage().startswith("HF assets path ")

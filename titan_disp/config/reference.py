@@ -1,8 +1,7 @@
 """``titan-disp config`` and ``docs/configuration.md`` list every key with its type, default and description.
 
-They are read from the source code of ``titan_disp/job_config.py`` and of TorchTitan's, where a description is the
-string below a field. Neither module is imported, so that this takes a fraction of a second and not the many seconds of
-PyTorch.
+They are read from the source code of ``titan_disp/job_config.py`` and of TorchTitan's, where the string below a field
+describes it. Importing the modules would take the many seconds of PyTorch.
 """
 
 import ast
@@ -13,17 +12,16 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from titan_disp.config.load import OTHER_NAMES
+from titan_disp.config.keys import SOURCES, Facts
 from titan_disp.errors import ConfigError, did_you_mean
 
-# TorchTitan's keys that the files in train_configs set (tests/test_config_reference.py), with their meaning in
-# titan-disp.
+# TorchTitan's keys that the files in train_configs set, with their meaning in titan-disp.
 USED = {
     "job.dump_folder": "The run folder: checkpoints, metrics and logs. A run that is started again in it resumes.",
     "job.description": "A line for the log.",
     "job.custom_config_module": 'Module with more keys. titan_disp.train uses "titan_disp.job_config" by default.',
     "experimental.custom_import": 'Module to import first: "titan_disp.plugin", which registers the models.',
-    "model.name": '"qwen3_disp" or "gpt2_disp".',
+    "model.name": "The model: docs/training.md lists them.",
     "model.flavor": "The size, such as nano, 0.6B or 124M.",
     "model.hf_assets_path": "Folder of the tokenizer, and of the weights if checkpoint.initial_load_in_hf is true.",
     "training.dataset": '"c4", "text" (any documents at dataset_path) or "hf:OWNER/NAME…": docs/data.md.',
@@ -82,10 +80,15 @@ class Key:
     type: str
     default: str
     text: str
+    facts: Facts | None  # of titan-disp's keys
 
     @property
     def full(self) -> str:
         return f"{self.section}.{self.name}"
+
+    @property
+    def source(self) -> str:
+        return SOURCES[self.facts.source] if self.facts else ""
 
 
 @dataclass(frozen=True)
@@ -94,16 +97,17 @@ class Section:
     text: str
     keys: tuple[Key, ...]
 
+    @property
+    def title(self) -> str:
+        """The TOML heading. [[stream.sources]] is an array of tables; the keys of [stream] are not in it."""
+        return f"[[{self.name}]]" if self.name == "stream.sources" else f"[{self.name}]"
 
-def _words(text: str) -> str:
-    """Return a docstring as one line."""
-    return " ".join(text.split())
 
-
-def _type(node: ast.expr) -> str:
-    """Describe an annotation: ``str | None`` → string; ``Literal["a", "b"]`` → "a" or "b"."""
+def _type(node: ast.expr, facts: Facts | None) -> str:
+    """Describe an annotation: ``str | None`` → string; ``Literal["a", "b"]`` → "a" or "b"; and a number's range."""
     alternatives = list(_alternatives(node))
-    return " or ".join([", ".join(alternatives[:-1]), alternatives[-1]] if len(alternatives) > 1 else alternatives)
+    last = alternatives[-1] + (f" {facts.range}" if facts and alternatives[-1] in ("integer", "number") else "")
+    return " or ".join([", ".join(alternatives[:-1]), last] if len(alternatives) > 1 else [last]).rstrip()
 
 
 def _alternatives(node: ast.expr) -> Iterator[str]:
@@ -119,16 +123,24 @@ def _alternatives(node: ast.expr) -> Iterator[str]:
         yield NAMES.get(ast.unparse(node), ast.unparse(node))
 
 
-def _default(node: ast.expr | None) -> str:
-    """Return a default as it is written in TOML."""
+def _declared(node: ast.expr | None) -> tuple[str, Facts | None]:
+    """Return a default as it is written in TOML, and the facts of ``key(default, source, …)``."""
     if node is None:
-        return "required"
+        return "required", None
+    if isinstance(node, ast.Call) and node.args:
+        default, *source = node.args
+        facts = Facts(
+            *map(ast.literal_eval, source), **{k.arg: ast.literal_eval(k.value) for k in node.keywords if k.arg}
+        )
+        return _declared(default)[0], facts
     if isinstance(node, ast.Call):  # field(default_factory=…)
-        (factory,) = (keyword.value for keyword in node.keywords)
-        made = factory.body if isinstance(factory, ast.Lambda) else None
-        return ast.unparse(made).replace("'", '"') if made else {"dict": "{}", "list": "[]"}[ast.unparse(factory)]
+        node = node.keywords[0].value
+    if isinstance(node, ast.Lambda):
+        return ast.unparse(node.body).replace("'", '"'), None
+    if isinstance(node, ast.Name):
+        return {"dict": "{}", "list": "[]"}[node.id], None
     value = ast.literal_eval(node)
-    return "unset" if value is None else json.dumps(value, ensure_ascii=False)
+    return "unset" if value is None else json.dumps(value, ensure_ascii=False), None
 
 
 def _sections(source: Path) -> dict[str, Section]:
@@ -137,9 +149,8 @@ def _sections(source: Path) -> dict[str, Section]:
     found: dict[str, Section] = {}
 
     def read(cls: ast.ClassDef, name: str) -> None:
-        keys = []
-        nested: list[tuple[ast.ClassDef, str]] = []
-        for i, field in enumerate(cls.body):
+        keys, nested = [], []
+        for field, below in zip(cls.body, [*cls.body[1:], None], strict=True):
             if not (isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)):
                 continue
             full = f"{name}.{field.target.id}".lstrip(".")
@@ -148,10 +159,11 @@ def _sections(source: Path) -> dict[str, Section]:
             if inner is not None:
                 nested.append((inner, full))
             if inner is None or item is not field.annotation:  # a list of tables is both a key and a section
-                text = _text_below(cls, i)
-                keys.append(Key(name, field.target.id, _type(field.annotation), _default(field.value), text))
+                default, facts = _declared(field.value)
+                text = _text(below) + (" Fixed for the life of a run." if facts and facts.fixes else "")
+                keys.append(Key(name, field.target.id, _type(field.annotation, facts), default, text, facts))
         if name and keys:
-            found[name] = Section(name, _words(ast.get_docstring(cls) or ""), tuple(keys))
+            found[name] = Section(name, " ".join((ast.get_docstring(cls) or "").split()), tuple(keys))
         for inner, full in nested:
             read(inner, full)
 
@@ -159,35 +171,30 @@ def _sections(source: Path) -> dict[str, Section]:
     return found
 
 
-def _text_below(cls: ast.ClassDef, i: int) -> str:
-    below = cls.body[i + 1] if i + 1 < len(cls.body) else None
-    is_text = (
-        isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant) and isinstance(below.value.value, str)
-    )
-    return _words(below.value.value) if is_text else ""  # type: ignore[union-attr]
+def _text(below: ast.stmt | None) -> str:
+    """Return the string below a field in one line, or an empty text."""
+    value = below.value.value if isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant) else None
+    return " ".join(value.split()) if isinstance(value, str) else ""
 
 
-def own_sections() -> dict[str, Section]:
+def own_sections() -> list[Section]:
     """Return titan-disp's sections, including the keys that it adds to TorchTitan's sections."""
-    return _sections(Path(__file__).parents[1] / "job_config.py")
+    return list(_sections(Path(__file__).parents[1] / "job_config.py").values())
 
 
-def torchtitan_sections() -> dict[str, Section]:
+def torchtitan_sections() -> list[Section]:
     """Return TorchTitan's sections without the keys for which titan-disp has other defaults."""
     spec = importlib.util.find_spec("torchtitan")  # finds the package without importing it
     assert spec is not None
     assert spec.submodule_search_locations
-    ours = {key.full for section in own_sections().values() for key in section.keys}
+    ours = {key.full for section in own_sections() for key in section.keys}
     sections = _sections(Path(spec.submodule_search_locations[0]) / "config" / "job_config.py")
-    return {
-        name: replace(section, keys=tuple(key for key in section.keys if key.full not in ours))
-        for name, section in sections.items()
-    }
+    return [replace(s, keys=tuple(key for key in s.keys if key.full not in ours)) for s in sections.values()]
 
 
-def _used(sections: dict[str, Section]) -> Iterator[Section]:
+def _used() -> Iterator[Section]:
     """Yield TorchTitan's keys in USED with the descriptions given there."""
-    for section in sections.values():
+    for section in torchtitan_sections():
         keys = tuple(replace(key, text=USED[key.full]) for key in section.keys if key.full in USED)
         if keys:
             yield Section(section.name, "", keys)
@@ -195,43 +202,34 @@ def _used(sections: dict[str, Section]) -> Iterator[Section]:
 
 def _lines(section: Section) -> Iterator[str]:
     """Yield a section as annotated TOML."""
-    yield _title(section)
+    yield section.title
     if section.text:
         yield from textwrap.wrap(section.text, 100, initial_indent="# ", subsequent_indent="# ")
     for key in section.keys:
-        yield f"{key.name} = {key.default}    # {key.type}"
+        yield f"{key.name} = {key.default}    # {key.type}{f'; default: {key.source}' if key.source else ''}"
         yield from textwrap.wrap(key.text, 96, initial_indent="    ", subsequent_indent="    ")
     yield ""
 
 
-def _title(section: Section) -> str:
-    """Return the TOML heading. [[stream.sources]] is an array of tables; the keys of [stream] are not in it."""
-    return f"[[{section.name}]]" if section.name == "stream.sources" else f"[{section.name}]"
-
-
 def _find(name: str) -> Iterator[Section]:
     """Yield a section (titan-disp's keys first), one key, or all keys with this last part in any section."""
-    both = [own_sections(), torchtitan_sections()]
-    for sections in both:
-        for section in sections.values():
-            if name == section.name or section.name.startswith(f"{name}."):
-                yield _in_our_words(section)
-            elif keys := tuple(key for key in section.keys if name in (key.full, key.name)):
-                yield _in_our_words(Section(section.name, "", keys))
-
-
-def _in_our_words(section: Section) -> Section:
-    keys = (replace(k, text=f"{USED[k.full]} TorchTitan: {k.text}") if k.full in USED else k for k in section.keys)
-    return replace(section, keys=tuple(keys))
+    for section in (*own_sections(), *torchtitan_sections()):
+        whole = name == section.name or section.name.startswith(f"{name}.")
+        keys = [key for key in section.keys if whole or name in (key.full, key.name)]
+        ours = (replace(k, text=f"{USED[k.full]} TorchTitan: {k.text}") if k.full in USED else k for k in keys)
+        if keys:
+            yield Section(section.name, section.text if whole else "", tuple(ours))
 
 
 def _not_found(name: str) -> ConfigError:
-    sections = [s for known in (own_sections(), torchtitan_sections()) for s in known.values()]
-    names = {s.name for s in sections} | {key.full for s in sections for key in s.keys}
-    names |= {key.name for s in sections for key in s.keys}
-    other = OTHER_NAMES.get(name) or OTHER_NAMES.get(f"dispersion.{name}")
-    hint = did_you_mean(name, sorted(names), otherwise="; titan-disp config lists them")
-    hint = f" (did you mean {other}?)" if other else hint
+    sections = [*own_sections(), *torchtitan_sections()]
+    keys = [key for section in sections for key in section.keys]
+    known = {s.name for s in sections} | {name for key in keys for name in (key.full, key.name)}
+    others: dict[str, str] = {}
+    for key in keys:
+        for other in key.facts.also if key.facts else ():
+            others |= {other: key.full, f"{key.section}.{other}": key.full}
+    hint = did_you_mean(name, sorted(known), otherwise="; titan-disp config lists them", instead=others)
     return ConfigError(f"{name!r} is neither a section nor a key of the config{hint}")
 
 
@@ -241,33 +239,26 @@ def reference(name: str | None) -> str:
     Raises:
         ConfigError: there is no such section or key.
     """
-    if name is None:
-        others = torchtitan_sections()
-        lines = [
-            "# titan-disp's keys, with their defaults.",
-            "",
-            *(line for section in own_sections().values() for line in _lines(section)),
-            "# TorchTitan's keys that the files in train_configs set.",
-            "",
-            *(line for section in _used(others) for line in _lines(section)),
-            *textwrap.wrap(
-                f"# titan-disp config SECTION or KEY shows more; TorchTitan's sections are {', '.join(others)}.",
-                110,
-                subsequent_indent="# ",
-            ),
-        ]
-    else:
+    if name is not None:
         name = name.lstrip("-").replace("-", "_").strip("[]")
         lines = [line for section in _find(name) for line in _lines(section)]
         if not lines:
             raise _not_found(name)
+    else:
+        others = ", ".join(section.name for section in torchtitan_sections())
+        more = f"# titan-disp config SECTION or KEY shows more; TorchTitan's sections are {others}."
+        lines = ["# titan-disp's keys, with their defaults.", ""]
+        lines += [line for section in own_sections() for line in _lines(section)]
+        lines += ["# TorchTitan's keys that the files in train_configs set.", ""]
+        lines += [line for section in _used() for line in _lines(section)]
+        lines += textwrap.wrap(more, 110, subsequent_indent="# ")
     return "\n".join(lines).rstrip()
 
 
 PAGE = """# Configuration
 
 This page lists the keys that titan-disp adds to TorchTitan's, and TorchTitan's keys that the files in
-[train_configs](../train_configs) set. It is generated from the descriptions in
+[train_configs](../train_configs) set. It is generated from the fields of
 [job_config.py](../titan_disp/job_config.py), and a test checks that it is up to date:
 
 ```bash
@@ -291,33 +282,36 @@ A key is set in the TOML file, under its section, or on the command line, which 
 | `[model.overrides]`, then `hidden_dim = 16` and `n_layers = 2` | `--model.overrides hidden_dim=16,n_layers=2` |
 | `[[stream.sources]]`, then `path = "/data/web"` and `weight = 1.0` | `--stream.sources.0.path /data/web` (of one in the file) |
 
-Unknown keys and values of the wrong type are refused before anything starts.
+Unknown keys, values of the wrong type and numbers that are out of range are refused before anything starts.
+
+## titan-disp's keys
+
+The column *default from* says whose a default is; [loss.md](loss.md#where-the-defaults-come-from) says more. A key that is
+*fixed for the life of a run* decides which model it trains, or on which data. A resume with another value is refused (or,
+if it concerns the data and `stream.on_mismatch` is "restart", begins a new epoch of them).
+
+{ours}
+
+## TorchTitan's keys
+
+The defaults are TorchTitan's. Keys whose defaults titan-disp changes are listed above.
+
+{others}
 """
 
 
 def markdown() -> str:
     """Return the content of ``docs/configuration.md``."""
-    lines = [PAGE, "## titan-disp's keys", ""]
-    for section in own_sections().values():
-        lines += [*_table(section), ""]
-    lines += [
-        "## TorchTitan's keys",
-        "",
-        "The defaults are TorchTitan's. Keys whose defaults titan-disp changes are listed above.",
-        "",
-    ]
-    for section in _used(torchtitan_sections()):
-        lines += [*_table(section), ""]
-    return "\n".join(lines).rstrip() + "\n"
+    ours = "\n\n".join(_table(section, "default from") for section in own_sections())
+    others = "\n\n".join(_table(section) for section in _used())
+    return PAGE.format(ours=ours, others=others)
 
 
-def _table(section: Section) -> Iterator[str]:
-    yield f"### {_title(section)}"
-    yield ""
-    if section.text:
-        yield section.text
-        yield ""
-    yield "| key | type | default | what it does |"
-    yield "|---|---|---|---|"
+def _table(section: Section, *source: str) -> str:
+    columns = ["key", "type", "default", *source, "what it does"]
+    lines = [f"### {section.title}", "", *([section.text, ""] if section.text else [])]
+    lines += [f"| {' | '.join(columns)} |", "|" + "---|" * len(columns)]
     for key in section.keys:
-        yield f"| `{key.name}` | {key.type} | `{key.default}` | {key.text.replace('|', chr(92) + '|')} |"
+        cells = [f"`{key.name}`", key.type, f"`{key.default}`", *([key.source] if source else [])]
+        lines.append(f"| {' | '.join([*cells, key.text.replace('|', chr(92) + '|')])} |")
+    return "\n".join(lines)

@@ -1,27 +1,21 @@
-"""This package is the data pipeline: files → documents → slots → sequences.
+"""This package is the data pipeline, from the files to the batches. Each step takes the same ``StreamOptions`` (options).
 
-The modules use these terms:
+The run has S *slots* (``stream.slots``), which are streams of documents. Every global batch takes the same number of
+sequences from each. A rank reads a contiguous range of slots. An *epoch* of a slot is one time through its share of the
+documents; a *pass* is one sequential read of a file. A *source* is a data set with a weight ([[stream.sources]]). A
+*position* of a slot is the integers (``position.Field``) from which a resumed run continues.
 
-slot      one of the run's S document streams (``stream.slots``). Every global batch takes the same number of sequences
-          from each slot. A rank reads a contiguous range of slots.
-epoch     of a slot: one time through its share of the documents.
-source    a data set with a weight ([[stream.sources]]). A run has one source unless the config lists several.
-pass      one sequential read of a file.
-position  of a slot: the integers (``place.Field``) from which a resumed run continues.
-
-sources        the data sets that the config names
-  ▼ files        their files, listed once on rank 0: local, on disk; hub (C4) and hub_dataset (any other data set), on
-  │              the Hugging Face hub; mirror: a local copy of a data set of the hub
-  │ assignment   which slot reads which documents of these files; mixture: the same for several sources
+sources       the data sets that the config names, and a look at their first documents
+  ▼ files       their files, listed once on rank 0: local, hub (Hugging Face), mirror (a local copy of the hub's)
+assignment    which slot reads which documents of these files
+  ▼ documents   the documents of one file: storage reads its bytes, formats and token_ids find the documents
+passes        one pass over a file serves all slots of a rank; position: where each slot is
   ▼
-documents      the documents of one file, by the reader of its format (formats: json_lines, parquet, text_files,
-  │              pretokenized); disk and remote read its bytes (retrying_file: what they share); content_check looks at
-  │              a few files before training
-  ▼ passes       one pass over a file serves all slots of a rank; place: the position of each slot
-cursor         the documents of a slot, one after another; shuffle: the same documents, shuffled in windows
-  │ limits       how much bad data stops a run
-  ▼ tokenizer, fast_tokenizer
-stream         the slots of a rank: tokenizes documents ahead and packs them into sequences
-  ▼ worker       the process that runs all of this ahead of training
-loader         TorchTitan's dataloader; its state is the positions and the fingerprint; progress: how far the epochs are
+cursor        the documents of a slot, one after another, without bad ones; shuffle: the same, shuffled in windows
+  ▼ tokenizer
+stream        the slots of a rank: documents are tokenized ahead and packed into sequences, in a process of their own
+  ▼ fingerprint what a checkpoint must agree with
+loader        TorchTitan's dataloader; validation: the first sequences of the validation split; digest: hashes of batches
+
+Beside the road are hf_tokenizer (a model's tokenizer for export) and sample (a small corpus).
 """

@@ -16,6 +16,12 @@ A slot's run consists of the end of one file (``head``), whole files (``body``) 
 would be at different places of the file that they share, and a rank would have to read this file twice or hold it in
 memory. A slot therefore *interleaves* head, body and tail in proportion to their bytes. All slots are then at about the
 same fraction of every file that they share, and one pass over a file serves all slots of a rank.
+
+Several sources are mixed by weights ([[stream.sources]]): the S slots are divided among them by largest remainder, and
+each slot belongs to one source. Every slot gives one sequence in turn, so that in every S sequences a source's fraction
+of the tokens is exactly its fraction of the slots. All promises about slots hold for each source, which has its own
+epochs: its documents come as in a run of this source alone with this number of slots. (Only the shuffling differs,
+because it depends on the slot's number.) The slots of a source are contiguous, so that a rank reads files of few sources.
 """
 
 import hashlib
@@ -41,13 +47,9 @@ _KEPT = 1 << 18  # bound on the files and cuts in all cached lines: about 20 MB
 
 @dataclass(frozen=True)
 class Segment:
-    """Describe the documents of one file that a slot owns in one epoch.
+    """Describe the documents of one file that a slot owns: those with ``low ≤ (index · STEP + shift) mod KEYS < high``.
 
-    These are the documents with ``low ≤ (index · STEP + shift) mod KEYS < high``.
-
-    Attributes:
-        file: index of the file.
-        length: stored bytes of the segment, times the number of slots.
+    ``file`` is the index of the file; ``length`` is the segment's stored bytes, times the number of slots.
     """
 
     file: int
@@ -81,7 +83,6 @@ class Run:
 
     @property
     def segments(self) -> tuple[Segment, ...]:
-        """Return head, body and tail, without those that are None."""
         return tuple(s for s in (self.head, *self.body, self.tail) if s is not None)
 
     @cached_property
@@ -96,34 +97,20 @@ class Run:
 
 @dataclass(frozen=True)
 class _Line:
-    """Hold the files of one epoch laid end to end, and where this line is cut. Its unit is 1/S of a stored byte.
+    """Hold the files of one epoch laid end to end, and where this line is cut. Its unit is 1/S of a stored byte."""
 
-    Attributes:
-        order: indices of the files, in the order of the line.
-        shifts: the shift of each file's keys, in the same order.
-        place: the place in ``order`` of each file.
-        edges: where each file begins, and where the last one ends.
-        cuts: where each slot's run begins, and where the last one ends.
-    """
-
-    order: list[int]
-    shifts: list[int]
-    place: list[int]
-    edges: list[int]
-    cuts: list[int]
+    order: list[int]  # indices of the files, in the order of the line
+    shifts: list[int]  # the shift of each file's keys, in the same order
+    place: list[int]  # the place in ``order`` of each file
+    edges: list[int]  # where each file begins, and where the last one ends
+    cuts: list[int]  # where each slot's run begins, and where the last one ends
 
 
 class Assignment:
     """Compute the runs of all slots in every epoch: ``run(slot, epoch)`` returns one."""
 
     def __init__(self, files: Sequence[DataFile], slots: int, seed: int) -> None:
-        """Prepare the runs.
-
-        Args:
-            files: all files of one source. Only their names and sizes matter.
-            slots: S.
-            seed: ``stream.seed``.
-        """
+        """Only the names and sizes of the files matter. They are all files of one source."""
         self.names, self.slots, self.seed = [file.name for file in files], slots, seed
         self.first_files = [0]  # the first file of each source; there is one source
         # In units of 1/S byte, so that no run is empty. An empty file counts as one byte: some slot must report it.
@@ -178,7 +165,7 @@ def _is_whole(segment: Segment) -> bool:
 
 
 def _cut(edges: list[int], slots: int) -> list[int]:
-    """Return where to cut the line, [slots + 1]: each run takes an equal part of what the runs before it have left."""
+    """Cut the line, [slots + 1]: each run takes an equal part of what the runs before it have left."""
     cuts = [0]
     for left in range(slots, 1, -1):
         share = (edges[-1] - cuts[-1]) // left
@@ -189,28 +176,11 @@ def _cut(edges: list[int], slots: int) -> list[int]:
     return [*cuts, edges[-1]]
 
 
-# This module mixes several sources by weights ([[stream.sources]]). Each slot belongs to one source.
-#
-# All promises about slots therefore hold for each source: ranks, resumes and prefetch decide nothing, one pass over a
-# file serves all slots of a rank, and each source has its own epochs. The documents of a source come in its slots as in a
-# run of this source alone with this number of slots. Only the shuffling differs, because it depends on the slot's
-# number.
-#
-# The S slots are divided among the sources in proportion to their weights, by largest remainder. Every slot gives one
-# sequence in turn, so that in every S sequences a source's fraction of the tokens is exactly its fraction of the slots.
-# The slots of a source are contiguous, so that a rank reads files of few sources.
-
-
 @dataclass(frozen=True)
 class Share:
-    """Describe one source's share of the run.
+    """Describe one source's slots: ``slots`` of them from ``first`` on, of ``total`` in the run.
 
-    Attributes:
-        name: of the source.
-        first: its first slot.
-        slots: its number of slots.
-        total: S.
-        asked: the fraction of the tokens that its weight asks for.
+    ``asked`` is the fraction of the tokens that its weight asks for.
     """
 
     name: str
@@ -220,12 +190,16 @@ class Share:
     asked: float
 
     def owns(self, file: DataFile) -> bool:
-        """Return whether a file whose name is ``prefixed`` belongs to this source."""
-        return file.name.startswith(f"{self.name}/")
+        """Return whether a file whose name is ``prefixed`` belongs to this source. One without a name owns all."""
+        return not self.name or file.name.startswith(f"{self.name}/")
+
+    @property
+    def suffix(self) -> str:
+        """Return what is appended to the names of the source's counters."""
+        return f"/{self.name}" if self.name else ""
 
     @property
     def tokens(self) -> float:
-        """Return the source's fraction of the tokens."""
         return self.slots / self.total
 
     def __str__(self) -> str:
@@ -236,15 +210,7 @@ class Share:
 
 
 def shares(weights: dict[str, float], slots: int) -> list[Share]:
-    """Divide the slots among the sources by largest remainder of their weights; ties go to the first source.
-
-    Args:
-        weights: by source name, each > 0.
-        slots: S.
-
-    Raises:
-        ConfigError: some source gets no slot.
-    """
+    """Divide S slots among the sources by largest remainder of their weights (> 0); ties go to the first source."""
     exact = {name: Fraction(repr(weight)) for name, weight in weights.items()}  # 0.1 is exactly one tenth
     quotas = {name: slots * weight / sum(exact.values()) for name, weight in exact.items()}
     counts = {name: math.floor(quota) for name, quota in quotas.items()}
@@ -280,17 +246,11 @@ class _Part:
     assignment: Assignment
 
 
-class Mixture:
-    """Compute all slots' runs, with the interface of ``Assignment``. Each source has an ``Assignment`` of its own."""
+class Mixture(Assignment):
+    """Compute all slots' runs, with one ``Assignment`` for each source."""
 
     def __init__(self, files: Sequence[DataFile], shares: Sequence[Share], seed: int) -> None:
-        """Make one assignment for each source.
-
-        Args:
-            files: the ``prefixed`` files of all sources, in the order of ``shares``.
-            shares: of all sources.
-            seed: ``stream.seed``.
-        """
+        """``files`` are the ``prefixed`` files of all sources, in the order of ``shares``."""
         self.slots, self.seed = sum(share.slots for share in shares), seed
         self._parts = []
         end = 0
@@ -314,15 +274,9 @@ class Mixture:
         return Run(head, tuple(map(moved, run.body)), tail)
 
     def owners(self, file: int, epoch: int) -> range:
-        """Return the slots that own documents of a file in an epoch."""
         part = self._parts[bisect_right(self.first_files, file) - 1]
         own = part.assignment.owners(file - part.files.start, epoch)
         return part.slots[own.start : own.stop]
 
     def order(self, epoch: int) -> list[int]:
-        """Return the indices of the files of an epoch, shuffled within each source."""
         return [part.files[file] for part in self._parts for file in part.assignment.order(epoch)]
-
-    def files_of(self, slots: range, epoch: int) -> set[int]:
-        """Return the indices of the files that a rank with these slots reads in an epoch."""
-        return {segment.file for slot in slots for segment in self.run(slot, epoch).segments}

@@ -14,10 +14,10 @@ from torchtitan.tools.logging import logger
 
 from titan_disp.data.assignment import Segment
 from titan_disp.data.files import DataFile
-from titan_disp.data.formats import COMPRESSED
+from titan_disp.data.formats import COMPRESSED, BadDocument, Garbage, size_of, text_of
+from titan_disp.data.options import StreamOptions
 from titan_disp.data.passes import Passes
-from titan_disp.data.position import Field, Place
-from titan_disp.data.records import BadDocument, Garbage, Record, size_of, text_of
+from titan_disp.data.position import Field, Position
 from titan_disp.errors import DataError
 
 # The rest of a file is skipped after …
@@ -35,37 +35,20 @@ _HOPELESS_FILES = 20  # … damaged files in a row, for the same reason
 class Faults:
     """Decide what happens to documents and files that cannot be used."""
 
-    def __init__(
-        self,
-        files: Sequence[DataFile],
-        on_bad_data: str,
-        max_skipped_fraction: float,
-        first_files: Sequence[int] = (0,),
-    ) -> None:
-        """Remember the sizes of the files and how much of each source may be skipped.
-
-        Args:
-            files: all files of all sources.
-            on_bad_data: "skip" or "fail".
-            max_skipped_fraction: ``wrong`` never skips a file that is a larger fraction of its source's stored bytes.
-            first_files: index of the first file of each source.
-        """
+    def __init__(self, files: Sequence[DataFile], options: StreamOptions, first_files: Sequence[int] = (0,)) -> None:
+        """``first_files`` holds the index of each source's first file."""
         self.names, self.sizes = [file.name for file in files], [file.size for file in files]
-        self.on_bad_data = on_bad_data
+        self.options = options
         self._first_files = first_files
         self._sources = [slice(*bounds) for bounds in pairwise([*first_files, len(files)])]
-        self._expendable = [max_skipped_fraction * sum(self.sizes[source]) for source in self._sources]  # bytes
+        self._expendable = [options.max_skipped_fraction * sum(self.sizes[source]) for source in self._sources]  # bytes
         self._told: set[tuple[int, int]] = set()
 
     def bad(self, file: int, index: int, reason: str) -> None:
-        """Log once that a document, or the rest of a file (index −1), is skipped.
-
-        Raises:
-            DataError: on_bad_data is "fail".
-        """
+        """Log once that a document, or the rest of a file (index −1), is skipped. Raise DataError if on_bad_data is "fail"."""
         name = self.names[file]
         text = f"{name}, document {index}: {reason}" if index >= 0 else f"{name} is damaged and ends early: {reason}"
-        if self.on_bad_data == "fail":
+        if self.options.on_bad_data == "fail":
             raise DataError(f'{text}. stream.on_bad_data = "skip" would pass over it')
         if (file, index) not in self._told and (index < 0 or len(self._told) < 1000):
             self._told.add((file, index))
@@ -74,14 +57,13 @@ class Faults:
     def wrong(self, file: int, in_a_row: int, least: int) -> str | None:
         """Return why the rest of a file of the wrong kind is skipped, or None if it is not.
 
-        The documents of a file that is larger than what may be skipped of its source are judged one by one.
+        The documents of a file that is a larger fraction of its source than may be skipped are judged one by one.
         """
         if in_a_row < least or self.sizes[file] > self._expendable[self._source(file)]:
             return None
         return f"{in_a_row} documents in a row cannot be used"
 
     def beside(self, file: int) -> list[str]:
-        """Return the names of all files of the source that a file belongs to."""
         return self.names[self._sources[self._source(file)]]
 
     def _source(self, file: int) -> int:
@@ -90,13 +72,10 @@ class Faults:
 
 @dataclass(frozen=True)
 class Document:
-    """Hold a usable document of a slot.
+    """Hold a usable document of a slot: a text, or token ids as stored; not empty.
 
-    Attributes:
-        content: a text, or token ids as stored; not empty.
-        size: bytes of the text in UTF-8, or of the ids as stored.
-        start: [k] int64, the slot's position at the document's first token.
-        end: [k] int64, the slot's position after its last token.
+    ``size`` is its bytes in UTF-8, or of the ids as stored; ``start`` and ``end`` are the slot's positions at its first
+    token and after its last one, [k] int64.
     """
 
     content: str | np.ndarray
@@ -107,44 +86,29 @@ class Document:
 
 @dataclass
 class _Search:
-    """Count what a slot has met since its last usable document.
+    """Count what a slot has met since its last usable document."""
 
-    Attributes:
-        epochs: epochs that ended.
-        bad: documents that cannot be used.
-        row: of these, the most recent ones, all in the current file.
-        garbage: of these, the most recent ones that are not JSON, in a compressed file.
-        counted: those of the bad documents that are not in a damaged file.
-        damaged: damaged files without a sound file between them.
-    """
-
-    epochs: int = 0
-    bad: int = 0
-    row: int = 0
-    garbage: int = 0
-    counted: int = 0
-    damaged: int = 0
+    epochs: int = 0  # that ended
+    bad: int = 0  # documents that cannot be used
+    row: int = 0  # of these, the most recent ones, all in the current file
+    garbage: int = 0  # of these, the most recent ones that are not JSON, in a compressed file
+    counted: int = 0  # those of the bad documents that are not in a damaged file
+    damaged: int = 0  # damaged files without a sound file between them
 
 
 class Cursor:
-    """Walk over the documents of one slot, epoch after epoch."""
+    """Walk over the documents of one slot, epoch after epoch. The cursor moves ``position``."""
 
-    def __init__(self, place: Place, passes: Passes, faults: Faults) -> None:
-        """Take over ``place``; the cursor moves it from here on."""
-        self.place, self.passes, self.faults = place, passes, faults
+    def __init__(self, position: Position, passes: Passes, faults: Faults) -> None:
+        self.position, self.passes, self.faults = position, passes, faults
         self._search = _Search()
-
-    @property
-    def position(self) -> np.ndarray:
-        """Return the position at the beginning of the next document, [k] int64."""
-        return self.place.position
 
     def next(self) -> Document:
         """Return the next usable document, from this epoch or the next one in which the slot has any.
 
         Raises:
-            DataError: a document cannot be used and on_bad_data is "fail"; or there is no usable document among very
-                many documents, files or epochs; or a file cannot be read.
+            DataError: a document cannot be used and on_bad_data is "fail"; very many documents, files or epochs have no
+                usable one; or a file cannot be read.
         """
         while (document := self.next_of_epoch()) is None:
             self.end_epoch()
@@ -152,62 +116,56 @@ class Cursor:
 
     def next_of_epoch(self) -> Document | None:
         """Return the next usable document of this epoch, or None at its end. It raises what ``next`` raises."""
-        place, p = self.place, self.place.position
+        position, p = self.position, self.position.values
         while True:
-            part = place.choose()
+            part = position.choose()
             if part is None:
                 return None
-            segment, first = place.next(part)
-            index, raw, damage = self.passes.fetch(place.index, place.epoch, segment, first)
+            segment, first = position.next(part)
+            index, raw, damage = self.passes.fetch(position.slot, position.epoch, segment, first)
             if raw is None:
                 self._end_file(part, segment, damage or self.faults.wrong(segment.file, self._search.row, _WRONG_END))
                 continue
             try:
-                content, size = self._content(raw)
+                content = raw if isinstance(raw, np.ndarray) else text_of(raw, self.passes.options.format.text_field)
             except BadDocument as error:
                 self._pass_over(part, segment, index, error)
                 continue
+            size = len(content.encode()) if isinstance(content, str) else content.nbytes
             start = p.copy()
             p[Field.DOCUMENTS] += 1
             p[Field.BYTES] += size
             density = self.passes.density(segment.file)
             density.parsed += size_of(raw)
             density.text += size
-            place.take(part, index, size)
+            position.take(part, index, size)
             self._search = _Search()
             return Document(content, size, start, p.copy())
-
-    def _content(self, raw: Record) -> tuple[str | np.ndarray, int]:
-        """Return what a document holds, and its size in bytes."""
-        if isinstance(raw, np.ndarray):
-            return raw, raw.nbytes
-        text = text_of(raw, self.passes.format.text_field)
-        return text, len(text.encode())
 
     def _pass_over(self, part: int, segment: Segment, index: int, error: BadDocument) -> None:
         """Skip one document, and the rest of its file if no better documents are to be expected there."""
         search = self._search
         self.faults.bad(segment.file, index, str(error))
-        self.place.position[Field.SKIPPED] += 1
+        self.position.values[Field.SKIPPED] += 1
         search.bad, search.row, search.counted = search.bad + 1, search.row + 1, search.counted + 1
         garbage = isinstance(error, Garbage) and self.faults.names[segment.file].endswith(COMPRESSED)
         search.garbage = search.garbage + 1 if garbage else 0
-        self.place.take(part, index, 0)
+        self.position.take(part, index, 0)
         if search.garbage == _GARBAGE:
             damage: str | None = f"{_GARBAGE} documents in a row are not JSON"
         else:
             damage = self.faults.wrong(segment.file, search.row, _WRONG)
         if damage is not None:
-            self.passes.leave(self.place.index, self.place.epoch, segment.file)
+            self.passes.leave(self.position.slot, self.position.epoch, segment.file)
             self._end_file(part, segment, damage)
         if search.bad == _HOPELESS:
             self._give_up()
 
     def _end_file(self, part: int, segment: Segment, damage: str | None) -> None:
-        p, search = self.place.position, self._search
+        p, search = self.position.values, self._search
         row = search.row
         search.row = search.garbage = 0
-        self.place.end_file(part)
+        self.position.end_file(part)
         if damage is not None:
             self.faults.bad(segment.file, -1, damage)
             p[Field.SKIPPED_FILES] += segment.low == 0  # of all slots that share the file, one counts it …
@@ -220,55 +178,38 @@ class Cursor:
             search.damaged = 0
 
     def end_epoch(self) -> None:
-        """Go on to the next epoch.
+        """Go on to the next epoch. The slot gives up after many: on average, it has a document in at least one of S epochs.
 
         A slot has no documents in some epochs if the corpus has few documents or if their lengths differ much.
-
-        Raises:
-            DataError: the slot gives up. On average, a slot has a document in at least one of S epochs.
         """
         search = self._search
-        self.place.end_epoch()
+        self.position.end_epoch()
         search.epochs += 1
-        if search.counted >= _BAD or search.epochs > _EPOCHS * self.place.assignment.slots:
+        if search.counted >= _BAD or search.epochs > _EPOCHS * self.position.assignment.slots:
             self._give_up()
 
     def _give_up(self) -> None:
-        """Raise DataError: the slot has searched long enough."""
-        search, slots = self._search, self.place.assignment.slots
-        names = self.faults.beside(self.place.run().segments[0].file)
+        search, slots = self._search, self.position.assignment.slots
+        names = self.faults.beside(self.position.run().segments[0].file)
         advice = (
             "The log above says why: repair or remove these files"
             if search.bad or search.damaged
             else "They hold no documents for this slot: add data, or lower stream.slots"
         )
         raise DataError(
-            f"slot {self.place.index} of {slots} found no usable document (completed epochs: {search.epochs}, bad "
+            f"slot {self.position.slot} of {slots} found no usable document (completed epochs: {search.epochs}, bad "
             f"documents: {search.bad}, damaged files: {search.damaged}) in these files: {len(names)}, from {names[0]} to "
             f"{names[-1]}. {advice}"
         )
 
 
-# This module decides how many documents and files may be skipped before a run stops.
-#
 # The counts are those of all ranks together. All ranks therefore decide alike, and so does any other number of ranks.
-
-
 _FIRST = 1000  # documents; among fewer, a few bad ones are a large fraction
 _FEW = 10  # damaged files per epoch; with fewer, a small data set may still be worth a run
 
 
 def check_documents(skipped: float, used: float, allowed: float) -> None:
-    """Stop the run if too many documents cannot be used.
-
-    Args:
-        skipped: documents skipped so far.
-        used: documents used so far.
-        allowed: ``stream.max_skipped_fraction``.
-
-    Raises:
-        DataError: a larger fraction was skipped; never among the first 1000 documents.
-    """
+    """Raise DataError if too many documents cannot be used; never among the first 1000."""
     every = skipped + used
     if every >= _FIRST and skipped > allowed * every:
         raise DataError(
@@ -278,16 +219,9 @@ def check_documents(skipped: float, used: float, allowed: float) -> None:
 
 
 def check_files(skipped: float, begun: float, files: int, allowed: float) -> None:
-    """Stop the run if too many files are damaged and end early.
+    """Raise DataError if too many files are damaged and end early: at least 10 per epoch.
 
-    Args:
-        skipped: damaged files so far, counted again in every epoch.
-        begun: files begun so far, counted again in every epoch.
-        files: number of files of the data.
-        allowed: ``stream.max_skipped_fraction``.
-
-    Raises:
-        DataError: a larger fraction of the files is damaged, and at least 10 files per epoch are.
+    ``skipped`` and ``begun`` files are counted again in every epoch; ``files`` is the number of files of the data.
     """
     # Per epoch: otherwise one damaged file among a few would stop a run in its tenth epoch, and again after every
     # resume.

@@ -9,7 +9,8 @@ import torch
 from torchtitan.config import JobConfig
 
 from titan_disp.config.batch import global_batch_size, slot_count
-from titan_disp.data.loader import StreamLoader, open_stream, stream_options, together
+from titan_disp.data.loader import StreamLoader, open_stream, together
+from titan_disp.data.options import stream_options
 from titan_disp.data.position import Field
 from titan_disp.data.sources import list_and_check, training_sets
 from titan_disp.data.tokenizer import load_tokenizer
@@ -21,12 +22,10 @@ class Digest:
     """Hold what the loaders handed out, and what reading it cost.
 
     Attributes:
-        hashes: sha256 of the token ids of each global batch (little-endian int64 [batch, seq_len + 1], rows by round
-            and slot).
+        hashes: sha256 of each global batch (little-endian int64 [batch, seq_len + 1], rows by round and slot).
         bytes_read: stored bytes that each rank has read. After a resume, the new ranks follow the earlier ones.
         files_read: number of files that each of these ranks has opened.
-        read_amplification: stored bytes that all ranks together read in one epoch, divided by the bytes of all files;
-            see ``epoch_amplification``.
+        read_amplification: see ``epoch_amplification``.
         counters: of all ranks together, see ``StreamLoader.counters``.
     """
 
@@ -49,13 +48,9 @@ def global_batch(iterators: Sequence[Any], job_config: JobConfig, batch: int, sl
 
 
 def digest(job_config: JobConfig, steps: int, phases: Sequence[tuple[int, int]]) -> Digest:
-    """Hash every global batch, and return the hashes with what reading the data cost.
+    """Hash ``steps`` global batches. ``phases`` holds the (first step, data-parallel ranks) of each phase.
 
-    Args:
-        job_config: names data, tokenizer and batch sizes.
-        steps: total number of global batches.
-        phases: (first step, data-parallel ranks) of each phase; the first phase begins at step 0. Between two phases
-            the positions go through ``state_dict`` and ``load_state_dict``, as through a checkpoint.
+    Between two phases the positions go through ``state_dict`` and ``load_state_dict``, as through a checkpoint.
 
     Raises:
         ConfigError: the batch cannot be divided among the ranks, or the data is bad.

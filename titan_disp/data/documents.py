@@ -13,10 +13,10 @@ from typing import Any
 
 from isal import igzip, isal_zlib
 
-from titan_disp.data import parquet, token_ids
+from titan_disp.data import formats, token_ids
 from titan_disp.data.files import DataFile
-from titan_disp.data.formats import HEAD, PARQUET, PLAIN_TEXT, TOKEN_IDS, Format, mistaken
-from titan_disp.data.records import DamagedFile, OtherContent, Record, json_line_records, text_records
+from titan_disp.data.formats import DamagedFile, OtherContent, Record
+from titan_disp.data.options import StreamOptions
 from titan_disp.data.storage import LocalFile, RemoteFile
 from titan_disp.errors import DataError
 
@@ -34,69 +34,14 @@ def _decompressed(stored: io.BufferedReader, name: str) -> Any:
     return stored
 
 
-class _CountingFile(io.RawIOBase):
-    """Count the stored (compressed) bytes that are read from a raw file."""
-
-    def __init__(self, raw: io.RawIOBase) -> None:
-        self.raw = raw
-        self.count = 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return self.raw.seekable()
-
-    def seek(self, offset: int, whence: int = 0) -> int:
-        return self.raw.seek(offset, whence)
-
-    def tell(self) -> int:
-        return self.raw.tell()
-
-    def readinto(self, buffer: Any) -> int:
-        data = self.raw.read(len(buffer))
-        buffer[: len(data)] = data
-        self.count += len(data)
-        return len(data)
-
-    def close(self) -> None:
-        self.raw.close()
-        super().close()
-
-
 class Documents:
-    """Read the documents of one file sequentially.
+    """Read the documents of one file sequentially. ``position`` is the index of the next one."""
 
-    Attributes:
-        position: index of the next document.
-    """
-
-    def __init__(
-        self,
-        file: DataFile,
-        max_bytes: int,
-        retry_seconds: float = 60.0,
-        start: int = 0,
-        format: Format = Format(),  # noqa: B008 — frozen
-    ) -> None:
-        """Open nothing yet: the file is opened at the first read.
-
-        Args:
-            file: what to read.
-            max_bytes: longer documents are bad.
-            retry_seconds: how long a failing hub or file system is tried again, with growing pauses, before an error is
-                raised.
-            start: index of the first document to read; the documents before it are passed over without being parsed.
-            format: how documents are found in the file.
-        """
-        self.file = file
-        self.max_bytes = max_bytes
-        self.retry_seconds = retry_seconds
-        self.format = format
-        self.position = start
+    def __init__(self, file: DataFile, options: StreamOptions, start: int = 0) -> None:
+        """Open nothing yet. The documents before index ``start`` will be passed over without being parsed."""
+        self.file, self.options, self.position = file, options, start
         self._earlier_bytes = 0
-        self._raw: _CountingFile | None = None
-        self._remote: RemoteFile | None = None
+        self._raw: LocalFile | RemoteFile | None = None
         self._records: Iterator[Record] = iter(())
 
     @property
@@ -105,10 +50,7 @@ class Documents:
         return self._earlier_bytes + (self._raw.count if self._raw else 0)
 
     def read(self) -> Record | None:
-        """Read the next document, unparsed.
-
-        Returns:
-            The document, a BadDocument in place of one that cannot be used, or None at the end of the file.
+        """Read the next document, unparsed: a BadDocument in place of one that cannot be used, None at the end of the file.
 
         Raises:
             DamagedFile: the file is truncated or corrupt from here on.
@@ -127,15 +69,16 @@ class Documents:
         except (EOFError, zlib.error, isal_zlib.error, gzip.BadGzipFile) as error:  # type: ignore[misc]  # isal's stub
             raise DamagedFile(f"{type(error).__name__}: {error}") from error
         except Exception as error:  # pyarrow raises its own
-            lost = self._remote.error if self._remote is not None else None
+            remote = self._raw if isinstance(self._raw, RemoteFile) else None
+            lost = remote.error if remote is not None else None
             self.close()
             if lost is not None:
                 raise DataError(
-                    f"cannot read {self.file.url} within {self.retry_seconds:g} s (stream.retry_seconds): "
+                    f"cannot read {self.file.url} within {self.options.retry_seconds:g} s (stream.retry_seconds): "
                     f"{type(lost).__name__}: {lost}"
                 ) from error
             # Decoders raise OSError too, but only the operating system sets errno.
-            if self._remote is not None or not (isinstance(error, OSError) and error.errno is not None):
+            if remote is not None or not (isinstance(error, OSError) and error.errno is not None):
                 raise DamagedFile(f"{type(error).__name__}: {error}") from error
             raise DataError(f"cannot read {self.file.url}: {type(error).__name__}: {error}") from error
 
@@ -147,39 +90,34 @@ class Documents:
             self.close()
 
     def _start(self) -> None:
-        """Open the file and pass over the documents before ``position``."""
         if self.file.size == 0:  # as a full disk leaves it; gzip would take it for a regular end
             raise DamagedFile("the file is empty")
-        if self.file.url.startswith("hf://"):
-            self._remote = RemoteFile(self.file.url, self.file.size, self.retry_seconds)
-            self._raw = _CountingFile(self._remote)
-        else:
-            self._raw = _CountingFile(LocalFile(self.file.url, self.file.size, self.retry_seconds))
+        kind = RemoteFile if self.file.url.startswith("hf://") else LocalFile
+        self._raw = kind(self.file, self.options)
         # Parquet readers jump about in the file, to where its footer points.
-        buffer = io.DEFAULT_BUFFER_SIZE if self.file.name.endswith(PARQUET) else BUFFER
+        buffer = io.DEFAULT_BUFFER_SIZE if self.file.name.endswith(formats.PARQUET) else BUFFER
         self._records = self._reader(io.BufferedReader(self._raw, buffer))
         deque(islice(self._records, self.position), maxlen=0)
 
     def _reader(self, stored: io.BufferedReader) -> Iterator[Record]:
-        """Return the file's records, by the reader that the suffix of its name selects."""
         name = self.file.name
-        if name.endswith(PARQUET):
-            return parquet.records(stored, self.file.url, self.format.text_field, self.max_bytes)
-        if name.endswith(TOKEN_IDS):
-            return token_ids.records(stored, self.file.size, self.file.url, self.format)
-        head = stored.peek(HEAD)[:HEAD]
-        if len(head) < min(HEAD, self.file.size):  # a piece of the hub's answer may be a single byte
-            head = stored.read(HEAD)
+        if name.endswith(formats.PARQUET):
+            return formats.parquet_records(stored, self.file.url, self.options)
+        if name.endswith(formats.TOKEN_IDS):
+            return token_ids.records(stored, self.file, self.options.format)
+        head = stored.peek(formats.HEAD)[: formats.HEAD]
+        if len(head) < min(formats.HEAD, self.file.size):  # a piece of the hub's answer may be a single byte
+            head = stored.read(formats.HEAD)
             stored.seek(0)
-        if (found := mistaken(head, name)) is not None:
+        if (found := formats.mistaken(head, name)) is not None:
             raise OtherContent(found)
-        if name.endswith(PLAIN_TEXT):
-            return text_records(_decompressed(stored, name), self.max_bytes, self.format.text_split)
-        return json_line_records(_decompressed(stored, name), self.max_bytes)
+        if name.endswith(formats.PLAIN_TEXT):
+            return formats.text_records(_decompressed(stored, name), self.options)
+        return formats.json_line_records(_decompressed(stored, name), self.options)
 
     def close(self) -> None:
         """Close the file. A later ``read`` opens it again and continues."""
         if self._raw is not None:
             self._earlier_bytes += self._raw.count
-            raw, self._raw, self._remote = self._raw, None, None
+            raw, self._raw = self._raw, None
             raw.close()

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from titan_disp.data.hub import DATASET, FORM, HubName, Listing, c4_files, commit_of, is_hub_name, parse_name, resolve
+from titan_disp.data.hub import DATASET, FORM, HubName, c4_files, commit_of, is_hub_name, parse_name, resolve
 from titan_disp.data.local import list_local
 from titan_disp.data.mirror import mirrored_files
 from titan_disp.errors import ConfigError, UserError
@@ -23,7 +23,7 @@ class DataFile:
     Attributes:
         name: path relative to the folder that holds all files of the split; the same on the hub and in a mirror.
         url: what to open: a local path or ``hf://datasets/…``.
-        size: stored size in bytes.
+        size: in bytes, as stored.
     """
 
     name: str
@@ -32,13 +32,7 @@ class DataFile:
 
 
 def split_of(dataset: str, key: str) -> str:
-    """Return the split that a dataset name selects.
-
-    A hub name that names no split selects validation in [validation], else train.
-
-    Raises:
-        ConfigError: no data set has this name.
-    """
+    """Return the split that a data set's name selects: if it names none, validation in [validation], else train."""
     names = {"c4": "train", "c4_validation": "validation", "text": "train", "text_validation": "validation"}
     if is_hub_name(dataset):
         return parse_name(dataset, f"{key}.dataset").split or ("validation" if key == "validation" else "train")
@@ -73,44 +67,28 @@ def list_files(dataset: str, dataset_path: str | None, key: str = "training") ->
     Raises:
         ConfigError: there is no such data, it cannot be read, or the hub cannot be reached.
     """
-    split = split_of(dataset, key)
-    if is_hub_name(dataset):
-        return _list_named(dataset, split, dataset_path, key)
-    if dataset_path is None and not dataset.startswith("c4"):
-        raise ConfigError(
-            f"{key}.dataset is {dataset!r}: set {key}.dataset_path to the folder, file or glob of the documents"
-        )
+    split, where = split_of(dataset, key), f"{key}.dataset is {dataset!r}"
+    if dataset_path is None and not streams_from_hub(dataset, None):
+        raise ConfigError(f"{where}: set {key}.dataset_path to the folder, file or glob of the documents")
+    name = parse_name(dataset, f"{key}.dataset") if is_hub_name(dataset) else None
     if dataset_path is None:
-        return _list_hub(c4_files(split))
-    c4 = dataset.startswith("c4")
-    return _relative([(path, path, os.path.getsize(path)) for path in list_local(dataset_path, split, key, c4)])
-
-
-def _list_named(dataset: str, split: str, dataset_path: str | None, key: str) -> list[DataFile]:
-    name = parse_name(dataset, f"{key}.dataset")
-    if dataset_path is None:
-        where = f"{key}.dataset is {dataset!r}"
-        return _list_hub(resolve(name, where).files(split, where))
-    found = mirrored_files(dataset_path, name.of_split(split), f"{key}.dataset_path is {dataset_path!r}")
-    return _relative([(path, path, size) for path, size in found])
-
-
-def _relative(found: list[tuple[str, str, int]]) -> list[DataFile]:
-    """Make a DataFile of each (path, url, size), named relative to the deepest folder that holds all of them."""
+        listing = resolve(name, where).files(split, where) if name else c4_files(split)
+        found = [(file.path, listing.url(file), file.size) for file in listing.files]
+    elif name:
+        mirrored = mirrored_files(dataset_path, name.of_split(split), f"{key}.dataset_path is {dataset_path!r}")
+        found = [(path, path, size) for path, size in mirrored]
+    else:
+        paths = list_local(dataset_path, split, key, dataset.startswith("c4"))
+        found = [(path, path, os.path.getsize(path)) for path in paths]
     root = os.path.commonpath([os.path.dirname(path) for path, _, _ in found])
     files = [DataFile(PurePosixPath(os.path.relpath(path, root)).as_posix(), url, size) for path, url, size in found]
     return sorted(files, key=lambda file: file.name)
 
 
-def _list_hub(listing: Listing) -> list[DataFile]:
-    return _relative([(file.path, listing.url(file), file.size) for file in listing.files])
-
-
 def on_rank_0(function: Callable[..., T], *args: Any) -> T:
-    """Call ``function`` on rank 0 only and broadcast the result. This is a collective call.
+    """Call ``function`` on rank 0 only and broadcast the result or the error. This is a collective call.
 
-    If hundreds of ranks listed the files, the hub would answer 429 and a shared file system would be overloaded. An
-    error on rank 0 is raised on every rank, so that none is left waiting.
+    If hundreds of ranks listed the files, the hub would answer 429 and a shared file system would be overloaded.
     """
     if not dist.is_initialized() or dist.get_world_size() == 1 or dist.get_backend() == "fake":
         return function(*args)
@@ -129,20 +107,13 @@ def on_rank_0(function: Callable[..., T], *args: Any) -> T:
 
 
 def check_data(dataset: str, dataset_path: str | None, key: str = "training") -> list[DataFile]:
-    """List local files; return an empty list for data on the hub, which is listed only when training starts.
-
-    Raises:
-        ConfigError: no data set has this name, or local data is missing or cannot be read.
-    """
+    """List local files; return an empty list for data on the hub, which is listed only when training starts."""
     split_of(dataset, key)
     return [] if streams_from_hub(dataset, dataset_path) else list_files(dataset, dataset_path, key)
 
 
 def check_hub(dataset: str, key: str = "training") -> None:
-    """Raise ConfigError if the hub does not answer, denies access or has no such data set.
-
-    It takes one or two requests only, because every node asks.
-    """
+    """Raise ConfigError if the hub does not answer, denies access or has no such data set: one or two requests of a node."""
     where = f"{key}.dataset is {dataset!r}"
     if is_hub_name(dataset):
         commit_of(parse_name(dataset, f"{key}.dataset"), where)

@@ -13,11 +13,11 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from titan_disp.data.assignment import VERSION, Share
 from titan_disp.data.files import DataFile
-from titan_disp.data.formats import DEFAULTS
+from titan_disp.data.options import StreamOptions
 from titan_disp.data.position import Field
-from titan_disp.data.stream import StreamOptions
 from titan_disp.data.tokenizer import find_tokenizer
 from titan_disp.errors import CheckpointError, ConfigError, counted
+from titan_disp.job_config import fixed
 from titan_disp.run import safe_dcp
 
 
@@ -48,53 +48,48 @@ def _eos_of_model(folder: str) -> int | None:
 def fingerprint(
     files: list[DataFile], tokenizer_folder: str, options: StreamOptions, slots: int, shares: Sequence[Share] = ()
 ) -> dict[str, Any]:
-    """Collect everything that decides which tokens each slot gets."""
-    # Hugging Face's library once turned text that spells a special token into that token; SentencePiece never did.
-    as_text = {} if find_tokenizer(tokenizer_folder).suffix == ".model" else {"special_tokens": "as text"}
-    eos = _eos_of_model(tokenizer_folder)
-    found = {
-        "files": [[file.name, file.size] for file in files],
-        "tokenizer": tokenizer_hash(tokenizer_folder),
-        "seq_len": options.seq_len,
-        "seed": options.seed,
-        "shuffle_window": options.shuffle_window if options.shuffle_window > 1 else 0,  # a window of 1 shuffles nothing
+    """Collect everything that decides which tokens each slot gets, under the names of the keys if there are such."""
+    values = {
+        **vars(options),
+        **vars(options.format),
+        "sources": [[share.name, share.slots] for share in shares],
         "slots": slots,
+        "shuffle_window": options.shuffle_window if options.shuffle_window > 1 else 0,  # a window of 1 shuffles nothing
         "max_document_mb": options.max_document_bytes / 2**20,
-        "assignment": VERSION,
-        **as_text,
-        **({} if eos is None else {"eos_token_id": eos}),
-        **options.format.fingerprint(),
     }
-    return found | ({"sources": [[share.name, share.slots] for share in shares]} if shares else {})
+    return {
+        "files": [[file.name, file.size] for file in files],
+        "assignment": VERSION,
+        "tokenizer": tokenizer_hash(tokenizer_folder),
+        "eos_token_id": _eos_of_model(tokenizer_folder),
+        "training.seq_len": options.seq_len,
+        **{key: values[key.removeprefix("stream.")] for key in fixed("data")},
+    }
 
 
 def differences(saved: dict[str, Any], now: dict[str, Any]) -> list[str]:
     """Describe each difference between two fingerprints in words."""
     found = []
-    old, new = dict(map(tuple, saved.get("files", []))), dict(map(tuple, now["files"]))
-    if old != new:
-        changed = sorted(name for name in old.keys() | new.keys() if old.get(name) != new.get(name))
-        first = changed[0]
-        found.append(
-            f"data: {counted(len(old), 'file')} then, {len(new)} now, with {counted(len(changed), 'difference')}; first {first} "
-            f"({old.get(first, 'missing')} bytes then, {new.get(first, 'missing')} now)"
-        )
-    if saved.get("sources") != now.get("sources"):
-        then, today = (", ".join(f"{name} {n}" for name, n in one.get("sources", [])) or "none" for one in (saved, now))
-        found.append(f"stream.sources, with the slots that their weights make: {then} then, {today} now")
-    if saved.get("assignment") != now["assignment"]:
-        found.append("data: an older version of titan-disp assigned the documents to the slots differently")
-    if saved.get("special_tokens") != now.get("special_tokens") and saved.get("tokenizer") == now["tokenizer"]:
-        found.append("data: an older version of titan-disp turned text that spells special tokens (</s>) into them")
-    for key in ("tokenizer", "seq_len", "seed", "shuffle_window", "slots", "max_document_mb"):
-        if key in saved and saved[key] != now[key]:
-            found.append(f"{key}: {saved.get(key)} then, {now[key]} now")
-    if "eos_token_id" in saved and saved["eos_token_id"] != now.get("eos_token_id"):
-        found.append(f"eos_token_id: {saved['eos_token_id']} then, {now.get('eos_token_id')} now")
-    for key, default in DEFAULTS.items():
-        if (then := saved.get(key, default)) != (new := now.get(key, default)):
-            found.append(f"stream.{key}: {then!r} then, {new!r} now")
+    for key in now | saved:
+        then, today = saved.get(key), now.get(key)
+        if key == "files":  # in any order
+            then, today = dict(then or []), dict(now[key])
+        if then != today:
+            found.append(_difference(key, then, today))
     return found
+
+
+def _difference(key: str, then: Any, today: Any) -> str:
+    if key == "files":
+        changed = sorted(name for name in then.keys() | today.keys() if then.get(name) != today.get(name))
+        return (
+            f"data: {counted(len(then), 'file')} then, {len(today)} now, with {counted(len(changed), 'difference')}; first "
+            f"{changed[0]} ({then.get(changed[0], 'missing')} bytes then, {today.get(changed[0], 'missing')} now)"
+        )
+    if key == "stream.sources":
+        words = (", ".join(f"{name} {n}" for name, n in one or []) or "none" for one in (then, today))
+        return f"{key}, with the slots that their weights make: {next(words)} then, {next(words)} now"
+    return f"{key}: {then!r} then, {today!r} now"
 
 
 def check_fingerprint(saved: dict[str, Any], now: dict[str, Any]) -> None:
@@ -106,7 +101,7 @@ def check_fingerprint(saved: dict[str, Any], now: dict[str, Any]) -> None:
         )
     if found := differences(saved, now):
         hint = ""
-        if saved.get("slots") != now["slots"]:
+        if saved.get("stream.slots") != now["stream.slots"]:
             hint = (
                 " The slots are training.global_batch_size unless stream.slots is set; global_batch_size = -1 ties "
                 "them to the number of ranks, so that such a run cannot resume on another number of ranks."

@@ -1,17 +1,27 @@
-"""This module lists the file formats that are read, and checks that a file's content fits its name.
+"""This module knows the file formats: how files are told apart, and how documents are read from them.
 
 The suffix of a file's name selects its format:
 
-format       suffixes                                               module
-JSON lines   .json .jsonl, uncompressed, gzip (.gz) or zstd (.zst)  json_lines
-Parquet      .parquet                                               parquet
-plain text   .txt, uncompressed, gzip or zstd                       text_files
-token ids    .npy .bin                                              pretokenized
+JSON lines   .json .jsonl, uncompressed, gzip (.gz) or zstd (.zst)
+Parquet      .parquet: each row of one string column is a document
+plain text   .txt, uncompressed, gzip or zstd, in UTF-8: the whole file is a document, or every block of lines between
+             blank lines is one
+token ids    .npy .bin, see ``token_ids``
+
+The readers yield records: documents that are not parsed yet, or a reason why one cannot be used.
 """
 
+import codecs
+import io
+import json
 import os
-from dataclasses import dataclass
+from collections.abc import Iterator
 from typing import Any
+
+import numpy as np
+
+from titan_disp.data.options import StreamOptions
+from titan_disp.errors import DataError
 
 JSON_LINES = (".json.gz", ".jsonl.gz", ".json", ".jsonl", ".json.zst", ".jsonl.zst")
 PARQUET = (".parquet",)
@@ -19,33 +29,6 @@ PLAIN_TEXT = (".txt", ".txt.gz", ".txt.zst")
 TOKEN_IDS = (".npy", ".bin")
 SUFFIXES = (*JSON_LINES, *PARQUET, *PLAIN_TEXT, *TOKEN_IDS)
 COMPRESSED = (".gz", ".zst")
-
-
-@dataclass(frozen=True)
-class Format:
-    """Describe how documents are found in files.
-
-    Attributes:
-        text_field: the field of JSON documents, or the column of Parquet, that holds the text. Dots lead into nested
-            objects: ``meta.text``.
-        text_split: "file" or "blank_lines": what a document of a .txt file is.
-        token_dtype: "uint16" or "uint32", the type of token ids in files without a header.
-        eos_id: the tokenizer's EOS, which ends a document of token ids; None if no tokenizer is known.
-        vocab_size: the number of the tokenizer's ids; None if no tokenizer is known.
-    """
-
-    text_field: str = "text"
-    text_split: str = "file"
-    token_dtype: str = "uint16"
-    eos_id: int | None = None
-    vocab_size: int | None = None
-
-    def fingerprint(self) -> dict[str, Any]:
-        """Return the options that are not defaults, so that fingerprints older than these options stay valid."""
-        return {name: getattr(self, name) for name, default in DEFAULTS.items() if getattr(self, name) != default}
-
-
-DEFAULTS = {name: getattr(Format, name) for name in ("text_field", "text_split", "token_dtype")}
 
 HEAD = 512  # first bytes of a file, which are enough to recognize its format
 _POINTER = b"version https://git-lfs.github.com/spec/"
@@ -68,12 +51,7 @@ _PROMISED: dict[str, bytes | tuple[bytes, ...]] = {".gz": _GZIP, ".zst": _ZSTD, 
 
 
 def mistaken(head: bytes, name: str) -> str | None:
-    """Say what a file is, and what to do, if its content is not what its name says; else return None.
-
-    Args:
-        head: the file's first ``HEAD`` bytes, as stored.
-        name: the file's name.
-    """
+    """Say what a file is, and what to do, if its first ``HEAD`` bytes are not what its name says; else return None."""
     begin = head.removeprefix(b"\xef\xbb\xbf").lstrip().lower()
     if begin.startswith(_HTML) and not name.endswith(".txt"):
         return "it is an HTML page, as servers send it instead of a file: download the file again"
@@ -93,3 +71,280 @@ def mistaken(head: bytes, name: str) -> str | None:
         kind = os.path.splitext(name)[1][1:]
         return f"it is not {kind}, though its name says so: rename it to what it is, or download it again"
     return None
+
+
+class BadDocument(Exception):
+    """One document cannot be used; the message says why."""
+
+
+class OtherShape(BadDocument):
+    """The document is JSON without a text in the text field. If all are so, the config names the wrong field."""
+
+
+class Garbage(BadDocument):
+    """The document is not JSON or not UTF-8. Flipped bytes in a compressed file make many such documents in a row."""
+
+
+class DamagedFile(Exception):
+    """The rest of a file cannot be read; the message says why."""
+
+
+class OtherContent(DamagedFile):
+    """The whole file is not what its name says."""
+
+
+# A JSON line, a text, token ids as stored, or the reason why there is none of these.
+Record = bytes | str | np.ndarray | BadDocument
+
+
+def size_of(record: Record) -> int:
+    """Return about how many bytes of memory a record takes."""
+    if isinstance(record, BadDocument):
+        return 0
+    return record.nbytes if isinstance(record, np.ndarray) else len(record)
+
+
+def too_long(size: int) -> BadDocument:
+    return BadDocument(f"{size:,} bytes, more than stream.max_document_mb allows")
+
+
+def text_of(raw: Record, field: str = "text") -> str:
+    """Return the text of a document: a JSON line, whose ``field`` holds the text, or the text itself.
+
+    Raises:
+        BadDocument: ``raw`` itself if it is one; or the text is empty or holds half a surrogate pair.
+        OtherShape: there is no text in the field.
+        Garbage: the line is invalid UTF-8 or malformed JSON.
+    """
+    assert not isinstance(raw, np.ndarray)
+    if isinstance(raw, BadDocument):
+        raise raw
+    text = _field_of(_parse(raw), field) if isinstance(raw, bytes) else raw
+    if not text.strip():
+        raise BadDocument("empty text")
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:  # JSON can escape half of a surrogate pair, which no tokenizer accepts
+        raise BadDocument(f"invalid Unicode: {error.reason} at character {error.start}") from error
+    return text
+
+
+def _not_utf_8(error: UnicodeDecodeError) -> Garbage:
+    return Garbage(f"invalid UTF-8: {error.reason} at byte {error.start}")
+
+
+def _parse(line: bytes) -> Any:
+    try:
+        return json.loads(line.decode("utf-8-sig"))  # decoded here, because json takes some bytes for UTF-16 or UTF-32
+    except UnicodeDecodeError as error:
+        raise _not_utf_8(error) from error
+    except (ValueError, RecursionError) as error:
+        reason = f"malformed JSON: {error}"
+        if line.strip()[:1] == b"[":
+            reason += f". It looks like the beginning of {_ARRAY}"
+        elif line.strip() == b"{":
+            reason += (
+                f". It looks like JSON over several lines; {_ONE_A_LINE}, as `jq -c . FILE > FILE.jsonl` writes it"
+            )
+        raise Garbage(reason) from error
+
+
+_ONE_A_LINE = "expected one document per line"
+_ARRAY = f"a JSON array; {_ONE_A_LINE}, as `jq -c '.[]' FILE > FILE.jsonl` writes it"
+
+
+def _field_of(record: Any, field: str) -> str:
+    if isinstance(record, list):
+        raise OtherShape(f"it is {_ARRAY}")
+    if not isinstance(record, dict):
+        raise OtherShape(f'no field "{field}", because it is {_kind(record)}; expected a JSON object')
+    value = record.get(field)
+    if value is None and "." in field:
+        value = record
+        for name in field.split("."):
+            value = value.get(name) if isinstance(value, dict) else None
+    if isinstance(value, str):
+        return value
+    if value is None:
+        raise OtherShape(f'no field "{field}", only {_names(record)}; set stream.text_field to the field of the text')
+    raise OtherShape(
+        f'field "{field}" is {_kind(value)}, expected a text; the fields are {_names(record)}; set stream.text_field to '
+        "the field of the text"
+    )
+
+
+def _kind(value: Any) -> str:
+    kinds = {dict: "an object", list: "an array", str: "a text", bool: "true or false", type(None): "null"}
+    return kinds.get(type(value), "a number")
+
+
+def _names(record: dict[str, Any]) -> str:
+    names = []
+    for name, value in record.items():
+        names += [f"{name}.{inner}" for inner in value] if isinstance(value, dict) and value else [name]
+    return ", ".join(names[:12]) + (", …" if len(names) > 12 else "") if names else "an empty object"
+
+
+_DRAIN = 1 << 20
+
+
+def json_line_records(lines: Any, options: StreamOptions) -> Iterator[bytes | BadDocument]:
+    """Yield the lines of a binary stream, unparsed. Too long ones are never in memory as a whole.
+
+    Blank lines are not documents, as for pandas, pyarrow and datasets.
+    """
+    first, max_bytes = True, options.max_document_bytes
+    while line := lines.readline(max_bytes + 1):
+        if len(line) > max_bytes and not line.endswith(b"\n"):
+            size = len(line)
+            while (rest := lines.readline(_DRAIN)) and not rest.endswith(b"\n"):
+                size += len(rest)
+            yield too_long(size + len(rest))
+        else:
+            document = line.removeprefix(codecs.BOM_UTF8) if first else line
+            if not document.isspace():
+                yield document
+        first = False
+
+
+TOO_LONG = 'more than stream.max_document_mb allows: set stream.text_split = "blank_lines", or allow more'
+
+
+def text_records(stream: Any, options: StreamOptions) -> Iterator[str | BadDocument]:
+    """Yield the documents of a binary stream of text. Too long ones are never in memory as a whole."""
+    read = _blocks if options.format.text_split == "blank_lines" else _whole
+    return read(stream, options.max_document_bytes)
+
+
+def _whole(stream: Any, max_bytes: int) -> Iterator[str | BadDocument]:
+    parts, size = [], 0
+    while part := stream.read(min(1 << 20, max_bytes + 1 - size)):
+        parts.append(part)
+        size += len(part)
+        if size > max_bytes:
+            yield BadDocument(f"the file has more than {max_bytes:,} bytes, {TOO_LONG}")
+            return
+    yield _decoded(b"".join(parts).removeprefix(codecs.BOM_UTF8))
+
+
+def _blocks(stream: Any, max_bytes: int) -> Iterator[str | BadDocument]:
+    """Yield the blocks between blank lines (only white space), without the line break at the end (\\n or \\r\\n)."""
+    block: list[bytes] = []
+    size, at_line_start = 0, True
+    first = True
+    while piece := stream.readline(max_bytes + 1):  # a longer line comes in pieces
+        if first:
+            piece, first = piece.removeprefix(codecs.BOM_UTF8), False
+        blank = at_line_start and not piece.strip()
+        at_line_start = piece.endswith(b"\n")
+        if not blank:
+            size += len(piece)
+            if size <= max_bytes:
+                block.append(piece)
+            else:
+                block.clear()
+        elif size:
+            yield _end_block(block, size, max_bytes)
+            block, size = [], 0
+    if size:
+        yield _end_block(block, size, max_bytes)
+
+
+def _end_block(block: list[bytes], size: int, max_bytes: int) -> str | BadDocument:
+    return _decoded(b"".join(block).rstrip(b"\r\n")) if size <= max_bytes else too_long(size)
+
+
+def _decoded(text: bytes) -> str | BadDocument:
+    try:
+        return text.decode()
+    except UnicodeDecodeError as error:
+        return _not_utf_8(error)
+
+
+_READ = 1 << 20  # bytes of a column that are read at a time
+_ROWS = 256  # rows that are decoded at a time, but …
+_BATCH = 4 << 20  # … no more bytes than these
+
+
+def parquet_records(stored: io.BufferedReader, name: str, options: StreamOptions) -> Iterator[str | BadDocument]:
+    """Yield the texts of the column ``Format.text_field``.
+
+    DataError is raised for a sound file without such a column, or whose column is not text: the config has to change.
+    """
+    import pyarrow
+    import pyarrow.parquet
+
+    field, max_bytes = options.format.text_field, options.max_document_bytes
+    try:
+        # pyarrow's default pre_buffer would keep everything that was read until the file is closed: gigabytes of a
+        # large file.
+        file = pyarrow.PythonFile(stored, "r")
+        table = pyarrow.parquet.ParquetFile(file, pre_buffer=False, buffer_size=_READ)
+    except pyarrow.ArrowInvalid as error:
+        stored.seek(0)
+        if (found := mistaken(stored.read(HEAD), name)) is not None:
+            raise OtherContent(found) from error
+        raise
+    with table:
+        _check_column(table.schema_arrow, name, field)
+        for batch in table.iter_batches(batch_size=_rows(table.metadata), columns=[field]):
+            for value in _column(batch, field):
+                try:
+                    text = value.as_py()
+                except UnicodeDecodeError as error:  # other writers do not validate UTF-8
+                    yield _not_utf_8(error)
+                    continue
+                if not isinstance(text, str):
+                    yield BadDocument("text is null")
+                elif 4 * len(text) > max_bytes and (size := len(text.encode())) > max_bytes:
+                    yield too_long(size)
+                else:
+                    yield text
+
+
+def _rows(metadata: Any) -> int:
+    """Return how many rows to decode at a time; these are few if rows are long."""
+    size = sum(metadata.row_group(i).total_byte_size for i in range(metadata.num_row_groups))
+    return max(1, min(_ROWS, _BATCH * metadata.num_rows // max(1, size)))
+
+
+def _check_column(schema: Any, name: str, field: str) -> None:
+    import pyarrow.types as types
+
+    columns = dict(_leaves(schema))
+    if field not in columns:
+        found = ", ".join(f"{column} ({kind})" for column, kind in list(columns.items())[:12])
+        raise DataError(
+            f'{name} has no column "{field}", only {found}: set stream.text_field to the column of the text'
+        )
+    kind = columns[field]
+    value = kind.value_type if types.is_dictionary(kind) else kind
+    is_view = getattr(types, "is_string_view", lambda _: False)  # only later versions of pyarrow have it
+    if not (types.is_string(value) or types.is_large_string(value) or is_view(value)):
+        raise DataError(
+            f'{name}: column "{field}" is {kind}, expected string: set stream.text_field to the column of the text, or '
+            "write it as a string"
+        )
+
+
+def _leaves(fields: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield (name, type) of all columns; the names of columns in structs have dots."""
+    import pyarrow.types as types
+
+    for field in fields:
+        if types.is_struct(field.type):
+            yield from _leaves([field.type.field(i) for i in range(field.type.num_fields)], f"{prefix}{field.name}.")
+        else:
+            yield prefix + field.name, field.type
+
+
+def _column(batch: Any, field: str) -> Any:
+    """Select one column. Reading column ``x.y`` may also load the field ``y`` of a struct ``x``."""
+    import pyarrow.compute
+
+    names = batch.schema.names
+    if field in names:
+        return batch.column(names.index(field))
+    struct = next(i for i, name in enumerate(names) if field.startswith(f"{name}."))
+    path = field.removeprefix(f"{names[struct]}.").split(".")
+    return pyarrow.compute.struct_field(batch.column(struct), path)

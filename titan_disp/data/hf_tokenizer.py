@@ -1,4 +1,11 @@
-"""This module writes and checks an export's tokenizer: a copied Hugging Face one or a converted SentencePiece one."""
+"""This module writes and checks an export's tokenizer: a copied Hugging Face one or a converted SentencePiece one.
+
+``convert`` makes a ``tokenizers.Tokenizer`` that gives the ids of a SentencePiece model. (transformers' converters give
+other ids for spaces, for user-defined symbols, and for text that spells a control symbol.) As in SentencePiece, the
+normalizer runs over the whole text before anything splits it. ``tokenizers`` would split text at added tokens first, and
+then add the dummy prefix to each piece and strip spaces around it. User-defined symbols are therefore split off by a
+pre-tokenizer instead of being added tokens.
+"""
 
 import itertools
 import json
@@ -16,17 +23,10 @@ from torchtitan.components.tokenizer import BaseTokenizer, HuggingFaceTokenizer
 
 from titan_disp.data.documents import Documents
 from titan_disp.data.files import list_files
-from titan_disp.data.formats import Format
-from titan_disp.data.records import BadDocument, DamagedFile, text_of
+from titan_disp.data.formats import BadDocument, DamagedFile, text_of
+from titan_disp.data.options import Format, StreamOptions
 from titan_disp.data.tokenizer import find_tokenizer
 from titan_disp.errors import ConfigError
-
-# This module converts a SentencePiece model to a ``tokenizers.Tokenizer`` that gives the same ids.
-#
-# As in SentencePiece, the normalizer runs over the whole text before anything splits it. ``tokenizers`` would split text
-# at added tokens first, and then add the dummy prefix to each piece and strip spaces around it. User-defined symbols are
-# therefore split off by a pre-tokenizer instead of being added tokens.
-
 
 SPACE = "▁"
 protobuf: Any = sentencepiece_model_pb2  # generated code without types
@@ -35,11 +35,7 @@ _TYPES = (protobuf.TrainerSpec.UNIGRAM, protobuf.TrainerSpec.BPE)
 
 
 def read_model(file: str | Path) -> Any:
-    """Read a SentencePiece model as protobuf's ModelProto.
-
-    Raises:
-        ConfigError: the model uses features that ``tokenizers`` cannot express.
-    """
+    """Read a SentencePiece model as protobuf's ModelProto. Refuse one that ``tokenizers`` cannot express."""
     model = protobuf.ModelProto()
     model.ParseFromString(Path(file).read_bytes())
     trainer, normalizer = model.trainer_spec, model.normalizer_spec
@@ -185,17 +181,11 @@ def _decoder(model: Any) -> decoders.Decoder:
     return decoders.Sequence(steps)
 
 
-def is_unigram(file: str | Path) -> bool:
-    """Return whether a SentencePiece model is unigram (it chooses the most probable segmentation) instead of BPE."""
-    return read_model(file).trainer_spec.model_type == protobuf.TrainerSpec.UNIGRAM
-
-
 def convert(file: str | Path) -> tuple[tokenizers.Tokenizer, dict[str, str]]:
-    """Convert a SentencePiece model.
+    """Convert a SentencePiece model. If it has BOS, the tokenizer begins every text with it, as training does.
 
     Returns:
-        The tokenizer, and the names of its special tokens as in tokenizer_config.json (bos_token, …). If the model has
-        BOS, the tokenizer begins every text with it, as training does.
+        The tokenizer, and the names of its special tokens as in tokenizer_config.json (bos_token, …).
 
     Raises:
         ConfigError: the model uses features that ``tokenizers`` cannot express.
@@ -244,40 +234,27 @@ PROBES = (
 
 
 def local_documents(path: str | None, text_field: str = "text") -> Iterator[str]:
-    """Yield the first documents of a run's validation data, or of its training data, if they are on this disk.
-
-    Args:
-        path: ``training.dataset_path``.
-        text_field: ``stream.text_field``.
-    """
-    for dataset in ("c4_validation", "c4"):
+    """Yield the first documents of the validation data, or the training data, if they are on this disk."""
+    for dataset in ("c4_validation", "c4") if path and os.path.exists(path) else ():
         try:
-            file = list_files(dataset, path)[0] if path and os.path.exists(path) else None
+            file = list_files(dataset, path)[0]
         except ConfigError:
             continue
-        if file is None:
-            return
-        documents = Documents(file, max_bytes=1 << 24, format=Format(text_field))
+        documents = Documents(file, StreamOptions(format=Format(text_field)))
         try:
             for _ in range(DOCUMENTS):
                 raw = documents.read()
-                if raw is None:
-                    return
-                if not isinstance(raw, BadDocument):
+                if raw is not None and not isinstance(raw, BadDocument):
                     yield text_of(raw, text_field)
         except (BadDocument, DamagedFile, ConfigError):  # training reports these; here, other texts are enough
-            return
+            pass
         finally:
             documents.close()
         return
 
 
 def check_same_ids(ours: Callable[[str], list[int]], theirs: Callable[[str], list[int]], texts: Iterable[str]) -> None:
-    """Compare the ids that two tokenizers give for some texts.
-
-    Raises:
-        ConfigError: they differ; the message shows the first such text.
-    """
+    """Raise ConfigError if two tokenizers give different ids for a text; the message shows the first such text."""
     for text in texts:
         expected, got = ours(text), theirs(text)
         if expected == got:
@@ -297,8 +274,7 @@ def write_tokenizer(
     """Write what ``AutoTokenizer.from_pretrained`` needs, and check that it gives the ids of training.
 
     Args:
-        source: the tokenizer's folder.
-        tokenizer: the tokenizer in that folder.
+        source: the folder of ``tokenizer``.
         dest: a folder that already holds config.json, which decides the tokenizer's class.
         seq_len: the longest input, in tokens.
         documents: further texts to compare.
@@ -310,7 +286,7 @@ def write_tokenizer(
 
     file = find_tokenizer(source)
     if file.suffix == ".model":
-        unigram = is_unigram(file)
+        unigram = read_model(file).trainer_spec.model_type == protobuf.TrainerSpec.UNIGRAM
         converted, special = convert(file)
         # to_str instead of save(), which reports a full disk by a bare Exception.
         (dest / "tokenizer.json").write_text(converted.to_str(pretty=True))

@@ -1,4 +1,9 @@
-"""This module lists the files of allenai/c4 on the Hugging Face hub. hub_dataset uses its helpers for others."""
+"""This module lists the files of data sets on the Hugging Face hub: of allenai/c4, and of any other.
+
+Of other data sets, the files of one configuration and one split are listed. As in ``load_dataset``, the ``datasets``
+library decides which these are: by the configurations in the README, else by the names of files and folders. It is
+asked at one commit, so that all ranks read the same data.
+"""
 
 import os
 import re
@@ -21,7 +26,6 @@ class HubFile:
     Attributes:
         path: path in the repository, such as en/c4-train.00000-of-01024.json.gz.
         index: the file's number among the files of the split.
-        size: in bytes.
         sha256: of the content; None if the hub does not say.
     """
 
@@ -46,10 +50,7 @@ class Listing:
 def cannot_list(name: str, error: Exception, fetch: str) -> ConfigError:
     """Make a ConfigError from what huggingface_hub, httpx or the operating system raised.
 
-    Args:
-        name: the data set.
-        error: what was raised.
-        fetch: the arguments of ``titan-disp data fetch`` that mirror the data set.
+    ``fetch`` holds the arguments of ``titan-disp data fetch`` that mirror the data set.
     """
     return ConfigError(
         f"cannot list {name} on the Hugging Face hub ({type(error).__name__}: {error}). Without internet, use a local "
@@ -57,46 +58,35 @@ def cannot_list(name: str, error: Exception, fetch: str) -> ConfigError:
     )
 
 
-def entries_in(repository: str, commit: str, folder: str, recursive: bool) -> dict[str, Any]:
-    """Return the hub's entries of all files in a folder, by path. It raises what huggingface_hub raises."""
+def files_in(repository: str, commit: str, folder: str, recursive: bool) -> dict[str, HubFile]:
+    """Return all files in a folder, by path. It raises what huggingface_hub raises."""
     from huggingface_hub import HfApi
     from huggingface_hub.hf_api import RepoFile
 
     entries = HfApi().list_repo_tree(
         repository, folder or None, recursive=recursive, revision=commit, repo_type="dataset"
     )
-    return {entry.path: entry for entry in entries if isinstance(entry, RepoFile)}
-
-
-def hub_file(entry: Any, index: int) -> HubFile:
-    return HubFile(entry.path, index, entry.size, entry.lfs.sha256 if entry.lfs else None)
+    return {
+        entry.path: HubFile(entry.path, 0, entry.size, entry.lfs.sha256 if entry.lfs else None)
+        for entry in entries
+        if isinstance(entry, RepoFile)
+    }
 
 
 def c4_files(split: str) -> Listing:
-    """List C4's files of a split.
-
-    Raises:
-        ConfigError: the hub cannot be reached, or has no such files.
-    """
+    """List C4's files of a split."""
     from huggingface_hub import HfApi
 
     try:
         commit = HfApi().dataset_info(DATASET, timeout=ANSWER_SECONDS).sha or ""
-        entries = entries_in(DATASET, commit, FOLDER, recursive=False)
+        found = files_in(DATASET, commit, FOLDER, recursive=False)
     except Exception as error:  # see cannot_list
         raise cannot_list(DATASET, error, "DIR") from error
     pattern = re.compile(rf"{FOLDER}/c4-{split}\.(\d+)-of-\d+\.json\.gz")
-    files = [hub_file(entry, int(match[1])) for path, entry in entries.items() if (match := pattern.fullmatch(path))]
+    files = [replace(file, index=int(m[1])) for path, file in found.items() if (m := pattern.fullmatch(path))]
     if not files or not commit:
         raise ConfigError(f"{DATASET} on the hub holds no {FOLDER}/c4-{split}.*.json.gz")
     return Listing(DATASET, commit, sorted(files, key=lambda file: file.index))
-
-
-# This module lists the files of any data set on the hub: those of one configuration and one split.
-#
-# As in ``load_dataset``, the ``datasets`` library decides which files these are: by the configurations in the README,
-# else by the names of files and folders. It is asked at one commit, so that all ranks read the same data. The files
-# are then read as C4's are.
 
 
 PREFIX = "hf:"
@@ -107,11 +97,7 @@ FORM = "hf:OWNER/NAME, hf:OWNER/NAME:CONFIGURATION or hf:OWNER/NAME:CONFIGURATIO
 class HubName:
     """Name a data set on the hub, written hf:OWNER/NAME[@REVISION][:CONFIGURATION[:SPLIT]].
 
-    Attributes:
-        repository: OWNER/NAME.
-        revision: a branch, tag or commit; None stands for main.
-        config: None stands for the data set's default configuration.
-        split: None if the name leaves it out.
+    Without a revision (a branch, tag or commit) it is main; without a configuration, the data set's default one.
     """
 
     repository: str
@@ -134,15 +120,7 @@ def is_hub_name(dataset: str) -> bool:
 
 
 def parse_name(dataset: str, where: str) -> HubName:
-    """Parse a name such as hf:OWNER/NAME:CONFIGURATION.
-
-    Args:
-        dataset: the name.
-        where: what the name is a value of, such as "training.dataset"; the message begins with it.
-
-    Raises:
-        ConfigError: the name does not have the form that ``HubName`` describes.
-    """
+    """Parse a name such as hf:OWNER/NAME:CONFIGURATION. A message begins with ``where``, such as "training.dataset"."""
     head, *rest = dataset.removeprefix(PREFIX).split(":")
     repository, at, revision = head.partition("@")
     # hf:OWNER/NAME::SPLIT is a split of the default configuration.
@@ -157,11 +135,7 @@ def parse_name(dataset: str, where: str) -> HubName:
 class HubDataset:
     """Describe one configuration of a data set at one commit.
 
-    Attributes:
-        name: as the config has it.
-        repository: the hub's present name of it.
-        commit: the revision's commit.
-        splits: the paths in the repository of each split's files.
+    ``repository`` is the hub's present name of it, and ``splits`` holds the paths of each split's files.
     """
 
     name: HubName
@@ -170,16 +144,12 @@ class HubDataset:
     splits: dict[str, list[str]]
 
     def files(self, split: str, where: str) -> Listing:
-        """List the files of one split, sorted by path, with their sizes.
-
-        Raises:
-            ConfigError: there is no such split, its files have a format that is not read, or the hub cannot be reached.
-        """
+        """List the files of one split, sorted by path, with their sizes."""
         paths = files_of_split(self.splits, split, self.name, where)
         folder = os.path.commonpath([os.path.dirname(path) for path in paths])
         try:
-            entries = entries_in(self.repository, self.commit, folder, recursive=True)
-            files = [hub_file(entries[path], index) for index, path in enumerate(paths)]
+            found = files_in(self.repository, self.commit, folder, recursive=True)
+            files = [replace(found[path], index=index) for index, path in enumerate(paths)]
         except Exception as error:  # see cannot_list
             raise cannot_list(str(self.name), error, fetch_arguments(self.name)) from error
         return Listing(self.repository, self.commit, files)
@@ -202,18 +172,10 @@ def resolve(name: HubName, where: str) -> HubDataset:
 
 
 def commit_of(name: HubName, where: str, fetch: str | None = None) -> tuple[str, str]:
-    """Ask the hub for the commit of a revision. It takes one request, or two for a gated data set.
+    """Ask the hub for the commit of a revision, in one request, or two for a gated data set.
 
-    Args:
-        name: the data set and its revision.
-        where: begins the message.
-        fetch: arguments of ``titan-disp data fetch``, for messages; by default those for ``name``.
-
-    Returns:
-        The repository's present name and the commit.
-
-    Raises:
-        ConfigError: see ``resolve``.
+    It returns the repository's present name and the commit. ``where`` begins the messages; for ``fetch``, see
+    ``cannot_list``.
     """
     from huggingface_hub import HfApi
     from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, RepositoryNotFoundError, RevisionNotFoundError
@@ -245,14 +207,7 @@ def commit_of(name: HubName, where: str, fetch: str | None = None) -> tuple[str,
 def splits_in(root: str, name: HubName, commit: str | None, where: str) -> dict[str, list[str]]:
     """Return the paths or URLs of the files of every split of a configuration.
 
-    Args:
-        root: hf://datasets/OWNER/NAME, or a folder with all of its files.
-        name: the configuration.
-        commit: None for a folder.
-        where: begins the message.
-
-    Raises:
-        ConfigError: see ``resolve``.
+    ``root`` is hf://datasets/OWNER/NAME, or a folder with all of its files: then ``commit`` is None.
     """
     from datasets import get_dataset_config_names, load_dataset_builder
     from datasets.data_files import EmptyDatasetError
@@ -295,11 +250,7 @@ def splits_in(root: str, name: HubName, commit: str | None, where: str) -> dict[
 
 
 def files_of_split(splits: dict[str, list[str]], split: str, name: HubName, where: str) -> list[str]:
-    """Return the paths of a split's files, sorted.
-
-    Raises:
-        ConfigError: there is no such split, or its files have a format that is not read.
-    """
+    """Return the paths of a split's files, sorted, all in formats that are read."""
     if split not in splits:
         example = name.of_split(next(iter(splits), "SPLIT"))
         raise ConfigError(f"{where}: it has no split {split!r}, only {', '.join(splits)}; such as {str(example)!r}")

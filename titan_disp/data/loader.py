@@ -8,7 +8,6 @@ therefore holds the same sequences for any number of ranks and any accumulation.
 
 import json
 import math
-import os
 import time
 from collections import Counter
 from collections.abc import Generator, Iterator, Sequence
@@ -29,13 +28,14 @@ from titan_disp.data.assignment import Assignment, Mixture, Share
 from titan_disp.data.cursor import check_documents, check_files
 from titan_disp.data.files import DataFile, on_rank_0
 from titan_disp.data.fingerprint import check_fingerprint, fingerprint
-from titan_disp.data.formats import Format
-from titan_disp.data.position import Field, fraction_read, groups_of
+from titan_disp.data.options import StreamOptions, stream_options
+from titan_disp.data.position import Field, fraction_read
 from titan_disp.data.shuffle import memory
 from titan_disp.data.sources import list_and_check, source_shares, training_sets
-from titan_disp.data.stream import RankStreams, Sequences, StreamOptions, as_it_is, worker_signals
+from titan_disp.data.stream import RankStreams, Sequences, as_it_is, worker_signals
 from titan_disp.data.tokenizer import encoder, fast_encoder
 from titan_disp.errors import ConfigError, counted
+from titan_disp.text import byte_size
 
 Batch = tuple[dict[str, Tensor], Tensor]
 _GROUP = 32  # the prefetch worker sends up to this many microbatches at once …
@@ -50,7 +50,6 @@ def is_largest(name: str) -> bool:
 
 
 def together(every: Sequence[dict[str, float]]) -> dict[str, float]:
-    """Combine the counters of all ranks."""
     return {name: (max if is_largest(name) else sum)(counters[name] for counters in every) for name in every[0]}
 
 
@@ -60,10 +59,9 @@ class StreamLoader(BaseDataLoader):
     Attributes:
         positions: [own slots, k] int64: each slot's position after the last sequence handed out, not the last one
             prefetched.
-        groups: groups of slots whose epochs are counted separately.
+        groups: the sources, whose epochs are counted separately; one without a name if there is but one.
         mesh: the data-parallel mesh over which a checkpoint shards the positions; None if there is one data-parallel
             rank, and in ``digest``.
-        seconds_waited: time that the consumer has waited for data since the start.
         bytes_read: stored bytes read so far, by (epoch, file).
         densities: bytes of text per stored byte, for each group.
     """
@@ -79,7 +77,6 @@ class StreamLoader(BaseDataLoader):
         local_batch_size: int,
         dp_rank: int,
         dp_world_size: int,
-        prefetch: int,
         pin_memory: bool = False,
         shares: Sequence[Share] = (),
     ) -> None:
@@ -89,18 +86,14 @@ class StreamLoader(BaseDataLoader):
             files: all files of the split, or of all sources.
             tokenizer: the tokenizer in ``tokenizer_folder``.
             tokenizer_folder: for the fingerprint.
-            options: how documents become sequences.
-            slots: S.
+            options: see ``StreamOptions``.
+            slots: S, which the ranks share equally.
             local_batch_size: sequences per microbatch.
-            dp_rank: this data-parallel rank.
-            dp_world_size: number of data-parallel ranks.
-            prefetch: microbatches that the worker prepares ahead; 0 reads in this process.
-            pin_memory: whether the batches are in pinned memory.
+            dp_rank: this data-parallel rank, of ``dp_world_size``.
             shares: the shares of the sources, if there are several.
 
         Raises:
-            ConfigError: the slots cannot be divided among the ranks, the tokenizer has no EOS, or ``fast_encoder``
-                refuses it.
+            ConfigError: the slots cannot be divided among the ranks, the tokenizer has no EOS, or gigatoken refuses it.
         """
         if slots % dp_world_size:
             raise ConfigError(
@@ -112,10 +105,10 @@ class StreamLoader(BaseDataLoader):
         self.encode = fast_encoder(tokenizer, tokenizer_folder, encode) if options.fast_tokenizer else encode
         own = slots // dp_world_size
         self.slots = range(dp_rank * own, (dp_rank + 1) * own)
-        self.local_batch_size, self.prefetch, self.pin_memory = local_batch_size, prefetch, pin_memory
+        self.local_batch_size, self.pin_memory = local_batch_size, pin_memory
         self.fingerprint = fingerprint(files, tokenizer_folder, options, slots, shares)
         self.positions = torch.zeros(own, len(Field), dtype=torch.int64)
-        self.groups = groups_of(files, slots, shares)
+        self.groups = list(shares) or [Share("", 0, slots, slots, 1.0)]
         self.mesh: DeviceMesh | None = None
         self.seconds_waited = 0.0
         self.bytes_read: Counter[tuple[int, int]] = Counter()
@@ -137,22 +130,15 @@ class StreamLoader(BaseDataLoader):
             self._running = None
 
     def _batches(self) -> Generator[Batch, None, None]:
-        batch = self.local_batch_size
+        batch, prefetch, mine = self.local_batch_size, self.options.prefetch, self.positions.numpy()
         # Microbatches are sent in groups: each transfer costs both processes as much as thousands of tokens.
-        group = max(1, min(_GROUP, _GROUP_TOKENS // (batch * self.options.seq_len))) if self.prefetch else 1
+        group = max(1, min(_GROUP, _GROUP_TOKENS // (batch * self.options.seq_len))) if prefetch else 1
         sequences = Sequences(self._make, batch, group)
-        workers: dict[str, Any] = {}
-        if self.prefetch:
-            # Fork, even where it is not the default (Python 3.14), so that the tokenizer need not be loaded again.
-            workers = {
-                "num_workers": 1,
-                "prefetch_factor": -(-self.prefetch // group),
-                "multiprocessing_context": "fork",
-            }
-            workers["worker_init_fn"] = worker_signals
+        # Fork, even where it is not the default (Python 3.14), so that the tokenizer need not be loaded again.
+        worker: dict[str, Any] = {"num_workers": 1, "multiprocessing_context": "fork", "worker_init_fn": worker_signals}
+        workers = worker | {"prefetch_factor": -(-prefetch // group)} if prefetch else {}
         batches = iter(DataLoader(sequences, batch_size=None, collate_fn=as_it_is, **workers))  # type: ignore[arg-type]
         turn, own = 0, len(self.slots)
-        mine = self.positions.numpy()
         try:
             while True:
                 start = time.perf_counter()
@@ -178,8 +164,7 @@ class StreamLoader(BaseDataLoader):
 
         stored_bytes and seconds_waited are totals since this process started. epoch is the latest epoch of the
         rank's slots. epochs_read is this rank's part of the mean number of epochs that all slots have read, with
-        fractions; the ranks' parts add up to the mean. If there are several sources, each has its own epoch and
-        epochs_read.
+        fractions; the ranks' parts add up to the mean. Each of several sources has its own epoch and epochs_read.
         """
         columns = self.positions.sum(0).tolist()
         return {
@@ -195,8 +180,8 @@ class StreamLoader(BaseDataLoader):
 
     def _epochs(self) -> Iterator[tuple[str, float]]:
         for group, density in zip(self.groups, self.densities, strict=True):
-            own = range(max(group.slots.start, self.slots.start), min(group.slots.stop, self.slots.stop))
-            latest, read, slots = 0, 0.0, len(group.slots)
+            own = range(max(group.first, self.slots.start), min(group.first + group.slots, self.slots.stop))
+            latest, read, slots = 0, 0.0, group.slots
             for slot in own:
                 position = self.positions[slot - self.slots.start].numpy()
                 epoch = int(position[Field.EPOCH])
@@ -206,17 +191,13 @@ class StreamLoader(BaseDataLoader):
             yield f"epochs_read{group.suffix}", read / slots
 
     def check_counters(self, counters: dict[str, float]) -> None:
-        """Stop a run if too much of its data is bad.
-
-        Args:
-            counters: of all ranks together, so that all ranks stop or none, and any number of ranks stops on the same
-                data.
+        """Stop a run if too much of its data is bad. The counters are those of all ranks together: all stop, or none.
 
         Raises:
-            DataError: more documents or files were skipped than ``limits`` allows.
+            DataError: more documents or files were skipped than ``stream.max_skipped_fraction`` allows.
         """
         allowed = self.options.max_skipped_fraction
-        begun = sum(group.files * (counters[f"epoch{group.suffix}"] + 1) for group in self.groups)
+        begun = sum(sum(map(g.owns, self.files)) * (counters[f"epoch{g.suffix}"] + 1) for g in self.groups)
         check_documents(counters["skipped_documents"], counters["documents"], allowed)
         check_files(counters["skipped_files"], begun, len(self.files), allowed)
 
@@ -247,41 +228,6 @@ class StreamLoader(BaseDataLoader):
         self.positions[:, Field.EPOCH] = epoch
 
 
-def stream_options(
-    job_config: JobConfig, seq_len: int | None = None, tokenizer: BaseTokenizer | None = None
-) -> StreamOptions:
-    """Take the stream's options from [stream] and [training]. Without a tokenizer, token ids on disk cannot be read."""
-    stream = job_config.stream  # type: ignore[attr-defined]
-    return StreamOptions(
-        seq_len=seq_len or job_config.training.seq_len,
-        seed=stream.seed,
-        shuffle_window=stream.shuffle_window,
-        on_bad_data=stream.on_bad_data,
-        max_skipped_fraction=stream.max_skipped_fraction,
-        max_document_bytes=int(stream.max_document_mb * 2**20),
-        # If a rank tried again for longer than the other ranks wait for it, it would look like a hang.
-        retry_seconds=min(stream.retry_seconds, 0.6 * job_config.comm.train_timeout_seconds),
-        tokenizer_threads=stream.tokenizer_threads or default_threads(),
-        fast_tokenizer=stream.fast_tokenizer,
-        format=Format(
-            stream.text_field,
-            stream.text_split,
-            stream.token_dtype,
-            eos_id=tokenizer.eos_id if tokenizer is not None else None,
-            vocab_size=tokenizer.get_vocab_size() if tokenizer is not None else None,
-        ),
-    )
-
-
-def default_threads() -> int:
-    """Return the number of tokenizer threads, from 1 to 4; 4 are enough for any GPU.
-
-    It is the number of cores that this process may use, divided among the node's ranks.
-    """
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, min(4, cores // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
-
-
 def open_stream(
     job_config: JobConfig,
     files: list[DataFile],
@@ -290,16 +236,7 @@ def open_stream(
     dp_rank: int,
     pin_memory: bool = False,
 ) -> StreamLoader:
-    """Make one rank's loader from the config.
-
-    Args:
-        job_config: the config.
-        files: the files of all ``training_sets``, in their order.
-        tokenizer: the run's tokenizer.
-        dp_world_size: number of data-parallel ranks.
-        dp_rank: this data-parallel rank.
-        pin_memory: whether the batches are in pinned memory.
-    """
+    """Make one rank's loader from the config. ``files`` are those of all ``training_sets``, in their order."""
     slots = slot_count(job_config, dp_world_size)
     return StreamLoader(
         files,
@@ -311,7 +248,6 @@ def open_stream(
         local_batch_size=job_config.training.local_batch_size,
         dp_rank=dp_rank,
         dp_world_size=dp_world_size,
-        prefetch=job_config.stream.prefetch,  # type: ignore[attr-defined]
         pin_memory=pin_memory,
     )
 
@@ -326,8 +262,8 @@ def build_dataloader(dp_world_size: int, dp_rank: int, tokenizer: BaseTokenizer,
     options = stream_options(job_config, tokenizer=tokenizer)
     files = on_rank_0(list_and_check, training_sets(job_config), options)
     if dp_rank == 0:
-        gigabytes = sum(file.size for file in files) / 1e9
-        logger.info(f"data: {counted(len(files), 'file')}, {gigabytes:.3g} GB, from {files[0].url} to {files[-1].url}")
+        total = byte_size(sum(file.size for file in files), 3)
+        logger.info(f"data: {counted(len(files), 'file')}, {total}, from {files[0].url} to {files[-1].url}")
         for share in source_shares(job_config, slot_count(job_config, dp_world_size)):
             logger.info(f"data: {share}")
     loader = open_stream(
@@ -335,10 +271,10 @@ def build_dataloader(dp_world_size: int, dp_rank: int, tokenizer: BaseTokenizer,
     )
     own, window = len(loader.slots), loader.options.shuffle_window
     if dp_rank == 0 and window > 1:
-        usual, most = (memory(own, window, length) / 1e6 for length in (C4_DOCUMENT_BYTES, math.inf))
+        usual, most = (byte_size(memory(own, window, length), 3) for length in (C4_DOCUMENT_BYTES, math.inf))
         logger.info(
             f"data: {window} documents of each slot are shuffled together (stream.shuffle_window). A rank of {own} "
-            f"slots holds up to {usual:,.3g} MB for that if documents are as long as C4's, and up to {most:,.3g} MB "
+            f"slots holds up to {usual} for that if documents are as long as C4's, and up to {most} "
             "if they are longer"
         )
     return loader

@@ -21,17 +21,10 @@ _MARKS = {"train": ("train",), "validation": ("validation", "valid", "val"), "te
 
 
 def list_local(dataset_path: str, split: str, key: str, c4: bool) -> list[str]:
-    """List the paths of a split's files.
+    """List the paths of a split's files in a folder (searched recursively, through links), a glob, or one file.
 
-    Args:
-        dataset_path: a folder (searched recursively, through links), a glob, or one file. A path that exists is never a
-            glob.
-        split: train or validation.
-        key: the config section, for messages.
-        c4: whether the files are laid out and named as C4's.
-
-    Raises:
-        ConfigError: there are no such files, or something cannot be read.
+    A path that exists is never a glob. ``key`` is the config section, for messages. ``c4`` says whether the files are laid
+    out and named as C4's.
     """
     where = f"{key}.dataset_path is {dataset_path!r}"
     if os.path.isdir(dataset_path):
@@ -50,9 +43,8 @@ def list_local(dataset_path: str, split: str, key: str, c4: bool) -> list[str]:
     for path in paths:
         _check_file(path, where)
     _check_kinds(paths, where)
-    suffixes = Counter(_suffix(path) for path in paths)
-    if len(suffixes) > 1:
-        _warn(f"{where}: files of several formats are read together: {_counts(suffixes)}")
+    if len({_suffix(path) for path in paths}) > 1:
+        _warn(f"{where}: files of several formats are read together: {_counts(paths)}")
     return paths
 
 
@@ -89,7 +81,7 @@ def _of_pattern(pattern: str, where: str) -> list[str]:
         )
     paths = _readable_formats(list(found.values()), where)
     if not paths:
-        there = [_counts(Counter(map(_suffix, found)))] if found else []
+        there = [_counts(found)] if found else []
         there += [counted(len(folders), "folder")] if folders else []
         others = f", but {' and '.join(there)}" if there else ""
         raise ConfigError(
@@ -114,13 +106,19 @@ def _searched(pattern: str) -> Iterator[str]:
 def _of_folder(folder: str, split: str, where: str, c4: bool) -> list[str]:
     found = _walk(folder, where)
     if any(path.endswith(SUFFIXES) and not path.endswith(PLAIN_TEXT) for path in found):
-        found = _without_plain_text(found, where)
+        texts = [path for path in found if path.endswith(PLAIN_TEXT)]
+        if texts:  # beside documents in other formats, plain text is about them (README.txt, LICENSE.txt)
+            _say(
+                f"{where}: left out, because there are documents in other formats: "
+                f"{_counts(texts)}, such as {texts[0]}. (A glob instead of the folder includes them)"
+            )
+        found = [path for path in found if not path.endswith(PLAIN_TEXT)]
     paths = _readable_formats(found, where)
     of_split = _of_split(paths, split, narrow=c4)
     if c4:  # a clone of the data set holds other variants too; the hub's stream reads only this one
         of_split = [path for path in of_split if Path(path).is_relative_to(Path(folder) / FOLDER)] or of_split
     if not of_split:
-        counts = _counts(Counter(_suffix(path) for path in paths or found))
+        counts = _counts(paths or found)
         there = f"but {counts}" if counts else "because it has no files"
         example = f"en/c4-{split}.00000-of-01024.json.gz, or " if c4 else ""
         raise ConfigError(
@@ -162,17 +160,6 @@ def _walk(folder: str, where: str) -> list[str]:
     return found
 
 
-def _without_plain_text(paths: list[str], where: str) -> list[str]:
-    """Leave out plain text, which beside documents in other formats is about them (README.txt, LICENSE.txt)."""
-    texts = [path for path in paths if path.endswith(PLAIN_TEXT)]
-    if texts:
-        _say(
-            f"{where}: left out, because there are documents in other formats: "
-            f"{_counts(Counter(map(_suffix, texts)))}, such as {texts[0]}. (A glob instead of the folder includes them)"
-        )
-    return [path for path in paths if not path.endswith(PLAIN_TEXT)]
-
-
 def _check_kinds(paths: list[str], where: str) -> None:
     """Refuse token ids that lie beside texts, and token ids whose documents only an index delimits."""
     ids = [path for path in paths if path.endswith(TOKEN_IDS)]
@@ -194,7 +181,6 @@ def _check_kinds(paths: list[str], where: str) -> None:
 
 
 def _readable_formats(paths: list[str], where: str) -> list[str]:
-    """Return the paths with a known suffix, and log the others."""
     known = [path for path in paths if path.endswith(SUFFIXES)]
     other = [path for path in paths if not path.endswith(SUFFIXES)]
     for say, part in (
@@ -202,7 +188,7 @@ def _readable_formats(paths: list[str], where: str) -> list[str]:
         (_say, [path for path in other if path.endswith(_NO_DATA)]),
     ):
         if part:
-            counts = _counts(Counter(_suffix(path) for path in part))
+            counts = _counts(part)
             say(f"{where}: left out, because they end in none of {', '.join(SUFFIXES)}: {counts}, such as {part[0]}")
     return known
 
@@ -239,11 +225,8 @@ def _check_file(path: str, where: str) -> None:
 def _of_split(paths: list[str], split: str, narrow: bool) -> list[str]:
     """Select the files of a split by their own names, which must contain the split's mark as a word.
 
-    Args:
-        paths: the files to select from.
-        split: train or validation.
-        narrow: if a name says "train", whether names without any mark are then not training data. C4's files are named
-            so. In other folders, a file called train_schedules would make all others disappear.
+    If a name says "train", names without any mark are training data only where the names are not ``narrow``. C4's files
+    are named so. In other folders, a file called train_schedules would make all others disappear.
     """
 
     def says(path: str, words: Iterable[str]) -> bool:
@@ -262,8 +245,8 @@ def _suffix(path: str) -> str:
     return next((suffix for suffix in SUFFIXES if path.endswith(suffix)), os.path.splitext(path)[1])
 
 
-def _counts(suffixes: Counter[str]) -> str:
-    return ", ".join(f"{count} *{suffix}" for suffix, count in sorted(suffixes.items()))
+def _counts(paths: Iterable[str]) -> str:
+    return ", ".join(f"{count} *{suffix}" for suffix, count in sorted(Counter(map(_suffix, paths)).items()))
 
 
 def _some(paths: list[str], folder: str) -> str:

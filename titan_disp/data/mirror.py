@@ -9,10 +9,10 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
+from titan_disp.config.options import FetchOptions
 from titan_disp.data.hub import (
     FORM,
     HubFile,
@@ -27,7 +27,7 @@ from titan_disp.data.hub import (
     splits_in,
 )
 from titan_disp.errors import ConfigError
-from titan_disp.files import progress
+from titan_disp.files import atomic_write, progress
 
 RECORDS = ".titan-disp"  # hidden, so that it is not listed as data
 
@@ -50,28 +50,21 @@ def parse_shards(text: str | None) -> list[range] | None:
     return ranges
 
 
-def fetch(folder: Path, dataset: str, split: str, shards: Sequence[range] | None = None, workers: int = 4) -> list[str]:
+def fetch(options: FetchOptions) -> list[str]:
     """Mirror a data set. An interrupted fetch continues where it stopped.
-
-    Args:
-        folder: root of the mirror, for use as ``training.dataset_path``.
-        dataset: c4, or a name hf:….
-        split: train, validation, or "both" (validation only if there is one). If ``dataset`` names a split, this must
-            be the same split or "both".
-        shards: which files of the training split, or of the only split; None for all.
-        workers: number of simultaneous downloads.
 
     Returns:
         One line for each file that is still missing or damaged; empty if the mirror is complete.
 
     Raises:
-        ConfigError: the data set cannot be listed, or ``shards`` selects no file.
+        ConfigError: the data set cannot be listed, or ``shards`` is malformed or selects no file.
     """
-    wanted = ["validation", "train"] if split == "both" else [split]
-    if dataset == "c4":
+    shards = parse_shards(options.shards)
+    wanted: list[str] = ["validation", "train"] if options.split == "both" else [options.split]
+    if options.dataset == "c4":
         listings: list[tuple[HubName | None, Listing]] = [(None, c4_files(one)) for one in wanted]
     else:
-        listings = _listings(dataset, split, wanted)
+        listings = _listings(options.dataset, options.split, wanted)
     left = []
     for record, listing in listings:
         some = shards if listing is listings[-1][1] else None
@@ -81,9 +74,9 @@ def fetch(folder: Path, dataset: str, split: str, shards: Sequence[range] | None
                 f"--shards names none of the files, which have the numbers 0 to {listing.files[-1].index}, such as "
                 f"{listing.files[0].path}"
             )
-        missing = _mirror(folder, listing, chosen, workers)
+        missing = _mirror(options.folder, listing, chosen, options.workers)
         if record is not None and not missing:
-            _write_record(folder, record, listing, chosen)
+            _write_record(options.folder, record, listing, chosen)
         left += missing
     return left
 
@@ -111,7 +104,6 @@ def _sha256(path: Path) -> str:
 
 
 def _problem(file: HubFile, path: Path) -> str | None:
-    """Return what is wrong with a local copy of a file, or None."""
     if not path.is_file():
         return "missing"
     if path.stat().st_size != file.size:
@@ -122,11 +114,7 @@ def _problem(file: HubFile, path: Path) -> str | None:
 
 
 def _mirror(folder: Path, listing: Listing, files: list[HubFile], workers: int, attempts: int = 3) -> list[str]:
-    """Keep sound copies, resume broken downloads and replace damaged files.
-
-    Returns:
-        One line for each file that is still missing or damaged.
-    """
+    """Keep sound copies, resume broken downloads and replace damaged files. Return the problems that are left."""
     from huggingface_hub import hf_hub_download
 
     def mirror(file: HubFile) -> str | None:
@@ -149,12 +137,8 @@ def _mirror(folder: Path, listing: Listing, files: list[HubFile], workers: int, 
                 problem = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
         return f"{file.path}: {problem}"
 
-    left = []
-    total = sum(file.size for file in files)
-    with (
-        ThreadPoolExecutor(workers) as pool,
-        progress(listing.repository, "B", total=total) as bar,
-    ):
+    left, total = [], sum(file.size for file in files)
+    with ThreadPoolExecutor(workers) as pool, progress(listing.repository, "B", total=total) as bar:
         running = {pool.submit(mirror, file): file for file in files}
         for done in as_completed(running):
             if (problem := done.result()) is not None:
@@ -173,24 +157,14 @@ def _write_record(folder: Path, name: HubName, listing: Listing, files: list[Hub
     before = set(map(tuple, json.loads(path.read_text())["files"])) if path.exists() else set()
     now = {(file.path, file.size) for file in files}
     known = {(file.path, file.size) for file in listing.files}
-    path.parent.mkdir(exist_ok=True)
-    partial = path.with_suffix(".partial")
     content = {"dataset": str(name), "commit": listing.commit, "files": sorted(now | before & known)}
-    partial.write_text(json.dumps(content, indent=1) + "\n")
-    os.replace(partial, path)
+    path.parent.mkdir(exist_ok=True)
+    with atomic_write(path) as partial:
+        partial.write_text(json.dumps(content, indent=1) + "\n")
 
 
 def mirrored_files(folder: str, name: HubName, where: str) -> list[tuple[str, int]]:
-    """List (path, size) of a data set's files in a mirror, or in a full copy of its repository.
-
-    Args:
-        folder: the mirror.
-        name: the data set, with a split.
-        where: begins the messages.
-
-    Raises:
-        ConfigError: the folder is neither of these, or files are missing.
-    """
+    """List (path, size) of a split's files in a mirror, or in a full copy of its repository. None may be missing."""
     root, fetch = Path(folder), f"titan-disp data fetch {folder} --dataset '{name}'"
     if not root.is_dir():
         raise ConfigError(

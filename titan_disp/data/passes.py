@@ -12,9 +12,9 @@ from torchtitan.tools.logging import logger
 from titan_disp.data.assignment import Segment
 from titan_disp.data.documents import Documents
 from titan_disp.data.files import DataFile
-from titan_disp.data.formats import Format
-from titan_disp.data.position import Density, Place, densities
-from titan_disp.data.records import DamagedFile, Record, size_of
+from titan_disp.data.formats import COMPRESSED, PARQUET, DamagedFile, Record, size_of
+from titan_disp.data.options import StreamOptions
+from titan_disp.data.position import Density, Position
 from titan_disp.errors import counted
 
 PROGRESS_SECONDS = 10.0
@@ -23,33 +23,22 @@ DOCUMENT_BYTES = 1 << 13  # a shuffling window holds fewer documents if they are
 
 @dataclass
 class _Queue:
-    """Hold documents of a shared file that were read for a slot and that it has not taken yet.
+    """Hold documents of a shared file that were read for a slot and that it has not taken yet."""
 
-    Attributes:
-        segment: the slot's documents of the file.
-        start: index of the first document that the slot wants.
-        documents: (index, document) of each.
-        bytes: of these documents.
-        fed: whether the pass still adds documents.
-    """
-
-    segment: Segment
-    start: int
-    documents: deque = field(default_factory=deque)
-    bytes: int = 0
-    fed: bool = True
+    segment: Segment  # the slot's documents of the file
+    start: int  # index of the first document that the slot wants
+    documents: deque = field(default_factory=deque)  # (index, document) of each
+    bytes: int = 0  # of these documents
+    fed: bool = True  # whether the pass still adds documents
 
 
 class _Pass:
     """Read a file once and sequentially for those slots of this rank that own documents of it."""
 
-    def __init__(
-        self, epoch: int, documents: Documents, queues: dict[int, _Queue], queue_bytes: int, window: int
-    ) -> None:
+    def __init__(self, epoch: int, documents: Documents, queues: dict[int, _Queue]) -> None:
         self.epoch = epoch
         self.documents = documents
         self.queues = queues
-        self.queue_bytes, self.window = queue_bytes, window
         self.queued = 0  # bytes in all queues
         self.counted = 0  # stored bytes at the last call of newly_read
         self.start = documents.position
@@ -63,17 +52,12 @@ class _Pass:
         self.key = next(iter(queues.values())).segment.key  # the same in all segments of a file
 
     def owner(self, index: int) -> int | None:
-        """Return the slot of this pass that owns a document, or None."""
         key = self.key(index)
         i = bisect_right(self.lows, key) - 1
         return self.slots[i] if i >= 0 and key < self.highs[i] else None
 
     def advance(self, asking: int) -> None:
-        """Read one document and put it into the queue of the slot that owns it.
-
-        Args:
-            asking: the slot that waits for a document; its queue is always fed.
-        """
+        """Read one document for the slot that owns it. The queue of the slot that asks is always fed."""
         index = self.documents.position
         try:
             document = self.documents.read()
@@ -95,14 +79,13 @@ class _Pass:
             queue.documents.append((index, document))
             queue.bytes += size
             self.queued += size
-        if self.queued > self.queue_bytes and self.queued > self.limit():
+        if self.queued > self.documents.options.queue_bytes and self.queued > self.limit():
             # To bound the memory, the slot furthest behind gets no more; it will read the rest by a pass of its own.
             others = {s: q for s, q in self.queues.items() if s != asking and q.fed}
             if others:
                 others[max(others, key=lambda s: others[s].bytes)].fed = False
 
     def newly_read(self) -> int:
-        """Return the number of stored bytes read since the last call."""
         before, self.counted = self.counted, self.documents.bytes_read
         return self.counted - before
 
@@ -111,47 +94,23 @@ class _Pass:
 
         A slot that fills its shuffling window reads a window ahead of the others.
         """
-        mean = min(self.read_bytes / self.read, DOCUMENT_BYTES)
-        return self.queue_bytes + len(self.queues) * self.window * mean
+        options, mean = self.documents.options, min(self.read_bytes / self.read, DOCUMENT_BYTES)
+        return options.queue_bytes + len(self.queues) * options.shuffle_window * mean
 
 
 class Passes:
     """Hold the open files of a rank, and what it has read of them."""
 
-    def __init__(
-        self,
-        files: Sequence[DataFile],
-        places: Sequence[Place],
-        max_document_bytes: int,
-        retry_seconds: float,
-        queue_bytes: int,
-        window: int = 0,
-        format: Format = Format(),  # noqa: B008 — frozen
-    ) -> None:
-        """Begin without open files.
-
-        Args:
-            files: all files of all sources.
-            places: the places of the rank's slots, which their cursors move.
-            max_document_bytes: longer documents are bad.
-            retry_seconds: how long a failing read is tried again.
-            queue_bytes: bytes that the queues of a pass may hold, beside the slots' shuffling windows.
-            window: documents that each slot shuffles.
-            format: how documents are found in the files.
-        """
-        self.files, self.places = files, {place.index: place for place in places}
-        self.max_document_bytes, self.retry_seconds = max_document_bytes, retry_seconds
-        self.queue_bytes, self.window = queue_bytes, window
-        self.format = format
+    def __init__(self, files: Sequence[DataFile], positions: Sequence[Position], options: StreamOptions) -> None:
+        self.files, self.positions, self.options = files, {position.slot: position for position in positions}, options
         self._open: dict[int, list[_Pass]] = {}
         # For each file that was read to its end: its number of documents, and what was damaged.
         self._ends: dict[int, tuple[int, str | None]] = {}
         self._closed_bytes: Counter[tuple[int, int]] = Counter()  # since the last call of bytes_read
-        self.first_files = places[0].assignment.first_files
-        self._densities = densities(files, self.first_files)
+        self.first_files = positions[0].assignment.first_files
+        self._densities = [Density(files[first].name.endswith((*COMPRESSED, *PARQUET))) for first in self.first_files]
 
     def density(self, file: int) -> Density:
-        """Return the density of the source that a file belongs to."""
         return self._densities[self._source(file)]
 
     def _source(self, file: int) -> int:
@@ -182,13 +141,10 @@ class Passes:
         return new
 
     def fetch(self, slot: int, epoch: int, segment: Segment, start: int) -> tuple[int, Record | None, str | None]:
-        """Return the first document of a segment at or after index ``start``, unparsed.
+        """Return the first document of a segment at or after index ``start``, unparsed: (index, document, None).
 
-        A slot must not ask with a smaller ``start`` than before.
-
-        Returns:
-            (index, document, None), or (number of documents in the file, None, damage) at the end of the file, where
-            damage is None if the file is sound.
+        At the end of the file, it returns (number of documents in the file, None, damage), where damage is None if the file
+        is sound. A slot must not ask with a smaller ``start`` than before.
         """
         mine = self._pass(slot, epoch, segment.file)
         if mine is None:
@@ -215,16 +171,12 @@ class Passes:
             mine.advance(slot)
 
     def seek(self, executor: futures.Executor) -> None:
-        """After a resume, pass over what was read before, in all files at once.
-
-        Args:
-            executor: threads to do this in; decompression releases the GIL.
-        """
+        """After a resume, pass over what was read before, in all files at once. Decompression releases the GIL."""
         waiting: set[futures.Future[None]] = set()
-        for slot, place in self.places.items():
-            for segment, start in place.upcoming():
-                if self._pass(slot, place.epoch, segment.file) is None:
-                    new = self._begin(slot, place.epoch, segment, start)
+        for slot, position in self.positions.items():
+            for segment, start in position.upcoming():
+                if self._pass(slot, position.epoch, segment.file) is None:
+                    new = self._begin(slot, position.epoch, segment, start)
                     if new.documents.position:
                         waiting.add(executor.submit(new.documents.seek))
         every, began = len(waiting), time.monotonic()
@@ -244,19 +196,13 @@ class Passes:
     def _begin(self, slot: int, epoch: int, segment: Segment, start: int) -> _Pass:
         """Begin a pass over a file for this slot and for the rank's other slots that still want it in this epoch."""
         queues = {slot: _Queue(segment, start)}
-        for other in self.places[slot].assignment.owners(segment.file, epoch):
-            if other != slot and other in self.places and self._pass(other, epoch, segment.file) is None:
-                wanted = self.places[other].wants(segment.file, epoch)
+        for other in self.positions[slot].assignment.owners(segment.file, epoch):
+            if other != slot and other in self.positions and self._pass(other, epoch, segment.file) is None:
+                wanted = self.positions[other].wants(segment.file, epoch)
                 if wanted is not None:
                     queues[other] = _Queue(*wanted)
-        documents = Documents(
-            self.files[segment.file],
-            self.max_document_bytes,
-            self.retry_seconds,
-            start=min(queue.start for queue in queues.values()),
-            format=self.format,
-        )
-        new = _Pass(epoch, documents, queues, self.queue_bytes, self.window)
+        first = min(queue.start for queue in queues.values())
+        new = _Pass(epoch, Documents(self.files[segment.file], self.options, first), queues)
         self._open.setdefault(segment.file, []).append(new)
         return new
 

@@ -1,14 +1,17 @@
-"""A slot's position is a few integers. This module says what they mean in the slot's documents, and moves them."""
+"""A slot's position is a few integers. This module says what they mean in the slot's documents, and moves them.
 
-from collections.abc import Sequence
+It also measures how far the slots are in their epochs, by the text that they have handed out. A position holds the
+bytes of text that a slot has taken from its run, but the size of the run is known in stored bytes only. The worker
+therefore measures the bytes of text per stored byte while it reads (``Density``). Text that is prefetched does not
+count, and after a resume the fraction continues where it was.
+"""
+
 from dataclasses import dataclass
 from enum import IntEnum
 
 import numpy as np
 
-from titan_disp.data.assignment import Assignment, Mixture, Run, Segment, Share
-from titan_disp.data.files import DataFile
-from titan_disp.data.formats import COMPRESSED
+from titan_disp.data.assignment import Assignment, Run, Segment
 
 
 class Field(IntEnum):
@@ -41,29 +44,22 @@ TAKEN = (Field.HEAD_BYTES, Field.BODY_BYTES, Field.TAIL_BYTES)
 OF_AN_EPOCH = (*NEXT, *TAKEN, Field.BODY_FILE, Field.DONE, Field.WINDOW)
 
 
-class Place:
-    """Hold one slot's position, with the methods that interpret and move it.
+class Position:
+    """Hold one slot's position (``values``, [k] int64, at the beginning of a document), and interpret and move it."""
 
-    Attributes:
-        index: the slot's number.
-        position: [k] int64, at the beginning of a document; the methods change it.
-    """
-
-    def __init__(self, index: int, position: np.ndarray, assignment: Assignment | Mixture) -> None:
-        """Take over ``position``, which is not copied."""
-        self.index, self.position, self.assignment = index, position, assignment
+    def __init__(self, slot: int, values: np.ndarray, assignment: Assignment) -> None:
+        self.slot, self.values, self.assignment = slot, values, assignment
 
     @property
     def epoch(self) -> int:
-        return int(self.position[Field.EPOCH])
+        return int(self.values[Field.EPOCH])
 
     def run(self) -> Run:
-        """Return what the slot reads in its current epoch."""
-        return self.assignment.run(self.index, self.epoch)
+        return self.assignment.run(self.slot, self.epoch)
 
     def choose(self) -> int | None:
         """Return the part furthest behind its share: head (0), body (1) or tail (2). Return None if all are read."""
-        taken, weights = [int(self.position[column]) for column in TAKEN], self.run().weights
+        taken, weights = [int(self.values[column]) for column in TAKEN], self.run().weights
         best = None
         for part in self._left():  # the smallest taken / weight, compared without rounding; of equal ones the first
             if best is None or taken[part] * weights[best] < taken[best] * weights[part]:
@@ -73,9 +69,9 @@ class Place:
     def next(self, part: int) -> tuple[Segment, int]:
         """Return a part's current segment and the index of the next document in its file. The part must not be over."""
         run = self.run()
-        segment = (run.head, run.body[int(self.position[Field.BODY_FILE])] if part == 1 else None, run.tail)[part]
+        segment = (run.head, run.body[int(self.values[Field.BODY_FILE])] if part == 1 else None, run.tail)[part]
         assert segment is not None
-        return segment, int(self.position[NEXT[part]])
+        return segment, int(self.values[NEXT[part]])
 
     def upcoming(self) -> list[tuple[Segment, int]]:
         """Return ``next`` of all parts that are not over; at most three."""
@@ -88,23 +84,23 @@ class Place:
         """
         if self.epoch > epoch:
             return None
-        run = self.assignment.run(self.index, epoch)
+        run = self.assignment.run(self.slot, epoch)
         for part, segment in ((0, run.head), (2, run.tail)):
             if segment is not None and segment.file == file:
                 if self.epoch < epoch:
                     return segment, 0
-                if not self.position[Field.DONE] >> part & 1:
-                    return segment, int(self.position[NEXT[part]])
+                if not self.values[Field.DONE] >> part & 1:
+                    return segment, int(self.values[NEXT[part]])
         return None
 
     def take(self, part: int, index: int, size: int) -> None:
         """Move past document ``index`` of a part. ``size`` is its bytes of text, or 0 if it cannot be used."""
-        self.position[NEXT[part]] = index + 1
-        self.position[TAKEN[part]] += size
+        self.values[NEXT[part]] = index + 1
+        self.values[TAKEN[part]] += size
 
     def end_file(self, part: int) -> None:
         """Move past the end of a part's current file."""
-        p = self.position
+        p = self.values
         if part == 1:
             p[Field.BODY_FILE] += 1
             p[Field.BODY_DOCUMENT] = 0
@@ -113,19 +109,12 @@ class Place:
         p[Field.DONE] |= 1 << part
 
     def end_epoch(self) -> None:
-        self.position[Field.EPOCH] += 1
-        self.position[list(OF_AN_EPOCH)] = 0
+        self.values[Field.EPOCH] += 1
+        self.values[list(OF_AN_EPOCH)] = 0
 
     def _left(self) -> list[int]:
         weights = self.run().weights
-        return [part for part in range(3) if weights[part] and not self.position[Field.DONE] >> part & 1]
-
-
-# This module measures how far the slots are in their epochs, by the text that they have handed out.
-#
-# A position holds the bytes of text that a slot has taken from its run, but the size of the run is known in stored bytes
-# only. The worker therefore measures the bytes of text per stored byte while it reads (``Density``). Text that is
-# prefetched does not count, and after a resume the fraction continues where it was.
+        return [part for part in range(3) if weights[part] and not self.values[Field.DONE] >> part & 1]
 
 
 # Stored bytes that must be read of an unfinished file before it is measured: buffers and decoders hold up to 512 KiB.
@@ -133,45 +122,15 @@ _ENOUGH = 4 << 20
 _RATIO = 2.5  # bytes of documents per stored byte of a compressed file, until it is measured
 
 
-@dataclass(frozen=True)
-class Group:
-    """Describe slots whose epochs are counted together: all slots of the run, or those of one source.
-
-    Attributes:
-        suffix: appended to the names of the group's counters.
-        slots: the group's slots, over all ranks.
-        files: how many files these slots read in an epoch.
-    """
-
-    suffix: str
-    slots: range
-    files: int
-
-
-def groups_of(files: Sequence[DataFile], slots: int, shares: Sequence[Share]) -> list[Group]:
-    """Return one group for each of [[stream.sources]], or one for all slots if there are none."""
-    if not shares:
-        return [Group("", range(slots), len(files))]
-    return [Group(f"/{s.name}", range(s.first, s.first + s.slots), sum(map(s.owns, files))) for s in shares]
-
-
 @dataclass
 class Density:
-    """Measure the bytes of text per stored byte: (documents / stored) · (text / parsed).
+    """Measure the bytes of text per stored byte: (documents / stored) · (text / parsed)."""
 
-    Attributes:
-        compressed: whether the files are compressed.
-        documents: bytes of all documents read, whichever slot owns them.
-        stored: stored bytes of these documents.
-        parsed: bytes of the documents that this rank uses.
-        text: bytes of their text.
-    """
-
-    compressed: bool
-    documents: int = 0
-    stored: float = 0
-    parsed: int = 0
-    text: int = 0
+    compressed: bool  # whether the files are
+    documents: int = 0  # bytes of all documents read, whichever slot owns them
+    stored: float = 0  # stored bytes of these documents
+    parsed: int = 0  # bytes of the documents that this rank uses
+    text: int = 0  # bytes of their text
 
     def measured(self, documents: int, stored: float, ended: bool) -> None:
         """Add a measurement: ``stored`` bytes of a file, read to its end or not, held ``documents`` bytes."""
@@ -185,19 +144,10 @@ class Density:
         return ratio * self.text / max(1, self.parsed)
 
 
-def densities(files: Sequence[DataFile], starts: Sequence[int]) -> list[Density]:
-    """Make one empty Density for each source. ``starts`` holds the index of each source's first file."""
-    return [Density(files[start].name.endswith((*COMPRESSED, ".parquet"))) for start in starts]
-
-
 def fraction_read(position: np.ndarray, run: Run, slots: int, density: float) -> float:
     """Return the fraction of its run that a slot has handed out, from 0 to 1.
 
-    Args:
-        position: [k] int64, the slot's position.
-        run: the slot's run in its current epoch.
-        slots: the number of slots that ``Segment.length`` was multiplied by.
-        density: bytes of text per stored byte.
+    ``slots`` is the number that ``Segment.length`` was multiplied by; ``density`` is in bytes of text per stored byte.
     """
     every, read = sum(run.weights), 0.0
     for part, length in enumerate(run.weights):

@@ -1,6 +1,4 @@
-"""This module makes a sample corpus in C4's layout, and a tokenizer for it.
-
-Its texts are English and part of every Python installation.
+"""This module makes a sample corpus in C4's layout, and a tokenizer for it, of texts that every Python installation has.
 
 Layout and fields are those of allenai/c4 on the hub, so that the same code reads both: ``en/c4-train.*-of-*.json.gz``
 with one JSON object per line (text, timestamp, url), a validation shard, and a dataset card that names the splits.
@@ -41,11 +39,7 @@ Documentation of the Python language and standard library, in the shape of allen
 
 
 def prose() -> Iterator[tuple[str, str]]:
-    """Yield (url, text) of every document in a fixed order.
-
-    The documents are the topics of the language reference and the docstrings of the standard library. They depend on
-    the Python installation only.
-    """
+    """Yield (url, text) of the topics of the language reference and the docstrings of the standard library, in order."""
     for name, text in sorted(topics.topics.items()):
         yield f"python:topics/{name}", text
     library = Path(sysconfig.get_path("stdlib"))
@@ -117,15 +111,11 @@ def is_complete(folder: Path) -> bool:
 def write_sample(folder: str | Path, vocab_size: int = 2048) -> dict[str, int]:
     """Write the corpus to ``folder/en/*.json.gz`` and train its tokenizer, ``folder/tokenizer/sample.model``.
 
-    Args:
-        folder: must not exist, or be empty, or hold an earlier sample, which is kept.
-        vocab_size: pieces of the SentencePiece model.
-
     Returns:
         The numbers of training documents, validation documents and characters.
 
     Raises:
-        FileExistsError: the folder holds something else.
+        FileExistsError: the folder holds something else than an earlier sample, which is kept.
     """
     folder = Path(folder)
     if folder.exists() and any(folder.iterdir()) and not is_complete(folder):

@@ -15,9 +15,9 @@ import numpy as np
 
 from titan_disp.data.assignment import KEYS, STEP
 from titan_disp.data.cursor import Cursor, Document
+from titan_disp.data.formats import size_of
 from titan_disp.data.passes import DOCUMENT_BYTES
 from titan_disp.data.position import Field
-from titan_disp.data.records import size_of
 from titan_disp.errors import DataError
 
 
@@ -36,16 +36,11 @@ def permutation(key: int, count: int) -> list[int]:
 
 
 def memory(slots: int, window: int, document_bytes: float) -> float:
-    """Return the most bytes of text that a rank holds for shuffling.
+    """Return the most bytes of text that a rank holds for shuffling its slots in windows of documents of this mean length.
 
     Slots refill their windows at different times, so that windows are half full on average. The slot that refills reads
     one window ahead of the others, so that their documents of a shared file wait: half a window too, at most a whole
     one (``Passes``).
-
-    Args:
-        slots: of the rank.
-        window: W.
-        document_bytes: mean length of the documents.
     """
     return 2 * slots * window * min(document_bytes, DOCUMENT_BYTES)
 
@@ -55,20 +50,15 @@ def _hash(*numbers: int) -> int:
 
 
 class Shuffle:
-    """Give the documents of a cursor one by one, shuffled in windows."""
+    """Give the documents of a cursor one by one, shuffled in windows of W ≥ 2."""
 
     def __init__(self, cursor: Cursor, window: int) -> None:
-        """Take over a cursor.
-
-        Args:
-            cursor: its position is one that this class has stored, or that of the beginning.
-            window: W, at least 2.
-        """
+        """The cursor's position is one that this class has stored, or that of the beginning."""
         self.cursor, self.window = cursor, window
         # The unused documents of the window, the next one last. As UTF-8, because a str may take four bytes per
         # character.
         self._documents: list[bytes | np.ndarray] = []
-        p = cursor.position
+        p = cursor.position.values
         self._position = p.copy()  # of the next document
         # Go back to the beginning of the window. The bytes of its documents are known once it has been read again.
         self._used = int(p[Field.IN_WINDOW])
@@ -76,11 +66,7 @@ class Shuffle:
         p[Field.IN_WINDOW] = 0
 
     def next(self) -> Document:
-        """Return the next usable document.
-
-        Raises:
-            DataError: as ``Cursor.next``, or the data has changed since the position was stored.
-        """
+        """Return the next usable document. Beside what ``Cursor.next`` raises: DataError if the data has changed."""
         if not self._documents:
             self._fill()
         start, stored = self._position, self._documents.pop()
@@ -90,29 +76,29 @@ class Shuffle:
             end[Field.DOCUMENTS] += 1
             end[Field.BYTES] += size_of(stored)
         else:
-            end = self.cursor.position.copy()
+            end = self.cursor.position.values.copy()
         self._position = end.copy()
         content = stored.decode() if isinstance(stored, bytes) else stored
         return Document(content, size_of(stored), start, end)
 
     def _fill(self) -> None:
-        begin = self.cursor.position.copy()
+        begin = self.cursor.position.values.copy()
         while not (documents := self._read()) and not self._used:
             self.cursor.end_epoch()
-            begin = self.cursor.position.copy()
-        place, epoch, window = self.cursor.place, int(begin[Field.EPOCH]), int(begin[Field.WINDOW])
-        order = permutation(_hash(place.assignment.seed, epoch, place.index, window), len(documents))
+            begin = self.cursor.position.values.copy()
+        position, epoch, window = self.cursor.position, int(begin[Field.EPOCH]), int(begin[Field.WINDOW])
+        order = permutation(_hash(position.assignment.seed, epoch, position.slot, window), len(documents))
         used, self._used = self._used, 0
         if used >= len(documents):
             raise DataError(
-                f"slot {place.index} had used {used} documents of window {window} in epoch {epoch} when the checkpoint "
+                f"slot {position.slot} had used {used} documents of window {window} in epoch {epoch} when the checkpoint "
                 f"was written, and now finds {len(documents)} in it: a file's content has changed, although its name and size "
                 "have not. Restore the files as they were, or start a new run in another --job.dump_folder"
             )
         size = sum(size_of(documents[i]) for i in order[:used])
         self._documents = [documents[i] for i in reversed(order[used:])]
-        self.cursor.position[Field.BYTES] -= size
-        self.cursor.position[Field.WINDOW] += 1
+        self.cursor.position.values[Field.BYTES] -= size
+        self.cursor.position.values[Field.WINDOW] += 1
         self._position = begin  # its BYTES include the documents used, after a resume too
         self._position[Field.IN_WINDOW] = used
         self._position[Field.DOCUMENTS] += used
@@ -137,8 +123,8 @@ class Shuffle:
         An epoch's first window is shorter, from 1 to W, spread evenly over the slots. Otherwise all slots would refill
         at the same time, and the windows of two epochs would hold the same documents of a file.
         """
-        place = self.cursor.place
-        if self.cursor.position[Field.WINDOW]:
+        position = self.cursor.position
+        if self.cursor.position.values[Field.WINDOW]:
             return self.window
-        shift = _hash(place.assignment.seed, place.epoch)
-        return 1 + (place.index * STEP + shift) % KEYS * self.window // KEYS
+        shift = _hash(position.assignment.seed, position.epoch)
+        return 1 + (position.slot * STEP + shift) % KEYS * self.window // KEYS

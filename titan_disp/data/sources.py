@@ -1,28 +1,31 @@
-"""This module names the data sets that a run reads, from [training], [[stream.sources]] and [validation]."""
+"""This module names the data sets that a run reads, from [training], [[stream.sources]] and [validation].
+
+It also reads the first documents of a few local files before training, to see whether they fit the config.
+"""
 
 import math
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import PurePath
-from typing import Protocol
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 from torchtitan.config import JobConfig
 
+from titan_disp.data import formats
 from titan_disp.data.assignment import Share, prefixed, shares
 from titan_disp.data.documents import Documents
 from titan_disp.data.files import DataFile, check_data, list_files, split_of
-from titan_disp.data.formats import PLAIN_TEXT, TOKEN_IDS
-from titan_disp.data.records import TOO_LONG, BadDocument, DamagedFile, Garbage, OtherContent, OtherShape, text_of
-from titan_disp.data.stream import StreamOptions
+from titan_disp.data.options import StreamOptions
 from titan_disp.errors import ConfigError
+
+T = TypeVar("T")
 
 
 class Source(Protocol):
-    """This is a table [[stream.sources]] of the config. ``job_config.Source`` describes its keys."""
+    """A table [[stream.sources]] of the config. ``job_config.Source`` describes its keys."""
 
     name: str
     path: str | None
@@ -31,11 +34,9 @@ class Source(Protocol):
 
 @dataclass(frozen=True)
 class DataSet:
-    """Describe one data set as a config names it.
+    """Describe one data set as a config names it: see ``list_files``.
 
     Attributes:
-        dataset: see ``list_files``.
-        path: see ``list_files``.
         key: the config section, for messages.
         source: the name of the source if this is one of [[stream.sources]], else empty.
     """
@@ -47,38 +48,24 @@ class DataSet:
 
     @property
     def path_key(self) -> str:
-        """Return the config key of ``path``."""
         return f"{self.key}.path" if self.source else f"{self.key}.dataset_path"
 
     def check_name(self) -> None:
-        """Raise ConfigError if no data set has this name."""
-        with self._said():
-            split_of(self.dataset, self.key)
+        self._ask(split_of, self.dataset)
 
     def check(self) -> list[DataFile]:
-        """List its files if they are local.
-
-        Raises:
-            ConfigError: no data set has this name, or local data is missing or cannot be read.
-        """
-        with self._said():
-            return check_data(self.dataset, self.path, self.key)
+        """List its files if they are local."""
+        return self._ask(check_data, self.dataset, self.path)
 
     def files(self) -> list[DataFile]:
-        """List its files, with the names that they have in the run.
-
-        Raises:
-            ConfigError: there is no such data, it cannot be read, or the hub cannot be reached.
-        """
-        with self._said():
-            files = list_files(self.dataset, self.path, self.key)
+        """List its files, with the names that they have in the run."""
+        files = self._ask(list_files, self.dataset, self.path)
         return prefixed(self.source, files) if self.source else files
 
-    @contextmanager
-    def _said(self) -> Iterator[None]:
+    def _ask(self, function: Callable[..., T], *args: Any) -> T:
         """Correct the key in messages: a source has ``path`` where [training] has ``dataset_path``."""
         try:
-            yield
+            return function(*args, self.key)
         except ConfigError as error:
             if not self.source:
                 raise
@@ -98,12 +85,7 @@ def source_name(source: Source) -> str:
 
 
 def check_sources(job_config: JobConfig) -> None:
-    """Check [[stream.sources]] as far as the config alone allows.
-
-    Raises:
-        ConfigError: a bad weight or name, two sources of one name, own texts without a path, or
-            ``training.dataset_path`` beside the sources.
-    """
+    """Check [[stream.sources]] as far as the config alone allows."""
     sources = job_config.stream.sources  # type: ignore[attr-defined]
     path = job_config.training.dataset_path
     if sources and path is not None:
@@ -129,11 +111,7 @@ def check_sources(job_config: JobConfig) -> None:
 
 
 def source_shares(job_config: JobConfig, slots: int) -> list[Share]:
-    """Divide S slots among [[stream.sources]]; return an empty list if there are no sources.
-
-    Raises:
-        ConfigError: as ``check_sources``, or there are too few slots.
-    """
+    """Divide S slots among [[stream.sources]]; return an empty list if there are no sources."""
     check_sources(job_config)
     sources = job_config.stream.sources  # type: ignore[attr-defined]
     return shares({source_name(source): source.weight for source in sources}, slots) if sources else []
@@ -156,21 +134,11 @@ def data_sets(job_config: JobConfig) -> list[DataSet]:
     return [*training_sets(job_config), *validation]
 
 
-# This module reads the first documents of a few local files before training, to see whether they fit the config.
-#
-# Files are refused if no document in them can be used: the config names a field that the documents do not have, or the
-# files do not hold documents. Single bad documents and damaged files are left to the run (``stream.on_bad_data``).
-
-
 DOCUMENTS = 20  # read in each of three files (the first, a middle one, the last) until a usable one is found
 
 
 def list_and_check(data: Sequence[DataSet], options: StreamOptions) -> list[DataFile]:
-    """List the files of some data sets and check their content.
-
-    Raises:
-        ConfigError: as ``DataSet.files`` and ``check_content``.
-    """
+    """List the files of some data sets and check their content."""
     every = []
     for one in data:
         files = one.files()
@@ -180,12 +148,10 @@ def list_and_check(data: Sequence[DataSet], options: StreamOptions) -> list[Data
 
 
 def check_content(files: Sequence[DataFile], options: StreamOptions, key: str) -> None:
-    """Check the first documents of up to three local files.
+    """Check the first documents of up to three local files. Token ids are not read if no tokenizer is known.
 
-    Args:
-        files: sorted. Files on the hub are not read, nor are token ids if no tokenizer is known.
-        options: the format of the files, and the longest document allowed.
-        key: the config section, for messages.
+    Files are refused if no document in them can be used: the config names a field that the documents do not have, or the
+    files do not hold documents. Single bad documents and damaged files are left to the run (``stream.on_bad_data``).
 
     Raises:
         ConfigError: no document of a file can be used, for the first reason found; or a whole .txt file is one document
@@ -194,11 +160,11 @@ def check_content(files: Sequence[DataFile], options: StreamOptions, key: str) -
     format, max_bytes = options.format, options.max_document_bytes
     local = [file for file in files if not file.url.startswith("hf://")]
     if format.eos_id is None:
-        local = [file for file in local if not file.name.endswith(TOKEN_IDS)]
+        local = [file for file in local if not file.name.endswith(formats.TOKEN_IDS)]
     if format.text_split == "file":
         for file in local:
-            if file.name.endswith(PLAIN_TEXT[0]) and file.size > max_bytes:
-                raise ConfigError(f"{key} data: {file.url} is one document of {file.size:,} bytes, {TOO_LONG}")
+            if file.name.endswith(formats.PLAIN_TEXT[0]) and file.size > max_bytes:
+                raise ConfigError(f"{key} data: {file.url} is one document of {file.size:,} bytes, {formats.TOO_LONG}")
     for i in sorted({0, len(local) // 2, len(local) - 1}) if local else ():
         if (cause := _cause(local[i], options)) is not None:
             raise ConfigError(f"{key} data: {local[i].url}: {cause}")
@@ -207,28 +173,26 @@ def check_content(files: Sequence[DataFile], options: StreamOptions, key: str) -
 def _cause(file: DataFile, options: StreamOptions) -> str | None:
     """Return why none of the first documents of a file can be used, or None.
 
-    An empty or overlong document counts as usable here: it says nothing about the others.
-
-    Raises:
-        ConfigError: raised by the reader: no such column, ids of another tokenizer, a file that cannot be opened.
+    An empty or overlong document counts as usable here: it says nothing about the others. The reader raises ConfigError
+    itself: no such column, ids of another tokenizer, a file that cannot be opened.
     """
     format, cause = options.format, None
-    documents = Documents(file, options.max_document_bytes, options.retry_seconds, format=format)
+    documents = Documents(file, options)
     try:
         for _ in range(DOCUMENTS):
             record = documents.read()
             if record is None or isinstance(record, np.ndarray):
                 break
             try:
-                text_of(record, format.text_field)
+                formats.text_of(record, format.text_field)
                 return None
-            except (Garbage, OtherShape) as error:
+            except (formats.Garbage, formats.OtherShape) as error:
                 cause = cause or f"document {documents.position - 1}: {error}{_expected(str(error), file)}"
-            except BadDocument:  # empty, or too long
+            except formats.BadDocument:  # empty, or too long
                 return None
-    except OtherContent as error:
+    except formats.OtherContent as error:
         return str(error)
-    except DamagedFile:
+    except formats.DamagedFile:
         return None
     finally:
         documents.close()
@@ -239,6 +203,6 @@ def _expected(error: str, file: DataFile) -> str:
     """Return advice to append if the error says only what is wrong with one document, else an empty text."""
     if re.search(r"\bexpected\b|stream\.", error):  # but not "unexpected end of data", the error of truncated UTF-8
         return ""
-    if file.name.endswith(PLAIN_TEXT):
+    if file.name.endswith(formats.PLAIN_TEXT):
         return "; expected UTF-8: convert it (iconv), or leave it out"
     return "; expected one document per line, with a text field: convert the file, or leave it out"

@@ -1,4 +1,10 @@
-"""This module reads files on a local or shared file system. Reads that fail transiently are tried again."""
+"""This module reads the bytes of a file: on a local or shared file system, or on the hub. Failed reads are tried again.
+
+A file on the hub is read by one request that is held open. Only its content is requested: its place and size were found
+once, on rank 0. ``HfFileSystem`` would ask for the repository and list its folder in every thread of every rank, and
+the hub answers 429 to hundreds of ranks. The hub counts requests, not bytes. As long as reads go forward, a file
+therefore takes one request, from the first byte wanted to its end, and one more after each broken connection.
+"""
 
 import errno
 import io
@@ -12,10 +18,9 @@ from typing import Any, TypeVar
 
 from torchtitan.tools.logging import logger
 
+from titan_disp.data.files import DataFile
+from titan_disp.data.options import StreamOptions
 from titan_disp.errors import DataError
-
-# This module holds what local and remote files share: a place that reads advance, and reads that are tried again.
-
 
 T = TypeVar("T")
 FIRST_PAUSE = 1.0  # seconds on average; it doubles with every try up to …
@@ -27,19 +32,25 @@ uniform = random.SystemRandom().uniform
 
 
 class RetryingFile(io.RawIOBase):
-    """Represent a file of known size that can be read at any place. Subclasses say which failures are tried again.
+    """Represent a file that can be read at any place. Subclasses say which failures are tried again.
 
-    Args:
-        name: path or URL, for messages.
-        size: in bytes, as listed.
-        retry_seconds: how long a read is tried again, with growing pauses.
+    ``count`` is the number of bytes that a buffer has read. ``error`` is the error after which reading was given up, or
+    None: decoders hide it in exceptions of their own.
     """
 
-    def __init__(self, name: str, size: int, retry_seconds: float) -> None:
-        self._name, self._size, self._retry_seconds, self._place = name, size, retry_seconds, 0
+    def __init__(self, file: DataFile, options: StreamOptions) -> None:
+        self._name, self._size, self._place, self.count = file.url, file.size, 0, 0
+        self._retry_seconds = options.retry_seconds
+        self.error: Exception | None = None
 
     def readable(self) -> bool:
         return True
+
+    def readinto(self, buffer: Any) -> int:
+        data = self.read(len(buffer))
+        buffer[: len(data)] = data
+        self.count += len(data)
+        return len(data)
 
     def seekable(self) -> bool:
         return True
@@ -48,16 +59,32 @@ class RetryingFile(io.RawIOBase):
         self._place = offset + (0, self._place, self._size)[whence]
         return self._place
 
-    def tell(self) -> int:
-        return self._place
-
-    def _at_most(self, size: int) -> int:
-        """Return how many bytes ``read(size)`` may give: none beyond the end, all that are left for a negative size."""
+    def read(self, size: int = -1) -> bytes:
+        """Return at most ``size`` bytes, as many as have come, or b"" at the end of the file."""
         left = max(0, self._size - self._place)
-        return left if size < 0 else min(size, left)
+        wanted = left if size < 0 else min(size, left)
+        if not wanted:
+            return b""
+        try:
+            found = self._again(lambda: self._read(wanted))
+        except Exception as error:  # httpx and huggingface_hub raise their own
+            self.error = error
+            raise
+        self._place += len(found)
+        return found
+
+    def close(self) -> None:
+        self._let_go()
+        super().close()
+
+    def _read(self, size: int) -> bytes:
+        raise NotImplementedError
+
+    def _let_go(self) -> None:
+        """Close what the reads hold open; the next one opens it again."""
+        raise NotImplementedError
 
     def _may_pass(self, error: Exception) -> bool:
-        """Return whether another try may succeed after this error."""
         return True
 
     def _pauses(self, error: Exception, pause: float) -> tuple[float, float]:
@@ -65,7 +92,6 @@ class RetryingFile(io.RawIOBase):
         return pause / 2, pause * 3 / 2
 
     def _pause(self, error: Exception, seconds: float) -> None:
-        """Wait before another try."""
         reason = (str(error).splitlines() or [""])[0] or type(error).__name__
         logger.warning(f"data: {self._name}: {reason}: trying again in {seconds:.2g} s")
         time.sleep(seconds)
@@ -90,30 +116,12 @@ PASSING = (errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EAGAIN)
 
 
 class LocalFile(RetryingFile):
-    """Read a file sequentially or at random. After a transient failure, the file is reopened and read again.
+    """Read a file sequentially or at random. After a transient failure, the file is reopened and read again."""
 
-    Raises:
-        DataError: the file's size is not the one that was listed, on opening or while it is read.
-        OSError: the file cannot be opened or read.
-    """
-
-    def __init__(self, path: str, size: int, retry_seconds: float) -> None:
-        super().__init__(path, size, retry_seconds)
+    def __init__(self, file: DataFile, options: StreamOptions) -> None:
+        super().__init__(file, options)
         self._file: io.FileIO | None = None
         self._again(self._open)
-
-    def read(self, size: int = -1) -> bytes:
-        """Return at most ``size`` bytes, or b"" at the end of the file."""
-        wanted = self._at_most(size)
-        found = self._again(lambda: self._read(wanted))
-        if wanted and not found:  # a reader would take this for the end of the documents, or for damage
-            raise self._changed(self._place)
-        self._place += len(found)
-        return found
-
-    def close(self) -> None:
-        self._let_go()
-        super().close()
 
     def _open(self) -> io.FileIO:
         if self._file is None:
@@ -134,7 +142,9 @@ class LocalFile(RetryingFile):
         file = self._open()
         if file.tell() != self._place:
             file.seek(self._place)
-        return file.read(size)
+        if not (found := file.read(size)):  # a reader would take this for the end of the documents, or for damage
+            raise self._changed(self._place)
+        return found
 
     def _let_go(self) -> None:
         if self._file is not None:
@@ -148,14 +158,6 @@ class LocalFile(RetryingFile):
         return error.errno in PASSING
 
 
-# This module reads a file on the hub by one request that is held open.
-#
-# Only the file's content is requested: its place and size were found once, on rank 0. ``HfFileSystem`` would ask for the
-# repository and list its folder in every thread of every rank, and the hub answers 429 to hundreds of ranks. The hub
-# counts requests, not bytes. As long as reads go forward, a file therefore takes one request, from the first byte wanted
-# to its end, and one more after each broken connection.
-
-
 GAP = 4 << 20  # up to this many bytes are read and dropped to get to a later place; a new request takes about as long
 REQUEST_SECONDS = 10.0  # time-out without a byte
 
@@ -164,39 +166,16 @@ class RemoteFile(RetryingFile):
     """Read a file named hf://datasets/OWNER/NAME@COMMIT/PATH. After any failure of the hub, the read is tried again.
 
     It holds a connection and at most one piece of the answer, 64 KiB.
-
-    Attributes:
-        error: the error after which reading was given up, or None. Decoders hide it in exceptions of their own.
     """
 
-    def __init__(self, url: str, size: int, retry_seconds: float) -> None:
+    def __init__(self, file: DataFile, options: StreamOptions) -> None:
         from huggingface_hub import hf_hub_url
 
-        super().__init__(url, size, retry_seconds)
-        matched = re.fullmatch(r"hf://datasets/([^/]+/[^/@]+)@([^/]+)/(.+)", url)
-        assert matched is not None, url
+        super().__init__(file, options)
+        matched = re.fullmatch(r"hf://datasets/([^/]+/[^/@]+)@([^/]+)/(.+)", file.url)
+        assert matched is not None, file.url
         self._url = hf_hub_url(matched[1], matched[3], repo_type="dataset", revision=matched[2])
         self._answer: _Answer | None = None
-        self.error: Exception | None = None
-
-    def read(self, size: int = -1) -> bytes:
-        """Return at most ``size`` bytes, as many as have come, or b"" at the end of the file."""
-        wanted = self._at_most(size)
-        if not wanted:
-            return b""
-        try:
-            found = self._again(lambda: self._read(wanted))
-        except Exception as error:  # httpx and huggingface_hub raise their own
-            self.error = error
-            raise
-        self._place += len(found)
-        if self._place == self._size:
-            self._let_go()
-        return found
-
-    def close(self) -> None:
-        self._let_go()
-        super().close()
 
     def _read(self, size: int) -> bytes:
         try:
@@ -205,10 +184,13 @@ class RemoteFile(RetryingFile):
                 self._answer = _Answer(self._url, self._place, self._size)
             while self._answer.place < self._place:
                 self._answer.take(self._place - self._answer.place)
-            return self._answer.take(size)
+            found = self._answer.take(size)
         except Exception:
             self._let_go()
             raise
+        if self._place + len(found) == self._size:
+            self._let_go()
+        return found
 
     def _let_go(self) -> None:
         if self._answer is not None:
@@ -224,14 +206,10 @@ class RemoteFile(RetryingFile):
 
 
 class _Answer:
-    """Hold the hub's answer to one request.
-
-    Attributes:
-        place: the place in the file of the next byte.
-    """
+    """Hold the hub's answer to one request. ``place`` is the place in the file of its next byte."""
 
     def __init__(self, url: str, begin: int, size: int) -> None:
-        """Request a file of ``size`` bytes from byte ``begin`` on. The answer may begin earlier: see ``place``."""
+        """Request a file of ``size`` bytes from byte ``begin`` on. The answer may begin earlier."""
         from huggingface_hub.utils import build_hf_headers, hf_raise_for_status
 
         headers = {**build_hf_headers(), "Range": f"bytes={begin}-", "Accept-Encoding": "identity"}
@@ -247,11 +225,7 @@ class _Answer:
         self._piece = memoryview(b"")
 
     def take(self, size: int) -> bytes:
-        """Return at most ``size`` of the next bytes.
-
-        Raises:
-            OSError: the answer has ended.
-        """
+        """Return at most ``size`` of the next bytes."""
         while not self._piece:
             piece = next(self._pieces, None)
             if piece is None:
@@ -266,11 +240,7 @@ class _Answer:
 
 
 def _first_byte(response: Any, begin: int, size: int) -> int:
-    """Return the place of an answer's first byte: ``begin``, or 0 if the server does not support ranges.
-
-    Raises:
-        OSError: the answer is not what was asked for.
-    """
+    """Return the place of an answer's first byte: ``begin``, or 0 if the server does not support ranges."""
     if response.status_code == 200:
         first, right = 0, response.headers.get("Content-Length", str(size)) == str(size)
     else:
@@ -284,10 +254,7 @@ def _first_byte(response: Any, begin: int, size: int) -> int:
 
 
 def _seconds_asked(error: Exception) -> float | None:
-    """Return how many seconds the hub asks to wait, or None if it does not say.
-
-    The number is in the header RateLimit of an answer 429, else in Retry-After.
-    """
+    """Return the seconds that the hub asks to wait, by RateLimit in an answer 429 or by Retry-After, or None."""
     from huggingface_hub.utils import parse_ratelimit_headers
 
     response = getattr(error, "response", None)
@@ -302,10 +269,7 @@ def _seconds_asked(error: Exception) -> float | None:
 
 @cache
 def _client() -> Any:
-    """Return this process's HTTP client.
-
-    huggingface_hub's own client allows 100 connections, but a rank of many slots needs more.
-    """
+    """Return this process's HTTP client. huggingface_hub's own allows 100 connections: too few for many slots."""
     from huggingface_hub.utils import httpx
 
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=20)

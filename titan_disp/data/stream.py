@@ -5,7 +5,8 @@
 A slot's sequences depend only on what the fingerprint holds and, if many documents in a row are bad, on
 ``stream.max_skipped_fraction``. After a resume, the documents at a slot's position are read again; no text is stored.
 Documents are read some sequences ahead and tokenized by threads: tokenizing takes 97 % of the time, and the tokenizers
-release the GIL. (``fast_tokenizer`` takes less time than waking a thread, and is called when its tokens are needed.)
+release the GIL. (gigatoken takes less time than waking a thread, and is called when its tokens are needed.) The
+prefetch worker, a process of each rank, does all this ahead of training.
 """
 
 import math
@@ -14,59 +15,27 @@ import os
 import resource
 import signal
 import threading
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 from torch.utils.data import IterableDataset
 
-from titan_disp.data.assignment import Assignment, Mixture
+from titan_disp.data.assignment import Assignment
 from titan_disp.data.cursor import Cursor, Document, Faults
 from titan_disp.data.files import DataFile
-from titan_disp.data.formats import Format
+from titan_disp.data.options import StreamOptions
 from titan_disp.data.passes import Passes
-from titan_disp.data.position import Field, Place
+from titan_disp.data.position import Field, Position
 from titan_disp.data.shuffle import Shuffle
 from titan_disp.errors import ConfigError
 
 AHEAD_BYTES = 1 << 17  # of text that a rank tokenizes ahead, in all its slots together …
 AHEAD_SEQUENCES = 16  # … but no more sequences than these
 TASK_BYTES = 1 << 13  # of text for one task of a thread: tokenizing takes about 4 ms, the task itself 0.05 ms
-
-
-@dataclass(frozen=True)
-class StreamOptions:
-    """Describe how documents become sequences, what happens to bad ones, and how many threads tokenize them.
-
-    Attributes:
-        seq_len: tokens of a sequence, without the last label.
-        seed: ``stream.seed``.
-        shuffle_window: documents of a slot that are shuffled together; 0 or 1 for none.
-        on_bad_data: "skip" or "fail".
-        max_skipped_fraction: see ``limits``.
-        max_document_bytes: longer documents are bad.
-        retry_seconds: how long a failing read is tried again.
-        queue_bytes: memory of a pass, see ``Passes``.
-        tokenizer_threads: does not affect the sequences.
-        fast_tokenizer: whether gigatoken is used.
-        format: how documents are found in the files.
-    """
-
-    seq_len: int
-    seed: int = 0
-    shuffle_window: int = 0
-    on_bad_data: str = "skip"
-    max_skipped_fraction: float = 0.01
-    max_document_bytes: int = 16 << 20
-    retry_seconds: float = 60.0
-    queue_bytes: int = 32 << 20
-    tokenizer_threads: int = 1
-    fast_tokenizer: bool = False
-    format: Format = Format()
 
 
 class RankStreams:
@@ -77,45 +46,24 @@ class RankStreams:
         files: Sequence[DataFile],
         slots: range,
         positions: np.ndarray,
-        assignment: Assignment | Mixture,
+        assignment: Assignment,
         encode: Callable[[str], Sequence[int] | np.ndarray],
         options: StreamOptions,
     ) -> None:
-        """Start at the given positions; after a resume, first pass over what was read before.
+        """Start at ``positions``, [len(slots), k] int64, copied. After a resume, first pass over what was read before.
 
-        Args:
-            files: all files of all sources.
-            slots: this rank's slots.
-            positions: [len(slots), k] int64, copied.
-            assignment: of all slots.
-            encode: a function from a text to token ids that end in EOS; called from several threads.
-            options: see ``StreamOptions``.
+        ``files`` are all files of all sources, and ``slots`` are this rank's, of those in ``assignment``. ``encode`` makes
+        token ids that end in EOS of a text; several threads call it.
         """
         self.encode, self.options = encode, options
-        places = [Place(slot, position.copy(), assignment) for slot, position in zip(slots, positions, strict=True)]
-        self.faults = Faults(files, options.on_bad_data, options.max_skipped_fraction, assignment.first_files)
-        self.passes = Passes(
-            files,
-            places,
-            options.max_document_bytes,
-            options.retry_seconds,
-            options.queue_bytes,
-            options.shuffle_window,
-            options.format,
-        )
+        own = [Position(slot, values.copy(), assignment) for slot, values in zip(slots, positions, strict=True)]
+        self.faults = Faults(files, options, assignment.first_files)
+        self.passes = Passes(files, own, options)
         self.executor = ThreadPoolExecutor(options.tokenizer_threads, thread_name_prefix="tokenize")
-        self.slots = {place.index: Slot(Cursor(place, self.passes, self.faults), self) for place in places}
+        self.slots = {position.slot: Slot(Cursor(position, self.passes, self.faults), self) for position in own}
         self._bytes_per_token = 4.0
         if positions[:, [Field.HEAD, Field.BODY_DOCUMENT, Field.TAIL]].any():
             self.passes.seek(self.executor)
-
-    def bytes_read(self) -> Counter[tuple[int, int]]:
-        """Return the number of stored bytes read since the last call, by (epoch, file)."""
-        return self.passes.bytes_read()
-
-    def text_per_stored_byte(self) -> list[float]:
-        """Return the bytes of text per stored byte, for each source, measured on what has been read so far."""
-        return self.passes.text_per_stored_byte()
 
     def read_ahead(self, slot: int) -> None:
         """Begin to tokenize the documents of the rank's next sequences, of all its slots in turn from this one on."""
@@ -134,8 +82,7 @@ class RankStreams:
     def tokenize(self, contents: list[str | np.ndarray]) -> Callable[[], list[np.ndarray]]:
         """Begin to tokenize documents, in a thread unless waking one takes longer than the work.
 
-        Returns:
-            A function that waits and returns the token ids of each document, int32, ending in EOS.
+        It returns a function that waits for the token ids of each document, int32, ending in EOS.
         """
         if not self.options.fast_tokenizer:
             return self.executor.submit(self._tokenize, contents).result
@@ -143,47 +90,33 @@ class RankStreams:
         return lambda: done
 
     def _tokenize(self, contents: list[str | np.ndarray]) -> list[np.ndarray]:
-        return [
-            self._stored_ids(content)
-            if isinstance(content, np.ndarray)
-            else np.asarray(self.encode(content), dtype=np.int32)
-            for content in contents
-        ]
-
-    def _stored_ids(self, ids: np.ndarray) -> np.ndarray:
-        eos_id = self.options.format.eos_id
-        assert eos_id is not None  # without it, the reader would have refused the ids
-        return np.append(ids, eos_id).astype(np.int32) if ids[-1] != eos_id else ids.astype(np.int32)
+        eos_id, found = self.options.format.eos_id, []
+        for content in contents:
+            if isinstance(content, str):
+                content = np.asarray(self.encode(content), dtype=np.int32)
+            elif content[-1] != eos_id:
+                assert eos_id is not None  # without it, the reader would have refused the ids
+                content = np.append(content, eos_id)
+            found.append(content.astype(np.int32, copy=False))
+        return found
 
     def close(self) -> None:
         self.executor.shutdown(cancel_futures=True)
         self.passes.close()
 
 
-@dataclass
-class _Ahead:
-    """Hold a document that was read ahead. ``place`` is its place in the list that ``tokens`` returns."""
-
-    document: Document
-    tokens: Callable[[], list[np.ndarray]]
-    place: int
-
-
 class Slot:
-    """This is one document stream of the run.
-
-    Attributes:
-        position: [k] int64, after the last sequence handed out.
-    """
+    """This is one document stream of the run. ``position``, [k] int64, is that after the last sequence handed out."""
 
     def __init__(self, cursor: Cursor, streams: RankStreams) -> None:
         self.cursor, self.streams = cursor, streams
-        self.position = cursor.position.copy()
-        self._offset = int(cursor.position[Field.OFFSET])  # tokens already taken from the next document
-        cursor.position[Field.OFFSET] = 0
+        self.position = cursor.position.values.copy()
+        self._offset = int(cursor.position.values[Field.OFFSET])  # tokens already taken from the next document
+        cursor.position.values[Field.OFFSET] = 0
         window = streams.options.shuffle_window
         self.source = Shuffle(cursor, window) if window > 1 else cursor
-        self._ahead: deque[_Ahead] = deque()
+        # Documents read ahead, each with a function that returns a list of token ids, and its index in this list.
+        self._ahead: deque[tuple[Document, Callable[[], list[np.ndarray]], int]] = deque()
         self._bytes = 0.0  # text read ahead and not packed yet
 
     def read_ahead(self, size: float) -> None:
@@ -194,7 +127,7 @@ class Slot:
                 documents.append(self.source.next())
                 total += documents[-1].size
             task = self.streams.tokenize([document.content for document in documents])
-            self._ahead.extend(_Ahead(document, task, place) for place, document in enumerate(documents))
+            self._ahead.extend((document, task, index) for index, document in enumerate(documents))
             self._bytes += total
 
     def sequence(self) -> np.ndarray:
@@ -206,37 +139,34 @@ class Slot:
     def fill(self, out: np.ndarray) -> None:
         """Write the next len(out) tokens into ``out``, and move the position past them."""
         if not self.streams.options.fast_tokenizer:  # it gains nothing from reading ahead
-            self.streams.read_ahead(self.cursor.place.index)
+            self.streams.read_ahead(self.cursor.position.slot)
         filled = 0
         while filled < len(out):
             if not self._ahead:
                 self._bytes = 0.0  # drops rounding errors, and what was packed of a document before a resume
                 self.read_ahead(1)
-            head = self._ahead[0]
-            tokens = head.tokens()[head.place]
+            document, task, index = self._ahead[0]
+            tokens = task()[index]
             piece = tokens[self._offset : self._offset + len(out) - filled]
             out[filled : filled + len(piece)] = piece
             filled += len(piece)
             self._offset += len(piece)
-            self._bytes -= head.document.size * len(piece) / len(tokens)
+            self._bytes -= document.size * len(piece) / len(tokens)
             if self._offset < len(tokens):
-                self.position = head.document.start
+                self.position = document.start
                 self.position[Field.OFFSET] = self._offset
             else:
-                self.streams.learn(head.document, len(tokens))
+                self.streams.learn(document, len(tokens))
                 self._ahead.popleft()
                 self._offset = 0
-                self.position = head.document.end
-
-
-# The prefetch worker is a process of each rank that makes the rank's sequences ahead of training.
+                self.position = document.end
 
 
 _WATCH_SECONDS = 2.0  # how often the worker checks that its rank is alive
 
 
 def as_it_is(batch: Any) -> Any:
-    """Return the batch unchanged. DataLoader's own collate function would turn arrays into tensors in the worker."""
+    """DataLoader's own collate function would turn arrays into tensors in the worker."""
     return batch
 
 
@@ -275,7 +205,8 @@ class Sequences(IterableDataset):
                     failed = error
                 whole = done - done % self.batch
                 if whole:
-                    yield tokens[:whole], positions[:whole], streams.bytes_read(), streams.text_per_stored_byte()
+                    read = streams.passes
+                    yield tokens[:whole], positions[:whole], read.bytes_read(), read.text_per_stored_byte()
                 if failed is not None:
                     raise failed
         except ConfigError as error:

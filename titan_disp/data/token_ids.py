@@ -21,8 +21,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from titan_disp.data.formats import HEAD, Format, mistaken
-from titan_disp.data.records import BadDocument, DamagedFile, OtherContent
+from titan_disp.data.files import DataFile
+from titan_disp.data.formats import HEAD, BadDocument, DamagedFile, OtherContent, mistaken
+from titan_disp.data.options import Format
 from titan_disp.errors import DataError
 
 LONGEST = 1 << 16  # most ids of a document
@@ -37,38 +38,23 @@ _DTYPES: dict[str, np.dtype] = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<
 
 @dataclass(frozen=True)
 class _Layout:
-    """Describe the ids of a file.
-
-    Attributes:
-        dtype: of an id.
-        count: whole ids in the file; no more than its header says.
-        damage: what is wrong at the end of the file, or None.
-        declared: whether a header says the type; if not, stream.token_dtype does.
-    """
-
     dtype: np.dtype
-    count: int
-    damage: str | None
-    declared: bool
+    count: int  # whole ids in the file; no more than its header says
+    damage: str | None  # what is wrong at the end of the file
+    declared: bool  # whether a header says the type; if not, stream.token_dtype does
 
 
-def records(stored: io.BufferedReader, size: int, name: str, how: Format) -> Iterator[np.ndarray | BadDocument]:
-    """Yield the documents as ids, [n] uint16 or uint32.
-
-    Args:
-        stored: the file, at its beginning.
-        size: its bytes.
-        name: the file's name, for messages.
-        how: token_dtype, and the tokenizer's eos_id and vocab_size.
+def records(stored: io.BufferedReader, file: DataFile, how: Format) -> Iterator[np.ndarray | BadDocument]:
+    """Yield the documents as ids, [n] uint16 or uint32. ``stored`` is the file, at its beginning.
 
     Raises:
         DataError: the ids have another type or tokenizer than the config names, or no tokenizer is known.
-        OtherContent: the file holds no ids.
         DamagedFile: raised at its end: the file is shorter or longer than its header says, or ends within an id.
     """
+    name = file.url
     if how.eos_id is None:
         raise DataError(f"{name} holds token ids, expected text: name a file of text")
-    layout = _layout(stored, size, name, how)
+    layout = _layout(stored, file.size, name, how)
     if how.eos_id > np.iinfo(layout.dtype).max:
         raise DataError(
             f"{name} is read as {layout.dtype.name}, but the id of the tokenizer's EOS, {how.eos_id}, does not fit in this "
@@ -79,7 +65,10 @@ def records(stored: io.BufferedReader, size: int, name: str, how: Format) -> Ite
     vocab_size = 1 << 32 if how.vocab_size is None else how.vocab_size
     rest = np.empty(0, layout.dtype)  # the beginning of a document that continues in the next block
     for first in range(0, layout.count, _BLOCK):
-        block = _read(stored, min(_BLOCK, layout.count - first), layout.dtype)
+        wanted = min(_BLOCK, layout.count - first) * layout.dtype.itemsize
+        if len(data := stored.read(wanted)) < wanted:
+            raise EOFError(f"the file ends {wanted - len(data):,} bytes early")
+        block = np.frombuffer(data, layout.dtype)
         if first == 0:
             _check_first(block, layout, name, vocab_size)
         ids = np.concatenate([rest, block])
@@ -120,13 +109,6 @@ def _checked(ids: np.ndarray, vocab_size: int) -> np.ndarray | BadDocument:
     return (
         ids.copy() if largest < vocab_size else BadDocument(f"id {largest:,}, but the tokenizer has {vocab_size:,} ids")
     )
-
-
-def _read(stored: io.BufferedReader, count: int, dtype: np.dtype) -> np.ndarray:
-    data = stored.read(count * dtype.itemsize)
-    if len(data) < count * dtype.itemsize:
-        raise EOFError(f"the file ends {count * dtype.itemsize - len(data):,} bytes early")
-    return np.frombuffer(data, dtype)
 
 
 def _layout(stored: io.BufferedReader, size: int, name: str, how: Format) -> _Layout:

@@ -19,25 +19,15 @@ HUGGING_FACE_FILES = ("tokenizer.json", "vocab.json", "vocab.txt")
 
 
 class SentencePieceTokenizer(BaseTokenizer):
-    """Give a SentencePiece model TorchTitan's tokenizer interface.
-
-    Attributes:
-        bos_id: None if the model has no BOS token.
-        eos_id: None if the model has no EOS token.
-    """
+    """Give a SentencePiece model TorchTitan's tokenizer interface. ``bos_id`` and ``eos_id`` are None without such a token."""
 
     def __init__(self, model_file: str | Path) -> None:
         super().__init__()
         self.processor = SentencePieceProcessor(model_file=str(model_file))
-        self.bos_id = self._special(self.processor.bos_id())
-        self.eos_id = self._special(self.processor.eos_id())
-
-    @staticmethod
-    def _special(token_id: int) -> int | None:
-        return token_id if token_id >= 0 else None
+        bos_id, eos_id = self.processor.bos_id(), self.processor.eos_id()
+        self.bos_id, self.eos_id = bos_id if bos_id >= 0 else None, eos_id if eos_id >= 0 else None
 
     def encode(self, text: str, add_bos: bool = False, add_eos: bool = False) -> list[int]:  # type: ignore[override]
-        """Return token ids, with BOS and EOS if they are asked for and the model has them."""
         ids = self.processor.encode(text)
         if add_bos and self.bos_id is not None:
             ids.insert(0, self.bos_id)
@@ -139,11 +129,7 @@ def check_fits(tokens: int, folder: str | Path, vocab_size: int, model: str, adv
 
 
 def load_tokenizer_for(flavor: str, vocab_size: int, folder: str | Path) -> BaseTokenizer:
-    """Load the tokenizer in ``model.hf_assets_path`` for training a flavor.
-
-    Raises:
-        ConfigError: the tokenizer is missing, unreadable, or has more tokens than the flavor's vocabulary.
-    """
+    """Load the tokenizer in ``model.hf_assets_path``, which must fit into a flavor's vocabulary."""
     tokenizer = load_tokenizer(folder)
     advice = "choose a flavor with a larger vocabulary or a smaller tokenizer, or set vocab_size in model.overrides"
     check_fits(tokenizer.get_vocab_size(), folder, vocab_size, f"model.flavor {flavor!r}", advice)
@@ -151,13 +137,7 @@ def load_tokenizer_for(flavor: str, vocab_size: int, folder: str | Path) -> Base
 
 
 def encoder(tokenizer: BaseTokenizer) -> Callable[[str], list[int]]:
-    """Return a function from a text to token ids that end in EOS, and begin with BOS if the tokenizer has one.
-
-    TorchTitan adds BOS and EOS in the same way.
-
-    Raises:
-        ConfigError: the tokenizer has no EOS.
-    """
+    """Return a function from a text to token ids, with BOS (if there is one) and EOS (required) as TorchTitan adds them."""
     if tokenizer.eos_id is None:
         raise ConfigError(
             "the tokenizer has no EOS token, which must separate documents: set eos_token in tokenizer_config.json (Hugging "
@@ -174,14 +154,6 @@ def encoder(tokenizer: BaseTokenizer) -> Callable[[str], list[int]]:
     return lambda text: tokenizer.encode(text, add_bos=True, add_eos=True)
 
 
-# gigatoken replaces the libraries of Hugging Face and SentencePiece. It gives the same ids many times as fast.
-#
-# gigatoken is young, so its ids are compared with those of the tokenizer's own library: for some thousand odd texts at
-# the start, and for one document in a thousand during the run. Its ids were found to agree for byte-level BPE (GPT-2,
-# Qwen), and for SentencePiece BPE with byte fallback, identity normalization, all spaces kept and no user-defined
-# symbols.
-
-
 # In documents. The check costs about a tenth of gigatoken's own time; Hugging Face's library takes a hundred times as
 # long.
 CHECK_EVERY = 1000
@@ -190,18 +162,10 @@ _agreed: WeakSet[BaseTokenizer] = WeakSet()  # `data digest` makes a loader for 
 
 
 def odd_texts(tokenizer: BaseTokenizer, count: int = 3000) -> list[str]:
-    """Return short random texts that mix everything that tokenizers treat specially.
-
-    These are spaces, digits, accents, emoji, control and special characters, contractions, and the names of special
-    tokens.
-    """
+    """Return short random texts that mix everything that tokenizers treat specially, also the names of special tokens."""
     rng = random.Random(0)
-    characters = [
-        chr(c) for c in (*range(1, 400), 0x300, 0x301, 0x323, 0x200D, 0x1F600, 0x1F468, 0x4E2D, 0xAC00, 0x1100)
-    ]
-    characters += [
-        chr(c) for c in (0x1161, 0xFB01, 0x2028, 0xFEFF, 0xE000, 0x10FFFF, 0x212B, 0x1E9B, 0x0E33, 0x0915, 0x094D)
-    ]
+    codes = [*range(1, 400), 0x300, 0x301, 0x323, 0x200D, 0x1F600, 0x1F468, 0x4E2D, 0xAC00, 0x1100, 0x1161, 0xFB01]
+    codes += [0x2028, 0xFEFF, 0xE000, 0x10FFFF, 0x212B, 0x1E9B, 0x0E33, 0x0915, 0x094D]
     pieces = [
         " ",
         "  ",
@@ -225,26 +189,19 @@ def odd_texts(tokenizer: BaseTokenizer, count: int = 3000) -> list[str]:
         processor = tokenizer.processor
         special = (i for i in range(processor.get_piece_size()) if processor.is_control(i) or processor.is_unknown(i))
         pieces += [processor.id_to_piece(i) for i in itertools.islice(special, 50)]
-    pool = [*characters, *pieces * 8]
+    pool = [*map(chr, codes), *pieces * 8]
     return ["".join(rng.choices(pool, k=rng.randint(0, 40))) for _ in range(count)]
-
-
-def _without_special_tokens(content: str | bytes) -> str:
-    """Remove the special tokens from a tokenizer.json, so that gigatoken treats text that spells one as text."""
-    tokenizer = json.loads(content)
-    tokenizer["added_tokens"] = [token for token in tokenizer["added_tokens"] if not token["special"]]
-    return json.dumps(tokenizer)
 
 
 def fast_encoder(
     tokenizer: BaseTokenizer, folder: str, reference: Callable[[str], list[int]]
 ) -> Callable[[str], np.ndarray]:
-    """Return a thread-safe function from a text to its token ids, int32, with the same BOS and EOS as ``reference``.
+    """Return gigatoken's thread-safe function from a text to its token ids, int32, with BOS and EOS as in ``reference``.
 
-    Args:
-        tokenizer: the tokenizer in ``folder``.
-        folder: ``model.hf_assets_path``.
-        reference: a function from a text to its ids, by the tokenizer's own library.
+    gigatoken gives the same ids many times as fast as the libraries of Hugging Face and SentencePiece. It is young, so its
+    ids are compared with those of the tokenizer's own library (``reference``): for some thousand odd texts at the start,
+    and for one document in a thousand during the run. Its ids were found to agree for byte-level BPE (GPT-2, Qwen), and for
+    SentencePiece BPE with byte fallback, identity normalization, all spaces kept and no user-defined symbols.
 
     Raises:
         ConfigError: gigatoken is missing, does not support this tokenizer, or gives other ids.
@@ -262,7 +219,10 @@ def fast_encoder(
             content = tokenizer.tokenizer.to_str()
         else:
             content = Tokenizer.from_sentencepiece(str(file))._hf_json  # gigatoken's conversion of the model
-        encode = Tokenizer.from_json(_without_special_tokens(content)).encode
+        # Without the special tokens, gigatoken treats text that spells one as text.
+        described = json.loads(content)
+        described["added_tokens"] = [token for token in described["added_tokens"] if not token["special"]]
+        encode = Tokenizer.from_json(json.dumps(described)).encode
     except Exception as error:  # the Rust library raises types of its own
         raise ConfigError(f"gigatoken cannot read {str(file)!r} ({error}): {_OFF}") from error
     begin = [] if tokenizer.bos_id is None else [tokenizer.bos_id]

@@ -1,14 +1,14 @@
 """Validation runs on the first sequences of the validation split, which are the same in every run and on any mesh."""
 
 import os
-from collections.abc import Iterator
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torchtitan.components.loss import LossFunction
 from torchtitan.components.metrics import MetricsProcessor
 from torchtitan.components.tokenizer import BaseTokenizer
@@ -20,7 +20,7 @@ from torchtitan.tools.logging import logger
 from titan_disp.data.assignment import Assignment
 from titan_disp.data.cursor import check_documents
 from titan_disp.data.files import DataFile, held_out, list_files, on_rank_0, streams_from_hub
-from titan_disp.data.loader import stream_options
+from titan_disp.data.options import stream_options
 from titan_disp.data.position import Field
 from titan_disp.data.sources import check_content, training_sets
 from titan_disp.data.stream import RankStreams
@@ -29,12 +29,7 @@ from titan_disp.errors import ConfigError, counted
 
 
 def validation_sequences(job_config: JobConfig, dp_world_size: int) -> int:
-    """Return the number of validation sequences over all ranks.
-
-    Raises:
-        ConfigError: it is not a multiple of what the ranks take in one step, validation.steps would end before it, or
-            no key sets it (validation.steps below 1).
-    """
+    """Return the number of validation sequences over all ranks: a multiple of what they take in one step."""
     v, wanted = job_config.validation, job_config.stream.validation_sequences  # type: ignore[attr-defined]
     step = v.local_batch_size * dp_world_size
     if not wanted:
@@ -59,17 +54,8 @@ def first_sequences(
 ) -> np.ndarray:
     """Read token ids from the beginning of a split as one stream: [count, seq_len + 1] int32.
 
-    Args:
-        files: of the split.
-        tokenizer: the run's tokenizer.
-        job_config: the config.
-        seq_len: tokens of a sequence, without the last label.
-        count: number of sequences.
-        asked: what asks for so many, and how to ask for fewer; for the message.
-
-    Raises:
-        ConfigError: the split has fewer sequences. Repeating some would give these more weight. Or its files are not
-            what the config says, or too many of its documents cannot be used.
+    ``asked`` says what asks for so many, and how to ask for fewer. The split may not have fewer: repeating some would give
+    these more weight.
     """
     options = stream_options(job_config, seq_len, tokenizer)
     check_content(files, options, "validation")
@@ -107,9 +93,6 @@ def held_out_sequences(job_config: JobConfig, tokenizer: BaseTokenizer, count: i
     Returns:
         [count, training.seq_len + 1] token ids, int64, the last of which is only a label; None if there is no
         validation split.
-
-    Raises:
-        ConfigError: on all ranks: as ``first_sequences``.
     """
     v = job_config.validation
     if v.enable:
@@ -139,11 +122,7 @@ def held_out_sequences(job_config: JobConfig, tokenizer: BaseTokenizer, count: i
 
 
 class _ValidationSet:
-    """Iterate over this rank's validation batches. The sequences are read once, before training, and kept as int32.
-
-    Raises:
-        ConfigError: on all ranks: there is no such split, or it has fewer sequences.
-    """
+    """Iterate over this rank's validation batches. The sequences are read once, before training, and kept as int32."""
 
     def __init__(self, job_config: JobConfig, tokenizer: BaseTokenizer, dp_world_size: int, dp_rank: int) -> None:
         v = job_config.validation
@@ -164,7 +143,13 @@ class _ValidationSet:
 
 
 class StreamValidator(Validator):
-    """Run TorchTitan's validation loop on our data. The parent's ``__init__`` would build TorchTitan's loader."""
+    """Run TorchTitan's validation loop on our data. The parent's ``__init__`` would build TorchTitan's loader.
+
+    Attributes:
+        around: returns, for a step, a context in which to validate. titan_disp.train announces and times it.
+    """
+
+    around: Callable[[int], AbstractContextManager[Any]] = nullcontext
 
     def __init__(
         self,
@@ -187,6 +172,10 @@ class StreamValidator(Validator):
         self.metrics_processor = metrics_processor
         self.pp_schedule = self.pp_has_first_stage = self.pp_has_last_stage = None
         self.validation_dataloader = _ValidationSet(job_config, tokenizer, dp_world_size, dp_rank)  # type: ignore[assignment]
+
+    def validate(self, model_parts: list[nn.Module], step: int) -> None:
+        with self.around(step):
+            super().validate(model_parts, step)
 
 
 def build_validator(**kwargs: Any) -> StreamValidator:

@@ -2,7 +2,7 @@
 
 Forward computes a layer's value together with its gradient and saves the gradient. Backward only scales it. If a
 sequence is sharded, each rank saves the complete gradient of its own tokens, so backward needs no communication: the
-derivative of a sum over ranks is the identity.
+derivative of a sum over ranks is the identity. A sequence may be sharded over a process group or a 1-D mesh.
 """
 
 from collections.abc import Callable
@@ -13,21 +13,15 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-# A sequence may be sharded over a process group. This module resolves the group and gathers shards over it.
-
-
 # torch 2.13 renamed this function and warns about the old name.
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 Group = dist.ProcessGroup | DeviceMesh | None
+Result = tuple[Tensor, Tensor]  # value [B], ∂value/∂z [B, n, F]
 
 
 def process_group(group: Group) -> dist.ProcessGroup | None:
-    """Return the process group of ``group``, or None if there is nothing to communicate.
-
-    Raises:
-        ValueError: the mesh has more than one dimension.
-    """
+    """Return the process group of ``group``, or None if there is nothing to communicate."""
     if isinstance(group, DeviceMesh):
         if group.ndim != 1:
             raise ValueError(f"the mesh over the sequence has {group.ndim} dimensions, expected 1: flatten it first")
@@ -38,10 +32,7 @@ def process_group(group: Group) -> dist.ProcessGroup | None:
 
 
 class Gathering:
-    """Start an all-gather of z [B, N/p, F] in its own dtype.
-
-    Normalized float32 vectors would cost more traffic for no gain.
-    """
+    """An all-gather of z [B, N/p, F] in its own dtype: normalized float32 vectors would cost more traffic for no gain."""
 
     def __init__(self, z: Tensor, group: dist.ProcessGroup) -> None:
         self.world, self.rank = dist.get_world_size(group), dist.get_rank(group)
@@ -52,9 +43,6 @@ class Gathering:
         """Wait for the all-gather and return the other ranks' shards, each [B, N/p, F]."""
         self.work.wait()
         return [shard for other, shard in enumerate(self.gathered.chunk(self.world)) if other != self.rank]
-
-
-Result = tuple[Tensor, Tensor]  # value [B], ∂value/∂z [B, n, F]
 
 
 class SavedGradient(torch.autograd.Function):
@@ -144,10 +132,7 @@ class _NoSecondDerivative(torch.autograd.Function):
 
 
 class SumOverGroup(torch.autograd.Function):
-    """Compute the sum over ranks (all-reduce).
-
-    Backward is the identity: each rank already holds the whole gradient of its own rows.
-    """
+    """Compute the sum over ranks. Backward is the identity, as each rank holds the whole gradient of its own rows."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:  # type: ignore[override]
@@ -161,10 +146,7 @@ class SumOverGroup(torch.autograd.Function):
 
 
 class LogSumExpOverGroup(torch.autograd.Function):
-    """Compute log Σ_ranks exp(x).
-
-    Backward scales by exp(x − total), because the gradient of x is relative to this rank's own sum.
-    """
+    """Compute log Σ_ranks exp(x). Backward scales by exp(x − total), as x's gradient is relative to this rank's sum."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:  # type: ignore[override]

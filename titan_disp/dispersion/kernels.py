@@ -40,10 +40,7 @@ def bf16_autocast(device: str) -> bool:
 
 @functools.cache
 def _float32_results(device: torch.device) -> bool:
-    """Return whether this device can return bf16 products in float32.
-
-    It accumulates them in float32 anyway. CUDA can do so since torch 2.8.
-    """
+    """Return whether this device can return bf16 products in float32, as CUDA can since torch 2.8."""
     try:
         x = torch.ones(2, 16, 16, device=device, dtype=torch.bfloat16)
         out = torch.bmm(x, x, out_dtype=torch.float32)

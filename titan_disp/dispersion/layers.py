@@ -33,21 +33,13 @@ GPU_BATCH_ELEMENTS = 1 << 25
 
 
 class Layers(ABC):
-    """This class holds the tokens of all layers from which the loss is computed.
+    """The tokens of all layers from which the loss is computed."""
 
-    Attributes:
-        length: positions per sequence that the loss takes, over all ranks.
-        features: F of each layer.
-        mask: which positions hold tokens; None if all do.
-        group: ranks over which the tokens are sharded; None if every rank holds all of them.
-        in_bf16: whether float32 tokens are rounded to bf16 first.
-    """
-
-    length: int
-    features: list[int]
-    mask: TokenMask | None
-    group: dist.ProcessGroup | None
-    in_bf16: bool
+    length: int  # positions per sequence that the loss takes, over all ranks
+    features: list[int]  # F of each layer
+    mask: TokenMask | None  # which positions hold tokens; None if all do
+    group: dist.ProcessGroup | None  # ranks over which the tokens are sharded; None if every rank holds all of them
+    in_bf16: bool  # whether float32 tokens are rounded to bf16 first
 
     @abstractmethod
     def each(self, compute: Compute) -> Tensor:
@@ -55,22 +47,16 @@ class Layers(ABC):
 
     @property
     def tokens(self) -> Count:
-        """Return the number of tokens per sequence: an int, or [B] under a mask."""
         return self.tokens_of(self.mask)
 
     def tokens_of(self, mask: TokenMask | None) -> Count:
-        """Return the number of tokens of the sequences of ``mask``, at least 2.
-
-        A sequence with fewer tokens has the loss 0, which is filled in later.
-        """
+        """Return the number of tokens per sequence, at least 2: the loss 0 of shorter ones is filled in later."""
         return self.length if mask is None else mask.counts.clamp_min(2)
 
     def sum_over_group(self, values: Tensor) -> Tensor:
-        """Return the sum over the ranks that share a sequence."""
         return values if self.group is None else SumOverGroup.apply(values, self.group)
 
     def logsumexp_over_group(self, values: Tensor) -> Tensor:
-        """Return log Σ exp over the ranks that share a sequence."""
         return values if self.group is None else LogSumExpOverGroup.apply(values, self.group)
 
     def mean_square(self) -> Tensor:

@@ -15,6 +15,7 @@ from titan_disp.dispersion.layers import Layers, WholeLayers
 from titan_disp.dispersion.masks import TokenMask, token_mask
 from titan_disp.dispersion.sampled import SampledLayers, SampledTokens, order
 from titan_disp.dispersion.variants import VARIANTS, Variant
+from titan_disp.errors import did_you_mean
 
 ESTIMATORS = ("exact", "moments", "sampled")
 
@@ -24,12 +25,12 @@ class DispersionLoss:
     """Compute the dispersion loss. An option that the variant or the estimator does not use must keep its default.
 
     Attributes:
-        variant: a loss of the paper's Table 1: angular, decorrelation, l2_repel or orthogonalization.
-        estimator: exact (all pairs); moments (all pairs, in time linear in N; angular only); sampled (the pairs of
-            ``max_tokens`` positions).
-        tau: temperature of angular and l2_repel.
-        clamp: κ of angular and orthogonalization. Cosines are clamped to [−1+κ, 1−κ].
-        norm_eps: ε of angular and orthogonalization, added to the norms.
+        variant: a name in ``VARIANTS``. docs/loss.md has the formulas, and the options that each variant uses.
+        estimator: exact (all pairs); moments (all pairs, in time linear in N; if the variant's w is smooth); sampled
+            (the pairs of ``max_tokens`` positions).
+        tau: τ, the temperature.
+        clamp: κ. Cosines are clamped to [−1+κ, 1−κ].
+        norm_eps: ε, added to the norms.
         norm_coeff: λ_norm of l2_repel, which keeps distances from growing without bound.
         include_diagonal: whether the mean of l2_repel includes the pair of each token with itself, as in the authors'
             code.
@@ -52,7 +53,8 @@ class DispersionLoss:
 
     def __post_init__(self) -> None:
         if self.variant not in VARIANTS:
-            raise ValueError(f"variant is {self.variant!r}, expected one of {', '.join(VARIANTS)}")
+            hint = did_you_mean(self.variant, VARIANTS)
+            raise ValueError(f"variant is {self.variant!r}, expected one of {', '.join(VARIANTS)}{hint}")
         if self.estimator not in ESTIMATORS:
             raise ValueError(f"estimator is {self.estimator!r}, expected one of {', '.join(ESTIMATORS)}")
         for option in fields(self):
@@ -60,14 +62,10 @@ class DispersionLoss:
                 raise ValueError(f"{option.name} is a tensor, expected a number: options get no gradient")
         variant = self._variant
         if self.estimator not in variant.estimators:
+            linear = " (the time of its exact form grows only linearly with the tokens beyond the number of features)"
             raise ValueError(
-                f"estimator is {self.estimator!r}, which variant {self.variant!r} does not support: "
-                f"expected one of {', '.join(variant.estimators)}"
-                + (
-                    " (the time of its exact form grows only linearly with the tokens beyond the number of features)"
-                    if variant.linear_in_tokens
-                    else ""
-                )
+                f"estimator is {self.estimator!r}, which variant {self.variant!r} does not support: expected one of "
+                f"{', '.join(variant.estimators)}{linear if variant.linear_in_tokens else ''}"
             )
         if self.max_tokens < 2:
             raise ValueError(f"max_tokens is {self.max_tokens}, expected at least 2")
@@ -126,7 +124,7 @@ class DispersionLoss:
 
         Source: arXiv 2602.00217, Table 1; ``variants`` and ``moments`` have the formulas.
         """
-        pg = process_group(group)
+        pg, variant = process_group(group), self._variant
         if isinstance(zs, Tensor):
             raise ValueError(
                 f"zs is a tensor of shape {tuple(zs.shape)}, expected one tensor per layer in a list: for a single "
@@ -140,14 +138,10 @@ class DispersionLoss:
             mask = token_mask(valid, pg)
         device = zs[0].device.type
         # The loss chooses its dtypes itself: AMP would round cosines to bf16 and lose the digits near the clamp.
-        in_bf16 = bf16_autocast(device) and self._variant.bf16_products
+        in_bf16 = bf16_autocast(device) and variant.bf16_products
         with torch.autocast(device, enabled=False):
             layers = self._layers(zs, length, mask, pg, step, in_bf16)
-            losses = (
-                self._variant.moments(layers, fit_errors)
-                if self.estimator == "moments"
-                else self._variant.exact(layers)
-            )
+            losses = variant.moments(layers, fit_errors) if self.estimator == "moments" else variant.exact(layers)
             return losses if mask is None else losses.masked_fill(mask.counts == 0, 0.0)
 
     def _layers(

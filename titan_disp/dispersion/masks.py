@@ -20,40 +20,30 @@ Count = int | Tensor  # a number of tokens: one for all sequences, or [B]
 
 @dataclass(frozen=True)
 class TokenMask:
-    """A token mask says which positions hold tokens.
-
-    Attributes:
-        shards: for each rank of the group, in rank order, [B, n] bool.
-        rank: index of this rank's shard.
-    """
-
-    shards: tuple[Tensor, ...]
-    rank: int = 0
+    shards: tuple[Tensor, ...]  # for each rank of the group, in rank order, [B, n] bool
+    rank: int = 0  # index of this rank's shard
 
     def __getitem__(self, sequences: slice) -> "TokenMask":
         return TokenMask(tuple(shard[sequences] for shard in self.shards), self.rank)
 
     @property
     def own(self) -> Tensor:
-        """Return the mask of this rank's positions, [B, n, 1]."""
+        """This rank's positions, [B, n, 1]."""
         return self.shards[self.rank][..., None]
 
     @cached_property
     def whole(self) -> Tensor:
-        """Return the mask of the whole sequences, [B, N]."""
+        """The whole sequences, [B, N]."""
         return torch.cat(self.shards, dim=1)
 
     @cached_property
     def counts(self) -> Tensor:
-        """Return the number of tokens of each sequence, [B]."""
+        """The number of tokens of each sequence, [B]."""
         return self.whole.sum(1)
 
 
 def token_mask(valid: Tensor, group: dist.ProcessGroup | None) -> TokenMask:
-    """Gather the mask from ``valid`` [B, n], this rank's positions.
-
-    A sequence with a single token has no pair and counts as empty.
-    """
+    """Gather the mask from this rank's ``valid`` [B, n]. A sequence of a single token has no pair and counts as empty."""
     shards, rank = [valid], 0
     if group is not None:
         world, rank = dist.get_world_size(group), dist.get_rank(group)

@@ -47,10 +47,7 @@ def gram(u: Tensor) -> Tensor:
 
 
 class Quadratic(NamedTuple):
-    """A quadratic approximates w(c_ij) ≈ offset + slope c_ij + ½ curvature c_ij².
-
-    Each coefficient is [B, n, 1], one for every token i, or [B, 1, 1], one for all of them.
-    """
+    """w(c_ij) ≈ offset + slope c_ij + ½ curvature c_ij². Each is [B, n, 1], one per token i, or [B, 1, 1], for all."""
 
     offset: Tensor
     slope: Tensor
@@ -67,9 +64,6 @@ def quadratic_sum_(
         quadratic: its offset is 0 where there is no token.
         tokens: N of the whole sequence.
         dtype: dtype of the operands of products.
-
-    Returns:
-        This rank's part of S, [B], and ∂S/∂u, [B, n, F].
     """
     x = u.to(dtype)
     parts = [gram(x), u.sum(1)]
@@ -89,11 +83,7 @@ def quadratic_sum_(
 
 @fused
 def _combine_(u: Tensor, um: Tensor, s: Tensor, quadratic: Quadratic, others: Count) -> Tensor:
-    """Replace u by 2 slope (s − u) + 2 curvature (M u − ‖u‖² u).
-
-    Returns:
-        [B], the sum over the pairs of these tokens with all others.
-    """
+    """Replace u by 2 slope (s − u) + 2 curvature (M u − ‖u‖² u), and return the sum over these tokens' pairs, [B]."""
     offset, slope, curvature = quadratic
     squares = u.square().sum(-1, keepdim=True)
     first = (u * s).sum(-1, keepdim=True) - squares
@@ -104,29 +94,19 @@ def _combine_(u: Tensor, um: Tensor, s: Tensor, quadratic: Quadratic, others: Co
 
 
 class Sample(NamedTuple):
-    """A sample holds some tokens of each sequence, the same on every rank of the group.
+    """Some tokens of each sequence, the same on every rank of the group."""
 
-    Attributes:
-        z: [B, m, F].
-        rows: [B or 1, m], their indices among this rank's tokens; −1 if another rank holds them.
-        filled: [B, m] bool, which entries hold tokens; None if all do.
-    """
-
-    z: Tensor
-    rows: Tensor
-    filled: Tensor | None = None
+    z: Tensor  # [B, m, F]
+    rows: Tensor  # [B or 1, m], their indices among this rank's tokens; −1 if another rank holds them
+    filled: Tensor | None = None  # [B, m] bool, which entries hold tokens; None if all do
 
 
 def offsets(blocks: Tensor, size: int | Tensor) -> Tensor:
-    """Return which token of each block is sampled: the fraction of block · golden ratio, times the size of a block.
+    """Return which token of each block of ``size`` is sampled: the fraction of block · golden ratio, times the size.
 
     Tokens at a regular distance could all be of one kind, in a list or a table. Multiples of the golden ratio have
     fractions that spread evenly, whatever the period of the text. Of the first block it is the first token, which is
     often unlike all others in a language model.
-
-    Args:
-        blocks: numbers of the blocks, int64, counted from the beginning of the sequence.
-        size: tokens of a block.
     """
     return ((blocks * GOLDEN) % 2**32) * size >> 32
 
@@ -152,10 +132,7 @@ def sample(z: Tensor, tokens: int, group: dist.ProcessGroup | None) -> Sample:
 
 
 def sample_tokens(z: Tensor, mask: TokenMask, group: dist.ProcessGroup | None) -> Sample:
-    """Return what ``sample`` would take from each sequence without its padding, in 2 FIT_TOKENS slots.
-
-    ``masks`` defines slots.
-    """
+    """Return what ``sample`` would take from each sequence without its padding, in 2 FIT_TOKENS slots (``masks``)."""
     length, counts = mask.whole.shape[1], mask.counts[:, None]
     size = torch.ones_like(counts)
     twice = 2 * FIT_TOKENS
@@ -188,8 +165,6 @@ def fit(
         scale: [B, n, 1], 1/(‖z‖ + ε).
         some: [B, m, F] unit vectors of the sampled tokens.
         sampled: which tokens ``some`` are.
-        pair: w and r as functions of the cosine.
-        mask: which positions hold tokens; None if all do.
         dtype: dtype of the operands of products.
 
     Returns:

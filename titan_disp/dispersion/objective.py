@@ -3,7 +3,8 @@
 TorchTitan 0.2.2 sums CE over the local tokens, divides by the *global* number of valid tokens, and sums gradients over
 ranks and microbatches. A mean auxiliary loss added naively would therefore be multiplied by ranks × accumulation steps.
 Here each sequence's dispersion is multiplied by its number of valid labels (over the whole sequence). The same division
-then makes it a mean over sequences, weighted by their valid labels, for any mesh and any accumulation.
+then makes it a mean over sequences, weighted by their valid labels, for any mesh and any accumulation. λ may change
+over a run (``CoeffSchedule``).
 """
 
 import math
@@ -35,10 +36,7 @@ class LossLedger:
         self._sums = terms if self._sums is None else self._sums + terms
 
     def non_finite(self) -> Tensor | None:
-        """Return whether this rank's cross-entropy and dispersion are not finite.
-
-        [2] bool on the device; None before any add.
-        """
+        """Return whether CE and dispersion are not finite on this rank: [2] bool on the device; None before any add."""
         return None if self._sums is None else ~self._sums[:2].isfinite()
 
     def add_fit_errors(self, errors: Tensor) -> None:
@@ -59,10 +57,7 @@ class LossLedger:
         self._sums = self._worst_fit = None
 
     def mean(self, mesh: DeviceMesh | None) -> dict[str, float] | None:
-        """Return the means over the valid tokens of all ranks of ``mesh`` (a collective call).
-
-        None before any add.
-        """
+        """Return the means over the valid tokens of all ranks of ``mesh`` (a collective call); None before any add."""
         if self._sums is None:
             return None
         sums = self._sums.clone()
@@ -139,15 +134,12 @@ class DispersionObjective:
             self.ledger.add(ce, dispersion, tokens)
 
 
-# λ may change over a run: it warms up, then stays constant or decays. The paper's λ is constant.
-
-
 DECAYS = ("constant", "linear", "cosine")
 
 
 @dataclass(frozen=True)
 class CoeffSchedule:
-    """Compute λ from the number of completed steps.
+    """Compute λ from the number of completed steps. The paper's λ is constant.
 
     Attributes:
         coeff: λ after warm-up.

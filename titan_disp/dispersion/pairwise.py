@@ -57,10 +57,7 @@ def tile_size(tokens: int, batch: int, device: str = "cpu") -> int:
 
 @functools.cache
 def _epilogue(pair: PairFunction) -> Callable[..., tuple[Tensor, Tensor]]:
-    """Return the function that turns a tile of products into Σ w [B] and q [B, m, n].
-
-    It is cached per pair function, because compiling it takes seconds.
-    """
+    """Return the function from a tile of products to Σ w [B] and q [B, m, n], cached as compiling it takes seconds."""
 
     def epilogue(
         c: Tensor, s_rows: Tensor, s_cols: Tensor, diagonal: bool, dtype: torch.dtype, padded: Padded | None = None
@@ -84,9 +81,7 @@ def _epilogue(pair: PairFunction) -> Callable[..., tuple[Tensor, Tensor]]:
 class Tiles:
     """Divide tokens x [B, n, F] with scales s [B, n, 1] into tiles, in the dtype of the products.
 
-    Args:
-        valid: [B, n, 1] bool, which positions hold tokens; None if all do.
-        tile: rows of a tile; by default as many as TILE_ELEMENTS allows.
+    ``valid`` [B, n, 1] says which positions hold tokens, if not all do. ``tile`` is the number of rows of a tile.
     """
 
     def __init__(self, x: Tensor, scale: Tensor, valid: Tensor | None = None, tile: int | None = None) -> None:
@@ -120,13 +115,8 @@ def pair_sums(
 ) -> tuple[Tensor, Tensor]:
     """Return this rank's part of S [B], and W [B, n, F] of its rows.
 
-    Args:
-        units: the unit vectors of z, ``to_units(z)``.
-        to_units: computes the unit vectors of other ranks' shards.
-        z: [B, n, F], 0 where the mask has no token.
-        mask: which positions hold tokens; None if all do.
-        pair: w and r as functions of the cosine.
-        group: ranks over which the sequence is sharded; None if it is not.
+    ``units`` are ``to_units(z)``, and z [B, n, F] is 0 where the mask has no token. ``to_units`` is applied to the
+    other ranks' shards too.
     """
     gathering = Gathering(z, group) if group is not None else None
     own = Tiles(units.x, units.scale, None if mask is None else mask.own)
@@ -139,10 +129,9 @@ def pair_sums(
 
 
 def all_pairs(tiles: Tiles, pair: PairFunction) -> tuple[Tensor, Tensor]:
-    """Return S and W over all ordered pairs i ≠ j of one set of tokens. Each tile above the diagonal serves both sides.
+    """Return S [B] and W [B, N, F] over all ordered pairs i ≠ j of one set of tokens, in the accumulation dtype.
 
-    Returns:
-        S [B] and W [B, N, F], in the accumulation dtype.
+    Each tile above the diagonal serves both sides.
     """
     s = tiles.scale.new_zeros(tiles.x.shape[0])
     w = torch.zeros_like(tiles.x, dtype=accumulation_dtype(tiles.x.dtype))
@@ -162,16 +151,7 @@ def all_pairs(tiles: Tiles, pair: PairFunction) -> tuple[Tensor, Tensor]:
 
 
 def add_pairs_with(own: Tiles, others: Tiles, w: Tensor, pair: PairFunction) -> Tensor:
-    """Return S of one shard's tokens against another shard's, and add their part of W to ``w`` in place.
-
-    Args:
-        own: one set of tokens.
-        others: another set of tokens, disjoint from the first.
-        w: [B, n, F], W of the own tokens so far.
-
-    Returns:
-        S [B], the sum of w(c) over all (own, other) pairs.
-    """
+    """Return S [B] over all pairs of an own and another shard's token, and add their part of W to ``w`` [B, n, F]."""
     s = w.new_zeros(w.shape[0])
     for i in own.slices:
         rows = own[i]

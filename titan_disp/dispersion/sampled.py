@@ -27,24 +27,13 @@ def order(tokens: int, seed: int, step: int, layer: int) -> Tensor:
 
 
 class SampledLayers(Layers):
-    """Use the tokens at the drawn positions, which are the same for all sequences. Every rank holds all these tokens.
-
-    Args:
-        zs: one [B, N, F] per layer, or this rank's [B, N/p, F] if the sequence is sharded over ``group``.
-        orders: for each layer, [N] all positions in the order in which they are drawn.
-        count: m, the number of positions to take.
-    """
+    """Use the first ``count`` positions of each layer's order, the same for all sequences. Every rank holds them all."""
 
     group = None
     mask: TokenMask | None = None
 
     def __init__(
-        self,
-        zs: Sequence[Tensor],
-        orders: Sequence[Tensor],
-        count: int,
-        group: dist.ProcessGroup | None,
-        in_bf16: bool,
+        self, zs: Sequence[Tensor], orders: Sequence[Tensor], count: int, group: dist.ProcessGroup | None, in_bf16: bool
     ) -> None:
         self.zs, self.length, self.features, self.in_bf16 = zs, count, [z.shape[2] for z in zs], in_bf16
         rank = 0 if group is None else dist.get_rank(group)
@@ -69,14 +58,10 @@ class SampledLayers(Layers):
         return torch.stack([SavedRows.apply(*part) for part in parts])
 
     def mask_of_all(self) -> TokenMask | None:
-        """Return the mask of the sequences of all layers."""
         return None
 
     def own_rows(self, grads: Tensor) -> list[Tensor]:
-        """Return the rows of this rank's tokens from gradients [L, B, m, F], one tensor per layer.
-
-        Their positions in z are ``local``.
-        """
+        """Return the rows of this rank's tokens from gradients [L, B, m, F], one tensor per layer."""
         return [grad[:, mine] for grad, mine in zip(grads, self.mine, strict=True)]
 
 

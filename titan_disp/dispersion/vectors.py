@@ -12,15 +12,10 @@ BLOCK_ELEMENTS = 1 << 18  # elements of z per block of rows: 1 MiB in fp32
 
 
 class Units(Protocol):
-    """Unit vectors are u = s x for tokens z [B, n, F]. ``pairwise`` forms products of x.
+    """Unit vectors are u = s x for tokens z [B, n, F]. ``pairwise`` forms products of x."""
 
-    Attributes:
-        x: [B, n, F], in the dtype of z or of products of z.
-        scale: s [B, n, 1], in the accumulation dtype.
-    """
-
-    x: Tensor
-    scale: Tensor
+    x: Tensor  # [B, n, F], in the dtype of z or of products of z
+    scale: Tensor  # s [B, n, 1], in the accumulation dtype
 
     def vectors(self) -> Tensor:
         """Return u [B, n, F] in the accumulation dtype, in new memory."""

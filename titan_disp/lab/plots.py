@@ -1,4 +1,4 @@
-"""This module draws summaries of measurements of condensation, and several heatmaps side by side."""
+"""Summaries of condensation are drawn by layer, over training, and against the size of a model or its distillation."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -10,15 +10,20 @@ import numpy as np
 from matplotlib import colormaps
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 
 from titan_disp.condensation.heatmap import draw_heatmaps, layer_label, new_figure, plain
-from titan_disp.condensation.record import LEAST_RANGE, Condensation, OverDepth, alike
+from titan_disp.condensation.record import LEAST_RANGE, Condensation, blocks_mean
+from titan_disp.text import short
 
 MEAN_COSINE = "mean pairwise cosine"
 POOLED = "all pairs of all sequences"
 AVERAGED = "cosines averaged over the sequences first, as in the paper"
+# The paper's two measures are rank correlations with depth, with the last layer after the final norm.
+MEASURES: dict[str, Callable[[Condensation], float]] = {
+    "Spearman's ρ": lambda found: found.after_norm.spearman,
+    "Kendall's τ": lambda found: found.after_norm.kendall,
+}
 COLUMNS = 3  # of panels
 # Okabe & Ito's colours, which colour-blind readers can distinguish, without yellow, which is faint on white.
 OKABE_ITO = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
@@ -40,13 +45,12 @@ def both_heatmaps(found: Condensation, title: str) -> Figure:
     return figure
 
 
-def side_by_side(found: Mapping[str, Condensation], title: str = "") -> Figure:
+def side_by_side(found: Mapping[str, Condensation], title: str) -> Figure:
     """Draw heatmaps of several measurements by name. ``title`` says what all of them show."""
     items = iter(found.items())
     rows = list(iter(lambda: dict(islice(items, COLUMNS)), {}))
     figure = new_figure(max(6, 1.1 + 2.3 * len(rows[0])), 0.9 + 2.7 * len(rows))
-    if title:
-        figure.suptitle(title)
+    figure.suptitle(title)
     draw_heatmaps(figure, rows)
     return figure
 
@@ -57,27 +61,20 @@ def styles() -> Iterator[dict[str, Any]]:
         yield {"color": color, "marker": marker, "linestyle": line}
 
 
-def _depths(found: Sequence[Condensation], axes: Axes) -> list[np.ndarray]:
-    """Return the horizontal positions of the layers: their indices, or relative depths if the models differ in depth.
-
-    At relative depth 1 is the last block.
-    """
-    if len({one.last_block for one in found}) == 1:
-        axes.set_xlabel(layer_label(found), fontsize=11)
-        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-        return [np.arange(len(one.mean_cosine)) for one in found]
-    beyond = ", beyond: final norm" if any(one.final_norm for one in found) else ""
-    axes.set_xlabel(f"relative depth (0: embedding, 1: last block{beyond})", fontsize=11)
-    return [np.append(np.arange(one.last_block + 1) / one.last_block, [1.05] * one.final_norm) for one in found]
-
-
 def mean_cosine_by_layer(found: Mapping[str, Condensation]) -> Figure:
-    """Draw one line for each measurement."""
+    """Draw one line for each measurement, over its layers, or over relative depth if the models differ in depth."""
     figure = new_figure(8, 4 + 0.22 * len(found))
     axes = figure.subplots()
-    depths = _depths(list(found.values()), axes)
-    for (name, one), depth, style in zip(found.items(), depths, styles(), strict=False):
+    relative = len({one.last_block for one in found.values()}) > 1
+    for (name, one), style in zip(found.items(), styles(), strict=False):
+        blocks = np.arange(one.last_block + 1)
+        depth = np.append(blocks / one.last_block, 1.05) if relative else np.append(blocks, len(blocks))
         axes.plot(depth, one.mean_cosine, label=plain(name), markersize=5, **style)
+    if relative:
+        axes.set_xlabel("relative depth (0: embedding, 1: last block, beyond: final norm)", fontsize=11)
+    else:
+        axes.set_xlabel(layer_label(list(found.values())), fontsize=11)
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.set_ylabel(MEAN_COSINE, fontsize=11)
     axes.grid(alpha=0.3)
     figure.legend(loc="outside lower center", ncols=1 if max(map(len, found)) > 36 else 2)
@@ -85,21 +82,14 @@ def mean_cosine_by_layer(found: Mapping[str, Condensation]) -> Figure:
 
 
 def depth_bars(found: Mapping[str, Condensation]) -> Figure:
-    """Draw Spearman's ρ and Kendall's τ of the mean cosine with depth, which are 1 if it grows with every layer.
-
-    The last layer is after the final norm, as in the paper, if all measurements have that.
-    """
+    """Draw Spearman's ρ and Kendall's τ of the mean cosine with depth, which are 1 if it grows with every layer."""
     figure = new_figure(8, 1.5 + 0.55 * len(found))
     axes = figure.subplots()
     place = np.arange(len(found))
-    normed = all(one.final_norm for one in found.values())
-    over_depth = [one.after_norm if normed else one.before_norm for one in found.values()]
-    named = {
-        "Spearman's ρ": [one.spearman for one in over_depth],
-        "Kendall's τ": [one.kendall for one in over_depth],
-    }
     flat = f"– (mean cosines within {LEAST_RANGE:g})"
-    for (label, values), color, hatch, offset in zip(named.items(), OKABE_ITO, ("", "//"), (-0.19, 0.19), strict=False):
+    looks = zip(OKABE_ITO, ("", "//"), (-0.19, 0.19), strict=False)
+    for (label, measure), (color, hatch, offset) in zip(MEASURES.items(), looks, strict=True):
+        values = [measure(one) for one in found.values()]
         bars = axes.barh(
             place + offset, np.nan_to_num(values), 0.36, label=label, color=color, hatch=hatch, edgecolor="white"
         )
@@ -109,8 +99,7 @@ def depth_bars(found: Mapping[str, Condensation]) -> Figure:
     axes.set_xlim(-1.25, 1.25)
     axes.set_xticks([-1, -0.5, 0, 0.5, 1])
     axes.axvline(0, color="black", linewidth=0.8)
-    last = "after the final norm" if normed else "the last block"
-    axes.set_xlabel(f"rank correlation of the mean cosine with depth\n(last layer: {last})", fontsize=11)
+    axes.set_xlabel("rank correlation of the mean cosine with depth\n(last layer: after the final norm)", fontsize=11)
     figure.legend(loc="outside upper center", ncols=2)
     return figure
 
@@ -133,12 +122,11 @@ def over_training(runs: Mapping[str, Mapping[int, Condensation] | Mapping[str, C
     colors: dict[Any, Any] = dict(zip(steps, colormaps["viridis"](np.linspace(0, 0.93, len(steps))), strict=True))
     lines: dict[Any, Any] = {}
     for axes, (name, by_step) in zip(grid.flat, runs.items(), strict=False):
-        shown = alike(list(by_step.values()))
-        depths = _depths(shown, axes)
-        for step, one, depth, marker in zip(by_step, shown, depths, cycle(MARKERS), strict=False):
-            (lines[step],) = axes.plot(depth, one.mean_cosine, color=colors[step], marker=marker, markersize=4)
+        for (step, one), marker in zip(by_step.items(), cycle(MARKERS), strict=False):
+            (lines[step],) = axes.plot(one.mean_cosine, color=colors[step], marker=marker, markersize=4)
         axes.set_title(plain(fill(name, 34)), fontsize=11)
-        axes.set_xlabel(layer_label(shown, gap="\n"), fontsize=11)
+        axes.set_xlabel(layer_label(list(by_step.values()), gap="\n"), fontsize=11)
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         axes.grid(alpha=0.3)
     for axes in grid[:, 0]:
         axes.set_ylabel(MEAN_COSINE, fontsize=11)
@@ -148,27 +136,9 @@ def over_training(runs: Mapping[str, Mapping[int, Condensation] | Mapping[str, C
     return figure
 
 
-# This module draws condensation against the size of a model, its distillation, or the steps of its training.
-
-
-MEASURES: dict[str, Callable[[Condensation], float]] = {
-    "Spearman's ρ": lambda found: _over_depth(found).spearman,
-    "Kendall's τ": lambda found: _over_depth(found).kendall,
-}
-"""These are the paper's two measures: rank correlations of the mean cosine with depth."""
-
-
-def _over_depth(found: Condensation) -> OverDepth:
-    """Return the change over depth, with the last layer after the final norm, as in the paper, if that was measured."""
-    return found.after_norm if found.final_norm else found.before_norm
-
-
 def size(parameters: float) -> str:
     """Return a large number in three digits, as in names of models: ``427k``, ``124M``, ``1.72B``."""
-    for unit, letter in ((1e9, "B"), (1e6, "M"), (1e3, "k")):
-        if parameters >= 0.9995 * unit:  # three digits round 999,950 to 1M
-            return f"{parameters / unit:.3g}{letter}"
-    return f"{parameters:.3g}"
+    return short(parameters, 3).replace(" ", "")
 
 
 def _correlation_axis(axes: Axes, label: str) -> None:
@@ -181,30 +151,26 @@ def _correlation_axis(axes: Axes, label: str) -> None:
 def by_size(families: Mapping[str, Mapping[str, tuple[int, Condensation]]]) -> Figure:
     """Draw ρ and τ against the number of parameters, a line for each family.
 
-    Args:
-        families: for each family's name, its models: (number of parameters, measurement) by name.
+    ``families`` has for each family's name its models: (number of parameters, measurement) by name.
     """
-    models = [(name, parameters) for family in families.values() for name, (parameters, _) in family.items()]
-    figure = new_figure(9, 4.6 + 0.22 * -(-len(models) // 2))
+    figure = new_figure(9, 4.6 + 0.22 * -(-sum(map(len, families.values())) // 2))
     grid = figure.subplots(1, len(MEASURES), sharex=True, sharey=True)
-    names: list[tuple[Line2D, str]] = []
-    for axes, (label, measure) in zip(grid, MEASURES.items(), strict=True):
+    for axes, label in zip(grid, MEASURES, strict=True):
         _correlation_axis(axes, label)
-        for (family, members), style in zip(families.items(), styles(), strict=False):
-            ordered = sorted(members.values(), key=lambda member: member[0])
-            numbers = [(parameters, measure(found)) for parameters, found in ordered]
-            (line,) = axes.plot(*zip(*numbers, strict=True), label=plain(family), markersize=6, **style)
-            if axes is grid[0]:
-                told = ", ".join(f"{name} {size(n)}" for name, (n, _) in sorted(members.items(), key=lambda m: m[1][0]))
-                names.append((line, f"{family}: {told}"))
         axes.set_xscale("log")
         axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))  # all sizes may lie within one power of ten
         axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: size(x)))
         axes.xaxis.set_minor_formatter(NullFormatter())
         axes.set_xlabel("parameters")
-    figure.legend(
-        [line for line, _ in names], [plain(_broken(text, 100)) for _, text in names], loc="outside lower center"
-    )
+    lines, names = [], []
+    for (family, members), style in zip(families.items(), styles(), strict=False):
+        ordered = sorted(members.items(), key=lambda member: member[1][0])
+        parameters = [n for _, (n, _) in ordered]
+        for axes, measure in zip(grid, MEASURES.values(), strict=True):
+            (line,) = axes.plot(parameters, [measure(one) for _, (_, one) in ordered], markersize=6, **style)
+        lines.append(line)
+        names.append(plain(_broken(f"{family}: {', '.join(f'{name} {size(n)}' for name, (n, _) in ordered)}", 100)))
+    figure.legend(lines, names, loc="outside lower center")
     return figure
 
 
@@ -245,8 +211,8 @@ def over_steps(runs: Mapping[str, Mapping[int, Condensation]]) -> Figure:
     The axis is logarithmic if the steps span more than a factor of 100, as those of published checkpoints do.
     """
     panels: dict[str, Callable[[Condensation], float]] = {
-        "mean over all blocks": lambda found: found.by_part()["mean_cosine"]["blocks"],
-        "last block": lambda found: found.by_part()["mean_cosine"]["last_block"],
+        "mean over all blocks": blocks_mean,
+        "last block": lambda found: found.mean_cosine[found.last_block],
         **MEASURES,
     }
     figure = new_figure(9, 6.2 + 0.22 * -(-len(runs) // 2))
@@ -254,9 +220,8 @@ def over_steps(runs: Mapping[str, Mapping[int, Condensation]]) -> Figure:
     positive = [step for by_step in runs.values() for step in by_step if step > 0]
     for axes, (label, measure) in zip(grid.flat, panels.items(), strict=True):
         for (name, by_step), style in zip(runs.items(), styles(), strict=False):
-            axes.plot(
-                list(by_step), [measure(one) for one in by_step.values()], label=plain(name), markersize=5, **style
-            )
+            values = [measure(one) for one in by_step.values()]
+            axes.plot(list(by_step), values, label=plain(name), markersize=5, **style)
         if label in MEASURES:
             _correlation_axis(axes, label)
             axes.set_xlabel("step")

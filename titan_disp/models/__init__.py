@@ -1,4 +1,1 @@
-"""This package holds what all models share.
-
-It imports none of them: each is a folder of its own, listed in ``registry``.
-"""
+"""This package holds the models, each in a file that ``registry`` lists, and what all of them share."""

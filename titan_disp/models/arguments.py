@@ -1,4 +1,8 @@
-"""This module holds what the arguments and flavors of all models have in common."""
+"""A model's arguments: their base class, its flavors, what ``model.overrides`` changes, and which layers are dispersed.
+
+``model.overrides`` sets fields of type int, float and bool of any dataclass of arguments. The dataclass may exclude
+some in a class attribute ``not_overridable``, which gives the reason for each.
+"""
 
 import copy
 import dataclasses
@@ -15,26 +19,14 @@ from tyro.constructors import PrimitiveConstructorSpec
 
 from titan_disp.errors import ConfigError, did_you_mean
 
-# ``model.overrides`` changes the sizes of a flavor. It works for any dataclass of model arguments.
-#
-# Fields of type int, float and bool can be overridden. The dataclass may exclude some in a class attribute
-# ``not_overridable``, which gives the reason for each.
-
-
 KEY = "model.overrides"
 NOT_OVERRIDABLE = {"max_seq_len": "it is training.seq_len"}
 _KINDS = {bool: "true or false", int: "a whole number ≥ 1", float: "a number > 0"}
+Written = Mapping[str, Any] | Sequence[str] | str  # a table, a list of "key=value", or "key=value,key=value"
 
 
-def parse_overrides(written: Mapping[str, Any] | Sequence[str] | str) -> dict[str, Any]:
-    """Return the overrides as a dict of fields and values.
-
-    Args:
-        written: a TOML table, a list of "key=value", or "key=value,key=value" as on the command line.
-
-    Raises:
-        ConfigError: ``written`` is none of these, or a field is given twice.
-    """
+def parse_overrides(written: Written) -> dict[str, Any]:
+    """Return the overrides as a dict, or raise ConfigError if they cannot be read or a field is given twice."""
     if isinstance(written, Mapping):
         return dict(written)
     pairs = written.split(",") if isinstance(written, str) else written
@@ -69,7 +61,7 @@ def shown(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def written_out(overrides: Mapping[str, Any] | Sequence[str] | str) -> str:
+def written_out(overrides: Written) -> str:
     """Format overrides as the command line takes them."""
     return ",".join(f"{key}={shown(value)}" for key, value in parse_overrides(overrides).items())
 
@@ -88,18 +80,8 @@ Overrides = Annotated[
 ]
 
 
-def _kinds(args: Any) -> dict[str, type]:
-    """Return the type of every field that can be set."""
-    hints = get_type_hints(type(args))
-    return {f.name: hints[f.name] for f in dataclasses.fields(args) if hints[f.name] in _KINDS}
-
-
-def apply_overrides(args: Any, overrides: Mapping[str, Any] | Sequence[str] | str) -> None:
-    """Set fields of a model's arguments in place. A second call changes nothing.
-
-    Args:
-        args: a dataclass of model arguments.
-        overrides: as in ``parse_overrides``.
+def apply_overrides(args: Any, overrides: Written) -> None:
+    """Set fields of a dataclass of arguments in place. A second call changes nothing.
 
     Raises:
         ConfigError: a field is unknown or cannot be set, a value has the wrong type or is out of range, or numbers of
@@ -108,7 +90,9 @@ def apply_overrides(args: Any, overrides: Mapping[str, Any] | Sequence[str] | st
     found = parse_overrides(overrides)
     if not found:
         return
-    kinds, fixed = _kinds(args), NOT_OVERRIDABLE | getattr(args, "not_overridable", {})
+    hints = get_type_hints(type(args))
+    kinds = {f.name: hints[f.name] for f in dataclasses.fields(args) if hints[f.name] in _KINDS}
+    fixed = NOT_OVERRIDABLE | getattr(args, "not_overridable", {})
     for key, value in found.items():
         if key in fixed:
             raise ConfigError(f"{KEY}.{key} cannot be set: {fixed[key]}. Leave it out")
@@ -144,7 +128,7 @@ def _check_heads(args: Any) -> None:
         )
 
 
-def named(flavor: str, overrides: Mapping[str, Any] | Sequence[str] | str) -> str:
+def named(flavor: str, overrides: Written) -> str:
     """Return a flavor's name with its overrides, for people: "nano with hidden_dim = 16"."""
     found = parse_overrides(overrides)
     return flavor + (" with " + ", ".join(f"{key} = {shown(value)}" for key, value in found.items()) if found else "")
@@ -152,25 +136,15 @@ def named(flavor: str, overrides: Mapping[str, Any] | Sequence[str] | str) -> st
 
 def architecture_of(args: Any) -> dict[str, Any]:
     """Return the fields that define the network, ready for JSON: all plain fields except max_seq_len."""
-    return dict(_plain(args))
-
-
-def _plain(args: Any) -> Iterator[tuple[str, Any]]:
-    for f in dataclasses.fields(args):
-        value = getattr(args, f.name)
-        if isinstance(value, (bool, int, float, str)) and f.name != "max_seq_len":
-            yield f.name, value
+    values = {f.name: getattr(args, f.name) for f in dataclasses.fields(args) if f.name != "max_seq_len"}
+    return {name: value for name, value in values.items() if isinstance(value, (bool, int, float, str))}
 
 
 def block_indices(layers: str | list[int], n_layers: int) -> tuple[int, ...]:
     """Return the blocks that ``dispersion.layers`` names, in ascending order, from 0.
 
-    Args:
-        layers: "all", "last", "early_half", "late_half", or indices in [0, n_layers).
-        n_layers: number of blocks.
-
     Raises:
-        ConfigError: another word, an empty list, a repeated index, or an index out of range.
+        ConfigError: an unknown word, an empty list, a repeated index, or an index out of range.
     """
     named = {
         "all": range(n_layers),
@@ -197,12 +171,7 @@ def block_indices(layers: str | list[int], n_layers: int) -> tuple[int, ...]:
 
 
 def activation_indices(layers: str | list[int], final_norm: bool, n_layers: int) -> tuple[int, ...]:
-    """Return the activations to disperse, as ``DispModel.forward`` takes them.
-
-    Args:
-        layers: ``dispersion.layers``.
-        final_norm: ``dispersion.final_norm``.
-        n_layers: number of blocks.
+    """Return the activations that ``dispersion.layers`` and ``final_norm`` name, as ``DispModel.forward`` takes them.
 
     Raises:
         ConfigError: as ``block_indices``, or ``final_norm`` without the last block.
@@ -220,10 +189,7 @@ def activation_indices(layers: str | list[int], final_norm: bool, n_layers: int)
 
 @dataclass(frozen=True)
 class Initial:
-    """A parameter is initialized from a normal distribution around ``mean``, cut off at ``mean`` ± ``cut``.
-
-    It is constant, ``mean``, if ``std`` is 0.
-    """
+    """A parameter's normal distribution, cut off at ``mean`` ± ``cut``; the constant ``mean`` if ``std`` is 0."""
 
     mean: float = 0.0
     std: float = 0.0
@@ -254,7 +220,7 @@ class DispModelArgs(BaseModelArgs):
 
     @property
     def max_positions(self) -> int | None:
-        """Return the length of the longest sequence that the weights allow; None: any, as with rotary embeddings."""
+        """The length of the longest sequence that the weights allow; None: any, as with rotary embeddings."""
         return None
 
     def initial(self, name: str, shape: torch.Size) -> Initial:
@@ -265,21 +231,12 @@ class DispModelArgs(BaseModelArgs):
         """Return the number of elements that a block saves for backward, per token of a CP rank's part.
 
         Between blocks, TP shards the sequence. It gathers the inputs of attention and feed-forward, and shards what
-        they compute.
-
-        Args:
-            tp: tensor-parallel degree.
-
-        Returns:
-            The number for each mode of activation checkpointing: "none", "op" and "full".
+        they compute over ``tp`` ranks. The keys are modes of activation checkpointing: "none", "op" and "full".
         """
         raise NotImplementedError
 
     def update_from_config(self, job_config: JobConfig, **kwargs) -> None:
-        """Set what the config decides.
-
-        TorchTitan calls this after it has chosen the flavor and before it builds the model.
-        """
+        """Set what the config decides, before TorchTitan builds the model of the chosen flavor."""
         apply_overrides(self, job_config.model.overrides)  # type: ignore[attr-defined]
         super().update_from_config(job_config, **kwargs)
         self.max_seq_len = job_config.training.seq_len
@@ -305,17 +262,16 @@ Args = TypeVar("Args", bound=DispModelArgs)
 
 
 class Flavors(Mapping[str, Args], Generic[Args]):
-    """Map names to copies of arguments.
-
-    TorchTitan modifies the arguments that it takes, even registered ones.
-    """
+    """Map names to copies of arguments, because TorchTitan modifies even registered ones."""
 
     def __init__(self, flavors: dict[str, Args]) -> None:
         self._flavors = flavors
 
     def __getitem__(self, name: str) -> Args:
         if name not in self._flavors:
-            raise ConfigError(f"model.flavor is {name!r}, expected one of {', '.join(self._flavors)}")
+            raise ConfigError(
+                f"model.flavor is {name!r}, expected one of {', '.join(self._flavors)}{did_you_mean(name, self)}"
+            )
         return copy.deepcopy(self._flavors[name])
 
     def __iter__(self) -> Iterator[str]:

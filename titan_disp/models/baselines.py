@@ -1,4 +1,18 @@
-"""These baselines are said to counteract condensation too: noisy embeddings and active forgetting."""
+"""These baselines are said to counteract condensation too: noisy embeddings and active forgetting.
+
+**Noisy embeddings** (NEFTune, arXiv 2310.05914) add U(−1, 1) · α/√(N·F) to the output of the token embedding in
+training (N positions in a whole sequence, F features). No generator keeps a state: every number is a hash of (seed,
+step, sequence in the global batch, position, feature). Each rank can therefore compute the noise of its own part, and
+integer arithmetic gives the same numbers on every device, on every mesh and after a resume.
+
+**Active forgetting** (arXiv 2307.01163) draws the token embeddings anew between steps K and K + 1, 2K and 2K + 1, and
+so on, and clears their optimizer state. They have their own learning rate, which grows linearly and then falls linearly
+to 0 in each interval of K steps. The draw depends on (seed, step) alone, and every rank keeps its shard, as for the
+initial weights. A checkpoint of step K holds what was learnt in these K steps.
+
+A *slot* is one of the run's document streams, of which each data-parallel rank reads some. Sequence i of a global batch
+comes from slot i modulo the number of slots.
+"""
 
 import functools
 import math
@@ -26,27 +40,45 @@ OPTIONS = {
     "forget_lr": "active_forgetting",
     "forget_warmup": "active_forgetting",
 }
-
-
-# Noisy embeddings (NEFTune, arXiv 2310.05914) add noise that is the same on every mesh and after a resume.
-#
-# In training, U(−1, 1) · α/√(N·F) is added to the output of the token embedding (N positions in a whole sequence, F
-# features). No generator keeps a state: every number is a hash of (seed, step, sequence in the global batch, position,
-# feature). Each rank can therefore compute the noise of its own part, and integer arithmetic gives the same numbers on
-# every device.
-#
-# A *slot* is one of the run's document streams. Sequence i of a global batch comes from slot i modulo the number of
-# slots.
-
-
+STD = 0.02  # of forgotten embeddings, as in the paper and in the authors' released code
 _WORD = 0xFFFFFFFF
 
 
-def mix(x: Tensor) -> Tensor:
-    """Apply a bijection to 32-bit words in place; every bit depends on every bit.
+def check_baseline(job_config: JobConfig) -> None:
+    """Check [baseline]. training.steps must be known.
 
-    Args:
-        x: int64 in [0, 2³²).
+    Raises:
+        ConfigError: an option is unused by the method or too large for the run, or dispersion is on without with_dispersion.
+    """
+    section = job_config.baseline  # type: ignore[attr-defined]
+    method, dispersion = section.method, job_config.dispersion.enabled  # type: ignore[attr-defined]
+    for name, of in OPTIONS.items():
+        if method != of and getattr(section, name) != getattr(type(section)(), name):
+            raise ConfigError(
+                f"baseline.{name} is {getattr(section, name)}, but baseline.method {method!r} does not use it: "
+                f"set the method to {of!r}, or leave {name} out"
+            )
+    if method != "none" and dispersion and not section.with_dispersion:
+        raise ConfigError(
+            f"baseline.method is {method!r} and dispersion.enabled is true, but a baseline is what dispersion is "
+            "compared with: set dispersion.enabled = false, or baseline.with_dispersion = true to train with both"
+        )
+    if section.with_dispersion and not (method != "none" and dispersion):
+        raise ConfigError(
+            f"baseline.with_dispersion is true, but baseline.method is {method!r} and dispersion.enabled is "
+            f"{str(dispersion).lower()}: leave it out, or switch both on"
+        )
+    steps = job_config.training.steps
+    # A preflight takes one step, and no upper limit applies to it.
+    if method == "active_forgetting" and 1 < steps <= section.forget_every:
+        raise ConfigError(
+            f"baseline.forget_every is {section.forget_every}, expected fewer than the {steps} of the "
+            "run: nothing is forgotten after its last step"
+        )
+
+
+def mix(x: Tensor) -> Tensor:
+    """Apply a bijection to 32-bit words, int64 in [0, 2³²), in place; every bit depends on every bit.
 
     It is Chris Wellons' "lowbias32" with better constants (hash-prospector). Both are below 2³¹, so that products stay
     below 2⁶³.
@@ -66,7 +98,7 @@ def _absorb(key: Tensor, value: Tensor | int) -> Tensor:
 
 
 def uniform(seed: int, step: int, sequences: Tensor, positions: Tensor, features: int) -> Tensor:
-    """Return numbers from U(−1, 1), multiples of 2⁻²³.
+    """Return numbers from U(−1, 1), multiples of 2⁻²³: [B, n, F] float32 on the device of ``positions``.
 
     Args:
         seed: seed of the run.
@@ -74,9 +106,6 @@ def uniform(seed: int, step: int, sequences: Tensor, positions: Tensor, features
         sequences: [B], indices in the global batch, from 0.
         positions: [B, n], in the whole sequence.
         features: F.
-
-    Returns:
-        [B, n, F] float32 on the device of ``positions``.
     """
     device = positions.device
     # Filled on the device: torch.tensor would copy the number from the host, and a GPU would wait for it.
@@ -96,9 +125,7 @@ class NoisyEmbedding:
     """Add the noise by hooks on a model that has ``tok_embeddings``, in every training forward.
 
     Attributes:
-        alpha: α.
         seq_len: N, of the whole sequence.
-        seed: seed of the run.
         step: returns the number of completed optimizer steps.
         slots: slots of the run.
         own_slots: slots of this data-parallel rank.
@@ -121,10 +148,7 @@ class NoisyEmbedding:
     _positions: Tensor | None = None  # of the current forward
 
     def install(self, model: nn.Module) -> None:
-        """Register hooks on the model and its embedding.
-
-        The model must be parallelized already, so that these run last.
-        """
+        """Register the hooks. The model must be parallelized already, so that they run last."""
         model.register_forward_pre_hook(self._before_model, with_kwargs=True)
         model.get_submodule("tok_embeddings").register_forward_hook(self._after_embedding)
 
@@ -155,15 +179,23 @@ class NoisyEmbedding:
         return turn // self.own_slots * self.slots + self.first_slot + turn % self.own_slots
 
 
-# Active forgetting (arXiv 2307.01163) draws the token embeddings anew every K steps, and they are learnt again.
-#
-# The embedding is drawn from a normal distribution with standard deviation 0.02 between steps K and K + 1, 2K and 2K + 1,
-# and so on, and its optimizer state is cleared. It has its own learning rate, which grows linearly and then falls
-# linearly to 0 in each interval of K steps. The draw depends on (seed, step) alone, and every rank keeps its shard, as
-# for the initial weights. A checkpoint of step K holds what was learnt in these K steps.
-
-
-STD = 0.02  # as in the paper and in the authors' released code
+def build_noise(job_config: JobConfig, parallel_dims: ParallelDims, step: Callable[[], int]) -> NoisyEmbedding:
+    """Return this rank's part of noisy_embedding. ``step`` returns the number of completed optimizer steps."""
+    dp = parallel_dims.dp_replicate * parallel_dims.dp_shard
+    batch, tp = parallel_dims.get_optional_mesh("batch"), parallel_dims.get_optional_mesh("tp")
+    slots = slot_count(job_config, dp)
+    own = slots // dp
+    return NoisyEmbedding(
+        alpha=job_config.baseline.noise_alpha,  # type: ignore[attr-defined]
+        seq_len=job_config.training.seq_len,
+        seed=job_config.debug.seed or 0,
+        step=step,
+        slots=slots,
+        own_slots=own,
+        first_slot=own * (batch.get_local_rank() if batch is not None else 0),
+        per_step=global_batch_size(job_config, dp) // dp,
+        tp_rank=tp.get_local_rank() if tp is not None else 0,
+    )
 
 
 def draw(shape: torch.Size, seed: int, step: int) -> Tensor:
@@ -175,31 +207,20 @@ def draw(shape: torch.Size, seed: int, step: int) -> Tensor:
 def lr_factor(step: int, every: int, warmup: float) -> float:
     """Return the embedding's learning rate in the step after ``step`` completed ones, relative to its highest.
 
-    Args:
-        every: K.
-        warmup: part of the interval in which the rate grows. It then falls linearly and is 0 in the interval's last
-            step.
+    It grows in the first part of each interval, ``warmup``, and then falls to 0, which it is in the interval's last
+    step.
     """
     done = (step % every + 1) / every
     return done / warmup if done < warmup else (1 - done) / (1 - warmup)
 
 
 class ForgettingOptimizers(OptimizersContainer):
-    """Extend TorchTitan's optimizers to draw the embedding anew. It is in a second parameter group, of its own."""
+    """Extend the optimizers that TorchTitan built to draw the embedding anew. It gets a parameter group of its own."""
 
-    def __init__(
-        self, inner: OptimizersContainer, lr: float, every: int, seed: int, steps_completed: Callable[[], int]
-    ) -> None:
-        """Move the embedding to a parameter group of its own.
-
-        Args:
-            inner: the optimizers that TorchTitan built.
-            lr: highest learning rate of the embedding; 0: that of the other parameters.
-            every: K.
-            seed: seed of the draws.
-            steps_completed: returns the number of completed steps.
-        """
-        self.inner, self.every, self.seed, self.steps_completed = inner, every, seed, steps_completed
+    def __init__(self, inner: OptimizersContainer, job_config: JobConfig, steps_completed: Callable[[], int]) -> None:
+        section = job_config.baseline  # type: ignore[attr-defined]
+        self.inner, self.steps_completed = inner, steps_completed
+        self.every, self.seed, lr = section.forget_every, job_config.debug.seed or 0, section.forget_lr
         self.optimizers, self.model_parts = inner.optimizers, inner.model_parts
         (model,), (optimizer,) = self.model_parts, self.optimizers
         self.embedding: nn.Parameter = model.get_submodule("tok_embeddings").weight  # type: ignore[assignment]
@@ -247,94 +268,10 @@ class ForgettingOptimizers(OptimizersContainer):
         self.inner.init_cache_state_dict()
 
 
-def with_own_schedule(schedulers: LRSchedulersContainer, every: int, warmup: float) -> LRSchedulersContainer:
+def forgetting_schedule(schedulers: LRSchedulersContainer, job_config: JobConfig) -> LRSchedulersContainer:
     """Return schedulers that keep TorchTitan's schedule for the first group and give the embedding ``lr_factor``."""
+    section = job_config.baseline  # type: ignore[attr-defined]
     (scheduler,) = schedulers.schedulers
     # A partial, as in TorchTitan: a checkpoint would store the attributes of another kind of callable object.
-    own = functools.partial(lr_factor, every=every, warmup=warmup)
+    own = functools.partial(lr_factor, every=section.forget_every, warmup=section.forget_warmup)
     return LRSchedulersContainer([scheduler.optimizer], [scheduler.lr_lambdas[0], own])  # type: ignore[arg-type,list-item,attr-defined]
-
-
-# This module applies the [baseline] section to training.
-#
-# A *slot* is one of the run's document streams. Each data-parallel rank reads some of the slots.
-
-
-def check_baseline(job_config: JobConfig) -> None:
-    """Check [baseline]. training.steps must be known.
-
-    Raises:
-        ConfigError: an option is out of range or unused by the method, or dispersion is on without with_dispersion.
-    """
-    section = job_config.baseline  # type: ignore[attr-defined]
-    method, dispersion = section.method, job_config.dispersion.enabled  # type: ignore[attr-defined]
-    for name, of in OPTIONS.items():
-        if method != of and getattr(section, name) != getattr(type(section)(), name):
-            raise ConfigError(
-                f"baseline.{name} is {getattr(section, name)}, but baseline.method {method!r} does not use it: "
-                f"set the method to {of!r}, or leave {name} out"
-            )
-    if method != "none" and dispersion and not section.with_dispersion:
-        raise ConfigError(
-            f"baseline.method is {method!r} and dispersion.enabled is true, but a baseline is what dispersion is "
-            "compared with: set dispersion.enabled = false, or baseline.with_dispersion = true to train with both"
-        )
-    if section.with_dispersion and not (method != "none" and dispersion):
-        raise ConfigError(
-            f"baseline.with_dispersion is true, but baseline.method is {method!r} and dispersion.enabled is "
-            f"{str(dispersion).lower()}: leave it out, or switch both on"
-        )
-    if not (section.noise_alpha > 0 and math.isfinite(section.noise_alpha)):
-        raise ConfigError(f"baseline.noise_alpha is {section.noise_alpha}, expected a number > 0")
-    if not (section.forget_lr >= 0 and math.isfinite(section.forget_lr)):
-        raise ConfigError(f"baseline.forget_lr is {section.forget_lr}, expected a number ≥ 0 (0 = optimizer.lr)")
-    if not 0 <= section.forget_warmup < 1:
-        raise ConfigError(f"baseline.forget_warmup is {section.forget_warmup}, expected a number in [0, 1)")
-    steps = job_config.training.steps
-    # A preflight takes one step, and no upper limit applies to it.
-    if method == "active_forgetting" and not 2 <= section.forget_every < (steps if steps > 1 else math.inf):
-        raise ConfigError(
-            f"baseline.forget_every is {section.forget_every}, expected 2 or more steps, but fewer than the {steps} of "
-            "the run: nothing is forgotten after its last step"
-        )
-
-
-def build_noise(job_config: JobConfig, parallel_dims: ParallelDims, step: Callable[[], int]) -> NoisyEmbedding:
-    """Return this rank's part of noisy_embedding.
-
-    Args:
-        step: returns the number of completed optimizer steps.
-    """
-    dp = parallel_dims.dp_replicate * parallel_dims.dp_shard
-    batch, tp = parallel_dims.get_optional_mesh("batch"), parallel_dims.get_optional_mesh("tp")
-    slots = slot_count(job_config, dp)
-    own = slots // dp
-    return NoisyEmbedding(
-        alpha=job_config.baseline.noise_alpha,  # type: ignore[attr-defined]
-        seq_len=job_config.training.seq_len,
-        seed=job_config.debug.seed or 0,
-        step=step,
-        slots=slots,
-        own_slots=own,
-        first_slot=own * (batch.get_local_rank() if batch is not None else 0),
-        per_step=global_batch_size(job_config, dp) // dp,
-        tp_rank=tp.get_local_rank() if tp is not None else 0,
-    )
-
-
-def build_forgetting(
-    inner: OptimizersContainer, job_config: JobConfig, step: Callable[[], int]
-) -> ForgettingOptimizers:
-    """Return TorchTitan's optimizers with active_forgetting.
-
-    Args:
-        step: returns the number of completed optimizer steps.
-    """
-    section = job_config.baseline  # type: ignore[attr-defined]
-    return ForgettingOptimizers(inner, section.forget_lr, section.forget_every, job_config.debug.seed or 0, step)
-
-
-def build_forgetting_schedule(schedulers: LRSchedulersContainer, job_config: JobConfig) -> LRSchedulersContainer:
-    """Return TorchTitan's schedule, with the embedding's own schedule added."""
-    section = job_config.baseline  # type: ignore[attr-defined]
-    return with_own_schedule(schedulers, section.forget_every, section.forget_warmup)

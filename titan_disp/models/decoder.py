@@ -1,4 +1,10 @@
-"""All models share this forward, which can return intermediate activations."""
+"""All models share this forward, which can return activations, and the initialization of weights.
+
+Initial weights depend on the seed and the parameter's name only, not on the mesh or the device. DTensor's random
+initialization has this property on GPUs but not on a CPU mesh, and a CPU and a GPU draw different numbers. Here every
+rank draws the whole parameter on the CPU and keeps its shard. This happens once, and takes a few seconds for 0.6B and
+some minutes for 32B.
+"""
 
 import hashlib
 import math
@@ -12,7 +18,8 @@ from torchtitan.protocols.model import AttentionMasksType, ModelProtocol
 
 from titan_disp.models.arguments import DispModelArgs
 
-# Random parameters are the same on every mesh: each rank draws the whole parameter on the CPU and keeps its shard.
+# Activation checkpointing and torch.compile add these wrappers to parameter names.
+_WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
 
 
 def generator_of(seed: int, name: str) -> torch.Generator:
@@ -33,17 +40,6 @@ def fill_(param: nn.Parameter, full: Tensor) -> None:
         param.copy_(full)
 
 
-# Initial weights depend on the seed and the parameter's name only, not on the mesh or the device.
-#
-# DTensor's random initialization has this property on GPUs but not on a CPU mesh, and a CPU and a GPU draw different
-# numbers. Here every rank draws the whole parameter on the CPU and keeps its shard. This happens once, and takes a few
-# seconds for 0.6B and some minutes for 32B.
-
-
-# Activation checkpointing and torch.compile add these wrappers to parameter names.
-_WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
-
-
 def canonical_name(name: str) -> str:
     """Return a parameter's name without the wrappers of activation checkpointing and torch.compile."""
     for wrapper in _WRAPPERS:
@@ -52,14 +48,7 @@ def canonical_name(name: str) -> str:
 
 
 def draw(name: str, shape: torch.Size, args: DispModelArgs, seed: int) -> Tensor:
-    """Return the whole initial parameter, float32 on the CPU.
-
-    Args:
-        name: canonical name.
-        shape: shape of the whole parameter.
-        args: the model's arguments.
-        seed: seed of the run.
-    """
+    """Return the whole initial parameter of this canonical name, float32 on the CPU."""
     initial = args.initial(name, shape)
     if initial.std == 0:
         return torch.full(shape, initial.mean)
@@ -118,8 +107,7 @@ class DispModel(ModelProtocol):
 
         Args:
             tokens: [B, N] token ids.
-            attention_masks: as in TorchTitan's models.
-            positions: as in TorchTitan's models.
+            attention_masks, positions: as in TorchTitan's models.
             return_activations: indices of activations: 0 is the output of the embedding, i + 1 the output of block i
                 (before the final norm), n_layers + 1 the output of the final norm. None: ``activations`` of the model's
                 arguments in training, none in eval.

@@ -1,8 +1,12 @@
-"""These are the model arguments and the flavors of ``gpt2_disp``."""
+"""``gpt2_disp`` is GPT-2: its arguments and flavors, the model, its tensor-parallel plan, and its Hugging Face weights.
+
+Queries, keys and values have separate matrices. Tensor parallelism shards heads, and would give one rank the queries
+and another the values of a fused matrix. There is no dropout, as is usual in pre-training today.
+"""
 
 import dataclasses
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,25 +37,18 @@ from torchtitan.tools.logging import logger
 from titan_disp.models.arguments import DispModelArgs, Flavors, Initial
 from titan_disp.models.decoder import DispModel
 from titan_disp.models.hf import HfAdapter
-from titan_disp.models.parallelize import parallelize_model
 
 
 @dataclass
 class GPT2DispModelArgs(DispModelArgs):
-    """The arguments are GPT-2's sizes; the defaults are those of 124M.
-
-    Attributes:
-        context: rows of the table of positions, the length of the longest sequence.
-        max_seq_len: tokens of a training sequence, at most ``context``.
-        activations: indices as ``DispModel.forward`` takes them; empty: only logits.
-    """
+    """The defaults are the sizes of 124M."""
 
     dim: int = 768
     n_layers: int = 12
     n_heads: int = 12
     hidden_dim: int = 3072
     vocab_size: int = 50257
-    context: int = 1024
+    context: int = 1024  # rows of the table of positions, the length of the longest sequence
     max_seq_len: int = 1024
     norm_eps: float = 1e-5
     enable_weight_tying: bool = True
@@ -84,7 +81,7 @@ class GPT2DispModelArgs(DispModelArgs):
         return {
             # Both residuals; both normalized inputs; q, k, v and the attention's output; w1's output and its GELU.
             "none": 2 * d / tp + 2 * d + (4 * d + 2 * h) / tp,
-            # The block's input and the outputs of attention and of all products (parallelize.py) are kept. Under TP,
+            # The block's input and the outputs of attention and of all products (SAVED_OPS) are kept. Under TP,
             # the outputs of wo and w2 are partial sums over the whole sequence, and both reduce-scattered results are
             # kept too.
             "op": d / tp + (4 * d + h) / tp + 2 * d + (2 * d / tp if tp > 1 else 0),
@@ -92,97 +89,23 @@ class GPT2DispModelArgs(DispModelArgs):
         }
 
 
-def _untied(args: GPT2DispModelArgs) -> GPT2DispModelArgs:
-    args.enable_weight_tying = False
-    return args
-
-
-def _nano() -> GPT2DispModelArgs:
-    """Return a model of 0.5 M parameters for tests on a CPU.
-
-    Its 2,049 tokens leave a remainder of 1 when they are divided among 2, 4, 8, … ranks, as GPT-2's 50,257 do.
-    """
-    return GPT2DispModelArgs(dim=64, n_layers=6, n_heads=4, hidden_dim=256, vocab_size=2049)
-
+# 0.5 M parameters, for tests on a CPU. Its 2,049 tokens leave a remainder of 1 when they are divided among 2, 4, 8, …
+# ranks, as GPT-2's 50,257 do.
+_nano = GPT2DispModelArgs(dim=64, n_layers=6, n_heads=4, hidden_dim=256, vocab_size=2049)
 
 # In ascending order. Table 2 of the GPT-2 paper (Radford et al., 2019) calls them 117M to 1542M; the names here count
 # all parameters. Numbers of heads are from config.json of openai-community/gpt2, -medium, -large and -xl;
 # tests/test_gpt2.py compares them.
 flavors = Flavors(
     {
-        "nano": _nano(),
-        "nano_untied": _untied(_nano()),
+        "nano": _nano,
+        "nano_untied": dataclasses.replace(_nano, enable_weight_tying=False),
         "124M": GPT2DispModelArgs(),
         "355M": GPT2DispModelArgs(dim=1024, n_layers=24, n_heads=16, hidden_dim=4096),
         "774M": GPT2DispModelArgs(dim=1280, n_layers=36, n_heads=20, hidden_dim=5120),
         "1.5B": GPT2DispModelArgs(dim=1600, n_layers=48, n_heads=25, hidden_dim=6400),
     }
 )
-
-
-# GPT-2 is parallelized by ``models.parallelize`` with this tensor-parallel plan.
-
-
-# A linear layer with a bias is aten.addmm. TorchTitan's list has aten.mm, and its policy keeps every second one of
-# those; of addmm it keeps all.
-SAVED_OPS = _op_sac_save_list | {torch.ops.aten.addmm.default}
-
-
-def parallelize(model: DispModel, parallel_dims: ParallelDims, job_config: JobConfig) -> nn.Module:
-    """Parallelize the model in place, as ``models.parallelize.parallelize_model`` describes."""
-    return parallelize_model(model, parallel_dims, job_config, _apply_tp, SAVED_OPS)
-
-
-def _apply_tp(model: DispModel, parallel_dims: ParallelDims, job_config: JobConfig) -> None:
-    """Shard heads, feed-forward and vocabulary, and the sequence between blocks, as in TorchTitan's plan for Llama.
-
-    The table of positions is sharded by rows like that of the tokens, so each row's whole gradient is on the rank that
-    holds it.
-    """
-    mesh = parallel_dims.get_mesh("tp")
-    loss_parallel = not job_config.parallelism.disable_loss_parallel
-    table: dict[str, Any] = {"input_layouts": Replicate(), "output_layouts": Shard(1)}
-    parallelize_module(
-        model,
-        mesh,
-        {
-            "tok_embeddings": RowwiseParallel(**table),
-            "pos_embeddings": RowwiseParallel(**table),
-            "norm": SequenceParallel(),
-            "output": ColwiseParallel(
-                input_layouts=Shard(1),
-                output_layouts=Shard(-1) if loss_parallel else Replicate(),
-                use_local_output=not loss_parallel,
-            ),
-        },
-    )
-    gather: dict[str, Any] = {"input_layouts": (Shard(1),), "desired_input_layouts": (Replicate(),)}
-    for block in model.layers.values():
-        parallelize_module(
-            block,
-            mesh,
-            {
-                "attention_norm": SequenceParallel(),
-                "attention": PrepareModuleInput(**gather),
-                "attention.wq": ColwiseParallel(),
-                "attention.wk": ColwiseParallel(),
-                "attention.wv": ColwiseParallel(),
-                "attention.wo": RowwiseParallel(output_layouts=Shard(1)),
-                "ffn_norm": SequenceParallel(),
-                "feed_forward": PrepareModuleInput(**gather),
-                "feed_forward.w1": ColwiseParallel(),
-                "feed_forward.w2": RowwiseParallel(output_layouts=Shard(1)),
-            },
-        )
-    maybe_enable_async_tp(job_config, mesh)
-    logger.info("Applied Tensor Parallelism to the model")
-
-
-# This is GPT-2 with a forward that can return intermediate activations.
-#
-# Queries, keys and values have separate matrices. Tensor parallelism shards heads, and would give one rank the queries
-# and another the values of a fused matrix. Hugging Face's files have them fused (see ``hf.py``). There is no dropout, as
-# is usual in pre-training today.
 
 
 class Attention(nn.Module):
@@ -254,10 +177,54 @@ class GPT2DispModel(DispModel):
         return block(h)
 
 
-# This module converts GPT-2 to Hugging Face's keys in config.json, and to its names and layouts of weights.
-#
-# Its linear layers are Conv1D, whose matrices are the transposes of nn.Linear's. Queries, keys and values are one layer,
-# c_attn.
+# A linear layer with a bias is aten.addmm. TorchTitan's list has aten.mm, and its policy keeps every second one of
+# those; of addmm it keeps all.
+SAVED_OPS = _op_sac_save_list | {torch.ops.aten.addmm.default}
+
+
+def apply_tp(model: DispModel, parallel_dims: ParallelDims, job_config: JobConfig) -> None:
+    """Shard heads, feed-forward and vocabulary, and the sequence between blocks, as in TorchTitan's plan for Llama.
+
+    The table of positions is sharded by rows like that of the tokens, so each row's whole gradient is on the rank that
+    holds it.
+    """
+    mesh = parallel_dims.get_mesh("tp")
+    loss_parallel = not job_config.parallelism.disable_loss_parallel
+    table: dict[str, Any] = {"input_layouts": Replicate(), "output_layouts": Shard(1)}
+    parallelize_module(
+        model,
+        mesh,
+        {
+            "tok_embeddings": RowwiseParallel(**table),
+            "pos_embeddings": RowwiseParallel(**table),
+            "norm": SequenceParallel(),
+            "output": ColwiseParallel(
+                input_layouts=Shard(1),
+                output_layouts=Shard(-1) if loss_parallel else Replicate(),
+                use_local_output=not loss_parallel,
+            ),
+        },
+    )
+    gather: dict[str, Any] = {"input_layouts": (Shard(1),), "desired_input_layouts": (Replicate(),)}
+    for block in model.layers.values():
+        parallelize_module(
+            block,
+            mesh,
+            {
+                "attention_norm": SequenceParallel(),
+                "attention": PrepareModuleInput(**gather),
+                "attention.wq": ColwiseParallel(),
+                "attention.wk": ColwiseParallel(),
+                "attention.wv": ColwiseParallel(),
+                "attention.wo": RowwiseParallel(output_layouts=Shard(1)),
+                "ffn_norm": SequenceParallel(),
+                "feed_forward": PrepareModuleInput(**gather),
+                "feed_forward.w1": ColwiseParallel(),
+                "feed_forward.w2": RowwiseParallel(output_layouts=Shard(1)),
+            },
+        )
+    maybe_enable_async_tp(job_config, mesh)
+    logger.info("Applied Tensor Parallelism to the model")
 
 
 # fmt: off
@@ -273,7 +240,11 @@ FUSED, PARTS = "attn.c_attn", ("attention.wq", "attention.wk", "attention.wv")
 
 
 class GPT2HfAdapter(HfAdapter):
-    """Convert to the weights of Hugging Face's GPT2LMHeadModel. The hub's own files omit the prefix "transformer."."""
+    """Convert to Hugging Face's GPT2LMHeadModel. The hub's own files omit the prefix "transformer.".
+
+    Its linear layers are Conv1D, whose matrices are the transposes of nn.Linear's. Queries, keys and values are one
+    layer, c_attn.
+    """
 
     model_cls = GPT2DispModel
     model_args: GPT2DispModelArgs
@@ -408,10 +379,9 @@ class _Reader(HuggingFaceStorageReader):
 
     def read_metadata(self) -> Metadata:
         metadata = super().read_metadata()
-        names: Iterable[str] = metadata.state_dict_metadata
-        self._in_file = {self._canonical(name): name for name in names}
+        self._in_file = {self._canonical(name): name for name in metadata.state_dict_metadata}
         metadata.state_dict_metadata = {
-            self._canonical(name): tensor for name, tensor in metadata.state_dict_metadata.items()
+            name: metadata.state_dict_metadata[in_file] for name, in_file in self._in_file.items()
         }
         return metadata
 

@@ -1,7 +1,4 @@
-"""All models use TorchTitan's adapter for Hugging Face's weight format, with fixes.
-
-Folders are checked before a load.
-"""
+"""All models use TorchTitan's adapter for Hugging Face's weight format, with fixes; folders are checked before a load."""
 
 import json
 from pathlib import Path
@@ -26,16 +23,11 @@ class HfAdapter(StateDictAdapter):
     list ``lm_head.weight``, which a tied model does not save: TorchTitan 0.2.2 would write an ``lm_head`` without a
     type or values, and no reader opens that file. An index without one of the model's weights would make the save at
     the end of training fail.
-
-    Attributes:
-        model_cls: the model's class.
-        transformers_class: name of its class in transformers, such as "Qwen3ForCausalLM".
-        defaults: transformers' defaults for the keys of ``architecture`` that a config.json may omit.
     """
 
     model_cls: type[DispModel]
-    transformers_class: str
-    defaults: dict[str, Any]
+    transformers_class: str  # such as "Qwen3ForCausalLM"
+    defaults: dict[str, Any]  # transformers' defaults for the keys of ``architecture`` that a config.json may omit
     fqn_to_index_mapping: dict[Any, int] | None
 
     def __init__(self, model_args: DispModelArgs, hf_assets_path: str | None) -> None:
@@ -56,10 +48,7 @@ class HfAdapter(StateDictAdapter):
             self.fqn_to_index_mapping = {name: listed[name] for name in names}
 
     def architecture(self) -> dict[str, Any]:
-        """Return the keys of config.json that describe the network.
-
-        An export writes them, and an import compares them.
-        """
+        """Return the keys of config.json that describe the network: an export writes them, an import compares them."""
         raise NotImplementedError
 
     def extras(self) -> dict[str, Any]:
@@ -83,9 +72,7 @@ class HfAdapter(StateDictAdapter):
 
 
 def check_hf_folder(folder: str | Path, adapter: HfAdapter) -> None:
-    """Check that weights can be loaded from a Hugging Face folder (``checkpoint.initial_load_in_hf``).
-
-    Only headers are read.
+    """Check, by headers alone, that a Hugging Face folder can be loaded (``checkpoint.initial_load_in_hf``).
 
     Raises:
         ConfigError: the folder, its safetensors or its config.json is missing; config.json describes another network

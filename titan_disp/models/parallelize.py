@@ -36,14 +36,8 @@ def parallelize_model(
 ) -> nn.Module:
     """Apply everything that the config asks for to a model on the meta device, in place.
 
-    The config must have passed ``config_checks.check_config``, which refuses combinations that do not work.
-
-    Args:
-        model: the model.
-        parallel_dims: the meshes.
-        job_config: the config.
-        apply_tp: the model's own tensor-parallel plan.
-        saved_ops: operations whose outputs selective activation checkpointing keeps.
+    The config must have passed ``config.checks.check_config``, which refuses combinations that do not work.
+    ``registry.ModelEntry`` describes ``apply_tp`` and ``saved_ops``.
     """
     compiled = job_config.compile.enable and "model" in job_config.compile.components
     tp_mesh = parallel_dims.get_optional_mesh("tp")

@@ -1,4 +1,8 @@
-"""These are the model arguments and the flavors of ``qwen3_disp``."""
+"""``qwen3_disp`` is TorchTitan's Qwen3 with a forward that can return activations.
+
+This file has its arguments and flavors, the model, its tensor-parallel plan, and its Hugging Face config.json.
+TorchTitan's adapter converts the weights.
+"""
 
 import copy
 from dataclasses import dataclass
@@ -18,17 +22,10 @@ from torchtitan.protocols.model import AttentionMasksType
 from titan_disp.models.arguments import DispModelArgs, Flavors, Initial
 from titan_disp.models.decoder import DispModel
 from titan_disp.models.hf import HfAdapter
-from titan_disp.models.parallelize import parallelize_model
 
 
 @dataclass
 class Qwen3DispModelArgs(DispModelArgs, Qwen3ModelArgs):
-    """Extend TorchTitan's Qwen3 arguments with the activations that a training forward returns.
-
-    Attributes:
-        activations: indices as ``DispModel.forward`` takes them; empty: only logits.
-    """
-
     activations: tuple[int, ...] = ()
 
     not_overridable: ClassVar[dict[str, str]] = {
@@ -102,34 +99,7 @@ flavors = Flavors(
 )
 
 
-# Qwen3 is parallelized by ``models.parallelize`` with TorchTitan's tensor-parallel plan.
-
-
-def parallelize(model: DispModel, parallel_dims: ParallelDims, job_config: JobConfig) -> nn.Module:
-    """Parallelize the model in place, as ``models.parallelize.parallelize_model`` describes."""
-    return parallelize_model(model, parallel_dims, job_config, _apply_tp, _op_sac_save_list)
-
-
-def _apply_tp(model: DispModel, parallel_dims: ParallelDims, job_config: JobConfig) -> None:
-    recipe = job_config.quantize.linear.float8.recipe_name
-    apply_non_moe_tp(
-        model,
-        parallel_dims.get_mesh("tp"),
-        loss_parallel=not job_config.parallelism.disable_loss_parallel,
-        # Rowwise float8 recipes all-gather in high precision, so they use ordinary TP.
-        enable_float8_tensorwise_tp="float8" in job_config.model.converters
-        and recipe not in ("rowwise", "rowwise_with_gw_hp"),
-        enable_async_tp=job_config.parallelism.enable_async_tensor_parallel,
-        cp_enabled=parallel_dims.cp_enabled,
-    )
-
-
-# This is Qwen3 with a forward that can return intermediate activations.
-
-
 class Qwen3DispModel(DispModel, Qwen3Model):
-    """Extend TorchTitan's Qwen3 with ``DispModel``'s forward."""
-
     model_args: Qwen3DispModelArgs
     rope_cache: Tensor
 
@@ -143,7 +113,21 @@ class Qwen3DispModel(DispModel, Qwen3Model):
             self.rope_cache = self._precompute_rope_cache()
 
 
-# This module converts Qwen3 to Hugging Face's keys in config.json. TorchTitan's adapter converts the weights.
+SAVED_OPS = _op_sac_save_list
+
+
+def apply_tp(model: DispModel, parallel_dims: ParallelDims, job_config: JobConfig) -> None:
+    recipe = job_config.quantize.linear.float8.recipe_name
+    apply_non_moe_tp(
+        model,
+        parallel_dims.get_mesh("tp"),
+        loss_parallel=not job_config.parallelism.disable_loss_parallel,
+        # Rowwise float8 recipes all-gather in high precision, so they use ordinary TP.
+        enable_float8_tensorwise_tp="float8" in job_config.model.converters
+        and recipe not in ("rowwise", "rowwise_with_gw_hp"),
+        enable_async_tp=job_config.parallelism.enable_async_tensor_parallel,
+        cp_enabled=parallel_dims.cp_enabled,
+    )
 
 
 def architecture(args: Qwen3DispModelArgs) -> dict[str, Any]:
@@ -171,8 +155,6 @@ def architecture(args: Qwen3DispModelArgs) -> dict[str, Any]:
 
 
 class Qwen3HfAdapter(HfAdapter, Qwen3StateDictAdapter):
-    """Use TorchTitan's conversion of Qwen3's weights."""
-
     model_cls = Qwen3DispModel
     model_args: Qwen3DispModelArgs
     transformers_class = "Qwen3ForCausalLM"

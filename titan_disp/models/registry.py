@@ -1,78 +1,68 @@
-"""These are the models that a config can name. A new model is a folder and a line here (CONTRIBUTING.md)."""
+"""These are the models that a config can name. A new model is a file and an entry in ``MODELS``."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from typing import Any
 
+import torch
 from torch import nn
 from torchtitan.config import JobConfig
+from torchtitan.distributed import ParallelDims
 
-from titan_disp.errors import ConfigError
+from titan_disp.errors import ConfigError, did_you_mean
 from titan_disp.models import gpt2, qwen3
-from titan_disp.models.arguments import DispModelArgs, Flavors, apply_overrides
+from titan_disp.models.arguments import DispModelArgs, Flavors, Written, apply_overrides
 from titan_disp.models.decoder import DispModel
 from titan_disp.models.hf import HfAdapter
-
-# Each model's folder provides an entry to the rest of titan-disp.
+from titan_disp.models.parallelize import parallelize_model
 
 
 @dataclass(frozen=True)
 class ModelEntry:
-    """An entry describes a model; ``registry.MODELS`` lists them.
+    """An entry is what the rest of titan-disp knows of a model.
 
     Attributes:
         name: ``model.name`` in a config.
         title: the name for people.
         flavors: its sizes, in ascending order. A preflight without an accelerator takes the first that fits.
-        model_cls: the model's class.
-        parallelize: parallelizes a model on the meta device in place, given (model, parallel_dims, job_config).
         adapter: converts weights to and from transformers.
+        apply_tp: applies its tensor-parallel plan in place, given (model, parallel_dims, job_config).
+        saved_ops: operations whose outputs selective activation checkpointing keeps.
     """
 
     name: str
     title: str
     flavors: Flavors
-    model_cls: type[DispModel]
-    parallelize: Callable[..., nn.Module]
     adapter: type[HfAdapter]
+    apply_tp: Callable[[DispModel, ParallelDims, JobConfig], None]
+    saved_ops: Collection[torch._ops.OpOverload]
+
+    @property
+    def model_cls(self) -> type[DispModel]:
+        return self.adapter.model_cls
+
+    def parallelize(self, model: DispModel, parallel_dims: ParallelDims, job_config: JobConfig) -> nn.Module:
+        """Parallelize a model on the meta device in place, as ``parallelize_model`` describes."""
+        return parallelize_model(model, parallel_dims, job_config, self.apply_tp, self.saved_ops)
 
 
 MODELS: dict[str, ModelEntry] = {
     entry.name: entry
     for entry in (
-        ModelEntry(
-            name="qwen3_disp",
-            title="Qwen3",
-            flavors=qwen3.flavors,
-            model_cls=qwen3.Qwen3DispModel,
-            parallelize=qwen3.parallelize,
-            adapter=qwen3.Qwen3HfAdapter,
-        ),
-        ModelEntry(
-            name="gpt2_disp",
-            title="GPT-2",
-            flavors=gpt2.flavors,
-            model_cls=gpt2.GPT2DispModel,
-            parallelize=gpt2.parallelize,
-            adapter=gpt2.GPT2HfAdapter,
-        ),
+        ModelEntry("qwen3_disp", "Qwen3", qwen3.flavors, qwen3.Qwen3HfAdapter, qwen3.apply_tp, qwen3.SAVED_OPS),
+        ModelEntry("gpt2_disp", "GPT-2", gpt2.flavors, gpt2.GPT2HfAdapter, gpt2.apply_tp, gpt2.SAVED_OPS),
     )
 }
 
 
 def find_model(name: str) -> ModelEntry:
-    """Return the model that ``model.name`` names.
-
-    Raises:
-        ConfigError: there is no model of this name.
-    """
+    """Return the model that ``model.name`` names, or raise ConfigError."""
     if name not in MODELS:
         known = " or ".join(f'"{known}"' for known in MODELS)
-        raise ConfigError(f"model.name is {name!r}, expected {known}")
+        raise ConfigError(f"model.name is {name!r}, expected {known}{did_you_mean(name, MODELS)}")
     return MODELS[name]
 
 
-def model_args(name: str, flavor: str, overrides: Mapping[str, Any] | Sequence[str] | str = ()) -> DispModelArgs:
+def model_args(name: str, flavor: str, overrides: Written = ()) -> DispModelArgs:
     """Return a copy of the arguments that ``model.name``, ``model.flavor`` and ``model.overrides`` describe.
 
     Raises:
@@ -84,10 +74,6 @@ def model_args(name: str, flavor: str, overrides: Mapping[str, Any] | Sequence[s
 
 
 def args_of(job_config: JobConfig) -> DispModelArgs:
-    """Return the arguments of the config's model, before TorchTitan's ``update_from_config``.
-
-    Raises:
-        ConfigError: as ``model_args``.
-    """
+    """Return the ``model_args`` of a config, before TorchTitan's ``update_from_config``."""
     model = job_config.model
     return model_args(model.name, model.flavor, model.overrides)  # type: ignore[attr-defined]

@@ -6,31 +6,35 @@
 - A run resumes from the newest complete checkpoint that verifies and loads. Newer ones that do not are moved aside,
   never deleted, and the log says so.
 - If a load or save fails on any rank, all ranks learn of it and stop together.
+
+A last checkpoint in Hugging Face's format gets the files that ``from_pretrained`` needs beside the weights.
 """
 
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Iterable
 from concurrent.futures import Future
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as torch_dcp
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from torchtitan.components.checkpoint import MODEL, AsyncMode, CheckpointManager
+from torchtitan.components.tokenizer import BaseTokenizer
 from torchtitan.config.job_config import Checkpoint
 from torchtitan.tools import utils
 from torchtitan.tools.logging import logger
 
 from titan_disp.data.files import on_rank_0
+from titan_disp.data.hf_tokenizer import write_tokenizer
 from titan_disp.data.tokenizer import load_tokenizer
 from titan_disp.errors import CheckpointError, ConfigError, UserError
 from titan_disp.models.hf import INDEX, HfAdapter, check_hf_folder
 from titan_disp.run import identity, safe_dcp
-from titan_disp.run.hf_folder import describe
+from titan_disp.run.folder import write_json
 from titan_disp.run.integrity import (
     HASHES,
     HashingWriter,
@@ -42,17 +46,12 @@ from titan_disp.run.integrity import (
     is_model_only,
     is_unfinished,
     problem,
-    rename_for_deletion,
+    rename_step,
 )
 
 
 def check_initial_load(checkpoint: Checkpoint, assets: str | None, adapter: HfAdapter) -> None:
-    """Check the weights that a new run begins with, if [checkpoint] names any.
-
-    Args:
-        checkpoint: the config section.
-        assets: ``model.hf_assets_path``.
-        adapter: the model's adapter.
+    """Check the weights that a new run begins with, if [checkpoint] names any. ``assets`` is ``model.hf_assets_path``.
 
     Raises:
         ConfigError: the keys contradict each other, or the weights are missing, incomplete, or (in Hugging Face's
@@ -78,16 +77,64 @@ def check_initial_load(checkpoint: Checkpoint, assets: str | None, adapter: HfAd
         )
 
 
+def hf_config(adapter: HfAdapter, tokenizer: BaseTokenizer, dtype: str) -> dict[str, Any]:
+    """Return Hugging Face's config of a model, with the BOS and EOS that training put around documents."""
+    return {
+        **adapter.architecture(),
+        **adapter.extras(),
+        "architectures": [adapter.transformers_class],
+        "bos_token_id": tokenizer.bos_id,
+        "eos_token_id": tokenizer.eos_id,
+        "torch_dtype": dtype,
+    }
+
+
+def describe(
+    dest: Path, adapter: HfAdapter, folder: Path, tokenizer: BaseTokenizer, dtype: str, documents: Iterable[str] = ()
+) -> None:
+    """Write what ``from_pretrained`` needs beside the weights into ``dest``: two files of config, and the tokenizer.
+
+    Args:
+        dest: an existing folder.
+        adapter: the model's adapter; its ``model_args.max_seq_len`` is the sequence length of training.
+        folder: that of the tokenizer of training.
+        tokenizer: what was loaded from it.
+        dtype: dtype of the weights: float32, bfloat16 or float16.
+        documents: texts for which the written tokenizer must give training's ids, besides ``hf_tokenizer.PROBES``.
+
+    Raises:
+        ConfigError: the tokenizer cannot be converted, or gives other ids.
+        OSError: the folder is not writable, or the disk is full.
+    """
+    write_json(dest / "config.json", hf_config(adapter, tokenizer, dtype))
+    ids = {"bos_token_id": tokenizer.bos_id, "eos_token_id": tokenizer.eos_id}
+    write_json(dest / "generation_config.json", {k: v for k, v in ids.items() if v is not None})
+    write_tokenizer(folder, tokenizer, dest, adapter.model_args.max_seq_len, documents)
+
+
+class Hooks(Protocol):
+    """What a checkpoint manager asks of the trainer."""
+
+    def check_resume(self, step: int) -> None:
+        """Compare a checkpoint with this run before anything of it is loaded; raise ConfigError to refuse it."""
+
+    def healthy(self) -> bool:
+        """Return whether the model's state is worth saving now."""
+
+    def owns_folder(self) -> bool:
+        """Return whether this process may delete what dead processes have left in the checkpoint folder."""
+
+    def event(self, name: str, step: int, **details: Any) -> None:
+        """Write an event to events.jsonl."""
+
+    def busy(self, doing: str, step: int) -> AbstractContextManager[None]:
+        """Announce a save, and count the time that it takes."""
+
+
 class DispCheckpointManager(CheckpointManager):
     """Save, verify and load checkpoints.
 
     Attributes:
-        before_load: called with the step before anything is loaded; raises ConfigError to refuse the checkpoint.
-        healthy: whether the model's state is worth saving now.
-        on_event: called with (name, step, details) for events.jsonl.
-        before_save: called with the step.
-        owns_folder: whether this process may delete what dead processes have left in the checkpoint folder: rank 0,
-            while it holds the run folder's lock.
         saved_step: step of the newest checkpoint that this process has completely saved; None before the first.
     """
 
@@ -95,15 +142,11 @@ class DispCheckpointManager(CheckpointManager):
     sd_adapter: HfAdapter
     save_future: Any  # a Future of an asynchronous save, or None
 
-    def __init__(self, **kwargs: Any) -> None:
+    def __init__(self, hooks: Hooks, **kwargs: Any) -> None:
         super().__init__(**kwargs)
+        self.hooks = hooks
         self.sd_adapter = kwargs["sd_adapter"]  # TorchTitan does not set it if checkpoints are disabled
         self._config: Checkpoint = kwargs["checkpoint_config"]
-        self.before_load: Callable[[int], None] = lambda step: None
-        self.healthy: Callable[[], bool] = lambda: True
-        self.on_event: Callable[..., None] = lambda name, step, **details: None
-        self.before_save: Callable[[int], None] = lambda step: None
-        self.owns_folder: Callable[[], bool] = lambda: False
         self.saved_step: int | None = None
         self._forced = False
         self._due = False
@@ -120,7 +163,7 @@ class DispCheckpointManager(CheckpointManager):
             return False
         wanted = self._forced or self._due or super()._should_save(curr_step, last_step)
         # A skipped step changes no weights, so that a save would be sound; but the next good step is not far away.
-        if wanted and not self.healthy() and not (self._forced or last_step):
+        if wanted and not self.hooks.healthy() and not (self._forced or last_step):
             self._due = True
             logger.warning(
                 f"step {curr_step}: no checkpoint while steps are being skipped; the next good step saves one"
@@ -136,20 +179,20 @@ class DispCheckpointManager(CheckpointManager):
         """
         if not self._should_save(curr_step, last_step):
             return
-        self.before_save(curr_step)
-        try:
-            self.wait()
-            self._make_room(curr_step)
-            super().save(curr_step, last_step)
-        except CheckpointError:
-            raise
-        except BaseException as error:  # DCP's CheckpointException is not an Exception; DCP raises it on all ranks
-            raise self._failed(curr_step, error) from error
-        self._forced = self._due = False
-        if self.save_future is not None and not last_step:
-            self._saving = curr_step
-        else:
-            self._saved(curr_step)
+        with self.hooks.busy("save", curr_step):
+            try:
+                self.wait()
+                self._make_room(curr_step)
+                super().save(curr_step, last_step)
+            except CheckpointError:
+                raise
+            except BaseException as error:  # DCP's CheckpointException is not an Exception; DCP raises it on all ranks
+                raise self._failed(curr_step, error) from error
+            self._forced = self._due = False
+            if self.save_future is not None and not last_step:
+                self._saving = curr_step
+            else:
+                self._saved(curr_step)
 
     def _save_last_step(self, curr_step: int) -> None:
         """Save as TorchTitan does; in Hugging Face's format, add the files that ``from_pretrained`` needs."""
@@ -184,7 +227,7 @@ class DispCheckpointManager(CheckpointManager):
         with suppress(OSError):  # what made the save fail may make these fail too
             kept = checkpoints(self.folder)
         with suppress(OSError):
-            self.on_event("save_failed", step, error=reason)
+            self.hooks.event("save_failed", step, error=reason)
         return CheckpointError(
             f"the checkpoint of step {step} could not be saved in {self.folder}: {reason}. "
             + (f"The last good one is step {kept[-1]}. " if kept else "")
@@ -194,7 +237,7 @@ class DispCheckpointManager(CheckpointManager):
     def _saved(self, step: int) -> None:
         self._saving = None
         self.saved_step = step
-        self.on_event("checkpoint", step)
+        self.hooks.event("checkpoint", step)
         self._purge_stale_checkpoints()
 
     @torch.no_grad()
@@ -212,16 +255,10 @@ class DispCheckpointManager(CheckpointManager):
         writer = HashingWriter(checkpoint_id)
         if async_mode == AsyncMode.DISABLED:
             saved = torch_dcp.save(state_dict, storage_writer=writer)
-        elif async_mode == AsyncMode.ASYNC:
-            saved = torch_dcp.async_save(state_dict, storage_writer=writer, process_group=self.pg)
         else:
-            saved = torch_dcp.async_save(
-                state_dict,
-                storage_writer=writer,
-                process_group=self.pg,
-                async_checkpointer_type=AsyncCheckpointerType.PROCESS,
-                async_stager=self.stager,
-            )
+            pinned = {"async_checkpointer_type": AsyncCheckpointerType.PROCESS, "async_stager": self.stager}
+            how = {} if async_mode == AsyncMode.ASYNC else pinned
+            saved = torch_dcp.async_save(state_dict, storage_writer=writer, process_group=self.pg, **how)
         if enable_garbage_collection:
             utils.GarbageCollection.collect("GC collection invoked by checkpointer.")
         return saved
@@ -241,20 +278,14 @@ class DispCheckpointManager(CheckpointManager):
         return False
 
     def wait(self) -> None:
-        """Wait for an asynchronous save.
-
-        Raises:
-            CheckpointError: the save failed on this rank. DCP raises its errors on all ranks.
-        """
+        """Wait for an asynchronous save. Raises CheckpointError if it failed on this rank; DCP raises on all ranks."""
         if not self.enable or self.save_future is None:
             return
-        step = self._saving
+        future, step, self.save_future = self.save_future, self._saving, None
         try:
-            self.save_future.result()
+            future.result()
         except BaseException as error:
-            self.save_future = None
             raise self._failed(step if step is not None else -1, error) from error
-        self.save_future = None
         if step is not None:
             self._saved(step)
 
@@ -270,7 +301,7 @@ class DispCheckpointManager(CheckpointManager):
         for step in stale:
             path = Path(self._create_checkpoint_id(step))
             try:
-                self.purge_queue.put(str(rename_for_deletion(path)))
+                self.purge_queue.put(str(rename_step(path, "purging")))
             except FileNotFoundError:
                 pass  # somebody else deleted it
             except OSError as error:
@@ -291,10 +322,7 @@ class DispCheckpointManager(CheckpointManager):
         return ended if in_hf or self._damage(folder) is None else None
 
     def newest(self) -> int:
-        """Return the step of the newest complete checkpoint, model-only or not; 0 if there is none.
-
-        This is a collective call.
-        """
+        """Return the step of the newest complete checkpoint, model-only or not; 0 if there is none. A collective call."""
         steps = on_rank_0(checkpoints, self.folder, True) if self.enable else []
         return steps[-1] if steps else 0
 
@@ -305,13 +333,11 @@ class DispCheckpointManager(CheckpointManager):
     def load(self, step: int = -1) -> bool:
         """Load ``step``, or with -1 the newest checkpoint that loads. This is a collective call.
 
-        If there is no checkpoint, the weights to begin with are loaded, if [checkpoint] names any.
-
-        Returns:
-            Whether anything was loaded.
+        If there is no checkpoint, the weights to begin with are loaded, if [checkpoint] names any. The result says
+        whether anything was loaded.
 
         Raises:
-            ConfigError: on all ranks: ``before_load`` refuses the checkpoint, or the weights to begin with are missing
+            ConfigError: on all ranks: ``check_resume`` refuses the checkpoint, or the weights to begin with are missing
                 or another model's.
             CheckpointError: on all ranks: none of the checkpoints loads, the weights to begin with are damaged, or the
                 run has ended with a model-only checkpoint; or, with an explicit step, this checkpoint does not load, or
@@ -321,7 +347,7 @@ class DispCheckpointManager(CheckpointManager):
             loaded = self._load(step)
         finally:
             safe_dcp.parse_metadata.cache_clear()  # the metadata is large if many ranks have saved
-        if self.enable and not self.load_only and self.owns_folder():
+        if self.enable and not self.load_only and self.hooks.owns_folder():
             clean_up(Path(self.folder))
         return loaded
 
@@ -382,7 +408,7 @@ class DispCheckpointManager(CheckpointManager):
         return True
 
     def _states_to_load(self, model_only: bool) -> dict[str, Any]:
-        """Return TorchTitan's states without the identity, which was compared before and which older saves lack."""
+        """Return TorchTitan's states without the identity, which was compared before. TorchTitan's own saves lack it."""
         return {name: state for name, state in super()._states_to_load(model_only).items() if name != identity.NAME}
 
     def dcp_load(self, state_dict: dict[str, Any], checkpoint_id: str, from_hf: bool, from_quantized: bool) -> None:
@@ -395,11 +421,7 @@ class DispCheckpointManager(CheckpointManager):
             self.states[MODEL].load_state_dict(state_dict)
 
     def _try(self, step: int) -> str | None:
-        """Load a step on all ranks, and return why any of them could not, or None.
-
-        Raises:
-            CheckpointError: the checkpoint holds the model only.
-        """
+        """Load a step on all ranks, and return why any of them could not, or None. Raises if it holds the model only."""
         folder = self._create_checkpoint_id(step)
         reason = self._damage(folder)
         if reason is not None:
@@ -411,7 +433,7 @@ class DispCheckpointManager(CheckpointManager):
                 "these weights"
             )
         try:
-            self.before_load(step)
+            self.hooks.check_resume(step)
             super().load(step)
         except CheckpointError as error:
             reason = str(error)
@@ -428,26 +450,22 @@ class DispCheckpointManager(CheckpointManager):
             return reason
         if dist.get_rank() == 0 and not has_hashes(folder):
             logger.warning(
-                f"{folder} has no {HASHES}, because an older version or TorchTitan's own trainer saved it: it is loaded "
-                "without verification"
+                f"{folder} has no {HASHES}, because TorchTitan's own trainer saved it: it is loaded without verification"
             )
         fake = dist.get_backend() == "fake"
         return _first(damage(folder) if fake else damage(folder, dist.get_rank(), dist.get_world_size()))
 
     def _set_aside(self, step: int, reason: str) -> None:
-        self.on_event("checkpoint_damaged", step, reason=reason)
+        self.hooks.event("checkpoint_damaged", step, reason=reason)
         if dist.get_rank() == 0 and not self.load_only:  # then the folder may be that of a run that is training
             self._move_aside(step, "is damaged")
 
     def _move_aside(self, step: int, why: str) -> None:
-        folder, aside = self._create_checkpoint_id(step), os.path.join(self.folder, f"damaged-{step}")
-        while os.path.exists(aside):
-            aside += "x"
+        folder = Path(self._create_checkpoint_id(step))
         try:
-            os.rename(folder, aside)
-            logger.error(f"{folder} {why} and was moved to {aside}")
+            logger.error(f"{folder} {why} and was moved to {rename_step(folder, 'damaged')}")
         except OSError as error:
-            logger.error(f"{folder} {why}, but cannot be moved to {aside}: {error}")
+            logger.error(f"{folder} {why}, but cannot be moved to damaged-{step}: {error}")
 
 
 def _ended_at(folder: str) -> int | None:
@@ -461,11 +479,7 @@ def _ended_at(folder: str) -> int | None:
 
 
 def _refuse_ended(folder: str) -> None:
-    """Refuse a run that ended with ``checkpoint.last_save_in_hf``: it would train again and overwrite that model.
-
-    Raises:
-        CheckpointError: the checkpoint folder holds a model in Hugging Face's format.
-    """
+    """Refuse a run that ended with ``checkpoint.last_save_in_hf``: it would train again and overwrite that model."""
     ended = [path for path in Path(folder).glob("step-*") if (path / INDEX).is_file()]
     if ended:
         raise CheckpointError(

@@ -26,8 +26,6 @@ class GuardedOptimizers(OptimizersContainer):
     """Hold TorchTitan's optimizers, which step only if loss and gradients are finite on all ranks.
 
     Attributes:
-        skipped: number of steps skipped since the start of the run.
-        in_a_row: number of steps skipped since the last good one; 0 after a good step.
         bad_terms: what was not finite in the last step; empty if it was good. Gradients that are all 0 count as not
             finite, because clipping by an infinite norm leaves zeros.
         flags: by name, functions that are called once per step for this rank's answer.
@@ -35,13 +33,10 @@ class GuardedOptimizers(OptimizersContainer):
     """
 
     def __init__(self, inner: OptimizersContainer, non_finite_terms: Terms, max_skipped_steps: int) -> None:
-        """Wrap TorchTitan's optimizers.
+        """Wrap what TorchTitan built. ``step`` raises NonFiniteError after ``max_skipped_steps`` skipped ones in a row.
 
-        Args:
-            inner: what TorchTitan built.
-            non_finite_terms: a function that returns [2] bool on the device: whether this step's local cross-entropy
-                and local dispersion are not finite. It returns None if there was no loss.
-            max_skipped_steps: after so many skipped steps in a row, ``step`` raises NonFiniteError.
+        ``non_finite_terms`` returns [2] bool on the device: whether this step's local cross-entropy and local dispersion
+        are not finite. It returns None if there was no loss.
         """
         self.inner, self.non_finite_terms, self.max_skipped_steps = inner, non_finite_terms, max_skipped_steps
         self.optimizers, self.model_parts = inner.optimizers, inner.model_parts
@@ -53,11 +48,8 @@ class GuardedOptimizers(OptimizersContainer):
         self._told = False
 
     @property
-    def skipped(self) -> int:
-        return int(self._counts[1])
-
-    @property
     def in_a_row(self) -> int:
+        """Return the number of steps skipped since the last good one."""
         return int(self._counts[2])
 
     def _gradients(self) -> list[Tensor]:
@@ -66,11 +58,7 @@ class GuardedOptimizers(OptimizersContainer):
         return [g for g in local if g.numel()]
 
     def _message(self) -> Tensor:
-        """Return this rank's part of the message, [4 + flags] float32, each 0 or 1.
-
-        The numbers say whether a gradient is not finite, a gradient is not 0, the cross-entropy is not finite, and the
-        dispersion is not finite. The answers of the flags follow.
-        """
+        """Return this rank's part of the message, [4 + flags] float32, each 0 or 1: see ``_verdict``."""
         gradients = self._gradients()
         norms = torch.stack(torch._foreach_norm(gradients)) if gradients else torch.zeros(1)
         terms = self.non_finite_terms()

@@ -1,4 +1,7 @@
-"""This module reconstructs the starts of a run: what ended each of them, and what was lost between them."""
+"""This module reconstructs the starts of a run: what ended each of them, what was lost between them, and their goodput.
+
+Goodput is the fraction of the time since an allocation began that went into steps which no later start repeated.
+"""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
@@ -14,26 +17,16 @@ FAULTS = ("skip", "save_failed", *WHILE_LOADING)
 
 @dataclass
 class Attempt:
-    """Represent one start of the training processes, reconstructed from its records. Times are seconds since the epoch.
+    """Represent one start of the training processes, reconstructed from its records. Times are seconds since the epoch."""
 
-    Attributes:
-        began: time of its start or resume event.
-        job: SLURM's JOB.RESTARTS; empty without SLURM.
-        first_step: number of steps done at its beginning.
-        times, steps: time and step of its records in order, including its beginning.
-        end: its event of ``END``, or None.
-        allocated: beginning of its allocation, from its first record; otherwise the same as ``began``.
-        spent: (step, seconds by kind since the allocation) of the records that have them.
-    """
-
-    began: float
-    job: str
-    first_step: int
-    times: list[float]
-    steps: list[int]
-    end: Mapping[str, Any] | None = None
-    allocated: float = 0.0
-    spent: list[tuple[int, Mapping[str, float]]] = field(default_factory=list)
+    began: float  # time of its start or resume event
+    job: str  # SLURM's JOB.RESTARTS; empty without SLURM
+    first_step: int  # number of steps done at its beginning
+    times: list[float]  # of its records in order, including its beginning
+    steps: list[int]  # of the same records
+    end: Mapping[str, Any] | None = None  # its event of ``END``
+    allocated: float = 0.0  # beginning of its allocation, from its first record; otherwise the same as ``began``
+    spent: list[tuple[int, Mapping[str, float]]] = field(default_factory=list)  # (step, seconds by kind) of records
 
     @property
     def ended(self) -> float:
@@ -56,11 +49,9 @@ class Attempt:
 
 
 def attempts(written: Sequence[Mapping[str, Any]], events: Sequence[Mapping[str, Any]]) -> list[Attempt]:
-    """Return the starts in order of time. Without events, there is one start.
+    """Return the starts in order of time, from what ``read_rows`` and ``read_events`` return.
 
-    Args:
-        written: all training rows of metrics.jsonl.
-        events: events of events.jsonl, with times in seconds like those of the rows.
+    Without events, there is one start.
     """
     signs = [e for e in events if e["event"] not in WHILE_LOADING]
     records = sorted([*written, *signs], key=lambda record: record["time"])
@@ -91,32 +82,21 @@ def downtimes(found: Sequence[Attempt]) -> list[float]:
     return [b.began - a.ended for a, b in zip(found, found[1:], strict=False)]
 
 
-# Goodput is the fraction of the time since an allocation began that went into steps which no later start repeated.
-
-
 @dataclass(frozen=True)
 class Goodput:
-    """Hold the seconds that one or several starts spent, by what they spent them on.
+    """Hold the seconds that one or several starts spent, by what they spent them on."""
 
-    Attributes:
-        kept: time of steps that no later start repeated.
-        repeated: time of steps that a later start repeated.
-        start_up: time from the beginning of the allocation through the first step, which compiles, or to the last line
-            if that is earlier.
-        checkpoints, condensation, validation: time of saving and measuring.
-        waiting: time from the last line of the previous start to the beginning of this allocation, unless the previous
-            start completed the run. The time of a kill is not recorded, so a hang before it counts as waiting.
-        other: all other time, such as logging.
-    """
-
-    kept: float = 0.0
-    repeated: float = 0.0
+    kept: float = 0.0  # steps that no later start repeated
+    repeated: float = 0.0  # steps that a later start repeated
+    # from the beginning of the allocation through the first step, which compiles, or to the last line if that is earlier
     start_up: float = 0.0
     checkpoints: float = 0.0
     condensation: float = 0.0
     validation: float = 0.0
+    # From the last line of the previous start to the beginning of this allocation, unless the previous start completed
+    # the run. The time of a kill is not recorded, so a hang before it counts as waiting.
     waiting: float = 0.0
-    other: float = 0.0
+    other: float = 0.0  # such as logging
 
     @property
     def total(self) -> float:
@@ -164,12 +144,7 @@ def _of(attempt: Attempt, before: Attempt | None, kept_until: int) -> Goodput:
 
 
 def goodputs(written: Sequence[Mapping[str, Any]], events: Sequence[Mapping[str, Any]]) -> list[Goodput]:
-    """Return the goodput of every start in order. The list is empty if the rows do not record how time was spent.
-
-    Args:
-        written: all training rows of metrics.jsonl.
-        events: events of events.jsonl, with times in seconds.
-    """
+    """Return the goodput of every start in order. The list is empty if no record says how time was spent."""
     found = attempts(written, events)
     if not any(one.spent for one in found):
         return []

@@ -1,27 +1,37 @@
-"""This module handles a checkpoint's identity: the model's architecture, and everything else that a run must keep.
+"""A checkpoint has an identity: the model's architecture, and every key that fixes the model.
 
 A resume with another identity is refused. The tensors alone would not tell: a model with fewer blocks loads without an
 error, and so does one with as many parameters in other heads.
 """
 
 import json
+import operator
 from pickle import UnpicklingError
 from typing import Any
 
 from torch.distributed.checkpoint.api import CheckpointException
+from torchtitan.config import JobConfig
+from torchtitan.protocols.model import BaseModelArgs
 
 from titan_disp.errors import CheckpointError, ConfigError
+from titan_disp.job_config import fixed
+from titan_disp.models.arguments import architecture_of
 from titan_disp.run import safe_dcp
 
 NAME = "identity"  # its name among the states of a checkpoint
 
 
-class Identity:
-    """Hold a state that is saved but never loaded. ``read_identity`` reads it before anything is loaded.
+def of_model(job_config: JobConfig, args: BaseModelArgs) -> dict[str, Any]:
+    """Return the names and values that a run must keep, ready for JSON.
 
-    Attributes:
-        content: the identity as names and values, which errors show; it can be written as JSON.
+    The flavor and the overrides show in ``args``, the arguments of the model.
     """
+    keys = ["model.name", *(key for key in fixed("model") if key != "model.overrides")]
+    return {key: operator.attrgetter(key)(job_config) for key in keys} | architecture_of(args)
+
+
+class Identity:
+    """Hold names and values that are saved but never loaded. ``read_identity`` reads them before anything is loaded."""
 
     def __init__(self, content: dict[str, Any]) -> None:
         self.content = content
@@ -34,7 +44,7 @@ class Identity:
 
 
 def read_identity(checkpoint: str) -> dict[str, Any]:
-    """Read a checkpoint's identity, which is {} if an older version or TorchTitan's own trainer saved the checkpoint.
+    """Read a checkpoint's identity, which is {} if TorchTitan's own trainer saved the checkpoint.
 
     Raises:
         CheckpointError: it cannot be read.
@@ -50,7 +60,7 @@ def read_identity(checkpoint: str) -> dict[str, Any]:
 
 
 def differences(saved: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    """Describe the differences in words, without names that only one side knows: versions may add or drop arguments."""
+    """Describe the differences in words, without names that only one side knows."""
     return [
         f"{key} is {saved[key]!r} in the checkpoint and {now[key]!r} in the config"
         for key in saved

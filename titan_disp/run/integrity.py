@@ -1,6 +1,10 @@
-"""This module finds out which checkpoints of a run are complete, and whether a checkpoint is damaged."""
+"""This module saves DCP checkpoints with hashes, finds out which are complete or damaged, and deletes unfinished ones.
 
-import contextlib
+DCP alone would not notice a flipped bit in a weight. Each rank hashes its files while it writes them, and sends the
+hashes to the coordinator among the results of its writes. The coordinator writes hashes.json before it renames
+``.metadata``, the last file of a save, to its final name. DCP alone reads such a checkpoint as it reads any other.
+"""
+
 import json
 import os
 import re
@@ -24,19 +28,13 @@ from titan_disp.files import atomic_write, progress
 from titan_disp.models.hf import INDEX
 from titan_disp.run.safe_dcp import METADATA, parse_metadata, read_metadata
 
-# This module saves DCP checkpoints with a hash of every file. DCP alone would not notice a flipped bit in a weight.
-#
-# Each rank hashes its files while it writes them, and sends the hashes to the coordinator among the results of its
-# writes. The coordinator writes hashes.json before it renames ``.metadata``, the last file of a save, to its final name.
-# DCP alone reads such a checkpoint as it reads any other.
-
-
 HASHES = "hashes.json"
 SAVING = ".saving"  # exists in a checkpoint's folder from the beginning of its save to the end
 ALGORITHM = "xxh3_128"
 _PREFIX = "titan_disp.hash/"  # marks the hashes among the results of the writes
 _PIECE = 2**18  # bytes hashed and written at a time
 _CHUNK = 2**24  # bytes read at a time
+_OF_A_SAVE = rf"__\d+_\d+\.distcp|\.metadata\.tmp|\.{re.escape(HASHES)}\.partial|{re.escape(SAVING)}"  # names
 
 
 class _HashedStream:
@@ -57,16 +55,11 @@ class _HashedStream:
 
 
 class _HashingFileSystem(FileSystem):
-    """This is DCP's file system, which also hashes the files that it writes.
-
-    Attributes:
-        hashes: hashes of the files that this rank has written, by name.
-        of_ranks: hashes of the files of all ranks, on the coordinator, once they are known.
-    """
+    """Extend DCP's file system to hash the files that it writes."""
 
     def __init__(self) -> None:
-        self.hashes: dict[str, str] = {}
-        self.of_ranks: dict[str, str] = {}
+        self.hashes: dict[str, str] = {}  # of the files that this rank has written, by name
+        self.of_ranks: dict[str, str] = {}  # of the files of all ranks, on the coordinator, once they are known
 
     @contextmanager
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Generator[Any, None, None]:
@@ -84,7 +77,7 @@ class _HashingFileSystem(FileSystem):
 
 
 class HashingWriter(_FileSystemWriter):  # not FileSystemWriter, which ``async_save`` would take for the stager too
-    """This is DCP's default writer, which also writes hashes."""
+    """Extend DCP's default writer to write hashes."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         super().__init__(path)
@@ -118,12 +111,7 @@ class HashingWriter(_FileSystemWriter):  # not FileSystemWriter, which ``async_s
 
 
 def read_hashes(folder: str | os.PathLike[str]) -> dict[str, str] | None:
-    """Read the hashes of a checkpoint's files, by name. The result is None if it was saved without hashes.
-
-    Raises:
-        ValueError: hashes.json is damaged, or names an unknown algorithm.
-        OSError: hashes.json cannot be read.
-    """
+    """Read the hashes of a checkpoint's files, by name, or None if it was saved without. Raises OSError or ValueError."""
     try:
         content = json.loads((Path(folder) / HASHES).read_bytes())
     except FileNotFoundError:
@@ -136,20 +124,7 @@ def read_hashes(folder: str | os.PathLike[str]) -> dict[str, str] | None:
     return files
 
 
-def hash_bytes(content: bytes) -> str:
-    return xxhash.xxh3_128(content).hexdigest()
-
-
-def hash_file(path: str | os.PathLike[str], read: Callable[[int], object] | None = None) -> str:
-    """Return the hash of a file, in hexadecimal digits.
-
-    Args:
-        path: the file.
-        read: a function that is called with the number of bytes of each read.
-
-    Raises:
-        OSError: the file cannot be read.
-    """
+def hash_file(path: Path, read: Callable[[int], object] | None = None) -> str:
     found, buffer = xxhash.xxh3_128(), memoryview(bytearray(_CHUNK))
     with open(path, "rb", buffering=0) as file:
         while size := file.readinto(buffer):
@@ -179,7 +154,9 @@ def problem(folder: str | Path) -> str | None:
         hashes = read_hashes(folder)
     except (OSError, ValueError) as error:
         return f"{HASHES} cannot be read: {error}"
-    if hashes is not None and hashes.get(METADATA) != hash_bytes(content):  # before any of it is unpickled
+    if (
+        hashes is not None and hashes.get(METADATA) != xxhash.xxh3_128(content).hexdigest()
+    ):  # before any of it is unpickled
         return _DIFFERS.format(METADATA)
     try:
         lengths = _lengths(content)
@@ -207,10 +184,9 @@ def problem(folder: str | Path) -> str | None:
 def damage(
     folder: str | Path, rank: int = 0, world_size: int = 1, read: Callable[[int], object] | None = None
 ) -> str | None:
-    """Read this rank's share of a checkpoint's files completely, and return which one differs from its hash.
+    """Read this rank's share of a checkpoint's files completely, and return which one differs from its hash, or None.
 
-    The result is None if none does, or if the checkpoint was saved without hashes. ``read`` is called with the number
-    of bytes of each read.
+    There is nothing to read if it was saved without hashes. ``read`` is called with the number of bytes of each read.
     """
     folder = Path(folder)
     try:
@@ -239,7 +215,7 @@ def verify(folder: str | Path) -> str | None:
 
 
 def has_hashes(folder: str | Path) -> bool:
-    """Return whether a checkpoint can be verified. Older versions and TorchTitan's own trainer save no hashes."""
+    """Return whether a checkpoint can be verified. TorchTitan's own trainer saves no hashes."""
     return (Path(folder) / HASHES).is_file()
 
 
@@ -257,12 +233,10 @@ def is_model_only(folder: str | Path) -> bool:
 
 
 def checkpoints(folder: str | Path, hugging_face: bool = False) -> list[int]:
-    """List the steps of the complete checkpoints in a folder, ascending.
+    """List the steps of the complete checkpoints in a checkpoint folder, ascending.
 
-    Args:
-        folder: the checkpoint folder.
-        hugging_face: whether to include those in Hugging Face's format (``checkpoint.last_save_in_hf``), from which no
-            run can resume.
+    ``hugging_face`` includes those in Hugging Face's format (``checkpoint.last_save_in_hf``), from which no run can
+    resume.
     """
     try:
         names = os.listdir(folder)
@@ -278,48 +252,30 @@ def is_complete(folder: str | Path, hugging_face: bool = True) -> bool:
     return any((Path(folder) / name).is_file() for name in files)
 
 
-# This module deletes, at the start of a run, what unfinished saves and deletions left in its checkpoint folder.
-#
-# These folders are deleted:
-#
-# - ``purging-N``. Only the retention (``checkpoint.keep_latest_k``) and this module make such names: they rename a folder
-#   before deleting it.
-# - ``step-N`` that is empty, or in which titan-disp began a save (``.saving``) that did not end: there is no
-#   ``.metadata``, no hashes.json (which is written once all ranks have written everything), and no file that is not
-#   DCP's.
-#
-# Everything else is kept. Any other ``step-N`` without ``.metadata`` may be a checkpoint whose ``.metadata`` was moved
-# away, or an unfinished save of an older version. Only its owner can tell.
+def rename_step(path: Path, kind: str) -> Path:
+    """Rename step-N to KIND-N, which no longer counts as a checkpoint, and return the new path.
 
-
-_OF_A_SAVE = rf"__\d+_\d+\.distcp|\.metadata\.tmp|\.{re.escape(HASHES)}\.partial|{re.escape(SAVING)}"
-
-
-def rename_for_deletion(path: Path) -> Path:
-    """Rename a checkpoint so that it no longer counts as one; deleting its files may then take minutes.
-
-    Returns:
-        The new path.
-
-    Raises:
-        OSError: the folder cannot be renamed.
+    Before a checkpoint is deleted, which may take minutes, it becomes purging-N.
     """
-    gone = path.with_name(path.name.replace("step-", "purging-"))
-    while gone.exists():
-        gone = gone.with_name(gone.name + "x")
-    path.rename(gone)
-    return gone
+    to = path.with_name(path.name.replace("step-", f"{kind}-"))
+    while to.exists():
+        to = to.with_name(to.name + "x")
+    return path.rename(to)
 
 
 def clean_up(folder: Path) -> None:
-    """Delete in the background what saves and deletions have left in a checkpoint folder, and log it.
+    """Delete in the background what unfinished saves and deletions have left in a checkpoint folder, and log it.
+
+    That is ``purging-N``, because nothing else makes such names, and every ``step-N`` that
+    ``is_unfinished``. Any other ``step-N`` without ``.metadata`` may be a checkpoint whose ``.metadata`` was moved away,
+    or an unfinished save of TorchTitan's own trainer, and is kept: only its owner can tell.
 
     Only the process that owns the run folder may call this, and only while it is not saving.
     """
     names = sorted(os.listdir(folder)) if folder.is_dir() else []
     doomed = [folder / name for name in names if re.fullmatch(r"purging-\d+x*", name) and _is_folder(folder / name)]
     for path in (folder / name for name in names if re.fullmatch(r"step-\d+", name)):
-        if not _is_folder(path) or (path / ".metadata").exists() or (path / INDEX).exists():
+        if not _is_folder(path) or (path / METADATA).exists() or (path / INDEX).exists():
             continue
         if not is_unfinished(path):
             logger.warning(
@@ -327,17 +283,20 @@ def clean_up(folder: Path) -> None:
                 "is therefore kept: delete it if you do not need it"
             )
             continue
-        with contextlib.suppress(OSError):  # a folder that cannot be renamed does no harm
-            doomed.append(rename_for_deletion(path))
+        with suppress(OSError):  # a folder that cannot be renamed does no harm
+            doomed.append(rename_step(path, "purging"))
     if doomed:
-        logger.info(
-            f"deleting what unfinished saves and deletions have left: {', '.join(path.name for path in doomed)}"
-        )
+        names = [path.name for path in doomed]
+        logger.info(f"deleting what unfinished saves and deletions have left: {', '.join(names)}")
         threading.Thread(target=_delete, args=(doomed,), daemon=True).start()
 
 
 def is_unfinished(path: Path) -> bool:
-    """Return whether a folder step-N is empty or holds nothing but a save that began and did not end."""
+    """Return whether a folder step-N is empty or holds nothing but a save of titan-disp that began and did not end.
+
+    Then there is ``.saving``, and neither ``.metadata`` nor hashes.json, which is written once all ranks have written
+    everything, nor a file that is not DCP's.
+    """
     names = os.listdir(path)
     return not names or (SAVING in names and all(re.fullmatch(_OF_A_SAVE, name) for name in names))
 

@@ -12,30 +12,21 @@ from safetensors import safe_open
 
 from titan_disp.errors import ConfigError
 from titan_disp.models.hf import INDEX
-from titan_disp.run.folder import read_json_lines
 from titan_disp.run.integrity import has_hashes, is_model_only, verify
+from titan_disp.run.reader import read_config, read_events
 from titan_disp.run.safe_dcp import METADATA
 
 
 @dataclass(frozen=True)
 class Found:
-    """Represent one folder among a run's checkpoints.
-
-    Attributes:
-        name: name of the folder.
-        step: optimizer steps done.
-        modified: when its save ended, in seconds since the epoch.
-        size: bytes of all its files.
-        damaged: whether it counts as a checkpoint but is not what was saved.
-        state: a description in words.
-    """
+    """Represent one folder among a run's checkpoints."""
 
     name: str
     step: int
-    modified: float
-    size: int
-    damaged: bool
-    state: str
+    modified: float  # when its save ended, in seconds since the epoch
+    size: int  # bytes of all its files
+    damaged: bool  # whether it counts as a checkpoint but is not what was saved
+    state: str  # in words
 
     def line(self) -> str:
         date = datetime.fromtimestamp(self.modified).strftime("%Y-%m-%d %H:%M:%S")
@@ -50,11 +41,10 @@ def inventory(run: str | Path, step: int | None = None) -> Iterator[Found]:
     """
     run = Path(run)
     try:
-        config = json.loads((run / "config.json").read_text())
-        folder = run / config["checkpoint"]["folder"]
+        folder = run / read_config(run)["checkpoint"]["folder"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"{str(run)!r} is not a run's folder: its config.json cannot be read ({error})") from error
-    reasons = _reasons(run)
+    reasons = {e["step"]: e["reason"] for e in read_events(run) if e["event"] == "checkpoint_damaged"}
     names = os.listdir(folder) if folder.is_dir() else []
     matches = [m for m in (re.fullmatch(r"(step|damaged|purging)-(\d+)x*", name) for name in names) if m]
     every = sorted((int(m.group(2)), m.group(1) != "step", m.group(0), m.group(1)) for m in matches)
@@ -69,7 +59,9 @@ def inventory(run: str | Path, step: int | None = None) -> Iterator[Found]:
             if kind == "step":
                 damaged, state = _state(folder / name)
             elif kind == "damaged":
-                damaged, state = False, _aside(reasons.get(number))
+                reason = reasons.get(number)
+                damaged = False
+                state = f"moved aside as damaged: {reason}" if reason else "moved aside: the run's log says why"
             else:
                 damaged, state = False, "being deleted"
         except FileNotFoundError:
@@ -78,11 +70,7 @@ def inventory(run: str | Path, step: int | None = None) -> Iterator[Found]:
 
 
 def _state(path: Path) -> tuple[bool, str]:
-    """Return (damaged, description) of a folder step-N.
-
-    Raises:
-        FileNotFoundError: the run has deleted it in the meantime.
-    """
+    """Return (damaged, description) of a folder step-N. Raises FileNotFoundError if the run deletes it in the meantime."""
     if (path / METADATA).exists():
         reason = verify(path)
         if not (path / METADATA).exists():
@@ -92,11 +80,9 @@ def _state(path: Path) -> tuple[bool, str]:
         kind = "complete, the model only" if is_model_only(path) else "complete"
         return False, f"{kind}, verified" if has_hashes(path) else f"{kind}, without hashes: not verified"
     if (path / INDEX).exists():
-        reason = _hugging_face_problem(path)
-        return (
-            reason is not None,
-            f"damaged: {reason}" if reason else "Hugging Face format, without hashes: not verified",
-        )
+        if reason := _hugging_face_problem(path):
+            return True, f"damaged: {reason}"
+        return False, "Hugging Face format, without hashes: not verified"
     return False, "unfinished: its save is under way, or did not end"
 
 
@@ -108,18 +94,6 @@ def _hugging_face_problem(path: Path) -> str | None:
     except Exception as error:  # safetensors raises a type of its own
         return f"{type(error).__name__}: {error}"
     return None
-
-
-def _aside(reason: str | None) -> str:
-    return f"moved aside as damaged: {reason}" if reason else "moved aside: the run's log says why"
-
-
-def _reasons(run: Path) -> dict[int, str]:
-    """Return why checkpoints were moved aside, by step, from events.jsonl."""
-    if not (run / "events.jsonl").is_file():
-        return {}
-    events = read_json_lines(run / "events.jsonl")
-    return {e["step"]: e.get("reason", "") for e in events if e.get("event") == "checkpoint_damaged"}
 
 
 def _size(path: Path) -> tuple[float, int]:

@@ -1,13 +1,9 @@
-"""This module writes the heartbeat of a run: what it is doing, and how long that may take.
+"""This module has what a run says and hears while it trains.
 
-Collective operations have time-outs. A hanging file system, or any other stall in which no rank waits for another, has
-none and would hold all GPUs until the job's time limit. Rank 0 therefore writes RUN/heartbeat.json whenever it begins
-something, and slurm/supervise.py ends a run that has been silent for longer than this file allows. At that moment,
-Python's faulthandler writes the stack traces of every rank's threads into the rank's log, so that the hanging rank can
-be found.
+``Heartbeat`` says what the run is doing, ``Stragglers`` which rank is slow, and ``Clock`` how its time is spent.
+``StopRequest`` hears that the run is asked to stop.
 """
 
-import contextlib
 import faulthandler
 import json
 import os
@@ -25,39 +21,35 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torchtitan.config import JobConfig
 from torchtitan.tools import utils
 from torchtitan.tools.logging import logger
 
 from titan_disp.dispersion.autograd import all_gather
 from titan_disp.run.folder import job_id
+from titan_disp.run.reader import HEARTBEAT, STOP
 
-FILE = "heartbeat.json"
 PAUSE = 1.0  # seconds between two writes of the same kind: steps may be shorter, and the file system may be shared
 
 
 class Heartbeat:
-    """Write the heartbeat file, and arm the faulthandler.
+    """Write what the run is doing and how long that may take, and arm the faulthandler.
 
-    Attributes:
-        slowest: seconds of the slowest step so far, without the first one, which compiles.
+    Collective operations have time-outs. A hanging file system, or any other stall in which no rank waits for another,
+    has none and would hold all GPUs until the job's time limit. Rank 0 therefore writes RUN/heartbeat.json whenever it
+    begins something, and slurm/supervise.py ends a run that has been silent for longer than this file allows. At that
+    moment, Python's faulthandler writes the stack traces of every rank's threads into the rank's log, so that the
+    hanging rank can be found.
     """
 
-    def __init__(
-        self, run: Path | None, init_timeout: float, train_timeout: float, save: float, silence: float
-    ) -> None:
-        """Set the time limits, in seconds. Nothing is written before ``begin``.
-
-        Args:
-            run: the run folder on rank 0, None on other ranks.
-            init_timeout: ``comm.init_timeout_seconds``, which holds until the first step has ended.
-            train_timeout: ``comm.train_timeout_seconds``, which holds for later steps.
-            save: ``guard.save_seconds``.
-            silence: ``guard.silence_seconds``.
-        """
-        self.file = run / FILE if run is not None else None
-        self.init_timeout, self.train_timeout = init_timeout, train_timeout
-        self.save, self.silence = save, silence
-        self.slowest = 0.0
+    def __init__(self, run: Path | None, job_config: JobConfig) -> None:
+        """Take the time limits from the config. ``run`` is the run folder on rank 0, and None on other ranks."""
+        self.file = run / HEARTBEAT if run is not None else None
+        comm, guard = job_config.comm, job_config.guard  # type: ignore[attr-defined]
+        # The first one holds until the first step has ended.
+        self.init_timeout, self.train_timeout = comm.init_timeout_seconds, comm.train_timeout_seconds
+        self.save, self.silence = guard.save_seconds, guard.silence_seconds
+        self.slowest = 0.0  # seconds of the slowest step so far, without the first one, which compiles
         self._steps = 0
         self._doing, self._written, self._began = "", -PAUSE, time.monotonic()
 
@@ -91,7 +83,7 @@ class Heartbeat:
             return
         self._doing, self._written = doing, now
         content = {"start": job_id(), "step": step, "doing": doing, "allowed_seconds": allowed, "time": time.time()}
-        with contextlib.suppress(OSError):  # a full disk must not end a step; the supervisor will notice the silence
+        with suppress(OSError):  # a full disk must not end a step; the supervisor will notice the silence
             partial = self.file.with_suffix(".partial")
             partial.write_text(json.dumps(content))
             os.replace(partial, self.file)
@@ -100,35 +92,19 @@ class Heartbeat:
         """Disarm the faulthandler and remove the heartbeat file: nothing is expected any more."""
         faulthandler.cancel_dump_traceback_later()
         if self.file is not None:
-            with contextlib.suppress(OSError):
+            with suppress(OSError):
                 self.file.unlink(missing_ok=True)
-
-
-# This module finds the rank for which the others wait.
-#
-# In every step, ranks first meet where TorchTitan sums the valid tokens of all ranks and reads the sum on the host. The
-# time from the arrival of a rank's last microbatch to its first forward is time spent waiting for the slowest rank. The
-# rest of a step's wall time is the rank's *own* time. Measuring it waits for no GPU.
-#
-# This finds hosts that are slow at loading data, in Python or at writing logs, or that stop for a while. It does not find
-# a GPU that computes slowly: in forward and backward, all ranks wait for it inside collective operations, where the host
-# cannot tell waiting from computing. (slurm/preflight.sbatch checks GPUs and measures links.) Nor does it find a
-# difference between ranks of one tensor- or context-parallel group.
 
 
 NOTICED = 1.2  # times the median of all ranks' own time
 
 
 def straggler(own: Sequence[float], hosts: Sequence[str]) -> dict[str, Any] | None:
-    """Find the slowest rank, if it takes more than ``NOTICED`` times the median.
-
-    Args:
-        own: own seconds per step of every rank. With two ranks in the middle, the faster one is the median, so that one
-            of two ranks can be found slow.
-        hosts: host name of every rank.
+    """Find the slowest rank from the own seconds per step and the host of every rank.
 
     Returns:
-        ``rank``, ``host``, ``seconds`` and ``median`` of all ranks; or None.
+        ``rank``, ``host``, ``seconds`` and ``median`` of all ranks; or None if it takes at most ``NOTICED`` times the
+        median. With two ranks in the middle, the faster one is the median, so that one of two ranks can be found slow.
     """
     median = median_low(own)
     slowest = max(range(len(own)), key=own.__getitem__)
@@ -138,7 +114,17 @@ def straggler(own: Sequence[float], hosts: Sequence[str]) -> dict[str, Any] | No
 
 
 class Stragglers:
-    """Measure this rank's own time, and compare all ranks on request."""
+    """Find the rank for which the others wait.
+
+    In every step, ranks first meet where TorchTitan sums the valid tokens of all ranks and reads the sum on the host.
+    The time from the arrival of a rank's last microbatch to its first forward is time spent waiting for the slowest
+    rank. The rest of a step's wall time is the rank's *own* time. Measuring it waits for no GPU.
+
+    This finds hosts that are slow at loading data, in Python or at writing logs, or that stop for a while. It does not
+    find a GPU that computes slowly: in forward and backward, all ranks wait for it inside collective operations, where
+    the host cannot tell waiting from computing. (slurm/check_nodes.sbatch checks GPUs and measures links.) Nor does it
+    find a difference between ranks of one tensor- or context-parallel group.
+    """
 
     def __init__(self) -> None:
         # When the current interval began; None until the first comparison, because a run's first step compiles.
@@ -167,10 +153,7 @@ class Stragglers:
         return own
 
     def find(self) -> dict[str, Any] | None:
-        """Find the slowest rank as ``straggler`` does.
-
-        This is a collective call: it gathers a number, and once host names.
-        """
+        """Find the slowest rank as ``straggler`` does. A collective call that gathers a number, and once host names."""
         if not self._hosts:
             self._hosts = [""] * dist.get_world_size()
             dist.all_gather_object(self._hosts, socket.gethostname())
@@ -178,9 +161,6 @@ class Stragglers:
         every = torch.empty(dist.get_world_size(), device=utils.device_type)
         all_gather(every, own)
         return straggler(every.tolist(), self._hosts)
-
-
-# This module counts how a job spends its wall time. metrics.jsonl and events.jsonl record it as ``spent``.
 
 
 KINDS = ("start_up", "steps", "checkpoints", "condensation", "validation")
@@ -196,17 +176,14 @@ def process_began() -> float:
 
 
 def allocation_began(environment: Mapping[str, str] = os.environ) -> float:
-    """Return when SLURM started the job, in seconds since the epoch, or without SLURM, when this process started.
-
-    SLURM sets the start anew when it requeues a job.
-    """
+    """Return when SLURM started or requeued the job, or without SLURM, when this process started (s since the epoch)."""
     with suppress(KeyError, ValueError):
         return min(time.time(), float(environment["SLURM_JOB_START_TIME"]))
     return process_began()
 
 
 class Clock:
-    """Count the seconds since the allocation began, by kind.
+    """Count the seconds since the allocation began, by kind, for ``spent`` in metrics.jsonl and events.jsonl.
 
     The first step counts as start-up, because most of it is compilation. So does the time before it that has no kind of
     its own. After the first step, such time belongs to no kind.
@@ -248,34 +225,24 @@ class Clock:
         return {kind: round(seconds, 3) for kind, seconds in self.spent().items()}
 
 
-# A signal or a file in the run folder asks a run to stop.
-#
-# SLURM signals a job some minutes before its end. The batch script cannot pass the signal on through torchrun (USR1 kills
-# torchrun's agent), so it writes its id, JOB.RESTART, to the file RUN/stop. A rank may also be signalled directly. As
-# soon as one rank knows of the request, the training loop makes all ranks agree, save and end.
-#
-# A user may also create RUN/stop. That file stays until the user removes it, and until then no start of the run trains.
-
-
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
-STOP_FILE = "stop"
 
 
 class StopRequest:
-    """Hold this rank's view of the request to stop.
+    """Hold this rank's view of the request to stop, which is a signal or a file in the run folder.
 
-    Attributes:
-        reason: why this rank was asked to stop; None if it was not asked.
+    SLURM signals a job some minutes before its end. The batch script cannot pass the signal on through torchrun (USR1
+    kills torchrun's agent), so it writes its id, JOB.RESTART, to the file RUN/stop. A rank may also be signalled
+    directly. As soon as one rank knows of the request, the training loop makes all ranks agree, save and end.
+
+    A user may also create RUN/stop. That file stays until the user removes it, and until then no start of the run
+    trains.
     """
 
     def __init__(self, run: Path | None) -> None:
-        """Listen for SIGTERM and SIGUSR1, and remove a stop file that an earlier job left.
-
-        Args:
-            run: folder where this rank looks for the stop file; None if it does not look.
-        """
-        self.file = run / STOP_FILE if run is not None else None
-        self.reason: str | None = None
+        """Listen for signals, and remove a stop file that an earlier job left. Only rank 0 has a ``run`` to look in."""
+        self.file = run / STOP if run is not None else None
+        self.reason: str | None = None  # why this rank was asked to stop
         if self._of_a_job() not in (None, job_id()):
             logger.info(f"removed {self.file}, which an earlier job left")
             self._remove()
@@ -287,15 +254,12 @@ class StopRequest:
         self.reason = signal.Signals(number).name
 
     def _is_there(self) -> bool:
-        """Return whether the file exists. This runs at every step, so an error of the file system counts as False.
-
-        ``Path.exists`` would raise most of these errors.
-        """
+        # At every step: an error of the file system counts as no file. ``Path.exists`` would raise most of these errors.
         return self.file is not None and os.path.exists(self.file)
 
     def _of_a_job(self) -> str | None:
         """Return the id in a stop file that a job's script wrote, or None for a user's file or no file."""
-        with contextlib.suppress(OSError):
+        with suppress(OSError):
             text = self.file.read_text(errors="replace").strip() if self.file is not None else ""
             return text if re.fullmatch(r"\d+\.\d+", text) else None
         return None

@@ -27,8 +27,9 @@ from titan_disp.config.batch import last_step, tokens_per_step
 from titan_disp.data.files import on_rank_0
 from titan_disp.data.loader import StreamLoader, is_largest
 from titan_disp.dispersion import LossLedger
-from titan_disp.run.folder import append_json, continue_run, run_id
+from titan_disp.run.folder import append_json, continue_wandb, wandb_run_id
 from titan_disp.run.liveness import Clock, Stragglers
+from titan_disp.run.reader import METRICS
 
 HEATMAP_RATIO = 1.25  # smallest ratio of the steps of two successive heatmaps in TensorBoard; our choice
 
@@ -42,10 +43,10 @@ def _said(data: dict[str, float]) -> str:
 
 
 class TensorBoardFolder(BaseLogger):
-    """Log to one TensorBoard folder per run folder, across requeues.
+    """Log to one TensorBoard folder per run folder, across requeues. TorchTitan would name it by the date.
 
-    TorchTitan would name the folder by the date. The writer is opened at the first log, when the step is known: its
-    ``purge_step`` hides what a killed job wrote after the checkpoint from which this job resumed.
+    The writer is opened at the first log, when the step is known: its ``purge_step`` hides what a killed job wrote after
+    the checkpoint from which this job resumed.
     """
 
     def __init__(self, folder: str) -> None:
@@ -85,26 +86,22 @@ class DispersionMetrics(MetricsProcessor):
     clock: Clock | None = None  # set by titan_disp.train
 
     def __init__(
-        self,
-        job_config: JobConfig,
-        parallel_dims: ParallelDims,
-        ledger: LossLedger,
-        loader: StreamLoader | None = None,
-        tag: str | None = None,
+        self, job_config: JobConfig, parallel_dims: ParallelDims, ledger: LossLedger, loader: StreamLoader | None = None
     ) -> None:
         rank = dist.get_rank()
         if job_config.metrics.enable_wandb:
             own = rank if job_config.metrics.save_for_all_ranks else None
-            continue_run(on_rank_0(run_id, job_config.job.dump_folder), own)
+            continue_wandb(on_rank_0(wandb_run_id, job_config.job.dump_folder), own)
         stock = copy.copy(job_config)
         stock.metrics = dataclasses.replace(job_config.metrics, enable_tensorboard=False)
-        super().__init__(stock, parallel_dims, tag)
+        super().__init__(stock, parallel_dims)
         self.job_config = job_config
+        self._dp_degree = parallel_dims.dp_replicate * parallel_dims.dp_shard
         self.ledger = ledger
         self._loader = loader
         self._first_log: tuple[float, int] | None = None  # (time, tokens)
         self._counted: dict[str, float] = {}  # this rank's counters at the last log
-        self._jsonl = Path(job_config.job.dump_folder) / "metrics.jsonl" if rank == 0 else None
+        self._jsonl = Path(job_config.job.dump_folder) / METRICS if rank == 0 else None
         if self._jsonl is not None:
             self._jsonl.parent.mkdir(parents=True, exist_ok=True)
         self._tensorboard: TensorBoardFolder | None = None
@@ -120,31 +117,24 @@ class DispersionMetrics(MetricsProcessor):
 
     def tokens_seen(self, step: int) -> int:
         """Return the tokens trained on after ``step`` steps. TorchTitan's own number counts those of every CP rank."""
-        dims = self.parallel_dims
-        return step * tokens_per_step(self.job_config, dims.dp_replicate * dims.dp_shard)
+        return step * tokens_per_step(self.job_config, self._dp_degree)
 
-    @property
-    def total_tokens(self) -> int:
-        """Return the tokens that this job will have seen at its end."""
-        dims = self.parallel_dims
-        return self.tokens_seen(last_step(self.job_config, dims.dp_replicate * dims.dp_shard))
-
-    def time_left(self, tokens: int) -> str:
-        """Format the time left, as ", 3:10:00 left", at the pace since this job's first log; empty at the first log."""
-        now = time.monotonic()
+    def progress(self, tokens: int) -> str:
+        """Format the progress, as " of 2,048 (12.5%, 3:10:00 left)", at the pace since this job's first log."""
+        total, now, left = self.tokens_seen(last_step(self.job_config, self._dp_degree)), time.monotonic(), ""
         if self._first_log is None:
             self._first_log = (now, tokens)
-            return ""
-        since, then = self._first_log
-        pace = (tokens - then) / (now - since)
-        return f", {timedelta(seconds=round((self.total_tokens - tokens) / pace))} left"
+        else:
+            since, then = self._first_log
+            pace = (tokens - then) / (now - since)
+            left = f", {timedelta(seconds=round((total - tokens) / pace))} left"
+        return f" of {total:,} ({tokens / total:.1%}{left})"
 
     def data_metrics(self, seconds: float) -> dict[str, float]:
         """Combine the loader's counters of all ranks by sum or maximum (``loader.LARGEST``). This is a collective call.
 
-        Args:
-            seconds: time since the last log. stored_bytes_per_second and wait_fraction refer to it; wait_fraction is
-                that of the rank that waited longest for its data.
+        stored_bytes_per_second and wait_fraction refer to the ``seconds`` since the last log. wait_fraction is that of
+        the rank that waited longest for its data.
         """
         if self._loader is None:
             return {}
@@ -180,11 +170,9 @@ class DispersionMetrics(MetricsProcessor):
         grad_norm: float,
         extra_metrics: dict[str, Any] | None = None,
     ) -> None:
-        terms = self.ledger.mean(self.parallel_dims.get_optional_mesh("loss")) or {
-            "ce": global_avg_loss,
-            "dispersion": 0.0,
-        }
-        fit_error = self.ledger.worst_fit(self.parallel_dims.get_optional_mesh("loss"))
+        mesh = self.parallel_dims.get_optional_mesh("loss")
+        terms = self.ledger.mean(mesh) or {"ce": global_avg_loss, "dispersion": 0.0}
+        fit_error = self.ledger.worst_fit(mesh)
         self.ledger.reset()
         extra = dict(extra_metrics or {})
         extra["n_tokens_seen"] = tokens = self.tokens_seen(step)
@@ -199,11 +187,9 @@ class DispersionMetrics(MetricsProcessor):
         tps = self.ntokens_since_last_log / (seconds * self.parallel_dims.non_data_parallel_size)
         super().log(step, global_avg_loss, global_max_loss, grad_norm, extra)
         color = self.color
-        progress = f" of {self.total_tokens:,} ({tokens / self.total_tokens:.1%}{self.time_left(tokens)})"
-        progress += _said(data)
         logger.info(
             f"{color.red}step: {step:2}  {color.green}ce: {terms['ce']:8.5f}  {color.magenta}dispersion: "
-            f"{terms['dispersion']:8.5f}  {color.blue}tokens: {tokens:,}{progress}{color.reset}"
+            f"{terms['dispersion']:8.5f}  {color.blue}tokens: {tokens:,}{self.progress(tokens)}{_said(data)}{color.reset}"
         )
         if slowest is not None:
             logger.warning(
@@ -233,11 +219,7 @@ class DispersionMetrics(MetricsProcessor):
     def log_condensation(self, step: int, found: Condensation, seconds: float) -> None:
         """Log a measurement on rank 0: console, TensorBoard (W&B), metrics.jsonl and RUN/condensation/step-N.npz.
 
-        Args:
-            step: steps trained before the measurement.
-            found: the measurement on held-out text; the .npz file holds its histograms.
-            seconds: time that the measurement took. Neither this nor the time to write counts in the throughput of
-                training.
+        Neither the ``seconds`` that the measurement took nor the time to write count in the throughput of training.
         """
         began = time.perf_counter()
         self.time_last_log += seconds
@@ -258,25 +240,21 @@ class DispersionMetrics(MetricsProcessor):
         append_json(
             self._jsonl, {"step": step, "time": time.time(), "condensation": found.to_json(), "seconds": seconds}
         )
-        cosines = " ".join(f"{c:.2f}" for c in found.mean_cosine[: found.last_block + 1])
-        normed = f"  after the final norm: {found.mean_cosine[-1]:.2f}" if found.final_norm else ""
+        cosines = " ".join(f"{c:.2f}" for c in found.mean_cosine[:-1])
         logger.info(
             f"{self.color.cyan}step: {step:2}  held-out text: ce: {found.cross_entropy:8.5f}  "
-            f"mean cosine, embedding → last block: {cosines}{normed}  over depth: {found.before_norm}  "
-            f"({seconds:.1f} s){self.color.reset}"
+            f"mean cosine, embedding → last block: {cosines}  after the final norm: {found.mean_cosine[-1]:.2f}  "
+            f"over depth: {found.before_norm}  ({seconds:.1f} s){self.color.reset}"
         )
 
     def _condensation_scalars(self, found: Condensation) -> dict[str, float]:
-        """Return the scalars of a measurement, by tag, without those that are NaN.
-
-        With condensation.per_layer, those of each layer are among them (4 × 29 for 0.6B).
-        """
+        """Return the scalars of a measurement, by tag, without those that are NaN."""
         scalars = {
             f"condensation_{name}/{part}": value
             for name, parts in found.by_part().items()
             for part, value in parts.items()
         }
-        if self.job_config.condensation.per_layer:  # type: ignore[attr-defined]
+        if self.job_config.condensation.per_layer:  # type: ignore[attr-defined]  # 4 × 29 scalars for 0.6B
             scalars |= {
                 f"condensation_{name}/layer_{i:02}": values[i]
                 for name, values in found.by_layer().items()

@@ -47,14 +47,8 @@ _ALLOWED: dict[tuple[str, str], Any] = {
     **{
         (metadata.__name__, name): getattr(metadata, name)
         for name in (
-            "BytesStorageMetadata",
-            "ChunkStorageMetadata",
-            "Metadata",
-            "MetadataIndex",
-            "StorageMeta",
-            "TensorProperties",
-            "TensorStorageMetadata",
-            "_MEM_FORMAT_ENCODING",
+            *("BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta"),
+            *("TensorProperties", "TensorStorageMetadata", "_MEM_FORMAT_ENCODING"),
         )
     },
     (filesystem.__name__, "_StorageInfo"): filesystem._StorageInfo,
@@ -134,10 +128,7 @@ def read_metadata(folder: str | os.PathLike[str]) -> Metadata:
 
 
 class Reader(dcp.FileSystemReader):
-    """Extend DCP's reader to avoid its unpickling.
-
-    DCP itself reads tensors with ``weights_only=True``.
-    """
+    """Extend DCP's reader to avoid its unpickling. DCP itself reads tensors with ``weights_only=True``."""
 
     def read_metadata(self) -> Metadata:  # type: ignore[override]  # a rank is for saves without collectives
         found = read_metadata(self.path)

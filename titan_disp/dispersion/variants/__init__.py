@@ -6,11 +6,7 @@ from titan_disp.dispersion.variants.decorrelation import Decorrelation
 from titan_disp.dispersion.variants.l2_repel import L2Repel
 from titan_disp.dispersion.variants.orthogonalization import Orthogonalization
 
-VARIANTS: dict[str, type[Variant]] = {
-    "angular": Angular,
-    "decorrelation": Decorrelation,
-    "l2_repel": L2Repel,
-    "orthogonalization": Orthogonalization,
-}
+_ALL: tuple[type[Variant], ...] = (Angular, Decorrelation, L2Repel, Orthogonalization)
+VARIANTS = {kind.name: kind for kind in _ALL}
 
 __all__ = ["VARIANTS", "Variant"]

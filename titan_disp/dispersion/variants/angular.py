@@ -8,13 +8,11 @@ import math
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
 from torch import Tensor
 
 from titan_disp.dispersion.masks import Count
 from titan_disp.dispersion.pairwise import PairFunction
-from titan_disp.dispersion.variants.base import CosineVariant, bound_of, check_clamp, check_tau, slope_of_arccos
-from titan_disp.dispersion.vectors import Normalized, check_norm_eps
+from titan_disp.dispersion.variants.base import AngleVariant, bound_of, check_tau, safe_log, slope_of_arccos
 
 
 @functools.cache
@@ -31,27 +29,19 @@ def angular_pair(tau: float, clamp: float) -> PairFunction:
 
 
 @dataclass(frozen=True)
-class Angular(CosineVariant):
-    """L = log S − log(N(N−1)), where w = exp(−D/τ) is smooth enough for the moments estimator's quadratics."""
-
-    estimators: ClassVar[tuple[str, ...]] = ("exact", "moments", "sampled")
+class Angular(AngleVariant):
+    name: ClassVar[str] = "angular"
+    estimators: ClassVar[tuple[str, ...]] = ("exact", "moments", "sampled")  # w is smooth enough for quadratics
 
     tau: float
-    clamp: float
-    norm_eps: float
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         check_tau(self.tau)
-        check_clamp(self.clamp)
-        check_norm_eps(self.norm_eps)
 
     @property
     def pair(self) -> PairFunction:
         return angular_pair(self.tau, self.clamp)
 
-    def units(self, z: Tensor) -> Normalized:
-        return Normalized(z, self.norm_eps)
-
     def normalize(self, sums: Tensor, tokens: Count) -> Tensor:
-        # With the moments estimator, the sum comes from a fit and may be negative for unusual inputs.
-        return torch.log((sums / (tokens * (tokens - 1))).clamp_min(torch.finfo(sums.dtype).tiny))
+        return safe_log(super().normalize(sums, tokens))

@@ -1,4 +1,4 @@
-"""This module defines what every variant of the loss implements, and what the functions of cosines share."""
+"""This module defines what every variant of the loss implements, and what functions of cosines and of angles share."""
 
 import math
 from abc import ABC, abstractmethod
@@ -15,17 +15,18 @@ from titan_disp.dispersion.layers import Layers
 from titan_disp.dispersion.masks import Count, TokenMask
 from titan_disp.dispersion.moments import Quadratic, fit, quadratic_sum_, sample, sample_tokens
 from titan_disp.dispersion.pairwise import PairFunction, pair_sums
-from titan_disp.dispersion.vectors import Units
+from titan_disp.dispersion.vectors import Normalized, Units, check_norm_eps
 
 # Takes tokens z [B, n, F], their mask, their units and the units' vectors; returns the quadratics that stand for w.
 QuadraticOf = Callable[[Tensor, TokenMask | None, Units, Tensor], Quadratic]
 
 # exp(−1/τ) must be a normal fp32 number (exp(−80) ≈ 2e−35); otherwise a sum of such numbers could underflow to 0.
 MIN_TAU = 1.0 / 80.0
+# arccos has an infinite slope at ±1. A smaller κ is raised to this value, which bounds the slope by 1/√(2κ) ≈ 700.
+MIN_CLAMP = 1e-6
 
 
 def check_tau(tau: float) -> None:
-    """Raise ValueError unless τ is at least ``MIN_TAU``."""
     if not (math.isfinite(tau) and tau >= MIN_TAU):
         raise ValueError(f"tau is {tau}, expected a number ≥ {MIN_TAU}: exp(-1/tau) must be representable in float32")
 
@@ -35,11 +36,13 @@ class Variant(ABC):
     """A variant is a frozen dataclass. Its fields are the options of ``DispersionLoss`` that it uses.
 
     Attributes:
+        name: ``DispersionLoss.variant``.
         estimators: the estimators that it supports.
         bf16_products: whether products may be formed in bf16 under AMP.
         linear_in_tokens: whether its exact form takes time linear in the number of tokens.
     """
 
+    name: ClassVar[str]
     estimators: ClassVar[tuple[str, ...]] = ("exact", "sampled")
     bf16_products: ClassVar[bool] = True
     linear_in_tokens: ClassVar[bool] = False
@@ -57,7 +60,8 @@ class Variant(ABC):
 class CosineVariant(Variant):
     """The loss is a function of S = Σ_{i≠j} w(c_ij), where c_ij is the cosine of two tokens' unit vectors.
 
-    Subclasses define ``pair`` (w and dw/dc), ``units`` (tokens → unit vectors) and ``normalize`` (S → loss).
+    Subclasses define ``pair`` (w and dw/dc), ``units`` (tokens → unit vectors) and, unless the loss is the mean of w,
+    ``normalize``.
     """
 
     @property
@@ -69,9 +73,9 @@ class CosineVariant(Variant):
     def units(self, z: Tensor) -> Units:
         """Return the unit vectors of z [B, n, F]."""
 
-    @abstractmethod
     def normalize(self, sums: Tensor, tokens: Count) -> Tensor:
-        """Return the loss [L, B], given S [L, B] and the number of tokens per sequence."""
+        """Return the loss [L, B], given S [L, B] and the number of tokens per sequence: the mean over pairs i ≠ j."""
+        return sums / (tokens * (tokens - 1))
 
     def exact(self, layers: Layers) -> Tensor:
         def own_part(z: Tensor, mask: TokenMask | None) -> Result:
@@ -111,20 +115,32 @@ class CosineVariant(Variant):
         return self.normalize(layers.sum_over_group(layers.each(own_part)), layers.tokens)
 
 
-# Some variants use the angle between unit vectors: D = arccos(c̃)/π, c̃ = clamp(c, −1+κ, 1−κ).
-#
-# The clamp is straight-through: beyond the bound, the gradient keeps the slope that it has at the bound. A hard clamp
-# would zero the gradient exactly where tokens have collapsed onto each other.
+def safe_log(mean: Tensor) -> Tensor:
+    """Return the log of a mean of positive w. It is finite where the mean is not positive: a sequence may have no pair.
+
+    With the moments estimator, the sum comes from a fit and may be negative for unusual inputs.
+    """
+    return torch.log(mean.clamp_min(torch.finfo(mean.dtype).tiny))
 
 
-# arccos has an infinite slope at ±1. A smaller κ is raised to this value, which bounds the slope by 1/√(2κ) ≈ 700.
-MIN_CLAMP = 1e-6
+@dataclass(frozen=True)
+class AngleVariant(CosineVariant):
+    """w is a function of the angle D = arccos(c̃)/π between unit vectors, where c̃ = clamp(c, −1+κ, 1−κ).
 
+    The clamp is straight-through: beyond the bound, the gradient keeps the slope that it has at the bound. A hard clamp
+    would zero the gradient exactly where tokens have collapsed onto each other.
+    """
 
-def check_clamp(clamp: float) -> None:
-    """Raise ValueError unless κ is in [0, 1)."""
-    if not 0.0 <= clamp < 1.0:
-        raise ValueError(f"clamp is {clamp}, expected a number in [0, 1)")
+    clamp: float
+    norm_eps: float
+
+    def __post_init__(self) -> None:
+        if not 0.0 <= self.clamp < 1.0:
+            raise ValueError(f"clamp is {self.clamp}, expected a number in [0, 1)")
+        check_norm_eps(self.norm_eps)
+
+    def units(self, z: Tensor) -> Normalized:
+        return Normalized(z, self.norm_eps)
 
 
 def bound_of(clamp: float) -> float:

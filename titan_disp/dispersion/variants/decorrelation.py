@@ -6,7 +6,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from titan_disp.dispersion.layers import Layers
-from titan_disp.dispersion.masks import Count, TokenMask
+from titan_disp.dispersion.masks import TokenMask
 from titan_disp.dispersion.moments import Quadratic
 from titan_disp.dispersion.pairwise import PairFunction
 from titan_disp.dispersion.variants.base import CosineVariant
@@ -27,8 +27,9 @@ def square_of_all(z: Tensor, mask: TokenMask | None, units: Units, u: Tensor) ->
 
 @dataclass(frozen=True)
 class Decorrelation(CosineVariant):
-    """L = S / (N(N−1)) with w = c², a quadratic. The exact form therefore takes time linear in N where F < N."""
+    """As w = c² is a quadratic, the exact form takes time linear in N where F < N."""
 
+    name: ClassVar[str] = "decorrelation"
     linear_in_tokens: ClassVar[bool] = True
 
     @property
@@ -37,9 +38,6 @@ class Decorrelation(CosineVariant):
 
     def units(self, z: Tensor) -> Standardized:
         return Standardized(z)
-
-    def normalize(self, sums: Tensor, tokens: Count) -> Tensor:
-        return sums / (tokens * (tokens - 1))
 
     def exact(self, layers: Layers) -> Tensor:
         if max(layers.features) < layers.length:

@@ -38,6 +38,7 @@ class L2Repel(Variant):
     With λ_norm = 0, distances could grow without bound.
     """
 
+    name: ClassVar[str] = "l2_repel"
     bf16_products: ClassVar[bool] = False  # distances are differences
 
     tau: float

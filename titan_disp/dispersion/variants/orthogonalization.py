@@ -3,13 +3,12 @@
 import functools
 import math
 from dataclasses import dataclass
+from typing import ClassVar
 
 from torch import Tensor
 
-from titan_disp.dispersion.masks import Count
 from titan_disp.dispersion.pairwise import PairFunction
-from titan_disp.dispersion.variants.base import CosineVariant, bound_of, check_clamp, slope_of_arccos
-from titan_disp.dispersion.vectors import Normalized, check_norm_eps
+from titan_disp.dispersion.variants.base import AngleVariant, bound_of, slope_of_arccos
 
 
 @functools.cache
@@ -27,22 +26,9 @@ def orthogonalization_pair(clamp: float) -> PairFunction:
 
 
 @dataclass(frozen=True)
-class Orthogonalization(CosineVariant):
-    """L = S / (N(N−1)), w = max(0, ½ − D)²."""
-
-    clamp: float
-    norm_eps: float
-
-    def __post_init__(self) -> None:
-        check_clamp(self.clamp)
-        check_norm_eps(self.norm_eps)
+class Orthogonalization(AngleVariant):
+    name: ClassVar[str] = "orthogonalization"
 
     @property
     def pair(self) -> PairFunction:
         return orthogonalization_pair(self.clamp)
-
-    def units(self, z: Tensor) -> Normalized:
-        return Normalized(z, self.norm_eps)
-
-    def normalize(self, sums: Tensor, tokens: Count) -> Tensor:
-        return sums / (tokens * (tokens - 1))

@@ -11,23 +11,14 @@ from datetime import timedelta
 from importlib import import_module
 from importlib.metadata import version
 from pathlib import Path
-from typing import Literal
 
 import torch
 
+from titan_disp.config.options import EvaluateOptions, ExportOptions
 from titan_disp.errors import ConfigError
 from titan_disp.files import no_bars_in_logs
 from titan_disp.lab.evaluate.compare import Comparison, compare, pooled, to_csv, to_markdown
-from titan_disp.lab.evaluate.harness import (
-    PROTOCOLS,
-    Dtype,
-    Result,
-    Settings,
-    Suite,
-    build_suite,
-    run_model,
-    warnings_once,
-)
+from titan_disp.lab.evaluate.harness import PROTOCOLS, Result, Settings, Suite, build_suite, run_model, warnings_once
 from titan_disp.lab.export.export import export
 from titan_disp.lab.inspection.targets import Target, find_targets, name_of, parse_group
 from titan_disp.run.folder import write_json
@@ -36,55 +27,30 @@ Conditions = Mapping[str, Sequence[str]]
 """The names of models by condition. The models are the seeds of the condition. A single model is its own condition."""
 
 
-def evaluate(
-    models: Sequence[str | Path],
-    tasks: Sequence[str] = ("paper",),
-    limit: int | None = None,
-    num_fewshot: int | None = None,
-    batch_size: int | Literal["auto"] = "auto",
-    device: str | None = None,
-    dtype: Dtype = "auto",
-    seed: int = 0,
-    include_path: Path | None = None,
-    out: Path = Path("evaluation"),
-    protocol: str = "paper",
-) -> Comparison:
-    """Run lm-evaluation-harness on models, compare all with the first, and write the files of ``out``.
+def evaluate(options: EvaluateOptions) -> Comparison:
+    """Run lm-evaluation-harness on models, compare all with the first, and write the files of ``options.out``.
 
-    The files are written after each model: results.json (all numbers of the harness and of the comparison, settings,
-    versions), samples.jsonl (every metric of every document), table.md and table.csv.
-
-    Args:
-        models: Hugging Face folders of causal language models, such as titan-disp export writes, models of the hub, and
-            RUN or RUN/STEP, which is exported temporarily; or ``NAME=MODEL,MODEL,…``: seeds of one condition, which are
-            compared as one model. One model at a time is loaded.
-        tasks: names of the harness's tasks, groups or tags, or "paper"; see ``build_suite``.
-        limit: documents per task, from the first on; by default the protocol's.
-        num_fewshot: examples in the prompt; by default the protocol's or the task's.
-        batch_size: sequences per batch, or "auto".
-        dtype: dtype of the weights; "auto" keeps the saved one.
-        seed: seed for the choice of examples.
-        include_path: folder with more task files.
-        device: a device such as "cpu"; by default the GPU, or the CPU without one.
-        out: a folder without an earlier evaluation.
-        protocol: a key of ``PROTOCOLS``, which sets the number of documents and examples.
+    One model at a time is loaded. The files are written after each model: results.json (all numbers of the harness and
+    of the comparison, settings, versions), samples.jsonl (every metric of every document), table.md and table.csv.
 
     Raises:
         ConfigError: A model, task, data set or device does not exist, or a number is out of range; nothing is evaluated
             then. Weights are missing or damaged, or a run cannot be exported; the models before it are evaluated then.
     """
-    for option, number, least in (("--limit", limit, 1), ("--num-fewshot", num_fewshot, 0), ("--seed", seed, 0)):
-        if number is not None and number < least:
-            raise ConfigError(f"{option} is {number}, expected at least {least}")
-    if batch_size != "auto" and batch_size < 1:
-        raise ConfigError(f"--batch-size is {batch_size}, expected auto or at least 1")
+    least = {"limit": 1, "num_fewshot": 0, "seed": 0}
+    for name, minimum in least.items():
+        value = getattr(options, name)
+        if value is not None and value < minimum:
+            raise ConfigError(f"--{name.replace('_', '-')} is {value}, expected at least {minimum}")
+    if options.batch_size != "auto" and options.batch_size < 1:
+        raise ConfigError(f"--batch-size is {options.batch_size}, expected auto or at least 1")
     _require_harness()
-    chosen = PROTOCOLS[protocol]
-    settings = Settings(limit or chosen.limit, batch_size, _find_device(device), dtype, seed)
-    found, conditions = _find_models(list(map(str, models)))
+    chosen, out, device = PROTOCOLS[options.protocol], options.out, _find_device(options.device)
+    settings = Settings(options.limit or chosen.limit, options.batch_size, device, options.dtype, options.seed)
+    found, conditions = _find_models(list(map(str, options.models)))
     _check_out(out)
     with warnings_once(), no_bars_in_logs():
-        suite = build_suite(tasks, include_path, num_fewshot, chosen.shots)
+        suite = build_suite(options.tasks, options.include_path, options.num_fewshot, chosen.shots)
         results: dict[str, Result] = {}
         for name, model in _with_progress(found):
             with _as_hugging_face(model, out) as folder:
@@ -93,7 +59,7 @@ def evaluate(
                 file.writelines(json.dumps({"model": name, **sample}) + "\n" for sample in results[name].samples)
             comparison = _compare(suite, conditions, results)
             notes = _dtype_note(results)
-            _write(out, comparison, notes, settings, suite, found, conditions, results, protocol)
+            _write(out, comparison, notes, settings, suite, found, conditions, results, options.protocol)
     print(to_markdown(comparison, notes))
     print(f"{out}: results.json, samples.jsonl, table.md, table.csv")
     return comparison
@@ -172,7 +138,7 @@ def _as_hugging_face(model: Target, out: Path) -> Iterator[Path]:
         yield model.folder
         return
     with tempfile.TemporaryDirectory(prefix=".export-", dir=out) as folder:
-        export(f"{model.run}/{model.step}", Path(folder) / "model")
+        export(ExportOptions(f"{model.run}/{model.step}", Path(folder) / "model"))
         yield Path(folder) / "model"
 
 

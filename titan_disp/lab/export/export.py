@@ -1,28 +1,27 @@
-"""This module exports a saved model to a Hugging Face folder that ``from_pretrained`` loads."""
+"""A saved model is exported to a Hugging Face folder that ``from_pretrained`` loads."""
 
-import json
 import os
 import shutil
 import sys
 from pathlib import Path
-from typing import Any
 
 import torch
 from huggingface_hub import save_torch_state_dict
 from safetensors import SafetensorError
 from torchtitan.config import TORCH_DTYPE_MAP
 
+from titan_disp.config.options import ExportOptions
 from titan_disp.data.hf_tokenizer import local_documents
 from titan_disp.errors import ConfigError
 from titan_disp.lab.export.model_card import model_card
 from titan_disp.lab.export.saved import SavedModel, find_saved, load_weights
-from titan_disp.run.hf_folder import describe
+from titan_disp.run.checkpoint import describe
+from titan_disp.run.reader import read_environment
+from titan_disp.text import byte_size
 
 
 def hf_weights(saved: SavedModel, dtype: str = "float32") -> dict[str, torch.Tensor]:
-    """Load the weights under Hugging Face's names on the CPU. A tied embedding is included once.
-
-    This needs the memory of the float32 weights.
+    """Load the weights under Hugging Face's names on the CPU, in float32 at first. A tied embedding is included once.
 
     Raises:
         CheckpointError: The checkpoint is damaged.
@@ -38,21 +37,8 @@ def hf_weights(saved: SavedModel, dtype: str = "float32") -> dict[str, torch.Ten
     return weights
 
 
-def export(
-    target: str | Path,
-    dest: str | Path,
-    dtype: str = "float32",
-    max_shard_size: str = "5GB",
-    tokenizer: str | Path | None = None,
-) -> SavedModel:
+def export(options: ExportOptions) -> SavedModel:
     """Write a Hugging Face folder with weights, config, tokenizer and model card. The export is atomic.
-
-    Args:
-        target: RUN (its newest checkpoint) or RUN/STEP.
-        dest: folder to write. It must be empty or not exist.
-        dtype: float32, bfloat16 or float16.
-        max_shard_size: largest size of one safetensors file, such as "5GB".
-        tokenizer: folder of the tokenizer, if ``model.hf_assets_path`` does not exist here.
 
     Returns:
         The exported checkpoint.
@@ -61,26 +47,25 @@ def export(
         ConfigError: The checkpoint or the tokenizer does not exist, ``dest`` is not empty, the disk is full, or the
             tokenizer cannot be converted.
     """
-    dest = Path(dest).absolute()
+    dest, dtype, tokenizer = options.dest.absolute(), options.dtype, options.tokenizer
     if dest.exists() and not (dest.is_dir() and not any(dest.iterdir())):
         raise ConfigError(f"{str(dest)!r} already exists; choose a new folder, or remove this one")
-    saved = find_saved(target)
+    saved = find_saved(options.target)
     loaded = saved.tokenizer(tokenizer)
     partial = dest.with_name(f".{dest.name}.partial")
     try:
         shutil.rmtree(partial, ignore_errors=True)  # left by an export that was killed
         partial.mkdir(parents=True)
-        text_field = saved.config.get("stream", {}).get("text_field", "text")
-        documents = local_documents(_data_path(saved.config), text_field)
+        stream, training = saved.config["stream"], saved.config["training"]
+        data = stream["sources"][0]["path"] if stream["sources"] else training["dataset_path"]
+        documents = local_documents(data, stream["text_field"])
         describe(partial, saved.adapter(), saved.tokenizer_folder(tokenizer), loaded, dtype, documents)
         weights = hf_weights(saved, dtype)
-        environment = saved.run / "environment.json"
-        facts = json.loads(environment.read_text()) if environment.is_file() else {}
         parameters = sum(w.numel() for w in weights.values())
-        (partial / "README.md").write_text(model_card(saved, dest.name, parameters, dtype, facts))
+        (partial / "README.md").write_text(model_card(saved, dest.name, parameters, dtype, read_environment(saved.run)))
         size = sum(weight.nbytes for weight in weights.values())
-        print(f"{saved.name}: writing {size / 1e6:,.0f} MB", file=sys.stderr)
-        _save(weights, partial, max_shard_size)
+        print(f"{saved.name}: writing {byte_size(size)}", file=sys.stderr)
+        _save(weights, partial, options.max_shard_size)
         os.rename(partial, dest)
     except (OSError, SafetensorError) as error:
         raise ConfigError(
@@ -89,13 +74,6 @@ def export(
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     return saved
-
-
-def _data_path(config: dict[str, Any]) -> str | None:
-    """Return the path of the run's training data. If there are several sources, it is the first one's."""
-    sources = config.get("stream", {}).get("sources")
-    path: str | None = sources[0]["path"] if sources else config["training"]["dataset_path"]
-    return path
 
 
 def _save(weights: dict[str, torch.Tensor], folder: Path, max_shard_size: str) -> None:

@@ -1,4 +1,4 @@
-"""This module generates text on a CPU with a saved or exported model."""
+"""A saved or exported model generates text on a CPU."""
 
 import sys
 from pathlib import Path
@@ -7,20 +7,18 @@ from typing import Any
 import torch
 from torchtitan.components.tokenizer import BaseTokenizer
 
+from titan_disp.config.options import GenerateOptions
 from titan_disp.data.hf_tokenizer import plain_encoder
 from titan_disp.data.tokenizer import load_tokenizer
 from titan_disp.errors import ConfigError
 from titan_disp.lab.export.export import hf_weights
-from titan_disp.lab.export.saved import find_saved, is_run, load_causal_lm, longest_sequence
-from titan_disp.run.hf_folder import hf_config
+from titan_disp.lab.export.saved import find_saved, load_causal_lm, longest_sequence
+from titan_disp.run.checkpoint import hf_config
+from titan_disp.run.reader import is_run
 
 
 def _load(target: str | Path, tokenizer: str | Path | None) -> tuple[Any, BaseTokenizer, int]:
-    """Load a transformers model from a run's checkpoint or a Hugging Face folder.
-
-    Returns:
-        The model, its tokenizer, and the tokens of its longest sequence.
-    """
+    """Return a transformers model, its tokenizer, and the tokens of its longest sequence."""
     import transformers
     from transformers.utils import logging
 
@@ -37,25 +35,8 @@ def _load(target: str | Path, tokenizer: str | Path | None) -> tuple[Any, BaseTo
     return model, loaded, adapter.model_args.max_seq_len
 
 
-def generate(
-    target: str | Path,
-    prompt: str,
-    max_new_tokens: int = 64,
-    temperature: float = 0.8,
-    top_k: int = 50,
-    seed: int = 0,
-    tokenizer: str | Path | None = None,
-) -> str:
+def generate(options: GenerateOptions) -> str:
     """Continue a prompt up to EOS, ``max_new_tokens``, or the sequence length of training.
-
-    Args:
-        target: RUN (its newest checkpoint), RUN/STEP, or a Hugging Face folder.
-        prompt: beginning of the text; an empty one begins a new document.
-        max_new_tokens: most tokens to generate.
-        temperature: temperature of the sampling; 0 always takes the most probable token.
-        top_k: number of most probable tokens to sample from; 0 means all.
-        seed: seed of the sampling.
-        tokenizer: folder of the tokenizer, if the path in the run's config does not exist here.
 
     Returns:
         The prompt and its continuation.
@@ -65,14 +46,15 @@ def generate(
     """
     from transformers import GenerationConfig
 
+    max_new_tokens, temperature, top_k = options.max_new_tokens, options.temperature, options.top_k
     if max_new_tokens < 1 or temperature < 0 or top_k < 0:
         raise ConfigError(
             f"max_new_tokens is {max_new_tokens}, temperature is {temperature} and top_k is {top_k}; expected at least "
             "1, 0 and 0"
         )
-    model, loaded, longest = _load(target, tokenizer)
+    model, loaded, longest = _load(options.target, options.tokenizer)
     begin = [] if loaded.bos_id is None else [loaded.bos_id]
-    ids = begin + plain_encoder(loaded)(prompt) or [loaded.eos_id]
+    ids = begin + plain_encoder(loaded)(options.prompt) or [loaded.eos_id]
     if len(ids) >= longest:
         raise ConfigError(
             f"the prompt has {len(ids)} tokens, expected fewer than the {longest} that the model was trained on"
@@ -89,6 +71,6 @@ def generate(
     )
     inputs = torch.tensor([ids])
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+        torch.manual_seed(options.seed)
         (output,) = model.generate(inputs, attention_mask=torch.ones_like(inputs), generation_config=settings)
     return loaded.decode(output.tolist())

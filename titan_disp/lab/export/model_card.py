@@ -1,4 +1,4 @@
-"""This module writes the README.md of an exported model from the files of its run."""
+"""The README.md of an exported model is written from the files of its run."""
 
 import contextlib
 import math
@@ -11,7 +11,8 @@ from titan_disp.data.fingerprint import read_data_state
 from titan_disp.errors import CheckpointError, ConfigError, counted
 from titan_disp.lab.export.saved import SavedModel
 from titan_disp.models.baselines import OPTIONS
-from titan_disp.run.folder import read_condensation, read_metrics, read_validation
+from titan_disp.run.reader import read_condensation, read_metrics, read_validation
+from titan_disp.text import byte_size
 
 SHOWN_FILES = 4  # up to so many files are listed; otherwise the first and the last one
 PAPER = "https://arxiv.org/abs/2602.00217"
@@ -19,10 +20,7 @@ SHOWN = ("python", "titan-disp", "torch", "torchtitan", "tokenizers", "sentencep
 
 
 def _files(saved: SavedModel) -> list[tuple[str, int]]:
-    """Return name and bytes of every file of training data, from the checkpoint or else from this disk.
-
-    The list is empty if both fail.
-    """
+    """Return name and bytes of every file of training data, from the checkpoint or else from this disk, if possible."""
     training = saved.config["training"]
     if not saved.in_hf_format:
         with contextlib.suppress(CheckpointError):
@@ -37,7 +35,7 @@ def _files(saved: SavedModel) -> list[tuple[str, int]]:
 
 def _data(saved: SavedModel) -> str:
     """Describe the files of the data and their origin. Only the last part of a path makes sense elsewhere."""
-    if sources := saved.config.get("stream", {}).get("sources"):  # configs of older runs have none
+    if sources := saved.config["stream"]["sources"]:
         total = sum(source["weight"] for source in sources)
         parts = ", ".join(f"{_source(source)} ({source['weight'] / total:.0%})" for source in sources)
         return parts + (f"; in total {_listed(files)}" if (files := _files(saved)) else "")
@@ -52,34 +50,20 @@ def _listed(files: Sequence[tuple[str, int]]) -> str:
     """Describe the number, size and names of files. Of many files, only the first and the last are named."""
     names = [f"`{name}`" for name, _ in files]
     listed = ", ".join(names) if len(names) <= SHOWN_FILES else f"{names[0]} to {names[-1]}"
-    return f"{counted(len(files), 'file')}, {_bytes(sum(size for _, size in files))}: {listed}"
-
-
-def _bytes(size: float) -> str:
-    for unit, name in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB")):
-        if size >= unit:
-            return f"{size / unit:.4g} {name}"
-    return f"{size / 1e3:.4g} kB"
+    return f"{counted(len(files), 'file')}, {byte_size(sum(size for _, size in files))}: {listed}"
 
 
 def _condensation(measured: Mapping[str, Any]) -> str:
-    """Describe the output of ``Condensation.to_json``. Its layers end with the last block in older versions."""
+    """Describe the output of ``Condensation.to_json``."""
     mean = [math.nan if value is None else value for value in measured["mean_cosine"]]
-    normed = measured.get("layers", [""])[-1] == "final norm"
-    blocks = mean[1 : len(mean) - normed]
-    over_depth = measured.get("before_norm", measured)
-    parts = [
-        *(f"{mean[0]:.3f} in the embedding", f"{sum(blocks) / len(blocks):.3f} on average over the blocks"),
-        f"{blocks[-1]:.3f} after the last block",
-        *([f"{mean[-1]:.3f} after the final norm"] if normed else []),
-    ]
-    ranks = [
-        f"{letter} {over_depth[name]:.2f}"
-        for name, letter in (("spearman", "ρ"), ("kendall", "τ"))
-        if over_depth.get(name) is not None
-    ]
-    depth = f"; with depth, up to the last block: {', '.join(ranks)}" if ranks else ""
-    return f"mean cosine of two tokens {', '.join(parts)}{depth}"
+    blocks, over_depth = mean[1:-1], measured["before_norm"]
+    told = (
+        f"mean cosine of two tokens {mean[0]:.3f} in the embedding, {sum(blocks) / len(blocks):.3f} on average over the "
+        f"blocks, {blocks[-1]:.3f} after the last block, {mean[-1]:.3f} after the final norm"
+    )
+    if over_depth["spearman"] is None:
+        return told
+    return f"{told}; with depth, up to the last block: ρ {over_depth['spearman']:.2f}, τ {over_depth['kendall']:.2f}"
 
 
 def _source(source: dict[str, Any]) -> str:
@@ -89,42 +73,16 @@ def _source(source: dict[str, Any]) -> str:
 def _dispersion(section: dict[str, Any]) -> str:
     if not section["enabled"]:
         return "off: plain cross-entropy"
-    names = (
-        "coeff",
-        "tau",
-        "layers",
-        "final_norm",
-        "variant",
-        "estimator",
-        "clamp",
-        "norm_eps",
-        "norm_coeff",
-        "include_diagonal",
-        "max_tokens",
-        "warmup_steps",
-        "decay",
-        "decay_steps",
-        "final_coeff",
-    )
-    return ", ".join(f"{name} = {section[name]}" for name in names if name in section)  # older runs have fewer keys
+    return ", ".join(f"{name} = {value}" for name, value in section.items() if name != "enabled")
 
 
 def _baseline(section: dict[str, Any]) -> str:
     method = section["method"]
-    options = {k: v for k, v in section.items() if OPTIONS.get(k) == method}
-    return ", ".join([method, *(f"{name} = {value}" for name, value in options.items())])
+    return ", ".join([method, *(f"{name} = {value}" for name, value in section.items() if OPTIONS.get(name) == method)])
 
 
 def model_card(saved: SavedModel, name: str, parameters: int, dtype: str, environment: dict[str, Any]) -> str:
-    """Write the text of README.md.
-
-    Args:
-        saved: the checkpoint.
-        name: name of the exported model.
-        parameters: number of parameters; a tied embedding counts once.
-        dtype: dtype of the exported weights.
-        environment: contents of the run's environment.json, or {} if it is missing.
-    """
+    """Write the text of README.md. ``environment`` is the run's environment.json, or {} if it is missing."""
     config = saved.config
     training = config["training"]
     logged = {step: record for step, record in read_metrics(saved.run).items() if step <= saved.step}
@@ -137,8 +95,8 @@ def model_card(saved: SavedModel, name: str, parameters: int, dtype: str, enviro
         "optimizer": f"{config['optimizer']['name']}, peak learning rate {config['optimizer']['lr']:g}",
         "steps": f"{saved.step:,} of {training['steps']:,}",
     }
-    if (baseline := config.get("baseline", {"method": "none"}))["method"] != "none":  # older runs have no section
-        facts["baseline"] = _baseline(baseline)
+    if config["baseline"]["method"] != "none":
+        facts["baseline"] = _baseline(config["baseline"])
     if config["checkpoint"]["initial_load_in_hf"]:
         start = config["checkpoint"]["initial_load_path"] or config["model"]["hf_assets_path"]
         facts["started from"] = f"the weights of `{Path(start).name}`"
@@ -148,11 +106,11 @@ def model_card(saved: SavedModel, name: str, parameters: int, dtype: str, enviro
         facts["cross-entropy, training batch"] = f"{last['ce']:.4f} at step {step:,}"
         facts["dispersion loss, training batch"] = f"{last['dispersion']:.4f} at step {step:,}"
     measured = {step: one for step, one in read_condensation(saved.run).items() if step <= saved.step}
-    if measured and (held_out := max(measured.items()))[1].get("cross_entropy") is not None:
+    if measured and (held_out := max(measured.items()))[1]["cross_entropy"] is not None:
         step, one = held_out
         text = f"{counted(one['sequences'], 'sequence')} of {training['seq_len']:,} tokens"
         facts["cross-entropy, held-out text"] = f"{one['cross_entropy']:.4f} at step {step:,} ({text})"
-    validated = {step: loss for step, loss in read_validation(saved.run, config).items() if step <= saved.step}
+    validated = {step: loss for step, loss in read_validation(saved.run).items() if step <= saved.step}
     if validated:
         step, loss = max(validated.items())
         facts["cross-entropy, validation"] = f"{loss:.4f} at step {step:,}"

@@ -1,6 +1,8 @@
-"""This module loads a run's saved models on a CPU, from checkpoints of any mesh and without the optimizer."""
+"""A run's saved models are loaded on a CPU, from checkpoints of any mesh and without the optimizer.
 
-import json
+Causal language models of Hugging Face folders are loaded as well; incomplete ones are rejected.
+"""
+
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,23 +22,17 @@ from titan_disp.models.registry import MODELS, ModelEntry, find_model, model_arg
 from titan_disp.run import safe_dcp
 from titan_disp.run.identity import differences, read_identity
 from titan_disp.run.integrity import HASHES, checkpoints, has_hashes, verify
+from titan_disp.run.reader import is_run, read_config
 
 
 @dataclass(frozen=True)
 class SavedModel:
-    """One checkpoint of a run.
+    """One checkpoint of a run, in DCP's format or safetensors (``checkpoint.last_save_in_hf``)."""
 
-    Attributes:
-        run: the run's folder (``job.dump_folder``).
-        step: number of optimizer steps done.
-        folder: folder of the checkpoint, in DCP's format or safetensors (``checkpoint.last_save_in_hf``).
-        config: the run's resolved config from config.json.
-    """
-
-    run: Path
+    run: Path  # job.dump_folder
     step: int
     folder: Path
-    config: dict[str, Any]
+    config: dict[str, Any]  # the resolved one, from config.json
 
     @property
     def name(self) -> str:
@@ -53,26 +49,20 @@ class SavedModel:
     def model_args(self) -> DispModelArgs:
         """Return the flavor's arguments with model.overrides and the run's sequence length."""
         model = self.config["model"]
-        args = model_args(model["name"], model["flavor"], model.get("overrides", {}))  # older runs have none
+        args = model_args(model["name"], model["flavor"], model["overrides"])
         args.max_seq_len = self.config["training"]["seq_len"]
         return args
 
     def adapter(self) -> HfAdapter:
-        """Return the adapter that converts weights to and from transformers."""
         return self.entry.adapter(self.model_args(), None)
 
     @property
     def flavor(self) -> str:
         """The flavor and its overrides, for people."""
-        model = self.config["model"]
-        return named(model["flavor"], model.get("overrides", {}))
+        return named(self.config["model"]["flavor"], self.config["model"]["overrides"])
 
     def tokenizer_folder(self, override: str | Path | None = None) -> Path:
-        """Return ``override`` or ``model.hf_assets_path``, which may be relative to the folder where the run started.
-
-        Raises:
-            ConfigError: The folder does not exist.
-        """
+        """Return ``override`` or ``model.hf_assets_path``, which may be relative to the folder where the run started."""
         folder = Path(override or self.config["model"]["hf_assets_path"])
         if not folder.is_dir():
             raise ConfigError(
@@ -94,11 +84,6 @@ class SavedModel:
         return tokenizer
 
 
-def is_run(path: str | Path) -> bool:
-    """Return whether a path is a run's folder."""
-    return (Path(path) / "config.json").is_file() and (Path(path) / "metrics.jsonl").is_file()
-
-
 def saved_models(run: str | Path) -> list[SavedModel]:
     """Return all complete checkpoints of a run, by ascending step, with step 0 (``checkpoint.create_seed_checkpoint``).
 
@@ -111,7 +96,7 @@ def saved_models(run: str | Path) -> list[SavedModel]:
         raise ConfigError(
             f"{str(run)!r} {what}; expected a run's job.dump_folder, or RUN/STEP for one of its checkpoints"
         )
-    config = json.loads((run / "config.json").read_text())
+    config = read_config(run)
     if config["model"]["name"] not in MODELS:
         known = " or ".join(MODELS)
         raise ConfigError(f"{str(run)!r} trained the model {config['model']['name']!r}, expected {known}")
@@ -160,8 +145,7 @@ def load_weights(saved: SavedModel) -> dict[str, torch.Tensor]:
         raise CheckpointError(f"the checkpoint {str(saved.folder)!r} cannot be read: {reason}")
     if not has_hashes(saved.folder):
         logger.warning(
-            f"{saved.folder} has no {HASHES}, because an older version or TorchTitan's own trainer saved it: it is loaded "
-            "without verification"
+            f"{saved.folder} has no {HASHES}, because TorchTitan's own trainer saved it: it is loaded without verification"
         )
     with torch.device("meta"):
         wanted = saved.entry.model_cls(args).state_dict()
@@ -197,10 +181,7 @@ def load_weights(saved: SavedModel) -> dict[str, torch.Tensor]:
 
 
 def load_model(saved: SavedModel) -> DispModel:
-    """Load the model in float32 on the CPU, in eval mode.
-
-    It returns plain logits, or activations through ``return_activations``.
-    """
+    """Load the model in float32 on the CPU, in eval mode."""
     with torch.device("meta"):
         model = saved.entry.model_cls(saved.model_args())
     model.to_empty(device="cpu")
@@ -210,17 +191,13 @@ def load_model(saved: SavedModel) -> DispModel:
     return model.eval()
 
 
-# This module loads causal language models from Hugging Face folders, and rejects incomplete ones.
-
-
 def load_causal_lm(
     folder: str | Path, dtype: str = "float32", device_map: str | None = None, trust_remote_code: bool = False
 ) -> Any:
     """Load ``AutoModelForCausalLM`` from a local folder, in eval mode.
 
     Args:
-        folder: folder of the model.
-        dtype: dtype of the weights: "float32", "bfloat16", "float16", or "auto" for the saved one.
+        dtype: "float32", "bfloat16", "float16", or "auto" for the saved one.
         device_map: "auto" spreads the blocks over all GPUs (accelerate); None loads the model on the CPU.
         trust_remote_code: whether Python files of the folder may run if transformers does not know the model.
 
@@ -250,10 +227,9 @@ def load_causal_lm(
 
 
 def longest_sequence(config: Any) -> int | None:
-    """Return the number of tokens in the longest sequence for a transformers model, or None if its config has none.
+    """Return the number of a transformers model's positions, or None if its config has none.
 
-    This is the number of its positions. An exported GPT-2 may have more positions than training's sequences had tokens;
-    then it is the latter.
+    An exported GPT-2 may have more positions than training's sequences had tokens; then it is the latter.
     """
     positions: int | None = getattr(config, "max_position_embeddings", None)
     return positions if positions is None else min(positions, getattr(config, "trained_seq_len", positions))

@@ -1,11 +1,14 @@
-"""``titan-disp condensation`` measures the condensation of trained models, layer by layer on the same text."""
+"""``titan-disp condensation`` measures the condensation of trained models, layer by layer on the same text.
+
+It writes numbers as .npz, JSON and CSV, and pictures.
+"""
 
 import csv
 import re
 import sys
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from math import isnan
 from pathlib import Path
@@ -16,11 +19,13 @@ from torch import Tensor
 
 from titan_disp.condensation.measure import Accumulator, AveragedCosines
 from titan_disp.condensation.record import Condensation
+from titan_disp.config.options import CondensationOptions
 from titan_disp.errors import ConfigError, counted
 from titan_disp.files import progress
-from titan_disp.lab.inspection.layer_by_layer import Layers
+from titan_disp.lab import plots
 from titan_disp.lab.inspection.targets import (
     Device,
+    Layers,
     SpecialTokens,
     Target,
     end_of_name,
@@ -29,23 +34,7 @@ from titan_disp.lab.inspection.targets import (
     parse_group,
 )
 from titan_disp.lab.inspection.texts import contiguous_sequences, cut_sequences, read_texts, surround
-from titan_disp.lab.plots import (
-    AVERAGED,
-    POOLED,
-    averaged,
-    both_heatmaps,
-    by_size,
-    depth_bars,
-    mean_cosine_by_layer,
-    over_steps,
-    over_training,
-    pairs,
-    side_by_side,
-)
 from titan_disp.run.folder import write_json
-
-# This module writes the files of ``titan-disp condensation``: numbers as .npz, JSON and CSV, and pictures.
-
 
 PLACES, RANKS = ("before_norm", "after_norm"), ("spearman", "kendall")
 
@@ -59,104 +48,79 @@ class Measured:
     condensation: Condensation
 
 
-@dataclass(frozen=True)
-class Groups:
-    """Models that are drawn together. They are named as in file names.
-
-    Attributes:
-        families: models of different sizes, by the name of the family.
-        pairs: a base model and a model made from it.
-    """
-
-    families: Mapping[str, Sequence[str]] = field(default_factory=dict)
-    pairs: Sequence[tuple[str, str]] = ()
-
-
 def write_metrics(out: Path, found: Mapping[str, Measured], settings: Mapping[str, Any]) -> list[str]:
     """Write metrics.json, which includes ``settings``, and metrics.csv, with a row for each layer of each target.
 
-    Both files name the layers. They give ρ and τ over depth twice: up to the last block, and up to the final norm.
-
-    Returns:
-        The names of the files.
+    Both files name the layers. They give ρ and τ over depth twice: up to the last block, and up to the final norm. The
+    names of the files are returned.
     """
-    content = [
-        {
-            **{"name": name, "folder": str(one.target.folder), "step": one.target.step},
-            **{"revision": one.target.revision, "parameters": one.parameters},
-            **one.condensation.to_json(),
-        }
-        for name, one in found.items()
-    ]
+    content, rows = [], []
+    for name, one in found.items():
+        told, by_layer = one.condensation.to_json(), one.condensation.by_layer()
+        target = {"name": name, "folder": str(one.target.folder), "step": one.target.step}
+        content.append({**target, "revision": one.target.revision, "parameters": one.parameters, **told})
+        correlations = {f"{rank}_{place}": told[place][rank] for place in PLACES for rank in RANKS}
+        for layer, layer_name in enumerate(told["layers"]):
+            numbers = {key: values[layer] for key, values in by_layer.items()}
+            rows.append({"target": name, "layer": layer, "layer_name": layer_name, **numbers, **correlations})
     write_json(out / "metrics.json", {**settings, "targets": content})
     with open(out / "metrics.csv", "w", newline="") as file:
-        rows = csv.writer(file)
-        for one in content:
-            by_layer = found[one["name"]].condensation.by_layer()
-            if file.tell() == 0:
-                rows.writerow(
-                    ["target", "layer", "layer_name", *by_layer, *(f"{c}_{p}" for p in PLACES for c in RANKS)]
-                )
-            correlations = [one[place][rank] for place in PLACES for rank in RANKS]  # csv writes None as an empty cell
-            for layer, numbers in enumerate(zip(one["layers"], *by_layer.values(), strict=True)):
-                rows.writerow([one["name"], layer, *numbers, *correlations])
+        table = csv.DictWriter(file, rows[0])  # it writes None as an empty cell
+        table.writeheader()
+        table.writerows(rows)
     return ["metrics.json", "metrics.csv"]
 
 
-def write_figures(out: Path, found: Mapping[str, Measured], groups: Groups) -> list[str]:
-    """Draw all pictures.
+def write_figures(
+    out: Path, found: Mapping[str, Measured], families: Mapping[str, Sequence[str]], pairs: Sequence[tuple[str, str]]
+) -> list[str]:
+    """Draw all pictures, and return the names of their files.
 
     These are two heatmaps of each target, all targets' heatmaps of a kind side by side, mean cosines, ρ and τ. Several
     steps of a run or revisions of a model are drawn over training, families by size, and pairs side by side.
-
-    Returns:
-        The names of the files.
     """
     measured = {name: one.condensation for name, one in found.items()}
-    figures = {f"heatmap-{name}.png": both_heatmaps(one, name) for name, one in measured.items()}
-    figures["side_by_side_pooled.png"] = side_by_side(measured, POOLED)
-    figures["side_by_side_averaged.png"] = side_by_side({name: averaged(m) for name, m in measured.items()}, AVERAGED)
-    figures["mean_cosine.png"] = mean_cosine_by_layer(measured)
-    figures["depth.png"] = depth_bars(measured)
-    by_step, by_revision = _over_training(found)
-    if by_step or by_revision:
-        figures["over_training.png"] = over_training({**by_step, **by_revision})
+    averaged = {name: plots.averaged(one) for name, one in measured.items()}
+    figures = {f"heatmap-{name}.png": plots.both_heatmaps(one, name) for name, one in measured.items()}
+    figures["side_by_side_pooled.png"] = plots.side_by_side(measured, plots.POOLED)
+    figures["side_by_side_averaged.png"] = plots.side_by_side(averaged, plots.AVERAGED)
+    figures["mean_cosine.png"] = plots.mean_cosine_by_layer(measured)
+    figures["depth.png"] = plots.depth_bars(measured)
+    over_training = _over_training(found)
+    by_step = {name: group for name, group in over_training.items() if all(isinstance(step, int) for step in group)}
+    if over_training:
+        figures["over_training.png"] = plots.over_training(by_step | over_training)
     if by_step:
-        figures["over_steps.png"] = over_steps(by_step)
-    if groups.families:
-        families = {
-            family: {name: (found[name].parameters, measured[name]) for name in members}
-            for family, members in groups.families.items()
-        }
-        figures["by_size.png"] = by_size(families)
-    if groups.pairs:
-        figures["pairs.png"] = pairs([((a, measured[a]), (b, measured[b])) for a, b in groups.pairs])
+        figures["over_steps.png"] = plots.over_steps(by_step)
+    if families:
+        sizes = {name: (one.parameters, one.condensation) for name, one in found.items()}
+        figures["by_size.png"] = plots.by_size(
+            {family: {name: sizes[name] for name in members} for family, members in families.items()}
+        )
+    if pairs:
+        figures["pairs.png"] = plots.pairs([((a, measured[a]), (b, measured[b])) for a, b in pairs])
     for name, figure in figures.items():
         figure.savefig(out / name, dpi=150)
     return list(figures)
 
 
-def _over_training(
-    found: Mapping[str, Measured],
-) -> tuple[dict[str, dict[int, Condensation]], dict[str, dict[str, Condensation]]]:
-    """Group the measurements of several steps of a run, or several revisions of a model.
+def _over_training(found: Mapping[str, Measured]) -> dict[str, dict[Any, Condensation]]:
+    """Group the measurements of several steps of a run, or revisions of a model, by ascending step.
 
-    The first result is by step. The second one is by revision in the given order, for revisions that do not name steps.
+    Revisions that do not name steps are grouped by their names, in the given order.
     """
     several: dict[str, list[Measured]] = defaultdict(list)
     for name, one in found.items():
         if end := end_of_name(one.target):
             several[name.removesuffix(end)].append(one)
-    by_step: dict[str, dict[int, Condensation]] = {}
-    by_revision: dict[str, dict[str, Condensation]] = {}
+    groups: dict[str, dict[Any, Condensation]] = {}
     for name, many in several.items():
-        steps = [step_of(one.target) for one in many]
-        numbered = {step: one.condensation for step, one in zip(steps, many, strict=True) if step is not None}
-        if len(numbered) == len(many) > 1:
-            by_step[name] = dict(sorted(numbered.items()))
-        elif len(many) > 1:
-            by_revision[name] = {str(one.target.revision): one.condensation for one in many}
-    return by_step, by_revision
+        by_step = {step_of(one.target): one.condensation for one in many}
+        if None not in by_step and len(by_step) == len(many):
+            groups[name] = dict(sorted(by_step.items()))
+        else:
+            groups[name] = {str(one.target.revision): one.condensation for one in many}
+    return {name: group for name, group in groups.items() if len(group) > 1}
 
 
 def step_of(target: Target) -> int | None:
@@ -188,18 +152,12 @@ def table(found: Mapping[str, Condensation]) -> str:
 
 @torch.no_grad()
 def measure(name: str, layers: Layers, tokens: Tensor, batch_size: int) -> Condensation:
-    """Measure every layer of one model, including the output of the final norm. A progress bar is on stderr.
-
-    Args:
-        name: name of the model in messages.
-        layers: the model.
-        tokens: [count, length] token ids.
-        batch_size: sequences per forward pass.
+    """Measure every layer of one model on [count, length] token ids. ``name`` is for messages and a progress bar.
 
     Raises:
         ConfigError: A layer has values that are not finite.
     """
-    pooled, averaged = Accumulator(layers.count, layers.device), AveragedCosines(layers.count)
+    pooled, averaged = Accumulator(layers.count, layers.device), AveragedCosines()
 
     def take_in(layer: int, z: Tensor) -> None:
         if not z.isfinite().all():
@@ -211,68 +169,16 @@ def measure(name: str, layers: Layers, tokens: Tensor, batch_size: int) -> Conde
         for batch in tokens.split(batch_size):
             layers(batch, take_in)
             bar.update(len(batch))
-    found = pooled.result(tokens.shape[1], final_norm=True)
+    found = pooled.result(tokens.shape[1])
     return replace(found, averaged_histogram=averaged.histogram())
 
 
-@dataclass(frozen=True)
-class Sampling:
-    """How sequences are sampled from the text.
-
-    Attributes:
-        sequences: largest number of sequences.
-        max_length: largest number of tokens per sequence.
-        seed: seed of the sample.
-        contiguous: whether each sequence is the text from a random place on. Otherwise, pieces of the text are joined
-            in random order and cut.
-        special_tokens: whether each sequence has the special tokens that the tokenizer puts around a text. They count
-            towards ``max_length``.
-    """
-
-    sequences: int = 32
-    max_length: int = 512
-    seed: int = 0
-    contiguous: bool = False
-    special_tokens: bool = False
-
-
-def condensation(
-    names: Sequence[str],
-    text: Path | None,
-    dataset: str | None,
-    out: Path,
-    sampling: Sampling = Sampling(),  # noqa: B008 — it is frozen
-    all_steps: bool = False,
-    families: Sequence[str] = (),
-    pairs: Sequence[str] = (),
-    tokenizer: Path | None = None,
-    batch_size: int = 8,
-    device: str = "cpu",
-    dtype: str = "float32",
-    trust_remote_code: bool = False,
-    text_field: str = "text",
-) -> dict[str, Condensation]:
-    """Measure models on a random sample of a text, and write numbers and pictures to ``out``.
+def condensation(options: CondensationOptions) -> dict[str, Condensation]:
+    """Measure models on a random sample of a text, and write numbers and pictures to ``options.out``.
 
     All models read sequences of the same length, which is limited by the model with the fewest positions. The length
     matters: the mean over all N² pairs of tokens includes the N pairs of a token with itself. Files of the same names
     in ``out`` are overwritten.
-
-    Args:
-        names: what to measure; see ``find_targets``.
-        all_steps: whether to take all checkpoints of a RUN, rather than its newest one.
-        tokenizer: folder of a tokenizer that replaces each model's own.
-        trust_remote_code: whether Python files that come with a Hugging Face model may run.
-        text: file of text or documents; see ``read_texts``.
-        dataset: folder, file, glob or data set of the hub, in place of ``text``.
-        text_field: field or column of the text in documents.
-        out: folder for numbers and pictures.
-        sampling: how sequences are sampled.
-        families: ``NAME=MODEL,MODEL,…``: models that are measured like ``names``, and drawn by their size.
-        pairs: ``BASE,MODEL``: models that are measured like ``names``, and drawn side by side.
-        batch_size: sequences per forward pass.
-        device: "cpu", "cuda", "cuda:N" or "auto" (``targets.Device``).
-        dtype: dtype of weights and activations, as for ``load_causal_lm``. Cosines are computed in float64.
 
     Returns:
         The measurements by target.
@@ -283,27 +189,30 @@ def condensation(
             measurement; all other errors come before it.
     """
     least = {
-        "--sequences": (sampling.sequences, 1),
-        "--max-length": (sampling.max_length, 2),
-        "--batch-size": (batch_size, 1),
+        "--sequences": (options.sequences, 1),
+        "--max-length": (options.max_length, 2),
+        "--batch-size": (options.batch_size, 1),
     }
     for option, (value, minimum) in least.items():
         if value < minimum:
             raise ConfigError(f"{option} is {value}, expected at least {minimum}")
-    torch_device = _find_device(device)
-    by_family = dict(_members(family, "--family") for family in families)
-    by_pair = [_pair(pair) for pair in pairs]
-    every = [*names, *(m for members in by_family.values() for m in members), *(m for pair in by_pair for m in pair)]
-    targets = find_targets(list(dict.fromkeys(every)), all_steps, tokenizer, trust_remote_code)
+    torch_device = _find_device(options.device)
+    by_family = dict(_members(family, "--family") for family in options.family)
+    by_pair = [_pair(pair) for pair in options.pair]
+    grouped = [member for members in (*by_family.values(), *by_pair) for member in members]
+    every = list(dict.fromkeys([*options.targets, *grouped]))
+    targets = find_targets(every, options.all_steps, options.tokenizer, options.trust_remote_code)
     shortest = min(targets, key=lambda name: targets[name].max_tokens or sys.maxsize)
-    length = min(sampling.max_length, targets[shortest].max_tokens or sys.maxsize)
-    if length < sampling.max_length:
+    length = min(options.max_length, targets[shortest].max_tokens or sys.maxsize)
+    if length < options.max_length:
         print(
-            f"sequences have {length} tokens, not {sampling.max_length}, because {shortest} has no more positions",
+            f"sequences have {length} tokens, not {options.max_length}, because {shortest} has no more positions",
             file=sys.stderr,
         )
-    cut = replace(sampling, max_length=length)
-    texts = read_texts(text, dataset, sampling.seed, in_order=sampling.contiguous, text_field=text_field)
+    cut, out = replace(options, max_length=length), options.out
+    texts = read_texts(
+        options.text, options.dataset, options.seed, in_order=options.contiguous, text_field=options.text_field
+    )
     samples = {name: _sample(name, target, texts, cut) for name, target in targets.items()}
     try:
         out.mkdir(parents=True, exist_ok=True)
@@ -311,19 +220,17 @@ def condensation(
         raise ConfigError(f"--out {str(out)!r} is not a writable folder: {error}") from error
     found: dict[str, Measured] = {}
     for name, target in targets.items():
-        layers = target.load(torch_device, dtype)
-        found[name] = Measured(target, layers.parameters, measure(name, layers, samples[name], batch_size))
+        layers = target.load(torch_device, options.dtype)
+        found[name] = Measured(target, layers.parameters, measure(name, layers, samples[name], options.batch_size))
         found[name].condensation.save(out / f"{name}.npz")
         del layers  # frees the memory before the next model is loaded
-    groups = Groups(
-        {family: [name_of(member, targets) for member in members] for family, members in by_family.items()},
-        [(name_of(base, targets), name_of(other, targets)) for base, other in by_pair],
-    )
+    named_families = {family: [name_of(member, targets) for member in members] for family, members in by_family.items()}
+    named_pairs = [(name_of(base, targets), name_of(other, targets)) for base, other in by_pair]
     settings = {
-        **{"text": str(text or dataset), "seed": sampling.seed, "dtype": dtype},
-        **{"contiguous": sampling.contiguous, "special_tokens": sampling.special_tokens},
+        **{"text": str(options.text or options.dataset), "seed": options.seed, "dtype": options.dtype},
+        **{"contiguous": options.contiguous, "special_tokens": options.special_tokens},
     }
-    files = [*write_metrics(out, found, settings), *write_figures(out, found, groups)]
+    files = [*write_metrics(out, found, settings), *write_figures(out, found, named_families, named_pairs)]
     measurements = {name: one.condensation for name, one in found.items()}
     print(table(measurements))
     print(f"{out}: {', '.join([*(f'{name}.npz' for name in found), *files])}")
@@ -359,13 +266,13 @@ def _find_device(name: str) -> Device:
     return device
 
 
-def _sample(name: str, target: Target, texts: Sequence[str], sampling: Sampling) -> Tensor:
-    special = target.special_tokens if sampling.special_tokens else SpecialTokens()
-    count, length = sampling.sequences, sampling.max_length - len(special.before) - len(special.after)
+def _sample(name: str, target: Target, texts: Sequence[str], options: CondensationOptions) -> Tensor:
+    special = target.special_tokens if options.special_tokens else SpecialTokens()
+    count, length = options.sequences, options.max_length - len(special.before) - len(special.after)
     if length < 2:
-        raise ConfigError(f"--max-length {sampling.max_length} leaves no room for text next to {name}'s special tokens")
-    if sampling.contiguous:
-        tokens = contiguous_sequences(texts, target.encode, count, length, sampling.seed)
+        raise ConfigError(f"--max-length {options.max_length} leaves no room for text next to {name}'s special tokens")
+    if options.contiguous:
+        tokens = contiguous_sequences(texts, target.encode, count, length, options.seed)
     else:
         tokens = cut_sequences(texts, target.encode, count, length)
     if tokens.max() >= target.vocab_size:
@@ -374,11 +281,11 @@ def _sample(name: str, target: Target, texts: Sequence[str], sampling: Sampling)
             "model's tokenizer"
         )
     tokens = surround(tokens, special.before, special.after)
-    if tokens.shape != (sampling.sequences, sampling.max_length):
+    if tokens.shape != (options.sequences, options.max_length):
         count, n = tokens.shape
         print(
-            f"{name}: the text gives {counted(count, 'sequence')} of {n} tokens instead of {sampling.sequences} of "
-            f"{sampling.max_length}",
+            f"{name}: the text gives {counted(count, 'sequence')} of {n} tokens instead of {options.sequences} of "
+            f"{options.max_length}",
             file=sys.stderr,
         )
     return tokens

@@ -1,4 +1,9 @@
-"""This module finds models to measure: checkpoints of runs, and Hugging Face models in folders and on the hub."""
+"""Models to measure are checkpoints of runs, and Hugging Face models in folders and on the hub.
+
+A model's activations are read one layer at a time: a block's input is measured before the block runs. transformers'
+``output_hidden_states=True`` keeps the activations of all layers until the end of the forward pass. For a 32B model
+with 64 blocks of width 5120 and 8 sequences of 512 tokens in float32, they take 5.5 GB, and one layer 84 MB.
+"""
 
 import json
 import re
@@ -9,6 +14,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from huggingface_hub import errors, snapshot_download
+from torch import Tensor, nn
+from torchtitan.components.tokenizer import BaseTokenizer
 
 from titan_disp.data.hf_tokenizer import plain_encoder
 from titan_disp.data.tokenizer import check_fits, load_tokenizer
@@ -16,99 +24,22 @@ from titan_disp.errors import ConfigError, counted
 from titan_disp.lab.export.saved import (
     SavedModel,
     find_saved,
-    is_run,
     load_causal_lm,
     load_model,
     longest_sequence,
     saved_models,
 )
-from titan_disp.lab.inspection.layer_by_layer import Layers, hugging_face_layers
 from titan_disp.models.hf import INDEX
-
-# This module finds models of the Hugging Face hub by their ids. It uses the local cache if the hub does not answer.
-
+from titan_disp.run.reader import is_run
 
 WANTED = ("*.json", "*.txt", "*.model", "*.jinja", "*.safetensors")  # config, tokenizer, weights
-CODE = "*.py"
 PICKLES = "pytorch_model*.bin"  # weights of models that were never converted to safetensors
 _ID = re.compile(r"(?P<id>[A-Za-z0-9][\w.-]*(?:/[\w.-]+)?)(?:@(?P<revision>[\w./-]+))?")
-
-
-@dataclass(frozen=True)
-class HubModel:
-    """``MODEL@REVISION``: an id such as gpt2 or Qwen/Qwen3-0.6B, and a branch, tag or commit. None means main."""
-
-    id: str
-    revision: str | None
-
-    def patterns(self, code: bool) -> list[str]:
-        """Return the patterns of files to download. ``code`` adds Python files."""
-        return [*WANTED, *([CODE] if code else [])]
-
-    def command(self, code: bool, more: Sequence[str] = ()) -> str:
-        """Return the command that downloads the model to the cache. ``more`` has patterns of further files."""
-        revision = "" if self.revision is None else f"revision={self.revision!r}, "
-        call = f"snapshot_download({self.id!r}, {revision}allow_patterns={[*self.patterns(code), *more]})"
-        return f'python -c "from huggingface_hub import snapshot_download; {call}"'
-
-
-def parse_id(name: str) -> HubModel | None:
-    """Parse an id of the hub. Returns None for a name that cannot be one, such as an absolute path."""
-    matched = _ID.fullmatch(name)
-    return None if matched is None else HubModel(matched["id"], matched["revision"])
-
-
-def find_snapshot(model: HubModel, code: bool) -> Path:
-    """Return the model's folder in the cache of huggingface_hub. It is updated if the hub answers.
-
-    Args:
-        model: the model.
-        code: whether to download the repository's Python files, too.
-
-    Raises:
-        ConfigError: The model or revision does not exist, access is denied, or the hub does not answer and the cache
-            does not have the model. In this case, the message has the command that downloads it.
-    """
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import (
-        GatedRepoError,
-        LocalEntryNotFoundError,
-        RepositoryNotFoundError,
-        RevisionNotFoundError,
-    )
-
-    def download(patterns: list[str]) -> Path:
-        return Path(snapshot_download(model.id, revision=model.revision, allow_patterns=patterns))
-
-    try:
-        folder = download(model.patterns(code))
-        if not any(folder.glob("*.safetensors")) and (folder / "config.json").is_file():
-            folder = download([*model.patterns(code), PICKLES])
-    except LocalEntryNotFoundError as error:
-        raise ConfigError(
-            f"{model.id!r} is not a folder here. As a model of the Hugging Face hub, it is missing or incomplete in "
-            "the cache, and the hub does not answer. Run this command on a machine with internet access, with HF_HOME "
-            "on a disk that this machine sees:\n  " + model.command(code)
-        ) from error
-    except GatedRepoError as error:
-        raise ConfigError(
-            f"the hub requires permission to download {model.id!r}: request access at "
-            f"https://huggingface.co/{model.id}, then log in (hf auth login, or HF_TOKEN)"
-        ) from error
-    except RevisionNotFoundError as error:
-        raise ConfigError(f"{model.id!r} has no revision {model.revision!r} on the Hugging Face hub") from error
-    except RepositoryNotFoundError as error:
-        raise ConfigError(
-            f"{model.id!r} does not exist as a folder here or on the Hugging Face hub (a private model needs HF_TOKEN)"
-        ) from error
-    except Exception as error:  # of requests, httpx or httpx2, by the version of huggingface_hub; or a full disk
-        raise ConfigError(f"{model.id!r} cannot be fetched from the Hugging Face hub: {error}") from error
-    if not (folder / "config.json").is_file():
-        raise ConfigError(f"{model.id!r} has no config.json on the Hugging Face hub: transformers cannot load it")
-    return folder
-
-
-# ``NAME=A,B,C`` on a command line names a group of models or runs.
+Consume = Callable[[int, Tensor], None]
+"""A function of (layer, z) that gets a layer's activations [B, N, F] on the model's device. It must not keep them."""
+Encode = Callable[[str], list[int]]
+Device = torch.device | Literal["auto"]
+"""auto: accelerate spreads a Hugging Face model over all GPUs, a run uses the first GPU, and the CPU replaces none."""
 
 
 def parse_group(text: str) -> tuple[str, list[str]] | None:
@@ -126,9 +57,113 @@ def parse_group(text: str) -> tuple[str, list[str]] | None:
     return name, members
 
 
-Encode = Callable[[str], list[int]]
-Device = torch.device | Literal["auto"]
-"""auto: accelerate spreads a Hugging Face model over all GPUs, a run uses the first GPU, and the CPU replaces none."""
+@dataclass(frozen=True)
+class HubModel:
+    """``MODEL@REVISION``: an id such as gpt2 or Qwen/Qwen3-0.6B, and a branch, tag or commit. None means main."""
+
+    id: str
+    revision: str | None
+
+    def patterns(self, code: bool) -> list[str]:
+        return [*WANTED, *(["*.py"] if code else [])]
+
+    def command(self, code: bool, more: Sequence[str] = ()) -> str:
+        """Return the command that downloads the model to the cache. ``more`` has patterns of further files."""
+        revision = "" if self.revision is None else f"revision={self.revision!r}, "
+        call = f"snapshot_download({self.id!r}, {revision}allow_patterns={[*self.patterns(code), *more]})"
+        return f'python -c "from huggingface_hub import snapshot_download; {call}"'
+
+
+def parse_id(name: str) -> HubModel | None:
+    """Parse an id of the hub. Returns None for a name that cannot be one, such as an absolute path."""
+    matched = _ID.fullmatch(name)
+    return None if matched is None else HubModel(matched["id"], matched["revision"])
+
+
+def find_snapshot(model: HubModel, code: bool) -> Path:
+    """Return the model's folder in the cache, with its Python files if ``code``. It is updated if the hub answers."""
+    download, patterns = partial(snapshot_download, model.id, revision=model.revision), model.patterns(code)
+    try:
+        folder = Path(download(allow_patterns=patterns))
+        if not any(folder.glob("*.safetensors")) and (folder / "config.json").is_file():
+            folder = Path(download(allow_patterns=[*patterns, PICKLES]))
+    except Exception as error:
+        messages = {
+            errors.LocalEntryNotFoundError: f"{model.id!r} is not a folder here. As a model of the Hugging Face hub, it is "
+            "missing or incomplete in the cache, and the hub does not answer. Run this command on a machine with internet "
+            f"access, with HF_HOME on a disk that this machine sees:\n  {model.command(code)}",
+            errors.GatedRepoError: f"the hub requires permission to download {model.id!r}: request access at "
+            f"https://huggingface.co/{model.id}, then log in (hf auth login, or HF_TOKEN)",
+            errors.RevisionNotFoundError: f"{model.id!r} has no revision {model.revision!r} on the Hugging Face hub",
+            errors.RepositoryNotFoundError: f"{model.id!r} does not exist as a folder here or on the Hugging Face hub (a "
+            "private model needs HF_TOKEN)",
+            # Of requests, httpx or httpx2, by the version of huggingface_hub; or a full disk.
+            Exception: f"{model.id!r} cannot be fetched from the Hugging Face hub: {error}",
+        }
+        raise ConfigError(next(told for kind, told in messages.items() if isinstance(error, kind))) from error
+    if not (folder / "config.json").is_file():
+        raise ConfigError(f"{model.id!r} has no config.json on the Hugging Face hub: transformers cannot load it")
+    return folder
+
+
+class Layers:
+    """A loaded model in eval mode that passes on the activations of its layers in order.
+
+    Layer 0 is the input of the first block (the embedding), layer i + 1 is the output of block i, and the last layer is
+    the output of the final norm. transformers' ``hidden_states`` end with the final norm, and lack the last block's
+    output. ``forward`` maps [B, N] token ids to the output of the final norm, and runs ``blocks`` in this order.
+    """
+
+    def __init__(self, model: nn.Module, forward: Callable[[Tensor], Tensor], blocks: Sequence[nn.Module]) -> None:
+        self.forward, self.blocks = forward, blocks
+        self.count = len(blocks) + 2
+        self.parameters = sum(parameter.numel() for parameter in model.parameters())  # a tied embedding counts once
+        first = next(model.parameters()).device
+        # accelerate keeps offloaded weights on the meta device, and moves token ids to where they are needed.
+        self.device = torch.device("cpu") if first.type == "meta" else first
+
+    def __call__(self, tokens: Tensor, consume: Consume) -> None:
+        """Run [B, N] token ids through the model, and call ``consume`` for each layer."""
+
+        def take_input(layer: int, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            consume(layer, args[0] if args else kwargs["hidden_states"])
+
+        def take_output(_: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+            consume(len(self.blocks), output if isinstance(output, Tensor) else output[0])
+
+        hooks = [
+            block.register_forward_pre_hook(partial(take_input, layer), with_kwargs=True)
+            for layer, block in enumerate(self.blocks)
+        ]
+        hooks.append(self.blocks[-1].register_forward_hook(take_output))
+        try:
+            normed = self.forward(tokens.to(self.device))
+        finally:
+            for hook in hooks:
+                hook.remove()
+        consume(self.count - 1, normed)
+
+
+def find_blocks(body: nn.Module, count: int) -> list[nn.Module]:
+    """Find the blocks of a transformers model: an outermost list of ``count`` modules, and of several the largest one.
+
+    Inner lists are not candidates, because a block may have as many experts. The largest list has the most weights.
+    """
+    lists = {name: module for name, module in body.named_modules() if isinstance(module, nn.ModuleList)}
+    fitting = [name for name, module in lists.items() if len(module) == count]
+    outermost = [lists[name] for name in fitting if not any(name.startswith(f"{other}.") for other in fitting)]
+    if not outermost:
+        raise ConfigError(
+            f"{type(body).__name__} has no list of its {count} layers among its modules: their outputs cannot be found"
+        )
+    return list(max(outermost, key=lambda blocks: sum(p.numel() for b in blocks for p in b.parameters())))
+
+
+def hugging_face_layers(model: Any) -> Layers:
+    """Wrap a loaded ``AutoModelForCausalLM`` without its output layer, whose N × V logits are not needed."""
+    body = model.base_model
+    blocks = find_blocks(body, model.config.get_text_config().num_hidden_layers)
+    return Layers(model, lambda tokens: body(tokens, use_cache=False)[0], blocks)
 
 
 @dataclass(frozen=True)
@@ -144,31 +179,28 @@ class Target:
     """A model and its tokenizer. The weights are loaded by ``load``.
 
     Attributes:
-        folder: folder of the checkpoint or of the Hugging Face model.
         path: path that names the output files: the run's or the model's folder, or the id on the hub.
-        called: the names by which the user gave this model.
-        run: folder of a run; None for a Hugging Face model.
-        step: step of a checkpoint; None for a Hugging Face model.
-        revision: revision of a model on the hub, if the user named one.
         max_tokens: tokens in the longest sequence; None means any number.
-        vocab_size: number of token ids.
         encode: maps text to token ids without special tokens.
         special_tokens: the tokens that the tokenizer adds by default. For a run, the token that begins documents.
-        load: maps (device, dtype) to the model in eval mode; the dtype is as for ``load_causal_lm``. Raises ConfigError
-            if weights are missing, or the blocks cannot be found.
+        load: maps (device, dtype) to the model; the dtype is as for ``load_causal_lm``. Raises ConfigError if weights
+            are missing, or the blocks cannot be found.
+        run, step: of a checkpoint.
+        revision: revision of a model on the hub, if the user named one.
+        called: the names by which the user gave this model.
     """
 
     folder: Path
     path: Path
-    called: tuple[str, ...]
-    run: Path | None
-    step: int | None
-    revision: str | None
     max_tokens: int | None
     vocab_size: int
     encode: Encode
     special_tokens: SpecialTokens
     load: Callable[[Device, str], Layers]
+    run: Path | None = None
+    step: int | None = None
+    revision: str | None = None
+    called: tuple[str, ...] = ()
 
 
 def find_targets(
@@ -176,11 +208,8 @@ def find_targets(
 ) -> dict[str, Target]:
     """Find models. The keys of the result name files. Each model comes once, in the order of ``names``.
 
-    Args:
-        names: RUN, RUN/STEP, a Hugging Face folder, or MODEL or MODEL@REVISION of the Hugging Face hub.
-        all_steps: whether to take all checkpoints of a RUN, rather than its newest one.
-        tokenizer: folder of a tokenizer that replaces each model's own.
-        trust_remote_code: whether Python files that come with a Hugging Face model may run.
+    ``names`` are RUN (all its checkpoints, or the newest one), RUN/STEP, a Hugging Face folder, or MODEL or
+    MODEL@REVISION of the Hugging Face hub. ``tokenizer`` is a folder that replaces each model's own.
 
     Raises:
         ConfigError: A name is not a model, or a tokenizer does not fit.
@@ -202,21 +231,18 @@ def find_targets(
 
 def _find(name: str, all_steps: bool, tokenizer: Path | None, trust_remote_code: bool) -> list[Target]:
     path = Path(name)
-    if _is_hugging_face(path):
-        return [_hugging_face_target(name, path, None, tokenizer, trust_remote_code)]
+    if (path / "config.json").is_file() and not is_run(path):
+        return [_hugging_face_target(path, None, tokenizer, trust_remote_code)]
     step_of_run = re.fullmatch(r"(?:step-)?\d+", path.name) and any(map(is_run, path.parents[:2]))
     if not path.exists() and not step_of_run and (model := parse_id(name)) is not None:
         folder = find_snapshot(model, trust_remote_code)
-        return [_hugging_face_target(name, folder, model, tokenizer, trust_remote_code)]
+        return [_hugging_face_target(folder, model, tokenizer, trust_remote_code)]
     saved = saved_models(name) if all_steps and is_run(name) else [find_saved(name)]
-    return [_run_target(name, one, tokenizer) for one in saved]
+    return [_run_target(one, tokenizer) for one in saved]
 
 
 def _file_names(targets: Iterable[Target]) -> list[str]:
-    """Name files after the targets' folders and their steps or revisions.
-
-    As many parent folders are added as all names need to be unique.
-    """
+    """Name files after as many parts of the targets' paths as all names need to be unique, and steps or revisions."""
     paths = [target.path.parts for target in targets]
     ends = [end_of_name(target) for target in targets]
     for depth in range(1, max(map(len, paths)) + 1):
@@ -238,7 +264,7 @@ def name_of(called: str, targets: Mapping[str, Target]) -> str:
     return [name for name, target in targets.items() if called in target.called][-1]
 
 
-def _run_target(name: str, saved: SavedModel, tokenizer_folder: Path | None) -> Target:
+def _run_target(saved: SavedModel, tokenizer_folder: Path | None) -> Target:
     args = saved.model_args()
     tokenizer = saved.tokenizer(tokenizer_folder)
 
@@ -256,37 +282,31 @@ def _run_target(name: str, saved: SavedModel, tokenizer_folder: Path | None) -> 
     return Target(
         folder=saved.folder,
         path=saved.run.resolve().relative_to("/"),
-        called=(name,),
-        run=saved.run,
-        step=saved.step,
-        revision=None,
         max_tokens=args.max_seq_len,
         vocab_size=args.vocab_size,
         encode=plain_encoder(tokenizer),
-        special_tokens=SpecialTokens(() if tokenizer.bos_id is None else (tokenizer.bos_id,)),
+        special_tokens=_bos(tokenizer),
         load=load,
+        run=saved.run,
+        step=saved.step,
     )
 
 
-def _is_hugging_face(folder: Path) -> bool:
-    return (folder / "config.json").is_file() and not is_run(folder)
+def _bos(tokenizer: BaseTokenizer) -> SpecialTokens:
+    return SpecialTokens(() if tokenizer.bos_id is None else (tokenizer.bos_id,))
 
 
 def _hugging_face_target(
-    name: str, folder: Path, model: HubModel | None, tokenizer_folder: Path | None, trust_remote_code: bool
+    folder: Path, model: HubModel | None, tokenizer_folder: Path | None, trust_remote_code: bool
 ) -> Target:
     import transformers  # the import takes seconds, and runs do not need it
 
     if lacking := _missing_weights(folder):
-        more = [] if (folder / INDEX).is_file() else [PICKLES]
-        raise ConfigError(
-            f"{str(folder)!r} {lacking}; "
-            + (
-                "expected a run's folder or a Hugging Face model"
-                if model is None
-                else f"download them on a machine with internet access:\n  {model.command(trust_remote_code, more)}"
-            )
-        )
+        advice = "expected a run's folder or a Hugging Face model"
+        if model is not None:
+            command = model.command(trust_remote_code, [] if (folder / INDEX).is_file() else [PICKLES])
+            advice = f"download them on a machine with internet access:\n  {command}"
+        raise ConfigError(f"{str(folder)!r} {lacking}; {advice}")
     try:
         config = transformers.AutoConfig.from_pretrained(
             folder, local_files_only=True, trust_remote_code=trust_remote_code
@@ -297,8 +317,7 @@ def _hugging_face_target(
         ) from error
     if tokenizer_folder is not None:
         own = load_tokenizer(tokenizer_folder)
-        encode, tokens = plain_encoder(own), own.get_vocab_size()
-        special_tokens = SpecialTokens(() if own.bos_id is None else (own.bos_id,))
+        encode, tokens, special_tokens = plain_encoder(own), own.get_vocab_size(), _bos(own)
     else:
         theirs = _their_tokenizer(folder, trust_remote_code)
         encode, tokens, special_tokens = partial(_encode_theirs, theirs), len(theirs), _their_special_tokens(theirs)
@@ -313,15 +332,12 @@ def _hugging_face_target(
     return Target(
         folder=folder,
         path=folder.resolve().relative_to("/") if model is None else Path(model.id),
-        called=(name,),
-        run=None,
-        step=None,
-        revision=None if model is None else model.revision,
         max_tokens=longest_sequence(config),
         vocab_size=config.vocab_size,
         encode=encode,
         special_tokens=special_tokens,
         load=load,
+        revision=None if model is None else model.revision,
     )
 
 

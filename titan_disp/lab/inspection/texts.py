@@ -1,4 +1,4 @@
-"""This module samples the text to measure on. Models with the same tokenizer get the same sample."""
+"""The text to measure on is sampled. Models with the same tokenizer get the same sample."""
 
 import random
 import re
@@ -11,9 +11,9 @@ from torch import Tensor
 
 from titan_disp.data.documents import Documents
 from titan_disp.data.files import DataFile, list_files
-from titan_disp.data.formats import JSON_LINES, PARQUET, Format
+from titan_disp.data.formats import JSON_LINES, PARQUET, BadDocument, DamagedFile, OtherShape, text_of
 from titan_disp.data.hub import is_hub_name
-from titan_disp.data.records import BadDocument, DamagedFile, OtherShape, text_of
+from titan_disp.data.options import Format, StreamOptions
 from titan_disp.errors import ConfigError, DataError, counted
 
 MOST = 64 << 20  # most characters that are read, so that the time does not grow with the file
@@ -35,7 +35,7 @@ def read_texts(
         seed: seed for the order of files and documents. Files are read in this order up to about 64 M characters.
         in_order: whether the documents of a file keep their order. Then each ends in a blank line, and plain text is
             cut into lines, so that joining the results gives the text.
-        text_field: field of JSON documents, and column of Parquet files, that holds the text, as stream.text_field of a run.
+        text_field: as stream.text_field of a run.
 
     Raises:
         ConfigError: None or both of text and dataset are given, or the text is missing, unreadable or empty, or the first
@@ -66,7 +66,7 @@ def read_texts(
         shuffle(files)
         found = _documents(files, text_field, reasons)
         documents = (f"{document}\n\n" for document in found) if in_order else found
-    taken = _first(documents)
+    taken = next(_groups(documents, MOST), [])
     if not taken:
         raise ConfigError(f"{source} holds no text{': ' if reasons else ''}{''.join(reasons[:1])}")
     if not in_order:
@@ -74,48 +74,36 @@ def read_texts(
     return taken
 
 
-def _first(documents: Iterable[str]) -> list[str]:
-    taken: list[str] = []
+def _groups(texts: Iterable[str], size: int) -> Iterator[list[str]]:
+    """Group texts so that each group but the last just reaches ``size`` characters."""
+    group: list[str] = []
     characters = 0
-    for document in documents:
-        taken.append(document)
-        characters += len(document)
-        if characters >= MOST:
-            break
-    return taken
+    for text in texts:
+        group.append(text)
+        characters += len(text)
+        if characters >= size:
+            yield group
+            group, characters = [], 0
+    if group:
+        yield group
 
 
 def _pieces(path: Path, size: int) -> Iterator[str]:
-    lines: list[str] = []
-    characters = 0
     try:
         with open(path, encoding="utf-8") as file:
-            for line in file:
-                lines.append(line)
-                characters += len(line)
-                if characters >= size:
-                    yield "".join(lines)
-                    lines, characters = [], 0
+            yield from map("".join, _groups(file, size))
     except UnicodeDecodeError as error:
         raise ConfigError(f"--text {str(path)!r} is not UTF-8 text: {error}") from error
-    if lines:
-        yield "".join(lines)
 
 
 def _documents(files: Iterable[DataFile], text_field: str, reasons: list[str]) -> Iterator[str]:
     """Read documents. Bad documents and the rest of damaged files are skipped and reported on stderr.
 
-    Args:
-        files: files of documents.
-        text_field: see ``read_texts``.
-        reasons: for each file with bad documents, the reason why the first of them cannot be used is appended to it.
-
-    Raises:
-        ConfigError: the text is in another field or column.
+    For each file with bad documents, the reason why the first of them cannot be used is appended to ``reasons``.
     """
     without, usable = 0, False
     for file in files:
-        reader, bad = Documents(file, max_bytes=MOST, format=Format(text_field)), 0
+        reader, bad = Documents(file, StreamOptions(max_document_bytes=MOST, format=Format(text_field))), 0
         try:
             while (record := reader.read()) is not None:
                 try:
@@ -149,16 +137,9 @@ def _of_options(error: Exception) -> str:
 
 
 def cut_sequences(texts: Iterable[str], encode: Callable[[str], list[int]], count: int, length: int) -> Tensor:
-    """Join texts by blank lines, and cut their token ids into sequences of equal length.
+    """Join texts by blank lines, and cut their token ids into sequences of equal length, [count, length] int64.
 
-    Args:
-        texts: the texts.
-        encode: maps text to token ids without special tokens.
-        count: number of sequences. A short text gives fewer.
-        length: tokens per sequence. If the text does not fill one, the result is a single shorter sequence.
-
-    Returns:
-        [count, length] int64.
+    A short text gives fewer sequences. If it does not fill one, the result is a single shorter sequence.
 
     Raises:
         ConfigError: The text has fewer than two tokens.
@@ -180,22 +161,10 @@ def cut_sequences(texts: Iterable[str], encode: Callable[[str], list[int]], coun
 def contiguous_sequences(
     texts: Sequence[str], encode: Callable[[str], list[int]], count: int, length: int, seed: int
 ) -> Tensor:
-    """Start sequences at random places of the text, as in the paper.
+    """Start sequences at random places of texts in order, as in the paper. The result is [count, length] int64.
 
-    A document or line begins each sequence, and the following ones fill it.
-
-    Args:
-        texts: texts of ``read_texts`` with ``in_order``.
-        encode: maps text to token ids without special tokens.
-        count: number of sequences, which may overlap.
-        length: tokens per sequence. A sequence that would exceed the end of the text begins earlier.
-        seed: seed of the places.
-
-    Returns:
-        [count, length] int64.
-
-    Raises:
-        ConfigError: The whole text has fewer than ``length`` tokens.
+    A document or line begins each sequence, and the following ones fill it. Sequences may overlap. One that would
+    exceed the end of the text begins earlier. A text shorter than that is a ConfigError.
     """
     generator = random.Random(seed)
     return torch.tensor([_from(texts, generator.randrange(len(texts)), encode, length) for _ in range(count)])

@@ -23,7 +23,7 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator
 from scipy.stats import binned_statistic
 
 from titan_disp.condensation.heatmap import layer_label, new_figure, plain
-from titan_disp.condensation.record import Condensation, alike
+from titan_disp.condensation.record import Condensation
 from titan_disp.lab.plots import LINES, MEAN_COSINE, OKABE_ITO
 from titan_disp.lab.report.gather import Run, conditions
 from titan_disp.run.history import FAULTS, Attempt
@@ -172,7 +172,7 @@ def draw_layer_map(axes: Axes, by_step: Mapping[int, Condensation], title: str, 
 
     There are at least two measurements.
     """
-    measured = alike(list(by_step.values()))
+    measured = list(by_step.values())
     values = np.array([found.mean_cosine for found in measured]).T
     layers = np.arange(len(values))
     mesh = axes.pcolormesh(list(by_step), layers, values, cmap="magma_r", vmin=0, vmax=1, rasterized=True)

@@ -3,7 +3,6 @@
 A run may be training or interrupted, and files may be missing.
 """
 
-import contextlib
 import json
 import os
 import re
@@ -21,12 +20,21 @@ from torchtitan.config import ConfigManager
 from titan_disp.condensation.record import Condensation, load_steps, most_condensed
 from titan_disp.config.load import MODULE
 from titan_disp.errors import ConfigError
-from titan_disp.lab.export.saved import is_run
 from titan_disp.lab.inspection.targets import parse_group
 from titan_disp.models.arguments import named
 from titan_disp.models.registry import MODELS, model_args
-from titan_disp.run.folder import by_step, flatten, read_events, read_rows, read_validation
 from titan_disp.run.history import Attempt, Goodput, attempts, goodputs
+from titan_disp.run.reader import (
+    by_step,
+    flatten,
+    is_run,
+    read_config,
+    read_environment,
+    read_events,
+    read_failures,
+    read_rows,
+    read_validation,
+)
 
 SEEDS = ("debug.seed", "stream.seed")  # keys in which the runs of one condition differ
 # Keys that do not change training.
@@ -116,21 +124,15 @@ def _newest_step(written: Sequence[dict[str, Any]], events: Sequence[dict[str, A
     return max(ends, key=lambda record: record["time"])["step"] if ends else 0
 
 
-def _read_json(path: Path) -> dict[str, Any]:
-    with contextlib.suppress(FileNotFoundError):
-        return json.loads(path.read_text())
-    return {}
-
-
 def _read(path: Path, name: str, group: str | None) -> Run:
     problems = []
     try:
-        config = _read_json(path / "config.json")
+        config = read_config(path)
         written = read_rows(path)
         metrics = by_step(written)
         events = read_events(path)
-        environment = _read_json(path / "environment.json")
-        failures = _read_json(path / "requeue.json")
+        environment = read_environment(path)
+        failures = read_failures(path)
     except (OSError, ValueError, KeyError) as error:
         raise ConfigError(f"the run {str(path)!r} cannot be read: {type(error).__name__}: {error}") from error
     try:
@@ -138,7 +140,7 @@ def _read(path: Path, name: str, group: str | None) -> Run:
     except Exception as error:  # a damaged archive can raise any exception
         condensation = {}
         problems.append(f"the measurements in {path / 'condensation'} cannot be read: {error}")
-    validation = read_validation(path, config)
+    validation = read_validation(path)
     step = _newest_step(written, events)
     return Run(
         path=path,

@@ -14,9 +14,9 @@ import numpy as np
 from titan_disp.condensation.record import Condensation, blocks_mean
 from titan_disp.errors import counted
 from titan_disp.lab.report.gather import ABSENT, Run, conditions, defaults, side_by_side, unlike
-from titan_disp.run.folder import flatten
 from titan_disp.run.history import Goodput, downtimes, repeated_steps, together
-from titan_disp.text import NOTHING, number
+from titan_disp.run.reader import flatten
+from titan_disp.text import NOTHING, duration, number
 
 ALIVE = 900.0  # a run counts as dead after so many seconds without a row, or ten log intervals if they are longer
 LAST_ROWS = 10  # rows over which a training loss is averaged, because one batch's loss is noisy
@@ -41,18 +41,6 @@ def state(run: Run, now: float) -> tuple[str, str]:
     if last.end is None:
         return "interrupted", f"no end recorded, last activity at step {run.step:,}"
     return "interrupted", f"{last.how()}, after step {run.step:,}"
-
-
-def duration(seconds: float) -> str:
-    """Format seconds in at most two units, such as ``2 d 3 h``, ``3 h 12 min``, ``4 min 5 s`` or ``12 s``."""
-    left = round(seconds)
-    parts = []
-    for unit, size in (("d", 86400), ("h", 3600), ("min", 60), ("s", 1)):
-        count, left = divmod(left, size)
-        parts.append((count, unit))
-    while len(parts) > 1 and not parts[0][0]:
-        parts.pop(0)
-    return " ".join(f"{count} {unit}" for count, unit in parts[:2])
 
 
 def when(seconds: float) -> str:
@@ -199,9 +187,7 @@ def _final_numbers(run: Run, compared: int | None) -> dict[str, Cell]:
         "mean cosine of all blocks, highest": highest,
         "mean cosine of the last block, first": measured(lambda found: found.mean_cosine[found.last_block], 0),
         "mean cosine of the last block, last": measured(lambda found: found.mean_cosine[found.last_block]),
-        "mean cosine after the final norm, last": measured(
-            lambda found: found.by_part()["mean_cosine"].get("final_norm", np.nan)
-        ),
+        "mean cosine after the final norm, last": measured(lambda found: found.mean_cosine[-1]),
         "Spearman's ρ up to the last block, last": measured(lambda found: found.before_norm.spearman),
         "Spearman's ρ up to the final norm, last": measured(lambda found: found.after_norm.spearman),
         "Kendall's τ up to the last block, last": measured(lambda found: found.before_norm.kendall),

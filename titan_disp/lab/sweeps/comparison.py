@@ -4,7 +4,6 @@ The number is the run's metric after its last step. A condition has its mean ove
 condition, the baseline, is paired by seed.
 """
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -23,7 +22,7 @@ from titan_disp.lab.plots import OKABE_ITO
 from titan_disp.lab.statistics import EXACT, Difference, paired_by_seed, standard_error, with_error, with_holm
 from titan_disp.lab.sweeps.definition import Point, Sweep, points
 from titan_disp.lab.sweeps.folder import state
-from titan_disp.run.folder import read_condensation, read_metrics, read_validation
+from titan_disp.run.reader import read_condensation, read_metrics, read_validation
 from titan_disp.text import NOTHING, csv_text, markdown_table
 
 TRAINING = ("loss", "ce", "dispersion", "grad_norm")  # of the last logged step
@@ -69,7 +68,7 @@ def final_metric(run: Path, name: str) -> float | None:
     if name in TRAINING:
         value = rows[last].get(name) if rows else None
     elif name == "validation":
-        value = _at_the_end(read_validation(run, json.loads((run / "config.json").read_text())), last)
+        value = _at_the_end(read_validation(run), last)
     else:
         value = _measured(run, name, last)
     return value if value is not None and math.isfinite(value) else None

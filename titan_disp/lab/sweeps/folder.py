@@ -19,20 +19,21 @@ from typing import Any, Literal
 
 from torchtitan.config import JobConfig
 
+from titan_disp.cluster.launch import command, send
 from titan_disp.cluster.plan import make_plan, render
-from titan_disp.cluster.submit import command, send
 from titan_disp.config.batch import data_parallel_degree, last_step
 from titan_disp.config.checks import check_config, check_device, check_inputs
 from titan_disp.config.load import load_config
+from titan_disp.config.options import SweepOptions
 from titan_disp.errors import ConfigError, counted
 from titan_disp.files import atomic_write, progress
 from titan_disp.lab.report.gather import defaults
 from titan_disp.lab.sweeps.definition import Point, Sweep, points
 from titan_disp.models.arguments import KEY as OVERRIDES
 from titan_disp.models.arguments import parse_overrides
-from titan_disp.run.folder import flatten, read_events, read_json_lines, write_json
+from titan_disp.run.folder import write_json
 from titan_disp.run.history import BEGIN, END
-from titan_disp.run.liveness import FILE as HEARTBEAT
+from titan_disp.run.reader import flatten, read_events, read_heartbeat, read_transitions
 
 RECORD, CONFIG, LIST = "point.json", "point.toml", "points.json"
 FAILED = "failed.json"  # ``local`` writes it
@@ -62,7 +63,7 @@ def _failure(run: Path) -> str:
     with contextlib.suppress(OSError, ValueError, KeyError):
         return json.loads((run / FAILED).read_text())["error"]
     with contextlib.suppress(OSError):
-        last = (read_json_lines(run / "supervisor.jsonl") or [{}])[-1]
+        last = (read_transitions(run) or [{}])[-1]
         if last.get("state") == "give up":
             return str(last.get("reason"))
     return ""
@@ -71,7 +72,7 @@ def _failure(run: Path) -> str:
 def step_of(run: Path, since: float) -> int | None:
     """Return the steps in the run's heartbeat, or None if it is older than ``since`` (seconds since the epoch)."""
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-        beat = json.loads((run / HEARTBEAT).read_text())
+        beat = read_heartbeat(run)
         return int(beat["step"]) if beat["time"] >= since else None
     return None
 
@@ -249,34 +250,15 @@ def _places(folder: Path, records: Sequence[Mapping[str, Any]]) -> dict[str, int
 SCRIPT = "sweep.sbatch"
 
 
-def submit(
-    sweep: Sweep,
-    jobs: int,
-    nodes: int,
-    gpus_per_node: int,
-    gpu: str,
-    site: str,
-    options: Sequence[str],
-    dry_run: bool,
-) -> int:
+def submit(sweep: Sweep, options: SweepOptions) -> int:
     """Check all points, print the plan of the first one, submit, and return sbatch's exit status.
 
     It is safe to submit again while an array waits or runs: the second of two tasks with the same point ends at once.
 
-    Args:
-        sweep: the sweep.
-        jobs: number of tasks that run at the same time.
-        nodes: nodes per point.
-        gpus_per_node: GPUs per node.
-        gpu: kind of GPU for the plan.
-        site: name of a file in slurm/sites without .sh, or a path.
-        options: further options of sbatch without dashes.
-        dry_run: whether to print the command instead of running it.
-
     Raises:
         ConfigError: A point would fail at its start, or this machine has no sbatch or no scripts.
     """
-    prepared = prepare(sweep, nodes * max(1, gpus_per_node), inputs=False)
+    prepared = prepare(sweep, options.nodes * max(1, options.gpus_per_node), inputs=False)
     todo = [one for one in prepared if state(one.point.folder)[0] != "finished"]
     print(
         f"{counted(len(prepared), 'point')} in {sweep.folder}: {len(prepared) - len(todo)} finished, {len(todo)} to submit"
@@ -284,13 +266,13 @@ def submit(
     if not todo:
         return 0
     first = load_config(["--job.config_file", *todo[0].argv])
-    print(f"{todo[0].point.name}:\n{render(make_plan(first, nodes, max(1, gpus_per_node), gpu))}", flush=True)
-    array = f"array={ranges([one.place for one in todo])}%{jobs}"
-    line = command([str(sweep.folder)], nodes, gpus_per_node, site, [array, *options], SCRIPT)
-    if not dry_run:
+    print(f"{todo[0].point.name}:\n{render(make_plan(first, options.machine))}", flush=True)
+    array = f"array={ranges([one.place for one in todo])}%{options.jobs}"
+    line = command(options, [str(sweep.folder)], SCRIPT, [array])
+    if not options.dry_run:
         for one in todo:
             (one.point.folder / FAILED).unlink(missing_ok=True)  # left by a start on this machine
-    return send(line, dry_run)
+    return send(line, options.dry_run)
 
 
 def ranges(numbers: Sequence[int]) -> str:

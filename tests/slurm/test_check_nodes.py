@@ -1,4 +1,4 @@
-"""These tests run slurm/preflight.sbatch on two nodes of a real local SLURM."""
+"""These tests run slurm/check_nodes.sbatch on two nodes of a real local SLURM."""
 
 import json
 import sys
@@ -18,7 +18,7 @@ def slurm(tmp_path_factory):
 
 
 @pytest.fixture
-def preflight(slurm, sample, tmp_path):
+def check_nodes(slurm, sample, tmp_path):
     """Return a function that maps options to state, log and report.json of a job on two nodes.
 
     Its run folder is ``tmp_path / "run"``.
@@ -27,21 +27,21 @@ def preflight(slurm, sample, tmp_path):
 
     def submit(*options, sbatch=("--nodes=2",), **env):
         job = slurm.sbatch(
-            *(*sbatch, f"--output={tmp_path}/%j.out", ROOT / "slurm" / "preflight.sbatch", DEMO),
+            *(*sbatch, f"--output={tmp_path}/%j.out", ROOT / "slurm" / "check_nodes.sbatch", DEMO),
             *("--job.dump_folder", run, "--model.hf_assets_path", f"{sample}/tokenizer"),
             *("--training.dataset_path", sample, *options),
             env={"TITAN_DISP_SITE": "local_cpu", "TITAN_DISP_PYTHON": sys.executable, **env},
             cwd=ROOT,
         )
         state = slurm.wait(job, {"COMPLETED", "FAILED"}, timeout=300)["JobState"]
-        report = run / "preflight" / f"{job}.0" / "report.json"
+        report = run / "node_check" / f"{job}.0" / "report.json"
         return state, slurm.log(job), json.loads(report.read_text()) if report.exists() else None
 
     return submit
 
 
-def test_good_nodes(preflight):
-    state, log, report = preflight()
+def test_good_nodes(check_nodes):
+    state, log, report = check_nodes()
     assert state == "COMPLETED", log
     assert report["problems"] == {}
     assert list(report["nodes"]) == ["n1", "n2"]
@@ -58,16 +58,16 @@ def test_good_nodes(preflight):
     assert "all-reduce of 4 MiB over 2 ranks of 2 nodes" in log
 
 
-def test_unreadable_data(preflight, tmp_path):
+def test_unreadable_data(check_nodes, tmp_path):
     """The report names the data once for both nodes. The bandwidth is measured nevertheless."""
-    state, log, report = preflight("--training.dataset_path", str(tmp_path / "nowhere"))
+    state, log, report = check_nodes("--training.dataset_path", str(tmp_path / "nowhere"))
     assert state == "FAILED"
     assert "problem: n1, n2: training.dataset_path is" in log
     assert [len(report["problems"][node]) for node in ("n1", "n2")] == [1, 1]
     assert report["bandwidth"]["pairs"]
 
 
-def test_a_node_that_does_not_answer(preflight, tmp_path):
+def test_a_node_that_does_not_answer(check_nodes, tmp_path):
     """The bandwidth of the other two nodes is measured, and the report says which node is missing."""
     python = tmp_path / "python"
     python.write_text(
@@ -75,7 +75,7 @@ def test_a_node_that_does_not_answer(preflight, tmp_path):
     )
     python.chmod(0o755)
     mesh = ("--parallelism.data_parallel_replicate_degree", "2")
-    state, log, report = preflight(*mesh, sbatch=("--nodes=3",), TITAN_DISP_PYTHON=str(python))
+    state, log, report = check_nodes(*mesh, sbatch=("--nodes=3",), TITAN_DISP_PYTHON=str(python))
     assert state == "FAILED"
     assert "problem: n2: it did not answer" in log
     assert "problem: the config: data_parallel_replicate_degree 2 × data_parallel_shard_degree 1" in log
@@ -83,8 +83,8 @@ def test_a_node_that_does_not_answer(preflight, tmp_path):
     assert [pair[:2] for pair in report["bandwidth"]["pairs"]] == [["n1", "n3"]]
 
 
-def test_a_config_that_cannot_be_read(preflight):
-    state, log, report = preflight("--job.dump_folder", "/dev/null/run")
+def test_a_config_that_cannot_be_read(check_nodes):
+    state, log, report = check_nodes("--job.dump_folder", "/dev/null/run")
     assert state == "FAILED"
     assert "titan-disp: error: job.dump_folder: /dev/null/run is not writable: Not a directory" in log
     assert report is None

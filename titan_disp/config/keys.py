@@ -1,0 +1,75 @@
+"""Say what the type and the help text of a key do not: whose its default is, its range, and what it fixes.
+
+``job_config`` declares every key with ``key``. Checks, pages, the fingerprint of the data and the identity of the model
+loop over these fields. This module imports nothing heavy: ``titan-disp config`` answers while one types.
+"""
+
+import math
+from collections.abc import Iterable
+from dataclasses import Field, dataclass, field
+from typing import Any, Literal
+
+from titan_disp.errors import ConfigError
+
+SOURCES = {
+    "paper": "the paper's text",
+    "authors": "the authors' released code",
+    "ours": "our choice",
+    "measured": "our measurement",
+}
+
+
+@dataclass(frozen=True)
+class Facts:
+    """Describe a key.
+
+    Attributes:
+        source: whose the default is: a key of ``SOURCES``.
+        least, above, most, below: bounds of a number; ``above`` and ``below`` are not allowed themselves.
+        finite: whether a number with bounds may not be infinite.
+        noun: what a whole number counts, for the message.
+        fixes: what another value would change, so that a resume refuses it.
+        also: names that users may try and that are not similar to the key's.
+    """
+
+    source: str = "ours"
+    least: float | None = None
+    above: float | None = None
+    most: float | None = None
+    below: float | None = None
+    finite: bool = True
+    noun: str = ""
+    fixes: Literal["data", "model"] | None = None
+    also: tuple[str, ...] = ()
+
+    @property
+    def range(self) -> str:
+        """Such as "≥ 0" or "in [0, 1)", or an empty text."""
+        low, high = self.least if self.above is None else self.above, self.most if self.below is None else self.below
+        if high is not None:
+            return f"in {'[' if self.above is None else '('}{low}, {high}{']' if self.below is None else ')'}"
+        return "" if low is None else f"{'≥' if self.above is None else '>'} {low}"
+
+    def check(self, name: str, value: Any, kind: Any) -> None:
+        """Raise ConfigError if a value of the key's type, ``kind``, is out of range."""
+        low = (self.least is None or value >= self.least) and (self.above is None or value > self.above)
+        high = (self.most is None or value <= self.most) and (self.below is None or value < self.below)
+        if not (low and high) or (self.range and self.finite and not value < math.inf):
+            expected = f"{self.least} or more {self.noun}" if kind is int else f"a number {self.range}"
+            raise ConfigError(f"{name} is {value}, expected {expected}")
+
+
+def key(default: Any, source: str = "ours", **facts: Any) -> Any:
+    """Return a dataclass field with ``Facts``. A default of ``list`` or ``dict`` stands for a new empty one."""
+    made: dict[str, Any] = {"default_factory" if callable(default) else "default": default}
+    return field(**made, metadata={"facts": Facts(source, **facts)})
+
+
+def facts_of(field: Field[Any]) -> Facts:
+    """Return what a field says, which is nothing if it is TorchTitan's."""
+    return field.metadata.get("facts", Facts())
+
+
+def other_names(fields: Iterable[Field[Any]]) -> dict[str, str]:
+    """Return the other names that users may try, each with the name of the field that they mean."""
+    return {other: f.name for f in fields for other in facts_of(f).also}

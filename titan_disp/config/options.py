@@ -1,0 +1,407 @@
+"""The options of every subcommand of ``titan-disp``.
+
+Help shows a class's docstring as the subcommand's description, and a field's docstring as that of its option. Help must
+appear within a second, so that this module imports no torch. ``titan_disp.cli`` says which function takes which class.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+from tyro.conf import Positional, arg
+
+from titan_disp.errors import ConfigError
+
+# Without a metavar, help would name these arguments by their types, such as {None}|INT, and without a hint it would end
+# in "(default: None)".
+Words = Annotated[tuple[str, ...], arg(metavar="NAME=VALUE ...", help_behavior_hint="(optional)")]
+Ints = Annotated[tuple[int, ...], arg(metavar="INT ...", help_behavior_hint="(optional)")]
+OptionalInt = Annotated[int | None, arg(metavar="INT", help_behavior_hint="(optional)")]
+OptionalFloat = Annotated[float | None, arg(metavar="FLOAT", help_behavior_hint="(optional)")]
+OptionalStr = Annotated[str | None, arg(metavar="STR", help_behavior_hint="(optional)")]
+OptionalPath = Annotated[Path | None, arg(metavar="PATH", help_behavior_hint="(optional)")]
+Folder = Annotated[Path, Positional, arg(metavar="FOLDER")]
+Target = Annotated[str, Positional, arg(metavar="TARGET")]
+SweepFile = Annotated[Path, Positional, arg(metavar="FILE")]
+
+
+@dataclass(frozen=True)
+class ConfigOptions:
+    config: Annotated[str, Positional, arg(metavar="CONFIG")]
+    """TOML file of the run."""
+    overrides: Annotated[
+        tuple[str, ...], Positional, arg(metavar="[--SECTION.KEY VALUE ...]", help_behavior_hint="(optional)")
+    ] = ()
+    """options that replace keys of the config, such as --training.steps 20 --dispersion.no-enabled --dispersion.layers
+    1 2."""
+
+    @property
+    def argv(self) -> list[str]:
+        """TorchTitan's arguments."""
+        return ["--job.config_file", self.config, *self.overrides]
+
+
+@dataclass(frozen=True)
+class Nodes:
+    nodes: int = 1
+    """number of nodes of a run."""
+    gpus_per_node: int = 8
+    """number of GPUs per node, with one rank each. Each of the two dies (GCDs) of an MI250X counts as a GPU."""
+    gpu: str = "H100"
+    """kind of GPU for the plan: A100, H100, H200, MI250X-GCD or MI300X."""
+
+
+@dataclass(frozen=True)
+class Machine(Nodes):
+    """Describe the machine of a plan."""
+
+    mfu: float = 0.4
+    """fraction of the GPU's peak bf16 FLOP/s that training is assumed to reach (model FLOPs utilization)."""
+    node_bandwidth: OptionalFloat = None
+    """GB/s from a GPU to the others of its node. The default is the vendor's peak (titan_disp/cluster/cost.py)."""
+    network_bandwidth: OptionalFloat = None
+    """GB/s from a GPU to other nodes. The default is 50 per H100, H200 or MI300X, 25 per A100, and 12.5 per MI250X-GCD.
+    slurm/check_nodes.sbatch measures the bandwidth of a whole node. Divide it by the number of GPUs per node."""
+    storage_bandwidth: float = 2.0
+    """GB/s that all ranks together write to the run folder. The default is a guess."""
+
+
+@dataclass(frozen=True)
+class SlurmOptions(Nodes):
+    """Describe a SLURM job."""
+
+    gpus_per_node: int = 8
+    """number of GPUs to request per node. 0 requests none, for nodes without GPUs."""
+    site: str = "generic"
+    """settings of your cluster: the name of a file in slurm/sites without .sh, or a path."""
+    sbatch: Words = ()
+    """further options for sbatch without dashes, such as --sbatch time=24:00:00 account=abc partition=gpu."""
+    dry_run: bool = False
+    """print the sbatch command instead of running it."""
+
+    @property
+    def machine(self) -> Machine:
+        return Machine(self.nodes, max(1, self.gpus_per_node), self.gpu)
+
+
+@dataclass(frozen=True)
+class TrainOptions(ConfigOptions):
+    """Train on this machine, on all of its GPUs, or on the CPU if there is none.
+
+    This runs titan_disp.train under torchrun. titan-disp config and docs/configuration.md list all keys of the config.
+    """
+
+    nproc: OptionalInt = None
+    """number of ranks. The default is one per GPU, or 1 without a GPU."""
+
+
+@dataclass(frozen=True)
+class PlanOptions(Machine, ConfigOptions):
+    """Predict a run's mesh, batches, steps, memory, communication and days before it is queued.
+
+    This needs no data, no tokenizer and no GPU.
+    """
+
+    strict: bool = False
+    """fail, rather than warn, if the data or the tokenizer is missing."""
+    json: bool = False
+    """print one JSON object."""
+
+
+@dataclass(frozen=True)
+class PreflightOptions(ConfigOptions):
+    """Run one training step as rank 0 of the whole job, with fake communication and random tokens.
+
+    Without a GPU, the model and the sequences are small. The report lists all changes to the config. To check the nodes
+    of a cluster, submit slurm/check_nodes.sbatch.
+    """
+
+    ranks: int = 1
+    """number of ranks of the whole job."""
+    flavor: OptionalStr = None
+    """size of the model (model.flavor). The default is the config's on a GPU, and a small one without a GPU."""
+    seq_len: OptionalInt = None
+    """tokens per sequence. The default is the config's on a GPU, and about 128 without a GPU."""
+
+
+@dataclass(frozen=True)
+class SubmitOptions(SlurmOptions, ConfigOptions):
+    """Print the plan of a run, then submit it to SLURM (slurm/pretrain.sbatch)."""
+
+
+@dataclass(frozen=True)
+class ReferenceOptions:
+    """Print the keys of the config with their types, defaults and descriptions."""
+
+    name: Annotated[str | None, Positional, arg(metavar="[NAME]", help_behavior_hint="(optional)")] = None
+    """a section such as dispersion, or a key such as dispersion.coeff or seq_len, of titan-disp or TorchTitan. The
+    default is all keys of titan-disp and the most common ones of TorchTitan."""
+    markdown: bool = False
+    """print the page docs/configuration.md."""
+
+
+@dataclass(frozen=True)
+class CheckpointOptions:
+    """List a run's checkpoints, and verify all of their bytes.
+
+    This needs no GPU, and the run may be training. The exit status is 1 if a checkpoint is damaged. Checkpoints that
+    the run has already set aside as damaged (damaged-N) do not count.
+    """
+
+    run: Annotated[Path, Positional, arg(metavar="RUN")]
+    """the run's folder (job.dump_folder)."""
+    step: OptionalInt = None
+    """step of the only checkpoint to verify. The default is all checkpoints."""
+
+
+@dataclass(frozen=True)
+class SampleOptions:
+    """Write a small corpus in C4's format, and a SentencePiece tokenizer for it.
+
+    The texts come from this Python installation. Nothing is downloaded.
+    """
+
+    folder: Folder
+    """folder to write to. If it already holds the sample corpus, nothing is changed."""
+    vocab_size: int = 2048
+    """size of the tokenizer's vocabulary."""
+
+
+@dataclass(frozen=True)
+class DigestOptions(ConfigOptions):
+    """Run the data loaders without a model, and print the SHA-256 of each global batch.
+
+    Two configs that print the same hashes train on the same batches in the same order.
+    """
+
+    steps: int = 10
+    """number of global batches."""
+    ranks: int = 1
+    """number of data-parallel ranks."""
+    resume_at: Ints = ()
+    """steps after which all ranks stop and new ranks resume from the saved positions. The default is never."""
+    resume_ranks: Ints = ()
+    """number of new ranks after each step of --resume-at."""
+    json: bool = False
+    """print one JSON object with hashes, bytes_read, files_read, read_amplification and counters."""
+
+    @property
+    def phases(self) -> list[tuple[int, int]]:
+        """First step and ranks of each phase.
+
+        Raises:
+            ConfigError: The steps are not in order, or do not match the ranks.
+        """
+        steps, ranks = list(self.resume_at), list(self.resume_ranks)
+        if len(steps) != len(ranks) or steps != sorted(set(steps)) or any(step > self.steps for step in steps):
+            raise ConfigError(
+                f"--resume-at is {steps} and --resume-ranks is {ranks}, expected lists of equal length, with ascending "
+                f"steps up to --steps {self.steps}"
+            )
+        return [(0, self.ranks), *zip(steps, ranks, strict=True)]
+
+
+@dataclass(frozen=True)
+class FetchOptions:
+    """Download C4 or another data set from the Hugging Face hub.
+
+    The size and the SHA-256 of each file are checked. Run the same command again to resume an interrupted download.
+    """
+
+    folder: Folder
+    """folder to download to. Set training.dataset_path to it in later runs."""
+    dataset: str = "c4"
+    """c4, hf:OWNER/NAME, hf:OWNER/NAME:CONFIGURATION or hf:OWNER/NAME:CONFIGURATION:SPLIT. Set training.dataset to the
+    same name in later runs."""
+    shards: OptionalStr = None
+    """numbers of the training files to download, such as 0-63 or 0-3,17. If the data set has a single split, the
+    numbers count its files. The default is all files (C4 has 1024, about 327 GB)."""
+    split: Literal["both", "train", "validation"] = "both"
+    """split to download, unless the data set's name includes it. "both" also downloads the validation split, if there
+    is one."""
+    workers: int = 4
+    """number of parallel downloads."""
+
+
+@dataclass(frozen=True)
+class CondensationOptions:
+    """Measure and draw the embedding condensation of trained models, layer by layer, on the same text.
+
+    Condensation is measured by the cosines between the embeddings of a sequence's tokens. To measure as in the paper
+    (arXiv 2602.00217), use --sequences 100 --contiguous --special-tokens.
+    """
+
+    targets: Annotated[tuple[str, ...], Positional, arg(metavar="[TARGET ...]", help_behavior_hint="(optional)")]
+    """models to measure. A target is RUN (the newest checkpoint of a run folder), RUN/STEP, a folder of a Hugging Face
+    causal language model, or MODEL or MODEL@REVISION of the Hugging Face hub, such as gpt2. If the hub does not answer,
+    the local cache is used. Several revisions of a model are drawn over training."""
+    out: Path
+    """folder for NAME.npz, metrics.json, metrics.csv and the pictures. Files of the same names are overwritten."""
+    text: Annotated[Path | None, arg(metavar="PATH", help_behavior_hint="(required, or --dataset)")] = None
+    """file of plain UTF-8 text, or of documents, such as .json.gz, .jsonl or .parquet."""
+    dataset: Annotated[str | None, arg(metavar="STR", help_behavior_hint="(required, or --text)")] = None
+    """folder as for training.dataset_path, of which the validation split is used, glob, or data set of the hub, such as
+    hf:OWNER/NAME."""
+    text_field: str = "text"
+    """field of JSON documents, or column of Parquet files, that holds the text."""
+    sequences: int = 32
+    """number of randomly sampled sequences."""
+    max_length: int = 512
+    """tokens per sequence, or fewer if a model has fewer positions."""
+    seed: int = 0
+    """seed of the sample."""
+    contiguous: bool = False
+    """start each sequence at a random place of the text. By default, sequences are cut from shuffled, joined pieces of
+    it."""
+    special_tokens: bool = False
+    """give each sequence the special tokens that the tokenizer puts around a text."""
+    all_steps: bool = False
+    """measure all checkpoints of each RUN."""
+    family: Annotated[tuple[str, ...], arg(metavar="NAME=TARGET,… ...", help_behavior_hint="(optional)")] = ()
+    """models of several sizes, as NAME=TARGET,TARGET,…. They are measured too. The rank correlations between cosine and
+    depth (Spearman's ρ and Kendall's τ) are drawn against the number of parameters."""
+    pair: Annotated[tuple[str, ...], arg(metavar="BASE,OTHER ...", help_behavior_hint="(optional)")] = ()
+    """two models to compare, as BASE,OTHER, such as a base model and a distilled one. They are measured too. The same
+    rank correlations are drawn side by side."""
+    tokenizer: OptionalPath = None
+    """folder of a tokenizer that replaces each model's own."""
+    batch_size: int = 8
+    """sequences per forward pass."""
+    device: str = "cpu"
+    """cpu, cuda, cuda:1, or auto, which spreads a Hugging Face model over all GPUs (needs accelerate)."""
+    dtype: Literal["float32", "bfloat16", "float16", "auto"] = "float32"
+    """dtype of the weights and activations. auto keeps the saved one. Cosines are computed in float64."""
+    trust_remote_code: bool = False
+    """run the Python code that comes with a model if transformers does not know the model."""
+
+
+@dataclass(frozen=True)
+class ReportOptions:
+    """Write an HTML page that shows or compares the losses, condensation, restarts and configs of runs.
+
+    The runs may still be training.
+    """
+
+    runs: Annotated[tuple[str, ...], Positional, arg(metavar="RUN ...", help_behavior_hint="(required)")]
+    """run folders (job.dump_folder), or NAME=RUN,RUN,… for runs that differ only in their seeds. Curves show the mean
+    of such a group and a band around it. Runs whose configs differ only in their seeds are grouped automatically."""
+    out: Path = Path("report.html")
+    """file of the page, which needs no other file and no network."""
+
+
+@dataclass(frozen=True)
+class ExportOptions:
+    """Export a run's model to a Hugging Face folder.
+
+    The folder has safetensors, the config, the tokenizer and a model card. This needs no GPU.
+    """
+
+    target: Target
+    """RUN (the newest checkpoint of a run folder) or RUN/STEP."""
+    dest: Folder
+    """folder to write. It must be empty or not exist."""
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    """dtype of the weights."""
+    max_shard_size: str = "5GB"
+    """largest size of one safetensors file."""
+    tokenizer: OptionalPath = None
+    """folder of the tokenizer. The default is the path in the run's config."""
+
+
+@dataclass(frozen=True)
+class GenerateOptions:
+    """Continue a text on the CPU with the model of a run or an exported model."""
+
+    target: Target
+    """RUN (the newest checkpoint of a run folder), RUN/STEP, or a Hugging Face folder."""
+    prompt: Annotated[str, Positional, arg(metavar="PROMPT")]
+    """beginning of the text. "" begins a new document."""
+    max_new_tokens: int = 64
+    """largest number of tokens to generate. The text also ends at the sequence length of training."""
+    temperature: float = 0.8
+    """temperature of the sampling. 0 always takes the most probable token."""
+    top_k: int = 50
+    """number of most probable tokens to sample from. 0 means all."""
+    seed: int = 0
+    """seed of the sampling."""
+    tokenizer: OptionalPath = None
+    """folder of the tokenizer. The default is the path in the run's config."""
+
+
+@dataclass(frozen=True)
+class EvaluateOptions:
+    """Run lm-evaluation-harness on models, and compare each with the first one.
+
+    Models are compared document by document, and over several seeds.
+    """
+
+    models: Annotated[tuple[str, ...], Positional, arg(metavar="MODEL ...", help_behavior_hint="(required)")]
+    """folders of Hugging Face models, such as titan-disp export writes, models of the hub, RUN (the newest checkpoint
+    of a run folder), RUN/STEP, or NAME=MODEL,MODEL,… for models that differ only in their seeds."""
+    tasks: Annotated[tuple[str, ...], arg(metavar="TASK ...")] = ("paper",)
+    """names of the harness's tasks, groups or tags. "paper" stands for the ten tasks of arXiv 2602.00217."""
+    limit: OptionalInt = None
+    """number of documents per task (for MMLU, per subject), from the first on. The default is that of --protocol."""
+    num_fewshot: OptionalInt = None
+    """number of examples in the prompt. The default is that of --protocol for the paper's ten tasks, and the task's own
+    for others."""
+    batch_size: int | Literal["auto"] = "auto"
+    """sequences per batch. auto takes the largest batch that fits on a GPU, or 8 on a CPU."""
+    device: OptionalStr = None
+    """a device such as cpu or cuda:1. The default is the GPU, or the CPU without one."""
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """dtype of the weights. auto keeps the saved one."""
+    seed: int = 0
+    """seed for the choice of examples."""
+    include_path: OptionalPath = None
+    """folder with your own task files. The default is none."""
+    out: Path = Path("evaluation")
+    """folder for results.json, samples.jsonl, table.md and table.csv. It must not hold an earlier evaluation."""
+    protocol: Literal["paper", "authors-qwen3", "authors-gpt2"] = "paper"
+    """number of documents and examples for the paper's ten tasks. "paper" takes all documents, and five examples or
+    none. The authors' scripts have two protocols: "authors-qwen3" takes 200 documents, and five examples or none.
+    "authors-gpt2" takes 500 documents, and one example or none."""
+
+
+@dataclass(frozen=True)
+class _Sweep:
+    """Hold the fields of a sweep that the help shows before those of SLURM."""
+
+    file: SweepFile
+    """TOML file of the sweep (docs/sweeps.md)."""
+    jobs: int = 1
+    """number of points that train at the same time. With --submit, number of tasks of the array."""
+    nproc: int = 1
+    """ranks per point on this machine."""
+    submit: bool = False
+    """submit an array of jobs (slurm/sweep.sbatch) instead of training here. The options below apply to it."""
+
+
+@dataclass(frozen=True)
+class SweepOptions(SlurmOptions, _Sweep):
+    """Train all unfinished runs of a sweep on this machine, or submit them as an array of SLURM jobs.
+
+    Each run is a point of the sweep. titan-disp sweep FILE is short for this command. Run it again to continue after an
+    interruption. The exit status is 0 if all points are finished or submitted.
+    """
+
+
+@dataclass(frozen=True)
+class SweepTableOptions:
+    """Compare the conditions of a sweep: means over seeds, and differences to one condition, paired by seed.
+
+    A condition is all points that differ only in their seeds. The runs may still be training.
+    """
+
+    file: SweepFile
+    """TOML file of the sweep (docs/sweeps.md)."""
+    against: OptionalStr = None
+    """name of the condition that the others are compared with. The default is the file's sweep.against. Without either,
+    there is no comparison."""
+    metric: OptionalStr = None
+    """metric of each run after its last step: validation, cross_entropy, ce, loss, dispersion, grad_norm, spearman or
+    kendall; or mean_cosine, std_cosine, mean_angle or effective_rank, each with a part such as
+    mean_cosine.middle_blocks. The default is the file's sweep.metric, or else the first of validation, cross_entropy
+    and ce that a run has."""
+    out: OptionalPath = None
+    """folder for table.md, table.csv, values.csv and table.png. The default is the sweep's folder."""

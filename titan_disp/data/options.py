@@ -1,0 +1,90 @@
+"""These are the options of the stream. Every step of the road of a batch takes them as one object."""
+
+import os
+from dataclasses import dataclass
+
+from torchtitan.components.tokenizer import BaseTokenizer
+from torchtitan.config import JobConfig
+
+
+@dataclass(frozen=True)
+class Format:
+    """Describe how documents are found in files.
+
+    Attributes:
+        text_field: the field of JSON documents, or the column of Parquet, that holds the text. Dots lead into nested
+            objects: ``meta.text``.
+        text_split: "file" or "blank_lines": what a document of a .txt file is.
+        token_dtype: "uint16" or "uint32", the type of token ids in files without a header.
+        eos_id: the tokenizer's EOS, which ends a document of token ids; None if no tokenizer is known.
+        vocab_size: the number of the tokenizer's ids; None if no tokenizer is known.
+    """
+
+    text_field: str = "text"
+    text_split: str = "file"
+    token_dtype: str = "uint16"
+    eos_id: int | None = None
+    vocab_size: int | None = None
+
+
+@dataclass(frozen=True)
+class StreamOptions:
+    """Describe how documents become sequences, what happens to bad ones, and how many threads tokenize them.
+
+    Attributes:
+        seq_len: tokens of a sequence, without the last label.
+        shuffle_window: documents of a slot that are shuffled together; 0 or 1 for none.
+        on_bad_data: "skip" or "fail".
+        max_skipped_fraction: see ``cursor.check_documents`` and ``Faults.wrong``.
+        max_document_bytes: longer documents are bad.
+        retry_seconds: how long a failing read of a file system or the hub is tried again, with growing pauses.
+        queue_bytes: bytes that the queues of a pass may hold, beside the slots' shuffling windows.
+        prefetch: microbatches that the worker prepares ahead; 0 reads in the training process.
+        fast_tokenizer: whether gigatoken is used.
+    """
+
+    seq_len: int = 2048
+    seed: int = 0
+    shuffle_window: int = 0
+    on_bad_data: str = "skip"
+    max_skipped_fraction: float = 0.01
+    max_document_bytes: int = 16 << 20
+    retry_seconds: float = 60.0
+    queue_bytes: int = 32 << 20
+    prefetch: int = 0
+    tokenizer_threads: int = 1
+    fast_tokenizer: bool = False
+    format: Format = Format()
+
+
+def stream_options(
+    job_config: JobConfig, seq_len: int | None = None, tokenizer: BaseTokenizer | None = None
+) -> StreamOptions:
+    """Take the stream's options from [stream] and [training]. Without a tokenizer, token ids on disk cannot be read."""
+    stream = job_config.stream  # type: ignore[attr-defined]
+    return StreamOptions(
+        seq_len=seq_len or job_config.training.seq_len,
+        seed=stream.seed,
+        shuffle_window=stream.shuffle_window,
+        on_bad_data=stream.on_bad_data,
+        max_skipped_fraction=stream.max_skipped_fraction,
+        max_document_bytes=int(stream.max_document_mb * 2**20),
+        # If a rank tried again for longer than the other ranks wait for it, it would look like a hang.
+        retry_seconds=min(stream.retry_seconds, 0.6 * job_config.comm.train_timeout_seconds),
+        prefetch=stream.prefetch,
+        tokenizer_threads=stream.tokenizer_threads or default_threads(),
+        fast_tokenizer=stream.fast_tokenizer,
+        format=Format(
+            stream.text_field,
+            stream.text_split,
+            stream.token_dtype,
+            eos_id=tokenizer.eos_id if tokenizer is not None else None,
+            vocab_size=tokenizer.get_vocab_size() if tokenizer is not None else None,
+        ),
+    )
+
+
+def default_threads() -> int:
+    """Return the cores that this process may use, divided among the node's ranks: from 1 to 4, enough for any GPU."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, min(4, cores // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))

@@ -1,0 +1,135 @@
+"""This module reads a run's folder. docs/run_folder.md lists its files, their fields, and what holds after a crash.
+
+The run may be training or interrupted, so that files may be missing, and lines of .jsonl files may be cut.
+"""
+
+import contextlib
+import json
+from collections.abc import Mapping
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+CONFIG, ENVIRONMENT, EVENTS, METRICS = "config.json", "environment.json", "events.jsonl", "metrics.jsonl"
+HEARTBEAT, STOP, LOCK = "heartbeat.json", "stop", ".lock"
+REQUEUE, SUPERVISOR = "requeue.json", "supervisor.jsonl"  # slurm/supervise.py writes these
+VALIDATION_LOSS = "validation_metrics/loss"  # TorchTitan's tag
+
+
+def is_run(path: str | Path) -> bool:
+    """Return whether a path is the folder of a run that has logged something."""
+    return (Path(path) / CONFIG).is_file() and (Path(path) / METRICS).is_file()
+
+
+def read_config(run: str | Path) -> dict[str, Any]:
+    """Read the resolved config of the newest start that trained.
+
+    Raises:
+        OSError: there is none, or it cannot be read.
+        ValueError: it is not an object of JSON, or not UTF-8.
+    """
+    return _read_object(Path(run) / CONFIG)
+
+
+def read_environment(run: str | Path) -> dict[str, Any]:
+    """Read what the newest start that trained ran on; {} if that is not recorded."""
+    return _read_optional(Path(run) / ENVIRONMENT)
+
+
+def read_heartbeat(run: str | Path) -> dict[str, Any]:
+    """Read what rank 0 has announced last; {} if no process trains, or none has announced anything yet."""
+    return _read_optional(Path(run) / HEARTBEAT)
+
+
+def read_failures(run: str | Path) -> dict[str, Any]:
+    """Read what the supervisor says of failures in a row without a new checkpoint; {} if there are none."""
+    return _read_optional(Path(run) / REQUEUE)
+
+
+def read_transitions(run: str | Path) -> list[dict[str, Any]]:
+    """Read the supervisor's states and their reasons, in order."""
+    return _read_lines(Path(run) / SUPERVISOR)
+
+
+def read_rows(run: str | Path) -> list[dict[str, Any]]:
+    """Read the training rows in the order of writing, including steps repeated after a resume."""
+    return [record for record in _read_lines(Path(run) / METRICS) if "condensation" not in record]
+
+
+def read_metrics(run: str | Path) -> dict[int, dict[str, Any]]:
+    """Read the training rows by step. If a step was repeated after a resume, its last row counts."""
+    return by_step(read_rows(run))
+
+
+def read_condensation(run: str | Path) -> dict[int, dict[str, Any]]:
+    """Read the measurements on held-out text by step, as ``Condensation.to_json`` wrote them."""
+    found = by_step([record for record in _read_lines(Path(run) / METRICS) if "condensation" in record])
+    return {step: row["condensation"] for step, row in found.items()}
+
+
+def read_events(run: str | Path) -> list[dict[str, Any]]:
+    """Read the events in order, with times in seconds since the epoch as in the rows."""
+    events = _read_lines(Path(run) / EVENTS)
+    return [{**event, "time": datetime.fromisoformat(event["time"]).timestamp()} for event in events]
+
+
+def read_validation(run: str | Path) -> dict[int, float]:
+    """Read the validation losses by step, ascending, which TorchTitan writes only to TensorBoard's files.
+
+    If a step was repeated after a resume, its last loss counts.
+    """
+    config = read_config(run)
+    if not config.get("validation", {}).get("enable"):
+        return {}
+    folder = Path(run) / config["metrics"]["save_tb_folder"]
+    if (folder / "rank_0").is_dir():  # with metrics.save_for_all_ranks
+        folder = folder / "rank_0"
+    if not folder.is_dir():
+        return {}
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator  # takes a second to import
+
+    keep = {"scalars": 0, "images": 1}  # 0 keeps all of them
+    board = EventAccumulator(str(folder), size_guidance=keep, purge_orphaned_data=False).Reload()
+    if VALIDATION_LOSS not in board.Tags()["scalars"]:
+        return {}
+    losses = {event.step: event.value for event in board.Scalars(VALIDATION_LOSS)}
+    return dict(sorted(losses.items()))
+
+
+def read_json_lines(path: str | Path) -> list[dict[str, Any]]:
+    """Read the records of a .jsonl file, except lines left unfinished or garbled by killed processes or dead nodes."""
+    records = []
+    for line in Path(path).read_bytes().splitlines():
+        with contextlib.suppress(ValueError):
+            records.append(json.loads(line))
+    return [record for record in records if isinstance(record, dict)]
+
+
+def by_step(rows: list[dict[str, Any]]) -> dict[int, dict[str, Any]]:
+    """Index rows by step, ascending. If a step was repeated after a resume, its last row counts."""
+    return dict(sorted({row["step"]: row for row in rows}.items()))
+
+
+def flatten(nested: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return a config's values by dotted key. A list is one value."""
+    flat: dict[str, Any] = {}
+    for key, value in nested.items():
+        flat |= flatten(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
+    return flat
+
+
+def _read_lines(path: Path) -> list[dict[str, Any]]:
+    return read_json_lines(path) if path.exists() else []
+
+
+def _read_object(path: Path) -> dict[str, Any]:
+    content = json.loads(path.read_text())
+    if not isinstance(content, dict):
+        raise ValueError(f"it holds a {type(content).__name__}, expected an object")
+    return content
+
+
+def _read_optional(path: Path) -> dict[str, Any]:
+    with contextlib.suppress(FileNotFoundError):
+        return _read_object(path)
+    return {}
