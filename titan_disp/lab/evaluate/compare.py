@@ -98,7 +98,10 @@ def compare(rows: Sequence[Row], models: Mapping[str, Mapping[str, Scores]]) -> 
     tasks = [_compare_task(row, {model: scores[row.name] for model, scores in models.items()}) for row in rows]
     first, *others = models
     for other in others:
-        _adjust(tasks, other)
+        found = with_holm([task.differences[other] for task in tasks])
+        over_seeds = with_holm([task.differences[other].over_seeds for task in tasks])
+        for task, difference, seeds in zip(tasks, found, over_seeds, strict=True):
+            task.differences[other] = replace(difference, over_seeds=seeds)
     by_seed = {model: np.mean([scores[row.name].by_seed for row in rows], axis=0) for model, scores in models.items()}
     return Comparison(
         tasks=tasks,
@@ -133,14 +136,6 @@ def _compare_task(row: Row, models: Mapping[str, Scores]) -> TaskComparison:
             for model, scores in others
         },
     )
-
-
-def _adjust(tasks: Sequence[TaskComparison], model: str) -> None:
-    """Add Holm's p values over all tasks to a model's differences."""
-    found = with_holm([task.differences[model] for task in tasks])
-    over_seeds = with_holm([task.differences[model].over_seeds for task in tasks])
-    for task, difference, seeds in zip(tasks, found, over_seeds, strict=True):
-        task.differences[model] = replace(difference, over_seeds=seeds)
 
 
 def _mean_difference(tasks: Sequence[TaskComparison], model: str, over_seeds: OverSeeds | None) -> MeanDifference:

@@ -21,7 +21,6 @@ from titan_disp.errors import ConfigError, counted, did_you_mean
 from titan_disp.lab.evaluate.compare import Row, Scores, scaled_values
 from titan_disp.lab.export.saved import load_causal_lm, longest_sequence
 
-Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 CPU_BATCH = 8  # the harness searches for the largest batch until memory runs out, which kills the process on a CPU
 
 
@@ -79,11 +78,8 @@ def build_suite(
 ) -> Suite:
     """Find the tasks and load their data sets. If the Hugging Face hub does not answer, only its cache is used.
 
-    Args:
-        names: names of the harness's tasks, groups or tags. ``paper`` stands for the ten tasks of ``PAPER``.
-        include_path: folder with further task files.
-        num_fewshot: examples in every prompt, except for tasks that fix their number. None takes the number in
-            ``shots``, or else the task's own.
+    The names are those of the harness's tasks, groups or tags. ``paper`` stands for the ten tasks of ``PAPER``. A prompt
+    has ``num_fewshot`` examples, or else the number in ``shots`` or the task's own, unless the task fixes their number.
 
     Raises:
         ConfigError: A task or its data do not exist, tasks overlap, or a task has no metric that can be compared.
@@ -105,7 +101,10 @@ def build_suite(
             raise ConfigError(f"lm-evaluation-harness has no task {name!r}{hint}")
     with _offline_if_unreachable() as reachable:
         built = _load(manager, wanted, reachable, include_path)
-    items = {name: item for loaded in built for name, item in _outermost(loaded).items()}
+    items: dict[str, Any] = {}
+    for loaded in built:  # without the members of groups
+        inside = {child for group in loaded["groups"].values() for child in group.child_names}
+        items |= {name: item for name, item in (loaded["groups"] | loaded["tasks"]).items() if name not in inside}
     try:
         manager.load(list(items.values()))
     except ValueError as error:
@@ -118,12 +117,6 @@ def build_suite(
                 task.set_config("num_fewshot", examples)
     rows = {row.name: row for item in items.values() for row in _rows(item)}
     return Suite(tuple(rows.values()), list(items.values()), manager)
-
-
-def _outermost(loaded: Any) -> dict[str, Any]:
-    """Return what the manager has loaded, without the members of groups."""
-    inside = {child for group in loaded["groups"].values() for child in group.child_names}
-    return {name: item for name, item in (loaded["groups"] | loaded["tasks"]).items() if name not in inside}
 
 
 def _rows(item: Any) -> Iterator[Row]:
@@ -215,7 +208,7 @@ class Settings:
     limit: int | None  # first documents per task; None means all
     batch_size: int | Literal["auto"]  # "auto" means the largest that fits on a GPU, or CPU_BATCH
     device: str
-    dtype: Dtype  # of the weights; "auto" means the saved one
+    dtype: Literal["auto", "float32", "bfloat16", "float16"]  # of the weights; "auto" means the saved one
     seed: int  # for the choice of examples, and for everything else that is random
 
 

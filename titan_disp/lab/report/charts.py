@@ -1,7 +1,6 @@
 """This module draws charts of training. The number of points is limited, and a run has the same style in all charts.
 
-A condition, which is one run or several that differ only in their seeds, has one line: the mean of its seeds, in a band
-from the smallest to the largest.
+The line of several runs that differ only in their seeds is their mean, in a band from the smallest to the largest.
 """
 
 import base64
@@ -40,7 +39,6 @@ def drawing() -> AbstractContextManager[None]:
 
 
 def to_uri(figure: Figure) -> str:
-    """Convert a figure to an SVG data URI."""
     file = io.BytesIO()
     figure.savefig(file, format="svg", metadata={"Date": None})
     return "data:image/svg+xml;base64," + base64.b64encode(file.getvalue()).decode()
@@ -69,10 +67,9 @@ class Line:
 
 
 def by_condition(runs: Sequence[Run], lines: Sequence[Line]) -> list[Line]:
-    """Turn lines of runs, whose ``place`` is the run's, into lines of conditions.
+    """Turn lines of runs, whose ``place`` is the run's, into lines of conditions, at the values of x that all seeds have.
 
-    Several seeds become their mean with a band, at the values of x that all of them have. If they share fewer than two,
-    each seed keeps its own line in the condition's colour.
+    If they share fewer than two, each seed keeps its own line in the condition's colour.
     """
     found: list[Line] = []
     for place, (name, members) in enumerate(conditions(runs)):
@@ -168,10 +165,7 @@ def _tick(value: float, _: int) -> str:
 
 
 def draw_layer_map(axes: Axes, by_step: Mapping[int, Condensation], title: str, end: int) -> QuadMesh:
-    """Draw mean cosines by layer and step, up to the run's last step ``end``. All maps have the same colour scale.
-
-    There are at least two measurements.
-    """
+    """Draw at least two measurements' mean cosines by layer, up to the run's last step ``end``, in one colour scale."""
     measured = list(by_step.values())
     values = np.array([found.mean_cosine for found in measured]).T
     layers = np.arange(len(values))

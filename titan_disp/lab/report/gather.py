@@ -66,7 +66,6 @@ class Run:
 
     @cached_property
     def most_condensed(self) -> int:
-        """Return the step of the most condensed measurement, of a run that has one."""
         return most_condensed(self.condensation)
 
     @cached_property

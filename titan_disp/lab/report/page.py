@@ -38,7 +38,6 @@ def _ends(y: np.ndarray) -> str:
 
 
 def _lines(runs: Sequence[Run], x: str, key: str) -> list[Line]:
-    """Return a line for each run that has the number. Its ``place`` is the run's."""
     lines = []
     for place, run in enumerate(runs):
         at, values = run.series(x), run.series(key)
@@ -75,14 +74,12 @@ def losses(runs: Sequence[Run]) -> list[Picture]:
     """Draw cross-entropy and dispersion separately against tokens, and cross-entropy on other text if there is any."""
     dispersing = [line for line in _lines(runs, "tokens", "dispersion") if runs[line.place].disperses]
     validated = [
-        Line(run.name, np.array(list(run.validation)), np.array(list(run.validation.values())), place)
-        for place, run in enumerate(runs)
+        Line(run.name, np.array(list(run.validation)) * run.tokens_per_step, np.array(list(run.validation.values())), i)
+        for i, run in enumerate(runs)
         if run.validation
     ]
-    validated, held_out = (
-        [replace(line, x=line.x * runs[line.place].tokens_per_step) for line in lines]
-        for lines in (validated, measured_lines(runs, lambda found: found.cross_entropy))
-    )
+    held_out = measured_lines(runs, lambda found: found.cross_entropy)
+    held_out = [replace(line, x=line.x * runs[line.place].tokens_per_step) for line in held_out]
     charted = (
         ("cross-entropy (training)", _lines(runs, "tokens", "ce"), charts.without_the_beginning),
         ("dispersion loss, without λ", dispersing, charts.as_it_is),
@@ -103,11 +100,7 @@ def optimization(runs: Sequence[Run]) -> list[Picture]:
 
 MEASURES: tuple[tuple[str, Callable[[Condensation], float], Scale], ...] = (
     ("mean cosine, last block", lambda found: found.mean_cosine[found.last_block], charts.as_it_is),
-    (
-        "mean cosine, after the final norm",
-        lambda found: found.by_part()["mean_cosine"].get("final_norm", np.nan),
-        charts.as_it_is,
-    ),
+    ("mean cosine, after the final norm", lambda found: found.mean_cosine[-1], charts.as_it_is),
     ("mean cosine, average of all blocks", blocks_mean, charts.as_it_is),
     ("Spearman's ρ, up to the last block", lambda found: found.before_norm.spearman, charts.correlation),
     ("Kendall's τ, up to the last block", lambda found: found.before_norm.kendall, charts.correlation),

@@ -75,7 +75,6 @@ def _percent(part: Goodput) -> str:
 
 
 def _goodput(run: Run) -> str:
-    """Describe the goodput since the first allocation began, and the rest of the time."""
     if not run.goodputs:
         return NOTHING
     every = together(run.goodputs)
@@ -216,7 +215,6 @@ def config_differences(runs: Sequence[Run]) -> tuple[Rows, Rows]:
 
 
 def environments(runs: Sequence[Run]) -> Rows:
-    """Return environment.json: packages, machine and accelerators of the latest start."""
     return _as_settings(side_by_side([flatten(run.environment) for run in runs]))
 
 
@@ -254,9 +252,9 @@ def events(run: Run) -> list[list[str]]:
         first, *others = group = [run.events[place] for place in places]
         last = group[-1]
         details = [
-            f"{key.replace('_', ' ')}: {value if isinstance(value, str) else _setting(value)}"
-            for key, value in last.items()
-            if key not in ("time", "event", "step") and value not in ({}, "", None)
+            f"{name.replace('_', ' ')}: {value if isinstance(value, str) else _setting(value)}"
+            for name, value in last.items()
+            if name not in ("time", "event", "step") and value not in ({}, "", None)
         ]
         time = when(first["time"]) + (f" – {when(last['time'])}" if others else "")
         event = first["event"].replace("_", " ") + (f" × {len(group)}" if others else "")

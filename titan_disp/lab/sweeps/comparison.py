@@ -257,12 +257,11 @@ def to_csv(comparison: Comparison) -> str:
     header += ["against", "pairs", "difference", "difference_standard_error", "low", "high", "p", "holm"]
     rows: list[list[Any]] = [header]
     for one in comparison.conditions:
-        rows.append([one.name, len(one.members), len(one.values), one.mean, one.standard_error])
+        compared: list[Any] = [None] * 8
         if d := one.difference:
-            numbers = [d.mean, d.standard_error, d.low, d.high, d.p_value, d.holm]
-            rows[-1] += [comparison.against, len(one.pairs), *numbers]
-        else:
-            rows[-1] += [None] * 8
+            numbers = (d.mean, d.standard_error, d.low, d.high, d.p_value, d.holm)
+            compared = [comparison.against, len(one.pairs), *numbers]
+        rows.append([one.name, len(one.members), len(one.values), one.mean, one.standard_error, *compared])
     return csv_text(rows)
 
 

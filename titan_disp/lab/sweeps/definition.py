@@ -64,22 +64,14 @@ class Sweep:
 
 @dataclass(frozen=True)
 class Point:
-    """Represent one run of a sweep.
+    """Represent one run of a sweep. Points of two conditions with the same seeds are a pair."""
 
-    Attributes:
-        name: name of its folder; unique in the sweep.
-        condition: the name without the seeds. Points of one condition differ only in their seeds.
-        folder: the run's folder (``job.dump_folder``).
-        overrides: options for keys of the config, without the folder.
-        seeds: seeds by key. Points of two conditions with the same seeds are a pair.
-    """
-
-    name: str
-    condition: str
-    folder: Path
+    name: str  # of its folder; unique in the sweep
+    condition: str  # the name without the seeds; points of one condition differ only in their seeds
+    folder: Path  # the run's (job.dump_folder)
     config: str
-    overrides: tuple[str, ...]
-    seeds: Mapping[str, Any] = field(default_factory=dict)
+    overrides: tuple[str, ...]  # options for keys of the config, without the folder
+    seeds: Mapping[str, Any] = field(default_factory=dict)  # by key
 
     def argv(self, config: str | Path | None = None) -> list[str]:
         """Return CONFIG and its overrides, as for ``titan-disp train``. ``config`` replaces the sweep's file."""

@@ -1,8 +1,7 @@
 """This module prepares and reads a sweep's folder, and submits its unfinished points as an array of SLURM jobs.
 
-Every point's config is checked and written before the point runs. docs/sweeps.md lists the files that a point's folder
-has besides the run's own. points.json in the sweep's folder lists the points in the order in which they were first
-seen; an array's tasks are indices into it.
+Every point's config is checked and written before the point runs. docs/sweeps.md lists the files of a point. points.json
+lists the points in the order in which they were first seen; an array's tasks are indices into it.
 """
 
 import contextlib
@@ -52,8 +51,7 @@ def state(run: Path) -> tuple[State, str]:
     if not marks:
         return "not started", "it has not begun to train"
     last = marks[-1]
-    how = last.get("reason") or last.get("error")
-    if how:
+    if how := last.get("reason") or last.get("error"):
         return "unfinished", f"{last['event'].replace('_', ' ')} at step {last['step']}: {how}"
     return "unfinished", f"begun, step {max(event['step'] for event in events)} or later"
 
@@ -277,8 +275,6 @@ def submit(sweep: Sweep, options: SweepOptions) -> int:
 
 def ranges(numbers: Sequence[int]) -> str:
     """Format numbers for sbatch --array, such as 0-3,7."""
-    runs = [
-        [number for _, number in group]
-        for _, group in groupby(enumerate(sorted(numbers)), key=lambda pair: pair[1] - pair[0])
-    ]
+    groups = groupby(enumerate(sorted(numbers)), key=lambda pair: pair[1] - pair[0])
+    runs = [[number for _, number in group] for _, group in groups]
     return ",".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
