@@ -22,7 +22,7 @@ from benchmarks.evidence_parts import (
     newest,
     tuning_losses,
 )
-from titan_disp.lab.evaluate.compare import holm
+from titan_disp.lab.statistics import holm
 
 MARGIN = 0.02  # nats; a smaller difference does not matter (docs/evidence_design.md)
 ALPHA = 0.05

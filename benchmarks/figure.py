@@ -31,8 +31,7 @@ from titan_disp.lab.inspection.command import measure
 from titan_disp.lab.inspection.targets import find_targets
 from titan_disp.lab.inspection.texts import cut_sequences, read_texts
 from titan_disp.lab.plots import MEAN_COSINE
-from titan_disp.lab.report.charts import Scale, as_it_is, draw_layer_map, draw_lines, from_zero
-from titan_disp.lab.report.conditions import by_condition
+from titan_disp.lab.report.charts import Scale, as_it_is, by_condition, draw_layer_map, draw_lines, from_zero
 from titan_disp.lab.report.gather import Run, gather
 from titan_disp.lab.report.page import measured_lines
 from titan_disp.lab.sweeps.definition import Axis, Listed, Sweep, points

@@ -68,7 +68,10 @@ ROOMS = {
     "supervise": (["slurm/supervise.py"], ["test_supervise"]),
     "plan": (["titan_disp/cluster/plan.py"], ["test_plan"]),
     "measure": (["titan_disp/condensation/measure.py"], ["test_condensation"]),
-    "compare": (["titan_disp/lab/evaluate/compare.py"], ["test_compare"]),
+    "compare": (
+        ["titan_disp/lab/evaluate/compare.py", "titan_disp/lab/statistics.py"],
+        ["test_compare", "test_sweep_table"],
+    ),
 }
 MESSAGES = r"logger\.|\bsay\(|raise |Error\(|^\s*\(?(\+ \(?)?f?\"[^\"]*\"( if .*)?[,)]*$"
 SURVIVED = {0: "survived", 5: "no test", 33: "no test"}  # mutmut's exit codes; a mutant that hangs counts as noticed

@@ -33,7 +33,7 @@ ROOMS = {
     "data digest": ("titan_disp.data.digest", "digest"),
     "sweep": ("titan_disp.lab.sweeps.local", "run"),
     "sweep --submit": ("titan_disp.lab.sweeps.folder", "submit"),
-    "sweep table": ("titan_disp.lab.sweeps.table", "write_table"),
+    "sweep table": ("titan_disp.lab.sweeps.comparison", "write_table"),
 }
 PLACEHOLDERS = {
     "CONFIG": str(DEMO.relative_to(ROOT)),

@@ -4,18 +4,8 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from titan_disp.lab.evaluate.compare import (
-    Scores,
-    compare,
-    difference_over_seeds,
-    holm,
-    paired_difference,
-    pooled,
-    scaled_values,
-    to_csv,
-    to_markdown,
-)
-from titan_disp.lab.evaluate.tasks import Row
+from titan_disp.lab.evaluate.compare import Row, Scores, compare, pooled, scaled_values, to_csv, to_markdown
+from titan_disp.lab.statistics import difference_over_seeds, holm, paired_difference
 
 
 def test_paired_difference_against_the_plain_formula():

@@ -23,8 +23,7 @@ from titan_disp.errors import ConfigError
 from titan_disp.lab.evaluate import evaluation
 from titan_disp.lab.evaluate.compare import Scores
 from titan_disp.lab.evaluate.evaluation import evaluate
-from titan_disp.lab.evaluate.harness import Result, warnings_once
-from titan_disp.lab.evaluate.tasks import PROTOCOLS, build_suite
+from titan_disp.lab.evaluate.harness import PROTOCOLS, Result, build_suite, warnings_once
 
 pytest.importorskip("lm_eval")
 import datasets  # noqa: E402

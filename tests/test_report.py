@@ -21,8 +21,7 @@ from titan_disp.condensation.record import Condensation
 from titan_disp.errors import EXIT_CODE, ConfigError
 from titan_disp.lab.report import page as picture_makers
 from titan_disp.lab.report.charts import BINS, binned
-from titan_disp.lab.report.conditions import defaults
-from titan_disp.lab.report.gather import gather
+from titan_disp.lab.report.gather import defaults, gather
 from titan_disp.lab.report.page import render, write_report
 from titan_disp.lab.report.tables import final_numbers, state
 from titan_disp.run.history import downtimes, repeated_steps

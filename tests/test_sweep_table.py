@@ -11,10 +11,10 @@ from scipy import stats
 from tests.command_line import DEMO
 from titan_disp.condensation.record import BINS, Condensation
 from titan_disp.errors import ConfigError
-from titan_disp.lab.statistics import MOST, sign_flip_p
-from titan_disp.lab.sweeps.comparison import Condition, Member, differences, final_metric
+from titan_disp.lab import statistics
+from titan_disp.lab.statistics import sign_flip_p
+from titan_disp.lab.sweeps.comparison import Condition, Member, differences, final_metric, write_table
 from titan_disp.lab.sweeps.definition import points, read_sweep
-from titan_disp.lab.sweeps.table import write_table
 from titan_disp.text import markdown_table
 
 
@@ -54,11 +54,21 @@ class TestSignFlip:
         d = [0.1, 0.2, 0.3, 0.4, 0.7]
         assert {sign_flip_p(order) for order in itertools.permutations(d)} == {2 / 32}
 
-    def test_many_pairs(self):
-        """40 pairs have 10¹² patterns. For 40 equal pairs, two count: those with all signs equal."""
-        assert sign_flip_p([0.5] * 40) == 2 / 2**40
+    def test_many_pairs(self, monkeypatch):
+        """Of 40 equal pairs, two of 10¹² patterns count: those with all signs equal. A random sample has neither.
+
+        scipy then counts the observed pattern itself, on either side.
+        """
+        monkeypatch.setattr(statistics, "EXACT", 12)
+        assert sign_flip_p([0.5] * 40) == pytest.approx(2 / (2**12 + 1), rel=1e-12)
+        d = np.random.default_rng(4).normal(0.3, 1.0, 13)
+        monkeypatch.setattr(statistics, "EXACT", 13)
+        exact = sign_flip_p(d)
+        monkeypatch.setattr(statistics, "EXACT", 12)
+        assert exact != sign_flip_p(d) == sign_flip_p(d) == pytest.approx(exact, abs=0.03)
+
+    def test_nothing_to_flip(self):
         assert sign_flip_p([]) is None
-        assert sign_flip_p([1.0] * (MOST + 1)) is None
 
 
 def condition(name, values):

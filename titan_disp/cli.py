@@ -174,8 +174,8 @@ def sweep_run(options: SweepOptions) -> None:
 
 
 def sweep_table(options: SweepTableOptions) -> None:
+    from titan_disp.lab.sweeps.comparison import write_table
     from titan_disp.lab.sweeps.definition import read_sweep
-    from titan_disp.lab.sweeps.table import write_table
 
     print(write_table(read_sweep(options.file), options.out, options.metric, options.against), end="")
 

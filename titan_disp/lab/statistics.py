@@ -1,40 +1,137 @@
-"""This module has the exact sign-flip test of paired differences."""
+"""This module compares two conditions: paired differences, differences over seeds, their tests, and Holm's adjustment."""
 
-from collections.abc import Sequence
+import warnings
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import numpy as np
+from scipy import stats
 
-MOST = 50  # most differences: half of them make 2²⁵ sums of 0.3 GB
-ROUNDING = 1e-12  # sums that differ by less count as equal, relative to the sum of all absolute values
+EXACT = 18  # most differences of which all sign patterns are counted, within three seconds
+
+Key = TypeVar("Key", bound=Hashable)
 
 
-def sign_flip_p(differences: Sequence[float]) -> float | None:
-    """Return the two-sided p value of the sign-flip test.
+@dataclass(frozen=True)
+class OverSeeds:
+    """Uncertainty over seeds of the difference between two conditions' mean scores, by Welch's t-test."""
 
-    It is the fraction of all 2ⁿ sign patterns whose sum is at least as far from 0 as the observed one.
+    standard_error: float  # √(s²/n + s₀²/n₀)
+    p_value: float | None  # two-sided; None if it is undefined
+    holm: float | None = None  # adjusted for the number of tasks
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Mean difference of a condition to the baseline over pairs, which are documents or seeds.
+
+    Fields are None if they are undefined, with a single pair or if all differences are equal.
+    """
+
+    mean: float
+    standard_error: float | None
+    low: float | None  # 95 % interval of the mean, by Student's t
+    high: float | None
+    p_value: float | None  # two-sided, of a paired t-test, or of the sign-flip test if the pairs are seeds
+    holm: float | None = None  # adjusted for the number of tasks or conditions
+    over_seeds: OverSeeds | None = None  # if the pairs are documents and both models have at least two seeds
+
+
+Test = TypeVar("Test", Difference, Difference | None, OverSeeds | None)
+
+
+def standard_error(values: Sequence[float] | np.ndarray) -> float | None:
+    """Return the standard error of the mean, or None for fewer than two numbers."""
+    return float(stats.sem(values)) if len(values) > 1 else None
+
+
+def with_error(mean: float, error: float | None, sign: str = "") -> str:
+    """Format a mean and its standard error such as ``4.0000 ± 0.0577``. The sign is a ``+`` for differences."""
+    return f"{mean:{sign}.4f}" + ("" if error is None else f" ± {error:.4f}")
+
+
+def paired_difference(values: np.ndarray, baseline: np.ndarray) -> Difference:
+    """Run a paired t-test of two models' values, each [pairs]."""
+    differences = values - baseline
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # a single pair or equal differences give NaN, which becomes None
+        test = stats.ttest_1samp(differences, 0.0)
+        low, high = test.confidence_interval(0.95)
+        error = stats.sem(differences)
+    error, low, high, p_value = map(_defined, (error, low, high, test.pvalue))
+    return Difference(float(differences.mean()), error, low, high, p_value)
+
+
+def paired_by_seed(own: Mapping[Key, float], other: Mapping[Key, float]) -> tuple[tuple[Key, ...], Difference | None]:
+    """Return the seeds that two conditions share, and the difference of the first to the second over these.
+
+    The seeds have the order of ``own``. The difference has the p value of the sign-flip test, and is None without pairs.
+    """
+    pairs = tuple(seed for seed in own if seed in other)
+    if not pairs:
+        return pairs, None
+    values, others = (np.array([one[seed] for seed in pairs]) for one in (own, other))
+    return pairs, replace(paired_difference(values, others), p_value=sign_flip_p(values - others))
+
+
+def sign_flip_p(differences: Sequence[float] | np.ndarray) -> float | None:
+    """Return the two-sided p value of the sign-flip test, or None without differences or if one of them is not finite.
+
+    It is the fraction of all 2ⁿ sign patterns whose sum is at least as far from 0 as the observed one. Of more than
+    ``EXACT`` differences, 2 to the power of ``EXACT`` random patterns are counted.
 
     If the two conditions were equal, each pair's difference would be as likely with the opposite sign. No distribution
-    is assumed. The smallest p value is 2/2ⁿ, so 5 pairs cannot reach 0.05, and 6 can. Without pairs, with more than
-    ``MOST``, or with a difference that is not finite, the result is None.
-
-    The patterns are counted without enumerating them: for each sum over one half of the pairs, a search in the sorted
-    sums over the other half counts those that reach far enough.
+    is assumed. The smallest p value is 2/2ⁿ, so 5 pairs cannot reach 0.05, and 6 can.
     """
     d = np.asarray(differences, dtype=np.float64)
-    if not 0 < len(d) <= MOST or not np.isfinite(d).all():
+    if not len(d) or not np.isfinite(d).all():
         return None
-    far = abs(d.sum()) - ROUNDING * np.abs(d).sum()
-    if far <= 0:
+    if len(d) == 1:
         return 1.0
-    first, second = _sums(d[: len(d) // 2]), np.sort(_sums(d[len(d) // 2 :]))
-    above = len(second) - np.searchsorted(second, far - first, side="left")
-    below = np.searchsorted(second, -far - first, side="right")
-    return float((above.sum() + below.sum()) / 2.0 ** len(d))
+    d = d / (np.abs(d).sum() or 1.0)
+
+    def total(signed: np.ndarray, axis: int) -> np.ndarray:
+        return signed.sum(axis).round(12)  # sums that differ only by rounding errors are equal
+
+    test = stats.permutation_test(
+        (d,), total, permutation_type="samples", vectorized=True, n_resamples=2**EXACT, random_state=0
+    )
+    return float(test.pvalue)
 
 
-def _sums(values: np.ndarray) -> np.ndarray:
-    """Return the sums of all sign patterns, [2ⁿ]."""
-    sums = np.zeros(1)
-    for value in values:
-        sums = np.concatenate([sums + value, sums - value])
-    return sums
+def difference_over_seeds(seeds: Sequence[float], baseline: Sequence[float]) -> OverSeeds | None:
+    """Run Welch's t-test of the seeds' scores. Returns None if either side has a single seed.
+
+    The test is not paired, because seeds need not correspond. If they do, it is conservative.
+    """
+    if min(len(seeds), len(baseline)) < 2:
+        return None
+    error = np.hypot(stats.sem(seeds), stats.sem(baseline))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # equal scores give NaN, which becomes None
+        return OverSeeds(float(error), _defined(stats.ttest_ind(seeds, baseline, equal_var=False).pvalue))
+
+
+def holm(p_values: Sequence[float | None]) -> list[float | None]:
+    """Adjust p values for their number (Holm 1979; scipy has only adjustments of the false discovery rate).
+
+    If all adjusted values below α are called significant, the probability of any false one among them is below α. The
+    i-th smallest of m values is multiplied by m − i + 1, and is at least as large as the one before it. An undefined
+    value stays undefined, and counts as 1.
+    """
+    p = np.array([1.0 if value is None else value for value in p_values])
+    order = np.argsort(p)
+    adjusted = np.empty(len(p))
+    adjusted[order] = np.maximum.accumulate((len(p) - np.arange(len(p))) * p[order]).clip(max=1)
+    return [None if value is None else float(a) for value, a in zip(p_values, adjusted, strict=True)]
+
+
+def with_holm(found: Sequence[Test]) -> list[Test]:
+    """Add Holm's p values over all tests. None is not a test."""
+    adjusted = iter(holm([one.p_value for one in found if one is not None]))
+    return [one if one is None else replace(one, holm=next(adjusted)) for one in found]
+
+
+def _defined(number: float) -> float | None:
+    return float(number) if np.isfinite(number) else None

@@ -18,8 +18,7 @@ from titan_disp.config.options import EvaluateOptions, ExportOptions
 from titan_disp.errors import ConfigError
 from titan_disp.files import no_bars_in_logs
 from titan_disp.lab.evaluate.compare import Comparison, compare, pooled, to_csv, to_markdown
-from titan_disp.lab.evaluate.harness import Result, Settings, run_model, warnings_once
-from titan_disp.lab.evaluate.tasks import PROTOCOLS, Suite, build_suite
+from titan_disp.lab.evaluate.harness import PROTOCOLS, Result, Settings, Suite, build_suite, run_model, warnings_once
 from titan_disp.lab.export.export import export
 from titan_disp.lab.inspection.targets import Target, find_targets, name_of, parse_group
 from titan_disp.run.folder import write_json
@@ -38,8 +37,7 @@ def evaluate(options: EvaluateOptions) -> Comparison:
         ConfigError: A model, task, data set or device does not exist, or a number is out of range; nothing is evaluated
             then. Weights are missing or damaged, or a run cannot be exported; the models before it are evaluated then.
     """
-    least = {"limit": 1, "num_fewshot": 0, "seed": 0}
-    for name, minimum in least.items():
+    for name, minimum in {"limit": 1, "num_fewshot": 0, "seed": 0}.items():
         value = getattr(options, name)
         if value is not None and value < minimum:
             raise ConfigError(f"--{name.replace('_', '-')} is {value}, expected at least {minimum}")
@@ -52,15 +50,23 @@ def evaluate(options: EvaluateOptions) -> Comparison:
     _check_out(out)
     with warnings_once(), no_bars_in_logs():
         suite = build_suite(options.tasks, options.include_path, options.num_fewshot, chosen.shots)
+        of_all = {"protocol": options.protocol, **asdict(settings), "rows": [asdict(row) for row in suite.rows]}
+        packages = ("titan-disp", "lm_eval", "transformers", "torch", "datasets")
+        content = {"settings": of_all, "versions": {name: version(name) for name in packages}, "conditions": conditions}
         results: dict[str, Result] = {}
         for name, model in _with_progress(found):
             with _as_hugging_face(model, out) as folder:
                 results[name] = run_model(folder, suite, settings)
             with open(out / "samples.jsonl", "a") as file:
                 file.writelines(json.dumps({"model": name, **sample}) + "\n" for sample in results[name].samples)
-            comparison = _compare(suite, conditions, results)
-            notes = _dtype_note(results)
-            _write(out, comparison, notes, settings, suite, found, conditions, results, options.protocol)
+            comparison, notes = _compare(suite, conditions, results), _dtype_note(results)
+            (out / "table.md").write_text(to_markdown(comparison, notes))
+            (out / "table.csv").write_text(to_csv(comparison))
+            of_models = {
+                name: {"folder": str(found[name].folder.resolve()), "dtype": result.dtype, "harness": result.harness}
+                for name, result in results.items()
+            }
+            write_json(out / "results.json", {**content, "comparison": asdict(comparison), "models": of_models})
     print(to_markdown(comparison, notes))
     print(f"{out}: results.json, samples.jsonl, table.md, table.csv")
     return comparison
@@ -144,7 +150,6 @@ def _as_hugging_face(model: Target, out: Path) -> Iterator[Path]:
 
 
 def _compare(suite: Suite, conditions: Conditions, results: Mapping[str, Result]) -> Comparison:
-    """Compare the models that have been evaluated."""
     models = {}
     for condition, members in conditions.items():
         if done := [results[name].scores for name in members if name in results]:
@@ -153,35 +158,8 @@ def _compare(suite: Suite, conditions: Conditions, results: Mapping[str, Result]
 
 
 def _dtype_note(results: Mapping[str, Result]) -> list[str]:
-    if len({result.dtype for result in results.values()}) < 2:
-        return []
     told = ", ".join(f"{name} {result.dtype}" for name, result in results.items())
-    return [
+    note = (
         f"The models' dtypes differ ({told}), so rounding may be part of a difference. Set --dtype to make them equal."
-    ]
-
-
-def _write(
-    out: Path,
-    comparison: Comparison,
-    notes: Sequence[str],
-    settings: Settings,
-    suite: Suite,
-    models: Mapping[str, Target],
-    conditions: Conditions,
-    results: Mapping[str, Result],
-    protocol: str,
-) -> None:
-    content = {
-        "settings": {"protocol": protocol, **asdict(settings), "rows": [asdict(row) for row in suite.rows]},
-        "versions": {name: version(name) for name in ("titan-disp", "lm_eval", "transformers", "torch", "datasets")},
-        "conditions": conditions,
-        "comparison": asdict(comparison),
-        "models": {
-            name: {"folder": str(models[name].folder.resolve()), "dtype": result.dtype, "harness": result.harness}
-            for name, result in results.items()
-        },
-    }
-    (out / "table.md").write_text(to_markdown(comparison, notes))
-    (out / "table.csv").write_text(to_csv(comparison))
-    write_json(out / "results.json", content)
+    )
+    return [note] if len({result.dtype for result in results.values()}) > 1 else []

@@ -1,12 +1,15 @@
-"""This module runs lm-evaluation-harness on one model."""
+"""This module is the way to lm-evaluation-harness: it builds tasks, loads their data, runs one model, and thins warnings.
+
+The tasks are built before a model is loaded, so that a wrong name or missing data costs nothing.
+"""
 
 import gc
 import json
 import logging
 import sys
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -14,49 +17,209 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from titan_disp.errors import counted
-from titan_disp.lab.evaluate.compare import Scores, scaled_values
-from titan_disp.lab.evaluate.tasks import Row, Suite
+from titan_disp.errors import ConfigError, counted, did_you_mean
+from titan_disp.lab.evaluate.compare import Row, Scores, scaled_values
 from titan_disp.lab.export.saved import load_causal_lm, longest_sequence
 
-Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 CPU_BATCH = 8  # the harness searches for the largest batch until memory runs out, which kills the process on a CPU
 
 
 @dataclass(frozen=True)
-class Settings:
-    """The settings for all models of an evaluation.
+class Protocol:
+    shots: Mapping[str, int]  # examples in the prompt of each task
+    limit: int | None  # first documents per task; None means all
 
-    Attributes:
-        limit: number of first documents per task; None means all.
-        batch_size: sequences per batch; "auto" means the largest that fits on a GPU, or 8 on a CPU.
-        device: a device such as "cpu" or "cuda:0".
-        dtype: dtype of the weights; "auto" means the saved one.
-        seed: seed for the choice of examples, and for everything else that is random.
+
+PAPER = {
+    "anli_r2": 0,
+    "lambada_openai": 0,
+    "openbookqa": 0,
+    "piqa": 0,
+    "truthfulqa_mc2": 0,
+    "winogrande": 0,
+    "arc_easy": 5,
+    "arc_challenge": 5,
+    "medmcqa": 5,
+    "mmlu": 5,
+}
+"""The ten tasks of arXiv 2602.00217 and their numbers of few-shot examples.
+
+The paper's text names the tasks. The rest follows the authors' released code (github.com/ChenLiu-1996/LM-Dispersion).
+Its mid-training of Qwen3 decides which tasks have examples, and that they have five (with GPT-2, they have one).
+TruthfulQA is MC2 (the probability of the true answers). The metric is ``acc`` for all ten; results.json also has
+``acc_norm`` if the harness has it. The authors' code scores 200 documents per task (Qwen3) or 500 (GPT-2). Scoring all
+documents is our choice.
+"""
+
+PROTOCOLS = {
+    "paper": Protocol(PAPER, limit=None),
+    "authors-qwen3": Protocol(PAPER, limit=200),
+    "authors-gpt2": Protocol({task: min(shots, 1) for task, shots in PAPER.items()}, limit=500),
+}
+"""The protocols by name. "paper" scores the paper's ten tasks on all documents. The others follow the authors' two
+mid-training scripts (train_configs/authors/README.md): Qwen3's has five examples or none and 200 documents, GPT-2's has
+one or none and 500."""
+
+
+@dataclass(frozen=True)
+class Suite:
+    """The tasks of one evaluation. All models use the same objects, and so the same documents and prompts."""
+
+    rows: tuple[Row, ...]
+    items: list[Any]  # the harness's Task and Group objects
+    manager: Any
+
+
+def build_suite(
+    names: Sequence[str],
+    include_path: Path | None = None,
+    num_fewshot: int | None = None,
+    shots: Mapping[str, int] = PAPER,
+) -> Suite:
+    """Find the tasks and load their data sets. If the Hugging Face hub does not answer, only its cache is used.
+
+    The names are those of the harness's tasks, groups or tags. ``paper`` stands for the ten tasks of ``PAPER``. A prompt
+    has ``num_fewshot`` examples, or else the number in ``shots`` or the task's own, unless the task fixes their number.
+
+    Raises:
+        ConfigError: A task or its data do not exist, tasks overlap, or a task has no metric that can be compared.
     """
+    from lm_eval.tasks import TaskManager
 
-    limit: int | None
-    batch_size: int | Literal["auto"]
+    if not names:
+        raise ConfigError("--tasks is empty; expected paper, or names of tasks")
+    if include_path is not None and not include_path.is_dir():
+        raise ConfigError(
+            f"--include-path {str(include_path)!r} is not a folder; expected one with task files (*.yaml)"
+        )
+    manager = TaskManager(include_path=None if include_path is None else str(include_path))
+    wanted = list(dict.fromkeys(one for name in names for one in (PAPER if name == "paper" else [name])))
+    for name in wanted:
+        if name not in manager.all_tasks:
+            known = ["paper", *manager.all_tasks]
+            hint = did_you_mean(name, known, otherwise="; lm-eval ls tasks lists them", most=5)
+            raise ConfigError(f"lm-evaluation-harness has no task {name!r}{hint}")
+    with _offline_if_unreachable() as reachable:
+        built = _load(manager, wanted, reachable, include_path)
+    items: dict[str, Any] = {}
+    for loaded in built:  # without the members of groups
+        inside = {child for group in loaded["groups"].values() for child in group.child_names}
+        items |= {name: item for name, item in (loaded["groups"] | loaded["tasks"]).items() if name not in inside}
+    try:
+        manager.load(list(items.values()))
+    except ValueError as error:
+        raise ConfigError(f"--tasks: {error}; name only one of them") from error
+    for name, item in items.items():
+        examples = shots.get(name) if num_fewshot is None else num_fewshot
+        for task in manager.load(item)["tasks"].values():
+            # A task with 0 fixes the number: TruthfulQA's prompt has its own examples.
+            if examples is not None and task.get_config("num_fewshot") != 0:
+                task.set_config("num_fewshot", examples)
+    rows = {row.name: row for item in items.values() for row in _rows(item)}
+    return Suite(tuple(rows.values()), list(items.values()), manager)
+
+
+def _rows(item: Any) -> Iterator[Row]:
+    """Yield the rows of a task or a group. A group without an average has a row for each member."""
+    from lm_eval.api.group import Group
+
+    if not isinstance(item, Group):
+        yield Row(item.task_name, _metrics(item)[0], (item.task_name,))
+    elif not item.aggregate_metric_list:
+        for member in item:
+            yield from _rows(member)
+    else:
+        tasks, averaged = item.get_all_tasks(), item.aggregate_metric_list[0]
+        for task in tasks:
+            if averaged.metric not in _metrics(task):
+                raise ConfigError(
+                    f"the group {item.name!r} averages {averaged.metric!r}, which {task.task_name!r} does not have as a mean "
+                    f"over documents; name its tasks instead: {', '.join(item.child_names)}"
+                )
+        yield Row(item.name, averaged.metric, tuple(t.task_name for t in tasks), bool(averaged.weight_by_size))
+
+
+def _metrics(task: Any) -> list[str]:
+    """Return the metrics that are a mean over documents and better when they are higher.
+
+    Differences and ranks make sense only for these.
+    """
+    from lm_eval.api.metrics import mean
+
+    better = task.higher_is_better()
+    found = [name for name, aggregate in task.aggregation().items() if aggregate is mean and better[name]]
+    if not found:
+        raise ConfigError(
+            f"the task {task.task_name!r} has no metric that is a mean over documents and better when it is higher (it has "
+            f"{', '.join(better)}), so it cannot compare models document by document; leave it out of --tasks"
+        )
+    return found
+
+
+def _load(manager: Any, names: Sequence[str], reachable: bool, include_path: Path | None) -> list[Any]:
+    """Load each name. The message lists all failures at once, so that one download can fetch all data."""
+    loaded, failed = [], {}
+    for name in names:
+        try:
+            loaded.append(manager.load(name))
+        except Exception as error:  # datasets, its file readers, jinja2 and yaml each raise their own
+            failed[name] = error
+    if not failed:
+        return loaded
+    lines = [f"{name}: {type(error).__name__}: {str(error).strip()}" for name, error in failed.items()]
+    message = "these tasks cannot be loaded:\n  " + "\n  ".join(lines)
+    missing = [name for name, error in failed.items() if isinstance(error, (ConnectionError, ValueError))]
+    if missing and not reachable:
+        where = "" if include_path is None else f"include_path={str(include_path)!r}"
+        message += (
+            "\nThe Hugging Face hub does not answer here, and the data are not in its cache. On a machine with "
+            "internet access, download them to a folder that this machine sees:\n  HF_HOME=DIR python -c "
+            f'"from lm_eval.tasks import TaskManager; TaskManager({where}).load({missing})"\n'
+            "Then set HF_HOME=DIR and HF_HUB_OFFLINE=1 here"
+        )
+    raise ConfigError(message)
+
+
+@contextmanager
+def _offline_if_unreachable() -> Iterator[bool]:
+    """Ask the hub once, and go offline if it does not answer. Otherwise each data set would wait 24 s for it."""
+    import datasets
+    from huggingface_hub import constants
+    from huggingface_hub.utils import get_session
+
+    before = constants.HF_HUB_OFFLINE, datasets.config.HF_HUB_OFFLINE
+    reachable = False
+    if not any(before):
+        with suppress(Exception):  # of requests, httpx or httpx2, by the version of huggingface_hub
+            reachable = get_session().head(constants.ENDPOINT, timeout=5.0).status_code < 500
+    if not reachable:
+        print("the Hugging Face hub is offline or does not answer: data sets come from its cache", file=sys.stderr)
+        constants.HF_HUB_OFFLINE = datasets.config.HF_HUB_OFFLINE = True
+    try:
+        yield reachable
+    finally:
+        constants.HF_HUB_OFFLINE, datasets.config.HF_HUB_OFFLINE = before
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The settings for all models of an evaluation."""
+
+    limit: int | None  # first documents per task; None means all
+    batch_size: int | Literal["auto"]  # "auto" means the largest that fits on a GPU, or CPU_BATCH
     device: str
-    dtype: Dtype
-    seed: int
+    dtype: Literal["auto", "float32", "bfloat16", "float16"]  # of the weights; "auto" means the saved one
+    seed: int  # for the choice of examples, and for everything else that is random
 
 
 @dataclass(frozen=True)
 class Result:
-    """The harness's results for one model.
+    """The harness's results for one model."""
 
-    Attributes:
-        harness: all numbers, task configs and versions as JSON values, without documents.
-        samples: task, doc_id, hashes of document and prompt, filter and every metric of each document.
-        scores: scores by row of the table.
-        dtype: dtype of the weights.
-    """
-
-    harness: dict[str, Any]
-    samples: list[dict[str, Any]]
-    scores: dict[str, Scores]
-    dtype: str
+    harness: dict[str, Any]  # all numbers, task configs and versions as JSON values, without documents
+    samples: list[dict[str, Any]]  # task, doc_id, hashes of document and prompt, filter, metrics of each document
+    scores: dict[str, Scores]  # by row of the table
+    dtype: str  # of the weights
 
 
 def run_model(folder: Path, suite: Suite, settings: Settings) -> Result:
@@ -101,13 +264,13 @@ def run_model(folder: Path, suite: Suite, settings: Settings) -> Result:
         torch.cuda.empty_cache()
     found = json.loads(json.dumps(found, default=handle_non_serializable))
     by_task = found.pop("samples")
-    samples = [_compact(task, sample) for task, of_task in by_task.items() for sample in of_task]
+    kept = ("doc_id", "doc_hash", "prompt_hash", "filter")
+    samples = [
+        {"task": task, **{name: sample[name] for name in (*kept, *sample["metrics"])}}
+        for task, of_task in by_task.items()
+        for sample in of_task
+    ]
     return Result(found, samples, {row.name: _scores(row, found, by_task) for row in suite.rows}, dtype)
-
-
-def _compact(task: str, sample: dict[str, Any]) -> dict[str, Any]:
-    kept = ("doc_id", "doc_hash", "prompt_hash", "filter", *sample["metrics"])
-    return {"task": task, **{name: sample[name] for name in kept}}
 
 
 def _scores(row: Row, found: dict[str, Any], by_task: dict[str, list[dict[str, Any]]]) -> Scores:
@@ -125,36 +288,29 @@ def _scores(row: Row, found: dict[str, Any], by_task: dict[str, list[dict[str, A
     )
 
 
-# This module shows each warning of lm-evaluation-harness once, rather than for each of 57 subjects of each model.
-
-
-class _FirstOfEach(logging.Filter):
-    """Lets the first record of each line of code through, and counts the others."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: Counter[tuple[str, int]] = Counter()
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        place = (record.pathname, record.lineno)
-        self.seen[place] += 1
-        return self.seen[place] == 1
-
-
 @contextmanager
 def warnings_once(name: str = "lm_eval") -> Iterator[None]:
-    """Print the first warning of each line of code on stderr, and at the end the number of others."""
-    logger, first = logging.getLogger(name), _FirstOfEach()
-    handler = logging.StreamHandler(sys.stderr)
+    """Print the first warning of each line of code on stderr, and at the end the number of others.
+
+    The harness repeats a warning for each of MMLU's 57 subjects of each model.
+    """
+    seen: Counter[tuple[str, int]] = Counter()
+
+    def is_first(record: logging.LogRecord) -> bool:
+        place = (record.pathname, record.lineno)
+        seen[place] += 1
+        return seen[place] == 1
+
+    logger, handler = logging.getLogger(name), logging.StreamHandler(sys.stderr)
     handler.setLevel(logging.WARNING)
-    handler.addFilter(first)
+    handler.addFilter(is_first)
     before = logger.handlers, logger.propagate
     logger.handlers, logger.propagate = [handler], False
     try:
         yield
     finally:
         logger.handlers, logger.propagate = before
-        if more := sum(first.seen.values()) - len(first.seen):
+        if more := seen.total() - len(seen):
             print(
                 f"{name} gave {counted(more, 'more warning')} of the same kinds, for other tasks or models",
                 file=sys.stderr,

@@ -1,10 +1,15 @@
-"""This module draws charts of training. The number of points is limited, and a run has the same style in all charts."""
+"""This module draws charts of training. The number of points is limited, and a run has the same style in all charts.
+
+The line of several runs that differ only in their seeds is their mean, in a band from the smallest to the largest.
+"""
 
 import base64
 import io
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import reduce
+from itertools import pairwise
 from typing import Any
 
 import matplotlib
@@ -19,6 +24,7 @@ from scipy.stats import binned_statistic
 from titan_disp.condensation.heatmap import layer_label, new_figure, plain
 from titan_disp.condensation.record import Condensation
 from titan_disp.lab.plots import LINES, MEAN_COSINE, OKABE_ITO
+from titan_disp.lab.report.gather import Run, conditions
 from titan_disp.run.history import FAULTS, Attempt
 from titan_disp.text import short
 
@@ -33,7 +39,6 @@ def drawing() -> AbstractContextManager[None]:
 
 
 def to_uri(figure: Figure) -> str:
-    """Convert a figure to an SVG data URI."""
     file = io.BytesIO()
     figure.savefig(file, format="svg", metadata={"Date": None})
     return "data:image/svg+xml;base64," + base64.b64encode(file.getvalue()).decode()
@@ -41,40 +46,48 @@ def to_uri(figure: Figure) -> str:
 
 @dataclass(frozen=True)
 class Line:
-    """Represent the line of one run or condition in a chart.
-
-    Attributes:
-        name: name of the run or condition.
-        x, y: [n] numbers. Points with a non-finite number are left out.
-        place: index of the run or condition in the report, which sets its colour and dashes.
-        resumes: values of x at which the run resumed. They are marked on the axis.
-        low, high: [n] smallest and largest value over the seeds with mean ``y``; None for a single run.
-    """
+    """Represent the line of one run or condition in a chart. Points with a non-finite number are left out."""
 
     name: str
-    x: np.ndarray
+    x: np.ndarray  # [n]
     y: np.ndarray
-    place: int
-    resumes: Sequence[float] = ()
-    low: np.ndarray | None = None
-    high: np.ndarray | None = None
+    place: int  # index of the run or condition in the report, which sets its colour and dashes
+    resumes: Sequence[float] = ()  # values of x at which the run resumed, which are marked on the axis
+    low: np.ndarray | None = None  # smallest value over the seeds with mean ``y``; None for a single run
+    high: np.ndarray | None = None  # largest value
 
     @property
     def all_y(self) -> np.ndarray:
-        """Return all values that are drawn."""
-        return np.concatenate([y for y in (self.y, self.low, self.high) if y is not None])
+        """Return all values that are drawn, [1 or 3, n]."""
+        return np.stack([y for y in (self.y, self.low, self.high) if y is not None])
 
     @property
     def style(self) -> dict[str, Any]:
         return {"color": OKABE_ITO[self.place % len(OKABE_ITO)], "linestyle": LINES[self.place % len(LINES)]}
 
 
-def binned(x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Bin the finite points into at most ``BINS`` bins of equal width in x.
+def by_condition(runs: Sequence[Run], lines: Sequence[Line]) -> list[Line]:
+    """Turn lines of runs, whose ``place`` is the run's, into lines of conditions, at the values of x that all seeds have.
 
-    Returns:
-        Mean x, mean y, smallest y and largest y of each bin.
+    If they share fewer than two, each seed keeps its own line in the condition's colour.
     """
+    found: list[Line] = []
+    for place, (name, members) in enumerate(conditions(runs)):
+        of_it = [replace(line, place=place) for line in lines if line.place in members]
+        if len(of_it) > 1 and len(x := reduce(np.intersect1d, map(_finite_x, of_it))) > 1:
+            y = np.stack([line.y[np.isin(line.x, x)] for line in of_it])
+            resumes = sorted(at for line in of_it for at in line.resumes)
+            of_it = [Line(name, x, y.mean(0), place, resumes, low=y.min(0), high=y.max(0))]
+        found += of_it
+    return found
+
+
+def _finite_x(line: Line) -> np.ndarray:
+    return line.x[np.isfinite(line.x) & np.isfinite(line.y)]
+
+
+def binned(x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """Return mean x, mean y, smallest y and largest y of the finite points in at most ``BINS`` bins of equal width in x."""
     finite = np.isfinite(x) & np.isfinite(y)
     x, y = x[finite], y[finite]
     if len(x) <= BINS:
@@ -114,15 +127,11 @@ def by_factors(axes: Axes, lines: Sequence[Line]) -> None:
 def without_the_beginning(axes: Axes, lines: Sequence[Line]) -> None:
     """Let axis y show the values after the ``BEGINNING`` of the longest run."""
     start = BEGINNING * max(np.nanmax(line.x) for line in lines)
-    later = np.concatenate([_after(line, start) for line in lines])
+    later = np.concatenate([y[line.x > start] for line in lines for y in line.all_y])
+    later = later[np.isfinite(later)]
     if len(later) > 30 * len(lines):
         margin = 0.05 * np.ptp(later) + 1e-9
         axes.set_ylim(later.min() - margin, later.max() + margin)
-
-
-def _after(line: Line, start: float) -> np.ndarray:
-    values = np.stack([y for y in (line.y, line.low, line.high) if y is not None])[:, line.x > start]
-    return values[np.isfinite(values)]
 
 
 def draw_lines(axes: Axes, lines: Sequence[Line], xlabel: str, ylabel: str, scale: Scale) -> None:
@@ -135,11 +144,9 @@ def draw_lines(axes: Axes, lines: Sequence[Line], xlabel: str, ylabel: str, scal
             axes.fill_between(x, low, high, color=line.style["color"], alpha=0.2, linewidth=0)
         marker = "o" if len(x) <= 30 else None
         axes.plot(x, y, label=plain(line.name), linewidth=1.5, marker=marker, markersize=3, **line.style)
-        on_axis = axes.get_xaxis_transform()
-        heights = [0.025] * len(line.resumes)
+        heights, on_axis = [0.025] * len(line.resumes), axes.get_xaxis_transform()
         axes.plot(line.resumes, heights, "^", color=line.style["color"], markersize=5, transform=on_axis)
-    axes.set_xlabel(xlabel)
-    axes.set_ylabel(ylabel)
+    axes.set(xlabel=xlabel, ylabel=ylabel)
     axes.xaxis.set_major_formatter(FuncFormatter(_tick))
     scale(axes, lines)
     axes.grid(alpha=0.3)
@@ -149,8 +156,7 @@ def curves(lines: Sequence[Line], xlabel: str, ylabel: str, scale: Scale) -> Fig
     """Draw a chart of ``draw_lines`` with a legend above it."""
     figure = new_figure(*SIZE)
     draw_lines(figure.subplots(), lines, xlabel, ylabel, scale)
-    longest = max(len(line.name) for line in lines)
-    figure.legend(loc="outside upper center", ncols=1 if longest > 24 else 3)
+    figure.legend(loc="outside upper center", ncols=1 if max(len(line.name) for line in lines) > 24 else 3)
     return figure
 
 
@@ -159,31 +165,20 @@ def _tick(value: float, _: int) -> str:
 
 
 def draw_layer_map(axes: Axes, by_step: Mapping[int, Condensation], title: str, end: int) -> QuadMesh:
-    """Draw mean cosines by layer and step. All maps have the same colour scale.
-
-    Args:
-        axes: axes to draw in.
-        by_step: at least two measurements.
-        title: title of the map.
-        end: the last step of the run, where the map ends.
-    """
+    """Draw at least two measurements' mean cosines by layer, up to the run's last step ``end``, in one colour scale."""
     measured = list(by_step.values())
     values = np.array([found.mean_cosine for found in measured]).T
     layers = np.arange(len(values))
-    mesh = axes.pcolormesh(
-        list(by_step), layers, values, shading="nearest", cmap="magma_r", vmin=0, vmax=1, rasterized=True
-    )
+    mesh = axes.pcolormesh(list(by_step), layers, values, cmap="magma_r", vmin=0, vmax=1, rasterized=True)
     axes.set_xlim(min(by_step), max(end, *by_step))
     axes.set_title(plain(title), fontsize=10)
-    axes.set_xlabel("step")
-    axes.set_ylabel(layer_label(measured, gap="\n"))
+    axes.set(xlabel="step", ylabel=layer_label(measured, gap="\n"))
     axes.xaxis.set_major_formatter(FuncFormatter(_tick))
     axes.yaxis.set_major_locator(MaxNLocator(integer=True))
     return mesh
 
 
 def layer_map(by_step: Mapping[int, Condensation], name: str, end: int) -> Figure:
-    """Draw ``draw_layer_map`` of a run with its colour scale."""
     figure = new_figure(*SIZE)
     mesh = draw_layer_map(figure.subplots(), by_step, name, end)
     figure.colorbar(mesh, label=MEAN_COSINE)
@@ -203,7 +198,7 @@ def timeline(found: Sequence[Attempt], events: Sequence[Mapping[str, Any]]) -> F
     for attempt in found:
         times, steps, *_ = binned(np.array(attempt.times), np.array(attempt.steps, dtype=np.float64))
         above.plot(_dates(times), steps, color=OKABE_ITO[0], linewidth=1.8, marker="o" if len(times) < 3 else None)
-    for one, following in zip(found, found[1:], strict=False):
+    for one, following in pairwise(found):
         for axes in (above, below):
             axes.axvspan(*_dates([one.ended, following.began]), color="0.85", linewidth=0)
     for row, kind in enumerate(kinds):
@@ -211,10 +206,8 @@ def timeline(found: Sequence[Attempt], events: Sequence[Mapping[str, Any]]) -> F
         marker, color = ("X", OKABE_ITO[1]) if kind in FAULTS else ("|", "black")
         below.plot(times, [row] * len(times), marker, color=color, markersize=7)
     below.set_yticks(range(len(kinds)), [plain(kind.replace("_", " ")) for kind in kinds])
-    below.set_ylim(len(kinds) - 0.5, -0.5)
-    below.set_xlabel("time (UTC)")
-    above.set_ylabel("step")
-    above.set_ylim(bottom=0)
+    below.set(ylim=(len(kinds) - 0.5, -0.5), xlabel="time (UTC)")
+    above.set(ylim=(0, None), ylabel="step")
     above.yaxis.set_major_formatter(FuncFormatter(_tick))
     for axes in (above, below):
         axes.grid(axis="x", alpha=0.3)

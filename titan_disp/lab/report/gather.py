@@ -1,6 +1,13 @@
-"""This module reads a run's folder once. The run may be training or interrupted, and files may be missing."""
+"""This module reads each run's folder once, compares the configs of runs, and groups runs that differ only in seeds.
 
-from collections.abc import Sequence
+A run may be training or interrupted, and files may be missing.
+"""
+
+import json
+import os
+import re
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -8,8 +15,10 @@ from typing import Any
 
 import numpy as np
 import torch
+from torchtitan.config import ConfigManager
 
 from titan_disp.condensation.record import Condensation, load_steps, most_condensed
+from titan_disp.config.load import MODULE
 from titan_disp.errors import ConfigError
 from titan_disp.lab.inspection.targets import parse_group
 from titan_disp.models.arguments import named
@@ -27,38 +36,28 @@ from titan_disp.run.reader import (
     read_validation,
 )
 
+SEEDS = ("debug.seed", "stream.seed")  # keys in which the runs of one condition differ
+# Keys that do not change training.
+WITHOUT_EFFECT = ("job.", "metrics.", "comm.", "profiling.", "condensation.", "validation.")
+ABSENT = object()  # stands for the value of a key that a column does not have
+
 
 @dataclass(frozen=True)
 class Run:
-    """Hold the contents of a run's folder. All times are seconds since the epoch.
-
-    Attributes:
-        path: the run's folder.
-        name: unique name in the report.
-        group: name that the user gave to several runs, as in off=RUN,RUN; None for a run alone.
-        config: contents of config.json.
-        environment: contents of environment.json, or empty.
-        written: training rows of metrics.jsonl in the order of writing. Steps repeated after a resume come twice.
-        rows: the rows that count: one per step, ascending, none after ``step``.
-        events: contents of events.jsonl.
-        condensation: measurements by step.
-        validation: validation loss by step.
-        failures: contents of requeue.json about failures in a row without a new checkpoint, or empty.
-        problems: messages about files that could not be read.
-    """
+    """Hold the contents of a run's folder. All times are seconds since the epoch."""
 
     path: Path
-    name: str
-    group: str | None
+    name: str  # unique in the report
+    group: str | None  # name that the user gave to several runs, as in off=RUN,RUN; None for a run alone
     config: dict[str, Any]
     environment: dict[str, Any]
-    written: list[dict[str, Any]]
-    rows: list[dict[str, Any]]
+    written: list[dict[str, Any]]  # rows in the order of writing; steps repeated after a resume come twice
+    rows: list[dict[str, Any]]  # the rows that count: one per step, ascending, none after ``step``
     events: list[dict[str, Any]]
-    condensation: dict[int, Condensation]
-    validation: dict[int, float]
-    failures: dict[str, Any]
-    problems: list[str]
+    condensation: dict[int, Condensation]  # by step
+    validation: dict[int, float]  # loss by step
+    failures: dict[str, Any]  # about failures in a row without a new checkpoint, or empty
+    problems: list[str]  # messages about files that could not be read
 
     @cached_property
     def step(self) -> int:
@@ -67,7 +66,6 @@ class Run:
 
     @cached_property
     def most_condensed(self) -> int:
-        """Return the step of the most condensed measurement, of a run that has one."""
         return most_condensed(self.condensation)
 
     @cached_property
@@ -86,7 +84,6 @@ class Run:
 
     @property
     def steps(self) -> int | None:
-        """Return the number of steps of the whole run, from its config."""
         return self.settings.get("training.steps")
 
     @property
@@ -104,11 +101,10 @@ class Run:
 
     @property
     def _overrides(self) -> dict[str, Any]:
-        return self.config.get("model", {}).get("overrides", {})  # older runs have none
+        return self.config.get("model", {}).get("overrides", {})  # TorchTitan's own trainer knows none
 
     @property
     def model(self) -> str:
-        """Return the name of the model, its flavor and its overrides."""
         return f"{self.settings.get('model.name')} {named(str(self.settings.get('model.flavor')), self._overrides)}"
 
     @cached_property
@@ -162,10 +158,7 @@ def _read(path: Path, name: str, group: str | None) -> Run:
 
 
 def gather(paths: Sequence[str | Path]) -> list[Run]:
-    """Read the runs in the given order.
-
-    Args:
-        paths: run folders, or ``NAME=RUN,RUN,…``: seeds of one condition.
+    """Read the runs, given as folders or as ``NAME=RUN,RUN,…`` for seeds of one condition, in their order.
 
     Raises:
         ConfigError: No run is given, a path is not a run's folder or cannot be read, or a run is given twice.
@@ -189,3 +182,55 @@ def gather(paths: Sequence[str | Path]) -> list[Run]:
     short = [folder.name for folder in resolved]
     names = short if len(set(short)) == len(short) else [str(folder) for folder in folders]
     return [_read(folder, name, group) for folder, name, group in zip(folders, names, groups, strict=True)]
+
+
+def defaults() -> dict[str, Any]:
+    """Return the defaults of TorchTitan and titan-disp by dotted key, with values as in config.json."""
+    # The folder exists, because ConfigManager warns if the default tokenizer does not.
+    parsed = ConfigManager().parse_args(["--job.custom_config_module", MODULE, "--model.hf_assets_path", "."])
+    return flatten(json.loads(json.dumps(type(parsed)().to_dict())))
+
+
+def side_by_side(columns: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
+    """Return each key of the flat columns with its value in every column, or ``ABSENT``."""
+    keys = dict.fromkeys(key for column in columns for key in column)
+    return {key: [column.get(key, ABSENT) for column in columns] for key in keys}
+
+
+def unlike(values: Sequence[Any]) -> bool:
+    return any(value != values[0] for value in values[1:])
+
+
+def conditions(runs: Sequence[Run]) -> list[tuple[str, list[int]]]:
+    """Return the conditions in the order of their first runs: their names, and the indices of their runs.
+
+    Runs that the user gave under one name are a condition. So are other runs with equal configs and different seeds.
+    """
+    groups: dict[object, list[int]] = defaultdict(list)
+    for place, run in enumerate(runs):
+        groups[run.group or _recipe(run)].append(place)
+    found = []
+    for key, places in groups.items():
+        members = [runs[place] for place in places]
+        if not isinstance(key, str) and len({tuple(map(run.settings.get, SEEDS)) for run in members}) < len(members):
+            found += [(run.name, [place]) for run, place in zip(members, places, strict=True)]
+        else:
+            name = key if isinstance(key, str) else _common_name([run.name for run in members])
+            found.append((f"{name} ({len(places)} seeds)" if len(places) > 1 else name, places))
+    return sorted(found, key=lambda condition: condition[1])
+
+
+def _recipe(run: Run) -> tuple[str, ...]:
+    """Return the keys of the config that change training, without the seeds."""
+    kept = {k: v for k, v in run.settings.items() if k not in SEEDS and not k.startswith(WITHOUT_EFFECT)}
+    return tuple(f"{key}={value!r}" for key, value in sorted(kept.items()))
+
+
+def _common_name(names: Sequence[str]) -> str:
+    """Name a condition after its runs: off-seed-1 and off-seed-2 are off."""
+    if len(names) == 1:
+        return names[0]
+    common = os.path.commonprefix(names)
+    if any(name[len(common) :][:1].isdigit() for name in names):  # off-1 and off-12
+        common = common.rstrip("0123456789")
+    return re.sub(r"[-_. ]*(seed)?[-_. ]*$", "", common) or common.strip("-_. ") or names[0]

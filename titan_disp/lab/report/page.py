@@ -1,9 +1,9 @@
-"""This module renders tables and pictures into page.html.j2, and writes the page atomically."""
+"""This module draws and describes the pictures of the page, renders them with the tables into page.html.j2, and writes it."""
 
 import json
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -15,31 +15,21 @@ from titan_disp.errors import ConfigError
 from titan_disp.files import atomic_write
 from titan_disp.lab.plots import over_training
 from titan_disp.lab.report import charts, tables
-from titan_disp.lab.report.charts import BEGINNING, BINS, Line, Scale, drawing, to_uri
-from titan_disp.lab.report.conditions import by_condition, conditions
-from titan_disp.lab.report.gather import Run, gather
+from titan_disp.lab.report.charts import BEGINNING, BINS, Line, Scale, by_condition, drawing, to_uri
+from titan_disp.lab.report.gather import Run, conditions, gather
 from titan_disp.lab.report.tables import state
 from titan_disp.text import number
-
-# This module draws the pictures of the page, and describes them in words.
-
 
 SHARED_STEPS = 4  # runs with so many common steps are shown at the same steps
 
 
 @dataclass(frozen=True)
 class Picture:
-    """Represent a picture of the page.
-
-    Attributes:
-        uri: the picture as a data URI.
-        alt: description for people who do not see it.
-        wide: whether it needs the whole width of the page.
-    """
+    """Represent a picture of the page, with a description for people who do not see it."""
 
     uri: str
     alt: str
-    wide: bool = False
+    wide: bool = False  # whether it needs the whole width of the page
 
 
 def _ends(y: np.ndarray) -> str:
@@ -48,7 +38,6 @@ def _ends(y: np.ndarray) -> str:
 
 
 def _lines(runs: Sequence[Run], x: str, key: str) -> list[Line]:
-    """Return a line for each run that has the number. Its ``place`` is the run's."""
     lines = []
     for place, run in enumerate(runs):
         at, values = run.series(x), run.series(key)
@@ -57,15 +46,6 @@ def _lines(runs: Sequence[Run], x: str, key: str) -> list[Line]:
             resumes = [e["step"] * per_step for e in run.events if e["event"] == "resume" and e["step"] <= run.step]
             lines.append(Line(run.name, at, values, place, resumes))
     return lines
-
-
-def _curves(
-    runs: Sequence[Run], lines: Sequence[Line], xlabel: str, ylabel: str, scale: Scale = charts.as_it_is
-) -> Iterator[Picture]:
-    if lines:
-        drawn = by_condition(runs, lines)
-        ends = "; ".join(f"{line.name}: {_ends(line.y)}" for line in drawn)
-        yield Picture(to_uri(charts.curves(drawn, xlabel, ylabel, scale)), f"{ylabel} against {xlabel}. {ends}")
 
 
 def measured_lines(runs: Sequence[Run], read: Callable[[Condensation], float]) -> list[Line]:
@@ -78,6 +58,18 @@ def measured_lines(runs: Sequence[Run], read: Callable[[Condensation], float]) -
     return lines
 
 
+def _curves(runs: Sequence[Run], xlabel: str, charted: Iterable[tuple[str, Sequence[Line], Scale]]) -> list[Picture]:
+    """Draw a chart for each (label of axis y, lines, scale) that has lines."""
+    pictures = []
+    for ylabel, lines, scale in charted:
+        if lines:
+            drawn = by_condition(runs, lines)
+            ends = "; ".join(f"{line.name}: {_ends(line.y)}" for line in drawn)
+            uri = to_uri(charts.curves(drawn, xlabel, ylabel, scale))
+            pictures.append(Picture(uri, f"{ylabel} against {xlabel}. {ends}"))
+    return pictures
+
+
 def losses(runs: Sequence[Run]) -> list[Picture]:
     """Draw cross-entropy and dispersion separately against tokens, and cross-entropy on other text if there is any."""
     dispersing = [line for line in _lines(runs, "tokens", "dispersion") if runs[line.place].disperses]
@@ -86,54 +78,42 @@ def losses(runs: Sequence[Run]) -> list[Picture]:
         for i, run in enumerate(runs)
         if run.validation
     ]
-    held_out = [
-        Line(line.name, line.x * runs[line.place].tokens_per_step, line.y, line.place)
-        for line in measured_lines(runs, lambda found: found.cross_entropy)
-    ]
-    return [
-        *_curves(
-            runs, _lines(runs, "tokens", "ce"), "tokens", "cross-entropy (training)", charts.without_the_beginning
-        ),
-        *_curves(runs, dispersing, "tokens", "dispersion loss, without λ"),
-        *_curves(runs, validated, "tokens", "cross-entropy (validation)"),
-        *_curves(runs, held_out, "tokens", "cross-entropy (held-out text)"),
-    ]
+    held_out = measured_lines(runs, lambda found: found.cross_entropy)
+    held_out = [replace(line, x=line.x * runs[line.place].tokens_per_step) for line in held_out]
+    charted = (
+        ("cross-entropy (training)", _lines(runs, "tokens", "ce"), charts.without_the_beginning),
+        ("dispersion loss, without λ", dispersing, charts.as_it_is),
+        ("cross-entropy (validation)", validated, charts.as_it_is),
+        ("cross-entropy (held-out text)", held_out, charts.as_it_is),
+    )
+    return _curves(runs, "tokens", charted)
 
 
 def optimization(runs: Sequence[Run]) -> list[Picture]:
-    """Draw learning rate, gradient norm and throughput against steps."""
-    return [
-        *_curves(runs, _lines(runs, "step", "lr"), "step", "learning rate"),
-        *_curves(runs, _lines(runs, "step", "grad_norm"), "step", "gradient norm, before clipping", charts.by_factors),
-        *_curves(runs, _lines(runs, "step", "tps"), "step", "tokens/s of one rank", charts.from_zero),
-    ]
+    charted = (
+        ("learning rate", _lines(runs, "step", "lr"), charts.as_it_is),
+        ("gradient norm, before clipping", _lines(runs, "step", "grad_norm"), charts.by_factors),
+        ("tokens/s of one rank", _lines(runs, "step", "tps"), charts.from_zero),
+    )
+    return _curves(runs, "step", charted)
+
+
+MEASURES: tuple[tuple[str, Callable[[Condensation], float], Scale], ...] = (
+    ("mean cosine, last block", lambda found: found.mean_cosine[found.last_block], charts.as_it_is),
+    ("mean cosine, after the final norm", lambda found: found.mean_cosine[-1], charts.as_it_is),
+    ("mean cosine, average of all blocks", blocks_mean, charts.as_it_is),
+    ("Spearman's ρ, up to the last block", lambda found: found.before_norm.spearman, charts.correlation),
+    ("Kendall's τ, up to the last block", lambda found: found.before_norm.kendall, charts.correlation),
+    ("effective rank, last block", lambda found: found.effective_rank[found.last_block], charts.from_zero),
+)
 
 
 def condensation_by_step(runs: Sequence[Run]) -> list[Picture]:
     """Draw condensation against steps, for runs with at least two measurements."""
-
-    def over_steps(
-        ylabel: str, read: Callable[[Condensation], float], scale: Scale = charts.as_it_is
-    ) -> Iterator[Picture]:
-        yield from _curves(runs, measured_lines(runs, read), "step", ylabel, scale)
-
-    def mean_cosine(part: str) -> Callable[[Condensation], float]:
-        return lambda found: found.by_part()["mean_cosine"].get(part, np.nan)
-
-    return [
-        *over_steps("mean cosine, last block", mean_cosine("last_block")),
-        *over_steps("mean cosine, after the final norm", mean_cosine("final_norm")),
-        *over_steps("mean cosine, average of all blocks", blocks_mean),
-        *over_steps("Spearman's ρ, up to the last block", lambda found: found.before_norm.spearman, charts.correlation),
-        *over_steps("Kendall's τ, up to the last block", lambda found: found.before_norm.kendall, charts.correlation),
-        *over_steps(
-            "effective rank, last block", lambda found: found.effective_rank[found.last_block], charts.from_zero
-        ),
-    ]
+    return _curves(runs, "step", [(label, measured_lines(runs, read), scale) for label, read, scale in MEASURES])
 
 
 def condensation_maps(runs: Sequence[Run]) -> list[Picture]:
-    """Draw mean cosines by layer and step."""
     return [
         Picture(
             to_uri(charts.layer_map(run.condensation, run.name, run.step)),
@@ -144,25 +124,21 @@ def condensation_maps(runs: Sequence[Run]) -> list[Picture]:
     ]
 
 
-def _some_steps(runs: Sequence[Run]) -> list[dict[int, Condensation]]:
+def _some_steps(runs: Sequence[Run]) -> dict[str, dict[int, Condensation]]:
     """Choose some measurements of every run, at the same steps if the runs share enough of them.
 
     These are the first, the last and the most condensed one, and some between them. The steps between grow by equal
     ratios, because a collapse comes early.
     """
     shared = set.intersection(*(set(run.condensation) for run in runs))
-    some = []
+    together = len(shared) >= SHARED_STEPS
+    some = {}
     for run in runs:
-        together = len(shared) >= SHARED_STEPS
         highest = {one.most_condensed for one in (runs if together else [run])}
         steps = sorted(shared if together else run.condensation)
         chosen = {*telling_steps(steps, highest & set(steps)), run.most_condensed, max(run.condensation)}
-        some.append({step: run.condensation[step] for step in sorted(chosen)})
+        some[run.name] = {step: run.condensation[step] for step in sorted(chosen)}
     return some
-
-
-def _ends_and_highest(run: Run) -> set[int]:
-    return {min(run.condensation), run.most_condensed, max(run.condensation)}
 
 
 def condensation_by_layer(runs: Sequence[Run]) -> list[Picture]:
@@ -173,20 +149,17 @@ def condensation_by_layer(runs: Sequence[Run]) -> list[Picture]:
     measured = [run for run in runs if run.condensation]
     if not measured:
         return []
-    some = {run.name: by_step for run, by_step in zip(measured, _some_steps(measured), strict=True)}
-    rows = [
-        {f"{run.name}, step {step:,}": run.condensation[step] for step in sorted(_ends_and_highest(run))}
-        for run in measured
-    ]
+    rows = []
+    for run in measured:
+        steps = sorted({min(run.condensation), run.most_condensed, max(run.condensation)})
+        rows.append({f"{run.name}, step {step:,}": run.condensation[step] for step in steps})
     heatmaps = new_figure(max(7.5, 1.1 + 2.6 * max(map(len, rows))), 0.9 + 2.6 * len(rows))
     draw_heatmaps(heatmaps, rows)
     names = ", ".join(run.name for run in measured)
     by_layer = f"mean cosine by layer, a line for each of some steps: {names}"
     pairs = f"cosines of all pairs of tokens by layer, first, most condensed and last measurement: {names}"
-    return [
-        Picture(to_uri(over_training(some)), by_layer, wide=True),
-        Picture(to_uri(heatmaps), pairs, wide=True),
-    ]
+    lines = over_training(_some_steps(measured))
+    return [Picture(to_uri(lines), by_layer, wide=True), Picture(to_uri(heatmaps), pairs, wide=True)]
 
 
 def history(run: Run) -> Picture | None:
@@ -200,16 +173,11 @@ def history(run: Run) -> Picture | None:
 def render(runs: Sequence[Run], now: float) -> str:
     """Render the HTML page. It needs no other file, and texts from a run's files are never markup in it.
 
-    Args:
-        runs: the runs.
-        now: seconds since the epoch, to decide whether a run is alive.
+    ``now``, in seconds since the epoch, decides whether a run is alive.
     """
+    here = FileSystemLoader(Path(__file__).parent)
     templates = Environment(
-        loader=FileSystemLoader(Path(__file__).parent),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
+        loader=here, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
     differ, shared = tables.config_differences(runs)
     with drawing():
@@ -225,11 +193,7 @@ def render(runs: Sequence[Run], now: float) -> str:
             final_numbers=tables.final_numbers(runs),
             losses=losses(runs),
             optimization=optimization(runs),
-            condensation=[
-                condensation_by_step(runs),
-                condensation_maps(runs),
-                condensation_by_layer(runs),
-            ],
+            condensation=[condensation_by_step(runs), condensation_maps(runs), condensation_by_layer(runs)],
             histories=[(run, history(run), tables.starts(run, now), tables.events(run)) for run in runs],
             data_counters=tables.data_counters(runs),
             differ=differ,
@@ -240,14 +204,10 @@ def render(runs: Sequence[Run], now: float) -> str:
 
 
 def write_report(paths: Sequence[str | Path], out: str | Path) -> Path:
-    """Write the page about the runs in these folders, and return its path.
-
-    Args:
-        paths: arguments of ``gather``.
-        out: file of the page.
+    """Write the page about the runs in these folders (see ``gather``), and return its path.
 
     Raises:
-        ConfigError: A path is not a run's folder (see ``gather``), or ``out`` cannot be written.
+        ConfigError: A path is not a run's folder, or ``out`` cannot be written.
     """
     out = Path(out)
     if out.is_dir() or not out.parent.is_dir():

@@ -1,11 +1,11 @@
-"""This module builds the tables of the page as text."""
+"""This module decides whether a run is complete, alive or dead, and builds the tables of the page as text."""
 
 import json
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
-from itertools import groupby
+from itertools import groupby, pairwise
 from statistics import median
 from typing import Any
 
@@ -13,16 +13,15 @@ import numpy as np
 
 from titan_disp.condensation.record import Condensation, blocks_mean
 from titan_disp.errors import counted
-from titan_disp.lab.report.conditions import ABSENT, conditions, defaults, side_by_side, unlike
-from titan_disp.lab.report.gather import Run
+from titan_disp.lab.report.gather import ABSENT, Run, conditions, defaults, side_by_side, unlike
 from titan_disp.run.history import Goodput, downtimes, repeated_steps, together
 from titan_disp.run.reader import flatten
 from titan_disp.text import NOTHING, duration, number
 
-# This module decides from a run's files whether it is complete, alive or dead.
-
-
 ALIVE = 900.0  # a run counts as dead after so many seconds without a row, or ten log intervals if they are longer
+LAST_ROWS = 10  # rows over which a training loss is averaged, because one batch's loss is noisy
+
+Rows = dict[str, list[str]]  # a cell for each run, by heading
 
 
 def state(run: Run, now: float) -> tuple[str, str]:
@@ -35,18 +34,13 @@ def state(run: Run, now: float) -> tuple[str, str]:
         return "complete", f"all {run.steps:,} steps are done"
     if last.end is not None and last.end["event"] != "save_failed":
         return "stopped", f"{last.how()}, after step {run.step:,}"
-    gaps = [b - a for a, b in zip(last.times, last.times[1:], strict=False)]
+    gaps = [b - a for a, b in pairwise(last.times)]
     silent = now - last.ended
     if last.end is None and silent < max(ALIVE, 10 * median(gaps or [0])):
         return "running", f"by its latest line, {duration(silent)} before this report"
     if last.end is None:
         return "interrupted", f"no end recorded, last activity at step {run.step:,}"
     return "interrupted", f"{last.how()}, after step {run.step:,}"
-
-
-LAST_ROWS = 10  # rows over which a training loss is averaged, because one batch's loss is noisy
-
-Rows = dict[str, list[str]]  # a cell for each run, by heading
 
 
 def when(seconds: float) -> str:
@@ -59,8 +53,7 @@ def _setting(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False)
 
 
-def _filled(cells: Mapping[str, Callable[[Run], str]], runs: Sequence[Run]) -> Rows:
-    rows = {heading: [cell(run) for run in runs] for heading, cell in cells.items()}
+def _filled(rows: Rows) -> Rows:
     return {heading: row for heading, row in rows.items() if set(row) != {NOTHING}}
 
 
@@ -77,18 +70,16 @@ def _failures(run: Run) -> str:
     return f"{count} in a row; the last: {run.failures.get('reason', NOTHING)}" if count else NOTHING
 
 
-def percent(part: Goodput) -> str:
-    """Format a goodput's fraction."""
+def _percent(part: Goodput) -> str:
     return f"{part.fraction:.1%}" if part.total else NOTHING
 
 
 def _goodput(run: Run) -> str:
-    """Describe the goodput since the first allocation began, and the rest of the time."""
     if not run.goodputs:
         return NOTHING
     every = together(run.goodputs)
     lost = ", ".join(f"{name} {duration(seconds)}" for name, seconds in every.lost().items())
-    return f"{percent(every)} of {duration(every.total)}" + (f"; {lost}" if lost else "")
+    return f"{_percent(every)} of {duration(every.total)}" + (f"; {lost}" if lost else "")
 
 
 def _stragglers(run: Run) -> str:
@@ -97,41 +88,30 @@ def _stragglers(run: Run) -> str:
     if not slow:
         return NOTHING
     last = {(found["host"], found["rank"]): (step, found) for step, found in slow}
-    counted = Counter((found["host"], found["rank"]) for _, found in slow)
     told = []
-    for (host, rank), count in counted.most_common(3):
+    for (host, rank), count in Counter((found["host"], found["rank"]) for _, found in slow).most_common(3):
         step, found = last[host, rank]
+        often = f"in {count} of {len(run.written)} rows, last at step {number(step)}"
         seconds = f"{number(found['seconds'], 3)} s, median {number(found['median'], 3)} s"
-        told.append(
-            f"rank {rank} on {host} in {count} of {len(run.written)} rows, last at step {number(step)}: {seconds}"
-        )
+        told.append(f"rank {rank} on {host} {often}: {seconds}")
     return "; ".join(told) + (f"; and {len(last) - 3} more" if len(last) > 3 else "")
 
 
 def overview(runs: Sequence[Run], now: float) -> Rows:
-    """Describe the runs and their states."""
+    def last_activity(run: Run) -> str:
+        end = run.attempts[-1].ended
+        return f"{when(end)}, {duration(now - end)} before this report"
 
-    def times(run: Run) -> tuple[str, str]:
-        found = run.attempts
-        if not found:
-            return NOTHING, NOTHING
-        end = found[-1].ended
-        return when(found[0].began), f"{when(end)}, {duration(now - end)} before this report"
-
-    of_condition = {
-        runs[place].name: condition.name
-        for condition in conditions(runs)
-        for place in condition.members
-        if len(condition.members) > 1
-    }
+    several = [(name, members) for name, members in conditions(runs) if len(members) > 1]
+    of_condition = {runs[place].name: name for name, members in several for place in members}
     cells: dict[str, Callable[[Run], str]] = {
         "condition": lambda run: of_condition.get(run.name, NOTHING),
         "state": lambda run: ": ".join(state(run, now)),
         "step": lambda run: f"{number(run.step)} of {number(run.steps)}",
         "tokens seen": lambda run: number(run.step * run.tokens_per_step),
         "tokens per step": lambda run: number(run.tokens_per_step),
-        "started": lambda run: times(run)[0],
-        "last activity": lambda run: times(run)[1],
+        "started": lambda run: when(run.attempts[0].began) if run.attempts else NOTHING,
+        "last activity": lambda run: last_activity(run) if run.attempts else NOTHING,
         "goodput": _goodput,
         "slow ranks": _stragglers,
         "failures without a new checkpoint": _failures,
@@ -143,14 +123,14 @@ def overview(runs: Sequence[Run], now: float) -> Rows:
         "folder": lambda run: str(run.path),
         "not readable": lambda run: "; ".join(run.problems) or NOTHING,
     }
-    return _filled(cells, runs)
+    return _filled({heading: [cell(run) for run in runs] for heading, cell in cells.items()})
 
 
 @dataclass(frozen=True)
 class Cell:
     """Hold a number of a run, its step, and a note on how to read it."""
 
-    value: float | None
+    value: float | None = None
     step: int | None = None
     note: str = ""
 
@@ -171,52 +151,38 @@ def _with_steps(cells: Sequence[Cell]) -> list[str]:
 def final_numbers(runs: Sequence[Run]) -> Rows:
     """Collect the final numbers, and compare runs of different lengths at the latest step that all have logged."""
     shared = set.intersection(*({row["step"] for row in run.rows} for run in runs))
-    compared = max(shared) if len(runs) > 1 and shared else None
+    found = [_final_numbers(run, max(shared) if len(runs) > 1 and shared else None) for run in runs]
+    return _filled({heading: _with_steps([cells[heading] for cells in found]) for heading in found[0]})
 
-    def last(key: str) -> Callable[[Run], Cell]:
-        return lambda run: Cell(run.series(key)[-1], run.rows[-1]["step"]) if run.rows else Cell(None)
 
-    def mean_of_last(run: Run) -> Cell:
-        if not run.rows:
-            return Cell(None)
-        found = run.series("ce")[-LAST_ROWS:]
-        few = f"of {counted(len(found), 'row')}" if len(found) < LAST_ROWS else ""
-        return Cell(found.mean(), run.rows[-1]["step"], few)
+def _final_numbers(run: Run, compared: int | None) -> dict[str, Cell]:
+    step = run.rows[-1]["step"] if run.rows else None
 
-    def at_compared(run: Run) -> Cell:
-        return Cell(next((row.get("ce") for row in run.rows if row["step"] == compared), None))
+    def last(key: str) -> Cell:
+        return Cell(run.series(key)[-1], step) if run.rows else Cell()
 
-    def validated(run: Run) -> Cell:
-        return Cell(*list(run.validation.items())[-1][::-1]) if run.validation else Cell(None)
-
-    def measured(read: Callable[[Condensation], float], which: int = -1) -> Callable[[Run], Cell]:
-        def cell(run: Run) -> Cell:
-            if not run.condensation:
-                return Cell(None)
-            step, found = list(run.condensation.items())[which]
-            return Cell(read(found), step)
-
-        return cell
-
-    def highest(run: Run) -> Cell:
+    def measured(read: Callable[[Condensation], float], which: int = -1) -> Cell:
         if not run.condensation:
-            return Cell(None)
-        step = run.most_condensed
-        return Cell(blocks_mean(run.condensation[step]), note=f"step {number(step)}")
+            return Cell()
+        at, found = list(run.condensation.items())[which]
+        return Cell(read(found), at)
 
-    def throughput(run: Run) -> Cell:
-        tps = run.series("tps")
-        return Cell(np.median(tps[np.isfinite(tps)]) if np.isfinite(tps).any() else None)
-
-    cells: dict[str, Callable[[Run], Cell]] = {
+    ce, tps = run.series("ce")[-LAST_ROWS:], run.series("tps")
+    ce_there = next((row.get("ce") for row in run.rows if row["step"] == compared), None)
+    few = f"of {counted(len(ce), 'row')}" if len(ce) < LAST_ROWS else ""
+    highest = Cell()
+    if run.condensation:
+        most = run.most_condensed
+        highest = Cell(blocks_mean(run.condensation[most]), note=f"step {number(most)}")
+    return {
         "cross-entropy, last row": last("ce"),
-        f"cross-entropy, mean of the last {LAST_ROWS} rows": mean_of_last,
-        f"cross-entropy at step {number(compared)}, the latest shared step": at_compared,
-        "validation loss, last": validated,
+        f"cross-entropy, mean of the last {LAST_ROWS} rows": Cell(ce.mean(), step, few) if run.rows else Cell(),
+        f"cross-entropy at step {number(compared)}, the latest shared step": Cell(ce_there),
+        "validation loss, last": Cell(*list(run.validation.items())[-1][::-1]) if run.validation else Cell(),
         "cross-entropy on held-out text, last": measured(lambda found: found.cross_entropy),
-        "dispersion loss, last row": lambda run: last("dispersion")(run) if run.disperses else Cell(None),
+        "dispersion loss, last row": last("dispersion") if run.disperses else Cell(),
         "gradient norm, last row": last("grad_norm"),
-        "tokens/s of one rank, median": throughput,
+        "tokens/s of one rank, median": Cell(np.median(tps[np.isfinite(tps)])) if np.isfinite(tps).any() else Cell(),
         "mean cosine of all blocks, highest": highest,
         "mean cosine of the last block, first": measured(lambda found: found.mean_cosine[found.last_block], 0),
         "mean cosine of the last block, last": measured(lambda found: found.mean_cosine[found.last_block]),
@@ -227,8 +193,6 @@ def final_numbers(runs: Sequence[Run]) -> Rows:
         "Kendall's τ up to the final norm, last": measured(lambda found: found.after_norm.kendall),
         "effective rank of the last block, last": measured(lambda found: found.effective_rank[found.last_block]),
     }
-    rows = {heading: _with_steps([cell(run) for run in runs]) for heading, cell in cells.items()}
-    return {heading: row for heading, row in rows.items() if set(row) != {NOTHING}}
 
 
 def data_counters(runs: Sequence[Run]) -> Rows:
@@ -251,7 +215,6 @@ def config_differences(runs: Sequence[Run]) -> tuple[Rows, Rows]:
 
 
 def environments(runs: Sequence[Run]) -> Rows:
-    """Return environment.json: packages, machine and accelerators of the latest start."""
     return _as_settings(side_by_side([flatten(run.environment) for run in runs]))
 
 
@@ -260,14 +223,10 @@ def _as_settings(rows: Mapping[str, Sequence[Any]]) -> Rows:
 
 
 def starts(run: Run, now: float) -> list[list[str]]:
-    """Return a line for each start.
-
-    Its cells are number, SLURM job, beginning, duration, first and last step, tokens/s, repeated steps, goodput, time
-    to the next start, and end.
-    """
+    """Return a line for each start, with the cells that page.html.j2 names."""
     found = run.attempts
     repeated, gaps = [*repeated_steps(found), None], [*downtimes(found), None]
-    goodputs = [percent(part.in_its_allocation()) for part in run.goodputs] or [NOTHING] * len(found)
+    goodputs = [_percent(part.in_its_allocation()) for part in run.goodputs] or [NOTHING] * len(found)
     ends = [one.how() for one in found]
     if state(run, now)[0] == "running":
         ends[-1] = "not yet"
@@ -276,39 +235,29 @@ def starts(run: Run, now: float) -> list[list[str]]:
         seconds = one.ended - one.began
         pace = (one.last_step - one.first_step) * run.tokens_per_step / seconds if seconds else None
         begin = [str(i + 1), one.job or NOTHING, when(one.began), duration(seconds)]
-        steps = [number(one.first_step), number(one.last_step), number(pace, 4), number(repeated[i])]
-        steps.append(goodputs[i])
+        steps = [number(one.first_step), number(one.last_step), number(pace, 4), number(repeated[i]), goodputs[i]]
         lines.append([*begin, *steps, NOTHING if (gap := gaps[i]) is None else duration(gap), ends[i]])
     return lines
 
 
-def _collapsed(events: Sequence[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
-    """Group consecutive checkpoints, and consecutive skips. Any other event is its own group."""
-
-    def key(numbered: tuple[int, dict[str, Any]]) -> str | int:
-        i, event = numbered
-        return event["event"] if event["event"] in ("checkpoint", "skip") else i
-
-    for _, group in groupby(enumerate(events), key):
-        yield [event for _, event in group]
-
-
 def events(run: Run) -> list[list[str]]:
     """Return time, event, step and details of each event. Consecutive checkpoints share a line, and so do skips."""
+
+    def key(place: int) -> str | int:
+        event = run.events[place]["event"]
+        return event if event in ("checkpoint", "skip") else place
+
     lines = []
-    for group in _collapsed(run.events):
-        first, last = group[0], group[-1]
-        more = len(group) > 1
-        details = {k: v for k, v in last.items() if k not in ("time", "event", "step") and v not in ({}, "", None)}
-        lines.append(
-            [
-                when(first["time"]) + (f" – {when(last['time'])}" if more else ""),
-                first["event"].replace("_", " ") + (f" × {len(group)}" if more else ""),
-                number(first["step"]) + (f" – {number(last['step'])}" if more else ""),
-                "; ".join(
-                    f"{key.replace('_', ' ')}: {value if isinstance(value, str) else _setting(value)}"
-                    for key, value in details.items()
-                ),
-            ]
-        )
+    for _, places in groupby(range(len(run.events)), key):
+        first, *others = group = [run.events[place] for place in places]
+        last = group[-1]
+        details = [
+            f"{name.replace('_', ' ')}: {value if isinstance(value, str) else _setting(value)}"
+            for name, value in last.items()
+            if name not in ("time", "event", "step") and value not in ({}, "", None)
+        ]
+        time = when(first["time"]) + (f" – {when(last['time'])}" if others else "")
+        event = first["event"].replace("_", " ") + (f" × {len(group)}" if others else "")
+        step = number(first["step"]) + (f" – {number(last['step'])}" if others else "")
+        lines.append([time, event, step, "; ".join(details)])
     return lines

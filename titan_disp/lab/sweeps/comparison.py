@@ -1,23 +1,29 @@
-"""This module compares a sweep's conditions: means over seeds, and differences to one condition, paired by seed."""
+"""This module compares a sweep's conditions by one number of each run, and writes tables and a picture of it.
+
+The number is the run's metric after its last step. A condition has its mean over seeds, and its difference to one
+condition, the baseline, is paired by seed.
+"""
 
 import math
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from textwrap import fill
+from typing import Any
 
 import numpy as np
+from matplotlib.figure import Figure
 
+from titan_disp.condensation.heatmap import new_figure, plain
 from titan_disp.condensation.record import Condensation
-from titan_disp.errors import ConfigError
-from titan_disp.lab.evaluate.compare import Difference, holm, paired_difference, standard_error
-from titan_disp.lab.statistics import sign_flip_p
+from titan_disp.errors import ConfigError, counted
+from titan_disp.files import atomic_write
+from titan_disp.lab.plots import OKABE_ITO
+from titan_disp.lab.statistics import EXACT, Difference, paired_by_seed, standard_error, with_error, with_holm
 from titan_disp.lab.sweeps.definition import Point, Sweep, points
 from titan_disp.lab.sweeps.folder import state
 from titan_disp.run.reader import read_condensation, read_metrics, read_validation
-
-# This module reads a finished run's final number by the name of a metric.
-
+from titan_disp.text import NOTHING, csv_text, markdown_table
 
 TRAINING = ("loss", "ce", "dispersion", "grad_norm")  # of the last logged step
 OVER_DEPTH = ("spearman", "kendall")
@@ -37,11 +43,7 @@ LABELS = {
 
 
 def check_metric(name: str) -> None:
-    """Check the name of a metric.
-
-    Raises:
-        ConfigError: There is no metric of this name.
-    """
+    """Raise ConfigError if there is no metric of this name."""
     if name not in LABELS and name.partition(".")[0] not in BY_PART:
         raise ConfigError(
             f"the metric is {name!r} (--metric, or sweep.metric in the file), expected {', '.join(LABELS)}, or "
@@ -51,7 +53,6 @@ def check_metric(name: str) -> None:
 
 
 def label(name: str) -> str:
-    """Describe a metric in words."""
     return LABELS.get(name) or " of the ".join(part.replace("_", " ") for part in _parts(name))
 
 
@@ -106,7 +107,6 @@ def _at_the_end(by_step: Mapping[int, Any], last: int) -> Any:
 
 
 Seeds = tuple[tuple[str, object], ...]  # keys and values of the config
-Key = TypeVar("Key", bound=Hashable)
 
 
 @dataclass(frozen=True)
@@ -121,18 +121,12 @@ class Member:
 
 @dataclass(frozen=True)
 class Condition:
-    """Hold the points that differ only in their seeds.
-
-    Attributes:
-        pairs: the seeds that this condition and the baseline have in common.
-        difference: difference to the baseline over these pairs, with the p value of the sign-flip test. None for the
-            baseline itself, and without pairs.
-    """
+    """Hold the points that differ only in their seeds."""
 
     name: str
     members: tuple[Member, ...]
-    pairs: tuple[Seeds, ...] = ()
-    difference: Difference | None = None
+    pairs: tuple[Seeds, ...] = ()  # the seeds that this condition and the baseline have in common
+    difference: Difference | None = None  # over these pairs; None for the baseline itself, and without pairs
 
     @property
     def values(self) -> dict[Seeds, float]:
@@ -145,68 +139,43 @@ class Condition:
 
     @property
     def standard_error(self) -> float | None:
-        """Return the standard error of the mean over seeds, or None for fewer than two seeds."""
         return standard_error(list(self.values.values()))
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """Hold a sweep's conditions in the order of its file.
-
-    Attributes:
-        against: name of the baseline, the condition that the others are compared with; None without a comparison.
-        held_out_is_missing: whether the metric is training cross-entropy because no run has measured held-out text.
-    """
+    """Hold a sweep's conditions in the order of its file."""
 
     metric: str
-    against: str | None
+    against: str | None  # name of the baseline
     conditions: list[Condition]
-    held_out_is_missing: bool = False
+    held_out_is_missing: bool  # the metric is training cross-entropy because no run has measured held-out text
 
 
 def compare(sweep: Sweep, metric: str | None = None, against: str | None = None) -> Comparison:
-    """Read the runs of a sweep and compare them.
+    """Read the runs of a sweep and compare them by a metric of ``final_metric`` with the condition ``against``.
 
-    Args:
-        sweep: the sweep.
-        metric: a metric of ``final_metric``. The default is the sweep's own, or else held-out or else training cross-entropy.
-        against: a condition. The default is the sweep's own.
-
-    Raises:
-        ConfigError: The metric or the condition does not exist.
+    The defaults are the sweep's own. Without a metric of its own, it is the first of ``DEFAULTS`` that any run has.
     """
-    found = points(sweep)
-    states = {point.name: state(point.folder) for point in found}
-    asked = metric or sweep.metric
-    metric = asked or _default_metric([p for p in found if states[p.name][0] == "finished"])
+    found = [(point, *state(point.folder)) for point in points(sweep)]
+    finished = [point.folder for point, word, _ in found if word == "finished"]
+    measured = (name for name in DEFAULTS if any(final_metric(run, name) is not None for run in finished))
+    asked, against = metric or sweep.metric, against or sweep.against
+    metric = asked or next(measured, FALLBACK)
     check_metric(metric)
-    against = against or sweep.against
-    by_condition: dict[str, list[Point]] = {}
-    for point in found:
-        by_condition.setdefault(point.condition, []).append(point)
+    by_condition: dict[str, list[Member]] = {}
+    for point, word, detail in found:
+        by_condition.setdefault(point.condition, []).append(_member(point, word, detail, metric))
     if against is not None and against not in by_condition:
         raise ConfigError(f"sweep.against or --against is {against!r}, expected one of {', '.join(by_condition)}")
-    conditions = [
-        Condition(name, tuple(_member(point, *states[point.name], metric) for point in members))
-        for name, members in by_condition.items()
-    ]
+    conditions = [Condition(name, tuple(members)) for name, members in by_condition.items()]
     return Comparison(metric, against, differences(conditions, against), not asked and metric == FALLBACK)
 
 
-def _default_metric(finished: Sequence[Point]) -> str:
-    return next(
-        (name for name in DEFAULTS if any(final_metric(p.folder, name) is not None for p in finished)), FALLBACK
-    )
-
-
 def _member(point: Point, word: str, detail: str, metric: str) -> Member:
-    seeds = tuple(sorted(point.seeds.items()))
-    if word != "finished":
-        return Member(point.name, seeds, None, f"{word}: {detail}")
-    value = final_metric(point.folder, metric)
-    return Member(
-        point.name, seeds, value, "" if value is not None else f"finished without a finite {metric} at its end"
-    )
+    value = final_metric(point.folder, metric) if word == "finished" else None
+    missing = f"{word}: {detail}" if word != "finished" else f"finished without a finite {metric} at its end"
+    return Member(point.name, tuple(sorted(point.seeds.items())), value, missing if value is None else "")
 
 
 def differences(conditions: Sequence[Condition], against: str | None) -> list[Condition]:
@@ -214,31 +183,120 @@ def differences(conditions: Sequence[Condition], against: str | None) -> list[Co
     baseline = next((condition for condition in conditions if condition.name == against), None)
     if baseline is None:
         return list(conditions)
-    paired = [one if one is baseline else _paired(one, baseline) for one in conditions]
-    adjusted = iter(holm([one.difference.p_value for one in paired if one.difference is not None]))
+    values = baseline.values
+    paired = [((), None) if one is baseline else paired_by_seed(one.values, values) for one in conditions]
+    adjusted = with_holm([difference for _, difference in paired])
     return [
-        one if one.difference is None else replace(one, difference=replace(one.difference, holm=next(adjusted)))
-        for one in paired
+        replace(one, pairs=pairs, difference=difference)
+        for one, (pairs, _), difference in zip(conditions, paired, adjusted, strict=True)
     ]
 
 
-def _paired(condition: Condition, baseline: Condition) -> Condition:
-    pairs, found = paired_by_seed(condition.values, baseline.values)
-    return replace(condition, pairs=pairs, difference=found)
+def write_table(sweep: Sweep, out: Path | None = None, metric: str | None = None, against: str | None = None) -> str:
+    """Write table.md, table.csv, values.csv and table.png to ``out`` or the sweep's folder, and return the Markdown.
 
-
-def paired_by_seed(own: Mapping[Key, float], other: Mapping[Key, float]) -> tuple[tuple[Key, ...], Difference | None]:
-    """Return the seeds that two conditions share, and the difference of the first to the second over these.
-
-    Args:
-        own: the metric by seed.
-        other: the metric of the other condition by seed.
-
-    Returns:
-        The seeds in the order of ``own``; and the difference with the p value of the sign-flip test, or None without a pair.
+    Raises:
+        ConfigError: The metric or the condition does not exist.
     """
-    pairs = tuple(seed for seed in own if seed in other)
-    if not pairs:
-        return pairs, None
-    values, others = (np.array([one[seed] for seed in pairs]) for one in (own, other))
-    return pairs, replace(paired_difference(values, others), p_value=sign_flip_p(values - others))
+    comparison = compare(sweep, metric, against)
+    out = out or sweep.folder
+    out.mkdir(parents=True, exist_ok=True)
+    text = to_markdown(comparison)
+    contents = {"table.md": text, "table.csv": to_csv(comparison), "values.csv": values_csv(comparison)}
+    for name, content in contents.items():
+        with atomic_write(out / name) as partial:
+            partial.write_text(content)
+    if any(condition.values for condition in comparison.conditions):
+        with atomic_write(out / "table.png") as partial:
+            draw(comparison).savefig(partial, format="png", dpi=120)
+    return text
+
+
+def to_markdown(comparison: Comparison) -> str:
+    """Return Markdown with a row for each condition, with an explanation and the missing points below."""
+    header = ["condition", "seeds", label(comparison.metric)]
+    if comparison.against is not None:
+        header += [f"difference to {comparison.against}", "pairs", "95 % interval", "p", "Holm"]
+    rows = [_row(condition)[: len(header)] for condition in comparison.conditions]
+    table = markdown_table([header, *rows], left=1)
+    return "\n\n".join([table, *_notes(comparison)]) + "\n"
+
+
+def _row(condition: Condition) -> list[str]:
+    mean = NOTHING if condition.mean is None else with_error(condition.mean, condition.standard_error)
+    cells = [condition.name, f"{len(condition.values)} of {len(condition.members)}", mean]
+    found = condition.difference
+    if found is None:
+        return [*cells, *[NOTHING] * 5]
+    interval = NOTHING if found.low is None or found.high is None else f"{found.low:+.4f} … {found.high:+.4f}"
+    p_values = [NOTHING if p is None else f"{p:.2g}" for p in (found.p_value, found.holm)]
+    return [*cells, with_error(found.mean, found.standard_error, "+"), str(len(condition.pairs)), interval, *p_values]
+
+
+def _notes(comparison: Comparison) -> list[str]:
+    notes = [f"Numbers are means ± standard errors over seeds of the {label(comparison.metric)}."]
+    if comparison.held_out_is_missing:
+        notes[0] += " (No finished run has measured held-out text.)"
+    if comparison.against is not None:
+        notes[0] += (
+            f"\nDifferences to {comparison.against} are paired by seed: mean ± standard error, and the 95 % interval "
+            "by Student's t.\np is the two-sided p value of the sign-flip test, which is exact for up to "
+            f"{EXACT} pairs, and at least 2/2ⁿ for n pairs. Holm is p adjusted for the number of differences."
+        )
+    members = [member for condition in comparison.conditions for member in condition.members]
+    missing = [f"- {member.name}: {member.missing}" for member in members if member.missing]
+    if missing:
+        count = f"**The table lacks {len(missing)} of {counted(len(members), 'point')}**"
+        notes.append(f"{count}. The numbers are those of the others.\n\n" + "\n".join(missing))
+    return notes
+
+
+def to_csv(comparison: Comparison) -> str:
+    """Return CSV with a row for each condition. Undefined cells are empty."""
+    header = ["point", "points", "finished", "mean", "standard_error"]
+    header += ["against", "pairs", "difference", "difference_standard_error", "low", "high", "p", "holm"]
+    rows: list[list[Any]] = [header]
+    for one in comparison.conditions:
+        compared: list[Any] = [None] * 8
+        if d := one.difference:
+            numbers = (d.mean, d.standard_error, d.low, d.high, d.p_value, d.holm)
+            compared = [comparison.against, len(one.pairs), *numbers]
+        rows.append([one.name, len(one.members), len(one.values), one.mean, one.standard_error, *compared])
+    return csv_text(rows)
+
+
+def values_csv(comparison: Comparison) -> str:
+    """Return CSV with a row for each run, with the numbers behind the table and the reasons for missing ones."""
+    rows: list[list[Any]] = [["run", "point", "seeds", "metric", "value", "missing"]]
+    for condition in comparison.conditions:
+        for member in condition.members:
+            seeds = " ".join(f"{key}={value}" for key, value in member.seeds)
+            rows.append([member.name, condition.name, seeds, comparison.metric, member.value, member.missing])
+    return csv_text(rows)
+
+
+def draw(comparison: Comparison) -> Figure:
+    """Draw a row of dots for each condition, one per seed, with mean ± standard error, and the paired differences."""
+    conditions = comparison.conditions
+    two = any(condition.difference is not None for condition in conditions)
+    figure = new_figure(10 if two else 6.5, 1.6 + 0.36 * len(conditions))
+    panels = figure.subplots(1, 2 if two else 1, sharey=True, squeeze=False)[0]
+    for axes in panels:
+        axes.locator_params(axis="x", nbins=6)
+        axes.grid(axis="x", alpha=0.3)
+    for place, condition in enumerate(conditions):
+        values, mean, error = list(condition.values.values()), condition.mean, condition.standard_error
+        panels[0].plot(values, [place] * len(values), "o", color=OKABE_ITO[5], markersize=5, alpha=0.8)
+        if mean is not None:
+            panels[0].errorbar(mean, place, xerr=error, fmt="|", color="black", markersize=12, capsize=4)
+        if found := condition.difference:
+            low, high = (found.mean if end is None else end for end in (found.low, found.high))
+            reach = [[found.mean - low], [high - found.mean]]
+            panels[1].errorbar(found.mean, place, xerr=reach, fmt="o", color=OKABE_ITO[0], markersize=6, capsize=4)
+    panels[0].set_yticks(range(len(conditions)), [plain(fill(condition.name, 40)) for condition in conditions])
+    panels[0].set_ylim(len(conditions) - 0.5, -0.5)
+    panels[0].set_xlabel(fill(label(comparison.metric), 40) + "\n(a dot per seed; mean ± standard error)")
+    if two:
+        panels[1].axvline(0, color="black", linewidth=0.8)
+        panels[1].set_xlabel(plain(f"difference to {comparison.against}, paired by seed\n(95 % interval)"))
+    return figure

@@ -1,18 +1,4 @@
-"""This module reads a sweep's file and lists its points. A point is one run.
-
-    [sweep]
-    config = "train_configs/demo_cpu.toml"
-    folder = "outputs/sweep"                    # it has a run folder for each point, named by what varies
-    overrides = ["--training.steps=4"]          # for every point
-    against = "coeff-0.0"                       # titan-disp sweep table compares the others with this one
-
-    [grid]                                      # every combination
-    "dispersion.coeff" = [0.0, 0.1]
-    "debug.seed, stream.seed" = [1, 2]          # both keys take the same value
-
-``[[points]]`` lists points by ``name`` and ``overrides``, and each may have its own ``grid``. If the file also has
-``[grid]``, each of them is combined with it.
-"""
+"""This module reads a sweep's file, which docs/sweeps.md describes, and lists its points. A point is one run."""
 
 import hashlib
 import re
@@ -23,9 +9,11 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+from typeguard import CollectionCheckStrategy, TypeCheckError, check_type
+
 from titan_disp.config.load import read_toml
 from titan_disp.errors import ConfigError, did_you_mean
-from titan_disp.lab.report.conditions import SEEDS
+from titan_disp.lab.report.gather import SEEDS
 from titan_disp.models.arguments import KEY as OVERRIDES
 from titan_disp.models.arguments import shown, written_out
 
@@ -35,21 +23,17 @@ KNOWN = {
     "[[points]]": ("name", "overrides", "grid"),
 }
 SAFE = r"[A-Za-z0-9][A-Za-z0-9._+-]*"  # a name is a valid file name everywhere, and does not look like an option
+VALUE = str | float | list[float] | list[str] | list[list[str]]  # what TorchTitan's command line can take
 LONGEST = 200  # most characters in a point's name; file systems allow 255
 OURS = ("job.dump_folder", "job.config_file")  # the sweep sets these
 
 
 @dataclass(frozen=True)
 class Axis:
-    """Represent a line of a grid: keys, and the values that they take.
-
-    Attributes:
-        keys: keys of the config. Several keys take the same value.
-        values: values from the TOML file. Only model.overrides may have tables.
-    """
+    """Represent a line of a grid: keys of the config, which take the same value, and their values."""
 
     keys: tuple[str, ...]
-    values: tuple[Any, ...]
+    values: tuple[Any, ...]  # only model.overrides may have tables
 
     @property
     def is_seed(self) -> bool:
@@ -67,45 +51,27 @@ class Listed:
 
 @dataclass(frozen=True)
 class Sweep:
-    """Hold the content of a sweep's file.
-
-    Attributes:
-        config: the TOML file of all points. Like all paths in configs, it is relative to where titan-disp runs.
-        folder: folder of the run folders.
-        overrides: options for keys of the config, for every point.
-        listed: ``[[points]]``, or one without a name.
-        axes: ``[grid]``.
-        against, metric: defaults of ``titan-disp sweep table``.
-    """
+    """Hold the content of a sweep's file. The paths are relative to where titan-disp runs."""
 
     config: str
     folder: Path
-    overrides: tuple[str, ...] = ()
-    listed: tuple[Listed, ...] = (Listed(),)
-    axes: tuple[Axis, ...] = ()
+    overrides: tuple[str, ...] = ()  # for every point
+    listed: tuple[Listed, ...] = (Listed(),)  # [[points]], or one without a name
+    axes: tuple[Axis, ...] = ()  # [grid]
     against: str | None = None
     metric: str | None = None
 
 
 @dataclass(frozen=True)
 class Point:
-    """Represent one run of a sweep.
+    """Represent one run of a sweep. Points of two conditions with the same seeds are a pair."""
 
-    Attributes:
-        name: name of its folder; unique in the sweep.
-        condition: the name without the seeds. Points of one condition differ only in their seeds.
-        folder: the run's folder (``job.dump_folder``).
-        config: the TOML file.
-        overrides: options for keys of the config, without the folder.
-        seeds: seeds by key. Points of two conditions with the same seeds are a pair.
-    """
-
-    name: str
-    condition: str
-    folder: Path
+    name: str  # of its folder; unique in the sweep
+    condition: str  # the name without the seeds; points of one condition differ only in their seeds
+    folder: Path  # the run's (job.dump_folder)
     config: str
-    overrides: tuple[str, ...]
-    seeds: Mapping[str, Any] = field(default_factory=dict)
+    overrides: tuple[str, ...]  # options for keys of the config, without the folder
+    seeds: Mapping[str, Any] = field(default_factory=dict)  # by key
 
     def argv(self, config: str | Path | None = None) -> list[str]:
         """Return CONFIG and its overrides, as for ``titan-disp train``. ``config`` replaces the sweep's file."""
@@ -113,12 +79,7 @@ class Point:
 
 
 def read_sweep(path: str | Path) -> Sweep:
-    """Read a sweep's file. ``folder.prepare`` checks the configs of its points.
-
-    Raises:
-        ConfigError: The file is missing or not valid TOML, a key is unknown, a value has the wrong type, or nothing
-            varies.
-    """
+    """Read and check a sweep's file. ``folder.prepare`` checks the configs of its points."""
     toml = read_toml(str(path))
     _check_keys(toml, "", path)
     sweep = toml.get("sweep")
@@ -140,15 +101,9 @@ def read_sweep(path: str | Path) -> Sweep:
             raise ConfigError(
                 f"{', '.join(sorted(both))} is in the grid of the point {one.name!r} and in [grid]: name it only once"
             )
-    return Sweep(
-        config=sweep["config"],
-        folder=Path(sweep["folder"]),
-        overrides=_overrides(sweep.get("overrides", []), "sweep.overrides"),
-        listed=listed or (Listed(),),
-        axes=axes,
-        against=sweep.get("against"),
-        metric=sweep.get("metric"),
-    )
+    overrides = _overrides(sweep.get("overrides", []), "sweep.overrides")
+    parsed = {"folder": Path(sweep["folder"]), "overrides": overrides, "listed": listed or (Listed(),), "axes": axes}
+    return Sweep(**(sweep | parsed))
 
 
 def _check_keys(table: Mapping[str, Any], section: str, path: str | Path) -> None:
@@ -159,7 +114,7 @@ def _check_keys(table: Mapping[str, Any], section: str, path: str | Path) -> Non
 
 
 def _overrides(value: Any, where: str) -> tuple[str, ...]:
-    if not isinstance(value, list) or not all(isinstance(word, str) for word in value):
+    if not _is(value, list[str]):
         raise ConfigError(f'{where} is {value!r}, expected a list of options, such as ["--training.steps=4"]')
     for word in value:
         key = word.partition("=")[0].lstrip("-").replace("-", "_")
@@ -186,7 +141,8 @@ def _axes(grid: Any, where: str) -> tuple[Axis, ...]:
                     f'{where}: {key!r} cannot vary; expected a key of the config, such as "dispersion.coeff"'
                 )
         for value in values:
-            if not (_is_value(value) or (isinstance(value, dict) and keys == (OVERRIDES,))):
+            is_value = _is(value, VALUE) and not (isinstance(value, list) and [] in value)
+            if not is_value and not (isinstance(value, dict) and keys == (OVERRIDES,)):
                 raise ConfigError(
                     f"{where}: {text} has {value!r}, expected a string, a number, true, false, or a list of numbers, of strings "
                     "or of lists of strings"
@@ -203,22 +159,12 @@ def _axes(grid: Any, where: str) -> tuple[Axis, ...]:
     return tuple(found)
 
 
-def _is_value(value: Any) -> bool:
-    """Return whether TorchTitan's command line can take a value.
-
-    It takes strings, numbers and booleans, and lists of numbers, of strings, or of lists of strings.
-    """
-    if isinstance(value, list):
-        return (
-            all(isinstance(one, (int, float)) for one in value)
-            or _are_strings(value)
-            or all(isinstance(one, list) and one and _are_strings(one) for one in value)
-        )
-    return isinstance(value, (str, int, float))
-
-
-def _are_strings(values: Sequence[Any]) -> bool:
-    return all(isinstance(one, str) for one in values)
+def _is(value: Any, expected: Any) -> bool:
+    try:
+        check_type(value, expected, collection_check_strategy=CollectionCheckStrategy.ALL_ITEMS)
+    except TypeCheckError:
+        return False
+    return True
 
 
 def _strings(value: Any) -> list[str]:
@@ -229,7 +175,7 @@ def _strings(value: Any) -> list[str]:
 
 
 def _listed(tables: Any, path: str | Path) -> tuple[Listed, ...]:
-    if not isinstance(tables, list) or not all(isinstance(table, dict) for table in tables):
+    if not _is(tables, list[dict]):
         raise ConfigError(f"points is {tables!r}, expected tables, each written [[points]]")
     found = []
     for table in tables:
@@ -260,13 +206,11 @@ def points(sweep: Sweep) -> list[Point]:
 
 def _combinations(sweep: Sweep, listed: Listed) -> Iterator[Point]:
     axes = (*listed.axes, *sweep.axes)
-    labels = _labels(axes)
     named = [
-        [(value, f"{label}-{text}") for value, text in zip(axis.values, _texts(axis.values), strict=True)]
-        for axis, label in zip(axes, labels, strict=True)
+        [(axis, value, f"{label}-{text}") for value, text in zip(axis.values, _texts(axis.values), strict=True)]
+        for axis, label in zip(axes, _labels(axes), strict=True)
     ]
-    for chosen in product(*named):
-        parts = [(axis, value, text) for axis, (value, text) in zip(axes, chosen, strict=True)]
+    for parts in product(*named):
         first = [listed.name] if listed.name else []
         condition = "_".join([*first, *(text for axis, _, text in parts if not axis.is_seed)])
         name = "_".join([*first, *(text for _, _, text in parts)])
@@ -290,10 +234,8 @@ def _labels(axes: Sequence[Axis]) -> list[str]:
 def _texts(values: Sequence[Any]) -> list[str]:
     """Turn values into parts of a file name. A hash is added to those that would be equal."""
     texts = [_text(value) for value in values]
-    return [
-        text if texts.count(text) == 1 else f"{text}-{hashlib.sha256(repr(value).encode()).hexdigest()[:6]}"
-        for text, value in zip(texts, values, strict=True)
-    ]
+    hashes = [hashlib.sha256(repr(value).encode()).hexdigest()[:6] for value in values]
+    return [text if texts.count(text) == 1 else f"{text}-{end}" for text, end in zip(texts, hashes, strict=True)]
 
 
 def _text(value: Any) -> str:
@@ -312,7 +254,7 @@ def option(key: str, value: Any) -> list[str]:
         section, _, name = key.rpartition(".")
         return [f"--{key}" if value else f"--{section}.no-{name}"]
     if isinstance(value, list):
-        if value and _are_strings(value):  # one word, which TorchTitan splits at the commas
+        if value and _is(value, list[str]):  # one word, which TorchTitan splits at the commas
             return [f"--{key}={','.join(value)}"]
         return [f"--{key}", *(",".join(one) if isinstance(one, list) else str(one) for one in value)]
     return [f"--{key}={value}"]

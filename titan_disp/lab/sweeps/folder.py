@@ -1,11 +1,7 @@
-"""This module prepares a sweep's folder: every point's config is checked and written there before the point runs.
+"""This module prepares and reads a sweep's folder, and submits its unfinished points as an array of SLURM jobs.
 
-FOLDER/points.json       the points in the order in which they were first seen; an array's tasks are indices into it
-FOLDER/NAME/             the point's run folder, with these files in addition to the run's own:
-    point.toml           a copy of the sweep's config, so that later edits of the original do not change what runs
-    point.json           the point's arguments and resolved config, which later calls compare with theirs
-    sweep.log            the output of all starts
-    failed.json          the reason why the last start on this machine failed
+Every point's config is checked and written before the point runs. docs/sweeps.md lists the files of a point. points.json
+lists the points in the order in which they were first seen; an array's tasks are indices into it.
 """
 
 import contextlib
@@ -14,7 +10,7 @@ import hashlib
 import io
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
@@ -30,7 +26,7 @@ from titan_disp.config.load import load_config
 from titan_disp.config.options import SweepOptions
 from titan_disp.errors import ConfigError, counted
 from titan_disp.files import atomic_write, progress
-from titan_disp.lab.report.conditions import defaults
+from titan_disp.lab.report.gather import defaults
 from titan_disp.lab.sweeps.definition import Point, Sweep, points
 from titan_disp.models.arguments import KEY as OVERRIDES
 from titan_disp.models.arguments import parse_overrides
@@ -38,10 +34,9 @@ from titan_disp.run.folder import write_json
 from titan_disp.run.history import BEGIN, END
 from titan_disp.run.reader import flatten, read_events, read_heartbeat, read_transitions
 
-# This module decides the state of a point from the files of its run.
-
-
+RECORD, CONFIG, LIST = "point.json", "point.toml", "points.json"
 FAILED = "failed.json"  # ``local`` writes it
+NAMED = 5  # most problems in one message
 State = Literal["finished", "failed", "unfinished", "not started"]
 
 
@@ -56,8 +51,7 @@ def state(run: Path) -> tuple[State, str]:
     if not marks:
         return "not started", "it has not begun to train"
     last = marks[-1]
-    how = last.get("reason") or last.get("error")
-    if how:
+    if how := last.get("reason") or last.get("error"):
         return "unfinished", f"{last['event'].replace('_', ' ')} at step {last['step']}: {how}"
     return "unfinished", f"begun, step {max(event['step'] for event in events)} or later"
 
@@ -81,27 +75,15 @@ def step_of(run: Path, since: float) -> int | None:
     return None
 
 
-RECORD, CONFIG, LIST = "point.json", "point.toml", "points.json"
-NAMED = 5  # most problems in one message
-
-
 @dataclass(frozen=True)
 class Prepared:
-    """Represent a point whose config has been checked and written.
-
-    Attributes:
-        point: the point.
-        argv: CONFIG and overrides for its training, from the first call that had this point.
-        steps: number of steps of the whole run.
-        checkpoints: name of the checkpoint folder in the run folder.
-        place: index in points.json.
-    """
+    """Represent a point whose config has been checked and written."""
 
     point: Point
-    argv: tuple[str, ...]
-    steps: int
-    checkpoints: str
-    place: int = -1
+    argv: tuple[str, ...]  # CONFIG and overrides for its training, from the first call that had this point
+    steps: int  # of the whole run
+    checkpoints: str  # name of the checkpoint folder in the run folder
+    place: int = -1  # index in points.json
 
 
 def prepare(sweep: Sweep, world_size: int, inputs: bool = True) -> list[Prepared]:
@@ -109,10 +91,7 @@ def prepare(sweep: Sweep, world_size: int, inputs: bool = True) -> list[Prepared
 
     Loading a config takes a quarter of a second, so configs that an earlier call checked are not loaded again.
 
-    Args:
-        sweep: the sweep.
-        world_size: number of ranks per point.
-        inputs: whether to check the tokenizer and data of unfinished points as well, for a start on this machine.
+    With ``inputs``, the tokenizer and data of unfinished points are checked as well, for a start on this machine.
 
     Raises:
         ConfigError: A point's config cannot work or differs from the one in the folder (nothing is written in that
@@ -140,7 +119,6 @@ class _Preparation:
         self.new: list[tuple[Point, dict[str, Any]]] = []  # those of them whose record must be written
 
     def check(self, point: Point) -> None:
-        """Check one point. ``prepare`` describes the errors."""
         before, fingerprint = _record(point), self._fingerprint(point)
         unchanged = before is not None and before.get("fingerprint") == fingerprint
         if before is not None and unchanged and not self._inputs_to_check(point, before["resolved"]):
@@ -189,14 +167,12 @@ class _Preparation:
         return None if key in self.read else key
 
     def write(self, folder: Path) -> list[Prepared]:
-        """Write the new points and the list of points.
-
-        Raises:
-            ConfigError: The folder is not writable.
-        """
+        """Write the new points and the list of points, one call at a time."""
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            with _alone(folder):
+            with open(folder / ".sweep.lock", "a") as lock:
+                with contextlib.suppress(OSError):  # some file systems have no locks
+                    fcntl.flock(lock, fcntl.LOCK_EX)
                 for point, record in self.new:
                     point.folder.mkdir(exist_ok=True)
                     if not (point.folder / RECORD).exists():
@@ -207,14 +183,8 @@ class _Preparation:
         except OSError as error:
             raise ConfigError(f"sweep.folder {str(folder)!r} is not writable: {error}") from error
         return [
-            Prepared(
-                point,
-                tuple(record["argv"]),
-                record["steps"],
-                record["resolved"]["checkpoint.folder"],
-                places[point.name],
-            )
-            for point, record in self.checked
+            Prepared(point, tuple(r["argv"]), r["steps"], r["resolved"]["checkpoint.folder"], places[point.name])
+            for point, r in self.checked
         ]
 
 
@@ -229,11 +199,7 @@ def _load(point: Point) -> JobConfig:
 
 
 def _record(point: Point) -> dict[str, Any] | None:
-    """Return the record of an earlier call, or None.
-
-    Raises:
-        ConfigError: The record cannot be read, or the folder is not a point of a sweep.
-    """
+    """Return the record of an earlier call, or None."""
     path = point.folder / RECORD
     if not path.exists():
         # A killed call may have left the copy of the config and hidden files.
@@ -254,11 +220,7 @@ def _record(point: Point) -> dict[str, Any] | None:
 
 
 def _compare(point: Point, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    """Compare two configs of a point. Output folders and run names may differ. Keys of older versions are ignored.
-
-    Raises:
-        ConfigError: The configs differ.
-    """
+    """Refuse a config of a point that has changed. Output folders and run names may differ. Only known keys count."""
     # The entries of this table are not keys of the config, so one that is no longer named is a change.
     gone = [key for key in before if key.startswith(f"{OVERRIDES}.") and key not in now]
     keys = [key for key in (*now, *gone) if not key.startswith("job.")]
@@ -272,34 +234,15 @@ def _compare(point: Point, before: Mapping[str, Any], now: Mapping[str, Any]) ->
         )
 
 
-@contextlib.contextmanager
-def _alone(folder: Path) -> Iterator[None]:
-    """Let only one call at a time write the list of points. This needs a file system with locks."""
-    with open(folder / ".sweep.lock", "a") as lock:
-        with contextlib.suppress(OSError):
-            fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
-
-
 def _places(folder: Path, records: Sequence[Mapping[str, Any]]) -> dict[str, int]:
     """Return each point's index in points.json. An index is never reused, because a waiting array may refer to it."""
     path = folder / LIST
-    listed = json.loads(path.read_text())["points"] if path.exists() else []
-    before = [dict(entry) for entry in listed]
-    places = {entry["name"]: i for i, entry in enumerate(listed)}
-    for record in records:
-        entry = {"name": record["name"], "argv": list(record["argv"])}
-        if entry["name"] in places:
-            listed[places[entry["name"]]] = entry
-        else:
-            places[entry["name"]] = len(listed)
-            listed.append(entry)
-    if listed != before:
-        write_json(path, {"points": listed})
-    return places
-
-
-# This module submits a sweep as an array of SLURM jobs, with one task for each unfinished point.
+    before = json.loads(path.read_text())["points"] if path.exists() else []
+    listed = {entry["name"]: entry for entry in before}  # a known name keeps its place
+    listed |= {record["name"]: {"name": record["name"], "argv": list(record["argv"])} for record in records}
+    if list(listed.values()) != before:
+        write_json(path, {"points": list(listed.values())})
+    return {name: place for place, name in enumerate(listed)}
 
 
 SCRIPT = "sweep.sbatch"
@@ -332,8 +275,6 @@ def submit(sweep: Sweep, options: SweepOptions) -> int:
 
 def ranges(numbers: Sequence[int]) -> str:
     """Format numbers for sbatch --array, such as 0-3,7."""
-    runs = [
-        [number for _, number in group]
-        for _, group in groupby(enumerate(sorted(numbers)), key=lambda pair: pair[1] - pair[0])
-    ]
+    groups = groupby(enumerate(sorted(numbers)), key=lambda pair: pair[1] - pair[0])
+    runs = [[number for _, number in group] for _, group in groups]
     return ",".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)

@@ -12,8 +12,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
@@ -35,23 +35,21 @@ PAUSE = 0.2  # seconds between checks of the processes
 REPORT = 60.0  # seconds between progress lines
 IN_USE = 60.0  # seconds to wait at the end for points that other processes use, because they may be ending
 GRACE = 300.0  # seconds for the current step and its save, before processes are killed
+TOLD = "titan-disp: error: "
+RAISED = r"(?:\[rank\d+\]:? ?)?((?:\w+\.)*\w*(?:Error|Exception|Interrupt)\b.*)"  # an exception's line, of a rank
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _LIBC = ctypes.CDLL(None)  # loaded here, because a child must not load anything before it calls exec
 
 
 @dataclass(frozen=True)
 class Result:
-    """Hold the result of this call for a point.
-
-    Attributes:
-        name: name of the point.
-        outcome: finished (now or before), failed, stopped early without an error, or in use by another process.
-        detail: an explanation. For a failed point, it is the first error.
-    """
+    """Hold the result of this call for a point."""
 
     name: str
-    outcome: Literal["finished", "failed", "stopped", "in use"]
-    detail: str
+    outcome: Literal[
+        "finished", "failed", "stopped", "in use"
+    ]  # finished now or before; stopped early without an error
+    detail: str  # an explanation; for a failed point, its first error
 
 
 def run(sweep: Sweep, jobs: int = 1, nproc: int = 1, module: str = "titan_disp.train") -> list[Result]:
@@ -59,14 +57,7 @@ def run(sweep: Sweep, jobs: int = 1, nproc: int = 1, module: str = "titan_disp.t
 
     SIGINT, SIGTERM or SIGHUP stops the sweep: the points in training save and end. A second signal kills them.
 
-    Args:
-        sweep: the sweep.
-        jobs: number of points that train at the same time.
-        nproc: ranks per point.
-        module: module that Python runs with the point's config and overrides.
-
-    Returns:
-        One result per point, in the sweep's order.
+    Returns one result per point, in the sweep's order. Each point runs ``module`` on ``nproc`` ranks.
 
     Raises:
         ConfigError: A config cannot work. In this case, nothing has run.
@@ -75,45 +66,35 @@ def run(sweep: Sweep, jobs: int = 1, nproc: int = 1, module: str = "titan_disp.t
         if value < 1:
             raise ConfigError(f"--{name} is {value}, expected at least 1")
     prepared = prepare(sweep, nproc)
-    results: dict[str, Result] = {}
-    todo = []
-    for one in prepared:
-        word, detail = state(one.point.folder)
-        if word == "finished":
-            results[one.point.name] = Result(one.point.name, "finished", detail)
-        else:
-            todo.append(one)
+    states = {one.point.name: state(one.point.folder) for one in prepared}
+    results = {name: Result(name, "finished", detail) for name, (word, detail) in states.items() if word == "finished"}
+    todo = [one for one in prepared if one.point.name not in results]
     _say(
         f"{counted(len(prepared), 'point')} in {sweep.folder}: {len(results)} finished, {len(todo)} to train, {jobs} at a time"
     )
     runner = _Runner(todo, jobs, nproc, module)
-    with stop_signals(runner.heard), runner:
+    with stop_signals(runner.heard), contextlib.closing(runner):
         results |= runner.run()
     return [results[one.point.name] for one in prepared]
 
 
 def summary(results: Sequence[Result]) -> list[str]:
     """Return lines with the number of points by outcome, and each point that is not finished."""
-    outcomes = [result.outcome for result in results]
-    counts = ", ".join(f"{outcomes.count(word)} {word}" for word in dict.fromkeys(outcomes))
-    return [counts, *(f"  {one.name}: {one.outcome}: {one.detail}" for one in results if one.outcome != "finished")]
+    open_ones = [f"  {one.name}: {one.outcome}: {one.detail}" for one in results if one.outcome != "finished"]
+    return [", ".join(_counts(results)), *open_ones]
+
+
+def _counts(results: Iterable[Result]) -> list[str]:
+    return [f"{count} {word}" for word, count in Counter(result.outcome for result in results).items()]
 
 
 def time_left(elapsed: float, done: float, left: float) -> float | None:
-    """Estimate the seconds left from the speed so far. Returns None before the first step.
-
-    Args:
-        elapsed: seconds since the sweep began.
-        done: steps that all points have done.
-        left: steps that all points have left.
-    """
+    """Estimate the seconds left from the speed so far, in steps of all points. Returns None before the first step."""
     return elapsed * left / done if done > 0 else None
 
 
 @dataclass
 class _Training:
-    """Represent a point in training."""
-
     prepared: Prepared
     process: subprocess.Popen[bytes]
     lock: IO[str]
@@ -133,10 +114,7 @@ class _Runner:
         self.steps_done = 0  # steps of points that have ended
         self.signals = 0
 
-    def __enter__(self) -> "_Runner":
-        return self
-
-    def __exit__(self, *exception: object) -> None:
+    def close(self) -> None:
         for one in self.training:  # only after an exception
             _kill(one)
 
@@ -196,11 +174,7 @@ class _Runner:
         return begun
 
     def _begin(self, one: Prepared) -> None:
-        """Start a point.
-
-        Raises:
-            InUseError: Another sweep or job uses the point.
-        """
+        """Start a point, or raise InUseError if another sweep or job uses it."""
         name, folder = one.point.name, one.point.folder
         lock = lock_folder(folder, LOCK)
         try:
@@ -219,10 +193,9 @@ class _Runner:
         lock.flush()
         (folder / FAILED).unlink(missing_ok=True)
         slot = self.free.pop(0)
+        began = datetime.now(timezone.utc).isoformat(timespec="seconds")
         with open(folder / LOG, "ab") as log:
-            log.write(
-                f"titan-disp sweep: {datetime.now(timezone.utc).isoformat(timespec='seconds')}: {name}\n".encode()
-            )
+            log.write(f"titan-disp sweep: {began}: {name}\n".encode())
             log.flush()
             begin = log.tell()
             process = subprocess.Popen(
@@ -244,26 +217,15 @@ class _Runner:
         arguments = ["-m", self.module, "--job.config_file", config, *overrides]
         if self.nproc == 1:  # torchrun would cost a second process and time
             return arguments
-        return [
-            "-m",
-            "torch.distributed.run",
-            "--standalone",
-            f"--nproc-per-node={self.nproc}",
-            "--max-restarts=0",
-            *arguments,
-        ]
+        torchrun = ["torch.distributed.run", "--standalone", f"--nproc-per-node={self.nproc}", "--max-restarts=0"]
+        return ["-m", *torchrun, *arguments]
 
     def _environment(self, slot: int) -> dict[str, str]:
         environment = {"OMP_NUM_THREADS": "1", **os.environ, **_devices(slot, self.nproc)}
         environment["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = str(int(GRACE))
         if self.nproc == 1:  # torchrun would set these; port 0 means any free port
-            environment |= {
-                "RANK": "0",
-                "LOCAL_RANK": "0",
-                "WORLD_SIZE": "1",
-                "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": "0",
-            }
+            environment |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
+            environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
             # The loader divides the machine's cores by this number to choose its threads.
             environment["LOCAL_WORLD_SIZE"] = str(self.jobs)
         return environment
@@ -272,7 +234,7 @@ class _Runner:
         self.training.remove(one)
         self.free.append(one.slot)
         name, folder, status = one.prepared.point.name, one.prepared.point.folder, one.process.returncode
-        self.steps_done += self._steps_since(one)
+        self.steps_done += _steps_done(one)
         word, detail = state(folder)
         if word == "finished":
             self.results[name] = Result(name, "finished", detail)
@@ -286,50 +248,38 @@ class _Runner:
         result = self.results[name]
         _say(f"{name}: {result.outcome}: {result.detail}")
 
-    def _steps_since(self, one: _Training) -> int:
-        """Return the number of steps that a point has done in this call."""
-        if state(one.prepared.point.folder)[0] == "finished":
-            return one.prepared.steps - one.first_step
-        return max(0, (step_of(one.prepared.point.folder, one.began) or 0) - one.first_step)
-
     def _progress(self, elapsed: float) -> str:
-        under_way = {one.prepared.point.name: self._steps_since(one) for one in self.training}
-        left = sum(one.prepared.steps - one.first_step - under_way[one.prepared.point.name] for one in self.training)
+        under_way = sum(map(_steps_done, self.training))
+        left = sum(one.prepared.steps - one.first_step for one in self.training) - under_way
         left += sum(one.steps for one in self.todo)
-        seconds = time_left(elapsed, self.steps_done + sum(under_way.values()), left)
-        outcomes = [result.outcome for result in self.results.values()]
-        counts = [f"{outcomes.count(word)} {word}" for word in dict.fromkeys(outcomes)]
-        counts += [f"{len(self.training)} training", f"{len(self.todo)} waiting"]
+        seconds = time_left(elapsed, self.steps_done + under_way, left)
+        counts = [*_counts(self.results.values()), f"{len(self.training)} training", f"{len(self.todo)} waiting"]
         return ", ".join(counts) + (f"; about {duration(seconds)} left" if seconds else "")
 
 
-def first_error(log: Path, begin: int) -> str:
-    """Find the error of a point's start: titan-disp's error line, or else the last exception, or else the last lines.
+def _steps_done(one: _Training) -> int:
+    """Return the number of steps that a point has done in this call."""
+    if state(one.prepared.point.folder)[0] == "finished":
+        return one.prepared.steps - one.first_step
+    return max(0, (step_of(one.prepared.point.folder, one.began) or 0) - one.first_step)
 
-    Args:
-        log: log of the point.
-        begin: byte in the log where the output of the start begins.
+
+def first_error(log: Path, begin: int) -> str:
+    """Find the error of a start in a point's log: titan-disp's error line, or the last exception, or the last lines.
+
+    The output of the start begins at the byte ``begin``.
     """
     with open(log, "rb") as file:
         file.seek(begin)
         lines = [line.strip() for line in file.read().decode(errors="replace").splitlines() if line.strip()]
-    for pattern in (
-        r"titan-disp: error: (.*)",
-        r"(?:\[rank\d+\]:? ?)?((?:\w+\.)*\w*(?:Error|Exception|Interrupt)\b.*)",
-    ):
-        found = [
-            matched.group(1)
-            for line in lines
-            if "ChildFailedError" not in line and (matched := re.match(pattern, line))
-        ]
-        if found:
-            return found[0] if pattern.startswith("titan-disp") else found[-1]
-    return " / ".join(lines[-3:]) or "no output"
+    told = [line.removeprefix(TOLD) for line in lines if line.startswith(TOLD)]
+    raised = [found.group(1) for line in lines if "ChildFailedError" not in line and (found := re.match(RAISED, line))]
+    return next(iter([*told, *raised[::-1]]), " / ".join(lines[-3:]) or "no output")
 
 
 def _status(status: int) -> str:
     with contextlib.suppress(ValueError):
-        return f"killed by {signal.Signals(-status).name}" if status < 0 else f"status {status}"
+        return f"killed by {signal.Signals(-status).name}"
     return f"status {status}"
 
 
