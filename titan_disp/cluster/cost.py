@@ -204,8 +204,6 @@ def find_gpu(name: str) -> Gpu:
     return GPUS[name]
 
 
-
-
 @dataclass(frozen=True)
 class Sent:
     """Hold the bytes that one GPU sends over the links of its node and, at the same time, over the network."""
