@@ -15,28 +15,11 @@ from typing import Any
 import docstring_parser
 import tyro
 
-from titan_disp.config.options import (
-    CheckpointOptions,
-    CondensationOptions,
-    DigestOptions,
-    EvaluateOptions,
-    ExportOptions,
-    FetchOptions,
-    GenerateOptions,
-    PlanOptions,
-    PreflightOptions,
-    ReferenceOptions,
-    ReportOptions,
-    SampleOptions,
-    SubmitOptions,
-    SweepOptions,
-    SweepTableOptions,
-    TrainOptions,
-)
+from titan_disp.config import options as opts
 from titan_disp.errors import EXIT_CODE, ConfigError, UserError, counted, did_you_mean
 
 
-def sample_data(options: SampleOptions) -> None:
+def sample_data(options: opts.SampleOptions) -> None:
     from titan_disp.data.sample import is_complete, write_sample
 
     folder, vocab_size = options.folder, options.vocab_size
@@ -53,7 +36,7 @@ def sample_data(options: SampleOptions) -> None:
     )
 
 
-def data_digest(options: DigestOptions) -> None:
+def data_digest(options: opts.DigestOptions) -> None:
     from titan_disp.config.load import load_config
     from titan_disp.data.digest import digest
 
@@ -70,7 +53,7 @@ def data_digest(options: DigestOptions) -> None:
     print("  ".join(f"{name}: {value:,g}" for name, value in result.counters.items()))
 
 
-def data_fetch(options: FetchOptions) -> None:
+def data_fetch(options: opts.FetchOptions) -> None:
     from titan_disp.data.mirror import fetch
 
     if left := fetch(options):
@@ -80,13 +63,13 @@ def data_fetch(options: FetchOptions) -> None:
     print(f"{path} is complete: training.dataset = {options.dataset!r}, training.dataset_path = {path!r}")
 
 
-def train(options: TrainOptions) -> None:
+def train(options: opts.TrainOptions) -> None:
     from titan_disp.cluster.launch import launch
 
     raise SystemExit(launch(options))
 
 
-def config(options: ReferenceOptions) -> None:
+def config(options: opts.ReferenceOptions) -> None:
     from titan_disp.config import reference
 
     if options.markdown and options.name is not None:
@@ -95,7 +78,7 @@ def config(options: ReferenceOptions) -> None:
     print(text, end="", flush=True)
 
 
-def plan(options: PlanOptions) -> None:
+def plan(options: opts.PlanOptions) -> None:
     from titan_disp.cluster.plan import make_plan, render
     from titan_disp.config.load import load_config
 
@@ -103,69 +86,68 @@ def plan(options: PlanOptions) -> None:
     print(dumps(dataclasses.asdict(made)) if options.json else render(made))
 
 
-def preflight(options: PreflightOptions) -> None:
+def preflight(options: opts.PreflightOptions) -> None:
     from titan_disp.cluster.preflight import preflight as run
 
     print("\n".join(run(options).lines()))
 
 
-def submit(options: SubmitOptions) -> None:
+def submit(options: opts.SubmitOptions) -> None:
     from titan_disp.cluster.launch import submit as run
 
     raise SystemExit(run(options))
 
 
-def condensation(options: CondensationOptions) -> None:
+def condensation(options: opts.CondensationOptions) -> None:
     from titan_disp.lab.inspection.command import condensation as run
 
     run(options)
 
 
-def report(options: ReportOptions) -> None:
+def report(options: opts.ReportOptions) -> None:
     from titan_disp.lab.report.page import write_report
     from titan_disp.text import byte_size
 
-    written = write_report(options.runs, options.out)
-    print(f"{written}: {byte_size(written.stat().st_size, 3)}")
+    print(f"{options.out}: {byte_size(write_report(options.runs, options.out).stat().st_size, 3)}")
 
 
-def export(options: ExportOptions) -> None:
+def export(options: opts.ExportOptions) -> None:
     from titan_disp.lab.export.export import export as run
 
     saved, dest = run(options), options.dest
     print(f"{saved.name} is in {dest}: load it with AutoModelForCausalLM.from_pretrained({str(dest)!r})")
 
 
-def checkpoint(options: CheckpointOptions) -> None:
+def checkpoint(options: opts.CheckpointOptions) -> None:
     from titan_disp.run.inventory import inventory
 
     damaged = False
     for found in inventory(options.run, options.step):
         print(found.line(), flush=True)
         damaged |= found.damaged
-    raise SystemExit(1 if damaged else 0)
+    raise SystemExit(int(damaged))
 
 
-def generate(options: GenerateOptions) -> None:
+def generate(options: opts.GenerateOptions) -> None:
     from titan_disp.lab.export.generate import generate as run
 
     print(run(options))
 
 
-def evaluate(options: EvaluateOptions) -> None:
+def evaluate(options: opts.EvaluateOptions) -> None:
     from titan_disp.lab.evaluate.evaluation import evaluate as run
 
     run(options)
 
 
-def sweep_run(options: SweepOptions) -> None:
+def sweep_run(options: opts.SweepOptions) -> None:
     from titan_disp.lab.sweeps.definition import read_sweep
 
     found = read_sweep(options.file)
     if options.submit:
-        from titan_disp.lab.sweeps.folder import submit as run_submit
+        from titan_disp.lab.sweeps.folder import submit
 
-        raise SystemExit(run_submit(found, options))
+        raise SystemExit(submit(found, options))
     from titan_disp.lab.sweeps.local import run, summary
 
     results = run(found, options.jobs, options.nproc)
@@ -173,18 +155,16 @@ def sweep_run(options: SweepOptions) -> None:
     raise SystemExit(int(any(result.outcome != "finished" for result in results)))
 
 
-def sweep_table(options: SweepTableOptions) -> None:
+def sweep_table(options: opts.SweepTableOptions) -> None:
     from titan_disp.lab.sweeps.comparison import write_table
     from titan_disp.lab.sweeps.definition import read_sweep
 
     print(write_table(read_sweep(options.file), options.out, options.metric, options.against), end="")
 
 
-# The table of subcommands. Each function imports what it needs, so that help appears at once.
-
+# Each function imports what it needs, so that help appears at once.
 Function = Callable[[Any], None]
 Commands = Mapping[str, Function | Mapping[str, Function]]
-
 COMMANDS: Commands = {
     "sample-data": sample_data,
     "data": {"digest": data_digest, "fetch": data_fetch},
@@ -207,20 +187,17 @@ GROUPS = {
 }
 
 
-# tyro parses the words and prints the boxes of help. It reads the docstrings of options and their fields, but does two
-# things that a reader of ``--help`` does not expect. It keeps the line breaks inside a field's description and then wraps
-# the lines once more, so that lines end early. It does not wrap a subcommand's description at all. Both are settled here
-# before tyro sees the text.
+# tyro prints the boxes of help from the docstrings of options and their fields. It keeps the line breaks inside a field's
+# description and then wraps the lines once more, so that lines end early. It does not wrap a subcommand's description at
+# all. Both are settled here before tyro sees the text.
 
 
 def options_of(function: Function) -> Any:
-    """Return the class of a function's options."""
     (parameter,) = inspect.signature(function).parameters.values()
     return parameter.annotation
 
 
 def description(options: type) -> str:
-    """Return the docstring of a class without its fields."""
     return (inspect.getdoc(options) or "").partition("\n\nArgs:")[0]
 
 
@@ -234,52 +211,38 @@ def _join_lines(options: type) -> None:
 
 
 def _wrapped(text: str) -> str:
-    """Wrap paragraphs to the terminal, as one.
-
-    tyro joins lines again unless they begin with a blank. The indentation also aligns the text with that in the boxes.
-    """
-    width = shutil.get_terminal_size().columns - 2
-    return textwrap.fill(
-        " ".join(text.split()), width, initial_indent="  ", subsequent_indent="  ", break_on_hyphens=False
-    )
+    """Wrap paragraphs to the terminal, as one. tyro joins lines again unless they begin with a blank."""
+    wrapper = textwrap.TextWrapper(shutil.get_terminal_size().columns - 4, break_on_hyphens=False)
+    return textwrap.indent(wrapper.fill(" ".join(text.split())), "  ")
 
 
 def _find(commands: Commands, args: Sequence[str], prog: str) -> Function | None:
-    """Return the function that ``args`` names, or None if they only lead to a list of subcommands.
-
-    Raises:
-        ConfigError: A word in the place of a subcommand is none. tyro would call it an unrecognized option.
-    """
+    """Return the function that ``args`` names, or None if they only lead to a list of subcommands."""
     if not args or args[0].startswith("-"):
         return None
     found = commands.get(args[0])
     if found is None:
         files = ["a TOML file"] if commands is COMMANDS["sweep"] else []
         hint, expected = did_you_mean(args[0], commands), ", ".join([*files, *commands])
+        # tyro would call the word an unrecognized option
         raise ConfigError(f"{args[0]!r} is not a subcommand of {prog}{hint}; expected {expected}")
     return _find(found, args[1:], f"{prog} {args[0]}") if isinstance(found, Mapping) else found
 
 
 def _app(commands: Commands, listed: bool) -> tyro.extras.SubcommandApp:
-    """Build tyro's object. A list of subcommands has only the first paragraph of each description."""
     app = tyro.extras.SubcommandApp()
     for name, member in commands.items():
         if isinstance(member, Mapping):
             app.command(_app(member, listed), name=name, help=_wrapped(GROUPS[name]))
         else:
             text = description(options_of(member))
-            summary = " ".join(text.partition("\n\n")[0].split())
+            summary = " ".join(text.partition("\n\n")[0].split())  # the first paragraph
             app.command(options_of(member), name=name, help=summary if listed else _wrapped(text))
     return app
 
 
 def run(args: Sequence[str], prog: str) -> None:
-    """Call the function that ``args`` names with its options.
-
-    Raises:
-        ConfigError: A word in the place of a subcommand is none.
-        SystemExit: tyro has printed help or an error, or the function ends the command with this status.
-    """
+    """Call the function that ``args`` names with its options."""
     function = _find(COMMANDS, args, prog)
     if function is not None:
         _join_lines(options_of(function))
@@ -291,13 +254,10 @@ def run(args: Sequence[str], prog: str) -> None:
 
 
 def _split_overrides(argv: Sequence[str]) -> list[str]:
-    """Move options for keys of the config behind ``--``, so that tyro passes them on unchanged.
-
-    These options have a dot in their name. A word that is not an option (``0.5``, ``-1``) belongs to the previous one.
-    """
+    """Move options for keys of the config, which have a dot, behind ``--``, so that tyro passes them on unchanged."""
     own: list[str] = []
     theirs: list[str] = []
-    current = own
+    current = own  # a word that is not an option (``0.5``, ``-1``) belongs to the previous one
     for word in argv:
         if word.startswith("--"):
             current = theirs if "." in word.partition("=")[0] else own
@@ -306,12 +266,10 @@ def _split_overrides(argv: Sequence[str]) -> list[str]:
 
 
 def _begins_with_a_file(words: Sequence[str]) -> bool:
-    """Return whether the words after ``sweep`` are those of ``sweep run``: a file, or options before it.
-
-    A word with a dot or a slash means a file even if there is none, for the sake of the message.
-    """
+    """Return whether the words after ``sweep`` are those of ``sweep run``: a file, or options before it."""
     if not words or words[0] in ("run", "table", "-h", "--help"):
         return False
+    # A word with a dot or a slash means a file even if there is none, for the sake of the message.
     return words[0].startswith("-") or bool(set("./") & set(words[0])) or Path(words[0]).is_file()
 
 
@@ -322,7 +280,7 @@ def main() -> None:
     if argv[:1] in (["train"], ["plan"], ["submit"], ["preflight"]) or argv[:2] == ["data", "digest"]:
         argv = _split_overrides(argv)
     if argv[:1] == ["sweep"] and _begins_with_a_file(argv[1:]):
-        argv = ["sweep", "run", *argv[1:]]
+        argv.insert(1, "run")
     try:
         run(argv, prog="titan-disp")
     except UserError as error:

@@ -8,6 +8,7 @@
 - The two threads of a gloo group corrupt the heap if both end a collective at once.
 """
 
+import contextlib
 import functools
 import logging
 import os
@@ -67,13 +68,10 @@ class _CpuModule(ModuleType):
 
     @staticmethod
     def memory_stats(device: Any = None) -> dict[str, int]:
-        """Return the resident memory of this process. Only Linux reports it cheaply; elsewhere it is left out."""
-        none = {"num_alloc_retries": 0, "num_ooms": 0}
-        try:
-            resident = resident_bytes()
-        except OSError:
-            return none
-        return {"active_bytes.all.peak": resident, "reserved_bytes.all.peak": resident, **none}
+        stats = {"num_alloc_retries": 0, "num_ooms": 0}
+        with contextlib.suppress(OSError):  # only Linux reports it cheaply
+            stats |= dict.fromkeys(("active_bytes.all.peak", "reserved_bytes.all.peak"), resident_bytes())
+        return stats
 
     @staticmethod
     def reset_peak_memory_stats(device: Any = None) -> None:
@@ -103,7 +101,6 @@ def install() -> None:
 
 
 def _without_unknown_mfu(record: logging.LogRecord) -> bool:
-    """Take "mfu: nan%" out of the lines of TorchTitan's log, with or without colour."""
     if isinstance(record.msg, str):
         record.msg = re.sub(r"  (\x1b\[\d+m)?mfu: nan%", "", record.msg)
     return True

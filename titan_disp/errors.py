@@ -24,17 +24,11 @@ class InUseError(ConfigError):
 
 
 class CheckpointError(UserError):
-    """A checkpoint cannot be saved, or no checkpoint can be loaded.
-
-    The configuration may be right and the disk full or the checkpoint damaged.
-    """
+    """A checkpoint cannot be saved, or no checkpoint can be loaded: the disk may be full, or the checkpoint damaged."""
 
 
 class NonFiniteError(UserError):
-    """Too many steps in a row had a loss or gradient that is not finite.
-
-    The configuration may be right and the training unstable.
-    """
+    """Too many steps in a row had a loss or gradient that is not finite: the training may be unstable."""
 
 
 EXIT_CODE = 2
@@ -47,14 +41,14 @@ def did_you_mean(
     otherwise: str = "",
     prefix: str = "",
     most: int = 1,
-    instead: Mapping[str, str] | None = None,
+    instead: Mapping[str, str] = {},
 ) -> str:
     """A question with at most ``most`` of the known names that are close to ``name``, for the end of a message.
 
     It is ``otherwise`` if none is close. ``prefix`` stands before every name, as the section does before a key.
     ``instead`` has other names that users may try, each with the one to show.
     """
-    names = {one: one for one in known} | dict(instead or {})
+    names = {one: one for one in known} | dict(instead)
     close = dict.fromkeys(f"{prefix}{names[one]}" for one in difflib.get_close_matches(name, list(names), n=most))
     return f" (did you mean {' or '.join(close)}?)" if close else otherwise
 

@@ -38,8 +38,7 @@ def atomic_write(path: Path) -> Iterator[Path]:
 def atomic_folder(path: Path) -> Iterator[Path]:
     """Write a folder atomically: the yielded folder becomes ``path`` when the block ends, and is removed if the block fails.
 
-    Raises:
-        OSError: ``path`` holds something when the block ends.
+    OSError is raised if ``path`` holds something when the block ends.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = Path(tempfile.mkdtemp(prefix=f".{path.name}-", dir=path.parent))
@@ -51,14 +50,11 @@ def atomic_folder(path: Path) -> Iterator[Path]:
         shutil.rmtree(partial, ignore_errors=True)
 
 
-# Bars are on stderr. Only a terminal shows them: a log, such as that of a SLURM job, has none.
-
-
 def progress(what: str, unit: str, items: Iterable[Any] | None = None, total: float | None = None) -> tqdm:
-    """Return a progress bar that says what a command does, how far it is and how long the rest will take.
+    """Return a progress bar on stderr, which only a terminal shows. It disappears when it is closed.
 
-    It disappears when it is closed. Bytes (the unit "B") are shown in kB, MB and so on. A bar with ``items`` is iterated
-    over, and counts and closes by itself. Without them, call ``update`` and ``close``, or use the bar as a context manager.
+    A bar with ``items`` is iterated over, and counts and closes by itself. Without them, call ``update`` and ``close``, or
+    use the bar as a context manager. Bytes (the unit "B") are shown in kB, MB and so on.
     """
     return tqdm(items, desc=what, total=total, unit=unit, unit_scale=unit == "B", leave=False, disable=None)
 

@@ -38,14 +38,12 @@ def byte_size(count: float, digits: int = 4) -> str:
 
 def duration(seconds: float) -> str:
     """Format whole seconds in at most two units, such as ``2 d 3 h``, ``3 h 12 min``, ``4 min 5 s`` or ``12 s``."""
-    left = round(seconds)
-    parts = []
+    left, parts = round(seconds), list[str]()
     for unit, size in (("d", 86400), ("h", 3600), ("min", 60), ("s", 1)):
         count, left = divmod(left, size)
-        parts.append((count, unit))
-    while len(parts) > 1 and not parts[0][0]:
-        parts.pop(0)
-    return " ".join(f"{count} {unit}" for count, unit in parts[:2])
+        if parts or count or unit == "s":
+            parts.append(f"{count} {unit}")
+    return " ".join(parts[:2])
 
 
 def estimated_duration(seconds: float) -> str:
@@ -64,13 +62,9 @@ def csv_text(rows: Iterable[Sequence[Any]]) -> str:
 
 
 def markdown_table(rows: Sequence[Sequence[str]], left: int = 2) -> str:
-    """The lines of a table that is also readable as plain text, without a line break at the end.
+    """Format rows, of which the first is the header, as a table that is also readable as plain text.
 
-    All cells of a column have the same width.
-
-    Args:
-        rows: all of the same length; the first is the header.
-        left: how many columns, from the first on, are aligned to the left. The others are aligned to the right, for numbers.
+    The first ``left`` columns are aligned to the left, and the others to the right, for numbers.
     """
     columns = []
     for i, cells in enumerate(zip(*rows, strict=True)):

@@ -1,8 +1,8 @@
 """``torchrun … -m titan_disp.cluster.bandwidth --out FILE`` measures the network between nodes and compares clocks.
 
-An all-reduce over all ranks shows that something is slow. Exchanges between pairs of neighbouring nodes show which node
-it is: every node is measured with two others, and a node that is slow with both is itself slow. The command is started
-once per node, like training. Rank 0 writes the result of ``measure`` to FILE.
+An all-reduce over all ranks shows that something is slow. Exchanges between neighbouring nodes show which node it is: a
+node that is slow with both of its neighbours. The command is started once per node. Rank 0 writes the result of
+``measure`` to FILE.
 """
 
 import argparse
@@ -43,9 +43,7 @@ def rounds(nodes: int) -> list[list[tuple[int, int]]]:
 def pair_bandwidths(times: Iterable[tuple[str, Mapping[str, float]]], size: int) -> list[Pair]:
     """Compute the bandwidth of each pair of nodes, summed over the ranks of a node. The slowest rank sets the time.
 
-    Args:
-        times: for every rank, the name of its node, and the seconds that the exchange with each other node took.
-        size: bytes that every rank sends and receives.
+    ``times`` are, for every rank, its node and the seconds that its exchange of ``size`` bytes with each other node took.
     """
     by_pair: dict[tuple[str, str], list[float]] = defaultdict(list)
     for node, seconds in times:
@@ -73,10 +71,7 @@ def usual_bandwidth(pairs: Sequence[Pair]) -> float:
 
 
 def slow_nodes(pairs: Sequence[Pair]) -> dict[str, float]:
-    """Return the nodes that are slow with all their neighbours, and their best bandwidths.
-
-    With only two nodes, the result is empty: a slow pair does not show which of its nodes is slow.
-    """
+    """Return the nodes that are slow with all neighbours, and their best bandwidths. Of two nodes, none can be told."""
     limit = SLOW * usual_bandwidth(pairs)
     return {node: bandwidth for node, bandwidth in best_bandwidths(pairs).items() if bandwidth < limit}
 
@@ -100,21 +95,15 @@ def clock_skews(readings: Mapping[str, Sequence[float]]) -> dict[str, float]:
     }
 
 
-def _synchronize() -> None:
-    if torch.accelerator.is_available():
-        torch.accelerator.synchronize()
-
-
-def median_seconds(operation: Callable[[], Any], warmup: int = 2, repeats: int = 5) -> float:
-    """Return the median duration of ``repeats`` calls after ``warmup`` calls, in seconds."""
+def _median_seconds(operation: Callable[[], Any]) -> float:
     times = []
-    for i in range(warmup + repeats):
+    for _ in range(7):
         start = time.perf_counter()
         operation()
-        _synchronize()
-        if i >= warmup:
-            times.append(time.perf_counter() - start)
-    return statistics.median(times)
+        if torch.accelerator.is_available():
+            torch.accelerator.synchronize()
+        times.append(time.perf_counter() - start)
+    return statistics.median(times[2:])  # the first two warm up
 
 
 def _gather(value: T) -> list[T]:
@@ -126,12 +115,9 @@ def _gather(value: T) -> list[T]:
 def measure(node: str, local_rank: int, device: torch.device, size: int) -> dict[str, Any]:
     """Measure everything with buffers of ``size`` bytes. All ranks call this together and get the same result.
 
-    Ranks with the same number on their nodes are partners.
-
-    Returns:
-        ``ranks``: their number. ``all_reduce``: {bytes, seconds, bus_bandwidth}; the bus bandwidth is in bytes per
-        second, as nccl-tests define it. ``pairs``: [node, node, bytes per second in each direction]. ``clock_skew``:
-        seconds by which each node's clock is ahead.
+    ``all_reduce.bus_bandwidth`` is in bytes per second, as nccl-tests define it. ``pairs`` are [node, node, bytes per
+    second in each direction]; ranks with the same number on their nodes are partners. ``clock_skew`` has the seconds by
+    which each node's clock is ahead.
     """
     ranks = dist.get_world_size()
     send = torch.zeros(size // 4, dtype=torch.float32, device=device)
@@ -147,21 +133,17 @@ def measure(node: str, local_rank: int, device: torch.device, size: int) -> dict
     for _ in range(3):
         barrier()
         clocks.append(time.time())
-    all_reduce = median_seconds(lambda: dist.all_reduce(send))
+    all_reduce = _median_seconds(lambda: dist.all_reduce(send))
 
     placed = {place: rank for rank, place in enumerate(_gather((node, local_rank)))}
     nodes = in_order({name for name, _ in placed})
     seconds: dict[str, float] = {}
     for pairs in rounds(len(nodes)):
         barrier()
-        for pair in pairs:
-            names = [nodes[i] for i in pair]
-            if node not in names:
-                continue
-            (other,) = (name for name in names if name != node)
-            partner = placed.get((other, local_rank))
-            if partner is not None:
-                seconds[other] = median_seconds(lambda partner=partner: _exchange(partner, send, receive))  # type: ignore[misc]
+        for a, b in pairs:
+            other = {nodes[a]: nodes[b], nodes[b]: nodes[a]}.get(node, "")
+            if (partner := placed.get((other, local_rank))) is not None:
+                seconds[other] = _median_seconds(lambda partner=partner: _exchange(partner, send, receive))  # type: ignore[misc]
     barrier()
 
     gathered = _gather((node, local_rank, all_reduce, seconds, clocks))

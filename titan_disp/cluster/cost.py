@@ -1,14 +1,12 @@
 """This module computes what a step costs from shapes alone: memory and checkpoints, communication, and a table of GPUs.
 
 The activations are counted as eager PyTorch saves them for backward, with flash attention and a fused norm. A compiled
-block saves less, so the estimate errs on the safe side. tests/test_plan.py compares it with the live storages in a step
-of the real model. It has not been compared with a GPU's memory yet.
+block saves less, so the estimate errs on the safe side. tests/test_plan.py compares it with the live storages in a step.
 
 Communication is counted for ring algorithms, which NCCL and RCCL use for large messages. In a group of n ranks, an
 all-gather or a reduce-scatter of B bytes sends (n−1)/n · B from every rank, and an all-reduce twice as much. If g ranks
 of the group share a node, the ring leaves the node once for all of them, so each sends 1/g of its bytes over the
-network. Trees, latency and other jobs on the network are ignored. The numbers have not been compared with measurements
-on GPUs yet.
+network. Trees, latency and other jobs are ignored. Neither estimate has been compared with measurements on GPUs yet.
 """
 
 from collections.abc import Iterable
@@ -26,23 +24,15 @@ from titan_disp.models.decoder import DispModel
 
 @dataclass(frozen=True)
 class Memory:
-    """Hold the bytes on one GPU. The terms do not all peak at the same moment, so their sum is an upper estimate.
+    """Hold the bytes on one GPU. The terms do not all peak at the same moment, so their sum is an upper estimate."""
 
-    Attributes:
-        weights, gradients, optimizer: the rank's shards; 0 with training.enable_cpu_offload.
-        unsharded: weights gathered (or cast by autocast) for computing, and their gradients before the reduction.
-        activations: activations saved for backward, and those of one block while it is recomputed.
-        dispersion: the saved ∂S/∂z of all dispersed layers.
-        logits: all copies that the loss makes of the logits, log-probabilities and their gradients.
-    """
-
-    weights: int
+    weights: int  # this and the next two: the rank's shards; 0 with training.enable_cpu_offload
     gradients: int
     optimizer: int
-    unsharded: int
-    activations: int
-    dispersion: int
-    logits: int
+    unsharded: int  # weights gathered (or cast by autocast) for computing, and their gradients before the reduction
+    activations: int  # saved for backward, and those of one block while it is recomputed
+    dispersion: int  # the saved ∂S/∂z of all dispersed layers
+    logits: int  # all copies that the loss makes of the logits, log-probabilities and their gradients
 
     @property
     def total(self) -> int:
@@ -50,11 +40,9 @@ class Memory:
 
 
 def compute_dtype(job_config: JobConfig, fsdp_degree: int) -> torch.dtype:
-    """Return the dtype of products and block outputs.
-
-    FSDP or autocast sets it. TorchTitan 0.2.2 uses neither for TP without FSDP.
-    """
+    """Return the dtype of products and block outputs."""
     t = job_config.training
+    # FSDP or autocast sets it. TorchTitan 0.2.2 uses neither for TP without FSDP.
     mixed = fsdp_degree > 1 or job_config.parallelism.tensor_parallel_degree == 1
     return TORCH_DTYPE_MAP[t.mixed_precision_param if mixed else t.dtype]
 
@@ -83,7 +71,7 @@ def block_elements(job_config: JobConfig, args: DispModelArgs) -> float:
 
 
 def logit_bytes(job_config: JobConfig, args: DispModelArgs, itemsize: int) -> int:
-    """Return the bytes for logits per token of a CP rank, at the peak in the loss's backward."""
+    """Return the bytes per token of a CP rank, at the peak in the loss's backward."""
     tp = job_config.parallelism.tensor_parallel_degree
     loss_parallel = tp > 1 and not job_config.parallelism.disable_loss_parallel
     compiled = job_config.compile.enable and "loss" in job_config.compile.components and not loss_parallel
@@ -99,7 +87,6 @@ def estimate(job_config: JobConfig, model: DispModel, fsdp_degree: int) -> Memor
     """
     p, t, args = job_config.parallelism, job_config.training, model.model_args
     tp = p.tensor_parallel_degree
-
     held = partial(elements, tp=tp)
     dtype = compute_dtype(job_config, fsdp_degree)
     parameter_bytes = 0 if t.enable_cpu_offload else TORCH_DTYPE_MAP[t.dtype].itemsize
@@ -129,10 +116,7 @@ def estimate(job_config: JobConfig, model: DispModel, fsdp_degree: int) -> Memor
 
 
 def checkpoint_bytes(job_config: JobConfig, model: DispModel) -> int:
-    """Return the size of a full checkpoint.
-
-    It holds the weight of every key in the state dict, so a tied matrix counts twice. Adam's two moments count once.
-    """
+    """Return the size of a full checkpoint: a tied matrix counts once for each of its keys, and its moments once."""
     names = sum(w.numel() for _, w in model.named_parameters(remove_duplicate=False))
     moments = 2 * sum(w.numel() for w in model.parameters())
     return (names + moments) * TORCH_DTYPE_MAP[job_config.training.dtype].itemsize
@@ -152,29 +136,19 @@ def checkpoint_counts(job_config: JobConfig) -> tuple[int, int, int]:
 
 @dataclass(frozen=True)
 class Gpu:
-    """Describe one device as torch sees it.
+    """Describe one device as torch sees it."""
 
-    Attributes:
-        bf16_flops: peak FLOP/s of dense bf16 matrix products. Peaks with sparsity in data sheets are twice as high.
-        fp32_flops: peak FLOP/s of fp32 matrix products without TF32.
-        memory: bytes, with 1 GB = 1e9 bytes. Vendors mean GiB, which are 7 % larger. About as much is taken by the CUDA
-            or ROCm context, NCCL and fragmentation.
-        node_bandwidth: peak bytes/s that a device sends to others of its node. Data sheets often name the sum of both
-            directions, which is twice as much.
-        network_bandwidth: bytes/s that a device sends to other nodes, for the machine named next to it. Other machines
-            have other network cards.
-    """
-
-    bf16_flops: float
-    fp32_flops: float
+    bf16_flops: float  # peak FLOP/s of dense matrix products; data sheets often name the double, with sparsity
+    fp32_flops: float  # peak FLOP/s of matrix products without TF32
+    # Bytes, with 1 GB = 1e9 bytes. Vendors mean GiB, which are 7 % larger. About as much is taken by the CUDA or ROCm
+    # context, NCCL and fragmentation.
     memory: float
-    node_bandwidth: float
-    network_bandwidth: float
+    node_bandwidth: float  # peak bytes/s sent to others of its node; data sheets often name the sum of both directions
+    network_bandwidth: float  # bytes/s sent to other nodes by the machine named next to it; other machines differ
 
 
-# Each number was compared with the source named beside it: data sheets and the white paper in copies of their tables that
-# others have published, the other pages themselves. "derived" says how a number follows from others. None of these
-# numbers was measured here.
+# Each number was compared with the source beside it: data sheets and the white paper in copies of their tables that others
+# have published, the other pages themselves. "derived" says how a number follows from others. None was measured here.
 GPUS = {
     "A100": Gpu(
         bf16_flops=312e12,  # NVIDIA A100 data sheet (80 GB SXM): 624 with sparsity
@@ -224,17 +198,10 @@ GPUS = {
 
 
 def find_gpu(name: str) -> Gpu:
-    """Return a GPU of the table.
-
-    Raises:
-        ConfigError: The table has no GPU of this name.
-    """
+    """Return a GPU of the table, or raise ConfigError with the names that it has."""
     if name not in GPUS:
         raise ConfigError(f"gpu is {name!r}, expected one of {', '.join(GPUS)}")
     return GPUS[name]
-
-
-BACKWARD = 2 / 3  # backward's fraction of a microbatch's computing
 
 
 @dataclass(frozen=True)
@@ -256,20 +223,14 @@ class Sent:
 
 @dataclass(frozen=True)
 class Traffic:
-    """Describe the communication of one GPU in one step.
+    """Describe the communication of one GPU in one step."""
 
-    Attributes:
-        at_the_ends: communication that nothing can hide. A GPU has nothing to compute during tensor parallelism's
-            collectives. A microbatch begins by gathering the embedding and ends by reducing its gradients. The FSDP
-            group of a tied embedding also has the final norm and the output.
-        beside: communication that can overlap with computing in any microbatch.
-        beside_last_backward: the all-reduce over replicas, which waits for the last microbatch.
-        microbatches: number of microbatches in a step.
-    """
-
+    # Nothing can hide these. A GPU has nothing to compute during tensor parallelism's collectives. A microbatch begins by
+    # gathering the embedding and ends by reducing its gradients. The FSDP group of a tied embedding also has the final
+    # norm and the output.
     at_the_ends: tuple[Sent, ...]
-    beside: tuple[Sent, ...]
-    beside_last_backward: tuple[Sent, ...]
+    beside: tuple[Sent, ...]  # can overlap with computing in any microbatch
+    beside_last_backward: tuple[Sent, ...]  # the all-reduce over replicas, which waits for the last microbatch
     microbatches: int
 
     @property
@@ -285,7 +246,7 @@ class Traffic:
         def seconds(sent: Iterable[Sent]) -> float:
             return sum(s.seconds(node_bandwidth, network_bandwidth) for s in sent)
 
-        last_backward = BACKWARD * computing / self.microbatches
+        last_backward = 2 / 3 * computing / self.microbatches  # backward is two thirds of a microbatch's computing
         return (
             seconds(self.at_the_ends)
             + max(0.0, seconds(self.beside) - computing)
@@ -294,7 +255,7 @@ class Traffic:
 
 
 def ring(size: int, stride: int, gpus_per_node: int, count: float) -> Sent:
-    """Count what a rank sends in one all-gather or reduce-scatter of ``count`` bytes, those of the whole tensor.
+    """Count what a rank sends in one all-gather or reduce-scatter of a tensor of ``count`` bytes.
 
     The group has ``size`` ranks. The numbers of neighbours in it differ by ``stride``.
     """
@@ -329,7 +290,7 @@ def traffic(job_config: JobConfig, model: DispModel, gpus_per_node: int, world_s
         return ring(fsdp, tp, gpus_per_node, count) * microbatches
 
     def replicated(elements: int) -> Sent:
-        """Count the all-reduce of ``titan_disp.train``, once per step, as a reduce-scatter and an all-gather."""
+        # train.py's all-reduce, once per step, is a reduce-scatter and an all-gather.
         return ring(replicas, tp * fsdp, gpus_per_node, elements / fsdp * gradient) * 2
 
     tokens = t.local_batch_size * t.seq_len

@@ -1,12 +1,8 @@
 """The batch script runs ``python -m titan_disp.cluster.job_check`` to check a job before it starts hundreds of ranks.
 
-This command checks the config, data and tokenizer for this number of nodes, and that no other job uses the run folder.
-It prints the run folder after a marker, because containers and srun may print other lines. If a check fails, the
-command prints a message on stderr and exits with status 2, or with status 3 if another job uses the run folder.
-``node_health`` checks the nodes.
-
-``hub_warnings``, which the plan and the preflight also show, is about hundreds of ranks that send their requests to the
-Hugging Face hub at once.
+It checks the config, data and tokenizer for this number of nodes, and that no other job uses the run folder. It prints
+the run folder after a marker, because containers and srun may print other lines. If a check fails, it prints a message
+on stderr and exits with status 2, or with status 3 if another job uses the run folder.
 """
 
 import argparse
@@ -30,7 +26,6 @@ from titan_disp.run.folder import lock_folder
 
 RUN_FOLDER = "titan-disp-run-folder: "  # marks the line; the run folder follows as JSON (slurm/supervise.py reads it)
 FEW_NODES = 4  # so many nodes may stream without a warning: our choice
-GPUS_PER_NODE = 8  # assumed if only the number of ranks is known
 C4_FILES = 1024  # files of the training split
 # Requests for files in 5 minutes, by Hugging Face's documentation (huggingface.co/docs/hub/rate-limits, "Resolvers").
 WITHOUT_TOKEN = 3000  # per IP address, which the nodes of a cluster often share
@@ -40,11 +35,8 @@ FREE_ACCOUNT = 5000
 def prepare(argv: Sequence[str], nodes: int, nproc: str) -> Path:
     """Check that a config can start on ``nodes`` × ``nproc`` ranks, and return the absolute path of its run folder.
 
-    ``nproc`` is a number of ranks per node, or "gpu" for one per GPU of this node.
-
-    Raises:
-        ConfigError: The run would fail at its start.
-        InUseError: Another job uses the run folder.
+    ``nproc`` is a number, or "gpu" for one rank per GPU of this node. Raises ConfigError if the run would fail at its
+    start, and InUseError if another job uses the run folder.
     """
     job_config = load_config(argv)
     if nproc != "gpu" and not nproc.isdecimal():
@@ -68,22 +60,18 @@ def prepare(argv: Sequence[str], nodes: int, nproc: str) -> Path:
 
 
 def hub_warnings(job_config: JobConfig, ranks: int, nodes: int | None = None) -> list[str]:
-    """Return a warning for each training data set that more than a few nodes would stream from the hub.
-
-    By default, 8 ranks are assumed per node.
-    """
-    nodes = nodes or -(-ranks // GPUS_PER_NODE)
+    """Return a warning for each training data set that more than a few nodes would stream from the hub."""
+    nodes = nodes or -(-ranks // 8)  # a preflight does not know them: a node mostly has 8 GPUs
     if nodes <= FEW_NODES:
         return []
     streamed = [data for data in training_sets(job_config) if streams_from_hub(data.dataset, data.path)]
-    return [_warning(job_config, data, ranks, nodes) for data in streamed]
+    return [_warning(data, data_parallel_degree(job_config, ranks), ranks, nodes) for data in streamed]
 
 
-def _warning(job_config: JobConfig, data: DataSet, ranks: int, nodes: int) -> str:
+def _warning(data: DataSet, streams: int, ranks: int, nodes: int) -> str:
     dataset = data.dataset
     named = is_hub_name(dataset)
     fetch = fetch_arguments(parse_name(dataset, f"{data.key}.dataset")) if named else "DIR"
-    streams = data_parallel_degree(job_config, ranks)
     # Every stream reads each file that has its documents (at most files + streams reads), on all of its ranks.
     if named:
         count = f"at least {2 * ranks:,} requests (two per Parquet file and rank)"

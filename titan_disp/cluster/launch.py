@@ -25,8 +25,6 @@ from titan_disp.config.load import load_config
 from titan_disp.config.options import SlurmOptions, SubmitOptions, TrainOptions
 from titan_disp.errors import ConfigError
 
-TWICE = 1.0  # seconds: timeout(1) signals a process and then its group, so that a request may arrive twice
-
 
 @contextlib.contextmanager
 def stop_signals(heard: Callable[[int, FrameType | None], None]) -> Iterator[None]:
@@ -38,10 +36,9 @@ def stop_signals(heard: Callable[[int, FrameType | None], None]) -> Iterator[Non
 
     def once(number: int, frame: FrameType | None) -> None:
         nonlocal first
-        now = time.monotonic()
         if first is None:
-            first = now
-        elif now - first < TWICE:
+            first = time.monotonic()
+        elif time.monotonic() - first < 1:  # timeout(1) signals a process and then its group
             return
         heard(number, frame)
 
@@ -61,12 +58,7 @@ def launch(options: TrainOptions) -> int:
     """Check everything in this process, then start the ranks.
 
     SIGINT (Ctrl-C), SIGTERM or SIGHUP stops the run: the ranks finish their step, save and end. A second signal kills them.
-
-    Returns:
-        0, or the exit status of the first rank that failed, or 128 plus the number of the signal that stopped the run.
-
-    Raises:
-        ConfigError: A check failed. No rank has started.
+    Returns 0, the exit status of the first rank that failed, or 128 plus the number of the signal that stopped the run.
     """
     job_config = load_config(options.argv)
     nproc = options.nproc or torch.accelerator.device_count() or 1
@@ -92,26 +84,23 @@ def launch(options: TrainOptions) -> int:
         signals_to_handle="SIGQUIT",  # at other signals, torchrun would kill ranks that save for more than 30 seconds
     )
     stop = StopRanks()
-    then = "The same command resumes from the newest checkpoint, or begins anew if there is none."
-    if not job_config.checkpoint.enable:
-        then = "The same command begins anew, because checkpoint.enable is false."
+    begins = "resumes from the newest checkpoint, or begins anew if there is none"
+    then = begins if job_config.checkpoint.enable else "begins anew, because checkpoint.enable is false"
     try:
         with stop_signals(stop.heard):
             elastic_launch(settings, sys.executable)("-m", "titan_disp.train", *options.argv)
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         if stop.number and failure.exitcode in (-signal.SIGTERM, -signal.SIGKILL):
-            _say(f"titan-disp: {stop.name} ended the run, and not every rank ended by itself. {then}")
+            _say(f"titan-disp: {stop.name} ended the run, and not every rank ended by itself. The same command {then}.")
             return 128 + stop.number
         if reason := _last_error(logs, rank):
             print(reason, file=sys.stderr)
-        print(
-            f"titan-disp: rank {rank} failed with exit status {failure.exitcode}; logs of all ranks: {logs}",
-            file=sys.stderr,
-        )
+        status = f"rank {rank} failed with exit status {failure.exitcode}"
+        print(f"titan-disp: {status}; logs of all ranks: {logs}", file=sys.stderr)
         return failure.exitcode if 0 < failure.exitcode < 256 else 1
     if stop.number:
-        _say(f"titan-disp: {stop.name} ended the run. {then}")
+        _say(f"titan-disp: {stop.name} ended the run. The same command {then}.")
         return 128 + stop.number
     return 0
 
@@ -133,9 +122,7 @@ class StopRanks:
         ranks = _ranks()
         if not ranks:  # they have not started, or have ended
             raise SystemExit(128 + (self.number or number))
-        first = not self.number
-        if first:
-            self.number = number
+        first, self.number = not self.number, self.number or number
         for rank in ranks:
             with contextlib.suppress(OSError):  # it has ended
                 if first:
@@ -164,8 +151,7 @@ def _ranks() -> list[int]:
 
 
 def _last_error(logs: str, rank: int) -> str | None:
-    """Return the error line of a rank other than 0, whose output is not on the console, or None if it has none."""
-    if rank == 0:
+    if rank == 0:  # its output is on the console
         return None
     files = sorted(Path(logs).glob(f"*/attempt_*/{rank}/stderr.log"), key=lambda p: p.stat().st_mtime)
     lines = files[-1].read_text(errors="replace").splitlines() if files else []
@@ -178,11 +164,7 @@ OTHER_PYTHON = ("TITAN_DISP_PYTHON", "TITAN_DISP_PREFIX", "TITAN_DISP_SRUN_ARGS"
 
 
 def find_script(name: str = SCRIPT) -> Path:
-    """Find a script of slurm/ in the checkout of this package, or in the current folder.
-
-    Raises:
-        ConfigError: The package is installed without its checkout, and the current folder is not one.
-    """
+    """Find a script of slurm/ in the checkout of this package, or in the current folder, or raise ConfigError."""
     script = Path("slurm") / name
     for root in (Path(__file__).parents[2], Path.cwd()):
         if (root / script).is_file():
@@ -193,13 +175,7 @@ def find_script(name: str = SCRIPT) -> Path:
 def command(
     options: SlurmOptions, arguments: Sequence[str], script: str = SCRIPT, more: Sequence[str] = ()
 ) -> list[str]:
-    """Build the sbatch command line.
-
-    Args:
-        arguments: arguments of the script.
-        script: name of the script in slurm/.
-        more: further options of sbatch without dashes, as NAME=VALUE or NAME.
-    """
+    """Build the sbatch command line of a script in slurm/. ``more`` are further options of sbatch, without dashes."""
     gpus = [f"--gpus-per-node={options.gpus_per_node}"] if options.gpus_per_node else []
     given = [f"--{option.lstrip('-')}" for option in (*more, *options.sbatch)]
     exported = ["ALL", f"TITAN_DISP_SITE={options.site}"]
@@ -212,11 +188,7 @@ def command(
 
 
 def send(line: Sequence[str], dry_run: bool) -> int:
-    """Print an sbatch command, run it unless this is a dry run, and return its exit status.
-
-    Raises:
-        ConfigError: This machine has no sbatch.
-    """
+    """Print an sbatch command, run it unless this is a dry run, and return its exit status."""
     print(f"\n{shlex.join(line)}", flush=True)
     if dry_run:
         return 0
@@ -227,10 +199,6 @@ def send(line: Sequence[str], dry_run: bool) -> int:
 
 
 def submit(options: SubmitOptions) -> int:
-    """Print the plan, submit the run, and return sbatch's exit status.
-
-    Raises:
-        ConfigError: The run would fail at its start, or this machine has no sbatch or no scripts.
-    """
+    """Print the plan, submit the run, and return sbatch's exit status."""
     print(render(make_plan(load_config(options.argv), options.machine)), flush=True)
     return send(command(options, [options.config, *options.overrides]), options.dry_run)

@@ -1,10 +1,9 @@
 """``python -m titan_disp.cluster.node_health`` checks whether this node can train.
 
-It does not check the config, as ``titan_disp.config.checks`` does, and does not know the other nodes.
 The batch script starts it once per node before training, and so does check_nodes.sbatch. It prints the node's report as
-one line of JSON (``check_node`` describes it). With ``--out``, it also writes the report to a file. The batch host
-compares the reports of all nodes. With TorchTitan's arguments (``--job.config_file CONFIG …``), it also checks that
-this node can read the data and tokenizer of the config.
+one line of JSON, and writes it to a file with ``--out``. The batch host compares the reports of all nodes. With
+TorchTitan's arguments (``--job.config_file CONFIG …``), it also checks that this node can read the data and tokenizer of
+the config.
 
 Faulty GPUs are found as far as their drivers report faults to users other than root. nvidia-smi, amd-smi and rocm-smi
 count uncorrectable errors. nvidia-smi does not show Xids, the errors that NVIDIA's driver writes to the kernel log. Newer
@@ -23,7 +22,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -76,11 +75,7 @@ def gpu_problems() -> list[str]:
 
 
 def _output(*command: str) -> str:
-    """Return what a command prints, or an empty string if it is missing or fails.
-
-    Raises:
-        subprocess.TimeoutExpired: The command hangs.
-    """
+    """Return what a command prints, or an empty string if it is missing or fails. TimeoutExpired is raised if it hangs."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=LIMIT)
     except OSError:
@@ -116,7 +111,7 @@ def _xids() -> Iterator[str]:
     """Yield the last day's Xids of hardware, from dmesg, or from the journal if only root may run dmesg."""
     try:
         log = _output("dmesg") or _output(
-            "journalctl", "--dmesg", "--since=-24h", "--output=cat", "--no-pager", "--quiet"
+            *["journalctl", "--dmesg", "--since=-24h", "--output=cat", "--no-pager", "--quiet"]
         )
     except subprocess.TimeoutExpired:  # a slow disk says nothing about the GPUs
         return
@@ -127,10 +122,7 @@ def _xids() -> Iterator[str]:
 
 
 def node_name() -> str:
-    """Return SLURM's name of this node, or the host's short name outside of SLURM.
-
-    By default both are the same. The names differ if one host runs several nodes.
-    """
+    """Return SLURM's name of this node (one host may run several nodes), or the host's short name outside of SLURM."""
     return os.environ.get("SLURMD_NODENAME") or socket.gethostname().split(".")[0]
 
 
@@ -168,12 +160,8 @@ def check_gpu(index: int) -> tuple[int, str | None]:
 
 def input_problems(job_config: JobConfig) -> list[str]:
     """Return the reasons why this node cannot read the tokenizer or the data. Data on the hub needs internet access."""
-    checks: list[Callable[[], object]] = [
-        partial(tokenizer_of, job_config),
-        *(partial(_read_data, data) for data in data_sets(job_config)),
-    ]
     problems = []
-    for check in checks:
+    for check in (partial(tokenizer_of, job_config), *(partial(_read_data, data) for data in data_sets(job_config))):
         try:
             check()
         except ConfigError as error:
@@ -187,30 +175,17 @@ def _read_data(data: DataSet) -> None:
     if streams_from_hub(data.dataset, data.path):
         check_hub(data.dataset, data.key)
         return
-    files = data.files()
-    with open(files[0].url, "rb") as file:  # a file system may list files that it cannot read
+    with open(data.files()[0].url, "rb") as file:  # a file system may list files that it cannot read
         file.read(1)
 
 
 def check_node(
-    local: str,
-    shared: Sequence[str],
-    readable: Sequence[str],
-    gpus: int | None,
-    job_config: JobConfig | None = None,
+    local: str, shared: Sequence[str], readable: Sequence[str], gpus: int | None, job_config: JobConfig | None = None
 ) -> dict[str, Any]:
-    """Check this node.
+    """Check this node: a folder on its own disk, the folders and files of others, its GPUs, and what a config reads.
 
-    Args:
-        local: folder on the node's own disk.
-        shared, readable: folders that must be writable, and files and folders that must be readable.
-        gpus: expected number of GPUs; None allows any number.
-        job_config: config whose run folder must be writable, and whose data and tokenizer must be readable.
-
-    Returns:
-        ``node``: its name. ``gpus``: names of its GPUs. ``free_gpu_bytes``: free memory of its fullest GPU, 0 if a GPU
-        cannot compute. ``free_bytes``: free disk space for ``local``. ``run_free_bytes``: free space for the run
-        folder. ``clock``: this node's time in seconds since the epoch. ``problems``: messages for the user.
+    ``free_gpu_bytes`` of the report is the free memory of its fullest GPU, or 0 if a GPU cannot compute. ``free_bytes``
+    and ``run_free_bytes`` are the free space for ``local`` and for the run folder.
     """
     shared = list(shared)
     if job_config is not None:

@@ -33,11 +33,7 @@ Problems = dict[str, list[str]]  # by node
 
 
 def run_folder(argv: Sequence[str]) -> Path:
-    """Return the absolute path of a config's run folder. The folder is created if it does not exist.
-
-    Raises:
-        ConfigError: The config cannot be read, or the folder is not writable.
-    """
+    """Return the absolute path of a config's run folder, which is created, or raise ConfigError if it is not writable."""
     run = Path(load_config(argv).job.dump_folder).absolute()
     if problem := writable(str(run)):
         raise ConfigError(f"job.dump_folder: {problem}")
@@ -53,9 +49,8 @@ def collect(folder: Path, expected: Sequence[str]) -> tuple[dict[str, Report], P
             reports[node] = json.loads((folder / f"{node}.json").read_text())
             problems[node] = list(reports[node]["problems"])
         except (OSError, ValueError):
-            problems[node] = [
-                "it did not answer: its report is missing (the node hangs, or does not see the run folder)"
-            ]
+            text = "it did not answer: its report is missing (the node hangs, or does not see the run folder)"
+            problems[node] = [text]
     return reports, problems
 
 
@@ -66,10 +61,7 @@ def gpus_of(report: Report) -> str:
 
 
 def gpu_problems(reports: Mapping[str, Report], nproc: str) -> Problems:
-    """Find nodes with too few GPUs for the ranks, with different kinds of GPUs, or with other GPUs than most nodes.
-
-    ``nproc`` is a number of ranks per node, or "gpu" for one per GPU.
-    """
+    """Find nodes with too few GPUs for the ranks, with different kinds of GPUs, or with other GPUs than most nodes."""
     if not reports:
         return {}
     problems = defaultdict(list)
@@ -89,12 +81,8 @@ def gpu_problems(reports: Mapping[str, Report], nproc: str) -> Problems:
 
 def able_nodes(reports: Mapping[str, Report], nproc: str) -> list[str]:
     """Return the nodes that can take part in the bandwidth test: their GPUs work and are like those of most nodes."""
-    unfit = gpu_problems(reports, nproc)
-    return [
-        node
-        for node, report in reports.items()
-        if node not in unfit and (not report["gpus"] or report["free_gpu_bytes"] > TEST_MEMORY)
-    ]
+    able = reports.keys() - gpu_problems(reports, nproc).keys()
+    return [n for n, r in reports.items() if n in able and (not r["gpus"] or r["free_gpu_bytes"] > TEST_MEMORY)]
 
 
 def bandwidth_problems(bandwidth: Mapping[str, Any]) -> Problems:
@@ -115,7 +103,7 @@ def bandwidth_problems(bandwidth: Mapping[str, Any]) -> Problems:
 def config_problem(
     argv: Sequence[str], nodes: int, nproc: str, reports: Mapping[str, Report]
 ) -> tuple[list[str], list[str]]:
-    """Check the config for so many nodes with the most common number of GPUs. Returns problems and notes."""
+    """Return the config's problems and notes, for so many nodes with the most common number of GPUs."""
     counts = Counter(len(report["gpus"]) for report in reports.values())
     per_node = int(nproc) if nproc != "gpu" else (counts.most_common(1)[0][0] if counts else 0)
     if not per_node:
@@ -132,9 +120,7 @@ def config_problem(
 def make_report(out: Path, expected: Sequence[str], nproc: str, argv: Sequence[str]) -> Report:
     """Combine the reports, the bandwidth test and the check of the config.
 
-    Returns:
-        ``nodes``: report of each node. ``bandwidth``: result of the bandwidth test, or None. ``problems``: messages by
-        node, "the config" or "bandwidth". ``notes``: messages that are not problems by themselves.
+    ``problems`` has messages by node, "the config" or "bandwidth". ``notes`` are no problems by themselves.
     """
     reports, problems = collect(out / "nodes", expected)
     able, file = able_nodes(reports, nproc), out / "bandwidth.json"
@@ -149,9 +135,8 @@ def make_report(out: Path, expected: Sequence[str], nproc: str, argv: Sequence[s
             notes.append(f"not in the bandwidth test: {_named(untested)}")
     elif able:
         found.append({"bandwidth": ["the test failed or hung; its output is above and in the logs of the run folder"]})
-    for more in found:
-        for key, texts in more.items():
-            problems.setdefault(key, []).extend(texts)
+    for key, texts in (item for more in found for item in more.items()):
+        problems.setdefault(key, []).extend(texts)
     problems = {key: texts for key, texts in problems.items() if texts}
     return {"nodes": reports, "bandwidth": bandwidth, "problems": problems, "notes": notes}
 
@@ -194,8 +179,8 @@ def render(report: Report, expected: Sequence[str]) -> list[str]:
         reduced = bandwidth["all_reduce"]
         lines.append(
             f"all-reduce of {reduced['bytes'] >> 20} MiB over {counted(bandwidth['ranks'], 'rank')} of "
-            f"{counted(max(1, len(speeds)), 'node')}: "
-            f"{reduced['seconds'] * 1e3:.1f} ms, bus bandwidth {reduced['bus_bandwidth'] / 1e9:.2f} GB/s ({bandwidth['backend']})"
+            f"{counted(max(1, len(speeds)), 'node')}: {reduced['seconds'] * 1e3:.1f} ms, "
+            f"bus bandwidth {reduced['bus_bandwidth'] / 1e9:.2f} GB/s ({bandwidth['backend']})"
         )
     by_text: dict[str, list[str]] = defaultdict(list)
     for key, texts in problems.items():

@@ -22,17 +22,13 @@ from titan_disp.models.registry import args_of, find_model
 from titan_disp.text import estimated_duration
 
 MAX_NODES = 1024  # largest number of nodes that is tried
-# A plan warns if communication or checkpoints take more than this fraction of the time, or a source's share is off by
-# more.
-NOTICED = 0.1
+NOTICED = 0.1  # a plan warns if communication or checkpoints take a larger part, or a source's share is off by more
 
 
 @dataclass(frozen=True)
 class NodeCount:
-    """Hold a possible number of nodes, and its data_parallel_replicate_degree. The degree −1 adapts to any number."""
-
     nodes: int
-    replicate: int
+    replicate: int  # data_parallel_replicate_degree; −1 adapts to any number
 
 
 @dataclass(frozen=True)
@@ -57,84 +53,43 @@ class Batch:
 
 @dataclass(frozen=True)
 class Model:
-    """Count what the model has and computes.
-
-    Attributes:
-        parameters: number of parameters; a tied embedding counts once.
-        parameters_non_embedding: without the output and the embeddings of tokens and positions.
-        flops, dispersion_flops: FLOPs of forward and backward in a step, without recomputation: of the model, and those
-            that dispersion adds.
-    """
-
-    parameters: int
-    parameters_non_embedding: int
-    flops: float
-    dispersion_flops: float
+    parameters: int  # a tied embedding counts once
+    parameters_non_embedding: int  # without the output and the embeddings of tokens and positions
+    flops: float  # of forward and backward in a step, without recomputation
+    dispersion_flops: float  # that dispersion adds to these
 
 
 @dataclass(frozen=True)
 class Checkpoints:
-    """Predict the checkpoints of a run.
-
-    Attributes:
-        size: bytes of one full checkpoint, without the few numbers of streams and schedules.
-        saved, kept: checkpoints that the run saves, and that are left at its end.
-        disk: most bytes at any time. This is one checkpoint more than are kept, because the oldest is deleted after the
-            newest is complete.
-        interval_seconds: time from one checkpoint to the next; 0 without checkpoints.
-        seconds: time to write one at the machine's storage_bandwidth. Asynchronous modes hide most of it.
-    """
-
-    size: int
+    size: int  # bytes of one full checkpoint, without the few numbers of streams and schedules
     saved: int
-    kept: int
-    disk: int
-    interval_seconds: float
-    seconds: float
+    kept: int  # at the end of the run
+    disk: int  # most bytes at any time: one more than are kept, as the oldest is deleted after the newest is complete
+    interval_seconds: float  # 0 without checkpoints
+    seconds: float  # to write one at the machine's storage_bandwidth; asynchronous modes hide most of it
 
 
 @dataclass(frozen=True)
 class Time:
-    """Predict the time of a step and of the run.
-
-    Attributes:
-        computing_seconds: time of a step's products, with dispersion, at the machine's ``mfu`` of the bf16 peak.
-        within_bytes, between_bytes: bytes that one GPU sends in a step to others of its node, and to other nodes (see
-            ``traffic``).
-        within_seconds, between_seconds: time of these at the machine's bandwidths.
-        exposed_seconds: communication time that computing cannot hide, a lower bound.
-        step_seconds: computing and exposed communication.
-        days: time of all steps, without start-ups, checkpoints, validation and measurements.
-        days_fp32_dispersion: the same, with dispersion's products at the fp32 peak. These are in fp32 if the
-            activations are, and for l2_repel.
-    """
-
-    computing_seconds: float
-    within_bytes: float
-    between_bytes: float
+    computing_seconds: float  # of a step's products, with dispersion, at the machine's ``mfu`` of the bf16 peak
+    within_bytes: float  # that one GPU sends in a step to others of its node (see ``traffic``)
+    between_bytes: float  # to other nodes
     within_seconds: float
     between_seconds: float
-    exposed_seconds: float
-    step_seconds: float
+    exposed_seconds: float  # communication that computing cannot hide, a lower bound
+    step_seconds: float  # computing and exposed communication
     tokens_per_second_per_gpu: float
-    days: float
+    days: float  # of all steps, without start-ups, checkpoints, validation and measurements
     days_without_dispersion: float
-    days_fp32_dispersion: float
+    days_fp32_dispersion: float  # with dispersion's products at the fp32 peak, as for fp32 activations and l2_repel
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Hold the prediction for a run. ``dataclasses.asdict`` turns it into JSON values.
-
-    Attributes:
-        machine: with all its bandwidths, in GB/s.
-        memory: bytes on one GPU.
-        sources: share of the tokens of each of [[stream.sources]].
-        node_counts: possible numbers of nodes up to MAX_NODES, with the same number of GPUs per node.
-    """
+    """Hold the prediction for a run. ``dataclasses.asdict`` turns it into JSON values."""
 
     config: str
-    machine: Machine
+    machine: Machine  # with all its bandwidths, in GB/s
     mesh: Mesh
     batch: Batch
     model: Model
@@ -142,7 +97,7 @@ class Plan:
     checkpoints: Checkpoints
     time: Time
     sources: list[Share]
-    node_counts: list[NodeCount]
+    node_counts: list[NodeCount]  # up to MAX_NODES, with the same number of GPUs per node
     warnings: list[str]
 
 
@@ -167,7 +122,7 @@ def admitted_node_counts(job_config: JobConfig, gpus_per_node: int, shard: int) 
     """Return the numbers of nodes for which ``check_config`` passes.
 
     Two meshes are tried for each number: as many replicas of the same shard degree as fit, and the config as it is. The
-    replicas come first if a replica fits into a node; otherwise the config comes first.
+    replicas come first if one fits into a node.
     """
     steps, trial = job_config.training.steps, copy.deepcopy(job_config)
     p, given = trial.parallelism, job_config.parallelism
@@ -194,9 +149,7 @@ def admitted_node_counts(job_config: JobConfig, gpus_per_node: int, shard: int) 
 def missing_inputs(job_config: JobConfig, strict: bool) -> list[str]:
     """Return messages about data and a tokenizer that the config names and the disk does not have.
 
-    Raises:
-        ConfigError: The tokenizer exists but is unreadable or too large for the model, a data set's name is unknown, or
-            the documents are not what the config says. With ``strict``, also if anything is missing.
+    What is there and wrong raises ConfigError. With ``strict``, so does what is missing.
     """
     missing, tokenizer = [], None
     try:
@@ -221,11 +174,7 @@ def missing_inputs(job_config: JobConfig, strict: bool) -> list[str]:
 
 
 def find_machine(machine: Machine) -> Machine:
-    """Return the machine with the GPU's own bandwidths where it names none.
-
-    Raises:
-        ConfigError: The GPU is unknown, or a number is out of range.
-    """
+    """Return the machine with the GPU's own bandwidths where it names none, or raise ConfigError."""
     gpu = find_gpu(machine.gpu)
     if machine.nodes < 1 or machine.gpus_per_node < 1:
         raise ConfigError(
@@ -241,34 +190,27 @@ def find_machine(machine: Machine) -> Machine:
     for name, value in bandwidths.items():
         if not value > 0:
             raise ConfigError(f"{name} bandwidth is {value:g} GB/s, expected a number > 0")
-    fields = {f"{name}_bandwidth": value for name, value in bandwidths.items()}
-    return Machine(machine.nodes, machine.gpus_per_node, machine.gpu, machine.mfu, **fields)
+    return Machine(machine.nodes, machine.gpus_per_node, machine.gpu, machine.mfu, *bandwidths.values())
 
 
 def make_plan(job_config: JobConfig, machine: Machine, strict: bool = False) -> Plan:
-    """Plan a config, which is not changed, on a machine.
-
-    Args:
-        strict: whether a missing tokenizer or missing data is an error rather than a warning.
+    """Plan a config, which is not changed, on a machine. With ``strict``, missing data or a missing tokenizer is an error.
 
     Raises:
         ConfigError: The run would fail at its start, or a number of the machine is out of range.
     """
     machine, given, job_config = find_machine(machine), job_config, copy.deepcopy(job_config)
-    gpu, nodes = GPUS[machine.gpu], machine.nodes
-    world = nodes * machine.gpus_per_node
+    gpu, world = GPUS[machine.gpu], machine.nodes * machine.gpus_per_node
     check_config(job_config, world)
-    warnings = missing_inputs(job_config, strict) + hub_warnings(job_config, world, nodes)
-
+    warnings = missing_inputs(job_config, strict) + hub_warnings(job_config, world, machine.nodes)
     p, t = job_config.parallelism, job_config.training
     cp, tp, replicate = p.context_parallel_degree, p.tensor_parallel_degree, p.data_parallel_replicate_degree
     dp = data_parallel_degree(job_config, world)
     mesh = Mesh(replicate, world // (replicate * cp * tp), cp, tp, dp)
     sequences, step_tokens = global_batch_size(job_config, dp), tokens_per_step(job_config, dp)
     accumulation = sequences // (t.local_batch_size * dp)
-    batch = Batch(
-        t.seq_len, t.local_batch_size, sequences, accumulation, step_tokens, t.steps, total_tokens=t.steps * step_tokens
-    )
+    total = t.steps * step_tokens
+    batch = Batch(t.seq_len, t.local_batch_size, sequences, accumulation, step_tokens, t.steps, total)
     module = meta_model(job_config)
     args = module.model_args
     parameters, flops_per_token = args.get_nparams_and_flops(module, t.seq_len)
@@ -306,19 +248,8 @@ def make_plan(job_config: JobConfig, machine: Machine, strict: bool = False) -> 
             f"a checkpoint is saved every {between:.1f} s and takes about {checkpoints.seconds:.1f} s to write: raise "
             "checkpoint.interval"
         )
-    return Plan(
-        config=job_config.job.config_file or "",
-        machine=machine,
-        mesh=mesh,
-        batch=batch,
-        model=model,
-        memory=memory,
-        checkpoints=checkpoints,
-        time=time,
-        sources=sources,
-        node_counts=admitted_node_counts(given, machine.gpus_per_node, mesh.shard),
-        warnings=warnings,
-    )
+    config, counts = job_config.job.config_file or "", admitted_node_counts(given, machine.gpus_per_node, mesh.shard)
+    return Plan(config, machine, mesh, batch, model, memory, checkpoints, time, sources, counts, warnings)
 
 
 def _time(job_config: JobConfig, module: DispModel, machine: Machine, model: Model, batch: Batch) -> Time:
@@ -353,12 +284,11 @@ SHOWN = 24  # most node counts on the line
 
 
 def _size(count: float) -> str:
-    """Format bytes in GB wherever that shows two digits, so that the lines of a plan compare at a glance."""
+    # GB wherever they show two digits, so that the lines of a plan compare at a glance
     return f"{count / 1e9:.2f} GB" if count >= 1e7 else f"{count / 1e6:.2f} MB"
 
 
-def _days(days: float) -> str:
-    """Format the time of a run, which is not known to a tenth of a minute."""
+def _days(days: float) -> str:  # not known to a tenth of a minute
     return estimated_duration(days * 86400) if days * 24 >= 2 else f"{days * 1440:.0f} minutes"
 
 
@@ -375,11 +305,10 @@ def _node_counts(counts: list[NodeCount]) -> str:
 
 
 def render(plan: Plan) -> str:
-    """Render the plan as about 35 lines of text. Warnings come last."""
-    machine, mesh, batch, model, m, c, t = (
-        *(plan.machine, plan.mesh, plan.batch, plan.model),
-        *(plan.memory, plan.checkpoints, plan.time),
-    )
+    """Render the plan as about 35 lines of text."""
+    machine, mesh, batch, model = plan.machine, plan.mesh, plan.batch, plan.model
+    m, c, t = plan.memory, plan.checkpoints, plan.time
+    kinds = {"unsharded": " of gathered weights and their gradients", "dispersion": " of saved gradients"}
     gpu, took = GPUS[machine.gpu], estimated_duration
     gpus = f"{counted(machine.nodes, 'node')} × {machine.gpus_per_node} {machine.gpu}"
     ranks, share = counted(mesh.data_parallel, "rank"), model.dispersion_flops / model.flops
@@ -387,7 +316,10 @@ def render(plan: Plan) -> str:
     microbatches = f"{batch.local_batch_size} × {ranks} × {counted(batch.accumulation_steps, 'accumulation step')}"
     sequences = f"{counted(batch.global_batch_size, 'sequence')} of {batch.seq_len:,} tokens"
     written = f"written in {took(c.seconds)} at {machine.storage_bandwidth:g} GB/s (--storage-bandwidth)"
-    total, added = (flops * batch.steps for flops in (model.flops, model.dispersion_flops))
+    total = model.flops * batch.steps
+    dispersed = f"{model.dispersion_flops:.3e} and {model.dispersion_flops * batch.steps:.3e}"
+    node = f"{machine.node_bandwidth:g} GB/s (--node-bandwidth)"
+    network = f"{machine.network_bandwidth:g} GB/s (--network-bandwidth)"
     peak = f"{machine.mfu:.0%} of the bf16 peak, {gpu.bf16_flops / 1e12:g} TFLOP/s per GPU"
     rows = [
         ("plan", plan.config),
@@ -398,42 +330,21 @@ def render(plan: Plan) -> str:
         *(("sources" if i == 0 else "", str(source)) for i, source in enumerate(plan.sources)),
         ("parameters", f"{model.parameters:,}; {model.parameters_non_embedding:,} without embedding and output"),
         ("memory", f"{_size(m.total)} of {gpu.memory / 1e9:.0f} GB per GPU, estimated (1 GB = 1e9 bytes)"),
-        ("  weights", _size(m.weights)),
-        ("  gradients", _size(m.gradients)),
-        ("  optimizer", _size(m.optimizer)),
-        ("  unsharded", f"{_size(m.unsharded)} of gathered weights and their gradients"),
-        ("  activations", _size(m.activations)),
-        ("  dispersion", f"{_size(m.dispersion)} of saved gradients"),
-        ("  logits", _size(m.logits)),
+        *((f"  {name}", _size(count) + kinds.get(name, "")) for name, count in vars(m).items()),
         ("checkpoint", _size(c.size)),
         ("  over the run", f"{c.saved} saved, {c.kept} kept; at most {_size(c.disk)} on disk"),
         ("  every", f"{took(c.interval_seconds)}; {written}" if c.saved else "never"),
-        (
-            "FLOPs",
-            f"{model.flops:.3e} per step, {total:.3e} in total; dispersion adds {model.dispersion_flops:.3e} and "
-            f"{added:.3e} ({share:.1%})",
-        ),
+        ("FLOPs", f"{model.flops:.3e} per step, {total:.3e} in total; dispersion adds {dispersed} ({share:.1%})"),
         ("step", f"{took(t.step_seconds)}: {took(t.computing_seconds)} of computing at {peak}, plus communication"),
-        (
-            "  within nodes",
-            f"{_size(t.within_bytes)} sent per GPU, {took(t.within_seconds)} at {machine.node_bandwidth:g} GB/s "
-            "(--node-bandwidth)",
-        ),
-        (
-            "  between",
-            f"{_size(t.between_bytes)}, {took(t.between_seconds)} at {machine.network_bandwidth:g} GB/s "
-            "(--network-bandwidth)",
-        ),
+        ("  within nodes", f"{_size(t.within_bytes)} sent per GPU, {took(t.within_seconds)} at {node}"),
+        ("  between", f"{_size(t.between_bytes)}, {took(t.between_seconds)} at {network}"),
         ("  not hidden", f"{took(t.exposed_seconds)}, {t.exposed_seconds / t.step_seconds:.1%} of a step"),
         ("throughput", f"{t.tokens_per_second_per_gpu:,.0f} tokens/s per GPU"),
         ("time", f"{_days(t.days)} for all steps"),
     ]
     if share:
-        fp32 = "if dispersion computes in fp32 (fp32 activations or l2_repel)"
-        rows += [
-            ("  without", f"{_days(t.days_without_dispersion)} with dispersion off"),
-            ("  fp32", f"{_days(t.days_fp32_dispersion)} {fp32}"),
-        ]
+        fp32 = f"{_days(t.days_fp32_dispersion)} if dispersion computes in fp32 (fp32 activations or l2_repel)"
+        rows += [("  without", f"{_days(t.days_without_dispersion)} with dispersion off"), ("  fp32", fp32)]
     rows.append(("node counts", _node_counts(plan.node_counts)))
     lines = [f"{name:<15} {text}" for name, text in rows]
     return "\n".join(lines + [f"warning: {warning}" for warning in plan.warnings])

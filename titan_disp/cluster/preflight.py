@@ -1,7 +1,7 @@
 """A preflight runs one real step of rank 0 of the whole mesh in one process, before a user requests hundreds of GPUs.
 
-It finds what ``titan_disp.config.checks`` cannot find: the model cannot be built or sharded, or a step fails. The config
-is reduced first: what one step on this machine cannot run or does not need is switched off.
+It finds what ``titan_disp.config.checks`` cannot find: the model cannot be built or sharded, or a step fails. What one
+step on this machine cannot run or does not need is switched off first.
 
 TorchTitan's trainer builds the mesh of all ranks, and shards, computes, clips and steps as rank 0 would. Only the
 communication is fake: with ``comm.mode = "fake_backend"``, collectives return at once with this rank's values. Losses
@@ -19,7 +19,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -56,7 +56,6 @@ class Reduced:
         self.changes: list[str] = []
 
     def set(self, key: str, new: Any, reason: str = "", *, said: bool = True) -> None:
-        """Set ``section.key``. The change is recorded if the value is new and ``said`` is true."""
         section, name = key.split(".")
         holder = getattr(self.job_config, section)
         old = getattr(holder, name)
@@ -66,34 +65,22 @@ class Reduced:
 
 
 def small_flavor(job_config: JobConfig, ranks: int) -> str:
-    """Return the smallest flavor that fits the mesh and ties its embedding if the config's flavor does.
-
-    Tied embeddings change FSDP's groups. Flavors are in ascending order, up to the config's own flavor.
-    """
-    tied = args_of(job_config).enable_weight_tying
-    for name, args in find_model(job_config.model.name).flavors.items():
+    """Return the smallest flavor that fits the mesh and ties its embedding if the config's flavor does."""
+    tied = args_of(job_config).enable_weight_tying  # tied embeddings change FSDP's groups
+    for name, args in find_model(job_config.model.name).flavors.items():  # in ascending order
         if name == job_config.model.flavor:
             break
-        if args.enable_weight_tying == tied and _fits(job_config, name, ranks):
-            return name
+        other = copy.deepcopy(job_config)
+        other.model.flavor, other.model.overrides = name, {}  # type: ignore[attr-defined]
+        with suppress(ConfigError):
+            if args.enable_weight_tying == tied:
+                check_mesh(other, ranks)
+                return name
     return job_config.model.flavor
 
 
-def _fits(job_config: JobConfig, flavor: str, ranks: int) -> bool:
-    other = copy.deepcopy(job_config)
-    other.model.flavor, other.model.overrides = flavor, {}  # type: ignore[attr-defined]
-    try:
-        check_mesh(other, ranks)
-    except ConfigError:
-        return False
-    return True
-
-
 def reduce(job_config: JobConfig, ranks: int, flavor: str | None = None, seq_len: int | None = None) -> Reduced:
-    """Reduce a config to one step with fake communication. On a CPU, the model is small, too.
-
-    The config has passed ``check_config``, which sets training.steps. It is not changed.
-    """
+    """Reduce a copy of a checked config to one step with fake communication. On a CPU, the model is small, too."""
     r = Reduced(job_config)
     _one_step(r)
     if cpu.active():
@@ -119,8 +106,8 @@ def reduce(job_config: JobConfig, ranks: int, flavor: str | None = None, seq_len
 def _one_step(r: Reduced) -> None:
     """Switch off files and data, and keep the learning rate of the run's first step."""
     job = r.job_config
-    r.set("lr_scheduler.total_steps", job.lr_scheduler.total_steps or job.training.steps, said=False)
     for key, value in {
+        "lr_scheduler.total_steps": job.lr_scheduler.total_steps or job.training.steps,
         "training.steps": 1,
         "dispersion.warmup_steps": 0,
         "budget.tokens": 0,
@@ -166,41 +153,27 @@ def for_cpu(r: Reduced) -> None:
 
 @dataclass(frozen=True)
 class Report:
-    """Hold the result of one step of rank 0.
-
-    Attributes:
-        reduced: changes to the config for this step, as "key old → new".
-        mesh: size of every dimension of the mesh with more than one rank.
-        parameters: number of the model's parameters; a tied embedding counts once.
-        own_parameters: elements of them that rank 0 holds.
-        seconds: duration of the step, with compilation if it is on.
-        peak_bytes: peak of allocated GPU memory up to the end of the step; on a CPU, the process's high-water mark.
-        warnings: warnings about things that a step does not show.
-    """
+    """Hold the result of one step of rank 0."""
 
     config: str
     ranks: int
-    reduced: list[str]
+    reduced: list[str]  # changes to the config for this step, as "key old → new"
     device: str
     flavor: str
     local_batch_size: int
     seq_len: int
-    mesh: dict[str, int]
+    mesh: dict[str, int]  # dimensions with more than one rank
     accumulation: int
-    parameters: int
-    own_parameters: int
-    seconds: float
-    peak_bytes: int
-    warnings: list[str] = field(default_factory=list)
+    parameters: int  # a tied embedding counts once
+    own_parameters: int  # elements of these that rank 0 holds
+    seconds: float  # with compilation if it is on
+    peak_bytes: int  # of allocated GPU memory up to the end of the step; on a CPU, the process's high-water mark
+    warnings: list[str] = field(default_factory=list)  # about what a step does not show
 
     def lines(self) -> list[str]:
-        """Render the report for people."""
-        on_cpu = self.device == "CPU"
-        memory = (
-            "high-water mark of the whole process, Python and PyTorch included"
-            if on_cpu
-            else "allocated, without the GPU's context and communication buffers"
-        )
+        memory = "allocated, without the GPU's context and communication buffers"
+        if self.device == "CPU":
+            memory = "high-water mark of the whole process, Python and PyTorch included"
         microbatches = counted(self.accumulation, "microbatch", "microbatches")
         tokens = f"{self.local_batch_size} × {self.seq_len:,} tokens"
         rows = [
@@ -219,9 +192,7 @@ class Report:
 def preflight(options: PreflightOptions) -> Report:
     """Check a config for all ranks of the job, then run one step of rank 0 in its own process.
 
-    Raises:
-        ConfigError: The unreduced config cannot work on so many ranks, or the step fails. The message then has the last
-            lines of its output.
+    Raises ConfigError if the unreduced config cannot work on so many ranks, or with a failed step's last lines of output.
     """
     whole, reduced = prepare(options)
     with tempfile.TemporaryDirectory(prefix="titan-disp-preflight-") as folder:
@@ -240,11 +211,7 @@ def preflight(options: PreflightOptions) -> Report:
 
 
 def prepare(options: PreflightOptions) -> tuple[JobConfig, Reduced]:
-    """Check the config and its reduced form for one step, and return both.
-
-    Raises:
-        ConfigError: One of the two cannot work.
-    """
+    """Check the config and its reduced form for one step, and return both."""
     job_config = load_config(options.argv)
     check_config(job_config, options.ranks)
     reduced = reduce(job_config, options.ranks, options.flavor, options.seq_len)
@@ -253,7 +220,6 @@ def prepare(options: PreflightOptions) -> tuple[JobConfig, Reduced]:
 
 
 def _run(options: PreflightOptions, folder: Path) -> dict[str, Any]:
-    """Run ``one_step`` in a process and return its measurements."""
     ranks = options.ranks
     command = [sys.executable, "-m", "titan_disp.cluster.preflight", str(folder), json.dumps(asdict(options))]
     # Inside torchrun or a SLURM step, the process is rank 0 of the fake ranks all the same.
@@ -308,7 +274,7 @@ def synthetic_inputs(job_config: JobConfig) -> Iterator[None]:
 
 
 def one_step(job_config: JobConfig) -> dict[str, Any]:
-    """Build the trainer in this process and take one step. Returns the measured fields of ``Report``."""
+    """Build the trainer and take one step. Returns the measured fields of ``Report``."""
     with synthetic_inputs(job_config):
         trainer = Trainer(job_config)
     monitor = trainer.metrics_processor.device_memory_monitor
@@ -324,14 +290,13 @@ def one_step(job_config: JobConfig) -> dict[str, Any]:
     seconds = time.perf_counter() - start
     (model,) = trainer.model_parts
     weights = list(model.parameters())
-    local = [getattr(w, "to_local", lambda w=w: w)() for w in weights]
     meshes = trainer.parallel_dims.get_all_one_dimensional_meshes()
     measured = {
         "device": monitor.device_name,
         "mesh": {name: mesh.size() for name, mesh in meshes.items() if name != "efsdp"},  # efsdp is for experts
         "accumulation": trainer.gradient_accumulation_steps,
         "parameters": sum(w.numel() for w in weights),
-        "own_parameters": sum(w.numel() for w in local),
+        "own_parameters": sum(getattr(w, "to_local", lambda w=w: w)().numel() for w in weights),
         "seconds": seconds,
         "peak_bytes": cpu.high_water_mark() if cpu.active() else torch.accelerator.max_memory_allocated(),
     }
@@ -341,7 +306,6 @@ def one_step(job_config: JobConfig) -> dict[str, Any]:
 
 
 def main(folder: Path, options: PreflightOptions) -> None:
-    """Take the step, and write measured.json to ``folder``, which also takes what the step writes."""
     init_logger()
     _, reduced = prepare(options)
     reduced.job_config.job.dump_folder = str(folder / "run")

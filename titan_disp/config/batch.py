@@ -31,11 +31,7 @@ def tokens_per_step(job_config: JobConfig, dp_degree: int) -> int:
 
 
 def resolve_steps(job_config: JobConfig, world_size: int) -> None:
-    """Set training.steps from budget.tokens. A second call changes nothing.
-
-    Raises:
-        ConfigError: neither is set, they disagree, or the run is to stop after its end.
-    """
+    """Set training.steps from budget.tokens, or raise ConfigError. A second call changes nothing."""
     training, budget = job_config.training, job_config.budget  # type: ignore[attr-defined]
     per_step = tokens_per_step(job_config, data_parallel_degree(job_config, world_size))
     if budget.tokens:

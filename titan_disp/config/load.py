@@ -18,7 +18,6 @@ from titan_disp.config.keys import other_names
 from titan_disp.errors import ConfigError, did_you_mean
 
 MODULE = "titan_disp.job_config"
-
 _BOOLEANS = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
 
 
@@ -92,11 +91,7 @@ def _option(argv: Sequence[str], *names: str) -> str | None:
 
 
 def read_toml(path: str) -> dict[str, Any]:
-    """Return the content of a TOML file.
-
-    Raises:
-        ConfigError: the file cannot be read, or is not valid TOML.
-    """
+    """Return the content of a TOML file, or raise ConfigError."""
     try:
         with open(path, "rb") as file:
             return tomli.load(file)
@@ -107,7 +102,6 @@ def read_toml(path: str) -> dict[str, Any]:
 
 
 def _near(path: str) -> str:
-    """Ask whether a TOML file of the same folder is meant, if there is no such file."""
     folder, name = os.path.split(path)
     with contextlib.suppress(OSError):
         if not os.path.lexists(path):
@@ -143,27 +137,25 @@ def _check_types(config: Any, prefix: str = "") -> None:
             raise ConfigError(f"{prefix}{f.name} is {value!r}, expected a number")
 
 
-@contextlib.contextmanager
-def _no_word_on_hf_assets() -> Iterator[None]:
-    """Drop TorchTitan's warning of a tokenizer's folder, mostly its own default. Commands that need one say what to do."""
+def _is_wanted(record: logging.LogRecord) -> bool:
+    # TorchTitan warns of a tokenizer's folder, mostly its own default. Commands that need one say what to do.
+    return not record.getMessage().startswith("HF assets path ")
 
-    def is_other(record: logging.LogRecord) -> bool:
-        return not record.getMessage().startswith("HF assets path ")
 
-    logger.addFilter(is_other)
+def _parse(argv: list[str]) -> JobConfig:
+    logger.addFilter(_is_wanted)
     try:
-        yield
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # tyro warns about types that _check_types refuses
+            return ConfigManager().parse_args(argv)
     finally:
-        logger.removeFilter(is_other)
+        logger.removeFilter(_is_wanted)
 
 
-@_no_word_on_hf_assets()
 def load_config(argv: Sequence[str]) -> JobConfig:
-    """Return the merged config: the command line takes precedence over the TOML file, and that over defaults.
+    """Return the config of TorchTitan's arguments: the command line takes precedence over the TOML file.
 
-    Args:
-        argv: TorchTitan's arguments, including ``--job.config_file X``. The [dispersion] section is known whether or
-            not the TOML file sets ``job.custom_config_module``.
+    titan-disp's sections are known whether or not the TOML file sets ``job.custom_config_module``.
 
     Raises:
         ConfigError: no such file, invalid TOML, unknown keys, values of the wrong type, or options written as in TOML.
@@ -175,16 +167,14 @@ def load_config(argv: Sequence[str]) -> JobConfig:
     if not _option(argv, "job.custom_config_module") and "custom_config_module" not in toml.get("job", {}):
         argv += ["--job.custom_config_module", MODULE]
     module = _option(argv, "job.custom_config_module") or toml["job"]["custom_config_module"]
-    known = ConfigManager().parse_args(["--job.custom_config_module", module])  # only its keys are used
+    known = _parse(["--job.custom_config_module", module])  # only its keys are used
     if unknown := list(_unknown_keys(toml, known)):
         raise ConfigError(f"unknown key in {path!r}: {', '.join(unknown)}")
     if toml.get("stream", {}).get("sources") == []:
         raise ConfigError("stream.sources is empty: name at least one source, [[stream.sources]], or leave it out")
     check_spelling(argv, known)
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)  # tyro warns about types that _check_types refuses below
-            config = ConfigManager().parse_args(argv)
+        config = _parse(argv)
     except ConfigError:
         raise
     except ValueError as error:

@@ -12,8 +12,7 @@ from tyro.conf import Positional, arg
 
 from titan_disp.errors import ConfigError
 
-# Without a metavar, help would name these arguments by their types, such as {None}|INT, and without a hint it would end
-# in "(default: None)".
+# Without a metavar, help would name an argument by its type, {None}|INT. Without a hint, it ends in "(default: None)".
 Words = Annotated[tuple[str, ...], arg(metavar="NAME=VALUE ...", help_behavior_hint="(optional)")]
 Ints = Annotated[tuple[int, ...], arg(metavar="INT ...", help_behavior_hint="(optional)")]
 OptionalInt = Annotated[int | None, arg(metavar="INT", help_behavior_hint="(optional)")]
@@ -32,12 +31,10 @@ class ConfigOptions:
     overrides: Annotated[
         tuple[str, ...], Positional, arg(metavar="[--SECTION.KEY VALUE ...]", help_behavior_hint="(optional)")
     ] = ()
-    """options that replace keys of the config, such as --training.steps 20 --dispersion.no-enabled --dispersion.layers
-    1 2."""
+    """keys of the config to replace, such as --training.steps 20 --dispersion.no-enabled --dispersion.layers 1 2."""
 
     @property
     def argv(self) -> list[str]:
-        """TorchTitan's arguments."""
         return ["--job.config_file", self.config, *self.overrides]
 
 
@@ -53,23 +50,19 @@ class Nodes:
 
 @dataclass(frozen=True)
 class Machine(Nodes):
-    """Describe the machine of a plan."""
-
     mfu: float = 0.4
     """fraction of the GPU's peak bf16 FLOP/s that training is assumed to reach (model FLOPs utilization)."""
     node_bandwidth: OptionalFloat = None
     """GB/s from a GPU to the others of its node. The default is the vendor's peak (titan_disp/cluster/cost.py)."""
     network_bandwidth: OptionalFloat = None
     """GB/s from a GPU to other nodes. The default is 50 per H100, H200 or MI300X, 25 per A100, and 12.5 per MI250X-GCD.
-    slurm/check_nodes.sbatch measures the bandwidth of a whole node. Divide it by the number of GPUs per node."""
+    slurm/check_nodes.sbatch measures it for a whole node: divide that by the number of GPUs per node."""
     storage_bandwidth: float = 2.0
     """GB/s that all ranks together write to the run folder. The default is a guess."""
 
 
 @dataclass(frozen=True)
 class SlurmOptions(Nodes):
-    """Describe a SLURM job."""
-
     gpus_per_node: int = 8
     """number of GPUs to request per node. 0 requests none, for nodes without GPUs."""
     site: str = "generic"
@@ -88,7 +81,7 @@ class SlurmOptions(Nodes):
 class TrainOptions(ConfigOptions):
     """Train on this machine, on all of its GPUs, or on the CPU if there is none.
 
-    This runs titan_disp.train under torchrun. titan-disp config and docs/configuration.md list all keys of the config.
+    titan-disp config and docs/configuration.md list all keys of the config.
     """
 
     nproc: OptionalInt = None
@@ -97,10 +90,7 @@ class TrainOptions(ConfigOptions):
 
 @dataclass(frozen=True)
 class PlanOptions(Machine, ConfigOptions):
-    """Predict a run's mesh, batches, steps, memory, communication and days before it is queued.
-
-    This needs no data, no tokenizer and no GPU.
-    """
+    """Predict a run's mesh, batches, steps, memory, communication and days. This needs no data, tokenizer or GPU."""
 
     strict: bool = False
     """fail, rather than warn, if the data or the tokenizer is missing."""
@@ -134,8 +124,8 @@ class ReferenceOptions:
     """Print the keys of the config with their types, defaults and descriptions."""
 
     name: Annotated[str | None, Positional, arg(metavar="[NAME]", help_behavior_hint="(optional)")] = None
-    """a section such as dispersion, or a key such as dispersion.coeff or seq_len, of titan-disp or TorchTitan. The
-    default is all keys of titan-disp and the most common ones of TorchTitan."""
+    """a section or key of titan-disp or TorchTitan, such as dispersion, dispersion.coeff or seq_len. The default is all
+    keys of titan-disp and the most common ones of TorchTitan."""
     markdown: bool = False
     """print the page docs/configuration.md."""
 
@@ -156,10 +146,7 @@ class CheckpointOptions:
 
 @dataclass(frozen=True)
 class SampleOptions:
-    """Write a small corpus in C4's format, and a SentencePiece tokenizer for it.
-
-    The texts come from this Python installation. Nothing is downloaded.
-    """
+    """Write a small corpus in C4's format, from texts of this Python installation, and a SentencePiece tokenizer."""
 
     folder: Folder
     """folder to write to. If it already holds the sample corpus, nothing is changed."""
@@ -187,16 +174,12 @@ class DigestOptions(ConfigOptions):
 
     @property
     def phases(self) -> list[tuple[int, int]]:
-        """First step and ranks of each phase.
-
-        Raises:
-            ConfigError: The steps are not in order, or do not match the ranks.
-        """
+        """The first step and the ranks of each phase. Raises ConfigError if they do not fit together."""
         steps, ranks = list(self.resume_at), list(self.resume_ranks)
         if len(steps) != len(ranks) or steps != sorted(set(steps)) or any(step > self.steps for step in steps):
+            found = f"--resume-at is {steps} and --resume-ranks is {ranks}"
             raise ConfigError(
-                f"--resume-at is {steps} and --resume-ranks is {ranks}, expected lists of equal length, with ascending "
-                f"steps up to --steps {self.steps}"
+                f"{found}, expected lists of equal length, with ascending steps up to --steps {self.steps}"
             )
         return [(0, self.ranks), *zip(steps, ranks, strict=True)]
 
@@ -214,11 +197,10 @@ class FetchOptions:
     """c4, hf:OWNER/NAME, hf:OWNER/NAME:CONFIGURATION or hf:OWNER/NAME:CONFIGURATION:SPLIT. Set training.dataset to the
     same name in later runs."""
     shards: OptionalStr = None
-    """numbers of the training files to download, such as 0-63 or 0-3,17. If the data set has a single split, the
-    numbers count its files. The default is all files (C4 has 1024, about 327 GB)."""
+    """numbers of the training files (or of a single split's) to download, such as 0-63 or 0-3,17. The default is all
+    (C4 has 1024, about 327 GB)."""
     split: Literal["both", "train", "validation"] = "both"
-    """split to download, unless the data set's name includes it. "both" also downloads the validation split, if there
-    is one."""
+    """split to download, unless the data set's name includes it. With "both", the validation split may be missing."""
     workers: int = 4
     """number of parallel downloads."""
 
@@ -240,8 +222,7 @@ class CondensationOptions:
     text: Annotated[Path | None, arg(metavar="PATH", help_behavior_hint="(required, or --dataset)")] = None
     """file of plain UTF-8 text, or of documents, such as .json.gz, .jsonl or .parquet."""
     dataset: Annotated[str | None, arg(metavar="STR", help_behavior_hint="(required, or --text)")] = None
-    """folder as for training.dataset_path, of which the validation split is used, glob, or data set of the hub, such as
-    hf:OWNER/NAME."""
+    """folder (as for training.dataset_path; its validation split is used), glob, or hf:OWNER/NAME of the hub."""
     text_field: str = "text"
     """field of JSON documents, or column of Parquet files, that holds the text."""
     sequences: int = 32
@@ -251,8 +232,7 @@ class CondensationOptions:
     seed: int = 0
     """seed of the sample."""
     contiguous: bool = False
-    """start each sequence at a random place of the text. By default, sequences are cut from shuffled, joined pieces of
-    it."""
+    """start each sequence at a random place of the text, instead of cutting it from shuffled, joined pieces of it."""
     special_tokens: bool = False
     """give each sequence the special tokens that the tokenizer puts around a text."""
     all_steps: bool = False
@@ -261,8 +241,8 @@ class CondensationOptions:
     """models of several sizes, as NAME=TARGET,TARGET,…. They are measured too. The rank correlations between cosine and
     depth (Spearman's ρ and Kendall's τ) are drawn against the number of parameters."""
     pair: Annotated[tuple[str, ...], arg(metavar="BASE,OTHER ...", help_behavior_hint="(optional)")] = ()
-    """two models to compare, as BASE,OTHER, such as a base model and a distilled one. They are measured too. The same
-    rank correlations are drawn side by side."""
+    """two models to compare, such as a base model and a distilled one. They are measured too. The same rank correlations
+    are drawn side by side."""
     tokenizer: OptionalPath = None
     """folder of a tokenizer that replaces each model's own."""
     batch_size: int = 8
@@ -277,10 +257,7 @@ class CondensationOptions:
 
 @dataclass(frozen=True)
 class ReportOptions:
-    """Write an HTML page that shows or compares the losses, condensation, restarts and configs of runs.
-
-    The runs may still be training.
-    """
+    """Write an HTML page that shows or compares losses, condensation, restarts and configs. Runs may still be training."""
 
     runs: Annotated[tuple[str, ...], Positional, arg(metavar="RUN ...", help_behavior_hint="(required)")]
     """run folders (job.dump_folder), or NAME=RUN,RUN,… for runs that differ only in their seeds. Curves show the mean
@@ -291,10 +268,7 @@ class ReportOptions:
 
 @dataclass(frozen=True)
 class ExportOptions:
-    """Export a run's model to a Hugging Face folder.
-
-    The folder has safetensors, the config, the tokenizer and a model card. This needs no GPU.
-    """
+    """Export a run's model to a Hugging Face folder, with config, tokenizer and model card. This needs no GPU."""
 
     target: Target
     """RUN (the newest checkpoint of a run folder) or RUN/STEP."""
@@ -330,10 +304,7 @@ class GenerateOptions:
 
 @dataclass(frozen=True)
 class EvaluateOptions:
-    """Run lm-evaluation-harness on models, and compare each with the first one.
-
-    Models are compared document by document, and over several seeds.
-    """
+    """Run lm-evaluation-harness on models. Compare each with the first, document by document, and over several seeds."""
 
     models: Annotated[tuple[str, ...], Positional, arg(metavar="MODEL ...", help_behavior_hint="(required)")]
     """folders of Hugging Face models, such as titan-disp export writes, models of the hub, RUN (the newest checkpoint
@@ -343,8 +314,7 @@ class EvaluateOptions:
     limit: OptionalInt = None
     """number of documents per task (for MMLU, per subject), from the first on. The default is that of --protocol."""
     num_fewshot: OptionalInt = None
-    """number of examples in the prompt. The default is that of --protocol for the paper's ten tasks, and the task's own
-    for others."""
+    """number of examples in the prompt. The default is --protocol's for the paper's ten tasks, or else the task's own."""
     batch_size: int | Literal["auto"] = "auto"
     """sequences per batch. auto takes the largest batch that fits on a GPU, or 8 on a CPU."""
     device: OptionalStr = None
@@ -359,14 +329,12 @@ class EvaluateOptions:
     """folder for results.json, samples.jsonl, table.md and table.csv. It must not hold an earlier evaluation."""
     protocol: Literal["paper", "authors-qwen3", "authors-gpt2"] = "paper"
     """number of documents and examples for the paper's ten tasks. "paper" takes all documents, and five examples or
-    none. The authors' scripts have two protocols: "authors-qwen3" takes 200 documents, and five examples or none.
-    "authors-gpt2" takes 500 documents, and one example or none."""
+    none. The authors' scripts take 200 documents, and five examples or none ("authors-qwen3"), or 500 documents, and one
+    example or none ("authors-gpt2")."""
 
 
 @dataclass(frozen=True)
-class _Sweep:
-    """Hold the fields of a sweep that the help shows before those of SLURM."""
-
+class _Sweep:  # the help shows these before those of SLURM
     file: SweepFile
     """TOML file of the sweep (docs/sweeps.md)."""
     jobs: int = 1
@@ -396,8 +364,7 @@ class SweepTableOptions:
     file: SweepFile
     """TOML file of the sweep (docs/sweeps.md)."""
     against: OptionalStr = None
-    """name of the condition that the others are compared with. The default is the file's sweep.against. Without either,
-    there is no comparison."""
+    """condition that the others are compared with. The default is the file's sweep.against, if it has one."""
     metric: OptionalStr = None
     """metric of each run after its last step: validation, cross_entropy, ce, loss, dispersion, grad_norm, spearman or
     kendall; or mean_cosine, std_cosine, mean_angle or effective_rank, each with a part such as

@@ -104,7 +104,7 @@ class Section:
 
 
 def _type(node: ast.expr, facts: Facts | None) -> str:
-    """Describe an annotation: ``str | None`` → string; ``Literal["a", "b"]`` → "a" or "b"; and a number's range."""
+    # str | None → string; Literal["a", "b"] → "a" or "b"; a number also has its range
     alternatives = list(_alternatives(node))
     last = alternatives[-1] + (f" {facts.range}" if facts and alternatives[-1] in ("integer", "number") else "")
     return " or ".join([", ".join(alternatives[:-1]), last] if len(alternatives) > 1 else [last]).rstrip()
@@ -124,15 +124,13 @@ def _alternatives(node: ast.expr) -> Iterator[str]:
 
 
 def _declared(node: ast.expr | None) -> tuple[str, Facts | None]:
-    """Return a default as it is written in TOML, and the facts of ``key(default, source, …)``."""
+    """Return a default as it is written in TOML, and the facts of a key()."""
     if node is None:
         return "required", None
     if isinstance(node, ast.Call) and node.args:
         default, *source = node.args
-        facts = Facts(
-            *map(ast.literal_eval, source), **{k.arg: ast.literal_eval(k.value) for k in node.keywords if k.arg}
-        )
-        return _declared(default)[0], facts
+        named = {k.arg: ast.literal_eval(k.value) for k in node.keywords if k.arg}
+        return _declared(default)[0], Facts(*map(ast.literal_eval, source), **named)
     if isinstance(node, ast.Call):  # field(default_factory=…)
         node = node.keywords[0].value
     if isinstance(node, ast.Lambda):
@@ -193,7 +191,6 @@ def torchtitan_sections() -> list[Section]:
 
 
 def _used() -> Iterator[Section]:
-    """Yield TorchTitan's keys in USED with the descriptions given there."""
     for section in torchtitan_sections():
         keys = tuple(replace(key, text=USED[key.full]) for key in section.keys if key.full in USED)
         if keys:
@@ -201,7 +198,6 @@ def _used() -> Iterator[Section]:
 
 
 def _lines(section: Section) -> Iterator[str]:
-    """Yield a section as annotated TOML."""
     yield section.title
     if section.text:
         yield from textwrap.wrap(section.text, 100, initial_indent="# ", subsequent_indent="# ")
@@ -234,11 +230,7 @@ def _not_found(name: str) -> ConfigError:
 
 
 def reference(name: str | None) -> str:
-    """Return titan-disp's keys and the most used ones of TorchTitan, or one section or key in full.
-
-    Raises:
-        ConfigError: there is no such section or key.
-    """
+    """Return titan-disp's keys and the most used ones of TorchTitan, or one section or key in full."""
     if name is not None:
         name = name.lstrip("-").replace("-", "_").strip("[]")
         lines = [line for section in _find(name) for line in _lines(section)]
