@@ -55,7 +55,7 @@ def sample_data(options: SampleOptions) -> None:
 
 def data_digest(options: DigestOptions) -> None:
     from titan_disp.config.load import load_config
-    from titan_disp.data.digest import digest
+    from titan_disp.lab.digest import digest
 
     phases = options.phases
     result = digest(load_config(options.argv), options.steps, phases)
@@ -137,7 +137,7 @@ def export(options: ExportOptions) -> None:
 
 
 def checkpoint(options: CheckpointOptions) -> None:
-    from titan_disp.run.inventory import inventory
+    from titan_disp.lab.export.inventory import inventory
 
     damaged = False
     for found in inventory(options.run, options.step):
