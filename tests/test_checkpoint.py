@@ -397,7 +397,7 @@ def test_checkpoints_that_cannot_be_listed_are_no_failed_save(start, monkeypatch
         raise OSError(116, "Stale file handle")
 
     with monkeypatch.context() as patch:
-        patch.setattr("titan_disp.run.checkpoint.checkpoints", fail)
+        patch.setattr("titan_disp.run.integrity.checkpoints", fail)
         run.save(3)
     assert "old checkpoints cannot be deleted: [Errno 116] Stale file handle" in caplog.text
     run.save(4)

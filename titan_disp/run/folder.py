@@ -28,7 +28,7 @@ PACKAGES = ("titan-disp", "torch", "torchtitan", "datasets", "tokenizers", "sent
 
 
 def append_json(path: Path, record: dict[str, Any]) -> None:
-    """Append one line of JSON. If a killed process has left an unfinished line, that line is ended first."""
+    """Append a line of JSON. If a killed process has left an unfinished line, end that one first."""
     with open(path, "ab+") as file:
         if file.tell() and (file.seek(-1, os.SEEK_END), file.read(1))[1] != b"\n":
             file.write(b"\n")
@@ -36,7 +36,6 @@ def append_json(path: Path, record: dict[str, Any]) -> None:
 
 
 def write_json(path: Path, content: Any) -> None:
-    """Write a file of JSON atomically."""
     with atomic_write(path) as partial:
         partial.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n")
 
@@ -88,7 +87,7 @@ class RunFolder:
     """Represent an open run folder, which is locked until ``close``."""
 
     def __init__(self, job_config: JobConfig, world_size: int) -> None:
-        """Create the folder, lock it, and read the config of the run's former starts. Nothing else is written yet.
+        """Create and lock the folder. Nothing else is written yet.
 
         Raises:
             ConfigError: another job holds the lock, the folder is not writable, or its config.json cannot be read.
@@ -107,9 +106,8 @@ class RunFolder:
     def _take_lock(self) -> None:
         self._lock = lock = lock_folder(self.path)
         lock.truncate(0)
-        lock.write(
-            f"host {socket.gethostname()}, pid {os.getpid()}, SLURM job {os.environ.get('SLURM_JOB_ID', 'none')}"
-        )
+        job = os.environ.get("SLURM_JOB_ID", "none")
+        lock.write(f"host {socket.gethostname()}, pid {os.getpid()}, SLURM job {job}")
         lock.flush()
         # The data's prefetch worker is a fork, and outlives a killed rank by some seconds. It must not hold the lock.
         os.register_at_fork(after_in_child=lock.close)
@@ -123,8 +121,8 @@ class RunFolder:
             old, new = flatten(read_config(self.path)), flatten(self._config)
         except ValueError as error:
             raise ConfigError(
-                f"{str(file)!r} cannot be read: {error}. It records the config that this run was started with. To continue, "
-                "move it away, after comparing your config with the one that the run was started with"
+                f"{str(file)!r} cannot be read: {error}. It records the config that this run was started with. To "
+                "continue, compare your config with that one, then move the file away"
             ) from error
         return {key: [old.get(key), new.get(key)] for key in sorted(old | new) if old.get(key) != new.get(key)}
 
@@ -132,10 +130,9 @@ class RunFolder:
         return ConfigError(f"job.dump_folder {str(self.path)!r} is not writable: {error}")
 
     def record_start(self) -> None:
-        """Write config.json and environment.json of this start, once it is certain that it trains.
+        """Write config.json and environment.json, once it is certain that this start trains.
 
-        A start that is refused, or that finds a complete run, must leave the config that the run was trained with:
-        reports, exports and the next start read it.
+        Any other start must leave the config that the run was trained with, which reports and the next start read.
         """
         try:
             write_json(self.path / CONFIG, self._config)
@@ -144,7 +141,6 @@ class RunFolder:
             raise self._not_writable(error) from error
 
     def event(self, name: str, step: int, **details: Any) -> None:
-        """Append an event to events.jsonl."""
         time = datetime.now(timezone.utc).isoformat(timespec="milliseconds")
         job = {"job": job_id()} if job_id() else {}
         append_json(self.path / EVENTS, {"time": time, "event": name, "step": step, **job, **details})
@@ -167,23 +163,21 @@ class RunFolder:
 
 
 def wandb_run_id(folder: str | Path) -> str:
-    """Read the id in ``folder``/wandb_run_id; make one if there is none.
-
-    The id is not a hash of the path, because a new run in an emptied folder is another run.
-    """
+    """Read the id in ``folder``/wandb_run_id; make one if there is none."""
     file = Path(folder) / "wandb_run_id"
     if not file.exists() or not file.read_text().strip():
         file.parent.mkdir(parents=True, exist_ok=True)
         with atomic_write(file) as partial:
-            partial.write_text(uuid.uuid4().hex + "\n")
+            partial.write_text(
+                uuid.uuid4().hex + "\n"
+            )  # no hash of the path: a run in an emptied folder is another run
     return file.read_text().strip()
 
 
 def continue_wandb(run_id: str, rank: int | None, environment: MutableMapping[str, str] = os.environ) -> None:
-    """Make wandb continue the folder's run, or begin it if there is none yet. Values that the user has set are kept.
+    """Make wandb continue the folder's run, or begin it. Values that the user has set are kept.
 
-    TorchTitan's WandBLogger takes the id from WANDB_RUN_ID, and wandb itself reads WANDB_RESUME. ``rank`` is given if
-    every rank has a run of its own.
+    TorchTitan's logger reads WANDB_RUN_ID, and wandb WANDB_RESUME. ``rank`` is given if every rank has a run of its own.
     """
     environment.setdefault("WANDB_RUN_ID", run_id if rank is None else f"{run_id}-rank{rank}")
     if not environment.keys() & {"WANDB_RESUME_FROM", "WANDB_FORK_FROM"}:  # wandb refuses both at once
