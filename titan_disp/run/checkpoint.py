@@ -284,10 +284,6 @@ class DispCheckpointManager(CheckpointManager):
         steps = on_rank_0(integrity.checkpoints, self.folder, True) if self.enable else []
         return steps[-1] if steps else 0
 
-    def _find_load_step(self, folder: str = "") -> int:
-        steps = integrity.checkpoints(folder or self.folder)
-        return steps[-1] if steps else -1
-
     def load(self, step: int = -1) -> bool:
         """Load ``step``, or with -1 the newest checkpoint that loads, and return whether anything was loaded.
 

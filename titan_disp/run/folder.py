@@ -95,22 +95,18 @@ class RunFolder:
         self.path = Path(job_config.job.dump_folder)
         self._config = json.loads(json.dumps(job_config.to_dict()))
         self._world_size = world_size
-        self._lock: IO[str] | None = None
+        job = os.environ.get("SLURM_JOB_ID", "none")
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            self._take_lock()
+            self._lock = lock_folder(self.path)
+            self._lock.truncate(0)
+            self._lock.write(f"host {socket.gethostname()}, pid {os.getpid()}, SLURM job {job}")
+            self._lock.flush()
+            # The data's prefetch worker is a fork that outlives a killed rank by some seconds. It must not hold the lock.
+            os.register_at_fork(after_in_child=self._lock.close)
             self.config_changes = self._differences()
         except OSError as error:
             raise self._not_writable(error) from error
-
-    def _take_lock(self) -> None:
-        self._lock = lock = lock_folder(self.path)
-        lock.truncate(0)
-        job = os.environ.get("SLURM_JOB_ID", "none")
-        lock.write(f"host {socket.gethostname()}, pid {os.getpid()}, SLURM job {job}")
-        lock.flush()
-        # The data's prefetch worker is a fork, and outlives a killed rank by some seconds. It must not hold the lock.
-        os.register_at_fork(after_in_child=lock.close)
 
     def _differences(self) -> dict[str, list[Any]]:
         """Return [former, present] value of the keys that differ from the config of the run's former starts."""
@@ -148,18 +144,13 @@ class RunFolder:
     @property
     def locked(self) -> bool:
         """Return whether no other job can use the folder: its lock is held, and the file system supports locks."""
-        if self._lock is None:
-            return False
-        try:
+        with contextlib.suppress(OSError, ValueError):  # ValueError after ``close``
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # changes nothing, because the lock is already held
-        except OSError:
-            return False
-        return True
+            return True
+        return False
 
     def close(self) -> None:
-        if self._lock is not None:
-            self._lock.close()
-            self._lock = None
+        self._lock.close()
 
 
 def wandb_run_id(folder: str | Path) -> str:
