@@ -30,7 +30,7 @@ from tests.test_checkpoint import State, hooks
 from titan_disp import cli
 from titan_disp.config.load import load_config
 from titan_disp.errors import CheckpointError, InUseError
-from titan_disp.lab.export.inventory import inventory
+from titan_disp.lab.export.inventory import inventory, verify
 from titan_disp.models.hf import INDEX
 from titan_disp.run import integrity, safe_dcp
 from titan_disp.run.checkpoint import DispCheckpointManager
@@ -43,7 +43,6 @@ from titan_disp.run.integrity import (
     is_model_only,
     problem,
     rename_step,
-    verify,
 )
 
 

@@ -1,7 +1,4 @@
-"""``torchrun … -m titan_disp.train --job.config_file X`` runs TorchTitan's trainer and writes a run folder.
-
-Each *start* of a run continues from its newest checkpoint.
-"""
+"""``torchrun … -m titan_disp.train --job.config_file X`` trains. Each *start* continues from the run's newest checkpoint."""
 
 import os
 import sys
@@ -50,6 +47,8 @@ class DispTrainer(Trainer):
     run_folder: RunFolder | None = None
     stragglers: Stragglers | None = None
     checkpointer: DispCheckpointManager
+    dataloader: StreamLoader
+    metrics_processor: DispersionMetrics
     optimizers: GuardedOptimizers
     _start_step = 0
     _stopping = False
@@ -78,10 +77,9 @@ class DispTrainer(Trainer):
         self.checkpointer = self._build_checkpointer()
         if job_config.validation.enable:
             cast(StreamValidator, self.validator).around = partial(self.busy, "validation")
-        metrics = cast(DispersionMetrics, self.metrics_processor)
-        metrics.clock = self.clock
+        self.metrics_processor.clock = self.clock
         if world_size > 1 and not fake:
-            self.stragglers = metrics.stragglers = Stragglers()
+            self.stragglers = self.metrics_processor.stragglers = Stragglers()
         self.stop_request = StopRequest(path)
         self.optimizers.flags["stop"] = self.stop_request
         self.optimizers.flags["save_failed"] = self.checkpointer.save_has_failed
@@ -152,16 +150,15 @@ class DispTrainer(Trainer):
         identity.check_identity(on_rank_0(identity.read_identity, folder), self.identity.content)
         if step < 1 or "dataloader" in checkpoint.exclude_from_loading:
             return
-        loader = cast(StreamLoader, self.dataloader)
         saved, epoch = on_rank_0(read_data_state, folder)
         try:
-            check_fingerprint(saved, loader.fingerprint)
+            check_fingerprint(saved, self.dataloader.fingerprint)
         except ConfigError as error:
             if self.job_config.stream.on_mismatch != "restart":  # type: ignore[attr-defined]
                 raise
             logger.warning(f"the data streams restart with epoch {epoch + 1}: {error}")
             self.checkpointer.exclude_from_loading = [*checkpoint.exclude_from_loading, "dataloader"]
-            loader.restart(epoch + 1)
+            self.dataloader.restart(epoch + 1)
             self.event("streams_restarted", step, epoch=epoch + 1, reason=str(error))
 
     def train_step(self, data_iterator: Iterator[Any]) -> None:
@@ -251,7 +248,7 @@ class DispTrainer(Trainer):
         if job.checkpoint.enable:
             logger.info(f"Checkpoints: {os.path.join(job.job.dump_folder, job.checkpoint.folder)}")
         if job.metrics.enable_tensorboard:
-            logger.info(f"TensorBoard: tensorboard --logdir {self.metrics_processor.tensorboard_folder}")  # type: ignore[attr-defined]
+            logger.info(f"TensorBoard: tensorboard --logdir {self.metrics_processor.tensorboard_folder}")
         if self.run_folder is not None:
             measured = read_condensation(self.run_folder.path)
             for line in over_training({step: row for step, row in measured.items() if step <= self.step}):
@@ -319,14 +316,13 @@ class DispTrainer(Trainer):
             for module in model.modules():
                 if isinstance(module, FSDPModule):
                     module.reshard()  # as backward would; a save would not find the optimizer's parameters of a gathered head
-            metrics = cast(DispersionMetrics, self.metrics_processor)
-            metrics.log_condensation(self.step, found, time.perf_counter() - start)
+            self.metrics_processor.log_condensation(self.step, found, time.perf_counter() - start)
 
     def close(self) -> None:
         self.heartbeat.close()
         self.stop_request.close()
         super().close()
-        cast(StreamLoader, self.dataloader).close()
+        self.dataloader.close()
         if self.run_folder is not None:
             if self.step > self._start_step:
                 self.report_goodput()

@@ -38,9 +38,8 @@ from titan_disp.run.folder import write_json
 def check_initial_load(checkpoint: Checkpoint, assets: str | None, adapter: HfAdapter) -> None:
     """Check the weights that a new run begins with, if [checkpoint] names any. ``assets`` is ``model.hf_assets_path``.
 
-    Raises:
-        ConfigError: the keys contradict each other, or the weights are missing, incomplete, or (in Hugging Face's
-            format) another model's. Hashes are not compared here.
+    Raises ConfigError if the keys contradict each other, or the weights are missing, incomplete, or (in Hugging Face's
+    format) another model's. Hashes are not compared here.
     """
     path = checkpoint.initial_load_path
     if not checkpoint.enable:
@@ -81,11 +80,7 @@ def describe(
 
     ``tokenizer`` was loaded from ``folder``, ``dtype`` is that of the weights, and ``adapter.model_args.max_seq_len`` is
     the sequence length of training. The written tokenizer must give training's ids for ``documents`` and for
-    ``hf_tokenizer.PROBES``.
-
-    Raises:
-        ConfigError: the tokenizer cannot be converted, or gives other ids.
-        OSError: the folder is not writable, or the disk is full.
+    ``hf_tokenizer.PROBES``. Raises ConfigError if it cannot be converted or gives other ids, and OSError.
     """
     write_json(dest / "config.json", hf_config(adapter, tokenizer, dtype))
     ids = {"bos_token_id": tokenizer.bos_id, "eos_token_id": tokenizer.eos_id}
@@ -170,15 +165,12 @@ class DispCheckpointManager(CheckpointManager):
             )
 
     def _make_room(self, step: int) -> None:
-        """Remove an unfinished save of this step, which may hold files of another number of ranks.
-
-        A folder that may be more than an unfinished save is moved aside instead. This is a collective call.
-        """
+        """Remove an unfinished save of this step, which may be of another number of ranks. This is a collective call."""
         folder = Path(self._create_checkpoint_id(step))
         if dist.get_rank() == 0 and folder.is_dir() and not integrity.is_complete(folder):
             if integrity.is_unfinished(folder):
                 shutil.rmtree(folder, ignore_errors=True)
-            else:  # for example a checkpoint whose .metadata was moved away
+            else:  # it may be more than that, for example a checkpoint whose .metadata was moved away
                 self._move_aside(step, "has no .metadata")
         if dist.get_backend() != "fake":
             dist.barrier()

@@ -1,7 +1,4 @@
-"""This module writes a run's folder. docs/run_folder.md lists its files. Only rank 0 writes them, while it holds the lock.
-
-The folder also has the id of its one Weights & Biases run, which every start of the run continues.
-"""
+"""This module writes a run's folder (docs/run_folder.md). Only rank 0 writes, while it holds the lock."""
 
 import contextlib
 import fcntl
@@ -87,11 +84,7 @@ class RunFolder:
     """Represent an open run folder, which is locked until ``close``."""
 
     def __init__(self, job_config: JobConfig, world_size: int) -> None:
-        """Create and lock the folder. Nothing else is written yet.
-
-        Raises:
-            ConfigError: another job holds the lock, the folder is not writable, or its config.json cannot be read.
-        """
+        """Create and lock it. Raises ConfigError if it is locked or not writable, or its config.json cannot be read."""
         self.path = Path(job_config.job.dump_folder)
         self._config = json.loads(json.dumps(job_config.to_dict()))
         self._world_size = world_size

@@ -12,7 +12,6 @@ import numpy as np
 BEGIN = ("start", "resume")
 END = ("complete", "stop", "save_failed")
 WHILE_LOADING = ("checkpoint_damaged", "streams_restarted")  # a start writes these before its resume event
-FAULTS = ("skip", "save_failed", *WHILE_LOADING)
 
 
 @dataclass
@@ -66,16 +65,6 @@ def attempts(written: Sequence[Mapping[str, Any]], events: Sequence[Mapping[str,
         if name in END:
             current.end = record
     return found
-
-
-def repeated_steps(found: Sequence[Attempt]) -> list[int]:
-    """Return the number of each start's steps that were lost, so that the next start repeated them."""
-    return [max(0, a.last_step - b.first_step) for a, b in zip(found, found[1:], strict=False)]
-
-
-def downtimes(found: Sequence[Attempt]) -> list[float]:
-    """Return the seconds from the last activity of each start to the beginning of the next."""
-    return [b.began - a.ended for a, b in zip(found, found[1:], strict=False)]
 
 
 @dataclass(frozen=True)

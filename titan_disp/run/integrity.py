@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 from torchtitan.tools.logging import logger
 
-from titan_disp.files import atomic_write, progress
+from titan_disp.files import atomic_write
 from titan_disp.models.hf import INDEX
 from titan_disp.run.safe_dcp import METADATA, parse_metadata, read_metadata
 
@@ -34,6 +34,7 @@ ALGORITHM = "xxh3_128"
 _PREFIX = "titan_disp.hash/"  # marks the hashes among the results of the writes
 _PIECE = 2**18  # bytes hashed and written at a time
 _CHUNK = 2**24  # bytes read at a time
+_DIFFERS = "{} differs from its hash: its content is not what was saved"
 _OF_A_SAVE = rf"__\d+_\d+\.distcp|\.metadata\.tmp|\.{re.escape(HASHES)}\.partial|{re.escape(SAVING)}"  # names
 
 
@@ -132,9 +133,6 @@ def hash_file(path: Path, read: Callable[[int], object] | None = None) -> str:
     return found.hexdigest()
 
 
-_DIFFERS = "{} differs from its hash: its content is not what was saved"
-
-
 def problem(folder: str | Path) -> str | None:
     """Return what is wrong with a DCP checkpoint, or None. No weights are read, but the lengths of all files are compared.
 
@@ -154,8 +152,10 @@ def problem(folder: str | Path) -> str | None:
     # This is compared before any of it is unpickled.
     if hashes is not None and hashes.get(METADATA) != xxhash.xxh3_128(content).hexdigest():
         return _DIFFERS.format(METADATA)
+    lengths: dict[str, int] = defaultdict(int)  # at least, in bytes
     try:
-        lengths = _lengths(content)
+        for info in (parse_metadata(content).storage_data or {}).values():
+            lengths[info.relative_path] = max(lengths[info.relative_path], info.offset + info.length)
     except Exception as error:  # a damaged pickle can raise anything
         return f"{METADATA} cannot be read: {type(error).__name__}: {error}"
     for name, needed in sorted(lengths.items()):
@@ -195,29 +195,9 @@ def damage(
     return None
 
 
-def verify(folder: str | Path) -> str | None:
-    """Return what is wrong with a checkpoint, or None: first ``problem``, then ``damage`` with a progress bar."""
-    folder = Path(folder)
-    if reason := problem(folder):
-        return reason
-    size = None
-    with suppress(OSError, ValueError):  # ``damage`` says what is wrong
-        size = sum((folder / name).stat().st_size for name in read_hashes(folder) or {})
-    with progress(f"verifying {folder.name}", "B", total=size) as bar:
-        return damage(folder, read=bar.update)
-
-
 def has_hashes(folder: str | Path) -> bool:
     """Return whether a checkpoint can be verified. TorchTitan's own trainer saves no hashes."""
     return (Path(folder) / HASHES).is_file()
-
-
-def _lengths(content: bytes) -> dict[str, int]:
-    """Return the number of bytes that each file must have at least, from the content of ``.metadata``."""
-    length: dict[str, int] = defaultdict(int)
-    for info in (parse_metadata(content).storage_data or {}).values():
-        length[info.relative_path] = max(length[info.relative_path], info.offset + info.length)
-    return length
 
 
 def is_model_only(folder: str | Path) -> bool:
@@ -226,10 +206,7 @@ def is_model_only(folder: str | Path) -> bool:
 
 
 def checkpoints(folder: str | Path, hugging_face: bool = False) -> list[int]:
-    """List the steps of the complete checkpoints in a checkpoint folder, ascending.
-
-    ``hugging_face`` includes those in Hugging Face's format, from which no run can resume.
-    """
+    """List the steps of the complete checkpoints, ascending; ``hugging_face``: also those that no run can resume from."""
     try:
         names = os.listdir(folder)
     except FileNotFoundError:

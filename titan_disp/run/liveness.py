@@ -1,8 +1,4 @@
-"""This module has what a run says and hears while it trains.
-
-``Heartbeat`` says what the run is doing, ``Stragglers`` which rank is slow, and ``Clock`` how its time is spent.
-``StopRequest`` hears that the run is asked to stop.
-"""
+"""While a run trains, it says what it does, which rank is slow and how time is spent, and hears requests to stop."""
 
 import faulthandler
 import json
@@ -29,6 +25,9 @@ from titan_disp.dispersion.autograd import all_gather
 from titan_disp.run.folder import job_id
 from titan_disp.run.reader import HEARTBEAT, STOP
 
+KINDS = ("start_up", "steps", "checkpoints", "condensation", "validation")  # of time
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+NOTICED = 1.2  # a rank is slow if its own time is longer than this times the median
 PAUSE = 1.0  # seconds between two writes of the same kind: steps may be shorter, and the file system may be shared
 
 
@@ -85,9 +84,6 @@ class Heartbeat:
         if self.file is not None:
             with suppress(OSError):
                 self.file.unlink(missing_ok=True)
-
-
-NOTICED = 1.2  # times the median of all ranks' own time
 
 
 def straggler(own: Sequence[float], hosts: Sequence[str]) -> dict[str, Any] | None:
@@ -147,9 +143,6 @@ class Stragglers:
         return straggler(every.tolist(), self._hosts)
 
 
-KINDS = ("start_up", "steps", "checkpoints", "condensation", "validation")
-
-
 def process_began() -> float:
     """Return when this process started, in seconds since the epoch; outside of Linux, the present time."""
     with suppress(OSError, ValueError, StopIteration, IndexError):
@@ -206,9 +199,6 @@ class Clock:
     def rounded(self) -> dict[str, float]:
         """Return ``spent`` rounded to milliseconds, for a line of JSON."""
         return {kind: round(seconds, 3) for kind, seconds in self.spent().items()}
-
-
-SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 
 
 class StopRequest:

@@ -40,11 +40,7 @@ def _said(data: dict[str, float]) -> str:
 
 
 class TensorBoardFolder(BaseLogger):
-    """Log to one TensorBoard folder per run folder, across requeues. TorchTitan would name it by the date.
-
-    The writer is opened at the first log, when the step is known: its ``purge_step`` hides what a killed job wrote after
-    the checkpoint from which this job resumed.
-    """
+    """Log to one TensorBoard folder per run folder, across requeues. TorchTitan would name it by the date."""
 
     def __init__(self, folder: str) -> None:
         self.folder = folder
@@ -52,7 +48,7 @@ class TensorBoardFolder(BaseLogger):
         self._next_heatmap = 0.0  # step
 
     def _open(self, step: int) -> SummaryWriter:
-        if self._writer is None:
+        if self._writer is None:  # purge_step hides what a killed job wrote after the checkpoint that this job resumed
             self._writer = SummaryWriter(self.folder, max_queue=1000, purge_step=step)
         return self._writer
 
@@ -156,12 +152,7 @@ class DispersionMetrics(MetricsProcessor):
         return False
 
     def log(
-        self,
-        step: int,
-        global_avg_loss: float,
-        global_max_loss: float,
-        grad_norm: float,
-        extra_metrics: dict[str, Any] | None = None,
+        self, step: int, global_avg_loss: float, global_max_loss: float, grad_norm: float, extra_metrics: Any = None
     ) -> None:
         mesh = self.parallel_dims.get_optional_mesh("loss")
         terms = self.ledger.mean(mesh) or {"ce": global_avg_loss, "dispersion": 0.0}

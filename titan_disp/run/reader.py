@@ -1,7 +1,4 @@
-"""This module reads a run's folder. docs/run_folder.md lists its files, their fields, and what holds after a crash.
-
-The run may be training or interrupted, so that files may be missing, and lines of .jsonl files may be cut.
-"""
+"""This module reads a run's folder (docs/run_folder.md), of which files may be missing and lines of .jsonl files cut."""
 
 import contextlib
 import json

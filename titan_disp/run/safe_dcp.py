@@ -98,9 +98,7 @@ class _Unpickler(pickle._Unpickler):
 def parse_metadata(content: bytes) -> Metadata:
     """Return the content of a ``.metadata`` file, which callers must not change.
 
-    Raises:
-        UnpicklingError: the file names something that no checkpoint needs.
-        Exception: of any kind, if the file is damaged.
+    Raises UnpicklingError if it names something that no checkpoint needs, and any Exception if it is damaged.
     """
     found = _Unpickler(io.BytesIO(content)).load()
     if not isinstance(found, Metadata):
