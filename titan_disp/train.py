@@ -168,7 +168,7 @@ class DispTrainer(Trainer):
         with self.clock.during("steps"):
             super().train_step(data_iterator)
         self.heartbeat.step(self.step)
-        if not self._timeouts_set:  # TorchTitan shortens them after step 1 only, and so never after a resume
+        if not self._timeouts_set:  # TorchTitan shortens time-outs after step 1 only, and so never after a resume
             self._timeouts_set = True
             if self.step != 1 and self.job_config.comm.mode == "default":
                 seconds = self.job_config.comm.train_timeout_seconds

@@ -119,10 +119,7 @@ class RunFolder:
         return ConfigError(f"job.dump_folder {str(self.path)!r} is not writable: {error}")
 
     def record_start(self) -> None:
-        """Write config.json and environment.json, once it is certain that this start trains.
-
-        Any other start must leave the config that the run was trained with, which reports and the next start read.
-        """
+        """Write config.json and environment.json. Only a start that trains may: reports and the next start read them."""
         try:
             write_json(self.path / CONFIG, self._config)
             write_json(self.path / ENVIRONMENT, _environment(self._world_size))

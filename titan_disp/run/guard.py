@@ -77,10 +77,7 @@ class GuardedOptimizers(OptimizersContainer):
         self.bad_terms = [name for name, bad in verdicts.items() if bad]
 
     def step(self, *args: Any, **kwargs: Any) -> None:
-        """Step on all ranks, or skip the step on all ranks. This is a collective call.
-
-        Raises NonFiniteError on all ranks after ``max_skipped_steps`` skipped steps in a row.
-        """
+        """Step or skip, on all ranks alike: a collective call. Raises NonFiniteError after ``max_skipped_steps`` in a row."""
         if not self.flags and not self._told:
             self._told = True
             logger.warning(

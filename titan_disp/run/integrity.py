@@ -257,10 +257,7 @@ def clean_up(folder: Path) -> None:
 
 
 def is_unfinished(path: Path) -> bool:
-    """Return whether a folder step-N is empty or holds nothing but a save of titan-disp that began and did not end.
-
-    Then there is ``.saving``, but neither ``.metadata`` nor hashes.json, nor a file that is not DCP's.
-    """
+    """Return whether a folder step-N is empty, or holds nothing but a save of titan-disp that began and did not end."""
     names = os.listdir(path)
     return not names or (SAVING in names and all(re.fullmatch(_OF_A_SAVE, name) for name in names))
 

@@ -1,7 +1,6 @@
 """This module adds to TorchTitan's metrics: each loss term apart, a stable TensorBoard folder, and metrics.jsonl.
 
-This works under TorchTitan's own trainer too, because it needs only two methods. The trainer calls ``should_log`` on
-every rank in every step, and ``log`` on every rank when a step is logged.
+Any trainer calls ``should_log`` on every rank in every step, and ``log`` on every rank when a step is logged.
 """
 
 import copy
@@ -123,10 +122,7 @@ class DispersionMetrics(MetricsProcessor):
         return f" of {total:,} ({tokens / total:.1%}{left})"
 
     def data_metrics(self, seconds: float) -> dict[str, float]:
-        """Combine the loader's counters of all ranks by sum or maximum (``loader.LARGEST``). This is a collective call.
-
-        stored_bytes_per_second and wait_fraction, that of the rank that waited longest, are of the last ``seconds``.
-        """
+        """Combine the loader's counters, and rates over ``seconds``, of all ranks by sum or maximum. A collective call."""
         if self._loader is None:
             return {}
         counted, last = self._loader.counters(), self._counted
