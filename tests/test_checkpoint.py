@@ -27,7 +27,8 @@ from torchtitan.config.job_config import Checkpoint
 from titan_disp.errors import CheckpointError, ConfigError
 from titan_disp.models.hf import INDEX
 from titan_disp.models.qwen3 import Qwen3HfAdapter, flavors
-from titan_disp.run.checkpoint import DispCheckpointManager, check_initial_load, checkpoints, problem
+from titan_disp.run.checkpoint import DispCheckpointManager, check_initial_load
+from titan_disp.run.integrity import checkpoints, problem
 
 
 class State:
@@ -397,7 +398,7 @@ def test_checkpoints_that_cannot_be_listed_are_no_failed_save(start, monkeypatch
         raise OSError(116, "Stale file handle")
 
     with monkeypatch.context() as patch:
-        patch.setattr("titan_disp.run.checkpoint.checkpoints", fail)
+        patch.setattr("titan_disp.run.integrity.checkpoints", fail)
         run.save(3)
     assert "old checkpoints cannot be deleted: [Errno 116] Stale file handle" in caplog.text
     run.save(4)
@@ -496,23 +497,16 @@ def test_a_start_that_only_reads_moves_nothing_aside(start, caplog):
 
 
 def test_the_newest_step(start):
-    """It is that of the newest complete checkpoint, even one that no run can resume from.
-
-    ``_find_load_step``, which TorchTitan calls, returns the newest one that a run can resume from.
-    """
+    """It is that of the newest complete checkpoint, even one that no run can resume from."""
     run = start(last_save_model_only=True)
     assert run.manager.newest() == 0
-    assert run.manager._find_load_step() == -1
     run.save(2, 4, 30)
     unfinished(run.folder / "step-40")
     assert run.manager.newest() == 30
-    assert run.manager._find_load_step() == 30
-    assert run.manager._find_load_step(str(start("other").folder)) == -1
     assert run.manager.ended_at() is None
     (run.folder / "step-50").mkdir()
     (run.folder / "step-50" / INDEX).touch()
     assert run.manager.newest() == 50
-    assert run.manager._find_load_step() == 30
     assert run.manager.ended_at() == 50
     assert start(enable=False).manager.newest() == 0
 

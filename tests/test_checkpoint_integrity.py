@@ -30,6 +30,7 @@ from tests.test_checkpoint import State, hooks
 from titan_disp import cli
 from titan_disp.config.load import load_config
 from titan_disp.errors import CheckpointError, InUseError
+from titan_disp.lab.export.inventory import inventory, verify
 from titan_disp.models.hf import INDEX
 from titan_disp.run import integrity, safe_dcp
 from titan_disp.run.checkpoint import DispCheckpointManager
@@ -42,9 +43,7 @@ from titan_disp.run.integrity import (
     is_model_only,
     problem,
     rename_step,
-    verify,
 )
-from titan_disp.run.inventory import inventory
 
 
 class Run:

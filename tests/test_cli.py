@@ -11,8 +11,8 @@ from tests.command_line import DEMO, ROOT
 from titan_disp import cli
 from titan_disp.cluster import launch, preflight
 from titan_disp.config import options
-from titan_disp.data import digest
 from titan_disp.errors import EXIT_CODE
+from titan_disp.lab import digest
 
 OVERRIDES = (
     *("--training.seq_len", "64", "--training.global_batch_size=8", "--dispersion.no-enabled"),

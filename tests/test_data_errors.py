@@ -537,7 +537,7 @@ def test_commands_look_at_the_data(sample, tmp_path):
     """``check_data`` only lists files; training, plan and digest also look at them."""
     from titan_disp.cluster.plan import missing_inputs
     from titan_disp.config.checks import check_inputs
-    from titan_disp.data.digest import digest
+    from titan_disp.lab.digest import digest
 
     (tmp_path / "a.json").write_bytes(b'{"body": "a"}\n')
     argv = ["--training.dataset", "text", "--training.dataset_path", str(tmp_path), "--model.flavor", "nano"]

@@ -13,13 +13,13 @@ from titan_disp import cli
 from titan_disp.cluster.node_health import input_problems
 from titan_disp.config.load import load_config
 from titan_disp.config.options import FetchOptions
-from titan_disp.data.digest import digest
 from titan_disp.data.documents import Documents
 from titan_disp.data.files import check_data, check_hub, held_out, list_files, split_of
 from titan_disp.data.hub import HubName, parse_name
 from titan_disp.data.mirror import RECORDS, fetch
 from titan_disp.data.options import StreamOptions
 from titan_disp.errors import ConfigError
+from titan_disp.lab.digest import digest
 from titan_disp.lab.inspection.texts import read_texts
 
 # As FineWeb-Edu's: the default configuration is everything, samples lie elsewhere; and a configuration with three splits.

@@ -21,7 +21,6 @@ from tests.test_stream import EOS, batches, config, loader, of_sizes, streams_of
 from titan_disp.cluster.node_health import input_problems
 from titan_disp.config.load import load_config
 from titan_disp.data.assignment import Assignment, Mixture, Run, Segment, prefixed, shares
-from titan_disp.data.digest import digest, global_batch
 from titan_disp.data.documents import Documents
 from titan_disp.data.files import DataFile, list_files
 from titan_disp.data.formats import text_of
@@ -33,6 +32,7 @@ from titan_disp.data.tokenizer import load_tokenizer
 from titan_disp.data.validation import held_out_sequences
 from titan_disp.errors import ConfigError
 from titan_disp.job_config import Source, Stream
+from titan_disp.lab.digest import digest, global_batch
 from titan_disp.lab.export.model_card import _data
 
 

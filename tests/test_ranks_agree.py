@@ -13,8 +13,8 @@ from tests.test_guard import Training
 from tests.test_metrics import DamagedFiles, metrics
 from titan_disp.data.files import on_rank_0
 from titan_disp.errors import CheckpointError, ConfigError, DataError, NonFiniteError
-from titan_disp.run.checkpoint import checkpoints
 from titan_disp.run.identity import read_identity
+from titan_disp.run.integrity import checkpoints
 
 GOOD = ((1.0, -2.0), {})
 

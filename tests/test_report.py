@@ -23,8 +23,7 @@ from titan_disp.lab.report import page as picture_makers
 from titan_disp.lab.report.charts import BINS, binned
 from titan_disp.lab.report.gather import defaults, gather
 from titan_disp.lab.report.page import render, write_report
-from titan_disp.lab.report.tables import final_numbers, state
-from titan_disp.run.history import downtimes, repeated_steps
+from titan_disp.lab.report.tables import downtimes, final_numbers, repeated_steps, state
 from titan_disp.text import number
 
 T0 = datetime(2026, 3, 1, tzinfo=timezone.utc).timestamp()

@@ -32,7 +32,6 @@ from sentencepiece import SentencePieceProcessor
 from titan_disp.config.load import load_config
 from titan_disp.data.assignment import VERSION, Assignment
 from titan_disp.data.cursor import Faults
-from titan_disp.data.digest import digest
 from titan_disp.data.documents import Documents
 from titan_disp.data.files import DataFile, list_files
 from titan_disp.data.fingerprint import check_fingerprint, differences, read_data_state
@@ -45,6 +44,7 @@ from titan_disp.data.tokenizer import load_tokenizer
 from titan_disp.data.validation import _ValidationSet, first_sequences, held_out_sequences
 from titan_disp.errors import ConfigError, DataError
 from titan_disp.job_config import fixed
+from titan_disp.lab.digest import digest
 
 EOS = 0
 READ = StreamOptions(max_document_bytes=1 << 20)

@@ -38,7 +38,7 @@ def sample_data(options: opts.SampleOptions) -> None:
 
 def data_digest(options: opts.DigestOptions) -> None:
     from titan_disp.config.load import load_config
-    from titan_disp.data.digest import digest
+    from titan_disp.lab.digest import digest
 
     phases = options.phases
     result = digest(load_config(options.argv), options.steps, phases)
@@ -119,7 +119,7 @@ def export(options: opts.ExportOptions) -> None:
 
 
 def checkpoint(options: opts.CheckpointOptions) -> None:
-    from titan_disp.run.inventory import inventory
+    from titan_disp.lab.export.inventory import inventory
 
     damaged = False
     for found in inventory(options.run, options.step):

@@ -1,7 +1,4 @@
-"""The TrainSpec shows on one page which part plugs in where.
-
-A *slot* is one of the run's document streams. Each data-parallel rank reads some of the slots.
-"""
+"""The TrainSpec shows on one page which part plugs in where."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -74,12 +71,10 @@ class _Shared:
     schedulers: LRSchedulersContainer | None = None  # they know the step, which the loss function does not get
 
     def steps_completed(self) -> int:
-        """Return the number of completed steps in the whole run, as the learning-rate schedule counts them."""
         return self.schedulers.schedulers[0].last_epoch if self.schedulers is not None else 0
 
 
 def train_spec(entry: ModelEntry) -> titan.TrainSpec:
-    """Return the TrainSpec of a model."""
     shared = _Shared()
 
     def build_data(dp_world_size: int, dp_rank: int, tokenizer: BaseTokenizer, job_config: JobConfig) -> StreamLoader:

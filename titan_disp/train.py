@@ -1,7 +1,4 @@
-"""``torchrun … -m titan_disp.train --job.config_file X`` runs TorchTitan's trainer and writes a run folder.
-
-Each *start* of a run continues from its newest checkpoint.
-"""
+"""``torchrun … -m titan_disp.train --job.config_file X`` trains. Each *start* continues from the run's newest checkpoint."""
 
 import os
 import sys
@@ -50,6 +47,8 @@ class DispTrainer(Trainer):
     run_folder: RunFolder | None = None
     stragglers: Stragglers | None = None
     checkpointer: DispCheckpointManager
+    dataloader: StreamLoader
+    metrics_processor: DispersionMetrics
     optimizers: GuardedOptimizers
     _start_step = 0
     _stopping = False
@@ -57,11 +56,7 @@ class DispTrainer(Trainer):
     _microbatch = 0  # the current one of the step, from 1
 
     def __init__(self, job_config: JobConfig) -> None:
-        """Check the config, open the run folder, and build everything.
-
-        Raises:
-            ConfigError: the config cannot work. Every rank raises it before anything is allocated.
-        """
+        """Build everything. Every rank raises ConfigError before anything is allocated if the config cannot work."""
         self.clock = Clock(allocation_began())
         fake = job_config.comm.mode != "default"
         world_size = int(os.environ.get("NGPU" if fake else "WORLD_SIZE", "1"))
@@ -74,15 +69,17 @@ class DispTrainer(Trainer):
         self.heartbeat.begin("start", 0)
         self.last_step = last_step(job_config, data_parallel_degree(job_config, world_size))
         # TorchTitan's checkpoint manager is not part of the spec: it is disabled here, and ours is built afterwards.
-        with _disabled(job_config.checkpoint):
+        enable, job_config.checkpoint.enable = job_config.checkpoint.enable, False
+        try:
             super().__init__(job_config)
+        finally:
+            job_config.checkpoint.enable = enable
         self.checkpointer = self._build_checkpointer()
         if job_config.validation.enable:
             cast(StreamValidator, self.validator).around = partial(self.busy, "validation")
-        metrics = cast(DispersionMetrics, self.metrics_processor)
-        metrics.clock = self.clock
+        self.metrics_processor.clock = self.clock
         if world_size > 1 and not fake:
-            self.stragglers = metrics.stragglers = Stragglers()
+            self.stragglers = self.metrics_processor.stragglers = Stragglers()
         self.stop_request = StopRequest(path)
         self.optimizers.flags["stop"] = self.stop_request
         self.optimizers.flags["save_failed"] = self.checkpointer.save_has_failed
@@ -103,7 +100,6 @@ class DispTrainer(Trainer):
         )
 
     def event(self, name: str, step: int, **details: Any) -> None:
-        """Write an event to events.jsonl, on rank 0."""
         if self.run_folder is not None:
             self.run_folder.event(name, step, **details)
 
@@ -111,12 +107,11 @@ class DispTrainer(Trainer):
         return self.optimizers.in_a_row == 0
 
     def owns_folder(self) -> bool:
-        """Return whether this is rank 0, and no other job can use the run folder."""
         return self.run_folder is not None and self.run_folder.locked
 
     @contextmanager
     def busy(self, doing: str, step: int) -> Iterator[None]:
-        """Announce a save, validation or condensation in the heartbeat, and count its time."""
+        """Announce a save, validation or condensation, and count its time."""
         self.heartbeat.begin(doing, step)
         with self.clock.during("checkpoints" if doing == "save" else doing):
             yield
@@ -131,8 +126,7 @@ class DispTrainer(Trainer):
                 )
         self._start_step = self.step
         if self.run_folder is not None:
-            trains = self.step < self.last_step
-            if trains:  # otherwise the config is not what the run was trained with
+            if trains := self.step < self.last_step:  # otherwise the config is not what the run was trained with
                 self.run_folder.record_start()
             details = {"config_changes": self.run_folder.config_changes} if self.step and trains else {}
             self.event("resume" if self.step else "start", self.step, allocated=self.clock.began, **details)
@@ -149,36 +143,36 @@ class DispTrainer(Trainer):
     def check_resume(self, step: int) -> None:
         """Compare model and data of the checkpoint with this run's, before DCP meets tensors of another size.
 
-        Raises:
-            ConfigError: the model differs, or the data differ and stream.on_mismatch is not "restart". With "restart",
-                the data streams begin a new epoch instead. Every rank raises it.
-            CheckpointError: the checkpoint cannot be read.
+        Every rank raises ConfigError if one differs, unless stream.on_mismatch is "restart" and only the data does: then
+        the data streams begin a new epoch. CheckpointError means that the checkpoint cannot be read.
         """
         folder, checkpoint = self.checkpointer._create_checkpoint_id(step), self.job_config.checkpoint
         identity.check_identity(on_rank_0(identity.read_identity, folder), self.identity.content)
         if step < 1 or "dataloader" in checkpoint.exclude_from_loading:
             return
-        loader = cast(StreamLoader, self.dataloader)
         saved, epoch = on_rank_0(read_data_state, folder)
         try:
-            check_fingerprint(saved, loader.fingerprint)
+            check_fingerprint(saved, self.dataloader.fingerprint)
         except ConfigError as error:
             if self.job_config.stream.on_mismatch != "restart":  # type: ignore[attr-defined]
                 raise
             logger.warning(f"the data streams restart with epoch {epoch + 1}: {error}")
             self.checkpointer.exclude_from_loading = [*checkpoint.exclude_from_loading, "dataloader"]
-            loader.restart(epoch + 1)
+            self.dataloader.restart(epoch + 1)
             self.event("streams_restarted", step, epoch=epoch + 1, reason=str(error))
 
     def train_step(self, data_iterator: Iterator[Any]) -> None:
-        """Run TorchTitan's step and act on what all ranks agreed on during it (see ``GuardedOptimizers``)."""
+        """Run TorchTitan's step and act on what all ranks agreed on during it."""
         self.heartbeat.begin("step", self.step)
         self._microbatch = 0
         with self.clock.during("steps"):
             super().train_step(data_iterator)
         self.heartbeat.step(self.step)
-        if not self._timeouts_set:
-            self._set_timeouts()
+        if not self._timeouts_set:  # TorchTitan shortens time-outs after step 1 only, and so never after a resume
+            self._timeouts_set = True
+            if self.step != 1 and self.job_config.comm.mode == "default":
+                seconds = self.job_config.comm.train_timeout_seconds
+                set_pg_timeouts(timeout=timedelta(seconds=seconds), parallel_dims=self.parallel_dims)
         if self.optimizers.bad_terms:
             self.event("skip", self.step, terms=self.optimizers.bad_terms, in_a_row=self.optimizers.in_a_row)
         if self.optimizers.agreed["save_failed"]:
@@ -192,10 +186,9 @@ class DispTrainer(Trainer):
             self.measure_condensation()
 
     def forward_backward_step(self, **kwargs: Any) -> torch.Tensor:
-        """Run one microbatch. Under HSDP, only the last microbatch sends gradients between replicas, across nodes.
+        """Run one microbatch. Under HSDP, only the last one sends gradients between replicas, across nodes.
 
-        Before that, FSDP2 adds up what it has reduce-scattered, in the dtype of the reduction; with the last microbatch
-        it all-reduces the sum.
+        Before that, FSDP2 adds up what it has reduce-scattered, in the dtype of the reduction.
         """
         if self.stragglers is not None:
             self.stragglers.met()
@@ -204,13 +197,6 @@ class DispTrainer(Trainer):
         if self.parallel_dims.dp_replicate_enabled and (last or self._microbatch == 1):
             cast(FSDPModule, self.model_parts[0]).set_requires_all_reduce(last)
         return super().forward_backward_step(**kwargs)
-
-    def _set_timeouts(self) -> None:
-        """Shorten time-outs after compilation. TorchTitan does so after step 1 only, and so never after a resume."""
-        self._timeouts_set = True
-        if self.step != 1 and self.job_config.comm.mode == "default":
-            seconds = self.job_config.comm.train_timeout_seconds
-            set_pg_timeouts(timeout=timedelta(seconds=seconds), parallel_dims=self.parallel_dims)
 
     def should_continue_training(self) -> bool:
         return self.step < self.last_step and not self._stopping
@@ -244,7 +230,6 @@ class DispTrainer(Trainer):
         self.report()
 
     def _end(self) -> None:
-        """Log why training ended, after everything is saved."""
         spent = self.clock.rounded()
         if self.step >= self.job_config.training.steps:
             self.event("complete", self.step, spent=spent)
@@ -258,20 +243,18 @@ class DispTrainer(Trainer):
         self.stop_request.done()
 
     def report(self) -> None:
-        """Log where the results are, and how condensation went."""
         job = self.job_config
         logger.info(f"Step {self.step} of {job.training.steps}. Run folder: {job.job.dump_folder}")
         if job.checkpoint.enable:
             logger.info(f"Checkpoints: {os.path.join(job.job.dump_folder, job.checkpoint.folder)}")
         if job.metrics.enable_tensorboard:
-            logger.info(f"TensorBoard: tensorboard --logdir {self.metrics_processor.tensorboard_folder}")  # type: ignore[attr-defined]
+            logger.info(f"TensorBoard: tensorboard --logdir {self.metrics_processor.tensorboard_folder}")
         if self.run_folder is not None:
             measured = read_condensation(self.run_folder.path)
             for line in over_training({step: row for step, row in measured.items() if step <= self.step}):
                 logger.info(line)
 
     def report_goodput(self) -> None:
-        """Log the part of the time spent in steps that count, for this start and for all, from the run's files."""
         if self.run_folder is None:
             return
         try:
@@ -286,7 +269,7 @@ class DispTrainer(Trainer):
 
     @cached_property
     def monitor(self) -> Monitor | None:
-        """Return the monitor, or None if condensation is not measured. The first access is a collective call."""
+        """What measures condensation, or None. The first access is a collective call."""
         job, section = self.job_config, self.job_config.condensation  # type: ignore[attr-defined]
         if not section.interval or job.comm.mode != "default":
             return None
@@ -312,40 +295,34 @@ class DispTrainer(Trainer):
     def measure_condensation(self) -> None:
         """Measure condensation and cross-entropy on held-out text, and log them. A collective call that changes nothing."""
         with self.busy("condensation", self.step):
-            self._measure_condensation()
+            start = time.perf_counter()
+            if self.monitor is None:
+                return
+            model = self.model_parts[0]
+            layers = range(self.model_args.n_layers + 2)  # type: ignore[attr-defined]
 
-    def _measure_condensation(self) -> None:
-        start = time.perf_counter()
-        if self.monitor is None:
-            return
-        model = self.model_parts[0]
-        layers = range(self.model_args.n_layers + 2)  # type: ignore[attr-defined]
+            def forward(tokens: torch.Tensor, labels: torch.Tensor) -> Forward:
+                inputs, labels, _, kwargs = self.post_dataloading_process({"input": tokens}, labels)
+                with self.train_context():
+                    with self.maybe_enable_amp:
+                        logits, activations = model(inputs, **kwargs, return_activations=layers)
+                    ce = cross_entropies(logits, labels)
+                positions = kwargs.get("positions")
+                return Forward(activations, ce, None if positions is None else positions[0])
 
-        def forward(tokens: torch.Tensor, labels: torch.Tensor) -> Forward:
-            inputs, labels, _, kwargs = self.post_dataloading_process({"input": tokens}, labels)
-            with self.train_context():
-                with self.maybe_enable_amp:
-                    logits, activations = model(inputs, **kwargs, return_activations=layers)
-                ce = cross_entropies(logits, labels)
-            positions = kwargs.get("positions")
-            return Forward(activations, ce, None if positions is None else positions[0])
-
-        model.eval()
-        found = self.monitor.measure(forward)
-        model.train()
-        for module in model.modules():
-            if isinstance(module, FSDPModule):
-                # Backward would do this. Otherwise the head stays gathered, and a save would not find the optimizer's
-                # parameters.
-                module.reshard()
-        metrics = cast(DispersionMetrics, self.metrics_processor)
-        metrics.log_condensation(self.step, found, time.perf_counter() - start)
+            model.eval()
+            found = self.monitor.measure(forward)
+            model.train()
+            for module in model.modules():
+                if isinstance(module, FSDPModule):
+                    module.reshard()  # as backward would; a save would not find the optimizer's parameters of a gathered head
+            self.metrics_processor.log_condensation(self.step, found, time.perf_counter() - start)
 
     def close(self) -> None:
         self.heartbeat.close()
         self.stop_request.close()
         super().close()
-        cast(StreamLoader, self.dataloader).close()
+        self.dataloader.close()
         if self.run_folder is not None:
             if self.step > self._start_step:
                 self.report_goodput()
@@ -356,15 +333,6 @@ def _said(goodput: Goodput) -> str:
     lost = ", ".join(f"{name} {timedelta(seconds=round(seconds))}" for name, seconds in goodput.lost().items())
     kept, total = (timedelta(seconds=round(seconds)) for seconds in (goodput.kept, goodput.total))
     return f"{goodput.fraction:.1%}, {kept} in steps that count, of {total}" + (f"; {lost}" if lost else "")
-
-
-@contextmanager
-def _disabled(section: Any) -> Iterator[None]:
-    enable, section.enable = section.enable, False
-    try:
-        yield
-    finally:
-        section.enable = enable
 
 
 def run(job_config: JobConfig, trainer_class: type[DispTrainer] = DispTrainer) -> None:

@@ -15,7 +15,7 @@ cursor        the documents of a slot, one after another, without bad ones; shuf
   ▼ tokenizer
 stream        the slots of a rank: documents are tokenized ahead and packed into sequences, in a process of their own
   ▼ fingerprint what a checkpoint must agree with
-loader        TorchTitan's dataloader; validation: the first sequences of the validation split; digest: hashes of batches
+loader        TorchTitan's dataloader; validation: the first sequences of the validation split
 
 Beside the road are hf_tokenizer (a model's tokenizer for export) and sample (a small corpus).
 """

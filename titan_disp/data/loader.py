@@ -61,7 +61,7 @@ class StreamLoader(BaseDataLoader):
             prefetched.
         groups: the sources, whose epochs are counted separately; one without a name if there is but one.
         mesh: the data-parallel mesh over which a checkpoint shards the positions; None if there is one data-parallel
-            rank, and in ``digest``.
+            rank, and in ``lab.digest``.
         bytes_read: stored bytes read so far, by (epoch, file).
         densities: bytes of text per stored byte, for each group.
     """

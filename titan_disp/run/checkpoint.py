@@ -6,8 +6,6 @@
 - A run resumes from the newest complete checkpoint that verifies and loads. Newer ones that do not are moved aside,
   never deleted, and the log says so.
 - If a load or save fails on any rank, all ranks learn of it and stop together.
-
-A last checkpoint in Hugging Face's format gets the files that ``from_pretrained`` needs beside the weights.
 """
 
 import os
@@ -33,29 +31,15 @@ from titan_disp.data.hf_tokenizer import write_tokenizer
 from titan_disp.data.tokenizer import load_tokenizer
 from titan_disp.errors import CheckpointError, ConfigError, UserError
 from titan_disp.models.hf import INDEX, HfAdapter, check_hf_folder
-from titan_disp.run import identity, safe_dcp
+from titan_disp.run import identity, integrity, safe_dcp
 from titan_disp.run.folder import write_json
-from titan_disp.run.integrity import (
-    HASHES,
-    HashingWriter,
-    checkpoints,
-    clean_up,
-    damage,
-    has_hashes,
-    is_complete,
-    is_model_only,
-    is_unfinished,
-    problem,
-    rename_step,
-)
 
 
 def check_initial_load(checkpoint: Checkpoint, assets: str | None, adapter: HfAdapter) -> None:
     """Check the weights that a new run begins with, if [checkpoint] names any. ``assets`` is ``model.hf_assets_path``.
 
-    Raises:
-        ConfigError: the keys contradict each other, or the weights are missing, incomplete, or (in Hugging Face's
-            format) another model's. Hashes are not compared here.
+    Raises ConfigError if the keys contradict each other, or the weights are missing, incomplete, or (in Hugging Face's
+    format) another model's. Hashes are not compared here.
     """
     path = checkpoint.initial_load_path
     if not checkpoint.enable:
@@ -70,7 +54,7 @@ def check_initial_load(checkpoint: Checkpoint, assets: str | None, adapter: HfAd
                 "checkpoint.initial_load_in_hf needs checkpoint.initial_load_model_only: safetensors hold no optimizer"
             )
         check_hf_folder(path or assets or "", adapter)
-    elif path and (reason := problem(path) if os.path.isdir(path) else "it is not a folder"):
+    elif path and (reason := integrity.problem(path) if os.path.isdir(path) else "it is not a folder"):
         raise ConfigError(
             f"checkpoint.initial_load_path {path!r} cannot be loaded: {reason}; expected RUN/checkpoint/step-N of "
             "another run, or a Hugging Face folder with checkpoint.initial_load_in_hf = true"
@@ -94,17 +78,9 @@ def describe(
 ) -> None:
     """Write what ``from_pretrained`` needs beside the weights into ``dest``: two files of config, and the tokenizer.
 
-    Args:
-        dest: an existing folder.
-        adapter: the model's adapter; its ``model_args.max_seq_len`` is the sequence length of training.
-        folder: that of the tokenizer of training.
-        tokenizer: what was loaded from it.
-        dtype: dtype of the weights: float32, bfloat16 or float16.
-        documents: texts for which the written tokenizer must give training's ids, besides ``hf_tokenizer.PROBES``.
-
-    Raises:
-        ConfigError: the tokenizer cannot be converted, or gives other ids.
-        OSError: the folder is not writable, or the disk is full.
+    ``tokenizer`` was loaded from ``folder``, ``dtype`` is that of the weights, and ``adapter.model_args.max_seq_len`` is
+    the sequence length of training. The written tokenizer must give training's ids for ``documents`` and for
+    ``hf_tokenizer.PROBES``. Raises ConfigError if it cannot be converted or gives other ids, and OSError.
     """
     write_json(dest / "config.json", hf_config(adapter, tokenizer, dtype))
     ids = {"bos_token_id": tokenizer.bos_id, "eos_token_id": tokenizer.eos_id}
@@ -115,28 +91,15 @@ def describe(
 class Hooks(Protocol):
     """What a checkpoint manager asks of the trainer."""
 
-    def check_resume(self, step: int) -> None:
-        """Compare a checkpoint with this run before anything of it is loaded; raise ConfigError to refuse it."""
-
-    def healthy(self) -> bool:
-        """Return whether the model's state is worth saving now."""
-
-    def owns_folder(self) -> bool:
-        """Return whether this process may delete what dead processes have left in the checkpoint folder."""
-
-    def event(self, name: str, step: int, **details: Any) -> None:
-        """Write an event to events.jsonl."""
-
-    def busy(self, doing: str, step: int) -> AbstractContextManager[None]:
-        """Announce a save, and count the time that it takes."""
+    def check_resume(self, step: int) -> None: ...  # raises ConfigError to refuse a checkpoint before it is loaded
+    def healthy(self) -> bool: ...  # whether the model's state is worth saving now
+    def owns_folder(self) -> bool: ...  # whether it may delete what dead processes left among the checkpoints
+    def event(self, name: str, step: int, **details: Any) -> None: ...
+    def busy(self, doing: str, step: int) -> AbstractContextManager[None]: ...
 
 
 class DispCheckpointManager(CheckpointManager):
-    """Save, verify and load checkpoints.
-
-    Attributes:
-        saved_step: step of the newest checkpoint that this process has completely saved; None before the first.
-    """
+    """Save, verify and load checkpoints."""
 
     folder: str
     sd_adapter: HfAdapter
@@ -147,7 +110,7 @@ class DispCheckpointManager(CheckpointManager):
         self.hooks = hooks
         self.sd_adapter = kwargs["sd_adapter"]  # TorchTitan does not set it if checkpoints are disabled
         self._config: Checkpoint = kwargs["checkpoint_config"]
-        self.saved_step: int | None = None
+        self.saved_step: int | None = None  # of the newest checkpoint that this process has completely saved
         self._forced = False
         self._due = False
         self._saving: int | None = None  # step of an asynchronous save under way
@@ -165,18 +128,12 @@ class DispCheckpointManager(CheckpointManager):
         # A skipped step changes no weights, so that a save would be sound; but the next good step is not far away.
         if wanted and not self.hooks.healthy() and not (self._forced or last_step):
             self._due = True
-            logger.warning(
-                f"step {curr_step}: no checkpoint while steps are being skipped; the next good step saves one"
-            )
+            logger.warning(f"step {curr_step}: no checkpoint while steps are skipped; the next good step saves one")
             return False
         return wanted
 
     def save(self, curr_step: int, last_step: bool = False) -> None:
-        """Save a checkpoint as TorchTitan does, if one is due.
-
-        Raises:
-            CheckpointError: this save or the asynchronous save before it failed. DCP raises its errors on all ranks.
-        """
+        """Save as TorchTitan does, if due. Raises CheckpointError on all ranks if this save or the one before failed."""
         if not self._should_save(curr_step, last_step):
             return
         with self.hooks.busy("save", curr_step):
@@ -208,15 +165,12 @@ class DispCheckpointManager(CheckpointManager):
             )
 
     def _make_room(self, step: int) -> None:
-        """Remove an unfinished save of this step, which may hold files of another number of ranks.
-
-        A folder that may be more than an unfinished save is moved aside instead. This is a collective call.
-        """
+        """Remove an unfinished save of this step, which may be of another number of ranks. This is a collective call."""
         folder = Path(self._create_checkpoint_id(step))
-        if dist.get_rank() == 0 and folder.is_dir() and not is_complete(folder):
-            if is_unfinished(folder):
+        if dist.get_rank() == 0 and folder.is_dir() and not integrity.is_complete(folder):
+            if integrity.is_unfinished(folder):
                 shutil.rmtree(folder, ignore_errors=True)
-            else:  # for example a checkpoint whose .metadata was moved away
+            else:  # it may be more than that, for example a checkpoint whose .metadata was moved away
                 self._move_aside(step, "has no .metadata")
         if dist.get_backend() != "fake":
             dist.barrier()
@@ -225,7 +179,7 @@ class DispCheckpointManager(CheckpointManager):
         reason = " ".join(str(error).split())[-600:] or type(error).__name__
         kept: list[int] = []
         with suppress(OSError):  # what made the save fail may make these fail too
-            kept = checkpoints(self.folder)
+            kept = integrity.checkpoints(self.folder)
         with suppress(OSError):
             self.hooks.event("save_failed", step, error=reason)
         return CheckpointError(
@@ -252,7 +206,7 @@ class DispCheckpointManager(CheckpointManager):
         """Save as TorchTitan does, and hash the files, except in Hugging Face's format."""
         if to_hf:
             return super().dcp_save(state_dict, checkpoint_id, async_mode, enable_garbage_collection, to_hf)
-        writer = HashingWriter(checkpoint_id)
+        writer = integrity.HashingWriter(checkpoint_id)
         if async_mode == AsyncMode.DISABLED:
             saved = torch_dcp.save(state_dict, storage_writer=writer)
         else:
@@ -264,10 +218,7 @@ class DispCheckpointManager(CheckpointManager):
         return saved
 
     def save_has_failed(self) -> bool:
-        """Return whether an asynchronous save has failed on this rank, without waiting for it.
-
-        If it has ended well, it is recorded as saved.
-        """
+        """Return whether an asynchronous save has failed on this rank, without waiting. Record one that has ended well."""
         future: Future[Any] | None = self.save_future if self.enable else None
         if future is None or not future.done():
             return False
@@ -294,14 +245,14 @@ class DispCheckpointManager(CheckpointManager):
         if self.keep_latest_k <= 0 or dist.get_rank() != 0 or self.load_only:
             return
         try:
-            stale = checkpoints(self.folder)[: -self.keep_latest_k]
+            stale = integrity.checkpoints(self.folder)[: -self.keep_latest_k]
         except OSError as error:  # only on this rank; the next save deletes them
             logger.warning(f"old checkpoints cannot be deleted: {error}")
             return
         for step in stale:
             path = Path(self._create_checkpoint_id(step))
             try:
-                self.purge_queue.put(str(rename_step(path, "purging")))
+                self.purge_queue.put(str(integrity.rename_step(path, "purging")))
             except FileNotFoundError:
                 pass  # somebody else deleted it
             except OSError as error:
@@ -310,10 +261,9 @@ class DispCheckpointManager(CheckpointManager):
     # ---- load
 
     def ended_at(self) -> int | None:
-        """Return the step at which the run ended, if its last checkpoint holds the model only, or else None.
+        """Return the step at which the run ended, if its last checkpoint is undamaged and holds the model only, or None.
 
-        Such a checkpoint cannot be continued. If it is damaged, the result is None, and the run continues from the one
-        before it. This is a collective call.
+        From such a checkpoint no run can continue. This is a collective call.
         """
         if not self.enable or (ended := on_rank_0(_ended_at, self.folder)) is None:
             return None
@@ -323,39 +273,32 @@ class DispCheckpointManager(CheckpointManager):
 
     def newest(self) -> int:
         """Return the step of the newest complete checkpoint, model-only or not; 0 if there is none. A collective call."""
-        steps = on_rank_0(checkpoints, self.folder, True) if self.enable else []
+        steps = on_rank_0(integrity.checkpoints, self.folder, True) if self.enable else []
         return steps[-1] if steps else 0
 
-    def _find_load_step(self, folder: str = "") -> int:
-        steps = checkpoints(folder or self.folder)
-        return steps[-1] if steps else -1
-
     def load(self, step: int = -1) -> bool:
-        """Load ``step``, or with -1 the newest checkpoint that loads. This is a collective call.
+        """Load ``step``, or with -1 the newest checkpoint that loads, and return whether anything was loaded.
 
-        If there is no checkpoint, the weights to begin with are loaded, if [checkpoint] names any. The result says
-        whether anything was loaded.
+        If there is no checkpoint, the weights that [checkpoint] names are loaded. This is a collective call.
 
-        Raises:
-            ConfigError: on all ranks: ``check_resume`` refuses the checkpoint, or the weights to begin with are missing
-                or another model's.
-            CheckpointError: on all ranks: none of the checkpoints loads, the weights to begin with are damaged, or the
-                run has ended with a model-only checkpoint; or, with an explicit step, this checkpoint does not load, or
-                there are newer ones.
+        Raises (on all ranks):
+            ConfigError: ``check_resume`` refuses the checkpoint, or the named weights are missing or another model's.
+            CheckpointError: none of the checkpoints loads, the named weights are damaged, or the run has ended with a
+                model-only checkpoint; or, with an explicit step, this one does not load, or there are newer ones.
         """
         try:
             loaded = self._load(step)
         finally:
             safe_dcp.parse_metadata.cache_clear()  # the metadata is large if many ranks have saved
         if self.enable and not self.load_only and self.hooks.owns_folder():
-            clean_up(Path(self.folder))
+            integrity.clean_up(Path(self.folder))
         return loaded
 
     def _load(self, step: int) -> bool:
         if not self.enable:
             self._check_initial_load()
             return False
-        steps = on_rank_0(checkpoints, self.folder)
+        steps = on_rank_0(integrity.checkpoints, self.folder)
         on_rank_0(_refuse_ended, self.folder)
         if step != -1:
             return self._load_explicit(step, steps)
@@ -365,7 +308,9 @@ class DispCheckpointManager(CheckpointManager):
             if reason is None:
                 # Only now: if none loads, it is more likely that the config is wrong than that all checkpoints are.
                 for other, why in failed.items():
-                    self._set_aside(other, why)
+                    self.hooks.event("checkpoint_damaged", other, reason=why)
+                    if dist.get_rank() == 0 and not self.load_only:  # then another run may be training in the folder
+                        self._move_aside(other, "is damaged")
                 return True
             failed[candidate] = reason
             logger.error(f"the checkpoint {self._create_checkpoint_id(candidate)} cannot be loaded: {reason}")
@@ -391,10 +336,8 @@ class DispCheckpointManager(CheckpointManager):
 
     def _load_explicit(self, step: int, steps: list[int]) -> bool:
         if step not in steps:
-            raise CheckpointError(
-                f"checkpoint.load_step is {step}, but {self.folder} holds "
-                + (f"the steps {', '.join(map(str, steps))}" if steps else "no checkpoint")
-            )
+            held = f"the steps {', '.join(map(str, steps))}" if steps else "no checkpoint"
+            raise CheckpointError(f"checkpoint.load_step is {step}, but {self.folder} holds {held}")
         newer = [s for s in steps if s > step]
         if newer and not self.load_only:
             raise CheckpointError(
@@ -402,8 +345,7 @@ class DispCheckpointManager(CheckpointManager):
                 f"({', '.join(map(str, newer))}), which training on would overwrite: move them away, or copy this one "
                 "into another --job.dump_folder"
             )
-        reason = self._try(step)
-        if reason is not None:
+        if reason := self._try(step):
             raise CheckpointError(f"the checkpoint {self._create_checkpoint_id(step)} cannot be loaded: {reason}")
         return True
 
@@ -423,10 +365,9 @@ class DispCheckpointManager(CheckpointManager):
     def _try(self, step: int) -> str | None:
         """Load a step on all ranks, and return why any of them could not, or None. Raises if it holds the model only."""
         folder = self._create_checkpoint_id(step)
-        reason = self._damage(folder)
-        if reason is not None:
+        if reason := self._damage(folder):
             return reason
-        if step > 0 and on_rank_0(is_model_only, folder):
+        if step > 0 and on_rank_0(integrity.is_model_only, folder):
             raise CheckpointError(
                 f"{folder} holds the model only (checkpoint.last_save_model_only): the run ended there and cannot be "
                 "continued. Start a new one in another --job.dump_folder, with --checkpoint.initial_load_path for "
@@ -445,37 +386,31 @@ class DispCheckpointManager(CheckpointManager):
 
     def _damage(self, folder: str) -> str | None:
         """Return what is wrong with a checkpoint's files, or None. Ranks share the files and agree on the answer."""
-        reason = on_rank_0(problem, folder)
-        if reason is not None:
+        if reason := on_rank_0(integrity.problem, folder):
             return reason
-        if dist.get_rank() == 0 and not has_hashes(folder):
+        if dist.get_rank() == 0 and not integrity.has_hashes(folder):
             logger.warning(
-                f"{folder} has no {HASHES}, because TorchTitan's own trainer saved it: it is loaded without verification"
+                f"{folder} has no hashes.json, because TorchTitan's own trainer saved it: it is loaded without verification"
             )
-        fake = dist.get_backend() == "fake"
-        return _first(damage(folder) if fake else damage(folder, dist.get_rank(), dist.get_world_size()))
-
-    def _set_aside(self, step: int, reason: str) -> None:
-        self.hooks.event("checkpoint_damaged", step, reason=reason)
-        if dist.get_rank() == 0 and not self.load_only:  # then the folder may be that of a run that is training
-            self._move_aside(step, "is damaged")
+        share = () if dist.get_backend() == "fake" else (dist.get_rank(), dist.get_world_size())
+        return _first(integrity.damage(folder, *share))
 
     def _move_aside(self, step: int, why: str) -> None:
         folder = Path(self._create_checkpoint_id(step))
         try:
-            logger.error(f"{folder} {why} and was moved to {rename_step(folder, 'damaged')}")
+            logger.error(f"{folder} {why} and was moved to {integrity.rename_step(folder, 'damaged')}")
         except OSError as error:
             logger.error(f"{folder} {why}, but cannot be moved to damaged-{step}: {error}")
 
 
 def _ended_at(folder: str) -> int | None:
-    steps = checkpoints(folder, hugging_face=True)
+    steps = integrity.checkpoints(folder, hugging_face=True)
     if not steps:
         return None
     newest = Path(folder) / f"step-{steps[-1]}"
     if (newest / INDEX).is_file():
         return steps[-1]
-    return steps[-1] if problem(newest) is None and is_model_only(newest) else None
+    return steps[-1] if integrity.problem(newest) is None and integrity.is_model_only(newest) else None
 
 
 def _refuse_ended(folder: str) -> None:
@@ -490,7 +425,7 @@ def _refuse_ended(folder: str) -> None:
 
 
 def _first(reason: str | None) -> str | None:
-    """Return, on all ranks, the reason of the first rank that has one, or None. This is a collective call."""
+    """Return the reason of the first rank that has one, or None. This is a collective call."""
     if not dist.is_initialized() or dist.get_backend() == "fake":
         return reason
     failed = torch.tensor(float(reason is not None), device=utils.device_type)

@@ -1,7 +1,4 @@
-"""This module writes a run's folder. docs/run_folder.md lists its files. Only rank 0 writes them, while it holds the lock.
-
-The folder also has the id of its one Weights & Biases run, which every start of the run continues.
-"""
+"""This module writes a run's folder (docs/run_folder.md). Only rank 0 writes, while it holds the lock."""
 
 import contextlib
 import fcntl
@@ -28,7 +25,7 @@ PACKAGES = ("titan-disp", "torch", "torchtitan", "datasets", "tokenizers", "sent
 
 
 def append_json(path: Path, record: dict[str, Any]) -> None:
-    """Append one line of JSON. If a killed process has left an unfinished line, that line is ended first."""
+    """Append a line of JSON. If a killed process has left an unfinished line, end that one first."""
     with open(path, "ab+") as file:
         if file.tell() and (file.seek(-1, os.SEEK_END), file.read(1))[1] != b"\n":
             file.write(b"\n")
@@ -36,7 +33,6 @@ def append_json(path: Path, record: dict[str, Any]) -> None:
 
 
 def write_json(path: Path, content: Any) -> None:
-    """Write a file of JSON atomically."""
     with atomic_write(path) as partial:
         partial.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n")
 
@@ -88,31 +84,22 @@ class RunFolder:
     """Represent an open run folder, which is locked until ``close``."""
 
     def __init__(self, job_config: JobConfig, world_size: int) -> None:
-        """Create the folder, lock it, and read the config of the run's former starts. Nothing else is written yet.
-
-        Raises:
-            ConfigError: another job holds the lock, the folder is not writable, or its config.json cannot be read.
-        """
+        """Create and lock it. Raises ConfigError if it is locked or not writable, or its config.json cannot be read."""
         self.path = Path(job_config.job.dump_folder)
         self._config = json.loads(json.dumps(job_config.to_dict()))
         self._world_size = world_size
-        self._lock: IO[str] | None = None
+        job = os.environ.get("SLURM_JOB_ID", "none")
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            self._take_lock()
+            self._lock = lock_folder(self.path)
+            self._lock.truncate(0)
+            self._lock.write(f"host {socket.gethostname()}, pid {os.getpid()}, SLURM job {job}")
+            self._lock.flush()
+            # The data's prefetch worker is a fork that outlives a killed rank by some seconds. It must not hold the lock.
+            os.register_at_fork(after_in_child=self._lock.close)
             self.config_changes = self._differences()
         except OSError as error:
             raise self._not_writable(error) from error
-
-    def _take_lock(self) -> None:
-        self._lock = lock = lock_folder(self.path)
-        lock.truncate(0)
-        lock.write(
-            f"host {socket.gethostname()}, pid {os.getpid()}, SLURM job {os.environ.get('SLURM_JOB_ID', 'none')}"
-        )
-        lock.flush()
-        # The data's prefetch worker is a fork, and outlives a killed rank by some seconds. It must not hold the lock.
-        os.register_at_fork(after_in_child=lock.close)
 
     def _differences(self) -> dict[str, list[Any]]:
         """Return [former, present] value of the keys that differ from the config of the run's former starts."""
@@ -123,8 +110,8 @@ class RunFolder:
             old, new = flatten(read_config(self.path)), flatten(self._config)
         except ValueError as error:
             raise ConfigError(
-                f"{str(file)!r} cannot be read: {error}. It records the config that this run was started with. To continue, "
-                "move it away, after comparing your config with the one that the run was started with"
+                f"{str(file)!r} cannot be read: {error}. It records the config that this run was started with. To "
+                "continue, compare your config with that one, then move the file away"
             ) from error
         return {key: [old.get(key), new.get(key)] for key in sorted(old | new) if old.get(key) != new.get(key)}
 
@@ -132,11 +119,7 @@ class RunFolder:
         return ConfigError(f"job.dump_folder {str(self.path)!r} is not writable: {error}")
 
     def record_start(self) -> None:
-        """Write config.json and environment.json of this start, once it is certain that it trains.
-
-        A start that is refused, or that finds a complete run, must leave the config that the run was trained with:
-        reports, exports and the next start read it.
-        """
+        """Write config.json and environment.json. Only a start that trains may: reports and the next start read them."""
         try:
             write_json(self.path / CONFIG, self._config)
             write_json(self.path / ENVIRONMENT, _environment(self._world_size))
@@ -144,7 +127,6 @@ class RunFolder:
             raise self._not_writable(error) from error
 
     def event(self, name: str, step: int, **details: Any) -> None:
-        """Append an event to events.jsonl."""
         time = datetime.now(timezone.utc).isoformat(timespec="milliseconds")
         job = {"job": job_id()} if job_id() else {}
         append_json(self.path / EVENTS, {"time": time, "event": name, "step": step, **job, **details})
@@ -152,38 +134,31 @@ class RunFolder:
     @property
     def locked(self) -> bool:
         """Return whether no other job can use the folder: its lock is held, and the file system supports locks."""
-        if self._lock is None:
-            return False
-        try:
+        with contextlib.suppress(OSError, ValueError):  # ValueError after ``close``
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # changes nothing, because the lock is already held
-        except OSError:
-            return False
-        return True
+            return True
+        return False
 
     def close(self) -> None:
-        if self._lock is not None:
-            self._lock.close()
-            self._lock = None
+        self._lock.close()
 
 
 def wandb_run_id(folder: str | Path) -> str:
-    """Read the id in ``folder``/wandb_run_id; make one if there is none.
-
-    The id is not a hash of the path, because a new run in an emptied folder is another run.
-    """
+    """Read the id in ``folder``/wandb_run_id; make one if there is none."""
     file = Path(folder) / "wandb_run_id"
     if not file.exists() or not file.read_text().strip():
         file.parent.mkdir(parents=True, exist_ok=True)
         with atomic_write(file) as partial:
-            partial.write_text(uuid.uuid4().hex + "\n")
+            partial.write_text(
+                uuid.uuid4().hex + "\n"
+            )  # no hash of the path: a run in an emptied folder is another run
     return file.read_text().strip()
 
 
 def continue_wandb(run_id: str, rank: int | None, environment: MutableMapping[str, str] = os.environ) -> None:
-    """Make wandb continue the folder's run, or begin it if there is none yet. Values that the user has set are kept.
+    """Make wandb continue the folder's run, or begin it. Values that the user has set are kept.
 
-    TorchTitan's WandBLogger takes the id from WANDB_RUN_ID, and wandb itself reads WANDB_RESUME. ``rank`` is given if
-    every rank has a run of its own.
+    TorchTitan's logger reads WANDB_RUN_ID, and wandb WANDB_RESUME. ``rank`` is given if every rank has a run of its own.
     """
     environment.setdefault("WANDB_RUN_ID", run_id if rank is None else f"{run_id}-rank{rank}")
     if not environment.keys() & {"WANDB_RESUME_FROM", "WANDB_FORK_FROM"}:  # wandb refuses both at once

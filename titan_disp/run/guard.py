@@ -23,17 +23,10 @@ Terms = Callable[[], Tensor | None]
 
 
 class GuardedOptimizers(OptimizersContainer):
-    """Hold TorchTitan's optimizers, which step only if loss and gradients are finite on all ranks.
-
-    Attributes:
-        bad_terms: what was not finite in the last step; empty if it was good. Gradients that are all 0 count as not
-            finite, because clipping by an infinite norm leaves zeros.
-        flags: by name, functions that are called once per step for this rank's answer.
-        agreed: by name, whether any rank answered True in the last step.
-    """
+    """Hold TorchTitan's optimizers, which step only if loss and gradients are finite on all ranks."""
 
     def __init__(self, inner: OptimizersContainer, non_finite_terms: Terms, max_skipped_steps: int) -> None:
-        """Wrap what TorchTitan built. ``step`` raises NonFiniteError after ``max_skipped_steps`` skipped ones in a row.
+        """Wrap what TorchTitan built.
 
         ``non_finite_terms`` returns [2] bool on the device: whether this step's local cross-entropy and local dispersion
         are not finite. It returns None if there was no loss.
@@ -42,9 +35,9 @@ class GuardedOptimizers(OptimizersContainer):
         self.optimizers, self.model_parts = inner.optimizers, inner.model_parts
         self._post_init([p for group in inner.param_groups for p in group["params"]], inner.defaults)
         self._counts = torch.zeros(3, dtype=torch.int64)  # steps, skipped, in a row; saved in checkpoints
-        self.bad_terms: list[str] = []
-        self.flags: dict[str, Callable[[], bool]] = {}
-        self.agreed: dict[str, bool] = {}
+        self.bad_terms: list[str] = []  # what was not finite in the last step
+        self.flags: dict[str, Callable[[], bool]] = {}  # asked once per step, by name, for this rank's answer
+        self.agreed: dict[str, bool] = {}  # by name, whether any rank answered True in the last step
         self._told = False
 
     @property
@@ -58,7 +51,7 @@ class GuardedOptimizers(OptimizersContainer):
         return [g for g in local if g.numel()]
 
     def _message(self) -> Tensor:
-        """Return this rank's part of the message, [4 + flags] float32, each 0 or 1: see ``_verdict``."""
+        """Return [4 + flags] float32, each 0 or 1, as ``_verdict`` reads them."""
         gradients = self._gradients()
         norms = torch.stack(torch._foreach_norm(gradients)) if gradients else torch.zeros(1)
         terms = self.non_finite_terms()
@@ -84,11 +77,7 @@ class GuardedOptimizers(OptimizersContainer):
         self.bad_terms = [name for name, bad in verdicts.items() if bad]
 
     def step(self, *args: Any, **kwargs: Any) -> None:
-        """Step on all ranks, or skip the step on all ranks. This is a collective call.
-
-        Raises:
-            NonFiniteError: on all ranks, after ``max_skipped_steps`` skipped steps in a row.
-        """
+        """Step or skip, on all ranks alike: a collective call. Raises NonFiniteError after ``max_skipped_steps`` in a row."""
         if not self.flags and not self._told:
             self._told = True
             logger.warning(
@@ -106,9 +95,8 @@ class GuardedOptimizers(OptimizersContainer):
         logger.warning(f"step {step} is skipped on all ranks: {terms} not finite ({self.in_a_row} in a row)")
         if self.in_a_row >= self.max_skipped_steps:
             raise NonFiniteError(
-                f"step {step}: {terms} not finite, {counted(self.in_a_row, 'step')} in a row (guard.max_skipped_steps). These "
-                "steps changed no weights. Try a lower learning rate or a longer warm-up, or check the "
-                "training data for unusual documents"
+                f"step {step}: {terms} not finite, {counted(self.in_a_row, 'step')} in a row (guard.max_skipped_steps). "
+                "These steps changed no weights. Try a lower learning rate or a longer warm-up, or check the data"
             )
 
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:

@@ -12,12 +12,11 @@ import numpy as np
 BEGIN = ("start", "resume")
 END = ("complete", "stop", "save_failed")
 WHILE_LOADING = ("checkpoint_damaged", "streams_restarted")  # a start writes these before its resume event
-FAULTS = ("skip", "save_failed", *WHILE_LOADING)
 
 
 @dataclass
 class Attempt:
-    """Represent one start of the training processes, reconstructed from its records. Times are seconds since the epoch."""
+    """Represent one start of the training processes. Times are seconds since the epoch."""
 
     began: float  # time of its start or resume event
     job: str  # SLURM's JOB.RESTARTS; empty without SLURM
@@ -41,7 +40,6 @@ class Attempt:
         return self.end is not None and self.end["event"] == "complete"
 
     def how(self) -> str:
-        """Describe what ended the start, by its events."""
         if self.end is None:
             return "no end recorded"
         reason = self.end.get("reason") or self.end.get("error")
@@ -49,10 +47,7 @@ class Attempt:
 
 
 def attempts(written: Sequence[Mapping[str, Any]], events: Sequence[Mapping[str, Any]]) -> list[Attempt]:
-    """Return the starts in order of time, from what ``read_rows`` and ``read_events`` return.
-
-    Without events, there is one start.
-    """
+    """Return the starts in order of time, from ``read_rows`` and ``read_events``. Without events, there is one."""
     signs = [e for e in events if e["event"] not in WHILE_LOADING]
     records = sorted([*written, *signs], key=lambda record: record["time"])
     found: list[Attempt] = []
@@ -72,24 +67,13 @@ def attempts(written: Sequence[Mapping[str, Any]], events: Sequence[Mapping[str,
     return found
 
 
-def repeated_steps(found: Sequence[Attempt]) -> list[int]:
-    """Return the number of each start's steps that were lost, so that the next start repeated them."""
-    return [max(0, a.last_step - b.first_step) for a, b in zip(found, found[1:], strict=False)]
-
-
-def downtimes(found: Sequence[Attempt]) -> list[float]:
-    """Return the seconds from the last activity of each start to the beginning of the next."""
-    return [b.began - a.ended for a, b in zip(found, found[1:], strict=False)]
-
-
 @dataclass(frozen=True)
 class Goodput:
     """Hold the seconds that one or several starts spent, by what they spent them on."""
 
     kept: float = 0.0  # steps that no later start repeated
     repeated: float = 0.0  # steps that a later start repeated
-    # from the beginning of the allocation through the first step, which compiles, or to the last line if that is earlier
-    start_up: float = 0.0
+    start_up: float = 0.0  # from the beginning of the allocation through the first step, which compiles
     checkpoints: float = 0.0
     condensation: float = 0.0
     validation: float = 0.0
@@ -104,38 +88,29 @@ class Goodput:
 
     @property
     def fraction(self) -> float:
-        """Return the fraction of time in kept steps; NaN if there is no time."""
         return self.kept / self.total if self.total else float("nan")
 
     def in_its_allocation(self) -> "Goodput":
-        """Return the goodput of one start without the time before it."""
         return replace(self, waiting=0.0)
 
     def lost(self) -> dict[str, float]:
         """Return the other seconds by kind, the longest first. Kinds below half a second are left out."""
-        parts = {
-            name.replace("_", "-"): seconds for name, seconds in vars(self).items() if name != "kept" and seconds >= 0.5
-        }
-        return dict(sorted(parts.items(), key=lambda part: -part[1]))
+        longest = sorted(vars(self).items(), key=lambda part: -part[1])
+        return {name.replace("_", "-"): seconds for name, seconds in longest if name != "kept" and seconds >= 0.5}
 
 
 def _of(attempt: Attempt, before: Attempt | None, kept_until: int) -> Goodput:
     """Return the goodput of one start. The steps after ``kept_until`` were repeated later."""
     began = attempt.allocated if before is None else max(attempt.allocated, before.ended)
-    steps, spent = [attempt.first_step], [0.0]
-    for step, seconds in attempt.spent:
-        steps.append(step)
-        spent.append(seconds["steps"])
-    last = attempt.spent[-1][1] if attempt.spent else {"steps": 0.0}
-    kept = float(np.interp(kept_until, steps, spent))
+    spent = [(attempt.first_step, {"steps": 0.0}), *attempt.spent]
+    last = spent[-1][1]
+    kept = float(np.interp(kept_until, [step for step, _ in spent], [seconds["steps"] for _, seconds in spent]))
     found = Goodput(
         kept=kept,
         repeated=last["steps"] - kept,
         # If the allocation also had an earlier start, it began before that start's end.
         start_up=max(0.0, last.get("start_up", 0.0) - (began - attempt.allocated)),
-        checkpoints=last.get("checkpoints", 0.0),
-        condensation=last.get("condensation", 0.0),
-        validation=last.get("validation", 0.0),
+        **{kind: last.get(kind, 0.0) for kind in ("checkpoints", "condensation", "validation")},
         waiting=0.0 if before is None or before.complete else began - before.ended,
     )
     rest = max(0.0, attempt.ended - began - (found.total - found.waiting))
@@ -144,7 +119,7 @@ def _of(attempt: Attempt, before: Attempt | None, kept_until: int) -> Goodput:
 
 
 def goodputs(written: Sequence[Mapping[str, Any]], events: Sequence[Mapping[str, Any]]) -> list[Goodput]:
-    """Return the goodput of every start in order. The list is empty if no record says how time was spent."""
+    """Return the goodput of every start in order, or [] if no record says how time was spent."""
     found = attempts(written, events)
     if not any(one.spent for one in found):
         return []
@@ -156,6 +131,5 @@ def goodputs(written: Sequence[Mapping[str, Any]], events: Sequence[Mapping[str,
 
 
 def together(parts: Iterable[Goodput]) -> Goodput:
-    """Sum the goodput of several starts."""
     parts = list(parts)
     return Goodput(**{f.name: sum(getattr(part, f.name) for part in parts) for f in fields(Goodput)})

@@ -1,7 +1,7 @@
 """A checkpoint has an identity: the model's architecture, and every key that fixes the model.
 
-A resume with another identity is refused. The tensors alone would not tell: a model with fewer blocks loads without an
-error, and so does one with as many parameters in other heads.
+A resume with another identity is refused. The tensors alone would not tell: a model with fewer blocks, or with as many
+parameters in other heads, loads without an error.
 """
 
 import json
@@ -22,10 +22,7 @@ NAME = "identity"  # its name among the states of a checkpoint
 
 
 def of_model(job_config: JobConfig, args: BaseModelArgs) -> dict[str, Any]:
-    """Return the names and values that a run must keep, ready for JSON.
-
-    The flavor and the overrides show in ``args``, the arguments of the model.
-    """
+    """Return the names and values that a run must keep, for JSON. The flavor and the overrides show in ``args``."""
     keys = ["model.name", *(key for key in fixed("model") if key != "model.overrides")]
     return {key: operator.attrgetter(key)(job_config) for key in keys} | architecture_of(args)
 
@@ -44,11 +41,7 @@ class Identity:
 
 
 def read_identity(checkpoint: str) -> dict[str, Any]:
-    """Read a checkpoint's identity, which is {} if TorchTitan's own trainer saved the checkpoint.
-
-    Raises:
-        CheckpointError: it cannot be read.
-    """
+    """Read a checkpoint's identity, or {} of one that TorchTitan's own trainer saved. May raise CheckpointError."""
     try:
         if f"{NAME}.json" not in safe_dcp.read_metadata(checkpoint).state_dict_metadata:
             return {}

@@ -2,7 +2,7 @@
 
 DCP alone would not notice a flipped bit in a weight. Each rank hashes its files while it writes them, and sends the
 hashes to the coordinator among the results of its writes. The coordinator writes hashes.json before it renames
-``.metadata``, the last file of a save, to its final name. DCP alone reads such a checkpoint as it reads any other.
+``.metadata``, the last file of a save, to its final name.
 """
 
 import json
@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 from torchtitan.tools.logging import logger
 
-from titan_disp.files import atomic_write, progress
+from titan_disp.files import atomic_write
 from titan_disp.models.hf import INDEX
 from titan_disp.run.safe_dcp import METADATA, parse_metadata, read_metadata
 
@@ -34,6 +34,7 @@ ALGORITHM = "xxh3_128"
 _PREFIX = "titan_disp.hash/"  # marks the hashes among the results of the writes
 _PIECE = 2**18  # bytes hashed and written at a time
 _CHUNK = 2**24  # bytes read at a time
+_DIFFERS = "{} differs from its hash: its content is not what was saved"
 _OF_A_SAVE = rf"__\d+_\d+\.distcp|\.metadata\.tmp|\.{re.escape(HASHES)}\.partial|{re.escape(SAVING)}"  # names
 
 
@@ -55,8 +56,6 @@ class _HashedStream:
 
 
 class _HashingFileSystem(FileSystem):
-    """Extend DCP's file system to hash the files that it writes."""
-
     def __init__(self) -> None:
         self.hashes: dict[str, str] = {}  # of the files that this rank has written, by name
         self.of_ranks: dict[str, str] = {}  # of the files of all ranks, on the coordinator, once they are known
@@ -111,7 +110,7 @@ class HashingWriter(_FileSystemWriter):  # not FileSystemWriter, which ``async_s
 
 
 def read_hashes(folder: str | os.PathLike[str]) -> dict[str, str] | None:
-    """Read the hashes of a checkpoint's files, by name, or None if it was saved without. Raises OSError or ValueError."""
+    """Read the hashes by file name, or None if there are none. Raises OSError or ValueError."""
     try:
         content = json.loads((Path(folder) / HASHES).read_bytes())
     except FileNotFoundError:
@@ -134,14 +133,10 @@ def hash_file(path: Path, read: Callable[[int], object] | None = None) -> str:
     return found.hexdigest()
 
 
-_DIFFERS = "{} differs from its hash: its content is not what was saved"
-
-
 def problem(folder: str | Path) -> str | None:
-    """Return what is wrong with a DCP checkpoint, or None if all files have their full length. No weights are read.
+    """Return what is wrong with a DCP checkpoint, or None. No weights are read, but the lengths of all files are compared.
 
-    If there is a hashes.json, it must have the hash of ``.metadata`` and of every file that is needed, and all files
-    that it names must exist.
+    A hashes.json must have the hash of ``.metadata`` and of every needed file, and name only existing files.
     """
     folder = Path(folder)
     try:
@@ -154,12 +149,13 @@ def problem(folder: str | Path) -> str | None:
         hashes = read_hashes(folder)
     except (OSError, ValueError) as error:
         return f"{HASHES} cannot be read: {error}"
-    if (
-        hashes is not None and hashes.get(METADATA) != xxhash.xxh3_128(content).hexdigest()
-    ):  # before any of it is unpickled
+    # This is compared before any of it is unpickled.
+    if hashes is not None and hashes.get(METADATA) != xxhash.xxh3_128(content).hexdigest():
         return _DIFFERS.format(METADATA)
+    lengths: dict[str, int] = defaultdict(int)  # at least, in bytes
     try:
-        lengths = _lengths(content)
+        for info in (parse_metadata(content).storage_data or {}).values():
+            lengths[info.relative_path] = max(lengths[info.relative_path], info.offset + info.length)
     except Exception as error:  # a damaged pickle can raise anything
         return f"{METADATA} cannot be read: {type(error).__name__}: {error}"
     for name, needed in sorted(lengths.items()):
@@ -184,10 +180,7 @@ def problem(folder: str | Path) -> str | None:
 def damage(
     folder: str | Path, rank: int = 0, world_size: int = 1, read: Callable[[int], object] | None = None
 ) -> str | None:
-    """Read this rank's share of a checkpoint's files completely, and return which one differs from its hash, or None.
-
-    There is nothing to read if it was saved without hashes. ``read`` is called with the number of bytes of each read.
-    """
+    """Return which of this rank's share of the files differs from its hash, or None. ``read`` gets the bytes of each read."""
     folder = Path(folder)
     try:
         hashes = read_hashes(folder) or {}
@@ -202,29 +195,9 @@ def damage(
     return None
 
 
-def verify(folder: str | Path) -> str | None:
-    """Return what is wrong with a checkpoint, or None: first ``problem``, then ``damage`` with a progress bar."""
-    folder = Path(folder)
-    if reason := problem(folder):
-        return reason
-    size = None
-    with suppress(OSError, ValueError):  # ``damage`` says what is wrong
-        size = sum((folder / name).stat().st_size for name in read_hashes(folder) or {})
-    with progress(f"verifying {folder.name}", "B", total=size) as bar:
-        return damage(folder, read=bar.update)
-
-
 def has_hashes(folder: str | Path) -> bool:
     """Return whether a checkpoint can be verified. TorchTitan's own trainer saves no hashes."""
     return (Path(folder) / HASHES).is_file()
-
-
-def _lengths(content: bytes) -> dict[str, int]:
-    """Return the number of bytes that each file must have at least, from the content of ``.metadata``."""
-    length: dict[str, int] = defaultdict(int)
-    for info in (parse_metadata(content).storage_data or {}).values():
-        length[info.relative_path] = max(length[info.relative_path], info.offset + info.length)
-    return length
 
 
 def is_model_only(folder: str | Path) -> bool:
@@ -233,11 +206,7 @@ def is_model_only(folder: str | Path) -> bool:
 
 
 def checkpoints(folder: str | Path, hugging_face: bool = False) -> list[int]:
-    """List the steps of the complete checkpoints in a checkpoint folder, ascending.
-
-    ``hugging_face`` includes those in Hugging Face's format (``checkpoint.last_save_in_hf``), from which no run can
-    resume.
-    """
+    """List the steps of the complete checkpoints, ascending; ``hugging_face``: also those that no run can resume from."""
     try:
         names = os.listdir(folder)
     except FileNotFoundError:
@@ -253,10 +222,7 @@ def is_complete(folder: str | Path, hugging_face: bool = True) -> bool:
 
 
 def rename_step(path: Path, kind: str) -> Path:
-    """Rename step-N to KIND-N, which no longer counts as a checkpoint, and return the new path.
-
-    Before a checkpoint is deleted, which may take minutes, it becomes purging-N.
-    """
+    """Rename step-N to KIND-N, which is no checkpoint; KIND is purging before a deletion, which may take minutes."""
     to = path.with_name(path.name.replace("step-", f"{kind}-"))
     while to.exists():
         to = to.with_name(to.name + "x")
@@ -266,9 +232,8 @@ def rename_step(path: Path, kind: str) -> Path:
 def clean_up(folder: Path) -> None:
     """Delete in the background what unfinished saves and deletions have left in a checkpoint folder, and log it.
 
-    That is ``purging-N``, because nothing else makes such names, and every ``step-N`` that
-    ``is_unfinished``. Any other ``step-N`` without ``.metadata`` may be a checkpoint whose ``.metadata`` was moved away,
-    or an unfinished save of TorchTitan's own trainer, and is kept: only its owner can tell.
+    That is ``purging-N``, and every ``step-N`` that ``is_unfinished``. Any other ``step-N`` without ``.metadata`` may be a
+    checkpoint whose ``.metadata`` was moved away, or a save of TorchTitan's own trainer: only its owner can tell.
 
     Only the process that owns the run folder may call this, and only while it is not saving.
     """
@@ -279,8 +244,8 @@ def clean_up(folder: Path) -> None:
             continue
         if not is_unfinished(path):
             logger.warning(
-                f"{path} has no .metadata, so that no run resumes from it. It may be more than an unfinished save and "
-                "is therefore kept: delete it if you do not need it"
+                f"{path} has no .metadata, so that no run resumes from it. It may be more than an unfinished save: "
+                "delete it if you do not need it"
             )
             continue
         with suppress(OSError):  # a folder that cannot be renamed does no harm
@@ -292,11 +257,7 @@ def clean_up(folder: Path) -> None:
 
 
 def is_unfinished(path: Path) -> bool:
-    """Return whether a folder step-N is empty or holds nothing but a save of titan-disp that began and did not end.
-
-    Then there is ``.saving``, and neither ``.metadata`` nor hashes.json, which is written once all ranks have written
-    everything, nor a file that is not DCP's.
-    """
+    """Return whether a folder step-N is empty, or holds nothing but a save of titan-disp that began and did not end."""
     names = os.listdir(path)
     return not names or (SAVING in names and all(re.fullmatch(_OF_A_SAVE, name) for name in names))
 

@@ -1,8 +1,4 @@
-"""This module has what a run says and hears while it trains.
-
-``Heartbeat`` says what the run is doing, ``Stragglers`` which rank is slow, and ``Clock`` how its time is spent.
-``StopRequest`` hears that the run is asked to stop.
-"""
+"""While a run trains, it says what it does, which rank is slow and how time is spent, and hears requests to stop."""
 
 import faulthandler
 import json
@@ -29,21 +25,22 @@ from titan_disp.dispersion.autograd import all_gather
 from titan_disp.run.folder import job_id
 from titan_disp.run.reader import HEARTBEAT, STOP
 
+KINDS = ("start_up", "steps", "checkpoints", "condensation", "validation")  # of time
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+NOTICED = 1.2  # a rank is slow if its own time is longer than this times the median
 PAUSE = 1.0  # seconds between two writes of the same kind: steps may be shorter, and the file system may be shared
 
 
 class Heartbeat:
     """Write what the run is doing and how long that may take, and arm the faulthandler.
 
-    Collective operations have time-outs. A hanging file system, or any other stall in which no rank waits for another,
-    has none and would hold all GPUs until the job's time limit. Rank 0 therefore writes RUN/heartbeat.json whenever it
-    begins something, and slurm/supervise.py ends a run that has been silent for longer than this file allows. At that
-    moment, Python's faulthandler writes the stack traces of every rank's threads into the rank's log, so that the
-    hanging rank can be found.
+    Collective operations have time-outs. A stall in which no rank waits for another, as of a file system, has none and
+    would hold all GPUs until the job's time limit. Rank 0 therefore writes RUN/heartbeat.json whenever it begins
+    something, and slurm/supervise.py ends a run that is silent for longer than this file allows. At that moment, Python's
+    faulthandler writes the stack traces of every rank's threads into the rank's log, to show which rank hangs.
     """
 
     def __init__(self, run: Path | None, job_config: JobConfig) -> None:
-        """Take the time limits from the config. ``run`` is the run folder on rank 0, and None on other ranks."""
         self.file = run / HEARTBEAT if run is not None else None
         comm, guard = job_config.comm, job_config.guard  # type: ignore[attr-defined]
         # The first one holds until the first step has ended.
@@ -54,28 +51,22 @@ class Heartbeat:
         self._doing, self._written, self._began = "", -PAUSE, time.monotonic()
 
     def allowed(self, doing: str) -> float:
-        """Return the seconds allowed until the next heartbeat.
-
-        A time-out counts twice, because that of another rank may have to pass before this rank's begins.
-        """
+        """Return the seconds allowed until the next heartbeat."""
         if doing == "save":
             return self.save + self.silence
         timeout = self.train_timeout if doing == "step" and self._steps else self.init_timeout
+        # Twice, because the time-out of another rank may have to pass before this rank's begins.
         return 2 * max(timeout, self.slowest) + self.silence
 
     def step(self, step: int) -> None:
-        """Note that the step which ``begin("step", …)`` announced has ended, and announce the next one."""
+        """Note that the announced step has ended, and announce the next one."""
         if self._steps:
             self.slowest = max(self.slowest, time.monotonic() - self._began)
         self._steps += 1
         self.begin("step", step)
 
     def begin(self, doing: str, step: int) -> None:
-        """Announce something that may take long: start, step, save, validation or condensation.
-
-        The faulthandler is armed on every rank. The file is written on rank 0, for the same thing at most once per
-        ``PAUSE``.
-        """
+        """Announce something that may take long: start, step, save, validation or condensation."""
         now, allowed = time.monotonic(), self.allowed(doing)
         faulthandler.dump_traceback_later(allowed, file=2)  # stderr, which is this rank's log
         self._began = now
@@ -89,24 +80,15 @@ class Heartbeat:
             os.replace(partial, self.file)
 
     def close(self) -> None:
-        """Disarm the faulthandler and remove the heartbeat file: nothing is expected any more."""
         faulthandler.cancel_dump_traceback_later()
         if self.file is not None:
             with suppress(OSError):
                 self.file.unlink(missing_ok=True)
 
 
-NOTICED = 1.2  # times the median of all ranks' own time
-
-
 def straggler(own: Sequence[float], hosts: Sequence[str]) -> dict[str, Any] | None:
-    """Find the slowest rank from the own seconds per step and the host of every rank.
-
-    Returns:
-        ``rank``, ``host``, ``seconds`` and ``median`` of all ranks; or None if it takes at most ``NOTICED`` times the
-        median. With two ranks in the middle, the faster one is the median, so that one of two ranks can be found slow.
-    """
-    median = median_low(own)
+    """Find the slowest rank, with its host, from all ranks' own seconds per step. None is slow up to ``NOTICED``."""
+    median = median_low(own)  # the faster of two ranks in the middle, so that one of two ranks can be found slow
     slowest = max(range(len(own)), key=own.__getitem__)
     if own[slowest] <= NOTICED * median:
         return None
@@ -117,25 +99,23 @@ class Stragglers:
     """Find the rank for which the others wait.
 
     In every step, ranks first meet where TorchTitan sums the valid tokens of all ranks and reads the sum on the host.
-    The time from the arrival of a rank's last microbatch to its first forward is time spent waiting for the slowest
-    rank. The rest of a step's wall time is the rank's *own* time. Measuring it waits for no GPU.
+    From the arrival of its last microbatch to its first forward, a rank waits for the slowest one. The rest of a step's
+    wall time is the rank's *own* time. Measuring it waits for no GPU.
 
-    This finds hosts that are slow at loading data, in Python or at writing logs, or that stop for a while. It does not
-    find a GPU that computes slowly: in forward and backward, all ranks wait for it inside collective operations, where
-    the host cannot tell waiting from computing. (slurm/check_nodes.sbatch checks GPUs and measures links.) Nor does it
-    find a difference between ranks of one tensor- or context-parallel group.
+    This finds hosts that are slow at loading data, in Python or at writing logs, or that stop for a while. It finds no
+    GPU that computes slowly, because the host cannot tell computing from waiting inside collective operations
+    (slurm/check_nodes.sbatch checks GPUs), and no difference between ranks of one tensor- or context-parallel group.
     """
 
     def __init__(self) -> None:
-        # When the current interval began; None until the first comparison, because a run's first step compiles.
-        self._since: float | None = None
+        self._since: float | None = None  # None until the first comparison, because a run's first step compiles
         self._waited = 0.0
         self._steps = 0
         self._arrived: float | None = None
         self._hosts: list[str] = []
 
     def arrived(self) -> None:
-        """Note that a microbatch has arrived. With the last one of a step, this rank is ready to meet the others."""
+        """Note that a microbatch has arrived. With a step's last one, this rank is ready to meet the others."""
         self._arrived = time.perf_counter()
 
     def met(self) -> None:
@@ -153,7 +133,7 @@ class Stragglers:
         return own
 
     def find(self) -> dict[str, Any] | None:
-        """Find the slowest rank as ``straggler`` does. A collective call that gathers a number, and once host names."""
+        """Call ``straggler`` with what all ranks say. This is a collective call."""
         if not self._hosts:
             self._hosts = [""] * dist.get_world_size()
             dist.all_gather_object(self._hosts, socket.gethostname())
@@ -163,11 +143,8 @@ class Stragglers:
         return straggler(every.tolist(), self._hosts)
 
 
-KINDS = ("start_up", "steps", "checkpoints", "condensation", "validation")
-
-
 def process_began() -> float:
-    """Return when this process started, in seconds since the epoch. Outside of Linux, return the present time."""
+    """Return when this process started, in seconds since the epoch; outside of Linux, the present time."""
     with suppress(OSError, ValueError, StopIteration, IndexError):
         ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
         boot = next(int(line.split()[1]) for line in Path("/proc/stat").read_text().splitlines() if "btime" in line)
@@ -185,9 +162,8 @@ def allocation_began(environment: Mapping[str, str] = os.environ) -> float:
 class Clock:
     """Count the seconds since the allocation began, by kind, for ``spent`` in metrics.jsonl and events.jsonl.
 
-    The first step counts as start-up, because most of it is compilation. So does the time before it that has no kind of
-    its own. After the first step, such time belongs to no kind.
-    Setting the machine's clock has no effect.
+    The first step, most of which is compilation, counts as start-up, and so does the time before it that has no kind of
+    its own. After the first step, such time belongs to no kind. Setting the machine's clock has no effect.
     """
 
     def __init__(self, began: float) -> None:
@@ -225,18 +201,12 @@ class Clock:
         return {kind: round(seconds, 3) for kind, seconds in self.spent().items()}
 
 
-SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
-
-
 class StopRequest:
     """Hold this rank's view of the request to stop, which is a signal or a file in the run folder.
 
     SLURM signals a job some minutes before its end. The batch script cannot pass the signal on through torchrun (USR1
     kills torchrun's agent), so it writes its id, JOB.RESTART, to the file RUN/stop. A rank may also be signalled
-    directly. As soon as one rank knows of the request, the training loop makes all ranks agree, save and end.
-
-    A user may also create RUN/stop. That file stays until the user removes it, and until then no start of the run
-    trains.
+    directly. A user may also create RUN/stop: until the user removes that file, no start of the run trains.
     """
 
     def __init__(self, run: Path | None) -> None:
@@ -245,7 +215,7 @@ class StopRequest:
         self.reason: str | None = None  # why this rank was asked to stop
         if self._of_a_job() not in (None, job_id()):
             logger.info(f"removed {self.file}, which an earlier job left")
-            self._remove()
+            self.done()
         self._previous: dict[int, Any] = {}
         if threading.current_thread() is threading.main_thread():
             self._previous = {number: signal.signal(number, self._heard) for number in SIGNALS}
@@ -264,12 +234,8 @@ class StopRequest:
             return text if re.fullmatch(r"\d+\.\d+", text) else None
         return None
 
-    def _remove(self) -> None:
-        if self.file is not None:
-            self.file.unlink(missing_ok=True)
-
     def held(self) -> bool:
-        """Return whether there is a user's stop file. If so, no start of the run trains."""
+        """Return whether there is a user's stop file."""
         return self._is_there() and self._of_a_job() is None
 
     def __call__(self) -> bool:
@@ -279,12 +245,11 @@ class StopRequest:
         return self.reason is not None
 
     def done(self) -> None:
-        """Remove a job's stop file after the run has stopped, so that it does not stop the next start."""
-        if self._of_a_job() is not None:
-            self._remove()
+        """Remove a job's stop file, so that it does not stop the next start."""
+        if self.file is not None and self._of_a_job() is not None:
+            self.file.unlink(missing_ok=True)
 
     def close(self) -> None:
-        """Restore the previous signal handlers."""
         for number, handler in self._previous.items():
             signal.signal(number, handler)
         self._previous = {}

@@ -1,7 +1,6 @@
 """This module adds to TorchTitan's metrics: each loss term apart, a stable TensorBoard folder, and metrics.jsonl.
 
-This works under TorchTitan's own trainer too, because it needs only two methods. The trainer calls ``should_log`` on
-every rank in every step, and ``log`` on every rank when a step is logged.
+Any trainer calls ``should_log`` on every rank in every step, and ``log`` on every rank when a step is logged.
 """
 
 import copy
@@ -35,19 +34,12 @@ HEATMAP_RATIO = 1.25  # smallest ratio of the steps of two successive heatmaps i
 
 
 def _said(data: dict[str, float]) -> str:
-    """Format the epochs and the wait for data for the console."""
-    epochs = ", ".join(
-        f"{name.partition('/')[2]} {x:.3f}".strip() for name, x in data.items() if name.startswith("epochs_read")
-    )
-    return f"  epochs: {epochs}  waiting for data: {data['wait_fraction']:.0%}" if data else ""
+    epochs = [f"{name.partition('/')[2]} {x:.3f}".strip() for name, x in data.items() if name.startswith("epochs_read")]
+    return f"  epochs: {', '.join(epochs)}  waiting for data: {data['wait_fraction']:.0%}" if data else ""
 
 
 class TensorBoardFolder(BaseLogger):
-    """Log to one TensorBoard folder per run folder, across requeues. TorchTitan would name it by the date.
-
-    The writer is opened at the first log, when the step is known: its ``purge_step`` hides what a killed job wrote after
-    the checkpoint from which this job resumed.
-    """
+    """Log to one TensorBoard folder per run folder, across requeues. TorchTitan would name it by the date."""
 
     def __init__(self, folder: str) -> None:
         self.folder = folder
@@ -55,7 +47,7 @@ class TensorBoardFolder(BaseLogger):
         self._next_heatmap = 0.0  # step
 
     def _open(self, step: int) -> SummaryWriter:
-        if self._writer is None:
+        if self._writer is None:  # purge_step hides what a killed job wrote after the checkpoint that this job resumed
             self._writer = SummaryWriter(self.folder, max_queue=1000, purge_step=step)
         return self._writer
 
@@ -65,7 +57,7 @@ class TensorBoardFolder(BaseLogger):
             writer.add_scalar(name, value, step)
 
     def log_heatmap(self, found: Condensation, step: int) -> None:
-        """Log a heatmap, but only at growing distances, because all ranks wait a fifth of a second for each."""
+        """Log a heatmap at growing distances, because all ranks wait a fifth of a second for each."""
         if step < self._next_heatmap:
             return
         self._next_heatmap = HEATMAP_RATIO * step
@@ -89,8 +81,8 @@ class DispersionMetrics(MetricsProcessor):
         self, job_config: JobConfig, parallel_dims: ParallelDims, ledger: LossLedger, loader: StreamLoader | None = None
     ) -> None:
         rank = dist.get_rank()
+        own = rank if job_config.metrics.save_for_all_ranks else None
         if job_config.metrics.enable_wandb:
-            own = rank if job_config.metrics.save_for_all_ranks else None
             continue_wandb(on_rank_0(wandb_run_id, job_config.job.dump_folder), own)
         stock = copy.copy(job_config)
         stock.metrics = dataclasses.replace(job_config.metrics, enable_tensorboard=False)
@@ -106,9 +98,9 @@ class DispersionMetrics(MetricsProcessor):
             self._jsonl.parent.mkdir(parents=True, exist_ok=True)
         self._tensorboard: TensorBoardFolder | None = None
         self.tensorboard_folder = os.path.join(job_config.job.dump_folder, job_config.metrics.save_tb_folder)
-        if job_config.metrics.enable_tensorboard and (rank == 0 or job_config.metrics.save_for_all_ranks):
-            if job_config.metrics.save_for_all_ranks:
-                self.tensorboard_folder = os.path.join(self.tensorboard_folder, f"rank_{rank}")
+        if job_config.metrics.enable_tensorboard and (rank == 0 or own is not None):
+            if own is not None:
+                self.tensorboard_folder = os.path.join(self.tensorboard_folder, f"rank_{own}")
             both = LoggerContainer()
             both.add_logger(self.logger)
             self._tensorboard = TensorBoardFolder(self.tensorboard_folder)
@@ -126,16 +118,11 @@ class DispersionMetrics(MetricsProcessor):
             self._first_log = (now, tokens)
         else:
             since, then = self._first_log
-            pace = (tokens - then) / (now - since)
-            left = f", {timedelta(seconds=round((total - tokens) / pace))} left"
+            left = f", {timedelta(seconds=round((total - tokens) * (now - since) / (tokens - then)))} left"
         return f" of {total:,} ({tokens / total:.1%}{left})"
 
     def data_metrics(self, seconds: float) -> dict[str, float]:
-        """Combine the loader's counters of all ranks by sum or maximum (``loader.LARGEST``). This is a collective call.
-
-        stored_bytes_per_second and wait_fraction refer to the ``seconds`` since the last log. wait_fraction is that of
-        the rank that waited longest for its data.
-        """
+        """Combine the loader's counters, and rates over ``seconds``, of all ranks by sum or maximum. A collective call."""
         if self._loader is None:
             return {}
         counted, last = self._loader.counters(), self._counted
@@ -147,14 +134,12 @@ class DispersionMetrics(MetricsProcessor):
         mesh = self.parallel_dims.get_optional_mesh("batch")
         if mesh is None:
             return counters
-        values = torch.tensor(list(counters.values()), dtype=torch.float64, device=utils.device_type)
-        summed, most = values.clone(), values.clone()
+        summed = torch.tensor(list(counters.values()), dtype=torch.float64, device=utils.device_type)
+        most = summed.clone()
         dist.all_reduce(summed, group=mesh.get_group())
         dist.all_reduce(most, op=dist.ReduceOp.MAX, group=mesh.get_group())
-        return {
-            name: (m if is_largest(name) else s)
-            for name, s, m in zip(counters, summed.tolist(), most.tolist(), strict=True)
-        }
+        both = zip(counters, summed.tolist(), most.tolist(), strict=True)
+        return {name: (m if is_largest(name) else s) for name, s, m in both}
 
     def should_log(self, step: int) -> bool:
         if super().should_log(step):
@@ -163,12 +148,7 @@ class DispersionMetrics(MetricsProcessor):
         return False
 
     def log(
-        self,
-        step: int,
-        global_avg_loss: float,
-        global_max_loss: float,
-        grad_norm: float,
-        extra_metrics: dict[str, Any] | None = None,
+        self, step: int, global_avg_loss: float, global_max_loss: float, grad_norm: float, extra_metrics: Any = None
     ) -> None:
         mesh = self.parallel_dims.get_optional_mesh("loss")
         terms = self.ledger.mean(mesh) or {"ce": global_avg_loss, "dispersion": 0.0}
@@ -194,8 +174,7 @@ class DispersionMetrics(MetricsProcessor):
         if slowest is not None:
             logger.warning(
                 f"step {step}: rank {slowest['rank']} on {slowest['host']} is slow: its own work takes "
-                f"{slowest['seconds']:.3f} s per step, while that of half of the ranks takes {slowest['median']:.3f} s "
-                "or less"
+                f"{slowest['seconds']:.3f} s per step, and that of half of the ranks at most {slowest['median']:.3f} s"
             )
         if self._jsonl is not None:
             record = {
@@ -231,15 +210,13 @@ class DispersionMetrics(MetricsProcessor):
                 self._tensorboard.log_heatmap(found, step)
             found.save(self._jsonl.parent / "condensation" / f"step-{step}.npz")
         except Exception as error:  # of matplotlib, or a full disk: a picture must not end a run
-            logger.warning(
-                f"step {step}: the histograms of condensation could not be saved: {type(error).__name__}: {error}"
-            )
+            why = f"{type(error).__name__}: {error}"
+            logger.warning(f"step {step}: the histograms of condensation could not be saved: {why}")
         writing = time.perf_counter() - began
         self.time_last_log += writing
         seconds += writing
-        append_json(
-            self._jsonl, {"step": step, "time": time.time(), "condensation": found.to_json(), "seconds": seconds}
-        )
+        row = {"step": step, "time": time.time(), "condensation": found.to_json(), "seconds": seconds}
+        append_json(self._jsonl, row)
         cosines = " ".join(f"{c:.2f}" for c in found.mean_cosine[:-1])
         logger.info(
             f"{self.color.cyan}step: {step:2}  held-out text: ce: {found.cross_entropy:8.5f}  "
@@ -248,20 +225,13 @@ class DispersionMetrics(MetricsProcessor):
         )
 
     def _condensation_scalars(self, found: Condensation) -> dict[str, float]:
-        """Return the scalars of a measurement, by tag, without those that are NaN."""
-        scalars = {
-            f"condensation_{name}/{part}": value
-            for name, parts in found.by_part().items()
-            for part, value in parts.items()
-        }
+        scalars = {"held_out/cross_entropy": found.cross_entropy}
+        for name, parts in found.by_part().items():
+            scalars |= {f"condensation_{name}/{part}": value for part, value in parts.items()}
         if self.job_config.condensation.per_layer:  # type: ignore[attr-defined]  # 4 × 29 scalars for 0.6B
-            scalars |= {
-                f"condensation_{name}/layer_{i:02}": values[i]
-                for name, values in found.by_layer().items()
-                for i in range(found.last_block + 1)
-            }
+            for name, values in found.by_layer().items():
+                scalars |= {f"condensation_{name}/layer_{i:02}": values[i] for i in range(found.last_block + 1)}
         for where, over_depth in (("before_norm", found.before_norm), ("after_norm", found.after_norm)):
             scalars[f"condensation/spearman_{where}"] = over_depth.spearman
             scalars[f"condensation/kendall_{where}"] = over_depth.kendall
-        scalars["held_out/cross_entropy"] = found.cross_entropy
         return {tag: value for tag, value in scalars.items() if not math.isnan(value)}

@@ -1,7 +1,4 @@
-"""This module reads a run's folder. docs/run_folder.md lists its files, their fields, and what holds after a crash.
-
-The run may be training or interrupted, so that files may be missing, and lines of .jsonl files may be cut.
-"""
+"""This module reads a run's folder (docs/run_folder.md), of which files may be missing and lines of .jsonl files cut."""
 
 import contextlib
 import json
@@ -22,12 +19,7 @@ def is_run(path: str | Path) -> bool:
 
 
 def read_config(run: str | Path) -> dict[str, Any]:
-    """Read the resolved config of the newest start that trained.
-
-    Raises:
-        OSError: there is none, or it cannot be read.
-        ValueError: it is not an object of JSON, or not UTF-8.
-    """
+    """Read the resolved config of the newest start that trained. Raises OSError, or ValueError if it is no JSON object."""
     return _read_object(Path(run) / CONFIG)
 
 
@@ -48,58 +40,52 @@ def read_failures(run: str | Path) -> dict[str, Any]:
 
 def read_transitions(run: str | Path) -> list[dict[str, Any]]:
     """Read the supervisor's states and their reasons, in order."""
-    return _read_lines(Path(run) / SUPERVISOR)
+    return read_json_lines(Path(run) / SUPERVISOR)
 
 
 def read_rows(run: str | Path) -> list[dict[str, Any]]:
     """Read the training rows in the order of writing, including steps repeated after a resume."""
-    return [record for record in _read_lines(Path(run) / METRICS) if "condensation" not in record]
+    return [record for record in read_json_lines(Path(run) / METRICS) if "condensation" not in record]
 
 
 def read_metrics(run: str | Path) -> dict[int, dict[str, Any]]:
-    """Read the training rows by step. If a step was repeated after a resume, its last row counts."""
+    """Read the training rows ``by_step``."""
     return by_step(read_rows(run))
 
 
 def read_condensation(run: str | Path) -> dict[int, dict[str, Any]]:
     """Read the measurements on held-out text by step, as ``Condensation.to_json`` wrote them."""
-    found = by_step([record for record in _read_lines(Path(run) / METRICS) if "condensation" in record])
-    return {step: row["condensation"] for step, row in found.items()}
+    rows = [record for record in read_json_lines(Path(run) / METRICS) if "condensation" in record]
+    return {step: row["condensation"] for step, row in by_step(rows).items()}
 
 
 def read_events(run: str | Path) -> list[dict[str, Any]]:
     """Read the events in order, with times in seconds since the epoch as in the rows."""
-    events = _read_lines(Path(run) / EVENTS)
+    events = read_json_lines(Path(run) / EVENTS)
     return [{**event, "time": datetime.fromisoformat(event["time"]).timestamp()} for event in events]
 
 
 def read_validation(run: str | Path) -> dict[int, float]:
-    """Read the validation losses by step, ascending, which TorchTitan writes only to TensorBoard's files.
-
-    If a step was repeated after a resume, its last loss counts.
-    """
+    """Read the validation losses by step, ascending, from TensorBoard's files. Of a repeated step, the last one counts."""
     config = read_config(run)
     if not config.get("validation", {}).get("enable"):
         return {}
-    folder = Path(run) / config["metrics"]["save_tb_folder"]
-    if (folder / "rank_0").is_dir():  # with metrics.save_for_all_ranks
-        folder = folder / "rank_0"
-    if not folder.is_dir():
+    folders = [Path(run) / config["metrics"]["save_tb_folder"] / rank for rank in ("rank_0", "")]
+    folder = next((one for one in folders if one.is_dir()), None)  # rank_0 is there with metrics.save_for_all_ranks
+    if folder is None:
         return {}
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator  # takes a second to import
 
     keep = {"scalars": 0, "images": 1}  # 0 keeps all of them
     board = EventAccumulator(str(folder), size_guidance=keep, purge_orphaned_data=False).Reload()
-    if VALIDATION_LOSS not in board.Tags()["scalars"]:
-        return {}
-    losses = {event.step: event.value for event in board.Scalars(VALIDATION_LOSS)}
-    return dict(sorted(losses.items()))
+    events = board.Scalars(VALIDATION_LOSS) if VALIDATION_LOSS in board.Tags()["scalars"] else []
+    return dict(sorted({event.step: event.value for event in events}.items()))
 
 
 def read_json_lines(path: str | Path) -> list[dict[str, Any]]:
-    """Read the records of a .jsonl file, except lines left unfinished or garbled by killed processes or dead nodes."""
+    """Read the records of a .jsonl file, [] if there is none. Lines that killed processes left unfinished are left out."""
     records = []
-    for line in Path(path).read_bytes().splitlines():
+    for line in Path(path).read_bytes().splitlines() if Path(path).exists() else []:
         with contextlib.suppress(ValueError):
             records.append(json.loads(line))
     return [record for record in records if isinstance(record, dict)]
@@ -116,10 +102,6 @@ def flatten(nested: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     for key, value in nested.items():
         flat |= flatten(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
     return flat
-
-
-def _read_lines(path: Path) -> list[dict[str, Any]]:
-    return read_json_lines(path) if path.exists() else []
 
 
 def _read_object(path: Path) -> dict[str, Any]:

@@ -28,14 +28,12 @@ _ENUM: Any = metadata._MEM_FORMAT_ENCODING
 
 
 def _refused(what: str) -> pickle.UnpicklingError:
-    return pickle.UnpicklingError(
-        f"it {what}, which no checkpoint needs: PyTorch did not write this file, or it is damaged. "
-        "Nothing in it was executed"
-    )
+    why = "which no checkpoint needs: PyTorch did not write this file, or it is damaged. Nothing in it was executed"
+    return pickle.UnpicklingError(f"it {what}, {why}")
 
 
 def _member(kind: Any, name: str) -> Any:
-    """Return a member of the one enum in checkpoints. Python 3.11.0 to 3.11.3 pickle it as getattr(enum, name)."""
+    # Python 3.11.0 to 3.11.3 pickle the one enum in checkpoints as getattr(enum, name).
     if kind is not _ENUM or name not in _ENUM.__members__:
         raise _refused(f"takes the attribute {name!r}")
     return _ENUM[name]
@@ -60,8 +58,6 @@ _ALLOWED: dict[tuple[str, str], Any] = {
     ("torch.serialization", "_get_layout"): torch.serialization._get_layout,  # type: ignore[attr-defined]
     **{("torch", name): value for name, value in vars(torch).items() if isinstance(value, torch.dtype)},
 }
-
-
 _CLASSES = {value for value in _ALLOWED.values() if dataclasses.is_dataclass(value)}
 # These are opcodes of protocols 4 and 5, which Python ≥ 3.8 writes.
 _OPCODES = (
@@ -79,9 +75,8 @@ class _Dispatch(dict[int, Any]):
 class _Unpickler(pickle._Unpickler):
     """Extend Python's unpickler, not C's: there, six bytes (LONG_BINPUT) take 64 GB, and BUILD may change classes."""
 
-    dispatch = _Dispatch(
-        {code: pickle._Unpickler.dispatch[code] for code in (getattr(pickle, name)[0] for name in _OPCODES.split())}
-    )
+    _codes = [getattr(pickle, name)[0] for name in _OPCODES.split()]
+    dispatch = _Dispatch({code: pickle._Unpickler.dispatch[code] for code in _codes})
 
     def find_class(self, module: str, name: str) -> Any:
         try:
@@ -101,13 +96,9 @@ class _Unpickler(pickle._Unpickler):
 
 @functools.lru_cache(maxsize=1)  # a resume reads the same file several times, and Python's unpickler is slow
 def parse_metadata(content: bytes) -> Metadata:
-    """Return the content of a ``.metadata`` file: for each name, its type and shape, and its place in the files.
+    """Return the content of a ``.metadata`` file, which callers must not change.
 
-    Callers must not change it.
-
-    Raises:
-        UnpicklingError: the file names something that no checkpoint needs.
-        Exception: of any kind, if the file is damaged.
+    Raises UnpicklingError if it names something that no checkpoint needs, and any Exception if it is damaged.
     """
     found = _Unpickler(io.BytesIO(content)).load()
     if not isinstance(found, Metadata):
@@ -123,7 +114,7 @@ def parse_metadata(content: bytes) -> Metadata:
 
 
 def read_metadata(folder: str | os.PathLike[str]) -> Metadata:
-    """Return the content of a checkpoint's ``.metadata``. Raises OSError, and what ``parse_metadata`` raises."""
+    """Return what ``parse_metadata`` returns of a checkpoint, or raise what it raises, or OSError."""
     return parse_metadata((Path(folder) / METADATA).read_bytes())
 
 
@@ -147,7 +138,7 @@ class LoadPlanner(DefaultLoadPlanner):
 
 
 def load(state_dict: dict[str, Any], folder: str | os.PathLike[str], no_dist: bool = False) -> None:
-    """Load as ``torch.distributed.checkpoint.load`` does, from a folder, and raise what it raises."""
+    """Load as ``torch.distributed.checkpoint.load`` does, and raise what it raises."""
     with warnings.catch_warnings():
         if no_dist:  # a single process is what was asked for
             warnings.filterwarnings("ignore", "torch.distributed is disabled")

@@ -15,13 +15,14 @@ from torchtitan.tools.logging import logger
 
 from titan_disp.data.tokenizer import check_fits, load_tokenizer
 from titan_disp.errors import CheckpointError, ConfigError, counted
+from titan_disp.lab.export.inventory import verify
 from titan_disp.models.arguments import DispModelArgs, architecture_of, named
 from titan_disp.models.decoder import DispModel
 from titan_disp.models.hf import HfAdapter
 from titan_disp.models.registry import MODELS, ModelEntry, find_model, model_args
 from titan_disp.run import safe_dcp
 from titan_disp.run.identity import differences, read_identity
-from titan_disp.run.integrity import HASHES, checkpoints, has_hashes, verify
+from titan_disp.run.integrity import HASHES, checkpoints, has_hashes
 from titan_disp.run.reader import is_run, read_config
 
 

@@ -25,12 +25,13 @@ from titan_disp.condensation.heatmap import layer_label, new_figure, plain
 from titan_disp.condensation.record import Condensation
 from titan_disp.lab.plots import LINES, MEAN_COSINE, OKABE_ITO
 from titan_disp.lab.report.gather import Run, conditions
-from titan_disp.run.history import FAULTS, Attempt
+from titan_disp.run.history import WHILE_LOADING, Attempt
 from titan_disp.text import short
 
 BINS = 500  # most points of a line: two pixels each in the widest chart
 SIZE = (5.6, 3.3)  # inches: a column on a laptop, and still readable at a phone's width
 BEGINNING = 0.05  # fraction of a run: at first the loss is so high that the rest would look flat
+FAULTS = ("skip", "save_failed", *WHILE_LOADING)  # events
 
 
 def drawing() -> AbstractContextManager[None]:

@@ -14,7 +14,7 @@ import numpy as np
 from titan_disp.condensation.record import Condensation, blocks_mean
 from titan_disp.errors import counted
 from titan_disp.lab.report.gather import ABSENT, Run, conditions, defaults, side_by_side, unlike
-from titan_disp.run.history import Goodput, downtimes, repeated_steps, together
+from titan_disp.run.history import Attempt, Goodput, together
 from titan_disp.run.reader import flatten
 from titan_disp.text import NOTHING, duration, number
 
@@ -220,6 +220,16 @@ def environments(runs: Sequence[Run]) -> Rows:
 
 def _as_settings(rows: Mapping[str, Sequence[Any]]) -> Rows:
     return {key: [NOTHING if value is ABSENT else _setting(value) for value in values] for key, values in rows.items()}
+
+
+def repeated_steps(found: Sequence[Attempt]) -> list[int]:
+    """Return the number of each start's steps that were lost, so that the next start repeated them."""
+    return [max(0, a.last_step - b.first_step) for a, b in zip(found, found[1:], strict=False)]
+
+
+def downtimes(found: Sequence[Attempt]) -> list[float]:
+    """Return the seconds from the last activity of each start to the beginning of the next."""
+    return [b.began - a.ended for a, b in zip(found, found[1:], strict=False)]
 
 
 def starts(run: Run, now: float) -> list[list[str]]:

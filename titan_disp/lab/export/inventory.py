@@ -4,6 +4,7 @@ import json
 import os
 import re
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -11,8 +12,9 @@ from pathlib import Path
 from safetensors import safe_open
 
 from titan_disp.errors import ConfigError
+from titan_disp.files import progress
 from titan_disp.models.hf import INDEX
-from titan_disp.run.integrity import has_hashes, is_model_only, verify
+from titan_disp.run.integrity import damage, has_hashes, is_model_only, problem, read_hashes
 from titan_disp.run.reader import read_config, read_events
 from titan_disp.run.safe_dcp import METADATA
 
@@ -67,6 +69,18 @@ def inventory(run: str | Path, step: int | None = None) -> Iterator[Found]:
         except FileNotFoundError:
             continue  # the run has deleted it in the meantime
         yield Found(name, number, modified, size, damaged, state)
+
+
+def verify(folder: str | Path) -> str | None:
+    """Return what is wrong with a checkpoint, or None: first ``problem``, then ``damage`` with a progress bar."""
+    folder = Path(folder)
+    if reason := problem(folder):
+        return reason
+    size = None
+    with suppress(OSError, ValueError):  # ``damage`` says what is wrong
+        size = sum((folder / name).stat().st_size for name in read_hashes(folder) or {})
+    with progress(f"verifying {folder.name}", "B", total=size) as bar:
+        return damage(folder, read=bar.update)
 
 
 def _state(path: Path) -> tuple[bool, str]:
