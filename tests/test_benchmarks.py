@@ -70,8 +70,11 @@ def test_cost_of_a_measurement():
     found = {}
     for ranks, step_seconds in ((8, 6.8), (64, 0.858), (640, 0.088)):
         plan = SimpleNamespace(
-            **{"gpu": "H100", "mfu": 0.4, "steps": 39_673, "flops_per_step": 1.96e16, "global_batch_size": 1920},
-            **{"local_batch_size": 1, "data_parallel": ranks, "seq_len": 2048, "step_seconds": step_seconds},
+            machine=SimpleNamespace(gpu="H100", mfu=0.4),
+            model=SimpleNamespace(flops=1.96e16),
+            mesh=SimpleNamespace(data_parallel=ranks),
+            batch=SimpleNamespace(steps=39_673, global_batch_size=1920, local_batch_size=1, seq_len=2048),
+            time=SimpleNamespace(step_seconds=step_seconds),
         )
         found[ranks] = cost(job_config, plan, {"eigenvalues": 0.014, "heatmap": 0.16, "files": 0.003})
     assert found[640] == {
