@@ -1,7 +1,4 @@
-"""This module reads the documents of one file, one after another, by the reader of its format.
-
-Documents that no slot of this rank owns are passed over without being parsed.
-"""
+"""This module reads the documents of one file, one after another, by the reader of its format."""
 
 import gzip
 import io
@@ -70,13 +67,10 @@ class Documents:
             raise DamagedFile(f"{type(error).__name__}: {error}") from error
         except Exception as error:  # pyarrow raises its own
             remote = self._raw if isinstance(self._raw, RemoteFile) else None
-            lost = remote.error if remote is not None else None
             self.close()
-            if lost is not None:
-                raise DataError(
-                    f"cannot read {self.file.url} within {self.options.retry_seconds:g} s (stream.retry_seconds): "
-                    f"{type(lost).__name__}: {lost}"
-                ) from error
+            if remote is not None and (lost := remote.error) is not None:
+                within = f"within {self.options.retry_seconds:g} s (stream.retry_seconds)"
+                raise DataError(f"cannot read {self.file.url} {within}: {type(lost).__name__}: {lost}") from error
             # Decoders raise OSError too, but only the operating system sets errno.
             if remote is not None or not (isinstance(error, OSError) and error.errno is not None):
                 raise DamagedFile(f"{type(error).__name__}: {error}") from error
