@@ -110,8 +110,8 @@ def _of_folder(folder: str, split: str, where: str, c4: bool) -> list[str]:
     if any(path.endswith(SUFFIXES) and not path.endswith(PLAIN_TEXT) for path in found):
         # Beside documents in other formats, plain text is about them (README.txt, LICENSE.txt).
         if texts := [path for path in found if path.endswith(PLAIN_TEXT)]:
-            left_out = f"{_counts(texts)}, such as {texts[0]}. (A glob instead of the folder includes them)"
-            _say(f"{where}: left out, because there are documents in other formats: {left_out}")
+            such = f"{_counts(texts)}, such as {texts[0]}. (A glob instead of the folder includes them)"
+            _say(f"{where}: left out, because there are documents in other formats: {such}")
         found = [path for path in found if not path.endswith(PLAIN_TEXT)]
     paths = _readable_formats(found, where)
     of_split = _of_split(paths, split, narrow=c4)

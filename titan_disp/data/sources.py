@@ -1,7 +1,4 @@
-"""This module names the data sets that a run reads, from [training], [[stream.sources]] and [validation].
-
-It also reads the first documents of a few local files before training, to see whether they fit the config.
-"""
+"""This module names the data sets that a run reads, and looks at the first documents of a few local files."""
 
 import math
 import re
@@ -34,17 +31,12 @@ class Source(Protocol):
 
 @dataclass(frozen=True)
 class DataSet:
-    """Describe one data set as a config names it: see ``list_files``.
-
-    Attributes:
-        key: the config section, for messages.
-        source: the name of the source if this is one of [[stream.sources]], else empty.
-    """
+    """Describe one data set as a config names it: see ``list_files``."""
 
     dataset: str
     path: str | None
     key: str
-    source: str = ""
+    source: str = ""  # the name of the source if this is one of [[stream.sources]]
 
     @property
     def path_key(self) -> str:
@@ -73,10 +65,7 @@ class DataSet:
 
 
 def source_name(source: Source) -> str:
-    """Return the source's ``name``, else the last part of its path that has no wildcards.
-
-    Without a path, return the data set's name without owner, configuration and split.
-    """
+    """Return the source's ``name``, else the last part of its path without wildcards, else of the data set's name."""
     if source.name:
         return source.name
     if source.path is None:  # "c4", or "hf:OWNER/NAME:CONFIG:SPLIT"
@@ -150,12 +139,8 @@ def list_and_check(data: Sequence[DataSet], options: StreamOptions) -> list[Data
 def check_content(files: Sequence[DataFile], options: StreamOptions, key: str) -> None:
     """Check the first documents of up to three local files. Token ids are not read if no tokenizer is known.
 
-    Files are refused if no document in them can be used: the config names a field that the documents do not have, or the
-    files do not hold documents. Single bad documents and damaged files are left to the run (``stream.on_bad_data``).
-
-    Raises:
-        ConfigError: no document of a file can be used, for the first reason found; or a whole .txt file is one document
-            that is too long.
+    ConfigError is raised if no document of a file can be used, or a whole .txt file is one document that is too long.
+    Single bad documents and damaged files are left to the run (``stream.on_bad_data``).
     """
     format, max_bytes = options.format, options.max_document_bytes
     local = [file for file in files if not file.url.startswith("hf://")]
@@ -171,11 +156,7 @@ def check_content(files: Sequence[DataFile], options: StreamOptions, key: str) -
 
 
 def _cause(file: DataFile, options: StreamOptions) -> str | None:
-    """Return why none of the first documents of a file can be used, or None.
-
-    An empty or overlong document counts as usable here: it says nothing about the others. The reader raises ConfigError
-    itself: no such column, ids of another tokenizer, a file that cannot be opened.
-    """
+    """Return why none of the first documents of a file can be used, or None. An empty or too long one says nothing."""
     format, cause = options.format, None
     documents = Documents(file, options)
     try:
