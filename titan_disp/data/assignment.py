@@ -62,7 +62,6 @@ class Segment:
         return (index * STEP + self.shift) % KEYS
 
     def owns_any(self, start: int, end: int) -> bool:
-        """Return whether the segment contains any document with ``start`` ≤ index < ``end``."""
         low, high = np.uint64(self.low), np.uint64(self.high - 1)
         for first in range(start, end, _BLOCK):
             index = np.arange(first, min(first + _BLOCK, end), dtype=np.uint64)
@@ -127,7 +126,6 @@ class Assignment:
         return _Line(order, shifts, place, edges, _cut(edges, self.slots))
 
     def order(self, epoch: int) -> list[int]:
-        """Return the indices of the files in the shuffled order of an epoch."""
         return self._line(epoch).order
 
     def _run(self, slot: int, epoch: int) -> Run:
@@ -208,7 +206,7 @@ def shares(weights: dict[str, float], slots: int) -> list[Share]:
         asked = ", ".join(f"{float(quotas[name]):.2g}" for name in without)
         raise ConfigError(
             f"stream.sources: {slots} slots are too few for {', '.join(without)}, whose weight asks for {asked} of them: "
-            f"raise training.global_batch_size (and stream.slots, if it is set) to at least {least} slots, or the weight"
+            f"raise training.global_batch_size (and stream.slots, if set) to have at least {least} slots, or the weight"
         )
     found, first = [], 0
     for name, count in counts.items():

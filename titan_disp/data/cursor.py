@@ -97,12 +97,7 @@ class Cursor:
         self._search = _Search()
 
     def next(self) -> Document:
-        """Return the next usable document, from this epoch or the next one in which the slot has any.
-
-        Raises:
-            DataError: a document cannot be used and on_bad_data is "fail"; very many documents, files or epochs have no
-                usable one; or a file cannot be read.
-        """
+        """Return the next usable document, of this or a later epoch. Raise DataError if on_bad_data says so, or it gives up."""
         while (document := self.next_of_epoch()) is None:
             self.end_epoch()
         return document
@@ -135,7 +130,6 @@ class Cursor:
             return Document(content, size, start, p.copy())
 
     def _pass_over(self, part: int, segment: Segment, index: int, error: BadDocument) -> None:
-        """Skip one document, and the rest of its file if no better documents are to be expected there."""
         search = self._search
         self.faults.bad(segment.file, index, str(error))
         self.position.values[Field.SKIPPED] += 1
@@ -192,23 +186,20 @@ class Cursor:
 # The counts are those of all ranks together, so that all ranks and any number of ranks decide alike.
 _FIRST = 1000  # documents; among fewer, a few bad ones are a large fraction
 _FEW = 10  # damaged files per epoch; with fewer, a small data set may still be worth a run
+_TOO_MANY = "more than stream.max_skipped_fraction"
 
 
 def check_documents(skipped: float, used: float, allowed: float) -> None:
     """Raise DataError if too many documents cannot be used; never among the first 1000."""
     every = skipped + used
     if every >= _FIRST and skipped > allowed * every:
-        raise DataError(
-            f"{skipped:.0f} of {every:.0f} documents could not be used, more than stream.max_skipped_fraction "
-            f"{allowed} allows: the reasons are in the logs above (of all ranks)"
-        )
+        found = f"{skipped:.0f} of {every:.0f} documents could not be used"
+        raise DataError(f"{found}, {_TOO_MANY} {allowed} allows: the reasons are in the logs above (of all ranks)")
 
 
 def check_files(skipped: float, begun: float, files: int, allowed: float) -> None:
     """Raise DataError if too many of the data's ``files`` are damaged and end early: at least 10 per epoch."""
     # Per epoch: otherwise one damaged file among a few would stop a run in its tenth epoch, and after every resume.
     if skipped * files >= _FEW * begun and skipped > allowed * begun:
-        raise DataError(
-            f"{skipped:.0f} of {begun:.0f} files are damaged and end early, more than stream.max_skipped_fraction "
-            f"{allowed} allows: their names are in the logs above (of all ranks)"
-        )
+        found = f"{skipped:.0f} of {begun:.0f} files are damaged and end early"
+        raise DataError(f"{found}, {_TOO_MANY} {allowed} allows: their names are in the logs above (of all ranks)")

@@ -51,9 +51,8 @@ class Documents:
 
         Raises:
             DamagedFile: the file is truncated or corrupt from here on.
-            DataError: the file is missing, not readable or of another size than listed, or the disk or hub failed for
-                ``retry_seconds``; the file may be sound, so that skipping it would lose data. Or the config does not
-                fit a sound file: it has no such column, or its token ids are another tokenizer's.
+            DataError: it cannot be read, although it may be sound, so that skipping it would lose data; or the config
+                does not fit a sound file (its column, its tokenizer).
         """
         try:
             if self._raw is None:

@@ -52,10 +52,8 @@ def streams_from_hub(dataset: str, dataset_path: str | None) -> bool:
 def list_files(dataset: str, dataset_path: str | None, key: str = "training") -> list[DataFile]:
     """List the files of a split, sorted by name. ``key`` is the config section, for messages.
 
-    Without a ``dataset_path`` (see ``list_local``; of an hf:… data set, its mirror), they are listed on the hub.
-
-    Raises:
-        ConfigError: there is no such data, it cannot be read, or the hub cannot be reached.
+    ``dataset_path`` is as in ``list_local``, the mirror of an hf:… data set, or None for the hub. ConfigError is raised
+    if there is no such data, it cannot be read, or the hub cannot be reached.
     """
     split, where = split_of(dataset, key), f"{key}.dataset is {dataset!r}"
     if dataset_path is None and not streams_from_hub(dataset, None):

@@ -109,10 +109,7 @@ def too_long(size: int) -> BadDocument:
 def text_of(raw: Record, field: str = "text") -> str:
     """Return the text of a document: a JSON line, whose ``field`` holds the text, or the text itself.
 
-    Raises:
-        BadDocument: ``raw`` itself if it is one; or the text is empty or holds half a surrogate pair.
-        OtherShape: there is no text in the field.
-        Garbage: the line is invalid UTF-8 or malformed JSON.
+    A BadDocument (or one of its kinds) is raised if there is none. ``raw`` may be one.
     """
     assert not isinstance(raw, np.ndarray)
     if isinstance(raw, BadDocument):
@@ -256,10 +253,7 @@ _BATCH = 4 << 20  # … no more bytes than these
 
 
 def parquet_records(stored: io.BufferedReader, name: str, options: StreamOptions) -> Iterator[str | BadDocument]:
-    """Yield the texts of the column ``Format.text_field``.
-
-    DataError is raised for a sound file without such a column, or whose column is not text: the config has to change.
-    """
+    """Yield the texts of a column. DataError is raised for a sound file without such a column: the config has to change."""
     import pyarrow
     import pyarrow.parquet
 
@@ -291,7 +285,6 @@ def parquet_records(stored: io.BufferedReader, name: str, options: StreamOptions
 
 
 def _rows(metadata: Any) -> int:
-    """Return how many rows to decode at a time."""
     size = sum(metadata.row_group(i).total_byte_size for i in range(metadata.num_row_groups))
     return max(1, min(_ROWS, _BATCH * metadata.num_rows // max(1, size)))
 

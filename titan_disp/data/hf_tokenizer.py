@@ -225,10 +225,8 @@ def write_tokenizer(
 ) -> None:
     """Write what ``AutoTokenizer.from_pretrained`` needs, and check that it gives training's ids, for ``documents`` too.
 
-    ``source`` is the folder of ``tokenizer``. ``dest`` already holds config.json, which decides the tokenizer's class.
-
-    Raises:
-        ConfigError: the SentencePiece model cannot be converted, or the written tokenizer gives other ids.
+    ``dest`` already holds config.json, which decides the tokenizer's class. ConfigError is raised if the tokenizer of the
+    folder ``source`` cannot be converted, or the written one gives other ids.
     """
     from transformers import AutoTokenizer  # takes seconds to import, and training does not need it
 

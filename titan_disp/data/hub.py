@@ -50,7 +50,6 @@ def cannot_list(name: str, error: Exception, fetch: str) -> ConfigError:
 
 
 def files_in(repository: str, commit: str, folder: str, recursive: bool) -> dict[str, HubFile]:
-    """Return all files in a folder, by path."""
     from huggingface_hub import HfApi
     from huggingface_hub.hf_api import RepoFile
 
@@ -131,7 +130,6 @@ class HubDataset:
     splits: dict[str, list[str]]  # the paths of each split's files
 
     def files(self, split: str, where: str) -> Listing:
-        """List the files of one split, sorted by path, with their sizes."""
         paths = files_of_split(self.splits, split, self.name, where)
         folder = os.path.commonpath([os.path.dirname(path) for path in paths])
         try:
@@ -240,5 +238,4 @@ def files_of_split(splits: dict[str, list[str]], split: str, name: HubName, wher
 
 
 def fetch_arguments(name: HubName) -> str:
-    """Return the arguments of ``titan-disp data fetch`` that mirror a data set."""
     return f"DIR --dataset '{name}'"

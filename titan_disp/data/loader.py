@@ -72,14 +72,9 @@ class StreamLoader(BaseDataLoader):
         local_batch_size: int,
         dp_rank: int,
         dp_world_size: int,
-        pin_memory: bool = False,
         shares: Sequence[Share] = (),
     ) -> None:
-        """Reading starts when the loader is iterated over. ``files`` are those of the split, or of all sources (``shares``).
-
-        Raises:
-            ConfigError: the slots cannot be divided among the ranks, the tokenizer has no EOS, or gigatoken refuses it.
-        """
+        """Reading starts when the loader is iterated over. ``files`` are those of the split, or of all sources (``shares``)."""
         own, rest = divmod(slots, dp_world_size)
         if rest:
             raise ConfigError(
@@ -90,7 +85,7 @@ class StreamLoader(BaseDataLoader):
         encode = encoder(tokenizer)
         self.encode = fast_encoder(tokenizer, tokenizer_folder, encode) if options.fast_tokenizer else encode
         self.slots = range(dp_rank * own, (dp_rank + 1) * own)
-        self.local_batch_size, self.pin_memory = local_batch_size, pin_memory
+        self.local_batch_size, self.pin_memory = local_batch_size, False
         self.fingerprint = fingerprint(files, tokenizer_folder, options, slots, shares)
         self.positions = torch.zeros(own, len(Field), dtype=torch.int64)
         self.groups = list(shares) or [Share("", 0, slots, slots, 1.0)]
@@ -189,10 +184,7 @@ class StreamLoader(BaseDataLoader):
         return {"fingerprint": json.dumps(self.fingerprint), "positions": positions}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue at a checkpoint's positions, on any number of ranks. An empty state changes nothing.
-
-        ConfigError is raised if the checkpoint's fingerprint is not this run's.
-        """
+        """Continue at a checkpoint's positions, on any number of ranks. Raise ConfigError if its fingerprint differs."""
         if not state_dict:
             return
         check_fingerprint(json.loads(state_dict["fingerprint"]), self.fingerprint)
@@ -208,12 +200,7 @@ class StreamLoader(BaseDataLoader):
 
 
 def open_stream(
-    job_config: JobConfig,
-    files: list[DataFile],
-    tokenizer: BaseTokenizer,
-    dp_world_size: int,
-    dp_rank: int,
-    pin_memory: bool = False,
+    job_config: JobConfig, files: list[DataFile], tokenizer: BaseTokenizer, dp_world_size: int, dp_rank: int
 ) -> StreamLoader:
     """Make one rank's loader from the config. ``files`` are those of all ``training_sets``, in their order."""
     slots = slot_count(job_config, dp_world_size)
@@ -227,7 +214,6 @@ def open_stream(
         local_batch_size=job_config.training.local_batch_size,
         dp_rank=dp_rank,
         dp_world_size=dp_world_size,
-        pin_memory=pin_memory,
     )
 
 
@@ -239,8 +225,8 @@ def build_dataloader(dp_world_size: int, dp_rank: int, tokenizer: BaseTokenizer,
         logger.info(f"data: {counted(len(files), 'file')}, {total}, from {files[0].url} to {files[-1].url}")
         for share in source_shares(job_config, slot_count(job_config, dp_world_size)):
             logger.info(f"data: {share}")
-    pin_memory = job_config.training.dataloader.pin_memory
-    loader = open_stream(job_config, files, tokenizer, dp_world_size, dp_rank, pin_memory)
+    loader = open_stream(job_config, files, tokenizer, dp_world_size, dp_rank)
+    loader.pin_memory = job_config.training.dataloader.pin_memory
     own, window = len(loader.slots), loader.options.shuffle_window
     if dp_rank == 0 and window > 1:
         usual, most = (byte_size(memory(own, window, length), 3) for length in (C4_DOCUMENT_BYTES, math.inf))

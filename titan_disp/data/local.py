@@ -233,11 +233,5 @@ def _counts(paths: Iterable[str]) -> str:
     return ", ".join(f"{count} *{suffix}" for suffix, count in sorted(Counter(map(_suffix, paths)).items()))
 
 
-@cache  # checks, training and validation list the same folder, but it is logged once
-def _warn(text: str) -> None:
-    logger.warning(text)
-
-
-@cache
-def _say(text: str) -> None:
-    logger.info(text)
+# Checks, training and validation list the same folder, but it is logged once.
+_warn, _say = cache(logger.warning), cache(logger.info)

@@ -46,10 +46,9 @@ def parse_shards(text: str | None) -> list[range] | None:
 
 
 def fetch(options: FetchOptions) -> list[str]:
-    """Mirror a data set, and return a line for each file that is still missing or damaged. An interrupted one continues.
+    """Mirror a data set, or what is left of it. Return a line for each file that is still missing or damaged.
 
-    Raises:
-        ConfigError: the data set cannot be listed, or ``shards`` is malformed or selects no file.
+    ConfigError is raised if the data set cannot be listed, or ``shards`` is malformed or selects no file.
     """
     shards = parse_shards(options.shards)
     wanted: list[str] = ["validation", "train"] if options.split == "both" else [options.split]
@@ -153,10 +152,8 @@ def mirrored_files(folder: str, name: HubName, where: str) -> list[tuple[str, in
     """List (path, size) of a split's files in a mirror, or in a full copy of its repository. None may be missing."""
     root, fetch = Path(folder), f"titan-disp data fetch {folder} --dataset '{name}'"
     if not root.is_dir():
-        raise ConfigError(
-            f"{where}, which is not a folder. Expected a mirror, as titan-disp data fetch {fetch_arguments(name)} "
-            'makes one; for other files, set dataset = "text"'
-        )
+        mirror = f"a mirror, as titan-disp data fetch {fetch_arguments(name)} makes one"
+        raise ConfigError(f'{where}, which is not a folder. Expected {mirror}; for other files, set dataset = "text"')
     path = _record(root, name)
     if path.exists():
         files = [(str(root / file), size) for file, size in json.loads(path.read_text())["files"]]

@@ -73,7 +73,6 @@ class Position:
         return segment, int(self.values[NEXT[part]])
 
     def upcoming(self) -> list[tuple[Segment, int]]:
-        """Return ``next`` of all parts that are not over."""
         return [self.next(part) for part in self._left()]
 
     def wants(self, file: int, epoch: int) -> tuple[Segment, int] | None:

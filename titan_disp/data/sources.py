@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import PurePath
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 from torchtitan.config import JobConfig
@@ -17,16 +17,9 @@ from titan_disp.data.documents import Documents
 from titan_disp.data.files import DataFile, check_data, list_files, split_of
 from titan_disp.data.options import StreamOptions
 from titan_disp.errors import ConfigError
+from titan_disp.job_config import Source
 
 T = TypeVar("T")
-
-
-class Source(Protocol):
-    """A table [[stream.sources]] of the config. ``job_config.Source`` describes its keys."""
-
-    name: str
-    path: str | None
-    dataset: str
 
 
 @dataclass(frozen=True)
@@ -78,10 +71,9 @@ def check_sources(job_config: JobConfig) -> None:
     sources = job_config.stream.sources  # type: ignore[attr-defined]
     path = job_config.training.dataset_path
     if sources and path is not None:
-        raise ConfigError(
-            f"training.dataset_path is {path!r}, and there are {len(sources)} stream.sources: expected one of the two. "
-            "Leave dataset_path out, or make it the path of one more source"
-        )
+        both = f"training.dataset_path is {path!r}, and there are {len(sources)} stream.sources"
+        advice = "Leave dataset_path out, or make it the path of one more source"
+        raise ConfigError(f"{both}: expected one of the two. {advice}")
     names = [source_name(source) for source in sources]
     for i, (source, name) in enumerate(zip(sources, names, strict=True)):
         if not (math.isfinite(source.weight) and source.weight > 0):
@@ -127,7 +119,6 @@ DOCUMENTS = 20  # read in each of three files (the first, a middle one, the last
 
 
 def list_and_check(data: Sequence[DataSet], options: StreamOptions) -> list[DataFile]:
-    """List the files of some data sets and check their content."""
     every = []
     for one in data:
         files = one.files()

@@ -46,9 +46,8 @@ class _Layout:
 def records(stored: io.BufferedReader, file: DataFile, how: Format) -> Iterator[np.ndarray | BadDocument]:
     """Yield the documents as ids, [n] uint16 or uint32. ``stored`` is the file, at its beginning.
 
-    Raises:
-        DataError: the ids have another type or tokenizer than the config names, or no tokenizer is known.
-        DamagedFile: raised at its end: the file is shorter or longer than its header says, or ends within an id.
+    DataError is raised if the ids have another type or tokenizer than the config names, DamagedFile at the file's end if
+    it is shorter or longer than its header says, or ends within an id.
     """
     name = file.url
     if how.eos_id is None:

@@ -154,23 +154,8 @@ def odd_texts(tokenizer: BaseTokenizer, count: int = 3000) -> list[str]:
     rng = random.Random(0)
     codes = [*range(1, 400), 0x300, 0x301, 0x323, 0x200D, 0x1F600, 0x1F468, 0x4E2D, 0xAC00, 0x1100, 0x1161, 0xFB01]
     codes += [0x2028, 0xFEFF, 0xE000, 0x10FFFF, 0x212B, 0x1E9B, 0x0E33, 0x0915, 0x094D]
-    pieces = [
-        " ",
-        "  ",
-        "\n",
-        "\n\n",
-        "\r\n",
-        "\t",
-        "'s",
-        "'LL",
-        "e\u0301",
-        " the",
-        "The",
-        "ing",
-        "123456",
-        "don't",
-        "…",
-    ]
+    pieces = [" ", "  ", "\n", "\n\n", "\r\n", "\t", "'s", "'LL", "e\u0301"]
+    pieces += [" the", "The", "ing", "123456", "don't", "…"]
     if isinstance(tokenizer, HuggingFaceTokenizer):
         pieces += [token.content for token in tokenizer.tokenizer.get_added_tokens_decoder().values()][:50]
     elif isinstance(tokenizer, SentencePieceTokenizer):
@@ -190,9 +175,8 @@ def fast_encoder(
     library (``reference``), at the start and during the run. They were found to agree for byte-level BPE (GPT-2, Qwen), and
     for SentencePiece BPE with byte fallback, identity normalization, all spaces kept and no user-defined symbols.
 
-    Raises:
-        ConfigError: gigatoken is missing, does not support this tokenizer, or gives other ids.
-        DataError: raised by the returned function: gigatoken gives other ids for a document.
+    ConfigError is raised if gigatoken is missing, does not support this tokenizer, or gives other ids at the start;
+    DataError by the returned function if it gives other ids for a document.
     """
     file = find_tokenizer(folder)
     try:
