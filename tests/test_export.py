@@ -24,10 +24,10 @@ from tests.saved_run import SEQ_LEN, random_model, save_run
 from titan_disp.config.checks import check_config
 from titan_disp.config.load import load_config
 from titan_disp.config.options import ExportOptions
-from titan_disp.data.hf_tokenizer import PROBES, check_same_ids, convert, local_documents
+from titan_disp.data.hf_tokenizer import PROBES, check_same_ids, convert
 from titan_disp.data.tokenizer import SentencePieceTokenizer
 from titan_disp.errors import ConfigError
-from titan_disp.lab.export.export import export
+from titan_disp.lab.export.export import export, local_documents
 from titan_disp.lab.export.saved import find_saved, load_model
 from titan_disp.models.hf import check_hf_folder
 from titan_disp.models.qwen3 import Qwen3HfAdapter, flavors

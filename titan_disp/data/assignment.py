@@ -12,16 +12,16 @@ fraction a to fraction b owns the keys from a · 2⁶⁴ to b · 2⁶⁴. The nu
 file would tell, is not needed.
 
 A slot's run consists of the end of one file (``head``), whole files (``body``) and the beginning of another file
-(``tail``). It shares head and tail with its neighbours. If slots read these three parts one after another, neighbours
-would be at different places of the file that they share, and a rank would have to read this file twice or hold it in
-memory. A slot therefore *interleaves* head, body and tail in proportion to their bytes. All slots are then at about the
-same fraction of every file that they share, and one pass over a file serves all slots of a rank.
+(``tail``). It shares head and tail with its neighbours. Read one after another, these parts would have
+neighbours at different places of the shared file, and a rank would read this file twice or hold it in memory. A slot
+therefore *interleaves* head, body and tail in proportion to their bytes. All slots are then at about the same fraction
+of every file that they share, and one pass over a file serves all slots of a rank.
 
 Several sources are mixed by weights ([[stream.sources]]): the S slots are divided among them by largest remainder, and
 each slot belongs to one source. Every slot gives one sequence in turn, so that in every S sequences a source's fraction
-of the tokens is exactly its fraction of the slots. All promises about slots hold for each source, which has its own
-epochs: its documents come as in a run of this source alone with this number of slots. (Only the shuffling differs,
-because it depends on the slot's number.) The slots of a source are contiguous, so that a rank reads files of few sources.
+of the tokens is exactly its fraction of the slots. Each source has its own epochs, and its documents come as in a run of
+this source alone with this number of slots. (Only the shuffling differs, because it depends on the slot's number.) The
+slots of a source are contiguous, so that a rank reads files of few sources.
 """
 
 import hashlib
@@ -59,11 +59,9 @@ class Segment:
     length: int
 
     def key(self, index: int) -> int:
-        """Return the key of document ``index`` of the file, whichever slot owns it."""
         return (index * STEP + self.shift) % KEYS
 
     def owns_any(self, start: int, end: int) -> bool:
-        """Return whether the segment contains any document with ``start`` ≤ index < ``end``."""
         low, high = np.uint64(self.low), np.uint64(self.high - 1)
         for first in range(start, end, _BLOCK):
             index = np.arange(first, min(first + _BLOCK, end), dtype=np.uint64)
@@ -88,11 +86,8 @@ class Run:
     @cached_property
     def weights(self) -> tuple[int, int, int]:
         """Return the lengths of head, body and tail, which are their shares in the interleaving."""
-        return (
-            self.head.length if self.head else 0,
-            sum(s.length for s in self.body),
-            self.tail.length if self.tail else 0,
-        )
+        head, tail = (part.length if part else 0 for part in (self.head, self.tail))
+        return head, sum(s.length for s in self.body), tail
 
 
 @dataclass(frozen=True)
@@ -131,7 +126,6 @@ class Assignment:
         return _Line(order, shifts, place, edges, _cut(edges, self.slots))
 
     def order(self, epoch: int) -> list[int]:
-        """Return the indices of the files in the shuffled order of an epoch."""
         return self._line(epoch).order
 
     def _run(self, slot: int, epoch: int) -> Run:
@@ -139,18 +133,17 @@ class Assignment:
         begin, end = line.cuts[slot], line.cuts[slot + 1]
         parts = range(bisect_right(line.edges, begin) - 1, bisect_left(line.edges, end))
         segments = [self._segment(line, i, begin, end) for i in parts]
-        head = segments[0] if segments and not _is_whole(segments[0]) else None
-        tail = segments[-1] if len(segments) > 1 and not _is_whole(segments[-1]) else None
+        whole = [segment.low == 0 and segment.high == KEYS for segment in segments]
+        head = segments[0] if segments and not whole[0] else None
+        tail = segments[-1] if len(segments) > 1 and not whole[-1] else None
         return Run(head, tuple(segments[head is not None : len(segments) - (tail is not None)]), tail)
 
     def _segment(self, line: _Line, i: int, begin: int, end: int) -> Segment:
-        """Return the part of the i-th file of the line that lies between ``begin`` and ``end``."""
         first, length = line.edges[i], line.edges[i + 1] - line.edges[i]
         begin, end = max(begin - first, 0), min(end - first, length)
         return Segment(line.order[i], begin * KEYS // length, end * KEYS // length, line.shifts[i], end - begin)
 
     def owners(self, file: int, epoch: int) -> range:
-        """Return the slots that own documents of a file in an epoch."""
         line = self._line(epoch)
         i = line.place[file]
         return range(bisect_right(line.cuts, line.edges[i]) - 1, bisect_left(line.cuts, line.edges[i + 1]))
@@ -158,10 +151,6 @@ class Assignment:
     def files_of(self, slots: range, epoch: int) -> set[int]:
         """Return the indices of the files that a rank with these slots reads in an epoch."""
         return {segment.file for slot in slots for segment in self.run(slot, epoch).segments}
-
-
-def _is_whole(segment: Segment) -> bool:
-    return segment.low == 0 and segment.high == KEYS
 
 
 def _cut(edges: list[int], slots: int) -> list[int]:
@@ -178,19 +167,16 @@ def _cut(edges: list[int], slots: int) -> list[int]:
 
 @dataclass(frozen=True)
 class Share:
-    """Describe one source's slots: ``slots`` of them from ``first`` on, of ``total`` in the run.
-
-    ``asked`` is the fraction of the tokens that its weight asks for.
-    """
+    """Describe one source's slots: ``slots`` of them from ``first`` on, of ``total`` in the run."""
 
     name: str
     first: int
     slots: int
     total: int
-    asked: float
+    asked: float  # the fraction of the tokens that the weight asks for
 
     def owns(self, file: DataFile) -> bool:
-        """Return whether a file whose name is ``prefixed`` belongs to this source. One without a name owns all."""
+        """Return whether a ``prefixed`` file belongs to this source. One without a name owns all."""
         return not self.name or file.name.startswith(f"{self.name}/")
 
     @property
@@ -203,10 +189,8 @@ class Share:
         return self.slots / self.total
 
     def __str__(self) -> str:
-        return (
-            f"{self.name}: {self.tokens:.2%} of the tokens ({self.asked:.2%} asked for), "
-            f"{self.slots} of {self.total} slots"
-        )
+        of_tokens = f"{self.tokens:.2%} of the tokens ({self.asked:.2%} asked for)"
+        return f"{self.name}: {of_tokens}, {self.slots} of {self.total} slots"
 
 
 def shares(weights: dict[str, float], slots: int) -> list[Share]:
@@ -219,11 +203,10 @@ def shares(weights: dict[str, float], slots: int) -> list[Share]:
         counts[name] += 1
     if without := [name for name, count in counts.items() if not count]:
         least = math.ceil(slots / min(quotas.values()))
+        asked = ", ".join(f"{float(quotas[name]):.2g}" for name in without)
         raise ConfigError(
-            f"stream.sources: {slots} slots are too few for {', '.join(without)}, whose weight asks for "
-            f"{', '.join(f'{float(quotas[name]):.2g}' for name in without)} of them, and a slot belongs to one source: "
-            f"raise training.global_batch_size (and stream.slots, if it is set) until there are at least {least} slots, or "
-            "raise the weight"
+            f"stream.sources: {slots} slots are too few for {', '.join(without)}, whose weight asks for {asked} of them: "
+            f"raise training.global_batch_size (and stream.slots, if set) to have at least {least} slots, or the weight"
         )
     found, first = [], 0
     for name, count in counts.items():
@@ -239,7 +222,7 @@ def prefixed(name: str, files: Sequence[DataFile]) -> list[DataFile]:
 
 @dataclass(frozen=True)
 class _Part:
-    """Hold one source: its slots, its files among those of all sources, and the assignment within the source."""
+    """Hold one source: its slots and files among those of all sources, and the assignment within the source."""
 
     slots: range
     files: range

@@ -1,7 +1,7 @@
 """A cursor gives the documents of a slot, one after another, without those that cannot be used.
 
-The rules for skipping look at one slot and one file only, so that any number of ranks skips the same documents.
-Everything between two usable documents of a slot is skipped in one call. No stored position lies in the middle of it.
+The rules for skipping look at one slot and one file only, so that any number of ranks skips the same documents. All
+that lies between two usable documents of a slot is skipped in one call, so that no stored position lies within it.
 """
 
 from bisect import bisect_right
@@ -55,10 +55,7 @@ class Faults:
             logger.warning(f"skipped: {text}")
 
     def wrong(self, file: int, in_a_row: int, least: int) -> str | None:
-        """Return why the rest of a file of the wrong kind is skipped, or None if it is not.
-
-        The documents of a file that is a larger fraction of its source than may be skipped are judged one by one.
-        """
+        """Return why the rest of a file is skipped, or None. One that is too large to be skipped is read to its end."""
         if in_a_row < least or self.sizes[file] > self._expendable[self._source(file)]:
             return None
         return f"{in_a_row} documents in a row cannot be used"
@@ -72,16 +69,12 @@ class Faults:
 
 @dataclass(frozen=True)
 class Document:
-    """Hold a usable document of a slot: a text, or token ids as stored; not empty.
-
-    ``size`` is its bytes in UTF-8, or of the ids as stored; ``start`` and ``end`` are the slot's positions at its first
-    token and after its last one, [k] int64.
-    """
+    """Hold a usable document of a slot: a text, or token ids as stored; not empty."""
 
     content: str | np.ndarray
-    size: int
-    start: np.ndarray
-    end: np.ndarray
+    size: int  # bytes in UTF-8, or of the ids as stored
+    start: np.ndarray  # [k] int64, the slot's position at its first token …
+    end: np.ndarray  # … and after its last one
 
 
 @dataclass
@@ -104,18 +97,12 @@ class Cursor:
         self._search = _Search()
 
     def next(self) -> Document:
-        """Return the next usable document, from this epoch or the next one in which the slot has any.
-
-        Raises:
-            DataError: a document cannot be used and on_bad_data is "fail"; very many documents, files or epochs have no
-                usable one; or a file cannot be read.
-        """
+        """Return the next usable document, of this or a later epoch. Raise DataError if on_bad_data says so, or it gives up."""
         while (document := self.next_of_epoch()) is None:
             self.end_epoch()
         return document
 
     def next_of_epoch(self) -> Document | None:
-        """Return the next usable document of this epoch, or None at its end. It raises what ``next`` raises."""
         position, p = self.position, self.position.values
         while True:
             part = position.choose()
@@ -143,7 +130,6 @@ class Cursor:
             return Document(content, size, start, p.copy())
 
     def _pass_over(self, part: int, segment: Segment, index: int, error: BadDocument) -> None:
-        """Skip one document, and the rest of its file if no better documents are to be expected there."""
         search = self._search
         self.faults.bad(segment.file, index, str(error))
         self.position.values[Field.SKIPPED] += 1
@@ -151,10 +137,9 @@ class Cursor:
         garbage = isinstance(error, Garbage) and self.faults.names[segment.file].endswith(COMPRESSED)
         search.garbage = search.garbage + 1 if garbage else 0
         self.position.take(part, index, 0)
+        damage = self.faults.wrong(segment.file, search.row, _WRONG)
         if search.garbage == _GARBAGE:
-            damage: str | None = f"{_GARBAGE} documents in a row are not JSON"
-        else:
-            damage = self.faults.wrong(segment.file, search.row, _WRONG)
+            damage = f"{_GARBAGE} documents in a row are not JSON"
         if damage is not None:
             self.passes.leave(self.position.slot, self.position.epoch, segment.file)
             self._end_file(part, segment, damage)
@@ -178,10 +163,7 @@ class Cursor:
             search.damaged = 0
 
     def end_epoch(self) -> None:
-        """Go on to the next epoch. The slot gives up after many: on average, it has a document in at least one of S epochs.
-
-        A slot has no documents in some epochs if the corpus has few documents or if their lengths differ much.
-        """
+        """Go on to the next epoch. With few documents, a slot has none in some epochs, but on average one in S epochs."""
         search = self._search
         self.position.end_epoch()
         search.epochs += 1
@@ -191,11 +173,9 @@ class Cursor:
     def _give_up(self) -> None:
         search, slots = self._search, self.position.assignment.slots
         names = self.faults.beside(self.position.run().segments[0].file)
-        advice = (
-            "The log above says why: repair or remove these files"
-            if search.bad or search.damaged
-            else "They hold no documents for this slot: add data, or lower stream.slots"
-        )
+        advice = "They hold no documents for this slot: add data, or lower stream.slots"
+        if search.bad or search.damaged:
+            advice = "The log above says why: repair or remove these files"
         raise DataError(
             f"slot {self.position.slot} of {slots} found no usable document (completed epochs: {search.epochs}, bad "
             f"documents: {search.bad}, damaged files: {search.damaged}) in these files: {len(names)}, from {names[0]} to "
@@ -203,30 +183,23 @@ class Cursor:
         )
 
 
-# The counts are those of all ranks together. All ranks therefore decide alike, and so does any other number of ranks.
+# The counts are those of all ranks together, so that all ranks and any number of ranks decide alike.
 _FIRST = 1000  # documents; among fewer, a few bad ones are a large fraction
 _FEW = 10  # damaged files per epoch; with fewer, a small data set may still be worth a run
+_TOO_MANY = "more than stream.max_skipped_fraction"
 
 
 def check_documents(skipped: float, used: float, allowed: float) -> None:
     """Raise DataError if too many documents cannot be used; never among the first 1000."""
     every = skipped + used
     if every >= _FIRST and skipped > allowed * every:
-        raise DataError(
-            f"{skipped:.0f} of {every:.0f} documents could not be used, more than stream.max_skipped_fraction "
-            f"{allowed} allows: the reasons are in the logs above (of all ranks)"
-        )
+        found = f"{skipped:.0f} of {every:.0f} documents could not be used"
+        raise DataError(f"{found}, {_TOO_MANY} {allowed} allows: the reasons are in the logs above (of all ranks)")
 
 
 def check_files(skipped: float, begun: float, files: int, allowed: float) -> None:
-    """Raise DataError if too many files are damaged and end early: at least 10 per epoch.
-
-    ``skipped`` and ``begun`` files are counted again in every epoch; ``files`` is the number of files of the data.
-    """
-    # Per epoch: otherwise one damaged file among a few would stop a run in its tenth epoch, and again after every
-    # resume.
+    """Raise DataError if too many of the data's ``files`` are damaged and end early: at least 10 per epoch."""
+    # Per epoch: otherwise one damaged file among a few would stop a run in its tenth epoch, and after every resume.
     if skipped * files >= _FEW * begun and skipped > allowed * begun:
-        raise DataError(
-            f"{skipped:.0f} of {begun:.0f} files are damaged and end early, more than stream.max_skipped_fraction "
-            f"{allowed} allows: their names are in the logs above (of all ranks)"
-        )
+        found = f"{skipped:.0f} of {begun:.0f} files are damaged and end early"
+        raise DataError(f"{found}, {_TOO_MANY} {allowed} allows: their names are in the logs above (of all ranks)")

@@ -1,7 +1,4 @@
-"""This module reads the documents of one file, one after another, by the reader of its format.
-
-Documents that no slot of this rank owns are passed over without being parsed.
-"""
+"""This module reads the documents of one file, one after another, by the reader of its format."""
 
 import gzip
 import io
@@ -54,9 +51,8 @@ class Documents:
 
         Raises:
             DamagedFile: the file is truncated or corrupt from here on.
-            DataError: the file is missing, not readable or of another size than listed, or the disk or hub failed for
-                ``retry_seconds``; the file may be sound, so that skipping it would lose data. Or the config does not
-                fit a sound file: it has no such column, or its token ids are another tokenizer's.
+            DataError: it cannot be read, although it may be sound, so that skipping it would lose data; or the config
+                does not fit a sound file (its column, its tokenizer).
         """
         try:
             if self._raw is None:
@@ -70,13 +66,10 @@ class Documents:
             raise DamagedFile(f"{type(error).__name__}: {error}") from error
         except Exception as error:  # pyarrow raises its own
             remote = self._raw if isinstance(self._raw, RemoteFile) else None
-            lost = remote.error if remote is not None else None
             self.close()
-            if lost is not None:
-                raise DataError(
-                    f"cannot read {self.file.url} within {self.options.retry_seconds:g} s (stream.retry_seconds): "
-                    f"{type(lost).__name__}: {lost}"
-                ) from error
+            if remote is not None and (lost := remote.error) is not None:
+                within = f"within {self.options.retry_seconds:g} s (stream.retry_seconds)"
+                raise DataError(f"cannot read {self.file.url} {within}: {type(lost).__name__}: {lost}") from error
             # Decoders raise OSError too, but only the operating system sets errno.
             if remote is not None or not (isinstance(error, OSError) and error.errno is not None):
                 raise DamagedFile(f"{type(error).__name__}: {error}") from error

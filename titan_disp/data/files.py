@@ -18,29 +18,22 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class DataFile:
-    """Describe one file of documents.
+    """Describe one file of documents."""
 
-    Attributes:
-        name: path relative to the folder that holds all files of the split; the same on the hub and in a mirror.
-        url: what to open: a local path or ``hf://datasets/…``.
-        size: in bytes, as stored.
-    """
-
-    name: str
-    url: str
-    size: int
+    name: str  # path relative to the folder that holds all files of the split; the same on the hub and in a mirror
+    url: str  # what to open: a local path or hf://datasets/…
+    size: int  # in bytes, as stored
 
 
 def split_of(dataset: str, key: str) -> str:
-    """Return the split that a data set's name selects: if it names none, validation in [validation], else train."""
+    """Return the split that a data set's name selects; if it names none, validation in [validation], else train."""
     names = {"c4": "train", "c4_validation": "validation", "text": "train", "text_validation": "validation"}
     if is_hub_name(dataset):
         return parse_name(dataset, f"{key}.dataset").split or ("validation" if key == "validation" else "train")
     if dataset not in names:
         raise ConfigError(
-            f"{key}.dataset is {dataset!r}, expected c4 or c4_validation (from the hub, or a local copy at "
-            f"dataset_path), {FORM} (another data set of the hub, or its mirror at dataset_path), or text or "
-            "text_validation (your own documents at dataset_path)"
+            f"{key}.dataset is {dataset!r}, expected c4 or c4_validation (from the hub, or a copy at dataset_path), {FORM} "
+            "(of the hub, or its mirror at dataset_path), or text or text_validation (your documents at dataset_path)"
         )
     return names[dataset]
 
@@ -57,15 +50,10 @@ def streams_from_hub(dataset: str, dataset_path: str | None) -> bool:
 
 
 def list_files(dataset: str, dataset_path: str | None, key: str = "training") -> list[DataFile]:
-    """List the files of a split, sorted by name.
+    """List the files of a split, sorted by name. ``key`` is the config section, for messages.
 
-    Args:
-        dataset: c4 (the train split) or c4_validation, text or text_validation, or hf:… (``HubName``).
-        dataset_path: a local copy (see ``list_local``), the mirror of an hf:… data set, or None for the hub.
-        key: the config section, for messages.
-
-    Raises:
-        ConfigError: there is no such data, it cannot be read, or the hub cannot be reached.
+    ``dataset_path`` is as in ``list_local``, the mirror of an hf:… data set, or None for the hub. ConfigError is raised
+    if there is no such data, it cannot be read, or the hub cannot be reached.
     """
     split, where = split_of(dataset, key), f"{key}.dataset is {dataset!r}"
     if dataset_path is None and not streams_from_hub(dataset, None):
@@ -113,7 +101,7 @@ def check_data(dataset: str, dataset_path: str | None, key: str = "training") ->
 
 
 def check_hub(dataset: str, key: str = "training") -> None:
-    """Raise ConfigError if the hub does not answer, denies access or has no such data set: one or two requests of a node."""
+    """Raise ConfigError if the hub does not answer, denies access or has no such data set, by one or two requests."""
     where = f"{key}.dataset is {dataset!r}"
     if is_hub_name(dataset):
         commit_of(parse_name(dataset, f"{key}.dataset"), where)

@@ -1,6 +1,4 @@
-"""This module knows the file formats: how files are told apart, and how documents are read from them.
-
-The suffix of a file's name selects its format:
+"""The suffix of a file's name selects its format:
 
 JSON lines   .json .jsonl, uncompressed, gzip (.gz) or zstd (.zst)
 Parquet      .parquet: each row of one string column is a document
@@ -8,7 +6,7 @@ plain text   .txt, uncompressed, gzip or zstd, in UTF-8: the whole file is a doc
              blank lines is one
 token ids    .npy .bin, see ``token_ids``
 
-The readers yield records: documents that are not parsed yet, or a reason why one cannot be used.
+This module tells files apart. Its readers yield records: unparsed documents, or a reason why one cannot be used.
 """
 
 import codecs
@@ -111,10 +109,7 @@ def too_long(size: int) -> BadDocument:
 def text_of(raw: Record, field: str = "text") -> str:
     """Return the text of a document: a JSON line, whose ``field`` holds the text, or the text itself.
 
-    Raises:
-        BadDocument: ``raw`` itself if it is one; or the text is empty or holds half a surrogate pair.
-        OtherShape: there is no text in the field.
-        Garbage: the line is invalid UTF-8 or malformed JSON.
+    A BadDocument (or one of its kinds) is raised if there is none. ``raw`` may be one.
     """
     assert not isinstance(raw, np.ndarray)
     if isinstance(raw, BadDocument):
@@ -165,12 +160,14 @@ def _field_of(record: Any, field: str) -> str:
             value = value.get(name) if isinstance(value, dict) else None
     if isinstance(value, str):
         return value
-    if value is None:
-        raise OtherShape(f'no field "{field}", only {_names(record)}; set stream.text_field to the field of the text')
-    raise OtherShape(
-        f'field "{field}" is {_kind(value)}, expected a text; the fields are {_names(record)}; set stream.text_field to '
-        "the field of the text"
-    )
+    names = []
+    for name, inside in record.items():
+        names += [f"{name}.{inner}" for inner in inside] if isinstance(inside, dict) and inside else [name]
+    shown = ", ".join(names[:12]) + (", …" if len(names) > 12 else "") if names else "an empty object"
+    what = f'no field "{field}", only {shown}'
+    if value is not None:
+        what = f'field "{field}" is {_kind(value)}, expected a text; the fields are {shown}'
+    raise OtherShape(f"{what}; set stream.text_field to the field of the text")
 
 
 def _kind(value: Any) -> str:
@@ -178,21 +175,11 @@ def _kind(value: Any) -> str:
     return kinds.get(type(value), "a number")
 
 
-def _names(record: dict[str, Any]) -> str:
-    names = []
-    for name, value in record.items():
-        names += [f"{name}.{inner}" for inner in value] if isinstance(value, dict) and value else [name]
-    return ", ".join(names[:12]) + (", …" if len(names) > 12 else "") if names else "an empty object"
-
-
 _DRAIN = 1 << 20
 
 
 def json_line_records(lines: Any, options: StreamOptions) -> Iterator[bytes | BadDocument]:
-    """Yield the lines of a binary stream, unparsed. Too long ones are never in memory as a whole.
-
-    Blank lines are not documents, as for pandas, pyarrow and datasets.
-    """
+    """Yield the lines of a binary stream, unparsed, but no blank ones. Too long ones are never in memory as a whole."""
     first, max_bytes = True, options.max_document_bytes
     while line := lines.readline(max_bytes + 1):
         if len(line) > max_bytes and not line.endswith(b"\n"):
@@ -230,8 +217,11 @@ def _whole(stream: Any, max_bytes: int) -> Iterator[str | BadDocument]:
 def _blocks(stream: Any, max_bytes: int) -> Iterator[str | BadDocument]:
     """Yield the blocks between blank lines (only white space), without the line break at the end (\\n or \\r\\n)."""
     block: list[bytes] = []
-    size, at_line_start = 0, True
-    first = True
+    size, at_line_start, first = 0, True, True
+
+    def end() -> str | BadDocument:
+        return _decoded(b"".join(block).rstrip(b"\r\n")) if size <= max_bytes else too_long(size)
+
     while piece := stream.readline(max_bytes + 1):  # a longer line comes in pieces
         if first:
             piece, first = piece.removeprefix(codecs.BOM_UTF8), False
@@ -244,14 +234,10 @@ def _blocks(stream: Any, max_bytes: int) -> Iterator[str | BadDocument]:
             else:
                 block.clear()
         elif size:
-            yield _end_block(block, size, max_bytes)
+            yield end()
             block, size = [], 0
     if size:
-        yield _end_block(block, size, max_bytes)
-
-
-def _end_block(block: list[bytes], size: int, max_bytes: int) -> str | BadDocument:
-    return _decoded(b"".join(block).rstrip(b"\r\n")) if size <= max_bytes else too_long(size)
+        yield end()
 
 
 def _decoded(text: bytes) -> str | BadDocument:
@@ -267,17 +253,13 @@ _BATCH = 4 << 20  # … no more bytes than these
 
 
 def parquet_records(stored: io.BufferedReader, name: str, options: StreamOptions) -> Iterator[str | BadDocument]:
-    """Yield the texts of the column ``Format.text_field``.
-
-    DataError is raised for a sound file without such a column, or whose column is not text: the config has to change.
-    """
+    """Yield the texts of a column. DataError is raised for a sound file without such a column: the config has to change."""
     import pyarrow
     import pyarrow.parquet
 
     field, max_bytes = options.format.text_field, options.max_document_bytes
     try:
-        # pyarrow's default pre_buffer would keep everything that was read until the file is closed: gigabytes of a
-        # large file.
+        # pyarrow's default pre_buffer would keep gigabytes of a large file, until it is closed.
         file = pyarrow.PythonFile(stored, "r")
         table = pyarrow.parquet.ParquetFile(file, pre_buffer=False, buffer_size=_READ)
     except pyarrow.ArrowInvalid as error:
@@ -303,7 +285,6 @@ def parquet_records(stored: io.BufferedReader, name: str, options: StreamOptions
 
 
 def _rows(metadata: Any) -> int:
-    """Return how many rows to decode at a time; these are few if rows are long."""
     size = sum(metadata.row_group(i).total_byte_size for i in range(metadata.num_row_groups))
     return max(1, min(_ROWS, _BATCH * metadata.num_rows // max(1, size)))
 
@@ -311,20 +292,15 @@ def _rows(metadata: Any) -> int:
 def _check_column(schema: Any, name: str, field: str) -> None:
     import pyarrow.types as types
 
-    columns = dict(_leaves(schema))
+    columns, advice = dict(_leaves(schema)), "set stream.text_field to the column of the text"
     if field not in columns:
         found = ", ".join(f"{column} ({kind})" for column, kind in list(columns.items())[:12])
-        raise DataError(
-            f'{name} has no column "{field}", only {found}: set stream.text_field to the column of the text'
-        )
+        raise DataError(f'{name} has no column "{field}", only {found}: {advice}')
     kind = columns[field]
     value = kind.value_type if types.is_dictionary(kind) else kind
     is_view = getattr(types, "is_string_view", lambda _: False)  # only later versions of pyarrow have it
     if not (types.is_string(value) or types.is_large_string(value) or is_view(value)):
-        raise DataError(
-            f'{name}: column "{field}" is {kind}, expected string: set stream.text_field to the column of the text, or '
-            "write it as a string"
-        )
+        raise DataError(f'{name}: column "{field}" is {kind}, expected string: {advice}, or write it as a string')
 
 
 def _leaves(fields: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:

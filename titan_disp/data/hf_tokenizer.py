@@ -1,15 +1,13 @@
 """This module writes and checks an export's tokenizer: a copied Hugging Face one or a converted SentencePiece one.
 
-``convert`` makes a ``tokenizers.Tokenizer`` that gives the ids of a SentencePiece model. (transformers' converters give
-other ids for spaces, for user-defined symbols, and for text that spells a control symbol.) As in SentencePiece, the
-normalizer runs over the whole text before anything splits it. ``tokenizers`` would split text at added tokens first, and
-then add the dummy prefix to each piece and strip spaces around it. User-defined symbols are therefore split off by a
-pre-tokenizer instead of being added tokens.
+transformers' converters of SentencePiece models give other ids for spaces, for user-defined symbols, and for text that
+spells a control symbol. Here, as in SentencePiece, the normalizer runs over the whole text before anything splits it.
+``tokenizers`` would split text at added tokens first, and then add the dummy prefix to each piece and strip spaces
+around it. User-defined symbols are therefore split off by a pre-tokenizer instead of being added tokens.
 """
 
 import itertools
 import json
-import os
 import re
 import shutil
 from collections.abc import Callable, Iterable, Iterator
@@ -21,10 +19,6 @@ from sentencepiece import sentencepiece_model_pb2
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
 from torchtitan.components.tokenizer import BaseTokenizer, HuggingFaceTokenizer
 
-from titan_disp.data.documents import Documents
-from titan_disp.data.files import list_files
-from titan_disp.data.formats import BadDocument, DamagedFile, text_of
-from titan_disp.data.options import Format, StreamOptions
 from titan_disp.data.tokenizer import find_tokenizer
 from titan_disp.errors import ConfigError
 
@@ -39,23 +33,18 @@ def read_model(file: str | Path) -> Any:
     model = protobuf.ModelProto()
     model.ParseFromString(Path(file).read_bytes())
     trainer, normalizer = model.trainer_spec, model.normalizer_spec
-    unsupported = [
-        name
-        for name, used in (
-            (f"model type {protobuf.TrainerSpec.ModelType.Name(trainer.model_type)}", trainer.model_type not in _TYPES),
-            ("treat_whitespace_as_suffix", trainer.treat_whitespace_as_suffix),
-            ("escape_whitespaces = false", not normalizer.escape_whitespaces),
-            ("a denormalizer", bool(model.denormalizer_spec.precompiled_charsmap)),
-            ("user-defined symbols with spaces", any(" " in s for s in _texts(model, Piece.USER_DEFINED))),
-            ("unused pieces", any(p.type == Piece.UNUSED for p in model.pieces)),
-        )
-        if used
-    ]
-    if unsupported:
+    features = {
+        f"model type {protobuf.TrainerSpec.ModelType.Name(trainer.model_type)}": trainer.model_type not in _TYPES,
+        "treat_whitespace_as_suffix": trainer.treat_whitespace_as_suffix,
+        "escape_whitespaces = false": not normalizer.escape_whitespaces,
+        "a denormalizer": bool(model.denormalizer_spec.precompiled_charsmap),
+        "user-defined symbols with spaces": any(" " in s for s in _texts(model, Piece.USER_DEFINED)),
+        "unused pieces": any(p.type == Piece.UNUSED for p in model.pieces),
+    }
+    if unsupported := [name for name, used in features.items() if used]:
         raise ConfigError(
             f"the SentencePiece model {str(file)!r} has {', '.join(unsupported)}, which a Hugging Face tokenizer "
-            "cannot express; name a Hugging Face tokenizer with the same ids (a folder with tokenizer.json) with "
-            "--tokenizer DIR"
+            "cannot express; name a Hugging Face tokenizer with the same ids by --tokenizer DIR"
         )
     return model
 
@@ -84,9 +73,8 @@ def _merges(model: Any) -> list[tuple[str, str]]:
 def _scores(model: Any) -> list[tuple[str, float]]:
     """Return the pieces and their scores, for unigram.
 
-    Text that spells a control symbol or a byte (``<0x41>``) must not become it. The score of these pieces is therefore
-    so low that ordinary pieces, at worst one per character, score better. ``_cuts`` handles characters that are not
-    pieces.
+    Text that spells a control symbol or a byte (``<0x41>``) must not become it. These score so low that ordinary pieces,
+    at worst one per character, score better. ``_cuts`` handles characters that are not pieces.
     """
     never = min(p.score for p in model.pieces) * 100 - 100
     spelled = (Piece.NORMAL, Piece.USER_DEFINED)
@@ -123,10 +111,7 @@ def _pre_tokenizer(model: Any) -> pre_tokenizers.PreTokenizer:
 
 
 def _cuts(model: Any) -> Iterator[str]:
-    """Yield regular expressions that end where text that spells a control symbol or a byte must be cut.
-
-    Without the cut, the text would become the symbol or byte.
-    """
+    """Yield patterns that end where text that spells a control symbol or a byte is cut, so as not to become one."""
     known = set(_texts(model, Piece.NORMAL))
     unigram = model.trainer_spec.model_type == protobuf.TrainerSpec.UNIGRAM
     for name in _texts(model, Piece.CONTROL, Piece.UNKNOWN, Piece.BYTE):
@@ -147,8 +132,7 @@ def _normalizer(model: Any) -> normalizers.Normalizer:
     if spec.precompiled_charsmap:
         charsmap = normalizers.Precompiled(spec.precompiled_charsmap)
         change = charsmap.normalize_str
-        # SentencePiece does not normalize user-defined symbols. Noncharacters stand in for those that the map would
-        # change.
+        # SentencePiece does not normalize user-defined symbols. Noncharacters stand in for those that the map changes.
         hidden = {
             symbol: chr(0x10FFFF - i)
             for i, symbol in enumerate(_longest_first(_texts(model, Piece.USER_DEFINED)))
@@ -184,11 +168,7 @@ def _decoder(model: Any) -> decoders.Decoder:
 def convert(file: str | Path) -> tuple[tokenizers.Tokenizer, dict[str, str]]:
     """Convert a SentencePiece model. If it has BOS, the tokenizer begins every text with it, as training does.
 
-    Returns:
-        The tokenizer, and the names of its special tokens as in tokenizer_config.json (bos_token, …).
-
-    Raises:
-        ConfigError: the model uses features that ``tokenizers`` cannot express.
+    It returns the tokenizer, and the names of its special tokens as in tokenizer_config.json (bos_token, …).
     """
     model = read_model(file)
     trainer = model.trainer_spec
@@ -200,12 +180,7 @@ def convert(file: str | Path) -> tuple[tokenizers.Tokenizer, dict[str, str]]:
     tokenizer.add_special_tokens([AddedToken(piece, normalized=False, special=True) for piece in special])
     # SentencePiece never turns text that spells a control symbol into that symbol.
     tokenizer.encode_special_tokens = True
-    names = {
-        "unk_token": trainer.unk_id,
-        "bos_token": trainer.bos_id,
-        "eos_token": trainer.eos_id,
-        "pad_token": trainer.pad_id,
-    }
+    names = {f"{name}_token": getattr(trainer, f"{name}_id") for name in ("unk", "bos", "eos", "pad")}
     if trainer.bos_id >= 0:
         bos = model.pieces[trainer.bos_id].piece
         tokenizer.post_processor = processors.TemplateProcessing(
@@ -213,8 +188,6 @@ def convert(file: str | Path) -> tuple[tokenizers.Tokenizer, dict[str, str]]:
         )
     return tokenizer, {name: model.pieces[i].piece for name, i in names.items() if i >= 0}
 
-
-DOCUMENTS = 100
 
 # fmt: off
 COPIED = (
@@ -233,28 +206,8 @@ PROBES = (
 """Texts on which tokenizers differ. Names of special tokens are not among them: libraries treat these differently."""
 
 
-def local_documents(path: str | None, text_field: str = "text") -> Iterator[str]:
-    """Yield the first documents of the validation data, or the training data, if they are on this disk."""
-    for dataset in ("c4_validation", "c4") if path and os.path.exists(path) else ():
-        try:
-            file = list_files(dataset, path)[0]
-        except ConfigError:
-            continue
-        documents = Documents(file, StreamOptions(format=Format(text_field)))
-        try:
-            for _ in range(DOCUMENTS):
-                raw = documents.read()
-                if raw is not None and not isinstance(raw, BadDocument):
-                    yield text_of(raw, text_field)
-        except (BadDocument, DamagedFile, ConfigError):  # training reports these; here, other texts are enough
-            pass
-        finally:
-            documents.close()
-        return
-
-
 def check_same_ids(ours: Callable[[str], list[int]], theirs: Callable[[str], list[int]], texts: Iterable[str]) -> None:
-    """Raise ConfigError if two tokenizers give different ids for a text; the message shows the first such text."""
+    """Raise ConfigError if two tokenizers give different ids for a text."""
     for text in texts:
         expected, got = ours(text), theirs(text)
         if expected == got:
@@ -263,24 +216,17 @@ def check_same_ids(ours: Callable[[str], list[int]], theirs: Callable[[str], lis
         shown = text if len(text) <= 200 else text[:200] + "…"
         raise ConfigError(
             f"the exported tokenizer gives other ids than the run's for {shown!r}: {got[at : at + 8]} instead of "
-            f"{expected[at : at + 8]} from token {at} on. Name a Hugging Face tokenizer with the same ids: titan-disp "
-            "export … --tokenizer DIR"
+            f"{expected[at : at + 8]} from token {at} on. Name one with the same ids: titan-disp export … --tokenizer DIR"
         )
 
 
 def write_tokenizer(
     source: Path, tokenizer: BaseTokenizer, dest: Path, seq_len: int, documents: Iterable[str] = ()
 ) -> None:
-    """Write what ``AutoTokenizer.from_pretrained`` needs, and check that it gives the ids of training.
+    """Write what ``AutoTokenizer.from_pretrained`` needs, and check that it gives training's ids, for ``documents`` too.
 
-    Args:
-        source: the folder of ``tokenizer``.
-        dest: a folder that already holds config.json, which decides the tokenizer's class.
-        seq_len: the longest input, in tokens.
-        documents: further texts to compare.
-
-    Raises:
-        ConfigError: the SentencePiece model cannot be converted, or the written tokenizer gives other ids.
+    ``dest`` already holds config.json, which decides the tokenizer's class. ConfigError is raised if the tokenizer of the
+    folder ``source`` cannot be converted, or the written one gives other ids.
     """
     from transformers import AutoTokenizer  # takes seconds to import, and training does not need it
 

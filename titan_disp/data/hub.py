@@ -21,18 +21,12 @@ ANSWER_SECONDS = 30.0  # time-out of the request for the commit
 
 @dataclass(frozen=True)
 class HubFile:
-    """Describe a file of a data set at one commit.
+    """Describe a file of a data set at one commit."""
 
-    Attributes:
-        path: path in the repository, such as en/c4-train.00000-of-01024.json.gz.
-        index: the file's number among the files of the split.
-        sha256: of the content; None if the hub does not say.
-    """
-
-    path: str
-    index: int
+    path: str  # in the repository, such as en/c4-train.00000-of-01024.json.gz
+    index: int  # the file's number among the files of the split
     size: int
-    sha256: str | None
+    sha256: str | None  # of the content; None if the hub does not say
 
 
 @dataclass(frozen=True)
@@ -48,10 +42,7 @@ class Listing:
 
 
 def cannot_list(name: str, error: Exception, fetch: str) -> ConfigError:
-    """Make a ConfigError from what huggingface_hub, httpx or the operating system raised.
-
-    ``fetch`` holds the arguments of ``titan-disp data fetch`` that mirror the data set.
-    """
+    """Make a ConfigError from any error. ``fetch`` holds the arguments of ``titan-disp data fetch``."""
     return ConfigError(
         f"cannot list {name} on the Hugging Face hub ({type(error).__name__}: {error}). Without internet, use a local "
         f"copy: dataset_path (titan-disp data fetch {fetch} makes one on a machine with internet)"
@@ -59,7 +50,6 @@ def cannot_list(name: str, error: Exception, fetch: str) -> ConfigError:
 
 
 def files_in(repository: str, commit: str, folder: str, recursive: bool) -> dict[str, HubFile]:
-    """Return all files in a folder, by path. It raises what huggingface_hub raises."""
     from huggingface_hub import HfApi
     from huggingface_hub.hf_api import RepoFile
 
@@ -74,7 +64,6 @@ def files_in(repository: str, commit: str, folder: str, recursive: bool) -> dict
 
 
 def c4_files(split: str) -> Listing:
-    """List C4's files of a split."""
     from huggingface_hub import HfApi
 
     try:
@@ -133,18 +122,14 @@ def parse_name(dataset: str, where: str) -> HubName:
 
 @dataclass(frozen=True)
 class HubDataset:
-    """Describe one configuration of a data set at one commit.
-
-    ``repository`` is the hub's present name of it, and ``splits`` holds the paths of each split's files.
-    """
+    """Describe one configuration of a data set at one commit."""
 
     name: HubName
-    repository: str
+    repository: str  # its present name
     commit: str
-    splits: dict[str, list[str]]
+    splits: dict[str, list[str]]  # the paths of each split's files
 
     def files(self, split: str, where: str) -> Listing:
-        """List the files of one split, sorted by path, with their sizes."""
         paths = files_of_split(self.splits, split, self.name, where)
         folder = os.path.commonpath([os.path.dirname(path) for path in paths])
         try:
@@ -156,26 +141,18 @@ class HubDataset:
 
 
 def resolve(name: HubName, where: str) -> HubDataset:
-    """Ask the hub for the files of a data set.
-
-    Raises:
-        ConfigError: no such data set, revision or configuration, no access, no files that ``datasets`` knows, or no
-            hub.
-    """
+    """Ask the hub for the files of a data set. Raise ConfigError if there is no such data, no access or no hub."""
     repository, commit = commit_of(name, where)
     root = f"hf://datasets/{repository}"
-    splits = splits_in(root, name, commit, where)
-    inside = f"{root}@{commit}/"
-    return HubDataset(
-        name, repository, commit, {s: [u.removeprefix(inside) for u in urls] for s, urls in splits.items()}
-    )
+    splits, inside = splits_in(root, name, commit, where), f"{root}@{commit}/"
+    paths = {split: [url.removeprefix(inside) for url in urls] for split, urls in splits.items()}
+    return HubDataset(name, repository, commit, paths)
 
 
 def commit_of(name: HubName, where: str, fetch: str | None = None) -> tuple[str, str]:
-    """Ask the hub for the commit of a revision, in one request, or two for a gated data set.
+    """Ask the hub for a repository's present name and the commit of a revision, in one request, or two if it is gated.
 
-    It returns the repository's present name and the commit. ``where`` begins the messages; for ``fetch``, see
-    ``cannot_list``.
+    ``where`` begins the messages; for ``fetch``, see ``cannot_list``.
     """
     from huggingface_hub import HfApi
     from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, RepositoryNotFoundError, RevisionNotFoundError
@@ -192,8 +169,7 @@ def commit_of(name: HubName, where: str, fetch: str | None = None) -> tuple[str,
         ) from error
     except RepositoryNotFoundError as error:
         raise ConfigError(
-            f"{where}: there is no such data set on the hub, or it is private (its page: {page}). A private one needs "
-            f"{token}"
+            f"{where}: there is no such data set on the hub, or it is private (its page: {page}): then use {token}"
         ) from error
     except RevisionNotFoundError as error:
         raise ConfigError(f"{where}: the data set has no revision {name.revision!r}, see {page}/tree/main") from error
@@ -223,15 +199,13 @@ def splits_in(root: str, name: HubName, commit: str | None, where: str) -> dict[
     except DatasetNotFoundError as error:
         raise ConfigError(f"{where}: {error}") from error
     except Exception as error:  # datasets, huggingface_hub, httpx and the system each raise their own types
+        expected = f"expected files that end in {', '.join(SUFFIXES)}"
         if "scripts are no longer supported" in str(error):
             raise ConfigError(
-                f"{where}: the data set is made by a script on the hub, which datasets no longer runs. Use another "
-                f"copy of it, whose files end in {', '.join(SUFFIXES)}"
+                f"{where}: the data set is made by a script on the hub, which datasets no longer runs. Use a copy: {expected}"
             ) from error
         if isinstance(error, (EmptyDatasetError, DataFilesNotFoundError)) or "Unable to find" in str(error):
-            raise ConfigError(
-                f"{where}: datasets finds no data there ({error}); expected files that end in {', '.join(SUFFIXES)}"
-            ) from error
+            raise ConfigError(f"{where}: datasets finds no data there ({error}); {expected}") from error
         missing, unknown = "Config name is missing" in str(error), f"'{name.config}' not found" in str(error)
         if isinstance(error, ValueError) and (missing or unknown):
             names = ask(get_dataset_config_names)
@@ -256,13 +230,12 @@ def files_of_split(splits: dict[str, list[str]], split: str, name: HubName, wher
         raise ConfigError(f"{where}: it has no split {split!r}, only {', '.join(splits)}; such as {str(example)!r}")
     paths = sorted(set(splits[split]))
     if unread := [path for path in paths if not path.endswith(SUFFIXES)]:
+        found = f"{len(unread)} of {len(paths)}, such as {unread[0]}"
         raise ConfigError(
-            f"{where}: the split has files that cannot be read ({len(unread)} of {len(paths)}, such as {unread[0]}); expected "
-            f"names that end in {', '.join(SUFFIXES)}"
+            f"{where}: the split has files that cannot be read ({found}); expected names that end in {', '.join(SUFFIXES)}"
         )
     return paths
 
 
 def fetch_arguments(name: HubName) -> str:
-    """Return the arguments of ``titan-disp data fetch`` that mirror a data set."""
     return f"DIR --dataset '{name}'"

@@ -1,6 +1,4 @@
-"""This module is TorchTitan's dataloader over the document streams.
-
-It prefetches, and holds the positions for the checkpoint and the counters for the metrics.
+"""This module is TorchTitan's dataloader over the document streams. It prefetches, and holds positions and counters.
 
 A rank owns contiguous slots. It yields one sequence of each slot in turn, cut into microbatches. A global batch
 therefore holds the same sequences for any number of ranks and any accumulation.
@@ -57,13 +55,10 @@ class StreamLoader(BaseDataLoader):
     """Load the part of the data that one rank reads.
 
     Attributes:
-        positions: [own slots, k] int64: each slot's position after the last sequence handed out, not the last one
-            prefetched.
+        positions: [own slots, k] int64, after the last sequence handed out (not prefetched) of each slot.
         groups: the sources, whose epochs are counted separately; one without a name if there is but one.
-        mesh: the data-parallel mesh over which a checkpoint shards the positions; None if there is one data-parallel
-            rank, and in ``lab.digest``.
+        mesh: the data-parallel mesh over which a checkpoint shards the positions, if it has several ranks.
         bytes_read: stored bytes read so far, by (epoch, file).
-        densities: bytes of text per stored byte, for each group.
     """
 
     def __init__(
@@ -77,25 +72,11 @@ class StreamLoader(BaseDataLoader):
         local_batch_size: int,
         dp_rank: int,
         dp_world_size: int,
-        pin_memory: bool = False,
         shares: Sequence[Share] = (),
     ) -> None:
-        """Reading starts when the loader is iterated over.
-
-        Args:
-            files: all files of the split, or of all sources.
-            tokenizer: the tokenizer in ``tokenizer_folder``.
-            tokenizer_folder: for the fingerprint.
-            options: see ``StreamOptions``.
-            slots: S, which the ranks share equally.
-            local_batch_size: sequences per microbatch.
-            dp_rank: this data-parallel rank, of ``dp_world_size``.
-            shares: the shares of the sources, if there are several.
-
-        Raises:
-            ConfigError: the slots cannot be divided among the ranks, the tokenizer has no EOS, or gigatoken refuses it.
-        """
-        if slots % dp_world_size:
+        """Reading starts when the loader is iterated over. ``files`` are those of the split, or of all sources (``shares``)."""
+        own, rest = divmod(slots, dp_world_size)
+        if rest:
             raise ConfigError(
                 f"{slots} slots cannot be divided among {dp_world_size} data-parallel ranks: see stream.slots"
             )
@@ -103,16 +84,15 @@ class StreamLoader(BaseDataLoader):
         self.assignment = Mixture(files, shares, options.seed) if shares else Assignment(files, slots, options.seed)
         encode = encoder(tokenizer)
         self.encode = fast_encoder(tokenizer, tokenizer_folder, encode) if options.fast_tokenizer else encode
-        own = slots // dp_world_size
         self.slots = range(dp_rank * own, (dp_rank + 1) * own)
-        self.local_batch_size, self.pin_memory = local_batch_size, pin_memory
+        self.local_batch_size, self.pin_memory = local_batch_size, False
         self.fingerprint = fingerprint(files, tokenizer_folder, options, slots, shares)
         self.positions = torch.zeros(own, len(Field), dtype=torch.int64)
         self.groups = list(shares) or [Share("", 0, slots, slots, 1.0)]
         self.mesh: DeviceMesh | None = None
         self.seconds_waited = 0.0
         self.bytes_read: Counter[tuple[int, int]] = Counter()
-        self.densities = [0.0] * len(self.groups)
+        self.densities = [0.0] * len(self.groups)  # bytes of text per stored byte
         self._running: Generator[Batch, None, None] | None = None
 
     def _make(self) -> RankStreams:
@@ -162,9 +142,8 @@ class StreamLoader(BaseDataLoader):
     def counters(self) -> dict[str, float]:
         """Return this rank's totals for the sequences handed out since the start of the run, or since ``restart``.
 
-        stored_bytes and seconds_waited are totals since this process started. epoch is the latest epoch of the
-        rank's slots. epochs_read is this rank's part of the mean number of epochs that all slots have read, with
-        fractions; the ranks' parts add up to the mean. Each of several sources has its own epoch and epochs_read.
+        stored_bytes and seconds_waited are since this process started, epoch is the latest of the rank's slots, and the
+        ranks' epochs_read add up to the mean over all slots. Each of several sources has its own epoch and epochs_read.
         """
         columns = self.positions.sum(0).tolist()
         return {
@@ -191,11 +170,7 @@ class StreamLoader(BaseDataLoader):
             yield f"epochs_read{group.suffix}", read / slots
 
     def check_counters(self, counters: dict[str, float]) -> None:
-        """Stop a run if too much of its data is bad. The counters are those of all ranks together: all stop, or none.
-
-        Raises:
-            DataError: more documents or files were skipped than ``stream.max_skipped_fraction`` allows.
-        """
+        """Raise DataError if too much data is bad. The counters are those of all ranks together: all stop, or none."""
         allowed = self.options.max_skipped_fraction
         begun = sum(sum(map(g.owns, self.files)) * (counters[f"epoch{g.suffix}"] + 1) for g in self.groups)
         check_documents(counters["skipped_documents"], counters["documents"], allowed)
@@ -209,11 +184,7 @@ class StreamLoader(BaseDataLoader):
         return {"fingerprint": json.dumps(self.fingerprint), "positions": positions}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue at a checkpoint's positions, on any number of ranks. An empty state changes nothing.
-
-        Raises:
-            ConfigError: the checkpoint's fingerprint is not this run's.
-        """
+        """Continue at a checkpoint's positions, on any number of ranks. Raise ConfigError if its fingerprint differs."""
         if not state_dict:
             return
         check_fingerprint(json.loads(state_dict["fingerprint"]), self.fingerprint)
@@ -229,12 +200,7 @@ class StreamLoader(BaseDataLoader):
 
 
 def open_stream(
-    job_config: JobConfig,
-    files: list[DataFile],
-    tokenizer: BaseTokenizer,
-    dp_world_size: int,
-    dp_rank: int,
-    pin_memory: bool = False,
+    job_config: JobConfig, files: list[DataFile], tokenizer: BaseTokenizer, dp_world_size: int, dp_rank: int
 ) -> StreamLoader:
     """Make one rank's loader from the config. ``files`` are those of all ``training_sets``, in their order."""
     slots = slot_count(job_config, dp_world_size)
@@ -248,33 +214,24 @@ def open_stream(
         local_batch_size=job_config.training.local_batch_size,
         dp_rank=dp_rank,
         dp_world_size=dp_world_size,
-        pin_memory=pin_memory,
     )
 
 
 def build_dataloader(dp_world_size: int, dp_rank: int, tokenizer: BaseTokenizer, job_config: JobConfig) -> StreamLoader:
-    """Build the loader, as TorchTitan's ``build_dataloader_fn``. Rank 0 lists the files.
-
-    Raises:
-        ConfigError: on all ranks: there is no data, the data is not what the config says, the hub cannot be reached, or
-            the slots cannot be divided among the ranks.
-    """
-    options = stream_options(job_config, tokenizer=tokenizer)
-    files = on_rank_0(list_and_check, training_sets(job_config), options)
+    """Build the loader, as TorchTitan's ``build_dataloader_fn``. Rank 0 lists the files. All ranks raise ConfigError."""
+    files = on_rank_0(list_and_check, training_sets(job_config), stream_options(job_config, tokenizer=tokenizer))
     if dp_rank == 0:
         total = byte_size(sum(file.size for file in files), 3)
         logger.info(f"data: {counted(len(files), 'file')}, {total}, from {files[0].url} to {files[-1].url}")
         for share in source_shares(job_config, slot_count(job_config, dp_world_size)):
             logger.info(f"data: {share}")
-    loader = open_stream(
-        job_config, files, tokenizer, dp_world_size, dp_rank, job_config.training.dataloader.pin_memory
-    )
+    loader = open_stream(job_config, files, tokenizer, dp_world_size, dp_rank)
+    loader.pin_memory = job_config.training.dataloader.pin_memory
     own, window = len(loader.slots), loader.options.shuffle_window
     if dp_rank == 0 and window > 1:
         usual, most = (byte_size(memory(own, window, length), 3) for length in (C4_DOCUMENT_BYTES, math.inf))
         logger.info(
             f"data: {window} documents of each slot are shuffled together (stream.shuffle_window). A rank of {own} "
-            f"slots holds up to {usual} for that if documents are as long as C4's, and up to {most} "
-            "if they are longer"
+            f"slots holds up to {usual} for that if documents are as long as C4's, and up to {most} if they are longer"
         )
     return loader

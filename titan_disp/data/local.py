@@ -17,14 +17,14 @@ from titan_disp.errors import ConfigError, counted
 
 # Usual beside documents: leaving them out is not worth a warning. (The .model is SentencePiece's.)
 _NO_DATA = (".md", ".py", ".lock", ".metadata", ".model")
+_SAMPLE = "For a sample corpus: titan-disp sample-data DIR"
 _MARKS = {"train": ("train",), "validation": ("validation", "valid", "val"), "test": ("test",)}
 
 
 def list_local(dataset_path: str, split: str, key: str, c4: bool) -> list[str]:
     """List the paths of a split's files in a folder (searched recursively, through links), a glob, or one file.
 
-    A path that exists is never a glob. ``key`` is the config section, for messages. ``c4`` says whether the files are laid
-    out and named as C4's.
+    A path that exists is never a glob. ``c4`` says whether the files are laid out and named as C4's.
     """
     where = f"{key}.dataset_path is {dataset_path!r}"
     if os.path.isdir(dataset_path):
@@ -37,11 +37,16 @@ def list_local(dataset_path: str, split: str, key: str, c4: bool) -> list[str]:
         paths = _of_pattern(dataset_path, where)
     else:
         raise ConfigError(
-            f"{where}, which does not exist; expected a folder, file or glob of {', '.join(SUFFIXES)}. "
-            "For a sample corpus: titan-disp sample-data DIR"
+            f"{where}, which does not exist; expected a folder, file or glob of {', '.join(SUFFIXES)}. {_SAMPLE}"
         )
     for path in paths:
-        _check_file(path, where)
+        _refuse_dangling(path, where)
+        if not os.path.isfile(path):
+            raise ConfigError(
+                f"{where}, but {path!r} is not a regular file: expected files of documents. Name the files, or remove it"
+            )
+        if not os.access(path, os.R_OK):
+            raise ConfigError(f"{where}, but {path!r} is not readable: expected read permission (chmod +r)")
     _check_kinds(paths, where)
     if len({_suffix(path) for path in paths}) > 1:
         _warn(f"{where}: files of several formats are read together: {_counts(paths)}")
@@ -71,22 +76,19 @@ def _of_pattern(pattern: str, where: str) -> list[str]:
         if found.setdefault(real, path) is not path:
             again.append(path)
     if again:
-        _warn(
-            f"{where}: left out, because links lead to the same folders again: {counted(len(again), 'file')}, such as {again[0]}"
-        )
+        files = f"{counted(len(again), 'file')}, such as {again[0]}"
+        _warn(f"{where}: left out, because links lead to the same folders again: {files}")
     if folders and found and "**" not in pattern:
-        _warn(
-            f"{where}: the glob leaves out {counted(len(folders), 'folder')}, such as {folders[0]}. (A glob with /** "
-            "includes the files in folders)"
-        )
+        left_out = f"{counted(len(folders), 'folder')}, such as {folders[0]}"
+        _warn(f"{where}: the glob leaves out {left_out}. (A glob with /** includes the files in folders)")
     paths = _readable_formats(list(found.values()), where)
     if not paths:
         there = [_counts(found)] if found else []
         there += [counted(len(folders), "folder")] if folders else []
         others = f", but {' and '.join(there)}" if there else ""
+        expected = ", ".join(f"*{suffix}" for suffix in SUFFIXES)
         raise ConfigError(
-            f"{where}, which matches no file{others}; expected files named {', '.join('*' + s for s in SUFFIXES)}: "
-            "name others, or convert them"
+            f"{where}, which matches no file{others}; expected files named {expected}: name others, or convert them"
         )
     return paths
 
@@ -106,12 +108,10 @@ def _searched(pattern: str) -> Iterator[str]:
 def _of_folder(folder: str, split: str, where: str, c4: bool) -> list[str]:
     found = _walk(folder, where)
     if any(path.endswith(SUFFIXES) and not path.endswith(PLAIN_TEXT) for path in found):
-        texts = [path for path in found if path.endswith(PLAIN_TEXT)]
-        if texts:  # beside documents in other formats, plain text is about them (README.txt, LICENSE.txt)
-            _say(
-                f"{where}: left out, because there are documents in other formats: "
-                f"{_counts(texts)}, such as {texts[0]}. (A glob instead of the folder includes them)"
-            )
+        # Beside documents in other formats, plain text is about them (README.txt, LICENSE.txt).
+        if texts := [path for path in found if path.endswith(PLAIN_TEXT)]:
+            such = f"{_counts(texts)}, such as {texts[0]}. (A glob instead of the folder includes them)"
+            _say(f"{where}: left out, because there are documents in other formats: {such}")
         found = [path for path in found if not path.endswith(PLAIN_TEXT)]
     paths = _readable_formats(found, where)
     of_split = _of_split(paths, split, narrow=c4)
@@ -120,17 +120,18 @@ def _of_folder(folder: str, split: str, where: str, c4: bool) -> list[str]:
     if not of_split:
         counts = _counts(paths or found)
         there = f"but {counts}" if counts else "because it has no files"
-        example = f"en/c4-{split}.00000-of-01024.json.gz, or " if c4 else ""
+        expected = f"en/c4-{split}.00000-of-01024.json.gz, or " if c4 else ""
+        expected += ", ".join(f"*{suffix}" for suffix in SUFFIXES)
+        expected += "" if split == "train" else f" with {split} in their names"
         raise ConfigError(
-            f"{where}, which holds no {split} data, {there}; expected files such as {example}"
-            f"{', '.join('*' + s for s in SUFFIXES)}{'' if split == 'train' else f' with {split} in their names'}. For "
-            "a sample corpus: titan-disp sample-data DIR"
+            f"{where}, which holds no {split} data, {there}; expected files such as {expected}. {_SAMPLE}"
         )
     if left_out := sorted(set(paths) - set(of_split)):
         rule = f"whose names do not say {split}" + (f" or that are not in {FOLDER}" if c4 else "")
+        some = ", ".join([os.path.relpath(path, folder) for path in left_out[:3]] + ["…"] * (len(left_out) > 3))
         (_say if c4 or split != "train" else _warn)(
-            f"{where}: files {rule} are left out, {len(left_out)} of {len(paths)}: {_some(left_out, folder)}. (A glob "
-            "instead of the folder reads every file that it matches)"
+            f"{where}: files {rule} are left out, {len(left_out)} of {len(paths)}: {some}. (A glob instead of the folder "
+            "reads every file that it matches)"
         )
     return of_split
 
@@ -166,31 +167,25 @@ def _check_kinds(paths: list[str], where: str) -> None:
     for path in ids:
         if path.endswith(".bin") and os.path.exists(index := path.removesuffix(".bin") + ".idx"):
             raise ConfigError(
-                f"{where}, but {path!r} is Megatron-LM's, because its index {os.path.basename(index)!r} lies beside "
-                "it; expected ids in which EOS ends the documents (docs/data.md): write such ids, or use the texts "
-                "that they were made of"
+                f"{where}, but {path!r} is Megatron-LM's, because its index {os.path.basename(index)!r} lies beside it; "
+                "expected ids in which EOS ends the documents (docs/data.md): write such ids, or use their texts"
             )
     if ids and len(ids) < len(paths):
         other = next(path for path in paths if not path.endswith(TOKEN_IDS))
-        others = f"{os.path.dirname(other)}/*{_suffix(other)}"
         raise ConfigError(
             f"{where}, which holds {counted(len(ids), 'file')} of token ids, such as {ids[0]!r}, and "
             f"{len(paths) - len(ids)} of text, such as {other!r}; expected only one of the two: select one by a glob, "
-            f"such as {others!r}"
+            f"such as {f'{os.path.dirname(other)}/*{_suffix(other)}'!r}"
         )
 
 
 def _readable_formats(paths: list[str], where: str) -> list[str]:
-    known = [path for path in paths if path.endswith(SUFFIXES)]
     other = [path for path in paths if not path.endswith(SUFFIXES)]
-    for say, part in (
-        (_warn, [path for path in other if not path.endswith(_NO_DATA)]),
-        (_say, [path for path in other if path.endswith(_NO_DATA)]),
-    ):
-        if part:
+    for say, usual in ((_warn, False), (_say, True)):
+        if part := [path for path in other if path.endswith(_NO_DATA) == usual]:
             counts = _counts(part)
             say(f"{where}: left out, because they end in none of {', '.join(SUFFIXES)}: {counts}, such as {part[0]}")
-    return known
+    return [path for path in paths if path.endswith(SUFFIXES)]
 
 
 def _cannot_be_read(path: str, error: OSError, where: str) -> ConfigError:
@@ -212,21 +207,11 @@ def _refuse_dangling(path: str, where: str) -> None:
         raise _cannot_be_read(path, error, where) from error
 
 
-def _check_file(path: str, where: str) -> None:
-    _refuse_dangling(path, where)
-    if not os.path.isfile(path):
-        raise ConfigError(
-            f"{where}, but {path!r} is not a regular file: expected files of documents. Name the files, or remove it"
-        )
-    if not os.access(path, os.R_OK):
-        raise ConfigError(f"{where}, but {path!r} is not readable: expected read permission (chmod +r)")
-
-
 def _of_split(paths: list[str], split: str, narrow: bool) -> list[str]:
     """Select the files of a split by their own names, which must contain the split's mark as a word.
 
-    If a name says "train", names without any mark are training data only where the names are not ``narrow``. C4's files
-    are named so. In other folders, a file called train_schedules would make all others disappear.
+    If a name says "train", others without a mark are training data too unless the names are ``narrow``, as C4's are. In
+    other folders, a file called train_schedules would make all others disappear.
     """
 
     def says(path: str, words: Iterable[str]) -> bool:
@@ -241,7 +226,6 @@ def _of_split(paths: list[str], split: str, narrow: bool) -> list[str]:
 
 
 def _suffix(path: str) -> str:
-    """Return the known suffix of a path, else the end of its name from the last dot on."""
     return next((suffix for suffix in SUFFIXES if path.endswith(suffix)), os.path.splitext(path)[1])
 
 
@@ -249,16 +233,5 @@ def _counts(paths: Iterable[str]) -> str:
     return ", ".join(f"{count} *{suffix}" for suffix, count in sorted(Counter(map(_suffix, paths)).items()))
 
 
-def _some(paths: list[str], folder: str) -> str:
-    names = [os.path.relpath(path, folder) for path in paths[:3]]
-    return ", ".join(names) + (", …" if len(paths) > 3 else "")
-
-
-@cache  # checks, training and validation list the same folder, but it is logged once
-def _warn(text: str) -> None:
-    logger.warning(text)
-
-
-@cache
-def _say(text: str) -> None:
-    logger.info(text)
+# Checks, training and validation list the same folder, but it is logged once.
+_warn, _say = cache(logger.warning), cache(logger.info)

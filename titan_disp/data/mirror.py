@@ -1,8 +1,7 @@
-"""This module makes local copies (mirrors) of data sets on the hub, with a record of what they hold.
+"""This module makes local copies (mirrors) of data sets on the hub.
 
 The names of C4's files say what they are. For other data sets, ``fetch`` writes a record into the mirror for every
-split of which all chosen files are there. The mirror can then be read without the hub and without the README, which may
-name configurations that were not fetched.
+split of which all chosen files are there, so that it can be read without the hub and the README.
 """
 
 import hashlib
@@ -33,11 +32,7 @@ RECORDS = ".titan-disp"  # hidden, so that it is not listed as data
 
 
 def parse_shards(text: str | None) -> list[range] | None:
-    """Parse numbers and ranges such as 0-63,100; None stands for all shards.
-
-    Raises:
-        ConfigError: the text does not have this form.
-    """
+    """Parse numbers and ranges such as 0-63,100; None stands for all shards."""
     if text is None:
         return None
     found = [re.fullmatch(r"(\d+)(?:-(\d+))?", part.strip()) for part in text.split(",")]
@@ -51,13 +46,9 @@ def parse_shards(text: str | None) -> list[range] | None:
 
 
 def fetch(options: FetchOptions) -> list[str]:
-    """Mirror a data set. An interrupted fetch continues where it stopped.
+    """Mirror a data set, or what is left of it. Return a line for each file that is still missing or damaged.
 
-    Returns:
-        One line for each file that is still missing or damaged; empty if the mirror is complete.
-
-    Raises:
-        ConfigError: the data set cannot be listed, or ``shards`` is malformed or selects no file.
+    ConfigError is raised if the data set cannot be listed, or ``shards`` is malformed or selects no file.
     """
     shards = parse_shards(options.shards)
     wanted: list[str] = ["validation", "train"] if options.split == "both" else [options.split]
@@ -70,10 +61,8 @@ def fetch(options: FetchOptions) -> list[str]:
         some = shards if listing is listings[-1][1] else None
         chosen = [file for file in listing.files if some is None or any(file.index in part for part in some)]
         if not chosen:
-            raise ConfigError(
-                f"--shards names none of the files, which have the numbers 0 to {listing.files[-1].index}, such as "
-                f"{listing.files[0].path}"
-            )
+            numbers = f"0 to {listing.files[-1].index}, such as {listing.files[0].path}"
+            raise ConfigError(f"--shards names none of the files, which have the numbers {numbers}")
         missing = _mirror(options.folder, listing, chosen, options.workers)
         if record is not None and not missing:
             _write_record(options.folder, record, listing, chosen)
@@ -95,22 +84,18 @@ def _listings(dataset: str, split: str, wanted: list[str]) -> list[tuple[HubName
     return [(name.of_split(one), found.files(one, where)) for one in wanted]
 
 
-def _sha256(path: Path) -> str:
-    with open(path, "rb") as file:
-        digest = hashlib.sha256()
-        while block := file.read(1 << 20):
-            digest.update(block)
-    return digest.hexdigest()
-
-
 def _problem(file: HubFile, path: Path) -> str | None:
     if not path.is_file():
         return "missing"
     if path.stat().st_size != file.size:
         return f"{path.stat().st_size} bytes, expected {file.size}"
-    if file.sha256 is not None and _sha256(path) != file.sha256:
-        return "its sha256 differs from the hub's"
-    return None
+    if file.sha256 is None:
+        return None
+    digest = hashlib.sha256()
+    with open(path, "rb") as content:
+        while block := content.read(1 << 20):
+            digest.update(block)
+    return None if digest.hexdigest() == file.sha256 else "its sha256 differs from the hub's"
 
 
 def _mirror(folder: Path, listing: Listing, files: list[HubFile], workers: int, attempts: int = 3) -> list[str]:
@@ -167,10 +152,8 @@ def mirrored_files(folder: str, name: HubName, where: str) -> list[tuple[str, in
     """List (path, size) of a split's files in a mirror, or in a full copy of its repository. None may be missing."""
     root, fetch = Path(folder), f"titan-disp data fetch {folder} --dataset '{name}'"
     if not root.is_dir():
-        raise ConfigError(
-            f"{where}, which is not a folder. Expected a mirror, as titan-disp data fetch {fetch_arguments(name)} "
-            'makes one; for other files, set dataset = "text"'
-        )
+        mirror = f"a mirror, as titan-disp data fetch {fetch_arguments(name)} makes one"
+        raise ConfigError(f'{where}, which is not a folder. Expected {mirror}; for other files, set dataset = "text"')
     path = _record(root, name)
     if path.exists():
         files = [(str(root / file), size) for file, size in json.loads(path.read_text())["files"]]
@@ -182,8 +165,6 @@ def mirrored_files(folder: str, name: HubName, where: str) -> list[tuple[str, in
         files = [(file, os.path.getsize(file)) for file in files_of_split(splits, name.split or "", name, where)]
     wrong = [file for file, size in files if not os.path.isfile(file) or os.path.getsize(file) != size]
     if wrong:
-        raise ConfigError(
-            f"{where}, where files are missing or have another size than on the hub ({len(wrong)} of {len(files)}, such as "
-            f"{wrong[0]}): {fetch}"
-        )
+        found = f"{len(wrong)} of {len(files)}, such as {wrong[0]}"
+        raise ConfigError(f"{where}, where files are missing or have another size than on the hub ({found}): {fetch}")
     return files

@@ -9,49 +9,28 @@ from torchtitan.config import JobConfig
 
 @dataclass(frozen=True)
 class Format:
-    """Describe how documents are found in files.
-
-    Attributes:
-        text_field: the field of JSON documents, or the column of Parquet, that holds the text. Dots lead into nested
-            objects: ``meta.text``.
-        text_split: "file" or "blank_lines": what a document of a .txt file is.
-        token_dtype: "uint16" or "uint32", the type of token ids in files without a header.
-        eos_id: the tokenizer's EOS, which ends a document of token ids; None if no tokenizer is known.
-        vocab_size: the number of the tokenizer's ids; None if no tokenizer is known.
-    """
+    """Describe how documents are found in files: see [stream]. Without a tokenizer, the last two are None."""
 
     text_field: str = "text"
     text_split: str = "file"
     token_dtype: str = "uint16"
-    eos_id: int | None = None
+    eos_id: int | None = None  # ends a document of token ids
     vocab_size: int | None = None
 
 
 @dataclass(frozen=True)
 class StreamOptions:
-    """Describe how documents become sequences, what happens to bad ones, and how many threads tokenize them.
+    """Describe how documents become sequences: see [stream] for the keys that have the same names."""
 
-    Attributes:
-        seq_len: tokens of a sequence, without the last label.
-        shuffle_window: documents of a slot that are shuffled together; 0 or 1 for none.
-        on_bad_data: "skip" or "fail".
-        max_skipped_fraction: see ``cursor.check_documents`` and ``Faults.wrong``.
-        max_document_bytes: longer documents are bad.
-        retry_seconds: how long a failing read of a file system or the hub is tried again, with growing pauses.
-        queue_bytes: bytes that the queues of a pass may hold, beside the slots' shuffling windows.
-        prefetch: microbatches that the worker prepares ahead; 0 reads in the training process.
-        fast_tokenizer: whether gigatoken is used.
-    """
-
-    seq_len: int = 2048
+    seq_len: int = 2048  # tokens of a sequence, without the last label
     seed: int = 0
-    shuffle_window: int = 0
-    on_bad_data: str = "skip"
+    shuffle_window: int = 0  # documents of a slot that are shuffled together; 0 or 1 for none
+    on_bad_data: str = "skip"  # or "fail"
     max_skipped_fraction: float = 0.01
     max_document_bytes: int = 16 << 20
     retry_seconds: float = 60.0
-    queue_bytes: int = 32 << 20
-    prefetch: int = 0
+    queue_bytes: int = 32 << 20  # that the queues of a pass may hold, beside the slots' shuffling windows
+    prefetch: int = 0  # microbatches that the worker prepares ahead; 0 reads in the training process
     tokenizer_threads: int = 1
     fast_tokenizer: bool = False
     format: Format = Format()

@@ -36,9 +36,7 @@ class _Pass:
     """Read a file once and sequentially for those slots of this rank that own documents of it."""
 
     def __init__(self, epoch: int, documents: Documents, queues: dict[int, _Queue]) -> None:
-        self.epoch = epoch
-        self.documents = documents
-        self.queues = queues
+        self.epoch, self.documents, self.queues = epoch, documents, queues
         self.queued = 0  # bytes in all queues
         self.counted = 0  # stored bytes at the last call of newly_read
         self.start = documents.position
@@ -90,10 +88,7 @@ class _Pass:
         return self.counted - before
 
     def limit(self) -> float:
-        """Return the number of bytes that all queues may hold.
-
-        A slot that fills its shuffling window reads a window ahead of the others.
-        """
+        """Return the bytes that all queues may hold. A slot that fills its window reads a window ahead of the others."""
         options, mean = self.documents.options, min(self.read_bytes / self.read, DOCUMENT_BYTES)
         return options.queue_bytes + len(self.queues) * options.shuffle_window * mean
 
@@ -111,17 +106,14 @@ class Passes:
         self._densities = [Density(files[first].name.endswith((*COMPRESSED, *PARQUET))) for first in self.first_files]
 
     def density(self, file: int) -> Density:
-        return self._densities[self._source(file)]
-
-    def _source(self, file: int) -> int:
-        return bisect_right(self.first_files, file) - 1
+        return self._densities[bisect_right(self.first_files, file) - 1]
 
     def text_per_stored_byte(self) -> list[float]:
         """Return the bytes of text per stored byte, for each source, measured on what has been read so far."""
         found = [replace(density) for density in self._densities]
         for file, passes in self._open.items():
             for one in passes:
-                self._measure(found[self._source(file)], file, one)
+                self._measure(found[bisect_right(self.first_files, file) - 1], file, one)
         return [density.value() for density in found]
 
     def _measure(self, density: Density, file: int, one: _Pass) -> None:
@@ -143,8 +135,7 @@ class Passes:
     def fetch(self, slot: int, epoch: int, segment: Segment, start: int) -> tuple[int, Record | None, str | None]:
         """Return the first document of a segment at or after index ``start``, unparsed: (index, document, None).
 
-        At the end of the file, it returns (number of documents in the file, None, damage), where damage is None if the file
-        is sound. A slot must not ask with a smaller ``start`` than before.
+        At the end of the file, it is (documents in the file, None, damage or None). ``start`` must not decrease.
         """
         mine = self._pass(slot, epoch, segment.file)
         if mine is None:
@@ -185,9 +176,8 @@ class Passes:
             if waiting:
                 done, seconds = every - len(waiting), time.monotonic() - began
                 left = f", about {seconds * len(waiting) / done:.0f} s left" if done else ""
-                logger.info(
-                    f"data: finding the place in {counted(every, 'file')}: {done} done in {seconds:.0f} s{left}"
-                )
+                files = counted(every, "file")
+                logger.info(f"data: finding the place in {files}: {done} done in {seconds:.0f} s{left}")
 
     def _pass(self, slot: int, epoch: int, file: int) -> _Pass | None:
         """Return the pass over a file for this slot and epoch, or None. Another slot may be an epoch ahead in it."""

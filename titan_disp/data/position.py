@@ -1,9 +1,8 @@
 """A slot's position is a few integers. This module says what they mean in the slot's documents, and moves them.
 
-It also measures how far the slots are in their epochs, by the text that they have handed out. A position holds the
-bytes of text that a slot has taken from its run, but the size of the run is known in stored bytes only. The worker
-therefore measures the bytes of text per stored byte while it reads (``Density``). Text that is prefetched does not
-count, and after a resume the fraction continues where it was.
+It also measures how far the slots are in their epochs, by the text that they have handed out. The size of a slot's run
+is known in stored bytes only. The worker therefore measures the bytes of text per stored byte (``Density``). Text that
+is prefetched does not count, and after a resume the fraction continues where it was.
 """
 
 from dataclasses import dataclass
@@ -74,14 +73,10 @@ class Position:
         return segment, int(self.values[NEXT[part]])
 
     def upcoming(self) -> list[tuple[Segment, int]]:
-        """Return ``next`` of all parts that are not over; at most three."""
         return [self.next(part) for part in self._left()]
 
     def wants(self, file: int, epoch: int) -> tuple[Segment, int] | None:
-        """Return the segment of a shared file and the index of the next document to read of it in an epoch.
-
-        Returns None if the slot needs nothing more of the file in this epoch.
-        """
+        """Return what the slot still needs of a shared file in an epoch: the segment and the index of its next document."""
         if self.epoch > epoch:
             return None
         run = self.assignment.run(self.slot, epoch)
@@ -99,7 +94,6 @@ class Position:
         self.values[TAKEN[part]] += size
 
     def end_file(self, part: int) -> None:
-        """Move past the end of a part's current file."""
         p = self.values
         if part == 1:
             p[Field.BODY_FILE] += 1
@@ -160,8 +154,7 @@ def fraction_read(position: np.ndarray, run: Run, slots: int, density: float) ->
             most = least + run.body[current].length
         taken = int(position[TAKEN[part]]) * slots / density if density else 0.0
         read += min(max(taken, least), most)
-    # Up to here, only text before the shuffling window counts. For the documents used of the window, only their number
-    # is known; they are taken to have the mean length.
+    # So far, only text before the shuffling window counts. Documents used of the window are taken to have the mean length.
     if density:
         window = int(position[Field.IN_WINDOW]) * int(position[Field.BYTES]) / max(1, int(position[Field.DOCUMENTS]))
         read = min(read + window * slots / density, every)

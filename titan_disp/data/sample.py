@@ -1,7 +1,6 @@
-"""This module makes a sample corpus in C4's layout, and a tokenizer for it, of texts that every Python installation has.
+"""This module makes a sample corpus of texts that every Python installation has, and a tokenizer for it.
 
-Layout and fields are those of allenai/c4 on the hub, so that the same code reads both: ``en/c4-train.*-of-*.json.gz``
-with one JSON object per line (text, timestamp, url), a validation shard, and a dataset card that names the splits.
+Layout and fields are those of allenai/c4 on the hub, so that the same code reads both.
 """
 
 import ast
@@ -24,6 +23,7 @@ VALIDATION_SHARE = 32  # one document in 32
 MIN_CHARACTERS = 200
 # The documents have no date. A constant keeps the files the same on every run.
 TIMESTAMP = "2019-04-25T12:57:54Z"
+_DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
 CARD = """---
 configs:
@@ -52,11 +52,9 @@ def prose() -> Iterator[tuple[str, str]]:
         except (SyntaxError, UnicodeDecodeError, OSError):
             continue  # a few library files are templates
         for node in ast.walk(tree):
-            if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
-                docstring = ast.get_docstring(node)
-                if docstring:
-                    name = getattr(node, "name", "")
-                    yield f"python:stdlib/{relative.as_posix()}#{name}:{getattr(node, 'lineno', 0)}", docstring
+            if isinstance(node, _DOCUMENTED) and (docstring := ast.get_docstring(node)):
+                name = getattr(node, "name", "")
+                yield f"python:stdlib/{relative.as_posix()}#{name}:{getattr(node, 'lineno', 0)}", docstring
 
 
 def documents() -> list[dict[str, str]]:
@@ -111,11 +109,8 @@ def is_complete(folder: Path) -> bool:
 def write_sample(folder: str | Path, vocab_size: int = 2048) -> dict[str, int]:
     """Write the corpus to ``folder/en/*.json.gz`` and train its tokenizer, ``folder/tokenizer/sample.model``.
 
-    Returns:
-        The numbers of training documents, validation documents and characters.
-
-    Raises:
-        FileExistsError: the folder holds something else than an earlier sample, which is kept.
+    It returns the numbers of training documents, validation documents and characters. FileExistsError is raised if the
+    folder holds something else than an earlier sample, which is kept.
     """
     folder = Path(folder)
     if folder.exists() and any(folder.iterdir()) and not is_complete(folder):

@@ -4,9 +4,8 @@ A window is the next W documents of the cursor, in an order that (seed, epoch, s
 the beginning and the end of an epoch, and when its text reaches W · DOCUMENT_BYTES, so that long documents fit into
 memory too. Other slots have no influence on it, and therefore ranks have none.
 
-The position of a document is the position of its window's beginning, and the number of documents of the window before
-it. A resume reads the window again. Bad documents and ends of files that were passed while the window was read are
-counted once the whole window has been used.
+The position of a document is that of its window's beginning, and the number of documents of the window before it. A
+resume reads the window again. Bad documents and ends of files in it are counted once the whole window has been used.
 """
 
 import hashlib
@@ -36,11 +35,10 @@ def permutation(key: int, count: int) -> list[int]:
 
 
 def memory(slots: int, window: int, document_bytes: float) -> float:
-    """Return the most bytes of text that a rank holds for shuffling its slots in windows of documents of this mean length.
+    """Return the most bytes of text that a rank holds for shuffling documents of this mean length.
 
-    Slots refill their windows at different times, so that windows are half full on average. The slot that refills reads
-    one window ahead of the others, so that their documents of a shared file wait: half a window too, at most a whole
-    one (``Passes``).
+    Slots refill at different times, so that windows are half full on average. The slot that refills reads one window
+    ahead of the others, so that their documents of a shared file wait: half a window too, at most a whole one.
     """
     return 2 * slots * window * min(document_bytes, DOCUMENT_BYTES)
 
@@ -55,8 +53,7 @@ class Shuffle:
     def __init__(self, cursor: Cursor, window: int) -> None:
         """The cursor's position is one that this class has stored, or that of the beginning."""
         self.cursor, self.window = cursor, window
-        # The unused documents of the window, the next one last. As UTF-8, because a str may take four bytes per
-        # character.
+        # The unused documents of the window, the next one last. As UTF-8: a str may take four bytes per character.
         self._documents: list[bytes | np.ndarray] = []
         p = cursor.position.values
         self._position = p.copy()  # of the next document
@@ -92,8 +89,8 @@ class Shuffle:
         if used >= len(documents):
             raise DataError(
                 f"slot {position.slot} had used {used} documents of window {window} in epoch {epoch} when the checkpoint "
-                f"was written, and now finds {len(documents)} in it: a file's content has changed, although its name and size "
-                "have not. Restore the files as they were, or start a new run in another --job.dump_folder"
+                f"was written, and now finds {len(documents)}: a file's content has changed, although its name and size have "
+                "not. Restore the files as they were, or start a new run in another --job.dump_folder"
             )
         size = sum(size_of(documents[i]) for i in order[:used])
         self._documents = [documents[i] for i in reversed(order[used:])]
@@ -124,7 +121,7 @@ class Shuffle:
         at the same time, and the windows of two epochs would hold the same documents of a file.
         """
         position = self.cursor.position
-        if self.cursor.position.values[Field.WINDOW]:
+        if position.values[Field.WINDOW]:
             return self.window
         shift = _hash(position.assignment.seed, position.epoch)
         return 1 + (position.slot * STEP + shift) % KEYS * self.window // KEYS

@@ -1,7 +1,4 @@
-"""This module names the data sets that a run reads, from [training], [[stream.sources]] and [validation].
-
-It also reads the first documents of a few local files before training, to see whether they fit the config.
-"""
+"""This module names the data sets that a run reads, and looks at the first documents of a few local files."""
 
 import math
 import re
@@ -9,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import PurePath
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 from torchtitan.config import JobConfig
@@ -20,31 +17,19 @@ from titan_disp.data.documents import Documents
 from titan_disp.data.files import DataFile, check_data, list_files, split_of
 from titan_disp.data.options import StreamOptions
 from titan_disp.errors import ConfigError
+from titan_disp.job_config import Source
 
 T = TypeVar("T")
 
 
-class Source(Protocol):
-    """A table [[stream.sources]] of the config. ``job_config.Source`` describes its keys."""
-
-    name: str
-    path: str | None
-    dataset: str
-
-
 @dataclass(frozen=True)
 class DataSet:
-    """Describe one data set as a config names it: see ``list_files``.
-
-    Attributes:
-        key: the config section, for messages.
-        source: the name of the source if this is one of [[stream.sources]], else empty.
-    """
+    """Describe one data set as a config names it: see ``list_files``."""
 
     dataset: str
     path: str | None
     key: str
-    source: str = ""
+    source: str = ""  # the name of the source if this is one of [[stream.sources]]
 
     @property
     def path_key(self) -> str:
@@ -73,10 +58,7 @@ class DataSet:
 
 
 def source_name(source: Source) -> str:
-    """Return the source's ``name``, else the last part of its path that has no wildcards.
-
-    Without a path, return the data set's name without owner, configuration and split.
-    """
+    """Return the source's ``name``, else the last part of its path without wildcards, else of the data set's name."""
     if source.name:
         return source.name
     if source.path is None:  # "c4", or "hf:OWNER/NAME:CONFIG:SPLIT"
@@ -89,10 +71,9 @@ def check_sources(job_config: JobConfig) -> None:
     sources = job_config.stream.sources  # type: ignore[attr-defined]
     path = job_config.training.dataset_path
     if sources and path is not None:
-        raise ConfigError(
-            f"training.dataset_path is {path!r}, and there are {len(sources)} stream.sources: expected one of the two. "
-            "Leave dataset_path out, or make it the path of one more source"
-        )
+        both = f"training.dataset_path is {path!r}, and there are {len(sources)} stream.sources"
+        advice = "Leave dataset_path out, or make it the path of one more source"
+        raise ConfigError(f"{both}: expected one of the two. {advice}")
     names = [source_name(source) for source in sources]
     for i, (source, name) in enumerate(zip(sources, names, strict=True)):
         if not (math.isfinite(source.weight) and source.weight > 0):
@@ -138,7 +119,6 @@ DOCUMENTS = 20  # read in each of three files (the first, a middle one, the last
 
 
 def list_and_check(data: Sequence[DataSet], options: StreamOptions) -> list[DataFile]:
-    """List the files of some data sets and check their content."""
     every = []
     for one in data:
         files = one.files()
@@ -150,12 +130,8 @@ def list_and_check(data: Sequence[DataSet], options: StreamOptions) -> list[Data
 def check_content(files: Sequence[DataFile], options: StreamOptions, key: str) -> None:
     """Check the first documents of up to three local files. Token ids are not read if no tokenizer is known.
 
-    Files are refused if no document in them can be used: the config names a field that the documents do not have, or the
-    files do not hold documents. Single bad documents and damaged files are left to the run (``stream.on_bad_data``).
-
-    Raises:
-        ConfigError: no document of a file can be used, for the first reason found; or a whole .txt file is one document
-            that is too long.
+    ConfigError is raised if no document of a file can be used, or a whole .txt file is one document that is too long.
+    Single bad documents and damaged files are left to the run (``stream.on_bad_data``).
     """
     format, max_bytes = options.format, options.max_document_bytes
     local = [file for file in files if not file.url.startswith("hf://")]
@@ -171,11 +147,7 @@ def check_content(files: Sequence[DataFile], options: StreamOptions, key: str) -
 
 
 def _cause(file: DataFile, options: StreamOptions) -> str | None:
-    """Return why none of the first documents of a file can be used, or None.
-
-    An empty or overlong document counts as usable here: it says nothing about the others. The reader raises ConfigError
-    itself: no such column, ids of another tokenizer, a file that cannot be opened.
-    """
+    """Return why none of the first documents of a file can be used, or None. An empty or too long one says nothing."""
     format, cause = options.format, None
     documents = Documents(file, options)
     try:

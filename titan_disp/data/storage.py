@@ -32,16 +32,13 @@ uniform = random.SystemRandom().uniform
 
 
 class RetryingFile(io.RawIOBase):
-    """Represent a file that can be read at any place. Subclasses say which failures are tried again.
-
-    ``count`` is the number of bytes that a buffer has read. ``error`` is the error after which reading was given up, or
-    None: decoders hide it in exceptions of their own.
-    """
+    """Represent a file that can be read at any place. Subclasses say which failures are tried again."""
 
     def __init__(self, file: DataFile, options: StreamOptions) -> None:
-        self._name, self._size, self._place, self.count = file.url, file.size, 0, 0
+        self._name, self._size, self._place = file.url, file.size, 0
+        self.count = 0  # bytes that a buffer has read
         self._retry_seconds = options.retry_seconds
-        self.error: Exception | None = None
+        self.error: Exception | None = None  # on giving up; decoders hide it in exceptions of their own
 
     def readable(self) -> bool:
         return True
@@ -91,11 +88,6 @@ class RetryingFile(io.RawIOBase):
         """Return the shortest and the longest pause before the next try, in seconds. ``pause`` is their usual mean."""
         return pause / 2, pause * 3 / 2
 
-    def _pause(self, error: Exception, seconds: float) -> None:
-        reason = (str(error).splitlines() or [""])[0] or type(error).__name__
-        logger.warning(f"data: {self._name}: {reason}: trying again in {seconds:.2g} s")
-        time.sleep(seconds)
-
     def _again(self, attempt: Callable[[], T]) -> T:
         """Return what ``attempt`` returns. Errors that may pass are tried again for ``retry_seconds``, then raised."""
         deadline, pause = time.monotonic() + self._retry_seconds, FIRST_PAUSE
@@ -107,7 +99,10 @@ class RetryingFile(io.RawIOBase):
                 left = deadline - time.monotonic()
                 if not self._may_pass(error) or shortest > left:
                     raise
-                self._pause(error, min(uniform(shortest, longest), left))
+                seconds = min(uniform(shortest, longest), left)
+                reason = (str(error).splitlines() or [""])[0] or type(error).__name__
+                logger.warning(f"data: {self._name}: {reason}: trying again in {seconds:.2g} s")
+                time.sleep(seconds)
                 pause = min(2 * pause, LONGEST_PAUSE)
 
 
@@ -116,7 +111,7 @@ PASSING = (errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EAGAIN)
 
 
 class LocalFile(RetryingFile):
-    """Read a file sequentially or at random. After a transient failure, the file is reopened and read again."""
+    """Read a local file. After a transient failure, it is reopened and read again."""
 
     def __init__(self, file: DataFile, options: StreamOptions) -> None:
         super().__init__(file, options)
@@ -134,8 +129,8 @@ class LocalFile(RetryingFile):
 
     def _changed(self, now: int) -> DataError:
         return DataError(
-            f"{self._name} has {now} bytes, but had {self._size} when the files were listed: it was changed or cut off "
-            "meanwhile, or another node sees another copy. Restore it, or start the run again to list the files anew"
+            f"{self._name} has {now} bytes, but had {self._size} when the files were listed: it was changed meanwhile, or "
+            "another node sees another copy. Restore it, or start the run again to list the files anew"
         )
 
     def _read(self, size: int) -> bytes:
@@ -163,10 +158,7 @@ REQUEST_SECONDS = 10.0  # time-out without a byte
 
 
 class RemoteFile(RetryingFile):
-    """Read a file named hf://datasets/OWNER/NAME@COMMIT/PATH. After any failure of the hub, the read is tried again.
-
-    It holds a connection and at most one piece of the answer, 64 KiB.
-    """
+    """Read a file named hf://datasets/OWNER/NAME@COMMIT/PATH. After any failure of the hub, the read is tried again."""
 
     def __init__(self, file: DataFile, options: StreamOptions) -> None:
         from huggingface_hub import hf_hub_url
@@ -198,7 +190,7 @@ class RemoteFile(RetryingFile):
             self._answer = None
 
     def _pauses(self, error: Exception, pause: float) -> tuple[float, float]:
-        """Return pauses at least as long as the hub asks for, so far apart that the ranks wait for different times."""
+        """Return at least what the hub asks for, and so long a range that the ranks wait for different times."""
         asked = _seconds_asked(error)
         if asked is None:
             return super()._pauses(error, pause)
@@ -225,7 +217,6 @@ class _Answer:
         self._piece = memoryview(b"")
 
     def take(self, size: int) -> bytes:
-        """Return at most ``size`` of the next bytes."""
         while not self._piece:
             piece = next(self._pieces, None)
             if piece is None:

@@ -3,10 +3,9 @@
     files ──one pass each──▶ Passes ──documents──▶ Cursor ──▶ Shuffle ──text, tokenized ahead──▶ Slot ──▶ sequences
 
 A slot's sequences depend only on what the fingerprint holds and, if many documents in a row are bad, on
-``stream.max_skipped_fraction``. After a resume, the documents at a slot's position are read again; no text is stored.
-Documents are read some sequences ahead and tokenized by threads: tokenizing takes 97 % of the time, and the tokenizers
-release the GIL. (gigatoken takes less time than waking a thread, and is called when its tokens are needed.) The
-prefetch worker, a process of each rank, does all this ahead of training.
+``stream.max_skipped_fraction``. After a resume, the documents at a slot's position are read again. Documents are read
+some sequences ahead and tokenized by threads: this takes 97 % of the time, and the tokenizers release the GIL.
+(gigatoken takes less time than waking a thread.) The prefetch worker, a process of each rank, works ahead of training.
 """
 
 import math
@@ -52,8 +51,7 @@ class RankStreams:
     ) -> None:
         """Start at ``positions``, [len(slots), k] int64, copied. After a resume, first pass over what was read before.
 
-        ``files`` are all files of all sources, and ``slots`` are this rank's, of those in ``assignment``. ``encode`` makes
-        token ids that end in EOS of a text; several threads call it.
+        ``files`` are those of all sources. ``encode`` makes token ids that end in EOS of a text; several threads call it.
         """
         self.encode, self.options = encode, options
         own = [Position(slot, values.copy(), assignment) for slot, values in zip(slots, positions, strict=True)]
@@ -61,7 +59,7 @@ class RankStreams:
         self.passes = Passes(files, own, options)
         self.executor = ThreadPoolExecutor(options.tokenizer_threads, thread_name_prefix="tokenize")
         self.slots = {position.slot: Slot(Cursor(position, self.passes, self.faults), self) for position in own}
-        self._bytes_per_token = 4.0
+        self._bytes_per_token = 4.0  # a mean, by which reading ahead is measured
         if positions[:, [Field.HEAD, Field.BODY_DOCUMENT, Field.TAIL]].any():
             self.passes.seek(self.executor)
 
@@ -69,21 +67,16 @@ class RankStreams:
         """Begin to tokenize the documents of the rank's next sequences, of all its slots in turn from this one on."""
         sequence = (self.options.seq_len + 1) * self._bytes_per_token
         window = min(AHEAD_SEQUENCES, max(2, math.ceil(AHEAD_BYTES / sequence)))
-        own = len(self.slots)
-        first = next(iter(self.slots))
+        own, first = len(self.slots), next(iter(self.slots))
         for j in range(min(window, own)):
             rounds = math.ceil((window - j) / own)
             self.slots[first + (slot - first + j) % own].read_ahead(rounds * sequence)
 
     def learn(self, document: Document, tokens: int) -> None:
-        """Update the mean bytes of text per token, by which reading ahead is measured."""
         self._bytes_per_token += 0.01 * (document.size / tokens - self._bytes_per_token)
 
     def tokenize(self, contents: list[str | np.ndarray]) -> Callable[[], list[np.ndarray]]:
-        """Begin to tokenize documents, in a thread unless waking one takes longer than the work.
-
-        It returns a function that waits for the token ids of each document, int32, ending in EOS.
-        """
+        """Begin to tokenize documents. Return a function that waits for the ids of each, int32, ending in EOS."""
         if not self.options.fast_tokenizer:
             return self.executor.submit(self._tokenize, contents).result
         done = self._tokenize(contents)
@@ -174,8 +167,8 @@ class Sequences(IterableDataset):
     """Make the rank's sequences, in the prefetch worker if there is one.
 
     It yields tuples of tokens [n, seq_len + 1], positions [n, k], bytes newly read by (epoch, file), and bytes of text
-    per stored byte of each source. n is ``batch`` · ``group``. If reading fails, it yields what was read before (n may
-    then be a smaller multiple of ``batch``) and then the ConfigError.
+    per stored byte of each source. n is ``batch`` · ``group``. If reading fails, it yields what was read before (a
+    smaller multiple of ``batch``) and then the ConfigError.
     """
 
     def __init__(self, make: Any, batch: int, group: int) -> None:

@@ -10,9 +10,8 @@ The documents follow one another:
     numpy     .npy   numpy.save's header, which says the type
 
 A document is a run of ids up to and including the tokenizer's EOS. An EOS at the beginning of the file or after another
-EOS ends no document and is dropped, so that EOS before and EOS after every document give the same documents. A run of
-more than ``LONGEST`` ids is cut after every ``LONGEST`` ids. Ids are not tokenized again. A document without EOS
-(because of a cut or the end of the file) gets one when it is packed.
+EOS is dropped, so that EOS before and EOS after every document give the same documents. A run of more than ``LONGEST``
+ids is cut after every ``LONGEST`` ids. A document without EOS (by a cut or the end of the file) gets one when packed.
 """
 
 import io
@@ -47,20 +46,18 @@ class _Layout:
 def records(stored: io.BufferedReader, file: DataFile, how: Format) -> Iterator[np.ndarray | BadDocument]:
     """Yield the documents as ids, [n] uint16 or uint32. ``stored`` is the file, at its beginning.
 
-    Raises:
-        DataError: the ids have another type or tokenizer than the config names, or no tokenizer is known.
-        DamagedFile: raised at its end: the file is shorter or longer than its header says, or ends within an id.
+    DataError is raised if the ids have another type or tokenizer than the config names, DamagedFile at the file's end if
+    it is shorter or longer than its header says, or ends within an id.
     """
     name = file.url
     if how.eos_id is None:
         raise DataError(f"{name} holds token ids, expected text: name a file of text")
     layout = _layout(stored, file.size, name, how)
     if how.eos_id > np.iinfo(layout.dtype).max:
+        fix = "" if layout.declared else 'set stream.token_dtype = "uint32" if the ids are of that type, or '
         raise DataError(
             f"{name} is read as {layout.dtype.name}, but the id of the tokenizer's EOS, {how.eos_id}, does not fit in this "
-            "type: "
-            + ("" if layout.declared else 'set stream.token_dtype = "uint32" if the ids are of that type, or ')
-            + "use the tokenizer that wrote them"
+            f"type: {fix}use the tokenizer that wrote them"
         )
     vocab_size = 1 << 32 if how.vocab_size is None else how.vocab_size
     rest = np.empty(0, layout.dtype)  # the beginning of a document that continues in the next block
@@ -105,10 +102,9 @@ def _runs(ids: np.ndarray, eos_id: int) -> tuple[list[int], list[int], int]:
 
 
 def _checked(ids: np.ndarray, vocab_size: int) -> np.ndarray | BadDocument:
-    largest = int(ids.max())
-    return (
-        ids.copy() if largest < vocab_size else BadDocument(f"id {largest:,}, but the tokenizer has {vocab_size:,} ids")
-    )
+    if (largest := int(ids.max())) < vocab_size:
+        return ids.copy()
+    return BadDocument(f"id {largest:,}, but the tokenizer has {vocab_size:,} ids")
 
 
 def _layout(stored: io.BufferedReader, size: int, name: str, how: Format) -> _Layout:
@@ -116,39 +112,33 @@ def _layout(stored: io.BufferedReader, size: int, name: str, how: Format) -> _La
     head = stored.read(_LLM_C_HEADER)
     if (found := mistaken(head[:HEAD], name)) is not None:
         raise OtherContent(found)
-    dtype: np.dtype
-    declared: int | None = None
-    if head.startswith(_NUMPY_MAGIC):
-        dtype, declared, begin = _numpy_header(head, name)
-    elif (of_llm_c := _llm_c_header(head, name)) is not None:
-        dtype, declared, begin = of_llm_c
-    else:
-        dtype, begin = _DTYPES[how.token_dtype], 0
+    header = _numpy_header(head, name) if head.startswith(_NUMPY_MAGIC) else _llm_c_header(head, name)
+    dtype, declared, begin = header or (_DTYPES[how.token_dtype], None, 0)
     stored.seek(begin)
-    stored_ids, odd = divmod(size - begin, dtype.itemsize)
+    count, odd = divmod(size - begin, dtype.itemsize)
     damage = None
-    if declared is not None and (declared != stored_ids or odd):
-        damage = (
-            f"its header says {declared:,} ids of {dtype.name}, but the file holds {(size - begin) / dtype.itemsize:,}"
-        )
+    if declared is not None:
+        if declared != count or odd:
+            held = f"{(size - begin) / dtype.itemsize:,}"
+            damage = f"its header says {declared:,} ids of {dtype.name}, but the file holds {held}"
+        count = min(declared, count)
     elif odd:
-        damage = (
-            f"its {size:,} bytes are not a multiple of {dtype.itemsize}, the size of a {dtype.name} id: it is cut off, "
-            "or the ids have another type"
-        )
-    count = stored_ids if declared is None else min(declared, stored_ids)
+        multiple = f"a multiple of {dtype.itemsize}, the size of a {dtype.name} id"
+        damage = f"its {size:,} bytes are not {multiple}: it is cut off, or the ids have another type"
     return _Layout(dtype, count, damage, declared is not None)
 
 
-def _numpy_header(head: bytes, name: str) -> tuple[np.dtype, int, int]:
-    """Read a numpy header: (type of an id, number of ids, bytes before them)."""
+_Header = tuple[np.dtype, int | None, int]  # type of an id, number of ids, bytes before them
+
+
+def _numpy_header(head: bytes, name: str) -> _Header:
     file = io.BytesIO(head)
     try:
         version = np.lib.format.read_magic(file)
         if version not in _NUMPY_HEADERS:
+            found = f"{version[0]}.{version[1]}"
             raise OtherContent(
-                f"its .npy header has version {version[0]}.{version[1]}, expected 1.0 or 2.0: write it again with "
-                "numpy.save"
+                f"its .npy header has version {found}, expected 1.0 or 2.0: write it again with numpy.save"
             )
         shape, _, dtype = _NUMPY_HEADERS[version](file)
     except ValueError as error:
@@ -161,18 +151,17 @@ def _numpy_header(head: bytes, name: str) -> tuple[np.dtype, int, int]:
     return dtype, int(shape[0]), file.tell()
 
 
-def _llm_c_header(head: bytes, name: str) -> tuple[np.dtype, int, int] | None:
-    """Read llm.c's header: (type of an id, number of ids, bytes before them), or None if there is no such header."""
+def _llm_c_header(head: bytes, name: str) -> _Header | None:
     if len(head) < _LLM_C_HEADER:
         return None
     magic, version, count = np.frombuffer(head, "<i4", 3).tolist()
     if (magic, version) in _LLM_C:
         return np.dtype(_LLM_C[magic, version]), count, _LLM_C_HEADER
     if magic in (*(known for known, _ in _LLM_C), _LLM_C_EVALUATION):
+        expected = ", ".join(f"magic {m} and version {v}" for m, v in _LLM_C)
         raise DataError(
             f"{name} has a header of llm.c with magic {magic} and version {version}; expected a file of training data: "
-            f"{', '.join(f'magic {m} and version {v}' for m, v in _LLM_C)}. Leave it out of the dataset_path, or write "
-            "it as such"
+            f"{expected}. Leave it out of the dataset_path, or write it as such"
         )
     return None
 
@@ -190,7 +179,5 @@ def _check_first(ids: np.ndarray, layout: _Layout, name: str, vocab_size: int) -
     if layout.dtype.itemsize == 2 and not layout.declared and len(ids) >= 64:
         low, high = ids[0 : len(ids) & ~1 : 2], ids[1::2]  # the halves of uint32 ids, if they are uint32
         if int(high.max()) <= (vocab_size - 1) >> 16 < int(low.max()):
-            raise DataError(
-                f"{found}, but every second id is at most {int(high.max())}, as in uint32: set stream.token_dtype = "
-                '"uint32"'
-            )
+            second = f"every second id is at most {int(high.max())}, as in uint32"
+            raise DataError(f'{found}, but {second}: set stream.token_dtype = "uint32"')

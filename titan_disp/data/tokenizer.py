@@ -43,11 +43,7 @@ class SentencePieceTokenizer(BaseTokenizer):
 
 
 def find_tokenizer(folder: str | Path) -> Path:
-    """Find the tokenizer's file in an assets folder; Hugging Face tokenizers take precedence over SentencePiece models.
-
-    Raises:
-        ConfigError: there is no such folder, no tokenizer in it, or several SentencePiece models.
-    """
+    """Find the tokenizer's file in a folder: a Hugging Face tokenizer, else the only SentencePiece model."""
     folder = Path(folder)
     expected = "a folder with a Hugging Face tokenizer (tokenizer.json) or a SentencePiece model (*.model)"
     if not folder.is_dir():
@@ -66,11 +62,7 @@ def find_tokenizer(folder: str | Path) -> Path:
 
 
 def load_tokenizer(folder: str | Path) -> BaseTokenizer:
-    """Load the tokenizer that ``find_tokenizer`` finds. It treats text that spells a special token (</s>) as text.
-
-    Raises:
-        ConfigError: the tokenizer is missing or cannot be read.
-    """
+    """Load the tokenizer of a folder. It treats text that spells a special token (</s>) as text."""
     file = find_tokenizer(folder)
     try:
         return SentencePieceTokenizer(file) if file.suffix == ".model" else _hugging_face(folder)
@@ -103,9 +95,8 @@ def _hugging_face(folder: str | Path) -> HuggingFaceTokenizer:
 def _find_eos(tokenizer: HuggingFaceTokenizer, folder: Path) -> None:
     """Set EOS where TorchTitan finds none, as for GPT-2's <|endoftext|>.
 
-    If tokenizer_config.json gives one token as both BOS and EOS, TorchTitan takes it for BOS alone. Here it is EOS
-    alone, so that one token separates two documents. The hub's tokenizer_config.json of GPT-2 names no token;
-    config.json has the id.
+    TorchTitan takes a token that is both BOS and EOS for BOS alone. Here it is EOS alone, so that one token separates
+    two documents. The hub's tokenizer_config.json of GPT-2 names no token; config.json has the id.
     """
     if tokenizer.bos_id is not None:
         named = tokenizer._get_token_from_config(tokenizer.config or {}, "eos_token")
@@ -123,8 +114,7 @@ def check_fits(tokens: int, folder: str | Path, vocab_size: int, model: str, adv
     """Raise ConfigError if a tokenizer of ``tokens`` tokens can give ids that the model's embedding does not have."""
     if tokens > vocab_size:
         raise ConfigError(
-            f"the tokenizer in {str(folder)!r} has {tokens} tokens, but {model} has a vocabulary of {vocab_size}: "
-            f"{advice}"
+            f"the tokenizer in {str(folder)!r} has {tokens} tokens, but {model} has a vocabulary of {vocab_size}: {advice}"
         )
 
 
@@ -154,9 +144,7 @@ def encoder(tokenizer: BaseTokenizer) -> Callable[[str], list[int]]:
     return lambda text: tokenizer.encode(text, add_bos=True, add_eos=True)
 
 
-# In documents. The check costs about a tenth of gigatoken's own time; Hugging Face's library takes a hundred times as
-# long.
-CHECK_EVERY = 1000
+CHECK_EVERY = 1000  # documents: checking costs about a tenth of gigatoken's own time
 _OFF = "set stream.fast_tokenizer = false"
 _agreed: WeakSet[BaseTokenizer] = WeakSet()  # `data digest` makes a loader for every rank with the same tokenizer
 
@@ -166,23 +154,8 @@ def odd_texts(tokenizer: BaseTokenizer, count: int = 3000) -> list[str]:
     rng = random.Random(0)
     codes = [*range(1, 400), 0x300, 0x301, 0x323, 0x200D, 0x1F600, 0x1F468, 0x4E2D, 0xAC00, 0x1100, 0x1161, 0xFB01]
     codes += [0x2028, 0xFEFF, 0xE000, 0x10FFFF, 0x212B, 0x1E9B, 0x0E33, 0x0915, 0x094D]
-    pieces = [
-        " ",
-        "  ",
-        "\n",
-        "\n\n",
-        "\r\n",
-        "\t",
-        "'s",
-        "'LL",
-        "e\u0301",
-        " the",
-        "The",
-        "ing",
-        "123456",
-        "don't",
-        "…",
-    ]
+    pieces = [" ", "  ", "\n", "\n\n", "\r\n", "\t", "'s", "'LL", "e\u0301"]
+    pieces += [" the", "The", "ing", "123456", "don't", "…"]
     if isinstance(tokenizer, HuggingFaceTokenizer):
         pieces += [token.content for token in tokenizer.tokenizer.get_added_tokens_decoder().values()][:50]
     elif isinstance(tokenizer, SentencePieceTokenizer):
@@ -198,14 +171,12 @@ def fast_encoder(
 ) -> Callable[[str], np.ndarray]:
     """Return gigatoken's thread-safe function from a text to its token ids, int32, with BOS and EOS as in ``reference``.
 
-    gigatoken gives the same ids many times as fast as the libraries of Hugging Face and SentencePiece. It is young, so its
-    ids are compared with those of the tokenizer's own library (``reference``): for some thousand odd texts at the start,
-    and for one document in a thousand during the run. Its ids were found to agree for byte-level BPE (GPT-2, Qwen), and for
-    SentencePiece BPE with byte fallback, identity normalization, all spaces kept and no user-defined symbols.
+    gigatoken gives the same ids many times as fast. It is young, so its ids are compared with those of the tokenizer's own
+    library (``reference``), at the start and during the run. They were found to agree for byte-level BPE (GPT-2, Qwen), and
+    for SentencePiece BPE with byte fallback, identity normalization, all spaces kept and no user-defined symbols.
 
-    Raises:
-        ConfigError: gigatoken is missing, does not support this tokenizer, or gives other ids.
-        DataError: raised by the returned function: gigatoken gives other ids for a document.
+    ConfigError is raised if gigatoken is missing, does not support this tokenizer, or gives other ids at the start;
+    DataError by the returned function if it gives other ids for a document.
     """
     file = find_tokenizer(folder)
     try:

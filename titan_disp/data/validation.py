@@ -9,12 +9,9 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torchtitan.components.loss import LossFunction
-from torchtitan.components.metrics import MetricsProcessor
 from torchtitan.components.tokenizer import BaseTokenizer
-from torchtitan.components.validate import BaseValidator, ValidationContext, Validator
+from torchtitan.components.validate import BaseValidator, Validator
 from torchtitan.config import JobConfig
-from torchtitan.distributed import ParallelDims
 from torchtitan.tools.logging import logger
 
 from titan_disp.data.assignment import Assignment
@@ -54,19 +51,12 @@ def first_sequences(
 ) -> np.ndarray:
     """Read token ids from the beginning of a split as one stream: [count, seq_len + 1] int32.
 
-    ``asked`` says what asks for so many, and how to ask for fewer. The split may not have fewer: repeating some would give
-    these more weight.
+    The split may not have fewer, because repeating some would give them more weight. ``asked`` says how to ask for fewer.
     """
-    options = stream_options(job_config, seq_len, tokenizer)
+    options = replace(stream_options(job_config, seq_len, tokenizer), shuffle_window=0)
     check_content(files, options, "validation")
-    streams = RankStreams(
-        files,
-        range(1),
-        np.zeros((1, len(Field)), dtype=np.int64),
-        Assignment(files, slots=1, seed=0),
-        encoder(tokenizer),
-        replace(options, shuffle_window=0),
-    )
+    begin, assignment = np.zeros((1, len(Field)), dtype=np.int64), Assignment(files, slots=1, seed=0)
+    streams = RankStreams(files, range(1), begin, assignment, encoder(tokenizer), options)
     slot, found = streams.slots[0], list[np.ndarray]()
     try:
         while len(found) < count:
@@ -78,21 +68,15 @@ def first_sequences(
                 )
     finally:
         streams.close()
-    check_documents(
-        int(slot.position[Field.SKIPPED]), int(slot.position[Field.DOCUMENTS]), options.max_skipped_fraction
-    )
+    check_documents(slot.position[Field.SKIPPED], slot.position[Field.DOCUMENTS], options.max_skipped_fraction)
     return np.stack(found)
 
 
 def held_out_sequences(job_config: JobConfig, tokenizer: BaseTokenizer, count: int) -> Tensor | None:
-    """Read the first sequences of the validation split, the same on every rank and in every run.
+    """Read the first sequences of the validation split, the same on every rank and in every run. A collective call.
 
-    This is a collective call. The split is that of [validation] if it is enabled, else the one beside the training
-    data. Of several sources, the first one that has a validation split is used.
-
-    Returns:
-        [count, training.seq_len + 1] token ids, int64, the last of which is only a label; None if there is no
-        validation split.
+    The split is that of [validation] if it is enabled, else the one beside the training data, of the first source that
+    has one. It returns [count, training.seq_len + 1] token ids, int64, or None if there is no validation split.
     """
     v = job_config.validation
     if v.enable:
@@ -122,16 +106,15 @@ def held_out_sequences(job_config: JobConfig, tokenizer: BaseTokenizer, count: i
 
 
 class _ValidationSet:
-    """Iterate over this rank's validation batches. The sequences are read once, before training, and kept as int32."""
+    """Iterate over this rank's validation batches. The sequences are read once, before training."""
 
     def __init__(self, job_config: JobConfig, tokenizer: BaseTokenizer, dp_world_size: int, dp_rank: int) -> None:
         v = job_config.validation
         files = on_rank_0(list_files, v.dataset, v.dataset_path, "validation")
         count, step = validation_sequences(job_config, dp_world_size), v.local_batch_size * dp_world_size
         asked = (
-            f"set stream.validation_sequences to a multiple of {step} (validation.local_batch_size "
-            f"{v.local_batch_size} × {dp_world_size} data-parallel ranks) that is small enough, or lower "
-            "validation.steps"
+            f"set stream.validation_sequences to a smaller multiple of {step} (validation.local_batch_size "
+            f"{v.local_batch_size} × {dp_world_size} data-parallel ranks), or lower validation.steps"
         )
         source = (files, tokenizer, job_config, v.seq_len, count, asked)
         every = torch.from_numpy(on_rank_0(first_sequences, *source))  # on rank 0, as in held_out_sequences
@@ -143,34 +126,18 @@ class _ValidationSet:
 
 
 class StreamValidator(Validator):
-    """Run TorchTitan's validation loop on our data. The parent's ``__init__`` would build TorchTitan's loader.
+    """Run TorchTitan's validation loop on our data. The parent's ``__init__`` would build TorchTitan's loader."""
 
-    Attributes:
-        around: returns, for a step, a context in which to validate. titan_disp.train announces and times it.
-    """
-
+    # Returns, for a step, a context in which to validate. titan_disp.train announces and times it.
     around: Callable[[int], AbstractContextManager[Any]] = nullcontext
 
     def __init__(
-        self,
-        job_config: JobConfig,
-        dp_world_size: int,
-        dp_rank: int,
-        tokenizer: BaseTokenizer,
-        parallel_dims: ParallelDims,
-        loss_fn: LossFunction,
-        validation_context: ValidationContext,
-        maybe_enable_amp: AbstractContextManager[None],
-        metrics_processor: MetricsProcessor,
+        self, job_config: JobConfig, dp_world_size: int, dp_rank: int, tokenizer: BaseTokenizer, **others: Any
     ) -> None:
+        """``others`` are the parent's other arguments, which it keeps as attributes of the same names."""
         BaseValidator.__init__(self, job_config)
+        self.__dict__.update(others)
         self.tokenizer = tokenizer
-        self.parallel_dims = parallel_dims
-        self.loss_fn = loss_fn
-        self.validation_context = validation_context
-        self.maybe_enable_amp = maybe_enable_amp
-        self.metrics_processor = metrics_processor
-        self.pp_schedule = self.pp_has_first_stage = self.pp_has_last_stage = None
         self.validation_dataloader = _ValidationSet(job_config, tokenizer, dp_world_size, dp_rank)  # type: ignore[assignment]
 
     def validate(self, model_parts: list[nn.Module], step: int) -> None:
@@ -180,4 +147,5 @@ class StreamValidator(Validator):
 
 def build_validator(**kwargs: Any) -> StreamValidator:
     """Build the validator, as TorchTitan's ``build_validator_fn``. Arguments for pipeline parallelism are dropped."""
-    return StreamValidator(**{k: v for k, v in kwargs.items() if not k.startswith("pp_")})
+    no_pipeline = dict.fromkeys(("pp_schedule", "pp_has_first_stage", "pp_has_last_stage"))
+    return StreamValidator(**kwargs | no_pipeline)

@@ -3,6 +3,7 @@
 import os
 import shutil
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -11,13 +12,38 @@ from safetensors import SafetensorError
 from torchtitan.config import TORCH_DTYPE_MAP
 
 from titan_disp.config.options import ExportOptions
-from titan_disp.data.hf_tokenizer import local_documents
+from titan_disp.data.documents import Documents
+from titan_disp.data.files import list_files
+from titan_disp.data.formats import BadDocument, DamagedFile, text_of
+from titan_disp.data.options import Format, StreamOptions
 from titan_disp.errors import ConfigError
 from titan_disp.lab.export.model_card import model_card
 from titan_disp.lab.export.saved import SavedModel, find_saved, load_weights
 from titan_disp.run.checkpoint import describe
 from titan_disp.run.reader import read_environment
 from titan_disp.text import byte_size
+
+DOCUMENTS = 100
+
+
+def local_documents(path: str | None, text_field: str = "text") -> Iterator[str]:
+    """Yield the first documents of the validation data, or the training data, if they are on this disk."""
+    for dataset in ("c4_validation", "c4") if path and os.path.exists(path) else ():
+        try:
+            file = list_files(dataset, path)[0]
+        except ConfigError:
+            continue
+        documents = Documents(file, StreamOptions(format=Format(text_field)))
+        try:
+            for _ in range(DOCUMENTS):
+                raw = documents.read()
+                if raw is not None and not isinstance(raw, BadDocument):
+                    yield text_of(raw, text_field)
+        except (BadDocument, DamagedFile, ConfigError):  # training reports these; here, other texts are enough
+            pass
+        finally:
+            documents.close()
+        return
 
 
 def hf_weights(saved: SavedModel, dtype: str = "float32") -> dict[str, torch.Tensor]:
