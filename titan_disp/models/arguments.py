@@ -7,9 +7,10 @@ some in a class attribute ``not_overridable``, which gives the reason for each.
 import copy
 import dataclasses
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections import UserDict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Generic, TypeVar, get_type_hints
+from typing import Annotated, Any, TypeVar, get_type_hints
 
 import torch
 from torch import nn
@@ -232,20 +233,11 @@ class DispModelArgs(BaseModelArgs):
 Args = TypeVar("Args", bound=DispModelArgs)
 
 
-class Flavors(Mapping[str, Args], Generic[Args]):
+class Flavors(UserDict[str, Args]):
     """Map names to copies of arguments, because TorchTitan modifies even registered ones."""
 
-    def __init__(self, flavors: dict[str, Args]) -> None:
-        self._flavors = flavors
-
     def __getitem__(self, name: str) -> Args:
-        if name not in self._flavors:
+        if name not in self.data:
             known = ", ".join(self) + did_you_mean(name, self)
             raise ConfigError(f"model.flavor is {name!r}, expected one of {known}")
-        return copy.deepcopy(self._flavors[name])
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._flavors)
-
-    def __len__(self) -> int:
-        return len(self._flavors)
+        return copy.deepcopy(self.data[name])

@@ -86,11 +86,7 @@ flavors = Flavors(
         "0.6B": _like_torchtitan("0.6B"),
         # The model that the authors' TorchTitan fork trained: by accident, as they say, FSDP untied the embedding.
         "0.6B_untied": _like_torchtitan("0.6B", enable_weight_tying=False),
-        "1.7B": _like_torchtitan("1.7B"),
-        "4B": _like_torchtitan("4B"),
-        "8B": _like_torchtitan("8B"),
-        "14B": _like_torchtitan("14B"),
-        "32B": _like_torchtitan("32B"),
+        **{name: _like_torchtitan(name) for name in ("1.7B", "4B", "8B", "14B", "32B")},
     }
 )
 
