@@ -101,8 +101,9 @@ def test_moments_compile():
     c, ones = u @ u[:, ::4].transpose(1, 2), torch.ones(2, 64, 1)
     index, sampled = torch.arange(64)[:, None], torch.arange(0, 64, 4)[None]
     valid = (torch.arange(64) < torch.tensor([[40], [0]]))[..., None]
-    for mask in ((None, None), (valid, valid[:, ::4, 0])):
-        arguments = (c, ones, ones[:, ::4].transpose(1, 2), ones, index, sampled, *mask, angular_pair(0.7, 0.25))
+    for mask, filled in ((None, None), (valid, valid[:, ::4, 0])):
+        some = ones[:, ::4].transpose(1, 2), sampled, filled
+        arguments = (c, ones, ones, index, mask, *some, angular_pair(0.7, 0.25))
         for found, expected in zip(compiled(*arguments), eager(*arguments), strict=True):
             torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 

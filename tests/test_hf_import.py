@@ -20,7 +20,7 @@ from titan_disp.errors import ConfigError
 from titan_disp.lab.export.export import export, hf_weights
 from titan_disp.lab.export.saved import find_saved, load_model
 from titan_disp.models.hf import check_hf_folder
-from titan_disp.models.qwen3 import Qwen3HfAdapter, architecture, flavors
+from titan_disp.models.qwen3 import Qwen3HfAdapter, flavors
 
 NANO = Qwen3HfAdapter(flavors["nano"], None)
 WIKITEXT = ROOT / "examples" / "wikitext.py"
@@ -31,9 +31,7 @@ TOKENS = torch.arange(96).view(2, 48) * 19 % 2048
 def published(tmp_path_factory, hf_tokenizer):
     """Save a model of nano's shape with transformers: float32 weights, RoPE under rope_parameters, and no lm_head."""
     torch.manual_seed(0)
-    config = transformers.Qwen3Config(
-        **architecture(flavors["nano"]), max_position_embeddings=4096, initializer_range=0.2
-    )
+    config = transformers.Qwen3Config(**NANO.architecture(), max_position_embeddings=4096, initializer_range=0.2)
     folder = tmp_path_factory.mktemp("published")
     transformers.Qwen3ForCausalLM(config).save_pretrained(folder)
     for name in ("tokenizer.json", "tokenizer_config.json"):

@@ -13,7 +13,7 @@ from titan_disp.config.load import load_config
 from titan_disp.errors import ConfigError
 from titan_disp.models.arguments import block_indices
 from titan_disp.models.decoder import draw
-from titan_disp.models.qwen3 import Qwen3DispModel, architecture, flavors
+from titan_disp.models.qwen3 import Qwen3DispModel, Qwen3HfAdapter, flavors
 
 
 def build(flavor="nano", activations=()):
@@ -98,7 +98,7 @@ def test_flavors_are_qwens(tmp_path, flavor):
         rope_theta=1000000,
         tie_word_embeddings=tied,
     )
-    assert transformers.Qwen3Config(**architecture(args)).to_dict() == config.to_dict()
+    assert transformers.Qwen3Config(**Qwen3HfAdapter(args, None).architecture()).to_dict() == config.to_dict()
     # A tied matrix multiplies, as the output layer.
     multiplying = parameters - (0 if tied else 151936 * width)
     check_published("qwen3_disp", flavor, config, parameters, multiplying, PUBLISHED, tmp_path)

@@ -1,7 +1,6 @@
 """Heatmaps draw cosine histograms by layer, as in arXiv 2602.00217 (Figures 2, 4 and 6).
 
-Figures are made without pyplot, which keeps all of them in a global. They are therefore safe in threads and while a
-model trains. The pictures of ``titan_disp.lab`` are made with the same figures and labels.
+Figures are made without pyplot, which keeps all of them in a global: they are safe in threads and while a model trains.
 """
 
 from collections.abc import Mapping, Sequence

@@ -4,14 +4,12 @@
 1 loses half the digits.
 
 ``AveragedCosines`` is for the heatmaps of the paper, which average a layer's N×N cosines over the sequences before they
-count them. Averaging narrows the histogram: differences between sequences cancel out, and what depends on the two
-positions stays. The mean over all pairs equals that of the pooled pairs, and so do its rank correlations with depth.
+count them. This narrows the histogram: differences between sequences cancel out. The mean over all pairs stays.
 
-``Monitor`` measures condensation and cross-entropy on held-out text while a model trains. It does not affect training:
-it takes no gradients, draws no random numbers, and has its own data. The sequences are the same in every run and are
-divided among the data-parallel ranks. If there are more ranks than sequences, several ranks take the same sequence and
-divide its layers. If a sequence is sharded (TP, CP), its activations are gathered before they are measured. The numbers
-therefore do not depend on the mesh.
+``Monitor`` measures condensation and cross-entropy on held-out text while a model trains. It takes no gradients, draws
+no random numbers, and has its own data. The sequences are the same in every run and are divided among the data-parallel
+ranks. If there are more ranks than sequences, several ranks take the same sequence and divide its layers. If a sequence
+is sharded (TP, CP), its activations are gathered first. The numbers therefore do not depend on the mesh.
 """
 
 import math
@@ -35,17 +33,15 @@ _TOKENS = 512
 
 
 def _unit(z: Tensor) -> Tensor:
-    """Return the directions of tokens in float64. Only a token of zeros has none."""
     return torch.nn.functional.normalize(z.double(), dim=-1, eps=torch.finfo(torch.float64).tiny)
 
 
 def _statistics(z: Tensor) -> Tensor:
-    """Return [4 + BINS] float64 of one sequence [N, F].
+    """Return mean cosine, mean squared cosine, mean angle, effective rank, and the histogram of one sequence [N, F].
 
-    These are mean cosine, mean squared cosine, mean angle, effective rank, and the histogram. Both means of cosines and
-    the histogram are over all N² pairs, including each token with itself, as in the paper (mean) and in the authors'
-    released code (histogram). The angle arccos(c)/π is over the N(N−1) pairs of different tokens. An all-zero token has
-    cosine 0 with every other. If a number of z is not finite, all numbers are NaN.
+    Both means of cosines and the histogram are over all N² pairs, including each token with itself, as in the paper
+    (mean) and in the authors' released code (histogram). The angle arccos(c)/π is over the N(N−1) pairs of different
+    tokens. An all-zero token has cosine 0 with every other. If a number of z is not finite, all numbers are NaN.
     """
     u = _unit(z)
     n = u.shape[0]
@@ -102,8 +98,8 @@ class Accumulator:
 class AveragedCosines:
     """Sum cosine matrices over sequences of one length: layers · N² float32 numbers, each layer's on its own device.
 
-    The authors' package ``embedding-condensation`` computes the same matrices, also in float32. It divides a token z by
-    max(‖z‖, 1e-3) and this class by ‖z‖, so that tokens shorter than 1e-3 count by their direction, too.
+    The authors' package ``embedding-condensation`` does the same, but divides a token z by max(‖z‖, 1e-3). Here tokens
+    shorter than 1e-3 count by their direction, too.
     """
 
     def __init__(self) -> None:
@@ -139,10 +135,7 @@ class AveragedCosines:
 def cross_entropies(logits: Tensor, labels: Tensor) -> Tensor:
     """Return the cross-entropy of each sequence, summed over its tokens, in nats, as [B] float64.
 
-    Args:
-        logits: [B, N, V], or a DTensor of this shape that is sharded over the vocabulary, within ``loss_parallel()``.
-            The result is the same on all ranks over which the vocabulary is sharded.
-        labels: [B, N] token ids.
+    Logits are [B, N, V], and may be a DTensor that is sharded over the vocabulary within ``loss_parallel()``.
     """
     sums = torch.zeros(len(labels), dtype=torch.float64, device=labels.device)
     for i, sequence in enumerate(labels):
@@ -164,17 +157,11 @@ def gather_sequence(z: Tensor, group: dist.ProcessGroup | None) -> Tensor:
 
 @dataclass
 class Forward:
-    """The results of a forward pass over B sequences.
+    """The results of a forward pass over B sequences."""
 
-    Attributes:
-        activations: [B, N/p, F] for every layer, the last one after the final norm.
-        cross_entropies: [B] float64, sums over this rank's labels: all N of them, or N/cp under CP.
-        positions: [N/cp] of these labels in the sequence; None: in order.
-    """
-
-    activations: Sequence[Tensor]
-    cross_entropies: Tensor
-    positions: Tensor | None = None
+    activations: Sequence[Tensor]  # [B, N/p, F] for every layer, the last one after the final norm
+    cross_entropies: Tensor  # [B] float64, sums over this rank's labels: all N of them, or N/cp under CP
+    positions: Tensor | None = None  # [N/cp] of these labels in the sequence; None: in order
 
 
 class Monitor:
@@ -184,10 +171,10 @@ class Monitor:
         sequences: [n, N + 1] token ids, int64, the same on all ranks, on the device.
         batch_size: sequences per forward. It is always the same, so that a compiled model sees one shape.
         max_tokens: positions per sequence whose activations are measured, evenly spaced; all N if it is larger.
-        ranks: (rank, number of ranks) of this data-parallel rank.
-        data_group: ranks whose sums are added up; None: one rank.
-        sequence_group: ranks over which the activations of a sequence are sharded (TP, CP, or both); None: not sharded.
-        label_group: ranks over which its labels are sharded (CP), a part of sequence_group; None: not sharded.
+        ranks: data-parallel rank, and number of them.
+        data_group: ranks whose sums are added up.
+        sequence_group: ranks over which the activations of a sequence are sharded (TP, CP, or both).
+        label_group: ranks over which its labels are sharded (CP), a part of sequence_group.
     """
 
     def __init__(
@@ -215,10 +202,7 @@ class Monitor:
 
     @torch.no_grad()
     def measure(self, forward: Callable[[Tensor, Tensor], Forward]) -> Condensation:
-        """Measure and return the same result on every rank. This is a collective call.
-
-        ``forward`` takes token ids [B, N] and their labels, the tokens that follow them.
-        """
+        """Measure, by a collective call, and return the same on all ranks. ``forward`` takes token ids and labels."""
         sums: Accumulator | None = None
         ce = torch.zeros((), dtype=torch.float64, device=self.batches.device)
         for batch, copy in zip(self.batches, self.copy, strict=True):

@@ -18,13 +18,10 @@ ROWS = 8  # of a run's table, at most
 
 @dataclass(frozen=True)
 class OverDepth:
-    """These numbers describe how the mean cosine changes over depth.
+    """Spearman's ρ and Kendall's τ of the mean cosine with depth, and the range of the mean cosines.
 
-    Attributes:
-        spearman, kendall: Spearman's ρ and Kendall's τ of the mean cosine with depth. They depend on the order alone,
-            so differences of 0.002, as at initialization, would count as much as those of 0.5. NaN if ``range`` is less
-            than ``LEAST_RANGE``.
-        range: the largest mean cosine minus the smallest.
+    Both depend on the order alone, so differences of 0.002, as at initialization, would count as much as those of 0.5.
+    They are NaN if the range is less than ``LEAST_RANGE``.
     """
 
     spearman: float
@@ -33,7 +30,6 @@ class OverDepth:
 
     @classmethod
     def of(cls, mean_cosine: np.ndarray) -> "OverDepth":
-        """Compute the numbers from the mean cosines of layers in the order of depth."""
         from scipy import stats  # imported here because it takes a second, and only rank 0 needs it
 
         spread = float(np.ptp(mean_cosine))
@@ -44,7 +40,6 @@ class OverDepth:
         return cls(float(spearman.statistic), float(kendall.statistic), spread)
 
     def to_json(self) -> dict[str, float | None]:
-        """Return the numbers by name, with None for NaN."""
         return {name: _number(value) for name, value in asdict(self).items()}
 
     def __str__(self) -> str:
@@ -59,8 +54,8 @@ class OverDepth:
 class Condensation:
     """A measurement holds averages over sequences, by layer.
 
-    Index 0 of every array is the embedding's output, and i + 1 the output of block i before the final norm. The last
-    index is the last block's output after the final norm.
+    Index 0 of every array is the embedding's output, i + 1 the output of block i before the final norm, and the last
+    index the last block's output after it.
 
     Attributes:
         mean_cosine: [layers] mean of all N² pairwise cosines of a sequence.
@@ -71,9 +66,7 @@ class Condensation:
             Vetterli 2007): from 1 to min(N, F).
         histogram: [layers, 128] fraction of the pairs of all sequences by cosine, in bins of equal width on [−1, 1].
         tokens: N, per sequence.
-        sequences: number of sequences.
-        cross_entropy: of the next token, in nats, mean over all tokens of the same sequences; NaN if it was not
-            measured.
+        cross_entropy: of the next token, in nats, mean over all tokens of the same sequences; NaN if not measured.
         averaged_histogram: [layers, 128] the paper's histogram, of the N×N cosines averaged over the sequences first
             (``AveragedCosines``). None if it was not taken, as while a run trains.
     """
@@ -94,21 +87,13 @@ class Condensation:
         return len(self.mean_cosine) - 2
 
     @property
-    def layer_names(self) -> list[str]:
-        """Return the names of the layers. Blocks count from 0, as in ``dispersion.layers`` and the weights' names."""
-        return ["embedding", *(f"block {i}" for i in range(self.last_block)), "final norm"]
-
-    @property
     def before_norm(self) -> OverDepth:
-        """Return the change over the embedding and all blocks."""
+        """Take the embedding and all blocks."""
         return OverDepth.of(self.mean_cosine[:-1])
 
     @property
     def after_norm(self) -> OverDepth:
-        """Return the change over the embedding, all blocks but the last, and the final norm.
-
-        These are the hidden states of Hugging Face, which the paper measures.
-        """
+        """Leave out the last block, as Hugging Face's hidden states do, which the paper measures."""
         return OverDepth.of(np.delete(self.mean_cosine, self.last_block))
 
     def by_layer(self) -> dict[str, list[float]]:
@@ -117,11 +102,7 @@ class Condensation:
         return {name: getattr(self, name).tolist() for name in numbers}
 
     def by_part(self) -> dict[str, dict[str, float]]:
-        """Return means of the numbers over parts of the model.
-
-        The parts are all blocks, their early, middle and late thirds, the last block, and the final norm. Block i of L
-        is early if 3i < L, and late if 3i ≥ 2L.
-        """
+        """Return means of the numbers over parts of the model. Block i of L is early if 3i < L, late if 3i ≥ 2L."""
         first, second = (1 + math.ceil(third * self.last_block / 3) for third in (1, 2))
         parts = {
             "blocks": slice(1, -1),
@@ -139,7 +120,7 @@ class Condensation:
     def to_json(self) -> dict[str, Any]:
         """Return everything but the histograms, with None for numbers that are undefined or were not measured."""
         return {
-            "layers": self.layer_names,
+            "layers": ["embedding", *(f"block {i}" for i in range(self.last_block)), "final norm"],
             **{name: [_number(value) for value in values] for name, values in self.by_layer().items()},
             "before_norm": self.before_norm.to_json(),
             "after_norm": self.after_norm.to_json(),
@@ -149,7 +130,6 @@ class Condensation:
         }
 
     def save(self, path: Path) -> None:
-        """Write everything to an .npz file. The write is atomic."""
         path.parent.mkdir(parents=True, exist_ok=True)
         values = {name: value for name, value in asdict(self).items() if value is not None}
         with atomic_write(path) as partial, open(partial, "wb") as file:
@@ -157,11 +137,8 @@ class Condensation:
 
     @classmethod
     def load(cls, path: Path) -> "Condensation":
-        """Read what ``save`` wrote."""
         with np.load(path) as arrays:
-            content: dict[str, Any] = {
-                name: arrays[name] for name in arrays.files if name not in ("edges", "final_norm")
-            }
+            content: dict[str, Any] = {name: arrays[name] for name in {*arrays.files} - {"edges", "final_norm"}}
         return cls(**{name: values if values.ndim else values.item() for name, values in content.items()})
 
 
@@ -186,18 +163,13 @@ def _highest(by_step: Mapping[int, float]) -> int:
 
 
 def _number(value: float) -> float | None:
-    """Return the number, or None if it is not finite: JSON has neither NaN nor infinity."""
     return value if math.isfinite(value) else None
 
 
 def over_training(measured: Mapping[int, Mapping[str, Any]]) -> list[str]:
-    """Return held-out cross-entropy and mean cosines (all blocks, and the last) at some steps, as lines of a table.
+    """Return held-out cross-entropy and mean cosines at some steps, as lines of a table under its headings.
 
-    The table shows a collapse of the embeddings and its release. It has headings first, and no lines if fewer than two
-    steps were measured.
-
-    Args:
-        measured: by step, what ``Condensation.to_json`` returns.
+    ``measured`` is by step what ``Condensation.to_json`` returns. The table is empty for fewer than two steps.
     """
     if len(measured) < 2:
         return []

@@ -32,7 +32,7 @@ def process_group(group: Group) -> dist.ProcessGroup | None:
 
 
 class Gathering:
-    """An all-gather of z [B, N/p, F] in its own dtype: normalized float32 vectors would cost more traffic for no gain."""
+    """An all-gather of z [B, n, F] in its own dtype: normalized float32 vectors would cost more traffic for no gain."""
 
     def __init__(self, z: Tensor, group: dist.ProcessGroup) -> None:
         self.world, self.rank = dist.get_world_size(group), dist.get_rank(group)
@@ -40,17 +40,13 @@ class Gathering:
         self.work = all_gather(self.gathered, z.contiguous(), group=group, async_op=True)
 
     def other_shards(self) -> list[Tensor]:
-        """Wait for the all-gather and return the other ranks' shards, each [B, N/p, F]."""
+        """Wait for the all-gather and return the other ranks' shards, each [B, n, F]."""
         self.work.wait()
         return [shard for other, shard in enumerate(self.gathered.chunk(self.world)) if other != self.rank]
 
 
 class SavedGradient(torch.autograd.Function):
-    """Compute a value [B] together with its gradient [B, n, F], which are what ``compute(z)`` returns.
-
-    Forward saves the gradient in the dtype of z (float32 for float16). Backward scales it in place, or in new memory if
-    the graph is retained.
-    """
+    """Save the gradient that ``compute(z)`` returns. Backward scales it in place, unless the graph is retained."""
 
     @staticmethod
     def forward(ctx: Any, z: Tensor, compute: Callable[[Tensor], Result]) -> Tensor:  # type: ignore[override]
@@ -74,18 +70,14 @@ _graph_is_retained = getattr(torch._C._autograd, "_get_current_graph_task_keep_g
 
 
 def saved_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of a saved gradient: that of z, except float32 for float16.
-
-    ∂S/∂z grows with N and could overflow in float16. bf16 has the range of float32.
-    """
+    """Return z's dtype, or float32 for float16, in which ∂S/∂z could overflow, since it grows with N."""
     return torch.float32 if dtype == torch.float16 else dtype
 
 
 class SavedRows(torch.autograd.Function):
-    """Attach a known gradient to a value [B]. The gradient is 0 except at some positions of z.
+    """Attach a known gradient to a value [B]: ``rows`` [B, k, F] at some positions of z, and 0 at the others.
 
-    There it is ``rows`` [B, k, F]. ``positions`` is [k], distinct and shared by all sequences, or [B, k], where rows at
-    the same position are added.
+    ``positions`` is [k], distinct and shared by all sequences, or [B, k], where rows at the same position are added.
     """
 
     @staticmethod
@@ -112,9 +104,9 @@ def only_first_derivative(grad: Tensor, value: Tensor, grad_value: Tensor) -> Te
     """Return ``grad``, and raise an error if it is differentiated again.
 
     In backward, ``grad`` is a constant and not a function of z, so a second derivative would be silently wrong.
-    ``value`` is the saved output of forward, which connects the graph to z. ``grad_value`` connects it to what the loss
-    was multiplied by, such as a λ that is learned. (torch's ``once_differentiable`` has no connection to either:
-    ``torch.autograd.grad`` would skip it and drop part of a second derivative without an error.)
+    ``value``, the saved output of forward, connects the graph to z, and ``grad_value`` to what the loss was multiplied
+    by, such as a learned λ. (torch's ``once_differentiable`` connects it to neither: ``torch.autograd.grad`` would skip
+    it and drop part of a second derivative without an error.)
     """
     return _NoSecondDerivative.apply(grad, value, grad_value) if torch.is_grad_enabled() else grad
 

@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of sums: float64 for float64 (reference computations), otherwise float32."""
+    """Return the dtype of sums: float64 for float64, which tests compute in, otherwise float32."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
@@ -30,17 +30,13 @@ def operand_dtype(x: Tensor) -> torch.dtype:
 
 
 def bf16_autocast(device: str) -> bool:
-    """Return whether bf16 AMP is active, so that products of float32 activations should be formed in bf16.
-
-    TorchTitan trains with AMP on one GPU, without FSDP2. Block outputs are then float32, because bf16 branches are
-    added to float32 embeddings.
-    """
+    """Return whether bf16 AMP is active, as on one GPU. Block outputs are then float32, but products should be bf16."""
     return device != "cpu" and torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) == torch.bfloat16
 
 
 @functools.cache
 def _float32_results(device: torch.device) -> bool:
-    """Return whether this device can return bf16 products in float32, as CUDA can since torch 2.8."""
+    # CUDA can return bf16 products in float32 since torch 2.8.
     try:
         x = torch.ones(2, 16, 16, device=device, dtype=torch.bfloat16)
         out = torch.bmm(x, x, out_dtype=torch.float32)
@@ -71,10 +67,9 @@ def add_product_(out: Tensor, a: Tensor, b: Tensor) -> None:
 
 
 def fused(function: Callable[P, T]) -> Callable[P, T]:
-    """Compile a function for tensors on an accelerator: one kernel without temporaries. On a CPU it runs as it is.
+    """Compile a function into one kernel without temporaries, if its first argument is on an accelerator.
 
-    The device of the first argument decides. If compilation fails (no compiler, no Triton), the function warns and runs
-    uncompiled.
+    If compilation fails (no compiler, no Triton), the function warns and runs as it is.
     """
     compiled: list[Callable[P, T]] = []
 

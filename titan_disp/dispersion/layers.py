@@ -33,8 +33,6 @@ GPU_BATCH_ELEMENTS = 1 << 25
 
 
 class Layers(ABC):
-    """The tokens of all layers from which the loss is computed."""
-
     length: int  # positions per sequence that the loss takes, over all ranks
     features: list[int]  # F of each layer
     mask: TokenMask | None  # which positions hold tokens; None if all do
@@ -45,11 +43,7 @@ class Layers(ABC):
     def each(self, compute: Compute) -> Tensor:
         """Apply ``compute`` to each layer and return the values, [L, B]."""
 
-    @property
-    def tokens(self) -> Count:
-        return self.tokens_of(self.mask)
-
-    def tokens_of(self, mask: TokenMask | None) -> Count:
+    def tokens(self, mask: TokenMask | None) -> Count:
         """Return the number of tokens per sequence, at least 2: the loss 0 of shorter ones is filled in later."""
         return self.length if mask is None else mask.counts.clamp_min(2)
 
@@ -68,7 +62,7 @@ class Layers(ABC):
 
         features = torch.tensor(self.features)[:, None] if len(set(self.features)) > 1 else self.features[0]
         sums = self.sum_over_group(self.each(own_part))
-        return sums / (self.tokens * (features if isinstance(features, int) else features.to(sums)))
+        return sums / (self.tokens(self.mask) * (features if isinstance(features, int) else features.to(sums)))
 
     def _apply(self, compute: Compute, z: Tensor, mask: TokenMask | None) -> Result:
         if mask is not None:
@@ -80,7 +74,7 @@ class Layers(ABC):
 
 
 class WholeLayers(Layers):
-    """Use all tokens of ``zs``, which holds one [B, N, F] per layer, or this rank's [B, N/p, F]."""
+    """All tokens of ``zs``, which holds one [B, N, F] per layer, or this rank's [B, n, F]."""
 
     def __init__(
         self, zs: Sequence[Tensor], length: int, mask: TokenMask | None, group: dist.ProcessGroup | None, in_bf16: bool

@@ -12,7 +12,7 @@ from torch import Tensor
 from titan_disp.dispersion.autograd import Group, process_group
 from titan_disp.dispersion.kernels import bf16_autocast
 from titan_disp.dispersion.layers import Layers, WholeLayers
-from titan_disp.dispersion.masks import TokenMask, token_mask
+from titan_disp.dispersion.masks import token_mask
 from titan_disp.dispersion.sampled import SampledLayers, SampledTokens, order
 from titan_disp.dispersion.variants import VARIANTS, Variant
 from titan_disp.errors import did_you_mean
@@ -32,10 +32,9 @@ class DispersionLoss:
         clamp: κ. Cosines are clamped to [−1+κ, 1−κ].
         norm_eps: ε, added to the norms.
         norm_coeff: λ_norm of l2_repel, which keeps distances from growing without bound.
-        include_diagonal: whether the mean of l2_repel includes the pair of each token with itself, as in the authors'
-            code.
+        include_diagonal: l2_repel takes the pair of each token with itself into the mean, as in the authors' code.
         max_tokens: positions per sequence of the sampled estimator.
-        seed: seed of these positions. The other estimators draw nothing.
+        seed: of these positions. The other estimators draw nothing.
 
     Raises:
         ValueError: an option is unknown, out of range or unused, or the variant does not support the estimator.
@@ -63,9 +62,10 @@ class DispersionLoss:
         variant = self._variant
         if self.estimator not in variant.estimators:
             linear = " (the time of its exact form grows only linearly with the tokens beyond the number of features)"
+            known = ", ".join(variant.estimators) + (linear if variant.linear_in_tokens else "")
             raise ValueError(
-                f"estimator is {self.estimator!r}, which variant {self.variant!r} does not support: expected one of "
-                f"{', '.join(variant.estimators)}{linear if variant.linear_in_tokens else ''}"
+                f"estimator is {self.estimator!r}, which variant {self.variant!r} does not support: "
+                f"expected one of {known}"
             )
         if self.max_tokens < 2:
             raise ValueError(f"max_tokens is {self.max_tokens}, expected at least 2")
@@ -132,6 +132,9 @@ class DispersionLoss:
             )
         zs = list(zs)
         length = _check(zs, 1 if pg is None else dist.get_world_size(pg), least=2 if valid is None else 1)
+        sampled = self.estimator == "sampled" and self.max_tokens < length
+        if sampled and len(set(features := [z.shape[2] for z in zs])) > 1:
+            raise ValueError(f"layers differ in features: {features}, which the sampled estimator does not support")
         mask = None
         if valid is not None:
             _check_valid(valid, zs[0])
@@ -140,29 +143,15 @@ class DispersionLoss:
         # The loss chooses its dtypes itself: AMP would round cosines to bf16 and lose the digits near the clamp.
         in_bf16 = bf16_autocast(device) and variant.bf16_products
         with torch.autocast(device, enabled=False):
-            layers = self._layers(zs, length, mask, pg, step, in_bf16)
+            layers: Layers
+            if sampled:
+                orders = [order(length, self.seed, step, layer) for layer in range(len(zs))]
+                drawn = zs, orders, self.max_tokens, pg, in_bf16
+                layers = SampledLayers(*drawn) if mask is None else SampledTokens(*drawn, mask)
+            else:
+                layers = WholeLayers(zs, length, mask, pg, in_bf16)
             losses = variant.moments(layers, fit_errors) if self.estimator == "moments" else variant.exact(layers)
             return losses if mask is None else losses.masked_fill(mask.counts == 0, 0.0)
-
-    def _layers(
-        self,
-        zs: Sequence[Tensor],
-        length: int,
-        mask: TokenMask | None,
-        group: dist.ProcessGroup | None,
-        step: int,
-        in_bf16: bool,
-    ) -> Layers:
-        if self.estimator != "sampled" or self.max_tokens >= length:
-            return WholeLayers(zs, length, mask, group, in_bf16)
-        if len({z.shape[2] for z in zs}) > 1:
-            raise ValueError(
-                f"layers differ in features: {[z.shape[2] for z in zs]}, which the sampled estimator does not support"
-            )
-        orders = [order(length, self.seed, step, layer) for layer in range(len(zs))]
-        if mask is None:
-            return SampledLayers(zs, orders, self.max_tokens, group, in_bf16)
-        return SampledTokens(zs, orders, self.max_tokens, mask, group, in_bf16)
 
 
 def options_of(variant: type[Variant]) -> list[str]:
@@ -171,7 +160,7 @@ def options_of(variant: type[Variant]) -> list[str]:
 
 
 def _check(zs: Sequence[Tensor], world: int, least: int) -> int:
-    """Check the shapes and return the number of positions of a whole sequence, which is at least ``least``."""
+    """Return the number of positions of a whole sequence, which is at least ``least``."""
     if not zs:
         raise ValueError("no layers given, expected at least one [B, N, F] tensor")
     for layer, z in enumerate(zs):
@@ -181,15 +170,12 @@ def _check(zs: Sequence[Tensor], world: int, least: int) -> int:
             raise ValueError(f"z has shape {tuple(z.shape)} and dtype {z.dtype}, expected a float tensor [B, N, F]")
         if not z.shape[2]:
             raise ValueError(f"z of shape {tuple(z.shape)} has no features, expected a float tensor [B, N, F]")
-    if differing := [z.shape for z in zs if z.shape[:2] != zs[0].shape[:2]]:
-        raise ValueError(
-            f"layers differ in sequences or tokens per sequence: {tuple(zs[0].shape)}, {tuple(differing[0])}"
-        )
-    tokens = zs[0].shape[1] * world
+    first = tuple(zs[0].shape)
+    if differing := [tuple(z.shape) for z in zs if z.shape[:2] != first[:2]]:
+        raise ValueError(f"layers differ in sequences or tokens per sequence: {first}, {differing[0]}")
+    tokens = first[1] * world
     if tokens < least:
-        raise ValueError(
-            f"a sequence has {tokens} token(s), expected at least {least}: dispersion is defined over pairs"
-        )
+        raise ValueError(f"a sequence has {tokens} token(s), expected at least {least}: dispersion is over pairs")
     return tokens
 
 

@@ -63,26 +63,18 @@ def others_of(mask: TokenMask | None) -> Iterable[Tensor | None]:
 
 
 def slots_of(chosen: Tensor, slots: int) -> tuple[Tensor, Tensor]:
-    """Put the positions of the chosen tokens into a fixed number of slots.
+    """Return positions [B, slots], and whether they are chosen, [B, slots] bool: the chosen ones first, in order.
 
-    Args:
-        chosen: [B, N] bool, at most ``slots`` per sequence.
-
-    Returns:
-        Positions [B, slots], none of them twice: the chosen ones in ascending order, then others.
-        Mask [B, slots] bool: which slots hold a chosen position.
+    ``chosen`` is [B, N] bool, at most ``slots`` per sequence. No position is returned twice.
     """
     positions = chosen.logical_not().to(torch.uint8).argsort(dim=1, stable=True)[:, :slots]
     return positions, torch.arange(slots, device=chosen.device) < chosen.sum(1, keepdim=True)
 
 
 def own_tokens(z: Tensor, positions: Tensor, group: dist.ProcessGroup | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the tokens at ``positions`` [B, m] of the whole sequences, as far as this rank holds them.
+    """Return the tokens at ``positions`` [B, m] of whole sequences: [B, m, F], 0 where another rank holds the position.
 
-    Returns:
-        Tokens [B, m, F], 0 where another rank holds the position.
-        Mask [B, m, 1] bool: which of them this rank holds.
-        Indices of the tokens in z, [B, m].
+    Return also which of them this rank holds, [B, m, 1] bool, and their indices in z, [B, m].
     """
     n, rank = z.shape[1], 0 if group is None else dist.get_rank(group)
     mine = (positions // n == rank)[..., None]

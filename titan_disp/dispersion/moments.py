@@ -8,10 +8,9 @@ Sums over pairs of a quadratic function of the cosine collapse into moments of t
     ∂S/∂u_i = 2 Σ_{j≠i} r(c_ij) u_j ≈ 2 b_i (s − u_i) + 2 d_i (M u_i − q_i u_i)
 
 This is exact for decorrelation (a = b = 0, d = 2). For the angular loss, w(c) is smooth enough to be approximated by a
-quadratic. Each token has its own quadratic, fitted to its cosines with some tokens of the sequence. A common quadratic
-would fit the cosines of most pairs. While embeddings collapse, most pairs lie within a narrow cone, where the gradient
-nearly vanishes. Most of the gradient then belongs to the few tokens outside the cone, for which the slope of a common
-fit would be wrong by as much as the slope itself.
+quadratic. Each token has its own, fitted to its cosines with some tokens of the sequence. While embeddings collapse,
+most pairs lie within a narrow cone, where the gradient nearly vanishes. It belongs mostly to the few tokens outside the
+cone, for which the slope of a common quadratic would be wrong by as much as the slope itself.
 """
 
 from typing import NamedTuple
@@ -59,11 +58,7 @@ def quadratic_sum_(
 ) -> tuple[Tensor, Tensor]:
     """Return Σ_i Σ_{j≠i} w(c_ij) over own tokens i and all tokens j, and ∂S/∂u of the sum S over all i, in u's memory.
 
-    Args:
-        u: [B, n, F] in the accumulation dtype; 0 where there is no token. The gradient there is ignored.
-        quadratic: its offset is 0 where there is no token.
-        tokens: N of the whole sequence.
-        dtype: dtype of the operands of products.
+    u [B, n, F] and the quadratic's offset are 0 where there is no token. Operands of products are in ``dtype``.
     """
     x = u.to(dtype)
     parts = [gram(x), u.sum(1)]
@@ -104,9 +99,8 @@ class Sample(NamedTuple):
 def offsets(blocks: Tensor, size: int | Tensor) -> Tensor:
     """Return which token of each block of ``size`` is sampled: the fraction of block · golden ratio, times the size.
 
-    Tokens at a regular distance could all be of one kind, in a list or a table. Multiples of the golden ratio have
-    fractions that spread evenly, whatever the period of the text. Of the first block it is the first token, which is
-    often unlike all others in a language model.
+    Tokens at a regular distance could all be of one kind, in a list or a table; these fractions spread evenly. Of the
+    first block it is the first token, which is often unlike all others in a language model.
     """
     return ((blocks * GOLDEN) % 2**32) * size >> 32
 
@@ -160,17 +154,11 @@ def fit(
 ) -> tuple[Quadratic, Tensor]:
     """Fit a quadratic to w and r for each token, over its cosines with the sampled tokens.
 
-    Args:
-        u: [B, n, F] unit vectors of this rank's tokens.
-        scale: [B, n, 1], 1/(‖z‖ + ε).
-        some: [B, m, F] unit vectors of the sampled tokens.
-        sampled: which tokens ``some`` are.
-        dtype: dtype of the operands of products.
+    The unit vectors are u [B, n, F] of this rank's tokens, and ``some`` [B, m, F] of the sampled ones. ``scale`` is
+    1/(‖z‖ + ε), [B, n, 1]. Operands of products are in ``dtype``.
 
-    Returns:
-        The quadratics.
-        Σ e² and Σ r², [B, 2], over the pairs of this rank's tokens with the sampled ones. e is the error of the fitted
-        slope; each pair is weighted by the length of its contribution to the gradient.
+    Return also Σ e² and Σ r², [B, 2], over the pairs of this rank's tokens with the sampled ones. e is the error of the
+    fitted slope; each pair is weighted by the length of its contribution to the gradient.
     """
     x, some = u.to(dtype), some.to(dtype)
     squares, some_squares = norms(x).square_(), norms(some).square_().transpose(1, 2)
@@ -179,18 +167,8 @@ def fit(
     coefficients = u.new_empty(*u.shape[:2], 3)
     sums = u.new_zeros(u.shape[0], 2)
     for rows in row_blocks(c):
-        valid = None if mask is None else mask.own[:, rows]
-        coefficients[:, rows], found = _fit(
-            c[:, rows],
-            squares[:, rows],
-            some_squares,
-            scale[:, rows],
-            index[rows],
-            sampled.rows,
-            valid,
-            sampled.filled,
-            pair,
-        )
+        own = c[:, rows], squares[:, rows], scale[:, rows], index[rows], None if mask is None else mask.own[:, rows]
+        coefficients[:, rows], found = _fit(*own, some_squares, sampled.rows, sampled.filled, pair)
         sums += found
     return Quadratic(*coefficients.split(1, dim=-1)), sums
 
@@ -199,11 +177,11 @@ def fit(
 def _fit(
     c: Tensor,
     squares: Tensor,
-    some_squares: Tensor,
     scale: Tensor,
     index: Tensor,
-    sampled: Tensor,
     valid: Tensor | None,
+    some_squares: Tensor,
+    sampled: Tensor,
     filled: Tensor | None,
     pair: PairFunction,
 ) -> tuple[Tensor, Tensor]:

@@ -22,16 +22,14 @@ from titan_disp.dispersion.loss import DispersionLoss
 
 
 class LossLedger:
-    """Accumulate the loss terms since the last reset. The sums stay on the device, so adding never waits for the GPU.
-
-    ``ce`` and ``dispersion`` are sums over valid tokens, without λ; ``tokens`` is the number of valid tokens.
-    """
+    """Accumulate the loss terms since the last reset. The sums stay on the device, so adding never waits for the GPU."""
 
     def __init__(self) -> None:
         self._sums: Tensor | None = None
         self._worst_fit: Tensor | None = None
 
     def add(self, ce: Tensor, dispersion: Tensor, tokens: Tensor) -> None:
+        """Add scalars: both terms summed over valid tokens, without λ, and the number of valid tokens."""
         terms = torch.stack([ce.detach().double(), dispersion.detach().double(), tokens.double()])
         self._sums = terms if self._sums is None else self._sums + terms
 
@@ -79,7 +77,7 @@ class DispersionObjective:
         group: ranks over which the sequence of the activations is sharded (TP, CP, or CP×TP flattened).
         cp_group: ranks over which the labels are sharded too (CP).
         ledger: receives the two terms separately, in training only.
-        ignore_index: value of labels that do not count.
+        ignore_index: the label of tokens that do not count.
     """
 
     cross_entropy: Callable[[Tensor, Tensor], Tensor]
@@ -144,11 +142,10 @@ class CoeffSchedule:
     Attributes:
         coeff: λ after warm-up.
         warmup_steps: steps over which λ grows linearly to ``coeff``; the first step has coeff / warmup_steps.
-        decay: how λ goes from ``coeff`` to ``final_coeff`` after warm-up: not at all (constant), linear, or half a
-            cosine.
+        decay: how λ then goes from ``coeff`` to ``final_coeff``: constant (it stays), linear, or half a cosine.
         final_coeff: λ at the end of the decay.
-        total_steps: steps of the run.
-        decay_steps: steps of the decay, after which λ stays at ``final_coeff``; 0: the decay ends at the last step.
+        total_steps: of the run.
+        decay_steps: of the decay, after which λ stays at ``final_coeff``; 0: the decay ends at the last step.
 
     Raises:
         ValueError: an option is out of range.
@@ -166,19 +163,16 @@ class CoeffSchedule:
             value = getattr(self, name)
             if not (math.isfinite(value) and value >= 0):
                 raise ValueError(f"{name} is {value}, expected a number ≥ 0")
-        if not 0 <= self.warmup_steps <= self.total_steps:
-            raise ValueError(
-                f"warmup_steps is {self.warmup_steps}, expected 0 to {self.total_steps}, the steps of the run"
-            )
+        warmup, total = self.warmup_steps, self.total_steps
+        if not 0 <= warmup <= total:
+            raise ValueError(f"warmup_steps is {warmup}, expected 0 to {total}, the steps of the run")
         if self.decay not in DECAYS:
             raise ValueError(f"decay is {self.decay!r}, expected one of {', '.join(DECAYS)}")
-        left = self.total_steps - self.warmup_steps
+        left = total - warmup
         if not 0 <= self.decay_steps <= left:
             raise ValueError(f"decay_steps is {self.decay_steps}, expected 0 to {left}, the steps after warm-up")
         if self.decay_steps and self.decay == "constant":
-            raise ValueError(
-                f"decay_steps is {self.decay_steps}, but decay is 'constant': expected 0, or another decay"
-            )
+            raise ValueError(f"decay_steps is {self.decay_steps}, but decay is 'constant': expected 0 or another decay")
 
     def __call__(self, step: int) -> float:
         """Return λ of the step that follows ``step`` completed steps."""

@@ -38,9 +38,8 @@ TILE_ELEMENTS = 1 << 24  # elements of one tile of c over the whole batch: 64 Mi
 def tile_size(tokens: int, batch: int, device: str = "cpu") -> int:
     """Return the number of rows (and columns) of a tile such that ``batch`` tiles hold at most TILE_ELEMENTS elements.
 
-    GPU kernels are compiled for the shape of a tile, so tiles on a GPU are equal where possible. Their size is then a
-    multiple of 128, or at least of 16, that divides ``tokens`` and is more than half of the largest size allowed.
-    Otherwise it is a multiple of 128, and the last tile is smaller.
+    GPU kernels are compiled for the shape of a tile. The size on a GPU is therefore a multiple of 128, or else of 16,
+    that divides ``tokens`` and is more than half of the largest size allowed. Without one, the last tile is smaller.
     """
     side = math.isqrt(max(1, TILE_ELEMENTS // max(1, batch)))
     most = max(16, min(CPU_TILE if device == "cpu" else GPU_TILE, side // 16 * 16))
@@ -79,10 +78,7 @@ def _epilogue(pair: PairFunction) -> Callable[..., tuple[Tensor, Tensor]]:
 
 
 class Tiles:
-    """Divide tokens x [B, n, F] with scales s [B, n, 1] into tiles, in the dtype of the products.
-
-    ``valid`` [B, n, 1] says which positions hold tokens, if not all do. ``tile`` is the number of rows of a tile.
-    """
+    """Divide tokens x [B, n, F] with scales s [B, n, 1] into tiles; ``valid`` [B, n, 1] where not all are tokens."""
 
     def __init__(self, x: Tensor, scale: Tensor, valid: Tensor | None = None, tile: int | None = None) -> None:
         self.x, self.scale = x, scale
@@ -115,8 +111,7 @@ def pair_sums(
 ) -> tuple[Tensor, Tensor]:
     """Return this rank's part of S [B], and W [B, n, F] of its rows.
 
-    ``units`` are ``to_units(z)``, and z [B, n, F] is 0 where the mask has no token. ``to_units`` is applied to the
-    other ranks' shards too.
+    ``units`` are ``to_units(z)``, and z [B, n, F] is 0 where the mask has no token.
     """
     gathering = Gathering(z, group) if group is not None else None
     own = Tiles(units.x, units.scale, None if mask is None else mask.own)
@@ -129,10 +124,7 @@ def pair_sums(
 
 
 def all_pairs(tiles: Tiles, pair: PairFunction) -> tuple[Tensor, Tensor]:
-    """Return S [B] and W [B, N, F] over all ordered pairs i ≠ j of one set of tokens, in the accumulation dtype.
-
-    Each tile above the diagonal serves both sides.
-    """
+    """Return S [B] and W [B, N, F] over all i ≠ j. Each tile above the diagonal serves both sides."""
     s = tiles.scale.new_zeros(tiles.x.shape[0])
     w = torch.zeros_like(tiles.x, dtype=accumulation_dtype(tiles.x.dtype))
     for k, i in enumerate(tiles.slices):

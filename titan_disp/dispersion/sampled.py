@@ -18,16 +18,13 @@ from titan_disp.dispersion.masks import TokenMask, own_tokens, slots_of
 
 
 def order(tokens: int, seed: int, step: int, layer: int) -> Tensor:
-    """Return all positions below ``tokens`` in the order in which they are drawn, int64 on the CPU.
-
-    The draw depends on (seed, step, layer) alone, so it is the same after a resume and on every rank of the sequence.
-    """
+    """Return all positions below ``tokens`` in the order in which they are drawn, int64 on the CPU."""
     generator = torch.Generator().manual_seed(((seed * 1_000_003 + step) * 1_009 + layer) % 2**64)
     return torch.randperm(tokens, generator=generator)
 
 
 class SampledLayers(Layers):
-    """Use the first ``count`` positions of each layer's order, the same for all sequences. Every rank holds them all."""
+    """The first ``count`` positions of each layer's order, the same for all sequences. Every rank holds them all."""
 
     group = None
     mask: TokenMask | None = None
@@ -66,20 +63,16 @@ class SampledLayers(Layers):
 
 
 class SampledTokens(SampledLayers):
-    """Use the tokens at the drawn positions of padded sequences, where each sequence has its own positions.
-
-    These are the first positions of the order that hold tokens. A sequence with fewer tokens than ``count`` gives all
-    of them.
-    """
+    """The first ``count`` positions of each layer's order that hold tokens in a sequence, or all if there are fewer."""
 
     def __init__(
         self,
         zs: Sequence[Tensor],
         orders: Sequence[Tensor],
         count: int,
-        mask: TokenMask,
         group: dist.ProcessGroup | None,
         in_bf16: bool,
+        mask: TokenMask,
     ) -> None:
         self.zs, self.length, self.features, self.in_bf16 = zs, count, [z.shape[2] for z in zs], in_bf16
         # For each layer: which of the drawn tokens this rank holds, [B, m, 1], and their indices in z, [B, m].

@@ -25,7 +25,6 @@ class Units(Protocol):
 
 
 def check_norm_eps(norm_eps: float) -> None:
-    """Raise ValueError unless ε is positive, also in float32."""
     smallest = torch.finfo(torch.float32).tiny
     if not (math.isfinite(norm_eps) and norm_eps >= smallest):
         raise ValueError(
@@ -39,10 +38,7 @@ def norms(z: Tensor) -> Tensor:
 
 
 def row_blocks(x: Tensor) -> list[slice]:
-    """Split rows [B, n, F] into blocks that fit into a core's cache, so that temporaries are small.
-
-    A GPU takes all rows at once, because a fused kernel has no temporaries.
-    """
+    """Split rows [B, n, F] into blocks that fit into a core's cache. A GPU's fused kernel takes all rows at once."""
     if x.device.type != "cpu":
         return [slice(None)]
     rows = max(1, BLOCK_ELEMENTS // max(1, x.shape[0] * x.shape[2]))
@@ -78,8 +74,7 @@ def _normalize_backward_(g: Tensor, z: Tensor, norm: Tensor, norm_eps: float) ->
 class Standardized:
     """Compute u = (z − μ) / (σ √(F − 1)) over the F ≥ 2 features, with the unbiased σ.
 
-    u_i·u_j is then the Pearson correlation of two tokens. A token whose features are all equal has no correlation with
-    any other: its u and its gradient are 0.
+    u_i·u_j is then the Pearson correlation. A token whose features are all equal has u = 0 and no gradient.
     """
 
     def __init__(self, z: Tensor) -> None:

@@ -7,9 +7,10 @@ some in a class attribute ``not_overridable``, which gives the reason for each.
 import copy
 import dataclasses
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections import UserDict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Generic, TypeVar, get_type_hints
+from typing import Annotated, Any, TypeVar, get_type_hints
 
 import torch
 from torch import nn
@@ -34,8 +35,7 @@ def parse_overrides(written: Written) -> dict[str, Any]:
     for pair in pairs:
         if not isinstance(pair, str) or not (pair.strip() == "" or "=" in pair):
             raise ConfigError(
-                f"{KEY} has {pair!r}, expected key=value, as in --model.overrides hidden_dim=16,n_layers=2, or a table "
-                "[model.overrides]"
+                f"{KEY} has {pair!r}, expected key=value, as in --model.overrides hidden_dim=16,n_layers=2, or a table"
             )
         key, _, value = (part.strip() for part in pair.partition("="))
         if key in found:
@@ -81,12 +81,7 @@ Overrides = Annotated[
 
 
 def apply_overrides(args: Any, overrides: Written) -> None:
-    """Set fields of a dataclass of arguments in place. A second call changes nothing.
-
-    Raises:
-        ConfigError: a field is unknown or cannot be set, a value has the wrong type or is out of range, or numbers of
-            heads do not fit together.
-    """
+    """Set fields of a dataclass of arguments in place, or raise ConfigError. A second call changes nothing."""
     found = parse_overrides(overrides)
     if not found:
         return
@@ -115,17 +110,13 @@ def _fits(value: Any, kind: type) -> bool:
 
 def _check_heads(args: Any) -> None:
     own = {f.name: getattr(args, f.name) for f in dataclasses.fields(args)}
-    heads, key_value_heads, head_dim = (own.get(name) for name in ("n_heads", "n_kv_heads", "head_dim"))
-    if heads and key_value_heads and heads % key_value_heads:
-        raise ConfigError(
-            f"{KEY}: n_heads {heads} is not a multiple of n_kv_heads {key_value_heads}: set both so that it is"
-        )
+    heads, kv_heads, head_dim = (own.get(name) for name in ("n_heads", "n_kv_heads", "head_dim"))
+    if heads and kv_heads and heads % kv_heads:
+        raise ConfigError(f"{KEY}: n_heads {heads} is not a multiple of n_kv_heads {kv_heads}: set both so that it is")
     if heads and not head_dim and own.get("dim") and own["dim"] % heads:
         raise ConfigError(f"{KEY}: dim {own['dim']} is not a multiple of n_heads {heads}: set both so that it is")
     if head_dim and head_dim % 2 and "rope_theta" in own:
-        raise ConfigError(
-            f"{KEY}.head_dim is {head_dim}, expected an even number: rotary embeddings rotate pairs of features"
-        )
+        raise ConfigError(f"{KEY}.head_dim is {head_dim}, expected an even number: rotary embeddings rotate pairs")
 
 
 def named(flavor: str, overrides: Written) -> str:
@@ -141,25 +132,17 @@ def architecture_of(args: Any) -> dict[str, Any]:
 
 
 def block_indices(layers: str | list[int], n_layers: int) -> tuple[int, ...]:
-    """Return the blocks that ``dispersion.layers`` names, in ascending order, from 0.
-
-    Raises:
-        ConfigError: an unknown word, an empty list, a repeated index, or an index out of range.
-    """
+    """Return the blocks that ``dispersion.layers`` names, in ascending order, from 0, or raise ConfigError."""
     named = {
         "all": range(n_layers),
         "last": range(n_layers - 1, n_layers),
         "early_half": range(n_layers // 2),
         "late_half": range(n_layers // 2, n_layers),
     }
-    if isinstance(layers, str):
-        if layers not in named:
-            raise ConfigError(
-                f"dispersion.layers is {layers!r}, expected {', '.join(named)} or a list of block indices"
-            )
-        chosen = list(named[layers])
-    else:
-        chosen = sorted(layers)
+    if isinstance(layers, str) and layers not in named:
+        known = ", ".join(named)
+        raise ConfigError(f"dispersion.layers is {layers!r}, expected {known} or a list of block indices")
+    chosen = sorted(named[layers] if isinstance(layers, str) else layers)
     if any(isinstance(i, bool) or not isinstance(i, int) or not 0 <= i < n_layers for i in chosen):
         raise ConfigError(
             f"dispersion.layers is {layers}, but the model has {n_layers} blocks: "
@@ -173,8 +156,7 @@ def block_indices(layers: str | list[int], n_layers: int) -> tuple[int, ...]:
 def activation_indices(layers: str | list[int], final_norm: bool, n_layers: int) -> tuple[int, ...]:
     """Return the activations that ``dispersion.layers`` and ``final_norm`` name, as ``DispModel.forward`` takes them.
 
-    Raises:
-        ConfigError: as ``block_indices``, or ``final_norm`` without the last block.
+    Raise ConfigError as ``block_indices`` does, and for ``final_norm`` without the last block.
     """
     blocks = block_indices(layers, n_layers)
     if not final_norm:
@@ -197,26 +179,18 @@ class Initial:
 
 
 class DispModelArgs(BaseModelArgs):
-    """The arguments of a model are a dataclass that extends this class.
-
-    Attributes:
-        hidden_dim: width of the feed-forward.
-        max_seq_len: tokens of a training sequence.
-        enable_weight_tying: whether embedding and output layer are one parameter.
-        activations: indices of the activations that a training forward returns (see ``DispModel.forward``); empty: only
-            logits.
-    """
+    """The arguments of a model are a dataclass that extends this class."""
 
     dim: int
-    hidden_dim: int
+    hidden_dim: int  # of the feed-forward
     n_layers: int
     n_heads: int
     n_kv_heads: int
     head_dim: int
     vocab_size: int
-    max_seq_len: int
-    enable_weight_tying: bool
-    activations: tuple[int, ...]
+    max_seq_len: int  # training.seq_len
+    enable_weight_tying: bool  # of the embedding to the output layer
+    activations: tuple[int, ...]  # that a training forward returns, by index; empty: only logits
 
     @property
     def max_positions(self) -> int | None:
@@ -224,7 +198,6 @@ class DispModelArgs(BaseModelArgs):
         return None
 
     def initial(self, name: str, shape: torch.Size) -> Initial:
-        """Return how the parameter with this canonical name is initialized."""
         raise NotImplementedError
 
     def saved_elements(self, tp: int) -> dict[str, float]:
@@ -247,9 +220,8 @@ class DispModelArgs(BaseModelArgs):
     def get_nparams_and_flops(self, model: nn.Module, seq_len: int) -> tuple[int, int]:
         """Return the parameter count (a tied embedding counts once) and the FLOPs per token, forward and backward.
 
-        TorchTitan 0.2.2 subtracts the embedding twice for tied models: from the count, and from the FLOPs, although the
-        tied matrix does multiply as the output layer. The attention term is TorchTitan's. Dispersion is not counted,
-        because MFU is about the model.
+        TorchTitan 0.2.2 subtracts a tied embedding from both, although it does multiply as the output layer. Dispersion
+        is not counted, because MFU is about the model.
         """
         total = sum(p.numel() for p in model.parameters())  # shared parameters appear once
         looked_up = sum(p.numel() for table in model.embeddings for p in table.parameters())  # type: ignore[union-attr]
@@ -261,21 +233,11 @@ class DispModelArgs(BaseModelArgs):
 Args = TypeVar("Args", bound=DispModelArgs)
 
 
-class Flavors(Mapping[str, Args], Generic[Args]):
+class Flavors(UserDict[str, Args]):
     """Map names to copies of arguments, because TorchTitan modifies even registered ones."""
 
-    def __init__(self, flavors: dict[str, Args]) -> None:
-        self._flavors = flavors
-
     def __getitem__(self, name: str) -> Args:
-        if name not in self._flavors:
-            raise ConfigError(
-                f"model.flavor is {name!r}, expected one of {', '.join(self._flavors)}{did_you_mean(name, self)}"
-            )
-        return copy.deepcopy(self._flavors[name])
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._flavors)
-
-    def __len__(self) -> int:
-        return len(self._flavors)
+        if name not in self.data:
+            known = ", ".join(self) + did_you_mean(name, self)
+            raise ConfigError(f"model.flavor is {name!r}, expected one of {known}")
+        return copy.deepcopy(self.data[name])

@@ -1,9 +1,8 @@
 """These baselines are said to counteract condensation too: noisy embeddings and active forgetting.
 
 **Noisy embeddings** (NEFTune, arXiv 2310.05914) add U(−1, 1) · α/√(N·F) to the output of the token embedding in
-training (N positions in a whole sequence, F features). No generator keeps a state: every number is a hash of (seed,
-step, sequence in the global batch, position, feature). Each rank can therefore compute the noise of its own part, and
-integer arithmetic gives the same numbers on every device, on every mesh and after a resume.
+training (N positions in a whole sequence, F features). Every number is a hash of (seed, step, sequence in the global
+batch, position, feature), in integer arithmetic: the same on every device, on every mesh and after a resume.
 
 **Active forgetting** (arXiv 2307.01163) draws the token embeddings anew between steps K and K + 1, 2K and 2K + 1, and
 so on, and clears their optimizer state. They have their own learning rate, which grows linearly and then falls linearly
@@ -45,11 +44,7 @@ _WORD = 0xFFFFFFFF
 
 
 def check_baseline(job_config: JobConfig) -> None:
-    """Check [baseline]. training.steps must be known.
-
-    Raises:
-        ConfigError: an option is unused by the method or too large for the run, or dispersion is on without with_dispersion.
-    """
+    """Check [baseline], or raise ConfigError. training.steps must be known."""
     section = job_config.baseline  # type: ignore[attr-defined]
     method, dispersion = section.method, job_config.dispersion.enabled  # type: ignore[attr-defined]
     for name, of in OPTIONS.items():
@@ -100,12 +95,7 @@ def _absorb(key: Tensor, value: Tensor | int) -> Tensor:
 def uniform(seed: int, step: int, sequences: Tensor, positions: Tensor, features: int) -> Tensor:
     """Return numbers from U(−1, 1), multiples of 2⁻²³: [B, n, F] float32 on the device of ``positions``.
 
-    Args:
-        seed: seed of the run.
-        step: optimizer steps completed.
-        sequences: [B], indices in the global batch, from 0.
-        positions: [B, n], in the whole sequence.
-        features: F.
+    ``sequences`` [B] are indices in the global batch, and ``positions`` [B, n] are in the whole sequence.
     """
     device = positions.device
     # Filled on the device: torch.tensor would copy the number from the host, and a GPU would wait for it.
@@ -122,27 +112,17 @@ def uniform(seed: int, step: int, sequences: Tensor, positions: Tensor, features
 
 @dataclass
 class NoisyEmbedding:
-    """Add the noise by hooks on a model that has ``tok_embeddings``, in every training forward.
-
-    Attributes:
-        seq_len: N, of the whole sequence.
-        step: returns the number of completed optimizer steps.
-        slots: slots of the run.
-        own_slots: slots of this data-parallel rank.
-        first_slot: the first of them.
-        per_step: sequences per step on this rank.
-        tp_rank: this rank's index among those over which TP shards the sequence.
-    """
+    """Add the noise by hooks on a model that has ``tok_embeddings``, in every training forward."""
 
     alpha: float
-    seq_len: int
+    seq_len: int  # N, of the whole sequence
     seed: int
-    step: Callable[[], int]
-    slots: int
-    own_slots: int
+    step: Callable[[], int]  # returns the number of completed optimizer steps
+    slots: int  # of the run
+    own_slots: int  # of this data-parallel rank, the first of which is ``first_slot``
     first_slot: int
-    per_step: int
-    tp_rank: int = 0
+    per_step: int  # sequences on this rank
+    tp_rank: int = 0  # among the ranks over which TP shards the sequence
     _step: int = -1
     _seen: int = 0  # sequences of this step that have had their noise
     _positions: Tensor | None = None  # of the current forward
@@ -180,7 +160,6 @@ class NoisyEmbedding:
 
 
 def build_noise(job_config: JobConfig, parallel_dims: ParallelDims, step: Callable[[], int]) -> NoisyEmbedding:
-    """Return this rank's part of noisy_embedding. ``step`` returns the number of completed optimizer steps."""
     dp = parallel_dims.dp_replicate * parallel_dims.dp_shard
     batch, tp = parallel_dims.get_optional_mesh("batch"), parallel_dims.get_optional_mesh("tp")
     slots = slot_count(job_config, dp)
@@ -207,8 +186,7 @@ def draw(shape: torch.Size, seed: int, step: int) -> Tensor:
 def lr_factor(step: int, every: int, warmup: float) -> float:
     """Return the embedding's learning rate in the step after ``step`` completed ones, relative to its highest.
 
-    It grows in the first part of each interval, ``warmup``, and then falls to 0, which it is in the interval's last
-    step.
+    It grows in the first part of each interval, ``warmup``, and then falls to 0 in the interval's last step.
     """
     done = (step % every + 1) / every
     return done / warmup if done < warmup else (1 - done) / (1 - warmup)
@@ -229,10 +207,7 @@ class ForgettingOptimizers(OptimizersContainer):
         optimizer.add_param_group({"params": [self.embedding], **({"lr": lr} if lr else {})})
         self._post_init([p for group in inner.param_groups for p in group["params"]], inner.defaults)
         if model.output.weight is self.embedding:
-            logger.warning(
-                "baseline.method is active_forgetting, and the embedding is tied to the output layer, which is drawn "
-                "anew with it"
-            )
+            logger.warning("active_forgetting draws the output layer anew, too: it is tied to the embedding")
 
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
         """Forget if K steps are complete. TorchTitan's trainer calls this first in every step."""
@@ -251,8 +226,7 @@ class ForgettingOptimizers(OptimizersContainer):
         for state in self.optimizers[0].state.get(self.embedding, {}).values():
             state.zero_()  # Adam's moments and step count; not deleted, because a checkpoint needs them
         logger.info(
-            f"step {step + 1}: the token embeddings are drawn anew with standard deviation {STD} "
-            "(baseline.method active_forgetting)"
+            f"step {step + 1}: active_forgetting draws the token embeddings anew, with standard deviation {STD}"
         )
 
     def step(self, *args: Any, **kwargs: Any) -> None:

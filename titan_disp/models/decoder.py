@@ -1,9 +1,8 @@
 """All models share this forward, which can return activations, and the initialization of weights.
 
-Initial weights depend on the seed and the parameter's name only, not on the mesh or the device. DTensor's random
-initialization has this property on GPUs but not on a CPU mesh, and a CPU and a GPU draw different numbers. Here every
-rank draws the whole parameter on the CPU and keeps its shard. This happens once, and takes a few seconds for 0.6B and
-some minutes for 32B.
+Initial weights depend on the seed and the parameter's name only. DTensor's own initialization would depend on the
+device and, on CPUs, on the mesh. Here every rank draws the whole parameter on the CPU and keeps its shard. This takes a
+few seconds for 0.6B and some minutes for 32B.
 """
 
 import hashlib
@@ -23,7 +22,6 @@ _WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
 
 
 def generator_of(seed: int, name: str) -> torch.Generator:
-    """Return a generator on the CPU whose numbers depend on the seed and the name only."""
     digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
     return torch.Generator().manual_seed(int.from_bytes(digest[:8], "little", signed=True))
 
@@ -41,7 +39,6 @@ def fill_(param: nn.Parameter, full: Tensor) -> None:
 
 
 def canonical_name(name: str) -> str:
-    """Return a parameter's name without the wrappers of activation checkpointing and torch.compile."""
     for wrapper in _WRAPPERS:
         name = name.replace(wrapper, "")
     return name
@@ -59,17 +56,10 @@ def draw(name: str, shape: torch.Size, args: DispModelArgs, seed: int) -> Tensor
     return nn.init.trunc_normal_(torch.empty(shape), mean, std, mean - cut, mean + cut, generator=generator)
 
 
-def init_parameters(model: nn.Module, args: DispModelArgs, seed: int) -> None:
-    """Fill all parameters of a materialized model in place. They may be sharded."""
-    for name, param in model.named_parameters():
-        fill_(param, draw(canonical_name(name), param.shape, args, seed))
-
-
 class DispModel(ModelProtocol):
-    """A decoder consists of an embedding, blocks, a final norm and an output layer.
+    """A decoder *returns* activations and never stores them in the module.
 
-    Activations are *returned* and never stored in the module: FSDP2 hooks module outputs only, and forward hooks on
-    blocks would run again when activation checkpointing recomputes them.
+    FSDP2 hooks module outputs only, and hooks on blocks would run again when activation checkpointing recomputes them.
     """
 
     model_args: DispModelArgs
@@ -85,7 +75,6 @@ class DispModel(ModelProtocol):
         return [self.tok_embeddings]
 
     def embed(self, tokens: Tensor, positions: Tensor | None) -> Tensor:
-        """Return the input of the first block."""
         return self.tok_embeddings(tokens)
 
     def run_block(
@@ -103,21 +92,14 @@ class DispModel(ModelProtocol):
         positions: Tensor | None = None,
         return_activations: Sequence[int] | None = None,
     ) -> Tensor | tuple[Tensor, tuple[Tensor, ...]]:
-        """Return logits, and activations if they are requested.
+        """Return logits [B, N, V] for token ids [B, N], or (logits, activations) if activations are requested.
 
-        Args:
-            tokens: [B, N] token ids.
-            attention_masks, positions: as in TorchTitan's models.
-            return_activations: indices of activations: 0 is the output of the embedding, i + 1 the output of block i
-                (before the final norm), n_layers + 1 the output of the final norm. None: ``activations`` of the model's
-                arguments in training, none in eval.
+        ``return_activations`` has their indices: 0 is the output of the embedding, i + 1 the output of block i (before
+        the final norm), n_layers + 1 the output of the final norm; others raise ValueError. None stands for
+        ``activations`` of the model's arguments in training, and for none in eval.
 
-        Returns:
-            Logits [B, N, V], or (logits, activations) with [B, N, F] tensors in ascending order of index. Under TP and
-            CP, the activations are this rank's [B, N/p, F] shard of the sequence, as plain local tensors.
-
-        Raises:
-            ValueError: an index is out of range.
+        Activations are [B, N, F] in ascending order of index. Under TP and CP, they are this rank's [B, N/p, F] shard
+        of the sequence, as plain local tensors.
         """
         if return_activations is None:
             return_activations = self.model_args.activations if self.training else ()
@@ -145,7 +127,6 @@ class DispModel(ModelProtocol):
         return (logits, tuple(activations)) if wanted else logits
 
     def tie_weights(self) -> None:
-        """Make ``output.weight`` the same parameter as ``tok_embeddings.weight`` (again), if weights are tied."""
         if self.model_args.enable_weight_tying:
             self.output.weight = self.tok_embeddings.weight
 
@@ -153,4 +134,5 @@ class DispModel(ModelProtocol):
         """Fill parameters from the process's seed: ``debug.seed``, or the seed on which all ranks agree."""
         self.tie_weights()  # to_empty gave every module its own storage
         self.init_buffers(buffer_device)
-        init_parameters(self, self.model_args, torch.initial_seed())
+        for name, param in self.named_parameters():
+            fill_(param, draw(canonical_name(name), param.shape, self.model_args, torch.initial_seed()))

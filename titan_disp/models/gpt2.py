@@ -67,10 +67,7 @@ class GPT2DispModelArgs(DispModelArgs):
         return self.context
 
     def initial(self, name: str, shape: torch.Size) -> Initial:
-        """Initialize as the GPT-2 paper and transformers do.
-
-        The standard deviation is 0.02, and less for the 2·n_layers products that add to the residual stream.
-        """
+        """Initialize as the GPT-2 paper and transformers do: less for the 2·n_layers products added to the residual."""
         if len(shape) == 1:
             return Initial(mean=0.0 if name.endswith("bias") else 1.0)
         residual = name.endswith(("wo.weight", "w2.weight"))
@@ -112,10 +109,7 @@ class Attention(nn.Module):
     def __init__(self, args: GPT2DispModelArgs) -> None:
         super().__init__()
         self.head_dim = args.head_dim
-        self.wq = nn.Linear(args.dim, args.dim)
-        self.wk = nn.Linear(args.dim, args.dim)
-        self.wv = nn.Linear(args.dim, args.dim)
-        self.wo = nn.Linear(args.dim, args.dim)
+        self.wq, self.wk, self.wv, self.wo = (nn.Linear(args.dim, args.dim) for _ in range(4))
         self.inner_attention = ScaledDotProductAttentionWrapper()
 
     def forward(self, x: Tensor) -> Tensor:
@@ -183,11 +177,7 @@ SAVED_OPS = _op_sac_save_list | {torch.ops.aten.addmm.default}
 
 
 def apply_tp(model: DispModel, parallel_dims: ParallelDims, job_config: JobConfig) -> None:
-    """Shard heads, feed-forward and vocabulary, and the sequence between blocks, as in TorchTitan's plan for Llama.
-
-    The table of positions is sharded by rows like that of the tokens, so each row's whole gradient is on the rank that
-    holds it.
-    """
+    """Shard as TorchTitan's plan for Llama does, and positions by rows: one rank then has a row's whole gradient."""
     mesh = parallel_dims.get_mesh("tp")
     loss_parallel = not job_config.parallelism.disable_loss_parallel
     table: dict[str, Any] = {"input_layouts": Replicate(), "output_layouts": Shard(1)}
@@ -242,8 +232,7 @@ FUSED, PARTS = "attn.c_attn", ("attention.wq", "attention.wk", "attention.wv")
 class GPT2HfAdapter(HfAdapter):
     """Convert to Hugging Face's GPT2LMHeadModel. The hub's own files omit the prefix "transformer.".
 
-    Its linear layers are Conv1D, whose matrices are the transposes of nn.Linear's. Queries, keys and values are one
-    layer, c_attn.
+    Its Conv1D matrices are the transposes of nn.Linear's. Queries, keys and values are one layer, c_attn.
     """
 
     model_cls = GPT2DispModel
@@ -265,7 +254,7 @@ class GPT2HfAdapter(HfAdapter):
 
     def architecture(self) -> dict[str, Any]:
         args = self.model_args
-        return {
+        return self.defaults | {
             "model_type": "gpt2",
             "vocab_size": args.vocab_size,
             "n_positions": args.context,
@@ -273,11 +262,7 @@ class GPT2HfAdapter(HfAdapter):
             "n_layer": args.n_layers,
             "n_head": args.n_heads,
             "n_inner": args.hidden_dim,
-            "activation_function": "gelu_new",
             "layer_norm_epsilon": args.norm_eps,
-            "scale_attn_weights": True,
-            "scale_attn_by_inverse_layer_idx": False,
-            "add_cross_attention": False,
             "tie_word_embeddings": args.enable_weight_tying,
         }
 
@@ -292,7 +277,7 @@ class GPT2HfAdapter(HfAdapter):
     def stated(self, config: dict[str, Any]) -> dict[str, Any]:
         config = super().stated(config)
         if config["n_inner"] is None and isinstance(config.get("n_embd"), int):
-            return config | {"n_inner": 4 * config["n_embd"]}
+            config["n_inner"] = 4 * config["n_embd"]
         return config
 
     def canonical(self, name: str) -> str:
@@ -302,10 +287,7 @@ class GPT2HfAdapter(HfAdapter):
         return _Reader(path, self.canonical)
 
     def to_hf(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """Return Hugging Face's weights. This is a collective call if weights are sharded.
-
-        Linear layers come whole and on the CPU if they were sharded; other weights stay as they are.
-        """
+        """Return Hugging Face's weights: linear layers whole and on the CPU, by a collective call, if sharded."""
         found: dict[str, Any] = {}
         for name, value in state_dict.items():
             if name in OUTSIDE:
@@ -370,8 +352,6 @@ def _conv(value: Tensor) -> Tensor:
 
 
 class _Reader(HuggingFaceStorageReader):
-    """Find weights by their canonical names, whatever the file calls them."""
-
     def __init__(self, path: str, canonical: Callable[[str], str]) -> None:
         super().__init__(path)
         self._canonical = canonical
@@ -380,9 +360,8 @@ class _Reader(HuggingFaceStorageReader):
     def read_metadata(self) -> Metadata:
         metadata = super().read_metadata()
         self._in_file = {self._canonical(name): name for name in metadata.state_dict_metadata}
-        metadata.state_dict_metadata = {
-            name: metadata.state_dict_metadata[in_file] for name, in_file in self._in_file.items()
-        }
+        found = metadata.state_dict_metadata
+        metadata.state_dict_metadata = {name: found[in_file] for name, in_file in self._in_file.items()}
         return metadata
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:

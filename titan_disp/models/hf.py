@@ -19,15 +19,14 @@ INDEX = "model.safetensors.index.json"
 class HfAdapter(StateDictAdapter):
     """Extend TorchTitan's adapter so that its plan of output files always fits the model.
 
-    TorchTitan takes the plan from ``model.safetensors.index.json`` in the assets folder. Index files on the hub may
-    list ``lm_head.weight``, which a tied model does not save: TorchTitan 0.2.2 would write an ``lm_head`` without a
-    type or values, and no reader opens that file. An index without one of the model's weights would make the save at
-    the end of training fail.
+    TorchTitan takes the plan from ``model.safetensors.index.json`` in the assets folder. On the hub, it may list an
+    ``lm_head.weight`` that a tied model does not save: 0.2.2 would write one without values, and no reader opens that
+    file. If a weight is missing from the index, the save at the end of training would fail.
     """
 
     model_cls: type[DispModel]
     transformers_class: str  # such as "Qwen3ForCausalLM"
-    defaults: dict[str, Any]  # transformers' defaults for the keys of ``architecture`` that a config.json may omit
+    defaults: dict[str, Any]  # transformers', for keys of ``architecture`` that a config.json may omit
     fqn_to_index_mapping: dict[Any, int] | None
 
     def __init__(self, model_args: DispModelArgs, hf_assets_path: str | None) -> None:
@@ -72,12 +71,7 @@ class HfAdapter(StateDictAdapter):
 
 
 def check_hf_folder(folder: str | Path, adapter: HfAdapter) -> None:
-    """Check, by headers alone, that a Hugging Face folder can be loaded (``checkpoint.initial_load_in_hf``).
-
-    Raises:
-        ConfigError: the folder, its safetensors or its config.json is missing; config.json describes another network
-            than the flavor; or weights are damaged or missing.
-    """
+    """Check, by headers alone, that ``checkpoint.initial_load_in_hf`` can load a folder, or raise ConfigError."""
     folder = Path(folder)
     where = f"checkpoint.initial_load_in_hf: {str(folder)!r}"
     what = "a folder with *.safetensors and config.json (checkpoint.initial_load_path, or else model.hf_assets_path)"

@@ -2,8 +2,7 @@
 
 TorchTitan 0.2.2's order fails for tied embeddings: TP replaces both parameters, which unties them, and separate FSDP
 groups for the embedding and the output layer either raise or train two matrices. Here the parameters are tied again
-after TP, and the embeddings, the final norm and the output layer form one FSDP group. In an untied model, the
-embeddings are a group of their own, as in TorchTitan.
+after TP, and the embeddings, the final norm and the output layer form one FSDP group.
 """
 
 from collections.abc import Callable, Collection
@@ -37,7 +36,6 @@ def parallelize_model(
     """Apply everything that the config asks for to a model on the meta device, in place.
 
     The config must have passed ``config.checks.check_config``, which refuses combinations that do not work.
-    ``registry.ModelEntry`` describes ``apply_tp`` and ``saved_ops``.
     """
     compiled = job_config.compile.enable and "model" in job_config.compile.components
     tp_mesh = parallel_dims.get_optional_mesh("tp")
@@ -93,9 +91,8 @@ def _apply_fsdp(model: DispModel, parallel_dims: ParallelDims, job_config: JobCo
 def _columns_where_rows_are_uneven(param: nn.Parameter) -> Shard | None:
     """Shard columns if TP has divided the rows unevenly, such as GPT-2's 50,257 tokens; else FSDP shards rows.
 
-    DTensor (torch 2.13) assumes that the rows of an FSDP shard, summed over TP, are divided as TP divides them. For
-    50,257 rows over 2 TP ranks and 8 shards, this is wrong on the last shard (3135 + 3141 rows): initial weights and
-    checkpoints would mix rows up.
+    DTensor (torch 2.13) assumes that TP divides the rows of every FSDP shard as it divides all rows. On the last of 8
+    shards, 2 TP ranks have 3135 + 3141 of the 50,257 rows: initial weights and checkpoints would mix rows up.
     """
     if isinstance(param, DTensor):
         for degree, placement in zip(param.device_mesh.shape, param.placements, strict=True):

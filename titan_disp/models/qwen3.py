@@ -1,8 +1,4 @@
-"""``qwen3_disp`` is TorchTitan's Qwen3 with a forward that can return activations.
-
-This file has its arguments and flavors, the model, its tensor-parallel plan, and its Hugging Face config.json.
-TorchTitan's adapter converts the weights.
-"""
+"""``qwen3_disp`` is TorchTitan's Qwen3 with a forward that can return activations."""
 
 import copy
 from dataclasses import dataclass
@@ -36,7 +32,7 @@ class Qwen3DispModelArgs(DispModelArgs, Qwen3ModelArgs):
     }
 
     def initial(self, name: str, shape: torch.Size) -> Initial:
-        """Initialize as TorchTitan 0.2.2's Qwen3 does."""
+        # As TorchTitan 0.2.2's Qwen3.
         if len(shape) == 1:
             return Initial(mean=1.0)  # every vector in Qwen3 is an RMSNorm weight
         if name in ("tok_embeddings.weight", "output.weight"):
@@ -90,11 +86,7 @@ flavors = Flavors(
         "0.6B": _like_torchtitan("0.6B"),
         # The model that the authors' TorchTitan fork trained: by accident, as they say, FSDP untied the embedding.
         "0.6B_untied": _like_torchtitan("0.6B", enable_weight_tying=False),
-        "1.7B": _like_torchtitan("1.7B"),
-        "4B": _like_torchtitan("4B"),
-        "8B": _like_torchtitan("8B"),
-        "14B": _like_torchtitan("14B"),
-        "32B": _like_torchtitan("32B"),
+        **{name: _like_torchtitan(name) for name in ("1.7B", "4B", "8B", "14B", "32B")},
     }
 )
 
@@ -130,30 +122,6 @@ def apply_tp(model: DispModel, parallel_dims: ParallelDims, job_config: JobConfi
     )
 
 
-def architecture(args: Qwen3DispModelArgs) -> dict[str, Any]:
-    """Return ``HfAdapter.architecture`` for Qwen3.
-
-    ``rope_theta`` is at the top level, as in Qwen's own files: transformers 4.51 to 5 read it there.
-    """
-    return {
-        "model_type": "qwen3",
-        "vocab_size": args.vocab_size,
-        "hidden_size": args.dim,
-        "intermediate_size": args.hidden_dim,
-        "num_hidden_layers": args.n_layers,
-        "num_attention_heads": args.n_heads,
-        "num_key_value_heads": args.n_kv_heads,
-        "head_dim": args.head_dim,
-        "hidden_act": "silu",
-        "rms_norm_eps": args.norm_eps,  # of queries and keys too
-        "rope_theta": args.rope_theta,
-        "rope_scaling": None,
-        "attention_bias": False,
-        "use_sliding_window": False,
-        "tie_word_embeddings": args.enable_weight_tying,
-    }
-
-
 class Qwen3HfAdapter(HfAdapter, Qwen3StateDictAdapter):
     model_cls = Qwen3DispModel
     model_args: Qwen3DispModelArgs
@@ -161,19 +129,28 @@ class Qwen3HfAdapter(HfAdapter, Qwen3StateDictAdapter):
     defaults = {"rope_scaling": None, "attention_bias": False, "use_sliding_window": False, "hidden_act": "silu"}
 
     def architecture(self) -> dict[str, Any]:
-        return architecture(self.model_args)
+        args = self.model_args
+        return self.defaults | {
+            "model_type": "qwen3",
+            "vocab_size": args.vocab_size,
+            "hidden_size": args.dim,
+            "intermediate_size": args.hidden_dim,
+            "num_hidden_layers": args.n_layers,
+            "num_attention_heads": args.n_heads,
+            "num_key_value_heads": args.n_kv_heads,
+            "head_dim": args.head_dim,
+            "rms_norm_eps": args.norm_eps,  # of queries and keys too
+            "rope_theta": args.rope_theta,  # at the top level, as in Qwen's own files: transformers 4.51 to 5 read it
+            "tie_word_embeddings": args.enable_weight_tying,
+        }
 
     def extras(self) -> dict[str, Any]:
         # transformers 4.51 warns if sliding_window is absent
         return {"max_position_embeddings": self.model_args.max_seq_len, "sliding_window": None}
 
     def stated(self, config: dict[str, Any]) -> dict[str, Any]:
-        """Return config.json with RoPE in the keys of ``architecture``.
-
-        transformers 5 writes ``rope_parameters`` instead.
-        """
         config = super().stated(config)
-        rope = config.get("rope_parameters")
+        rope = config.get("rope_parameters")  # which transformers 5 writes
         if not isinstance(rope, dict):
             return config
         plain = rope.get("rope_type", "default") == "default"

@@ -1,6 +1,6 @@
 """These are the models that a config can name. A new model is a file and an entry in ``MODELS``."""
 
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import torch
@@ -13,35 +13,25 @@ from titan_disp.models import gpt2, qwen3
 from titan_disp.models.arguments import DispModelArgs, Flavors, Written, apply_overrides
 from titan_disp.models.decoder import DispModel
 from titan_disp.models.hf import HfAdapter
-from titan_disp.models.parallelize import parallelize_model
+from titan_disp.models.parallelize import ApplyTP, parallelize_model
 
 
 @dataclass(frozen=True)
 class ModelEntry:
-    """An entry is what the rest of titan-disp knows of a model.
+    """An entry is what the rest of titan-disp knows of a model."""
 
-    Attributes:
-        name: ``model.name`` in a config.
-        title: the name for people.
-        flavors: its sizes, in ascending order. A preflight without an accelerator takes the first that fits.
-        adapter: converts weights to and from transformers.
-        apply_tp: applies its tensor-parallel plan in place, given (model, parallel_dims, job_config).
-        saved_ops: operations whose outputs selective activation checkpointing keeps.
-    """
-
-    name: str
-    title: str
-    flavors: Flavors
-    adapter: type[HfAdapter]
-    apply_tp: Callable[[DispModel, ParallelDims, JobConfig], None]
-    saved_ops: Collection[torch._ops.OpOverload]
+    name: str  # model.name in a config
+    title: str  # for people
+    flavors: Flavors  # in ascending order: a preflight without an accelerator takes the first that fits
+    adapter: type[HfAdapter]  # converts weights to and from transformers
+    apply_tp: ApplyTP  # applies the tensor-parallel plan in place
+    saved_ops: Collection[torch._ops.OpOverload]  # whose outputs selective activation checkpointing keeps
 
     @property
     def model_cls(self) -> type[DispModel]:
         return self.adapter.model_cls
 
     def parallelize(self, model: DispModel, parallel_dims: ParallelDims, job_config: JobConfig) -> nn.Module:
-        """Parallelize a model on the meta device in place, as ``parallelize_model`` describes."""
         return parallelize_model(model, parallel_dims, job_config, self.apply_tp, self.saved_ops)
 
 
@@ -63,11 +53,7 @@ def find_model(name: str) -> ModelEntry:
 
 
 def model_args(name: str, flavor: str, overrides: Written = ()) -> DispModelArgs:
-    """Return a copy of the arguments that ``model.name``, ``model.flavor`` and ``model.overrides`` describe.
-
-    Raises:
-        ConfigError: there is no such model or flavor, or it cannot take the overrides.
-    """
+    """Return a copy of the arguments that the keys of [model] describe, or raise ConfigError."""
     args: DispModelArgs = find_model(name).flavors[flavor]
     apply_overrides(args, overrides)
     return args

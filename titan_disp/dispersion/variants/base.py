@@ -33,19 +33,12 @@ def check_tau(tau: float) -> None:
 
 @dataclass(frozen=True)
 class Variant(ABC):
-    """A variant is a frozen dataclass. Its fields are the options of ``DispersionLoss`` that it uses.
+    """A variant is a frozen dataclass. Its fields are the options of ``DispersionLoss`` that it uses."""
 
-    Attributes:
-        name: ``DispersionLoss.variant``.
-        estimators: the estimators that it supports.
-        bf16_products: whether products may be formed in bf16 under AMP.
-        linear_in_tokens: whether its exact form takes time linear in the number of tokens.
-    """
-
-    name: ClassVar[str]
-    estimators: ClassVar[tuple[str, ...]] = ("exact", "sampled")
-    bf16_products: ClassVar[bool] = True
-    linear_in_tokens: ClassVar[bool] = False
+    name: ClassVar[str]  # DispersionLoss.variant
+    estimators: ClassVar[tuple[str, ...]] = ("exact", "sampled")  # which it supports
+    bf16_products: ClassVar[bool] = True  # under AMP
+    linear_in_tokens: ClassVar[bool] = False  # the time of the exact form
 
     @abstractmethod
     def exact(self, layers: Layers) -> Tensor:
@@ -58,11 +51,7 @@ class Variant(ABC):
 
 @dataclass(frozen=True)
 class CosineVariant(Variant):
-    """The loss is a function of S = Σ_{i≠j} w(c_ij), where c_ij is the cosine of two tokens' unit vectors.
-
-    Subclasses define ``pair`` (w and dw/dc), ``units`` (tokens → unit vectors) and, unless the loss is the mean of w,
-    ``normalize``.
-    """
+    """The loss is a function of S = Σ_{i≠j} w(c_ij), where c_ij is the cosine of two tokens' unit vectors."""
 
     @property
     @abstractmethod
@@ -83,7 +72,7 @@ class CosineVariant(Variant):
             s, w = pair_sums(units, self.units, z, mask, self.pair, layers.group)
             return s, units.backward_(w.mul_(2 / units.scale))
 
-        return self.normalize(layers.sum_over_group(layers.each(own_part)), layers.tokens)
+        return self.normalize(layers.sum_over_group(layers.each(own_part)), layers.tokens(layers.mask))
 
     def moments(self, layers: Layers, fit_errors: list[Tensor] | None) -> Tensor:
         errors: list[Tensor] = []
@@ -109,17 +98,14 @@ class CosineVariant(Variant):
             units = self.units(z)
             u = units.vectors()
             own = quadratic(z, mask, units, u)
-            s, grad = quadratic_sum_(u, own, layers.tokens_of(mask), layers.group, operand_dtype(z))
+            s, grad = quadratic_sum_(u, own, layers.tokens(mask), layers.group, operand_dtype(z))
             return s, units.backward_(grad)
 
-        return self.normalize(layers.sum_over_group(layers.each(own_part)), layers.tokens)
+        return self.normalize(layers.sum_over_group(layers.each(own_part)), layers.tokens(layers.mask))
 
 
 def safe_log(mean: Tensor) -> Tensor:
-    """Return the log of a mean of positive w. It is finite where the mean is not positive: a sequence may have no pair.
-
-    With the moments estimator, the sum comes from a fit and may be negative for unusual inputs.
-    """
+    """Return the log of a mean, or of a tiny number: a sequence may have no pair, and a sum from a fit be negative."""
     return torch.log(mean.clamp_min(torch.finfo(mean.dtype).tiny))
 
 
@@ -149,9 +135,6 @@ def bound_of(clamp: float) -> float:
 
 
 def slope_of_arccos(c: Tensor) -> Tensor:
-    """Return 1/√(1 − c²), computed from (1 − c)(1 + c) = t + tc with t = 1 − c.
-
-    Near the bound, squaring c would lose the digits that matter.
-    """
+    # 1/√(1 − c²) with 1 − c² = (1 − c)(1 + c) = t + tc: near the bound, squaring c would lose the digits that matter.
     t = 1.0 - c
     return t.addcmul_(t, c).rsqrt_()

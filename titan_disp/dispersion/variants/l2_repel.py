@@ -4,8 +4,8 @@ The authors' code takes the mean over all N² pairs, which include each token wi
 
     L = log((N + Σ_{i≠j} exp(−‖z_i − z_j‖²/τ)) / N²) + λ_norm mean(z²)
 
-The N in the numerator bounds the gradients. Without it, the log makes the size of the sum irrelevant: the closest pairs
-share a gradient of 2‖z_i − z_j‖/τ, however far apart they are. With it, distant pairs have no gradient.
+The N in the numerator bounds the gradients: distant pairs have none. Without it, the closest pairs share a gradient of
+2‖z_i − z_j‖/τ, however far apart they are.
 
 Distances are unbounded, so the exponents need a running maximum, kept per sequence. With e_ij = −‖z_i − z_j‖²/τ, their
 maximum M, and w_ij = exp(e_ij − M):
@@ -52,7 +52,7 @@ class L2Repel(Variant):
 
     def exact(self, layers: Layers) -> Tensor:
         sums = layers.logsumexp_over_group(layers.each(lambda z, mask: pair_exponents(z, mask, self.tau, layers.group)))
-        losses = self.normalize(sums, layers.tokens)
+        losses = self.normalize(sums, layers.tokens(layers.mask))
         return losses + self.norm_coeff * layers.mean_square() if self.norm_coeff else losses
 
     def normalize(self, sums: Tensor, tokens: Count) -> Tensor:
@@ -82,9 +82,9 @@ def pair_exponents(z: Tensor, mask: TokenMask | None, tau: float, group: dist.Pr
 class PairExponents:
     """Keep the running sums of one pass: M [B], Σw [B], Σ_j w_ij [B, n, 1] and Σ_j w_ij z_j [B, n, F].
 
-    The rows i are [B, n, F] in the accumulation dtype. The mean of the rows is subtracted from all tokens, which
-    changes no difference. Otherwise ‖a‖² + ‖b‖² − 2ab and the gradient, a difference of sums, would lose digits for
-    tokens far from the origin. ``valid`` [B, n, 1] says which rows are tokens, if not all are; the others must be 0.
+    The rows i are [B, n, F] in the accumulation dtype, and 0 where ``valid`` [B, n, 1] is False. Their mean is
+    subtracted from all tokens, which changes no difference: far from the origin, ‖a‖² + ‖b‖² − 2ab and the gradient
+    would lose digits.
     """
 
     def __init__(self, rows: Tensor, tau: float, valid: Tensor | None = None) -> None:
