@@ -16,7 +16,7 @@ from titan_disp.config.keys import facts_of
 from titan_disp.config.load import load_config
 from titan_disp.config.options import TrainOptions
 from titan_disp.errors import ConfigError
-from titan_disp.job_config import keys
+from titan_disp.job_config import all_keys
 
 CONFIGS = sorted((ROOT / "train_configs").glob("*.toml"))
 
@@ -216,7 +216,7 @@ def test_refused(sample, tmp_path, nproc, change, message, monkeypatch):
     assert not (tmp_path / "run").exists(), "a refused run left something behind"
 
 
-RANGES = {name: facts_of(field) for name, field in keys().items() if facts_of(field).range}
+RANGES = {name: facts_of(field) for name, field in all_keys().items() if facts_of(field).range}
 
 
 @pytest.mark.parametrize("name", RANGES)

@@ -11,7 +11,7 @@ from tests.command_line import ROOT
 from tests.distributed import spawn
 from titan_disp.config.keys import SOURCES, facts_of
 from titan_disp.config.load import load_config
-from titan_disp.job_config import keys
+from titan_disp.job_config import all_keys
 
 AUTHORS = ROOT / "train_configs" / "authors"
 FINEWEB, C4, MIDTRAIN, GPT2 = (
@@ -31,10 +31,10 @@ RELEASED |= {"warmup_steps", "decay"}
 
 def test_whose_the_defaults_are():
     """Those of the loss as known by hand; the others as docs/configuration.md says, which a test compares."""
-    loss = {name: facts_of(field).source for name, field in keys().items() if name.startswith("dispersion.")}
+    loss = {name: facts_of(field).source for name, field in all_keys().items() if name.startswith("dispersion.")}
     for source, known in (("paper", PAPER), ("authors", RELEASED)):
         assert {name.removeprefix("dispersion.") for name in loss if loss[name] == source} == known
-    assert {facts_of(field).source for field in keys().values()} <= set(SOURCES)
+    assert {facts_of(field).source for field in all_keys().values()} <= set(SOURCES)
     _, _, page = (ROOT / "docs" / "loss.md").read_text().partition("## Where the defaults come from")
     assert re.findall(r"^- \*\*(.*?)\*\*", page, flags=re.M)[: len(SOURCES)] == list(SOURCES.values())
 

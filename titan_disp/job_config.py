@@ -52,8 +52,8 @@ class Dispersion:
     norm_eps: float = key(1e-2, "authors", above=0)
     """ε, which is added to the norms of tokens."""
 
-    variant: str = key("angular", "paper")
-    """Which loss to use: the name of a variant in docs/loss.md, which lists the options of each. An option that the
+    variant: str = key("angular", "paper", modules="dispersion/variants")
+    """Which loss of docs/loss.md to use, which lists the options of each. An option that the
     variant does not use must keep its default.
     """
 
@@ -329,11 +329,11 @@ class JobConfig:
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
 
 
-def keys() -> dict[str, Field[Any]]:
+def all_keys() -> dict[str, Field[Any]]:
     """Return titan-disp's keys by their full names, such as "stream.seed", in the order of this file."""
     return {f"{section.name}.{f.name}": f for section in fields(JobConfig) for f in fields(section.type)}  # type: ignore[arg-type]
 
 
 def fixed(what: str) -> list[str]:
     """Return the full names of the keys that fix the "data" or the "model" of a run."""
-    return [name for name, f in keys().items() if facts_of(f).fixes == what]
+    return [name for name, f in all_keys().items() if facts_of(f).fixes == what]

@@ -1,4 +1,13 @@
-"""``torchrun … -m titan_disp.train --job.config_file X`` trains. Each *start* continues from the run's newest checkpoint."""
+"""``torchrun … -m titan_disp.train --job.config_file X`` trains. Each *start* continues from the run's newest checkpoint.
+
+TorchTitan's trainer runs the steps; what titan-disp adds to each is, in their order:
+
+    batch_generator         data.loader hands out the next batch of this rank's slots
+    forward_backward_step   models.decoder returns (logits, activations), dispersion.objective takes both as predictions
+    optimizers.step         run.guard lets all ranks agree whether the step is finite, and whether to stop
+    metrics_processor.log   run.metrics writes metrics.jsonl and TensorBoard
+    checkpointer.save       run.checkpoint saves at its interval, or when ``train_step`` has asked for it
+"""
 
 import os
 import sys
@@ -42,7 +51,7 @@ from titan_disp.run.reader import read_condensation, read_events, read_rows
 
 
 class DispTrainer(Trainer):
-    """Extend TorchTitan's Trainer by overriding its hooks."""
+    """Extend TorchTitan's Trainer by overriding its hooks, and answer the checkpoint manager's (``run.checkpoint.Hooks``)."""
 
     run_folder: RunFolder | None = None
     stragglers: Stragglers | None = None

@@ -1,7 +1,7 @@
 """These checks refuse a config that cannot work, with one message that says what to change.
 
-Every command and every start of training runs them, in its own process, before it allocates anything. They build no
-model and need no GPU. ``check_inputs`` also opens the data, the tokenizer and the checkpoint that the config names.
+Every start of training runs them, and so do plan, preflight, submit, sweeps and the node check. They build no model and
+need no GPU. ``check_inputs`` also opens the data, the tokenizer and the checkpoint that the config names.
 Each raises ConfigError for the first problem that it finds. Other checks are elsewhere: ``cluster.preflight`` runs one
 real step, and ``cluster.job_check`` runs these checks for a SLURM job.
 """
@@ -25,7 +25,7 @@ from titan_disp.data.tokenizer import load_tokenizer_for
 from titan_disp.data.validation import validation_sequences
 from titan_disp.dispersion import CoeffSchedule, DispersionLoss
 from titan_disp.errors import ConfigError, counted
-from titan_disp.job_config import keys
+from titan_disp.job_config import all_keys
 from titan_disp.models.arguments import activation_indices, named, parse_overrides
 from titan_disp.models.baselines import check_baseline
 from titan_disp.models.registry import args_of, find_model
@@ -33,6 +33,35 @@ from titan_disp.run.checkpoint import check_initial_load
 from titan_disp.run.integrity import checkpoints
 
 Built = TypeVar("Built")
+
+
+def check_config(job_config: JobConfig, world_size: int) -> None:
+    """Check everything that follows from the config and the number of ranks.
+
+    Also set training.steps from budget.tokens, replace data_parallel_replicate_degree and validation.seq_len of −1, and
+    turn model.overrides into a table.
+    """
+    if not hasattr(job_config, "dispersion"):
+        raise ConfigError(
+            'the config has no [dispersion] section: add custom_config_module = "titan_disp.job_config" to [job]'
+        )
+    find_model(job_config.model.name)
+    job_config.model.overrides = parse_overrides(job_config.model.overrides)  # type: ignore[attr-defined]
+    check_ranges(job_config)
+    check_mesh(job_config, world_size)
+    check_batch(job_config, world_size)
+    resolve_steps(job_config, world_size)
+    check_model(job_config)
+    check_validation(job_config)
+    check_stream(job_config, world_size)
+    check_operations(job_config)
+    check_baseline(job_config)
+
+
+def check_ranges(job_config: JobConfig) -> None:
+    """Check every key of ``titan_disp.job_config`` by itself."""
+    for name, field in all_keys().items():
+        facts_of(field).check(name, operator.attrgetter(name)(job_config), field.type)
 
 
 def resolve_replicas(job_config: JobConfig, world_size: int) -> None:
@@ -62,89 +91,6 @@ def resolve_replicas(job_config: JobConfig, world_size: int) -> None:
             f"data_parallel_shard_degree to a divisor of {left}"
         )
     p.data_parallel_shard_degree, p.data_parallel_replicate_degree = shard, left // shard
-
-
-def check_config(job_config: JobConfig, world_size: int) -> None:
-    """Check everything that follows from the config and the number of ranks.
-
-    Also set training.steps from budget.tokens, replace data_parallel_replicate_degree and validation.seq_len of −1, and
-    turn model.overrides into a table.
-    """
-    if not hasattr(job_config, "dispersion"):
-        raise ConfigError(
-            'the config has no [dispersion] section: add custom_config_module = "titan_disp.job_config" to [job]'
-        )
-    find_model(job_config.model.name)
-    job_config.model.overrides = parse_overrides(job_config.model.overrides)  # type: ignore[attr-defined]
-    check_ranges(job_config)
-    check_mesh(job_config, world_size)
-    check_batch(job_config, world_size)
-    resolve_steps(job_config, world_size)
-    check_model(job_config)
-    check_validation(job_config)
-    check_stream(job_config, world_size)
-    check_operations(job_config)
-    check_baseline(job_config)
-
-
-def check_ranges(job_config: JobConfig) -> None:
-    """Check every key of ``titan_disp.job_config`` by itself."""
-    for name, field in keys().items():
-        facts_of(field).check(name, operator.attrgetter(name)(job_config), field.type)
-
-
-def check_device(job_config: JobConfig) -> None:
-    """Check that this machine, with its kind of device and its packages, can run the config."""
-    # Without the package, TorchTitan would only log an error and train on.
-    if job_config.metrics.enable_wandb and importlib.util.find_spec("wandb") is None:
-        raise ConfigError(
-            "metrics.enable_wandb is true, but the package wandb is not installed: pip install 'titan-disp[wandb]', "
-            "or set metrics.enable_wandb = false"
-        )
-    if job_config.training.enable_cpu_offload and cpu.active():
-        raise ConfigError(
-            "training.enable_cpu_offload is true, but there is no accelerator to offload from: set it to false"
-        )
-    cp = job_config.parallelism.context_parallel_degree
-    if cp > 1 and cpu.active():
-        raise ConfigError(
-            f"context_parallel_degree is {cp}, expected 1 on a CPU: ring attention needs a GPU's attention kernels"
-        )
-
-
-def check_inputs(job_config: JobConfig) -> None:
-    """Check what the config names on disk: the tokenizer, the data, and the initial weights."""
-    options = stream_options(job_config, tokenizer=tokenizer_of(job_config))
-    for data in data_sets(job_config):
-        check_content(data.check(), options, data.key)
-    checkpoint = job_config.checkpoint
-    if not checkpoint.enable or not checkpoints(os.path.join(job_config.job.dump_folder, checkpoint.folder)):
-        adapter = find_model(job_config.model.name).adapter(args_of(job_config), None)
-        check_initial_load(checkpoint, job_config.model.hf_assets_path, adapter)
-
-
-def tokenizer_of(job_config: JobConfig) -> BaseTokenizer:
-    """Return the tokenizer in ``model.hf_assets_path``, if the model's vocabulary is large enough for it."""
-    return load_tokenizer_for(_flavor(job_config), args_of(job_config).vocab_size, job_config.model.hf_assets_path)
-
-
-def check_model(job_config: JobConfig) -> None:
-    """Check the flavor, the training length and the [dispersion] section."""
-    args = args_of(job_config)
-    dispersion = job_config.dispersion  # type: ignore[attr-defined]
-    training = job_config.training
-    if training.seq_len < 1 + dispersion.enabled:
-        raise ConfigError(f"training.seq_len is {training.seq_len}, expected at least {1 + dispersion.enabled}")
-    if args.max_positions is not None and training.seq_len > args.max_positions:
-        raise ConfigError(
-            f"training.seq_len is {training.seq_len}, but {job_config.model.name} {_flavor(job_config)!r} has learned "
-            f"positions for {args.max_positions} tokens: set training.seq_len to at most that"
-        )
-    if training.steps < 1:
-        raise ConfigError(f"training.steps is {training.steps}, expected at least 1")
-    build_dispersion_loss(job_config)
-    build_coeff_schedule(job_config)
-    activation_indices(dispersion.layers, dispersion.final_norm, args.n_layers)
 
 
 def check_mesh(job_config: JobConfig, world_size: int) -> None:
@@ -277,23 +223,23 @@ def check_batch(job_config: JobConfig, world_size: int) -> None:
         )
 
 
-def check_stream(job_config: JobConfig, world_size: int) -> None:
-    """Check the slots, their sources, and the number of validation sequences.
-
-    A *slot* is one of the run's document streams. Each data-parallel rank reads some of the slots.
-    """
-    dp = data_parallel_degree(job_config, world_size)
-    batch, slots = global_batch_size(job_config, dp), slot_count(job_config, dp)
-    if slots < 1 or batch % slots or slots % dp:
+def check_model(job_config: JobConfig) -> None:
+    """Check the flavor, the training length and the [dispersion] section."""
+    args = args_of(job_config)
+    dispersion = job_config.dispersion  # type: ignore[attr-defined]
+    training = job_config.training
+    if training.seq_len < 1 + dispersion.enabled:
+        raise ConfigError(f"training.seq_len is {training.seq_len}, expected at least {1 + dispersion.enabled}")
+    if args.max_positions is not None and training.seq_len > args.max_positions:
         raise ConfigError(
-            f"stream.slots is {slots}; expected a divisor of the global batch {batch} that is a multiple of the "
-            f"number of data-parallel ranks, {dp}"
+            f"training.seq_len is {training.seq_len}, but {job_config.model.name} {_flavor(job_config)!r} has learned "
+            f"positions for {args.max_positions} tokens: set training.seq_len to at most that"
         )
-    source_shares(job_config, slots)
-    if not job_config.stream.text_field:  # type: ignore[attr-defined]
-        raise ConfigError('stream.text_field is "", expected the name of a field: most corpora call it "text"')
-    if job_config.validation.enable:
-        validation_sequences(job_config, dp)
+    if training.steps < 1:
+        raise ConfigError(f"training.steps is {training.steps}, expected at least 1")
+    build_dispersion_loss(job_config)
+    build_coeff_schedule(job_config)
+    activation_indices(dispersion.layers, dispersion.final_norm, args.n_layers)
 
 
 def check_validation(job_config: JobConfig) -> None:
@@ -314,6 +260,25 @@ def check_validation(job_config: JobConfig) -> None:
             f"validation.seq_len {v.seq_len} is not divisible by tensor_parallel_degree {tp}: each rank holds an equal "
             "part of the sequence"
         )
+
+
+def check_stream(job_config: JobConfig, world_size: int) -> None:
+    """Check the slots, their sources, and the number of validation sequences.
+
+    A *slot* is one of the run's document streams. Each data-parallel rank reads some of the slots.
+    """
+    dp = data_parallel_degree(job_config, world_size)
+    batch, slots = global_batch_size(job_config, dp), slot_count(job_config, dp)
+    if slots < 1 or batch % slots or slots % dp:
+        raise ConfigError(
+            f"stream.slots is {slots}; expected a divisor of the global batch {batch} that is a multiple of the "
+            f"number of data-parallel ranks, {dp}"
+        )
+    source_shares(job_config, slots)
+    if not job_config.stream.text_field:  # type: ignore[attr-defined]
+        raise ConfigError('stream.text_field is "", expected the name of a field: most corpora call it "text"')
+    if job_config.validation.enable:
+        validation_sequences(job_config, dp)
 
 
 def check_operations(job_config: JobConfig) -> None:
@@ -341,6 +306,41 @@ def check_operations(job_config: JobConfig) -> None:
             "checkpoint.keep_latest_k is 1, expected 0 (keep all) or at least 2: if the newest checkpoint is damaged, "
             "the one before it is needed"
         )
+
+
+def check_device(job_config: JobConfig) -> None:
+    """Check that this machine, with its kind of device and its packages, can run the config."""
+    # Without the package, TorchTitan would only log an error and train on.
+    if job_config.metrics.enable_wandb and importlib.util.find_spec("wandb") is None:
+        raise ConfigError(
+            "metrics.enable_wandb is true, but the package wandb is not installed: pip install 'titan-disp[wandb]', "
+            "or set metrics.enable_wandb = false"
+        )
+    if job_config.training.enable_cpu_offload and cpu.active():
+        raise ConfigError(
+            "training.enable_cpu_offload is true, but there is no accelerator to offload from: set it to false"
+        )
+    cp = job_config.parallelism.context_parallel_degree
+    if cp > 1 and cpu.active():
+        raise ConfigError(
+            f"context_parallel_degree is {cp}, expected 1 on a CPU: ring attention needs a GPU's attention kernels"
+        )
+
+
+def check_inputs(job_config: JobConfig) -> None:
+    """Check what the config names on disk: the tokenizer, the data, and the initial weights."""
+    options = stream_options(job_config, tokenizer=tokenizer_of(job_config))
+    for data in data_sets(job_config):
+        check_content(data.check(), options, data.key)
+    checkpoint = job_config.checkpoint
+    if not checkpoint.enable or not checkpoints(os.path.join(job_config.job.dump_folder, checkpoint.folder)):
+        adapter = find_model(job_config.model.name).adapter(args_of(job_config), None)
+        check_initial_load(checkpoint, job_config.model.hf_assets_path, adapter)
+
+
+def tokenizer_of(job_config: JobConfig) -> BaseTokenizer:
+    """Return the tokenizer in ``model.hf_assets_path``, if the model's vocabulary is large enough for it."""
+    return load_tokenizer_for(_flavor(job_config), args_of(job_config).vocab_size, job_config.model.hf_assets_path)
 
 
 def build_dispersion_loss(job_config: JobConfig) -> DispersionLoss:

@@ -29,6 +29,7 @@ class Facts:
         finite: whether a number with bounds may not be infinite.
         noun: what a whole number counts, for the message.
         fixes: what another value would change, so that a resume refuses it.
+        modules: a folder of the package whose modules are the values.
         also: names that users may try and that are not similar to the key's.
     """
 
@@ -40,6 +41,7 @@ class Facts:
     finite: bool = True
     noun: str = ""
     fixes: Literal["data", "model"] | None = None
+    modules: str = ""
     also: tuple[str, ...] = ()
 
     @property

@@ -105,9 +105,14 @@ class Section:
 
 def _type(node: ast.expr, facts: Facts | None) -> str:
     # str | None → string; Literal["a", "b"] → "a" or "b"; a number also has its range
-    alternatives = list(_alternatives(node))
+    alternatives = list(_modules(facts.modules) if facts and facts.modules else _alternatives(node))
     last = alternatives[-1] + (f" {facts.range}" if facts and alternatives[-1] in ("integer", "number") else "")
     return " or ".join([", ".join(alternatives[:-1]), last] if len(alternatives) > 1 else [last]).rstrip()
+
+
+def _modules(folder: str) -> Iterator[str]:
+    names = sorted(path.stem for path in (Path(__file__).parents[1] / folder).glob("*.py"))
+    yield from (json.dumps(name) for name in names if name not in ("__init__", "base"))
 
 
 def _alternatives(node: ast.expr) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""This package is the data pipeline, from the files to the batches. Each step takes the same ``StreamOptions`` (options).
+"""This package is the data pipeline, from the files to the batches. The steps that read take the same ``StreamOptions``.
 
 The run has S *slots* (``stream.slots``), which are streams of documents. Every global batch takes the same number of
 sequences from each. A rank reads a contiguous range of slots. An *epoch* of a slot is one time through its share of the
@@ -14,8 +14,9 @@ passes        one pass over a file serves all slots of a rank; position: where e
 cursor        the documents of a slot, one after another, without bad ones; shuffle: the same, shuffled in windows
   ▼ tokenizer
 stream        the slots of a rank: documents are tokenized ahead and packed into sequences, in a process of their own
-  ▼ fingerprint what a checkpoint must agree with
-loader        TorchTitan's dataloader; validation: the first sequences of the validation split
+  ▼
+loader        TorchTitan's dataloader; validation: the first sequences of the validation split; fingerprint: what a checkpoint
+              must agree with
 
 Beside the road are hf_tokenizer (a model's tokenizer for export) and sample (a small corpus).
 """

@@ -5,6 +5,16 @@ language models" (ICML 2026, arXiv 2602.00217).
 
 Shapes: B sequences, N tokens per sequence, F features per token, L layers. A sequence may be sharded over p ranks; each
 rank then holds n = N/p tokens.
+
+objective     cross-entropy + λ · dispersion, as TorchTitan calls a loss
+  ▼
+loss          checks options, and combines a variant with an estimator; sampled: draws positions; masks: padding
+  ▼
+layers        layers of one shape together, sharded or not
+  ▼
+variants      what a pair of tokens costs; pairwise: exact sums over tiles; moments: in linear time; kernels: fused steps
+  ▼
+autograd      the gradient that forward has saved, and the collectives; vectors: norms and their derivatives
 """
 
 from titan_disp.dispersion.loss import DispersionLoss, dispersion_loss, dispersion_losses

@@ -24,48 +24,6 @@ KEY = "model.overrides"
 NOT_OVERRIDABLE = {"max_seq_len": "it is training.seq_len"}
 _KINDS = {bool: "true or false", int: "a whole number ≥ 1", float: "a number > 0"}
 Written = Mapping[str, Any] | Sequence[str] | str  # a table, a list of "key=value", or "key=value,key=value"
-
-
-def parse_overrides(written: Written) -> dict[str, Any]:
-    """Return the overrides as a dict, or raise ConfigError if they cannot be read or a field is given twice."""
-    if isinstance(written, Mapping):
-        return dict(written)
-    pairs = written.split(",") if isinstance(written, str) else written
-    found: dict[str, Any] = {}
-    for pair in pairs:
-        if not isinstance(pair, str) or not (pair.strip() == "" or "=" in pair):
-            raise ConfigError(
-                f"{KEY} has {pair!r}, expected key=value, as in --model.overrides hidden_dim=16,n_layers=2, or a table"
-            )
-        key, _, value = (part.strip() for part in pair.partition("="))
-        if key in found:
-            raise ConfigError(f"{KEY}.{key} is given twice: {found[key]!r} and {value}. Remove one of them")
-        if key or value:
-            found[key] = _literal(value)
-    return found
-
-
-def _literal(text: str) -> bool | int | float | str:
-    if text in ("true", "false"):
-        return text == "true"
-    for kind in (int, float):
-        try:
-            return kind(text)
-        except ValueError:
-            pass
-    return text
-
-
-def shown(value: Any) -> str:
-    """Format a config value for people and for the command line."""
-    return str(value).lower() if isinstance(value, bool) else str(value)
-
-
-def written_out(overrides: Written) -> str:
-    """Format overrides as the command line takes them."""
-    return ",".join(f"{key}={shown(value)}" for key, value in parse_overrides(overrides).items())
-
-
 # Overrides are a table in TOML, and one word on the command line, which replaces the table. By itself, tyro would make
 # an option of every key in the TOML file, and accept no others.
 Overrides = Annotated[
@@ -78,95 +36,7 @@ Overrides = Annotated[
         str_from_instance=lambda value: [written_out(value)],
     ),
 ]
-
-
-def apply_overrides(args: Any, overrides: Written) -> None:
-    """Set fields of a dataclass of arguments in place, or raise ConfigError. A second call changes nothing."""
-    found = parse_overrides(overrides)
-    if not found:
-        return
-    hints = get_type_hints(type(args))
-    kinds = {f.name: hints[f.name] for f in dataclasses.fields(args) if hints[f.name] in _KINDS}
-    fixed = NOT_OVERRIDABLE | getattr(args, "not_overridable", {})
-    for key, value in found.items():
-        if key in fixed:
-            raise ConfigError(f"{KEY}.{key} cannot be set: {fixed[key]}. Leave it out")
-        if key not in kinds:
-            known = [name for name in kinds if name not in fixed]
-            raise ConfigError(f"{KEY}.{key} is not known{did_you_mean(key, known)}; expected {', '.join(known)}")
-        kind = kinds[key]
-        if not _fits(value, kind):
-            raise ConfigError(f"{KEY}.{key} is {value!r}, expected {_KINDS[kind]}")
-        setattr(args, key, kind(value))
-    _check_heads(args)
-
-
-def _fits(value: Any, kind: type) -> bool:
-    if kind is bool or isinstance(value, bool):
-        return kind is bool and isinstance(value, bool)
-    numbers = (int,) if kind is int else (int, float)
-    return isinstance(value, numbers) and value > 0 and math.isfinite(value)
-
-
-def _check_heads(args: Any) -> None:
-    own = {f.name: getattr(args, f.name) for f in dataclasses.fields(args)}
-    heads, kv_heads, head_dim = (own.get(name) for name in ("n_heads", "n_kv_heads", "head_dim"))
-    if heads and kv_heads and heads % kv_heads:
-        raise ConfigError(f"{KEY}: n_heads {heads} is not a multiple of n_kv_heads {kv_heads}: set both so that it is")
-    if heads and not head_dim and own.get("dim") and own["dim"] % heads:
-        raise ConfigError(f"{KEY}: dim {own['dim']} is not a multiple of n_heads {heads}: set both so that it is")
-    if head_dim and head_dim % 2 and "rope_theta" in own:
-        raise ConfigError(f"{KEY}.head_dim is {head_dim}, expected an even number: rotary embeddings rotate pairs")
-
-
-def named(flavor: str, overrides: Written) -> str:
-    """Return a flavor's name with its overrides, for people: "nano with hidden_dim = 16"."""
-    found = parse_overrides(overrides)
-    return flavor + (" with " + ", ".join(f"{key} = {shown(value)}" for key, value in found.items()) if found else "")
-
-
-def architecture_of(args: Any) -> dict[str, Any]:
-    """Return the fields that define the network, ready for JSON: all plain fields except max_seq_len."""
-    values = {f.name: getattr(args, f.name) for f in dataclasses.fields(args) if f.name != "max_seq_len"}
-    return {name: value for name, value in values.items() if isinstance(value, (bool, int, float, str))}
-
-
-def block_indices(layers: str | list[int], n_layers: int) -> tuple[int, ...]:
-    """Return the blocks that ``dispersion.layers`` names, in ascending order, from 0, or raise ConfigError."""
-    named = {
-        "all": range(n_layers),
-        "last": range(n_layers - 1, n_layers),
-        "early_half": range(n_layers // 2),
-        "late_half": range(n_layers // 2, n_layers),
-    }
-    if isinstance(layers, str) and layers not in named:
-        known = ", ".join(named)
-        raise ConfigError(f"dispersion.layers is {layers!r}, expected {known} or a list of block indices")
-    chosen = sorted(named[layers] if isinstance(layers, str) else layers)
-    if any(isinstance(i, bool) or not isinstance(i, int) or not 0 <= i < n_layers for i in chosen):
-        raise ConfigError(
-            f"dispersion.layers is {layers}, but the model has {n_layers} blocks: "
-            f"expected indices from 0 to {n_layers - 1}"
-        )
-    if not chosen or len(set(chosen)) != len(chosen):
-        raise ConfigError(f"dispersion.layers is {layers}, expected at least one block and none of them twice")
-    return tuple(chosen)
-
-
-def activation_indices(layers: str | list[int], final_norm: bool, n_layers: int) -> tuple[int, ...]:
-    """Return the activations that ``dispersion.layers`` and ``final_norm`` name, as ``DispModel.forward`` takes them.
-
-    Raise ConfigError as ``block_indices`` does, and for ``final_norm`` without the last block.
-    """
-    blocks = block_indices(layers, n_layers)
-    if not final_norm:
-        return tuple(i + 1 for i in blocks)
-    if blocks[-1] != n_layers - 1:
-        raise ConfigError(
-            f"dispersion.final_norm is true, but dispersion.layers {layers!r} leaves the last block ({n_layers - 1}) "
-            "out, and the final norm follows it: add that block, or set dispersion.final_norm = false"
-        )
-    return (*(i + 1 for i in blocks[:-1]), n_layers + 1)
+Args = TypeVar("Args", bound="DispModelArgs")
 
 
 @dataclass(frozen=True)
@@ -230,9 +100,6 @@ class DispModelArgs(BaseModelArgs):
         return total, 6 * (total - looked_up + tied) + attention
 
 
-Args = TypeVar("Args", bound=DispModelArgs)
-
-
 class Flavors(UserDict[str, Args]):
     """Map names to copies of arguments, because TorchTitan modifies even registered ones."""
 
@@ -241,3 +108,132 @@ class Flavors(UserDict[str, Args]):
             known = ", ".join(self) + did_you_mean(name, self)
             raise ConfigError(f"model.flavor is {name!r}, expected one of {known}")
         return copy.deepcopy(self.data[name])
+
+
+def block_indices(layers: str | list[int], n_layers: int) -> tuple[int, ...]:
+    """Return the blocks that ``dispersion.layers`` names, in ascending order, from 0, or raise ConfigError."""
+    named = {
+        "all": range(n_layers),
+        "last": range(n_layers - 1, n_layers),
+        "early_half": range(n_layers // 2),
+        "late_half": range(n_layers // 2, n_layers),
+    }
+    if isinstance(layers, str) and layers not in named:
+        known = ", ".join(named)
+        raise ConfigError(f"dispersion.layers is {layers!r}, expected {known} or a list of block indices")
+    chosen = sorted(named[layers] if isinstance(layers, str) else layers)
+    if any(isinstance(i, bool) or not isinstance(i, int) or not 0 <= i < n_layers for i in chosen):
+        raise ConfigError(
+            f"dispersion.layers is {layers}, but the model has {n_layers} blocks: "
+            f"expected indices from 0 to {n_layers - 1}"
+        )
+    if not chosen or len(set(chosen)) != len(chosen):
+        raise ConfigError(f"dispersion.layers is {layers}, expected at least one block and none of them twice")
+    return tuple(chosen)
+
+
+def activation_indices(layers: str | list[int], final_norm: bool, n_layers: int) -> tuple[int, ...]:
+    """Return the activations that ``dispersion.layers`` and ``final_norm`` name, as ``DispModel.forward`` takes them.
+
+    Raise ConfigError as ``block_indices`` does, and for ``final_norm`` without the last block.
+    """
+    blocks = block_indices(layers, n_layers)
+    if not final_norm:
+        return tuple(i + 1 for i in blocks)
+    if blocks[-1] != n_layers - 1:
+        raise ConfigError(
+            f"dispersion.final_norm is true, but dispersion.layers {layers!r} leaves the last block ({n_layers - 1}) "
+            "out, and the final norm follows it: add that block, or set dispersion.final_norm = false"
+        )
+    return (*(i + 1 for i in blocks[:-1]), n_layers + 1)
+
+
+def architecture_of(args: Any) -> dict[str, Any]:
+    """Return the fields that define the network, ready for JSON: all plain fields except max_seq_len."""
+    values = {f.name: getattr(args, f.name) for f in dataclasses.fields(args) if f.name != "max_seq_len"}
+    return {name: value for name, value in values.items() if isinstance(value, (bool, int, float, str))}
+
+
+def parse_overrides(written: Written) -> dict[str, Any]:
+    """Return the overrides as a dict, or raise ConfigError if they cannot be read or a field is given twice."""
+    if isinstance(written, Mapping):
+        return dict(written)
+    pairs = written.split(",") if isinstance(written, str) else written
+    found: dict[str, Any] = {}
+    for pair in pairs:
+        if not isinstance(pair, str) or not (pair.strip() == "" or "=" in pair):
+            raise ConfigError(
+                f"{KEY} has {pair!r}, expected key=value, as in --model.overrides hidden_dim=16,n_layers=2, or a table"
+            )
+        key, _, value = (part.strip() for part in pair.partition("="))
+        if key in found:
+            raise ConfigError(f"{KEY}.{key} is given twice: {found[key]!r} and {value}. Remove one of them")
+        if key or value:
+            found[key] = _literal(value)
+    return found
+
+
+def _literal(text: str) -> bool | int | float | str:
+    if text in ("true", "false"):
+        return text == "true"
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            pass
+    return text
+
+
+def shown(value: Any) -> str:
+    """Format a config value for people and for the command line."""
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def written_out(overrides: Written) -> str:
+    """Format overrides as the command line takes them."""
+    return ",".join(f"{key}={shown(value)}" for key, value in parse_overrides(overrides).items())
+
+
+def apply_overrides(args: Any, overrides: Written) -> None:
+    """Set fields of a dataclass of arguments in place, or raise ConfigError. A second call changes nothing."""
+    found = parse_overrides(overrides)
+    if not found:
+        return
+    hints = get_type_hints(type(args))
+    kinds = {f.name: hints[f.name] for f in dataclasses.fields(args) if hints[f.name] in _KINDS}
+    fixed = NOT_OVERRIDABLE | getattr(args, "not_overridable", {})
+    for key, value in found.items():
+        if key in fixed:
+            raise ConfigError(f"{KEY}.{key} cannot be set: {fixed[key]}. Leave it out")
+        if key not in kinds:
+            known = [name for name in kinds if name not in fixed]
+            raise ConfigError(f"{KEY}.{key} is not known{did_you_mean(key, known)}; expected {', '.join(known)}")
+        kind = kinds[key]
+        if not _fits(value, kind):
+            raise ConfigError(f"{KEY}.{key} is {value!r}, expected {_KINDS[kind]}")
+        setattr(args, key, kind(value))
+    _check_heads(args)
+
+
+def _fits(value: Any, kind: type) -> bool:
+    if kind is bool or isinstance(value, bool):
+        return kind is bool and isinstance(value, bool)
+    numbers = (int,) if kind is int else (int, float)
+    return isinstance(value, numbers) and value > 0 and math.isfinite(value)
+
+
+def _check_heads(args: Any) -> None:
+    own = {f.name: getattr(args, f.name) for f in dataclasses.fields(args)}
+    heads, kv_heads, head_dim = (own.get(name) for name in ("n_heads", "n_kv_heads", "head_dim"))
+    if heads and kv_heads and heads % kv_heads:
+        raise ConfigError(f"{KEY}: n_heads {heads} is not a multiple of n_kv_heads {kv_heads}: set both so that it is")
+    if heads and not head_dim and own.get("dim") and own["dim"] % heads:
+        raise ConfigError(f"{KEY}: dim {own['dim']} is not a multiple of n_heads {heads}: set both so that it is")
+    if head_dim and head_dim % 2 and "rope_theta" in own:
+        raise ConfigError(f"{KEY}.head_dim is {head_dim}, expected an even number: rotary embeddings rotate pairs")
+
+
+def named(flavor: str, overrides: Written) -> str:
+    """Return a flavor's name with its overrides, for people: "nano with hidden_dim = 16"."""
+    found = parse_overrides(overrides)
+    return flavor + (" with " + ", ".join(f"{key} = {shown(value)}" for key, value in found.items()) if found else "")

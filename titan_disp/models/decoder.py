@@ -21,41 +21,6 @@ from titan_disp.models.arguments import DispModelArgs
 _WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
 
 
-def generator_of(seed: int, name: str) -> torch.Generator:
-    digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
-    return torch.Generator().manual_seed(int.from_bytes(digest[:8], "little", signed=True))
-
-
-@torch.no_grad()
-def fill_(param: nn.Parameter, full: Tensor) -> None:
-    """Copy a whole parameter, which every rank has, into one that may be sharded, in its dtype and on its device."""
-    full = full.to(param.dtype)
-    if isinstance(param, DTensor):
-        # src_data_rank=None: every rank has the same full tensor, so nothing is sent.
-        full = full.to(param.to_local().device)
-        param.copy_(distribute_tensor(full, param.device_mesh, param.placements, src_data_rank=None))
-    else:
-        param.copy_(full)
-
-
-def canonical_name(name: str) -> str:
-    for wrapper in _WRAPPERS:
-        name = name.replace(wrapper, "")
-    return name
-
-
-def draw(name: str, shape: torch.Size, args: DispModelArgs, seed: int) -> Tensor:
-    """Return the whole initial parameter of this canonical name, float32 on the CPU."""
-    initial = args.initial(name, shape)
-    if initial.std == 0:
-        return torch.full(shape, initial.mean)
-    generator = generator_of(seed, name)
-    mean, std, cut = initial.mean, initial.std, initial.cut
-    if math.isinf(cut):  # some versions of trunc_normal_ invert the distribution function, which would give infinities
-        return torch.empty(shape).normal_(mean, std, generator=generator)
-    return nn.init.trunc_normal_(torch.empty(shape), mean, std, mean - cut, mean + cut, generator=generator)
-
-
 class DispModel(ModelProtocol):
     """A decoder *returns* activations and never stores them in the module.
 
@@ -136,3 +101,38 @@ class DispModel(ModelProtocol):
         self.init_buffers(buffer_device)
         for name, param in self.named_parameters():
             fill_(param, draw(canonical_name(name), param.shape, self.model_args, torch.initial_seed()))
+
+
+def generator_of(seed: int, name: str) -> torch.Generator:
+    digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest[:8], "little", signed=True))
+
+
+@torch.no_grad()
+def fill_(param: nn.Parameter, full: Tensor) -> None:
+    """Copy a whole parameter, which every rank has, into one that may be sharded, in its dtype and on its device."""
+    full = full.to(param.dtype)
+    if isinstance(param, DTensor):
+        # src_data_rank=None: every rank has the same full tensor, so nothing is sent.
+        full = full.to(param.to_local().device)
+        param.copy_(distribute_tensor(full, param.device_mesh, param.placements, src_data_rank=None))
+    else:
+        param.copy_(full)
+
+
+def canonical_name(name: str) -> str:
+    for wrapper in _WRAPPERS:
+        name = name.replace(wrapper, "")
+    return name
+
+
+def draw(name: str, shape: torch.Size, args: DispModelArgs, seed: int) -> Tensor:
+    """Return the whole initial parameter of this canonical name, float32 on the CPU."""
+    initial = args.initial(name, shape)
+    if initial.std == 0:
+        return torch.full(shape, initial.mean)
+    generator = generator_of(seed, name)
+    mean, std, cut = initial.mean, initial.std, initial.cut
+    if math.isinf(cut):  # some versions of trunc_normal_ invert the distribution function, which would give infinities
+        return torch.empty(shape).normal_(mean, std, generator=generator)
+    return nn.init.trunc_normal_(torch.empty(shape), mean, std, mean - cut, mean + cut, generator=generator)
