@@ -13,7 +13,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,7 +25,6 @@ from titan_disp.run.folder import write_json
 GPU_BYTES = 256 << 20  # about one of 8 shards of the 0.6B model's fp32 gradients (2.4 GB), which FSDP reduces
 CPU_BYTES = 4 << 20
 SLOW = 0.5  # a node or link is slow below this fraction of the median
-T = TypeVar("T")
 Pair = tuple[str, str, float]  # two nodes, and bytes per second in each direction
 
 
@@ -57,16 +56,13 @@ def best_bandwidths(pairs: Iterable[Pair]) -> dict[str, float]:
     """Return the bytes per second that each node reaches with the faster of its neighbours."""
     best: dict[str, float] = {}
     for a, b, bandwidth in pairs:
-        for node in (a, b):
-            best[node] = max(best.get(node, 0.0), bandwidth)
+        best |= {node: max(best.get(node, 0.0), bandwidth) for node in (a, b)}
     return best
 
 
 def usual_bandwidth(pairs: Sequence[Pair]) -> float:
-    """Return the median of the nodes' best bandwidths.
-
-    The median of the pairs would mislead: one slow node slows two pairs, and three nodes have only three pairs.
-    """
+    """Return the median of the nodes' best bandwidths."""
+    # The median of the pairs would mislead: one slow node slows two pairs, and three nodes have only three pairs.
     return statistics.median_high(best_bandwidths(pairs).values()) if pairs else 0.0
 
 
@@ -106,7 +102,7 @@ def _median_seconds(operation: Callable[[], Any]) -> float:
     return statistics.median(times[2:])  # the first two warm up
 
 
-def _gather(value: T) -> list[T]:
+def _gather(value: Any) -> list[Any]:
     gathered: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(gathered, value)
     return gathered

@@ -81,10 +81,7 @@ def logit_bytes(job_config: JobConfig, args: DispModelArgs, itemsize: int) -> in
 
 
 def estimate(job_config: JobConfig, model: DispModel, fsdp_degree: int) -> Memory:
-    """Estimate the memory of one rank of a checked config, with the model on the meta device.
-
-    FSDP shards over ``fsdp_degree`` ranks: data_parallel_shard_degree × context_parallel_degree.
-    """
+    """Estimate one rank's memory, with the model on the meta device and FSDP over ``fsdp_degree`` ranks, those of CP too."""
     p, t, args = job_config.parallelism, job_config.training, model.model_args
     tp = p.tensor_parallel_degree
     held = partial(elements, tp=tp)
@@ -238,14 +235,12 @@ class Traffic:
         return sum((*self.at_the_ends, *self.beside, *self.beside_last_backward), Sent())
 
     def exposed(self, computing: float, node_bandwidth: float, network_bandwidth: float) -> float:
-        """Return the seconds that communication adds to ``computing`` seconds of a step. Bandwidths are in bytes/s.
-
-        This is a lower bound: all of the computing hides communication that can overlap with it.
-        """
+        """Return the seconds that communication adds to ``computing`` seconds of a step. Bandwidths are in bytes/s."""
 
         def seconds(sent: Iterable[Sent]) -> float:
             return sum(s.seconds(node_bandwidth, network_bandwidth) for s in sent)
 
+        # a lower bound: all of the computing hides communication that can overlap with it
         last_backward = 2 / 3 * computing / self.microbatches  # backward is two thirds of a microbatch's computing
         return (
             seconds(self.at_the_ends)

@@ -123,12 +123,10 @@ class StopRanks:
         if not ranks:  # they have not started, or have ended
             raise SystemExit(128 + (self.number or number))
         first, self.number = not self.number, self.number or number
+        stop, sent = (os.kill, signal.SIGTERM) if first else (os.killpg, signal.SIGKILL)
         for rank in ranks:
             with contextlib.suppress(OSError):  # it has ended
-                if first:
-                    os.kill(rank, signal.SIGTERM)
-                else:
-                    os.killpg(rank, signal.SIGKILL)
+                stop(rank, sent)
         if first:
             _say(f"titan-disp: {self.name}: the ranks finish their step, save and end. A second signal kills them.")
 

@@ -177,9 +177,8 @@ def find_machine(machine: Machine) -> Machine:
     """Return the machine with the GPU's own bandwidths where it names none, or raise ConfigError."""
     gpu = find_gpu(machine.gpu)
     if machine.nodes < 1 or machine.gpus_per_node < 1:
-        raise ConfigError(
-            f"nodes is {machine.nodes} and gpus_per_node is {machine.gpus_per_node}, expected at least 1 of both"
-        )
+        found = f"nodes is {machine.nodes} and gpus_per_node is {machine.gpus_per_node}"
+        raise ConfigError(f"{found}, expected at least 1 of both")
     if not 0 < machine.mfu <= 1:
         raise ConfigError(f"mfu is {machine.mfu}, expected a number in (0, 1]")
     bandwidths = {
@@ -208,19 +207,14 @@ def make_plan(job_config: JobConfig, machine: Machine, strict: bool = False) -> 
     dp = data_parallel_degree(job_config, world)
     mesh = Mesh(replicate, world // (replicate * cp * tp), cp, tp, dp)
     sequences, step_tokens = global_batch_size(job_config, dp), tokens_per_step(job_config, dp)
-    accumulation = sequences // (t.local_batch_size * dp)
-    total = t.steps * step_tokens
+    accumulation, total = sequences // (t.local_batch_size * dp), t.steps * step_tokens
     batch = Batch(t.seq_len, t.local_batch_size, sequences, accumulation, step_tokens, t.steps, total)
     module = meta_model(job_config)
     args = module.model_args
     parameters, flops_per_token = args.get_nparams_and_flops(module, t.seq_len)
     embeddings = {id(w): w.numel() for part in (*module.embeddings, module.output) for w in part.parameters()}
-    model = Model(
-        parameters,
-        parameters - sum(embeddings.values()),
-        flops=float(flops_per_token * step_tokens),
-        dispersion_flops=float(sequences * dispersion_flops(args, t.seq_len, cp * tp)),
-    )
+    flops, dispersed = flops_per_token * step_tokens, sequences * dispersion_flops(args, t.seq_len, cp * tp)
+    model = Model(parameters, parameters - sum(embeddings.values()), float(flops), float(dispersed))
     memory = estimate(job_config, module, mesh.shard * cp)
     if memory.total > gpu.memory:
         warnings.append(
