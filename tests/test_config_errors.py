@@ -12,7 +12,7 @@ from torchtitan.tools.logging import logger as torchtitan_logger
 from tests.command_line import DEMO, ROOT, command, environment, rank_environment
 from titan_disp.cluster.launch import launch
 from titan_disp.config.checks import check_config, check_ranges
-from titan_disp.config.keys import facts_of
+from titan_disp.config.keys import Facts, facts_of, key
 from titan_disp.config.load import load_config
 from titan_disp.config.options import TrainOptions
 from titan_disp.errors import ConfigError
@@ -231,6 +231,31 @@ def test_ranges(name):
             set_key(config, name, value)
             with pytest.raises(ConfigError, match=rf"^{name} is {value}, expected .*\d"):
                 check_ranges(config)
+
+
+def test_every_number_has_a_range():
+    """Other rules check these three: any seed is good, and −1 has a meaning for the others."""
+    numbers = {name for name, field in all_keys().items() if field.type in (int, float)}
+    assert numbers - RANGES.keys() == {"stream.seed", "training.steps", "validation.seq_len"}
+
+
+@pytest.mark.parametrize(
+    ("facts", "value", "kind", "expected"),
+    [
+        (Facts(above=0), 0, int, "a number > 0"),
+        (Facts(least=1, most=9, noun="steps"), 10, int, r"a number in \[1, 9\]"),
+        (Facts(most=3.0), 4.0, float, "a number ≤ 3.0"),
+        (Facts(below=3), 3, int, "a number < 3"),
+    ],
+)
+def test_words_of_ranges_that_no_key_has_yet(facts, value, kind, expected):
+    with pytest.raises(ConfigError, match=f"^a.b is {value}, expected {expected}$"):
+        facts.check("a.b", value, kind)
+
+
+def test_a_key_is_declared_in_known_words():
+    with pytest.raises(ValueError, match="fixes is 'dta'"):
+        key(0, fixes="dta")
 
 
 WORDS = {

@@ -1,6 +1,7 @@
 """Whose the numbers are: the defaults of the loss, and the authors' recipes in train_configs/authors."""
 
 import copy
+import dataclasses
 import math
 import re
 from pathlib import Path
@@ -11,6 +12,7 @@ from tests.command_line import ROOT
 from tests.distributed import spawn
 from titan_disp.config.keys import SOURCES, facts_of
 from titan_disp.config.load import load_config
+from titan_disp.dispersion import CoeffSchedule, DispersionLoss
 from titan_disp.job_config import all_keys
 
 AUTHORS = ROOT / "train_configs" / "authors"
@@ -37,6 +39,13 @@ def test_whose_the_defaults_are():
     assert {facts_of(field).source for field in all_keys().values()} <= set(SOURCES)
     _, _, page = (ROOT / "docs" / "loss.md").read_text().partition("## Where the defaults come from")
     assert re.findall(r"^- \*\*(.*?)\*\*", page, flags=re.M)[: len(SOURCES)] == list(SOURCES.values())
+
+
+def test_every_key_of_the_loss_is_used():
+    """checks.py passes a key on as the option of the same name, if there is one."""
+    options = {field.name for kind in (DispersionLoss, CoeffSchedule) for field in dataclasses.fields(kind)}
+    own = {name.removeprefix("dispersion.") for name in all_keys() if name.startswith("dispersion.")}
+    assert own - options == {"enabled", "layers", "final_norm"}  # spec and the models read these
 
 
 # What is known of the recipes, by hand: the authors' released code and its fork of TorchTitan, as docs/loss.md cites them.

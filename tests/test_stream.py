@@ -43,7 +43,7 @@ from titan_disp.data.stream import RankStreams, Sequences
 from titan_disp.data.tokenizer import load_tokenizer
 from titan_disp.data.validation import _ValidationSet, first_sequences, held_out_sequences
 from titan_disp.errors import ConfigError, DataError
-from titan_disp.job_config import fixed
+from titan_disp.job_config import all_keys, fixed
 from titan_disp.lab.digest import digest
 
 EOS = 0
@@ -1224,11 +1224,16 @@ FIXED = {
     "text_split": ("file", "blank_lines"),
     "token_dtype": ("uint16", "uint32"),
 }
+# The keys of [stream] that a resume may change: they decide how documents are read, and not which tokens a slot gets.
+FREE = {"prefetch", "tokenizer_threads", "fast_tokenizer", "on_bad_data", "max_skipped_fraction", "retry_seconds"}
+FREE |= {"validation_sequences", "on_mismatch"}
 
 
 def test_every_key_that_fixes_the_data(sample):
     """A resume with another value of such a key of the config is refused, both ways, by its name."""
     assert {f"stream.{key}" for key in FIXED} == set(fixed("data")) - {"stream.sources"}
+    every = {key.removeprefix("stream.") for key in all_keys() if key.startswith("stream.")}
+    assert every == {*FIXED, *FREE, "sources"}, "does a new key of [stream] decide which tokens a slot gets?"
     job, files, tokenizer = config(sample), list_files("c4", str(sample)), load_tokenizer(sample / "tokenizer")
     job.stream.slots = 16
     before = open_stream(job, files, tokenizer, 1, 0)

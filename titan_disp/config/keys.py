@@ -44,12 +44,20 @@ class Facts:
     modules: str = ""
     also: tuple[str, ...] = ()
 
+    def __post_init__(self) -> None:
+        if self.source not in SOURCES or self.fixes not in (None, "data", "model"):
+            raise ValueError(
+                f"source is {self.source!r} and fixes is {self.fixes!r}, expected {', '.join(SOURCES)}; data, model"
+            )
+
     @property
     def range(self) -> str:
         """Such as "≥ 0" or "in [0, 1)", or an empty text."""
         low, high = self.least if self.above is None else self.above, self.most if self.below is None else self.below
-        if high is not None:
+        if low is not None and high is not None:
             return f"in {'[' if self.above is None else '('}{low}, {high}{']' if self.below is None else ')'}"
+        if high is not None:
+            return f"{'≤' if self.below is None else '<'} {high}"
         return "" if low is None else f"{'≥' if self.above is None else '>'} {low}"
 
     def check(self, name: str, value: Any, kind: Any) -> None:
@@ -57,7 +65,8 @@ class Facts:
         low = (self.least is None or value >= self.least) and (self.above is None or value > self.above)
         high = (self.most is None or value <= self.most) and (self.below is None or value < self.below)
         if not (low and high) or (self.range and self.finite and not value < math.inf):
-            expected = f"{self.least} or more {self.noun}" if kind is int else f"a number {self.range}"
+            counted = kind is int and self.range == f"≥ {self.least}"
+            expected = f"{self.least} or more {self.noun}" if counted else f"a number {self.range}"
             raise ConfigError(f"{name} is {value}, expected {expected}")
 
 
