@@ -88,6 +88,11 @@ class RetryingFile(io.RawIOBase):
         """Return the shortest and the longest pause before the next try, in seconds. ``pause`` is their usual mean."""
         return pause / 2, pause * 3 / 2
 
+    def _pause(self, error: Exception, seconds: float) -> None:
+        reason = (str(error).splitlines() or [""])[0] or type(error).__name__
+        logger.warning(f"data: {self._name}: {reason}: trying again in {seconds:.2g} s")
+        time.sleep(seconds)
+
     def _again(self, attempt: Callable[[], T]) -> T:
         """Return what ``attempt`` returns. Errors that may pass are tried again for ``retry_seconds``, then raised."""
         deadline, pause = time.monotonic() + self._retry_seconds, FIRST_PAUSE
@@ -99,10 +104,7 @@ class RetryingFile(io.RawIOBase):
                 left = deadline - time.monotonic()
                 if not self._may_pass(error) or shortest > left:
                     raise
-                seconds = min(uniform(shortest, longest), left)
-                reason = (str(error).splitlines() or [""])[0] or type(error).__name__
-                logger.warning(f"data: {self._name}: {reason}: trying again in {seconds:.2g} s")
-                time.sleep(seconds)
+                self._pause(error, min(uniform(shortest, longest), left))
                 pause = min(2 * pause, LONGEST_PAUSE)
 
 
