@@ -141,7 +141,7 @@ def run_cases(sample, folder, cases, checkpoint):
     # Users would see this warning of a view among the model's outputs. (Under TP, TorchTitan itself gets one for an
     # untied embedding.)
     warnings.filterwarnings("error", message=r"FSDP2-wrapped module \(FSDP\w+DispModel\)")
-    flavors._flavors["8B"] = reduced("8B")
+    flavors.data["8B"] = reduced("8B")
     if any("--parallelism.context_parallel_degree" in options for options, _ in cases.values()):
         ring_attention.install()
     for name, (options, mutation) in cases.items():
