@@ -14,7 +14,7 @@ from titan_disp import job_config
 from titan_disp.config import reference
 from titan_disp.errors import ConfigError
 
-OURS = set(job_config.keys())
+OURS = set(job_config.all_keys())
 
 
 def table(text, title):

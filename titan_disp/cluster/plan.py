@@ -177,8 +177,9 @@ def find_machine(machine: Machine) -> Machine:
     """Return the machine with the GPU's own bandwidths where it names none, or raise ConfigError."""
     gpu = find_gpu(machine.gpu)
     if machine.nodes < 1 or machine.gpus_per_node < 1:
-        found = f"nodes is {machine.nodes} and gpus_per_node is {machine.gpus_per_node}"
-        raise ConfigError(f"{found}, expected at least 1 of both")
+        raise ConfigError(
+            f"nodes is {machine.nodes} and gpus_per_node is {machine.gpus_per_node}, expected at least 1 of both"
+        )
     if not 0 < machine.mfu <= 1:
         raise ConfigError(f"mfu is {machine.mfu}, expected a number in (0, 1]")
     bandwidths = {

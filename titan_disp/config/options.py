@@ -177,9 +177,9 @@ class DigestOptions(ConfigOptions):
         """The first step and the ranks of each phase. Raises ConfigError if they do not fit together."""
         steps, ranks = list(self.resume_at), list(self.resume_ranks)
         if len(steps) != len(ranks) or steps != sorted(set(steps)) or any(step > self.steps for step in steps):
-            found = f"--resume-at is {steps} and --resume-ranks is {ranks}"
             raise ConfigError(
-                f"{found}, expected lists of equal length, with ascending steps up to --steps {self.steps}"
+                f"--resume-at is {steps} and --resume-ranks is {ranks}, expected lists of equal length, with ascending "
+                f"steps up to --steps {self.steps}"
             )
         return [(0, self.ranks), *zip(steps, ranks, strict=True)]
 

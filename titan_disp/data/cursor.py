@@ -186,20 +186,23 @@ class Cursor:
 # The counts are those of all ranks together, so that all ranks and any number of ranks decide alike.
 _FIRST = 1000  # documents; among fewer, a few bad ones are a large fraction
 _FEW = 10  # damaged files per epoch; with fewer, a small data set may still be worth a run
-_TOO_MANY = "more than stream.max_skipped_fraction"
 
 
 def check_documents(skipped: float, used: float, allowed: float) -> None:
     """Raise DataError if too many documents cannot be used; never among the first 1000."""
     every = skipped + used
     if every >= _FIRST and skipped > allowed * every:
-        found = f"{skipped:.0f} of {every:.0f} documents could not be used"
-        raise DataError(f"{found}, {_TOO_MANY} {allowed} allows: the reasons are in the logs above (of all ranks)")
+        raise DataError(
+            f"{skipped:.0f} of {every:.0f} documents could not be used, more than stream.max_skipped_fraction {allowed} "
+            "allows: the reasons are in the logs above (of all ranks)"
+        )
 
 
 def check_files(skipped: float, begun: float, files: int, allowed: float) -> None:
     """Raise DataError if too many of the data's ``files`` are damaged and end early: at least 10 per epoch."""
     # Per epoch: otherwise one damaged file among a few would stop a run in its tenth epoch, and after every resume.
     if skipped * files >= _FEW * begun and skipped > allowed * begun:
-        found = f"{skipped:.0f} of {begun:.0f} files are damaged and end early"
-        raise DataError(f"{found}, {_TOO_MANY} {allowed} allows: their names are in the logs above (of all ranks)")
+        raise DataError(
+            f"{skipped:.0f} of {begun:.0f} files are damaged and end early, more than stream.max_skipped_fraction "
+            f"{allowed} allows: their names are in the logs above (of all ranks)"
+        )

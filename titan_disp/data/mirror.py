@@ -152,8 +152,10 @@ def mirrored_files(folder: str, name: HubName, where: str) -> list[tuple[str, in
     """List (path, size) of a split's files in a mirror, or in a full copy of its repository. None may be missing."""
     root, fetch = Path(folder), f"titan-disp data fetch {folder} --dataset '{name}'"
     if not root.is_dir():
-        mirror = f"a mirror, as titan-disp data fetch {fetch_arguments(name)} makes one"
-        raise ConfigError(f'{where}, which is not a folder. Expected {mirror}; for other files, set dataset = "text"')
+        raise ConfigError(
+            f"{where}, which is not a folder. Expected a mirror, as titan-disp data fetch {fetch_arguments(name)} makes "
+            'one; for other files, set dataset = "text"'
+        )
     path = _record(root, name)
     if path.exists():
         files = [(str(root / file), size) for file, size in json.loads(path.read_text())["files"]]

@@ -71,9 +71,10 @@ def check_sources(job_config: JobConfig) -> None:
     sources = job_config.stream.sources  # type: ignore[attr-defined]
     path = job_config.training.dataset_path
     if sources and path is not None:
-        both = f"training.dataset_path is {path!r}, and there are {len(sources)} stream.sources"
-        advice = "Leave dataset_path out, or make it the path of one more source"
-        raise ConfigError(f"{both}: expected one of the two. {advice}")
+        raise ConfigError(
+            f"training.dataset_path is {path!r}, and there are {len(sources)} stream.sources: expected one of the two. "
+            "Leave dataset_path out, or make it the path of one more source"
+        )
     names = [source_name(source) for source in sources]
     for i, (source, name) in enumerate(zip(sources, names, strict=True)):
         if not (math.isfinite(source.weight) and source.weight > 0):

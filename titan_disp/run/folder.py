@@ -110,8 +110,8 @@ class RunFolder:
             old, new = flatten(read_config(self.path)), flatten(self._config)
         except ValueError as error:
             raise ConfigError(
-                f"{str(file)!r} cannot be read: {error}. It records the config that this run was started with. To "
-                "continue, compare your config with that one, then move the file away"
+                f"{str(file)!r} cannot be read: {error}. It records the config that this run was started with. "
+                "To continue, move it away, after comparing your config with the one that the run was started with"
             ) from error
         return {key: [old.get(key), new.get(key)] for key in sorted(old | new) if old.get(key) != new.get(key)}
 
