@@ -260,7 +260,9 @@ def test_a_key_is_declared_in_known_words():
 
 WORDS = {
     "dispersion.coeff": (-0.1, "a number ≥ 0"),
-    "dispersion.tau": (0.0, "a number > 0"),
+    "dispersion.tau": (0.0, "a number ≥ 0.0125: exp(-1/tau) must be representable in float32"),
+    "stream.retry_seconds": (math.inf, "a finite number ≥ 0"),
+    "condensation.interval": (-1, "0 or more steps: 0 means never"),
     "baseline.forget_warmup": (1.0, "a number in [0, 1)"),
     "stream.max_skipped_fraction": (2.0, "a number in [0, 1]"),
     "stream.prefetch": (-1, "0 or more microbatches"),

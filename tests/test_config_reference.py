@@ -69,7 +69,7 @@ def test_the_keys_of_torchtitan_that_our_files_set():
     [
         (
             "dispersion.tau",
-            "[dispersion]\ntau = 1.0    # number > 0; default: the paper's text\n    τ, the temperature.",
+            "[dispersion]\ntau = 1.0    # number ≥ 0.0125; default: the paper's text\n    τ, the temperature.",
         ),
         ("estimator", '[dispersion]\nestimator = "exact"    # "exact", "moments" or "sampled"; default: our choice\n'),
         ("layers", '[dispersion]\nlayers = "all"    # list of integers, "all", "last", "early_half" or "late_half"; '),

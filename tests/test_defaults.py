@@ -13,6 +13,7 @@ from tests.distributed import spawn
 from titan_disp.config.keys import SOURCES, facts_of
 from titan_disp.config.load import load_config
 from titan_disp.dispersion import CoeffSchedule, DispersionLoss
+from titan_disp.dispersion.variants.base import MIN_TAU
 from titan_disp.job_config import all_keys
 
 AUTHORS = ROOT / "train_configs" / "authors"
@@ -45,6 +46,7 @@ def test_every_key_of_the_loss_is_used():
     """checks.py passes a key on as the option of the same name, if there is one."""
     options = {field.name for kind in (DispersionLoss, CoeffSchedule) for field in dataclasses.fields(kind)}
     own = {name.removeprefix("dispersion.") for name in all_keys() if name.startswith("dispersion.")}
+    assert facts_of(all_keys()["dispersion.tau"]).least == MIN_TAU
     assert own - options == {"enabled", "layers", "final_norm"}  # spec and the models read these
 
 

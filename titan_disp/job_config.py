@@ -34,7 +34,9 @@ class Dispersion:
     coeff: float = key(0.1, "paper", least=0, also=("lambda", "lamda", "weight"))
     """λ, the weight of the dispersion loss."""
 
-    tau: float = key(1.0, "paper", above=0, also=("temperature",))
+    tau: float = key(
+        1.0, "paper", least=0.0125, because="exp(-1/tau) must be representable in float32", also=("temperature",)
+    )
     """τ, the temperature."""
 
     layers: list[int] | Literal["all", "last", "early_half", "late_half"] = key("all", "authors")
@@ -49,7 +51,7 @@ class Dispersion:
     clamp: float = key(0.25, "authors", least=0, below=1)
     """κ. Cosines are clamped to [−1+κ, 1−κ], straight-through."""
 
-    norm_eps: float = key(1e-2, "authors", above=0)
+    norm_eps: float = key(1e-2, "authors", above=0, because="an all-zero token is divided by it")
     """ε, which is added to the norms of tokens."""
 
     variant: str = key("angular", "paper", modules="dispersion/variants")
@@ -289,7 +291,7 @@ class Guard:
 
 @dataclass
 class Condensation:
-    interval: int = key(500, least=0, noun="steps")
+    interval: int = key(500, least=0, noun="steps", because="0 means never")
     """Steps between measurements of condensation and cross-entropy on the validation split, which titan_disp.train also
     takes at the start and at the end. 0: never. docs/measurements.md says what is measured and what it costs.
     """

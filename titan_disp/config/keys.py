@@ -27,7 +27,7 @@ class Facts:
         source: whose the default is: a key of ``SOURCES``.
         least, above, most, below: bounds of a number; ``above`` and ``below`` are not allowed themselves.
         finite: whether a number with bounds may not be infinite.
-        noun: what a whole number counts, for the message.
+        noun: what a whole number counts, for the message; because: the reason for a bound, or what the bound means.
         fixes: what another value would change, so that a resume refuses it.
         modules: a folder of the package whose modules are the values.
         also: names that users may try and that are not similar to the key's.
@@ -40,6 +40,7 @@ class Facts:
     below: float | None = None
     finite: bool = True
     noun: str = ""
+    because: str = ""
     fixes: Literal["data", "model"] | None = None
     modules: str = ""
     also: tuple[str, ...] = ()
@@ -66,8 +67,9 @@ class Facts:
         high = (self.most is None or value <= self.most) and (self.below is None or value < self.below)
         if not (low and high) or (self.range and self.finite and not value < math.inf):
             counted = kind is int and self.range == f"≥ {self.least}"
-            expected = f"{self.least} or more {self.noun}" if counted else f"a number {self.range}"
-            raise ConfigError(f"{name} is {value}, expected {expected}")
+            number = "a finite number" if value in (math.inf, -math.inf) else "a number"
+            expected = f"{self.least} or more {self.noun}" if counted else f"{number} {self.range}"
+            raise ConfigError(f"{name} is {value}, expected {expected}{self.because and ': '}{self.because}")
 
 
 def key(default: Any, source: str = "ours", **facts: Any) -> Any:

@@ -17,6 +17,7 @@ from titan_disp.models.hf import INDEX
 from titan_disp.run.integrity import damage, has_hashes, is_model_only, problem, read_hashes
 from titan_disp.run.reader import read_config, read_events
 from titan_disp.run.safe_dcp import METADATA
+from titan_disp.text import byte_size
 
 
 @dataclass(frozen=True)
@@ -32,7 +33,7 @@ class Found:
 
     def line(self) -> str:
         date = datetime.fromtimestamp(self.modified).strftime("%Y-%m-%d %H:%M:%S")
-        return f"{self.name:14} {date} {self.size / 1e9:9.3f} GB  {self.state}"
+        return f"{self.name:14} {date} {byte_size(self.size):>12}  {self.state}"
 
 
 def inventory(run: str | Path, step: int | None = None) -> Iterator[Found]:
