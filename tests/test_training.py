@@ -355,7 +355,10 @@ def test_resume_with_other_data(sample, tmp_path):
     other = ("--training.seq_len", "32")
     refused = train(DEMO, sample, run, *options, "4", *other, check=False)
     assert refused.returncode == 2
-    assert "titan-disp: error: the checkpoint was written with other data: training.seq_len: 64 then, 32 now" in refused.stderr
+    assert (
+        "titan-disp: error: the checkpoint was written with other data: training.seq_len: 64 then, 32 now"
+        in refused.stderr
+    )
     assert "Traceback" not in refused.stdout + refused.stderr
     training = json.loads((run / "config.json").read_text())["training"]
     assert (training["steps"], training["seq_len"]) == (2, 64)  # as the run was trained, not as the refused start asked
