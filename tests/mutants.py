@@ -67,7 +67,7 @@ ROOMS = {
     ),
     "supervise": (["slurm/supervise.py"], ["test_supervise"]),
     "plan": (["titan_disp/cluster/plan.py"], ["test_plan"]),
-    "measure": (["titan_disp/condensation/measure.py"], ["test_condensation"]),
+    "measure": (["titan_disp/condensation/measure.py"], ["test_condensation", "test_averaged_cosines"]),
     "compare": (
         ["titan_disp/lab/evaluate/compare.py", "titan_disp/lab/statistics.py"],
         ["test_compare", "test_sweep_table"],
