@@ -70,7 +70,7 @@ ROOMS = {
     "measure": (["titan_disp/condensation/measure.py"], ["test_condensation", "test_averaged_cosines"]),
     "compare": (
         ["titan_disp/lab/evaluate/compare.py", "titan_disp/lab/statistics.py"],
-        ["test_compare", "test_sweep_table"],
+        ["test_compare", "test_evaluate", "test_sweep_table"],
     ),
 }
 MESSAGES = r"logger\.|\bsay\(|raise |Error\(|^\s*\(?(\+ \(?)?f?\"[^\"]*\"( if .*)?[,)]*$"
