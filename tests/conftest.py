@@ -5,17 +5,11 @@ import os
 import signal
 from pathlib import Path
 
-# The models are small: with several ranks on the same cores, threads cost more than they gain.
+# The models are small: with several ranks on the same cores, threads cost more than they gain. This module imports
+# neither torch nor titan_disp, which take seconds that tests of pages need not spend.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest  # noqa: E402
-import torch  # noqa: E402
-import torch.distributed as dist  # noqa: E402
-
-import titan_disp.plugin  # noqa: E402, F401 — registers the models, and sets TorchTitan's device type
-from titan_disp.data.sample import documents, write_sample  # noqa: E402
-
-torch.set_num_threads(1)
 
 # The longest files, longest first. `make test` gives whole files to its workers in this order (--no-loadscope-reorder),
 # so that no worker begins one of them when the others have nothing left to do.
@@ -43,6 +37,20 @@ def _no_handler_outlives_its_test():
         logger.removeHandler(handler)
 
 
+@pytest.fixture(autouse=True)
+def _runs_keep_their_promises(request):
+    """Checks every run folder that a trainer has left in the test's ``tmp_path``: a lock and events."""
+    folder = request.getfixturevalue("tmp_path") if "tmp_path" in request.fixturenames else None
+    yield
+    if folder is None or request.node.get_closest_marker("changes_runs"):
+        return
+    for lock in folder.rglob(".lock"):
+        if (lock.parent / "events.jsonl").exists():
+            from tests.run_invariants import check_run
+
+            check_run(lock.parent)
+
+
 @pytest.fixture
 def heard():
     """Handle SIGINT, SIGTERM and SIGHUP as in a terminal. Shells ignore SIGINT for background jobs, and nohup ignores SIGHUP."""
@@ -60,6 +68,8 @@ def heard():
 @pytest.fixture(scope="module")
 def one_rank():
     """A process group of this process only, so that collective calls need no second process."""
+    import torch.distributed as dist
+
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()
@@ -70,6 +80,8 @@ def sample(tmp_path_factory):
     """The sample corpus with its SentencePiece tokenizer. SAMPLE may name a folder that already holds them."""
     if written := os.environ.get("SAMPLE"):
         return Path(written)
+    from titan_disp.data.sample import write_sample
+
     folder = tmp_path_factory.mktemp("data") / "sample"
     write_sample(folder)
     return folder
@@ -79,6 +91,8 @@ def sample(tmp_path_factory):
 def hf_tokenizer(tmp_path_factory):
     """The folder of a Hugging Face tokenizer of 2048 tokens, trained on the sample's texts."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    from titan_disp.data.sample import documents
 
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

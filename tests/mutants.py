@@ -26,6 +26,8 @@ from typing import NamedTuple
 
 import tomli
 
+from tests import semantic
+
 ROOT = Path(__file__).parents[1]
 BUILD = ROOT / "build" / "mutants"
 EQUIVALENT = ROOT / "tests" / "equivalent_mutants.toml"
@@ -73,6 +75,7 @@ ROOMS = {
         ["test_compare", "test_evaluate", "test_sweep_table"],
     ),
 }
+SEMANTIC = "semantic"  # wrong edits made by hand: tests/semantic.py
 MESSAGES = r"logger\.|\bsay\(|raise |Error\(|^\s*\(?(\+ \(?)?f?\"[^\"]*\"( if .*)?[,)]*$"
 SURVIVED = {0: "survived", 5: "no test", 33: "no test"}  # mutmut's exit codes; a mutant that hangs counts as noticed
 
@@ -138,12 +141,7 @@ def prepare(room: str) -> Path:
     """Copy the files of the checkout, with mutmut's settings for the room, so that the checkout stays unchanged."""
     files, tests = ROOMS[room]
     folder = BUILD / room
-    listed = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "-z"]
-    names = subprocess.run(listed, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split("\0")
-    for name in names:
-        if (ROOT / name).is_file():
-            (folder / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy(ROOT / name, folder / name)
+    semantic.copy(ROOT, folder)
     with open(folder / "tests" / "distributed.py", "a") as file:
         file.write(RANKS)
     settings = {
@@ -256,7 +254,7 @@ def _plain(line: str) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="make mutants")
-    parser.add_argument("room", choices=ROOMS)
+    parser.add_argument("room", choices=[*ROOMS, SEMANTIC])
     parser.add_argument("--processes", type=int, default=os.cpu_count())
     again = parser.add_mutually_exclusive_group()
     again.add_argument("--report", action="store_true", help="only print the results of the room's last run")
@@ -269,11 +267,17 @@ def main() -> None:
         metavar="DIGITS",
         help="try only mutants whose number ends in one of these digits: 27 tries a fifth of them",
     )
+    parser.add_argument("--only", default="", metavar="WORDS", help="in semantic: only edits of such files or reasons")
     again.add_argument("--draw", type=int, metavar="N", help="try only N mutants, drawn at random")
     args = parser.parse_args()
     if args.draw and args.ending:
         parser.error("--draw and --ending cannot be combined")
     folder = BUILD / args.room
+    if args.room == SEMANTIC:
+        shutil.rmtree(folder, ignore_errors=True)
+        semantic.copy(ROOT, folder)
+        semantic.run(folder, sample(), args.only)
+        return
     if not args.report:
         names = [f"*[{args.ending}]"] if args.ending else []
         if args.again:

@@ -1,0 +1,79 @@
+"""Wrong edits that a tired developer could make, and whether the fast tests notice: ``make mutants ROOM=semantic``.
+
+The edits are in ``wrong_edits/*.toml``, drawn from what single-function mutants cannot show: the wiring between parts,
+degenerate inputs, forgiving comparisons, and lists that miss an entry. Each is made in a copy of the checkout, and the
+test files that it names run there. First, all of these files run without an edit.
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import NamedTuple
+
+import tomli
+
+EDITS = Path(__file__).parent / "wrong_edits"
+PYTEST = (*("-m", "pytest", "-x", "-q", "-p", "no:cacheprovider"), *("-m", "not slow and not night"))
+SECONDS = 300  # for the tests of one edit: one that hangs is noticed
+
+
+class Edit(NamedTuple):
+    """One wrong edit: ``old`` becomes ``new`` in ``file``; ``tests`` are files below tests/ that should notice."""
+
+    file: str
+    old: str
+    new: str
+    why: str
+    tests: list[str]
+
+    def apply(self, folder: Path) -> str:
+        """Write the edited file, and return its former text."""
+        path = folder / self.file
+        text = path.read_text()
+        path.write_text(text.replace(self.old, self.new))
+        return text
+
+
+def edits() -> list[Edit]:
+    return [Edit(**entry) for file in sorted(EDITS.glob("*.toml")) for entry in tomli.loads(file.read_text())["edit"]]
+
+
+def passes(folder: Path, tests: Iterable[str], environment: dict[str, str]) -> bool:
+    command = [sys.executable, *PYTEST, *(f"tests/{name}" for name in tests)]
+    try:
+        done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=SECONDS)
+    except subprocess.TimeoutExpired:
+        return False
+    if done.returncode > 1:  # pytest's own: no tests, or a wrong name
+        raise SystemExit(f"{' '.join(command)} ended with {done.returncode}:\n{done.stdout}{done.stderr}")
+    return done.returncode == 0
+
+
+def run(folder: Path, sample: Path, only: str = "") -> None:
+    """Try the edits whose file or reason contains ``only`` in ``folder``, a copy of the checkout."""
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "SAMPLE": str(sample), "PYTHONPATH": str(folder)}
+    chosen = [edit for edit in edits() if only in edit.file or only in edit.why]
+    control = sorted({name for edit in chosen for name in edit.tests})
+    if failed := [name for name in control if not passes(folder, [name], environment)]:
+        raise SystemExit(f"these tests fail without an edit: {' '.join(failed)}")
+    noticed = 0
+    for edit in chosen:
+        former = edit.apply(folder)
+        survived = passes(folder, edit.tests, environment)
+        (folder / edit.file).write_text(former)
+        noticed += not survived
+        print(f"{'SURVIVED' if survived else 'noticed'}  {edit.file}: {edit.why}", flush=True)
+    print(f"semantic: {noticed} of {len(chosen)} wrong edits noticed ({noticed / len(chosen):.1%})")
+
+
+def copy(checkout: Path, folder: Path) -> None:
+    """Copy the files that git knows or would add."""
+    listed = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "-z"]
+    names = subprocess.run(listed, cwd=checkout, capture_output=True, text=True, check=True).stdout.split("\0")
+    for name in names:
+        if (checkout / name).is_file():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(checkout / name, folder / name)

@@ -1,0 +1,16 @@
+"""The wrong edits of ``make mutants ROOM=semantic`` can be made in the present code."""
+
+from tests.command_line import ROOT
+from tests.semantic import edits
+
+
+def test_each_edit_can_be_made():
+    found = edits()
+    assert len(found) >= 60
+    for edit in found:
+        assert (ROOT / edit.file).read_text().count(edit.old) == 1, f"{edit.file}: not found exactly once: {edit.old}"
+        assert edit.new != edit.old
+        assert edit.why.endswith(".")
+        assert edit.tests
+        for name in edit.tests:
+            assert (ROOT / "tests" / name).is_file(), name
