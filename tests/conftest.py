@@ -91,3 +91,19 @@ def hf_tokenizer(tmp_path_factory):
     tokenizer.save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text('{"eos_token": "<|endoftext|>"}')
     return folder
+
+
+@pytest.fixture
+def start(one_rank, tmp_path):
+    """start(name="run", **checkpoint) begins a run of one weight, or starts it again: tests/test_checkpoint.py."""
+    from tests.test_checkpoint import Run
+
+    runs = []
+
+    def start(name="run", **config):
+        runs.append(Run(tmp_path / name, **config))
+        return runs[-1]
+
+    yield start
+    for run in runs:
+        run.manager.close()
