@@ -8,7 +8,7 @@ import pytest
 from tests.distributed import spawn
 from titan_disp.errors import ConfigError
 from titan_disp.run.integrity import checkpoints
-from titan_disp.run.reader import read_json_lines
+from titan_disp.run.reader import read_config, read_json_lines, read_metrics
 
 
 def events(run):
@@ -16,12 +16,12 @@ def events(run):
 
 
 def train(sample, run, *options, nan_from=None):
-    """A run of one rank in this process, whose cross-entropy is NaN from a step on."""
+    """A run of one rank in this process, whose cross-entropy is NaN from a step on. Steps have 256 tokens."""
     from tests.mesh import build
 
     trainer = build(
         *(sample, run, "--checkpoint.enable", "--checkpoint.interval", "100", "--stream.prefetch", "0"),
-        *("--training.local_batch_size", "8", "--condensation.interval", "0", *options),
+        *("--training.local_batch_size", "8", "--condensation.interval", "0", "--metrics.log_freq", "1", *options),
     )
     cross_entropy = trainer.loss_fn.cross_entropy
 
@@ -30,16 +30,18 @@ def train(sample, run, *options, nan_from=None):
         return cross_entropy(logits, labels) * (math.nan if bad else 1.0)
 
     trainer.loss_fn.cross_entropy = broken
-    trainer.train()
-    beat = (run / "heartbeat.json").exists()
-    trainer.close()
-    assert beat
+    try:
+        trainer.train()
+        assert (run / "heartbeat.json").exists()
+    finally:
+        trainer.close()
     assert not (run / "heartbeat.json").exists()
     return trainer.step
 
 
 def all_ends(sample, folder):
-    run = Path(folder) / "run"
+    folder = Path(folder)
+    run = folder / "run"
     steps = ("--training.steps", "2")
 
     # Step 2 of 2 is skipped: it changed no weights, so that they are saved. Saying "complete" without would lose step 1.
@@ -55,50 +57,51 @@ def all_ends(sample, folder):
     assert (run / "config.json").read_bytes() == before
     assert "config_changes" not in read_json_lines(run / "events.jsonl")[-2]
 
+    # Other data is refused; with the switch, the streams begin a new epoch.
+    other = ("--training.steps", "3", "--training.seq_len", "16")
+    with pytest.raises(ConfigError, match="other data: training.seq_len: 32 then, 16 now"):
+        train(sample, run, *other)
+    assert (run / "config.json").read_bytes() == before
+    assert train(sample, run, *other, "--stream.on_mismatch", "restart") == 3
+    assert events(run)[5:] == [("streams_restarted", 2), ("resume", 2), ("complete", 3)]
+    assert [row["data"]["epoch"] for row in read_metrics(run).values()] == [0, 0, 1]
+
     # The same where its last checkpoint holds the model only.
-    model = Path(folder) / "model"
+    model = folder / "model"
     train(sample, model, *steps, "--checkpoint.last_save_model_only")
     train(sample, model, *steps, "--checkpoint.last_save_model_only")
     assert events(model) == [("start", 0), ("complete", 2), ("complete", 2)]
 
-    # Asked to stop while steps are being skipped.
-    skipping = Path(folder) / "skipping"
-    options = ("--training.steps", "9", "--budget.stop_at_tokens", str(8 * 32 * 3))
-    assert train(sample, skipping, *options, nan_from=2) == 3
+    # Tokens decide the steps and the schedule; stop_at_tokens ends early, also while steps are skipped, and changes neither.
+    budget = ("--training.steps", "-1", "--budget.tokens", str(256 * 5 - 7), "--lr_scheduler.warmup_steps", "2")
+    stop = ("--budget.stop_at_tokens", str(256 * 3))
+    stopped = folder / "stopped"
+    assert train(sample, folder / "whole", *budget) == 5
+    assert train(sample, stopped, *budget, *stop) == 3
+    assert train(sample, stopped, *budget, *stop) == 3  # nothing is left to train
+    assert events(stopped) == [("start", 0), ("stop", 3), ("resume", 3), ("stop", 3)]
+    assert read_json_lines(stopped / "events.jsonl")[-1]["reason"] == "budget.stop_at_tokens"
+    assert checkpoints(stopped / "checkpoint") == [3]
+    assert train(sample, stopped, *budget) == 5
+    whole, rows = (read_metrics(folder / name) for name in ("whole", "stopped"))
+    assert list(rows) == [1, 2, 3, 4, 5]
+    assert all(rows[s][key] == whole[s][key] for s in rows for key in ("loss", "lr", "tokens", "grad_norm"))
+    assert read_config(stopped)["training"]["steps"] == 5
+    skipping = folder / "skipping"
+    assert train(sample, skipping, *budget, *stop, nan_from=2) == 3
     assert events(skipping) == [("start", 0), ("skip", 2), ("skip", 3), ("stop", 3)]
     assert checkpoints(skipping / "checkpoint") == [3]
 
     # A user's stop file from before the start holds until the user removes it. Where the run stands is said, not where it began.
     (skipping / "stop").touch()
     for _ in range(2):
-        assert train(sample, skipping, *options) == 0
+        assert train(sample, skipping, *budget) == 0
     assert events(skipping)[4:] == [("stop", 3), ("stop", 3)]
     assert (skipping / "stop").exists()
     (skipping / "stop").unlink()
-    assert train(sample, skipping, "--training.steps", "5") == 5
+    assert train(sample, skipping, *budget) == 5
 
 
 @pytest.mark.slow
 def test_ends(sample, tmp_path):
     spawn(1, all_ends, str(sample), str(tmp_path))
-
-
-@pytest.mark.parametrize(
-    ("content", "reason"),
-    [
-        (b'{"job": {"dump_fol', "Unterminated string"),
-        (b"", "Expecting value"),
-        (b"\xff\xfe\x00", "codec can't decode"),
-        (b"[1, 2]", "it holds a list, expected an object"),
-    ],
-)
-def test_a_garbled_config_of_the_run_folder_is_one_error(sample, tmp_path, content, reason):
-    from titan_disp.config.load import load_config
-    from titan_disp.run.folder import RunFolder
-
-    config = load_config(["--job.dump_folder", str(tmp_path)])
-    (tmp_path / "config.json").write_bytes(content)
-    with pytest.raises(ConfigError, match=reason) as error:
-        RunFolder(config, 1)
-    assert "To continue, move it away" in str(error.value)
-    assert (tmp_path / "config.json").read_bytes() == content
