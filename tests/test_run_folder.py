@@ -1,17 +1,20 @@
 """The files of a run's folder survive kills and broken nodes; a second job is refused; changes of the config are named."""
 
 import json
+import logging
 import os
 import re
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torchtitan.config import JobConfig
 
 from tests.command_line import ROOT
 from tests.distributed import spawn
-from titan_disp.errors import ConfigError
+from titan_disp.errors import ConfigError, InUseError
 from titan_disp.run.folder import RunFolder, append_json, write_json
 from titan_disp.run.liveness import straggler
 from titan_disp.run.reader import (
@@ -45,85 +48,88 @@ def started(config, world_size=1):
     return folder
 
 
-def test_a_line_cut_by_a_kill_spoils_itself_only(tmp_path):
+def test_lines_that_a_kill_or_a_dead_node_cut(tmp_path):
+    """They spoil themselves only. Of a repeated step, the last line counts."""
     file = tmp_path / "metrics.jsonl"
     append_json(file, {"step": 1, "loss": 3.0})
     append_json(file, {"step": 2, "loss": 2.5})
     with open(file, "ab+") as f:
         f.truncate(f.tell() - 6)
     append_json(file, {"step": 2, "loss": 2.25})
-    append_json(file, {"step": 3, "loss": 2.0})
-    assert [r["step"] for r in read_json_lines(file)] == [1, 2, 3]
-    assert read_metrics(tmp_path)[2]["loss"] == 2.25
-
-
-def test_what_a_dead_node_left_spoils_itself_only(tmp_path):
-    """Pages that never reached the disk are zeros or what was there before, in the middle of a file."""
-    file = tmp_path / "metrics.jsonl"
-    append_json(file, {"step": 1, "loss": 3.0})
-    with open(file, "ab") as f:
+    with open(file, "ab") as f:  # pages that never reached the disk are zeros or what was there before
         f.write(b"\0" * 40 + b"\xff\xfe\x80 12\n7\n[1]\n")
-    append_json(file, {"step": 2, "loss": 2.5})
-    assert read_json_lines(file) == [{"step": 1, "loss": 3.0}, {"step": 2, "loss": 2.5}]
+    append_json(file, {"step": 3, "loss": 2.0})
+    append_json(file, {"step": 2, "loss": 4.5})
+    append_json(file, {"step": 2, "condensation": {}})  # no training step
+    assert [r["step"] for r in read_json_lines(file)] == [1, 2, 3, 2, 2]
+    assert {step: row["loss"] for step, row in read_metrics(tmp_path).items()} == {1: 3.0, 2: 4.5, 3: 2.0}
+    assert list(read_metrics(tmp_path)) == [1, 2, 3]
 
 
 def test_a_file_is_on_disk_before_it_has_its_name(tmp_path, monkeypatch):
     """Else a node that dies may leave an empty config.json, and no start of the run would get past it."""
     done, fsync, replace = [], os.fsync, os.replace
     monkeypatch.setattr(os, "fsync", lambda fd: (done.append(os.readlink(f"/proc/self/fd/{fd}")), fsync(fd)))
-    monkeypatch.setattr(
-        os, "replace", lambda old, new: (done.append(str(old)), done.append(str(new)), replace(old, new))
-    )
+    monkeypatch.setattr(os, "replace", lambda *names: (done.extend(map(str, names)), replace(*names)))
     write_json(tmp_path / "config.json", {"a": 1})
     partial = str(tmp_path / ".config.json.partial")
     assert done == [partial, partial, str(tmp_path / "config.json")]
     assert json.loads((tmp_path / "config.json").read_text()) == {"a": 1}
 
 
-def test_repeated_steps_the_last_counts(tmp_path):
-    for step, loss in ((1, 5.0), (2, 4.0), (3, 3.0), (2, 4.5)):
-        append_json(tmp_path / "metrics.jsonl", {"step": step, "loss": loss})
-    append_json(tmp_path / "metrics.jsonl", {"step": 2, "condensation": {}})  # no training step
-    metrics = read_metrics(tmp_path)
-    assert list(metrics) == [1, 2, 3]
-    assert metrics[2]["loss"] == 4.5
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (b'{"job": {"dump_fol', "Unterminated string"),
+        (b"", "Expecting value"),
+        (b"\xff\xfe\x00", "codec can't decode"),
+        (b"[1, 2]", "it holds a list, expected an object"),
+    ],
+)
+def test_a_garbled_config_is_one_error(tmp_path, content, reason):
+    (tmp_path / "config.json").write_bytes(content)
+    with pytest.raises(ConfigError, match=f"{reason}.*To continue, move it away"):
+        RunFolder(job_config(tmp_path), 1)
+    assert (tmp_path / "config.json").read_bytes() == content
 
 
-def test_second_job_is_refused_and_the_first_unharmed(tmp_path):
+def test_second_job_is_refused_and_the_first_unharmed(tmp_path, monkeypatch):
     first = started(job_config(tmp_path))
     before = (tmp_path / "config.json").read_bytes()
-    with pytest.raises(ConfigError, match="in use by another job.*pid"):
+    with pytest.raises(InUseError, match="in use by another job.*pid"):
         RunFolder(job_config(tmp_path, steps=7), world_size=1)
     assert (tmp_path / "config.json").read_bytes() == before
+    assert first.locked
     first.close()
+    assert not first.locked
     RunFolder(job_config(tmp_path), world_size=1).close()
+
+    def no_locks(*args):
+        raise OSError(38, "Function not implemented")
+
+    monkeypatch.setattr("fcntl.flock", no_locks)  # as on some network file systems: the folder may be another job's
+    without = RunFolder(job_config(tmp_path), 1)
+    assert not without.locked
+    without.close()
 
 
 def test_a_start_that_is_refused_leaves_the_config_of_the_run(tmp_path):
     """The folder is opened before everything is checked: a refused start closes it without a record of itself."""
     started(job_config(tmp_path, steps=5)).close()
     before = {name: (tmp_path / name).read_bytes() for name in ("config.json", "environment.json")}
-    RunFolder(job_config(tmp_path, steps=9), world_size=3).close()
+    refused = RunFolder(job_config(tmp_path, steps=9), world_size=3)
+    assert refused.config_changes == {"training.steps": [5, 9]}
+    refused.close()
     assert {name: (tmp_path / name).read_bytes() for name in before} == before
     started(job_config(tmp_path, steps=9), world_size=3).close()
     assert json.loads((tmp_path / "config.json").read_text())["training"]["steps"] == 9
     assert json.loads((tmp_path / "environment.json").read_text())["world_size"] == 3
 
 
-def test_config_changes_are_named(tmp_path):
-    started(job_config(tmp_path, steps=5)).close()
-    again = RunFolder(job_config(tmp_path, steps=9), world_size=1)
-    assert again.config_changes == {"training.steps": [5, 9]}
-    again.close()
-
-
-def test_unwritable_folder(tmp_path):
+def test_a_folder_that_is_not_writable(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="not writable"):
         RunFolder(job_config(tmp_path / "file" / "run"), world_size=1)
-
-
-def test_a_disk_that_is_full_when_the_start_is_recorded(tmp_path, monkeypatch):
     folder = RunFolder(job_config(tmp_path), world_size=1)
 
     def full(path, content):
@@ -136,10 +142,11 @@ def test_a_disk_that_is_full_when_the_start_is_recorded(tmp_path, monkeypatch):
 
 
 def two_starts(sample, folder):
-    """Train four steps in two starts, and keep what the heartbeat says before each start ends."""
+    """Train four steps in two starts. Keep what the heartbeat says before each start ends, and the console."""
     from tests.mesh import build
 
     run = Path(folder) / "run"
+    logging.basicConfig(filename=Path(folder) / "console", level=logging.INFO, format="%(message)s")
     for steps in ("2", "4"):
         trainer = build(
             *(sample, run, "--training.steps", steps, "--stream.prefetch", "0", "--metrics.log_freq", "1"),
@@ -148,7 +155,14 @@ def two_starts(sample, folder):
             *("--validation.dataset", "c4", "--validation.dataset_path", sample, "--validation.freq", "2"),
             *("--validation.steps", "1", "--validation.seq_len", "32", "--validation.local_batch_size", "2"),
         )
+        saved = trainer.checkpointer
+        assert saved.hooks is saved.states["train_state"] is trainer
+        assert saved.states["identity"].content["hidden_dim"] == 192
+        assert trainer.healthy()
+        assert trainer.owns_folder()
         trainer.train()
+        trainer.optimizers._counts[2] = 1
+        assert not trainer.healthy()
         shutil.copy(run / "heartbeat.json", Path(folder) / "heartbeat.json")
         trainer.close()
 
@@ -211,6 +225,37 @@ def test_the_page_names_every_event():
     table = (ROOT / "docs" / "run_folder.md").read_text().split("| `event` |")[1].split("\n\n")[0]
     cells = [line.split("|")[1] for line in table.splitlines() if line.startswith("| `")]
     assert {name for names in written for name in names if name} == set(re.findall(r"`(\w+)`", "".join(cells)))
+
+
+def test_what_is_said_of_a_run(trained):
+    console = (trained.parent / "console").read_text()
+    assert re.search(
+        r"Goodput of this start: \d+\.\d%, 0:\d\d:\d\d in steps that count, of 0:\d\d:\d\d;.* start-up", console
+    )
+    assert "Goodput of all 2 starts: " in console
+    assert f"Checkpoints: {trained}/checkpoint" in console
+    assert f"tensorboard --logdir {trained}/tb" in console
+    measured = read_condensation(trained)[4]
+    cosines = console.split("embedding → last block: ")[-1].split("  ")[0].split()
+    assert cosines == [f"{c:.2f}" for c in measured["mean_cosine"][:-1]]
+    # The last lines: how condensation went.
+    numbers = (f"{measured['cross_entropy']:.3f}", f"{np.mean(measured['mean_cosine'][1:7]):.2f}")
+    assert re.search(rf" 4 +{numbers[0]} +{numbers[1]}", console.split("On held-out text")[-1])
+    rows = read_metrics(trained)
+    for step, row in rows.items():
+        assert row["loss"] == pytest.approx(row["ce"] + row["dispersion"], abs=1e-5)  # λ is 1
+        assert row["tokens"] == step * 8 * 32
+    board = EventAccumulator(str(trained / "tb")).Reload()
+    for tag, key in (
+        ("n_tokens_seen", "tokens"),
+        ("loss_metrics/dispersion", "dispersion"),
+        ("grad_norm", "grad_norm"),
+    ):
+        assert [(e.step, e.value) for e in board.Scalars(tag)] == [(s, pytest.approx(rows[s][key])) for s in rows]
+    events = {event["event"]: event for event in read_events(trained)}  # of the second start
+    began, end = events["resume"], events["complete"]
+    assert began["allocated"] < began["time"]
+    assert 0 < sum(end["spent"].values()) <= end["time"] - began["allocated"] + 0.01
 
 
 def test_what_is_read_of_a_run(trained, tmp_path):
