@@ -21,23 +21,13 @@ from safetensors.numpy import save_file
 from torch.distributed.checkpoint.filesystem import FileSystem, _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
-from tests.distributed import spawn
-from tests.test_checkpoint import Run, ended_in_hf, fails, unfinished
+from tests.test_checkpoint import ended_in_hf, fails, flip, unfinished
 from titan_disp import cli
 from titan_disp.errors import CheckpointError, UserError
 from titan_disp.lab.export.inventory import inventory, verify
 from titan_disp.models.hf import INDEX
 from titan_disp.run import integrity, safe_dcp
 from titan_disp.run.integrity import HashingWriter, clean_up, damage, is_model_only, problem, rename_step
-
-
-def flip(file, bit):
-    """Flip one bit of a file in place."""
-    with open(file, "r+b") as content:
-        content.seek(bit // 8)
-        byte = content.read(1)[0]
-        content.seek(bit // 8)
-        content.write(bytes([byte ^ 1 << bit % 8]))
 
 
 @pytest.mark.parametrize("async_mode", ["disabled", "async"])
@@ -261,41 +251,6 @@ def test_one_process_that_is_told_of_more_ranks_reads_every_file(start, monkeypa
     monkeypatch.setattr(dist, "all_reduce", fails(0, "nobody answers"))
     assert damage(folder, 0, 2) is None
     assert run.manager._damage(str(folder)).startswith(f"{DISTCP} differs from its hash")
-
-
-def on_two_ranks(folder):
-    """Each rank writes and hashes its own files, and verifies a share of all files. All agree on what is damaged."""
-    run = Run(folder)
-    run.save(1, 2, 3)
-    newest = run.folder / "step-3"
-    names = {path.name for path in newest.glob("*.distcp")}
-    assert len(names) == 2, names
-    files = json.loads((newest / "hashes.json").read_text())["files"]
-    assert files == {n: xxhash.xxh3_128_hexdigest((newest / n).read_bytes()) for n in names | {".metadata"}}
-    dist.barrier()
-    if dist.get_rank() == 0:
-        for step, name in ((3, "__1_0.distcp"), (2, DISTCP)):
-            flip(run.folder / f"step-{step}" / name, 4321)
-    dist.barrier()
-    # The sorted files are shared by rank: .metadata and __1_0 belong to rank 0, __0_0 to rank 1.
-    assert [damage(newest, rank, 2) is None for rank in (0, 1)] == [False, True]
-    assert [damage(run.folder / "step-2", rank, 2) is None for rank in (0, 1)] == [True, False]
-    again = Run(folder)
-    # Without agreement, one rank would load what the other passes over, and wait for it.
-    reasons = [again.manager._damage(str(run.folder / f"step-{step}")) for step in (1, 2, 3)]
-    assert [reason and reason.split()[0] for reason in reasons] == [None, DISTCP, "__1_0.distcp"]
-    assert again.manager.load()
-    assert again.loaded == (1, 1)
-    dist.barrier()
-    assert again.names == ["damaged-2", "damaged-3", "step-1"]
-    read, hash_file = [], integrity.hash_file
-    integrity.hash_file = lambda path, *others: read.append(path.name) or hash_file(path)
-    assert again.manager._damage(str(run.folder / "step-1")) is None
-    assert read == ([".metadata", "__1_0.distcp"] if dist.get_rank() == 0 else [DISTCP])
-
-
-def test_two_ranks(tmp_path):
-    spawn(2, on_two_ranks, tmp_path)
 
 
 # ---- titan-disp checkpoint

@@ -4,9 +4,11 @@ import math
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.distributed import spawn
 from titan_disp.errors import ConfigError
+from titan_disp.run import safe_dcp
 from titan_disp.run.integrity import checkpoints
 from titan_disp.run.reader import read_config, read_json_lines, read_metrics
 
@@ -100,6 +102,9 @@ def all_ends(sample, folder):
     assert (skipping / "stop").exists()
     (skipping / "stop").unlink()
     assert train(sample, skipping, *budget) == 5
+    guard = torch.zeros(3, dtype=torch.int64)
+    safe_dcp.load({"optimizer.guard": guard}, skipping / "checkpoint" / "step-5", no_dist=True)
+    assert guard.tolist() == [5, 2, 0]  # the guard's counts went on after the resume
 
 
 @pytest.mark.slow

@@ -163,6 +163,7 @@ def two_starts(sample, folder):
         trainer.train()
         trainer.optimizers._counts[2] = 1
         assert not trainer.healthy()
+        assert trainer.optimizers._counts[0] == int(steps)  # also after the resume
         shutil.copy(run / "heartbeat.json", Path(folder) / "heartbeat.json")
         trainer.close()
 
