@@ -84,7 +84,8 @@ def test_two_starts_in_one_allocation():
 def test_a_start_that_falls_back_behind_the_one_before():
     """The third start finds the second's checkpoint damaged. It repeats steps of both, and what the second repeated."""
     rows = [*ROWS, row(20, 1150, start_up=50, steps=90)]
-    first, second, third = goodputs(rows, [*EVENTS[:2], begin(10, 1050, 1000)])
+    loading = [{"event": e, "step": 20, "time": 1040} for e in ("checkpoint_damaged", "streams_restarted")]
+    first, second, third = goodputs(rows, [*EVENTS[:2], *loading, begin(10, 1050, 1000)])
     assert (first.kept, first.repeated) == (90, 200)
     assert (second.kept, second.repeated) == (0, 190)
     assert third == Goodput(kept=90, start_up=50, waiting=1000 - 770, other=10)

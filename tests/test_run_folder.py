@@ -142,30 +142,37 @@ def test_a_folder_that_is_not_writable(tmp_path, monkeypatch):
 
 
 def two_starts(sample, folder):
-    """Train four steps in two starts. Keep what the heartbeat says before each start ends, and the console."""
+    """Train four steps in two starts. Keep the last heartbeat, and the console. A start of a copy finds it complete."""
     from tests.mesh import build
 
-    run = Path(folder) / "run"
-    logging.basicConfig(filename=Path(folder) / "console", level=logging.INFO, format="%(message)s")
-    for steps in ("2", "4"):
+    folder = Path(folder)
+    logging.basicConfig(filename=folder / "console", level=logging.INFO, format="%(message)s")
+    for name, steps, lr in (("run", 2, "8e-4"), ("run", 4, "8e-4"), ("copy", 4, "0.5")):
+        if name == "copy":
+            shutil.copytree(folder / "run", folder / "copy")
+            logging.disable()
         trainer = build(
-            *(sample, run, "--training.steps", steps, "--stream.prefetch", "0", "--metrics.log_freq", "1"),
+            *(sample, folder / name, "--training.steps", str(steps), "--stream.prefetch", "0", "--optimizer.lr", lr),
             *("--checkpoint.enable", "--checkpoint.interval", "2", "--metrics.enable_tensorboard"),
-            *("--condensation.interval", "2", "--condensation.sequences", "2", "--validation.enable"),
-            *("--validation.dataset", "c4", "--validation.dataset_path", sample, "--validation.freq", "2"),
+            *("--metrics.log_freq", "1", "--guard.max_skipped_steps", "7", "--validation.enable"),
+            *("--condensation.interval", "2", "--condensation.sequences", "2", "--validation.freq", "2"),
+            *("--validation.dataset", "c4", "--validation.dataset_path", sample),
             *("--validation.steps", "1", "--validation.seq_len", "32", "--validation.local_batch_size", "2"),
         )
-        saved = trainer.checkpointer
+        saved, guard = trainer.checkpointer, trainer.optimizers
         assert saved.hooks is saved.states["train_state"] is trainer
         assert saved.states["identity"].content["hidden_dim"] == 192
-        assert trainer.healthy()
+        assert guard.max_skipped_steps == 7
         assert trainer.owns_folder()
         trainer.train()
-        trainer.optimizers._counts[2] = 1
+        assert guard._counts.tolist() == [steps, 0, 0]  # also after the resume
+        assert trainer.healthy()
+        guard._counts[2] = 1
         assert not trainer.healthy()
-        assert trainer.optimizers._counts[0] == int(steps)  # also after the resume
-        shutil.copy(run / "heartbeat.json", Path(folder) / "heartbeat.json")
+        if name == "run":
+            shutil.copy(folder / "run" / "heartbeat.json", folder)
         trainer.close()
+    assert (folder / "copy" / "config.json").read_bytes() == (folder / "run" / "config.json").read_bytes()
 
 
 @pytest.fixture(scope="module")
