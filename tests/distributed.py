@@ -72,11 +72,7 @@ def spawn(world_size: int, function: Callable[..., None], *args: Any) -> None:
 def _run(
     world_size: int, function: Callable[..., None], args: tuple[Any, ...]
 ) -> tuple[list[int | None], list[tuple[int, str]]]:
-    """Run the ranks once.
-
-    Returns:
-        The exit codes (None for a rank that hangs), and the reports in order: (rank, traceback or DONE).
-    """
+    """Return the exit codes (None for a rank that hangs), and the reports in order: (rank, traceback or DONE)."""
     # Ranks are forked from one process that has imported everything and has started no threads: this saves seconds per
     # rank.
     context = mp.get_context("forkserver")
