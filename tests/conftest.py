@@ -19,7 +19,7 @@ torch.set_num_threads(1)
 
 # The longest files, longest first. `make test` gives whole files to its workers in this order (--no-loadscope-reorder),
 # so that no worker begins one of them when the others have nothing left to do.
-LONGEST = ("training", "meshes", "faults", "stream", "sweeps", "evidence", "plan", "config_errors", "report")
+LONGEST = ("training", "meshes", "stream", "sweeps", "evidence", "plan", "config_errors", "report")
 
 
 def pytest_collection_modifyitems(items):

@@ -1,7 +1,6 @@
 """What is saved, kept, resumed from and refused: the real checkpoint manager with a model of one layer, on one rank.
 
-The weights always are the step at which they were saved. (tests/test_ranks_agree.py uses two ranks, and
-tests/test_faults.py whole runs.)
+The weights always are the step at which they were saved. (tests/test_ranks_agree.py uses two ranks.)
 """
 
 import json

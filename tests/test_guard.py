@@ -1,6 +1,7 @@
 """Which steps the guard skips, what it counts, and when it ends the run. (tests/test_ranks_agree.py uses two ranks.)"""
 
 import math
+from unittest.mock import Mock, call
 
 import pytest
 import torch
@@ -56,7 +57,7 @@ def test_a_finite_step_is_taken():
     [
         ((1.0, math.nan), {}, ["gradient norm"]),
         ((-math.inf, 1.0), {}, ["gradient norm"]),
-        ((0.0, 0.0), {}, ["gradient norm"]),
+        ((0.0, 0.0), {}, ["gradient norm"]),  # clipping by a norm that overflowed leaves zeros
         ((1.0, 1.0), {"ce": math.nan}, ["cross-entropy"]),
         ((1.0, 1.0), {"dispersion": math.nan}, ["dispersion"]),
         ((1.0, 1.0), {"dispersion": math.inf}, ["dispersion"]),
@@ -84,17 +85,6 @@ def test_one_gradient_of_zero_or_none_is_no_reason_to_skip():
     training.model["a"].grad = torch.tensor([1.0])  # b has no gradient
     training.optimizers.step()
     assert training.weights == [0.5, 1.5]
-
-
-def test_what_clipping_by_an_overflowed_norm_leaves_is_skipped():
-    """If the norm of finite gradients overflows float32, clipping divides them by infinity."""
-    training = Training()
-    for parameter in training.model.parameters():
-        parameter.grad = torch.tensor([3e38])
-    assert nn.utils.clip_grad_norm_(training.model.parameters(), 1.0) == math.inf
-    training.step(*(p.grad.item() for p in training.model.parameters()))
-    assert training.weights == [1.0, 2.0]
-    assert training.optimizers.bad_terms == ["gradient norm"]
 
 
 def test_steps_in_a_row_end_the_run():
@@ -184,19 +174,18 @@ def test_gradients_offloaded_to_the_cpu():
 def test_the_optimizers_get_what_the_trainer_says(monkeypatch):
     """Arguments are passed on, and the guard's counters are not part of the optimizers' state."""
     training = Training()
-    calls = []
-    for name in ("step", "zero_grad", "load_state_dict"):
-        record = lambda *args, _name=name, **kwargs: calls.append((_name, args, kwargs))  # noqa: E731
-        monkeypatch.setattr(training.optimizers.inner, name, record)
+    inner = Mock()
+    monkeypatch.setattr(training.optimizers, "inner", inner)
     training.optimizers.non_finite_terms = lambda: None
     for parameter in training.model.parameters():
         parameter.grad = torch.ones(1)
     training.optimizers.step("closure", found_inf=None)
     training.optimizers.zero_grad(True, other=1)
     training.optimizers.load_state_dict({"guard": torch.tensor([7, 2, 1]), "param": 3})
-    assert calls == [
-        ("step", ("closure",), {"found_inf": None}),
-        ("zero_grad", (True,), {"other": 1}),
-        ("load_state_dict", ({"param": 3},), {}),
+    assert inner.mock_calls == [
+        call.step("closure", found_inf=None),
+        call.zero_grad(True, other=1),
+        call.load_state_dict({"param": 3}),
     ]
+    inner.state_dict.return_value = {}
     assert training.counts == [7, 2, 1]

@@ -1,16 +1,21 @@
 """How a run ends, and what is said of it: `complete` and "saved" only after a save that succeeded."""
 
 import math
+import os
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.filesystem import FileSystem
 
 from tests.distributed import spawn
-from titan_disp.errors import ConfigError
+from titan_disp.errors import CheckpointError, ConfigError
 from titan_disp.run import safe_dcp
-from titan_disp.run.integrity import checkpoints
+from titan_disp.run.integrity import checkpoints, problem
 from titan_disp.run.reader import read_config, read_json_lines, read_metrics
+
+CREATE_STREAM = FileSystem.create_stream
 
 
 def events(run):
@@ -110,3 +115,61 @@ def all_ends(sample, folder):
 @pytest.mark.slow
 def test_ends(sample, tmp_path):
     spawn(1, all_ends, str(sample), str(tmp_path))
+
+
+def losses(run):
+    keys = ("loss", "ce", "dispersion", "grad_norm", "lr")
+    return {step: [row[key] for key in keys] for step, row in read_metrics(run).items()}
+
+
+def two_ranks_end(sample, folder):
+    """All ranks end at the same step, whichever of them was asked to stop or met a full disk."""
+    from tests.faulty_train import FaultyTrainer
+    from tests.mesh import job_config
+
+    def train(name, faults, *options):
+        os.environ["FAULTS"] = faults
+        options = ("--checkpoint.enable", "--condensation.interval", "0", "--metrics.log_freq", "1", *options)
+        trainer = FaultyTrainer(job_config(sample, Path(folder) / name, *options))
+        try:
+            trainer.train()
+        finally:
+            trainer.close()
+            dist.barrier()
+        return trainer.step
+
+    stopping = ("--training.steps", "8", "--checkpoint.interval", "100")
+    assert train("whole", "", *stopping) == 8
+    run = Path(folder) / "stopped"
+    if dist.get_rank() == 0:
+        run.mkdir()
+        (run / "stop").write_text("123.0")  # one left by an earlier job stops nothing
+    dist.barrier()
+    assert train("stopped", "slow:1-4@0,asked_to_stop:5@1", *stopping) == 5
+    assert checkpoints(run / "checkpoint") == [5]
+    assert read_json_lines(run / "events.jsonl")[-1]["reason"] == "another rank was asked to stop"
+    slow = [row["straggler"] for step, row in read_metrics(run).items() if 2 <= step <= 4]
+    assert [found["rank"] for found in slow] == [0, 0, 0]
+    # Half a second slower a step: SLOW of tests/faulty_train.py.
+    assert all(found["seconds"] - found["median"] == pytest.approx(0.5, abs=0.25) for found in slow)
+    assert train("stopped", "", *stopping) == 8
+    assert losses(run) == losses(run.with_name("whole"))  # bit for bit
+
+    # An asynchronous save fails on one rank: all end within a step or two, not only at the next save.
+    saving = ("--checkpoint.interval", "4", "--checkpoint.async_mode", "async", "--training.steps")
+    run = Path(folder) / "full"
+    with pytest.raises(CheckpointError, match="the checkpoint of step 8 could not be saved.*last good one is step 4"):
+        train("full", "nospace:8-30@1,slow:9-30@0", *saving, "30")
+    assert max(read_metrics(run)) < 12
+    assert checkpoints(run / "checkpoint") == [4]
+    assert problem(run / "checkpoint" / "step-8").startswith("it is incomplete")
+    assert events(run) == [("start", 0), ("save_failed", 8)]
+    FileSystem.create_stream = CREATE_STREAM
+    assert train("full", "", *saving, "9") == 9
+    assert events(run)[2:] == [("resume", 4), ("complete", 9)]
+    assert checkpoints(run / "checkpoint") == [4, 8, 9]
+
+
+@pytest.mark.slow
+def test_two_ranks_end(sample, tmp_path):
+    spawn(2, two_ranks_end, str(sample), str(tmp_path))

@@ -37,20 +37,6 @@ def python(*arguments, **variables):
     return done.stdout
 
 
-@pytest.mark.night
-def test_demo(sample, tmp_path):
-    """Two ranks: the loss falls. A second run says that the run was complete."""
-    options = ("--training.steps", "40", "--lr_scheduler.warmup_steps", "4", "--training.seq_len", "128")
-    done = train(DEMO, sample, tmp_path, *options, nproc=2)
-    metrics = read_metrics(tmp_path)
-    assert list(metrics) == [1, 10, 20, 30, 40]
-    assert metrics[40]["ce"] < metrics[1]["ce"] - 1
-    assert "Step 40 of 40" in done.stdout
-    again = train(DEMO, sample, tmp_path, *options, nproc=2)
-    assert "already complete: step 40 of 40" in again.stdout
-    assert read_metrics(tmp_path) == metrics
-
-
 def two_nodes(sample, run, start, *options):
     """A start of the run as SLURM makes it: a torchrun of one rank on each of two nodes, with steps of 0.2 s or more."""
     start = str(start)
