@@ -321,10 +321,9 @@ def test_checkpoints_that_cannot_be_listed_are_no_failed_save(start, monkeypatch
 def test_an_asynchronous_save(start, monkeypatch):
     """It counts when it has ended, not when it begins. Asking whether it has failed never waits."""
     run = start(async_mode="async", keep_latest_k=2)
-    run.save(1)
-    run.manager.wait()
-    run.save(2)
-    run.manager.wait()
+    for step in (1, 2):
+        run.save(step)
+        run.manager.wait()
     gate, create = threading.Event(), FileSystem.create_stream
     monkeypatch.setattr(FileSystem, "create_stream", lambda *args: gate.wait(20) and create(*args))
     run.save(3)

@@ -15,22 +15,9 @@ from torchtitan.config import JobConfig
 from tests.command_line import ROOT
 from tests.distributed import spawn
 from titan_disp.errors import ConfigError, InUseError
+from titan_disp.run import reader
 from titan_disp.run.folder import RunFolder, append_json, write_json
 from titan_disp.run.liveness import straggler
-from titan_disp.run.reader import (
-    is_run,
-    read_condensation,
-    read_config,
-    read_environment,
-    read_events,
-    read_failures,
-    read_heartbeat,
-    read_json_lines,
-    read_metrics,
-    read_rows,
-    read_transitions,
-    read_validation,
-)
 
 
 def job_config(folder, **training):
@@ -42,7 +29,6 @@ def job_config(folder, **training):
 
 
 def started(config, world_size=1):
-    """Open a run's folder as a start does that nothing refuses."""
     folder = RunFolder(config, world_size)
     folder.record_start()
     return folder
@@ -61,9 +47,9 @@ def test_lines_that_a_kill_or_a_dead_node_cut(tmp_path):
     append_json(file, {"step": 3, "loss": 2.0})
     append_json(file, {"step": 2, "loss": 4.5})
     append_json(file, {"step": 2, "condensation": {}})  # no training step
-    assert [r["step"] for r in read_json_lines(file)] == [1, 2, 3, 2, 2]
-    assert {step: row["loss"] for step, row in read_metrics(tmp_path).items()} == {1: 3.0, 2: 4.5, 3: 2.0}
-    assert list(read_metrics(tmp_path)) == [1, 2, 3]
+    assert [r["step"] for r in reader.read_json_lines(file)] == [1, 2, 3, 2, 2]
+    assert {step: row["loss"] for step, row in reader.read_metrics(tmp_path).items()} == {1: 3.0, 2: 4.5, 3: 2.0}
+    assert list(reader.read_metrics(tmp_path)) == [1, 2, 3]
 
 
 def test_a_file_is_on_disk_before_it_has_its_name(tmp_path, monkeypatch):
@@ -191,36 +177,35 @@ def named(heading=None):
 
 
 def test_the_page_names_every_file(trained):
-    general = (
+    general = [
         (r"step-\d+", "step-N"),
         (r"__\d+_\d+", "__RANK_I"),
         (r"^tb/.*", "tb/"),
         (r"^checkpoint/step-N/(?=.)", ""),
-    )
+    ]
     found = set()
-    for path in trained.rglob("*"):
-        if path.is_file():
-            name = str(path.relative_to(trained))
-            for pattern, words in general:
-                name = re.sub(pattern, words, name)
-            found.add(name)
+    for path in filter(Path.is_file, trained.rglob("*")):
+        name = str(path.relative_to(trained))
+        for pattern, words in general:
+            name = re.sub(pattern, words, name)
+        found.add(name)
     assert found <= named()
     assert len(found) == 10
 
 
 def test_the_page_names_every_field(trained):
-    config, environment = read_config(trained), read_environment(trained)
+    config, environment = reader.read_config(trained), reader.read_environment(trained)
     assert config.keys() | environment.keys() <= named("config.json and environment.json")
-    events, rows = read_events(trained), read_rows(trained)
+    events, rows = reader.read_events(trained), reader.read_rows(trained)
     assert {event["event"] for event in events} == {"start", "checkpoint", "complete", "resume"}
     assert {key for event in events for key in event} <= named("events.jsonl")
-    measured = [row for row in read_json_lines(trained / "metrics.jsonl") if "condensation" in row]
+    measured = [row for row in reader.read_json_lines(trained / "metrics.jsonl") if "condensation" in row]
     fields = {key for row in (*rows, *measured) for key in row}
     fields |= {key for row in rows for part in ("data", "spent") for key in row[part]}
     fields |= {key for row in measured for key in row["condensation"]}
     assert fields | {"spearman", "kendall", "range"} <= named("metrics.jsonl")
     assert {"rank", "host", "seconds", "median"} == straggler([1.0, 9.0], ["a", "b"]).keys() <= named("metrics.jsonl")
-    beat = read_heartbeat(trained.parent)
+    beat = reader.read_heartbeat(trained.parent)
     assert beat["step"] == 4
     assert beat.keys() <= named("heartbeat.json")
     hashes = json.loads((trained / "checkpoint" / "step-4" / "hashes.json").read_text())
@@ -243,13 +228,13 @@ def test_what_is_said_of_a_run(trained):
     assert "Goodput of all 2 starts: " in console
     assert f"Checkpoints: {trained}/checkpoint" in console
     assert f"tensorboard --logdir {trained}/tb" in console
-    measured = read_condensation(trained)[4]
+    measured = reader.read_condensation(trained)[4]
     cosines = console.split("embedding → last block: ")[-1].split("  ")[0].split()
     assert cosines == [f"{c:.2f}" for c in measured["mean_cosine"][:-1]]
     # The last lines: how condensation went.
     numbers = (f"{measured['cross_entropy']:.3f}", f"{np.mean(measured['mean_cosine'][1:7]):.2f}")
     assert re.search(rf" 4 +{numbers[0]} +{numbers[1]}", console.split("On held-out text")[-1])
-    rows = read_metrics(trained)
+    rows = reader.read_metrics(trained)
     for step, row in rows.items():
         assert row["loss"] == pytest.approx(row["ce"] + row["dispersion"], abs=1e-5)  # λ is 1
         assert row["tokens"] == step * 8 * 32
@@ -260,24 +245,24 @@ def test_what_is_said_of_a_run(trained):
         ("grad_norm", "grad_norm"),
     ):
         assert [(e.step, e.value) for e in board.Scalars(tag)] == [(s, pytest.approx(rows[s][key])) for s in rows]
-    events = {event["event"]: event for event in read_events(trained)}  # of the second start
+    events = {event["event"]: event for event in reader.read_events(trained)}  # of the second start
     began, end = events["resume"], events["complete"]
     assert began["allocated"] < began["time"]
     assert 0 < sum(end["spent"].values()) <= end["time"] - began["allocated"] + 0.01
 
 
 def test_what_is_read_of_a_run(trained, tmp_path):
-    assert is_run(trained)
-    assert list(read_metrics(trained)) == [1, 2, 3, 4]
-    assert list(read_condensation(trained)) == [0, 2, 4]
-    losses = read_validation(trained)
+    assert reader.is_run(trained)
+    assert list(reader.read_metrics(trained)) == [1, 2, 3, 4]
+    assert list(reader.read_condensation(trained)) == [0, 2, 4]
+    losses = reader.read_validation(trained)
     assert list(losses) == [1, 2, 4]
     assert all(loss == pytest.approx(8.5, abs=0.5) for loss in losses.values())
-    assert min(read_events(trained)[-1]["spent"].values()) > 0  # steps, checkpoints, condensation and validation
-    assert read_heartbeat(trained) == read_failures(trained) == {}
-    assert read_transitions(trained) == []
-    assert not is_run(tmp_path)
-    assert read_rows(tmp_path) == read_events(tmp_path) == []
-    assert read_environment(tmp_path) == {}
+    assert min(reader.read_events(trained)[-1]["spent"].values()) > 0  # steps, checkpoints, condensation and validation
+    assert reader.read_heartbeat(trained) == reader.read_failures(trained) == {}
+    assert reader.read_transitions(trained) == []
+    assert not reader.is_run(tmp_path)
+    assert reader.read_rows(tmp_path) == reader.read_events(tmp_path) == []
+    assert reader.read_environment(tmp_path) == {}
     with pytest.raises(FileNotFoundError):
-        read_config(tmp_path)
+        reader.read_config(tmp_path)

@@ -39,16 +39,12 @@ def python(*arguments, **variables):
 
 def two_nodes(sample, run, start, *options):
     """A start of the run as SLURM makes it: a torchrun of one rank on each of two nodes, with steps of 0.2 s or more."""
-    start = str(start)
     shared = environment() | {
-        **{"SLURM_NNODES": "2", "SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": start, "GLOO_SOCKET_IFNAME": "lo"},
-        **{
-            "TITAN_DISP_START": f"7.{start}",
-            "TITAN_DISP_ENDPOINT": f"127.0.0.1:{free_port()}",
-            "TITAN_DISP_NPROC": "1",
-        },
-        **{"TITAN_DISP_PYTHON": sys.executable, "TITAN_DISP_LOCAL": str(run.parent), "TITAN_DISP_RUN": str(run)},
-        **{"TITAN_DISP_MODULE": "tests.faulty_train", "FAULTS": "slow:1-1000@0", "SLOW": "0.2"},
+        **{"SLURM_NNODES": "2", "SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": str(start), "GLOO_SOCKET_IFNAME": "lo"},
+        **{"TITAN_DISP_START": f"7.{start}", "TITAN_DISP_ENDPOINT": f"127.0.0.1:{free_port()}"},
+        **{"TITAN_DISP_NPROC": "1", "TITAN_DISP_LOCAL": str(run.parent), "TITAN_DISP_RUN": str(run)},
+        **{"TITAN_DISP_PYTHON": sys.executable, "TITAN_DISP_MODULE": "tests.faulty_train"},
+        **{"FAULTS": "slow:1-1000@0", "SLOW": "0.2"},
     }
     command = [
         *("bash", ROOT / "slurm" / "node.sh", "train", "--job.config_file", DEMO, "--job.dump_folder", run),
@@ -56,17 +52,8 @@ def two_nodes(sample, run, start, *options):
     ]
     run.mkdir(exist_ok=True)
     with open(run / "log", "a") as log:
-        return [
-            subprocess.Popen(
-                command,
-                cwd=ROOT,
-                env=shared | {"SLURM_NODEID": str(node)},
-                stdout=log,
-                stderr=log,
-                start_new_session=True,
-            )
-            for node in (0, 1)
-        ]
+        how = {"cwd": ROOT, "stdout": log, "stderr": log, "start_new_session": True}
+        return [subprocess.Popen(command, env=shared | {"SLURM_NODEID": node}, **how) for node in ("0", "1")]
 
 
 def count(file, of):
