@@ -230,10 +230,10 @@ def test_a_save_is_due_forced_or_put_off(start):
 
 
 @pytest.mark.parametrize("with_tokenizer", [True, False])
-def test_the_last_save_for_hugging_face(start, hf_tokenizer, tmp_path, caplog, with_tokenizer):
+def test_the_last_save_for_hugging_face(start, sample, tmp_path, caplog, with_tokenizer):
     """It also writes config and tokenizer, and keeps the weights if it cannot."""
     run = start(last_save_model_only=True, last_save_in_hf=True)
-    run.manager.sd_adapter = Qwen3HfAdapter(flavors["nano"], str(hf_tokenizer if with_tokenizer else tmp_path))
+    run.manager.sd_adapter = Qwen3HfAdapter(flavors["nano"], str(sample / "tokenizer" if with_tokenizer else tmp_path))
     run.manager.sd_adapter.to_hf = dict  # the adapter is another model's
     run.save(4)
     run.save(5, last_step=True)
@@ -371,8 +371,15 @@ def test_the_newest_that_loads_is_resumed_from(start, caplog):
     garble(run.folder / "step-8")
     unfinished(run.folder / "step-9")
     (run.folder / "damaged-8").mkdir()  # from an earlier start
-    again = start()
-    asked = []
+    again, before, asked = start(), run.names, []
+
+    def refuse(step):
+        raise ConfigError("other data")
+
+    again.hooks.check_resume = refuse
+    with pytest.raises(ConfigError, match="^other data$"):  # a refusal is no damage
+        again.manager.load()
+    assert (again.names, again.events) == (before, [])
 
     def check_resume(step):
         asked.append((step, again.loaded))
@@ -422,19 +429,6 @@ def test_none_that_loads_is_no_fresh_start(start):
         again.manager.load()
     assert again.names == ["step-1", "step-2"]
     assert again.events == []
-
-
-def test_a_refusal_is_no_damage(start):
-    run, again = start(), start()
-    run.save(1, 2)
-
-    def check_resume(step):
-        raise ConfigError("other data")
-
-    again.hooks.check_resume = check_resume
-    with pytest.raises(ConfigError, match="^other data$"):
-        again.manager.load()
-    assert again.names == ["step-1", "step-2"]
 
 
 def test_a_step_asked_for(start):
