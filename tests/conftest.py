@@ -13,7 +13,7 @@ import pytest  # noqa: E402
 
 # The longest files, longest first. `make test` gives whole files to its workers in this order (--no-loadscope-reorder),
 # so that no worker begins one of them when the others have nothing left to do.
-LONGEST = ("training", "meshes", "faults", "stream", "sweeps", "evidence", "plan", "config_errors", "report")
+LONGEST = ("training", "meshes", "stream", "sweeps", "evidence", "plan", "config_errors", "report")
 
 
 def pytest_collection_modifyitems(items):
@@ -105,3 +105,19 @@ def hf_tokenizer(tmp_path_factory):
     tokenizer.save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text('{"eos_token": "<|endoftext|>"}')
     return folder
+
+
+@pytest.fixture
+def start(one_rank, tmp_path):
+    """start(name="run", **checkpoint) begins a run of one weight, or starts it again: tests/test_checkpoint.py."""
+    from tests.test_checkpoint import Run
+
+    runs = []
+
+    def start(name="run", **config):
+        runs.append(Run(tmp_path / name, **config))
+        return runs[-1]
+
+    yield start
+    for run in runs:
+        run.manager.close()

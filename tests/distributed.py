@@ -4,15 +4,22 @@ import faulthandler
 import os
 import signal
 import socket
+import time
 import traceback
 import warnings
 from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import wait
 from typing import Any
 
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
 DONE = "done"  # what a rank reports at the end of its work
+LIMIT = 400.0  # seconds of all ranks
+# Seconds that a rank waits for another in a collective call: one that only some ranks make must fail, not hang.
+COLLECTIVE = 60.0
+GRACE = 5.0  # seconds that the others have after a rank has failed
 
 
 def free_port() -> int:
@@ -33,7 +40,7 @@ def _worker(
         OMP_NUM_THREADS="1",
     )
     try:
-        dist.init_process_group("gloo")
+        dist.init_process_group("gloo", timeout=timedelta(seconds=COLLECTIVE))
         faulthandler.enable()  # prints the stack traces if native code crashes
         function(*args)
         dist.barrier()
@@ -47,10 +54,8 @@ def _worker(
 def spawn(world_size: int, function: Callable[..., None], *args: Any) -> None:
     """Run ``function(*args)`` in ``world_size`` ranks.
 
-    A rank that raises fails the test with its traceback. A rank that dies in native code fails it too, and its log shows
-    where Python's threads stood. Only an abort after every rank has done its work, while the process group is destroyed,
-    is a warning: gloo is known to abort at exit. (PyTorch issue 190489 is about such aborts while the interpreter is
-    finalized. The forkserver's children end without that.)
+    A rank that raises, hangs or dies fails the test. Only an abort after every rank has done its work, while the process
+    group is destroyed, is a warning: gloo is known to abort at exit (PyTorch issue 190489).
     """
     exit_codes, told = _run(world_size, function, args)
     failures = "".join(f"\nrank {rank} failed:\n{text}" for rank, text in told if text != DONE)
@@ -67,11 +72,7 @@ def spawn(world_size: int, function: Callable[..., None], *args: Any) -> None:
 def _run(
     world_size: int, function: Callable[..., None], args: tuple[Any, ...]
 ) -> tuple[list[int | None], list[tuple[int, str]]]:
-    """Run the ranks once.
-
-    Returns:
-        The exit codes (None for a rank that hangs), and the reports in order: (rank, traceback or DONE).
-    """
+    """Return the exit codes (None for a rank that hangs), and the reports in order: (rank, traceback or DONE)."""
     # Ranks are forked from one process that has imported everything and has started no threads: this saves seconds per
     # rank.
     context = mp.get_context("forkserver")
@@ -84,8 +85,12 @@ def _run(
     ]
     for process in ranks:
         process.start()
-    for process in ranks:
-        process.join(400)
+    end = time.monotonic() + LIMIT
+    while running := [process for process in ranks if process.exitcode is None]:
+        if any(process.exitcode for process in ranks):
+            end = min(end, time.monotonic() + GRACE)
+        if not wait([process.sentinel for process in running], max(0.0, end - time.monotonic())):
+            break
     exit_codes = [process.exitcode for process in ranks]
     for process in ranks:
         if process.is_alive():

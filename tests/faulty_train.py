@@ -1,17 +1,10 @@
 """``python -m tests.faulty_train``: the trainer with the faults that the environment variable FAULTS asks for.
 
 FAULTS="nan_loss:3@1,inf_gradient:5-9@0" makes the cross-entropy of rank 1 NaN at step 3, and gives rank 0 an infinite
-gradient at steps 5 to 9. The faults are:
-
-nan_loss      the cross-entropy is NaN
-inf_gradient  a gradient is infinite
-crash         an exception; "crash:0@0" raises it before anything is built
-hang          the rank stops itself with SIGSTOP
-freeze        the rank waits forever before the step, as for a file system
-kill          the rank kills itself with SIGKILL
-kill_in_save  the rank kills itself when it next writes a checkpoint
-nospace       the file system is full from this step on
-slow          the step takes SLOW seconds longer, by default 0.5
+gradient at steps 5 to 9. The others: crash (an exception; "crash:0@0" raises it before anything is built), hang (the
+rank stops itself with SIGSTOP), freeze (it waits forever before the step, as for a file system), kill (it kills itself
+with SIGKILL), asked_to_stop (it gets SIGUSR1), kill_in_save (it kills itself when it next writes a checkpoint), nospace
+(the file system is full from this step on) and slow (the step takes SLOW seconds longer, by default 0.5).
 
 FAULTS_ONCE names a file that the first fault creates. Faults do not happen if it exists. (freeze uses one such file per
 rank, so that every named rank freezes once.)
@@ -83,6 +76,8 @@ class FaultyTrainer(DispTrainer):
                 time.sleep(1)
         if active("kill", self.step):
             os.kill(os.getpid(), signal.SIGKILL)
+        if active("asked_to_stop", self.step):
+            os.kill(os.getpid(), signal.SIGUSR1)
         if active("slow", self.step):
             time.sleep(float(os.environ.get("SLOW", "0.5")))
         if active("kill_in_save", self.step):

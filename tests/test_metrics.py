@@ -6,11 +6,11 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torchtitan.distributed import ParallelDims
 
 from tests.command_line import DEMO
-from titan_disp.condensation import heatmap
 from titan_disp.condensation.record import Condensation
 from titan_disp.config.load import load_config
 from titan_disp.data.assignment import Share
@@ -36,13 +36,8 @@ class DamagedFiles:
 
 
 def metrics(run, world_size=1, loader=None, tensorboard=False):
-    options = {
-        "--job.dump_folder": str(run),
-        "--training.seq_len": "32",
-        "--training.global_batch_size": "16",
-        "--training.steps": "100",
-    }
-    config = load_config(["--job.config_file", str(DEMO), *(text for option in options.items() for text in option)])
+    options = ("--training.seq_len", "32", "--training.global_batch_size", "16", "--training.steps", "100")
+    config = load_config(["--job.config_file", str(DEMO), "--job.dump_folder", str(run), *options])
     config.metrics.enable_tensorboard = tensorboard
     dims = ParallelDims(1, world_size, 1, 1, 1, 1, 1, world_size)
     built = DispersionMetrics(config, dims, LossLedger(), loader)
@@ -50,19 +45,36 @@ def metrics(run, world_size=1, loader=None, tensorboard=False):
     return built
 
 
+@pytest.fixture
+def clock(monkeypatch, caplog):
+    """A clock that the test moves, and its messages."""
+    caplog.set_level(logging.INFO)
+    clock = SimpleNamespace(now=5000.0)
+    monkeypatch.setattr(time, "monotonic", lambda: clock.now)
+    monkeypatch.setattr(time, "perf_counter", lambda: clock.now)
+    return clock
+
+
 def log(metrics, step):
     metrics.data_loading_times.append(0.0)
     metrics.log(step, 3.0, 3.0, 1.0)
 
 
-def test_time_left_after_a_resume(one_rank, tmp_path, monkeypatch, caplog):
-    """The pace is that of this start, which first logs at step 41: 10 steps of 512 tokens in 20 s.
+def test_terms_are_those_of_the_logged_step(one_rank, tmp_path):
+    """A step that is not logged leaves nothing in the ledger, and so does a logged one."""
+    logged = metrics(tmp_path)
+    for step in (9, 10, 11, 20):
+        logged.ledger.add(torch.tensor(step * 2.0), torch.tensor(step * -1.0), torch.tensor(2))
+        logged.ledger.add_fit_errors(torch.tensor([1 / step]))
+        if logged.should_log(step):
+            log(logged, step)
+    rows = read_metrics(tmp_path)
+    assert {step: (row["ce"], row["dispersion"]) for step, row in rows.items()} == {10: (10, -5), 20: (20, -10)}
+    assert rows[20]["dispersion_fit_error"] == pytest.approx(0.05)
 
-    25 088 tokens are left.
-    """
-    caplog.set_level(logging.INFO)
-    clock = SimpleNamespace(now=5000.0)
-    monkeypatch.setattr(time, "monotonic", lambda: clock.now)
+
+def test_time_left_after_a_resume(one_rank, tmp_path, clock, caplog):
+    """The pace is that of this start, which first logs at step 41: 10 steps of 512 tokens in 20 s. 25 088 tokens are left."""
     resumed = metrics(tmp_path)
     clock.now += 300  # compilation
     log(resumed, 41)
@@ -83,21 +95,15 @@ def test_many_damaged_files_stop_the_run_when_it_next_logs(one_rank, tmp_path):
     assert {step: row["data"]["skipped_files"] for step, row in read_metrics(tmp_path).items()} == {10: 20, 20: 21}
 
 
-def test_bytes_and_waiting_since_the_last_log(one_rank, tmp_path, monkeypatch, caplog):
+def test_bytes_and_waiting_since_the_last_log(one_rank, tmp_path, clock, caplog):
     """4000 bytes in 8 s, 2 s of them spent waiting; then 600 bytes in 3 s without waiting."""
-    caplog.set_level(logging.INFO)
-    clock = SimpleNamespace(now=100.0)
-    monkeypatch.setattr(time, "perf_counter", lambda: clock.now)
     loader = DamagedFiles(0)
     logged = metrics(tmp_path, loader=loader)
     for seconds, loader.read, loader.waited in ((8, 4000, 2.0), (3, 4600, 2.0)):
         clock.now += seconds
         log(logged, int(clock.now))
-    rates = [
-        (row["data"]["stored_bytes_per_second"], row["data"]["wait_fraction"])
-        for row in read_metrics(tmp_path).values()
-    ]
-    assert rates == [(500.0, 0.25), (200.0, 0.0)]
+    data = [row["data"] for row in read_metrics(tmp_path).values()]
+    assert [(d["stored_bytes_per_second"], d["wait_fraction"]) for d in data] == [(500.0, 0.25), (200.0, 0.0)]
     assert "epochs: 0.375  waiting for data: 25%" in caplog.text
     assert "epochs: 0.375  waiting for data: 0%" in caplog.text
 
@@ -140,7 +146,7 @@ def test_condensation_in_tensorboard(one_rank, tmp_path, monkeypatch):
 
 def test_heatmaps_are_ever_farther_apart(tmp_path, monkeypatch):
     """Measurements are made every 10 steps. All are drawn at first; from step 40 on, only those a quarter later."""
-    monkeypatch.setattr(heatmap, "heatmap", lambda found, title: title)
+    monkeypatch.setattr("titan_disp.condensation.heatmap.heatmap", lambda found, title: title)
     board = TensorBoardFolder(str(tmp_path))
     drawn = []
     monkeypatch.setattr(
@@ -151,36 +157,32 @@ def test_heatmaps_are_ever_farther_apart(tmp_path, monkeypatch):
     assert drawn == [0, 10, 20, 30, 40, 50, 70, 90, 120, 150, 190, 240, 300]
 
 
-def test_a_measurement_does_not_count_in_the_throughput(one_rank, tmp_path, monkeypatch):
+def test_a_measurement_does_not_count_in_the_throughput(one_rank, tmp_path, clock, monkeypatch):
     """Neither the measurement counts, which took 5 s, nor drawing it, which takes 3 s here."""
-    now = 100.0
-    monkeypatch.setattr(time, "perf_counter", lambda: now)
     logged = metrics(tmp_path, tensorboard=True)
     began = logged.time_last_log
 
     def draw(found, step):
-        nonlocal now
-        now += 3
+        clock.now += 3
 
     monkeypatch.setattr(logged._tensorboard, "log_heatmap", draw)
     logged.log_condensation(0, condensed(0.1, 0.2, 0.3), 5.0)
     assert logged.time_last_log == began + 8
-    row = read_json_lines(tmp_path / "metrics.jsonl")[-1]
-    assert row["seconds"] == 8
+    assert read_json_lines(tmp_path / "metrics.jsonl")[-1]["seconds"] == 8
 
 
 def test_tensorboard_hides_what_a_killed_start_wrote_after_its_checkpoint(tmp_path, monkeypatch):
     """The run logs up to step 6, is killed, and resumes from a checkpoint of step 3."""
-    killed = TensorBoardFolder(str(tmp_path))
-    for step in (1, 2, 3, 4, 5, 6):
-        killed.log({"loss": float(step), "norm": 1.0}, step)
-    killed.close()
     now = time.time()
-    monkeypatch.setattr(time, "time", lambda: now + 60)  # files are read in the order of the seconds in their names
-    resumed = TensorBoardFolder(str(tmp_path))
-    resumed.log({"loss": 40.0}, 4)
-    resumed.log({"loss": 50.0}, 5)
-    resumed.close()
+    for seconds, steps in (
+        (0, (1, 2, 3, 4, 5, 6)),
+        (60, (4, 5)),
+    ):  # files are read in the order of the seconds in their names
+        monkeypatch.setattr(time, "time", lambda seconds=seconds: now + seconds)
+        folder = TensorBoardFolder(str(tmp_path))
+        for step in steps:
+            folder.log({"loss": step * (10.0 if seconds else 1.0), **({} if seconds else {"norm": 1.0})}, step)
+        folder.close()
     board = EventAccumulator(str(tmp_path)).Reload()
     assert [(e.step, e.value) for e in board.Scalars("loss")] == [(1, 1), (2, 2), (3, 3), (4, 40), (5, 50)]
     assert [e.step for e in board.Scalars("norm")] == [1, 2, 3]

@@ -13,6 +13,10 @@ def cross_entropy(logits, labels):
     return torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
 
 
+def objective(coeff=lambda step: 0.5, loss=None, **others):
+    return DispersionObjective(cross_entropy, loss or DispersionLoss(**PARAMETERS), coeff, **others)
+
+
 @pytest.fixture
 def batch():
     generator = torch.Generator().manual_seed(0)
@@ -20,7 +24,7 @@ def batch():
     layers = [torch.randn(4, 10, 5, generator=generator).double() for _ in range(3)]
     labels = torch.randint(7, (4, 10), generator=generator)
     labels[0, :7] = -100
-    return logits, layers, labels
+    return logits.requires_grad_(), layers, labels
 
 
 def summed_dispersion(layers, labels):
@@ -31,106 +35,77 @@ def summed_dispersion(layers, labels):
 
 def test_mean_over_valid_tokens_whatever_the_accumulation(batch):
     logits, layers, labels = batch
-    objective = DispersionObjective(cross_entropy, DispersionLoss(**PARAMETERS), lambda step: 0.5)
     valid = (labels != -100).sum()
     expected = (cross_entropy(logits, labels) + 0.5 * summed_dispersion(layers, labels)) / valid
     for size in (1, 2, 4):
         parts = [
-            objective((logits[i : i + size], [z[i : i + size] for z in layers]), labels[i : i + size])
+            objective()((logits[i : i + size], [z[i : i + size] for z in layers]), labels[i : i + size])
             for i in range(0, 4, size)
         ]
         torch.testing.assert_close(sum(parts) / valid, expected)
 
 
-def test_coeff_follows_the_step(batch):
+@pytest.mark.parametrize("step", [0, 3])
+def test_coeff_and_sampled_tokens_follow_the_step(batch, step):
     logits, layers, labels = batch
-    ce, dispersion = cross_entropy(logits, labels), summed_dispersion(layers, labels)
-    for step in (0, 3):
-        objective = DispersionObjective(
-            cross_entropy, DispersionLoss(**PARAMETERS), coeff=float, step=lambda now=step: now
-        )
-        torch.testing.assert_close(objective((logits, layers), labels), ce + step * dispersion)
-
-
-def test_sampled_tokens_follow_the_step(batch):
-    logits, layers, labels = batch
-    loss = DispersionLoss(**PARAMETERS, estimator="sampled", max_tokens=4, seed=5)
-    totals = []
-    for step in (0, 1):
-        objective = DispersionObjective(cross_entropy, loss, lambda step: 2.0, step=lambda now=step: now)
-        totals.append(objective((logits, layers), labels))
-        chosen = [z[:, drawing_order(10, 5, step, layer)[:4]] for layer, z in enumerate(layers)]
-        expected = cross_entropy(logits, labels) + 2.0 * summed_dispersion(chosen, labels)
-        torch.testing.assert_close(totals[-1], expected)
-    assert totals[0] != totals[1]
+    ce = cross_entropy(logits, labels)
+    found = objective(coeff=float, step=lambda: step)((logits, layers), labels)
+    torch.testing.assert_close(found, ce + step * summed_dispersion(layers, labels))
+    sampled = DispersionLoss(**PARAMETERS, estimator="sampled", max_tokens=4, seed=5)
+    found = objective(lambda step: 2.0, sampled, step=lambda: step)((logits, layers), labels)
+    chosen = [z[:, drawing_order(10, 5, step, layer)[:4]] for layer, z in enumerate(layers)]
+    torch.testing.assert_close(found, ce + 2.0 * summed_dispersion(chosen, labels))
 
 
 def test_plain_logits_give_cross_entropy(batch):
     logits, _, labels = batch
-    objective = DispersionObjective(cross_entropy, DispersionLoss(**PARAMETERS), lambda step: 0.5)
-    assert torch.equal(objective(logits, labels), cross_entropy(logits, labels))
-
-
-def test_plain_logits_are_recorded(batch):
-    logits, _, labels = batch
     ledger = LossLedger()
-    objective = DispersionObjective(
-        cross_entropy, DispersionLoss(**PARAMETERS), lambda step: 0.5, ledger=ledger, ignore_index=-100
-    )
-    ce = objective(logits.requires_grad_(), labels)
+    ce = objective(ledger=ledger)(logits, labels)
+    assert torch.equal(ce, cross_entropy(logits, labels))
     assert ledger.mean(None) == {"ce": pytest.approx(ce.item() / (labels != -100).sum().item()), "dispersion": 0.0}
 
 
 def test_ledger_sums_over_batches_of_different_sizes():
     ledger = LossLedger()
+    assert ledger.non_finite() is None
     for ce, dispersion, count in ((1.0, 2.0, 3), (5.0, -1.0, 1)):
         ledger.add(torch.tensor(ce), torch.tensor(dispersion), torch.tensor(count))
     assert ledger.mean(None) == {"ce": 1.5, "dispersion": 0.25}
+    for dispersion in (float("inf"), 2.0):  # it knows which term is not finite
+        ledger.add(torch.tensor(1.0), torch.tensor(dispersion), torch.tensor(3))
+    assert ledger.non_finite().tolist() == [False, True]
 
 
 def test_ledger_keeps_terms_apart_and_unscaled(batch):
     logits, layers, labels = batch
     ledger = LossLedger()
-    objective = DispersionObjective(cross_entropy, DispersionLoss(**PARAMETERS), lambda step: 0.5, ledger=ledger)
     assert ledger.mean(None) is None
     with torch.no_grad():  # validation must not show in the training curves
-        objective(logits, labels)
+        objective(ledger=ledger)((logits, layers), labels)
     assert ledger.mean(None) is None
     for _ in range(3):
-        loss = objective((logits.requires_grad_(), layers), labels)
+        loss = objective(ledger=ledger)((logits, layers), labels)
     assert not ledger._sums.requires_grad  # or it would keep the graph of every step until the next log
-    terms = ledger.mean(None)
-    total = loss.item() / (labels != -100).sum().item()
-    assert terms["ce"] + 0.5 * terms["dispersion"] == pytest.approx(total, abs=1e-12)
+    terms, valid = ledger.mean(None), (labels != -100).sum().item()
+    assert terms["dispersion"] == pytest.approx(summed_dispersion(layers, labels).item() / valid)
+    assert terms["ce"] + 0.5 * terms["dispersion"] == pytest.approx(loss.item() / valid, abs=1e-12)
     ledger.reset()
     assert ledger.mean(None) is None
-
-
-def test_ledger_knows_which_term_is_not_finite():
-    ledger = LossLedger()
-    assert ledger.non_finite() is None
-    for ce, dispersion in ((1.0, 2.0), (1.0, float("inf")), (1.0, 2.0)):
-        ledger.add(torch.tensor(ce), torch.tensor(dispersion), torch.tensor(3))
-    assert ledger.non_finite().tolist() == [False, True]
 
 
 def test_ledger_receives_the_worst_fit_of_training(batch):
     logits, layers, labels = batch
     ledger, errors = LossLedger(), []
-    loss = DispersionLoss(**PARAMETERS, estimator="moments")
-    loss(layers, fit_errors=errors)
-    objective = DispersionObjective(cross_entropy, loss, lambda step: 0.5, ledger=ledger)
+    moments = DispersionLoss(**PARAMETERS, estimator="moments")
+    moments(layers, fit_errors=errors)
     with torch.no_grad():
-        objective((logits, layers), labels)
+        objective(loss=moments, ledger=ledger)((logits, layers), labels)
     assert ledger.worst_fit(None) is None
-    objective((logits, layers), labels)
-    assert ledger.worst_fit(None) == max(error.max().item() for error in errors)
-
-
-def test_ledger_keeps_the_worst_fit_until_it_is_reset():
-    ledger = LossLedger()
-    for errors in ([[0.1, 0.2]], [[0.3, 0.1]], [[0.2, 0.2]]):
-        ledger.add_fit_errors(torch.tensor(errors))
-    assert ledger.worst_fit(None) == pytest.approx(0.3)
+    objective(loss=moments, ledger=ledger)((logits, layers), labels)
+    worst = max(error.max().item() for error in errors)
+    assert ledger.worst_fit(None) == worst
+    for more, kept in ((worst / 2, worst), (worst + 0.25, worst + 0.25), (worst, worst + 0.25)):
+        ledger.add_fit_errors(torch.tensor([[more, 0.0]], dtype=torch.float64))
+        assert ledger.worst_fit(None) == pytest.approx(kept)
     ledger.reset()
     assert ledger.worst_fit(None) is None

@@ -1,4 +1,4 @@
-"""Signals and the stop file ask a run to stop. tests/test_faults.py and tests/slurm test what the run does then."""
+"""Signals and the stop file ask a run to stop. tests/test_run_ends.py and tests/slurm test what the run does then."""
 
 import errno
 import os

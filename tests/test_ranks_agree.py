@@ -1,20 +1,23 @@
 """What one of two ranks knows, both do: bad steps, flags, damaged files, saves and loads that failed. One spawn for all."""
 
+import json
 import math
 from pathlib import Path
 
 import pytest
 import torch.distributed as dist
+import xxhash
 from torch.distributed.checkpoint.filesystem import FileSystem
 
 from tests.distributed import spawn
-from tests.test_checkpoint import Run, full_disk
+from tests.test_checkpoint import Run, flip, full_disk
 from tests.test_guard import Training
 from tests.test_metrics import DamagedFiles, metrics
 from titan_disp.data.files import on_rank_0
 from titan_disp.errors import CheckpointError, ConfigError, DataError, NonFiniteError
+from titan_disp.run import integrity
 from titan_disp.run.identity import read_identity
-from titan_disp.run.integrity import checkpoints
+from titan_disp.run.integrity import checkpoints, damage
 
 GOOD = ((1.0, -2.0), {})
 
@@ -109,6 +112,37 @@ def check_saves_and_loads(folder):
     assert run.names == ["damaged-3", "step-2", "step-4"]
 
 
+def check_damage(folder):
+    """Each rank writes and hashes its own files, and verifies a share of all files. All agree on what is damaged."""
+    run = Run(folder)
+    run.save(1, 2, 3)
+    newest = run.folder / "step-3"
+    names = {path.name for path in newest.glob("*.distcp")}
+    assert len(names) == 2, names
+    files = json.loads((newest / "hashes.json").read_text())["files"]
+    assert files == {n: xxhash.xxh3_128_hexdigest((newest / n).read_bytes()) for n in names | {".metadata"}}
+    dist.barrier()
+    if dist.get_rank() == 0:
+        for step, name in ((3, "__1_0.distcp"), (2, "__0_0.distcp")):
+            flip(run.folder / f"step-{step}" / name, 4321)
+    dist.barrier()
+    # The sorted files are shared by rank: .metadata and __1_0 belong to rank 0, __0_0 to rank 1.
+    assert [damage(newest, rank, 2) is None for rank in (0, 1)] == [False, True]
+    assert [damage(run.folder / "step-2", rank, 2) is None for rank in (0, 1)] == [True, False]
+    again = Run(folder)
+    # Without agreement, one rank would load what the other passes over, and wait for it.
+    reasons = [again.manager._damage(str(run.folder / f"step-{step}")) for step in (1, 2, 3)]
+    assert [reason and reason.split()[0] for reason in reasons] == [None, "__0_0.distcp", "__1_0.distcp"]
+    assert again.manager.load()
+    assert again.loaded == (1, 1)
+    dist.barrier()
+    assert again.names == ["damaged-2", "damaged-3", "step-1"]
+    read, hash_file = [], integrity.hash_file
+    integrity.hash_file = lambda path, *others: read.append(path.name) or hash_file(path)
+    assert again.manager._damage(str(run.folder / "step-1")) is None
+    assert read == ([".metadata", "__1_0.distcp"] if dist.get_rank() == 0 else ["__0_0.distcp"])
+
+
 def check_errors_of_rank_0(folder):
     """Every error for the user reaches each rank as it is, so that one message is printed and no traceback."""
     for kind in (ConfigError, CheckpointError, NonFiniteError):
@@ -128,6 +162,7 @@ def run_all(folder):
     check_verdicts()
     check_data_metrics(Path(folder) / "logged")
     check_saves_and_loads(Path(folder) / "saved")
+    check_damage(Path(folder) / "damaged")
     check_errors_of_rank_0(Path(folder))
 
 

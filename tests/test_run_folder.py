@@ -1,33 +1,23 @@
 """The files of a run's folder survive kills and broken nodes; a second job is refused; changes of the config are named."""
 
 import json
+import logging
 import os
 import re
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torchtitan.config import JobConfig
 
 from tests.command_line import ROOT
 from tests.distributed import spawn
-from titan_disp.errors import ConfigError
+from titan_disp.errors import ConfigError, InUseError
+from titan_disp.run import reader
 from titan_disp.run.folder import RunFolder, append_json, write_json
 from titan_disp.run.liveness import straggler
-from titan_disp.run.reader import (
-    is_run,
-    read_condensation,
-    read_config,
-    read_environment,
-    read_events,
-    read_failures,
-    read_heartbeat,
-    read_json_lines,
-    read_metrics,
-    read_rows,
-    read_transitions,
-    read_validation,
-)
 
 
 def job_config(folder, **training):
@@ -39,91 +29,93 @@ def job_config(folder, **training):
 
 
 def started(config, world_size=1):
-    """Open a run's folder as a start does that nothing refuses."""
     folder = RunFolder(config, world_size)
     folder.record_start()
     return folder
 
 
-def test_a_line_cut_by_a_kill_spoils_itself_only(tmp_path):
+def test_lines_that_a_kill_or_a_dead_node_cut(tmp_path):
+    """They spoil themselves only. Of a repeated step, the last line counts."""
     file = tmp_path / "metrics.jsonl"
     append_json(file, {"step": 1, "loss": 3.0})
     append_json(file, {"step": 2, "loss": 2.5})
     with open(file, "ab+") as f:
         f.truncate(f.tell() - 6)
     append_json(file, {"step": 2, "loss": 2.25})
-    append_json(file, {"step": 3, "loss": 2.0})
-    assert [r["step"] for r in read_json_lines(file)] == [1, 2, 3]
-    assert read_metrics(tmp_path)[2]["loss"] == 2.25
-
-
-def test_what_a_dead_node_left_spoils_itself_only(tmp_path):
-    """Pages that never reached the disk are zeros or what was there before, in the middle of a file."""
-    file = tmp_path / "metrics.jsonl"
-    append_json(file, {"step": 1, "loss": 3.0})
-    with open(file, "ab") as f:
+    with open(file, "ab") as f:  # pages that never reached the disk are zeros or what was there before
         f.write(b"\0" * 40 + b"\xff\xfe\x80 12\n7\n[1]\n")
-    append_json(file, {"step": 2, "loss": 2.5})
-    assert read_json_lines(file) == [{"step": 1, "loss": 3.0}, {"step": 2, "loss": 2.5}]
+    append_json(file, {"step": 3, "loss": 2.0})
+    append_json(file, {"step": 2, "loss": 4.5})
+    append_json(file, {"step": 2, "condensation": {}})  # no training step
+    assert [r["step"] for r in reader.read_json_lines(file)] == [1, 2, 3, 2, 2]
+    assert {step: row["loss"] for step, row in reader.read_metrics(tmp_path).items()} == {1: 3.0, 2: 4.5, 3: 2.0}
+    assert list(reader.read_metrics(tmp_path)) == [1, 2, 3]
 
 
 def test_a_file_is_on_disk_before_it_has_its_name(tmp_path, monkeypatch):
     """Else a node that dies may leave an empty config.json, and no start of the run would get past it."""
     done, fsync, replace = [], os.fsync, os.replace
     monkeypatch.setattr(os, "fsync", lambda fd: (done.append(os.readlink(f"/proc/self/fd/{fd}")), fsync(fd)))
-    monkeypatch.setattr(
-        os, "replace", lambda old, new: (done.append(str(old)), done.append(str(new)), replace(old, new))
-    )
+    monkeypatch.setattr(os, "replace", lambda *names: (done.extend(map(str, names)), replace(*names)))
     write_json(tmp_path / "config.json", {"a": 1})
     partial = str(tmp_path / ".config.json.partial")
     assert done == [partial, partial, str(tmp_path / "config.json")]
     assert json.loads((tmp_path / "config.json").read_text()) == {"a": 1}
 
 
-def test_repeated_steps_the_last_counts(tmp_path):
-    for step, loss in ((1, 5.0), (2, 4.0), (3, 3.0), (2, 4.5)):
-        append_json(tmp_path / "metrics.jsonl", {"step": step, "loss": loss})
-    append_json(tmp_path / "metrics.jsonl", {"step": 2, "condensation": {}})  # no training step
-    metrics = read_metrics(tmp_path)
-    assert list(metrics) == [1, 2, 3]
-    assert metrics[2]["loss"] == 4.5
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (b'{"job": {"dump_fol', "Unterminated string"),
+        (b"", "Expecting value"),
+        (b"\xff\xfe\x00", "codec can't decode"),
+        (b"[1, 2]", "it holds a list, expected an object"),
+    ],
+)
+def test_a_garbled_config_is_one_error(tmp_path, content, reason):
+    (tmp_path / "config.json").write_bytes(content)
+    with pytest.raises(ConfigError, match=f"{reason}.*To continue, move it away"):
+        RunFolder(job_config(tmp_path), 1)
+    assert (tmp_path / "config.json").read_bytes() == content
 
 
-def test_second_job_is_refused_and_the_first_unharmed(tmp_path):
+def test_second_job_is_refused_and_the_first_unharmed(tmp_path, monkeypatch):
     first = started(job_config(tmp_path))
     before = (tmp_path / "config.json").read_bytes()
-    with pytest.raises(ConfigError, match="in use by another job.*pid"):
+    with pytest.raises(InUseError, match="in use by another job.*pid"):
         RunFolder(job_config(tmp_path, steps=7), world_size=1)
     assert (tmp_path / "config.json").read_bytes() == before
+    assert first.locked
     first.close()
+    assert not first.locked
     RunFolder(job_config(tmp_path), world_size=1).close()
+
+    def no_locks(*args):
+        raise OSError(38, "Function not implemented")
+
+    monkeypatch.setattr("fcntl.flock", no_locks)  # as on some network file systems: the folder may be another job's
+    without = RunFolder(job_config(tmp_path), 1)
+    assert not without.locked
+    without.close()
 
 
 def test_a_start_that_is_refused_leaves_the_config_of_the_run(tmp_path):
     """The folder is opened before everything is checked: a refused start closes it without a record of itself."""
     started(job_config(tmp_path, steps=5)).close()
     before = {name: (tmp_path / name).read_bytes() for name in ("config.json", "environment.json")}
-    RunFolder(job_config(tmp_path, steps=9), world_size=3).close()
+    refused = RunFolder(job_config(tmp_path, steps=9), world_size=3)
+    assert refused.config_changes == {"training.steps": [5, 9]}
+    refused.close()
     assert {name: (tmp_path / name).read_bytes() for name in before} == before
     started(job_config(tmp_path, steps=9), world_size=3).close()
     assert json.loads((tmp_path / "config.json").read_text())["training"]["steps"] == 9
     assert json.loads((tmp_path / "environment.json").read_text())["world_size"] == 3
 
 
-def test_config_changes_are_named(tmp_path):
-    started(job_config(tmp_path, steps=5)).close()
-    again = RunFolder(job_config(tmp_path, steps=9), world_size=1)
-    assert again.config_changes == {"training.steps": [5, 9]}
-    again.close()
-
-
-def test_unwritable_folder(tmp_path):
+def test_a_folder_that_is_not_writable(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="not writable"):
         RunFolder(job_config(tmp_path / "file" / "run"), world_size=1)
-
-
-def test_a_disk_that_is_full_when_the_start_is_recorded(tmp_path, monkeypatch):
     folder = RunFolder(job_config(tmp_path), world_size=1)
 
     def full(path, content):
@@ -136,21 +128,37 @@ def test_a_disk_that_is_full_when_the_start_is_recorded(tmp_path, monkeypatch):
 
 
 def two_starts(sample, folder):
-    """Train four steps in two starts, and keep what the heartbeat says before each start ends."""
+    """Train four steps in two starts. Keep the last heartbeat, and the console. A start of a copy finds it complete."""
     from tests.mesh import build
 
-    run = Path(folder) / "run"
-    for steps in ("2", "4"):
+    folder = Path(folder)
+    logging.basicConfig(filename=folder / "console", level=logging.INFO, format="%(message)s")
+    for name, steps, lr in (("run", 2, "8e-4"), ("run", 4, "8e-4"), ("copy", 4, "0.5")):
+        if name == "copy":
+            shutil.copytree(folder / "run", folder / "copy")
+            logging.disable()
         trainer = build(
-            *(sample, run, "--training.steps", steps, "--stream.prefetch", "0", "--metrics.log_freq", "1"),
+            *(sample, folder / name, "--training.steps", str(steps), "--stream.prefetch", "0", "--optimizer.lr", lr),
             *("--checkpoint.enable", "--checkpoint.interval", "2", "--metrics.enable_tensorboard"),
-            *("--condensation.interval", "2", "--condensation.sequences", "2", "--validation.enable"),
-            *("--validation.dataset", "c4", "--validation.dataset_path", sample, "--validation.freq", "2"),
+            *("--metrics.log_freq", "1", "--guard.max_skipped_steps", "7", "--validation.enable"),
+            *("--condensation.interval", "2", "--condensation.sequences", "2", "--validation.freq", "2"),
+            *("--validation.dataset", "c4", "--validation.dataset_path", sample),
             *("--validation.steps", "1", "--validation.seq_len", "32", "--validation.local_batch_size", "2"),
         )
+        saved, guard = trainer.checkpointer, trainer.optimizers
+        assert saved.hooks is saved.states["train_state"] is trainer
+        assert saved.states["identity"].content["hidden_dim"] == 192
+        assert guard.max_skipped_steps == 7
+        assert trainer.owns_folder()
         trainer.train()
-        shutil.copy(run / "heartbeat.json", Path(folder) / "heartbeat.json")
+        assert guard._counts.tolist() == [steps, 0, 0]  # also after the resume
+        assert trainer.healthy()
+        guard._counts[2] = 1
+        assert not trainer.healthy()
+        if name == "run":
+            shutil.copy(folder / "run" / "heartbeat.json", folder)
         trainer.close()
+    assert (folder / "copy" / "config.json").read_bytes() == (folder / "run" / "config.json").read_bytes()
 
 
 @pytest.fixture(scope="module")
@@ -169,36 +177,35 @@ def named(heading=None):
 
 
 def test_the_page_names_every_file(trained):
-    general = (
+    general = [
         (r"step-\d+", "step-N"),
         (r"__\d+_\d+", "__RANK_I"),
         (r"^tb/.*", "tb/"),
         (r"^checkpoint/step-N/(?=.)", ""),
-    )
+    ]
     found = set()
-    for path in trained.rglob("*"):
-        if path.is_file():
-            name = str(path.relative_to(trained))
-            for pattern, words in general:
-                name = re.sub(pattern, words, name)
-            found.add(name)
+    for path in filter(Path.is_file, trained.rglob("*")):
+        name = str(path.relative_to(trained))
+        for pattern, words in general:
+            name = re.sub(pattern, words, name)
+        found.add(name)
     assert found <= named()
     assert len(found) == 10
 
 
 def test_the_page_names_every_field(trained):
-    config, environment = read_config(trained), read_environment(trained)
+    config, environment = reader.read_config(trained), reader.read_environment(trained)
     assert config.keys() | environment.keys() <= named("config.json and environment.json")
-    events, rows = read_events(trained), read_rows(trained)
+    events, rows = reader.read_events(trained), reader.read_rows(trained)
     assert {event["event"] for event in events} == {"start", "checkpoint", "complete", "resume"}
     assert {key for event in events for key in event} <= named("events.jsonl")
-    measured = [row for row in read_json_lines(trained / "metrics.jsonl") if "condensation" in row]
+    measured = [row for row in reader.read_json_lines(trained / "metrics.jsonl") if "condensation" in row]
     fields = {key for row in (*rows, *measured) for key in row}
     fields |= {key for row in rows for part in ("data", "spent") for key in row[part]}
     fields |= {key for row in measured for key in row["condensation"]}
     assert fields | {"spearman", "kendall", "range"} <= named("metrics.jsonl")
     assert {"rank", "host", "seconds", "median"} == straggler([1.0, 9.0], ["a", "b"]).keys() <= named("metrics.jsonl")
-    beat = read_heartbeat(trained.parent)
+    beat = reader.read_heartbeat(trained.parent)
     assert beat["step"] == 4
     assert beat.keys() <= named("heartbeat.json")
     hashes = json.loads((trained / "checkpoint" / "step-4" / "hashes.json").read_text())
@@ -213,18 +220,49 @@ def test_the_page_names_every_event():
     assert {name for names in written for name in names if name} == set(re.findall(r"`(\w+)`", "".join(cells)))
 
 
+def test_what_is_said_of_a_run(trained):
+    console = (trained.parent / "console").read_text()
+    assert re.search(
+        r"Goodput of this start: \d+\.\d%, 0:\d\d:\d\d in steps that count, of 0:\d\d:\d\d;.* start-up", console
+    )
+    assert "Goodput of all 2 starts: " in console
+    assert f"Checkpoints: {trained}/checkpoint" in console
+    assert f"tensorboard --logdir {trained}/tb" in console
+    measured = reader.read_condensation(trained)[4]
+    cosines = console.split("embedding → last block: ")[-1].split("  ")[0].split()
+    assert cosines == [f"{c:.2f}" for c in measured["mean_cosine"][:-1]]
+    # The last lines: how condensation went.
+    numbers = (f"{measured['cross_entropy']:.3f}", f"{np.mean(measured['mean_cosine'][1:7]):.2f}")
+    assert re.search(rf" 4 +{numbers[0]} +{numbers[1]}", console.split("On held-out text")[-1])
+    rows = reader.read_metrics(trained)
+    for step, row in rows.items():
+        assert row["loss"] == pytest.approx(row["ce"] + row["dispersion"], abs=1e-5)  # λ is 1
+        assert row["tokens"] == step * 8 * 32
+    board = EventAccumulator(str(trained / "tb")).Reload()
+    for tag, key in (
+        ("n_tokens_seen", "tokens"),
+        ("loss_metrics/dispersion", "dispersion"),
+        ("grad_norm", "grad_norm"),
+    ):
+        assert [(e.step, e.value) for e in board.Scalars(tag)] == [(s, pytest.approx(rows[s][key])) for s in rows]
+    events = {event["event"]: event for event in reader.read_events(trained)}  # of the second start
+    began, end = events["resume"], events["complete"]
+    assert began["allocated"] < began["time"]
+    assert 0 < sum(end["spent"].values()) <= end["time"] - began["allocated"] + 0.01
+
+
 def test_what_is_read_of_a_run(trained, tmp_path):
-    assert is_run(trained)
-    assert list(read_metrics(trained)) == [1, 2, 3, 4]
-    assert list(read_condensation(trained)) == [0, 2, 4]
-    losses = read_validation(trained)
+    assert reader.is_run(trained)
+    assert list(reader.read_metrics(trained)) == [1, 2, 3, 4]
+    assert list(reader.read_condensation(trained)) == [0, 2, 4]
+    losses = reader.read_validation(trained)
     assert list(losses) == [1, 2, 4]
     assert all(loss == pytest.approx(8.5, abs=0.5) for loss in losses.values())
-    assert min(read_events(trained)[-1]["spent"].values()) > 0  # steps, checkpoints, condensation and validation
-    assert read_heartbeat(trained) == read_failures(trained) == {}
-    assert read_transitions(trained) == []
-    assert not is_run(tmp_path)
-    assert read_rows(tmp_path) == read_events(tmp_path) == []
-    assert read_environment(tmp_path) == {}
+    assert min(reader.read_events(trained)[-1]["spent"].values()) > 0  # steps, checkpoints, condensation and validation
+    assert reader.read_heartbeat(trained) == reader.read_failures(trained) == {}
+    assert reader.read_transitions(trained) == []
+    assert not reader.is_run(tmp_path)
+    assert reader.read_rows(tmp_path) == reader.read_events(tmp_path) == []
+    assert reader.read_environment(tmp_path) == {}
     with pytest.raises(FileNotFoundError):
-        read_config(tmp_path)
+        reader.read_config(tmp_path)

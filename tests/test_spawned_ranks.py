@@ -2,45 +2,45 @@
 
 import os
 import signal
+import time
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from tests import distributed
 from tests.distributed import spawn
 
 
 def fail_on_one():
+    """While the other hangs."""
     if dist.get_rank() == 1:
         raise ValueError("broken on purpose")
+    time.sleep(300)
 
 
-def die_at_work(first):
-    """Once: another try would pass."""
-    if dist.get_rank() == 1 and not first.exists():
-        first.touch()
+def die_at_work():
+    if dist.get_rank() == 1:
         os.kill(os.getpid(), signal.SIGABRT)
 
 
-def die_at_exit():
-    dist.destroy_process_group = lambda: os.kill(os.getpid(), signal.SIGABRT)
+def die_at_exit(number):
+    dist.destroy_process_group = lambda: os.kill(os.getpid(), number)
 
 
-def segfault_at_exit():
-    dist.destroy_process_group = lambda: os.kill(os.getpid(), signal.SIGSEGV)
-
-
-def test_ranks_that_fail_or_die_fail_the_test(tmp_path):
+@pytest.mark.timeout(120)
+def test_ranks_that_fail_or_die_fail_the_test(monkeypatch):
     """All but an abort after all work, which gloo is known for."""
+    monkeypatch.setattr(distributed, "GRACE", 0.1)
     with pytest.raises(AssertionError, match="rank 1 failed:(.|\n)*broken on purpose"):
         spawn(2, fail_on_one)
     with pytest.raises(AssertionError, match="died at work"):
-        spawn(2, die_at_work, tmp_path / "first")
+        spawn(2, die_at_work)
     with pytest.raises(AssertionError, match="-11"):
-        spawn(2, segfault_at_exit)
+        spawn(2, die_at_exit, signal.SIGSEGV)
     with pytest.warns(UserWarning, match="after their work"):
-        spawn(2, die_at_exit)
+        spawn(2, die_at_exit, signal.SIGABRT)
 
 
 def count_threads():

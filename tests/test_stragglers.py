@@ -1,4 +1,4 @@
-"""Who is waited for: by hand-made times, and by a clock that the test moves. With real ranks: tests/test_faults.py."""
+"""Who is waited for: by hand-made times, and by a clock that the test moves. With real ranks: tests/test_run_ends.py."""
 
 import pytest
 

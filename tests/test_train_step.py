@@ -1,18 +1,13 @@
-"""What the trainer does with what the ranks agreed on in a step, and how it puts its parts together. No model is trained."""
+"""What the trainer does with what the ranks agreed on in a step. No model is trained."""
 
 import time
 from types import SimpleNamespace
 
 import pytest
-import torch
-from torch import nn
-from torchtitan.components.optimizer import OptimizersContainer
 from torchtitan.train import Trainer
 
 from titan_disp import train
-from titan_disp.config.load import load_config
 from titan_disp.errors import EXIT_CODE, CheckpointError, ConfigError, DataError, NonFiniteError
-from titan_disp.models.qwen3 import flavors
 from titan_disp.run.liveness import Clock
 from titan_disp.train import DispTrainer
 
@@ -26,10 +21,8 @@ def trainer(monkeypatch):
     trainer.step, trainer.last_step = 5, 9
     trainer.optimizers = SimpleNamespace(bad_terms=[], in_a_row=0, agreed={"stop": False, "save_failed": False})
     trainer.checkpointer = SimpleNamespace(wait=lambda: calls.append("wait"), force=lambda: calls.append("force"))
-    trainer.job_config = SimpleNamespace(
-        condensation=SimpleNamespace(interval=5),
-        comm=SimpleNamespace(mode="default", train_timeout_seconds=77),
-    )
+    comm = SimpleNamespace(mode="default", train_timeout_seconds=77)
+    trainer.job_config = SimpleNamespace(condensation=SimpleNamespace(interval=5), comm=comm)
     trainer.parallel_dims = None
     trainer.clock = Clock(0.0)
     trainer.heartbeat = SimpleNamespace(begin=lambda doing, step: None, step=lambda step: None)
@@ -41,29 +34,24 @@ def trainer(monkeypatch):
     return trainer
 
 
-def test_a_good_step(trainer):
+@pytest.mark.parametrize(
+    ("step", "agreed", "calls", "goes_on"),
+    [
+        (5, {}, [77, "condensation"], True),
+        (6, {}, [77], True),
+        (5, {"stop": True}, [77, "force"], False),
+        (9, {}, [77, "force"], False),  # budget.stop_at_tokens may end it at any step, of which none needs a checkpoint
+    ],
+)
+def test_what_follows_a_step(trainer, step, agreed, calls, goes_on):
     """Time-outs become shorter once, after the first step of a start; TorchTitan does that after step 1 only."""
+    trainer.step = step
+    trainer.optimizers.agreed |= agreed
     trainer.train_step(iter(()))
-    assert trainer.calls == [77, "condensation"]
-    assert trainer.should_continue_training()
-    trainer.step = 6
+    assert trainer.calls == calls
+    assert trainer.should_continue_training() == goes_on
     trainer.train_step(iter(()))
-    assert trainer.calls == [77, "condensation"]
-
-
-def test_asked_to_stop(trainer):
-    trainer.optimizers.agreed["stop"] = True
-    trainer.train_step(iter(()))
-    assert trainer.calls == [77, "force"]
-    assert not trainer.should_continue_training()
-
-
-def test_the_last_step_of_this_job(trainer):
-    """budget.stop_at_tokens may end it at any step, of which none needs a checkpoint."""
-    trainer.step = 9
-    trainer.train_step(iter(()))
-    assert trainer.calls == [77, "force"]
-    assert not trainer.should_continue_training()
+    assert trainer.calls == calls + calls[1:]
 
 
 def test_an_asynchronous_save_that_failed_on_another_rank(trainer):
@@ -111,37 +99,6 @@ def test_a_start_that_trains_nothing_says_where_the_run_stands(trainer):
     reason = "the file RUN/stop was there before the start"
     assert stop == ("stop", 6, {"allocated": 123.0, "reason": reason})
     assert complete == ("complete", 9, {"allocated": 123.0})
-
-
-def test_the_checkpointer_knows_the_guard_and_the_data(one_rank, tmp_path):
-    model, config = (
-        nn.Linear(1, 1),
-        load_config(["--model.name", "qwen3_disp", "--job.dump_folder", str(tmp_path), "--checkpoint.enable"]),
-    )
-    trainer = object.__new__(DispTrainer)
-    optimizers = OptimizersContainer([model], torch.optim.SGD, {"lr": 0.1})
-    optimizers.in_a_row = 0
-    trainer.job_config, trainer.train_spec = config, SimpleNamespace(state_dict_adapter=None)
-    trainer.model_args, trainer.model_parts, trainer.optimizers = flavors["nano"], [model], optimizers
-    trainer.dataloader = trainer.lr_schedulers = None
-    trainer.clock, trainer.calls = Clock(0.0), []
-    trainer.heartbeat = SimpleNamespace(begin=lambda doing, step: trainer.calls.append((doing, step)))
-    manager = trainer._build_checkpointer()
-    try:
-        assert manager.folder == str(tmp_path / "checkpoint")
-        assert manager.states["train_state"] is trainer
-        kept = manager.states["identity"].content
-        assert (kept["model.name"], kept["baseline.method"], kept["hidden_dim"]) == ("qwen3_disp", "none", 192)
-        assert manager.hooks is trainer
-        assert trainer.healthy()
-        optimizers.in_a_row = 1
-        assert not trainer.healthy()
-        with trainer.busy("save", 3):
-            assert trainer.calls == [("save", 3)]
-            time.sleep(0.01)
-        assert trainer.clock.spent()["checkpoints"] >= 0.01
-    finally:
-        manager.close()
 
 
 @pytest.mark.parametrize("error", [ConfigError, CheckpointError, DataError, NonFiniteError])
