@@ -1,6 +1,5 @@
 """Files of the hub as they are read: by how many requests, and through which faults of the server."""
 
-import json
 import os
 import random
 from collections import Counter
@@ -10,9 +9,9 @@ import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
-from isal import igzip
 
 from tests.fake_hub import COMMIT, FakeHub
+from tests.streams import write_texts
 from titan_disp.data import storage
 from titan_disp.data.assignment import Assignment
 from titan_disp.data.documents import Documents
@@ -101,14 +100,7 @@ def test_an_answer_that_ends_early_is_continued(hub, monkeypatch, fault):
 def test_a_file_is_known_by_its_beginning_however_little_comes_at_once(hub, monkeypatch, suffix):
     """A single byte of gzip's two would be no gzip, and the file damaged."""
     monkeypatch.setattr(storage, "FIRST_PAUSE", 0.0001)
-    path, line = hub.datasets["some/data"] / f"a.{suffix}", b'{"text": "7"}\n'
-    if suffix == "parquet":
-        pyarrow.parquet.write_table(pyarrow.table({"text": ["7"]}), path)
-    elif suffix == "json.zst":
-        with pyarrow.CompressedOutputStream(str(path), "zstd") as out:
-            out.write(line)
-    else:
-        path.write_bytes(igzip.compress(line) if suffix == "json.gz" else line)
+    path = write_texts(hub.datasets["some/data"] / f"a.{suffix}", ["7"])
     hub.short = 1 if suffix != "parquet" else 100
     assert numbers_of(Documents(on_hub(hub, path.name), StreamOptions())) == [7]
 
@@ -217,7 +209,7 @@ def corpus(tmp_path_factory):
             number += 1
         path = folder / f"train-{number // DOCUMENTS}.{kind}"
         if kind == "json.gz":
-            path.write_bytes(igzip.compress("".join(json.dumps({"text": t}) + "\n" for t in texts).encode(), 1))
+            write_texts(path, texts)
         else:
             table = pyarrow.table({"id": [t[:50] * 20 for t in texts], "text": texts, "url": [t[-999:] for t in texts]})
             pyarrow.parquet.write_table(table, path, row_group_size=20, compression="zstd")
@@ -253,9 +245,8 @@ def test_a_file_is_the_same_through_broken_connections(corpus_on_hub):
     hub, files = corpus_on_hub
     hub.cut = 3_000_000
     for index in (0, 2):
-        assert numbers_of(Documents(files[index], StreamOptions())) == list(
-            range(index * DOCUMENTS, (index + 1) * DOCUMENTS)
-        )
+        numbers = list(range(index * DOCUMENTS, (index + 1) * DOCUMENTS))
+        assert numbers_of(Documents(files[index], StreamOptions())) == numbers
     assert len(hub.ranges) > 8
 
 

@@ -4,10 +4,9 @@ import json
 
 import pytest
 from sentencepiece import SentencePieceProcessor
-from tokenizers import Tokenizer
-from transformers import AutoTokenizer
+from tokenizers import Tokenizer, processors
 
-from tests.json_lines import records
+from tests.streams import VALIDATION_FILE, texts_of
 from titan_disp.data.files import list_files
 from titan_disp.data.fingerprint import differences, fingerprint
 from titan_disp.data.hf_tokenizer import plain_encoder
@@ -35,8 +34,6 @@ def test_tokenizer_protocol(sample, hf_tokenizer, kind):
 @pytest.mark.parametrize("template", [False, True])
 def test_encoder_agrees_with_torchtitans_tokenizer(hf_tokenizer, tmp_path, bos, template):
     """The faster call gives the same ids, whether TorchTitan or the tokenizer itself adds BOS and EOS."""
-    from tokenizers import Tokenizer, processors
-
     tokenizer = Tokenizer.from_file(str(hf_tokenizer / "tokenizer.json"))
     tokenizer.add_special_tokens(["<s>"])
     if template:
@@ -54,14 +51,6 @@ def test_encoder_agrees_with_torchtitans_tokenizer(hf_tokenizer, tmp_path, bos, 
     fast = fast_encoder(loaded, str(tmp_path), encoder(loaded))
     for text in (TEXT, "", "plain"):
         assert fast(text).tolist() == encoder(loaded)(text)
-
-
-def test_fast_tokenizer_of_sentencepiece(sample, tmp_path):
-    texts = [r["text"] for r in records(sample, "en/c4-validation*.json.gz")]
-    (tmp_path / "plain.model").write_bytes(train_tokenizer(texts, 2048, user_defined_symbols=()))
-    spm = load_tokenizer(tmp_path)
-    fast = fast_encoder(spm, str(tmp_path), encoder(spm))
-    assert all(fast(text).tolist() == encoder(spm)(text) for text in texts)
 
 
 def test_fast_tokenizer_is_not_trusted(sample, hf_tokenizer, monkeypatch):
@@ -102,8 +91,7 @@ NAMES = ["</s>", "<unk>", "<|endoftext|>", "<|im_end|>", "<think>"]
 def with_special_tokens(request, sample, hf_tokenizer, tmp_path):
     """A tokenizer's folder, and text → ids without EOS by the library alone, which here knows no special tokens."""
     if request.param == "sentencepiece":
-        texts = [r["text"] for r in records(sample, "en/c4-validation*.json.gz")]
-        model = train_tokenizer(texts, 2048, user_defined_symbols=())
+        model = train_tokenizer(texts_of(sample / VALIDATION_FILE), 2048, user_defined_symbols=())
         (tmp_path / "plain.model").write_bytes(model)
         return tmp_path, SentencePieceProcessor(model_proto=model).encode
     content = json.loads((hf_tokenizer / "tokenizer.json").read_text())
@@ -121,7 +109,7 @@ def with_special_tokens(request, sample, hf_tokenizer, tmp_path):
     return tmp_path, lambda text: plain.encode(text).ids
 
 
-def test_text_makes_no_special_tokens(with_special_tokens):
+def test_text_makes_no_special_tokens(with_special_tokens, sample):
     """Only the end of a document produces EOS, whatever a text spells, with both kinds of tokenizers and gigatoken."""
     folder, plain = with_special_tokens
     loaded = load_tokenizer(folder)
@@ -134,9 +122,12 @@ def test_text_makes_no_special_tokens(with_special_tokens):
         assert fast(text).tolist() == ids
         assert plain_encoder(loaded)(text) == ids[:-1]
         assert loaded.decode(ids[:-1]) == text
+    assert all(fast(text).tolist() == encode(text) for text in texts_of(sample / VALIDATION_FILE))
     if loaded.get_vocab_size() == 2050:  # of Qwen's kind
         assert 2049 not in encode("<|im_end|>")
         assert encode("<think>") == [2048, eos]
+        from transformers import AutoTokenizer
+
         written = AutoTokenizer.from_pretrained(folder)
         for text in ("a <think> b", "a <|im_end|> b"):
             assert written(text, split_special_tokens=True).input_ids == encode(text)[:-1]
@@ -160,22 +151,16 @@ def test_the_eos_of_config_json_is_in_the_fingerprint(sample, hf_tokenizer, tmp_
     assert fingerprint(files, str(tmp_path), options, 4)["eos_token_id"] is None  # tokenizer_config.json decides
 
 
-def test_a_folder_with_both_uses_hugging_face(sample, hf_tokenizer, tmp_path):
-    (tmp_path / "tokenizer.json").write_bytes((hf_tokenizer / "tokenizer.json").read_bytes())
-    (tmp_path / "sample.model").write_bytes((sample / "tokenizer" / "sample.model").read_bytes())
-    assert find_tokenizer(tmp_path).name == "tokenizer.json"
-
-
-def test_bad_tokenizers(sample, tmp_path):
+def test_which_file_is_the_tokenizer(sample, hf_tokenizer, tmp_path):
     with pytest.raises(ConfigError, match="is not a folder"):
         load_tokenizer(sample / "tokenizer" / "sample.model")
     with pytest.raises(ConfigError, match="holds no tokenizer file"):
         load_tokenizer(tmp_path)
-    (tmp_path / "a.model").write_bytes(b"nonsense")
-    with pytest.raises(ConfigError, match="cannot load the tokenizer"):
-        load_tokenizer(tmp_path)
-    (tmp_path / "b.model").write_bytes(b"nonsense")
-    with pytest.raises(ConfigError, match=r"holds a\.model, b\.model"):
-        load_tokenizer(tmp_path)
+    for name, message in (("a.model", "cannot load the tokenizer"), ("b.model", r"holds a\.model, b\.model")):
+        (tmp_path / name).write_bytes(b"nonsense")
+        with pytest.raises(ConfigError, match=message):
+            load_tokenizer(tmp_path)
     with pytest.raises(ConfigError, match="2048 tokens, but model.flavor 'tiny' has a vocabulary of 100"):
         load_tokenizer_for("tiny", 100, sample / "tokenizer")
+    (tmp_path / "tokenizer.json").write_bytes((hf_tokenizer / "tokenizer.json").read_bytes())
+    assert find_tokenizer(tmp_path).name == "tokenizer.json"
