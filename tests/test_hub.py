@@ -322,10 +322,10 @@ def test_stream_from_the_hub_is_the_local_copys(c4, sample):
 
 def test_fetch(c4, sample, tmp_path, capsys):
     mirror = tmp_path / "mirror"
-    command = ("data", "fetch", str(mirror), "--shards", "0-2,5")
+    command = ("data", "fetch", str(mirror), "--shards", "1-2,5")
     assert "is complete" in run(capsys, *command).out
     names = sorted(p.name for p in (mirror / "en").iterdir())
-    expected = [f"c4-train.{i:05d}-of-00008.json.gz" for i in (0, 1, 2, 5)] + ["c4-validation.00000-of-00001.json.gz"]
+    expected = [f"c4-train.{i:05d}-of-00008.json.gz" for i in (1, 2, 5)] + ["c4-validation.00000-of-00001.json.gz"]
     assert names == expected
     # Fetch again with one truncated file and one of the right size with wrong content: only these two are fetched.
     cut, wrong = mirror / "en" / names[0], mirror / "en" / names[1]

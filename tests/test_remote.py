@@ -241,15 +241,6 @@ def test_requests_for_a_file(corpus_on_hub):
             assert len(hub.ranges) == (2 if file.name.endswith("parquet") else 1), hub.ranges
 
 
-def test_a_file_is_the_same_through_broken_connections(corpus_on_hub):
-    hub, files = corpus_on_hub
-    hub.cut = 3_000_000
-    for index in (0, 2):
-        numbers = list(range(index * DOCUMENTS, (index + 1) * DOCUMENTS))
-        assert numbers_of(Documents(files[index], StreamOptions())) == numbers
-    assert len(hub.ranges) > 8
-
-
 def test_requests_of_an_epoch(corpus_on_hub):
     """Two ranks whose slots share files, stopped and resumed in the middle: at most two for each file that a rank reads."""
     hub, files = corpus_on_hub
