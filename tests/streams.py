@@ -71,18 +71,6 @@ def write_files(folder, counts, words=lambda i: 1 + i % 5):
     return list_files("c4", str(folder))
 
 
-def write_uneven(folder, counts, suffix="json.gz"):
-    """Write files of documents of 10 to 90 words that compress badly. The first word is the document's number, from 1 on."""
-    rng, number = np.random.default_rng(0), 0
-    for f, count in enumerate(counts):
-        texts = []
-        for words in rng.integers(9, 90, count):
-            number += 1
-            texts.append(" ".join(map(str, [number, *rng.integers(10**5, 10**6, words)])))
-        write_texts(folder / f"{f:03d}.{suffix}", texts)
-    return list_files("text", str(folder))
-
-
 def llm_c(magic, version, count, content):
     header = np.zeros(256, "<i4")
     header[:3] = magic, version, count

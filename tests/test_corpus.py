@@ -98,12 +98,6 @@ def test_markup_is_taken_away(name, source, text):
     assert [t for _, t in documents_of(f"/{name}.gz", gzip.compress(source.encode()))] == expected
 
 
-def test_documents_of_json_lines_are_c4s():
-    lines = [json.dumps({"text": "one ", "url": "http://a"}), json.dumps({"text": "two"})]
-    found = list(documents_of("x.json.gz", gzip.compress("\n".join(lines).encode())))
-    assert found == [("http://a", "one"), ("x.json:2", "two")]
-
-
 def _digits(number):
     """As dictd writes numbers: in base 64, the most significant digit first."""
     alphabet = f"{string.ascii_uppercase}{string.ascii_lowercase}{string.digits}+/"

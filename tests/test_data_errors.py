@@ -49,8 +49,6 @@ def archive():
 
 @dataclass
 class Case:
-    """A data set and the parts of the message that refuses it."""
-
     name: str
     files: Any  # of the folder, or a function that makes it
     parts: tuple[str, ...]  # what was found, what was expected, what to change
@@ -217,7 +215,6 @@ SOUND = [
 
 @pytest.mark.parametrize(("name", "files"), SOUND, ids=[name for name, _ in SOUND])
 def test_left_to_the_run(tmp_path, name, files):
-    """Single bad documents and files do not keep a run from starting."""
     for file, content in files.items():
         (tmp_path / file).write_bytes(content)
     split = "blank_lines" if name == "a long block" else "file"
@@ -230,7 +227,6 @@ def test_left_to_the_run(tmp_path, name, files):
 
 
 def test_few_files_are_looked_at(tmp_path, monkeypatch):
-    """Three of a thousand files are looked at, and none on the hub."""
     from titan_disp.data import sources
 
     for i in range(100):
@@ -249,9 +245,7 @@ def test_few_files_are_looked_at(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("line", "reason"),
     [
-        (b"{not json", "malformed JSON: Expecting property name"),
         (b"[" * 100_000, "malformed JSON: maximum recursion"),
-        (b'{"url": "u"}', 'no field "text", only url'),
         (b'{"text": null}', 'no field "text", only text'),
         (
             json.dumps(dict.fromkeys("abcdefghijkl")).encode(),
@@ -288,7 +282,6 @@ FLIPPED = b"\x00\x00\x00".join((stored(LONG, ".gz")[:20], stored(LONG, ".gz")[23
         ("a.parquet", parquet(text=["é" * 51]), "102 bytes, more than stream.max_document_mb allows"),
         ("a.parquet", parquet(text=pyarrow.array([None], pyarrow.string())), "text is null"),
         ("a.txt", b"x" * 200, 'more than 100 bytes, more than stream.max_document_mb allows: set stream.text_split = "bl'),
-        ("a.txt", b"\xff", "invalid UTF-8: invalid start byte at byte 0"),
         ("a.json", b"", "damaged: the file is empty"),
         ("a.json.gz", gzip.compress(DOCUMENT * 999, mtime=0)[:60], "damaged: EOFError"),
         ("a.json.gz", FLIPPED, "damaged: IsalError"),
@@ -306,7 +299,6 @@ def test_bad_files(tmp_path, name, content, reason):
 
 
 def test_a_row_of_parquet_that_is_no_utf8(tmp_path):
-    """It is one bad document, as in JSON lines. The library's exception would otherwise end the file there."""
     offsets, content = np.array([0, 1, 3, 4], "<i4"), b"a\xff\xfeb"
     column = pyarrow.Array.from_buffers(pyarrow.string(), 3, [None, *map(pyarrow.py_buffer, (offsets, content))])
     (tmp_path / "a.parquet").write_bytes(parquet(text=column))

@@ -84,14 +84,14 @@ class TestTextField:
         assert records_of(path, text_field="meta.text") == ["in it", "text is null"]
 
     def test_of_a_run(self, tmp_path):
-        """The field works through slots, checkpoints and resumes."""
         (tmp_path / "a.jsonl").write_text("".join(json.dumps({"body": str(i)}) + "\n" for i in range(1, 41)))
         files, how = list_files("text", str(tmp_path)), Format(text_field="body")
         tokens, _ = through(lambda ranks, at: streams_of(files, 1, ranks, positions=at, format=how), [(1, 5)] * 2)
         assert tokens.reshape(-1).tolist() == [t for i in range(1, 41) for t in (i, 0)]
 
     def test_options_of_a_config(self, sample):
-        job = config(sample)
+        job = config(sample, "--stream.retry_seconds", "60", "--comm.train_timeout_seconds", "50")
+        assert stream_options(job).retry_seconds == 30  # a rank that tries for longer looks like one that hangs
         job.stream.text_field, job.stream.text_split, job.stream.token_dtype = "body", "blank_lines", "uint32"
         assert stream_options(job).format == Format("body", "blank_lines", "uint32")
         tokenizer = load_tokenizer(sample / "tokenizer")
@@ -103,7 +103,6 @@ TEXT = "\n  \none\n two \n\n\nthree\r\nfour\r\n\r\n\t\r\nfive é\n \nsix"
 
 @pytest.mark.parametrize("name", ["a.bin", "a.npy", "a.parquet"])
 def test_the_kind_of_a_file_is_found_by_its_first_bytes(tmp_path, name):
-    """However large the file is."""
     (tmp_path / name).write_bytes(b"<html>" + b"x" * (4 << 20))
     options = StreamOptions(format=Format(eos_id=EOS))
     documents = Documents(DataFile(name, str(tmp_path / name), (4 << 20) + 6), options)
@@ -113,7 +112,6 @@ def test_the_kind_of_a_file_is_found_by_its_first_bytes(tmp_path, name):
 
 
 def test_size_of_records():
-    """In bytes: by them a rank bounds its memory."""
     assert size_of(np.zeros(5, "<u2")) == 10
     assert size_of(np.zeros(5, "<u4")) == 20
     assert size_of(b"12345") == size_of("12345") == 5
@@ -159,7 +157,6 @@ class TestPlainText:
     @settings(max_examples=60, deadline=None)
     @given(st.lists(st.sampled_from(["a", "b c", "", " ", "\t"]), min_size=1, max_size=30))
     def test_blocks_of_any_lines(self, lines):
-        """The blocks are compared with a grouping of the whole text's lines."""
         groups = itertools.groupby(lines, key=lambda line: bool(line.strip()))
         content = io.BytesIO(("\n".join(lines) + "\n").encode())
         how = StreamOptions(format=Format(text_split="blank_lines"))
@@ -219,16 +216,11 @@ class TestPlainText:
 
     @pytest.mark.parametrize("suffix", ["json", "jsonl.gz"])
     def test_blank_lines_of_json_lines_are_no_documents(self, tmp_path, suffix):
-        """Many of them at the end of a compressed file are not damage either. pyarrow reads them in the same way."""
         content = b"\n \r\n" + b'{"text": "a"}\r\n\r\n{"text": "b"}\n' + b"\n" * 20
         (tmp_path / f"a.{suffix}").write_bytes(stored(content, suffix))
         expected = pyarrow.json.read_json(pyarrow.BufferReader(content))["text"].to_pylist()
         assert texts_of(tmp_path / f"a.{suffix}") == expected == ["a", "b"]
         assert texts_of(tmp_path / f"a.{suffix}", start=1) == ["b"]
-        ranks = streams_of(
-            list_files("text", str(tmp_path)), 1, 1, on_bad_data="fail", encode=lambda text: [len(text), 0]
-        )
-        assert batches(ranks, 3)[0].reshape(-1).tolist() == [1, 0] * 12
 
     def test_byte_order_mark_of_json_lines(self, tmp_path):
         (tmp_path / "a.json").write_bytes(codecs.BOM_UTF8 + b'{"text": "a"}\n{"text": "\xef\xbb\xbfb"}\n')
@@ -291,7 +283,6 @@ class TestTokenIds:
         longest=st.sampled_from([2, 3, 5, 1 << 16]),
     )
     def test_runs_over_blocks(self, ids, block, longest):
-        """The documents do not depend on where blocks end and where runs are cut."""
         content = ids_as(ids)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(token_ids, "_BLOCK", block)
@@ -336,7 +327,6 @@ class TestTokenIds:
         ],
     )
     def test_damaged_ends(self, tmp_path, layout, size, more, documents, rest, damage):
-        """The sound part is read first."""
         path = tmp_path / ("a.npy" if layout == "numpy" else "a.bin")
         path.write_bytes(ids_as([11, 12, EOS] * 20, layout)[:size] + more)
         *found, last = ids_of(path, eos_id=EOS, vocab_size=20)
@@ -353,9 +343,7 @@ class TestTokenIds:
         assert found.count([11, 12, EOS]) == 19_999
         ids[1] = 20
         write_ids(tmp_path / "a.bin", ids)
-        with pytest.raises(
-            DataError, match=r"a.bin is read as uint16 and holds the id 20, but the tokenizer has 20 ids"
-        ):
+        with pytest.raises(DataError, match=r"is read as uint16 and holds the id 20, but the tokenizer has 20 ids"):
             records_of(tmp_path / "a.bin", eos_id=EOS, vocab_size=20)
 
     @pytest.mark.parametrize(
@@ -391,7 +379,6 @@ class TestTokenIds:
 
     @pytest.mark.parametrize("kind", ["sentencepiece", "hugging face", "gigatoken"])
     def test_the_same_batches_as_of_the_text(self, sample, hf_tokenizer, tmp_path, kind):
-        """One file for one slot, and the first sequences as validation reads them."""
         folder = str(sample / "tokenizer" if kind == "sentencepiece" else hf_tokenizer)
         with gzip.open(sample / VALIDATION_FILE, "rt", encoding="utf-8") as lines:
             texts = [json.loads(line)["text"] for line in lines]

@@ -22,19 +22,16 @@ from tests.streams import (
     loader,
     of_sizes,
     streams_of,
+    words_of,
     write_files,
-    write_uneven,
 )
 from titan_disp.cluster.node_health import input_problems
 from titan_disp.config.load import load_config
 from titan_disp.data.assignment import Assignment, Mixture, Run, Segment, prefixed, shares
-from titan_disp.data.documents import Documents
 from titan_disp.data.files import DataFile, list_files
-from titan_disp.data.formats import text_of
 from titan_disp.data.loader import open_stream, together
-from titan_disp.data.options import StreamOptions
 from titan_disp.data.position import Field, fraction_read
-from titan_disp.data.sources import check_sources, source_name, source_shares, training_sets
+from titan_disp.data.sources import source_name, source_shares, training_sets
 from titan_disp.data.tokenizer import load_tokenizer
 from titan_disp.data.validation import held_out_sequences
 from titan_disp.errors import ConfigError
@@ -47,12 +44,10 @@ from titan_disp.lab.export.model_card import _data
     ("weights", "slots", "expected"),
     [
         ([0.7, 0.2, 0.1], 10, [7, 2, 1]),
-        ([3, 1], 8, [6, 2]),
         ([1, 1, 1], 8, [3, 3, 2]),  # ties go to the first sources
         ([0.5, 0.3, 0.2], 7, [4, 2, 1]),  # 3.5, 2.1, 1.4
         ([0.94, 0.03, 0.03], 33, [31, 1, 1]),  # 31.02, 0.99, 0.99
         ([5e-324, 5e-324], 2, [1, 1]),
-        ([7], 3, [3]),
     ],
 )
 def test_slots_follow_the_weights(weights, slots, expected):
@@ -64,10 +59,7 @@ def test_slots_follow_the_weights(weights, slots, expected):
 
 
 def test_too_few_slots_for_a_source():
-    """The message has the least number, which is enough."""
-    with pytest.raises(
-        ConfigError, match=r"8 slots are too few for b, whose weight asks for 0.08 of them.* at least 100 "
-    ):
+    with pytest.raises(ConfigError, match=r"8 slots are too few for b, whose weight asks for 0.08 .* at least 100 "):
         shares({"a": 0.99, "b": 0.01}, 8)
     assert [share.slots for share in shares({"a": 0.99, "b": 0.01}, 100)] == [99, 1]
     with pytest.raises(ConfigError, match=r"60 slots are too few for c, "):  # the quotas are 58.8, 0.6 and 0.6
@@ -140,7 +132,6 @@ def job(sample, tmp_path_factory):
 
 
 def changed(job, **options):
-    """Copy a job, and change options of its sources, of [training] and of [stream]."""
     made = copy.deepcopy(job)
     for name, value in options.items():
         setattr(made.stream if name in ("sources", "slots", "shuffle_window") else made.training, name, value)
@@ -169,7 +160,6 @@ def test_a_config_with_sources_from_listing_to_batches(job, sample):
 
 
 def test_a_resume_with_other_weights_is_refused(job, sample):
-    """It is refused if the weights give other numbers of slots."""
     tokenizer = load_tokenizer(sample / "tokenizer")
     saved = open_stream(job, training_files(job), tokenizer, 1, 0).state_dict()
     web, code = job.stream.sources
@@ -226,9 +216,7 @@ def test_bad_documents_of_a_small_source_are_judged_as_in_a_run_of_its_own(tmp_p
 def test_what_is_said_of_a_slot_without_documents_names_its_source(tmp_path):
     files, _, mixture = two_sources(tmp_path, json_lines(["3"] * 30), b"{}\n" * 30)
     (rank,) = streams_of(files, 2, 1, assignment=mixture, max_skipped_fraction=1.0)
-    with pytest.raises(
-        ConfigError, match=r"slot 1 of 2 found no usable .* files: 1, from code/0.json to code/0.json. The"
-    ):
+    with pytest.raises(ConfigError, match=r"slot 1 of 2 found no usable .* files: 1, from code/0.json to code/0.json"):
         rank.slots[1].sequence()
 
 
@@ -243,7 +231,7 @@ def test_epochs_read_by_hand(sample):
     found = shares({"web": 4, "code": 2}, 6)
     ranks = [loader(files, sample, rank, 2, slots=6, shares=found) for rank in range(2)]
     first, second = ranks
-    epoch = next(e for e in range(9) if first.assignment.order(e)[:2] == [0, 1])
+    epoch = next(e for e in range(1, 19) if first.assignment.order(e)[:2] == [0, 1])
     runs = [first.assignment.run(slot, epoch) for slot in range(4)]
     assert [sum(run.weights) for run in runs] == [400] * 4  # a hundred bytes each
     assert [[s.file for s in run.segments] for run in runs] == [[0], [1], [1], [1]]
@@ -296,30 +284,6 @@ def test_fraction_of_a_run_by_hand():
     assert fraction_read(np.zeros(len(Field), dtype=np.int64), Run(None, (), None), 1, 1.0) == 0
 
 
-def texts_bytes(files):
-    """The bytes of all documents' texts."""
-    return sum(
-        len(text_of(raw).encode()) for file in files for raw in iter(Documents(file, StreamOptions()).read, None)
-    )
-
-
-@pytest.mark.parametrize(("suffix", "documents"), [("json", 1.0), ("json.gz", 2.5), ("parquet", 2.5)])
-def test_text_in_a_stored_byte(tmp_path, suffix, documents):
-    """At first, the documents per compressed byte are guessed and the text per document is measured; later both are."""
-    files = write_uneven(tmp_path, [60, 50], suffix)
-    (rank,) = streams_of(files, 1, 1, seq_len=1, encode=lambda text: [1, EOS])
-    assert rank.passes.text_per_stored_byte() == [0.0]
-    slot = rank.slots[0]
-    slot.sequence()
-    read = slot.cursor.position.values
-    as_stored = read[Field.BYTES] + (suffix != "parquet") * len('{"text": ""}\n') * read[Field.DOCUMENTS]
-    assert rank.passes.text_per_stored_byte() == [pytest.approx(documents * read[Field.BYTES] / as_stored)]
-    while slot.position[Field.EPOCH] == 0:
-        slot.sequence()
-    exact = texts_bytes(files) / sum(file.size for file in files)
-    assert rank.passes.text_per_stored_byte() == [pytest.approx(exact, rel=0.005)]
-
-
 def test_text_in_a_stored_byte_of_a_file_in_the_middle(tmp_path):
     """It is measured after 4 MiB, also after a resume: what was read before the resume does not count."""
     line = json.dumps({"text": "x" * 900, "more": "y" * 1075}) + "\n"
@@ -337,12 +301,11 @@ def test_text_in_a_stored_byte_of_a_file_in_the_middle(tmp_path):
 
 @pytest.mark.parametrize("window", [0, 1000])
 def test_epochs_read_is_what_was_handed_out(sample, tmp_path, window):
-    """The expected number is found by counting text. It is the same on any ranks, with any reading ahead, after a resume,
-    and within a window, which may be as large as an epoch.
-    """
-    files = write_uneven(tmp_path, [300, 120, 200], "json.gz")
-    total, found = texts_bytes(files), []
-    for ranks, prefetch, parts in ((1, 0, [450]), (3, 4, [201, 249])):
+    """Found by counting text: on any ranks, with any reading ahead, after a resume, and within a window as large as an epoch."""
+    lengths = lambda i: 9 + i * 7919 % 81  # noqa: E731
+    files, found = write_files(tmp_path, [300, 120, 200], lengths), []
+    total = sum(len(words_of(i, lengths)) for i in range(1, 621))
+    for ranks, prefetch, parts in ((1, 0, [201]), (3, 4, [90, 111])):
         states = []
         for part in parts:
             options = {"slots": 3, "seq_len": 256, "shuffle_window": window}
@@ -359,6 +322,7 @@ def test_epochs_read_is_what_was_handed_out(sample, tmp_path, window):
         found.append(together([one.counters() for one in loaders]))
     handed_out = found[0]["text_bytes"] / total
     assert handed_out > 1.1
+    assert found[0]["stored_bytes"] >= sum(file.size for file in files)
     for counters in found:
         assert counters["text_bytes"] / total == handed_out
         assert counters["epochs_read"] == pytest.approx(handed_out, abs=0.02)
@@ -406,6 +370,8 @@ def test_tables_that_cannot_be_read(tables, message):
         ([(None, 1.0)], {}, r"^stream.sources\[0\] \(text\) has no path: set it to"),
         ([("/x/a", 1.0), ("/y/a", 1.0)], {}, r"^stream.sources: 2 of them are called 'a': give each a name of its own"),
         ([("/", 1.0)], {}, r"^stream.sources\[0\]: name is '', expected one without a slash"),
+        # The file web/a of one source and the file a of a source called web would have one name in the fingerprint.
+        ([("/a", 1.0, "web/a")], {}, r"name is 'web/a', expected one without a slash"),
         (
             [("/a", 1.0)],
             {"dataset_path": "/b"},
@@ -416,13 +382,12 @@ def test_tables_that_cannot_be_read(tables, message):
 )
 def test_sources_that_cannot_work(job, sources, options, message):
     with pytest.raises(ConfigError, match=message):
-        source_shares(changed(job, sources=[Source(weight, path) for path, weight in sources], **options), 6)
-
-
-def test_a_name_with_a_slash(job):
-    """The file web/a of one source and the file a of a source called web would have one name in the fingerprint."""
-    with pytest.raises(ConfigError, match=r"name is 'web/a', expected one without a slash"):
-        check_sources(changed(job, sources=[Source(1.0, "/a", name="web/a")]))
+        source_shares(
+            changed(
+                job, sources=[Source(weight, path, name="".join(name)) for path, weight, *name in sources], **options
+            ),
+            6,
+        )
 
 
 def test_messages_name_the_source(job):
@@ -438,7 +403,6 @@ def test_messages_name_the_source(job):
 
 
 def test_toml_and_command_line(tmp_path):
-    """The example of docs/data.md, values from the command line, and values that are not tables."""
     example = re.search(r"```toml\n([^`]*\[\[stream\.sources\]\][^`]*)```", (ROOT / "docs" / "data.md").read_text())[1]
     lines = [line for line in DEMO.read_text().splitlines() if not line.startswith("dataset")]
     file = tmp_path / "mixture.toml"

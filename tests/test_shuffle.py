@@ -7,7 +7,6 @@ from itertools import islice
 
 import numpy as np
 import pytest
-from scipy.stats import chi2
 
 from tests.streams import EOS, batches, config, json_lines, order_by_hand, streams_of, words_of, write_files
 from titan_disp.data.files import list_files
@@ -21,7 +20,6 @@ STEP = 0x9E3779B97F4A7C15
 
 
 def splitmix(state):
-    """Compute SplitMix64's numbers one by one."""
     while True:
         state = z = (state + STEP) % 2**64
         z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9 % 2**64
@@ -41,19 +39,6 @@ def test_permutation():
     assert list(islice(splitmix(1234567), 5)) == published
     assert permutation(1234567, 5) == [1, 3, 0, 2, 4]
     assert (permutation(3, 0), permutation(2**64 - 1, 1)) == ([], [0])
-
-
-def test_permutations_are_uniform():
-    """Every document is equally often at every place, and equally often followed by every other document."""
-    n, many = 16, 8000
-    orders = np.array([permutation(key, n) for key in range(many)])
-    at, after = np.zeros((n, n)), np.zeros((n, n))
-    np.add.at(at, (orders, np.arange(n)), 1)
-    np.add.at(after, (orders[:, :-1], orders[:, 1:]), 1)
-    statistic = ((at - many / n) ** 2 / (many / n)).sum()
-    assert 0.001 < chi2.sf(statistic, (n - 1) ** 2) < 0.999
-    followed = after[~np.eye(n, dtype=bool)]
-    assert np.abs(followed - many / n).max() < 5 * (many / n) ** 0.5
 
 
 def first_64_bits(text):
@@ -119,7 +104,6 @@ def test_order_of_the_documents(tmp_path, counts, slots, window, words):
 
 
 def test_a_resume_at_every_position(tmp_path):
-    """Resumes within a document of a window, at the ends of windows and of epochs. The counters are right everywhere."""
     texts = {number: words_of(number, lambda i: 1 + i % 9) for number in range(1, 61)}
     for f in range(3):
         lines = json_lines(texts[number] for number in range(20 * f + 1, 20 * f + 21)).splitlines()
@@ -170,38 +154,6 @@ def test_slots_that_share_a_file_read_it_once_in_bounded_memory(tmp_path):
     mean = 5 * (30 + 49 / 2)
     assert max(held) <= 2 * slots * window * mean
     assert np.mean(held[: len(held) // 2]) >= 0.5 * slots * window * mean  # the bound is not far too large
-
-
-@pytest.mark.parametrize("slots", [3, 48, 2048])
-def test_slots_refill_in_turn(tmp_path, slots):
-    """The first windows have 1 to W documents, spread evenly over the slots of a rank."""
-    files = write_files(tmp_path, [3])
-    (rank,) = streams_of(files, slots, 1, shuffle_window=1000)
-    lengths = sorted(slot.source._most() for slot in rank.slots.values())
-    assert 1 <= lengths[0] <= lengths[-1] <= 1000
-    # The lengths are multiples of the golden ratio, so that no gap is larger than φ² / slots.
-    assert np.diff([0, *lengths, 1000]).max() <= 2.62 * 1000 / slots + 1
-
-
-def test_epochs_have_other_batches(tmp_path):
-    """Without shuffling and with more slots than files, a document would come at the same time in every epoch."""
-    files = write_files(tmp_path, [150] * 4, words=lambda i: 1 + i % 7)
-    spread = {}
-    for window in (0, 15, 1000):
-        (rank,) = streams_of(files, 6, 1, shuffle_window=window)
-        when = np.zeros((2, 601))
-        for slot in rank.slots.values():
-            numbers = [[], []]
-            while (document := slot.source.next()).start[Field.EPOCH] < 2:
-                numbers[document.start[Field.EPOCH]].append(int(document.content.split()[0]))
-            for epoch in (0, 1):
-                when[epoch, numbers[epoch]] = np.arange(len(numbers[epoch])) / len(numbers[epoch])
-        spread[window] = (when[1] - when[0])[1:].std()
-    # Two independent places are 1/√6 = 0.41 apart. Two places in windows of 15 of 100 documents are 0.15 / √3 = 0.09
-    # apart.
-    assert spread[0] < 0.06
-    assert spread[15] == pytest.approx(0.09, abs=0.02)
-    assert spread[1000] == pytest.approx(0.41, abs=0.03)
 
 
 @pytest.mark.parametrize(

@@ -120,7 +120,6 @@ class TestAssignment:
         assert [Assignment(files, 3, seed=0).run(slot, 1) for slot in range(3)] == expected
 
     def test_files_about_equal_are_not_cut_into_slivers(self):
-        """If sizes differ by some percent, a rank whose share is about a whole number of files reads no others."""
         for files, slots, ranks in ((64, 8, 8), (64, 64, 64), (64, 128, 64), (1023, 640, 640), (1024, 1200, 600)):
             sizes = np.random.default_rng(0).uniform(0.99, 1.01, files) * 1e6
             assignment = Assignment(of_sizes(sizes.astype(int).tolist()), slots, seed=0)
@@ -205,11 +204,10 @@ def test_any_run_against_the_list_of_documents(tmp_path_factory, corpus, seq_len
 
 
 def test_position_by_hand(tmp_path):
-    """Positions as checkpoints store them.
+    """Positions as checkpoints store them. With 5 equal files for 2 slots, each has two whole files and half of the third.
 
-    With 5 equal files for 2 slots, each slot has two whole files and half of the third. All documents have 1 byte, so
-    that a slot takes four documents of its whole files for one of the shared file. If both are equally far behind, the
-    part that comes first in the line goes first: for slot 0 the whole files, for slot 1 the shared file.
+    A slot takes four documents, of 1 byte, of its whole files for one of the shared file; if both are equally far behind,
+    first the part that comes first in the line.
     """
     for name in "abcde":
         write_texts(tmp_path / f"{name}.json", ["7"] * 8)
@@ -234,22 +232,6 @@ def test_position_by_hand(tmp_path):
     assert positions.tolist() == [[*first.values()], [*second.values()]]
 
 
-@pytest.mark.parametrize(("counts", "slots"), [([32], 32), ([3, 1, 28], 32), ([2, 1, 1, 30, 1, 1], 36), ([1], 4)])
-@pytest.mark.parametrize("window", [0, 3])
-def test_few_documents_stop_no_run(tmp_path, counts, slots, window):
-    """A slot without documents in one epoch continues with the next. Where it can, one document has nearly all bytes."""
-    files = write_files(tmp_path, counts, words=lambda i: 1 + (i == 2) * 2000)
-
-    def streams(ranks, positions=None):
-        first_word = lambda text: [int(text.split()[0]), EOS]  # noqa: E731
-        return streams_of(files, slots, ranks, 7, positions, shuffle_window=window, encode=first_word)
-
-    tokens, positions = batches(streams(1), 9)
-    assert (positions[:, Field.DOCUMENTS] == 9 * 8 // 2).all()
-    assert set(np.unique(tokens)) == set(range(sum(counts) + 1))
-    assert np.array_equal(through(streams, [(1, 6), (1, 3)])[0], tokens)
-
-
 @pytest.mark.parametrize(
     ("counts", "shapes"),
     [
@@ -258,7 +240,6 @@ def test_few_documents_stop_no_run(tmp_path, counts, slots, window):
     ],
 )
 def test_slots_of_a_rank_share_one_pass(tmp_path, counts, shapes):
-    """Read amplification over one epoch, measured in bytes, with files that several slots share."""
     files = write_files(tmp_path, counts, words=lambda i: 20 + i % 7)
     for slots, ranks in shapes:
         read = 0
@@ -321,7 +302,6 @@ def test_after_a_resume_slots_of_a_rank_share_one_pass_again(tmp_path, slots):
 
 
 def test_close_waits_for_no_text_that_is_not_begun(tmp_path, monkeypatch):
-    """A run that ends need not tokenize first what it has read ahead."""
     write_texts(tmp_path / "train.json", ["x" * 10_000] * 10)  # each one is a task
     (rank,) = streams_of(list_files("c4", str(tmp_path)), 1, 1)
     begun, release, shutdown = [], threading.Event(), rank.executor.shutdown
@@ -372,7 +352,6 @@ def test_read_ahead_follows_the_text(tmp_path):
 
 
 def test_the_next_slots_are_read_ahead(tmp_path):
-    """Slots are read ahead in the order in which the rank asks for them; the first one follows the last."""
     files = write_files(tmp_path, [60] * 32, words=lambda i: 5)
     _, rank = streams_of(files, 64, 2)
     rank.read_ahead(59)
@@ -418,7 +397,6 @@ def fill(folder, files, content, suffix="json"):
 class TestBadData:
     @pytest.fixture
     def files(self, tmp_path):
-        """Three files: the first with malformed documents, the second truncated, the third sound."""
         sound = [json.dumps({"text": f"{i} {i}"}).encode() for i in range(1, 91)]
         bad = [b"{not json", b'{"url": "no text"}', b'{"text": "  "}', b'{"text": "\xff\xfe"}', b"null"]
         first = sound[:10] + bad + sound[10:30] + [b'{"text": "' + b"9 " * 40000 + b'"}']
@@ -430,12 +408,9 @@ class TestBadData:
 
     OPTIONS = {"seq_len": 3, "max_document_bytes": 1 << 16, "max_skipped_fraction": 1.0}
 
-    def test_skipped_named_counted_and_the_same_on_resume(self, files, caplog):
-        def streams(ranks, positions=None):
-            return streams_of(files, 3, ranks, positions=positions, **self.OPTIONS)
-
+    def test_skipped_named_and_counted(self, files, caplog):
         with caplog.at_level("WARNING"):
-            expected, end = batches(streams(1), 3000)
+            _, end = batches(streams_of(files, 3, 1, **self.OPTIONS), 3000)
         for reason in ("malformed JSON", 'no field "text"', "empty text", "invalid UTF-8", "max_document_mb"):
             assert reason in caplog.text
         assert "a.json.gz, document 10: malformed JSON" in caplog.text
@@ -444,9 +419,6 @@ class TestBadData:
         assert epochs.min() >= 1
         for field, each in ((Field.SKIPPED, 6), (Field.SKIPPED_FILES, 1)):
             assert each * epochs.min() <= end[:, field].sum() <= each * (epochs.max() + 1)
-        got, positions = through(streams, [(3, 37), (1, 1500), (3, 1463)])
-        assert np.array_equal(got, expected)
-        assert np.array_equal(positions, end)
 
     def test_fail(self, files):
         with pytest.raises(ConfigError, match=r'a\.json\.gz, document 10: malformed JSON.*on_bad_data = "skip"'):
@@ -540,16 +512,6 @@ class TestBadData:
         assert (total[Field.SKIPPED], total[Field.SKIPPED_FILES]) == (0, 1)
         assert f"wrong.json is damaged and ends early: {in_a_row} documents in a row cannot be used" in caplog.text
 
-    def test_a_wrong_file_that_is_much_of_the_data_is_not_passed_over(self, tmp_path):
-        """Its documents are counted, so that the run stops, or continues if they are few among all."""
-        (tmp_path / "a.json").write_bytes(b"{}\n" * 2000 + LINE)
-        (tmp_path / "b.json").write_bytes(LINE * 200)
-        (rank,) = streams_of(list_files("text", str(tmp_path)), 1, 1)
-        _, positions = batches([rank], 51)  # 204 documents of two tokens: one epoch and three more
-        assert positions[0, Field.EPOCH] == 1
-        assert positions[0, Field.SKIPPED] in (2000, 4000)
-        assert positions[0, Field.SKIPPED_FILES] == 0
-
     @pytest.mark.parametrize("slots", [1, 4])
     def test_garbage_in_a_row_is_a_damaged_file(self, tmp_path, caplog, slots):
         """This holds for compressed files, where flipped bytes cause it; not for plain ones. Empty texts are no garbage."""
@@ -579,7 +541,6 @@ class TestBadData:
 
     @pytest.mark.parametrize("on_bad_data", ["skip", "fail"])
     def test_a_file_that_is_not_as_listed_is_not_skipped(self, tmp_path, on_bad_data):
-        """It went away, or has another size, so that the fingerprint in the run's checkpoints would be of other data."""
         files = write_files(tmp_path, [20, 20])
         Path(files[1].url).unlink()
         with pytest.raises(ConfigError, match=r"cannot read .*c4-train.00001-of-00002.json.gz: FileNotFoundError"):
@@ -598,7 +559,6 @@ class TestBadData:
         return path
 
     def test_a_file_that_is_cut_off_while_it_is_read_is_not_skipped(self, large):
-        """Without the check, plain JSON would just end; others would count as damaged."""
         documents = Documents(*list_files("text", str(large)), READ)
         documents.read()
         os.truncate(large, large.stat().st_size // 2)
@@ -606,7 +566,6 @@ class TestBadData:
             deque(iter(documents.read, None), maxlen=0)
 
     def test_what_is_appended_to_a_file_while_it_is_read_is_not_read(self, tmp_path):
-        """Otherwise slots that reach the end later would see other documents than earlier ones."""
         (tmp_path / "train.json").write_bytes(LINE * 10_000)
         documents = Documents(*list_files("text", str(tmp_path)), READ)
         documents.read()
@@ -638,7 +597,6 @@ class TestBadData:
             deque(iter(documents.read, None), maxlen=0)
 
     def test_a_failure_of_the_file_system_is_tried_again(self, tmp_path, failing, caplog):
-        """Reading continues at the same place of the file."""
         (file,) = write_files(tmp_path, [20_000])
         failing.fail = {1, 2, 4}
         numbers = [int(text_of(raw).split()[0]) for raw in iter(Documents(file, READ).read, None)]
@@ -684,7 +642,6 @@ def test_what_travels_with_a_batch_does_not_grow_with_the_files_read(sample, tmp
 
 
 def test_batches_before_an_error_come_first(sample, tmp_path):
-    """The worker sends microbatches in groups. The complete microbatches before a bad document are not lost."""
     write_files(tmp_path, [60] * 3, words=lambda i: 20)
     broken = sorted(tmp_path.glob("*.gz"))[1]
     lines = gzip.decompress(broken.read_bytes()).splitlines(keepends=True)
@@ -816,9 +773,7 @@ def test_broken_validation_data_is_refused(sample, tmp_path):
 
 def test_mismatch_is_named(sample, tmp_path):
     files = list_files("c4", str(sample))
-    saved = loader(files, sample).state_dict()
-    other = shutil.copytree(sample / "tokenizer", tmp_path / "tokenizer")
-    (other / "tokenizer.json").write_text("{}")
+    saved, here = loader(files, sample).state_dict(), loader(files, sample).fingerprint
     changed = [DataFile(files[0].name, files[0].url, files[0].size + 1), *files[1:]]
     for now, difference in (
         (loader(files, sample, seq_len=64), r"seq_len: 32 then, 64 now.*on_mismatch"),
@@ -827,15 +782,14 @@ def test_mismatch_is_named(sample, tmp_path):
     ):
         with pytest.raises(ConfigError, match=difference):
             now.load_state_dict(saved)
-    here = loader(files, sample).fingerprint
-    (found,) = differences(here, here | {"tokenizer": fingerprint(files, str(other), READ, 8)["tokenizer"]})
-    assert found.startswith("tokenizer: ")
+    (tmp_path / "other.model").write_bytes(b"another tokenizer")
+    other = fingerprint(files, str(tmp_path), dataclasses.replace(READ, seq_len=32, max_document_bytes=16 << 20), 8)
+    assert [difference.split(":")[0] for difference in differences(here, other)] == ["tokenizer"]
     loader(files, sample, shuffle_window=1).load_state_dict(saved)  # a window of 1 shuffles nothing either
     # Moving from the hub to a mirror is no change, because names are relative to the folder that holds the files.
-    mirror = tmp_path / "mirror" / "c4" / "en"
-    mirror.parent.mkdir(parents=True)
-    mirror.symlink_to(sample / "en")
-    assert differences(here, loader(list_files("c4", str(mirror)), sample).fingerprint) == []
+    (tmp_path / "mirror" / "c4").mkdir(parents=True)
+    (tmp_path / "mirror" / "c4" / "en").symlink_to(sample / "en")
+    assert differences(here, loader(list_files("c4", str(tmp_path / "mirror")), sample).fingerprint) == []
 
 
 # For every key that fixes the data: its value in the checkpoint, and another. The sources are test_mixture's.
@@ -854,7 +808,6 @@ FREE |= {"validation_sequences", "on_mismatch"}
 
 
 def test_every_key_that_fixes_the_data(sample):
-    """A resume with another value of such a key of the config is refused, both ways, by its name."""
     assert {f"stream.{key}" for key in FIXED} == set(fixed("data")) - {"stream.sources"}
     every = {key.removeprefix("stream.") for key in all_keys() if key.startswith("stream.")}
     assert every == {*FIXED, *FREE, "sources"}, "does a new key of [stream] decide which tokens a slot gets?"
@@ -867,9 +820,7 @@ def test_every_key_that_fixes_the_data(sample):
         after = open_stream(job, files, tokenizer, 1, 0)
         setattr(job.stream, key, then)
         for one, other, first, second in ((before, after, then, now), (after, before, now, then)):
-            with pytest.raises(
-                ConfigError, match=re.escape(f"other data: stream.{key}: {first!r} then, {second!r} now.")
-            ):
+            with pytest.raises(ConfigError, match=re.escape(f"data: stream.{key}: {first!r} then, {second!r} now.")):
                 other.load_state_dict(one.state_dict())
 
 
@@ -951,20 +902,7 @@ def test_held_out_sequences_are_the_first_of_the_validation_split(sample, tmp_pa
     assert "no validation split: " in caplog.text
 
 
-def test_held_out_text_is_of_all_folders(sample, tmp_path):
-    """For documents other than C4's, ``en`` is a folder like any other. C4's variants also lie beside each other."""
-    names = ("de", "en", "en.noclean")
-    for folder in names:
-        write_texts(tmp_path / folder / "train.jsonl", ["to train on"])
-        write_texts(tmp_path / folder / "validation.jsonl", [f"In {folder}. " * 20])
-    job, tokenizer = config(sample, "--training.dataset_path", str(tmp_path)), load_tokenizer(sample / "tokenizer")
-    for job.training.dataset, count, expected in (("text", 4, [True] * 3), ("c4", 1, [False, True, False])):
-        found = tokenizer.decode(held_out_sequences(job, tokenizer, count).reshape(-1).tolist())
-        assert [f"In {folder}." in found for folder in names] == expected
-
-
 def test_digest(sample, tmp_path):
-    """The real loaders give the same hashes for 1 to 40 ranks, resumed twice, across an epoch, and with prefetch."""
     for i in range(2):
         (tmp_path / f"train-{i}.json.gz").symlink_to(sample / "en" / f"c4-train.{i:05d}-of-00008.json.gz")
     options = ("--training.global_batch_size", "80", "--training.local_batch_size", "1", "--training.seq_len", "256")

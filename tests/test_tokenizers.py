@@ -33,7 +33,6 @@ def test_tokenizer_protocol(sample, hf_tokenizer, kind):
 @pytest.mark.parametrize("bos", [False, True])
 @pytest.mark.parametrize("template", [False, True])
 def test_encoder_agrees_with_torchtitans_tokenizer(hf_tokenizer, tmp_path, bos, template):
-    """The faster call gives the same ids, whether TorchTitan or the tokenizer itself adds BOS and EOS."""
     tokenizer = Tokenizer.from_file(str(hf_tokenizer / "tokenizer.json"))
     tokenizer.add_special_tokens(["<s>"])
     if template:
@@ -64,8 +63,6 @@ def test_fast_tokenizer_is_not_trusted(sample, hf_tokenizer, monkeypatch):
         fast_encoder(spm, str(sample / "tokenizer"), encoder(spm))
 
     class Wrong(gigatoken.Tokenizer):
-        """gigatoken without one character or one word."""
-
         unknown = "\u4e2d"
 
         def encode(self, text):
@@ -110,7 +107,6 @@ def with_special_tokens(request, sample, hf_tokenizer, tmp_path):
 
 
 def test_text_makes_no_special_tokens(with_special_tokens, sample):
-    """Only the end of a document produces EOS, whatever a text spells, with both kinds of tokenizers and gigatoken."""
     folder, plain = with_special_tokens
     loaded = load_tokenizer(folder)
     encode, eos = encoder(loaded), loaded.eos_id
@@ -147,8 +143,11 @@ def test_the_eos_of_config_json_is_in_the_fingerprint(sample, hf_tokenizer, tmp_
         found[eos] = fingerprint(files, str(tmp_path), options, 4)
     assert differences(found[one], found[other]) == [f"eos_token_id: {one} then, {other} now"]
     assert differences(found[one], found[one]) == []
-    (tmp_path / "tokenizer_config.json").write_bytes((hf_tokenizer / "tokenizer_config.json").read_bytes())
-    assert fingerprint(files, str(tmp_path), options, 4)["eos_token_id"] is None  # tokenizer_config.json decides
+    for token in ("<|one|>", "<|other|>"):  # tokenizer_config.json decides, and is in the tokenizer's hash
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": token}))
+        found[token] = fingerprint(files, str(tmp_path), options, 4)
+        assert found[token]["eos_token_id"] is None
+    assert [text.split(":")[0] for text in differences(found["<|one|>"], found["<|other|>"])] == ["tokenizer"]
 
 
 def test_which_file_is_the_tokenizer(sample, hf_tokenizer, tmp_path):
