@@ -206,10 +206,7 @@ SOUND = [
     ("ids that begin as gzip", {"a.bin": b"\x1f\x8b\x08\x00" + ids_as(RANDOM)}),
     ("a byte-order mark", {"a.json": b"\xef\xbb\xbf" + DOCUMENT}),
     ("texts that begin as bzip2 and Parquet", {"a.txt": b"BZh4 is a name", "b.txt": b"PAR1 of 3"}),
-    (
-        "zstd by pzstd",
-        {"a.json.zst": b"\x50\x2a\x4d\x18\x04\x00\x00\x00abcd" + stored(DOCUMENT, ".zst")},
-    ),
+    ("zstd by pzstd", {"a.json.zst": b"\x50\x2a\x4d\x18\x04\0\0\0abcd" + stored(DOCUMENT, ".zst")}),
 ]
 
 
@@ -247,10 +244,7 @@ def test_few_files_are_looked_at(tmp_path, monkeypatch):
     [
         (b"[" * 100_000, "malformed JSON: maximum recursion"),
         (b'{"text": null}', 'no field "text", only text'),
-        (
-            json.dumps(dict.fromkeys("abcdefghijkl")).encode(),
-            "only a, b, c, d, e, f, g, h, i, j, k, l; set stream.text_",
-        ),
+        (json.dumps(dict.fromkeys("abcdefghijkl")).encode(), "only a, b, c, d, e, f, g, h, i, j, k, l; set stream."),
         (json.dumps(dict.fromkeys("abcdefghijklm")).encode(), "i, j, k, l, …; set stream.text_field to the field of"),
         (b'{"text": true}', 'field "text" is true or false, expected a text'),
         (b'{"text": {"a": "b"}}', 'field "text" is an object, expected a text; the fields are text.a'),
@@ -307,10 +301,7 @@ def test_a_row_of_parquet_that_is_no_utf8(tmp_path):
 
 
 def test_a_wrong_column_stops_the_run_at_once(tmp_path):
-    """This holds even if only one file lacks the column and was not checked.
-
-    The file is sound, so that skipping it would lose data.
-    """
+    """Even if only one file lacks it and was not checked: the file is sound, so that skipping it would lose data."""
     for i in range(5):
         (tmp_path / f"{i}.parquet").write_bytes(parquet(**{"body" if i == 1 else "text": ["7 7"] * 40}))
     files = list_and_check(documents_in(tmp_path), StreamOptions(seq_len=8))
@@ -325,6 +316,7 @@ def test_a_wrong_column_stops_the_run_at_once(tmp_path):
         ("text_field = ''", ('stream.text_field is ""', "expected the name of a field", 'most corpora call it "text"')),
         ("text_split = 'lines'", ("stream.text_split is 'lines'", "file", "blank_lines")),
         ("token_dtype = 'int32'", ("stream.token_dtype is 'int32'", "uint16", "uint32")),
+        ("on_bad_data = 'ignore'", ("stream.on_bad_data is 'ignore'", "skip", "fail")),
     ],
 )
 def test_bad_options(tmp_path, toml, parts):
@@ -335,29 +327,17 @@ def test_bad_options(tmp_path, toml, parts):
         assert part in str(error.value)
 
 
-def validating(sample, folder):
+def test_validation_with_fewer_sequences_than_asked_for(sample, tmp_path):
+    """This is an error before training, with their number. The text is not repeated to make up for them."""
+    texts, tokenizer = [f"A sentence of some words, number {i}." for i in range(30)], load_tokenizer(sample / "tokenizer")
+    write_texts(tmp_path / "validation.jsonl", texts)
+    tokens = sum(len(tokenizer.encode(text)) + 1 for text in texts)
     job = load_config(["--model.hf_assets_path", f"{sample}/tokenizer", "--training.seq_len", "16"])
     v = job.validation
-    v.enable, v.dataset, v.dataset_path, v.seq_len, v.local_batch_size = True, "text_validation", str(folder), 16, 2
-    return job
-
-
-@pytest.fixture
-def small(sample, tmp_path):
-    """The folder, and the number of tokens in its validation split, including each document's EOS."""
-    texts = [f"A sentence of some words, number {i}." for i in range(30)]
-    write_texts(tmp_path / "validation.jsonl", texts)
-    tokenizer = load_tokenizer(sample / "tokenizer")
-    return tmp_path, sum(len(tokenizer.encode(text)) + 1 for text in texts), tokenizer
-
-
-def test_validation_with_fewer_sequences_than_asked_for(sample, small):
-    """This is an error before training, with their number. The text is not repeated to make up for them."""
-    folder, tokens, tokenizer = small
+    v.enable, v.dataset, v.dataset_path, v.seq_len, v.local_batch_size = True, "text_validation", str(tmp_path), 16, 2
     there = tokens // 17
     assert there > 4
-    job = validating(sample, folder)
-    job.validation.steps = 100  # each takes two sequences on two ranks
+    v.steps = 100  # each takes two sequences on two ranks
     for job.stream.validation_sequences, asked in ((0, 400), (4 * (there // 4) + 4, 4 * (there // 4) + 4)):
         said = rf"holds {there} sequences of 16 tokens, expected {asked}: set stream.validation_sequences .* of 4 \("
         for rank in (0, 1):
