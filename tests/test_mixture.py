@@ -166,10 +166,7 @@ def test_a_resume_with_other_weights_is_refused(job, sample):
     scaled = changed(job, sources=[Source(4.0, web.path), Source(2.0, code.path)])
     open_stream(scaled, training_files(scaled), tokenizer, 1, 0).load_state_dict(saved)
     for options, message in (
-        (
-            {"sources": [Source(1.0, web.path), code]},
-            r"sources, with .*: web 4, code 2 then, web 3, code 3 now\. .*\"restart",
-        ),
+        ({"sources": [Source(1.0, web.path), code]}, r"sources, .* code 2 then, web 3, code 3 now\. .*\"restart"),
         ({"sources": [code, web]}, r"web 4, code 2 then, code 2, web 4 now"),
         ({"sources": [], "dataset": "text", "dataset_path": web.path}, r"6 files then, 3 now, .*code 2 then, none now"),
     ):
@@ -221,13 +218,9 @@ def test_what_is_said_of_a_slot_without_documents_names_its_source(tmp_path):
 
 
 def test_epochs_read_by_hand(sample):
-    """Six slots on two ranks.
-
-    In this epoch, web's file of 300 bytes follows that of 100 bytes, and three slots share it.
-    """
-    files = [
-        DataFile(name, "", size) for name, size in (("web/a", 100), ("web/b", 300), ("code/a", 100), ("code/b", 100))
-    ]
+    """Six slots on two ranks. In this epoch, web's file of 300 bytes follows that of 100, and three slots share it."""
+    sizes = {"web/a": 100, "web/b": 300, "code/a": 100, "code/b": 100}
+    files = [DataFile(name, "", size) for name, size in sizes.items()]
     found = shares({"web": 4, "code": 2}, 6)
     ranks = [loader(files, sample, rank, 2, slots=6, shares=found) for rank in range(2)]
     first, second = ranks
