@@ -15,28 +15,23 @@ OLDER = "89abcdef0123456789abcdef0123456789abcdef"
 
 
 class FakeHub:
-    """Serves ``root`` as allenai/c4, and the folders in ``datasets`` under their names, at COMMIT.
-
-    Attributes:
-        url: the value for HF_ENDPOINT (``use`` sets it in this process).
-        tagged: folders of data sets at OLDER, the tag v1.0.
-        gated: data sets to which nobody has access.
-        fail_every: every n-th request for content is answered 503; 0 for none.
-        damaged: paths whose content is served with one wrong byte.
-        refusals: answers to the next requests for content, as (status, headers).
-        cut: the connection breaks after this many bytes of an answer; 0 for never.
-        short: answers hold at most this many bytes, and say so; 0 for no limit.
-        stall: nothing more is sent after this many bytes; 0 for never.
-        ignore_range: whether whole files are sent, whatever is asked for.
-        requests: number of requests by kind.
-        ranges: (path, Range) of every GET for content.
-    """
+    """Serves ``root`` as a data set, and the folders in ``datasets`` under their names, at COMMIT."""
 
     def __init__(self, root: Path, repository: str = "allenai/c4") -> None:
-        self.datasets, self.tagged, self.gated = {repository: root}, {}, set()
-        self.fail_every, self.damaged, self.requests = 0, set(), Counter()
-        self.refusals, self.cut, self.short, self.stall, self.ignore_range = [], 0, 0, 0, False
-        self.ranges, self.closing = [], threading.Event()
+        self.url = ""  # the value for HF_ENDPOINT (``use`` sets it in this process)
+        self.datasets = {repository: root}
+        self.tagged = {}  # folders of data sets at OLDER, the tag v1.0
+        self.gated = set()  # data sets to which nobody has access
+        self.fail_every = 0  # every n-th request for content is answered 503; 0 for none
+        self.damaged = set()  # paths whose content is served with one wrong byte
+        self.refusals = []  # answers to the next requests for content, as (status, headers)
+        self.cut = 0  # the connection breaks after this many bytes of an answer; 0 for never
+        self.short = 0  # answers hold at most this many bytes, and say so; 0 for no limit
+        self.stall = 0  # nothing more is sent after this many bytes; 0 for never
+        self.ignore_range = False  # whether whole files are sent, whatever is asked for
+        self.requests = Counter()  # number of requests by kind
+        self.ranges = []  # (path, Range) of every GET for content
+        self.closing = threading.Event()
         hub = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -66,10 +61,10 @@ class FakeHub:
 
     def use(self, monkeypatch, folder):
         """Let this process use this hub, with its caches in ``folder``."""
+        template = self.url + "/{repo_id}/resolve/{revision}/{filename}"
         for name, value in {
             "huggingface_hub.constants.ENDPOINT": self.url,
-            "huggingface_hub.constants.HUGGINGFACE_CO_URL_TEMPLATE": self.url
-            + "/{repo_id}/resolve/{revision}/{filename}",
+            "huggingface_hub.constants.HUGGINGFACE_CO_URL_TEMPLATE": template,
             "huggingface_hub.constants.HF_HUB_CACHE": str(folder / "hub"),
             "huggingface_hub.constants.HF_HUB_DISABLE_XET": True,
             "datasets.config.HF_ENDPOINT": self.url,
@@ -120,11 +115,8 @@ class FakeHub:
         if self.fail_every and self.requests["content"] % self.fail_every == 0:
             return self.send(request, 503, b"busy", {}, body)
         content = (root / path).read_bytes()
-        headers = {
-            "ETag": f'"{hashlib.sha256(content).hexdigest()}"',
-            "X-Repo-Commit": commit,
-            "Accept-Ranges": "bytes",
-        }
+        etag = f'"{hashlib.sha256(content).hexdigest()}"'
+        headers = {"ETag": etag, "X-Repo-Commit": commit, "Accept-Ranges": "bytes"}
         if path in self.damaged:
             content = content[:-1] + bytes([content[-1] ^ 1])
         wanted = re.fullmatch(r"bytes=(\d+)-(\d*)", request.headers.get("Range", ""))
@@ -152,15 +144,9 @@ class FakeHub:
     @staticmethod
     def entry(root, name):
         content = (root / name).read_bytes()
-        sha256 = hashlib.sha256(content).hexdigest()
-        size = len(content)
-        return {
-            "type": "file",
-            "path": name,
-            "size": size,
-            "oid": sha256[:40],
-            "lfs": {"oid": sha256, "size": size, "pointerSize": 1},
-        }
+        size, lfs = len(content), hashlib.sha256(content).hexdigest()
+        about = {"oid": lfs, "size": size, "pointerSize": 1}
+        return {"type": "file", "path": name, "size": size, "oid": lfs[:40], "lfs": about}
 
     def send(self, request, status, content, headers, body, sent=None):
         """Send an answer, and break or stall the connection after ``sent`` bytes of the content unless it is None."""

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import string
 from pathlib import Path
 from pydoc_data import topics
 
@@ -97,31 +98,17 @@ def test_markup_is_taken_away(name, source, text):
     assert [t for _, t in documents_of(f"/{name}.gz", gzip.compress(source.encode()))] == expected
 
 
-def test_documents_of_json_lines_are_c4s():
-    lines = [json.dumps({"text": "one ", "url": "http://a"}), json.dumps({"text": "two"})]
-    found = list(documents_of("x.json.gz", gzip.compress("\n".join(lines).encode())))
-    assert found == [("http://a", "one"), ("x.json:2", "two")]
-
-
 def _digits(number):
     """As dictd writes numbers: in base 64, the most significant digit first."""
-    alphabet = "".join(chr(c) for c in [*range(65, 91), *range(97, 123), *range(48, 58)]) + "+/"
-    digits = alphabet[number % 64]
-    while number := number // 64:
-        digits = alphabet[number % 64] + digits
-    return digits
+    alphabet = f"{string.ascii_uppercase}{string.ascii_lowercase}{string.digits}+/"
+    return (_digits(number // 64) if number >= 64 else "") + alphabet[number % 64]
 
 
 def test_entries_of_a_dictionary_come_once_in_their_order_until_a_page_is_full():
-    entries = [
-        f"{word}\n   the entry of {word} {'x' * 2100}\n   [1913 Webster]\n" for word in ("one", "two", "three", "four")
-    ]
-    index, offset = ["00-database-short\tA\tB"], 0
-    for word, entry in zip(("one", "two", "three", "four"), entries, strict=True):
-        index += [
-            f"{word}\t{_digits(offset)}\t{_digits(len(entry))}",
-            f"other {word}\t{_digits(offset)}\t{_digits(len(entry))}",
-        ]
+    names, index, offset = ("one", "two", "three", "four"), ["00-database-short\tA\tB"], 0
+    entries = [f"{word}\n   the entry of {word} {'x' * 2100}\n   [1913 Webster]\n" for word in names]
+    for word, entry in zip(names, entries, strict=True):
+        index += [f"{name}\t{_digits(offset)}\t{_digits(len(entry))}" for name in (word, f"other {word}")]
         offset += len(entry)
     pages = list(dictionary_pages("".join(entries).encode(), "\n".join(sorted(index))))
     assert [name.removeprefix("other ") for name, _ in pages] == ["one", "four"]
@@ -173,15 +160,11 @@ def test_a_corpus_of_a_folder(tmp_path, capsys):
     texts = [text for text in topics.topics.values() if len(text) > 1000][:60]
     for i, text in enumerate(texts[:-10]):
         (source / f"{i:02}.txt").write_text(text)
-    (source / "deep" / "page.html").write_text(
-        f"<html><body><nav>skipped-menu</nav><p>{'A page of words. ' * 30}</p></body></html>"
-    )
+    page = f"<html><body><nav>skipped-menu</nav><p>{'A page of words. ' * 30}</p></body></html>"
+    (source / "deep" / "page.html").write_text(page)
     (source / "again.txt").write_text(texts[0] + "\nOne line more.\n")
-    (source / "deep" / "c4.json.gz").write_bytes(
-        gzip.compress(
-            "\n".join(json.dumps({"text": t, "url": f"http://{i}"}) for i, t in enumerate(texts[-10:])).encode()
-        )
-    )
+    lines = "\n".join(json.dumps({"text": t, "url": f"http://{i}"}) for i, t in enumerate(texts[-10:]))
+    (source / "deep" / "c4.json.gz").write_bytes(gzip.compress(lines.encode()))
     options = {"folder": source, "held_out": 4, "vocab_size": 400}
     facts = main(Options(tmp_path / "one", **options))
     assert "development" in capsys.readouterr().out

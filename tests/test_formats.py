@@ -1,7 +1,4 @@
-"""Other corpora than C4's: the text's field, plain text, token ids.
-
-Each is compared with a plain reading of the same bytes.
-"""
+"""The formats of files: JSON lines, Parquet, plain text, token ids. Each is compared with a plain reading of the same bytes."""
 
 import codecs
 import gzip
@@ -9,22 +6,34 @@ import io
 import itertools
 import json
 import tracemalloc
-from types import SimpleNamespace
 
 import numpy as np
 import pyarrow
 import pyarrow.json
-import pyarrow.parquet
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from sentencepiece import SentencePieceProcessor
 from tokenizers import Tokenizer
 
-from tests.test_stream import VALIDATION_FILE, batches, config, streams_of
+from tests.streams import (
+    VALIDATION_FILE,
+    batches,
+    config,
+    ids_as,
+    parquet,
+    records_of,
+    stored,
+    streams_of,
+    texts_of,
+    through,
+    write_texts,
+)
 from titan_disp.data import formats, token_ids
 from titan_disp.data.documents import Documents
 from titan_disp.data.files import DataFile, list_files
-from titan_disp.data.formats import BadDocument, DamagedFile, OtherContent, size_of, text_of
+from titan_disp.data.formats import BadDocument, OtherContent, size_of
 from titan_disp.data.loader import open_stream
 from titan_disp.data.options import Format, StreamOptions, stream_options
 from titan_disp.data.position import Field
@@ -35,22 +44,16 @@ from titan_disp.errors import DataError
 EOS, VOCABULARY = 7, 5000
 
 
-def records_of(path, max_bytes=1 << 20, start=0, **options):
-    """Everything that a file's reader yields, with the message of a damaged end as the last item."""
-    how = StreamOptions(max_document_bytes=max_bytes, retry_seconds=0.0, format=Format(**options))
-    documents = Documents(DataFile(path.name, str(path), path.stat().st_size), how, start)
-    found = []
-    try:
-        while (record := documents.read()) is not None:
-            found.append(str(record) if isinstance(record, BadDocument) else record)
-    except DamagedFile as error:
-        found.append(f"damaged: {error}")
-    documents.close()
-    return found
-
-
-def texts_of(path, field="text", **options):
-    return [text_of(record, field) for record in records_of(path, text_field=field, **options)]
+@pytest.mark.parametrize("suffix", ["json", "jsonl", "json.gz", "json.zst", "parquet", "txt", "txt.gz", "txt.zst"])
+def test_documents_from_any_place_on(tmp_path, suffix):
+    texts = [f"text {i} é\n" * (1 + i % 3) for i in range(700)]
+    if suffix.startswith("txt"):
+        texts = [text.removesuffix("\n") for text in texts]
+        (tmp_path / f"a.{suffix}").write_bytes(stored("\n \n".join(texts).encode(), suffix))
+    else:
+        write_texts(tmp_path / f"a.{suffix}", texts)
+    for start in (0, 1, 333, 699, 700):
+        assert texts_of(tmp_path / f"a.{suffix}", start=start, text_split="blank_lines") == texts[start:]
 
 
 class TestTextField:
@@ -61,55 +64,38 @@ class TestTextField:
             assert texts_of(tmp_path / "a.jsonl", field) == [f"{letter} {i}" for i in range(3)]
 
     def test_of_parquet(self, tmp_path):
-        column = [f"b {i}" for i in range(700)]
-        nested = pyarrow.array([{"n": i, "lang": {"text": text}} for i, text in enumerate(column)])
-        coded = pyarrow.array([f"c {i % 5}" for i in range(700)]).dictionary_encode()
-        large = pyarrow.array([f"d {i}" for i in range(700)], pyarrow.large_string())
-        view = pyarrow.array([f"e {i}" for i in range(700)], pyarrow.string_view())
-        columns = {"id": range(700), "meta": nested, "coded": coded, "large": large, "view": view, "x.y": column}
-        table = pyarrow.table(columns)
-        pyarrow.parquet.write_table(table, tmp_path / "a.parquet", row_group_size=300)
-        assert texts_of(tmp_path / "a.parquet", "meta.lang.text") == column
-        assert texts_of(tmp_path / "a.parquet", "meta.lang.text", start=650) == column[650:]
-        assert texts_of(tmp_path / "a.parquet", "x.y") == column
-        assert texts_of(tmp_path / "a.parquet", "coded") == coded.to_pylist()
-        assert texts_of(tmp_path / "a.parquet", "large") == large.to_pylist()
-        assert texts_of(tmp_path / "a.parquet", "view") == view.to_pylist()
-
-    def test_of_parquet_with_a_struct_of_the_same_name(self, tmp_path):
         """A field whose own name contains the dot comes first, wherever it is. A struct that is null has no text."""
-        struct = pyarrow.array([{"text": "in it"}, None])
-        table = pyarrow.table({"meta": struct, "meta.text": ["its own", "too"]})
-        pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
-        assert texts_of(tmp_path / "a.parquet", "meta.text") == ["its own", "too"]
-        pyarrow.parquet.write_table(table.select(["meta"]), tmp_path / "a.parquet")
-        assert records_of(tmp_path / "a.parquet", text_field="meta.text") == ["in it", "text is null"]
+        column, coded = [f"b {i}" for i in range(700)], [f"c {i % 5}" for i in range(700)]
+        columns = {
+            "meta": pyarrow.array([{"n": i, "lang": {"text": text}, "x": "in it"} for i, text in enumerate(column)]),
+            "coded": pyarrow.array(coded).dictionary_encode(),
+            "large": pyarrow.array(column, pyarrow.large_string()),
+            "view": pyarrow.array(column, pyarrow.string_view()),
+            "x.y": column,
+            "meta.x": coded,
+        }
+        path = tmp_path / "a.parquet"
+        path.write_bytes(parquet(300, **columns))
+        for field in ("meta.lang.text", "large", "view", "x.y"):
+            assert texts_of(path, field) == column
+        for field in ("coded", "meta.x"):
+            assert texts_of(path, field, start=650) == coded[650:]
+        path.write_bytes(parquet(meta=pyarrow.array([{"text": "in it"}, None])))
+        assert records_of(path, text_field="meta.text") == ["in it", "text is null"]
 
     def test_of_a_run(self, tmp_path):
-        """The field works through slots, checkpoints and resumes."""
         (tmp_path / "a.jsonl").write_text("".join(json.dumps({"body": str(i)}) + "\n" for i in range(1, 41)))
-        files = list_files("text", str(tmp_path))
-        tokens, positions = batches(streams_of(files, 1, 1, format=Format(text_field="body")), 5)
-        assert tokens.reshape(-1).tolist() == [t for i in range(1, 21) for t in (i, 0)]
-        again, _ = batches(streams_of(files, 1, 1, positions=positions, format=Format(text_field="body")), 5)
-        assert again.reshape(-1).tolist() == [t for i in range(21, 41) for t in (i, 0)]
+        files, how = list_files("text", str(tmp_path)), Format(text_field="body")
+        tokens, _ = through(lambda ranks, at: streams_of(files, 1, ranks, positions=at, format=how), [(1, 5)] * 2)
+        assert tokens.reshape(-1).tolist() == [t for i in range(1, 41) for t in (i, 0)]
 
     def test_options_of_a_config(self, sample):
-        job = config(sample)
+        job = config(sample, "--stream.retry_seconds", "60", "--comm.train_timeout_seconds", "50")
+        assert stream_options(job).retry_seconds == 30  # a rank that tries for longer looks like one that hangs
         job.stream.text_field, job.stream.text_split, job.stream.token_dtype = "body", "blank_lines", "uint32"
         assert stream_options(job).format == Format("body", "blank_lines", "uint32")
         tokenizer = load_tokenizer(sample / "tokenizer")
         assert stream_options(job, tokenizer=tokenizer).format == Format("body", "blank_lines", "uint32", 1, 2048)
-
-
-def write_compressed(path, content):
-    if path.suffix == ".gz":
-        path.write_bytes(gzip.compress(content))
-    elif path.suffix == ".zst":
-        with pyarrow.CompressedOutputStream(str(path), "zstd") as out:
-            out.write(content)
-    else:
-        path.write_bytes(content)
 
 
 TEXT = "\n  \none\n two \n\n\nthree\r\nfour\r\n\r\n\t\r\nfive é\n \nsix"
@@ -117,7 +103,6 @@ TEXT = "\n  \none\n two \n\n\nthree\r\nfour\r\n\r\n\t\r\nfive é\n \nsix"
 
 @pytest.mark.parametrize("name", ["a.bin", "a.npy", "a.parquet"])
 def test_the_kind_of_a_file_is_found_by_its_first_bytes(tmp_path, name):
-    """However large the file is."""
     (tmp_path / name).write_bytes(b"<html>" + b"x" * (4 << 20))
     options = StreamOptions(format=Format(eos_id=EOS))
     documents = Documents(DataFile(name, str(tmp_path / name), (4 << 20) + 6), options)
@@ -126,21 +111,7 @@ def test_the_kind_of_a_file_is_found_by_its_first_bytes(tmp_path, name):
     assert documents.bytes_read < 1 << 18
 
 
-def test_rows_of_parquet_that_are_decoded_at_a_time():
-    """256, or of long documents fewer, which have 4 MiB in all."""
-
-    def rows(size, count=1000):
-        """Of ``count`` rows in two groups of ``size`` bytes each."""
-        group = SimpleNamespace(total_byte_size=size)
-        return formats._rows(SimpleNamespace(num_rows=count, num_row_groups=2, row_group=[group, group].__getitem__))
-
-    assert rows(0) == rows(1_000_000) == 256
-    assert rows(20_000_000) == 104  # of 40,000 bytes each: 4,194,304 / 40,000 = 104.9
-    assert rows(20_000_000, count=2) == 1
-
-
 def test_size_of_records():
-    """In bytes: by them a rank bounds its memory."""
     assert size_of(np.zeros(5, "<u2")) == 10
     assert size_of(np.zeros(5, "<u4")) == 20
     assert size_of(b"12345") == size_of("12345") == 5
@@ -152,9 +123,8 @@ def test_an_open_parquet_file_holds_little_of_it(tmp_path, length, count):
     """This holds however far it is read, however large its row groups, and however long its documents."""
     text = np.random.default_rng(0).bytes(length * 6).hex()
     table = pyarrow.table({"text": [f"{i} {text[i % 10 * length :][:length]}" for i in range(count)]})
-    pyarrow.parquet.write_table(
-        table, tmp_path / "a.parquet", compression="none", use_dictionary=False, write_batch_size=4
-    )
+    how = {"compression": "none", "use_dictionary": False, "write_batch_size": 4}
+    pyarrow.parquet.write_table(table, tmp_path / "a.parquet", **how)
     del table
     file = DataFile("a.parquet", str(tmp_path / "a.parquet"), (tmp_path / "a.parquet").stat().st_size)
     assert file.size > 24_000_000
@@ -168,7 +138,6 @@ def test_an_open_parquet_file_holds_little_of_it(tmp_path, length, count):
             assert documents.bytes_read < 8 << 20
     _, peak = tracemalloc.get_traced_memory()  # what Python's file has handed to pyarrow
     tracemalloc.stop()
-    print(f"{held / 1e6:.1f} MB of pyarrow's, {peak / 1e6:.1f} MB of Python's")
     assert held < 12 << 20
     assert peak < 8 << 20
 
@@ -179,21 +148,19 @@ class TestPlainText:
     @pytest.mark.parametrize("mark", [b"", codecs.BOM_UTF8])
     def test_a_file_or_its_blocks(self, tmp_path, suffix, end, mark):
         path = tmp_path / f"a.{suffix}"
-        write_compressed(path, mark + (TEXT + end).encode())
+        path.write_bytes(stored(mark + (TEXT + end).encode(), suffix))
         assert texts_of(path) == [TEXT + end]
         blocks = ["one\n two ", "three\r\nfour", "five é", "six"]
         for start in range(5):
             assert texts_of(path, text_split="blank_lines", start=start) == blocks[start:]
 
-    def test_blocks_of_any_lines(self, tmp_path):
-        """The blocks are compared with a grouping of the whole text's lines."""
-        rng = np.random.default_rng(0)
-        for _ in range(50):
-            lines = rng.choice(["a", "b c", "", " ", "\t"], rng.integers(1, 30)).tolist()
-            groups = itertools.groupby(lines, key=lambda line: bool(line.strip()))
-            (tmp_path / "a.txt").write_text("\n".join(lines) + "\n")
-            expected = ["\n".join(group) for full, group in groups if full]
-            assert texts_of(tmp_path / "a.txt", text_split="blank_lines") == expected
+    @settings(max_examples=60, deadline=None)
+    @given(st.lists(st.sampled_from(["a", "b c", "", " ", "\t"]), min_size=1, max_size=30))
+    def test_blocks_of_any_lines(self, lines):
+        groups = itertools.groupby(lines, key=lambda line: bool(line.strip()))
+        content = io.BytesIO(("\n".join(lines) + "\n").encode())
+        how = StreamOptions(format=Format(text_split="blank_lines"))
+        assert list(formats.text_records(content, how)) == ["\n".join(group) for full, group in groups if full]
 
     def test_longest_document(self, tmp_path):
         (tmp_path / "a.txt").write_bytes(b"x" * 100)
@@ -215,21 +182,22 @@ class TestPlainText:
         ],
     )
     def test_a_long_document_does_not_fill_memory(self, tmp_path, name, split, end):
-        """Neither one of many lines nor one of a single line."""
+        """Neither one of many lines nor one of a single line, which is passed over in JSON lines."""
         with open(tmp_path / name, "wb") as file:
+            file.write(b'{"text": "first"}\n' * name.endswith("json"))
             for _ in range(200):
                 file.write((b"x" * 999 + end) * 100)
+            file.write(b'\n{"text": "last"}\n' * name.endswith("json"))
         tracemalloc.start()
-        (found,) = records_of(tmp_path / name, 1 << 20, text_split=split)
+        found = records_of(tmp_path / name, 1 << 20, text_split=split)
         _, peak = tracemalloc.get_traced_memory()
         tracemalloc.stop()
-        assert "more than stream.max_document_mb allows" in found
+        if name.endswith("json"):
+            assert (found.pop(0), found.pop()) == (b'{"text": "first"}\n', b'{"text": "last"}\n')
+            assert found[0].startswith("20,000,001 bytes, more than")
+        assert len(found) == 1
+        assert "more than stream.max_document_mb allows" in found[0]
         assert peak < 8 << 20
-
-    def test_invalid_utf8_is_a_bad_document(self, tmp_path):
-        (tmp_path / "a.txt").write_bytes(b"one\n\nt\xffwo\n\nthree")
-        expected = ["one", "invalid UTF-8: invalid start byte at byte 1", "three"]
-        assert records_of(tmp_path / "a.txt", text_split="blank_lines") == expected
 
     def test_only_where_nothing_else_is(self, tmp_path, caplog):
         (tmp_path / "a.txt").write_text("a")
@@ -248,15 +216,11 @@ class TestPlainText:
 
     @pytest.mark.parametrize("suffix", ["json", "jsonl.gz"])
     def test_blank_lines_of_json_lines_are_no_documents(self, tmp_path, suffix):
-        """Many of them at the end of a compressed file are not damage either. pyarrow reads them in the same way."""
         content = b"\n \r\n" + b'{"text": "a"}\r\n\r\n{"text": "b"}\n' + b"\n" * 20
-        write_compressed(tmp_path / f"a.{suffix}", content)
+        (tmp_path / f"a.{suffix}").write_bytes(stored(content, suffix))
         expected = pyarrow.json.read_json(pyarrow.BufferReader(content))["text"].to_pylist()
         assert texts_of(tmp_path / f"a.{suffix}") == expected == ["a", "b"]
         assert texts_of(tmp_path / f"a.{suffix}", start=1) == ["b"]
-        (rank,) = streams_of(list_files("text", str(tmp_path)), 1, 1, on_bad_data="fail")
-        rank.encode = lambda text: [len(text), 0]
-        assert batches([rank], 3)[0].reshape(-1).tolist() == [1, 0] * 12
 
     def test_byte_order_mark_of_json_lines(self, tmp_path):
         (tmp_path / "a.json").write_bytes(codecs.BOM_UTF8 + b'{"text": "a"}\n{"text": "\xef\xbb\xbfb"}\n')
@@ -265,14 +229,7 @@ class TestPlainText:
 
 
 def write_ids(path, ids, layout="raw", dtype="<u2"):
-    """Write ids as the named projects do, with numpy only."""
-    ids = np.asarray(ids, dtype)
-    if layout == "numpy":
-        np.save(path, ids)
-        return
-    header = np.zeros(256, "<i4")
-    header[:3] = (20240520, 1, len(ids)) if dtype == "<u2" else (20240801, 7, len(ids))
-    path.write_bytes((header.tobytes() if layout == "llm.c" else b"") + ids.tobytes())
+    path.write_bytes(ids_as(ids, layout, dtype))
 
 
 def documents_by_hand(ids, eos, longest):
@@ -319,19 +276,20 @@ class TestTokenIds:
         for start in (0, 1, 77, len(expected)):
             assert ids_of(tmp_path / name, start=start, **options) == expected[start:]
 
-    @pytest.mark.parametrize("block", [1, 2, 3, 7, 64, 1 << 15])
-    @pytest.mark.parametrize("longest", [2, 3, 5, 1 << 16])
-    def test_runs_over_blocks(self, tmp_path, monkeypatch, block, longest):
-        """The documents do not depend on where blocks end and where runs are cut."""
-        monkeypatch.setattr(token_ids, "_BLOCK", block)
-        monkeypatch.setattr(token_ids, "LONGEST", longest)
-        rng = np.random.default_rng(block)
-        for _ in range(20):
-            ids = rng.choice([EOS, EOS, 11, 12, 13, 14], rng.integers(1, 70))
-            write_ids(tmp_path / "a.bin", ids)
-            assert ids_of(tmp_path / "a.bin", eos_id=EOS, vocab_size=20) == documents_by_hand(
-                ids.tolist(), EOS, longest
-            )
+    @settings(max_examples=200, deadline=None)
+    @given(
+        ids=st.lists(st.sampled_from([EOS, EOS, 11, 12, 13, 14]), min_size=1, max_size=70),
+        block=st.sampled_from([1, 2, 3, 7, 64, 1 << 15]),
+        longest=st.sampled_from([2, 3, 5, 1 << 16]),
+    )
+    def test_runs_over_blocks(self, ids, block, longest):
+        content = ids_as(ids)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(token_ids, "_BLOCK", block)
+            patch.setattr(token_ids, "LONGEST", longest)
+            file, how = DataFile("a.bin", "a.bin", len(content)), Format(eos_id=EOS, vocab_size=20)
+            found = [record.tolist() for record in token_ids.records(io.BytesIO(content), file, how)]
+        assert found == documents_by_hand(ids, EOS, longest)
 
     def test_a_long_run_is_cut(self, tmp_path):
         """Only the length decides where it is cut, as docs/data.md says."""
@@ -359,27 +317,21 @@ class TestTokenIds:
             (rank,) = streams_of(files, 1, 1, seq_len=8, format=Format(eos_id=EOS, vocab_size=20))
             assert rank.slots[0].sequence().tolist() == [11, 12, EOS, 13, EOS, 14, 15, 16, EOS]
 
-    def test_damaged_ends(self, tmp_path):
-        """The sound part is read first."""
-        ids = [11, 12, EOS] * 20
-        write_ids(tmp_path / "a.bin", ids)
-        (tmp_path / "a.bin").write_bytes((tmp_path / "a.bin").read_bytes()[:-1])
-        *found, damage = ids_of(tmp_path / "a.bin", eos_id=EOS, vocab_size=20)
-        assert found == [[11, 12, EOS]] * 19 + [[11, 12]]
-        assert damage.startswith("damaged: its 119 bytes are not a multiple of 2")
-        for layout, header in (("numpy", 128), ("llm.c", 1024)):
-            path = tmp_path / ("b.npy" if layout == "numpy" else "b.bin")
-            write_ids(path, ids, layout)
-            path.write_bytes(path.read_bytes()[: header + 50])
-            *found, damage = ids_of(path, eos_id=EOS, vocab_size=20)
-            assert found == [[11, 12, EOS]] * 8 + [[11]]
-            assert damage == "damaged: its header says 60 ids of uint16, but the file holds 25.0"
-
-        write_ids(tmp_path / "b.bin", ids, "llm.c")  # more ids than the header says
-        (tmp_path / "b.bin").write_bytes((tmp_path / "b.bin").read_bytes() + b"\x0b\x00")
-        *found, damage = ids_of(tmp_path / "b.bin", eos_id=EOS, vocab_size=20)
-        assert found == [[11, 12, EOS]] * 20
-        assert damage == "damaged: its header says 60 ids of uint16, but the file holds 61.0"
+    @pytest.mark.parametrize(
+        ("layout", "size", "more", "documents", "rest", "damage"),
+        [
+            ("raw", 119, b"", 19, [[11, 12]], "its 119 bytes are not a multiple of 2"),
+            ("numpy", 128 + 50, b"", 8, [[11]], "its header says 60 ids of uint16, but the file holds 25.0"),
+            ("llm.c", 1024 + 50, b"", 8, [[11]], "its header says 60 ids of uint16, but the file holds 25.0"),
+            ("llm.c", 1024 + 120, b"\x0b\x00", 20, [], "its header says 60 ids of uint16, but the file holds 61.0"),
+        ],
+    )
+    def test_damaged_ends(self, tmp_path, layout, size, more, documents, rest, damage):
+        path = tmp_path / ("a.npy" if layout == "numpy" else "a.bin")
+        path.write_bytes(ids_as([11, 12, EOS] * 20, layout)[:size] + more)
+        *found, last = ids_of(path, eos_id=EOS, vocab_size=20)
+        assert found == [[11, 12, EOS]] * documents + rest
+        assert last.startswith(f"damaged: {damage}")
 
     def test_an_id_beyond_the_vocabulary(self, tmp_path):
         """In the first block, it stops the run; later, it is a bad document, because a flipped bit may be the cause."""
@@ -391,9 +343,7 @@ class TestTokenIds:
         assert found.count([11, 12, EOS]) == 19_999
         ids[1] = 20
         write_ids(tmp_path / "a.bin", ids)
-        with pytest.raises(
-            DataError, match=r"a.bin is read as uint16 and holds the id 20, but the tokenizer has 20 ids"
-        ):
+        with pytest.raises(DataError, match=r"is read as uint16 and holds the id 20, but the tokenizer has 20 ids"):
             records_of(tmp_path / "a.bin", eos_id=EOS, vocab_size=20)
 
     @pytest.mark.parametrize(
@@ -421,40 +371,14 @@ class TestTokenIds:
         write_ids(tmp_path / "a.bin", [11, EOS] * 100)
         assert all(record.base is None for record in records_of(tmp_path / "a.bin", eos_id=EOS, vocab_size=20))
 
-    def test_every_document_once_on_any_ranks_through_stops(self, tmp_path):
-        """Token ids are shared like any other file: two files for three slots, on one, three and one ranks."""
-        number = 10
-        for name, count in (("a.bin", 200), ("b.bin", 333)):
-            ids = []
-            for _ in range(count):
-                number += 1
-                ids += [number] * (1 + number % 5) + [EOS]
-            write_ids(tmp_path / name, ids)
-        files, how = list_files("text", str(tmp_path)), Format(eos_id=EOS, vocab_size=1000)
-
-        def streams(ranks, positions=None):
-            made = streams_of(files, 3, ranks, positions=positions, format=how)
-            for rank in made:
-                rank.encode = None  # nothing is tokenized
-            return made
-
-        seen = []
-        for rank in streams(3):
-            for slot in rank.slots.values():
-                while (document := slot.cursor.next()).end[Field.EPOCH] == 0:
-                    seen.append(int(document.content[0]))
-        assert sorted(seen) == list(range(11, number + 1))
-        whole, end = batches(streams(1), 200)
-        first, at = batches(streams(1), 60)
-        second, at = batches(streams(3, at), 77)
-        third, at = batches(streams(1, at), 63)
-        assert np.array_equal(np.concatenate([first, second, third]), whole)
-        assert np.array_equal(at, end)
-        assert end[:, Field.BYTES].sum() == pytest.approx(2 * whole.size, rel=0.01)  # stored bytes: two per id
+    def test_the_bytes_of_a_document_are_those_stored(self, tmp_path):
+        write_ids(tmp_path / "a.bin", [11, 12, EOS] * 40)
+        files, how = list_files("text", str(tmp_path)), Format(eos_id=EOS, vocab_size=20)
+        _, positions = batches(streams_of(files, 1, 1, seq_len=8, format=how, encode=None), 4)  # nothing is tokenized
+        assert positions[0, [Field.DOCUMENTS, Field.BYTES]].tolist() == [12, 12 * 3 * 2]
 
     @pytest.mark.parametrize("kind", ["sentencepiece", "hugging face", "gigatoken"])
     def test_the_same_batches_as_of_the_text(self, sample, hf_tokenizer, tmp_path, kind):
-        """One file for one slot, and the first sequences as validation reads them."""
         folder = str(sample / "tokenizer" if kind == "sentencepiece" else hf_tokenizer)
         with gzip.open(sample / VALIDATION_FILE, "rt", encoding="utf-8") as lines:
             texts = [json.loads(line)["text"] for line in lines]

@@ -1,118 +1,351 @@
-"""Listing, streaming and mirroring from the hub, against a local stand-in that speaks the hub's protocol."""
+"""The hub, by a local stand-in: which files a data set has there and in a mirror, and reading the same from both."""
 
-import json
-import sys
-from types import SimpleNamespace
+from pathlib import Path
 
 import pytest
 
 from tests.command_line import DEMO
-from tests.fake_hub import FakeHub
+from tests.fake_hub import COMMIT, OLDER, FakeHub
+from tests.streams import write_texts
 from titan_disp import cli
-from titan_disp.data.mirror import parse_shards
+from titan_disp.cluster.node_health import input_problems
+from titan_disp.config.load import load_config
+from titan_disp.config.options import FetchOptions
+from titan_disp.data.documents import Documents
+from titan_disp.data.files import check_data, check_hub, held_out, list_files, split_of
+from titan_disp.data.hub import HubName, parse_name
+from titan_disp.data.mirror import RECORDS, fetch, parse_shards
+from titan_disp.data.options import StreamOptions
 from titan_disp.errors import ConfigError
+from titan_disp.lab.digest import digest
+from titan_disp.lab.inspection.texts import read_texts
+
+# As FineWeb-Edu's: the default configuration is everything, samples lie elsewhere; and a configuration with three splits.
+CARD = """---
+configs:
+- config_name: default
+  data_files:
+  - split: train
+    path: data/*/*
+- config_name: sample-2
+  data_files:
+  - split: train
+    path: sample/2/*
+- config_name: split
+  data_files:
+  - split: train
+    path: split/a*
+  - split: validation
+    path: [split/b.jsonl, split/c.jsonl]
+  - split: tiny
+    path: split/a1.jsonl.gz
+- config_name: table
+  data_files: table/*.csv
+- config_name: mixed
+  data_files: [mixed/*]
+---
+Prose.
+"""
+PARQUET = ("data/x/1.parquet", "data/y/1.parquet", "sample/2/1.parquet", "sample/2/2.parquet")
+LINES = ("split/a1.jsonl", "split/a2.jsonl", "split/b.jsonl", "split/c.jsonl", "mixed/1.jsonl")
+OTHER = ("table/1.csv", "mixed/2.csv")
+
+
+def write_repository(folder):
+    for index, name in enumerate((*PARQUET, *LINES, *OTHER)):
+        write_texts(folder / name, [f"{index} {word} " * 30 for word in ("a", "b", "c", "d")])
+    (folder / "split" / "a1.jsonl").rename(folder / "split" / "a1.jsonl.gz")  # by its name only; nobody reads it here
+    (folder / "README.md").write_text(CARD)
 
 
 @pytest.fixture
-def hub(sample, tmp_path, monkeypatch):
-    server = FakeHub(sample)
-    server.use(monkeypatch, tmp_path / "cache")
+def serve(tmp_path, monkeypatch):
     monkeypatch.setattr("titan_disp.data.storage.FIRST_PAUSE", 0.01)
-    yield server
-    server.close()
+    servers = []
+
+    def start(folder, name):
+        servers.append(FakeHub(folder, name))
+        servers[0].use(monkeypatch, tmp_path / "cache")
+        return servers[0]
+
+    yield start
+    servers[0].close()
 
 
 @pytest.fixture
-def titan_disp(monkeypatch, capsys):
-    """Run the command in this process."""
-
-    def run(*arguments):
-        monkeypatch.setattr(sys, "argv", ["titan-disp", *arguments])
-        returncode = 0
-        try:
-            cli.main()
-        except SystemExit as end:
-            returncode = end.code
-        out, err = capsys.readouterr()
-        return SimpleNamespace(returncode=returncode, stdout=out, stderr=err)
-
-    return run
+def hub(serve, tmp_path):
+    write_repository(tmp_path / "some")
+    return serve(tmp_path / "some", "some/prose")
 
 
-def test_stream_from_the_hub_is_the_mirrors(hub, sample, tmp_path, titan_disp):
-    """Without dataset_path, the hub is streamed. Although requests fail, the batches are those of the local copy."""
-    config = tmp_path / "hub.toml"
-    config.write_text("\n".join(line for line in DEMO.read_text().splitlines() if not line.startswith("dataset_path")))
-    options = ("--json", "--steps", "20", "--model.hf_assets_path", f"{sample}/tokenizer", "--stream.prefetch", "0")
-    hub.fail_every = 5
-    hub.requests.clear()
-    streamed = titan_disp("data", "digest", str(config), *options)
-    assert streamed.returncode == 0, streamed.stderr[-3000:]
-    assert hub.requests["content"] > 8
-    # The files were listed once. No rank and no thread has requested anything but content.
-    assert (hub.requests["info"], hub.requests["tree"]) == (1, 1)
-    ahead = titan_disp("data", "digest", str(config), *options, "--stream.prefetch", "4", "--ranks", "2")
-    assert ahead.returncode == 0, ahead.stderr[-3000:]
-    assert json.loads(ahead.stdout)["hashes"] == json.loads(streamed.stdout)["hashes"]
-    local = titan_disp("data", "digest", str(config), *options, "--training.dataset_path", str(sample))
-    assert json.loads(streamed.stdout)["hashes"] == json.loads(local.stdout)["hashes"]
-    assert json.loads(streamed.stdout)["counters"]["skipped_files"] == 0
+@pytest.fixture
+def c4(serve, sample):
+    return serve(sample, "allenai/c4")
 
 
-def test_a_hub_that_stays_away_stops_the_run(hub, sample, tmp_path, titan_disp):
-    """Its files may be sound and are therefore never skipped, whatever on_bad_data says."""
-    config = tmp_path / "hub.toml"
-    config.write_text("\n".join(line for line in DEMO.read_text().splitlines() if not line.startswith("dataset_path")))
-    hub.fail_every = 1
-    options = ("--steps", "2", "--model.hf_assets_path", f"{sample}/tokenizer", "--stream.retry_seconds", "1")
-    failed = titan_disp("data", "digest", str(config), *options)
-    assert failed.returncode == 2
-    assert "titan-disp: error: cannot read hf://datasets/allenai/c4@" in failed.stderr
-    assert "within 1 s (stream.retry_seconds)" in failed.stderr
+def add(hub, tmp_path, name, *files, card=None):
+    for file in files:
+        path = tmp_path / name / file
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text('{"text": "one two three"}\n')
+    if card:
+        (tmp_path / name / "README.md").write_text(card)
+    hub.datasets[f"some/{name}"] = tmp_path / name
 
 
-def test_fetch(hub, sample, tmp_path, titan_disp):
+FILES = {
+    "hf:some/prose": ["data/x/1.parquet", "data/y/1.parquet"],
+    "hf:some/prose@main:default:train": ["data/x/1.parquet", "data/y/1.parquet"],
+    "hf:some/prose::train": ["data/x/1.parquet", "data/y/1.parquet"],
+    "hf:some/prose:sample-2": ["sample/2/1.parquet", "sample/2/2.parquet"],
+    "hf:some/prose:split": ["split/a1.jsonl.gz", "split/a2.jsonl"],
+    "hf:some/prose:split:validation": ["split/b.jsonl", "split/c.jsonl"],
+    "hf:some/prose:split:tiny": ["split/a1.jsonl.gz"],
+}
+
+
+@pytest.mark.parametrize("dataset", FILES)
+def test_files_of_a_configuration_and_a_split(hub, tmp_path, dataset):
+    files = list_files(dataset, None)
+    assert [file.url for file in files] == [f"hf://datasets/some/prose@{COMMIT}/{path}" for path in FILES[dataset]]
+    assert [file.size for file in files] == [(tmp_path / "some" / path).stat().st_size for path in FILES[dataset]]
+    assert [file.name for file in files] == [
+        path.removeprefix("data/") if path.startswith("data/") else Path(path).name for path in FILES[dataset]
+    ]
+    assert not any(path.endswith((".parquet", ".jsonl", ".gz")) for path, _ in hub.ranges)
+
+
+def test_a_revision(hub, tmp_path):
+    add(hub, tmp_path, "older", "then.jsonl", card="---\nconfigs:\n- config_name: one\n  data_files: then.jsonl\n---\n")
+    hub.tagged["some/prose"] = hub.datasets.pop("some/older")
+    (file,) = list_files("hf:some/prose@v1.0", None)
+    assert file.url == f"hf://datasets/some/prose@{OLDER}/then.jsonl"
+    assert Documents(file, StreamOptions()).read() == b'{"text": "one two three"}\n'
+    assert len(list_files("hf:some/prose", None)) == 2
+
+
+def test_the_default_split_is_that_of_the_section():
+    assert split_of("hf:some/prose", "training") == "train"
+    assert split_of("hf:some/prose:split", "validation") == "validation"
+    assert split_of("hf:some/prose:split:tiny", "validation") == "tiny"
+    assert held_out("hf:some/prose@v1.0:split:tiny") == "hf:some/prose@v1.0:split:validation"
+    assert held_out("hf:some/prose") == "hf:some/prose::validation"
+    assert [held_out(name) for name in ("c4", "text", "c4_validation")] == [
+        "c4_validation",
+        "text_validation",
+        "c4_validation",
+    ]
+
+
+def test_names():
+    assert parse_name("hf:a/b@refs/pr/1:c.d-e:f", "x") == HubName("a/b", "refs/pr/1", "c.d-e", "f")
+    for name in ("hf:a/b", "hf:a/b@c", "hf:a/b:c", "hf:a/b:c:d", "hf:a/b@r::d"):
+        assert str(parse_name(name, "x")) == name
+    wrong = ["hf:", "hf:b", "hf:a/b/c", "hf:a/b:", "hf:a/b:c:", "hf:a/b:c:d:e", "hf:a/b@", "hf:a/b@:c", "hf:/b"]
+    for name in (*wrong, "hf:a b/c"):
+        with pytest.raises(ConfigError, match=r"training.dataset is '.*', expected hf:OWNER/NAME, "):
+            check_data(name, None)
+
+
+def test_without_a_card_names_decide(hub, tmp_path):
+    add(hub, tmp_path, "bare", "data/train-00000-of-00002.jsonl", "data/train-00001-of-00002.jsonl", "data/test.jsonl")
+    add(hub, tmp_path, "folders", "en/train/1.json", "en/validation/2.json")
+    assert len(list_files("hf:some/bare", None)) == 2
+    assert [file.url[-20:] for file in list_files("hf:some/folders", None, "validation")] == ["en/validation/2.json"]
+
+
+BAD = {
+    "hf:some/thing": r"no such data set on the hub, or it is private \(its page: huggingface.co/datasets/some/thing",
+    "hf:some/gated": r"is gated. Accept its terms or ask for access at huggingface.co/datasets/some/gated",
+    "hf:some/prose@v2": r"has no revision 'v2'",
+    "hf:some/prose:smaple": r"no configuration 'smaple', only default, sample-2, .* such as 'hf:some/prose:default'",
+    "hf:some/two": r"it has no default configuration, only one, two; such as 'hf:some/two:one'",
+    "hf:some/prose:split:test": r"no split 'test', only train, validation, tiny; such as '.*:split:train'",
+    "hf:some/prose:table": r"cannot be read \(1 of 1, such as table/1.csv\); expected .*\.parquet",
+    "hf:some/prose:mixed": r"cannot be read \(1 of 2, such as mixed/2.csv\); expected names",
+    "hf:some/binary": r"datasets finds no data there .*; expected files that end in .json.gz,",
+    "hf:some/script": r"made by a script on the hub, which datasets no longer runs",
+    "hf:some/lost": r"datasets finds no data there .*; expected files that end in .json.gz,",
+}
+
+
+@pytest.mark.parametrize("dataset", BAD)
+def test_what_cannot_be_had_is_one_message(hub, tmp_path, dataset):
+    add(hub, tmp_path, "gated", "train.jsonl")
+    hub.gated.add("some/gated")
+    two = "---\nconfigs:\n- config_name: one\n  data_files: a.jsonl\n- config_name: two\n  data_files: b.jsonl\n---\n"
+    add(hub, tmp_path, "two", "a.jsonl", "b.jsonl", card=two)
+    add(hub, tmp_path, "binary", "train.bin", "notes.docx")
+    add(hub, tmp_path, "script", "script.py", "train.jsonl")
+    add(hub, tmp_path, "lost", "a.jsonl", card="---\nconfigs:\n- config_name: x\n  data_files: gone.jsonl\n---\n")
+    with pytest.raises(ConfigError, match=BAD[dataset]) as caught:
+        list_files(dataset, None)
+    assert str(caught.value).startswith(f"training.dataset is '{dataset}")
+
+
+def test_a_hub_that_does_not_answer(hub):
+    hub.close()
+    for ask in (list_files, lambda dataset, _: check_hub(dataset)):
+        with pytest.raises(ConfigError, match=r"cannot list .* fetch DIR --dataset 'hf:some/prose:split'"):
+            ask("hf:some/prose:split", None)
+    with pytest.raises(ConfigError, match=r"cannot list allenai/c4 on the .* fetch DIR makes one"):
+        check_hub("c4")
+
+
+def test_every_node_asks_the_hub_once(hub, sample):
+    job = job_of(sample, "--training.dataset", "hf:some/prose:split")
+    job.training.dataset_path = None
+    assert input_problems(job) == []
+    assert hub.requests == {"info": 1}
+    hub.gated.add("some/prose")
+    (problem,) = input_problems(job)
+    assert "the data set is gated" in problem
+
+
+def names_of(files):
+    return [(file.name, file.size) for file in files]
+
+
+def run(capsys, *arguments):
+    cli.run(list(arguments), "titan-disp")
+    return capsys.readouterr()
+
+
+def test_mirror(hub, tmp_path, capsys):
+    """A configuration's splits without the rest: same names and sizes as on the hub, so that a run can go on from either."""
     mirror = tmp_path / "mirror"
-    done = titan_disp("data", "fetch", str(mirror), "--shards", "0-2,5")
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert "is complete" in done.stdout
-    names = sorted(p.name for p in (mirror / "en").iterdir())
-    expected = [f"c4-train.{i:05d}-of-00008.json.gz" for i in (0, 1, 2, 5)] + ["c4-validation.00000-of-00001.json.gz"]
-    assert names == expected
-    for name in names:
-        assert (mirror / "en" / name).read_bytes() == (sample / "en" / name).read_bytes()
+    said = run(capsys, "data", "fetch", str(mirror), "--dataset", "hf:some/prose:split")
+    assert f"{mirror} is complete: training.dataset = 'hf:some/prose:split', training.dataset_path = " in said.out
+    found = sorted(p.relative_to(mirror).as_posix() for p in mirror.glob("[!.]*/*"))
+    assert found == sorted([*FILES["hf:some/prose:split"], *FILES["hf:some/prose:split:validation"]])
+    run(capsys, "data", "fetch", str(mirror), "--dataset", "hf:some/prose:sample-2")
+    hub.requests.clear()
+    for dataset, key in (
+        ("hf:some/prose:split", "training"),
+        ("hf:some/prose:split", "validation"),
+        ("hf:some/prose:split:validation", "training"),
+        ("hf:some/prose:sample-2", "training"),
+    ):
+        local = list_files(dataset, str(mirror), key)
+        assert all(Path(file.url).is_relative_to(mirror) for file in local)
+        check_data(dataset, str(mirror), key)
+        assert not hub.requests, "a mirror asks the hub for nothing"
+        assert names_of(local) == names_of(list_files(dataset, None, key))
+        hub.requests.clear()
+    held = "hf:some/prose:sample-2:train, hf:some/prose:split:train, hf:some/prose:split:validation"
+    (mirror / "split" / "b.jsonl").unlink()
+    for dataset, path, key, message in (
+        ("hf:some/prose", mirror, "training", f"holds {held}, but not hf:some/prose::train: titan-disp data fetch"),
+        (
+            "hf:some/prose:split",
+            mirror,
+            "validation",
+            r"missing or have another size .*\(1 of 2, such as .*b.jsonl\): titan",
+        ),
+        (
+            "hf:some/prose",
+            tmp_path / "a.jsonl",
+            "training",
+            "is not a folder. Expected a mirror, as titan-disp data fetch",
+        ),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            list_files(dataset, str(path), key)
 
+
+def test_a_mirror_of_some_files(hub, tmp_path):
+    """What several commands have fetched is read together; what comes damaged is no mirror yet."""
+    mirror = tmp_path / "mirror"
+    hub.damaged = {"split/a2.jsonl"}
+    (problem,) = fetch(FetchOptions(mirror, "hf:some/prose:split", split="train"))
+    assert problem == "split/a2.jsonl: its sha256 differs from the hub's"
+    assert not (mirror / RECORDS).exists()
+    hub.damaged = set()
+    for number in (1, 0):
+        assert fetch(FetchOptions(mirror, "hf:some/prose:split", str(number), "train")) == []
+        assert len(list_files("hf:some/prose:split", str(mirror))) == 2 - number
+    with pytest.raises(ConfigError, match="--shards names none of the files, which have the numbers 0 to 1, such as "):
+        fetch(FetchOptions(mirror, "hf:some/prose:split", "2", "train"))
+    with pytest.raises(ConfigError, match="but --split is 'train': name the split in one of them"):
+        fetch(FetchOptions(mirror, "hf:some/prose:split:tiny", split="train"))
+    assert fetch(FetchOptions(mirror, "hf:some/prose:split:tiny")) == []
+    assert len(list_files("hf:some/prose:split:tiny", str(mirror))) == 1
+
+
+def test_a_copy_of_the_whole_repository(hub, tmp_path):
+    for dataset in FILES:
+        if "@" not in dataset:
+            assert names_of(list_files(dataset, str(tmp_path / "some"))) == names_of(list_files(dataset, None))
+    with pytest.raises(ConfigError, match=r"path is '.*some': it has no configuration 'other', only default, sam"):
+        list_files("hf:some/prose:other", str(tmp_path / "some"))
+
+
+def job_of(sample, *options):
+    tokenizer = ("--model.hf_assets_path", f"{sample}/tokenizer", "--stream.prefetch", "0", "--training.seq_len", "32")
+    return load_config(["--job.config_file", str(DEMO), *tokenizer, *options])
+
+
+def test_batches_from_the_hub_and_from_a_mirror_are_the_same(hub, sample, tmp_path):
+    fetch(FetchOptions(tmp_path / "mirror", "hf:some/prose:sample-2"))
+    job = job_of(sample, "--training.dataset", "hf:some/prose:sample-2")
+    hashes = []
+    for job.training.dataset_path in (None, str(tmp_path / "mirror")):
+        hashes.append(digest(job, 4, [(0, 1), (2, 2)]).hashes)
+    assert hashes[0] == hashes[1]
+    assert any(path.endswith(".parquet") for path, _ in hub.ranges)
+
+
+def test_stream_from_the_hub_is_the_local_copys(c4, sample):
+    """Without dataset_path, the hub is streamed. Although requests fail, the batches are those of the local copy."""
+    job, ahead = job_of(sample), job_of(sample, "--stream.prefetch", "4")
+    c4.fail_every = 5
+    job.training.dataset_path = ahead.training.dataset_path = None
+    streamed = digest(job, 12, [(0, 1)])
+    assert c4.requests["content"] > 8
+    # The files were listed once. No rank and no thread has requested anything but content.
+    assert (c4.requests["info"], c4.requests["tree"]) == (1, 1)
+    assert digest(ahead, 12, [(0, 2)]).hashes == streamed.hashes
+    job.training.dataset_path = str(sample)
+    assert digest(job, 12, [(0, 1)]).hashes == streamed.hashes
+    assert streamed.counters["skipped_files"] == 0
+
+
+def test_fetch(c4, sample, tmp_path, capsys):
+    mirror = tmp_path / "mirror"
+    command = ("data", "fetch", str(mirror), "--shards", "1-2,5")
+    assert "is complete" in run(capsys, *command).out
+    names = sorted(p.name for p in (mirror / "en").iterdir())
+    expected = [f"c4-train.{i:05d}-of-00008.json.gz" for i in (1, 2, 5)] + ["c4-validation.00000-of-00001.json.gz"]
+    assert names == expected
     # Fetch again with one truncated file and one of the right size with wrong content: only these two are fetched.
     cut, wrong = mirror / "en" / names[0], mirror / "en" / names[1]
     cut.write_bytes(cut.read_bytes()[:1000])
     wrong.write_bytes(b"x" * wrong.stat().st_size)
-    hub.requests.clear()
-    assert titan_disp("data", "fetch", str(mirror), "--shards", "0-2,5").returncode == 0
-    assert cut.read_bytes() == (sample / "en" / cut.name).read_bytes()
-    assert wrong.read_bytes() == (sample / "en" / wrong.name).read_bytes()
-    assert hub.requests["content"] <= 6
-
+    c4.requests.clear()
+    run(capsys, *command)
+    assert [(mirror / "en" / n).read_bytes() for n in names] == [(sample / "en" / n).read_bytes() for n in names]
+    assert c4.requests["content"] <= 6
     # A file that arrives damaged every time is named, and the command fails.
-    hub.damaged = {"en/c4-train.00007-of-00008.json.gz"}
-    failed = titan_disp("data", "fetch", str(mirror), "--shards", "6-7", "--split", "train")
-    assert failed.returncode == 2
-    assert "en/c4-train.00007-of-00008.json.gz: its sha256 differs from the hub's" in failed.stderr
-    assert "titan-disp: error: 1 file could not be fetched" in failed.stderr
-    assert "Traceback" not in failed.stderr
-
-
-def test_no_hub(hub, tmp_path, titan_disp):
-    hub.close()
-    failed = titan_disp("data", "fetch", str(tmp_path / "mirror"))
-    assert failed.returncode == 2
-    assert "titan-disp: error: cannot list allenai/c4 on the Hugging Face hub" in failed.stderr
-    assert "Traceback" not in failed.stderr
+    c4.damaged = {"en/c4-train.00007-of-00008.json.gz"}
+    with pytest.raises(ConfigError, match="1 file could not be fetched"):
+        run(capsys, "data", "fetch", str(mirror), "--shards", "6-7", "--split", "train")
+    assert "en/c4-train.00007-of-00008.json.gz: its sha256 differs from the hub's" in capsys.readouterr().err
 
 
 def test_parse_shards():
     assert parse_shards("0-63, 100") == [range(64), range(100, 101)]
     assert parse_shards(None) is None
-    with pytest.raises(ConfigError, match="expected numbers and ranges"):
-        parse_shards("0..3")
-    with pytest.raises(ConfigError, match="--shards has the range 63-60, expected the smaller number first"):
-        parse_shards("0-3,63-60")
+    for text, message in (
+        ("0..3", "numbers and ranges"),
+        ("0-3,63-60", "range 63-60, expected the smaller number first"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            parse_shards(text)
+
+
+def test_text_to_measure_on(hub):
+    texts = read_texts(None, "hf:some/prose:split", seed=0)
+    assert len(texts) == 8
+    assert {text.split()[0] for text in texts} == {"6", "7"}
+    with pytest.raises(ConfigError, match=r"--dataset is 'hf:some/prose': it has no split 'validation', only train"):
+        read_texts(None, "hf:some/prose", seed=0)

@@ -4,10 +4,9 @@ import json
 
 import pytest
 from sentencepiece import SentencePieceProcessor
-from tokenizers import Tokenizer
-from transformers import AutoTokenizer
+from tokenizers import Tokenizer, processors
 
-from tests.json_lines import records
+from tests.streams import VALIDATION_FILE, texts_of
 from titan_disp.data.files import list_files
 from titan_disp.data.fingerprint import differences, fingerprint
 from titan_disp.data.hf_tokenizer import plain_encoder
@@ -34,9 +33,6 @@ def test_tokenizer_protocol(sample, hf_tokenizer, kind):
 @pytest.mark.parametrize("bos", [False, True])
 @pytest.mark.parametrize("template", [False, True])
 def test_encoder_agrees_with_torchtitans_tokenizer(hf_tokenizer, tmp_path, bos, template):
-    """The faster call gives the same ids, whether TorchTitan or the tokenizer itself adds BOS and EOS."""
-    from tokenizers import Tokenizer, processors
-
     tokenizer = Tokenizer.from_file(str(hf_tokenizer / "tokenizer.json"))
     tokenizer.add_special_tokens(["<s>"])
     if template:
@@ -56,14 +52,6 @@ def test_encoder_agrees_with_torchtitans_tokenizer(hf_tokenizer, tmp_path, bos, 
         assert fast(text).tolist() == encoder(loaded)(text)
 
 
-def test_fast_tokenizer_of_sentencepiece(sample, tmp_path):
-    texts = [r["text"] for r in records(sample, "en/c4-validation*.json.gz")]
-    (tmp_path / "plain.model").write_bytes(train_tokenizer(texts, 2048, user_defined_symbols=()))
-    spm = load_tokenizer(tmp_path)
-    fast = fast_encoder(spm, str(tmp_path), encoder(spm))
-    assert all(fast(text).tolist() == encoder(spm)(text) for text in texts)
-
-
 def test_fast_tokenizer_is_not_trusted(sample, hf_tokenizer, monkeypatch):
     import gigatoken
 
@@ -75,8 +63,6 @@ def test_fast_tokenizer_is_not_trusted(sample, hf_tokenizer, monkeypatch):
         fast_encoder(spm, str(sample / "tokenizer"), encoder(spm))
 
     class Wrong(gigatoken.Tokenizer):
-        """gigatoken without one character or one word."""
-
         unknown = "\u4e2d"
 
         def encode(self, text):
@@ -102,8 +88,7 @@ NAMES = ["</s>", "<unk>", "<|endoftext|>", "<|im_end|>", "<think>"]
 def with_special_tokens(request, sample, hf_tokenizer, tmp_path):
     """A tokenizer's folder, and text → ids without EOS by the library alone, which here knows no special tokens."""
     if request.param == "sentencepiece":
-        texts = [r["text"] for r in records(sample, "en/c4-validation*.json.gz")]
-        model = train_tokenizer(texts, 2048, user_defined_symbols=())
+        model = train_tokenizer(texts_of(sample / VALIDATION_FILE), 2048, user_defined_symbols=())
         (tmp_path / "plain.model").write_bytes(model)
         return tmp_path, SentencePieceProcessor(model_proto=model).encode
     content = json.loads((hf_tokenizer / "tokenizer.json").read_text())
@@ -121,8 +106,7 @@ def with_special_tokens(request, sample, hf_tokenizer, tmp_path):
     return tmp_path, lambda text: plain.encode(text).ids
 
 
-def test_text_makes_no_special_tokens(with_special_tokens):
-    """Only the end of a document produces EOS, whatever a text spells, with both kinds of tokenizers and gigatoken."""
+def test_text_makes_no_special_tokens(with_special_tokens, sample):
     folder, plain = with_special_tokens
     loaded = load_tokenizer(folder)
     encode, eos = encoder(loaded), loaded.eos_id
@@ -134,9 +118,12 @@ def test_text_makes_no_special_tokens(with_special_tokens):
         assert fast(text).tolist() == ids
         assert plain_encoder(loaded)(text) == ids[:-1]
         assert loaded.decode(ids[:-1]) == text
+    assert all(fast(text).tolist() == encode(text) for text in texts_of(sample / VALIDATION_FILE))
     if loaded.get_vocab_size() == 2050:  # of Qwen's kind
         assert 2049 not in encode("<|im_end|>")
         assert encode("<think>") == [2048, eos]
+        from transformers import AutoTokenizer
+
         written = AutoTokenizer.from_pretrained(folder)
         for text in ("a <think> b", "a <|im_end|> b"):
             assert written(text, split_special_tokens=True).input_ids == encode(text)[:-1]
@@ -156,26 +143,23 @@ def test_the_eos_of_config_json_is_in_the_fingerprint(sample, hf_tokenizer, tmp_
         found[eos] = fingerprint(files, str(tmp_path), options, 4)
     assert differences(found[one], found[other]) == [f"eos_token_id: {one} then, {other} now"]
     assert differences(found[one], found[one]) == []
-    (tmp_path / "tokenizer_config.json").write_bytes((hf_tokenizer / "tokenizer_config.json").read_bytes())
-    assert fingerprint(files, str(tmp_path), options, 4)["eos_token_id"] is None  # tokenizer_config.json decides
+    for token in ("<|one|>", "<|other|>"):  # tokenizer_config.json decides, and is in the tokenizer's hash
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": token}))
+        found[token] = fingerprint(files, str(tmp_path), options, 4)
+        assert found[token]["eos_token_id"] is None
+    assert [text.split(":")[0] for text in differences(found["<|one|>"], found["<|other|>"])] == ["tokenizer"]
 
 
-def test_a_folder_with_both_uses_hugging_face(sample, hf_tokenizer, tmp_path):
-    (tmp_path / "tokenizer.json").write_bytes((hf_tokenizer / "tokenizer.json").read_bytes())
-    (tmp_path / "sample.model").write_bytes((sample / "tokenizer" / "sample.model").read_bytes())
-    assert find_tokenizer(tmp_path).name == "tokenizer.json"
-
-
-def test_bad_tokenizers(sample, tmp_path):
+def test_which_file_is_the_tokenizer(sample, hf_tokenizer, tmp_path):
     with pytest.raises(ConfigError, match="is not a folder"):
         load_tokenizer(sample / "tokenizer" / "sample.model")
     with pytest.raises(ConfigError, match="holds no tokenizer file"):
         load_tokenizer(tmp_path)
-    (tmp_path / "a.model").write_bytes(b"nonsense")
-    with pytest.raises(ConfigError, match="cannot load the tokenizer"):
-        load_tokenizer(tmp_path)
-    (tmp_path / "b.model").write_bytes(b"nonsense")
-    with pytest.raises(ConfigError, match=r"holds a\.model, b\.model"):
-        load_tokenizer(tmp_path)
+    for name, message in (("a.model", "cannot load the tokenizer"), ("b.model", r"holds a\.model, b\.model")):
+        (tmp_path / name).write_bytes(b"nonsense")
+        with pytest.raises(ConfigError, match=message):
+            load_tokenizer(tmp_path)
     with pytest.raises(ConfigError, match="2048 tokens, but model.flavor 'tiny' has a vocabulary of 100"):
         load_tokenizer_for("tiny", 100, sample / "tokenizer")
+    (tmp_path / "tokenizer.json").write_bytes((hf_tokenizer / "tokenizer.json").read_bytes())
+    assert find_tokenizer(tmp_path).name == "tokenizer.json"
