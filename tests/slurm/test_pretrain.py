@@ -102,10 +102,10 @@ def queued(slurm, sample, request, tmp_path_factory):
         numbers[name] = jobs.submit(folder / name, *options, sbatch=sbatch, **more)
 
     numbers = {}
-    # SLURM sends the signal 45 s before the limit of two minutes, or up to a minute earlier. Signals before training
-    # count as failures, and on a busy machine there may be some.
-    limit = {"sbatch": ("--time=2", "--signal=B:USR1@45"), "TITAN_DISP_SIGNAL_SECONDS": "45", "SLOW": "5"}
-    submit("limit", faults=SLOW, **limit, TITAN_DISP_MAX_RETRIES="6")
+    # SLURM sends the signal 60 s before the limit of three minutes, or up to a minute earlier: while the slow steps are
+    # trained, if the start takes less than a minute. Signals before training count as failures.
+    limit = {"sbatch": ("--time=3", "--signal=B:USR1@60"), "TITAN_DISP_SIGNAL_SECONDS": "60", "SLOW": "12"}
+    submit("limit", faults="slow:1-10@0", **limit, TITAN_DISP_MAX_RETRIES="6")
     frozen = ("--comm.train_timeout_seconds", "5", "--guard.silence_seconds", "2")
     submit("killed", *frozen, faults="kill:7@1,freeze:11@0,freeze:11@1", once=True, TITAN_DISP_MAX_RETRIES="1")
     submit("hang", "--comm.train_timeout_seconds", "10", faults="hang:7@1", once=True)
