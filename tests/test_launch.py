@@ -56,7 +56,6 @@ def rank():
 def test_ranks_get_sigterm_from_the_first_signal(rank, monkeypatch, capsys, number, closed):
     """Also if Ctrl-C has ended tee, so that stderr is closed."""
     ranks, stop = [rank(), rank()], StopRanks()
-    helper = subprocess.Popen(["sleep", "60"])  # of this process, as no rank is: it leads no session
     before = signal.getsignal(number)
     if closed:
         monkeypatch.setattr(sys.stderr, "write", lambda text: (_ for _ in ()).throw(BrokenPipeError))
@@ -64,8 +63,6 @@ def test_ranks_get_sigterm_from_the_first_signal(rank, monkeypatch, capsys, numb
         signal.raise_signal(number)
         assert [process.wait(10) for process in ranks] == [0, 0]
     assert [process.stdout.read() for process in ranks] == ["SIGTERM\n"] * 2
-    helper.kill()
-    assert helper.wait() == -signal.SIGKILL
     assert (stop.number, stop.name) == (number, number.name)
     assert ("A second signal kills them" in capsys.readouterr().err) is not closed
     assert signal.getsignal(number) == before
