@@ -1,22 +1,25 @@
-"""Signs of life in RUN/heartbeat.json, and where a rank stands when there is none."""
+"""Signs of life in RUN/heartbeat.json, where a rank stands when there is none, and which rank is waited for.
+
+With real ranks: tests/test_faults.py.
+"""
 
 import json
-import subprocess
-import sys
+import time
+from types import SimpleNamespace as Section
 
 import pytest
 
-from titan_disp.config.load import load_config
 from titan_disp.run import liveness
-from titan_disp.run.liveness import Heartbeat
+from titan_disp.run.liveness import Heartbeat, Stragglers, straggler
 
 
 class Clock:
-    def __init__(self):
-        self.now = 1000.0
+    now = 1000.0
 
     def monotonic(self):
         return self.now
+
+    perf_counter = monotonic
 
     def time(self):
         return 1.7e9 + self.now
@@ -31,90 +34,120 @@ def clock(monkeypatch):
     return clock
 
 
-def heartbeat(run):
-    job_config = load_config([])
-    job_config.comm.init_timeout_seconds, job_config.comm.train_timeout_seconds = 300, 100
-    job_config.guard.save_seconds, job_config.guard.silence_seconds = 1800, 60
-    return Heartbeat(run, job_config)
+@pytest.fixture
+def heartbeat(clock):
+    """Return a function that makes a heartbeat in a folder."""
+    made = []
+
+    def make(run):
+        comm = Section(init_timeout_seconds=300, train_timeout_seconds=100)
+        made.append(Heartbeat(run, Section(comm=comm, guard=Section(save_seconds=1800, silence_seconds=60))))
+        return made[-1]
+
+    yield make
+    for beat in made:
+        beat.close()
 
 
 def read(run):
     return json.loads((run / "heartbeat.json").read_text())
 
 
-def test_what_is_allowed(tmp_path, clock):
+def test_what_is_allowed(tmp_path, clock, heartbeat):
     """Twice the run's own time-outs, or twice the slowest step, and `silence`; the first step and a save by their own."""
     beat = heartbeat(tmp_path)
-    try:
-        beat.begin("start", 0)
-        assert read(tmp_path) == {
-            "start": "7.2", "step": 0, "doing": "start", "allowed_seconds": 660, "time": 1.7e9 + 1000
-        }  # fmt: skip
-        beat.begin("step", 1)  # the first step compiles
-        assert (read(tmp_path)["doing"], read(tmp_path)["allowed_seconds"]) == ("step", 660)
-        clock.now += 500
-        beat.step(1)
-        assert (read(tmp_path)["step"], read(tmp_path)["allowed_seconds"]) == (1, 260)
-        clock.now += 20
-        beat.step(2)
-        assert read(tmp_path)["allowed_seconds"] == 260
-        beat.begin("save", 2)
-        assert read(tmp_path)["allowed_seconds"] == 1860
-        clock.now += 1000  # the save does not count as a step's time
-        beat.begin("step", 3)
-        clock.now += 150
-        beat.step(3)
-        assert beat.slowest == 150
-        assert read(tmp_path)["allowed_seconds"] == 360
-        beat.begin("condensation", 3)
-        assert read(tmp_path)["allowed_seconds"] == 660
-    finally:
-        beat.close()
+    beat.begin("start", 0)
+    first = {"start": "7.2", "step": 0, "doing": "start", "allowed_seconds": 660, "time": 1.7e9 + 1000}
+    assert read(tmp_path) == first
+    for seconds, call, doing, step, allowed in (
+        (0, beat.begin, "step", 1, 660),  # the first step compiles
+        (500, beat.step, "step", 1, 260),
+        (20, beat.step, "step", 2, 260),
+        (0, beat.begin, "save", 2, 1860),
+        (1000, beat.begin, "step", 3, 260),  # the save does not count as a step's time
+        (150, beat.step, "step", 3, 360),
+        (0, beat.begin, "condensation", 3, 660),
+    ):
+        clock.now += seconds
+        call(*[doing] * (call == beat.begin), step)
+        said = read(tmp_path)
+        assert (said["doing"], said["step"], said["allowed_seconds"]) == (doing, step, allowed)
+    beat.close()
     assert list(tmp_path.iterdir()) == []
 
 
-def test_short_steps_write_once_a_second(tmp_path, clock):
+def test_short_steps_write_once_a_second(tmp_path, clock, heartbeat):
     beat = heartbeat(tmp_path)
-    try:
-        written = []
-        for step in range(1, 31):
-            clock.now += 0.1
-            beat.step(step)
-            written.append(read(tmp_path)["step"])
-        assert len(set(written)) == 3
-        beat.begin("save", 30)  # another kind is always written
-        assert read(tmp_path)["doing"] == "save"
-    finally:
-        beat.close()
+    written = set()
+    for step in range(1, 31):
+        clock.now += 0.1
+        beat.step(step)
+        written.add(read(tmp_path)["step"])
+    assert len(written) == 3
+    beat.begin("save", 30)  # another kind is always written
+    assert read(tmp_path)["doing"] == "save"
+    full = heartbeat(tmp_path / "gone")  # a full disk ends no step
+    full.begin("step", 1)
+    full.step(1)
 
 
-def test_a_full_disk_ends_no_step(tmp_path, clock):
-    beat = heartbeat(tmp_path / "gone")
-    beat.begin("step", 1)
-    beat.step(1)
-    beat.close()
-
-
-def test_other_ranks_write_nothing_but_where_they_stand():
+def test_other_ranks_write_nothing_but_where_they_stand(capfd):
     """Every rank's own log tells where its threads are, once it has been silent for too long, and not before."""
-    code = """if True:
-        import time
-        from titan_disp.run.liveness import Heartbeat
-        from types import SimpleNamespace as Section
-        comm = Section(init_timeout_seconds=1e9, train_timeout_seconds=0.05)
-        beat = Heartbeat(None, Section(comm=comm, guard=Section(save_seconds=1e9, silence_seconds=0.1)))
-        def quick():
-            beat.step(1)
-            time.sleep(0.05)
-        def hangs():
-            beat.step(2)
-            time.sleep(0.6)
-        quick()
-        hangs()
-        beat.close()
-        time.sleep(0.4)
-    """
-    text = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120).stderr
+    comm = Section(init_timeout_seconds=1e9, train_timeout_seconds=0.1)
+    beat = Heartbeat(None, Section(comm=comm, guard=Section(save_seconds=1e9, silence_seconds=0.2)))
+
+    def quick():
+        beat.step(1)
+        time.sleep(0.1)
+
+    def hangs():
+        beat.step(2)
+        time.sleep(0.8)
+
+    quick()
+    hangs()
+    beat.close()
+    time.sleep(0.6)
+    text = capfd.readouterr().err
     assert text.count("Timeout (") == 1
     assert "in hangs" in text
     assert "in quick" not in text
+
+
+@pytest.mark.parametrize(
+    ("own", "slowest"),
+    [
+        ([1.0, 1.0, 1.0, 1.0], None),
+        ([1.0, 1.1, 1.2, 1.0], None),  # 1.2 × the median of 1.0 is not more than that
+        ([1.0, 1.0, 1.3, 1.1], 2),
+        ([0.5, 1.0, 1.0, 1.0], None),  # one that is faster keeps nobody waiting
+        ([1.0, 2.0], 1),
+        ([0.0, 0.0, 0.0, 0.0], None),  # before there is anything to compare
+    ],
+)
+def test_the_slowest_rank_is_named(own, slowest):
+    named = {"rank": slowest, "host": "aabb"[slowest or 0], "seconds": own[slowest or 0], "median": 1.0}
+    assert straggler(own, ["a", "a", "b", "b"]) == (named if slowest else None)
+
+
+def test_waiting_for_others_is_not_a_ranks_own_time(clock):
+    """Steps of 10 s wall time with two microbatches; this rank waits 4 s in the first and 6 s in the second."""
+    timer = Stragglers()
+
+    def step(loading, waiting, computing):
+        for seconds in loading:
+            clock.now += seconds
+            timer.arrived()
+        clock.now += waiting
+        timer.met()
+        clock.now += computing / 2
+        timer.met()  # the second microbatch's forward; nobody is waited for before it
+        clock.now += computing / 2
+
+    step([100, 100], 50, 100)
+    assert timer.own_seconds() == 0.0  # a start, with its compilation, is compared with nothing
+    step([1, 1], 4, 4)
+    step([0.5, 0.5], 6, 3)
+    assert timer.own_seconds() == pytest.approx((6 + 4) / 2)
+    step([3, 3], 0, 4)
+    assert timer.own_seconds() == pytest.approx(10)

@@ -3,7 +3,6 @@
 import errno
 import os
 import signal
-from contextlib import closing
 
 import pytest
 
@@ -12,96 +11,92 @@ from titan_disp.run.liveness import StopRequest
 ASKS_TO_STOP = (signal.SIGTERM, signal.SIGUSR1)
 
 
-@pytest.fixture
-def third_start_of_job_7(monkeypatch):
+@pytest.fixture(autouse=True)
+def heard(monkeypatch):
+    """Make this the third start of job 7. Record signals, whose default handlers would end these tests."""
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     monkeypatch.setenv("SLURM_RESTART_COUNT", "2")
-
-
-@pytest.fixture(autouse=True)
-def heard():
-    """Record signals in a handler that replaces the default one, which would end these tests."""
-    numbers: list[int] = []
+    numbers = []
     original = {n: signal.signal(n, lambda number, frame: numbers.append(number)) for n in ASKS_TO_STOP}
     yield numbers
     for number, handler in original.items():
         signal.signal(number, handler)
 
 
+@pytest.fixture
+def start(tmp_path):
+    """Return a function that makes the stop request of a start of the run."""
+    started = []
+
+    def start(run=tmp_path):
+        started.append(StopRequest(run))
+        return started[-1]
+
+    yield start
+    for request in started:
+        request.close()
+
+
 @pytest.mark.parametrize("number", ASKS_TO_STOP)
-def test_a_signal_asks_to_stop(tmp_path, heard, number):
+def test_a_signal_asks_to_stop(tmp_path, start, heard, number):
     """SIGTERM counts as well, because SLURM sends it by itself. Afterwards the previous handlers are back."""
     handlers = [signal.getsignal(n) for n in ASKS_TO_STOP]
-    with closing(StopRequest(tmp_path)) as request:
-        assert not request()
-        os.kill(os.getpid(), number)
-        assert request()
-        assert request.reason == number.name
-        assert not heard
-    assert [signal.getsignal(n) for n in ASKS_TO_STOP] == handlers
-    os.kill(os.getpid(), number)
-    assert heard == [number]
-
-
-def test_a_rank_without_the_folder_hears_signals_only(tmp_path):
     (tmp_path / "stop").touch()
-    with closing(StopRequest(None)) as request:
-        assert not request()
-        os.kill(os.getpid(), signal.SIGUSR1)
-        assert request()
-        request.done()
+    request = start(None)  # a rank without the folder hears signals only
+    assert not request()
+    os.kill(os.getpid(), number)
+    assert request()
+    assert request.reason == number.name
+    request.done()
     assert (tmp_path / "stop").exists()
+    request.close()
+    assert not heard
+    assert [signal.getsignal(n) for n in ASKS_TO_STOP] == handlers
 
 
 @pytest.mark.parametrize("text", ["7.1", "6.2\n", "17.2"])
-def test_the_stop_file_of_an_earlier_start_is_removed(tmp_path, third_start_of_job_7, text):
+def test_the_stop_file_of_an_earlier_start_is_removed(tmp_path, start, text):
     (tmp_path / "stop").write_text(text)
-    with closing(StopRequest(tmp_path)) as request:
-        assert not (tmp_path / "stop").exists()
-        assert not request()
-        assert not request.held()
+    request = start()
+    assert not (tmp_path / "stop").exists()
+    assert not request()
+    assert not request.held()
 
 
-def test_the_stop_file_of_this_start_stops_it(tmp_path, third_start_of_job_7):
+def test_the_stop_file_of_this_start_stops_it(tmp_path, start):
     """The batch script may write the file before the ranks start. It is removed after the run has stopped."""
     file = tmp_path / "stop"
     file.write_text("7.2\n")
-    with closing(StopRequest(tmp_path)) as request:
-        assert not request.held()  # a step is trained and saved first, so that the run makes progress
-        assert request()
-        assert request.reason == f"the file {file}"
-        request.done()
-        assert not file.exists()
-        request.done()  # a user may have removed the file
-    with closing(StopRequest(tmp_path)) as request:
-        assert not request()
+    request = start()
+    assert not request.held()  # a step is trained and saved first, so that the run makes progress
+    assert request()
+    assert request.reason == f"the file {file}"
+    request.done()
+    assert not file.exists()
+    request.done()  # a user may have removed the file
+    assert not start()()
 
 
-@pytest.mark.parametrize("text", ["", "7", "please", "7.2.1", "\ufffd"])
+@pytest.mark.parametrize("text", [b"", b"7", b"please", b"7.2.1", b"\xff\xfe"])
 @pytest.mark.parametrize("job", ["7", None])
-def test_a_users_stop_file_holds(tmp_path, monkeypatch, text, job):
+def test_a_users_stop_file_holds(tmp_path, start, monkeypatch, text, job):
     """A user's file from before or during the start holds the run until the user removes it, with or without SLURM."""
     if job is None:
-        monkeypatch.delenv("SLURM_JOB_ID", raising=False)
-    else:
-        monkeypatch.setenv("SLURM_JOB_ID", job)
+        monkeypatch.delenv("SLURM_JOB_ID")
     file = tmp_path / "stop"
-    with closing(StopRequest(tmp_path)) as request:
-        assert not request()
-        file.write_text(text)
-        assert request()
-        request.done()
-    assert file.read_text() == text
-    with closing(StopRequest(tmp_path)) as request:
-        assert request.held()
-        assert request()
-    file.write_bytes(b"\xff\xfe")
-    with closing(StopRequest(tmp_path)) as request:
-        assert request.held()
+    request = start()
+    assert not request()
+    file.write_bytes(text)
+    assert request()
+    request.done()
+    assert file.read_bytes() == text
+    request = start()
+    assert request.held()
+    assert request()
 
 
 @pytest.mark.parametrize("number", [errno.ESTALE, errno.EIO, errno.EACCES])
-def test_a_file_system_that_fails_for_a_moment_ends_no_step(tmp_path, monkeypatch, number):
+def test_a_file_system_that_fails_for_a_moment_ends_no_step(tmp_path, start, monkeypatch, number):
     """The file is looked for at every step, but ``Path.exists`` raises errors other than "not found" and a few more."""
     stat = os.stat
 
@@ -111,8 +106,8 @@ def test_a_file_system_that_fails_for_a_moment_ends_no_step(tmp_path, monkeypatc
         return stat(path, *args, **kwargs)
 
     (tmp_path / "stop").touch()
-    with closing(StopRequest(tmp_path)) as request:
-        with monkeypatch.context() as patch:
-            patch.setattr(os, "stat", fails)
-            assert not request()
-        assert request()
+    request = start()
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "stat", fails)
+        assert not request()
+    assert request()

@@ -58,10 +58,13 @@ def test_the_step_has_one_thread_unless_told_otherwise(monkeypatch):
     seen = []
 
     def run(command, env, **options):
+        assert "TORCHELASTIC_RUN_ID" not in env  # also inside torchrun, the process is rank 0 of the fake ranks
+        assert [env[name] for name in ("NGPU", "RANK", "LOCAL_RANK", "WORLD_SIZE")] == ["64", "0", "0", "64"]
         seen.append(env["OMP_NUM_THREADS"])
         raise subprocess.TimeoutExpired(command, options["timeout"])
 
     monkeypatch.setattr(subprocess, "run", run)
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
     for threads in (None, "3"):
         monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
         if threads is not None:
@@ -90,8 +93,8 @@ def test_errors_of_the_config_itself(monkeypatch):
     monkeypatch.setattr(cpu, "active", lambda: True)
     _, reduced = prepare(PreflightOptions(PAPER, ("--dispersion.layers", "27"), 640))
     assert reduced.job_config.dispersion.layers == "all"
-    last = ("--dispersion.layers", "27", "--dispersion.final_norm")
     for flavor in (None, "8B"):  # 6 blocks; and 36 blocks, where block 27 is not the last
+        last = ("--dispersion.layers", "27", "--dispersion.final_norm")
         _, reduced = prepare(PreflightOptions(PAPER, last, 640, flavor))
         assert reduced.job_config.dispersion.layers == "all"
     # The warm-up of λ is longer than the single step.
@@ -107,12 +110,9 @@ def test_errors_of_the_config_itself(monkeypatch):
 def test_what_a_cpu_leaves_out(monkeypatch):
     """Context parallelism becomes sharding over as many ranks; TP 8 needs more heads than the smallest flavor has."""
     monkeypatch.setattr(cpu, "active", lambda: True)
-    mesh = {"tensor": 8, "context": 2, "data_parallel_shard": 2, "data_parallel_replicate": 2}
-    degrees = [
-        (f"--parallelism.{k if k.startswith('data') else k + '_parallel'}_degree", str(v)) for k, v in mesh.items()
-    ]
-    options = [word for pair in degrees for word in pair]
-    job, reduced = prepare(PreflightOptions(PAPER, (*options, "--training.global_batch_size", "8"), 64))
+    mesh = {"tensor_parallel": 8, "context_parallel": 2, "data_parallel_shard": 2, "data_parallel_replicate": 2}
+    options = [f"--parallelism.{name}_degree={degree}" for name, degree in mesh.items()]
+    job, reduced = prepare(PreflightOptions(PAPER, (*options, "--training.global_batch_size=8"), 64))
     small = reduced.job_config
     assert job.parallelism.context_parallel_degree == 2
     assert small.parallelism.context_parallel_degree == 1
@@ -124,46 +124,38 @@ def test_what_a_cpu_leaves_out(monkeypatch):
     assert not small.compile.enable
 
 
+GPT2 = str(ROOT / "train_configs" / "gpt2_124m_c4.toml")
+SHARDS = "--parallelism.data_parallel_shard_degree 128 --parallelism.data_parallel_replicate_degree 1 "
+TP = "--parallelism.tensor_parallel_degree "
+
+
 @pytest.mark.parametrize(
-    ("flavor", "tp", "small"),
+    ("config", "options", "ranks", "small"),
     [
-        ("4B", 2, "nano"),
-        ("4B", 8, "debugmodel"),
-        ("8B", 2, "debugmodel_untied"),
-        ("0.6B_untied", 1, "debugmodel_untied"),
-        ("debugmodel_untied", 1, "debugmodel_untied"),
+        (PAPER, f"--model.flavor 4B {TP}2", 640, "nano"),
+        (PAPER, f"--model.flavor 4B {TP}8", 640, "debugmodel"),
+        (PAPER, f"--model.flavor 8B {TP}2", 640, "debugmodel_untied"),
+        (PAPER, "--model.flavor 0.6B_untied", 640, "debugmodel_untied"),
+        (PAPER, "--model.flavor debugmodel_untied", 640, "debugmodel_untied"),
+        # 128 shards do not divide the 64 columns of nano's table, and 2 ranks cannot share its rows equally.
+        (GPT2, f"{SHARDS}{TP}2", 256, "124M"),
+        (GPT2, f"{SHARDS}{TP}1", 128, "nano"),
+        # nano with 8 heads, which no smaller flavor has.
+        (GPT2, f"--model.flavor nano --model.overrides n_heads=8 {TP}8", 8, "nano"),
+        (GPT2, "--model.overrides enable_weight_tying=false", 8, "nano_untied"),
     ],
 )
-def test_the_small_flavor_is_tied_as_the_large_one_is(flavor, tp, small):
+def test_the_small_flavor_fits_the_mesh_and_is_tied_as_the_large_one(monkeypatch, config, options, ranks, small):
     """The flavor for the step keeps the embedding tied or untied, because FSDP's groups depend on it."""
-    job = load_config(
-        ["--job.config_file", PAPER, "--model.flavor", flavor, "--parallelism.tensor_parallel_degree", str(tp)]
-    )
-    assert small_flavor(job, 640) == small
-
-
-GPT2 = ("--job.config_file", str(ROOT / "train_configs" / "gpt2_124m_c4.toml"))
-SHARDS = ("--parallelism.data_parallel_shard_degree", "128", "--parallelism.data_parallel_replicate_degree", "1")
-
-
-@pytest.mark.parametrize(
-    ("options", "ranks", "small"),
-    [
-        # 128 shards do not divide the 64 columns of nano's table, and 2 ranks cannot share its rows equally.
-        ((*SHARDS, "--parallelism.tensor_parallel_degree", "2"), 256, "124M"),
-        ((*SHARDS, "--parallelism.tensor_parallel_degree", "1"), 128, "nano"),
-        # nano with 8 heads, which no smaller flavor has.
-        (("--model.flavor", "nano", "--model.overrides", "n_heads=8", "--parallelism.tensor_parallel_degree", "8"), 8, "nano"),
-        (("--model.overrides", "enable_weight_tying=false"), 8, "nano_untied"),
-    ],
-)  # fmt: skip
-def test_the_small_flavor_of_gpt2_fits_the_mesh(monkeypatch, options, ranks, small):
     monkeypatch.setattr(cpu, "active", lambda: True)
-    job = load_config([*GPT2, "--training.global_batch_size", "2048", *options])
-    check_config(job, ranks)
-    reduced = reduce(job, ranks)
-    check_config(reduced.job_config, ranks)
-    assert reduced.job_config.model.flavor == small
+    words = ["--job.config_file", config, *options.split()]
+    job = load_config(words + ["--training.global_batch_size", "2048"] * (config == GPT2))
+    assert small_flavor(job, ranks) == small
+    if config == GPT2:
+        check_config(job, ranks)
+        reduced = reduce(job, ranks)
+        check_config(reduced.job_config, ranks)
+        assert reduced.job_config.model.flavor == small
 
 
 def test_an_accelerator_leaves_out_nothing_but_files(monkeypatch):
