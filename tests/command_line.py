@@ -6,8 +6,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.distributed import free_port
-
 ROOT = Path(__file__).parent.parent
 DEMO = ROOT / "train_configs" / "demo_cpu.toml"
 
@@ -26,13 +24,10 @@ def environment():
 
 def rank_environment(rank=0, world_size=1):
     """Return the environment that torchrun would set."""
-    return environment() | {
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(world_size),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(free_port()),
-    }
+    from tests.distributed import free_port  # imports torch, which tests of pages do without
+
+    numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "MASTER_PORT": free_port()}
+    return environment() | {"MASTER_ADDR": "127.0.0.1"} | {name: str(number) for name, number in numbers.items()}
 
 
 def train(config, sample, run, *options, nproc=1, check=True):

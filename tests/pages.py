@@ -11,8 +11,6 @@ import pytest
 
 from tests.command_line import DEMO, ROOT
 from titan_disp import cli
-from titan_disp.config.checks import check_config
-from titan_disp.config.load import load_config
 
 # The function that each subcommand calls with its parsed arguments, as module and name. Tests replace it to do nothing.
 ROOMS = {
@@ -100,10 +98,25 @@ def understood(monkeypatch, words):
 
 @functools.cache  # tyro takes half a second to parse
 def loaded(*words):
-    return load_config(["--job.config_file", *words])
+    """Return a config that the caller may not change."""
+    from titan_disp.config.load import load_config  # imports torch, which other tests of pages do without
+
+    return load_config(["--job.config_file", *map(str, words)])
+
+
+def changed(config, changes):
+    """Return a copy of a config with other values of keys, by their full names."""
+    config = copy.deepcopy(config)
+    for name, value in changes.items():
+        section, key = name.split(".")
+        assert hasattr(getattr(config, section), key), name
+        setattr(getattr(config, section), key, value)
+    return config
 
 
 def can_start(ranks, *words):
+    from titan_disp.config.checks import check_config
+
     config = copy.deepcopy(loaded(*words))
     check_config(config, ranks)
     return config
