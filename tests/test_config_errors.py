@@ -22,6 +22,7 @@ from titan_disp.job_config import all_keys
 TP, SHARDS = "parallelism.tensor_parallel_degree", "parallelism.data_parallel_shard_degree"
 REPLICAS = "parallelism.data_parallel_replicate_degree"
 VALIDATION = "validation.enable true validation.steps 1"
+OWN_TEXT = ROOT / "examples" / "own_text.toml"
 NOISE = "baseline.method noisy_embedding"
 FORGET = "baseline.method active_forgetting dispersion.enabled false"
 
@@ -301,7 +302,9 @@ def test_layers_from_toml_and_the_command_line(tmp_path, layers):
     assert (dispersion.enabled, dispersion.coeff, dispersion.layers) == (True, 0.5, [1, 2])
 
 
-@pytest.mark.parametrize("config", sorted((ROOT / "train_configs").glob("*.toml")), ids=lambda p: p.name)
+@pytest.mark.parametrize(
+    "config", [*sorted((ROOT / "train_configs").glob("*.toml")), OWN_TEXT], ids=lambda path: path.name
+)
 def test_shipped_configs_are_valid(config):
     can_start({"qwen3_0.6b_c4.toml": 640, "gpt2_124m_c4.toml": 8}.get(config.name, 1), config)
 
