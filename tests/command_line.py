@@ -1,4 +1,4 @@
-"""These helpers run the command line like a user, in separate processes."""
+"""These helpers run the command line like a user, most of them in separate processes."""
 
 import os
 import signal
@@ -16,6 +16,18 @@ def command(config, sample, run, *options, nproc=1):
         *("--job.dump_folder", str(run), "--model.hf_assets_path", f"{sample}/tokenizer"),
         *("--training.dataset_path", str(sample), *options),
     ]
+
+
+def typed(monkeypatch, *argv):
+    """Type titan-disp with these words, in this process, and return its exit status."""
+    from titan_disp import cli
+
+    monkeypatch.setattr("sys.argv", ["titan-disp", *map(str, argv)])
+    try:
+        cli.main()
+    except SystemExit as exit:
+        return exit.code
+    return 0
 
 
 def environment():
