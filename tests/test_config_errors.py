@@ -85,6 +85,7 @@ def check(config, ranks):
         (1, "training.local_batch_size 0", "local_batch_size is 0"),
         (1, "training.seq_len 1", "seq_len is 1, expected at least 2"),
         (2, f"{TP} 2 training.seq_len 129", "seq_len 129 is not divisible by 2"),
+        (2, "parallelism.context_parallel_degree 2 training.seq_len 130", "seq_len 130 is not divisible by 4"),
         (2, "parallelism.context_parallel_degree 2", "context_parallel_degree is 2, expected 1 on a CPU"),
         (2, "parallelism.pipeline_parallel_degree 2", "pipeline_parallel_degree is 2, expected 1"),
         (2, "parallelism.expert_parallel_degree 2", "expert_parallel_degree"),

@@ -10,6 +10,7 @@ import pytest
 
 from tests.command_line import ROOT
 from tests.distributed import spawn
+from tests.pages import changed, loaded
 from titan_disp.config.keys import SOURCES, facts_of
 from titan_disp.config.load import load_config
 from titan_disp.dispersion import CoeffSchedule, DispersionLoss
@@ -46,8 +47,12 @@ def test_every_key_of_the_loss_is_used():
     """checks.py passes a key on as the option of the same name, if there is one."""
     options = {field.name for kind in (DispersionLoss, CoeffSchedule) for field in dataclasses.fields(kind)}
     own = {name.removeprefix("dispersion.") for name in all_keys() if name.startswith("dispersion.")}
+    from titan_disp.config.checks import build_dispersion_loss
+
     assert facts_of(all_keys()["dispersion.tau"]).least == MIN_TAU
     assert own - options == {"enabled", "layers", "final_norm"}  # spec and the models read these
+    seeds = {"debug.seed": 5, "stream.seed": 7, "dispersion.enabled": True}
+    assert build_dispersion_loss(changed(loaded(MIDTRAIN), seeds)).seed == 5
 
 
 # What is known of the recipes, by hand: the authors' released code and its fork of TorchTitan, as docs/loss.md cites them.
