@@ -141,11 +141,12 @@ def test_refused(demo, ranks, changes, message, monkeypatch):
         check(config, ranks)
 
 
-def test_a_refused_run_leaves_nothing_behind(sample, tmp_path):
+def test_a_refused_run_leaves_nothing_behind(sample, tmp_path, monkeypatch):
     """The launcher makes all of these checks: of the config, of the device and of what the config names."""
+    monkeypatch.setattr("titan_disp.cluster.launch.elastic_launch", None)
     for ranks, *change in (
         (2, "--stream.slots", "1"),
-        (1, "--training.enable_cpu_offload"),
+        (2, "--training.enable_cpu_offload"),
         (1, "--model.hf_assets_path", str(tmp_path)),
     ):
         words = (*options(sample), "--job.dump_folder", str(tmp_path / "run"), *change)
@@ -254,6 +255,8 @@ def test_toml(tmp_path, toml, message):
 )
 def test_options_written_as_in_toml(written, right):
     """The error has the spelling that works, and it does work."""
+    with pytest.raises(ConfigError, match=r"unknown key --dispersion.lamda \(did you mean --dispersion.coeff\?\)"):
+        check_spelling(["--dispersion.lamda=0.5"], loaded(DEMO))
     with pytest.raises(ConfigError, match=f"expected {re.escape(right)}$"):
         check_spelling([*written.split(" "), "--training.steps", "3"], loaded(DEMO))
     config = loaded(DEMO, *right.split(" "), "--training.steps", "3")
@@ -264,14 +267,10 @@ def test_options_written_as_in_toml(written, right):
     assert config.training.steps == 3
 
 
-@pytest.mark.parametrize("written", ["--dispersion.lambda 0.5", "--dispersion.lambda=0.5", "--dispersion.lamda 0.5"])
-def test_lambda_is_called_coeff(written):
-    with pytest.raises(ConfigError, match=r"unknown key --dispersion.lamb?da \(did you mean --dispersion.coeff\?\)"):
-        loaded(DEMO, *written.split())
-
-
 def test_torchtitan_says_nothing_of_the_tokenizers_folder(sample, caplog):
     """Our message about it says more, and its default folder never exists here. What else it warns of is said."""
+    with pytest.raises(ConfigError, match=r"unknown key --dispersion.lambda \(did you mean --dispersion.coeff\?\)"):
+        load_config(["--job.config_file", str(DEMO), "--dispersion.lambda", "0.5"])
     load_config(["--job.config_file", str(DEMO), "--model.hf_assets_path", "nowhere"])
     assert "does not exist" not in caplog.text
     load_config(["--job.config_file", str(DEMO), "--model.tokenizer_path", "nowhere"])
@@ -293,7 +292,7 @@ def test_missing_config(tmp_path):
             loaded(name)
 
 
-@pytest.mark.parametrize("layers", ['"all"', '"last"', '"early_half"', '"late_half"', "[0, 3]"])
+@pytest.mark.parametrize("layers", ['"early_half"', "[0, 3]"])
 def test_layers_from_toml_and_the_command_line(tmp_path, layers):
     (tmp_path / "c.toml").write_text(f"[dispersion]\ncoeff = 0.2\nlayers = {layers}")
     dispersion = loaded(tmp_path / "c.toml").dispersion
@@ -313,7 +312,6 @@ def test_shipped_configs_are_valid(config):
 @pytest.mark.parametrize("ranks", [1, 2, 4, 8, 16, 32, 64, 96, 128, 160, 192, 240, 320, 384, 480, 640, 960, 1920])
 def test_gpu_counts_that_the_paper_config_names(ranks):
     parallelism = can_start(ranks, ROOT / "train_configs" / "qwen3_0.6b_c4.toml").parallelism
-    # TorchTitan is handed these: it knows no -1 for replicas.
     assert parallelism.data_parallel_shard_degree == min(8, ranks)
     assert parallelism.data_parallel_replicate_degree == max(1, ranks // 8)
 

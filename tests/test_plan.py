@@ -287,12 +287,10 @@ def test_checkpoint_counts(changes, expected):
     ("replicas", "machine", "message"),
     [
         (7, Machine(7, 8), "not a positive multiple"),
-        (80, Machine(79, 8), "but the number of ranks is 632"),
         (1, Machine(0, 8), "at least 1"),
-        (640, Machine(80, 8), "refused"),
         (80, Machine(80, 8, gpu="P100"), "expected one of A100"),
         (80, Machine(80, 8, mfu=0.0), "mfu is 0.0"),
-        (80, Machine(80, 8, mfu=1.5), "mfu is 1.5"),
+        (80, Machine(80, 8, mfu=1.5), "mfu is 1.5, expected a number in"),
         (80, Machine(80, 8, node_bandwidth=0.0), "node bandwidth is 0 GB/s"),
         (80, Machine(80, 8, network_bandwidth=0.0), "network bandwidth is 0 GB/s"),
         (80, Machine(80, 8, storage_bandwidth=0.0), "storage bandwidth is 0 GB/s"),
@@ -355,13 +353,6 @@ def test_streaming_from_the_hub_on_many_nodes_is_warned_about(sample):
     for name, expected in (("hf:a", "hf:OWNER/NAME, "), ("pile", "c4 or")):
         with pytest.raises(ConfigError, match=f"training.dataset is '{name}', expected {expected}"):
             make_plan(demo(sample, {"training.dataset": name}), Machine(1, 1))
-
-
-@pytest.mark.parametrize(("nodes", "gpus"), [(1, 1), (1, 2), (1, 4), (2, 8), (240, 8)])
-def test_one_file_serves_a_gpu_and_240_nodes(nodes, gpus):
-    plan = make_plan(config(), Machine(nodes, gpus))
-    assert (plan.mesh.replicate, plan.mesh.shard) == (nodes, gpus)
-    assert (plan.batch.steps, plan.batch.global_batch_size) == (39_673, 1920)
 
 
 def test_node_counts(every_node_count):

@@ -149,7 +149,7 @@ def test_the_device_type_reaches_modules_imported_before_the_plugin(monkeypatch)
     import torchtitan.tools.profiling as titan_profiling
     import torchtitan.tools.utils as titan_utils
 
-    from titan_disp import cpu, plugin
+    from titan_disp import cpu
     from titan_disp.run import checkpoint, liveness, metrics
 
     if not cpu.active():
@@ -159,7 +159,7 @@ def test_the_device_type_reaches_modules_imported_before_the_plugin(monkeypatch)
     for module in (titan_utils, titan_metrics, titan_profiling):
         monkeypatch.setattr(module, "device_module", torch.cuda)
     monkeypatch.setattr(titan_utils, "get_peak_flops", lambda name: 312e12)
-    importlib.reload(plugin)
+    importlib.reload(importlib.import_module("titan_disp.plugin"))
     assert {module.device_type for module in (titan_utils, titan_metrics)} == {"cpu"}
     modules = (titan_utils, titan_metrics, titan_profiling)
     assert {module.device_module.get_device_name() for module in modules} == {"CPU"}
