@@ -1,12 +1,10 @@
-"""These helpers run the command line like a user, in separate processes."""
+"""These helpers run the command line like a user, most of them in separate processes."""
 
 import os
 import signal
 import subprocess
 import sys
 from pathlib import Path
-
-from tests.distributed import free_port
 
 ROOT = Path(__file__).parent.parent
 DEMO = ROOT / "train_configs" / "demo_cpu.toml"
@@ -20,19 +18,28 @@ def command(config, sample, run, *options, nproc=1):
     ]
 
 
+def typed(monkeypatch, *argv):
+    """Type titan-disp with these words, in this process, and return its exit status."""
+    from titan_disp import cli
+
+    monkeypatch.setattr("sys.argv", ["titan-disp", *map(str, argv)])
+    try:
+        cli.main()
+    except SystemExit as exit:
+        return exit.code
+    return 0
+
+
 def environment():
     return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
 
 
 def rank_environment(rank=0, world_size=1):
     """Return the environment that torchrun would set."""
-    return environment() | {
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(world_size),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(free_port()),
-    }
+    from tests.distributed import free_port  # imports torch, which tests of pages do without
+
+    numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "MASTER_PORT": free_port()}
+    return environment() | {"MASTER_ADDR": "127.0.0.1"} | {name: str(number) for name, number in numbers.items()}
 
 
 def train(config, sample, run, *options, nproc=1, check=True):

@@ -1,40 +1,21 @@
-"""These helpers read commands and code blocks from the documentation, for tests that compare it with the software."""
+"""These helpers read commands and code blocks from the documentation, for tests that compare it with the software.
+
+Importing this module imports neither torch nor TorchTitan.
+"""
 
 import copy
 import functools
+import inspect
 import re
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
 
 from tests.command_line import DEMO, ROOT
 from titan_disp import cli
-from titan_disp.config.checks import check_config
-from titan_disp.config.load import load_config
 
-# The function that each subcommand calls with its parsed arguments, as module and name. Tests replace it to do nothing.
-ROOMS = {
-    "train": ("titan_disp.cluster.launch", "launch"),
-    "plan": ("titan_disp.cluster.plan", "make_plan"),
-    "config": ("titan_disp.config.reference", "reference"),
-    "config --markdown": ("titan_disp.config.reference", "markdown"),
-    "preflight": ("titan_disp.cluster.preflight", "preflight"),
-    "submit": ("titan_disp.cluster.launch", "submit"),
-    "condensation": ("titan_disp.lab.inspection.command", "condensation"),
-    "report": ("titan_disp.lab.report.page", "write_report"),
-    "export": ("titan_disp.lab.export.export", "export"),
-    "checkpoint": ("titan_disp.lab.export.inventory", "inventory"),
-    "generate": ("titan_disp.lab.export.generate", "generate"),
-    "evaluate": ("titan_disp.lab.evaluate.evaluation", "evaluate"),
-    "sample-data": ("titan_disp.data.sample", "write_sample"),
-    "data fetch": ("titan_disp.data.mirror", "fetch"),
-    "data digest": ("titan_disp.lab.digest", "digest"),
-    "sweep": ("titan_disp.lab.sweeps.local", "run"),
-    "sweep --submit": ("titan_disp.lab.sweeps.folder", "submit"),
-    "sweep table": ("titan_disp.lab.sweeps.comparison", "write_table"),
-}
 PLACEHOLDERS = {
     "CONFIG": str(DEMO.relative_to(ROOT)),
     "SWEEP.toml": "train_configs/sweeps/table3.toml",
@@ -44,7 +25,7 @@ PLACEHOLDERS = {
 
 
 class Understood(Exception):
-    """Raised when a command calls the function that does its work, with these arguments."""
+    """Raised in place of a subcommand's work, with the subcommand's name and options."""
 
 
 def blocks(text: str, language: str) -> list[str]:
@@ -75,22 +56,24 @@ def commands(page: Path) -> list[list[str]]:
     return [words for call in calls if "$" not in call for words in split(call)]
 
 
-def subcommand(words: list[str]) -> str:
-    for name in ("sweep --submit", "config --markdown"):
-        if words[0] == name.split()[0] and name.split()[1] in words:
-            return name
-    return max((name for name in ROOMS if words[: len(name.split())] == name.split()), key=len)
+def _tells(members, prefix=""):
+    def told(name, function):
+        def tell(options):
+            raise Understood(name, options)
+
+        tell.__signature__ = inspect.signature(function)
+        return tell
+
+    return {
+        name: _tells(one, f"{name} ") if isinstance(one, Mapping) else told(prefix + name, one)
+        for name, one in members.items()
+    }
 
 
-def understood(monkeypatch, words):
-    """Return the arguments of the function that a command calls. The command must be valid and its files present."""
-
-    def room(*args, **kwargs):
-        raise Understood(args, kwargs)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(".".join(ROOMS[subcommand(words)]), room)
-        patch.setattr("titan_disp.data.sample.is_complete", lambda folder: False)
+def understood(words):
+    """Return the subcommand and its options, as the command line reads a command's words. The command must be valid."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cli, "COMMANDS", _tells(cli.COMMANDS))
         patch.setattr("sys.argv", ["titan-disp", *words])
         patch.chdir(ROOT)  # paths of configs are relative to it
         with pytest.raises(Understood) as told:
@@ -100,10 +83,25 @@ def understood(monkeypatch, words):
 
 @functools.cache  # tyro takes half a second to parse
 def loaded(*words):
-    return load_config(["--job.config_file", *words])
+    """Return a config that the caller may not change."""
+    from titan_disp.config.load import load_config  # imports torch, which other tests of pages do without
+
+    return load_config(["--job.config_file", *map(str, words)])
+
+
+def changed(config, changes):
+    """Return a copy of a config with other values of keys, by their full names."""
+    config = copy.deepcopy(config)
+    for name, value in changes.items():
+        section, key = name.split(".")
+        assert hasattr(getattr(config, section), key), name
+        setattr(getattr(config, section), key, value)
+    return config
 
 
 def can_start(ranks, *words):
-    config = copy.deepcopy(loaded(*words))
+    from titan_disp.config.checks import check_config
+
+    config = changed(loaded(*words), {})
     check_config(config, ranks)
     return config

@@ -1,34 +1,21 @@
 """These tests type the subcommands. They run in this process and replace everything that would start another one."""
 
-import inspect
 import json
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
-from tests.command_line import DEMO, ROOT
-from titan_disp import cli
-from titan_disp.cluster import launch, preflight
+from tests.command_line import DEMO, ROOT, typed
+from tests.pages import understood
 from titan_disp.config import options
 from titan_disp.errors import EXIT_CODE
-from titan_disp.lab import digest
 
 OVERRIDES = (
     *("--training.seq_len", "64", "--training.global_batch_size=8", "--dispersion.no-enabled"),
     *("--lr_scheduler.min_lr_factor", "0.5", "--debug.seed", "-7"),
 )
-HANDED_ON = ("--job.config_file", str(DEMO), *OVERRIDES)  # for processes that read the config themselves
-
-
-def typed(monkeypatch, *argv):
-    """Run titan-disp with these words and return its exit status."""
-    monkeypatch.setattr("sys.argv", ["titan-disp", *map(str, argv)])
-    try:
-        cli.main()
-    except SystemExit as exit:
-        return exit.code
-    return 0
+HANDED_ON = ["--job.config_file", str(DEMO), *OVERRIDES]  # for processes that read the config themselves
 
 
 @pytest.mark.parametrize(
@@ -36,10 +23,7 @@ def typed(monkeypatch, *argv):
     [
         ("trian CONFIG", "'trian' is not a subcommand of titan-disp (did you mean train?); expected sample-data, "),
         ("qqqq", "'qqqq' is not a subcommand of titan-disp; expected sample-data, data, "),
-        (
-            "data fecth there",
-            "'fecth' is not a subcommand of titan-disp data (did you mean fetch?); expected digest, fetch",
-        ),
+        ("data fecth there", "'fecth' is not a subcommand of titan-disp data (did you mean fetch?); expected digest, "),
         ("sweep tabel FILE", "'tabel' is not a subcommand of titan-disp sweep (did you mean table?); expected "),
         ("sweep tabel", "'tabel' is not a subcommand of titan-disp sweep (did you mean table?); expected "),
         ("sweep qqqq", "'qqqq' is not a subcommand of titan-disp sweep; expected a TOML file, run, table"),
@@ -49,56 +33,74 @@ def typed(monkeypatch, *argv):
     ],
 )
 def test_misspelled_subcommands(monkeypatch, capsys, words, message):
-    assert typed(monkeypatch, *words.split()) == EXIT_CODE
+    assert typed(monkeypatch, *words.split()) == EXIT_CODE == 2
     assert f"titan-disp: error: {message}" in capsys.readouterr().err
 
 
-def among(*own):
+# Of each subcommand with a config, its own options as they are typed, and as it understands them.
+OWN = {
+    "train": ("--nproc 2", {"nproc": 2}),
+    "plan": ("--nodes 2 --gpus-per-node 1 --gpu A100 --mfu 0.5 --strict", {"nodes": 2, "gpu": "A100", "strict": True}),
+    "preflight": ("--ranks 2 --flavor debugmodel --seq-len 32", {"ranks": 2, "flavor": "debugmodel", "seq_len": 32}),
+    "submit": ("--gpus-per-node 0 --sbatch time=1:00:00", {"gpus_per_node": 0, "sbatch": ("time=1:00:00",)}),
+    "data digest": ("--resume-at 3 5 --resume-ranks 1 4 --steps 9", {"phases": [(0, 1), (3, 1), (5, 4)], "steps": 9}),
+}
+
+
+def among(own):
     """Put a subcommand's own options between those of the config, as users do."""
-    return (*OVERRIDES[:2], *own, *OVERRIDES[2:])
+    return (*OVERRIDES[:2], *own.split(), *OVERRIDES[2:])
 
 
-def assert_overridden(job_config):
-    """The TOML file has seq_len 256, global batch 16, dispersion on, min_lr_factor 0.1 and seed 42."""
-    assert (job_config.training.seq_len, job_config.training.global_batch_size) == (64, 8)
-    assert (job_config.dispersion.enabled, job_config.lr_scheduler.min_lr_factor) == (False, 0.5)
-    assert job_config.debug.seed == -7
-    assert job_config.training.local_batch_size == 4  # from the TOML file; without it, the rest would be defaults
-    assert job_config.job.config_file == str(DEMO)
+@pytest.mark.parametrize("subcommand", OWN)
+def test_options_among_the_keys_of_the_config(subcommand):
+    own, expected = OWN[subcommand]
+    name, found = understood([*subcommand.split(), str(DEMO), *among(own)])
+    assert name == subcommand
+    assert found.argv == HANDED_ON
+    assert {key: getattr(found, key) for key in expected} == expected
 
 
-def test_all_subcommands_with_overrides_are_tested_below():
-    classes = inspect.getmembers(options, inspect.isclass)
-    found = {name for name, one in classes if issubclass(one, options.ConfigOptions)} - {"ConfigOptions"}
-    assert found == {f"{name}Options" for name in ("Train", "Plan", "Preflight", "Submit", "Digest")}
+def test_all_subcommands_with_a_config_are_listed():
+    found = {one.__name__ for one in vars(options).values() if isinstance(one, type) and hasattr(one, "argv")}
+    assert found == {"ConfigOptions", *(f"{name.split()[-1].title()}Options" for name in OWN)}
 
 
 def test_train_hands_its_overrides_to_the_ranks(monkeypatch, tmp_path):
+    """The TOML file has seq_len 256, dispersion on and 4 sequences in a microbatch."""
+    from titan_disp.cluster import launch
+
     checked, started = [], []
     monkeypatch.chdir(tmp_path)  # torchrun's folder for logs is created in the run's, which is relative
     monkeypatch.setattr(launch, "check_inputs", checked.append)
     monkeypatch.setattr(launch, "elastic_launch", lambda how, entry: lambda *argv: started.append((how, argv)))
-    assert typed(monkeypatch, "train", DEMO, *among("--nproc", "2")) == 0
-    assert_overridden(checked[0])
+    assert typed(monkeypatch, "train", DEMO, *among("--nproc 2")) == 0
+    (job,) = checked
+    assert (job.training.seq_len, job.dispersion.enabled, job.debug.seed) == (64, False, -7)
+    assert (job.training.local_batch_size, job.job.config_file) == (4, str(DEMO))
     ((how, (dash_m, module, *argv)),) = started
-    assert (how.nproc_per_node, dash_m, module) == (2, "-m", "titan_disp.train")
-    assert argv == list(HANDED_ON)
+    assert (how.nproc_per_node, dash_m, module, argv) == (2, "-m", "titan_disp.train", HANDED_ON)
     # A chroot, or a container without /etc/hosts, may not resolve localhost, nor a laptop its own name.
     assert (how.rdzv_endpoint, how.local_addr) == ("127.0.0.1:0", "127.0.0.1")
 
 
 def test_plan(monkeypatch, capsys):
-    own = ("--nodes", "2", "--gpus-per-node", "1", "--gpu", "A100", "--mfu", "0.5", "--json")
-    assert typed(monkeypatch, "plan", DEMO, *among(*own)) == 0
+    own = "--nodes 2 --gpus-per-node 1 --gpu A100 --mfu 0.5 --json"
+    assert typed(monkeypatch, "plan", DEMO, *among(own)) == 0
     plan = json.loads(capsys.readouterr().out)
-    assert [plan["batch"][key] for key in ("seq_len", "global_batch_size", "tokens_per_step")] == [64, 8, 512]
+    assert [plan["batch"][key] for key in ("seq_len", "global_batch_size", "steps")] == [64, 8, 300]
     assert plan["model"]["dispersion_flops"] == 0
     assert [plan["machine"][key] for key in ("nodes", "gpus_per_node", "gpu", "mfu")] == [2, 1, "A100", 0.5]
     assert plan["machine"]["node_bandwidth"] == 300
-    assert plan["batch"]["steps"] == 300  # from the TOML file
+    missing = ("--gpus-per-node", "1", "--model.hf_assets_path", "nowhere")
+    assert typed(monkeypatch, "plan", DEMO, *missing) == 0
+    assert "warning: model.hf_assets_path is 'nowhere'" in capsys.readouterr().out
+    assert typed(monkeypatch, "plan", DEMO, *missing, "--strict") == EXIT_CODE
 
 
 def test_preflight_hands_its_overrides_to_the_step(monkeypatch, capsys):
+    from titan_disp.cluster import preflight
+
     started = []
 
     def one_step(command, **_):
@@ -108,52 +110,32 @@ def test_preflight_hands_its_overrides_to_the_step(monkeypatch, capsys):
         return SimpleNamespace(returncode=0)
 
     monkeypatch.setattr(preflight.subprocess, "run", one_step)
-    own = ("--ranks", "2", "--flavor", "debugmodel", "--seq-len", "32")
-    assert typed(monkeypatch, "preflight", DEMO, *among(*own)) == 0
-    (command,) = started
-    given = options.PreflightOptions(**json.loads(command[4]))
-    assert given.argv == list(HANDED_ON)
-    assert (given.ranks, given.flavor, given.seq_len) == (2, "debugmodel", 32)
+    assert typed(monkeypatch, "preflight", DEMO, *among(OWN["preflight"][0])) == 0
+    ((*_, given),) = started
+    assert options.PreflightOptions(**json.loads(given)).argv == HANDED_ON
     assert "training.seq_len 64 → 32" in capsys.readouterr().out
 
 
 def test_submit_hands_its_overrides_to_sbatch(monkeypatch, capsys):
-    started = []
-    monkeypatch.setattr(
-        launch.subprocess, "run", lambda line, env: started.append(line) or SimpleNamespace(returncode=3)
-    )
-    own = ("--nodes", "2", "--gpus-per-node", "0", "--sbatch", "time=1:00:00")
-    assert typed(monkeypatch, "submit", DEMO, *among(*own)) == 3
+    from titan_disp.cluster import launch
+
+    started, done = [], SimpleNamespace(returncode=3)
+    monkeypatch.setattr(launch.subprocess, "run", lambda line, env: started.append(line) or done)
+    assert typed(monkeypatch, "submit", DEMO, *among("--nodes 2 --gpus-per-node 0 --sbatch time=1:00:00")) == 3
     (line,) = started
     assert line[:3] == ["sbatch", "--nodes=2", "--time=1:00:00"]
     assert line[line.index(str(ROOT / "slurm" / "pretrain.sbatch")) + 1 :] == [str(DEMO), *OVERRIDES]
     assert "300 of 512 tokens" in capsys.readouterr().out
 
 
-def test_submit_prints_the_plan_and_the_command(monkeypatch, capsys):
-    config = ROOT / "train_configs" / "qwen3_0.6b_c4.toml"
-    options = ("--site", "frontier", "--dry-run", "--gpu", "MI250X-GCD", "--sbatch", "time=24:00:00", "account=abc")
-    words = ("submit", config, *options, "--training.dataset_path", "/data/c4")
-    assert typed(monkeypatch, *words, "--nodes", "80") == 0
-    printed = capsys.readouterr().out
-    assert "39,673 of 3,932,160 tokens" in printed
-    line = printed.splitlines()[-1]
-    assert line.startswith(
-        "sbatch --nodes=80 --gpus-per-node=8 --time=24:00:00 --account=abc --export=ALL,TITAN_DISP_SITE=frontier"
-    )
-    assert line.endswith(f"slurm/pretrain.sbatch {config} --training.dataset_path /data/c4")
-    assert typed(monkeypatch, *words, "--nodes", "79") == EXIT_CODE == 2
-    assert "titan-disp: error" in capsys.readouterr().err
-
-
 def test_data_digest(monkeypatch, capsys):
+    from titan_disp.lab import digest
+
     driven = []
     monkeypatch.setattr(digest, "digest", lambda *args: driven.append(args) or digest.Digest(hashes=["abc"]))
-    own = ("--steps", "9", "--ranks", "2", "--resume-at", "3", "5", "--resume-ranks", "1", "4", "--json")
-    assert typed(monkeypatch, "data", "digest", DEMO, *among(*own)) == 0
-    ((job_config, steps, phases),) = driven
-    assert_overridden(job_config)
-    assert (steps, phases) == (9, [(0, 2), (3, 1), (5, 4)])
+    assert typed(monkeypatch, "data", "digest", DEMO, *among(OWN["data digest"][0]), "--json") == 0
+    ((job, steps, phases),) = driven
+    assert (job.training.seq_len, steps, phases) == (64, 9, [(0, 1), (3, 1), (5, 4)])
     assert json.loads(capsys.readouterr().out)["hashes"] == ["abc"]
 
 
@@ -178,8 +160,8 @@ def test_sweep(monkeypatch, capsys, tmp_path):
     assert "  seed-2: failed: why" in capsys.readouterr().out
 
     monkeypatch.setattr(array, "submit", lambda sweep, given: called.append(given) or 5)
-    own = ("--submit", "--jobs", "3", "--nodes", "2", "--gpus-per-node", "0", "--site", "local_cpu", "--dry-run")
-    assert typed(monkeypatch, "sweep", file, *own, "--sbatch", "time=15", "exclusive") == 5
+    own = "--submit --jobs 3 --nodes 2 --gpus-per-node 0 --site local_cpu --dry-run --sbatch time=15 exclusive"
+    assert typed(monkeypatch, "sweep", file, *own.split()) == 5
     given = called[-1]
     assert (given.jobs, given.nodes, given.gpus_per_node, given.gpu) == (3, 2, 0, "H100")
     assert (given.site, given.sbatch, given.dry_run) == ("local_cpu", ("time=15", "exclusive"), True)

@@ -4,46 +4,32 @@ Commands are parsed by the real command line up to where they would begin to wor
 """
 
 import ast
+import contextlib
 import dataclasses
 import functools
 import importlib.util
+import io
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import tomli
-import torch
 import tyro
-from torch.distributed.run import get_args_parser
 
 from tests.command_line import ROOT
-from tests.pages import blocks, can_start, commands, loaded, split, subcommand, understood
+from tests.pages import blocks, can_start, commands, loaded, split, understood
 from titan_disp import cli
-from titan_disp.lab.sweeps.definition import points, read_sweep
 
-README = ROOT / "README.md"
-DOCS = sorted((ROOT / "docs").glob("*.md"))
-PAGES = [README, *DOCS, ROOT / "CONTRIBUTING.md", ROOT / "slurm" / "README.md", *(ROOT / "train_configs").rglob("*.md")]
-PAGES += [ROOT / "examples" / "README.md"]
+README, CHANGELOG = ROOT / "README.md", ROOT / "CHANGELOG.md"
+PAGES = [README, *sorted((ROOT / "docs").glob("*.md")), *(ROOT / "train_configs").rglob("*.md")]
+PAGES += [ROOT / "CONTRIBUTING.md", ROOT / "slurm" / "README.md", ROOT / "examples" / "README.md"]
 SCRIPTS = [*sorted((ROOT / "examples").glob("*.[pt]*")), *sorted((ROOT / "train_configs").rglob("*.toml"))]
 # Of the shell, of SLURM, of sites and of other projects; titan-disp, make, pip, python, sbatch and torchrun are looked at below.
-OTHERS = {
-    "git",
-    "cd",
-    "source",
-    "module",
-    "export",
-    "tar",
-    "tail",
-    "tensorboard",
-    "apptainer",
-    "podman",
-    "enroot",
-}
+OTHERS = {"git", "cd", "source", "module", "export", "tar", "tail", "tensorboard", "apptainer", "podman", "enroot"}
 FILES = {"csv", "json", "jsonl", "toml", "safetensors", "py", "npz", "png"}  # metrics.jsonl is no key
-EXTRAS = tomli.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+FOLDERS = "train_configs|benchmarks|slurm|docs|examples|tests|titan_disp"
+PROJECT = tomli.loads((ROOT / "pyproject.toml").read_text())["project"]
 VARIABLES = set(re.findall(r"\$\((\w+)\)", (ROOT / "Makefile").read_text()))
 TARGETS = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), flags=re.M))
 
@@ -57,20 +43,22 @@ def prose(page: Path) -> str:
     return re.sub(r"^( *)```.*?^\1```", "", page.read_text(), flags=re.M | re.S)
 
 
-def code_spans(page: Path) -> list[str]:
-    return re.findall(r"(?<!`)`([^`\n]+)`(?!`)", prose(page))
-
-
 def overrides(words: list[str]) -> list[str]:
     """TorchTitan's options after a config; a word that is no option belongs to the option before it."""
     first = next((i for i, word in enumerate(words) if re.match(r"--\w+\.", word)), len(words))
     return words[first:]
 
 
-def check_titan_disp(words, monkeypatch):
-    args, _ = understood(monkeypatch, words)
-    if subcommand(words) in ("train", "submit", "preflight"):
-        loaded(*args[0].argv[1:])
+def check_titan_disp(words):
+    from titan_disp.lab.sweeps.definition import read_sweep
+
+    subcommand, options = understood(words)
+    if hasattr(options, "argv"):
+        loaded(*options.argv[1:])
+    if subcommand.startswith("sweep"):
+        read_sweep(options.file)
+    if subcommand == "data digest":
+        assert options.phases
 
 
 def check_script(script, arguments):
@@ -101,35 +89,34 @@ def check_script(script, arguments):
 
 def check_pytest(arguments):
     """The files exist, and have tests of these names."""
-    files = [ROOT / word for word in arguments if word.endswith(".py")]
-    texts = " ".join(file.read_text() for file in files)
-    if "-k" in arguments:
-        for name in arguments[arguments.index("-k") + 1].split(" or "):
-            assert name in texts, arguments
-    assert files, arguments
+    texts = " ".join((ROOT / word).read_text() for word in arguments if word.endswith(".py"))
+    names = arguments[arguments.index("-k") + 1].split(" or ") if "-k" in arguments else []
+    assert texts, arguments
+    assert all(name in texts for name in names), arguments
 
 
 @functools.cache
-def options_of_hf(subcommand):
-    call = "import sys; from huggingface_hub.cli.hf import main; sys.exit(main())"
-    return subprocess.run([sys.executable, "-c", call, subcommand, "--help"], capture_output=True, text=True)
+def help_of_hf(subcommand):
+    from huggingface_hub.cli.hf import main
+
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()) as shown:
+        patch.setattr("sys.argv", ["hf", subcommand, "--help"])
+        with pytest.raises(SystemExit) as ended:
+            main()
+    assert not ended.value.code, subcommand
+    return shown.getvalue()
 
 
-def check_hf(rest):
-    shown = options_of_hf(rest[0])
-    assert shown.returncode == 0, rest
-    for option in rest[1:]:
-        assert not option.startswith("--") or re.search(rf"{option}\b", shown.stdout), rest
-
-
-def check_other(words):
+def check_command(words):
     command, *rest = words
-    if command == "make":
+    if command == "titan-disp":
+        check_titan_disp(rest)
+    elif command == "make":
         assert {word for word in rest if "=" not in word} <= TARGETS, words
         assert {word.partition("=")[0] for word in rest if "=" in word} <= VARIABLES, words
     elif command == "pip":
         asked = {extra for word in rest for extra in "".join(re.findall(r"\[(.*)\]", word)).split(",") if extra}
-        assert asked <= EXTRAS.keys(), words
+        assert asked <= PROJECT["optional-dependencies"].keys(), words
     elif command == "python" and rest[:2] == ["-m", "pytest"]:
         check_pytest(rest[2:])
     elif command == "python" and rest[0] == "-m":
@@ -140,12 +127,15 @@ def check_other(words):
     elif command == "python" and rest[0] != "-c":
         check_script(ROOT / rest[0], rest[1:])
     elif command == "hf":
-        check_hf(rest)
+        for option in (word for word in rest if word.startswith("--")):
+            assert re.search(rf"{option}\b", help_of_hf(rest[0])), words
     elif command == "sbatch":
         script = next(i for i, word in enumerate(rest) if word.endswith(".sbatch"))
         assert (ROOT / rest[script]).is_file(), words
         loaded(rest[script + 1], *overrides(rest[script:]))
     elif command == "torchrun":
+        from torch.distributed.run import get_args_parser
+
         module = rest.index("-m") + 1
         get_args_parser().parse_args(rest)  # exits with 2 if an option is unknown
         assert rest[module] in ("titan_disp.train", "torchtitan.train")
@@ -155,75 +145,49 @@ def check_other(words):
         assert command in OTHERS or command == "python", words
 
 
-@pytest.mark.parametrize("page", [*PAGES, *SCRIPTS], ids=name)
-def test_commands(page, monkeypatch):
-    """Subcommands, options and values are known; configs, scripts, extras and targets of the Makefile exist."""
-    monkeypatch.chdir(ROOT)
-    for words in commands(page):
-        if words[0] == "titan-disp":
-            check_titan_disp(words[1:], monkeypatch)
-        else:
-            check_other(words)
-
-
 @pytest.mark.parametrize(
     "command",
     [
+        "titan-disp trian train_configs/demo_cpu.toml",
+        "titan-disp train train_configs/demo_cpu.toml --training.stepz 3",
         "python -m pytest tests/no_such.py -k zzz",
         "python -m pytest tests/test_files.py -k zzz",
         "python -m benchmarks.corpus data/evidence --nosuch",
         "python benchmarks/step.py --nosuch 1",
         "python examples/wikitext.py data",
-        "hf dowload openai-community/gpt2",
+        "hf dowload openai-community/gpt2 --local-dir x",
         "hf download openai-community/gpt2 --nosuch x",
         "make test WROKERS=3",
         "make tset",
         "torchrun --nosuch -m titan_disp.train --job.config_file train_configs/demo_cpu.toml",
     ],
 )
-def test_wrong_commands_are_found(command):
-    """These are commands of other programs than titan-disp, with a mistake in each."""
+def test_wrong_commands_are_found(command, monkeypatch):
+    monkeypatch.chdir(ROOT)
     with pytest.raises((AssertionError, FileNotFoundError, SystemExit)):
-        check_other(command.split())
+        check_command(command.split())
 
 
-@pytest.mark.parametrize("page", PAGES, ids=name)
-def test_commands_are_in_blocks_that_are_tested(page):
-    assert re.findall(r"^ {4,}(?:\$ )?(?:titan-disp|python|make|sbatch|pip) .*", prose(page), flags=re.M) == []
-
-
-@pytest.mark.parametrize("page", PAGES, ids=name)
-def test_names_in_the_text(page):
+def check_span(span):
     """Subcommands and their options, keys of the config, files and targets that the text mentions exist."""
     config = loaded("train_configs/demo_cpu.toml")
-    for span in code_spans(page):
-        if span.startswith("titan-disp "):
-            words = [word for word in span.split()[1:] if word != "--help"]
-            if not words:
-                continue
-            found = cli.COMMANDS[words[0]]
-            if isinstance(found, dict):
-                found = found.get(words[1] if len(words) > 1 else "", found.get("run"))  # sweep FILE is sweep run FILE
-            known = {field.name for field in dataclasses.fields(cli.options_of(found))} if found else ()
-            for option in re.findall(r"--([a-z-]+)(?![\w.-])", span):
-                assert option == "help" or option.replace("-", "_") in known, span
-        if re.match(r"(make|pip|python) \S", span) and "…" not in span:
-            for words in split(span):
-                check_other(words)
-        if key := re.fullmatch(r"(?:--)?([a-z_]+)\.(?:no-)?(\w+)(?:[ =].*)?", span):
-            section, field = key.groups()
-            if hasattr(config, section) and field not in FILES:
-                assert hasattr(getattr(config, section), field), span
-        if path := re.match(
-            r"((?:train_configs|benchmarks|slurm|docs|examples|tests|titan_disp)/[\w./-]+)(?: |$)", span
-        ):
-            assert (ROOT / path[1]).exists(), span
-
-
-def test_the_index_has_every_page():
-    index = ROOT / "docs" / "README.md"
-    here = {(index.parent / link.partition("#")[0]).resolve() for link in links(index)}
-    assert {page.resolve() for page in PAGES} - {index} <= here
+    words = [word for word in span.split()[1:] if word != "--help"]
+    if span.startswith("titan-disp ") and words:
+        found = cli.COMMANDS[words[0]]
+        if isinstance(found, dict):
+            found = found.get(words[1] if len(words) > 1 else "", found.get("run"))  # sweep FILE is sweep run FILE
+        known = {field.name for field in dataclasses.fields(cli.options_of(found))} if found else ()
+        for option in re.findall(r"--([a-z-]+)(?![\w.-])", span):
+            assert option == "help" or option.replace("-", "_") in known, span
+    if re.match(r"(make|pip|python) \S", span) and "…" not in span:
+        for words in split(span):
+            check_command(words)
+    if key := re.fullmatch(r"(?:--)?([a-z_]+)\.(?:no-)?(\w+)(?:[ =].*)?", span):
+        section, field = key.groups()
+        if hasattr(config, section) and field not in FILES:
+            assert hasattr(getattr(config, section), field), span
+    if path := re.match(rf"((?:{FOLDERS})/[\w./-]+)(?: |$)", span):
+        assert (ROOT / path[1]).exists(), span
 
 
 def anchors(page: Path) -> set[str]:
@@ -232,72 +196,83 @@ def anchors(page: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-def links(page: Path) -> list[str]:
-    return [target for target in re.findall(r"\]\(([^)\s]+)\)", prose(page)) if "://" not in target]
+def links(page: Path) -> list[tuple[Path, str]]:
+    """The pages that a page links to, with the anchors there."""
+    targets = [target for target in re.findall(r"\]\(([^)\s]+)\)", prose(page)) if "://" not in target]
+    parts = [target.partition("#") for target in targets]
+    return [((page.parent / path).resolve() if path else page, anchor) for path, _, anchor in parts]
 
 
-@pytest.mark.parametrize("page", [*PAGES, ROOT / "CHANGELOG.md"], ids=name)
-def test_links(page):
-    for target in links(page):
-        path, _, anchor = target.partition("#")
-        linked = (page.parent / path).resolve() if path else page
-        assert linked.exists(), target
-        assert not anchor or anchor in anchors(linked), target
+def check_toml(block, page, folder):
+    """Keys are known, and values have the types of the defaults; an example of a sweep is one."""
+    table = tomli.loads(block)
+    (folder / "block.toml").write_text(block)
+    if "sweep" in table:
+        from titan_disp.lab.sweeps.definition import points, read_sweep
+
+        assert f"`{points(read_sweep(folder / 'block.toml'))[0].name}`" in page.read_text()
+    else:
+        loaded(folder / "block.toml")
+
+
+def check_imports(block):
+    for node in ast.walk(ast.parse(block)):
+        if isinstance(node, ast.ImportFrom):
+            module = importlib.import_module(node.module)
+            assert all(hasattr(module, alias.name) for alias in node.names), ast.unparse(node)
+
+
+@pytest.mark.parametrize("page", [*PAGES, CHANGELOG, *SCRIPTS], ids=name)
+def test_page(page, monkeypatch, tmp_path):
+    """Commands are known, links lead to pages and headings, and names, TOML and Python are those of the software."""
+    monkeypatch.chdir(ROOT)
+    if page != CHANGELOG:  # which has names of the past
+        for words in commands(page):
+            check_command(words)
+    if page.suffix != ".md":
+        return
+    for linked, anchor in links(page):
+        assert linked.exists(), linked
+        assert not anchor or anchor in anchors(linked), (linked, anchor)
+    if page == CHANGELOG:
+        return
+    for span in re.findall(r"(?<!`)`([^`\n]+)`(?!`)", prose(page)):
+        check_span(span)
+    for block in blocks(page.read_text(), "toml"):
+        check_toml(block, page, tmp_path)
+    for block in blocks(page.read_text(), "python"):
+        check_imports(block)
+    commands_elsewhere = re.findall(r"^ {4,}(?:\$ )?(?:titan-disp|python|make|sbatch|pip) .*", prose(page), flags=re.M)
+    assert commands_elsewhere == [], "commands belong into blocks, which this test reads"
 
 
 def test_a_newcomer_finds_every_page():
-    """By the README's links, and those of the pages that they lead to."""
+    """By the README's links, and those of the pages that they lead to; docs/README.md has them all."""
     found, new = set(), {README}
     while new:
         found |= new
-        linked = {(page.parent / target.partition("#")[0]).resolve() for page in new for target in links(page)}
-        new = {page for page in linked if page.suffix == ".md"} - found
-    assert {*PAGES, ROOT / "CHANGELOG.md"} <= found
+        new = {linked for page in new for linked, _ in links(page) if linked.suffix == ".md"} - found
+    assert {*PAGES, CHANGELOG} <= found
+    index = ROOT / "docs" / "README.md"
+    assert {*PAGES} - {index} <= {linked for linked, _ in links(index)}
     assert len(README.read_text().splitlines()) <= 150
     assert len(README.read_text().split()) <= 1300
 
 
 def test_requirements():
-    project = tomli.loads((ROOT / "pyproject.toml").read_text())["project"]
-    (torch_range,) = [line for line in project["dependencies"] if re.match(r"torch\b", line)]
+    (torch_range,) = [line for line in PROJECT["dependencies"] if re.match(r"torch\b", line)]
     assert f"`{torch_range}`" in README.read_text()
-    assert f"Python {project['requires-python'].replace('>=', '≥ ')}" in README.read_text()
-
-
-@pytest.mark.parametrize("page", PAGES, ids=name)
-def test_toml(page, tmp_path):
-    """Keys are known, and values have the types of the defaults; an example of a sweep is one."""
-    config = loaded("train_configs/demo_cpu.toml")
-    for block in blocks(page.read_text(), "toml"):
-        table = tomli.loads(block)
-        if "sweep" in table:
-            (tmp_path / "sweep.toml").write_text(block)
-            sweep = read_sweep(tmp_path / "sweep.toml")
-            assert f"`{[p.name for p in points(sweep)][0]}`" in page.read_text()
-            continue
-        for section, keys in table.items():
-            known = {field.name for field in dataclasses.fields(getattr(config, section))}
-            assert keys.keys() <= known, section
+    assert f"Python {PROJECT['requires-python'].replace('>=', '≥ ')}" in README.read_text()
 
 
 def test_the_smallest_config_can_start(tmp_path):
     (block,) = blocks(README.read_text(), "toml")
     (tmp_path / "first.toml").write_text(block)
-    config = can_start(8, str(tmp_path / "first.toml"))
+    config = can_start(8, tmp_path / "first.toml")
     assert (config.model.flavor, config.dispersion.enabled, config.training.dataset) == ("0.6B", True, "text")
 
 
-@pytest.mark.parametrize("page", PAGES, ids=name)
-def test_python(page):
-    """What a page imports is there."""
-    for block in blocks(page.read_text(), "python"):
-        for node in ast.walk(ast.parse(block)):
-            if isinstance(node, ast.ImportFrom):
-                module = importlib.import_module(node.module)
-                assert all(hasattr(module, alias.name) for alias in node.names), ast.unparse(node)
-
-
-def plain_dispersion(z):
+def plain_dispersion(torch, z):
     """The README's formula for [B, N, F], with κ = 0.25 and ε = 1e-2."""
     u = z / (z.norm(dim=-1, keepdim=True) + 1e-2)
     angles = (u @ u.mT).clamp(-0.75, 0.75).arccos() / torch.pi
@@ -307,6 +282,8 @@ def plain_dispersion(z):
 
 def test_the_loss_alone():
     """The README's loop against its formula; the calls in docs/loss.md."""
+    import torch
+
     torch.manual_seed(0)
     z = [torch.randn(2, 6, 4, requires_grad=True) for _ in range(3)]
     logits, labels = torch.randn(2, 6, 5), torch.randint(5, (2, 6))
@@ -314,7 +291,7 @@ def test_the_loss_alone():
     (block,) = blocks(README.read_text(), "python")
     exec(block, names)
     cross_entropy = -logits.log_softmax(-1).gather(-1, labels[..., None]).mean()
-    dispersion = torch.stack([plain_dispersion(layer.detach().double()) for layer in z]).mean()
+    dispersion = torch.stack([plain_dispersion(torch, layer.detach().double()) for layer in z]).mean()
     assert names["loss"].item() == pytest.approx(cross_entropy.item() + 0.1 * dispersion.item(), rel=1e-5)
     (block,) = blocks((ROOT / "docs" / "loss.md").read_text(), "python")
     given = {"hidden_states": z, "cross_entropy": cross_entropy, "z": z[0], "z_local": z[0], "g": None}

@@ -4,20 +4,15 @@ import copy
 import importlib.util
 import json
 import re
-import subprocess
-import sys
 from pydoc_data.topics import topics
 
 import pytest
 import torch
-import transformers
 from torch.nn.functional import cross_entropy
 
-from tests.command_line import ROOT, environment
+from tests.command_line import ROOT, train
 from tests.oracle import oracle
-from tests.pages import commands, loaded
-from titan_disp.config.batch import global_batch_size
-from titan_disp.models.registry import args_of
+from tests.pages import commands
 from titan_disp.run.reader import read_metrics
 
 
@@ -28,13 +23,17 @@ def load(name):
     return module
 
 
+def typed(monkeypatch, example, *words):
+    monkeypatch.setattr("sys.argv", [f"{example.__name__}.py", *map(str, words)])
+    example.main()
+
+
 def test_plain_loop(monkeypatch, capsys):
     """As it is typed, without dispersion and with much of it."""
     example, found = load("plain_loop"), {}
     small = "--steps 25 --batch-size 4 --seq-len 32 --width 32 --depth 2 --every 25"
     for coeff in ("0", "1"):
-        monkeypatch.setattr("sys.argv", ["plain_loop.py", *small.split(), "--coeff", coeff])
-        example.main()
+        typed(monkeypatch, example, *small.split(), "--coeff", coeff)
         rows = re.findall(r"cross-entropy (\S+)  dispersion (\S+)  mean cosine (\S+)", capsys.readouterr().out)
         found[coeff] = [tuple(map(float, row)) for row in rows]
     (start, off), (same_start, on) = found["0"], found["1"]
@@ -46,9 +45,7 @@ def test_plain_loop(monkeypatch, capsys):
 
 @pytest.fixture(scope="module")
 def hf():
-    pytest.importorskip(
-        "accelerate", reason="transformers' Trainer needs accelerate: pip install 'titan-disp[examples]'"
-    )
+    pytest.importorskip("accelerate", reason="Trainer needs accelerate: pip install 'titan-disp[examples]'")
     return load("hf_trainer")
 
 
@@ -135,58 +132,67 @@ def test_trainer_disperses(hf, tmp_path):
         assert torch.equal(trainer.compute_loss(model, batch), model(**batch).loss)
 
 
-def test_own_text(tmp_path, monkeypatch, capsys):
-    """A tokenizer is trained on text in two formats. Then the config trains with the options that its comment gives for a CPU."""
-    corpus, own = tmp_path / "corpus", tmp_path / "own_tokenizer"
-    corpus.mkdir()
-    texts = list(topics.values())
-    lines = [json.dumps({"text": text}) for text in texts]
-    (corpus / "train.jsonl").write_text("\n".join([*lines[:40], "no JSON", *lines[40:]]) + "\n")
-    monkeypatch.chdir(ROOT)
-    example = load("train_tokenizer")
-    monkeypatch.setattr("sys.argv", ["train_tokenizer.py", str(corpus), str(own), "2049"])
-    example.main()
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("corpus")
+    lines = [json.dumps({"text": text}) for text in topics.values()]
+    (folder / "train.jsonl").write_text("\n".join([*lines[:40], "no JSON", *lines[40:]]) + "\n")
+    return folder
+
+
+@pytest.mark.slow
+def test_own_text(corpus, tmp_path, monkeypatch, capsys):
+    """A tokenizer is trained on text. Then the config trains with the options that its comment gives for a CPU."""
+    import transformers
+
+    own = tmp_path / "own_tokenizer"
+    typed(monkeypatch, load("train_tokenizer"), corpus, own, 2049)
     printed = capsys.readouterr()
     assert f'hf_assets_path = "{own}"\noverrides = {{ vocab_size = 2049 }}\n' in printed.out
     assert "documents that cannot be used: 1, the first: " in printed.err
-    for arguments, message in (
-        ([str(corpus), "x", "256"], "vocab_size is 256, expected at least 257"),
-        ([str(corpus), "x", "many"], "invalid int value"),
-        ([str(tmp_path / "nowhere"), str(tmp_path / "x"), "300"], "which does not exist"),
-        ([str(corpus), str(corpus / "train.jsonl"), "300"], "File exists"),
-        ([str(corpus), str(tmp_path / "x"), "300", "--text-field", "body"], "has no text in the field 'body'"),
-    ):
-        monkeypatch.setattr("sys.argv", ["train_tokenizer.py", *arguments])
-        with pytest.raises(SystemExit) as exit:
-            example.main()
-        assert message in f"{exit.value.code} {capsys.readouterr().err}"
-    assert not (tmp_path / "x" / "tokenizer.json").exists()
     tokenizer = transformers.AutoTokenizer.from_pretrained(own)
-    for text in (texts[0], " naïve 🙂\n\ttabs"):
+    for text in (*list(topics.values())[:1], " naïve 🙂\n\ttabs"):
         assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
-    assert tokenizer.eos_token == "<|endoftext|>"
-    assert len(tokenizer) == 2049
+    assert (tokenizer.eos_token, len(tokenizer)) == ("<|endoftext|>", 2049)
 
     file = ROOT / "examples" / "own_text.toml"
     (words,) = (words for words in commands(file) if "nano" in words)
-    words[words.index("--training.steps") + 1] = "5"
-    done = subprocess.run(
-        [sys.executable, "-m", "titan_disp.cli", *words[1:], "--job.dump_folder", str(tmp_path / "run")]
-        + ["--training.dataset_path", str(corpus), "--model.hf_assets_path", str(own)]
-        + ["--model.overrides", "vocab_size=2049", "--metrics.log_freq", "1"],
-        env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    changes = {"--training.steps": "5", "--job.dump_folder": str(tmp_path / "run")}
+    given = [changes.get(before, word) for before, word in zip(words[2:], words[3:], strict=False)]
+    given += ["--model.hf_assets_path", str(own), "--model.overrides", "vocab_size=2049", "--metrics.log_freq", "1"]
+    train(file, corpus, tmp_path / "run", *given)
     metrics = read_metrics(tmp_path / "run")
     assert list(metrics) == [1, 2, 3, 4, 5]
     assert metrics[5]["ce"] < metrics[1]["ce"]
 
 
-def test_own_text_fits_one_gpu_s_batches():
-    """The config itself, without its data: sizes, batches and schedule."""
-    job = copy.deepcopy(loaded("examples/own_text.toml"))
-    assert global_batch_size(job, 1) == 128
-    assert args_of(job).vocab_size == 16384
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("CORPUS x 256", "vocab_size is 256, expected at least 257"),
+        ("CORPUS x many", "invalid int value"),
+        ("nowhere x 300", "which does not exist"),
+        ("CORPUS CORPUS/train.jsonl 300", "File exists"),
+        ("CORPUS x 300 --text-field body", "has no text in the field 'body'"),
+    ],
+)
+def test_a_tokenizer_that_cannot_be_trained(corpus, tmp_path, monkeypatch, capsys, words, message):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as exit:
+        typed(monkeypatch, load("train_tokenizer"), *words.replace("CORPUS", str(corpus)).split())
+    assert message in f"{exit.value.code} {capsys.readouterr().err}"
+    assert not (tmp_path / "x" / "tokenizer.json").exists()
+
+
+def test_a_column_as_text(tmp_path):
+    """Rows of the train split, in the order of files; empty ones and nulls left out, and no second end of a line."""
+    import pyarrow
+    import pyarrow.parquet
+
+    (tmp_path / "plain_text").mkdir()
+    files = {"train-00001-of-2": ["c\n"], "train-00000-of-2": ["a", "", None, "b é"], "validation-0": ["no"]}
+    for name, texts in files.items():
+        table = pyarrow.table({"context": texts, "id": texts})
+        pyarrow.parquet.write_table(table, tmp_path / "plain_text" / f"{name}.parquet")
+    load("text_column").main(tmp_path, "context", tmp_path / "text.txt")
+    assert (tmp_path / "text.txt").read_bytes().decode() == "a\nb é\nc\n"

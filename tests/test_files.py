@@ -5,25 +5,24 @@ import pytest
 from titan_disp.files import atomic_folder
 
 
-def test_a_folder_appears_when_it_is_whole(tmp_path):
-    path = tmp_path / "parent" / "out"
+def write(path, text):
     with atomic_folder(path) as partial:
-        (partial / "a").write_text("1")
-        assert not path.exists()
-    assert [p.name for p in path.parent.iterdir()] == ["out"]
-    assert [p.name for p in path.iterdir()] == ["a"]
-    assert path.stat().st_mode & 0o777 == 0o755
+        (partial / "a").write_text(text)
+        assert not (path / "a").exists()
 
 
-def test_an_empty_folder_is_replaced_and_a_full_one_is_kept(tmp_path):
-    for name in ("empty", "full"):
-        (tmp_path / name).mkdir()
-    (tmp_path / "full" / "a").write_text("old")
-    with atomic_folder(tmp_path / "empty") as partial:
-        (partial / "a").write_text("new")
-    with pytest.raises(OSError, match="not empty"), atomic_folder(tmp_path / "full") as partial:
-        (partial / "a").write_text("new")
-    assert {p.name: (p / "a").read_text() for p in tmp_path.iterdir()} == {"empty": "new", "full": "old"}
+def test_a_folder_appears_when_it_is_whole(tmp_path):
+    """An empty folder is replaced, and a full one is kept."""
+    (tmp_path / "empty").mkdir()
+    for name in ("empty", "parent/new"):
+        write(tmp_path / name, "1")
+        assert [p.name for p in (tmp_path / name).iterdir()] == ["a"]
+        assert (tmp_path / name).stat().st_mode & 0o777 == 0o755
+    with pytest.raises(OSError, match="not empty"), atomic_folder(tmp_path / "empty") as partial:
+        (partial / "a").write_text("2")
+    assert (tmp_path / "empty" / "a").read_text() == "1"
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["empty", "parent"]
+    assert [p.name for p in (tmp_path / "parent").iterdir()] == ["new"]
 
 
 def test_nothing_is_left_of_a_folder_that_failed(tmp_path):

@@ -1,17 +1,15 @@
 """These tests read the help of the command line as a user does: in terminals of several widths."""
 
 import dataclasses
+import io
 import re
-import subprocess
 import sys
 
 import docstring_parser
 import pytest
 
-from tests.command_line import ROOT, environment
-from tests.test_cli import typed
+from tests.command_line import typed
 from titan_disp import cli
-from titan_disp.cluster.cost import GPUS
 
 
 def functions(commands, words=()):
@@ -48,19 +46,21 @@ def test_a_description_is_broken_only_where_the_terminal_ends(shown, words):
         assert " ".join(one.description.split()) in out, one.arg_name
 
 
-@pytest.mark.parametrize("columns", [80, 100, 140])
 @pytest.mark.parametrize("words", [*LISTS, *ALL], ids=" ".join)
-def test_no_line_is_too_long_and_no_argument_is_named_by_its_type(shown, words, columns):
-    usage, *lines = shown(words, columns).splitlines()  # tyro does not wrap the usage
-    assert max(map(len, lines)) <= columns
-    box = "\n".join(lines)
-    assert not re.search(r"None|default: \)|--no-|\[\[", usage + box)
-    assert not re.search(r"^[│ ]+(STR|PATH)\b", box, flags=re.M)
-    assert not re.search(r"\n[│ ]*\n[│ ]+-", box)  # an empty line before an option
+def test_no_line_is_too_long_and_no_argument_is_named_by_its_type(shown, words):
+    for columns in (80, 140):
+        usage, *lines = shown(words, columns).splitlines()  # tyro does not wrap the usage
+        assert max(map(len, lines)) <= columns
+        box = "\n".join(lines)
+        assert not re.search(r"None|default: \)|--no-|\[\[", usage + box)
+        assert not re.search(r"^[│ ]+(STR|PATH)\b", box, flags=re.M)
+        assert not re.search(r"\n[│ ]*\n[│ ]+-", box)  # an empty line before an option
 
 
 @pytest.mark.parametrize("words", LISTS, ids=" ".join)
 def test_lists_have_the_first_paragraph_of_each_subcommand(shown, words):
+    """Also after the whole help of another subcommand, in the same process."""
+    shown(("checkpoint",), 2000)
     out = shown(words, 2000)
     for name, options in ALL.items():
         if name[:-1] == words:
@@ -68,28 +68,22 @@ def test_lists_have_the_first_paragraph_of_each_subcommand(shown, words):
             assert re.search(rf"^\W*{name[-1]} +{re.escape(summary)}\W*$", out, flags=re.M)
 
 
+def test_train_says_where_the_keys_are(shown):
+    assert "titan-disp config and docs/configuration.md list all keys" in shown(("train",), 2000)
+
+
 def test_the_kinds_of_gpu_are_those_of_the_table(shown):
+    from titan_disp.cluster.cost import GPUS
+
     *others, last = GPUS
     for words in (("plan",), ("submit",), ("sweep", "run")):
         assert f"{', '.join(others)} or {last}" in shown(words, 2000)
 
 
-def test_help_after_a_list_is_whole(shown):
-    """One process may print both, as these tests do."""
-    assert "verify all of their bytes" in shown((), 2000)
-    assert "The exit status is 1" in shown(("checkpoint",), 2000)
-    assert "The exit status is 1" not in shown((), 2000)
-
-
 @pytest.mark.parametrize("words", [(), ("condensation",)], ids=["list", "condensation"])
-def test_a_terminal_without_unicode(words):
+def test_a_terminal_without_unicode(monkeypatch, words):
     """The help and other output have characters such as • and ρ."""
-    done = subprocess.run(
-        [sys.executable, "-m", "titan_disp.cli", *words, "--help"],
-        cwd=ROOT,
-        env=environment() | {"PYTHONIOENCODING": "ascii"},
-        capture_output=True,
-        timeout=60,
-    )
-    assert done.returncode == 0, done.stderr.decode()
-    assert b"show this help message" in done.stdout
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO(), encoding="ascii"))
+    assert typed(monkeypatch, *words, "--help") == 0
+    sys.stdout.flush()
+    assert b"show this help message" in sys.stdout.buffer.getvalue()

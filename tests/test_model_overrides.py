@@ -1,27 +1,27 @@
 """model.overrides: written three ways, checked, and known to everything that builds or describes the model."""
 
+import copy
 import json
+import re
 from dataclasses import dataclass
 
 import pytest
-import tomli
 import torch.distributed.checkpoint as dcp
 from torchtitan.config import ConfigManager
 
-from tests.command_line import DEMO, ROOT
+from tests.command_line import DEMO
+from tests.pages import changed, loaded
 from tests.saved_run import random_model, save_run
-from titan_disp.cluster.plan import make_plan
+from titan_disp.cluster import plan as plans
 from titan_disp.config.checks import check_config
-from titan_disp.config.load import load_config
 from titan_disp.config.options import Machine
 from titan_disp.errors import CheckpointError, ConfigError
-from titan_disp.job_config import fixed
 from titan_disp.lab.export.saved import find_saved, load_model
 from titan_disp.lab.report.gather import gather
-from titan_disp.models.arguments import apply_overrides, architecture_of, named, parse_overrides
+from titan_disp.models.arguments import apply_overrides, architecture_of, parse_overrides
 from titan_disp.models.qwen3 import flavors
-from titan_disp.models.registry import args_of, model_args
-from titan_disp.run.identity import Identity, check_identity, differences, of_model
+from titan_disp.models.registry import model_args
+from titan_disp.run.identity import Identity, check_identity, differences
 
 NARROW = {"hidden_dim": 16, "n_layers": 2}
 # Embedding; of two blocks: q, k, v and output matrices, norms of q and k, the feed-forward's three matrices, norms; last norm.
@@ -41,8 +41,7 @@ PARAMETERS = 2048 * 64 + 2 * (64 * 64 + 2 * 64 * 32 + 64 * 64 + 2 * 16 + 3 * 64 
 )
 def test_ways_to_write_them(written, found):
     parsed = parse_overrides(written)
-    assert parsed == found
-    assert list(map(type, parsed.values())) == list(map(type, found.values()))
+    assert [(name, value, type(value)) for name, value in parsed.items()] == [(n, v, type(v)) for n, v in found.items()]
 
 
 @pytest.mark.parametrize("written", ["hidden_dim", [16], "hidden_dim=16,hidden_dim=17"])
@@ -70,7 +69,7 @@ def test_from_toml_and_the_command_line(tmp_path, toml, words, found):
     """Through TorchTitan's own parser too, as its own trainer uses it."""
     file = tmp_path / "c.toml"
     file.write_text(MODEL + toml)
-    assert parse_overrides(load_config(["--job.config_file", str(file), *words]).model.overrides) == found
+    assert parse_overrides(loaded(file, *words).model.overrides) == found
     stock = ["--job.config_file", str(file), "--job.custom_config_module", "titan_disp.job_config", *words]
     assert parse_overrides(ConfigManager().parse_args(stock).model.overrides) == found
 
@@ -87,34 +86,37 @@ class OtherArgs:
     name: str = "other"
 
 
+NANO = flavors["nano"]
+
+
 @pytest.mark.parametrize(
     ("args", "overrides", "message"),
     [
         (
-            flavors["nano"],
+            NANO,
             {"hiden_dim": 1},
             r"overrides.hiden_dim is not known \(did you mean hidden_dim\?\); expected dim, n_layers",
         ),
-        (flavors["nano"], {"attn_type": "flex"}, r"attn_type is not known"),
-        (flavors["nano"], {"activations": 1}, r"activations is not known"),
-        (flavors["nano"], {"max_seq_len": 64}, r"max_seq_len cannot be set: it is training.seq_len"),
-        (flavors["nano"], {"qk_norm": False}, r"qk_norm cannot be set: Hugging Face's"),
-        (flavors["nano"], {"hidden_dim": 16.0}, r"hidden_dim is 16.0, expected a whole number ≥ 1"),
-        (flavors["nano"], {"hidden_dim": 0}, r"hidden_dim is 0, expected a whole number ≥ 1"),
-        (flavors["nano"], {"hidden_dim": True}, r"hidden_dim is True, expected a whole"),
-        (flavors["nano"], {"hidden_dim": "16"}, r"hidden_dim is '16', expected a whole"),
-        (flavors["nano"], {"enable_weight_tying": 1}, r"enable_weight_tying is 1, expected true or false"),
-        (flavors["nano"], {"rope_theta": "inf"}, r"rope_theta is 'inf', expected a number > 0"),
-        (flavors["nano"], {"rope_theta": float("inf")}, r"rope_theta is inf, expected a number > 0"),
-        (flavors["nano"], {"n_heads": 5}, r"n_heads 5 is not a multiple of n_kv_heads 2"),
-        (flavors["nano"], {"head_dim": 15}, r"head_dim is 15, expected an even number"),
-        (OtherArgs(), {"n_heads": 7}, r"dim 60 is not a multiple of n_heads 7"),
-        (OtherArgs(), {"name": "x"}, r"name is not known; expected dim, n_heads, dropout, bias"),
+        (NANO, {"attn_type": "flex"}, "attn_type is not known"),
+        (NANO, {"activations": 1}, "activations is not known"),
+        (NANO, {"max_seq_len": 64}, "max_seq_len cannot be set: it is training.seq_len"),
+        (NANO, {"qk_norm": False}, "qk_norm cannot be set: Hugging Face's"),
+        (NANO, {"hidden_dim": 16.0}, "hidden_dim is 16.0, expected a whole number ≥ 1"),
+        (NANO, {"hidden_dim": 0}, "hidden_dim is 0, expected a whole number ≥ 1"),
+        (NANO, {"hidden_dim": True}, "hidden_dim is True, expected a whole"),
+        (NANO, {"hidden_dim": "16"}, "hidden_dim is '16', expected a whole"),
+        (NANO, {"enable_weight_tying": 1}, "enable_weight_tying is 1, expected true or false"),
+        (NANO, {"rope_theta": "inf"}, "rope_theta is 'inf', expected a number > 0"),
+        (NANO, {"rope_theta": float("inf")}, "rope_theta is inf, expected a number > 0"),
+        (NANO, {"n_heads": 5}, "n_heads 5 is not a multiple of n_kv_heads 2"),
+        (NANO, {"head_dim": 15}, "head_dim is 15, expected an even number"),
+        (OtherArgs(), {"n_heads": 7}, "dim 60 is not a multiple of n_heads 7"),
+        (OtherArgs(), {"name": "x"}, "name is not known; expected dim, n_heads, dropout, bias"),
     ],
 )
 def test_refused(args, overrides, message):
     with pytest.raises(ConfigError, match=message):
-        apply_overrides(args, overrides)
+        apply_overrides(copy.copy(args), overrides)
 
 
 def test_any_dataclass_of_arguments():
@@ -125,10 +127,11 @@ def test_any_dataclass_of_arguments():
     assert architecture_of(args) == {"dim": 60, "n_heads": 4, "dropout": 1.0, "bias": False, "name": "other"}
 
 
-def test_the_model_that_is_planned_trained_and_reported(tmp_path):
+def test_the_model_that_is_planned_trained_and_reported(tmp_path, monkeypatch):
     """One count of parameters by hand; the registered flavor stays as it is."""
-    config = load_config(["--job.config_file", str(DEMO), "--model.overrides", "hidden_dim=16,n_layers=2"])
-    plan = make_plan(config, Machine(1, 1))
+    config = changed(loaded(DEMO), {"model.overrides": "hidden_dim=16,n_layers=2"})
+    monkeypatch.setattr(plans, "MAX_NODES", 1)  # else it tries a thousand
+    plan = plans.make_plan(config, Machine(1, 1))
     assert plan.model.parameters == PARAMETERS
     # The two blocks' outputs are dispersed, of 4 sequences of 256 tokens.
     assert plan.memory.dispersion == 2 * 4 * 256 * 64 * 4
@@ -148,11 +151,6 @@ def test_the_model_that_is_planned_trained_and_reported(tmp_path):
     assert {key: found.settings[f"model.overrides.{key}"] for key in NARROW} == NARROW
 
 
-def test_names():
-    assert named("0.6B", {}) == "0.6B"
-    assert named("0.6B", {"enable_weight_tying": False}) == "0.6B with enable_weight_tying = false"
-
-
 @pytest.mark.parametrize(
     ("overrides", "differs"),
     [
@@ -160,41 +158,20 @@ def test_names():
             "n_layers=5",
             ["n_layers is 6 in the checkpoint and 5 in the config"],
         ),  # a part of the tensors, which would load
-        (
-            "n_kv_heads=1,head_dim=32",
-            [
-                "n_kv_heads is 2 in the checkpoint and 1 in the config",
-                "head_dim is 16 in the checkpoint and 32 in the config",
-            ],
-        ),
+        ("n_kv_heads=1,head_dim=32", ["n_kv_heads is 2 in .* and 1 in", "head_dim is 16 in .* and 32 in"]),
         ("norm_eps=1e-5", ["norm_eps is 1e-06 in the checkpoint and 1e-05 in the config"]),
         ("hidden_dim=192", []),  # as the flavor has it
     ],
 )
 def test_a_run_keeps_its_model(overrides, differs):
-    """However its sizes are written; lengths of sequences are other checks'."""
+    """However its sizes are written; lengths of sequences are other checks', and tests/test_resume_keys.py tries other keys."""
     saved = json.loads(Identity(architecture_of(flavors["nano"])).state_dict()["json"])
     args = model_args("qwen3_disp", "nano", overrides)
     args.max_seq_len, args.activations = 7, (1,)
-    now = architecture_of(args)
-    assert sorted(differences(saved, now)) == sorted(differs)
-    check_identity({}, now)  # of TorchTitan's own trainer
-
-
-def test_every_key_that_fixes_the_model():
-    """A resume with another value of such a key is refused."""
-    changes = {
-        "baseline.method": ("active_forgetting", "baseline.method is 'none' in the checkpoint and 'active_forgetting'"),
-        "model.overrides": ("n_layers=5", "n_layers is 6 in the checkpoint and 5"),
-        "model.flavor": ("debugmodel", "dim is"),
-        "model.name": ("gpt2_disp", "model.name is 'qwen3_disp' in the checkpoint and 'gpt2_disp'"),
-    }
-    assert changes.keys() == {*fixed("model"), "model.name", "model.flavor"}
-    kept = load_config(["--job.config_file", str(DEMO)])
-    for key, (value, message) in changes.items():
-        now = load_config(["--job.config_file", str(DEMO), f"--{key}", value])
-        with pytest.raises(ConfigError, match=message):
-            check_identity(of_model(kept, args_of(kept)), of_model(now, args_of(now)))
+    found = differences(saved, architecture_of(args))
+    assert len(found) == len(differs)
+    assert all(any(re.match(one, line) for line in found) for one in differs)
+    check_identity({}, architecture_of(args))  # of TorchTitan's own trainer
 
 
 def test_a_saved_model_is_read_as_what_it_is(sample, tmp_path):
@@ -209,10 +186,3 @@ def test_a_saved_model_is_read_as_what_it_is(sample, tmp_path):
     (run / "config.json").write_text(json.dumps(config))
     with pytest.raises(CheckpointError, match="step-40': norm_eps is 1e-05 in the checkpoint and 1e-06 in the config"):
         load_model(find_saved(run))
-
-
-def test_the_width_sweep_varies_widths_and_seeds_alone():
-    grid = tomli.loads((ROOT / "train_configs" / "sweeps" / "mlp_width.toml").read_text())["grid"]
-    assert set(grid) == {"debug.seed, stream.seed", "model.overrides"}
-    assert len(grid["model.overrides"]) >= 4
-    assert all(list(parse_overrides(width)) == ["hidden_dim"] for width in grid["model.overrides"])

@@ -1,8 +1,6 @@
 """These tests compare the plan's numbers with hand computations and with the real model, optimizer and autograd."""
 
-import copy
 import dataclasses
-import functools
 import gc
 import json
 import weakref
@@ -18,13 +16,13 @@ from torchtitan.config import ActivationCheckpoint
 from torchtitan.distributed.activation_checkpoint import apply_ac
 
 from tests.command_line import DEMO, ROOT
+from tests.pages import changed, loaded
 from titan_disp import cpu
 from titan_disp.cluster import cost
 from titan_disp.cluster import plan as plans
 from titan_disp.cluster.cost import find_gpu
 from titan_disp.cluster.job_check import hub_warnings
 from titan_disp.cluster.plan import NodeCount, make_plan, render
-from titan_disp.config.load import load_config
 from titan_disp.config.options import Machine
 from titan_disp.dispersion import DispersionLoss, DispersionObjective
 from titan_disp.errors import ConfigError
@@ -33,49 +31,42 @@ from titan_disp.models.qwen3 import Qwen3DispModel, flavors
 from titan_disp.models.registry import MODELS
 
 PAPER = ROOT / "train_configs" / "qwen3_0.6b_c4.toml"
+TP, CP = "parallelism.tensor_parallel_degree", "parallelism.context_parallel_degree"
+SHARDS, REPLICAS = "parallelism.data_parallel_shard_degree", "parallelism.data_parallel_replicate_degree"
+RESHARD, MODE = "parallelism.fsdp_reshard_after_forward", "activation_checkpoint.mode"
+MOST = 250  # nodes
 # Of each model, the smallest flavor of a size that is trained: logits and norms would be most of a nano's memory.
 SMALLEST = [(e.name, next(f for f in e.flavors if e.flavors[f].dim > 512)) for e in MODELS.values()]
 
 
-@functools.cache  # tyro takes half a second
-def loaded(path, *overrides):
-    return load_config(["--job.config_file", str(path), *overrides])
+def config(changes=()):
+    return changed(loaded(PAPER), dict(changes))
 
 
-def config(path, *overrides):
-    return copy.deepcopy(loaded(path, *overrides))
-
-
-def paper(replicas=80, *overrides):
+def paper(replicas=80, changes=()):
     """The config's number of replicas determines the shard degree."""
-    degrees = (
-        "--parallelism.data_parallel_replicate_degree",
-        str(replicas),
-        "--parallelism.data_parallel_shard_degree",
-    )
-    return config(PAPER, *degrees, "-1", *overrides)
+    return config({REPLICAS: replicas, SHARDS: -1} | dict(changes))
 
 
-def demo(sample, *overrides):
-    return config(
-        DEMO, "--model.hf_assets_path", f"{sample}/tokenizer", "--training.dataset_path", str(sample), *overrides
-    )
-
-
-@pytest.fixture
-def every_node_count():
-    """Try all node counts, for the tests that need them."""
+def demo(sample, changes=()):
+    inputs = {"model.hf_assets_path": f"{sample}/tokenizer", "training.dataset_path": str(sample)}
+    return changed(loaded(DEMO), inputs | dict(changes))
 
 
 @pytest.fixture(autouse=True)
-def few_node_counts(monkeypatch, request):
+def few_node_counts(monkeypatch):
     """Try few node counts: otherwise every plan tries a thousand."""
-    if "every_node_count" not in request.fixturenames:
-        monkeypatch.setattr(plans, "MAX_NODES", 1)
+    monkeypatch.setattr(plans, "MAX_NODES", 1)
+
+
+@pytest.fixture
+def every_node_count(monkeypatch, few_node_counts):
+    """Try more node counts, for the tests that need them."""
+    monkeypatch.setattr(plans, "MAX_NODES", MOST)
 
 
 def test_the_papers_run():
-    plan = make_plan(config(PAPER), Machine(80, 8))
+    plan = make_plan(config(), Machine(80, 8))
     assert plan.model.parameters == 596_049_920
     assert plan.model.parameters_non_embedding == 596_049_920 - 151_936 * 1024
     assert (plan.mesh.replicate, plan.mesh.shard, plan.mesh.context, plan.mesh.tensor) == (80, 8, 1, 1)
@@ -85,24 +76,22 @@ def test_the_papers_run():
     assert plan.batch.steps == 39_673
     assert (plan.checkpoints.saved, plan.checkpoints.kept) == (40, 5)
     assert plan.checkpoints.disk == 6 * plan.checkpoints.size
+    memory, shard = plan.memory, 596_049_920 // 8 * 4
+    assert (memory.weights, memory.gradients, memory.optimizer) == (shard, shard, 2 * shard)
+    assert memory.total == 4 * shard + memory.unsharded + memory.activations + memory.dispersion + memory.logits
+    assert (memory.dispersion, memory.logits) == (28 * 2048 * 1024 * 2, 2048 * 151_936 * 4)
 
 
 def test_flops_and_days_by_hand():
-    plan = make_plan(config(PAPER), Machine(80, 8, "MI250X-GCD", mfu=0.5))
+    plan = make_plan(config(), Machine(80, 8, "MI250X-GCD", mfu=0.5))
     # Forward and backward: 6 per weight that multiplies (the tied embedding does, as output), and attention's two products.
-    per_token = 6 * 596_049_920 + 28 * 6 * 2 * (16 * 128) * 2048
-    assert plan.model.flops == per_token * 1920 * 2048
-    assert plan.model.dispersion_flops == 1920 * 28 * 3 * 2048 * 2048 * 1024
-    seconds = (plan.model.flops * 39_673 + plan.model.dispersion_flops * 39_673) / (640 * 191.5e12 * 0.5)
-    assert plan.time.computing_seconds * 39_673 == pytest.approx(seconds)
-    sending = 39_673 * plan.time.exposed_seconds / 86400
-    assert plan.time.days == pytest.approx(seconds / 86400 + sending)
-    peak_days = 640 * 0.5 * 86400
-    without = plan.model.flops * 39_673 / 191.5e12 / peak_days + sending
-    assert plan.time.days_without_dispersion == pytest.approx(without)
-    assert plan.time.days_fp32_dispersion == pytest.approx(
-        without + plan.model.dispersion_flops * 39_673 / 47.85e12 / peak_days
-    )
+    model, dispersed = (6 * 596_049_920 + 28 * 6 * 2 * (16 * 128) * 2048) * 1920 * 2048, 1920 * 28 * 3 * 2048**2 * 1024
+    assert (plan.model.flops, plan.model.dispersion_flops) == (model, dispersed)
+    peak, fp32 = 640 * 191.5e12 * 0.5, 640 * 47.85e12 * 0.5
+    assert plan.time.computing_seconds == pytest.approx((model + dispersed) / peak)
+    seconds = [(model + dispersed) / peak, model / peak, model / peak + dispersed / fp32]
+    found = [plan.time.days, plan.time.days_without_dispersion, plan.time.days_fp32_dispersion]
+    assert found == pytest.approx([39_673 * (one + plan.time.exposed_seconds) / 86400 for one in seconds])
 
 
 # The 0.6B model's parameters: the embedding and the final norm, and 28 blocks of attention (16 and 8 heads of 128, two
@@ -113,7 +102,7 @@ BLOCKS = 28 * (2 * 16 * 128 * 1024 + 2 * 8 * 128 * 1024 + 2 * 128 + 3 * 3072 * 1
 
 def test_bytes_and_seconds_of_hsdp_by_hand():
     """On 80 nodes of 8 H100, an all-gather over n ranks sends (n−1)/n of the bytes. A step has 3 microbatches."""
-    plan = make_plan(config(PAPER), Machine(80, 8))
+    plan = make_plan(config(), Machine(80, 8))
     assert ROOT_GROUP + BLOCKS == 596_049_920
     gathered_once, gathered_twice, reduced = 2 * ROOT_GROUP, 2 * 2 * BLOCKS, 4 * (ROOT_GROUP + BLOCKS)
     assert plan.time.within_bytes == pytest.approx(3 * 7 / 8 * (gathered_once + gathered_twice + reduced))
@@ -139,7 +128,7 @@ def test_bytes_of_an_untied_model_by_hand():
     It is gathered for forward and again for backward, like the blocks. The output and the final norm stay gathered, so
     their communication overlaps with computing in both directions.
     """
-    plan = make_plan(config(PAPER, "--model.flavor", "8B"), Machine(2, 8))
+    plan = make_plan(config({"model.flavor": "8B"}), Machine(2, 8))
     matrix, norm = 151_936 * 4096, 4096
     blocks = 36 * ((2 * 32 + 2 * 8) * 128 * 4096 + 2 * 128 + 3 * 12288 * 4096 + 2 * 4096)
     assert plan.model.parameters == 2 * matrix + norm + blocks == 8_190_735_360
@@ -150,11 +139,11 @@ def test_bytes_of_an_untied_model_by_hand():
     # step.
     ends = 120 * 7 / 8 * matrix * (2 + 4) / 450e9 + 2 * 1 / 2 * matrix / 8 * 4 / 50e9
     assert plan.time.exposed_seconds == pytest.approx(ends)
-    reshard = ("--model.flavor", "8B", "--parallelism.fsdp_reshard_after_forward")
-    kept = make_plan(config(PAPER, *reshard, "never"), Machine(2, 8))
+    kept = make_plan(config({"model.flavor": "8B", RESHARD: "never"}), Machine(2, 8))
     assert kept.time.within_bytes == pytest.approx(120 * 7 / 8 * (2 + 4) * plan.model.parameters)
     assert kept.memory.unsharded == 2 * 2 * plan.model.parameters
-    always = make_plan(config(PAPER, *reshard, "always"), Machine(2, 8))  # backward begins by gathering the output
+    # Backward begins by gathering the output.
+    always = make_plan(config({"model.flavor": "8B", RESHARD: "always"}), Machine(2, 8))
     assert always.time.within_bytes == pytest.approx(120 * 7 / 8 * (2 + 2 + 4) * plan.model.parameters)
     assert always.time.exposed_seconds == pytest.approx(ends + 120 * 7 / 8 * 2 * (matrix + norm) / 450e9)
 
@@ -166,7 +155,7 @@ NON_EMBEDDING = {"0.6B": 0.44, "0.6B_untied": 0.44, "1.7B": 1.4, "4B": 3.6, "8B"
 @pytest.mark.parametrize("flavor", NON_EMBEDDING)
 def test_every_size(flavor):
     """A checkpoint has every weight and Adam's two moments. A tied matrix has two names. The plan is for two nodes."""
-    plan = make_plan(config(PAPER, "--model.flavor", flavor), Machine(2, 8))
+    plan = make_plan(config({"model.flavor": flavor}), Machine(2, 8))
     published = NON_EMBEDDING[flavor]
     assert plan.model.parameters_non_embedding / 1e9 == pytest.approx(published, rel=0.015)
     vocabulary = 151_936 * flavors[flavor].dim
@@ -180,9 +169,12 @@ def test_every_size(flavor):
 
 def test_bytes_of_shards_that_span_nodes():
     """A ring over 4 nodes of 8 leaves each node once, for all of its 8 GPUs. The blocks stay gathered here."""
-    plan = make_plan(paper(1, "--parallelism.fsdp_reshard_after_forward", "never"), Machine(4, 8))
+    plan = make_plan(paper(1, {RESHARD: "never"}), Machine(4, 8))
     sent = 60 * 31 / 32 * (ROOT_GROUP + BLOCKS) * (2 + 4)
     assert (plan.time.within_bytes, plan.time.between_bytes) == pytest.approx((sent, sent / 8))
+
+
+FOUR_MICROBATCHES = {"training.global_batch_size": 8, "training.local_batch_size": 2, "training.seq_len": 32}
 
 
 def test_bytes_of_tensor_parallel(sample):
@@ -191,10 +183,7 @@ def test_bytes_of_tensor_parallel(sample):
     Each block's forward has 4 collectives of [2, 32, 64], embedding and output have 2, and backward has as many.
     Dispersion gathers the outputs of 6 blocks.
     """
-    mesh = ("--parallelism.tensor_parallel_degree", "2", "--training.local_batch_size", "2", "--training.seq_len", "32")
-    plan = make_plan(
-        demo(sample, *mesh, "--training.global_batch_size", "8", "--activation_checkpoint.mode", "none"), Machine(1, 2)
-    )
+    plan = make_plan(demo(sample, {TP: 2, MODE: "none"} | FOUR_MICROBATCHES), Machine(1, 2))
     activation = 2 * 32 * 64 * 4
     tensor = 4 * (2 * (4 * 6 + 2)) * activation / 2
     assert plan.time.within_bytes == pytest.approx(tensor + 4 * 6 * activation / 2)
@@ -209,16 +198,7 @@ def test_bytes_of_context_parallel(sample, mode, gathers):
     torch gathers keys and values, each [2, 32, 2 heads of 16], in forward, in its recomputation and in backward. It
     passes their fp32 gradients on as many times as there are ranks.
     """
-    mesh = (
-        "--parallelism.context_parallel_degree",
-        "2",
-        "--training.local_batch_size",
-        "2",
-        "--training.seq_len",
-        "32",
-    )
-    options = ("--training.global_batch_size", "8", "--activation_checkpoint.mode", mode)
-    plan = make_plan(demo(sample, *mesh, *options), Machine(1, 2))
+    plan = make_plan(demo(sample, {CP: 2, MODE: mode} | FOUR_MICROBATCHES), Machine(1, 2))
     root, blocks = 2048 * 64 + 64, 427_008 - (2048 * 64 + 64)
     fsdp = root * (4 + 4) + blocks * (2 * 4 + 4)
     keys_and_values = 2 * (2 * 32 * 2 * 16) * 4
@@ -228,10 +208,8 @@ def test_bytes_of_context_parallel(sample, mode, gathers):
 
 
 def test_one_gpu_sends_nothing():
-    plan = make_plan(
-        config(PAPER, "--checkpoint.no-enable", "--training.local_batch_size", "2"),
-        Machine(1, 1, mfu=1.0, node_bandwidth=0.5),
-    )
+    one = config({"checkpoint.enable": False, "training.local_batch_size": 2})
+    plan = make_plan(one, Machine(1, 1, mfu=1.0, node_bandwidth=0.5))
     assert (plan.time.within_bytes, plan.time.between_bytes, plan.time.exposed_seconds) == (0, 0, 0)
     assert (plan.checkpoints.saved, plan.checkpoints.interval_seconds) == (0, 0.0)
     assert (plan.config, plan.batch.local_batch_size, plan.batch.accumulation_steps) == (str(PAPER), 2, 960)
@@ -241,41 +219,34 @@ def test_one_gpu_sends_nothing():
 
 def test_warnings_of_communication_and_checkpoints():
     slow = {"network_bandwidth": 5.0, "storage_bandwidth": 0.5}
-    plan = make_plan(config(PAPER), Machine(80, 8, **slow))
+    plan = make_plan(config(), Machine(80, 8, **slow))
     # The last microbatch's backward no longer hides the whole all-reduce of the blocks' gradients.
     blocks = 2 * 79 / 80 * BLOCKS / 8 * 4 / 5e9
     ends = 3 * 7 / 8 * ROOT_GROUP * (2 + 4) / 450e9 + 2 * 79 / 80 * ROOT_GROUP / 8 * 4 / 5e9
     assert plan.time.exposed_seconds == pytest.approx(ends + blocks - plan.time.computing_seconds * 2 / 3 / 3)
     communication = next(w for w in plan.warnings if "communication that computing cannot hide" in w)
     assert f"{plan.time.exposed_seconds / plan.time.step_seconds:.0%} of a step" in communication
-    often = make_plan(config(PAPER, "--checkpoint.interval", "400"), Machine(80, 8))
-    assert any(
-        w.startswith("a checkpoint is saved every 35.5 s and takes about 3.9 s to write") for w in often.warnings
-    )
-    assert not any(
-        "a checkpoint is saved" in w
-        for w in make_plan(config(PAPER, "--checkpoint.no-enable"), Machine(80, 8)).warnings
-    )
-    for name in ("node", "network", "storage"):
-        with pytest.raises(ConfigError, match=f"{name} bandwidth is 0 GB/s"):
-            make_plan(config(PAPER), Machine(80, 8, **{f"{name}_bandwidth": 0.0}))
+    often = make_plan(config({"checkpoint.interval": 400}), Machine(80, 8))
+    assert any("is saved every 35.5 s and takes about 3.9 s to write" in w for w in often.warnings)
+    never = make_plan(config({"checkpoint.interval": 400, "checkpoint.enable": False}), Machine(80, 8))
+    assert not any("a checkpoint is saved" in w for w in never.warnings)
 
 
 @pytest.mark.parametrize(
-    ("overrides", "factor"),
+    ("changes", "factor"),
     [
-        (["--dispersion.layers", "1", "5"], 3 * 2),
-        (["--dispersion.layers", "last", "--parallelism.tensor_parallel_degree", "2"], 4),
-        (["--dispersion.no-enabled"], 0),
+        ({"dispersion.layers": [1, 5]}, 3 * 2),
+        ({"dispersion.layers": "last", TP: 2}, 4),
+        ({"dispersion.enabled": False}, 0),
     ],
 )
-def test_dispersion_flops(sample, overrides, factor):
-    plan = make_plan(demo(sample, "--training.seq_len", "32", *overrides), Machine(1, 2))
+def test_dispersion_flops(sample, changes, factor):
+    plan = make_plan(demo(sample, {"training.seq_len": 32} | changes), Machine(1, 2))
     assert plan.model.dispersion_flops == plan.batch.global_batch_size * factor * 32 * 32 * 64
     assert (plan.memory.dispersion > 0) == (factor > 0)
 
 
-def test_a_checkpoint_of_the_real_model_and_optimizer(sample):
+def test_checkpoint_and_memory_of_the_real_model_and_optimizer(sample):
     """Build what TorchTitan's checkpoint manager hands to DCP: the state dicts of ModelWrapper and the optimizers."""
     from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
@@ -284,62 +255,54 @@ def test_a_checkpoint_of_the_real_model_and_optimizer(sample):
     optimizers = OptimizersContainer([model], torch.optim.AdamW, {"lr": 1e-3})
     model(torch.zeros(1, 8, dtype=torch.long)).sum().backward()
     optimizers.step()
+    plan, moments = make_plan(demo(sample), Machine(1, 1)), optimizers.optimizers[0].state.values()
+    sizes = [sum(w.nbytes for w in model.parameters()), sum(w.grad.nbytes for w in model.parameters())]
+    sizes.append(sum(state[name].nbytes for state in moments for name in ("exp_avg", "exp_avg_sq")))
+    assert [plan.memory.weights, plan.memory.gradients, plan.memory.optimizer] == sizes
     states = {**get_model_state_dict(model), **optimizers.state_dict()}
     assert {"tok_embeddings.weight", "output.weight"} <= states.keys()
     # The optimizer's step counters are scalars and are left out.
     tensors = [v for v in states.values() if isinstance(v, torch.Tensor) and v.ndim]
-    assert make_plan(demo(sample), Machine(1, 1)).checkpoints.size == sum(v.nbytes for v in tensors)
+    assert plan.checkpoints.size == sum(v.nbytes for v in tensors)
 
 
 @pytest.mark.parametrize(
-    ("overrides", "expected"),
+    ("changes", "expected"),
     [
-        ([], (4, 4, 4)),  # 30, 60, 90, 100
-        (["--checkpoint.interval", "50", "--checkpoint.keep_latest_k", "3"], (2, 2, 2)),
-        (["--checkpoint.keep_latest_k", "2"], (4, 2, 3)),
-        (["--checkpoint.enable_first_step_checkpoint"], (5, 5, 5)),
-        (["--checkpoint.keep_latest_k", "0"], (4, 4, 4)),
-        (["--checkpoint.no-enable"], (0, 0, 0)),
+        ({}, (4, 4, 4)),  # 30, 60, 90, 100
+        ({"interval": 50, "keep_latest_k": 3}, (2, 2, 2)),
+        ({"keep_latest_k": 2}, (4, 2, 3)),
+        ({"enable_first_step_checkpoint": True}, (5, 5, 5)),
+        ({"keep_latest_k": 0}, (4, 4, 4)),
+        ({"enable": False}, (0, 0, 0)),
     ],
 )
-def test_checkpoint_counts(sample, overrides, expected):
-    base = [
-        "--training.steps",
-        "100",
-        "--checkpoint.enable",
-        "--checkpoint.interval",
-        "30",
-        "--checkpoint.keep_latest_k",
-        "9",
-    ]
-    assert cost.checkpoint_counts(demo(sample, *base, *overrides)) == expected
+def test_checkpoint_counts(changes, expected):
+    changes = {"enable": True, "interval": 30, "keep_latest_k": 9} | changes
+    job = changed(loaded(DEMO), {"training.steps": 100} | {f"checkpoint.{key}": changes[key] for key in changes})
+    assert cost.checkpoint_counts(job) == expected
 
 
 @pytest.mark.parametrize(
-    ("nodes", "replicas", "message"),
+    ("replicas", "machine", "message"),
     [
-        (7, 7, "not a positive multiple"),
-        (79, 80, "but the number of ranks is 632"),
-        (0, 1, "at least 1"),
-        (80, 640, "refused"),
+        (7, Machine(7, 8), "not a positive multiple"),
+        (1, Machine(0, 8), "at least 1"),
+        (80, Machine(80, 8, gpu="P100"), "expected one of A100"),
+        (80, Machine(80, 8, mfu=0.0), "mfu is 0.0"),
+        (80, Machine(80, 8, mfu=1.5), "mfu is 1.5, expected a number in"),
+        (80, Machine(80, 8, node_bandwidth=0.0), "node bandwidth is 0 GB/s"),
+        (80, Machine(80, 8, network_bandwidth=0.0), "network bandwidth is 0 GB/s"),
+        (80, Machine(80, 8, storage_bandwidth=0.0), "storage bandwidth is 0 GB/s"),
     ],
 )
-def test_bad_node_counts(nodes, replicas, message):
+def test_refused(replicas, machine, message):
     with pytest.raises(ConfigError, match=message):
-        make_plan(paper(replicas), Machine(nodes, 8))
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [({"gpu": "P100"}, "expected one of A100"), ({"mfu": 0.0}, "mfu is 0.0"), ({"mfu": 1.5}, "mfu is 1.5")],
-)
-def test_bad_options(options, message):
-    with pytest.raises(ConfigError, match=message):
-        make_plan(config(PAPER), Machine(80, 8, **options))
+        make_plan(paper(replicas), machine)
 
 
 def test_missing_inputs_are_warned_about_one_by_one(sample):
-    complete = demo(sample, "--checkpoint.no-enable")  # so small a model's steps take microseconds on a GPU
+    complete = demo(sample, {"checkpoint.enable": False})  # so small a model's steps take microseconds on a GPU
     assert make_plan(complete, Machine(1, 1), strict=True).warnings == []
     complete.model.hf_assets_path = "/nowhere/tokenizer"
     complete.training.dataset_path = "/nowhere/data"
@@ -350,37 +313,23 @@ def test_missing_inputs_are_warned_about_one_by_one(sample):
         make_plan(complete, Machine(1, 1), strict=True)
     complete.training.dataset_path = None  # the hub is not asked
     assert make_plan(complete, Machine(1, 1)).warnings == [tokenizer]
-    section = complete.validation
-    section.enable, section.steps, section.dataset_path = True, 1, "/nowhere/validation"
+    names = {"validation.enable": True, "validation.steps": 1, "validation.dataset_path": "/nowhere/validation"}
+    complete = changed(complete, names)
     _, validation = make_plan(complete, Machine(1, 1)).warnings
     assert "validation.dataset_path is '/nowhere/validation'" in validation
 
 
 def test_sources_and_their_parts_of_the_tokens(sample):
     """The plan shows the sources' shares of 16 slots. It warns of shares more than 10 % off, and of missing paths."""
-    mixed = demo(sample, "--checkpoint.no-enable")
+    mixed = demo(sample, {"checkpoint.enable": False})
     mixed.training.dataset_path = None
     mixed.stream.sources = [Source(0.9, f"{sample}/en", "c4", "web"), Source(0.1, "/nowhere/code")]
     plan = make_plan(mixed, Machine(1, 1))
-    assert [(share.name, share.slots, share.tokens) for share in plan.sources] == [
-        ("web", 14, 0.875),
-        ("code", 2, 0.125),
-    ]
+    assert [(one.name, one.slots, one.tokens) for one in plan.sources] == [("web", 14, 0.875), ("code", 2, 0.125)]
     missing, coarse = plan.warnings
     assert missing.startswith("stream.sources.code.path is '/nowhere/code', which does not exist")
-    assert (
-        "weights of stream.sources: code: 12.50% of the tokens (10.00% asked for), 2 of 16 slots. Raise training."
-        in coarse
-    )
+    assert "code: 12.50% of the tokens (10.00% asked for), 2 of 16 slots. Raise training." in coarse
     assert "sources         web: 87.50% of the tokens (90.00% asked for), 14 of 16 slots\n" in render(plan)
-    mixed.training.dataset_path = str(sample)
-    with pytest.raises(ConfigError, match="training.dataset_path is .*, and there are 2 stream.sources"):
-        make_plan(mixed, Machine(1, 1))
-
-
-def test_inputs_that_cannot_work_are_errors(sample):
-    with pytest.raises(ConfigError, match="training.dataset is 'pile'"):
-        make_plan(demo(sample, "--training.dataset", "pile"), Machine(1, 1))
 
 
 def test_streaming_from_the_hub_on_many_nodes_is_warned_about(sample):
@@ -388,10 +337,7 @@ def test_streaming_from_the_hub_on_many_nodes_is_warned_about(sample):
     job, end = paper(), "training.dataset_path = DIR"
     (warning,) = hub_warnings(job, 640, 80)
     assert warning in make_plan(job, Machine(80, 8)).warnings
-    assert (
-        "'c4' is streamed from the Hugging Face hub by 640 ranks on 80 nodes. Every epoch takes 1,664 requests"
-        in warning
-    )
+    assert "by 640 ranks on 80 nodes. Every epoch takes 1,664 requests" in warning
     assert "3,000 requests in 5 minutes from one address without a token, and 5,000 from a free account" in warning
     assert warning.endswith(f"Read a copy: titan-disp data fetch DIR, and {end}")
     job.parallelism.tensor_parallel_degree = 2  # both ranks of a pair read the pair's data
@@ -404,68 +350,38 @@ def test_streaming_from_the_hub_on_many_nodes_is_warned_about(sample):
     assert hub_warnings(job, 32) == hub_warnings(job, 32, 4) == []
     job.training.dataset_path = "/data"
     assert hub_warnings(job, 640, 80) == []
-    with pytest.raises(ConfigError, match="training.dataset is 'hf:a', expected hf:OWNER/NAME, "):
-        make_plan(demo(sample, "--training.dataset", "hf:a"), Machine(1, 1))
-
-
-@pytest.mark.parametrize(
-    ("nodes", "gpus_per_node", "mesh"),
-    [
-        (1, 1, (1, 1)),
-        (1, 2, (1, 2)),
-        (1, 4, (1, 4)),
-        (1, 8, (1, 8)),
-        (2, 8, (2, 8)),
-        (80, 8, (80, 8)),
-        (240, 8, (240, 8)),
-    ],
-)
-def test_one_file_serves_a_gpu_and_240_nodes(nodes, gpus_per_node, mesh, every_node_count):
-    plan = make_plan(config(PAPER), Machine(nodes, gpus_per_node))
-    assert (plan.mesh.replicate, plan.mesh.shard) == mesh
-    assert plan.batch.steps == 39_673
-    assert plan.batch.global_batch_size == 1920
-    if gpus_per_node == 8:
-        assert plan.node_counts == [NodeCount(n, -1) for n in range(1, 1025) if 1920 % (8 * n) == 0]
-        assert "data_parallel_replicate_degree = -1 (tried" in render(plan)
-
-
-def test_replicas_beside_tensor_and_context_parallel(monkeypatch):
-    monkeypatch.setattr(cpu, "active", lambda: False)
-    sharding = ["--parallelism.context_parallel_degree", "2", "--parallelism.tensor_parallel_degree", "2"]
-    plan = make_plan(config(PAPER, *sharding, "--parallelism.data_parallel_shard_degree", "4"), Machine(10, 8))
-    assert (plan.mesh.replicate, plan.mesh.shard, plan.mesh.context, plan.mesh.tensor) == (5, 4, 2, 2)
+    for name, expected in (("hf:a", "hf:OWNER/NAME, "), ("pile", "c4 or")):
+        with pytest.raises(ConfigError, match=f"training.dataset is '{name}', expected {expected}"):
+            make_plan(demo(sample, {"training.dataset": name}), Machine(1, 1))
 
 
 def test_node_counts(every_node_count):
-    counts = make_plan(paper(80), Machine(80, 8)).node_counts
-    assert [c.nodes for c in counts] == [n for n in range(1, 1025) if 1920 % (8 * n) == 0]
-    assert {1, 80} <= {c.nodes for c in counts}
-    assert 7 not in {c.nodes for c in counts}
-    assert all(c.replicate == c.nodes for c in counts)
-    for nodes in (1, 240):
-        assert make_plan(paper(nodes), Machine(nodes, 8)).node_counts == counts
-    slots = make_plan(paper(80, "--stream.slots", "640"), Machine(80, 8)).node_counts
-    assert [c.nodes for c in slots] == [n for n in range(1, 1025) if 640 % (8 * n) == 0]
+    counts = [n for n in range(1, MOST + 1) if 1920 % (8 * n) == 0]
+    plan = make_plan(config(), Machine(80, 8))
+    assert plan.node_counts == [NodeCount(n, -1) for n in counts]
+    assert "data_parallel_replicate_degree = -1 (tried" in render(plan)
+    for nodes in (1, 80, 240):
+        assert make_plan(paper(nodes), Machine(nodes, 8)).node_counts == [NodeCount(n, n) for n in counts]
+    slots = make_plan(paper(80, {"stream.slots": 640}), Machine(80, 8)).node_counts
+    assert [c.nodes for c in slots] == [n for n in range(1, MOST + 1) if 640 % (8 * n) == 0]
 
 
 def test_node_counts_of_a_mesh_wider_than_a_node(every_node_count):
     """32 shards need four nodes of 8. Other numbers work with the unchanged config, whose shard degree adapts."""
     plan = make_plan(paper(1), Machine(4, 8))
-    assert plan.mesh.shard == 32
-    assert plan.node_counts == [NodeCount(n, 1) for n in range(1, 1025) if 1920 % (8 * n) == 0]
-    fixed = make_plan(paper(1, "--parallelism.data_parallel_shard_degree", "32"), Machine(4, 8))
-    assert fixed.node_counts == [NodeCount(n, n // 4) for n in range(4, 1025, 4) if 1920 % (8 * n) == 0]
+    assert plan.node_counts == [NodeCount(n, 1) for n in range(1, MOST + 1) if 1920 % (8 * n) == 0]
+    fixed = make_plan(paper(1, {SHARDS: 32}), Machine(4, 8))
+    assert fixed.node_counts == [NodeCount(n, n // 4) for n in range(4, MOST + 1, 4) if 1920 % (8 * n) == 0]
     assert "4 (1), 8 (2), 12 (3)" in render(fixed)
 
 
 def test_a_batch_that_grows_with_the_ranks(sample, every_node_count):
     """The token budget gives each node count its own number of steps, which must not leak into the next count."""
-    job_config = demo(sample, "--training.global_batch_size", "-1", "--training.local_batch_size", "2")
-    job_config.training.steps, job_config.budget.tokens = -1, 10_000_000
+    batch = {"training.global_batch_size": -1, "training.local_batch_size": 2}
+    job_config = demo(sample, batch | {"training.steps": -1, "budget.tokens": 10_000_000})
     plan = make_plan(job_config, Machine(3, 4))
     assert plan.batch.global_batch_size == 24
-    assert [c.nodes for c in plan.node_counts] == list(range(1, 1025))
+    assert [c.nodes for c in plan.node_counts] == list(range(1, MOST + 1))
     assert 10_000_000 <= plan.batch.total_tokens < 10_000_000 + plan.batch.tokens_per_step
     assert job_config.training.steps == -1, "make_plan changed the config it was given"
     assert len(next(line for line in render(plan).splitlines() if line.startswith("node counts"))) < 250
@@ -473,10 +389,12 @@ def test_a_batch_that_grows_with_the_ranks(sample, every_node_count):
 
 def test_context_and_tensor_parallel(monkeypatch, every_node_count):
     monkeypatch.setattr(cpu, "active", lambda: False)
-    sharding = ["--parallelism.context_parallel_degree", "2", "--parallelism.tensor_parallel_degree", "2"]
-    whole, parts = make_plan(paper(10), Machine(10, 8)), make_plan(paper(10, *sharding), Machine(10, 8))
+    both = {CP: 2, TP: 2}
+    mesh = make_plan(config(both | {SHARDS: 4}), Machine(10, 8)).mesh  # the replicas follow
+    assert (mesh.replicate, mesh.shard, mesh.context, mesh.tensor) == (5, 4, 2, 2)
+    whole, parts = make_plan(paper(10), Machine(10, 8)), make_plan(paper(10, both), Machine(10, 8))
     assert (parts.mesh.shard, parts.mesh.data_parallel, parts.batch.accumulation_steps) == (2, 20, 96)
-    for shards in (parts, make_plan(paper(40, *sharding[:2]), Machine(40, 8))):  # CP with TP, and CP alone
+    for shards in (parts, make_plan(paper(40, {CP: 2}), Machine(40, 8))):  # CP with TP, and CP alone
         assert shards.model.dispersion_flops == whole.model.dispersion_flops * 4 / 3
     assert parts.memory.dispersion == whole.memory.dispersion // 4
     # FSDP also shards over CP: 4 × TP 2 = 8 parts as before, except for the norms, which TP does not shard.
@@ -488,40 +406,37 @@ def test_context_and_tensor_parallel(monkeypatch, every_node_count):
 
 
 def test_memory_that_does_not_fit():
-    warnings = make_plan(paper(80, "--training.local_batch_size", "3"), Machine(80, 8)).warnings
-    assert not any("GPU would need" in w for w in warnings)
-    plan = make_plan(paper(1, "--training.local_batch_size", "240"), Machine(1, 8, "MI250X-GCD"))
-    needed = sum(dataclasses.asdict(plan.memory).values()) / 1e9
-    said = f"a GPU would need about {needed:.1f} GB, but MI250X-GCD has 64 GB"
-    assert any(said in w for w in plan.warnings)
+    fits = make_plan(paper(80, {"training.local_batch_size": 3}), Machine(80, 8)).warnings
+    assert not any("GPU would need" in warning for warning in fits)
+    plan = make_plan(paper(1, {"training.local_batch_size": 240}), Machine(1, 8, "MI250X-GCD"))
+    said = f"a GPU would need about {sum(vars(plan.memory).values()) / 1e9:.1f} GB, but MI250X-GCD has 64 GB"
+    assert any(said in warning for warning in plan.warnings)
 
 
 def test_json_and_text(every_node_count):
-    plan = make_plan(config(PAPER), Machine(80, 8))
+    plan = make_plan(config(), Machine(80, 8))
     assert json.loads(json.dumps(dataclasses.asdict(plan))) == dataclasses.asdict(plan)
-    assert sum(dataclasses.asdict(plan.memory).values()) == plan.memory.total
     text = render(plan)
     assert len(text.splitlines()) <= 36
     for line in (
-        "  every         88.7 s; written in 3.9 s at 2 GB/s (--storage-bandwidth)",
-        "step            88.7 ms: 80.1 ms of computing at 40% of the bf16 peak, 989.4 TFLOP/s per GPU, "
-        "plus communication",
-        "  within nodes  11.70 GB sent per GPU, 26.0 ms at 450 GB/s (--node-bandwidth)",
-        "  between       0.59 GB, 11.8 ms at 50 GB/s (--network-bandwidth)",
+        "  every         88.7 s; written in 3.9 s at 2 GB/s",
+        "step            88.7 ms: 80.1 ms of computing at 40% of the bf16 peak, 989.4 TFLOP/s per GPU",
+        "  within nodes  11.70 GB sent per GPU, 26.0 ms at 450 GB/s",
+        "  between       0.59 GB, 11.8 ms at 50 GB/s",
         "  not hidden    8.5 ms, 9.6% of a step",
         "throughput      69,305 tokens/s per GPU",
+        "  gradients     0.30 GB",
+        "  dispersion    0.12 GB of saved gradients",
     ):
-        assert line in text.splitlines()
+        assert f"\n{line}" in text
     assert text.splitlines()[-1] == f"warning: {plan.warnings[-1]}"
     assert "596,049,920" in text
     assert "1, 2, 3, 4, 5, 6, 8," in text
 
 
-@pytest.mark.parametrize(
-    ("days", "words"), [(0.0327, "47 minutes"), (1 / 12, "2.0 hours"), (0.95, "22.8 hours"), (3.06, "3.1 days")]
-)
-def test_the_time_of_a_run(days, words):
-    assert plans._days(days) == words
+def test_the_time_of_a_run():
+    days = {0.0327: "47 minutes", 1 / 12: "2.0 hours", 0.95: "22.8 hours", 3.06: "3.1 days"}
+    assert {one: plans._days(one) for one in days} == days
 
 
 class LiveBytes(TorchDispatchMode):
@@ -614,18 +529,17 @@ def test_dispersion_adds_its_saved_gradients_and_no_more(monkeypatch, mode):
 @pytest.mark.parametrize("model", SMALLEST, ids=lambda model: model[0])
 def test_memory_against_live_storages(monkeypatch, model, mode):
     tokens, args = 1024, MODELS[model[0]].flavors[model[1]]
-    (saved_2, _), (saved_4, peak) = (live_bytes(monkeypatch, mode, n, tokens, model=model) for n in (2, 4))
+    (saved_1, _), (saved_3, peak) = (live_bytes(monkeypatch, mode, n, tokens, model=model) for n in (1, 3))
     dispersion = tokens * args.dim * 2
     block = args.saved_elements(1)[mode] * tokens * 2
     # The estimate leaves out the row statistics of norms and attention, and the rotations' cosines and sines in bf16.
-    assert (saved_4 - saved_2) / 2 == pytest.approx(block + dispersion, rel=0.015)
+    assert (saved_3 - saved_1) / 2 == pytest.approx(block + dispersion, rel=0.015)
     head = 2 * args.dim * tokens * 2
     logits = 12 * args.vocab_size * tokens  # eager
-    assert peak == pytest.approx(4 * (block + dispersion) + head + logits, rel=0.01)
+    assert peak == pytest.approx(3 * (block + dispersion) + head + logits, rel=0.01)
     # The estimate has these parts, and one block's recomputation, which peaks at another time.
-    names = ("--model.name", model[0], "--model.flavor", model[1])
-    job_config = paper(8, "--training.seq_len", str(tokens), "--compile.no-enable", *names)
-    job_config.activation_checkpoint.mode = "selective" if mode == "op" else mode
+    keys = {"model.name": model[0], "model.flavor": model[1], "training.seq_len": tokens, "compile.enable": False}
+    job_config = paper(8, keys | {MODE: "selective" if mode == "op" else mode})
     plan = make_plan(job_config, Machine(8, 8)).memory
     recomputed = 0 if mode == "none" else args.saved_elements(1)["none"] * tokens * 2
     assert plan.activations == args.n_layers * block + head + recomputed

@@ -7,20 +7,10 @@ import sys
 
 import pytest
 import tomli
-import torch
-import torchtitan.components.metrics as titan_metrics
-import torchtitan.tools.profiling as titan_profiling
-import torchtitan.tools.utils as titan_utils
-from torchtitan.protocols import train_spec as titan
 
 import titan_disp
 from tests.command_line import ROOT, environment
 from tests.test_help import ALL
-from titan_disp import cpu, job_config, plugin
-from titan_disp.models.gpt2 import GPT2DispModel
-from titan_disp.models.qwen3 import Qwen3DispModel
-from titan_disp.models.registry import MODELS
-from titan_disp.run import checkpoint, liveness, metrics
 
 CONFIGS = sorted(path for path in (ROOT / "train_configs").rglob("*.toml") if "sweeps" not in path.parts)
 
@@ -33,41 +23,28 @@ def fresh(script):
     return done.stdout
 
 
-def test_the_package_and_the_help_load_no_torch():
-    """Half a second rather than half a minute on a cluster's file system."""
-    printed = fresh("""
-import sys
-import titan_disp
-print(titan_disp.__version__)
-assert not any(name.startswith("titan_disp.") for name in sys.modules), "the package imports a module"
-from titan_disp.cli import main
-sys.argv = ["titan-disp", "--help"]
-try:
-    main()
-except SystemExit as exit:
-    assert not exit.code
-heavy = {"torch", "torchtitan", "numpy", "transformers"} & sys.modules.keys()
-assert not heavy, heavy
-""")
-    metadata = tomli.loads((ROOT / "pyproject.toml").read_text())
-    version, *usage = printed.splitlines()
-    assert version == titan_disp.__version__
-    # One place has the version. Packaging takes it from there, and CITATION.cff and the README repeat it.
+def test_the_version_is_in_one_place():
+    """Packaging takes it from there, and CITATION.cff and the README repeat it."""
+    metadata, version = tomli.loads((ROOT / "pyproject.toml").read_text()), titan_disp.__version__
     assert metadata["project"]["dynamic"] == ["version"]
     assert metadata["tool"]["setuptools"]["dynamic"]["version"] == {"attr": "titan_disp.__version__"}
     assert f"\nversion: {version}\n" in (ROOT / "CITATION.cff").read_text()
     assert f"**Status:** {version}, " in (ROOT / "README.md").read_text()
-    assert "preflight" in "".join(usage)
 
 
-def test_the_help_of_every_subcommand_loads_no_torch():
-    """One process shows them all. Only the import of tyro takes time, and the rest has a second each on a busy machine."""
-    words = [list(words) for words in ((), ("data",), ("sweep",), *ALL)]
+def test_the_package_the_help_and_the_reference_of_keys_load_no_torch():
+    """Half a second rather than half a minute on a cluster's file system, for what one looks up while one types.
+
+    One process shows all of them. Only the import of tyro takes time, and the rest has a second each on a busy machine.
+    """
+    words = [[*words, "--help"] for words in ((), ("data",), ("sweep",), *ALL)] + [["config"], ["config", "tau"]]
     printed = fresh(f"""
 import sys, time
+import titan_disp
+assert not any(name.startswith("titan_disp.") for name in sys.modules), "the package imports a module"
 from titan_disp.cli import main
 for words in {words!r}:
-    sys.argv, start = ["titan-disp", *words, "--help"], time.process_time()
+    sys.argv, start = ["titan-disp", *words], time.process_time()
     try:
         main()
     except SystemExit as exit:
@@ -138,50 +115,54 @@ def test_the_loss_needs_torch_alone():
     assert added < 1, f"importing the loss takes {added:.2f} times as long as importing torch, after it"
 
 
-@pytest.mark.parametrize("config", CONFIGS, ids=lambda file: file.name)
-def test_every_config_names_the_plugin(config):
-    toml = tomli.loads(config.read_text())
-    assert toml["job"]["custom_config_module"] == job_config.__name__
-    assert toml["experimental"]["custom_import"] == plugin.__name__
-
-
-def forgotten(monkeypatch):
-    """As before the first import: TorchTitan knows no spec of ours, and has no module that registers it."""
-    for name in MODELS:
-        monkeypatch.delitem(titan._extra_train_specs, name)
-    monkeypatch.delitem(sys.modules, plugin.__name__)
-    monkeypatch.delitem(sys.modules, job_config.__name__)
-    with pytest.raises(ValueError, match="not registered"):
-        titan.get_train_spec("qwen3_disp")
+def test_every_config_names_the_plugin():
+    for config in CONFIGS:
+        toml = tomli.loads(config.read_text())
+        assert toml["job"]["custom_config_module"] == "titan_disp.job_config", config
+        assert toml["experimental"]["custom_import"] == "titan_disp.plugin", config
 
 
 def test_the_plugin_registers_once(monkeypatch):
-    forgotten(monkeypatch)
+    """As before the first import, TorchTitan knows no spec of ours, and has no module that registers it."""
+    from torchtitan.protocols import train_spec as titan
+
+    from titan_disp.models.registry import MODELS
+
     importlib.import_module("titan_disp.plugin")
-    registered = titan.get_train_spec("qwen3_disp")
-    assert registered.model_cls is Qwen3DispModel
-    assert titan.get_train_spec("gpt2_disp").model_cls is GPT2DispModel
+    for name in MODELS:
+        monkeypatch.delitem(titan._extra_train_specs, name)
+    for name in ("titan_disp.plugin", "titan_disp.job_config"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    with pytest.raises(ValueError, match="not registered"):
+        titan.get_train_spec("qwen3_disp")
+    importlib.import_module("titan_disp.plugin")
+    registered = {name: titan.get_train_spec(name) for name in MODELS}
+    assert {name: spec.model_cls for name, spec in registered.items()} == {n: e.model_cls for n, e in MODELS.items()}
     importlib.reload(sys.modules["titan_disp.plugin"])  # a second import is no error
-    assert titan.get_train_spec("qwen3_disp") is registered
+    assert titan.get_train_spec("qwen3_disp") is registered["qwen3_disp"]
 
 
-@pytest.mark.skipif(torch.accelerator.is_available(), reason="TorchTitan knows the accelerator by itself")
 def test_the_device_type_reaches_modules_imported_before_the_plugin(monkeypatch):
     """TorchTitan's own trainer imports most of TorchTitan first, with the device type that it falls back to."""
+    import torch
+    import torchtitan.components.metrics as titan_metrics
+    import torchtitan.tools.profiling as titan_profiling
+    import torchtitan.tools.utils as titan_utils
+
+    from titan_disp import cpu
+    from titan_disp.run import checkpoint, liveness, metrics
+
+    if not cpu.active():
+        pytest.skip("TorchTitan knows the accelerator by itself")
     for module in (titan_utils, titan_metrics):
         monkeypatch.setattr(module, "device_type", "cuda")
     for module in (titan_utils, titan_metrics, titan_profiling):
         monkeypatch.setattr(module, "device_module", torch.cuda)
     monkeypatch.setattr(titan_utils, "get_peak_flops", lambda name: 312e12)
-    cpu.install()
-    for module in (titan_utils, titan_metrics):
-        assert module.device_type == "cpu"
-    for module in (titan_utils, titan_metrics, titan_profiling):
-        assert module.device_module.get_device_name() == "CPU"
+    importlib.reload(importlib.import_module("titan_disp.plugin"))
+    assert {module.device_type for module in (titan_utils, titan_metrics)} == {"cpu"}
+    modules = (titan_utils, titan_metrics, titan_profiling)
+    assert {module.device_module.get_device_name() for module in modules} == {"CPU"}
     assert math.isnan(titan_utils.get_peak_flops("CPU"))  # no A100's
-
-
-@pytest.mark.parametrize("module", [checkpoint, metrics, liveness])
-def test_ours_take_no_copy_of_the_device_type(module):
-    """They may be imported before the plugin, when TorchTitan still takes an absent GPU for its device."""
-    assert not hasattr(module, "device_type")
+    # Ours take no copy: they may be imported before the plugin, when TorchTitan still takes an absent GPU for its device.
+    assert not any(hasattr(module, "device_type") for module in (checkpoint, metrics, liveness))

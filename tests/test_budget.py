@@ -1,0 +1,134 @@
+"""The arithmetic of tokens, steps and ranks, off the multiples: the same run on any mesh, and no token too few."""
+
+from types import SimpleNamespace
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from tests.command_line import DEMO
+from tests.pages import changed, loaded
+from titan_disp.config import batch
+from titan_disp.config.checks import build_coeff_schedule, check_batch, check_stream, resolve_replicas
+from titan_disp.data.validation import validation_sequences
+from titan_disp.errors import ConfigError
+
+few, degrees = st.integers(1, 12), st.integers(1, 4)
+quick = settings(deadline=None)  # other work on the machine may take the time of an example
+
+
+@pytest.fixture(autouse=True, scope="module")
+def parsed():
+    loaded(DEMO)
+
+
+@st.composite
+def runs(draw):
+    """A config with any mesh and batch, and its number of ranks. The global batch may be -1."""
+    dp, cp, tp, local, microbatches = draw(few), draw(degrees), draw(degrees), draw(few), draw(few)
+    keys = {"training.local_batch_size": local, "training.seq_len": draw(st.integers(2, 5000))}
+    keys["training.global_batch_size"] = draw(st.sampled_from([-1, local * microbatches * dp]))
+    keys |= {"parallelism.context_parallel_degree": cp, "parallelism.tensor_parallel_degree": tp}
+    job = changed(loaded(DEMO), keys)
+    batch_size = local * dp if job.training.global_batch_size == -1 else local * microbatches * dp
+    return SimpleNamespace(
+        job=job, ranks=dp * cp * tp, dp=dp, batch=batch_size, tokens=batch_size * job.training.seq_len
+    )
+
+
+@quick
+@given(runs(), st.integers(1, 10**12), st.floats(0, 1))
+def test_steps_cover_the_budget_and_the_stop(run, tokens, fraction):
+    """The last step of both is the first after which as many tokens are trained on as were asked for."""
+    job = changed(run.job, {"budget.tokens": tokens, "training.steps": -1})
+    assert batch.data_parallel_degree(job, run.ranks) == run.dp
+    assert batch.tokens_per_step(job, run.dp) == run.tokens
+    for _ in range(2):  # ranks resolve a config that the launcher has resolved
+        batch.resolve_steps(job, run.ranks)
+        steps = job.training.steps
+        assert (steps - 1) * run.tokens < tokens <= steps * run.tokens
+    assert batch.last_step(job, run.dp) == steps
+    job.budget.stop_at_tokens = stop = max(1, min(steps * run.tokens, int(fraction * steps * run.tokens)))
+    batch.resolve_steps(job, run.ranks)
+    last = batch.last_step(job, run.dp)
+    assert (last - 1) * run.tokens < stop <= last * run.tokens
+    assert job.training.steps == steps, "the schedule is that of the whole budget"
+    job.budget.stop_at_tokens = steps * run.tokens + 1
+    with pytest.raises(ConfigError, match="stop_at_tokens"):
+        batch.resolve_steps(job, run.ranks)
+    job.training.steps, job.budget.stop_at_tokens = steps + 1, 0
+    with pytest.raises(ConfigError, match=r"training\.steps is"):
+        batch.resolve_steps(job, run.ranks)
+
+
+@quick
+@given(runs(), st.integers(1, 200))
+def test_a_batch_is_divided_into_equal_parts_or_refused(run, slots):
+    """Of the sequences among microbatches and ranks, of the slots among ranks, and of the sequences among slots."""
+    job = changed(run.job, {"stream.slots": slots})
+    check_batch(job, run.ranks)
+    if run.batch % slots == 0 and slots % run.dp == 0:
+        check_stream(job, run.ranks)
+        assert batch.slot_count(job, run.dp) == slots
+    else:
+        with pytest.raises(ConfigError, match=f"slots is {slots}"):
+            check_stream(job, run.ranks)
+    assert batch.slot_count(run.job, run.dp) == run.batch
+    uneven = changed(job, {"training.global_batch_size": run.batch + 1})
+    if job.training.local_batch_size * run.dp > 1:
+        with pytest.raises(ConfigError, match="not a positive multiple"):
+            check_batch(uneven, run.ranks)
+
+
+@quick
+@given(runs(), st.integers(1, 16))
+def test_replicas_use_every_rank(run, most):
+    """The shards are as many as were asked for, or as many as there are ranks for them. A second call changes nothing."""
+    job, p = run.job, run.job.parallelism
+    p.data_parallel_replicate_degree, p.data_parallel_shard_degree = -1, most
+    if run.dp % min(most, run.dp):
+        with pytest.raises(ConfigError, match=f"but there are {run.ranks}"):
+            resolve_replicas(job, run.ranks)
+        return
+    for _ in range(2):
+        resolve_replicas(job, run.ranks)
+        assert p.data_parallel_shard_degree == min(most, run.dp)
+        assert p.data_parallel_replicate_degree * p.data_parallel_shard_degree == run.dp
+    assert batch.data_parallel_degree(job, run.ranks) == run.dp
+
+
+@quick
+@given(runs(), few, st.integers(0, 100), st.integers(-1, 12))
+def test_validation_takes_as_many_sequences_as_were_asked_for(run, local, wanted, steps):
+    keys = {"validation.local_batch_size": local, "validation.steps": steps, "stream.validation_sequences": wanted}
+    job, step = changed(run.job, keys), local * run.dp
+    if wanted and wanted % step == 0 and (steps == -1 or steps * step >= wanted):
+        assert validation_sequences(job, run.dp) == wanted
+    elif not wanted and steps > 0:
+        assert validation_sequences(job, run.dp) == steps * step
+    else:
+        with pytest.raises(ConfigError, match=r"validation\.steps|validation_sequences"):
+            validation_sequences(job, run.dp)
+
+
+@quick
+@given(st.integers(1, 400), st.integers(0, 400), st.sampled_from(["constant", "linear", "cosine"]), st.integers(0, 400))
+def test_the_coefficient_over_the_steps_of_the_budget(steps, warmup, decay, decay_steps):
+    """λ grows by equal parts from λ/warmup, and then falls. Its last value is that of the last step of the budget."""
+    assume(warmup + decay_steps <= steps and (decay != "constant" or decay_steps == 0))
+    keys = {"warmup_steps": warmup, "decay": decay, "decay_steps": decay_steps, "coeff": 0.5, "final_coeff": 0.125}
+    keys = {f"dispersion.{name}": value for name, value in keys.items()} | {"training.steps": -1}
+    job = changed(loaded(DEMO), keys | {"budget.tokens": steps * 4096 - 1})  # 16 sequences of 256 tokens
+    batch.resolve_steps(job, 1)
+    schedule = build_coeff_schedule(job)
+    values = [schedule(step) for step in range(steps)]
+    assert values[:warmup] == pytest.approx([0.5 * (step + 1) / warmup for step in range(warmup)])
+    rest = values[warmup:]
+    assert rest == sorted(rest, reverse=True)
+    assert rest[:1] in ([], [0.5])
+    end = warmup + decay_steps if decay_steps else steps - 1
+    if decay == "constant":
+        assert set(rest) <= {0.5}
+    elif end > warmup:
+        assert schedule(end) == schedule(end + 1) == pytest.approx(0.125)
+        assert schedule(end - 1) > 0.125

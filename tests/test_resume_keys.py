@@ -1,0 +1,125 @@
+"""A resume is refused if, and only if, a key that fixes the data or the model has another value, whichever key it is."""
+
+import shutil
+from types import SimpleNamespace
+from typing import get_args
+
+import pytest
+import torch.distributed.checkpoint as dcp
+
+from tests.command_line import DEMO
+from tests.pages import changed, loaded
+from titan_disp.config.checks import tokenizer_of
+from titan_disp.config.keys import facts_of
+from titan_disp.data.loader import open_stream
+from titan_disp.data.position import Field
+from titan_disp.data.sources import training_sets
+from titan_disp.errors import ConfigError
+from titan_disp.job_config import Source, all_keys, fixed
+from titan_disp.models.registry import args_of
+from titan_disp.run.identity import Identity, of_model
+from titan_disp.train import DispTrainer
+
+# By hand: what decides which tokens a slot gets, and which model is trained. Does a new key?
+DATA = {"sources", "slots", "seed", "shuffle_window", "max_document_mb", "text_field", "text_split", "token_dtype"}
+MODEL = {"model.overrides", "baseline.method"}
+STEP, EPOCH = 7, 2
+
+
+def start(job, tokenizer, checkpoint):
+    """What a trainer of this config has when it meets the checkpoint."""
+    args = args_of(job)
+    args.update_from_config(job)
+    files = [file for one in training_sets(job) for file in one.files()]
+    return SimpleNamespace(
+        job_config=job,
+        identity=Identity(of_model(job, args)),
+        dataloader=open_stream(job, files, tokenizer, 1, 0),
+        checkpointer=SimpleNamespace(_create_checkpoint_id=lambda step: str(checkpoint), exclude_from_loading=[]),
+        events=(events := []),
+        event=lambda name, step, **details: events.append((name, step, details["epoch"])),
+    )
+
+
+@pytest.fixture(scope="module")
+def run(sample, tmp_path_factory):
+    """The config of a run whose checkpoint is in its third epoch, and a function that resumes from it with other keys."""
+    checkpoint = tmp_path_factory.mktemp("run") / f"step-{STEP}"
+    job = changed(loaded(DEMO), {"model.hf_assets_path": f"{sample}/tokenizer", "training.dataset_path": str(sample)})
+    tokenizer = tokenizer_of(job)
+    first = start(job, tokenizer, checkpoint)
+    first.dataloader.positions[3, Field.EPOCH] = EPOCH
+    states = {"dataloader": first.dataloader.state_dict(), "identity": first.identity.state_dict()}
+    dcp.save(states, checkpoint_id=checkpoint, no_dist=True)
+
+    def resume(changes):
+        again = start(changed(job, changes), tokenizer, checkpoint)
+        DispTrainer.check_resume(again, STEP)
+        return again
+
+    return job, resume
+
+
+def another(name, field, value):
+    """A value of a key that differs from the present one."""
+    if name == "model.overrides":
+        return {"n_layers": 5}
+    if field.type in (bool, int, float, str):
+        return not value if field.type is bool else value + ("x" if field.type is str else 1)
+    literals = [literal for kind in (field.type, *get_args(field.type)) for literal in get_args(kind)]
+    return next(literal for literal in literals if isinstance(literal, str) and literal != value)
+
+
+def test_every_declared_key(run, sample):
+    job, resume = run
+    assert set(fixed("data")) == {f"stream.{key}" for key in DATA}
+    assert set(fixed("model")) == MODEL
+    for name, field in all_keys().items():
+        if name == "stream.fast_tokenizer":  # needs gigatoken, whose ids are compared at every start
+            continue
+        section, key = name.split(".")
+        if name == "stream.sources":
+            changes = {name: [Source(1.0, str(sample), "c4", "web")], "training.dataset_path": None}
+        else:
+            changes = {name: another(name, field, getattr(getattr(job, section), key))}
+        if facts_of(field).fixes is None:
+            assert resume(changes).events == [], name
+        else:
+            with pytest.raises(ConfigError, match={"model.overrides": "n_layers is 6 in .* 5 in"}.get(name, name)):
+                resume(changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model.name": "gpt2_disp"}, "model.name is 'qwen3_disp' in the checkpoint and 'gpt2_disp'"),
+        ({"model.flavor": "debugmodel"}, "dim is"),
+        ({"training.seq_len": 128}, "training.seq_len: 256 then, 128 now"),
+        ({"model.hf_assets_path": "OTHER"}, "other data: tokenizer: '"),
+        ({"training.dataset_path": "OTHER"}, "other data: data: 8 files then, 1 now, with 7 differences"),
+        ({"training.global_batch_size": 8}, "stream.slots: 16 then, 8 now. The slots are training.global_batch_size"),
+    ],
+)
+def test_keys_of_torchtitan(run, sample, tmp_path, changes, message):
+    """The tokenizer's and the data's files count, not their places."""
+    shutil.copytree(sample / "tokenizer", tmp_path / "tokenizer")
+    (tmp_path / "en").mkdir()
+    shutil.copy(sorted((sample / "en").glob("*train*"))[0], tmp_path / "en")
+    _, resume = run
+    assert resume({"model.hf_assets_path": str(tmp_path / "tokenizer")}).events == []
+    (file,) = (tmp_path / "tokenizer").iterdir()
+    file.write_bytes(file.read_bytes() + b" ")
+    places = {"model.hf_assets_path": tmp_path / "tokenizer", "training.dataset_path": tmp_path}
+    with pytest.raises(ConfigError, match=message):
+        resume({key: str(places[key]) if value == "OTHER" else value for key, value in changes.items()})
+
+
+def test_other_data_begin_a_new_epoch_if_they_may(run):
+    """After the last epoch that any slot has begun. Another model is refused all the same."""
+    _, resume = run
+    again = resume({"stream.seed": 5, "stream.on_mismatch": "restart"})
+    assert again.events == [("streams_restarted", STEP, EPOCH + 1)]
+    assert again.dataloader.positions[:, Field.EPOCH].tolist() == [EPOCH + 1] * 16
+    assert again.checkpointer.exclude_from_loading == ["dataloader"]
+    with pytest.raises(ConfigError, match="baseline.method"):
+        resume({"baseline.method": "noisy_embedding", "stream.on_mismatch": "restart"})
