@@ -8,6 +8,7 @@ import torch
 import transformers
 from torchtitan.components.loss import cross_entropy_loss
 
+import titan_disp.plugin  # noqa: F401
 from tests.command_line import ROOT
 from tests.mesh import assert_tied
 from tests.oracle import angular
