@@ -11,7 +11,7 @@ from torch.distributed.tensor import Shard
 from torch.overrides import TorchFunctionMode
 
 from tests.distributed import spawn
-from tests.mesh import GLOBAL_BATCH, build, canonical, full, global_batch, step
+from tests.mesh import GLOBAL_BATCH, build, canonical, full, global_batch, plain_model, step
 from titan_disp.models.baselines import NoisyEmbedding, draw, lr_factor, uniform
 from titan_disp.models.qwen3 import Qwen3DispModel
 from titan_disp.models.registry import find_model, model_args
