@@ -45,32 +45,6 @@ def test_numbers_of_the_noise():
     np.testing.assert_array_equal(found.numpy(), expected)
 
 
-def test_distribution_of_the_noise():
-    """Of 2¹⁸ numbers: the moments of U(−1, 1), and no correlation where one coordinate is the next one."""
-    steps = torch.stack(
-        [uniform(0, t, torch.arange(8), torch.arange(64).expand(8, 64), 128) for t in range(4)]
-    ).double()
-    n = steps.numel()
-    assert -1 <= steps.min() < -0.9999 < 0.9999 < steps.max() < 1
-    assert abs(steps.mean()) < 5 * math.sqrt(1 / 3 / n)
-    assert abs(steps.square().mean() - 1 / 3) < 5 * math.sqrt(4 / 45 / n)
-    other_seed = uniform(1, 0, torch.arange(8), torch.arange(64).expand(8, 64), 128).double()
-    pairs = [(other_seed, steps[0])]
-    pairs += [(steps.narrow(d, 1, s - 1), steps.narrow(d, 0, s - 1)) for d, s in enumerate(steps.shape)]
-    for a, b in pairs:
-        assert abs((a * b).mean()) < 5 / 3 / math.sqrt(a.numel())
-
-
-def test_sequences_of_a_rank():
-    """The second of two ranks, 4 slots, steps of 8 sequences in microbatches of 2: slots 2 and 3, in two rounds."""
-    noise = NoisyEmbedding(1.0, 8, 0, lambda: 0, slots=4, own_slots=2, first_slot=2, per_step=4)
-    found = []
-    for _ in range(2):
-        found.append(noise.sequences(2).tolist())
-        noise._seen += 2
-    assert found == [[2, 3], [6, 7]]
-
-
 def test_a_model_in_training():
     """Added to the token embedding and to nothing else; not in eval nor without gradients, as validation runs."""
     args = model_args("qwen3_disp", "nano", "n_layers=1")
