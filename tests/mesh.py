@@ -169,7 +169,7 @@ def run_cases(sample, folder, cases, checkpoint):
             gradients = step(trainer)
         assert_tied(model, tied)
         after = {n: full(p.detach()).clone() for n, p in canonical(model).items()}
-        if checkpoint:
+        if checkpoint and not mutation:
             trainer.checkpointer.save(trainer.step)
             step(trainer)  # changes the weights, so that loading has something to undo
             trainer.checkpointer.load()
