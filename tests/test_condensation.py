@@ -150,8 +150,11 @@ def test_means_over_thirds_of_the_blocks():
 def test_saved_and_loaded(averaged, tmp_path):
     z = tokens(2, 8, 4)
     found = dataclasses.replace(measured(z, z**2, z), cross_entropy=2.5, averaged_histogram=averaged)
-    found.save(tmp_path / "new" / "step-5.npz")
-    loaded = load_steps(tmp_path / "new")[5]
+    for step in (10, 5):
+        found.save(tmp_path / "new" / f"step-{step}.npz")
+    steps = load_steps(tmp_path / "new")
+    assert list(steps) == [5, 10]
+    loaded = steps[5]
     assert loaded.to_json() == found.to_json()
     assert (loaded.cross_entropy, loaded.sequences) == (2.5, 2)
     np.testing.assert_array_equal(loaded.histogram, found.histogram)

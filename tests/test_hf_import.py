@@ -49,7 +49,9 @@ def published(tmp_path_factory, hf_tokenizer):
 def edit_config(folder, remove=(), **changes):
     file = folder / "config.json"
     config = json.loads(file.read_text()) | changes
-    file.write_text(json.dumps({key: value for key, value in config.items() if key not in remove}))
+    file.write_text(
+        json.dumps({key: value for key, value in config.items() if value is not None and key not in remove})
+    )
 
 
 def as_on_the_hub(name, folder):
@@ -103,6 +105,7 @@ THETA = {"rope_type": "default", "rope_theta": 10000.0}
         ("qwen3_disp", {"model_type": "llama"}, "model_type is 'llama' in config.json and 'qwen3'"),
         ("qwen3_disp", {"rms_norm_eps": 1e-5}, "rms_norm_eps is 1e-05 in config.json and 1e-06"),
         ("qwen3_disp", {"attention_bias": True}, "attention_bias is True in config.json and False"),
+        ("gpt2_disp", {"n_head": None}, "describe: n_head is None in config.json"),
         ("gpt2_disp", {"n_layer": 7}, "describe: n_layer is 7 in config.json"),
         ("gpt2_disp", {"n_inner": 200}, "describe: n_inner is 200 in config.json"),
         ("gpt2_disp", {"activation_function": "relu"}, "describe: activation_function is 'relu' in config.json"),

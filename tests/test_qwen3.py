@@ -13,7 +13,7 @@ from tests.published import check_published
 from titan_disp.config.load import load_config
 from titan_disp.errors import ConfigError
 from titan_disp.models.arguments import block_indices
-from titan_disp.models.decoder import draw
+from titan_disp.models.decoder import canonical_name, draw
 from titan_disp.models.qwen3 import Qwen3DispModel, Qwen3HfAdapter, flavors
 
 
@@ -129,6 +129,8 @@ def test_seed_and_name_decide_the_weights():
     assert torch.equal(one, again)
     assert not torch.equal(one, other_name)
     assert not torch.equal(one, other_seed)
+    # Activation checkpointing and torch.compile do not.
+    assert canonical_name("layers.0._orig_mod._checkpoint_wrapped_module.w") == "layers.0.w"
 
 
 def test_activations_of_a_config():
