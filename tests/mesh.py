@@ -1,6 +1,5 @@
 """Run one training step of the real trainer on a given mesh, and save its full gradients for comparison."""
 
-import dataclasses
 import warnings
 from contextlib import nullcontext
 from pathlib import Path
@@ -88,16 +87,6 @@ def build(sample, run_folder, *options):
     return DispTrainer(job_config(sample, run_folder, *options))
 
 
-def mutate(objective, mutation):
-    """Break the scale of the objective in a way in which a naive objective would break it."""
-    if mutation == "dropped":
-        return dataclasses.replace(objective, coeff=lambda step: 0.0)
-    if mutation.startswith("times"):
-        factor = int(mutation.removeprefix("times"))
-        return dataclasses.replace(objective, coeff=lambda step: factor * objective.coeff(step))
-    return objective
-
-
 def step(trainer):
     """Train one step on the fixed batch. Returns the gradients that the optimizer saw."""
     dims = trainer.parallel_dims
@@ -153,9 +142,9 @@ def run_cases(sample, folder, cases, checkpoint):
     # Users would see this warning of a view among the model's outputs. (Under TP, TorchTitan itself gets one for an
     # untied embedding.)
     warnings.filterwarnings("error", message=r"FSDP2-wrapped module \(FSDP\w+DispModel\)")
-    if any("--parallelism.context_parallel_degree" in options for options, _ in cases.values()):
+    if any("--parallelism.context_parallel_degree" in options for options in cases.values()):
         ring_attention.install()
-    for name, (options, mutation) in cases.items():
+    for name, options in cases.items():
         options = [*options, *(("--checkpoint.enable",) if checkpoint else ())]
         trainer = build(sample, Path(folder) / f"run_{name}", *options)
         model, tied = trainer.model_parts[0], "untied" not in name
@@ -163,13 +152,12 @@ def run_cases(sample, folder, cases, checkpoint):
         if trainer.parallel_dims.fsdp_enabled:
             assert_one_group(model)
         before = {n: full(p.detach()).clone() for n, p in canonical(model).items()}
-        trainer.loss_fn = mutate(trainer.loss_fn, mutation)
         compiled = "--compile.enable" in options  # a dispatch mode cannot see the calls of compiled code
         with nullcontext() if compiled else Collectives() as collectives:
             gradients = step(trainer)
         assert_tied(model, tied)
         after = {n: full(p.detach()).clone() for n, p in canonical(model).items()}
-        if checkpoint and not mutation:
+        if checkpoint:
             trainer.checkpointer.save(trainer.step)
             step(trainer)  # changes the weights, so that loading has something to undo
             trainer.checkpointer.load()
