@@ -221,8 +221,6 @@ def test_wikitext_as_articles(tmp_path, monkeypatch):
         runpy.run_path(str(ROOT / "examples" / "wikitext.py"), run_name="__main__")
 
     raw, out, archive, same = (tmp_path / name for name in ("raw", "wikitext", "archive", "same"))
-    raw.mkdir()
-    archive.mkdir()
     first = [
         "",
         " = One = \n",
@@ -234,21 +232,22 @@ def test_wikitext_as_articles(tmp_path, monkeypatch):
         " = Two : A tale = \n",
         " text \n",
     ]
-    rows = {"train-00000-of-00002": first, "train-00001-of-00002": [" more \n", " = Three = \n", " end \n"]}
-    rows["validation-00000-of-00001"] = first
+    rows = {"train-00": first, "train-01": [" more \n", " = Three = \n", " end \n"], "validation-00": first}
+    raw.mkdir()
     for name, texts in rows.items():
         pyarrow.parquet.write_table(pyarrow.table({"text": texts}), raw / f"{name}.parquet")
     write(raw, out)
     files = list_files("text", str(out))
     assert len(files) == 64
-    texts = [json.loads(line)["text"] for file in files for line in Path(file.url).read_text().splitlines()]
-    assert texts == [
-        " = One = \n a = b \n = = Section = = \n body \n", " = Two : A tale = \n text \n more \n", " = Three = \n end \n",
-    ]  # fmt: skip
+    assert [json.loads(line)["text"] for file in files for line in Path(file.url).read_text().splitlines()] == [
+        " = One = \n a = b \n = = Section = = \n body \n",
+        " = Two : A tale = \n text \n more \n",
+        " = Three = \n end \n",
+    ]
     assert [file.name for file in list_files("text_validation", str(out))] == ["validation-00.jsonl"]
-    for name, split in {"wiki.train.raw": "train", "wiki.valid.raw": "validation"}.items():
-        lines = [row or " \n" for file, texts in rows.items() if file.startswith(split) for row in texts]
-        (archive / name).write_text("".join(lines))
+    archive.mkdir()
+    for name, texts in {"train": [*first, *rows["train-01"]], "valid": first}.items():
+        (archive / f"wiki.{name}.raw").write_text("".join(row or " \n" for row in texts))
     write(archive, same)
     written = [{path.name: path.read_text() for path in folder.iterdir()} for folder in (out, same)]
     assert written[0] == written[1]

@@ -8,14 +8,13 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.oracle import EVERY_LOSS, EVERY_VARIANT, drawn, loss_and_gradient, oracle, tokens
-from titan_disp.dispersion import dispersion_loss, pairwise, vectors
+from titan_disp.dispersion import dispersion_loss, pairwise
 from titan_disp.dispersion.loss import options_of
 from titan_disp.dispersion.variants import VARIANTS
-from titan_disp.dispersion.variants.angular import angular_pair
 
 # fp32 keeps about 1e-7 a product, and sums over tiles take more. The returned gradient has the dtype of z (bf16: 2^-9).
 TOLERANCE = {torch.float64: (1e-12, 1e-11), torch.float32: (4e-6, 3e-5), torch.bfloat16: (4e-6, 2**-8)}
-SHAPES = [(2, 3, 5), (1, 2, 3), (3, 33, 17), (2, 40, 64), (1, 130, 16), (2, 47, 1000), (2, 513, 7)]
+SHAPES = [(2, 3, 5), (1, 2, 3), (3, 33, 17), (2, 40, 64), (1, 130, 16), (2, 47, 1000), (2, 213, 7)]
 CASES = [*EVERY_VARIANT, *(("angular", {"tau": tau, "clamp": clamp}) for tau, clamp in ((0.05, 0.25), (2.0, 0.0)))]
 
 
@@ -34,7 +33,7 @@ def test_odd_shapes(variant, options, dtype, monkeypatch):
     # At small τ the sum is dominated by few pairs: the error of a cosine is multiplied by 1/(πτ).
     steep = max(1.0, 1 / options.get("tau", 1.0))
     for shape in SHAPES:
-        monkeypatch.setattr(pairwise, "TILE_ELEMENTS", shape[0] * 48 * 48)
+        monkeypatch.setattr(pairwise, "TILE_ELEMENTS", shape[0] * 16 * 16)
         assert_agrees(tokens(*shape).to(dtype), variant, *(steep * t for t in TOLERANCE[dtype]), **options)
 
 
@@ -53,14 +52,6 @@ def test_pairs_between_two_shards_in_tiles(side):
     weights = np.exp(np.einsum("bnf,bmf->bnm", own.numpy(), other.numpy()))
     np.testing.assert_allclose(s.numpy(), weights.sum((1, 2)), rtol=1e-12)
     np.testing.assert_allclose(w.numpy(), np.einsum("bnm,bmf->bnf", weights, other.numpy()), rtol=1e-12)
-
-
-def test_small_tiles_agree_with_one_tile():
-    z, pair = tokens(2, 100, 16).double(), angular_pair(1.0, 0.25)
-    expected = pairwise.all_pairs(pairwise.Tiles(z, 1 / vectors.norms(z)), pair)
-    for tile in (1, 16, 33, 99):
-        found = pairwise.all_pairs(pairwise.Tiles(z, 1 / vectors.norms(z), tile=tile), pair)
-        torch.testing.assert_close(found, expected)
 
 
 def one(*tokens_):

@@ -182,15 +182,11 @@ def test_schedule():
     assert [linear(s) for s in (0, 5, 10, 50)] == pytest.approx([1.0, 0.5, 0.0, 0.0])  # 50 is beyond the end
     assert CoeffSchedule(1.0, 0, "linear", 0.5, 2)(1) == 0.5
     assert CoeffSchedule(1.0, 3, "linear", 0.5, 3)(2) == 1.0  # nothing but warm-up
-    for bad in (
-        {"coeff": -1.0},
-        {"coeff": 1.0, "warmup_steps": 5},
-        {"coeff": 1.0, "decay": "step"},
-        {"coeff": 1.0, "decay_steps": 2},
-        {"coeff": 1.0, "decay": "linear", "warmup_steps": 1, "decay_steps": 3},
-    ):
+    for bad in ({"coeff": -1.0}, {"warmup_steps": 5}, {"decay": "step"}, {"decay_steps": 2}):
         with pytest.raises(ValueError, match="expected"):
-            CoeffSchedule(**bad, total_steps=3)
+            CoeffSchedule(**{"coeff": 1.0, "total_steps": 3} | bad)
+    with pytest.raises(ValueError, match="decay_steps is 3, expected 0 to 2"):
+        CoeffSchedule(1.0, decay="linear", warmup_steps=1, decay_steps=3, total_steps=3)
 
 
 def test_loss_of_a_config():
