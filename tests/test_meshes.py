@@ -3,10 +3,11 @@
 import pytest
 import torch
 from torchtitan.components.loss import cross_entropy_loss
+from torchtitan.distributed import ParallelDims
 
 import titan_disp.plugin  # noqa: F401
 from tests.distributed import spawn
-from tests.mesh import global_batch, job_config, plain_model, run_cases
+from tests.mesh import assert_tied, global_batch, job_config, plain_model, run_cases
 from tests.oracle import EVERY_ESTIMATOR
 from titan_disp.cluster.cost import traffic
 from titan_disp.cluster.plan import meta_model
@@ -140,13 +141,27 @@ def run_all(sample, folder, cases_by_ranks, checkpoint=True):
     return {name: torch.load(folder / f"{name}.pt") for name in names(cases_by_ranks)}
 
 
+def run_fast(sample, folder, cases):
+    """TP replaces both parameters. ``init_weights`` would tie them again, but FSDP groups them before."""
+    degrees = {"dp_replicate": 1, "dp_shard": 2, "cp": 1, "tp": 2, "pp": 1, "ep": 1, "etp": 1}
+    for entry in MODELS.values():
+        with torch.device("meta"):
+            model = entry.model_cls(entry.flavors["nano"])
+        config = job_config(sample, folder / "unused", "--model.name", entry.name)
+        entry.parallelize(model, ParallelDims(**degrees, world_size=4), config)
+        assert_tied(model)
+    run_cases(sample, folder, cases, checkpoint=False)
+
+
 @pytest.fixture(scope="module")
 def fast(sample, tmp_path_factory):
     cases = {
         name: ("--model.name", model, "--model.overrides", overrides, *options)
         for name, (model, options, overrides) in FAST.items()
     }
-    return run_all(sample, tmp_path_factory.mktemp("fast"), {4: cases}, checkpoint=False)
+    folder = tmp_path_factory.mktemp("fast")
+    spawn(4, run_fast, sample, folder, cases)
+    return {name: torch.load(folder / f"{name}.pt") for name in FAST}
 
 
 @pytest.fixture(scope="module")

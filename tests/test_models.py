@@ -49,6 +49,17 @@ def test_flavors_come_in_ascending_order(entry):
 
 
 @pytest.mark.parametrize("tied", [True, False])
+def test_weights_stay_tied_where_they_get_storage(entry, tied):
+    """As the trainer builds a model: ``to_empty`` gives every module its own."""
+    args = entry.flavors["nano"]
+    args.enable_weight_tying = tied
+    with torch.device("meta"):
+        model = entry.model_cls(args)
+    model.to_empty(device="cpu").init_weights()
+    assert_tied(model, tied)
+
+
+@pytest.mark.parametrize("tied", [True, False])
 @torch.no_grad()
 def test_logits_activations_and_weights_are_transformers(entry, tied):
     theirs, ours = pair(entry, tied)
