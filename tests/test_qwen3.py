@@ -136,6 +136,7 @@ def test_seed_and_name_decide_the_weights():
 def test_activations_of_a_config():
     """Those of a block are its output, 1 more than its index: 0 is the embedding's. The final norm's replaces the last's."""
     config = load_config([])
+    assert (block_indices("early_half", 5), block_indices("late_half", 5)) == ((0, 1), (2, 3, 4))
     for layers, blocks, with_final_norm in (
         ("all", (0, 1, 2, 3, 4, 5), (1, 2, 3, 4, 5, 7)),
         ("last", (5,), (7,)),
@@ -159,10 +160,6 @@ def test_activations_of_a_config():
         else:
             args.update_from_config(config)
             assert args.activations == with_final_norm
-
-
-def test_halves_of_an_odd_number_of_blocks():
-    assert (block_indices("early_half", 5), block_indices("late_half", 5)) == ((0, 1), (2, 3, 4))
 
 
 @pytest.mark.parametrize("layers", ["first", [5], [-1], [], [1, 1], [True]])
