@@ -1,6 +1,5 @@
 """Run one training step of the real trainer on a given mesh, and save its full gradients for comparison."""
 
-import dataclasses
 import warnings
 from contextlib import nullcontext
 from pathlib import Path
@@ -36,17 +35,31 @@ def canonical(model):
     return {canonical_name(name): p for name, p in model.named_parameters()}
 
 
-def reduced(flavor):
-    """A flavor's arguments with fewer and narrower layers. Tied embeddings stay tied."""
-    from titan_disp.models.qwen3 import flavors
-
-    sizes = {"n_layers": 2, "dim": 64, "hidden_dim": 192, "n_heads": 4, "n_kv_heads": 2, "head_dim": 16}
-    return dataclasses.replace(flavors[flavor], vocab_size=VOCAB, **sizes)
-
-
 def assert_tied(model, tied=True):
     assert (model.output.weight is model.tok_embeddings.weight) == tied, "two parameters became one, or one two"
     assert ("output.weight" in canonical(model)) == (not tied)
+
+
+def assert_one_group(model):
+    """Tied embeddings are one group of FSDP with the final norm; others are gathered and reduced by themselves."""
+    tied, head = model.model_args.enable_weight_tying, (model.norm, model.output)
+    groups = [m._get_fsdp_state()._modules for m in (model.tok_embeddings, *head)]
+    one = (*model.embeddings, *head) if tied else head
+    assert groups == [one if tied else tuple(model.embeddings), one, one]
+
+
+def plain_model(before, overrides, name="qwen3_disp", activations=()):
+    """The forward without any hook, in one process, with the weights that a run began with."""
+    from titan_disp.models.registry import MODELS, model_args
+
+    args = model_args(name, "nano", overrides)
+    args.activations, args.max_seq_len = activations, SEQ_LEN
+    model = MODELS[name].model_cls(args)
+    model.init_weights()
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            p.copy_(before[name])
+    return model
 
 
 def job_config(sample, run_folder, *options):
@@ -72,16 +85,6 @@ def build(sample, run_folder, *options):
     from titan_disp.train import DispTrainer
 
     return DispTrainer(job_config(sample, run_folder, *options))
-
-
-def mutate(objective, mutation):
-    """Break the scale of the objective in a way in which a naive objective would break it."""
-    if mutation == "dropped":
-        return dataclasses.replace(objective, coeff=lambda step: 0.0)
-    if mutation.startswith("times"):
-        factor = int(mutation.removeprefix("times"))
-        return dataclasses.replace(objective, coeff=lambda step: factor * objective.coeff(step))
-    return objective
 
 
 def step(trainer):
@@ -136,21 +139,19 @@ class Collectives(TorchDispatchMode):
 
 def run_cases(sample, folder, cases, checkpoint):
     """For every case, build a trainer, train a step, and save gradients and weights to ``folder/name.pt`` on rank 0."""
-    from titan_disp.models.qwen3 import flavors
-
     # Users would see this warning of a view among the model's outputs. (Under TP, TorchTitan itself gets one for an
     # untied embedding.)
     warnings.filterwarnings("error", message=r"FSDP2-wrapped module \(FSDP\w+DispModel\)")
-    flavors.data["8B"] = reduced("8B")
-    if any("--parallelism.context_parallel_degree" in options for options, _ in cases.values()):
+    if any("--parallelism.context_parallel_degree" in options for options in cases.values()):
         ring_attention.install()
-    for name, (options, mutation) in cases.items():
+    for name, options in cases.items():
         options = [*options, *(("--checkpoint.enable",) if checkpoint else ())]
         trainer = build(sample, Path(folder) / f"run_{name}", *options)
-        model, tied = trainer.model_parts[0], not {"8B", "nano_untied"} & set(options)
+        model, tied = trainer.model_parts[0], "untied" not in name
         assert_tied(model, tied)
+        if trainer.parallel_dims.fsdp_enabled:
+            assert_one_group(model)
         before = {n: full(p.detach()).clone() for n, p in canonical(model).items()}
-        trainer.loss_fn = mutate(trainer.loss_fn, mutation)
         compiled = "--compile.enable" in options  # a dispatch mode cannot see the calls of compiled code
         with nullcontext() if compiled else Collectives() as collectives:
             gradients = step(trainer)

@@ -7,32 +7,19 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-import transformers
 from scipy import stats
 
+from tests.oracle import tokens
 from titan_disp.condensation.measure import Accumulator, AveragedCosines
 from titan_disp.condensation.record import EDGES
-from titan_disp.lab.inspection.command import measure
-from titan_disp.lab.inspection.targets import hugging_face_layers
 
 N = 40
 
 
-def activations(seed, sequences=6, features=8):
-    """[B, N, F] whose tokens at one position are alike in all sequences, so that averaged cosines are spread as well."""
-    generator = torch.Generator().manual_seed(seed)
-    common = torch.randn(1, N, features, generator=generator)
-    return common + torch.randn(sequences, N, features, generator=generator)
-
-
-def averaged_in_numpy(z):
-    z = z.double().numpy()
-    u = z / np.linalg.norm(z, axis=-1, keepdims=True)
-    return (u @ u.transpose(0, 2, 1)).mean(0)
-
-
 def test_against_the_plain_formula():
-    layers = [activations(0), 1e-25 * activations(1)]  # the second one's squares are no float32 numbers
+    """Tokens at one position are alike in all sequences, so that averaged cosines are spread as well."""
+    layers = [tokens(1, N, 8, seed, 0.0) + tokens(6, N, 8, 2 + seed, 0.0) for seed in (0, 1)]
+    layers[1] *= 1e-25  # whose squares are no float32 numbers
     averaged, pooled = AveragedCosines(), Accumulator(2)
     for layer, z in enumerate(layers):
         for some in (z[:4], z[4:]):
@@ -40,7 +27,8 @@ def test_against_the_plain_formula():
         pooled.add(layer, z)
     histograms, of_pairs = averaged.histogram(), pooled.result(N)
     for layer, z in enumerate(layers):
-        expected = averaged_in_numpy(z)
+        u = z.double().numpy() / np.linalg.norm(z.double().numpy(), axis=-1, keepdims=True)
+        expected = (u @ u.transpose(0, 2, 1)).mean(0)
         np.testing.assert_allclose(averaged.matrix(layer), expected, atol=1e-6)  # float32 products
         np.testing.assert_array_equal(histograms[layer], np.histogram(expected.clip(-1, 1), EDGES)[0] / N**2)
     # The mean is that of all pairs, the spread is not: sequences differ.
@@ -50,15 +38,20 @@ def test_against_the_plain_formula():
         assert np.sqrt(histogram @ centers**2 - (histogram @ centers) ** 2) < 0.9 * std
 
 
-def test_tokens_without_a_direction_and_equal_ones():
+def test_zero_equal_opposite_and_infinite_tokens():
     z = torch.ones(2, 5, 3)
     z[:, 0] = 0
     averaged = AveragedCosines()
     averaged.add(0, z)
+    averaged.add(1, torch.full((1, 5, 3), torch.inf))
+    averaged.add(2, z[:1, [1, 2]] * torch.tensor([[1.0], [-1.0]]))
     assert averaged.matrix(0)[0].tolist() == [0] * 5
     assert averaged.matrix(0)[1:, 1:] == pytest.approx(np.ones((4, 4)))
-    histogram = averaged.histogram()[0]
+    histogram, not_finite, opposite = averaged.histogram()
     assert (histogram[64], histogram[127], histogram.sum()) == (9 / 25, 16 / 25, 1)
+    assert not_finite.dtype == histogram.dtype
+    assert np.isnan(not_finite).all()
+    assert (opposite[0], opposite[127]) == (0.5, 0.5)
 
 
 # What the authors' embedding-condensation 2.0 made of ``hidden_states`` of three texts: [layers][6][6] averaged cosines.
@@ -109,16 +102,12 @@ def package(monkeypatch):
     return pytest.importorskip("embedding_condensation", reason="make test-authors")
 
 
-def theirs(package, model, tokens):
+def theirs(package, model, ids):
     """[layers, N, N]: the package's averaged cosines of a model on [B, N] token ids."""
-
-    def tokenizer(text, **_):
-        return {"input_ids": tokens[int(text)][None]}
-
-    texts = [str(i) for i in range(len(tokens))]
-    options = {"max_length": tokens.shape[1], "plot": False, "save_path": None, "show_progress": False}
+    texts = [str(i) for i in range(len(ids))]
+    options = {"max_length": ids.shape[1], "plot": False, "save_path": None, "show_progress": False}
     return package.measure_embedding_condensation(
-        model, tokenizer, texts=texts, repetitions=len(texts), **options
+        model, lambda text, **_: {"input_ids": ids[int(text)][None]}, texts=texts, repetitions=len(texts), **options
     ).cossim_by_layer
 
 
@@ -130,20 +119,23 @@ def test_what_was_recorded_is_the_packages(package):
 
 def test_both_heatmaps_are_the_packages(package):
     """The same model, a GPT-2, on the same tokens."""
+    import transformers
+
+    from titan_disp.lab.inspection.command import measure
+    from titan_disp.lab.inspection.targets import hugging_face_layers
+
     torch.manual_seed(0)
-    config = transformers.GPT2Config(
-        vocab_size=300, n_positions=64, n_embd=24, n_layer=4, n_head=2, initializer_range=0.3
-    )
-    model = transformers.GPT2LMHeadModel(config).eval()
-    tokens = torch.randint(0, 300, (9, N), generator=torch.Generator().manual_seed(1))
-    expected = theirs(package, model, tokens)
+    sizes = {"vocab_size": 300, "n_positions": 64, "n_embd": 24, "n_layer": 4, "n_head": 2}
+    model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, initializer_range=0.3)).eval()
+    ids = torch.randint(0, 300, (9, N), generator=torch.Generator().manual_seed(1))
+    expected = theirs(package, model, ids)
 
     averaged = AveragedCosines()
     with torch.no_grad():
-        hugging_face_layers(model)(tokens, averaged.add)
+        hugging_face_layers(model)(ids, averaged.add)
     ours = [averaged.matrix(layer) for layer in (0, 1, 2, 3, 5)]  # their layers leave out the last block's output
     np.testing.assert_allclose(ours, expected, atol=1e-5)
-    found = measure("model", hugging_face_layers(model), tokens, batch_size=1)
+    found = measure("model", hugging_face_layers(model), ids, batch_size=1)
     means = expected.mean((1, 2), dtype=np.float64)
     np.testing.assert_allclose(np.delete(found.mean_cosine, found.last_block), means, atol=1e-5)
     histograms = np.stack([np.histogram(matrix, EDGES)[0] / N**2 for matrix in expected])

@@ -9,14 +9,15 @@ import numpy as np
 import pytest
 import torch
 from scipy import stats
+from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from tests.distributed import spawn
+from tests.oracle import tokens
 from titan_disp.condensation import measure
 from titan_disp.condensation.measure import Accumulator, cross_entropies
 from titan_disp.condensation.record import BINS, EDGES, Condensation, load_steps, over_training
-
-KEYS = ("spearman", "kendall", "range")
 
 
 def measured(*layers: torch.Tensor) -> Condensation:
@@ -32,10 +33,9 @@ def condensed(*mean_cosine: float) -> Condensation:
     return Condensation(mean, 2 * mean, 3 * mean, 4 * mean, np.zeros((len(mean), BINS)), 1, 1)
 
 
-@pytest.mark.parametrize(("n", "f"), [(17, 5), (16, 40), (1500, 3)])
+@pytest.mark.parametrize(("n", "f"), [(17, 5), (16, 40), (1100, 3)])
 def test_against_the_plain_formulas(n, f):
-    generator = torch.Generator().manual_seed(n)
-    layers = [torch.randn(3, n, f, generator=generator) + shift for shift in (0.0, 0.4, 2.0, 1.0)]
+    layers = [tokens(3, n, f, seed, mean) for seed, mean in enumerate((0.0, 0.4, 2.0, 1.0))]
     found = measured(*layers)
     for i, z in enumerate(layers):
         u = z.double().numpy() / np.linalg.norm(z.double().numpy(), axis=-1, keepdims=True)
@@ -64,39 +64,38 @@ def test_extremes():
     found = measured(one, torch.cat([one, -one], 1)[:, 4:12], torch.eye(8)[None], torch.zeros(1, 8, 8))
     np.testing.assert_allclose(found.mean_cosine, [1, 0, 1 / 8, 0], atol=1e-12)
     np.testing.assert_allclose(found.mean_angle[:3], [0, 4 / 7, 0.5], atol=1e-8)
-    np.testing.assert_allclose(found.effective_rank[:3], [1, 1, 8], rtol=1e-6)
+    np.testing.assert_allclose(found.effective_rank, [1, 1, 8, 1], rtol=1e-6)
     assert found.histogram[0, -1] == 1
     assert found.histogram[1, 0] == found.histogram[1, -1] == 0.5
-    assert all(np.isfinite(v).all() for v in (found.histogram, found.effective_rank))
+    # Only a token of zeros has no direction.
+    z = tokens(1, 20, 6).double()
+    np.testing.assert_allclose(measured(z * 1e-30).mean_cosine, measured(z).mean_cosine, rtol=1e-12)
 
 
-def test_effective_rank_of_two_directions():
-    """300 tokens of 200 features: what rounding adds to the Gram matrix is not taken for 198 directions more."""
+@pytest.mark.parametrize("strength", [1.0, 1e-3, 1e-5])
+def test_effective_rank_of_two_directions(strength):
+    """300 tokens of 200 features: what rounding adds to the Gram matrix is not taken for 198 directions more, nor a second
+    direction that is much weaker than the first one for rounding."""
     one, other = torch.linalg.qr(torch.randn(200, 2, generator=torch.Generator().manual_seed(0)).double()).Q.T
-    found = measured(torch.stack([one, other]).repeat(150, 1)[None])
-    np.testing.assert_allclose(found.effective_rank, [2], rtol=1e-9)
+    z = torch.stack([one, one + strength * other]).repeat(150, 1)[None]
+    singular = np.linalg.svd(torch.nn.functional.normalize(z[0], dim=-1).numpy(), compute_uv=False)[:2]
+    expected = np.exp(stats.entropy(singular / singular.sum()))
+    np.testing.assert_allclose(measured(z).effective_rank, [expected], rtol=1e-9)
 
 
 def test_rounding_never_leaves_the_range_of_a_cosine():
     """Tokens equal and opposite to each other, whose cosines round to 1 + 2e-16 in some pairs: arccos would be NaN."""
-    one = torch.randn(1, 200, 7, generator=torch.Generator().manual_seed(0))
+    one = tokens(1, 200, 7, mean=0.0)
     found = measured(torch.cat([one, one, -one], 1), *(token.expand(1, 50, 7) for token in one[0]))
     for values in (found.mean_angle, found.std_cosine):
         assert np.isfinite(values).all()
-    np.testing.assert_allclose(found.std_cosine[1:], 0, atol=1e-7)
-    np.testing.assert_allclose(found.mean_angle[1:], 0, atol=1e-7)
+        np.testing.assert_allclose(values[1:], 0, atol=1e-7)
     assert found.histogram[:, [0, -1]].sum() > 0
-
-
-def test_directions_of_tiny_tokens_count():
-    """Only a token of zeros has no direction."""
-    z = torch.randn(1, 20, 6, generator=torch.Generator().manual_seed(0)).double()
-    np.testing.assert_allclose(measured(z * 1e-30).mean_cosine, measured(z).mean_cosine, rtol=1e-12)
 
 
 def test_undefined_numbers_are_null_in_json():
     """Not NaN, which no parser but Python's accepts. The table of a run's end says nan where there is nothing else to say."""
-    z = torch.randn(1, 8, 4, generator=torch.Generator().manual_seed(0))
+    z = tokens(1, 8, 4)
     bad = z.clone()
     bad[0, 3, 2] = torch.inf  # as after an overflow in one token
     found = measured(z, z, bad, z, z)
@@ -114,32 +113,25 @@ def test_sums_are_on_the_models_device():
     assert Accumulator(3, "meta").sums.is_meta
 
 
-def test_sums_of_ranks_add_up():
-    z = torch.randn(4, 9, 6, generator=torch.Generator().manual_seed(0))
-    parts = [Accumulator(1), Accumulator(1)]
-    parts[0].add(0, z[:1])
-    parts[1].add(0, z[1:])
-    parts[0].sums += parts[1].sums
-    np.testing.assert_allclose(parts[0].result(9).mean_cosine, measured(z).mean_cosine, rtol=1e-12)
+def test_depth():
+    """ρ and τ by hand: of 0.1, 0.3, 0.2 they are ½ and ⅓, and of 0.1, 0.3, 0.4, with the norm in the last block's place, 1.
 
-
-def test_ranks_of_mean_cosines_that_hardly_differ_mean_nothing():
-    """0.009 apart, as at initialisation: neither number is given, but how far apart they are. 0.011 apart they are ranked."""
-    flat, steep = condensed(0.101, 0.104, 0.11, 0.3), condensed(0.101, 0.104, 0.112, 0.3)
-    assert flat.to_json()["before_norm"] == {"spearman": None, "kendall": None, "range": pytest.approx(0.009)}
-    assert steep.to_json()["before_norm"] == {"spearman": 1, "kendall": 1, "range": pytest.approx(0.011)}
-    assert str(flat.before_norm) == "ρ – τ – (the mean cosines differ by only 0.009)"
-    assert str(steep.before_norm) == "ρ 1.00 τ 1.00"
-
-
-def test_last_layer_before_and_after_the_final_norm():
-    """ρ and τ by hand: of 0.1, 0.3, 0.2 they are ½ and ⅓, and of 0.1, 0.3, 0.4, with the norm in the last block's place, 1."""
+    0.009 apart, as at initialization, neither number is given, but how far apart they are. 0.011 apart they are ranked.
+    """
     found = condensed(0.1, 0.3, 0.2, 0.4)
     assert found.mean_cosine[found.last_block] == 0.2
     said = found.to_json()
-    assert said["before_norm"] == {name: pytest.approx(v) for name, v in zip(KEYS, (0.5, 1 / 3, 0.2), strict=True)}
-    assert said["after_norm"] == {name: pytest.approx(v) for name, v in zip(KEYS, (1, 1, 0.3), strict=True)}
     assert said["layers"] == ["embedding", "block 0", "block 1", "final norm"]
+    flat, steep = condensed(0.101, 0.104, 0.11, 0.3), condensed(0.101, 0.104, 0.112, 0.3)
+    for depth, expected in (
+        (said["before_norm"], (0.5, 1 / 3, 0.2)),
+        (said["after_norm"], (1, 1, 0.3)),
+        (flat.to_json()["before_norm"], (None, None, 0.009)),
+        (steep.to_json()["before_norm"], (1, 1, 0.011)),
+    ):
+        assert depth == pytest.approx(dict(zip(("spearman", "kendall", "range"), expected, strict=True)))
+    assert str(flat.before_norm) == "ρ – τ – (the mean cosines differ by only 0.009)"
+    assert str(steep.before_norm) == "ρ 1.00 τ 1.00"
 
 
 def test_means_over_thirds_of_the_blocks():
@@ -156,10 +148,13 @@ def test_means_over_thirds_of_the_blocks():
 
 @pytest.mark.parametrize("averaged", [None, np.eye(3, BINS)])
 def test_saved_and_loaded(averaged, tmp_path):
-    z = torch.randn(2, 8, 4, generator=torch.Generator().manual_seed(0))
+    z = tokens(2, 8, 4)
     found = dataclasses.replace(measured(z, z**2, z), cross_entropy=2.5, averaged_histogram=averaged)
-    found.save(tmp_path / "new" / "step-5.npz")
-    loaded = load_steps(tmp_path / "new")[5]
+    for step in (10, 5):
+        found.save(tmp_path / "new" / f"step-{step}.npz")
+    steps = load_steps(tmp_path / "new")
+    assert list(steps) == [5, 10]
+    loaded = steps[5]
     assert loaded.to_json() == found.to_json()
     assert (loaded.cross_entropy, loaded.sequences) == (2.5, 2)
     np.testing.assert_array_equal(loaded.histogram, found.histogram)
@@ -167,17 +162,15 @@ def test_saved_and_loaded(averaged, tmp_path):
     assert found.histogram.shape == (3, BINS)
 
 
-def over_training_of(highest, steps=range(0, 310, 10)):
-    """Every 10 steps, the mean cosines of a block 0.3 and of the last one 0.5, but for 0.9 and 1 at ``highest``."""
-    return {
-        step: condensed(*((0.04, 0.9, 1.0, 0.2) if step == highest else (0.04, 0.3, 0.5, 0.2))).to_json()
-        | {"cross_entropy": 7 - step / 100}
-        for step in steps
-    }
-
-
 def test_table_of_a_collapse_and_its_release():
-    _, headings, *rows = over_training(over_training_of(highest=30))
+    """Every 10 steps, the mean cosines of a block 0.3 and of the last one 0.5, but for 0.9 and 1 at step 30."""
+    _, headings, *rows = over_training(
+        {
+            step: condensed(*((0.04, 0.9, 1.0, 0.2) if step == 30 else (0.04, 0.3, 0.5, 0.2))).to_json()
+            | {"cross_entropy": 7 - step / 100}
+            for step in range(0, 310, 10)
+        }
+    )
     assert headings.split("  ")[-2:] == ["mean cosine of all blocks", "of the last block"]
     cells = [row.split() for row in rows]
     assert [int(row[0]) for row in cells] == [0, 10, 20, 30, 40, 80, 150, 300]
@@ -188,27 +181,12 @@ def test_table_of_a_collapse_and_its_release():
 
 
 def test_table_of_few_measurements():
-    assert over_training({}) == over_training(over_training_of(0, steps=[5])) == []
     same = {step: condensed(0.04, 0.2, 0.6, 0.1).to_json() for step in (2, 4)}  # whose cross-entropy was not measured
+    assert over_training({}) == over_training({5: same[2]}) == []
     assert [row.split() for row in over_training(same)[2:]] == [
         ["2", "–", "0.40", "0.60", "(highest)"],
         ["4", "–", "0.40", "0.60"],
     ]
-
-
-class Recorder:
-    """Stands in for the accumulator: which sequence's layers were measured."""
-
-    measured = Counter()
-
-    def __init__(self, layers, device):
-        self.sums = None
-
-    def add(self, layer, z):
-        self.measured.update((layer, int(sequence[0, 0])) for sequence in z)
-
-    def result(self, tokens):
-        return condensed(0.5)
 
 
 @pytest.mark.parametrize("batch_size", [1, 2, 8])
@@ -216,25 +194,56 @@ class Recorder:
 def test_ranks_divide_sequences_and_layers(ranks, batch_size, monkeypatch):
     """Every layer of every sequence is measured once, and every label counts once, whatever the ranks; 40 share the work of 5 in
     layers too."""
-    monkeypatch.setattr(measure, "Accumulator", Recorder)
-    Recorder.measured = Counter()
-    sequences = torch.arange(5)[:, None].expand(5, 4)
-    cross_entropy, most = 0.0, 0
+    seen = Counter()
+
+    class Recorder:
+        sums = None
+        __init__ = result = lambda self, *_: None
+
+        def add(self, layer, z):
+            seen.update((layer, int(sequence[0, 0])) for sequence in z)
 
     def forward(tokens, labels):
         assert tokens.shape == labels.shape == (batch_size, 3)
-        z = tokens[:, :, None].double()
-        return measure.Forward([z] * 7, 10.0 ** labels[:, 0].double())
+        return measure.Forward([tokens[:, :, None].double()] * 7, 10.0 ** labels[:, 0].double())
 
+    monkeypatch.setattr(measure, "Accumulator", Recorder)
+    monkeypatch.setattr(measure, "replace", lambda _, cross_entropy: cross_entropy)
+    sequences = torch.arange(5)[:, None].expand(5, 4)
+    cross_entropy, most = 0.0, 0
     for rank in range(ranks):
-        before = Recorder.measured.total()
-        found = measure.Monitor(sequences, batch_size, 3, (rank, ranks)).measure(forward)
-        cross_entropy += found.cross_entropy
-        most = max(most, Recorder.measured.total() - before)
-    assert Recorder.measured == {(layer, sequence): 1 for layer in range(7) for sequence in range(5)}
+        before = seen.total()
+        cross_entropy += measure.Monitor(sequences, batch_size, 3, (rank, ranks)).measure(forward)
+        most = max(most, seen.total() - before)
+    assert seen == {(layer, sequence): 1 for layer in range(7) for sequence in range(5)}
     assert cross_entropy == pytest.approx(11111 / (5 * 3))
     if ranks == 40:
         assert most <= 1 * batch_size  # of 35
+
+
+def check_a_sharded_sequence():
+    """Two ranks hold a sequence's tokens and labels in the order of load balancing; the other two, another sequence."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "cp"))
+    sequences = torch.stack([torch.randperm(17, generator=torch.Generator().manual_seed(seed)) for seed in range(2)])
+    table, parts = tokens(17, 16, 5).double(), torch.arange(16).chunk(4)
+
+    def forward(tokens, labels, own=slice(None)):
+        z = table[tokens, torch.arange(16)] + torch.linspace(0, 2, 16)[:, None]
+        return measure.Forward([z[:, own], 2 * z[:, own] - 1], labels[:, own].double().sum(1))
+
+    expected = measure.Monitor(sequences, 2, 5).measure(forward)
+    data, cp = mesh.get_local_rank("data"), mesh.get_local_rank("cp")
+    own = torch.cat([parts[cp], parts[3 - cp]])
+    groups = [mesh["data"].get_group(), mesh["cp"].get_group(), mesh["cp"].get_group()]
+    monitor = measure.Monitor(sequences, 1, 5, (data, 2), *groups)
+    found = monitor.measure(lambda *batch: dataclasses.replace(forward(*batch, own), positions=own))
+    assert (found.cross_entropy, found.sequences) == (pytest.approx(expected.cross_entropy), 2)
+    np.testing.assert_allclose(found.mean_cosine, expected.mean_cosine, rtol=1e-12)
+    np.testing.assert_array_equal(found.histogram, expected.histogram)
+
+
+def test_a_sharded_sequence_is_measured_in_its_order():
+    spawn(4, check_a_sharded_sequence)
 
 
 class Largest(TorchDispatchMode):

@@ -8,6 +8,7 @@ import torch
 import transformers
 from torchtitan.components.loss import cross_entropy_loss
 
+import titan_disp.plugin  # noqa: F401
 from tests.command_line import ROOT
 from tests.mesh import assert_tied
 from tests.oracle import angular
@@ -45,6 +46,17 @@ def test_flavors_come_in_ascending_order(entry):
             sizes.append(sum(p.numel() for p in entry.model_cls(entry.flavors[name]).parameters()))
     assert sizes == sorted(sizes)
     assert next(iter(entry.flavors)) == "nano"
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_weights_stay_tied_where_they_get_storage(entry, tied):
+    """As the trainer builds a model: ``to_empty`` gives every module its own."""
+    args = entry.flavors["nano"]
+    args.enable_weight_tying = tied
+    with torch.device("meta"):
+        model = entry.model_cls(args)
+    model.to_empty(device="cpu").init_weights()
+    assert_tied(model, tied)
 
 
 @pytest.mark.parametrize("tied", [True, False])

@@ -1,4 +1,4 @@
-"""Padded positions are no tokens: the loss of z with ``valid`` is that of every z[b, valid[b]] alone.
+"""Padded positions are no tokens: the loss of z with ``valid`` is that of every z[b, valid[b]] alone, by float64 oracles.
 
 On 2 and 4 ranks: ``test_sharded_loss``.
 """
@@ -8,8 +8,78 @@ import math
 import pytest
 import torch
 
-from tests.padding import CASES, NARROW_AND_WIDE, STRIDES, TOKENS, check, padded
-from titan_disp.dispersion import DispersionLoss, dispersion_loss, layers, pairwise
+from tests.oracle import EVERY_LOSS, drawing_order, drawn, moments_oracle, oracle
+from titan_disp.dispersion import DispersionLoss, dispersion_loss, dispersion_losses, layers, pairwise
+from titan_disp.dispersion.variants import VARIANTS
+
+CASES = [(v, e, options | drawn(e, 24)) for v, e, options in EVERY_LOSS]
+# Decorrelation has one form for few features and another one for many.
+NARROW_AND_WIDE = [(6, case) for case in CASES] + [(70, case) for case in CASES if VARIANTS[case[0]].linear_in_tokens]
+
+TOKENS = (64, 61, 30, 21, 3, 2, 1, 0)
+# For the moments: number of tokens → stride of the tokens that all others are compared with, the largest power of two
+# that leaves 64 of them.
+STRIDES = {600: 8, 512: 8, 511: 4, 256: 4, 255: 2, 127: 1, 2: 1, 1: 0, 0: 0}
+
+
+def padded(counts, features, garbage=math.nan):
+    """z [B, N, F] and valid [B, N] with ``counts`` tokens per sequence and ``garbage`` elsewhere.
+
+    The tokens of every second sequence are scattered; those of the others are contiguous.
+    """
+    generator = torch.Generator().manual_seed(7)
+    length = max(counts)
+    z = torch.randn(len(counts), length, features, generator=generator, dtype=torch.float64) + 0.3
+    valid = torch.zeros(len(counts), length, dtype=torch.bool)
+    for b, count in enumerate(counts):
+        start = (37 * b) % (length - count + 1)
+        where = torch.randperm(length, generator=generator)[:count] if b % 2 else slice(start, start + count)
+        valid[b, where] = True
+    return z.masked_fill(~valid[..., None], garbage), valid
+
+
+def without_padding(z, valid, weights, case, layer):
+    """Loss [B] and gradient [B, N, F], computed sequence by sequence without padding; 0 for fewer than two tokens."""
+    variant, estimator, options = case
+    options = {name: value for name, value in options.items() if name != "max_tokens"}
+    order = drawing_order(z.shape[1], seed=3, step=5, layer=layer).tolist()
+    values, grad = torch.zeros(len(z), dtype=torch.float64), torch.zeros_like(z)
+    for b, tokens in enumerate(valid.sum(1).tolist()):
+        if tokens < 2:
+            continue
+        where = valid[b].nonzero()[:, 0]
+        if estimator == "sampled":
+            where = torch.tensor([i for i in order if valid[b, i]][: case[2]["max_tokens"]])
+        short = z[b : b + 1, where].clone().requires_grad_(True)
+        if estimator == "moments":
+            if variant != "angular":
+                pytest.fail(f"add the moments of {variant!r} to moments_oracle in tests/oracle.py")
+            value = moments_oracle(short, options["tau"], STRIDES[tokens])
+        else:
+            value = oracle(variant, short, **options)
+        (weights[b] * value).sum().backward()
+        values[b], grad[b, where] = value.detach(), short.grad
+    return values, grad
+
+
+def check(features, case, group=None, rank=0, world=1):
+    """Compare two layers with the oracles. With a group, a rank holds a contiguous part, which may be padding only."""
+    variant, estimator, options = case
+    z, valid = padded(tuple(STRIDES) if estimator == "moments" else TOKENS, features)
+    seed = {"seed": 3} if estimator == "sampled" else {}
+    own = torch.arange(z.shape[1]).chunk(world)[rank]
+    zs = [z[:, own].clone().requires_grad_(True), (2 * z)[:, own].clone().requires_grad_(True)]
+    weights = torch.linspace(1, 2, len(z), dtype=torch.float64)
+    loss = {"variant": variant, "estimator": estimator, **options, **seed}
+    values = dispersion_losses(zs, group=group, step=5, valid=valid[:, own], **loss)
+    (values * weights).sum().backward()
+    for layer, (value, ours) in enumerate(zip(values, zs, strict=True)):
+        expected, grad = without_padding((1 + layer) * z.nan_to_num(0.0), valid, weights, case, layer)
+        torch.testing.assert_close(value.detach(), expected, rtol=1e-11, atol=1e-11, msg=lambda m: f"{case}: {m}")
+        error = (ours.grad - grad[:, own]).norm() / grad.norm()
+        assert error <= 1e-11, (case, layer, error)
+        assert (ours.grad[~valid[:, own]] == 0).all(), case
+        assert (ours.grad[valid.sum(1) < 2] == 0).all(), case
 
 
 @pytest.mark.parametrize(("features", "case"), NARROW_AND_WIDE, ids=str)
@@ -35,30 +105,31 @@ def test_padding_may_hold_anything(garbage, dtype):
             assert torch.equal(found, expected)
 
 
-def test_l2_is_accurate_far_from_the_origin():
-    """Tokens are taken relative to their mean, in which padding has no part: else ‖a‖² + ‖b‖² − 2ab would lose the digits."""
-    z, valid = padded((50, 3), 16)
-    z = (z + 1000.0).float()
-    options = {"variant": "l2_repel", "tau": 20.0, "norm_coeff": 0.0}
-    found = dispersion_loss(z, valid=valid, **options)
-    expected = [dispersion_loss(z[b : b + 1, valid[b]].double(), **options) for b in range(2)]
-    torch.testing.assert_close(found.double(), torch.cat(expected), rtol=0, atol=1e-5)
-
-
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_a_mask_of_tokens_only_changes_nothing(case):
-    """Not the tokens that are drawn either."""
+    """Not the tokens that are drawn either, which differ by layer."""
     variant, estimator, options = case
     z, _ = padded((300, 300), 6)
-    loss = DispersionLoss(variant, estimator, **options)
+    loss = DispersionLoss(variant, estimator, **options, **({"seed": 4} if estimator == "sampled" else {}))
     results = []
     for valid in (None, torch.ones(2, 300, dtype=torch.bool)):
-        ours = z.nan_to_num(0.0).requires_grad_(True)
-        value = loss([ours], step=5, valid=valid)
-        value.sum().backward()
-        results.append((value.detach(), ours.grad))
+        zs = [z.clone().requires_grad_(True), (2 * z).requires_grad_(True)]
+        values = loss(zs, step=5, valid=valid)
+        values.sum().backward()
+        results.append((values.detach(), *(one.grad for one in zs)))
     for found, expected in zip(*results, strict=True):
         torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-15)
+
+
+def test_one_padded_token_has_no_pair():
+    """A batch may be padded to a length of 1."""
+    for variant, estimator, options in CASES:
+        z = torch.randn(3, 1, 4).requires_grad_(True)
+        valid = torch.tensor([[True], [False], [True]])
+        losses = dispersion_losses([z, z], variant=variant, estimator=estimator, valid=valid, **options)
+        assert torch.equal(losses, torch.zeros(2, 3))
+        losses.sum().backward()
+        assert not z.grad.any()
 
 
 def test_fit_errors_of_padded_sequences():
@@ -74,13 +145,8 @@ def test_fit_errors_of_padded_sequences():
     assert (errors[0][-2:] == 0).all()
 
 
-@pytest.mark.parametrize(
-    ("valid", "message"),
-    [
-        (torch.ones(2, 5), r"valid has shape \(2, 5\) and dtype torch.float32, expected bool \(2, 5\)"),
-        (torch.ones(2, 4, dtype=torch.bool), r"valid has shape \(2, 4\) .* expected bool \(2, 5\)"),
-    ],
-)
-def test_refused(valid, message):
+@pytest.mark.parametrize(("length", "dtype"), [(5, torch.float32), (4, torch.bool)])
+def test_refused(length, dtype):
+    message = rf"valid has shape \(2, {length}\) and dtype {dtype}, expected bool \(2, 5\)"
     with pytest.raises(ValueError, match=message):
-        dispersion_loss(torch.ones(2, 5, 3), valid=valid)
+        dispersion_loss(torch.ones(2, 5, 3), valid=torch.ones(2, length, dtype=dtype))

@@ -1,165 +1,177 @@
-"""The exact estimator against the float64 oracle: values, gradients, dtypes, degenerate tokens, and memory."""
+"""The exact estimator of every variant against its float64 oracle; its tiles, dtypes, memory and numerical edges."""
+
+import math
 
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.oracle import angular, loss_and_gradient, tokens
-from titan_disp.dispersion import dispersion_loss, dispersion_losses, pairwise, vectors
-from titan_disp.dispersion.variants.angular import angular_pair
+from tests.oracle import EVERY_LOSS, EVERY_VARIANT, drawn, loss_and_gradient, oracle, tokens
+from titan_disp.dispersion import dispersion_loss, pairwise
+from titan_disp.dispersion.loss import options_of
+from titan_disp.dispersion.variants import VARIANTS
 
-PARAMETERS = {"tau": 1.0, "clamp": 0.25, "norm_eps": 1e-2}
-
-
-def assert_agrees(z, loss_tolerance, grad_tolerance, **parameters):
-    parameters = PARAMETERS | parameters
-    loss, grad = loss_and_gradient(dispersion_loss, z, **parameters)
-    expected, expected_grad = loss_and_gradient(angular, z.double(), **parameters)
-    assert loss.isfinite().all()
-    assert grad.isfinite().all()
-    torch.testing.assert_close(loss, expected, rtol=0, atol=loss_tolerance)
-    error = (grad - expected_grad).norm() / expected_grad.norm()
-    assert error <= grad_tolerance, f"relative gradient error {error:.1e}"
+# fp32 keeps about 1e-7 a product, and sums over tiles take more. The returned gradient has the dtype of z (bf16: 2^-9).
+TOLERANCE = {torch.float64: (1e-12, 1e-11), torch.float32: (4e-6, 3e-5), torch.bfloat16: (4e-6, 2**-8)}
+SHAPES = [(2, 3, 5), (1, 2, 3), (3, 33, 17), (2, 40, 64), (1, 130, 16), (2, 47, 1000), (2, 213, 7)]
+CASES = [*EVERY_VARIANT, *(("angular", {"tau": tau, "clamp": clamp}) for tau, clamp in ((0.05, 0.25), (2.0, 0.0)))]
 
 
-# fp32 keeps about 1e-7 a product; over the tile sums 2e-6 (value) and 1e-5 (gradient) leave room for any order of summation.
-@pytest.mark.parametrize("n", [2, 3, 47, 513])
-@pytest.mark.parametrize("f", [2, 7, 64, 1000])
-def test_odd_shapes(n, f):
-    assert_agrees(tokens(2, n, f), 2e-6, 1e-5)
+def assert_agrees(z, variant, value_tolerance, grad_tolerance, **options):
+    value, grad = loss_and_gradient(dispersion_loss, z, variant=variant, **options)
+    expected, expected_grad = loss_and_gradient(lambda x: oracle(variant, x, **options), z.double())
+    assert (value - expected).abs().max() <= value_tolerance * max(1.0, expected.abs().max())
+    error = (grad - expected_grad).norm() / expected_grad.norm().clamp_min(1e-30)
+    assert error <= grad_tolerance, f"{tuple(z.shape)}: relative gradient error {error:.1e}"
 
 
-@pytest.mark.parametrize("tau", [0.05, 0.2, 1.0, 2.0])
-def test_temperatures(tau):
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize(("variant", "options"), CASES, ids=str)
+def test_odd_shapes(variant, options, dtype, monkeypatch):
+    """Several tiles, and both forms of decorrelation (F < N and F ≥ N)."""
     # At small τ the sum is dominated by few pairs: the error of a cosine is multiplied by 1/(πτ).
-    assert_agrees(tokens(3, 47, 64), 2e-6 / tau, 1e-5 / min(tau, 1), tau=tau)
-
-
-@pytest.mark.parametrize("mean", [0.0, 3.0])
-def test_bfloat16(mean):
-    # The loss is computed in fp32 from the given bf16 values; the returned gradient is rounded to bf16 (2^-9 relative).
-    assert_agrees(tokens(2, 130, 64, mean=mean).bfloat16(), 2e-6, 2**-8)
+    steep = max(1.0, 1 / options.get("tau", 1.0))
+    for shape in SHAPES:
+        monkeypatch.setattr(pairwise, "TILE_ELEMENTS", shape[0] * 16 * 16)
+        assert_agrees(tokens(*shape).to(dtype), variant, *(steep * t for t in TOLERANCE[dtype]), **options)
 
 
 def test_float16_bears_the_gradient_of_the_sum():
     """∂S/∂z, which is saved, is far beyond float16's 65504 here; ∂L/∂z, which is returned, is about 1."""
-    assert_agrees(1e-4 * tokens(1, 600, 3, mean=0.0).half(), 2e-6, 2**-11, norm_eps=1e-5)
-
-
-def test_float64_is_exact():
-    assert_agrees(tokens(2, 47, 7).double(), 1e-13, 1e-12)
+    assert_agrees(1e-4 * tokens(1, 600, 3, mean=0.0).half(), "angular", 2e-6, 2**-11, norm_eps=1e-5)
 
 
 @pytest.mark.parametrize("side", [2, 3, 16])
 def test_pairs_between_two_shards_in_tiles(side):
     """Σ exp(cosine) of all pairs of an own and another token, by numpy; W the sum of weights times the other's tokens."""
     own, other = (torch.nn.functional.normalize(tokens(2, n, 4, seed=n).double(), dim=-1) for n in (5, 7))
-
-    def pair(cosines):
-        return cosines.exp(), cosines.exp()
-
-    ones = [torch.ones(2, n, 1, dtype=torch.float64) for n in (5, 7)]
+    tiles = [pairwise.Tiles(x, torch.ones_like(x[..., :1]), tile=side) for x in (own, other)]
     w = torch.zeros_like(own)
-    s = pairwise.add_pairs_with(
-        pairwise.Tiles(own, ones[0], tile=side), pairwise.Tiles(other, ones[1], tile=side), w, pair
-    )
+    s = pairwise.add_pairs_with(*tiles, w, lambda cosines: (cosines.exp(), cosines.exp()))
     weights = np.exp(np.einsum("bnf,bmf->bnm", own.numpy(), other.numpy()))
     np.testing.assert_allclose(s.numpy(), weights.sum((1, 2)), rtol=1e-12)
     np.testing.assert_allclose(w.numpy(), np.einsum("bnm,bmf->bnf", weights, other.numpy()), rtol=1e-12)
 
 
-def test_small_tiles_agree_with_one_tile():
-    z = tokens(2, 100, 16).double()
-    scale = 1 / vectors.norms(z)
-    s, v = pairwise.all_pairs(pairwise.Tiles(z, scale), angular_pair(1.0, 0.25))
-    for tile in (1, 16, 33, 99):
-        s_tiled, v_tiled = pairwise.all_pairs(pairwise.Tiles(z, scale, tile=tile), angular_pair(1.0, 0.25))
-        torch.testing.assert_close(s_tiled, s)
-        torch.testing.assert_close(v_tiled, v)
+def one(*tokens_):
+    return torch.cat(tokens_, 1)
 
 
-@pytest.mark.parametrize("clamp", [0.0, 0.25, 0.9])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_degenerate_tokens_are_finite(clamp, dtype):
-    base = tokens(1, 1, 32)
-    identical = base.expand(1, 20, 32)
-    antiparallel = torch.cat([identical, -identical], 1)
-    zeros = torch.zeros(1, 20, 32)
-    mixed = torch.cat([identical[:, :10], -identical[:, :5], zeros[:, :3], tokens(1, 4, 32)], 1)
-    huge = 1e4 * identical
-    for z in (identical, antiparallel, zeros, mixed, huge):
-        loss, grad = loss_and_gradient(dispersion_loss, z.to(dtype), tau=0.05, clamp=clamp, norm_eps=1e-2)
-        assert loss.isfinite().all()
-        assert grad.isfinite().all()
+BASE, OTHERS, ZEROS = tokens(1, 1, 32).expand(1, 20, 32), tokens(1, 20, 32, seed=1), torch.zeros(1, 20, 32)
+LONG = OTHERS * torch.tensor([1e6, 1.0]).repeat(10)[:, None]  # so long that ε does not show: cosines of −1 in fp32
+EXTREME = {
+    "identical": BASE,
+    "huge": 1e4 * BASE,
+    "antiparallel": one(LONG, -LONG),
+    "zeros": ZEROS,
+    "a zero": one(OTHERS, ZEROS[:, :1]),
+    "mixed": one(BASE[:, :10], -BASE[:, :5], ZEROS[:, :3], OTHERS[:, :4]),
+    "far": OTHERS + torch.tensor([1e4, -1e3]).repeat(10)[:, None],  # ℓ2's exponents lie far below fp32's smallest
+    "constant features": one(OTHERS, torch.full((1, 3, 32), 5.0)),
+}
 
 
-@pytest.mark.parametrize("case", ["identical", "antiparallel", "with zeros"])
-def test_degenerate_tokens_agree(case):
-    base = tokens(1, 1, 32).double()
-    z = base.repeat(1, 20, 1)
-    if case == "antiparallel":
-        z = torch.cat([z, -z], 1)
-    if case == "with zeros":
-        # The oracle's ‖z‖ has subgradient 0 at 0, as here.
-        z = torch.cat([z[:, :5], torch.zeros(1, 4, 32), tokens(1, 4, 32)], 1)
-    loss, grad = loss_and_gradient(dispersion_loss, z, **PARAMETERS)
-    expected, expected_grad = loss_and_gradient(angular, z, **PARAMETERS)
-    torch.testing.assert_close(loss, expected)
-    # Beside identical tokens the tangential gradient vanishes; compare with an absolute floor.
-    torch.testing.assert_close(grad, expected_grad, rtol=1e-9, atol=1e-12)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(("variant", "estimator", "options"), EVERY_LOSS, ids=str)
+def test_never_nan(variant, estimator, options, dtype):
+    """For no ε either: 1e-8 is that of torch's cosine_similarity. The product of ε and the smallest norm is 0 in float32."""
+    options = options | drawn(estimator, 5)
+    changes = [{}, *({"norm_eps": eps} for eps in (1e-8, 1e-30) if "norm_eps" in options_of(VARIANTS[variant]))]
+    changes += [{"tau": 0.05, "clamp": clamp} for clamp in (0.0, 0.9) if variant == "angular"]
+    for name, z in EXTREME.items():
+        if dtype == torch.float16 and not z.half().isfinite().all():
+            continue
+        for change in changes:
+            if change.get("norm_eps") == 1e-30 and name in ("zeros", "mixed"):
+                continue  # 1/ε² of two zero tokens is infinite in float32
+            value, grad = loss_and_gradient(
+                dispersion_loss, z.to(dtype), variant=variant, estimator=estimator, **options | change
+            )
+            assert value.isfinite().all(), (name, change)
+            # A zero token's gradient is 1/ε, which float16 and float32 cannot always hold.
+            assert not grad.isnan().any(), (name, change)
+            assert grad[:, (z[0] != 0).any(-1)].isfinite().all(), (name, change)
 
 
-def test_all_zero_tokens():
-    loss, grad = loss_and_gradient(dispersion_loss, torch.zeros(2, 9, 8), **PARAMETERS)
-    torch.testing.assert_close(loss, torch.full((2,), -0.5, dtype=torch.double))  # every pair is orthogonal: D = 1/2
-    assert (grad == 0).all()
+def test_a_zero_token_where_small_numbers_are_flushed_to_zero():
+    if not torch.set_flush_denormal(True):
+        pytest.skip("this processor does not flush denormal numbers")
+    try:
+        _, grad = loss_and_gradient(dispersion_loss, EXTREME["a zero"])
+    finally:
+        torch.set_flush_denormal(False)
+    assert grad.isfinite().all()
 
 
-def test_clamp_is_straight_through():
-    # Two tokens in one narrow cone, far beyond the clamp: a hard clamp would give them no gradient at all.
-    z = torch.tensor([[[1.0, 0.01], [1.0, -0.01]]])
-    _, grad = loss_and_gradient(dispersion_loss, z, **PARAMETERS)
-    assert grad[0, 0, 1] < 0 < grad[0, 1, 1]  # descending moves them apart
+@pytest.mark.parametrize("name", ["identical", "antiparallel", "mixed", "zeros"])
+def test_degenerate_tokens_agree(name):
+    """The oracle's ‖z‖ has subgradient 0 at 0, as here. Beside identical tokens the tangential gradient vanishes."""
+    z = EXTREME[name].double()
+    expected = loss_and_gradient(lambda x: oracle("angular", x), z)
+    torch.testing.assert_close(loss_and_gradient(dispersion_loss, z), expected, rtol=1e-9, atol=1e-12)
 
 
-def test_descent_disperses():
-    z = tokens(1, 64, 16, mean=2.0).requires_grad_(True)
-    start = dispersion_loss(z, **PARAMETERS)
-    optimizer = torch.optim.Adam([z], lr=0.1)
-    for _ in range(50):
-        optimizer.zero_grad()
-        dispersion_loss(z, **PARAMETERS).sum().backward()
-        optimizer.step()
-    assert dispersion_loss(z, **PARAMETERS) < start - 0.1
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("include_diagonal", [True, False])
+def test_l2_is_accurate_far_from_the_origin(include_diagonal, padded):
+    """Tokens are taken relative to their mean, in which padding has no part: ‖a‖² + ‖b‖² − 2ab would lose all digits."""
+    z = tokens(2, 50, 16) + 1000.0
+    valid = torch.ones(2, 50, dtype=torch.bool)
+    if padded:
+        valid[1, 3:] = False
+    options = {"variant": "l2_repel", "tau": 20.0, "norm_coeff": 0.0, "include_diagonal": include_diagonal}
+    filled = z.masked_fill(~valid[..., None], math.nan).requires_grad_(True)
+    values = dispersion_loss(filled, valid=valid if padded else None, **options)
+    values.sum().backward()
+    for b in range(2):
+        alone = z[b : b + 1, valid[b]].double()
+        expected, grad = loss_and_gradient(lambda x: oracle(z=x, **options), alone)
+        torch.testing.assert_close(values[b : b + 1].double(), expected, rtol=0, atol=1e-5)
+        assert (filled.grad[b, valid[b]] - grad[0]).norm() <= 1e-4 * grad.norm()
 
 
-def test_gradcheck():
-    z = tokens(2, 5, 3).double().requires_grad_(True)
-    # Without clamped pairs the loss is differentiable in the ordinary sense.
-    assert torch.autograd.gradcheck(lambda z: dispersion_loss(z, tau=0.5, clamp=1e-6, norm_eps=1e-2), (z,))
+def test_l2_diagonal_decides_who_is_pushed_in_a_wide_model():
+    """The numbers of docs/loss.md. At F = 1024 the pairs' exp(−2048 ± 90) vanish beside the diagonal's N, and λ_norm's
+    2 λ_norm z/(N F) remains. Without the diagonal the closest pair takes it all, with 2‖z_i − z_j‖ for each of the two.
+    """
+    z = tokens(1, 512, 1024, mean=0.0).double()
+    closest = 2 * math.sqrt(2) * torch.pdist(z[0]).min().item()
+    for include_diagonal, expected, tolerance, documented in (
+        (True, 0.2 * z.norm().item() / (512 * 1024), 1e-9, 2.8e-4),
+        (False, closest, 0.01, 100),  # the next pairs take a part
+    ):
+        _, grad = loss_and_gradient(dispersion_loss, z, variant="l2_repel", include_diagonal=include_diagonal)
+        assert grad.norm().item() == pytest.approx(expected, rel=tolerance)
+        assert grad.norm().item() == pytest.approx(documented, rel=0.25)
 
 
-def test_layers_are_independent():
-    zs = [tokens(2, 30, 8, seed=1), tokens(2, 30, 16, seed=2)]
-    losses = dispersion_losses(zs, **PARAMETERS)
-    assert losses.shape == (2, 2)
-    for row, z in zip(losses, zs, strict=True):
-        torch.testing.assert_close(row, dispersion_loss(z, **PARAMETERS))
+@pytest.mark.parametrize("scale", [2.0**-10, 1.0, 2.0**14])
+def test_a_token_of_equal_features_has_no_correlation(scale):
+    """Rounding leaves its features unequal to their mean, which must not be taken for a direction."""
+    z = scale * tokens(1, 3, 999)
+    z[:, 2] = 0.1 * scale
+    assert (z[:, 2] - z[:, 2].mean()).norm() > 0
+    correlation = np.corrcoef(z[0, :2].double().numpy())[0, 1]
+    value, grad = loss_and_gradient(dispersion_loss, z, variant="decorrelation")
+    assert value.item() == pytest.approx(2 * correlation**2 / 6, abs=1e-6)  # of the six pairs, two are not 0
+    assert not grad[:, 2].any()
 
 
 def test_autocast_does_not_reach_inside():
     z = tokens(2, 100, 64)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        inside = dispersion_loss(z, **PARAMETERS)
-    assert torch.equal(inside, dispersion_loss(z, **PARAMETERS))
+        inside = dispersion_loss(z)
+    assert torch.equal(inside, dispersion_loss(z))
 
 
-def test_no_n_by_n_matrix(monkeypatch):
-    """Peak memory of forward + backward grows like N, not N²: no tensor that autograd or the walk holds is larger than a tile."""
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_no_n_by_n_matrix(variant, monkeypatch):
+    """No tensor of forward and backward is larger than a tile or z."""
     monkeypatch.setattr(pairwise, "TILE_ELEMENTS", 64 * 64)
     largest = 0
 
-    class Watch(torch.utils._python_dispatch.TorchDispatchMode):
+    class Watch(TorchDispatchMode):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
             nonlocal largest
             out = func(*args, **(kwargs or {}))
@@ -169,32 +181,5 @@ def test_no_n_by_n_matrix(monkeypatch):
 
     z = tokens(1, 1024, 8).requires_grad_(True)
     with Watch():
-        dispersion_loss(z, **PARAMETERS).sum().backward()
+        dispersion_loss(z, variant=variant).sum().backward()
     assert largest <= max(1024 * 8, 64 * 64) * 4
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"tau": 0.0}, "tau is 0.0"),
-        ({"tau": 1e-3}, "tau is 0.001"),
-        ({"tau": float("nan")}, "tau is nan"),
-        ({"clamp": 1.0}, "clamp is 1.0"),
-        ({"clamp": -0.1}, "clamp is -0.1"),
-        ({"norm_eps": 0.0}, "norm_eps is 0.0"),
-    ],
-)
-def test_bad_parameters(change, message):
-    with pytest.raises(ValueError, match=message):
-        dispersion_loss(tokens(1, 4, 4), **(PARAMETERS | change))
-
-
-def test_bad_shapes():
-    with pytest.raises(ValueError, match=r"1 token\(s\), expected at least 2"):
-        dispersion_loss(tokens(1, 1, 4), **PARAMETERS)
-    with pytest.raises(ValueError, match=r"shape \(4, 4\)"):
-        dispersion_loss(torch.ones(4, 4), **PARAMETERS)
-    with pytest.raises(ValueError, match="no layers"):
-        dispersion_losses([], **PARAMETERS)
-    with pytest.raises(ValueError, match=r"tokens per sequence: \(1, 4, 4\), \(1, 6, 4\)"):
-        dispersion_losses([tokens(1, 4, 4), tokens(1, 6, 4)], **PARAMETERS)

@@ -8,27 +8,22 @@ import transformers
 from torchtitan.models.qwen3 import qwen3_args
 from torchtitan.models.qwen3.model.model import Qwen3Model
 
+import titan_disp.plugin  # noqa: F401
 from tests.published import check_published
 from titan_disp.config.load import load_config
 from titan_disp.errors import ConfigError
 from titan_disp.models.arguments import block_indices
-from titan_disp.models.decoder import draw
+from titan_disp.models.decoder import canonical_name, draw
 from titan_disp.models.qwen3 import Qwen3DispModel, Qwen3HfAdapter, flavors
-
-
-def build(flavor="nano", activations=()):
-    args = flavors[flavor]
-    args.activations = activations
-    args.max_seq_len = 64
-    model = Qwen3DispModel(args)
-    torch.manual_seed(1)
-    model.init_weights()
-    return model
 
 
 @pytest.fixture(scope="module")
 def nano():
-    return build(activations=(2, 6))
+    args = flavors["nano"]
+    args.activations, args.max_seq_len = (2, 6), 64
+    model = Qwen3DispModel(args)
+    model.init_weights()
+    return model
 
 
 TOKENS = torch.arange(40).view(2, 20)
@@ -69,11 +64,9 @@ PUBLISHED = {
 }
 
 
-@pytest.mark.parametrize("flavor", ["debugmodel", *(name for name in PUBLISHED if name != "0.6B_untied")])
-def test_flavors_are_torchtitans(flavor):
-    ours = vars(flavors[flavor])
-    assert ours.pop("activations") == ()
-    assert ours == vars(qwen3_args[flavor])
+def test_flavors_are_torchtitans():
+    for flavor in ["debugmodel", *(name for name in PUBLISHED if name != "0.6B_untied")]:
+        assert vars(flavors[flavor]) == vars(qwen3_args[flavor]) | {"activations": ()}
 
 
 @pytest.mark.parametrize("flavor", PUBLISHED)
@@ -129,38 +122,44 @@ def test_initial_distribution_is_torchtitans(tied):
 
 def test_seed_and_name_decide_the_weights():
     args, shape = flavors["nano"], torch.Size([8, 8])
-    one = draw("layers.0.attention.wq.weight", shape, args, 1)
-    assert torch.equal(one, draw("layers.0.attention.wq.weight", shape, args, 1))
-    assert not torch.equal(one, draw("layers.1.attention.wq.weight", shape, args, 1))
-    assert not torch.equal(one, draw("layers.0.attention.wq.weight", shape, args, 2))
-
-
-@pytest.mark.parametrize(
-    ("layers", "expected"),
-    [("all", (0, 1, 2, 3, 4)), ("last", (4,)), ("early_half", (0, 1)), ("late_half", (2, 3, 4)), ([3, 0], (0, 3))],
-)
-def test_block_indices(layers, expected):
-    assert block_indices(layers, 5) == expected
+    one, again, other_name, other_seed = (
+        draw(f"layers.{layer}.attention.wq.weight", shape, args, seed)
+        for layer, seed in ((0, 1), (0, 1), (1, 1), (0, 2))
+    )
+    assert torch.equal(one, again)
+    assert not torch.equal(one, other_name)
+    assert not torch.equal(one, other_seed)
+    # Activation checkpointing and torch.compile do not.
+    assert canonical_name("layers.0._orig_mod._checkpoint_wrapped_module.w") == "layers.0.w"
 
 
 def test_activations_of_a_config():
-    """Those of a block are its output, 1 more than its index: 0 is the embedding's."""
-    config = load_config(["--dispersion.layers", "0", "3"])
-    args = flavors["nano"]
-    args.update_from_config(config)
-    assert args.activations == ()  # dispersion is off
-    config.dispersion.enabled = True
-    args.update_from_config(config)
-    assert args.activations == (1, 4)
-
-
-@pytest.mark.parametrize(("layers", "expected"), [("all", (1, 2, 3, 4, 5, 7)), ("last", (7,)), ([5, 2], (3, 7))])
-def test_the_last_activation_after_the_final_norm(layers, expected):
-    config = load_config(["--dispersion.enabled", "--dispersion.final_norm"])
-    config.dispersion.layers = layers
-    args = flavors["nano"]
-    args.update_from_config(config)
-    assert args.activations == expected
+    """Those of a block are its output, 1 more than its index: 0 is the embedding's. The final norm's replaces the last's."""
+    config = load_config([])
+    assert (block_indices("early_half", 5), block_indices("late_half", 5)) == ((0, 1), (2, 3, 4))
+    for layers, blocks, with_final_norm in (
+        ("all", (0, 1, 2, 3, 4, 5), (1, 2, 3, 4, 5, 7)),
+        ("last", (5,), (7,)),
+        ("early_half", (0, 1, 2), None),
+        ("late_half", (3, 4, 5), (4, 5, 7)),
+        ([3, 0], (0, 3), None),
+        ([5, 2], (2, 5), (3, 7)),
+    ):
+        assert block_indices(layers, 6) == blocks
+        args, section = flavors["nano"], config.dispersion
+        section.layers, section.enabled, section.final_norm = layers, False, False
+        args.update_from_config(config)
+        assert args.activations == ()
+        section.enabled = True
+        args.update_from_config(config)
+        assert args.activations == tuple(block + 1 for block in blocks)
+        section.final_norm = True
+        if with_final_norm is None:
+            with pytest.raises(ConfigError, match="leaves the last block .* out"):
+                args.update_from_config(config)
+        else:
+            args.update_from_config(config)
+            assert args.activations == with_final_norm
 
 
 @pytest.mark.parametrize("layers", ["first", [5], [-1], [], [1, 1], [True]])
