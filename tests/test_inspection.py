@@ -14,11 +14,11 @@ from huggingface_hub import constants
 from matplotlib.figure import Figure
 from tokenizers import Tokenizer, processors
 
+from tests.json_lines import records
 from tests.saved_run import random_model, save_run
 from tests.test_condensation_command import refused, save_hugging_face
 from titan_disp import cli
 from titan_disp.condensation.record import Condensation
-from titan_disp.data.sample import documents
 from titan_disp.errors import ConfigError
 from titan_disp.lab.export.saved import find_saved, load_model
 from titan_disp.lab.inspection import command as command_module
@@ -123,9 +123,9 @@ def test_one_layer_at_a_time(name):
 
 
 @pytest.fixture(scope="module")
-def text(tmp_path_factory):
+def text(tmp_path_factory, sample):
     path = tmp_path_factory.mktemp("text") / "plain.txt"
-    path.write_text("\n".join(document["text"] for document in documents()[-60:]))
+    path.write_text("\n".join(document["text"] for document in records(sample / "en", "c4-validation*")[-60:]))
     return path
 
 
