@@ -13,11 +13,11 @@ import pyarrow.parquet
 import pytest
 import sentencepiece
 import torch
+import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.command_line import DEMO, train
 from tests.saved_run import SEQ_LEN, random_model, save_run
@@ -55,7 +55,7 @@ def run(tmp_path_factory, model, sample):
 @torch.no_grad()
 def loaded_logits(folder):
     """Compute the exported model's logits. All weights come from the file, and tied weights are the same object."""
-    theirs, info = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+    theirs, info = transformers.AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
     assert not any(info.values()), info
     assert theirs.lm_head.weight is theirs.model.embed_tokens.weight
     return theirs(TOKENS).logits
@@ -81,7 +81,10 @@ def test_logits_tokenizer_and_card(run, model, sample, texts, tmp_path):
     assert (config["rope_theta"], config["rms_norm_eps"], config["max_position_embeddings"]) == (1000000, 1e-6, SEQ_LEN)
     assert (config["bos_token_id"], config["eos_token_id"]) == (None, 1)
 
-    tokenizer, trained = AutoTokenizer.from_pretrained(dest), SentencePieceTokenizer(sample / "tokenizer/sample.model")
+    tokenizer, trained = (
+        transformers.AutoTokenizer.from_pretrained(dest),
+        SentencePieceTokenizer(sample / "tokenizer/sample.model"),
+    )
     assert (tokenizer.eos_token_id, tokenizer.bos_token_id) == (trained.eos_id, None)
     for text in [*PROBES, "</s><unk>", "<unk>", *texts]:
         assert tokenizer(text).input_ids == trained.encode(text), text
@@ -107,7 +110,7 @@ def test_untied_model_of_other_sizes(sample, tmp_path):
     assert [config[key] for key in shape] == [48, 2, 6, 32, False]
     assert f"flavor nano with {sizes.replace('=', ' = ').replace(',', ', ')})" in (dest / "README.md").read_text()
     torch.testing.assert_close(load_model(find_saved(run))(TOKENS), untied(TOKENS), atol=0, rtol=0)
-    theirs, info = AutoModelForCausalLM.from_pretrained(dest, output_loading_info=True)
+    theirs, info = transformers.AutoModelForCausalLM.from_pretrained(dest, output_loading_info=True)
     assert not any(info.values()), info
     assert not torch.equal(theirs.lm_head.weight, theirs.model.embed_tokens.weight)
     torch.testing.assert_close(theirs(TOKENS).logits, untied(TOKENS), atol=1e-4, rtol=0)
@@ -123,7 +126,7 @@ def test_shards_and_dtype(run, model, tmp_path):
     export(ExportOptions(f"{run}/30", tmp_path / "bf16", "bfloat16", "300KB"))
     index = json.loads((tmp_path / "bf16" / "model.safetensors.index.json").read_text())
     assert len(set(index["weight_map"].values())) > 2
-    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "bf16", dtype=torch.bfloat16)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "bf16", dtype=torch.bfloat16)
     assert torch.equal(theirs.model.norm.weight, model.norm.weight.bfloat16())
     loaded_logits(tmp_path / "bf16")
 
@@ -136,7 +139,7 @@ def test_hugging_face_tokenizer_is_copied(model, hf_tokenizer, tmp_path):
     data = ("--training.dataset_path", str(tmp_path / "train.jsonl"), "--stream.text_field", "body")
     export(ExportOptions(save_run(tmp_path / "run", model, hf_tokenizer, *data), tmp_path / "out"))
     assert (tmp_path / "out/tokenizer.json").read_bytes() == (hf_tokenizer / "tokenizer.json").read_bytes()
-    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
     assert tokenizer.eos_token == "<|endoftext|>"
     assert tokenizer.eos_token_id in tokenizer("a<|endoftext|>b").input_ids
     assert tokenizer.eos_token_id not in tokenizer("a<|endoftext|>b", split_special_tokens=True).input_ids
@@ -259,7 +262,10 @@ def test_sentencepiece_on_any_text(pieces, name):
 def test_bos_begins_a_text_as_in_training(files, model, sample, tmp_path, name):
     run = save_run(tmp_path / "run", model, files[name].parent, "--training.dataset_path", str(sample))
     export(ExportOptions(run, tmp_path / "out"))
-    exported, trained = AutoTokenizer.from_pretrained(tmp_path / "out"), SentencePieceTokenizer(files[name])
+    exported, trained = (
+        transformers.AutoTokenizer.from_pretrained(tmp_path / "out"),
+        SentencePieceTokenizer(files[name]),
+    )
     assert exported("a word").input_ids == trained.encode("a word", add_bos=True)
     assert exported("</s> is text", add_special_tokens=False).input_ids == trained.encode("</s> is text")
     assert (exported.bos_token, exported.eos_token) == ("<s>", "</s>")
@@ -316,7 +322,7 @@ def test_last_save_in_hugging_face_format(sample, tmp_path):
     with torch.no_grad():
         torch.testing.assert_close(load_model(find_saved(run))(TOKENS), logits, atol=1e-4, rtol=0)
     trained = SentencePieceTokenizer(sample / "tokenizer/sample.model")
-    assert AutoTokenizer.from_pretrained(step)("a  b").input_ids == trained.encode("a  b")
+    assert transformers.AutoTokenizer.from_pretrained(step)("a  b").input_ids == trained.encode("a  b")
     export(ExportOptions(run, tmp_path / "last"))
     assert torch.equal(loaded_logits(tmp_path / "last"), logits)
 

@@ -25,7 +25,7 @@ from titan_disp.errors import ConfigError
 from titan_disp.lab.sweeps import folder, local
 from titan_disp.lab.sweeps.definition import points, read_sweep
 from titan_disp.lab.sweeps.folder import prepare, ranges, state, submit
-from titan_disp.lab.sweeps.local import first_error, run, summary, time_left
+from titan_disp.lab.sweeps.local import first_error, run, summary
 from titan_disp.run.folder import lock_folder
 from titan_disp.run.reader import read_events, read_metrics
 
@@ -474,11 +474,6 @@ class TestRun:
         assert [local._devices(slot, 2)["CUDA_VISIBLE_DEVICES"] for slot in range(3)] == ["0,1", "2,3", "0,1"]
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
         assert local._devices(1, 2)["CUDA_VISIBLE_DEVICES"] == "6,7"
-
-    def test_time_left(self):
-        """200 steps took ten minutes, so 100 more take five."""
-        assert time_left(600.0, 200, 100) == 300.0
-        assert time_left(600.0, 0, 100) is None
 
 
 @pytest.mark.parametrize(
