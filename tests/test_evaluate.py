@@ -341,41 +341,31 @@ def test_tasks_are_refused(own, monkeypatch):
         build_suite(["word"], own / "no")
 
 
-@pytest.mark.parametrize(
-    ("changed", "message"),
-    [
+def test_arguments_and_models_are_refused(models, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    Path("file").touch()
+    Path("empty").mkdir()
+    a, b = models
+    for changed, message in (
         ({"limit": 0}, "--limit is 0"),
         ({"num_fewshot": -1}, "--num-fewshot is -1"),
         ({"batch_size": 0}, "--batch-size is 0"),
         ({"device": "gpu"}, "--device 'gpu' cannot be used"),
-        ({"models": []}, "no model is given"),
         ({"out": Path("file/inside")}, "is not a writable folder"),
-    ],
-)
-def test_arguments_are_refused(models, tmp_path, monkeypatch, changed, message):
-    monkeypatch.chdir(tmp_path)
-    Path("file").touch()
-    with pytest.raises(ConfigError, match=message):
-        evaluate(EvaluateOptions(**{"models": models, "tasks": ["word"]} | changed))
-
-
-def test_models_are_refused(models, tmp_path, monkeypatch):
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
-    empty = tmp_path / "empty"
-    empty.mkdir()
-    for given, message in (
-        ([models[0], empty], "empty' is not a run's folder"),
-        ([tmp_path / "nothing"], "does not exist"),
-        (["nothing"], "is not a folder here. As a model of the Hugging Face hub"),
-        ([models[0], models[0]], "given twice"),
-        ([f"off={models[0]}", f"on={models[0]}"], "given twice"),
-        ([f"off={models[0]}", f"off={models[1]}"], "two conditions have the same name"),
-        ([f"off={models[0]},"], "expected NAME=A,B,C"),
+        ({"models": []}, "no model is given"),
+        ({"models": [a, "empty"]}, "'empty' is not a run's folder"),
+        ({"models": ["./nothing"]}, "does not exist"),
+        ({"models": ["nothing"]}, "is not a folder here. As a model of the Hugging Face hub"),
+        ({"models": [a, a]}, "given twice"),
+        ({"models": [f"off={a}", f"on={a}"]}, "given twice"),
+        ({"models": [f"off={a}", f"off={b}"]}, "two conditions have the same name"),
+        ({"models": [f"off={a},"]}, "expected NAME=A,B,C"),
     ):
         with pytest.raises(ConfigError, match=message):
-            evaluate(EvaluateOptions(given, ["word"], out=tmp_path / "out"))
-    assert not (tmp_path / "out").exists()
+            evaluate(EvaluateOptions(**{"models": models, "tasks": ["word"], "out": Path("out")} | changed))
+    assert not Path("out").exists()
 
 
 RIGHT = {"a": [1.0, 0, 1, 0, 0], "b": [1.0, 1, 1, 0, 1], "c": [0.0, 1, 1, 0, 1]}  # the documents answered rightly
@@ -458,12 +448,9 @@ def test_warnings_of_the_harness_come_once(capsys):
             logger.warning("no aggregation for %s", task)
             logger.info("about %s", task)
         logger.warning("another")
-    told = capsys.readouterr().err.splitlines()
-    assert told == [
-        "no aggregation for one",
-        "another",
-        "lm_eval gave 2 more warnings of the same kinds, for other tasks or models",
-    ]
+    *first, last = capsys.readouterr().err.splitlines()
+    assert first == ["no aggregation for one", "another"]
+    assert "2 more warnings" in last
     assert logging.getLogger("lm_eval").handlers is before
 
 

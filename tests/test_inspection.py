@@ -1,5 +1,6 @@
 """These tests inspect models: layers one at a time, models of the hub, devices and dtypes, and the paper's sampling."""
 
+import dataclasses
 import json
 import shutil
 import sys
@@ -203,13 +204,10 @@ def test_revisions_over_training(hub, text, command, drawn, tmp_path, names, sho
         assert [line.get_xdata().tolist() for line in drawn["over_steps.png"].axes[0].lines] == [[20, 1000]]
 
 
-@pytest.mark.parametrize(
-    ("revision", "step"),
-    [("step1000", 1000), ("stage1-step140000-tokens294B", 140000), ("step_7", 7), ("main", None), (None, None)],
-)
-def test_steps_of_revisions(revision, step, gpt2):
+def test_steps_of_revisions(gpt2):
+    steps = {"step1000": 1000, "stage1-step140000-tokens294B": 140000, "step_7": 7, "main": None, None: None}
     (target,) = find_targets([str(gpt2)], False, None).values()
-    assert step_of(type(target)(**{**vars(target), "revision": revision})) == step
+    assert {name: step_of(dataclasses.replace(target, revision=name)) for name in steps} == steps
 
 
 def test_what_the_cache_lacks_is_told_with_the_command(hub, text, command, tmp_path, capsys):
@@ -242,21 +240,15 @@ def test_what_the_cache_lacks_is_told_with_the_command(hub, text, command, tmp_p
     assert "'pytorch_model*.bin'])" in told  # the repository may have pickles only
 
 
-@pytest.mark.parametrize(
-    ("name", "model"),
-    [
-        ("gpt2", HubModel("gpt2", None)),
-        ("Qwen/Qwen3-0.6B", HubModel("Qwen/Qwen3-0.6B", None)),
-        ("lab/m@refs/pr/1", HubModel("lab/m", "refs/pr/1")),
-        ("/lab/m", None),
-        ("./gpt2", None),
-        ("outputs/runs/demo", None),
-        ("a b", None),
-        ("m@", None),
-    ],
-)
-def test_ids_of_the_hub(name, model):
-    assert parse_id(name) == model
+def test_ids_of_the_hub():
+    known = {
+        "gpt2": ("gpt2", None),
+        "Qwen/Qwen3-0.6B": ("Qwen/Qwen3-0.6B", None),
+        "lab/m@refs/pr/1": ("lab/m", "refs/pr/1"),
+    }
+    assert {name: parse_id(name) for name in known} == {name: HubModel(*model) for name, model in known.items()}
+    for name in ("/lab/m", "./gpt2", "outputs/runs/demo", "a b", "m@"):
+        assert parse_id(name) is None
 
 
 def test_a_run_goes_before_the_hub(hub, run, monkeypatch):
@@ -376,21 +368,15 @@ def test_the_papers_protocol(gpt2, text, command, tmp_path):
     assert found.averaged_histogram.sum(1) == pytest.approx(np.ones(5))
 
 
-@pytest.mark.parametrize(
-    ("text", "group"),
-    [
-        ("off=a,b,c", ("off", ["a", "b", "c"])),
-        ("on=one", ("on", ["one"])),
-        ("plain", None),
-        ("x=lr=3,y", ("x", ["lr=3", "y"])),
-    ],
-)
-def test_groups(text, group):
-    assert parse_group(text) == group
-
-
-def test_what_is_no_group(tmp_path, monkeypatch):
+def test_groups(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    groups = {
+        "off=a,b,c": ("off", ["a", "b", "c"]),
+        "on=one": ("on", ["one"]),
+        "plain": None,
+        "x=lr=3,y": ("x", ["lr=3", "y"]),
+    }
+    assert {text: parse_group(text) for text in groups} == groups
     (tmp_path / "lr=3").mkdir()
     assert parse_group("lr=3") is None
     for text in ("=a,b", "off=", "off=a,,b", "off=a,a"):
@@ -410,13 +396,10 @@ def test_families_and_pairs(gpt2, hf_tokenizer, text, command, drawn, tmp_path):
     assert [label.get_text() for label in drawn["pairs.png"].axes[0].get_yticklabels()] == ["wide\n→ gpt2"]
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
+def test_bad_groups(gpt2, text, command, tmp_path, capsys):
+    for options, message in (
         (("--family", "gpt2"), "--family is 'gpt2', expected NAME=MODEL,MODEL"),
         (("--family", "gpt2=a"), "with at least two models"),
         (("--pair", "a"), "--pair is 'a', expected two models"),
-    ],
-)
-def test_bad_groups(options, message, gpt2, text, command, tmp_path, capsys):
-    assert message in refused(command, capsys, gpt2, "--text", text, "--out", tmp_path / "out", *options)
+    ):
+        assert message in refused(command, capsys, gpt2, "--text", text, "--out", tmp_path / "out", *options)

@@ -110,6 +110,18 @@ def pictures(page):
     return [base64.b64decode(uri).decode() for uri in re.findall(r'src="data:image/svg\+xml;base64,([^"]+)"', page)]
 
 
+@pytest.fixture
+def drawn():
+    """For tests that need the pictures themselves."""
+
+
+@pytest.fixture(autouse=True)
+def _not_drawn(request, monkeypatch):
+    """Pages have empty pictures, because drawing takes seconds. Those of ``compared`` are made before."""
+    if "drawn" not in request.fixturenames:
+        monkeypatch.setattr(picture_makers, "to_uri", lambda figure: "data:image/svg+xml;base64,AAAA")
+
+
 @pytest.fixture(scope="module")
 def compared(tmp_path_factory):
     """The page shows a run with faults and dispersion, and one without either. Their names and texts are hostile."""
@@ -354,7 +366,7 @@ def test_bins_keep_extremes():
 
 
 @pytest.mark.slow
-def test_a_long_run_makes_a_small_page(tmp_path):
+def test_a_long_run_makes_a_small_page(tmp_path, drawn):
     rng = np.random.default_rng(0)
     noise = rng.standard_normal(40000)
     rows = [row(s, T0 + s, ce=4 + e, grad_norm=float(np.exp(e)), tps=500 + e) for s, e in enumerate(noise, start=1)]
@@ -465,7 +477,7 @@ def test_in_a_browser(compared, tmp_path):
 
 
 @pytest.mark.night
-def test_a_real_run(sample, tmp_path):
+def test_a_real_run(sample, tmp_path, drawn):
     """Training itself writes these rows, events, validation losses and measurements."""
     run = tmp_path / "run"
     options = (
