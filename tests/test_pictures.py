@@ -137,15 +137,6 @@ def test_over_training():
     assert figure.axes[0].get_ylabel() == "mean pairwise cosine"
 
 
-def test_over_training_of_many_runs():
-    """A row has three panels. A long label is broken into lines, because it would reach into the next panel."""
-    figure = plots.over_training({name: {0: condensed(0.1, 0.2, 0.3)} for name in "abcde"})
-    assert [axes.get_title() for axes in figure.axes] == [*"abcde", ""]
-    assert [axes.axison for axes in figure.axes] == [True] * 5 + [False]
-    assert figure.axes[4].get_xlabel() == "layer (0: embedding,\n1: last block, 2: final norm)"
-    assert [axes.get_ylabel() for axes in figure.axes[::3]] == ["mean pairwise cosine"] * 2
-
-
 def test_layer_map():
     by_step = {10: condensed(0.1, 0.2, 0.3, 0.4), 30: condensed(0.5, 0.6, 0.7, 0.75), 70: condensed(0.8, 0.85, 0.9, 1)}
     figure = charts.layer_map(by_step, "_run$1$", end=80)
