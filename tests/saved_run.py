@@ -27,22 +27,12 @@ def random_model(std=0.2, flavor="nano", name="qwen3_disp", overrides=""):
 
 def save_run(folder, model, tokenizer, *options, step=30):
     """Write a run's config.json, environment.json, metrics.jsonl up to step 50, and one checkpoint of ``step``."""
-    config = load_config(
-        [
-            "--job.config_file",
-            str(DEMO),
-            "--model.hf_assets_path",
-            str(tokenizer),
-            "--training.seq_len",
-            str(SEQ_LEN),
-            *options,
-        ]
-    )
+    given = ("--model.hf_assets_path", str(tokenizer), "--training.seq_len", str(SEQ_LEN))
+    config = load_config(["--job.config_file", str(DEMO), *given, *options])
     folder.mkdir(parents=True)
+    environment = {"python": "3.1", "packages": {"torch": "2.99"}, "world_size": 7}
     (folder / "config.json").write_text(json.dumps(config.to_dict()))
-    (folder / "environment.json").write_text(
-        json.dumps({"python": "3.1", "packages": {"torch": "2.99"}, "world_size": 7})
-    )
+    (folder / "environment.json").write_text(json.dumps(environment))
     records = [{"step": s, "ce": 9 - s / 10, "dispersion": -s / 100, "tokens": s * 1024} for s in (10, 20, 50)]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
     state = model.state_dict() | {"optimizer.state": torch.zeros(8)}

@@ -38,44 +38,35 @@ def test_greedy_is_the_models_own_choice(run, model, sample):
 
 def test_sampling_follows_the_seed(run):
     state = torch.get_rng_state()
-    text = generate(GenerateOptions(run, PROMPT, 12, temperature=1.0, seed=1))
+
+    def sampled(**options):
+        return generate(GenerateOptions(run, PROMPT, 12, **options))
+
+    text = sampled(temperature=1.0, seed=1)
     assert text.startswith(PROMPT)
-    assert generate(GenerateOptions(run, PROMPT, 12, temperature=1.0, seed=1)) == text
-    assert generate(GenerateOptions(run, PROMPT, 12, temperature=1.0, seed=2)) != text
-    assert generate(GenerateOptions(run, PROMPT, 12, temperature=1.0, top_k=1)) == generate(
-        GenerateOptions(run, PROMPT, 12, temperature=0)
-    )
+    assert sampled(temperature=1.0, seed=1) == text != sampled(temperature=1.0, seed=2)
+    assert sampled(temperature=1.0, top_k=1) == sampled(temperature=0)
     assert torch.equal(torch.get_rng_state(), state)
 
 
 def test_an_exported_folder_says_the_same(run, tmp_path, capsys, monkeypatch):
+    """transformers has nothing to warn about. Its log does not reach pytest's, and it warns only once in a process."""
     export(ExportOptions(run, tmp_path / "hf"))
+    warned: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: warned.append(record.getMessage())
+    transformers = logging.getLogger("transformers")
+    type(transformers).warning_once.cache_clear()
+    monkeypatch.setattr(transformers, "handlers", [*transformers.handlers, handler])
     said = []
     for target in (run, f"{run}/30", tmp_path / "hf"):
-        monkeypatch.setattr(
-            "sys.argv", ["titan-disp", "generate", str(target), PROMPT, "--max-new-tokens", "9", "--seed", "4"]
-        )
+        options = ("--max-new-tokens", "9", "--seed", "4")
+        monkeypatch.setattr("sys.argv", ["titan-disp", "generate", str(target), PROMPT, *options])
         cli.main()
         said.append(capsys.readouterr().out)
     assert said[0] == said[1] == said[2]
     assert said[0].startswith(PROMPT)
-
-
-def test_transformers_has_nothing_to_warn_about(run, tmp_path):
-    """Its log does not reach pytest's, and it gives most warnings only once in a process."""
-    export(ExportOptions(run, tmp_path / "hf"))
-    said: list[str] = []
-    handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: said.append(record.getMessage())
-    transformers = logging.getLogger("transformers")
-    type(transformers).warning_once.cache_clear()
-    transformers.addHandler(handler)
-    try:
-        generate(GenerateOptions(tmp_path / "hf", PROMPT, 2))
-        generate(GenerateOptions(run, PROMPT, 2))
-    finally:
-        transformers.removeHandler(handler)
-    assert said == []
+    assert warned == []
 
 
 def test_length_ends_with_the_sequence_of_training(run, monkeypatch):
@@ -84,9 +75,7 @@ def test_length_ends_with_the_sequence_of_training(run, monkeypatch):
     monkeypatch.setattr(SentencePieceTokenizer, "decode", lambda self, ids: str(len(ids)))
     assert int(generate(GenerateOptions(run, words, 1, temperature=0))) < SEQ_LEN
     assert int(generate(GenerateOptions(run, words, 100, temperature=0))) == SEQ_LEN
-    with pytest.raises(
-        ConfigError, match=r"the prompt has \d+ tokens, expected fewer than the 64 that the model was trained on"
-    ):
+    with pytest.raises(ConfigError, match=r"the prompt has \d+ tokens, expected fewer than the 64"):
         generate(GenerateOptions(run, words + words))
 
 
@@ -100,9 +89,8 @@ def test_ids_beyond_the_tokenizer_are_never_taken(tmp_path):
     folder.mkdir()
     small.save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text('{"eos_token": "<end>"}')
-    text = generate(
-        GenerateOptions(save_run(tmp_path / "run", random_model(), folder), "a", 20, temperature=1.0, top_k=0)
-    )
+    run = save_run(tmp_path / "run", random_model(), folder)
+    text = generate(GenerateOptions(run, "a", 20, temperature=1.0, top_k=0))
     assert len(text.replace(" ", "")) > 1  # other ids decode to nothing
     assert set(text) <= set("ab ")
 

@@ -34,6 +34,14 @@ def upright(axes):
     return not axes.xaxis_inverted() and not axes.yaxis_inverted()
 
 
+def points(line):
+    return np.round(line.get_xydata(), 6).tolist()
+
+
+def texts(artists):
+    return [artist.get_text() for artist in artists]
+
+
 def darkness(artist, value):
     return 3 - sum(artist.cmap(artist.norm(value))[:3])
 
@@ -61,11 +69,11 @@ def test_heatmap():
 
 def test_side_by_side():
     """Every measurement is below its own name, in rows of three."""
-    levels = {"a": 0.1, "b": 0.3, "c": 0.5, "d": 0.7}
+    levels = {"_a$1$": 0.1, "b": 0.3, "c": 0.5, "d": 0.7}  # the first name is not read as mathematics
     figure = plots.side_by_side({name: condensed(0, level) for name, level in levels.items()}, "all")
     *grid, bar = figure.axes
     assert (figure.get_suptitle(), bar.get_ylabel()) == ("all", "fraction of pairs")
-    assert [axes.get_title() for axes in grid] == ["a", "b", "c", "d", "", ""]
+    assert [axes.get_title() for axes in grid] == [r" _a\$1\$", "b", "c", "d", "", ""]
     assert [axes.axison for axes in grid] == [True] * 4 + [False] * 2
     for axes, level in zip(grid[:4], levels.values(), strict=True):
         assert shown_at(axes.images[0], 1, level) == 1
@@ -73,12 +81,12 @@ def test_side_by_side():
 
 
 def test_mean_cosine_by_layer():
-    figure = plots.mean_cosine_by_layer({"a": condensed(0.1, 0.4, 0.2), "b": condensed(0.3, 0.0, 0.9)})
+    figure = plots.mean_cosine_by_layer({"_a$1$": condensed(0.1, 0.4, 0.2), "b": condensed(0.3, 0.0, 0.9)})
     (axes,) = figure.axes
-    lines = {line.get_label(): line.get_xydata().tolist() for line in axes.lines}
-    assert lines == {"a": [[0, 0.1], [1, 0.4], [2, 0.2]], "b": [[0, 0.3], [1, 0.0], [2, 0.9]]}
+    lines = {line.get_label(): points(line) for line in axes.lines}
+    assert lines == {r" _a\$1\$": [[0, 0.1], [1, 0.4], [2, 0.2]], "b": [[0, 0.3], [1, 0.0], [2, 0.9]]}
     assert (axes.get_xlabel(), axes.get_ylabel()) == (LAYERS, "mean pairwise cosine")
-    assert [text.get_text() for text in figure.legends[0].texts] == ["a", "b"]
+    assert texts(figure.legends[0].texts) == [r" _a\$1\$", "b"]
     small, large = condensed(0.1, 0.2, 0.6), condensed(0.1, 0.3, 0.4, 0.5, 0.7)
     (axes,) = plots.mean_cosine_by_layer({"small": small, "large": large}).axes
     assert [line.get_xdata().tolist() for line in axes.lines] == [[0, 1, 1.05], [0, 1 / 3, 2 / 3, 1, 1.05]]
@@ -88,66 +96,45 @@ def test_mean_cosine_by_layer():
 
 def test_depth_bars():
     """Without the last block, the ranks 3, 1, 2, 4 give ρ = 1 − 6·6/60 and τ = (4 − 2)/6."""
-    found = {
-        "some": condensed(0.5, 0.1, 0.25, 0.1, 0.75),
-        "falling": condensed(0.9, 0.8, 0.95, 0.1),
-        "flat": condensed(0.2, 0.9, 0.209),
-    }
-    (axes,) = plots.depth_bars(found).axes
-    assert axes.get_xlabel() == "rank correlation of the mean cosine with depth\n(last layer: after the final norm)"
-    names = dict(zip(axes.get_yticks(), (label.get_text() for label in axes.get_yticklabels()), strict=True))
+    flat, falling = condensed(0.2, 0.9, 0.209), condensed(0.9, 0.8, 0.95, 0.1)
+    (axes,) = plots.depth_bars(
+        {"some": condensed(0.5, 0.1, 0.25, 0.1, 0.75), "_falling$1$": falling, "flat": flat}
+    ).axes
+    assert axes.get_xlabel().startswith("rank correlation of the mean cosine with depth")
+    names = dict(zip(axes.get_yticks(), texts(axes.get_yticklabels()), strict=True))
     bars = {
-        (container.get_label(), names[round(bar.get_y() + bar.get_height() / 2)]): bar.get_width()
+        (container.get_label(), names[round(bar.get_y() + bar.get_height() / 2)]): round(bar.get_width(), 4)
         for container in axes.containers
         for bar in container
     }
+    expected = {"Spearman's ρ": (0.4, -1, 0), "Kendall's τ": (0.3333, -1, 0)}
     assert bars == {
-        ("Spearman's ρ", "some"): pytest.approx(0.4),
-        ("Kendall's τ", "some"): pytest.approx(1 / 3),
-        ("Spearman's ρ", "falling"): pytest.approx(-1),
-        ("Kendall's τ", "falling"): pytest.approx(-1),
-        ("Spearman's ρ", "flat"): 0,
-        ("Kendall's τ", "flat"): 0,
+        (kind, name): value
+        for kind, values in expected.items()
+        for name, value in zip(("some", r" _falling\$1\$", "flat"), values, strict=True)
     }
-    said = [text.get_text() for text in axes.texts]
-    flat = "– (mean cosines within 0.01)"
-    assert said == ["+0.40", "-1.00", flat, "+0.33", "-1.00", flat]
-    assert axes.yaxis_inverted()  # the first one is on top
-    assert not axes.xaxis_inverted()
+    told = "– (mean cosines within 0.01)"
+    assert texts(axes.texts) == ["+0.40", "-1.00", told, "+0.33", "-1.00", told]
+    assert (axes.yaxis_inverted(), axes.xaxis_inverted()) == (True, False)  # the first one is on top
 
 
 def test_over_training():
     """Each run has a panel. A step has the same colour in all panels and in the legend."""
     runs = {
-        "on": {0: condensed(0.1, 0.2), 50: condensed(0.3, 0.4), 1000: condensed(0.5, 0.6)},
+        "_on$1$": {0: condensed(0.1, 0.2), 50: condensed(0.3, 0.4), 1000: condensed(0.5, 0.6)},
         "off": {0: condensed(0.1, 0.7), 1000: condensed(0.2, 0.9)},
     }
     figure = plots.over_training(runs)
     (legend,) = figure.legends
-    colors = {
-        text.get_text(): tuple(handle.get_color())
-        for text, handle in zip(legend.texts, legend.legend_handles, strict=True)
-    }
-    assert list(colors) == ["0", "50", "1,000"]
-    assert len(set(colors.values())) == 3
+    handles = [tuple(handle.get_color()) for handle in legend.legend_handles]
+    colors = dict(zip(texts(legend.texts), handles, strict=True))
+    assert (list(colors), len(set(handles))) == (["0", "50", "1,000"], 3)
     assert legend.get_title().get_text() == "step"
-    for axes, (name, by_step) in zip(figure.axes, runs.items(), strict=True):
+    for axes, name, by_step in zip(figure.axes, (r" _on\$1\$", "off"), runs.values(), strict=True):
         assert (axes.get_title(), axes.get_xlabel()) == (name, "layer (0: embedding,\n0: last block, 1: final norm)")
-        drawn = {tuple(line.get_color()): line.get_xydata().tolist() for line in axes.lines}
-        assert drawn == {
-            colors[f"{step:,}"]: [[0, found.mean_cosine[0]], [1, found.mean_cosine[1]]]
-            for step, found in by_step.items()
-        }
+        drawn = {tuple(line.get_color()): line.get_ydata().tolist() for line in axes.lines}
+        assert drawn == {colors[f"{step:,}"]: found.mean_cosine.tolist() for step, found in by_step.items()}
     assert figure.axes[0].get_ylabel() == "mean pairwise cosine"
-
-
-def test_over_training_of_many_runs():
-    """A row has three panels. A long label is broken into lines, because it would reach into the next panel."""
-    figure = plots.over_training({name: {0: condensed(0.1, 0.2, 0.3)} for name in "abcde"})
-    assert [axes.get_title() for axes in figure.axes] == [*"abcde", ""]
-    assert [axes.axison for axes in figure.axes] == [True] * 5 + [False]
-    assert figure.axes[4].get_xlabel() == "layer (0: embedding,\n1: last block, 2: final norm)"
-    assert [axes.get_ylabel() for axes in figure.axes[::3]] == ["mean pairwise cosine"] * 2
 
 
 def test_layer_map():
@@ -186,16 +173,6 @@ def test_curves():
     assert [ticks(x) for x in (5, 4096, 2e6, 1.5e9, 3e12)] == ["5", "4.096 k", "2 M", "1.5 B", "3 T"]
 
 
-def test_many_points_are_drawn_as_means_in_a_band():
-    """With 1500 points, a bin has three. The values 0, 1, 2 have the mean 1 and a band from 0 to 2."""
-    x = np.arange(1500.0)
-    (axes,) = charts.curves([charts.Line("a", x, x % 3, place=0)], "step", "loss", charts.as_it_is).axes
-    (band,) = axes.collections
-    assert axes.lines[0].get_ydata() == pytest.approx(np.ones(500))
-    assert axes.lines[0].get_xdata() == pytest.approx(np.arange(1.0, 1500, 3))
-    assert (band.get_paths()[0].vertices[:, 1].min(), band.get_paths()[0].vertices[:, 1].max()) == (0, 2)
-
-
 def scaled(scale, *y):
     line = charts.Line("a", np.arange(float(len(y))), np.array(y), place=0)
     return charts.curves([line], "step", "y", scale).axes[0]
@@ -206,12 +183,11 @@ def test_scales():
     assert scaled(charts.from_zero, 500.0, 500.1).get_ylim()[1] > 520  # not on the frame
     assert scaled(charts.from_zero, 0.0, 0.0).get_ylim()[0] == 0
     assert scaled(charts.correlation, 0.1, 0.2).get_ylim() == (-1.05, 1.05)
-    assert scaled(charts.by_factors, 1.0, 31.0).get_yscale() == "log"
-    assert scaled(charts.by_factors, 1.0, 29.0).get_yscale() == "linear"
-    assert scaled(charts.by_factors, 0.0, 31.0).get_yscale() == "linear"
+    for values, scale in (((1.0, 31.0), "log"), ((1.0, 29.0), "linear"), ((0.0, 31.0), "linear")):
+        assert scaled(charts.by_factors, *values).get_yscale() == scale
     # In steps 0 to 99, the value 50 in the first 5 % is left out, and nothing after it.
-    low, high = scaled(charts.without_the_beginning, *[50.0] * 5, 6.0, *[4.0, 2.0] * 47).get_ylim()
-    assert (low, high) == pytest.approx((2 - 0.05 * 4, 6 + 0.05 * 4))
+    limits = scaled(charts.without_the_beginning, *[50.0] * 5, 6.0, *[4.0, 2.0] * 47).get_ylim()
+    assert limits == pytest.approx((2 - 0.05 * 4, 6 + 0.05 * 4))
 
 
 def test_timeline():
@@ -226,22 +202,74 @@ def test_timeline():
     ]
     above, below = charts.timeline([first, second], events).axes
 
-    def seconds(line):
-        return [round(num2date(x).timestamp() - begin) for x in line.get_xdata(orig=False)]
+    def seconds(xs):
+        return [round(num2date(x).timestamp() - begin) for x in xs]
 
-    assert [(seconds(line), line.get_ydata().tolist()) for line in above.lines] == [
-        ([10, 30], [1, 3]),
-        ([3630, 3650], [2, 3]),
-    ]
-    rows = dict(zip(below.get_yticks(), (label.get_text() for label in below.get_yticklabels()), strict=True))
-    drawn = {rows[line.get_ydata()[0]]: seconds(line) for line in below.lines}
+    drawn = [(seconds(line.get_xdata(orig=False)), line.get_ydata().tolist()) for line in above.lines]
+    assert drawn == [([10, 30], [1, 3]), ([3630, 3650], [2, 3])]
+    rows = dict(zip(below.get_yticks(), texts(below.get_yticklabels()), strict=True))
+    drawn = {rows[line.get_ydata()[0]]: seconds(line.get_xdata(orig=False)) for line in below.lines}
     assert drawn == {"checkpoint": [20, 3660], "save failed": [25]}
     assert list(rows.values()) == ["checkpoint", "save failed"]
     charts.timeline([first], [{"event": "$a_$", "time": begin}]).draw_without_rendering()  # not as mathematics
-    assert below.yaxis_inverted()
-    assert upright(above)
+    assert (below.yaxis_inverted(), upright(above)) == (True, True)
     assert (below.get_xlabel(), above.get_ylabel()) == ("time (UTC)", "step")
     for axes in (above, below):
         (gap,) = axes.patches
-        edges = [gap.get_x(), gap.get_x() + gap.get_width()]
-        assert [round(num2date(x).timestamp() - begin) for x in edges] == [30, 3630]
+        assert seconds([gap.get_x(), gap.get_x() + gap.get_width()]) == [30, 3630]
+
+
+# ρ and τ by hand, without the last block as the paper measures: ranks 3, 1, 2, 4 are 1 − 6·6/60 and (4 − 2)/6.
+RISING, FALLING = condensed(0.1, 0.2, 0.05, 0.3), condensed(0.9, 0.5, 0.6, 0.1)
+SOME = condensed(0.5, 0.1, 0.25, 0.8, 0.75)
+
+
+def test_a_family_by_size():
+    """From the smallest to the largest, whatever the order given; the legend has every model with its size."""
+    large = {"a-large": (2_000_000_000, SOME), "a-small": (124_439_808, FALLING)}
+    figure = plots.by_size({"a": large, "_b$": {"b": (427_008, RISING)}})
+    spearman, kendall = figure.axes
+    assert [points(line) for line in spearman.lines if len(line.get_xdata()) != 2 or line.get_xdata()[0] > 1] == [
+        [[124_439_808, -1], [2_000_000_000, 0.4]],
+        [[427_008, 1]],
+    ]
+    assert points(kendall.lines[1])[1] == [2_000_000_000, pytest.approx(1 / 3, abs=1e-6)]
+    assert (spearman.get_xscale(), spearman.get_xlabel(), spearman.get_ylim()) == ("log", "parameters", (-1.08, 1.08))
+    names = [f"{name} of the mean cosine with depth" for name in ("Spearman's ρ", "Kendall's τ")]
+    assert [axes.get_title() for axes in figure.axes] == names
+    assert texts(figure.legends[0].texts) == ["a: a-small 124M, a-large 2B", r" _b\$: b 427k"]
+    assert {2e8, 5e8, 1e9, 2e9} <= set(spearman.xaxis.get_major_locator().tick_values(124e6, 2e9).round())
+    ticks = spearman.xaxis.get_major_formatter()
+    assert [ticks(x, None) for x in (1e6, 1e9, 1.5e10)] == ["1M", "1B", "15B"]
+
+
+def test_pairs():
+    """The first on top, base and distilled in one row, joined."""
+    figure = plots.pairs([(("base", RISING), ("small$", FALLING)), (("other", SOME), ("made", RISING))])
+    for axes, some in zip(figure.axes, (0.4, 1 / 3), strict=True):
+        base, made = axes.lines[:2]
+        assert [points(base), points(made)] == [[[1, 0], [round(some, 6), 1]], [[-1, 0], [1, 1]]]
+        joined = [segment.tolist() for segment in axes.collections[0].get_segments()]
+        assert joined == [[[1, 0], [-1, 0]], [[pytest.approx(some), 1], [1, 1]]]
+        assert axes.yaxis_inverted()
+    assert texts(figure.axes[0].get_yticklabels()) == ["base\n→ small\\$", "other\n→ made"]
+    assert [label[:18] for label in texts(figure.legends[0].texts)] == ["first of the pair ", "second of the pair"]
+
+
+def test_over_steps():
+    figure = plots.over_steps({"on": {0: RISING, 50: FALLING, 100: SOME}, "_off": {0: RISING, 100: RISING}})
+    drawn = {axes.get_title(): [points(line) for line in axes.lines[:2]] for axes in figure.axes}
+    expected = {
+        "mean pairwise cosine, mean over all blocks": (0.125, 0.55, round(1.15 / 3, 6)),
+        "mean pairwise cosine, last block": (0.05, 0.6, 0.8),
+        "Spearman's ρ of the mean cosine with depth": (1, -1, 0.4),
+        "Kendall's τ of the mean cosine with depth": (1, -1, 0.333333),
+    }
+    assert drawn == {
+        title: [[[0, rising], [50, falling], [100, some]], [[0, rising], [100, rising]]]
+        for title, (rising, falling, some) in expected.items()
+    }
+    assert {axes.get_xscale() for axes in figure.axes} == {"linear"}
+    assert texts(figure.legends[0].texts) == ["on", " _off"]
+    published = plots.over_steps({"pythia": dict.fromkeys((0, 1, 512, 143000), SOME)})
+    assert {axes.get_xscale() for axes in published.axes} == {"symlog"}

@@ -26,44 +26,48 @@ def one(name, seed, group=None, **settings):
     return SimpleNamespace(name=name, group=group, settings={"dispersion.enabled": False, **seeds, **settings})
 
 
-def test_runs_that_differ_in_their_seeds_only():
-    """Different seeds are one condition. A different λ, or the same seed again, is another condition."""
-    on = {"dispersion.enabled": True}
-    runs = [
-        *(one(f"off-seed-{i}", i) for i in (1, 2)),
-        *(one(f"on-seed-{i}", i, **on) for i in (1, 2, 3)),
-        one("small-lambda", 1, **on, **{"dispersion.coeff": 0.01}),
-        *(one(f"again-{i}", 7, **{"optimizer.lr": 1.0}) for i in "ab"),
-    ]
-    assert conditions(runs) == [
-        ("off (2 seeds)", [0, 1]),
-        ("on (3 seeds)", [2, 3, 4]),
-        ("small-lambda", [5]),
-        ("again-a", [6]),
-        ("again-b", [7]),
-    ]
-
-
-def test_runs_that_were_named_together():
-    """Their configs and seeds, and the runs between them, do not matter."""
-    runs = [one("a", 1), one("b", 1, "x", **{"optimizer.lr": 2.0}), one("c", 2), one("d", 1, "x"), one("e", 3, "y")]
-    found = [("a (2 seeds)", [0, 2]), ("x (2 seeds)", [1, 3]), ("y", [4])]
-    assert conditions(runs) == found
+ON = {"dispersion.enabled": True}
+OTHER = {"optimizer.lr": 1.0}
 
 
 @pytest.mark.parametrize(
-    ("names", "common"),
+    ("runs", "found"),
     [
-        (("off-1", "off-12"), "off"),
-        (("on_seed_1_long", "on_seed_2_long"), "on"),
-        (("seed-1", "seed-2"), "seed"),
-        (("lr0.1-a", "lr0.1-b"), "lr0.1"),
-        (("a", "b"), "a"),
+        # Different seeds are one condition. A different λ, or the same seed again, is another condition.
+        (
+            [
+                *(one(f"off-seed-{i}", i) for i in (1, 2)),
+                *(one(f"on-seed-{i}", i, **ON) for i in (1, 2, 3)),
+                one("small-lambda", 1, **ON, **{"dispersion.coeff": 0.01}),
+                *(one(f"again-{i}", 7, **OTHER) for i in "ab"),
+            ],
+            [
+                ("off (2 seeds)", [0, 1]),
+                ("on (3 seeds)", [2, 3, 4]),
+                ("small-lambda", [5]),
+                ("again-a", [6]),
+                ("again-b", [7]),
+            ],
+        ),
+        # Of runs that were named together, configs, seeds and the runs between them do not matter.
+        (
+            [one("a", 1), one("b", 1, "x", **OTHER), one("c", 2), one("d", 1, "x"), one("e", 3, "y")],
+            [("a (2 seeds)", [0, 2]), ("x (2 seeds)", [1, 3]), ("y", [4])],
+        ),
+        *(
+            ([one(name, i) for i, name in enumerate(names)], [(f"{common} (2 seeds)", [0, 1])])
+            for names, common in (
+                (("off-1", "off-12"), "off"),
+                (("on_seed_1_long", "on_seed_2_long"), "on"),
+                (("seed-1", "seed-2"), "seed"),
+                (("lr0.1-a", "lr0.1-b"), "lr0.1"),
+                (("a", "b"), "a"),
+            )
+        ),
     ],
 )
-def test_names_of_conditions(names, common):
-    runs = [one(name, i) for i, name in enumerate(names)]
-    assert conditions(runs) == [(f"{common} (2 seeds)", [0, 1])]
+def test_conditions(runs, found):
+    assert conditions(runs) == found
 
 
 def test_the_page(tmp_path):
@@ -108,16 +112,16 @@ def test_a_band_by_hand(three):
 
 def test_seeds_without_a_shared_step(three):
     """Seeds that were logged at different steps keep their own lines, in one colour."""
-    lines = [Line("a", np.array([1.0, 3]), np.array([5.0, 6]), 0), Line("b", np.array([2.0, 4]), np.array([7.0, 8]), 1)]
-    assert [(line.name, line.place, line.low) for line in by_condition(three, lines)] == [
+    a, b = (
+        Line(n, np.array(x), np.array(y), i)
+        for i, (n, x, y) in enumerate((("a", [1.0, 3], [5.0, 6]), ("b", [2.0, 4], [7.0, 8])))
+    )
+    assert [(line.name, line.place, line.low) for line in by_condition(three, [a, b])] == [
         ("a", 0, None),
         ("b", 0, None),
     ]
-    a_hole = [
-        Line("a", np.array([1.0, 2, 3]), np.array([5.0, np.nan, 7]), 0),
-        Line("b", np.arange(1.0, 4), np.ones(3), 1),
-    ]
-    (line,) = by_condition(three, a_hole)
+    a_hole = Line("a", np.array([1.0, 2, 3]), np.array([5.0, np.nan, 7]), 0)
+    (line,) = by_condition(three, [a_hole, Line("b", np.arange(1.0, 4), np.ones(3), 1)])
     assert (line.x.tolist(), line.high.tolist()) == ([1, 3], [5, 7])
 
 

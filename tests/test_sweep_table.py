@@ -9,66 +9,50 @@ import pytest
 from scipy import stats
 
 from tests.command_line import DEMO
+from tests.markdown import table
 from titan_disp.condensation.record import BINS, Condensation
 from titan_disp.errors import ConfigError
 from titan_disp.lab import statistics
 from titan_disp.lab.statistics import sign_flip_p
 from titan_disp.lab.sweeps.comparison import Condition, Member, differences, final_metric, write_table
 from titan_disp.lab.sweeps.definition import points, read_sweep
-from titan_disp.text import markdown_table
 
 
-class TestSignFlip:
-    @pytest.mark.parametrize(
-        ("differences", "p"),
-        [
-            ([1, 2, 3], 2 / 8),
-            ([-1, -2, -3], 2 / 8),
-            ([1, 2, -3], 1.0),  # the sum is 0
-            ([3, 3, -1], 4 / 8),  # +++ and ++− reach 5, and so do their mirror images
-            ([0, 0, 2], 1.0),
-            ([0, 1, 1], 4 / 8),
-            ([0.1, 0.2, 0.3], 2 / 8),
-            ([5], 1.0),
-            ([1] * 6, 2 / 64),
-        ],
-    )
-    def test_by_hand(self, differences, p):
-        assert sign_flip_p(differences) == p
-        assert sign_flip_p([*differences, float("nan")]) is None
+@pytest.mark.parametrize(
+    ("differences", "p"),
+    [
+        ([1, 2, 3], 2 / 8),
+        ([-1, -2, -3], 2 / 8),
+        ([1, 2, -3], 1.0),  # the sum is 0
+        ([3, 3, -1], 4 / 8),  # +++ and ++− reach 5, and so do their mirror images
+        ([0, 0, 2], 1.0),
+        ([0.1, 0.2, 0.3], 2 / 8),
+        ([5], 1.0),
+        ([1] * 6, 2 / 64),
+    ],
+)
+def test_sign_flips_by_hand(differences, p):
+    assert sign_flip_p(differences) == p
+    assert sign_flip_p([*differences, float("nan")]) is sign_flip_p([]) is None
 
-    @pytest.mark.parametrize("n", [2, 5, 9])
-    def test_all_patterns_one_by_one(self, n):
-        """Many sums of whole numbers are equal, so a missed tie would show."""
-        d = np.random.default_rng(n).integers(-4, 6, n)
-        sums = [abs(np.dot(signs, d)) for signs in itertools.product((-1, 1), repeat=n)]
-        assert sign_flip_p(d) == np.mean([s >= abs(d.sum()) for s in sums])
 
-    def test_scipy(self):
-        d = np.random.default_rng(3).normal(0.3, 1.0, 11)
-        exact = stats.permutation_test((d,), np.mean, permutation_type="samples", n_resamples=np.inf)
-        assert sign_flip_p(d) == pytest.approx(exact.pvalue, rel=1e-12)
+def test_sign_flips_of_many_and_of_ties(monkeypatch):
+    """Many sums of whole numbers are equal, so a missed tie would show. The order of floating-point sums does not matter.
 
-    def test_the_order_of_sums_does_not_matter(self):
-        """0.1 + 0.2 + 0.3 is not 0.3 + 0.2 + 0.1 in floating point, but both are as far from 0 as the observed sum."""
-        d = [0.1, 0.2, 0.3, 0.4, 0.7]
-        assert {sign_flip_p(order) for order in itertools.permutations(d)} == {2 / 32}
-
-    def test_many_pairs(self, monkeypatch):
-        """Of 40 equal pairs, two of 10¹² patterns count: those with all signs equal. A random sample has neither.
-
-        scipy then counts the observed pattern itself, on either side.
-        """
-        monkeypatch.setattr(statistics, "EXACT", 12)
-        assert sign_flip_p([0.5] * 40) == pytest.approx(2 / (2**12 + 1), rel=1e-12)
-        d = np.random.default_rng(4).normal(0.3, 1.0, 13)
-        monkeypatch.setattr(statistics, "EXACT", 13)
-        exact = sign_flip_p(d)
-        monkeypatch.setattr(statistics, "EXACT", 12)
-        assert exact != sign_flip_p(d) == sign_flip_p(d) == pytest.approx(exact, abs=0.03)
-
-    def test_nothing_to_flip(self):
-        assert sign_flip_p([]) is None
+    Of 40 equal pairs, two of 10¹² patterns count: those with all signs equal. A random sample has neither. scipy then
+    counts the observed pattern itself, on either side.
+    """
+    d = np.random.default_rng(9).integers(-4, 6, 9)
+    sums = [abs(np.dot(signs, d)) for signs in itertools.product((-1, 1), repeat=9)]
+    assert sign_flip_p(d) == np.mean([s >= abs(d.sum()) for s in sums])
+    assert {sign_flip_p(order) for order in itertools.permutations([0.1, 0.2, 0.3, 0.4, 0.7])} == {2 / 32}
+    d = np.random.default_rng(4).normal(0.3, 1.0, 13)
+    exact = sign_flip_p(d)
+    scipys = stats.permutation_test((d,), np.mean, permutation_type="samples", n_resamples=np.inf)
+    assert exact == pytest.approx(scipys.pvalue, rel=1e-12)
+    monkeypatch.setattr(statistics, "EXACT", 12)
+    assert sign_flip_p([0.5] * 40) == pytest.approx(2 / (2**12 + 1), rel=1e-12)
+    assert exact != sign_flip_p(d) == sign_flip_p(d) == pytest.approx(exact, abs=0.03)
 
 
 def condition(name, values):
@@ -100,16 +84,12 @@ class TestDifferences:
 
     def test_holm_over_the_points(self):
         """Holm multiplies 2/16, the smallest of three, by 3, and 4/16 by 2. A point without pairs is not a test."""
-        seeds = range(4)
-        off = condition("off", dict.fromkeys(seeds, 0.0))
-        clear = condition("clear", dict(zip(seeds, (1.0, 2.0, 3.0, 4.0), strict=True)))
-        none = condition("none", dict(zip(seeds, (1.0, -1.0, 1.0, -1.0), strict=True)))
-        some = condition("some", dict(zip(seeds, (4.0, 3.0, 2.0, -0.5), strict=True)))
-        missing = condition("missing", {9: 1.0})
-        found = {c.name: c.difference for c in differences([clear, none, off, missing, some], "off")}
-        assert {n: d.p_value for n, d in found.items() if d} == {"clear": 0.125, "none": 1.0, "some": 0.25}
-        assert {n: d.holm for n, d in found.items() if d} == {"clear": 0.375, "none": 1.0, "some": 0.5}
-        assert found["missing"] is None
+        values = {"clear": (1, 2, 3, 4), "none": (1, -1, 1, -1), "some": (4, 3, 2, -0.5), "off": (0, 0, 0, 0)}
+        every = [condition(name, dict(enumerate(v))) for name, v in values.items()]
+        found = {c.name: c.difference for c in differences([*every, condition("missing", {9: 1.0})], "off")}
+        assert found.pop("missing") is found.pop("off") is None
+        assert {n: d.p_value for n, d in found.items()} == {"clear": 0.125, "none": 1.0, "some": 0.25}
+        assert {n: d.holm for n, d in found.items()} == {"clear": 0.375, "none": 1.0, "some": 0.5}
 
 
 def a_run(folder, ce, held_out=None, steps=4, complete=True, cosines=None):
@@ -135,29 +115,24 @@ def a_run(folder, ce, held_out=None, steps=4, complete=True, cosines=None):
     (folder / "events.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
-class TestFinal:
-    def test_numbers(self, tmp_path):
-        """Numbers come from the last row and the last measurement on held-out text. Blocks have 0.2, 0.4 and 0.6."""
-        a_run(tmp_path / "run", 3.0, 3.5, cosines=[0.0, 0.2, 0.4, 0.6, 0.9])
-        found = {
-            name: final_metric(tmp_path / "run", name)
-            for name in ("ce", "loss", "cross_entropy", "spearman", "validation")
-        }
-        assert found == {"ce": 3.0, "loss": 13.0, "cross_entropy": 3.5, "spearman": 0.5, "validation": None}
-        assert final_metric(tmp_path / "run", "mean_cosine") == pytest.approx(0.4)
-        assert final_metric(tmp_path / "run", "mean_cosine.late_blocks") == pytest.approx(0.6)
-        with pytest.raises(ConfigError, match="has no part 'middle'; it has blocks"):
-            final_metric(tmp_path / "run", "mean_cosine.middle")
-        with pytest.raises(ConfigError, match="the metric is 'accuracy' .*, expected validation, cross_entropy"):
-            final_metric(tmp_path / "run", "accuracy")
-
-    def test_what_is_not_the_end_or_no_number(self, tmp_path):
-        """A measurement before the last row is not from the end. NaN counts as no number."""
-        a_run(tmp_path / "early", 3.0, 3.5)
-        with open(tmp_path / "early" / "metrics.jsonl", "a") as file:
-            file.write('{"step": 5, "time": 10, "ce": NaN}\n')
-        assert final_metric(tmp_path / "early", "cross_entropy") is None
-        assert final_metric(tmp_path / "early", "ce") is None
+def test_final_metrics(tmp_path):
+    """Numbers come from the last row and the last measurement on held-out text. Blocks have 0.2, 0.4 and 0.6."""
+    run = tmp_path / "run"
+    a_run(run, 3.0, 3.5, cosines=[0.0, 0.2, 0.4, 0.6, 0.9])
+    expected = {"ce": 3.0, "loss": 13.0, "cross_entropy": 3.5, "spearman": 0.5, "validation": None}
+    assert {name: final_metric(run, name) for name in expected} == expected
+    assert final_metric(run, "mean_cosine") == pytest.approx(0.4)
+    assert final_metric(run, "mean_cosine.late_blocks") == pytest.approx(0.6)
+    for wrong, told in (
+        ("mean_cosine.middle", "has no part 'middle'; it has blocks"),
+        ("accuracy", "the metric is 'accuracy' .*, expected validation, cross_entropy"),
+    ):
+        with pytest.raises(ConfigError, match=told):
+            final_metric(run, wrong)
+    # A measurement before the last row is not from the end. NaN counts as no number.
+    with open(run / "metrics.jsonl", "a") as file:
+        file.write('{"step": 5, "time": 10, "ce": NaN}\n')
+    assert final_metric(run, "cross_entropy") is final_metric(run, "ce") is None
 
 
 @pytest.fixture
@@ -182,70 +157,62 @@ name = "on"
     return made
 
 
-class TestTable:
-    def test_all_of_it(self, sweep, tmp_path):
-        """−0.1 and −0.2 have the mean −0.15 and s.e. 0.05. t with 1 degree of freedom is 12.7062 at 97.5 %."""
-        text = write_table(sweep, against="off")
-        rows = [
-            [cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line.startswith("|")
-        ]
-        assert rows[0] == [
-            "condition",
-            "seeds",
-            "held-out cross-entropy",
-            "difference to off",
-            "pairs",
-            "95 % interval",
-            "p",
-            "Holm",
-        ]
-        assert rows[2:] == [
-            ["off", "2 of 2", "5.1000 ± 0.1000", "–", "–", "–", "–", "–"],
-            ["on_coeff-0.1", "2 of 2", "4.9500 ± 0.0500", "-0.1500 ± 0.0500", "2", "-0.7853 … +0.4853", "0.5", "0.5"],
-            ["on_coeff-1.0", "0 of 2", "–", "–", "–", "–", "–", "–"],
-        ]
-        assert "**The table lacks 2 of 6 points**" in text
-        assert "- on_coeff-1.0_seed-1: unfinished: stop at step 2: SIGTERM" in text
-        assert "- on_coeff-1.0_seed-2: finished without a finite cross_entropy at its end" in text
-        with open(sweep.folder / "table.csv") as file:
-            table = {row["point"]: row for row in csv.DictReader(file)}
-        assert (table["on_coeff-0.1"]["finished"], table["on_coeff-1.0"]["finished"]) == ("2", "0")
-        assert float(table["on_coeff-0.1"]["low"]) == pytest.approx(-0.15 - 0.05 * 12.70620474, rel=1e-6)
-        assert table["on_coeff-1.0"]["difference"] == ""
-        with open(sweep.folder / "values.csv") as file:
-            values = {row["run"]: row for row in csv.DictReader(file)}
-        assert len(values) == 6
-        assert values["off_seed-2"] == {
-            **{"run": "off_seed-2", "point": "off", "seeds": "debug.seed=2", "metric": "cross_entropy", "value": "5.2"},
-            "missing": "",
-        }
-        assert values["on_coeff-1.0_seed-1"]["missing"].startswith("unfinished")
-        assert (sweep.folder / "table.png").read_bytes()[1:4] == b"PNG"
+def read_csv(path):
+    with open(path, newline="") as file:
+        header, *rows = csv.reader(file)
+    return header, {row[0]: dict(zip(header, row, strict=True)) for row in rows}
 
-    def test_without_held_out_text(self, sweep, tmp_path):
-        """Training cross-entropy replaces missing measurements, with a note unless the user asked for it."""
-        for file in sweep.folder.glob("*/metrics.jsonl"):
-            file.write_text("".join(line for line in file.open() if "condensation" not in line))
-        text = write_table(sweep, tmp_path / "out")
-        assert "training cross-entropy of the last logged step. (No finished run has measured held-out text.)" in text
-        assert "difference to" not in text
-        assert {p.name for p in (tmp_path / "out").iterdir()} == {"table.md", "table.csv", "values.csv", "table.png"}
-        assert "No finished run" not in write_table(sweep, tmp_path / "out", metric="ce")
 
-    def test_a_column_of_one_letter(self):
-        """`:` alone is not a ruler in Markdown."""
-        assert markdown_table([["a", "p"], ["b", "1"]], left=1) == "| a  |  p |\n| -- | -: |\n| b  |  1 |"
+def test_the_table(sweep):
+    """−0.1 and −0.2 have the mean −0.15 and s.e. 0.05. t with 1 degree of freedom is 12.7062 at 97.5 %."""
+    text = write_table(sweep, against="off")
+    begin = ["condition", "seeds", "held-out cross-entropy", "difference to off", "pairs", "95 % interval", "p", "Holm"]
+    assert table(text) == [
+        begin,
+        ["off", "2 of 2", "5.1000 ± 0.1000", "–", "–", "–", "–", "–"],
+        ["on_coeff-0.1", "2 of 2", "4.9500 ± 0.0500", "-0.1500 ± 0.0500", "2", "-0.7853 … +0.4853", "0.5", "0.5"],
+        ["on_coeff-1.0", "0 of 2", "–", "–", "–", "–", "–", "–"],
+    ]
+    assert "lacks 2 of 6 points" in text
+    assert "- on_coeff-1.0_seed-1: unfinished: stop at step 2: SIGTERM" in text
+    assert "- on_coeff-1.0_seed-2: finished without a finite cross_entropy" in text
+    header, rows = read_csv(sweep.folder / "table.csv")
+    numbers = ("difference", "difference_standard_error", "low", "high", "p", "holm")
+    assert header == ["point", "points", "finished", "mean", "standard_error", "against", "pairs", *numbers]
+    on = rows["on_coeff-0.1"]
+    assert [on[name] for name in ("points", "finished", "against", "pairs")] == ["2", "2", "off", "2"]
+    half = 0.05 * 12.70620474
+    assert [float(on[name]) for name in numbers] == pytest.approx([-0.15, 0.05, -0.15 - half, -0.15 + half, 0.5, 0.5])
+    assert (rows["on_coeff-1.0"]["finished"], rows["on_coeff-1.0"]["difference"]) == ("0", "")
+    header, values = read_csv(sweep.folder / "values.csv")
+    assert header == ["run", "point", "seeds", "metric", "value", "missing"]
+    assert len(values) == 6
+    assert list(values["off_seed-2"].values()) == ["off_seed-2", "off", "debug.seed=2", "cross_entropy", "5.2", ""]
+    assert values["on_coeff-1.0_seed-1"]["missing"].startswith("unfinished")
+    assert (sweep.folder / "table.png").read_bytes()[1:4] == b"PNG"
 
-    def test_names_that_are_not_there(self, sweep):
-        with pytest.raises(ConfigError, match="is 'of', expected one of off, on_coeff-0.1, on_coeff-1.0"):
-            write_table(sweep, against="of")
-        with pytest.raises(ConfigError, match="the metric is 'x'"):
-            write_table(sweep, metric="x")
 
-    def test_before_anything_has_run(self, tmp_path):
-        (tmp_path / "s.toml").write_text(
-            f'[sweep]\nconfig = "{DEMO}"\nfolder = "{tmp_path}/none"\n[grid]\n"debug.seed" = [1]\n'
-        )
-        text = write_table(read_sweep(tmp_path / "s.toml"))
-        assert "| demo_cpu  | 0 of 1 |" in text
-        assert "seed-1: not started" in text
+def test_without_held_out_text(sweep, tmp_path):
+    """Training cross-entropy replaces missing measurements, with a note unless the user asked for it."""
+    for file in sweep.folder.glob("*/metrics.jsonl"):
+        file.write_text("".join(line for line in file.open() if "condensation" not in line))
+    text = write_table(sweep, tmp_path / "out")
+    assert table(text)[0] == ["condition", "seeds", "training cross-entropy of the last logged step"]
+    assert "No finished run has measured held-out text" in text
+    assert {p.name for p in (tmp_path / "out").iterdir()} == {"table.md", "table.csv", "values.csv", "table.png"}
+    assert "No finished run" not in write_table(sweep, tmp_path / "out", metric="ce")
+
+
+def test_names_that_are_not_there(sweep):
+    with pytest.raises(ConfigError, match="is 'of', expected one of off, on_coeff-0.1, on_coeff-1.0"):
+        write_table(sweep, against="of")
+    with pytest.raises(ConfigError, match="the metric is 'x'"):
+        write_table(sweep, metric="x")
+
+
+def test_before_anything_has_run(tmp_path):
+    text = f'[sweep]\nconfig = "{DEMO}"\nfolder = "{tmp_path}/none"\n[grid]\n"debug.seed" = [1]\n'
+    (tmp_path / "s.toml").write_text(text)
+    text = write_table(read_sweep(tmp_path / "s.toml"))
+    assert table(text)[1][:2] == ["demo_cpu", "0 of 1"]
+    assert "seed-1: not started" in text

@@ -25,7 +25,7 @@ from titan_disp.errors import ConfigError
 from titan_disp.lab.sweeps import folder, local
 from titan_disp.lab.sweeps.definition import points, read_sweep
 from titan_disp.lab.sweeps.folder import prepare, ranges, state, submit
-from titan_disp.lab.sweeps.local import first_error, run, summary, time_left
+from titan_disp.lab.sweeps.local import first_error, run, summary
 from titan_disp.run.folder import lock_folder
 from titan_disp.run.reader import read_events, read_metrics
 
@@ -50,18 +50,15 @@ class TestPoints:
         """Every combination is a point. Seeds are not part of a condition. Both keys of a line take the same value."""
         grid = '[grid]\n"dispersion.coeff" = [0.0, 0.1]\n"debug.seed, stream.seed" = [1, 2]\n'
         found = points(sweep(grid, "--training.steps=4"))
-        assert [(point.name, point.condition) for point in found] == [
-            ("coeff-0.0_seed-1", "coeff-0.0"),
-            ("coeff-0.0_seed-2", "coeff-0.0"),
-            ("coeff-0.1_seed-1", "coeff-0.1"),
-            ("coeff-0.1_seed-2", "coeff-0.1"),
-        ]
+        names = [f"{condition}_seed-{seed}" for condition in ("coeff-0.0", "coeff-0.1") for seed in (1, 2)]
+        assert [point.name for point in found] == [point.folder.name for point in found] == names
+        assert [point.condition for point in found] == ["coeff-0.0", "coeff-0.0", "coeff-0.1", "coeff-0.1"]
         assert found[2].argv() == [
             *(str(DEMO), "--training.steps=4", "--dispersion.coeff=0.1", "--debug.seed=1", "--stream.seed=1"),
             *("--job.dump_folder", str(found[2].folder)),
         ]
-        assert found[2].folder.name == "coeff-0.1_seed-1"
         assert found[1].seeds == {"debug.seed": 2, "stream.seed": 2}
+        assert {point.condition for point in points(sweep('[grid]\n"debug.seed" = [1, 2]'))} == {"demo_cpu"}
 
     def test_a_list_and_a_grid(self, sweep):
         """Each listed point is combined with its own grid and with the common one."""
@@ -77,22 +74,10 @@ name = "on"
 "debug.seed" = [7, 8]
 """
         found = points(sweep(text))
-        assert [point.name for point in found] == [
-            *(
-                "off_seed-7",
-                "off_seed-8",
-                "on_tau-0.5_seed-7",
-                "on_tau-0.5_seed-8",
-                "on_tau-1_seed-7",
-                "on_tau-1_seed-8",
-            )
-        ]
-        assert list(dict.fromkeys(point.condition for point in found)) == ["off", "on_tau-0.5", "on_tau-1"]
+        conditions = ["off", "on_tau-0.5", "on_tau-1"]
+        assert [point.name for point in found] == [f"{one}_seed-{seed}" for one in conditions for seed in (7, 8)]
+        assert list(dict.fromkeys(point.condition for point in found)) == conditions
         assert found[0].overrides == ("--dispersion.no-enabled", "--debug.seed=7")
-
-    def test_seeds_alone_are_one_condition(self, sweep):
-        found = points(sweep('[grid]\n"debug.seed" = [1, 2]'))
-        assert {point.condition for point in found} == {"demo_cpu"}
 
     def test_names_are_safe_and_unique(self, sweep):
         """Booleans and lists are written as on a command line. A hash distinguishes values of the same name."""
@@ -109,8 +94,7 @@ name = "on"
             assert not set(point.name) - set("abcdefghijklmnopqrstuvwxyz0123456789._+-"), point.name
             assert (point.folder.parent / point.name).resolve() == point.folder.resolve()
         first, last = found[0], found[-1]
-        assert first.name.startswith("enabled-true_layers-all_dataset_path-a-b-c-")
-        assert first.name.endswith("_debug.seed--1_stream.seed-3")
+        assert re.fullmatch(r"enabled-true_layers-all_dataset_path-a-b-c-\w+_debug.seed--1_stream.seed-3", first.name)
         assert last.name.startswith("enabled-false_layers-0+2_dataset_path-")
         assert first.overrides[:2] == ("--dispersion.enabled", "--dispersion.layers=all")
         assert last.overrides[:4] == ("--dispersion.no-enabled", "--dispersion.layers", "0", "2")
@@ -122,18 +106,10 @@ name = "on"
 "model.overrides" = ["hidden_dim=16", ["hidden_dim=32", "n_layers=2"], {hidden_dim = 48, n_layers = 2}, ""]
 """
         found = points(sweep(text))
-        assert [point.name for point in found[4:]] == [
-            "name-gpt2_disp_overrides-hidden_dim-16",
-            "name-gpt2_disp_overrides-hidden_dim-32+n_layers-2",
-            "name-gpt2_disp_overrides-hidden_dim-48-n_layers-2",
-            "name-gpt2_disp_overrides-empty",
-        ]
-        assert [point.overrides[1:] for point in found[:4]] == [
-            ("--model.overrides=hidden_dim=16",),
-            ("--model.overrides=hidden_dim=32,n_layers=2",),
-            ("--model.overrides=hidden_dim=48,n_layers=2",),
-            ("--model.overrides=",),
-        ]
+        names = ("hidden_dim-16", "hidden_dim-32+n_layers-2", "hidden_dim-48-n_layers-2", "empty")
+        assert [point.name for point in found[4:]] == [f"name-gpt2_disp_overrides-{name}" for name in names]
+        options = ("hidden_dim=16", "hidden_dim=32,n_layers=2", "hidden_dim=48,n_layers=2", "")
+        assert [point.overrides[1:] for point in found[:4]] == [(f"--model.overrides={one}",) for one in options]
 
     @pytest.mark.parametrize(
         ("key", "value"),
@@ -162,17 +138,11 @@ name = "on"
             ("", "nothing varies"),
             ('[grid]\n"compile.components" = [["model,loss"]]', "'model,loss', which has a comma: .* splits it there"),
             ('[grid]\n"compile.components" = [["model", 1]]', "expected a string, a number"),
-            ('[grid]\n"dispersion.layers" = [[[0, 1], [2]]]', "expected a string, a number"),
-            ('[grid]\n"parallelism.module_fqns_per_model_part" = [[["norm"], []]]', "expected a string, a number"),
-            (
-                '[grid]\n"parallelism.module_fqns_per_model_part" = [[["norm"], "output"]]',
-                "expected a string, a number",
-            ),
+            ('[grid]\n"parallelism.module_fqns_per_model_part" = [[["norm"], "output"]]', "expected a string"),
             ("[grids]", "unknown key in of '.*': grids \\(did you mean grid"),
             ("[grid]\ndispersion.coeff = [1]", 'write keys with a dot in quotes: "dispersion.coeff"'),
             ('[grid]\n"dispersion.coeff" = 1', "expected a list of values"),
             ('[grid]\n"dispersion.coeff" = []', "expected a list of values"),
-            ('[grid]\n"dispersion.coeff" = [{a = 1}]', "expected a string, a number"),
             ("[grid]\nseed = [1]", "'seed' cannot vary"),
             ('[grid]\n"job.dump_folder" = ["a"]', "'job.dump_folder' cannot vary"),
             ('[grid]\n"debug.seed" = [1]\n"stream.seed, debug.seed" = [2]', "varies debug.seed twice"),
@@ -192,18 +162,20 @@ name = "on"
         with pytest.raises(ConfigError, match=told):
             points(sweep(text))
 
-    def test_the_sweep_section(self, tmp_path):
-        file = tmp_path / "s.toml"
-        for text, told in (
+    @pytest.mark.parametrize(
+        ("text", "told"),
+        [
             ("[sweep]\nconfig = 'a'", "has no folder"),
             ("[grid]", "has no \\[sweep\\] section"),
             ("[sweep]\nconfig = 1\nfolder = 'b'", "sweep.config is 1"),
             ("[sweep]\nconfig = 'a'\nfolder = 'b'\nseed = 1", "unknown key in \\[sweep\\] of"),
             ("[sweep", "is not valid TOML"),
-        ):
-            file.write_text(text)
-            with pytest.raises(ConfigError, match=told):
-                read_sweep(file)
+        ],
+    )
+    def test_the_sweep_section(self, tmp_path, text, told):
+        (tmp_path / "s.toml").write_text(text)
+        with pytest.raises(ConfigError, match=told):
+            read_sweep(tmp_path / "s.toml")
 
 
 GRID = '[grid]\n"dispersion.coeff" = [0.0, 0.1]\n"debug.seed" = [1, 2]\n'
@@ -217,37 +189,31 @@ def nano(sample):
     )
 
 
+ONE = '[grid]\n"debug.seed" = [1]'
+
+
 class TestPrepare:
     def test_every_config_is_checked_before_anything_is_written(self, sweep, sample):
         """The real loader and checks find an unknown key, a wrong type, and a value that cannot work."""
-        text = """
-[[points]]
-name = "fine"
-[[points]]
-name = "unknown"
-overrides = ["--dispersion.coef=1"]
-[[points]]
-name = "type"
-overrides = ["--dispersion.tau=warm"]
-[[points]]
-name = "batch"
-overrides = ["--training.global_batch_size=3"]
-"""
+        wrong = {"fine": "", "unknown": "--dispersion.coef=1", "type": "--dispersion.tau=warm"}
+        wrong["batch"] = "--training.global_batch_size=3"
+        text = "".join(
+            f'[[points]]\nname = "{n}"\noverrides = {json.dumps([o] if o else [])}\n' for n, o in wrong.items()
+        )
         made = sweep(text, *nano(sample))
         with pytest.raises(ConfigError) as raised:
             prepare(made, 1)
-        first, second, third = str(raised.value).splitlines()
-        assert first.startswith("the point unknown: ")
-        assert "--dispersion.coef" in first
-        assert second.startswith("the point type: ")
-        assert "warm" in second
-        assert third == (
-            "the point batch: training.global_batch_size 3 is not a positive multiple of local_batch_size 4 × 1 data-parallel "
-            "rank = 4"
-        )
+        told = str(raised.value).splitlines()
+        for line, (name, words) in zip(
+            told,
+            {"unknown": "--dispersion.coef", "type": "warm", "batch": "global_batch_size 3 is not"}.items(),
+            strict=True,
+        ):
+            assert line.startswith(f"the point {name}: ")
+            assert words in line
         assert not made.folder.exists()
 
-    def test_missing_data_is_found_once(self, sweep, tmp_path):
+    def test_missing_data_is_found_for_every_point(self, sweep, tmp_path):
         with pytest.raises(ConfigError, match="the point coeff-0.0_seed-1: .*tokenizer") as raised:
             prepare(sweep(GRID, *nano(tmp_path / "nothing")), 1)
         assert len(str(raised.value).splitlines()) == 4
@@ -264,28 +230,27 @@ overrides = ["--training.global_batch_size=3"]
         assert two[0].argv[0] == str(tmp_path / "runs" / "seed-1" / "point.toml")
         assert (tmp_path / "runs" / "seed-1" / "point.toml").read_bytes() == DEMO.read_bytes()
         # A config that is written differently is the same point.
-        (same,) = prepare(sweep('[grid]\n"debug.seed" = [1]', *nano(sample), "--dispersion.tau=1.0"), 1)
+        (same,) = prepare(sweep(ONE, *nano(sample), "--dispersion.tau=1.0"), 1)
         assert same.argv == two[0].argv  # as in its first start, with the copy of the file from then
-        with pytest.raises(
-            ConfigError, match=r"the point seed-1: its config has changed .*: dispersion.tau 1.0 → 2.0\. "
-        ):
-            prepare(sweep('[grid]\n"debug.seed" = [1]', *nano(sample), "--dispersion.tau=2.0"), 1)
+        with pytest.raises(ConfigError, match=r"seed-1: its config has changed .*: dispersion.tau 1.0 → 2.0\. "):
+            prepare(sweep(ONE, *nano(sample), "--dispersion.tau=2.0"), 1)
 
     def test_a_model_that_is_no_more_overridden(self, sweep, sample):
         """A table that is left out has no key. A table that is written differently is the same."""
-        text = '[grid]\n"debug.seed" = [1]'
-        prepare(sweep(text, *nano(sample), "--model.overrides=hidden_dim=16,n_layers=2"), 1)
-        prepare(sweep(text, *nano(sample), "--model.overrides=n_layers=2, hidden_dim=16"), 1)
-        with pytest.raises(ConfigError, match=r"config has changed .* model.overrides.hidden_dim 16 → None[,.]"):
-            prepare(sweep(text, *nano(sample)), 1)
-        with pytest.raises(
-            ConfigError, match=r"changed .*: model.overrides.dim None → 32, model.overrides.hidden_dim 16 → None\. "
+        for same in ("hidden_dim=16,n_layers=2", "n_layers=2, hidden_dim=16"):
+            prepare(sweep(ONE, *nano(sample), f"--model.overrides={same}"), 1)
+        for other, told in (
+            ((), r"model.overrides.hidden_dim 16 → None[,.]"),
+            (("--model.overrides=dim=32,n_layers=2",), r"dim None → 32, model.overrides.hidden_dim 16 → None\. "),
         ):
-            prepare(sweep(text, *nano(sample), "--model.overrides=dim=32,n_layers=2"), 1)
+            with pytest.raises(
+                ConfigError, match=f"config has changed .* {told}" if not other else f"changed .*{told}"
+            ):
+                prepare(sweep(ONE, *nano(sample), *other), 1)
 
     def test_an_older_version_knew_fewer_keys(self, sweep, sample, tmp_path):
         """A key that the record does not have had its default."""
-        made = sweep('[grid]\n"debug.seed" = [1]', *nano(sample))
+        made = sweep(ONE, *nano(sample))
         prepare(made, 1)
         file = tmp_path / "runs" / "seed-1" / "point.json"
         record = json.loads(file.read_text())
@@ -298,7 +263,7 @@ overrides = ["--training.global_batch_size=3"]
 
     def test_a_folder_that_is_something_else(self, sweep, sample, tmp_path):
         """The folder of another run is refused. Files of a call that was killed while it wrote are accepted."""
-        made = sweep('[grid]\n"debug.seed" = [1]', *nano(sample))
+        made = sweep(ONE, *nano(sample))
         run = tmp_path / "runs" / "seed-1"
         run.mkdir(parents=True)
         (run / "point.toml").touch()
@@ -311,38 +276,42 @@ overrides = ["--training.global_batch_size=3"]
         assert (run / "point.toml").read_bytes() == DEMO.read_bytes()
 
 
-class TestState:
-    def test_finished(self, tmp_path):
-        """The run's last event decides, also after a stop at budget.stop_at_tokens, and after another start."""
-        for lines, expected in (
-            ([], ("not started", "it has not begun to train")),
-            ([("start", 0, "")], ("unfinished", "begun, step 0 or later")),
-            ([("start", 0, ""), ("stop", 2, "SIGTERM")], ("unfinished", "stop at step 2: SIGTERM")),
-            ([("start", 0, ""), ("complete", 4, "")], ("finished", "step 4")),
-            ([("complete", 4, ""), ("complete", 4, "")], ("finished", "step 4")),
-            ([("start", 0, ""), ("stop", 3, "budget.stop_at_tokens")], ("finished", "step 3")),
-            ([("start", 0, ""), ("complete", 4, ""), ("checkpoint", 4, "")], ("finished", "step 4")),
-            ([("complete", 4, ""), ("start", 0, ""), ("checkpoint", 2, "")], ("unfinished", "begun, step 4 or later")),
-        ):
-            self.events(tmp_path, lines)
-            assert state(tmp_path) == expected
+def write_events(run, lines):
+    """Write (event, step, reason) as the run's events."""
+    text = [{"time": "2026-01-01T00:00:00+00:00", "event": e, "step": s, "reason": r} for e, s, r in lines]
+    (run / "events.jsonl").write_text("".join(json.dumps(line) + "\n" for line in text))
 
-    def test_failed(self, tmp_path):
-        """The record of the sweep or of the supervisor decides, unless the point is finished."""
-        self.events(tmp_path, [("start", 0, "")])
-        (tmp_path / "supervisor.jsonl").write_text(
-            '{"state": "train"}\n{"state": "give up", "reason": "three times"}\n'
-        )
-        assert state(tmp_path) == ("failed", "three times")
-        (tmp_path / "failed.json").write_text('{"status": 1, "error": "no data"}')
-        assert state(tmp_path) == ("failed", "no data")
-        self.events(tmp_path, [("start", 0, ""), ("complete", 4, "")])
-        assert state(tmp_path) == ("finished", "step 4")
 
-    @staticmethod
-    def events(run, lines):
-        text = [{"time": "2026-01-01T00:00:00+00:00", "event": e, "step": s, "reason": r} for e, s, r in lines]
-        (run / "events.jsonl").write_text("".join(json.dumps(line) + "\n" for line in text))
+START, COMPLETE = ("start", 0, ""), ("complete", 4, "")
+
+
+@pytest.mark.parametrize(
+    ("lines", "expected"),
+    [
+        ([], ("not started", "it has not begun to train")),
+        ([START], ("unfinished", "begun, step 0 or later")),
+        ([START, ("stop", 2, "SIGTERM")], ("unfinished", "stop at step 2: SIGTERM")),
+        ([START, COMPLETE], ("finished", "step 4")),
+        ([COMPLETE, COMPLETE], ("finished", "step 4")),
+        ([START, ("stop", 3, "budget.stop_at_tokens")], ("finished", "step 3")),
+        ([START, COMPLETE, ("checkpoint", 4, "")], ("finished", "step 4")),
+        ([COMPLETE, START, ("checkpoint", 2, "")], ("unfinished", "begun, step 4 or later")),
+    ],
+)
+def test_the_last_event_decides_the_state(tmp_path, lines, expected):
+    write_events(tmp_path, lines)
+    assert state(tmp_path) == expected
+
+
+def test_state_of_a_failed_point(tmp_path):
+    """The record of the sweep or of the supervisor decides, unless the point is finished."""
+    write_events(tmp_path, [START])
+    (tmp_path / "supervisor.jsonl").write_text('{"state": "train"}\n{"state": "give up", "reason": "three times"}\n')
+    assert state(tmp_path) == ("failed", "three times")
+    (tmp_path / "failed.json").write_text('{"status": 1, "error": "no data"}')
+    assert state(tmp_path) == ("failed", "no data")
+    write_events(tmp_path, [START, COMPLETE])
+    assert state(tmp_path) == ("finished", "step 4")
 
 
 cached_defaults = functools.cache(folder.defaults)
@@ -393,9 +362,8 @@ class TestRun:
         results = prepared(**{NAMES[1]: "fail", NAMES[2]: "crash", NAMES[3]: "die"})
         assert outcomes(results) == dict(zip(NAMES, ("finished", "failed", "failed", "failed"), strict=True))
         told = summary(results)
-        assert told[0] == "1 finished, 3 failed"
         log = tmp_path / "runs" / NAMES[1] / "sweep.log"
-        assert told[1] == f"  {NAMES[1]}: failed: the data is not there (status 2; {log})"
+        assert told[:2] == ["1 finished, 3 failed", f"  {NAMES[1]}: failed: the data is not there (status 2; {log})"]
         assert "RuntimeError: it broke (status 1; " in told[2]
         assert "killed by SIGKILL" in told[3]
         assert [state(tmp_path / "runs" / name)[0] for name in NAMES] == ["finished", "failed", "failed", "failed"]
@@ -405,14 +373,12 @@ class TestRun:
 
         results = prepared(**{NAMES[2]: "fail"})
         assert outcomes(results) == dict(zip(NAMES, ("finished", "finished", "failed", "finished"), strict=True))
-        assert starts(tmp_path) == {NAMES[0]: 1, NAMES[1]: 1, NAMES[2]: 1, NAMES[3]: 2}
+        assert starts(tmp_path) == dict(zip(NAMES, (1, 1, 1, 2), strict=True))
         assert "the data is not there" in summary(results)[1]  # not the error of the first call
         assert "1 finished, 3 to train" in capsys.readouterr().out
-
-        assert set(outcomes(prepared()).values()) == {"finished"}
-        assert starts(tmp_path) == {NAMES[0]: 1, NAMES[1]: 1, NAMES[2]: 2, NAMES[3]: 2}
-        assert set(outcomes(prepared()).values()) == {"finished"}
-        assert starts(tmp_path) == {NAMES[0]: 1, NAMES[1]: 1, NAMES[2]: 2, NAMES[3]: 2}
+        for _ in range(2):
+            assert set(outcomes(prepared()).values()) == {"finished"}
+            assert starts(tmp_path) == dict(zip(NAMES, (1, 1, 2, 2), strict=True))
 
     def signalled(self, tmp_path, count, number=signal.SIGINT, times=1, pause=1.2):
         """Signal this process as soon as so many points train, and again after ``pause`` seconds."""
@@ -471,33 +437,27 @@ class TestRun:
             lock.close()
         assert set(outcomes(prepared()).values()) == {"finished"}
 
-    def test_another_call_has_finished_it_meanwhile(self, prepared, tmp_path):
+    def test_another_call_has_finished_it_meanwhile(self, prepared, tmp_path, monkeypatch):
         """The state is read again under the lock."""
-        prepared(text='[grid]\n"dispersion.coeff" = [0.0]\n"debug.seed" = [1]')
-        held = lock_folder(tmp_path / "runs" / NAMES[0], local.LOCK)
-        complete = (tmp_path / "runs" / NAMES[0] / "events.jsonl").read_text()
-        (tmp_path / "runs" / NAMES[0] / "events.jsonl").unlink()
-
-        def finish():
-            time.sleep(1)
-            (tmp_path / "runs" / NAMES[0] / "events.jsonl").write_text(complete)
-            held.close()
-
-        threading.Thread(target=finish, daemon=True).start()
-        results = prepared(text='[grid]\n"dispersion.coeff" = [0.0]\n"debug.seed" = [1]')
-        assert outcomes(results) == {NAMES[0]: "finished"}
-        assert starts(tmp_path)[NAMES[0]] == 1
+        prepared(text=ONE)
+        events = tmp_path / "runs" / "seed-1" / "events.jsonl"
+        complete = events.read_text()
+        events.unlink()
+        lock = local.lock_folder
+        monkeypatch.setattr(local, "lock_folder", lambda *args: events.write_text(complete) and lock(*args))
+        assert outcomes(prepared(text=ONE)) == {"seed-1": "finished"}
+        assert starts(tmp_path)["seed-1"] == 1
 
     def test_one_core_each(self, prepared, tmp_path, monkeypatch):
         monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-        prepared(text='[grid]\n"debug.seed" = [1]', jobs=3)
+        prepared(text=ONE, jobs=3)
         found = json.loads((tmp_path / "runs" / "seed-1" / "environment").read_text())
         expected = {"OMP_NUM_THREADS": "1", "WORLD_SIZE": "1", "RANK": "0", "MASTER_PORT": "0", "LOCAL_WORLD_SIZE": "3"}
         assert {name: found[name] for name in expected} == expected
 
     def test_several_ranks_come_from_torchrun(self, sweep, sample, monkeypatch):
         monkeypatch.setattr(folder, "load_config", loaded_once)
-        made = prepare(sweep('[grid]\n"debug.seed" = [1]', *nano(sample)), 2)
+        made = prepare(sweep(ONE, *nano(sample)), 2)
         runner = local._Runner(made, 1, 2, "titan_disp.train")
         command = runner._command(made[0])
         assert command[:5] == ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=0"]
@@ -512,19 +472,11 @@ class TestRun:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
         assert local._devices(1, 2)["CUDA_VISIBLE_DEVICES"] == "6,7"
 
-    def test_time_left(self):
-        """200 steps took ten minutes, so 100 more take five."""
-        assert time_left(600.0, 200, 100) == 300.0
-        assert time_left(600.0, 0, 100) is None
-
 
 @pytest.mark.parametrize(
     ("text", "error"),
     [
-        (
-            "step 1\n[rank0]: Traceback\n[rank0]: torch.OutOfMemoryError: no memory\n",
-            "torch.OutOfMemoryError: no memory",
-        ),
+        ("step 1\n[rank0]: Traceback\n[rank0]: torch.OutOfMemoryError: none\n", "torch.OutOfMemoryError: none"),
         ("ValueError: first\nDuring handling\nKeyError: 'last'\nwarning\n", "KeyError: 'last'"),
         ("RuntimeError: x\nx.errors.ChildFailedError:\n", "RuntimeError: x"),
         ("titan-disp: error: mend it\nSystemExit\n", "mend it"),
@@ -541,38 +493,35 @@ def test_first_error(tmp_path, text, error):
     assert first_error(log, begin) == error
 
 
-class TestSubmit:
-    def test_ranges(self):
-        assert ranges([7, 0, 1, 2, 3, 9, 10]) == "0-3,7,9-10"
+def test_submit(sweep, sample, tmp_path, monkeypatch, capsys):
+    """The plan of the first point is printed, and an array of the unfinished points, if any, is submitted."""
+    assert ranges([7, 0, 1, 2, 3, 9, 10]) == "0-3,7,9-10"
+    monkeypatch.delenv("TITAN_DISP_PYTHON", raising=False)
+    monkeypatch.setattr(folder, "load_config", loaded_once)
+    made = sweep(GRID, *nano(sample))
+    jobs = {"jobs": 2, "gpus_per_node": 0, "site": "local_cpu", "sbatch": ("time=15", "account=abc")}
+    options = SweepOptions(made.folder, **jobs, dry_run=True)
 
-    def test_the_command(self, sweep, sample, tmp_path, monkeypatch, capsys):
-        """The plan of the first point is printed, and an array of the unfinished points, if any, is submitted."""
-        monkeypatch.delenv("TITAN_DISP_PYTHON", raising=False)
-        monkeypatch.setattr(folder, "load_config", loaded_once)
-        made = sweep(GRID, *nano(sample))
-        jobs = {"jobs": 2, "gpus_per_node": 0, "site": "local_cpu", "sbatch": ("time=15", "account=abc")}
-        options = SweepOptions(made.folder, **jobs, dry_run=True)
+    def told():
+        assert submit(made, options) == 0
+        return capsys.readouterr().out
 
-        def told():
-            assert submit(made, options) == 0
-            return capsys.readouterr().out
-
-        line = (
-            "sbatch --nodes=1 --array={}%2 --time=15 --account=abc "
-            f"--export=ALL,TITAN_DISP_SITE=local_cpu,TITAN_DISP_PYTHON={sys.executable} {ROOT}/slurm/sweep.sbatch {made.folder}"
-        )
-        first = told()
-        assert first.splitlines()[0].endswith("0 finished, 4 to submit")
-        assert "4 of 512 tokens" in first  # the plan has 4 steps of 16 × 32 tokens
-        assert first.splitlines()[-1] == line.format("0-3")
-        (made.folder / NAMES[1] / "failed.json").write_text('{"error": "it broke"}')
-        for name in (NAMES[0], NAMES[2]):
-            TestState.events(made.folder / name, [("complete", 4, "")])
-        assert told().splitlines()[-1] == line.format("1,3")
-        assert (made.folder / NAMES[1] / "failed.json").exists()  # a dry run deletes nothing
-        for name in NAMES:
-            TestState.events(made.folder / name, [("complete", 4, "")])
-        assert told() == f"4 points in {made.folder}: 4 finished, 0 to submit\n"
+    line = (
+        "sbatch --nodes=1 --array={}%2 --time=15 --account=abc "
+        f"--export=ALL,TITAN_DISP_SITE=local_cpu,TITAN_DISP_PYTHON={sys.executable} {ROOT}/slurm/sweep.sbatch {made.folder}"
+    )
+    first = told()
+    assert first.splitlines()[0].endswith("0 finished, 4 to submit")
+    assert "4 of 512 tokens" in first  # the plan has 4 steps of 16 × 32 tokens
+    assert first.splitlines()[-1] == line.format("0-3")
+    (made.folder / NAMES[1] / "failed.json").write_text('{"error": "it broke"}')
+    for name in (NAMES[0], NAMES[2]):
+        write_events(made.folder / name, [COMPLETE])
+    assert told().splitlines()[-1] == line.format("1,3")
+    assert (made.folder / NAMES[1] / "failed.json").exists()  # a dry run deletes nothing
+    for name in NAMES:
+        write_events(made.folder / name, [COMPLETE])
+    assert told() == f"4 points in {made.folder}: 4 finished, 0 to submit\n"
 
 
 @pytest.mark.parametrize("file", sorted((ROOT / "train_configs" / "sweeps").glob("*.toml")), ids=lambda file: file.stem)
@@ -601,26 +550,20 @@ def test_the_cost_of_the_experiment_at_124m(monkeypatch):
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr(plans, "MAX_NODES", 1)
     file, tuning = (ROOT / "train_configs" / "sweeps" / f"evidence_124m{part}.toml" for part in ("", "_tuning"))
-    said = re.search(
-        r"predicts (\d+) .*? and (\d+) without.*?: (\d+) hours .*?, and (\d+) hours", file.read_text(), re.S
-    )
+    pattern = r"predicts (\d+) .*? and (\d+) without.*?: (\d+) hours .*?, and (\d+) hours"
+    said = [int(number) for number in re.search(pattern, file.read_text(), re.S).groups()]
+    main, first = read_sweep(file), read_sweep(tuning)
     minutes = {}
-    for point in points(read_sweep(file)):
+    for point in points(main):
         if point.seeds == {"debug.seed": 1, "stream.seed": 1}:
             plan = plans.make_plan(load_config(["--job.config_file", *point.argv()]), Machine(1, 1))
             minutes[point.condition] = plan.time.days * 1440
-    assert [round(minutes[name]) for name in ("on", "off")] == [int(number) for number in said.groups()[:2]]
     hours = sum(minutes.values()) / 60
-    assert [round(8 * hours), round(6 * hours)] == [int(number) for number in said.groups()[2:]]
-    assert (
-        f"plan predicts {int(said[3]) + int(said[4])} hours on an H100" in (ROOT / "docs" / "evidence.md").read_text()
-    )
-    main, first = read_sweep(file), read_sweep(tuning)
+    assert said == [round(number) for number in (minutes["on"], minutes["off"], 8 * hours, 6 * hours)]
+    assert f"plan predicts {said[2] + said[3]} hours on an H100" in (ROOT / "docs" / "evidence.md").read_text()
     assert (main.config, main.overrides) == (first.config, first.overrides)
-    rate = "--optimizer.lr=6e-4"
-    assert [(one.name, (*one.overrides, rate)) for one in first.listed] == [
-        (one.name, one.overrides) for one in main.listed
-    ]
+    rated = [(one.name, (*one.overrides, "--optimizer.lr=6e-4")) for one in first.listed]
+    assert rated == [(one.name, one.overrides) for one in main.listed]
 
 
 @pytest.mark.night
@@ -628,8 +571,11 @@ def test_the_cost_of_the_experiment_at_124m(monkeypatch):
 def test_killed_in_the_middle(sample, tmp_path):
     """After kill -9 of a real 2 × 2 sweep, the point in training saves and ends. Finished points are not repeated."""
     file = write(tmp_path / "sweep.toml", GRID, overrides=(*nano(sample), "--checkpoint.interval=1"))
-    command = [sys.executable, "-m", "titan_disp.cli", "sweep", str(file)]
-    first = subprocess.Popen(command, cwd=ROOT, env=environment(), stdout=subprocess.PIPE, text=True)
+    command, options = (
+        [sys.executable, "-m", "titan_disp.cli", "sweep"],
+        {"cwd": ROOT, "env": environment(), "text": True},
+    )
+    first = subprocess.Popen([*command, str(file)], **options, stdout=subprocess.PIPE)
     runs = tmp_path / "runs"
     deadline = time.monotonic() + 600
     while not any(e["event"] == "start" for e in read_events(runs / NAMES[1])):
@@ -643,35 +589,24 @@ def test_killed_in_the_middle(sample, tmp_path):
         assert time.monotonic() < deadline
         time.sleep(0.05)
     assert [state(runs / name)[0] for name in NAMES] == ["finished", "unfinished", "not started", "not started"]
-    assert (read_events(runs / NAMES[1])[-1]["event"], read_events(runs / NAMES[1])[-1]["reason"]) == (
-        "stop",
-        "SIGTERM",
-    )
+    last = read_events(runs / NAMES[1])[-1]
+    assert (last["event"], last["reason"]) == ("stop", "SIGTERM")
 
-    done = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=600)
+    done = subprocess.run([*command, str(file)], **options, capture_output=True, timeout=600)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "1 finished, 3 to train, 1 at a time" in done.stdout
     assert done.stdout.splitlines()[-1] == "4 finished"
-    begun = {
-        name: [e["event"] for e in read_events(runs / name) if e["event"] in ("start", "resume")] for name in NAMES
-    }
-    assert begun == {NAMES[0]: ["start"], NAMES[1]: ["start", "resume"], NAMES[2]: ["start"], NAMES[3]: ["start"]}
+    begun = [[e["event"] for e in read_events(runs / name) if e["event"] in ("start", "resume")] for name in NAMES]
+    assert begun == [["start"], ["start", "resume"], ["start"], ["start"]]
 
     # A point, interrupted or not, equals the run of `titan-disp train` with the same config bit for bit.
-    train(DEMO, sample, tmp_path / "alone", *nano(sample)[:4], "--dispersion.coeff=0.0", "--debug.seed=2")
-    losses = [
-        {step: row["loss"] for step, row in read_metrics(r).items()} for r in (tmp_path / "alone", runs / NAMES[1])
-    ]
+    alone = tmp_path / "alone"
+    train(DEMO, sample, alone, *nano(sample)[:4], "--dispersion.coeff=0.0", "--debug.seed=2")
+    losses = [{step: row["loss"] for step, row in read_metrics(run).items()} for run in (alone, runs / NAMES[1])]
     assert losses[0] == losses[1]
     assert set(losses[0]) == {1, 2, 3, 4}
 
-    table = subprocess.run(
-        [*command[:4], "table", str(file), "--against", "coeff-0.0"],
-        cwd=ROOT,
-        env=environment(),
-        capture_output=True,
-        text=True,
-    )
+    table = subprocess.run([*command, "table", str(file), "--against", "coeff-0.0"], **options, capture_output=True)
     assert table.returncode == 0, table.stderr
     assert "held-out cross-entropy" in table.stdout
     assert table.stdout.count("2 of 2") == 2

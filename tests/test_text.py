@@ -2,44 +2,45 @@
 
 import pytest
 
-from titan_disp.text import byte_size, csv_text, duration, estimated_duration, short
+from titan_disp.lab.plots import size
+from titan_disp.text import byte_size, csv_text, duration, estimated_duration, markdown_table, number, short
+
+THOUSANDS = [(11_000.2, 4, "11 k"), (11_234.5, 4, "11.23 k"), (123_456.7, 5, "123.46 k"), (99_999.7, 5, "100 k")]
 
 
 @pytest.mark.parametrize(
-    ("seconds", "words"), [(0.2, "0 s"), (59.6, "1 min 0 s"), (7260, "2 h 1 min"), (200000, "2 d 7 h")]
-)
-def test_duration(seconds, words):
-    assert duration(seconds) == words
-
-
-@pytest.mark.parametrize(
-    ("seconds", "words"),
+    ("function", "cases"),
     [
-        *((0, "0.0 ms"), (0.1564, "156.4 ms"), (1, "1.0 s"), (119, "119.0 s"), (120, "2.0 minutes")),
-        *((7199, "120.0 minutes"), (7200, "2.0 hours"), (172799, "48.0 hours"), (172800, "2.0 days")),
+        (duration, [(0.2, "0 s"), (59.6, "1 min 0 s"), (7260, "2 h 1 min"), (200000, "2 d 7 h")]),
+        (
+            estimated_duration,
+            [(0, "0.0 ms"), (0.1564, "156.4 ms"), (1, "1.0 s"), (119, "119.0 s"), (120, "2.0 minutes")],
+        ),
+        (
+            estimated_duration,
+            [(7199, "120.0 minutes"), (7200, "2.0 hours"), (172799, "48.0 hours"), (172800, "2.0 days")],
+        ),
+        (
+            byte_size,
+            [(0, 4, "0 bytes"), (1, 4, "1 byte"), (999, 4, "999 bytes"), (1000, 4, "1 kB"), (999_999, 4, "1 MB")],
+        ),
+        (byte_size, [(327_123_456_789, 4, "327.1 GB"), (26_900_000, 3, "26.9 MB"), (2e12, 4, "2 TB")]),
+        (short, [(999_950, 3, "1 M"), (999_400, 3, "999 k"), (-1.5e9, 6, "-1.5 B"), (0.25, 6, "0.25")]),
+        (number, THOUSANDS),
+        (number, [(1_234_567.0, 5, "1,234,567"), (1234.5, 5, "1,234.5"), (0.123456, 5, "0.12346")]),
+        (
+            number,
+            [(-2.5e9 - 0.5, 3, "-2.5 B"), (None, 5, "–"), (float("nan"), 5, "–"), (0.0, 5, "0"), (2e-6, 5, "2e-06")],
+        ),
+        (size, [(7, "7"), (999, "999"), (427_456, "427k"), (999_499, "999k"), (999_950, "1M")]),
+        (size, [(124_439_808, "124M"), (1_720_574_976, "1.72B")]),
     ],
 )
-def test_estimated_duration(seconds, words):
-    assert estimated_duration(seconds) == words
+def test_units(function, cases):
+    assert [function(*arguments) for *arguments, _ in cases] == [words for *_, words in cases]
 
 
-@pytest.mark.parametrize(
-    ("count", "digits", "words"),
-    [
-        *((0, 4, "0 bytes"), (1, 4, "1 byte"), (999, 4, "999 bytes"), (1000, 4, "1 kB"), (999_999, 4, "1 MB")),
-        *((327_123_456_789, 4, "327.1 GB"), (26_900_000, 3, "26.9 MB"), (2e12, 4, "2 TB")),
-    ],
-)
-def test_byte_size(count, digits, words):
-    assert byte_size(count, digits) == words
-
-
-@pytest.mark.parametrize(
-    ("value", "digits", "text"), [(999_950, 3, "1 M"), (999_400, 3, "999 k"), (-1.5e9, 6, "-1.5 B"), (0.25, 6, "0.25")]
-)
-def test_short(value, digits, text):
-    assert short(value, digits) == text
-
-
-def test_csv():
+def test_tables():
     assert csv_text([["a", "b"], [1, None], ["x,y", 0.5]]) == 'a,b\r\n1,\r\n"x,y",0.5\r\n'
+    # `:` alone is not a ruler in Markdown.
+    assert markdown_table([["a", "p"], ["b", "1"]], left=1) == "| a  |  p |\n| -- | -: |\n| b  |  1 |"
