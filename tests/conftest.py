@@ -1,8 +1,11 @@
 """Fixtures that several test files share."""
 
+import gzip
+import json
 import logging
 import os
 import signal
+from itertools import islice
 from pathlib import Path
 
 # The models are small: with several ranks on the same cores, threads cost more than they gain. This module imports
@@ -88,19 +91,19 @@ def sample(tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
-def hf_tokenizer(tmp_path_factory):
+def hf_tokenizer(sample, tmp_path_factory):
     """The folder of a Hugging Face tokenizer of 2048 tokens, trained on the sample's texts."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-    from titan_disp.data.sample import documents
-
+    with gzip.open(min((sample / "en").glob("c4-train*"))) as file:
+        texts = [json.loads(line)["text"] for line in islice(file, 500)]
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=2048, special_tokens=["<|endoftext|>"], initial_alphabet=pre_tokenizers.ByteLevel.alphabet()
     )
-    tokenizer.train_from_iterator([d["text"] for d in documents()[:500]], trainer)
+    tokenizer.train_from_iterator(texts, trainer)
     folder = tmp_path_factory.mktemp("tokenizer")
     tokenizer.save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text('{"eos_token": "<|endoftext|>"}')

@@ -2,6 +2,7 @@
 
 import re
 from itertools import pairwise
+from math import inf
 from pathlib import Path
 
 from titan_disp.run.reader import read_events, read_json_lines
@@ -32,16 +33,15 @@ def check_run(run: Path, allowed: str = "") -> None:
     for kind in (rows, measured):
         times = [row["time"] for row in kind]
         assert times == sorted(times), "rows of two writers"
-    for (step, since), (_, until) in pairwise([*begins, (0, float("inf"))]):
+    for (step, since), (_, until) in pairwise([*begins, (0, inf)]):
         of_start = [[row["step"] for row in kind if since <= row["time"] < until] for kind in (rows, measured)]
         for steps in of_start:
             assert steps == sorted(set(steps)), f"a step has two rows, or steps go back, within one start: {steps}"
         assert all(s > step for s in of_start[0]), f"a start from step {step} has rows of steps {of_start[0]}"
         assert all(s >= step for s in of_start[1])
+        ratios = {row["tokens"] / row["step"] for row in rows if since <= row["time"] < until}
+        assert len(ratios) <= 1, f"tokens do not grow by the same number in every step: {ratios}"
     assert not rows or rows[0]["time"] >= begins[0][1], "a row before the first start"
-    if rows:
-        ratios = {row["tokens"] / row["step"] for row in rows}
-        assert len(ratios) == 1, f"tokens do not grow by the same number in every step: {ratios}"
 
 
 def _starts(events: list[dict]) -> list[tuple[int, float]]:
