@@ -43,6 +43,7 @@ ROOMS = {
             "test_padding",
             "test_objective",
             "test_sharded_loss",
+            "test_loss_edges",
             "test_gpu_path",
         ],
     ),

@@ -1,6 +1,6 @@
 """Signs of life in RUN/heartbeat.json, where a rank stands when there is none, and which rank is waited for.
 
-With real ranks: tests/test_faults.py.
+With real ranks: tests/test_run_ends.py and tests/slurm.
 """
 
 import json

@@ -14,7 +14,7 @@ from huggingface_hub import constants
 from matplotlib.figure import Figure
 from tokenizers import Tokenizer, processors
 
-from tests.json_lines import records
+from tests.test_sample import records
 from tests.saved_run import random_model, save_run
 from tests.test_condensation_command import refused, save_hugging_face
 from titan_disp import cli

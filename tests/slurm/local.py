@@ -1,5 +1,10 @@
 """A real SLURM cluster on this machine, for tests: munged, slurmctld and one slurmd per node, all in one folder.
 
+    with LocalSlurm(tmp_path, nodes=4) as slurm:
+        job = slurm.sbatch("--nodes=2", "train.sbatch")
+        slurm.wait(job, "COMPLETED")
+        print(slurm.log(job))
+
 ``python -m tests.slurm.local`` starts a cluster to try commands on. All nodes share this host's name and loopback
 interface, so that a rendezvous goes to 127.0.0.1. No system-wide SLURM or munge is read or changed.
 """
@@ -14,12 +19,12 @@ import subprocess
 import tempfile
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
-PACKAGES = ("munge", "slurm-wlm", "slurm-client", "slurmctld", "slurmd")
-COMMANDS = ("munged", "slurmctld", "slurmd", "sbatch")
+PACKAGES = ("munge", "slurm-wlm", "slurm-client", "slurmctld", "slurmd", "shellcheck")
+COMMANDS = ("munged", "slurmctld", "slurmd", "sbatch", "shellcheck")
 PATH = os.environ.get("PATH", os.defpath) + ":/usr/sbin:/sbin"  # where the daemons are
 ENDED = {"BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "TIMEOUT"}
 
@@ -49,7 +54,7 @@ SelectTypeParameters=CR_Core
 SlurmdParameters=config_overrides
 SchedulerParameters=batch_sched_delay=0,bf_interval=1,sched_interval=1
 JobRequeue=1
-KillWait=1
+KillWait=5
 MinJobAge=3600
 ReturnToService=1
 SlurmdTimeout=30
@@ -58,7 +63,7 @@ PartitionName=debug Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 
 
 def install() -> None:
-    """Install SLURM and munge from the distribution's archive if any of them is missing."""
+    """Install SLURM, munge and shellcheck from the distribution's archive if any of them is missing."""
     missing = ", ".join(command for command in COMMANDS if shutil.which(command, path=PATH) is None)
     if not missing:
         return
@@ -117,22 +122,25 @@ class LocalSlurm:
         line = self._client("scontrol", "show", "job", "--oneliner", id).strip()
         return dict(re.findall(r"(?:^| )([A-Z][\w:/]*)=(.*?)(?= [A-Z][\w:/]*=|$)", line))
 
-    def wait(self, id: int, state: str, timeout: float = 60, restarts: int = 0) -> dict[str, str]:
-        """Wait until the job is in a state and was requeued at least ``restarts`` times. Returns its fields.
+    def wait(self, id: int, states: Collection[str], timeout: float = 60, restarts: int = 0) -> dict[str, str]:
+        """Wait until the job is in one of the states and was requeued at least ``restarts`` times. Returns its fields.
 
-        Raises TimeoutError, or RuntimeError if it has ended in another state.
+        Raises:
+            TimeoutError: it is not in one of the states in time.
+            RuntimeError: it has ended in another state.
         """
+        states = {states} if isinstance(states, str) else set(states)
         deadline = time.monotonic() + timeout
         while True:
             job = self.job(id)
-            if job["JobState"] == state and int(job["Restarts"]) >= restarts:
+            if job["JobState"] in states and int(job["Restarts"]) >= restarts:
                 return job
             ended = job["JobState"] in ENDED
             if ended or time.monotonic() > deadline:
                 fields = "\n".join(f"  {key}={value}" for key, value in job.items())
                 raise (RuntimeError if ended else TimeoutError)(
                     f"job {id} is {job['JobState']} after {job['Restarts']} restarts; expected within {timeout:g} s: "
-                    f"{state} after {restarts} restarts or more\n{fields}\n"
+                    f"{' or '.join(sorted(states))} after {restarts} restarts or more\n{fields}\n"
                     f"the end of {job['StdOut']}:\n{_tail(Path(job['StdOut']))}"
                 )
             time.sleep(0.5)
@@ -141,16 +149,15 @@ class LocalSlurm:
         """Signal only the batch shell, as ``sbatch --signal=B:…`` does."""
         self._client("scancel", f"--signal={name}", "--batch", id)
 
+    def requeue(self, id: int) -> None:
+        self._client("scontrol", "requeue", id)
+
     def cancel(self, id: int) -> None:
         self._client("scancel", id)
 
     def set_node(self, name: str, state: str) -> None:
         """Set a node's state. ``DOWN`` ends or requeues the node's jobs; ``RESUME`` brings it back."""
         self._client("scontrol", "update", f"NodeName={name}", f"State={state}", "Reason=test")
-
-    def free_nodes(self, id: int) -> None:
-        """Let a job that asked for nodes by name start on any node the next time."""
-        self._client("scontrol", "update", f"JobId={id}", "ReqNodeList=")
 
     def log(self, id: int) -> str:
         """Return what the job has written to its StdOut, or an empty text before it has started."""
@@ -266,6 +273,16 @@ def _free_ports(count: int) -> list[int]:
         for each in sockets:
             each.bind(("", 0))
         return [each.getsockname()[1] for each in sockets]
+
+
+def processes_with(text: str) -> dict[int, str]:
+    """Return the commands, by pid, of the processes that have ``text`` (NAME=value) in their environment."""
+    found = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):  # the process has ended
+            if text.encode() in (folder / "environ").read_bytes():
+                found[int(folder.name)] = (folder / "cmdline").read_text(errors="replace").replace("\0", " ")
+    return found
 
 
 def _kill(chosen: Callable[[int, str], bool]) -> None:

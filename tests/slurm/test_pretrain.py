@@ -1,7 +1,7 @@
 """These tests train the demo model in two-node jobs on a real local SLURM. In each, one thing goes wrong.
 
 Unless a test says otherwise, mesh and batches are those of an uninterrupted run, and metrics.jsonl must equal that
-run's exactly. Jobs that nobody has to act on are submitted together, so that two run at a time and wait at once.
+run's exactly.
 """
 
 import json
@@ -14,11 +14,11 @@ import time
 import pytest
 
 from tests.command_line import DEMO, ROOT, train
-from tests.slurm.local import ENDED
-from titan_disp.run.integrity import checkpoints
+from tests.slurm.local import ENDED, LocalSlurm
+from titan_disp.run.integrity import checkpoints, problem
 from titan_disp.run.reader import read_json_lines, read_metrics
 
-pytestmark = [pytest.mark.slurm, pytest.mark.timeout(1200)]
+pytestmark = [pytest.mark.slurm, pytest.mark.timeout(900)]
 STEPS, INTERVAL = 16, 4
 OPTIONS = (
     *("--training.seq_len", "32", "--training.steps", str(STEPS), "--lr_scheduler.warmup_steps", "2"),
@@ -26,10 +26,13 @@ OPTIONS = (
     *("--condensation.interval", "0"),  # seconds of every start, and tested elsewhere
     *("--optimizer.lr", "4e-3"),  # with the demo's, Adam's first steps amplify the order of sums beyond the tolerances
 )
-SHORT = ("--training.steps", "2", "--lr_scheduler.warmup_steps", "1")
-SLOW = f"slow:1-{STEPS}@0"
 KEYS = ("loss", "ce", "dispersion", "grad_norm", "lr", "tokens")
-FIRST = "--nice=-1000"  # before the jobs that are submitted together
+
+
+@pytest.fixture(scope="module")
+def slurm(tmp_path_factory):
+    with LocalSlurm(tmp_path_factory.mktemp("slurm")) as cluster:
+        yield cluster
 
 
 @pytest.fixture(scope="module")
@@ -44,15 +47,20 @@ class Jobs:
     def __init__(self, slurm, sample, folder):
         self.slurm, self.sample, self.folder, self.submitted = slurm, sample, folder, []
 
-    def submit(self, run, *options, sbatch=(FIRST,), faults="", once=False, **env):
+    def submit(self, run, *options, sbatch=(), faults="", once=False, config=DEMO, **env):
         environment = {
-            **{"TITAN_DISP_SITE": "local_cpu", "TITAN_DISP_PYTHON": sys.executable, "TITAN_DISP_CHECK_NODES": "0"},
-            **{"TITAN_DISP_MODULE": "tests.faulty_train", "TITAN_DISP_LOCAL": str(self.folder), "FAULTS": faults},
-            **{"FAULTS_ONCE": f"{run}.once" if once else "", **env},
+            "TITAN_DISP_SITE": "local_cpu",
+            "TITAN_DISP_PYTHON": sys.executable,
+            "TITAN_DISP_MODULE": "tests.faulty_train",
+            "TITAN_DISP_CHECK_NODES": "0",
+            "TITAN_DISP_LOCAL": str(self.folder),
+            "FAULTS": faults,
+            "FAULTS_ONCE": str(self.folder / "once") if once else "",
+            **env,
         }
         job = self.slurm.sbatch(
             *("--nodes=2", "--time=15", f"--output={self.folder}/%j.out", *sbatch, ROOT / "slurm" / "pretrain.sbatch"),
-            *(DEMO, *OPTIONS, "--job.dump_folder", run, "--model.hf_assets_path", f"{self.sample}/tokenizer"),
+            *(config, *OPTIONS, "--job.dump_folder", run, "--model.hf_assets_path", f"{self.sample}/tokenizer"),
             *("--training.dataset_path", self.sample, *options),
             env=environment,
             cwd=ROOT,
@@ -62,7 +70,7 @@ class Jobs:
 
     def until_step(self, job, run, step):
         """Wait until a job has logged a step."""
-        deadline = time.monotonic() + 400
+        deadline = time.monotonic() + 200
         while not (run / "metrics.jsonl").exists() or max(read_metrics(run), default=0) < step:
             state = self.slurm.job(job)["JobState"]
             assert state in ("PENDING", "CONFIGURING", "RUNNING"), self.slurm.log(job)[-5000:]
@@ -70,60 +78,18 @@ class Jobs:
             time.sleep(0.1)
 
     def completed(self, job, restarts, more=False):
-        fields = self.slurm.wait(job, "COMPLETED", timeout=900, restarts=restarts)
+        fields = self.slurm.wait(job, "COMPLETED", timeout=300, restarts=restarts)
         assert more or int(fields["Restarts"]) == restarts, self.slurm.log(job)
         return self.slurm.log(job)
-
-    def gave_up(self, job):
-        """Wait until a job has failed, and return the first line of its log."""
-        self.slurm.wait(job, "FAILED", timeout=900)
-        return self.slurm.log(job).splitlines()[0]
-
-    def cancel(self):
-        for job in self.submitted:  # what a failed test leaves would slow the next ones down
-            if self.slurm.job(job)["JobState"] not in ENDED:
-                self.slurm.cancel(job)
 
 
 @pytest.fixture
 def jobs(slurm, sample, tmp_path):
     jobs = Jobs(slurm, sample, tmp_path)
     yield jobs
-    jobs.cancel()
-
-
-@pytest.fixture(scope="module")
-def queued(slurm, sample, request, tmp_path_factory):
-    """Submit the jobs that nobody has to act on. Returns them by the names of their run folders, and that folder."""
-    folder = tmp_path_factory.mktemp("queued")
-    jobs = Jobs(slurm, sample, folder)
-
-    def submit(name, *options, sbatch=(), **more):
-        numbers[name] = jobs.submit(folder / name, *options, sbatch=sbatch, **more)
-
-    numbers = {}
-    # SLURM sends the signal 60 s before the limit of three minutes, or up to a minute earlier: while the slow steps are
-    # trained, if the start takes less than a minute. Signals before training count as failures.
-    limit = {"sbatch": ("--time=3", "--signal=B:USR1@60"), "TITAN_DISP_SIGNAL_SECONDS": "60", "SLOW": "12"}
-    submit("limit", faults="slow:1-10@0", **limit, TITAN_DISP_MAX_RETRIES="6")
-    frozen = ("--comm.train_timeout_seconds", "5", "--guard.silence_seconds", "2")
-    submit("killed", *frozen, faults="kill:7@1,freeze:11@0,freeze:11@1", once=True, TITAN_DISP_MAX_RETRIES="1")
-    submit("hang", "--comm.train_timeout_seconds", "10", faults="hang:7@1", once=True)
-    save = ("--checkpoint.async_mode", "async", "--checkpoint.keep_latest_k", "2")
-    submit("save", *save, faults="kill_in_save:8@1", once=True)
-    nan = "nan_loss:3@1,inf_gradient:5@0,nan_loss:9-16@0"
-    submit("nan", "--guard.max_skipped_steps", "3", faults=nan, TITAN_DISP_MAX_RETRIES="0")
-    submit("crash", faults="crash:0@1", TITAN_DISP_MAX_RETRIES="1")
-    submit("wrong", "--training.global_batch_size", "3")
-    whole = request.getfixturevalue("whole")
-    part_of(whole, folder / "damaged", [4, 8])
-    file = next((folder / "damaged" / "checkpoint" / "step-8").glob("__1_*.distcp"))
-    os.truncate(file, file.stat().st_size - 100)
-    submit("damaged")
-    part_of(whole, folder / "one", [4, 8])
-    submit("one", sbatch=("--nodes=1",))
-    yield jobs, numbers, folder
-    jobs.cancel()
+    for job in jobs.submitted:  # what a failed test leaves would slow the next ones down
+        if slurm.job(job)["JobState"] not in ENDED:
+            slurm.cancel(job)
 
 
 def values(run):
@@ -142,17 +108,18 @@ def part_of(whole, run, steps):
     lines = [json.dumps(r) for s, r in read_metrics(run).items() if s <= max(steps)]
     (run / "metrics.jsonl").write_text("\n".join(lines) + "\n")
     (run / "events.jsonl").unlink()
+    return run
 
 
-def test_completes_and_refuses_a_second_job(jobs, tmp_path, request):
+def test_completes_and_refuses_a_second_job(jobs, whole, tmp_path):
     """The job checks the nodes and has a budget in tokens.
 
     A second job on the same run folder leaves the first one unharmed.
     """
     run = tmp_path / "run"
     tokens = ("--training.steps", "-1", "--budget.tokens", str(STEPS * 16 * 32))
-    first = jobs.submit(run, *tokens, faults=SLOW, SLOW="1", TITAN_DISP_CHECK_NODES="1")
-    jobs.until_step(first, run, 1)
+    first = jobs.submit(run, *tokens, faults=f"slow:1-{STEPS}@0", TITAN_DISP_CHECK_NODES="1")
+    jobs.until_step(first, run, 2)
     second = jobs.submit(run, *tokens)
     refused = jobs.slurm.wait(second, "FAILED", timeout=120)
     assert refused["Restarts"] == "0"
@@ -161,8 +128,6 @@ def test_completes_and_refuses_a_second_job(jobs, tmp_path, request):
     log = jobs.completed(first, restarts=0)
     assert f"the run is complete: step {STEPS}" in log
     assert f"tokens: {STEPS * 512:,} of {STEPS * 512:,} (100.0%" in log
-    again = jobs.submit(run, *tokens)  # such as the next of a chain of jobs
-    whole = request.getfixturevalue("whole")  # while it waits
     assert values(run) == values(whole)
     assert {p.name for p in (run / "nodes" / f"{first}.0").iterdir()} == {"n1.json", "n2.json"}
     assert len(list((run / "logs" / f"{first}.0").glob("node-[01]/*/attempt_0/0/std*.log"))) == 4
@@ -171,61 +136,25 @@ def test_completes_and_refuses_a_second_job(jobs, tmp_path, request):
     assert f"tokens: {STEPS * 512:,} of" in rank_0.read_text()
     states = [(r["restart"], r["state"]) for r in read_json_lines(run / "supervisor.jsonl") if r["job"] == str(first)]
     assert states == [(0, s) for s in ("unpack", "check nodes", "prepare", "train", "decide", "end")]
+
+    again = jobs.submit(run, *tokens)  # such as the next of a chain of jobs
     log = jobs.completed(again, restarts=0)
     assert "This run was already complete" in log
     assert f"the run is complete: step {STEPS}" in log
     assert values(run) == values(whole)
 
 
-SICK = r"""case "${SLURM_RESTART_COUNT:-0} $(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1) $*" in
-"0 ${SLURMD_NODENAME:-} "*node_health*) exit 1 ;;
-"1 ${SLURMD_NODENAME:-} "*node_health*) sleep 600 ;;
-"2 ${SLURMD_NODENAME:-} "*node_health*) "$@" | sed 's/"gpus": \[\]/"gpus": ["A", "B"]/'; exit ;;
-esac
-exec "$@"
-"""
-SILENT = '[[ ${SLURMD_NODENAME:-} != n2 || "$*" != *node_health* ]] || exit 1\nexec "$@"\n'
-
-
-def test_bad_nodes(jobs, tmp_path):
-    """Of one job, the same node fails its check twice, and is not asked again.
-
-    Of another one, first a node does not start the check, then one hangs in it, then one lacks a GPU. No start ends the
-    run.
-    """
-    submitted = {}
-    for name, wrapper, nodes in (("silent", SILENT, ()), ("sick", SICK, ("--nodelist=n[3-4]",))):
-        (tmp_path / f"{name}.sh").write_text(wrapper)
-        checks = {"TITAN_DISP_CHECK_NODES": "1", "TITAN_DISP_CHECK_SECONDS": "40"}
-        prefix = {"TITAN_DISP_PREFIX": f"bash {tmp_path}/{name}.sh"}
-        submitted[name] = jobs.submit(tmp_path / name, *SHORT, sbatch=nodes, **checks, **prefix)
-    # The list of nodes keeps the jobs apart until the sick one excludes a node of it.
-    jobs.slurm.wait(submitted["sick"], "RUNNING", timeout=300, restarts=1)
-    jobs.slurm.free_nodes(submitted["sick"])
-    log = jobs.completed(submitted["sick"], restarts=3)
-    records = read_json_lines(tmp_path / "sick" / "supervisor.jsonl")
-    reasons = [r["reason"].partition("nodes that cannot train: node n")[2] for r in records if r["state"] == "requeue"]
-    expected = ("it did not answer", "it did not answer", "but most nodes have 2")
-    assert [text in reason for text, reason in zip(expected, reasons, strict=True)] == [True, True, True]
-    assert "the check of the nodes has taken 40 s and is ended" in log
-    log = jobs.completed(submitted["silent"], restarts=2)
-    assert log.count("nodes that cannot train: node n2: it did not answer") == 2
-    fields = jobs.slurm.job(submitted["silent"])
-    assert fields["ExcNodeList"] == "n2"
-    assert fields["NodeList"] in ("n[1,3]", "n[1,4]", "n[3-4]")
-    assert [events(tmp_path / name, "complete") for name in submitted] == [[("complete", 2)]] * 2
-
-
-def test_preempted(jobs, queued, whole, tmp_path):
+def test_preempted(jobs, whole, tmp_path):
     """After USR1 to the batch script, which --signal=B:USR1@300 sends, the job saves, requeues itself and completes.
 
     A signal before training counts as a failure. Otherwise a short time limit would requeue the job forever.
     """
     run = tmp_path / "run"
-    job = jobs.submit(run, faults=SLOW)
-    jobs.slurm.wait(job, "RUNNING", timeout=400)
+    job = jobs.submit(run, faults=f"slow:1-{STEPS}@0")
+    jobs.slurm.wait(job, "RUNNING")
+    time.sleep(3)  # it checks the config
     jobs.slurm.signal(job, "USR1")
-    jobs.slurm.wait(job, "RUNNING", timeout=400, restarts=1)
+    jobs.slurm.wait(job, "RUNNING", timeout=90, restarts=1)
     jobs.until_step(job, run, 6)
     jobs.slurm.signal(job, "USR1")
     log = jobs.completed(job, restarts=2)
@@ -237,14 +166,54 @@ def test_preempted(jobs, queued, whole, tmp_path):
     assert values(run) == values(whole)
 
 
-def test_node_down(jobs, queued, whole, tmp_path):
+def test_time_limit(jobs, whole, tmp_path):
+    """SLURM sends the signal before the limit. The requeued job has the full time limit again."""
+    run = tmp_path / "run"
+    lead = {"sbatch": ("--time=2", "--signal=B:USR1@75"), "TITAN_DISP_SIGNAL_SECONDS": "75"}
+    job = jobs.submit(run, faults="slow:1-16@0", SLOW="3", **lead)
+    log = jobs.completed(job, restarts=1, more=True)
+    assert "USR1 received" in log
+    stops = [step for _, step in events(run, "stop")]
+    assert [step for _, step in events(run, "resume")] == stops
+    assert values(run) == values(whole)
+
+
+def test_killed_rank(jobs, whole, tmp_path):
+    """After kill -9 of one rank, the job is requeued and completes. It repeats at most one checkpoint interval."""
+    run = tmp_path / "run"
+    job = jobs.submit(run, faults="kill:7@1", once=True)
+    log = jobs.completed(job, restarts=1)
+    assert events(run, "resume") == [("resume", 4)]
+    assert "failure 1 of at most 3 retries" in log
+    assert values(run) == values(whole)
+
+
+def test_killed_while_saving(jobs, whole, tmp_path):
+    """After kill -9 during an asynchronous save, the unfinished folder is neither loaded nor counted."""
+    run = tmp_path / "run"
+    options = ("--checkpoint.async_mode", "async", "--checkpoint.keep_latest_k", "2")
+    job = jobs.submit(run, *options, faults="kill_in_save:8@1", once=True)
+    deadline = time.monotonic() + 200
+    while int(jobs.slurm.job(job)["Restarts"]) == 0:
+        assert time.monotonic() < deadline, jobs.slurm.log(job)
+        time.sleep(0.2)
+    assert checkpoints(run / "checkpoint") == [4]
+    assert problem(run / "checkpoint" / "step-8").startswith("it is incomplete")
+    jobs.completed(job, restarts=1)
+    assert events(run, "resume") == [("resume", 4)]
+    assert checkpoints(run / "checkpoint") == [12, 16]
+    assert values(run) == values(whole)
+
+
+def test_node_down(jobs, whole, tmp_path):
     """SLURM requeues the job itself, and it restarts on other nodes."""
     run = tmp_path / "run"
-    job = jobs.submit(run, faults=SLOW, sbatch=(FIRST, "--nodelist=n[1-2]"))
+    job = jobs.submit(run, faults=f"slow:1-{STEPS}@0", sbatch=("--nodelist=n[1-2]",))
     jobs.until_step(job, run, 6)
     jobs.slurm.set_node("n2", "DOWN")
     try:
-        jobs.slurm.free_nodes(job)  # the list was for the first start only, to know which node to take down
+        # The list of nodes was for the first start only, so that the test knows which node to take down.
+        jobs.slurm._client("scontrol", "update", f"JobId={job}", "ReqNodeList=")
         jobs.completed(job, restarts=1)
     finally:
         jobs.slurm.set_node("n2", "RESUME")
@@ -253,80 +222,10 @@ def test_node_down(jobs, queued, whole, tmp_path):
     assert values(run) == values(whole)
 
 
-def test_requeue_refused(jobs, queued, whole, tmp_path):
-    """If jobs may not requeue themselves, the log says so, and the job is submitted again if the user wants that."""
-    run, commands = tmp_path / "run", tmp_path / "bin"
-    commands.mkdir()
-    real = shutil.which("scontrol", path=jobs.slurm.environment["PATH"])
-    (commands / "scontrol").write_text(f'#!/bin/bash\n[ "$1" != requeue ] || exit 1\nexec {real} "$@"\n')
-    (commands / "scontrol").chmod(0o755)
-    path = {"PATH": f"{commands}:{jobs.slurm.environment['PATH']}", "TITAN_DISP_RESUBMIT": "1"}
-    job = jobs.submit(run, faults=SLOW, **path)
-    jobs.until_step(job, run, 5)
-    jobs.slurm.signal(job, "USR1")
-    log = jobs.completed(job, restarts=0)
-    second = int(re.search(r"submitted again as Submitted batch job (\d+)", log)[1])
-    jobs.submitted.append(second)
-    jobs.completed(second, restarts=0)
-    assert values(run) == values(whole)
-
-
-def test_cancelled(jobs, queued, tmp_path):
-    """A cancelled job is not requeued."""
-    run = tmp_path / "run"
-    job = jobs.submit(run, faults="slow:1-200@0")
-    jobs.until_step(job, run, 2)
-    jobs.slurm.cancel(job)
-    jobs.slurm.wait(job, "CANCELLED", timeout=60)
-    time.sleep(5)
-    fields = jobs.slurm.job(job)
-    assert (fields["JobState"], fields["Restarts"]) == ("CANCELLED", "0")
-
-
-@pytest.mark.parametrize(
-    ("name", "restarts", "resumed", "told"),
-    [
-        # Each fault is followed by a requeue, and repeats at most one checkpoint interval. In the second of "killed",
-        # all ranks stand still and no collective is pending, so that only the heartbeat shows it.
-        (
-            "killed",
-            2,
-            [4, 8],
-            r"failure 1 of at most 1 .*rank 0 has been silent for \d+ s at step \d+ \(step\), and \d+ s are allowed .*"
-            r"node 0 rank 0: \w+ in faulty_train.py:\d+; node 1 rank 0: \w+ in faulty",
-        ),
-        ("hang", 1, [4], r"failure 1 of at most 3"),  # a rank stops answering, and the others time out
-        ("save", 1, [4], r"failure 1 of at most 3 .*\(newest checkpoint: step 4\)"),  # not the unfinished step 8
-        ("damaged", 0, [4], r"step-8 cannot be loaded: __1_0.distcp has [\d,]+ bytes, expected [\d,]+"),
-    ],
-)
-def test_resumes(queued, whole, name, restarts, resumed, told):
-    jobs, numbers, folder = queued
-    log = jobs.completed(numbers[name], restarts)
-    assert re.search(told, log)
-    assert events(folder / name, "resume") == [("resume", step) for step in resumed]
-    assert values(folder / name) == values(whole)
-    if name == "save":
-        assert checkpoints(folder / name / "checkpoint") == [12, 16]
-    assert (folder / name / "checkpoint" / "damaged-8").is_dir() is (name == "damaged")
-
-
-def test_time_limit(queued, whole):
-    """SLURM sends the signal before the limit. The requeued job has the full time limit again."""
-    jobs, numbers, folder = queued
-    assert "USR1 received" in jobs.completed(numbers["limit"], restarts=1, more=True)
-    run = folder / "limit"
-    stops = [step for _, step in events(run, "stop")]
-    assert stops
-    assert [step for _, step in events(run, "resume")] == stops
-    assert values(run) == values(whole)
-
-
-def test_one_node_instead_of_two(queued, whole):
+def test_one_node_instead_of_two(jobs, whole, tmp_path):
     """The batches are the same. The losses agree up to fp32 rounding, because sums are in another order."""
-    jobs, numbers, folder = queued
-    jobs.completed(numbers["one"], restarts=0)
-    run = folder / "one"
+    run = part_of(whole, tmp_path / "run", [4, 8])
+    jobs.completed(jobs.submit(run, sbatch=("--nodes=1",)), restarts=0)
     assert events(run, "resume") == [("resume", 8)]
     expected, got = read_metrics(whole), read_metrics(run)
     assert list(got) == list(expected)
@@ -337,28 +236,165 @@ def test_one_node_instead_of_two(queued, whole):
     assert json.loads((run / "environment.json").read_text())["world_size"] == 1
 
 
-def test_crash_at_once(queued):
+@pytest.mark.parametrize("damage", ["truncated", "one bit"])
+def test_damaged_checkpoint(jobs, whole, tmp_path, damage):
+    """The run falls back to the checkpoint before, and says so."""
+    run = part_of(whole, tmp_path / "run", [4, 8])
+    file = next((run / "checkpoint" / "step-8").glob("__1_*.distcp"))
+    if damage == "truncated":
+        os.truncate(file, file.stat().st_size - 100)
+        told = r"step-8 cannot be loaded: __1_0.distcp has [\d,]+ bytes, expected [\d,]+"
+    else:
+        content = bytearray(file.read_bytes())
+        content[len(content) // 2] ^= 4
+        file.write_bytes(content)
+        told = r"step-8 cannot be loaded: __1_0.distcp differs from its hash"
+    log = jobs.completed(jobs.submit(run), restarts=0)
+    assert re.search(told, log)
+    assert events(run, "checkpoint_damaged", "resume") == [("checkpoint_damaged", 8), ("resume", 4)]
+    assert (run / "checkpoint" / "damaged-8").is_dir()
+    assert values(run) == values(whole)
+
+
+def test_crash_at_once(jobs, tmp_path):
     """The job stops after the largest number of retries, with the reason at the top of the log."""
-    jobs, numbers, _ = queued
-    top = jobs.gave_up(numbers["crash"])
-    assert jobs.slurm.job(numbers["crash"])["Restarts"] == "1"
+    run = tmp_path / "run"
+    job = jobs.submit(run, faults="crash:0@1", TITAN_DISP_MAX_RETRIES="1")
+    fields = jobs.slurm.wait(job, "FAILED", timeout=200, restarts=1)
+    assert fields["Restarts"] == "1"
+    top = jobs.slurm.log(job).splitlines()[0]
     assert top.startswith("titan-disp: GIVEN UP after 2 failures in a row without a new checkpoint (no checkpoint yet)")
     assert "RuntimeError: crashed on purpose at the start" in top
-    jobs.gave_up(numbers["wrong"])  # not even started: one message
-    log = jobs.slurm.log(numbers["wrong"])
+
+    wrong = jobs.submit(run, "--training.global_batch_size", "3")  # not even started: one message
+    jobs.slurm.wait(wrong, "FAILED", timeout=60)
+    log = jobs.slurm.log(wrong)
     assert "titan-disp: error: training.global_batch_size 3 is not a positive multiple" in log
     assert "fix the config" in log
     assert "Traceback" not in log
 
 
-def test_not_finite(queued):
+def test_not_finite(jobs, tmp_path):
     """All ranks skip the step. After too many in a row, all ranks stop, with step and term at the top of the log."""
-    jobs, numbers, folder = queued
-    top = jobs.gave_up(numbers["nan"])
-    run = folder / "nan"
+    run = tmp_path / "run"
+    faults = "nan_loss:3@1,inf_gradient:5@0,nan_loss:9-16@0"
+    job = jobs.submit(run, "--guard.max_skipped_steps", "3", faults=faults, TITAN_DISP_MAX_RETRIES="0")
+    jobs.slurm.wait(job, "FAILED", timeout=200)
     assert events(run, "skip") == [("skip", 3), ("skip", 5), ("skip", 9), ("skip", 10)]
+    top = jobs.slurm.log(job).splitlines()[0]
     assert "NonFiniteError: step 11: cross-entropy and gradient norm not finite, 3 steps in a row" in top
     for node in (0, 1):
-        (log,) = (run / "logs" / f"{numbers['nan']}.0").glob(f"node-{node}/*/attempt_0/0/stdout.log")
+        (log,) = (run / "logs" / f"{job}.0").glob(f"node-{node}/*/attempt_0/0/std*.log".replace("std*", "stdout"))
         assert [s for s in range(1, 17) if f"step {s} is skipped on all ranks" in log.read_text()] == [3, 5, 9, 10, 11]
     assert checkpoints(run / "checkpoint") == [4, 8]
+
+
+def test_hang(jobs, whole, tmp_path):
+    """If a rank stops answering, the other ranks time out. The job is requeued and completes."""
+    run = tmp_path / "run"
+    job = jobs.submit(run, "--comm.train_timeout_seconds", "10", faults="hang:7@1", once=True)
+    jobs.completed(job, restarts=1)
+    assert events(run, "resume") == [("resume", 4)]
+    assert values(run) == values(whole)
+
+
+def test_sick_nodes(jobs, tmp_path):
+    """First a node does not start the check, then one hangs in it, then one lacks a GPU. No start ends the run."""
+    run = tmp_path / "run"
+    wrapper = tmp_path / "wrapper"
+    wrapper.write_text(
+        """case "${SLURM_RESTART_COUNT:-0} $(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1) $*" in
+"0 ${SLURMD_NODENAME:-} "*node_health*) exit 1 ;;
+"1 ${SLURMD_NODENAME:-} "*node_health*) sleep 600 ;;
+"2 ${SLURMD_NODENAME:-} "*node_health*) "$@" | sed 's/"gpus": \\[\\]/"gpus": ["A", "B"]/'; exit ;;
+esac
+exec "$@"
+"""
+    )
+    options = ("--training.steps", "2", "--lr_scheduler.warmup_steps", "1")
+    job = jobs.submit(
+        *(run, *options),
+        **{"TITAN_DISP_CHECK_NODES": "1", "TITAN_DISP_PREFIX": f"bash {wrapper}", "TITAN_DISP_CHECK_SECONDS": "40"},
+    )
+    log = jobs.completed(job, restarts=3)
+    reasons = [r["reason"] for r in read_json_lines(run / "supervisor.jsonl") if r["state"] == "requeue"]
+    assert len(reasons) == 3
+    assert all("nodes that cannot train: node n" in reason for reason in reasons)
+    assert "it did not answer" in reasons[0]
+    assert "the check of the nodes has taken 40 s and is ended" in log
+    assert "it did not answer" in reasons[1]
+    assert "but most nodes have 2" in reasons[2]
+    assert events(run, "complete") == [("complete", 2)]
+
+
+def test_frozen(jobs, whole, tmp_path):
+    """All ranks stand still and no collective is pending, so that only the heartbeat shows it.
+
+    The job is requeued and completes.
+    """
+    run = tmp_path / "run"
+    options = ("--comm.train_timeout_seconds", "5", "--guard.silence_seconds", "2")
+    job = jobs.submit(run, *options, faults="freeze:7@0,freeze:7@1", once=True, TITAN_DISP_MAX_RETRIES="1")
+    log = jobs.completed(job, restarts=1)
+    assert re.search(r"rank 0 has been silent for \d+ s at step \d \(step\), and \d+ s are allowed", log)
+    assert re.search(
+        r"failure 1 of at most 1 .*node 0 rank 0: \w+ in faulty_train.py:\d+; node 1 rank 0: \w+ in faulty", log
+    )
+    assert events(run, "resume") == [("resume", 4)]
+    assert values(run) == values(whole)
+
+
+def test_requeue_refused(jobs, whole, tmp_path):
+    """If jobs may not requeue themselves, the log says so, and the job is submitted again if the user wants that."""
+    run = tmp_path / "run"
+    commands = tmp_path / "bin"
+    commands.mkdir()
+    real = shutil.which("scontrol", path=jobs.slurm.environment["PATH"])
+    (commands / "scontrol").write_text(f'#!/bin/bash\n[ "$1" != requeue ] || exit 1\nexec {real} "$@"\n')
+    (commands / "scontrol").chmod(0o755)
+    path = {"PATH": f"{commands}:{jobs.slurm.environment['PATH']}", "TITAN_DISP_RESUBMIT": "1"}
+    job = jobs.submit(run, faults=f"slow:1-{STEPS}@0", **path)
+    jobs.until_step(job, run, 5)
+    jobs.slurm.signal(job, "USR1")
+    log = jobs.completed(job, restarts=0)
+    second = int(re.search(r"submitted again as Submitted batch job (\d+)", log)[1])
+    jobs.completed(second, restarts=0)
+    assert values(run) == values(whole)
+
+
+def test_bad_node_is_excluded(jobs, tmp_path):
+    """A node that fails its check twice is not asked again."""
+    run = tmp_path / "run"
+    wrapper = tmp_path / "wrapper"
+    wrapper.write_text('[[ ${SLURMD_NODENAME:-} != n2 || "$*" != *node_health* ]] || exit 1\nexec "$@"\n')
+    options = ("--training.steps", "2", "--lr_scheduler.warmup_steps", "1")
+    job = jobs.submit(run, *options, TITAN_DISP_CHECK_NODES="1", TITAN_DISP_PREFIX=f"bash {wrapper}")
+    log = jobs.completed(job, restarts=2)
+    assert log.count("nodes that cannot train: node n2: it did not answer") == 2
+    fields = jobs.slurm.job(job)
+    assert fields["ExcNodeList"] == "n2"
+    assert fields["NodeList"] in ("n[1,3]", "n[1,4]", "n[3-4]")
+    assert events(run, "complete") == [("complete", 2)]
+
+
+def test_cancelled(jobs, tmp_path):
+    """A cancelled job is not requeued."""
+    run = tmp_path / "run"
+    job = jobs.submit(run, faults="slow:1-200@0")
+    jobs.until_step(job, run, 2)
+    jobs.slurm.cancel(job)
+    jobs.slurm.wait(job, "CANCELLED", timeout=60)
+    time.sleep(5)
+    assert jobs.slurm.job(job)["JobState"] == "CANCELLED"
+    assert jobs.slurm.job(job)["Restarts"] == "0"
+
+
+def test_scripts_are_clean():
+    import subprocess
+
+    scripts = [
+        p.relative_to(ROOT) for pattern in ("*.sh", "*.sbatch", "sites/*.sh") for p in (ROOT / "slurm").glob(pattern)
+    ]
+    assert len(scripts) >= 9
+    done = subprocess.run(["shellcheck", *map(str, scripts)], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stdout

@@ -6,12 +6,19 @@ import sys
 import pytest
 
 from tests.command_line import ROOT
+from tests.slurm.local import LocalSlurm
 from tests.test_sweeps import GRID, NAMES, nano, write
 from titan_disp.cli import main
 from titan_disp.lab.sweeps.folder import state
 from titan_disp.run.reader import read_events, read_json_lines
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(1800)]
+
+
+@pytest.fixture
+def slurm(tmp_path_factory):
+    with LocalSlurm(tmp_path_factory.mktemp("slurm")) as cluster:
+        yield cluster
 
 
 def test_a_killed_rank_a_cancelled_task_and_a_second_call(slurm, sample, tmp_path, monkeypatch, capfd):
