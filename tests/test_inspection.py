@@ -14,9 +14,9 @@ from huggingface_hub import constants
 from matplotlib.figure import Figure
 from tokenizers import Tokenizer, processors
 
-from tests.test_sample import records
 from tests.saved_run import random_model, save_run
 from tests.test_condensation_command import refused, save_hugging_face
+from tests.test_sample import records
 from titan_disp import cli
 from titan_disp.condensation.record import Condensation
 from titan_disp.errors import ConfigError
