@@ -356,6 +356,7 @@ def starts(tmp_path):
     return {p.name: sum(e["event"] == "start" for e in read_events(p)) for p in sorted(runs.iterdir()) if p.is_dir()}
 
 
+@pytest.mark.changes_runs  # stand-ins of a trainer write these runs
 class TestRun:
     def test_failures_are_named_and_a_second_call_goes_on(self, prepared, tmp_path, capsys):
         """The first error is reported. Finished points are not trained again."""
