@@ -51,7 +51,7 @@ def two_nodes(sample, run, start, *options):
         *("--model.hf_assets_path", f"{sample}/tokenizer", "--training.dataset_path", sample, *options),
     ]
     run.mkdir(exist_ok=True)
-    with open(run / "log", "a") as log:
+    with open(run.parent / f"{run.name}.log", "a") as log:
         how = {"cwd": ROOT, "stdout": log, "stderr": log, "start_new_session": True}
         return [subprocess.Popen(command, env=shared | {"SLURM_NODEID": node}, **how) for node in ("0", "1")]
 
@@ -80,7 +80,7 @@ def test_killed_at_random_moments_equals_uninterrupted(sample, tmp_path):
     began = time.monotonic()
     nodes = two_nodes(sample, whole, 0, *options)
     while not count(whole / "metrics.jsonl", b'"step"'):
-        assert nodes[0].poll() is None, (whole / "log").read_text()[-4000:]
+        assert nodes[0].poll() is None, (whole.parent / f"{whole.name}.log").read_text()[-4000:]
         time.sleep(0.05)
     startup = time.monotonic() - began
     assert [node.wait() for node in nodes] == [0, 0]
@@ -96,7 +96,7 @@ def test_killed_at_random_moments_equals_uninterrupted(sample, tmp_path):
             while count(file, of) == before and nodes[0].poll() is None:
                 time.sleep(0.02)
             time.sleep(moments.uniform(0, 3))
-        assert None in (node.poll() for node in nodes), (run / "log").read_text()[-4000:]
+        assert None in (node.poll() for node in nodes), (run.parent / f"{run.name}.log").read_text()[-4000:]
         victim = moments.choice([node for node in nodes if node.poll() is None]).pid
         kill_tree(moments.choice([victim, *children(victim)]))
         time.sleep(moments.uniform(0, 1))
@@ -104,7 +104,7 @@ def test_killed_at_random_moments_equals_uninterrupted(sample, tmp_path):
             kill_tree(node.pid)
             node.wait()
     nodes = two_nodes(sample, run, kills, *options)
-    assert [node.wait() for node in nodes] == [0, 0], (run / "log").read_text()[-4000:]
+    assert [node.wait() for node in nodes] == [0, 0], (run.parent / f"{run.name}.log").read_text()[-4000:]
 
     keys = ("loss", "ce", "dispersion", "grad_norm", "lr")
     expected = {row["step"]: [row[key] for key in keys] for row in read_rows(whole)}
