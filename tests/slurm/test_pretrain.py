@@ -222,6 +222,7 @@ def test_node_down(jobs, whole, tmp_path):
     assert values(run) == values(whole)
 
 
+@pytest.mark.changes_runs  # the copied run has no events of its first start
 def test_one_node_instead_of_two(jobs, whole, tmp_path):
     """The batches are the same. The losses agree up to fp32 rounding, because sums are in another order."""
     run = part_of(whole, tmp_path / "run", [4, 8])
@@ -236,6 +237,7 @@ def test_one_node_instead_of_two(jobs, whole, tmp_path):
     assert json.loads((run / "environment.json").read_text())["world_size"] == 1
 
 
+@pytest.mark.changes_runs  # the copied run has no events of its first start
 @pytest.mark.parametrize("damage", ["truncated", "one bit"])
 def test_damaged_checkpoint(jobs, whole, tmp_path, damage):
     """The run falls back to the checkpoint before, and says so."""
