@@ -1,11 +1,8 @@
 """Fixtures that several test files share."""
 
-import gzip
-import json
 import logging
 import os
 import signal
-from itertools import islice
 from pathlib import Path
 
 # The models are small: with several ranks on the same cores, threads cost more than they gain. This module imports
@@ -16,7 +13,7 @@ import pytest  # noqa: E402
 
 # The longest files, longest first. `make test` gives whole files to its workers in this order (--no-loadscope-reorder),
 # so that no worker begins one of them when the others have nothing left to do.
-LONGEST = ("training", "meshes", "stream", "sweeps", "evidence", "plan", "config_errors", "report")
+LONGEST = ("meshes", "training", "run_ends", "stream", "sweeps", "evidence", "monitor", "plan", "evaluate", "assembly")
 
 
 def pytest_collection_modifyitems(items):
@@ -91,12 +88,23 @@ def sample(tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
+def text(sample, tmp_path_factory):
+    """A file of plain text: the last 60 documents of the sample's validation split."""
+    from tests.streams import VALIDATION_FILE, texts_of
+
+    path = tmp_path_factory.mktemp("text") / "plain.txt"
+    path.write_text("\n".join(texts_of(sample / VALIDATION_FILE)[-60:]))
+    return path
+
+
+@pytest.fixture(scope="session")
 def hf_tokenizer(sample, tmp_path_factory):
     """The folder of a Hugging Face tokenizer of 2048 tokens, trained on the sample's texts."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-    with gzip.open(min((sample / "en").glob("c4-train*"))) as file:
-        texts = [json.loads(line)["text"] for line in islice(file, 500)]
+    from tests.streams import texts_of
+
+    texts = texts_of(min((sample / "en").glob("c4-train*")))[:500]
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()

@@ -274,6 +274,10 @@ def main() -> None:
     if args.draw and args.ending:
         parser.error("--draw and --ending cannot be combined")
     folder = BUILD / args.room
+    if args.room != SEMANTIC and args.only:
+        parser.error(f"--only needs ROOM={SEMANTIC}")
+    if args.room == SEMANTIC and (args.report or args.again or args.draw or args.ending):
+        parser.error(f"ROOM={SEMANTIC} tries whole files: choose with --only WORDS")
     if args.room == SEMANTIC:
         shutil.rmtree(folder, ignore_errors=True)
         semantic.copy(ROOT, folder)

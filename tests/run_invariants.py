@@ -9,23 +9,36 @@ from titan_disp.run.reader import read_events, read_json_lines
 
 ENDS = {"complete", "stop", "save_failed"}
 BEFORE_A_RESUME = {"checkpoint_damaged", "streams_restarted"}
-# The page's files, as patterns of their paths below the run folder.
-FILES = re.compile(
-    r"""config\.json|environment\.json|events\.jsonl|metrics\.jsonl|heartbeat\.json|\.lock|stop|wandb_run_id
-    |condensation/step-\d+\.npz
-    |tb/.+|logs/.+|comm_traces/rank_\d+|(profile_traces|memory_snapshot|memory_budget_pareto)/.+
-    |checkpoint/((damaged|purging)-\d+x*|step-\d+)/(__\d+_\d+\.distcp|\.metadata|hashes\.json|\.saving)
-    |checkpoint/step-\d+/(sharded/.+|[\w.-]+\.(safetensors|json|model|txt))
-    |supervisor\.jsonl|requeue\.json|bad_nodes\.json|excluded\.json|(nodes|node_check)/.+
-    |point\.toml|point\.json|sweep\.log|failed\.json|\.point\.lock""",
-    re.VERBOSE,
-)
+CHECKPOINT = r"checkpoint/((damaged|purging)-\d+x*|step-\d+)"
+# The name that the page has for files → a pattern of their paths below the run folder.
+FILES = {
+    **{name: re.escape(name) for name in ("config.json", "environment.json", "events.jsonl", "metrics.jsonl")},
+    **{name: re.escape(name) for name in ("heartbeat.json", ".lock", "stop", "wandb_run_id")},
+    **{name: re.escape(name) for name in ("supervisor.jsonl", "requeue.json", "bad_nodes.json", "excluded.json")},
+    **{name: re.escape(name) for name in ("point.toml", "point.json", "sweep.log", "failed.json", ".point.lock")},
+    **{f"{name}/": rf"{name}/.+" for name in ("tb", "logs")},
+    **{f"{name}/": rf"{name}/.+" for name in ("profile_traces", "memory_snapshot", "memory_budget_pareto")},
+    "comm_traces/": r"comm_traces/rank_\d+",
+    "nodes/START/NODE.json": r"nodes/.+",
+    "node_check/START/": r"node_check/.+",
+    "condensation/step-N.npz": r"condensation/step-\d+\.npz",
+    "__RANK_I.distcp": rf"{CHECKPOINT}/__\d+_\d+\.distcp",
+    **{name: rf"{CHECKPOINT}/{re.escape(name)}" for name in (".metadata", "hashes.json")},
+    "step-N/.saving": rf"{CHECKPOINT}/\.saving",
+    "sharded/": r"checkpoint/step-\d+/sharded/.+",
+    "*.safetensors": r"checkpoint/step-\d+/[\w.-]+\.(safetensors|json|model|txt)",  # with their config and tokenizer
+}
 
 
-def check_run(run: Path, allowed: str = "") -> None:
-    """Assert that the folder of a real run keeps the page's promises. ``allowed`` matches the test's own files."""
-    names = sorted(str(path.relative_to(run)) for path in run.rglob("*") if path.is_file())
-    unknown = [name for name in names if not FILES.fullmatch(name) and not re.fullmatch(allowed, name)]
+def pages_names(run: Path) -> dict[str, str | None]:
+    """For the path of each file below the run folder, the name that the page has for it, or None."""
+    paths = [str(path.relative_to(run)) for path in sorted(run.rglob("*")) if path.is_file()]
+    return {path: next((name for name in FILES if re.fullmatch(FILES[name], path)), None) for path in paths}
+
+
+def check_run(run: Path) -> None:
+    """Assert that the folder of a real run keeps the page's promises."""
+    unknown = [path for path, name in pages_names(run).items() if name is None]
     assert not unknown, f"docs/run_folder.md names no such file: {unknown}"
     rows = [row for row in read_json_lines(run / "metrics.jsonl") if "loss" in row]
     measured = [row for row in read_json_lines(run / "metrics.jsonl") if "condensation" in row]

@@ -17,6 +17,7 @@ import tomli
 
 EDITS = Path(__file__).parent / "wrong_edits"
 PYTEST = (*("-m", "pytest", "-x", "-q", "-p", "no:cacheprovider"), *("-m", "not slow and not night"))
+NOTHING_RAN = (4, 5)  # pytest's exit codes for a wrong name and for no tests
 SECONDS = 300  # for the tests of one edit: one that hangs is noticed
 
 
@@ -47,7 +48,7 @@ def passes(folder: Path, tests: Iterable[str], environment: dict[str, str]) -> b
         done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=SECONDS)
     except subprocess.TimeoutExpired:
         return False
-    if done.returncode > 1:  # pytest's own: no tests, or a wrong name
+    if done.returncode in NOTHING_RAN:
         raise SystemExit(f"{' '.join(command)} ended with {done.returncode}:\n{done.stdout}{done.stderr}")
     return done.returncode == 0
 
@@ -56,6 +57,8 @@ def run(folder: Path, sample: Path, only: str = "") -> None:
     """Try the edits whose file or reason contains ``only`` in ``folder``, a copy of the checkout."""
     environment = os.environ | {"OMP_NUM_THREADS": "1", "SAMPLE": str(sample), "PYTHONPATH": str(folder)}
     chosen = [edit for edit in edits() if only in edit.file or only in edit.why]
+    if not chosen:
+        raise SystemExit(f"no wrong edit has {only!r} in its file or reason")
     control = sorted({name for edit in chosen for name in edit.tests})
     if failed := [name for name in control if not passes(folder, [name], environment)]:
         raise SystemExit(f"these tests fail without an edit: {' '.join(failed)}")

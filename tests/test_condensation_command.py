@@ -17,19 +17,11 @@ from tests.saved_run import change_config, random_model, save_run
 from titan_disp import cli
 from titan_disp.condensation.record import EDGES, Condensation
 from titan_disp.data.documents import Documents
-from titan_disp.data.sample import documents
 from titan_disp.errors import ConfigError
 from titan_disp.lab.inspection.targets import find_blocks, find_targets
 from titan_disp.lab.inspection.texts import cut_sequences, read_texts
 
 N = 48  # tokens per sequence
-
-
-@pytest.fixture(scope="module")
-def text(tmp_path_factory):
-    path = tmp_path_factory.mktemp("text") / "plain.txt"
-    path.write_text("\n".join(document["text"] for document in documents()[-60:]))
-    return path
 
 
 def save_hugging_face(model, tokenizer, folder):

@@ -16,7 +16,6 @@ from tokenizers import Tokenizer, processors
 
 from tests.saved_run import random_model, save_run
 from tests.test_condensation_command import refused, save_hugging_face
-from tests.test_sample import records
 from titan_disp import cli
 from titan_disp.condensation.record import Condensation
 from titan_disp.errors import ConfigError
@@ -121,13 +120,6 @@ def test_one_layer_at_a_time(name):
 
     assert largest_number_alive(at_once) == BLOCKS + 1
     assert largest_number_alive(hugging_face_layers(model)) <= 3
-
-
-@pytest.fixture(scope="module")
-def text(tmp_path_factory, sample):
-    path = tmp_path_factory.mktemp("text") / "plain.txt"
-    path.write_text("\n".join(document["text"] for document in records(sample / "en", "c4-validation*")[-60:]))
-    return path
 
 
 def save_gpt2(folder, tokenizer, seed=0, width=32):

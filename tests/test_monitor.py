@@ -13,7 +13,7 @@ from torchtitan.distributed.context_parallel import cp_shard
 
 from tests.distributed import spawn
 from tests.mesh import SEQ_LEN, VOCAB, build
-from tests.test_stream import first_sequences_by_hand
+from tests.streams import first_sequences_by_hand
 from titan_disp.condensation.measure import Forward, Monitor
 from titan_disp.condensation.record import load_steps
 from titan_disp.run.reader import read_json_lines, read_metrics

@@ -1,5 +1,6 @@
 """A resume is refused if, and only if, a key that fixes the data or the model has another value, whichever key it is."""
 
+import re
 import shutil
 from types import SimpleNamespace
 from typing import get_args
@@ -87,6 +88,12 @@ def test_every_declared_key(run, sample):
         else:
             with pytest.raises(ConfigError, match={"model.overrides": "n_layers is 6 in .* 5 in"}.get(name, name)):
                 resume(changes)
+        if name in fixed("data") and name != "stream.sources":
+            loaders = [start(changed(job, keys), tokenizer_of(job), None).dataloader for keys in ({}, changes)]
+            for then, now in (loaders, loaders[::-1]):
+                values = f"{then.fingerprint[name]!r} then, {now.fingerprint[name]!r} now."
+                with pytest.raises(ConfigError, match=re.escape(f"data: {name}: {values}")):
+                    now.load_state_dict(then.state_dict())
 
 
 @pytest.mark.parametrize(

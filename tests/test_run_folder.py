@@ -14,6 +14,7 @@ from torchtitan.config import JobConfig
 
 from tests.command_line import ROOT
 from tests.distributed import spawn
+from tests.run_invariants import FILES, pages_names
 from titan_disp.errors import ConfigError, InUseError
 from titan_disp.run import reader
 from titan_disp.run.folder import RunFolder, append_json, write_json
@@ -177,18 +178,8 @@ def named(heading=None):
 
 
 def test_the_page_names_every_file(trained):
-    general = [
-        (r"step-\d+", "step-N"),
-        (r"__\d+_\d+", "__RANK_I"),
-        (r"^tb/.*", "tb/"),
-        (r"^checkpoint/step-N/(?=.)", ""),
-    ]
-    found = set()
-    for path in filter(Path.is_file, trained.rglob("*")):
-        name = str(path.relative_to(trained))
-        for pattern, words in general:
-            name = re.sub(pattern, words, name)
-        found.add(name)
+    assert FILES.keys() <= named()
+    found = set(pages_names(trained).values())
     assert found <= named()
     assert len(found) == 10
 

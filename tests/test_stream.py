@@ -11,7 +11,6 @@ import io
 import json
 import multiprocessing
 import os
-import re
 import shutil
 import signal
 import threading
@@ -54,14 +53,13 @@ from titan_disp.data.documents import Documents
 from titan_disp.data.files import DataFile, list_files
 from titan_disp.data.fingerprint import differences, fingerprint, read_data_state
 from titan_disp.data.formats import text_of
-from titan_disp.data.loader import open_stream, together
+from titan_disp.data.loader import together
 from titan_disp.data.options import Format, StreamOptions
 from titan_disp.data.position import Field
 from titan_disp.data.stream import Sequences
 from titan_disp.data.tokenizer import load_tokenizer
 from titan_disp.data.validation import _ValidationSet, first_sequences, held_out_sequences
 from titan_disp.errors import ConfigError, DataError
-from titan_disp.job_config import all_keys, fixed
 from titan_disp.lab.digest import digest
 
 READ = StreamOptions(max_document_bytes=1 << 20)
@@ -791,38 +789,6 @@ def test_mismatch_is_named(sample, tmp_path):
     (tmp_path / "mirror" / "c4").mkdir(parents=True)
     (tmp_path / "mirror" / "c4" / "en").symlink_to(sample / "en")
     assert differences(here, loader(list_files("c4", str(tmp_path / "mirror")), sample).fingerprint) == []
-
-
-# For every key that fixes the data: its value in the checkpoint, and another. The sources are test_mixture's.
-FIXED = {
-    "slots": (16, 8),
-    "seed": (0, 3),
-    "shuffle_window": (256, 64),
-    "max_document_mb": (16.0, 0.5),
-    "text_field": ("text", "body"),
-    "text_split": ("file", "blank_lines"),
-    "token_dtype": ("uint16", "uint32"),
-}
-# The keys of [stream] that a resume may change: they decide how documents are read, and not which tokens a slot gets.
-FREE = {"prefetch", "tokenizer_threads", "fast_tokenizer", "on_bad_data", "max_skipped_fraction", "retry_seconds"}
-FREE |= {"validation_sequences", "on_mismatch"}
-
-
-def test_every_key_that_fixes_the_data(sample):
-    assert {f"stream.{key}" for key in FIXED} == set(fixed("data")) - {"stream.sources"}
-    every = {key.removeprefix("stream.") for key in all_keys() if key.startswith("stream.")}
-    assert every == {*FIXED, *FREE, "sources"}, "does a new key of [stream] decide which tokens a slot gets?"
-    job, files, tokenizer = config(sample), list_files("c4", str(sample)), load_tokenizer(sample / "tokenizer")
-    job.stream.slots = 16
-    before = open_stream(job, files, tokenizer, 1, 0)
-    for key, (then, now) in FIXED.items():
-        assert getattr(job.stream, key) == then
-        setattr(job.stream, key, now)
-        after = open_stream(job, files, tokenizer, 1, 0)
-        setattr(job.stream, key, then)
-        for one, other, first, second in ((before, after, then, now), (after, before, now, then)):
-            with pytest.raises(ConfigError, match=re.escape(f"data: stream.{key}: {first!r} then, {second!r} now.")):
-                other.load_state_dict(one.state_dict())
 
 
 @pytest.mark.parametrize("by", ["another loader", "another assignment"])
