@@ -10,6 +10,7 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torchtitan.distributed import ParallelDims
 
+import titan_disp.plugin  # noqa: F401
 from tests.command_line import DEMO
 from titan_disp.condensation.record import Condensation
 from titan_disp.config.load import load_config

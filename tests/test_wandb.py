@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torchtitan.config import JobConfig
 from torchtitan.distributed import ParallelDims
 
+import titan_disp.plugin  # noqa: F401
 from titan_disp.config.checks import check_device
 from titan_disp.dispersion import LossLedger
 from titan_disp.run.folder import continue_wandb, wandb_run_id
