@@ -1,11 +1,12 @@
 # shellcheck shell=bash disable=SC2154
 # The common beginning of pretrain.sbatch, sweep.sbatch and check_nodes.sbatch, which source this file. They set `here` to
-# this folder (hence SC2154). pretrain.sbatch lists the variables. This file exports TITAN_DISP_START, _LOCAL, _NPROC
-# and _PYTHON.
+# this folder (hence SC2154). pretrain.sbatch lists the variables. This file exports TITAN_DISP_LOCAL, _NPROC, _PYTHON and
+# _PREFIX_WORDS.
 
 say() { echo "titan-disp: $(date -u +%FT%TZ) $*"; }
 
 site=${TITAN_DISP_SITE:-generic}
+[ ! -f "${here%/slurm}/launch.json" ] || site=$(basename "$site" .sh) # a launch folder has a copy of the file
 [ -f "$site" ] || site=$here/sites/$site.sh
 if [ ! -f "$site" ]; then
   say "error: no site file $site; there are: $(cd "$here/sites" && echo *.sh)"
@@ -20,13 +21,17 @@ set -u
 # With this, srun's tasks get all variables that are set here and above, also after sbatch --export=NONE or
 # --export=ALL,NAME=VALUE.
 export SLURM_EXPORT_ENV=ALL
-export TITAN_DISP_START=$SLURM_JOB_ID.${SLURM_RESTART_COUNT:-0}
 export TITAN_DISP_LOCAL=${TITAN_DISP_LOCAL:-/tmp}
 export TITAN_DISP_NPROC=${TITAN_DISP_NPROC:-gpu}
 export TITAN_DISP_PYTHON=${TITAN_DISP_PYTHON:-python}
 
-# Runs supervise.py with these arguments and exits with its status. The caller must first set traps that append the
-# names of signals to the file $signals and set `interrupted`.
+# Prints the words of a text, one per line, split as supervise.py does.
+words() { "${TITAN_DISP_HOST_PYTHON:-python3}" -c 'import shlex, sys; print(*shlex.split(sys.argv[1]), sep="\n")' "$1"; }
+TITAN_DISP_PREFIX_WORDS=$([ -z "${TITAN_DISP_PREFIX:-}" ] || words "$TITAN_DISP_PREFIX")
+export TITAN_DISP_PREFIX_WORDS
+
+# Runs supervise.py with these arguments, and exits with the status that it intended. The caller must first set traps that
+# append the names of signals to the file $signals and set `interrupted`, and define `again`.
 supervise() {
   # The signals are ignored until Python handles them: one that comes while the supervisor starts must not kill it.
   (
@@ -38,6 +43,8 @@ supervise() {
     interrupted=
     wait $!
     status=$?
-    [ -n "$interrupted" ] || exit $status
+    [ -n "$interrupted" ] || break
   done
+  [ "$status" -lt 64 ] || [ "$status" -gt 66 ] || exit $((status - 64))
+  again "the supervisor ended with status $status"
 }

@@ -1,31 +1,41 @@
 #!/bin/bash
-# Runs the work of one node: `node.sh train --job.config_file CONFIG …` or `node.sh check [arguments]`. srun starts it
-# once per node.
+# Runs the work of one node: `node.sh train --job.config_file CONFIG …`, `node.sh check [arguments]`, or on the first node
+# `node.sh freeze` and `node.sh prepare`. srun starts it once per node.
 set -eu
 
-# Caches of compiled kernels belong on the node's own disk: a shared disk is slow, and ranks would race on it.
-cache=$TITAN_DISP_LOCAL/titan-disp-cache-$(id -u)
+# Caches of compiled kernels belong on the node's own disk: a shared disk is slow, and ranks would race on it. Code is
+# loaded from them, so no other user may write there.
+local=${TITAN_DISP_LOCAL:-/tmp}
+cache=$local/titan-disp-cache-$(id -u)
+mkdir -m 700 "$cache" 2>/dev/null || true
+if [ -L "$cache" ] || [ ! -O "$cache" ] || ! chmod 700 "$cache"; then
+  other=$cache
+  cache=$(mktemp -d "$cache-XXXXXX")
+  echo "titan-disp: $(hostname): $other belongs to somebody else, so compiled kernels are kept in $cache"
+fi
 export TORCHINDUCTOR_CACHE_DIR=${TORCHINDUCTOR_CACHE_DIR:-$cache/inductor}
 export TRITON_CACHE_DIR=${TRITON_CACHE_DIR:-$cache/triton}
 mkdir -p "$TORCHINDUCTOR_CACHE_DIR" "$TRITON_CACHE_DIR"
 export PYTHONUNBUFFERED=1
-python=("$TITAN_DISP_PYTHON")
-if [ -n "${TITAN_DISP_PREFIX:-}" ]; then
+python=("${TITAN_DISP_PYTHON:-python}")
+if [ -n "${TITAN_DISP_PREFIX_WORDS:-}" ]; then
   # A container may start with a clean environment (apptainer's --cleanenv). The variables of SLURM, the site and this
   # script are passed on, but no secrets, because others on this node may read the command line.
   settings=()
   while read -r name; do settings+=("$name=${!name}"); done < <(compgen -e | grep -E \
     '^(SLURM|TITAN_DISP_|PYTHONUNBUFFERED|TORCH|PYTORCH_|TRITON_|NCCL_|GLOO_|FI_|MIOPEN_|OMP_|HF_|WANDB_|[A-Z]+_VISIBLE_DEVICES)' |
     grep -Ev 'KEY|TOKEN|SECRET|PASS|JWT')
-  read -ra python <<<"$TITAN_DISP_PREFIX"
-  python+=(env "${settings[@]}" "$TITAN_DISP_PYTHON")
+  mapfile -t prefix <<<"$TITAN_DISP_PREFIX_WORDS" # common.sh has split TITAN_DISP_PREFIX
+  python=("${prefix[@]}" env "${settings[@]}" "${python[@]}")
 fi
 
 what=$1
 shift
-if [ "$what" = check ]; then
-  exec "${python[@]}" -m titan_disp.cluster.node_health --local "$TITAN_DISP_LOCAL" "$@"
-fi
+case $what in
+check) exec "${python[@]}" -m titan_disp.cluster.node_health --local "$local" "$@" ;;
+freeze) exec "${python[@]}" -m titan_disp.cluster.freeze "$@" ;;
+prepare) exec "${python[@]}" -m titan_disp.cluster.job_check "$@" ;;
+esac
 
 tee=()
 [ "$SLURM_NODEID" -ne 0 ] || tee=(--tee 0:3) # rank 0 also writes to the job's log; every rank has its own files

@@ -4,17 +4,19 @@
     supervise.py --signals FILE CONFIG [overrides]
     supervise.py --signals FILE --of-array POINTS      # CONFIG and overrides come from a sweep's points.json
 
-One start of the job passes through the states
+A job passes through the states
 
-    unpack -> check nodes -> prepare -> train -> decide -> requeue | end | give up
+    unpack -> freeze -> check nodes -> prepare -> train -> decide -> check nodes | requeue | end | give up
 
 Each state is a method of ``Supervisor`` that returns an ``Outcome``: the next state and the reason. Every transition is
-written as a line to RUN/supervisor.jsonl (time, job, restart, state, reason) and to the job's log.
+written as a line to RUN/supervisor.jsonl and to the job's log.
 
 RUN is the run's folder: docs/run_folder.md lists its files, which this program reads and writes without importing titan_disp.
 The decision depends on what the run wrote to RUN/events.jsonl, not on exit statuses, because torchrun and srun each
 change these. A start that neither ends the run nor saves and stops counts as a failure in RUN/requeue.json; a new
 complete checkpoint resets the count. The batch script writes the names of the signals that it receives to FILE.
+
+In a launch folder (RUN/launch/NAME/slurm), this program takes CONFIG and overrides from launch.json there.
 """
 
 import argparse
@@ -31,26 +33,34 @@ import subprocess
 import sys
 import threading
 import time
+import urllib.request
+import uuid
 from datetime import datetime, timezone
 
-UNPACK, CHECK, PREPARE, TRAIN, DECIDE = "unpack", "check nodes", "prepare", "train", "decide"
+UNPACK, FREEZE, CHECK, PREPARE, TRAIN, DECIDE = "unpack", "freeze", "check nodes", "prepare", "train", "decide"
 REQUEUE, END, GIVE_UP = "requeue", "end", "give up"
 # These marks precede JSON that is meant for this program, on a line of output that may contain anything else.
-NODE_REPORT, RUN_FOLDER = "titan-disp-node-report: ", "titan-disp-run-folder: "
+NODE_REPORT, LAUNCH = "titan-disp-node-report: ", "titan-disp-launch: "
 IN_USE = 3  # exit status of titan_disp.cluster.job_check if another job uses the run folder
+INTENDED = (
+    64  # added to the exit status, so that the batch script can tell it from that of a killed program (common.sh)
+)
 DAY = 86400.0
+PAUSES = "2,10,30,60"  # minutes before a requeue, after so many failures in a row
+MOST_RESTARTS = 50  # of a job whose failures cannot be counted (also in common.sh)
+LEAD = 300  # seconds before the time limit: pretrain.sbatch's --signal
+LAST = 45.0  # seconds before the time limit at which a step that has not saved is killed, so that the job can requeue itself
 # These fields of scontrol take a whole line, and may contain anything, even the name of another field.
 WHOLE_LINES = ("JobName", "Command", "SubmitLine", "WorkDir", "Comment", "AdminComment", "SystemComment", "Extra")
 WHOLE_LINES += ("StdErr", "StdIn", "StdOut")
 NOTHING = ("", "(null)", "None", "N/A")  # what scontrol prints for a field that is not set
 UNWRITTEN = "cannot be written, so only this log has the count"
-# Variables that users set for a job (pretrain.sbatch describes them). A command that submits it again must set them, too,
-# but not HEAD, because its first node will be another one.
-VARIABLES = (
-    *("SITE", "PYTHON", "PREFIX", "SRUN_ARGS", "ENV_ARCHIVE", "NPROC", "PORT", "LOCAL", "CHECK_NODES"),
-    *("CHECK_SECONDS", "SIGNAL_SECONDS", "MAX_RETRIES", "RESUBMIT", "HOST_PYTHON"),
-)
-LEAD = 300  # seconds before the time limit: pretrain.sbatch's --signal
+# Variables of one start. A command that submits the job again sets all others.
+OWN = ("START", "RUN", "ENDPOINT", "HEAD", "SLURM_DIR", "PREFIX_WORDS")
+# Errors that point to the node on which they were raised.
+SICK = re.compile(r"(?i)\b(CUDA error|HIP error|ECC|Xid|unspecified launch failure|Input/output error|Bus error)\b")
+# Errors that come from another rank's death.
+PEER = re.compile(r"(?i)closed by peer|reset by peer|broken pipe|remote process|NCCL error|ncclRemoteError")
 TOP = 1 << 28  # bytes of the largest log that is rewritten to add a line at its top
 HERE = os.path.dirname(os.path.abspath(__file__))
 # No bytes in paths or in the output of commands may end the job, even if the locale is C.
@@ -58,10 +68,10 @@ TEXT = {"encoding": sys.getfilesystemencoding(), "errors": "surrogateescape"}
 
 
 class Outcome:
-    """The next state and the reason for it, and the job's exit status if the state is END."""
+    """The next state and the reason for it, the exit status if the state is END, and the seconds to wait if REQUEUE."""
 
-    def __init__(self, state, reason="", status=0):
-        self.state, self.reason, self.status = state, reason, status
+    def __init__(self, state, reason="", status=0, pause=0):
+        self.state, self.reason, self.status, self.pause = state, reason, status, pause
 
     def __repr__(self):
         return f"Outcome({self.state!r}, {self.reason!r})"
@@ -75,11 +85,17 @@ class Failure(Exception):
 
 
 def show(text):
-    """Print a text in any locale, with escapes if necessary."""
+    """Print a text in any locale, with escapes if necessary. A full disk or a closed pipe must not end the job."""
     try:
-        print(text, flush=True)
-    except UnicodeEncodeError:
-        print(text.encode("ascii", "backslashreplace").decode(), flush=True)
+        print(
+            text.encode(sys.stdout.encoding or "ascii", "backslashreplace").decode(sys.stdout.encoding or "ascii"),
+            flush=True,
+        )
+    except (OSError, ValueError):
+        show.lost = True
+
+
+show.lost = False  # whether the job's log could not be written
 
 
 def say(text):
@@ -90,7 +106,7 @@ def say(text):
 def read_json(path, default):
     """Read the JSON value of a file; return ``default`` if it cannot be read or has another type."""
     try:
-        with open(path, encoding="utf-8") as file:
+        with open(path, **TEXT) as file:
             content = json.load(file)
     except (OSError, ValueError):
         return default
@@ -117,74 +133,38 @@ def marked(lines, mark):
 
 
 def seconds_of(limit):
-    """Convert SLURM's time limit, [DAYS-]HOURS:MINUTES:SECONDS, to seconds; None means no limit (UNLIMITED)."""
-    found = re.match(r"^(?:(\d+)-)?(\d+):(\d+):(\d+)$", limit)
+    """Convert SLURM's [DAYS-][HOURS:]MINUTES:SECONDS to seconds; None means no limit (UNLIMITED)."""
+    found = re.match(r"^(?:(\d+)-)?(?:(\d+):)?(\d+):(\d+)$", limit)
     if not found:
         return None
     days, hours, minutes, seconds = (int(part or 0) for part in found.groups())
     return ((days * 24 + hours) * 60 + minutes) * 60 + seconds
 
 
-def requested_option(argv, name):
-    """Return the last value of ``--name value`` or ``--name=value`` among the arguments, or None."""
-    value = None
-    for i, argument in enumerate(argv):
-        if argument == "--" + name and i + 1 < len(argv):
-            value = argv[i + 1]
-        elif argument.startswith("--" + name + "="):
-            value = argument.split("=", 1)[1]
-    return value
-
-
-def run_folder(config, overrides):
-    """Find the run folder without importing anything: job.dump_folder in the overrides or the TOML file.
-
-    The answer of TorchTitan, which ``prepare`` asks, takes precedence. This one is for what must be written before that.
-    """
-    folder = requested_option(overrides, "job.dump_folder") or requested_option(overrides, "job.dump-folder")
-    if folder is None:
-        with contextlib.suppress(OSError), open(config, **TEXT) as file:
-            folder = dict(toml_strings(file)).get("job.dump_folder")
-    return os.path.abspath(folder or "./outputs")
-
-
-def toml_strings(lines):
-    """Yield (dotted key, string) of a TOML file; only values on one line and without escapes are found."""
-    pair = re.compile(r"""\s*([\w."' -]+?)\s*=\s*(?:"([^"]*)"|'([^']*)'|[^,"'{}]*)\s*,?""")
-    section = ""
-    for line in lines:
-        header = re.match(r"""\s*\[([\w."' -]+)\]""", line)
-        section = header.group(1) + "." if header else section
-        inline = re.match(r"""\s*([\w."' -]+?)\s*=\s*\{""", line)
-        prefix = section + (inline.group(1) + "." if inline else "")
-        found = pair.match(line, inline.end() if inline else 0)
-        while found:
-            if found.lastindex > 1:
-                yield re.sub(r"""["' ]""", "", prefix + found.group(1)), found.group(found.lastindex)
-            found = pair.match(line, found.end()) if inline else None
+def json_lines(path):
+    """Return the objects in a file of JSON lines, or none if it cannot be read."""
+    found = []
+    with contextlib.suppress(OSError), open(path, errors="replace") as file:
+        for line in file:
+            with contextlib.suppress(ValueError):  # a killed process may leave an unfinished line
+                found.append(json.loads(line))
+    return [line for line in found if isinstance(line, dict)]
 
 
 def events(run, start):
-    """Return the events that one start of the job has written to events.jsonl."""
-    found = []
-    with contextlib.suppress(OSError), open(os.path.join(run, "events.jsonl"), errors="replace") as file:
-        for line in file:
-            with contextlib.suppress(ValueError):  # a killed process may leave an unfinished line
-                event = json.loads(line)
-                if isinstance(event, dict) and event.get("job") == start:
-                    found.append(event)
-    return found
+    """Return the events that one start has written to events.jsonl."""
+    return [event for event in json_lines(os.path.join(run, "events.jsonl")) if event.get("job") == start]
 
 
-def checkpoint_options(run):
-    """Return the section [checkpoint] of the run's config, or an empty one if it is not known."""
-    options = read_json(os.path.join(run, "config.json"), {}).get("checkpoint")
+def section(run, name):
+    """Return a section of the run's config, or an empty one if it is not known."""
+    options = read_json(os.path.join(run, "config.json"), {}).get(name)
     return options if isinstance(options, dict) else {}
 
 
 def newest_checkpoint(run):
     """Return the step of the newest complete checkpoint, or -1 if there is none."""
-    folder = checkpoint_options(run).get("folder")
+    folder = section(run, "checkpoint").get("folder")
     steps = [-1]
     for path in glob.glob(os.path.join(glob.escape(run), str(folder or "checkpoint"), "step-*", ".metadata")):
         name = os.path.basename(os.path.dirname(path))[len("step-") :]
@@ -193,52 +173,55 @@ def newest_checkpoint(run):
     return max(steps)
 
 
+def of_ranks(run, start, name):
+    """Return (node's number, rank's folder, path) of the files that torchrun's ranks leave."""
+    paths = glob.glob(os.path.join(glob.escape(run), "logs", start, "node-*", "**", name), recursive=True)
+    return [(int(re.search(r"/node-(\d+)/", path).group(1)), path.split(os.sep)[-2], path) for path in sorted(paths)]
+
+
 def first_error(run, start):
-    """Return the message of the rank that failed first, from the files that torchrun's ranks leave, or None."""
+    """Return (message of the rank that failed first, its node's number), or ("", None)."""
     found = []
-    for path in glob.glob(os.path.join(glob.escape(run), "logs", start, "**", "error.json"), recursive=True):
+    for node, _, path in of_ranks(run, start, "error.json"):
         # A node that died may have left an unfinished file, which must not hide the others.
         with contextlib.suppress(AttributeError, LookupError, TypeError, ValueError):
             message = read_json(path, {})["message"]
-            found.append((int(message["extraInfo"]["timestamp"]), message["message"].strip().splitlines()[0], path))
+            found.append(
+                (int(message["extraInfo"]["timestamp"]), message["message"].strip().splitlines()[0], path, node)
+            )
     if not found:
-        return None
-    _, text, path = min(found)
-    return f"{text} ({path})"
+        return "", None
+    _, text, path, node = min(found)
+    return f"{text} ({path})", node
 
 
 def stacks(run, start):
     """Return where the code of each silent rank was: "node 0 rank 1: save in checkpoint.py:213; …", or ""."""
     places = []
-    for path in sorted(
-        glob.glob(os.path.join(glob.escape(run), "logs", start, "node-*", "**", "stderr.log"), recursive=True)
-    ):
+    for node, rank, path in of_ranks(run, start, "stderr.log"):
         with contextlib.suppress(OSError), open(path, "rb") as file:
             file.seek(max(0, os.path.getsize(path) - (1 << 16)))
             _, mark, dump = file.read().decode(errors="replace").rpartition("Timeout (")  # Python's faulthandler
             # The dump has the newest thread first and the main thread last.
             frame = re.search(r'File "([^"]*)", line (\d+) in (\S+)', dump.rpartition("(most recent call first):")[2])
             if mark and frame:
-                parts = path.split(os.sep)
-                node = next(part for part in parts if part.startswith("node-"))[len("node-") :]
-                file_name, line, function = frame.groups()
-                places.append(f"node {node} rank {parts[-2]}: {function} in {os.path.basename(file_name)}:{line}")
+                name, line, function = frame.groups()
+                places.append(f"node {node} rank {rank}: {function} in {os.path.basename(name)}:{line}")
     return "; ".join(places)
 
 
 def flight_records(run, since):
-    """Return the first file that NCCL's flight recorder has written since then, and how many more there are, or ""."""
-    comm = read_json(os.path.join(run, "config.json"), {}).get("comm")
-    comm = comm if isinstance(comm, dict) else {}
-    folder = os.path.join(run, str(comm.get("save_traces_folder", "comm_traces")))
-    prefix = os.path.join(folder, str(comm.get("save_traces_file_prefix", "rank_")))
-    found = []
+    """Return rank -> file of what NCCL's flight recorder has written since then."""
+    comm = section(run, "comm")
+    prefix = os.path.join(run, str(comm.get("save_traces_folder", "comm_traces")))
+    prefix = os.path.join(prefix, str(comm.get("save_traces_file_prefix", "rank_")))
+    found = {}
     for path in glob.glob(glob.escape(prefix) + "*"):
         with contextlib.suppress(OSError, ValueError):  # other files
             rank = int(path[len(prefix) :])
             if os.path.getmtime(path) >= since:
-                found.append((rank, path))
-    return min(found)[1] + (f" and {len(found) - 1} more" if len(found) > 1 else "") if found else ""
+                found[rank] = path
+    return found
 
 
 def gpus_asked(environment):
@@ -308,12 +291,6 @@ def within(seconds, function, default=None):
     return value
 
 
-def gpus_of(tres):
-    """Return the GPUs of a field of scontrol, or None: h100:8 of gres:gpu:h100:8 (before SLURM 23) or gres/gpu=h100:8."""
-    parts = [re.match(r"^(?:gres[:/])?gpu[:=](.+)$", part) for part in tres.split(",")]
-    return next((part.group(1) for part in parts if part), None)
-
-
 def task_of_array(path, environment):
     """Return CONFIG and overrides of this task, which are its point in a sweep's points.json.
 
@@ -342,59 +319,85 @@ class Supervisor:
         argv: CONFIG and overrides.
         signals: the file to which the batch script writes signals.
         environment: the variables as SLURM and the site set them.
-        run: the run folder, read from the config's text until ``prepare`` has asked TorchTitan.
+        here: the folder of the scripts.
+        run: the run folder, or "" until ``freeze`` has asked TorchTitan.
     """
 
-    def __init__(self, argv, signals, environment=None, of_array=False):
+    def __init__(self, argv, signals, environment=None, of_array=False, here=HERE):
         self.argv, self.signals = list(argv), signals
         self.environment = dict(os.environ if environment is None else environment)
-        names = ["TITAN_DISP_" + name for name in VARIABLES]
-        self.given = [(name, self.environment[name]) for name in names if self.environment.get(name)]
+        self.given = [
+            (name, value)
+            for name, value in sorted(self.environment.items())
+            if name.startswith("TITAN_DISP_") and name[len("TITAN_DISP_") :] not in OWN and value
+        ]
         self.job = self.environment["SLURM_JOB_ID"]
         self.restart = int(self.environment.get("SLURM_RESTART_COUNT") or 0)
-        self.start = f"{self.job}.{self.restart}"
         # The name of this job in SLURM's commands. One task of an array has the array's own number, which would mean
         # all tasks. (A job that a task has submitted inherits these variables, but is not a task.)
         task = "{SLURM_ARRAY_JOB_ID}_{SLURM_ARRAY_TASK_ID}"
         self.address = task.format(**self.environment) if of_array else self.job
-        self.max_retries = self._whole("MAX_RETRIES", 3, 0)
-        self.lead = self._whole("SIGNAL_SECONDS", LEAD, 1)
-        self.check_seconds = self._seconds("CHECK_SECONDS", 600)
+        self.max_retries = int(self._number("MAX_RETRIES", 6))
+        given = self._setting("PAUSES", PAUSES)
+        if not re.match(r"^[0-9]{1,4}(,[0-9]{1,4})*$", given):
+            raise Failure(f"TITAN_DISP_PAUSES is {given!r}, expected minutes such as {PAUSES}")
+        self.pauses = [int(minutes) for minutes in given.split(",")]
+        self.spares = int(self._number("SPARES", 0))
+        self.lead = int(self._number("SIGNAL_SECONDS", LEAD, 1))
+        self.check_seconds = self._number("CHECK_SECONDS", 600, 1e-9, whole=False)
         # The port is computed from the job's number, so that two jobs on one node do not use the same one. It is below
         # Linux's ephemeral ports (32768).
-        self.port = self._whole("PORT", 20000 + int(self.job) % 10000, 1, 65535)
-        self.run = run_folder(argv[0], argv[1:])
+        self.port = int(self._number("PORT", 20000 + (int(self.job) + self.restart) % 10000, 1, 65535))
+        self.here, self.run, self.launch = here, "", {}
+        self._read_launch(os.path.dirname(here))
         self.heard = None  # the signal that this process received itself
-        self.fields, self.hosts = {}, []
-        self.status = None  # srun's exit status, once training has ended
-        # The times of the last transition and of the beginning of training, by the clock of the run folder's file system.
-        self.noted = self.began = time.time()
-        self.stalled = ""  # why this process ended training
-        self.beat = ({}, time.monotonic())  # the newest heartbeat, and when it was first seen
-        self.looking = None  # the thread that reads the heartbeat
-        self.seen = False  # whether this start has had a heartbeat
-        self.grace = 5.0  # seconds in which the ranks write where their code is
+        self.fields, self.hosts, self.used = {}, [], []  # of the job: scontrol's fields, its nodes, those that train
+        self.dropped = set()  # nodes of this job that have failed
+        self.messages = []  # threads that tell somebody
+        self.trained = False
         # Seconds between two looks at signals, heartbeat and step; between two calls of scontrol, because slurmctld may
         # be busy or failing over; that a step may take to end; and that SLURM may take to end this script after it has
         # requeued the job.
         self.pause, self.requeue_pauses, self.kill_wait, self.last_wait = 0.5, (1, 2, 4, 8, 16), 60.0, 60.0
         self.quiet = 1800.0  # seconds without a heartbeat while Python and torchrun start or end
         self.patience = 20.0  # seconds that reading or writing a small file of the run folder may take
+        self.grace = 5.0  # seconds in which the ranks write where their code is
+        # The times of the last transition and of the beginning of training, by the clock of the run folder's file system.
+        self.noted = self.began = time.time()
+        self.begin()
+
+    def begin(self):
+        """Begin a start: at the beginning of the job, or after a failure within it."""
+        # The number of a job may come again when SLURM's own count begins anew, but not with these digits.
+        self.start = f"{self.job}.{self.restart}.{uuid.uuid4().hex[:6]}"
+        self.environment["TITAN_DISP_START"] = self.start
+        self.status = None  # srun's exit status, once training has ended
+        self.stalled = ""  # why this process ended training
+        self.failed = None  # the first task that srun says has failed: (node, what srun says)
+        self.beat = ({}, time.monotonic())  # the newest heartbeat, and when it was first seen
+        self.looking = None  # the thread that reads the heartbeat
+        self.seen = False  # whether this start has had a heartbeat
+        self.read, self.skips = 0, False  # bytes of events.jsonl that were read; whether a step was skipped
+
+    def _read_launch(self, folder):
+        """Take the run folder, CONFIG and overrides from a launch folder (cluster/freeze.py), if this is one."""
+        launch = read_json(os.path.join(folder, "launch.json"), {})
+        if launch:
+            self.launch, self.argv, self.run = launch, launch["argv"], launch["run"]
+            self.here = os.path.join(folder, "slurm")
 
     def _setting(self, name, default):
         return self.environment.get("TITAN_DISP_" + name) or default
 
-    def _whole(self, name, default, least, most=None):
+    def _number(self, name, default, least=0, most=10**9, whole=True):
         text = str(self._setting(name, default))
-        if not re.match(r"^[0-9]{1,9}$", text) or not least <= int(text) <= (most or int(text)):
-            up_to = f" to {most}" if most else ""
-            raise Failure(f"TITAN_DISP_{name} is {text!r}, expected a whole number from {least}{up_to}")
-        return int(text)
-
-    def _seconds(self, name, default):
-        text = str(self._setting(name, default))
-        if not re.match(r"^[0-9]{1,9}([.][0-9]*)?$", text) or float(text) <= 0:
-            raise Failure(f"TITAN_DISP_{name} is {text!r}, expected a number above 0")
+        if (
+            not re.match(r"^[0-9]{1,9}$" if whole else r"^[0-9]{1,9}([.][0-9]*)?$", text)
+            or not least <= float(text) <= most
+        ):
+            up_to = f" to {most}" if most < 10**9 else ""
+            expected = f"a whole number from {least}{up_to}" if whole else "a number above 0"
+            raise Failure(f"TITAN_DISP_{name} is {text!r}, expected {expected}")
         return float(text)
 
     # ---- the cluster's commands
@@ -430,11 +433,19 @@ class Supervisor:
         self.fields = found or self.fields
         return self.fields
 
+    def time_left(self):
+        """Return the seconds until the job's time limit, or None if there is none or SLURM does not answer."""
+        status, text = self.call("squeue", "--noheader", "--job=" + self.address, "--format=%L")
+        return seconds_of(text.strip()) if status == 0 else None
+
+    def preempted(self):
+        return self.show_job().get("PreemptTime", "None") != "None"
+
     def cancelled(self):
         """Tell whether scancel ended the job. A job at its time limit or preempted is COMPLETING too."""
         job = self.show_job()
-        preempted = job.get("PreemptTime", "None") != "None"
-        return job.get("JobState") in ("CANCELLED", "COMPLETING") and job.get("Reason") != "TimeLimit" and not preempted
+        ended = job.get("JobState") in ("CANCELLED", "COMPLETING") and job.get("Reason") != "TimeLimit"
+        return ended and not self.preempted()
 
     def requeued_already(self):
         """Tell whether SLURM has requeued this job, or even started it again, since this start began."""
@@ -467,30 +478,31 @@ class Supervisor:
         raise Failure(f"scontrol show hostnames {names} failed {tries} times (status {status})")
 
     def nodes(self):
-        """Return the job's nodes in SLURM's order."""
+        """Return the job's nodes in SLURM's order, without those that have failed."""
         self.hosts = self.hosts or self.hostnames(self.environment["SLURM_JOB_NODELIST"])
-        return self.hosts
+        return [node for node in self.hosts if node not in self.dropped]
 
-    def python(self):
-        """Return the command of the Python that has titan_disp, with its prefix."""
-        return shlex.split(self._setting("PREFIX", "")) + [self._setting("PYTHON", "python")]
+    def needed(self):
+        """Return how many nodes train: those of the job without its spares."""
+        return max(1, int(self.environment.get("SLURM_NNODES") or 1) - self.spares)
 
     def step(self, *command, **options):
-        """Start a command on every node by srun.
+        """Start a command on every node (``nodes``: on these) by srun.
 
         Each node gets one task, with all of the node's memory. The task also gets all cores, because no number is asked
         for: --cpus-per-task would be one number for all nodes, which fails on small nodes and leaves cores of large
         ones idle (--exact in srun(1)).
         """
-        kill = options.pop("kill_on_bad_exit", True)
-        command = self.srun("--ntasks-per-node=1", f"--kill-on-bad-exit={kill:d}") + list(command)
+        kill, nodes = options.pop("kill_on_bad_exit", True), options.pop("nodes", None)
+        chosen = [f"--nodes={len(nodes)}", f"--ntasks={len(nodes)}", "--nodelist=" + ",".join(nodes)] if nodes else []
+        command = self.srun(*chosen, "--ntasks-per-node=1", f"--kill-on-bad-exit={kill:d}") + list(command)
         return subprocess.Popen(command, env=self.environment, start_new_session=True, **options)
 
     def srun(self, *arguments):
         return ["srun", *arguments, "--mem=0", "--cpu-bind=none"] + shlex.split(self._setting("SRUN_ARGS", ""))
 
-    def node(self, what, *arguments, **options):
-        return self.step("bash", os.path.join(HERE, "node.sh"), what, *arguments, **options)
+    def script(self, name, *arguments):
+        return ["bash", os.path.join(self.here, name), *arguments]
 
     def end_step(self, process):
         """End a step whose processes may hang: kill them, and then srun if it has not ended."""
@@ -501,12 +513,32 @@ class Supervisor:
             self.call("scancel", "--signal=KILL", name)
         if not steps:
             process.terminate()  # srun forwards it to the tasks
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(self.kill_wait)
-            return
-        process.kill()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(self.kill_wait)
+        for end in (lambda: None, process.kill):
+            end()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(self.kill_wait)
+                return
+
+    def tell(self, text):
+        """Send a message to TITAN_DISP_NOTIFY, a command or the address of a webhook. It neither waits nor fails."""
+        target = self._setting("NOTIFY", "")
+        text = f"titan-disp: job {self.address}, {self.run or self.argv[0]}: {text}"
+
+        def send():
+            try:
+                if re.match("https?://", target):
+                    body = json.dumps({"text": text}).encode()
+                    request = urllib.request.Request(target, body, {"Content-Type": "application/json"})
+                    urllib.request.urlopen(request, timeout=10).close()
+                else:
+                    command = shlex.split(target) + [text]
+                    subprocess.run(command, stdin=subprocess.DEVNULL, env=self.environment, timeout=60, check=True)
+            except Exception as error:
+                say(f"TITAN_DISP_NOTIFY failed: {type(error).__name__}")  # the address may hold a secret
+
+        if target:
+            self.messages.append(threading.Thread(target=send, daemon=True))
+            self.messages[-1].start()
 
     # ---- states
 
@@ -527,12 +559,12 @@ class Supervisor:
         """Unpack the environment's archive, if there is one, on every node's own disk."""
         archive = self.environment.get("TITAN_DISP_ENV_ARCHIVE")
         if not archive:
-            return Outcome(CHECK, "the environment is used where it is")
+            return Outcome(FREEZE, "the environment is used where it is")
         local = os.path.join(self._setting("LOCAL", "/tmp"), "titan-disp-" + self.job)
         say(f"environment: {archive} to {local} on every node")
         tar = local + ".tar"
         copy = functools.partial(subprocess.Popen, ["sbcast", "--force", archive, tar], env=self.environment)
-        extract = functools.partial(self.step, "bash", os.path.join(HERE, "unpack.sh"), tar)
+        extract = functools.partial(self.step, *self.script("unpack.sh", tar))
         # sbcast is not a step, so it is killed as a process.
         for begin, end in ((copy, subprocess.Popen.kill), (extract, self.end_step)):
             process = begin()
@@ -542,36 +574,78 @@ class Supervisor:
             if process.returncode != 0 or not finished:
                 return self.count_failure(f"the environment {archive} could not be unpacked on every node")
         self.environment["TITAN_DISP_PYTHON"] = local + "/bin/python"
-        return Outcome(CHECK, "the environment is on every node")
+        return Outcome(FREEZE, "the environment is on every node")
+
+    def freeze(self):
+        """Write what this job runs to RUN/launch, unless ``titan-disp submit`` has done so (cluster/freeze.py).
+
+        A requeued job reads the launch folder's address from a file in the user's home folder.
+        """
+        if not self.launch:
+            lines, problem = self._ask("freeze", "--name", self.job, "--job.config_file", *self.argv)
+            if self.signalled():
+                return Outcome(DECIDE, "signalled while the config was read")
+            folders = marked(lines, LAUNCH)
+            if problem or not folders:
+                return Outcome(
+                    END, (problem or "the config could not be read") + ". Not requeued: fix it, and submit again", 2
+                )
+            self._read_launch(folders[-1])
+            try:
+                pointer = self.environment["TITAN_DISP_LAUNCH_POINTER"]
+                os.makedirs(os.path.dirname(pointer), exist_ok=True)
+                with open(pointer, "w", **TEXT) as file:
+                    file.write(folders[-1])
+            except (OSError, KeyError) as error:
+                say(f"a requeue will read the config again, because {error} cannot be written")
+        return Outcome(CHECK, f"this job runs {self.here[: -len('/slurm')]}")
 
     def check_nodes(self):
         """Ask every node what is wrong with it; the answers must come within ``check_seconds``."""
+        expected, needed = self.nodes(), self.needed()
         if self._setting("CHECK_NODES", "1") == "0":
+            self.used = expected[:needed]
             return Outcome(PREPARE, "the check of the nodes is switched off")
-        expected = self.nodes()
-        reports, status = self._node_reports()
+        reports, status = self._node_reports(expected)
         if self.signalled():
             return Outcome(DECIDE, "signalled during the check of the nodes")
         problems = judge_nodes(expected, reports, gpus_asked(self.environment))
-        if not problems:
-            return Outcome(PREPARE, counted(len(expected), "node") + " can train")
+        able = [node for node in expected if node not in problems]
         reason = "; ".join("node {}: {}".format(node, ", ".join(found)) for node, found in sorted(problems.items()))
-        if not reports:
+        if problems and not reports:
+            down = self._down(expected)
             reason = f"the check of the nodes failed as a whole (srun's status {status}): no node answered"
+            reason += f"; SLURM says that {', '.join(down)} cannot run jobs" if down else ""
+            problems = {node: [reason] for node in down}
         elif len(problems) > max(1, len(expected) // 4):
             reason = (
                 f"{len(problems)} of {len(expected)} nodes fail their check, which counts as the job's failure and not as "
                 f"theirs: {reason}"
             )
-        else:
-            if not self.owner():
-                self._remember(problems)
+            problems = {}
+        elif problems:
             reason = "nodes that cannot train: " + reason
-        return self.count_failure(reason)
+        if problems and not self.owner():
+            self._remember(problems)
+        if len(able) >= needed:
+            self.used = able[:needed]
+            spare = f", {len(able) - needed} to spare" if self.spares else ""
+            return Outcome(
+                PREPARE, counted(len(self.used), "node") + " can train" + spare + (f" ({reason})" if reason else "")
+            )
+        return self.count_failure(reason or f"{counted(len(able), 'node')} of the {needed} that train are left")
 
-    def _node_reports(self):
+    def _down(self, nodes):
+        """Return those of the nodes that SLURM itself calls down, drained, failing or not responding (*)."""
+        status, text = self.call("sinfo", "--noheader", "--Node", "--nodes=" + ",".join(nodes), "--format=%N %T")
+        found = re.findall(r"(?m)^(\S+) (?:\S*\*|down\S*|drain\S*|fail\S*)$", text) if status == 0 else []
+        return sorted(set(found))
+
+    def _node_reports(self, nodes):
         """Return (node -> report, srun's status). A node that hangs has no report, and the step is ended."""
-        process = self.node("check", kill_on_bad_exit=False, stdout=subprocess.PIPE, **TEXT)
+        chosen = nodes if self.dropped else None
+        command = self.script("node.sh", "check")
+        process = self.step(*command, nodes=chosen, kill_on_bad_exit=False, stdout=subprocess.PIPE, **TEXT)
         lines, finished = self._await(process, self.check_seconds, self.end_step)
         if not finished and not self.signalled():
             say(f"the check of the nodes has taken {self.check_seconds:.0f} s and is ended")
@@ -612,13 +686,14 @@ class Supervisor:
         times = self._failures_of_nodes()
         for node in problems:
             times[node] = times.get(node, []) + [time.time()]
-        write_json(os.path.join(self.run, "bad_nodes.json"), times)
+        with contextlib.suppress(OSError):
+            write_json(os.path.join(self.run, "bad_nodes.json"), times)
 
     def _failures_of_nodes(self):
-        """Return node -> the times at which it failed within the last day."""
+        """Return node -> the times at which it failed within the last day, also if the clock was put back."""
         times = {}
         for node, failures in read_json(os.path.join(self.run, "bad_nodes.json"), {}).items():
-            recent = [t for t in failures if time.time() - t < DAY] if isinstance(failures, list) else []
+            recent = [t for t in failures if abs(time.time() - t) < DAY] if isinstance(failures, list) else []
             if recent:
                 times[node] = recent
         return times
@@ -627,46 +702,46 @@ class Supervisor:
         """Return the nodes that have failed twice within a day."""
         return sorted(node for node, times in self._failures_of_nodes().items() if len(times) >= 2)
 
+    def _ask(self, what, *arguments):
+        """Run node.sh on the first node; return (the lines of its output, what is wrong or "")."""
+        command = self.script("node.sh", what, *arguments)
+        if self._setting("SRUN_ARGS", ""):  # the interpreter may be in a container that srun starts
+            command = self.srun("--nodes=1", "--ntasks=1", "--nodelist=" + self.nodes()[0]) + command
+        process = subprocess.Popen(
+            command, env=self.environment, stdout=subprocess.PIPE, start_new_session=True, **TEXT
+        )
+        lines, finished = self._await(process, self.check_seconds, kill_group)
+        self.status_of_ask = process.returncode
+        if not finished:
+            return lines, f"the check of the config took more than {self.check_seconds:.0f} s"
+        wrong = f"the config could not be checked (status {process.returncode}); the lines above say why"
+        return lines, wrong if process.returncode else ""
+
     def prepare(self):
-        """Check the config once, rather than on every rank, and ask TorchTitan for the run's folder.
+        """Check the config once, rather than on every rank.
 
         If this fails before the run has ever trained, the config or the environment is wrong, and the job ends. Later
         they have worked before, so it is a failure like any other.
         """
         first = self.restart == 0 and newest_checkpoint(self.run) < 1  # 0: a seed checkpoint
-        nodes = self.environment.get("SLURM_NNODES", "1")
-        command = self.python() + ["-m", "titan_disp.cluster.job_check", "--nodes", nodes]
-        if self._setting("SRUN_ARGS", ""):  # the interpreter may be in a container that srun starts
-            command = self.srun("--nodes=1", "--ntasks=1", "--nodelist=" + self.nodes()[0]) + command
-        command += ["--nproc", self._setting("NPROC", "gpu"), "--job.config_file"] + self.argv
-        try:
-            process = subprocess.Popen(
-                command, env=self.environment, stdout=subprocess.PIPE, start_new_session=True, **TEXT
-            )
-            lines, finished = self._await(process, self.check_seconds, kill_group)
-            status = process.returncode
-        except OSError as error:  # there is no such interpreter
-            lines, finished, status = [], True, error
+        nproc = self._setting("NPROC", "gpu")
+        given = ("--nodes", str(self.needed()), "--nproc", nproc, "--job.config_file", *self.argv)
+        lines, problem = self._ask("prepare", *given)
+        for line in lines:
+            show(line.rstrip("\n"))
         if self.signalled():
             return Outcome(DECIDE, "signalled while the config was checked")
-        folders = marked(lines, RUN_FOLDER)
-        if status == 0 and folders:
-            self.run = folders[-1]
+        if not problem:
             if self.held():
                 return Outcome(END, f"{self.stop_file()} exists, so nothing was trained. Remove the file to continue")
             return Outcome(TRAIN, "the config can start on these nodes")
-        if status == IN_USE and self.restart == 0:  # at a restart, an earlier start of this job may still hold it
+        if (
+            self.status_of_ask == IN_USE and self.restart == 0
+        ):  # at a restart, an earlier start of this job may still hold it
             return Outcome(END, "{} uses the run folder. Not requeued".format(self.owner() or "another job"), 2)
-        if not finished:
-            reason = f"the check of the config took more than {self.check_seconds:.0f} s"
-        elif status == 0:
-            reason = "the check of the config did not print the run folder: "
-            reason += "is titan-disp there of the same version as slurm/supervise.py here?"
-        else:
-            reason = f"the config could not be checked (status {status}); the lines above say why"
         if first:
-            return Outcome(END, reason + ". Not requeued: fix the config or the environment", 2)
-        return self.count_failure(reason)
+            return Outcome(END, problem + ". Not requeued: fix the config or the environment", 2)
+        return self.count_failure(problem)
 
     def owner(self):
         """Return which other job holds the run folder's lock (run/folder.py), such as "job 6", or None.
@@ -685,9 +760,9 @@ class Supervisor:
         return os.path.join(self.run, "stop")
 
     def held(self):
-        """Tell whether a user has asked the run to stop. A stop file from a job contains the number of its start."""
+        """Tell whether a user has asked the run to stop. A stop file from a job contains the name of its start."""
         with contextlib.suppress(OSError), open(self.stop_file(), errors="replace") as file:
-            return not re.match(r"^\d+\.\d+$", file.read().strip())
+            return not re.match(r"^\d+\.\d+(\.[0-9a-f]{6})?$", file.read().strip())
         return False
 
     def ask_to_stop(self):
@@ -705,33 +780,56 @@ class Supervisor:
         """Run torchrun on every node until it ends, or until the run is silent for longer than it allows itself."""
         if self.signalled():
             return Outcome(DECIDE, "signalled before training")
-        head = self._setting("HEAD", self.nodes()[0])
-        self.environment["TITAN_DISP_ENDPOINT"] = f"{head}:{self.port}"
+        self.used = self.used or self.nodes()[: self.needed()]
+        self.environment["TITAN_DISP_ENDPOINT"] = f"{self._setting('HEAD', self.used[0])}:{self.port}"
         self.environment["TITAN_DISP_RUN"] = self.run
         # torchrun gives ranks 30 s after a SIGTERM by default. Give them as long as SLURM's signal does.
         self.environment.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(self.lead))
         self.beat = ({}, time.monotonic())
-        self.began = self.noted
-        process = self.node("train", "--job.config_file", *self.argv)
-        asked = False
+        self.began, self.trained = self.noted, True
+        command = self.script("node.sh", "train", "--job.config_file", *self.argv)
+        chosen = self.used if self.used != self.hosts else None
+        process = self.step(*command, nodes=chosen, stderr=subprocess.PIPE, **TEXT)
+        reader = threading.Thread(target=self._listen, args=(process.stderr,), daemon=True)
+        reader.start()
+        asked, deadline = False, None
         while process.poll() is None:
             if self.signalled() and not asked:
                 asked = True
                 say(f"{self.signalled()} received: asking all ranks to save and stop")
                 within(self.patience, self.ask_to_stop)
+                left = self.time_left()
+                last = min(LAST, self.lead / 2)
+                deadline = None if left is None else time.monotonic() + left - last
             self.stalled = self.silence()
+            if deadline is not None and time.monotonic() > deadline:
+                self.kill_wait = min(self.kill_wait, 10.0)
+                self.stalled = (
+                    f"{last:.0f} s before the time limit, the last save had not ended. Give it more time, with sbatch "
+                    "--signal=B:USR1@SECONDS and TITAN_DISP_SIGNAL_SECONDS=SECONDS"
+                )
             if self.stalled:
                 say(f"{self.stalled}; the step is ended")
+                self.tell(self.stalled)
                 self.end_step(process)
                 break
             time.sleep(self.pause)
+        reader.join(5)
         self.status = process.returncode if process.returncode is not None else 137  # as if srun had been killed
         return Outcome(DECIDE, f"training ended with status {self.status}")
+
+    def _listen(self, lines):
+        """Pass on what srun prints, and keep which task failed first: srun ends the others because of that one."""
+        for line in lines:
+            show(line.rstrip("\n"))
+            found = re.match(r"^srun: error: ([\w.-]+): tasks? [\d,-]+: (.+)$", line.strip())
+            if found and self.failed is None:
+                self.failed = found.groups()
 
     def silence(self):
         """Return why the run counts as stuck, or "".
 
-        Rank 0 writes what it does and how long that may take (run/heartbeat.py).
+        Rank 0 writes what it does and how long that may take (run/liveness.py).
 
         Only collective operations have their own time-outs; only this check notices a file system that hangs. The time
         since the content last changed is measured with this node's clock, because the file's time is a file server's.
@@ -758,49 +856,81 @@ class Supervisor:
         beat = read_json(os.path.join(self.run, "heartbeat.json"), {})
         if beat != self.beat[0]:
             self.beat = (beat, time.monotonic())
+        if not self.skips and any(event.get("event") == "skip" for event in events(self.run, self.start)):
+            self.skips = True
+            self.tell("a step was skipped, because its loss or gradient was not finite")
 
     def decide(self):
         """Choose the next state from what this start has left in the run folder."""
         mine = events(self.run, self.start)
-        last = next((e for e in reversed(mine) if e.get("event") in ("complete", "stop")), None)
+        last = next((e for e in reversed(mine) if e.get("event") in ("complete", "stop", "refused")), {})
+        kind, reason = last.get("event"), last.get("reason", "")
         signalled = self.signalled()
-        if last is not None and last["event"] == "complete":
+        if kind == "complete":
             self.forget()
             return Outcome(END, "the run is complete: step {}".format(last["step"]))
         if self.requeued_already():  # a second requeue would fail, or end the next start
             return Outcome(END, "SLURM has requeued the job itself")
         if "TERM" in self.received() and self.cancelled():
             return Outcome(END, "the job was cancelled")
-        if last is not None:
-            reason = last.get("reason", "")
-            asked, options = signalled or reason.startswith("SIG"), checkpoint_options(self.run)
+        if kind == "refused":
+            return Outcome(END, f"the run refused to start: {reason}. Not requeued: fix it, and submit again", 2)
+        if kind == "stop":
+            asked, options = signalled or last.get("kind") == "signal", section(self.run, "checkpoint")
+            stopped = "stopped at step {}".format(last["step"])
             if asked and (options.get("enable") is False or options.get("load_only") is True):
-                return self.count_failure(
-                    "stopped at step {} ({}), and nothing is saved with this [checkpoint] section".format(
-                        last["step"], reason
-                    )
-                )
+                return self.count_failure(f"{stopped} ({reason}), and nothing is saved with this [checkpoint] section")
             self.forget()
             if asked:
                 return Outcome(REQUEUE, "saved at step {} and stopped: {}".format(last["step"], reason))
-            return Outcome(END, "stopped at step {}: {}".format(last["step"], reason))
+            return Outcome(END, f"{stopped}: {reason}")
         if self.status is None:
-            return self.count_failure(f"asked to stop ({signalled}) before training began")
-        reason = first_error(self.run, self.start)
+            told = f"asked to stop ({signalled}) before training began"
+            # A time limit that leaves no time to train would come again; a preemption is no fault of the job.
+            if self.trained or signalled == "TERM" or self.preempted():
+                return Outcome(REQUEUE, told)
+            return self.count_failure(told)
+        error, number = first_error(self.run, self.start)
+        records = flight_records(self.run, self.began)
+        reason = self.stalled or error
         if self.stalled:
             where = stacks(self.run, self.start)
-            reason = self.stalled + (f" ({where})" if where else "")
-        elif reason is None:
-            reason = f"a rank or a node died without a message (srun's status {self.status}); see {self.run}/logs/{self.start}"
-        records = flight_records(self.run, self.began)
+            reason += f" ({where})" if where else ""
+        elif not error:
+            said = "node {}: {}".format(*self.failed) if self.failed else f"srun's status {self.status}"
+            reason = f"a rank or a node died without a message ({said}); see {self.run}/logs/{self.start}"
         if records:
-            reason += f"; NCCL's flight recorder: {records}"
+            more = f" and {len(records) - 1} more" if len(records) > 1 else ""
+            reason += f"; NCCL's flight recorder: {records[min(records)]}{more}"
         if signalled:
             reason = f"asked to stop ({signalled}) but not saved in time; {reason}"
-        return self.count_failure(reason)
+        culprit = self.culprit(error, number, records)
+        if culprit and not signalled and not self.owner():
+            reason += f". This counts against node {culprit}"
+            self._remember([culprit])
+            if len(self.nodes()) > self.needed():
+                self.dropped.add(culprit)
+        return self.count_failure(reason, inside=True)
 
-    def count_failure(self, reason):
-        """Requeue, or give up after ``max_retries`` failures in a row without a new checkpoint.
+    def culprit(self, error, number, records):
+        """Return the node that a failure of training points to, or None."""
+        if SICK.search(error) and number < len(self.used):
+            return self.used[number]
+        per_node = gpus_asked(self.environment)
+        if records and per_node:  # a rank that is dead or frozen writes no record of a time-out
+            silent = set(range(len(self.used))) - {rank // per_node for rank in records}
+            return self.used[silent.pop()] if len(silent) == 1 else None
+        if self.stalled or (error and not PEER.search(error)):
+            return None
+        # The others complain of their peer. They may be faster than srun, which names the first task that ends.
+        spoke = {node for node, _, _ in of_ranks(self.run, self.start, "error.json")}
+        silent = [node for i, node in enumerate(self.used) if i not in spoke]
+        if self.failed and self.failed[0] in silent:
+            return self.failed[0]
+        return silent[0] if spoke and len(silent) == 1 else None
+
+    def count_failure(self, reason, inside=False):
+        """Start again in this job (``inside``), requeue it, or give up after ``max_retries`` failures without a new checkpoint.
 
         A checkpoint is new if its step is beyond all earlier ones. If damaged ones were set aside, a checkpoint that
         this start saved at or below that step is new too, but only ``max_retries`` times: otherwise a run whose
@@ -831,23 +961,38 @@ class Supervisor:
                 f"GIVEN UP after {counted(failures, 'failure')} in a row without a new checkpoint ({where}). The last one: "
                 f"{reason}",
             )
-        return Outcome(
-            REQUEUE,
+        told = (
             f"failure {failures} of at most {counted(self.max_retries, 'retry', 'retries')} without a new checkpoint "
-            f"({where}): {reason}",
+            f"({where}): {reason}"
         )
+        if inside and failures == 1 and self.can_start_again():
+            return Outcome(CHECK, f"{told}. Starting again in this job")
+        return Outcome(REQUEUE, told, pause=60 * self.pauses[min(failures, len(self.pauses)) - 1])
+
+    def can_start_again(self):
+        """Tell whether this job can train again without being requeued: on its other nodes, and with time to train."""
+        if not self.trained or self.signalled() or self._setting("RESTART_IN_JOB", "1") == "0":
+            return False
+        self.dropped.update(self._down(self.nodes()))
+        left = self.time_left()
+        return len(self.nodes()) >= self.needed() and (left is None or left > 2 * self.lead)
 
     def uncounted(self):
         """Return how many of the newest starts in a row have failed and could not write the counter.
 
-        The job's log, which is in another place, has this. Without the log, SLURM's count of restarts is an upper bound.
+        The job's log, which is in another place, has this. Without the log, SLURM's count of restarts since the last line in
+        supervisor.jsonl is an upper bound.
         """
         try:
+            if show.lost:
+                raise OSError
             with open(self.show_job().get("StdOut", ""), "rb") as file:
                 file.seek(max(0, os.path.getsize(file.name) - (1 << 20)))
                 text = file.read().decode(errors="replace")
         except OSError:
-            return self.restart
+            lines = json_lines(os.path.join(self.run, "supervisor.jsonl"))
+            restarts = [line.get("restart") for line in lines if line.get("job") == self.job]
+            return self.restart - max([restart for restart in restarts if isinstance(restart, int)] + [0])
         count = 0
         for line in reversed(re.findall(r"(?m)^titan-disp: \S+ requeue: (.*)$", text)):
             if UNWRITTEN not in line:
@@ -861,19 +1006,21 @@ class Supervisor:
 
     # ---- ends
 
-    def requeue(self):
+    def requeue(self, pause=0):
         """Requeue the job; return 0 if another one was submitted, else 1 (SLURM ends a requeued job meanwhile)."""
-        for i, pause in enumerate(self.requeue_pauses):
+        for i, wait in enumerate(self.requeue_pauses):
             status = 0
             if not self.requeued_already():  # otherwise the call would end the next start
                 status, _ = self.call("scontrol", "requeue", self.address, loud=True)
             if status == 0 or self.requeued_already():  # the answer may have been lost
-                say("requeued")
+                say("requeued" + (f", to start in {pause // 60} minutes" if pause else ""))
+                if pause and not self._update(f"StartTime=now+{pause}"):
+                    say("this SLURM does not let a job start later")
                 self._exclude()
                 time.sleep(self.last_wait)
                 return 1
             say(f"scontrol requeue failed (status {status}), try {i + 1} of {len(self.requeue_pauses)}")
-            time.sleep(pause)
+            time.sleep(wait)
         _, names, added = self.exclusion()
         command = self.resubmission(names)
         words = [f"{name}={shlex.quote(value)}" for name, value in self.given] + [shlex.quote(word) for word in command]
@@ -886,6 +1033,14 @@ class Supervisor:
                 return 0
         self.on_top(f"NOT REQUEUED: SLURM refused it. Submit the job again: {' '.join(words)}")
         return 1
+
+    def _update(self, setting):
+        """Change a setting of this job, which SLURM permits only for pending jobs: this one is pending from now on."""
+        for _ in range(8):
+            if self.call("scontrol", "update", "JobId=" + self.address, setting)[0] == 0:
+                return True
+            time.sleep(self.pause)
+        return False
 
     def exclusion(self):
         """Return (nodes that the job excludes now, nodes to exclude from now on, those of the latter that have failed).
@@ -912,14 +1067,10 @@ class Supervisor:
         now, names, added = self.exclusion()
         if sorted(names) == sorted(now):
             return
-        # SLURM changes this list of pending jobs only, and this job is pending from now on.
-        for _ in range(8):
-            status, _ = self.call("scontrol", "update", "JobId=" + self.address, "ExcNodeList=" + ",".join(names))
-            if status == 0:
-                self._remember_excluded(self.job, added)
-                return
-            time.sleep(self.pause)
-        say("this SLURM does not let a job exclude nodes: submit it again with --exclude=" + ",".join(names))
+        if self._update("ExcNodeList=" + ",".join(names)):
+            self._remember_excluded(self.job, added)
+        else:
+            say("this SLURM does not let a job exclude nodes: submit it again with --exclude=" + ",".join(names))
 
     def _remember_excluded(self, job, nodes):
         path = os.path.join(self.run, "excluded.json")
@@ -927,45 +1078,29 @@ class Supervisor:
             within(self.patience, lambda: write_json(path, {"job": job, "nodes": nodes}))
 
     def resubmission(self, excluded):
-        """Return the sbatch command for a job like this one, as scontrol describes it, without these nodes."""
-        fields = {name: value for name, value in self.fields.items() if value not in NOTHING}
-        per_node = self.environment.get("SLURM_GPUS_PER_NODE")
-        gres = gpus_of(fields.get("TresPerNode", ""))
-        output = fields.get("StdOut", "")
-        options = [
-            ("job-name", fields.get("JobName")),
-            ("account", fields.get("Account")),
-            ("partition", fields.get("Partition")),
-            ("qos", fields.get("QOS")),
-            ("wckey", fields.get("WCKey", "").lstrip("*")),
-            ("nodes", self.environment.get("SLURM_NNODES")),
-            ("time", fields.get("TimeLimit")),
-            ("time-min", fields.get("TimeMin")),
-            ("gpus-per-node", per_node),
-            ("gres", "gpu:" + gres if gres and not per_node else None),
-            ("gpus", gpus_of(fields.get("TresPerJob", ""))),
-            ("gpus-per-socket", gpus_of(fields.get("TresPerSocket", ""))),
-            ("gpus-per-task", gpus_of(fields.get("TresPerTask", ""))),
-            ("signal", f"B:USR1@{self.lead}" if self.lead != LEAD else None),
-            ("constraint", fields.get("Features")),
-            ("prefer", fields.get("Prefer")),
-            ("reservation", fields.get("Reservation")),
-            ("nodelist", fields.get("ReqNodeList")),
-            ("exclude", ",".join(excluded)),
-            ("licenses", fields.get("Licenses")),
-            ("network", fields.get("Network")),
-            ("switches", fields.get("Switches")),
-            ("contiguous", fields.get("Contiguous") == "1"),
-            ("nice", fields.get("Nice") if fields.get("Nice") != "0" else None),
-            ("comment", fields.get("Comment")),
-            ("mail-type", fields.get("MailType")),
-            ("mail-user", fields.get("MailUser")),
-            ("chdir", fields.get("WorkDir")),
-            ("output", os.path.join(os.path.dirname(output), "%x-%j.out")),
-            ("error", fields.get("StdErr") if fields.get("StdErr") != output else None),
-        ]
-        given = ["--" + name + ("" if value is True else f"={value}") for name, value in options if value]
-        return ["sbatch"] + given + ["--export=ALL", os.path.join(HERE, "pretrain.sbatch")] + self.argv
+        """Return the sbatch command for a job like this one, without these nodes.
+
+        ``titan-disp submit`` has kept its options of sbatch, and newer versions of SLURM keep the command line. Otherwise, these
+        are the options that most jobs need.
+        """
+        line = shlex.split(self.fields.get("SubmitLine", ""))
+        script = next((i for i, word in enumerate(line) if word.endswith(".sbatch")), 0)
+        options = self.launch.get("sbatch") or line[1:script]
+        if not options:
+            given, fields = self.environment, self.fields
+            named = [
+                ("account", given.get("SLURM_JOB_ACCOUNT")),
+                ("partition", fields.get("Partition")),
+                ("qos", given.get("SLURM_JOB_QOS")),
+                ("nodes", given.get("SLURM_NNODES")),
+                ("gpus-per-node", given.get("SLURM_GPUS_PER_NODE")),
+                ("time", fields.get("TimeLimit")),
+                ("signal", f"B:USR1@{self.lead}" if self.lead != LEAD else None),
+                ("chdir", fields.get("WorkDir")),
+            ]
+            options = [f"--{name}={value}" for name, value in named if value and value not in NOTHING]
+        exclude = ["--exclude=" + ",".join(excluded)] if excluded else []
+        return ["sbatch", *options, *exclude, os.path.join(self.here, "pretrain.sbatch"), *self.argv]
 
     def on_top(self, text):
         """Put the reason at the top of the job's log. SLURM appends to this file, so it is changed in place.
@@ -987,7 +1122,7 @@ class Supervisor:
         """Write a transition to the job's log and to RUN/supervisor.jsonl."""
         say(f"{outcome.state}: {outcome.reason}")
         record = {"time": datetime.now(timezone.utc).isoformat(), "job": self.job, "restart": self.restart}
-        record.update(state=outcome.state, reason=outcome.reason)
+        record.update(start=self.start, state=outcome.state, reason=outcome.reason)
 
         def write():
             os.makedirs(self.run, exist_ok=True)
@@ -996,10 +1131,13 @@ class Supervisor:
                 file.flush()
                 self.noted = os.fstat(file.fileno()).st_mtime
 
-        try:
-            within(self.patience, write)
-        except OSError as error:
-            say(f"{self.run} cannot be written: {error}")
+        if outcome.state in (REQUEUE, END, GIVE_UP):
+            self.tell(f"{outcome.state}: {outcome.reason}")
+        if self.run:
+            try:
+                within(self.patience, write)
+            except OSError as error:
+                say(f"{self.run} cannot be written: {error}")
 
     def enter(self, state, method):
         """Run a state and return its outcome; it is a failure if the state raises or hangs with the file system."""
@@ -1016,12 +1154,16 @@ class Supervisor:
             reason = f"{state}: {error}"
         except Exception as error:  # such as a lost file system; an error here must not end the run for good
             reason = f"{state}: {type(error).__name__}: {error}"
-        return within(self.patience, lambda: self.count_failure(reason), Outcome(REQUEUE, reason + " (not counted)"))
+        not_counted = Outcome(REQUEUE, reason + " (not counted)", pause=60 * self.pauses[0])
+        if self.restart >= MOST_RESTARTS:
+            not_counted = Outcome(GIVE_UP, f"GIVEN UP after {self.restart} restarts. The last failure: {reason}")
+        return within(self.patience, lambda: self.count_failure(reason), not_counted)
 
     def supervise(self):
         """Run the states and return the job's exit status."""
         states = {
             UNPACK: self.unpack,
+            FREEZE: self.freeze,
             CHECK: self.check_nodes,
             PREPARE: self.prepare,
             TRAIN: self.train,
@@ -1031,17 +1173,29 @@ class Supervisor:
         outcome = self.check_time_limit() or Outcome(UNPACK, where)
         self.note(outcome)
         while outcome.state in states:
+            if outcome.state == CHECK and self.status is not None:
+                self.begin()
             outcome = self.enter(outcome.state, states[outcome.state])
             self.note(outcome)
         if outcome.state == REQUEUE:
-            return self.requeue()
-        if outcome.state == GIVE_UP:
+            return self.requeue(outcome.pause)
+        with contextlib.suppress(OSError, KeyError):
+            os.remove(self.environment["TITAN_DISP_LAUNCH_POINTER"])
+        if outcome.state == GIVE_UP or outcome.status:
             self.on_top(outcome.reason)
-            return 1
-        return outcome.status
+        return 1 if outcome.state == GIVE_UP else outcome.status
+
+
+def watch(script, supervisor):
+    """Requeue the job if the batch script is killed: SLURM then ends the job for good, and this program within moments."""
+    while os.getppid() == script:
+        time.sleep(0.1)
+    supervisor.call("scontrol", "requeue", supervisor.address)
+    supervisor.on_top("the batch script was killed; the job is requeued")
 
 
 def main():
+    """Run the supervisor with this program's arguments, and return its exit status."""
     parser = argparse.ArgumentParser(allow_abbrev=False)
     parser.add_argument(
         "--signals", required=True, help="the file to which the batch script writes the names of signals"
@@ -1054,15 +1208,22 @@ def main():
         supervisor = Supervisor(argv, args.signals, of_array=args.of_array)
     except Failure as error:
         say(f"error: {error}")
-        sys.exit(2)
+        return 2
 
     def hear(number, frame):
         supervisor.heard = signal.Signals(number).name[len("SIG") :]
 
     for number in (signal.SIGUSR1, signal.SIGTERM):
         signal.signal(number, hear)
-    sys.exit(supervisor.supervise())
+    threading.Thread(target=watch, args=(os.getppid(), supervisor), daemon=True).start()
+    status = supervisor.supervise()
+    for message in supervisor.messages:
+        message.join(10)
+    return status
 
 
 if __name__ == "__main__":
-    main()
+    result = main()
+    with contextlib.suppress(OSError, ValueError):
+        sys.stdout.flush()
+    os._exit(INTENDED + result)  # sys.exit would end with 120 if Python cannot flush its output

@@ -9,12 +9,15 @@ import importlib.util
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
 import threading
 import time
 from datetime import datetime, timezone
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
 
 import pytest
 
@@ -58,18 +61,12 @@ esac"""
         self.write("squeue", "echo 7.0; echo 7.batch")
         self.write("scancel", "exit 0")
         self.write("sbatch", "exit 1")
-        self.folder_is("python", self.run)  # the interpreter of the check of the config
+        self.write("python", "exit 0")  # the interpreter of the check of the config
 
     def write(self, name, script):
         file = self.commands / name
         file.write_text(f'#!/bin/bash\necho "$*" >> "$0.calls"\n{script}\n')
         file.chmod(0o755)
-
-    def folder_is(self, name, run):
-        """Make a command print the run folder as the check of the config does, with lines of srun and a container around it."""
-        text = f"0: a banner\n0: {supervise.RUN_FOLDER}{json.dumps(str(run))}\x1b[0m\n0: the container has ended\n"
-        (self.commands / "folder").write_text(text)
-        self.write(name, f'cat "{self.commands}/folder"')
 
     def calls(self, name):
         file = self.commands / f"{name}.calls"
@@ -84,10 +81,14 @@ esac"""
         path = f"{self.commands}:{os.environ['PATH']}"
         return {"PATH": path, "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-4]", **more}
 
-    def supervisor(self, *overrides, restart=0, of_array=False, **environment):
-        given = {"SLURM_RESTART_COUNT": str(restart), "SLURM_NNODES": "4", "TITAN_DISP_NPROC": "1", **environment}
+    def supervisor(self, *overrides, restart=0, of_array=False, start=None, **environment):
+        given = {"SLURM_RESTART_COUNT": str(restart), "SLURM_NNODES": "4", "TITAN_DISP_NPROC": "1", RETRIES: "3"}
+        given |= environment
         argv = ["config.toml", "--job.dump_folder", str(self.run), *overrides]
+        given = {"TITAN_DISP_PYTHON": str(self.commands / "python"), "TITAN_DISP_LOCAL": str(self.folder), **given}
         supervisor = supervise.Supervisor(argv, str(self.signals), self.environment(**given), of_array)
+        supervisor.run, supervisor.launch = str(self.run), {"argv": argv}  # as ``freeze`` does
+        supervisor.start = start or f"7.{restart}"
         supervisor.pause, supervisor.requeue_pauses = 0.02, (0, 0, 0)
         supervisor.kill_wait = supervisor.last_wait = 0.5
         supervisor.grace = 0.0
@@ -114,8 +115,9 @@ esac"""
             (path / ".metadata").touch()
 
     def event(self, name, step, reason="", job="7.0"):
+        kind = "signal" if reason.startswith("SIG") else "file"
         with open(self.run / "events.jsonl", "a") as file:
-            file.write(json.dumps({"event": name, "step": step, "job": job, "reason": reason}) + "\n")
+            file.write(json.dumps({"event": name, "step": step, "job": job, "reason": reason, "kind": kind}) + "\n")
 
     def of_rank(self, name, content, start="7.0", node=0, rank=0):
         """Write a file where torchrun keeps those of a rank."""
@@ -189,7 +191,7 @@ LOST = "the environment /a/env.tar could not be unpacked on every node"
         row("supervise", "long enough", "end", FIX, exit=2, job={"TimeLimit": "00:05:01"}, **BROKEN),
         row("supervise", "cancelled", "end", "the job was cancelled", signals="TERM", job=COMPLETING, srun="exec sleep 60"),
         row("supervise", "no retries", "give up", "GIVEN UP after 1 failure in a row", exit=1, srun="exit 1", MAX_RETRIES="0"),
-        row("unpack", "no archive", "check nodes", "the environment is used where it is"),
+        row("unpack", "no archive", "freeze", "the environment is used where it is"),
         row("unpack", "sbcast fails", "requeue", LOST, sbcast="exit 1", ENV_ARCHIVE="/a/env.tar"),
         row("unpack", "srun fails", "requeue", LOST, sbcast="exit 0", srun="exit 1", ENV_ARCHIVE="/a/env.tar"),
         row("unpack", "signalled", "decide", "signalled while", signals="USR1", sbcast="exit 0", ENV_ARCHIVE="/a/env.tar"),
@@ -208,8 +210,7 @@ LOST = "the environment /a/env.tar could not be unpacked on every node"
         row("prepare", "trained", "requeue", AGAIN, checkpoints=[1], **BROKEN),
         row("prepare", "restart, trained", "requeue", AGAIN, restart=1, checkpoints=[4], **BROKEN),
         row("prepare", "hangs", "requeue", "took more than 0 s", restart=1, python="sleep 60 & wait", CHECK_SECONDS="0.5"),
-        row("prepare", "no Python", "requeue", "such file or directory: '/nowhere/python'", restart=1, PYTHON="/nowhere/python"),
-        row("prepare", "older", "requeue", "run folder: is titan-disp there of the same version", restart=1, python="echo x"),
+        row("prepare", "no Python", "requeue", "status 127", restart=1, PYTHON="/nowhere/python"),
         # A start of a job writes its number into the stop file, and a user does not.
         row("prepare", "user's stop", "end", "run/stop exists, so nothing was trained. Remove the file to continue", stop=b""),
         row("prepare", "any bytes", "end", "Remove the file to continue", stop=b"\xff"),
@@ -404,9 +405,8 @@ class TestFailures:
 class TestWhatRanksLeave:
     def test_the_first_error(self, cluster):
         """The earliest of torchrun's error files counts, of this start only. Unfinished files and other contents do no harm."""
-        assert supervise.first_error(str(cluster.run), "7.0") is None
         cluster.error("of another start", time=1, start="6.0")
-        assert supervise.first_error(str(cluster.run), "7.0") is None
+        assert supervise.first_error(str(cluster.run), "7.0") == ("", None)
         cluster.error("\n the second\n", time=30)
         first = cluster.error("the first\nand its traceback", time=20)
         first.with_name("other.json").write_text(first.read_text().replace("20", "1"))
@@ -415,7 +415,7 @@ class TestWhatRanksLeave:
             broken.append(json.dumps({"message": {"message": message, "extraInfo": {"timestamp": when}}}))
         for rank, content in enumerate(broken):
             cluster.of_rank("error.json", content, node=20, rank=1 + rank)
-        assert supervise.first_error(str(cluster.run), "7.0") == f"the first ({first})"
+        assert supervise.first_error(str(cluster.run), "7.0") == (f"the first ({first})", 20)
 
     DUMP = """a line\nTimeout (0:01:00)!\nThread 0x01 (most recent call first):\n  File "/lib/threading.py", line 9 in wait
 Thread 0x02 (most recent call first):\n  File "/a/checkpoint.py", line 213 in save\n  File "/a/train.py", line 7 in <module>\n"""
@@ -451,13 +451,13 @@ Thread 0x02 (most recent call first):\n  File "/a/checkpoint.py", line 213 in sa
         prefix = f"{folder}/{comm.get('save_traces_file_prefix', default.save_traces_file_prefix)}"
         folder.mkdir()
         cluster.keep("config.json", {"comm": comm})
-        assert supervise.flight_records(str(cluster.run), 0) == ""
+        assert supervise.flight_records(str(cluster.run), 0) == {}
         for name, modified in (("12", 100.0), ("3", 99.0), ("x", 100.0)):
             with open(prefix + name, "w"):
                 os.utime(prefix + name, (modified, modified))
         os.symlink("nowhere", prefix + "0")
-        assert supervise.flight_records(str(cluster.run), 100.0) == f"{prefix}12"
-        assert supervise.flight_records(str(cluster.run), 99.0) == f"{prefix}3 and 1 more"
+        assert supervise.flight_records(str(cluster.run), 100.0) == {12: f"{prefix}12"}
+        assert supervise.flight_records(str(cluster.run), 99.0) == {3: f"{prefix}3", 12: f"{prefix}12"}
         os.remove(prefix + "0")
         supervisor = cluster.supervisor()
         supervisor.note(Outcome("train"))
@@ -593,34 +593,31 @@ class TestNodes:
 
 
 class TestPrepare:
-    MODULE = "-m titan_disp.cluster.job_check --nodes"
-
     @pytest.mark.parametrize("python", ["python", "apptainer", "srun"])
     def test_how_titan_disp_is_asked(self, cluster, python):
-        """The run folder is what it answers. Its Python may be in a container that the supervisor or srun starts."""
-        other = cluster.folder / "other λ run"
-        cluster.folder_is(python, other)
+        """Its Python may be in a container that node.sh or srun starts."""
         given = {
             "python": {},
-            "apptainer": {"TITAN_DISP_PREFIX": "apptainer exec 'my image.sif'", "TITAN_DISP_PYTHON": "python3"},
+            "apptainer": {"TITAN_DISP_PREFIX_WORDS": "apptainer\nexec\nmy image.sif", "TITAN_DISP_PYTHON": "python3"},
             "srun": {"TITAN_DISP_SRUN_ARGS": "--container-image='/my images/a.sqsh'"},
         }[python]
+        cluster.write("apptainer", "exit 0")
         supervisor = cluster.supervisor("--training.steps", "9", **given)
         nodes = "4 --nproc 1"
         if python == "apptainer":  # the default is one rank per GPU on one node
             del supervisor.environment["TITAN_DISP_NPROC"], supervisor.environment["SLURM_NNODES"]
             nodes = "1 --nproc gpu"
         assert supervisor.prepare() == Outcome("train", "the config can start on these nodes")
-        assert supervisor.run == str(other)
-        before = {
-            "python": "",
-            "apptainer": "exec my image.sif python3 ",
-            "srun": "--nodes=1 --ntasks=1 --nodelist=n1 --mem=0 --cpu-bind=none --container-image=/my images/a.sqsh python ",
-        }[python]
-        config = f"--job.config_file config.toml --job.dump_folder {cluster.run} --training.steps 9"
-        assert cluster.calls(python) == [f"{before}{self.MODULE} {nodes} {config}"]
+        call = "\n".join(cluster.calls(python))
+        words = f" --nodes {nodes} --job.config_file config.toml --job.dump_folder {cluster.run} --training.steps 9"
+        if python == "srun":
+            before = "--nodes=1 --ntasks=1 --nodelist=n1 --mem=0 --cpu-bind=none --container-image=/my images/a.sqsh "
+            assert call == f"{before}bash {ROOT}/slurm/node.sh prepare{words}"
+        else:
+            assert call.startswith("exec my image.sif env " if python == "apptainer" else "-m")
+            assert call.endswith("-m titan_disp.cluster.job_check" + words)
 
-    def test_what_titan_disp_prints_is_understood(self, cluster, sample, monkeypatch, capsys):
+    def test_what_titan_disp_says_of_a_config(self, cluster, sample, monkeypatch):
         from titan_disp.cluster import job_check, node_health
         from titan_disp.errors import IN_USE_EXIT_CODE, ConfigError
         from titan_disp.run.folder import lock_folder
@@ -629,8 +626,6 @@ class TestPrepare:
         options = ["--job.config_file", str(DEMO), *command(DEMO, sample, run)[7:]]
         monkeypatch.setattr("sys.argv", ["job", "--nodes", "1", "--nproc", "1", *options])
         job_check.main()
-        lines = capsys.readouterr().out.splitlines(keepends=True)
-        assert supervise.marked(lines, supervise.RUN_FOLDER) == [str(run)]
         with pytest.raises(ConfigError, match="TITAN_DISP_NPROC is '8x', expected gpu or a number of ranks per node"):
             job_check.prepare(options, 1, "8x")
         with pytest.raises(ConfigError, match="= 3, but the number of ranks is 6|not a positive multiple"):
@@ -641,39 +636,65 @@ class TestPrepare:
         assert supervise.IN_USE == IN_USE_EXIT_CODE
 
 
-@pytest.mark.parametrize(
-    ("toml", "overrides", "folder"),
-    [
-        ('[job]\ndump_folder = "a b"  # comment', "", "a b"),
-        ("[job]\ndump_folder='x'", "--job.dump_folder y", "y"),
-        ("[job]\ndump_folder='x'", "--job.dump_folder=/y --job.dump_folder=/z", "/z"),
-        ("[job]\ndump_folder='x'", "--job.dump-folder=/y", "/y"),
-        ('job.dump_folder = "x"\n[model]\nname = "n"', "", "x"),
-        ("job . 'dump_folder' = 'x y'", "", "x y"),
-        ('job = { description = "a, }", dump_folder = "x" }', "", "x"),
-        ('job = {dump_folder="a = b # c"}  # dump_folder = "no"', "", "a = b # c"),
-        ('[ "job" ]\n"dump_folder" = "x"', "", "x"),
-        ("[job]\ndescription = \"dump_folder = 'no'\"", "", "./outputs"),
-        ('[other]\ndump_folder = "no"\n[ job ]\ndescription = "d"', "", "./outputs"),
-        ('[other]\njob.dump_folder = "no"\njob = { dump_folder = "no" }', "", "./outputs"),
-        (
-            "[job]\nwords = [\"dump_folder = 'no'\", 'b']\ndump_folder = 'x'\nother = { number = 1, dump_folder = 'no' }",
-            "",
-            "x",
-        ),
-        ("", "", "./outputs"),
-    ],
-)
-def test_run_folder_without_titan_disp(tmp_path, monkeypatch, toml, overrides, folder):
-    """The folder is the one that TorchTitan reads from the overrides, the TOML file or the default."""
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "c.toml").write_text(toml)
-    assert supervise.run_folder("c.toml", overrides.split()) == os.path.abspath(folder)
-    if "other" not in toml:  # nothing that TorchTitan knows
-        from torchtitan.config import ConfigManager
+class TestLaunch:
+    """What a job runs is kept in RUN/launch, and every start of the job reads it there."""
 
-        config = ConfigManager().parse_args(["--job.config_file", "c.toml", *overrides.split()])
-        assert os.path.abspath(config.job.dump_folder) == os.path.abspath(folder)
+    def frozen(self, cluster, sample, monkeypatch, capsys, run, name="7"):
+        from titan_disp.cluster import freeze
+
+        config = cluster.folder / "config.toml"
+        config.write_text(DEMO.read_text())
+        options = ["--job.config_file", str(config), *command(DEMO, sample, run)[7:]]
+        monkeypatch.setattr("sys.argv", ["freeze", "--name", name, *options])
+        freeze.main()
+        return config, options, capsys.readouterr().out
+
+    def test_a_job_submitted_by_hand(self, cluster, sample, monkeypatch, capsys):
+        """Its first start writes the launch folder. A restart takes scripts and config from there, whatever has changed."""
+        run = cluster.folder / "läufe" / os.fsdecode(b"\xff")
+        config, options, said = self.frozen(cluster, sample, monkeypatch, capsys, run)
+        (cluster.commands / "said").write_text(f"0: a banner\n0: {said.strip()}\x1b[0m\n0: the container has ended\n")
+        cluster.write("python", f'cat "{cluster.commands}/said"')
+        pointer = cluster.folder / "home" / "7"
+        supervisor = cluster.supervisor(TITAN_DISP_LAUNCH_POINTER=str(pointer))
+        supervisor.run, supervisor.launch = "", {}
+        assert supervisor.freeze() == Outcome("check nodes", f"this job runs {run}/launch/7")
+        assert cluster.calls("python")[0].startswith(
+            "-m titan_disp.cluster.freeze --name 7 --job.config_file config.toml"
+        )
+        assert supervisor.run == str(run)
+        assert supervisor.argv == [f"{run}/launch/7/config.toml", *options[2:]]
+        assert supervisor.script("node.sh") == ["bash", f"{run}/launch/7/slurm/node.sh"]
+        assert os.fsdecode(pointer.read_bytes()) == f"{run}/launch/7"
+        (run / "launch" / "7" / "slurm" / "supervise.py").read_text()
+        config.write_text("edited")
+        again = supervise.Supervisor(["x"], "", cluster.environment(), here=f"{run}/launch/7/slurm")
+        assert (again.run, again.argv) == (supervisor.run, supervisor.argv)
+        assert again.freeze().state == "check nodes"
+        assert Path(again.argv[0]).read_text() == DEMO.read_text()
+
+    def test_another_installation(self, cluster, sample, monkeypatch, capsys):
+        from titan_disp.cluster import freeze, job_check
+
+        run = cluster.run
+        _, options, _ = self.frozen(cluster, sample, monkeypatch, capsys, run)
+        options[1] = str(run / "launch" / "7" / "config.toml")
+        job_check.prepare(options, 1, "1")
+        assert "another installation" not in capsys.readouterr().out
+        monkeypatch.setattr(freeze, "code_hash", lambda: "edited")
+        monkeypatch.setattr(freeze, "versions", lambda: {"torch": "99"})
+        job_check.prepare(options, 1, "1")
+        said = capsys.readouterr().out
+        assert re.search(r"another installation: torch [\d.]+\S* then, 99 now", said)
+        assert "another installation: the code of titan_disp" in said
+
+    def test_a_config_that_cannot_be_read(self, cluster):
+        cluster.write("python", "exit 2")
+        supervisor = cluster.supervisor()
+        supervisor.run, supervisor.launch = "", {}
+        outcome = supervisor.freeze()
+        assert (outcome.state, outcome.status) == ("end", 2)
+        assert "status 2); the lines above say why. Not requeued: fix it, and submit again" in outcome.reason
 
 
 def test_a_group_that_has_ended_is_not_killed():
@@ -684,14 +705,17 @@ def test_a_group_that_has_ended_is_not_killed():
 
 def test_any_bytes_in_any_locale(cluster):
     """In the C locale, Python 3.6 reads and writes ASCII. Newer ones do so without coercion and without UTF-8 mode."""
-    config = cluster.folder / "c.toml"
-    config.write_bytes("# λ \n[job]\ndump_folder = 'läufe'\n".encode() + b"# \xff\n")
+    scripts, run = cluster.folder / "läunch" / "slurm", cluster.folder / "läufe"
+    scripts.mkdir(parents=True)
+    shutil.copy(ROOT / "slurm" / "supervise.py", scripts)
+    launch = {"run": str(run), "argv": ["λ.toml"]}
+    (scripts.parent / "launch.json").write_text(json.dumps(launch, ensure_ascii=False), encoding="utf-8")
     cluster.job.update(JobName="λ", TimeLimit="00:01:00")
     environment = cluster.environment(LC_ALL="C", PYTHONCOERCECLOCALE="0", PYTHONUTF8="0")
     environment["SLURM_JOB_NODELIST"] += " \u03bb"
-    command = [sys.executable, ROOT / "slurm" / "supervise.py", "--signals", cluster.signals, config]
+    command = [sys.executable, scripts / "supervise.py", "--signals", cluster.signals, "other.toml"]
     done = subprocess.run(command, env=environment, cwd=cluster.folder, capture_output=True)
-    assert done.returncode == 2, done.stderr
+    assert done.returncode == supervise.INTENDED + 2, done.stderr
     assert b"the time limit is 60 s" in done.stdout
     assert [p.name for p in cluster.folder.glob("l*ufe/*")] == ["supervisor.jsonl"]
 
@@ -719,7 +743,7 @@ class TestAnotherJobsRun:
         cluster.write("python", "exit 3")
         cluster.reports(**{**FOUR, "n3": (8, ["GPU 3 returns wrong matrix products"])} if "bad" in when else FOUR)
         if "while" in when:  # the ranks find the run folder locked and fail, and the job gets a signal in the meantime
-            cluster.folder_is("python", cluster.run)
+            cluster.write("python", "exit 0")
             ranks = f"echo USR1 > {cluster.signals}; sleep 0.3; exit 1"
             cluster.write("srun", f'case "$*" in *check) cat "{cluster.commands}/reports"; exit;; esac; {ranks}')
             cluster.error("InUseError: in use by another job", time=9, start="7.1")
@@ -749,6 +773,7 @@ class TestAnotherJobsRun:
         ("SIGNAL_SECONDS", ["5m", "0"], "a whole number from 1"),
         ("PORT", ["high", "0", "65536"], "a whole number from 1 to 65535"),
         ("CHECK_SECONDS", ["nan", "inf", "0"], "a number above 0"),
+        ("PAUSES", ["2 10", "2,", "-1"], "minutes such as 2,10,30,60"),
     ],
 )
 def test_a_setting_that_is_no_number(cluster, name, values, expected):
@@ -811,7 +836,7 @@ class TestTrain:
         text = subprocess.run([sys.executable, "-c", dump], capture_output=True, text=True).stderr
         cluster.of_rank("stderr.log", text, rank=1)
         cluster.write("scancel", f"kill $(cat {cluster.folder}/pid)")
-        supervisor = cluster.supervisor()
+        supervisor = cluster.supervisor(TITAN_DISP_RESTART_IN_JOB="0")
         assert supervisor.train().state == "decide"
         outcome = supervisor.decide()
         assert outcome.state == "requeue"
@@ -954,27 +979,23 @@ class TestRequeue:
 
     def test_refused_and_not_resubmitted(self, cluster, capsys):
         """The log does not say that the job is requeued. It says which command submits the job again."""
-        cluster.job.update(Account="abc", QOS="normal", JobName="my run", Features="(null)", ExcNodeList="n9")
-        given = {"SITE": "perlmutter", "SRUN_ARGS": "--cpus-per-task=8 -v", "ENV_ARCHIVE": "e.tar"}
+        cluster.job["ExcNodeList"] = "n9"
+        given = {"SITE": "perlmutter", "SRUN_ARGS": "--cpus-per-task=8 -v", "HEAD": "of this start"}
         given = {f"TITAN_DISP_{name}": value for name, value in given.items()}
-        supervisor = cluster.supervisor("--training.steps", "9", SLURM_GPUS_PER_NODE="8", **given)
+        supervisor = cluster.supervisor("--training.steps", "9", **given)
         supervisor.environment["TITAN_DISP_PYTHON"] = "/tmp/unpacked/bin/python"  # as after unpacking, on this node
+        supervisor.launch["sbatch"] = ["--account=abc", "--comment=my run"]
         assert supervisor.requeue() == 1
         assert not cluster.calls("sbatch")
-        assert cluster.log.read_text().splitlines()[0] == (
-            "titan-disp: NOT REQUEUED: SLURM refused it. Submit the job again: TITAN_DISP_SITE=perlmutter "
-            "TITAN_DISP_SRUN_ARGS='--cpus-per-task=8 -v' TITAN_DISP_ENV_ARCHIVE=e.tar TITAN_DISP_NPROC=1 "
-            "sbatch '--job-name=my run' --account=abc "
-            "--partition=gpu --qos=normal --nodes=4 --time=1-00:00:00 --gpus-per-node=8 --exclude=n9 "
-            f"--chdir=/work --output={cluster.folder}/%x-%j.out --export=ALL "
-            f"{ROOT}/slurm/pretrain.sbatch config.toml --job.dump_folder {cluster.run} --training.steps 9"
+        top = cluster.log.read_text().splitlines()[0]
+        assert top.startswith("titan-disp: NOT REQUEUED: SLURM refused it. Submit the job again: TITAN_DISP_LOCAL=")
+        assert " TITAN_DISP_SITE=perlmutter TITAN_DISP_SRUN_ARGS='--cpus-per-task=8 -v' " in top
+        assert not re.search("HEAD|unpacked", top)
+        assert top.endswith(
+            f" sbatch --account=abc '--comment=my run' --exclude=n9 {ROOT}/slurm/pretrain.sbatch config.toml "
+            f"--job.dump_folder {cluster.run} --training.steps 9"
         )
         assert "requeued" not in capsys.readouterr().out
-
-    def test_the_variables_of_a_user(self):
-        """Those that pretrain.sbatch describes, but for the address of the first node."""
-        described = re.findall(r"#   TITAN_DISP_(\w+) ", (ROOT / "slurm" / "pretrain.sbatch").read_text())
-        assert sorted(supervise.VARIABLES) == sorted(set(described) - {"HEAD"})
 
     def test_refused_and_resubmitted(self, cluster, capfd):
         cluster.write("sbatch", 'echo "Submitted batch job 8${SLURM_RESTART_COUNT:+, with the restarts of this one}"')
@@ -988,86 +1009,36 @@ class TestRequeue:
         assert "sbatch: error: no such partition" in capfd.readouterr().err
 
 
-# What SLURM 22.05.8 says of a job of --gpus-per-task=1 --exclude=n[3-4] --licenses=fast:1 --comment='a TimeLimit=b'
-# --mail-type=END,FAIL --mail-user=x@y.z --nice=5 --switches=2@00:05:00 --contiguous --job-name='my run' --error=/e
-# --time-min=1.
+# What SLURM 22.05.8 says of a job of --nodes=2 --comment='a TimeLimit=b' --job-name='my run'.
 SHOWN = """JobId=7 JobName=my run
-   UserId=root(0) GroupId=root(0) MCS_label=N/A
    Priority=4294901754 Nice=5 Account=(null) QOS=(null)
    JobState=RUNNING Reason=None Dependency=(null)
-   Requeue=1 Restarts=0 BatchFlag=1 Reboot=0 ExitCode=0:0
    RunTime=00:00:00 TimeLimit=00:10:00 TimeMin=00:01:00
-   SuspendTime=None SecsPreSuspend=0 LastSchedEval=2026-11-22T05:24:54 Scheduler=Backfill
    Partition=debug AllocNode:Sid=localhost:4197
-   ReqNodeList=(null) ExcNodeList=n[3-4]
-   NumNodes=2 NumCPUs=3 NumTasks=2 CPUs/Task=1 ReqB:S:C:T=0:0:*:*
-   TRES=cpu=3,node=2,billing=3
-   MinCPUsNode=1 MinMemoryNode=0 MinTmpDiskNode=0
-   Features=(null) DelayBoot=00:00:00
-   OverSubscribe=NO Contiguous=1 Licenses=fast:1 Network=(null)
    Command=/a checkout/slurm/pretrain.sbatch c.toml --job.description Partition=b
    WorkDir=/my work
    Comment=a TimeLimit=b\x20
-   StdErr=/e
-   StdIn=/dev/null
-   StdOut=/tmp/1.out
-   Switches=2@00:05:00
-   Power=
-   TresPerTask=gres:gpu:1
-   MailUser=x@y.z MailType=END,FAIL
 
 """
-# Fields of `scontrol show job`, and the options of sbatch(1) that ask for the same.
-OPTIONS = """JobName=job-name Account=account Partition=partition QOS=qos TimeLimit=time TimeMin=time-min Features=constraint
-Prefer=prefer Reservation=reservation ReqNodeList=nodelist Licenses=licenses Network=network Switches=switches Nice=nice
-Comment=comment MailType=mail-type MailUser=mail-user WorkDir=chdir StdErr=error"""
 
 
-class TestResubmission:
-    def test_what_slurm_says_of_the_job(self, cluster):
-        supervisor = cluster.supervisor()
-        (cluster.commands / "scontrol.job").write_text(SHOWN)
-        supervisor.show_job()
-        assert "|".join(supervisor.resubmission(["n3", "n4"])[:-2]) == (
-            "sbatch|--job-name=my run|--partition=debug|--nodes=4|--time=00:10:00|--time-min=00:01:00|--gpus-per-task=1|"
-            "--exclude=n3,n4|--licenses=fast:1|--switches=2@00:05:00|--contiguous|--nice=5|--comment=a TimeLimit=b|"
-            "--mail-type=END,FAIL|--mail-user=x@y.z|--chdir=/my work|--output=/tmp/%x-%j.out|--error=/e|--export=ALL|"
-            f"{ROOT}/slurm/pretrain.sbatch|config.toml"
-        )
-
-    def test_every_option_that_scontrol_tells(self, cluster):
-        supervisor = cluster.supervisor()
-        fields = dict(pair.split("=") for pair in OPTIONS.split())
-        supervisor.fields = {field: f"a {field}" for field in fields}
-        expected = {f"--{option}=a {field}" for field, option in fields.items()} | {"--nodes=4"}
-        supervisor.fields |= {"WCKey": "*X1", "Contiguous": "1", "StdOut": "/a/1.out"}  # the star marks a default key
-        expected |= {"--wckey=X1", "--contiguous", "--output=/a/%x-%j.out"}
-        assert sorted(supervisor.resubmission([])[1:-5]) == sorted(expected)
-        supervisor.fields = dict.fromkeys(supervisor.fields, "(null)") | {"Nice": "0", "Contiguous": "0"}
-        assert supervisor.resubmission([])[1:-5] == ["--nodes=4", "--output=%x-%j.out"]
-
-    @pytest.mark.parametrize(
-        ("fields", "given", "options"),
-        [
-            *[
-                ({f"TresPer{kind}": text}, {}, f"--gpus{option}={number}")
-                for kind, option in (("Job", ""), ("Socket", "-per-socket"), ("Task", "-per-task"))
-                # The texts are those of SLURM 22.05 and later versions.
-                for text, number in (("gres:gpu:h100:2", "h100:2"), ("gres/gpu:8", "8"), ("cpu=8,gres/gpu=8", "8"))
-            ],
-            ({"TresPerNode": "gres:gpu:8"}, {"TITAN_DISP_SIGNAL_SECONDS": "600"}, "--gres=gpu:8 --signal=B:USR1@600"),
-            ({"TresPerNode": "gres/gpu:h100:8,gres/nvme:1"}, {}, "--gres=gpu:h100:8"),
-            ({"TresPerNode": "gpu:2,gres:gpu_mem:80"}, {}, "--gres=gpu:2"),
-            ({"TresPerNode": "(null)"}, {}, ""),
-            ({"TresPerNode": "gres:gpu:8"}, {"SLURM_GPUS_PER_NODE": "8"}, "--gpus-per-node=8"),
-        ],
-    )
-    def test_the_same_gpus_and_signal(self, cluster, fields, given, options):
-        cluster.job |= fields
-        supervisor = cluster.supervisor(**given)
-        supervisor.show_job()
-        asked = [word for word in supervisor.resubmission([]) if word.startswith(("--g", "--signal"))]
-        assert asked == options.split()
+@pytest.mark.parametrize(
+    ("more", "options"),
+    [
+        ("", "--qos=q|--nodes=4|--gpus-per-node=h100:8|--time=00:10:00|--signal=B:USR1@60|--chdir=/my work"),
+        ("   SubmitLine=sbatch -N 2 '--comment=a b' /x/pretrain.sbatch c.toml -N 9\n", "-N|2|--comment=a b"),
+    ],
+    ids=["without a line", "SLURM 24.05"],
+)
+def test_the_options_of_a_job_that_was_submitted_by_hand(cluster, more, options):
+    """Newer versions of SLURM keep the line. Otherwise they are those that most jobs need."""
+    given = {"SLURM_JOB_QOS": "q", "SLURM_GPUS_PER_NODE": "h100:8", "TITAN_DISP_SIGNAL_SECONDS": "60"}
+    supervisor = cluster.supervisor(**given)
+    (cluster.commands / "scontrol.job").write_text(SHOWN + more)
+    supervisor.show_job()
+    line = supervisor.resubmission(["n3", "n4"])
+    assert "|".join(line[:-3]).replace("--partition=debug|", "") == f"sbatch|{options}|--exclude=n3,n4|{line[-4]}"
+    assert line[-4:-2] == [f"{ROOT}/slurm/pretrain.sbatch", "config.toml"]
 
 
 def test_the_top_of_the_log(cluster, monkeypatch):
@@ -1104,8 +1075,7 @@ def test_the_program(cluster, monkeypatch, capsys):
 
     def main(status, *words):
         monkeypatch.setattr(sys, "argv", ["supervise.py", *words])
-        with pytest.raises(SystemExit, match=str(status)):
-            supervise.main()
+        assert supervise.main() == status
 
     monkeypatch.setattr(supervise.Supervisor, "supervise", supervised)
     monkeypatch.setenv("SLURM_JOB_ID", "7")
@@ -1126,8 +1096,9 @@ def test_the_program(cluster, monkeypatch, capsys):
         patch.setenv(RETRIES, "many")
         main(2, "--signals", "s", "c.toml")
     assert capsys.readouterr().out.endswith(f"error: {RETRIES} is 'many', expected a whole number from 0\n")
-    main(2, "c.toml")
-    main(2, "--signals", "s")
+    for words in (["c.toml"], ["--signals", "s"]):
+        with pytest.raises(SystemExit, match="2"):
+            main(2, *words)
 
 
 @pytest.mark.parametrize(
@@ -1148,7 +1119,7 @@ class TestSupervise:
         event = json.dumps({"event": "complete", "step": 9, "job": "7.0"})
         cluster.write("srun", f"cat {cluster.commands}/reports; echo '{event}' >> {cluster.run}/events.jsonl")
         assert cluster.supervisor().supervise() == 0
-        assert self.states(cluster) == ["unpack", "check nodes", "prepare", "train", "decide", "end"]
+        assert self.states(cluster) == ["unpack", "freeze", "check nodes", "prepare", "train", "decide", "end"]
         first, *_, last = cluster.transitions()
         assert first["reason"] == "start 7.0 on n[1-4]"
         assert (last["job"], last["restart"], last["reason"]) == ("7", 0, "the run is complete: step 9")
@@ -1163,7 +1134,7 @@ class TestSupervise:
 
         monkeypatch.setattr(supervise.Supervisor, "check_nodes", gone)
         assert cluster.supervisor().supervise() == 1
-        assert self.states(cluster) == ["unpack", "check nodes", "requeue"]
+        assert self.states(cluster) == ["unpack", "freeze", "check nodes", "requeue"]
         assert cluster.transitions()[-1]["reason"].endswith("check nodes: OSError: stale file handle")
 
     @pytest.mark.parametrize("signal", ["", "USR1"])
@@ -1182,7 +1153,7 @@ class TestUnpack:
     def test_unpacked(self, cluster):
         cluster.write("sbcast", "exit 0")
         supervisor = cluster.supervisor(TITAN_DISP_LOCAL="/local", **ARCHIVE)
-        assert supervisor.unpack() == Outcome("check nodes", "the environment is on every node")
+        assert supervisor.unpack() == Outcome("freeze", "the environment is on every node")
         assert cluster.calls("sbcast") == ["--force /a/env.tar /local/titan-disp-7.tar"]
         assert cluster.calls("srun") == [f"{STEP.format(1)} bash {ROOT}/slurm/unpack.sh /local/titan-disp-7.tar"]
         assert supervisor.environment["TITAN_DISP_PYTHON"] == "/local/titan-disp-7/bin/python"
@@ -1236,11 +1207,25 @@ class TestNode:
         passed = {"SLURMD_NODENAME": "n7", "SLURM_JOB_ID": "7", "NCCL_NET": "AWS Libfabric", "TITAN_DISP_RUN": "/a run"}
         others = {"LD_LIBRARY_PATH": "/of/the/host", "WANDB_API_KEY": "secret", "SLURM_JWT": "secret"}
         needed = {"TITAN_DISP_NPROC": "1", "TITAN_DISP_START": "7.0", "TITAN_DISP_ENDPOINT": "n1:1"}
-        needed |= {"SLURM_NODEID": "6", "SLURM_NNODES": "8", "TITAN_DISP_PREFIX": "env -i"}
+        needed |= {"SLURM_NODEID": "6", "SLURM_NNODES": "8", "TITAN_DISP_PREFIX_WORDS": "env\n-i"}
         script = f'echo "{"|".join(f"${name}" for name in (*passed, *others))}"; echo "$@"'
         told = self.run(tmp_path, script, what, "--an", "argument", **passed, **others, **needed)
         assert told.splitlines()[0] == "n7|7|AWS Libfabric|/a run|||"
         assert told.rstrip().endswith("--an argument")
+
+    def test_a_cache_of_somebody_else(self, tmp_path):
+        """Code is loaded from the cache of compiled kernels. A link could lead anywhere."""
+        cache = tmp_path / f"titan-disp-cache-{os.getuid()}"
+        cache.mkdir(mode=0o777)
+        script = 'echo "$TRITON_CACHE_DIR"'
+        assert self.run(tmp_path, script, "check").strip() == f"{cache}/triton"
+        assert cache.stat().st_mode & 0o777 == 0o700
+        cache.rename(tmp_path / "theirs")
+        cache.symlink_to(tmp_path / "theirs")
+        said, used = self.run(tmp_path, script, "check").splitlines()
+        assert f"{cache} belongs to somebody else" in said
+        assert used.startswith(f"{cache}-")
+        assert Path(used).parent.stat().st_mode & 0o777 == 0o700
 
     @pytest.mark.parametrize("node", [0, 6])
     def test_what_torchrun_is_asked_for(self, tmp_path, monkeypatch, node):
@@ -1274,14 +1259,13 @@ class TestNode:
 @pytest.mark.parametrize(("script", "name"), [("pretrain", "USR1"), ("sweep", "TERM")])
 def test_the_script_forwards_signals_and_the_status(cluster, tmp_path, script, name):
     """It runs in a checkout whose path has a space, with a site file that reads an unset variable."""
-    here = tmp_path / "a checkout" / "slurm"
-    here.mkdir(parents=True)
-    for file in ("common.sh", "node.sh", "supervise.py"):
-        (here / file).write_bytes((ROOT / "slurm" / file).read_bytes())
+    here = tmp_path / "a run" / "slurm"
+    shutil.copytree(ROOT / "slurm", here)
     (here / "site.sh").write_text("echo $UNSET_BY_THE_SITE; export SITE=1\n")
     cluster.job["Command"] = f"{here}/{script}.sbatch config.toml"
     words = ["config.toml", "--job.dump_folder", str(cluster.run)]
     cluster.keep("points.json", {"points": [{"argv": words}]})
+    (here.parent / "launch.json").write_text(json.dumps({"run": str(cluster.run), "argv": words}))
     wait = f"while [ ! -e {cluster.run}/stop ]; do sleep 0.05; done"
     cluster.write("srun", f'echo "$SITE $SLURM_EXPORT_ENV" >> {cluster.folder}/site; {wait}')
     given = {"TITAN_DISP_SITE": str(here / "site.sh"), "TITAN_DISP_CHECK_NODES": "0", RETRIES: "0"}
@@ -1302,7 +1286,7 @@ def test_the_script_forwards_signals_and_the_status(cluster, tmp_path, script, n
     assert f"{name} received: asking all ranks to save and stop" in text
     assert "GIVEN UP after 1 failure in a row" in text
     assert f"asked to stop ({name}) but not saved in time" in text
-    assert (cluster.run / "stop").read_text() == "7.0\n"
+    assert re.match(r"7\.0\.\w+\n", (cluster.run / "stop").read_text())
     assert (cluster.folder / "site").read_text() == "1 ALL\n"
 
 
@@ -1345,3 +1329,275 @@ class TestArray:
                 supervise.task_of_array(str(file), self.TASK)
         with pytest.raises(supervise.Failure, match="task '' of the array has no point in"):
             supervise.task_of_array(str(file), {})
+
+
+class TestStartAgain:
+    """After the first failure in a row, a job trains again without being requeued, on the nodes that are well."""
+
+    def fail(self, cluster, srun="exit 1", nodes=4, **given):
+        cluster.reports(**FOUR)
+        check = f'case "$*" in *check*) cat "{cluster.commands}/reports"; exit;; esac'
+        cluster.write("srun", f"{check}; {srun}")
+        supervisor = cluster.supervisor(**given)
+        supervisor.hosts = []
+        supervisor.train()
+        return supervisor, supervisor.decide()
+
+    def test_the_whole_way(self, cluster):
+        """A new start has a name of its own, so that the events of the former do not count. The second failure requeues."""
+        cluster.write("scontrol", f'case "$1" in requeue | update) exit;; esac; {cluster.SHOW}')
+        cluster.reports(**FOUR)
+        cluster.write("srun", f'case "$*" in *check) cat "{cluster.commands}/reports"; exit;; esac; exit 1')
+        assert cluster.supervisor().supervise() == 1
+        again = ["check nodes", "prepare", "train", "decide"]
+        told = cluster.transitions()
+        assert [t["state"] for t in told] == ["unpack", "freeze", *again, *again, "requeue"]
+        assert told[6]["reason"].endswith(". Starting again in this job")
+        assert len({t["start"] for t in told[:7]}) == 1
+        assert len({t["start"] for t in told[7:]}) == 1
+        assert told[-1]["start"] != told[0]["start"]
+        assert [call for call in cluster.calls("scontrol") if "update" in call] == ["update JobId=7 StartTime=now+600"]
+
+    @pytest.mark.parametrize(
+        ("given", "squeue"),
+        [
+            ({"TITAN_DISP_RESTART_IN_JOB": "0"}, ""),
+            ({}, "echo 9:59"),  # twice the warning is too short to train
+            ({"signals": "USR1"}, ""),
+        ],
+        ids=["switched off", "short of time", "signalled"],
+    )
+    def test_not_again(self, cluster, given, squeue):
+        cluster.write("squeue", squeue)
+        ranks = f"echo USR1 > {cluster.signals}; sleep 0.2; exit 1" if given.pop("signals", "") else "exit 1"
+        assert self.fail(cluster, ranks, **given)[1].state == "requeue"
+
+    @pytest.mark.parametrize(
+        ("spares", "down", "state", "used"),
+        [
+            ("1", "n2 down*", "check nodes", "n1,n3,n4"),
+            ("1", "n2 idle", "check nodes", "n1,n2,n3"),
+            ("0", "n2 drained", "requeue", None),
+            ("1", "n1 down*\nn2 idle~\nn3 failing", "requeue", None),
+        ],
+    )
+    def test_nodes_that_slurm_gives_up(self, cluster, spares, down, state, used):
+        cluster.write("sinfo", f"echo '{down}'")
+        supervisor, outcome = self.fail(cluster, TITAN_DISP_SPARES=spares)
+        assert cluster.calls("srun")[0].startswith(
+            "--nodes=3 --ntasks=3 --nodelist=n1,n2,n3 " if spares == "1" else STEP[:9]
+        )
+        assert outcome.state == state
+        if used:
+            supervisor.begin()
+            few = [node for node in FOUR if node not in supervisor.dropped]
+            cluster.reports(**{node: FOUR[node] for node in few})
+            supervisor.check_nodes()
+            assert ",".join(supervisor.used) == used
+            supervisor.prepare()
+            assert " --nodes 3 --nproc" in cluster.calls("python")[-1]
+
+    CUDA = "RuntimeError: CUDA error: uncorrectable ECC error encountered"
+
+    @pytest.mark.parametrize(
+        ("error", "srun", "records", "node"),
+        [
+            (CUDA, "", (), "n3"),
+            ("ValueError: a bug", "srun: error: n3: task 2: Killed", (), None),
+            # Node n3 complains of its peer; on n2 a rank died, which srun says first, or not.
+            ("RuntimeError: Connection closed by peer", "srun: error: n2: task 1: Exited with exit code 1", (), "n2"),
+            ("RuntimeError: Connection closed by peer", "srun: error: n3: task 2: Exited with exit code 1", (), None),
+            ("", "srun: error: n3: task 2: Killed\nsrun: error: n1: tasks 0-1: Terminated", (), "n3"),
+            ("", "srun: error: n9: task 2: Killed", (), None),
+            ("", "a line", (), None),
+            # Ranks that wait for a dead one write what they wait for; two ranks run on each node.
+            ("", "", (0, 1, 4, 6, 7), "n2"),
+            ("", "", (0, 6, 7), None),
+        ],
+    )
+    def test_the_node_that_is_to_blame(self, cluster, error, srun, records, node):
+        """It counts as a failure of the node, and a spare one takes its place."""
+        folder = cluster.run / "comm_traces"
+        folder.mkdir()
+        given = {"TITAN_DISP_SPARES": "0" if records else "1", "TITAN_DISP_NPROC": "2", "SLURM_GPUS_PER_NODE": "2"}
+        if error:
+            cluster.error(error, time=2)
+        (cluster.folder / "said").write_text(srun + "\n")
+        traces = "; ".join(f"echo x > {folder}/rank_{rank}" for rank in records) or "true"
+        supervisor, outcome = self.fail(cluster, f"{traces}; cat {cluster.folder}/said >&2; exit 1", **given)
+        assert outcome.state == "check nodes"
+        assert ("This counts against node" in outcome.reason) is bool(node)
+        assert (cluster.run / "bad_nodes.json").exists() is bool(node)
+        if node:
+            assert f". This counts against node {node}. Starting" in outcome.reason
+            assert list(cluster.kept("bad_nodes.json")) == [node]
+            assert supervisor.dropped == (set() if records else {node})
+
+
+class TestEdges:
+    def test_a_last_save_that_takes_too_long(self, cluster, quick):
+        """SLURM would end the job at its time limit, and not requeue it."""
+        cluster.write("squeue", f'case "$*" in *steps*) echo 7.0;; *) echo 0:0{"1"};; esac')
+        cluster.write("srun", f"echo $$ > {cluster.folder}/pid; echo USR1 > {cluster.signals}; exec sleep 60")
+        cluster.write("scancel", f"kill $(cat {cluster.folder}/pid)")
+        supervisor = cluster.supervisor(TITAN_DISP_SIGNAL_SECONDS="1")
+        assert supervisor.train().state == "decide"
+        outcome = supervisor.decide()
+        assert outcome.state == "requeue"
+        assert "(USR1) but not saved in time; 0 s before the time limit, the last save had not ended" in outcome.reason
+
+    @pytest.mark.parametrize(
+        ("signal", "job", "counted"),
+        [("TERM", {}, False), ("USR1", {}, True), ("USR1", {"PreemptTime": "2026-01-01T00:00"}, False)],
+    )
+    def test_preempted_before_training(self, cluster, signal, job, counted):
+        """A preemption is no failure. A time limit that leaves no time to train is."""
+        cluster.signals.write_text(signal)
+        cluster.job |= job
+        outcome = cluster.decide(status=None)
+        assert outcome.state == "requeue"
+        assert ("failure 1" in outcome.reason) is counted
+        assert outcome.pause == (120 if counted else 0)
+
+    def test_longer_and_longer_pauses(self, cluster):
+        """An outage of a file system is over after some hours. SLURM starts the job then."""
+        pauses = [cluster.decide(**{RETRIES: "9"}).pause for _ in range(6)]
+        assert pauses == [120, 600, 1800, 3600, 3600, 3600]
+        cluster.write("scontrol", f'case "$1" in requeue | update) exit;; esac; {cluster.SHOW}')
+        assert cluster.supervisor().requeue(600) == 1
+        assert cluster.calls("scontrol")[-1] == "update JobId=7 StartTime=now+600"
+
+    def test_what_a_user_must_mend(self, cluster):
+        cluster.event("refused", 0, "its weights have another shape")
+        outcome = cluster.decide()
+        assert (outcome.state, outcome.status) == ("end", 2)
+        assert "refused to start: its weights have another shape. Not requeued" in outcome.reason
+
+    @pytest.mark.parametrize("log", ["/dev/full", "closed"])
+    def test_a_log_that_cannot_be_written(self, cluster, log):
+        """The job ends or requeues as if it could, and with the status that was meant. Failures are counted by restarts."""
+        launch = cluster.folder / "launch"
+        shutil.copytree(ROOT / "slurm", launch / "slurm")
+        (launch / "launch.json").write_text(json.dumps({"run": str(cluster.run), "argv": ["c.toml"]}))
+        cluster.job["TimeLimit"] = "00:00:01"
+        read, write = os.pipe()
+        os.close(read)
+        command = [sys.executable, launch / "slurm" / "supervise.py", "--signals", cluster.signals, "c.toml"]
+        with open(log, "w") if log != "closed" else open(write, "w") as file:
+            done = subprocess.run(command, env=cluster.environment(), stdout=file, stderr=subprocess.PIPE, timeout=60)
+        assert done.returncode == supervise.INTENDED + 2, done.stderr
+        assert cluster.transitions()[-1]["state"] == "end"
+        supervise.show.lost = True
+        try:
+            cluster.supervisor(restart=3).note(Outcome("x"))
+            assert cluster.supervisor(restart=7).uncounted() == 4
+        finally:
+            supervise.show.lost = False
+
+    def test_a_node_on_which_srun_cannot_start(self, cluster):
+        """No node answers, because srun gives up as a whole. SLURM knows which node it was."""
+        cluster.write("srun", "exit 1")
+        cluster.write("sinfo", "echo 'n1 allocated'; echo 'n3 down*'")
+        outcome = cluster.supervisor().check_nodes()
+        assert "no node answered; SLURM says that n3 cannot run jobs" in outcome.reason
+        assert list(cluster.kept("bad_nodes.json")) == ["n3"]
+
+    def test_a_clock_that_is_put_back(self, cluster):
+        cluster.bad(n2=-48, n3=-1)
+        assert cluster.supervisor().bad_nodes() == ["n3"]
+
+    def test_names_and_ports_do_not_come_again(self, cluster):
+        starts = [supervise.Supervisor([], "", cluster.environment()) for _ in range(2)]
+        assert starts[0].start != starts[1].start
+        assert [cluster.supervisor(restart=n).port for n in (0, 3)] == [20007, 20010]
+
+
+class TestNotify:
+    def test_a_command(self, cluster):
+        command = cluster.folder / "my command"
+        command.write_text(f'#!/bin/bash\nprintf "%s|%s\\n" "$1" "$2" >> {cluster.folder}/told\n')
+        command.chmod(0o755)
+        event = json.dumps({"event": "skip", "step": 2, "job": "7.0"})
+        ranks = f"echo '{event}' >> {cluster.run}/events.jsonl; sleep 0.4; exit 1"
+        cluster.write("srun", ranks)
+        supervisor = cluster.supervisor(TITAN_DISP_NOTIFY=f"'{command}' --to", TITAN_DISP_RESTART_IN_JOB="0")
+        supervisor.train()
+        supervisor.note(supervisor.decide())
+        for message in supervisor.messages:
+            message.join()
+        first, second = (cluster.folder / "told").read_text().splitlines()
+        before = f"--to|titan-disp: job 7, {cluster.run}: "
+        assert first == f"{before}a step was skipped, because its loss or gradient was not finite"
+        assert second.startswith(f"{before}requeue: failure 1 of at most 3")
+
+    def test_a_webhook(self, cluster):
+        got = []
+
+        class Hook(BaseHTTPRequestHandler):
+            def do_POST(self):  # noqa: N802
+                got.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+                self.send_response(200)
+                self.end_headers()
+
+            def log_message(self, *args):
+                pass
+
+        with HTTPServer(("127.0.0.1", 0), Hook) as server:
+            threading.Thread(target=server.handle_request, daemon=True).start()
+            supervisor = cluster.supervisor(TITAN_DISP_NOTIFY=f"http://127.0.0.1:{server.server_port}/x")
+            supervisor.note(Outcome("end", "the run is complete: step 9"))
+            supervisor.messages[0].join()
+        assert got == [{"text": f"titan-disp: job 7, {cluster.run}: end: the run is complete: step 9"}]
+
+    @pytest.mark.parametrize("target", ["/nowhere", "http://127.0.0.1:1/secret", "false", "'"])
+    def test_it_never_fails(self, cluster, capsys, target):
+        supervisor = cluster.supervisor(TITAN_DISP_NOTIFY=target)
+        supervisor.tell("x")
+        supervisor.messages[0].join()
+        assert re.search(r"TITAN_DISP_NOTIFY failed: \w+\n", capsys.readouterr().out)
+
+
+class TestBatchScript:
+    """What the supervisor did not intend does not end the job."""
+
+    def run(self, cluster, restart=0, **given):
+        cluster.write("scontrol", f'case "$1" in requeue) exit;; esac; {cluster.SHOW}')
+        cluster.write("sleep", "exit 0")
+        cluster.job["Command"] = f"{ROOT}/slurm/pretrain.sbatch config.toml"
+        given = {"SLURM_RESTART_COUNT": str(restart), "HOME": str(cluster.folder), **given}
+        command = ["bash", ROOT / "slurm" / "pretrain.sbatch", "config.toml"]
+        done = subprocess.run(command, env=cluster.environment(**given), capture_output=True, text=True, timeout=60)
+        return done.returncode, done.stdout
+
+    @pytest.mark.parametrize(
+        ("python", "status"), [("/nowhere/python3", 127), ("killed", 137), ("exit 1", 1)], ids=["none", "killed", "odd"]
+    )
+    def test_the_supervisor_dies(self, cluster, python, status):
+        cluster.write("killed", "kill -9 $$")
+        cluster.write("exit 1", "exit 1")
+        given = {"TITAN_DISP_HOST_PYTHON": python if "/" in python else str(cluster.commands / python)}
+        code, said = self.run(cluster, **given)
+        assert (code, cluster.requeues()) == (1, ["requeue 7"])
+        assert f"the supervisor ended with status {status}" in said
+        code, said = self.run(cluster, restart=50, **given)
+        assert (code, len(cluster.requeues())) == (1, 1)
+        assert "NOT REQUEUED (state RUNNING, restarts 50)" in said
+        cluster.job["JobState"] = "CANCELLED"
+        assert self.run(cluster, **given)[0] == 1
+        assert len(cluster.requeues()) == 1
+
+    def test_slurm_does_not_answer_at_once(self, cluster):
+        cluster.job["Command"] = f"{ROOT}/slurm/pretrain.sbatch config.toml"
+        environment = cluster.environment(TITAN_DISP_HOST_PYTHON=str(cluster.commands / "meant"))
+        cluster.write("meant", "exit 66")
+        cluster.write("sleep", "exit 0")
+        cluster.write("scontrol", f'[ $(wc -l < "$0.calls") -gt 1 ] || exit 1; {cluster.SHOW}')
+        command = ["bash", ROOT / "slurm" / "pretrain.sbatch", "config.toml"]
+        assert subprocess.run(command, env=environment).returncode == 2
+        assert not cluster.requeues()
+
+    def test_no_temporary_file(self, cluster):
+        cluster.write("mktemp", "exit 1")
+        code, said = self.run(cluster)
+        assert (code, cluster.requeues()) == (1, ["requeue 7"])
+        assert "no temporary file can be written here" in said

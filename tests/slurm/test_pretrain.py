@@ -8,17 +8,20 @@ import json
 import os
 import re
 import shutil
+import signal
 import sys
 import time
+from datetime import datetime
 
 import pytest
 
 from tests.command_line import DEMO, ROOT, train
-from tests.slurm.local import ENDED, LocalSlurm
+from tests.slurm.local import ENDED, LocalSlurm, processes_with
 from titan_disp.run.integrity import checkpoints, problem
 from titan_disp.run.reader import read_json_lines, read_metrics
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(900)]
+SCRIPT = ROOT / "slurm" / "pretrain.sbatch"
 STEPS, INTERVAL = 16, 4
 OPTIONS = (
     *("--training.seq_len", "32", "--training.steps", str(STEPS), "--lr_scheduler.warmup_steps", "2"),
@@ -47,19 +50,22 @@ class Jobs:
     def __init__(self, slurm, sample, folder):
         self.slurm, self.sample, self.folder, self.submitted = slurm, sample, folder, []
 
-    def submit(self, run, *options, sbatch=(), faults="", once=False, config=DEMO, **env):
+    def submit(self, run, *options, sbatch=(), faults="", once=False, config=DEMO, script=SCRIPT, **env):
         environment = {
             "TITAN_DISP_SITE": "local_cpu",
             "TITAN_DISP_PYTHON": sys.executable,
             "TITAN_DISP_MODULE": "tests.faulty_train",
             "TITAN_DISP_CHECK_NODES": "0",
             "TITAN_DISP_LOCAL": str(self.folder),
+            "TITAN_DISP_RESTART_IN_JOB": "0",
+            "TITAN_DISP_PAUSES": "0",
+            "HOME": str(self.folder),
             "FAULTS": faults,
             "FAULTS_ONCE": str(self.folder / "once") if once else "",
             **env,
         }
         job = self.slurm.sbatch(
-            *("--nodes=2", "--time=15", f"--output={self.folder}/%j.out", *sbatch, ROOT / "slurm" / "pretrain.sbatch"),
+            *("--nodes=2", "--time=15", f"--output={self.folder}/%j.out", *sbatch, script),
             *(config, *OPTIONS, "--job.dump_folder", run, "--model.hf_assets_path", f"{self.sample}/tokenizer"),
             *("--training.dataset_path", self.sample, *options),
             env=environment,
@@ -129,13 +135,13 @@ def test_completes_and_refuses_a_second_job(jobs, whole, tmp_path):
     assert f"the run is complete: step {STEPS}" in log
     assert f"tokens: {STEPS * 512:,} of {STEPS * 512:,} (100.0%" in log
     assert values(run) == values(whole)
-    assert {p.name for p in (run / "nodes" / f"{first}.0").iterdir()} == {"n1.json", "n2.json"}
-    assert len(list((run / "logs" / f"{first}.0").glob("node-[01]/*/attempt_0/0/std*.log"))) == 4
+    assert {p.name for p in run.glob(f"nodes/{first}.0.*/*")} == {"n1.json", "n2.json"}
+    assert len(list(run.glob(f"logs/{first}.0.*/node-[01]/*/attempt_0/0/std*.log"))) == 4
     # Rank 0 is on the first node, whose log is the job's.
-    (rank_0,) = (run / "logs" / f"{first}.0").glob("node-0/*/attempt_0/0/stdout.log")
+    (rank_0,) = run.glob(f"logs/{first}.0.*/node-0/*/attempt_0/0/stdout.log")
     assert f"tokens: {STEPS * 512:,} of" in rank_0.read_text()
     states = [(r["restart"], r["state"]) for r in read_json_lines(run / "supervisor.jsonl") if r["job"] == str(first)]
-    assert states == [(0, s) for s in ("unpack", "check nodes", "prepare", "train", "decide", "end")]
+    assert states == [(0, s) for s in ("unpack", "freeze", "check nodes", "prepare", "train", "decide", "end")]
 
     again = jobs.submit(run, *tokens)  # such as the next of a chain of jobs
     log = jobs.completed(again, restarts=0)
@@ -162,7 +168,7 @@ def test_preempted(jobs, whole, tmp_path):
     assert 6 <= stop[1] < STEPS
     assert events(run, "resume") == [("resume", stop[1])]  # nothing was repeated
     assert "USR1 received: asking all ranks to save and stop" in log
-    assert "failure 1 of at most 3 retries without a new checkpoint (no checkpoint yet): asked to stop (USR1)" in log
+    assert "failure 1 of at most 6 retries without a new checkpoint (no checkpoint yet): asked to stop (USR1)" in log
     assert values(run) == values(whole)
 
 
@@ -179,12 +185,70 @@ def test_time_limit(jobs, whole, tmp_path):
 
 
 def test_killed_rank(jobs, whole, tmp_path):
-    """After kill -9 of one rank, the job is requeued and completes. It repeats at most one checkpoint interval."""
+    """After kill -9 of one rank, the job starts again without being requeued. It repeats at most one checkpoint interval."""
     run = tmp_path / "run"
-    job = jobs.submit(run, faults="kill:7@1", once=True)
-    log = jobs.completed(job, restarts=1)
+    job = jobs.submit(run, faults="kill:7@1", once=True, TITAN_DISP_RESTART_IN_JOB="1")
+    log = jobs.completed(job, restarts=0)
     assert events(run, "resume") == [("resume", 4)]
-    assert "failure 1 of at most 3 retries" in log
+    assert "failure 1 of at most 6 retries" in log
+    assert values(run) == values(whole)
+
+
+def test_a_spare_node(jobs, whole, tmp_path):
+    """Of three nodes two train. One whose rank dies is replaced at once."""
+    run = tmp_path / "run"
+    options = {"TITAN_DISP_RESTART_IN_JOB": "1", "TITAN_DISP_SPARES": "1"}
+    job = jobs.submit(run, faults="kill:7@1", once=True, sbatch=("--nodes=3", "--nodelist=n[1-3]"), **options)
+    log = jobs.completed(job, restarts=0)
+    assert re.search(r"\. This counts against node n2\. Starting again in this job", log), log
+    assert list(json.loads((run / "bad_nodes.json").read_text())) == ["n2"]
+    assert len(list(run.glob("logs/*/node-1"))) == 2
+    assert values(run) == values(whole)
+
+
+@pytest.mark.parametrize("victim", ["supervise.py", "pretrain.sbatch"])
+def test_killed_supervisor(jobs, whole, tmp_path, victim):
+    """The batch script requeues the job after the supervisor's death, and the supervisor after that of the script."""
+    run = tmp_path / "run"
+    job = jobs.submit(run, faults=f"slow:1-{STEPS}@0")
+    jobs.until_step(job, run, 6)
+    commands = processes_with(f"SLURM_JOB_ID={job}\0")
+    name = "slurm_script" if victim == "pretrain.sbatch" else victim
+    [pid] = [pid for pid, command in commands.items() if name in command and "scontrol" not in command]
+    os.kill(pid, signal.SIGKILL)
+    log = jobs.completed(job, restarts=1)
+    if victim == "supervise.py":
+        assert "the supervisor ended with status 137" in log
+    assert values(run) == values(whole)
+
+
+def test_a_last_save_that_takes_too_long(jobs, whole, tmp_path):
+    """The job is requeued before SLURM ends it for good, and the failure is counted."""
+    run = tmp_path / "run"
+    lead = {"sbatch": ("--time=2", "--signal=B:USR1@60"), "TITAN_DISP_SIGNAL_SECONDS": "60"}
+    job = jobs.submit(run, faults="freeze:7@0", once=True, **lead)
+    log = jobs.completed(job, restarts=1, more=True)
+    assert "asked to stop (USR1) but not saved in time; 30 s before the time limit, the last save had not ended" in log
+    assert values(run) == values(whole)
+
+
+def test_edits_between_two_starts(jobs, whole, tmp_path):
+    """A requeued job runs what it was submitted with. The start after a failure waits."""
+    run, checkout = tmp_path / "run", tmp_path / "checkout"
+    shutil.copytree(ROOT / "slurm", checkout / "slurm")
+    config = tmp_path / "config.toml"
+    config.write_text(DEMO.read_text())
+    given = {"config": config, "script": checkout / "slurm" / "pretrain.sbatch", "TITAN_DISP_PAUSES": "1"}
+    job = jobs.submit(run, faults="crash:7@1", once=True, **given)
+    while not (run / "launch" / str(job)).exists():
+        time.sleep(0.1)
+    config.write_text("[optimizer]\nlr = 1.0\n")
+    shutil.rmtree(checkout)
+    jobs.slurm.wait(job, "PENDING", timeout=100)
+    time.sleep(2)
+    due = datetime.fromisoformat(jobs.slurm.job(job)["StartTime"]) - datetime.now()
+    assert 30 < due.total_seconds() < 61
+    jobs.completed(job, restarts=1)
     assert values(run) == values(whole)
 
 
@@ -286,16 +350,17 @@ def test_not_finite(jobs, tmp_path):
     top = jobs.slurm.log(job).splitlines()[0]
     assert "NonFiniteError: step 11: cross-entropy and gradient norm not finite, 3 steps in a row" in top
     for node in (0, 1):
-        (log,) = (run / "logs" / f"{job}.0").glob(f"node-{node}/*/attempt_0/0/std*.log".replace("std*", "stdout"))
+        (log,) = run.glob(f"logs/{job}.0.*/node-{node}/*/attempt_0/0/stdout.log")
         assert [s for s in range(1, 17) if f"step {s} is skipped on all ranks" in log.read_text()] == [3, 5, 9, 10, 11]
     assert checkpoints(run / "checkpoint") == [4, 8]
 
 
 def test_hang(jobs, whole, tmp_path):
-    """If a rank stops answering, the other ranks time out. The job is requeued and completes."""
+    """If a rank stops answering, the other ranks time out. The job starts again and completes."""
     run = tmp_path / "run"
-    job = jobs.submit(run, "--comm.train_timeout_seconds", "10", faults="hang:7@1", once=True)
-    jobs.completed(job, restarts=1)
+    given = {"once": True, "TITAN_DISP_RESTART_IN_JOB": "1"}
+    job = jobs.submit(run, "--comm.train_timeout_seconds", "10", faults="hang:7@1", **given)
+    jobs.completed(job, restarts=0)
     assert events(run, "resume") == [("resume", 4)]
     assert values(run) == values(whole)
 

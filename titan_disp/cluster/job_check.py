@@ -1,13 +1,10 @@
 """The batch script runs ``python -m titan_disp.cluster.job_check`` to check a job before it starts hundreds of ranks.
 
-It checks the config, data and tokenizer for this number of nodes, and that no other job uses the run folder. It prints
-the run folder after a marker, because containers and srun may print other lines. If a check fails, it prints a message
-on stderr and exits with status 2, or with status 3 if another job uses the run folder.
+It checks the config, data and tokenizer for this number of nodes, and that no other job uses the run folder. If a check
+fails, it prints a message on stderr and exits with status 2, or with status 3 if another job uses the run folder.
 """
 
 import argparse
-import json
-import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,6 +12,7 @@ from pathlib import Path
 import torch
 from torchtitan.config import JobConfig
 
+from titan_disp.cluster.freeze import differences
 from titan_disp.config.batch import data_parallel_degree
 from titan_disp.config.checks import check_config, check_device, check_inputs
 from titan_disp.config.load import load_config
@@ -24,7 +22,6 @@ from titan_disp.data.sources import DataSet, training_sets
 from titan_disp.errors import EXIT_CODE, IN_USE_EXIT_CODE, ConfigError, InUseError, UserError
 from titan_disp.run.folder import lock_folder
 
-RUN_FOLDER = "titan-disp-run-folder: "  # marks the line; the run folder follows as JSON (slurm/supervise.py reads it)
 FEW_NODES = 4  # so many nodes may stream without a warning: our choice
 C4_FILES = 1024  # files of the training split
 # Requests for files in 5 minutes, by Hugging Face's documentation (huggingface.co/docs/hub/rate-limits, "Resolvers").
@@ -32,8 +29,8 @@ WITHOUT_TOKEN = 3000  # per IP address, which the nodes of a cluster often share
 FREE_ACCOUNT = 5000
 
 
-def prepare(argv: Sequence[str], nodes: int, nproc: str) -> Path:
-    """Check that a config can start on ``nodes`` × ``nproc`` ranks, and return the absolute path of its run folder.
+def prepare(argv: Sequence[str], nodes: int, nproc: str) -> None:
+    """Check that a config can start on ``nodes`` × ``nproc`` ranks.
 
     ``nproc`` is a number, or "gpu" for one rank per GPU of this node. Raises ConfigError if the run would fail at its
     start, and InUseError if another job uses the run folder.
@@ -56,7 +53,8 @@ def prepare(argv: Sequence[str], nodes: int, nproc: str) -> Path:
         lock_folder(run).close()
     except OSError as error:
         raise ConfigError(f"job.dump_folder {str(run)!r} is not writable: {error}") from error
-    return run
+    for changed in differences(job_config.job.config_file):
+        print(f"titan-disp: warning: the job was submitted with another installation: {changed}", flush=True)
 
 
 def hub_warnings(job_config: JobConfig, ranks: int, nodes: int | None = None) -> list[str]:
@@ -92,11 +90,10 @@ def main() -> None:
     parser.add_argument("--nproc", default="gpu")
     args, rest = parser.parse_known_args()
     try:
-        run = prepare(rest, args.nodes, args.nproc)
+        prepare(rest, args.nodes, args.nproc)
     except UserError as error:
         print(f"titan-disp: error: {error}", file=sys.stderr, flush=True)
         sys.exit(IN_USE_EXIT_CODE if isinstance(error, InUseError) else EXIT_CODE)
-    print(RUN_FOLDER + json.dumps(os.fspath(run)), flush=True)
 
 
 if __name__ == "__main__":

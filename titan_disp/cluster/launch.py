@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from datetime import datetime
 from pathlib import Path
 from types import FrameType
 
@@ -19,6 +20,7 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+from titan_disp.cluster.freeze import SCRIPTS, freeze
 from titan_disp.cluster.plan import make_plan, render
 from titan_disp.config.checks import check_config, check_device, check_inputs
 from titan_disp.config.load import load_config
@@ -161,28 +163,21 @@ SCRIPT = "pretrain.sbatch"
 OTHER_PYTHON = ("TITAN_DISP_PYTHON", "TITAN_DISP_PREFIX", "TITAN_DISP_SRUN_ARGS", "TITAN_DISP_ENV_ARCHIVE")
 
 
-def find_script(name: str = SCRIPT) -> Path:
-    """Find a script of slurm/ in the checkout of this package, or in the current folder, or raise ConfigError."""
-    script = Path("slurm") / name
-    for root in (Path(__file__).parents[2], Path.cwd()):
-        if (root / script).is_file():
-            return root / script
-    raise ConfigError(f"{script} is not here: run this in a checkout of titan-disp, which holds the SLURM scripts")
-
-
 def command(
-    options: SlurmOptions, arguments: Sequence[str], script: str = SCRIPT, more: Sequence[str] = ()
+    options: SlurmOptions, arguments: Sequence[str], script: Path = SCRIPTS / SCRIPT, more: Sequence[str] = ()
 ) -> list[str]:
     """Build the sbatch command line of a script in slurm/. ``more`` are further options of sbatch, without dashes."""
-    gpus = [f"--gpus-per-node={options.gpus_per_node}"] if options.gpus_per_node else []
-    given = [f"--{option.lstrip('-')}" for option in (*more, *options.sbatch)]
     exported = ["ALL", f"TITAN_DISP_SITE={options.site}"]
     if not any(os.environ.get(name) for name in OTHER_PYTHON):
         exported.append(f"TITAN_DISP_PYTHON={sys.executable}")
-    return [
-        *("sbatch", f"--nodes={options.nodes}", *gpus, *given),
-        *(f"--export={','.join(exported)}", str(find_script(script)), *arguments),
-    ]
+    for setting in exported:
+        if "," in setting:
+            name, _, value = setting.partition("=")
+            raise ConfigError(f"{name} is {value!r}, and sbatch ends the value at the comma: use a path without one")
+    gpus = [f"--gpus-per-node={options.gpus_per_node}"] if options.gpus_per_node else []
+    given = [f"--{option.lstrip('-')}" for option in (*more, *options.sbatch)]
+    line = [f"--nodes={options.nodes}", *gpus, *given, f"--export={','.join(exported)}"]
+    return ["sbatch", *line, str(script), *arguments]
 
 
 def send(line: Sequence[str], dry_run: bool) -> int:
@@ -197,6 +192,13 @@ def send(line: Sequence[str], dry_run: bool) -> int:
 
 
 def submit(options: SubmitOptions) -> int:
-    """Print the plan, submit the run, and return sbatch's exit status."""
-    print(render(make_plan(load_config(options.argv), options.machine)), flush=True)
-    return send(command(options, [options.config, *options.overrides]), options.dry_run)
+    """Print the plan, keep what the job will run in RUN/launch, submit it, and return sbatch's exit status."""
+    job_config = load_config(options.argv)
+    print(render(make_plan(job_config, options.machine)), flush=True)
+    line = command(options, [options.config, *options.overrides])
+    if options.dry_run:
+        return send(line, dry_run=True)
+    name = f"{datetime.now():%Y%m%d-%H%M%S}-{os.getpid()}"
+    folder = freeze(job_config, options.argv, name, options.site, line[1 : line.index(str(SCRIPTS / SCRIPT))])
+    frozen = [str(folder / "config.toml"), *options.overrides]
+    return send(command(options, frozen, folder / "slurm" / SCRIPT), dry_run=False)

@@ -38,19 +38,26 @@ def write_json(path: Path, content: Any) -> None:
 
 
 def job_id() -> str:
-    """Return JOB.RESTARTS, which also names this start in the batch script's files, or "" without SLURM."""
+    """Return the name of this start in the supervisor's files, JOB.RESTARTS.ID, or JOB.RESTARTS, or "" without SLURM."""
     job = os.environ.get("SLURM_JOB_ID")
+    given = os.environ.get("TITAN_DISP_START", "")
+    if job and given.startswith(f"{job}."):  # a job that was submitted within this one inherits the variable
+        return given
     return f"{job}.{os.environ.get('SLURM_RESTART_COUNT', '0')}" if job else ""
 
 
-def _environment(world_size: int) -> dict[str, Any]:
-    versions = {}
+def versions() -> dict[str, str]:
+    found = {}
     for name in PACKAGES:
         with contextlib.suppress(PackageNotFoundError):
-            versions[name] = version(name)
+            found[name] = version(name)
+    return found
+
+
+def _environment(world_size: int) -> dict[str, Any]:
     return {
         "python": platform.python_version(),
-        "packages": versions,
+        "packages": versions(),
         "platform": platform.platform(),
         "host": socket.gethostname(),
         "cpus": os.cpu_count(),

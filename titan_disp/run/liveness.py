@@ -205,7 +205,7 @@ class StopRequest:
     """Hold this rank's view of the request to stop, which is a signal or a file in the run folder.
 
     SLURM signals a job some minutes before its end. The batch script cannot pass the signal on through torchrun (USR1
-    kills torchrun's agent), so it writes its id, JOB.RESTARTS, to the file RUN/stop. A rank may also be signalled
+    kills torchrun's agent), so it writes the name of the start to the file RUN/stop. A rank may also be signalled
     directly. A user may also create RUN/stop: until the user removes that file, no start of the run trains.
     """
 
@@ -231,7 +231,7 @@ class StopRequest:
         """Return the id in a stop file that a job's script wrote, or None for a user's file or no file."""
         with suppress(OSError):
             text = self.file.read_text(errors="replace").strip() if self.file is not None else ""
-            return text if re.fullmatch(r"\d+\.\d+", text) else None
+            return text if re.fullmatch(r"\d+\.\d+(\.[0-9a-f]{6})?", text) else None
         return None
 
     def held(self) -> bool:

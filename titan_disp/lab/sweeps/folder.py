@@ -18,6 +18,7 @@ from typing import Any, Literal
 
 from torchtitan.config import JobConfig
 
+from titan_disp.cluster.freeze import SCRIPTS
 from titan_disp.cluster.launch import command, send
 from titan_disp.cluster.plan import make_plan, render
 from titan_disp.config.batch import data_parallel_degree, last_step
@@ -245,7 +246,7 @@ def _places(folder: Path, records: Sequence[Mapping[str, Any]]) -> dict[str, int
     return {name: place for place, name in enumerate(listed)}
 
 
-SCRIPT = "sweep.sbatch"
+SCRIPT = SCRIPTS / "sweep.sbatch"
 
 
 def submit(sweep: Sweep, options: SweepOptions) -> int:

@@ -1,0 +1,96 @@
+"""A launch folder, RUN/launch/NAME, keeps what a job runs: config, overrides, scripts, and the versions of the code.
+
+``titan-disp submit`` writes it before sbatch, and the batch script at its first start if it was submitted by hand. Every
+start of the job reads the scripts and the config there, so that no edit and no ``git pull`` changes a queued run.
+"""
+
+import argparse
+import hashlib
+import json
+import os
+import shutil
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from torchtitan.config import JobConfig
+
+from titan_disp.config.load import load_config
+from titan_disp.errors import EXIT_CODE, ConfigError, UserError
+from titan_disp.run.folder import versions
+
+LAUNCH = "titan-disp-launch: "  # marks the line; the launch folder follows as JSON (slurm/supervise.py reads it)
+PACKAGE = Path(__file__).parents[1]
+SCRIPTS = Path(__file__).with_name("slurm").resolve()  # in a checkout, this is a link to its folder slurm
+
+
+def code_hash() -> str:
+    """Return a hash of the source code of titan_disp."""
+    digest = hashlib.sha256()
+    for file in sorted(PACKAGE.rglob("*.py")):
+        digest.update(f"{file.relative_to(PACKAGE)}\0".encode() + file.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def freeze(job_config: JobConfig, argv: Sequence[str], name: str, site: str, sbatch: Sequence[str] = ()) -> Path:
+    """Write the launch folder ``name`` of a run, unless it is there, and return it.
+
+    ``argv``: "--job.config_file", the config and the overrides. ``site``: a file in slurm/sites without .sh, or a path.
+    ``sbatch``: the options of sbatch, if known. Raises ConfigError if the run folder is not writable.
+    """
+    run = Path(job_config.job.dump_folder).absolute()
+    folder = run / "launch" / name
+    partial = folder.with_name(f"{name}.partial-{os.getpid()}")
+    if folder.exists():
+        return folder
+    try:
+        partial.mkdir(parents=True)
+        unused = shutil.ignore_patterns("__pycache__", "README.md", "Containerfile", "*.def", "install_in_image.sh")
+        shutil.copytree(SCRIPTS, partial / "slurm", ignore=unused)
+        if Path(site).is_file():
+            shutil.copyfile(site, partial / "slurm" / "sites" / f"{Path(site).stem}.sh")
+        shutil.copyfile(argv[1], partial / "config.toml")
+        (partial / "resolved.json").write_text(json.dumps(job_config.to_dict(), indent=2))
+        # The overrides may name the run folder relative to the present folder, where the job runs, too.
+        launch = {"run": os.fspath(run), "argv": [os.fspath(folder / "config.toml"), *argv[2:]], "given": argv[1]}
+        text = json.dumps({**launch, "sbatch": list(sbatch), **installed()}, indent=2, ensure_ascii=False)
+        (partial / "launch.json").write_bytes(text.encode(errors="surrogateescape"))  # any bytes of a path
+        partial.rename(folder)
+    except OSError as error:
+        raise ConfigError(f"job.dump_folder {os.fspath(run)!r} is not writable: {error}") from error
+    return folder
+
+
+def installed() -> dict[str, Any]:
+    return {"code": code_hash(), "packages": versions()}
+
+
+def differences(config: str | Path) -> list[str]:
+    """Say what is installed otherwise than when the launch folder of this config was written; [] if it is in none."""
+    file = Path(config).with_name("launch.json")
+    if not file.is_file():
+        return []
+    then, now = json.loads(file.read_text()), installed()
+    changed = [
+        f"{name} {then['packages'].get(name)} then, {version} now"
+        for name, version in now["packages"].items()
+        if then["packages"].get(name) != version
+    ]
+    return changed + (["the code of titan_disp"] if then["code"] != now["code"] else [])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--name", required=True)
+    args, rest = parser.parse_known_args()
+    try:
+        folder = freeze(load_config(rest), rest, args.name, os.environ.get("TITAN_DISP_SITE", "generic"))
+    except UserError as error:
+        print(f"titan-disp: error: {error}", file=sys.stderr, flush=True)
+        sys.exit(EXIT_CODE)
+    print(LAUNCH + json.dumps(os.fspath(folder)), flush=True)
+
+
+if __name__ == "__main__":
+    main()
