@@ -20,6 +20,7 @@ In a launch folder (RUN/launch/NAME/slurm), this program takes CONFIG and overri
 """
 
 import argparse
+import collections
 import contextlib
 import fcntl
 import functools
@@ -54,7 +55,6 @@ LAST = 45.0  # seconds before the time limit at which a step that has not saved 
 WHOLE_LINES = ("JobName", "Command", "SubmitLine", "WorkDir", "Comment", "AdminComment", "SystemComment", "Extra")
 WHOLE_LINES += ("StdErr", "StdIn", "StdOut")
 NOTHING = ("", "(null)", "None", "N/A")  # what scontrol prints for a field that is not set
-UNWRITTEN = "cannot be written, so only this log has the count"
 # Variables of one start. A command that submits the job again sets all others.
 OWN = ("START", "RUN", "ENDPOINT", "HEAD", "SLURM_DIR", "PREFIX_WORDS")
 # Errors that point to the node on which they were raised.
@@ -67,17 +67,9 @@ HERE = os.path.dirname(os.path.abspath(__file__))
 TEXT = {"encoding": sys.getfilesystemencoding(), "errors": "surrogateescape"}
 
 
-class Outcome:
-    """The next state and the reason for it, the exit status if the state is END, and the seconds to wait if REQUEUE."""
-
-    def __init__(self, state, reason="", status=0, pause=0):
-        self.state, self.reason, self.status, self.pause = state, reason, status, pause
-
-    def __repr__(self):
-        return f"Outcome({self.state!r}, {self.reason!r})"
-
-    def __eq__(self, other):
-        return (self.state, self.reason) == (other.state, other.reason)
+# The next state and the reason for it; the exit status if it is END, and the seconds to wait if it is REQUEUE.
+Outcome = collections.namedtuple("Outcome", "state reason status pause")
+Outcome.__new__.__defaults__ = ("", 0, 0)
 
 
 class Failure(Exception):
@@ -86,16 +78,9 @@ class Failure(Exception):
 
 def show(text):
     """Print a text in any locale, with escapes if necessary. A full disk or a closed pipe must not end the job."""
-    try:
-        print(
-            text.encode(sys.stdout.encoding or "ascii", "backslashreplace").decode(sys.stdout.encoding or "ascii"),
-            flush=True,
-        )
-    except (OSError, ValueError):
-        show.lost = True
-
-
-show.lost = False  # whether the job's log could not be written
+    encoding = sys.stdout.encoding or "ascii"
+    with contextlib.suppress(OSError, ValueError):
+        print(text.encode(encoding, "backslashreplace").decode(encoding), flush=True)
 
 
 def say(text):
@@ -952,7 +937,9 @@ class Supervisor:
             write_json(path, {"failures": failures, "step": reached, "again": again, "reason": reason})
         except OSError as error:
             failures += self.uncounted()
-            reason += f" ({path} {UNWRITTEN}: {error.strerror})"
+            reason += f" ({path} cannot be written: {error.strerror})"
+            if self.restart >= MOST_RESTARTS:
+                failures = self.max_retries + 1
         where = f"newest checkpoint: step {step}" if step >= 0 else "no checkpoint yet"
         if failures > self.max_retries:
             self.forget()  # a user who submits the job again has fixed something
@@ -978,27 +965,10 @@ class Supervisor:
         return len(self.nodes()) >= self.needed() and (left is None or left > 2 * self.lead)
 
     def uncounted(self):
-        """Return how many of the newest starts in a row have failed and could not write the counter.
-
-        The job's log, which is in another place, has this. Without the log, SLURM's count of restarts since the last line in
-        supervisor.jsonl is an upper bound.
-        """
-        try:
-            if show.lost:
-                raise OSError
-            with open(self.show_job().get("StdOut", ""), "rb") as file:
-                file.seek(max(0, os.path.getsize(file.name) - (1 << 20)))
-                text = file.read().decode(errors="replace")
-        except OSError:
-            lines = json_lines(os.path.join(self.run, "supervisor.jsonl"))
-            restarts = [line.get("restart") for line in lines if line.get("job") == self.job]
-            return self.restart - max([restart for restart in restarts if isinstance(restart, int)] + [0])
-        count = 0
-        for line in reversed(re.findall(r"(?m)^titan-disp: \S+ requeue: (.*)$", text)):
-            if UNWRITTEN not in line:
-                break
-            count += 1
-        return count
+        """Return how often SLURM has restarted the job since this program could last write to the run folder."""
+        lines = json_lines(os.path.join(self.run, "supervisor.jsonl"))
+        restarts = [line["restart"] for line in lines if line.get("job") == self.job and "restart" in line]
+        return self.restart - restarts[-1] if restarts else 0
 
     def forget(self):
         with contextlib.suppress(OSError):
