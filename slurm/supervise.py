@@ -711,7 +711,8 @@ class Supervisor:
         first = self.restart == 0 and newest_checkpoint(self.run) < 1  # 0: a seed checkpoint
         nproc = self._setting("NPROC", "gpu")
         given = ("--nodes", str(self.needed()), "--nproc", nproc, "--job.config_file", *self.argv)
-        lines, problem = self._ask("prepare", *given)
+        # A start within the job has the config of the former one.
+        lines, problem = ([], "") if self.trained else self._ask("prepare", *given)
         for line in lines:
             show(line.rstrip("\n"))
         if self.signalled():
@@ -1162,6 +1163,7 @@ def watch(script, supervisor):
         time.sleep(0.1)
     supervisor.call("scontrol", "requeue", supervisor.address)
     supervisor.on_top("the batch script was killed; the job is requeued")
+    os._exit(1)
 
 
 def main():

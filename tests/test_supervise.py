@@ -1343,6 +1343,7 @@ class TestStartAgain:
         assert len({t["start"] for t in told[:7]}) == 1
         assert len({t["start"] for t in told[7:]}) == 1
         assert told[-1]["start"] != told[0]["start"]
+        assert len(cluster.calls("python")) == 1  # the config has been checked
         assert [call for call in cluster.calls("scontrol") if "update" in call] == ["update JobId=7 StartTime=now+600"]
 
     @pytest.mark.parametrize(
@@ -1381,6 +1382,7 @@ class TestStartAgain:
             cluster.reports(**{node: FOUR[node] for node in few})
             supervisor.check_nodes()
             assert ",".join(supervisor.used) == used
+            supervisor.trained = False
             supervisor.prepare()
             assert " --nodes 3 --nproc" in cluster.calls("python")[-1]
 
@@ -1549,6 +1551,44 @@ class TestBatchScript:
         command = ["bash", ROOT / "slurm" / "pretrain.sbatch", "config.toml"]
         done = subprocess.run(command, env=cluster.environment(**given), capture_output=True, text=True, timeout=60)
         return done.returncode, done.stdout
+
+    @pytest.mark.parametrize("state", ["unpack", "freeze", "check nodes", "prepare", "train", "decide"])
+    @pytest.mark.parametrize("victim", ["supervisor", "script"])
+    def test_killed_in_any_state(self, cluster, quick, state, victim):
+        """After kill -9 of the supervisor or of the batch script, the job is requeued. What the state calls kills it."""
+        kill = "kill -9 $PPID" if victim == "supervisor" else "kill -9 $(cut -d' ' -f4 /proc/$PPID/stat)"
+        kill = f"[ -e {cluster.folder}/killed ] || {{ touch {cluster.folder}/killed; {kill}; /bin/sleep 9; }}"
+        at = {
+            name: kill if name == state else "true" for name in ("unpack", "freeze", "check nodes", "prepare", "train")
+        }
+        launch = cluster.folder / "launch"
+        shutil.copytree(ROOT / "slurm", launch / "slurm")
+        launched = json.dumps({"run": str(cluster.run), "argv": ["config.toml"]})
+        say = f"echo '{launched}' > {launch}/launch.json; echo '{supervise.LAUNCH}{json.dumps(str(launch))}'"
+        cluster.reports(**FOUR)
+        check = f"{at['check nodes']}; cat {cluster.commands}/reports"
+        train = f"{at['train']}; touch {cluster.folder}/trained; exit 1"
+        cluster.write("sbcast", at["unpack"])
+        cluster.write("srun", f'case "$*" in *check*) {check};; *train*) {train};; esac')
+        cluster.write("python", f'case "$*" in *freeze*) {at["freeze"]}; {say};; *job_check*) {at["prepare"]};; esac')
+        decide = f'[ "$1" = show ] && [ -e {cluster.folder}/trained ] && {{ {kill}; }}' if state == "decide" else "true"
+        cluster.write("scontrol", f'{decide}; case "$1" in requeue) exit 0;; esac; {cluster.SHOW}')
+        cluster.write("sleep", "exec /bin/sleep 0.1")
+        given = {"TITAN_DISP_PYTHON": str(cluster.commands / "python"), "TITAN_DISP_NPROC": "1", "SLURM_NNODES": "4"}
+        given |= {
+            "TITAN_DISP_LOCAL": str(cluster.folder),
+            "HOME": str(cluster.folder),
+            **(ARCHIVE if state == "unpack" else {}),
+        }
+        given |= {"TITAN_DISP_SLURM_DIR": str(launch / "slurm"), "TITAN_DISP_HOST_PYTHON": sys.executable}
+        command = ["bash", ROOT / "slurm" / "pretrain.sbatch", "config.toml"]
+        job = subprocess.Popen(command, env=cluster.environment(**given), stdout=subprocess.PIPE, text=True)
+        out, _ = job.communicate(timeout=20)  # until the last process that has the output ends
+        assert job.returncode == (1 if victim == "supervisor" else -signal.SIGKILL), out
+        assert cluster.requeues() == ["requeue 7"], out
+        assert (cluster.folder / "killed").exists()
+        if victim == "script":
+            assert cluster.log.read_text().startswith("titan-disp: the batch script was killed; the job is requeued\n")
 
     @pytest.mark.parametrize(
         ("python", "status"), [("/nowhere/python3", 127), ("killed", 137), ("exit 1", 1)], ids=["none", "killed", "odd"]

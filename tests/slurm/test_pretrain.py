@@ -74,12 +74,12 @@ class Jobs:
         self.submitted.append(job)
         return job
 
-    def until_step(self, job, run, step):
+    def until_step(self, job, run, step, timeout=200):
         """Wait until a job has logged a step."""
-        deadline = time.monotonic() + 200
+        deadline = time.monotonic() + timeout
         while not (run / "metrics.jsonl").exists() or max(read_metrics(run), default=0) < step:
             state = self.slurm.job(job)["JobState"]
-            assert state in ("PENDING", "CONFIGURING", "RUNNING"), self.slurm.log(job)[-5000:]
+            assert state in ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING"), self.slurm.log(job)[-5000:]
             assert time.monotonic() < deadline, self.slurm.log(job)[-5000:]
             time.sleep(0.1)
 
