@@ -227,13 +227,7 @@ def counted(number, noun, plural=None):
 
 
 def judge_nodes(expected, reports, asked):
-    """Return node -> problems of the nodes that cannot train.
-
-    Args:
-        expected: names of the nodes.
-        reports: node -> its report.
-        asked: GPUs per node that the job asked for, or None.
-    """
+    """Return node -> problems of the ``expected`` nodes that cannot train. ``asked``: GPUs per node, or None."""
     problems = {}
     counts = sorted((len(report.get("gpus", [])) for report in reports.values()), reverse=True)
     usual = max(counts, key=counts.count) if counts else 0
@@ -277,11 +271,7 @@ def within(seconds, function, default=None):
 
 
 def task_of_array(path, environment):
-    """Return CONFIG and overrides of this task, which are its point in a sweep's points.json.
-
-    Raises:
-        Failure: the list cannot be read or has no such point.
-    """
+    """Return CONFIG and overrides of this task, which are its point in a sweep's points.json, or raise Failure."""
     number = environment.get("SLURM_ARRAY_TASK_ID", "")
     try:
         with open(path, encoding="utf-8") as file:
@@ -298,15 +288,7 @@ def kill_group(process):
 
 
 class Supervisor:
-    """One start of a job.
-
-    Attributes:
-        argv: CONFIG and overrides.
-        signals: the file to which the batch script writes signals.
-        environment: the variables as SLURM and the site set them.
-        here: the folder of the scripts.
-        run: the run folder, or "" until ``freeze`` has asked TorchTitan.
-    """
+    """One job until it ends or is requeued. ``argv``: CONFIG and overrides; ``here``: the folder of the scripts."""
 
     def __init__(self, argv, signals, environment=None, of_array=False, here=HERE):
         self.argv, self.signals = list(argv), signals
@@ -449,11 +431,7 @@ class Supervisor:
         return next(iter(self.received()), None)
 
     def hostnames(self, names):
-        """Return the nodes of a list as SLURM writes it, such as gpu[01-80].
-
-        Raises:
-            Failure: SLURM does not answer.
-        """
+        """Return the nodes of a list as SLURM writes it, such as gpu[01-80], or raise Failure."""
         for pause in (0,) + self.requeue_pauses:
             time.sleep(pause)
             status, text = self.call("scontrol", "show", "hostnames", names)
@@ -472,11 +450,9 @@ class Supervisor:
         return max(1, int(self.environment.get("SLURM_NNODES") or 1) - self.spares)
 
     def step(self, *command, **options):
-        """Start a command on every node (``nodes``: on these) by srun.
+        """Start a command on every node (``nodes``: on these) by srun, one task on each with all memory and cores.
 
-        Each node gets one task, with all of the node's memory. The task also gets all cores, because no number is asked
-        for: --cpus-per-task would be one number for all nodes, which fails on small nodes and leaves cores of large
-        ones idle (--exact in srun(1)).
+        --cpus-per-task would be one number for all nodes, which fails on small nodes and leaves cores of large ones idle.
         """
         kill, nodes = options.pop("kill_on_bad_exit", True), options.pop("nodes", None)
         chosen = [f"--nodes={len(nodes)}", f"--ntasks={len(nodes)}", "--nodelist=" + ",".join(nodes)] if nodes else []
@@ -649,8 +625,7 @@ class Supervisor:
     def _await(self, process, seconds, end):
         """Read a process's output until it ends; call ``end`` if a signal comes or its time is over.
 
-        Returns:
-            The lines of its output, and whether it ended by itself.
+        Returns (the lines of its output, whether it ended by itself).
         """
         lines = []
         reader = threading.Thread(target=lambda: lines.extend(process.stdout or ()), daemon=True)
@@ -813,13 +788,10 @@ class Supervisor:
                 self.failed = found.groups()
 
     def silence(self):
-        """Return why the run counts as stuck, or "".
+        """Return why the run counts as stuck, or "", from what rank 0 writes of itself (run/liveness.py).
 
-        Rank 0 writes what it does and how long that may take (run/liveness.py).
-
-        Only collective operations have their own time-outs; only this check notices a file system that hangs. The time
-        since the content last changed is measured with this node's clock, because the file's time is a file server's.
-        The file is read in a thread, because the read would hang with the file system.
+        Collective operations have time-outs, but only this notices a file system that hangs, with which the read would
+        hang, too. The time of the file is a file server's, so this node's clock measures since when it is the same.
         """
         if self.looking is None or not self.looking.is_alive():
             self.looking = threading.Thread(target=self._look, daemon=True)
@@ -1016,8 +988,7 @@ class Supervisor:
     def exclusion(self):
         """Return (nodes that the job excludes now, nodes to exclude from now on, those of the latter that have failed).
 
-        Nodes that this program has excluded (RUN/excluded.json) come off the list unless they are still bad. Those of
-        the user stay.
+        Nodes that this program has excluded (RUN/excluded.json) come off the list unless they are still bad.
         """
         listed = self.fields.get("ExcNodeList", "")
         try:
@@ -1051,8 +1022,7 @@ class Supervisor:
     def resubmission(self, excluded):
         """Return the sbatch command for a job like this one, without these nodes.
 
-        ``titan-disp submit`` has kept its options of sbatch, and newer versions of SLURM keep the command line. Otherwise, these
-        are the options that most jobs need.
+        Its options are those that ``submit`` has kept or SLURM remembers, or else those that most jobs need.
         """
         line = shlex.split(self.fields.get("SubmitLine", ""))
         script = next((i for i, word in enumerate(line) if word.endswith(".sbatch")), 0)
@@ -1074,10 +1044,7 @@ class Supervisor:
         return ["sbatch", *options, *exclude, os.path.join(self.here, "pretrain.sbatch"), *self.argv]
 
     def on_top(self, text):
-        """Put the reason at the top of the job's log. SLURM appends to this file, so it is changed in place.
-
-        A very long log is not changed; the reason is also at its end.
-        """
+        """Put the reason at the top of the job's log, in place because SLURM appends to it, and at the end."""
         say(text)
         path = self.fields.get("StdOut") or self.show_job().get("StdOut", "")
         with contextlib.suppress(OSError), open(path, "rb+") as file:  # as bytes, to keep a progress bar's \r
@@ -1169,10 +1136,8 @@ def watch(script, supervisor):
 def main():
     """Run the supervisor with this program's arguments, and return its exit status."""
     parser = argparse.ArgumentParser(allow_abbrev=False)
-    parser.add_argument(
-        "--signals", required=True, help="the file to which the batch script writes the names of signals"
-    )
-    parser.add_argument("--of-array", action="store_true", help="CONFIG is a sweep's list of points (points.json)")
+    parser.add_argument("--signals", required=True)
+    parser.add_argument("--of-array", action="store_true")
     parser.add_argument("config")
     args, overrides = parser.parse_known_args()
     try:

@@ -1557,7 +1557,7 @@ class TestBatchScript:
     def test_killed_in_any_state(self, cluster, quick, state, victim):
         """After kill -9 of the supervisor or of the batch script, the job is requeued. What the state calls kills it."""
         kill = "kill -9 $PPID" if victim == "supervisor" else "kill -9 $(cut -d' ' -f4 /proc/$PPID/stat)"
-        kill = f"[ -e {cluster.folder}/killed ] || {{ touch {cluster.folder}/killed; {kill}; /bin/sleep 9; }}"
+        kill = f"[ -e {cluster.folder}/killed ] || {{ touch {cluster.folder}/killed; {kill}; /bin/sleep 2; }}"
         at = {
             name: kill if name == state else "true" for name in ("unpack", "freeze", "check nodes", "prepare", "train")
         }
