@@ -66,7 +66,7 @@ ROOMS = {
     ),
     "formats": (
         [f"titan_disp/data/{file}.py" for file in ("formats", "token_ids", "sources")],
-        ["test_formats", "test_data_errors"],
+        ["test_formats", "test_data_errors", "test_mixture"],
     ),
     "supervise": (["slurm/supervise.py"], ["test_supervise"]),
     "plan": (["titan_disp/cluster/plan.py"], ["test_plan"]),

@@ -84,7 +84,7 @@ class Jobs:
             time.sleep(0.1)
 
     def completed(self, job, restarts, more=False):
-        fields = self.slurm.wait(job, "COMPLETED", timeout=300, restarts=restarts)
+        fields = self.slurm.wait(job, "COMPLETED", timeout=500, restarts=restarts)
         assert more or int(fields["Restarts"]) == restarts, self.slurm.log(job)
         return self.slurm.log(job)
 
@@ -124,7 +124,7 @@ def test_completes_and_refuses_a_second_job(jobs, whole, tmp_path):
     """
     run = tmp_path / "run"
     tokens = ("--training.steps", "-1", "--budget.tokens", str(STEPS * 16 * 32))
-    first = jobs.submit(run, *tokens, faults=f"slow:1-{STEPS}@0", TITAN_DISP_CHECK_NODES="1")
+    first = jobs.submit(run, *tokens, faults=f"slow:1-{STEPS}@0", SLOW="4", TITAN_DISP_CHECK_NODES="1")
     jobs.until_step(first, run, 2)
     second = jobs.submit(run, *tokens)
     refused = jobs.slurm.wait(second, "FAILED", timeout=120)
