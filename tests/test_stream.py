@@ -127,8 +127,6 @@ class TestAssignment:
 
 
 KINDS = ("jsonl", "json.gz", "json.zst", "parquet", "txt", "txt.gz", "bin", "npy")
-
-
 NAMES = ("web", "web2", "we")
 
 
@@ -205,7 +203,8 @@ def test_position_by_hand(tmp_path):
     """Positions as checkpoints store them. With 5 equal files for 2 slots, each has two whole files and half of the third.
 
     A slot takes four documents, of 1 byte, of its whole files for one of the shared file; if both are equally far behind,
-    first the part that comes first in the line.
+    first the part that comes first in the line. Seven sequences of 3 tokens are ten documents of 2 tokens, two of them from
+    the shared file, and one token of the next.
     """
     for name in "abcde":
         write_texts(tmp_path / f"{name}.json", ["7"] * 8)
@@ -213,33 +212,17 @@ def test_position_by_hand(tmp_path):
     _, (_, shared) = parts_by_hand(files, [8] * 5, 2, 0, 0)
     ((_, others), _) = parts_by_hand(files, [8] * 5, 2, 1, 0)
     assert {i for _, i in shared} | {i for _, i in others} == set(range(8))
-    _, positions = batches(streams_of(files, 2, 1, seq_len=2), 4)
-    # Four sequences of 3 tokens are six documents of 2 tokens. b: body, s: shared. Slot 0: b s b b b b; slot 1: s b b b
-    # b s.
-    after = dict.fromkeys(Field, 0) | {Field.DOCUMENTS: 6, Field.BYTES: 6}
-    first = after | {Field.BODY_DOCUMENT: 5, Field.BODY_BYTES: 5, Field.TAIL: shared[0][1] + 1, Field.TAIL_BYTES: 1}
-    second = after | {Field.BODY_DOCUMENT: 4, Field.BODY_BYTES: 4, Field.HEAD: others[1][1] + 1, Field.HEAD_BYTES: 2}
-    assert positions.tolist() == [[*first.values()], [*second.values()]]
-    assert [int(field) for field in after] == list(range(16))
     _, positions = batches(streams_of(files, 2, 1, seq_len=2), 7)
-    # 21 tokens are ten documents, two of them from the shared file, and one token of the next; slot 0 is in its second
-    # file.
     after = dict.fromkeys(Field, 0) | {Field.DOCUMENTS: 10, Field.BYTES: 10, Field.OFFSET: 1, Field.BODY_BYTES: 8}
     first = after | {Field.BODY_FILE: 1, Field.TAIL: shared[1][1] + 1, Field.TAIL_BYTES: 2}
     second = after | {Field.BODY_DOCUMENT: 8, Field.HEAD: others[1][1] + 1, Field.HEAD_BYTES: 2}
     assert positions.tolist() == [[*first.values()], [*second.values()]]
+    assert [int(field) for field in after] == list(range(16))
 
 
-@pytest.mark.parametrize(
-    ("counts", "shapes"),
-    [
-        ([400] * 16, ((12, 3), (12, 12), (16, 4), (10, 5), (24, 2))),
-        pytest.param([40] * 1024, ((1200, 600),), marks=pytest.mark.slow),
-    ],
-)
-def test_slots_of_a_rank_share_one_pass(tmp_path, counts, shapes):
-    files = write_files(tmp_path, counts, words=lambda i: 20 + i % 7)
-    for slots, ranks in shapes:
+def test_slots_of_a_rank_share_one_pass(tmp_path):
+    files = write_files(tmp_path, [400] * 16, words=lambda i: 20 + i % 7)
+    for slots, ranks in ((12, 3), (12, 12), (16, 4), (10, 5), (24, 2)):
         read = 0
         for rank in streams_of(files, slots, ranks, seq_len=63):
             while any(slot.position[Field.EPOCH] == 0 for slot in rank.slots.values()):
@@ -406,7 +389,7 @@ class TestBadData:
 
     OPTIONS = {"seq_len": 3, "max_document_bytes": 1 << 16, "max_skipped_fraction": 1.0}
 
-    def test_skipped_named_and_counted(self, files, caplog):
+    def test_skipped_named_and_counted_or_refused(self, files, caplog):
         with caplog.at_level("WARNING"):
             _, end = batches(streams_of(files, 3, 1, **self.OPTIONS), 3000)
         for reason in ("malformed JSON", 'no field "text"', "empty text", "invalid UTF-8", "max_document_mb"):
@@ -417,12 +400,12 @@ class TestBadData:
         assert epochs.min() >= 1
         for field, each in ((Field.SKIPPED, 6), (Field.SKIPPED_FILES, 1)):
             assert each * epochs.min() <= end[:, field].sum() <= each * (epochs.max() + 1)
-
-    def test_fail(self, files):
-        with pytest.raises(ConfigError, match=r'a\.json\.gz, document 10: malformed JSON.*on_bad_data = "skip"'):
-            batches(streams_of(files, 1, 1, on_bad_data="fail", **self.OPTIONS), 500)
-        with pytest.raises(ConfigError, match=r"b\.json\.gz is damaged"):
-            batches(streams_of(files[1:2], 1, 1, on_bad_data="fail", **self.OPTIONS), 100000)
+        for some, refused in (
+            (files, r'document 10: malformed JSON.*on_bad_data = "skip"'),
+            (files[1:2], "is damaged"),
+        ):
+            with pytest.raises(ConfigError, match=refused):
+                batches(streams_of(some, 1, 1, on_bad_data="fail", **self.OPTIONS), 100000)
 
     def test_a_damaged_file_is_counted_once(self, tmp_path):
         """Two slots read it, on different ranks: there are 3 files for 4 slots."""
@@ -456,37 +439,20 @@ class TestBadData:
         [
             (1, b"broken\n" * 20, 1, 1.0, "epochs: 21, bad documents: 420, damaged files: 0.*The log above", 420),
             (1, b"broken\n" * 500, 1, 0.0, "epochs: 2, bad documents: 1000, damaged files: 0", 1000),
-            (
-                200,
-                b"{}\n" * 1100,
-                1,
-                0.01,
-                "epochs: 0, bad documents: 20000, damaged files: 20.* 200, from 0000",
-                20_000,
-            ),
-            (
-                200,
-                b"{}\n" * 2500,
-                400,
-                0.01,
-                r"slot \d+ of 400 found no usable document .*bad documents: 20000",
-                20_000,
-            ),
+            (200, b"{}\n" * 2500, 400, 0.01, r"slot \d+ of 400 found no .*bad documents: 20000", 20_000),
             (2000, b"{}\n" * 150, 1, 0.01, "bad documents: 3000, damaged files: 20", 3000),
-            (1, b"{}\n" * 30_000, 1, 0.01, "epochs: 0, bad documents: 20000", 20_000),
             (200, b"not gzip", 4, 0.01, "epochs: 0, bad documents: 0, damaged files: 20.* in these files: 200", 0),
             (2, gzip.compress(b"", mtime=0), 8, 0.01, "epochs: 161, bad documents: 0, damaged files: 0.*add data", 0),
         ],
     )
     def test_a_slot_that_finds_nothing_gives_up(
-        self, tmp_path, monkeypatch, caplog, files, content, slots, fraction, found, parsed
+        self, tmp_path, monkeypatch, files, content, slots, fraction, found, parsed
     ):
         listed, tried = fill(tmp_path, files, content, "json" if parsed else "json.gz"), []
         monkeypatch.setattr("titan_disp.data.cursor.text_of", lambda *args: tried.append(0) or text_of(*args))
         with pytest.raises(DataError, match=found):
             batches(streams_of(listed, slots, 1, max_skipped_fraction=fraction), 1)
         assert len(tried) == parsed
-        assert parsed or caplog.text.count("is damaged and ends early") == (20 if files > 2 else 0)
 
     @pytest.mark.parametrize(
         ("files", "good", "wrong", "slots", "steps", "in_a_row"),
@@ -887,15 +853,6 @@ def test_digest(sample, tmp_path):
     assert digest(few, 4, [(0, 1)]).hashes == digest(few, 4, [(0, 8), (2, 16)]).hashes != expected.hashes[:4]
     with pytest.raises(ConfigError, match="--ranks or --resume-ranks is 0, expected at least 1"):
         digest(job, 1, [(0, 0)])
-
-
-def test_fast_tokenizer_gives_the_same_batches(sample, hf_tokenizer):
-    options = ("--training.global_batch_size", "16", "--model.hf_assets_path", str(hf_tokenizer))
-    hashes = digest(config(sample, *options), 20, [(0, 2)]).hashes
-    fast = config(sample, *options, "--stream.fast_tokenizer")
-    assert digest(fast, 20, [(0, 1), (7, 4)]).hashes == hashes
-    ahead = config(sample, *options, "--stream.fast_tokenizer", "--stream.prefetch", "3")
-    assert digest(ahead, 20, [(0, 2), (7, 1)]).hashes == hashes
 
 
 @settings(max_examples=100, deadline=None)
