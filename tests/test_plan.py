@@ -34,6 +34,7 @@ PAPER = ROOT / "train_configs" / "qwen3_0.6b_c4.toml"
 TP, CP = "parallelism.tensor_parallel_degree", "parallelism.context_parallel_degree"
 SHARDS, REPLICAS = "parallelism.data_parallel_shard_degree", "parallelism.data_parallel_replicate_degree"
 RESHARD, MODE = "parallelism.fsdp_reshard_after_forward", "activation_checkpoint.mode"
+RESHARDS = ("default", "never", "always")
 MOST = 250  # nodes
 # Of each model, the smallest flavor of a size that is trained: logits and norms would be most of a nano's memory.
 SMALLEST = [(e.name, next(f for f in e.flavors if e.flavors[f].dim > 512)) for e in MODELS.values()]
@@ -67,16 +68,13 @@ def every_node_count(monkeypatch, few_node_counts):
 
 def test_the_papers_run():
     plan = make_plan(config(), Machine(80, 8))
+    batch, memory, shard = plan.batch, plan.memory, 596_049_920 // 8 * 4
     assert plan.model.parameters == 596_049_920
-    assert plan.model.parameters_non_embedding == 596_049_920 - 151_936 * 1024
     assert (plan.mesh.replicate, plan.mesh.shard, plan.mesh.context, plan.mesh.tensor) == (80, 8, 1, 1)
-    batch = plan.batch
     assert (batch.global_batch_size, batch.accumulation_steps, batch.tokens_per_step) == (1920, 3, 1920 * 2048)
-    assert 156e9 <= plan.batch.total_tokens < 156e9 + plan.batch.tokens_per_step
-    assert plan.batch.steps == 39_673
-    assert (plan.checkpoints.saved, plan.checkpoints.kept) == (40, 5)
+    assert 156e9 <= batch.total_tokens < 156e9 + batch.tokens_per_step
+    assert (batch.steps, plan.checkpoints.saved, plan.checkpoints.kept) == (39_673, 40, 5)
     assert plan.checkpoints.disk == 6 * plan.checkpoints.size
-    memory, shard = plan.memory, 596_049_920 // 8 * 4
     assert (memory.weights, memory.gradients, memory.optimizer) == (shard, shard, 2 * shard)
     assert memory.total == 4 * shard + memory.unsharded + memory.activations + memory.dispersion + memory.logits
     assert (memory.dispersion, memory.logits) == (28 * 2048 * 1024 * 2, 2048 * 151_936 * 4)
@@ -88,7 +86,6 @@ def test_flops_and_days_by_hand():
     model, dispersed = (6 * 596_049_920 + 28 * 6 * 2 * (16 * 128) * 2048) * 1920 * 2048, 1920 * 28 * 3 * 2048**2 * 1024
     assert (plan.model.flops, plan.model.dispersion_flops) == (model, dispersed)
     peak, fp32 = 640 * 191.5e12 * 0.5, 640 * 47.85e12 * 0.5
-    assert plan.time.computing_seconds == pytest.approx((model + dispersed) / peak)
     seconds = [(model + dispersed) / peak, model / peak, model / peak + dispersed / fp32]
     found = [plan.time.days, plan.time.days_without_dispersion, plan.time.days_fp32_dispersion]
     assert found == pytest.approx([39_673 * (one + plan.time.exposed_seconds) / 86400 for one in seconds])
@@ -103,21 +100,21 @@ BLOCKS = 28 * (2 * 16 * 128 * 1024 + 2 * 8 * 128 * 1024 + 2 * 128 + 3 * 3072 * 1
 def test_bytes_and_seconds_of_hsdp_by_hand():
     """On 80 nodes of 8 H100, an all-gather over n ranks sends (n−1)/n of the bytes. A step has 3 microbatches."""
     plan = make_plan(config(), Machine(80, 8))
+    time = plan.time
     assert ROOT_GROUP + BLOCKS == 596_049_920
     gathered_once, gathered_twice, reduced = 2 * ROOT_GROUP, 2 * 2 * BLOCKS, 4 * (ROOT_GROUP + BLOCKS)
-    assert plan.time.within_bytes == pytest.approx(3 * 7 / 8 * (gathered_once + gathered_twice + reduced))
-    assert plan.time.within_seconds == pytest.approx(plan.time.within_bytes / 450e9)
+    assert time.within_bytes == pytest.approx(3 * 7 / 8 * (gathered_once + gathered_twice + reduced))
     # Each step sums a shard's gradients over 80 replicas once, whatever the number of microbatches.
-    assert plan.time.between_bytes == pytest.approx(2 * 79 / 80 * reduced / 8)
-    assert plan.time.between_seconds == pytest.approx(plan.time.between_bytes / 50e9)
-    # A microbatch begins with the embedding's all-gather and ends with its reduce-scatter. Its all-reduce ends the
-    # step.
+    assert time.between_bytes == pytest.approx(2 * 79 / 80 * reduced / 8)
+    assert (time.within_seconds, time.between_seconds) == pytest.approx(
+        (time.within_bytes / 450e9, time.between_bytes / 50e9)
+    )
+    # A microbatch begins with the embedding's all-gather and ends with its reduce-scatter. Its all-reduce ends the step.
     ends = 3 * 7 / 8 * ROOT_GROUP * (2 + 4) / 450e9 + 2 * 79 / 80 * ROOT_GROUP / 8 * 4 / 50e9
-    assert plan.time.exposed_seconds == pytest.approx(ends)
-    assert plan.time.computing_seconds == pytest.approx(0.0801, abs=5e-5)
-    assert plan.time.step_seconds == pytest.approx(0.0801 + ends, abs=5e-5)
-    assert plan.time.tokens_per_second_per_gpu == pytest.approx(3 * 2048 / plan.time.step_seconds)
-    assert plan.checkpoints.interval_seconds == pytest.approx(1000 * plan.time.step_seconds)
+    assert time.exposed_seconds == pytest.approx(ends)
+    assert (time.computing_seconds, time.step_seconds) == pytest.approx((0.0801, 0.0801 + ends), abs=5e-5)
+    assert time.tokens_per_second_per_gpu == pytest.approx(3 * 2048 / time.step_seconds)
+    assert plan.checkpoints.interval_seconds == pytest.approx(1000 * time.step_seconds)
     assert plan.checkpoints.seconds == pytest.approx(plan.checkpoints.size / 2e9)
     assert not any("communication" in w or "checkpoint" in w for w in plan.warnings)
 
@@ -128,24 +125,19 @@ def test_bytes_of_an_untied_model_by_hand():
     It is gathered for forward and again for backward, like the blocks. The output and the final norm stay gathered, so
     their communication overlaps with computing in both directions.
     """
-    plan = make_plan(config({"model.flavor": "8B"}), Machine(2, 8))
-    matrix, norm = 151_936 * 4096, 4096
-    blocks = 36 * ((2 * 32 + 2 * 8) * 128 * 4096 + 2 * 128 + 3 * 12288 * 4096 + 2 * 4096)
-    assert plan.model.parameters == 2 * matrix + norm + blocks == 8_190_735_360
-    gathered, reduced = 2 * (2 * matrix + matrix + norm + 2 * blocks), 4 * plan.model.parameters
-    assert plan.time.within_bytes == pytest.approx(120 * 7 / 8 * (gathered + reduced))
-    assert plan.time.between_bytes == pytest.approx(2 * 1 / 2 * reduced / 8, rel=1e-9)
-    # A microbatch begins with the embedding's first gather and ends with its reduce-scatter. Its all-reduce ends the
-    # step.
-    ends = 120 * 7 / 8 * matrix * (2 + 4) / 450e9 + 2 * 1 / 2 * matrix / 8 * 4 / 50e9
-    assert plan.time.exposed_seconds == pytest.approx(ends)
-    kept = make_plan(config({"model.flavor": "8B", RESHARD: "never"}), Machine(2, 8))
-    assert kept.time.within_bytes == pytest.approx(120 * 7 / 8 * (2 + 4) * plan.model.parameters)
-    assert kept.memory.unsharded == 2 * 2 * plan.model.parameters
+    plans = {how: make_plan(config({"model.flavor": "8B", RESHARD: how}), Machine(2, 8)) for how in RESHARDS}
+    matrix, norm, sent = 151_936 * 4096, 4096, 120 * 7 / 8
+    parameters = plans["default"].model.parameters
+    again = {"default": parameters - matrix - norm, "never": 0, "always": parameters}  # gathered for backward
+    for how, plan in plans.items():
+        assert plan.time.within_bytes == pytest.approx(sent * ((2 + 4) * parameters + 2 * again[how]))
+    assert plans["default"].time.between_bytes == pytest.approx(2 * 1 / 2 * 4 * parameters / 8, rel=1e-9)
+    assert plans["never"].memory.unsharded == 2 * 2 * parameters
+    # A microbatch begins with the embedding's first gather and ends with its reduce-scatter. Its all-reduce ends the step.
+    ends = sent * matrix * (2 + 4) / 450e9 + 2 * 1 / 2 * matrix / 8 * 4 / 50e9
+    assert plans["default"].time.exposed_seconds == pytest.approx(ends)
     # Backward begins by gathering the output.
-    always = make_plan(config({"model.flavor": "8B", RESHARD: "always"}), Machine(2, 8))
-    assert always.time.within_bytes == pytest.approx(120 * 7 / 8 * (2 + 2 + 4) * plan.model.parameters)
-    assert always.time.exposed_seconds == pytest.approx(ends + 120 * 7 / 8 * 2 * (matrix + norm) / 450e9)
+    assert plans["always"].time.exposed_seconds == pytest.approx(ends + sent * 2 * (matrix + norm) / 450e9)
 
 
 # Billions of parameters without embedding and output, from Qwen's model cards.
@@ -178,17 +170,16 @@ FOUR_MICROBATCHES = {"training.global_batch_size": 8, "training.local_batch_size
 
 
 def test_bytes_of_tensor_parallel(sample):
-    """Nano runs on two ranks with TP only, in fp32, without recomputation.
+    """Nano on two ranks with TP only, in fp32, without recomputation.
 
     Each block's forward has 4 collectives of [2, 32, 64], embedding and output have 2, and backward has as many.
     Dispersion gathers the outputs of 6 blocks.
     """
-    plan = make_plan(demo(sample, {TP: 2, MODE: "none"} | FOUR_MICROBATCHES), Machine(1, 2))
+    time = make_plan(demo(sample, {TP: 2, MODE: "none"} | FOUR_MICROBATCHES), Machine(1, 2)).time
     activation = 2 * 32 * 64 * 4
     tensor = 4 * (2 * (4 * 6 + 2)) * activation / 2
-    assert plan.time.within_bytes == pytest.approx(tensor + 4 * 6 * activation / 2)
-    assert plan.time.between_bytes == 0
-    assert plan.time.exposed_seconds >= tensor / 450e9
+    assert (time.within_bytes, time.between_bytes) == (pytest.approx(tensor + 4 * 6 * activation / 2), 0)
+    assert time.exposed_seconds >= tensor / 450e9
 
 
 @pytest.mark.parametrize(("mode", "gathers"), [("none", 2), ("full", 3)])
@@ -213,23 +204,20 @@ def test_one_gpu_sends_nothing():
     assert (plan.time.within_bytes, plan.time.between_bytes, plan.time.exposed_seconds) == (0, 0, 0)
     assert (plan.checkpoints.saved, plan.checkpoints.interval_seconds) == (0, 0.0)
     assert (plan.config, plan.batch.local_batch_size, plan.batch.accumulation_steps) == (str(PAPER), 2, 960)
-    assert isinstance(plan.batch.accumulation_steps, int)
     assert plan.time.step_seconds == plan.time.computing_seconds
 
 
 def test_warnings_of_communication_and_checkpoints():
-    slow = {"network_bandwidth": 5.0, "storage_bandwidth": 0.5}
-    plan = make_plan(config(), Machine(80, 8, **slow))
+    plan = make_plan(config(), Machine(80, 8, network_bandwidth=5.0, storage_bandwidth=0.5))
     # The last microbatch's backward no longer hides the whole all-reduce of the blocks' gradients.
-    blocks = 2 * 79 / 80 * BLOCKS / 8 * 4 / 5e9
     ends = 3 * 7 / 8 * ROOT_GROUP * (2 + 4) / 450e9 + 2 * 79 / 80 * ROOT_GROUP / 8 * 4 / 5e9
-    assert plan.time.exposed_seconds == pytest.approx(ends + blocks - plan.time.computing_seconds * 2 / 3 / 3)
+    hidden = plan.time.computing_seconds * 2 / 3 / 3
+    assert plan.time.exposed_seconds == pytest.approx(ends + 2 * 79 / 80 * BLOCKS / 8 * 4 / 5e9 - hidden)
     communication = next(w for w in plan.warnings if "communication that computing cannot hide" in w)
     assert f"{plan.time.exposed_seconds / plan.time.step_seconds:.0%} of a step" in communication
-    often = make_plan(config({"checkpoint.interval": 400}), Machine(80, 8))
-    assert any("is saved every 35.5 s and takes about 3.9 s to write" in w for w in often.warnings)
-    never = make_plan(config({"checkpoint.interval": 400, "checkpoint.enable": False}), Machine(80, 8))
-    assert not any("a checkpoint is saved" in w for w in never.warnings)
+    for enabled in (True, False):
+        often = make_plan(config({"checkpoint.interval": 400, "checkpoint.enable": enabled}), Machine(80, 8))
+        assert any("is saved every 35.5 s and takes about 3.9 s to write" in w for w in often.warnings) == enabled
 
 
 @pytest.mark.parametrize(
@@ -304,19 +292,18 @@ def test_refused(replicas, machine, message):
 def test_missing_inputs_are_warned_about_one_by_one(sample):
     complete = demo(sample, {"checkpoint.enable": False})  # so small a model's steps take microseconds on a GPU
     assert make_plan(complete, Machine(1, 1), strict=True).warnings == []
-    complete.model.hf_assets_path = "/nowhere/tokenizer"
-    complete.training.dataset_path = "/nowhere/data"
+    complete.model.hf_assets_path, complete.training.dataset_path = "/nowhere/tokenizer", "/nowhere/data"
     tokenizer, data = make_plan(complete, Machine(1, 1)).warnings
     assert "model.hf_assets_path is '/nowhere/tokenizer'" in tokenizer
     assert "training.dataset_path is '/nowhere/data'" in data
     with pytest.raises(ConfigError, match="/nowhere/tokenizer"):
         make_plan(complete, Machine(1, 1), strict=True)
-    complete.training.dataset_path = None  # the hub is not asked
-    assert make_plan(complete, Machine(1, 1)).warnings == [tokenizer]
     names = {"validation.enable": True, "validation.steps": 1, "validation.dataset_path": "/nowhere/validation"}
-    complete = changed(complete, names)
-    _, validation = make_plan(complete, Machine(1, 1)).warnings
-    assert "validation.dataset_path is '/nowhere/validation'" in validation
+    for changes, more in (({}, []), (names, ["validation.dataset_path is '/nowhere/validation'"])):
+        hub = changed(complete, {"training.dataset_path": None} | changes)  # which is not asked
+        first, *rest = make_plan(hub, Machine(1, 1)).warnings
+        assert first == tokenizer
+        assert [found in said for found, said in zip(more, rest, strict=True)] == [True] * len(more)
 
 
 def test_sources_and_their_parts_of_the_tokens(sample):
@@ -337,8 +324,8 @@ def test_streaming_from_the_hub_on_many_nodes_is_warned_about(sample):
     job, end = paper(), "training.dataset_path = DIR"
     (warning,) = hub_warnings(job, 640, 80)
     assert warning in make_plan(job, Machine(80, 8)).warnings
-    assert "by 640 ranks on 80 nodes. Every epoch takes 1,664 requests" in warning
-    assert "3,000 requests in 5 minutes from one address without a token, and 5,000 from a free account" in warning
+    for said in ("by 640 ranks on 80 nodes. Every epoch takes 1,664 requests", "3,000 requests in 5 minutes from one"):
+        assert said in warning
     assert warning.endswith(f"Read a copy: titan-disp data fetch DIR, and {end}")
     job.parallelism.tensor_parallel_degree = 2  # both ranks of a pair read the pair's data
     assert "2,688 requests" in hub_warnings(job, 640, 80)[0]
@@ -346,8 +333,7 @@ def test_streaming_from_the_hub_on_many_nodes_is_warned_about(sample):
     (warning,) = hub_warnings(job, 640)  # the number of its files is not known
     assert "by 640 ranks on 80 nodes. Every epoch takes at least 1,280 requests" in warning
     assert warning.endswith(f"Read a copy: titan-disp data fetch DIR --dataset 'hf:a/b:c', and {end}")
-    assert hub_warnings(job, 33)
-    assert hub_warnings(job, 32) == hub_warnings(job, 32, 4) == []
+    assert (len(hub_warnings(job, 33)), hub_warnings(job, 32), hub_warnings(job, 32, 4)) == (1, [], [])
     job.training.dataset_path = "/data"
     assert hub_warnings(job, 640, 80) == []
     for name, expected in (("hf:a", "hf:OWNER/NAME, "), ("pile", "c4 or")):
@@ -356,6 +342,7 @@ def test_streaming_from_the_hub_on_many_nodes_is_warned_about(sample):
 
 
 def test_node_counts(every_node_count):
+    """32 shards need four nodes of 8. With -1, other numbers work with the unchanged config, whose degrees adapt."""
     counts = [n for n in range(1, MOST + 1) if 1920 % (8 * n) == 0]
     plan = make_plan(config(), Machine(80, 8))
     assert plan.node_counts == [NodeCount(n, -1) for n in counts]
@@ -364,14 +351,9 @@ def test_node_counts(every_node_count):
         assert make_plan(paper(nodes), Machine(nodes, 8)).node_counts == [NodeCount(n, n) for n in counts]
     slots = make_plan(paper(80, {"stream.slots": 640}), Machine(80, 8)).node_counts
     assert [c.nodes for c in slots] == [n for n in range(1, MOST + 1) if 640 % (8 * n) == 0]
-
-
-def test_node_counts_of_a_mesh_wider_than_a_node(every_node_count):
-    """32 shards need four nodes of 8. Other numbers work with the unchanged config, whose shard degree adapts."""
-    plan = make_plan(paper(1), Machine(4, 8))
-    assert plan.node_counts == [NodeCount(n, 1) for n in range(1, MOST + 1) if 1920 % (8 * n) == 0]
+    assert make_plan(paper(1), Machine(4, 8)).node_counts == [NodeCount(n, 1) for n in counts]
     fixed = make_plan(paper(1, {SHARDS: 32}), Machine(4, 8))
-    assert fixed.node_counts == [NodeCount(n, n // 4) for n in range(4, MOST + 1, 4) if 1920 % (8 * n) == 0]
+    assert fixed.node_counts == [NodeCount(n, n // 4) for n in counts if n % 4 == 0]
     assert "4 (1), 8 (2), 12 (3)" in render(fixed)
 
 
@@ -382,7 +364,6 @@ def test_a_batch_that_grows_with_the_ranks(sample, every_node_count):
     plan = make_plan(job_config, Machine(3, 4))
     assert plan.batch.global_batch_size == 24
     assert [c.nodes for c in plan.node_counts] == list(range(1, MOST + 1))
-    assert 10_000_000 <= plan.batch.total_tokens < 10_000_000 + plan.batch.tokens_per_step
     assert job_config.training.steps == -1, "make_plan changed the config it was given"
     assert len(next(line for line in render(plan).splitlines() if line.startswith("node counts"))) < 250
 
@@ -418,20 +399,15 @@ def test_json_and_text(every_node_count):
     assert json.loads(json.dumps(dataclasses.asdict(plan))) == dataclasses.asdict(plan)
     text = render(plan)
     assert len(text.splitlines()) <= 36
-    for line in (
-        "  every         88.7 s; written in 3.9 s at 2 GB/s",
-        "step            88.7 ms: 80.1 ms of computing at 40% of the bf16 peak, 989.4 TFLOP/s per GPU",
-        "  within nodes  11.70 GB sent per GPU, 26.0 ms at 450 GB/s",
-        "  between       0.59 GB, 11.8 ms at 50 GB/s",
-        "  not hidden    8.5 ms, 9.6% of a step",
-        "throughput      69,305 tokens/s per GPU",
-        "  gradients     0.30 GB",
-        "  dispersion    0.12 GB of saved gradients",
+    for said in (
+        "every         88.7 s; written in 3.9 s at 2 GB/s",
+        "88.7 ms: 80.1 ms of computing at 40% of the bf16 peak, 989.4 TFLOP/s per GPU",
+        "11.70 GB sent per GPU, 26.0 ms at 450 GB/s",
+        *("0.59 GB, 11.8 ms at 50 GB/s", "8.5 ms, 9.6% of a step", "69,305 tokens/s per GPU"),
+        *("gradients     0.30 GB", "dispersion    0.12 GB", "596,049,920", "1, 2, 3, 4, 5, 6, 8,"),
     ):
-        assert f"\n{line}" in text
+        assert said in text
     assert text.splitlines()[-1] == f"warning: {plan.warnings[-1]}"
-    assert "596,049,920" in text
-    assert "1, 2, 3, 4, 5, 6, 8," in text
 
 
 def test_the_time_of_a_run():
