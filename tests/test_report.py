@@ -14,8 +14,7 @@ from markupsafe import escape
 from PIL import Image
 
 from tests.browser import find_browser, open_page
-from tests.command_line import DEMO, train
-from titan_disp import cli
+from tests.command_line import DEMO, train, typed
 from titan_disp.condensation.record import BINS as COSINE_BINS
 from titan_disp.condensation.record import Condensation
 from titan_disp.errors import EXIT_CODE, ConfigError
@@ -125,22 +124,16 @@ def _not_drawn(request, monkeypatch):
 @pytest.fixture(scope="module")
 def compared(tmp_path_factory):
     """The page shows a run with faults and dispersion, and one without either. Their names and texts are hostile."""
-    folder = tmp_path_factory.mktemp("runs")
-    script = "<script>document.title = 'broken'</script>"
-    on = write_run(
-        folder / "_on$1$2",
-        *faulty(),
-        measured=[(0, 0.1), (50, 0.2), (100, 0.3)],
-        dispersion={"enabled": True},
-        job={"description": script},
-    )
-    off = write_run(folder / "off", *whole(90), [(0, 0.1), (90, 0.9)], steps=90, job={"description": script})
+    folder, hostile = tmp_path_factory.mktemp("runs"), {"description": "<script>document.title = 'broken'</script>"}
+    cosines = [(0, 0.1), (50, 0.2), (100, 0.3)]
+    on = write_run(folder / "_on$1$2", *faulty(), cosines, dispersion={"enabled": True}, job=hostile)
+    off = write_run(folder / "off", *whole(90), [(0, 0.1), (90, 0.9)], steps=90, job=hostile)
     return write_report([on, off], folder / "report.html")
 
 
-@pytest.mark.parametrize(
-    ("heading", "on", "off"),
-    [
+def test_numbers(compared):
+    page = compared.read_text()
+    for heading, on, off in (
         ("state", "complete: all 100 steps are done", "complete: all 90 steps are done"),
         ("tokens seen", f"{100 * 4096:,}", f"{90 * 4096:,}"),
         ("parameters", "427,008", "427,008"),  # the number for nano
@@ -151,15 +144,8 @@ def compared(tmp_path_factory):
         ("skipped documents", "10", "9"),
         ("up to step", "100", "90"),
         ("packages.torch", '"2.13.0"', '"2.13.0"'),
-        ("dispersion.enabled", "false", "true"),  # the default, then the first run
-    ],
-)
-def test_numbers(compared, heading, on, off):
-    assert cells(compared.read_text(), heading)[:2] == [on, off]
-
-
-CE = [12.0, 11.0, 10.0, 9.0, 8.0, 7.0, 6.0, 5.0, 4.0, 3.0, 2.0, 1.0]
-TPS = [100.0, 100.0, 100.0, 100.0, 100.0, 300.0, 300.0, 300.0, 300.0, 300.0, 300.0, None]
+    ):
+        assert cells(page, heading)[:2] == [on, off]
 
 
 @pytest.fixture(scope="module")
@@ -169,8 +155,8 @@ def by_hand(tmp_path_factory):
     In every row ce, loss, dispersion, grad_norm, lr and tps are different numbers.
     """
     on = [
-        row(s, T0 + s, ce=ce, loss=ce + 50, dispersion=-s / 4, grad_norm=1.5 / s, lr=s / 1000, tps=tps)
-        for s, (ce, tps) in enumerate(zip(CE, TPS, strict=True), start=1)
+        row(s, T0 + s, ce=13.0 - s, loss=63.0 - s, dispersion=-s / 4, grad_norm=1.5 / s, lr=s / 1000, tps=tps)
+        for s, tps in enumerate([100.0] * 5 + [300.0] * 6 + [None], start=1)
     ]
     off = [row(s, T0 + s, ce=24.5 - s / 2, loss=90.0, dispersion=7.0, grad_norm=3.0, tps=40.0) for s in range(1, 9)]
     folder = tmp_path_factory.mktemp("by_hand")
@@ -190,26 +176,29 @@ def by_hand(tmp_path_factory):
 
 def test_final_numbers_by_hand(by_hand):
     """The last ten values of CE are 10, 9, … 1. Those of the other run are 24, 23.5, … 20.5."""
-    found = {h: [cell.replace("\N{NO-BREAK SPACE}", " ") for cell in row] for h, row in final_numbers(by_hand).items()}
-    assert found == {
+    of_both = {
         "cross-entropy, last row": ["1 (step 12)", "20.5 (step 8)"],
         "cross-entropy, mean of the last 10 rows": ["5.5 (step 12)", "22.25 (of 8 rows, step 8)"],
         "cross-entropy at step 8, the latest shared step": ["5", "20.5"],
-        "validation loss, last": ["6.25", "–"],
-        "cross-entropy on held-out text, last": ["6.5", "–"],
-        "dispersion loss, last row": ["-3", "–"],
         "gradient norm, last row": ["0.125 (step 12)", "3 (step 8)"],
         "tokens/s of one rank, median": ["300", "40"],
-        "mean cosine of all blocks, highest": ["0.46667 (step 4)", "–"],  # of 0.2, 0.3 and 0.9
-        "mean cosine of the last block, first": ["0.9", "–"],
-        "mean cosine of the last block, last": ["0.75", "–"],
-        "mean cosine after the final norm, last": ["0.2", "–"],
-        "Spearman's ρ up to the last block, last": ["0.4", "–"],  # 1 − 6 · 6 / (4 · 15)
-        "Spearman's ρ up to the final norm, last": ["-0.4", "–"],  # of 0.5, 0.1, 0.25, 0.2: 1 − 6 · 14 / (4 · 15)
-        "Kendall's τ up to the last block, last": ["0.33333", "–"],  # (4 − 2) / 6
-        "Kendall's τ up to the final norm, last": ["-0.33333", "–"],  # (2 − 4) / 6
-        "effective rank of the last block, last": ["4.5", "–"],
     }
+    of_one = {
+        "validation loss, last": "6.25",
+        "cross-entropy on held-out text, last": "6.5",
+        "dispersion loss, last row": "-3",
+        "mean cosine of all blocks, highest": "0.46667 (step 4)",  # of 0.2, 0.3 and 0.9
+        "mean cosine of the last block, first": "0.9",
+        "mean cosine of the last block, last": "0.75",
+        "mean cosine after the final norm, last": "0.2",
+        "Spearman's ρ up to the last block, last": "0.4",  # 1 − 6 · 6 / (4 · 15)
+        "Spearman's ρ up to the final norm, last": "-0.4",  # of 0.5, 0.1, 0.25, 0.2: 1 − 6 · 14 / (4 · 15)
+        "Kendall's τ up to the last block, last": "0.33333",  # (4 − 2) / 6
+        "Kendall's τ up to the final norm, last": "-0.33333",  # (2 − 4) / 6
+        "effective rank of the last block, last": "4.5",
+    }
+    found = {h: [cell.replace("\N{NO-BREAK SPACE}", " ") for cell in row] for h, row in final_numbers(by_hand).items()}
+    assert found == of_both | {heading: [number, "–"] for heading, number in of_one.items()}
 
 
 def test_curves_by_hand(by_hand, monkeypatch):
@@ -422,13 +411,8 @@ def test_errors(tmp_path, monkeypatch, capsys):
             write_report([run], out)
     assert out.read_text() == "before"
     assert not list(tmp_path.glob(".*"))
-
-    monkeypatch.setattr("sys.argv", ["titan-disp", "report", str(tmp_path / "nowhere"), "--out", str(out)])
-    with pytest.raises(SystemExit) as exit:
-        cli.main()
-    assert exit.value.code == EXIT_CODE
-    monkeypatch.setattr("sys.argv", ["titan-disp", "report", str(run), "--out", str(out)])
-    cli.main()
+    assert typed(monkeypatch, "report", tmp_path / "nowhere", "--out", out) == EXIT_CODE
+    assert typed(monkeypatch, "report", run, "--out", out) == 0
     assert re.search(r"report.html: [\d.]+ [kM]B", capsys.readouterr().out)
     assert out.read_text().startswith("<!doctype html>")
 
@@ -480,13 +464,10 @@ def test_in_a_browser(compared, tmp_path):
 def test_a_real_run(sample, tmp_path, drawn):
     """Training itself writes these rows, events, validation losses and measurements."""
     run = tmp_path / "run"
-    options = (
-        *("--training.seq_len", "64", "--metrics.log_freq", "1", "--lr_scheduler.warmup_steps", "2"),
-        *("--condensation.interval", "2", "--validation.enable", "--validation.dataset", "c4_validation"),
-        *("--validation.dataset_path", f"{sample}", "--validation.steps", "1"),
-        *("--validation.freq", "2", "--validation.local_batch_size", "4", "--training.steps", "4"),
-    )
-    train(DEMO, sample, run, *options)
+    options = "--training.seq_len 64 --metrics.log_freq 1 --lr_scheduler.warmup_steps 2 --condensation.interval 2 "
+    options += f"--validation.enable --validation.dataset c4_validation --validation.dataset_path {sample} "
+    options += "--validation.steps 1 --validation.freq 2 --validation.local_batch_size 4 --training.steps 4"
+    train(DEMO, sample, run, *options.split())
     (found,) = gather([run])
     assert [r["step"] for r in found.rows] == list(range(1, 5))
     assert list(found.condensation) == [0, 2, 4]
@@ -506,9 +487,8 @@ def test_slow_ranks(tmp_path):
 
     rows = [slow(1, 3, "n1", 9.0), row(2, T0 + 2), slow(3, 3, "n1", 1.25), slow(4, 7, "n2", 0.8)]
     rows += [slow(step, step, "n3", 0.9) for step in (5, 6)]
-    first, none = cells(
-        page_of(write_run(tmp_path / "slow", rows), write_run(tmp_path / "even", *whole())), "slow ranks"
-    )
+    page = page_of(write_run(tmp_path / "slow", rows), write_run(tmp_path / "even", *whole()))
+    first, none = cells(page, "slow ranks")
     assert re.match(r"rank 3 on n1 in 2 of 6 .* step 3: 1.25 s, .*; rank 7 on n2 in 1 of 6 .* step 4: 0.8 s", first)
     assert (first.endswith("; and 1 more"), none) == (True, "–")
 
