@@ -123,11 +123,9 @@ def test_trainer_disperses(hf, tmp_path):
     (start, off), (same_start, on) = logged[0.0], logged[1.0]
     assert same_start["dispersion"] == start["dispersion"]
     assert same_start["loss"] == pytest.approx(start["loss"] + start["dispersion"], rel=1e-3)
-    assert off["loss"] < start["loss"] - 0.5
-    assert on["loss"] < same_start["loss"] - 0.5
+    assert max(off["loss"] - start["loss"], on["loss"] - same_start["loss"]) < -0.5
     assert on["dispersion"] < off["dispersion"] - 0.05  # means over steps 2 to 14
-    batch = hf.collate(trainer.train_dataset[:3])
-    model = trainer.model.eval()
+    batch, model = hf.collate(trainer.train_dataset[:3]), trainer.model.eval()
     with torch.no_grad():
         assert torch.equal(trainer.compute_loss(model, batch), model(**batch).loss)
 
