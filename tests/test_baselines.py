@@ -157,7 +157,6 @@ def sent_back(found, folder, name):
 
 
 def trained_steps(trainer, count):
-    """The weights before so many steps and after them."""
     before = weights(trainer)
     for _ in range(count):
         step(trainer)
@@ -226,7 +225,6 @@ def loss_of(model):
 
 
 def distance(found, expected):
-    """The largest relative one."""
     return max(((found[n] - w).norm() / w.norm()).item() for n, w in expected.items())
 
 
@@ -261,7 +259,6 @@ def test_active_forgetting_against_a_plain_loop(trained, name, options):
 
 
 def test_noise_in_a_step_against_plain_autograd(trained):
-    """Of the whole global batch at once; without the noise the gradients are others."""
     expected = {}
     for alpha in (0, 100):
         model = plain_model(trained["noise"]["before"], SMALL[1])

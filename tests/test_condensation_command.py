@@ -67,7 +67,6 @@ def command(monkeypatch):
 
 
 def refused(command, capsys, *arguments):
-    """Return the message of a command that ends with status 2."""
     assert command(*arguments) == 2
     return capsys.readouterr().err
 
@@ -148,7 +147,6 @@ def test_pictures_of_a_run_and_a_model(command, run, gpt2, text, tmp_path, capsy
 
 
 def test_the_same_sample_from_a_seed_and_from_each_source(command, gpt2, sample, tmp_path):
-    """A data set is a folder's validation split."""
     split, found = sample / "en" / "c4-validation.00000-of-00001.json.gz", []
     data_sets = [("--dataset", sample), ("--dataset", f"{sample}/en/*valid*")]
     for source in (*data_sets, ("--text", split), ("--text", split, "--seed", 4)):
@@ -284,7 +282,6 @@ def test_blocks_are_found_by_what_they_are():
 
 
 def test_another_tokenizer(gpt2, sample, text, command, tmp_path):
-    """--tokenizer replaces a tokenizer that cannot be loaded. It is refused if it does not fit the model."""
     folder = without("token*")(gpt2, tmp_path / "model")
     command(folder, "--tokenizer", sample / "tokenizer", "--text", text, "--out", tmp_path / "out", "--sequences", 1)
     small = small_vocabulary(gpt2, tmp_path / "small")

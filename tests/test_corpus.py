@@ -114,7 +114,6 @@ def test_entries_of_a_dictionary_come_once_in_their_order_until_a_page_is_full()
 
 
 def words(*numbers):
-    """Text of words that are nowhere else."""
     letters = str.maketrans("0123456789", "abcdefghij")
     return " ".join(f"word{n}".translate(letters) for n in numbers)
 
@@ -146,7 +145,6 @@ def test_prose_and_too_few_documents():
 
 
 def test_a_corpus_of_a_folder(tmp_path, capsys):
-    """Every document is in one split; training reads en alone; the same folder gives the same bytes."""
     source, one = tmp_path / "source", tmp_path / "one"
     texts = [text for text in topics.topics.values() if len(text) > 1000][:60]
     (source / "deep").mkdir(parents=True)

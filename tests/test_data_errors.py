@@ -309,7 +309,6 @@ def test_bad_options(tmp_path, toml, found):
 
 
 def test_validation_with_fewer_sequences_than_asked_for(sample, tmp_path):
-    """This is an error before training, with their number. The text is not repeated to make up for them."""
     texts, tokenizer = [f"A sentence of some words, number {i}." for i in range(30)], load_tokenizer(sample / "tokenizer")
     write_texts(tmp_path / "validation.jsonl", texts)
     there = sum(len(tokenizer.encode(text)) + 1 for text in texts) // 17

@@ -62,7 +62,6 @@ def check_titan_disp(words):
 
 
 def check_script(script, arguments):
-    """Parse the arguments as the script does: with tyro, or by their number."""
     text = script.read_text()
     if parsed := re.search(r"tyro\.cli\((\w+)", text):
         with pytest.MonkeyPatch.context() as patch:
@@ -88,7 +87,6 @@ def check_script(script, arguments):
 
 
 def check_pytest(arguments):
-    """The files exist, and have tests of these names."""
     texts = " ".join((ROOT / word).read_text() for word in arguments if word.endswith(".py"))
     names = arguments[arguments.index("-k") + 1].split(" or ") if "-k" in arguments else []
     assert texts, arguments
@@ -169,7 +167,6 @@ def test_wrong_commands_are_found(command, monkeypatch):
 
 
 def check_span(span):
-    """Subcommands and their options, keys of the config, files and targets that the text mentions exist."""
     config = loaded("train_configs/demo_cpu.toml")
     words = [word for word in span.split()[1:] if word != "--help"]
     if span.startswith("titan-disp ") and words:
@@ -197,14 +194,12 @@ def anchors(page: Path) -> set[str]:
 
 
 def links(page: Path) -> list[tuple[Path, str]]:
-    """The pages that a page links to, with the anchors there."""
     targets = [target for target in re.findall(r"\]\(([^)\s]+)\)", prose(page)) if "://" not in target]
     parts = [target.partition("#") for target in targets]
     return [((page.parent / path).resolve() if path else page, anchor) for path, _, anchor in parts]
 
 
 def check_toml(block, page, folder):
-    """Keys are known, and values have the types of the defaults; an example of a sweep is one."""
     table = tomli.loads(block)
     (folder / "block.toml").write_text(block)
     if "sweep" in table:
@@ -224,7 +219,6 @@ def check_imports(block):
 
 @pytest.mark.parametrize("page", [*PAGES, CHANGELOG, *SCRIPTS], ids=name)
 def test_page(page, monkeypatch, tmp_path):
-    """Commands are known, links lead to pages and headings, and names, TOML and Python are those of the software."""
     monkeypatch.chdir(ROOT)
     if page != CHANGELOG:  # which has names of the past
         for words in commands(page):

@@ -123,7 +123,6 @@ def manager(own):
 
 @pytest.fixture(autouse=True)
 def include_paths(manager, monkeypatch):
-    """Return the requested include paths."""
     asked = []
     monkeypatch.setattr(lm_eval.tasks, "TaskManager", lambda include_path: asked.append(include_path) or manager)
     return asked
@@ -134,7 +133,6 @@ def documents(own, name):
 
 
 def by_hand(folder, own):
-    """Return whether each document is answered correctly, by task and metric."""
     choices = documents(own, "choice")
     likely = [[log_probabilities(folder, d["text"], f" {c}")[0] for c in d["choices"]] for d in choices]
     per_letter = np.divide(likely, [[len(c) for c in d["choices"]] for d in choices])
@@ -200,7 +198,6 @@ def test_end_to_end_against_plain_transformers(models, own, tmp_path, include_pa
 
 
 def test_group_whose_tasks_count_alike(models, own, tmp_path):
-    """The test also covers a limit and a single model."""
     a, of_one = by_hand(models[0], own), {"models": models[:1], "include_path": own}
     comparison = evaluate(EvaluateOptions(tasks=["both"], out=tmp_path / "all", **of_one))
     (task,) = comparison.tasks
@@ -377,7 +374,6 @@ def answers(monkeypatch):
 
 
 def test_seeds_of_a_condition_against_one_model(models, own, answers, tmp_path, capsys):
-    """A document's score is the mean over the seeds. A note says that the dtypes differ."""
     third, out = tmp_path / "c" / "hf", tmp_path / "out"
     shutil.copytree(models[1], third)
     given = [models[0], f"pair={models[1]},{third}"]
@@ -428,7 +424,6 @@ def test_a_run_is_exported_for_its_evaluation(own, answers, sample, tmp_path):
 
 
 def test_warnings_of_the_harness_come_once(capsys):
-    """Each line of code warns once, whatever the task. Afterwards the logger is restored."""
     logger = logging.getLogger("lm_eval.some.module")
     before = logging.getLogger("lm_eval").handlers
     with warnings_once():

@@ -43,7 +43,6 @@ def failed(part, condition, seed):
 
 
 def made_up(d, part="main", condition="on", seeds=SEEDS, text="test"):
-    """Off is 5 + seed/100; the condition is that and the difference."""
     off = [row(part, "off", s, 5 + s / 100, text) for s in seeds]
     return [*off, *(row(part, condition, s, 5 + s / 100 + x, text) for s, x in zip(seeds, d, strict=False))]
 
@@ -152,7 +151,6 @@ def test_the_parts_are_the_design_s():
 
 
 def test_jobs_are_configs_that_can_run(sample):
-    """TorchTitan's own reading of the options of one job of each kind."""
     from titan_disp.config.checks import check_config
     from titan_disp.config.load import load_config
 
@@ -180,7 +178,6 @@ def test_the_readme_has_the_answer_of_the_rows():
 
 
 def test_the_demo_has_the_recipe_that_tuning_chose():
-    """Both sides chose the same one, so it serves the demo with dispersion on and off."""
     recipes = tuned(RECORDED)
     assert recipes["on"] == recipes["off"]
     demo = tomli.loads((ROOT / "train_configs" / "demo_cpu.toml").read_text())
@@ -242,8 +239,6 @@ def each(part, change_one, condition=""):
 
 
 def moved(part, condition, by, text="test"):
-    """Move a condition's cross-entropy, over all tokens and by source."""
-
     def move(one):
         if own := one["numbers"].get(text):
             own["cross_entropy"] += by
@@ -306,8 +301,6 @@ def test_a_page_is_refused_while_runs_are_missing_and_has_the_failed_ones():
 
 
 class Bigrams(torch.nn.Module):
-    """Logits of the next token by the last one, and activations that are the token's row."""
-
     n_layers = 1
 
     def __init__(self, logits):

@@ -29,7 +29,6 @@ def typed(monkeypatch, example, *words):
 
 
 def test_plain_loop(monkeypatch, capsys):
-    """As it is typed, without dispersion and with much of it."""
     example, found = load("plain_loop"), {}
     small = "--steps 25 --batch-size 4 --seq-len 32 --width 32 --depth 2 --every 25"
     for coeff in ("0", "1"):
@@ -114,7 +113,6 @@ def test_a_step_of_the_trainer_is_the_mean_over_its_tokens(hf, name, tmp_path, m
 
 
 def test_trainer_disperses(hf, tmp_path):
-    """Beside a run without dispersion; evaluation is the cross-entropy alone."""
     logged = {}
     for coeff in (0.0, 1.0):
         trainer = hf.build_trainer(small(hf, steps=15, every=14, coeff=coeff), str(tmp_path))
@@ -140,7 +138,6 @@ def corpus(tmp_path_factory):
 
 @pytest.mark.slow
 def test_own_text(corpus, tmp_path, monkeypatch, capsys):
-    """A tokenizer is trained on text. Then the config trains with the options that its comment gives for a CPU."""
     import transformers
 
     own = tmp_path / "own_tokenizer"

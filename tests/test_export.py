@@ -197,7 +197,6 @@ def train_sentencepiece(file, lines, **options):
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory, texts):
-    """Train the SentencePiece models, each alone in its folder, and return their files by name."""
     lines = [line for text in texts for line in text.splitlines() if line.strip()]
     return {
         name: train_sentencepiece(tmp_path_factory.mktemp("sentencepiece") / "m.model", lines, **options)
@@ -207,7 +206,6 @@ def files(tmp_path_factory, texts):
 
 @pytest.fixture(scope="module")
 def pieces(files):
-    """Return SentencePiece's processor and the converted tokenizer by name."""
     processor = sentencepiece.SentencePieceProcessor
     return {name: (processor(model_file=str(file)), convert(file)[0]) for name, file in files.items()}
 
@@ -265,7 +263,6 @@ def test_what_cannot_be_converted_is_refused(texts, tmp_path):
 
 
 def write_index(folder, *more, without=()):
-    """The index is like Qwen's, with weights in two files."""
     names = [name for name in Qwen3HfAdapter(flavors["nano"], None).weight_shapes() if name not in without]
     files = {name: f"model-0000{1 + (i > 30)}-of-00002.safetensors" for i, name in enumerate([*names, *more])}
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files}))
@@ -284,7 +281,6 @@ def test_plan_of_files_follows_the_model(tmp_path):
 
 @pytest.mark.night
 def test_last_save_in_hugging_face_format(sample, tmp_path):
-    """A real run on 2 ranks saves a model that loads unchanged, although an index among the assets lists lm_head."""
     assets, run = tmp_path / "assets", tmp_path / "run"
     assets.mkdir()
     shutil.copy(sample / "tokenizer/sample.model", assets)

@@ -130,7 +130,6 @@ def test_the_picture(tmp_path, monkeypatch):
 
 @pytest.mark.night
 def test_figure(sample, tmp_path):
-    """The script on two runs of two steps; a second time, nothing is trained."""
     argv = [sys.executable, "-m", "benchmarks.figure", "--seeds", "5", "--steps", "2", "--nproc", "1"]
     argv += ["--data", str(sample), "--runs", str(tmp_path / "runs"), "--docs", str(tmp_path), "--sequences", "2"]
     for _ in range(2):

@@ -198,7 +198,6 @@ def write_ids(path, ids, layout="raw", dtype="<u2"):
 
 
 def documents_by_hand(ids, eos, longest):
-    """Split ids into documents one by one, as token_ids.py's docstring describes."""
     found, run = [], []
     for i in ids:
         if len(run) == longest:
@@ -251,14 +250,12 @@ class TestTokenIds:
         assert found == documents_by_hand(ids, EOS, longest)
 
     def test_a_long_run_is_cut(self, tmp_path):
-        """Only the length decides where it is cut, as docs/data.md says."""
         write_ids(tmp_path / "a.bin", [11] * 150_000 + [EOS] + [12, EOS])
         lengths = [len(record) for record in records_of(tmp_path / "a.bin", eos_id=EOS, vocab_size=20)]
         assert lengths == [65_536, 65_536, 150_001 - 2 * 65_536, 2]
 
     @pytest.mark.parametrize("name", ["{}.bin", "fineweb_{}_000001.bin", "part-0-{}.npy"])
     def test_names_of_splits(self, tmp_path, name):
-        """nanoGPT and llm.c name their splits in this way. Validation data is not trained on."""
         for split in ("train", "val"):
             write_ids(tmp_path / name.format(split), [11, EOS])
         (tmp_path / "input.txt").write_text("what nanoGPT's characters are made of")

@@ -227,7 +227,6 @@ def test_mirror(hub, tmp_path, capsys):
 
 
 def test_a_mirror_of_some_files(hub, tmp_path):
-    """What several commands have fetched is read together; what comes damaged is no mirror yet."""
     mirror = tmp_path / "mirror"
     hub.damaged = {"split/a2.jsonl"}
     (problem,) = fetch(FetchOptions(mirror, "hf:some/prose:split", split="train"))
@@ -269,7 +268,6 @@ def test_batches_from_the_hub_and_from_a_mirror_are_the_same(hub, sample, tmp_pa
 
 
 def test_stream_from_the_hub_is_the_local_copys(c4, sample):
-    """Without dataset_path, the hub is streamed. Although requests fail, the batches are those of the local copy."""
     job, ahead = job_of(sample), job_of(sample, "--stream.prefetch", "4")
     c4.fail_every = 5
     job.training.dataset_path = ahead.training.dataset_path = None

@@ -87,7 +87,6 @@ def run(tmp_path_factory, hf_tokenizer):
 
 
 def largest_number_alive(layers):
-    """Return the largest number of tensors that are alive at the same time while ``layers`` gives them."""
     alive, most = [], 0
 
     def take_in(_, z):
@@ -143,7 +142,6 @@ def hub(tmp_path, gpt2, hf_tokenizer, monkeypatch):
 
 @pytest.fixture
 def drawn(monkeypatch):
-    """Record what would be drawn, by file, because a figure takes a second."""
     figures = {}
     monkeypatch.setattr(Figure, "savefig", lambda figure, path, **_: figures.update({Path(path).name: figure}))
     return figures
@@ -155,7 +153,6 @@ def command(monkeypatch, drawn):
 
 
 def test_a_model_of_the_hub(hub, gpt2, text, command, tmp_path):
-    """A model in the cache gives the same numbers as its folder on disk. Revisions are found by their names."""
     few = ("--text", text, "--sequences", 2)
     command("lab/tiny", "lab/tiny@step20", "--out", tmp_path / "a", *few)
     command(gpt2, "--out", tmp_path / "b", *few)
@@ -171,7 +168,6 @@ def test_a_model_of_the_hub(hub, gpt2, text, command, tmp_path):
     [(("step1000", "step20"), ["20", "1,000", "step"], True), (("old", "new"), ["old", "new", "revision"], False)],
 )
 def test_revisions_over_training(hub, text, command, drawn, tmp_path, names, shown, over_steps):
-    """Revisions are ordered by the steps in their names, or else as given."""
     (hub / "refs" / "new").write_text("a" * 40)
     (hub / "refs" / "old").write_text("b" * 40)
     command(*(f"lab/tiny@{name}" for name in names), "--text", text, "--sequences", 2, "--out", tmp_path)
@@ -298,7 +294,6 @@ def test_contiguous_sequences():
 
 
 def surrounded(gpt2, folder, template):
-    """Copy a model, with a tokenizer that adds tokens to a text."""
     shutil.copytree(gpt2, folder)
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     tokenizer.post_processor = processors.TemplateProcessing(single=template, special_tokens=[("!", 5), ("#", 6)])
@@ -343,7 +338,6 @@ def test_groups(tmp_path, monkeypatch):
 
 
 def test_families_and_pairs(gpt2, hf_tokenizer, text, command, drawn, tmp_path):
-    """Models of --family and --pair are measured like targets, and only once."""
     wide = save_gpt2(tmp_path / "wide", hf_tokenizer, seed=2, width=64)
     out = tmp_path / "out"
     options = ("--family", f"gpt2={gpt2},{wide}", "--pair", f"{wide},{gpt2}", "--sequences", 2)

@@ -17,7 +17,6 @@ from tests.streams import (
     EOS,
     batches,
     config,
-    epochs_of,
     json_lines,
     loader,
     of_sizes,
@@ -94,27 +93,12 @@ def test_a_source_is_assigned_as_in_a_run_of_its_own():
         file += len(files)
 
 
-def test_a_sources_documents_come_as_in_a_run_of_its_own(tmp_path):
-    """In every step, a source has exactly its part of the tokens; its epochs are its own."""
-    web = write_files(tmp_path / "web", [40, 33, 51])
-    code = write_files(tmp_path / "code", [25, 9], words=lambda i: 2 + i % 3)
-    files = [*prefixed("web", web), *prefixed("code", code)]
-    mixture = Mixture(files, shares({"web": 2, "code": 1}, 6), seed=0)
-    tokens, end = batches(streams_of(files, 6, 1, assignment=mixture), 60)
-    assert np.array_equal(tokens[:, :4], batches(streams_of(web, 4, 1), 60)[0])
-    assert np.array_equal(tokens[:, 4:], batches(streams_of(code, 2, 1), 60)[0])
-    assert end[4:, Field.EPOCH].min() > 1
-    (rank,) = streams_of(files, 6, 1, assignment=mixture)
-    assert epochs_of([rank.slots[4], rank.slots[5]], 1) == [list(range(1, 35))]
-
-
 def training_files(job):
     return [file for one in training_sets(job) for file in one.files()]
 
 
 @pytest.fixture(scope="module")
 def job(sample, tmp_path_factory):
-    """Two sources whose files have the same names, with two thirds and one third of the tokens."""
     root = tmp_path_factory.mktemp("sources")
     for name, first in (("web", 0), ("code", 4)):
         (root / name).mkdir()
@@ -185,7 +169,6 @@ def test_files_that_end_early_are_judged_by_the_epochs_of_their_source(sample):
 
 
 def two_sources(tmp_path, web, code):
-    """Write a file of each source. Returns all files, the files of the second, and an assignment to two slots."""
     for name, content in (("web", web), ("code", code)):
         (tmp_path / name).mkdir()
         (tmp_path / name / "0.json").write_bytes(content)

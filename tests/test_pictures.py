@@ -68,7 +68,6 @@ def test_heatmap():
 
 
 def test_side_by_side():
-    """Every measurement is below its own name, in rows of three."""
     levels = {"_a$1$": 0.1, "b": 0.3, "c": 0.5, "d": 0.7}  # the first name is not read as mathematics
     figure = plots.side_by_side({name: condensed(0, level) for name, level in levels.items()}, "all")
     *grid, bar = figure.axes
@@ -114,7 +113,6 @@ def test_depth_bars():
 
 
 def test_over_training():
-    """Each run has a panel. A step has the same colour in all panels and in the legend."""
     on = {0: condensed(0.1, 0.2), 50: condensed(0.3, 0.4), 1000: condensed(0.5, 0.6)}
     runs = {"_on$1$": on, "off": {0: condensed(0.1, 0.7), 1000: condensed(0.2, 0.9)}}
     figure = plots.over_training(runs)
@@ -210,7 +208,6 @@ SOME = condensed(0.5, 0.1, 0.25, 0.8, 0.75)
 
 
 def test_a_family_by_size():
-    """From the smallest to the largest, whatever the order given; the legend has every model with its size."""
     large = {"a-large": (2_000_000_000, SOME), "a-small": (124_439_808, FALLING)}
     figure = plots.by_size({"a": large, "_b$": {"b": (427_008, RISING)}})
     spearman, kendall = figure.axes
@@ -229,7 +226,6 @@ def test_a_family_by_size():
 
 
 def test_pairs():
-    """The first on top, base and distilled in one row, joined."""
     figure = plots.pairs([(("base", RISING), ("small$", FALLING)), (("other", SOME), ("made", RISING))])
     for axes, some in zip(figure.axes, (0.4, 1 / 3), strict=True):
         base, made = axes.lines[:2]

@@ -62,7 +62,6 @@ def few_node_counts(monkeypatch):
 
 @pytest.fixture
 def every_node_count(monkeypatch, few_node_counts):
-    """Try more node counts, for the tests that need them."""
     monkeypatch.setattr(plans, "MAX_NODES", MOST)
 
 
@@ -235,7 +234,6 @@ def test_dispersion_flops(sample, changes, factor):
 
 
 def test_checkpoint_and_memory_of_the_real_model_and_optimizer(sample):
-    """Build what TorchTitan's checkpoint manager hands to DCP: the state dicts of ModelWrapper and the optimizers."""
     from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
     model = Qwen3DispModel(flavors["nano"])
@@ -307,7 +305,6 @@ def test_missing_inputs_are_warned_about_one_by_one(sample):
 
 
 def test_sources_and_their_parts_of_the_tokens(sample):
-    """The plan shows the sources' shares of 16 slots. It warns of shares more than 10 % off, and of missing paths."""
     mixed = demo(sample, {"checkpoint.enable": False})
     mixed.training.dataset_path = None
     mixed.stream.sources = [Source(0.9, f"{sample}/en", "c4", "web"), Source(0.1, "/nowhere/code")]
@@ -493,7 +490,6 @@ def live_bytes(monkeypatch, mode, layers, tokens, estimator="exact", model=("qwe
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["none", "full"])
 def test_dispersion_adds_its_saved_gradients_and_no_more(monkeypatch, mode):
-    """At the peak of a step, dispersion adds layers · B · N · F numbers in z's dtype and at most 5 % more."""
     layers, tokens = 28, 1024
     peak = {name: live_bytes(monkeypatch, mode, layers, tokens, name)[1] for name in ("", "exact", "moments")}
     saved = layers * tokens * flavors["0.6B"].dim * 2

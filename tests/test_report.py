@@ -69,7 +69,6 @@ def write_run(folder, rows=(), events=(), measured=(), steps=100, **sections):
 
 
 def whole(steps=100):
-    """Write rows and events of a run without faults, with a step every 10 s."""
     rows = [row(s, T0 + 10 * s) for s in range(1, steps + 1)]
     return rows, [event("start", 0, T0), event("complete", steps, T0 + 10 * steps + 5)]
 
@@ -105,7 +104,6 @@ def page_of(*folders, now=T0):
 
 
 def pictures(page):
-    """Return the SVGs of the page."""
     return [base64.b64decode(uri).decode() for uri in re.findall(r'src="data:image/svg\+xml;base64,([^"]+)"', page)]
 
 
@@ -202,7 +200,6 @@ def test_final_numbers_by_hand(by_hand):
 
 
 def test_curves_by_hand(by_hand, monkeypatch):
-    """Every picture has the right labels, and the right first and last point of each run's line."""
     drawn = []
     monkeypatch.setattr(picture_makers, "to_uri", lambda figure: drawn.append(figure.axes[0]) or "")
     for make in (picture_makers.losses, picture_makers.optimization, picture_makers.condensation_by_step):
@@ -243,7 +240,6 @@ def test_configs_are_compared(compared, tmp_path):
 
 
 def test_history(compared):
-    """The report shows what a kill lost. A damaged checkpoint that a start found does not end a start."""
     run = gather([compared.parent / "_on$1$2"])[0]
     found = run.attempts
     assert [(a.job, a.first_step, a.last_step, a.how()) for a in found] == [
@@ -260,7 +256,6 @@ def test_history(compared):
 
 
 def test_only_what_counts_after_a_resume(tmp_path):
-    """A run that was killed at step 40, and is at step 33 again, has no later rows or measurements."""
     rows, events = faulty()
     rows = rows[:43]
     condensed = {"step": 0, "time": T0 + 1, "condensation": {"mean_cosine": [0.1]}, "seconds": 1.0}
@@ -462,7 +457,6 @@ def test_in_a_browser(compared, tmp_path):
 
 @pytest.mark.night
 def test_a_real_run(sample, tmp_path, drawn):
-    """Training itself writes these rows, events, validation losses and measurements."""
     run = tmp_path / "run"
     options = "--training.seq_len 64 --metrics.log_freq 1 --lr_scheduler.warmup_steps 2 --condensation.interval 2 "
     options += f"--validation.enable --validation.dataset c4_validation --validation.dataset_path {sample} "

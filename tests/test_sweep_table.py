@@ -72,7 +72,6 @@ class TestDifferences:
         assert second.standard_error == pytest.approx(0.0577350, rel=1e-5)
 
     def test_only_shared_seeds_are_pairs(self):
-        """A seed that only one of the two has gives no difference, but counts in the mean."""
         off, on = condition("off", {1: 1.0, 2: 2.0, 3: None}), condition("on", {2: 2.5, 3: 9.0, 4: 7.0})
         _, found = differences([off, on], "off")
         assert found.pairs == ((("debug.seed", 2),),)
@@ -91,7 +90,6 @@ class TestDifferences:
 
 
 def a_run(folder, ce, held_out=None, steps=4, complete=True, cosines=None):
-    """Write the files of a run that the table reads."""
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps({"validation": {"enable": False}}))
     rows = [{"step": s, "time": s, "loss": ce + 10, "ce": ce + (steps - s)} for s in range(1, steps + 1)]
@@ -139,7 +137,6 @@ def sweep(tmp_path):
 
 
 def read_csv(path):
-    """The rows by their first cell."""
     with open(path, newline="") as file:
         return {next(iter(row.values())): row for row in csv.DictReader(file)}
 

@@ -31,7 +31,6 @@ from titan_disp.run.reader import read_events, read_metrics
 
 
 def write(path, text, config=DEMO, overrides=()):
-    """Write a sweep's file. The run folders are next to it."""
     head = f"[sweep]\nconfig = {json.dumps(str(config))}\nfolder = {json.dumps(str(path.parent / 'runs'))}\n"
     path.write_text(f"{head}overrides = {json.dumps(list(overrides))}\n{text}")
     return path
@@ -61,7 +60,6 @@ class TestPoints:
         assert {point.condition for point in points(sweep('[grid]\n"debug.seed" = [1, 2]'))} == {"demo_cpu"}
 
     def test_a_list_and_a_grid(self, sweep):
-        """Each listed point is combined with its own grid and with the common one."""
         off = '[[points]]\nname = "off"\noverrides = ["--dispersion.no-enabled"]\n'
         on = '[[points]]\nname = "on"\n[points.grid]\n"dispersion.tau" = [0.5, 1]\n'
         found = points(sweep(f'{off}{on}[grid]\n"debug.seed" = [7, 8]\n'))
@@ -117,7 +115,6 @@ class TestPoints:
         ],
     )
     def test_lists_reach_the_config_as_they_are_written(self, sweep, key, value):
-        """TorchTitan's own parser reads a point's options back as the value in the grid."""
         (point,) = points(sweep(f'[grid]\n"{key}" = [{json.dumps(value)}]'))
         argv = ["--job.custom_config_module", load.MODULE, "--model.hf_assets_path", ".", *point.overrides]
         parsed = ConfigManager().parse_args(argv)
@@ -176,7 +173,6 @@ ONE = '[grid]\n"debug.seed" = [1]'
 
 class TestPrepare:
     def test_every_config_is_checked_before_anything_is_written(self, sweep, sample):
-        """The real loader and checks find an unknown key, a wrong type, and a value that cannot work."""
         wrong = {"fine": "--debug.seed=1", "unknown": "--dispersion.coef=1", "type": "--dispersion.tau=warm"}
         wrong["batch"] = "--training.global_batch_size=3"
         listed = "".join(f'[[points]]\nname = "{name}"\noverrides = ["{option}"]\n' for name, option in wrong.items())
@@ -220,7 +216,6 @@ class TestPrepare:
                 prepare(sweep(ONE, *nano(sample), *other), 1)
 
     def test_an_older_version_knew_fewer_keys(self, sweep, sample, tmp_path):
-        """A key that the record does not have had its default."""
         made, file = sweep(ONE, *nano(sample)), tmp_path / "runs" / "seed-1" / "point.json"
         prepare(made, 1)
         record = json.loads(file.read_text())
@@ -246,7 +241,6 @@ class TestPrepare:
 
 
 def write_events(run, lines):
-    """Write (event, step, reason) as the run's events."""
     text = [{"time": "2026-01-01T00:00:00+00:00", "event": e, "step": s, "reason": r} for e, s, r in lines]
     (run / "events.jsonl").write_text("".join(json.dumps(line) + "\n" for line in text))
 
@@ -322,7 +316,6 @@ def outcomes(results):
 
 
 def starts(tmp_path):
-    """Count how often each point has begun to train."""
     runs = tmp_path / "runs"
     return {p.name: sum(e["event"] == "start" for e in read_events(p)) for p in sorted(runs.iterdir()) if p.is_dir()}
 
@@ -330,7 +323,6 @@ def starts(tmp_path):
 @pytest.mark.changes_runs  # stand-ins of a trainer write these runs
 class TestRun:
     def test_failures_are_named_and_a_second_call_goes_on(self, prepared, tmp_path, capsys):
-        """The first error is reported. Finished points are not trained again."""
         results = prepared(**{NAMES[1]: "fail", NAMES[2]: "crash", NAMES[3]: "die"})
         assert outcomes(results) == dict(zip(NAMES, ("finished", "failed", "failed", "failed"), strict=True))
         told = summary(results)
@@ -369,7 +361,6 @@ class TestRun:
 
     @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
     def test_asked_to_stop(self, prepared, tmp_path, number):
-        """Two points train and save and stop. The others do not begin, and the signal handlers are restored."""
         before = signal.getsignal(number)
         self.signalled(tmp_path, 2, number)
         results = prepared(jobs=2, **dict.fromkeys(NAMES, "wait"))
@@ -387,7 +378,6 @@ class TestRun:
         assert (results[0].outcome, results[0].detail) == ("stopped", "stop at step 1: SIGTERM")
 
     def test_asked_to_stop_twice(self, prepared, tmp_path):
-        """Points that do not stop are killed."""
         before = children(os.getpid())  # servers that fork the ranks of other tests
         self.signalled(tmp_path, 1, times=2)
         results = prepared(**{NAMES[0]: "stubborn"})
@@ -395,7 +385,6 @@ class TestRun:
         assert children(os.getpid()) == before
 
     def test_two_calls_do_not_train_one_point_twice(self, prepared, tmp_path, monkeypatch):
-        """Points that another call or job holds are left alone and waited for. The others are trained."""
         monkeypatch.setattr(local, "IN_USE", 0.5)
         held = []
         for name, lock in ((NAMES[1], local.LOCK), (NAMES[2], ".lock")):
@@ -463,7 +452,6 @@ def test_first_error(tmp_path, text, error):
 
 
 def test_submit(sweep, sample, monkeypatch, capsys):
-    """The plan of the first point is printed, and an array of the unfinished points, if any, is submitted."""
     assert ranges([7, 0, 1, 2, 3, 9, 10]) == "0-3,7,9-10"
     monkeypatch.delenv("TITAN_DISP_PYTHON", raising=False)
     monkeypatch.setattr(folder, "load_config", loaded_once)
@@ -536,7 +524,6 @@ def test_the_cost_of_the_experiment_at_124m(monkeypatch):
 @pytest.mark.night
 @pytest.mark.timeout(1200)
 def test_killed_in_the_middle(sample, tmp_path):
-    """After kill -9 of a real 2 × 2 sweep, the point in training saves and ends. Finished points are not repeated."""
     file = write(tmp_path / "sweep.toml", GRID, overrides=(*nano(sample), "--checkpoint.interval=1"))
     command, options = (
         [sys.executable, "-m", "titan_disp.cli", "sweep"],

@@ -36,20 +36,19 @@ def test_encoder_agrees_with_torchtitans_tokenizer(hf_tokenizer, tmp_path, bos, 
     tokenizer = Tokenizer.from_file(str(hf_tokenizer / "tokenizer.json"))
     tokenizer.add_special_tokens(["<s>"])
     if template:
-        ids = [("<s>", tokenizer.token_to_id("<s>")), ("<|endoftext|>", tokenizer.token_to_id("<|endoftext|>"))]
+        ids = [(token, tokenizer.token_to_id(token)) for token in ("<s>", "<|endoftext|>")]
         single = "<s> $A <|endoftext|>" if bos else "$A <|endoftext|>"
         tokenizer.post_processor = processors.TemplateProcessing(single=single, special_tokens=ids)
     tokenizer.save(str(tmp_path / "tokenizer.json"))
     config = {"eos_token": "<|endoftext|>"} | ({"bos_token": "<s>"} if bos else {})
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
     loaded = load_tokenizer(tmp_path)
+    encode = encoder(loaded)
+    fast = fast_encoder(loaded, str(tmp_path), encode)
     for text in (TEXT, "", "plain"):
-        assert encoder(loaded)(text) == loaded.encode(text, add_bos=True, add_eos=True)
-    assert encoder(loaded)(TEXT)[-1] == loaded.eos_id
-    assert (encoder(loaded)(TEXT)[0] == loaded.bos_id) == bos
-    fast = fast_encoder(loaded, str(tmp_path), encoder(loaded))
-    for text in (TEXT, "", "plain"):
-        assert fast(text).tolist() == encoder(loaded)(text)
+        assert fast(text).tolist() == encode(text) == loaded.encode(text, add_bos=True, add_eos=True)
+    assert encode(TEXT)[-1] == loaded.eos_id
+    assert (encode(TEXT)[0] == loaded.bos_id) == bos
 
 
 def test_fast_tokenizer_is_not_trusted(sample, hf_tokenizer, monkeypatch):
@@ -151,15 +150,18 @@ def test_the_eos_of_config_json_is_in_the_fingerprint(sample, hf_tokenizer, tmp_
 
 
 def test_which_file_is_the_tokenizer(sample, hf_tokenizer, tmp_path):
-    with pytest.raises(ConfigError, match="is not a folder"):
-        load_tokenizer(sample / "tokenizer" / "sample.model")
-    with pytest.raises(ConfigError, match="holds no tokenizer file"):
-        load_tokenizer(tmp_path)
-    for name, message in (("a.model", "cannot load the tokenizer"), ("b.model", r"holds a\.model, b\.model")):
-        (tmp_path / name).write_bytes(b"nonsense")
+    model = sample / "tokenizer" / "sample.model"
+    for folder, content, message in (
+        (model, {}, "is not a folder"),
+        (tmp_path, {}, "holds no tokenizer file"),
+        (tmp_path, {"a.model": b"nonsense"}, "cannot load the tokenizer"),
+        (tmp_path, {"b.model": b"nonsense"}, r"holds a\.model, b\.model"),
+    ):
+        for name, written in content.items():
+            (folder / name).write_bytes(written)
         with pytest.raises(ConfigError, match=message):
-            load_tokenizer(tmp_path)
+            load_tokenizer(folder)
     with pytest.raises(ConfigError, match="2048 tokens, but model.flavor 'tiny' has a vocabulary of 100"):
-        load_tokenizer_for("tiny", 100, sample / "tokenizer")
+        load_tokenizer_for("tiny", 100, model.parent)
     (tmp_path / "tokenizer.json").write_bytes((hf_tokenizer / "tokenizer.json").read_bytes())
     assert find_tokenizer(tmp_path).name == "tokenizer.json"
