@@ -14,7 +14,9 @@ def test_local_data_is_checked(sample, tmp_path):
     assert len(check_data("c4", str(sample))) == TRAIN_FILES
     assert len(check_data("c4_validation", str(sample))) == 1
     assert check_data("c4", None) == []
-    with pytest.raises(ConfigError, match=r"validation\.dataset_path .* holds no validation data, because .* such as en/c4-"):
+    with pytest.raises(
+        ConfigError, match=r"validation\.dataset_path .* holds no validation data, because .* such as en/c4-"
+    ):
         check_data("c4_validation", str(tmp_path), key="validation")
 
 

@@ -29,7 +29,13 @@ def splitmix(state):
 
 def test_permutation():
     """It sorts by SplitMix64's numbers; here by those published for the seed 1234567."""
-    published = [6457827717110365317, 3203168211198807973, 9817491932198370423, 4593380528125082431, 16408922859458223821]
+    published = [
+        6457827717110365317,
+        3203168211198807973,
+        9817491932198370423,
+        4593380528125082431,
+        16408922859458223821,
+    ]
     assert list(islice(splitmix(1234567), 5)) == published
     assert permutation(1234567, 5) == [1, 3, 0, 2, 4]
     assert (permutation(3, 0), permutation(2**64 - 1, 1)) == ([], [0])
