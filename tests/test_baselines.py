@@ -230,11 +230,9 @@ def distance(found, expected):
 
 @pytest.mark.parametrize(("name", "options"), [("tied", SMALL), ("untied", UNTIED)])
 def test_active_forgetting_against_a_plain_loop(trained, name, options):
-    """Two of PyTorch's optimizers, one of which is made anew with the embedding.
-
-    Learning rates by hand: the body's falls on a line over the 100 steps of the run; of K = 3 steps with a warm-up of 1.5, the
-    embedding's are 2/3, 2/3 and 0 of its highest.
-    """
+    """Two of PyTorch's optimizers, one of which is made anew with the embedding. Learning rates by hand: the body's falls on
+    a line over the 100 steps of the run; of K = 3 steps with a warm-up of 1.5, the embedding's are 2/3, 2/3 and 0 of its
+    highest."""
     after, before = trained[name]["after"], trained[name]["before"]
     model = plain_model(before, options[1])
     embedding = model.tok_embeddings.weight

@@ -110,9 +110,7 @@ def test_undefined_numbers_are_null_in_json():
 
 def test_depth():
     """ρ and τ by hand: of 0.1, 0.3, 0.2 they are ½ and ⅓, and of 0.1, 0.3, 0.4, with the norm in the last block's place, 1.
-
-    0.009 apart, as at initialization, neither number is given, but how far apart they are. 0.011 apart they are ranked.
-    """
+    0.009 apart, as at initialization, neither number is given, but how far apart they are. 0.011 apart they are ranked."""
     found = condensed(0.1, 0.3, 0.2, 0.4)
     assert found.mean_cosine[found.last_block] == 0.2
     assert found.to_json()["layers"] == ["embedding", "block 0", "block 1", "final norm"]

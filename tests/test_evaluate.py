@@ -43,10 +43,8 @@ def load_plainly(folder: Path):
 
 
 def log_probabilities(folder: Path, context: str, continuation: str) -> tuple[float, bool]:
-    """Compute a continuation's log-likelihood with transformers alone, and whether each token is the most likely one.
-
-    Tokens are bytes.
-    """
+    """Compute a continuation's log-likelihood with transformers alone, and whether each token is the most likely one. Tokens
+    are bytes."""
     model, tokenizer = load_plainly(folder)
     tokens = torch.tensor(tokenizer(context + continuation)["input_ids"])
     n = len(tokenizer(continuation)["input_ids"])
@@ -243,11 +241,9 @@ def of_length(path, count):
 
 @pytest.mark.slow
 def test_the_ten_of_the_paper(models, tmp_path, monkeypatch):
-    """All are in the installed harness, with plain accuracy; MMLU is pooled.
-
-    The numbers of examples are those of the authors' midtrain_qwen3.py (zeroshot_tasks; fewshot_tasks, of which --num_fewshot is
-    5), the metrics those of their plot_results.py.
-    """
+    """All are in the installed harness, with plain accuracy; MMLU is pooled. The numbers of examples are those of the
+    authors' midtrain_qwen3.py (zeroshot_tasks; fewshot_tasks, of which --num_fewshot is 5), the metrics those of their
+    plot_results.py."""
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(datasets, "load_dataset", small_hub)
     monkeypatch.setattr(lm_eval.tasks, "TaskManager", TaskManager)
@@ -273,10 +269,8 @@ def test_the_ten_of_the_paper(models, tmp_path, monkeypatch):
 
 
 def test_numbers_of_examples_and_protocols(monkeypatch):
-    """The user or the protocol sets the number, except for TruthfulQA, which fixes it.
-
-    midtrain_qwen3.py and midtrain_gpt2.py have --num_fewshot 5 and 1, and --max_eval_samples 200 and 500.
-    """
+    """The user or the protocol sets the number, except for TruthfulQA, which fixes it. midtrain_qwen3.py and midtrain_gpt2.py
+    have --num_fewshot 5 and 1, and --max_eval_samples 200 and 500."""
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(datasets, "load_dataset", small_hub)
     limits = {name: protocol.limit for name, protocol in PROTOCOLS.items()}

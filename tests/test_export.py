@@ -116,10 +116,8 @@ def test_shards_and_dtype(run, model, tmp_path):
 
 
 def test_hugging_face_tokenizer_is_copied(model, hf_tokenizer, tmp_path):
-    """If no class were named, transformers would use Qwen's pre-tokenizer, because the model is a Qwen3.
-
-    Training reads "<|endoftext|>" in a document as text. transformers does so only on request; the export requests it.
-    """
+    """If no class were named, transformers would use Qwen's pre-tokenizer, because the model is a Qwen3. Training reads
+    "<|endoftext|>" in a document as text. transformers does so only on request; the export requests it."""
     (tmp_path / "train.jsonl").write_text('{"body": "a<|endoftext|>b", "text": 1}\n')
     data = ("--training.dataset_path", str(tmp_path / "train.jsonl"), "--stream.text_field", "body")
     export(ExportOptions(save_run(tmp_path / "run", model, hf_tokenizer, *data), tmp_path / "out"))

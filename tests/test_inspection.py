@@ -101,15 +101,13 @@ def largest_number_alive(layers):
 @torch.no_grad()
 def test_layers_of_a_run(run):
     (target,) = find_targets([str(run)], False, None).values()
-    got = {}
-    layers = target.load(torch.device("cpu"), "float32")
+    layers, got = target.load(torch.device("cpu"), "float32"), {}
     layers(tokens(length=16), lambda layer, z: got.update({layer: z}))
     model = load_model(find_saved(run))
     _, expected = model(tokens(length=16), return_activations=range(8))
     assert layers.parameters == sum(p.numel() for p in set(model.parameters()))
     assert list(got) == list(range(8))
-    for layer, z in enumerate(expected):
-        torch.testing.assert_close(got[layer], z, rtol=0, atol=0)
+    torch.testing.assert_close([*got.values()], [*expected], rtol=0, atol=0)
     assert largest_number_alive(layers) <= 3
 
 
@@ -258,18 +256,17 @@ def test_code_of_strangers(gpt2, text, command, tmp_path, capsys, monkeypatch):
 def test_dtypes_and_devices(gpt2, run, text, command, tmp_path, capsys, monkeypatch):
     """bf16 is close to float32 but not equal, also for a run. auto is the CPU without a GPU, and needs accelerate."""
     pytest.importorskip("accelerate")
-    auto = ("--device", "auto", "--dtype", "auto")
-    for name, options in (("f32", ()), ("bf16", ("--dtype", "bfloat16")), ("auto", auto)):
-        command(gpt2, run, "--text", text, "--sequences", 2, "--out", tmp_path / name, *options)
+    few = ("--text", text, "--sequences", 2, "--out")
+    for name, options in {"f32": "", "bf16": "--dtype bfloat16", "auto": "--device auto --dtype auto"}.items():
+        command(gpt2, run, *few, tmp_path / name, *options.split())
     for target in ("gpt2", "run-step-30"):
         f32, bf16, auto = (Condensation.load(tmp_path / out / f"{target}.npz") for out in ("f32", "bf16", "auto"))
         assert auto.to_json() == f32.to_json()
-        difference = np.abs(bf16.mean_cosine - f32.mean_cosine)
-        assert 0 < difference.max() < 0.02  # with eight bits, each activation is off by up to 1/256
+        # With eight bits, each activation is off by up to 1/256.
+        assert 0 < np.abs(bf16.mean_cosine - f32.mean_cosine).max() < 0.02
     assert json.loads((tmp_path / "bf16" / "metrics.json").read_text())["dtype"] == "bfloat16"
     monkeypatch.setattr(command_module, "find_spec", lambda _: None)
-    told = refused(command, capsys, gpt2, "--text", text, "--out", tmp_path / "out", "--device", "auto")
-    assert "pip install accelerate" in told
+    assert "pip install accelerate" in refused(command, capsys, gpt2, *few, tmp_path / "out", "--device", "auto")
 
 
 def letters(text):

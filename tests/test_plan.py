@@ -146,16 +146,14 @@ NON_EMBEDDING = {"0.6B": 0.44, "0.6B_untied": 0.44, "1.7B": 1.4, "4B": 3.6, "8B"
 @pytest.mark.parametrize("flavor", NON_EMBEDDING)
 def test_every_size(flavor):
     """A checkpoint has every weight and Adam's two moments. A tied matrix has two names. The plan is for two nodes."""
-    plan = make_plan(config({"model.flavor": flavor}), Machine(2, 8))
-    published = NON_EMBEDDING[flavor]
-    assert plan.model.parameters_non_embedding / 1e9 == pytest.approx(published, rel=0.015)
-    vocabulary = 151_936 * flavors[flavor].dim
-    tied = flavors[flavor].enable_weight_tying
-    assert plan.model.parameters == plan.model.parameters_non_embedding + (1 if tied else 2) * vocabulary
-    assert plan.checkpoints.size == 4 * (3 * plan.model.parameters + (vocabulary if tied else 0))
+    plan, args = make_plan(config({"model.flavor": flavor}), Machine(2, 8)), flavors[flavor]
+    own, parameters, tied = plan.model.parameters_non_embedding, plan.model.parameters, args.enable_weight_tying
+    assert own / 1e9 == pytest.approx(NON_EMBEDDING[flavor], rel=0.015)
+    vocabulary = 151_936 * args.dim
+    assert parameters == own + (1 if tied else 2) * vocabulary
+    assert plan.checkpoints.size == 4 * (3 * parameters + (vocabulary if tied else 0))
     # Two blocks and the output are gathered at the same time, and also the embedding if it is tied to the output.
-    block = (plan.model.parameters_non_embedding - flavors[flavor].dim) // flavors[flavor].n_layers
-    assert plan.memory.unsharded == 2 * 2 * (vocabulary + flavors[flavor].dim + 2 * block)
+    assert plan.memory.unsharded == 2 * 2 * (vocabulary + args.dim + 2 * (own - args.dim) // args.n_layers)
 
 
 def test_bytes_of_shards_that_span_nodes():
@@ -270,21 +268,19 @@ def test_checkpoint_counts(changes, expected):
 
 
 @pytest.mark.parametrize(
-    ("replicas", "machine", "message"),
+    ("machine", "message"),
     [
-        (7, Machine(7, 8), "not a positive multiple"),
-        (1, Machine(0, 8), "at least 1"),
-        (80, Machine(80, 8, gpu="P100"), "expected one of A100"),
-        (80, Machine(80, 8, mfu=0.0), "mfu is 0.0"),
-        (80, Machine(80, 8, mfu=1.5), "mfu is 1.5, expected a number in"),
-        (80, Machine(80, 8, node_bandwidth=0.0), "node bandwidth is 0 GB/s"),
-        (80, Machine(80, 8, network_bandwidth=0.0), "network bandwidth is 0 GB/s"),
-        (80, Machine(80, 8, storage_bandwidth=0.0), "storage bandwidth is 0 GB/s"),
+        ({"nodes": 7}, "not a positive multiple"),
+        ({"nodes": 0}, "at least 1"),
+        ({"gpu": "P100"}, "expected one of A100"),
+        ({"mfu": 0.0}, "mfu is 0.0"),
+        ({"mfu": 1.5}, "mfu is 1.5, expected a number in"),
+        *(({f"{what}_bandwidth": 0.0}, f"{what} bandwidth is 0 GB/s") for what in ("node", "network", "storage")),
     ],
 )
-def test_refused(replicas, machine, message):
+def test_refused(machine, message):
     with pytest.raises(ConfigError, match=message):
-        make_plan(paper(replicas), machine)
+        make_plan(paper(7 if machine == {"nodes": 7} else 80), Machine(**{"nodes": 80, "gpus_per_node": 8} | machine))
 
 
 def test_missing_inputs_are_warned_about_one_by_one(sample):
@@ -305,12 +301,11 @@ def test_missing_inputs_are_warned_about_one_by_one(sample):
 
 
 def test_sources_and_their_parts_of_the_tokens(sample):
-    mixed = demo(sample, {"checkpoint.enable": False})
-    mixed.training.dataset_path = None
+    mixed = demo(sample, {"checkpoint.enable": False, "training.dataset_path": None})
     mixed.stream.sources = [Source(0.9, f"{sample}/en", "c4", "web"), Source(0.1, "/nowhere/code")]
     plan = make_plan(mixed, Machine(1, 1))
     assert [(one.name, one.slots, one.tokens) for one in plan.sources] == [("web", 14, 0.875), ("code", 2, 0.125)]
-    missing, coarse = plan.warnings
+    missing, coarse = plan.warnings  # of a share more than 10 % off
     assert missing.startswith("stream.sources.code.path is '/nowhere/code', which does not exist")
     assert "code: 12.50% of the tokens (10.00% asked for), 2 of 16 slots. Raise training." in coarse
     assert "sources         web: 87.50% of the tokens (90.00% asked for), 14 of 16 slots\n" in render(plan)
@@ -377,8 +372,7 @@ def test_context_and_tensor_parallel(monkeypatch, every_node_count):
     assert parts.memory.dispersion == whole.memory.dispersion // 4
     # FSDP also shards over CP: 4 × TP 2 = 8 parts as before, except for the norms, which TP does not shard.
     assert whole.memory.weights <= parts.memory.weights < 1.001 * whole.memory.weights
-    # With loss parallel, a rank has half of the tokens and of the vocabulary. The loss is eager (12 bytes) rather than
-    # compiled (4 bytes).
+    # With loss parallel, a rank has half of the tokens and of the vocabulary. The loss is eager (12 bytes), not compiled (4).
     assert parts.memory.logits == whole.memory.logits * 3 // 4
     assert all(c.replicate == c.nodes for c in parts.node_counts)
 

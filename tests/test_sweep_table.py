@@ -58,19 +58,6 @@ def condition(name, values):
 
 
 class TestDifferences:
-    def test_by_hand(self):
-        """−0.1, −0.2, −0.3 have the mean −0.2 and s.e. 0.1/√3. t with 2 degrees of freedom is 4.302653 at 97.5 %."""
-        off, on = condition("off", {1: 4.0, 2: 4.2, 3: 4.4}), condition("on", {1: 3.9, 2: 4.0, 3: 4.1})
-        first, second = differences([off, on], "off")
-        assert first.difference is None
-        found = second.difference
-        assert found.mean == pytest.approx(-0.2)
-        assert found.standard_error == pytest.approx(0.0577350, rel=1e-5)
-        assert (found.low, found.high) == (pytest.approx(-0.2 - 0.2484138), pytest.approx(-0.2 + 0.2484138))
-        assert (found.p_value, found.holm) == (0.25, 0.25)
-        assert second.mean == pytest.approx(4.0)
-        assert second.standard_error == pytest.approx(0.0577350, rel=1e-5)
-
     def test_only_shared_seeds_are_pairs(self):
         off, on = condition("off", {1: 1.0, 2: 2.0, 3: None}), condition("on", {2: 2.5, 3: 9.0, 4: 7.0})
         _, found = differences([off, on], "off")

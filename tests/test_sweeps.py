@@ -312,37 +312,38 @@ def prepared(sweep, sample, monkeypatch, heard):
 
 
 def outcomes(results):
-    return {result.name: result.outcome for result in results}
+    return [result.outcome for result in results]
 
 
 def starts(tmp_path):
-    runs = tmp_path / "runs"
-    return {p.name: sum(e["event"] == "start" for e in read_events(p)) for p in sorted(runs.iterdir()) if p.is_dir()}
+    """How often each point has begun to train."""
+    runs = [tmp_path / "runs" / name for name in (NAMES if (tmp_path / "runs" / NAMES[0]).exists() else ["seed-1"])]
+    return [sum(event["event"] == "start" for event in read_events(run)) for run in runs]
 
 
 @pytest.mark.changes_runs  # stand-ins of a trainer write these runs
 class TestRun:
     def test_failures_are_named_and_a_second_call_goes_on(self, prepared, tmp_path, capsys):
         results = prepared(**{NAMES[1]: "fail", NAMES[2]: "crash", NAMES[3]: "die"})
-        assert outcomes(results) == dict(zip(NAMES, ("finished", "failed", "failed", "failed"), strict=True))
-        told = summary(results)
-        log = tmp_path / "runs" / NAMES[1] / "sweep.log"
+        assert [result.name for result in results] == NAMES
+        assert outcomes(results) == ["finished", "failed", "failed", "failed"]
+        told, log = summary(results), tmp_path / "runs" / NAMES[1] / "sweep.log"
         assert told[:2] == ["1 finished, 3 failed", f"  {NAMES[1]}: failed: the data is not there (status 2; {log})"]
         assert "RuntimeError: it broke (status 1; " in told[2]
         assert "killed by SIGKILL" in told[3]
-        assert [state(tmp_path / "runs" / name)[0] for name in NAMES] == ["finished", "failed", "failed", "failed"]
+        assert [state(tmp_path / "runs" / name)[0] for name in NAMES] == outcomes(results)
         said = capsys.readouterr().out
         assert "0 finished, 4 to train, 1 at a time" in said
         assert "1 finished, 3 failed, 0 training, 0 waiting" in said
 
         results = prepared(**{NAMES[2]: "fail"})
-        assert outcomes(results) == dict(zip(NAMES, ("finished", "finished", "failed", "finished"), strict=True))
-        assert starts(tmp_path) == dict(zip(NAMES, (1, 1, 1, 2), strict=True))
+        assert outcomes(results) == ["finished", "finished", "failed", "finished"]
+        assert starts(tmp_path) == [1, 1, 1, 2]
         assert "the data is not there" in summary(results)[1]  # not the error of the first call
         assert "1 finished, 3 to train" in capsys.readouterr().out
         for _ in range(2):
-            assert set(outcomes(prepared()).values()) == {"finished"}
-            assert starts(tmp_path) == dict(zip(NAMES, (1, 1, 2, 2), strict=True))
+            assert set(outcomes(prepared())) == {"finished"}
+            assert starts(tmp_path) == [1, 1, 2, 2]
 
     def signalled(self, tmp_path, count, number=signal.SIGINT, times=1, pause=1.2):
         """Signal this process as soon as so many points train, and again after ``pause`` seconds."""
@@ -364,11 +365,9 @@ class TestRun:
         before = signal.getsignal(number)
         self.signalled(tmp_path, 2, number)
         results = prepared(jobs=2, **dict.fromkeys(NAMES, "wait"))
-        assert [(one.outcome, one.detail) for one in results] == [
-            *[("stopped", "stop at step 1: SIGTERM")] * 2,
-            *[("stopped", "not begun")] * 2,
-        ]
-        assert starts(tmp_path) == {NAMES[0]: 1, NAMES[1]: 1, NAMES[2]: 0, NAMES[3]: 0}
+        assert outcomes(results) == ["stopped"] * 4
+        assert [one.detail for one in results] == [*["stop at step 1: SIGTERM"] * 2, *["not begun"] * 2]
+        assert starts(tmp_path) == [1, 1, 0, 0]
         assert signal.getsignal(number) is before
 
     def test_a_doubled_signal_kills_no_point(self, prepared, tmp_path):
@@ -380,8 +379,7 @@ class TestRun:
     def test_asked_to_stop_twice(self, prepared, tmp_path):
         before = children(os.getpid())  # servers that fork the ranks of other tests
         self.signalled(tmp_path, 1, times=2)
-        results = prepared(**{NAMES[0]: "stubborn"})
-        assert outcomes(results)[NAMES[0]] == "stopped"
+        assert outcomes(prepared(**{NAMES[0]: "stubborn"}))[0] == "stopped"
         assert children(os.getpid()) == before
 
     def test_two_calls_do_not_train_one_point_twice(self, prepared, tmp_path, monkeypatch):
@@ -391,23 +389,22 @@ class TestRun:
             (tmp_path / "runs" / name).mkdir(parents=True)
             held.append(lock_folder(tmp_path / "runs" / name, lock))
         results = prepared()
-        assert [result.outcome for result in results] == ["finished", "in use", "in use", "finished"]
+        assert outcomes(results) == ["finished", "in use", "in use", "finished"]
         assert "is in use by another job" in results[1].detail
-        assert starts(tmp_path) == {NAMES[0]: 1, NAMES[1]: 0, NAMES[2]: 0, NAMES[3]: 1}
+        assert starts(tmp_path) == [1, 0, 0, 1]
         for lock in held:
             lock.close()
-        assert set(outcomes(prepared()).values()) == {"finished"}
+        assert set(outcomes(prepared())) == {"finished"}
 
     def test_another_call_has_finished_it_meanwhile(self, prepared, tmp_path, monkeypatch):
         """The state is read again under the lock."""
         prepared(text=ONE)
         events = tmp_path / "runs" / "seed-1" / "events.jsonl"
-        complete = events.read_text()
+        complete, lock = events.read_text(), local.lock_folder
         events.unlink()
-        lock = local.lock_folder
         monkeypatch.setattr(local, "lock_folder", lambda *args: events.write_text(complete) and lock(*args))
-        assert outcomes(prepared(text=ONE)) == {"seed-1": "finished"}
-        assert starts(tmp_path)["seed-1"] == 1
+        assert outcomes(prepared(text=ONE)) == ["finished"]
+        assert starts(tmp_path) == [1]
 
     def test_one_core_each(self, prepared, tmp_path, monkeypatch):
         monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
@@ -481,10 +478,8 @@ def test_submit(sweep, sample, monkeypatch, capsys):
 
 @pytest.mark.parametrize("file", sorted((ROOT / "train_configs" / "sweeps").glob("*.toml")), ids=lambda file: file.stem)
 def test_the_sweeps_that_come_with_it(file, monkeypatch):
-    """Every value of a grid is valid for its key, and the condition that the others are compared with exists.
-
-    A point of each list goes through the loader, and the other values are put into its config, which takes no time.
-    """
+    """Every value of a grid is valid for its key, and the condition that the others are compared with exists. A point of each
+    list goes through the loader, and the other values are put into its config, which takes no time."""
     monkeypatch.chdir(ROOT)  # paths are relative to it
     sweep = read_sweep(file)
     assert sweep.against in {point.condition for point in points(sweep)}
