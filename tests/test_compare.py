@@ -170,7 +170,6 @@ def test_one_seed_each_says_nothing_over_seeds():
 
 
 def test_holm_over_seeds_too():
-    """With three seeds each in two tasks, the p values of Welch's tests are adjusted for two tests."""
     rng = np.random.default_rng(3)
     off, on = ({name: of_seeds(rng.random((3, 20)) + shift) for name in "xy"} for shift in (0.0, 0.1))
     found = [task.differences["on"].over_seeds for task in compare(rows_of("xy"), {"off": off, "on": on}).tasks]
@@ -178,7 +177,6 @@ def test_holm_over_seeds_too():
 
 
 def test_pooling():
-    """The scatter over a single document is unknown. The number of examples is that of the seeds. One seed stays."""
     found = pooled([Scores(1.0, None, 5, np.ones(1)), Scores(0.0, None, 5, np.zeros(1))])
     assert (found.score, found.standard_error, found.num_fewshot) == (0.5, None, 5)
     one = Scores(0.5, 0.25, "mixed", np.array([0.0, 1]))

@@ -44,7 +44,6 @@ def gpt2(tmp_path_factory, hf_tokenizer):
 
 @pytest.fixture(scope="module")
 def qwen3(tmp_path_factory, hf_tokenizer):
-    """The weights are in bfloat16, like those of published models."""
     torch.manual_seed(1)
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4, "num_attention_heads": 2}
     sizes |= {"num_key_value_heads": 1, "head_dim": 16, "max_position_embeddings": 128, "tie_word_embeddings": True}
@@ -173,7 +172,6 @@ def test_short_texts_give_fewer_or_shorter_sequences():
 
 
 def test_another_field_of_the_text(tmp_path):
-    """stream.text_field of a run is an option here; where it is wrong, the message names the option."""
     file, table = tmp_path / "some.jsonl", tmp_path / "some.parquet"
     file.write_text('{"meta": {"body": "one"}}\n{"meta": {"body": "two"}}\n')
     table.write_bytes(parquet(body=["one", "two"]))

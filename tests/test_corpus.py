@@ -99,7 +99,6 @@ def test_markup_is_taken_away(name, source, text):
 
 
 def test_entries_of_a_dictionary_come_once_in_their_order_until_a_page_is_full():
-    """The index has numbers as dictd writes them: in base 64, which for these offsets is three digits at most."""
     alphabet = f"{string.ascii_uppercase}{string.ascii_lowercase}{string.digits}+/"
     names, index, offset = ("one", "two", "three", "four"), ["00-database-short\tA\tB"], 0
     entries = [f"{word}\n   the entry of {word} {'x' * 2100}\n   [1913 Webster]\n" for word in names]

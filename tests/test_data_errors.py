@@ -19,7 +19,7 @@ import pytest
 
 from tests.streams import batches, ids_as, llm_c, parquet, records_of, stored, streams_of, write_texts
 from titan_disp.cluster.plan import missing_inputs
-from titan_disp.config.checks import check_inputs, check_stream
+from titan_disp.config.checks import check_inputs
 from titan_disp.config.load import load_config
 from titan_disp.data import sources
 from titan_disp.data.documents import Documents
@@ -293,19 +293,6 @@ def test_a_wrong_column_stops_the_run_at_once(tmp_path):
         batches(streams_of(files, 1, 1, on_bad_data="skip"), 60)
 
 
-@pytest.mark.parametrize(
-    ("toml", "found"),
-    [
-        ("text_field = ''", 'stream.text_field is "", expected the name of a field: most corpora call it "text"'),
-        ("text_split = 'lines'", "stream.text_split is 'lines'.*file.*blank_lines"),
-    ],
-)
-def test_bad_options(tmp_path, toml, found):
-    (tmp_path / "c.toml").write_text(f"[stream]\n{toml}\n")
-    with pytest.raises(ConfigError, match=found):
-        check_stream(load_config(["--job.config_file", str(tmp_path / "c.toml")]), 1)
-
-
 def test_validation_with_fewer_sequences_than_asked_for(sample, tmp_path):
     texts, tokenizer = [f"A sentence of some words, number {i}." for i in range(30)], load_tokenizer(sample / "tokenizer")
     write_texts(tmp_path / "validation.jsonl", texts)
@@ -328,7 +315,6 @@ def test_validation_with_fewer_sequences_than_asked_for(sample, tmp_path):
 
 
 def test_commands_look_at_the_data(sample, tmp_path):
-    """``check_data`` only lists files; training, plan and digest also look at them."""
     written(tmp_path, {"a.json": b'{"body": "a"}\n'})
     argv = ["--training.dataset", "text", "--training.dataset_path", str(tmp_path), "--model.flavor", "nano"]
     job = load_config(["--model.name", "qwen3_disp", "--model.hf_assets_path", f"{sample}/tokenizer", *argv])

@@ -54,7 +54,6 @@ def small(hf, **changes):
 
 @pytest.mark.parametrize("name", ["qwen3", "gpt2"])
 def test_hidden_states_of_hugging_face(hf, name):
-    """The embedding first, the outputs of all blocks but the last, and the last one after the final norm only."""
     torch.manual_seed(0)
     model = hf.build_model(name, 16).eval()
     body = model.base_model

@@ -95,7 +95,6 @@ def test_the_pages_numbers_by_hand():
 
 
 def test_the_picture(tmp_path, monkeypatch):
-    """Maps of the mean over seeds; below, the seeds' mean of all blocks and cross-entropy, in a band."""
     levels = {"off": (0.4, 0.6), "on": (0.1, 0.3)}
     folders = {state: [tmp_path / f"{state}-{seed}" for seed in (1, 2)] for state in levels}
     for state, of_state in folders.items():

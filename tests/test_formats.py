@@ -93,7 +93,6 @@ def test_the_kind_of_a_file_is_found_by_its_first_bytes(tmp_path, name):
 
 @pytest.mark.parametrize(("length", "count"), [(8000, 3000), (400_000, 60)])
 def test_an_open_parquet_file_holds_little_of_it(tmp_path, length, count):
-    """This holds however far it is read, however large its row groups, and however long its documents."""
     text = np.random.default_rng(0).bytes(length * 6).hex()
     table = pyarrow.table({"text": [f"{i} {text[i % 10 * length :][:length]}" for i in range(count)]})
     how = {"compression": "none", "use_dictionary": False, "write_batch_size": 4}

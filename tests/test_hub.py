@@ -198,7 +198,6 @@ def run(capsys, *arguments):
 
 
 def test_mirror(hub, tmp_path, capsys):
-    """A configuration's splits without the rest: same names and sizes as on the hub, so that a run can go on from either."""
     mirror, split = tmp_path / "mirror", "hf:some/prose:split"
     said = run(capsys, "data", "fetch", str(mirror), "--dataset", split)
     assert f"{mirror} is complete: training.dataset = '{split}', training.dataset_path = " in said.out

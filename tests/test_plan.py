@@ -45,7 +45,6 @@ def config(changes=()):
 
 
 def paper(replicas=80, changes=()):
-    """The config's number of replicas determines the shard degree."""
     return config({REPLICAS: replicas, SHARDS: -1} | dict(changes))
 
 
@@ -56,7 +55,6 @@ def demo(sample, changes=()):
 
 @pytest.fixture(autouse=True)
 def few_node_counts(monkeypatch):
-    """Try few node counts: otherwise every plan tries a thousand."""
     monkeypatch.setattr(plans, "MAX_NODES", 1)
 
 
@@ -119,11 +117,9 @@ def test_bytes_and_seconds_of_hsdp_by_hand():
 
 
 def test_bytes_of_an_untied_model_by_hand():
-    """The untied embedding of 8B is its own FSDP group (2 nodes of 8 GPUs, 120 microbatches).
-
-    It is gathered for forward and again for backward, like the blocks. The output and the final norm stay gathered, so
-    their communication overlaps with computing in both directions.
-    """
+    """The untied embedding of 8B is its own FSDP group (2 nodes of 8 GPUs, 120 microbatches). It is gathered for forward and
+    again for backward, like the blocks. The output and the final norm stay gathered, so their communication overlaps with
+    computing in both directions."""
     plans = {how: make_plan(config({"model.flavor": "8B", RESHARD: how}), Machine(2, 8)) for how in RESHARDS}
     matrix, norm, sent = 151_936 * 4096, 4096, 120 * 7 / 8
     parameters = plans["default"].model.parameters
@@ -167,11 +163,8 @@ FOUR_MICROBATCHES = {"training.global_batch_size": 8, "training.local_batch_size
 
 
 def test_bytes_of_tensor_parallel(sample):
-    """Nano on two ranks with TP only, in fp32, without recomputation.
-
-    Each block's forward has 4 collectives of [2, 32, 64], embedding and output have 2, and backward has as many.
-    Dispersion gathers the outputs of 6 blocks.
-    """
+    """Nano on two ranks with TP only, in fp32, without recomputation. Each block's forward has 4 collectives of [2, 32, 64],
+    embedding and output have 2, and backward has as many. Dispersion gathers the outputs of 6 blocks."""
     time = make_plan(demo(sample, {TP: 2, MODE: "none"} | FOUR_MICROBATCHES), Machine(1, 2)).time
     activation = 2 * 32 * 64 * 4
     tensor = 4 * (2 * (4 * 6 + 2)) * activation / 2
@@ -181,11 +174,8 @@ def test_bytes_of_tensor_parallel(sample):
 
 @pytest.mark.parametrize(("mode", "gathers"), [("none", 2), ("full", 3)])
 def test_bytes_of_context_parallel(sample, mode, gathers):
-    """Nano runs on two ranks in fp32 with four microbatches.
-
-    torch gathers keys and values, each [2, 32, 2 heads of 16], in forward, in its recomputation and in backward. It
-    passes their fp32 gradients on as many times as there are ranks.
-    """
+    """Nano runs on two ranks in fp32 with four microbatches. torch gathers keys and values, each [2, 32, 2 heads of 16], in
+    forward, in its recomputation and in backward. It passes their fp32 gradients on as many times as there are ranks."""
     plan = make_plan(demo(sample, {CP: 2, MODE: mode} | FOUR_MICROBATCHES), Machine(1, 2))
     root, blocks = 2048 * 64 + 64, 427_008 - (2048 * 64 + 64)
     fsdp = root * (4 + 4) + blocks * (2 * 4 + 4)
@@ -350,7 +340,6 @@ def test_node_counts(every_node_count):
 
 
 def test_a_batch_that_grows_with_the_ranks(sample, every_node_count):
-    """The token budget gives each node count its own number of steps, which must not leak into the next count."""
     batch = {"training.global_batch_size": -1, "training.local_batch_size": 2}
     job_config = demo(sample, batch | {"training.steps": -1, "budget.tokens": 10_000_000})
     plan = make_plan(job_config, Machine(3, 4))
@@ -447,10 +436,8 @@ class FusedNorm(torch.autograd.Function):
 
 
 def live_bytes(monkeypatch, mode, layers, tokens, estimator="exact", model=("qwen3_disp", "0.6B")):
-    """Measure a bf16 step of a model on fake tensors, after the loss and at the peak of backward.
-
-    The estimator "" means no dispersion.
-    """
+    """Measure a bf16 step of a model on fake tensors, after the loss and at the peak of backward. The estimator "" means no
+    dispersion."""
     entry = MODELS[model[0]]
     monkeypatch.setattr(torch.nn.RMSNorm, "forward", lambda norm, x: FusedNorm.apply(x, norm.weight))
     args = entry.flavors[model[1]]

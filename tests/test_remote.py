@@ -187,7 +187,6 @@ DOCUMENTS = 200  # of a file, 100,000 characters each: twice as many as their st
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory):
-    """Two gzip and two Parquet files of more than 8 MiB, whose texts begin with their number."""
     folder, generator = tmp_path_factory.mktemp("corpus"), np.random.default_rng(0)
     for i, kind in enumerate(("json.gz", "json.gz", "parquet", "parquet")):
         numbers, path = range(i * DOCUMENTS, (i + 1) * DOCUMENTS), folder / f"train-{i}.{kind}"

@@ -35,11 +35,9 @@ def test_sign_flips_by_hand(differences, p):
 
 
 def test_sign_flips_of_many_and_of_ties(monkeypatch):
-    """Many sums of whole numbers are equal, so a missed tie would show. The order of floating-point sums does not matter.
-
-    Of 40 equal pairs, two of 10¹² patterns count: those with all signs equal. A random sample has neither. scipy then
-    counts the observed pattern itself, on either side.
-    """
+    """Many sums of whole numbers are equal, so a missed tie would show. The order of floating-point sums does not matter. Of
+    40 equal pairs, two of 10¹² patterns count: those with all signs equal. A random sample has neither. scipy then counts the
+    observed pattern itself, on either side."""
     d = np.random.default_rng(9).integers(-4, 6, 9)
     sums = [abs(np.dot(signs, d)) for signs in itertools.product((-1, 1), repeat=9)]
     assert sign_flip_p(d) == np.mean([s >= abs(d.sum()) for s in sums])
@@ -114,7 +112,6 @@ def test_final_metrics(tmp_path):
 
 @pytest.fixture
 def sweep(tmp_path):
-    """The sweep has off and two λ with two seeds each. One run of the second λ has stopped, and one has no number."""
     on = '[[points]]\nname = "on"\n[points.grid]\n"dispersion.coeff" = [0.1, 1.0]\n'
     text = f'[[points]]\nname = "off"\n{on}[grid]\n"debug.seed" = [1, 2]\n'
     made = read_sweep(write(tmp_path / "sweep.toml", text))
@@ -157,7 +154,6 @@ def test_the_table(sweep):
 
 
 def test_without_held_out_text(sweep, tmp_path):
-    """Training cross-entropy replaces missing measurements, with a note unless the user asked for it."""
     for file in sweep.folder.glob("*/metrics.jsonl"):
         file.write_text("".join(line for line in file.open() if "condensation" not in line))
     text = write_table(sweep, tmp_path / "out")

@@ -46,7 +46,6 @@ def sweep(tmp_path):
 
 class TestPoints:
     def test_a_grid(self, sweep):
-        """Every combination is a point. Seeds are not part of a condition. Both keys of a line take the same value."""
         grid = '[grid]\n"dispersion.coeff" = [0.0, 0.1]\n"debug.seed, stream.seed" = [1, 2]\n'
         found = points(sweep(grid, "--training.steps=4"))
         names = [f"{condition}_seed-{seed}" for condition in ("coeff-0.0", "coeff-0.1") for seed in (1, 2)]
@@ -69,7 +68,6 @@ class TestPoints:
         assert found[0].overrides == ("--dispersion.no-enabled", "--debug.seed=7")
 
     def test_names_are_safe_and_unique(self, sweep):
-        """Booleans and lists are written as on a command line. A hash distinguishes values of the same name."""
         text = """[grid]
 "dispersion.enabled" = [true, false]
 "dispersion.layers" = ["all", [0, 2]]
@@ -98,7 +96,6 @@ class TestPoints:
         ],
     )
     def test_models_in_a_grid(self, sweep, value, name, option):
-        """Overrides in each of their forms become one option. They are part of the point's name."""
         table = json.dumps(value).replace(": ", " = ")
         (point,) = points(sweep(f'[grid]\n"model.overrides" = [{table}]'))
         assert (point.name, point.overrides) == (f"overrides-{name}", (f"--model.overrides={option}",))
@@ -316,7 +313,6 @@ def outcomes(results):
 
 
 def starts(tmp_path):
-    """How often each point has begun to train."""
     runs = [tmp_path / "runs" / name for name in (NAMES if (tmp_path / "runs" / NAMES[0]).exists() else ["seed-1"])]
     return [sum(event["event"] == "start" for event in read_events(run)) for run in runs]
 
@@ -346,8 +342,6 @@ class TestRun:
             assert starts(tmp_path) == [1, 1, 2, 2]
 
     def signalled(self, tmp_path, count, number=signal.SIGINT, times=1, pause=1.2):
-        """Signal this process as soon as so many points train, and again after ``pause`` seconds."""
-
         def wait():
             deadline = time.monotonic() + 60
             while sum((tmp_path / "runs" / name / "heartbeat.json").exists() for name in NAMES) < count:
