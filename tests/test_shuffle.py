@@ -62,24 +62,20 @@ def shuffled_by_hand(order, size, window, slot, epoch):
 
 
 @pytest.mark.parametrize(
-    ("counts", "slots", "window"),
+    ("counts", "slots", "window", "longer"),
     [
-        ([6, 7, 8, 9], 2, 0),
-        ([21, 20, 22, 19, 23], 2, 8),
-        ([40, 33, 51, 20, 47], 3, 5),
-        ([14, 9, 20], 4, 100),
-        ([90, 4, 4, 70], 7, 2),
-        ([90, 4, 4, 70], 7, 1),
-        ([40, 30, 50], 2, 6),
+        ([6, 7, 8, 9], 2, 0, 1),
+        ([21, 20, 22, 19, 23], 2, 8, 1),
+        ([40, 33, 51, 20, 47], 3, 5, 1),
+        ([14, 9, 20], 4, 100, 1),
+        ([90, 4, 4, 70], 7, 2, 1),
+        ([90, 4, 4, 70], 7, 1, 1),
+        ([40, 30, 50], 2, 6, 1000),  # 3 to 15 kB: many windows end before the sixth document
     ],
 )
-def test_order_of_the_documents(tmp_path, counts, slots, window):
+def test_order_of_the_documents(tmp_path, counts, slots, window, longer):
     """Document by document over two epochs, with their positions. If a new version changed it, no run could resume."""
-
-    def words(i):
-        """In windows of six, documents of 6 to 18 kB: most windows end before the sixth."""
-        return (1000 if window == 6 else 1) * (2 + i % 5)
-
+    words = lambda i: longer * (1 + i % 5)  # noqa: E731
     files = write_files(tmp_path, counts, words)
     before = np.cumsum([1, *counts])
 
