@@ -14,6 +14,16 @@ COMMIT = "0123456789abcdef0123456789abcdef01234567"
 OLDER = "89abcdef0123456789abcdef0123456789abcdef"
 
 
+@contextlib.contextmanager
+def serving(root, repository, monkeypatch, caches):
+    """A hub that this process uses, with its caches in a folder, and hardly a pause between requests."""
+    hub = FakeHub(root, repository)
+    hub.use(monkeypatch, caches)
+    monkeypatch.setattr("titan_disp.data.storage.FIRST_PAUSE", 0.01)
+    yield hub
+    hub.close()
+
+
 class FakeHub:
     """Serves ``root`` as a data set, and the folders in ``datasets`` under their names, at COMMIT."""
 

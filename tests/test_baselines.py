@@ -125,11 +125,11 @@ def test_learning_rate_of_forgetting():
 
 def test_draws_of_forgetting():
     shape = torch.Size([500, 200])
-    found = draw(shape, 3, 1000)
-    assert abs(found.mean()) < 5 * 0.02 / math.sqrt(found.numel())
-    assert found.std() == pytest.approx(0.02, rel=5 / math.sqrt(2 * found.numel()))
+    found, n = draw(shape, 3, 1000), 500 * 200
+    assert abs(found.mean()) < 5 * 0.02 / math.sqrt(n)
+    assert found.std() == pytest.approx(0.02, rel=5 / math.sqrt(2 * n))
     for other in (draw(shape, 3, 2000), draw(shape, 4, 1000)):
-        assert abs((found * other).mean()) < 5 * 0.02**2 / math.sqrt(found.numel())
+        assert abs((found * other).mean()) < 5 * 0.02**2 / math.sqrt(n)
     assert torch.equal(found, draw(shape, 3, 1000))
 
 
@@ -156,32 +156,36 @@ def sent_back(found, folder, name):
         torch.save(found, Path(folder) / f"{name}.pt")
 
 
+def trained_steps(trainer, count):
+    before = weights(trainer)
+    for _ in range(count):
+        step(trainer)
+    return {"before": before, "after": weights(trainer)}
+
+
 def on_two_ranks(sample, folder):
     """FSDP, tied, saved after the third step and resumed; TP, untied, fused; and noise, of which a step is repeated."""
     from titan_disp.errors import ConfigError
 
     run = Path(folder) / "run"
     trainer = build(sample, run, *FORGET, *SMALL)
-    before = weights(trainer)
-    for t in range(1, STEPS + 1):
-        if t == EVERY + 1:  # a validation just before it is forgotten: FSDP leaves the embedding gathered
-            model = trainer.model_parts[0].eval()
-            with torch.no_grad():
-                model(global_batch()[0])
-            model.train()
-        step(trainer)
-        if t == EVERY:
-            trainer.checkpointer.save(t)
-    after = weights(trainer)
-    sent_back({"before": before, "after": after}, folder, "tied")
+    tied = trained_steps(trainer, EVERY)
+    trainer.checkpointer.save(EVERY)
+    model = trainer.model_parts[
+        0
+    ].eval()  # a validation just before it is forgotten: FSDP leaves the embedding gathered
+    with torch.no_grad():
+        model(global_batch()[0])
+    model.train()
+    tied |= {"after": trained_steps(trainer, STEPS - EVERY)["after"]}
+    sent_back(tied, folder, "tied")
     trainer.close()
 
     trainer = build(sample, run, *FORGET, *SMALL)
     trainer.checkpointer.load()
     assert trainer.step == EVERY
-    for _ in range(STEPS - EVERY):
-        step(trainer)
-    assert all(torch.equal(w, after[n]) for n, w in weights(trainer).items())
+    resumed = trained_steps(trainer, STEPS - EVERY)["after"]
+    assert all(torch.equal(w, tied["after"][n]) for n, w in resumed.items())
     trainer.identity.content["n_kv_heads"] = 1
     with pytest.raises(ConfigError, match="n_kv_heads is 2 in the checkpoint and 1 in the config"):
         trainer.checkpointer.load()
@@ -196,16 +200,11 @@ def on_two_ranks(sample, folder):
     trainer.close()
 
     trainer = build(sample, Path(folder) / "untied", *FORGET, *UNTIED, *TP, "--optimizer.implementation", "fused")
-    before = weights(trainer)
-    for _ in range(STEPS):
-        step(trainer)
-    sent_back({"before": before, "after": weights(trainer)}, folder, "untied")
+    sent_back(trained_steps(trainer, STEPS), folder, "untied")
     trainer.close()
 
     trainer = build(sample, Path(folder) / "noise", *NOISE, *SMALL, "--checkpoint.enable")
-    before = weights(trainer)
-    gradients = step(trainer)
-    sent_back({"before": before, "gradients": gradients}, folder, "noise")
+    sent_back({"before": weights(trainer), "gradients": step(trainer)}, folder, "noise")
     trainer.checkpointer.save(1)
     second = step(trainer)
     trainer.checkpointer.load()
@@ -226,17 +225,14 @@ def loss_of(model):
 
 
 def distance(found, expected):
-    """The largest relative one."""
     return max(((found[n] - w).norm() / w.norm()).item() for n, w in expected.items())
 
 
 @pytest.mark.parametrize(("name", "options"), [("tied", SMALL), ("untied", UNTIED)])
 def test_active_forgetting_against_a_plain_loop(trained, name, options):
-    """Two of PyTorch's optimizers, one of which is made anew with the embedding.
-
-    Learning rates by hand: the body's falls on a line over the 100 steps of the run; of K = 3 steps with a warm-up of 1.5, the
-    embedding's are 2/3, 2/3 and 0 of its highest.
-    """
+    """Two of PyTorch's optimizers, one of which is made anew with the embedding. Learning rates by hand: the body's falls on
+    a line over the 100 steps of the run; of K = 3 steps with a warm-up of 1.5, the embedding's are 2/3, 2/3 and 0 of its
+    highest."""
     after, before = trained[name]["after"], trained[name]["before"]
     model = plain_model(before, options[1])
     embedding = model.tok_embeddings.weight
@@ -261,7 +257,6 @@ def test_active_forgetting_against_a_plain_loop(trained, name, options):
 
 
 def test_noise_in_a_step_against_plain_autograd(trained):
-    """Of the whole global batch at once; without the noise the gradients are others."""
     expected = {}
     for alpha in (0, 100):
         model = plain_model(trained["noise"]["before"], SMALL[1])

@@ -76,15 +76,15 @@ a     b
 """
 
 
+PLAIN_HTML = "Visibility Map\n\nEach heap relation\nhas one & only one.\n\nSELECT 1\n  FROM  t;\n\nfirst\n\nsecond"
+PLAIN_MAN = 'THE NAME\n\nfoo - does "it" with code\n\nopen(2)\n.profile isn\'t UTF-8\n\n-v\nsays more'
+
+
 @pytest.mark.parametrize(
     ("name", "source", "text"),
     [
-        (
-            "a.html",
-            HTML,
-            "Visibility Map\n\nEach heap relation\nhas one & only one.\n\nSELECT 1\n  FROM  t;\n\nfirst\n\nsecond",
-        ),
-        ("man3/a.3", MAN, 'THE NAME\n\nfoo - does "it" with code\n\nopen(2)\n.profile isn\'t UTF-8\n\n-v\nsays more'),
+        ("a.html", HTML, PLAIN_HTML),
+        ("man3/a.3", MAN, PLAIN_MAN),
         ("a.pod", POD, "NAME\n\nfoo - bold and $x->y <tag> the page\n\nfirst\n\none"),
         ("a.rst", RST, "Title\n\nSee the page and code of this link:\n\n  int x;\n\nMind\n   the gap.\n\na     b"),
         ("a.txt", "caf\u0065\u0301 \r\n\n\n\n\tx\x00", None),
@@ -98,26 +98,21 @@ def test_markup_is_taken_away(name, source, text):
     assert [t for _, t in documents_of(f"/{name}.gz", gzip.compress(source.encode()))] == expected
 
 
-def _digits(number):
-    """As dictd writes numbers: in base 64, the most significant digit first."""
-    alphabet = f"{string.ascii_uppercase}{string.ascii_lowercase}{string.digits}+/"
-    return (_digits(number // 64) if number >= 64 else "") + alphabet[number % 64]
-
-
 def test_entries_of_a_dictionary_come_once_in_their_order_until_a_page_is_full():
+    alphabet = f"{string.ascii_uppercase}{string.ascii_lowercase}{string.digits}+/"
     names, index, offset = ("one", "two", "three", "four"), ["00-database-short\tA\tB"], 0
     entries = [f"{word}\n   the entry of {word} {'x' * 2100}\n   [1913 Webster]\n" for word in names]
     for word, entry in zip(names, entries, strict=True):
-        index += [f"{name}\t{_digits(offset)}\t{_digits(len(entry))}" for name in (word, f"other {word}")]
+        place = "\t".join("".join(alphabet[n >> shift & 63] for shift in (12, 6, 0)) for n in (offset, len(entry)))
+        index += [f"{word}\t{place}", f"other {word}\t{place}"]
         offset += len(entry)
-    pages = list(dictionary_pages("".join(entries).encode(), "\n".join(sorted(index))))
-    assert [name.removeprefix("other ") for name, _ in pages] == ["one", "four"]
-    assert pages[0][1].split("\n\n")[:3] == [entry.partition("\n   [")[0] for entry in entries[:3]]
-    assert pages[1][1].strip() == entries[3].partition("\n   [")[0]
+    first, last = dictionary_pages("".join(entries).encode(), "\n".join(sorted(index)))
+    assert [name.removeprefix("other ") for name, _ in (first, last)] == ["one", "four"]
+    assert first[1].split("\n\n")[:3] == [entry.partition("\n   [")[0] for entry in entries[:3]]
+    assert last[1].strip() == entries[3].partition("\n   [")[0]
 
 
 def words(*numbers):
-    """Text of words that are nowhere else."""
     letters = str.maketrans("0123456789", "abcdefghij")
     return " ".join(f"word{n}".translate(letters) for n in numbers)
 
@@ -137,15 +132,10 @@ def test_duplicates_whatever_the_order():
     assert seen_in(runs_of_words(whole), [Document("a", "x", third)]) == pytest.approx(1 / 3, abs=0.1)
 
 
-def test_prose():
+def test_prose_and_too_few_documents():
     text = "An English sentence with some words in it. " * 10
     assert is_prose(text)
-    assert not is_prose(text[:100])
-    assert not is_prose("0x1234 5678 | " * 40)
-    assert not is_prose("Предложение на другом языке. " * 20)
-
-
-def test_too_few_documents_are_refused():
+    assert not any(map(is_prose, (text[:100], "0x1234 5678 | " * 40, "Предложение на другом языке. " * 20)))
     documents = [Document("a", str(i), str(i)) for i in range(11)]
     with pytest.raises(SystemExit, match="hold 11 documents, expected at least 12"):
         split(documents, 3)
@@ -154,10 +144,9 @@ def test_too_few_documents_are_refused():
 
 
 def test_a_corpus_of_a_folder(tmp_path, capsys):
-    """Every document is in one split; training reads en alone; the same folder gives the same bytes."""
-    source = tmp_path / "source"
-    (source / "deep").mkdir(parents=True)
+    source, one = tmp_path / "source", tmp_path / "one"
     texts = [text for text in topics.topics.values() if len(text) > 1000][:60]
+    (source / "deep").mkdir(parents=True)
     for i, text in enumerate(texts[:-10]):
         (source / f"{i:02}.txt").write_text(text)
     page = f"<html><body><nav>skipped-menu</nav><p>{'A page of words. ' * 30}</p></body></html>"
@@ -166,24 +155,18 @@ def test_a_corpus_of_a_folder(tmp_path, capsys):
     lines = "\n".join(json.dumps({"text": t, "url": f"http://{i}"}) for i, t in enumerate(texts[-10:]))
     (source / "deep" / "c4.json.gz").write_bytes(gzip.compress(lines.encode()))
     options = {"folder": source, "held_out": 4, "vocab_size": 400}
-    facts = main(Options(tmp_path / "one", **options))
+    facts = main(Options(one, **options))
     assert "development" in capsys.readouterr().out
-    urls = {}
-    for name, dataset, path in (
-        ("train", "c4", "one"),
-        ("development", "c4_validation", "one"),
-        ("test", "c4_validation", "one/test"),
-    ):
-        files = list_files(dataset, str(tmp_path / path), "validation" if name != "train" else "training")
-        records = [
-            json.loads(line) for file in files for line in gzip.decompress(Path(file.url).read_bytes()).splitlines()
-        ]
-        urls[name] = [record["url"] for record in records]
-        size = facts["sizes"]["main"][name]
+    urls, encode = {}, load_tokenizer(one / "tokenizer").encode
+    splits = {"train": ("c4", one), "development": ("c4_validation", one), "test": ("c4_validation", one / "test")}
+    for name, (dataset, path) in splits.items():
+        files = list_files(dataset, str(path), "validation" if name != "train" else "training")
+        contents = [gzip.decompress(Path(file.url).read_bytes()) for file in files]
+        records = [json.loads(line) for content in contents for line in content.splitlines()]
+        urls[name], size = [record["url"] for record in records], facts["sizes"]["main"][name]
         assert size["documents"] == len(records) > 0
         assert size["characters"] == sum(len(record["text"]) for record in records)
         assert all("skipped-menu" not in record["text"] for record in records)
-        encode = load_tokenizer(tmp_path / "one" / "tokenizer").encode
         assert size["tokens"] == sum(len(encode(record["text"])) for record in records) + len(records)
     assert [len(urls[name]) for name in ("development", "test")] == [4, 4]
     every = sorted(url for some in urls.values() for url in some)
@@ -192,11 +175,11 @@ def test_a_corpus_of_a_folder(tmp_path, capsys):
     assert len({"source:again.txt", "source:00.txt"} & set(every)) == 1  # one of two that say the same
     assert "source:deep/page.html" in every
     assert any(url.startswith("source:http://") for url in every)
-    main(Options(tmp_path / "two", **options))
-    assert [(p.relative_to(tmp_path / "one"), p.read_bytes()) for p in sorted((tmp_path / "one").rglob("*.*"))] == [
-        (p.relative_to(tmp_path / "two"), p.read_bytes()) for p in sorted((tmp_path / "two").rglob("*.*"))
-    ]
-    main(Options(tmp_path / "one", **options))
+    two = tmp_path / "two"
+    main(Options(two, **options))
+    written = [{p.relative_to(path): p.read_bytes() for p in path.rglob("*.*")} for path in (one, two)]
+    assert written[0] == written[1]
+    main(Options(one, **options))
     assert "complete already" in capsys.readouterr().out
     with pytest.raises(SystemExit, match="choose another folder"):
-        main(Options(tmp_path / "one", **options | {"held_out": 3}))
+        main(Options(one, **options | {"held_out": 3}))

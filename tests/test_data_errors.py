@@ -8,11 +8,9 @@ import bz2
 import gzip
 import io
 import json
-import lzma
 import os
 import zipfile
-from dataclasses import dataclass, field
-from pathlib import Path
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -20,8 +18,10 @@ import pyarrow
 import pytest
 
 from tests.streams import batches, ids_as, llm_c, parquet, records_of, stored, streams_of, write_texts
-from titan_disp.config.checks import check_stream
+from titan_disp.cluster.plan import missing_inputs
+from titan_disp.config.checks import check_inputs
 from titan_disp.config.load import load_config
+from titan_disp.data import sources
 from titan_disp.data.documents import Documents
 from titan_disp.data.files import check_data
 from titan_disp.data.formats import BadDocument, text_of
@@ -30,6 +30,8 @@ from titan_disp.data.sources import DataSet, list_and_check
 from titan_disp.data.tokenizer import load_tokenizer
 from titan_disp.data.validation import _ValidationSet, held_out_sequences
 from titan_disp.errors import ConfigError
+from titan_disp.lab.digest import digest
+from titan_disp.lab.inspection.texts import read_texts
 
 EOS, VOCABULARY = 7, 5000
 DOCUMENT = b'{"text": "a document", "url": "u"}\n'
@@ -57,14 +59,6 @@ class Case:
     options: dict[str, Any] = field(default_factory=dict)  # of Format
 
 
-def dangling(folder: Path) -> None:
-    (folder / "a.jsonl").symlink_to("/nowhere/a.jsonl")
-
-
-def pipe(folder: Path) -> None:
-    os.mkfifo(folder / "a.jsonl")
-
-
 RANDOM = np.random.default_rng(0).integers(10, VOCABULARY, 400)
 LARGE = np.random.default_rng(0).integers(10, 60_000, 400)
 FIELD = "set stream.text_field to the field of the text"
@@ -82,8 +76,8 @@ CASES = [
     Case("upper case", {"a.JSONL": DOCUMENT}, ("a.JSONL'", f"ends in {EXPECTED_NAMES}", "convert or rename"), "a.JSONL"),
     Case("glob of nothing", {}, ("matches no file;", "expected files named *.json.gz", "name others"), "*.jsonl"),
     Case("glob of others", {"a.csv": b"x"}, ("no file, but 1 *.csv", "files named *.json.gz", "or convert them"), "*"),
-    Case("dangling link", dangling, ("a link to '/nowhere/a.jsonl'", "does not exist", "restore it, or remove the link")),
-    Case("no file", pipe, ("is not a regular file", "expected files of documents", "Name the files, or remove it")),
+    Case("no file", lambda folder: os.mkfifo(folder / "a.jsonl"),
+         ("is not a regular file", "expected files of documents", "Name the files, or remove it")),
     Case("no validation split", {"train.jsonl": DOCUMENT},
          ("holds no validation data, but 1 *.jsonl", "with validation in their names", "expected files such as"),
          dataset="text_validation"),
@@ -93,22 +87,16 @@ CASES = [
     Case("gzip as JSON", {"a.json": gzip.compress(DOCUMENT)}, ("gzip-compressed", "which its name does not say", "*.gz")),
     Case("zstd as JSON", {"a.jsonl": stored(DOCUMENT, ".zst")}, ("zstd-compressed", "its name does not say", "name it *.zst")),
     Case("bzip2 as JSON", {"a.json": bz2.compress(DOCUMENT)}, ("bzip2-compressed", "its name does not say", "unpack it")),
-    Case("xz as gzip", {"a.json.gz": lzma.compress(DOCUMENT)}, ("xz-compressed", "its name does not say", "unpack it")),
     Case("Parquet as JSON", {"a.json": parquet(text=["a"])}, ("it is Parquet", "its name does not say", "*.parquet")),
     Case("JSON as gzip", {"a.json.gz": DOCUMENT}, ("it is not gz", "though its name says so", "rename it to what it is")),
-    Case("JSON as zstd", {"a.json.zst": DOCUMENT}, ("it is not zst", "though its name says so", "rename it to what it is")),
     Case("JSON as Parquet", {"a.parquet": DOCUMENT}, ("it is not parquet", "its name says so", "rename it to what it is")),
     Case("text as gzip", {"a.txt.gz": b"x" * 99}, ("it is not gz", "though its name says so", "rename it to what it is")),
     Case("HTML as JSON", {"a.json": HTML}, ("it is an HTML page", "instead of a file", "download the file again")),
-    Case("HTML as gzip", {"a.json.gz": b"\n" + HTML}, ("an HTML page", "instead of a file", "download the file")),
     Case("HTML as Parquet", {"a.parquet": HTML}, ("an HTML page", "instead of a file", "download the file again")),
-    Case("HTML as token ids", {"a.npy": HTML}, ("an HTML page", "instead of a file", "download the file again")),
     Case("LFS pointer", {"a.json.gz": POINTER}, ("a Git LFS pointer", "instead of the data", "git lfs pull")),
-    Case("LFS pointer of Parquet", {"a.parquet": POINTER}, ("a Git LFS pointer", "instead of the data", "git lfs pull")),
     Case("LFS pointer of ids", {"a.bin": POINTER}, ("a Git LFS pointer", "instead of the data", "git lfs pull")),
     Case("weights as ids", {"a.bin": archive()}, ("it is a zip archive", "torch.save", "unpack or convert it")),
     Case("UTF-16", {"a.json": DOCUMENT.decode().encode("utf-16")}, ("UTF-16 text", "its name does not say", "iconv")),
-    Case("UTF-16 as text", {"a.txt": "a".encode("utf-16")}, ("UTF-16 text", "its name does not say", "iconv")),
     # What JSON says.
     Case("array", {"a.json": b'[{"text": "a"}, {"text": "b"}]\n'}, ("it is a JSON array", A_LINE, "jq -c '.[]' FILE")),
     Case("array over lines", {"a.json": PRETTY}, ("document 0: malformed JSON", "beginning of a JSON array", "jq -c '.[]'")),
@@ -167,24 +155,27 @@ CASES = [
 # fmt: on
 
 
+def written(folder, files):
+    for name, content in files.items():
+        (folder / name).write_bytes(content)
+    return folder
+
+
+def reading(how):
+    return StreamOptions(seq_len=8, max_document_bytes=1 << 16, format=how)
+
+
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_refused_before_training(tmp_path, case):
-    if callable(case.files):
-        case.files(tmp_path)
-    else:
-        for name, content in case.files.items():
-            (tmp_path / name).write_bytes(content)
-    how = Format(**({"eos_id": EOS, "vocab_size": VOCABULARY} | case.options))
-    options = StreamOptions(seq_len=8, max_document_bytes=1 << 16, format=how)
+    case.files(tmp_path) if callable(case.files) else written(tmp_path, case.files)
+    options = reading(Format(**({"eos_id": EOS, "vocab_size": VOCABULARY} | case.options)))
     path = None if case.path is None else str(tmp_path / case.path)
     with pytest.raises(ConfigError) as error:
         list_and_check([DataSet(case.dataset, path, "training")], options)
     message = str(error.value)
-    assert message.count("; expected") <= 1
-    for part in case.parts:
+    for part in (*case.parts, str(tmp_path) if case.files else ""):
         assert part in message, (part, message)
-    if case.files:
-        assert str(tmp_path) in message
+    assert message.count("; expected") <= 1
     assert len(message) < 700
 
 
@@ -212,29 +203,22 @@ SOUND = [
 
 @pytest.mark.parametrize(("name", "files"), SOUND, ids=[name for name, _ in SOUND])
 def test_left_to_the_run(tmp_path, name, files):
-    for file, content in files.items():
-        (tmp_path / file).write_bytes(content)
     split = "blank_lines" if name == "a long block" else "file"
-    how = Format(text_split=split, eos_id=EOS, vocab_size=40_000)
-    options = StreamOptions(seq_len=8, max_document_bytes=1 << 16, format=how)
-    listed = list_and_check(documents_in(tmp_path), options)
+    options = reading(Format(text_split=split, eos_id=EOS, vocab_size=40_000))
+    listed = list_and_check(documents_in(written(tmp_path, files)), options)
     assert len(listed) == len(files)
     if name in ("texts that begin as bzip2 and Parquet", "zstd by pzstd"):
         assert all(isinstance(Documents(file, options).read(), (str, bytes)) for file in listed)
 
 
 def test_few_files_are_looked_at(tmp_path, monkeypatch):
-    from titan_disp.data import sources
-
-    for i in range(100):
-        (tmp_path / f"{i:03d}.json").write_bytes(DOCUMENT)
+    written(tmp_path, {f"{i:03d}.json": DOCUMENT for i in range(100)})
     looked = []
     monkeypatch.setattr(sources, "_cause", lambda file, *_: looked.append(file.name))
-    options = StreamOptions(seq_len=8)
-    files = list_and_check(documents_in(tmp_path), options)
+    files = list_and_check(documents_in(tmp_path), StreamOptions(seq_len=8))
     assert looked == ["000.json", "050.json", "099.json"]
-    hub = [type(file)(file.name, f"hf://datasets/a/b@c/{file.name}", file.size) for file in files]
-    sources.check_content(hub, options, "training")
+    hub = [replace(file, url=f"hf://datasets/a/b@c/{file.name}") for file in files]
+    sources.check_content(hub, StreamOptions(seq_len=8), "training")
     assert len(looked) == 3
 
 
@@ -296,8 +280,7 @@ def test_a_row_of_parquet_that_is_no_utf8(tmp_path):
     offsets, content = np.array([0, 1, 3, 4], "<i4"), b"a\xff\xfeb"
     column = pyarrow.Array.from_buffers(pyarrow.string(), 3, [None, *map(pyarrow.py_buffer, (offsets, content))])
     (tmp_path / "a.parquet").write_bytes(parquet(text=column))
-    expected = ["a", "invalid UTF-8: invalid start byte at byte 0", "b"]
-    assert records_of(tmp_path / "a.parquet") == expected
+    assert records_of(tmp_path / "a.parquet") == ["a", "invalid UTF-8: invalid start byte at byte 0", "b"]
 
 
 def test_a_wrong_column_stops_the_run_at_once(tmp_path):
@@ -310,54 +293,29 @@ def test_a_wrong_column_stops_the_run_at_once(tmp_path):
         batches(streams_of(files, 1, 1, on_bad_data="skip"), 60)
 
 
-@pytest.mark.parametrize(
-    ("toml", "parts"),
-    [
-        ("text_field = ''", ('stream.text_field is ""', "expected the name of a field", 'most corpora call it "text"')),
-        ("text_split = 'lines'", ("stream.text_split is 'lines'", "file", "blank_lines")),
-        ("token_dtype = 'int32'", ("stream.token_dtype is 'int32'", "uint16", "uint32")),
-        ("on_bad_data = 'ignore'", ("stream.on_bad_data is 'ignore'", "skip", "fail")),
-    ],
-)
-def test_bad_options(tmp_path, toml, parts):
-    (tmp_path / "c.toml").write_text(f"[stream]\n{toml}\n")
-    with pytest.raises(ConfigError) as error:
-        check_stream(load_config(["--job.config_file", str(tmp_path / "c.toml")]), 1)
-    for part in parts:
-        assert part in str(error.value)
-
-
 def test_validation_with_fewer_sequences_than_asked_for(sample, tmp_path):
-    """This is an error before training, with their number. The text is not repeated to make up for them."""
     texts, tokenizer = [f"A sentence of some words, number {i}." for i in range(30)], load_tokenizer(sample / "tokenizer")
     write_texts(tmp_path / "validation.jsonl", texts)
-    tokens = sum(len(tokenizer.encode(text)) + 1 for text in texts)
+    there = sum(len(tokenizer.encode(text)) + 1 for text in texts) // 17
+    whole = 4 * (there // 4)
     job = load_config(["--model.hf_assets_path", f"{sample}/tokenizer", "--training.seq_len", "16"])
     v = job.validation
     v.enable, v.dataset, v.dataset_path, v.seq_len, v.local_batch_size = True, "text_validation", str(tmp_path), 16, 2
-    there = tokens // 17
-    assert there > 4
     v.steps = 100  # each takes two sequences on two ranks
-    for job.stream.validation_sequences, asked in ((0, 400), (4 * (there // 4) + 4, 4 * (there // 4) + 4)):
+    for job.stream.validation_sequences, asked in ((0, 400), (whole + 4, whole + 4)):
         said = rf"holds {there} sequences of 16 tokens, expected {asked}: set stream.validation_sequences .* of 4 \("
         for rank in (0, 1):
             with pytest.raises(ConfigError, match=said):
                 _ValidationSet(job, tokenizer, 2, rank)
-    for job.stream.validation_sequences in (4, 4 * (there // 4)):  # using all of them is no error
+    for job.stream.validation_sequences in (4, whole):  # using all of them is no error
         _ValidationSet(job, tokenizer, 2, 0)
     assert len(held_out_sequences(job, tokenizer, there)) == there
-    said = rf"holds {there} sequences of 16 tokens, expected {there + 1}: set condensation.sequences"
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match=rf"{there} sequences .*, expected {there + 1}: set condensation.sequences"):
         held_out_sequences(job, tokenizer, there + 1)
 
 
 def test_commands_look_at_the_data(sample, tmp_path):
-    """``check_data`` only lists files; training, plan and digest also look at them."""
-    from titan_disp.cluster.plan import missing_inputs
-    from titan_disp.config.checks import check_inputs
-    from titan_disp.lab.digest import digest
-
-    (tmp_path / "a.json").write_bytes(b'{"body": "a"}\n')
+    written(tmp_path, {"a.json": b'{"body": "a"}\n'})
     argv = ["--training.dataset", "text", "--training.dataset_path", str(tmp_path), "--model.flavor", "nano"]
     job = load_config(["--model.name", "qwen3_disp", "--model.hf_assets_path", f"{sample}/tokenizer", *argv])
     assert len(check_data("text", str(tmp_path))) == 1
@@ -366,11 +324,8 @@ def test_commands_look_at_the_data(sample, tmp_path):
             look(job)
 
 
-def test_token_ids_where_text_is_needed(sample, tmp_path):
-    from titan_disp.lab.inspection.texts import read_texts
-
-    (tmp_path / "validation.bin").write_bytes(ids_as(RANDOM))
+def test_token_ids_where_text_is_needed(tmp_path):
+    written(tmp_path, {"validation.bin": ids_as(RANDOM), "plain.txt": b"plain"})
     with pytest.raises(ConfigError, match="validation.bin holds token ids, expected text: name a file of text"):
-        read_texts(None, str(tmp_path), 0)
-    (tmp_path / "validation.txt").write_bytes(b"plain")
-    assert read_texts(None, str(tmp_path / "validation.txt"), 0) == ["plain"]
+        read_texts(None, str(tmp_path / "validation.bin"), 0)
+    assert read_texts(None, str(tmp_path / "plain.txt"), 0) == ["plain"]

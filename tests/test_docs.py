@@ -62,7 +62,6 @@ def check_titan_disp(words):
 
 
 def check_script(script, arguments):
-    """Parse the arguments as the script does: with tyro, or by their number."""
     text = script.read_text()
     if parsed := re.search(r"tyro\.cli\((\w+)", text):
         with pytest.MonkeyPatch.context() as patch:
@@ -88,7 +87,6 @@ def check_script(script, arguments):
 
 
 def check_pytest(arguments):
-    """The files exist, and have tests of these names."""
     texts = " ".join((ROOT / word).read_text() for word in arguments if word.endswith(".py"))
     names = arguments[arguments.index("-k") + 1].split(" or ") if "-k" in arguments else []
     assert texts, arguments
@@ -169,7 +167,6 @@ def test_wrong_commands_are_found(command, monkeypatch):
 
 
 def check_span(span):
-    """Subcommands and their options, keys of the config, files and targets that the text mentions exist."""
     config = loaded("train_configs/demo_cpu.toml")
     words = [word for word in span.split()[1:] if word != "--help"]
     if span.startswith("titan-disp ") and words:
@@ -191,20 +188,17 @@ def check_span(span):
 
 
 def anchors(page: Path) -> set[str]:
-    """As GitHub makes them of headings."""
     headings = re.findall(r"^#+ (.*)$", prose(page), flags=re.M)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
 def links(page: Path) -> list[tuple[Path, str]]:
-    """The pages that a page links to, with the anchors there."""
     targets = [target for target in re.findall(r"\]\(([^)\s]+)\)", prose(page)) if "://" not in target]
     parts = [target.partition("#") for target in targets]
     return [((page.parent / path).resolve() if path else page, anchor) for path, _, anchor in parts]
 
 
 def check_toml(block, page, folder):
-    """Keys are known, and values have the types of the defaults; an example of a sweep is one."""
     table = tomli.loads(block)
     (folder / "block.toml").write_text(block)
     if "sweep" in table:
@@ -224,7 +218,6 @@ def check_imports(block):
 
 @pytest.mark.parametrize("page", [*PAGES, CHANGELOG, *SCRIPTS], ids=name)
 def test_page(page, monkeypatch, tmp_path):
-    """Commands are known, links lead to pages and headings, and names, TOML and Python are those of the software."""
     monkeypatch.chdir(ROOT)
     if page != CHANGELOG:  # which has names of the past
         for words in commands(page):
@@ -247,7 +240,6 @@ def test_page(page, monkeypatch, tmp_path):
 
 
 def test_a_newcomer_finds_every_page():
-    """By the README's links, and those of the pages that they lead to; docs/README.md has them all."""
     found, new = set(), {README}
     while new:
         found |= new
@@ -272,17 +264,11 @@ def test_the_smallest_config_can_start(tmp_path):
     assert (config.model.flavor, config.dispersion.enabled, config.training.dataset) == ("0.6B", True, "text")
 
 
-def plain_dispersion(torch, z):
-    """The README's formula for [B, N, F], with κ = 0.25 and ε = 1e-2."""
-    u = z / (z.norm(dim=-1, keepdim=True) + 1e-2)
-    angles = (u @ u.mT).clamp(-0.75, 0.75).arccos() / torch.pi
-    others = ~torch.eye(z.shape[1], dtype=torch.bool)
-    return torch.stack([one[others].neg().exp().mean().log() for one in angles])
-
-
 def test_the_loss_alone():
-    """The README's loop against its formula; the calls in docs/loss.md."""
+    """The README's loop against the paper's formula; the calls in docs/loss.md."""
     import torch
+
+    from tests.oracle import oracle
 
     torch.manual_seed(0)
     z = [torch.randn(2, 6, 4, requires_grad=True) for _ in range(3)]
@@ -291,7 +277,7 @@ def test_the_loss_alone():
     (block,) = blocks(README.read_text(), "python")
     exec(block, names)
     cross_entropy = -logits.log_softmax(-1).gather(-1, labels[..., None]).mean()
-    dispersion = torch.stack([plain_dispersion(torch, layer.detach().double()) for layer in z]).mean()
+    dispersion = torch.stack([oracle("angular", layer.detach()) for layer in z]).mean()
     assert names["loss"].item() == pytest.approx(cross_entropy.item() + 0.1 * dispersion.item(), rel=1e-5)
     (block,) = blocks((ROOT / "docs" / "loss.md").read_text(), "python")
     given = {"hidden_states": z, "cross_entropy": cross_entropy, "z": z[0], "z_local": z[0], "g": None}

@@ -16,9 +16,9 @@ import pytest
 import torch
 from scipy import stats
 
+from tests.command_line import typed
 from tests.markdown import table
 from tests.saved_run import random_model, save_run
-from titan_disp.cli import main
 from titan_disp.config.options import EvaluateOptions
 from titan_disp.errors import ConfigError
 from titan_disp.lab.evaluate import evaluation
@@ -43,10 +43,8 @@ def load_plainly(folder: Path):
 
 
 def log_probabilities(folder: Path, context: str, continuation: str) -> tuple[float, bool]:
-    """Compute a continuation's log-likelihood with transformers alone, and whether each token is the most likely one.
-
-    Tokens are bytes.
-    """
+    """Compute a continuation's log-likelihood with transformers alone, and whether each token is the most likely one. Tokens
+    are bytes."""
     model, tokenizer = load_plainly(folder)
     tokens = torch.tensor(tokenizer(context + continuation)["input_ids"])
     n = len(tokenizer(continuation)["input_ids"])
@@ -81,8 +79,7 @@ def models(tmp_path_factory):
 @pytest.fixture(scope="module")
 def own(tmp_path_factory, models):
     """Write task files for local documents: "choice" among 4, "word" (like LAMBADA), and "both", their average."""
-    folder = tmp_path_factory.mktemp("tasks")
-    rng = np.random.default_rng(0)
+    folder, rng = tmp_path_factory.mktemp("tasks"), np.random.default_rng(0)
     words = ["tree", "stone", "a river", "sky", "old house", "bread"]
     choice = [
         {"text": f"What is number {i}?", "choices": rng.permutation(words)[:4].tolist(), "last": int(rng.integers(4))}
@@ -94,9 +91,9 @@ def own(tmp_path_factory, models):
     word = [{"text": text, "last": c if i % 2 else "e"} for i, (text, c) in enumerate(zip(texts, likely, strict=True))]
     for name, documents in (("choice", choice), ("word", word)):
         (folder / f"{name}.jsonl").write_text("\n".join(map(json.dumps, documents)))
-    common = {"dataset_path": "json", "test_split": "test", "doc_to_text": "{{text}}"}
-    of_choice = {"output_type": "multiple_choice", "doc_to_choice": "{{choices}}", "doc_to_target": "{{last}}"}
-    of_word = {"output_type": "loglikelihood", "doc_to_target": "{{last}}"}
+    common = {"dataset_path": "json", "test_split": "test", "doc_to_text": "{{text}}", "doc_to_target": "{{last}}"}
+    of_choice = {"output_type": "multiple_choice", "doc_to_choice": "{{choices}}"}
+    of_word = {"output_type": "loglikelihood"}
     for name, file, more, metrics in (
         ("choice", "choice", of_choice, [ACCURACY, ACCURACY | {"metric": "acc_norm"}]),
         ("word", "word", of_word, [PERPLEXITY, ACCURACY]),
@@ -124,7 +121,6 @@ def manager(own):
 
 @pytest.fixture(autouse=True)
 def include_paths(manager, monkeypatch):
-    """Return the requested include paths."""
     asked = []
     monkeypatch.setattr(lm_eval.tasks, "TaskManager", lambda include_path: asked.append(include_path) or manager)
     return asked
@@ -135,7 +131,6 @@ def documents(own, name):
 
 
 def by_hand(folder, own):
-    """Return whether each document is answered correctly, by task and metric."""
     choices = documents(own, "choice")
     likely = [[log_probabilities(folder, d["text"], f" {c}")[0] for c in d["choices"]] for d in choices]
     per_letter = np.divide(likely, [[len(c) for c in d["choices"]] for d in choices])
@@ -153,8 +148,7 @@ def samples_of(out, model):
 
 
 def test_end_to_end_against_plain_transformers(models, own, tmp_path, include_paths, monkeypatch, capsys):
-    out = tmp_path / "new" / "folder"
-    loaded, load = [], evaluation.run_model.__globals__["load_causal_lm"]
+    out, loaded, load = tmp_path / "new" / "folder", [], evaluation.run_model.__globals__["load_causal_lm"]
 
     def load_alone(*args):
         assert all(model() is None for model in loaded), "a model is still in memory when the next is loaded"
@@ -163,27 +157,23 @@ def test_end_to_end_against_plain_transformers(models, own, tmp_path, include_pa
         return model
 
     monkeypatch.setitem(evaluation.run_model.__globals__, "load_causal_lm", load_alone)
-    argv = ["titan-disp", "evaluate", *map(str, models), "--tasks", "choice", "word", "--include-path", str(own)]
-    monkeypatch.setattr("sys.argv", [*argv, "--batch-size", "3", "--out", str(out)])
-    main()
-    assert len(loaded) == 2
-    assert include_paths == [str(own)]
+    options = ("--tasks", "choice", "word", "--include-path", own, "--batch-size", "3", "--out", out)
+    assert typed(monkeypatch, "evaluate", *models, *options) == 0
+    assert (len(loaded), include_paths) == (2, [str(own)])
 
     a, b = (by_hand(folder, own) for folder in models)
     # Otherwise the test would show nothing.
     assert 0 < a["choice"].mean() != b["choice"].mean()
     assert 0 < a["word"].mean() < 1
     found = json.loads((out / "results.json").read_text())
-    comparison, harness = found["comparison"], {name: model["harness"] for name, model in found["models"].items()}
-    assert list(harness) == ["a-hf", "b-hf"]
+    comparison = found["comparison"]
     for name, expected in (("a-hf", a), ("b-hf", b)):
-        results = harness[name]["results"]
+        results = found["models"][name]["harness"]["results"]
         assert results["choice"]["acc_norm,none"] == expected["choice, normalised"].mean()
         assert results["word"]["perplexity,none"] > 1
         for task in comparison["tasks"]:
             right = expected[task["task"]]
-            assert task["scores"][name] == right.mean()
-            assert task["documents"] == len(right)
+            assert (task["scores"][name], task["documents"]) == (right.mean(), len(right))
             assert task["standard_errors"][name] == pytest.approx(stats.sem(right))
         assert comparison["mean"][name] == pytest.approx((expected["choice"].mean() + expected["word"].mean()) / 2)
     assert [s["acc"] for s in samples_of(out, "b-hf") if s["task"] == "choice"] == b["choice"].tolist()
@@ -192,7 +182,7 @@ def test_end_to_end_against_plain_transformers(models, own, tmp_path, include_pa
         assert difference["p_value"] == pytest.approx(test.pvalue)
         assert (difference["low"], difference["high"]) == pytest.approx(tuple(test.confidence_interval()))
 
-    assert [model["dtype"] for model in found["models"].values()] == ["float32", "float32"]
+    assert {name: model["dtype"] for name, model in found["models"].items()} == {"a-hf": "float32", "b-hf": "float32"}
     assert found["settings"]["batch_size"] == 3
     assert found["versions"].keys() == {"titan-disp", "lm_eval", "transformers", "torch", "datasets"}
     markdown = (out / "table.md").read_text()
@@ -201,23 +191,20 @@ def test_end_to_end_against_plain_transformers(models, own, tmp_path, include_pa
     rows = list(csv.DictReader((out / "table.csv").read_text().splitlines()))
     assert [row["task"] for row in rows] == ["choice", "word", "mean"]
     assert float(rows[0]["b-hf - a-hf"]) == b["choice"].mean() - a["choice"].mean()
-
     with pytest.raises(ConfigError, match="already holds an evaluation"):
         evaluate(EvaluateOptions(models, ["word"], include_path=own, out=out))
 
 
 def test_group_whose_tasks_count_alike(models, own, tmp_path):
-    """The test also covers a limit and a single model."""
-    a = by_hand(models[0], own)
-    expected = (a["choice"].mean() + a["word"].mean()) / 2
-    comparison = evaluate(EvaluateOptions(models[:1], ["both"], include_path=own, out=tmp_path / "all"))
+    a, of_one = by_hand(models[0], own), {"models": models[:1], "include_path": own}
+    comparison = evaluate(EvaluateOptions(tasks=["both"], out=tmp_path / "all", **of_one))
     (task,) = comparison.tasks
-    assert (task.task, task.documents, task.scores["hf"]) == ("both", 32, pytest.approx(expected))
+    expected = pytest.approx((a["choice"].mean() + a["word"].mean()) / 2)
+    assert (task.task, task.documents, task.scores["hf"]) == ("both", 32, expected)
     assert comparison.mean_difference == {}
     assert "mean rank" not in (tmp_path / "all/table.md").read_text()
-    comparison = evaluate(EvaluateOptions(models[:1], ["choice"], limit=1, include_path=own, out=tmp_path / "one"))
-    assert comparison.tasks[0].documents == 1
-    assert comparison.tasks[0].standard_errors == {"hf": None}
+    (task,) = evaluate(EvaluateOptions(tasks=["choice"], limit=1, out=tmp_path / "one", **of_one)).tasks
+    assert (task.documents, task.standard_errors) == (1, {"hf": None})
 
 
 CHOICES = {"text": ["red", "a green one"], "label": ["A", "B"]}
@@ -254,46 +241,36 @@ def of_length(path, count):
 
 @pytest.mark.slow
 def test_the_ten_of_the_paper(models, tmp_path, monkeypatch):
-    """All are in the installed harness, with plain accuracy; MMLU is pooled.
-
-    The numbers of examples are those of the authors' midtrain_qwen3.py (zeroshot_tasks; fewshot_tasks, of which --num_fewshot is
-    5), the metrics those of their plot_results.py.
-    """
+    """All are in the installed harness, with plain accuracy; MMLU is pooled. The numbers of examples are those of the
+    authors' midtrain_qwen3.py (zeroshot_tasks; fewshot_tasks, of which --num_fewshot is 5), the metrics those of their
+    plot_results.py."""
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(datasets, "load_dataset", small_hub)
     monkeypatch.setattr(lm_eval.tasks, "TaskManager", TaskManager)
     out = tmp_path / "out"
-    comparison = evaluate(EvaluateOptions(models, ["paper"], batch_size=64, out=out))
+    tasks = evaluate(EvaluateOptions(models, ["paper"], batch_size=64, out=out)).tasks
     zero_shot = ("anli_r2", "lambada_openai", "openbookqa", "piqa", "truthfulqa_mc2", "winogrande")
     five_shot = ("arc_easy", "arc_challenge", "medmcqa", "mmlu")
-    assert [(task.task, task.metric, task.num_fewshot) for task in comparison.tasks] == [
-        *((name, "acc", 0) for name in zero_shot),
-        *((name, "acc", 5) for name in five_shot),
-    ]
-    assert all(0 <= score <= 1 for task in comparison.tasks for score in task.scores.values())
+    expected = [*((name, "acc", 0) for name in zero_shot), *((name, "acc", 5) for name in five_shot)]
+    assert [(task.task, task.metric, task.num_fewshot) for task in tasks] == expected
     harness = json.loads((out / "results.json").read_text())["models"]["a-hf"]["harness"]
     names = [name for name in harness["results"] if name.startswith("mmlu_") and name in harness["configs"]]
-    subjects = [harness["results"][name] for name in names]
-    assert len(subjects) == 57
-    mmlu = comparison.tasks[-1]
-    assert mmlu.documents == sum(r["sample_len"] for r in subjects)
-    right = sum(r["acc,none"] * r["sample_len"] for r in subjects)
-    assert mmlu.scores["a-hf"] == pytest.approx(right / mmlu.documents)
+    assert len(names) == 57
+    mmlu = tasks[-1]
+    assert mmlu.documents == sum(harness["results"][name]["sample_len"] for name in names)
     # Both models have the same order, with one document for each.
     a, b = samples_of(out, "a-hf"), samples_of(out, "b-hf")
     assert [(s["task"], s["prompt_hash"]) for s in a] == [(s["task"], s["prompt_hash"]) for s in b]
     values = [np.array([s["acc"] for s in of_model if "mmlu" in s["task"]]) for of_model in (a, b)]
-    assert mmlu.scores["a-hf"] == pytest.approx(values[0].mean())
-    difference = mmlu.differences["b-hf"]
-    assert difference.mean == pytest.approx(mmlu.scores["b-hf"] - mmlu.scores["a-hf"])
-    assert difference.standard_error == pytest.approx(stats.sem(values[1] - values[0]))
+    assert [mmlu.scores["a-hf"], mmlu.scores["b-hf"]] == pytest.approx([one.mean() for one in values])
+    difference = values[1] - values[0]
+    found = mmlu.differences["b-hf"]
+    assert (found.mean, found.standard_error) == pytest.approx((difference.mean(), stats.sem(difference)))
 
 
 def test_numbers_of_examples_and_protocols(monkeypatch):
-    """The user or the protocol sets the number, except for TruthfulQA, which fixes it.
-
-    midtrain_qwen3.py and midtrain_gpt2.py have --num_fewshot 5 and 1, and --max_eval_samples 200 and 500.
-    """
+    """The user or the protocol sets the number, except for TruthfulQA, which fixes it. midtrain_qwen3.py and midtrain_gpt2.py
+    have --num_fewshot 5 and 1, and --max_eval_samples 200 and 500."""
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(datasets, "load_dataset", small_hub)
     limits = {name: protocol.limit for name, protocol in PROTOCOLS.items()}
@@ -320,8 +297,7 @@ def test_without_internet_all_missing_data_are_named_at_once(models, tmp_path, m
     assert time.monotonic() - start < 40
     for word in ("allenai/openbookqa", "cais/mmlu", "baber/piqa", "HF_HOME", "HF_HUB_OFFLINE=1", "TaskManager"):
         assert word in str(error.value)
-    assert not constants.HF_HUB_OFFLINE
-    assert not datasets.config.HF_HUB_OFFLINE
+    assert (constants.HF_HUB_OFFLINE, datasets.config.HF_HUB_OFFLINE) == (False, False)
 
 
 def test_tasks_are_refused(own, monkeypatch):
@@ -366,6 +342,9 @@ def test_arguments_and_models_are_refused(models, tmp_path, monkeypatch):
         with pytest.raises(ConfigError, match=message):
             evaluate(EvaluateOptions(**{"models": models, "tasks": ["word"], "out": Path("out")} | changed))
     assert not Path("out").exists()
+    monkeypatch.setitem(sys.modules, "lm_eval.models.huggingface", None)
+    with pytest.raises(ConfigError, match=r"pip install 'titan-disp\[eval\]'"):
+        evaluate(EvaluateOptions(models))
 
 
 RIGHT = {"a": [1.0, 0, 1, 0, 0], "b": [1.0, 1, 1, 0, 1], "c": [0.0, 1, 1, 0, 1]}  # the documents answered rightly
@@ -389,7 +368,6 @@ def answers(monkeypatch):
 
 
 def test_seeds_of_a_condition_against_one_model(models, own, answers, tmp_path, capsys):
-    """A document's score is the mean over the seeds. A note says that the dtypes differ."""
     third, out = tmp_path / "c" / "hf", tmp_path / "out"
     shutil.copytree(models[1], third)
     given = [models[0], f"pair={models[1]},{third}"]
@@ -440,7 +418,6 @@ def test_a_run_is_exported_for_its_evaluation(own, answers, sample, tmp_path):
 
 
 def test_warnings_of_the_harness_come_once(capsys):
-    """Each line of code warns once, whatever the task. Afterwards the logger is restored."""
     logger = logging.getLogger("lm_eval.some.module")
     before = logging.getLogger("lm_eval").handlers
     with warnings_once():
@@ -475,9 +452,3 @@ def test_weights_that_are_missing(models, own, tmp_path):
     with pytest.raises(ConfigError, match="it lacks 1 weight, 'transformer.ln_f.weight'"):
         evaluate(EvaluateOptions([models[0], broken], ["word"], include_path=own, out=tmp_path / "out"))
     assert list(json.loads((tmp_path / "out/results.json").read_text())["models"]) == ["hf"], "the first is kept"
-
-
-def test_harness_not_installed(models, monkeypatch):
-    monkeypatch.setitem(sys.modules, "lm_eval.models.huggingface", None)
-    with pytest.raises(ConfigError, match=r"pip install 'titan-disp\[eval\]'"):
-        evaluate(EvaluateOptions(models))

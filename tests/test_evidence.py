@@ -2,7 +2,6 @@
 
 import copy
 import dataclasses
-import itertools
 import json
 import re
 import shutil
@@ -26,6 +25,8 @@ PRIMARY = ("main", "on", "test")
 RECORDED = [json.loads(line) for line in (ROOT / "docs" / "evidence.jsonl").read_text().splitlines()]
 TEMPLATE = (FOLDER / "evidence.md.j2").read_text()
 STEPS = [0, 20, 40]
+FAILED = {"status": "failed", "error": "not finite"}
+NO_DIFFERENCE = "no difference of 0.02 or more"
 
 
 def row(part, condition, seed, loss, text="test", **more):
@@ -38,14 +39,10 @@ def row(part, condition, seed, loss, text="test", **more):
 
 
 def failed(part, condition, seed):
-    return {k: v for k, v in row(part, condition, seed, 0).items() if k != "numbers"} | {
-        "status": "failed",
-        "error": "not finite",
-    }
+    return {k: v for k, v in row(part, condition, seed, 0).items() if k != "numbers"} | FAILED
 
 
 def made_up(d, part="main", condition="on", seeds=SEEDS, text="test"):
-    """Off is 5 + seed/100; the condition is that and the difference."""
     off = [row(part, "off", s, 5 + s / 100, text) for s in seeds]
     return [*off, *(row(part, condition, s, 5 + s / 100 + x, text) for s, x in zip(seeds, d, strict=False))]
 
@@ -64,21 +61,15 @@ def tuning_rows(best):
 INSIDE = {"off": (2e-3, 0.05), "on": (4e-3, 0.2)}
 
 
-def flip_p(d):
-    signs = np.array(list(itertools.product((1, -1), repeat=len(d))))
-    return np.mean(np.abs(signs @ d) >= abs(d.sum()) - 1e-12)
-
-
-def test_a_difference_is_what_scipy_and_all_sign_patterns_make_of_the_pairs():
+def test_a_difference_is_what_scipy_makes_of_the_pairs():
     d = np.array([-0.11, -0.2, -0.05, -0.13, -0.31, -0.02, -0.08, -0.17])
-    found = outcomes(made_up(d))[PRIMARY]
-    half = stats.t.ppf(0.975, 7) * d.std(ddof=1) / np.sqrt(8)
-    assert (found.mean, found.low, found.high) == pytest.approx((d.mean(), d.mean() - half, d.mean() + half))
+    found, theirs = outcomes(made_up(d))[PRIMARY], stats.ttest_1samp(d, 0).confidence_interval()
+    assert (found.mean, found.low, found.high) == pytest.approx((d.mean(), theirs.low, theirs.high))
     assert (found.p, found.lower, found.higher, found.sign) == (2 / 256, 8, 0, -1)  # all of one sign
     d[5] = 0.02
     mixed = outcomes(made_up(d))[PRIMARY]
-    assert mixed.p == pytest.approx(flip_p(d))
-    assert (mixed.lower, mixed.higher) == (7, 1)
+    signs = stats.permutation_test((d,), np.mean, permutation_type="samples", n_resamples=np.inf)
+    assert (mixed.p, mixed.lower, mixed.higher) == (pytest.approx(signs.pvalue), 7, 1)
 
 
 def test_holm_counts_a_family_that_is_not_run_yet_too():
@@ -97,18 +88,14 @@ def test_holm_counts_a_family_that_is_not_run_yet_too():
     [
         ("main", [0.1, 0.2] * 4, "worse"),
         ("main", [-0.1, 0.2] * 4, "undecided"),
-        ("main", [-0.01, 0.01] * 4, "no difference of 0.02 or more"),
-        (
-            "main",
-            [-0.011, -0.012] * 4,
-            "no difference of 0.02 or more; the direction is significant after Holm's adjustment",
-        ),
+        ("main", [-0.01, 0.01] * 4, NO_DIFFERENCE),
+        ("main", [-0.011, -0.012] * 4, f"{NO_DIFFERENCE}; the direction is significant after Holm's adjustment"),
         ("main", [-0.2, -0.1] * 3, "undecided (6 of 8 pairs)"),  # 2/64 × 6
         ("main", [], "not run"),
         ("main", [-0.1], "too few pairs (1 of 8)"),  # no interval of one pair
         ("long", [-0.1, -0.2, -0.1, -0.2], "better in all 4 seeds, too few for a test"),
         ("long", [-0.1, -0.2, -0.1, 0.2], "better in 3 of 4 seeds, undecided"),
-        ("long", [-0.001, -0.002] * 2, "no difference of 0.02 or more (lower in 4 of 4 seeds)"),
+        ("long", [-0.001, -0.002] * 2, f"{NO_DIFFERENCE} (lower in 4 of 4 seeds)"),
     ],
 )
 def test_verdicts(part, d, says):
@@ -151,25 +138,19 @@ def test_tuning_takes_each_state_s_best_and_looks_beyond_an_edge():
 def test_the_parts_are_the_design_s():
     rows = tuning_rows(INSIDE)
     every = {part: jobs(part, rows) for part in PARTS}
-    assert {part: len(found) for part, found in every.items()} == {
-        **{"tuning": 32, "main": 48, "noise": 9, "width": 16, "depth": 8, "long": 8},
-        **{"midtraining": 24 + 8},  # and the models that it begins from, on new text
-    }
     design = (ROOT / "docs" / "evidence_design.md").read_text()
     for part, found in every.items():
         number = sum(job.trained for job in found)
         assert re.search(rf"^\| {part} \|.*\| {number} \|$", design, re.MULTILINE), part
+        assert all(("development" in job.texts) == (part == "tuning") for job in found)
     keys = [job.key for found in every.values() for job in found]
-    assert len(set(keys)) == len(keys)
+    assert len(set(keys)) == len(keys) == 32 + 48 + 9 + 16 + 8 + 8 + 24 + 8  # 8 models on new text are of midtraining
     recipes = Counter(job.recipe(ROOT / evidence_parts.CONFIG) for found in every.values() for job in found)
     assert Counter(recipes.values()) == {1: len(keys) - 2, 2: 1}  # noise's again is main's off
-    for part, found in every.items():
-        assert all(("development" in job.texts) == (part == "tuning") for job in found)
     assert jobs("main", []) == []
 
 
 def test_jobs_are_configs_that_can_run(sample):
-    """TorchTitan's own reading of the options of one job of each kind."""
     from titan_disp.config.checks import check_config
     from titan_disp.config.load import load_config
 
@@ -197,7 +178,6 @@ def test_the_readme_has_the_answer_of_the_rows():
 
 
 def test_the_demo_has_the_recipe_that_tuning_chose():
-    """Both sides chose the same one, so it serves the demo with dispersion on and off."""
     recipes = tuned(RECORDED)
     assert recipes["on"] == recipes["off"]
     demo = tomli.loads((ROOT / "train_configs" / "demo_cpu.toml").read_text())
@@ -210,12 +190,10 @@ def test_rows_of_another_recipe_or_corpus_do_not_count():
     rows, config = RECORDED, ROOT / evidence_parts.CONFIG
     assert evidence.current(rows, config) == rows
     one = next(row for row in rows if "condition" in row)
-    assert evidence.current([*rows, one | {"recipe": "other"}, one | {"corpus": "other"}], config) == rows
     again = {**one, "part": "restored", "of": [one["part"], one["condition"], one["seed"]]}
-    assert evidence.current([*rows, again, again | {"recipe": "other"}, again | {"corpus": "other"}], config) == [
-        *rows,
-        again,
-    ]
+    for kept in ([], [again]):
+        others = [(kept or [one])[0] | {key: "other"} for key in ("recipe", "corpus")]
+        assert evidence.current([*rows, *kept, *others], config) == [*rows, *kept]
     other_corpus = {**rows[0], "sha256": "0" * 64}
     assert rows[0]["part"] == "corpus"
     assert evidence.current([*rows, other_corpus], config) == [rows[0], other_corpus]
@@ -226,7 +204,7 @@ def test_the_page_in_docs_is_made_of_the_rows_in_docs():
 
 
 # Numbers that the rows cannot tell: names, the level of the intervals, the paper's sizes, and a sweep that was only planned.
-NOT_OF_THE_ROWS = (
+NOT_OF_THE_ROWS = [
     "evidence.md.j2",
     "Qwen3",
     "C4",
@@ -235,8 +213,8 @@ NOT_OF_THE_ROWS = (
     "sha256",
     "95 %",
     "0.6 B parameters on 156 B tokens",
-)
-NOT_OF_THE_ROWS += ("124 M parameters", "2.5 B tokens", "evidence_124m", "42 hours")
+]
+NOT_OF_THE_ROWS += ["124 M parameters", "2.5 B tokens", "evidence_124m", "42 hours"]
 NUMBER = r"\d|\b(three|four|five|six|seven|eight|nine|ten|twelve|tenth|half|twice as)\b"
 
 
@@ -249,50 +227,46 @@ def test_no_number_stands_outside_a_place():
     assert [line for line in prose.splitlines() if re.search(NUMBER, line)] == []
 
 
+def each(part, change_one, condition=""):
+    """Change each row of a part, or of its conditions that begin with one of these words."""
+
+    def change(rows):
+        for one in rows:
+            if one["part"] == part and one.get("condition", "").startswith(condition):
+                change_one(one)
+
+    return change
+
+
 def moved(part, condition, by, text="test"):
-    """Move a condition's cross-entropy, over all tokens and by source."""
+    def move(one):
+        if own := one["numbers"].get(text):
+            own["cross_entropy"] += by
+            own["by_source"] = {name: ce + by for name, ce in own["by_source"].items()}
 
-    def change(rows):
-        for one in rows:
-            if one["part"] == part and one.get("condition", "").startswith(condition) and text in one["numbers"]:
-                own = one["numbers"][text]
-                own["cross_entropy"] += by
-                own["by_source"] = {name: ce + by for name, ce in own["by_source"].items()}
-
-    return change
-
-
-def each(part, condition, set_values):
-    def change(rows):
-        for one in rows:
-            if (one["part"], one.get("condition", condition)) == (part, condition):
-                set_values(one)
-
-    return change
+    return each(part, move, condition)
 
 
 TURNED = {
     "dispersion is better": moved("main", "on", -0.05),
     "dispersion is much worse": moved("main", "on", 0.05),
     "the second runs agree": moved("restored", "", -0.1),
-    "the text is short": each("corpus", None, lambda one: one["sizes"]["main"]["train"].update(tokens=10**6)),
+    "the text is short": each("corpus", lambda one: one["sizes"]["main"]["train"].update(tokens=10**6)),
     "dispersion is worse at every learning rate": moved("tuning", "on", 1, "development"),
-    "a middle learning rate is best": lambda rows: [
-        moved("tuning", f"{state}_lr-0.004", -1, "development")(rows) for state in STATES
-    ],
+    "a middle learning rate is best": moved("tuning", ("off_lr-0.004", "on_lr-0.004"), -1, "development"),
     "noise is worse": moved("main", "noisy-embedding", 0.1),
     "dispersion is worse in a narrow model": moved("width", "on", 0.1),
     "dispersion is better in a deep model": moved("depth", "on", -0.1),
     "dispersion is better in long training": moved("long", "on", -0.2),
     "nothing is forgotten": moved("midtraining", "off", -1),
     "the plateau explains the loss": each(
-        "main", "off", lambda one: one["history"].update(plateau_end=one["numbers"]["test"]["cross_entropy"])
+        "main", lambda one: one["history"].update(plateau_end=one["numbers"]["test"]["cross_entropy"]), "off"
     ),
-    "a last word is often right": each("main", "off", lambda one: one["numbers"]["test"].update(last_word=0.5)),
+    "a last word is often right": each("main", lambda one: one["numbers"]["test"].update(last_word=0.5), "off"),
     "the cosine grows with depth": each(
-        "restored", None, lambda one: one["numbers"]["test"].update(mean_cosine=[0.1 * i for i in range(8)])
+        "restored", lambda one: one["numbers"]["test"].update(mean_cosine=[0.1 * i for i in range(8)])
     ),
-    "the second runs take as long": each("restored", None, lambda one: one["history"].update(seconds={"steps": 224})),
+    "the second runs take as long": each("restored", lambda one: one["history"].update(seconds={"steps": 224})),
 }
 
 
@@ -327,8 +301,6 @@ def test_a_page_is_refused_while_runs_are_missing_and_has_the_failed_ones():
 
 
 class Bigrams(torch.nn.Module):
-    """Logits of the next token by the last one, and activations that are the token's row."""
-
     n_layers = 1
 
     def __init__(self, logits):
@@ -385,13 +357,10 @@ def test_history_of_a_run(tmp_path):
     for step, cosine in ((0, 0.0), (10, 0.8), (30, 0.4)):
         layers = [0.5, cosine - 0.05, cosine + 0.05, 0.9]  # the embedding and the final norm are no blocks
         lines.append({"step": step, "condensation": {"mean_cosine": layers, "cross_entropy": 6.12341}})
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    events = [
-        {"event": "stop", "step": 9, "spent": {"steps": 2.0}},
-        {"event": "complete", "step": 20, "spent": {"steps": 3.5, "start_up": 1}},
-    ]
-    stamp = {"time": "2026-01-01T00:00:00+00:00"}
-    (tmp_path / "events.jsonl").write_text("".join(json.dumps(stamp | event) + "\n" for event in events))
+    events = [{"step": 9, "spent": {"steps": 2.0}}, {"step": 20, "spent": {"steps": 3.5, "start_up": 1}}]
+    stop = {"event": "stop", "time": "2026-01-01T00:00:00+00:00"}
+    for file, rows in (("metrics", lines), ("events", [stop | event for event in events])):
+        (tmp_path / f"{file}.jsonl").write_text("".join(json.dumps(one) + "\n" for one in rows))
     found = history(tmp_path)
     assert found["plateau_end"] == 15
     # (0 + 0.8)/2 · 10 + (0.8 + 0.4)/2 · 20 = 16, over 30 steps
@@ -445,21 +414,18 @@ def test_an_experiment_from_its_runs_to_its_page(tmp_path, sample, monkeypatch):
         **{("corpus", None): 1, ("tuning", "finished"): 4, ("main", "finished"): 2, ("main", "failed"): 1},
         **{("restored", None): 1, ("midtraining", "finished"): 3},
     }
-    (again,) = (r for r in rows if r["part"] == "restored")
-    by_condition = {r["condition"]: r for r in rows if r["part"] in ("main", "midtraining") and r["condition"] != "off"}
-    (first,) = (r for r in rows if (r["part"], r.get("condition")) == ("main", "off"))
+    by_job = {(r["part"], r.get("condition")): r for r in rows}
+    again, on, run = by_job["restored", None], by_job["main", "on"], runs / "main" / "on_seed-1"
     assert again["of"] == ["main", "off", 1]
-    assert again["numbers"] == first["numbers"]  # one machine, one core: the same sums
+    assert again["numbers"] == by_job["main", "off"]["numbers"]  # one machine, one core: the same sums
     assert not (tmp_path / "evidence.md").exists()  # most runs of the design are missing
-    on, run = by_condition["on"], runs / "main" / "on_seed-1"
-    measured = read_condensation(run)
+    measured, test = read_condensation(run), on["numbers"]["test"]
     assert on["history"]["steps"] == list(measured) == [0, 5]
     assert on["history"]["cross_entropy"][-1] == pytest.approx(measured[5]["cross_entropy"], abs=1e-4)
     assert read_events(run)[-1]["event"] == "complete"
-    test = on["numbers"]["test"]
     assert test["documents"] == 80
     assert test["cross_entropy"] == pytest.approx(measured[5]["cross_entropy"], abs=0.5)  # other text, the same model
-    assert set(by_condition["on-0.5"]["numbers"]) == {"test", "new_test"}
+    assert set(by_job["midtraining", "on-0.5"]["numbers"]) == {"test", "new_test"}
     assert [r["condition"] for r in evidence_analysis.failures(rows)] == ["on-moments"]
     evidence.main(dataclasses.replace(options, part="tuning,midtraining"))
     assert len(file.read_text().splitlines()) == len(rows)

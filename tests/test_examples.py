@@ -29,7 +29,6 @@ def typed(monkeypatch, example, *words):
 
 
 def test_plain_loop(monkeypatch, capsys):
-    """As it is typed, without dispersion and with much of it."""
     example, found = load("plain_loop"), {}
     small = "--steps 25 --batch-size 4 --seq-len 32 --width 32 --depth 2 --every 25"
     for coeff in ("0", "1"):
@@ -55,7 +54,6 @@ def small(hf, **changes):
 
 @pytest.mark.parametrize("name", ["qwen3", "gpt2"])
 def test_hidden_states_of_hugging_face(hf, name):
-    """The embedding first, the outputs of all blocks but the last, and the last one after the final norm only."""
     torch.manual_seed(0)
     model = hf.build_model(name, 16).eval()
     body = model.base_model
@@ -114,7 +112,6 @@ def test_a_step_of_the_trainer_is_the_mean_over_its_tokens(hf, name, tmp_path, m
 
 
 def test_trainer_disperses(hf, tmp_path):
-    """Beside a run without dispersion; evaluation is the cross-entropy alone."""
     logged = {}
     for coeff in (0.0, 1.0):
         trainer = hf.build_trainer(small(hf, steps=15, every=14, coeff=coeff), str(tmp_path))
@@ -123,11 +120,9 @@ def test_trainer_disperses(hf, tmp_path):
     (start, off), (same_start, on) = logged[0.0], logged[1.0]
     assert same_start["dispersion"] == start["dispersion"]
     assert same_start["loss"] == pytest.approx(start["loss"] + start["dispersion"], rel=1e-3)
-    assert off["loss"] < start["loss"] - 0.5
-    assert on["loss"] < same_start["loss"] - 0.5
+    assert max(off["loss"] - start["loss"], on["loss"] - same_start["loss"]) < -0.5
     assert on["dispersion"] < off["dispersion"] - 0.05  # means over steps 2 to 14
-    batch = hf.collate(trainer.train_dataset[:3])
-    model = trainer.model.eval()
+    batch, model = hf.collate(trainer.train_dataset[:3]), trainer.model.eval()
     with torch.no_grad():
         assert torch.equal(trainer.compute_loss(model, batch), model(**batch).loss)
 
@@ -142,7 +137,6 @@ def corpus(tmp_path_factory):
 
 @pytest.mark.slow
 def test_own_text(corpus, tmp_path, monkeypatch, capsys):
-    """A tokenizer is trained on text. Then the config trains with the options that its comment gives for a CPU."""
     import transformers
 
     own = tmp_path / "own_tokenizer"

@@ -21,16 +21,10 @@ DOCS = ROOT / "docs"
 
 
 def test_the_page_is_made_of_the_numbers_beside_it():
-    page = (DOCS / "condensation.md").read_text()
     content = json.loads((DOCS / "condensation.json").read_text())
-    assert page == figure.markdown(content)
+    assert (DOCS / "condensation.md").read_text() == figure.markdown(content)
     during = content["while_training"]
     assert (content["seeds"], len(during["off"]), len(during["on"])) == ([1, 2, 3], 3, 3)
-    blocks = {
-        s: [np.mean(run["mean_cosine"][during["steps"].index(150)][1:7]) for run in during[s]] for s in ("off", "on")
-    }
-    cells = [f"{np.mean(b):.2f} ({min(b):.2f} to {max(b):.2f})" for b in blocks.values()]
-    assert f"| 150 | {cells[0]} | {cells[1]} |" in page
 
 
 def seeds(*mean_cosines, cross_entropies):
@@ -82,9 +76,7 @@ def test_the_pages_numbers_by_hand():
     for line in (
         "| 0 | 0.20 (0.20 to 0.20) | 0.20 (0.20 to 0.20) | 8.00 (8.00 to 8.00) | 8.00 (8.00 to 8.00) |",
         "| 10 | 0.80 (0.70 to 0.90) | 0.70 (0.60 to 0.80) | 7.25 (7.00 to 7.50) | 7.00 (7.00 to 7.00) |",
-        "| 20 | 0.60 (0.60 to 0.60) | 0.20 (0.10 to 0.30) | 6.12 (6.00 to 6.25) | 6.38 (6.25 to 6.50) |",
         "| mean cosine of all blocks | 0.650 | 0.450 | -0.200 | -1.471 to +1.071 | 2 of 2 seeds |",  # 0.2 ± 12.706 · 0.1
-        "| mean cosine of the middle third of the blocks | 0.650 | 0.450 | -0.200 | -1.471 to +1.071 | 2 of 2 seeds |",
         "| mean cosine of the last block | 0.950 | 0.750 | -0.200 | -1.471 to +1.071 | 2 of 2 seeds |",
         "| held-out cross-entropy | 5.000 | 5.100 | +0.100 | -0.535 to +0.735 | 0 of 2 seeds |",
         "| off, seed 4 | 0.000 | 0.300 | 0.600 | 0.900 | 0.200 | 1.000 | – |",
@@ -103,7 +95,6 @@ def test_the_pages_numbers_by_hand():
 
 
 def test_the_picture(tmp_path, monkeypatch):
-    """Maps of the mean over seeds; below, the seeds' mean of all blocks and cross-entropy, in a band."""
     levels = {"off": (0.4, 0.6), "on": (0.1, 0.3)}
     folders = {state: [tmp_path / f"{state}-{seed}" for seed in (1, 2)] for state in levels}
     for state, of_state in folders.items():
@@ -138,7 +129,6 @@ def test_the_picture(tmp_path, monkeypatch):
 
 @pytest.mark.night
 def test_figure(sample, tmp_path):
-    """The script on two runs of two steps; a second time, nothing is trained."""
     argv = [sys.executable, "-m", "benchmarks.figure", "--seeds", "5", "--steps", "2", "--nproc", "1"]
     argv += ["--data", str(sample), "--runs", str(tmp_path / "runs"), "--docs", str(tmp_path), "--sequences", "2"]
     for _ in range(2):

@@ -5,14 +5,15 @@ from pathlib import Path
 import pytest
 
 from tests.command_line import DEMO
-from tests.fake_hub import COMMIT, OLDER, FakeHub
-from tests.streams import write_texts
+from tests.fake_hub import COMMIT, OLDER, serving
+from tests.streams import VALIDATION_FILE, write_texts
 from titan_disp import cli
 from titan_disp.cluster.node_health import input_problems
 from titan_disp.config.load import load_config
 from titan_disp.config.options import FetchOptions
 from titan_disp.data.documents import Documents
 from titan_disp.data.files import check_data, check_hub, held_out, list_files, split_of
+from titan_disp.data.formats import text_of
 from titan_disp.data.hub import HubName, parse_name
 from titan_disp.data.mirror import RECORDS, fetch, parse_shards
 from titan_disp.data.options import StreamOptions
@@ -59,37 +60,23 @@ def write_repository(folder):
 
 
 @pytest.fixture
-def serve(tmp_path, monkeypatch):
-    monkeypatch.setattr("titan_disp.data.storage.FIRST_PAUSE", 0.01)
-    servers = []
-
-    def start(folder, name):
-        servers.append(FakeHub(folder, name))
-        servers[0].use(monkeypatch, tmp_path / "cache")
-        return servers[0]
-
-    yield start
-    servers[0].close()
-
-
-@pytest.fixture
-def hub(serve, tmp_path):
+def hub(tmp_path, monkeypatch):
     write_repository(tmp_path / "some")
-    return serve(tmp_path / "some", "some/prose")
+    with serving(tmp_path / "some", "some/prose", monkeypatch, tmp_path / "cache") as hub:
+        yield hub
 
 
 @pytest.fixture
-def c4(serve, sample):
-    return serve(sample, "allenai/c4")
+def c4(sample, tmp_path, monkeypatch):
+    with serving(sample, "allenai/c4", monkeypatch, tmp_path / "cache") as hub:
+        yield hub
 
 
 def add(hub, tmp_path, name, *files, card=None):
     for file in files:
-        path = tmp_path / name / file
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text('{"text": "one two three"}\n')
+        write_texts(tmp_path / name / file, ["one two three"])
     if card:
-        (tmp_path / name / "README.md").write_text(card)
+        (tmp_path / name / "README.md").write_text(f"---\nconfigs:\n{card}---\n")
     hub.datasets[f"some/{name}"] = tmp_path / name
 
 
@@ -106,21 +93,22 @@ FILES = {
 
 @pytest.mark.parametrize("dataset", FILES)
 def test_files_of_a_configuration_and_a_split(hub, tmp_path, dataset):
-    files = list_files(dataset, None)
-    assert [file.url for file in files] == [f"hf://datasets/some/prose@{COMMIT}/{path}" for path in FILES[dataset]]
-    assert [file.size for file in files] == [(tmp_path / "some" / path).stat().st_size for path in FILES[dataset]]
-    assert [file.name for file in files] == [
-        path.removeprefix("data/") if path.startswith("data/") else Path(path).name for path in FILES[dataset]
+    def name(path):
+        return path.removeprefix("data/") if path.startswith("data/") else Path(path).name
+
+    assert [(file.url, file.size, file.name) for file in list_files(dataset, None)] == [
+        (f"hf://datasets/some/prose@{COMMIT}/{path}", (tmp_path / "some" / path).stat().st_size, name(path))
+        for path in FILES[dataset]
     ]
     assert not any(path.endswith((".parquet", ".jsonl", ".gz")) for path, _ in hub.ranges)
 
 
 def test_a_revision(hub, tmp_path):
-    add(hub, tmp_path, "older", "then.jsonl", card="---\nconfigs:\n- config_name: one\n  data_files: then.jsonl\n---\n")
+    add(hub, tmp_path, "older", "then.jsonl", card="- config_name: one\n  data_files: then.jsonl\n")
     hub.tagged["some/prose"] = hub.datasets.pop("some/older")
     (file,) = list_files("hf:some/prose@v1.0", None)
     assert file.url == f"hf://datasets/some/prose@{OLDER}/then.jsonl"
-    assert Documents(file, StreamOptions()).read() == b'{"text": "one two three"}\n'
+    assert text_of(Documents(file, StreamOptions()).read()) == "one two three"
     assert len(list_files("hf:some/prose", None)) == 2
 
 
@@ -128,13 +116,11 @@ def test_the_default_split_is_that_of_the_section():
     assert split_of("hf:some/prose", "training") == "train"
     assert split_of("hf:some/prose:split", "validation") == "validation"
     assert split_of("hf:some/prose:split:tiny", "validation") == "tiny"
-    assert held_out("hf:some/prose@v1.0:split:tiny") == "hf:some/prose@v1.0:split:validation"
-    assert held_out("hf:some/prose") == "hf:some/prose::validation"
-    assert [held_out(name) for name in ("c4", "text", "c4_validation")] == [
-        "c4_validation",
-        "text_validation",
-        "c4_validation",
-    ]
+    for name, expected in {
+        **{"hf:some/prose@v1.0:split:tiny": "hf:some/prose@v1.0:split:validation", "c4": "c4_validation"},
+        **{"hf:some/prose": "hf:some/prose::validation", "text": "text_validation", "c4_validation": "c4_validation"},
+    }.items():
+        assert held_out(name) == expected
 
 
 def test_names():
@@ -173,11 +159,11 @@ BAD = {
 def test_what_cannot_be_had_is_one_message(hub, tmp_path, dataset):
     add(hub, tmp_path, "gated", "train.jsonl")
     hub.gated.add("some/gated")
-    two = "---\nconfigs:\n- config_name: one\n  data_files: a.jsonl\n- config_name: two\n  data_files: b.jsonl\n---\n"
-    add(hub, tmp_path, "two", "a.jsonl", "b.jsonl", card=two)
+    two = "".join(f"- config_name: {name}\n  data_files: {name}.jsonl\n" for name in ("one", "two"))
+    add(hub, tmp_path, "two", "one.jsonl", "two.jsonl", card=two)
     add(hub, tmp_path, "binary", "train.bin", "notes.docx")
     add(hub, tmp_path, "script", "script.py", "train.jsonl")
-    add(hub, tmp_path, "lost", "a.jsonl", card="---\nconfigs:\n- config_name: x\n  data_files: gone.jsonl\n---\n")
+    add(hub, tmp_path, "lost", "a.jsonl", card="- config_name: x\n  data_files: gone.jsonl\n")
     with pytest.raises(ConfigError, match=BAD[dataset]) as caught:
         list_files(dataset, None)
     assert str(caught.value).startswith(f"training.dataset is '{dataset}")
@@ -212,49 +198,34 @@ def run(capsys, *arguments):
 
 
 def test_mirror(hub, tmp_path, capsys):
-    """A configuration's splits without the rest: same names and sizes as on the hub, so that a run can go on from either."""
-    mirror = tmp_path / "mirror"
-    said = run(capsys, "data", "fetch", str(mirror), "--dataset", "hf:some/prose:split")
-    assert f"{mirror} is complete: training.dataset = 'hf:some/prose:split', training.dataset_path = " in said.out
+    mirror, split = tmp_path / "mirror", "hf:some/prose:split"
+    said = run(capsys, "data", "fetch", str(mirror), "--dataset", split)
+    assert f"{mirror} is complete: training.dataset = '{split}', training.dataset_path = " in said.out
     found = sorted(p.relative_to(mirror).as_posix() for p in mirror.glob("[!.]*/*"))
-    assert found == sorted([*FILES["hf:some/prose:split"], *FILES["hf:some/prose:split:validation"]])
+    assert found == sorted([*FILES[split], *FILES[f"{split}:validation"]])
     run(capsys, "data", "fetch", str(mirror), "--dataset", "hf:some/prose:sample-2")
-    hub.requests.clear()
     for dataset, key in (
-        ("hf:some/prose:split", "training"),
-        ("hf:some/prose:split", "validation"),
-        ("hf:some/prose:split:validation", "training"),
-        ("hf:some/prose:sample-2", "training"),
+        *((split, "training"), (split, "validation")),
+        *((f"{split}:validation", "training"), ("hf:some/prose:sample-2", "training")),
     ):
+        hub.requests.clear()
         local = list_files(dataset, str(mirror), key)
         assert all(Path(file.url).is_relative_to(mirror) for file in local)
         check_data(dataset, str(mirror), key)
         assert not hub.requests, "a mirror asks the hub for nothing"
         assert names_of(local) == names_of(list_files(dataset, None, key))
-        hub.requests.clear()
     held = "hf:some/prose:sample-2:train, hf:some/prose:split:train, hf:some/prose:split:validation"
     (mirror / "split" / "b.jsonl").unlink()
     for dataset, path, key, message in (
         ("hf:some/prose", mirror, "training", f"holds {held}, but not hf:some/prose::train: titan-disp data fetch"),
-        (
-            "hf:some/prose:split",
-            mirror,
-            "validation",
-            r"missing or have another size .*\(1 of 2, such as .*b.jsonl\): titan",
-        ),
-        (
-            "hf:some/prose",
-            tmp_path / "a.jsonl",
-            "training",
-            "is not a folder. Expected a mirror, as titan-disp data fetch",
-        ),
+        (split, mirror, "validation", r"missing or have another size .*\(1 of 2, such as .*b.jsonl\): titan"),
+        ("hf:some/prose", tmp_path / "a.jsonl", "training", "is not a folder. Expected a mirror, as titan-disp data"),
     ):
         with pytest.raises(ConfigError, match=message):
             list_files(dataset, str(path), key)
 
 
 def test_a_mirror_of_some_files(hub, tmp_path):
-    """What several commands have fetched is read together; what comes damaged is no mirror yet."""
     mirror = tmp_path / "mirror"
     hub.damaged = {"split/a2.jsonl"}
     (problem,) = fetch(FetchOptions(mirror, "hf:some/prose:split", split="train"))
@@ -296,7 +267,6 @@ def test_batches_from_the_hub_and_from_a_mirror_are_the_same(hub, sample, tmp_pa
 
 
 def test_stream_from_the_hub_is_the_local_copys(c4, sample):
-    """Without dataset_path, the hub is streamed. Although requests fail, the batches are those of the local copy."""
     job, ahead = job_of(sample), job_of(sample, "--stream.prefetch", "4")
     c4.fail_every = 5
     job.training.dataset_path = ahead.training.dataset_path = None
@@ -314,16 +284,15 @@ def test_fetch(c4, sample, tmp_path, capsys):
     mirror = tmp_path / "mirror"
     command = ("data", "fetch", str(mirror), "--shards", "1-2,5")
     assert "is complete" in run(capsys, *command).out
-    names = sorted(p.name for p in (mirror / "en").iterdir())
-    expected = [f"c4-train.{i:05d}-of-00008.json.gz" for i in (1, 2, 5)] + ["c4-validation.00000-of-00001.json.gz"]
-    assert names == expected
+    files = {path.name: path for path in sorted((mirror / "en").iterdir())}
+    assert [*files] == [f"c4-train.{i:05d}-of-00008.json.gz" for i in (1, 2, 5)] + [Path(VALIDATION_FILE).name]
     # Fetch again with one truncated file and one of the right size with wrong content: only these two are fetched.
-    cut, wrong = mirror / "en" / names[0], mirror / "en" / names[1]
+    cut, wrong, *_ = files.values()
     cut.write_bytes(cut.read_bytes()[:1000])
     wrong.write_bytes(b"x" * wrong.stat().st_size)
     c4.requests.clear()
     run(capsys, *command)
-    assert [(mirror / "en" / n).read_bytes() for n in names] == [(sample / "en" / n).read_bytes() for n in names]
+    assert all(path.read_bytes() == (sample / "en" / name).read_bytes() for name, path in files.items())
     assert c4.requests["content"] <= 6
     # A file that arrives damaged every time is named, and the command fails.
     c4.damaged = {"en/c4-train.00007-of-00008.json.gz"}
@@ -335,10 +304,10 @@ def test_fetch(c4, sample, tmp_path, capsys):
 def test_parse_shards():
     assert parse_shards("0-63, 100") == [range(64), range(100, 101)]
     assert parse_shards(None) is None
-    for text, message in (
-        ("0..3", "numbers and ranges"),
-        ("0-3,63-60", "range 63-60, expected the smaller number first"),
-    ):
+    for text, message in {
+        "0..3": "numbers and ranges",
+        "0-3,63-60": "range 63-60, expected the smaller number",
+    }.items():
         with pytest.raises(ConfigError, match=message):
             parse_shards(text)
 

@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import shutil
-import sys
 import weakref
 from pathlib import Path
 
@@ -14,9 +13,9 @@ from huggingface_hub import constants
 from matplotlib.figure import Figure
 from tokenizers import Tokenizer, processors
 
+from tests.command_line import typed
 from tests.saved_run import random_model, save_run
 from tests.test_condensation_command import refused, save_hugging_face
-from titan_disp import cli
 from titan_disp.condensation.record import Condensation
 from titan_disp.errors import ConfigError
 from titan_disp.lab.export.saved import find_saved, load_model
@@ -59,6 +58,7 @@ def tokens(count=2, length=12):
 @torch.no_grad()
 @pytest.mark.parametrize("name", CONFIGS)
 def test_layers_are_transformers_hidden_states(name):
+    """One at a time: at most a layer, the embedding and a block's output are alive. transformers' are alive together."""
     model = random_causal_lm(name)
     layers = hugging_face_layers(model)
     got = {}
@@ -66,13 +66,19 @@ def test_layers_are_transformers_hidden_states(name):
     assert list(got) == list(range(layers.count)) == list(range(BLOCKS + 2))
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
     *expected, last = model.base_model(tokens(), output_hidden_states=True).hidden_states
-    for layer, z in enumerate(expected):
+    for layer, z in (*enumerate(expected), (BLOCKS + 1, last)):
         torch.testing.assert_close(got[layer], z, rtol=0, atol=0)
-    torch.testing.assert_close(got[BLOCKS + 1], last, rtol=0, atol=0)
     assert not torch.equal(got[BLOCKS], got[BLOCKS + 1])  # before the final norm, and after it
     if name == "Qwen3":
         torch.testing.assert_close(model.model.norm(got[BLOCKS]), got[BLOCKS + 1])
     assert layers.parameters == sum(p.numel() for p in set(model.parameters()))
+    assert largest_number_alive(layers) <= 3
+
+    def at_once(batch, take_in):
+        for layer, z in enumerate(model.base_model(batch, output_hidden_states=True).hidden_states):
+            take_in(layer, z)
+
+    assert largest_number_alive(at_once) == BLOCKS + 1
 
 
 @pytest.fixture(scope="module")
@@ -81,7 +87,6 @@ def run(tmp_path_factory, hf_tokenizer):
 
 
 def largest_number_alive(layers):
-    """Return the largest number of tensors that are alive at the same time while ``layers`` gives them."""
     alive, most = [], 0
 
     def take_in(_, z):
@@ -96,30 +101,14 @@ def largest_number_alive(layers):
 @torch.no_grad()
 def test_layers_of_a_run(run):
     (target,) = find_targets([str(run)], False, None).values()
-    got = {}
-    layers = target.load(torch.device("cpu"), "float32")
+    layers, got = target.load(torch.device("cpu"), "float32"), {}
     layers(tokens(length=16), lambda layer, z: got.update({layer: z}))
     model = load_model(find_saved(run))
     _, expected = model(tokens(length=16), return_activations=range(8))
     assert layers.parameters == sum(p.numel() for p in set(model.parameters()))
     assert list(got) == list(range(8))
-    for layer, z in enumerate(expected):
-        torch.testing.assert_close(got[layer], z, rtol=0, atol=0)
+    torch.testing.assert_close([*got.values()], [*expected], rtol=0, atol=0)
     assert largest_number_alive(layers) <= 3
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("name", CONFIGS)
-def test_one_layer_at_a_time(name):
-    """At most a layer, the embedding and a block's output are alive. transformers' hidden states are alive together."""
-    model = random_causal_lm(name)
-
-    def at_once(batch, take_in):
-        for layer, z in enumerate(model.base_model(batch, output_hidden_states=True).hidden_states):
-            take_in(layer, z)
-
-    assert largest_number_alive(at_once) == BLOCKS + 1
-    assert largest_number_alive(hugging_face_layers(model)) <= 3
 
 
 def save_gpt2(folder, tokenizer, seed=0, width=32):
@@ -151,7 +140,6 @@ def hub(tmp_path, gpt2, hf_tokenizer, monkeypatch):
 
 @pytest.fixture
 def drawn(monkeypatch):
-    """Record what would be drawn, by file, because a figure takes a second."""
     figures = {}
     monkeypatch.setattr(Figure, "savefig", lambda figure, path, **_: figures.update({Path(path).name: figure}))
     return figures
@@ -159,15 +147,10 @@ def drawn(monkeypatch):
 
 @pytest.fixture
 def command(monkeypatch, drawn):
-    def run_command(*arguments):
-        monkeypatch.setattr(sys, "argv", ["titan-disp", "condensation", *map(str, arguments)])
-        cli.main()
-
-    return run_command
+    return lambda *arguments: typed(monkeypatch, "condensation", *arguments)
 
 
 def test_a_model_of_the_hub(hub, gpt2, text, command, tmp_path):
-    """A model in the cache gives the same numbers as its folder on disk. Revisions are found by their names."""
     few = ("--text", text, "--sequences", 2)
     command("lab/tiny", "lab/tiny@step20", "--out", tmp_path / "a", *few)
     command(gpt2, "--out", tmp_path / "b", *few)
@@ -176,8 +159,6 @@ def test_a_model_of_the_hub(hub, gpt2, text, command, tmp_path):
     assert main.to_json() != step20.to_json()
     found = json.loads((tmp_path / "a" / "metrics.json").read_text())["targets"]
     assert [one["revision"] for one in found] == [None, "step20"]
-    # There are 2048 tokens and 48 positions of width 32, 3 blocks of 12 F² + 13 F, and 2 F in the final norm.
-    assert [one["parameters"] for one in found] == [(2048 + 48 + 2) * 32 + 3 * (12 * 32**2 + 13 * 32)] * 2
 
 
 @pytest.mark.parametrize(
@@ -185,7 +166,6 @@ def test_a_model_of_the_hub(hub, gpt2, text, command, tmp_path):
     [(("step1000", "step20"), ["20", "1,000", "step"], True), (("old", "new"), ["old", "new", "revision"], False)],
 )
 def test_revisions_over_training(hub, text, command, drawn, tmp_path, names, shown, over_steps):
-    """Revisions are ordered by the steps in their names, or else as given."""
     (hub / "refs" / "new").write_text("a" * 40)
     (hub / "refs" / "old").write_text("b" * 40)
     command(*(f"lab/tiny@{name}" for name in names), "--text", text, "--sequences", 2, "--out", tmp_path)
@@ -204,7 +184,6 @@ def test_steps_of_revisions(gpt2):
 
 def test_what_the_cache_lacks_is_told_with_the_command(hub, text, command, tmp_path, capsys):
     rest = ("--text", text, "--sequences", 2, "--out", tmp_path / "out")
-    of_step20 = "snapshot_download('lab/tiny', revision='step20', allow_patterns=['*.json', "
     for name, call in (
         ("Qwen/Qwen3-0.6B", "snapshot_download('Qwen/Qwen3-0.6B', allow_patterns=['*.json', "),
         ("lab/tiny@v2", "snapshot_download('lab/tiny', revision='v2', allow_patterns=["),
@@ -213,32 +192,27 @@ def test_what_the_cache_lacks_is_told_with_the_command(hub, text, command, tmp_p
         assert "is not a folder here" in told
         assert f'python -c "from huggingface_hub import snapshot_download; {call}' in told
     # An index of pickles that were not downloaded does not matter, but one of two files of weights does.
-    folder = hub / "snapshots" / ("b" * 40)
+    folder, of_step20 = hub / "snapshots" / ("b" * 40), "snapshot_download('lab/tiny', revision='step20', "
     pickles = {"weight_map": {"a": "pytorch_model-00001-of-00001.bin"}}
     (folder / "pytorch_model.bin.index.json").write_text(json.dumps(pickles))
-    command("lab/tiny@step20", *rest)
+    assert command("lab/tiny@step20", *rest) == 0
     weights = {"weight_map": {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}}
     (folder / "model.safetensors").rename(folder / "model-00001-of-00002.safetensors")
     (folder / "model.safetensors.index.json").write_text(json.dumps(weights))
     told = refused(command, capsys, "lab/tiny@step20", *rest)
     assert "lacks 1 of its 2 files of weights, 'model-00002-of-00002.safetensors' first" in told
-    assert of_step20 in told
-    assert ".bin'" not in told
+    assert (of_step20 in told, ".bin'" in told) == (True, False)
     for file in folder.glob("*model*"):
         file.unlink()
     told = refused(command, capsys, "lab/tiny@step20", *rest)
-    assert "no weights" in told
-    assert of_step20 in told
-    assert "'pytorch_model*.bin'])" in told  # the repository may have pickles only
+    for said in ("no weights", of_step20, "'pytorch_model*.bin'])"):  # the repository may have pickles only
+        assert said in told
 
 
 def test_ids_of_the_hub():
-    known = {
-        "gpt2": ("gpt2", None),
-        "Qwen/Qwen3-0.6B": ("Qwen/Qwen3-0.6B", None),
-        "lab/m@refs/pr/1": ("lab/m", "refs/pr/1"),
-    }
-    assert {name: parse_id(name) for name in known} == {name: HubModel(*model) for name, model in known.items()}
+    for name in ("gpt2", "Qwen/Qwen3-0.6B"):
+        assert parse_id(name) == HubModel(name, None)
+    assert parse_id("lab/m@refs/pr/1") == HubModel("lab/m", "refs/pr/1")
     for name in ("/lab/m", "./gpt2", "outputs/runs/demo", "a b", "m@"):
         assert parse_id(name) is None
 
@@ -282,18 +256,17 @@ def test_code_of_strangers(gpt2, text, command, tmp_path, capsys, monkeypatch):
 def test_dtypes_and_devices(gpt2, run, text, command, tmp_path, capsys, monkeypatch):
     """bf16 is close to float32 but not equal, also for a run. auto is the CPU without a GPU, and needs accelerate."""
     pytest.importorskip("accelerate")
-    auto = ("--device", "auto", "--dtype", "auto")
-    for name, options in (("f32", ()), ("bf16", ("--dtype", "bfloat16")), ("auto", auto)):
-        command(gpt2, run, "--text", text, "--sequences", 2, "--out", tmp_path / name, *options)
+    few = ("--text", text, "--sequences", 2, "--out")
+    for name, options in {"f32": "", "bf16": "--dtype bfloat16", "auto": "--device auto --dtype auto"}.items():
+        command(gpt2, run, *few, tmp_path / name, *options.split())
     for target in ("gpt2", "run-step-30"):
         f32, bf16, auto = (Condensation.load(tmp_path / out / f"{target}.npz") for out in ("f32", "bf16", "auto"))
         assert auto.to_json() == f32.to_json()
-        difference = np.abs(bf16.mean_cosine - f32.mean_cosine)
-        assert 0 < difference.max() < 0.02  # with eight bits, each activation is off by up to 1/256
+        # With eight bits, each activation is off by up to 1/256.
+        assert 0 < np.abs(bf16.mean_cosine - f32.mean_cosine).max() < 0.02
     assert json.loads((tmp_path / "bf16" / "metrics.json").read_text())["dtype"] == "bfloat16"
     monkeypatch.setattr(command_module, "find_spec", lambda _: None)
-    told = refused(command, capsys, gpt2, "--text", text, "--out", tmp_path / "out", "--device", "auto")
-    assert "pip install accelerate" in told
+    assert "pip install accelerate" in refused(command, capsys, gpt2, *few, tmp_path / "out", "--device", "auto")
 
 
 def letters(text):
@@ -317,15 +290,7 @@ def test_contiguous_sequences():
         contiguous_sequences(lines, letters, 1, len(whole) + 1, seed=0)
 
 
-def test_texts_in_order(tmp_path, text):
-    assert "".join(read_texts(text, None, 0, in_order=True)) == text.read_text()
-    file = tmp_path / "some.jsonl"
-    file.write_text("".join(json.dumps({"text": f"document {i}"}) + "\n" for i in range(9)))
-    assert read_texts(file, None, 0, in_order=True) == [f"document {i}\n\n" for i in range(9)]
-
-
 def surrounded(gpt2, folder, template):
-    """Copy a model, with a tokenizer that adds tokens to a text."""
     shutil.copytree(gpt2, folder)
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     tokenizer.post_processor = processors.TemplateProcessing(single=template, special_tokens=[("!", 5), ("#", 6)])
@@ -355,29 +320,21 @@ def test_the_papers_protocol(gpt2, text, command, tmp_path):
     content = json.loads((out / "metrics.json").read_text())
     assert (content["contiguous"], content["special_tokens"]) == (True, True)
     assert (content["targets"][0]["sequences"], content["targets"][0]["tokens"]) == (10, 48)
-    found = Condensation.load(out / "with_bos.npz")
-    assert found.averaged_histogram.shape == found.histogram.shape
-    assert found.averaged_histogram.sum(1) == pytest.approx(np.ones(5))
+    assert Condensation.load(out / "with_bos.npz").averaged_histogram.sum(1) == pytest.approx(np.ones(5))
 
 
 def test_groups(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    groups = {
-        "off=a,b,c": ("off", ["a", "b", "c"]),
-        "on=one": ("on", ["one"]),
-        "plain": None,
-        "x=lr=3,y": ("x", ["lr=3", "y"]),
-    }
+    groups = {"off=a,b,c": ("off", ["a", "b", "c"]), "on=one": ("on", ["one"]), "x=lr=3,y": ("x", ["lr=3", "y"])}
     assert {text: parse_group(text) for text in groups} == groups
     (tmp_path / "lr=3").mkdir()
-    assert parse_group("lr=3") is None
+    assert parse_group("plain") is parse_group("lr=3") is None
     for text in ("=a,b", "off=", "off=a,,b", "off=a,a"):
         with pytest.raises(ConfigError, match="expected NAME=A,B,C"):
             parse_group(text)
 
 
 def test_families_and_pairs(gpt2, hf_tokenizer, text, command, drawn, tmp_path):
-    """Models of --family and --pair are measured like targets, and only once."""
     wide = save_gpt2(tmp_path / "wide", hf_tokenizer, seed=2, width=64)
     out = tmp_path / "out"
     options = ("--family", f"gpt2={gpt2},{wide}", "--pair", f"{wide},{gpt2}", "--sequences", 2)
@@ -386,12 +343,3 @@ def test_families_and_pairs(gpt2, hf_tokenizer, text, command, drawn, tmp_path):
     sizes = [(2048 + 48 + 2) * f + 3 * (12 * f**2 + 13 * f) for f in (32, 64)]
     assert drawn["by_size.png"].axes[0].lines[1].get_xdata().tolist() == sizes
     assert [label.get_text() for label in drawn["pairs.png"].axes[0].get_yticklabels()] == ["wide\n→ gpt2"]
-
-
-def test_bad_groups(gpt2, text, command, tmp_path, capsys):
-    for options, message in (
-        (("--family", "gpt2"), "--family is 'gpt2', expected NAME=MODEL,MODEL"),
-        (("--family", "gpt2=a"), "with at least two models"),
-        (("--pair", "a"), "--pair is 'a', expected two models"),
-    ):
-        assert message in refused(command, capsys, gpt2, "--text", text, "--out", tmp_path / "out", *options)

@@ -14,9 +14,9 @@ def test_local_data_is_checked(sample, tmp_path):
     assert len(check_data("c4", str(sample))) == TRAIN_FILES
     assert len(check_data("c4_validation", str(sample))) == 1
     assert check_data("c4", None) == []
-    with pytest.raises(ConfigError, match="no train data, because it has no files; expected files such as en/c4-train"):
-        check_data("c4", str(tmp_path))
-    with pytest.raises(ConfigError, match=r"validation\.dataset_path .* holds no validation data"):
+    with pytest.raises(
+        ConfigError, match=r"validation\.dataset_path .* holds no validation data, because .* such as en/c4-"
+    ):
         check_data("c4_validation", str(tmp_path), key="validation")
 
 
@@ -63,14 +63,14 @@ def told(caplog):
 def test_links_are_followed(tmp_path, told):
     write(tmp_path / "elsewhere", "b.jsonl", "deep/c.jsonl")
     write(tmp_path / "data", "a.jsonl")
-    (tmp_path / "data" / "linked").symlink_to(tmp_path / "elsewhere")
-    (tmp_path / "data" / "linked-too").symlink_to(tmp_path / "elsewhere" / "deep")
-    (tmp_path / "data" / "linked" / "round").symlink_to(tmp_path / "data")
-    (tmp_path / "data" / "d.jsonl").symlink_to(tmp_path / "elsewhere" / "b.jsonl")
+    for name, target in (
+        *(("linked", "elsewhere"), ("linked-too", "elsewhere/deep"), ("linked/round", "data")),
+        ("d.jsonl", "elsewhere/b.jsonl"),
+    ):
+        (tmp_path / "data" / name).symlink_to(tmp_path / target)
     assert names_in("text", tmp_path / "data") == ["a.jsonl", "d.jsonl", "linked-too/c.jsonl", "linked/b.jsonl"]
-    assert [
-        "round is left out, because it is a link" in m or "deep is left out, because it" in m for m in told("WARNING")
-    ] == [True] * 2
+    for warning, name in zip(sorted(told("WARNING")), ("deep", "round"), strict=True):
+        assert f"{name} is left out, because it" in warning
 
 
 @pytest.mark.parametrize("name", ["b.jsonl", "folder"])
@@ -139,8 +139,8 @@ def test_what_a_glob_leaves_out_is_said(tmp_path, told):
 def test_what_is_left_out_is_said(tmp_path, told):
     write(tmp_path, "a.jsonl", "b.jsonl.bz2", "c.jsonl.bz2", "d.csv", "README.md", "e.json", ".hidden.jsonl")
     write(tmp_path, "tokenizer/a.model")  # as in the sample of make demo
-    assert names_in("text", tmp_path) == ["a.jsonl", "e.json"]
-    assert names_in("text", tmp_path) == ["a.jsonl", "e.json"]  # logged once, although listed twice
+    for _ in range(2):  # logged once, although listed twice
+        assert names_in("text", tmp_path) == ["a.jsonl", "e.json"]
     left_out, mixed = told("WARNING")
     assert "left out, because they end in none of" in left_out
     assert ": 2 *.bz2, 1 *.csv, such as " in left_out

@@ -68,7 +68,6 @@ def test_heatmap():
 
 
 def test_side_by_side():
-    """Every measurement is below its own name, in rows of three."""
     levels = {"_a$1$": 0.1, "b": 0.3, "c": 0.5, "d": 0.7}  # the first name is not read as mathematics
     figure = plots.side_by_side({name: condensed(0, level) for name, level in levels.items()}, "all")
     *grid, bar = figure.axes
@@ -96,34 +95,26 @@ def test_mean_cosine_by_layer():
 
 def test_depth_bars():
     """Without the last block, the ranks 3, 1, 2, 4 give ρ = 1 − 6·6/60 and τ = (4 − 2)/6."""
-    flat, falling = condensed(0.2, 0.9, 0.209), condensed(0.9, 0.8, 0.95, 0.1)
-    (axes,) = plots.depth_bars(
-        {"some": condensed(0.5, 0.1, 0.25, 0.1, 0.75), "_falling$1$": falling, "flat": flat}
-    ).axes
+    some, falling = condensed(0.5, 0.1, 0.25, 0.1, 0.75), condensed(0.9, 0.8, 0.95, 0.1)
+    (axes,) = plots.depth_bars({"some": some, "_falling$1$": falling, "flat": condensed(0.2, 0.9, 0.209)}).axes
     assert axes.get_xlabel().startswith("rank correlation of the mean cosine with depth")
-    names = dict(zip(axes.get_yticks(), texts(axes.get_yticklabels()), strict=True))
-    bars = {
-        (container.get_label(), names[round(bar.get_y() + bar.get_height() / 2)]): round(bar.get_width(), 4)
-        for container in axes.containers
-        for bar in container
+    assert dict(zip(axes.get_yticks(), texts(axes.get_yticklabels()), strict=True)) == {
+        0: "some",
+        1: r" _falling\$1\$",
+        2: "flat",
     }
-    expected = {"Spearman's ρ": (0.4, -1, 0), "Kendall's τ": (0.3333, -1, 0)}
-    assert bars == {
-        (kind, name): value
-        for kind, values in expected.items()
-        for name, value in zip(("some", r" _falling\$1\$", "flat"), values, strict=True)
-    }
+    for container, name, value in zip(axes.containers, ("Spearman's ρ", "Kendall's τ"), (0.4, 1 / 3), strict=True):
+        assert container.get_label() == name
+        assert [bar.get_width() for bar in container] == pytest.approx([value, -1, 0])
+        assert [round(bar.get_y() + bar.get_height() / 2) for bar in container] == [0, 1, 2]
     told = "– (mean cosines within 0.01)"
     assert texts(axes.texts) == ["+0.40", "-1.00", told, "+0.33", "-1.00", told]
     assert (axes.yaxis_inverted(), axes.xaxis_inverted()) == (True, False)  # the first one is on top
 
 
 def test_over_training():
-    """Each run has a panel. A step has the same colour in all panels and in the legend."""
-    runs = {
-        "_on$1$": {0: condensed(0.1, 0.2), 50: condensed(0.3, 0.4), 1000: condensed(0.5, 0.6)},
-        "off": {0: condensed(0.1, 0.7), 1000: condensed(0.2, 0.9)},
-    }
+    on = {0: condensed(0.1, 0.2), 50: condensed(0.3, 0.4), 1000: condensed(0.5, 0.6)}
+    runs = {"_on$1$": on, "off": {0: condensed(0.1, 0.7), 1000: condensed(0.2, 0.9)}}
     figure = plots.over_training(runs)
     (legend,) = figure.legends
     handles = [tuple(handle.get_color()) for handle in legend.legend_handles]
@@ -134,7 +125,6 @@ def test_over_training():
         assert (axes.get_title(), axes.get_xlabel()) == (name, "layer (0: embedding,\n0: last block, 1: final norm)")
         drawn = {tuple(line.get_color()): line.get_ydata().tolist() for line in axes.lines}
         assert drawn == {colors[f"{step:,}"]: found.mean_cosine.tolist() for step, found in by_step.items()}
-    assert figure.axes[0].get_ylabel() == "mean pairwise cosine"
 
 
 def test_layer_map():
@@ -156,18 +146,14 @@ def test_layer_map():
 
 def test_curves():
     steps = np.arange(1.0, 5)
-    lines = [
-        charts.Line("a", steps, np.array([4.0, 3, np.nan, 1]), place=2, resumes=[3.0]),
-        charts.Line("b", 2 * steps, steps**2, place=0),
-    ]
-    figure = charts.curves(lines, "tokens", "loss", charts.as_it_is)
-    (axes,) = figure.axes
+    a, b = np.array([4.0, 3, np.nan, 1]), steps**2
+    lines = [charts.Line("a", steps, a, place=2, resumes=[3.0]), charts.Line("b", 2 * steps, b, place=0)]
+    (axes,) = charts.curves(lines, "tokens", "loss", charts.as_it_is).axes
     a, resumed, b, never = axes.lines
     assert (a.get_label(), a.get_xydata().tolist()) == ("a", [[1, 4], [2, 3], [4, 1]])
     assert (b.get_label(), b.get_xydata().tolist()) == ("b", [[2, 1], [4, 4], [6, 9], [8, 16]])
     assert a.get_color() == resumed.get_color() == plots.OKABE_ITO[2] != b.get_color()
     assert (list(resumed.get_xdata()), list(never.get_xdata())) == ([3], [])
-    assert (axes.get_xlabel(), axes.get_ylabel()) == ("tokens", "loss")
     assert upright(axes)
     ticks = axes.xaxis.get_major_formatter()
     assert [ticks(x) for x in (5, 4096, 2e6, 1.5e9, 3e12)] == ["5", "4.096 k", "2 M", "1.5 B", "3 T"]
@@ -195,11 +181,8 @@ def test_timeline():
     begin = 1_772_323_200.0  # 2026-03-01 00:00 UTC
     first = Attempt(begin, job="7.0", first_step=0, times=[begin + 10, begin + 30], steps=[1, 3])
     second = Attempt(begin + 3630, job="7.1", first_step=2, times=[begin + 3630, begin + 3650], steps=[2, 3])
-    events = [
-        {"event": "checkpoint", "time": begin + 20},
-        {"event": "save_failed", "time": begin + 25},
-        {"event": "checkpoint", "time": begin + 3660},
-    ]
+    kinds = (("checkpoint", 20), ("save_failed", 25), ("checkpoint", 3660))
+    events = [{"event": name, "time": begin + after} for name, after in kinds]
     above, below = charts.timeline([first, second], events).axes
 
     def seconds(xs):
@@ -208,9 +191,9 @@ def test_timeline():
     drawn = [(seconds(line.get_xdata(orig=False)), line.get_ydata().tolist()) for line in above.lines]
     assert drawn == [([10, 30], [1, 3]), ([3630, 3650], [2, 3])]
     rows = dict(zip(below.get_yticks(), texts(below.get_yticklabels()), strict=True))
+    assert list(rows.values()) == ["checkpoint", "save failed"]
     drawn = {rows[line.get_ydata()[0]]: seconds(line.get_xdata(orig=False)) for line in below.lines}
     assert drawn == {"checkpoint": [20, 3660], "save failed": [25]}
-    assert list(rows.values()) == ["checkpoint", "save failed"]
     charts.timeline([first], [{"event": "$a_$", "time": begin}]).draw_without_rendering()  # not as mathematics
     assert (below.yaxis_inverted(), upright(above)) == (True, True)
     assert (below.get_xlabel(), above.get_ylabel()) == ("time (UTC)", "step")
@@ -225,7 +208,6 @@ SOME = condensed(0.5, 0.1, 0.25, 0.8, 0.75)
 
 
 def test_a_family_by_size():
-    """From the smallest to the largest, whatever the order given; the legend has every model with its size."""
     large = {"a-large": (2_000_000_000, SOME), "a-small": (124_439_808, FALLING)}
     figure = plots.by_size({"a": large, "_b$": {"b": (427_008, RISING)}})
     spearman, kendall = figure.axes
@@ -244,7 +226,6 @@ def test_a_family_by_size():
 
 
 def test_pairs():
-    """The first on top, base and distilled in one row, joined."""
     figure = plots.pairs([(("base", RISING), ("small$", FALLING)), (("other", SOME), ("made", RISING))])
     for axes, some in zip(figure.axes, (0.4, 1 / 3), strict=True):
         base, made = axes.lines[:2]
@@ -258,18 +239,22 @@ def test_pairs():
 
 def test_over_steps():
     figure = plots.over_steps({"on": {0: RISING, 50: FALLING, 100: SOME}, "_off": {0: RISING, 100: RISING}})
-    drawn = {axes.get_title(): [points(line) for line in axes.lines[:2]] for axes in figure.axes}
-    expected = {
-        "mean pairwise cosine, mean over all blocks": (0.125, 0.55, round(1.15 / 3, 6)),
-        "mean pairwise cosine, last block": (0.05, 0.6, 0.8),
-        "Spearman's ρ of the mean cosine with depth": (1, -1, 0.4),
-        "Kendall's τ of the mean cosine with depth": (1, -1, 0.333333),
-    }
-    assert drawn == {
-        title: [[[0, rising], [50, falling], [100, some]], [[0, rising], [100, rising]]]
-        for title, (rising, falling, some) in expected.items()
-    }
-    assert {axes.get_xscale() for axes in figure.axes} == {"linear"}
+    for axes, title, (rising, *after) in zip(
+        figure.axes,
+        (
+            "mean pairwise cosine, mean over all blocks",
+            "mean pairwise cosine, last block",
+            "Spearman's ρ",
+            "Kendall's τ",
+        ),
+        ((0.125, 0.55, round(1.15 / 3, 6)), (0.05, 0.6, 0.8), (1, -1, 0.4), (1, -1, 0.333333)),
+        strict=True,
+    ):
+        assert axes.get_title().startswith(title)
+        on, off = [points(line) for line in axes.lines[:2]]
+        assert on == [[0, rising], [50, after[0]], [100, after[1]]]
+        assert off == [[0, rising], [100, rising]]
+        assert axes.get_xscale() == "linear"
     assert texts(figure.legends[0].texts) == ["on", " _off"]
     published = plots.over_steps({"pythia": dict.fromkeys((0, 1, 512, 143000), SOME)})
     assert {axes.get_xscale() for axes in published.axes} == {"symlog"}

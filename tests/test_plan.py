@@ -34,6 +34,7 @@ PAPER = ROOT / "train_configs" / "qwen3_0.6b_c4.toml"
 TP, CP = "parallelism.tensor_parallel_degree", "parallelism.context_parallel_degree"
 SHARDS, REPLICAS = "parallelism.data_parallel_shard_degree", "parallelism.data_parallel_replicate_degree"
 RESHARD, MODE = "parallelism.fsdp_reshard_after_forward", "activation_checkpoint.mode"
+RESHARDS = ("default", "never", "always")
 MOST = 250  # nodes
 # Of each model, the smallest flavor of a size that is trained: logits and norms would be most of a nano's memory.
 SMALLEST = [(e.name, next(f for f in e.flavors if e.flavors[f].dim > 512)) for e in MODELS.values()]
@@ -44,7 +45,6 @@ def config(changes=()):
 
 
 def paper(replicas=80, changes=()):
-    """The config's number of replicas determines the shard degree."""
     return config({REPLICAS: replicas, SHARDS: -1} | dict(changes))
 
 
@@ -55,28 +55,23 @@ def demo(sample, changes=()):
 
 @pytest.fixture(autouse=True)
 def few_node_counts(monkeypatch):
-    """Try few node counts: otherwise every plan tries a thousand."""
     monkeypatch.setattr(plans, "MAX_NODES", 1)
 
 
 @pytest.fixture
 def every_node_count(monkeypatch, few_node_counts):
-    """Try more node counts, for the tests that need them."""
     monkeypatch.setattr(plans, "MAX_NODES", MOST)
 
 
 def test_the_papers_run():
     plan = make_plan(config(), Machine(80, 8))
+    batch, memory, shard = plan.batch, plan.memory, 596_049_920 // 8 * 4
     assert plan.model.parameters == 596_049_920
-    assert plan.model.parameters_non_embedding == 596_049_920 - 151_936 * 1024
     assert (plan.mesh.replicate, plan.mesh.shard, plan.mesh.context, plan.mesh.tensor) == (80, 8, 1, 1)
-    batch = plan.batch
     assert (batch.global_batch_size, batch.accumulation_steps, batch.tokens_per_step) == (1920, 3, 1920 * 2048)
-    assert 156e9 <= plan.batch.total_tokens < 156e9 + plan.batch.tokens_per_step
-    assert plan.batch.steps == 39_673
-    assert (plan.checkpoints.saved, plan.checkpoints.kept) == (40, 5)
+    assert 156e9 <= batch.total_tokens < 156e9 + batch.tokens_per_step
+    assert (batch.steps, plan.checkpoints.saved, plan.checkpoints.kept) == (39_673, 40, 5)
     assert plan.checkpoints.disk == 6 * plan.checkpoints.size
-    memory, shard = plan.memory, 596_049_920 // 8 * 4
     assert (memory.weights, memory.gradients, memory.optimizer) == (shard, shard, 2 * shard)
     assert memory.total == 4 * shard + memory.unsharded + memory.activations + memory.dispersion + memory.logits
     assert (memory.dispersion, memory.logits) == (28 * 2048 * 1024 * 2, 2048 * 151_936 * 4)
@@ -88,7 +83,6 @@ def test_flops_and_days_by_hand():
     model, dispersed = (6 * 596_049_920 + 28 * 6 * 2 * (16 * 128) * 2048) * 1920 * 2048, 1920 * 28 * 3 * 2048**2 * 1024
     assert (plan.model.flops, plan.model.dispersion_flops) == (model, dispersed)
     peak, fp32 = 640 * 191.5e12 * 0.5, 640 * 47.85e12 * 0.5
-    assert plan.time.computing_seconds == pytest.approx((model + dispersed) / peak)
     seconds = [(model + dispersed) / peak, model / peak, model / peak + dispersed / fp32]
     found = [plan.time.days, plan.time.days_without_dispersion, plan.time.days_fp32_dispersion]
     assert found == pytest.approx([39_673 * (one + plan.time.exposed_seconds) / 86400 for one in seconds])
@@ -103,49 +97,42 @@ BLOCKS = 28 * (2 * 16 * 128 * 1024 + 2 * 8 * 128 * 1024 + 2 * 128 + 3 * 3072 * 1
 def test_bytes_and_seconds_of_hsdp_by_hand():
     """On 80 nodes of 8 H100, an all-gather over n ranks sends (n−1)/n of the bytes. A step has 3 microbatches."""
     plan = make_plan(config(), Machine(80, 8))
+    time = plan.time
     assert ROOT_GROUP + BLOCKS == 596_049_920
     gathered_once, gathered_twice, reduced = 2 * ROOT_GROUP, 2 * 2 * BLOCKS, 4 * (ROOT_GROUP + BLOCKS)
-    assert plan.time.within_bytes == pytest.approx(3 * 7 / 8 * (gathered_once + gathered_twice + reduced))
-    assert plan.time.within_seconds == pytest.approx(plan.time.within_bytes / 450e9)
+    assert time.within_bytes == pytest.approx(3 * 7 / 8 * (gathered_once + gathered_twice + reduced))
     # Each step sums a shard's gradients over 80 replicas once, whatever the number of microbatches.
-    assert plan.time.between_bytes == pytest.approx(2 * 79 / 80 * reduced / 8)
-    assert plan.time.between_seconds == pytest.approx(plan.time.between_bytes / 50e9)
-    # A microbatch begins with the embedding's all-gather and ends with its reduce-scatter. Its all-reduce ends the
-    # step.
+    assert time.between_bytes == pytest.approx(2 * 79 / 80 * reduced / 8)
+    assert (time.within_seconds, time.between_seconds) == pytest.approx(
+        (time.within_bytes / 450e9, time.between_bytes / 50e9)
+    )
+    # A microbatch begins with the embedding's all-gather and ends with its reduce-scatter. Its all-reduce ends the step.
     ends = 3 * 7 / 8 * ROOT_GROUP * (2 + 4) / 450e9 + 2 * 79 / 80 * ROOT_GROUP / 8 * 4 / 50e9
-    assert plan.time.exposed_seconds == pytest.approx(ends)
-    assert plan.time.computing_seconds == pytest.approx(0.0801, abs=5e-5)
-    assert plan.time.step_seconds == pytest.approx(0.0801 + ends, abs=5e-5)
-    assert plan.time.tokens_per_second_per_gpu == pytest.approx(3 * 2048 / plan.time.step_seconds)
-    assert plan.checkpoints.interval_seconds == pytest.approx(1000 * plan.time.step_seconds)
+    assert time.exposed_seconds == pytest.approx(ends)
+    assert (time.computing_seconds, time.step_seconds) == pytest.approx((0.0801, 0.0801 + ends), abs=5e-5)
+    assert time.tokens_per_second_per_gpu == pytest.approx(3 * 2048 / time.step_seconds)
+    assert plan.checkpoints.interval_seconds == pytest.approx(1000 * time.step_seconds)
     assert plan.checkpoints.seconds == pytest.approx(plan.checkpoints.size / 2e9)
     assert not any("communication" in w or "checkpoint" in w for w in plan.warnings)
 
 
 def test_bytes_of_an_untied_model_by_hand():
-    """The untied embedding of 8B is its own FSDP group (2 nodes of 8 GPUs, 120 microbatches).
-
-    It is gathered for forward and again for backward, like the blocks. The output and the final norm stay gathered, so
-    their communication overlaps with computing in both directions.
-    """
-    plan = make_plan(config({"model.flavor": "8B"}), Machine(2, 8))
-    matrix, norm = 151_936 * 4096, 4096
-    blocks = 36 * ((2 * 32 + 2 * 8) * 128 * 4096 + 2 * 128 + 3 * 12288 * 4096 + 2 * 4096)
-    assert plan.model.parameters == 2 * matrix + norm + blocks == 8_190_735_360
-    gathered, reduced = 2 * (2 * matrix + matrix + norm + 2 * blocks), 4 * plan.model.parameters
-    assert plan.time.within_bytes == pytest.approx(120 * 7 / 8 * (gathered + reduced))
-    assert plan.time.between_bytes == pytest.approx(2 * 1 / 2 * reduced / 8, rel=1e-9)
-    # A microbatch begins with the embedding's first gather and ends with its reduce-scatter. Its all-reduce ends the
-    # step.
-    ends = 120 * 7 / 8 * matrix * (2 + 4) / 450e9 + 2 * 1 / 2 * matrix / 8 * 4 / 50e9
-    assert plan.time.exposed_seconds == pytest.approx(ends)
-    kept = make_plan(config({"model.flavor": "8B", RESHARD: "never"}), Machine(2, 8))
-    assert kept.time.within_bytes == pytest.approx(120 * 7 / 8 * (2 + 4) * plan.model.parameters)
-    assert kept.memory.unsharded == 2 * 2 * plan.model.parameters
+    """The untied embedding of 8B is its own FSDP group (2 nodes of 8 GPUs, 120 microbatches). It is gathered for forward and
+    again for backward, like the blocks. The output and the final norm stay gathered, so their communication overlaps with
+    computing in both directions."""
+    plans = {how: make_plan(config({"model.flavor": "8B", RESHARD: how}), Machine(2, 8)) for how in RESHARDS}
+    matrix, norm, sent = 151_936 * 4096, 4096, 120 * 7 / 8
+    parameters = plans["default"].model.parameters
+    again = {"default": parameters - matrix - norm, "never": 0, "always": parameters}  # gathered for backward
+    for how, plan in plans.items():
+        assert plan.time.within_bytes == pytest.approx(sent * ((2 + 4) * parameters + 2 * again[how]))
+    assert plans["default"].time.between_bytes == pytest.approx(2 * 1 / 2 * 4 * parameters / 8, rel=1e-9)
+    assert plans["never"].memory.unsharded == 2 * 2 * parameters
+    # A microbatch begins with the embedding's first gather and ends with its reduce-scatter. Its all-reduce ends the step.
+    ends = sent * matrix * (2 + 4) / 450e9 + 2 * 1 / 2 * matrix / 8 * 4 / 50e9
+    assert plans["default"].time.exposed_seconds == pytest.approx(ends)
     # Backward begins by gathering the output.
-    always = make_plan(config({"model.flavor": "8B", RESHARD: "always"}), Machine(2, 8))
-    assert always.time.within_bytes == pytest.approx(120 * 7 / 8 * (2 + 2 + 4) * plan.model.parameters)
-    assert always.time.exposed_seconds == pytest.approx(ends + 120 * 7 / 8 * 2 * (matrix + norm) / 450e9)
+    assert plans["always"].time.exposed_seconds == pytest.approx(ends + sent * 2 * (matrix + norm) / 450e9)
 
 
 # Billions of parameters without embedding and output, from Qwen's model cards.
@@ -155,16 +142,14 @@ NON_EMBEDDING = {"0.6B": 0.44, "0.6B_untied": 0.44, "1.7B": 1.4, "4B": 3.6, "8B"
 @pytest.mark.parametrize("flavor", NON_EMBEDDING)
 def test_every_size(flavor):
     """A checkpoint has every weight and Adam's two moments. A tied matrix has two names. The plan is for two nodes."""
-    plan = make_plan(config({"model.flavor": flavor}), Machine(2, 8))
-    published = NON_EMBEDDING[flavor]
-    assert plan.model.parameters_non_embedding / 1e9 == pytest.approx(published, rel=0.015)
-    vocabulary = 151_936 * flavors[flavor].dim
-    tied = flavors[flavor].enable_weight_tying
-    assert plan.model.parameters == plan.model.parameters_non_embedding + (1 if tied else 2) * vocabulary
-    assert plan.checkpoints.size == 4 * (3 * plan.model.parameters + (vocabulary if tied else 0))
+    plan, args = make_plan(config({"model.flavor": flavor}), Machine(2, 8)), flavors[flavor]
+    own, parameters, tied = plan.model.parameters_non_embedding, plan.model.parameters, args.enable_weight_tying
+    assert own / 1e9 == pytest.approx(NON_EMBEDDING[flavor], rel=0.015)
+    vocabulary = 151_936 * args.dim
+    assert parameters == own + (1 if tied else 2) * vocabulary
+    assert plan.checkpoints.size == 4 * (3 * parameters + (vocabulary if tied else 0))
     # Two blocks and the output are gathered at the same time, and also the embedding if it is tied to the output.
-    block = (plan.model.parameters_non_embedding - flavors[flavor].dim) // flavors[flavor].n_layers
-    assert plan.memory.unsharded == 2 * 2 * (vocabulary + flavors[flavor].dim + 2 * block)
+    assert plan.memory.unsharded == 2 * 2 * (vocabulary + args.dim + 2 * (own - args.dim) // args.n_layers)
 
 
 def test_bytes_of_shards_that_span_nodes():
@@ -178,26 +163,19 @@ FOUR_MICROBATCHES = {"training.global_batch_size": 8, "training.local_batch_size
 
 
 def test_bytes_of_tensor_parallel(sample):
-    """Nano runs on two ranks with TP only, in fp32, without recomputation.
-
-    Each block's forward has 4 collectives of [2, 32, 64], embedding and output have 2, and backward has as many.
-    Dispersion gathers the outputs of 6 blocks.
-    """
-    plan = make_plan(demo(sample, {TP: 2, MODE: "none"} | FOUR_MICROBATCHES), Machine(1, 2))
+    """Nano on two ranks with TP only, in fp32, without recomputation. Each block's forward has 4 collectives of [2, 32, 64],
+    embedding and output have 2, and backward has as many. Dispersion gathers the outputs of 6 blocks."""
+    time = make_plan(demo(sample, {TP: 2, MODE: "none"} | FOUR_MICROBATCHES), Machine(1, 2)).time
     activation = 2 * 32 * 64 * 4
     tensor = 4 * (2 * (4 * 6 + 2)) * activation / 2
-    assert plan.time.within_bytes == pytest.approx(tensor + 4 * 6 * activation / 2)
-    assert plan.time.between_bytes == 0
-    assert plan.time.exposed_seconds >= tensor / 450e9
+    assert (time.within_bytes, time.between_bytes) == (pytest.approx(tensor + 4 * 6 * activation / 2), 0)
+    assert time.exposed_seconds >= tensor / 450e9
 
 
 @pytest.mark.parametrize(("mode", "gathers"), [("none", 2), ("full", 3)])
 def test_bytes_of_context_parallel(sample, mode, gathers):
-    """Nano runs on two ranks in fp32 with four microbatches.
-
-    torch gathers keys and values, each [2, 32, 2 heads of 16], in forward, in its recomputation and in backward. It
-    passes their fp32 gradients on as many times as there are ranks.
-    """
+    """Nano runs on two ranks in fp32 with four microbatches. torch gathers keys and values, each [2, 32, 2 heads of 16], in
+    forward, in its recomputation and in backward. It passes their fp32 gradients on as many times as there are ranks."""
     plan = make_plan(demo(sample, {CP: 2, MODE: mode} | FOUR_MICROBATCHES), Machine(1, 2))
     root, blocks = 2048 * 64 + 64, 427_008 - (2048 * 64 + 64)
     fsdp = root * (4 + 4) + blocks * (2 * 4 + 4)
@@ -213,23 +191,20 @@ def test_one_gpu_sends_nothing():
     assert (plan.time.within_bytes, plan.time.between_bytes, plan.time.exposed_seconds) == (0, 0, 0)
     assert (plan.checkpoints.saved, plan.checkpoints.interval_seconds) == (0, 0.0)
     assert (plan.config, plan.batch.local_batch_size, plan.batch.accumulation_steps) == (str(PAPER), 2, 960)
-    assert isinstance(plan.batch.accumulation_steps, int)
     assert plan.time.step_seconds == plan.time.computing_seconds
 
 
 def test_warnings_of_communication_and_checkpoints():
-    slow = {"network_bandwidth": 5.0, "storage_bandwidth": 0.5}
-    plan = make_plan(config(), Machine(80, 8, **slow))
+    plan = make_plan(config(), Machine(80, 8, network_bandwidth=5.0, storage_bandwidth=0.5))
     # The last microbatch's backward no longer hides the whole all-reduce of the blocks' gradients.
-    blocks = 2 * 79 / 80 * BLOCKS / 8 * 4 / 5e9
     ends = 3 * 7 / 8 * ROOT_GROUP * (2 + 4) / 450e9 + 2 * 79 / 80 * ROOT_GROUP / 8 * 4 / 5e9
-    assert plan.time.exposed_seconds == pytest.approx(ends + blocks - plan.time.computing_seconds * 2 / 3 / 3)
+    hidden = plan.time.computing_seconds * 2 / 3 / 3
+    assert plan.time.exposed_seconds == pytest.approx(ends + 2 * 79 / 80 * BLOCKS / 8 * 4 / 5e9 - hidden)
     communication = next(w for w in plan.warnings if "communication that computing cannot hide" in w)
     assert f"{plan.time.exposed_seconds / plan.time.step_seconds:.0%} of a step" in communication
-    often = make_plan(config({"checkpoint.interval": 400}), Machine(80, 8))
-    assert any("is saved every 35.5 s and takes about 3.9 s to write" in w for w in often.warnings)
-    never = make_plan(config({"checkpoint.interval": 400, "checkpoint.enable": False}), Machine(80, 8))
-    assert not any("a checkpoint is saved" in w for w in never.warnings)
+    for enabled in (True, False):
+        often = make_plan(config({"checkpoint.interval": 400, "checkpoint.enable": enabled}), Machine(80, 8))
+        assert any("is saved every 35.5 s and takes about 3.9 s to write" in w for w in often.warnings) == enabled
 
 
 @pytest.mark.parametrize(
@@ -247,7 +222,6 @@ def test_dispersion_flops(sample, changes, factor):
 
 
 def test_checkpoint_and_memory_of_the_real_model_and_optimizer(sample):
-    """Build what TorchTitan's checkpoint manager hands to DCP: the state dicts of ModelWrapper and the optimizers."""
     from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
     model = Qwen3DispModel(flavors["nano"])
@@ -284,49 +258,44 @@ def test_checkpoint_counts(changes, expected):
 
 
 @pytest.mark.parametrize(
-    ("replicas", "machine", "message"),
+    ("machine", "message"),
     [
-        (7, Machine(7, 8), "not a positive multiple"),
-        (1, Machine(0, 8), "at least 1"),
-        (80, Machine(80, 8, gpu="P100"), "expected one of A100"),
-        (80, Machine(80, 8, mfu=0.0), "mfu is 0.0"),
-        (80, Machine(80, 8, mfu=1.5), "mfu is 1.5, expected a number in"),
-        (80, Machine(80, 8, node_bandwidth=0.0), "node bandwidth is 0 GB/s"),
-        (80, Machine(80, 8, network_bandwidth=0.0), "network bandwidth is 0 GB/s"),
-        (80, Machine(80, 8, storage_bandwidth=0.0), "storage bandwidth is 0 GB/s"),
+        ({"nodes": 7}, "not a positive multiple"),
+        ({"nodes": 0}, "at least 1"),
+        ({"gpu": "P100"}, "expected one of A100"),
+        ({"mfu": 0.0}, "mfu is 0.0"),
+        ({"mfu": 1.5}, "mfu is 1.5, expected a number in"),
+        *(({f"{what}_bandwidth": 0.0}, f"{what} bandwidth is 0 GB/s") for what in ("node", "network", "storage")),
     ],
 )
-def test_refused(replicas, machine, message):
+def test_refused(machine, message):
     with pytest.raises(ConfigError, match=message):
-        make_plan(paper(replicas), machine)
+        make_plan(paper(7 if machine == {"nodes": 7} else 80), Machine(**{"nodes": 80, "gpus_per_node": 8} | machine))
 
 
 def test_missing_inputs_are_warned_about_one_by_one(sample):
     complete = demo(sample, {"checkpoint.enable": False})  # so small a model's steps take microseconds on a GPU
     assert make_plan(complete, Machine(1, 1), strict=True).warnings == []
-    complete.model.hf_assets_path = "/nowhere/tokenizer"
-    complete.training.dataset_path = "/nowhere/data"
+    complete.model.hf_assets_path, complete.training.dataset_path = "/nowhere/tokenizer", "/nowhere/data"
     tokenizer, data = make_plan(complete, Machine(1, 1)).warnings
     assert "model.hf_assets_path is '/nowhere/tokenizer'" in tokenizer
     assert "training.dataset_path is '/nowhere/data'" in data
     with pytest.raises(ConfigError, match="/nowhere/tokenizer"):
         make_plan(complete, Machine(1, 1), strict=True)
-    complete.training.dataset_path = None  # the hub is not asked
-    assert make_plan(complete, Machine(1, 1)).warnings == [tokenizer]
     names = {"validation.enable": True, "validation.steps": 1, "validation.dataset_path": "/nowhere/validation"}
-    complete = changed(complete, names)
-    _, validation = make_plan(complete, Machine(1, 1)).warnings
-    assert "validation.dataset_path is '/nowhere/validation'" in validation
+    for changes, more in (({}, []), (names, ["validation.dataset_path is '/nowhere/validation'"])):
+        hub = changed(complete, {"training.dataset_path": None} | changes)  # which is not asked
+        first, *rest = make_plan(hub, Machine(1, 1)).warnings
+        assert first == tokenizer
+        assert [found in said for found, said in zip(more, rest, strict=True)] == [True] * len(more)
 
 
 def test_sources_and_their_parts_of_the_tokens(sample):
-    """The plan shows the sources' shares of 16 slots. It warns of shares more than 10 % off, and of missing paths."""
-    mixed = demo(sample, {"checkpoint.enable": False})
-    mixed.training.dataset_path = None
+    mixed = demo(sample, {"checkpoint.enable": False, "training.dataset_path": None})
     mixed.stream.sources = [Source(0.9, f"{sample}/en", "c4", "web"), Source(0.1, "/nowhere/code")]
     plan = make_plan(mixed, Machine(1, 1))
     assert [(one.name, one.slots, one.tokens) for one in plan.sources] == [("web", 14, 0.875), ("code", 2, 0.125)]
-    missing, coarse = plan.warnings
+    missing, coarse = plan.warnings  # of a share more than 10 % off
     assert missing.startswith("stream.sources.code.path is '/nowhere/code', which does not exist")
     assert "code: 12.50% of the tokens (10.00% asked for), 2 of 16 slots. Raise training." in coarse
     assert "sources         web: 87.50% of the tokens (90.00% asked for), 14 of 16 slots\n" in render(plan)
@@ -337,8 +306,8 @@ def test_streaming_from_the_hub_on_many_nodes_is_warned_about(sample):
     job, end = paper(), "training.dataset_path = DIR"
     (warning,) = hub_warnings(job, 640, 80)
     assert warning in make_plan(job, Machine(80, 8)).warnings
-    assert "by 640 ranks on 80 nodes. Every epoch takes 1,664 requests" in warning
-    assert "3,000 requests in 5 minutes from one address without a token, and 5,000 from a free account" in warning
+    for said in ("by 640 ranks on 80 nodes. Every epoch takes 1,664 requests", "3,000 requests in 5 minutes from one"):
+        assert said in warning
     assert warning.endswith(f"Read a copy: titan-disp data fetch DIR, and {end}")
     job.parallelism.tensor_parallel_degree = 2  # both ranks of a pair read the pair's data
     assert "2,688 requests" in hub_warnings(job, 640, 80)[0]
@@ -346,8 +315,7 @@ def test_streaming_from_the_hub_on_many_nodes_is_warned_about(sample):
     (warning,) = hub_warnings(job, 640)  # the number of its files is not known
     assert "by 640 ranks on 80 nodes. Every epoch takes at least 1,280 requests" in warning
     assert warning.endswith(f"Read a copy: titan-disp data fetch DIR --dataset 'hf:a/b:c', and {end}")
-    assert hub_warnings(job, 33)
-    assert hub_warnings(job, 32) == hub_warnings(job, 32, 4) == []
+    assert (len(hub_warnings(job, 33)), hub_warnings(job, 32), hub_warnings(job, 32, 4)) == (1, [], [])
     job.training.dataset_path = "/data"
     assert hub_warnings(job, 640, 80) == []
     for name, expected in (("hf:a", "hf:OWNER/NAME, "), ("pile", "c4 or")):
@@ -356,6 +324,7 @@ def test_streaming_from_the_hub_on_many_nodes_is_warned_about(sample):
 
 
 def test_node_counts(every_node_count):
+    """32 shards need four nodes of 8. With -1, other numbers work with the unchanged config, whose degrees adapt."""
     counts = [n for n in range(1, MOST + 1) if 1920 % (8 * n) == 0]
     plan = make_plan(config(), Machine(80, 8))
     assert plan.node_counts == [NodeCount(n, -1) for n in counts]
@@ -364,25 +333,18 @@ def test_node_counts(every_node_count):
         assert make_plan(paper(nodes), Machine(nodes, 8)).node_counts == [NodeCount(n, n) for n in counts]
     slots = make_plan(paper(80, {"stream.slots": 640}), Machine(80, 8)).node_counts
     assert [c.nodes for c in slots] == [n for n in range(1, MOST + 1) if 640 % (8 * n) == 0]
-
-
-def test_node_counts_of_a_mesh_wider_than_a_node(every_node_count):
-    """32 shards need four nodes of 8. Other numbers work with the unchanged config, whose shard degree adapts."""
-    plan = make_plan(paper(1), Machine(4, 8))
-    assert plan.node_counts == [NodeCount(n, 1) for n in range(1, MOST + 1) if 1920 % (8 * n) == 0]
+    assert make_plan(paper(1), Machine(4, 8)).node_counts == [NodeCount(n, 1) for n in counts]
     fixed = make_plan(paper(1, {SHARDS: 32}), Machine(4, 8))
-    assert fixed.node_counts == [NodeCount(n, n // 4) for n in range(4, MOST + 1, 4) if 1920 % (8 * n) == 0]
+    assert fixed.node_counts == [NodeCount(n, n // 4) for n in counts if n % 4 == 0]
     assert "4 (1), 8 (2), 12 (3)" in render(fixed)
 
 
 def test_a_batch_that_grows_with_the_ranks(sample, every_node_count):
-    """The token budget gives each node count its own number of steps, which must not leak into the next count."""
     batch = {"training.global_batch_size": -1, "training.local_batch_size": 2}
     job_config = demo(sample, batch | {"training.steps": -1, "budget.tokens": 10_000_000})
     plan = make_plan(job_config, Machine(3, 4))
     assert plan.batch.global_batch_size == 24
     assert [c.nodes for c in plan.node_counts] == list(range(1, MOST + 1))
-    assert 10_000_000 <= plan.batch.total_tokens < 10_000_000 + plan.batch.tokens_per_step
     assert job_config.training.steps == -1, "make_plan changed the config it was given"
     assert len(next(line for line in render(plan).splitlines() if line.startswith("node counts"))) < 250
 
@@ -399,8 +361,7 @@ def test_context_and_tensor_parallel(monkeypatch, every_node_count):
     assert parts.memory.dispersion == whole.memory.dispersion // 4
     # FSDP also shards over CP: 4 × TP 2 = 8 parts as before, except for the norms, which TP does not shard.
     assert whole.memory.weights <= parts.memory.weights < 1.001 * whole.memory.weights
-    # With loss parallel, a rank has half of the tokens and of the vocabulary. The loss is eager (12 bytes) rather than
-    # compiled (4 bytes).
+    # With loss parallel, a rank has half of the tokens and of the vocabulary. The loss is eager (12 bytes), not compiled (4).
     assert parts.memory.logits == whole.memory.logits * 3 // 4
     assert all(c.replicate == c.nodes for c in parts.node_counts)
 
@@ -418,20 +379,15 @@ def test_json_and_text(every_node_count):
     assert json.loads(json.dumps(dataclasses.asdict(plan))) == dataclasses.asdict(plan)
     text = render(plan)
     assert len(text.splitlines()) <= 36
-    for line in (
-        "  every         88.7 s; written in 3.9 s at 2 GB/s",
-        "step            88.7 ms: 80.1 ms of computing at 40% of the bf16 peak, 989.4 TFLOP/s per GPU",
-        "  within nodes  11.70 GB sent per GPU, 26.0 ms at 450 GB/s",
-        "  between       0.59 GB, 11.8 ms at 50 GB/s",
-        "  not hidden    8.5 ms, 9.6% of a step",
-        "throughput      69,305 tokens/s per GPU",
-        "  gradients     0.30 GB",
-        "  dispersion    0.12 GB of saved gradients",
+    for said in (
+        "every         88.7 s; written in 3.9 s at 2 GB/s",
+        "88.7 ms: 80.1 ms of computing at 40% of the bf16 peak, 989.4 TFLOP/s per GPU",
+        "11.70 GB sent per GPU, 26.0 ms at 450 GB/s",
+        *("0.59 GB, 11.8 ms at 50 GB/s", "8.5 ms, 9.6% of a step", "69,305 tokens/s per GPU"),
+        *("gradients     0.30 GB", "dispersion    0.12 GB", "596,049,920", "1, 2, 3, 4, 5, 6, 8,"),
     ):
-        assert f"\n{line}" in text
+        assert said in text
     assert text.splitlines()[-1] == f"warning: {plan.warnings[-1]}"
-    assert "596,049,920" in text
-    assert "1, 2, 3, 4, 5, 6, 8," in text
 
 
 def test_the_time_of_a_run():
@@ -480,10 +436,8 @@ class FusedNorm(torch.autograd.Function):
 
 
 def live_bytes(monkeypatch, mode, layers, tokens, estimator="exact", model=("qwen3_disp", "0.6B")):
-    """Measure a bf16 step of a model on fake tensors, after the loss and at the peak of backward.
-
-    The estimator "" means no dispersion.
-    """
+    """Measure a bf16 step of a model on fake tensors, after the loss and at the peak of backward. The estimator "" means no
+    dispersion."""
     entry = MODELS[model[0]]
     monkeypatch.setattr(torch.nn.RMSNorm, "forward", lambda norm, x: FusedNorm.apply(x, norm.weight))
     args = entry.flavors[model[1]]
@@ -517,7 +471,6 @@ def live_bytes(monkeypatch, mode, layers, tokens, estimator="exact", model=("qwe
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["none", "full"])
 def test_dispersion_adds_its_saved_gradients_and_no_more(monkeypatch, mode):
-    """At the peak of a step, dispersion adds layers · B · N · F numbers in z's dtype and at most 5 % more."""
     layers, tokens = 28, 1024
     peak = {name: live_bytes(monkeypatch, mode, layers, tokens, name)[1] for name in ("", "exact", "moments")}
     saved = layers * tokens * flavors["0.6B"].dim * 2

@@ -10,7 +10,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from tests.fake_hub import COMMIT, FakeHub
+from tests.fake_hub import COMMIT, serving
 from tests.streams import write_texts
 from titan_disp.data import storage
 from titan_disp.data.assignment import Assignment
@@ -30,11 +30,8 @@ MIB = 1 << 20
 @pytest.fixture
 def hub(tmp_path, monkeypatch):
     (tmp_path / "data").mkdir()
-    server = FakeHub(tmp_path / "data", "some/data")
-    server.use(monkeypatch, tmp_path / "cache")
-    monkeypatch.setattr(storage, "FIRST_PAUSE", 0.01)
-    yield server
-    server.close()
+    with serving(tmp_path / "data", "some/data", monkeypatch, tmp_path / "cache") as hub:
+        yield hub
 
 
 def on_hub(hub, name):
@@ -190,16 +187,10 @@ DOCUMENTS = 200  # of a file, 100,000 characters each: twice as many as their st
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory):
-    """Two gzip and two Parquet files of more than 8 MiB, whose texts begin with their number."""
-    folder = tmp_path_factory.mktemp("corpus")
-    generator = np.random.default_rng(0)
-    number = 0
-    for kind in ("json.gz", "json.gz", "parquet", "parquet"):
-        texts = []
-        for _ in range(DOCUMENTS):
-            texts.append(f"{number} {generator.bytes(50_000).hex()}")
-            number += 1
-        path = folder / f"train-{number // DOCUMENTS}.{kind}"
+    folder, generator = tmp_path_factory.mktemp("corpus"), np.random.default_rng(0)
+    for i, kind in enumerate(("json.gz", "json.gz", "parquet", "parquet")):
+        numbers, path = range(i * DOCUMENTS, (i + 1) * DOCUMENTS), folder / f"train-{i}.{kind}"
+        texts = [f"{number} {generator.bytes(50_000).hex()}" for number in numbers]
         if kind == "json.gz":
             write_texts(path, texts)
         else:
@@ -211,11 +202,8 @@ def corpus(tmp_path_factory):
 
 @pytest.fixture
 def corpus_on_hub(corpus, tmp_path, monkeypatch):
-    server = FakeHub(corpus, "some/data")
-    server.use(monkeypatch, tmp_path / "cache")
-    monkeypatch.setattr(storage, "FIRST_PAUSE", 0.01)
-    yield server, [on_hub(server, path.name) for path in sorted(corpus.iterdir())]
-    server.close()
+    with serving(corpus, "some/data", monkeypatch, tmp_path / "cache") as hub:
+        yield hub, [on_hub(hub, path.name) for path in sorted(corpus.iterdir())]
 
 
 def numbers_of(documents):
@@ -227,8 +215,8 @@ def test_requests_for_a_file(corpus_on_hub):
     for begin in (0, DOCUMENTS // 2):
         for index, file in enumerate(files):
             hub.ranges.clear()
-            first = index * DOCUMENTS
-            assert numbers_of(Documents(file, StreamOptions(), begin)) == list(range(first + begin, first + DOCUMENTS))
+            numbers = range(index * DOCUMENTS + begin, (index + 1) * DOCUMENTS)
+            assert numbers_of(Documents(file, StreamOptions(), begin)) == [*numbers]
             assert len(hub.ranges) == (2 if file.name.endswith("parquet") else 1), hub.ranges
 
 

@@ -14,8 +14,7 @@ from markupsafe import escape
 from PIL import Image
 
 from tests.browser import find_browser, open_page
-from tests.command_line import DEMO, train
-from titan_disp import cli
+from tests.command_line import DEMO, train, typed
 from titan_disp.condensation.record import BINS as COSINE_BINS
 from titan_disp.condensation.record import Condensation
 from titan_disp.errors import EXIT_CODE, ConfigError
@@ -70,7 +69,6 @@ def write_run(folder, rows=(), events=(), measured=(), steps=100, **sections):
 
 
 def whole(steps=100):
-    """Write rows and events of a run without faults, with a step every 10 s."""
     rows = [row(s, T0 + 10 * s) for s in range(1, steps + 1)]
     return rows, [event("start", 0, T0), event("complete", steps, T0 + 10 * steps + 5)]
 
@@ -106,7 +104,6 @@ def page_of(*folders, now=T0):
 
 
 def pictures(page):
-    """Return the SVGs of the page."""
     return [base64.b64decode(uri).decode() for uri in re.findall(r'src="data:image/svg\+xml;base64,([^"]+)"', page)]
 
 
@@ -125,22 +122,16 @@ def _not_drawn(request, monkeypatch):
 @pytest.fixture(scope="module")
 def compared(tmp_path_factory):
     """The page shows a run with faults and dispersion, and one without either. Their names and texts are hostile."""
-    folder = tmp_path_factory.mktemp("runs")
-    script = "<script>document.title = 'broken'</script>"
-    on = write_run(
-        folder / "_on$1$2",
-        *faulty(),
-        measured=[(0, 0.1), (50, 0.2), (100, 0.3)],
-        dispersion={"enabled": True},
-        job={"description": script},
-    )
-    off = write_run(folder / "off", *whole(90), [(0, 0.1), (90, 0.9)], steps=90, job={"description": script})
+    folder, hostile = tmp_path_factory.mktemp("runs"), {"description": "<script>document.title = 'broken'</script>"}
+    cosines = [(0, 0.1), (50, 0.2), (100, 0.3)]
+    on = write_run(folder / "_on$1$2", *faulty(), cosines, dispersion={"enabled": True}, job=hostile)
+    off = write_run(folder / "off", *whole(90), [(0, 0.1), (90, 0.9)], steps=90, job=hostile)
     return write_report([on, off], folder / "report.html")
 
 
-@pytest.mark.parametrize(
-    ("heading", "on", "off"),
-    [
+def test_numbers(compared):
+    page = compared.read_text()
+    for heading, on, off in (
         ("state", "complete: all 100 steps are done", "complete: all 90 steps are done"),
         ("tokens seen", f"{100 * 4096:,}", f"{90 * 4096:,}"),
         ("parameters", "427,008", "427,008"),  # the number for nano
@@ -151,26 +142,17 @@ def compared(tmp_path_factory):
         ("skipped documents", "10", "9"),
         ("up to step", "100", "90"),
         ("packages.torch", '"2.13.0"', '"2.13.0"'),
-        ("dispersion.enabled", "false", "true"),  # the default, then the first run
-    ],
-)
-def test_numbers(compared, heading, on, off):
-    assert cells(compared.read_text(), heading)[:2] == [on, off]
-
-
-CE = [12.0, 11.0, 10.0, 9.0, 8.0, 7.0, 6.0, 5.0, 4.0, 3.0, 2.0, 1.0]
-TPS = [100.0, 100.0, 100.0, 100.0, 100.0, 300.0, 300.0, 300.0, 300.0, 300.0, 300.0, None]
+    ):
+        assert cells(page, heading)[:2] == [on, off]
 
 
 @pytest.fixture(scope="module")
 def by_hand(tmp_path_factory):
-    """One run has twelve steps with dispersion. The other has eight without, although its rows have dispersion.
-
-    In every row ce, loss, dispersion, grad_norm, lr and tps are different numbers.
-    """
+    """One run has twelve steps with dispersion. The other has eight without, although its rows have dispersion. In every row
+    ce, loss, dispersion, grad_norm, lr and tps are different numbers."""
     on = [
-        row(s, T0 + s, ce=ce, loss=ce + 50, dispersion=-s / 4, grad_norm=1.5 / s, lr=s / 1000, tps=tps)
-        for s, (ce, tps) in enumerate(zip(CE, TPS, strict=True), start=1)
+        row(s, T0 + s, ce=13.0 - s, loss=63.0 - s, dispersion=-s / 4, grad_norm=1.5 / s, lr=s / 1000, tps=tps)
+        for s, tps in enumerate([100.0] * 5 + [300.0] * 6 + [None], start=1)
     ]
     off = [row(s, T0 + s, ce=24.5 - s / 2, loss=90.0, dispersion=7.0, grad_norm=3.0, tps=40.0) for s in range(1, 9)]
     folder = tmp_path_factory.mktemp("by_hand")
@@ -190,30 +172,32 @@ def by_hand(tmp_path_factory):
 
 def test_final_numbers_by_hand(by_hand):
     """The last ten values of CE are 10, 9, … 1. Those of the other run are 24, 23.5, … 20.5."""
-    found = {h: [cell.replace("\N{NO-BREAK SPACE}", " ") for cell in row] for h, row in final_numbers(by_hand).items()}
-    assert found == {
+    of_both = {
         "cross-entropy, last row": ["1 (step 12)", "20.5 (step 8)"],
         "cross-entropy, mean of the last 10 rows": ["5.5 (step 12)", "22.25 (of 8 rows, step 8)"],
         "cross-entropy at step 8, the latest shared step": ["5", "20.5"],
-        "validation loss, last": ["6.25", "–"],
-        "cross-entropy on held-out text, last": ["6.5", "–"],
-        "dispersion loss, last row": ["-3", "–"],
         "gradient norm, last row": ["0.125 (step 12)", "3 (step 8)"],
         "tokens/s of one rank, median": ["300", "40"],
-        "mean cosine of all blocks, highest": ["0.46667 (step 4)", "–"],  # of 0.2, 0.3 and 0.9
-        "mean cosine of the last block, first": ["0.9", "–"],
-        "mean cosine of the last block, last": ["0.75", "–"],
-        "mean cosine after the final norm, last": ["0.2", "–"],
-        "Spearman's ρ up to the last block, last": ["0.4", "–"],  # 1 − 6 · 6 / (4 · 15)
-        "Spearman's ρ up to the final norm, last": ["-0.4", "–"],  # of 0.5, 0.1, 0.25, 0.2: 1 − 6 · 14 / (4 · 15)
-        "Kendall's τ up to the last block, last": ["0.33333", "–"],  # (4 − 2) / 6
-        "Kendall's τ up to the final norm, last": ["-0.33333", "–"],  # (2 − 4) / 6
-        "effective rank of the last block, last": ["4.5", "–"],
     }
+    of_one = {
+        "validation loss, last": "6.25",
+        "cross-entropy on held-out text, last": "6.5",
+        "dispersion loss, last row": "-3",
+        "mean cosine of all blocks, highest": "0.46667 (step 4)",  # of 0.2, 0.3 and 0.9
+        "mean cosine of the last block, first": "0.9",
+        "mean cosine of the last block, last": "0.75",
+        "mean cosine after the final norm, last": "0.2",
+        "Spearman's ρ up to the last block, last": "0.4",  # 1 − 6 · 6 / (4 · 15)
+        "Spearman's ρ up to the final norm, last": "-0.4",  # of 0.5, 0.1, 0.25, 0.2: 1 − 6 · 14 / (4 · 15)
+        "Kendall's τ up to the last block, last": "0.33333",  # (4 − 2) / 6
+        "Kendall's τ up to the final norm, last": "-0.33333",  # (2 − 4) / 6
+        "effective rank of the last block, last": "4.5",
+    }
+    found = {h: [cell.replace("\N{NO-BREAK SPACE}", " ") for cell in row] for h, row in final_numbers(by_hand).items()}
+    assert found == of_both | {heading: [number, "–"] for heading, number in of_one.items()}
 
 
 def test_curves_by_hand(by_hand, monkeypatch):
-    """Every picture has the right labels, and the right first and last point of each run's line."""
     drawn = []
     monkeypatch.setattr(picture_makers, "to_uri", lambda figure: drawn.append(figure.axes[0]) or "")
     for make in (picture_makers.losses, picture_makers.optimization, picture_makers.condensation_by_step):
@@ -245,7 +229,7 @@ def test_curves_by_hand(by_hand, monkeypatch):
 
 def test_configs_are_compared(compared, tmp_path):
     differing, shared = compared.read_text().split("Common values")
-    assert cells(differing, "dispersion.enabled") == ["false", "true", "false"]
+    assert cells(differing, "dispersion.enabled") == ["false", "true", "false"]  # the default, then the runs
     assert cells(shared, "model.flavor") == ['"debugmodel"', '"nano"', '"nano"']
     assert "model.flavor" not in differing.split('id="config"')[1]
     one = page_of(write_run(tmp_path / "one", training={"seq_len": 77}))
@@ -254,16 +238,14 @@ def test_configs_are_compared(compared, tmp_path):
 
 
 def test_history(compared):
-    """The report shows what a kill lost. A damaged checkpoint that a start found does not end a start."""
-    run = gather([compared.parent / "_on$1$2"])[0]
+    (run,) = gather([compared.parent / "_on$1$2"])
     found = run.attempts
     assert [(a.job, a.first_step, a.last_step, a.how()) for a in found] == [
         ("7.0", 0, 40, "no end recorded"),
         ("7.1", 30, 60, "stop: SIGUSR1"),
         ("7.2", 60, 100, "complete"),
     ]
-    assert repeated_steps(found) == [10, 0]
-    assert downtimes(found) == pytest.approx([600, 699])
+    assert (repeated_steps(found), downtimes(found)) == ([10, 0], pytest.approx([600, 699]))
     for told in ("checkpoint × 4", "training.local_batch_size", "checkpoint damaged"):
         assert told in compared.read_text()
     # Repeated steps count once, with their last values.
@@ -271,20 +253,17 @@ def test_history(compared):
 
 
 def test_only_what_counts_after_a_resume(tmp_path):
-    """A run that was killed at step 40, and is at step 33 again, has no later rows or measurements."""
+    """A run that was killed at step 40 is at step 33 again."""
     rows, events = faulty()
-    rows = rows[:43]
     condensed = {"step": 0, "time": T0 + 1, "condensation": {"mean_cosine": [0.1]}, "seconds": 1.0}
-    run = write_run(tmp_path / "run", [condensed, *rows], events[:7], measured=[(0, 0.1), (32, 0.2), (40, 0.3)])
+    run = write_run(tmp_path / "run", [condensed, *rows[:43]], events[:7], [(0, 0.1), (32, 0.2), (40, 0.3)])
     with open(run / "metrics.jsonl", "a") as file:
         file.write('{"step": 34, "ti')
-    found = gather([run])[0]
-    assert found.step == 33
-    assert len(found.written) == 43
+    (found,) = gather([run])
+    assert (found.step, len(found.written)) == (33, 43)
     assert [r["step"] for r in found.rows] == list(range(1, 34))
     assert list(found.condensation) == [0, 32]
-    assert state(found, T0 + 1040)[0] == "running"
-    assert state(found, T0 + 5000)[0] == "interrupted"
+    assert [state(found, T0 + after)[0] for after in (1040, 5000)] == ["running", "interrupted"]
     page = render([found], T0 + 1040)
     assert "not yet" in page
     assert cells(page, "step") == ["33 of 100"]
@@ -315,19 +294,16 @@ def test_bare_and_damaged_runs(tmp_path):
     """Events, measurements, environment or rows may be missing, numbers None, NaN or absent, and an .npz garbled."""
     rows = [row(s, T0 + s, ce=None if s == 3 else float("nan") if s == 4 else 5.0, grad_norm=None) for s in range(1, 9)]
     del rows[5]["lr"], rows[5]["data"]
-    bare = write_run(tmp_path / "bare", rows)
+    bare, empty = write_run(tmp_path / "bare", rows), write_run(tmp_path / "empty")
     (bare / "environment.json").unlink()
     page = page_of(bare)
     assert len(pictures(page)) == 4  # CE, learning rate, throughput, history
     for said in ("Condensation was not measured", "There is no events.jsonl", "There is no environment.json"):
         assert said in page
-    assert cells(page, "cross-entropy, last row") == ["5"]
     assert "gradient norm" not in page
-
-    assert cells(page_of(write_run(tmp_path / "empty"), bare), "cross-entropy, last row") == ["–", "5"]
-    page = page_of(tmp_path / "empty")
-    assert pictures(page) == []
-    assert cells(page, "state") == ["empty: nothing was logged yet"]
+    assert cells(page_of(empty, bare), "cross-entropy, last row") == ["–", "5"]
+    page = page_of(empty)
+    assert (pictures(page), cells(page, "state")) == ([], ["empty: nothing was logged yet"])
 
     garbled = write_run(tmp_path / "garbled", *whole(), measured=[(0, 0.1)])
     (garbled / "condensation" / "step-0.npz").write_bytes(b"PK\3\4nonsense")
@@ -349,17 +325,14 @@ def test_models_of_different_depth_and_one_measurement(tmp_path):
 def test_bins_keep_extremes():
     rng = np.random.default_rng(0)
     x, y = np.arange(40000.0), rng.standard_normal(40000)
-    y[[5, 6]] = np.nan, np.inf
-    y[12345] = 99
+    y[[5, 6, 12345]] = np.nan, np.inf, 99
     a, mean, low, high = binned(x, y)
-    finite = y[np.isfinite(y)]
+    finite = np.isfinite(y)
     assert len(a) == len(mean) == len(low) == len(high) == BINS
-    assert (low.min(), high.max()) == (finite.min(), 99)
-    assert (low <= mean).all()
-    assert (mean <= high).all()
+    assert (low.min(), high.max()) == (y[finite].min(), 99)
+    assert ((low <= mean) & (mean <= high)).all()
     # There are 80 points per bin, and 78 in the first.
-    weights = np.histogram(x[np.isfinite(y)], BINS)[0]
-    assert np.average(mean, weights=weights) == pytest.approx(finite.mean())
+    assert np.average(mean, weights=np.histogram(x[finite], BINS)[0]) == pytest.approx(y[finite].mean())
     few = binned(x[:9], y[:9])
     assert len(few[0]) == 7
     assert few[1] is few[2] is few[3]
@@ -422,13 +395,8 @@ def test_errors(tmp_path, monkeypatch, capsys):
             write_report([run], out)
     assert out.read_text() == "before"
     assert not list(tmp_path.glob(".*"))
-
-    monkeypatch.setattr("sys.argv", ["titan-disp", "report", str(tmp_path / "nowhere"), "--out", str(out)])
-    with pytest.raises(SystemExit) as exit:
-        cli.main()
-    assert exit.value.code == EXIT_CODE
-    monkeypatch.setattr("sys.argv", ["titan-disp", "report", str(run), "--out", str(out)])
-    cli.main()
+    assert typed(monkeypatch, "report", tmp_path / "nowhere", "--out", out) == EXIT_CODE
+    assert typed(monkeypatch, "report", run, "--out", out) == 0
     assert re.search(r"report.html: [\d.]+ [kM]B", capsys.readouterr().out)
     assert out.read_text().startswith("<!doctype html>")
 
@@ -478,15 +446,11 @@ def test_in_a_browser(compared, tmp_path):
 
 @pytest.mark.night
 def test_a_real_run(sample, tmp_path, drawn):
-    """Training itself writes these rows, events, validation losses and measurements."""
     run = tmp_path / "run"
-    options = (
-        *("--training.seq_len", "64", "--metrics.log_freq", "1", "--lr_scheduler.warmup_steps", "2"),
-        *("--condensation.interval", "2", "--validation.enable", "--validation.dataset", "c4_validation"),
-        *("--validation.dataset_path", f"{sample}", "--validation.steps", "1"),
-        *("--validation.freq", "2", "--validation.local_batch_size", "4", "--training.steps", "4"),
-    )
-    train(DEMO, sample, run, *options)
+    options = "--training.seq_len 64 --metrics.log_freq 1 --lr_scheduler.warmup_steps 2 --condensation.interval 2 "
+    options += f"--validation.enable --validation.dataset c4_validation --validation.dataset_path {sample} "
+    options += "--validation.steps 1 --validation.freq 2 --validation.local_batch_size 4 --training.steps 4"
+    train(DEMO, sample, run, *options.split())
     (found,) = gather([run])
     assert [r["step"] for r in found.rows] == list(range(1, 5))
     assert list(found.condensation) == [0, 2, 4]
@@ -506,19 +470,18 @@ def test_slow_ranks(tmp_path):
 
     rows = [slow(1, 3, "n1", 9.0), row(2, T0 + 2), slow(3, 3, "n1", 1.25), slow(4, 7, "n2", 0.8)]
     rows += [slow(step, step, "n3", 0.9) for step in (5, 6)]
-    first, none = cells(
-        page_of(write_run(tmp_path / "slow", rows), write_run(tmp_path / "even", *whole())), "slow ranks"
-    )
+    page = page_of(write_run(tmp_path / "slow", rows), write_run(tmp_path / "even", *whole()))
+    first, none = cells(page, "slow ranks")
     assert re.match(r"rank 3 on n1 in 2 of 6 .* step 3: 1.25 s, .*; rank 7 on n2 in 1 of 6 .* step 4: 0.8 s", first)
     assert (first.endswith("; and 1 more"), none) == (True, "–")
 
 
 def test_a_collapse_is_in_the_pictures_by_layer(tmp_path, monkeypatch):
     """One of the measurements every 10 steps is high. Steps at equal distances missed it."""
-    runs = [
-        write_run(tmp_path / name, *whole(300), [(s, 0.9 if s == high else 0.2) for s in range(0, 310, 10)], steps=300)
-        for name, high in (("one", 30), ("other", 60))
-    ]
+    high, runs = {"one": 30, "other": 60}, []
+    for name, step in high.items():
+        measured = [(s, 0.9 if s == step else 0.2) for s in range(0, 310, 10)]
+        runs.append(write_run(tmp_path / name, *whole(300), measured, steps=300))
     figures = []
     monkeypatch.setattr(picture_makers, "to_uri", lambda figure: figures.append(figure) or "")
     picture_makers.condensation_by_layer(gather(runs))
@@ -529,4 +492,4 @@ def test_a_collapse_is_in_the_pictures_by_layer(tmp_path, monkeypatch):
         assert len(axes.lines) == len(steps)
         assert max(line.get_ydata().max() for line in axes.lines) == 0.9
     titles = [axes.get_title() for axes in heatmaps.axes[:6]]
-    assert titles == [f"{name}, step {s}" for name, high in (("one", 30), ("other", 60)) for s in (0, high, 300)]
+    assert titles == [f"{name}, step {s}" for name in high for s in (0, high[name], 300)]

@@ -36,20 +36,19 @@ def test_encoder_agrees_with_torchtitans_tokenizer(hf_tokenizer, tmp_path, bos, 
     tokenizer = Tokenizer.from_file(str(hf_tokenizer / "tokenizer.json"))
     tokenizer.add_special_tokens(["<s>"])
     if template:
-        ids = [("<s>", tokenizer.token_to_id("<s>")), ("<|endoftext|>", tokenizer.token_to_id("<|endoftext|>"))]
+        ids = [(token, tokenizer.token_to_id(token)) for token in ("<s>", "<|endoftext|>")]
         single = "<s> $A <|endoftext|>" if bos else "$A <|endoftext|>"
         tokenizer.post_processor = processors.TemplateProcessing(single=single, special_tokens=ids)
     tokenizer.save(str(tmp_path / "tokenizer.json"))
     config = {"eos_token": "<|endoftext|>"} | ({"bos_token": "<s>"} if bos else {})
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
     loaded = load_tokenizer(tmp_path)
+    encode = encoder(loaded)
+    fast = fast_encoder(loaded, str(tmp_path), encode)
     for text in (TEXT, "", "plain"):
-        assert encoder(loaded)(text) == loaded.encode(text, add_bos=True, add_eos=True)
-    assert encoder(loaded)(TEXT)[-1] == loaded.eos_id
-    assert (encoder(loaded)(TEXT)[0] == loaded.bos_id) == bos
-    fast = fast_encoder(loaded, str(tmp_path), encoder(loaded))
-    for text in (TEXT, "", "plain"):
-        assert fast(text).tolist() == encoder(loaded)(text)
+        assert fast(text).tolist() == encode(text) == loaded.encode(text, add_bos=True, add_eos=True)
+    assert encode(TEXT)[-1] == loaded.eos_id
+    assert (encode(TEXT)[0] == loaded.bos_id) == bos
 
 
 def test_fast_tokenizer_is_not_trusted(sample, hf_tokenizer, monkeypatch):
