@@ -773,7 +773,7 @@ class Supervisor:
             return Outcome(END, "the job was cancelled")
         if last is not None:
             reason = last.get("reason", "")
-            asked, options = signalled or reason.startswith("SIG"), checkpoint_options(self.run)
+            asked, options = signalled or last.get("kind") == "signal", checkpoint_options(self.run)
             if asked and (options.get("enable") is False or options.get("load_only") is True):
                 return self.count_failure(
                     "stopped at step {} ({}), and nothing is saved with this [checkpoint] section".format(

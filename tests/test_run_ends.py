@@ -87,7 +87,8 @@ def all_ends(sample, folder):
     assert train(sample, stopped, *budget, *stop) == 3
     assert train(sample, stopped, *budget, *stop) == 3  # nothing is left to train
     assert events(stopped) == [("start", 0), ("stop", 3), ("resume", 3), ("stop", 3)]
-    assert read_json_lines(stopped / "events.jsonl")[-1]["reason"] == "budget.stop_at_tokens"
+    for end in (event for event in read_json_lines(stopped / "events.jsonl") if event["event"] == "stop"):
+        assert (end["kind"], end["reason"]) == ("budget", "budget.stop_at_tokens")
     assert checkpoints(stopped / "checkpoint") == [3]
     assert train(sample, stopped, *budget) == 5
     whole, rows = (read_metrics(folder / name) for name in ("whole", "stopped"))
@@ -104,6 +105,7 @@ def all_ends(sample, folder):
     for _ in range(2):
         assert train(sample, skipping, *budget) == 0
     assert events(skipping)[4:] == [("stop", 3), ("stop", 3)]
+    assert read_json_lines(skipping / "events.jsonl")[-1]["kind"] == "file"
     assert (skipping / "stop").exists()
     (skipping / "stop").unlink()
     assert train(sample, skipping, *budget) == 5
@@ -147,7 +149,8 @@ def two_ranks_end(sample, folder):
     dist.barrier()
     assert train("stopped", "slow:1-4@0,asked_to_stop:5@1", *stopping) == 5
     assert checkpoints(run / "checkpoint") == [5]
-    assert read_json_lines(run / "events.jsonl")[-1]["reason"] == "another rank was asked to stop"
+    end = read_json_lines(run / "events.jsonl")[-1]
+    assert (end["kind"], end["reason"]) == ("signal", "another rank was asked to stop")
     slow = [row["straggler"] for step, row in read_metrics(run).items() if 2 <= step <= 4]
     assert [found["rank"] for found in slow] == [0, 0, 0]
     # Half a second slower a step: SLOW of tests/faulty_train.py.

@@ -91,6 +91,7 @@ class DispTrainer(Trainer):
             self.stragglers = self.metrics_processor.stragglers = Stragglers()
         self.stop_request = StopRequest(path)
         self.optimizers.flags["stop"] = self.stop_request
+        self.optimizers.flags["signal"] = self.stop_request.signalled
         self.optimizers.flags["save_failed"] = self.checkpointer.save_has_failed
 
     def _build_checkpointer(self) -> DispCheckpointManager:
@@ -216,7 +217,7 @@ class DispTrainer(Trainer):
             if self.stop_request.file is not None:  # on rank 0
                 logger.info(f"{self.stop_request.file} exists, so nothing was trained. Remove the file to continue")
             reason = f"the file {self.stop_request.file} was there before the start"
-            self.event("stop", self.checkpointer.newest(), allocated=self.clock.began, reason=reason)
+            self.event("stop", self.checkpointer.newest(), allocated=self.clock.began, kind="file", reason=reason)
             return
         ended = self.checkpointer.ended_at()
         if ended is not None and ended >= steps:
@@ -235,7 +236,7 @@ class DispTrainer(Trainer):
             self.event("complete", self.step)  # for what started the run again, such as a chain of jobs
         else:
             logger.info(f"budget.stop_at_tokens was already reached: step {self.step} of {steps}. Nothing was trained")
-            self.event("stop", self.step, reason="budget.stop_at_tokens")
+            self.event("stop", self.step, kind="budget", reason="budget.stop_at_tokens")
         self.report()
 
     def _end(self) -> None:
@@ -246,9 +247,10 @@ class DispTrainer(Trainer):
             reason = self.stop_request.reason or "another rank was asked to stop"
             saved = ", saved" if self.checkpointer.saved_step == self.step else ", not saved"
             logger.info(f"Stopped after step {self.step}{saved}: {reason}")
-            self.event("stop", self.step, reason=reason, spent=spent)
+            kind = "signal" if self.optimizers.agreed["signal"] else "file"
+            self.event("stop", self.step, kind=kind, reason=reason, spent=spent)
         else:
-            self.event("stop", self.step, reason="budget.stop_at_tokens", spent=spent)
+            self.event("stop", self.step, kind="budget", reason="budget.stop_at_tokens", spent=spent)
         self.stop_request.done()
 
     def report(self) -> None:
