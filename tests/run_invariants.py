@@ -7,7 +7,7 @@ from pathlib import Path
 
 from titan_disp.run.reader import read_events, read_json_lines
 
-ENDS = {"complete", "stop", "save_failed"}
+ENDS = {"complete", "stop", "save_failed", "refused"}
 BEFORE_A_RESUME = {"checkpoint_damaged", "streams_restarted"}
 CHECKPOINT = r"checkpoint/((damaged|purging)-\d+x*|step-\d+)"
 # The name that the page has for files → a pattern of their paths below the run folder.

@@ -126,11 +126,11 @@ def test_a_budget_between_two_steps_is_reached(folder):
     """A job that stops at a number of tokens has trained on at least so many."""
     events = read_events(folder / "parts")
     assert [(e["event"], e["step"]) for e in events] == [
-        *(("start", 0), ("checkpoint", FIRST), ("stop", FIRST)),
+        *(("start", 0), ("checkpoint", FIRST), ("stop", FIRST), *[("refused", FIRST)] * 3),
         *(("resume", FIRST), ("checkpoint", STEPS), ("complete", STEPS)),
     ]
     assert read_config(folder / "parts")["budget"]["stop_at_tokens"] == 0
-    assert events[3]["config_changes"] == {"budget.stop_at_tokens": [(FIRST - 1) * TOKENS + 1, 0]}
+    assert events[6]["config_changes"] == {"budget.stop_at_tokens": [(FIRST - 1) * TOKENS + 1, 0]}
 
 
 def test_the_seed_draws_the_weights(found):
@@ -147,6 +147,8 @@ def test_a_resume_with_another_tokenizer_or_model_is_refused(folder):
     assert "tokenizer" in refusals["tokenizer"]
     assert "seq_len" in refusals["sequences"]
     assert "n_layers" in refusals["model"]
+    refused = [event for event in read_events(folder / "parts") if event["event"] == "refused"]
+    assert [event["reason"] for event in refused] == list(refusals.values())
 
 
 def test_two_nodes(folder, sample):

@@ -70,7 +70,7 @@ def all_ends(sample, folder):
         train(sample, run, *other)
     assert (run / "config.json").read_bytes() == before
     assert train(sample, run, *other, "--stream.on_mismatch", "restart") == 3
-    assert events(run)[5:] == [("streams_restarted", 2), ("resume", 2), ("complete", 3)]
+    assert events(run)[5:] == [("refused", 2), ("streams_restarted", 2), ("resume", 2), ("complete", 3)]
     assert [row["data"]["epoch"] for row in read_metrics(run).values()] == [0, 0, 1]
 
     # The same where its last checkpoint holds the model only.

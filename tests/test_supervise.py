@@ -221,7 +221,7 @@ LOST = "the environment /a/env.tar could not be unpacked on every node"
         row("decide", "ranks were signalled", "requeue", SAVED + "SIGTERM", events=[("stop", 5, "SIGTERM")]),
         row("decide", "rank 1 was signalled", "requeue", SAVED + "another rank", events=[("stop", 5, "another rank was asked")]),
         row("decide", "a user's stop", "end", "stopped at step 5: the file RUN/stop", **SLURM_ASKED),
-        row("decide", "budget", "end", "stopped at step 5: budget.", events=[("start", 0), ("stop", 5, "budget.stop_at", "7.0", "budget")]),
+        row("decide", "budget", "end", "stopped at step 5: budget.", events=[("stop", 5, "budget.stop", "7.0", "budget")]),
         row("decide", "of other starts", "requeue", DIED, events=[("complete", 9, "", "7.1"), ("complete", 9, "", "6.0")]),
         row("decide", "nothing", "requeue", DIED),
         # scancel, the time limit and PreemptMode=CANCEL all set COMPLETING and send TERM.

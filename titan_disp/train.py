@@ -38,7 +38,7 @@ from titan_disp.data.fingerprint import check_fingerprint, read_data_state
 from titan_disp.data.loader import StreamLoader
 from titan_disp.data.validation import StreamValidator, held_out_sequences
 from titan_disp.dispersion.autograd import process_group
-from titan_disp.errors import EXIT_CODE, CheckpointError, ConfigError, DataError, UserError
+from titan_disp.errors import EXIT_CODE, CheckpointError, ConfigError, DataError, RefusedError, UserError
 from titan_disp.run import identity
 from titan_disp.run.checkpoint import DispCheckpointManager
 from titan_disp.run.folder import RunFolder
@@ -130,7 +130,7 @@ class DispTrainer(Trainer):
         """Yield batches. TorchTitan calls this once, after it has loaded a checkpoint: the step is known from here on."""
         for scheduler in cast(Any, self.lr_schedulers).schedulers:
             if (saved := len(scheduler.base_lrs)) != (own := len(scheduler.lr_lambdas)):  # a save without identity
-                raise ConfigError(
+                raise RefusedError(
                     f"the checkpoint's schedule has {saved} groups of parameters, expected {own}: it was trained with "
                     "another baseline.method. Set the former method, or start a new run in another --job.dump_folder"
                 )
@@ -224,7 +224,11 @@ class DispTrainer(Trainer):
             logger.info(f"This run was already complete: step {ended} of {steps}. Nothing was trained")
             self.event("complete", ended, allocated=self.clock.began)
             return
-        super().train()
+        try:
+            super().train()
+        except RefusedError as error:  # on every rank
+            self.event("refused", self.checkpointer.newest(), allocated=self.clock.began, reason=str(error))
+            raise
         with self.busy("save", self.step):
             self.checkpointer.wait()
         if self.step > self._start_step:

@@ -29,7 +29,7 @@ from torchtitan.tools.logging import logger
 from titan_disp.data.files import on_rank_0
 from titan_disp.data.hf_tokenizer import write_tokenizer
 from titan_disp.data.tokenizer import load_tokenizer
-from titan_disp.errors import CheckpointError, ConfigError, UserError
+from titan_disp.errors import CheckpointError, ConfigError, RefusedError, UserError
 from titan_disp.models.hf import INDEX, HfAdapter, check_hf_folder
 from titan_disp.run import identity, integrity, safe_dcp
 from titan_disp.run.folder import write_json
@@ -282,9 +282,10 @@ class DispCheckpointManager(CheckpointManager):
         If there is no checkpoint, the weights that [checkpoint] names are loaded. This is a collective call.
 
         Raises (on all ranks):
-            ConfigError: ``check_resume`` refuses the checkpoint, or the named weights are missing or another model's.
-            CheckpointError: none of the checkpoints loads, the named weights are damaged, or the run has ended with a
-                model-only checkpoint; or, with an explicit step, this one does not load, or there are newer ones.
+            ConfigError: the named weights are missing or another model's.
+            RefusedError: ``check_resume`` refuses the checkpoint, the run has ended with a model-only checkpoint, or there
+                are newer ones than the explicit step.
+            CheckpointError: none of the checkpoints loads, or not the explicit one; or the named weights are damaged.
         """
         try:
             loaded = self._load(step)
@@ -340,7 +341,7 @@ class DispCheckpointManager(CheckpointManager):
             raise CheckpointError(f"checkpoint.load_step is {step}, but {self.folder} holds {held}")
         newer = [s for s in steps if s > step]
         if newer and not self.load_only:
-            raise CheckpointError(
+            raise RefusedError(
                 f"checkpoint.load_step is {step}, but {self.folder} holds newer checkpoints "
                 f"({', '.join(map(str, newer))}), which training on would overwrite: move them away, or copy this one "
                 "into another --job.dump_folder"
@@ -368,7 +369,7 @@ class DispCheckpointManager(CheckpointManager):
         if reason := self._damage(folder):
             return reason
         if step > 0 and on_rank_0(integrity.is_model_only, folder):
-            raise CheckpointError(
+            raise RefusedError(
                 f"{folder} holds the model only (checkpoint.last_save_model_only): the run ended there and cannot be "
                 "continued. Start a new one in another --job.dump_folder, with --checkpoint.initial_load_path for "
                 "these weights"
@@ -417,7 +418,7 @@ def _refuse_ended(folder: str) -> None:
     """Refuse a run that ended with ``checkpoint.last_save_in_hf``: it would train again and overwrite that model."""
     ended = [path for path in Path(folder).glob("step-*") if (path / INDEX).is_file()]
     if ended:
-        raise CheckpointError(
+        raise RefusedError(
             f"{ended[0]} holds the model only, in Hugging Face's format (checkpoint.last_save_in_hf): the run ended "
             "there. To continue from an earlier checkpoint, move this one away; to start a new run from it, set "
             "another --job.dump_folder, --checkpoint.initial_load_in_hf and --checkpoint.initial_load_path"
