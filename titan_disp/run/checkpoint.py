@@ -265,7 +265,10 @@ class DispCheckpointManager(CheckpointManager):
 
         From such a checkpoint no run can continue. This is a collective call.
         """
-        if not self.enable or (ended := on_rank_0(_ended_at, self.folder)) is None:
+        if not self.enable:
+            return None
+        on_rank_0(self._finish_saves)
+        if (ended := on_rank_0(_ended_at, self.folder)) is None:
             return None
         folder = self._create_checkpoint_id(ended)
         in_hf = on_rank_0(os.path.isfile, os.path.join(folder, INDEX))  # this format has no hashes
@@ -295,10 +298,15 @@ class DispCheckpointManager(CheckpointManager):
             integrity.clean_up(Path(self.folder))
         return loaded
 
+    def _finish_saves(self) -> None:
+        if not self.load_only and self.hooks.owns_folder():
+            integrity.finish_saves(Path(self.folder))
+
     def _load(self, step: int) -> bool:
         if not self.enable:
             self._check_initial_load()
             return False
+        on_rank_0(self._finish_saves)
         steps = on_rank_0(integrity.checkpoints, self.folder)
         on_rank_0(_refuse_ended, self.folder)
         if step != -1:
