@@ -99,6 +99,7 @@ class DispTrainer(Trainer):
         self.identity = Identity(identity.of_model(job, self.model_args))
         return DispCheckpointManager(
             hooks=self,
+            save_seconds=self.job_config.guard.save_seconds,  # type: ignore[attr-defined]
             dataloader=self.dataloader,
             model_parts=self.model_parts,
             optimizers=self.optimizers,
@@ -116,8 +117,14 @@ class DispTrainer(Trainer):
     def healthy(self) -> bool:
         return self.optimizers.in_a_row == 0
 
+    def taken_by(self) -> str | None:
+        other = self.run_folder.taken_by() if self.run_folder is not None else None
+        if other:
+            self.heartbeat.file = None  # the file is the other start's now
+        return other
+
     def owns_folder(self) -> bool:
-        return self.run_folder is not None and self.run_folder.locked
+        return self.run_folder is not None and self.run_folder.locked and not self.taken_by()
 
     @contextmanager
     def busy(self, doing: str, step: int) -> Iterator[None]:
