@@ -2,6 +2,7 @@
 
 import math
 import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from tests.distributed import spawn
 from titan_disp.errors import CheckpointError, ConfigError
 from titan_disp.run import safe_dcp
 from titan_disp.run.integrity import checkpoints, problem
-from titan_disp.run.reader import read_config, read_json_lines, read_metrics
+from titan_disp.run.reader import read_condensation, read_config, read_json_lines, read_metrics
 
 CREATE_STREAM = FileSystem.create_stream
 
@@ -22,8 +23,8 @@ def events(run):
     return [(e["event"], e["step"]) for e in read_json_lines(run / "events.jsonl") if e["event"] != "checkpoint"]
 
 
-def train(sample, run, *options, nan_from=None):
-    """A run of one rank in this process, whose cross-entropy is NaN from a step on. Steps have 256 tokens."""
+def train(sample, run, *options, nan_from=None, signal_at=None):
+    """A run of one rank in this process. Its cross-entropy is NaN from a step on. SIGTERM comes in a step of 256 tokens."""
     from tests.mesh import build
 
     trainer = build(
@@ -33,6 +34,8 @@ def train(sample, run, *options, nan_from=None):
     cross_entropy = trainer.loss_fn.cross_entropy
 
     def broken(logits, labels):
+        if trainer.step == signal_at:
+            os.kill(os.getpid(), signal.SIGTERM)
         bad = nan_from is not None and trainer.step >= nan_from
         return cross_entropy(logits, labels) * (math.nan if bad else 1.0)
 
@@ -78,6 +81,19 @@ def all_ends(sample, folder):
     train(sample, model, *steps, "--checkpoint.last_save_model_only")
     train(sample, model, *steps, "--checkpoint.last_save_model_only")
     assert events(model) == [("start", 0), ("complete", 2), ("complete", 2)]
+
+    # A signal in the last step: the run is complete, and has its last measurement, which a start adds if it is missing.
+    measure = (*steps, "--condensation.interval", "9", "--condensation.sequences", "2")
+    last = folder / "last"
+    assert train(sample, last, *measure, signal_at=2) == 2
+    assert events(last) == [("start", 0), ("complete", 2)]
+    assert list(read_condensation(last)) == [0, 2]
+    lines = (last / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (last / "metrics.jsonl").write_text("".join(lines[:-1]))
+    for _ in range(2):
+        assert train(sample, last, *measure) == 2
+        assert list(read_condensation(last)) == [0, 2]
+    assert len((last / "metrics.jsonl").read_text().splitlines()) == len(lines)
 
     # Tokens decide the steps and the schedule; stop_at_tokens ends early, also while steps are skipped, and changes neither.
     budget = ("--training.steps", "-1", "--budget.tokens", str(256 * 5 - 7), "--lr_scheduler.warmup_steps", "2")

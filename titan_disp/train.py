@@ -238,17 +238,26 @@ class DispTrainer(Trainer):
             raise
         with self.busy("save", self.step):
             self.checkpointer.wait()
-        if self.step > self._start_step:
-            if not self.optimizers.agreed["stop"]:  # a stopped job has to end soon
-                self.measure_condensation()
+        trained, complete = self.step > self._start_step, self.step >= steps
+        # A stopped job has to end soon, but no start trains after the last step. The one that did may have been killed.
+        if (
+            (complete or not self.optimizers.agreed["stop"])
+            if trained
+            else (complete and not on_rank_0(self._measured))
+        ):
+            self.measure_condensation()
+        if trained:
             self._end()
-        elif self.step >= steps:
+        elif complete:
             logger.info(f"This run was already complete: step {self.step} of {steps}. Nothing was trained")
             self.event("complete", self.step)  # for what started the run again, such as a chain of jobs
         else:
             logger.info(f"budget.stop_at_tokens was already reached: step {self.step} of {steps}. Nothing was trained")
             self.event("stop", self.step, kind="budget", reason="budget.stop_at_tokens")
         self.report()
+
+    def _measured(self) -> bool:
+        return self.run_folder is not None and self.step in read_condensation(self.run_folder.path)
 
     def _end(self) -> None:
         spent = self.clock.rounded()
