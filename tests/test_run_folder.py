@@ -181,6 +181,26 @@ def test_a_start_that_is_refused_leaves_the_config_of_the_run(tmp_path):
     assert json.loads((tmp_path / "environment.json").read_text())["world_size"] == 3
 
 
+def test_no_secret_of_the_environment_is_recorded(tmp_path, monkeypatch):
+    """What is recorded is on a list, and a name that says it is secret is not recorded even so."""
+    recorded = (
+        "SLURM_JOB_ID",
+        "SLURM_NNODES",
+        "TITAN_DISP_SITE",
+        "NCCL_SOCKET_IFNAME",
+        "TORCH_NCCL_TRACE",
+        "CUDA_HOME",
+    )
+    secret = ("SLURM_JOB_SECRET", "SLURM_JWT", "TITAN_DISP_NOTIFY", "NCCL_API_KEY", "TORCH_TOKEN", "CUDA_PASSWORD")
+    for name in (*recorded, *secret, "HF_TOKEN", "AWS_REGION", "SLURM_JOB_COMMENT", "MY_NCCL_DEBUG", "PATH"):
+        monkeypatch.setenv(name, f"of {name}")
+    started(job_config(tmp_path)).close()
+    variables = json.loads((tmp_path / "environment.json").read_text())["variables"]
+    assert {name: f"of {name}" for name in recorded} == {name: variables[name] for name in recorded}
+    assert not {"HF_TOKEN", "AWS_REGION", "MY_NCCL_DEBUG", "PATH"} & variables.keys()
+    assert not {*secret, "SLURM_JOB_COMMENT"} & variables.keys()
+
+
 def test_a_folder_that_is_not_writable(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="not writable"):

@@ -5,6 +5,7 @@ import fcntl
 import json
 import os
 import platform
+import re
 import socket
 import time
 import uuid
@@ -34,6 +35,11 @@ from titan_disp.run.reader import (
 )
 
 WATCH = (30.0, 0.5)  # seconds in which a run that lives writes a heartbeat, but for long saves; and between two looks
+_RECORDED = re.compile(
+    r"SLURM_(JOB_(ID|NAME|NODELIST|NUM_NODES|PARTITION|ACCOUNT|QOS|START_TIME|END_TIME)|NNODES|RESTART_COUNT|ARRAY_\w+)$"
+    r"|(TITAN_DISP|NCCL|RCCL|TORCH|TORCHINDUCTOR|PYTORCH|CUDA|HIP|ROCR|GLOO|FI|OMP)_"
+)
+_SECRET = re.compile(r"KEY|TOKEN|SECRET|PASS|JWT|CREDENTIAL|NOTIFY|WEBHOOK", re.IGNORECASE)  # some URLs are secrets
 PACKAGES = ("titan-disp", "torch", "torchtitan", "datasets", "tokenizers", "sentencepiece", "triton")
 
 
@@ -71,7 +77,7 @@ def _environment(world_size: int) -> dict[str, Any]:
         "cuda": torch.version.cuda,
         "hip": torch.version.hip,
         "world_size": world_size,
-        "slurm": {k: v for k, v in os.environ.items() if k.startswith("SLURM_JOB_") or k == "SLURM_NNODES"},
+        "variables": {k: v for k, v in sorted(os.environ.items()) if _RECORDED.match(k) and not _SECRET.search(k)},
     }
 
 
