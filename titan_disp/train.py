@@ -49,6 +49,11 @@ from titan_disp.run.liveness import Clock, Heartbeat, StopRequest, Stragglers, a
 from titan_disp.run.metrics import DispersionMetrics
 from titan_disp.run.reader import read_condensation, read_events, read_rows
 
+# What a checkpoint's groups of parameters have of the config. (Whether Adam is fused belongs to its state.)
+OPTIONS = ("initial_lr", "betas", "eps", "weight_decay", "decoupled_weight_decay")
+# Sections and keys that say nothing about training: their changes are in the event ``resume`` only.
+SILENT = ("job.", "metrics.", "profiling.", "comm.")
+
 
 class DispTrainer(Trainer):
     """Extend TorchTitan's Trainer by overriding its hooks, and answer the checkpoint manager's (``run.checkpoint.Hooks``)."""
@@ -90,6 +95,9 @@ class DispTrainer(Trainer):
         if world_size > 1 and not fake:
             self.stragglers = self.metrics_processor.stragglers = Stragglers()
         self.stop_request = StopRequest(path)
+        self._own_options = [
+            [{key: group[key] for key in OPTIONS} for group in o.param_groups] for o in self.optimizers
+        ]
         self.optimizers.flags["stop"] = self.stop_request
         self.optimizers.flags["signal"] = self.stop_request.signalled
         self.optimizers.flags["save_failed"] = self.checkpointer.save_has_failed
@@ -142,14 +150,28 @@ class DispTrainer(Trainer):
                     "another baseline.method. Set the former method, or start a new run in another --job.dump_folder"
                 )
         self._start_step = self.step
+        if 0 < self.step < self.last_step:
+            self._use_own_options()
         if self.run_folder is not None:
             if trains := self.step < self.last_step:  # otherwise the config is not what the run was trained with
                 self.run_folder.record_start()
             details = {"config_changes": self.run_folder.config_changes} if self.step and trains else {}
+            shown = {key: both for key, both in details.get("config_changes", {}).items() if not key.startswith(SILENT)}
+            if shown:
+                said = ", ".join(f"{key}: {old!r} → {new!r}" for key, (old, new) in shown.items())
+                logger.warning(f"The config differs from that of the last start: {said}")
             self.event("resume" if self.step else "start", self.step, allocated=self.clock.began, **details)
         if self.step == 0:
             self.measure_condensation()
         return self._timed(super().batch_generator(data_iterable))
+
+    def _use_own_options(self) -> None:
+        """Replace the options of the optimizer that the checkpoint has brought back by those of the config."""
+        for optimizer, scheduler, groups in zip(self.optimizers, self.lr_schedulers, self._own_options, strict=True):
+            scheduler.base_lrs = [own["initial_lr"] for own in groups]
+            for group, own, factor in zip(optimizer.param_groups, groups, cast(Any, scheduler).lr_lambdas, strict=True):
+                group.update(own, lr=own["initial_lr"] * factor(scheduler.last_epoch))
+            scheduler._last_lr = [group["lr"] for group in optimizer.param_groups]
 
     def _timed(self, batches: Iterator[Any]) -> Iterator[Any]:
         for batch in batches:
