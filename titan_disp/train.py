@@ -372,6 +372,7 @@ class DispTrainer(Trainer):
             self.metrics_processor.log_condensation(self.step, found, time.perf_counter() - start)
 
     def close(self) -> None:
+        self.taken_by()
         self.heartbeat.close()
         self.stop_request.close()
         super().close()
