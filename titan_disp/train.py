@@ -261,12 +261,11 @@ class DispTrainer(Trainer):
         with self.busy("save", self.step):
             self.checkpointer.wait()
         trained, complete = self.step > self._start_step, self.step >= steps
-        # A stopped job has to end soon, but no start trains after the last step. The one that did may have been killed.
-        if (
-            (complete or not self.optimizers.agreed["stop"])
-            if trained
-            else (complete and not on_rank_0(self._measured))
-        ):
+        if trained and not complete:
+            measure = not self.optimizers.agreed["stop"]  # a stopped job has to end soon
+        else:  # no later start trains, and the one that did may have been killed before it measured
+            measure = complete and (trained or not on_rank_0(self._measured))
+        if measure:
             self.measure_condensation()
         if trained:
             self._end()
