@@ -267,7 +267,7 @@ def can_be_finished(path: Path) -> bool:
 
 def finish_saves(folder: Path) -> None:
     """Finish the saves that ``can_be_finished``. As every checkpoint, they are verified before they are loaded."""
-    for path in filter(can_be_finished, folder.glob("step-*")):
+    for path in filter(can_be_finished, folder.glob("step-*[0-9]")):
         (path / _UNNAMED).rename(path / METADATA)
         (path / SAVING).unlink(missing_ok=True)
         logger.info(f"{path} was saved but for the name of {METADATA}, which it has now")
