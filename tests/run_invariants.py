@@ -7,13 +7,13 @@ from pathlib import Path
 
 from titan_disp.run.reader import read_events, read_json_lines
 
-ENDS = {"complete", "stop", "save_failed"}
+ENDS = {"complete", "stop", "save_failed", "refused"}
 BEFORE_A_RESUME = {"checkpoint_damaged", "streams_restarted"}
 CHECKPOINT = r"checkpoint/((damaged|purging)-\d+x*|step-\d+)"
 # The name that the page has for files → a pattern of their paths below the run folder.
 FILES = {
     **{name: re.escape(name) for name in ("config.json", "environment.json", "events.jsonl", "metrics.jsonl")},
-    **{name: re.escape(name) for name in ("heartbeat.json", ".lock", "stop", "wandb_run_id")},
+    **{name: re.escape(name) for name in ("heartbeat.json", "owner.json", ".lock", "stop", "wandb_run_id")},
     **{name: re.escape(name) for name in ("supervisor.jsonl", "requeue.json", "bad_nodes.json", "excluded.json")},
     **{name: re.escape(name) for name in ("point.toml", "point.json", "sweep.log", "failed.json", ".point.lock")},
     **{f"{name}/": rf"{name}/.+" for name in ("tb", "logs")},

@@ -1,6 +1,7 @@
 """The real trainer, as a whole: it trains, saves, is built anew and resumes, in one process and in two."""
 
 import json
+import logging
 import os
 import shutil
 from pathlib import Path
@@ -24,6 +25,11 @@ OPTIONS = (
     *("--dispersion.estimator", "sampled", "--dispersion.max_tokens", "8"),
     *("--dispersion.warmup_steps", "2", "--dispersion.decay", "linear", "--dispersion.final_coeff", "0.25"),
     *("--lr_scheduler.warmup_steps", "2", "--lr_scheduler.decay_ratio", "0.6", "--lr_scheduler.decay_type", "linear"),
+)
+CHANGED = (
+    *("--optimizer.name", "Adam", "--optimizer.lr", "4e-3", "--optimizer.beta1", "0.8", "--optimizer.beta2", "0.9"),
+    *("--optimizer.eps", "1e-6", "--optimizer.weight_decay", "0.5", "--lr_scheduler.decay_type", "sqrt"),
+    *("--metrics.log_freq", "1", "--metrics.save_tb_folder", "tensorboard"),
 )
 # The last step that the first start begins: the number is between two steps, and the job trains at least so much.
 FIRST_PART = ("--budget.stop_at_tokens", str((FIRST - 1) * TOKENS + 1))
@@ -71,10 +77,25 @@ def one_process(sample, folder):
             start(sample, parts, *options)
         except ConfigError as error:
             refusals[name] = str(error)
+    shutil.copytree(parts, Path(folder) / "changed")
+    found["groups"] = start_with_other_keys(sample, Path(folder) / "changed")
     found["last"] = start(sample, parts)
     found["seed"] = start(sample, Path(folder) / "seed", "--debug.seed", "12", train=False)
     torch.save(found, Path(folder) / "found.pt")
     (Path(folder) / "refusals.json").write_text(json.dumps(refusals))
+
+
+def start_with_other_keys(sample, run):
+    """Returns the optimizer's groups of parameters, and what the trainer says of the keys."""
+    said = logging.FileHandler(run.with_name("said"))
+    logging.getLogger().addHandler(said)
+    trainer = build(sample, run, *OPTIONS, *CHANGED)
+    trainer.train()
+    logging.getLogger().removeHandler(said)
+    trainer.close()
+    return [
+        {k: v for k, v in group.items() if k != "params"} for group in trainer.optimizers.optimizers[0].param_groups
+    ]
 
 
 def two_nodes(sample, folder):
@@ -126,11 +147,11 @@ def test_a_budget_between_two_steps_is_reached(folder):
     """A job that stops at a number of tokens has trained on at least so many."""
     events = read_events(folder / "parts")
     assert [(e["event"], e["step"]) for e in events] == [
-        *(("start", 0), ("checkpoint", FIRST), ("stop", FIRST)),
+        *(("start", 0), ("checkpoint", FIRST), ("stop", FIRST), *[("refused", FIRST)] * 3),
         *(("resume", FIRST), ("checkpoint", STEPS), ("complete", STEPS)),
     ]
     assert read_config(folder / "parts")["budget"]["stop_at_tokens"] == 0
-    assert events[3]["config_changes"] == {"budget.stop_at_tokens": [(FIRST - 1) * TOKENS + 1, 0]}
+    assert events[6]["config_changes"] == {"budget.stop_at_tokens": [(FIRST - 1) * TOKENS + 1, 0]}
 
 
 def test_the_seed_draws_the_weights(found):
@@ -141,12 +162,33 @@ def test_the_seed_draws_the_weights(found):
     assert not any(torch.equal(seed[name], other[name]) for name in drawn)
 
 
+def test_keys_of_the_optimizer_and_its_schedule_may_change(folder, found):
+    """They hold from the first step on. TorchTitan would take the former ones back from the checkpoint."""
+    rows = read_metrics(folder / "changed")
+    assert [rows[step]["lr"] for step in (4, 5)] == pytest.approx([4e-3 * (1 - (n / 3) ** 0.5) for n in (1, 2)])
+    (group,) = found["groups"]
+    expected = {
+        "initial_lr": 4e-3,
+        "weight_decay": 0.5,
+        "betas": (0.8, 0.9),
+        "eps": 1e-6,
+        "decoupled_weight_decay": False,
+    }
+    assert {name: group[name] for name in expected} == expected
+    said = (folder / "said").read_text().split("The config differs from that of the last start: ")[1].splitlines()[0]
+    assert "lr_scheduler.decay_type: 'linear' → 'sqrt', " in said
+    assert "optimizer.lr: 0.0008 → 0.004, " in said
+    assert "metrics." not in said
+
+
 def test_a_resume_with_another_tokenizer_or_model_is_refused(folder):
     refusals = json.loads((folder / "refusals.json").read_text())
     assert refusals.keys() == {"tokenizer", "sequences", "model"}
     assert "tokenizer" in refusals["tokenizer"]
     assert "seq_len" in refusals["sequences"]
     assert "n_layers" in refusals["model"]
+    refused = [event for event in read_events(folder / "parts") if event["event"] == "refused"]
+    assert [event["reason"] for event in refused] == list(refusals.values())
 
 
 def test_two_nodes(folder, sample):

@@ -376,6 +376,32 @@ def test_unfinished_saves_and_deletions_are_deleted(start, killed, caplog, monke
     assert verify(run.folder / "step-20") is None
 
 
+@pytest.mark.parametrize("damaged", ["nothing", ".metadata.tmp"])
+def test_a_save_that_lacks_only_the_name_of_its_metadata(start, killed, damaged, caplog):
+    """It is finished: every start would otherwise warn of it, and keep it beside the checkpoint that replaces it."""
+    caplog.set_level("INFO")
+    run = start()
+    run.save(1)
+    run.fill(2)
+    run.trainer.value = 2
+    killed(run, 2, "rename")
+    if damaged != "nothing":
+        flip(run.folder / "step-2" / damaged, 99)
+    start(load_only=True).manager.load()
+    start().manager.load()  # which does not own the folder
+    assert (run.folder / "step-2" / ".metadata.tmp").exists()
+    again = start()
+    again.hooks.owns_folder = lambda: True
+    assert again.manager.ended_at() is None
+    assert again.manager.load()
+    expected = [1, 2] if damaged == "nothing" else [1]
+    assert again.loaded == (expected[-1], expected[-1])
+    wait_until(lambda: again.names == [f"step-{step}" for step in expected])
+    assert [verify(run.folder / f"step-{step}") for step in expected] == [None] * len(expected)
+    assert not list(run.folder.glob("*/.saving"))
+    assert ("step-2 was saved but for the name of .metadata, which it has now" in caplog.text) == (len(expected) == 2)
+
+
 def test_what_may_be_somebodys_checkpoint_stays(start, killed, caplog, tmp_path):
     run = start()
     run.save(10, 11, 12)

@@ -47,6 +47,7 @@ def test_a_signal_asks_to_stop(tmp_path, start, heard, number):
     os.kill(os.getpid(), number)
     assert request()
     assert request.reason == number.name
+    assert request.signalled()
     request.done()
     assert (tmp_path / "stop").exists()
     request.close()
@@ -71,6 +72,7 @@ def test_the_stop_file_of_this_start_stops_it(tmp_path, start):
     assert not request.held()  # a step is trained and saved first, so that the run makes progress
     assert request()
     assert request.reason == f"the file {file}"
+    assert request.signalled()  # the supervisor passes a signal on by this file
     request.done()
     assert not file.exists()
     request.done()  # a user may have removed the file
@@ -88,6 +90,7 @@ def test_a_users_stop_file_holds(tmp_path, start, monkeypatch, text, job):
     assert not request()
     file.write_bytes(text)
     assert request()
+    assert not request.signalled()
     request.done()
     assert file.read_bytes() == text
     request = start()

@@ -2,6 +2,8 @@
 
 import json
 import math
+import time
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -9,12 +11,12 @@ import torch.distributed as dist
 import xxhash
 from torch.distributed.checkpoint.filesystem import FileSystem
 
-from tests.distributed import spawn
+from tests.distributed import COLLECTIVE, spawn
 from tests.test_checkpoint import Run, flip, full_disk
 from tests.test_guard import Training
 from tests.test_metrics import DamagedFiles, metrics
 from titan_disp.data.files import on_rank_0
-from titan_disp.errors import CheckpointError, ConfigError, DataError, NonFiniteError
+from titan_disp.errors import CheckpointError, ConfigError, DataError, InUseError, NonFiniteError
 from titan_disp.run import integrity
 from titan_disp.run.identity import read_identity
 from titan_disp.run.integrity import checkpoints, damage
@@ -92,6 +94,11 @@ def check_saves_and_loads(folder):
     with pytest.raises(CheckpointError, match=r"step 4 could not be saved.*No space left on device"):
         run.save(4)
     FileSystem.create_stream = create_stream
+    if dist.get_rank() == 0:
+        run.hooks.taken_by = lambda: time.sleep(0.3) or "host far, SLURM job 9.0"
+    with pytest.raises(InUseError, match="step 5 is not saved: .* was taken by another job .host far, SLURM job 9.0."):
+        run.save(5)
+    run.hooks.taken_by = lambda: None
     assert checkpoints(run.folder) == [2, 3]
     assert run.manager.load()
     assert run.loaded == (3, 3)
@@ -110,6 +117,25 @@ def check_saves_and_loads(folder):
     run.manager.close()  # waits for the thread that deletes
     dist.barrier()
     assert run.names == ["damaged-3", "step-2", "step-4"]
+
+
+def check_late_ranks(folder):
+    """While a rank saves, or deletes what was there, the others wait for as long as guard.save_seconds."""
+    set_timeout = dist.distributed_c10d._set_pg_timeout
+    create_stream = FileSystem.create_stream
+    for mode in ("disabled", "async"):
+        run = Run(folder / mode, async_mode=mode)
+        for late in (0, 1):
+            dist.barrier()
+            set_timeout(timedelta(seconds=1))
+            if dist.get_rank() == late:
+                FileSystem.create_stream = lambda *args: time.sleep(2) or create_stream(*args)
+                run.hooks.taken_by = lambda: time.sleep(2)
+            run.save(late, last_step=True)
+            set_timeout(timedelta(seconds=COLLECTIVE))
+            FileSystem.create_stream, run.hooks.taken_by = create_stream, lambda: None
+        run.manager.close()
+        assert checkpoints(run.folder) == [0, 1]
 
 
 def check_damage(folder):
@@ -162,6 +188,7 @@ def run_all(folder):
     check_verdicts()
     check_data_metrics(Path(folder) / "logged")
     check_saves_and_loads(Path(folder) / "saved")
+    check_late_ranks(Path(folder) / "late")
     check_damage(Path(folder) / "damaged")
     check_errors_of_rank_0(Path(folder))
 

@@ -2,6 +2,7 @@
 
 import math
 import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from tests.distributed import spawn
 from titan_disp.errors import CheckpointError, ConfigError
 from titan_disp.run import safe_dcp
 from titan_disp.run.integrity import checkpoints, problem
-from titan_disp.run.reader import read_config, read_json_lines, read_metrics
+from titan_disp.run.reader import read_condensation, read_config, read_json_lines, read_metrics
 
 CREATE_STREAM = FileSystem.create_stream
 
@@ -22,8 +23,8 @@ def events(run):
     return [(e["event"], e["step"]) for e in read_json_lines(run / "events.jsonl") if e["event"] != "checkpoint"]
 
 
-def train(sample, run, *options, nan_from=None):
-    """A run of one rank in this process, whose cross-entropy is NaN from a step on. Steps have 256 tokens."""
+def train(sample, run, *options, nan_from=None, signal_at=None):
+    """A run of one rank in this process. Its cross-entropy is NaN from a step on. SIGTERM comes in a step of 256 tokens."""
     from tests.mesh import build
 
     trainer = build(
@@ -33,6 +34,8 @@ def train(sample, run, *options, nan_from=None):
     cross_entropy = trainer.loss_fn.cross_entropy
 
     def broken(logits, labels):
+        if trainer.step == signal_at:
+            os.kill(os.getpid(), signal.SIGTERM)
         bad = nan_from is not None and trainer.step >= nan_from
         return cross_entropy(logits, labels) * (math.nan if bad else 1.0)
 
@@ -70,7 +73,7 @@ def all_ends(sample, folder):
         train(sample, run, *other)
     assert (run / "config.json").read_bytes() == before
     assert train(sample, run, *other, "--stream.on_mismatch", "restart") == 3
-    assert events(run)[5:] == [("streams_restarted", 2), ("resume", 2), ("complete", 3)]
+    assert events(run)[5:] == [("refused", 2), ("streams_restarted", 2), ("resume", 2), ("complete", 3)]
     assert [row["data"]["epoch"] for row in read_metrics(run).values()] == [0, 0, 1]
 
     # The same where its last checkpoint holds the model only.
@@ -78,6 +81,19 @@ def all_ends(sample, folder):
     train(sample, model, *steps, "--checkpoint.last_save_model_only")
     train(sample, model, *steps, "--checkpoint.last_save_model_only")
     assert events(model) == [("start", 0), ("complete", 2), ("complete", 2)]
+
+    # A signal in the last step: the run is complete, and has its last measurement, which a start adds if it is missing.
+    measure = (*steps, "--condensation.interval", "9", "--condensation.sequences", "2")
+    last = folder / "last"
+    assert train(sample, last, *measure, signal_at=2) == 2
+    assert events(last) == [("start", 0), ("complete", 2)]
+    assert list(read_condensation(last)) == [0, 2]
+    lines = (last / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (last / "metrics.jsonl").write_text("".join(lines[:-1]))
+    for _ in range(2):
+        assert train(sample, last, *measure) == 2
+        assert list(read_condensation(last)) == [0, 2]
+    assert len((last / "metrics.jsonl").read_text().splitlines()) == len(lines)
 
     # Tokens decide the steps and the schedule; stop_at_tokens ends early, also while steps are skipped, and changes neither.
     budget = ("--training.steps", "-1", "--budget.tokens", str(256 * 5 - 7), "--lr_scheduler.warmup_steps", "2")
@@ -87,7 +103,8 @@ def all_ends(sample, folder):
     assert train(sample, stopped, *budget, *stop) == 3
     assert train(sample, stopped, *budget, *stop) == 3  # nothing is left to train
     assert events(stopped) == [("start", 0), ("stop", 3), ("resume", 3), ("stop", 3)]
-    assert read_json_lines(stopped / "events.jsonl")[-1]["reason"] == "budget.stop_at_tokens"
+    for end in (event for event in read_json_lines(stopped / "events.jsonl") if event["event"] == "stop"):
+        assert (end["kind"], end["reason"]) == ("budget", "budget.stop_at_tokens")
     assert checkpoints(stopped / "checkpoint") == [3]
     assert train(sample, stopped, *budget) == 5
     whole, rows = (read_metrics(folder / name) for name in ("whole", "stopped"))
@@ -104,6 +121,7 @@ def all_ends(sample, folder):
     for _ in range(2):
         assert train(sample, skipping, *budget) == 0
     assert events(skipping)[4:] == [("stop", 3), ("stop", 3)]
+    assert read_json_lines(skipping / "events.jsonl")[-1]["kind"] == "file"
     assert (skipping / "stop").exists()
     (skipping / "stop").unlink()
     assert train(sample, skipping, *budget) == 5
@@ -147,7 +165,8 @@ def two_ranks_end(sample, folder):
     dist.barrier()
     assert train("stopped", "slow:1-4@0,asked_to_stop:5@1", *stopping) == 5
     assert checkpoints(run / "checkpoint") == [5]
-    assert read_json_lines(run / "events.jsonl")[-1]["reason"] == "another rank was asked to stop"
+    end = read_json_lines(run / "events.jsonl")[-1]
+    assert (end["kind"], end["reason"]) == ("signal", "another rank was asked to stop")
     slow = [row["straggler"] for step, row in read_metrics(run).items() if 2 <= step <= 4]
     assert [found["rank"] for found in slow] == [0, 0, 0]
     # Half a second slower a step: SLOW of tests/faulty_train.py.

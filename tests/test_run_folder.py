@@ -5,6 +5,9 @@ import logging
 import os
 import re
 import shutil
+import socket
+import threading
+import time
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +22,7 @@ from titan_disp.errors import ConfigError, InUseError
 from titan_disp.run import reader
 from titan_disp.run.folder import RunFolder, append_json, write_json
 from titan_disp.run.liveness import straggler
+from titan_disp.train import DispTrainer
 
 
 def job_config(folder, **training):
@@ -100,6 +104,70 @@ def test_second_job_is_refused_and_the_first_unharmed(tmp_path, monkeypatch):
     without.close()
 
 
+def left(folder, monkeypatch, **owner):
+    """A heartbeat that looks young, and its start's owner.json. Whether that start lives is watched for 0.3 s."""
+    monkeypatch.setattr("titan_disp.run.folder.WATCH", (0.3, 0.02))
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    write_json(folder / "owner.json", {"id": "x", "host": "far", "job": "6.0", "time": 1.7e9, **owner})
+    write_json(folder / "heartbeat.json", {"allowed_seconds": 100, "step": 1})
+
+
+def test_a_run_that_lives_on_another_node_is_left_alone(tmp_path, monkeypatch):
+    """The lock of some file systems holds only within one node."""
+    left(tmp_path, monkeypatch)
+    beat = threading.Timer(0.1, write_json, (tmp_path / "heartbeat.json", {"allowed_seconds": 100, "step": 2}))
+    beat.start()
+    before = (tmp_path / "owner.json").read_bytes()
+    with pytest.raises(InUseError, match=r"is in use by another job \(host far, SLURM job 6.0\), whose heartbeat"):
+        RunFolder(job_config(tmp_path), 1)
+    assert (tmp_path / "owner.json").read_bytes() == before
+
+
+@pytest.mark.parametrize("what", ["same job", "same node", "old", "dead", "ended"])
+def test_a_start_that_has_died_holds_nobody_up(tmp_path, monkeypatch, what):
+    """Only a young heartbeat of another job on another node is watched. Which clock is right is not asked."""
+    left(
+        tmp_path, monkeypatch, **{"same job": {"job": "7.0"}, "same node": {"host": socket.gethostname()}}.get(what, {})
+    )
+    if what == "old":
+        os.utime(tmp_path / "heartbeat.json", (time.time() - 101,) * 2)
+    if what == "ended":
+        threading.Timer(0.1, (tmp_path / "heartbeat.json").unlink).start()
+    began = time.monotonic()
+    folder = RunFolder(job_config(tmp_path), 1)
+    assert (time.monotonic() - began > 0.3) == (what == "dead")
+    assert folder.taken_by() is None
+    owner = json.loads((tmp_path / "owner.json").read_text())
+    assert (owner["host"], owner["job"], owner["id"] != "x") == (socket.gethostname(), "7.0", True)
+    folder.close()
+
+
+def two_jobs(sample, folder):
+    """A second start takes the folder, as with locks that hold only within a node, while the first one trains."""
+    import fcntl
+
+    from tests.mesh import build
+
+    fcntl.flock = lambda *args: None
+    options = ("--training.steps", "9", "--checkpoint.enable", "--checkpoint.interval", "1", "--stream.prefetch", "0")
+    first = build(sample, folder, *options, "--checkpoint.keep_latest_k", "2", "--condensation.interval", "0")
+    first.checkpointer.hooks.train_step = lambda data: (
+        DispTrainer.train_step(first, data),
+        RunFolder(first.job_config, 1) if first.step == 4 else None,
+    )
+    with pytest.raises(InUseError, match=r"was taken by another job \(host .*\) while this one trained"):
+        first.train()
+    write_json(Path(folder) / "heartbeat.json", {"of": "the second"})
+    first.close()
+
+
+def test_a_start_whose_folder_is_taken_ends_and_deletes_nothing(sample, tmp_path):
+    spawn(1, two_jobs, str(sample), str(tmp_path))
+    assert sorted(path.name for path in (tmp_path / "checkpoint").iterdir()) == ["step-2", "step-3"]
+    assert (tmp_path / "heartbeat.json").exists()
+    assert [event["event"] for event in reader.read_events(tmp_path)] == ["start", *["checkpoint"] * 3]
+
+
 def test_a_start_that_is_refused_leaves_the_config_of_the_run(tmp_path):
     """The folder is opened before everything is checked: a refused start closes it without a record of itself."""
     started(job_config(tmp_path, steps=5)).close()
@@ -111,6 +179,26 @@ def test_a_start_that_is_refused_leaves_the_config_of_the_run(tmp_path):
     started(job_config(tmp_path, steps=9), world_size=3).close()
     assert json.loads((tmp_path / "config.json").read_text())["training"]["steps"] == 9
     assert json.loads((tmp_path / "environment.json").read_text())["world_size"] == 3
+
+
+def test_no_secret_of_the_environment_is_recorded(tmp_path, monkeypatch):
+    """What is recorded is on a list, and a name that says it is secret is not recorded even so."""
+    recorded = (
+        "SLURM_JOB_ID",
+        "SLURM_NNODES",
+        "TITAN_DISP_SITE",
+        "NCCL_SOCKET_IFNAME",
+        "TORCH_NCCL_TRACE",
+        "CUDA_HOME",
+    )
+    secret = ("SLURM_JOB_SECRET", "SLURM_JWT", "TITAN_DISP_NOTIFY", "NCCL_API_KEY", "TORCH_TOKEN", "CUDA_PASSWORD")
+    for name in (*recorded, *secret, "HF_TOKEN", "AWS_REGION", "SLURM_JOB_COMMENT", "MY_NCCL_DEBUG", "PATH"):
+        monkeypatch.setenv(name, f"of {name}")
+    started(job_config(tmp_path)).close()
+    variables = json.loads((tmp_path / "environment.json").read_text())["variables"]
+    assert {name: f"of {name}" for name in recorded} == {name: variables[name] for name in recorded}
+    assert not {"HF_TOKEN", "AWS_REGION", "MY_NCCL_DEBUG", "PATH"} & variables.keys()
+    assert not {*secret, "SLURM_JOB_COMMENT"} & variables.keys()
 
 
 def test_a_folder_that_is_not_writable(tmp_path, monkeypatch):
@@ -181,7 +269,7 @@ def test_the_page_names_every_file(trained):
     assert FILES.keys() <= named()
     found = set(pages_names(trained).values())
     assert found <= named()
-    assert len(found) == 10
+    assert len(found) == 11
 
 
 def test_the_page_names_every_field(trained):

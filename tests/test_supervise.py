@@ -114,8 +114,7 @@ esac"""
             path.mkdir(parents=True)
             (path / ".metadata").touch()
 
-    def event(self, name, step, reason="", job="7.0"):
-        kind = "signal" if reason.startswith("SIG") else "file"
+    def event(self, name, step, reason="", job="7.0", kind="signal"):
         with open(self.run / "events.jsonl", "a") as file:
             file.write(json.dumps({"event": name, "step": step, "job": job, "reason": reason, "kind": kind}) + "\n")
 
@@ -165,7 +164,7 @@ def row(method, name, state, reason, **given):
     return pytest.param(method, state, reason, given, id=f"{method}: {name}")
 
 
-SLURM_ASKED = {"events": [("stop", 5, "the file RUN/stop")]}  # through the stop file
+SLURM_ASKED = {"events": [("stop", 5, "the file RUN/stop", "7.0", "file")]}  # through the stop file
 SAVED = "saved at step 5 and stopped: "
 DIED = "failure 1 of at most 3 retries without a new checkpoint (no checkpoint yet): a rank or a node died"
 COMPLETING = {"JobState": "COMPLETING", "Reason": "None", "PreemptTime": "None"}
@@ -220,8 +219,9 @@ LOST = "the environment /a/env.tar could not be unpacked on every node"
         row("decide", "USR1", "requeue", SAVED + "the file RUN/stop", signals="USR1", **SLURM_ASKED),
         row("decide", "TERM", "requeue", SAVED + "the file RUN/stop", signals="TERM", **SLURM_ASKED),
         row("decide", "ranks were signalled", "requeue", SAVED + "SIGTERM", events=[("stop", 5, "SIGTERM")]),
+        row("decide", "rank 1 was signalled", "requeue", SAVED + "another rank", events=[("stop", 5, "another rank was asked")]),
         row("decide", "a user's stop", "end", "stopped at step 5: the file RUN/stop", **SLURM_ASKED),
-        row("decide", "budget", "end", "stopped at step 5: budget.", events=[("start", 0), ("stop", 5, "budget.stop_at")]),
+        row("decide", "budget", "end", "stopped at step 5: budget.", events=[("stop", 5, "budget.stop", "7.0", "budget")]),
         row("decide", "of other starts", "requeue", DIED, events=[("complete", 9, "", "7.1"), ("complete", 9, "", "6.0")]),
         row("decide", "nothing", "requeue", DIED),
         # scancel, the time limit and PreemptMode=CANCEL all set COMPLETING and send TERM.

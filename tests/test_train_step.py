@@ -97,7 +97,7 @@ def test_a_start_that_trains_nothing_says_where_the_run_stands(trainer):
     trainer.train()
     stop, complete = trainer.calls
     reason = "the file RUN/stop was there before the start"
-    assert stop == ("stop", 6, {"allocated": 123.0, "reason": reason})
+    assert stop == ("stop", 6, {"allocated": 123.0, "kind": "file", "reason": reason})
     assert complete == ("complete", 9, {"allocated": 123.0})
 
 

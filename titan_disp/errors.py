@@ -19,6 +19,10 @@ class DataError(ConfigError):
     """One rank met bad data during a run. That rank prints the message, whichever it is."""
 
 
+class RefusedError(ConfigError):
+    """The run cannot continue with this config: every start fails alike, until the user changes one or the other."""
+
+
 class InUseError(ConfigError):
     """Another job uses the run folder."""
 

@@ -286,7 +286,7 @@ class Guard:
     """
 
     save_seconds: float = key(1800.0, above=0, finite=False)
-    """How long training may wait for a save before the run counts as silent."""
+    """How long training may wait for a save before the run counts as silent, and a rank for the others in a save."""
 
 
 @dataclass

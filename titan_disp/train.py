@@ -38,7 +38,7 @@ from titan_disp.data.fingerprint import check_fingerprint, read_data_state
 from titan_disp.data.loader import StreamLoader
 from titan_disp.data.validation import StreamValidator, held_out_sequences
 from titan_disp.dispersion.autograd import process_group
-from titan_disp.errors import EXIT_CODE, CheckpointError, ConfigError, DataError, UserError
+from titan_disp.errors import EXIT_CODE, CheckpointError, ConfigError, DataError, RefusedError, UserError
 from titan_disp.run import identity
 from titan_disp.run.checkpoint import DispCheckpointManager
 from titan_disp.run.folder import RunFolder
@@ -48,6 +48,11 @@ from titan_disp.run.identity import Identity
 from titan_disp.run.liveness import Clock, Heartbeat, StopRequest, Stragglers, allocation_began
 from titan_disp.run.metrics import DispersionMetrics
 from titan_disp.run.reader import read_condensation, read_events, read_rows
+
+# What a checkpoint's groups of parameters have of the config. (Whether Adam is fused belongs to its state.)
+OPTIONS = ("initial_lr", "betas", "eps", "weight_decay", "decoupled_weight_decay")
+# Sections and keys that say nothing about training: their changes are in the event ``resume`` only.
+SILENT = ("job.", "metrics.", "profiling.", "comm.")
 
 
 class DispTrainer(Trainer):
@@ -90,7 +95,11 @@ class DispTrainer(Trainer):
         if world_size > 1 and not fake:
             self.stragglers = self.metrics_processor.stragglers = Stragglers()
         self.stop_request = StopRequest(path)
+        self._own_options = [
+            [{key: group[key] for key in OPTIONS} for group in o.param_groups] for o in self.optimizers
+        ]
         self.optimizers.flags["stop"] = self.stop_request
+        self.optimizers.flags["signal"] = self.stop_request.signalled
         self.optimizers.flags["save_failed"] = self.checkpointer.save_has_failed
 
     def _build_checkpointer(self) -> DispCheckpointManager:
@@ -98,6 +107,7 @@ class DispTrainer(Trainer):
         self.identity = Identity(identity.of_model(job, self.model_args))
         return DispCheckpointManager(
             hooks=self,
+            save_seconds=self.job_config.guard.save_seconds,  # type: ignore[attr-defined]
             dataloader=self.dataloader,
             model_parts=self.model_parts,
             optimizers=self.optimizers,
@@ -115,8 +125,14 @@ class DispTrainer(Trainer):
     def healthy(self) -> bool:
         return self.optimizers.in_a_row == 0
 
+    def taken_by(self) -> str | None:
+        other = self.run_folder.taken_by() if self.run_folder is not None else None
+        if other:
+            self.heartbeat.file = None  # the file is the other start's now
+        return other
+
     def owns_folder(self) -> bool:
-        return self.run_folder is not None and self.run_folder.locked
+        return self.run_folder is not None and self.run_folder.locked and not self.taken_by()
 
     @contextmanager
     def busy(self, doing: str, step: int) -> Iterator[None]:
@@ -129,19 +145,33 @@ class DispTrainer(Trainer):
         """Yield batches. TorchTitan calls this once, after it has loaded a checkpoint: the step is known from here on."""
         for scheduler in cast(Any, self.lr_schedulers).schedulers:
             if (saved := len(scheduler.base_lrs)) != (own := len(scheduler.lr_lambdas)):  # a save without identity
-                raise ConfigError(
+                raise RefusedError(
                     f"the checkpoint's schedule has {saved} groups of parameters, expected {own}: it was trained with "
                     "another baseline.method. Set the former method, or start a new run in another --job.dump_folder"
                 )
         self._start_step = self.step
+        if 0 < self.step < self.last_step:
+            self._use_own_options()
         if self.run_folder is not None:
             if trains := self.step < self.last_step:  # otherwise the config is not what the run was trained with
                 self.run_folder.record_start()
             details = {"config_changes": self.run_folder.config_changes} if self.step and trains else {}
+            shown = {key: both for key, both in details.get("config_changes", {}).items() if not key.startswith(SILENT)}
+            if shown:
+                said = ", ".join(f"{key}: {old!r} → {new!r}" for key, (old, new) in shown.items())
+                logger.warning(f"The config differs from that of the last start: {said}")
             self.event("resume" if self.step else "start", self.step, allocated=self.clock.began, **details)
         if self.step == 0:
             self.measure_condensation()
         return self._timed(super().batch_generator(data_iterable))
+
+    def _use_own_options(self) -> None:
+        """Replace the options of the optimizer that the checkpoint has brought back by those of the config."""
+        for optimizer, scheduler, groups in zip(self.optimizers, self.lr_schedulers, self._own_options, strict=True):
+            scheduler.base_lrs = [own["initial_lr"] for own in groups]
+            for group, own, factor in zip(optimizer.param_groups, groups, cast(Any, scheduler).lr_lambdas, strict=True):
+                group.update(own, lr=own["initial_lr"] * factor(scheduler.last_epoch))
+            scheduler._last_lr = [group["lr"] for group in optimizer.param_groups]
 
     def _timed(self, batches: Iterator[Any]) -> Iterator[Any]:
         for batch in batches:
@@ -216,27 +246,39 @@ class DispTrainer(Trainer):
             if self.stop_request.file is not None:  # on rank 0
                 logger.info(f"{self.stop_request.file} exists, so nothing was trained. Remove the file to continue")
             reason = f"the file {self.stop_request.file} was there before the start"
-            self.event("stop", self.checkpointer.newest(), allocated=self.clock.began, reason=reason)
+            self.event("stop", self.checkpointer.newest(), allocated=self.clock.began, kind="file", reason=reason)
             return
         ended = self.checkpointer.ended_at()
         if ended is not None and ended >= steps:
             logger.info(f"This run was already complete: step {ended} of {steps}. Nothing was trained")
             self.event("complete", ended, allocated=self.clock.began)
             return
-        super().train()
+        try:
+            super().train()
+        except RefusedError as error:  # on every rank
+            self.event("refused", self.checkpointer.newest(), allocated=self.clock.began, reason=str(error))
+            raise
         with self.busy("save", self.step):
             self.checkpointer.wait()
-        if self.step > self._start_step:
-            if not self.optimizers.agreed["stop"]:  # a stopped job has to end soon
-                self.measure_condensation()
+        trained, complete = self.step > self._start_step, self.step >= steps
+        if trained and not complete:
+            measure = not self.optimizers.agreed["stop"]  # a stopped job has to end soon
+        else:  # no later start trains, and the one that did may have been killed before it measured
+            measure = complete and (trained or not on_rank_0(self._measured))
+        if measure:
+            self.measure_condensation()
+        if trained:
             self._end()
-        elif self.step >= steps:
+        elif complete:
             logger.info(f"This run was already complete: step {self.step} of {steps}. Nothing was trained")
             self.event("complete", self.step)  # for what started the run again, such as a chain of jobs
         else:
             logger.info(f"budget.stop_at_tokens was already reached: step {self.step} of {steps}. Nothing was trained")
-            self.event("stop", self.step, reason="budget.stop_at_tokens")
+            self.event("stop", self.step, kind="budget", reason="budget.stop_at_tokens")
         self.report()
+
+    def _measured(self) -> bool:
+        return self.run_folder is not None and self.step in read_condensation(self.run_folder.path)
 
     def _end(self) -> None:
         spent = self.clock.rounded()
@@ -246,9 +288,10 @@ class DispTrainer(Trainer):
             reason = self.stop_request.reason or "another rank was asked to stop"
             saved = ", saved" if self.checkpointer.saved_step == self.step else ", not saved"
             logger.info(f"Stopped after step {self.step}{saved}: {reason}")
-            self.event("stop", self.step, reason=reason, spent=spent)
+            kind = "signal" if self.optimizers.agreed["signal"] else "file"
+            self.event("stop", self.step, kind=kind, reason=reason, spent=spent)
         else:
-            self.event("stop", self.step, reason="budget.stop_at_tokens", spent=spent)
+            self.event("stop", self.step, kind="budget", reason="budget.stop_at_tokens", spent=spent)
         self.stop_request.done()
 
     def report(self) -> None:
@@ -328,6 +371,7 @@ class DispTrainer(Trainer):
             self.metrics_processor.log_condensation(self.step, found, time.perf_counter() - start)
 
     def close(self) -> None:
+        self.taken_by()
         self.heartbeat.close()
         self.stop_request.close()
         super().close()

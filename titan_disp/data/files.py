@@ -73,8 +73,8 @@ def list_files(dataset: str, dataset_path: str | None, key: str = "training") ->
     return sorted(files, key=lambda file: file.name)
 
 
-def on_rank_0(function: Callable[..., T], *args: Any) -> T:
-    """Call ``function`` on rank 0 only and broadcast the result or the error. This is a collective call.
+def on_rank_0(function: Callable[..., T], *args: Any, group: dist.ProcessGroup | None = None) -> T:
+    """Call ``function`` on rank 0 only and broadcast the result or the error. A collective call, of a group of all ranks.
 
     If hundreds of ranks listed the files, the hub would answer 429 and a shared file system would be overloaded.
     """
@@ -88,7 +88,7 @@ def on_rank_0(function: Callable[..., T], *args: Any) -> T:
             box = [error]
         except Exception as error:  # not every exception can be pickled
             box = [RuntimeError(f"rank 0: {type(error).__name__}: {error}")]
-    dist.broadcast_object_list(box, src=0)
+    dist.broadcast_object_list(box, src=0, group=group)
     if isinstance(box[0], Exception):
         raise box[0]
     return box[0]

@@ -16,7 +16,7 @@ from titan_disp.data.files import DataFile
 from titan_disp.data.options import StreamOptions
 from titan_disp.data.position import Field
 from titan_disp.data.tokenizer import find_tokenizer
-from titan_disp.errors import CheckpointError, ConfigError, counted
+from titan_disp.errors import CheckpointError, RefusedError, counted
 from titan_disp.job_config import fixed
 from titan_disp.run import safe_dcp
 
@@ -93,9 +93,9 @@ def _difference(key: str, then: Any, today: Any) -> str:
 
 
 def check_fingerprint(saved: dict[str, Any], now: dict[str, Any]) -> None:
-    """Raise ConfigError if a checkpoint's fingerprint is not this run's."""
+    """Raise RefusedError if a checkpoint's fingerprint is not this run's."""
     if not saved:
-        raise ConfigError(
+        raise RefusedError(
             "the checkpoint holds no data position of titan-disp: it was written by another loader. Set "
             'stream.on_mismatch = "restart" to continue with streams that begin anew'
         )
@@ -106,7 +106,7 @@ def check_fingerprint(saved: dict[str, Any], now: dict[str, Any]) -> None:
                 " The slots are training.global_batch_size unless stream.slots is set; global_batch_size = -1 ties "
                 "them to the number of ranks, so that such a run cannot resume on another number of ranks."
             )
-        raise ConfigError(
+        raise RefusedError(
             f"the checkpoint was written with other data: {'; '.join(found)}.{hint} Restore the earlier data and "
             'config, or set stream.on_mismatch = "restart" to continue with streams that begin a new epoch'
         )

@@ -13,6 +13,7 @@ import shutil
 from collections.abc import Iterable
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, suppress
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -20,6 +21,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as torch_dcp
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
+from torch.distributed.distributed_c10d import _set_pg_timeout as set_timeout
 from torchtitan.components.checkpoint import MODEL, AsyncMode, CheckpointManager
 from torchtitan.components.tokenizer import BaseTokenizer
 from torchtitan.config.job_config import Checkpoint
@@ -29,7 +31,7 @@ from torchtitan.tools.logging import logger
 from titan_disp.data.files import on_rank_0
 from titan_disp.data.hf_tokenizer import write_tokenizer
 from titan_disp.data.tokenizer import load_tokenizer
-from titan_disp.errors import CheckpointError, ConfigError, UserError
+from titan_disp.errors import CheckpointError, ConfigError, InUseError, RefusedError, UserError
 from titan_disp.models.hf import INDEX, HfAdapter, check_hf_folder
 from titan_disp.run import identity, integrity, safe_dcp
 from titan_disp.run.folder import write_json
@@ -93,6 +95,7 @@ class Hooks(Protocol):
 
     def check_resume(self, step: int) -> None: ...  # raises ConfigError to refuse a checkpoint before it is loaded
     def healthy(self) -> bool: ...  # whether the model's state is worth saving now
+    def taken_by(self) -> str | None: ...  # which other start has taken the run folder from this one
     def owns_folder(self) -> bool: ...  # whether it may delete what dead processes left among the checkpoints
     def event(self, name: str, step: int, **details: Any) -> None: ...
     def busy(self, doing: str, step: int) -> AbstractContextManager[None]: ...
@@ -105,8 +108,15 @@ class DispCheckpointManager(CheckpointManager):
     sd_adapter: HfAdapter
     save_future: Any  # a Future of an asynchronous save, or None
 
-    def __init__(self, hooks: Hooks, **kwargs: Any) -> None:
+    def __init__(self, hooks: Hooks, save_seconds: float, **kwargs: Any) -> None:
+        """Create the manager. In saves, no rank waits for another for more than ``save_seconds``. A collective call."""
+        self.pg: Any = None
         super().__init__(**kwargs)
+        # A rank may write for minutes, and the time-outs of training are shorter. TorchTitan makes a group for
+        # asynchronous saves only, with gloo's time-out.
+        self._time = timedelta(seconds=min(save_seconds, 1e8))  # gloo takes no infinite time
+        if self.enable and dist.get_backend() != "fake":
+            self.pg = dist.new_group(backend="gloo", timeout=self._time)
         self.hooks = hooks
         self.sd_adapter = kwargs["sd_adapter"]  # TorchTitan does not set it if checkpoints are disabled
         self._config: Checkpoint = kwargs["checkpoint_config"]
@@ -139,9 +149,9 @@ class DispCheckpointManager(CheckpointManager):
         with self.hooks.busy("save", curr_step):
             try:
                 self.wait()
-                self._make_room(curr_step)
+                on_rank_0(self._make_room, curr_step, group=self.pg)
                 super().save(curr_step, last_step)
-            except CheckpointError:
+            except (CheckpointError, InUseError):
                 raise
             except BaseException as error:  # DCP's CheckpointException is not an Exception; DCP raises it on all ranks
                 raise self._failed(curr_step, error) from error
@@ -165,15 +175,19 @@ class DispCheckpointManager(CheckpointManager):
             )
 
     def _make_room(self, step: int) -> None:
-        """Remove an unfinished save of this step, which may be of another number of ranks. This is a collective call."""
+        """Remove an unfinished save of this step, which may be of another number of ranks, unless the folder was taken."""
+        if other := self.hooks.taken_by():
+            raise InUseError(
+                f"step {step} is not saved: the run folder of {self.folder!r} was taken by another job ({other}) while "
+                "this one trained, because its file system locks only within one node. Stop one of the two jobs, or give "
+                "it another --job.dump_folder"
+            )
         folder = Path(self._create_checkpoint_id(step))
-        if dist.get_rank() == 0 and folder.is_dir() and not integrity.is_complete(folder):
+        if folder.is_dir() and not integrity.is_complete(folder):
             if integrity.is_unfinished(folder):
                 shutil.rmtree(folder, ignore_errors=True)
             else:  # it may be more than that, for example a checkpoint whose .metadata was moved away
                 self._move_aside(step, "has no .metadata")
-        if dist.get_backend() != "fake":
-            dist.barrier()
 
     def _failed(self, step: int, error: BaseException) -> CheckpointError:
         reason = " ".join(str(error).split())[-600:] or type(error).__name__
@@ -205,10 +219,11 @@ class DispCheckpointManager(CheckpointManager):
     ) -> Any:
         """Save as TorchTitan does, and hash the files, except in Hugging Face's format."""
         if to_hf:
+            set_timeout(self._time, None)  # TorchTitan saves in the default group. This save is the last one
             return super().dcp_save(state_dict, checkpoint_id, async_mode, enable_garbage_collection, to_hf)
         writer = integrity.HashingWriter(checkpoint_id)
         if async_mode == AsyncMode.DISABLED:
-            saved = torch_dcp.save(state_dict, storage_writer=writer)
+            saved = torch_dcp.save(state_dict, storage_writer=writer, process_group=self.pg)
         else:
             pinned = {"async_checkpointer_type": AsyncCheckpointerType.PROCESS, "async_stager": self.stager}
             how = {} if async_mode == AsyncMode.ASYNC else pinned
@@ -242,7 +257,7 @@ class DispCheckpointManager(CheckpointManager):
 
     def _purge_stale_checkpoints(self) -> None:
         """Keep the newest ``keep_latest_k`` complete checkpoints. Unfinished saves neither count nor are deleted."""
-        if self.keep_latest_k <= 0 or dist.get_rank() != 0 or self.load_only:
+        if self.keep_latest_k <= 0 or dist.get_rank() != 0 or self.load_only or self.hooks.taken_by():
             return
         try:
             stale = integrity.checkpoints(self.folder)[: -self.keep_latest_k]
@@ -265,7 +280,10 @@ class DispCheckpointManager(CheckpointManager):
 
         From such a checkpoint no run can continue. This is a collective call.
         """
-        if not self.enable or (ended := on_rank_0(_ended_at, self.folder)) is None:
+        if not self.enable:
+            return None
+        on_rank_0(self._finish_saves)
+        if (ended := on_rank_0(_ended_at, self.folder)) is None:
             return None
         folder = self._create_checkpoint_id(ended)
         in_hf = on_rank_0(os.path.isfile, os.path.join(folder, INDEX))  # this format has no hashes
@@ -282,9 +300,10 @@ class DispCheckpointManager(CheckpointManager):
         If there is no checkpoint, the weights that [checkpoint] names are loaded. This is a collective call.
 
         Raises (on all ranks):
-            ConfigError: ``check_resume`` refuses the checkpoint, or the named weights are missing or another model's.
-            CheckpointError: none of the checkpoints loads, the named weights are damaged, or the run has ended with a
-                model-only checkpoint; or, with an explicit step, this one does not load, or there are newer ones.
+            ConfigError: the named weights are missing or another model's.
+            RefusedError: ``check_resume`` refuses the checkpoint, the run has ended with a model-only checkpoint, or there
+                are newer ones than the explicit step.
+            CheckpointError: none of the checkpoints loads, or not the explicit one; or the named weights are damaged.
         """
         try:
             loaded = self._load(step)
@@ -294,10 +313,15 @@ class DispCheckpointManager(CheckpointManager):
             integrity.clean_up(Path(self.folder))
         return loaded
 
+    def _finish_saves(self) -> None:
+        if not self.load_only and self.hooks.owns_folder():
+            integrity.finish_saves(Path(self.folder))
+
     def _load(self, step: int) -> bool:
         if not self.enable:
             self._check_initial_load()
             return False
+        on_rank_0(self._finish_saves)
         steps = on_rank_0(integrity.checkpoints, self.folder)
         on_rank_0(_refuse_ended, self.folder)
         if step != -1:
@@ -340,7 +364,7 @@ class DispCheckpointManager(CheckpointManager):
             raise CheckpointError(f"checkpoint.load_step is {step}, but {self.folder} holds {held}")
         newer = [s for s in steps if s > step]
         if newer and not self.load_only:
-            raise CheckpointError(
+            raise RefusedError(
                 f"checkpoint.load_step is {step}, but {self.folder} holds newer checkpoints "
                 f"({', '.join(map(str, newer))}), which training on would overwrite: move them away, or copy this one "
                 "into another --job.dump_folder"
@@ -368,7 +392,7 @@ class DispCheckpointManager(CheckpointManager):
         if reason := self._damage(folder):
             return reason
         if step > 0 and on_rank_0(integrity.is_model_only, folder):
-            raise CheckpointError(
+            raise RefusedError(
                 f"{folder} holds the model only (checkpoint.last_save_model_only): the run ended there and cannot be "
                 "continued. Start a new one in another --job.dump_folder, with --checkpoint.initial_load_path for "
                 "these weights"
@@ -417,7 +441,7 @@ def _refuse_ended(folder: str) -> None:
     """Refuse a run that ended with ``checkpoint.last_save_in_hf``: it would train again and overwrite that model."""
     ended = [path for path in Path(folder).glob("step-*") if (path / INDEX).is_file()]
     if ended:
-        raise CheckpointError(
+        raise RefusedError(
             f"{ended[0]} holds the model only, in Hugging Face's format (checkpoint.last_save_in_hf): the run ended "
             "there. To continue from an earlier checkpoint, move this one away; to start a new run from it, set "
             "another --job.dump_folder, --checkpoint.initial_load_in_hf and --checkpoint.initial_load_path"

@@ -5,9 +5,11 @@ import fcntl
 import json
 import os
 import platform
+import re
 import socket
+import time
 import uuid
-from collections.abc import MutableMapping
+from collections.abc import Callable, MutableMapping
 from datetime import datetime, timezone
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -19,8 +21,25 @@ from torchtitan.tools.logging import logger
 
 from titan_disp.errors import ConfigError, InUseError
 from titan_disp.files import atomic_write
-from titan_disp.run.reader import CONFIG, ENVIRONMENT, EVENTS, LOCK, flatten, read_config
+from titan_disp.run.reader import (
+    CONFIG,
+    ENVIRONMENT,
+    EVENTS,
+    HEARTBEAT,
+    LOCK,
+    OWNER,
+    flatten,
+    read_config,
+    read_heartbeat,
+    read_owner,
+)
 
+WATCH = (30.0, 0.5)  # seconds in which a run that lives writes a heartbeat, but for long saves; and between two looks
+_RECORDED = re.compile(
+    r"SLURM_(JOB_(ID|NAME|NODELIST|NUM_NODES|PARTITION|ACCOUNT|QOS|START_TIME|END_TIME)|NNODES|RESTART_COUNT|ARRAY_\w+)$"
+    r"|(TITAN_DISP|NCCL|RCCL|TORCH|TORCHINDUCTOR|PYTORCH|CUDA|HIP|ROCR|GLOO|FI|OMP)_"
+)
+_SECRET = re.compile(r"KEY|TOKEN|SECRET|PASS|JWT|CREDENTIAL|NOTIFY|WEBHOOK", re.IGNORECASE)  # some URLs are secrets
 PACKAGES = ("titan-disp", "torch", "torchtitan", "datasets", "tokenizers", "sentencepiece", "triton")
 
 
@@ -65,7 +84,7 @@ def _environment(world_size: int) -> dict[str, Any]:
         "cuda": torch.version.cuda,
         "hip": torch.version.hip,
         "world_size": world_size,
-        "slurm": {k: v for k, v in os.environ.items() if k.startswith("SLURM_JOB_") or k == "SLURM_NNODES"},
+        "variables": {k: v for k, v in sorted(os.environ.items()) if _RECORDED.match(k) and not _SECRET.search(k)},
     }
 
 
@@ -87,11 +106,24 @@ def lock_folder(path: Path, name: str = LOCK) -> IO[str]:
     return lock
 
 
+def _read(function: Callable[[Path], dict[str, Any]], path: Path) -> dict[str, Any]:
+    with contextlib.suppress(OSError, ValueError):
+        return function(path)
+    return {}
+
+
+def _said(owner: dict[str, Any]) -> str:
+    return f"host {owner.get('host')}, SLURM job {owner.get('job') or 'none'}"
+
+
 class RunFolder:
     """Represent an open run folder, which is locked until ``close``."""
 
     def __init__(self, job_config: JobConfig, world_size: int) -> None:
-        """Create and lock it. Raises ConfigError if it is locked or not writable, or its config.json cannot be read."""
+        """Create, lock and take it.
+
+        Raises ConfigError if another job uses it, it is not writable, or its config.json cannot be read.
+        """
         self.path = Path(job_config.job.dump_folder)
         self._config = json.loads(json.dumps(job_config.to_dict()))
         self._world_size = world_size
@@ -105,8 +137,40 @@ class RunFolder:
             # The data's prefetch worker is a fork that outlives a killed rank by some seconds. It must not hold the lock.
             os.register_at_fork(after_in_child=self._lock.close)
             self.config_changes = self._differences()
+            self._refuse_living()
+            # The lock of some file systems, such as Lustre with localflock, holds only within one node. Of two starts
+            # that have the lock, the one that opened the folder last keeps it.
+            self._owner = {"id": uuid.uuid4().hex, "host": socket.gethostname(), "job": job_id(), "time": time.time()}
+            write_json(self.path / OWNER, self._owner)
         except OSError as error:
             raise self._not_writable(error) from error
+
+    def _refuse_living(self) -> None:
+        """Raise InUseError if the heartbeat of another job on another node changes. A killed start leaves one, too."""
+        owner, beat = _read(read_owner, self.path), _read(read_heartbeat, self.path)
+        same_job = job_id() and str(owner.get("job")).split(".")[0] == job_id().split(".")[0]
+        if not beat or same_job or (self.locked and owner.get("host") == socket.gethostname()):
+            return
+        with contextlib.suppress(OSError, KeyError):  # no heartbeat, or one that is being replaced
+            # Both times are the file system's: the lock's file was just written.
+            age = os.fstat(self._lock.fileno()).st_mtime - (self.path / HEARTBEAT).stat().st_mtime
+            if age > beat["allowed_seconds"]:
+                return
+        seconds, pause = WATCH
+        end = time.monotonic() + seconds
+        while (now := _read(read_heartbeat, self.path)) and time.monotonic() < end:
+            if now != beat:
+                raise InUseError(
+                    f"the run folder {str(self.path)!r} is in use by another job ({_said(owner)}), whose heartbeat.json "
+                    "changes: two jobs in one run folder would corrupt it. Stop the other job, or use another "
+                    "--job.dump_folder"
+                )
+            time.sleep(pause)
+
+    def taken_by(self) -> str | None:
+        """Say which start has opened the folder after this one, or return None."""
+        owner = _read(read_owner, self.path)
+        return _said(owner) if owner and owner != self._owner else None
 
     def _differences(self) -> dict[str, list[Any]]:
         """Return [former, present] value of the keys that differ from the config of the run's former starts."""

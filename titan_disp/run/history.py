@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 BEGIN = ("start", "resume")
-END = ("complete", "stop", "save_failed")
+END = ("complete", "stop", "save_failed", "refused")
 WHILE_LOADING = ("checkpoint_damaged", "streams_restarted")  # a start writes these before its resume event
 
 

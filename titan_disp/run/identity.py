@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torchtitan.config import JobConfig
 from torchtitan.protocols.model import BaseModelArgs
 
-from titan_disp.errors import CheckpointError, ConfigError
+from titan_disp.errors import CheckpointError, RefusedError
 from titan_disp.job_config import fixed
 from titan_disp.models.arguments import architecture_of
 from titan_disp.run import safe_dcp
@@ -62,9 +62,9 @@ def differences(saved: dict[str, Any], now: dict[str, Any]) -> list[str]:
 
 
 def check_identity(saved: dict[str, Any], now: dict[str, Any]) -> None:
-    """Raise ConfigError if a run's identity is not that of its checkpoint."""
+    """Raise RefusedError if a run's identity is not that of its checkpoint."""
     if found := differences(saved, now):
-        raise ConfigError(
+        raise RefusedError(
             f"the checkpoint is not of this config's model: {'; '.join(found)}. Set model.name, model.flavor, "
             "model.overrides and baseline.method back to their earlier values, or start a new run in another --job.dump_folder"
         )

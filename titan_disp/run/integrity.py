@@ -29,6 +29,7 @@ from titan_disp.models.hf import INDEX
 from titan_disp.run.safe_dcp import METADATA, parse_metadata, read_metadata
 
 HASHES = "hashes.json"
+_UNNAMED = f"{METADATA}.tmp"  # DCP writes it, and renames it at the end
 SAVING = ".saving"  # exists in a checkpoint's folder from the beginning of its save to the end
 ALGORITHM = "xxh3_128"
 _PREFIX = "titan_disp.hash/"  # marks the hashes among the results of the writes
@@ -256,9 +257,27 @@ def clean_up(folder: Path) -> None:
         threading.Thread(target=_delete, args=(doomed,), daemon=True).start()
 
 
+def can_be_finished(path: Path) -> bool:
+    """Return whether a save of step-N was killed between its last two actions: hashes.json, and naming ``.metadata``."""
+    with suppress(OSError, ValueError):
+        whole = (read_hashes(path) or {}).get(METADATA) == hash_file(path / _UNNAMED)
+        return whole and not (path / METADATA).exists()
+    return False
+
+
+def finish_saves(folder: Path) -> None:
+    """Finish the saves that ``can_be_finished``. As every checkpoint, they are verified before they are loaded."""
+    for path in filter(can_be_finished, folder.glob("step-*[0-9]")):
+        (path / _UNNAMED).rename(path / METADATA)
+        (path / SAVING).unlink(missing_ok=True)
+        logger.info(f"{path} was saved but for the name of {METADATA}, which it has now")
+
+
 def is_unfinished(path: Path) -> bool:
     """Return whether a folder step-N is empty, or holds nothing but a save of titan-disp that began and did not end."""
-    names = os.listdir(path)
+    names = set(os.listdir(path))
+    if _UNNAMED in names and not can_be_finished(path):
+        names.discard(HASHES)
     return not names or (SAVING in names and all(re.fullmatch(_OF_A_SAVE, name) for name in names))
 
 

@@ -213,6 +213,7 @@ class StopRequest:
         """Listen for signals, and remove a stop file that an earlier job left. Only rank 0 has a ``run`` to look in."""
         self.file = run / STOP if run is not None else None
         self.reason: str | None = None  # why this rank was asked to stop
+        self._signalled = False
         if self._of_a_job() not in (None, job_id()):
             logger.info(f"removed {self.file}, which an earlier job left")
             self.done()
@@ -221,7 +222,7 @@ class StopRequest:
             self._previous = {number: signal.signal(number, self._heard) for number in SIGNALS}
 
     def _heard(self, number: int, frame: FrameType | None) -> None:
-        self.reason = signal.Signals(number).name
+        self.reason, self._signalled = signal.Signals(number).name, True
 
     def _is_there(self) -> bool:
         # At every step: an error of the file system counts as no file. ``Path.exists`` would raise most of these errors.
@@ -241,8 +242,12 @@ class StopRequest:
     def __call__(self) -> bool:
         """Return whether this rank was asked to stop."""
         if self.reason is None and self._is_there():
-            self.reason = f"the file {self.file}"
+            self.reason, self._signalled = f"the file {self.file}", self._of_a_job() is not None
         return self.reason is not None
+
+    def signalled(self) -> bool:
+        """Return whether a signal was the request, which a job's stop file passes on: then the job may continue the run."""
+        return self._signalled
 
     def done(self) -> None:
         """Remove a job's stop file, so that it does not stop the next start."""

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 CONFIG, ENVIRONMENT, EVENTS, METRICS = "config.json", "environment.json", "events.jsonl", "metrics.jsonl"
-HEARTBEAT, STOP, LOCK = "heartbeat.json", "stop", ".lock"
+HEARTBEAT, STOP, LOCK, OWNER = "heartbeat.json", "stop", ".lock", "owner.json"
 REQUEUE, SUPERVISOR = "requeue.json", "supervisor.jsonl"  # slurm/supervise.py writes these
 VALIDATION_LOSS = "validation_metrics/loss"  # TorchTitan's tag
 
@@ -31,6 +31,11 @@ def read_environment(run: str | Path) -> dict[str, Any]:
 def read_heartbeat(run: str | Path) -> dict[str, Any]:
     """Read what rank 0 has announced last; {} if no process trains, or none has announced anything yet."""
     return _read_optional(Path(run) / HEARTBEAT)
+
+
+def read_owner(run: str | Path) -> dict[str, Any]:
+    """Read which start has opened the folder last; {} if that is not recorded."""
+    return _read_optional(Path(run) / OWNER)
 
 
 def read_failures(run: str | Path) -> dict[str, Any]:
