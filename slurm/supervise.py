@@ -849,6 +849,9 @@ class Supervisor:
                 return Outcome(REQUEUE, told)
             return self.count_failure(told)
         error, number = first_error(self.run, self.start)
+        other = re.search(r"by another job \(.*SLURM job (\w+)", error)
+        if other and other.group(1) != self.job:  # the locks of some file systems hold within one node only
+            return Outcome(END, f"{error}. Not requeued", 2)
         records = flight_records(self.run, self.began)
         reason = self.stalled or error
         if self.stalled:

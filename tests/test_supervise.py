@@ -1462,6 +1462,14 @@ class TestEdges:
         assert (outcome.state, outcome.status) == ("end", 2)
         assert "refused to start: its weights have another shape. Not requeued" in outcome.reason
 
+    @pytest.mark.parametrize(("job", "state"), [("6.0.abcdef", "end"), ("7.0.abcdef", "requeue")])
+    def test_a_folder_that_another_job_took(self, cluster, job, state):
+        """The lock of some file systems holds within one node only. The ranks say who it was."""
+        cluster.error(
+            f"InUseError: the run folder 'x' is in use by another job (host n9, SLURM job {job}), whose", time=1
+        )
+        assert cluster.decide().state == state
+
     @pytest.mark.parametrize("log", ["/dev/full", "closed"])
     def test_a_log_that_cannot_be_written(self, cluster, log):
         """The job ends or requeues as if it could, and with the status that was meant."""
