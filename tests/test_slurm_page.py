@@ -95,6 +95,7 @@ def test_the_copied_files_suffice_to_install(tmp_path, monkeypatch):
         monkeypatch.setenv(name, value)
     done = subprocess.run(["sh", tmp_path / "opt/titan-disp/install_in_image.sh"], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
+    assert (tmp_path / "image" / "titan_disp" / "cluster" / "slurm" / "sites" / "generic.sh").is_file()
     package = ROOT / "titan_disp"
     for path in package.rglob("*"):
         if path.is_file() and "__pycache__" not in path.parts:
