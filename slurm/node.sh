@@ -7,6 +7,7 @@ set -eu
 # loaded from them, so no other user may write there.
 local=${TITAN_DISP_LOCAL:-/tmp}
 cache=$local/titan-disp-cache-$(id -u)
+mkdir -p "$local"
 mkdir -m 700 "$cache" 2>/dev/null || true
 if [ -L "$cache" ] || [ ! -O "$cache" ] || ! chmod 700 "$cache"; then
   other=$cache

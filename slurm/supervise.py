@@ -56,7 +56,7 @@ WHOLE_LINES = ("JobName", "Command", "SubmitLine", "WorkDir", "Comment", "AdminC
 WHOLE_LINES += ("StdErr", "StdIn", "StdOut")
 NOTHING = ("", "(null)", "None", "N/A")  # what scontrol prints for a field that is not set
 # Variables of one start. A command that submits the job again sets all others.
-OWN = ("START", "RUN", "ENDPOINT", "HEAD", "SLURM_DIR", "PREFIX_WORDS")
+OWN = ("START", "RUN", "ENDPOINT", "HEAD", "NOTIFY", "SLURM_DIR", "PREFIX_WORDS")
 # Errors that point to the node on which they were raised.
 SICK = re.compile(r"(?i)\b(CUDA error|HIP error|ECC|Xid|unspecified launch failure|Input/output error|Bus error)\b")
 # Errors that come from another rank's death.
@@ -547,6 +547,8 @@ class Supervisor:
             if self.signalled():
                 return Outcome(DECIDE, "signalled while the config was read")
             folders = marked(lines, LAUNCH)
+            if problem and self.restart > 0:  # a file system may be unavailable
+                return self.count_failure(problem)
             if problem or not folders:
                 return Outcome(
                     END, (problem or "the config could not be read") + ". Not requeued: fix it, and submit again", 2
@@ -875,7 +877,7 @@ class Supervisor:
 
     def culprit(self, error, number, records):
         """Return the node that a failure of training points to, or None."""
-        if SICK.search(error) and number < len(self.used):
+        if SICK.search(error.rpartition(" (")[0]) and number < len(self.used):
             return self.used[number]
         per_node = gpus_asked(self.environment)
         if records and per_node:  # a rank that is dead or frozen writes no record of a time-out
@@ -897,6 +899,10 @@ class Supervisor:
         this start saved at or below that step is new too, but only ``max_retries`` times: otherwise a run whose
         checkpoints are always damaged would never end.
         """
+        if not self.run:  # the config has not been read
+            if self.restart >= MOST_RESTARTS:
+                return Outcome(GIVE_UP, f"GIVEN UP after {self.restart} restarts. The last failure: {reason}")
+            return Outcome(REQUEUE, reason + " (not counted)", pause=60 * self.pauses[0])
         owner = self.owner()
         if owner:
             return Outcome(END, f"{owner} uses the run folder. Not requeued; {reason}", 2)

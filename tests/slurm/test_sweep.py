@@ -30,6 +30,8 @@ def test_a_killed_rank_a_cancelled_task_and_a_second_call(slurm, sample, tmp_pat
     file = write(tmp_path / "sweep.toml", GRID, overrides=(*nano(sample), "--checkpoint.interval=1"))
     for name, value in {
         **slurm.environment,
+        "TITAN_DISP_RESTART_IN_JOB": "0",
+        "TITAN_DISP_PAUSES": "0",
         "TITAN_DISP_PYTHON": sys.executable,
         "TITAN_DISP_MODULE": "tests.faulty_train",
         "TITAN_DISP_CHECK_NODES": "0",

@@ -28,7 +28,8 @@ SCRIPTS = Path(__file__).with_name("slurm").resolve()  # in a checkout, this is 
 def code_hash() -> str:
     """Return a hash of the source code of titan_disp."""
     digest = hashlib.sha256()
-    for file in sorted(PACKAGE.rglob("*.py")):
+    # The scripts are a link in a checkout, which is not followed, and files in an installed package.
+    for file in sorted(f for f in PACKAGE.rglob("*.py") if "slurm" not in f.relative_to(PACKAGE).parts):
         digest.update(f"{file.relative_to(PACKAGE)}\0".encode() + file.read_bytes())
     return digest.hexdigest()[:16]
 
