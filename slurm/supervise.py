@@ -344,7 +344,7 @@ class Supervisor:
         self.beat = ({}, time.monotonic())  # the newest heartbeat, and when it was first seen
         self.looking = None  # the thread that reads the heartbeat
         self.seen = False  # whether this start has had a heartbeat
-        self.read, self.skips = 0, False  # bytes of events.jsonl that were read; whether a step was skipped
+        self.read, self.skips = 0, False  # bytes of events.jsonl when it was last read; whether a step was skipped
 
     def _read_launch(self, folder):
         """Take the run folder, CONFIG and overrides from a launch folder (cluster/freeze.py), if this is one."""
@@ -543,7 +543,7 @@ class Supervisor:
         A requeued job reads the launch folder's address from a file in the user's home folder.
         """
         if not self.launch:
-            lines, problem = self._ask("freeze", "--name", self.job, "--job.config_file", *self.argv)
+            lines, problem, _ = self._ask("freeze", "--name", self.job, "--job.config_file", *self.argv)
             if self.signalled():
                 return Outcome(DECIDE, "signalled while the config was read")
             folders = marked(lines, LAUNCH)
@@ -665,7 +665,7 @@ class Supervisor:
         return sorted(node for node, times in self._failures_of_nodes().items() if len(times) >= 2)
 
     def _ask(self, what, *arguments):
-        """Run node.sh on the first node; return (the lines of its output, what is wrong or "")."""
+        """Run node.sh on the first node; return (the lines of its output, what is wrong or "", its exit status)."""
         command = self.script("node.sh", what, *arguments)
         if self._setting("SRUN_ARGS", ""):  # the interpreter may be in a container that srun starts
             command = self.srun("--nodes=1", "--ntasks=1", "--nodelist=" + self.nodes()[0]) + command
@@ -673,11 +673,12 @@ class Supervisor:
             command, env=self.environment, stdout=subprocess.PIPE, start_new_session=True, **TEXT
         )
         lines, finished = self._await(process, self.check_seconds, kill_group)
-        self.status_of_ask = process.returncode
+        wrong = ""
         if not finished:
-            return lines, f"the check of the config took more than {self.check_seconds:.0f} s"
-        wrong = f"the config could not be checked (status {process.returncode}); the lines above say why"
-        return lines, wrong if process.returncode else ""
+            wrong = f"the check of the config took more than {self.check_seconds:.0f} s"
+        elif process.returncode:
+            wrong = f"the config could not be checked (status {process.returncode}); the lines above say why"
+        return lines, wrong, process.returncode
 
     def prepare(self):
         """Check the config once, rather than on every rank.
@@ -689,7 +690,7 @@ class Supervisor:
         nproc = self._setting("NPROC", "gpu")
         given = ("--nodes", str(self.needed()), "--nproc", nproc, "--job.config_file", *self.argv)
         # A start within the job has the config of the former one.
-        lines, problem = ([], "") if self.trained else self._ask("prepare", *given)
+        lines, problem, status = ([], "", 0) if self.trained else self._ask("prepare", *given)
         for line in lines:
             show(line.rstrip("\n"))
         if self.signalled():
@@ -698,9 +699,8 @@ class Supervisor:
             if self.held():
                 return Outcome(END, f"{self.stop_file()} exists, so nothing was trained. Remove the file to continue")
             return Outcome(TRAIN, "the config can start on these nodes")
-        if (
-            self.status_of_ask == IN_USE and self.restart == 0
-        ):  # at a restart, an earlier start of this job may still hold it
+        # At a restart, an earlier start of this job may still hold it.
+        if status == IN_USE and self.restart == 0:
             return Outcome(END, "{} uses the run folder. Not requeued".format(self.owner() or "another job"), 2)
         if first:
             return Outcome(END, problem + ". Not requeued: fix the config or the environment", 2)
@@ -816,9 +816,14 @@ class Supervisor:
         beat = read_json(os.path.join(self.run, "heartbeat.json"), {})
         if beat != self.beat[0]:
             self.beat = (beat, time.monotonic())
-        if not self.skips and any(event.get("event") == "skip" for event in events(self.run, self.start)):
-            self.skips = True
-            self.tell("a step was skipped, because its loss or gradient was not finite")
+        size = self.read
+        with contextlib.suppress(OSError):
+            size = os.path.getsize(os.path.join(self.run, "events.jsonl"))
+        if size != self.read and not self.skips:
+            self.read = size
+            self.skips = any(event.get("event") == "skip" for event in events(self.run, self.start))
+            if self.skips:
+                self.tell("a step was skipped, because its loss or gradient was not finite")
 
     def decide(self):
         """Choose the next state from what this start has left in the run folder."""
@@ -900,9 +905,7 @@ class Supervisor:
         checkpoints are always damaged would never end.
         """
         if not self.run:  # the config has not been read
-            if self.restart >= MOST_RESTARTS:
-                return Outcome(GIVE_UP, f"GIVEN UP after {self.restart} restarts. The last failure: {reason}")
-            return Outcome(REQUEUE, reason + " (not counted)", pause=60 * self.pauses[0])
+            return self.not_counted(reason)
         owner = self.owner()
         if owner:
             return Outcome(END, f"{owner} uses the run folder. Not requeued; {reason}", 2)
@@ -937,6 +940,12 @@ class Supervisor:
         if inside and failures == 1 and self.can_start_again():
             return Outcome(CHECK, f"{told}. Starting again in this job")
         return Outcome(REQUEUE, told, pause=60 * self.pauses[min(failures, len(self.pauses)) - 1])
+
+    def not_counted(self, reason):
+        """Requeue after a failure that cannot be counted in the run folder, as long as SLURM's restarts permit."""
+        if self.restart >= MOST_RESTARTS:
+            return Outcome(GIVE_UP, f"GIVEN UP after {self.restart} restarts. The last failure: {reason}")
+        return Outcome(REQUEUE, reason + " (not counted)", pause=60 * self.pauses[0])
 
     def can_start_again(self):
         """Tell whether this job can train again without being requeued: on its other nodes, and with time to train."""
@@ -1101,10 +1110,7 @@ class Supervisor:
             reason = f"{state}: {error}"
         except Exception as error:  # such as a lost file system; an error here must not end the run for good
             reason = f"{state}: {type(error).__name__}: {error}"
-        not_counted = Outcome(REQUEUE, reason + " (not counted)", pause=60 * self.pauses[0])
-        if self.restart >= MOST_RESTARTS:
-            not_counted = Outcome(GIVE_UP, f"GIVEN UP after {self.restart} restarts. The last failure: {reason}")
-        return within(self.patience, lambda: self.count_failure(reason), not_counted)
+        return within(self.patience, lambda: self.count_failure(reason), self.not_counted(reason))
 
     def supervise(self):
         """Run the states and return the job's exit status."""

@@ -163,10 +163,8 @@ SCRIPT = "pretrain.sbatch"
 OTHER_PYTHON = ("TITAN_DISP_PYTHON", "TITAN_DISP_PREFIX", "TITAN_DISP_SRUN_ARGS", "TITAN_DISP_ENV_ARCHIVE")
 
 
-def command(
-    options: SlurmOptions, arguments: Sequence[str], script: Path = SCRIPTS / SCRIPT, more: Sequence[str] = ()
-) -> list[str]:
-    """Build the sbatch command line of a script in slurm/. ``more`` are further options of sbatch, without dashes."""
+def sbatch_options(options: SlurmOptions, more: Sequence[str] = ()) -> list[str]:
+    """Build the options of sbatch. ``more`` are further ones, without dashes. Raises ConfigError if one has a comma."""
     exported = ["ALL", f"TITAN_DISP_SITE={options.site}"]
     if not any(os.environ.get(name) for name in OTHER_PYTHON):
         exported.append(f"TITAN_DISP_PYTHON={sys.executable}")
@@ -176,8 +174,14 @@ def command(
             raise ConfigError(f"{name} is {value!r}, and sbatch ends the value at the comma: use a path without one")
     gpus = [f"--gpus-per-node={options.gpus_per_node}"] if options.gpus_per_node else []
     given = [f"--{option.lstrip('-')}" for option in (*more, *options.sbatch)]
-    line = [f"--nodes={options.nodes}", *gpus, *given, f"--export={','.join(exported)}"]
-    return ["sbatch", *line, str(script), *arguments]
+    return [f"--nodes={options.nodes}", *gpus, *given, f"--export={','.join(exported)}"]
+
+
+def command(
+    options: SlurmOptions, arguments: Sequence[str], script: Path = SCRIPTS / SCRIPT, more: Sequence[str] = ()
+) -> list[str]:
+    """Build the sbatch command line of a script in slurm/."""
+    return ["sbatch", *sbatch_options(options, more), str(script), *arguments]
 
 
 def send(line: Sequence[str], dry_run: bool) -> int:
@@ -195,10 +199,9 @@ def submit(options: SubmitOptions) -> int:
     """Print the plan, keep what the job will run in RUN/launch, submit it, and return sbatch's exit status."""
     job_config = load_config(options.argv)
     print(render(make_plan(job_config, options.machine)), flush=True)
-    line = command(options, [options.config, *options.overrides])
     if options.dry_run:
-        return send(line, dry_run=True)
+        return send(command(options, [options.config, *options.overrides]), dry_run=True)
     name = f"{datetime.now():%Y%m%d-%H%M%S}-{os.getpid()}"
-    folder = freeze(job_config, options.argv, name, options.site, line[1 : line.index(str(SCRIPTS / SCRIPT))])
+    folder = freeze(job_config, options.argv, name, options.site, sbatch_options(options))
     frozen = [str(folder / "config.toml"), *options.overrides]
     return send(command(options, frozen, folder / "slurm" / SCRIPT), dry_run=False)
