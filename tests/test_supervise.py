@@ -1323,7 +1323,7 @@ class TestStartAgain:
 
     def fail(self, cluster, srun="exit 1", nodes=4, **given):
         cluster.reports(**FOUR)
-        check = f'case "$*" in *check*) cat "{cluster.commands}/reports"; exit;; esac'
+        check = f'case "$*" in *check) cat "{cluster.commands}/reports"; exit;; esac'
         cluster.write("srun", f"{check}; {srun}")
         supervisor = cluster.supervisor(**given)
         supervisor.hosts = []
@@ -1577,7 +1577,7 @@ class TestBatchScript:
         check = f"{at['check nodes']}; cat {cluster.commands}/reports"
         train = f"{at['train']}; touch {cluster.folder}/trained; exit 1"
         cluster.write("sbcast", at["unpack"])
-        cluster.write("srun", f'case "$*" in *check*) {check};; *train*) {train};; esac')
+        cluster.write("srun", f'case "$*" in *check) {check};; *train*) {train};; esac')
         cluster.write("python", f'case "$*" in *freeze*) {at["freeze"]}; {say};; *job_check*) {at["prepare"]};; esac')
         decide = f'[ "$1" = show ] && [ -e {cluster.folder}/trained ] && {{ {kill}; }}' if state == "decide" else "true"
         cluster.write("scontrol", f'{decide}; case "$1" in requeue) exit 0;; esac; {cluster.SHOW}')
