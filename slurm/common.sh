@@ -5,13 +5,18 @@
 
 say() { echo "titan-disp: $(date -u +%FT%TZ) $*"; }
 
-site=${TITAN_DISP_SITE:-generic}
-[ ! -f "${here%/slurm}/launch.json" ] || site=$(basename "$site" .sh) # a launch folder has a copy of the file
-[ -f "$site" ] || site=$here/sites/$site.sh
+site=$here/site.sh # a launch folder has a copy of the file
 if [ ! -f "$site" ]; then
+  site=${TITAN_DISP_SITE:-generic}
+  [ -f "$site" ] || site=$here/sites/$site.sh
+fi
+if [ ! -f "$site" ]; then
+  [ "${SLURM_RESTART_COUNT:-0}" -eq 0 ] || again "no site file $site" # a file system may be unavailable
   say "error: no site file $site; there are: $(cd "$here/sites" && echo *.sh)"
   exit 2
 fi
+TITAN_DISP_SITE_FILE=$(realpath "$site")
+export TITAN_DISP_SITE_FILE
 # Modules and conda read variables that may be unset.
 set +u
 # shellcheck source=/dev/null
@@ -27,7 +32,11 @@ export TITAN_DISP_PYTHON=${TITAN_DISP_PYTHON:-python}
 
 # Prints the words of a text, one per line, split as supervise.py does.
 words() { "${TITAN_DISP_HOST_PYTHON:-python3}" -c 'import shlex, sys; print(*shlex.split(sys.argv[1]), sep="\n")' "$1"; }
-TITAN_DISP_PREFIX_WORDS=$([ -z "${TITAN_DISP_PREFIX:-}" ] || words "$TITAN_DISP_PREFIX")
+TITAN_DISP_PREFIX_WORDS=
+[ -z "${TITAN_DISP_PREFIX:-}" ] || TITAN_DISP_PREFIX_WORDS=$(words "$TITAN_DISP_PREFIX") || [ $? -ne 1 ] || { # another status: no Python
+  say "error: TITAN_DISP_PREFIX is $TITAN_DISP_PREFIX, which cannot be split into words"
+  exit 2
+}
 export TITAN_DISP_PREFIX_WORDS
 
 # Runs supervise.py with these arguments, and exits with the status that it intended. The caller must first set traps that
@@ -36,7 +45,7 @@ supervise() {
   # The signals are ignored until Python handles them: one that comes while the supervisor starts must not kill it.
   (
     trap '' USR1 TERM
-    exec "${TITAN_DISP_HOST_PYTHON:-python3}" "$here/supervise.py" --signals "$signals" "$@"
+    exec "${TITAN_DISP_HOST_PYTHON:-python3}" "$here/supervise.py" "$signals" "$@"
   ) &
   # A signal's trap interrupts `wait`, not the supervisor.
   while :; do

@@ -25,7 +25,7 @@ if [ -n "${TITAN_DISP_PREFIX_WORDS:-}" ]; then
   settings=()
   while read -r name; do settings+=("$name=${!name}"); done < <(compgen -e | grep -E \
     '^(SLURM|TITAN_DISP_|PYTHONUNBUFFERED|TORCH|PYTORCH_|TRITON_|NCCL_|GLOO_|FI_|MIOPEN_|OMP_|HF_|WANDB_|[A-Z]+_VISIBLE_DEVICES)' |
-    grep -Ev 'KEY|TOKEN|SECRET|PASS|JWT')
+    grep -Ev 'KEY|TOKEN|SECRET|PASS|JWT|CREDENTIAL|NOTIFY|WEBHOOK')
   mapfile -t prefix <<<"$TITAN_DISP_PREFIX_WORDS" # common.sh has split TITAN_DISP_PREFIX
   python=("${prefix[@]}" env "${settings[@]}" "${python[@]}")
 fi

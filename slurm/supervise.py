@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """Supervise a SLURM job of pretrain.sbatch from its first second to its last (standard library only, Python >= 3.6).
 
-    supervise.py --signals FILE CONFIG [overrides]
-    supervise.py --signals FILE --of-array POINTS      # CONFIG and overrides come from a sweep's points.json
+    supervise.py FILE CONFIG [overrides]
+    supervise.py FILE --of-array POINTS      # CONFIG and overrides come from a sweep's points.json
 
 A job passes through the states
 
@@ -19,7 +19,6 @@ complete checkpoint resets the count. The batch script writes the names of the s
 In a launch folder (RUN/launch/NAME/slurm), this program takes CONFIG and overrides from launch.json there.
 """
 
-import argparse
 import collections
 import contextlib
 import fcntl
@@ -29,6 +28,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -56,9 +56,11 @@ WHOLE_LINES = ("JobName", "Command", "SubmitLine", "WorkDir", "Comment", "AdminC
 WHOLE_LINES += ("StdErr", "StdIn", "StdOut")
 NOTHING = ("", "(null)", "None", "N/A")  # what scontrol prints for a field that is not set
 # Variables of one start. A command that submits the job again sets all others.
-OWN = ("START", "RUN", "ENDPOINT", "HEAD", "NOTIFY", "SLURM_DIR", "PREFIX_WORDS")
+OWN = ("START", "RUN", "ENDPOINT", "HEAD", "NOTIFY", "SLURM_DIR", "SITE_FILE", "PREFIX_WORDS")
 # Errors that point to the node on which they were raised.
-SICK = re.compile(r"(?i)\b(CUDA error|HIP error|ECC|Xid|unspecified launch failure|Input/output error|Bus error)\b")
+SICK = re.compile(
+    r"(?i)\b((CUDA|HIP) error(?!: (device-side assert|out of memory|invalid))|ECC|Xid|Input/output error|Bus error)\b"
+)
 # Errors that come from another rank's death.
 PEER = re.compile(r"(?i)closed by peer|reset by peer|broken pipe|remote process|NCCL error|ncclRemoteError")
 TOP = 1 << 28  # bytes of the largest log that is rewritten to add a line at its top
@@ -310,11 +312,12 @@ class Supervisor:
             raise Failure(f"TITAN_DISP_PAUSES is {given!r}, expected minutes such as {PAUSES}")
         self.pauses = [int(minutes) for minutes in given.split(",")]
         self.spares = int(self._number("SPARES", 0))
+        try:
+            shlex.split(self._setting("SRUN_ARGS", ""))
+        except ValueError as error:
+            raise Failure(f"TITAN_DISP_SRUN_ARGS cannot be split into words: {error}") from error
         self.lead = int(self._number("SIGNAL_SECONDS", LEAD, 1))
         self.check_seconds = self._number("CHECK_SECONDS", 600, 1e-9, whole=False)
-        # The port is computed from the job's number, so that two jobs on one node do not use the same one. It is below
-        # Linux's ephemeral ports (32768).
-        self.port = int(self._number("PORT", 20000 + (int(self.job) + self.restart) % 10000, 1, 65535))
         self.here, self.run, self.launch = here, "", {}
         self._read_launch(os.path.dirname(here))
         self.heard = None  # the signal that this process received itself
@@ -331,6 +334,7 @@ class Supervisor:
         self.grace = 5.0  # seconds in which the ranks write where their code is
         # The times of the last transition and of the beginning of training, by the clock of the run folder's file system.
         self.noted = self.began = time.time()
+        self.starts = 0
         self.begin()
 
     def begin(self):
@@ -338,6 +342,11 @@ class Supervisor:
         # The number of a job may come again when SLURM's own count begins anew, but not with these digits.
         self.start = f"{self.job}.{self.restart}.{uuid.uuid4().hex[:6]}"
         self.environment["TITAN_DISP_START"] = self.start
+        self.starts += 1
+        # The port is computed from the job's number, so that two jobs on one node do not use the same one. It is below
+        # Linux's ephemeral ports (32768).
+        own = 20000 + (int(self.job) + self.restart + 1000 * (self.starts - 1)) % 10000
+        self.port = int(self._number("PORT", own, 1, 65535))
         self.status = None  # srun's exit status, once training has ended
         self.stalled = ""  # why this process ended training
         self.failed = None  # the first task that srun says has failed: (node, what srun says)
@@ -348,10 +357,12 @@ class Supervisor:
 
     def _read_launch(self, folder):
         """Take the run folder, CONFIG and overrides from a launch folder (cluster/freeze.py), if this is one."""
-        launch = read_json(os.path.join(folder, "launch.json"), {})
-        if launch:
-            self.launch, self.argv, self.run = launch, launch["argv"], launch["run"]
-            self.here = os.path.join(folder, "slurm")
+        if os.path.basename(os.path.dirname(folder)) == "launch":
+            with open(
+                os.path.join(folder, "launch.json"), **TEXT
+            ) as file:  # the batch script starts again if this fails
+                self.launch = json.load(file)
+            self.argv, self.run, self.here = self.launch["argv"], self.launch["run"], os.path.join(folder, "slurm")
 
     def _setting(self, name, default):
         return self.environment.get("TITAN_DISP_" + name) or default
@@ -447,7 +458,7 @@ class Supervisor:
 
     def needed(self):
         """Return how many nodes train: those of the job without its spares."""
-        return max(1, int(self.environment.get("SLURM_NNODES") or 1) - self.spares)
+        return int(self.environment.get("SLURM_NNODES") or len(self.nodes()) + len(self.dropped)) - self.spares
 
     def step(self, *command, **options):
         """Start a command on every node (``nodes``: on these) by srun, one task on each with all memory and cores.
@@ -514,6 +525,8 @@ class Supervisor:
                 "--signal=B:USR1@SECONDS and TITAN_DISP_SIGNAL_SECONDS=SECONDS",
                 2,
             )
+        if self.needed() < 1:
+            return Outcome(END, f"TITAN_DISP_SPARES is {self.spares}, and no node of the job is left to train", 2)
         return None
 
     def unpack(self):
@@ -543,7 +556,7 @@ class Supervisor:
         A requeued job reads the launch folder's address from a file in the user's home folder.
         """
         if not self.launch:
-            lines, problem, _ = self._ask("freeze", "--name", self.job, "--job.config_file", *self.argv)
+            lines, problem, _ = self._ask("freeze", "--name", self.start, "--job.config_file", *self.argv)
             if self.signalled():
                 return Outcome(DECIDE, "signalled while the config was read")
             folders = marked(lines, LAUNCH)
@@ -554,6 +567,7 @@ class Supervisor:
                     END, (problem or "the config could not be read") + ". Not requeued: fix it, and submit again", 2
                 )
             self._read_launch(folders[-1])
+            shutil.copyfile(self.environment["TITAN_DISP_SITE_FILE"], os.path.join(self.here, "site.sh"))
             try:
                 pointer = self.environment["TITAN_DISP_LAUNCH_POINTER"]
                 os.makedirs(os.path.dirname(pointer), exist_ok=True)
@@ -762,7 +776,7 @@ class Supervisor:
                 say(f"{self.signalled()} received: asking all ranks to save and stop")
                 within(self.patience, self.ask_to_stop)
                 left = self.time_left()
-                last = min(LAST, self.lead / 2)
+                last = min(LAST, self.lead / 2, (left or 0) / 2)
                 deadline = None if left is None else time.monotonic() + left - last
             self.stalled = self.silence()
             if deadline is not None and time.monotonic() > deadline:
@@ -974,8 +988,9 @@ class Supervisor:
             if not self.requeued_already():  # otherwise the call would end the next start
                 status, _ = self.call("scontrol", "requeue", self.address, loud=True)
             if status == 0 or self.requeued_already():  # the answer may have been lost
-                say("requeued" + (f", to start in {pause // 60} minutes" if pause else ""))
-                if pause and not self._update(f"StartTime=now+{pause}"):
+                later = pause and self._update(f"StartTime=now+{pause}")
+                say("requeued" + (f", to start in {pause // 60} minutes" if later else ""))
+                if pause and not later:
                     say("this SLURM does not let a job start later")
                 self._exclude()
                 time.sleep(self.last_wait)
@@ -1040,24 +1055,28 @@ class Supervisor:
     def resubmission(self, excluded):
         """Return the sbatch command for a job like this one, without these nodes.
 
-        Its options are those that ``submit`` has kept or SLURM remembers, or else those that most jobs need.
+        Its options are those that ``submit`` has kept or SLURM remembers. A task of an array becomes a job of its own.
         """
-        line = shlex.split(self.fields.get("SubmitLine", ""))
+        line = self.fields.get("SubmitLine", "")
+        if not line:  # before 24.05
+            accounts = (
+                "sacct",
+                "--noheader",
+                "--allocations",
+                "--parsable2",
+                "--format=SubmitLine",
+                "--jobs",
+                self.address,
+            )
+            line = self.call(*accounts)[1].strip()
+        try:
+            line = shlex.split(line)
+        except ValueError:
+            line = line.split()
         script = next((i for i, word in enumerate(line) if word.endswith(".sbatch")), 0)
-        options = self.launch.get("sbatch") or line[1:script]
-        if not options:
-            given, fields = self.environment, self.fields
-            named = [
-                ("account", given.get("SLURM_JOB_ACCOUNT")),
-                ("partition", fields.get("Partition")),
-                ("qos", given.get("SLURM_JOB_QOS")),
-                ("nodes", given.get("SLURM_NNODES")),
-                ("gpus-per-node", given.get("SLURM_GPUS_PER_NODE")),
-                ("time", fields.get("TimeLimit")),
-                ("signal", f"B:USR1@{self.lead}" if self.lead != LEAD else None),
-                ("chdir", fields.get("WorkDir")),
-            ]
-            options = [f"--{name}={value}" for name, value in named if value and value not in NOTHING]
+        options = self.launch.get("sbatch") or [word for word in line[1:script] if not word.startswith("--array=")]
+        if not line:
+            options = options or ["[the options that you gave to sbatch]"]
         exclude = ["--exclude=" + ",".join(excluded)] if excluded else []
         return ["sbatch", *options, *exclude, os.path.join(self.here, "pretrain.sbatch"), *self.argv]
 
@@ -1143,21 +1162,26 @@ def watch(script, supervisor):
     """Requeue the job if the batch script is killed: SLURM then ends the job for good, and this program within moments."""
     while os.getppid() == script:
         time.sleep(0.1)
-    supervisor.call("scontrol", "requeue", supervisor.address)
-    supervisor.on_top("the batch script was killed; the job is requeued")
+    if "TERM" not in supervisor.received() and supervisor.restart < MOST_RESTARTS:  # SLURM sends it before it ends a job
+        supervisor.call("scontrol", "requeue", supervisor.address)
+        supervisor.on_top("the batch script was killed; the job is requeued")
     os._exit(1)
 
 
 def main():
     """Run the supervisor with this program's arguments, and return its exit status."""
-    parser = argparse.ArgumentParser(allow_abbrev=False)
-    parser.add_argument("--signals", required=True)
-    parser.add_argument("--of-array", action="store_true")
-    parser.add_argument("config")
-    args, overrides = parser.parse_known_args()
+    signals, *argv = sys.argv[1:]
+    of_array, launched = argv[0] == "--of-array", os.path.basename(os.path.dirname(os.path.dirname(HERE))) == "launch"
     try:
-        argv = task_of_array(args.config, os.environ) if args.of_array else [args.config] + overrides
-        supervisor = Supervisor(argv, args.signals, of_array=args.of_array)
+        if of_array and not launched:
+            argv = task_of_array(argv[1], os.environ)
+        if argv[0].startswith("-") and not launched:
+            raise Failure(f"the first argument is {argv[0]}, expected CONFIG")
+        supervisor = Supervisor(argv, signals, of_array=of_array)
+        if launched and supervisor.restart == 0 and argv != supervisor.argv:
+            raise Failure(
+                f"{HERE} runs {' '.join(supervisor.argv)}. To run something else, submit slurm/pretrain.sbatch"
+            )
     except Failure as error:
         say(f"error: {error}")
         return 2

@@ -71,34 +71,46 @@ def test_a_job_runs_what_was_submitted(command, monkeypatch, tmp_path):
     assert command(80, *options, dry_run=False)[0] == 0
     [folder] = (tmp_path / "runs" / "a" / "launch").iterdir()
     [line] = sent
-    overrides = ["--job.dump_folder", "runs/a", "--training.dataset_path", "/data/c4"]
-    assert line[-6:] == [f"{folder}/slurm/pretrain.sbatch", f"{folder}/config.toml", *overrides]
+    run = str(tmp_path / "runs" / "a")  # as a path that holds in any folder
+    overrides = ["--job.dump_folder", "runs/a", "--training.dataset_path", "/data/c4", "--job.dump_folder", run]
+    assert line[-8:] == [f"{folder}/slurm/pretrain.sbatch", f"{folder}/config.toml", *overrides]
     assert (folder / "config.toml").read_text() == Path(CONFIG).read_text()
     launched = json.loads((folder / "launch.json").read_text())
-    assert launched["run"] == str(tmp_path / "runs" / "a")
-    assert launched["argv"] == line[-5:]
-    assert ["sbatch", *launched["sbatch"]] == line[:-6]
+    assert launched["run"] == run
+    assert launched["argv"] == line[-7:]
+    assert ["sbatch", *launched["sbatch"]] == line[:-8]
     assert launched["packages"]["torchtitan"] == "0.2.2"
     assert json.loads((folder / "resolved.json").read_text())["training"]["dataset_path"] == "/data/c4"
-    for name in ("supervise.py", "common.sh", "node.sh", "unpack.sh", "sites/frontier.sh"):
+    for name in ("supervise.py", "common.sh", "node.sh", "unpack.sh"):
         assert (folder / "slurm" / name).read_bytes() == (ROOT / "slurm" / name).read_bytes()
+    assert (folder / "slurm" / "site.sh").read_bytes() == (ROOT / "slurm" / "sites" / "frontier.sh").read_bytes()
 
 
-def test_a_launch_folder_is_written_once(tmp_path):
+def test_a_run_folder_that_cannot_be_written(tmp_path):
     from titan_disp.config.load import load_config
 
-    argv = ["--job.config_file", CONFIG, "--job.dump_folder", str(tmp_path / "run")]
-    site = tmp_path / "mine.sh"
-    site.write_text("export MINE=1")
-    folder = freeze.freeze(load_config(argv), argv, "7", str(site))
-    assert (folder / "slurm" / "sites" / "mine.sh").read_text() == "export MINE=1"
-    (folder / "config.toml").write_text("kept")
-    assert freeze.freeze(load_config(argv), argv, "7", "generic") == folder
-    assert (folder / "config.toml").read_text() == "kept"
-    (tmp_path / "run" / "launch").rename(tmp_path / "run" / "moved")
-    (tmp_path / "run" / "launch").write_text("a file")
-    with pytest.raises(freeze.ConfigError, match="run' is not writable: "):
-        freeze.freeze(load_config(argv), argv, "8", "generic")
+    argv = ["--job.config_file", CONFIG, "--job.dump_folder", str(tmp_path)]
+    (tmp_path / "launch").write_text("a file")
+    with pytest.raises(freeze.ConfigError, match="is not writable: "):
+        freeze.freeze(load_config(argv), argv, "8")
+
+
+def test_the_file_of_a_site(tmp_path):
+    (tmp_path / "mine").touch()
+    assert launch.site_file(str(tmp_path / "mine")) == tmp_path / "mine"
+    assert launch.site_file("frontier") == launch.SCRIPTS / "sites" / "frontier.sh"
+    with pytest.raises(launch.ConfigError, match="--site is 'mine', expected a file or one of aws_efa, frontier, "):
+        launch.site_file("mine")
+
+
+def test_spares(command, monkeypatch):
+    """The plan is that of the nodes that train."""
+    monkeypatch.setenv("TITAN_DISP_SPARES", "2")
+    code, out, _ = command(82, "--training.dataset_path", "/data/c4")
+    assert code == 0
+    assert "replicate 80 × shard 8" in out
+    assert "sbatch --nodes=82 " in out
+    assert "SPARES is '2', expected a whole number below --nodes 2" in command(2)[2]
 
 
 def test_what_sbatch_would_split(command, monkeypatch):

@@ -3,9 +3,11 @@
 Stand-ins for SLURM's commands print what a test wants. tests/slurm runs whole jobs.
 """
 
+import contextlib
 import fcntl
 import functools
 import importlib.util
+import io
 import json
 import os
 import re
@@ -79,7 +81,8 @@ esac"""
         """Write what `scontrol show job` says, and return the variables of a job on four nodes."""
         (self.commands / "scontrol.job").write_text("   ".join(f"{k}={v}\n" for k, v in self.job.items()))
         path = f"{self.commands}:{os.environ['PATH']}"
-        return {"PATH": path, "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-4]", **more}
+        site = {"TITAN_DISP_SITE_FILE": str(ROOT / "slurm" / "sites" / "local_cpu.sh")}  # set by common.sh
+        return {"PATH": path, "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-4]", **site, **more}
 
     def supervisor(self, *overrides, restart=0, of_array=False, start=None, **environment):
         given = {"SLURM_RESTART_COUNT": str(restart), "SLURM_NNODES": "4", "TITAN_DISP_NPROC": "1", RETRIES: "3"}
@@ -189,6 +192,7 @@ LOST = "the environment /a/env.tar could not be unpacked on every node"
         row("supervise", "too short", "end", "limit is 300 s, and SLURM signals the job 300 s before", exit=2, job=LIMIT),
         row("supervise", "long enough", "end", FIX, exit=2, job={"TimeLimit": "00:05:01"}, **BROKEN),
         row("supervise", "cancelled", "end", "the job was cancelled", signals="TERM", job=COMPLETING, srun="exec sleep 60"),
+        row("supervise", "spares", "end", "SPARES is 4, and no node of the job is left to train", exit=2, SPARES="4"),
         row("supervise", "no retries", "give up", "GIVEN UP after 1 failure in a row", exit=1, srun="exit 1", MAX_RETRIES="0"),
         row("unpack", "no archive", "freeze", "the environment is used where it is"),
         row("unpack", "sbcast fails", "requeue", LOST, sbcast="exit 1", ENV_ARCHIVE="/a/env.tar"),
@@ -593,7 +597,7 @@ class TestPrepare:
         nodes = "4 --nproc 1"
         if python == "apptainer":  # the default is one rank per GPU on one node
             del supervisor.environment["TITAN_DISP_NPROC"], supervisor.environment["SLURM_NNODES"]
-            nodes = "1 --nproc gpu"
+            nodes = "4 --nproc gpu"
         assert supervisor.prepare() == Outcome("train", "the config can start on these nodes")
         call = "\n".join(cluster.calls(python))
         words = f" --nodes {nodes} --job.config_file config.toml --job.dump_folder {cluster.run} --training.steps 9"
@@ -633,24 +637,26 @@ class TestLaunch:
         config.write_text(DEMO.read_text())
         options = ["--job.config_file", str(config), *command(DEMO, sample, run)[7:]]
         monkeypatch.setattr("sys.argv", ["freeze", "--name", name, *options])
-        freeze.main()
-        return config, options, capsys.readouterr().out
+        with contextlib.redirect_stdout(io.TextIOWrapper(io.BytesIO())) as out:  # any bytes of a path
+            freeze.main()
+        return config, options, out.buffer.getvalue().strip()
 
     def test_a_job_submitted_by_hand(self, cluster, sample, monkeypatch, capsys):
         """Its first start writes the launch folder. A restart takes scripts and config from there, whatever has changed."""
         run = cluster.folder / "läufe" / os.fsdecode(b"\xff")
         config, options, said = self.frozen(cluster, sample, monkeypatch, capsys, run)
-        (cluster.commands / "said").write_text(f"0: a banner\n0: {said.strip()}\x1b[0m\n0: the container has ended\n")
+        (cluster.commands / "said").write_bytes(b"0: a banner\n0: %b\x1b[0m\n0: the container has ended\n" % said)
         cluster.write("python", f'cat "{cluster.commands}/said"')
         pointer = cluster.folder / "home" / "7"
         supervisor = cluster.supervisor(TITAN_DISP_LAUNCH_POINTER=str(pointer))
         supervisor.run, supervisor.launch = "", {}
         assert supervisor.freeze() == Outcome("check nodes", f"this job runs {run}/launch/7")
         assert cluster.calls("python")[0].startswith(
-            "-m titan_disp.cluster.freeze --name 7 --job.config_file config.toml"
+            "-m titan_disp.cluster.freeze --name 7.0 --job.config_file config.toml"
         )
         assert supervisor.run == str(run)
-        assert supervisor.argv == [f"{run}/launch/7/config.toml", *options[2:]]
+        assert supervisor.argv == [f"{run}/launch/7/config.toml", *options[2:], "--job.dump_folder", str(run)]
+        assert (run / "launch" / "7" / "slurm" / "site.sh").read_text().startswith("# shellcheck shell=bash\n# ")
         assert supervisor.script("node.sh") == ["bash", f"{run}/launch/7/slurm/node.sh"]
         assert os.fsdecode(pointer.read_bytes()) == f"{run}/launch/7"
         (run / "launch" / "7" / "slurm" / "supervise.py").read_text()
@@ -692,7 +698,7 @@ def test_a_group_that_has_ended_is_not_killed():
 
 def test_any_bytes_in_any_locale(cluster):
     """In the C locale, Python 3.6 reads and writes ASCII. Newer ones do so without coercion and without UTF-8 mode."""
-    scripts, run = cluster.folder / "läunch" / "slurm", cluster.folder / "läufe"
+    scripts, run = cluster.folder / "läunch" / "launch" / "7" / "slurm", cluster.folder / "läufe"
     scripts.mkdir(parents=True)
     shutil.copy(ROOT / "slurm" / "supervise.py", scripts)
     launch = {"run": str(run), "argv": ["λ.toml"]}
@@ -700,7 +706,7 @@ def test_any_bytes_in_any_locale(cluster):
     cluster.job.update(JobName="λ", TimeLimit="00:01:00")
     environment = cluster.environment(LC_ALL="C", PYTHONCOERCECLOCALE="0", PYTHONUTF8="0")
     environment["SLURM_JOB_NODELIST"] += " \u03bb"
-    command = [sys.executable, scripts / "supervise.py", "--signals", cluster.signals, "other.toml"]
+    command = [sys.executable, scripts / "supervise.py", cluster.signals, "λ.toml"]
     done = subprocess.run(command, env=environment, cwd=cluster.folder, capture_output=True)
     assert done.returncode == supervise.INTENDED + 2, done.stderr
     assert b"the time limit is 60 s" in done.stdout
@@ -1012,15 +1018,17 @@ SHOWN = """JobId=7 JobName=my run
 @pytest.mark.parametrize(
     ("more", "options"),
     [
-        ("", "--qos=q|--nodes=4|--gpus-per-node=h100:8|--time=00:10:00|--signal=B:USR1@60|--chdir=/my work"),
+        ("", "[the options that you gave to sbatch]"),
+        ("sacct", "-N|3"),
+        ("   SubmitLine=sbatch --array=0-3 --comment='a /x/pretrain.sbatch\n", "--comment='a"),
         ("   SubmitLine=sbatch -N 2 '--comment=a b' /x/pretrain.sbatch c.toml -N 9\n", "-N|2|--comment=a b"),
     ],
-    ids=["without a line", "SLURM 24.05"],
+    ids=["unknown", "accounting", "an open quote", "SLURM 24.05"],
 )
 def test_the_options_of_a_job_that_was_submitted_by_hand(cluster, more, options):
-    """Newer versions of SLURM keep the line. Otherwise they are those that most jobs need."""
-    given = {"SLURM_JOB_QOS": "q", "SLURM_GPUS_PER_NODE": "h100:8", "TITAN_DISP_SIGNAL_SECONDS": "60"}
-    supervisor = cluster.supervisor(**given)
+    """Newer versions of SLURM show the line, and its accounting has it."""
+    cluster.write("sacct", "echo sbatch -N 3 /x/pretrain.sbatch c.toml" if more == "sacct" else "exit 1")
+    supervisor = cluster.supervisor()
     (cluster.commands / "scontrol.job").write_text(SHOWN + more)
     supervisor.show_job()
     line = supervisor.resubmission(["n3", "n4"])
@@ -1068,12 +1076,12 @@ def test_the_program(cluster, monkeypatch, capsys):
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     handlers = [(name, signal.getsignal(name)) for name in (signal.SIGUSR1, signal.SIGTERM)]
     try:
-        main(5, "--signals", "s", "c.toml", "--sig", "x")
+        main(5, "s", "c.toml", "--sig", "x")
         assert met == [(["c.toml", "--sig", "x"], "s", "7"), "USR1", "TERM"]
         cluster.keep("points.json", {"points": [{"argv": ["first.toml"]}, {"argv": ["second.toml", "--a=b"]}]})
         monkeypatch.setenv("SLURM_ARRAY_JOB_ID", "7")
         monkeypatch.setenv("SLURM_ARRAY_TASK_ID", "1")
-        main(5, "--signals", "s", "--of-array", f"{cluster.run}/points.json")
+        main(5, "s", "--of-array", f"{cluster.run}/points.json")
         assert met[3:] == [(["second.toml", "--a=b"], "s", "7_1"), "USR1", "TERM"]
     finally:
         for name, handler in handlers:
@@ -1081,11 +1089,39 @@ def test_the_program(cluster, monkeypatch, capsys):
     capsys.readouterr()
     with monkeypatch.context() as patch:
         patch.setenv(RETRIES, "many")
-        main(2, "--signals", "s", "c.toml")
+        main(2, "s", "c.toml")
     assert capsys.readouterr().out.endswith(f"error: {RETRIES} is 'many', expected a whole number from 0\n")
-    for words in (["c.toml"], ["--signals", "s"]):
-        with pytest.raises(SystemExit, match="2"):
-            main(2, *words)
+    main(2, "s", "--help")
+    assert capsys.readouterr().out.endswith("error: the first argument is --help, expected CONFIG\n")
+
+
+def test_another_config_for_a_launch_folder(cluster):
+    """Its scripts run what they were written with. A restart in the folder, whose command has the config as given, may."""
+    launch = cluster.folder / "launch" / "7"
+    shutil.copytree(ROOT / "slurm", launch / "slurm")
+    command = [sys.executable, launch / "slurm" / "supervise.py", cluster.signals, "other.toml"]
+
+    def start(**given):
+        return subprocess.run(command, env=cluster.environment(**given), capture_output=True, text=True)
+
+    assert start().returncode == 1  # the file cannot be read, so the batch script requeues the job
+    (launch / "launch.json").write_text(json.dumps({"run": str(cluster.run), "argv": ["c.toml"]}))
+    done = start()
+    assert done.returncode == supervise.INTENDED + 2
+    assert f"{launch}/slurm runs c.toml. To run something else, submit slurm/pretrain.sbatch" in done.stdout
+    cluster.job["TimeLimit"] = "00:00:01"
+    assert "the time limit is 1 s" in start(SLURM_RESTART_COUNT="1").stdout
+
+
+@pytest.mark.parametrize(("signals", "restart", "requeues"), [("", 0, 1), ("USR1", 0, 1), ("TERM", 0, 0), ("", 50, 0)])
+def test_a_batch_script_that_is_gone(cluster, monkeypatch, signals, restart, requeues):
+    """It was killed, unless SLURM ends the job: then SLURM sends SIGTERM first."""
+    cluster.signals.write_text(signals)
+    exits = []
+    monkeypatch.setattr(os, "_exit", exits.append)
+    supervise.watch(-1, cluster.supervisor(restart=restart))
+    assert exits[0] == 1
+    assert len(cluster.requeues()) == requeues
 
 
 @pytest.mark.parametrize(
@@ -1192,7 +1228,7 @@ class TestNode:
     def test_a_container_that_cleans_the_environment(self, tmp_path, what):
         """env -i stands for apptainer's --cleanenv. SLURM's and the site's settings are passed on, and no secrets."""
         passed = {"SLURMD_NODENAME": "n7", "SLURM_JOB_ID": "7", "NCCL_NET": "AWS Libfabric", "TITAN_DISP_RUN": "/a run"}
-        others = {"LD_LIBRARY_PATH": "/of/the/host", "WANDB_API_KEY": "secret", "SLURM_JWT": "secret"}
+        others = {"LD_LIBRARY_PATH": "/of/the/host", "WANDB_API_KEY": "secret", "TITAN_DISP_NOTIFY": "https://secret"}
         needed = {"TITAN_DISP_NPROC": "1", "TITAN_DISP_START": "7.0", "TITAN_DISP_ENDPOINT": "n1:1"}
         needed |= {"SLURM_NODEID": "6", "SLURM_NNODES": "8", "TITAN_DISP_PREFIX_WORDS": "env\n-i"}
         script = f'echo "{"|".join(f"${name}" for name in (*passed, *others))}"; echo "$@"'
@@ -1246,19 +1282,18 @@ class TestNode:
 @pytest.mark.parametrize(("script", "name"), [("pretrain", "USR1"), ("sweep", "TERM")])
 def test_the_script_forwards_signals_and_the_status(cluster, tmp_path, script, name):
     """It runs in a checkout whose path has a space, with a site file that reads an unset variable."""
-    here = tmp_path / "a run" / "slurm"
+    here = tmp_path / "a run" / "launch" / "7" / "slurm"
     shutil.copytree(ROOT / "slurm", here)
-    (here / "sites" / "site.sh").write_text("echo $UNSET_BY_THE_SITE; export SITE=1\n")
+    (here / "site.sh").write_text("echo $UNSET_BY_THE_SITE; export SITE=1\n")
     cluster.job["Command"] = f"{here}/{script}.sbatch config.toml"
     words = ["config.toml", "--job.dump_folder", str(cluster.run)]
-    cluster.keep("points.json", {"points": [{"argv": words}]})
     (here.parent / "launch.json").write_text(json.dumps({"run": str(cluster.run), "argv": words}))
     wait = f"while [ ! -e {cluster.run}/stop ]; do sleep 0.05; done"
     cluster.write("srun", f'echo "$SITE $SLURM_EXPORT_ENV" >> {cluster.folder}/site; {wait}')
     given = {"TITAN_DISP_SITE": "/of/the/user/site.sh", "TITAN_DISP_CHECK_NODES": "0", RETRIES: "0"}
     given |= {"TMPDIR": "/only/on/the/login/node", "SLURM_EXPORT_ENV": "NONE", "TITAN_DISP_HOST_PYTHON": sys.executable}
     if script == "sweep":
-        given |= {"SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "0"}
+        given |= {"SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "0", "SLURM_RESTART_COUNT": "1"}
         words = [str(cluster.run)]
     command = ["bash", ROOT / "slurm" / f"{script}.sbatch", *words]
     job = subprocess.Popen(command, env=cluster.environment(**given), stdout=subprocess.PIPE, text=True)
@@ -1273,7 +1308,7 @@ def test_the_script_forwards_signals_and_the_status(cluster, tmp_path, script, n
     assert f"{name} received: asking all ranks to save and stop" in text
     assert "GIVEN UP after 1 failure in a row" in text
     assert f"asked to stop ({name}) but not saved in time" in text
-    assert re.match(r"7\.0\.\w+\n", (cluster.run / "stop").read_text())
+    assert re.match(r"7\.[01]\.\w+\n", (cluster.run / "stop").read_text())
     assert (cluster.folder / "site").read_text() == "1 ALL\n"
 
 
@@ -1393,6 +1428,7 @@ class TestStartAgain:
         [
             (CUDA, "", (), "n3"),
             ("ValueError: a bug", "srun: error: n3: task 2: Killed", (), None),
+            ("RuntimeError: CUDA error: device-side assert triggered", "", (), None),
             # Node n3 complains of its peer; on n2 a rank died, which srun says first, or not.
             ("RuntimeError: Connection closed by peer", "srun: error: n2: task 1: Exited with exit code 1", (), "n2"),
             ("RuntimeError: Connection closed by peer", "srun: error: n3: task 2: Exited with exit code 1", (), None),
@@ -1473,13 +1509,13 @@ class TestEdges:
     @pytest.mark.parametrize("log", ["/dev/full", "closed"])
     def test_a_log_that_cannot_be_written(self, cluster, log):
         """The job ends or requeues as if it could, and with the status that was meant."""
-        launch = cluster.folder / "launch"
+        launch = cluster.folder / "launch" / "7"
         shutil.copytree(ROOT / "slurm", launch / "slurm")
         (launch / "launch.json").write_text(json.dumps({"run": str(cluster.run), "argv": ["c.toml"]}))
         cluster.job["TimeLimit"] = "00:00:01"
         read, write = os.pipe()
         os.close(read)
-        command = [sys.executable, launch / "slurm" / "supervise.py", "--signals", cluster.signals, "c.toml"]
+        command = [sys.executable, launch / "slurm" / "supervise.py", cluster.signals, "c.toml"]
         with open(log, "w") if log != "closed" else open(write, "w") as file:
             done = subprocess.run(command, env=cluster.environment(), stdout=file, stderr=subprocess.PIPE, timeout=60)
         assert done.returncode == supervise.INTENDED + 2, done.stderr
@@ -1501,6 +1537,9 @@ class TestEdges:
         starts = [supervise.Supervisor([], "", cluster.environment()) for _ in range(2)]
         assert starts[0].start != starts[1].start
         assert [cluster.supervisor(restart=n).port for n in (0, 3)] == [20007, 20010]
+        starts[0].begin()
+        assert starts[0].port == 21007
+        assert cluster.supervisor(TITAN_DISP_PORT="9").port == 9
 
 
 class TestNotify:
@@ -1569,8 +1608,9 @@ class TestBatchScript:
         at = {
             name: kill if name == state else "true" for name in ("unpack", "freeze", "check nodes", "prepare", "train")
         }
-        launch = cluster.folder / "launch"
-        shutil.copytree(ROOT / "slurm", launch / "slurm")
+        launch = cluster.folder / "launch" / "7"
+        for folder in (cluster.folder, launch):
+            shutil.copytree(ROOT / "slurm", folder / "slurm")
         launched = json.dumps({"run": str(cluster.run), "argv": ["config.toml"]})
         say = f"echo '{launched}' > {launch}/launch.json; echo '{supervise.LAUNCH}{json.dumps(str(launch))}'"
         cluster.reports(**FOUR)
@@ -1588,7 +1628,7 @@ class TestBatchScript:
             "HOME": str(cluster.folder),
             **(ARCHIVE if state == "unpack" else {}),
         }
-        given |= {"TITAN_DISP_SLURM_DIR": str(launch / "slurm"), "TITAN_DISP_HOST_PYTHON": sys.executable}
+        given |= {"TITAN_DISP_SLURM_DIR": str(cluster.folder / "slurm"), "TITAN_DISP_HOST_PYTHON": sys.executable}
         command = ["bash", ROOT / "slurm" / "pretrain.sbatch", "config.toml"]
         job = subprocess.Popen(command, env=cluster.environment(**given), stdout=subprocess.PIPE, text=True)
         out, _ = job.communicate(timeout=20)  # until the last process that has the output ends
@@ -1624,6 +1664,37 @@ class TestBatchScript:
         command = ["bash", ROOT / "slurm" / "pretrain.sbatch", "config.toml"]
         assert subprocess.run(command, env=environment).returncode == 2
         assert not cluster.requeues()
+
+    @pytest.mark.parametrize(
+        ("restart", "given", "code", "said"),
+        [
+            (0, {"TITAN_DISP_SITE": "nowhere"}, 2, "error: no site file"),
+            (1, {"TITAN_DISP_SITE": "nowhere"}, 1, "no site file"),  # a file system may be unavailable
+            (1, {"TITAN_DISP_PREFIX": "env 'a"}, 2, "TITAN_DISP_PREFIX is env 'a, which cannot be split into words"),
+            (1, {"TITAN_DISP_SRUN_ARGS": "'a"}, 2, "TITAN_DISP_SRUN_ARGS cannot be split into words: No closing"),
+        ],
+    )
+    def test_settings_that_are_wrong(self, cluster, restart, given, code, said):
+        found, log = self.run(cluster, restart, **given)
+        assert (found, len(cluster.requeues())) == (code, code % 2)
+        assert said in log
+
+    def test_the_launch_folder_of_a_requeued_job(self, cluster):
+        """A file names it. At the first start, that is of an older job with this number; somebody else may have written it."""
+        pointer = cluster.folder / ".titan-disp" / "launches" / "cluster-7"
+        kept = cluster.folder / "kept" / "slurm"
+        for folder in (kept, pointer.parent):
+            folder.mkdir(parents=True)
+        (kept / "common.sh").write_text("exit 5\n")
+        cluster.write("meant", "exit 64")
+        given = {"TITAN_DISP_HOST_PYTHON": str(cluster.commands / "meant")}
+        for restart, mine, code in ((1, True, 5), (1, False, 0), (0, True, 0)):
+            pointer.write_text(str(kept.parent))
+            if not mine and os.geteuid() == 0:
+                os.chown(pointer, 1, 1)
+            if mine or os.geteuid() == 0:
+                assert self.run(cluster, restart, **given)[0] == code
+        assert not pointer.exists()
 
     def test_no_temporary_file(self, cluster):
         cluster.write("mktemp", "exit 1")

@@ -1,8 +1,8 @@
 """What a failure costs with a requeue and with a restart within the job: ``python -m tests.slurm.goodput SAMPLE FOLDER``.
 
-SAMPLE is the sample corpus, and FOLDER gets the runs and must have a short path. On a local SLURM, a rank of a two-node
-job is killed with kill -9 at steps that are drawn at a fixed rate, the same ones for both. cred_expire is SLURM's
-default, which is how long a requeued job waits, and no pause is added.
+SAMPLE is the sample corpus, and FOLDER gets the runs and must have a short path. On a local SLURM, a process of a rank of a
+two-node job is killed with kill -9 after steps that are drawn at a fixed rate, the same ones for both. cred_expire is
+SLURM's default, which is how long a requeued job waits, and no pause is added. This takes half an hour.
 """
 
 import os
@@ -17,12 +17,20 @@ from tests.slurm.test_pretrain import Jobs
 from titan_disp.run.history import goodputs, together
 from titan_disp.run.reader import read_events, read_rows
 
-STEPS, MEAN, SEED = 160, 40, 0
+STEPS, MEAN, SEEDS = 160, 40, (0, 1, 2)
 NAMES = {"none": "no failure", "0": "requeue", "1": "restart within the job"}
 
 
-def train(jobs: Jobs, run: Path, kills: list[int], inside: str) -> float:
-    """Train a run in which a rank is killed at these steps; return the seconds from its beginning to its end."""
+def draw(seed: int) -> list[int]:
+    """Return the steps after which a process is killed."""
+    chance, kills = random.Random(seed), [0]
+    while kills[-1] < STEPS:
+        kills.append(kills[-1] + 1 + int(chance.expovariate(1 / MEAN)))
+    return kills[1:-1]
+
+
+def train(jobs: Jobs, run: Path, kills: list[int], inside: str) -> tuple[float, float]:
+    """Train a run; return the seconds from its beginning to its end, and its goodput."""
     given = {"TITAN_DISP_RESTART_IN_JOB": inside, "TITAN_DISP_CHECK_NODES": "1", "TITAN_DISP_MAX_RETRIES": "99"}
     job = jobs.submit(
         run, "--training.steps", str(STEPS), "--checkpoint.keep_latest_k", "2", sbatch=("--time=60",), **given
@@ -35,7 +43,7 @@ def train(jobs: Jobs, run: Path, kills: list[int], inside: str) -> float:
         os.kill(max(ranks), signal.SIGKILL)
     jobs.slurm.wait(job, "COMPLETED", timeout=900)
     events = read_events(run)
-    return events[-1]["time"] - events[0]["allocated"]
+    return events[-1]["time"] - events[0]["allocated"], together(goodputs(read_rows(run), events)).fraction
 
 
 def main() -> None:
@@ -43,21 +51,19 @@ def main() -> None:
     folder.mkdir(parents=True)
     local.install()
     local.CONFIG = local.CONFIG.replace("cred_expire=5", "cred_expire=120")
-    chance, kills = random.Random(SEED), [0]
-    while kills[-1] < STEPS:
-        kills.append(kills[-1] + 1 + int(chance.expovariate(1 / MEAN)))
-    print(f"{datetime.now():%Y-%m-%d}: {STEPS} steps, a rank is killed after steps {kills[1:-1]}")
-    print("| | seconds | lost per failure | of that repeated steps | goodput |\n|---|---|---|---|---|")
+    print(f"{datetime.now():%Y-%m-%d}: {STEPS} steps, a process is killed after steps {[draw(seed) for seed in SEEDS]}")
+    print("| | seconds | seconds lost per failure | goodput |\n|---|---|---|---|", flush=True)
     with local.LocalSlurm(folder / "slurm") as slurm:
         jobs, whole = Jobs(slurm, sample, folder), 0.0
         for inside, name in NAMES.items():
-            run, killed = folder / name.replace(" ", "-"), [] if inside == "none" else kills[1:-1]
-            seconds = train(jobs, run, killed, inside)
-            whole = whole or seconds
-            spent = together(goodputs(read_rows(run), read_events(run)))
-            lost = f"{(seconds - whole) / len(killed):.0f} s" if killed else ""
-            repeated = f"{spent.repeated / len(killed):.0f} s" if killed else ""
-            print(f"| {name} | {seconds:.0f} | {lost} | {repeated} | {spent.fraction:.1%} |", flush=True)
+            kills = [draw(seed) if inside != "none" else [] for seed in SEEDS]
+            found = [train(jobs, folder / f"{inside}-{seed}", kills[seed], inside) for seed in SEEDS]
+            seconds, goodput = zip(*found, strict=True)
+            whole = whole or sum(seconds) / len(SEEDS)
+            lost = [(s - whole) / len(k) for s, k in zip(seconds, kills, strict=True) if k]
+            each = f"{sum(map(len, kills))} failures: {min(lost):.0f} to {max(lost):.0f}" if lost else ""
+            mean = [sum(values) / len(SEEDS) for values in (seconds, goodput)]
+            print(f"| {name} | {mean[0]:.0f} | {each} | {mean[1]:.1%} |", flush=True)
 
 
 if __name__ == "__main__":

@@ -236,11 +236,13 @@ def test_edits_between_two_starts(jobs, whole, tmp_path):
     """A requeued job runs what it was submitted with. The start after a failure waits."""
     run, checkout = tmp_path / "run", tmp_path / "checkout"
     shutil.copytree(ROOT / "slurm", checkout / "slurm")
+    site = shutil.copy(ROOT / "slurm" / "sites" / "local_cpu.sh", checkout / "my site")
     config = tmp_path / "config.toml"
     config.write_text(DEMO.read_text())
     given = {"config": config, "script": checkout / "slurm" / "pretrain.sbatch", "TITAN_DISP_PAUSES": "1"}
+    given["TITAN_DISP_SITE"] = str(site)
     job = jobs.submit(run, faults="crash:7@1", once=True, **given)
-    while not (run / "launch" / str(job)).exists():
+    while not list(run.glob(f"launch/{job}.*/slurm/site.sh")):
         time.sleep(0.1)
     config.write_text("[optimizer]\nlr = 1.0\n")
     shutil.rmtree(checkout)

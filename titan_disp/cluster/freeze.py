@@ -34,27 +34,35 @@ def code_hash() -> str:
     return digest.hexdigest()[:16]
 
 
-def freeze(job_config: JobConfig, argv: Sequence[str], name: str, site: str, sbatch: Sequence[str] = ()) -> Path:
-    """Write the launch folder ``name`` of a run, unless it is there, and return it.
+def freeze(
+    job_config: JobConfig, argv: Sequence[str], name: str, sbatch: Sequence[str] = (), site: Path | None = None
+) -> Path:
+    """Write the launch folder ``name`` of a run, and return it.
 
-    ``argv``: "--job.config_file", the config and the overrides. ``site``: a file in slurm/sites without .sh, or a path.
-    ``sbatch``: the options of sbatch, if known. Raises ConfigError if the run folder is not writable.
+    ``argv``: "--job.config_file", the config and the overrides. ``sbatch``: its options, if known. ``site``: the file with
+    the site's settings; without one, slurm/supervise.py copies the file that it was started with.
+    Raises ConfigError if the run folder is not writable.
     """
     run = Path(job_config.job.dump_folder).absolute()
     folder = run / "launch" / name
     partial = folder.with_name(f"{name}.partial-{os.getpid()}")
-    if folder.exists():
-        return folder
     try:
         partial.mkdir(parents=True)
-        unused = shutil.ignore_patterns("__pycache__", "README.md", "Containerfile", "*.def", "install_in_image.sh")
+        unused = shutil.ignore_patterns(
+            "__pycache__", "sites", "README.md", "Containerfile", "*.def", "install_in_image.sh"
+        )
         shutil.copytree(SCRIPTS, partial / "slurm", ignore=unused)
-        if Path(site).is_file():
-            shutil.copyfile(site, partial / "slurm" / "sites" / f"{Path(site).stem}.sh")
+        if site is not None:
+            shutil.copyfile(site, partial / "slurm" / "site.sh")
         shutil.copyfile(argv[1], partial / "config.toml")
         (partial / "resolved.json").write_text(json.dumps(job_config.to_dict(), indent=2))
-        # The overrides may name the run folder relative to the present folder, where the job runs, too.
-        launch = {"run": os.fspath(run), "argv": [os.fspath(folder / "config.toml"), *argv[2:]], "given": argv[1]}
+        # The last one counts. The job may run in another folder (sbatch --chdir).
+        where = ("--job.dump_folder", os.fspath(run))
+        launch = {
+            "run": os.fspath(run),
+            "argv": [os.fspath(folder / "config.toml"), *argv[2:], *where],
+            "given": argv[1],
+        }
         text = json.dumps({**launch, "sbatch": list(sbatch), **installed()}, indent=2, ensure_ascii=False)
         (partial / "launch.json").write_bytes(text.encode(errors="surrogateescape"))  # any bytes of a path
         partial.rename(folder)
@@ -86,11 +94,14 @@ def main() -> None:
     parser.add_argument("--name", required=True)
     args, rest = parser.parse_known_args()
     try:
-        folder = freeze(load_config(rest), rest, args.name, os.environ.get("TITAN_DISP_SITE", "generic"))
+        folder = freeze(load_config(rest), rest, args.name)
     except UserError as error:
         print(f"titan-disp: error: {error}", file=sys.stderr, flush=True)
         sys.exit(EXIT_CODE)
-    print(LAUNCH + json.dumps(os.fspath(folder)), flush=True)
+    # As the bytes of the path, because Python 3.6 in the locale C could not write its letters.
+    sys.stdout.buffer.write(
+        f"{LAUNCH}{json.dumps(os.fspath(folder), ensure_ascii=False)}\n".encode(errors="surrogateescape")
+    )
 
 
 if __name__ == "__main__":

@@ -4,6 +4,8 @@ Both check a run first, so that an error is printed once.
 """
 
 import contextlib
+import dataclasses
+import json
 import os
 import shlex
 import signal
@@ -177,6 +179,15 @@ def sbatch_options(options: SlurmOptions, more: Sequence[str] = ()) -> list[str]
     return [f"--nodes={options.nodes}", *gpus, *given, f"--export={','.join(exported)}"]
 
 
+def site_file(site: str) -> Path:
+    """Return the file of a site, which is a name in slurm/sites or a path. Raises ConfigError if there is none."""
+    for file in (Path(site), SCRIPTS / "sites" / f"{site}.sh"):
+        if file.is_file():
+            return file
+    names = ", ".join(sorted(file.stem for file in (SCRIPTS / "sites").glob("*.sh")))
+    raise ConfigError(f"--site is {site!r}, expected a file or one of {names}")
+
+
 def command(
     options: SlurmOptions, arguments: Sequence[str], script: Path = SCRIPTS / SCRIPT, more: Sequence[str] = ()
 ) -> list[str]:
@@ -198,10 +209,15 @@ def send(line: Sequence[str], dry_run: bool) -> int:
 def submit(options: SubmitOptions) -> int:
     """Print the plan, keep what the job will run in RUN/launch, submit it, and return sbatch's exit status."""
     job_config = load_config(options.argv)
-    print(render(make_plan(job_config, options.machine)), flush=True)
+    spares = os.environ.get("TITAN_DISP_SPARES") or "0"
+    if not (spares.isdecimal() and int(spares) < options.nodes):
+        raise ConfigError(f"TITAN_DISP_SPARES is {spares!r}, expected a whole number below --nodes {options.nodes}")
+    training = dataclasses.replace(options.machine, nodes=options.nodes - int(spares))
+    print(render(make_plan(job_config, training)), flush=True)
+    site = site_file(options.site)
     if options.dry_run:
         return send(command(options, [options.config, *options.overrides]), dry_run=True)
     name = f"{datetime.now():%Y%m%d-%H%M%S}-{os.getpid()}"
-    folder = freeze(job_config, options.argv, name, options.site, sbatch_options(options))
-    frozen = [str(folder / "config.toml"), *options.overrides]
+    folder = freeze(job_config, options.argv, name, sbatch_options(options), site)
+    frozen = json.loads((folder / "launch.json").read_bytes())["argv"]
     return send(command(options, frozen, folder / "slurm" / SCRIPT), dry_run=False)
