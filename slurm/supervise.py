@@ -22,7 +22,6 @@ In a launch folder (RUN/launch/NAME/slurm), this program takes CONFIG and overri
 import collections
 import contextlib
 import fcntl
-import functools
 import glob
 import json
 import os
@@ -380,29 +379,25 @@ class Supervisor:
 
     # ---- the cluster's commands
 
-    def call(self, *command, **options):
-        """Run a quick command; return (status, stdout), with status 124 after a minute and 127 if it is missing."""
+    def call(self, *command, loud=False):
+        """Run a quick command; return its status (124 after a minute, 127 if it is missing) and, if it is 0, its stdout."""
+        errors = None if loud else subprocess.DEVNULL
         try:
             done = subprocess.run(
-                command,
-                stdout=subprocess.PIPE,
-                stderr=None if options.get("loud") else subprocess.DEVNULL,
-                env=self.environment,
-                timeout=60,
-                **TEXT,
+                command, stdout=subprocess.PIPE, stderr=errors, env=self.environment, timeout=60, **TEXT
             )
         except subprocess.TimeoutExpired:
             return 124, ""
         except OSError as error:
             say(f"{command[0]}: {error}")
             return 127, ""
-        return done.returncode, done.stdout
+        return done.returncode, "" if done.returncode else done.stdout
 
     def show_job(self):
         """Return the fields of ``scontrol show job``, or the last known ones if slurmctld does not answer."""
-        status, text = self.call("scontrol", "show", "job", self.address)
+        _, text = self.call("scontrol", "show", "job", self.address)
         found = {}
-        for line in text.replace(" JobName=", "\nJobName=", 1).splitlines() if status == 0 else ():
+        for line in text.replace(" JobName=", "\nJobName=", 1).splitlines():
             name, _, value = line.strip().partition("=")
             if name in WHOLE_LINES:
                 found[name] = value
@@ -413,8 +408,7 @@ class Supervisor:
 
     def time_left(self):
         """Return the seconds until the job's time limit, or None if there is none or SLURM does not answer."""
-        status, text = self.call("squeue", "--noheader", "--job=" + self.address, "--format=%L")
-        return seconds_of(text.strip()) if status == 0 else None
+        return seconds_of(self.call("squeue", "--noheader", "--job=" + self.address, "--format=%L")[1].strip())
 
     def preempted(self):
         return self.show_job().get("PreemptTime", "None") != "None"
@@ -446,7 +440,7 @@ class Supervisor:
         for pause in (0,) + self.requeue_pauses:
             time.sleep(pause)
             status, text = self.call("scontrol", "show", "hostnames", names)
-            if status == 0 and text.split():
+            if text.split():
                 return text.split()
         tries = 1 + len(self.requeue_pauses)
         raise Failure(f"scontrol show hostnames {names} failed {tries} times (status {status})")
@@ -460,15 +454,19 @@ class Supervisor:
         """Return how many nodes train: those of the job without its spares."""
         return int(self.environment.get("SLURM_NNODES") or len(self.nodes()) + len(self.dropped)) - self.spares
 
-    def step(self, *command, **options):
-        """Start a command on every node (``nodes``: on these) by srun, one task on each with all memory and cores.
+    def begin_process(self, command, **options):
+        return subprocess.Popen(command, env=self.environment, start_new_session=True, **options)
+
+    def begin_step(self, command, nodes=None, kill=True, **options):
+        """Begin a command on these nodes, or on all, by srun: one task on each with all memory and cores.
 
         --cpus-per-task would be one number for all nodes, which fails on small nodes and leaves cores of large ones idle.
         """
-        kill, nodes = options.pop("kill_on_bad_exit", True), options.pop("nodes", None)
-        chosen = [f"--nodes={len(nodes)}", f"--ntasks={len(nodes)}", "--nodelist=" + ",".join(nodes)] if nodes else []
-        command = self.srun(*chosen, "--ntasks-per-node=1", f"--kill-on-bad-exit={kill:d}") + list(command)
-        return subprocess.Popen(command, env=self.environment, start_new_session=True, **options)
+        chosen = []
+        if nodes not in (None, self.hosts):
+            chosen = [f"--nodes={len(nodes)}", f"--ntasks={len(nodes)}", "--nodelist=" + ",".join(nodes)]
+        srun = self.srun(*chosen, "--ntasks-per-node=1", f"--kill-on-bad-exit={kill:d}")
+        return self.begin_process(srun + command, **options)
 
     def srun(self, *arguments):
         return ["srun", *arguments, "--mem=0", "--cpu-bind=none"] + shlex.split(self._setting("SRUN_ARGS", ""))
@@ -478,9 +476,8 @@ class Supervisor:
 
     def end_step(self, process):
         """End a step whose processes may hang: kill them, and then srun if it has not ended."""
-        status, text = self.call("squeue", "--noheader", "--steps", "--job=" + self.address, "--format=%i")
-        found = re.findall(r"(?m)^\s*(\d+(?:_\d+)?\.\d+)\s*$", text)  # without .batch, which is this process
-        steps = found if status == 0 else []
+        _, text = self.call("squeue", "--noheader", "--steps", "--job=" + self.address, "--format=%i")
+        steps = re.findall(r"(?m)^\s*(\d+(?:_\d+)?\.\d+)\s*$", text)  # without .batch, which is this process
         for name in steps:
             self.call("scancel", "--signal=KILL", name)
         if not steps:
@@ -537,16 +534,13 @@ class Supervisor:
         local = os.path.join(self._setting("LOCAL", "/tmp"), "titan-disp-" + self.job)
         say(f"environment: {archive} to {local} on every node")
         tar = local + ".tar"
-        copy = functools.partial(subprocess.Popen, ["sbcast", "--force", archive, tar], env=self.environment)
-        extract = functools.partial(self.step, *self.script("unpack.sh", tar))
-        # sbcast is not a step, so it is killed as a process.
-        for begin, end in ((copy, subprocess.Popen.kill), (extract, self.end_step)):
-            process = begin()
-            _, finished = self._await(process, self.check_seconds, end)
-            if self.signalled():
-                return Outcome(DECIDE, "signalled while the environment was unpacked")
-            if process.returncode != 0 or not finished:
-                return self.count_failure(f"the environment {archive} could not be unpacked on every node")
+        _, status = self._await(self.begin_process(["sbcast", "--force", archive, tar]), kill_group)
+        if status == 0 and not self.signalled():
+            _, status = self._await(self.begin_step(self.script("unpack.sh", tar)), self.end_step)
+        if self.signalled():
+            return Outcome(DECIDE, "signalled while the environment was unpacked")
+        if status != 0:
+            return self.count_failure(f"the environment {archive} could not be unpacked on every node")
         self.environment["TITAN_DISP_PYTHON"] = local + "/bin/python"
         return Outcome(FREEZE, "the environment is on every node")
 
@@ -614,17 +608,14 @@ class Supervisor:
 
     def _down(self, nodes):
         """Return those of the nodes that SLURM itself calls down, drained, failing or not responding (*)."""
-        status, text = self.call("sinfo", "--noheader", "--Node", "--nodes=" + ",".join(nodes), "--format=%N %T")
-        found = re.findall(r"(?m)^(\S+) (?:\S*\*|down\S*|drain\S*|fail\S*)$", text) if status == 0 else []
-        return sorted(set(found))
+        _, text = self.call("sinfo", "--noheader", "--Node", "--nodes=" + ",".join(nodes), "--format=%N %T")
+        return sorted(set(re.findall(r"(?m)^(\S+) (?:\S*\*|down\S*|drain\S*|fail\S*)$", text)))
 
     def _node_reports(self, nodes):
         """Return (node -> report, srun's status). A node that hangs has no report, and the step is ended."""
-        chosen = nodes if self.dropped else None
-        command = self.script("node.sh", "check")
-        process = self.step(*command, nodes=chosen, kill_on_bad_exit=False, stdout=subprocess.PIPE, **TEXT)
-        lines, finished = self._await(process, self.check_seconds, self.end_step)
-        if not finished and not self.signalled():
+        process = self.begin_step(self.script("node.sh", "check"), nodes, kill=False, stdout=subprocess.PIPE, **TEXT)
+        lines, status = self._await(process, self.end_step)
+        if status is None and not self.signalled():
             say(f"the check of the nodes has taken {self.check_seconds:.0f} s and is ended")
         reports = {
             report["node"]: report
@@ -638,24 +629,24 @@ class Supervisor:
                 write_json(os.path.join(folder, node + ".json"), report)
         return reports, process.returncode
 
-    def _await(self, process, seconds, end):
-        """Read a process's output until it ends; call ``end`` if a signal comes or its time is over.
+    def _await(self, process, end):
+        """Read a process's output until it ends; call ``end`` if a signal comes or ``check_seconds`` are over.
 
-        Returns (the lines of its output, whether it ended by itself).
+        Returns (the lines of its output, its exit status, which is None if it did not end by itself).
         """
         lines = []
         reader = threading.Thread(target=lambda: lines.extend(process.stdout or ()), daemon=True)
         reader.start()
-        deadline = time.monotonic() + seconds
+        deadline = time.monotonic() + self.check_seconds
         while process.poll() is None and time.monotonic() < deadline and not self.signalled():
             time.sleep(min(self.pause, 0.2))
-        finished = process.poll() is not None
-        if not finished:
+        status = process.poll()
+        if status is None:
             end(process)
         with contextlib.suppress(subprocess.TimeoutExpired):  # nothing ends a process whose file system hangs
             process.wait(self.kill_wait)
         reader.join(5)
-        return lines, finished
+        return lines, status
 
     def _remember(self, problems):
         """Record which nodes failed."""
@@ -683,16 +674,13 @@ class Supervisor:
         command = self.script("node.sh", what, *arguments)
         if self._setting("SRUN_ARGS", ""):  # the interpreter may be in a container that srun starts
             command = self.srun("--nodes=1", "--ntasks=1", "--nodelist=" + self.nodes()[0]) + command
-        process = subprocess.Popen(
-            command, env=self.environment, stdout=subprocess.PIPE, start_new_session=True, **TEXT
-        )
-        lines, finished = self._await(process, self.check_seconds, kill_group)
+        lines, status = self._await(self.begin_process(command, stdout=subprocess.PIPE, **TEXT), kill_group)
         wrong = ""
-        if not finished:
+        if status is None:
             wrong = f"the check of the config took more than {self.check_seconds:.0f} s"
-        elif process.returncode:
-            wrong = f"the config could not be checked (status {process.returncode}); the lines above say why"
-        return lines, wrong, process.returncode
+        elif status:
+            wrong = f"the config could not be checked (status {status}); the lines above say why"
+        return lines, wrong, status
 
     def prepare(self):
         """Check the config once, rather than on every rank.
@@ -765,8 +753,7 @@ class Supervisor:
         self.beat = ({}, time.monotonic())
         self.began, self.trained = self.noted, True
         command = self.script("node.sh", "train", "--job.config_file", *self.argv)
-        chosen = self.used if self.used != self.hosts else None
-        process = self.step(*command, nodes=chosen, stderr=subprocess.PIPE, **TEXT)
+        process = self.begin_step(command, self.used, stderr=subprocess.PIPE, **TEXT)
         reader = threading.Thread(target=self._listen, args=(process.stderr,), daemon=True)
         reader.start()
         asked, deadline = False, None
@@ -1059,16 +1046,8 @@ class Supervisor:
         """
         line = self.fields.get("SubmitLine", "")
         if not line:  # before 24.05
-            accounts = (
-                "sacct",
-                "--noheader",
-                "--allocations",
-                "--parsable2",
-                "--format=SubmitLine",
-                "--jobs",
-                self.address,
-            )
-            line = self.call(*accounts)[1].strip()
+            sacct = ("sacct", "--noheader", "--allocations", "--parsable2", "--format=SubmitLine")
+            line = self.call(*sacct, "--jobs=" + self.address)[1].strip()
         try:
             line = shlex.split(line)
         except ValueError:
@@ -1162,7 +1141,9 @@ def watch(script, supervisor):
     """Requeue the job if the batch script is killed: SLURM then ends the job for good, and this program within moments."""
     while os.getppid() == script:
         time.sleep(0.1)
-    if "TERM" not in supervisor.received() and supervisor.restart < MOST_RESTARTS:  # SLURM sends it before it ends a job
+    if (
+        "TERM" not in supervisor.received() and supervisor.restart < MOST_RESTARTS
+    ):  # SLURM sends it before it ends a job
         supervisor.call("scontrol", "requeue", supervisor.address)
         supervisor.on_top("the batch script was killed; the job is requeued")
     os._exit(1)
