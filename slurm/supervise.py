@@ -20,6 +20,7 @@ In a launch folder (RUN/launch/NAME/slurm), this program takes CONFIG and overri
 """
 
 import collections
+import concurrent.futures
 import contextlib
 import fcntl
 import glob
@@ -254,21 +255,17 @@ def within(seconds, function, default=None):
     A call to a file system that hangs also hangs, and no signal ends it. So the function runs in a thread, which may be
     left behind.
     """
-    found = []
+    future = concurrent.futures.Future()
 
     def call():
         try:
-            found.append((function(), None))
+            future.set_result(function())
         except Exception as error:
-            found.append((default, error))
+            future.set_exception(error)
 
-    thread = threading.Thread(target=call, daemon=True)
-    thread.start()
-    thread.join(seconds)
-    value, error = found[0] if found else (default, None)
-    if error is not None:
-        raise error
-    return value
+    threading.Thread(target=call, daemon=True).start()
+    done, _ = concurrent.futures.wait([future], seconds)
+    return future.result() if done else default
 
 
 def task_of_array(path, environment):
@@ -424,16 +421,12 @@ class Supervisor:
         restarts = self.show_job().get("Restarts", "")
         return restarts.isdigit() and int(restarts) > self.restart
 
-    def received(self):
+    def signalled(self):
         """Return all signals that the batch script or this process received, in order."""
         names = []
         with contextlib.suppress(OSError), open(self.signals) as file:
             names = file.read().split()
         return names + ([self.heard] if self.heard else [])
-
-    def signalled(self):
-        """Return the first signal received, or None."""
-        return next(iter(self.received()), None)
 
     def hostnames(self, names):
         """Return the nodes of a list as SLURM writes it, such as gpu[01-80], or raise Failure."""
@@ -760,7 +753,7 @@ class Supervisor:
         while process.poll() is None:
             if self.signalled() and not asked:
                 asked = True
-                say(f"{self.signalled()} received: asking all ranks to save and stop")
+                say(f"{' and '.join(self.signalled())} received: asking all ranks to save and stop")
                 within(self.patience, self.ask_to_stop)
                 left = self.time_left()
                 last = min(LAST, self.lead / 2, (left or 0) / 2)
@@ -831,18 +824,18 @@ class Supervisor:
         mine = events(self.run, self.start)
         last = next((e for e in reversed(mine) if e.get("event") in ("complete", "stop", "refused")), {})
         kind, reason = last.get("event"), last.get("reason", "")
-        signalled = self.signalled()
+        signals = self.signalled()
         if kind == "complete":
             self.forget()
             return Outcome(END, "the run is complete: step {}".format(last["step"]))
         if self.requeued_already():  # a second requeue would fail, or end the next start
             return Outcome(END, "SLURM has requeued the job itself")
-        if "TERM" in self.received() and self.cancelled():
+        if "TERM" in signals and self.cancelled():
             return Outcome(END, "the job was cancelled")
         if kind == "refused":
             return Outcome(END, f"the run refused to start: {reason}. Not requeued: fix it, and submit again", 2)
         if kind == "stop":
-            asked, options = signalled or last.get("kind") == "signal", section(self.run, "checkpoint")
+            asked, options = signals or last.get("kind") == "signal", section(self.run, "checkpoint")
             stopped = "stopped at step {}".format(last["step"])
             if asked and (options.get("enable") is False or options.get("load_only") is True):
                 return self.count_failure(f"{stopped} ({reason}), and nothing is saved with this [checkpoint] section")
@@ -851,9 +844,9 @@ class Supervisor:
                 return Outcome(REQUEUE, "saved at step {} and stopped: {}".format(last["step"], reason))
             return Outcome(END, f"{stopped}: {reason}")
         if self.status is None:
-            told = f"asked to stop ({signalled}) before training began"
+            told = f"asked to stop ({signals[0]}) before training began"
             # A time limit that leaves no time to train would come again; a preemption is no fault of the job.
-            if self.trained or signalled == "TERM" or self.preempted():
+            if self.trained or signals[0] == "TERM" or self.preempted():
                 return Outcome(REQUEUE, told)
             return self.count_failure(told)
         error, number = first_error(self.run, self.start)
@@ -871,10 +864,10 @@ class Supervisor:
         if records:
             more = f" and {len(records) - 1} more" if len(records) > 1 else ""
             reason += f"; NCCL's flight recorder: {records[min(records)]}{more}"
-        if signalled:
-            reason = f"asked to stop ({signalled}) but not saved in time; {reason}"
+        if signals:
+            reason = f"asked to stop ({signals[0]}) but not saved in time; {reason}"
         culprit = self.culprit(error, number, records)
-        if culprit and not signalled and not self.owner():
+        if culprit and not signals and not self.owner():
             reason += f". This counts against node {culprit}"
             self._remember([culprit])
             if len(self.nodes()) > self.needed():
@@ -1097,7 +1090,7 @@ class Supervisor:
         """Run a state and return its outcome; it is a failure if the state raises or hangs with the file system."""
         limit = 3 * self.check_seconds + 4 * self.kill_wait
         if state == DECIDE:
-            limit = min(self.check_seconds, self.lead / 2) if self.received() else self.check_seconds
+            limit = min(self.check_seconds, self.lead / 2) if self.signalled() else self.check_seconds
         try:
             # Training has no limit, and does not wait for files.
             outcome = method() if state == TRAIN else within(limit, method)
@@ -1141,9 +1134,8 @@ def watch(script, supervisor):
     """Requeue the job if the batch script is killed: SLURM then ends the job for good, and this program within moments."""
     while os.getppid() == script:
         time.sleep(0.1)
-    if (
-        "TERM" not in supervisor.received() and supervisor.restart < MOST_RESTARTS
-    ):  # SLURM sends it before it ends a job
+    # SLURM sends TERM before it ends a job.
+    if "TERM" not in supervisor.signalled() and supervisor.restart < MOST_RESTARTS:
         supervisor.call("scontrol", "requeue", supervisor.address)
         supervisor.on_top("the batch script was killed; the job is requeued")
     os._exit(1)
