@@ -90,19 +90,20 @@ def say(text):
     show(f"titan-disp: {now} {text}")
 
 
-def read_json(path, default):
-    """Read the JSON value of a file; return ``default`` if it cannot be read or has another type."""
+def read_json(path):
+    """Return the JSON object in a file, or an empty one if it cannot be read."""
     try:
         with open(path, **TEXT) as file:
             content = json.load(file)
     except (OSError, ValueError):
-        return default
-    return content if isinstance(content, type(default)) else default
+        return {}
+    return content if isinstance(content, dict) else {}
 
 
-def write_json(path, content):
-    with open(path + ".partial", "w") as file:
-        json.dump(content, file)
+def write(path, text):
+    """Write a file atomically."""
+    with open(path + ".partial", "w", **TEXT) as file:
+        file.write(text)
     os.replace(path + ".partial", path)
 
 
@@ -145,19 +146,16 @@ def events(run, start):
 
 def section(run, name):
     """Return a section of the run's config, or an empty one if it is not known."""
-    options = read_json(os.path.join(run, "config.json"), {}).get(name)
+    options = read_json(os.path.join(run, "config.json")).get(name)
     return options if isinstance(options, dict) else {}
 
 
 def newest_checkpoint(run):
     """Return the step of the newest complete checkpoint, or -1 if there is none."""
-    folder = section(run, "checkpoint").get("folder")
-    steps = [-1]
-    for path in glob.glob(os.path.join(glob.escape(run), str(folder or "checkpoint"), "step-*", ".metadata")):
-        name = os.path.basename(os.path.dirname(path))[len("step-") :]
-        if name.isdigit():
-            steps.append(int(name))
-    return max(steps)
+    folder = str(section(run, "checkpoint").get("folder") or "checkpoint")
+    paths = glob.glob(os.path.join(glob.escape(run), folder, "step-*", ".metadata"))
+    steps = [re.search(r"/step-([0-9]+)/[.]metadata$", path) for path in paths]
+    return max([-1] + [int(step.group(1)) for step in steps if step])
 
 
 def of_ranks(run, start, name):
@@ -172,10 +170,9 @@ def first_error(run, start):
     for node, _, path in of_ranks(run, start, "error.json"):
         # A node that died may have left an unfinished file, which must not hide the others.
         with contextlib.suppress(AttributeError, LookupError, TypeError, ValueError):
-            message = read_json(path, {})["message"]
-            found.append(
-                (int(message["extraInfo"]["timestamp"]), message["message"].strip().splitlines()[0], path, node)
-            )
+            message = read_json(path)["message"]
+            text = message["message"].strip().splitlines()[0]
+            found.append((int(message["extraInfo"]["timestamp"]), text, path, node))
     if not found:
         return "", None
     _, text, path, node = min(found)
@@ -359,6 +356,9 @@ class Supervisor:
             ) as file:  # the batch script starts again if this fails
                 self.launch = json.load(file)
             self.argv, self.run, self.here = self.launch["argv"], self.launch["run"], os.path.join(folder, "slurm")
+
+    def file(self, *names):
+        return os.path.join(self.run, *names)
 
     def _setting(self, name, default):
         return self.environment.get("TITAN_DISP_" + name) or default
@@ -558,8 +558,7 @@ class Supervisor:
             try:
                 pointer = self.environment["TITAN_DISP_LAUNCH_POINTER"]
                 os.makedirs(os.path.dirname(pointer), exist_ok=True)
-                with open(pointer, "w", **TEXT) as file:
-                    file.write(folders[-1])
+                write(pointer, folders[-1])
             except (OSError, KeyError) as error:
                 say(f"a requeue will read the config again, because {error} cannot be written")
         return Outcome(CHECK, f"this job runs {self.here[: -len('/slurm')]}")
@@ -616,10 +615,10 @@ class Supervisor:
             if isinstance(report, dict) and isinstance(report.get("node"), str)
         }
         with contextlib.suppress(OSError):  # keep the reports for later
-            folder = os.path.join(self.run, "nodes", self.start)
+            folder = self.file("nodes", self.start)
             os.makedirs(folder, exist_ok=True)
             for node, report in reports.items():
-                write_json(os.path.join(folder, node + ".json"), report)
+                write(os.path.join(folder, node + ".json"), json.dumps(report))
         return reports, process.returncode
 
     def _await(self, process, end):
@@ -647,12 +646,12 @@ class Supervisor:
         for node in problems:
             times[node] = times.get(node, []) + [time.time()]
         with contextlib.suppress(OSError):
-            write_json(os.path.join(self.run, "bad_nodes.json"), times)
+            write(self.file("bad_nodes.json"), json.dumps(times))
 
     def _failures_of_nodes(self):
         """Return node -> the times at which it failed within the last day, also if the clock was put back."""
         times = {}
-        for node, failures in read_json(os.path.join(self.run, "bad_nodes.json"), {}).items():
+        for node, failures in read_json(self.file("bad_nodes.json")).items():
             recent = [t for t in failures if abs(time.time() - t) < DAY] if isinstance(failures, list) else []
             if recent:
                 times[node] = recent
@@ -692,7 +691,7 @@ class Supervisor:
             return Outcome(DECIDE, "signalled while the config was checked")
         if not problem:
             if self.held():
-                return Outcome(END, f"{self.stop_file()} exists, so nothing was trained. Remove the file to continue")
+                return Outcome(END, f"{self.file('stop')} exists, so nothing was trained. Remove the file to continue")
             return Outcome(TRAIN, "the config can start on these nodes")
         # At a restart, an earlier start of this job may still hold it.
         if status == IN_USE and self.restart == 0:
@@ -706,7 +705,7 @@ class Supervisor:
 
         The state in the folder belongs to that job: its counters and its stop file must not be changed.
         """
-        with contextlib.suppress(OSError), open(os.path.join(self.run, ".lock"), "r+", errors="replace") as lock:
+        with contextlib.suppress(OSError), open(self.file(".lock"), "r+", errors="replace") as lock:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
@@ -714,12 +713,9 @@ class Supervisor:
                 return None if job == self.job else f"job {job}"
         return None
 
-    def stop_file(self):
-        return os.path.join(self.run, "stop")
-
     def held(self):
         """Tell whether a user has asked the run to stop. A stop file from a job contains the name of its start."""
-        with contextlib.suppress(OSError), open(self.stop_file(), errors="replace") as file:
+        with contextlib.suppress(OSError), open(self.file("stop"), errors="replace") as file:
             return not re.match(r"^\d+\.\d+(\.[0-9a-f]{6})?$", file.read().strip())
         return False
 
@@ -728,11 +724,9 @@ class Supervisor:
         if self.held() or self.owner():  # a user's file asks for the same
             return
         try:
-            with open(self.stop_file() + ".partial", "w") as file:
-                file.write(self.start + "\n")
-            os.replace(self.stop_file() + ".partial", self.stop_file())
+            write(self.file("stop"), self.start + "\n")
         except OSError as error:
-            say(f"{self.stop_file()} cannot be written, so the ranks are not asked to stop: {error.strerror}")
+            say(f"{self.file('stop')} cannot be written, so the ranks are not asked to stop: {error.strerror}")
 
     def train(self):
         """Run torchrun on every node until it ends, or until the run is silent for longer than it allows itself."""
@@ -807,12 +801,12 @@ class Supervisor:
         return ""
 
     def _look(self):
-        beat = read_json(os.path.join(self.run, "heartbeat.json"), {})
+        beat = read_json(self.file("heartbeat.json"))
         if beat != self.beat[0]:
             self.beat = (beat, time.monotonic())
         size = self.read
         with contextlib.suppress(OSError):
-            size = os.path.getsize(os.path.join(self.run, "events.jsonl"))
+            size = os.path.getsize(self.file("events.jsonl"))
         if size != self.read and not self.skips:
             self.read = size
             self.skips = any(event.get("event") == "skip" for event in events(self.run, self.start))
@@ -903,8 +897,8 @@ class Supervisor:
         owner = self.owner()
         if owner:
             return Outcome(END, f"{owner} uses the run folder. Not requeued; {reason}", 2)
-        path = os.path.join(self.run, "requeue.json")
-        before = read_json(path, {})
+        path = self.file("requeue.json")
+        before = read_json(path)
         step = newest_checkpoint(self.run)
         failures, reached, again = before.get("failures", 0), before.get("step", -1), before.get("again", 0)
         if not (isinstance(failures, int) and isinstance(reached, int) and isinstance(again, int)) or step > reached:
@@ -913,7 +907,7 @@ class Supervisor:
             failures, again = 0, again + 1
         failures += 1
         try:
-            write_json(path, {"failures": failures, "step": reached, "again": again, "reason": reason})
+            write(path, json.dumps({"failures": failures, "step": reached, "again": again, "reason": reason}))
         except OSError as error:
             failures += self.uncounted()
             reason += f" ({path} cannot be written: {error.strerror})"
@@ -951,13 +945,13 @@ class Supervisor:
 
     def uncounted(self):
         """Return how often SLURM has restarted the job since this program could last write to the run folder."""
-        lines = json_lines(os.path.join(self.run, "supervisor.jsonl"))
+        lines = json_lines(self.file("supervisor.jsonl"))
         restarts = [line["restart"] for line in lines if line.get("job") == self.job and "restart" in line]
         return self.restart - restarts[-1] if restarts else 0
 
     def forget(self):
         with contextlib.suppress(OSError):
-            os.remove(os.path.join(self.run, "requeue.json"))
+            os.remove(self.file("requeue.json"))
 
     # ---- ends
 
@@ -1011,7 +1005,7 @@ class Supervisor:
             return [listed], [listed], []
 
         def read():
-            return read_json(os.path.join(self.run, "excluded.json"), {}), self.bad_nodes()
+            return read_json(self.file("excluded.json")), self.bad_nodes()
 
         before, bad = within(self.patience, read, ({}, []))
         own = [node for node in now if before.get("job") != self.job or node not in before.get("nodes", ())]
@@ -1028,9 +1022,9 @@ class Supervisor:
             say("this SLURM does not let a job exclude nodes: submit it again with --exclude=" + ",".join(names))
 
     def _remember_excluded(self, job, nodes):
-        path = os.path.join(self.run, "excluded.json")
+        text = json.dumps({"job": job, "nodes": nodes})
         with contextlib.suppress(OSError):
-            within(self.patience, lambda: write_json(path, {"job": job, "nodes": nodes}))
+            within(self.patience, lambda: write(self.file("excluded.json"), text))
 
     def resubmission(self, excluded):
         """Return the sbatch command for a job like this one, without these nodes.
@@ -1073,7 +1067,7 @@ class Supervisor:
 
         def write():
             os.makedirs(self.run, exist_ok=True)
-            with open(os.path.join(self.run, "supervisor.jsonl"), "a") as file:
+            with open(self.file("supervisor.jsonl"), "a") as file:
                 file.write(json.dumps(record) + "\n")
                 file.flush()
                 self.noted = os.fstat(file.fileno()).st_mtime
