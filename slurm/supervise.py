@@ -8,8 +8,8 @@ A job passes through the states
 
     unpack -> freeze -> check nodes -> prepare -> train -> decide -> check nodes | requeue | end | give up
 
-Each state is a method of ``Supervisor`` that returns an ``Outcome``: the next state and the reason. Every transition is
-written as a line to RUN/supervisor.jsonl and to the job's log.
+The method of ``Supervisor`` with a state's name returns an ``Outcome``: the next state and the reason. Every transition
+is written as a line to RUN/supervisor.jsonl and to the job's log.
 
 RUN is the run's folder: docs/run_folder.md lists its files, which this program reads and writes without importing titan_disp.
 The decision depends on what the run wrote to RUN/events.jsonl, not on exit statuses, because torchrun and srun each
@@ -39,13 +39,11 @@ import uuid
 from datetime import datetime, timezone
 
 UNPACK, FREEZE, CHECK, PREPARE, TRAIN, DECIDE = "unpack", "freeze", "check nodes", "prepare", "train", "decide"
-REQUEUE, END, GIVE_UP = "requeue", "end", "give up"
+FINAL = REQUEUE, END, GIVE_UP = "requeue", "end", "give up"
 # These marks precede JSON that is meant for this program, on a line of output that may contain anything else.
 NODE_REPORT, LAUNCH = "titan-disp-node-report: ", "titan-disp-launch: "
 IN_USE = 3  # exit status of titan_disp.cluster.job_check if another job uses the run folder
-INTENDED = (
-    64  # added to the exit status, so that the batch script can tell it from that of a killed program (common.sh)
-)
+INTENDED = 64  # added to the exit status, so that common.sh can tell it from that of a killed program
 DAY = 86400.0
 PAUSES = "2,10,30,60"  # minutes before a requeue, after so many failures in a row
 MOST_RESTARTS = 50  # of a job whose failures cannot be counted (also in common.sh)
@@ -69,7 +67,7 @@ HERE = os.path.dirname(os.path.abspath(__file__))
 TEXT = {"encoding": sys.getfilesystemencoding(), "errors": "surrogateescape"}
 
 
-# The next state and the reason for it; the exit status if it is END, and the seconds to wait if it is REQUEUE.
+# The next state and the reason for it; the exit status if it is END or GIVE_UP; the seconds to wait if it is REQUEUE.
 Outcome = collections.namedtuple("Outcome", "state reason status pause")
 Outcome.__new__.__defaults__ = ("", 0, 0)
 
@@ -314,7 +312,7 @@ class Supervisor:
         self.here, self.run, self.launch = here, "", {}
         self._read_launch(os.path.dirname(here))
         self.heard = None  # the signal that this process received itself
-        self.fields, self.hosts, self.used = {}, [], []  # of the job: scontrol's fields, its nodes, those that train
+        self.fields, self.hosts = {}, []  # of the job: scontrol's fields, its nodes
         self.dropped = set()  # nodes of this job that have failed
         self.messages = []  # threads that tell somebody
         self.trained = False
@@ -340,20 +338,16 @@ class Supervisor:
         # Linux's ephemeral ports (32768).
         own = 20000 + (int(self.job) + self.restart + 1000 * (self.starts - 1)) % 10000
         self.port = int(self._number("PORT", own, 1, 65535))
+        self.used = []  # the nodes that train
         self.status = None  # srun's exit status, once training has ended
         self.stalled = ""  # why this process ended training
         self.failed = None  # the first task that srun says has failed: (node, what srun says)
-        self.beat = ({}, time.monotonic())  # the newest heartbeat, and when it was first seen
-        self.looking = None  # the thread that reads the heartbeat
-        self.seen = False  # whether this start has had a heartbeat
-        self.read, self.skips = 0, False  # bytes of events.jsonl when it was last read; whether a step was skipped
 
     def _read_launch(self, folder):
         """Take the run folder, CONFIG and overrides from a launch folder (cluster/freeze.py), if this is one."""
         if os.path.basename(os.path.dirname(folder)) == "launch":
-            with open(
-                os.path.join(folder, "launch.json"), **TEXT
-            ) as file:  # the batch script starts again if this fails
+            # The batch script starts again if this fails.
+            with open(os.path.join(folder, "launch.json"), **TEXT) as file:
                 self.launch = json.load(file)
             self.argv, self.run, self.here = self.launch["argv"], self.launch["run"], os.path.join(folder, "slurm")
 
@@ -365,10 +359,8 @@ class Supervisor:
 
     def _number(self, name, default, least=0, most=10**9, whole=True):
         text = str(self._setting(name, default))
-        if (
-            not re.match(r"^[0-9]{1,9}$" if whole else r"^[0-9]{1,9}([.][0-9]*)?$", text)
-            or not least <= float(text) <= most
-        ):
+        pattern = r"^[0-9]{1,9}$" if whole else r"^[0-9]{1,9}([.][0-9]*)?$"
+        if not re.match(pattern, text) or not least <= float(text) <= most:
             up_to = f" to {most}" if most < 10**9 else ""
             expected = f"a whole number from {least}{up_to}" if whole else "a number above 0"
             raise Failure(f"TITAN_DISP_{name} is {text!r}, expected {expected}")
@@ -543,16 +535,14 @@ class Supervisor:
         A requeued job reads the launch folder's address from a file in the user's home folder.
         """
         if not self.launch:
-            lines, problem, _ = self._ask("freeze", "--name", self.start, "--job.config_file", *self.argv)
+            folders, problem, _ = self._ask("freeze", "--name", self.start, "--job.config_file", *self.argv)
             if self.signalled():
                 return Outcome(DECIDE, "signalled while the config was read")
-            folders = marked(lines, LAUNCH)
             if problem and self.restart > 0:  # a file system may be unavailable
                 return self.count_failure(problem)
             if problem or not folders:
-                return Outcome(
-                    END, (problem or "the config could not be read") + ". Not requeued: fix it, and submit again", 2
-                )
+                problem = problem or "the config could not be read"
+                return Outcome(END, problem + ". Not requeued: fix it, and submit again", 2)
             self._read_launch(folders[-1])
             shutil.copyfile(self.environment["TITAN_DISP_SITE_FILE"], os.path.join(self.here, "site.sh"))
             try:
@@ -567,7 +557,6 @@ class Supervisor:
         """Ask every node what is wrong with it; the answers must come within ``check_seconds``."""
         expected, needed = self.nodes(), self.needed()
         if self._setting("CHECK_NODES", "1") == "0":
-            self.used = expected[:needed]
             return Outcome(PREPARE, "the check of the nodes is switched off")
         reports, status = self._node_reports(expected)
         if self.signalled():
@@ -662,7 +651,7 @@ class Supervisor:
         return sorted(node for node, times in self._failures_of_nodes().items() if len(times) >= 2)
 
     def _ask(self, what, *arguments):
-        """Run node.sh on the first node; return (the lines of its output, what is wrong or "", its exit status)."""
+        """Run node.sh on the first node and print its output; return (what it marks, what is wrong or "", its status)."""
         command = self.script("node.sh", what, *arguments)
         if self._setting("SRUN_ARGS", ""):  # the interpreter may be in a container that srun starts
             command = self.srun("--nodes=1", "--ntasks=1", "--nodelist=" + self.nodes()[0]) + command
@@ -672,7 +661,7 @@ class Supervisor:
             wrong = f"the check of the config took more than {self.check_seconds:.0f} s"
         elif status:
             wrong = f"the config could not be checked (status {status}); the lines above say why"
-        return lines, wrong, status
+        return marked(lines, LAUNCH), wrong, status
 
     def prepare(self):
         """Check the config once, rather than on every rank.
@@ -684,9 +673,7 @@ class Supervisor:
         nproc = self._setting("NPROC", "gpu")
         given = ("--nodes", str(self.needed()), "--nproc", nproc, "--job.config_file", *self.argv)
         # A start within the job has the config of the former one.
-        lines, problem, status = ([], "", 0) if self.trained else self._ask("prepare", *given)
-        for line in lines:
-            show(line.rstrip("\n"))
+        _, problem, status = ([], "", 0) if self.trained else self._ask("prepare", *given)
         if self.signalled():
             return Outcome(DECIDE, "signalled while the config was checked")
         if not problem:
@@ -737,7 +724,10 @@ class Supervisor:
         self.environment["TITAN_DISP_RUN"] = self.run
         # torchrun gives ranks 30 s after a SIGTERM by default. Give them as long as SLURM's signal does.
         self.environment.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(self.lead))
-        self.beat = ({}, time.monotonic())
+        self.beat = ({}, time.monotonic())  # the newest heartbeat, and when it was first seen
+        self.looking = None  # the thread that reads the heartbeat
+        self.seen = False  # whether this start has had a heartbeat
+        self.read, self.skips = 0, False  # bytes of events.jsonl when it was last read; whether a step was skipped
         self.began, self.trained = self.noted, True
         command = self.script("node.sh", "train", "--job.config_file", *self.argv)
         process = self.begin_step(command, self.used, stderr=subprocess.PIPE, **TEXT)
@@ -804,10 +794,10 @@ class Supervisor:
         beat = read_json(self.file("heartbeat.json"))
         if beat != self.beat[0]:
             self.beat = (beat, time.monotonic())
-        size = self.read
         with contextlib.suppress(OSError):
             size = os.path.getsize(self.file("events.jsonl"))
-        if size != self.read and not self.skips:
+            if size == self.read or self.skips:
+                return
             self.read = size
             self.skips = any(event.get("event") == "skip" for event in events(self.run, self.start))
             if self.skips:
@@ -916,15 +906,10 @@ class Supervisor:
         where = f"newest checkpoint: step {step}" if step >= 0 else "no checkpoint yet"
         if failures > self.max_retries:
             self.forget()  # a user who submits the job again has fixed something
-            return Outcome(
-                GIVE_UP,
-                f"GIVEN UP after {counted(failures, 'failure')} in a row without a new checkpoint ({where}). The last one: "
-                f"{reason}",
-            )
-        told = (
-            f"failure {failures} of at most {counted(self.max_retries, 'retry', 'retries')} without a new checkpoint "
-            f"({where}): {reason}"
-        )
+            told = f"GIVEN UP after {counted(failures, 'failure')} in a row without a new checkpoint ({where}). "
+            return Outcome(GIVE_UP, f"{told}The last one: {reason}", 1)
+        most = counted(self.max_retries, "retry", "retries")
+        told = f"failure {failures} of at most {most} without a new checkpoint ({where}): {reason}"
         if inside and failures == 1 and self.can_start_again():
             return Outcome(CHECK, f"{told}. Starting again in this job")
         return Outcome(REQUEUE, told, pause=60 * self.pauses[min(failures, len(self.pauses)) - 1])
@@ -932,7 +917,7 @@ class Supervisor:
     def not_counted(self, reason):
         """Requeue after a failure that cannot be counted in the run folder, as long as SLURM's restarts permit."""
         if self.restart >= MOST_RESTARTS:
-            return Outcome(GIVE_UP, f"GIVEN UP after {self.restart} restarts. The last failure: {reason}")
+            return Outcome(GIVE_UP, f"GIVEN UP after {self.restart} restarts. The last failure: {reason}", 1)
         return Outcome(REQUEUE, reason + " (not counted)", pause=60 * self.pauses[0])
 
     def can_start_again(self):
@@ -1072,7 +1057,7 @@ class Supervisor:
                 file.flush()
                 self.noted = os.fstat(file.fileno()).st_mtime
 
-        if outcome.state in (REQUEUE, END, GIVE_UP):
+        if outcome.state in FINAL:
             self.tell(f"{outcome.state}: {outcome.reason}")
         if self.run:
             try:
@@ -1099,29 +1084,21 @@ class Supervisor:
 
     def supervise(self):
         """Run the states and return the job's exit status."""
-        states = {
-            UNPACK: self.unpack,
-            FREEZE: self.freeze,
-            CHECK: self.check_nodes,
-            PREPARE: self.prepare,
-            TRAIN: self.train,
-            DECIDE: self.decide,
-        }
         where = "start {} on {}".format(self.start, self.environment.get("SLURM_JOB_NODELIST"))
         outcome = self.check_time_limit() or Outcome(UNPACK, where)
         self.note(outcome)
-        while outcome.state in states:
+        while outcome.state not in FINAL:
             if outcome.state == CHECK and self.status is not None:
                 self.begin()
-            outcome = self.enter(outcome.state, states[outcome.state])
+            outcome = self.enter(outcome.state, getattr(self, outcome.state.replace(" ", "_")))
             self.note(outcome)
         if outcome.state == REQUEUE:
             return self.requeue(outcome.pause)
         with contextlib.suppress(OSError, KeyError):
             os.remove(self.environment["TITAN_DISP_LAUNCH_POINTER"])
-        if outcome.state == GIVE_UP or outcome.status:
+        if outcome.status:
             self.on_top(outcome.reason)
-        return 1 if outcome.state == GIVE_UP else outcome.status
+        return outcome.status
 
 
 def watch(script, supervisor):
@@ -1138,17 +1115,16 @@ def watch(script, supervisor):
 def main():
     """Run the supervisor with this program's arguments, and return its exit status."""
     signals, *argv = sys.argv[1:]
-    of_array, launched = argv[0] == "--of-array", os.path.basename(os.path.dirname(os.path.dirname(HERE))) == "launch"
+    of_array = argv[0] == "--of-array"
     try:
-        if of_array and not launched:
-            argv = task_of_array(argv[1], os.environ)
-        if argv[0].startswith("-") and not launched:
-            raise Failure(f"the first argument is {argv[0]}, expected CONFIG")
         supervisor = Supervisor(argv, signals, of_array=of_array)
-        if launched and supervisor.restart == 0 and argv != supervisor.argv:
-            raise Failure(
-                f"{HERE} runs {' '.join(supervisor.argv)}. To run something else, submit slurm/pretrain.sbatch"
-            )
+        if of_array and not supervisor.launch:
+            supervisor.argv = task_of_array(argv[1], os.environ)
+        words = supervisor.argv
+        if words[0].startswith("-"):
+            raise Failure(f"the first argument is {words[0]}, expected CONFIG")
+        if supervisor.launch and supervisor.restart == 0 and words != argv:
+            raise Failure(f"{HERE} runs {' '.join(words)}. To run something else, submit slurm/pretrain.sbatch")
     except Failure as error:
         say(f"error: {error}")
         return 2
