@@ -35,7 +35,6 @@ import sys
 import threading
 import time
 import urllib.request
-import uuid
 from datetime import datetime, timezone
 
 UNPACK, FREEZE, CHECK, PREPARE, TRAIN, DECIDE = "unpack", "freeze", "check nodes", "prepare", "train", "decide"
@@ -44,15 +43,13 @@ FINAL = REQUEUE, END, GIVE_UP = "requeue", "end", "give up"
 NODE_REPORT, LAUNCH = "titan-disp-node-report: ", "titan-disp-launch: "
 IN_USE = 3  # exit status of titan_disp.cluster.job_check if another job uses the run folder
 INTENDED = 64  # added to the exit status, so that common.sh can tell it from that of a killed program
-DAY = 86400.0
 PAUSES = "2,10,30,60"  # minutes before a requeue, after so many failures in a row
 MOST_RESTARTS = 50  # of a job whose failures cannot be counted (also in common.sh)
-LEAD = 300  # seconds before the time limit: pretrain.sbatch's --signal
 LAST = 45.0  # seconds before the time limit at which a step that has not saved is killed, so that the job can requeue itself
 # These fields of scontrol take a whole line, and may contain anything, even the name of another field.
 WHOLE_LINES = ("JobName", "Command", "SubmitLine", "WorkDir", "Comment", "AdminComment", "SystemComment", "Extra")
 WHOLE_LINES += ("StdErr", "StdIn", "StdOut")
-NOTHING = ("", "(null)", "None", "N/A")  # what scontrol prints for a field that is not set
+LATER_SIGNAL = "sbatch --signal=B:USR1@SECONDS and TITAN_DISP_SIGNAL_SECONDS=SECONDS"
 # Variables of one start. A command that submits the job again sets all others.
 OWN = ("START", "RUN", "ENDPOINT", "HEAD", "NOTIFY", "SLURM_DIR", "SITE_FILE", "PREFIX_WORDS")
 # Errors that point to the node on which they were raised.
@@ -90,11 +87,9 @@ def say(text):
 
 def read_json(path):
     """Return the JSON object in a file, or an empty one if it cannot be read."""
-    try:
-        with open(path, **TEXT) as file:
-            content = json.load(file)
-    except (OSError, ValueError):
-        return {}
+    content = None
+    with contextlib.suppress(OSError, ValueError), open(path, **TEXT) as file:
+        content = json.load(file)
     return content if isinstance(content, dict) else {}
 
 
@@ -270,9 +265,8 @@ def task_of_array(path, environment):
         with open(path, encoding="utf-8") as file:
             return [str(word) for word in json.load(file)["points"][int(number)]["argv"]]
     except (OSError, ValueError, LookupError, TypeError) as error:
-        raise Failure(
-            f"task {number!r} of the array has no point in {path}: {type(error).__name__}: {error}"
-        ) from error
+        cause = f"{type(error).__name__}: {error}"
+        raise Failure(f"task {number!r} of the array has no point in {path}: {cause}") from error
 
 
 def kill_group(process):
@@ -304,11 +298,12 @@ class Supervisor:
         self.pauses = [int(minutes) for minutes in given.split(",")]
         self.spares = int(self._number("SPARES", 0))
         try:
-            shlex.split(self._setting("SRUN_ARGS", ""))
+            self.srun_args = shlex.split(self._setting("SRUN_ARGS"))
         except ValueError as error:
             raise Failure(f"TITAN_DISP_SRUN_ARGS cannot be split into words: {error}") from error
-        self.lead = int(self._number("SIGNAL_SECONDS", LEAD, 1))
-        self.check_seconds = self._number("CHECK_SECONDS", 600, 1e-9, whole=False)
+        self.lead = int(self._number("SIGNAL_SECONDS", 300, "a whole number from 1", 1))  # pretrain.sbatch's --signal
+        number = r"^[0-9]{1,9}([.][0-9]*)?$"
+        self.check_seconds = self._number("CHECK_SECONDS", 600, "a number above 0", 1e-9, pattern=number)
         self.here, self.run, self.launch = here, "", {}
         self._read_launch(os.path.dirname(here))
         self.heard = None  # the signal that this process received itself
@@ -331,13 +326,13 @@ class Supervisor:
     def begin(self):
         """Begin a start: at the beginning of the job, or after a failure within it."""
         # The number of a job may come again when SLURM's own count begins anew, but not with these digits.
-        self.start = f"{self.job}.{self.restart}.{uuid.uuid4().hex[:6]}"
+        self.start = f"{self.job}.{self.restart}.{os.urandom(3).hex()}"
         self.environment["TITAN_DISP_START"] = self.start
         self.starts += 1
         # The port is computed from the job's number, so that two jobs on one node do not use the same one. It is below
         # Linux's ephemeral ports (32768).
         own = 20000 + (int(self.job) + self.restart + 1000 * (self.starts - 1)) % 10000
-        self.port = int(self._number("PORT", own, 1, 65535))
+        self.port = int(self._number("PORT", own, "a whole number from 1 to 65535", 1, 65535))
         self.used = []  # the nodes that train
         self.status = None  # srun's exit status, once training has ended
         self.stalled = ""  # why this process ended training
@@ -354,15 +349,12 @@ class Supervisor:
     def file(self, *names):
         return os.path.join(self.run, *names)
 
-    def _setting(self, name, default):
+    def _setting(self, name, default=""):
         return self.environment.get("TITAN_DISP_" + name) or default
 
-    def _number(self, name, default, least=0, most=10**9, whole=True):
+    def _number(self, name, default, expected="a whole number from 0", least=0, most=10**9, pattern=r"^[0-9]{1,9}$"):
         text = str(self._setting(name, default))
-        pattern = r"^[0-9]{1,9}$" if whole else r"^[0-9]{1,9}([.][0-9]*)?$"
         if not re.match(pattern, text) or not least <= float(text) <= most:
-            up_to = f" to {most}" if most < 10**9 else ""
-            expected = f"a whole number from {least}{up_to}" if whole else "a number above 0"
             raise Failure(f"TITAN_DISP_{name} is {text!r}, expected {expected}")
         return float(text)
 
@@ -396,8 +388,9 @@ class Supervisor:
         return self.fields
 
     def time_left(self):
-        """Return the seconds until the job's time limit, or None if there is none or SLURM does not answer."""
-        return seconds_of(self.call("squeue", "--noheader", "--job=" + self.address, "--format=%L")[1].strip())
+        """Return the seconds until the job's time limit, without end if there is none or SLURM does not answer."""
+        left = seconds_of(self.call("squeue", "--noheader", "--job=" + self.address, "--format=%L")[1].strip())
+        return float("inf") if left is None else left
 
     def preempted(self):
         return self.show_job().get("PreemptTime", "None") != "None"
@@ -427,8 +420,7 @@ class Supervisor:
             status, text = self.call("scontrol", "show", "hostnames", names)
             if text.split():
                 return text.split()
-        tries = 1 + len(self.requeue_pauses)
-        raise Failure(f"scontrol show hostnames {names} failed {tries} times (status {status})")
+        raise Failure(f"scontrol show hostnames {names} failed {1 + len(self.requeue_pauses)} times (status {status})")
 
     def nodes(self):
         """Return the job's nodes in SLURM's order, without those that have failed."""
@@ -454,7 +446,7 @@ class Supervisor:
         return self.begin_process(srun + command, **options)
 
     def srun(self, *arguments):
-        return ["srun", *arguments, "--mem=0", "--cpu-bind=none"] + shlex.split(self._setting("SRUN_ARGS", ""))
+        return ["srun", *arguments, "--mem=0", "--cpu-bind=none", *self.srun_args]
 
     def script(self, name, *arguments):
         return ["bash", os.path.join(self.here, name), *arguments]
@@ -467,15 +459,14 @@ class Supervisor:
             self.call("scancel", "--signal=KILL", name)
         if not steps:
             process.terminate()  # srun forwards it to the tasks
-        for end in (lambda: None, process.kill):
-            end()
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(self.kill_wait)
-                return
+        try:
+            process.wait(self.kill_wait)
+        except subprocess.TimeoutExpired:
+            process.kill()
 
     def tell(self, text):
         """Send a message to TITAN_DISP_NOTIFY, a command or the address of a webhook. It neither waits nor fails."""
-        target = self._setting("NOTIFY", "")
+        target = self._setting("NOTIFY")
         text = f"titan-disp: job {self.address}, {self.run or self.argv[0]}: {text}"
 
         def send():
@@ -500,13 +491,11 @@ class Supervisor:
         """End the job if its time limit is so short that no start could train; otherwise return None."""
         limit = seconds_of(self.show_job().get("TimeLimit", ""))
         if limit is not None and limit <= self.lead:
-            return Outcome(
-                END,
-                f"the time limit is {limit} s, and SLURM signals the job {self.lead} s before it, so that every start would "
-                "end before it has trained. Ask for a longer --time, or for a later signal with sbatch "
-                "--signal=B:USR1@SECONDS and TITAN_DISP_SIGNAL_SECONDS=SECONDS",
-                2,
+            reason = (
+                f"the time limit is {limit} s, and SLURM signals the job {self.lead} s before it, so that every start "
             )
+            reason += "would end before it has trained. Ask for a longer --time, or for a later signal with "
+            return Outcome(END, reason + LATER_SIGNAL, 2)
         if self.needed() < 1:
             return Outcome(END, f"TITAN_DISP_SPARES is {self.spares}, and no node of the job is left to train", 2)
         return None
@@ -570,10 +559,8 @@ class Supervisor:
             reason += f"; SLURM says that {', '.join(down)} cannot run jobs" if down else ""
             problems = {node: [reason] for node in down}
         elif len(problems) > max(1, len(expected) // 4):
-            reason = (
-                f"{len(problems)} of {len(expected)} nodes fail their check, which counts as the job's failure and not as "
-                f"theirs: {reason}"
-            )
+            many = f"{len(problems)} of {len(expected)} nodes fail their check"
+            reason = f"{many}, which counts as the job's failure and not as theirs: {reason}"
             problems = {}
         elif problems:
             reason = "nodes that cannot train: " + reason
@@ -582,9 +569,8 @@ class Supervisor:
         if len(able) >= needed:
             self.used = able[:needed]
             spare = f", {len(able) - needed} to spare" if self.spares else ""
-            return Outcome(
-                PREPARE, counted(len(self.used), "node") + " can train" + spare + (f" ({reason})" if reason else "")
-            )
+            others = f" ({reason})" if reason else ""
+            return Outcome(PREPARE, f"{counted(needed, 'node')} can train{spare}{others}")
         return self.count_failure(reason or f"{counted(len(able), 'node')} of the {needed} that train are left")
 
     def _down(self, nodes):
@@ -598,11 +584,8 @@ class Supervisor:
         lines, status = self._await(process, self.end_step)
         if status is None and not self.signalled():
             say(f"the check of the nodes has taken {self.check_seconds:.0f} s and is ended")
-        reports = {
-            report["node"]: report
-            for report in marked(lines, NODE_REPORT)
-            if isinstance(report, dict) and isinstance(report.get("node"), str)
-        }
+        found = [report for report in marked(lines, NODE_REPORT) if isinstance(report, dict)]
+        reports = {report["node"]: report for report in found if isinstance(report.get("node"), str)}
         with contextlib.suppress(OSError):  # keep the reports for later
             folder = self.file("nodes", self.start)
             os.makedirs(folder, exist_ok=True)
@@ -641,7 +624,7 @@ class Supervisor:
         """Return node -> the times at which it failed within the last day, also if the clock was put back."""
         times = {}
         for node, failures in read_json(self.file("bad_nodes.json")).items():
-            recent = [t for t in failures if abs(time.time() - t) < DAY] if isinstance(failures, list) else []
+            recent = [t for t in failures if abs(time.time() - t) < 86400] if isinstance(failures, list) else []
             if recent:
                 times[node] = recent
         return times
@@ -653,7 +636,7 @@ class Supervisor:
     def _ask(self, what, *arguments):
         """Run node.sh on the first node and print its output; return (what it marks, what is wrong or "", its status)."""
         command = self.script("node.sh", what, *arguments)
-        if self._setting("SRUN_ARGS", ""):  # the interpreter may be in a container that srun starts
+        if self.srun_args:  # the interpreter may be in a container that srun starts
             command = self.srun("--nodes=1", "--ntasks=1", "--nodelist=" + self.nodes()[0]) + command
         lines, status = self._await(self.begin_process(command, stdout=subprocess.PIPE, **TEXT), kill_group)
         wrong = ""
@@ -669,7 +652,6 @@ class Supervisor:
         If this fails before the run has ever trained, the config or the environment is wrong, and the job ends. Later
         they have worked before, so it is a failure like any other.
         """
-        first = self.restart == 0 and newest_checkpoint(self.run) < 1  # 0: a seed checkpoint
         nproc = self._setting("NPROC", "gpu")
         given = ("--nodes", str(self.needed()), "--nproc", nproc, "--job.config_file", *self.argv)
         # A start within the job has the config of the former one.
@@ -683,7 +665,7 @@ class Supervisor:
         # At a restart, an earlier start of this job may still hold it.
         if status == IN_USE and self.restart == 0:
             return Outcome(END, "{} uses the run folder. Not requeued".format(self.owner() or "another job"), 2)
-        if first:
+        if self.restart == 0 and newest_checkpoint(self.run) < 1:  # never trained: 0 is a seed checkpoint
             return Outcome(END, problem + ". Not requeued: fix the config or the environment", 2)
         return self.count_failure(problem)
 
@@ -733,22 +715,21 @@ class Supervisor:
         process = self.begin_step(command, self.used, stderr=subprocess.PIPE, **TEXT)
         reader = threading.Thread(target=self._listen, args=(process.stderr,), daemon=True)
         reader.start()
-        asked, deadline = False, None
+        deadline = None  # of the last save, once the ranks have been asked to stop
         while process.poll() is None:
-            if self.signalled() and not asked:
-                asked = True
+            if self.signalled() and deadline is None:
                 say(f"{' and '.join(self.signalled())} received: asking all ranks to save and stop")
                 within(self.patience, self.ask_to_stop)
                 left = self.time_left()
-                last = min(LAST, self.lead / 2, (left or 0) / 2)
-                deadline = None if left is None else time.monotonic() + left - last
+                last = min(LAST, self.lead / 2, left / 2)
+                deadline = time.monotonic() + left - last
             self.stalled = self.silence()
             if deadline is not None and time.monotonic() > deadline:
                 self.kill_wait = min(self.kill_wait, 10.0)
                 self.stalled = (
-                    f"{last:.0f} s before the time limit, the last save had not ended. Give it more time, with sbatch "
-                    "--signal=B:USR1@SECONDS and TITAN_DISP_SIGNAL_SECONDS=SECONDS"
+                    f"{last:.0f} s before the time limit, the last save had not ended. Give it more time, with "
                 )
+                self.stalled += LATER_SIGNAL
             if self.stalled:
                 say(f"{self.stalled}; the step is ended")
                 self.tell(self.stalled)
@@ -779,16 +760,15 @@ class Supervisor:
         self.looking.join(self.pause)
         beat, since = self.beat
         silent = time.monotonic() - since
+        allowed, doing = self.quiet, "at its end" if self.seen else "at its start"
         if beat.get("start") == self.start and isinstance(beat.get("allowed_seconds"), (int, float)):
             self.seen = True
             allowed, doing = beat["allowed_seconds"], "at step {} ({})".format(beat.get("step"), beat.get("doing"))
-        elif self.seen or not self._setting("MODULE", ""):  # another module may not write heartbeats
-            allowed, doing = self.quiet, "at its end" if self.seen else "at its start"
-        else:
+        elif not self.seen and self._setting("MODULE"):  # another module may not write heartbeats
             return ""
-        if silent > allowed + self.grace:
-            return f"rank 0 has been silent for {silent:.0f} s {doing}, and {allowed:.0f} s are allowed"
-        return ""
+        if silent <= allowed + self.grace:
+            return ""
+        return f"rank 0 has been silent for {silent:.0f} s {doing}, and {allowed:.0f} s are allowed"
 
     def _look(self):
         beat = read_json(self.file("heartbeat.json"))
@@ -925,8 +905,7 @@ class Supervisor:
         if not self.trained or self.signalled() or self._setting("RESTART_IN_JOB", "1") == "0":
             return False
         self.dropped.update(self._down(self.nodes()))
-        left = self.time_left()
-        return len(self.nodes()) >= self.needed() and (left is None or left > 2 * self.lead)
+        return len(self.nodes()) >= self.needed() and self.time_left() > 2 * self.lead
 
     def uncounted(self):
         """Return how often SLURM has restarted the job since this program could last write to the run folder."""
@@ -943,9 +922,8 @@ class Supervisor:
     def requeue(self, pause=0):
         """Requeue the job; return 0 if another one was submitted, else 1 (SLURM ends a requeued job meanwhile)."""
         for i, wait in enumerate(self.requeue_pauses):
-            status = 0
-            if not self.requeued_already():  # otherwise the call would end the next start
-                status, _ = self.call("scontrol", "requeue", self.address, loud=True)
+            # If SLURM has requeued the job already, the call would end the next start.
+            status = 0 if self.requeued_already() else self.call("scontrol", "requeue", self.address, loud=True)[0]
             if status == 0 or self.requeued_already():  # the answer may have been lost
                 later = pause and self._update(f"StartTime=now+{pause}")
                 say("requeued" + (f", to start in {pause // 60} minutes" if later else ""))
@@ -984,15 +962,11 @@ class Supervisor:
         """
         listed = self.fields.get("ExcNodeList", "")
         try:
-            now = [] if listed in NOTHING else self.hostnames(listed)
+            now = [] if listed in ("", "(null)", "None", "N/A") else self.hostnames(listed)
         except Failure as error:
             say(f"{error}: the excluded nodes stay as they are")
             return [listed], [listed], []
-
-        def read():
-            return read_json(self.file("excluded.json")), self.bad_nodes()
-
-        before, bad = within(self.patience, read, ({}, []))
+        before, bad = within(self.patience, lambda: (read_json(self.file("excluded.json")), self.bad_nodes()), ({}, []))
         own = [node for node in now if before.get("job") != self.job or node not in before.get("nodes", ())]
         added = [node for node in bad if node not in own]
         return now, own + added, added
@@ -1036,11 +1010,10 @@ class Supervisor:
         say(text)
         path = self.fields.get("StdOut") or self.show_job().get("StdOut", "")
         with contextlib.suppress(OSError), open(path, "rb+") as file:  # as bytes, to keep a progress bar's \r
-            if os.path.getsize(path) > TOP:
-                return
-            content = file.read()
-            file.seek(0)
-            file.write(f"titan-disp: {text}\n\n".encode("utf-8", "surrogateescape") + content)
+            if os.path.getsize(path) <= TOP:
+                content = file.read()
+                file.seek(0)
+                file.write(f"titan-disp: {text}\n\n".encode("utf-8", "surrogateescape") + content)
 
     # ---- the state machine
 
@@ -1050,7 +1023,7 @@ class Supervisor:
         record = {"time": datetime.now(timezone.utc).isoformat(), "job": self.job, "restart": self.restart}
         record.update(start=self.start, state=outcome.state, reason=outcome.reason)
 
-        def write():
+        def append():
             os.makedirs(self.run, exist_ok=True)
             with open(self.file("supervisor.jsonl"), "a") as file:
                 file.write(json.dumps(record) + "\n")
@@ -1061,7 +1034,7 @@ class Supervisor:
             self.tell(f"{outcome.state}: {outcome.reason}")
         if self.run:
             try:
-                within(self.patience, write)
+                within(self.patience, append)
             except OSError as error:
                 say(f"{self.run} cannot be written: {error}")
 
