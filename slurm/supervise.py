@@ -13,10 +13,8 @@ is written as a line to RUN/supervisor.jsonl and to the job's log.
 
 RUN is the run's folder: docs/run_folder.md lists its files, which this program reads and writes without importing titan_disp.
 The decision depends on what the run wrote to RUN/events.jsonl, not on exit statuses, because torchrun and srun each
-change these. A start that neither ends the run nor saves and stops counts as a failure in RUN/requeue.json; a new
-complete checkpoint resets the count. The batch script writes the names of the signals that it receives to FILE.
-
-In a launch folder (RUN/launch/NAME/slurm), this program takes CONFIG and overrides from launch.json there.
+change these. slurm/README.md says what counts as a failure. The batch script writes the names of the signals that it
+receives to FILE. In a launch folder (RUN/launch/NAME/slurm), CONFIG and overrides come from launch.json there.
 """
 
 import collections
@@ -240,11 +238,8 @@ def judge_nodes(expected, reports, asked):
 
 
 def within(seconds, function, default=None):
-    """Return or raise what a function does, or return ``default`` if it takes longer than ``seconds``.
-
-    A call to a file system that hangs also hangs, and no signal ends it. So the function runs in a thread, which may be
-    left behind.
-    """
+    """Return or raise what a function does, or return ``default`` if it takes longer than ``seconds``."""
+    # No signal ends a call to a file system that hangs, so the function runs in a thread, which may be left behind.
     future = concurrent.futures.Future()
 
     def call():
@@ -435,10 +430,8 @@ class Supervisor:
         return subprocess.Popen(command, env=self.environment, start_new_session=True, **options)
 
     def begin_step(self, command, nodes=None, kill=True, **options):
-        """Begin a command on these nodes, or on all, by srun: one task on each with all memory and cores.
-
-        --cpus-per-task would be one number for all nodes, which fails on small nodes and leaves cores of large ones idle.
-        """
+        """Begin a command on these nodes, or on all, by srun: one task on each with all memory and cores."""
+        # --cpus-per-task would be one number for all nodes: too large for some, and too small for all cores of others.
         chosen = []
         if nodes not in (None, self.hosts):
             chosen = [f"--nodes={len(nodes)}", f"--ntasks={len(nodes)}", "--nodelist=" + ",".join(nodes)]
@@ -519,10 +512,7 @@ class Supervisor:
         return Outcome(FREEZE, "the environment is on every node")
 
     def freeze(self):
-        """Write what this job runs to RUN/launch, unless ``titan-disp submit`` has done so (cluster/freeze.py).
-
-        A requeued job reads the launch folder's address from a file in the user's home folder.
-        """
+        """Write what this job runs to RUN/launch, unless ``titan-disp submit`` has done so (cluster/freeze.py)."""
         if not self.launch:
             folders, problem, _ = self._ask("freeze", "--name", self.start, "--job.config_file", *self.argv)
             if self.signalled():
@@ -535,7 +525,7 @@ class Supervisor:
             self._read_launch(folders[-1])
             shutil.copyfile(self.environment["TITAN_DISP_SITE_FILE"], os.path.join(self.here, "site.sh"))
             try:
-                pointer = self.environment["TITAN_DISP_LAUNCH_POINTER"]
+                pointer = self.environment["TITAN_DISP_LAUNCH_POINTER"]  # which a requeued job reads
                 os.makedirs(os.path.dirname(pointer), exist_ok=True)
                 write(pointer, folders[-1])
             except (OSError, KeyError) as error:
@@ -594,10 +584,7 @@ class Supervisor:
         return reports, process.returncode
 
     def _await(self, process, end):
-        """Read a process's output until it ends; call ``end`` if a signal comes or ``check_seconds`` are over.
-
-        Returns (the lines of its output, its exit status, which is None if it did not end by itself).
-        """
+        """Return a process's lines and status: None if ``end`` ended it, at a signal or after ``check_seconds``."""
         lines = []
         reader = threading.Thread(target=lambda: lines.extend(process.stdout or ()), daemon=True)
         reader.start()
@@ -647,11 +634,7 @@ class Supervisor:
         return marked(lines, LAUNCH), wrong, status
 
     def prepare(self):
-        """Check the config once, rather than on every rank.
-
-        If this fails before the run has ever trained, the config or the environment is wrong, and the job ends. Later
-        they have worked before, so it is a failure like any other.
-        """
+        """Check the config once, rather than on every rank."""
         nproc = self._setting("NPROC", "gpu")
         given = ("--nodes", str(self.needed()), "--nproc", nproc, "--job.config_file", *self.argv)
         # A start within the job has the config of the former one.
@@ -665,15 +648,13 @@ class Supervisor:
         # At a restart, an earlier start of this job may still hold it.
         if status == IN_USE and self.restart == 0:
             return Outcome(END, "{} uses the run folder. Not requeued".format(self.owner() or "another job"), 2)
-        if self.restart == 0 and newest_checkpoint(self.run) < 1:  # never trained: 0 is a seed checkpoint
+        # What has trained has worked before. The checkpoint of step 0 is a seed.
+        if self.restart == 0 and newest_checkpoint(self.run) < 1:
             return Outcome(END, problem + ". Not requeued: fix the config or the environment", 2)
         return self.count_failure(problem)
 
     def owner(self):
-        """Return which other job holds the run folder's lock (run/folder.py), such as "job 6", or None.
-
-        The state in the folder belongs to that job: its counters and its stop file must not be changed.
-        """
+        """Return which other job holds the run folder's lock (run/folder.py) and thus owns its state: "job 6", or None."""
         with contextlib.suppress(OSError), open(self.file(".lock"), "r+", errors="replace") as lock:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -749,11 +730,8 @@ class Supervisor:
                 self.failed = found.groups()
 
     def silence(self):
-        """Return why the run counts as stuck, or "", from what rank 0 writes of itself (run/liveness.py).
-
-        Collective operations have time-outs, but only this notices a file system that hangs, with which the read would
-        hang, too. The time of the file is a file server's, so this node's clock measures since when it is the same.
-        """
+        """Return why the run counts as stuck, or "", from what rank 0 writes of itself (run/liveness.py)."""
+        # Collective operations have time-outs, but only this notices a file system that hangs. Then reading hangs, too.
         if self.looking is None or not self.looking.is_alive():
             self.looking = threading.Thread(target=self._look, daemon=True)
             self.looking.start()
@@ -773,7 +751,7 @@ class Supervisor:
     def _look(self):
         beat = read_json(self.file("heartbeat.json"))
         if beat != self.beat[0]:
-            self.beat = (beat, time.monotonic())
+            self.beat = (beat, time.monotonic())  # the file's own time is that of a file server
         with contextlib.suppress(OSError):
             size = os.path.getsize(self.file("events.jsonl"))
             if size == self.read or self.skips:
@@ -856,12 +834,7 @@ class Supervisor:
         return silent[0] if spoke and len(silent) == 1 else None
 
     def count_failure(self, reason, inside=False):
-        """Start again in this job (``inside``), requeue it, or give up after ``max_retries`` failures without a new checkpoint.
-
-        A checkpoint is new if its step is beyond all earlier ones. If damaged ones were set aside, a checkpoint that
-        this start saved at or below that step is new too, but only ``max_retries`` times: otherwise a run whose
-        checkpoints are always damaged would never end.
-        """
+        """Start again in this job (``inside``), requeue it, or give up after too many failures without a new checkpoint."""
         if not self.run:  # the config has not been read
             return self.not_counted(reason)
         owner = self.owner()
@@ -874,6 +847,7 @@ class Supervisor:
         if not (isinstance(failures, int) and isinstance(reached, int) and isinstance(again, int)) or step > reached:
             failures, reached, again = 0, step, 0
         elif again < self.max_retries and any(e.get("event") == "checkpoint" for e in events(self.run, self.start)):
+            # It repeated steps after damaged checkpoints. A run whose checkpoints are always damaged must end, however.
             failures, again = 0, again + 1
         failures += 1
         try:
@@ -956,10 +930,7 @@ class Supervisor:
         return False
 
     def exclusion(self):
-        """Return (nodes that the job excludes now, nodes to exclude from now on, those of the latter that have failed).
-
-        Nodes that this program has excluded (RUN/excluded.json) come off the list unless they are still bad.
-        """
+        """Return (nodes that the job excludes now, nodes to exclude from now on, those of the latter that have failed)."""
         listed = self.fields.get("ExcNodeList", "")
         try:
             now = [] if listed in ("", "(null)", "None", "N/A") else self.hostnames(listed)
@@ -967,6 +938,7 @@ class Supervisor:
             say(f"{error}: the excluded nodes stay as they are")
             return [listed], [listed], []
         before, bad = within(self.patience, lambda: (read_json(self.file("excluded.json")), self.bad_nodes()), ({}, []))
+        # Nodes that this program has excluded come off the list unless they are still bad.
         own = [node for node in now if before.get("job") != self.job or node not in before.get("nodes", ())]
         added = [node for node in bad if node not in own]
         return now, own + added, added
@@ -986,10 +958,7 @@ class Supervisor:
             within(self.patience, lambda: write(self.file("excluded.json"), text))
 
     def resubmission(self, excluded):
-        """Return the sbatch command for a job like this one, without these nodes.
-
-        Its options are those that ``submit`` has kept or SLURM remembers. A task of an array becomes a job of its own.
-        """
+        """Return the sbatch command for a job like this one, without these nodes. An array's task becomes its own job."""
         line = self.fields.get("SubmitLine", "")
         if not line:  # before 24.05
             sacct = ("sacct", "--noheader", "--allocations", "--parsable2", "--format=SubmitLine")
