@@ -48,14 +48,12 @@ LAST = 45.0  # seconds before the time limit at which a step that has not saved 
 WHOLE_LINES = ("JobName", "Command", "SubmitLine", "WorkDir", "Comment", "AdminComment", "SystemComment", "Extra")
 WHOLE_LINES += ("StdErr", "StdIn", "StdOut")
 LATER_SIGNAL = "sbatch --signal=B:USR1@SECONDS and TITAN_DISP_SIGNAL_SECONDS=SECONDS"
-# Variables of one start. A command that submits the job again sets all others.
-OWN = ("START", "RUN", "ENDPOINT", "HEAD", "NOTIFY", "SLURM_DIR", "SITE_FILE", "PREFIX_WORDS")
+# A command that submits the job again sets all variables but those of one start.
+GIVEN = r"TITAN_DISP_(?!(START|RUN|ENDPOINT|HEAD|NOTIFY|SLURM_DIR|SITE_FILE|LAUNCH_POINTER|PREFIX_WORDS)$)"
 # Errors that point to the node on which they were raised.
-SICK = re.compile(
-    r"(?i)\b((CUDA|HIP) error(?!: (device-side assert|out of memory|invalid))|ECC|Xid|Input/output error|Bus error)\b"
-)
+SICK = r"(?i)\b((CUDA|HIP) error(?!: (device-side assert|out of memory|invalid))|ECC|Xid|(Input/output|Bus) error)\b"
 # Errors that come from another rank's death.
-PEER = re.compile(r"(?i)closed by peer|reset by peer|broken pipe|remote process|NCCL error|ncclRemoteError")
+PEER = r"(?i)closed by peer|reset by peer|broken pipe|remote process|NCCL error|ncclRemoteError"
 TOP = 1 << 28  # bytes of the largest log that is rewritten to add a line at its top
 HERE = os.path.dirname(os.path.abspath(__file__))
 # No bytes in paths or in the output of commands may end the job, even if the locale is C.
@@ -275,30 +273,24 @@ class Supervisor:
     def __init__(self, argv, signals, environment=None, of_array=False, here=HERE):
         self.argv, self.signals = list(argv), signals
         self.environment = dict(os.environ if environment is None else environment)
-        self.given = [
-            (name, value)
-            for name, value in sorted(self.environment.items())
-            if name.startswith("TITAN_DISP_") and name[len("TITAN_DISP_") :] not in OWN and value
-        ]
+        self.given = [item for item in sorted(self.environment.items()) if re.match(GIVEN, item[0]) and item[1]]
         self.job = self.environment["SLURM_JOB_ID"]
         self.restart = int(self.environment.get("SLURM_RESTART_COUNT") or 0)
         # The name of this job in SLURM's commands. One task of an array has the array's own number, which would mean
         # all tasks. (A job that a task has submitted inherits these variables, but is not a task.)
         task = "{SLURM_ARRAY_JOB_ID}_{SLURM_ARRAY_TASK_ID}"
         self.address = task.format(**self.environment) if of_array else self.job
-        self.max_retries = int(self._number("MAX_RETRIES", 6))
-        given = self._setting("PAUSES", PAUSES)
-        if not re.match(r"^[0-9]{1,4}(,[0-9]{1,4})*$", given):
-            raise Failure(f"TITAN_DISP_PAUSES is {given!r}, expected minutes such as {PAUSES}")
-        self.pauses = [int(minutes) for minutes in given.split(",")]
-        self.spares = int(self._number("SPARES", 0))
+        self.max_retries = int(self._checked("MAX_RETRIES", 6))
+        pauses = self._checked("PAUSES", PAUSES, f"minutes such as {PAUSES}", r"^[0-9]{1,4}(,[0-9]{1,4})*$")
+        self.pauses = [int(minutes) for minutes in pauses.split(",")]
+        self.spares = int(self._checked("SPARES", 0))
         try:
             self.srun_args = shlex.split(self._setting("SRUN_ARGS"))
         except ValueError as error:
             raise Failure(f"TITAN_DISP_SRUN_ARGS cannot be split into words: {error}") from error
-        self.lead = int(self._number("SIGNAL_SECONDS", 300, "a whole number from 1", 1))  # pretrain.sbatch's --signal
-        number = r"^[0-9]{1,9}([.][0-9]*)?$"
-        self.check_seconds = self._number("CHECK_SECONDS", 600, "a number above 0", 1e-9, pattern=number)
+        self.lead = int(self._checked("SIGNAL_SECONDS", 300, "a whole number from 1", least=1))  # of sbatch --signal
+        seconds = self._checked("CHECK_SECONDS", 600, "a number above 0", "^[0-9]{1,9}([.][0-9]*)?$", least=1e-9)
+        self.check_seconds = float(seconds)
         self.here, self.run, self.launch = here, "", {}
         self._read_launch(os.path.dirname(here))
         self.heard = None  # the signal that this process received itself
@@ -327,7 +319,7 @@ class Supervisor:
         # The port is computed from the job's number, so that two jobs on one node do not use the same one. It is below
         # Linux's ephemeral ports (32768).
         own = 20000 + (int(self.job) + self.restart + 1000 * (self.starts - 1)) % 10000
-        self.port = int(self._number("PORT", own, "a whole number from 1 to 65535", 1, 65535))
+        self.port = int(self._checked("PORT", own, "a whole number from 1 to 65535", least=1, most=65535))
         self.used = []  # the nodes that train
         self.status = None  # srun's exit status, once training has ended
         self.stalled = ""  # why this process ended training
@@ -347,11 +339,11 @@ class Supervisor:
     def _setting(self, name, default=""):
         return self.environment.get("TITAN_DISP_" + name) or default
 
-    def _number(self, name, default, expected="a whole number from 0", least=0, most=10**9, pattern=r"^[0-9]{1,9}$"):
+    def _checked(self, name, default, expected="a whole number from 0", pattern="^[0-9]{1,9}$", least=0, most=10**9):
         text = str(self._setting(name, default))
-        if not re.match(pattern, text) or not least <= float(text) <= most:
+        if not re.match(pattern, text) or not all(least <= float(number) <= most for number in text.split(",")):
             raise Failure(f"TITAN_DISP_{name} is {text!r}, expected {expected}")
-        return float(text)
+        return text
 
     # ---- the cluster's commands
 
@@ -400,6 +392,9 @@ class Supervisor:
         """Tell whether SLURM has requeued this job, or even started it again, since this start began."""
         restarts = self.show_job().get("Restarts", "")
         return restarts.isdigit() and int(restarts) > self.restart
+
+    def hear(self, number, _):
+        self.heard = signal.Signals(number).name[len("SIG") :]
 
     def signalled(self):
         """Return all signals that the batch script or this process received, in order."""
@@ -459,29 +454,28 @@ class Supervisor:
 
     def tell(self, text):
         """Send a message to TITAN_DISP_NOTIFY, a command or the address of a webhook. It neither waits nor fails."""
-        target = self._setting("NOTIFY")
         text = f"titan-disp: job {self.address}, {self.run or self.argv[0]}: {text}"
-
-        def send():
-            try:
-                if re.match("https?://", target):
-                    body = json.dumps({"text": text}).encode()
-                    request = urllib.request.Request(target, body, {"Content-Type": "application/json"})
-                    urllib.request.urlopen(request, timeout=10).close()
-                else:
-                    command = shlex.split(target) + [text]
-                    subprocess.run(command, stdin=subprocess.DEVNULL, env=self.environment, timeout=60, check=True)
-            except Exception as error:
-                say(f"TITAN_DISP_NOTIFY failed: {type(error).__name__}")  # the address may hold a secret
-
+        target = self._setting("NOTIFY")
         if target:
-            self.messages.append(threading.Thread(target=send, daemon=True))
+            self.messages.append(threading.Thread(target=self._send, args=(target, text), daemon=True))
             self.messages[-1].start()
+
+    def _send(self, target, text):
+        try:
+            if re.match("https?://", target):
+                body = json.dumps({"text": text}).encode()
+                request = urllib.request.Request(target, body, {"Content-Type": "application/json"})
+                urllib.request.urlopen(request, timeout=10).close()
+            else:
+                command = shlex.split(target) + [text]
+                subprocess.run(command, stdin=subprocess.DEVNULL, env=self.environment, timeout=60, check=True)
+        except Exception as error:
+            say(f"TITAN_DISP_NOTIFY failed: {type(error).__name__}")  # the address may hold a secret
 
     # ---- states
 
     def check_time_limit(self):
-        """End the job if its time limit is so short that no start could train; otherwise return None."""
+        """Return the first state, or the end if the time limit is so short that no start could train."""
         limit = seconds_of(self.show_job().get("TimeLimit", ""))
         if limit is not None and limit <= self.lead:
             reason = (
@@ -491,7 +485,7 @@ class Supervisor:
             return Outcome(END, reason + LATER_SIGNAL, 2)
         if self.needed() < 1:
             return Outcome(END, f"TITAN_DISP_SPARES is {self.spares}, and no node of the job is left to train", 2)
-        return None
+        return Outcome(UNPACK, f"start {self.start} on {self.environment.get('SLURM_JOB_NODELIST')}")
 
     def unpack(self):
         """Unpack the environment's archive, if there is one, on every node's own disk."""
@@ -818,13 +812,13 @@ class Supervisor:
 
     def culprit(self, error, number, records):
         """Return the node that a failure of training points to, or None."""
-        if SICK.search(error.rpartition(" (")[0]) and number < len(self.used):
+        if re.search(SICK, error.rpartition(" (")[0]) and number < len(self.used):
             return self.used[number]
         per_node = gpus_asked(self.environment)
         if records and per_node:  # a rank that is dead or frozen writes no record of a time-out
             silent = set(range(len(self.used))) - {rank // per_node for rank in records}
             return self.used[silent.pop()] if len(silent) == 1 else None
-        if self.stalled or (error and not PEER.search(error)):
+        if self.stalled or (error and not re.search(PEER, error)):
             return None
         # The others complain of their peer. They may be faster than srun, which names the first task that ends.
         spoke = {node for node, _, _ in of_ranks(self.run, self.start, "error.json")}
@@ -853,10 +847,8 @@ class Supervisor:
         try:
             write(path, json.dumps({"failures": failures, "step": reached, "again": again, "reason": reason}))
         except OSError as error:
-            failures += self.uncounted()
+            failures += self.uncounted() if self.restart < MOST_RESTARTS else self.max_retries
             reason += f" ({path} cannot be written: {error.strerror})"
-            if self.restart >= MOST_RESTARTS:
-                failures = self.max_retries + 1
         where = f"newest checkpoint: step {step}" if step >= 0 else "no checkpoint yet"
         if failures > self.max_retries:
             self.forget()  # a user who submits the job again has fixed something
@@ -988,24 +980,24 @@ class Supervisor:
 
     def note(self, outcome):
         """Write a transition to the job's log and to RUN/supervisor.jsonl."""
-        say(f"{outcome.state}: {outcome.reason}")
+        text = f"{outcome.state}: {outcome.reason}"
+        say(text)
+        if outcome.state in FINAL:
+            self.tell(text)
         record = {"time": datetime.now(timezone.utc).isoformat(), "job": self.job, "restart": self.restart}
         record.update(start=self.start, state=outcome.state, reason=outcome.reason)
-
-        def append():
-            os.makedirs(self.run, exist_ok=True)
-            with open(self.file("supervisor.jsonl"), "a") as file:
-                file.write(json.dumps(record) + "\n")
-                file.flush()
-                self.noted = os.fstat(file.fileno()).st_mtime
-
-        if outcome.state in FINAL:
-            self.tell(f"{outcome.state}: {outcome.reason}")
         if self.run:
             try:
-                within(self.patience, append)
+                within(self.patience, lambda: self._append(json.dumps(record) + "\n"))
             except OSError as error:
                 say(f"{self.run} cannot be written: {error}")
+
+    def _append(self, line):
+        os.makedirs(self.run, exist_ok=True)
+        with open(self.file("supervisor.jsonl"), "a") as file:
+            file.write(line)
+            file.flush()
+            self.noted = os.fstat(file.fileno()).st_mtime
 
     def enter(self, state, method):
         """Run a state and return its outcome; it is a failure if the state raises or hangs with the file system."""
@@ -1026,8 +1018,7 @@ class Supervisor:
 
     def supervise(self):
         """Run the states and return the job's exit status."""
-        where = "start {} on {}".format(self.start, self.environment.get("SLURM_JOB_NODELIST"))
-        outcome = self.check_time_limit() or Outcome(UNPACK, where)
+        outcome = self.check_time_limit()
         self.note(outcome)
         while outcome.state not in FINAL:
             if outcome.state == CHECK and self.status is not None:
@@ -1070,12 +1061,8 @@ def main():
     except Failure as error:
         say(f"error: {error}")
         return 2
-
-    def hear(number, frame):
-        supervisor.heard = signal.Signals(number).name[len("SIG") :]
-
     for number in (signal.SIGUSR1, signal.SIGTERM):
-        signal.signal(number, hear)
+        signal.signal(number, supervisor.hear)
     threading.Thread(target=watch, args=(os.getppid(), supervisor), daemon=True).start()
     status = supervisor.supervise()
     for message in supervisor.messages:
