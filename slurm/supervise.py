@@ -128,9 +128,10 @@ def json_lines(path):
     return [line for line in found if isinstance(line, dict)]
 
 
-def events(run, start):
-    """Return the events that one start has written to events.jsonl."""
-    return [event for event in json_lines(os.path.join(run, "events.jsonl")) if event.get("job") == start]
+def events(run, start, *kinds):
+    """Return the events of these kinds that one start has written to events.jsonl."""
+    mine = [event for event in json_lines(os.path.join(run, "events.jsonl")) if event.get("job") == start]
+    return [event for event in mine if event.get("event") in kinds]
 
 
 def section(run, name):
@@ -571,10 +572,9 @@ class Supervisor:
         found = [report for report in marked(lines, NODE_REPORT) if isinstance(report, dict)]
         reports = {report["node"]: report for report in found if isinstance(report.get("node"), str)}
         with contextlib.suppress(OSError):  # keep the reports for later
-            folder = self.file("nodes", self.start)
-            os.makedirs(folder, exist_ok=True)
+            os.makedirs(self.file("nodes", self.start), exist_ok=True)
             for node, report in reports.items():
-                write(os.path.join(folder, node + ".json"), json.dumps(report))
+                write(self.file("nodes", self.start, node + ".json"), json.dumps(report))
         return reports, process.returncode
 
     def _await(self, process, end):
@@ -603,12 +603,9 @@ class Supervisor:
 
     def _failures_of_nodes(self):
         """Return node -> the times at which it failed within the last day, also if the clock was put back."""
-        times = {}
-        for node, failures in read_json(self.file("bad_nodes.json")).items():
-            recent = [t for t in failures if abs(time.time() - t) < 86400] if isinstance(failures, list) else []
-            if recent:
-                times[node] = recent
-        return times
+        kept = read_json(self.file("bad_nodes.json"))
+        lists = {node: times for node, times in kept.items() if isinstance(times, list)}
+        return {node: [t for t in times if abs(time.time() - t) < 86400] for node, times in lists.items()}
 
     def bad_nodes(self):
         """Return the nodes that have failed twice within a day."""
@@ -751,14 +748,14 @@ class Supervisor:
             if size == self.read or self.skips:
                 return
             self.read = size
-            self.skips = any(event.get("event") == "skip" for event in events(self.run, self.start))
+            self.skips = bool(events(self.run, self.start, "skip"))
             if self.skips:
                 self.tell("a step was skipped, because its loss or gradient was not finite")
 
     def decide(self):
         """Choose the next state from what this start has left in the run folder."""
-        mine = events(self.run, self.start)
-        last = next((e for e in reversed(mine) if e.get("event") in ("complete", "stop", "refused")), {})
+        ends = events(self.run, self.start, "complete", "stop", "refused")
+        last = ends[-1] if ends else {}
         kind, reason = last.get("event"), last.get("reason", "")
         signals = self.signalled()
         if kind == "complete":
@@ -840,7 +837,7 @@ class Supervisor:
         failures, reached, again = before.get("failures", 0), before.get("step", -1), before.get("again", 0)
         if not (isinstance(failures, int) and isinstance(reached, int) and isinstance(again, int)) or step > reached:
             failures, reached, again = 0, step, 0
-        elif again < self.max_retries and any(e.get("event") == "checkpoint" for e in events(self.run, self.start)):
+        elif again < self.max_retries and events(self.run, self.start, "checkpoint"):
             # It repeated steps after damaged checkpoints. A run whose checkpoints are always damaged must end, however.
             failures, again = 0, again + 1
         failures += 1
@@ -1071,7 +1068,4 @@ def main():
 
 
 if __name__ == "__main__":
-    result = main()
-    with contextlib.suppress(OSError, ValueError):
-        sys.stdout.flush()
-    os._exit(INTENDED + result)  # sys.exit would end with 120 if Python cannot flush its output
+    os._exit(INTENDED + main())  # sys.exit would end with 120 if Python cannot flush its output
