@@ -844,6 +844,7 @@ class Supervisor:
         try:
             write(path, json.dumps({"failures": failures, "step": reached, "again": again, "reason": reason}))
         except OSError as error:
+            inside = False  # otherwise each would be the first, and this job would start again and again
             failures += self.uncounted() if self.restart < MOST_RESTARTS else self.max_retries
             reason += f" ({path} cannot be written: {error.strerror})"
         where = f"newest checkpoint: step {step}" if step >= 0 else "no checkpoint yet"
