@@ -43,7 +43,6 @@ IN_USE = 3  # exit status of titan_disp.cluster.job_check if another job uses th
 INTENDED = 64  # added to the exit status, so that common.sh can tell it from that of a killed program
 PAUSES = "2,10,30,60"  # minutes before a requeue, after so many failures in a row
 MOST_RESTARTS = 50  # of a job whose failures cannot be counted (also in common.sh)
-LAST = 45.0  # seconds before the time limit at which a step that has not saved is killed, so that the job can requeue itself
 # These fields of scontrol take a whole line, and may contain anything, even the name of another field.
 WHOLE_LINES = ("JobName", "Command", "SubmitLine", "WorkDir", "Comment", "AdminComment", "SystemComment", "Extra")
 WHOLE_LINES += ("StdErr", "StdIn", "StdOut")
@@ -203,11 +202,9 @@ def gpus_asked(environment):
     names = ["SLURM_GPUS_PER_NODE", "SLURM_GPUS_ON_NODE"]
     if any(name in environment for name in names):  # otherwise the ranks run on CPUs, or nothing is known
         names.insert(0, "TITAN_DISP_NPROC")
-    for name in names:
-        found = re.match(r"^(?:[a-zA-Z][^:]*:)*(\d+)$", environment.get(name, ""))  # "8" or "h100:8"
-        if found:
-            return int(found.group(1))
-    return None
+    # "8" or "h100:8"
+    found = [re.match(r"^(?:[a-zA-Z][^:]*:)*(\d+)$", environment.get(name, "")) for name in names]
+    return next((int(number.group(1)) for number in found if number), None)
 
 
 def counted(number, noun, plural=None):
@@ -349,15 +346,13 @@ class Supervisor:
     # ---- the cluster's commands
 
     def call(self, *command, loud=False):
-        """Run a quick command; return its status (124 after a minute, 127 if it is missing) and, if it is 0, its stdout."""
+        """Run a quick command; return its status (127 if it cannot run or takes a minute) and, if it is 0, its stdout."""
         errors = None if loud else subprocess.DEVNULL
         try:
             done = subprocess.run(
                 command, stdout=subprocess.PIPE, stderr=errors, env=self.environment, timeout=60, **TEXT
             )
-        except subprocess.TimeoutExpired:
-            return 124, ""
-        except OSError as error:
+        except (OSError, subprocess.TimeoutExpired) as error:
             say(f"{command[0]}: {error}")
             return 127, ""
         return done.returncode, "" if done.returncode else done.stdout
@@ -693,7 +688,7 @@ class Supervisor:
                 say(f"{' and '.join(self.signalled())} received: asking all ranks to save and stop")
                 within(self.patience, self.ask_to_stop)
                 left = self.time_left()
-                last = min(LAST, self.lead / 2, left / 2)
+                last = min(45.0, self.lead / 2, left / 2)  # in which the step is killed and the job requeued
                 deadline = time.monotonic() + left - last
             self.stalled = self.silence()
             if deadline is not None and time.monotonic() > deadline:
@@ -959,8 +954,7 @@ class Supervisor:
             line = line.split()
         script = next((i for i, word in enumerate(line) if word.endswith(".sbatch")), 0)
         options = self.launch.get("sbatch") or [word for word in line[1:script] if not word.startswith("--array=")]
-        if not line:
-            options = options or ["[the options that you gave to sbatch]"]
+        options = options or ([] if line else ["[the options that you gave to sbatch]"])
         exclude = ["--exclude=" + ",".join(excluded)] if excluded else []
         return ["sbatch", *options, *exclude, os.path.join(self.here, "pretrain.sbatch"), *self.argv]
 
@@ -1008,10 +1002,9 @@ class Supervisor:
             if outcome is not None:
                 return outcome
             reason = f"{state}: no answer within {limit:.0f} s; does the file system of {self.run} hang?"
-        except Failure as error:
-            reason = f"{state}: {error}"
         except Exception as error:  # such as a lost file system; an error here must not end the run for good
-            reason = f"{state}: {type(error).__name__}: {error}"
+            kind = "" if isinstance(error, Failure) else type(error).__name__ + ": "
+            reason = f"{state}: {kind}{error}"
         return within(self.patience, lambda: self.count_failure(reason), self.not_counted(reason))
 
     def supervise(self):
