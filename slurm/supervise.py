@@ -287,25 +287,22 @@ class Supervisor:
         except ValueError as error:
             raise Failure(f"TITAN_DISP_SRUN_ARGS cannot be split into words: {error}") from error
         self.lead = int(self._checked("SIGNAL_SECONDS", 300, "a whole number from 1", least=1))  # of sbatch --signal
-        seconds = self._checked("CHECK_SECONDS", 600, "a number above 0", "^[0-9]{1,9}([.][0-9]*)?$", least=1e-9)
-        self.check_seconds = float(seconds)
+        self.check_seconds = float(self._checked("CHECK_SECONDS", 600, "a number above 0", r"^\d{1,9}([.]\d*)?$", 1e-9))
         self.here, self.run, self.launch = here, "", {}
         self._read_launch(os.path.dirname(here))
         self.heard = None  # the signal that this process received itself
         self.fields, self.hosts = {}, []  # of the job: scontrol's fields, its nodes
         self.dropped = set()  # nodes of this job that have failed
         self.messages = []  # threads that tell somebody
-        self.trained = False
-        # Seconds between two looks at signals, heartbeat and step; between two calls of scontrol, because slurmctld may
-        # be busy or failing over; that a step may take to end; and that SLURM may take to end this script after it has
-        # requeued the job.
+        self.starts, self.trained = 0, False
+        # Seconds between two looks at signals, heartbeat and step; between calls of scontrol, because slurmctld may be
+        # busy or failing over; that a step may take to end; that SLURM may take to end this script after a requeue.
         self.pause, self.requeue_pauses, self.kill_wait, self.last_wait = 0.5, (1, 2, 4, 8, 16), 60.0, 60.0
         self.quiet = 1800.0  # seconds without a heartbeat while Python and torchrun start or end
         self.patience = 20.0  # seconds that reading or writing a small file of the run folder may take
         self.grace = 5.0  # seconds in which the ranks write where their code is
         # The times of the last transition and of the beginning of training, by the clock of the run folder's file system.
         self.noted = self.began = time.time()
-        self.starts = 0
         self.begin()
 
     def begin(self):
@@ -314,8 +311,7 @@ class Supervisor:
         self.start = f"{self.job}.{self.restart}.{os.urandom(3).hex()}"
         self.environment["TITAN_DISP_START"] = self.start
         self.starts += 1
-        # The port is computed from the job's number, so that two jobs on one node do not use the same one. It is below
-        # Linux's ephemeral ports (32768).
+        # Two jobs on one node must not use the same port. Linux's ephemeral ports begin at 32768.
         own = 20000 + (int(self.job) + self.restart + 1000 * (self.starts - 1)) % 10000
         self.port = int(self._checked("PORT", own, "a whole number from 1 to 65535", least=1, most=65535))
         self.used = []  # the nodes that train
@@ -347,11 +343,9 @@ class Supervisor:
 
     def call(self, *command, loud=False):
         """Run a quick command; return its status (127 if it cannot run or takes a minute) and, if it is 0, its stdout."""
-        errors = None if loud else subprocess.DEVNULL
+        log = None if loud else subprocess.DEVNULL
         try:
-            done = subprocess.run(
-                command, stdout=subprocess.PIPE, stderr=errors, env=self.environment, timeout=60, **TEXT
-            )
+            done = subprocess.run(command, stdout=subprocess.PIPE, stderr=log, env=self.environment, timeout=60, **TEXT)
         except (OSError, subprocess.TimeoutExpired) as error:
             say(f"{command[0]}: {error}")
             return 127, ""
@@ -374,15 +368,6 @@ class Supervisor:
         """Return the seconds until the job's time limit, without end if there is none or SLURM does not answer."""
         left = seconds_of(self.call("squeue", "--noheader", "--job=" + self.address, "--format=%L")[1].strip())
         return float("inf") if left is None else left
-
-    def preempted(self):
-        return self.show_job().get("PreemptTime", "None") != "None"
-
-    def cancelled(self):
-        """Tell whether scancel ended the job. A job at its time limit or preempted is COMPLETING too."""
-        job = self.show_job()
-        ended = job.get("JobState") in ("CANCELLED", "COMPLETING") and job.get("Reason") != "TimeLimit"
-        return ended and not self.preempted()
 
     def requeued_already(self):
         """Tell whether SLURM has requeued this job, or even started it again, since this start began."""
@@ -463,8 +448,8 @@ class Supervisor:
                 request = urllib.request.Request(target, body, {"Content-Type": "application/json"})
                 urllib.request.urlopen(request, timeout=10).close()
             else:
-                command = shlex.split(target) + [text]
-                subprocess.run(command, stdin=subprocess.DEVNULL, env=self.environment, timeout=60, check=True)
+                words = shlex.split(target) + [text]
+                subprocess.run(words, stdin=subprocess.DEVNULL, env=self.environment, timeout=60, check=True)
         except Exception as error:
             say(f"TITAN_DISP_NOTIFY failed: {type(error).__name__}")  # the address may hold a secret
 
@@ -474,10 +459,8 @@ class Supervisor:
         """Return the first state, or the end if the time limit is so short that no start could train."""
         limit = seconds_of(self.show_job().get("TimeLimit", ""))
         if limit is not None and limit <= self.lead:
-            reason = (
-                f"the time limit is {limit} s, and SLURM signals the job {self.lead} s before it, so that every start "
-            )
-            reason += "would end before it has trained. Ask for a longer --time, or for a later signal with "
+            reason = f"the time limit is {limit} s, and SLURM signals the job {self.lead} s before it, so that every "
+            reason += "start would end before it has trained. Ask for a longer --time, or for a later signal with "
             return Outcome(END, reason + LATER_SIGNAL, 2)
         if self.needed() < 1:
             return Outcome(END, f"TITAN_DISP_SPARES is {self.spares}, and no node of the job is left to train", 2)
@@ -693,10 +676,8 @@ class Supervisor:
             self.stalled = self.silence()
             if deadline is not None and time.monotonic() > deadline:
                 self.kill_wait = min(self.kill_wait, 10.0)
-                self.stalled = (
-                    f"{last:.0f} s before the time limit, the last save had not ended. Give it more time, with "
-                )
-                self.stalled += LATER_SIGNAL
+                self.stalled = f"{last:.0f} s before the time limit, the last save had not ended. "
+                self.stalled += f"Give it more time, with {LATER_SIGNAL}"
             if self.stalled:
                 say(f"{self.stalled}; the step is ended")
                 self.tell(self.stalled)
@@ -758,7 +739,10 @@ class Supervisor:
             return Outcome(END, "the run is complete: step {}".format(last["step"]))
         if self.requeued_already():  # a second requeue would fail, or end the next start
             return Outcome(END, "SLURM has requeued the job itself")
-        if "TERM" in signals and self.cancelled():
+        preempted = self.fields.get("PreemptTime", "None") != "None"
+        ended = self.fields.get("JobState") in ("CANCELLED", "COMPLETING")
+        # SLURM has just been asked. A job that is preempted or at its time limit is COMPLETING, too.
+        if "TERM" in signals and ended and not preempted and self.fields.get("Reason") != "TimeLimit":
             return Outcome(END, "the job was cancelled")
         if kind == "refused":
             return Outcome(END, f"the run refused to start: {reason}. Not requeued: fix it, and submit again", 2)
@@ -774,7 +758,7 @@ class Supervisor:
         if self.status is None:
             told = f"asked to stop ({signals[0]}) before training began"
             # A time limit that leaves no time to train would come again; a preemption is no fault of the job.
-            if self.trained or signals[0] == "TERM" or self.preempted():
+            if self.trained or signals[0] == "TERM" or preempted:
                 return Outcome(REQUEUE, told)
             return self.count_failure(told)
         error, number = first_error(self.run, self.start)
