@@ -42,7 +42,7 @@ NODE_REPORT, LAUNCH = "titan-disp-node-report: ", "titan-disp-launch: "
 IN_USE = 3  # exit status of titan_disp.cluster.job_check if another job uses the run folder
 INTENDED = 64  # added to the exit status, so that common.sh can tell it from that of a killed program
 PAUSES = "2,10,30,60"  # minutes before a requeue, after so many failures in a row
-MOST_RESTARTS = 50  # of a job whose failures cannot be counted (also in common.sh)
+MOST_RESTARTS = 50  # of a job whose failures cannot be counted (also in the batch scripts)
 # These fields of scontrol take a whole line, and may contain anything, even the name of another field.
 WHOLE_LINES = ("JobName", "Command", "SubmitLine", "WorkDir", "Comment", "AdminComment", "SystemComment", "Extra")
 WHOLE_LINES += ("StdErr", "StdIn", "StdOut")
