@@ -8,21 +8,19 @@ A job passes through the states
 
     unpack -> freeze -> check nodes -> prepare -> train -> decide -> check nodes | requeue | end | give up
 
-Each state is a method of ``Supervisor`` that returns an ``Outcome``: the next state and the reason. Every transition is
-written as a line to RUN/supervisor.jsonl and to the job's log.
+The method of ``Supervisor`` with a state's name returns an ``Outcome``: the next state and the reason. Every transition
+is written as a line to RUN/supervisor.jsonl and to the job's log.
 
 RUN is the run's folder: docs/run_folder.md lists its files, which this program reads and writes without importing titan_disp.
 The decision depends on what the run wrote to RUN/events.jsonl, not on exit statuses, because torchrun and srun each
-change these. A start that neither ends the run nor saves and stops counts as a failure in RUN/requeue.json; a new
-complete checkpoint resets the count. The batch script writes the names of the signals that it receives to FILE.
-
-In a launch folder (RUN/launch/NAME/slurm), this program takes CONFIG and overrides from launch.json there.
+change these. slurm/README.md says what counts as a failure. The batch script writes the names of the signals that it
+receives to FILE. In a launch folder (RUN/launch/NAME/slurm), CONFIG and overrides come from launch.json there.
 """
 
 import collections
+import concurrent.futures
 import contextlib
 import fcntl
-import functools
 import glob
 import json
 import os
@@ -35,41 +33,33 @@ import sys
 import threading
 import time
 import urllib.request
-import uuid
 from datetime import datetime, timezone
 
 UNPACK, FREEZE, CHECK, PREPARE, TRAIN, DECIDE = "unpack", "freeze", "check nodes", "prepare", "train", "decide"
-REQUEUE, END, GIVE_UP = "requeue", "end", "give up"
+FINAL = REQUEUE, END, GIVE_UP = "requeue", "end", "give up"
 # These marks precede JSON that is meant for this program, on a line of output that may contain anything else.
 NODE_REPORT, LAUNCH = "titan-disp-node-report: ", "titan-disp-launch: "
 IN_USE = 3  # exit status of titan_disp.cluster.job_check if another job uses the run folder
-INTENDED = (
-    64  # added to the exit status, so that the batch script can tell it from that of a killed program (common.sh)
-)
-DAY = 86400.0
+INTENDED = 64  # added to the exit status, so that common.sh can tell it from that of a killed program
 PAUSES = "2,10,30,60"  # minutes before a requeue, after so many failures in a row
-MOST_RESTARTS = 50  # of a job whose failures cannot be counted (also in common.sh)
-LEAD = 300  # seconds before the time limit: pretrain.sbatch's --signal
-LAST = 45.0  # seconds before the time limit at which a step that has not saved is killed, so that the job can requeue itself
+MOST_RESTARTS = 50  # of a job whose failures cannot be counted (also in the batch scripts)
 # These fields of scontrol take a whole line, and may contain anything, even the name of another field.
 WHOLE_LINES = ("JobName", "Command", "SubmitLine", "WorkDir", "Comment", "AdminComment", "SystemComment", "Extra")
 WHOLE_LINES += ("StdErr", "StdIn", "StdOut")
-NOTHING = ("", "(null)", "None", "N/A")  # what scontrol prints for a field that is not set
-# Variables of one start. A command that submits the job again sets all others.
-OWN = ("START", "RUN", "ENDPOINT", "HEAD", "NOTIFY", "SLURM_DIR", "SITE_FILE", "PREFIX_WORDS")
+LATER_SIGNAL = "sbatch --signal=B:USR1@SECONDS and TITAN_DISP_SIGNAL_SECONDS=SECONDS"
+# A command that submits the job again sets all variables but those of one start.
+GIVEN = r"TITAN_DISP_(?!(START|RUN|ENDPOINT|HEAD|NOTIFY|SLURM_DIR|SITE_FILE|LAUNCH_POINTER|PREFIX_WORDS)$)"
 # Errors that point to the node on which they were raised.
-SICK = re.compile(
-    r"(?i)\b((CUDA|HIP) error(?!: (device-side assert|out of memory|invalid))|ECC|Xid|Input/output error|Bus error)\b"
-)
+SICK = r"(?i)\b((CUDA|HIP) error(?!: (device-side assert|out of memory|invalid))|ECC|Xid|(Input/output|Bus) error)\b"
 # Errors that come from another rank's death.
-PEER = re.compile(r"(?i)closed by peer|reset by peer|broken pipe|remote process|NCCL error|ncclRemoteError")
+PEER = r"(?i)closed by peer|reset by peer|broken pipe|remote process|NCCL error|ncclRemoteError"
 TOP = 1 << 28  # bytes of the largest log that is rewritten to add a line at its top
 HERE = os.path.dirname(os.path.abspath(__file__))
 # No bytes in paths or in the output of commands may end the job, even if the locale is C.
 TEXT = {"encoding": sys.getfilesystemencoding(), "errors": "surrogateescape"}
 
 
-# The next state and the reason for it; the exit status if it is END, and the seconds to wait if it is REQUEUE.
+# The next state and the reason for it; the exit status if it is END or GIVE_UP; the seconds to wait if it is REQUEUE.
 Outcome = collections.namedtuple("Outcome", "state reason status pause")
 Outcome.__new__.__defaults__ = ("", 0, 0)
 
@@ -90,19 +80,18 @@ def say(text):
     show(f"titan-disp: {now} {text}")
 
 
-def read_json(path, default):
-    """Read the JSON value of a file; return ``default`` if it cannot be read or has another type."""
-    try:
-        with open(path, **TEXT) as file:
-            content = json.load(file)
-    except (OSError, ValueError):
-        return default
-    return content if isinstance(content, type(default)) else default
+def read_json(path):
+    """Return the JSON object in a file, or an empty one if it cannot be read."""
+    content = None
+    with contextlib.suppress(OSError, ValueError), open(path, **TEXT) as file:
+        content = json.load(file)
+    return content if isinstance(content, dict) else {}
 
 
-def write_json(path, content):
-    with open(path + ".partial", "w") as file:
-        json.dump(content, file)
+def write(path, text):
+    """Write a file atomically."""
+    with open(path + ".partial", "w", **TEXT) as file:
+        file.write(text)
     os.replace(path + ".partial", path)
 
 
@@ -138,26 +127,24 @@ def json_lines(path):
     return [line for line in found if isinstance(line, dict)]
 
 
-def events(run, start):
-    """Return the events that one start has written to events.jsonl."""
-    return [event for event in json_lines(os.path.join(run, "events.jsonl")) if event.get("job") == start]
+def events(run, start, *kinds):
+    """Return the events of these kinds that one start has written to events.jsonl."""
+    mine = [event for event in json_lines(os.path.join(run, "events.jsonl")) if event.get("job") == start]
+    return [event for event in mine if event.get("event") in kinds]
 
 
 def section(run, name):
     """Return a section of the run's config, or an empty one if it is not known."""
-    options = read_json(os.path.join(run, "config.json"), {}).get(name)
+    options = read_json(os.path.join(run, "config.json")).get(name)
     return options if isinstance(options, dict) else {}
 
 
 def newest_checkpoint(run):
     """Return the step of the newest complete checkpoint, or -1 if there is none."""
-    folder = section(run, "checkpoint").get("folder")
-    steps = [-1]
-    for path in glob.glob(os.path.join(glob.escape(run), str(folder or "checkpoint"), "step-*", ".metadata")):
-        name = os.path.basename(os.path.dirname(path))[len("step-") :]
-        if name.isdigit():
-            steps.append(int(name))
-    return max(steps)
+    folder = str(section(run, "checkpoint").get("folder") or "checkpoint")
+    paths = glob.glob(os.path.join(glob.escape(run), folder, "step-*", ".metadata"))
+    steps = [re.search(r"/step-([0-9]+)/[.]metadata$", path) for path in paths]
+    return max([-1] + [int(step.group(1)) for step in steps if step])
 
 
 def of_ranks(run, start, name):
@@ -172,10 +159,9 @@ def first_error(run, start):
     for node, _, path in of_ranks(run, start, "error.json"):
         # A node that died may have left an unfinished file, which must not hide the others.
         with contextlib.suppress(AttributeError, LookupError, TypeError, ValueError):
-            message = read_json(path, {})["message"]
-            found.append(
-                (int(message["extraInfo"]["timestamp"]), message["message"].strip().splitlines()[0], path, node)
-            )
+            message = read_json(path)["message"]
+            text = message["message"].strip().splitlines()[0]
+            found.append((int(message["extraInfo"]["timestamp"]), text, path, node))
     if not found:
         return "", None
     _, text, path, node = min(found)
@@ -216,11 +202,9 @@ def gpus_asked(environment):
     names = ["SLURM_GPUS_PER_NODE", "SLURM_GPUS_ON_NODE"]
     if any(name in environment for name in names):  # otherwise the ranks run on CPUs, or nothing is known
         names.insert(0, "TITAN_DISP_NPROC")
-    for name in names:
-        found = re.match(r"^(?:[a-zA-Z][^:]*:)*(\d+)$", environment.get(name, ""))  # "8" or "h100:8"
-        if found:
-            return int(found.group(1))
-    return None
+    # "8" or "h100:8"
+    found = [re.match(r"^(?:[a-zA-Z][^:]*:)*(\d+)$", environment.get(name, "")) for name in names]
+    return next((int(number.group(1)) for number in found if number), None)
 
 
 def counted(number, noun, plural=None):
@@ -250,26 +234,19 @@ def judge_nodes(expected, reports, asked):
 
 
 def within(seconds, function, default=None):
-    """Return or raise what a function does, or return ``default`` if it takes longer than ``seconds``.
-
-    A call to a file system that hangs also hangs, and no signal ends it. So the function runs in a thread, which may be
-    left behind.
-    """
-    found = []
+    """Return or raise what a function does, or return ``default`` if it takes longer than ``seconds``."""
+    # No signal ends a call to a file system that hangs, so the function runs in a thread, which may be left behind.
+    future = concurrent.futures.Future()
 
     def call():
         try:
-            found.append((function(), None))
+            future.set_result(function())
         except Exception as error:
-            found.append((default, error))
+            future.set_exception(error)
 
-    thread = threading.Thread(target=call, daemon=True)
-    thread.start()
-    thread.join(seconds)
-    value, error = found[0] if found else (default, None)
-    if error is not None:
-        raise error
-    return value
+    threading.Thread(target=call, daemon=True).start()
+    done, _ = concurrent.futures.wait([future], seconds)
+    return future.result() if done else default
 
 
 def task_of_array(path, environment):
@@ -279,9 +256,8 @@ def task_of_array(path, environment):
         with open(path, encoding="utf-8") as file:
             return [str(word) for word in json.load(file)["points"][int(number)]["argv"]]
     except (OSError, ValueError, LookupError, TypeError) as error:
-        raise Failure(
-            f"task {number!r} of the array has no point in {path}: {type(error).__name__}: {error}"
-        ) from error
+        cause = f"{type(error).__name__}: {error}"
+        raise Failure(f"task {number!r} of the array has no point in {path}: {cause}") from error
 
 
 def kill_group(process):
@@ -295,114 +271,91 @@ class Supervisor:
     def __init__(self, argv, signals, environment=None, of_array=False, here=HERE):
         self.argv, self.signals = list(argv), signals
         self.environment = dict(os.environ if environment is None else environment)
-        self.given = [
-            (name, value)
-            for name, value in sorted(self.environment.items())
-            if name.startswith("TITAN_DISP_") and name[len("TITAN_DISP_") :] not in OWN and value
-        ]
+        self.given = [item for item in sorted(self.environment.items()) if re.match(GIVEN, item[0]) and item[1]]
         self.job = self.environment["SLURM_JOB_ID"]
         self.restart = int(self.environment.get("SLURM_RESTART_COUNT") or 0)
         # The name of this job in SLURM's commands. One task of an array has the array's own number, which would mean
         # all tasks. (A job that a task has submitted inherits these variables, but is not a task.)
         task = "{SLURM_ARRAY_JOB_ID}_{SLURM_ARRAY_TASK_ID}"
         self.address = task.format(**self.environment) if of_array else self.job
-        self.max_retries = int(self._number("MAX_RETRIES", 6))
-        given = self._setting("PAUSES", PAUSES)
-        if not re.match(r"^[0-9]{1,4}(,[0-9]{1,4})*$", given):
-            raise Failure(f"TITAN_DISP_PAUSES is {given!r}, expected minutes such as {PAUSES}")
-        self.pauses = [int(minutes) for minutes in given.split(",")]
-        self.spares = int(self._number("SPARES", 0))
+        self.max_retries = int(self._checked("MAX_RETRIES", 6))
+        pauses = self._checked("PAUSES", PAUSES, f"minutes such as {PAUSES}", r"^[0-9]{1,4}(,[0-9]{1,4})*$")
+        self.pauses = [int(minutes) for minutes in pauses.split(",")]
+        self.spares = int(self._checked("SPARES", 0))
         try:
-            shlex.split(self._setting("SRUN_ARGS", ""))
+            self.srun_args = shlex.split(self._setting("SRUN_ARGS"))
         except ValueError as error:
             raise Failure(f"TITAN_DISP_SRUN_ARGS cannot be split into words: {error}") from error
-        self.lead = int(self._number("SIGNAL_SECONDS", LEAD, 1))
-        self.check_seconds = self._number("CHECK_SECONDS", 600, 1e-9, whole=False)
+        self.lead = int(self._checked("SIGNAL_SECONDS", 300, "a whole number from 1", least=1))  # of sbatch --signal
+        self.check_seconds = float(self._checked("CHECK_SECONDS", 600, "a number above 0", r"^\d{1,9}([.]\d*)?$", 1e-9))
         self.here, self.run, self.launch = here, "", {}
         self._read_launch(os.path.dirname(here))
         self.heard = None  # the signal that this process received itself
-        self.fields, self.hosts, self.used = {}, [], []  # of the job: scontrol's fields, its nodes, those that train
+        self.fields, self.hosts = {}, []  # of the job: scontrol's fields, its nodes
         self.dropped = set()  # nodes of this job that have failed
         self.messages = []  # threads that tell somebody
-        self.trained = False
-        # Seconds between two looks at signals, heartbeat and step; between two calls of scontrol, because slurmctld may
-        # be busy or failing over; that a step may take to end; and that SLURM may take to end this script after it has
-        # requeued the job.
+        self.starts, self.trained = 0, False
+        # Seconds between two looks at signals, heartbeat and step; between calls of scontrol, because slurmctld may be
+        # busy or failing over; that a step may take to end; that SLURM may take to end this script after a requeue.
         self.pause, self.requeue_pauses, self.kill_wait, self.last_wait = 0.5, (1, 2, 4, 8, 16), 60.0, 60.0
         self.quiet = 1800.0  # seconds without a heartbeat while Python and torchrun start or end
         self.patience = 20.0  # seconds that reading or writing a small file of the run folder may take
         self.grace = 5.0  # seconds in which the ranks write where their code is
         # The times of the last transition and of the beginning of training, by the clock of the run folder's file system.
         self.noted = self.began = time.time()
-        self.starts = 0
         self.begin()
 
     def begin(self):
         """Begin a start: at the beginning of the job, or after a failure within it."""
         # The number of a job may come again when SLURM's own count begins anew, but not with these digits.
-        self.start = f"{self.job}.{self.restart}.{uuid.uuid4().hex[:6]}"
+        self.start = f"{self.job}.{self.restart}.{os.urandom(3).hex()}"
         self.environment["TITAN_DISP_START"] = self.start
         self.starts += 1
-        # The port is computed from the job's number, so that two jobs on one node do not use the same one. It is below
-        # Linux's ephemeral ports (32768).
+        # Two jobs on one node must not use the same port. Linux's ephemeral ports begin at 32768.
         own = 20000 + (int(self.job) + self.restart + 1000 * (self.starts - 1)) % 10000
-        self.port = int(self._number("PORT", own, 1, 65535))
+        self.port = int(self._checked("PORT", own, "a whole number from 1 to 65535", least=1, most=65535))
+        self.used = []  # the nodes that train
         self.status = None  # srun's exit status, once training has ended
         self.stalled = ""  # why this process ended training
         self.failed = None  # the first task that srun says has failed: (node, what srun says)
-        self.beat = ({}, time.monotonic())  # the newest heartbeat, and when it was first seen
-        self.looking = None  # the thread that reads the heartbeat
-        self.seen = False  # whether this start has had a heartbeat
-        self.read, self.skips = 0, False  # bytes of events.jsonl when it was last read; whether a step was skipped
 
     def _read_launch(self, folder):
         """Take the run folder, CONFIG and overrides from a launch folder (cluster/freeze.py), if this is one."""
         if os.path.basename(os.path.dirname(folder)) == "launch":
-            with open(
-                os.path.join(folder, "launch.json"), **TEXT
-            ) as file:  # the batch script starts again if this fails
+            # The batch script starts again if this fails.
+            with open(os.path.join(folder, "launch.json"), **TEXT) as file:
                 self.launch = json.load(file)
             self.argv, self.run, self.here = self.launch["argv"], self.launch["run"], os.path.join(folder, "slurm")
 
-    def _setting(self, name, default):
+    def file(self, *names):
+        return os.path.join(self.run, *names)
+
+    def _setting(self, name, default=""):
         return self.environment.get("TITAN_DISP_" + name) or default
 
-    def _number(self, name, default, least=0, most=10**9, whole=True):
+    def _checked(self, name, default, expected="a whole number from 0", pattern="^[0-9]{1,9}$", least=0, most=10**9):
         text = str(self._setting(name, default))
-        if (
-            not re.match(r"^[0-9]{1,9}$" if whole else r"^[0-9]{1,9}([.][0-9]*)?$", text)
-            or not least <= float(text) <= most
-        ):
-            up_to = f" to {most}" if most < 10**9 else ""
-            expected = f"a whole number from {least}{up_to}" if whole else "a number above 0"
+        if not re.match(pattern, text) or not all(least <= float(number) <= most for number in text.split(",")):
             raise Failure(f"TITAN_DISP_{name} is {text!r}, expected {expected}")
-        return float(text)
+        return text
 
     # ---- the cluster's commands
 
-    def call(self, *command, **options):
-        """Run a quick command; return (status, stdout), with status 124 after a minute and 127 if it is missing."""
+    def call(self, *command, loud=False):
+        """Run a quick command; return its status (127 if it cannot run or takes a minute) and, if it is 0, its stdout."""
+        log = None if loud else subprocess.DEVNULL
         try:
-            done = subprocess.run(
-                command,
-                stdout=subprocess.PIPE,
-                stderr=None if options.get("loud") else subprocess.DEVNULL,
-                env=self.environment,
-                timeout=60,
-                **TEXT,
-            )
-        except subprocess.TimeoutExpired:
-            return 124, ""
-        except OSError as error:
+            done = subprocess.run(command, stdout=subprocess.PIPE, stderr=log, env=self.environment, timeout=60, **TEXT)
+        except (OSError, subprocess.TimeoutExpired) as error:
             say(f"{command[0]}: {error}")
             return 127, ""
-        return done.returncode, done.stdout
+        return done.returncode, "" if done.returncode else done.stdout
 
     def show_job(self):
         """Return the fields of ``scontrol show job``, or the last known ones if slurmctld does not answer."""
-        status, text = self.call("scontrol", "show", "job", self.address)
+        _, text = self.call("scontrol", "show", "job", self.address)
         found = {}
-        for line in text.replace(" JobName=", "\nJobName=", 1).splitlines() if status == 0 else ():
+        for line in text.replace(" JobName=", "\nJobName=", 1).splitlines():
             name, _, value = line.strip().partition("=")
             if name in WHOLE_LINES:
                 found[name] = value
@@ -412,44 +365,33 @@ class Supervisor:
         return self.fields
 
     def time_left(self):
-        """Return the seconds until the job's time limit, or None if there is none or SLURM does not answer."""
-        status, text = self.call("squeue", "--noheader", "--job=" + self.address, "--format=%L")
-        return seconds_of(text.strip()) if status == 0 else None
-
-    def preempted(self):
-        return self.show_job().get("PreemptTime", "None") != "None"
-
-    def cancelled(self):
-        """Tell whether scancel ended the job. A job at its time limit or preempted is COMPLETING too."""
-        job = self.show_job()
-        ended = job.get("JobState") in ("CANCELLED", "COMPLETING") and job.get("Reason") != "TimeLimit"
-        return ended and not self.preempted()
+        """Return the seconds until the job's time limit, without end if there is none or SLURM does not answer."""
+        left = seconds_of(self.call("squeue", "--noheader", "--job=" + self.address, "--format=%L")[1].strip())
+        return float("inf") if left is None else left
 
     def requeued_already(self):
         """Tell whether SLURM has requeued this job, or even started it again, since this start began."""
         restarts = self.show_job().get("Restarts", "")
         return restarts.isdigit() and int(restarts) > self.restart
 
-    def received(self):
+    def hear(self, number, _):
+        self.heard = signal.Signals(number).name[len("SIG") :]
+
+    def signalled(self):
         """Return all signals that the batch script or this process received, in order."""
         names = []
         with contextlib.suppress(OSError), open(self.signals) as file:
             names = file.read().split()
         return names + ([self.heard] if self.heard else [])
 
-    def signalled(self):
-        """Return the first signal received, or None."""
-        return next(iter(self.received()), None)
-
     def hostnames(self, names):
         """Return the nodes of a list as SLURM writes it, such as gpu[01-80], or raise Failure."""
         for pause in (0,) + self.requeue_pauses:
             time.sleep(pause)
             status, text = self.call("scontrol", "show", "hostnames", names)
-            if status == 0 and text.split():
+            if text.split():
                 return text.split()
-        tries = 1 + len(self.requeue_pauses)
-        raise Failure(f"scontrol show hostnames {names} failed {tries} times (status {status})")
+        raise Failure(f"scontrol show hostnames {names} failed {1 + len(self.requeue_pauses)} times (status {status})")
 
     def nodes(self):
         """Return the job's nodes in SLURM's order, without those that have failed."""
@@ -460,74 +402,69 @@ class Supervisor:
         """Return how many nodes train: those of the job without its spares."""
         return int(self.environment.get("SLURM_NNODES") or len(self.nodes()) + len(self.dropped)) - self.spares
 
-    def step(self, *command, **options):
-        """Start a command on every node (``nodes``: on these) by srun, one task on each with all memory and cores.
-
-        --cpus-per-task would be one number for all nodes, which fails on small nodes and leaves cores of large ones idle.
-        """
-        kill, nodes = options.pop("kill_on_bad_exit", True), options.pop("nodes", None)
-        chosen = [f"--nodes={len(nodes)}", f"--ntasks={len(nodes)}", "--nodelist=" + ",".join(nodes)] if nodes else []
-        command = self.srun(*chosen, "--ntasks-per-node=1", f"--kill-on-bad-exit={kill:d}") + list(command)
+    def begin_process(self, command, **options):
         return subprocess.Popen(command, env=self.environment, start_new_session=True, **options)
 
+    def begin_step(self, command, nodes=None, kill=True, **options):
+        """Begin a command on these nodes, or on all, by srun: one task on each with all memory and cores."""
+        # --cpus-per-task would be one number for all nodes: too large for some, and too small for all cores of others.
+        chosen = []
+        if nodes not in (None, self.hosts):
+            chosen = [f"--nodes={len(nodes)}", f"--ntasks={len(nodes)}", "--nodelist=" + ",".join(nodes)]
+        srun = self.srun(*chosen, "--ntasks-per-node=1", f"--kill-on-bad-exit={kill:d}")
+        return self.begin_process(srun + command, **options)
+
     def srun(self, *arguments):
-        return ["srun", *arguments, "--mem=0", "--cpu-bind=none"] + shlex.split(self._setting("SRUN_ARGS", ""))
+        return ["srun", *arguments, "--mem=0", "--cpu-bind=none", *self.srun_args]
 
     def script(self, name, *arguments):
         return ["bash", os.path.join(self.here, name), *arguments]
 
     def end_step(self, process):
         """End a step whose processes may hang: kill them, and then srun if it has not ended."""
-        status, text = self.call("squeue", "--noheader", "--steps", "--job=" + self.address, "--format=%i")
-        found = re.findall(r"(?m)^\s*(\d+(?:_\d+)?\.\d+)\s*$", text)  # without .batch, which is this process
-        steps = found if status == 0 else []
+        _, text = self.call("squeue", "--noheader", "--steps", "--job=" + self.address, "--format=%i")
+        steps = re.findall(r"(?m)^\s*(\d+(?:_\d+)?\.\d+)\s*$", text)  # without .batch, which is this process
         for name in steps:
             self.call("scancel", "--signal=KILL", name)
         if not steps:
             process.terminate()  # srun forwards it to the tasks
-        for end in (lambda: None, process.kill):
-            end()
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(self.kill_wait)
-                return
+        try:
+            process.wait(self.kill_wait)
+        except subprocess.TimeoutExpired:
+            process.kill()
 
     def tell(self, text):
         """Send a message to TITAN_DISP_NOTIFY, a command or the address of a webhook. It neither waits nor fails."""
-        target = self._setting("NOTIFY", "")
         text = f"titan-disp: job {self.address}, {self.run or self.argv[0]}: {text}"
-
-        def send():
-            try:
-                if re.match("https?://", target):
-                    body = json.dumps({"text": text}).encode()
-                    request = urllib.request.Request(target, body, {"Content-Type": "application/json"})
-                    urllib.request.urlopen(request, timeout=10).close()
-                else:
-                    command = shlex.split(target) + [text]
-                    subprocess.run(command, stdin=subprocess.DEVNULL, env=self.environment, timeout=60, check=True)
-            except Exception as error:
-                say(f"TITAN_DISP_NOTIFY failed: {type(error).__name__}")  # the address may hold a secret
-
+        target = self._setting("NOTIFY")
         if target:
-            self.messages.append(threading.Thread(target=send, daemon=True))
+            self.messages.append(threading.Thread(target=self._send, args=(target, text), daemon=True))
             self.messages[-1].start()
+
+    def _send(self, target, text):
+        try:
+            if re.match("https?://", target):
+                body = json.dumps({"text": text}).encode()
+                request = urllib.request.Request(target, body, {"Content-Type": "application/json"})
+                urllib.request.urlopen(request, timeout=10).close()
+            else:
+                words = shlex.split(target) + [text]
+                subprocess.run(words, stdin=subprocess.DEVNULL, env=self.environment, timeout=60, check=True)
+        except Exception as error:
+            say(f"TITAN_DISP_NOTIFY failed: {type(error).__name__}")  # the address may hold a secret
 
     # ---- states
 
     def check_time_limit(self):
-        """End the job if its time limit is so short that no start could train; otherwise return None."""
+        """Return the first state, or the end if the time limit is so short that no start could train."""
         limit = seconds_of(self.show_job().get("TimeLimit", ""))
         if limit is not None and limit <= self.lead:
-            return Outcome(
-                END,
-                f"the time limit is {limit} s, and SLURM signals the job {self.lead} s before it, so that every start would "
-                "end before it has trained. Ask for a longer --time, or for a later signal with sbatch "
-                "--signal=B:USR1@SECONDS and TITAN_DISP_SIGNAL_SECONDS=SECONDS",
-                2,
-            )
+            reason = f"the time limit is {limit} s, and SLURM signals the job {self.lead} s before it, so that every "
+            reason += "start would end before it has trained. Ask for a longer --time, or for a later signal with "
+            return Outcome(END, reason + LATER_SIGNAL, 2)
         if self.needed() < 1:
             return Outcome(END, f"TITAN_DISP_SPARES is {self.spares}, and no node of the job is left to train", 2)
-        return None
+        return Outcome(UNPACK, f"start {self.start} on {self.environment.get('SLURM_JOB_NODELIST')}")
 
     def unpack(self):
         """Unpack the environment's archive, if there is one, on every node's own disk."""
@@ -537,42 +474,33 @@ class Supervisor:
         local = os.path.join(self._setting("LOCAL", "/tmp"), "titan-disp-" + self.job)
         say(f"environment: {archive} to {local} on every node")
         tar = local + ".tar"
-        copy = functools.partial(subprocess.Popen, ["sbcast", "--force", archive, tar], env=self.environment)
-        extract = functools.partial(self.step, *self.script("unpack.sh", tar))
-        # sbcast is not a step, so it is killed as a process.
-        for begin, end in ((copy, subprocess.Popen.kill), (extract, self.end_step)):
-            process = begin()
-            _, finished = self._await(process, self.check_seconds, end)
-            if self.signalled():
-                return Outcome(DECIDE, "signalled while the environment was unpacked")
-            if process.returncode != 0 or not finished:
-                return self.count_failure(f"the environment {archive} could not be unpacked on every node")
+        _, status = self._await(self.begin_process(["sbcast", "--force", archive, tar]), kill_group)
+        if status == 0 and not self.signalled():
+            _, status = self._await(self.begin_step(self.script("unpack.sh", tar)), self.end_step)
+        if self.signalled():
+            return Outcome(DECIDE, "signalled while the environment was unpacked")
+        if status != 0:
+            return self.count_failure(f"the environment {archive} could not be unpacked on every node")
         self.environment["TITAN_DISP_PYTHON"] = local + "/bin/python"
         return Outcome(FREEZE, "the environment is on every node")
 
     def freeze(self):
-        """Write what this job runs to RUN/launch, unless ``titan-disp submit`` has done so (cluster/freeze.py).
-
-        A requeued job reads the launch folder's address from a file in the user's home folder.
-        """
+        """Write what this job runs to RUN/launch, unless ``titan-disp submit`` has done so (cluster/freeze.py)."""
         if not self.launch:
-            lines, problem, _ = self._ask("freeze", "--name", self.start, "--job.config_file", *self.argv)
+            folders, problem, _ = self._ask("freeze", "--name", self.start, "--job.config_file", *self.argv)
             if self.signalled():
                 return Outcome(DECIDE, "signalled while the config was read")
-            folders = marked(lines, LAUNCH)
             if problem and self.restart > 0:  # a file system may be unavailable
                 return self.count_failure(problem)
             if problem or not folders:
-                return Outcome(
-                    END, (problem or "the config could not be read") + ". Not requeued: fix it, and submit again", 2
-                )
+                problem = problem or "the config could not be read"
+                return Outcome(END, problem + ". Not requeued: fix it, and submit again", 2)
             self._read_launch(folders[-1])
             shutil.copyfile(self.environment["TITAN_DISP_SITE_FILE"], os.path.join(self.here, "site.sh"))
             try:
-                pointer = self.environment["TITAN_DISP_LAUNCH_POINTER"]
+                pointer = self.environment["TITAN_DISP_LAUNCH_POINTER"]  # which a requeued job reads
                 os.makedirs(os.path.dirname(pointer), exist_ok=True)
-                with open(pointer, "w", **TEXT) as file:
-                    file.write(folders[-1])
+                write(pointer, folders[-1])
             except (OSError, KeyError) as error:
                 say(f"a requeue will read the config again, because {error} cannot be written")
         return Outcome(CHECK, f"this job runs {self.here[: -len('/slurm')]}")
@@ -581,7 +509,6 @@ class Supervisor:
         """Ask every node what is wrong with it; the answers must come within ``check_seconds``."""
         expected, needed = self.nodes(), self.needed()
         if self._setting("CHECK_NODES", "1") == "0":
-            self.used = expected[:needed]
             return Outcome(PREPARE, "the check of the nodes is switched off")
         reports, status = self._node_reports(expected)
         if self.signalled():
@@ -595,10 +522,8 @@ class Supervisor:
             reason += f"; SLURM says that {', '.join(down)} cannot run jobs" if down else ""
             problems = {node: [reason] for node in down}
         elif len(problems) > max(1, len(expected) // 4):
-            reason = (
-                f"{len(problems)} of {len(expected)} nodes fail their check, which counts as the job's failure and not as "
-                f"theirs: {reason}"
-            )
+            many = f"{len(problems)} of {len(expected)} nodes fail their check"
+            reason = f"{many}, which counts as the job's failure and not as theirs: {reason}"
             problems = {}
         elif problems:
             reason = "nodes that cannot train: " + reason
@@ -607,55 +532,44 @@ class Supervisor:
         if len(able) >= needed:
             self.used = able[:needed]
             spare = f", {len(able) - needed} to spare" if self.spares else ""
-            return Outcome(
-                PREPARE, counted(len(self.used), "node") + " can train" + spare + (f" ({reason})" if reason else "")
-            )
+            others = f" ({reason})" if reason else ""
+            return Outcome(PREPARE, f"{counted(needed, 'node')} can train{spare}{others}")
         return self.count_failure(reason or f"{counted(len(able), 'node')} of the {needed} that train are left")
 
     def _down(self, nodes):
         """Return those of the nodes that SLURM itself calls down, drained, failing or not responding (*)."""
-        status, text = self.call("sinfo", "--noheader", "--Node", "--nodes=" + ",".join(nodes), "--format=%N %T")
-        found = re.findall(r"(?m)^(\S+) (?:\S*\*|down\S*|drain\S*|fail\S*)$", text) if status == 0 else []
-        return sorted(set(found))
+        _, text = self.call("sinfo", "--noheader", "--Node", "--nodes=" + ",".join(nodes), "--format=%N %T")
+        return sorted(set(re.findall(r"(?m)^(\S+) (?:\S*\*|down\S*|drain\S*|fail\S*)$", text)))
 
     def _node_reports(self, nodes):
         """Return (node -> report, srun's status). A node that hangs has no report, and the step is ended."""
-        chosen = nodes if self.dropped else None
-        command = self.script("node.sh", "check")
-        process = self.step(*command, nodes=chosen, kill_on_bad_exit=False, stdout=subprocess.PIPE, **TEXT)
-        lines, finished = self._await(process, self.check_seconds, self.end_step)
-        if not finished and not self.signalled():
+        process = self.begin_step(self.script("node.sh", "check"), nodes, kill=False, stdout=subprocess.PIPE, **TEXT)
+        lines, status = self._await(process, self.end_step)
+        if status is None and not self.signalled():
             say(f"the check of the nodes has taken {self.check_seconds:.0f} s and is ended")
-        reports = {
-            report["node"]: report
-            for report in marked(lines, NODE_REPORT)
-            if isinstance(report, dict) and isinstance(report.get("node"), str)
-        }
+        found = [report for report in marked(lines, NODE_REPORT) if isinstance(report, dict)]
+        reports = {report["node"]: report for report in found if isinstance(report.get("node"), str)}
         with contextlib.suppress(OSError):  # keep the reports for later
-            folder = os.path.join(self.run, "nodes", self.start)
-            os.makedirs(folder, exist_ok=True)
+            os.makedirs(self.file("nodes", self.start), exist_ok=True)
             for node, report in reports.items():
-                write_json(os.path.join(folder, node + ".json"), report)
+                write(self.file("nodes", self.start, node + ".json"), json.dumps(report))
         return reports, process.returncode
 
-    def _await(self, process, seconds, end):
-        """Read a process's output until it ends; call ``end`` if a signal comes or its time is over.
-
-        Returns (the lines of its output, whether it ended by itself).
-        """
+    def _await(self, process, end):
+        """Return a process's lines and status: None if ``end`` ended it, at a signal or after ``check_seconds``."""
         lines = []
         reader = threading.Thread(target=lambda: lines.extend(process.stdout or ()), daemon=True)
         reader.start()
-        deadline = time.monotonic() + seconds
+        deadline = time.monotonic() + self.check_seconds
         while process.poll() is None and time.monotonic() < deadline and not self.signalled():
             time.sleep(min(self.pause, 0.2))
-        finished = process.poll() is not None
-        if not finished:
+        status = process.poll()
+        if status is None:
             end(process)
         with contextlib.suppress(subprocess.TimeoutExpired):  # nothing ends a process whose file system hangs
             process.wait(self.kill_wait)
         reader.join(5)
-        return lines, finished
+        return lines, status
 
     def _remember(self, problems):
         """Record which nodes failed."""
@@ -663,69 +577,54 @@ class Supervisor:
         for node in problems:
             times[node] = times.get(node, []) + [time.time()]
         with contextlib.suppress(OSError):
-            write_json(os.path.join(self.run, "bad_nodes.json"), times)
+            write(self.file("bad_nodes.json"), json.dumps(times))
 
     def _failures_of_nodes(self):
         """Return node -> the times at which it failed within the last day, also if the clock was put back."""
-        times = {}
-        for node, failures in read_json(os.path.join(self.run, "bad_nodes.json"), {}).items():
-            recent = [t for t in failures if abs(time.time() - t) < DAY] if isinstance(failures, list) else []
-            if recent:
-                times[node] = recent
-        return times
+        kept = read_json(self.file("bad_nodes.json"))
+        lists = {node: times for node, times in kept.items() if isinstance(times, list)}
+        return {node: [t for t in times if abs(time.time() - t) < 86400] for node, times in lists.items()}
 
     def bad_nodes(self):
         """Return the nodes that have failed twice within a day."""
         return sorted(node for node, times in self._failures_of_nodes().items() if len(times) >= 2)
 
     def _ask(self, what, *arguments):
-        """Run node.sh on the first node; return (the lines of its output, what is wrong or "", its exit status)."""
+        """Run node.sh on the first node and print its output; return (what it marks, what is wrong or "", its status)."""
         command = self.script("node.sh", what, *arguments)
-        if self._setting("SRUN_ARGS", ""):  # the interpreter may be in a container that srun starts
+        if self.srun_args:  # the interpreter may be in a container that srun starts
             command = self.srun("--nodes=1", "--ntasks=1", "--nodelist=" + self.nodes()[0]) + command
-        process = subprocess.Popen(
-            command, env=self.environment, stdout=subprocess.PIPE, start_new_session=True, **TEXT
-        )
-        lines, finished = self._await(process, self.check_seconds, kill_group)
+        lines, status = self._await(self.begin_process(command, stdout=subprocess.PIPE, **TEXT), kill_group)
         wrong = ""
-        if not finished:
+        if status is None:
             wrong = f"the check of the config took more than {self.check_seconds:.0f} s"
-        elif process.returncode:
-            wrong = f"the config could not be checked (status {process.returncode}); the lines above say why"
-        return lines, wrong, process.returncode
+        elif status:
+            wrong = f"the config could not be checked (status {status}); the lines above say why"
+        return marked(lines, LAUNCH), wrong, status
 
     def prepare(self):
-        """Check the config once, rather than on every rank.
-
-        If this fails before the run has ever trained, the config or the environment is wrong, and the job ends. Later
-        they have worked before, so it is a failure like any other.
-        """
-        first = self.restart == 0 and newest_checkpoint(self.run) < 1  # 0: a seed checkpoint
+        """Check the config once, rather than on every rank."""
         nproc = self._setting("NPROC", "gpu")
         given = ("--nodes", str(self.needed()), "--nproc", nproc, "--job.config_file", *self.argv)
         # A start within the job has the config of the former one.
-        lines, problem, status = ([], "", 0) if self.trained else self._ask("prepare", *given)
-        for line in lines:
-            show(line.rstrip("\n"))
+        _, problem, status = ([], "", 0) if self.trained else self._ask("prepare", *given)
         if self.signalled():
             return Outcome(DECIDE, "signalled while the config was checked")
         if not problem:
             if self.held():
-                return Outcome(END, f"{self.stop_file()} exists, so nothing was trained. Remove the file to continue")
+                return Outcome(END, f"{self.file('stop')} exists, so nothing was trained. Remove the file to continue")
             return Outcome(TRAIN, "the config can start on these nodes")
         # At a restart, an earlier start of this job may still hold it.
         if status == IN_USE and self.restart == 0:
             return Outcome(END, "{} uses the run folder. Not requeued".format(self.owner() or "another job"), 2)
-        if first:
+        # What has trained has worked before. The checkpoint of step 0 is a seed.
+        if self.restart == 0 and newest_checkpoint(self.run) < 1:
             return Outcome(END, problem + ". Not requeued: fix the config or the environment", 2)
         return self.count_failure(problem)
 
     def owner(self):
-        """Return which other job holds the run folder's lock (run/folder.py), such as "job 6", or None.
-
-        The state in the folder belongs to that job: its counters and its stop file must not be changed.
-        """
-        with contextlib.suppress(OSError), open(os.path.join(self.run, ".lock"), "r+", errors="replace") as lock:
+        """Return which other job holds the run folder's lock (run/folder.py) and thus owns its state: "job 6", or None."""
+        with contextlib.suppress(OSError), open(self.file(".lock"), "r+", errors="replace") as lock:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
@@ -733,12 +632,9 @@ class Supervisor:
                 return None if job == self.job else f"job {job}"
         return None
 
-    def stop_file(self):
-        return os.path.join(self.run, "stop")
-
     def held(self):
         """Tell whether a user has asked the run to stop. A stop file from a job contains the name of its start."""
-        with contextlib.suppress(OSError), open(self.stop_file(), errors="replace") as file:
+        with contextlib.suppress(OSError), open(self.file("stop"), errors="replace") as file:
             return not re.match(r"^\d+\.\d+(\.[0-9a-f]{6})?$", file.read().strip())
         return False
 
@@ -747,11 +643,9 @@ class Supervisor:
         if self.held() or self.owner():  # a user's file asks for the same
             return
         try:
-            with open(self.stop_file() + ".partial", "w") as file:
-                file.write(self.start + "\n")
-            os.replace(self.stop_file() + ".partial", self.stop_file())
+            write(self.file("stop"), self.start + "\n")
         except OSError as error:
-            say(f"{self.stop_file()} cannot be written, so the ranks are not asked to stop: {error.strerror}")
+            say(f"{self.file('stop')} cannot be written, so the ranks are not asked to stop: {error.strerror}")
 
     def train(self):
         """Run torchrun on every node until it ends, or until the run is silent for longer than it allows itself."""
@@ -762,29 +656,28 @@ class Supervisor:
         self.environment["TITAN_DISP_RUN"] = self.run
         # torchrun gives ranks 30 s after a SIGTERM by default. Give them as long as SLURM's signal does.
         self.environment.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(self.lead))
-        self.beat = ({}, time.monotonic())
+        self.beat = ({}, time.monotonic())  # the newest heartbeat, and when it was first seen
+        self.looking = None  # the thread that reads the heartbeat
+        self.seen = False  # whether this start has had a heartbeat
+        self.read, self.skips = 0, False  # bytes of events.jsonl when it was last read; whether a step was skipped
         self.began, self.trained = self.noted, True
         command = self.script("node.sh", "train", "--job.config_file", *self.argv)
-        chosen = self.used if self.used != self.hosts else None
-        process = self.step(*command, nodes=chosen, stderr=subprocess.PIPE, **TEXT)
+        process = self.begin_step(command, self.used, stderr=subprocess.PIPE, **TEXT)
         reader = threading.Thread(target=self._listen, args=(process.stderr,), daemon=True)
         reader.start()
-        asked, deadline = False, None
+        deadline = None  # of the last save, once the ranks have been asked to stop
         while process.poll() is None:
-            if self.signalled() and not asked:
-                asked = True
-                say(f"{self.signalled()} received: asking all ranks to save and stop")
+            if self.signalled() and deadline is None:
+                say(f"{' and '.join(self.signalled())} received: asking all ranks to save and stop")
                 within(self.patience, self.ask_to_stop)
                 left = self.time_left()
-                last = min(LAST, self.lead / 2, (left or 0) / 2)
-                deadline = None if left is None else time.monotonic() + left - last
+                last = min(45.0, self.lead / 2, left / 2)  # in which the step is killed and the job requeued
+                deadline = time.monotonic() + left - last
             self.stalled = self.silence()
             if deadline is not None and time.monotonic() > deadline:
                 self.kill_wait = min(self.kill_wait, 10.0)
-                self.stalled = (
-                    f"{last:.0f} s before the time limit, the last save had not ended. Give it more time, with sbatch "
-                    "--signal=B:USR1@SECONDS and TITAN_DISP_SIGNAL_SECONDS=SECONDS"
-                )
+                self.stalled = f"{last:.0f} s before the time limit, the last save had not ended. "
+                self.stalled += f"Give it more time, with {LATER_SIGNAL}"
             if self.stalled:
                 say(f"{self.stalled}; the step is ended")
                 self.tell(self.stalled)
@@ -804,58 +697,57 @@ class Supervisor:
                 self.failed = found.groups()
 
     def silence(self):
-        """Return why the run counts as stuck, or "", from what rank 0 writes of itself (run/liveness.py).
-
-        Collective operations have time-outs, but only this notices a file system that hangs, with which the read would
-        hang, too. The time of the file is a file server's, so this node's clock measures since when it is the same.
-        """
+        """Return why the run counts as stuck, or "", from what rank 0 writes of itself (run/liveness.py)."""
+        # Collective operations have time-outs, but only this notices a file system that hangs. Then reading hangs, too.
         if self.looking is None or not self.looking.is_alive():
             self.looking = threading.Thread(target=self._look, daemon=True)
             self.looking.start()
         self.looking.join(self.pause)
         beat, since = self.beat
         silent = time.monotonic() - since
+        allowed, doing = self.quiet, "at its end" if self.seen else "at its start"
         if beat.get("start") == self.start and isinstance(beat.get("allowed_seconds"), (int, float)):
             self.seen = True
             allowed, doing = beat["allowed_seconds"], "at step {} ({})".format(beat.get("step"), beat.get("doing"))
-        elif self.seen or not self._setting("MODULE", ""):  # another module may not write heartbeats
-            allowed, doing = self.quiet, "at its end" if self.seen else "at its start"
-        else:
+        elif not self.seen and self._setting("MODULE"):  # another module may not write heartbeats
             return ""
-        if silent > allowed + self.grace:
-            return f"rank 0 has been silent for {silent:.0f} s {doing}, and {allowed:.0f} s are allowed"
-        return ""
+        if silent <= allowed + self.grace:
+            return ""
+        return f"rank 0 has been silent for {silent:.0f} s {doing}, and {allowed:.0f} s are allowed"
 
     def _look(self):
-        beat = read_json(os.path.join(self.run, "heartbeat.json"), {})
+        beat = read_json(self.file("heartbeat.json"))
         if beat != self.beat[0]:
-            self.beat = (beat, time.monotonic())
-        size = self.read
+            self.beat = (beat, time.monotonic())  # the file's own time is that of a file server
         with contextlib.suppress(OSError):
-            size = os.path.getsize(os.path.join(self.run, "events.jsonl"))
-        if size != self.read and not self.skips:
+            size = os.path.getsize(self.file("events.jsonl"))
+            if size == self.read or self.skips:
+                return
             self.read = size
-            self.skips = any(event.get("event") == "skip" for event in events(self.run, self.start))
+            self.skips = bool(events(self.run, self.start, "skip"))
             if self.skips:
                 self.tell("a step was skipped, because its loss or gradient was not finite")
 
     def decide(self):
         """Choose the next state from what this start has left in the run folder."""
-        mine = events(self.run, self.start)
-        last = next((e for e in reversed(mine) if e.get("event") in ("complete", "stop", "refused")), {})
+        ends = events(self.run, self.start, "complete", "stop", "refused")
+        last = ends[-1] if ends else {}
         kind, reason = last.get("event"), last.get("reason", "")
-        signalled = self.signalled()
+        signals = self.signalled()
         if kind == "complete":
             self.forget()
             return Outcome(END, "the run is complete: step {}".format(last["step"]))
         if self.requeued_already():  # a second requeue would fail, or end the next start
             return Outcome(END, "SLURM has requeued the job itself")
-        if "TERM" in self.received() and self.cancelled():
+        preempted = self.fields.get("PreemptTime", "None") != "None"
+        ended = self.fields.get("JobState") in ("CANCELLED", "COMPLETING")
+        # SLURM has just been asked. A job that is preempted or at its time limit is COMPLETING, too.
+        if "TERM" in signals and ended and not preempted and self.fields.get("Reason") != "TimeLimit":
             return Outcome(END, "the job was cancelled")
         if kind == "refused":
             return Outcome(END, f"the run refused to start: {reason}. Not requeued: fix it, and submit again", 2)
         if kind == "stop":
-            asked, options = signalled or last.get("kind") == "signal", section(self.run, "checkpoint")
+            asked, options = signals or last.get("kind") == "signal", section(self.run, "checkpoint")
             stopped = "stopped at step {}".format(last["step"])
             if asked and (options.get("enable") is False or options.get("load_only") is True):
                 return self.count_failure(f"{stopped} ({reason}), and nothing is saved with this [checkpoint] section")
@@ -864,9 +756,9 @@ class Supervisor:
                 return Outcome(REQUEUE, "saved at step {} and stopped: {}".format(last["step"], reason))
             return Outcome(END, f"{stopped}: {reason}")
         if self.status is None:
-            told = f"asked to stop ({signalled}) before training began"
+            told = f"asked to stop ({signals[0]}) before training began"
             # A time limit that leaves no time to train would come again; a preemption is no fault of the job.
-            if self.trained or signalled == "TERM" or self.preempted():
+            if self.trained or signals[0] == "TERM" or preempted:
                 return Outcome(REQUEUE, told)
             return self.count_failure(told)
         error, number = first_error(self.run, self.start)
@@ -884,10 +776,10 @@ class Supervisor:
         if records:
             more = f" and {len(records) - 1} more" if len(records) > 1 else ""
             reason += f"; NCCL's flight recorder: {records[min(records)]}{more}"
-        if signalled:
-            reason = f"asked to stop ({signalled}) but not saved in time; {reason}"
+        if signals:
+            reason = f"asked to stop ({signals[0]}) but not saved in time; {reason}"
         culprit = self.culprit(error, number, records)
-        if culprit and not signalled and not self.owner():
+        if culprit and not signals and not self.owner():
             reason += f". This counts against node {culprit}"
             self._remember([culprit])
             if len(self.nodes()) > self.needed():
@@ -896,13 +788,13 @@ class Supervisor:
 
     def culprit(self, error, number, records):
         """Return the node that a failure of training points to, or None."""
-        if SICK.search(error.rpartition(" (")[0]) and number < len(self.used):
+        if re.search(SICK, error.rpartition(" (")[0]) and number < len(self.used):
             return self.used[number]
         per_node = gpus_asked(self.environment)
         if records and per_node:  # a rank that is dead or frozen writes no record of a time-out
             silent = set(range(len(self.used))) - {rank // per_node for rank in records}
             return self.used[silent.pop()] if len(silent) == 1 else None
-        if self.stalled or (error and not PEER.search(error)):
+        if self.stalled or (error and not re.search(PEER, error)):
             return None
         # The others complain of their peer. They may be faster than srun, which names the first task that ends.
         spoke = {node for node, _, _ in of_ranks(self.run, self.start, "error.json")}
@@ -912,45 +804,35 @@ class Supervisor:
         return silent[0] if spoke and len(silent) == 1 else None
 
     def count_failure(self, reason, inside=False):
-        """Start again in this job (``inside``), requeue it, or give up after ``max_retries`` failures without a new checkpoint.
-
-        A checkpoint is new if its step is beyond all earlier ones. If damaged ones were set aside, a checkpoint that
-        this start saved at or below that step is new too, but only ``max_retries`` times: otherwise a run whose
-        checkpoints are always damaged would never end.
-        """
+        """Start again in this job (``inside``), requeue it, or give up after too many failures without a new checkpoint."""
         if not self.run:  # the config has not been read
             return self.not_counted(reason)
         owner = self.owner()
         if owner:
             return Outcome(END, f"{owner} uses the run folder. Not requeued; {reason}", 2)
-        path = os.path.join(self.run, "requeue.json")
-        before = read_json(path, {})
+        path = self.file("requeue.json")
+        before = read_json(path)
         step = newest_checkpoint(self.run)
         failures, reached, again = before.get("failures", 0), before.get("step", -1), before.get("again", 0)
         if not (isinstance(failures, int) and isinstance(reached, int) and isinstance(again, int)) or step > reached:
             failures, reached, again = 0, step, 0
-        elif again < self.max_retries and any(e.get("event") == "checkpoint" for e in events(self.run, self.start)):
+        elif again < self.max_retries and events(self.run, self.start, "checkpoint"):
+            # It repeated steps after damaged checkpoints. A run whose checkpoints are always damaged must end, however.
             failures, again = 0, again + 1
         failures += 1
         try:
-            write_json(path, {"failures": failures, "step": reached, "again": again, "reason": reason})
+            write(path, json.dumps({"failures": failures, "step": reached, "again": again, "reason": reason}))
         except OSError as error:
-            failures += self.uncounted()
+            inside = False  # otherwise each would be the first, and this job would start again and again
+            failures += self.uncounted() if self.restart < MOST_RESTARTS else self.max_retries
             reason += f" ({path} cannot be written: {error.strerror})"
-            if self.restart >= MOST_RESTARTS:
-                failures = self.max_retries + 1
         where = f"newest checkpoint: step {step}" if step >= 0 else "no checkpoint yet"
         if failures > self.max_retries:
             self.forget()  # a user who submits the job again has fixed something
-            return Outcome(
-                GIVE_UP,
-                f"GIVEN UP after {counted(failures, 'failure')} in a row without a new checkpoint ({where}). The last one: "
-                f"{reason}",
-            )
-        told = (
-            f"failure {failures} of at most {counted(self.max_retries, 'retry', 'retries')} without a new checkpoint "
-            f"({where}): {reason}"
-        )
+            told = f"GIVEN UP after {counted(failures, 'failure')} in a row without a new checkpoint ({where}). "
+            return Outcome(GIVE_UP, f"{told}The last one: {reason}", 1)
+        most = counted(self.max_retries, "retry", "retries")
+        told = f"failure {failures} of at most {most} without a new checkpoint ({where}): {reason}"
         if inside and failures == 1 and self.can_start_again():
             return Outcome(CHECK, f"{told}. Starting again in this job")
         return Outcome(REQUEUE, told, pause=60 * self.pauses[min(failures, len(self.pauses)) - 1])
@@ -958,7 +840,7 @@ class Supervisor:
     def not_counted(self, reason):
         """Requeue after a failure that cannot be counted in the run folder, as long as SLURM's restarts permit."""
         if self.restart >= MOST_RESTARTS:
-            return Outcome(GIVE_UP, f"GIVEN UP after {self.restart} restarts. The last failure: {reason}")
+            return Outcome(GIVE_UP, f"GIVEN UP after {self.restart} restarts. The last failure: {reason}", 1)
         return Outcome(REQUEUE, reason + " (not counted)", pause=60 * self.pauses[0])
 
     def can_start_again(self):
@@ -966,27 +848,25 @@ class Supervisor:
         if not self.trained or self.signalled() or self._setting("RESTART_IN_JOB", "1") == "0":
             return False
         self.dropped.update(self._down(self.nodes()))
-        left = self.time_left()
-        return len(self.nodes()) >= self.needed() and (left is None or left > 2 * self.lead)
+        return len(self.nodes()) >= self.needed() and self.time_left() > 2 * self.lead
 
     def uncounted(self):
         """Return how often SLURM has restarted the job since this program could last write to the run folder."""
-        lines = json_lines(os.path.join(self.run, "supervisor.jsonl"))
+        lines = json_lines(self.file("supervisor.jsonl"))
         restarts = [line["restart"] for line in lines if line.get("job") == self.job and "restart" in line]
         return self.restart - restarts[-1] if restarts else 0
 
     def forget(self):
         with contextlib.suppress(OSError):
-            os.remove(os.path.join(self.run, "requeue.json"))
+            os.remove(self.file("requeue.json"))
 
     # ---- ends
 
     def requeue(self, pause=0):
         """Requeue the job; return 0 if another one was submitted, else 1 (SLURM ends a requeued job meanwhile)."""
         for i, wait in enumerate(self.requeue_pauses):
-            status = 0
-            if not self.requeued_already():  # otherwise the call would end the next start
-                status, _ = self.call("scontrol", "requeue", self.address, loud=True)
+            # If SLURM has requeued the job already, the call would end the next start.
+            status = 0 if self.requeued_already() else self.call("scontrol", "requeue", self.address, loud=True)[0]
             if status == 0 or self.requeued_already():  # the answer may have been lost
                 later = pause and self._update(f"StartTime=now+{pause}")
                 say("requeued" + (f", to start in {pause // 60} minutes" if later else ""))
@@ -1019,21 +899,15 @@ class Supervisor:
         return False
 
     def exclusion(self):
-        """Return (nodes that the job excludes now, nodes to exclude from now on, those of the latter that have failed).
-
-        Nodes that this program has excluded (RUN/excluded.json) come off the list unless they are still bad.
-        """
+        """Return (nodes that the job excludes now, nodes to exclude from now on, those of the latter that have failed)."""
         listed = self.fields.get("ExcNodeList", "")
         try:
-            now = [] if listed in NOTHING else self.hostnames(listed)
+            now = [] if listed in ("", "(null)", "None", "N/A") else self.hostnames(listed)
         except Failure as error:
             say(f"{error}: the excluded nodes stay as they are")
             return [listed], [listed], []
-
-        def read():
-            return read_json(os.path.join(self.run, "excluded.json"), {}), self.bad_nodes()
-
-        before, bad = within(self.patience, read, ({}, []))
+        before, bad = within(self.patience, lambda: (read_json(self.file("excluded.json")), self.bad_nodes()), ({}, []))
+        # Nodes that this program has excluded come off the list unless they are still bad.
         own = [node for node in now if before.get("job") != self.job or node not in before.get("nodes", ())]
         added = [node for node in bad if node not in own]
         return now, own + added, added
@@ -1048,35 +922,23 @@ class Supervisor:
             say("this SLURM does not let a job exclude nodes: submit it again with --exclude=" + ",".join(names))
 
     def _remember_excluded(self, job, nodes):
-        path = os.path.join(self.run, "excluded.json")
+        text = json.dumps({"job": job, "nodes": nodes})
         with contextlib.suppress(OSError):
-            within(self.patience, lambda: write_json(path, {"job": job, "nodes": nodes}))
+            within(self.patience, lambda: write(self.file("excluded.json"), text))
 
     def resubmission(self, excluded):
-        """Return the sbatch command for a job like this one, without these nodes.
-
-        Its options are those that ``submit`` has kept or SLURM remembers. A task of an array becomes a job of its own.
-        """
+        """Return the sbatch command for a job like this one, without these nodes. An array's task becomes its own job."""
         line = self.fields.get("SubmitLine", "")
         if not line:  # before 24.05
-            accounts = (
-                "sacct",
-                "--noheader",
-                "--allocations",
-                "--parsable2",
-                "--format=SubmitLine",
-                "--jobs",
-                self.address,
-            )
-            line = self.call(*accounts)[1].strip()
+            sacct = ("sacct", "--noheader", "--allocations", "--parsable2", "--format=SubmitLine")
+            line = self.call(*sacct, "--jobs=" + self.address)[1].strip()
         try:
             line = shlex.split(line)
         except ValueError:
             line = line.split()
         script = next((i for i, word in enumerate(line) if word.endswith(".sbatch")), 0)
         options = self.launch.get("sbatch") or [word for word in line[1:script] if not word.startswith("--array=")]
-        if not line:
-            options = options or ["[the options that you gave to sbatch]"]
+        options = options or ([] if line else ["[the options that you gave to sbatch]"])
         exclude = ["--exclude=" + ",".join(excluded)] if excluded else []
         return ["sbatch", *options, *exclude, os.path.join(self.here, "pretrain.sbatch"), *self.argv]
 
@@ -1085,84 +947,74 @@ class Supervisor:
         say(text)
         path = self.fields.get("StdOut") or self.show_job().get("StdOut", "")
         with contextlib.suppress(OSError), open(path, "rb+") as file:  # as bytes, to keep a progress bar's \r
-            if os.path.getsize(path) > TOP:
-                return
-            content = file.read()
-            file.seek(0)
-            file.write(f"titan-disp: {text}\n\n".encode("utf-8", "surrogateescape") + content)
+            if os.path.getsize(path) <= TOP:
+                content = file.read()
+                file.seek(0)
+                file.write(f"titan-disp: {text}\n\n".encode("utf-8", "surrogateescape") + content)
 
     # ---- the state machine
 
     def note(self, outcome):
         """Write a transition to the job's log and to RUN/supervisor.jsonl."""
-        say(f"{outcome.state}: {outcome.reason}")
+        text = f"{outcome.state}: {outcome.reason}"
+        say(text)
+        if outcome.state in FINAL:
+            self.tell(text)
         record = {"time": datetime.now(timezone.utc).isoformat(), "job": self.job, "restart": self.restart}
         record.update(start=self.start, state=outcome.state, reason=outcome.reason)
-
-        def write():
-            os.makedirs(self.run, exist_ok=True)
-            with open(os.path.join(self.run, "supervisor.jsonl"), "a") as file:
-                file.write(json.dumps(record) + "\n")
-                file.flush()
-                self.noted = os.fstat(file.fileno()).st_mtime
-
-        if outcome.state in (REQUEUE, END, GIVE_UP):
-            self.tell(f"{outcome.state}: {outcome.reason}")
         if self.run:
             try:
-                within(self.patience, write)
+                within(self.patience, lambda: self._append(json.dumps(record) + "\n"))
             except OSError as error:
                 say(f"{self.run} cannot be written: {error}")
+
+    def _append(self, line):
+        os.makedirs(self.run, exist_ok=True)
+        with open(self.file("supervisor.jsonl"), "a") as file:
+            file.write(line)
+            file.flush()
+            self.noted = os.fstat(file.fileno()).st_mtime
 
     def enter(self, state, method):
         """Run a state and return its outcome; it is a failure if the state raises or hangs with the file system."""
         limit = 3 * self.check_seconds + 4 * self.kill_wait
         if state == DECIDE:
-            limit = min(self.check_seconds, self.lead / 2) if self.received() else self.check_seconds
+            limit = min(self.check_seconds, self.lead / 2) if self.signalled() else self.check_seconds
         try:
             # Training has no limit, and does not wait for files.
             outcome = method() if state == TRAIN else within(limit, method)
             if outcome is not None:
                 return outcome
             reason = f"{state}: no answer within {limit:.0f} s; does the file system of {self.run} hang?"
-        except Failure as error:
-            reason = f"{state}: {error}"
         except Exception as error:  # such as a lost file system; an error here must not end the run for good
-            reason = f"{state}: {type(error).__name__}: {error}"
+            kind = "" if isinstance(error, Failure) else type(error).__name__ + ": "
+            reason = f"{state}: {kind}{error}"
         return within(self.patience, lambda: self.count_failure(reason), self.not_counted(reason))
 
     def supervise(self):
         """Run the states and return the job's exit status."""
-        states = {
-            UNPACK: self.unpack,
-            FREEZE: self.freeze,
-            CHECK: self.check_nodes,
-            PREPARE: self.prepare,
-            TRAIN: self.train,
-            DECIDE: self.decide,
-        }
-        where = "start {} on {}".format(self.start, self.environment.get("SLURM_JOB_NODELIST"))
-        outcome = self.check_time_limit() or Outcome(UNPACK, where)
+        outcome = self.check_time_limit()
         self.note(outcome)
-        while outcome.state in states:
+        while outcome.state not in FINAL:
             if outcome.state == CHECK and self.status is not None:
                 self.begin()
-            outcome = self.enter(outcome.state, states[outcome.state])
+            outcome = self.enter(outcome.state, getattr(self, outcome.state.replace(" ", "_")))
             self.note(outcome)
         if outcome.state == REQUEUE:
             return self.requeue(outcome.pause)
         with contextlib.suppress(OSError, KeyError):
             os.remove(self.environment["TITAN_DISP_LAUNCH_POINTER"])
-        if outcome.state == GIVE_UP or outcome.status:
+        if outcome.status:
             self.on_top(outcome.reason)
-        return 1 if outcome.state == GIVE_UP else outcome.status
+        return outcome.status
 
 
 def watch(script, supervisor):
     """Requeue the job if the batch script is killed: SLURM then ends the job for good, and this program within moments."""
     while os.getppid() == script:
         time.sleep(0.1)
-    if "TERM" not in supervisor.received() and supervisor.restart < MOST_RESTARTS:  # SLURM sends it before it ends a job
+    # SLURM sends TERM before it ends a job.
+    if "TERM" not in supervisor.signalled() and supervisor.restart < MOST_RESTARTS:
         supervisor.call("scontrol", "requeue", supervisor.address)
         supervisor.on_top("the batch script was killed; the job is requeued")
     os._exit(1)
@@ -1171,26 +1023,21 @@ def watch(script, supervisor):
 def main():
     """Run the supervisor with this program's arguments, and return its exit status."""
     signals, *argv = sys.argv[1:]
-    of_array, launched = argv[0] == "--of-array", os.path.basename(os.path.dirname(os.path.dirname(HERE))) == "launch"
+    of_array = argv[0] == "--of-array"
     try:
-        if of_array and not launched:
-            argv = task_of_array(argv[1], os.environ)
-        if argv[0].startswith("-") and not launched:
-            raise Failure(f"the first argument is {argv[0]}, expected CONFIG")
         supervisor = Supervisor(argv, signals, of_array=of_array)
-        if launched and supervisor.restart == 0 and argv != supervisor.argv:
-            raise Failure(
-                f"{HERE} runs {' '.join(supervisor.argv)}. To run something else, submit slurm/pretrain.sbatch"
-            )
+        if of_array and not supervisor.launch:
+            supervisor.argv = task_of_array(argv[1], os.environ)
+        words = supervisor.argv
+        if words[0].startswith("-"):
+            raise Failure(f"the first argument is {words[0]}, expected CONFIG")
+        if supervisor.launch and supervisor.restart == 0 and words != argv:
+            raise Failure(f"{HERE} runs {' '.join(words)}. To run something else, submit slurm/pretrain.sbatch")
     except Failure as error:
         say(f"error: {error}")
         return 2
-
-    def hear(number, frame):
-        supervisor.heard = signal.Signals(number).name[len("SIG") :]
-
     for number in (signal.SIGUSR1, signal.SIGTERM):
-        signal.signal(number, hear)
+        signal.signal(number, supervisor.hear)
     threading.Thread(target=watch, args=(os.getppid(), supervisor), daemon=True).start()
     status = supervisor.supervise()
     for message in supervisor.messages:
@@ -1199,7 +1046,4 @@ def main():
 
 
 if __name__ == "__main__":
-    result = main()
-    with contextlib.suppress(OSError, ValueError):
-        sys.stdout.flush()
-    os._exit(INTENDED + result)  # sys.exit would end with 120 if Python cannot flush its output
+    os._exit(INTENDED + main())  # sys.exit would end with 120 if Python cannot flush its output

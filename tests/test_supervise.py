@@ -1395,6 +1395,11 @@ class TestStartAgain:
         ranks = f"echo USR1 > {cluster.signals}; sleep 0.2; exit 1" if given.pop("signals", "") else "exit 1"
         assert self.fail(cluster, ranks, **given)[1].state == "requeue"
 
+    def test_not_again_if_it_cannot_be_counted(self, cluster):
+        """Otherwise each failure on a full disk would be the first one, and the job would start again without end."""
+        (cluster.run / "requeue.json.partial").mkdir()
+        assert self.fail(cluster)[1].state == "requeue"
+
     @pytest.mark.parametrize(
         ("spares", "down", "state", "used"),
         [
