@@ -111,7 +111,8 @@ class DispersionLoss:
             step: training step, from which the sampled estimator draws its positions. If it does not change, neither do
                 they.
             fit_errors: list that receives, per layer, the relative error [B] of the slopes that the moments estimator
-                fitted. Each pair of tokens is weighted by its contribution to the gradient.
+                fitted, each for a pair of tokens that its own fit leaves out, and weighted by the pair's contribution to
+                the gradient. Without the list, the call waits for the errors and warns of one above 10 %.
             valid: bool [B, N], or this rank's [B, N/p]: True at tokens, False at padding, which may hold anything. The
                 loss of each sequence is computed without its padding; it is 0 for fewer than two tokens.
 
