@@ -1,5 +1,7 @@
 """The estimators that do not take all pairs: which tokens they take, and how close moments are to exact (docs/loss.md)."""
 
+import dataclasses
+import inspect
 import math
 import re
 
@@ -9,7 +11,7 @@ import torch
 
 from tests.command_line import ROOT
 from tests.oracle import EVERY_ESTIMATOR, drawing_order, drawn, loss_and_gradient, tokens
-from titan_disp.dispersion import DispersionLoss, dispersion_loss
+from titan_disp.dispersion import DispersionLoss, dispersion_loss, dispersion_losses
 from titan_disp.dispersion.moments import FIT_TOKENS, sample
 from titan_disp.dispersion.sampled import order
 
@@ -151,6 +153,19 @@ def test_fitted_tokens_are_one_of_each_block(length):
         if stride >= period:  # every residue comes as often as the others, to within a quarter
             counts = (found.rows[0] % period).bincount(minlength=period)
             assert (counts / len(found.rows[0]) * period - 1).abs().max() <= 0.25 * period / 2
+
+
+def test_options_are_shown_and_checked():
+    """The functions show the options that they pass on. A mask has another name here."""
+    for function, first in ((dispersion_losses, "zs"), (dispersion_loss, "z")):
+        shown = inspect.signature(function).parameters
+        assert list(shown) == [first, "group", "step", "valid", *(f.name for f in dataclasses.fields(DispersionLoss))]
+        assert shown["tau"].default == 1.0
+    z = tokens(1, 4, 3)
+    with pytest.raises(TypeError, match=r"unknown option 'attention_mask': pass valid=\[B, N\], True at tokens"):
+        dispersion_loss(z, attention_mask=torch.ones(1, 4))
+    with pytest.raises(TypeError, match=r"unknown option 'taau'.* tau"):
+        dispersion_loss(z, taau=1.0)
 
 
 def test_positions_are_drawn_from_seed_step_and_layer():
