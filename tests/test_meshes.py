@@ -81,6 +81,7 @@ NIGHT = {
         "cp": CP,
         "noise_cp": (*CP, *NOISE),
     },
+    4: {"fsdp_cp": CP, "hsdp_cp": (*HSDP, *CP), "noise_cp_tp": (*CP, *TP, *NOISE)},
     8: {  # two replicas of two shards of two parts of every layer
         "hsdp_tp": (*HSDP, *TP, *ONE_BY_ONE),  # two microbatches
         "untied_hsdp_tp": (*HSDP, *TP, *UNTIED),
@@ -98,9 +99,18 @@ for model in OTHER_MODELS:
         (NIGHT[1], {"_compile_selective_op": (*COMPILE, *SELECTIVE_OP), "_accumulation_full_ac": FULL_AC}),
         (NIGHT[2], {"_tp": TP, "_fsdp_compile": COMPILE, "_tp_compile": (*TP, *COMPILE), "_cp": CP}),
         (NIGHT[2], {"_tp_no_loss_parallel": (*TP, *WHOLE_LOGITS), "_tp_full_ac": (*TP, *FULL_AC)}),
+        (NIGHT[4], {"_fsdp_cp": CP, "_hsdp_cp": (*HSDP, *CP)}),
         (NIGHT[8], {"_hsdp_tp": (*HSDP, *TP, *ONE_BY_ONE)}),
     ):
         cases.update({model + n: ("--model.name", f"{model}_disp", *options) for n, options in of_model.items()})
+for model, prefix in (("qwen3", ""), *((name, f"{name}_") for name in OTHER_MODELS)):
+    for ranks, name, options in (
+        (4, "cp_tp", ()),
+        (4, "cp_tp_compile", COMPILE),
+        (4, "cp_tp_full_ac", FULL_AC),
+        (8, "fsdp_cp_tp", ()),
+    ):
+        NIGHT[ranks][prefix + name] = ("--model.name", f"{model}_disp", *CP, *TP, *options)
 REFERENCES = ("reference", "untied", "final_norm", "noise", "gpt2_untied", *OTHER_MODELS)
 # Every other variant × estimator: one process, FSDP2, TP, and FSDP2 × TP.
 FAMILY = {

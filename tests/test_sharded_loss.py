@@ -3,6 +3,7 @@
 import math
 from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
@@ -84,6 +85,20 @@ def check_fitted_tokens(mesh):
         assert torch.equal(ours.rows[0], torch.where(whole.rows[0] // n == rank, whole.rows[0] - rank * n, -1))
 
 
+def check_unequal_shards(mesh):
+    """As many as torch.chunk gives: every rank says so, before anything is sent. Equal ones are compared once."""
+    for estimator in ("exact", "moments", "sampled"):
+        own = tokens(2, 10, F).chunk(4, dim=1)[dist.get_rank()]  # 3, 3, 3, 1
+        with pytest.raises(
+            ValueError, match=r"shape \(rank 0: \[\[2, 3, 16\]\]; .*; rank 3: \[\[2, 1, 16\]\]\), expected"
+        ):
+            dispersion_loss(own, group=mesh, estimator=estimator, **drawn(estimator, 4))
+    with mock.patch.object(dist, "all_gather_object", wraps=dist.all_gather_object) as compared:
+        for _ in range(2):
+            dispersion_loss(tokens(2, 7, F), group=mesh)
+    assert compared.call_count == 1
+
+
 def dims(**degrees):
     from torchtitan.distributed import ParallelDims
 
@@ -141,6 +156,7 @@ def check_four_ranks():
         check_any_order(mesh)
         check_bf16(mesh)
         check_fitted_tokens(mesh)
+    check_unequal_shards(whole)
     for features, case in padding.NARROW_AND_WIDE:
         padding.check(features, case, across["sequence"].get_group(), across.get_local_rank("sequence"), 2)
     for features, case in padding.NARROW_AND_WIDE[:3]:

@@ -3,7 +3,6 @@
 - The device type falls back to "cuda" without a GPU, and modules copy it at import.
 - ``torch.cpu`` lacks the memory statistics and device properties that the metrics read.
 - FSDP2 reduces gradients with PREMUL_SUM, which gloo does not support.
-- Scaled-dot-product attention has no sharding strategy for CPU DTensors.
 - MFU needs a peak, and TorchTitan would take that of an A100.
 - The two threads of a gloo group corrupt the heap if both end a collective at once.
 """
@@ -15,17 +14,14 @@ import os
 import re
 import resource
 import sys
-from collections.abc import Callable
 from datetime import timedelta
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch import nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 
 
 def active() -> bool:
@@ -148,26 +144,10 @@ def _with_one_thread(timeout: timedelta) -> Any:
     return options
 
 
-def adapt(model: nn.Module, tp_mesh: DeviceMesh | None) -> None:
-    """Adapt a model with blocks in ``model.layers`` after TP and FSDP, and before its first step."""
+def adapt(model: nn.Module) -> None:
+    """Adapt a model after FSDP, and before its first step."""
     if not active():
         return
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_force_sum_reduction_for_comms(True)
-    if tp_mesh is not None:
-        for block in model.get_submodule("layers").children():
-            attention: Any = block.get_submodule("attention.inner_attention")
-            attention.forward = _on_local_heads(attention.forward)
-
-
-def _on_local_heads(attention: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Run attention on each rank's own heads: [B, heads, N, head_dim] is sharded over them. Nothing is communicated."""
-
-    def forward(q: Tensor, k: Tensor, v: Tensor, **kwargs: Any) -> Tensor:
-        if not isinstance(q, DTensor) or not isinstance(k, DTensor) or not isinstance(v, DTensor):
-            return attention(q, k, v, **kwargs)  # already local
-        out = attention(q.to_local(), k.to_local(), v.to_local(), **kwargs)
-        return DTensor.from_local(out, q.device_mesh, q.placements, run_check=False)
-
-    return forward

@@ -34,36 +34,51 @@ def bf16_autocast(device: str) -> bool:
     return device != "cpu" and torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) == torch.bfloat16
 
 
+def _bmm(a: Tensor, b: Tensor) -> Tensor:
+    return torch.bmm(a, b, out_dtype=torch.float32)
+
+
+def _baddbmm(out: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    return torch.baddbmm(out, a, b, out_dtype=torch.float32, out=out)
+
+
 @functools.cache
-def _float32_results(device: torch.device) -> bool:
-    # CUDA can return bf16 products in float32 since torch 2.8.
+def _float32_results(device: torch.device, kind: str) -> bool:
+    """Return whether ``kind``, bmm or baddbmm, adds bf16 products in float32, as on CUDA since torch 2.8."""
     try:
         x = torch.ones(2, 16, 16, device=device, dtype=torch.bfloat16)
-        out = torch.bmm(x, x, out_dtype=torch.float32)
-        view = out[:, :8]
-        torch.baddbmm(view, x[:, :8], x, out_dtype=torch.float32, out=view)
-        return bool((out[:, :8] == 32).all())
-    except (RuntimeError, TypeError):
-        return False
+        y = torch.where(torch.arange(16, device=device)[:, None] == 15, x + 16, 16 * x)
+        out = torch.zeros(2, 16, 16, device=device)
+        found = _bmm(x, y) if kind == "bmm" else _baddbmm(out[:, :8], x[:, :8], y)
+        right = bool((found == 257).all())  # which bf16 rounds to 256
+        why = "its result is rounded"
+    except (RuntimeError, TypeError) as error:
+        right, why = False, str(error).splitlines()[0]
+    if not right:
+        warnings.warn(
+            f"torch.{kind} cannot return bf16 products in float32 on {device} ({why}): they are formed in float32, and the "
+            "dispersion loss runs slower",
+            stacklevel=2,
+        )
+    return right
 
 
 def product(a: Tensor, b: Tensor) -> Tensor:
     """Return a @ b in the accumulation dtype, for a [B, m, k] and b [B, k, n]."""
     if a.dtype == accumulation_dtype(a.dtype):
         return torch.bmm(a, b)
-    if _float32_results(a.device):
-        return torch.bmm(a, b, out_dtype=torch.float32)
-    return torch.bmm(a, b).float()  # rounded to bf16 once, as the saved gradient is
+    # Rounded to bf16, cosines near 1 would lose the digits that the gradient depends on.
+    return _bmm(a, b) if _float32_results(a.device, "bmm") else torch.bmm(a.float(), b.float())
 
 
 def add_product_(out: Tensor, a: Tensor, b: Tensor) -> None:
     """Add a @ b to ``out`` [B, m, n] in place. ``out`` has the accumulation dtype."""
     if a.dtype == out.dtype:
         out.baddbmm_(a, b)
-    elif _float32_results(a.device):
-        torch.baddbmm(out, a, b, out_dtype=torch.float32, out=out)
+    elif _float32_results(a.device, "baddbmm"):
+        _baddbmm(out, a, b)
     else:
-        out.add_(torch.bmm(a, b))
+        out.add_(product(a, b))
 
 
 def fused(function: Callable[P, T]) -> Callable[P, T]:
@@ -80,7 +95,8 @@ def fused(function: Callable[P, T]) -> Callable[P, T]:
         if first.device.type == "cpu":
             return function(*args, **kwargs)
         if not compiled:
-            compiled.append(torch.compile(function))
+            # With fullgraph, Dynamo raises at its limit of recompilations instead of running the function as it is.
+            compiled.append(torch.compile(function, fullgraph=True))
         if compiled[0] is function:
             return function(*args, **kwargs)
         try:
@@ -88,7 +104,10 @@ def fused(function: Callable[P, T]) -> Callable[P, T]:
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # Dynamo, Inductor, Triton and compilers raise different types, before anything runs
-            warnings.warn(f"{function.__name__} could not be compiled and runs slower: {error}", stacklevel=2)
+            warnings.warn(
+                f"{function.__name__} could not be compiled and runs slower: {type(error).__name__}: {error}",
+                stacklevel=2,
+            )
             compiled[0] = function
             return function(*args, **kwargs)
 

@@ -1,9 +1,10 @@
 """The loss combines a variant with an estimator, for any sharding of the sequence."""
 
-from collections.abc import Iterable, Sequence
+import inspect
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
-from typing import Any
+from typing import Any, ParamSpec
 
 import torch
 import torch.distributed as dist
@@ -17,6 +18,7 @@ from titan_disp.dispersion.sampled import SampledLayers, SampledTokens, order
 from titan_disp.dispersion.variants import VARIANTS, Variant
 from titan_disp.errors import did_you_mean
 
+P = ParamSpec("P")
 ESTIMATORS = ("exact", "moments", "sampled")
 
 
@@ -30,7 +32,8 @@ class DispersionLoss:
             (the pairs of ``max_tokens`` positions).
         tau: τ, the temperature.
         clamp: κ. Cosines are clamped to [−1+κ, 1−κ].
-        norm_eps: ε, added to the norms.
+        norm_eps: ε, added to the norms. Its default, the authors', is large: a short token, whose norm is not far above ε,
+            has smaller cosines than the formula without ε gives.
         norm_coeff: λ_norm of l2_repel, which keeps distances from growing without bound.
         include_diagonal: l2_repel takes the pair of each token with itself into the mean, as in the authors' code.
         max_tokens: positions per sequence of the sampled estimator.
@@ -111,7 +114,8 @@ class DispersionLoss:
             step: training step, from which the sampled estimator draws its positions. If it does not change, neither do
                 they.
             fit_errors: list that receives, per layer, the relative error [B] of the slopes that the moments estimator
-                fitted. Each pair of tokens is weighted by its contribution to the gradient.
+                fitted, each for a pair of tokens that its own fit leaves out, and weighted by the pair's contribution to
+                the gradient. Without the list, the call waits for the errors and warns of one above 10 %.
             valid: bool [B, N], or this rank's [B, N/p]: True at tokens, False at padding, which may hold anything. The
                 loss of each sequence is computed without its padding; it is 0 for fewer than two tokens.
 
@@ -136,6 +140,8 @@ class DispersionLoss:
         if sampled and len(set(features := [z.shape[2] for z in zs])) > 1:
             raise ValueError(f"layers differ in features: {features}, which the sampled estimator does not support")
         mask = None
+        if pg is not None:
+            _check_shards(tuple(tuple(z.shape) for z in zs), pg)
         if valid is not None:
             _check_valid(valid, zs[0])
             mask = token_mask(valid, pg)
@@ -179,6 +185,23 @@ def _check(zs: Sequence[Tensor], world: int, least: int) -> int:
     return tokens
 
 
+_compared: set[tuple[str, tuple[tuple[int, ...], ...]]] = set()  # shapes of shards that were equal in a group
+
+
+def _check_shards(shapes: tuple[tuple[int, ...], ...], group: dist.ProcessGroup) -> None:
+    """Raise ValueError on every rank if shards differ. Shapes are compared when the ranks first meet them."""
+    if (group.group_name, shapes) in _compared or dist.get_backend(group) == "fake":
+        return
+    every: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(every, shapes, group=group)
+    if len(set(every)) > 1:
+        text = "; ".join(f"rank {rank}: {[list(shape) for shape in found]}" for rank, found in enumerate(every))
+        raise ValueError(
+            f"the shards of a sequence differ in shape ({text}), expected equal ones: pad them, and pass valid"
+        )
+    _compared.add((group.group_name, shapes))
+
+
 def _check_valid(valid: Tensor, z: Tensor) -> None:
     if valid.dtype != torch.bool or valid.shape != z.shape[:2]:
         raise ValueError(
@@ -187,6 +210,19 @@ def _check_valid(valid: Tensor, z: Tensor) -> None:
         )
 
 
+def _with_options(function: Callable[P, Tensor]) -> Callable[P, Tensor]:
+    """Show the options by name in the signature of a function, for help() and completion."""
+    signature = inspect.signature(function)
+    given = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
+    named = [
+        inspect.Parameter(f.name, inspect.Parameter.KEYWORD_ONLY, default=f.default, annotation=f.type)
+        for f in fields(DispersionLoss)
+    ]
+    function.__signature__ = signature.replace(parameters=[*given, *named])  # type: ignore[attr-defined]
+    return function
+
+
+@_with_options
 def dispersion_losses(
     zs: Iterable[Tensor], *, group: Group = None, step: int = 0, valid: Tensor | None = None, **options: Any
 ) -> Tensor:
@@ -194,9 +230,14 @@ def dispersion_losses(
 
     ``options`` are the attributes of ``DispersionLoss``; its ``__call__`` documents the arguments.
     """
+    names = [option.name for option in fields(DispersionLoss)]
+    for unknown in options.keys() - set(names):
+        hint = ": pass valid=[B, N], True at tokens" if "mask" in unknown else did_you_mean(unknown, names)
+        raise TypeError(f"unknown option {unknown!r}{hint}")
     return DispersionLoss(**options)(zs, group, step, valid=valid)
 
 
+@_with_options
 def dispersion_loss(
     z: Tensor, *, group: Group = None, step: int = 0, valid: Tensor | None = None, **options: Any
 ) -> Tensor:

@@ -157,8 +157,8 @@ def fit(
     The unit vectors are u [B, n, F] of this rank's tokens, and ``some`` [B, m, F] of the sampled ones. ``scale`` is
     1/(‖z‖ + ε), [B, n, 1]. Operands of products are in ``dtype``.
 
-    Return also Σ e² and Σ r², [B, 2], over the pairs of this rank's tokens with the sampled ones. e is the error of the
-    fitted slope; each pair is weighted by the length of its contribution to the gradient.
+    Return also Σ e² and Σ r², [B, 2], over the pairs of this rank's tokens with the sampled ones. e is the error for this
+    pair of the slope fitted without it; each pair is weighted by the length of its contribution to the gradient.
     """
     x, some = u.to(dtype), some.to(dtype)
     squares, some_squares = norms(x).square_(), norms(some).square_().transpose(1, 2)
@@ -200,9 +200,12 @@ def _fit(
 
     share = weight / weight.sum(-1, keepdim=True).clamp_min(torch.finfo(c.dtype).tiny)
     centred = c - mean(c, share)
-    curvature = mean(r, centred * share) / (mean(centred.square(), share) + RIDGE)
+    variance = mean(centred.square(), share) + RIDGE
+    curvature = mean(r, centred * share) / variance
     slope = mean(r - curvature * c, share)
-    error = r - slope - curvature * c
+    # The error for a pair of the fit without this pair (leave-one-out): a pair that alone decides the fit shows none itself.
+    leverage = share * (1 + centred.square() / variance)
+    error = (r - slope - curvature * c) / (1 - leverage).clamp_min(FLOOR)
     equal = pairs.to(c.dtype) / pairs.sum(-1, keepdim=True).clamp_min(1)
     offset = mean(w - slope * c - curvature / 2 * square, equal)
     weight = weight * scale

@@ -37,6 +37,11 @@ def norms(z: Tensor) -> Tensor:
     return torch.linalg.vector_norm(z, dim=-1, keepdim=True, dtype=accumulation_dtype(z.dtype))
 
 
+def shown(norm: Tensor) -> Tensor:
+    """Return norms with NaN for infinity, by which finite tokens would be divided to 0 and so be hidden."""
+    return norm.masked_fill(norm.isinf(), torch.nan)
+
+
 def row_blocks(x: Tensor) -> list[slice]:
     """Split rows [B, n, F] into blocks that fit into a core's cache. A GPU's fused kernel takes all rows at once."""
     if x.device.type != "cpu":
@@ -54,7 +59,7 @@ class Normalized:
         self.scale = 1 / (self.norm + norm_eps)
 
     def vectors(self) -> Tensor:
-        return self.x / (self.norm + self.norm_eps)
+        return self.x / (shown(self.norm) + self.norm_eps)
 
     def backward_(self, grad: Tensor) -> Tensor:
         """The derivative of ‖z‖ at z = 0 is taken as 0, as in autograd."""
@@ -81,10 +86,10 @@ class Standardized:
         dtype = operand_dtype(z)
         z = z.to(accumulation_dtype(z.dtype))
         centred = z - z.mean(-1, keepdim=True)
-        self.norm = torch.linalg.vector_norm(centred, dim=-1, keepdim=True)  # σ √(F − 1)
+        self.norm = shown(torch.linalg.vector_norm(centred, dim=-1, keepdim=True))  # σ √(F − 1)
         # Centring a constant token leaves rounding errors, which have no meaningful direction.
         floor = 4 * torch.finfo(z.dtype).eps * torch.linalg.vector_norm(z, dim=-1, keepdim=True)
-        self.u = torch.where(self.norm > floor, centred / self.norm, 0.0)
+        self.u = torch.where(self.norm <= floor, 0.0, centred / self.norm)
         self.x, self.scale = self.u.to(dtype), torch.ones_like(self.norm)
 
     def vectors(self) -> Tensor:

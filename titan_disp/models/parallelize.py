@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 from torchtitan.config import TORCH_DTYPE_MAP, JobConfig
@@ -45,6 +45,9 @@ def parallelize_model(
     if parallel_dims.cp_enabled:
         attentions = [block.attention.inner_attention for block in model.layers.values()]  # type: ignore[union-attr]
         apply_cp_to_attention_module(attentions, parallel_dims.get_mesh("cp"), "sdpa")  # type: ignore[arg-type]
+    if tp_mesh is not None and (parallel_dims.cp_enabled or cpu.active()):
+        for block in model.layers.values():
+            block.attention.inner_attention = LocalHeads(block.attention.inner_attention)  # type: ignore[union-attr, arg-type]
     if job_config.activation_checkpoint.mode != "none":
         apply_ac(
             model,
@@ -57,8 +60,25 @@ def parallelize_model(
         apply_compile(model, job_config.compile, parallel_dims.ep_enabled)
     if parallel_dims.fsdp_enabled:
         _apply_fsdp(model, parallel_dims, job_config)
-    cpu.adapt(model, tp_mesh)
+    cpu.adapt(model)
     return model
+
+
+class LocalHeads(nn.Module):
+    """Run attention on this rank's own heads of q, k, v [B, heads, N, head_dim], over which TP shards. Nothing is sent.
+
+    torch's context parallelism takes plain tensors, and its attention on a CPU has no sharding strategy for DTensors.
+    """
+
+    def __init__(self, attention: nn.Module) -> None:
+        super().__init__()
+        self.attention = attention
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, **kwargs: Any) -> Tensor:
+        if not isinstance(q, DTensor) or not isinstance(k, DTensor) or not isinstance(v, DTensor):
+            return self.attention(q, k, v, **kwargs)  # already local
+        out = self.attention(q.to_local(), k.to_local(), v.to_local(), **kwargs)
+        return DTensor.from_local(out, q.device_mesh, q.placements, run_check=False)
 
 
 def _apply_fsdp(model: DispModel, parallel_dims: ParallelDims, job_config: JobConfig) -> None:

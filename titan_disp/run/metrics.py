@@ -26,6 +26,7 @@ from titan_disp.config.batch import last_step, tokens_per_step
 from titan_disp.data.files import on_rank_0
 from titan_disp.data.loader import StreamLoader, is_largest
 from titan_disp.dispersion import LossLedger
+from titan_disp.dispersion.variants.base import bad_fit
 from titan_disp.run.folder import append_json, continue_wandb, wandb_run_id
 from titan_disp.run.liveness import Clock, Stragglers
 from titan_disp.run.reader import METRICS
@@ -92,6 +93,7 @@ class DispersionMetrics(MetricsProcessor):
         self.ledger = ledger
         self._loader = loader
         self._first_log: tuple[float, int] | None = None  # (time, tokens)
+        self._bad_fit = False  # whether it has warned of one
         self._counted: dict[str, float] = {}  # this rank's counters at the last log
         self._jsonl = Path(job_config.job.dump_folder) / METRICS if rank == 0 else None
         if self._jsonl is not None:
@@ -160,6 +162,9 @@ class DispersionMetrics(MetricsProcessor):
         extra["loss_metrics/dispersion"] = terms["dispersion"]
         if fit_error is not None:
             extra["loss_metrics/dispersion_fit_error"] = fit_error
+            if (warning := bad_fit(fit_error)) and not self._bad_fit:
+                self._bad_fit = True
+                logger.warning(f"step {step}: {warning}")
         seconds = time.perf_counter() - self.time_last_log
         data = self.data_metrics(seconds)
         extra.update({f"data/{name}": value for name, value in data.items()})

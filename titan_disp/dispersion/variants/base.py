@@ -1,6 +1,7 @@
 """This module defines what every variant of the loss implements, and what functions of cosines and of angles share."""
 
 import math
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -20,10 +21,22 @@ from titan_disp.dispersion.vectors import Normalized, Units, check_norm_eps
 # Takes tokens z [B, n, F], their mask, their units and the units' vectors; returns the quadratics that stand for w.
 QuadraticOf = Callable[[Tensor, TokenMask | None, Units, Tensor], Quadratic]
 
+LARGE_FIT_ERROR = 0.1  # about the relative error of the gradient, by docs/loss.md
+
 # exp(−1/τ) must be a normal fp32 number (exp(−80) ≈ 2e−35); otherwise a sum of such numbers could underflow to 0.
 MIN_TAU = 1.0 / 80.0
 # arccos has an infinite slope at ±1. A smaller κ is raised to this value, which bounds the slope by 1/√(2κ) ≈ 700.
 MIN_CLAMP = 1e-6
+
+
+def bad_fit(error: float) -> str | None:
+    """Return a warning if the error of the moments' slopes is large."""
+    if error <= LARGE_FIT_ERROR:
+        return None
+    return (
+        f"the moments estimator fits some tokens badly: the error of its gradient may be {error:.0%}. Use estimator "
+        '"exact", or larger tau and clamp'
+    )
 
 
 def check_tau(tau: float) -> None:
@@ -85,10 +98,13 @@ class CosineVariant(Variant):
             return quadratic
 
         losses = self.of_quadratic(layers, fitted)
-        if fit_errors is not None:
-            of_error, of_slope = layers.sum_over_group(torch.cat(errors)).unbind(-1)
-            relative = (of_error / of_slope.clamp_min(torch.finfo(of_slope.dtype).tiny)).sqrt()
-            fit_errors.extend(relative.view_as(losses))
+        of_error, of_slope = layers.sum_over_group(torch.cat(errors)).unbind(-1)
+        relative = (of_error / of_slope.clamp_min(torch.finfo(of_slope.dtype).tiny)).sqrt().view_as(losses)
+        if fit_errors is None:
+            if warning := bad_fit(relative.max().item()):
+                warnings.warn(warning, stacklevel=4)
+        else:
+            fit_errors.extend(relative)
         return losses
 
     def of_quadratic(self, layers: Layers, quadratic: QuadraticOf) -> Tensor:
@@ -102,11 +118,6 @@ class CosineVariant(Variant):
             return s, units.backward_(grad)
 
         return self.normalize(layers.sum_over_group(layers.each(own_part)), layers.tokens(layers.mask))
-
-
-def safe_log(mean: Tensor) -> Tensor:
-    """Return the log of a mean, or of a tiny number: a sequence may have no pair, and a sum from a fit be negative."""
-    return torch.log(mean.clamp_min(torch.finfo(mean.dtype).tiny))
 
 
 @dataclass(frozen=True)
