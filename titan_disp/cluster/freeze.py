@@ -17,8 +17,8 @@ from typing import Any
 from torchtitan.config import JobConfig
 
 from titan_disp.config.load import load_config
-from titan_disp.errors import EXIT_CODE, ConfigError, UserError
-from titan_disp.run.folder import versions
+from titan_disp.errors import EXIT_CODE, UserError
+from titan_disp.run.folder import versions, writing
 
 LAUNCH = "titan-disp-launch: "  # marks the line; the launch folder follows as JSON (slurm/supervise.py reads it)
 PACKAGE = Path(__file__).parents[1]
@@ -46,7 +46,7 @@ def freeze(
     run = Path(job_config.job.dump_folder).absolute()
     folder = run / "launch" / name
     partial = folder.with_name(f"{name}.partial-{os.getpid()}")
-    try:
+    with writing(run):
         partial.mkdir(parents=True)
         unused = shutil.ignore_patterns(
             "__pycache__", "sites", "README.md", "Containerfile", "*.def", "install_in_image.sh"
@@ -56,18 +56,17 @@ def freeze(
             shutil.copyfile(site, partial / "slurm" / "site.sh")
         shutil.copyfile(argv[1], partial / "config.toml")
         (partial / "resolved.json").write_text(json.dumps(job_config.to_dict(), indent=2))
-        # The last one counts. The job may run in another folder (sbatch --chdir).
-        where = ("--job.dump_folder", os.fspath(run))
         launch = {
             "run": os.fspath(run),
-            "argv": [os.fspath(folder / "config.toml"), *argv[2:], *where],
+            # The last option counts. The job may run in another folder (sbatch --chdir).
+            "argv": [os.fspath(folder / "config.toml"), *argv[2:], "--job.dump_folder", os.fspath(run)],
             "given": argv[1],
+            "sbatch": list(sbatch),
+            **installed(),
         }
-        text = json.dumps({**launch, "sbatch": list(sbatch), **installed()}, indent=2, ensure_ascii=False)
+        text = json.dumps(launch, indent=2, ensure_ascii=False)
         (partial / "launch.json").write_bytes(text.encode(errors="surrogateescape"))  # any bytes of a path
         partial.rename(folder)
-    except OSError as error:
-        raise ConfigError(f"job.dump_folder {os.fspath(run)!r} is not writable: {error}") from error
     return folder
 
 

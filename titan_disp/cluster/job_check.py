@@ -20,7 +20,7 @@ from titan_disp.data.files import streams_from_hub
 from titan_disp.data.hub import fetch_arguments, is_hub_name, parse_name
 from titan_disp.data.sources import DataSet, training_sets
 from titan_disp.errors import EXIT_CODE, IN_USE_EXIT_CODE, ConfigError, InUseError, UserError
-from titan_disp.run.folder import lock_folder
+from titan_disp.run.folder import lock_folder, writing
 
 FEW_NODES = 4  # so many nodes may stream without a warning: our choice
 C4_FILES = 1024  # files of the training split
@@ -48,11 +48,9 @@ def prepare(argv: Sequence[str], nodes: int, nproc: str) -> None:
     check_device(job_config)
     check_inputs(job_config)
     run = Path(job_config.job.dump_folder).absolute()
-    try:
+    with writing(run):
         run.mkdir(parents=True, exist_ok=True)
         lock_folder(run).close()
-    except OSError as error:
-        raise ConfigError(f"job.dump_folder {str(run)!r} is not writable: {error}") from error
     for changed in differences(job_config.job.config_file):
         print(f"titan-disp: warning: the job was submitted with another installation: {changed}", flush=True)
 
