@@ -214,9 +214,6 @@ class Sent:
     def __mul__(self, factor: float) -> "Sent":
         return Sent(self.within * factor, self.between * factor)
 
-    def seconds(self, node_bandwidth: float, network_bandwidth: float) -> float:
-        return max(self.within / node_bandwidth, self.between / network_bandwidth)
-
 
 @dataclass(frozen=True)
 class Traffic:
@@ -238,7 +235,7 @@ class Traffic:
         """Return the seconds that communication adds to ``computing`` seconds of a step. Bandwidths are in bytes/s."""
 
         def seconds(sent: Iterable[Sent]) -> float:
-            return sum(s.seconds(node_bandwidth, network_bandwidth) for s in sent)
+            return sum(max(s.within / node_bandwidth, s.between / network_bandwidth) for s in sent)
 
         # a lower bound: all of the computing hides communication that can overlap with it
         last_backward = 2 / 3 * computing / self.microbatches  # backward is two thirds of a microbatch's computing
