@@ -452,10 +452,6 @@ def _first(reason: str | None) -> str | None:
     """Return the reason of the first rank that has one, or None. This is a collective call."""
     if not dist.is_initialized() or dist.get_backend() == "fake":
         return reason
-    failed = torch.tensor(float(reason is not None), device=utils.device_type)
-    dist.all_reduce(failed, op=dist.ReduceOp.MAX)
-    if not failed.item():
-        return None
     reasons: list[str | None] = [None] * dist.get_world_size()
     dist.all_gather_object(reasons, reason)
-    return next(r for r in reasons if r is not None)
+    return next((r for r in reasons if r is not None), None)
