@@ -5,10 +5,7 @@ one line of JSON, and writes it to a file with ``--out``. The batch host compare
 TorchTitan's arguments (``--job.config_file CONFIG …``), it also checks that this node can read the data and tokenizer of
 the config.
 
-Faulty GPUs are found as far as their drivers report faults to users other than root. nvidia-smi, amd-smi and rocm-smi
-count uncorrectable errors. nvidia-smi does not show Xids, the errors that NVIDIA's driver writes to the kernel log. Newer
-drivers report the action that they require (``gpu_recovery_action``). With older drivers, the kernel log is read if this
-user has permission.
+Faulty GPUs are found as far as their drivers report faults to users other than root (slurm/README.md lists which).
 """
 
 import argparse
@@ -70,6 +67,7 @@ def gpu_problems() -> list[str]:
         problems += [f"GPU {gpu}: {count} uncorrectable errors" for gpu, count in _amd().items() if count]
     except subprocess.TimeoutExpired as error:
         return [f"{error.cmd[0]} does not answer within {LIMIT} s"]
+    # Newer drivers report the action that they require. With older ones, only the kernel log has Xids.
     told = [value for value in nvidia[RECOVERY].values() if value not in UNKNOWN]
     return problems if told else problems + list(dict.fromkeys(_xids()))
 

@@ -223,10 +223,7 @@ def rename_step(path: Path, kind: str) -> Path:
 
 
 def clean_up(folder: Path) -> None:
-    """Delete in the background what unfinished saves and deletions have left in a checkpoint folder, and log it.
-
-    That is ``purging-N``, and every ``step-N`` that ``is_unfinished``. Any other ``step-N`` without ``.metadata`` may be a
-    checkpoint whose ``.metadata`` was moved away, or a save of TorchTitan's own trainer: only its owner can tell.
+    """Delete ``purging-N``, and every ``step-N`` that ``is_unfinished``, in the background, and log it.
 
     Only the process that owns the run folder may call this, and only while it is not saving.
     """
