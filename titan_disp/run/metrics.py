@@ -97,10 +97,9 @@ class DispersionMetrics(MetricsProcessor):
         if self._jsonl is not None:
             self._jsonl.parent.mkdir(parents=True, exist_ok=True)
         self._tensorboard: TensorBoardFolder | None = None
-        self.tensorboard_folder = os.path.join(job_config.job.dump_folder, job_config.metrics.save_tb_folder)
+        below = [] if own is None else [f"rank_{own}"]
+        self.tensorboard_folder = os.path.join(job_config.job.dump_folder, job_config.metrics.save_tb_folder, *below)
         if job_config.metrics.enable_tensorboard and (rank == 0 or own is not None):
-            if own is not None:
-                self.tensorboard_folder = os.path.join(self.tensorboard_folder, f"rank_{own}")
             both = LoggerContainer()
             both.add_logger(self.logger)
             self._tensorboard = TensorBoardFolder(self.tensorboard_folder)
