@@ -10,7 +10,6 @@ table, and exits with status 1 if there is a problem.
 
 import argparse
 import json
-import os
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
@@ -30,14 +29,6 @@ NAMED = 4  # most nodes that one line names
 
 Report = dict[str, Any]
 Problems = dict[str, list[str]]  # by node
-
-
-def run_folder(argv: Sequence[str]) -> Path:
-    """Return the absolute path of a config's run folder, which is created, or raise ConfigError if it is not writable."""
-    run = Path(load_config(argv).job.dump_folder).absolute()
-    if problem := writable(str(run)):
-        raise ConfigError(f"job.dump_folder: {problem}")
-    return run
 
 
 def collect(folder: Path, expected: Sequence[str]) -> tuple[dict[str, Report], Problems]:
@@ -199,7 +190,10 @@ def main() -> None:
     args, titan = parser.parse_known_args()
     if args.what == "folder":
         try:
-            print(os.fspath(run_folder(titan)))
+            run = Path(load_config(titan).job.dump_folder).absolute()
+            if problem := writable(str(run)):  # this creates it
+                raise ConfigError(f"job.dump_folder: {problem}")
+            print(run)
         except UserError as error:
             print(f"titan-disp: error: {error}", file=sys.stderr, flush=True)
             sys.exit(EXIT_CODE)
