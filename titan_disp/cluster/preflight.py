@@ -249,12 +249,6 @@ class RandomTokens(BaseDataLoader):
         while True:
             yield {"input": self.tokens[:, :-1]}, self.tokens[:, 1:]
 
-    def state_dict(self) -> dict[str, Any]:
-        return {}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        pass
-
 
 @contextmanager
 def synthetic_inputs(job_config: JobConfig) -> Iterator[None]:
