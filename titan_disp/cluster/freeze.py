@@ -1,8 +1,4 @@
-"""A launch folder, RUN/launch/NAME, keeps what a job runs: config, overrides, scripts, and the versions of the code.
-
-``titan-disp submit`` writes it before sbatch, and the batch script at its first start if it was submitted by hand. Every
-start of the job reads the scripts and the config there, so that no edit and no ``git pull`` changes a queued run.
-"""
+"""A launch folder, RUN/launch/NAME, keeps what a job runs, so that no edit changes a queued run (docs/run_folder.md)."""
 
 import argparse
 import hashlib

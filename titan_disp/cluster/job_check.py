@@ -30,11 +30,7 @@ FREE_ACCOUNT = 5000
 
 
 def prepare(argv: Sequence[str], nodes: int, nproc: str) -> None:
-    """Check that a config can start on ``nodes`` × ``nproc`` ranks.
-
-    ``nproc`` is a number, or "gpu" for one rank per GPU of this node. Raises ConfigError if the run would fail at its
-    start, and InUseError if another job uses the run folder.
-    """
+    """Check that a config can start on ``nodes`` × ``nproc`` ranks. ``nproc`` is a number, or "gpu": one per GPU of this node."""
     job_config = load_config(argv)
     if nproc != "gpu" and not nproc.isdecimal():
         raise ConfigError(f"TITAN_DISP_NPROC is {nproc!r}, expected gpu or a number of ranks per node")

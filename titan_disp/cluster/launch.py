@@ -1,7 +1,4 @@
-"""``titan-disp train`` starts torchrun on this machine, and ``titan-disp submit`` starts sbatch.
-
-Both check a run first, so that an error is printed once.
-"""
+"""``titan-disp train`` starts torchrun on this machine, and ``titan-disp submit`` starts sbatch."""
 
 import contextlib
 import dataclasses
@@ -59,9 +56,8 @@ def stop_signals(heard: Callable[[int, FrameType | None], None]) -> Iterator[Non
 
 
 def launch(options: TrainOptions) -> int:
-    """Check everything in this process, then start the ranks.
+    """Check everything in this process, so that an error is printed once, then start the ranks.
 
-    SIGINT (Ctrl-C), SIGTERM or SIGHUP stops the run: the ranks finish their step, save and end. A second signal kills them.
     Returns 0, the exit status of the first rank that failed, or 128 plus the number of the signal that stopped the run.
     """
     job_config = load_config(options.argv)

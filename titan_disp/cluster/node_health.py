@@ -1,11 +1,8 @@
 """``python -m titan_disp.cluster.node_health`` checks whether this node can train.
 
-The batch script starts it once per node before training, and so does check_nodes.sbatch. It prints the node's report as
-one line of JSON, and writes it to a file with ``--out``. The batch host compares the reports of all nodes. With
-TorchTitan's arguments (``--job.config_file CONFIG …``), it also checks that this node can read the data and tokenizer of
-the config.
-
-Faulty GPUs are found as far as their drivers report faults to users other than root (slurm/README.md lists which).
+It prints the node's report as one line of JSON, and writes it to a file with ``--out``. With TorchTitan's arguments
+(``--job.config_file CONFIG …``), it also checks that this node can read the data and tokenizer of the config. Faulty
+GPUs are found as far as their drivers report faults to users other than root (slurm/README.md lists which).
 """
 
 import argparse
@@ -107,10 +104,9 @@ def _parts(head: str, text: str) -> Iterable[tuple[str, str]]:
 
 def _xids() -> Iterator[str]:
     """Yield the last day's Xids of hardware, from dmesg, or from the journal if only root may run dmesg."""
+    journal = ("journalctl", "--dmesg", "--since=-24h", "--output=cat", "--no-pager", "--quiet")
     try:
-        log = _output("dmesg") or _output(
-            *["journalctl", "--dmesg", "--since=-24h", "--output=cat", "--no-pager", "--quiet"]
-        )
+        log = _output("dmesg") or _output(*journal)
     except subprocess.TimeoutExpired:  # a slow disk says nothing about the GPUs
         return
     for seconds, gpu, xid, text in XID.findall(log):

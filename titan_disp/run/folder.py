@@ -129,10 +129,7 @@ class RunFolder:
     """Represent an open run folder, which is locked until ``close``."""
 
     def __init__(self, job_config: JobConfig, world_size: int) -> None:
-        """Create, lock and take it.
-
-        Raises ConfigError if another job uses it, it is not writable, or its config.json cannot be read.
-        """
+        """Create, lock and take it. Raises ConfigError if another job uses it, or its files cannot be written or read."""
         self.path = Path(job_config.job.dump_folder)
         self._config = json.loads(json.dumps(job_config.to_dict()))
         self._world_size = world_size

@@ -202,8 +202,7 @@ class StopRequest:
     """Hold this rank's view of the request to stop, which is a signal or a file in the run folder.
 
     SLURM signals a job some minutes before its end. The batch script cannot pass the signal on through torchrun (USR1
-    kills torchrun's agent), so it writes the name of the start to the file RUN/stop. A rank may also be signalled
-    directly. A user may also create RUN/stop: until the user removes that file, no start of the run trains.
+    kills torchrun's agent), so it writes the name of the start to the file RUN/stop. A user may create this file, too.
     """
 
     def __init__(self, run: Path | None) -> None:
