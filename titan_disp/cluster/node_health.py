@@ -16,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -173,28 +173,23 @@ def _read_data(data: DataSet) -> None:
         file.read(1)
 
 
-def check_node(
-    local: str, shared: Sequence[str], readable: Sequence[str], gpus: int | None, job_config: JobConfig | None = None
-) -> dict[str, Any]:
-    """Check this node: a folder on its own disk, the folders and files of others, its GPUs, and what a config reads.
+def check_node(local: str, job_config: JobConfig | None = None) -> dict[str, Any]:
+    """Check this node: a folder on its own disk, its GPUs, and what a config writes and reads.
 
     ``free_gpu_bytes`` of the report is the free memory of its fullest GPU, or 0 if a GPU cannot compute. ``free_bytes``
     and ``run_free_bytes`` are the free space for ``local`` and for the run folder.
     """
-    shared = list(shared)
+    folders = [local]
     if job_config is not None:
         run = job_config.job.dump_folder
         checkpoints = os.path.join(run, job_config.checkpoint.folder)
         # The checkpoint folder is not created here: an empty one would change how the run starts.
-        shared += [run, checkpoints] if os.path.isdir(checkpoints) else [run]
-    problems = [problem for folder in (local, *shared) if (problem := writable(folder))]
-    problems += [f"{path} is missing or not readable" for path in readable if not os.access(path, os.R_OK)]
+        folders += [run, checkpoints] if os.path.isdir(checkpoints) else [run]
+    problems = [problem for folder in folders if (problem := writable(folder))]
     free = _free_disk(local)
     if free < MINIMUM_DISK:
         problems.append(f"{local} has {free / 1e9:.1f} GB free, expected at least {MINIMUM_DISK / 1e9:.1f} GB")
     count = torch.cuda.device_count()
-    if gpus is not None and count != gpus:
-        problems.append(f"the number of visible GPUs is {count}, expected {gpus}")
     checked = [check_gpu(i) for i in range(count)]
     problems += [problem for _, problem in checked if problem]
     problems += gpu_problems() if count else []
@@ -229,16 +224,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(allow_abbrev=False)
     parser.add_argument("--out", help="folder for the report, on a shared file system")
     parser.add_argument("--local", required=True, help="a folder on the node's own disk")
-    parser.add_argument("--writable", action="append", default=[])
-    parser.add_argument("--readable", action="append", default=[])
-    parser.add_argument("--gpus", type=int)
     args, titan = parser.parse_known_args()
     job_config, unreadable = None, []
     try:
         job_config = load_config(titan) if titan else None
     except ConfigError as error:
         unreadable = [str(error)]
-    report = check_node(args.local, args.writable, args.readable, args.gpus, job_config)
+    report = check_node(args.local, job_config)
     report["problems"] += unreadable
     if args.out:
         out = Path(args.out)
