@@ -19,6 +19,7 @@ from titan_disp.run.folder import versions, writing
 LAUNCH = "titan-disp-launch: "  # marks the line; the launch folder follows as JSON (slurm/supervise.py reads it)
 PACKAGE = Path(__file__).parents[1]
 SCRIPTS = Path(__file__).with_name("slurm").resolve()  # in a checkout, this is a link to its folder slurm
+UNUSED = ("__pycache__", "sites", "README.md", "Containerfile", "*.def", "install_in_image.sh")  # by a job
 
 
 def code_hash() -> str:
@@ -44,10 +45,7 @@ def freeze(
     partial = folder.with_name(f"{name}.partial-{os.getpid()}")
     with writing(run):
         partial.mkdir(parents=True)
-        unused = shutil.ignore_patterns(
-            "__pycache__", "sites", "README.md", "Containerfile", "*.def", "install_in_image.sh"
-        )
-        shutil.copytree(SCRIPTS, partial / "slurm", ignore=unused)
+        shutil.copytree(SCRIPTS, partial / "slurm", ignore=shutil.ignore_patterns(*UNUSED))
         if site is not None:
             shutil.copyfile(site, partial / "slurm" / "site.sh")
         shutil.copyfile(argv[1], partial / "config.toml")
