@@ -18,7 +18,7 @@ from titan_disp.config.checks import check_config, check_device, check_inputs
 from titan_disp.config.load import load_config
 from titan_disp.data.files import streams_from_hub
 from titan_disp.data.hub import fetch_arguments, is_hub_name, parse_name
-from titan_disp.data.sources import DataSet, training_sets
+from titan_disp.data.sources import training_sets
 from titan_disp.errors import EXIT_CODE, IN_USE_EXIT_CODE, ConfigError, InUseError, UserError
 from titan_disp.run.folder import lock_folder, writing
 
@@ -56,26 +56,24 @@ def hub_warnings(job_config: JobConfig, ranks: int, nodes: int | None = None) ->
     nodes = nodes or -(-ranks // 8)  # a preflight does not know them: a node mostly has 8 GPUs
     if nodes <= FEW_NODES:
         return []
-    streamed = [data for data in training_sets(job_config) if streams_from_hub(data.dataset, data.path)]
-    return [_warning(data, data_parallel_degree(job_config, ranks), ranks, nodes) for data in streamed]
-
-
-def _warning(data: DataSet, streams: int, ranks: int, nodes: int) -> str:
-    dataset = data.dataset
-    named = is_hub_name(dataset)
-    fetch = fetch_arguments(parse_name(dataset, f"{data.key}.dataset")) if named else "DIR"
-    # Every stream reads each file that has its documents (at most files + streams reads), on all of its ranks.
-    if named:
-        count = f"at least {2 * ranks:,} requests (two per Parquet file and rank)"
-    else:
+    warnings, streams = [], data_parallel_degree(job_config, ranks)
+    for data in training_sets(job_config):
+        if not streams_from_hub(data.dataset, data.path):
+            continue
+        # Every stream reads each file that has its documents (at most files + streams reads), on all of its ranks.
+        fetch = "DIR"
         count = f"{(C4_FILES + streams) * (ranks // streams):,} requests (one per file and rank that reads it)"
-    return (
-        f"{data.key}.dataset {dataset!r} is streamed from the Hugging Face hub by {ranks:,} ranks on {nodes} nodes. "
-        f"Every epoch takes {count}, most of them at once; every resume repeats them, and every broken connection adds "
-        f"one. By its documentation, the hub answers {WITHOUT_TOKEN:,} requests in 5 minutes from one address without "
-        f"a token, and {FREE_ACCOUNT:,} from a free account. Read a copy: titan-disp data fetch {fetch}, and "
-        f"{data.path_key} = DIR"
-    )
+        if is_hub_name(data.dataset):
+            fetch = fetch_arguments(parse_name(data.dataset, f"{data.key}.dataset"))
+            count = f"at least {2 * ranks:,} requests (two per Parquet file and rank)"
+        warnings.append(
+            f"{data.key}.dataset {data.dataset!r} is streamed from the Hugging Face hub by {ranks:,} ranks on {nodes} nodes. "
+            f"Every epoch takes {count}, most of them at once; every resume repeats them, and every broken connection adds "
+            f"one. By its documentation, the hub answers {WITHOUT_TOKEN:,} requests in 5 minutes from one address without "
+            f"a token, and {FREE_ACCOUNT:,} from a free account. Read a copy: titan-disp data fetch {fetch}, and "
+            f"{data.path_key} = DIR"
+        )
+    return warnings
 
 
 def main() -> None:
