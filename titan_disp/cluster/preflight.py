@@ -153,8 +153,6 @@ def for_cpu(r: Reduced) -> None:
 
 @dataclass(frozen=True)
 class Report:
-    """Hold the result of one step of rank 0."""
-
     config: str
     ranks: int
     reduced: list[str]  # changes to the config for this step, as "key old → new"
