@@ -43,16 +43,12 @@ def stop_signals(heard: Callable[[int, FrameType | None], None]) -> Iterator[Non
             return
         heard(number, frame)
 
-    previous = {}
-    try:
+    with contextlib.ExitStack() as stack:
         with contextlib.suppress(ValueError):  # outside of the main thread, Python forbids signal handlers
             for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
                 if signal.getsignal(number) is not signal.SIG_IGN:
-                    previous[number] = signal.signal(number, once)
+                    stack.callback(signal.signal, number, signal.signal(number, once))
         yield
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
 
 
 def launch(options: TrainOptions) -> int:
