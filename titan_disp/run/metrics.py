@@ -151,14 +151,13 @@ class DispersionMetrics(MetricsProcessor):
     ) -> None:
         mesh = self.parallel_dims.get_optional_mesh("loss")
         terms = self.ledger.mean(mesh) or {"ce": global_avg_loss, "dispersion": 0.0}
-        fit_error = self.ledger.worst_fit(mesh)
+        if (fit_error := self.ledger.worst_fit(mesh)) is not None:
+            terms["dispersion_fit_error"] = fit_error
         self.ledger.reset()
         extra = dict(extra_metrics or {})
         extra["n_tokens_seen"] = tokens = self.tokens_seen(step)
         extra["loss_metrics/cross_entropy"] = terms["ce"]
-        extra["loss_metrics/dispersion"] = terms["dispersion"]
-        if fit_error is not None:
-            extra["loss_metrics/dispersion_fit_error"] = fit_error
+        extra |= {f"loss_metrics/{name}": value for name, value in terms.items() if name != "ce"}
         seconds = time.perf_counter() - self.time_last_log
         data = self.data_metrics(seconds)
         extra.update({f"data/{name}": value for name, value in data.items()})
@@ -181,7 +180,6 @@ class DispersionMetrics(MetricsProcessor):
                 "time": time.time(),
                 "loss": global_avg_loss,
                 **terms,
-                **({} if fit_error is None else {"dispersion_fit_error": fit_error}),
                 "grad_norm": grad_norm,
                 "lr": extra.get("lr"),
                 "tokens": tokens,
